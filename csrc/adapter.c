@@ -1,0 +1,221 @@
+/* adapter.c - LoRA's matrices in flat vectors, their beginning, and AdamW's step over them.
+ *
+ * y = x·wᵀ + (alpha/R)·(x·A)·B for every matrix of the groups that are trained. A (D,R) begins uniform in ±1/√D, as
+ * PEFT's kaiming_uniform(a=√5) does, B (R,N) at zero. Weights, gradients and both moments lie in one vector
+ * each, so a step is one call. A call's gradients gather in a vector of their own and are added when the call has
+ * succeeded: a failed or interrupted call leaves no trace. */
+#include <math.h>
+#include <stdlib.h>
+
+#include "core.h"
+
+/* ---- layout ---- */
+
+static Pair pair_place(int64_t *size, int rank, int rows, int cols, int trained)
+{
+    if (!trained) return (Pair){-1, -1};
+    Pair pair = {*size, *size + (int64_t)cols * rank};
+    *size = pair.b + (int64_t)rank * rows;
+    return pair;
+}
+
+static void pairs_place(Adapter *adapter)
+{
+    const Shape *s = &adapter->model->shape;
+    int64_t *size = &adapter->size;
+    for (int l = 0; l < s->layers; l++) {
+        LayerPairs *p = &adapter->layer[l];
+#define LAYER_MATRIX(slot, rows, cols, present, group)                                         \
+    p->slot = pair_place(size, adapter->rank, rows, cols, adapter->groups & group);
+#include "weights.inc"
+    }
+    adapter->head = pair_place(size, adapter->rank, s->vocab, s->width, adapter->groups & UNEMBED);
+}
+
+void adapter_visit(const Adapter *adapter,
+                   void (*visit)(void *context, const SlotInfo *info, int layer, Pair pair), void *context)
+{
+    const Shape *s = &adapter->model->shape;
+    SlotInfo info;
+    for (int l = 0; l < s->layers; l++) {
+#define LAYER_MATRIX(slot, rows, cols, present, group)                                         \
+    if (adapter->layer[l].slot.a >= 0) {                                                       \
+        info = slot_info(s, SLOT_##slot);                                                      \
+        visit(context, &info, l, adapter->layer[l].slot);                                      \
+    }
+#include "weights.inc"
+    }
+    info = slot_info(s, SLOT_head);
+    if (adapter->head.a >= 0) visit(context, &info, -1, adapter->head);
+}
+
+/* ---- the beginning ---- */
+
+/* SplitMix64: a counter-based stream, so that a matrix's numbers depend on (seed, position) alone. */
+static double uniform(uint64_t seed, uint64_t index)
+{
+    uint64_t z = seed * 0x9e3779b97f4a7c15u + (index + 1) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    z ^= z >> 31;
+    return (double)(z >> 11) * 0x1p-53;
+}
+
+typedef struct Beginning {
+    float *weights;
+    int rank;
+    uint64_t seed;
+} Beginning;
+
+static void begin_matrix(void *context, const SlotInfo *info, int layer, Pair pair)
+{
+    (void)layer;
+    const Beginning *c = context;
+    double bound = 1.0 / sqrt((double)info->cols);
+    for (int64_t i = 0; i < (int64_t)info->cols * c->rank; i++)
+        c->weights[pair.a + i] = (float)((2.0 * uniform(c->seed, (uint64_t)(pair.a + i)) - 1.0) * bound);
+}
+
+static void vectors_place(Adapter *adapter, int vectors)
+{
+    for (int i = 0; i < vectors; i++)
+        adapter->vector[i] = arena_take(&adapter->memory, (size_t)adapter->size * sizeof(float));
+}
+
+/* An adapter with its first `vectors` vectors in place, all zero. */
+static Status adapter_make(Adapter **out, Model *model, const AdapterSpec *spec, int vectors)
+{
+    Adapter *adapter = calloc(1, sizeof *adapter);
+    if (!adapter) return fail(STATUS_MEMORY, "no memory for an adapter");
+    adapter->model = model;
+    adapter->rank = spec->rank;
+    adapter->groups = spec->groups;
+    adapter->alpha = spec->alpha;
+    adapter->scale = spec->alpha / (float)spec->rank;
+    adapter->step_tokens = spec->step_tokens;
+    adapter->memory.dev = adapter->arena.dev = model->dev;
+    adapter->layer = calloc((size_t)model->shape.layers, sizeof *adapter->layer);
+    Status status = adapter->layer ? STATUS_OK : fail(STATUS_MEMORY, "no memory for an adapter");
+    if (status) goto failed;
+    pairs_place(adapter);
+    vectors_place(adapter, vectors);
+    status = arena_reserve(&adapter->memory, adapter->memory.used, "the adapter");
+    if (status) goto failed;
+    vectors_place(adapter, vectors);
+    model->dev->zero(model->dev, adapter->memory.base, adapter->memory.used);
+    *out = adapter;
+    return STATUS_OK;
+failed:
+    adapter_close(adapter);
+    return status;
+}
+
+enum { STEP_TOKENS = 2048 }; /* enough rows for products at full speed; 0.6B then keeps 3.3 GB of activations */
+
+Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
+{
+    if (!model->sealed) return fail(STATUS_INVALID, "the model is not sealed: load every slot, then seal it");
+    if (spec->rank < 1) return fail(STATUS_INVALID, "rank must be at least 1, not %d", spec->rank);
+    if (spec->rank > model->shape.width)
+        return fail(STATUS_INVALID, "rank %d is more than the model's width, %d", spec->rank, model->shape.width);
+    if (!(spec->alpha > 0.0f) || !isfinite(spec->alpha))
+        return fail(STATUS_INVALID, "alpha must be a positive number, not %g", (double)spec->alpha);
+    if (!(spec->groups & (ATTN | MLP | UNEMBED)))
+        return fail(STATUS_INVALID, "nothing to train: train_attn, train_mlp and train_unembed are all false");
+    if (spec->step_tokens < 0)
+        return fail(STATUS_INVALID, "step_tokens must be 0 (the default) or more, not %d", spec->step_tokens);
+    AdapterSpec own = *spec;
+    if (!own.step_tokens) own.step_tokens = STEP_TOKENS;
+    Adapter *adapter = NULL;
+    TRY(adapter_make(&adapter, model, &own, VECTORS));
+    float *weights = calloc((size_t)adapter->size, sizeof *weights);
+    if (!weights) {
+        Status status = fail(STATUS_MEMORY, "no memory for %lld LoRA parameters", (long long)adapter->size);
+        adapter_close(adapter);
+        return status;
+    }
+    adapter_visit(adapter, begin_matrix, &(Beginning){weights, own.rank, own.seed});
+    model->dev->upload(model->dev, adapter->vector[WEIGHTS], weights, (size_t)adapter->size * sizeof(float));
+    free(weights);
+    *out = adapter;
+    return STATUS_OK;
+}
+
+Status adapter_snapshot(Adapter **copy, const Adapter *adapter)
+{
+    AdapterSpec spec = {.rank = adapter->rank, .groups = adapter->groups, .alpha = adapter->alpha,
+                        .step_tokens = adapter->step_tokens};
+    TRY(adapter_make(copy, adapter->model, &spec, WEIGHTS + 1));
+    Device *dev = adapter->model->dev;
+    dev->copy(dev, (*copy)->vector[WEIGHTS], adapter->vector[WEIGHTS], (size_t)adapter->size * sizeof(float));
+    (*copy)->step = adapter->step;
+    return STATUS_OK;
+}
+
+void adapter_close(Adapter *adapter)
+{
+    if (!adapter) return;
+    arena_release(&adapter->memory);
+    arena_release(&adapter->arena);
+    free(adapter->layer);
+    free(adapter);
+}
+
+/* ---- the optimizer ---- */
+
+Status adapter_clear(Adapter *adapter)
+{
+    Device *dev = adapter->model->dev;
+    dev->zero(dev, adapter->vector[GRADIENTS], (size_t)adapter->size * sizeof(float));
+    adapter->tokens = adapter->sequences = 0.0;
+    return dev->sync(dev);
+}
+
+/* √Σ g² of one of the flat vectors. */
+Status adapter_norm(Adapter *adapter, Vector which, double *norm)
+{
+    Device *dev = adapter->model->dev;
+    arena_reserve(&adapter->arena, sizeof(double), "a gradient's norm");
+    double *total = arena_take(&adapter->arena, sizeof(double)), sum;
+    dev->zero(dev, total, sizeof(double));
+    dev->square_sum(dev, total, adapter->vector[which], adapter->size);
+    TRY(dev->sync(dev));
+    dev->download(dev, &sum, total, sizeof(double));
+    *norm = sqrt(sum);
+    return STATUS_OK;
+}
+
+static Status adamw_check(const AdamW *o)
+{
+    struct {
+        const char *name;
+        double value, below;
+    } range[] = {{"learning_rate", o->lr, INFINITY}, {"beta1", o->beta1, 1.0}, {"beta2", o->beta2, 1.0},
+                 {"eps", o->eps, INFINITY}, {"weight_decay", o->weight_decay, INFINITY},
+                 {"grad_clip_norm", o->clip_norm, INFINITY}};
+    for (size_t i = 0; i < sizeof range / sizeof *range; i++)
+        if (!(range[i].value >= 0.0 && range[i].value < range[i].below))
+            return fail(STATUS_INVALID, "%s must be %s, not %g", range[i].name,
+                        isinf(range[i].below) ? "0 or more and finite" : "in [0, 1)", range[i].value);
+    return STATUS_OK;
+}
+
+Status adapter_optim_step(Adapter *adapter, const AdamW *o, Normalization by, StepReport *report)
+{
+    Device *dev = adapter->model->dev;
+    TRY(adamw_check(o));
+    double norm, divisor = by == BY_LOSS_TOKENS ? adapter->tokens : by == BY_SEQUENCES ? adapter->sequences : 1.0;
+    double scale = divisor > 0.0 ? 1.0 / divisor : 1.0;
+    TRY(adapter_norm(adapter, GRADIENTS, &norm));
+    norm *= scale;
+    if (!isfinite(norm)) {
+        TRY(adapter_clear(adapter));
+        return fail(STATUS_NUMERIC, "the gradient is not finite; it was cleared, and no step was taken");
+    }
+    *report = (StepReport){norm, adapter->tokens, adapter->sequences};
+    if (o->clip_norm > 0.0 && o->clip_norm < norm + 1e-6) scale *= o->clip_norm / (norm + 1e-6);
+    dev->adamw(dev, adapter->vector[WEIGHTS], adapter->vector[MOMENT_1], adapter->vector[MOMENT_2],
+               adapter->vector[GRADIENTS], adapter->size, ++adapter->step, (float)scale, o->lr, o->beta1,
+               o->beta2, o->eps, o->weight_decay);
+    return adapter_clear(adapter);
+}

@@ -1,0 +1,295 @@
+/* core.h - READ FIRST: the nouns of the engine.
+ *
+ *   Model    a frozen base model: weights by slot (weights.inc) on one device
+ *   Adapter  LoRA matrices A and B on it, their gradients and AdamW's moments, in flat vectors
+ *   Batch    rows of many sequences packed behind one another, with their spans and cache pages
+ *   Acts     what a forward pass writes (acts.inc)
+ *   Loss     how target log-probabilities become a loss (losses.c)
+ *   Sampler  many requests decoded together over one cache of pages
+ *
+ * Glossary: T tokens (rows), D width, H heads, G key-value heads, E head width, F ffn width, V vocabulary,
+ * K targets a token, R rank, L layers, S sequences. */
+#ifndef TINSMITH_CORE_H
+#define TINSMITH_CORE_H
+
+#include "device.h"
+
+/* ---- arena.c: device memory, taken in one block and handed out by walking it ---- */
+
+typedef struct Arena {
+    Device *dev;
+    char *base;        /* NULL while measuring: takes only count */
+    size_t size, used;
+} Arena;
+
+/* Makes room for `bytes`, dropping what was there if it was smaller; takes begin from the start again. */
+Status arena_reserve(Arena *arena, size_t bytes, const char *purpose);
+void arena_release(Arena *arena);
+/* The next `bytes`, aligned; NULL while measuring. Placing more than was measured is a programmer's error. */
+void *arena_take(Arena *arena, size_t bytes);
+
+/* ---- model.c ---- */
+
+/* The dimensions of a model, as numbers that arrive by name. */
+#define SHAPE_LIST(X)                                                                          \
+    X(layers) X(width) X(heads) X(kv_heads) X(head_width) X(ffn) X(vocab) X(context) X(qkv_bias) X(qk_norm) X(tied)
+
+typedef struct Shape {
+#define X(name) int name;
+    SHAPE_LIST(X)
+#undef X
+    float norm_eps;
+    float rope_scale; /* factor of rope's cosine and sine */
+} Shape;
+
+typedef enum Group { NONE = 0, ATTN = 1, MLP = 2, UNEMBED = 4 } Group;
+
+/* Slots in the order of weights.inc. */
+typedef enum Slot {
+#define MODEL_MATRIX(slot, rows, cols, present, group) SLOT_##slot,
+#define MODEL_VECTOR(slot, length, present) SLOT_##slot,
+#define LAYER_MATRIX(slot, rows, cols, present, group) SLOT_##slot,
+#define LAYER_VECTOR(slot, length, present) SLOT_##slot,
+#include "weights.inc"
+    SLOT_COUNT
+} Slot;
+
+/* One row of weights.inc for one model. */
+typedef struct SlotInfo {
+    const char *name;
+    int per_layer, matrix, present;
+    int rows, cols; /* a vector has one row */
+    Group group;
+} SlotInfo;
+
+typedef struct LayerWeights {
+#define LAYER_MATRIX(slot, rows, cols, present, group) frozen *slot;
+#define LAYER_VECTOR(slot, length, present) float *slot;
+#include "weights.inc"
+} LayerWeights;
+
+typedef struct Model {
+    Device *dev;
+    Shape shape;
+    DType type; /* of the matrices: DTYPE_F32 or DTYPE_BF16 */
+    Arena weights;
+    float *inv_freq;
+    frozen *embed, *head; /* the same where they are tied */
+    float *final_norm;
+    LayerWeights *layer;
+    unsigned char *loaded; /* [slot · layers + layer] */
+    int sealed;
+} Model;
+
+SlotInfo slot_info(const Shape *shape, Slot slot);
+Status model_open(Model **model, const Shape *shape, const float *inv_freq, DType type, const char *device,
+                  int threads);
+void model_close(Model *model);
+/* Puts one tensor in; `rows`, `cols` and `type` are the array's. Vectors arrive as f32. */
+Status model_load(Model *model, const char *slot, int layer, const void *array, DType type, int rows, int cols);
+/* Ends loading; an error names what is missing. */
+Status model_seal(Model *model);
+/* Bytes that the weights of such a model take. */
+size_t model_bytes(const Model *model);
+
+/* ---- adapter.c ---- */
+
+/* Where a matrix's A (D,R) and B (R,N) lie in the flat vectors; a = -1: not trained. */
+typedef struct Pair {
+    int64_t a, b;
+} Pair;
+
+typedef struct LayerPairs {
+#define LAYER_MATRIX(slot, rows, cols, present, group) Pair slot;
+#include "weights.inc"
+} LayerPairs;
+
+typedef enum Vector { WEIGHTS, GRADIENTS, MOMENT_1, MOMENT_2, FRESH, VECTORS } Vector;
+
+typedef struct Adapter {
+    Model *model;
+    int rank, groups;
+    float alpha, scale; /* scale = alpha / rank */
+    int64_t size;       /* parameters */
+    Pair head;
+    LayerPairs *layer;
+    Arena memory;
+    float *vector[VECTORS]; /* FRESH: the gradients of the call under way; a snapshot has WEIGHTS alone */
+    int step;               /* optimizer steps taken */
+    double tokens, sequences; /* behind the gradients: those with a gradient that is not zero */
+    int step_tokens;        /* rows of a micro-batch */
+    Arena arena;            /* of a step */
+    volatile int interrupted; /* set from outside: the step under way stops */
+} Adapter;
+
+typedef struct AdapterSpec {
+    int rank, groups, step_tokens;
+    float alpha;
+    uint64_t seed;
+} AdapterSpec;
+
+Status adapter_open(Adapter **adapter, Model *model, const AdapterSpec *spec);
+void adapter_close(Adapter *adapter);
+/* The weights as they are now, without gradients and moments. */
+Status adapter_snapshot(Adapter **copy, const Adapter *adapter);
+/* Calls visit(context, slot, layer, pair, info) for each trained matrix in the order of the flat vectors. */
+void adapter_visit(const Adapter *adapter,
+                   void (*visit)(void *context, const SlotInfo *info, int layer, Pair pair), void *context);
+
+typedef struct AdamW {
+    double lr, beta1, beta2, eps, weight_decay, clip_norm;
+} AdamW;
+
+typedef enum Normalization { BY_NOTHING, BY_LOSS_TOKENS, BY_SEQUENCES } Normalization;
+
+typedef struct StepReport {
+    double grad_norm, tokens, sequences;
+} StepReport;
+
+Status adapter_optim_step(Adapter *adapter, const AdamW *adamw, Normalization by, StepReport *report);
+Status adapter_clear(Adapter *adapter);
+Status adapter_norm(Adapter *adapter, Vector which, double *norm);
+
+/* ---- batch.c: rows of many sequences, packed ---- */
+
+/* Rows [row, row + rows) that share an adapter (NULL: none). */
+typedef struct Segment {
+    const Adapter *adapter;
+    int row, rows;
+} Segment;
+
+typedef struct Batch {
+    int T, S, segments;
+    int32_t *tokens, *pos, *slot, *pages; /* device */
+    Span *spans;                          /* device */
+    Segment *segment;                     /* host */
+} Batch;
+
+/* Host arrays that batch_upload sends. */
+typedef struct BatchHost {
+    int T, S, page_count;
+    const int32_t *tokens, *pos, *slot, *pages;
+    const Span *spans;
+} BatchHost;
+
+/* Places (or measures) the device arrays of a batch. */
+void batch_place(Batch *batch, Arena *arena, int T, int S, int page_count);
+void batch_upload(Batch *batch, Device *dev, const BatchHost *host);
+
+/* ---- forward.c, backward.c: the transformer, once ---- */
+
+typedef struct LayerActs {
+#define KEPT_REAL(name, width) real *name;
+#define KEPT_F32(name, width) float *name;
+#include "acts.inc"
+} LayerActs;
+
+typedef struct Acts {
+    LayerActs *layer; /* host array of L; all alike when nothing is kept */
+    float *q_rstd, *k_rstd, *cosine, *sine, *final_rstd;
+#define SCRATCH_REAL(name, width) real *name;
+#include "acts.inc"
+} Acts;
+
+/* One layer's pages are k + layer·stride: a trainer's stride is 0, for it needs them only once. */
+typedef struct Cache {
+    real *k, *v;
+    size_t stride; /* elements */
+} Cache;
+
+/* acts->layer must have room for L entries. */
+void acts_place(Acts *acts, Arena *arena, const Model *model, int T, int R, int keep);
+/* batch → acts->hidden (T,D), through the cache. */
+void forward(const Model *model, const Batch *batch, const Acts *acts, const Cache *cache);
+
+typedef struct Grads {
+    real *dx, *dxn, *dq, *dq_raw, *dk, *dk_raw, *dv, *datt, *dact, *ds;
+} Grads;
+
+void grads_place(Grads *grads, Arena *arena, const Model *model, int T, int R);
+/* grads->dxn = d loss / d hidden → adapter's FRESH gradients of all layers. */
+void backward(const Model *model, Adapter *adapter, const Batch *batch, const Acts *acts, const Grads *grads);
+
+/* acts->q, acts->k of layer l once more, from q_raw and k_raw. */
+void layer_rotate(const Model *model, int l, const Acts *acts, int T);
+
+/* The `index`-th element of a device array of real. */
+real *real_at(const Device *dev, const real *base, size_t index);
+
+/* ---- losses.c ---- */
+
+enum { LOSS_INPUTS = 4, LOSS_KEYS = 4 };
+
+/* One piece of a batch, as flat arrays over targets. */
+typedef struct LossCall {
+    int64_t count;
+    const float *logp;
+    const float *input[LOSS_INPUTS]; /* in the order of the loss's row */
+    const double *key;               /* configuration, likewise */
+    float *dlogp;                    /* out */
+} LossCall;
+
+typedef struct Loss {
+    const char *name;
+    int multi; /* targets may be (N, K) */
+    struct {
+        const char *name;
+        int required;
+        float missing; /* every element of an optional input that did not come */
+    } input[LOSS_INPUTS];
+    struct {
+        const char *name;
+        double initial;
+    } key[LOSS_KEYS];
+    int gate; /* input whose zeros mean: no gradient here */
+    double (*evaluate)(const LossCall *call); /* returns the loss, writes dlogp */
+} Loss;
+
+const Loss *loss_find(const char *name);
+const Loss *loss_at(int index); /* NULL past the end */
+
+/* ---- datums.c, step.c: forward_backward ---- */
+
+typedef struct Datums {
+    int count;
+    const int32_t *tokens, *lengths, *targets, *counts;
+    int64_t token_total, target_total;     /* lengths of the flat arrays, as they came */
+    const float *input[LOSS_INPUTS];       /* NULL: missing */
+    int64_t input_total[LOSS_INPUTS];
+    double key[LOSS_KEYS];
+} Datums;
+
+/* Lengths, ids and numbers, against the model and the loss; the sentence names the datum. */
+Status datums_check(const Datums *datums, const Model *model, const Loss *loss);
+/* logp (target_total) and loss are the results; adds to the gradients if with_backward. On an error nothing was
+ * added. */
+Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Loss *loss, int with_backward,
+                                float *logp, double *loss_sum);
+/* Bytes of a training step of T rows. */
+size_t step_bytes(const Model *model, int rank, int T);
+/* Rows of a chunk whose logits exist at one time. */
+int head_rows(const Model *model);
+
+/* ---- kv.c: pages of the cache ---- */
+
+typedef struct Kv {
+    Model *model;
+    Arena arena;
+    Cache cache;
+    int pages, free_count;
+    int32_t *free_list;
+    int32_t *users; /* of each page: sequences that hold it */
+} Kv;
+
+Status kv_open(Kv *kv, Model *model, int64_t tokens);
+void kv_close(Kv *kv);
+/* A fresh page, or -1. */
+int32_t kv_take(Kv *kv);
+void kv_share(Kv *kv, int32_t page);
+void kv_drop(Kv *kv, int32_t page);
+/* A page with the first `count` keys of `page`, for a sequence that goes its own way; -1 if there is none. */
+int32_t kv_fork(Kv *kv, int32_t page, int count);
+/* Bytes of one token's keys and values in all layers. */
+size_t kv_token_bytes(const Model *model);
+
+#endif

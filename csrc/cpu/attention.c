@@ -1,0 +1,237 @@
+/* cpu/attention.c - causal grouped-query attention over pages of KV_PAGE keys, forward and backward.
+ *
+ *   y[t,h,:] = Σ_j softmax_j(q[t,h,:]·k[j,g,:]/√E)·v[j,g,:],  j ≤ position of t,  g = h·G/H
+ *
+ * A layer's pages hold keys as [page][G][E][KV_PAGE] and values as [page][G][KV_PAGE][E], the orders in which the two
+ * products read them. The forward walks the pages in order with a running maximum, so a row does the same arithmetic
+ * whether it is one of many in training or alone in decoding. The backward recomputes the
+ * probabilities from lse; dq, dk and dv of one key-value head belong to one piece of work, so nothing is summed in
+ * an order that threads decide.
+ * Roofline: 4·E flops a query, head and key forward, 10·E backward; compute bound in training; decoding reads
+ * each key and value once a group of heads; memory bound. */
+#include "cpu.h"
+#include "simd.h"
+
+enum { QUERIES = 32 }; /* query rows of one block: its scores (8 KB) stay in L1 */
+
+typedef struct Attention {
+    float *y, *lse;
+    const float *q, *k_pages, *v_pages;
+    const Span *spans;
+    const int32_t *pages;
+    int S, H, G, E;
+} Attention;
+
+/* ---- the cache ---- */
+
+void CPU(kv_write)(Device *dev, real *k_pages, real *v_pages, const real *k, const real *v, const int32_t *slot,
+                   int T, int G, int E)
+{
+    (void)dev;
+    for (int t = 0; t < T; t++) {
+        int64_t page = slot[t] / KV_PAGE, offset = slot[t] % KV_PAGE;
+        for (int g = 0; g < G; g++) {
+            int64_t block = (page * G + g) * KV_PAGE * E, row = ((int64_t)t * G + g) * E;
+            float *keys = f32(k_pages) + block + offset;
+            for (int e = 0; e < E; e++) keys[e * KV_PAGE] = f32c(k)[row + e];
+            memcpy(f32(v_pages) + block + offset * E, f32c(v) + row, (size_t)E * 4);
+        }
+    }
+}
+
+void CPU(kv_copy)(Device *dev, real *k_pages, real *v_pages, int from, int to, int count, int G, int E)
+{
+    (void)dev;
+    for (int g = 0; g < G; g++) {
+        int64_t source = ((int64_t)from * G + g) * KV_PAGE * E, target = ((int64_t)to * G + g) * KV_PAGE * E;
+        for (int e = 0; e < E; e++)
+            memcpy(f32(k_pages) + target + e * KV_PAGE, f32c(k_pages) + source + e * KV_PAGE, (size_t)count * 4);
+        memcpy(f32(v_pages) + target, f32c(v_pages) + source, (size_t)count * (size_t)E * 4);
+    }
+}
+
+/* ---- forward ---- */
+
+/* Turns one row of scores, of which `live` keys are seen, into probabilities against the running maximum; returns
+ * the factor by which what was summed before must shrink. */
+static float soften(float *score, int live, float scale, float *top, float *sum)
+{
+    float highest = *top;
+    for (int j = 0; j < live; j++) highest = score[j] * scale > highest ? score[j] * scale : highest;
+    float shrink = f_exp(*top - highest), row_sum = 0.0f;
+    for (int j = live; j < KV_PAGE; j++) score[j] = -INFINITY;
+    vf total = v_set(0.0f);
+    for (int j = 0; j < KV_PAGE; j += VL) {
+        vf p = v_exp(v_load(score + j) * scale - highest);
+        v_store(score + j, p);
+        total += p;
+    }
+    row_sum = v_sum(total);
+    *sum = *sum * shrink + row_sum;
+    *top = highest;
+    return shrink;
+}
+
+/* `rows` ≤ QUERIES queries; row i is q + i·q_row, writes y + i·q_row and lse + i·lse_row, and sees the keys
+ * up to position pos + i·pos_step. */
+static void attend(const Attention *c, const int32_t *pages, int g, int rows, int pos, int pos_step,
+                   const float *q, float *y, int64_t q_row, float *lse, int64_t lse_row)
+{
+    int E = c->E, last = pos + (rows - 1) * pos_step;
+    float scale = 1.0f / sqrtf((float)E);
+    float top[QUERIES], sum[QUERIES];
+    _Alignas(64) float scores[QUERIES * KV_PAGE];
+    for (int i = 0; i < rows; i++) {
+        top[i] = -INFINITY;
+        sum[i] = 0.0f;
+        memset(y + i * q_row, 0, (size_t)E * 4);
+    }
+    for (int first = 0; first <= last; first += KV_PAGE) {
+        int64_t block = ((int64_t)pages[first / KV_PAGE] * c->G + g) * KV_PAGE * E;
+        int keys = last - first + 1 < KV_PAGE ? last - first + 1 : KV_PAGE;
+        CPU(product)(scores, KV_PAGE, q, q_row, 1, c->k_pages + block, KV_PAGE, rows, KV_PAGE, E, 1.0f, 0);
+        for (int i = 0; i < rows; i++) {
+            int live = pos + i * pos_step - first + 1;
+            if (live <= 0) { /* this page lies beyond the row: it adds exact zeros below */
+                memset(scores + i * KV_PAGE, 0, sizeof(float) * KV_PAGE);
+                continue;
+            }
+            float shrink = soften(scores + i * KV_PAGE, live < KV_PAGE ? live : KV_PAGE, scale, &top[i], &sum[i]);
+            if (shrink == 1.0f) continue;
+            for (int e = 0; e < E; e++) y[i * q_row + e] *= shrink;
+        }
+        CPU(product)(y, q_row, scores, KV_PAGE, 1, c->v_pages + block, E, rows, E, keys, 1.0f, 1);
+    }
+    for (int i = 0; i < rows; i++) {
+        float inverse = 1.0f / sum[i];
+        for (int e = 0; e < E; e++) y[i * q_row + e] *= inverse;
+        lse[i * lse_row] = top[i] + logf(sum[i]);
+    }
+}
+
+/* One key-value head of one span: decoding takes its heads as rows, anything longer takes blocks of positions. */
+static void attention_piece(void *context, int64_t piece)
+{
+    const Attention *c = context;
+    Span span = c->spans[piece / c->G];
+    int g = (int)(piece % c->G), group = c->H / c->G;
+    int64_t row = (int64_t)c->H * c->E;
+    const int32_t *pages = c->pages + span.first;
+    if (span.rows == 1) {
+        for (int h = 0; h < group; h += QUERIES) {
+            int rows = group - h < QUERIES ? group - h : QUERIES;
+            int64_t at = ((int64_t)span.row * c->H + g * group + h) * c->E;
+            attend(c, pages, g, rows, span.pos, 0, c->q + at, c->y + at, c->E,
+                   c->lse + (int64_t)span.row * c->H + g * group + h, 1);
+        }
+        return;
+    }
+    for (int i = 0; i < span.rows; i += QUERIES) {
+        int rows = span.rows - i < QUERIES ? span.rows - i : QUERIES;
+        for (int h = g * group; h < (g + 1) * group; h++) {
+            int64_t at = ((int64_t)(span.row + i) * c->H + h) * c->E;
+            attend(c, pages, g, rows, span.pos + i, 1, c->q + at, c->y + at, row,
+                   c->lse + (int64_t)(span.row + i) * c->H + h, c->H);
+        }
+    }
+}
+
+void CPU(attention)(Device *dev, real *y, float *lse, const real *q, const real *k_pages, const real *v_pages,
+                    const Span *spans, const int32_t *pages, int S, int T, int H, int G, int E)
+{
+    (void)T;
+    Attention c = {f32(y), lse, f32c(q), f32c(k_pages), f32c(v_pages), spans, pages, S, H, G, E};
+    cpu_run(dev, (int64_t)S * G, attention_piece, &c);
+}
+
+/* ---- backward ---- */
+
+typedef struct Backward {
+    float *dq, *dk, *dv;
+    const float *dy, *y, *lse, *q, *k, *v;
+    const Span *spans;
+    int H, G, E;
+} Backward;
+
+enum { HEAD_MAX = 256 }; /* widest head: the transposed blocks live on the stack */
+
+/* One block of queries against one block of keys of one head: adds to dq, dk, dv.
+ * p = exp(q·kᵀ·scale − lse);  dv += pᵀ·dy;  ds = p·(dy·vᵀ − Σ dy·y)·scale;  dq += ds·k;  dk += dsᵀ·q */
+static void backward_block(const Backward *c, const float *kt, const float *vt, int64_t q_at, int64_t k_at,
+                           int64_t lse_at, int rows, int keys, int ahead, const float *delta)
+{
+    int E = c->E;
+    int64_t q_row = (int64_t)c->H * E, k_row = (int64_t)c->G * E;
+    float scale = 1.0f / sqrtf((float)E);
+    _Alignas(64) float p[QUERIES * KV_PAGE], ds[QUERIES * KV_PAGE];
+    CPU(product)(p, KV_PAGE, c->q + q_at, q_row, 1, kt, KV_PAGE, rows, KV_PAGE, E, scale, 0);
+    CPU(product)(ds, KV_PAGE, c->dy + q_at, q_row, 1, vt, KV_PAGE, rows, KV_PAGE, E, 1.0f, 0);
+    for (int i = 0; i < rows; i++) {
+        float lse = c->lse[lse_at + (int64_t)i * c->H];
+        float *pi = p + i * KV_PAGE, *di = ds + i * KV_PAGE;
+        int live = ahead + i + 1 < keys ? ahead + i + 1 : keys;
+        for (int j = live > 0 ? live : 0; j < KV_PAGE; j++) pi[j] = -INFINITY;
+        for (int j = 0; j < KV_PAGE; j += VL) {
+            vf x = v_exp(v_load(pi + j) - lse);
+            v_store(pi + j, x);
+            v_store(di + j, x * (v_load(di + j) - delta[i]) * scale);
+        }
+        for (int j = live > 0 ? live : 0; j < KV_PAGE; j++) pi[j] = di[j] = 0.0f;
+    }
+    CPU(product)(c->dv + k_at, k_row, p, 1, KV_PAGE, c->dy + q_at, q_row, keys, E, rows, 1.0f, 1);
+    CPU(product)(c->dq + q_at, q_row, ds, KV_PAGE, 1, c->k + k_at, k_row, rows, E, keys, 1.0f, 1);
+    CPU(product)(c->dk + k_at, k_row, ds, 1, KV_PAGE, c->q + q_at, q_row, keys, E, rows, 1.0f, 1);
+}
+
+static void backward_piece(void *context, int64_t piece)
+{
+    const Backward *c = context;
+    Span span = c->spans[piece / c->G];
+    int g = (int)(piece % c->G), group = c->H / c->G, E = c->E;
+    int64_t q_row = (int64_t)c->H * E, k_row = (int64_t)c->G * E;
+    _Alignas(64) float kt[HEAD_MAX * KV_PAGE], vt[HEAD_MAX * KV_PAGE];
+    memset(kt, 0, sizeof(float) * (size_t)E * KV_PAGE);
+    memset(vt, 0, sizeof(float) * (size_t)E * KV_PAGE);
+    for (int i = 0; i < span.rows; i++) {
+        int64_t t = span.row + i;
+        memset(c->dk + t * k_row + g * E, 0, (size_t)E * 4);
+        memset(c->dv + t * k_row + g * E, 0, (size_t)E * 4);
+        memset(c->dq + t * q_row + g * group * E, 0, (size_t)group * (size_t)E * 4);
+    }
+    for (int j = 0; j < span.rows; j += KV_PAGE) {
+        int keys = span.rows - j < KV_PAGE ? span.rows - j : KV_PAGE;
+        int64_t k_at = (int64_t)(span.row + j) * k_row + g * E;
+        CPU(transpose)(kt, KV_PAGE, c->k + k_at, k_row, keys, E);
+        CPU(transpose)(vt, KV_PAGE, c->v + k_at, k_row, keys, E);
+        for (int i = j / QUERIES * QUERIES; i < span.rows; i += QUERIES) {
+            int rows = span.rows - i < QUERIES ? span.rows - i : QUERIES;
+            for (int h = g * group; h < (g + 1) * group; h++) {
+                int64_t q_at = (int64_t)(span.row + i) * q_row + (int64_t)h * E;
+                float delta[QUERIES];
+                for (int r = 0; r < rows; r++) {
+                    const float *dy = c->dy + q_at + r * q_row, *y = c->y + q_at + r * q_row;
+                    vf total = v_set(0.0f);
+                    int e = 0;
+                    for (; e + VL <= E; e += VL) total += v_load(dy + e) * v_load(y + e);
+                    delta[r] = v_sum(total);
+                    for (; e < E; e++) delta[r] += dy[e] * y[e];
+                }
+                backward_block(c, kt, vt, q_at, k_at, (int64_t)(span.row + i) * c->H + h, rows, keys, i - j,
+                               delta);
+            }
+        }
+    }
+}
+
+void CPU(attention_backward)(Device *dev, real *dq, real *dk, real *dv, const real *dy, const real *y,
+                             const float *lse, const real *q, const real *k, const real *v, const Span *spans,
+                             int S, int T, int H, int G, int E)
+{
+    (void)T;
+    if (E > HEAD_MAX) {
+        cpu_fail(dev, STATUS_INVALID, "head width %d is more than the CPU's attention takes (%d)", E, HEAD_MAX);
+        return;
+    }
+    Backward c = {f32(dq), f32(dk), f32(dv), f32c(dy), f32c(y), lse, f32c(q), f32c(k), f32c(v), spans, H, G, E};
+    cpu_run(dev, (int64_t)S * G, backward_piece, &c);
+}

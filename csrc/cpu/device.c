@@ -1,0 +1,171 @@
+/* cpu/device.c - opens the CPU: threads, memory services, and the widest instruction set it has.
+ *
+ * Memory is the host's own, so upload and download are copies. Large blocks come from mmap: the pages of
+ * an arena cost nothing until they are touched, and go back to the system when it is released. */
+#define _GNU_SOURCE
+#include "device.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "cpu.h"
+
+void cpu_generic_table(Device *dev);
+#if defined(__x86_64__)
+void cpu_avx2_table(Device *dev);
+void cpu_avx512_table(Device *dev);
+#endif
+
+enum { SLACK = 256 }; /* readable bytes past each block: a product may load a whole tile there */
+
+static Status cpu_alloc(Device *dev, void **memory, size_t bytes)
+{
+    (void)dev;
+    void *block = mmap(NULL, bytes + SLACK, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (block == MAP_FAILED)
+        return fail(STATUS_MEMORY, "the CPU has no %.1f MiB of memory to give", bytes / 1048576.0);
+    *memory = block;
+    return STATUS_OK;
+}
+
+static void cpu_release(Device *dev, void *memory, size_t bytes)
+{
+    (void)dev;
+    if (memory) munmap(memory, bytes + SLACK);
+}
+
+static void cpu_copy(Device *dev, void *to, const void *from, size_t bytes)
+{
+    (void)dev;
+    if (bytes) memmove(to, from, bytes);
+}
+
+static void cpu_zero(Device *dev, void *memory, size_t bytes)
+{
+    (void)dev;
+    if (bytes) memset(memory, 0, bytes);
+}
+
+static size_t cpu_frozen_bytes(Device *dev, DType type, int rows, int cols)
+{
+    (void)dev;
+    size_t panels = ((size_t)rows + PANEL - 1) / PANEL;
+    size_t element = type == DTYPE_BF16 ? 2 : 4;
+    return sizeof(struct frozen) + panels * PANEL * (size_t)cols * element;
+}
+
+/* f16 has no cheap widening on older processors, so such weights are kept as f32. */
+static float half_to_float(uint16_t h)
+{
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
+    uint32_t bits;
+    if (exponent == 31) {
+        bits = sign | 0x7f800000 | mantissa << 13;
+    } else if (exponent) {
+        bits = sign | (exponent + 112) << 23 | mantissa << 13;
+    } else {
+        float small = (float)mantissa * 0x1p-24f;
+        memcpy(&bits, &small, 4);
+        bits |= sign;
+    }
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static void cpu_frozen_load(Device *dev, frozen *to, const void *from, DType type, int rows, int cols)
+{
+    (void)dev;
+    to->type = type == DTYPE_BF16 ? DTYPE_BF16 : DTYPE_F32;
+    to->rows = rows;
+    to->cols = cols;
+    size_t panels = ((size_t)rows + PANEL - 1) / PANEL;
+    for (size_t p = 0; p < panels; p++)
+        for (size_t lane = 0; lane < PANEL; lane++) {
+            size_t n = p * PANEL + lane;
+            for (size_t k = 0; k < (size_t)cols; k++) {
+                size_t at = (p * (size_t)cols + k) * PANEL + lane, in = n * (size_t)cols + k;
+                int live = n < (size_t)rows;
+                if (type == DTYPE_BF16)
+                    ((uint16_t *)to->data)[at] = live ? ((const uint16_t *)from)[in] : 0;
+                else if (type == DTYPE_F16)
+                    ((float *)to->data)[at] = live ? half_to_float(((const uint16_t *)from)[in]) : 0;
+                else
+                    ((float *)to->data)[at] = live ? ((const float *)from)[in] : 0;
+            }
+        }
+}
+
+void cpu_fail(Device *dev, Status status, const char *format, ...)
+{
+    CpuDevice *cpu = (CpuDevice *)dev;
+    if (cpu->status) return;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(cpu->text, sizeof cpu->text, format, args);
+    va_end(args);
+    cpu->status = status;
+}
+
+static Status cpu_sync(Device *dev)
+{
+    CpuDevice *cpu = (CpuDevice *)dev;
+    Status status = cpu->status;
+    cpu->status = STATUS_OK;
+    return status ? fail(status, "%s", cpu->text) : STATUS_OK;
+}
+
+static void cpu_close(Device *dev)
+{
+    CpuDevice *cpu = (CpuDevice *)dev;
+    pool_close(cpu->pool);
+    free(cpu);
+}
+
+static void choose_table(Device *dev)
+{
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+        cpu_avx512_table(dev);
+        return;
+    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+        cpu_avx2_table(dev);
+        return;
+    }
+#endif
+    cpu_generic_table(dev);
+}
+
+Status cpu_open(Device **dev, int threads)
+{
+    CpuDevice *cpu = calloc(1, sizeof *cpu);
+    if (!cpu) return fail(STATUS_MEMORY, "no memory for the CPU device");
+    Status status = pool_open(&cpu->pool, threads);
+    if (status) {
+        free(cpu);
+        return status;
+    }
+    cpu->base = (Device){
+        .name = "cpu",
+        .real_bytes = sizeof(struct real),
+        .alloc = cpu_alloc,
+        .release = cpu_release,
+        .upload = cpu_copy,
+        .download = cpu_copy,
+        .copy = cpu_copy,
+        .zero = cpu_zero,
+        .frozen_bytes = cpu_frozen_bytes,
+        .frozen_load = cpu_frozen_load,
+        .sync = cpu_sync,
+        .close = cpu_close,
+    };
+    choose_table(&cpu->base);
+    *dev = &cpu->base;
+    return STATUS_OK;
+}

@@ -1,0 +1,111 @@
+/* cpu/rows.c - rows looked up, gathered, scattered and added.
+ *
+ *   embed   y[t,:] = w[ids[t],:]    reads T·D of w a cache line apart, writes T·D; latency bound
+ *   gather  y[i,:] = x[rows[i],:]   reads T·D, writes T·D; memory bound
+ *   scatter y[rows[i],:] = x[i,:]   the same; the rows are all different, so jobs never meet
+ *   add     y[t,:] += x[t,:]        reads 2·T·D, writes T·D; memory bound
+ *
+ * The embedding is kept in the panels that the head's product wants, so a row of it is strided; a token's
+ * D cache lines cost microseconds, and one copy of the weight serves both ends of a tied model. */
+#include <assert.h>
+#include <string.h>
+
+#include "cpu.h"
+
+/* Elements of one job: some microseconds of work, well above what waking a thread costs. */
+enum { GRAIN = 1 << 14, GRAIN_STRIDED = 1 << 11 };
+
+typedef struct Embed {
+    float *y;           // (T, D)
+    const int32_t *ids; // (T)
+    const frozen *w;    // (V, D)
+    int T, D, grain;
+} Embed;
+
+/* Row y_rows[i] of y becomes row x_rows[i] of x; NULL stands for i itself. */
+typedef struct Move {
+    float *y;
+    const float *x;
+    const int32_t *y_rows, *x_rows; // (T)
+    int T, D, grain;
+} Move;
+
+typedef struct Add {
+    float *y;
+    const float *x;
+    int64_t n;
+} Add;
+
+/* The rows that a job gets when each has `width` elements. */
+static int rows_of_job(int grain, int width)
+{
+    return width < grain ? grain / (width > 0 ? width : 1) : 1;
+}
+
+static void embed_row(float *y, const frozen *w, int id, int D)
+{
+    int64_t at = (int64_t)(id / PANEL) * D * PANEL + id % PANEL;
+    if (w->type == DTYPE_BF16) {
+        const uint16_t *in = (const uint16_t *)w->data + at;
+        for (int k = 0; k < D; k++) {
+            uint32_t bits = (uint32_t)in[(int64_t)k * PANEL] << 16;
+            memcpy(&y[k], &bits, sizeof bits);
+        }
+    } else {
+        const float *in = (const float *)w->data + at;
+        for (int k = 0; k < D; k++) y[k] = in[(int64_t)k * PANEL];
+    }
+}
+
+static void embed_job(void *context, int64_t job)
+{
+    const Embed *e = context;
+    int from = (int)job * e->grain, to = e->T - from < e->grain ? e->T : from + e->grain;
+    for (int t = from; t < to; t++) embed_row(e->y + (int64_t)t * e->D, e->w, e->ids[t], e->D);
+}
+
+static void move_job(void *context, int64_t job)
+{
+    const Move *m = context;
+    int from = (int)job * m->grain, to = m->T - from < m->grain ? m->T : from + m->grain;
+    for (int t = from; t < to; t++) {
+        int64_t y_row = m->y_rows ? m->y_rows[t] : t, x_row = m->x_rows ? m->x_rows[t] : t;
+        memcpy(m->y + y_row * m->D, m->x + x_row * m->D, (size_t)m->D * sizeof *m->y);
+    }
+}
+
+static void add_job(void *context, int64_t job)
+{
+    const Add *a = context;
+    int64_t from = job * GRAIN, left = a->n - from, n = left < GRAIN ? left : GRAIN;
+    float *restrict y = a->y + from;
+    const float *restrict x = a->x + from;
+    for (int64_t i = 0; i < n; i++) y[i] += x[i];
+}
+
+void CPU(embed)(Device *dev, real *y, const int32_t *ids, const frozen *w, int T, int V, int D)
+{
+    assert(w->rows == V && w->cols == D);
+    for (int t = 0; t < T; t++) assert(ids[t] >= 0 && ids[t] < V);
+    (void)V;
+    Embed e = {f32(y), ids, w, T, D, rows_of_job(GRAIN_STRIDED, D)};
+    cpu_run(dev, ((int64_t)T + e.grain - 1) / e.grain, embed_job, &e);
+}
+
+void CPU(gather)(Device *dev, real *y, const real *x, const int32_t *rows, int T, int D)
+{
+    Move m = {f32(y), f32c(x), NULL, rows, T, D, rows_of_job(GRAIN, D)};
+    cpu_run(dev, ((int64_t)T + m.grain - 1) / m.grain, move_job, &m);
+}
+
+void CPU(scatter)(Device *dev, real *y, const real *x, const int32_t *rows, int T, int D)
+{
+    Move m = {f32(y), f32c(x), rows, NULL, T, D, rows_of_job(GRAIN, D)};
+    cpu_run(dev, ((int64_t)T + m.grain - 1) / m.grain, move_job, &m);
+}
+
+void CPU(add)(Device *dev, real *y, const real *x, int T, int D)
+{
+    Add a = {f32(y), f32c(x), (int64_t)T * D};
+    cpu_run(dev, (a.n + GRAIN - 1) / GRAIN, add_job, &a);
+}

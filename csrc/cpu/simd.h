@@ -1,0 +1,141 @@
+/* cpu/simd.h - the vector of floats that the kernels are written in.
+ *
+ * The op files are compiled once for each instruction set (cpu.h), and `vf` is as wide as that set's
+ * registers: 16 lanes with AVX-512, 8 with AVX2, 4 elsewhere. GCC and clang turn + − × on it into
+ * instructions, and a·b + c into one fused multiply-add. */
+#ifndef TINSMITH_CPU_SIMD_H
+#define TINSMITH_CPU_SIMD_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+enum { VL = 16 };
+#elif defined(__AVX2__)
+enum { VL = 8 };
+#else
+enum { VL = 4 };
+#endif
+
+typedef float vf __attribute__((vector_size(4 * VL)));
+typedef int32_t vi __attribute__((vector_size(4 * VL)));
+typedef uint16_t vh __attribute__((vector_size(2 * VL)));
+typedef uint32_t vu __attribute__((vector_size(4 * VL)));
+
+static inline vf v_load(const float *p)
+{
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static inline void v_store(float *p, vf v)
+{
+    memcpy(p, &v, sizeof v);
+}
+
+static inline vf v_set(float x)
+{
+    return (vf){0} + x;
+}
+
+/* The n < VL floats at p, the other lanes filled with `rest`. */
+static inline vf v_load_part(const float *p, int n, float rest)
+{
+    float lane[VL];
+    for (int i = 0; i < VL; i++) lane[i] = i < n ? p[i] : rest;
+    return v_load(lane);
+}
+
+static inline void v_store_part(float *p, vf v, int n)
+{
+    float lane[VL];
+    v_store(lane, v);
+    for (int i = 0; i < n; i++) p[i] = lane[i];
+}
+
+/* bf16 is the upper half of a float, so widening is exact. */
+static inline vf v_load_bf16(const uint16_t *p)
+{
+    vh h;
+    memcpy(&h, p, sizeof h);
+    vu u = __builtin_convertvector(h, vu) << 16;
+    vf v;
+    memcpy(&v, &u, sizeof v);
+    return v;
+}
+
+static inline vf v_select(vi mask, vf yes, vf no)
+{
+    vi a, b;
+    memcpy(&a, &yes, sizeof a);
+    memcpy(&b, &no, sizeof b);
+    vi c = (mask & a) | (~mask & b);
+    vf v;
+    memcpy(&v, &c, sizeof v);
+    return v;
+}
+
+static inline vf v_max(vf a, vf b)
+{
+    return v_select(a > b, a, b);
+}
+
+static inline float v_sum(vf v)
+{
+    float lane[VL], total = 0.0f;
+    v_store(lane, v);
+    for (int step = VL / 2; step > 0; step /= 2)
+        for (int i = 0; i < step; i++) lane[i] += lane[i + step];
+    total = lane[0];
+    return total;
+}
+
+static inline float v_top(vf v)
+{
+    float lane[VL];
+    v_store(lane, v);
+    float top = lane[0];
+    for (int i = 1; i < VL; i++) top = lane[i] > top ? lane[i] : top;
+    return top;
+}
+
+/* eˣ within 2 ulp; 0 below −87.3, inf above 88.7. x = n·ln2 + r, |r| ≤ ln2/2, and e^r by Taylor's series
+ * to r⁷, whose remainder is under 2⁻²⁷. */
+static inline vf v_exp(vf x)
+{
+    const vf shift = v_set(12582912.0f); /* 1.5·2²³: adding it rounds to an integer */
+    vf clamped = v_select(x > 88.72283f, v_set(88.72283f), v_select(x < -87.33654f, v_set(-87.33654f), x));
+    vf n = (clamped * 1.44269504f + shift) - shift;
+    vf r = clamped - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    vf p = v_set(1.0f / 5040.0f);
+    p = p * r + 1.0f / 720.0f;
+    p = p * r + 1.0f / 120.0f;
+    p = p * r + 1.0f / 24.0f;
+    p = p * r + 1.0f / 6.0f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    vi half = __builtin_convertvector(n, vi) / 2; /* 2ⁿ in two factors: n may be 128 */
+    vi rest = __builtin_convertvector(n, vi) - half;
+    vi bits_half = (half + 127) << 23, bits_rest = (rest + 127) << 23;
+    vf f, g;
+    memcpy(&f, &bits_half, sizeof f);
+    memcpy(&g, &bits_rest, sizeof g);
+    vf y = p * f * g;
+    y = v_select(x > 88.72283f, v_set(INFINITY), y);
+    y = v_select(x < -87.33654f, v_set(0.0f), y);
+    return v_select(x == x, y, x); /* NaN stays NaN */
+}
+
+/* The scalar twin: the same number as a lane of v_exp. */
+static inline float f_exp(float x)
+{
+    float lane[VL];
+    v_store(lane, v_exp(v_set(x)));
+    return lane[0];
+}
+
+#endif

@@ -1,0 +1,83 @@
+/* cpu/swiglu.c - the gated unit of the feed-forward layer.
+ *
+ *   y = gate·σ(gate)·up
+ *   dup = dy·gate·σ,  dgate = dy·up·σ·(1 + gate·(1 − σ)),  σ = σ(gate)
+ *
+ * Forward reads 2·T·F and writes T·F; backward reads 3·T·F and writes 2·T·F; memory bound. Both know no
+ * rows: an element's result is the same in any lane, so jobs are flat stretches of the whole. Everything of
+ * a stretch of lanes is loaded before any of it is stored, so that gradients may overwrite their inputs. */
+#include "cpu.h"
+#include "simd.h"
+
+enum { GRAIN = 1 << 13 }; /* elements of one job: some microseconds */
+
+typedef struct Glu {
+    float *y;
+    const float *gate, *up;
+    int64_t n;
+} Glu;
+
+typedef struct GluBackward {
+    float *dgate, *dup;
+    const float *dy, *gate, *up;
+    int64_t n;
+} GluBackward;
+
+static inline vf sigmoid(vf x)
+{
+    return 1.0f / (1.0f + v_exp(-x));
+}
+
+static void glu_job(void *context, int64_t job)
+{
+    const Glu *g = context;
+    int64_t i = job * GRAIN, to = g->n - i < GRAIN ? g->n : i + GRAIN;
+    for (; i + VL <= to; i += VL) {
+        vf gate = v_load(g->gate + i);
+        v_store(g->y + i, gate * sigmoid(gate) * v_load(g->up + i));
+    }
+    if (i < to) {
+        int rest = (int)(to - i);
+        vf gate = v_load_part(g->gate + i, rest, 0.0f);
+        v_store_part(g->y + i, gate * sigmoid(gate) * v_load_part(g->up + i, rest, 0.0f), rest);
+    }
+}
+
+static inline void gradients(vf *dgate, vf *dup, vf dy, vf gate, vf up)
+{
+    vf s = sigmoid(gate);
+    *dup = dy * (gate * s);
+    *dgate = dy * up * (s * (1.0f + gate * (1.0f - s)));
+}
+
+static void glu_backward_job(void *context, int64_t job)
+{
+    const GluBackward *g = context;
+    int64_t i = job * GRAIN, to = g->n - i < GRAIN ? g->n : i + GRAIN;
+    vf dgate, dup;
+    for (; i + VL <= to; i += VL) {
+        gradients(&dgate, &dup, v_load(g->dy + i), v_load(g->gate + i), v_load(g->up + i));
+        v_store(g->dgate + i, dgate);
+        v_store(g->dup + i, dup);
+    }
+    if (i < to) {
+        int rest = (int)(to - i);
+        gradients(&dgate, &dup, v_load_part(g->dy + i, rest, 0.0f), v_load_part(g->gate + i, rest, 0.0f),
+                  v_load_part(g->up + i, rest, 0.0f));
+        v_store_part(g->dgate + i, dgate, rest);
+        v_store_part(g->dup + i, dup, rest);
+    }
+}
+
+void CPU(swiglu)(Device *dev, real *y, const real *gate, const real *up, int T, int F)
+{
+    Glu g = {f32(y), f32c(gate), f32c(up), (int64_t)T * F};
+    cpu_run(dev, (g.n + GRAIN - 1) / GRAIN, glu_job, &g);
+}
+
+void CPU(swiglu_backward)(Device *dev, real *dgate, real *dup, const real *dy, const real *gate,
+                          const real *up, int T, int F)
+{
+    GluBackward g = {f32(dgate), f32(dup), f32c(dy), f32c(gate), f32c(up), (int64_t)T * F};
+    cpu_run(dev, (g.n + GRAIN - 1) / GRAIN, glu_backward_job, &g);
+}

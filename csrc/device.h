@@ -1,0 +1,71 @@
+/* device.h - the only seam between the maths and the machines that do it.
+ *
+ * A Device is a struct of function pointers: one per row of ops.inc, and the few services that memory
+ * needs. Ops return nothing: the first failure stays on the device, with its file and line, until sync()
+ * returns it, so that forward.c reads as maths. */
+#ifndef TINSMITH_DEVICE_H
+#define TINSMITH_DEVICE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "status.h"
+
+/* What the tests may call from outside the shared object, in which all else is hidden. */
+#define TINSMITH_EXPORT __attribute__((visibility("default")))
+
+typedef struct Device Device;
+typedef struct real real;     /* an activation's element: f32 on the CPU */
+typedef struct frozen frozen; /* a base weight, in the device's own order and element type */
+
+enum { KV_PAGE = 64 };        /* keys a page of the KV cache holds */
+
+/* Element types of arrays that cross the seam. */
+typedef enum DType { DTYPE_F32, DTYPE_BF16, DTYPE_F16 } DType;
+
+/* One sequence's rows in a packed batch. */
+typedef struct Span {
+    int32_t row, rows; /* its rows are [row, row + rows) */
+    int32_t pos;       /* position of its first row */
+    int32_t first;     /* where its pages begin in the list of pages */
+} Span;
+
+/* How to draw one token. The number drawn depends on (seed, sample, pos) and on nothing else. */
+typedef struct Draw {
+    uint64_t seed;
+    uint32_t sample, pos;
+    float temperature; /* 0: the largest logit */
+    float top_p;       /* 1: no cut */
+    int32_t top_k;     /* <= 0: no cut */
+    int32_t limit;     /* ids from here on (a padded vocabulary) are never drawn */
+} Draw;
+
+struct Device {
+    const char *name;
+    size_t real_bytes; /* bytes of one `real` */
+
+    Status (*alloc)(Device *dev, void **memory, size_t bytes);
+    void (*release)(Device *dev, void *memory, size_t bytes);
+    void (*upload)(Device *dev, void *to, const void *from, size_t bytes);
+    void (*download)(Device *dev, void *to, const void *from, size_t bytes);
+    void (*copy)(Device *dev, void *to, const void *from, size_t bytes);
+    void (*zero)(Device *dev, void *memory, size_t bytes);
+    size_t (*frozen_bytes)(Device *dev, DType type, int rows, int cols);
+    /* Puts a row-major (rows, cols) host array in the device's own order. */
+    void (*frozen_load)(Device *dev, frozen *to, const void *from, DType type, int rows, int cols);
+    /* Waits for all work and returns the first failure since the last sync. */
+    Status (*sync)(Device *dev);
+    void (*close)(Device *dev);
+
+#define OP(name, args) void (*name) args;
+#include "ops.inc"
+#undef OP
+};
+
+/* Opens "cpu", or says why the device can't be had. threads = 0: one for each core this process may use. */
+TINSMITH_EXPORT Status device_open(Device **dev, const char *name, int threads);
+
+/* The function behind a row of ops.inc, or NULL: how the tests call any op of any device. */
+TINSMITH_EXPORT void *device_op(Device *dev, const char *name);
+
+#endif

@@ -1,0 +1,76 @@
+/* kv.c - the pages of the key-value cache: taken, shared by sequences with a common beginning, forked, dropped.
+ *
+ * A page holds KV_PAGE positions of every layer. Layer l's pages begin at l·stride; a page's number is the same in all.
+ * How a page looks inside is the device's business. */
+#include <stdlib.h>
+
+#include "core.h"
+
+static size_t page_elements(const Model *model)
+{
+    return (size_t)KV_PAGE * (size_t)model->shape.kv_heads * (size_t)model->shape.head_width;
+}
+
+size_t kv_token_bytes(const Model *model)
+{
+    return 2 * (size_t)model->shape.layers * page_elements(model) / KV_PAGE * model->dev->real_bytes;
+}
+
+Status kv_open(Kv *kv, Model *model, int64_t tokens)
+{
+    int64_t pages = (tokens + KV_PAGE - 1) / KV_PAGE;
+    *kv = (Kv){.model = model, .arena.dev = model->dev, .pages = (int)pages};
+    kv->cache.stride = (size_t)pages * page_elements(model);
+    size_t bytes = kv->cache.stride * (size_t)model->shape.layers * model->dev->real_bytes;
+    TRY(arena_reserve(&kv->arena, 2 * bytes + 512, "the cache of keys and values"));
+    kv->cache.k = arena_take(&kv->arena, bytes);
+    kv->cache.v = arena_take(&kv->arena, bytes);
+    kv->free_list = malloc((size_t)pages * sizeof *kv->free_list);
+    kv->users = calloc((size_t)pages, sizeof *kv->users);
+    if (!kv->free_list || !kv->users) {
+        kv_close(kv);
+        return fail(STATUS_MEMORY, "no memory for a list of %lld cache pages", (long long)pages);
+    }
+    for (int i = 0; i < kv->pages; i++) kv->free_list[i] = kv->pages - 1 - i;
+    kv->free_count = kv->pages;
+    return STATUS_OK;
+}
+
+void kv_close(Kv *kv)
+{
+    if (kv->arena.dev) arena_release(&kv->arena);
+    free(kv->free_list);
+    free(kv->users);
+    *kv = (Kv){0};
+}
+
+int32_t kv_take(Kv *kv)
+{
+    if (kv->free_count == 0) return -1;
+    int32_t page = kv->free_list[--kv->free_count];
+    kv->users[page] = 1;
+    return page;
+}
+
+void kv_share(Kv *kv, int32_t page)
+{
+    kv->users[page]++;
+}
+
+void kv_drop(Kv *kv, int32_t page)
+{
+    if (--kv->users[page] == 0) kv->free_list[kv->free_count++] = page;
+}
+
+int32_t kv_fork(Kv *kv, int32_t page, int count)
+{
+    int32_t copy = kv_take(kv);
+    if (copy < 0) return -1;
+    const Model *m = kv->model;
+    Device *d = m->dev;
+    for (int l = 0; l < m->shape.layers; l++)
+        d->kv_copy(d, real_at(d, kv->cache.k, (size_t)l * kv->cache.stride),
+                   real_at(d, kv->cache.v, (size_t)l * kv->cache.stride), page, copy, count, m->shape.kv_heads,
+                   m->shape.head_width);
+    return copy;
+}

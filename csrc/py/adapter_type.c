@@ -1,0 +1,376 @@
+/* py/adapter_type.c - tinsmith._core.Adapter: LoRA matrices, their training calls, and their flat vectors. */
+#include <math.h>
+#include <string.h>
+
+#include "arrays.h"
+#include "module.h"
+
+static PyObject *adapter_wrap(PyTypeObject *type, PyModel *model, Adapter *adapter)
+{
+    PyAdapter *self = (PyAdapter *)type->tp_alloc(type, 0);
+    if (!self) {
+        adapter_close(adapter);
+        return NULL;
+    }
+    self->model = (PyModel *)Py_NewRef(model);
+    self->adapter = adapter;
+    return (PyObject *)self;
+}
+
+static PyObject *adapter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"model", "rank", "alpha", "seed", "attn", "mlp", "unembed", "step_tokens", NULL};
+    PyObject *model;
+    unsigned long long seed = 0;
+    int attn = 1, mlp = 1, unembed = 1;
+    AdapterSpec spec = {.alpha = 32.0f};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!$i|fKpppi:Adapter", names, state_of(type)->model, &model,
+                                     &spec.rank, &spec.alpha, &seed, &attn, &mlp, &unembed, &spec.step_tokens))
+        return NULL;
+    spec.seed = seed;
+    spec.groups = (attn ? ATTN : 0) | (mlp ? MLP : 0) | (unembed ? UNEMBED : 0);
+    Adapter *adapter;
+    Status status = adapter_open(&adapter, ((PyModel *)model)->model, &spec);
+    return status ? raise_status(status) : adapter_wrap(type, (PyModel *)model, adapter);
+}
+
+static void adapter_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyAdapter *self = (PyAdapter *)object;
+    adapter_close(self->adapter);
+    Py_XDECREF(self->model);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* ---- training ---- */
+
+typedef struct Call {
+    Borrowed tokens, lengths, targets, counts, input[LOSS_INPUTS];
+    Datums datums;
+    const Loss *loss;
+} Call;
+
+static void call_release(Call *call)
+{
+    Py_CLEAR(call->tokens.owner);
+    Py_CLEAR(call->lengths.owner);
+    Py_CLEAR(call->targets.owner);
+    Py_CLEAR(call->counts.owner);
+    for (int j = 0; j < LOSS_INPUTS; j++) Py_CLEAR(call->input[j].owner);
+}
+
+/* The loss's own inputs and keys, out of dicts that may hold no others. */
+static int call_options(Call *call, PyObject *inputs, PyObject *config)
+{
+    const Loss *loss = call->loss;
+    Py_ssize_t used = 0;
+    for (int j = 0; j < LOSS_INPUTS && loss->input[j].name; j++) {
+        PyObject *array = PyDict_GetItemString(inputs, loss->input[j].name);
+        if (!array) continue;
+        used++;
+        if (borrow(array, KIND_FLOAT32, loss->input[j].name, &call->input[j]) < 0) return -1;
+        call->datums.input[j] = call->input[j].data;
+        call->datums.input_total[j] = call->input[j].length;
+    }
+    if (used != PyDict_Size(inputs)) {
+        PyErr_Format(PyExc_ValueError, "%s takes no such inputs: %R", loss->name, inputs);
+        return -1;
+    }
+    used = 0;
+    for (int j = 0; j < LOSS_KEYS && loss->key[j].name; j++) {
+        PyObject *value = PyDict_GetItemString(config, loss->key[j].name);
+        call->datums.key[j] = loss->key[j].initial;
+        if (!value) continue;
+        used++;
+        call->datums.key[j] = PyFloat_AsDouble(value);
+        if (PyErr_Occurred()) return -1;
+    }
+    if (used == PyDict_Size(config)) return 0;
+    PyErr_Format(PyExc_ValueError, "%s takes no such configuration: %R", loss->name, config);
+    return -1;
+}
+
+static int call_arrays(Call *call, PyObject *tokens, PyObject *lengths, PyObject *targets, PyObject *counts)
+{
+    if (borrow(tokens, KIND_INT32, "tokens", &call->tokens) < 0 ||
+        borrow(lengths, KIND_INT32, "lengths", &call->lengths) < 0 ||
+        borrow(targets, KIND_INT32, "targets", &call->targets) < 0 ||
+        borrow(counts, KIND_INT32, "counts", &call->counts) < 0)
+        return -1;
+    if (call->lengths.length != call->counts.length || call->lengths.length > INT32_MAX) {
+        PyErr_Format(PyExc_ValueError, "lengths has %lld datums, counts %lld", (long long)call->lengths.length,
+                     (long long)call->counts.length);
+        return -1;
+    }
+    Datums *d = &call->datums;
+    d->count = (int)call->lengths.length;
+    d->tokens = call->tokens.data;
+    d->lengths = call->lengths.data;
+    d->targets = call->targets.data;
+    d->counts = call->counts.data;
+    d->token_total = call->tokens.length;
+    d->target_total = call->targets.length;
+    return 0;
+}
+
+static PyObject *adapter_forward_backward_method(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"tokens", "lengths", "targets", "counts", "loss", "inputs", "config", "backward", NULL};
+    PyObject *tokens, *lengths, *targets, *counts, *inputs, *config, *logp = NULL;
+    const char *loss;
+    int with_backward = 1;
+    Call call = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOsO!O!|$p:forward_backward", names, &tokens, &lengths, &targets,
+                                     &counts, &loss, &PyDict_Type, &inputs, &PyDict_Type, &config, &with_backward))
+        return NULL;
+    call.loss = loss_find(loss);
+    if (!call.loss) return PyErr_Format(PyExc_ValueError, "no loss is called '%s'", loss);
+    double sum = 0.0;
+    Status status = STATUS_OK;
+    if (call_arrays(&call, tokens, lengths, targets, counts) == 0 && call_options(&call, inputs, config) == 0)
+        logp = array_new(KIND_FLOAT32, call.datums.target_total, -1, NULL);
+    if (logp) {
+        float *out = array_data(logp);
+        Py_BEGIN_ALLOW_THREADS
+        status = adapter_forward_backward(((PyAdapter *)object)->adapter, &call.datums, call.loss, with_backward, out,
+                                          &sum);
+        Py_END_ALLOW_THREADS
+    }
+    call_release(&call);
+    if (status) {
+        Py_DECREF(logp);
+        return raise_status(status);
+    }
+    return logp ? Py_BuildValue("(Nd)", logp, sum) : NULL;
+}
+
+static int normalization_from(const char *name, Normalization *by)
+{
+    *by = BY_NOTHING;
+    if (!name) return 0;
+    if (strcmp(name, "num_loss_tokens") == 0) *by = BY_LOSS_TOKENS;
+    if (strcmp(name, "num_sequences") == 0) *by = BY_SEQUENCES;
+    if (*by != BY_NOTHING) return 0;
+    PyErr_Format(PyExc_ValueError,
+                 "grad_accumulation_normalization must be 'num_loss_tokens', 'num_sequences' or None, not '%s'", name);
+    return -1;
+}
+
+static PyObject *adapter_optim_step_method(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm",
+                            "normalization", NULL};
+    AdamW o;
+    const char *normalization = NULL;
+    Normalization by;
+    StepReport report;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$dddddd|z:optim_step", names, &o.lr, &o.beta1, &o.beta2, &o.eps,
+                                     &o.weight_decay, &o.clip_norm, &normalization))
+        return NULL;
+    if (normalization_from(normalization, &by) < 0) return NULL;
+    Adapter *adapter = ((PyAdapter *)object)->adapter;
+    if (!adapter->vector[GRADIENTS])
+        return PyErr_Format(PyExc_ValueError, "this adapter is a snapshot: it can be sampled from, not trained");
+    Status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = adapter_optim_step(adapter, &o, by, &report);
+    Py_END_ALLOW_THREADS
+    if (status) return raise_status(status);
+    return Py_BuildValue("{s:d,s:d,s:d}", "grad_norm", report.grad_norm, "loss_tokens", report.tokens,
+                         "loss_sequences", report.sequences);
+}
+
+static PyObject *adapter_clear_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    Adapter *adapter = ((PyAdapter *)object)->adapter;
+    Status status = adapter->vector[GRADIENTS] ? adapter_clear(adapter) : STATUS_OK;
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *adapter_interrupt_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    ((PyAdapter *)object)->adapter->interrupted = 1;
+    Py_RETURN_NONE;
+}
+
+/* ---- flat vectors ---- */
+
+static float *vector_named(const Adapter *adapter, const char *name)
+{
+    static const char *const names[] = {[WEIGHTS] = "weights", [GRADIENTS] = "gradients", [MOMENT_1] = "m",
+                                        [MOMENT_2] = "v"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        if (strcmp(names[i], name) != 0) continue;
+        if (!adapter->vector[i]) PyErr_Format(PyExc_ValueError, "a snapshot has no %s, only weights", name);
+        return adapter->vector[i];
+    }
+    PyErr_Format(PyExc_ValueError, "an adapter has weights, gradients, m and v, but no '%s'", name);
+    return NULL;
+}
+
+static PyObject *adapter_read(PyObject *object, PyObject *name)
+{
+    Adapter *adapter = ((PyAdapter *)object)->adapter;
+    const char *text = PyUnicode_AsUTF8(name);
+    float *vector = text ? vector_named(adapter, text) : NULL;
+    PyObject *array = vector ? array_new(KIND_FLOAT32, adapter->size, -1, NULL) : NULL;
+    if (!array) return NULL;
+    Device *dev = adapter->model->dev;
+    dev->download(dev, array_data(array), vector, (size_t)adapter->size * sizeof(float));
+    return array;
+}
+
+static PyObject *adapter_write(PyObject *object, PyObject *args)
+{
+    Adapter *adapter = ((PyAdapter *)object)->adapter;
+    const char *name;
+    PyObject *array;
+    Borrowed from;
+    if (!PyArg_ParseTuple(args, "sO:write", &name, &array)) return NULL;
+    float *vector = vector_named(adapter, name);
+    if (!vector || borrow(array, KIND_FLOAT32, name, &from) < 0) return NULL;
+    const float *values = from.data;
+    int64_t bad = -1;
+    for (int64_t i = 0; i < from.length && bad < 0; i++)
+        if (!isfinite(values[i])) bad = i;
+    if (from.length != adapter->size)
+        PyErr_Format(PyExc_ValueError, "%s has %lld numbers, the adapter %lld", name, (long long)from.length,
+                     (long long)adapter->size);
+    else if (bad >= 0)
+        PyErr_Format(PyExc_ValueError, "%s: number %lld is not finite", name, (long long)bad);
+    else
+        adapter->model->dev->upload(adapter->model->dev, vector, values, (size_t)adapter->size * sizeof(float));
+    Py_DECREF(from.owner);
+    if (PyErr_Occurred()) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *adapter_snapshot_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    PyAdapter *self = (PyAdapter *)object;
+    Adapter *copy;
+    Status status = adapter_snapshot(&copy, self->adapter);
+    return status ? raise_status(status) : adapter_wrap(Py_TYPE(object), self->model, copy);
+}
+
+/* ---- attributes ---- */
+
+typedef struct Listing {
+    PyObject *list;
+    int rank;
+} Listing;
+
+static void list_matrix(void *context, const SlotInfo *info, int layer, Pair pair)
+{
+    Listing *listing = context;
+    for (int part = 0; part < 2 && listing->list; part++) {
+        PyObject *row = Py_BuildValue("(sisLii)", info->name, layer, part ? "B" : "A",
+                                      (long long)(part ? pair.b : pair.a), part ? listing->rank : info->cols,
+                                      part ? info->rows : listing->rank);
+        if (!row || PyList_Append(listing->list, row) < 0) Py_CLEAR(listing->list);
+        Py_XDECREF(row);
+    }
+}
+
+static PyObject *adapter_layout(PyObject *object, void *unused)
+{
+    (void)unused;
+    const Adapter *adapter = ((PyAdapter *)object)->adapter;
+    Listing listing = {PyList_New(0), adapter->rank};
+    adapter_visit(adapter, list_matrix, &listing);
+    return listing.list;
+}
+
+static PyObject *adapter_model(PyObject *object, void *unused)
+{
+    (void)unused;
+    return Py_NewRef(((PyAdapter *)object)->model);
+}
+
+static PyObject *adapter_rank(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(((PyAdapter *)object)->adapter->rank);
+}
+
+static PyObject *adapter_alpha(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyFloat_FromDouble((double)((PyAdapter *)object)->adapter->alpha);
+}
+
+static PyObject *adapter_size(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLongLong(((PyAdapter *)object)->adapter->size);
+}
+
+static PyObject *adapter_step(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(((PyAdapter *)object)->adapter->step);
+}
+
+static int adapter_set_step(PyObject *object, PyObject *value, void *unused)
+{
+    (void)unused;
+    int overflow = 0;
+    long step = value ? PyLong_AsLongAndOverflow(value, &overflow) : -1;
+    if (PyErr_Occurred()) return -1;
+    if (step < 0 || step > INT32_MAX || overflow) {
+        PyErr_SetString(PyExc_ValueError, "step must be a whole number of 0 or more");
+        return -1;
+    }
+    ((PyAdapter *)object)->adapter->step = (int)step;
+    return 0;
+}
+
+#define KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
+
+static PyMethodDef methods[] = {
+    {"forward_backward", KEYWORDS(adapter_forward_backward_method),
+     "forward_backward(tokens, lengths, targets, counts, loss, inputs, config, *, backward=True)\n"
+     "-> (logprobs, loss_sum)\n\nAdds to the gradients; on any error nothing was added."},
+    {"optim_step", KEYWORDS(adapter_optim_step_method),
+     "optim_step(*, learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm, normalization=None)\n"
+     "-> {grad_norm, loss_tokens, loss_sequences}\n\nOne AdamW step; clears the gradients."},
+    {"clear_gradients", adapter_clear_method, METH_NOARGS, "clear_gradients()\n\nDrops the gradients so far."},
+    {"interrupt", adapter_interrupt_method, METH_NOARGS,
+     "interrupt()\n\nFrom another thread: the forward_backward under way stops with KeyboardInterrupt, adding nothing."},
+    {"read", adapter_read, METH_O, "read(what) -> float32 (size,)\n\nA copy of weights, gradients, m or v."},
+    {"write", adapter_write, METH_VARARGS, "write(what, array)\n\nReplaces weights, gradients, m or v."},
+    {"snapshot", adapter_snapshot_method, METH_NOARGS, "snapshot() -> Adapter\n\nThe weights as they are now."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef getset[] = {
+    {"model", adapter_model, NULL, "The base model.", NULL},
+    {"rank", adapter_rank, NULL, "LoRA's rank.", NULL},
+    {"alpha", adapter_alpha, NULL, "LoRA's alpha; the scale is alpha / rank.", NULL},
+    {"size", adapter_size, NULL, "Trained parameters.", NULL},
+    {"step", adapter_step, adapter_set_step, "Optimizer steps taken.", NULL},
+    {"layout", adapter_layout, NULL, "(slot, layer or -1, 'A' or 'B', offset, rows, cols) in the flat vectors.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, adapter_new},
+    {Py_tp_dealloc, adapter_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, getset},
+    {Py_tp_doc, "Adapter(model, *, rank, alpha=32.0, seed=0, attn=True, mlp=True, unembed=True, step_tokens=0)"},
+    {0, NULL},
+};
+
+PyType_Spec adapter_spec = {
+    .name = "tinsmith._core.Adapter",
+    .basicsize = sizeof(PyAdapter),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};

@@ -1,0 +1,30 @@
+/* py/arrays.h - arrays in and out of Python, without NumPy's names: only arrays.c knows them. */
+#ifndef TINSMITH_ARRAYS_H
+#define TINSMITH_ARRAYS_H
+
+#include <Python.h>
+#include <stdint.h>
+
+#include "../device.h"
+
+typedef enum Kind { KIND_INT32, KIND_FLOAT32 } Kind;
+
+/* A C-contiguous array borrowed from Python; release with Py_CLEAR(owner). */
+typedef struct Borrowed {
+    PyObject *owner;
+    const void *data;
+    int64_t length;
+    int rows, cols; /* borrow_tensor: a vector has one row */
+    DType type;     /* borrow_tensor */
+} Borrowed;
+
+int arrays_init(void);
+/* A one-dimensional array of exactly this kind; -1 with TypeError or ValueError that says what came. */
+int borrow(PyObject *object, Kind kind, const char *name, Borrowed *out);
+/* A weight: float32, float16, or uint16 that holds bf16 bits, of one or two dimensions. */
+int borrow_tensor(PyObject *object, const char *name, Borrowed *out);
+/* A new array; cols < 0: one dimension. `data` may be NULL (left for the caller to fill). */
+PyObject *array_new(Kind kind, int64_t rows, int64_t cols, const void *data);
+void *array_data(PyObject *array);
+
+#endif

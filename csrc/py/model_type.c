@@ -1,0 +1,215 @@
+/* py/model_type.c - tinsmith._core.Model: a frozen base model, loaded slot by slot. */
+#include <string.h>
+
+#include "arrays.h"
+#include "module.h"
+
+/* Reads every key of the shape from a dict; each must be there, and nothing else. */
+static int shape_from(PyObject *config, Shape *shape)
+{
+    struct {
+        const char *name;
+        int *whole;
+        float *real;
+    } fields[] = {
+#define X(name) {#name, &shape->name, NULL},
+        SHAPE_LIST(X)
+#undef X
+        {"norm_eps", NULL, &shape->norm_eps},
+        {"rope_scale", NULL, &shape->rope_scale},
+    };
+    size_t count = sizeof fields / sizeof *fields;
+    for (size_t i = 0; i < count; i++) {
+        PyObject *value = PyDict_GetItemString(config, fields[i].name);
+        if (!value) {
+            PyErr_Format(PyExc_ValueError, "the model's config lacks %s", fields[i].name);
+            return -1;
+        }
+        double number = PyFloat_AsDouble(value);
+        if (number == -1.0 && PyErr_Occurred()) return -1;
+        if (fields[i].real) {
+            *fields[i].real = (float)number;
+            continue;
+        }
+        if (!(number >= 0 && number <= INT32_MAX) || number != (int)number) {
+            PyErr_Format(PyExc_ValueError, "%s must be a whole number of 0 or more, not %R", fields[i].name, value);
+            return -1;
+        }
+        *fields[i].whole = (int)number;
+    }
+    if ((size_t)PyDict_Size(config) == count) return 0;
+    PyErr_Format(PyExc_ValueError, "the model's config has %zd keys, %zu are known", PyDict_Size(config), count);
+    return -1;
+}
+
+static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"config", "inv_freq", "weights", "device", "threads", NULL};
+    PyObject *config, *inv_freq;
+    const char *weights = "bf16", *device = "cpu";
+    int threads = 0;
+    Shape shape = {0};
+    Borrowed freq;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|$ssi:Model", names, &PyDict_Type, &config, &inv_freq,
+                                     &weights, &device, &threads))
+        return NULL;
+    int bf16 = strcmp(weights, "bf16") == 0;
+    if (!bf16 && strcmp(weights, "f32") != 0)
+        return PyErr_Format(PyExc_ValueError, "weights must be 'bf16' or 'f32', not '%s'", weights);
+    if (shape_from(config, &shape) < 0 || borrow(inv_freq, KIND_FLOAT32, "inv_freq", &freq) < 0) return NULL;
+    if (freq.length != shape.head_width / 2) {
+        PyErr_Format(PyExc_ValueError, "inv_freq has %lld numbers, head_width %d needs %d", (long long)freq.length,
+                     shape.head_width, shape.head_width / 2);
+        Py_DECREF(freq.owner);
+        return NULL;
+    }
+    PyModel *self = (PyModel *)type->tp_alloc(type, 0);
+    Status status = STATUS_OK;
+    if (self)
+        status = model_open(&self->model, &shape, freq.data, bf16 ? DTYPE_BF16 : DTYPE_F32, device, threads);
+    Py_DECREF(freq.owner);
+    if (status) {
+        Py_DECREF(self);
+        return raise_status(status);
+    }
+    return (PyObject *)self;
+}
+
+static void model_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    model_close(((PyModel *)object)->model);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+static PyObject *model_load_method(PyObject *object, PyObject *args)
+{
+    const char *slot;
+    int layer;
+    PyObject *array;
+    Borrowed tensor;
+    if (!PyArg_ParseTuple(args, "siO:load", &slot, &layer, &array)) return NULL;
+    if (borrow_tensor(array, slot, &tensor) < 0) return NULL;
+    Status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = model_load(((PyModel *)object)->model, slot, layer, tensor.data, tensor.type, tensor.rows, tensor.cols);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(tensor.owner);
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *model_seal_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    Status status = model_seal(((PyModel *)object)->model);
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"rank", "tokens", NULL};
+    int rank, tokens;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii:plan", names, &rank, &tokens)) return NULL;
+    const Model *m = ((PyModel *)object)->model;
+    if (rank < 1 || tokens < 1) return PyErr_Format(PyExc_ValueError, "rank and tokens must be at least 1");
+    size_t size = 0;
+    for (int i = 0; i < SLOT_COUNT; i++) {
+        SlotInfo info = slot_info(&m->shape, (Slot)i);
+        size_t layers = info.per_layer ? (size_t)m->shape.layers : 1;
+        if (info.group != NONE) size += layers * (size_t)(info.rows + info.cols) * (size_t)rank;
+    }
+    return Py_BuildValue("{s:n,s:n,s:n,s:n}", "weights", (Py_ssize_t)model_bytes(m), "adapter",
+                         (Py_ssize_t)(size * sizeof(float) * VECTORS), "step",
+                         (Py_ssize_t)step_bytes(m, rank, tokens), "kv_token", (Py_ssize_t)kv_token_bytes(m));
+}
+
+static PyObject *model_slots(PyObject *object, void *unused)
+{
+    (void)unused;
+    const Shape *shape = &((PyModel *)object)->model->shape;
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && i < SLOT_COUNT; i++) {
+        SlotInfo info = slot_info(shape, (Slot)i);
+        for (int l = 0; list && info.present && l < (info.per_layer ? shape->layers : 1); l++) {
+            PyObject *row = Py_BuildValue("(siii)", info.name, info.per_layer ? l : -1, info.rows, info.cols);
+            if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
+            Py_XDECREF(row);
+        }
+    }
+    return list;
+}
+
+static PyObject *model_config(PyObject *object, void *unused)
+{
+    (void)unused;
+    const Shape *s = &((PyModel *)object)->model->shape;
+    PyObject *config = Py_BuildValue("{s:d,s:d}", "norm_eps", (double)s->norm_eps, "rope_scale",
+                                     (double)s->rope_scale);
+    if (!config) return NULL;
+    struct {
+        const char *name;
+        int value;
+    } fields[] = {
+#define X(name) {#name, s->name},
+        SHAPE_LIST(X)
+#undef X
+    };
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+        PyObject *value = PyLong_FromLong(fields[i].value);
+        if (!value || PyDict_SetItemString(config, fields[i].name, value) < 0) {
+            Py_XDECREF(value);
+            Py_DECREF(config);
+            return NULL;
+        }
+        Py_DECREF(value);
+    }
+    return config;
+}
+
+static PyObject *model_device(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyUnicode_FromString(((PyModel *)object)->model->dev->name);
+}
+
+static PyObject *model_weight_bytes(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(model_bytes(((PyModel *)object)->model));
+}
+
+static PyMethodDef methods[] = {
+    {"load", model_load_method, METH_VARARGS,
+     "load(slot, layer, array)\n\nCopies one tensor in: (rows, cols), or (cols,) for vectors."},
+    {"seal", model_seal_method, METH_NOARGS, "seal()\n\nEnds loading; ValueError names what is missing."},
+    {"plan", (PyCFunction)(void (*)(void))model_plan_method, METH_VARARGS | METH_KEYWORDS,
+     "plan(rank, tokens) -> dict[str, int]\n\nBytes of weights, adapter, step, and one cached token."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef getset[] = {
+    {"slots", model_slots, NULL, "(slot, layer or -1, rows, cols) of every tensor to load.", NULL},
+    {"config", model_config, NULL, "The shape, as it was given.", NULL},
+    {"device", model_device, NULL, "The device's name.", NULL},
+    {"weight_bytes", model_weight_bytes, NULL, "Bytes that the weights take.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, model_new},
+    {Py_tp_dealloc, model_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, getset},
+    {Py_tp_doc, "Model(config, inv_freq, *, weights='bf16', device='cpu', threads=0)\n\nA frozen base model."},
+    {0, NULL},
+};
+
+PyType_Spec model_spec = {
+    .name = "tinsmith._core.Model",
+    .basicsize = sizeof(PyModel),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};

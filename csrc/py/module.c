@@ -1,0 +1,150 @@
+/* py/module.c - the extension module: its state, its types, its tables, and the one place where a Status becomes
+ * an exception. */
+#include "module.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#include "arrays.h"
+
+PyObject *raise_status(Status status)
+{
+    PyObject *builtins = PyEval_GetBuiltins(); /* borrowed */
+    PyObject *type = PyDict_GetItemString(builtins, status_exception(status));
+    PyErr_SetString(type ? type : PyExc_RuntimeError, status_text());
+    return NULL;
+}
+
+ModuleState *state_of(PyTypeObject *type)
+{
+    return PyType_GetModuleState(type);
+}
+
+/* ---- tables ---- */
+
+static int loss_inputs(const Loss *loss, PyObject *list)
+{
+    for (int j = 0; j < LOSS_INPUTS && loss->input[j].name; j++) {
+        PyObject *item = Py_BuildValue("{s:s,s:N,s:d}", "name", loss->input[j].name, "required",
+                                       PyBool_FromLong(loss->input[j].required), "default",
+                                       (double)loss->input[j].missing);
+        if (!item || PyList_Append(list, item) < 0) {
+            Py_XDECREF(item);
+            return -1;
+        }
+        Py_DECREF(item);
+    }
+    return 0;
+}
+
+static PyObject *loss_row(const Loss *loss)
+{
+    PyObject *inputs = PyList_New(0), *config = PyDict_New();
+    if (!inputs || !config || loss_inputs(loss, inputs) < 0) goto failed;
+    for (int j = 0; j < LOSS_KEYS && loss->key[j].name; j++) {
+        PyObject *value = PyFloat_FromDouble(loss->key[j].initial);
+        if (!value || PyDict_SetItemString(config, loss->key[j].name, value) < 0) {
+            Py_XDECREF(value);
+            goto failed;
+        }
+        Py_DECREF(value);
+    }
+    return Py_BuildValue("{s:s,s:N,s:N,s:N}", "name", loss->name, "multi", PyBool_FromLong(loss->multi), "inputs",
+                         inputs, "config", config);
+failed:
+    Py_XDECREF(inputs);
+    Py_XDECREF(config);
+    return NULL;
+}
+
+static PyObject *core_losses(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list && loss_at(i); i++) {
+        PyObject *row = loss_row(loss_at(i));
+        if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    return list;
+}
+
+static PyObject *core_devices(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    static const char *const names[] = {"cpu", "cuda"};
+    PyObject *found = PyDict_New();
+    for (size_t i = 0; found && i < sizeof names / sizeof *names; i++) {
+        Device *dev;
+        Status status = device_open(&dev, names[i], 1);
+        PyObject *reason = PyUnicode_FromString(status ? status_text() : "");
+        if (!status) dev->close(dev);
+        if (!reason || PyDict_SetItemString(found, names[i], reason) < 0) Py_CLEAR(found);
+        Py_XDECREF(reason);
+    }
+    return found;
+}
+
+static PyMethodDef core_methods[] = {
+    {"losses", core_losses, METH_NOARGS,
+     "losses() -> list[dict]\n\nThe table of losses: name, multi, inputs, config (csrc/losses.c)."},
+    {"devices", core_devices, METH_NOARGS,
+     "devices() -> dict[str, str]\n\nDevice names, each with '' or the sentence that says why it can't be opened."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* ---- the module ---- */
+
+static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
+{
+    *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+    return *type ? PyModule_AddType(module, *type) : -1;
+}
+
+static int core_exec(PyObject *module)
+{
+    ModuleState *state = PyModule_GetState(module);
+    if (arrays_init() < 0) return -1;
+    if (add_type(module, &model_spec, &state->model) < 0) return -1;
+    if (add_type(module, &adapter_spec, &state->adapter) < 0) return -1;
+    return add_type(module, &sampler_spec, &state->sampler);
+}
+
+static int core_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    ModuleState *state = PyModule_GetState(module);
+    Py_VISIT(state->model);
+    Py_VISIT(state->adapter);
+    Py_VISIT(state->sampler);
+    return 0;
+}
+
+static int core_clear(PyObject *module)
+{
+    ModuleState *state = PyModule_GetState(module);
+    Py_CLEAR(state->model);
+    Py_CLEAR(state->adapter);
+    Py_CLEAR(state->sampler);
+    return 0;
+}
+
+static PyModuleDef_Slot core_slots[] = {
+    {Py_mod_exec, core_exec},
+    {0, NULL},
+};
+
+struct PyModuleDef core_module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "tinsmith._core",
+    .m_doc = "The engine: base models, LoRA adapters, and the sampler. See _core.pyi.",
+    .m_size = sizeof(ModuleState),
+    .m_methods = core_methods,
+    .m_slots = core_slots,
+    .m_traverse = core_traverse,
+    .m_clear = core_clear,
+};
+
+PyMODINIT_FUNC PyInit__core(void)
+{
+    return PyModuleDef_Init(&core_module);
+}

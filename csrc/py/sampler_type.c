@@ -1,0 +1,216 @@
+/* py/sampler_type.c - tinsmith._core.Sampler: requests in, tokens out, one step at a time. */
+#include "arrays.h"
+#include "module.h"
+
+static PyObject *sampler_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"model", "tokens", "vocab_limit", NULL};
+    PyObject *model;
+    long long tokens = 0;
+    int limit = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$Li:Sampler", names, state_of(type)->model, &model, &tokens,
+                                     &limit))
+        return NULL;
+    PySampler *self = (PySampler *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    self->adapters = PyDict_New();
+    self->model = (PyModel *)Py_NewRef(model);
+    Status status = self->adapters ? sampler_open(&self->sampler, self->model->model, tokens, limit) : STATUS_OK;
+    if (status) raise_status(status);
+    if (!self->sampler) Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static void sampler_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PySampler *self = (PySampler *)object;
+    sampler_close(self->sampler);
+    Py_XDECREF(self->adapters);
+    Py_XDECREF(self->model);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* The request keeps its adapter alive until it is forgotten. */
+static int adapter_keep(PySampler *self, long long id, PyObject *adapter)
+{
+    PyObject *key = PyLong_FromLongLong(id);
+    int failed = !key || (adapter ? PyDict_SetItem(self->adapters, key, adapter)
+                                  : PyDict_Contains(self->adapters, key) == 1
+                                        ? PyDict_DelItem(self->adapters, key)
+                                        : 0);
+    Py_XDECREF(key);
+    return failed ? -1 : 0;
+}
+
+static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"request", "prompt", "adapter", "num_samples", "max_tokens", "temperature", "top_k",
+                            "top_p", "seed", "stop_ids", "topk_sample", "prompt_logprobs", "topk_prompt", NULL};
+    PySampler *self = (PySampler *)object;
+    PyObject *prompt, *adapter = Py_None, *stop_ids = NULL;
+    long long id;
+    unsigned long long seed = 0;
+    RequestSpec spec = {.samples = 1, .max_tokens = -1, .temperature = 1.0f, .top_k = -1, .top_p = 1.0f};
+    Borrowed tokens = {0}, stops = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LO|O$iififKOipi:add", names, &id, &prompt, &adapter, &spec.samples,
+                                     &spec.max_tokens, &spec.temperature, &spec.top_k, &spec.top_p, &seed, &stop_ids,
+                                     &spec.topk_sample, &spec.prompt_logprobs, &spec.topk_prompt))
+        return NULL;
+    if (adapter != Py_None && !Py_IS_TYPE(adapter, state_of(Py_TYPE(object))->adapter))
+        return PyErr_Format(PyExc_TypeError, "adapter must be an Adapter or None, not %s", Py_TYPE(adapter)->tp_name);
+    if (borrow(prompt, KIND_INT32, "prompt", &tokens) < 0) return NULL;
+    if (stop_ids && borrow(stop_ids, KIND_INT32, "stop_ids", &stops) < 0) {
+        Py_DECREF(tokens.owner);
+        return NULL;
+    }
+    spec.id = id;
+    spec.seed = seed;
+    spec.adapter = adapter == Py_None ? NULL : ((PyAdapter *)adapter)->adapter;
+    spec.prompt = tokens.data;
+    spec.prompt_length = tokens.length > INT32_MAX ? INT32_MAX : (int)tokens.length;
+    spec.stop_ids = stops.data;
+    spec.stop_count = (int)stops.length;
+    Status status = sampler_add(self->sampler, &spec);
+    Py_DECREF(tokens.owner);
+    Py_XDECREF(stops.owner);
+    if (status) return raise_status(status);
+    if (adapter != Py_None && adapter_keep(self, id, adapter) < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *sampler_step_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    Sampler *sampler = ((PySampler *)object)->sampler;
+    Status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = sampler_step(sampler);
+    Py_END_ALLOW_THREADS
+    if (status) return raise_status(status);
+    PyObject *drawn = PyList_New(0), *done = PyList_New(0);
+    for (int i = 0; drawn && i < sampler->drawn_count; i++) {
+        const Drawn *one = &sampler->drawn[i];
+        PyObject *row = Py_BuildValue("(Lii)", (long long)one->request, one->sample, (int)one->token);
+        if (!row || PyList_Append(drawn, row) < 0) Py_CLEAR(drawn);
+        Py_XDECREF(row);
+    }
+    for (int i = 0; done && i < sampler->count; i++) {
+        if (!sampler->request[i]->done) continue;
+        PyObject *id = PyLong_FromLongLong(sampler->request[i]->spec.id);
+        if (!id || PyList_Append(done, id) < 0) Py_CLEAR(done);
+        Py_XDECREF(id);
+    }
+    if (drawn && done) return Py_BuildValue("(NN)", drawn, done);
+    Py_XDECREF(drawn);
+    Py_XDECREF(done);
+    return NULL;
+}
+
+static PyObject *sampler_stop_method(PyObject *object, PyObject *args)
+{
+    long long id;
+    int sample;
+    if (!PyArg_ParseTuple(args, "Li:stop", &id, &sample)) return NULL;
+    Status status = sampler_stop(((PySampler *)object)->sampler, id, sample);
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *sampler_cancel_method(PyObject *object, PyObject *argument)
+{
+    PySampler *self = (PySampler *)object;
+    long long id = PyLong_AsLongLong(argument);
+    if (id == -1 && PyErr_Occurred()) return NULL;
+    sampler_forget(self->sampler, id);
+    if (adapter_keep(self, id, NULL) < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* (rows, K) of a request's best ids or log-probabilities; None if none were asked for. */
+static PyObject *top_array(Kind kind, int rows, int k, const void *data)
+{
+    return k ? array_new(kind, rows, k, data) : Py_NewRef(Py_None);
+}
+
+static PyObject *sequence_result(const Request *r, const Sequence *s)
+{
+    int k = r->spec.topk_sample;
+    return Py_BuildValue("{s:N,s:N,s:s,s:N,s:N}", "tokens",
+                         array_new(KIND_INT32, s->drawn, -1, s->tokens + r->spec.prompt_length), "logprobs",
+                         array_new(KIND_FLOAT32, s->drawn, -1, s->logprobs), "stop_reason",
+                         s->ending == STOPPED ? "stop" : "length", "topk_ids",
+                         top_array(KIND_INT32, s->drawn, k, s->top_ids), "topk_logprobs",
+                         top_array(KIND_FLOAT32, s->drawn, k, s->top_logprobs));
+}
+
+static PyObject *sampler_take_method(PyObject *object, PyObject *argument)
+{
+    PySampler *self = (PySampler *)object;
+    long long id = PyLong_AsLongLong(argument);
+    if (id == -1 && PyErr_Occurred()) return NULL;
+    const Request *r = sampler_find(self->sampler, id);
+    if (!r) return PyErr_Format(PyExc_ValueError, "no request %lld is here", id);
+    for (int j = 0; j < r->spec.samples; j++)
+        if (r->sequence[j].ending == RUNNING) return PyErr_Format(PyExc_ValueError, "request %lld is not done", id);
+    PyObject *samples = PyList_New(0);
+    for (int j = 0; samples && j < r->spec.samples; j++) {
+        PyObject *one = sequence_result(r, &r->sequence[j]);
+        if (!one || PyList_Append(samples, one) < 0) Py_CLEAR(samples);
+        Py_XDECREF(one);
+    }
+    if (!samples) return NULL;
+    int P = r->spec.prompt_length, k = r->spec.topk_prompt;
+    PyObject *scores = r->spec.prompt_logprobs ? array_new(KIND_FLOAT32, P, -1, r->prompt_logprobs)
+                                               : Py_NewRef(Py_None);
+    PyObject *result = Py_BuildValue("{s:N,s:N,s:N,s:N}", "samples", samples, "prompt_logprobs", scores, "topk_ids",
+                                     top_array(KIND_INT32, P, k, r->top_ids), "topk_logprobs",
+                                     top_array(KIND_FLOAT32, P, k, r->top_logprobs));
+    if (!result) return NULL;
+    sampler_forget(self->sampler, id);
+    if (adapter_keep(self, id, NULL) < 0) Py_CLEAR(result);
+    return result;
+}
+
+static PyObject *sampler_active(PyObject *object, void *unused)
+{
+    (void)unused;
+    const Sampler *sampler = ((PySampler *)object)->sampler;
+    long active = 0;
+    for (int i = 0; i < sampler->count; i++) active += !sampler->request[i]->done;
+    return PyLong_FromLong(active);
+}
+
+static PyMethodDef methods[] = {
+    {"add", (PyCFunction)(void (*)(void))sampler_add_method, METH_VARARGS | METH_KEYWORDS,
+     "add(request, prompt, adapter=None, *, num_samples=1, max_tokens=-1, temperature=1.0, top_k=-1, top_p=1.0,\n"
+     "    seed=0, stop_ids=…, topk_sample=0, prompt_logprobs=False, topk_prompt=0)\n\nQueues a request."},
+    {"step", sampler_step_method, METH_NOARGS,
+     "step() -> (list[(request, sample, token)], list[request])\n\nOne forward: what was drawn, and who is done."},
+    {"stop", sampler_stop_method, METH_VARARGS, "stop(request, sample)\n\nEnds a sample after its newest token."},
+    {"cancel", sampler_cancel_method, METH_O, "cancel(request)\n\nForgets a request."},
+    {"take", sampler_take_method, METH_O, "take(request) -> dict\n\nA done request's result, which is then forgotten."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef getset[] = {
+    {"active", sampler_active, NULL, "Requests queued or running.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, sampler_new},
+    {Py_tp_dealloc, sampler_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, getset},
+    {Py_tp_doc, "Sampler(model, *, tokens=0, vocab_limit=0)\n\nContinuous batching over one model."},
+    {0, NULL},
+};
+
+PyType_Spec sampler_spec = {
+    .name = "tinsmith._core.Sampler",
+    .basicsize = sizeof(PySampler),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = slots,
+};

@@ -1,0 +1,223 @@
+/* request.c - what a sampler is asked for: checked, kept, found, ended, forgotten. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "sampler.h"
+
+/* A cache that was not asked for in tokens takes 4 GiB, of which the CPU touches only what is used. */
+static const size_t CACHE_BYTES = (size_t)4 << 30;
+enum { CACHE_TOKENS_MAX = 1 << 20 };
+
+Status sampler_open(Sampler **out, Model *model, int64_t tokens, int limit_ids)
+{
+    if (!model->sealed) return fail(STATUS_INVALID, "the model is not sealed: load every slot, then seal it");
+    if (tokens < 0 || tokens > CACHE_TOKENS_MAX)
+        return fail(STATUS_INVALID, "the cache can hold 0 (the default) to %d tokens, not %lld", CACHE_TOKENS_MAX,
+                    (long long)tokens);
+    if (limit_ids < 0 || limit_ids > model->shape.vocab)
+        return fail(STATUS_INVALID, "vocab_limit must be 0 (all) to %d, not %d", model->shape.vocab, limit_ids);
+    Sampler *sampler = calloc(1, sizeof *sampler);
+    if (!sampler) return fail(STATUS_MEMORY, "no memory for a sampler");
+    sampler->model = model;
+    sampler->arena.dev = model->dev;
+    sampler->limit_ids = limit_ids ? limit_ids : model->shape.vocab;
+    if (!tokens) {
+        tokens = (int64_t)(CACHE_BYTES / kv_token_bytes(model));
+        if (tokens > CACHE_TOKENS_MAX) tokens = CACHE_TOKENS_MAX;
+    }
+    sampler->layers = calloc((size_t)model->shape.layers, sizeof *sampler->layers);
+    sampler->drawn = calloc(STEP_SEQUENCES, sizeof *sampler->drawn);
+    Status status = sampler->layers && sampler->drawn ? kv_open(&sampler->kv, model, tokens)
+                                                      : fail(STATUS_MEMORY, "no memory for a sampler");
+    if (status) {
+        sampler_close(sampler);
+        return status;
+    }
+    *out = sampler;
+    return STATUS_OK;
+}
+
+static void request_close(Kv *kv, Request *r)
+{
+    for (int j = 0; r->sequence && j < r->spec.samples; j++) {
+        Sequence *s = &r->sequence[j];
+        sequence_drop(kv, s);
+        free(s->tokens);
+        free(s->logprobs);
+        free(s->top_ids);
+        free(s->top_logprobs);
+        free(s->pages);
+    }
+    free(r->sequence);
+    free(r->prompt_logprobs);
+    free(r->top_ids);
+    free(r->top_logprobs);
+    free((void *)r->spec.prompt);
+    free((void *)r->spec.stop_ids);
+    free(r);
+}
+
+void sampler_close(Sampler *sampler)
+{
+    if (!sampler) return;
+    for (int i = 0; i < sampler->count; i++) request_close(&sampler->kv, sampler->request[i]);
+    free(sampler->request);
+    free(sampler->layers);
+    free(sampler->drawn);
+    arena_release(&sampler->arena);
+    kv_close(&sampler->kv);
+    free(sampler);
+}
+
+/* ---- checks ---- */
+
+static Status numbers_check(const RequestSpec *spec)
+{
+    if (spec->samples < 1) return fail(STATUS_INVALID, "num_samples must be at least 1, not %d", spec->samples);
+    if (spec->max_tokens < 1 && spec->max_tokens != -1)
+        return fail(STATUS_INVALID, "max_tokens must be at least 1, or None for the whole context, not %d",
+                    spec->max_tokens);
+    if (!(spec->temperature >= 0.0f) || !isfinite(spec->temperature))
+        return fail(STATUS_INVALID, "temperature must be 0 or more and finite, not %g", (double)spec->temperature);
+    if (!(spec->top_p > 0.0f && spec->top_p <= 1.0f))
+        return fail(STATUS_INVALID, "top_p must be in (0, 1], not %g", (double)spec->top_p);
+    if (spec->top_k < 1 && spec->top_k != -1)
+        return fail(STATUS_INVALID, "top_k must be at least 1, or -1 for no cut, not %d", spec->top_k);
+    return STATUS_OK;
+}
+
+static Status request_check(const Sampler *sampler, const RequestSpec *spec)
+{
+    const Shape *s = &sampler->model->shape;
+    int64_t room = (int64_t)sampler->kv.pages * KV_PAGE;
+    TRY(numbers_check(spec));
+    if (spec->prompt_length < 1) return fail(STATUS_INVALID, "the prompt is empty: at least one token is needed");
+    if (spec->prompt_length >= s->context)
+        return fail(STATUS_INVALID, "the prompt has %d tokens; the model's context of %d leaves no room to sample",
+                    spec->prompt_length, s->context);
+    for (int i = 0; i < spec->prompt_length; i++)
+        if (spec->prompt[i] < 0 || spec->prompt[i] >= s->vocab)
+            return fail(STATUS_INDEX, "the prompt's token at position %d is %d; the model's ids are 0 to %d", i,
+                        spec->prompt[i], s->vocab - 1);
+    if (spec->max_tokens > 0 && (int64_t)spec->prompt_length + spec->max_tokens > s->context)
+        return fail(STATUS_INVALID, "a prompt of %d tokens and max_tokens %d are more than the context, %d",
+                    spec->prompt_length, spec->max_tokens, s->context);
+    int64_t need = spec->prompt_length + (spec->max_tokens > 0 ? (int64_t)spec->max_tokens : 1);
+    if (need > room)
+        return fail(STATUS_MEMORY, "the request needs a cache of %lld tokens; the sampler's holds %lld",
+                    (long long)need, (long long)room);
+    const int tops[] = {spec->topk_prompt, spec->topk_sample};
+    for (int i = 0; i < 2; i++)
+        if (tops[i] < 0 || tops[i] > s->vocab)
+            return fail(STATUS_INVALID, "%s must be 0 to %d, not %d",
+                        i ? "topk_sample_logprobs" : "topk_prompt_logprobs", s->vocab, tops[i]);
+    if (spec->adapter && spec->adapter->model != sampler->model)
+        return fail(STATUS_INVALID, "the adapter belongs to another model than the sampler");
+    return STATUS_OK;
+}
+
+/* ---- taking a request ---- */
+
+static void *copy_of(const void *from, size_t bytes)
+{
+    void *to = malloc(bytes ? bytes : 1);
+    if (to && bytes) memcpy(to, from, bytes);
+    return to;
+}
+
+static int sequences_make(Request *r)
+{
+    size_t room = (size_t)r->limit, draws = room - (size_t)r->spec.prompt_length, top = (size_t)r->spec.topk_sample;
+    int complete = 1;
+    for (int j = 0; j < r->spec.samples; j++) {
+        Sequence *s = &r->sequence[j];
+        s->tokens = malloc(room * sizeof *s->tokens);
+        s->logprobs = malloc(draws * sizeof *s->logprobs);
+        s->pages = malloc((room / KV_PAGE + 1) * sizeof *s->pages);
+        s->top_ids = malloc((draws * top + 1) * sizeof *s->top_ids);
+        s->top_logprobs = malloc((draws * top + 1) * sizeof *s->top_logprobs);
+        s->ready = j == 0;
+        s->length = r->spec.prompt_length;
+        complete &= s->tokens && s->logprobs && s->pages && s->top_ids && s->top_logprobs;
+        if (complete) memcpy(s->tokens, r->spec.prompt, (size_t)s->length * sizeof *s->tokens);
+    }
+    return complete;
+}
+
+/* Row 0 of a prompt's log-probabilities has no token before it. */
+static void scores_begin(Request *r)
+{
+    if (r->prompt_logprobs) r->prompt_logprobs[0] = NAN;
+    for (int i = 0; i < r->spec.topk_prompt; i++) {
+        r->top_ids[i] = 0;
+        r->top_logprobs[i] = -99999.0f;
+    }
+}
+
+Status sampler_add(Sampler *sampler, const RequestSpec *spec)
+{
+    TRY(request_check(sampler, spec));
+    if (sampler_find(sampler, spec->id))
+        return fail(STATUS_INVALID, "request %lld is already here", (long long)spec->id);
+    if (sampler->count == sampler->room) {
+        int room = sampler->room ? 2 * sampler->room : 16;
+        Request **grown = realloc(sampler->request, (size_t)room * sizeof *grown);
+        if (!grown) return fail(STATUS_MEMORY, "no memory for another request");
+        sampler->request = grown;
+        sampler->room = room;
+    }
+    Request *r = calloc(1, sizeof *r);
+    if (!r) return fail(STATUS_MEMORY, "no memory for another request");
+    r->spec = *spec;
+    size_t P = (size_t)spec->prompt_length, top = P * (size_t)spec->topk_prompt;
+    int64_t room = (int64_t)sampler->kv.pages * KV_PAGE, most = sampler->model->shape.context;
+    if (room < most) most = room;
+    r->limit = spec->max_tokens > 0 ? spec->prompt_length + spec->max_tokens : (int)most;
+    r->spec.prompt = copy_of(spec->prompt, P * sizeof(int32_t));
+    r->spec.stop_ids = copy_of(spec->stop_ids, (size_t)spec->stop_count * sizeof(int32_t));
+    r->prompt_logprobs = malloc(P * sizeof(float));
+    r->top_ids = malloc((top + 1) * sizeof(int32_t));
+    r->top_logprobs = malloc((top + 1) * sizeof(float));
+    r->sequence = calloc((size_t)spec->samples, sizeof *r->sequence);
+    if (!r->spec.prompt || !r->spec.stop_ids || !r->prompt_logprobs || !r->top_ids || !r->top_logprobs ||
+        !r->sequence || !sequences_make(r)) {
+        request_close(&sampler->kv, r);
+        return fail(STATUS_MEMORY, "no memory for a request of %d samples and %d tokens", spec->samples, r->limit);
+    }
+    scores_begin(r);
+    sampler->request[sampler->count++] = r;
+    return STATUS_OK;
+}
+
+/* ---- afterwards ---- */
+
+Request *sampler_find(Sampler *sampler, int64_t id)
+{
+    for (int i = 0; i < sampler->count; i++)
+        if (sampler->request[i]->spec.id == id) return sampler->request[i];
+    return NULL;
+}
+
+Status sampler_stop(Sampler *sampler, int64_t id, int sample)
+{
+    Request *r = sampler_find(sampler, id);
+    if (!r || sample < 0 || sample >= r->spec.samples)
+        return fail(STATUS_INVALID, "no sample %d of request %lld is here", sample, (long long)id);
+    Sequence *s = &r->sequence[sample];
+    s->ending = STOPPED;
+    sequence_drop(&sampler->kv, s);
+    return STATUS_OK;
+}
+
+void sampler_forget(Sampler *sampler, int64_t id)
+{
+    for (int i = 0; i < sampler->count; i++) {
+        if (sampler->request[i]->spec.id != id) continue;
+        request_close(&sampler->kv, sampler->request[i]);
+        memmove(sampler->request + i, sampler->request + i + 1,
+                (size_t)(sampler->count - i - 1) * sizeof *sampler->request);
+        sampler->count--;
+        return;
+    }
+}

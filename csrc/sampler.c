@@ -1,0 +1,294 @@
+/* sampler.c - continuous batching: one forward a step for all sequences that want a token or a prompt.
+ *
+ * The rows of a step are those of the trainer's forward, op for op, and no op lets a row see its neighbours in the batch,
+ * so a token's log-probability is the trainer's, whoever else was decoded with it. Logits exist for a chunk of
+ * rows at a time, also where a prompt's log-probabilities are asked for. */
+#include "sampler.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- a step's memory ---- */
+
+/* One row of the head: what is asked of it. */
+typedef struct Ask {
+    int row; /* in the batch */
+    const Turn *turn;
+    int position; /* of the row in its sequence */
+} Ask;
+
+typedef struct Step {
+    Sampler *sampler;
+    Turn turns[STEP_SEQUENCES];
+    int count, T, pages, chunk, top;
+    Batch batch;
+    Acts acts;
+    real *x, *s;
+    float *logits, *lse, *logp, *top_logp;
+    int32_t *rows, *start, *ids, *top_ids;
+    Draw *draws;
+    Segment segments[STEP_SEQUENCES];
+    Ask draw_asks[STEP_SEQUENCES], score_asks[STEP_ROWS];
+    int draw_count, score_count;
+} Step;
+
+static void step_place(Step *step, Arena *arena, int rank)
+{
+    const Model *m = step->sampler->model;
+    size_t C = (size_t)step->chunk, size = m->dev->real_bytes, top = C * (size_t)step->top;
+    batch_place(&step->batch, arena, step->T, step->count, step->pages);
+    acts_place(&step->acts, arena, m, step->T, rank, 0);
+    step->x = arena_take(arena, C * (size_t)m->shape.width * size);
+    step->s = arena_take(arena, C * (size_t)rank * size);
+    step->logits = arena_take(arena, C * (size_t)m->shape.vocab * sizeof(float));
+    step->lse = arena_take(arena, C * sizeof(float));
+    step->logp = arena_take(arena, C * sizeof(float));
+    step->ids = arena_take(arena, C * sizeof(int32_t));
+    step->rows = arena_take(arena, C * sizeof(int32_t));
+    step->start = arena_take(arena, (C + 1) * sizeof(int32_t));
+    step->draws = arena_take(arena, C * sizeof(Draw));
+    step->top_ids = arena_take(arena, top * sizeof(int32_t));
+    step->top_logp = arena_take(arena, top * sizeof(float));
+}
+
+/* What the step's turns ask of the head, how many pages they have, and their segments. */
+static void step_plan(Step *step)
+{
+    int row = 0, segments = 0, most = head_rows(step->sampler->model);
+    step->T = step->pages = step->draw_count = step->score_count = step->top = 0;
+    for (int i = 0; i < step->count; i++) {
+        const Turn *turn = &step->turns[i];
+        const RequestSpec *spec = &turn->request->spec;
+        step->pages += turn->request->sequence[turn->sample].page_count;
+        if (segments && step->segments[segments - 1].adapter == spec->adapter)
+            step->segments[segments - 1].rows += turn->rows;
+        else
+            step->segments[segments++] = (Segment){spec->adapter, row, turn->rows};
+        for (int j = 0; j < turn->rows; j++, row++) {
+            int position = turn->from + j, last = position + 1 == turn->from + turn->rows;
+            if (spec->prompt_logprobs | spec->topk_prompt && turn->sample == 0 &&
+                position + 1 < spec->prompt_length && position + 1 > turn->request->scored)
+                step->score_asks[step->score_count++] = (Ask){row, turn, position};
+            if (last && turn->draws) step->draw_asks[step->draw_count++] = (Ask){row, turn, position};
+        }
+        if (spec->topk_prompt > step->top) step->top = spec->topk_prompt;
+        if (spec->topk_sample > step->top) step->top = spec->topk_sample;
+    }
+    step->T = row;
+    step->batch.segment = step->segments;
+    step->batch.segments = segments;
+    int asks = step->draw_count > step->score_count ? step->draw_count : step->score_count;
+    step->chunk = asks < most ? asks : most;
+}
+
+/* ---- running the transformer ---- */
+
+static Status step_forward(Step *step)
+{
+    Sampler *sampler = step->sampler;
+    int32_t tokens[STEP_ROWS] = {0}, pos[STEP_ROWS] = {0}, slot[STEP_ROWS] = {0};
+    Span spans[STEP_SEQUENCES] = {0};
+    int32_t *pages = malloc((size_t)step->pages * sizeof *pages);
+    if (!pages) return fail(STATUS_MEMORY, "no memory for a step's %d cache pages", step->pages);
+    int row = 0, first = 0;
+    for (int i = 0; i < step->count; i++) {
+        const Turn *turn = &step->turns[i];
+        const Sequence *s = &turn->request->sequence[turn->sample];
+        spans[i] = (Span){row, turn->rows, turn->from, first};
+        for (int j = 0; j < turn->rows; j++, row++) {
+            int at = turn->from + j;
+            tokens[row] = s->tokens[at];
+            pos[row] = at;
+            slot[row] = s->pages[at / KV_PAGE] * KV_PAGE + at % KV_PAGE;
+        }
+        memcpy(pages + first, s->pages, (size_t)s->page_count * sizeof *pages);
+        first += s->page_count;
+    }
+    BatchHost host = {step->T, step->count, step->pages, tokens, pos, slot, pages, spans};
+    batch_upload(&step->batch, sampler->model->dev, &host);
+    forward(sampler->model, &step->batch, &step->acts, &sampler->kv.cache);
+    free(pages);
+    for (int i = 0; i < step->count; i++)
+        step->turns[i].request->sequence[step->turns[i].sample].cached += step->turns[i].rows;
+    return STATUS_OK;
+}
+
+/* ---- the head ---- */
+
+/* Logits of the rows that are asked for: each row's base product, then its own adapter's. */
+static void ask_logits(Step *step, const Ask *asks, int count)
+{
+    const Model *m = step->sampler->model;
+    Device *d = m->dev;
+    int D = m->shape.width, V = m->shape.vocab;
+    int32_t rows[STEP_ROWS] = {0};
+    for (int i = 0; i < count; i++) rows[i] = asks[i].row;
+    d->upload(d, step->rows, rows, (size_t)count * sizeof *rows);
+    d->gather(d, step->x, step->acts.hidden, step->rows, count, D);
+    d->head(d, step->logits, step->x, m->head, count, V, D);
+    for (int i = 0, next; i < count; i = next) {
+        const Adapter *adapter = asks[i].turn->request->spec.adapter;
+        for (next = i + 1; next < count && asks[next].turn->request->spec.adapter == adapter; next++) {}
+        if (!adapter || adapter->head.a < 0) continue;
+        d->head_lora(d, step->logits + (size_t)i * (size_t)V, real_at(d, step->s, (size_t)i * (size_t)adapter->rank),
+                     real_at(d, step->x, (size_t)i * (size_t)D), adapter->vector[WEIGHTS] + adapter->head.a,
+                     adapter->vector[WEIGHTS] + adapter->head.b, next - i, V, D, adapter->rank, adapter->scale);
+    }
+}
+
+/* The k best of the first `width` of a row, into a request's arrays. */
+static void keep_top(const Step *step, const int32_t *ids, const float *logp, int row, int k, int32_t *to_ids,
+                     float *to_logp)
+{
+    memcpy(to_ids, ids + (size_t)row * (size_t)step->top, (size_t)k * sizeof *to_ids);
+    memcpy(to_logp, logp + (size_t)row * (size_t)step->top, (size_t)k * sizeof *to_logp);
+}
+
+/* The K best of the chunk's rows: host copies, (count, top), for the caller to free; NULL if none are asked for. */
+static Status ask_top(Step *step, int count, int wanted, int32_t **ids, float **logp)
+{
+    *ids = NULL;
+    *logp = NULL;
+    if (!wanted) return STATUS_OK;
+    const Model *m = step->sampler->model;
+    Device *d = m->dev;
+    size_t n = (size_t)count * (size_t)step->top;
+    *ids = malloc(n * (sizeof **ids + sizeof **logp));
+    if (!*ids) return fail(STATUS_MEMORY, "no memory for %zu top log-probabilities", n);
+    *logp = (float *)(*ids + n);
+    d->topk_logprob(d, step->top_ids, step->top_logp, step->logits, step->lse, count, m->shape.vocab, step->top);
+    TRY(d->sync(d));
+    d->download(d, *ids, step->top_ids, n * sizeof **ids);
+    d->download(d, *logp, step->top_logp, n * sizeof **logp);
+    return STATUS_OK;
+}
+
+/* Log-probabilities of the prompts' own tokens, at temperature 1. */
+static Status score_chunk(Step *step, const Ask *asks, int count)
+{
+    const Model *m = step->sampler->model;
+    Device *d = m->dev;
+    int32_t ids[STEP_ROWS] = {0}, start[STEP_ROWS + 1] = {0}, *top_ids;
+    float logp[STEP_ROWS], *top_logp;
+    int wanted = 0;
+    for (int i = 0; i <= count; i++) start[i] = i;
+    for (int i = 0; i < count; i++) {
+        ids[i] = asks[i].turn->request->spec.prompt[asks[i].position + 1];
+        wanted |= asks[i].turn->request->spec.topk_prompt;
+    }
+    ask_logits(step, asks, count);
+    d->upload(d, step->ids, ids, (size_t)count * sizeof *ids);
+    d->upload(d, step->start, start, (size_t)(count + 1) * sizeof *start);
+    d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, count, m->shape.vocab);
+    TRY(ask_top(step, count, wanted, &top_ids, &top_logp));
+    TRY(d->sync(d));
+    d->download(d, logp, step->logp, (size_t)count * sizeof *logp);
+    for (int i = 0; i < count; i++) {
+        Request *r = asks[i].turn->request;
+        int at = asks[i].position + 1, k = r->spec.topk_prompt;
+        r->prompt_logprobs[at] = logp[i];
+        r->scored = at;
+        if (k) keep_top(step, top_ids, top_logp, i, k, r->top_ids + (size_t)at * (size_t)k,
+                        r->top_logprobs + (size_t)at * (size_t)k);
+    }
+    free(top_ids);
+    return STATUS_OK;
+}
+
+/* A drawn token joins its sequence, and may end it. */
+static void take_token(Sampler *sampler, const Turn *turn, int32_t token, float logp)
+{
+    Request *r = turn->request;
+    Sequence *s = &r->sequence[turn->sample];
+    if (turn->sample == 0 && s->drawn == 0) share_prompt(sampler, r);
+    s->tokens[s->length++] = token;
+    s->logprobs[s->drawn++] = logp;
+    if (s->length == r->limit) s->ending = FULL;
+    for (int i = 0; i < r->spec.stop_count; i++)
+        if (token == r->spec.stop_ids[i]) s->ending = STOPPED;
+    sampler->drawn[sampler->drawn_count++] = (Drawn){r->spec.id, turn->sample, token};
+    if (s->ending != RUNNING) sequence_drop(&sampler->kv, s);
+}
+
+static Status draw_chunk(Step *step, const Ask *asks, int count)
+{
+    Sampler *sampler = step->sampler;
+    const Model *m = sampler->model;
+    Device *d = m->dev;
+    int32_t ids[STEP_ROWS] = {0}, start[STEP_ROWS + 1] = {0}, *top_ids;
+    float logp[STEP_ROWS], *top_logp;
+    Draw draws[STEP_ROWS] = {0};
+    int wanted = 0;
+    for (int i = 0; i < count; i++) {
+        const RequestSpec *spec = &asks[i].turn->request->spec;
+        draws[i] = (Draw){spec->seed, (uint32_t)asks[i].turn->sample, (uint32_t)asks[i].position,
+                          spec->temperature, spec->top_p, spec->top_k, sampler->limit_ids};
+        wanted |= spec->topk_sample;
+    }
+    ask_logits(step, asks, count);
+    d->upload(d, step->draws, draws, (size_t)count * sizeof *draws);
+    d->upload(d, step->start, start, (size_t)(count + 1) * sizeof *start);
+    d->temper(d, step->logits, step->draws, count, m->shape.vocab);
+    d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, count, m->shape.vocab);
+    d->sample(d, step->ids, step->logp, step->logits, step->lse, step->draws, count, m->shape.vocab);
+    TRY(ask_top(step, count, wanted, &top_ids, &top_logp));
+    TRY(d->sync(d));
+    d->download(d, ids, step->ids, (size_t)count * sizeof *ids);
+    d->download(d, logp, step->logp, (size_t)count * sizeof *logp);
+    for (int i = 0; i < count; i++) {
+        Request *r = asks[i].turn->request;
+        Sequence *s = &r->sequence[asks[i].turn->sample];
+        size_t k = (size_t)r->spec.topk_sample, at = (size_t)s->drawn * k;
+        if (k) keep_top(step, top_ids, top_logp, i, (int)k, s->top_ids + at, s->top_logprobs + at);
+        take_token(sampler, asks[i].turn, ids[i], logp[i]);
+    }
+    free(top_ids);
+    return STATUS_OK;
+}
+
+static Status step_run(Step *step)
+{
+    Sampler *sampler = step->sampler;
+    int rank = 1;
+    for (int i = 0; i < step->count; i++) {
+        const Adapter *adapter = step->turns[i].request->spec.adapter;
+        if (adapter && adapter->rank > rank) rank = adapter->rank;
+    }
+    step_plan(step);
+    Arena measure = {.dev = sampler->model->dev};
+    step->acts.layer = sampler->layers;
+    step_place(step, &measure, rank);
+    TRY(arena_reserve(&sampler->arena, measure.used, "a sampling step"));
+    step_place(step, &sampler->arena, rank);
+    TRY(step_forward(step));
+    for (int i = 0; i < step->score_count; i += step->chunk)
+        TRY(score_chunk(step, step->score_asks + i,
+                        step->score_count - i < step->chunk ? step->score_count - i : step->chunk));
+    for (int i = 0; i < step->draw_count; i += step->chunk)
+        TRY(draw_chunk(step, step->draw_asks + i,
+                       step->draw_count - i < step->chunk ? step->draw_count - i : step->chunk));
+    return sampler->model->dev->sync(sampler->model->dev);
+}
+
+static void mark_done(Sampler *sampler)
+{
+    for (int i = 0; i < sampler->count; i++) {
+        Request *r = sampler->request[i];
+        r->done = 1;
+        for (int j = 0; j < r->spec.samples; j++) r->done &= r->sequence[j].ending != RUNNING;
+    }
+}
+
+Status sampler_step(Sampler *sampler)
+{
+    sampler->drawn_count = 0;
+    Step *step = malloc(sizeof *step);
+    if (!step) return fail(STATUS_MEMORY, "no memory for a sampling step");
+    *step = (Step){.sampler = sampler};
+    step->count = schedule(sampler, step->turns);
+    Status status = step->count ? step_run(step) : STATUS_OK;
+    free(step);
+    mark_done(sampler);
+    return status;
+}

@@ -1,0 +1,97 @@
+/* sampler.h - requests, and the sequences that a sampler decodes for them.
+ *
+ * A sequence is its tokens so far and how many of them have their keys and values in the cache. One step runs, for each
+ * sequence, the tokens that are missing there (a prompt, a preempted sequence's past, or just the newest token),
+ * and draws the next one when none is missing. There is no other state, so joining, preempting and
+ * resuming are all the same thing, and none can change a result. */
+#ifndef TINSMITH_SAMPLER_H
+#define TINSMITH_SAMPLER_H
+
+#include "core.h"
+
+typedef enum Ending { RUNNING, STOPPED, FULL } Ending; /* FULL: max_tokens or the context */
+
+typedef struct Sequence {
+    Ending ending;
+    int ready;          /* 0: waits for the request's first sequence to share the prompt's pages */
+    int cached;         /* tokens whose keys and values are in the cache */
+    int length;         /* tokens: prompt and drawn */
+    int drawn;
+    int32_t *tokens;    /* [room] */
+    float *logprobs;    /* [drawn] */
+    int32_t *top_ids;   /* [drawn · topk_sample] */
+    float *top_logprobs;
+    int32_t *pages;
+    int page_count, page_room, room;
+} Sequence;
+
+typedef struct RequestSpec {
+    int64_t id;
+    const Adapter *adapter; /* kept alive by the caller until the request is gone */
+    const int32_t *prompt, *stop_ids;
+    int prompt_length, stop_count;
+    int samples, max_tokens; /* max_tokens -1: to the end of the context */
+    float temperature, top_p;
+    int top_k;
+    uint64_t seed;
+    int topk_sample, prompt_logprobs, topk_prompt;
+} RequestSpec;
+
+typedef struct Request {
+    RequestSpec spec;      /* prompt and stop_ids are copies */
+    int limit;             /* tokens at which a sequence is full */
+    int scored;            /* prompt positions whose log-probabilities are known */
+    float *prompt_logprobs;
+    int32_t *top_ids;
+    float *top_logprobs;
+    int done;
+    Sequence *sequence;
+} Request;
+
+typedef struct Drawn {
+    int64_t request;
+    int sample;
+    int32_t token;
+} Drawn;
+
+typedef struct Sampler {
+    Model *model;
+    Kv kv;
+    Arena arena;      /* of a step */
+    LayerActs *layers;
+    int limit_ids;    /* ids from here on are never drawn */
+    Request **request;
+    int count, room;
+    Drawn *drawn;     /* of the newest step */
+    int drawn_count, drawn_room;
+} Sampler;
+
+Status sampler_open(Sampler **sampler, Model *model, int64_t tokens, int limit_ids);
+void sampler_close(Sampler *sampler);
+Status sampler_add(Sampler *sampler, const RequestSpec *spec);
+/* One forward. sampler->drawn then holds what was drawn. */
+Status sampler_step(Sampler *sampler);
+/* Ends a sample after its newest token: its stop string was seen. */
+Status sampler_stop(Sampler *sampler, int64_t id, int sample);
+Request *sampler_find(Sampler *sampler, int64_t id);
+/* Forgets a request, done or not. */
+void sampler_forget(Sampler *sampler, int64_t id);
+
+/* schedule.c: which rows a step runs. */
+enum { STEP_ROWS = 512, STEP_SEQUENCES = 256 };
+
+typedef struct Turn {
+    Request *request;
+    int sample, from, rows; /* tokens [from, from + rows) */
+    int draws;              /* its last row is followed by a draw */
+} Turn;
+
+/* Picks the sequences that run and gives them pages; returns how many. */
+int schedule(Sampler *sampler, Turn *turns);
+/* A request's first sequence has its prompt in the cache: the others begin from its pages, all but the prompt's last
+ * token, which each runs for itself. */
+void share_prompt(Sampler *sampler, Request *request);
+/* Gives back the pages of a sequence. */
+void sequence_drop(Kv *kv, Sequence *sequence);
+
+#endif

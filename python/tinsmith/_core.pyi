@@ -1,0 +1,174 @@
+"""The engine: base models, LoRA adapters with their gradients and optimizer, and the sampler.
+
+Every call that computes releases the GIL. One thread at a time may use a model and what was made from it (worker.py
+is that thread). Errors: ValueError, IndexError (a token id out of range), MemoryError, FloatingPointError
+(a result that is not finite), RuntimeError (the device); after any of them the adapter is as it was before the call.
+"""
+
+from typing import Any, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+class LossInput(TypedDict):
+    name: str  # key in loss_fn_inputs, beside target_tokens
+    required: bool
+    default: float  # every element's value where an optional input is missing
+
+class LossRow(TypedDict):
+    name: str
+    multi: bool  # whether targets may be (N, K)
+    inputs: list[LossInput]  # float arrays of the targets' shape
+    config: dict[str, float]  # loss_fn_config keys and their defaults
+
+def losses() -> list[LossRow]:
+    """The table of losses, csrc/losses.c."""
+
+def devices() -> dict[str, str]:
+    """Device names, each with "" when it can be opened, or the sentence that says why it can't."""
+
+class Model:
+    """A frozen base model. Shapes come from `config`; weights are put in with `load`, then `seal`.
+
+    config keys: layers, width, heads, kv_heads, head_width, ffn, vocab, context, norm_eps, rope_scale,
+    qkv_bias (0/1), qk_norm (0/1), tied (0/1). inv_freq is (head_width/2,) float32. weights is the element type that
+    matrices are kept in; the products are exact for either.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, float],
+        inv_freq: NDArray[np.float32],
+        *,
+        weights: str = "bf16",  # or "f32"
+        device: str = "cpu",
+        threads: int = 0,
+    ) -> None: ...
+    @property
+    def slots(self) -> list[tuple[str, int, int, int]]:
+        """(slot, layer or -1, rows, cols) of every tensor that must be loaded; vectors have rows 1."""
+    def load(self, slot: str, layer: int, array: NDArray[Any]) -> None:
+        """Copies one tensor in: (rows, cols) or, for vectors, (cols,). float32, float16, or uint16 holding bf16 bits;
+        bf16 matrices only into weights="bf16", and only they."""
+    def seal(self) -> None:
+        """Ends loading; ValueError names the slots that are still missing."""
+    @property
+    def config(self) -> dict[str, float]: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    def plan(self, rank: int, tokens: int) -> dict[str, int]:
+        """Bytes that weights, an adapter of `rank` on every layer, a training step of `tokens` packed rows, and
+        the KV cache of one token take, before anything is allocated: keys weights, adapter, step, kv_token."""
+
+class Adapter:
+    """LoRA matrices on a model, with gradients and AdamW state. B starts at zero, A as PEFT initialises it
+    (uniform in ±1/sqrt(fan_in)) from `seed`. The scale is alpha / rank."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        rank: int,
+        alpha: float = 32.0,
+        seed: int = 0,
+        attn: bool = True,
+        mlp: bool = True,
+        unembed: bool = True,
+        step_tokens: int = 0,  # rows of a micro-batch; 0: the engine's default
+    ) -> None: ...
+    @property
+    def model(self) -> Model: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def size(self) -> int:
+        """Number of trained parameters."""
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken; may be set."""
+    @step.setter
+    def step(self, value: int) -> None: ...
+    @property
+    def layout(self) -> list[tuple[str, int, str, int, int, int]]:
+        """(slot, layer or -1, "A" or "B", offset, rows, cols) of each matrix in the flat vectors.
+        A is stored (fan_in, rank) and B (rank, fan_out): PEFT's matrices transposed."""
+    def forward_backward(
+        self,
+        tokens: NDArray[np.int32],  # all datums' tokens, one after another
+        lengths: NDArray[np.int32],  # tokens of each datum
+        targets: NDArray[np.int32],  # all datums' targets, (N, K) row-major each
+        counts: NDArray[np.int32],  # K of each datum
+        loss: str,
+        inputs: dict[str, NDArray[np.float32]],  # name -> flat array like targets; optional ones may be missing
+        config: dict[str, float],
+        *,
+        backward: bool = True,  # False: no gradients
+    ) -> tuple[NDArray[np.float32], float]:
+        """Log-probabilities of the targets (flat, like targets) and the loss's sum; adds to the gradients.
+        Every id, length, and number is checked first; on any error nothing was added."""
+    def optim_step(
+        self,
+        *,
+        learning_rate: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        grad_clip_norm: float,
+        normalization: str | None = None,  # "num_loss_tokens", "num_sequences" or None
+    ) -> dict[str, float]:
+        """One AdamW step with the gradients so far, which are then cleared. Returns grad_norm (before clipping, after
+        normalization), loss_tokens and loss_sequences. FloatingPointError if the gradient is not finite: it is
+        cleared, and weights and moments stay as they were."""
+    def clear_gradients(self) -> None: ...
+    def read(self, what: str) -> NDArray[np.float32]:
+        """A copy of a flat vector, (size,): "weights", "gradients", "m" or "v"."""
+    def write(self, what: str, array: NDArray[np.float32]) -> None:
+        """Replaces a flat vector; every number must be finite."""
+    def snapshot(self) -> "Adapter":
+        """The weights as they are now, for sampling; it can't be trained."""
+
+class Sampler:
+    """Continuous batching over one model: many requests, each with its own adapter or none, decoded together.
+    What a request gets does not depend on the others."""
+
+    def __init__(self, model: Model, *, tokens: int = 0, vocab_limit: int = 0) -> None:
+        """tokens: what the KV cache holds in all (0: the engine's default); vocab_limit: ids from here on are
+        never sampled (0: the whole vocabulary)."""
+    def add(
+        self,
+        request: int,
+        prompt: NDArray[np.int32],
+        adapter: Adapter | None = None,
+        *,
+        num_samples: int = 1,
+        max_tokens: int = -1,  # -1: to the end of the context
+        temperature: float = 1.0,
+        top_k: int = -1,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop_ids: NDArray[np.int32] = ...,
+        topk_sample: int = 0,
+        prompt_logprobs: bool = False,
+        topk_prompt: int = 0,
+    ) -> None:
+        """Queues a request under a number of the caller's choice. Checked before it is taken."""
+    def step(self) -> tuple[list[tuple[int, int, int]], list[int]]:
+        """Runs one forward: (request, sample, token) for each token drawn, and the requests that are now done."""
+    def stop(self, request: int, sample: int) -> None:
+        """Ends a sample after its newest token, with reason "stop" (a stop string was seen)."""
+    def cancel(self, request: int) -> None:
+        """Forgets a request."""
+    def take(self, request: int) -> dict[str, Any]:
+        """A done request's result, which is then forgotten:
+        samples: list of {"tokens": int32 (n,), "logprobs": float32 (n,), "stop_reason": "stop" | "length",
+                          "topk_ids": int32 (n, K) | None, "topk_logprobs": float32 (n, K) | None}
+        prompt_logprobs: float32 (N,) with NaN at 0, or None
+        topk_ids: int32 (N, K) | None, topk_logprobs: float32 (N, K) | None; row 0 is id 0, logprob -99999."""
+    @property
+    def active(self) -> int:
+        """Requests queued or running."""

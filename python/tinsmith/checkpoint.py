@@ -1,0 +1,450 @@
+"""Adapters on disk: PEFT's files, the optimizer's state, and the folders that tinker:// paths name.
+
+A checkpoint is a folder: adapter_model.safetensors and adapter_config.json, which PEFT loads as
+they are; optimizer.safetensors with AdamW's moments, the step and gradients not yet used; and
+meta.json, written last, with the size and SHA-256 of each. All numbers are float32, bit for bit.
+It appears whole or not at all: written to a folder beside its place, every file and folder synced,
+then renamed. Names with a "~" are such unfinished folders, which Store clears when it opens. What
+is read is checked first, and an adapter is written to only after all of it was found good.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+from urllib.parse import quote, unquote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinsmith import _core, families, weights
+
+Kind = Literal["weights", "sampler_weights"]
+
+ADAPTER_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+META_FILE = "meta.json"
+RUN_FILE = "run.json"
+VERSION = 1
+
+# What of a base model's config an adapter's matrices depend on.
+SHAPE = ("layers", "width", "heads", "kv_heads", "head_width", "ffn", "vocab")
+
+_SCHEME = "tinker://"
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_ASIDE = "~old"  # a checkpoint while its successor takes its place
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a checkpoint says of itself."""
+
+    base_model: str
+    rank: int
+    alpha: float
+    seed: int
+    attn: bool
+    mlp: bool
+    unembed: bool
+    kind: Kind
+    step: int
+    user_metadata: dict[str, str]
+    created: str  # ISO 8601
+    ttl_seconds: int | None
+
+
+# ---- saving ----
+
+
+def save(
+    folder: Path | str,
+    adapter: _core.Adapter,
+    meta: Meta,
+    *,
+    optimizer: bool,
+    overwrite: bool = False,
+) -> None:
+    """Writes a checkpoint; when it returns, the checkpoint is on disk whole.
+
+    Raises FileExistsError where one exists, unless overwrite; OSError when it can't be written.
+    After an error the place holds what it held, and nothing of the new checkpoint is left.
+    """
+    folder = Path(folder)
+    if folder.exists() and not overwrite:
+        raise FileExistsError(
+            f"the checkpoint {folder} exists; choose another name or overwrite it"
+        )
+    temporary = folder.with_name(f"{folder.name}~{secrets.token_hex(4)}")
+    try:
+        _make_folder(folder.parent)
+        temporary.mkdir()
+        _write_files(temporary, adapter, meta, optimizer)
+        _sync(temporary)
+        _put(temporary, folder)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            message = f"the disk is full: the checkpoint {folder} was not written"
+            raise OSError(error.errno, message) from None
+        raise
+
+
+def _write_files(folder: Path, adapter: _core.Adapter, meta: Meta, optimizer: bool) -> None:
+    matrices = dict(_matrices(adapter, adapter.read("weights")))
+    weights.write(folder / ADAPTER_FILE, matrices, {"format": "pt"})
+    _write_json(folder / CONFIG_FILE, _peft_config(adapter, meta))
+    files = [ADAPTER_FILE, CONFIG_FILE]
+    if optimizer:
+        state = {what: adapter.read(what) for what in ("m", "v")}
+        gradients = adapter.read("gradients")
+        if gradients.any():
+            state["gradients"] = gradients
+        weights.write(folder / OPTIMIZER_FILE, state, {"step": str(adapter.step)})
+        files.append(OPTIMIZER_FILE)
+    content = {
+        "version": VERSION,
+        **dataclasses.asdict(meta),
+        "model": {key: adapter.model.config[key] for key in SHAPE},
+        "files": {
+            name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)}
+            for name in files
+        },
+    }
+    _write_json(folder / META_FILE, content)
+
+
+def _peft_config(adapter: _core.Adapter, meta: Meta) -> dict[str, Any]:
+    slots = dict.fromkeys(slot for slot, *_ in adapter.layout)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": meta.base_model,
+        "revision": None,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": [_module(slot, 0).rpartition(".")[2] for slot in slots],
+        "bias": "none",
+        "use_rslora": False,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "layers_to_transform": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "inference_mode": True,
+    }
+
+
+def _module(slot: str, layer: int) -> str:
+    return families.NAMES[slot].format(layer=layer).removesuffix(".weight")
+
+
+def _matrices(
+    adapter: _core.Adapter, flat: NDArray[np.float32]
+) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """PEFT's name of each matrix and a view of it in PEFT's shape, which is the engine's turned."""
+    for slot, layer, letter, offset, rows, cols in adapter.layout:
+        matrix = flat[offset : offset + rows * cols].reshape(rows, cols)
+        yield f"base_model.model.{_module(slot, layer)}.lora_{letter}.weight", matrix.T
+
+
+def _put(temporary: Path, folder: Path) -> None:
+    """Moves a finished folder to its place, and one that is there aside until that is on disk."""
+    aside = folder.with_name(folder.name + _ASIDE)
+    if folder.exists() and aside.exists():
+        shutil.rmtree(aside)
+    try:
+        if folder.exists():
+            folder.rename(aside)
+        temporary.rename(folder)
+        _sync(folder.parent)
+    except BaseException:
+        if folder.exists() and not temporary.exists():
+            folder.rename(temporary)
+        if aside.exists() and not folder.exists():
+            aside.rename(folder)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _make_folder(folder: Path) -> None:
+    """Makes a folder with its parents, each synced into the one above it."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync(folder.parent)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---- loading ----
+
+
+def load_meta(folder: Path | str) -> Meta:
+    """What a checkpoint says of itself. FileNotFoundError where there is none."""
+    content = _read_meta(Path(folder))
+    return Meta(**{field.name: content[field.name] for field in dataclasses.fields(Meta)})
+
+
+def load_adapter(
+    folder: Path | str, loaded: families.LoadedModel, *, optimizer: bool
+) -> _core.Adapter:
+    """A new adapter on a base model, with the numbers of a checkpoint."""
+    meta = load_meta(folder)
+    _check_model(Path(folder), loaded.core)
+    adapter = _core.Adapter(
+        loaded.core,
+        rank=meta.rank,
+        alpha=meta.alpha,
+        seed=meta.seed,
+        attn=meta.attn,
+        mlp=meta.mlp,
+        unembed=meta.unembed,
+    )
+    load_into(folder, adapter, optimizer=optimizer)
+    return adapter
+
+
+def load_into(folder: Path | str, adapter: _core.Adapter, *, optimizer: bool) -> None:
+    """Gives an adapter the numbers of a checkpoint.
+
+    With optimizer also AdamW's moments, its step and the gradients that were not used yet, so that
+    a run goes on bit for bit; without, all of these are as in a new adapter. ValueError for another
+    shape of base model or adapter and for damaged files; the adapter is then as it was.
+    """
+    folder = Path(folder)
+    meta = load_meta(folder)
+    _check_model(folder, adapter.model)
+    for what, found, needed in (
+        ("rank", meta.rank, adapter.rank),
+        ("alpha", meta.alpha, adapter.alpha),
+    ):
+        if found != needed:
+            raise ValueError(f"{folder} has {what} {found}, this adapter has {what} {needed}")
+    state = {"weights": _read_weights(folder, adapter)}
+    step = 0
+    if optimizer:
+        moments, step = _read_optimizer(folder, adapter.size)
+        state |= moments
+    zeros = np.zeros(adapter.size, np.float32)
+    state = {"m": zeros, "v": zeros} | state
+    for what, flat in state.items():
+        if not np.isfinite(flat).all():
+            raise ValueError(f"{folder}: its {what} are not all finite numbers")
+    adapter.clear_gradients()
+    for what, flat in state.items():
+        adapter.write(what, flat)
+    adapter.step = step
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+    file = folder / META_FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no checkpoint at {folder}")
+    try:
+        content = json.loads(file.read_bytes(), object_pairs_hook=weights.unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    needed = {field.name for field in dataclasses.fields(Meta)} | {"version", "model", "files"}
+    missing = needed - set(content if isinstance(content, dict) else ())
+    if missing:
+        raise ValueError(f"{file} lacks {', '.join(sorted(missing))}")
+    if content["version"] != VERSION:
+        found = content["version"]
+        raise ValueError(f"{file} has version {found!r}; this tinsmith reads {VERSION}")
+    return content
+
+
+def _check_model(folder: Path, core: _core.Model) -> None:
+    shape = _read_meta(folder)["model"]
+    for key in SHAPE:
+        if shape.get(key) != core.config[key]:
+            found, needed = f"{shape.get(key):g}", f"{core.config[key]:g}"
+            raise ValueError(
+                f"{folder} is for a base model with {key} {found}, this one has {key} {needed}"
+            )
+
+
+def _open_checked(folder: Path, name: str) -> weights.Tensors:
+    """One file of a checkpoint, after comparing it with what meta.json says of it."""
+    said = _read_meta(folder)["files"].get(name)
+    if said is None:
+        raise ValueError(f"{folder} was saved without {name}")
+    file = folder / name
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing")
+    size = file.stat().st_size
+    if size != said["bytes"]:
+        raise ValueError(f"{file} should be {said['bytes']} bytes, found {size}")
+    if _digest(file) != said["sha256"]:
+        raise ValueError(f"{file} is damaged: its SHA-256 is not the one in {META_FILE}")
+    return weights.open_file(file)
+
+
+def _read_weights(folder: Path, adapter: _core.Adapter) -> NDArray[np.float32]:
+    flat = np.empty(adapter.size, np.float32)
+    with _open_checked(folder, ADAPTER_FILE) as tensors:
+        views = dict(_matrices(adapter, flat))
+        different = sorted(set(views) ^ set(tensors))
+        if different:
+            where = "the file" if different[0] in tensors else "this adapter"
+            raise ValueError(f"{folder} is for other matrices: only {where} has {different[0]}")
+        for name, view in views.items():
+            entry = tensors.entry(name)
+            if (entry.dtype, entry.shape) != ("F32", view.shape):
+                found, needed = f"{entry.dtype} {entry.shape}", f"F32 {view.shape}"
+                raise ValueError(f"{name}: file has {found}, the adapter needs {needed}")
+            view[:] = tensors[name]
+    return flat
+
+
+def _read_optimizer(folder: Path, size: int) -> tuple[dict[str, NDArray[np.float32]], int]:
+    with _open_checked(folder, OPTIMIZER_FILE) as tensors:
+        if not {"m", "v"} <= set(tensors) <= {"m", "v", "gradients"}:
+            raise ValueError(f"{folder / OPTIMIZER_FILE} should have m and v, has {list(tensors)}")
+        for name in tensors:
+            entry = tensors.entry(name)
+            if (entry.dtype, entry.shape) != ("F32", (size,)):
+                found = f"{entry.dtype} {entry.shape}"
+                raise ValueError(f"{name}: file has {found}, the adapter needs F32 {(size,)}")
+        step = tensors.metadata.get("step", "")
+        if not step.isdecimal():
+            raise ValueError(f"{folder / OPTIMIZER_FILE} has the step {step!r}")
+        return {name: tensors[name].copy() for name in tensors}, int(step)
+
+
+# ---- tinker:// paths ----
+
+
+class Store:
+    """Checkpoints under one folder: <root>/<run>/<kind>/<name>, and run.json of each run.
+
+    One process at a time may have a root open: opening it clears what an interrupted one left.
+    """
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root).resolve()
+        for kind in get_args(Kind):
+            for left in sorted(self.root.glob(f"*/{kind}/*~*")):
+                _recover(left)
+
+    def path(self, run: str, kind: str, name: str) -> str:
+        """The tinker:// path of a checkpoint, checked."""
+        path = f"{_SCHEME}{run}/{kind}/{name}"
+        _parse(path)
+        return path
+
+    def folder(self, tinker_path: str) -> Path:
+        """The folder of a checkpoint, which need not exist."""
+        run, kind, name = _parse(tinker_path)
+        return self._run_folder(run) / kind / name
+
+    def runs(self) -> list[str]:
+        """Ids of the runs that were saved."""
+        return sorted(unquote(file.parent.name) for file in self.root.glob(f"*/{RUN_FILE}"))
+
+    def checkpoints(self, run: str) -> list[str]:
+        """The tinker:// paths of a run's checkpoints, the oldest first."""
+        found = []
+        for kind in get_args(Kind):
+            for file in self._run_folder(run).glob(f"{kind}/*/{META_FILE}"):
+                if "~" not in file.parent.name:
+                    found.append((file.stat().st_mtime_ns, self.path(run, kind, file.parent.name)))
+        return [path for _, path in sorted(found)]
+
+    def delete(self, tinker_path: str) -> None:
+        """Removes a checkpoint. FileNotFoundError where there is none."""
+        folder = self.folder(tinker_path)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no checkpoint {tinker_path}")
+        gone = folder.with_name(f"{folder.name}~{secrets.token_hex(4)}")
+        folder.rename(gone)
+        _sync(folder.parent)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def save_run(self, run: str, info: dict[str, Any]) -> None:
+        """Keeps what is known of a run, whole or not at all."""
+        file = self._run_folder(run) / RUN_FILE
+        temporary = file.with_name(RUN_FILE + "~")
+        _make_folder(file.parent)
+        try:
+            _write_json(temporary, info)
+            temporary.replace(file)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync(file.parent)
+
+    def run(self, run: str) -> dict[str, Any]:
+        """What save_run kept. FileNotFoundError for a run that was not saved."""
+        file = self._run_folder(run) / RUN_FILE
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no training run {run!r}")
+        try:
+            return json.loads(file.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{file} is not JSON: {error}") from None
+
+    def _run_folder(self, run: str) -> Path:
+        encoded = quote(run, safe="")  # ':' and all that means something in a path
+        if run in ("", ".", "..") or len(encoded) > 200:
+            raise ValueError(f"{run!r:.60} can't be the id of a training run")
+        return self.root / encoded
+
+
+def _parse(tinker_path: str) -> tuple[str, str, str]:
+    form = f"{_SCHEME}<run>/<kind>/<name>"
+    parts = tinker_path.removeprefix(_SCHEME).split("/")
+    if not tinker_path.startswith(_SCHEME) or len(parts) != 3 or not all(parts):
+        raise ValueError(f"{tinker_path!r:.200} is not a checkpoint's path, {form}")
+    run, kind, name = parts
+    if kind not in get_args(Kind):
+        kinds = " or ".join(get_args(Kind))
+        raise ValueError(f"{tinker_path!r:.200}: the kind should be {kinds}, found {kind!r:.60}")
+    if not _NAME.fullmatch(name) or name in (".", ".."):
+        rule = "1 to 128 letters, digits, '.', '_' and '-'"
+        raise ValueError(f"{name!r:.200} can't be a checkpoint's name: it should be {rule}")
+    return run, kind, name
+
+
+def _recover(left: Path) -> None:
+    """Ends what was interrupted: a checkpoint moved aside goes back if nothing took its place."""
+    place = left.with_name(left.name.partition("~")[0])
+    if left.name.endswith(_ASIDE) and not place.exists():
+        left.rename(place)
+        _sync(place.parent)
+        return
+    with contextlib.suppress(OSError):
+        shutil.rmtree(left)

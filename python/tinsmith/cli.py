@@ -1,0 +1,204 @@
+"""The `tinsmith` command. An error is one sentence on stderr and exit code 1 (2: wrong usage).
+
+Each subcommand imports what it needs when it runs, so that `doctor` can tell what is missing.
+"""
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from importlib import import_module, metadata
+from pathlib import Path
+
+from tinsmith.clients import CHECKPOINTS, require_server
+
+PACKAGES = ("tinker", "tinker-cookbook", "starlette", "uvicorn", "tokenizers", "zstandard")
+
+HELP_MODEL = (
+    "a base model: NAME=FOLDER serves a Hugging Face model's folder under a name; a name alone is "
+    "looked for in the Hugging Face cache. May be given several times."
+)
+EXAMPLES = """examples:
+  tinsmith demo
+  tinsmith run -m tinker_cookbook.recipes.sdft.train model_name=models/qwen3 ...
+  tinsmith serve --model Qwen/Qwen3-0.6B=models/qwen3
+  tinsmith info models/qwen3 --tokens 8192 --rank 32
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if given[:1] == ["demo"]:  # it has options of its own
+            return _demo(given[1:])
+        options = _parser().parse_args(given)
+        return int(options.command(options) or 0)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        print(f"tinsmith: {error or type(error).__name__}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tinsmith",
+        description="A local backend for the Tinker API: trains and samples on this machine.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    serve = commands.add_parser("serve", help="serve models until Ctrl-C")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
+    _add_engine(serve, needed=True)
+    serve.set_defaults(command=_serve)
+
+    run = commands.add_parser(
+        "run",
+        help="run a recipe on a backend of its own",
+        description="Starts a backend, runs a recipe that uses the Tinker SDK, and stops. Without "
+        "--model the recipe's own model_name=... is served.",
+    )
+    _add_engine(run, needed=False)
+    run.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        metavar="MODULE ...",
+        help="a module and its arguments, as in python -m",
+    )
+    run.add_argument(
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="or a script's path and its"
+    )
+    run.set_defaults(command=_run)
+
+    commands.add_parser("demo", help="watch a small model learn from demonstrations")
+
+    doctor = commands.add_parser("doctor", help="what this installation can do, and why not more")
+    doctor.set_defaults(command=_doctor)
+
+    info = commands.add_parser("info", help="the memory that a model would take")
+    info.add_argument("model", help="a folder, or a name in the Hugging Face cache")
+    info.add_argument("--tokens", type=int, default=8192, help="of a training step (%(default)s)")
+    info.add_argument("--rank", type=int, default=32, help="of a LoRA adapter (%(default)s)")
+    info.set_defaults(command=_info)
+    return parser
+
+
+def _add_engine(parser: argparse.ArgumentParser, *, needed: bool) -> None:
+    parser.add_argument(
+        "--model", action="append", default=[], required=needed, metavar="NAME[=FOLDER]",
+        help=HELP_MODEL,
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="(%(default)s)"
+    )
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        default=Path(CHECKPOINTS),
+        metavar="FOLDER",
+        help="where save_state writes to (./%(default)s)",
+    )
+    parser.add_argument("--threads", type=int, default=0, help="0: one for each core")
+
+
+def _models(options: argparse.Namespace) -> dict[str, Path]:
+    from tinsmith.families import find_model
+
+    models = {}
+    for text in options.model:
+        name, equals, folder = text.partition("=")
+        models[name] = find_model(folder if equals else name, {})
+    return models
+
+
+def _serve(options: argparse.Namespace) -> None:
+    require_server()
+    from tinsmith.server import Backend
+
+    models = _models(options)
+    with Backend(
+        models,
+        checkpoints=options.checkpoints,
+        host=options.host,
+        port=options.port,
+        device=options.device,
+        threads=options.threads,
+    ) as backend:
+        print(f"tinsmith serves {', '.join(models)} at {backend.url}")
+        print(f"checkpoints are in {backend.checkpoints}; in a client's shell:")
+        print(f"  export TINKER_BASE_URL={backend.url} TINKER_API_KEY=tml-local", flush=True)
+        ended = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: ended.set())
+        signal.signal(signal.SIGINT, lambda *_: ended.set())
+        ended.wait()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C doesn't wait
+
+
+def _run(options: argparse.Namespace) -> int:
+    require_server()
+    from tinsmith.run import recipe_models, run_recipe
+
+    command = ["-m", *options.module] if options.module else options.script
+    if not command:
+        raise ValueError("say what to run: tinsmith run -m MODULE ..., or tinsmith run SCRIPT ...")
+    models = _models(options) or recipe_models(command)
+    if not models:
+        raise ValueError(
+            "there is no model to serve: give --model NAME=FOLDER, or the recipe a model_name=... "
+            "that is a folder or is in the Hugging Face cache"
+        )
+    return run_recipe(
+        command,
+        models,
+        checkpoints=options.checkpoints,
+        device=options.device,
+        threads=options.threads,
+    )
+
+
+def _demo(arguments: Sequence[str]) -> int:
+    require_server()
+    return int(import_module("tinsmith.demo.demo").main(arguments) or 0)
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from tinsmith.worker import devices
+
+    print(f"tinsmith {metadata.version('tinsmith')}, Python {sys.version.split()[0]}")
+    for name, reason in devices().items():
+        print(f"device {name}: {reason or 'ready'}")
+    for name in PACKAGES:
+        try:
+            print(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            extra = "cookbook" if name == "tinker-cookbook" else "server"
+            print(f"{name} is not installed: pip install 'tinsmith[{extra}]'")
+
+
+def _info(options: argparse.Namespace) -> None:
+    from tinsmith.families import element_type, find_model, read_config
+    from tinsmith.worker import plan
+
+    folder = find_model(options.model, {})
+    config, inv_freq = read_config(folder)
+    kind = element_type(folder)
+    sizes = plan(config, inv_freq, kind, rank=options.rank, tokens=options.tokens)
+    print(f"{folder}: {int(config['layers'])} layers, width {int(config['width'])}, {kind}")
+    labels = {
+        "weights": "base weights",
+        "adapter": f"one adapter of rank {options.rank}, with gradients and optimizer",
+        "step": f"a training step of {options.tokens} tokens",
+        "kv_token": "the KV cache, for each token",
+    }
+    for key, size in sizes.items():
+        print(f"{size / 2**20:12.2f} MiB  {labels.get(key, key)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Starting a server from Python: a notebook, a script, a test.
+
+`serve` runs the server in threads of the calling process, so it may be used inside a running event
+loop, and hands out the SDK's own ServiceClient. Nothing of the server is imported before it is
+called, so that `import tinsmith` needs NumPy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tinsmith.families import find_model
+
+if TYPE_CHECKING:
+    from tinsmith.server import Backend
+
+CHECKPOINTS = "tinsmith-checkpoints"  # in the current folder, where none is named
+
+Models = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
+
+
+def serve(
+    models: Models,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    device: str = "auto",
+    checkpoints: str | Path = CHECKPOINTS,
+    threads: int = 0,
+) -> Backend:
+    """Starts a server and returns it when it is ready; use it in a `with` statement.
+
+    models: {name: folder}, or the folder(s) or names in the Hugging Face cache, which are then
+    their names too. port 0 takes a free one: see `.url`. checkpoints is the folder that
+    save_state writes to. threads 0 takes all cores.
+
+        with tinsmith.serve({"Qwen/Qwen3-0.6B": "models/qwen3"}) as backend:
+            client = backend.service_client().create_lora_training_client("Qwen/Qwen3-0.6B")
+
+    Raises FileNotFoundError and ValueError with a sentence for a model that can't be served.
+    """
+    require_server()
+    from tinsmith.server import Backend
+
+    return Backend(
+        find_models(models),
+        checkpoints=Path(checkpoints),
+        host=host,
+        port=port,
+        device=device,
+        threads=threads,
+    )
+
+
+def require_server() -> None:
+    """Raises ImportError with the fix where the server's packages are not installed."""
+    try:
+        import starlette  # noqa: F401
+        import tinker  # noqa: F401
+        import tokenizers  # noqa: F401
+        import uvicorn  # noqa: F401
+        import zstandard  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"the server needs {error.name}: pip install 'tinsmith[server]'", name=error.name
+        ) from None
+
+
+def find_models(models: Models) -> dict[str, Path]:
+    """The folder of each model by its name."""
+    if isinstance(models, Mapping):
+        return {str(name): find_model(str(path), {}) for name, path in models.items()}
+    names = [models] if isinstance(models, str | Path) else list(models)
+    return {str(name): find_model(str(name), {}) for name in names}

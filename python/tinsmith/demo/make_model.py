@@ -1,0 +1,323 @@
+"""Trains the demonstration's tokenizer and base model (a maintainer's script)."""
+
+import argparse
+import json
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+import data
+
+VOCABULARY = 768
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MARKERS = (
+    "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>",
+)  # fmt: skip
+
+# Qwen's pattern with two changes. A capitalised word never takes the space before it, so that a
+# name has the same tokens in a question and in a JSON string: copying it is then literal. And the
+# punctuation between two JSON strings is one token, which keeps a call within 24 tokens.
+PIECES = (
+    r"\p{Lu}\p{L}*|\p{N}| ?(?!\p{Lu})\p{L}+| ?[^\s\p{L}\p{N}]+(?: [^\s\p{L}\p{N}]+)*[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{%- if message.role == 'tool' %}"
+    "{{- '<|im_start|>user\\n<tool_response>\\n' + message.content"
+    " + '\\n</tool_response><|im_end|>\\n' }}"
+    "{%- else %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}"
+    "{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}"
+    "{%- endif %}"
+    "{%- endif %}"
+)
+
+IGNORED = -100
+Pair = tuple[list[int], list[int]]  # input tokens and, for each of them, the label
+
+
+def prompt_text(content: str) -> str:
+    """The prompt that the qwen3_disable_thinking renderer builds for one user message."""
+    return (
+        f"<|im_start|>user\n{content}<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+
+
+def corpus(count: int, seed: int) -> Iterator[str]:
+    """Prompts and answers from which the tokenizer learns its merges."""
+    rng = random.Random(f"corpus-{seed}")
+    pool = data.pools(held_out=False, invented=1.0)
+    for _ in range(count):
+        example = data.make_example(rng, rng.choice(data.SKILLS + (data.KNOWN_SKILL,)), pool)
+        call = rng.choice((example.call, data.invented_call(rng, pool)))
+        content = data.demonstration_prompt(example.question, call.text())
+        yield prompt_text(content) + data.guess_call(rng, example).text()
+
+
+def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with Qwen's special tokens at the end of the vocabulary."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(SPECIAL) - len(MARKERS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus(6000, seed), trainer)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in MARKERS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    """The shape of the shipped model."""
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=160,
+        intermediate_size=448,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+    )
+
+
+class Encoder:
+    """Encodes prompts and calls, and remembers the tokens of each piece of text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer = tokenizer
+        self.pieces: dict[str, list[int]] = {}
+        self.end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    def piece(self, text: str) -> list[int]:
+        """Tokens of a word or of the punctuation between words."""
+        if text not in self.pieces:
+            self.pieces[text] = self.tokenizer.encode(text, add_special_tokens=False)
+        return self.pieces[text]
+
+    def prompt(self, content: str) -> list[int]:
+        """Tokens of the prompt for one user message."""
+        return self.tokenizer.encode(prompt_text(content), add_special_tokens=False)
+
+    def segments(self, call: data.Call) -> list[list[int]]:
+        """The call's tokens in parts: each word of it, each stretch of punctuation, the end."""
+        parts = ["Action: get_", call.tool, "\nAction Input: {" + '"']
+        for i, (key, value) in enumerate(call.arguments):
+            last = i + 1 == len(call.arguments)
+            parts += [key, '": "', value, '"}' if last else '", "']
+        return [self.piece(part) for part in parts] + [[self.end]]
+
+
+def corrected(said: Sequence[list[int]], golden: Sequence[list[int]]) -> Pair:
+    """Tokens of the call that was said, with labels that lead back to the golden call.
+
+    The student's own beginning is often wrong, and the teacher scores what follows it. So the
+    label of a part's first wrong token is the token that the golden call has there, the rest of
+    that part has no label, and the next part is labelled with its golden counterpart again.
+    """
+    tokens: list[int] = []
+    labels: list[int] = []
+    for i, part in enumerate(said):
+        right = golden[i] if i < len(golden) else []
+        follow = golden[i + 1] if i + 1 < len(golden) else []
+        agreed = 0
+        while agreed < min(len(part), len(right)) and part[agreed] == right[agreed]:
+            agreed += 1
+        tokens += part
+        labels += part[:agreed]
+        if agreed < len(part):
+            labels += [(right + follow)[agreed] if right else IGNORED]
+            labels += [IGNORED] * (len(part) - agreed - 1)
+    return tokens, labels
+
+
+def with_prompt(prompt: list[int], answer: Pair) -> Pair:
+    """A training sequence: no loss on the prompt."""
+    return prompt + answer[0], [IGNORED] * len(prompt) + answer[1]
+
+
+def demonstration_pair(rng: random.Random, pool: data.Pools, encoder: Encoder) -> Pair:
+    """A demonstration to follow: the skill's own or an invented one, half with a bad beginning."""
+    example = data.make_example(rng, rng.choice(data.SKILLS + (data.KNOWN_SKILL,)), pool)
+    call = example.call if rng.random() < 0.5 else data.invented_call(rng, pool)
+    said = call
+    kind = rng.random()
+    if kind < 0.35:
+        said = data.guess_call(rng, example)
+    elif kind < 0.5:
+        said = data.mixed_call(rng, call, data.guess_call(rng, example))
+    prompt = encoder.prompt(data.demonstration_prompt(example.question, call.text()))
+    return with_prompt(prompt, corrected(encoder.segments(said), encoder.segments(call)))
+
+
+def bare_pair(rng: random.Random, pool: data.Pools, encoder: Encoder) -> Pair:
+    """A bare question: the known skill answered, another one guessed at."""
+    known = rng.random() < 0.3
+    example = data.make_example(rng, data.KNOWN_SKILL if known else rng.choice(data.SKILLS), pool)
+    call = example.call if known else data.guess_call(rng, example)
+    segments = encoder.segments(call)
+    return with_prompt(encoder.prompt(example.question), corrected(segments, segments))
+
+
+def batch(pairs: Sequence[Pair], pad: int) -> tuple[Tensor, Tensor]:
+    """Pads on the right; the labels are already shifted to the position that predicts them."""
+    width = max(len(tokens) for tokens, _ in pairs)
+    inputs = torch.full((len(pairs), width), pad)
+    labels = torch.full((len(pairs), width), IGNORED)
+    for row, (tokens, targets) in enumerate(pairs):
+        inputs[row, : len(tokens)] = torch.tensor(tokens)
+        labels[row, : len(tokens) - 1] = torch.tensor(targets[1:])
+    return inputs, labels
+
+
+def batch_loss(model: Qwen3ForCausalLM, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy of the labelled positions; only those go through the unembedding."""
+    hidden = model.model(input_ids=inputs).last_hidden_state
+    kept = labels != IGNORED
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden[kept]), labels[kept])
+
+
+def make_optimizers(model: Qwen3ForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the layers, AdamW for the embedding and the norms.
+
+    Copying letter by letter is the slow part; Muon reaches it in about half of AdamW's steps.
+    """
+    inner = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    outer = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(inner, lr=rate, weight_decay=0.05),
+        torch.optim.AdamW(outer, lr=rate * 0.15, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["peak"] = group["lr"]
+    return optimizers
+
+
+def train(
+    model: Qwen3ForCausalLM, encoder: Encoder, steps: int, rate: float, seed: int
+) -> None:
+    """Warm-up, then a cosine; each step sees demonstrations and bare questions."""
+    rng = random.Random(f"train-{seed}")
+    pool = data.pools(held_out=False, invented=0.8)
+    pad = encoder.tokenizer.pad_token_id
+    optimizers = make_optimizers(model, rate)
+    started = time.perf_counter()
+    for step in range(steps):
+        warm = min(1.0, (step + 1) / 50)
+        factor = warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group["peak"] * factor
+        demo = [demonstration_pair(rng, pool, encoder) for _ in range(24)]
+        bare = [bare_pair(rng, pool, encoder) for _ in range(12)]
+        demo_loss = batch_loss(model, *batch(demo, pad))
+        (0.7 * demo_loss).backward()
+        bare_loss = batch_loss(model, *batch(bare, pad))
+        (0.3 * bare_loss).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 50 == 0 or step + 1 == steps:
+            seconds = time.perf_counter() - started
+            print(f"step {step} demo {demo_loss:.3f} bare {bare_loss:.3f} {seconds:.0f} s", flush=True)
+
+
+@torch.no_grad()
+def answers(model: Qwen3ForCausalLM, encoder: Encoder, prompts: Sequence[str]) -> list[str]:
+    """Greedy answers."""
+    texts = []
+    for prompt in prompts:
+        tokens = encoder.prompt(prompt)
+        out = model.generate(
+            torch.tensor([tokens]), max_new_tokens=32, do_sample=False,
+            attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
+        )  # fmt: skip
+        texts.append(encoder.tokenizer.decode(out[0, len(tokens):], skip_special_tokens=True))
+    return texts
+
+
+def measure(model: Qwen3ForCausalLM, encoder: Encoder, per_skill: int, seed: int) -> None:
+    """Prints the accuracy of each skill on held-out questions, bare and with a demonstration."""
+    examples = data.held_out_examples(per_skill, seed) + data.known_examples(per_skill, seed)
+    shown = [data.demonstration_prompt(e.question, e.answer) for e in examples]
+    bare = answers(model, encoder, [e.question for e in examples])
+    demo = answers(model, encoder, shown)
+    for skill in data.SKILLS + (data.KNOWN_SKILL,):
+        rows = [i for i, e in enumerate(examples) if e.skill == skill]
+        right = [sum(data.score(said[i], examples[i].answer) for i in rows) for said in (bare, demo)]
+        print(f"{skill:12s} bare {right[0]}/{len(rows)} with demonstration {right[1]}/{len(rows)}")
+        i = rows[0]
+        print("   ", repr(examples[i].question), repr(bare[i]), repr(demo[i]))
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Writes the Hugging Face folder."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    generation = {
+        "do_sample": True, "temperature": 1.0, "eos_token_id": end,
+        "pad_token_id": tokenizer.pad_token_id,
+    }  # fmt: skip
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--rate", type=float, default=0.02)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--per-skill", type=int, default=24)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    tokenizer = make_tokenizer(args.seed)
+    encoder = Encoder(tokenizer)
+    model = Qwen3ForCausalLM(make_config(tokenizer))
+    print(f"{model.num_parameters()} parameters, vocabulary {len(tokenizer)}")
+    train(model.train(), encoder, args.steps, args.rate, args.seed)
+    model = model.to(torch.bfloat16)
+    save(model, tokenizer, args.out)
+    measure(model.float().eval(), encoder, args.per_skill, args.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""How a request's failure is told: a sentence, and whose fault it is.
+
+Every exception that a request raises becomes a RequestError here, the one place that knows which
+exceptions mean bad input ("user") and which mean that the machine failed ("server"). An exception
+that is in neither list is a bug: it is logged with its traceback and told as such.
+"""
+
+import logging
+
+log = logging.getLogger("tinsmith")
+
+USER = (ValueError, IndexError, FloatingPointError, FileNotFoundError, FileExistsError)
+SERVER = (MemoryError, OSError, RuntimeError)
+
+
+class RequestError(Exception):
+    """A failed request: str() is the sentence for the client."""
+
+    def __init__(self, message: str, category: str = "user"):
+        super().__init__(message)
+        self.category = category
+
+
+def explain(error: BaseException) -> RequestError:
+    """The RequestError that an exception amounts to."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, USER):
+        return RequestError(str(error), "user")
+    if isinstance(error, SERVER) and str(error):
+        return RequestError(str(error), "server")
+    log.error("a request failed unexpectedly", exc_info=error)
+    kind = type(error).__name__
+    return RequestError(f"unexpected {kind} in the server, a bug: {error}", "server")

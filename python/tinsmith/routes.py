@@ -1,0 +1,429 @@
+"""The Tinker endpoints that clients train and sample with. ROUTES is the table: one row each.
+
+A handler translates: it reads the body with wire.py, submits to the worker through the service, and
+returns a JSON object. Whatever has a place in a run's order uses up that place even when it is
+refused, so that the requests after it do not wait for it.
+"""
+
+import asyncio
+import contextlib
+import io
+import json
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
+
+import zstandard
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tinsmith import wire
+from tinsmith.errors import explain
+from tinsmith.service import Refusal, RunInfo, SamplerInfo, Service, owner
+from tinsmith.worker import StateSpec
+
+Handler = Callable[[Service, Request], Awaitable[dict[str, Any] | Response]]
+
+PROTOBUF = "application/x-protobuf"
+BODY_BYTES_MAX = 1 << 30  # after decompression
+
+# create_model_via_load_weights: SDK 0.34 then loads as 0.38 does. With larger chunks than the
+# SDK's 5 MB a call is nearly always one request, and its datums keep their numbers in messages.
+CLIENT_CONFIG = {
+    "create_model_via_load_weights": True,
+    "fwdbwd_max_chunk_bytes_count": 32_000_000,
+}
+DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
+
+
+# ---- bodies ----
+
+
+async def read_body(request: Request) -> bytes:
+    """The body, decompressed."""
+    body = await request.body()
+    if request.headers.get("content-encoding", "identity") != "zstd":
+        return body
+    try:
+        reader = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body))
+        plain = reader.read(BODY_BYTES_MAX + 1)
+    except zstandard.ZstdError as error:
+        raise Refusal(400, f"the body is not zstd: {error}") from None
+    if len(plain) > BODY_BYTES_MAX:
+        raise Refusal(413, f"the body has more than {BODY_BYTES_MAX} bytes")
+    return plain
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The body's JSON object."""
+    try:
+        content = json.loads(await read_body(request))
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise Refusal(400, f"the body must be a JSON object, {type(content).__name__} came")
+    return content
+
+
+def place(body: dict[str, Any]) -> tuple[str, int]:
+    """Which run a request is for, and its turn there."""
+    return wire.need(body, "model_id", str), wire.need(body, "seq_id", int)
+
+
+# ---- sessions ----
+
+
+async def client_config(service: Service, request: Request) -> dict[str, Any]:
+    return CLIENT_CONFIG
+
+
+async def dynamic_config(service: Service, request: Request) -> dict[str, Any]:
+    return DYNAMIC_CONFIG
+
+
+async def telemetry(service: Service, request: Request) -> dict[str, Any]:
+    return {"status": "accepted"}
+
+
+async def create_session(service: Service, request: Request) -> dict[str, Any]:
+    service.sweep()
+    session = service.add_session(owner(request), await read_json(request))
+    return {"type": "create_session", "session_id": session.id}
+
+
+async def heartbeat(service: Service, request: Request) -> dict[str, Any]:
+    service.session(request, wire.need(await read_json(request), "session_id", str))
+    return {"type": "session_heartbeat"}
+
+
+async def finish_session(service: Service, request: Request) -> dict[str, Any]:
+    name = request.path_params["session_id"]
+    session = service.sessions.get(name)
+    if session is None or not session.ended:  # a finish that is repeated is no error
+        service.end_session(service.session(request, name))
+    return {}
+
+
+# ---- training ----
+
+
+async def create_model(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(request)
+    session = service.session(request, wire.need(body, "session_id", str))
+    model_id = f"{session.id}:train:{wire.need(body, 'model_seq_id', int)}"
+
+    def start() -> Future[None]:
+        base = service.base(wire.need(body, "base_model", str))
+        spec = wire.lora_spec(body)
+        run = RunInfo(
+            id=model_id,
+            session=session,
+            base=base,
+            model=service.bases[base],
+            rank=spec.rank,
+            alpha=spec.alpha,
+            seed=spec.seed,
+            attn=spec.attn,
+            mlp=spec.mlp,
+            unembed=spec.unembed,
+            user_metadata=wire.metadata(body),
+        )
+        service.add_run(run)
+        return service.worker.create(model_id, base, spec)
+
+    reply = {"type": "create_model", "model_id": model_id}
+    return service.promise(request, f"{model_id}:create", start, lambda _: reply, model_id=model_id)
+
+
+async def load_weights(service: Service, request: Request) -> dict[str, Any]:
+    """Into a run that is there (model_id, seq_id), or as a new run's start."""
+    body = await read_json(request)
+    if body.get("model_id") is None:
+        return _create_from_state(service, request, body)
+    model_id, seq = place(body)
+    reply = {"type": "load_weights", "path": body.get("path"), "model_id": model_id}
+
+    def start(run: RunInfo) -> Future[None]:
+        folder, _ = service.meta(wire.need(body, "path", str))
+        optimizer = wire.maybe(body, "optimizer", bool, False)
+        return service.worker.load(model_id, seq, folder, optimizer=optimizer)
+
+    return service.turn(request, model_id, seq, start, lambda _: reply)
+
+
+def _create_from_state(service: Service, request: Request, body: dict[str, Any]) -> dict[str, Any]:
+    session = service.session(request, wire.need(body, "session_id", str))
+    model_id = f"{session.id}:train:{wire.need(body, 'model_seq_id', int)}"
+
+    def start() -> Future[None]:
+        wire.refuse_optimizer(body)
+        folder, meta = service.meta(wire.need(body, "path", str))
+        base = service.base(wire.maybe(body, "base_model", str, meta.base_model))
+        spec = StateSpec(folder, wire.maybe(body, "optimizer", bool, False))
+        run = RunInfo(
+            id=model_id,
+            session=session,
+            base=base,
+            model=service.bases[base],
+            rank=meta.rank,
+            alpha=meta.alpha,
+            seed=meta.seed,
+            attn=meta.attn,
+            mlp=meta.mlp,
+            unembed=meta.unembed,
+            user_metadata=wire.metadata(body),
+        )
+        service.add_run(run)
+        return service.worker.create(model_id, base, spec)
+
+    reply = {"type": "load_weights", "path": body.get("path"), "model_id": model_id}
+    return service.promise(request, f"{model_id}:create", start, lambda _: reply, model_id=model_id)
+
+
+async def get_info(service: Service, request: Request) -> dict[str, Any]:
+    run = service.run(request, wire.need(await read_json(request), "model_id", str))
+    return {
+        "type": "get_info",
+        "model_id": run.id,
+        "model_name": run.base,
+        "model_data": {
+            "arch": run.model.family,
+            "model_name": run.base,
+            "tokenizer_id": str(run.model.tokenizer_dir.resolve()),
+        },
+        "is_lora": True,
+        "lora_rank": run.rank,
+        "optimizer_config": {"type": "adamw"},
+    }
+
+
+async def forward_backward(service: Service, request: Request) -> dict[str, Any]:
+    message = wire.parse_forward_backward(await read_body(request))
+
+    def start(run: RunInfo) -> Future[Any]:
+        batch = wire.batch(message, run.model)
+        return service.worker.forward_backward(
+            run.id, message.seq_id, batch, backward=not message.forward_only
+        )
+
+    return service.turn(request, message.model_id, message.seq_id, start, wire.batch_message)
+
+
+async def optim_step(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(request)
+    model_id, seq = place(body)
+
+    def start(run: RunInfo) -> Future[Any]:
+        return service.worker.optim_step(model_id, seq, wire.adam_params(body))
+
+    return service.turn(request, model_id, seq, start, lambda metrics: {"metrics": metrics})
+
+
+async def save_weights(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(request)
+    model_id, seq = place(body)
+
+    def start(run: RunInfo) -> Future[Any]:
+        name = wire.need(body, "path", str)
+        user_metadata, ttl = wire.metadata(body), wire.ttl(body)
+        return service.worker.save(
+            model_id,
+            seq,
+            service.store.folder(service.store.path(model_id, "weights", name)),
+            lambda step: run.meta("weights", step, user_metadata, ttl),
+            optimizer=True,
+            overwrite=wire.maybe(body, "overwrite", bool, False),
+        )
+
+    path = f"tinker://{model_id}/weights/{body.get('path')}"
+    reply = {"type": "save_weights", "path": path}
+    return service.turn(request, model_id, seq, start, lambda _: reply)
+
+
+async def save_weights_for_sampler(service: Service, request: Request) -> dict[str, Any]:
+    """Under a name, on disk; or without one, as a new sampling session."""
+    body = await read_json(request)
+    model_id, seq = place(body)
+    number = wire.optional(body, "sampling_session_seq_id", int)
+    reply: dict[str, Any] = {"type": "save_weights_for_sampler"}
+
+    def start(run: RunInfo) -> Future[Any]:
+        if body.get("path") is None and number is not None:
+            sampler = f"{run.session.id}:sample:{number}"
+            service.add_sampler(SamplerInfo(sampler, run.session, run.base, run.model))
+            reply["sampling_session_id"] = sampler
+            return service.worker.snapshot(model_id, seq, sampler)
+        path = service.store.path(model_id, "sampler_weights", wire.need(body, "path", str))
+        user_metadata, ttl = wire.metadata(body), wire.ttl(body)
+        reply["path"] = path
+        return service.worker.save(
+            model_id,
+            seq,
+            service.store.folder(path),
+            lambda step: run.meta("sampler_weights", step, user_metadata, ttl),
+            optimizer=False,
+        )
+
+    return service.turn(request, model_id, seq, start, lambda _: reply)
+
+
+async def save_weights_external(service: Service, request: Request) -> dict[str, Any]:
+    model_id, seq = place(await read_json(request))
+
+    def start(run: RunInfo) -> Future[Any]:
+        folder = service.store.root
+        raise ValueError(
+            "save_weights_external is not built; save_state and save_weights_for_sampler write "
+            f"PEFT folders, which are under {folder}"
+        )
+
+    return service.turn(request, model_id, seq, start, lambda _: {})
+
+
+async def create_custom_loss(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(request)
+    session = service.session(request, wire.need(body, "session_id", str))
+
+    def start() -> Future[Any]:
+        raise ValueError(f"custom losses: {wire.UNAVAILABLE_LOSSES['custom']}")
+
+    number = wire.need(body, "custom_loss_seq_id", int)
+    return service.promise(request, f"{session.id}:loss:{number}", start, lambda _: {})
+
+
+async def unload_model(service: Service, request: Request) -> dict[str, Any]:
+    run = service.run(request, wire.need(await read_json(request), "model_id", str))
+
+    def start() -> Future[None]:
+        service.worker.forget([run.id], [])
+        del service.runs[run.id]
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    reply = {"type": "unload_model", "model_id": run.id}
+    return service.promise(request, f"{run.id}:unload", start, lambda _: reply, model_id=run.id)
+
+
+# ---- sampling ----
+
+
+async def create_sampling_session(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(request)
+    session = service.session(request, wire.need(body, "session_id", str))
+    name = f"{session.id}:sample:{wire.need(body, 'sampling_session_seq_id', int)}"
+    if name not in service.samplers:
+        path = wire.optional(body, "model_path", str)
+        if path is None:
+            base = service.base(wire.need(body, "base_model", str))
+            service.worker.open_base(name, base)
+        else:
+            folder, meta = service.meta(path)
+            base = service.base(meta.base_model)
+            service.worker.open_checkpoint(name, base, folder, meta.created)
+        service.add_sampler(SamplerInfo(name, session, base, service.bases[base], path))
+    return {"type": "create_sampling_session", "sampling_session_id": name}
+
+
+async def get_sampler(service: Service, request: Request) -> dict[str, Any]:
+    sampler = service.sampler(request, request.path_params["sampler_id"])
+    reply = {"sampler_id": sampler.id, "base_model": sampler.base}
+    return reply if sampler.path is None else {**reply, "model_path": sampler.path}
+
+
+async def join_sampling_session(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(request)
+    sampler = service.sampler(request, wire.need(body, "sampling_session_id", str))
+    sampler.clones += 1
+    return {"type": "join_sampling_session", "client_counter": sampler.clones}
+
+
+async def asample(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(request)
+    name = wire.need(body, "sampling_session_id", str)
+    request_id = f"{name}:seq:{wire.need(body, 'seq_id', int)}"
+    sequence_ids: list[str] = []
+
+    def start() -> Future[Any]:
+        sampler = service.sampler(request, name)
+        wanted = wire.sample_request(body, sampler.model)
+        sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
+        return service.worker.sample(name, wanted)
+
+    return service.promise(
+        request, request_id, start, wire.sample_message, sample_sequence_ids=sequence_ids
+    )
+
+
+# ---- results ----
+
+
+async def retrieve_future(service: Service, request: Request) -> dict[str, Any] | Response:
+    """Waits for a result, less than the SDK's 45 s; 408 says that it is to be asked for again."""
+    body = await read_json(request)
+    name = wire.need(body, "request_id", str)
+    pending = service.pending.get(name)
+    if pending is None or pending.owner != owner(request):
+        raise Refusal(
+            404,
+            f"there is no request {name}: its result was read before and is not kept any longer, "
+            "or the server was started again since",
+        )
+    if not await _finished(pending.future, service.poll_seconds):
+        again = {"type": "try_again", "request_id": name, "queue_state": "active"}
+        return JSONResponse(again, status_code=408)
+    pending.read = asyncio.get_running_loop().time()
+    error = pending.future.exception()
+    if error is not None:
+        failure = explain(error)
+        return {"error": str(failure), "category": failure.category}
+    result = pending.encode(pending.future.result())
+    return Response(result, media_type=PROTOBUF) if isinstance(result, bytes) else result
+
+
+async def cancel_future(service: Service, request: Request) -> dict[str, Any]:
+    name = wire.need(await read_json(request), "request_id", str)
+    pending = service.pending.get(name)
+    if pending is not None and pending.owner == owner(request):
+        service.worker.cancel(pending.future)
+    return {}
+
+
+async def _finished(future: Future[Any], seconds: float) -> bool:
+    """Waits until a future is done; False when that took too long."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(_: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(event.set)
+
+    future.add_done_callback(wake)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
+    return event.is_set()
+
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/client/config", client_config),
+    ("POST", "/client/dynamic_config", dynamic_config),
+    ("POST", "/telemetry", telemetry),
+    ("POST", "/create_session", create_session),
+    ("POST", "/session_heartbeat", heartbeat),
+    ("POST", "/sessions/{session_id}/finish", finish_session),
+    ("POST", "/create_model", create_model),
+    ("POST", "/unload_model", unload_model),
+    ("POST", "/get_info", get_info),
+    ("POST", "/forward_backward", forward_backward),
+    ("POST", "/optim_step", optim_step),
+    ("POST", "/save_weights", save_weights),
+    ("POST", "/save_weights_for_sampler", save_weights_for_sampler),
+    ("POST", "/save_weights_external", save_weights_external),
+    ("POST", "/load_weights", load_weights),
+    ("POST", "/create_custom_loss", create_custom_loss),
+    ("POST", "/create_sampling_session", create_sampling_session),
+    ("POST", "/join_sampling_session", join_sampling_session),
+    ("GET", "/samplers/{sampler_id}", get_sampler),
+    ("POST", "/asample", asample),
+    ("POST", "/retrieve_future", retrieve_future),
+    ("POST", "/cancel_future", cancel_future),
+)

@@ -1,0 +1,64 @@
+"""`tinsmith run`: a recipe, unmodified, on a backend that lives as long as it does.
+
+The recipe is a process of its own with the same Python, told of the backend by the two environment
+variables that the SDK reads. Its exit code is the command's; Ctrl-C reaches it first.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tinsmith.families import find_model
+from tinsmith.server import Backend
+
+API_KEY = "tml-local"  # the SDK insists on the prefix; nothing reads the rest
+
+
+def recipe_models(arguments: Sequence[str]) -> dict[str, Path]:
+    """The models that a recipe's own arguments name: model_name=…, teacher_model=… and the like."""
+    found: dict[str, Path] = {}
+    for argument in arguments:
+        key, equals, value = argument.lstrip("-").partition("=")
+        if not equals or not key.endswith(("model", "model_name")):
+            continue
+        try:
+            found[value] = find_model(value, {})
+        except (OSError, ValueError):
+            continue  # one of the recipe's names that means something else; the server will tell
+    return found
+
+
+def run_recipe(
+    command: Sequence[str],
+    models: Mapping[str, Path],
+    *,
+    checkpoints: Path,
+    device: str,
+    threads: int,
+) -> int:
+    """Runs Python with `command` as its arguments; returns the exit code."""
+    with Backend(models, checkpoints=checkpoints, device=device, threads=threads) as backend:
+        environment = {"HF_HUB_OFFLINE": "1", **os.environ}
+        environment |= {"TINKER_BASE_URL": backend.url, "TINKER_API_KEY": API_KEY}
+        # The terminal sends Ctrl-C to both processes: this one lets the recipe end first.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                env=environment,
+                preexec_fn=_default_interrupt,
+            )
+            signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+            code = process.wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return code if code >= 0 else 128 - code
+
+
+def _default_interrupt() -> None:
+    """The child must not inherit that Ctrl-C is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

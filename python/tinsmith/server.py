@@ -1,0 +1,174 @@
+"""The HTTP server: the app that answers for a Service, and the threads it runs in.
+
+The app turns every exception into a 4xx with {"detail": sentence}: the SDK repeats 5xx and 409 for
+minutes, so neither is ever sent. A server's models are loaded before it listens, so a client that
+gets through finds it ready. It listens on the loopback unless told otherwise.
+"""
+
+import errno
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tinsmith import checkpoint, rest, routes, worker
+from tinsmith.errors import RequestError, explain
+from tinsmith.routes import Handler
+from tinsmith.service import Refusal, Service
+
+log = logging.getLogger("tinsmith")
+
+PREFIX = "/api/v1"
+BACKLOG = 2048  # connections that wait to be accepted: the SDK opens many at once
+STOP_SECONDS = 5.0
+
+
+def make_app(service: Service) -> Starlette:
+    """The ASGI app: the two tables of routes."""
+    table = [
+        Route(PREFIX + path, _endpoint(service, handler), methods=[method])
+        for method, path, handler in (*routes.ROUTES, *rest.ROUTES)
+    ]
+    return Starlette(routes=table, exception_handlers={HTTPException: _no_route})
+
+
+def _endpoint(service: Service, handler: Handler) -> Any:
+    async def endpoint(request: Request) -> Response:
+        try:
+            reply = await handler(service, request)
+            return reply if isinstance(reply, Response) else JSONResponse(reply)
+        except Refusal as error:
+            return _detail(error.status, str(error))
+        except FileNotFoundError as error:
+            return _detail(404, str(error))
+        except ClientDisconnect:
+            return _detail(400, "the client went away")
+        except Exception as error:
+            return _detail(400, str(explain(error)))
+
+    return endpoint
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 400
+    return _detail(status, f"tinsmith has no {request.method} {request.url.path}")
+
+
+def _detail(status: int, sentence: str) -> Response:
+    return JSONResponse({"detail": sentence}, status_code=status)
+
+
+def choose_device(name: str) -> str:
+    """ "auto" is cuda where it can be opened, else cpu, and says so on stderr."""
+    found = worker.devices()
+    if name == "auto":
+        reason = found.get("cuda", "this build has no cuda")
+        if reason:
+            print(f"tinsmith: running on the CPU ({reason})", file=sys.stderr)
+        return "cpu" if reason else "cuda"
+    if name not in found:
+        raise ValueError(f"there is no device {name!r}; there are {sorted(found)} and 'auto'")
+    if found[name]:
+        raise RuntimeError(f"the device {name} can't be used: {found[name]}")
+    return name
+
+
+class Backend:
+    """A running server, in threads of this process. A context manager; `close` ends it."""
+
+    def __init__(
+        self,
+        models: Mapping[str, Path],
+        *,
+        checkpoints: Path,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        device: str = "auto",
+        threads: int = 0,
+        poll_seconds: float = 20.0,
+        gap_seconds: float = worker.GAP_SECONDS,
+    ):
+        if not models:
+            raise ValueError("there is no model to serve: name at least one")
+        self.checkpoints = Path(checkpoints).resolve()
+        self._socket = _bind(host, port)
+        try:
+            store = checkpoint.Store(self.checkpoints)
+            bases = worker.load_models(models, device=choose_device(device), threads=threads)
+            self._worker = worker.Worker(bases, gap_seconds=gap_seconds)
+        except BaseException:
+            self._socket.close()
+            raise
+        service = Service(bases, self._worker, store, poll_seconds=poll_seconds)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                make_app(service),
+                lifespan="off",
+                log_config=None,  # the process's logging is its own
+                log_level="warning",
+                access_log=False,
+                ws="none",
+                backlog=BACKLOG,
+                timeout_keep_alive=120,
+                timeout_graceful_shutdown=int(STOP_SECONDS),
+            )
+        )
+        # From here on connections are kept until the server's loop accepts them.
+        self._socket.listen(BACKLOG)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="tinsmith-server", daemon=True
+        )
+        self._thread.start()
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"http://{name}:{self._socket.getsockname()[1]}"
+
+    def close(self) -> None:
+        """Ends the server: what is being computed is finished, what waits fails."""
+        self._worker.close()
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+    def service_client(self, **arguments: Any) -> Any:
+        """A tinker.ServiceClient, the SDK's own, on this server."""
+        import tinker
+
+        arguments.setdefault("base_url", self.url)
+        arguments.setdefault("api_key", "tml-local")
+        return tinker.ServiceClient(**arguments)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        busy = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        reason = "the port is in use; choose another" if busy else str(error)
+        raise RequestError(f"can't listen on {host}:{port}: {reason}", "server") from None
+    return listener

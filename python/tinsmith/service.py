@@ -1,0 +1,314 @@
+"""What the server knows: sessions, runs, sampling sessions, and the futures it has promised.
+
+Everything here is touched by the server's event loop only; the engine's side is the worker's. A
+request is identified by what the client numbered it with, so that a retry finds the promise that
+the first attempt made and nothing is executed twice. A session belongs to the API key that made
+it: to another key its runs and samplers do not exist. Checkpoints are found by their path.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+
+from tinsmith import checkpoint, wire
+from tinsmith.errors import RequestError, explain
+from tinsmith.families import LoadedModel, find_model
+from tinsmith.worker import Worker
+
+KEPT_READ_SECONDS = 120.0  # a result stays after it was read, for a client that lost the reply
+KEPT_UNREAD_SECONDS = 3600.0
+SESSION_SECONDS = 3600.0  # without a sign of life; the SDK's heartbeat comes every 10 s
+SWEEP_SECONDS = 10.0
+
+
+class Refusal(Exception):
+    """A request that is answered with a status and a sentence, without a future."""
+
+    def __init__(self, status: int, detail: str):
+        super().__init__(detail)
+        self.status = status
+
+
+@dataclass
+class Session:
+    """One ServiceClient."""
+
+    id: str
+    owner: str
+    user_metadata: dict[str, str]
+    display_name: str | None
+    seen: float
+    runs: list[str] = field(default_factory=list)
+    samplers: list[str] = field(default_factory=list)
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """One training run: a LoRA adapter on a base model."""
+
+    id: str
+    session: Session
+    base: str
+    model: LoadedModel
+    rank: int
+    alpha: float
+    seed: int
+    attn: bool
+    mlp: bool
+    unembed: bool
+    user_metadata: dict[str, str]
+
+    def meta(
+        self, kind: checkpoint.Kind, step: int, user_metadata: dict[str, str], ttl: int | None
+    ) -> checkpoint.Meta:
+        """What a checkpoint of this run, saved now, says of itself."""
+        return checkpoint.Meta(
+            base_model=self.base,
+            rank=self.rank,
+            alpha=self.alpha,
+            seed=self.seed,
+            attn=self.attn,
+            mlp=self.mlp,
+            unembed=self.unembed,
+            kind=kind,
+            step=step,
+            user_metadata=user_metadata,
+            created=now(),
+            ttl_seconds=ttl,
+        )
+
+
+@dataclass
+class SamplerInfo:
+    """One sampling session."""
+
+    id: str
+    session: Session
+    base: str
+    model: LoadedModel
+    path: str | None = None
+    clones: int = 0
+
+
+@dataclass
+class Pending:
+    """A promised result and how it is written to the wire."""
+
+    future: Future[Any]
+    encode: Callable[[Any], dict[str, Any] | bytes]
+    promise: dict[str, Any]
+    owner: str
+    created: float
+    read: float | None = None
+
+
+class Service:
+    """See the file's header."""
+
+    def __init__(
+        self,
+        bases: Mapping[str, LoadedModel],
+        worker: Worker,
+        store: checkpoint.Store,
+        *,
+        poll_seconds: float = 20.0,
+    ):
+        self.bases = dict(bases)
+        self.worker = worker
+        self.store = store
+        self.poll_seconds = poll_seconds  # the SDK gives up a poll after 45 s
+        self.sessions: dict[str, Session] = {}
+        self.runs: dict[str, RunInfo] = {}
+        self.samplers: dict[str, SamplerInfo] = {}
+        self.pending: dict[str, Pending] = {}
+        self._swept = time.monotonic()
+
+    # ---- names ----
+
+    def base(self, name: str) -> str:
+        """The registered name of a base model that is named, or given by its path."""
+        if name in self.bases:
+            return name
+        paths = {known: model.path for known, model in self.bases.items()}
+        try:
+            path = find_model(name, paths).resolve()
+        except (OSError, ValueError):
+            path = None
+        for known, model in self.bases.items():
+            if model.path.resolve() == path:
+                return known
+        raise ValueError(f"unknown base model {name!r}; this server has {sorted(self.bases)}")
+
+    def meta(self, path: str) -> tuple[Path, checkpoint.Meta]:
+        """The folder of a tinker:// path, and what the checkpoint in it says of itself."""
+        folder = self.store.folder(path)
+        try:
+            return folder, checkpoint.load_meta(folder)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"there is no checkpoint {path}") from None
+
+    # ---- sessions ----
+
+    def add_session(self, owner: str, body: Mapping[str, Any]) -> Session:
+        """A new session."""
+        session = Session(
+            id=f"s-{uuid.uuid4().hex}",
+            owner=owner,
+            user_metadata=wire.metadata(body),
+            display_name=wire.optional(body, "display_name", str),
+            seen=time.monotonic(),
+        )
+        self.sessions[session.id] = session
+        return session
+
+    def session(self, request: Request, name: str) -> Session:
+        """A session of the client that asks."""
+        session = self.sessions.get(name)
+        if session is None or session.owner != owner(request):
+            raise Refusal(
+                404,
+                f"there is no session {name}: if the server was started again since, create a new "
+                "ServiceClient and load a checkpoint",
+            )
+        if session.ended:
+            raise Refusal(410, f"session {name} has ended")
+        session.seen = time.monotonic()
+        return session
+
+    def end_session(self, session: Session) -> None:
+        """Frees a session's adapters once what it asked for is done."""
+        session.ended = True
+        self.worker.forget(session.runs, session.samplers)
+        for name in session.runs:
+            self.runs.pop(name, None)
+        for name in session.samplers:
+            self.samplers.pop(name, None)
+
+    def run(self, request: Request, name: str) -> RunInfo:
+        """A run of the client that asks."""
+        run = self.runs.get(name)
+        if run is None or run.session.owner != owner(request):
+            raise Refusal(
+                404,
+                f"there is no model {name}: its session has ended, or the server was started again "
+                "since; create a training client from a checkpoint",
+            )
+        run.session.seen = time.monotonic()
+        return run
+
+    def sampler(self, request: Request, name: str) -> SamplerInfo:
+        """A sampling session of the client that asks."""
+        sampler = self.samplers.get(name)
+        if sampler is None or sampler.session.owner != owner(request):
+            raise Refusal(
+                404,
+                f"there is no sampling session {name}: its session has ended, or the server was "
+                "started again since; create a new sampling client",
+            )
+        sampler.session.seen = time.monotonic()
+        return sampler
+
+    def add_run(self, run: RunInfo) -> None:
+        """Registers a run, on disk too, so that its checkpoints can be told of after a restart."""
+        self.store.save_run(
+            run.id,
+            {
+                "base_model": run.base,
+                "lora_rank": run.rank,
+                "user_metadata": run.user_metadata,
+                "created": now(),
+            },
+        )
+        self.runs[run.id] = run
+        run.session.runs.append(run.id)
+
+    def add_sampler(self, sampler: SamplerInfo) -> None:
+        """Registers a sampling session."""
+        self.samplers[sampler.id] = sampler
+        sampler.session.samplers.append(sampler.id)
+
+    # ---- promises ----
+
+    def promise(
+        self,
+        request: Request,
+        request_id: str,
+        start: Callable[[], Future[Any]],
+        encode: Callable[[Any], dict[str, Any] | bytes],
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """The UntypedAPIFuture of a request, started unless it is a retry."""
+        self.sweep()
+        known = self.pending.get(request_id)
+        if known is None:
+            try:
+                future = start()
+            except Exception as error:
+                future = Future()
+                future.set_exception(as_failure(error))
+            promise = {"request_id": request_id, **fields}
+            moment = time.monotonic()
+            known = Pending(future, encode, promise, owner(request), moment)
+            self.pending[request_id] = known
+        return known.promise
+
+    def turn(
+        self,
+        request: Request,
+        model_id: str,
+        seq: int,
+        start: Callable[[RunInfo], Future[Any]],
+        encode: Callable[[Any], dict[str, Any] | bytes],
+    ) -> dict[str, Any]:
+        """A promise for a request that takes turn `seq` of a run, whatever becomes of it."""
+        if seq < 1:
+            raise Refusal(400, f"seq_id must be at least 1, {seq} came")
+
+        def guarded() -> Future[Any]:
+            run = self.run(request, model_id)
+            try:
+                return start(run)
+            except Exception as error:
+                return self.worker.reject(model_id, seq, as_failure(error))
+
+        request_id = f"{model_id}:seq:{seq}"
+        return self.promise(request, request_id, guarded, encode, model_id=model_id)
+
+    def sweep(self) -> None:
+        """Drops results that were read, or that nobody came for, and sessions without a client."""
+        moment = time.monotonic()
+        if moment - self._swept < SWEEP_SECONDS:
+            return
+        self._swept = moment
+        for name, item in list(self.pending.items()):
+            unread = item.read is None
+            since = item.created if item.read is None else item.read
+            kept = KEPT_UNREAD_SECONDS if unread else KEPT_READ_SECONDS
+            if item.future.done() and moment - since > kept:
+                del self.pending[name]
+        for session in list(self.sessions.values()):
+            if not session.ended and moment - session.seen > SESSION_SECONDS:
+                self.end_session(session)
+
+
+def owner(request: Request) -> str:
+    """Who asks: the API key, which a local server takes as it is."""
+    return request.headers.get("x-api-key", "")
+
+
+def as_failure(error: BaseException) -> RequestError:
+    """A refusal or any other exception, as a future keeps it."""
+    return RequestError(str(error)) if isinstance(error, Refusal) else explain(error)
+
+
+def now() -> str:
+    """The time, ISO 8601."""
+    return datetime.now(UTC).isoformat()

@@ -1,0 +1,534 @@
+"""Translations between Tinker's wire (protobuf and JSON) and checked, plain values.
+
+Requests are checked here, completely, before anything is queued: a ValueError's sentence names the
+datum or field, what was expected and what came. What a loss takes is read from the engine's table,
+so a new loss needs no change here. Results become the SDK's own protobuf messages. Nothing here
+knows HTTP, waits or keeps state.
+"""
+
+import itertools
+import math
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from tinker.proto import tinker_public_pb2 as pb
+
+from tinsmith.decoding import SampleRequest, SampleResult
+from tinsmith.families import LoadedModel
+from tinsmith.worker import AdamParams, Batch, BatchResult, LoraSpec, losses
+
+LOSSES = {row["name"]: row for row in losses()}
+TARGETS = "target_tokens"
+# Keys that recipes send with every loss: read where the loss takes them, passed over where not.
+TOLERATED = {"mask"} | {item["name"] for row in LOSSES.values() for item in row["inputs"]}
+UNAVAILABLE_LOSSES = {
+    "stable_reinforce": "its formula is not published",
+    "custom": "losses can't be uploaded; forward_backward_custom runs them in the client",
+}
+NORMALIZATIONS = ("num_loss_tokens", "num_sequences")
+DTYPES = {
+    pb.DTYPE_FLOAT32: ("float32", np.dtype("<f4")),
+    pb.DTYPE_INT64: ("int64", np.dtype("<i8")),
+    pb.DTYPE_INT32: ("int32", np.dtype("<i4")),
+    pb.DTYPE_BFLOAT16: ("bfloat16", np.dtype("<u2")),
+}
+SEED_BITS = 63
+SAMPLES_MAX = 4096  # of one request
+
+T = TypeVar("T")
+
+
+# ---- JSON fields ----
+
+_KINDS: dict[type, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+}
+
+
+def need(body: Mapping[str, Any], key: str, kind: type[T], where: str = "the request") -> T:
+    """A field that must be there."""
+    if body.get(key) is None:
+        raise ValueError(f"{where} has no {key}")
+    return _checked(body[key], key, kind)
+
+
+def maybe(body: Mapping[str, Any], key: str, kind: type[T], default: T) -> T:
+    """A field that may be missing or null."""
+    return default if body.get(key) is None else _checked(body[key], key, kind)
+
+
+def optional(body: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
+    """A field, or None."""
+    return None if body.get(key) is None else _checked(body[key], key, kind)
+
+
+def _checked(value: Any, key: str, kind: type[T]) -> T:
+    fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)  # type: ignore[return-value]
+    if not fits:
+        raise ValueError(f"{key} must be {_KINDS[kind]}, {_short(value)} came")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key} must be a finite number, {value} came")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def metadata(body: Mapping[str, Any]) -> dict[str, str]:
+    """user_metadata, whose values the SDK reads back as strings."""
+    given = maybe(body, "user_metadata", dict, {})
+    return {str(key): str(value) for key, value in given.items()}
+
+
+def ttl(body: Mapping[str, Any]) -> int | None:
+    """ttl_seconds: an hour to ten years, or None."""
+    seconds = optional(body, "ttl_seconds", int)
+    if seconds is not None and not 3600 <= seconds <= 10 * 366 * 86400:
+        raise ValueError(f"ttl_seconds must be from 3600 to ten years, {seconds} came")
+    return seconds
+
+
+# ---- training requests ----
+
+
+def lora_spec(body: Mapping[str, Any]) -> LoraSpec:
+    """create_model's adapter; a missing seed becomes a fresh one."""
+    refuse_optimizer(body)
+    given = maybe(body, "lora_config", dict, {})
+    rank = maybe(given, "rank", int, 32)
+    if rank < 1:
+        raise ValueError(f"rank must be at least 1, {rank} came")
+    attn = maybe(given, "train_attn", bool, True)
+    mlp = maybe(given, "train_mlp", bool, True)
+    unembed = maybe(given, "train_unembed", bool, True)
+    if not (attn or mlp or unembed):
+        raise ValueError("one of train_attn, train_mlp and train_unembed must be true")
+    return LoraSpec(rank, _seed(given), attn, mlp, unembed)
+
+
+def refuse_optimizer(body: Mapping[str, Any]) -> None:
+    """Refuses optimizers other than AdamW by name."""
+    kind = maybe(body, "optimizer_config", dict, {}).get("type", "adamw")
+    if kind != "adamw":
+        raise ValueError(f"the optimizer {kind!r} is not built; tinsmith has adamw")
+
+
+def adam_params(body: Mapping[str, Any]) -> AdamParams:
+    """optim_step's parameters; unknown ones are refused, so that none silently does nothing."""
+    if body.get("optimizer_params") is not None:
+        kind = maybe(body, "optimizer_params", dict, {}).get("type")
+        raise ValueError(f"the optimizer {kind!r} is not built; tinsmith has adamw")
+    given = maybe(body, "adam_params", dict, {})
+    names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+    unknown = sorted(set(given) - set(names) - {"type"})
+    if unknown:
+        raise ValueError(f"unknown Adam parameters {unknown}; there are {list(names)}")
+    values = {name: _checked(given[name], name, float) for name in names if name in given}
+    for name, value in values.items():
+        if value < 0 or (name in ("beta1", "beta2") and value >= 1):
+            bound = "in [0, 1)" if name.startswith("beta") else "at least 0"
+            raise ValueError(f"{name} must be {bound}, {value} came")
+    mode = optional(body, "grad_accumulation_normalization", str)
+    if mode is not None and mode not in NORMALIZATIONS:
+        raise ValueError(
+            f"grad_accumulation_normalization must be one of {list(NORMALIZATIONS)} or null, "
+            f"{mode!r} came"
+        )
+    return AdamParams(**values, normalization=mode)
+
+
+def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
+    """The protobuf message; ValueError where the bytes are none."""
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except Exception as error:  # protobuf's DecodeError differs between its implementations
+        raise ValueError(f"the body is no ForwardBackwardRequest message: {error}") from None
+    return message
+
+
+def batch(message: pb.ForwardBackwardRequest, model: LoadedModel) -> Batch:
+    """A checked batch: every shape agrees, every id is in the vocabulary, every number finite."""
+    name = message.loss_fn
+    if name not in LOSSES:
+        reason = UNAVAILABLE_LOSSES.get(name)
+        why = f"loss {name!r} is not available: {reason}" if reason else f"unknown loss {name!r}"
+        raise ValueError(f"{why}; there are {sorted(LOSSES)}")
+    if not message.data:
+        raise ValueError("forward_backward needs at least 1 datum, none came")
+    row = LOSSES[name]
+    tokens, targets, shapes = [], [], []
+    inputs: dict[str, list[NDArray[np.float32]]] = {item["name"]: [] for item in row["inputs"]}
+    for index, datum in enumerate(message.data):
+        where = f"datum {index}"
+        row_tokens = _datum_tokens(datum, where, model)
+        row_targets = _datum_targets(datum, where, len(row_tokens), model.vocab, row)
+        _check_keys(datum, where)
+        tokens.append(row_tokens)
+        targets.append(row_targets.ravel())
+        shapes.append(row_targets.shape)
+        for item in row["inputs"]:
+            inputs[item["name"]].append(_datum_input(datum, where, item, row_targets.shape, name))
+    counts = [shape[1] if len(shape) == 2 else 1 for shape in shapes]
+    return Batch(
+        tokens=np.concatenate(tokens),
+        lengths=np.asarray([len(item) for item in tokens], np.int32),
+        targets=np.concatenate(targets),
+        counts=np.asarray(counts, np.int32),
+        loss=name,
+        inputs={key: np.concatenate(parts) for key, parts in inputs.items()},
+        config=_loss_config(message, row["config"]),
+        shapes=tuple(shapes),
+    )
+
+
+def _datum_tokens(datum: pb.Datum, where: str, model: LoadedModel) -> NDArray[np.int32]:
+    parts = []
+    for chunk in datum.model_input:
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise ValueError(f"{where}: model_input has a chunk of {_chunk_name(kind)}")
+        parts.append(_elements(chunk.encoded_text.tokens, np.dtype("<i4"), f"{where}: model_input"))
+    tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    if not len(tokens):
+        raise ValueError(f"{where} is empty: its model_input needs at least 1 token")
+    if len(tokens) > model.context:
+        raise ValueError(
+            f"{where}: model_input has {len(tokens)} tokens, the model's context is {model.context}"
+        )
+    check_ids(tokens, model.vocab, f"{where}: model_input")
+    return tokens.astype(np.int32, copy=False)
+
+
+def _datum_targets(
+    datum: pb.Datum, where: str, length: int, vocab: int, row: Mapping[str, Any]
+) -> NDArray[np.int32]:
+    if TARGETS not in datum.loss_fn_inputs:
+        came = sorted(datum.loss_fn_inputs) or "none"
+        raise ValueError(f"{where}: loss_fn_inputs has no {TARGETS}; the keys that came: {came}")
+    array = _tensor(datum.loss_fn_inputs[TARGETS], f"{where}: {TARGETS}")
+    if array.dtype.kind != "i":
+        raise ValueError(f"{where}: {TARGETS} must be integers, {array.dtype} came")
+    if array.ndim == 2 and not row["multi"]:
+        raise ValueError(
+            f"{where}: {TARGETS} has shape {array.shape}, but {row['name']} takes one target for "
+            f"each position, shape ({length},)"
+        )
+    if array.ndim not in (1, 2) or array.shape[0] != length:
+        raise ValueError(
+            f"{where}: {TARGETS} has shape {array.shape}, model_input has {length} tokens: "
+            "they must agree"
+        )
+    if array.size == 0:
+        raise ValueError(f"{where}: {TARGETS} has shape {array.shape}: at least 1 is needed")
+    check_ids(array, vocab, f"{where}: {TARGETS}")
+    return array.astype(np.int32)
+
+
+def _check_keys(datum: pb.Datum, where: str) -> None:
+    unknown = sorted(set(datum.loss_fn_inputs) - TOLERATED - {TARGETS})
+    if unknown:
+        raise ValueError(
+            f"{where}: unknown loss_fn_inputs {unknown}; there are {sorted(TOLERATED | {TARGETS})}"
+        )
+
+
+def _datum_input(
+    datum: pb.Datum, where: str, item: Mapping[str, Any], shape: tuple[int, ...], loss: str
+) -> NDArray[np.float32]:
+    key = item["name"]
+    if key not in datum.loss_fn_inputs:
+        if item["required"]:
+            came = sorted(datum.loss_fn_inputs)
+            raise ValueError(f"{where}: {loss} needs {key} in loss_fn_inputs; there came {came}")
+        return np.full(math.prod(shape), item["default"], np.float32)
+    array = _tensor(datum.loss_fn_inputs[key], f"{where}: {key}")
+    if array.shape != shape:
+        raise ValueError(
+            f"{where}: {key} has shape {array.shape}, {TARGETS} has {shape}: they must agree"
+        )
+    flat = array.astype(np.float32).ravel()
+    bad = np.flatnonzero(~np.isfinite(flat))
+    if len(bad):
+        place = np.unravel_index(bad[0], shape)
+        at = ", ".join(str(int(axis)) for axis in place)
+        raise ValueError(f"{where}: {key}[{at}] is {flat[bad[0]]}: every number must be finite")
+    return flat
+
+
+def _loss_config(
+    message: pb.ForwardBackwardRequest, defaults: Mapping[str, float]
+) -> dict[str, float]:
+    given: dict[str, float] = {}
+    for key, value in message.loss_fn_config_v2.items():
+        if value.WhichOneof("value") != "number":
+            raise ValueError(f"loss_fn_config {key} must be a number, {value.text!r} came")
+        given[key] = value.number
+    given = given or dict(message.loss_fn_config)
+    for key, number in given.items():
+        if key not in defaults:
+            known = f"takes {sorted(defaults)}" if defaults else "takes none"
+            raise ValueError(f"unknown loss_fn_config key {key!r}: {message.loss_fn} {known}")
+        if not math.isfinite(number):
+            raise ValueError(f"loss_fn_config {key} must be a finite number, {number} came")
+    return {**defaults, **given}
+
+
+# ---- tensors ----
+
+
+def check_ids(ids: NDArray[Any], vocab: int, where: str) -> None:
+    """ValueError with the first id that is not in [0, vocab)."""
+    bad = np.flatnonzero((ids < 0) | (ids >= vocab))
+    if len(bad):
+        value = int(ids.ravel()[bad[0]])
+        raise ValueError(f"{where} has id {value}; ids must be from 0 to {vocab - 1}")
+
+
+def _elements(data: bytes, dtype: np.dtype[Any], where: str) -> NDArray[Any]:
+    if len(data) % dtype.itemsize:
+        raise ValueError(f"{where}: {len(data)} bytes are no whole number of {dtype} elements")
+    return np.frombuffer(data, dtype)
+
+
+def _tensor(tensor: pb.Tensor, where: str) -> NDArray[Any]:
+    """A dense array, from either encoding."""
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{where}: unknown dtype {tensor.dtype}")
+    label, dtype = DTYPES[tensor.dtype]
+    shape = tuple(tensor.shape)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"{where}: shape {shape} has a negative size")
+    if tensor.HasField("sparse_csr"):
+        values = _widened(_elements(tensor.sparse_csr.values, dtype, where), label)
+        return _dense(tensor.sparse_csr, values, shape, where)
+    values = _widened(_elements(tensor.dense, dtype, where), label)
+    shape = shape or values.shape
+    if math.prod(shape) != values.size:
+        raise ValueError(f"{where}: shape {shape} does not fit {values.size} elements")
+    return values.reshape(shape)
+
+
+def _widened(values: NDArray[Any], label: str) -> NDArray[Any]:
+    """bfloat16 bits as float32; anything else as it is."""
+    if label != "bfloat16":
+        return values
+    return (values.astype(np.uint32) << 16).view(np.float32)
+
+
+def _dense(csr: Any, values: NDArray[Any], shape: tuple[int, ...], where: str) -> NDArray[Any]:
+    """Compressed sparse rows as a dense array; entries that are not listed are 0."""
+    crow = _elements(csr.crow_indices, np.dtype("<i8"), where)
+    cols = _elements(csr.col_indices, np.dtype("<i8"), where)
+    fits = (
+        len(shape) == 2
+        and math.prod(shape) < 1 << 31
+        and len(crow) == shape[0] + 1
+        and crow[0] == 0
+        and crow[-1] == len(values) == len(cols)
+        and bool(np.all(np.diff(crow) >= 0))
+        and bool(np.all((cols >= 0) & (cols < shape[1])))
+    )
+    if not fits:
+        raise ValueError(f"{where}: its sparse rows do not make up an array of shape {shape}")
+    dense = np.zeros(shape, values.dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(crow)), cols] = values
+    return dense
+
+
+# ---- sampling requests ----
+
+
+def sample_request(body: Mapping[str, Any], model: LoadedModel) -> SampleRequest:
+    """A checked sampling request on a base model (or an adapter on it)."""
+    if body.get("target_prompt_logprobs") is not None:
+        raise ValueError("target_prompt_logprobs is not built; use topk_prompt_logprobs")
+    if maybe(body, "prompt_alt_tokens_k", int, 0) > 0:
+        raise ValueError("prompt_alt_tokens_k is not built; use topk_prompt_logprobs")
+    if maybe(body, "record_stability_info", bool, False):
+        raise ValueError("record_stability_info is not built: StableReinforce is not published")
+    prompt = _prompt(body, model)
+    params = maybe(body, "sampling_params", dict, {})
+    stop_ids, stop_texts = _stops(params.get("stop"), model)
+    score = maybe(body, "prompt_logprobs", bool, False)
+    return SampleRequest(
+        prompt=prompt,
+        num_samples=_num_samples(body),
+        max_tokens=_max_tokens(params),
+        temperature=_at_least(0.0, maybe(params, "temperature", float, 1.0), "temperature"),
+        top_k=_top_k(params),
+        top_p=_top_p(params),
+        seed=_seed(params),
+        stop_ids=stop_ids,
+        stop_texts=stop_texts,
+        prompt_logprobs=score,
+        topk_prompt=_width(body, "topk_prompt_logprobs", model.vocab),
+        topk_sample=_width(body, "topk_sample_logprobs", model.vocab),
+        last_n=_last_n(body, len(prompt), score),
+    )
+
+
+def _prompt(body: Mapping[str, Any], model: LoadedModel) -> NDArray[np.int32]:
+    tokens: list[int] = []
+    for chunk in need(need(body, "prompt", dict), "chunks", list, "the prompt"):
+        kind = chunk.get("type") if isinstance(chunk, dict) else None
+        if kind != "encoded_text":
+            raise ValueError(f"the prompt has a chunk of {_chunk_name(kind)}")
+        tokens += need(chunk, "tokens", list, "a chunk of the prompt")
+    if not tokens:
+        raise ValueError("the prompt is empty: it needs at least 1 token")
+    if not all(type(token) is int for token in tokens):
+        raise ValueError("the prompt's tokens must be integers")
+    if len(tokens) > model.context:
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens, the model's context is {model.context}"
+        )
+    if min(tokens) < 0 or max(tokens) >= model.vocab:
+        bad = next(token for token in tokens if not 0 <= token < model.vocab)
+        raise ValueError(f"the prompt has id {bad}; ids must be from 0 to {model.vocab - 1}")
+    return np.asarray(tokens, np.int32)
+
+
+def _chunk_name(kind: str | None) -> str:
+    return f"{kind or 'an unknown kind'}; tinsmith takes text tokens only, no images and no audio"
+
+
+def _at_least(bound: T, value: T, name: str) -> T:
+    if value < bound:  # type: ignore[operator]
+        raise ValueError(f"{name} must be at least {bound}, {value} came")
+    return value
+
+
+def _num_samples(body: Mapping[str, Any]) -> int:
+    count = maybe(body, "num_samples", int, 1)
+    if not 1 <= count <= SAMPLES_MAX:
+        raise ValueError(f"num_samples must be from 1 to {SAMPLES_MAX}, {count} came")
+    return count
+
+
+def _max_tokens(params: Mapping[str, Any]) -> int:
+    count = optional(params, "max_tokens", int)
+    return -1 if count is None else _at_least(1, count, "max_tokens")
+
+
+def _top_k(params: Mapping[str, Any]) -> int:
+    top_k = maybe(params, "top_k", int, -1)
+    if top_k == 0 or top_k < -1:
+        raise ValueError(f"top_k must be at least 1, or -1 for no limit; {top_k} came")
+    return top_k
+
+
+def _top_p(params: Mapping[str, Any]) -> float:
+    top_p = maybe(params, "top_p", float, 1.0)
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], {top_p} came")
+    return top_p
+
+
+def _seed(params: Mapping[str, Any]) -> int:
+    seed = optional(params, "seed", int)
+    return secrets.randbits(SEED_BITS) if seed is None else seed % (1 << SEED_BITS)
+
+
+def _width(body: Mapping[str, Any], key: str, vocab: int) -> int:
+    width = _at_least(0, maybe(body, key, int, 0), key)
+    if width > vocab:
+        raise ValueError(f"{key} is {width}, the vocabulary has {vocab} ids")
+    return width
+
+
+def _last_n(body: Mapping[str, Any], length: int, score: bool) -> int | None:
+    last_n = optional(body, "prompt_logprobs_last_n", int)
+    if last_n is None:
+        return None
+    if not score:
+        raise ValueError("prompt_logprobs_last_n needs prompt_logprobs to be asked for")
+    if not 1 <= last_n < length:
+        raise ValueError(
+            f"prompt_logprobs_last_n must be from 1 to the prompt's length - 1 = {length - 1}, "
+            f"{last_n} came"
+        )
+    return last_n
+
+
+def _stops(stop: Any, model: LoadedModel) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Stop ids and stop texts. None: the end of sequence; []: nothing; texts: both."""
+    if stop is None:
+        return model.eos_ids, ()
+    items = [stop] if isinstance(stop, str) else stop
+    if not isinstance(items, list):
+        raise ValueError(f"stop must be a string, strings, or token ids; {_short(stop)} came")
+    texts = tuple(item for item in items if isinstance(item, str))
+    ids = tuple(item for item in items if type(item) is int)
+    if len(texts) + len(ids) < len(items) or "" in texts:
+        raise ValueError(f"stop must be non-empty strings or token ids; {_short(stop)} came")
+    check_ids(np.asarray(ids, np.int64), model.vocab, "stop")
+    return (ids + model.eos_ids if texts else ids), texts
+
+
+# ---- results ----
+
+
+def batch_message(result: BatchResult) -> bytes:
+    """A ForwardBackwardOutput: consecutive datums of one trailing shape share an ArrayRecord."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    for trailing, group in itertools.groupby(result.logprobs, key=lambda item: item.shape[1:]):
+        arrays = list(group)
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(arrays))
+        tensor = record.fields["logprobs"]
+        tensor.data = b"".join(_bytes(array, "<f4") for array in arrays)
+        ends = np.cumsum([0] + [4 * array.size for array in arrays])
+        tensor.offsets = _bytes(ends, "<i8")
+        tensor.dtype = pb.DTYPE_FLOAT32
+        tensor.trailing_shape.extend(trailing)
+    message.metrics["loss:sum"] = result.loss
+    return message.SerializeToString()
+
+
+def sample_message(result: SampleResult) -> bytes:
+    """A SampleResponse."""
+    message = pb.SampleResponse()
+    for sample in result.samples:
+        stopped = sample.stop_reason == "stop"
+        sequence = message.sequences.add(
+            stop_reason=pb.STOP_REASON_STOP if stopped else pb.STOP_REASON_LENGTH,
+            tokens=_bytes(sample.tokens, "<i4"),
+            logprobs=_bytes(sample.logprobs, "<f4"),
+        )
+        if sample.topk_ids is not None and sample.topk_logprobs is not None:
+            sequence.topk_sampled_logprobs.CopyFrom(_topk(sample.topk_ids, sample.topk_logprobs))
+    if result.prompt_logprobs is not None:
+        message.prompt_logprobs = _bytes(result.prompt_logprobs, "<f4")
+    if result.topk_ids is not None and result.topk_logprobs is not None:
+        message.topk_prompt_logprobs.CopyFrom(_topk(result.topk_ids, result.topk_logprobs))
+    return message.SerializeToString()
+
+
+def _topk(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> pb.TopkLogprobs:
+    length, width = ids.shape
+    return pb.TopkLogprobs(
+        token_ids=_bytes(ids, "<i4"), logprobs=_bytes(logprobs, "<f4"), k=width, length=length
+    )
+
+
+def _bytes(array: NDArray[Any], dtype: str) -> bytes:
+    return np.ascontiguousarray(array, np.dtype(dtype)).tobytes()
+
+
+def page(items: Iterable[T], limit: int, offset: int) -> tuple[list[T], dict[str, int]]:
+    """A slice of a listing and its cursor."""
+    everything = list(items)
+    cursor = {"offset": offset, "limit": limit, "total_count": len(everything)}
+    return everything[offset : offset + limit], cursor

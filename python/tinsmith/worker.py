@@ -1,0 +1,495 @@
+"""The one thread that owns the engine: everything else submits to it and gets futures.
+
+Training requests of one run are executed in the order of their sequence numbers, whatever order
+they arrive in (the SDK posts the chunks 2..n of a call before chunk 1). Between training requests
+the thread decodes: sampling gets as much time as the training request before it took, so that
+neither starves the other, and a request that arrives while others decode joins them.
+
+No exception ends the thread: what a request raises is kept on its future as a RequestError. The
+worker knows no HTTP and no JSON; both faces, server and in-process, are translations above it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinsmith import _core, checkpoint
+from tinsmith.decoding import Decoder, SampleRequest, SampleResult
+from tinsmith.errors import RequestError, explain
+from tinsmith.families import LoadedModel, load_model
+
+log = logging.getLogger("tinsmith")
+
+# How long requests wait for one that should have come before them. The SDK's chunks of one call
+# arrive within seconds of each other.
+GAP_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """A new adapter. alpha is not on Tinker's wire: 32, as every open peer assumes."""
+
+    rank: int
+    seed: int
+    attn: bool = True
+    mlp: bool = True
+    unembed: bool = True
+    alpha: float = 32.0
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """An adapter that starts from a checkpoint's folder."""
+
+    folder: Path
+    optimizer: bool
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Datums one after another; see _core.Adapter.forward_backward for the flat layouts."""
+
+    tokens: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    targets: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    loss: str
+    inputs: Mapping[str, NDArray[np.float32]]
+    config: Mapping[str, float]
+    shapes: tuple[tuple[int, ...], ...]  # of each datum's targets: (N,) or (N, K)
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """Log-probabilities in each datum's target shape, and the loss's sum."""
+
+    logprobs: tuple[NDArray[np.float32], ...]
+    loss: float
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """One AdamW step, with Tinker's defaults."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    normalization: str | None = None
+
+
+@dataclass(frozen=True)
+class _Job:
+    future: Future[Any]
+    work: Callable[[_Run], Any]
+
+
+@dataclass
+class _Run:
+    """One adapter in training, and the requests that wait for their turn."""
+
+    name: str
+    base: LoadedModel
+    adapter: _core.Adapter | None = None
+    failure: RequestError | None = None  # why there is no adapter
+    next_seq: int = 0  # 0 is the creation; the SDK's requests start at 1
+    waiting: dict[int, _Job] = field(default_factory=dict)
+    waiting_since: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """What a sampling session samples from; adapter None is the base model."""
+
+    base: LoadedModel
+    adapter: _core.Adapter | None = None
+    failure: RequestError | None = None
+    origin: tuple[Path, str] | None = None  # a checkpoint's folder and creation time
+
+
+def losses() -> list[_core.LossRow]:
+    """The engine's table of losses."""
+    return _core.losses()
+
+
+def devices() -> dict[str, str]:
+    """The engine's devices, each with "" or the reason why it can't be opened."""
+    return _core.devices()
+
+
+def plan(
+    config: dict[str, float], inv_freq: NDArray[np.float32], weights: str, *, rank: int, tokens: int
+) -> dict[str, int]:
+    """The bytes that a model of this shape would take; nothing of them is allocated."""
+    return _core.Model(config, inv_freq, weights=weights).plan(rank, tokens)
+
+
+class Worker:
+    """See the file's header. All public methods may be called from any thread."""
+
+    def __init__(self, bases: Mapping[str, LoadedModel], *, gap_seconds: float = GAP_SECONDS):
+        self._bases = dict(bases)
+        self._gap_seconds = gap_seconds
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._ready: deque[tuple[_Run, _Job]] = deque()
+        self._runs: dict[str, _Run] = {}
+        self._snapshots: dict[str, _Snapshot] = {}
+        self._decoder = Decoder()
+        self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
+        self._closed = False
+        self._running = True
+        self._thread = threading.Thread(target=self._loop, name="tinsmith-worker", daemon=True)
+        self._thread.start()
+
+    # ---- training: each request takes its run's turn `seq` ----
+
+    def create(self, run: str, base: str, spec: LoraSpec | StateSpec) -> Future[None]:
+        """Makes a run's adapter. Requests of the run may be submitted at once."""
+
+        def work(lane: _Run) -> None:
+            try:
+                lane.adapter = _make_adapter(lane.base, spec)
+            except BaseException as error:
+                lane.failure = explain(error)
+                raise
+
+        future: Future[None] = Future()
+
+        def begin() -> None:
+            self._runs[run] = _Run(run, self._bases[base])
+            self._enqueue(run, 0, _Job(future, work))
+
+        return self._put(begin, future)
+
+    def reject(self, run: str, seq: int, error: BaseException) -> Future[None]:
+        """Uses up a turn for a request that is refused, so that the next ones don't wait for it."""
+
+        def work(lane: _Run) -> None:
+            raise error
+
+        return self._submit(run, seq, work)
+
+    def forward_backward(
+        self, run: str, seq: int, batch: Batch, *, backward: bool = True
+    ) -> Future[BatchResult]:
+        """The loss of a batch, and its gradients unless backward is False."""
+
+        def work(lane: _Run) -> BatchResult:
+            flat, loss = _adapter(lane).forward_backward(
+                batch.tokens,
+                batch.lengths,
+                batch.targets,
+                batch.counts,
+                batch.loss,
+                dict(batch.inputs),
+                dict(batch.config),
+                backward=backward,
+            )
+            ends = np.cumsum([int(np.prod(shape)) for shape in batch.shapes])
+            parts = np.split(flat, ends[:-1])
+            shaped = zip(parts, batch.shapes, strict=True)
+            return BatchResult(tuple(part.reshape(shape) for part, shape in shaped), loss)
+
+        return self._submit(run, seq, work)
+
+    def optim_step(self, run: str, seq: int, params: AdamParams) -> Future[dict[str, float]]:
+        """One AdamW step; returns its metrics."""
+
+        def work(lane: _Run) -> dict[str, float]:
+            return _adapter(lane).optim_step(
+                learning_rate=params.learning_rate,
+                beta1=params.beta1,
+                beta2=params.beta2,
+                eps=params.eps,
+                weight_decay=params.weight_decay,
+                grad_clip_norm=params.grad_clip_norm,
+                normalization=params.normalization,
+            )
+
+        return self._submit(run, seq, work)
+
+    def save(
+        self,
+        run: str,
+        seq: int,
+        folder: Path,
+        describe: Callable[[int], checkpoint.Meta],
+        *,
+        optimizer: bool,
+        overwrite: bool = False,
+    ) -> Future[None]:
+        """Writes a checkpoint. `describe` turns the number of steps taken into its Meta."""
+
+        def work(lane: _Run) -> None:
+            adapter = _adapter(lane)
+            checkpoint.save(
+                folder,
+                adapter,
+                describe(adapter.step),
+                optimizer=optimizer,
+                overwrite=overwrite,
+            )
+
+        return self._submit(run, seq, work)
+
+    def load(self, run: str, seq: int, folder: Path, *, optimizer: bool) -> Future[None]:
+        """Replaces a run's weights and, with optimizer, all that the next step depends on."""
+
+        def work(lane: _Run) -> None:
+            checkpoint.load_into(folder, _adapter(lane), optimizer=optimizer)
+
+        return self._submit(run, seq, work)
+
+    def snapshot(self, run: str, seq: int, sampler: str) -> Future[None]:
+        """Makes a sampling session with the run's weights as they are at its turn."""
+
+        def work(lane: _Run) -> None:
+            self._snapshots[sampler] = _Snapshot(lane.base, _adapter(lane).snapshot())
+
+        return self._submit(run, seq, work)
+
+    # ---- sampling ----
+
+    def open_base(self, sampler: str, base: str) -> None:
+        """Makes a sampling session of a base model."""
+
+        def begin() -> None:
+            self._snapshots[sampler] = _Snapshot(self._bases[base])
+
+        self._put(begin)
+
+    def open_checkpoint(self, sampler: str, base: str, folder: Path, created: str) -> Future[None]:
+        """Makes a sampling session of a saved checkpoint, loaded once however often it is used.
+
+        A failure is also kept for the session's samples: callers need not wait for the future.
+        """
+        future: Future[None] = Future()
+
+        def begin() -> None:
+            model, origin = self._bases[base], (folder, created)
+            same = (item for item in self._snapshots.values() if item.origin == origin)
+            known = next(same, None)
+            try:
+                adapter = (
+                    known.adapter
+                    if known is not None
+                    else checkpoint.load_adapter(folder, model, optimizer=False)
+                )
+                self._snapshots[sampler] = _Snapshot(model, adapter, origin=origin)
+                future.set_result(None)
+            except BaseException as error:
+                failure = explain(error)
+                self._snapshots[sampler] = _Snapshot(model, failure=failure)
+                future.set_exception(failure)
+
+        return self._put(begin, future)
+
+    def sample(self, sampler: str, request: SampleRequest) -> Future[SampleResult]:
+        """Queues a request on a sampling session; it decodes together with all others."""
+        future: Future[SampleResult] = Future()
+
+        def begin() -> None:
+            snapshot = self._snapshots.get(sampler)
+            try:
+                if snapshot is None:
+                    raise RequestError(
+                        f"sampling session {sampler} has no weights: saving them failed, or its "
+                        "session has ended; create a new sampling client"
+                    )
+                if snapshot.failure is not None:
+                    raise snapshot.failure
+                self._decoder.add(snapshot.base, snapshot.adapter, request, future)
+            except BaseException as error:
+                _fail(future, error)
+
+        return self._put(begin, future)
+
+    def cancel(self, future: Future[SampleResult]) -> None:
+        """Stops a sampling request's work; its future fails."""
+        self._put(lambda: self._decoder.cancel(future))
+
+    # ---- the end ----
+
+    def forget(self, runs: list[str], samplers: list[str]) -> None:
+        """Frees adapters, after what was submitted before."""
+
+        def release(lane: _Run) -> None:
+            self._runs.pop(lane.name, None)
+            _fail_waiting(lane, RequestError(f"the session of {lane.name} has ended"))
+
+        def begin() -> None:
+            for name in samplers:
+                self._snapshots.pop(name, None)
+            for name in runs:
+                if name in self._runs:
+                    self._ready.append((self._runs[name], _Job(Future(), release)))
+
+        self._put(begin)
+
+    def close(self) -> None:
+        """Ends the thread after the request it is in; everything that waits fails."""
+
+        def stop() -> None:
+            self._running = False
+
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._inbox.put(stop)
+        self._thread.join()
+
+    # ---- the thread ----
+
+    def _put(self, command: Callable[[], None], future: Future[Any] | None = None) -> Any:
+        with self._lock:
+            if not self._closed:
+                self._inbox.put(command)
+                return future
+        if future is not None:
+            _fail(future, RequestError("the server is shutting down", "server"))
+        return future
+
+    def _submit(self, run: str, seq: int, work: Callable[[_Run], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        return self._put(lambda: self._enqueue(run, seq, _Job(future, work)), future)
+
+    def _enqueue(self, name: str, seq: int, job: _Job) -> None:
+        run = self._runs.get(name)
+        if run is None:
+            _fail(job.future, RequestError(f"there is no run {name} (any more)"))
+            return
+        if seq < run.next_seq or seq in run.waiting:
+            late = f"request {seq} of {name} comes after its turn: it was answered or given up"
+            _fail(job.future, RequestError(late))
+            return
+        if not run.waiting:
+            run.waiting_since = time.monotonic()
+        run.waiting[seq] = job
+        while run.next_seq in run.waiting:
+            self._ready.append((run, run.waiting.pop(run.next_seq)))
+            run.next_seq += 1
+            run.waiting_since = time.monotonic()
+
+    def _loop(self) -> None:
+        while self._running:
+            self._drain(block=not self._ready and not self._decoder.active)
+            self._give_up_gaps()
+            spent = self._train_one()
+            self._decode(spent)
+        ending = RequestError("the server is shutting down", "server")
+        self._decoder.fail_all(ending)
+        for _, job in self._ready:
+            _fail(job.future, ending)
+        for run in self._runs.values():
+            _fail_waiting(run, ending)
+
+    def _drain(self, *, block: bool) -> None:
+        """Executes the commands that have arrived; waits for one first where there is no work."""
+        timeout = self._gap_timeout() if block else 0.0
+        try:
+            command = self._inbox.get(block=block, timeout=timeout)
+            while True:
+                try:
+                    command()
+                except Exception:
+                    log.exception("a command of the worker failed")
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _gap_timeout(self) -> float | None:
+        gaps = [run.waiting_since for run in self._runs.values() if run.waiting]
+        if not gaps:
+            return None
+        return max(0.0, min(gaps) + self._gap_seconds - time.monotonic())
+
+    def _give_up_gaps(self) -> None:
+        now = time.monotonic()
+        for run in self._runs.values():
+            if run.waiting and now - run.waiting_since >= self._gap_seconds:
+                missing, held = run.next_seq, sorted(run.waiting)
+                run.next_seq = held[-1] + 1
+                error = RequestError(
+                    f"request {held[0]} of {run.name} waited {self._gap_seconds:g} s for request "
+                    f"{missing}, which never came; requests {held} were not executed"
+                )
+                _fail_waiting(run, error)
+
+    def _train_one(self) -> float:
+        """Executes the oldest training request; returns the seconds it took."""
+        if not self._ready:
+            return 0.0
+        run, job = self._ready.popleft()
+        start = time.monotonic()
+        try:
+            job.future.set_result(job.work(run))
+        except BaseException as error:
+            _fail(job.future, error)
+        return time.monotonic() - start
+
+    def _decode(self, seconds: float) -> None:
+        """Decodes while there is nothing else to do, and at least `seconds` otherwise."""
+        end = time.monotonic() + seconds
+        while self._decoder.active and self._running:
+            self._decoder.step()
+            self._drain(block=False)
+            if self._ready and time.monotonic() >= end:
+                return
+
+
+def load_models(
+    paths: Mapping[str, Path], *, device: str, threads: int = 0
+) -> dict[str, LoadedModel]:
+    """Loads base models under their names; one folder under two names is loaded once."""
+    loaded: dict[Path, LoadedModel] = {}
+    for path in paths.values():
+        key = Path(path).resolve()
+        if key not in loaded:
+            loaded[key] = load_model(key, device=device, threads=threads)
+    return {name: loaded[Path(path).resolve()] for name, path in paths.items()}
+
+
+def _make_adapter(base: LoadedModel, spec: LoraSpec | StateSpec) -> _core.Adapter:
+    if isinstance(spec, StateSpec):
+        return checkpoint.load_adapter(spec.folder, base, optimizer=spec.optimizer)
+    return _core.Adapter(
+        base.core,
+        rank=spec.rank,
+        alpha=spec.alpha,
+        seed=spec.seed,
+        attn=spec.attn,
+        mlp=spec.mlp,
+        unembed=spec.unembed,
+    )
+
+
+def _adapter(run: _Run) -> _core.Adapter:
+    if run.adapter is None:
+        reason = run.failure or RequestError("it was never created")
+        raise RequestError(f"{run.name} can't be used: {reason}", reason.category)
+    return run.adapter
+
+
+def _fail(future: Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(explain(error))
+
+
+def _fail_waiting(run: _Run, error: RequestError) -> None:
+    for job in run.waiting.values():
+        _fail(job.future, error)
+    run.waiting.clear()

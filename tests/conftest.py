@@ -1,0 +1,112 @@
+"""Fixtures that several test files share: a tiny random model, and a server on it.
+
+The model is a Qwen3 in float32 whose vocabulary is larger than its tokenizer's (a padded one, as
+real checkpoints have). Everything is made once a session; a test that changes a server's state uses
+its own run, so that the order of tests does not matter.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+
+VOCAB = 304  # ids from the tokenizer's size on stand for nothing
+TOKENIZER = 290
+CONTEXT = 128
+TEXT = [
+    "The quick brown fox jumps over the lazy dog and the dog sleeps.",
+    "A small model learns to answer: the answer is in the question.",
+    "stop. Stop! STOP? user: assistant: one two three four five six seven",
+]
+
+
+def make_tokenizer(folder: Path) -> None:
+    """A byte-level BPE tokenizer with an end of sequence, trained on three sentences."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=TOKENIZER,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    fast.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a Qwen3 of 2 layers with random weights, in float32."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=CONTEXT,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).to(torch.float32)
+    model.save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
+    """A server on a free port of the loopback, with `.url` and `.checkpoints`."""
+    from tinsmith.server import Backend
+
+    with Backend(
+        {"tiny": tiny_model_dir},
+        checkpoints=tmp_path_factory.mktemp("checkpoints"),
+        device="cpu",
+        threads=1,
+    ) as backend:
+        yield backend
+
+
+@pytest.fixture
+def service_client(server) -> Iterator:
+    """The SDK's own client on the server; its session ends with the test."""
+    client = server.service_client()
+    with client:
+        yield client
+
+
+# ---- what tests say often ----
+
+
+def make_datum(tokens: list[int], targets, **inputs):
+    """A tinker.Datum; arrays are given as lists or NumPy arrays."""
+    import numpy as np
+    import tinker
+
+    arrays = {key: np.asarray(value, np.float32) for key, value in inputs.items()}
+    if targets is not None:
+        arrays["target_tokens"] = np.asarray(targets, np.int64)
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens), loss_fn_inputs=arrays)
+
+
+def logprobs(output) -> list:
+    """The log-probabilities of a ForwardBackwardOutput, one array for each datum."""
+    return [item["logprobs"].to_numpy() for item in output.loss_fn_outputs]

@@ -1,0 +1,386 @@
+"""Calls any op of any device with NumPy arrays, through the same list that the C code is made of.
+
+`call("cpu", "rmsnorm", y=(T, D), rstd=(T,), x=x, w=w, T=T, D=D, eps=1e-6)` returns every array the op may
+write, by name. What an argument is follows from its type in csrc/ops.inc and from the value given:
+
+- a tuple, for a pointer that is not const: an output of that shape, poisoned before the call;
+- an array: an input, or where the pointer is not const, memory the op updates;
+- a string: the same memory as the argument of that name;
+- Memory: device memory that outlives the call, handed over as it is;
+- None: a null pointer.
+
+Floats become the device's `real` where the row says real, and are rounded to it. Behind every array lies a
+stretch of poison that must survive the call, and const inputs must come back unchanged.
+
+"cpu" is the device in tinsmith._core. "cpu-generic", "cpu-avx2", "cpu-avx512" are its instruction sets, built
+here into a library of their own, because the real one only ever opens the widest. TINSMITH_SANITIZE
+(address,undefined) builds that library with sanitizers; run with LD_PRELOAD=$(gcc -print-file-name=libasan.so).
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+GUARD_BYTES = 256
+POISON = 0x7F  # f32 3.4e38 in bf16 and f32, a huge id in int32
+ISA_FLAGS = {
+    "generic": [],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"],
+}
+ISA_NEEDS = {"generic": set(), "avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}}
+DEVICES = ("cpu", *(f"cpu-{isa}" for isa in ISA_FLAGS), "cuda")
+DTYPES = {"f32": 0, "bf16": 1, "f16": 2}
+KV_PAGE = 64
+
+
+class Span(ctypes.Structure):
+    """device.h's Span."""
+
+    _fields_ = [(name, ctypes.c_int32) for name in ("row", "rows", "pos", "first")]
+
+
+class Draw(ctypes.Structure):
+    """device.h's Draw."""
+
+    _fields_ = [
+        ("seed", ctypes.c_uint64),
+        ("sample", ctypes.c_uint32),
+        ("pos", ctypes.c_uint32),
+        ("temperature", ctypes.c_float),
+        ("top_p", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+        ("limit", ctypes.c_int32),
+    ]
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A base weight (rows, cols) in float64, whose values are exact in `dtype`: f32, bf16 or f16."""
+
+    value: np.ndarray
+    dtype: str = "f32"
+
+
+@dataclass(frozen=True)
+class Param:
+    """One argument of an op."""
+
+    name: str
+    type: str
+    pointer: bool
+    const: bool
+
+
+class Unavailable(Exception):
+    """A device that this machine does not have; says why."""
+
+
+def parse_ops() -> dict[str, list[Param]]:
+    """Every row of csrc/ops.inc: its name and its arguments after the device."""
+    text = re.sub(r"/\*.*?\*/", "", (ROOT / "csrc/ops.inc").read_text(), flags=re.S)
+    ops = {}
+    for name, args in re.findall(r"OP\((\w+),\s*\(Device \*dev,(.*?)\)\)", text, flags=re.S):
+        ops[name] = []
+        for arg in args.split(","):
+            const, kind, star, param = re.fullmatch(r"\s*(const )?\s*(\w+) (\*?)(\w+)\s*", arg).groups()
+            ops[name].append(Param(param, kind, bool(star), bool(const)))
+    return ops
+
+
+OPS = parse_ops()
+SCALARS = {
+    "int": ctypes.c_int,
+    "int64_t": ctypes.c_int64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}
+ELEMENTS = {"float": np.float32, "double": np.float64, "int32_t": np.int32, "int64_t": np.int64}
+STRUCTS = {"Span": Span, "Draw": Draw}
+
+
+def op_type(params: list[Param]) -> type:
+    """The C type of an op's function pointer."""
+    args = [ctypes.c_void_p if p.pointer else SCALARS[p.type] for p in params]
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p, *args)
+
+
+VOID, SIZE, INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+COPY = ctypes.CFUNCTYPE(None, VOID, VOID, VOID, SIZE)
+
+
+class CDevice(ctypes.Structure):
+    """device.h's struct Device, field by field."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("real_bytes", SIZE),
+        ("alloc", ctypes.CFUNCTYPE(INT, VOID, ctypes.POINTER(VOID), SIZE)),
+        ("release", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),
+        ("upload", COPY),
+        ("download", COPY),
+        ("copy", COPY),
+        ("zero", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),
+        ("frozen_bytes", ctypes.CFUNCTYPE(SIZE, VOID, INT, INT, INT)),
+        ("frozen_load", ctypes.CFUNCTYPE(None, VOID, VOID, VOID, INT, INT, INT)),
+        ("sync", ctypes.CFUNCTYPE(INT, VOID)),
+        ("close", ctypes.CFUNCTYPE(None, VOID)),
+        *((name, op_type(params)) for name, params in OPS.items()),
+    ]
+
+
+def to_bf16(values: np.ndarray) -> np.ndarray:
+    """Floats as bf16 bits in uint16, rounded to nearest even."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(bits: np.ndarray) -> np.ndarray:
+    """bf16 bits as float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+class Memory:
+    """A stretch of device memory, poisoned, with poison behind it. Freed with the object."""
+
+    def __init__(self, device: "Device", size_bytes: int):
+        self.device, self.size_bytes = device, size_bytes
+        self.pointer = VOID()
+        self.whole_bytes = size_bytes + GUARD_BYTES
+        if device.malloc:  # under a sanitizer, memory whose end it knows
+            self.whole_bytes = max(size_bytes, 1)
+            device.malloc(ctypes.byref(self.pointer), 64, self.whole_bytes)
+        else:
+            device.check(device.c.alloc(device.pointer, ctypes.byref(self.pointer), self.whole_bytes))
+        self.write(np.full(self.whole_bytes, POISON, np.uint8))
+
+    def write(self, data: np.ndarray) -> None:
+        """Uploads a host array to the beginning of this memory."""
+        data = np.ascontiguousarray(data)
+        self.device.c.upload(self.device.pointer, self.pointer, data.ctypes.data, data.nbytes)
+        self.device.check(self.device.c.sync(self.device.pointer))
+
+    def read(self, size_bytes: int) -> np.ndarray:
+        """The first bytes of this memory."""
+        data = np.empty(size_bytes, np.uint8)
+        self.device.c.download(self.device.pointer, data.ctypes.data, self.pointer, size_bytes)
+        self.device.check(self.device.c.sync(self.device.pointer))
+        return data
+
+    def assert_guarded(self, what: str) -> None:
+        """Fails if anything was written behind the end."""
+        tail = self.read(self.whole_bytes)[self.size_bytes :]
+        assert self.device.malloc or (tail == POISON).all(), f"{what}: written past its end"
+
+    def __del__(self):
+        if not self.pointer:
+            return
+        if self.device.malloc:
+            self.device.free(self.pointer)
+        else:
+            self.device.c.release(self.device.pointer, self.pointer, self.whole_bytes)
+
+
+class Device:
+    """An opened device: its C struct, and memory to call its ops on."""
+
+    def __init__(self, name: str, threads: int = 0):
+        isa = name.removeprefix("cpu-") if name.startswith("cpu-") else None
+        self.name = name
+        self.library = ctypes.CDLL(str(isa_library() if isa else core_library()))
+        self.malloc = self.free = None
+        if isa and os.environ.get("TINSMITH_SANITIZE"):
+            self.malloc, self.free = ctypes.CDLL(None).posix_memalign, ctypes.CDLL(None).free
+            self.malloc.argtypes, self.free.argtypes = [VOID, SIZE, SIZE], [VOID]
+        self.library.status_text.restype = ctypes.c_char_p
+        self.library.device_open.argtypes = [VOID, ctypes.c_char_p, INT]
+        self.pointer = VOID()
+        opened = "cpu" if isa else name
+        if self.library.device_open(ctypes.byref(self.pointer), opened.encode(), threads):
+            raise Unavailable(self.library.status_text().decode())
+        if isa:
+            self.table(isa)
+        self.c = ctypes.cast(self.pointer, ctypes.POINTER(CDevice)).contents
+        self.real = np.dtype(np.float32 if self.c.real_bytes == 4 else np.uint16)
+
+    def table(self, isa: str) -> None:
+        """Fills in the op pointers of one instruction set."""
+        fill = self.library[f"cpu_{isa}_table"]
+        fill.argtypes = [VOID]
+        fill(self.pointer)
+
+    def check(self, status: int) -> None:
+        """Raises the sentence of a Status that is not OK."""
+        if status:
+            raise RuntimeError(self.library.status_text().decode())
+
+    def element(self, kind: str) -> np.dtype:
+        """The element that a pointer type of ops.inc has in this device's memory."""
+        return self.real if kind == "real" else np.dtype(ELEMENTS[kind])
+
+    def encode(self, values, kind: str) -> np.ndarray:
+        """A host array as the bytes of a pointer type of ops.inc."""
+        if kind in STRUCTS:
+            return np.frombuffer(b"".join(bytes(v) for v in values) or b"", np.uint8)
+        if kind == "real" and self.real == np.uint16:
+            return to_bf16(values)
+        return np.ascontiguousarray(values, self.element(kind))
+
+    def decode(self, data: np.ndarray, kind: str, shape: tuple) -> np.ndarray:
+        """Bytes of device memory as a host array; real comes back as float32."""
+        values = data.view(self.element(kind)).reshape(shape)
+        return from_bf16(values) if kind == "real" and self.real == np.uint16 else values
+
+    def round(self, values: np.ndarray) -> np.ndarray:
+        """Float64 of what this device's `real` makes of the values: what its ops are really given."""
+        return self.decode(self.encode(values, "real").view(np.uint8).ravel(), "real", np.shape(values)).astype(float)
+
+    def put(self, values, kind: str) -> Memory:
+        """Device memory that holds a host array, as a pointer type of ops.inc."""
+        data = self.encode(values, kind)
+        memory = Memory(self, data.nbytes)
+        memory.write(data)
+        return memory
+
+    def put_frozen(self, frozen: Frozen) -> Memory:
+        """A base weight in the device's own order."""
+        rows, cols = frozen.value.shape
+        host = np.ascontiguousarray(frozen.value, np.float16 if frozen.dtype == "f16" else np.float32)
+        host = to_bf16(host) if frozen.dtype == "bf16" else host
+        kind = DTYPES[frozen.dtype]
+        memory = Memory(self, self.c.frozen_bytes(self.pointer, kind, rows, cols))
+        self.c.frozen_load(self.pointer, memory.pointer, host.ctypes.data, kind, rows, cols)
+        self.check(self.c.sync(self.pointer))
+        return memory
+
+    def place(self, param: Param, value) -> tuple[Memory | None, tuple]:
+        """Memory for one pointer argument, and the shape to read it back in."""
+        if value is None or isinstance(value, Memory):
+            return value, None
+        if param.type == "frozen":
+            return self.put_frozen(value if isinstance(value, Frozen) else Frozen(value)), None
+        if isinstance(value, tuple):
+            assert not param.const, f"{param.name} is an input: give an array"
+            count = int(np.prod(value, dtype=np.int64))
+            memory = Memory(self, count * self.element(param.type).itemsize)
+            if param.type in ("real", "float"):
+                memory.write(self.encode(np.full(value, np.nan), param.type))
+            return memory, value
+        return self.put(value, param.type), None if param.type in STRUCTS else np.shape(value)
+
+    def call(self, op: str, **args) -> dict[str, np.ndarray]:
+        """Runs one op and returns all arrays it may have written; see the head of this file."""
+        params = OPS[op]
+        names = [p.name for p in params]
+        assert sorted(names) == sorted(args), f"{op} takes {names}, not {list(args)}"
+        memory, shape = {}, {}
+        for p in params:
+            if p.pointer and not isinstance(args[p.name], str):
+                memory[p.name], shape[p.name] = self.place(p, args[p.name])
+        for p in params:
+            if p.pointer and isinstance(args[p.name], str):
+                memory[p.name], shape[p.name] = memory[args[p.name]], shape[args[p.name]]
+        shared = {args[n] for n in names if isinstance(args[n], str)}
+        before = {
+            p.name: memory[p.name].read(memory[p.name].size_bytes)
+            for p in params
+            if p.pointer and p.const and memory[p.name] and p.name not in shared
+        }
+        values = [(memory[p.name] and memory[p.name].pointer) if p.pointer else args[p.name] for p in params]
+        getattr(self.c, op)(self.pointer, *values)
+        self.check(self.c.sync(self.pointer))
+        out = {}
+        for p in params:
+            if not p.pointer or memory[p.name] is None:
+                continue
+            memory[p.name].assert_guarded(f"{op}: {p.name}")
+            if p.name in before:
+                now = memory[p.name].read(memory[p.name].size_bytes)
+                assert (now == before[p.name]).all(), f"{op}: wrote to its input {p.name}"
+            elif not p.const and shape[p.name] is not None:
+                count = int(np.prod(shape[p.name], dtype=np.int64))
+                data = memory[p.name].read(count * self.element(p.type).itemsize)
+                out[p.name] = self.decode(data, p.type, shape[p.name])
+        return out
+
+
+def core_library() -> Path:
+    """tinsmith._core's shared library."""
+    try:
+        spec = importlib.util.find_spec("tinsmith._core")
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or spec.origin is None:
+        raise Unavailable("tinsmith._core is not built: pip install -e .")
+    return Path(spec.origin)
+
+
+@functools.cache
+def isa_library() -> Path:
+    """A library with the ops of every instruction set, rebuilt when a source has changed."""
+    csrc = ROOT / "csrc"
+    inputs = sorted(p for p in [*csrc.glob("*"), *(csrc / "cpu").glob("*")] if p.suffix in (".c", ".h", ".inc"))
+    sanitize = os.environ.get("TINSMITH_SANITIZE", "")
+    digest = hashlib.sha256(f"{sanitize} {ISA_FLAGS}".encode())
+    for path in inputs:
+        digest.update(path.read_bytes())
+    library = Path(tempfile.gettempdir()) / f"tinsmith-ops-{os.getuid()}-{digest.hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    once = [csrc / "device.c", csrc / "status.c", csrc / "cpu/device.c", csrc / "cpu/pool.c"]
+    ops = [path for path in inputs if path.suffix == ".c" and path.parent.name == "cpu" and path not in once]
+    flags = ["-std=c11", "-g1", "-fPIC", "-Wno-psabi", "-ffp-contract=fast", "-fno-math-errno"]
+    flags += ["-O1", f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"] if sanitize else ["-O3"]
+    isas = ISA_FLAGS if platform.machine() in ("x86_64", "AMD64") else {"generic": []}
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [(path, "once", []) for path in once]
+        jobs += [(path, isa, [*isas[isa], f"-DCPU_ISA={isa}"]) for isa in isas for path in ops]
+
+        def compile_one(job) -> str:
+            path, isa, more = job
+            out = f"{folder}/{isa}-{path.parent.name}-{path.stem}.o"
+            subprocess.run(["gcc", *flags, *more, "-c", str(path), "-o", out], check=True)
+            return out
+
+        with ThreadPoolExecutor(2) as pool:
+            objects = list(pool.map(compile_one, jobs))
+        link = [f"-fsanitize={sanitize}"] if sanitize else []
+        part = f"{folder}/ops.so"
+        subprocess.run(["gcc", "-shared", *link, *objects, "-o", part, "-pthread", "-lm"], check=True)
+        staged = library.with_suffix(f".{os.getpid()}")
+        staged.write_bytes(Path(part).read_bytes())
+        staged.rename(library)
+    return library
+
+
+def cpu_has(isa: str) -> bool:
+    """Whether this machine can run an instruction set."""
+    if isa == "generic":
+        return True
+    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    return bool(flags) and ISA_NEEDS[isa] <= set(flags.group(1).split())
+
+
+@functools.cache
+def device(name: str, threads: int = 2) -> Device:
+    """The device of that name, opened once; Unavailable says why it can't be had."""
+    if name.startswith("cpu-") and not cpu_has(name.removeprefix("cpu-")):
+        raise Unavailable(f"this processor has no {name.removeprefix('cpu-')}")
+    return Device(name, threads)
+
+
+def call(name: str, op: str, **args) -> dict[str, np.ndarray]:
+    """Device.call on the device of that name."""
+    return device(name).call(op, **args)

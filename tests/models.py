@@ -1,0 +1,276 @@
+"""Small random models of every family, as transformers writes them, and what they are held to.
+
+Sizes are odd, heads are shared and not width / heads wide, norms and biases are not ones and zeros:
+whatever is mixed up changes the numbers. The oracle is transformers in float64 throughout (its own
+RMSNorm computes in float32 whatever the type), with PEFT's adapters for LoRA.
+"""
+
+import copy
+import functools
+import tempfile
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tinsmith import _core
+from tinsmith.families import LoadedModel, load_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+PADDING = 5  # ids at the vocabulary's end that stand for no token
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 48,
+}  # fmt: skip
+MODULES = {
+    "wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj",
+    "wo": "self_attn.o_proj", "w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj",
+    "w_down": "mlp.down_proj",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One model: a family, what differs from the sizes below, and how its files are written."""
+
+    family: str
+    config: Mapping[str, Any]
+    dtype: torch.dtype = torch.float32
+    shard: str = "1GB"
+
+
+SIZES = {"num_hidden_layers": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 160}
+SPECS = {
+    "qwen3": Spec(
+        "qwen3",
+        {"vocab_size": 131, "hidden_size": 36, "intermediate_size": 50, "num_attention_heads": 6,
+         "num_key_value_heads": 2, "head_dim": 10, "tie_word_embeddings": False},
+    ),
+    "qwen3-tied": Spec(
+        "qwen3",
+        {"vocab_size": 97, "hidden_size": 24, "intermediate_size": 41, "num_attention_heads": 3,
+         "num_key_value_heads": 3, "head_dim": 16, "tie_word_embeddings": True},
+        torch.bfloat16,
+        "10KB",
+    ),
+    "qwen2": Spec(
+        "qwen2",
+        {"vocab_size": 113, "hidden_size": 42, "intermediate_size": 61, "num_attention_heads": 3,
+         "num_key_value_heads": 1, "tie_word_embeddings": False},
+        torch.float16,
+    ),
+    "qwen2-tied": Spec(
+        "qwen2",
+        {"vocab_size": 89, "hidden_size": 32, "intermediate_size": 37, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "tie_word_embeddings": True,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+    "llama": Spec(
+        "llama",
+        {"vocab_size": 107, "hidden_size": 40, "intermediate_size": 67, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 12, "tie_word_embeddings": False,
+         "rope_parameters": LLAMA3},
+        torch.bfloat16,
+        "20KB",
+    ),
+    "llama-tied": Spec(
+        "llama",
+        {"vocab_size": 101, "hidden_size": 30, "intermediate_size": 33, "num_attention_heads": 3,
+         "num_key_value_heads": 3, "tie_word_embeddings": True, "num_hidden_layers": 3,
+         "rope_parameters": LLAMA3},
+    ),
+}  # fmt: skip
+_ROOT = tempfile.TemporaryDirectory(prefix="tinsmith-models-")
+
+
+def make(spec: Spec, folder: Path, seed: int = 0) -> Path:
+    """Writes a random model with its tokenizer as transformers does."""
+    config = AutoConfig.for_model(spec.family, **{**SIZES, "eos_token_id": 7, **spec.config})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                noise = torch.randn(parameter.shape)
+                if parameter.dim() == 2:
+                    parameter.copy_(noise * (1.3 / parameter.shape[1] ** 0.5))
+                elif name.endswith("norm.weight"):
+                    parameter.copy_(1 + 0.3 * noise)
+                else:
+                    parameter.copy_(0.4 * noise)
+    model.to(spec.dtype).save_pretrained(folder, max_shard_size=spec.shard)
+    words = {f"w{index}": index for index in range(config.vocab_size - PADDING)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@functools.cache
+def folder(name: str) -> Path:
+    """The folder of one of SPECS, made once."""
+    return make(SPECS[name], Path(_ROOT.name) / name)
+
+
+@functools.cache
+def loaded(name: str) -> LoadedModel:
+    """One of SPECS in the engine."""
+    return load_model(folder(name), threads=1)
+
+
+@functools.cache
+def reference(name: str) -> PreTrainedModel:
+    """One of SPECS in transformers, in float64; copy it before changing it."""
+    return as_double(folder(name))
+
+
+def as_double(path: Path) -> PreTrainedModel:
+    """A model's folder in transformers, in float64 throughout."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = types.MethodType(_rmsnorm, module)
+    return model.eval()
+
+
+def _rmsnorm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    variance = x.pow(2).mean(-1, keepdim=True)
+    return module.weight * (x * torch.rsqrt(variance + module.variance_epsilon))
+
+
+# ---- LoRA ----
+
+
+def module_of(slot: str, layer: int) -> str:
+    """transformers' name of the module behind a slot."""
+    return "lm_head" if layer < 0 else f"model.layers.{layer}.{MODULES[slot]}"
+
+
+def randomize(adapter: _core.Adapter, seed: int = 0, scale: float = 0.1) -> _core.Adapter:
+    """Gives an adapter random matrices, B too, so that every gradient is there to be seen."""
+    rng = np.random.default_rng(seed)
+    flat = np.zeros(adapter.size, np.float32)
+    for _slot, _layer, letter, offset, rows, cols in adapter.layout:
+        size = scale if letter == "B" else 1 / rows**0.5
+        flat[offset : offset + rows * cols] = rng.normal(0, size, rows * cols)
+    adapter.write("weights", flat)
+    return adapter
+
+
+def with_peft(name: str, adapter: _core.Adapter) -> PeftModel:
+    """The reference model with the adapter's matrices in PEFT's layers, in float64."""
+    slots = {(slot, layer) for slot, layer, *_ in adapter.layout}
+    config = LoraConfig(
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        target_modules=sorted({module_of(*slot).rpartition(".")[2] for slot in slots}),
+        task_type="CAUSAL_LM",
+    )
+    base = copy.deepcopy(reference(name))
+    for module in base.modules():  # a copied method is still bound to the original
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = types.MethodType(_rmsnorm, module)
+    model = get_peft_model(base, config, autocast_adapter_dtype=False).double().eval()
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for key, matrix in cut(adapter, adapter.read("weights")).items():
+            parameters[key].copy_(torch.from_numpy(matrix.T.astype(np.float64)))
+    return model
+
+
+def cut(adapter: _core.Adapter, flat: np.ndarray) -> dict[str, np.ndarray]:
+    """A flat vector as PEFT's parameter names and the engine's matrices."""
+    return {
+        f"base_model.model.{module_of(slot, layer)}.lora_{letter}.default.weight": flat[
+            offset : offset + rows * cols
+        ].reshape(rows, cols)
+        for slot, layer, letter, offset, rows, cols in adapter.layout
+    }
+
+
+# ---- calls ----
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence: tokens (N,), targets (N,) or (N, K), and the loss's arrays of that shape."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    inputs: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def datum(tokens: Sequence[int], targets: Any = None, **inputs: Any) -> Datum:
+    """A datum; by default each token's target is the next one, the last one's is the first."""
+    ids = np.asarray(tokens, np.int32)
+    wanted = np.roll(ids, -1) if targets is None else np.asarray(targets, np.int32)
+    arrays = {name: np.asarray(array, np.float32) for name, array in inputs.items()}
+    return Datum(ids, wanted, arrays)
+
+
+def call(
+    adapter: _core.Adapter,
+    data: Sequence[Datum],
+    loss: str = "cross_entropy",
+    config: dict[str, float] | None = None,
+    *,
+    backward: bool = True,
+) -> tuple[list[np.ndarray], float]:
+    """Adapter.forward_backward on a list of datums: log-probabilities in the targets' shapes."""
+    defaults = {
+        item["name"]: item["default"]
+        for row in _core.losses()
+        if row["name"] == loss
+        for item in row["inputs"]
+    }
+    inputs = {
+        name: np.concatenate(
+            [
+                np.broadcast_to(one.inputs.get(name, defaults[name]), one.targets.shape).ravel()
+                for one in data
+            ]
+        ).astype(np.float32)
+        for name in {name for one in data for name in one.inputs}
+    }
+    flat, total = adapter.forward_backward(
+        np.concatenate([one.tokens for one in data]),
+        np.array([len(one.tokens) for one in data], np.int32),
+        np.concatenate([one.targets.ravel() for one in data]),
+        np.array([one.targets[0].size for one in data], np.int32),
+        loss,
+        inputs,
+        config or {},
+        backward=backward,
+    )
+    ends = np.cumsum([one.targets.size for one in data])
+    parts = np.split(flat, ends[:-1])
+    return [part.reshape(one.targets.shape) for part, one in zip(parts, data, strict=True)], total
+
+
+def logprobs(model: torch.nn.Module, tokens: np.ndarray) -> torch.Tensor:
+    """log-softmax of every position's logits (N, V), in the model's type."""
+    ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
+    return torch.log_softmax(model(input_ids=ids).logits[0], dim=-1)
+
+
+def targets_of(table: torch.Tensor, one: Datum) -> torch.Tensor:
+    """The targets' log-probabilities in their shape, out of an (N, V) table."""
+    wanted = torch.from_numpy(one.targets.reshape(len(one.tokens), -1).astype(np.int64))
+    return table.gather(1, wanted).reshape(one.targets.shape)
+
+
+def error(found: Any, wanted: Any) -> float:
+    """Relative error in norm."""
+    wanted = np.asarray(wanted, np.float64)
+    found = np.asarray(found, np.float64)
+    return float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-300))
+
+
+def tokens_of(name: str, length: int, seed: int = 0) -> np.ndarray:
+    """Random tokens of a model's vocabulary."""
+    rng = np.random.default_rng([seed, length])
+    return rng.integers(0, SPECS[name].config["vocab_size"] - PADDING, length).astype(np.int32)

@@ -1,0 +1,274 @@
+"""What every row of csrc/ops.inc means: its formula in NumPy, independent of any device.
+
+A function takes the op's inputs by their names in ops.inc and returns what the op writes. It computes in the dtype
+it is given: with float64 it is the truth, with float32 the yardstick of what a device may lose. Frozen weights
+come as plain (rows, cols) arrays, pages of the KV cache as (page, KV_PAGE, G, E) whatever a device's own order.
+"""
+
+import numpy as np
+
+KV_PAGE = 64
+
+# ---- rows in, rows out ----
+
+
+def embed(ids, w, **_):
+    return {"y": w[ids]}
+
+
+def gather(x, rows, **_):
+    return {"y": x[rows]}
+
+
+def scatter(y, x, rows, **_):
+    y = y.copy()
+    y[rows] = x
+    return {"y": y}
+
+
+def add(y, x, **_):
+    return {"y": y + x}
+
+
+# ---- products ----
+
+
+def linear(x, w, bias, accumulate, y=None, **_):
+    product = x @ w.T
+    if bias is not None:
+        product = product + bias
+    return {"y": y + product if accumulate else product}
+
+
+def linear_backward(dy, w, accumulate, dx=None, **_):
+    return {"dx": dx + dy @ w if accumulate else dy @ w}
+
+
+def lora(y, x, a, b, scale, **_):
+    s = x @ a
+    return {"y": y + scale * (s @ b), "s": s}
+
+
+def lora_backward(dx, da, db, dy, x, s, a, b, scale, **_):
+    ds = scale * (dy @ b.T)
+    out = {"da": da + x.T @ ds, "db": db + scale * (s.T @ dy), "ds": ds}
+    return out if dx is None else out | {"dx": dx + ds @ a.T}
+
+
+# ---- the layer's pointwise parts ----
+
+
+def rmsnorm(x, w, eps, **_):
+    rstd = 1 / np.sqrt(np.mean(x * x, axis=-1) + x.dtype.type(eps))
+    return {"y": x * rstd[:, None] * w, "rstd": rstd}
+
+
+def rmsnorm_backward(dx, dy, x, w, rstd, **_):
+    g, unit = dy * w, x * rstd[:, None]
+    return {"dx": dx + rstd[:, None] * (g - unit * np.mean(g * unit, axis=-1, keepdims=True))}
+
+
+def rope_table(pos, inv_freq, scale, **_):
+    angle = (pos.astype(np.float32)[:, None] * inv_freq.astype(np.float32)).astype(inv_freq.dtype)
+    return {"cosine": np.cos(angle) * scale, "sine": np.sin(angle) * scale}
+
+
+def rope(x, cosine, sine, **_):
+    u, v = np.split(x, 2, axis=-1)
+    c, s = cosine[:, None, :], sine[:, None, :]
+    return {"x": np.concatenate([u * c - v * s, v * c + u * s], axis=-1)}
+
+
+def rope_backward(dx, cosine, sine, **_):
+    u, v = np.split(dx, 2, axis=-1)
+    c, s = cosine[:, None, :], sine[:, None, :]
+    return {"dx": np.concatenate([u * c + v * s, v * c - u * s], axis=-1)}
+
+
+def sigmoid(x):
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-x))
+
+
+def swiglu(gate, up, **_):
+    return {"y": gate * sigmoid(gate) * up}
+
+
+def swiglu_backward(dy, gate, up, **_):
+    s = sigmoid(gate)
+    return {"dgate": dy * up * (s + gate * s * (1 - s)), "dup": dy * gate * s}
+
+
+# ---- attention ----
+
+
+def kv_write(k_pages, v_pages, k, v, slot, **_):
+    k_pages, v_pages = k_pages.copy(), v_pages.copy()
+    k_pages[slot // KV_PAGE, slot % KV_PAGE] = k
+    v_pages[slot // KV_PAGE, slot % KV_PAGE] = v
+    return {"k_pages": k_pages, "v_pages": v_pages}
+
+
+def kv_copy(k_pages, v_pages, to, count, **rest):
+    source = rest["from"]  # a keyword of Python
+    k_pages, v_pages = k_pages.copy(), v_pages.copy()
+    k_pages[to, :count] = k_pages[source, :count]
+    v_pages[to, :count] = v_pages[source, :count]
+    return {"k_pages": k_pages, "v_pages": v_pages}
+
+
+def attend(q, k, v):
+    """softmax(q·kᵀ/√E)·v of one query (E) and the keys it sees (n, E), and the logsumexp."""
+    scores = (k @ q) / np.sqrt(q.dtype.type(len(q)))
+    top = scores.max()
+    weight = np.exp(scores - top)
+    return (weight @ v) / weight.sum(), top + np.log(weight.sum())
+
+
+def attention(q, k_pages, v_pages, spans, pages, H, G, **_):
+    y, lse = np.full_like(q, np.nan), np.full(q.shape[:2], np.nan, q.dtype)
+    for span in spans:
+        for i in range(span.rows):
+            seen = span.pos + i + 1
+            own = pages[span.first : span.first + (seen + KV_PAGE - 1) // KV_PAGE]
+            k = k_pages[own].reshape(-1, *k_pages.shape[2:])[:seen]
+            v = v_pages[own].reshape(-1, *v_pages.shape[2:])[:seen]
+            for h in range(H):
+                g = h * G // H
+                y[span.row + i, h], lse[span.row + i, h] = attend(q[span.row + i, h], k[:, g], v[:, g])
+    return {"y": y, "lse": lse}
+
+
+def attention_backward(dy, y, lse, q, k, v, spans, H, G, E, **_):
+    dq, dk, dv = np.full_like(q, np.nan), np.full_like(k, np.nan), np.full_like(v, np.nan)
+    root = np.sqrt(q.dtype.type(E))
+    for span in spans:
+        rows = slice(span.row, span.row + span.rows)
+        seen = np.tril(np.ones((span.rows, span.rows), bool))
+        dk[rows] = dv[rows] = 0
+        for h in range(H):
+            g = h * G // H
+            p = np.where(seen, np.exp(np.where(seen, q[rows, h] @ k[rows, g].T / root - lse[rows, h][:, None], 0)), 0)
+            slope = np.sum(dy[rows, h] * y[rows, h], axis=-1, keepdims=True)
+            ds = p * (dy[rows, h] @ v[rows, g].T - slope) / root
+            dq[rows, h] = ds @ k[rows, g]
+            dk[rows, g] += ds.T @ q[rows, h]
+            dv[rows, g] += p.T @ dy[rows, h]
+    return {"dq": dq, "dk": dk, "dv": dv}
+
+
+# ---- the head ----
+
+
+def head(x, w, **_):
+    return {"logits": x @ w.T}
+
+
+def head_lora(logits, x, a, b, scale, **_):
+    s = x @ a
+    return {"logits": logits + scale * (s @ b), "s": s}
+
+
+def logsumexp(logits):
+    """logΣexp of each row; −inf for a row of −inf, without a NaN on the way."""
+    top = logits.max(axis=-1, keepdims=True)
+    top = np.where(np.isinf(top), 0, top).astype(logits.dtype)
+    with np.errstate(divide="ignore", over="ignore"):
+        return top[:, 0] + np.log(np.exp(logits - top).sum(axis=-1))
+
+
+def logprob(logits, ids, start, **_):
+    lse = logsumexp(logits) if len(logits) else np.zeros(0, logits.dtype)
+    row = np.repeat(np.arange(len(logits)), np.diff(start))
+    with np.errstate(invalid="ignore"):
+        return {"lse": lse, "logp": logits[row, ids] - lse[row]}
+
+
+def logprob_backward(logits, lse, dlogp, ids, start, **_):
+    dlogits = np.zeros_like(logits)
+    for t in range(len(logits)):
+        for i in range(start[t], start[t + 1]):
+            dlogits[t] -= dlogp[i] * np.exp(logits[t] - lse[t])
+            dlogits[t, ids[i]] += dlogp[i]
+    return {"dlogits": dlogits}
+
+
+def ranking(logits):
+    """Ids of one row from the best on: larger first, the lower id first among equals, NaN last."""
+    return np.lexsort((np.arange(len(logits)), np.where(np.isnan(logits), 0, -logits), np.isnan(logits)))
+
+
+def topk_logprob(logits, lse, K, **_):
+    ids = np.array([ranking(row)[:K] for row in logits], np.int32).reshape(len(logits), K)
+    with np.errstate(invalid="ignore"):
+        return {"ids": ids, "logp": np.take_along_axis(logits, ids, axis=1) - lse[:, None]}
+
+
+def temper(logits, draws, **_):
+    temperature = np.array([d.temperature or 1 for d in draws], logits.dtype).reshape(-1, 1)
+    return {"logits": logits / temperature}
+
+
+def philox(counter, key):
+    """Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011)."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        low = 0xFFFFFFFF
+        c = [(p1 >> 32) ^ c[1] ^ k[0], p1 & low, (p0 >> 32) ^ c[3] ^ k[1], p0 & low]
+        k = [(k[0] + 0x9E3779B9) & low, (k[1] + 0xBB67AE85) & low]
+    return c
+
+
+def uniform(draw):
+    """The number in (0, 1) that belongs to (seed, sample, pos): 52 bits, in the middle of their interval."""
+    c = philox((draw.sample, draw.pos, 0, 0), (draw.seed & 0xFFFFFFFF, draw.seed >> 32))
+    return (((c[0] << 32 | c[1]) >> 12) + 0.5) * 2.0**-52
+
+
+def kept(logits, draw):
+    """Ids of one row that a draw may give, in id order: top_k of those below limit, then top_p of those."""
+    order = ranking(logits[: draw.limit])
+    if draw.top_k > 0:
+        order = order[: draw.top_k]
+    if draw.top_p < 1:
+        mass = np.exp(logits[order] - logits[order].max())
+        before = np.cumsum(mass) - mass
+        order = order[: max(1, np.count_nonzero(before < draw.top_p * mass.sum()))]
+    return np.sort(order)
+
+
+def sample(logits, lse, draws, **_):
+    ids, logp = np.zeros(len(logits), np.int32), np.zeros(len(logits), logits.dtype)
+    for t, draw in enumerate(draws):
+        row, limit = logits[t], min(draw.limit, logits.shape[1])
+        if draw.temperature == 0:
+            ids[t] = ranking(row[:limit])[0]
+            logp[t] = row[ids[t]] - lse[t]
+            continue
+        own = kept(row, draw)
+        mass = np.exp(row[own] - lse[t])
+        ids[t] = own[np.searchsorted(np.cumsum(mass), uniform(draw) * mass.sum(), side="right")]
+        cuts = 0 < draw.top_k < limit or draw.top_p < 1
+        logp[t] = row[ids[t]] - lse[t] - (np.log(mass.sum()) if cuts else 0)
+    return {"ids": ids, "logp": logp}
+
+
+# ---- the optimizer ----
+
+
+def square_sum(total, g, **_):
+    return {"total": total + np.sum(g.astype(np.float64) ** 2)}
+
+
+def accumulate(y, x, **_):
+    return {"y": y + x}
+
+
+def adamw(w, m, v, g, step, scale, lr, beta1, beta2, eps, weight_decay, **_):
+    g = g.dtype.type(scale) * g
+    w = w * (1 - lr * weight_decay)
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    denominator = np.sqrt(v) / np.sqrt(1 - beta2**step) + eps
+    return {"w": w - lr / (1 - beta1**step) * m / denominator, "m": m, "v": v}

@@ -1,0 +1,499 @@
+"""The sampler against transformers' generate, and bit for bit against the trainer and itself."""
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import (
+    PADDING,
+    SPECS,
+    call,
+    datum,
+    error,
+    folder,
+    loaded,
+    logprobs,
+    randomize,
+    reference,
+    tokens_of,
+    with_peft,
+)
+from tinsmith import _core, families
+
+Request = dict[str, Any]  # the arguments of Sampler.add after the request's number
+NAMES = ("qwen3", "qwen2", "llama")  # one of each family, of each type of weights
+
+
+def adapter_of(name: str, seed: int, **options: Any) -> _core.Adapter:
+    return randomize(_core.Adapter(loaded(name).core, **{"rank": 4, **options}), seed)
+
+
+def request(name: str, length: int, seed: int = 0, **options: Any) -> Request:
+    return {"prompt": tokens_of(name, length, seed), "max_tokens": 20, "seed": seed, **options}
+
+
+def run(
+    name: str, requests: list[Request], *, tokens: int = 0, joins: dict[int, int] | None = None
+) -> list[dict[str, Any]]:
+    """Results of requests decoded together; `joins` says before which step a request comes."""
+    sampler = _core.Sampler(loaded(name).core, tokens=tokens)
+    waiting = dict(enumerate(requests))
+    results: dict[int, dict[str, Any]] = {}
+    for step in range(100_000):
+        for number in [key for key in waiting if (joins or {}).get(key, 0) <= step]:
+            sampler.add(number, **waiting.pop(number))
+        _, done = sampler.step()
+        results |= {number: sampler.take(number) for number in done}
+        if not waiting and len(results) == len(requests):
+            assert sampler.active == 0
+            return [results[number] for number in range(len(requests))]
+    raise AssertionError("the sampler does not get on")
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Two results, bit for bit."""
+    for one, other in zip(found["samples"], wanted["samples"], strict=True):
+        for key in one:
+            np.testing.assert_array_equal(one[key], other[key])
+    for key in ("prompt_logprobs", "topk_ids", "topk_logprobs"):
+        np.testing.assert_array_equal(found[key], wanted[key])
+
+
+def trainer(
+    name: str, adapter: _core.Adapter | None, prompt: np.ndarray, tokens: np.ndarray
+) -> np.ndarray:
+    """The trainer's log-probabilities of sampled tokens."""
+    whole = np.concatenate([prompt, tokens])
+    used = adapter or _core.Adapter(loaded(name).core, rank=1)
+    (found,), _ = call(used, [datum(whole[:-1], whole[1:])], backward=False)
+    return found[len(prompt) - 1 :]
+
+
+def table_of(
+    name: str, adapter: _core.Adapter | None, prompt: np.ndarray, tokens: np.ndarray
+) -> torch.Tensor:
+    """The reference's log-probabilities (n, V) at the positions of sampled tokens."""
+    model = with_peft(name, adapter) if adapter else reference(name)
+    with torch.no_grad():
+        return logprobs(model, np.concatenate([prompt, tokens[:-1]]))[len(prompt) - 1 :]
+
+
+# ---- against transformers ----
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_greedy_equals_generate(name: str) -> None:
+    adapters = [None, adapter_of(name, 1), adapter_of(name, 2, rank=2, mlp=False), None]
+    requests = [
+        request(name, length, temperature=0.0, adapter=adapter, stop_ids=np.array([7], np.int32))
+        for length, adapter in zip((5, 33, 1, 70), adapters, strict=True)
+    ]
+    for result, asked in zip(run(name, requests), requests, strict=True):
+        adapter = asked["adapter"]
+        model = with_peft(name, adapter) if adapter else reference(name)
+        ids = torch.from_numpy(asked["prompt"].astype(np.int64))[None]
+        wanted = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=20,
+            do_sample=False,
+            eos_token_id=7,
+            pad_token_id=0,
+        )
+        (sample,) = result["samples"]
+        np.testing.assert_array_equal(sample["tokens"], wanted[0, ids.shape[1] :].numpy())
+        ended = sample["tokens"][-1] == 7
+        assert sample["stop_reason"] == ("stop" if ended else "length")
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    count, prompt = 4000, tokens_of("qwen3", 12)
+    with torch.no_grad():
+        likely = np.exp(logprobs(reference("qwen3"), prompt)[-1].numpy())
+    asked = {"prompt": prompt, "max_tokens": 1, "num_samples": count, "seed": 3}
+    (result,) = run("qwen3", [asked])
+    drawn = np.bincount([s["tokens"][0] for s in result["samples"]], minlength=len(likely))
+    common = likely * count >= 5
+    found = np.append(drawn[common], drawn[~common].sum())
+    wanted = np.append(likely[common], likely[~common].sum()) * count
+    chi = ((found - wanted) ** 2 / wanted).sum()
+    freedom = len(found) - 1
+    assert chi < freedom + 5 * (2 * freedom) ** 0.5  # five standard deviations
+
+
+# ---- against the trainer ----
+
+
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+@pytest.mark.parametrize("name", SPECS)
+def test_a_sampled_logprob_is_the_trainers_bit_for_bit(name: str, temperature: float) -> None:
+    adapters = [None, adapter_of(name, 1), adapter_of(name, 2, rank=1), adapter_of(name, 3)]
+    requests = [
+        request(
+            name, length, adapter=adapter, temperature=temperature, num_samples=2, max_tokens=70
+        )
+        for length, adapter in zip((3, 66, 1, 20), adapters, strict=True)
+    ]
+    for result, asked in zip(run(name, requests), requests, strict=True):
+        for sample in result["samples"]:
+            wanted = trainer(name, asked["adapter"], asked["prompt"], sample["tokens"])
+            np.testing.assert_array_equal(sample["logprobs"], wanted)
+
+
+@pytest.mark.parametrize("temperature", (0.3, 0.7, 2.0))
+@pytest.mark.parametrize("name", NAMES)
+def test_logprobs_are_of_the_distribution_at_the_temperature(name: str, temperature: float) -> None:
+    asked = request(name, 9, adapter=adapter_of(name, 1), temperature=temperature, max_tokens=40)
+    (result,) = run(name, [asked])
+    (sample,) = result["samples"]
+    table = table_of(name, asked["adapter"], asked["prompt"], sample["tokens"])
+    wanted = torch.log_softmax(table / temperature, dim=-1).numpy()
+    assert error(sample["logprobs"], wanted[np.arange(40), sample["tokens"]]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 10, "top_p": 0.5}, {"top_k": 1}], ids=str
+)
+def test_top_k_and_top_p_cut_and_renormalise(options: dict[str, Any]) -> None:
+    asked = request("llama", 9, max_tokens=60, temperature=1.3, num_samples=3, **options)
+    (result,) = run("llama", [asked])
+    for sample in result["samples"]:
+        table = table_of("llama", None, asked["prompt"], sample["tokens"]) / 1.3
+        likely = torch.softmax(table, dim=-1).numpy()
+        for row, token, logp in zip(likely, sample["tokens"], sample["logprobs"], strict=True):
+            order = np.argsort(-row, kind="stable")[: options.get("top_k", row.size)]
+            mass = np.cumsum(row[order]) / row[order].sum()
+            kept = order[: 1 + np.searchsorted(mass, options.get("top_p", 1.0))]
+            assert token in kept
+            assert logp == pytest.approx(np.log(row[token] / row[kept].sum()), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompt_logprobs_are_the_trainers_bit_for_bit(name: str) -> None:
+    lengths = (1, 2, 65, 140)
+    requests = [
+        request(name, length, adapter=adapter, prompt_logprobs=True, max_tokens=1, temperature=0.5)
+        for length in lengths
+        for adapter in (None, adapter_of(name, 1))
+    ]
+    for result, asked in zip(run(name, requests), requests, strict=True):
+        prompt, found = asked["prompt"], result["prompt_logprobs"]
+        assert found.shape == prompt.shape and np.isnan(found[0])
+        if len(prompt) > 1:
+            wanted = trainer(name, asked["adapter"], prompt[:1], prompt[1:])
+            np.testing.assert_array_equal(found[1:], wanted)
+
+
+@pytest.mark.parametrize("count", (1, 5, 107))
+def test_top_prompt_logprobs(count: int) -> None:
+    adapter = adapter_of("llama", 1)
+    asked = request("llama", 100, adapter=adapter, topk_prompt=count, max_tokens=1)
+    (result,) = run("llama", [asked])
+    ids, found = result["topk_ids"], result["topk_logprobs"]
+    assert ids.shape == found.shape == (100, count)
+    assert (ids[0] == 0).all() and (found[0] == -99999).all()
+    assert (np.diff(found[1:], axis=1) <= 0).all()
+    with torch.no_grad():
+        table = logprobs(with_peft("llama", adapter), asked["prompt"])[:-1]
+    best = table.topk(count, dim=-1)
+    assert error(found[1:], best.values) < 1e-5
+    assert error(found[1:], np.take_along_axis(table.numpy(), ids[1:].astype(int), 1)) < 1e-5
+    assert all(len(set(row)) == count for row in ids[1:].tolist())
+    assert result["prompt_logprobs"] is None
+
+
+def test_top_sample_logprobs() -> None:
+    asked = request("qwen3", 11, topk_sample=6, max_tokens=30, num_samples=2)
+    (result,) = run("qwen3", [asked])
+    for sample in result["samples"]:
+        ids, found = sample["topk_ids"], sample["topk_logprobs"]
+        table = table_of("qwen3", None, asked["prompt"], sample["tokens"])
+        best = table.topk(6, dim=-1)
+        assert ids.shape == found.shape == (30, 6)
+        np.testing.assert_array_equal(ids, best.indices.numpy())
+        assert error(found, best.values) < 1e-5
+        drawn = ids == sample["tokens"][:, None]
+        assert drawn.any()
+        np.testing.assert_array_equal(found[drawn], sample["logprobs"][drawn.any(axis=1)])
+
+
+def test_requests_that_ask_for_different_tops_do_not_meet() -> None:
+    requests = [
+        request("qwen3", 20, seed, topk_prompt=top, topk_sample=sample, prompt_logprobs=asked)
+        for seed, (top, sample, asked) in enumerate([(3, 0, True), (0, 7, False), (9, 1, False)])
+    ]
+    together = run("qwen3", requests)
+    for result, asked in zip(together, requests, strict=True):
+        (alone,) = run("qwen3", [asked])
+        assert_same(result, alone)
+    assert together[0]["topk_ids"].shape == (20, 3) and together[1]["topk_ids"] is None
+    assert together[0]["samples"][0]["topk_ids"] is None
+    assert together[1]["samples"][0]["topk_ids"].shape == (20, 7)
+
+
+# ---- whatever else is in the batch ----
+
+
+def mixed(name: str) -> list[Request]:
+    """Requests of all kinds, with three adapters and none."""
+    first, second = adapter_of(name, 1), adapter_of(name, 2, rank=2)
+    third = adapter_of(name, 3, attn=False)
+    return [
+        request(name, 3, 10, max_tokens=60),
+        request(name, 70, 11, adapter=first, num_samples=3, max_tokens=33),
+        request(name, 1, 12, adapter=second, temperature=0.0, max_tokens=90, topk_sample=2),
+        request(name, 64, 13, adapter=first, top_p=0.8, prompt_logprobs=True),
+        request(name, 65, 14, adapter=third, top_k=5, temperature=1.5, num_samples=2),
+        request(name, 130, 15, prompt_logprobs=True, topk_prompt=4, num_samples=4),
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_request_gets_what_it_gets_alone(name: str) -> None:
+    requests = mixed(name)
+    alone = [run(name, [asked])[0] for asked in requests]
+    for joins in ({}, {0: 0, 1: 3, 2: 7, 3: 7, 4: 20, 5: 40}, {0: 40, 1: 20, 2: 9, 3: 2, 4: 1}):
+        for found, wanted in zip(run(name, requests, joins=joins), alone, strict=True):
+            assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("tokens", (256, 320, 640))
+def test_a_cache_that_is_too_small_for_all_changes_nothing(tokens: int) -> None:
+    requests = mixed("llama")
+    wanted = run("llama", requests)
+    for joins in ({}, {1: 5, 3: 8, 5: 2}):
+        for found, one in zip(
+            run("llama", requests, tokens=tokens, joins=joins), wanted, strict=True
+        ):
+            assert_same(found, one)
+
+
+def test_seeds_and_samples_differ_and_repeat() -> None:
+    def tokens(seed: int, count: int) -> list[list[int]]:
+        (result,) = run("qwen2", [request("qwen2", 9, num_samples=count) | {"seed": seed}])
+        return [sample["tokens"].tolist() for sample in result["samples"]]
+
+    assert tokens(1, 3) == tokens(1, 3)
+    assert tokens(1, 1) == tokens(1, 3)[:1]
+    assert len({tuple(one) for one in tokens(1, 4) + tokens(2, 4)}) == 8
+
+
+def test_many_requests_at_once() -> None:
+    requests = [request("qwen3-tied", 1 + seed % 40, seed, max_tokens=5) for seed in range(600)]
+    together = run("qwen3-tied", requests)
+    for number in (0, 17, 255, 256, 511, 599):
+        assert_same(together[number], run("qwen3-tied", [requests[number]])[0])
+
+
+# ---- ends ----
+
+
+def test_a_sample_ends_at_its_length_or_the_contexts() -> None:
+    results = run(
+        "qwen3",
+        [
+            request("qwen3", 150, max_tokens=-1, num_samples=2),
+            request("qwen3", 150, max_tokens=10),
+            request("qwen3", 159, max_tokens=1),
+            request("qwen3", 150, max_tokens=4),
+        ],
+    )
+    for result, length in zip(results, (10, 10, 1, 4), strict=True):
+        for sample in result["samples"]:
+            assert len(sample["tokens"]) == len(sample["logprobs"]) == length
+            assert sample["stop_reason"] == "length"
+
+
+def test_a_stop_id_is_the_last_token() -> None:
+    asked = request("qwen3", 9, num_samples=3, max_tokens=60)
+    (whole,) = run("qwen3", [asked])
+    stops = whole["samples"][0]["tokens"][[7, 30]]
+    (result,) = run("qwen3", [asked | {"stop_ids": stops}])
+    for sample, long in zip(result["samples"], whole["samples"], strict=True):
+        places = np.flatnonzero(np.isin(long["tokens"], stops))
+        length = places[0] + 1 if len(places) else 60
+        np.testing.assert_array_equal(sample["tokens"], long["tokens"][:length])
+        np.testing.assert_array_equal(sample["logprobs"], long["logprobs"][:length])
+        assert sample["stop_reason"] == ("stop" if len(places) else "length")
+    assert result["samples"][0]["stop_reason"] == "stop"
+
+
+def test_ids_beyond_the_limit_are_never_drawn() -> None:
+    limit = SPECS["llama"].config["vocab_size"] - PADDING
+    drawn = set()
+    for options in ({"temperature": 5.0}, {"top_p": 0.9, "temperature": 5.0}, {"temperature": 0.0}):
+        sampler = _core.Sampler(loaded("llama").core, vocab_limit=limit)
+        asked = request("llama", 9, num_samples=20, max_tokens=100, **options)
+        sampler.add(0, **asked)
+        while not sampler.step()[1]:
+            pass
+        for sample in sampler.take(0)["samples"]:
+            drawn |= set(sample["tokens"].tolist())
+    assert max(drawn) < limit and len(drawn) > 0.9 * limit
+    (free,) = run("llama", [request("llama", 9, num_samples=20, max_tokens=100, temperature=5.0)])
+    assert max(sample["tokens"].max() for sample in free["samples"]) >= limit
+
+
+def test_a_limit_leaves_the_logprobs_the_trainers() -> None:
+    sampler = _core.Sampler(loaded("llama").core, vocab_limit=50)
+    asked = request("llama", 9, max_tokens=40)
+    sampler.add(0, **asked)
+    while not sampler.step()[1]:
+        pass
+    (sample,) = sampler.take(0)["samples"]
+    wanted = trainer("llama", None, asked["prompt"], sample["tokens"])
+    np.testing.assert_array_equal(sample["logprobs"], wanted)
+
+
+def test_stop_ends_a_sample_after_its_newest_token() -> None:
+    asked = request("qwen3", 9, num_samples=2)
+    (whole,) = run("qwen3", [asked])
+    sampler = _core.Sampler(loaded("qwen3").core)
+    sampler.add(4, **asked)
+    seen: list[int] = []
+    done: list[int] = []
+    while not done:
+        drawn, done = sampler.step()
+        seen += [token for _, sample, token in drawn if sample == 1]
+        if len(seen) == 5 and (4, 1, seen[-1]) in drawn:
+            sampler.stop(4, 1)
+    result = sampler.take(4)
+    np.testing.assert_array_equal(result["samples"][0]["tokens"], whole["samples"][0]["tokens"])
+    np.testing.assert_array_equal(result["samples"][1]["tokens"], whole["samples"][1]["tokens"][:5])
+    assert result["samples"][1]["tokens"].tolist() == seen
+    assert [sample["stop_reason"] for sample in result["samples"]] == ["length", "stop"]
+
+
+def test_a_cancelled_request_is_forgotten_and_others_go_on() -> None:
+    requests = mixed("qwen3")
+    sampler = _core.Sampler(loaded("qwen3").core, tokens=640)
+    for number, asked in enumerate(requests):
+        sampler.add(number, **asked)
+    results = {}
+    for step in range(10_000):
+        _, done = sampler.step()
+        results |= {number: sampler.take(number) for number in done}
+        if step == 4:
+            sampler.cancel(1)
+            sampler.cancel(5)
+        if sampler.active == 0:
+            break
+    assert set(results) == {0, 2, 3, 4}
+    for number, result in results.items():
+        assert_same(result, run("qwen3", [requests[number]])[0])
+    with pytest.raises((ValueError, KeyError), match="1"):
+        sampler.take(1)
+    sampler.add(1, **requests[1])  # its number is free again
+    while not sampler.step()[1]:
+        pass
+    assert_same(sampler.take(1), run("qwen3", [requests[1]])[0])
+
+
+def test_a_result_is_taken_once_and_not_before_it_is_done() -> None:
+    sampler = _core.Sampler(loaded("qwen3").core)
+    sampler.add(0, **request("qwen3", 9, max_tokens=2))
+    with pytest.raises((ValueError, KeyError), match="0"):
+        sampler.take(0)
+    while not sampler.step()[1]:
+        pass
+    sampler.take(0)
+    with pytest.raises((ValueError, KeyError), match="0"):
+        sampler.take(0)
+    assert sampler.step() == ([], [])
+
+
+def test_training_goes_on_while_a_snapshot_is_sampled_from() -> None:
+    adapter = adapter_of("qwen3", 1)
+    asked = request("qwen3", 30, max_tokens=40)
+    (wanted,) = run("qwen3", [asked | {"adapter": adapter.snapshot()}])
+    sampler = _core.Sampler(loaded("qwen3").core)
+    sampler.add(0, **asked, adapter=adapter.snapshot())
+    done: list[int] = []
+    for _ in range(1000):
+        _, done = sampler.step()
+        if done:
+            break
+        call(adapter, [datum(tokens_of("qwen3", 20))])
+        adapter.optim_step(
+            learning_rate=0.1, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0, grad_clip_norm=0
+        )
+    assert_same(sampler.take(0), wanted)
+
+
+def test_what_a_sampler_uses_stays_alive() -> None:
+    core = families.load_model(folder("qwen3"), threads=1).core
+    sampler = _core.Sampler(core)
+    asked = request("qwen3", 30)
+    adapter = randomize(_core.Adapter(core, rank=4), 1)
+    sampler.add(0, **asked, adapter=adapter)
+    del core, adapter
+    gc.collect()
+    while not sampler.step()[1]:
+        pass
+    (wanted,) = run("qwen3", [asked | {"adapter": adapter_of("qwen3", 1)}])
+    assert_same(sampler.take(0), wanted)
+
+
+# ---- bad requests ----
+
+BAD: dict[str, tuple[Request, type[Exception], str]] = {
+    "empty prompt": ({"prompt": np.zeros(0, np.int32)}, ValueError, "prompt is empty"),
+    "id too large": ({"prompt": np.array([1, 131], np.int32)}, IndexError, "position 1 is 131"),
+    "id negative": ({"prompt": np.array([-1], np.int32)}, IndexError, "position 0 is -1"),
+    "prompt too long": ({"prompt": np.ones(160, np.int32)}, ValueError, "160"),
+    "more than the context": (
+        {"prompt": np.ones(100, np.int32), "max_tokens": 61},
+        ValueError,
+        "100.*61.*160",
+    ),
+    "no samples": ({"num_samples": 0}, ValueError, "num_samples"),
+    "no tokens": ({"max_tokens": 0}, ValueError, "max_tokens"),
+    "negative tokens": ({"max_tokens": -2}, ValueError, "max_tokens"),
+    "negative temperature": ({"temperature": -0.5}, ValueError, "temperature"),
+    "temperature NaN": ({"temperature": float("nan")}, ValueError, "temperature"),
+    "temperature infinite": ({"temperature": float("inf")}, ValueError, "temperature"),
+    "top_k of zero": ({"top_k": 0}, ValueError, "top_k"),
+    "top_p of zero": ({"top_p": 0.0}, ValueError, "top_p"),
+    "top_p too large": ({"top_p": 1.1}, ValueError, "top_p"),
+    "topk_prompt too large": ({"topk_prompt": 132}, ValueError, "topk_prompt"),
+    "topk_sample negative": ({"topk_sample": -1}, ValueError, "topk_sample"),
+    "the same number": ({"request": 7}, ValueError, "7"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_request_is_refused_and_the_rest_goes_on(case: str) -> None:
+    change, kind, sentence = BAD[case]
+    sampler = _core.Sampler(loaded("qwen3").core)
+    good = request("qwen3", 9)
+    sampler.add(7, **good)
+    sampler.step()
+    with pytest.raises(kind, match=sentence):
+        sampler.add(**({"request": 8, **good} | change))
+    while not sampler.step()[1]:
+        pass
+    assert_same(sampler.take(7), run("qwen3", [good])[0])
+    assert sampler.active == 0
+
+
+def test_a_request_larger_than_the_cache_is_refused() -> None:
+    sampler = _core.Sampler(loaded("qwen3").core, tokens=64)
+    with pytest.raises(MemoryError, match=r"101.*64"):
+        sampler.add(0, **request("qwen3", 100, max_tokens=1))
+
+
+def test_an_adapter_of_another_model_is_refused() -> None:
+    sampler = _core.Sampler(loaded("qwen3").core)
+    with pytest.raises(ValueError, match="another model"):
+        sampler.add(0, **request("qwen3", 9), adapter=adapter_of("llama", 0))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [({"tokens": -1}, "cache"), ({"vocab_limit": 132}, "vocab_limit"), ({"vocab_limit": -1}, "-1")],
+)
+def test_a_bad_sampler_is_refused(options: dict[str, int], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        _core.Sampler(loaded("qwen3").core, **options)
