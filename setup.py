@@ -11,7 +11,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi"]
-FLAGS = ["-std=c11", "-O3", "-g1", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno"]
+FLAGS = ["-std=c11", "-O3", "-g1", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
 
 GENERIC = {"generic": []}
 X86 = {

@@ -1,9 +1,10 @@
 /* adapter.c - LoRA's matrices in flat vectors, their beginning, and AdamW's step over them.
  *
- * y = x·wᵀ + (alpha/R)·(x·A)·B for every matrix of the groups that are trained. A (D,R) begins uniform in ±1/√D, as
- * PEFT's kaiming_uniform(a=√5) does, B (R,N) at zero. Weights, gradients and both moments lie in one vector
- * each, so a step is one call. A call's gradients gather in a vector of their own and are added when the call has
- * succeeded: a failed or interrupted call leaves no trace. */
+ * y = x·wᵀ + (alpha/R)·(x·A)·B for every matrix of the groups that are trained. A (D,R) begins
+ * uniform in ±1/√D, as PEFT's kaiming_uniform(a=√5) does, B (R,N) at zero. Weights, gradients and
+ * both moments lie in one vector each, so a step is one call. A call's gradients gather in a vector
+ * of their own and are added when the call has succeeded: a failed or interrupted call leaves no
+ * trace. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -25,7 +26,7 @@ static void pairs_place(Adapter *adapter)
     int64_t *size = &adapter->size;
     for (int l = 0; l < s->layers; l++) {
         LayerPairs *p = &adapter->layer[l];
-#define LAYER_MATRIX(slot, rows, cols, present, group)                                         \
+#define LAYER_MATRIX(slot, rows, cols, present, group) \
     p->slot = pair_place(size, adapter->rank, rows, cols, adapter->groups & group);
 #include "weights.inc"
     }
@@ -33,15 +34,16 @@ static void pairs_place(Adapter *adapter)
 }
 
 void adapter_visit(const Adapter *adapter,
-                   void (*visit)(void *context, const SlotInfo *info, int layer, Pair pair), void *context)
+                   void (*visit)(void *context, const SlotInfo *info, int layer, Pair pair),
+                   void *context)
 {
     const Shape *s = &adapter->model->shape;
     SlotInfo info;
     for (int l = 0; l < s->layers; l++) {
-#define LAYER_MATRIX(slot, rows, cols, present, group)                                         \
-    if (adapter->layer[l].slot.a >= 0) {                                                       \
-        info = slot_info(s, SLOT_##slot);                                                      \
-        visit(context, &info, l, adapter->layer[l].slot);                                      \
+#define LAYER_MATRIX(slot, rows, cols, present, group)    \
+    if (adapter->layer[l].slot.a >= 0) {                  \
+        info = slot_info(s, SLOT_##slot);                 \
+        visit(context, &info, l, adapter->layer[l].slot); \
     }
 #include "weights.inc"
     }
@@ -51,7 +53,8 @@ void adapter_visit(const Adapter *adapter,
 
 /* ---- the beginning ---- */
 
-/* SplitMix64: a counter-based stream, so that a matrix's numbers depend on (seed, position) alone. */
+/* SplitMix64: a counter-based stream, so that a matrix's numbers depend on (seed, position) alone.
+ */
 static double uniform(uint64_t seed, uint64_t index)
 {
     uint64_t z = seed * 0x9e3779b97f4a7c15u + (index + 1) * 0xbf58476d1ce4e5b9u;
@@ -73,7 +76,8 @@ static void begin_matrix(void *context, const SlotInfo *info, int layer, Pair pa
     const Beginning *c = context;
     double bound = 1.0 / sqrt((double)info->cols);
     for (int64_t i = 0; i < (int64_t)info->cols * c->rank; i++)
-        c->weights[pair.a + i] = (float)((2.0 * uniform(c->seed, (uint64_t)(pair.a + i)) - 1.0) * bound);
+        c->weights[pair.a + i] =
+            (float)((2.0 * uniform(c->seed, (uint64_t)(pair.a + i)) - 1.0) * bound);
 }
 
 static void vectors_place(Adapter *adapter, int vectors)
@@ -110,32 +114,40 @@ failed:
     return status;
 }
 
-enum { STEP_TOKENS = 2048 }; /* enough rows for products at full speed; 0.6B then keeps 3.3 GB of activations */
+enum {
+    STEP_TOKENS = 2048
+}; /* enough rows for products at full speed; 0.6B then keeps 3.3 GB of activations */
 
 Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
 {
-    if (!model->sealed) return fail(STATUS_INVALID, "the model is not sealed: load every slot, then seal it");
+    if (!model->sealed)
+        return fail(STATUS_INVALID, "the model is not sealed: load every slot, then seal it");
     if (spec->rank < 1) return fail(STATUS_INVALID, "rank must be at least 1, not %d", spec->rank);
     if (spec->rank > model->shape.width)
-        return fail(STATUS_INVALID, "rank %d is more than the model's width, %d", spec->rank, model->shape.width);
+        return fail(STATUS_INVALID, "rank %d is more than the model's width, %d", spec->rank,
+                    model->shape.width);
     if (!(spec->alpha > 0.0f) || !isfinite(spec->alpha))
         return fail(STATUS_INVALID, "alpha must be a positive number, not %g", (double)spec->alpha);
     if (!(spec->groups & (ATTN | MLP | UNEMBED)))
-        return fail(STATUS_INVALID, "nothing to train: train_attn, train_mlp and train_unembed are all false");
+        return fail(STATUS_INVALID,
+                    "nothing to train: train_attn, train_mlp and train_unembed are all false");
     if (spec->step_tokens < 0)
-        return fail(STATUS_INVALID, "step_tokens must be 0 (the default) or more, not %d", spec->step_tokens);
+        return fail(STATUS_INVALID, "step_tokens must be 0 (the default) or more, not %d",
+                    spec->step_tokens);
     AdapterSpec own = *spec;
     if (!own.step_tokens) own.step_tokens = STEP_TOKENS;
     Adapter *adapter = NULL;
     TRY(adapter_make(&adapter, model, &own, VECTORS));
     float *weights = calloc((size_t)adapter->size, sizeof *weights);
     if (!weights) {
-        Status status = fail(STATUS_MEMORY, "no memory for %lld LoRA parameters", (long long)adapter->size);
+        Status status =
+            fail(STATUS_MEMORY, "no memory for %lld LoRA parameters", (long long)adapter->size);
         adapter_close(adapter);
         return status;
     }
     adapter_visit(adapter, begin_matrix, &(Beginning){weights, own.rank, own.seed});
-    model->dev->upload(model->dev, adapter->vector[WEIGHTS], weights, (size_t)adapter->size * sizeof(float));
+    model->dev->upload(model->dev, adapter->vector[WEIGHTS], weights,
+                       (size_t)adapter->size * sizeof(float));
     free(weights);
     *out = adapter;
     return STATUS_OK;
@@ -143,11 +155,14 @@ Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
 
 Status adapter_snapshot(Adapter **copy, const Adapter *adapter)
 {
-    AdapterSpec spec = {.rank = adapter->rank, .groups = adapter->groups, .alpha = adapter->alpha,
+    AdapterSpec spec = {.rank = adapter->rank,
+                        .groups = adapter->groups,
+                        .alpha = adapter->alpha,
                         .step_tokens = adapter->step_tokens};
     TRY(adapter_make(copy, adapter->model, &spec, WEIGHTS + 1));
     Device *dev = adapter->model->dev;
-    dev->copy(dev, (*copy)->vector[WEIGHTS], adapter->vector[WEIGHTS], (size_t)adapter->size * sizeof(float));
+    dev->copy(dev, (*copy)->vector[WEIGHTS], adapter->vector[WEIGHTS],
+              (size_t)adapter->size * sizeof(float));
     (*copy)->step = adapter->step;
     return STATUS_OK;
 }
@@ -190,13 +205,17 @@ static Status adamw_check(const AdamW *o)
     struct {
         const char *name;
         double value, below;
-    } range[] = {{"learning_rate", o->lr, INFINITY}, {"beta1", o->beta1, 1.0}, {"beta2", o->beta2, 1.0},
-                 {"eps", o->eps, INFINITY}, {"weight_decay", o->weight_decay, INFINITY},
+    } range[] = {{"learning_rate", o->lr, INFINITY},
+                 {"beta1", o->beta1, 1.0},
+                 {"beta2", o->beta2, 1.0},
+                 {"eps", o->eps, INFINITY},
+                 {"weight_decay", o->weight_decay, INFINITY},
                  {"grad_clip_norm", o->clip_norm, INFINITY}};
     for (size_t i = 0; i < sizeof range / sizeof *range; i++)
         if (!(range[i].value >= 0.0 && range[i].value < range[i].below))
             return fail(STATUS_INVALID, "%s must be %s, not %g", range[i].name,
-                        isinf(range[i].below) ? "0 or more and finite" : "in [0, 1)", range[i].value);
+                        isinf(range[i].below) ? "0 or more and finite" : "in [0, 1)",
+                        range[i].value);
     return STATUS_OK;
 }
 
@@ -204,18 +223,21 @@ Status adapter_optim_step(Adapter *adapter, const AdamW *o, Normalization by, St
 {
     Device *dev = adapter->model->dev;
     TRY(adamw_check(o));
-    double norm, divisor = by == BY_LOSS_TOKENS ? adapter->tokens : by == BY_SEQUENCES ? adapter->sequences : 1.0;
+    double norm, divisor = by == BY_LOSS_TOKENS ? adapter->tokens
+                           : by == BY_SEQUENCES ? adapter->sequences
+                                                : 1.0;
     double scale = divisor > 0.0 ? 1.0 / divisor : 1.0;
     TRY(adapter_norm(adapter, GRADIENTS, &norm));
     norm *= scale;
     if (!isfinite(norm)) {
         TRY(adapter_clear(adapter));
-        return fail(STATUS_NUMERIC, "the gradient is not finite; it was cleared, and no step was taken");
+        return fail(STATUS_NUMERIC,
+                    "the gradient is not finite; it was cleared, and no step was taken");
     }
     *report = (StepReport){norm, adapter->tokens, adapter->sequences};
     if (o->clip_norm > 0.0 && o->clip_norm < norm + 1e-6) scale *= o->clip_norm / (norm + 1e-6);
     dev->adamw(dev, adapter->vector[WEIGHTS], adapter->vector[MOMENT_1], adapter->vector[MOMENT_2],
-               adapter->vector[GRADIENTS], adapter->size, ++adapter->step, (float)scale, o->lr, o->beta1,
-               o->beta2, o->eps, o->weight_decay);
+               adapter->vector[GRADIENTS], adapter->size, ++adapter->step, (float)scale, o->lr,
+               o->beta1, o->beta2, o->eps, o->weight_decay);
     return adapter_clear(adapter);
 }

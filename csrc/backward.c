@@ -1,15 +1,17 @@
 /* backward.c - forward.c's list, reversed: from d loss / d hidden to every adapter's gradient.
  *
- * Base weights are frozen, so a product needs only its input's gradient, and LoRA's own two. What acts.inc does
- * not keep (norm outputs, rotated q and k, swiglu's output) is computed again by the ops that made it. dx carries the
- * residual stream's gradient down the layers; every norm adds its part to it. */
+ * Base weights are frozen, so a product needs only its input's gradient, and LoRA's own two. What
+ * acts.inc does not keep (norm outputs, rotated q and k, swiglu's output) is computed again by the
+ * ops that made it. dx carries the residual stream's gradient down the layers; every norm adds its
+ * part to it. */
 #include "core.h"
 
 void grads_place(Grads *g, Arena *arena, const Model *model, int T, int R)
 {
     const Shape *s = &model->shape;
     size_t row = (size_t)T * model->dev->real_bytes;
-    size_t q = (size_t)s->heads * (size_t)s->head_width, k = (size_t)s->kv_heads * (size_t)s->head_width;
+    size_t q = (size_t)s->heads * (size_t)s->head_width,
+           k = (size_t)s->kv_heads * (size_t)s->head_width;
     g->dx = arena_take(arena, row * (size_t)s->width);
     g->dxn = arena_take(arena, row * (size_t)s->width);
     g->dq = arena_take(arena, row * q);
@@ -23,18 +25,20 @@ void grads_place(Grads *g, Arena *arena, const Model *model, int T, int R)
 }
 
 /* dx = dy·w (or +=), then LoRA's gradients and its part of dx. dx NULL: nothing below needs it. */
-static void unproject(Device *d, Adapter *adapter, Pair pair, real *dx, real *ds, const real *dy, const real *x,
-                      const real *s, const frozen *w, int T, int N, int D, int accumulate)
+static void unproject(Device *d, Adapter *adapter, Pair pair, real *dx, real *ds, const real *dy,
+                      const real *x, const real *s, const frozen *w, int T, int N, int D,
+                      int accumulate)
 {
     if (dx) d->linear_backward(d, dx, dy, w, T, N, D, accumulate);
     if (pair.a < 0) return;
     const float *weights = adapter->vector[WEIGHTS];
     float *fresh = adapter->vector[FRESH];
-    d->lora_backward(d, dx, fresh + pair.a, fresh + pair.b, ds, dy, x, s, weights + pair.a, weights + pair.b, T,
-                     N, D, adapter->rank, adapter->scale);
+    d->lora_backward(d, dx, fresh + pair.a, fresh + pair.b, ds, dy, x, s, weights + pair.a,
+                     weights + pair.b, T, N, D, adapter->rank, adapter->scale);
 }
 
-static void mlp_backward(const Model *m, Adapter *adapter, int l, int T, const Acts *acts, const Grads *g)
+static void mlp_backward(const Model *m, Adapter *adapter, int l, int T, const Acts *acts,
+                         const Grads *g)
 {
     Device *d = m->dev;
     const Shape *s = &m->shape;
@@ -43,10 +47,13 @@ static void mlp_backward(const Model *m, Adapter *adapter, int l, int T, const A
     const LayerPairs *p = &adapter->layer[l];
     int D = s->width, F = s->ffn;
     d->swiglu(d, acts->act, a->gate, a->up, T, F);
-    unproject(d, adapter, p->w_down, g->dact, g->ds, g->dx, acts->act, a->s_w_down, w->w_down, T, D, F, 0);
-    d->swiglu_backward(d, a->gate, a->up, g->dact, a->gate, a->up, T, F); /* from here they are gradients */
+    unproject(d, adapter, p->w_down, g->dact, g->ds, g->dx, acts->act, a->s_w_down, w->w_down, T, D,
+              F, 0);
+    d->swiglu_backward(d, a->gate, a->up, g->dact, a->gate, a->up, T,
+                       F); /* from here they are gradients */
     d->rmsnorm(d, acts->xn, a->mlp_rstd, a->mid, w->mlp_norm, T, D, s->norm_eps);
-    unproject(d, adapter, p->w_gate, g->dxn, g->ds, a->gate, acts->xn, a->s_w_gate, w->w_gate, T, F, D, 0);
+    unproject(d, adapter, p->w_gate, g->dxn, g->ds, a->gate, acts->xn, a->s_w_gate, w->w_gate, T, F,
+              D, 0);
     unproject(d, adapter, p->w_up, g->dxn, g->ds, a->up, acts->xn, a->s_w_up, w->w_up, T, F, D, 1);
     d->rmsnorm_backward(d, g->dx, g->dxn, a->mid, w->mlp_norm, a->mlp_rstd, T, D);
 }
@@ -59,7 +66,8 @@ static void unrotate(const Model *m, int l, int T, const Acts *acts, const Grads
     const LayerWeights *w = &m->layer[l];
     const LayerActs *a = &acts->layer[l];
     int H = s->heads, G = s->kv_heads, E = s->head_width;
-    size_t q_bytes = (size_t)T * (size_t)(H * E) * d->real_bytes, k_bytes = q_bytes / (size_t)H * (size_t)G;
+    size_t q_bytes = (size_t)T * (size_t)(H * E) * d->real_bytes,
+           k_bytes = q_bytes / (size_t)H * (size_t)G;
     d->rope_backward(d, g->dq, acts->cosine, acts->sine, T, H, E);
     d->rope_backward(d, g->dk, acts->cosine, acts->sine, T, G, E);
     if (!s->qk_norm) {
@@ -73,8 +81,8 @@ static void unrotate(const Model *m, int l, int T, const Acts *acts, const Grads
     d->rmsnorm_backward(d, g->dk_raw, g->dk, a->k_raw, w->k_norm, acts->k_rstd, T * G, E);
 }
 
-static void attention_block_backward(const Model *m, Adapter *adapter, int l, const Batch *batch, const Acts *acts,
-                                     const Grads *g)
+static void attention_block_backward(const Model *m, Adapter *adapter, int l, const Batch *batch,
+                                     const Acts *acts, const Grads *g)
 {
     Device *d = m->dev;
     const Shape *s = &m->shape;
@@ -84,8 +92,8 @@ static void attention_block_backward(const Model *m, Adapter *adapter, int l, co
     int T = batch->T, D = s->width, H = s->heads, G = s->kv_heads, E = s->head_width;
     unproject(d, adapter, p->wo, g->datt, g->ds, g->dx, a->att, a->s_wo, w->wo, T, D, H * E, 0);
     layer_rotate(m, l, acts, T);
-    d->attention_backward(d, g->dq, g->dk, g->dv, g->datt, a->att, a->lse, acts->q, acts->k, a->v, batch->spans,
-                          batch->S, T, H, G, E);
+    d->attention_backward(d, g->dq, g->dk, g->dv, g->datt, a->att, a->lse, acts->q, acts->k, a->v,
+                          batch->spans, batch->S, T, H, G, E);
     unrotate(m, l, T, acts, g);
     d->rmsnorm(d, acts->xn, a->attn_rstd, a->x, w->attn_norm, T, D, s->norm_eps);
     real *dxn = l > 0 ? g->dxn : NULL; /* below the first layer is the embedding, which is frozen */
@@ -95,13 +103,15 @@ static void attention_block_backward(const Model *m, Adapter *adapter, int l, co
     if (dxn) d->rmsnorm_backward(d, g->dx, dxn, a->x, w->attn_norm, a->attn_rstd, T, D);
 }
 
-void backward(const Model *m, Adapter *adapter, const Batch *batch, const Acts *acts, const Grads *g)
+void backward(const Model *m, Adapter *adapter, const Batch *batch, const Acts *acts,
+              const Grads *g)
 {
     Device *d = m->dev;
     const Shape *s = &m->shape;
     if (!(adapter->groups & (ATTN | MLP))) return;
     d->zero(d, g->dx, (size_t)batch->T * (size_t)s->width * d->real_bytes);
-    d->rmsnorm_backward(d, g->dx, g->dxn, acts->out, m->final_norm, acts->final_rstd, batch->T, s->width);
+    d->rmsnorm_backward(d, g->dx, g->dxn, acts->out, m->final_norm, acts->final_rstd, batch->T,
+                        s->width);
     for (int l = s->layers - 1; l >= 0; l--) {
         mlp_backward(m, adapter, l, batch->T, acts, g);
         attention_block_backward(m, adapter, l, batch, acts, g);

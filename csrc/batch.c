@@ -1,4 +1,5 @@
-/* batch.c - puts a packed batch on the device: T rows of S sequences, and the pages they attend to. */
+/* batch.c - puts a packed batch on the device: T rows of S sequences, and the pages they attend to.
+ */
 #include "core.h"
 
 void batch_place(Batch *batch, Arena *arena, int T, int S, int page_count)

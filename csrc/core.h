@@ -7,8 +7,8 @@
  *   Loss     how target log-probabilities become a loss (losses.c)
  *   Sampler  many requests decoded together over one cache of pages
  *
- * Glossary: T tokens (rows), D width, H heads, G key-value heads, E head width, F ffn width, V vocabulary,
- * K targets a token, R rank, L layers, S sequences. */
+ * Glossary: T tokens (rows), D width, H heads, G key-value heads, E head width, F ffn width, V
+ * vocabulary, K targets a token, R rank, L layers, S sequences. */
 #ifndef TINSMITH_CORE_H
 #define TINSMITH_CORE_H
 
@@ -18,21 +18,25 @@
 
 typedef struct Arena {
     Device *dev;
-    char *base;        /* NULL while measuring: takes only count */
+    char *base; /* NULL while measuring: takes only count */
     size_t size, used;
 } Arena;
 
-/* Makes room for `bytes`, dropping what was there if it was smaller; takes begin from the start again. */
+/* Makes room for `bytes`, dropping what was there if it was smaller; takes begin from the start
+ * again. */
 Status arena_reserve(Arena *arena, size_t bytes, const char *purpose);
 void arena_release(Arena *arena);
-/* The next `bytes`, aligned; NULL while measuring. Placing more than was measured is a programmer's error. */
+/* The next `bytes`, aligned; NULL while measuring. Placing more than was measured is a programmer's
+ * error. */
 void *arena_take(Arena *arena, size_t bytes);
 
 /* ---- model.c ---- */
 
 /* The dimensions of a model, as numbers that arrive by name. */
-#define SHAPE_LIST(X)                                                                          \
-    X(layers) X(width) X(heads) X(kv_heads) X(head_width) X(ffn) X(vocab) X(context) X(qkv_bias) X(qk_norm) X(tied)
+#define SHAPE_LIST(X)                                                                             \
+    X(layers)                                                                                     \
+    X(width) X(heads) X(kv_heads) X(head_width) X(ffn) X(vocab) X(context) X(qkv_bias) X(qk_norm) \
+        X(tied)
 
 typedef struct Shape {
 #define X(name) int name;
@@ -82,11 +86,12 @@ typedef struct Model {
 } Model;
 
 SlotInfo slot_info(const Shape *shape, Slot slot);
-Status model_open(Model **model, const Shape *shape, const float *inv_freq, DType type, const char *device,
-                  int threads);
+Status model_open(Model **model, const Shape *shape, const float *inv_freq, DType type,
+                  const char *device, int threads);
 void model_close(Model *model);
 /* Puts one tensor in; `rows`, `cols` and `type` are the array's. Vectors arrive as f32. */
-Status model_load(Model *model, const char *slot, int layer, const void *array, DType type, int rows, int cols);
+Status model_load(Model *model, const char *slot, int layer, const void *array, DType type,
+                  int rows, int cols);
 /* Ends loading; an error names what is missing. */
 Status model_seal(Model *model);
 /* Bytes that the weights of such a model take. */
@@ -114,11 +119,12 @@ typedef struct Adapter {
     Pair head;
     LayerPairs *layer;
     Arena memory;
-    float *vector[VECTORS]; /* FRESH: the gradients of the call under way; a snapshot has WEIGHTS alone */
-    int step;               /* optimizer steps taken */
+    float *vector[VECTORS];   /* FRESH: the gradients of the call under way; a snapshot has WEIGHTS
+                                 alone */
+    int step;                 /* optimizer steps taken */
     double tokens, sequences; /* behind the gradients: those with a gradient that is not zero */
-    int step_tokens;        /* rows of a micro-batch */
-    Arena arena;            /* of a step */
+    int step_tokens;          /* rows of a micro-batch */
+    Arena arena;              /* of a step */
     volatile int interrupted; /* set from outside: the step under way stops */
 } Adapter;
 
@@ -132,9 +138,11 @@ Status adapter_open(Adapter **adapter, Model *model, const AdapterSpec *spec);
 void adapter_close(Adapter *adapter);
 /* The weights as they are now, without gradients and moments. */
 Status adapter_snapshot(Adapter **copy, const Adapter *adapter);
-/* Calls visit(context, slot, layer, pair, info) for each trained matrix in the order of the flat vectors. */
+/* Calls visit(context, slot, layer, pair, info) for each trained matrix in the order of the flat
+ * vectors. */
 void adapter_visit(const Adapter *adapter,
-                   void (*visit)(void *context, const SlotInfo *info, int layer, Pair pair), void *context);
+                   void (*visit)(void *context, const SlotInfo *info, int layer, Pair pair),
+                   void *context);
 
 typedef struct AdamW {
     double lr, beta1, beta2, eps, weight_decay, clip_norm;
@@ -146,7 +154,8 @@ typedef struct StepReport {
     double grad_norm, tokens, sequences;
 } StepReport;
 
-Status adapter_optim_step(Adapter *adapter, const AdamW *adamw, Normalization by, StepReport *report);
+Status adapter_optim_step(Adapter *adapter, const AdamW *adamw, Normalization by,
+                          StepReport *report);
 Status adapter_clear(Adapter *adapter);
 Status adapter_norm(Adapter *adapter, Vector which, double *norm);
 
@@ -208,7 +217,8 @@ typedef struct Grads {
 
 void grads_place(Grads *grads, Arena *arena, const Model *model, int T, int R);
 /* grads->dxn = d loss / d hidden → adapter's FRESH gradients of all layers. */
-void backward(const Model *model, Adapter *adapter, const Batch *batch, const Acts *acts, const Grads *grads);
+void backward(const Model *model, Adapter *adapter, const Batch *batch, const Acts *acts,
+              const Grads *grads);
 
 /* acts->q, acts->k of layer l once more, from q_raw and k_raw. */
 void layer_rotate(const Model *model, int l, const Acts *acts, int T);
@@ -241,7 +251,7 @@ typedef struct Loss {
         const char *name;
         double initial;
     } key[LOSS_KEYS];
-    int gate; /* input whose zeros mean: no gradient here */
+    int gate;                                 /* input whose zeros mean: no gradient here */
     double (*evaluate)(const LossCall *call); /* returns the loss, writes dlogp */
 } Loss;
 
@@ -253,18 +263,18 @@ const Loss *loss_at(int index); /* NULL past the end */
 typedef struct Datums {
     int count;
     const int32_t *tokens, *lengths, *targets, *counts;
-    int64_t token_total, target_total;     /* lengths of the flat arrays, as they came */
-    const float *input[LOSS_INPUTS];       /* NULL: missing */
+    int64_t token_total, target_total; /* lengths of the flat arrays, as they came */
+    const float *input[LOSS_INPUTS];   /* NULL: missing */
     int64_t input_total[LOSS_INPUTS];
     double key[LOSS_KEYS];
 } Datums;
 
 /* Lengths, ids and numbers, against the model and the loss; the sentence names the datum. */
 Status datums_check(const Datums *datums, const Model *model, const Loss *loss);
-/* logp (target_total) and loss are the results; adds to the gradients if with_backward. On an error nothing was
- * added. */
-Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Loss *loss, int with_backward,
-                                float *logp, double *loss_sum);
+/* logp (target_total) and loss are the results; adds to the gradients if with_backward. On an error
+ * nothing was added. */
+Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Loss *loss,
+                                int with_backward, float *logp, double *loss_sum);
 /* Bytes of a training step of T rows. */
 size_t step_bytes(const Model *model, int rank, int T);
 /* Rows of a chunk whose logits exist at one time. */
@@ -287,7 +297,8 @@ void kv_close(Kv *kv);
 int32_t kv_take(Kv *kv);
 void kv_share(Kv *kv, int32_t page);
 void kv_drop(Kv *kv, int32_t page);
-/* A page with the first `count` keys of `page`, for a sequence that goes its own way; -1 if there is none. */
+/* A page with the first `count` keys of `page`, for a sequence that goes its own way; -1 if there
+ * is none. */
 int32_t kv_fork(Kv *kv, int32_t page, int count);
 /* Bytes of one token's keys and values in all layers. */
 size_t kv_token_bytes(const Model *model);

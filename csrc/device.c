@@ -13,11 +13,11 @@ Status device_open(Device **dev, const char *name, int threads)
 
 void *device_op(Device *dev, const char *name)
 {
-#define OP(op, args)                                                                           \
-    if (strcmp(name, #op) == 0) {                                                              \
-        void *function;                                                                        \
-        memcpy(&function, &dev->op, sizeof function);                                          \
-        return function;                                                                       \
+#define OP(op, args)                                  \
+    if (strcmp(name, #op) == 0) {                     \
+        void *function;                               \
+        memcpy(&function, &dev->op, sizeof function); \
+        return function;                              \
     }
 #include "ops.inc"
 #undef OP

@@ -1,8 +1,8 @@
 /* device.h - the only seam between the maths and the machines that do it.
  *
- * A Device is a struct of function pointers: one per row of ops.inc, and the few services that memory
- * needs. Ops return nothing: the first failure stays on the device, with its file and line, until sync()
- * returns it, so that forward.c reads as maths. */
+ * A Device is a struct of function pointers: one per row of ops.inc, and the few services that
+ * memory needs. Ops return nothing: the first failure stays on the device, with its file and line,
+ * until sync() returns it, so that forward.c reads as maths. */
 #ifndef TINSMITH_DEVICE_H
 #define TINSMITH_DEVICE_H
 
@@ -18,7 +18,7 @@ typedef struct Device Device;
 typedef struct real real;     /* an activation's element: f32 on the CPU */
 typedef struct frozen frozen; /* a base weight, in the device's own order and element type */
 
-enum { KV_PAGE = 64 };        /* keys a page of the KV cache holds */
+enum { KV_PAGE = 64 }; /* keys a page of the KV cache holds */
 
 /* Element types of arrays that cross the seam. */
 typedef enum DType { DTYPE_F32, DTYPE_BF16, DTYPE_F16 } DType;
@@ -57,12 +57,13 @@ struct Device {
     Status (*sync)(Device *dev);
     void (*close)(Device *dev);
 
-#define OP(name, args) void (*name) args;
+#define OP(name, args) void(*name) args;
 #include "ops.inc"
 #undef OP
 };
 
-/* Opens "cpu", or says why the device can't be had. threads = 0: one for each core this process may use. */
+/* Opens "cpu", or says why the device can't be had. threads = 0: one for each core this process may
+ * use. */
 TINSMITH_EXPORT Status device_open(Device **dev, const char *name, int threads);
 
 /* The function behind a row of ops.inc, or NULL: how the tests call any op of any device. */

@@ -1,8 +1,10 @@
 /* forward.c - the transformer, once for all devices, for training and for decoding.
  *
- *   x = embed(tokens);  each layer:  x += wo·attention(rope(norm(wq·xn)), …);  x += w_down·swiglu(…);  hidden = norm(x)
+ *   x = embed(tokens);  each layer:  x += wo·attention(rope(norm(wq·xn)), …);  x +=
+ * w_down·swiglu(…);  hidden = norm(x)
  *
- * Every product with a frozen matrix is followed by LoRA's, for each segment of rows that has an adapter. */
+ * Every product with a frozen matrix is followed by LoRA's, for each segment of rows that has an
+ * adapter. */
 #include "core.h"
 
 real *real_at(const Device *dev, const real *base, size_t index)
@@ -33,16 +35,19 @@ void acts_place(Acts *acts, Arena *arena, const Model *model, int T, int R, int 
     acts->final_rstd = arena_take(arena, rows * sizeof(float));
 }
 
-/* y (T,N) = x·wᵀ + bias, or +=, and each segment's LoRA on top; `slot` names its pair of matrices. */
-#define PROJECT(y, s, x, slot, bias, N, D, accumulate)                                         \
-    do {                                                                                       \
-        d->linear(d, y, x, w->slot, bias, T, N, D, accumulate);                                \
-        for (int i = 0; i < batch->segments; i++)                                              \
-            if (batch->segment[i].adapter)                                                     \
-                add_lora(&batch->segment[i], batch->segment[i].adapter->layer[l].slot, y, s, x, N, D);     \
+/* y (T,N) = x·wᵀ + bias, or +=, and each segment's LoRA on top; `slot` names its pair of matrices.
+ */
+#define PROJECT(y, s, x, slot, bias, N, D, accumulate)                                             \
+    do {                                                                                           \
+        d->linear(d, y, x, w->slot, bias, T, N, D, accumulate);                                    \
+        for (int i = 0; i < batch->segments; i++)                                                  \
+            if (batch->segment[i].adapter)                                                         \
+                add_lora(&batch->segment[i], batch->segment[i].adapter->layer[l].slot, y, s, x, N, \
+                         D);                                                                       \
     } while (0)
 
-static void add_lora(const Segment *segment, Pair pair, real *y, real *s, const real *x, int N, int D)
+static void add_lora(const Segment *segment, Pair pair, real *y, real *s, const real *x, int N,
+                     int D)
 {
     const Adapter *adapter = segment->adapter;
     if (pair.a < 0) return;
@@ -73,8 +78,8 @@ void layer_rotate(const Model *m, int l, const Acts *acts, int T)
     d->rope(d, acts->k, acts->cosine, acts->sine, T, G, E);
 }
 
-static void layer_forward(const Model *m, int l, const Batch *batch, const Acts *acts, const Cache *cache,
-                          real *next)
+static void layer_forward(const Model *m, int l, const Batch *batch, const Acts *acts,
+                          const Cache *cache, real *next)
 {
     Device *d = m->dev;
     const Shape *s = &m->shape;
@@ -91,7 +96,8 @@ static void layer_forward(const Model *m, int l, const Batch *batch, const Acts 
     PROJECT(a->v, a->s_wv, acts->xn, wv, w->bv, G * E, D, 0);
     layer_rotate(m, l, acts, T);
     d->kv_write(d, k_pages, v_pages, acts->k, a->v, batch->slot, T, G, E);
-    d->attention(d, a->att, a->lse, acts->q, k_pages, v_pages, batch->spans, batch->pages, batch->S, T, H, G, E);
+    d->attention(d, a->att, a->lse, acts->q, k_pages, v_pages, batch->spans, batch->pages, batch->S,
+                 T, H, G, E);
     d->copy(d, a->mid, a->x, row_bytes);
     PROJECT(a->mid, a->s_wo, a->att, wo, NULL, D, H * E, 1);
 
@@ -108,9 +114,11 @@ void forward(const Model *m, const Batch *batch, const Acts *acts, const Cache *
     Device *d = m->dev;
     const Shape *s = &m->shape;
     int T = batch->T, L = s->layers;
-    d->rope_table(d, acts->cosine, acts->sine, batch->pos, m->inv_freq, T, s->head_width, s->rope_scale);
+    d->rope_table(d, acts->cosine, acts->sine, batch->pos, m->inv_freq, T, s->head_width,
+                  s->rope_scale);
     d->embed(d, acts->layer[0].x, batch->tokens, m->embed, T, s->vocab, s->width);
     for (int l = 0; l < L; l++)
         layer_forward(m, l, batch, acts, cache, l + 1 < L ? acts->layer[l + 1].x : acts->out);
-    d->rmsnorm(d, acts->hidden, acts->final_rstd, acts->out, m->final_norm, T, s->width, s->norm_eps);
+    d->rmsnorm(d, acts->hidden, acts->final_rstd, acts->out, m->final_norm, T, s->width,
+               s->norm_eps);
 }

@@ -1,7 +1,8 @@
-/* kv.c - the pages of the key-value cache: taken, shared by sequences with a common beginning, forked, dropped.
+/* kv.c - the pages of the key-value cache: taken, shared by sequences with a common beginning,
+ * forked, dropped.
  *
- * A page holds KV_PAGE positions of every layer. Layer l's pages begin at l·stride; a page's number is the same in all.
- * How a page looks inside is the device's business. */
+ * A page holds KV_PAGE positions of every layer. Layer l's pages begin at l·stride; a page's number
+ * is the same in all. How a page looks inside is the device's business. */
 #include <stdlib.h>
 
 #include "core.h"
@@ -13,7 +14,8 @@ static size_t page_elements(const Model *model)
 
 size_t kv_token_bytes(const Model *model)
 {
-    return 2 * (size_t)model->shape.layers * page_elements(model) / KV_PAGE * model->dev->real_bytes;
+    return 2 * (size_t)model->shape.layers * page_elements(model) / KV_PAGE *
+           model->dev->real_bytes;
 }
 
 Status kv_open(Kv *kv, Model *model, int64_t tokens)
@@ -70,7 +72,7 @@ int32_t kv_fork(Kv *kv, int32_t page, int count)
     Device *d = m->dev;
     for (int l = 0; l < m->shape.layers; l++)
         d->kv_copy(d, real_at(d, kv->cache.k, (size_t)l * kv->cache.stride),
-                   real_at(d, kv->cache.v, (size_t)l * kv->cache.stride), page, copy, count, m->shape.kv_heads,
-                   m->shape.head_width);
+                   real_at(d, kv->cache.v, (size_t)l * kv->cache.stride), page, copy, count,
+                   m->shape.kv_heads, m->shape.head_width);
     return copy;
 }

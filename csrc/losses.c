@@ -1,8 +1,8 @@
 /* losses.c - how target log-probabilities become a loss: one row and one function each.
  *
- * All losses are sums over targets, as Tinker's are. lp = logp (the learner's), q = the sampler's log-probability,
- * A = advantage, w = weight, r = exp(lp − q). A function returns the loss of its piece and writes d loss / d lp; it sees
- * targets one by one, so a batch may be cut anywhere. */
+ * All losses are sums over targets, as Tinker's are. lp = logp (the learner's), q = the sampler's
+ * log-probability, A = advantage, w = weight, r = exp(lp − q). A function returns the loss of its
+ * piece and writes d loss / d lp; it sees targets one by one, so a batch may be cut anywhere. */
 #include <math.h>
 #include <string.h>
 
@@ -36,7 +36,8 @@ static double importance_sampling(const LossCall *c)
     return loss;
 }
 
-/* −Σ min(r·A, clip(r, low, high)·A);  d/dlp = −r·A where the first is the smaller or r is inside, else 0 */
+/* −Σ min(r·A, clip(r, low, high)·A);  d/dlp = −r·A where the first is the smaller or r is inside,
+ * else 0 */
 static double ppo(const LossCall *c)
 {
     const float *q = c->input[0], *advantage = c->input[1];
@@ -64,14 +65,17 @@ static const Loss losses[] = {
     },
     {
         .name = "importance_sampling",
-        .input = {{.name = "logprobs", .required = REQUIRED}, {.name = "advantages", .required = REQUIRED}},
+        .input = {{.name = "logprobs", .required = REQUIRED},
+                  {.name = "advantages", .required = REQUIRED}},
         .gate = 1,
         .evaluate = importance_sampling,
     },
     {
         .name = "ppo",
-        .input = {{.name = "logprobs", .required = REQUIRED}, {.name = "advantages", .required = REQUIRED}},
-        .key = {{.name = "clip_low_threshold", .initial = 0.8}, {.name = "clip_high_threshold", .initial = 1.2}},
+        .input = {{.name = "logprobs", .required = REQUIRED},
+                  {.name = "advantages", .required = REQUIRED}},
+        .key = {{.name = "clip_low_threshold", .initial = 0.8},
+                {.name = "clip_high_threshold", .initial = 1.2}},
         .gate = 1,
         .evaluate = ppo,
     },

@@ -5,18 +5,21 @@
 
 #include "sampler.h"
 
-/* A cache that was not asked for in tokens takes 4 GiB, of which the CPU touches only what is used. */
+/* A cache that was not asked for in tokens takes 4 GiB, of which the CPU touches only what is used.
+ */
 static const size_t CACHE_BYTES = (size_t)4 << 30;
 enum { CACHE_TOKENS_MAX = 1 << 20 };
 
 Status sampler_open(Sampler **out, Model *model, int64_t tokens, int limit_ids)
 {
-    if (!model->sealed) return fail(STATUS_INVALID, "the model is not sealed: load every slot, then seal it");
+    if (!model->sealed)
+        return fail(STATUS_INVALID, "the model is not sealed: load every slot, then seal it");
     if (tokens < 0 || tokens > CACHE_TOKENS_MAX)
-        return fail(STATUS_INVALID, "the cache can hold 0 (the default) to %d tokens, not %lld", CACHE_TOKENS_MAX,
-                    (long long)tokens);
+        return fail(STATUS_INVALID, "the cache can hold 0 (the default) to %d tokens, not %lld",
+                    CACHE_TOKENS_MAX, (long long)tokens);
     if (limit_ids < 0 || limit_ids > model->shape.vocab)
-        return fail(STATUS_INVALID, "vocab_limit must be 0 (all) to %d, not %d", model->shape.vocab, limit_ids);
+        return fail(STATUS_INVALID, "vocab_limit must be 0 (all) to %d, not %d", model->shape.vocab,
+                    limit_ids);
     Sampler *sampler = calloc(1, sizeof *sampler);
     if (!sampler) return fail(STATUS_MEMORY, "no memory for a sampler");
     sampler->model = model;
@@ -28,8 +31,9 @@ Status sampler_open(Sampler **out, Model *model, int64_t tokens, int limit_ids)
     }
     sampler->layers = calloc((size_t)model->shape.layers, sizeof *sampler->layers);
     sampler->drawn = calloc(STEP_SEQUENCES, sizeof *sampler->drawn);
-    Status status = sampler->layers && sampler->drawn ? kv_open(&sampler->kv, model, tokens)
-                                                      : fail(STATUS_MEMORY, "no memory for a sampler");
+    Status status = sampler->layers && sampler->drawn
+                        ? kv_open(&sampler->kv, model, tokens)
+                        : fail(STATUS_MEMORY, "no memory for a sampler");
     if (status) {
         sampler_close(sampler);
         return status;
@@ -74,16 +78,20 @@ void sampler_close(Sampler *sampler)
 
 static Status numbers_check(const RequestSpec *spec)
 {
-    if (spec->samples < 1) return fail(STATUS_INVALID, "num_samples must be at least 1, not %d", spec->samples);
+    if (spec->samples < 1)
+        return fail(STATUS_INVALID, "num_samples must be at least 1, not %d", spec->samples);
     if (spec->max_tokens < 1 && spec->max_tokens != -1)
-        return fail(STATUS_INVALID, "max_tokens must be at least 1, or None for the whole context, not %d",
+        return fail(STATUS_INVALID,
+                    "max_tokens must be at least 1, or None for the whole context, not %d",
                     spec->max_tokens);
     if (!(spec->temperature >= 0.0f) || !isfinite(spec->temperature))
-        return fail(STATUS_INVALID, "temperature must be 0 or more and finite, not %g", (double)spec->temperature);
+        return fail(STATUS_INVALID, "temperature must be 0 or more and finite, not %g",
+                    (double)spec->temperature);
     if (!(spec->top_p > 0.0f && spec->top_p <= 1.0f))
         return fail(STATUS_INVALID, "top_p must be in (0, 1], not %g", (double)spec->top_p);
     if (spec->top_k < 1 && spec->top_k != -1)
-        return fail(STATUS_INVALID, "top_k must be at least 1, or -1 for no cut, not %d", spec->top_k);
+        return fail(STATUS_INVALID, "top_k must be at least 1, or -1 for no cut, not %d",
+                    spec->top_k);
     return STATUS_OK;
 }
 
@@ -92,20 +100,25 @@ static Status request_check(const Sampler *sampler, const RequestSpec *spec)
     const Shape *s = &sampler->model->shape;
     int64_t room = (int64_t)sampler->kv.pages * KV_PAGE;
     TRY(numbers_check(spec));
-    if (spec->prompt_length < 1) return fail(STATUS_INVALID, "the prompt is empty: at least one token is needed");
+    if (spec->prompt_length < 1)
+        return fail(STATUS_INVALID, "the prompt is empty: at least one token is needed");
     if (spec->prompt_length >= s->context)
-        return fail(STATUS_INVALID, "the prompt has %d tokens; the model's context of %d leaves no room to sample",
+        return fail(STATUS_INVALID,
+                    "the prompt has %d tokens; the model's context of %d leaves no room to sample",
                     spec->prompt_length, s->context);
     for (int i = 0; i < spec->prompt_length; i++)
         if (spec->prompt[i] < 0 || spec->prompt[i] >= s->vocab)
-            return fail(STATUS_INDEX, "the prompt's token at position %d is %d; the model's ids are 0 to %d", i,
+            return fail(STATUS_INDEX,
+                        "the prompt's token at position %d is %d; the model's ids are 0 to %d", i,
                         spec->prompt[i], s->vocab - 1);
     if (spec->max_tokens > 0 && (int64_t)spec->prompt_length + spec->max_tokens > s->context)
-        return fail(STATUS_INVALID, "a prompt of %d tokens and max_tokens %d are more than the context, %d",
+        return fail(STATUS_INVALID,
+                    "a prompt of %d tokens and max_tokens %d are more than the context, %d",
                     spec->prompt_length, spec->max_tokens, s->context);
     int64_t need = spec->prompt_length + (spec->max_tokens > 0 ? (int64_t)spec->max_tokens : 1);
     if (need > room)
-        return fail(STATUS_MEMORY, "the request needs a cache of %lld tokens; the sampler's holds %lld",
+        return fail(STATUS_MEMORY,
+                    "the request needs a cache of %lld tokens; the sampler's holds %lld",
                     (long long)need, (long long)room);
     const int tops[] = {spec->topk_prompt, spec->topk_sample};
     for (int i = 0; i < 2; i++)
@@ -128,7 +141,8 @@ static void *copy_of(const void *from, size_t bytes)
 
 static int sequences_make(Request *r)
 {
-    size_t room = (size_t)r->limit, draws = room - (size_t)r->spec.prompt_length, top = (size_t)r->spec.topk_sample;
+    size_t room = (size_t)r->limit, draws = room - (size_t)r->spec.prompt_length,
+           top = (size_t)r->spec.topk_sample;
     int complete = 1;
     for (int j = 0; j < r->spec.samples; j++) {
         Sequence *s = &r->sequence[j];
@@ -180,10 +194,11 @@ Status sampler_add(Sampler *sampler, const RequestSpec *spec)
     r->top_ids = malloc((top + 1) * sizeof(int32_t));
     r->top_logprobs = malloc((top + 1) * sizeof(float));
     r->sequence = calloc((size_t)spec->samples, sizeof *r->sequence);
-    if (!r->spec.prompt || !r->spec.stop_ids || !r->prompt_logprobs || !r->top_ids || !r->top_logprobs ||
-        !r->sequence || !sequences_make(r)) {
+    if (!r->spec.prompt || !r->spec.stop_ids || !r->prompt_logprobs || !r->top_ids ||
+        !r->top_logprobs || !r->sequence || !sequences_make(r)) {
         request_close(&sampler->kv, r);
-        return fail(STATUS_MEMORY, "no memory for a request of %d samples and %d tokens", spec->samples, r->limit);
+        return fail(STATUS_MEMORY, "no memory for a request of %d samples and %d tokens",
+                    spec->samples, r->limit);
     }
     scores_begin(r);
     sampler->request[sampler->count++] = r;

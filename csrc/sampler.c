@@ -1,8 +1,10 @@
-/* sampler.c - continuous batching: one forward a step for all sequences that want a token or a prompt.
+/* sampler.c - continuous batching: one forward a step for all sequences that want a token or a
+ * prompt.
  *
- * The rows of a step are those of the trainer's forward, op for op, and no op lets a row see its neighbours in the batch,
- * so a token's log-probability is the trainer's, whoever else was decoded with it. Logits exist for a chunk of
- * rows at a time, also where a prompt's log-probabilities are asked for. */
+ * The rows of a step are those of the trainer's forward, op for op, and no op lets a row see its
+ * neighbours in the batch, so a token's log-probability is the trainer's, whoever else was decoded
+ * with it. Logits exist for a chunk of rows at a time, also where a prompt's log-probabilities are
+ * asked for. */
 #include "sampler.h"
 
 #include <math.h>
@@ -70,7 +72,8 @@ static void step_plan(Step *step)
             if (spec->prompt_logprobs | spec->topk_prompt && turn->sample == 0 &&
                 position + 1 < spec->prompt_length && position + 1 > turn->request->scored)
                 step->score_asks[step->score_count++] = (Ask){row, turn, position};
-            if (last && turn->draws) step->draw_asks[step->draw_count++] = (Ask){row, turn, position};
+            if (last && turn->draws)
+                step->draw_asks[step->draw_count++] = (Ask){row, turn, position};
         }
         if (spec->topk_prompt > step->top) step->top = spec->topk_prompt;
         if (spec->topk_sample > step->top) step->top = spec->topk_sample;
@@ -129,23 +132,29 @@ static void ask_logits(Step *step, const Ask *asks, int count)
     d->head(d, step->logits, step->x, m->head, count, V, D);
     for (int i = 0, next; i < count; i = next) {
         const Adapter *adapter = asks[i].turn->request->spec.adapter;
-        for (next = i + 1; next < count && asks[next].turn->request->spec.adapter == adapter; next++) {}
+        for (next = i + 1; next < count && asks[next].turn->request->spec.adapter == adapter;
+             next++) {
+        }
         if (!adapter || adapter->head.a < 0) continue;
-        d->head_lora(d, step->logits + (size_t)i * (size_t)V, real_at(d, step->s, (size_t)i * (size_t)adapter->rank),
-                     real_at(d, step->x, (size_t)i * (size_t)D), adapter->vector[WEIGHTS] + adapter->head.a,
-                     adapter->vector[WEIGHTS] + adapter->head.b, next - i, V, D, adapter->rank, adapter->scale);
+        d->head_lora(d, step->logits + (size_t)i * (size_t)V,
+                     real_at(d, step->s, (size_t)i * (size_t)adapter->rank),
+                     real_at(d, step->x, (size_t)i * (size_t)D),
+                     adapter->vector[WEIGHTS] + adapter->head.a,
+                     adapter->vector[WEIGHTS] + adapter->head.b, next - i, V, D, adapter->rank,
+                     adapter->scale);
     }
 }
 
 /* The k best of the first `width` of a row, into a request's arrays. */
-static void keep_top(const Step *step, const int32_t *ids, const float *logp, int row, int k, int32_t *to_ids,
-                     float *to_logp)
+static void keep_top(const Step *step, const int32_t *ids, const float *logp, int row, int k,
+                     int32_t *to_ids, float *to_logp)
 {
     memcpy(to_ids, ids + (size_t)row * (size_t)step->top, (size_t)k * sizeof *to_ids);
     memcpy(to_logp, logp + (size_t)row * (size_t)step->top, (size_t)k * sizeof *to_logp);
 }
 
-/* The K best of the chunk's rows: host copies, (count, top), for the caller to free; NULL if none are asked for. */
+/* The K best of the chunk's rows: host copies, (count, top), for the caller to free; NULL if none
+ * are asked for. */
 static Status ask_top(Step *step, int count, int wanted, int32_t **ids, float **logp)
 {
     *ids = NULL;
@@ -157,7 +166,8 @@ static Status ask_top(Step *step, int count, int wanted, int32_t **ids, float **
     *ids = malloc(n * (sizeof **ids + sizeof **logp));
     if (!*ids) return fail(STATUS_MEMORY, "no memory for %zu top log-probabilities", n);
     *logp = (float *)(*ids + n);
-    d->topk_logprob(d, step->top_ids, step->top_logp, step->logits, step->lse, count, m->shape.vocab, step->top);
+    d->topk_logprob(d, step->top_ids, step->top_logp, step->logits, step->lse, count,
+                    m->shape.vocab, step->top);
     TRY(d->sync(d));
     d->download(d, *ids, step->top_ids, n * sizeof **ids);
     d->download(d, *logp, step->top_logp, n * sizeof **logp);
@@ -180,7 +190,8 @@ static Status score_chunk(Step *step, const Ask *asks, int count)
     ask_logits(step, asks, count);
     d->upload(d, step->ids, ids, (size_t)count * sizeof *ids);
     d->upload(d, step->start, start, (size_t)(count + 1) * sizeof *start);
-    d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, count, m->shape.vocab);
+    d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, count,
+               m->shape.vocab);
     TRY(ask_top(step, count, wanted, &top_ids, &top_logp));
     TRY(d->sync(d));
     d->download(d, logp, step->logp, (size_t)count * sizeof *logp);
@@ -189,8 +200,9 @@ static Status score_chunk(Step *step, const Ask *asks, int count)
         int at = asks[i].position + 1, k = r->spec.topk_prompt;
         r->prompt_logprobs[at] = logp[i];
         r->scored = at;
-        if (k) keep_top(step, top_ids, top_logp, i, k, r->top_ids + (size_t)at * (size_t)k,
-                        r->top_logprobs + (size_t)at * (size_t)k);
+        if (k)
+            keep_top(step, top_ids, top_logp, i, k, r->top_ids + (size_t)at * (size_t)k,
+                     r->top_logprobs + (size_t)at * (size_t)k);
     }
     free(top_ids);
     return STATUS_OK;
@@ -222,16 +234,23 @@ static Status draw_chunk(Step *step, const Ask *asks, int count)
     int wanted = 0;
     for (int i = 0; i < count; i++) {
         const RequestSpec *spec = &asks[i].turn->request->spec;
-        draws[i] = (Draw){spec->seed, (uint32_t)asks[i].turn->sample, (uint32_t)asks[i].position,
-                          spec->temperature, spec->top_p, spec->top_k, sampler->limit_ids};
+        draws[i] = (Draw){spec->seed,
+                          (uint32_t)asks[i].turn->sample,
+                          (uint32_t)asks[i].position,
+                          spec->temperature,
+                          spec->top_p,
+                          spec->top_k,
+                          sampler->limit_ids};
         wanted |= spec->topk_sample;
     }
     ask_logits(step, asks, count);
     d->upload(d, step->draws, draws, (size_t)count * sizeof *draws);
     d->upload(d, step->start, start, (size_t)(count + 1) * sizeof *start);
     d->temper(d, step->logits, step->draws, count, m->shape.vocab);
-    d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, count, m->shape.vocab);
-    d->sample(d, step->ids, step->logp, step->logits, step->lse, step->draws, count, m->shape.vocab);
+    d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, count,
+               m->shape.vocab);
+    d->sample(d, step->ids, step->logp, step->logits, step->lse, step->draws, count,
+              m->shape.vocab);
     TRY(ask_top(step, count, wanted, &top_ids, &top_logp));
     TRY(d->sync(d));
     d->download(d, ids, step->ids, (size_t)count * sizeof *ids);

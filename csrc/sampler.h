@@ -1,9 +1,10 @@
 /* sampler.h - requests, and the sequences that a sampler decodes for them.
  *
- * A sequence is its tokens so far and how many of them have their keys and values in the cache. One step runs, for each
- * sequence, the tokens that are missing there (a prompt, a preempted sequence's past, or just the newest token),
- * and draws the next one when none is missing. There is no other state, so joining, preempting and
- * resuming are all the same thing, and none can change a result. */
+ * A sequence is its tokens so far and how many of them have their keys and values in the cache. One
+ * step runs, for each sequence, the tokens that are missing there (a prompt, a preempted sequence's
+ * past, or just the newest token), and draws the next one when none is missing. There is no other
+ * state, so joining, preempting and resuming are all the same thing, and none can change a result.
+ */
 #ifndef TINSMITH_SAMPLER_H
 #define TINSMITH_SAMPLER_H
 
@@ -13,13 +14,13 @@ typedef enum Ending { RUNNING, STOPPED, FULL } Ending; /* FULL: max_tokens or th
 
 typedef struct Sequence {
     Ending ending;
-    int ready;          /* 0: waits for the request's first sequence to share the prompt's pages */
-    int cached;         /* tokens whose keys and values are in the cache */
-    int length;         /* tokens: prompt and drawn */
+    int ready;  /* 0: waits for the request's first sequence to share the prompt's pages */
+    int cached; /* tokens whose keys and values are in the cache */
+    int length; /* tokens: prompt and drawn */
     int drawn;
-    int32_t *tokens;    /* [room] */
-    float *logprobs;    /* [drawn] */
-    int32_t *top_ids;   /* [drawn · topk_sample] */
+    int32_t *tokens;  /* [room] */
+    float *logprobs;  /* [drawn] */
+    int32_t *top_ids; /* [drawn · topk_sample] */
     float *top_logprobs;
     int32_t *pages;
     int page_count, page_room, room;
@@ -38,9 +39,9 @@ typedef struct RequestSpec {
 } RequestSpec;
 
 typedef struct Request {
-    RequestSpec spec;      /* prompt and stop_ids are copies */
-    int limit;             /* tokens at which a sequence is full */
-    int scored;            /* prompt positions whose log-probabilities are known */
+    RequestSpec spec; /* prompt and stop_ids are copies */
+    int limit;        /* tokens at which a sequence is full */
+    int scored;       /* prompt positions whose log-probabilities are known */
     float *prompt_logprobs;
     int32_t *top_ids;
     float *top_logprobs;
@@ -57,12 +58,12 @@ typedef struct Drawn {
 typedef struct Sampler {
     Model *model;
     Kv kv;
-    Arena arena;      /* of a step */
+    Arena arena; /* of a step */
     LayerActs *layers;
-    int limit_ids;    /* ids from here on are never drawn */
+    int limit_ids; /* ids from here on are never drawn */
     Request **request;
     int count, room;
-    Drawn *drawn;     /* of the newest step */
+    Drawn *drawn; /* of the newest step */
     int drawn_count, drawn_room;
 } Sampler;
 
@@ -88,8 +89,8 @@ typedef struct Turn {
 
 /* Picks the sequences that run and gives them pages; returns how many. */
 int schedule(Sampler *sampler, Turn *turns);
-/* A request's first sequence has its prompt in the cache: the others begin from its pages, all but the prompt's last
- * token, which each runs for itself. */
+/* A request's first sequence has its prompt in the cache: the others begin from its pages, all but
+ * the prompt's last token, which each runs for itself. */
 void share_prompt(Sampler *sampler, Request *request);
 /* Gives back the pages of a sequence. */
 void sequence_drop(Kv *kv, Sequence *sequence);

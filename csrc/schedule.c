@@ -1,8 +1,9 @@
 /* schedule.c - which sequences run in a step, and on which pages.
  *
- * Oldest request first. Sequences that lack one token (they decode) all run; the rows that are left go to prompts, in
- * pieces. A sequence that finds no free page takes those of the youngest; the youngest waits. So the oldest always gets
- * on, and what was dropped is computed again, to the same bits. */
+ * Oldest request first. Sequences that lack one token (they decode) all run; the rows that are left
+ * go to prompts, in pieces. A sequence that finds no free page takes those of the youngest; the
+ * youngest waits. So the oldest always gets on, and what was dropped is computed again, to the same
+ * bits. */
 #include <stdlib.h>
 
 #include "sampler.h"
@@ -13,8 +14,10 @@ void sequence_drop(Kv *kv, Sequence *sequence)
     sequence->page_count = sequence->cached = 0;
 }
 
-/* The youngest sequence with pages that comes after (request, sample) and does not run in this step. */
-static Sequence *youngest_after(Sampler *sampler, int request, int sample, const Turn *turns, int count)
+/* The youngest sequence with pages that comes after (request, sample) and does not run in this
+ * step. */
+static Sequence *youngest_after(Sampler *sampler, int request, int sample, const Turn *turns,
+                                int count)
 {
     for (int i = sampler->count - 1; i >= request; i--) {
         Request *r = sampler->request[i];
@@ -28,7 +31,8 @@ static Sequence *youngest_after(Sampler *sampler, int request, int sample, const
 }
 
 /* Gives a sequence pages for `length` tokens; 0 if it has to wait. */
-static int make_room(Sampler *sampler, int request, int sample, int length, const Turn *turns, int count)
+static int make_room(Sampler *sampler, int request, int sample, int length, const Turn *turns,
+                     int count)
 {
     Sequence *sequence = &sampler->request[request]->sequence[sample];
     while (sequence->page_count * KV_PAGE < length) {

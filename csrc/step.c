@@ -1,9 +1,11 @@
-/* step.c - forward_backward: datums → micro-batches → transformer → head in chunks → loss → gradients.
+/* step.c - forward_backward: datums → micro-batches → transformer → head in chunks → loss →
+ * gradients.
  *
- * Datums are packed whole, in order, into micro-batches of at most step_tokens rows (a longer datum gets one of its
- * own); gradients add up. The head sees rows in chunks, so the N×V logits never exist: logits of a chunk,
- * log-probabilities, the loss of those targets, then logits turn into their own gradient in place.
- * Rows that the loss can't give a gradient (their weights are zero) come last and get no backward. */
+ * Datums are packed whole, in order, into micro-batches of at most step_tokens rows (a longer datum
+ * gets one of its own); gradients add up. The head sees rows in chunks, so the N×V logits never
+ * exist: logits of a chunk, log-probabilities, the loss of those targets, then logits turn into
+ * their own gradient in place. Rows that the loss can't give a gradient (their weights are zero)
+ * come last and get no backward. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,20 +14,22 @@
 
 /* What one micro-batch has on the device beyond Acts and Grads. */
 typedef struct Head {
-    real *x, *s, *dx, *ds;    /* (C,D), (C,R) */
-    float *logits, *lse;      /* (C,V), (C) */
-    int32_t *rows, *start, *ids; /* (T), (T+1), (targets): in the order in which the head sees rows */
-    float *logp, *dlogp;      /* (targets) */
+    real *x, *s, *dx, *ds; /* (C,D), (C,R) */
+    float *logits, *lse;   /* (C,V), (C) */
+    int32_t *rows, *start,
+        *ids;            /* (T), (T+1), (targets): in the order in which the head sees rows */
+    float *logp, *dlogp; /* (targets) */
 } Head;
 
-/* One call under way: sizes of the micro-batch at hand, and host arrays that are large enough for any. */
+/* One call under way: sizes of the micro-batch at hand, and host arrays that are large enough for
+ * any. */
 typedef struct Step {
     Adapter *adapter;
     const Datums *datums;
     const Loss *loss;
     int with_backward;
-    int first, last;           /* datums of this micro-batch */
-    int64_t token0, target0;   /* where theirs begin in the flat arrays */
+    int first, last;              /* datums of this micro-batch */
+    int64_t token0, target0;      /* where theirs begin in the flat arrays */
     int T, S, pages, chunk, live; /* live: rows, first in order, that may have a gradient */
     int64_t targets;
     Batch batch;
@@ -33,7 +37,8 @@ typedef struct Step {
     Grads grads;
     Head head;
     Cache cache;
-    int32_t *pos, *slot, *page, *rows, *start, *ids, *source; /* host; source: flat index of each target */
+    int32_t *pos, *slot, *page, *rows, *start, *ids,
+        *source; /* host; source: flat index of each target */
     Span *spans;
     float *logp, *dlogp, *input[LOSS_INPUTS];
     double loss_sum, tokens, sequences;
@@ -51,7 +56,8 @@ static void step_place(Step *step, Arena *arena)
 {
     const Model *m = step->adapter->model;
     const Shape *s = &m->shape;
-    size_t size = m->dev->real_bytes, C = (size_t)step->chunk, T = (size_t)step->T, R = (size_t)step->adapter->rank;
+    size_t size = m->dev->real_bytes, C = (size_t)step->chunk, T = (size_t)step->T,
+           R = (size_t)step->adapter->rank;
     size_t targets = (size_t)step->targets;
     size_t page = (size_t)KV_PAGE * (size_t)s->kv_heads * (size_t)s->head_width;
     batch_place(&step->batch, arena, step->T, step->S, step->pages);
@@ -78,8 +84,14 @@ size_t step_bytes(const Model *model, int rank, int T)
     LayerActs *layers = calloc((size_t)model->shape.layers, sizeof *layers);
     if (!layers) return 0;
     Adapter adapter = {.model = (Model *)model, .rank = rank};
-    Step step = {.adapter = &adapter, .with_backward = 1, .T = T, .S = 1, .pages = (T + KV_PAGE - 1) / KV_PAGE,
-                 .chunk = T < head_rows(model) ? T : head_rows(model), .targets = T, .acts.layer = layers};
+    Step step = {.adapter = &adapter,
+                 .with_backward = 1,
+                 .T = T,
+                 .S = 1,
+                 .pages = (T + KV_PAGE - 1) / KV_PAGE,
+                 .chunk = T < head_rows(model) ? T : head_rows(model),
+                 .targets = T,
+                 .acts.layer = layers};
     Arena arena = {.dev = model->dev};
     step_place(&step, &arena);
     free(layers);
@@ -121,8 +133,8 @@ static void step_pack(Step *step)
         page += (d->lengths[i] + KV_PAGE - 1) / KV_PAGE;
     }
     for (int i = 0; i < step->pages; i++) step->page[i] = i;
-    BatchHost host = {step->T, step->S, step->pages, d->tokens + step->token0, step->pos, step->slot, step->page,
-                      step->spans};
+    BatchHost host = {step->T,   step->S,    step->pages, d->tokens + step->token0,
+                      step->pos, step->slot, step->page,  step->spans};
     batch_upload(&step->batch, step->adapter->model->dev, &host);
 }
 
@@ -169,20 +181,25 @@ static void step_order(Step *step)
 
 /* ---- the head ---- */
 
-/* The loss of the targets of rows [row, row + rows) in head order; their d loss / d logp goes up. */
+/* The loss of the targets of rows [row, row + rows) in head order; their d loss / d logp goes up.
+ */
 static Status chunk_loss(Step *step, int row, int rows)
 {
     Device *dev = step->adapter->model->dev;
     int64_t from = step->start[row], count = step->start[row + rows] - from;
     TRY(dev->sync(dev));
     dev->download(dev, step->logp + from, step->head.logp + from, (size_t)count * sizeof(float));
-    LossCall call = {.count = count, .logp = step->logp + from, .key = step->datums->key,
+    LossCall call = {.count = count,
+                     .logp = step->logp + from,
+                     .key = step->datums->key,
                      .dlogp = step->dlogp + from};
-    for (int j = 0; j < LOSS_INPUTS; j++) call.input[j] = step->input[j] ? step->input[j] + from : NULL;
+    for (int j = 0; j < LOSS_INPUTS; j++)
+        call.input[j] = step->input[j] ? step->input[j] + from : NULL;
     double loss = step->loss->evaluate(&call);
     if (!isfinite(loss))
-        return fail(STATUS_NUMERIC, "%s is %g on this batch; nothing was added to the gradients", step->loss->name,
-                    loss);
+        return fail(STATUS_NUMERIC,
+                    "%s is not finite (%g) on this batch; nothing was added to the gradients",
+                    step->loss->name, loss);
     step->loss_sum += loss;
     dev->upload(dev, step->head.dlogp + from, step->dlogp + from, (size_t)count * sizeof(float));
     return STATUS_OK;
@@ -201,7 +218,8 @@ static Status chunk_run(Step *step, int row, int rows)
     d->gather(d, h->x, step->acts.hidden, h->rows + row, rows, D);
     d->head(d, h->logits, h->x, m->head, rows, V, D);
     if (pair.a >= 0)
-        d->head_lora(d, h->logits, h->s, h->x, weights + pair.a, weights + pair.b, rows, V, D, R, adapter->scale);
+        d->head_lora(d, h->logits, h->s, h->x, weights + pair.a, weights + pair.b, rows, V, D, R,
+                     adapter->scale);
     d->logprob(d, h->lse, h->logp, h->logits, h->ids, h->start + row, rows, V);
     TRY(chunk_loss(step, row, rows));
     if (!step->with_backward || row >= step->live) return STATUS_OK;
@@ -209,27 +227,27 @@ static Status chunk_run(Step *step, int row, int rows)
     d->logprob_backward(d, dlogits, h->logits, h->lse, h->dlogp, h->ids, h->start + row, rows, V);
     d->linear_backward(d, h->dx, dlogits, m->head, rows, V, D, 0);
     if (pair.a >= 0)
-        d->lora_backward(d, h->dx, fresh + pair.a, fresh + pair.b, h->ds, dlogits, h->x, h->s, weights + pair.a,
-                         weights + pair.b, rows, V, D, R, adapter->scale);
+        d->lora_backward(d, h->dx, fresh + pair.a, fresh + pair.b, h->ds, dlogits, h->x, h->s,
+                         weights + pair.a, weights + pair.b, rows, V, D, R, adapter->scale);
     d->scatter(d, step->grads.dxn, h->dx, h->rows + row, rows, D);
     return STATUS_OK;
 }
 
-/* Counts the tokens and sequences that have a gradient, for grad_accumulation_normalization. */
+/* Counts the tokens and sequences that have a gradient, for grad_accumulation_normalization. The
+ * host's copy of a span loses its rows once its sequence was counted. */
 static void count_live(Step *step)
 {
-    int32_t counted = -1;
-    unsigned char *seen = calloc((size_t)step->S, 1);
     for (int i = 0; i < step->live; i++) {
-        int live = 0;
-        for (int32_t k = step->start[i]; k < step->start[i + 1]; k++) live |= step->dlogp[k] != 0.0f;
+        int live = 0, span = 0;
+        for (int32_t k = step->start[i]; k < step->start[i + 1]; k++)
+            live |= step->dlogp[k] != 0.0f;
         if (!live) continue;
         step->tokens += 1.0;
-        for (counted = 0; step->rows[i] >= step->spans[counted].row + step->spans[counted].rows; counted++) {}
-        if (seen && !seen[counted]) step->sequences += 1.0;
-        if (seen) seen[counted] = 1;
+        while (span + 1 < step->S && step->rows[i] >= step->spans[span + 1].row) span++;
+        if (step->spans[span].rows == 0) continue;
+        step->sequences += 1.0;
+        step->spans[span].rows = 0;
     }
-    free(seen);
 }
 
 static Status micro_run(Step *step, float *logp)
@@ -252,7 +270,8 @@ static Status micro_run(Step *step, float *logp)
         dev->zero(dev, step->grads.dxn, (size_t)step->T * (size_t)m->shape.width * dev->real_bytes);
     for (int row = 0; row < step->T; row += step->chunk)
         TRY(chunk_run(step, row, step->T - row < step->chunk ? step->T - row : step->chunk));
-    for (int64_t i = 0; i < step->targets; i++) logp[step->target0 + step->source[i]] = step->logp[i];
+    for (int64_t i = 0; i < step->targets; i++)
+        logp[step->target0 + step->source[i]] = step->logp[i];
     if (!step->with_backward || !step->live) return dev->sync(dev);
     count_live(step);
     backward(m, adapter, &step->batch, &step->acts, &step->grads);
@@ -272,7 +291,8 @@ static Status step_host(Step *step, void **block)
         if ((size_t)step->targets > targets) targets = (size_t)step->targets;
         if (step->last == step->datums->count) break;
     }
-    if (targets > INT32_MAX / 2) return fail(STATUS_INVALID, "a datum with %zu targets is too large", targets);
+    if (targets > INT32_MAX / 2)
+        return fail(STATUS_INVALID, "a datum with %zu targets is too large", targets);
     int inputs = 0;
     while (inputs < LOSS_INPUTS && step->loss->input[inputs].name) inputs++;
     size_t ints = 4 * T + 1 + pages + 2 * targets, floats = (2 + (size_t)inputs) * targets;
@@ -304,21 +324,25 @@ static Status run_all(Step *step, float *logp)
         TRY(micro_run(step, logp));
         step->token0 += step->T;
         step->target0 += step->targets;
-        if (adapter->interrupted) return fail(STATUS_INTERRUPTED, "forward_backward was interrupted");
+        if (adapter->interrupted)
+            return fail(STATUS_INTERRUPTED, "forward_backward was interrupted");
     }
     double norm = 0.0;
     if (step->with_backward) TRY(adapter_norm(adapter, FRESH, &norm));
-    if (!isfinite(norm)) return fail(STATUS_NUMERIC, "the gradient of this batch is not finite; it was dropped");
+    if (!isfinite(norm))
+        return fail(STATUS_NUMERIC, "the gradient of this batch is not finite; it was dropped");
     return STATUS_OK;
 }
 
-Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Loss *loss, int with_backward,
-                                float *logp, double *loss_sum)
+Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Loss *loss,
+                                int with_backward, float *logp, double *loss_sum)
 {
     TRY(datums_check(datums, adapter->model, loss));
     if (with_backward && !adapter->vector[GRADIENTS])
-        return fail(STATUS_INVALID, "this adapter is a snapshot: it can be sampled from, not trained");
-    Step step = {.adapter = adapter, .datums = datums, .loss = loss, .with_backward = with_backward};
+        return fail(STATUS_INVALID,
+                    "this adapter is a snapshot: it can be sampled from, not trained");
+    Step step = {
+        .adapter = adapter, .datums = datums, .loss = loss, .with_backward = with_backward};
     Device *dev = adapter->model->dev;
     void *block = NULL;
     TRY(step_host(&step, &block));
@@ -330,7 +354,8 @@ Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Lo
         adapter->tokens += step.tokens;
         adapter->sequences += step.sequences;
     }
-    if (with_backward) dev->zero(dev, adapter->vector[FRESH], (size_t)adapter->size * sizeof(float));
+    if (with_backward)
+        dev->zero(dev, adapter->vector[FRESH], (size_t)adapter->size * sizeof(float));
     *loss_sum = step.loss_sum;
     return status;
 }

@@ -110,3 +110,57 @@ def make_datum(tokens: list[int], targets, **inputs):
 def logprobs(output) -> list:
     """The log-probabilities of a ForwardBackwardOutput, one array for each datum."""
     return [item["logprobs"].to_numpy() for item in output.loss_fn_outputs]
+
+
+class Wire:
+    """The protocol's requests, without the SDK."""
+
+    def __init__(self, url: str, key: str = "tml-local"):
+        import httpx
+
+        self.http = httpx.Client(base_url=f"{url}/api/v1", headers={"X-API-Key": key}, timeout=60)
+
+    def post(self, path: str, **body) -> dict:
+        return self.http.post(path, json=body).raise_for_status().json()
+
+    def create(self) -> str:
+        session = self.post("/create_session", tags=[], user_metadata={}, sdk_version="0")
+        lora = {"rank": 4, "seed": 1}
+        reply = self.post(
+            "/create_model",
+            session_id=session["session_id"],
+            model_seq_id=0,
+            base_model="tiny",
+            lora_config=lora,
+        )
+        assert self.result(reply)["model_id"] == reply["model_id"]
+        return reply["model_id"]
+
+    def forward_backward(self, model: str, seq: int, data: list, *, compress: bool = False) -> dict:
+        import tinker
+        import zstandard
+        from tinker.proto.request_conv import forward_backward_request_to_proto
+
+        inputs = tinker.types.ForwardBackwardInput(data=data, loss_fn="cross_entropy")
+        request = tinker.types.ForwardBackwardRequest(
+            forward_backward_input=inputs, model_id=model, seq_id=seq
+        )
+        body = forward_backward_request_to_proto(request).SerializeToString()
+        headers = {"Content-Type": "application/x-protobuf"}
+        if compress:
+            body = zstandard.ZstdCompressor().compress(body)
+            headers["Content-Encoding"] = "zstd"
+        reply = self.http.post("/forward_backward", content=body, headers=headers)
+        return reply.raise_for_status().json()
+
+    def optim_step(self, model: str, seq: int) -> dict:
+        return self.post("/optim_step", model_id=model, seq_id=seq, adam_params={})
+
+    def poll(self, promise: dict):
+        return self.http.post("/retrieve_future", json={"request_id": promise["request_id"]})
+
+    def result(self, promise: dict) -> dict:
+        reply = self.poll(promise)
+        assert reply.status_code == 200, reply.text
+        protobuf = "protobuf" in reply.headers["content-type"]
+        return {} if protobuf else reply.json()

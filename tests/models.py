@@ -9,6 +9,7 @@ import copy
 import functools
 import tempfile
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from tinsmith.families import LoadedModel, load_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 PADDING = 5  # ids at the vocabulary's end that stand for no token
 LLAMA3 = {
@@ -86,6 +88,7 @@ SPECS = {
          "rope_parameters": LLAMA3},
     ),
 }  # fmt: skip
+disable_progress_bar()
 _ROOT = tempfile.TemporaryDirectory(prefix="tinsmith-models-")
 
 
@@ -174,7 +177,9 @@ def with_peft(name: str, adapter: _core.Adapter) -> PeftModel:
     for module in base.modules():  # a copied method is still bound to the original
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = types.MethodType(_rmsnorm, module)
-    model = get_peft_model(base, config, autocast_adapter_dtype=False).double().eval()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Model with `tie_word_embeddings=True`")
+        model = get_peft_model(base, config, autocast_adapter_dtype=False).double().eval()
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for key, matrix in cut(adapter, adapter.read("weights")).items():

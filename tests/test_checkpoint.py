@@ -385,6 +385,36 @@ def test_a_full_disk_at_any_point_leaves_what_was_there(
     assert_same(vectors(found), vectors(new))
 
 
+@pytest.mark.parametrize("overwrite", (False, True))
+def test_everything_is_synced_before_it_is_moved_and_the_move_after(
+    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = adapter_of()
+    place = tmp_path / "runs" / "a"
+    if overwrite:
+        checkpoint.save(place, adapter, meta_of(adapter), optimizer=True)
+    log: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def logged_fsync(descriptor: int) -> None:
+        log.append(("sync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        fsync(descriptor)
+
+    def logged_rename(path: Path, target: Path) -> Path:
+        log.append(("move", path.name))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", logged_fsync)
+    monkeypatch.setattr(Path, "rename", logged_rename)
+    checkpoint.save(place, adapter, meta_of(adapter), optimizer=True, overwrite=overwrite)
+    temporary = next(name for kind, name in log if kind == "move" and name != "a")
+    files = ["adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"]
+    wanted = [("sync", name) for name in (*files, "meta.json", temporary)]
+    wanted += [("move", "a")] * overwrite + [("move", temporary), ("sync", "runs")]
+    made = [("sync", tmp_path.name)] * (not overwrite)  # the folder above is new
+    assert log == made + wanted
+
+
 def test_a_write_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     adapter = adapter_of()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -510,7 +510,7 @@ def take_queries(op, args, rows):
     of_row = [Span(0, 1, s.pos + i, s.first) for s in args["spans"] for i in range(s.rows)]
     spans = [Span(i, 1, of_row[t].pos, of_row[t].first) for i, t in enumerate(rows)]
     out = take_rows(op, args | dict(spans=None, S=0), rows)
-    return out | dict(spans=spans, S=len(spans))
+    return out | dict(spans=spans, S=len(spans)) | {k: args[k] for k in ("k_pages", "v_pages", "pages")}
 
 
 ROW_OPS = {

@@ -16,14 +16,12 @@ import pytest
 import tinker
 import tinsmith
 import torch
-import zstandard
-from conftest import CONTEXT, TOKENIZER, logprobs, make_datum
-from tinker.proto.request_conv import forward_backward_request_to_proto
+from conftest import CONTEXT, TOKENIZER, VOCAB, Wire, logprobs, make_datum
 from tinsmith.decoding import SampleRequest
 from tinsmith.server import Backend
 from tinsmith.worker import Batch, LoraSpec, Worker, load_models
 
-ADAM = tinker.AdamParams(learning_rate=1e-2)
+ADAM = tinker.AdamParams(learning_rate=1e-3)
 PROMPT = tinker.ModelInput.from_ints([10, 20, 30, 40, 50])
 EOS = 2
 
@@ -293,27 +291,35 @@ def test_stop_ids_and_strings_are_the_last_of_the_tokens(service_client, tiny_mo
         assert reply.sequences[0].stop_reason == "stop"
 
 
-def test_logprobs_are_the_trainers_and_scaled_by_the_temperature(service_client):
+def test_prompt_logprobs_are_the_trainers(service_client):
     training = make_client(service_client)
     train(training, 2)
     client = training.save_weights_and_get_sampling_client().result()
     tokens = [10, 20, 30, 40, 50, 60]
-    prompt = tinker.ModelInput.from_ints(tokens)
-    scored = client.compute_logprobs(prompt).result()
+    scored = client.compute_logprobs(tinker.ModelInput.from_ints(tokens)).result()
     assert scored[0] is None and len(scored) == 6
     forward = training.forward([make_datum(tokens[:-1], tokens[1:])], "cross_entropy").result()
     np.testing.assert_allclose(scored[1:], logprobs(forward)[0], atol=1e-5)
-    params = tinker.SamplingParams(max_tokens=4, seed=2, temperature=0.5, stop=[])
-    reply = client.sample(prompt, 1, params, topk_sample_logprobs=TOKENIZER).result()
-    sequence = reply.sequences[0]
-    top = sequence.topk_logprobs
-    for row, (token, value) in enumerate(zip(sequence.tokens, sequence.logprobs, strict=True)):
-        ids = (
-            [entry[0] for entry in top[row]] if isinstance(top, list) else list(top.token_ids[row])
-        )
-        values = [e[1] for e in top[row]] if isinstance(top, list) else list(top.logprobs[row])
-        assert values[ids.index(token)] == pytest.approx(value, abs=1e-5)
-        assert np.exp(np.asarray(values, np.float64)).sum() == pytest.approx(1, abs=1e-4)
+
+
+def test_sampled_logprobs_are_scaled_by_the_temperature(service_client):
+    client = service_client.create_sampling_client(base_model="tiny").result()
+
+    def top(temperature: float) -> dict[int, float]:
+        params = tinker.SamplingParams(max_tokens=2, seed=2, temperature=temperature, stop=[])
+        reply = client.sample(PROMPT, 1, params, topk_sample_logprobs=VOCAB).result()
+        sequence = reply.sequences[0]
+        known = dict(sequence.topk_logprobs[0])
+        assert len(sequence.topk_logprobs) == 2
+        assert known[sequence.tokens[0]] == pytest.approx(sequence.logprobs[0], abs=1e-6)
+        return known
+
+    plain, sharp = top(1.0), top(0.5)
+    ids = sorted(set(plain) & set(sharp))
+    assert len(ids) >= TOKENIZER
+    ratios = [(sharp[i] - sharp[ids[0]]) - 2 * (plain[i] - plain[ids[0]]) for i in ids]
+    np.testing.assert_allclose(ratios, 0, atol=1e-4)
+    assert sum(np.exp(value) for value in sharp.values()) == pytest.approx(1, abs=1e-4)
 
 
 def test_topk_prompt_logprobs_and_the_last_n(service_client):
@@ -352,10 +358,12 @@ def test_a_snapshot_stays_as_it_was_saved(service_client):
     assert after.compute_logprobs(PROMPT).result() != first
 
 
-def test_a_prompt_that_fills_the_context_is_scored(service_client):
+def test_a_prompt_may_leave_room_for_one_token(service_client):
     client = service_client.create_sampling_client(base_model="tiny").result()
-    full = tinker.ModelInput.from_ints([i % 200 + 3 for i in range(CONTEXT)])
-    assert len(client.compute_logprobs(full).result()) == CONTEXT
+    full = tinker.ModelInput.from_ints([i % 200 + 3 for i in range(CONTEXT - 1)])
+    assert len(client.compute_logprobs(full).result()) == CONTEXT - 1
+    reply = client.sample(full, 1, tinker.SamplingParams(max_tokens=50, stop=[])).result()
+    assert (len(reply.sequences[0].tokens), reply.sequences[0].stop_reason) == (1, "length")
     rest = tinker.ModelInput.from_ints([5] * (CONTEXT - 3))
     reply = client.sample(rest, 1, tinker.SamplingParams(stop=[])).result()
     assert (len(reply.sequences[0].tokens), reply.sequences[0].stop_reason) == (3, "length")
@@ -364,63 +372,15 @@ def test_a_prompt_that_fills_the_context_is_scored(service_client):
 # ---- order, retries, polls: posted by hand ----
 
 
-class Wire:
-    """The protocol's requests, without the SDK."""
-
-    def __init__(self, url: str, key: str = "tml-local"):
-        self.http = httpx.Client(base_url=f"{url}/api/v1", headers={"X-API-Key": key}, timeout=60)
-
-    def post(self, path: str, **body) -> dict:
-        return self.http.post(path, json=body).raise_for_status().json()
-
-    def create(self) -> str:
-        session = self.post("/create_session", tags=[], user_metadata={}, sdk_version="0")
-        lora = {"rank": 4, "seed": 1}
-        reply = self.post(
-            "/create_model",
-            session_id=session["session_id"],
-            model_seq_id=0,
-            base_model="tiny",
-            lora_config=lora,
-        )
-        assert self.result(reply)["model_id"] == reply["model_id"]
-        return reply["model_id"]
-
-    def forward_backward(self, model: str, seq: int, *, compress: bool = False) -> dict:
-        inputs = tinker.types.ForwardBackwardInput(data=make_data(), loss_fn="cross_entropy")
-        request = tinker.types.ForwardBackwardRequest(
-            forward_backward_input=inputs, model_id=model, seq_id=seq
-        )
-        body = forward_backward_request_to_proto(request).SerializeToString()
-        headers = {"Content-Type": "application/x-protobuf"}
-        if compress:
-            body = zstandard.ZstdCompressor().compress(body)
-            headers["Content-Encoding"] = "zstd"
-        reply = self.http.post("/forward_backward", content=body, headers=headers)
-        return reply.raise_for_status().json()
-
-    def optim_step(self, model: str, seq: int) -> dict:
-        return self.post("/optim_step", model_id=model, seq_id=seq, adam_params={})
-
-    def poll(self, promise: dict) -> httpx.Response:
-        return self.http.post("/retrieve_future", json={"request_id": promise["request_id"]})
-
-    def result(self, promise: dict) -> dict:
-        reply = self.poll(promise)
-        assert reply.status_code == 200, reply.text
-        protobuf = "protobuf" in reply.headers["content-type"]
-        return {} if protobuf else reply.json()
-
-
 def test_requests_that_arrive_out_of_order_are_executed_in_order(server):
     wire = Wire(server.url)
     straight, turned = wire.create(), wire.create()
-    wire.forward_backward(straight, 1)
-    wire.forward_backward(straight, 2)
+    wire.forward_backward(straight, 1, make_data())
+    wire.forward_backward(straight, 2, make_data())
     expected = wire.result(wire.optim_step(straight, 3))
     last = wire.optim_step(turned, 3)
-    wire.forward_backward(turned, 2)
-    wire.forward_backward(turned, 1)
+    wire.forward_backward(turned, 2, make_data())
+    wire.forward_backward(turned, 1, make_data())
     assert wire.result(last) == expected
     assert expected["metrics"]["grad_norm"] > 0
 
@@ -428,9 +388,12 @@ def test_requests_that_arrive_out_of_order_are_executed_in_order(server):
 def test_a_retry_is_answered_with_the_first_promise_and_executed_once(server):
     wire = Wire(server.url)
     once, retried = wire.create(), wire.create()
-    wire.forward_backward(once, 1)
+    wire.forward_backward(once, 1, make_data())
     expected = wire.result(wire.optim_step(once, 2))
-    first, second = wire.forward_backward(retried, 1), wire.forward_backward(retried, 1)
+    first, second = (
+        wire.forward_backward(retried, 1, make_data()),
+        wire.forward_backward(retried, 1, make_data()),
+    )
     assert first == second
     step = wire.optim_step(retried, 2)
     assert wire.result(step) == expected
@@ -441,8 +404,8 @@ def test_a_retry_is_answered_with_the_first_promise_and_executed_once(server):
 def test_a_compressed_body_is_read(server):
     wire = Wire(server.url)
     one, two = wire.create(), wire.create()
-    wire.forward_backward(one, 1)
-    wire.forward_backward(two, 1, compress=True)
+    wire.forward_backward(one, 1, make_data())
+    wire.forward_backward(two, 1, make_data(), compress=True)
     norms = [wire.result(wire.optim_step(model, 2)) for model in (one, two)]
     assert norms[0] == norms[1]
 
@@ -467,7 +430,7 @@ def test_a_poll_ends_in_time_with_try_again(hasty_server):
     waiting = wire.optim_step(model, 2)
     reply = wire.poll(waiting)
     assert (reply.status_code, reply.json()["type"]) == (408, "try_again")
-    wire.forward_backward(model, 1)
+    wire.forward_backward(model, 1, make_data())
     assert wire.result(waiting)["metrics"]["grad_norm"] > 0
 
 
@@ -478,9 +441,9 @@ def test_a_gap_that_never_fills_fails_with_a_sentence(hasty_server):
     while (reply := wire.poll(waiting)).status_code == 408:
         pass
     assert "waited 1 s for request 1, which never came" in reply.json()["error"]
-    late = wire.result(wire.forward_backward(model, 1))
+    late = wire.result(wire.forward_backward(model, 1, make_data()))
     assert "comes after its turn" in late["error"]
-    wire.forward_backward(model, 4)
+    wire.forward_backward(model, 4, make_data())
     assert wire.result(wire.optim_step(model, 5))["metrics"]["grad_norm"] > 0
 
 
@@ -643,6 +606,24 @@ def test_sampling_goes_on_under_endless_training_and_training_under_sampling(wor
     assert next(seq) < 100_000
 
 
+def test_snapshots_that_nobody_used_for_long_make_room(tiny_model_dir):
+    base = load_models({"tiny": tiny_model_dir}, device="cpu", threads=1)
+    probe = Worker(base, snapshot_bytes_max=1)
+    try:
+        probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result()
+        request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=2, seed=1)
+        probe.snapshot("run", 1, "old").result()
+        probe.open_base("base", "tiny")
+        first = probe.sample("old", request).result(timeout=60)
+        probe.snapshot("run", 2, "new").result()
+        dropped = probe.sample("old", request).exception(timeout=60)
+        assert "were dropped to make room" in str(dropped)
+        kept = [probe.sample(name, request).result(timeout=60) for name in ("new", "base")]
+        assert all(len(item.samples[0].tokens) == 2 for item in (first, *kept))
+    finally:
+        probe.close()
+
+
 def test_a_cancelled_sample_fails_and_the_rest_goes_on(worker):
     prompt = np.asarray([5, 6], np.int32)
     cancelled = worker.sample("base", SampleRequest(prompt, max_tokens=120))
@@ -685,8 +666,9 @@ def test_run_serves_the_recipes_model_and_passes_its_exit_code_on(tiny_model_dir
     script.write_text(
         "import sys, tinker\n"
         "name = sys.argv[1].partition('=')[2]\n"
-        "client = tinker.ServiceClient().create_lora_training_client(name, rank=2).result()\n"
-        "print('rank', client.get_info().lora_rank)\n"
+        "with tinker.ServiceClient() as service:\n"
+        "    client = service.create_lora_training_client(name, rank=2).result()\n"
+        "    print('rank', client.get_info().lora_rank)\n"
         "sys.exit(7)\n"
     )
     done = run_cli("run", str(script), f"model_name={tiny_model_dir}", cwd=tmp_path)

@@ -15,6 +15,7 @@ from models import (
     cut,
     datum,
     error,
+    folder,
     loaded,
     logprobs,
     randomize,
@@ -23,16 +24,17 @@ from models import (
     with_peft,
 )
 from tinsmith import _core
+from tinsmith.families import load_model
 
 ADAM = {
-    "learning_rate": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0,
+    "learning_rate": 0.002, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0,
     "grad_clip_norm": 0.0,
 }  # fmt: skip
 GROUPS = ("attn", "mlp", "unembed")
 
 
 def adapter_of(name: str, *, seed: int = 0, **options: Any) -> _core.Adapter:
-    return randomize(_core.Adapter(loaded(name).core, **{"rank": 5, **options}), seed)
+    return randomize(_core.Adapter(loaded(name).core, **{"rank": 5, "alpha": 8.0, **options}), seed)
 
 
 def batch(name: str, lengths: Sequence[int] = (23, 1, 40, 7), seed: int = 0) -> list[Datum]:
@@ -101,11 +103,11 @@ def check(
     tables = [logprobs(model, one.tokens) for one in data]
     losses = [loss_of(table, one, loss, config) for table, one in zip(tables, data, strict=True)]
     sum(losses).backward()
+    values = [float(item.detach()) for item in losses]
     for logp, table, one in zip(found, tables, data, strict=True):
         assert logp.shape == one.targets.shape
         assert error(logp, targets_of(table, one).detach()) < 1e-5
-    scale = sum(abs(float(item)) for item in losses)
-    assert total == pytest.approx(float(sum(losses)), abs=1e-5 * scale)
+    assert total == pytest.approx(sum(values), abs=1e-5 * sum(map(abs, values)))
     parameters = dict(model.named_parameters())
     for key, gradient in cut(adapter, adapter.read("gradients")).items():
         wanted = parameters[key].grad.numpy().T
@@ -163,7 +165,7 @@ def test_finite_differences() -> None:
     rng = np.random.default_rng(1)
     for _ in range(3):
         direction = rng.normal(size=adapter.size) + 3 * np.sign(gradient)  # not at a right angle
-        direction *= 0.02 / np.linalg.norm(direction)
+        direction *= 0.002 / np.linalg.norm(direction)
         sides = []
         for sign in (1, -1):
             adapter.write("weights", (weights + sign * direction).astype(np.float32))
@@ -190,6 +192,19 @@ def test_gradients_are_the_same_each_time() -> None:
         call(adapter, batch("qwen2"))
         gradients.append(adapter.read("gradients"))
     np.testing.assert_array_equal(*gradients)
+
+
+def test_threads_change_nothing() -> None:
+    data = batch("llama", (150, 23, 1, 140, 60))
+    results = []
+    for threads in (1, 2, 3):
+        core = load_model(folder("llama"), threads=threads).core
+        adapter = randomize(_core.Adapter(core, rank=8, step_tokens=200))
+        logp, _ = call(adapter, data)
+        adapter.optim_step(**ADAM)
+        results.append(np.concatenate([*logp, adapter.read("weights")]))
+    np.testing.assert_array_equal(results[1], results[0])
+    np.testing.assert_array_equal(results[2], results[0])
 
 
 # ---- losses ----
@@ -260,7 +275,7 @@ def test_policy_losses(name: str, loss: str) -> None:
 
 def test_ppo_clips_on_both_sides_and_only_there() -> None:
     data = advantaged("qwen3", (60,))
-    (logp,), _ = call(adapter_of("qwen3"), data, backward=False)
+    (logp,), _ = call(adapter_of("qwen3"), data, "ppo", backward=False)
     ratio = np.exp(logp - data[0].inputs["logprobs"])
     advantage = data[0].inputs["advantages"]
     cases = [
@@ -364,7 +379,7 @@ def torch_losses(
         limit = options["grad_clip_norm"] or float("inf")
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, limit)))
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     final = {key: one.detach().numpy().T for key, one in model.named_parameters()}
     return losses, norms, final
 
@@ -386,7 +401,7 @@ def test_ten_steps_equal_torch(name: str, options: dict[str, float]) -> None:
         assert loss == pytest.approx(wanted[step], rel=1e-4), step
         assert report["grad_norm"] == pytest.approx(norms[step], rel=1e-4), step
         assert adapter.step == step + 1
-    assert wanted[9] < 0.8 * wanted[0]  # it learned: the losses could have differed
+    assert wanted[9] < 0.9 * wanted[0]  # it learned: the losses could have differed
     for key, matrix in cut(adapter, adapter.read("weights")).items():
         assert error(matrix, final[key]) < 1e-3, key
 
@@ -427,7 +442,7 @@ def test_a_step_without_gradients_only_decays() -> None:
     before = adapter.read("weights")
     report = adapter.optim_step(**ADAM | {"weight_decay": 0.5}, normalization="num_loss_tokens")
     assert report == {"grad_norm": 0, "loss_tokens": 0, "loss_sequences": 0}
-    np.testing.assert_allclose(adapter.read("weights"), before * (1 - 0.01 * 0.5), rtol=1e-6)
+    np.testing.assert_allclose(adapter.read("weights"), before * (1 - 0.002 * 0.5), rtol=1e-6)
 
 
 def test_a_step_clears_the_gradients() -> None:
@@ -493,8 +508,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "token negative": (plain(tokens=ints(0, 1, 2, 3, 4, -1)), IndexError, "-1"),
     "target too large": (plain(targets=ints(0, 1, 2, 3, 4, 500)), IndexError, "500"),
     "target negative": (plain(targets=ints(-100, 1, 2, 3, 4, 5)), IndexError, "-100"),
-    "empty datum": (plain(lengths=ints(6, 0)), ValueError, "empty|no tokens|0 tokens|length"),
-    "negative length": (plain(lengths=ints(8, -2)), ValueError, "-2|length"),
+    "empty datum": (plain(lengths=ints(6, 0)), ValueError, "datum 1 is empty"),
+    "negative length": (plain(lengths=ints(8, -2)), ValueError, "datum 1"),
     "lengths too short": (plain(lengths=ints(4, 1)), ValueError, "tokens"),
     "lengths too long": (plain(lengths=ints(4, 3)), ValueError, "tokens"),
     "no targets a token": (plain(counts=ints(1, 0)), ValueError, "target|count"),
@@ -511,7 +526,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "weights.*(inf|finite)",
     ),
-    "unknown loss": (plain(loss="magic"), ValueError, "magic.*cross_entropy"),
+    "unknown loss": (plain(loss="magic"), ValueError, "no loss is called 'magic'"),
     "unknown input": (
         plain(inputs={"wieghts": np.ones(6, np.float32)}),
         ValueError,
@@ -562,7 +577,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a loss that overflows": (
         plain(loss="importance_sampling", inputs=policy(logprobs=np.full(6, -1e4, np.float32))),
         FloatingPointError,
-        "finite",
+        "importance_sampling is.*-inf",
     ),
     "a gradient that overflows": (
         plain(inputs={"weights": np.full(6, 3e38, np.float32)}),

@@ -4,9 +4,10 @@
  *   accumulate  y += x                        reads 2·n, writes n; memory bound
  *   adamw       torch.optim.AdamW's one step  reads 4·n, writes 3·n; memory bound
  *
- * AdamW rounds as torch does on the CPU: moments and weight in f32, the corrections of the step in double and
- * rounded once. The sum of squares is cut into parts that depend on n alone and added in their order,
- * so it is the same whatever the number of threads. No gradient clipping here: it is in `scale`. */
+ * AdamW rounds as torch does on the CPU: moments and weight in f32, the corrections of the step
+ * in double and rounded once. The sum of squares is cut into parts that depend on n alone and
+ * added in their order, so it is the same whatever the number of threads. No gradient clipping
+ * here: it is in `scale`. */
 #include <math.h>
 #include <string.h>
 
@@ -108,8 +109,8 @@ void CPU(accumulate)(Device *dev, float *y, const float *x, int64_t n)
     cpu_run(dev, (n + GRAIN - 1) / GRAIN, accumulate_job, &a);
 }
 
-void CPU(adamw)(Device *dev, float *w, float *m, float *v, const float *g, int64_t n, int step, float scale,
-                double lr, double beta1, double beta2, double eps, double weight_decay)
+void CPU(adamw)(Device *dev, float *w, float *m, float *v, const float *g, int64_t n, int step,
+                float scale, double lr, double beta1, double beta2, double eps, double weight_decay)
 {
     AdamW a = {
         .w = w,

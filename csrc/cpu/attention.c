@@ -1,13 +1,14 @@
-/* cpu/attention.c - causal grouped-query attention over pages of KV_PAGE keys, forward and backward.
+/* cpu/attention.c - causal grouped-query attention over pages of KV_PAGE keys, forward and
+ * backward.
  *
  *   y[t,h,:] = Σ_j softmax_j(q[t,h,:]·k[j,g,:]/√E)·v[j,g,:],  j ≤ position of t,  g = h·G/H
  *
- * A layer's pages hold keys as [page][G][E][KV_PAGE] and values as [page][G][KV_PAGE][E], the orders in which the two
- * products read them. The forward walks the pages in order with a running maximum, so a row does the same arithmetic
- * whether it is one of many in training or alone in decoding. The backward recomputes the
- * probabilities from lse; dq, dk and dv of one key-value head belong to one piece of work, so nothing is summed in
- * an order that threads decide.
- * Roofline: 4·E flops a query, head and key forward, 10·E backward; compute bound in training; decoding reads
+ * A layer's pages hold keys as [page][G][E][KV_PAGE] and values as [page][G][KV_PAGE][E], the
+ * orders in which the two products read them. The forward walks the pages in order with a running
+ * maximum, so a row does the same arithmetic whether it is one of many in training or alone in
+ * decoding. The backward recomputes the probabilities from lse; dq, dk and dv of one key-value head
+ * belong to one piece of work, so nothing is summed in an order that threads decide. Roofline: 4·E
+ * flops a query, head and key forward, 10·E backward; compute bound in training; decoding reads
  * each key and value once a group of heads; memory bound. */
 #include "cpu.h"
 #include "simd.h"
@@ -24,8 +25,8 @@ typedef struct Attention {
 
 /* ---- the cache ---- */
 
-void CPU(kv_write)(Device *dev, real *k_pages, real *v_pages, const real *k, const real *v, const int32_t *slot,
-                   int T, int G, int E)
+void CPU(kv_write)(Device *dev, real *k_pages, real *v_pages, const real *k, const real *v,
+                   const int32_t *slot, int T, int G, int E)
 {
     (void)dev;
     for (int t = 0; t < T; t++) {
@@ -39,25 +40,29 @@ void CPU(kv_write)(Device *dev, real *k_pages, real *v_pages, const real *k, con
     }
 }
 
-void CPU(kv_copy)(Device *dev, real *k_pages, real *v_pages, int from, int to, int count, int G, int E)
+void CPU(kv_copy)(Device *dev, real *k_pages, real *v_pages, int from, int to, int count, int G,
+                  int E)
 {
     (void)dev;
     for (int g = 0; g < G; g++) {
-        int64_t source = ((int64_t)from * G + g) * KV_PAGE * E, target = ((int64_t)to * G + g) * KV_PAGE * E;
+        int64_t source = ((int64_t)from * G + g) * KV_PAGE * E,
+                target = ((int64_t)to * G + g) * KV_PAGE * E;
         for (int e = 0; e < E; e++)
-            memcpy(f32(k_pages) + target + e * KV_PAGE, f32c(k_pages) + source + e * KV_PAGE, (size_t)count * 4);
+            memcpy(f32(k_pages) + target + e * KV_PAGE, f32c(k_pages) + source + e * KV_PAGE,
+                   (size_t)count * 4);
         memcpy(f32(v_pages) + target, f32c(v_pages) + source, (size_t)count * (size_t)E * 4);
     }
 }
 
 /* ---- forward ---- */
 
-/* Turns one row of scores, of which `live` keys are seen, into probabilities against the running maximum; returns
- * the factor by which what was summed before must shrink. */
+/* Turns one row of scores, of which `live` keys are seen, into probabilities against the running
+ * maximum; returns the factor by which what was summed before must shrink. */
 static float soften(float *score, int live, float scale, float *top, float *sum)
 {
     float highest = *top;
-    for (int j = 0; j < live; j++) highest = score[j] * scale > highest ? score[j] * scale : highest;
+    for (int j = 0; j < live; j++)
+        highest = score[j] * scale > highest ? score[j] * scale : highest;
     float shrink = f_exp(*top - highest), row_sum = 0.0f;
     for (int j = live; j < KV_PAGE; j++) score[j] = -INFINITY;
     vf total = v_set(0.0f);
@@ -72,8 +77,8 @@ static float soften(float *score, int live, float scale, float *top, float *sum)
     return shrink;
 }
 
-/* `rows` ≤ QUERIES queries; row i is q + i·q_row, writes y + i·q_row and lse + i·lse_row, and sees the keys
- * up to position pos + i·pos_step. */
+/* `rows` ≤ QUERIES queries; row i is q + i·q_row, writes y + i·q_row and lse + i·lse_row, and sees
+ * the keys up to position pos + i·pos_step. */
 static void attend(const Attention *c, const int32_t *pages, int g, int rows, int pos, int pos_step,
                    const float *q, float *y, int64_t q_row, float *lse, int64_t lse_row)
 {
@@ -89,14 +94,16 @@ static void attend(const Attention *c, const int32_t *pages, int g, int rows, in
     for (int first = 0; first <= last; first += KV_PAGE) {
         int64_t block = ((int64_t)pages[first / KV_PAGE] * c->G + g) * KV_PAGE * E;
         int keys = last - first + 1 < KV_PAGE ? last - first + 1 : KV_PAGE;
-        CPU(product)(scores, KV_PAGE, q, q_row, 1, c->k_pages + block, KV_PAGE, rows, KV_PAGE, E, 1.0f, 0);
+        CPU(product)(scores, KV_PAGE, q, q_row, 1, c->k_pages + block, KV_PAGE, rows, KV_PAGE, E,
+                     1.0f, 0);
         for (int i = 0; i < rows; i++) {
             int live = pos + i * pos_step - first + 1;
             if (live <= 0) { /* this page lies beyond the row: it adds exact zeros below */
                 memset(scores + i * KV_PAGE, 0, sizeof(float) * KV_PAGE);
                 continue;
             }
-            float shrink = soften(scores + i * KV_PAGE, live < KV_PAGE ? live : KV_PAGE, scale, &top[i], &sum[i]);
+            float shrink = soften(scores + i * KV_PAGE, live < KV_PAGE ? live : KV_PAGE, scale,
+                                  &top[i], &sum[i]);
             if (shrink == 1.0f) continue;
             for (int e = 0; e < E; e++) y[i * q_row + e] *= shrink;
         }
@@ -109,7 +116,8 @@ static void attend(const Attention *c, const int32_t *pages, int g, int rows, in
     }
 }
 
-/* One key-value head of one span: decoding takes its heads as rows, anything longer takes blocks of positions. */
+/* One key-value head of one span: decoding takes its heads as rows, anything longer takes blocks of
+ * positions. */
 static void attention_piece(void *context, int64_t piece)
 {
     const Attention *c = context;
@@ -136,8 +144,9 @@ static void attention_piece(void *context, int64_t piece)
     }
 }
 
-void CPU(attention)(Device *dev, real *y, float *lse, const real *q, const real *k_pages, const real *v_pages,
-                    const Span *spans, const int32_t *pages, int S, int T, int H, int G, int E)
+void CPU(attention)(Device *dev, real *y, float *lse, const real *q, const real *k_pages,
+                    const real *v_pages, const Span *spans, const int32_t *pages, int S, int T,
+                    int H, int G, int E)
 {
     (void)T;
     Attention c = {f32(y), lse, f32c(q), f32c(k_pages), f32c(v_pages), spans, pages, S, H, G, E};
@@ -156,9 +165,11 @@ typedef struct Backward {
 enum { HEAD_MAX = 256 }; /* widest head: the transposed blocks live on the stack */
 
 /* One block of queries against one block of keys of one head: adds to dq, dk, dv.
- * p = exp(q·kᵀ·scale − lse);  dv += pᵀ·dy;  ds = p·(dy·vᵀ − Σ dy·y)·scale;  dq += ds·k;  dk += dsᵀ·q */
-static void backward_block(const Backward *c, const float *kt, const float *vt, int64_t q_at, int64_t k_at,
-                           int64_t lse_at, int rows, int keys, int ahead, const float *delta)
+ * p = exp(q·kᵀ·scale − lse);  dv += pᵀ·dy;  ds = p·(dy·vᵀ − Σ dy·y)·scale;  dq += ds·k;  dk +=
+ * dsᵀ·q */
+static void backward_block(const Backward *c, const float *kt, const float *vt, int64_t q_at,
+                           int64_t k_at, int64_t lse_at, int rows, int keys, int ahead,
+                           const float *delta)
 {
     int E = c->E;
     int64_t q_row = (int64_t)c->H * E, k_row = (int64_t)c->G * E;
@@ -212,26 +223,29 @@ static void backward_piece(void *context, int64_t piece)
                     const float *dy = c->dy + q_at + r * q_row, *y = c->y + q_at + r * q_row;
                     vf total = v_set(0.0f);
                     int e = 0;
-                    for (; e + VL <= E; e += VL) total += v_load(dy + e) * v_load(y + e);
+                    for (; e + VL <= E; e += VL)
+                        total = v_fma(v_load(dy + e), v_load(y + e), total);
                     delta[r] = v_sum(total);
                     for (; e < E; e++) delta[r] += dy[e] * y[e];
                 }
-                backward_block(c, kt, vt, q_at, k_at, (int64_t)(span.row + i) * c->H + h, rows, keys, i - j,
-                               delta);
+                backward_block(c, kt, vt, q_at, k_at, (int64_t)(span.row + i) * c->H + h, rows,
+                               keys, i - j, delta);
             }
         }
     }
 }
 
-void CPU(attention_backward)(Device *dev, real *dq, real *dk, real *dv, const real *dy, const real *y,
-                             const float *lse, const real *q, const real *k, const real *v, const Span *spans,
-                             int S, int T, int H, int G, int E)
+void CPU(attention_backward)(Device *dev, real *dq, real *dk, real *dv, const real *dy,
+                             const real *y, const float *lse, const real *q, const real *k,
+                             const real *v, const Span *spans, int S, int T, int H, int G, int E)
 {
     (void)T;
     if (E > HEAD_MAX) {
-        cpu_fail(dev, STATUS_INVALID, "head width %d is more than the CPU's attention takes (%d)", E, HEAD_MAX);
+        cpu_fail(dev, STATUS_INVALID, "head width %d is more than the CPU's attention takes (%d)",
+                 E, HEAD_MAX);
         return;
     }
-    Backward c = {f32(dq), f32(dk), f32(dv), f32c(dy), f32c(y), lse, f32c(q), f32c(k), f32c(v), spans, H, G, E};
+    Backward c = {f32(dq), f32(dk), f32(dv), f32c(dy), f32c(y), lse, f32c(q),
+                  f32c(k), f32c(v), spans,   H,        G,       E};
     cpu_run(dev, (int64_t)S * G, backward_piece, &c);
 }

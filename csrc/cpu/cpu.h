@@ -1,8 +1,8 @@
 /* cpu/cpu.h - what the CPU's op files share.
  *
- * On the CPU `real` is float and everything is computed in f32. Each op file is compiled once for each
- * instruction set, and CPU(rmsnorm) is that set's name for the op: cpu_avx512_rmsnorm, cpu_avx2_rmsnorm,
- * cpu_generic_rmsnorm; device.c picks a whole set when the device is opened. */
+ * On the CPU `real` is float and everything is computed in f32. Each op file is compiled once for
+ * each instruction set, and CPU(rmsnorm) is that set's name for the op: cpu_avx512_rmsnorm,
+ * cpu_avx2_rmsnorm, cpu_generic_rmsnorm; device.c picks a whole set when the device is opened. */
 #ifndef TINSMITH_CPU_H
 #define TINSMITH_CPU_H
 
@@ -27,7 +27,8 @@ struct real {
 enum { PANEL = 32 };
 
 /* A frozen (rows, cols) weight, in panels of 32 rows: element (n, k) is at
- * [n / PANEL][k][n % PANEL], so that one row of a panel is 32 outputs of the same input. Rows are filled up with zeros. */
+ * [n / PANEL][k][n % PANEL], so that one row of a panel is 32 outputs of the same input. Rows are
+ * filled up with zeros. */
 struct frozen {
     DType type; /* DTYPE_F32 or DTYPE_BF16; the product is exact in either: bf16 widens to f32 */
     int rows, cols;
@@ -59,17 +60,19 @@ static inline void cpu_run(Device *dev, int64_t count, void (*work)(void *, int6
 }
 
 /* Keeps a failure on the device until sync() returns it; the first one wins. */
-void cpu_fail(Device *dev, Status status, const char *format, ...) __attribute__((format(printf, 3, 4)));
+void cpu_fail(Device *dev, Status status, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
 
-/* One product of two matrices, on the calling thread alone: c (m,n) = scale·a·b, or c += when accumulate.
- * a's element (i,k) is a[i·a_row + k·a_col]; b's (k,j) is b[k·b_row + j]; n is filled up to a
- * multiple of 2·VL when b is read, so b must be readable there.
- * Every element is summed over k in the same order, whatever m and n are. */
-void CPU(product)(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b,
-                  int64_t b_row, int m, int n, int k, float scale, int accumulate);
+/* One product of two matrices, on the calling thread alone: c (m,n) = scale·a·b, or c += when
+ * accumulate. a's element (i,k) is a[i·a_row + k·a_col]; b's (k,j) is b[k·b_row + j]; n is filled
+ * up to a multiple of 2·VL when b is read, so b must be readable there. Every element is summed
+ * over k in the same order, whatever m and n are. */
+void CPU(product)(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col,
+                  const float *b, int64_t b_row, int m, int n, int k, float scale, int accumulate);
 
 /* out (cols, rows padded to `out_row` by the caller) = in (rows, cols) transposed. */
-void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row, int rows, int cols);
+void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row, int rows,
+                    int cols);
 
 #define OP(name, args) void CPU(name) args;
 #include "../ops.inc"

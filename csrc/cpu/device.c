@@ -1,7 +1,8 @@
 /* cpu/device.c - opens the CPU: threads, memory services, and the widest instruction set it has.
  *
- * Memory is the host's own, so upload and download are copies. Large blocks come from mmap: the pages of
- * an arena cost nothing until they are touched, and go back to the system when it is released. */
+ * Memory is the host's own, so upload and download are copies. Large blocks come from mmap: the
+ * pages of an arena cost nothing until they are touched, and go back to the system when it is
+ * released. */
 #define _GNU_SOURCE
 #include "device.h"
 
@@ -77,7 +78,8 @@ static float half_to_float(uint16_t h)
     return value;
 }
 
-static void cpu_frozen_load(Device *dev, frozen *to, const void *from, DType type, int rows, int cols)
+static void cpu_frozen_load(Device *dev, frozen *to, const void *from, DType type, int rows,
+                            int cols)
 {
     (void)dev;
     to->type = type == DTYPE_BF16 ? DTYPE_BF16 : DTYPE_F32;
@@ -93,7 +95,8 @@ static void cpu_frozen_load(Device *dev, frozen *to, const void *from, DType typ
                 if (type == DTYPE_BF16)
                     ((uint16_t *)to->data)[at] = live ? ((const uint16_t *)from)[in] : 0;
                 else if (type == DTYPE_F16)
-                    ((float *)to->data)[at] = live ? half_to_float(((const uint16_t *)from)[in]) : 0;
+                    ((float *)to->data)[at] =
+                        live ? half_to_float(((const uint16_t *)from)[in]) : 0;
                 else
                     ((float *)to->data)[at] = live ? ((const float *)from)[in] : 0;
             }

@@ -1,14 +1,14 @@
 /* cpu/logprob.c - what is made of a row of logits: log-probabilities, their gradient, the K best ids.
  *
- *   logprob           lse[t] = logΣ_v exp(logits[t,v]),  logp[i] = logits[t,ids[i]] − lse[t]     reads T·V
+ *   logprob           lse[t] = logΣ_v exp(logits[t,v]),  logp[i] = logits[t,ids[i]] − lse[t]
  *   logprob_backward  dlogits[t,v] = Σ_i dlogp[i]·([ids[i] = v] − exp(logits[t,v] − lse[t]))
- *                                                                               reads T·V, writes T·V
- *   topk_logprob      the K largest, best first                                               reads T·V
+ *   topk_logprob      the K largest of each row, best first
  *
- * All memory bound. The logsumexp goes over a row once: each block of 1024 is summed in f32 lanes against the
- * largest logit so far, and the sums are added in double, so its error does not grow with V. The K best are
- * a heap that lives in the output itself, whose worst member is the bar that whole groups of logits are held
- * against: of 152 000 logits some 300 get past it. A row is one job; a row is not split over threads. */
+ * Each reads T·V, the gradient also writes T·V. All memory bound. The logsumexp goes over a row once: each block of 1024 is summed in f32
+ * lanes against the largest logit so far, and the sums are added in double, so its error does
+ * not grow with V. The K best are a heap that lives in the output itself, whose worst member is
+ * the bar that whole groups of logits are held against: of 152 000 logits some 300 get past it.
+ * A row is one job; a row is not split over threads. */
 #include <assert.h>
 #include <math.h>
 #include <string.h>
@@ -75,8 +75,8 @@ static float block_sum(const float *x, int n, float shift)
     return v_sum(a + b);
 }
 
-/* The sum is kept relative to exp(shift), where shift is the largest logit so far; while that is −inf, or once
- * it is +inf, it is 0, so that no inf − inf makes a NaN that was not in the row. */
+/* The sum is kept relative to exp(shift), where shift is the largest logit so far; while that is
+ * −inf, or once it is +inf, it is 0, so that no inf − inf makes a NaN that was not in the row. */
 static float row_lse(const float *x, int V)
 {
     float top = -INFINITY, shift = 0.0f;
@@ -122,7 +122,10 @@ static void logprob_backward_job(void *context, int64_t job)
             float weight = -(float)sum;
             int v = 0;
             for (; v + VL <= V; v += VL) v_store(y + v, weight * v_exp(v_load(x + v) - lse));
-            if (v < V) v_store_part(y + v, weight * v_exp(v_load_part(x + v, V - v, 0.0f) - lse), V - v);
+            if (v < V) {
+                vf rest = v_load_part(x + v, V - v, 0.0f);
+                v_store_part(y + v, weight * v_exp(rest - lse), V - v);
+            }
         }
         for (int i = r->start[t]; i < r->start[t + 1]; i++) y[r->ids[i]] += r->dlogp[i];
     }
@@ -130,7 +133,8 @@ static void logprob_backward_job(void *context, int64_t job)
 
 /* ---- the K best ---- */
 
-/* Whether (x, i) comes after (y, j) in the answer: smaller, or equal with the higher id; NaN comes last. */
+/* Whether (x, i) comes after (y, j) in the answer: smaller, or equal with the higher id; NaN
+ * comes last. */
 static inline int comes_after(float x, int32_t i, float y, int32_t j)
 {
     if (x < y) return 1;
@@ -157,8 +161,8 @@ static void heap_sift(float *x, int32_t *id, int n, int at)
     id[at] = id_at;
 }
 
-/* Whether any of x is above the bar, or not to be compared with it: a NaN on either side. `n` is a multiple
- * of VL. */
+/* Whether any of x is above the bar, or not to be compared with it: a NaN on either side. `n` is
+ * a multiple of VL. */
 static inline int any_above(const float *x, int n, float bar)
 {
     vi under = v_load(x) <= bar;
@@ -229,14 +233,15 @@ void CPU(logprob)(Device *dev, float *lse, float *logp, const float *logits, con
 }
 
 void CPU(logprob_backward)(Device *dev, real *dlogits, const float *logits, const float *lse,
-                           const float *dlogp, const int32_t *ids, const int32_t *start, int T, int V)
+                           const float *dlogp, const int32_t *ids, const int32_t *start, int T,
+                           int V)
 {
     LogprobBackward r = {f32(dlogits), logits, lse, dlogp, ids, start, T, V, rows_of_job(V)};
     cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, logprob_backward_job, &r);
 }
 
-void CPU(topk_logprob)(Device *dev, int32_t *ids, float *logp, const float *logits, const float *lse,
-                       int T, int V, int K)
+void CPU(topk_logprob)(Device *dev, int32_t *ids, float *logp, const float *logits,
+                       const float *lse, int T, int V, int K)
 {
     assert(K >= 0 && K <= V);
     TopK r = {ids, logp, logits, lse, T, V, K, rows_of_job(V)};

@@ -2,28 +2,28 @@
  *
  *   c (m,n) = scale·a (m,k)·b (k,n) [+ bias] [+ c]
  *
- * A tile of TILE_M rows and 2·VL columns of c stays in registers while k runs: one vector load of b and one
- * broadcast of a per multiply-add. b must be row-major in k; frozen weights are stored so (panels,
- * cpu.h), anything else is brought to that order in a scratch block of DEPTH × PANEL that stays in L1 or L2.
- * bf16 weights widen to f32 on the way, which is exact. Every element of c is summed over k in
- * the same order with fused multiply-adds, in blocks of DEPTH, whatever m, n, the tile, the thread and the
- * vector width are: a row's result depends on that row alone, bit for bit. That is why this is
- * not a BLAS call; benchmarks/ops.py measures it against oneDNN.
- * Roofline: 2·m·n·k flops, compute bound for m > 16; for m = 1 one pass over w, memory bound. */
+ * A tile of TILE_M rows and 2·VL columns of c stays in registers while k runs: one vector load of b
+ * and one broadcast of a per multiply-add. b must be row-major in k; frozen weights are stored so
+ * (panels, cpu.h), anything else is brought to that order in a scratch block of DEPTH × PANEL that
+ * stays in L1 or L2. bf16 weights widen to f32 on the way, which is exact. Every element of c is
+ * summed over k in the same order with fused multiply-adds, in blocks of DEPTH, whatever m, n, the
+ * tile, the thread and the vector width are: a row's result depends on that row alone, bit for bit.
+ * That is why this is not a BLAS call; benchmarks/ops.py measures it against oneDNN. Roofline:
+ * 2·m·n·k flops, compute bound for m > 16; for m = 1 one pass over w, memory bound. */
 #include <assert.h>
 
 #include "cpu.h"
 #include "simd.h"
 
 enum {
-    DEPTH = 384,       /* k of one block: a panel of b is 48 KB */
-    ROWS = 336,        /* m of one block: DEPTH·ROWS of a stay in L2 */
-    WIDE = 2 * VL,     /* columns of a register tile */
-    AHEAD = 48,        /* rows of b to prefetch when few rows of a keep the processor waiting for memory */
-    TILE_M = VL == 16 ? 8 : 6, /* rows of a register tile: 16 of 32 or 12 of 16 registers hold sums; 8
-                                  rows gave 99 GF/s of 117, 12 gave 80, 14 gave 62: GCC runs out of
-                                  address registers first */
-    FEW = 2 * TILE_M,  /* up to so many rows bf16 is widened in registers, not through the scratch */
+    DEPTH = 384,   /* k of one block: a panel of b is 48 KB */
+    ROWS = 336,    /* m of one block: DEPTH·ROWS of a stay in L2 */
+    WIDE = 2 * VL, /* columns of a register tile */
+    AHEAD = 48, /* rows of b to prefetch when few rows of a keep the processor waiting for memory */
+    TILE_M = VL == 16 ? 8 : 6, /* rows of a register tile: 16 of 32 or 12 of 16 registers hold sums;
+                                  8 rows gave 99 GF/s of 117, 12 gave 80, 14 gave 62: GCC runs out
+                                  of address registers first */
+    FEW = 2 * TILE_M, /* up to so many rows bf16 is widened in registers, not through the scratch */
 };
 
 /* How b's element (k, n) is found. */
@@ -51,9 +51,11 @@ typedef struct Product {
 
 /* ---- the register tile ---- */
 
-static inline __attribute__((always_inline)) void tile_rows(
-    float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col, const void *b, int64_t ldb, int k,
-    float scale, const float *bias, int add, const int rows, const int bf16)
+static inline __attribute__((always_inline)) void tile_rows(float *c, int64_t ldc, const float *a,
+                                                            int64_t a_row, int64_t a_col,
+                                                            const void *b, int64_t ldb, int k,
+                                                            float scale, const float *bias, int add,
+                                                            const int rows, const int bf16)
 {
     vf acc[TILE_M][2];
     for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = v_set(0.0f);
@@ -71,8 +73,8 @@ static inline __attribute__((always_inline)) void tile_rows(
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
             vf x = v_set(column[r * a_row]);
-            acc[r][0] += x * b0;
-            acc[r][1] += x * b1;
+            acc[r][0] = v_fma(x, b0, acc[r][0]);
+            acc[r][1] = v_fma(x, b1, acc[r][1]);
         }
     }
 #pragma GCC unroll 16
@@ -90,17 +92,18 @@ static inline __attribute__((always_inline)) void tile_rows(
 static void tile(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col, const void *b,
                  int64_t ldb, int k, float scale, const float *bias, int add, int rows, int bf16)
 {
-#define CASE(n)                                                                                \
-    case n:                                                                                    \
-        if (bf16)                                                                              \
-            tile_rows(c, ldc, a, a_row, a_col, b, ldb, k, scale, bias, add, n, 1);             \
-        else                                                                                   \
-            tile_rows(c, ldc, a, a_row, a_col, b, ldb, k, scale, bias, add, n, 0);             \
+#define CASE(n)                                                                    \
+    case n:                                                                        \
+        if (bf16)                                                                  \
+            tile_rows(c, ldc, a, a_row, a_col, b, ldb, k, scale, bias, add, n, 1); \
+        else                                                                       \
+            tile_rows(c, ldc, a, a_row, a_col, b, ldb, k, scale, bias, add, n, 0); \
         return;
     switch (rows) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+        CASE(1)
+        CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if defined(__AVX512F__)
-        CASE(7) CASE(8)
+            CASE(7) CASE(8)
 #endif
     }
 #undef CASE
@@ -109,8 +112,9 @@ static void tile(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a
 
 /* A block of rows against `n` ≤ PANEL columns of b. The last columns, fewer than a tile is wide, go
  * through a temporary tile; b must be readable (not meaningful) to the full width there. */
-static void strip(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col, const void *b,
-                  int64_t ldb, int m, int n, int k, float scale, const float *bias, int add, int bf16)
+static void strip(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col,
+                  const void *b, int64_t ldb, int m, int n, int k, float scale, const float *bias,
+                  int add, int bf16)
 {
     for (int j = 0; j < n; j += WIDE) {
         const void *bj = bf16 ? (const void *)((const uint16_t *)b + j) : (const float *)b + j;
@@ -120,15 +124,17 @@ static void strip(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t 
             float *out = c + i * ldc + j;
             const float *ai = a + i * a_row;
             if (width == WIDE) {
-                tile(out, ldc, ai, a_row, a_col, bj, ldb, k, scale, bias ? bias + j : NULL, add, rows,
-                     bf16);
+                tile(out, ldc, ai, a_row, a_col, bj, ldb, k, scale, bias ? bias + j : NULL, add,
+                     rows, bf16);
                 continue;
             }
             float edge[TILE_M * WIDE], edge_bias[WIDE] = {0};
             for (int x = 0; bias && x < width; x++) edge_bias[x] = bias[j + x];
             for (int r = 0; r < rows; r++)
-                for (int x = 0; x < WIDE; x++) edge[r * WIDE + x] = add && x < width ? out[r * ldc + x] : 0;
-            tile(edge, WIDE, ai, a_row, a_col, bj, ldb, k, scale, bias ? edge_bias : NULL, add, rows, bf16);
+                for (int x = 0; x < WIDE; x++)
+                    edge[r * WIDE + x] = add && x < width ? out[r * ldc + x] : 0;
+            tile(edge, WIDE, ai, a_row, a_col, bj, ldb, k, scale, bias ? edge_bias : NULL, add,
+                 rows, bf16);
             for (int r = 0; r < rows; r++)
                 for (int x = 0; x < width; x++) out[r * ldc + x] = edge[r * WIDE + x];
         }
@@ -138,24 +144,27 @@ static void strip(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t 
 /* ---- bringing b to k-major order ---- */
 
 #if defined(__AVX512F__)
-#define LANES(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
+#define LANES(f)                                          \
+    {f(0), f(1), f(2),  f(3),  f(4),  f(5),  f(6),  f(7), \
+     f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
 #elif defined(__AVX2__)
 #define LANES(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)}
 #else
 #define LANES(f) {f(0), f(1), f(2), f(3)}
 #endif
 
-/* Swaps the off-diagonal halves of each 2·step × 2·step block: log2(VL) of these transpose a square. */
-#define BUTTERFLY(v, step)                                                                     \
-    do {                                                                                       \
-        const vi low = LANES(LOW_##step), high = LANES(HIGH_##step);                           \
-        _Pragma("GCC unroll 16") for (int i = 0; i < VL; i++)                                  \
-        {                                                                                      \
-            if (i & step) continue;                                                            \
-            vf x = v[i], y = v[i + step];                                                      \
-            v[i] = __builtin_shuffle(x, y, low);                                               \
-            v[i + step] = __builtin_shuffle(x, y, high);                                       \
-        }                                                                                      \
+/* Swaps the off-diagonal halves of each 2·step × 2·step block: log2(VL) of these transpose a
+ * square. */
+#define BUTTERFLY(v, step)                                           \
+    do {                                                             \
+        const vi low = LANES(LOW_##step), high = LANES(HIGH_##step); \
+        _Pragma("GCC unroll 16") for (int i = 0; i < VL; i++)        \
+        {                                                            \
+            if (i & step) continue;                                  \
+            vf x = v[i], y = v[i + step];                            \
+            v[i] = __builtin_shuffle(x, y, low);                     \
+            v[i + step] = __builtin_shuffle(x, y, high);             \
+        }                                                            \
     } while (0)
 #define LOW(l, step) ((l) & step ? VL + (l) - step : (l))
 #define HIGH(l, step) ((l) & step ? VL + (l) : (l) + step)
@@ -168,12 +177,14 @@ static void strip(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t 
 #define HIGH_4(l) HIGH(l, 4)
 #define HIGH_8(l) HIGH(l, 8)
 
-static inline void transpose_square(float *out, int64_t out_row, const void *in, int64_t in_row, int bf16)
+static inline void transpose_square(float *out, int64_t out_row, const void *in, int64_t in_row,
+                                    int bf16)
 {
     vf v[VL];
 #pragma GCC unroll 16
     for (int i = 0; i < VL; i++)
-        v[i] = bf16 ? v_load_bf16((const uint16_t *)in + i * in_row) : v_load((const float *)in + i * in_row);
+        v[i] = bf16 ? v_load_bf16((const uint16_t *)in + i * in_row)
+                    : v_load((const float *)in + i * in_row);
     BUTTERFLY(v, 1);
     BUTTERFLY(v, 2);
 #if defined(__AVX2__)
@@ -186,7 +197,8 @@ static inline void transpose_square(float *out, int64_t out_row, const void *in,
     for (int i = 0; i < VL; i++) v_store(out + i * out_row, v[i]);
 }
 
-void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row, int rows, int cols)
+void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row, int rows,
+                    int cols)
 {
     int full_rows = rows - rows % VL, full_cols = cols - cols % VL;
     for (int i = 0; i < full_rows; i += VL)
@@ -197,10 +209,10 @@ void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row
             out[j * out_row + i] = in[i * in_row + j];
 }
 
-/* Rows [k0, k0+depth) of columns [n0, n0+width) of b, width ≤ PANEL, k-major, as f32 or (as stored) bf16.
- * `few` says that so few rows of a will use it that widening bf16 in registers is cheaper. */
-static const void *bring(const Product *p, int k0, int depth, int n0, int width, float *scratch, int few,
-                         int64_t *ldb, int *bf16)
+/* Rows [k0, k0+depth) of columns [n0, n0+width) of b, width ≤ PANEL, k-major, as f32 or (as stored)
+ * bf16. `few` says that so few rows of a will use it that widening bf16 in registers is cheaper. */
+static const void *bring(const Product *p, int k0, int depth, int n0, int width, float *scratch,
+                         int few, int64_t *ldb, int *bf16)
 {
     *bf16 = 0;
     *ldb = PANEL;
@@ -210,11 +222,13 @@ static const void *bring(const Product *p, int k0, int depth, int n0, int width,
             *ldb = p->ldb;
             return b;
         }
-        for (int i = 0; i < depth; i++) memcpy(scratch + i * PANEL, b + i * p->ldb, (size_t)width * 4);
+        for (int i = 0; i < depth; i++)
+            memcpy(scratch + i * PANEL, b + i * p->ldb, (size_t)width * 4);
         return scratch;
     }
     if (p->order == BY_COLUMN) {
-        CPU(transpose)(scratch, PANEL, (const float *)p->b + n0 * p->ldb + k0, p->ldb, width, depth);
+        CPU(transpose)(scratch, PANEL, (const float *)p->b + n0 * p->ldb + k0, p->ldb, width,
+                       depth);
         return scratch;
     }
     const frozen *w = p->b;
@@ -235,14 +249,16 @@ static const void *bring(const Product *p, int k0, int depth, int n0, int width,
             for (int j = 0; j < width; j += VL) {
                 float *to = scratch + (i + x) * PANEL + j;
                 if (width - j >= VL) {
-                    transpose_square(to, PANEL, from + (j * PANEL + x) * (wide ? 2 : 4), PANEL, wide);
+                    transpose_square(to, PANEL, from + (j * PANEL + x) * (wide ? 2 : 4), PANEL,
+                                     wide);
                     continue;
                 }
                 for (int col = j; col < width; col++)
                     for (int row = x; row < x + VL; row++) {
                         float value = ((const float *)from)[wide ? 0 : col * PANEL + row];
                         if (wide) {
-                            uint32_t bits = (uint32_t)((const uint16_t *)from)[col * PANEL + row] << 16;
+                            uint32_t bits = (uint32_t)((const uint16_t *)from)[col * PANEL + row]
+                                            << 16;
                             memcpy(&value, &bits, 4);
                         }
                         scratch[(i + row) * PANEL + col] = value;
@@ -254,14 +270,14 @@ static const void *bring(const Product *p, int k0, int depth, int n0, int width,
 
 /* ---- blocks and threads ---- */
 
-static void product_block(const Product *p, int m0, int m, int n0, int width, int k0, float *scratch,
-                          int few)
+static void product_block(const Product *p, int m0, int m, int n0, int width, int k0,
+                          float *scratch, int few)
 {
     int depth = p->k - k0 < DEPTH ? p->k - k0 : DEPTH, add = p->accumulate || k0 > 0, bf16;
     int64_t ldb;
     const void *b = bring(p, k0, depth, n0, width, scratch, few, &ldb, &bf16);
-    strip(p->c + m0 * p->ldc + n0, p->ldc, p->a + m0 * p->a_row + k0 * p->a_col, p->a_row, p->a_col, b, ldb,
-          m, width, depth, p->scale, p->bias && k0 == 0 ? p->bias + n0 : NULL, add, bf16);
+    strip(p->c + m0 * p->ldc + n0, p->ldc, p->a + m0 * p->a_row + k0 * p->a_col, p->a_row, p->a_col,
+          b, ldb, m, width, depth, p->scale, p->bias && k0 == 0 ? p->bias + n0 : NULL, add, bf16);
 }
 
 static void product_piece(void *context, int64_t piece)
@@ -274,13 +290,14 @@ static void product_piece(void *context, int64_t piece)
     int few = m <= FEW;
     _Alignas(64) float scratch[(DEPTH + PANEL) * PANEL];
     if (p->order != PANELS || !few) memset(scratch, 0, sizeof scratch);
-    /* Many rows: all panels meet one block of a while it is in L2. Few rows: each panel is read once, in
-     * order, as memory likes it. The sums are the same. */
+    /* Many rows: all panels meet one block of a while it is in L2. Few rows: each panel is read
+     * once, in order, as memory likes it. The sums are the same. */
     int step_n = few ? PANEL : n_last - n_first;
     for (int n1 = n_first; n1 < n_last; n1 += step_n)
         for (int k0 = 0; k0 == 0 || k0 < p->k; k0 += DEPTH)
             for (int n0 = n1; n0 < n1 + step_n && n0 < n_last; n0 += PANEL)
-                product_block(p, m0, m, n0, n_last - n0 < PANEL ? n_last - n0 : PANEL, k0, scratch, few);
+                product_block(p, m0, m, n0, n_last - n0 < PANEL ? n_last - n0 : PANEL, k0, scratch,
+                              few);
 }
 
 /* Cuts the product into pieces, a few for each thread, and runs them. */
@@ -303,61 +320,146 @@ static void product_run(Device *dev, Product *p)
     cpu_run(dev, blocks * groups, product_piece, p);
 }
 
-void CPU(product)(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col, const float *b,
-                  int64_t b_row, int m, int n, int k, float scale, int accumulate)
+void CPU(product)(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col,
+                  const float *b, int64_t b_row, int m, int n, int k, float scale, int accumulate)
 {
     for (int k0 = 0; k0 == 0 || k0 < k; k0 += DEPTH) {
         int depth = k - k0 < DEPTH ? k - k0 : DEPTH;
-        strip(c, c_row, a + k0 * a_col, a_row, a_col, b + k0 * b_row, b_row, m, n, depth, scale, NULL,
-              accumulate || k0 > 0, 0);
+        strip(c, c_row, a + k0 * a_col, a_row, a_col, b + k0 * b_row, b_row, m, n, depth, scale,
+              NULL, accumulate || k0 > 0, 0);
     }
 }
 
 /* ---- the ops ---- */
 
-void CPU(linear)(Device *dev, real *y, const real *x, const frozen *w, const float *bias, int T, int N, int D,
-                 int accumulate)
+void CPU(linear)(Device *dev, real *y, const real *x, const frozen *w, const float *bias, int T,
+                 int N, int D, int accumulate)
 {
-    Product p = {.c = f32(y), .ldc = N, .a = f32c(x), .a_row = D, .a_col = 1, .b = w, .order = PANELS,
-                 .m = T, .n = N, .k = D, .scale = 1, .bias = bias, .accumulate = accumulate};
+    Product p = {.c = f32(y),
+                 .ldc = N,
+                 .a = f32c(x),
+                 .a_row = D,
+                 .a_col = 1,
+                 .b = w,
+                 .order = PANELS,
+                 .m = T,
+                 .n = N,
+                 .k = D,
+                 .scale = 1,
+                 .bias = bias,
+                 .accumulate = accumulate};
     product_run(dev, &p);
 }
 
-void CPU(linear_backward)(Device *dev, real *dx, const real *dy, const frozen *w, int T, int N, int D,
-                          int accumulate)
+void CPU(linear_backward)(Device *dev, real *dx, const real *dy, const frozen *w, int T, int N,
+                          int D, int accumulate)
 {
-    Product p = {.c = f32(dx), .ldc = D, .a = f32c(dy), .a_row = N, .a_col = 1, .b = w, .order = PANELS_T,
-                 .m = T, .n = D, .k = N, .scale = 1, .accumulate = accumulate};
+    Product p = {.c = f32(dx),
+                 .ldc = D,
+                 .a = f32c(dy),
+                 .a_row = N,
+                 .a_col = 1,
+                 .b = w,
+                 .order = PANELS_T,
+                 .m = T,
+                 .n = D,
+                 .k = N,
+                 .scale = 1,
+                 .accumulate = accumulate};
     product_run(dev, &p);
 }
 
-void CPU(lora)(Device *dev, real *y, real *s, const real *x, const float *a, const float *b, int T, int N,
-               int D, int R, float scale)
+void CPU(lora)(Device *dev, real *y, real *s, const real *x, const float *a, const float *b, int T,
+               int N, int D, int R, float scale)
 {
-    Product down = {.c = f32(s), .ldc = R, .a = f32c(x), .a_row = D, .a_col = 1, .b = a, .ldb = R,
-                    .order = BY_ROW, .m = T, .n = R, .k = D, .scale = 1};
+    Product down = {.c = f32(s),
+                    .ldc = R,
+                    .a = f32c(x),
+                    .a_row = D,
+                    .a_col = 1,
+                    .b = a,
+                    .ldb = R,
+                    .order = BY_ROW,
+                    .m = T,
+                    .n = R,
+                    .k = D,
+                    .scale = 1};
     product_run(dev, &down);
-    Product up = {.c = f32(y), .ldc = N, .a = f32c(s), .a_row = R, .a_col = 1, .b = b, .ldb = N,
-                  .order = BY_ROW, .m = T, .n = N, .k = R, .scale = scale, .accumulate = 1};
+    Product up = {.c = f32(y),
+                  .ldc = N,
+                  .a = f32c(s),
+                  .a_row = R,
+                  .a_col = 1,
+                  .b = b,
+                  .ldb = N,
+                  .order = BY_ROW,
+                  .m = T,
+                  .n = N,
+                  .k = R,
+                  .scale = scale,
+                  .accumulate = 1};
     product_run(dev, &up);
 }
 
-void CPU(lora_backward)(Device *dev, real *dx, float *da, float *db, real *ds, const real *dy, const real *x,
-                        const real *s, const float *a, const float *b, int T, int N, int D, int R,
-                        float scale)
+void CPU(lora_backward)(Device *dev, real *dx, float *da, float *db, real *ds, const real *dy,
+                        const real *x, const real *s, const float *a, const float *b, int T, int N,
+                        int D, int R, float scale)
 {
-    Product down = {.c = f32(ds), .ldc = R, .a = f32c(dy), .a_row = N, .a_col = 1, .b = b, .ldb = N,
-                    .order = BY_COLUMN, .m = T, .n = R, .k = N, .scale = scale};
+    Product down = {.c = f32(ds),
+                    .ldc = R,
+                    .a = f32c(dy),
+                    .a_row = N,
+                    .a_col = 1,
+                    .b = b,
+                    .ldb = N,
+                    .order = BY_COLUMN,
+                    .m = T,
+                    .n = R,
+                    .k = N,
+                    .scale = scale};
     product_run(dev, &down);
-    Product for_b = {.c = db, .ldc = N, .a = f32c(s), .a_row = 1, .a_col = R, .b = dy, .ldb = N,
-                     .order = BY_ROW, .m = R, .n = N, .k = T, .scale = scale, .accumulate = 1};
+    Product for_b = {.c = db,
+                     .ldc = N,
+                     .a = f32c(s),
+                     .a_row = 1,
+                     .a_col = R,
+                     .b = dy,
+                     .ldb = N,
+                     .order = BY_ROW,
+                     .m = R,
+                     .n = N,
+                     .k = T,
+                     .scale = scale,
+                     .accumulate = 1};
     product_run(dev, &for_b);
-    Product for_a = {.c = da, .ldc = R, .a = f32c(x), .a_row = 1, .a_col = D, .b = ds, .ldb = R,
-                     .order = BY_ROW, .m = D, .n = R, .k = T, .scale = 1, .accumulate = 1};
+    Product for_a = {.c = da,
+                     .ldc = R,
+                     .a = f32c(x),
+                     .a_row = 1,
+                     .a_col = D,
+                     .b = ds,
+                     .ldb = R,
+                     .order = BY_ROW,
+                     .m = D,
+                     .n = R,
+                     .k = T,
+                     .scale = 1,
+                     .accumulate = 1};
     product_run(dev, &for_a);
     if (!dx) return;
-    Product up = {.c = f32(dx), .ldc = D, .a = f32c(ds), .a_row = R, .a_col = 1, .b = a, .ldb = R,
-                  .order = BY_COLUMN, .m = T, .n = D, .k = R, .scale = 1, .accumulate = 1};
+    Product up = {.c = f32(dx),
+                  .ldc = D,
+                  .a = f32c(ds),
+                  .a_row = R,
+                  .a_col = 1,
+                  .b = a,
+                  .ldb = R,
+                  .order = BY_COLUMN,
+                  .m = T,
+                  .n = D,
+                  .k = R,
+                  .scale = 1,
+                  .accumulate = 1};
     product_run(dev, &up);
 }
 
@@ -366,8 +468,8 @@ void CPU(head)(Device *dev, float *logits, const real *x, const frozen *w, int T
     CPU(linear)(dev, (real *)logits, x, w, NULL, T, V, D, 0);
 }
 
-void CPU(head_lora)(Device *dev, float *logits, real *s, const real *x, const float *a, const float *b, int T,
-                    int V, int D, int R, float scale)
+void CPU(head_lora)(Device *dev, float *logits, real *s, const real *x, const float *a,
+                    const float *b, int T, int V, int D, int R, float scale)
 {
     CPU(lora)(dev, (real *)logits, s, x, a, b, T, V, D, R, scale);
 }

@@ -1,9 +1,10 @@
 /* cpu/pool.c - a parallel for over a few worker threads.
  *
- * One job at a time. Threads draw indices from one atomic counter, so uneven pieces even out; nothing
- * that is computed depends on who drew what. Workers that wait spin briefly, then sleep, because a
- * decoding step is some hundred short jobs in a row while an idle server must cost nothing. A child
- * process that was forked has no workers: there the caller does all the work itself. */
+ * One job at a time. Threads draw indices from one atomic counter, so uneven pieces even out;
+ * nothing that is computed depends on who drew what. Workers that wait spin briefly, then sleep,
+ * because a decoding step is some hundred short jobs in a row while an idle server must cost
+ * nothing. A child process that was forked has no workers: there the caller does all the work
+ * itself. */
 #define _GNU_SOURCE
 #include "pool.h"
 
@@ -86,7 +87,8 @@ static void publish(Pool *pool)
 Status pool_open(Pool **out, int threads)
 {
     if (threads < 0 || threads > THREADS_MAX)
-        return fail(STATUS_INVALID, "threads must be 0 (all cores) to %d, not %d", THREADS_MAX, threads);
+        return fail(STATUS_INVALID, "threads must be 0 (all cores) to %d, not %d", THREADS_MAX,
+                    threads);
     Pool *pool = calloc(1, sizeof *pool);
     if (!pool) return fail(STATUS_MEMORY, "no memory for the CPU device's threads");
     pool->owner = getpid();

@@ -3,9 +3,10 @@
  *   y[t,:] = x[t,:]·rstd[t]·w,  rstd[t] = 1/sqrt(mean(x[t,:]²) + eps)
  *   dx[t,:] += rstd·(g − x̂·mean(g·x̂)),  g = dy·w,  x̂ = x·rstd
  *
- * Forward reads T·D twice, the second time from cache, and writes T·D; backward reads 3·T·D and writes
- * T·D; memory bound. Sums run in f32 lanes over blocks, and the blocks are added in double, so that the
- * error does not grow with D. The weight has no gradient: it belongs to the frozen base. */
+ * Forward reads T·D twice, the second time from cache, and writes T·D; backward reads 3·T·D and
+ * writes T·D; memory bound. Sums run in f32 lanes over blocks, and the blocks are added in
+ * double, so that the error does not grow with D. The weight has no gradient: it belongs to the
+ * frozen base. */
 #include <math.h>
 
 #include "cpu.h"
@@ -42,8 +43,8 @@ static double sum_products(const float *a, const float *b, const float *w, int n
                 p *= v_load(w + i);
                 q *= v_load(w + i + VL);
             }
-            even += p * v_load(b + i);
-            odd += q * v_load(b + i + VL);
+            even = v_fma(p, v_load(b + i), even);
+            odd = v_fma(q, v_load(b + i + VL), odd);
         }
         float rest = 0.0f;
         for (; i < to; i++) rest += w ? a[i] * w[i] * b[i] : a[i] * b[i];
@@ -85,7 +86,8 @@ static int rows_of_job(int width)
     return width < GRAIN ? GRAIN / (width > 0 ? width : 1) : 1;
 }
 
-void CPU(rmsnorm)(Device *dev, real *y, float *rstd, const real *x, const float *w, int T, int D, float eps)
+void CPU(rmsnorm)(Device *dev, real *y, float *rstd, const real *x, const float *w, int T, int D,
+                  float eps)
 {
     Norm r = {f32(y), rstd, f32c(x), w, T, D, rows_of_job(D), eps};
     cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, norm_job, &r);

@@ -1,12 +1,15 @@
 /* cpu/rope.c - rotary positions, in Hugging Face's pairing (e, e + E/2).
  *
- *   rope_table     cosine, sine[t,e] = cos, sin(pos[t]·inv_freq[e])·scale   writes T·E; bound by cosf, sinf
- *   rope           (u, v) → (u·c − v·s, v·c + u·s)                          reads and writes T·H·E; memory bound
+ *   rope_table     cosine, sine[t,e] = cos, sin(pos[t]·inv_freq[e])·scale
+ *   rope           (u, v) → (u·c − v·s, v·c + u·s)
  *   rope_backward  the transposed map: the same with −s
  *
- * The angle is rounded to f32 before its cosine is taken, as transformers does: at position 100 000 that
- * rounding is larger than all others, and a model was trained with it. The table is made once a step and
- * shared by all layers and heads. Scaled variants (llama3, yarn) live in inv_freq and scale. */
+ * The table writes T·E and is bound by cosf and sinf; rope reads and writes T·H·E; memory bound.
+ *
+ * The angle is rounded to f32 before its cosine is taken, as transformers does: at position 100
+ * 000 that rounding is larger than all others, and a model was trained with it. The table is
+ * made once a step and shared by all layers and heads. Scaled variants (llama3, yarn) live in
+ * inv_freq and scale. */
 #include <math.h>
 
 #include "cpu.h"
@@ -47,7 +50,8 @@ static void table_job(void *context, int64_t job)
 static void rope_job(void *context, int64_t job)
 {
     const Rope *r = context;
-    int half = r->half, from = (int)job * r->grain, to = r->T - from < r->grain ? r->T : from + r->grain;
+    int from = (int)job * r->grain, to = r->T - from < r->grain ? r->T : from + r->grain;
+    int half = r->half;
     for (int t = from; t < to; t++) {
         const float *restrict cosine = r->cosine + (int64_t)t * half;
         const float *restrict sine = r->sine + (int64_t)t * half;
@@ -67,15 +71,15 @@ static int rows_of_job(int grain, int width)
     return width < grain ? grain / (width > 0 ? width : 1) : 1;
 }
 
-static void rotate(Device *dev, float *x, const float *cosine, const float *sine, int T, int H, int E,
-                   float sign)
+static void rotate(Device *dev, float *x, const float *cosine, const float *sine, int T, int H,
+                   int E, float sign)
 {
     Rope r = {x, cosine, sine, T, H, E / 2, rows_of_job(GRAIN, H * E), sign};
     cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, rope_job, &r);
 }
 
-void CPU(rope_table)(Device *dev, float *cosine, float *sine, const int32_t *pos, const float *inv_freq,
-                     int T, int E, float scale)
+void CPU(rope_table)(Device *dev, float *cosine, float *sine, const int32_t *pos,
+                     const float *inv_freq, int T, int E, float scale)
 {
     Table r = {cosine, sine, pos, inv_freq, T, E / 2, rows_of_job(GRAIN_TABLE, E / 2), scale};
     cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, table_job, &r);
@@ -86,7 +90,8 @@ void CPU(rope)(Device *dev, real *x, const float *cosine, const float *sine, int
     rotate(dev, f32(x), cosine, sine, T, H, E, 1.0f);
 }
 
-void CPU(rope_backward)(Device *dev, real *dx, const float *cosine, const float *sine, int T, int H, int E)
+void CPU(rope_backward)(Device *dev, real *dx, const float *cosine, const float *sine, int T, int H,
+                        int E)
 {
     rotate(dev, f32(dx), cosine, sine, T, H, E, -1.0f);
 }

@@ -5,8 +5,9 @@
  *   scatter y[rows[i],:] = x[i,:]   the same; the rows are all different, so jobs never meet
  *   add     y[t,:] += x[t,:]        reads 2·T·D, writes T·D; memory bound
  *
- * The embedding is kept in the panels that the head's product wants, so a row of it is strided; a token's
- * D cache lines cost microseconds, and one copy of the weight serves both ends of a tied model. */
+ * The embedding is kept in the panels that the head's product wants, so a row of it is strided;
+ * a token's D cache lines cost microseconds, and one copy of the weight serves both ends of a
+ * tied model. */
 #include <assert.h>
 #include <string.h>
 

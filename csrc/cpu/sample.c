@@ -1,13 +1,15 @@
 /* cpu/sample.c - one token of each row of logits, drawn as its Draw says.
  *
  *   temper  logits[t,:] /= temperature   reads T·V, writes T·V; memory bound
- *   sample  ids[t] ~ softmax(logits[t,:]) among the kept, logp[t]   reads T·V two or three times, from cache
+ *   sample  ids[t] ~ softmax(logits[t,:]) among the kept, and logp[t]; reads T·V once or twice, and
+ *           five times more where top_p keeps many ids; bound by the exponentials
  *
- * The uniform number is Philox4x32-10 of (seed, sample, pos), so a draw knows neither its row nor its
- * neighbours. What top_k and top_p keep is everything above one Cut in the order "larger logit, then lower
- * id": the cut is found first, among the 256 best or else by radix, never by sorting the vocabulary. Then
- * the kept are walked in id order until their mass passes u. The logits come in tempered, and lse is
- * the whole row's. A row that has no mass (a NaN, or nothing but −inf) gives its largest logit. */
+ * The uniform number is Philox4x32-10 of (seed, sample, pos), so a draw knows neither its row
+ * nor its neighbours. What top_k and top_p keep is everything above one Cut in the order "larger
+ * logit, then lower id": the cut is found first, among the 256 best or else by radix, never by
+ * sorting the vocabulary. Then the kept are walked in id order until their mass passes u. The
+ * logits come in tempered, and lse is the whole row's. A row that has no mass (a NaN, or nothing
+ * but −inf) gives its largest logit. */
 #include <assert.h>
 #include <math.h>
 #include <string.h>
@@ -16,7 +18,7 @@
 #include "simd.h"
 
 enum {
-    BLOCK = 1024,      /* logits whose masses are summed in f32 lanes */
+    BLOCK = 1024,      /* logits worked on at a time */
     PARTS_MAX = 512,   /* of a row, whose masses are remembered for the walk */
     SHORT_LIST = 256,  /* ids among which a cut is sought before the whole vocabulary is */
     RADIX_BITS = 11,   /* of a logit's 32, decided by one pass */
@@ -24,8 +26,11 @@ enum {
     GRAIN = 1 << 14,   /* logits of one job of temper */
 };
 
-/* Kept are the logits above `logit`, and those equal to it with an id up to `id`: up to there, those above
- * `before`, which is the number before `logit`. */
+typedef float vn __attribute__((vector_size(2 * VL)));  /* half a register of floats … */
+typedef double vd __attribute__((vector_size(4 * VL))); /* … is a whole one of doubles */
+
+/* Kept are the logits above `logit`, and those equal to it with an id up to `id`: up to there,
+ * those above `before`, which is the number before `logit`. */
 typedef struct Cut {
     float logit, before;
     int32_t id;
@@ -132,34 +137,42 @@ static inline int none_above(vf x, vf bar)
     return !any;
 }
 
-/* The mass kept of the ids [from, to). */
+/* The sums of neighbouring lanes' halves, in double. */
+static inline vd widen(vf x)
+{
+    vn low, high;
+    memcpy(&low, &x, sizeof low);
+    memcpy(&high, (const char *)&x + sizeof low, sizeof high);
+    return __builtin_convertvector(low, vd) + __builtin_convertvector(high, vd);
+}
+
+/* The mass kept of the ids [from, to). Summed in double like all masses here, so that sums of
+ * the same masses agree and ids that are equally likely are counted exactly against top_p. */
 static double mass_between(const Row *row, int from, int to, Cut cut)
 {
-    double total = 0.0;
-    int sparse = cut.logit > -INFINITY;
-    for (int block = from; block < to; block += BLOCK) {
-        int end = to - block < BLOCK ? to : block + BLOCK, i = block;
-        vf even = v_set(0.0f), odd = even;
-        for (; i + 2 * VL <= end; i += 2 * VL) {
-            vf x = v_load(row->x + i), y = v_load(row->x + i + VL);
-            vf bar_x = bar_at(cut, i), bar_y = bar_at(cut, i + VL);
-            if (sparse && none_above(x, bar_x) && none_above(y, bar_y)) continue;
-            even += masses(x, bar_x, row->lse);
-            odd += masses(y, bar_y, row->lse);
-        }
-        for (; i < end; i += VL) {
-            vf x = end - i < VL ? v_load_part(row->x + i, end - i, -INFINITY) : v_load(row->x + i);
-            even += masses(x, bar_at(cut, i), row->lse);
-        }
-        total += (double)v_sum(even + odd);
+    vd even = {0}, odd = {0};
+    int sparse = cut.logit > -INFINITY, i = from;
+    for (; i + 2 * VL <= to; i += 2 * VL) {
+        vf x = v_load(row->x + i), y = v_load(row->x + i + VL);
+        vf bar_x = bar_at(cut, i), bar_y = bar_at(cut, i + VL);
+        if (sparse && none_above(x, bar_x) && none_above(y, bar_y)) continue;
+        even += widen(masses(x, bar_x, row->lse));
+        odd += widen(masses(y, bar_y, row->lse));
     }
+    for (; i < to; i += VL) {
+        vf x = to - i < VL ? v_load_part(row->x + i, to - i, -INFINITY) : v_load(row->x + i);
+        even += widen(masses(x, bar_at(cut, i), row->lse));
+    }
+    even += odd;
+    double total = 0.0;
+    for (int lane = 0; lane < VL / 2; lane++) total += even[lane];
     return total;
 }
 
 /* ---- where top_k and top_p cut ---- */
 
-/* A logit's bits as a number that grows with it; NaN is lowest, and −0 equals 0. Without branches: signs are
- * as good as random, and a loop over this becomes vectors. */
+/* A logit's bits as a number that grows with it; NaN is lowest, and −0 equals 0. Without
+ * branches: signs are as good as random, and a loop over this becomes vectors. */
 static inline uint32_t sort_key(float x)
 {
     x += 0.0f;
@@ -177,10 +190,11 @@ static inline float key_logit(uint32_t key)
     return x;
 }
 
-/* Adds the mass (or the number, 1) of every logit whose decided bits are `prefix` to the bucket of its next
- * digits. The first pass takes all logits, so it has their exponentials made a block at a time. */
-static void buckets_fill(double *bucket, const Row *row, int by_mass, uint32_t prefix, uint32_t decided,
-                         int shift, uint32_t digits)
+/* Adds the mass (or the number, 1) of every logit whose decided bits are `prefix` to the bucket
+ * of its next digits. The first pass takes all logits, so it has their exponentials made a block
+ * at a time. */
+static void buckets_fill(double *bucket, const Row *row, int by_mass, uint32_t prefix,
+                         uint32_t decided, int shift, uint32_t digits)
 {
     float mass[BLOCK];
     uint32_t key[BLOCK];
@@ -201,9 +215,9 @@ static void buckets_fill(double *bucket, const Row *row, int by_mass, uint32_t p
     }
 }
 
-/* Cuts after the shortest run of most likely ids whose mass, or number, reaches `need`: three passes over
- * the row decide 11, 11 and 10 bits of the cut's logit, a fourth its id. Where rounding leaves `need` out of
- * reach, the cut is at the last id that has mass. */
+/* Cuts after the shortest run of most likely ids whose mass, or number, reaches `need`: three
+ * passes over the row decide 11, 11 and 10 bits of the cut's logit, a fourth its id. Where
+ * rounding leaves `need` out of reach, the cut is at the last id that has mass. */
 static Cut cut_by_radix(const Row *row, int by_mass, double need)
 {
     uint32_t prefix = 0, decided = 0;
@@ -235,8 +249,8 @@ static Cut cut_by_radix(const Row *row, int by_mass, double need)
     return cut;
 }
 
-/* Where top_k (0: nowhere) and then top_p cut a row. The short list answers top_k to 256 and the top_p of
- * a model that is fairly sure; on a flat row top_p goes on to the whole vocabulary. */
+/* Where top_k (0: nowhere) and then top_p cut a row. The short list answers top_k to 256 and the
+ * top_p of a model that is fairly sure; on a flat row top_p goes on to the whole vocabulary. */
 static Cut cut_find(Device *dev, const Row *row, int top_k, float top_p)
 {
     int wanted = top_k > 0 && top_k < row->n ? top_k : row->n;
@@ -267,7 +281,8 @@ static Cut cut_find(Device *dev, const Row *row, int top_k, float top_p)
 
 /* ---- the draw ---- */
 
-/* The kept id at which the mass of the kept, in id order, passes u of the whole; −1 if there is no mass. */
+/* The kept id at which the mass of the kept, in id order, passes u of the whole; −1 if there is
+ * no mass. */
 static int draw_id(const Row *row, Cut cut, double u, double *kept)
 {
     double part[PARTS_MAX], total = 0.0, below = 0.0;
@@ -298,7 +313,7 @@ static int draw_id(const Row *row, Cut cut, double u, double *kept)
             below += (double)mass[lane];
         }
     }
-    return last; /* the lanes' sums were rounded otherwise than this one */
+    return last; /* sums in another order were rounded otherwise */
 }
 
 static void sample_job(void *context, int64_t t)

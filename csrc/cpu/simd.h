@@ -1,14 +1,20 @@
 /* cpu/simd.h - the vector of floats that the kernels are written in.
  *
- * The op files are compiled once for each instruction set (cpu.h), and `vf` is as wide as that set's
- * registers: 16 lanes with AVX-512, 8 with AVX2, 4 elsewhere. GCC and clang turn + − × on it into
- * instructions, and a·b + c into one fused multiply-add. */
+ * The op files are compiled once for each instruction set (cpu.h), and `vf` is as wide as that
+ * set's registers: 16 lanes with AVX-512, 8 with AVX2, 4 elsewhere. GCC and clang turn + − × on it
+ * into instructions. They must not fuse a·b + c on their own (-ffp-contract=off): they did so in
+ * the copy of a loop for 8 rows and not in that for 3, and a row's last bit told how many
+ * neighbours it had. v_fma fuses where it is written. */
 #ifndef TINSMITH_CPU_SIMD_H
 #define TINSMITH_CPU_SIMD_H
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 enum { VL = 16 };
@@ -38,6 +44,18 @@ static inline void v_store(float *p, vf v)
 static inline vf v_set(float x)
 {
     return (vf){0} + x;
+}
+
+/* a·b + c, rounded once where the instruction set can. */
+static inline vf v_fma(vf a, vf b, vf c)
+{
+#if defined(__AVX512F__)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
 }
 
 /* The n < VL floats at p, the other lanes filled with `rest`. */
@@ -101,23 +119,24 @@ static inline float v_top(vf v)
     return top;
 }
 
-/* eˣ within 2 ulp; 0 below −87.3, inf above 88.7. x = n·ln2 + r, |r| ≤ ln2/2, and e^r by Taylor's series
- * to r⁷, whose remainder is under 2⁻²⁷. */
+/* eˣ within 2 ulp; 0 below −87.3, inf above 88.7. x = n·ln2 + r, |r| ≤ ln2/2, and e^r by Taylor's
+ * series to r⁷, whose remainder is under 2⁻²⁷. */
 static inline vf v_exp(vf x)
 {
     const vf shift = v_set(12582912.0f); /* 1.5·2²³: adding it rounds to an integer */
-    vf clamped = v_select(x > 88.72283f, v_set(88.72283f), v_select(x < -87.33654f, v_set(-87.33654f), x));
-    vf n = (clamped * 1.44269504f + shift) - shift;
-    vf r = clamped - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
+    vf clamped =
+        v_select(x > 88.72283f, v_set(88.72283f), v_select(x < -87.33654f, v_set(-87.33654f), x));
+    vf n = v_fma(clamped, v_set(1.44269504f), shift) - shift;
+    vf r = v_fma(n, v_set(-0.693359375f), clamped);
+    r = v_fma(n, v_set(2.12194440e-4f), r);
     vf p = v_set(1.0f / 5040.0f);
-    p = p * r + 1.0f / 720.0f;
-    p = p * r + 1.0f / 120.0f;
-    p = p * r + 1.0f / 24.0f;
-    p = p * r + 1.0f / 6.0f;
-    p = p * r + 0.5f;
-    p = p * r + 1.0f;
-    p = p * r + 1.0f;
+    p = v_fma(p, r, v_set(1.0f / 720.0f));
+    p = v_fma(p, r, v_set(1.0f / 120.0f));
+    p = v_fma(p, r, v_set(1.0f / 24.0f));
+    p = v_fma(p, r, v_set(1.0f / 6.0f));
+    p = v_fma(p, r, v_set(0.5f));
+    p = v_fma(p, r, v_set(1.0f));
+    p = v_fma(p, r, v_set(1.0f));
     vi half = __builtin_convertvector(n, vi) / 2; /* 2ⁿ in two factors: n may be 128 */
     vi rest = __builtin_convertvector(n, vi) - half;
     vi bits_half = (half + 127) << 23, bits_rest = (rest + 127) << 23;

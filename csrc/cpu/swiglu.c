@@ -3,9 +3,10 @@
  *   y = gate·σ(gate)·up
  *   dup = dy·gate·σ,  dgate = dy·up·σ·(1 + gate·(1 − σ)),  σ = σ(gate)
  *
- * Forward reads 2·T·F and writes T·F; backward reads 3·T·F and writes 2·T·F; memory bound. Both know no
- * rows: an element's result is the same in any lane, so jobs are flat stretches of the whole. Everything of
- * a stretch of lanes is loaded before any of it is stored, so that gradients may overwrite their inputs. */
+ * Forward reads 2·T·F and writes T·F; backward reads 3·T·F and writes 2·T·F; memory bound. Both
+ * know no rows: an element's result is the same in any lane, so jobs are flat stretches of the
+ * whole. Everything of a stretch of lanes is loaded before any of it is stored, so that
+ * gradients may overwrite their inputs. */
 #include "cpu.h"
 #include "simd.h"
 
@@ -62,8 +63,8 @@ static void glu_backward_job(void *context, int64_t job)
     }
     if (i < to) {
         int rest = (int)(to - i);
-        gradients(&dgate, &dup, v_load_part(g->dy + i, rest, 0.0f), v_load_part(g->gate + i, rest, 0.0f),
-                  v_load_part(g->up + i, rest, 0.0f));
+        gradients(&dgate, &dup, v_load_part(g->dy + i, rest, 0.0f),
+                  v_load_part(g->gate + i, rest, 0.0f), v_load_part(g->up + i, rest, 0.0f));
         v_store_part(g->dgate + i, dgate, rest);
         v_store_part(g->dup + i, dup, rest);
     }

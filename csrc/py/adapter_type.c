@@ -1,4 +1,5 @@
-/* py/adapter_type.c - tinsmith._core.Adapter: LoRA matrices, their training calls, and their flat vectors. */
+/* py/adapter_type.c - tinsmith._core.Adapter: LoRA matrices, their training calls, and their flat
+ * vectors. */
 #include <math.h>
 #include <string.h>
 
@@ -19,13 +20,15 @@ static PyObject *adapter_wrap(PyTypeObject *type, PyModel *model, Adapter *adapt
 
 static PyObject *adapter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"model", "rank", "alpha", "seed", "attn", "mlp", "unembed", "step_tokens", NULL};
+    static char *names[] = {"model", "rank",    "alpha",       "seed", "attn",
+                            "mlp",   "unembed", "step_tokens", NULL};
     PyObject *model;
     unsigned long long seed = 0;
     int attn = 1, mlp = 1, unembed = 1;
     AdapterSpec spec = {.alpha = 32.0f};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!$i|fKpppi:Adapter", names, state_of(type)->model, &model,
-                                     &spec.rank, &spec.alpha, &seed, &attn, &mlp, &unembed, &spec.step_tokens))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$ifKpppi:Adapter", names,
+                                     state_of(type)->model, &model, &spec.rank, &spec.alpha, &seed,
+                                     &attn, &mlp, &unembed, &spec.step_tokens))
         return NULL;
     spec.seed = seed;
     spec.groups = (attn ? ATTN : 0) | (mlp ? MLP : 0) | (unembed ? UNEMBED : 0);
@@ -92,7 +95,8 @@ static int call_options(Call *call, PyObject *inputs, PyObject *config)
     return -1;
 }
 
-static int call_arrays(Call *call, PyObject *tokens, PyObject *lengths, PyObject *targets, PyObject *counts)
+static int call_arrays(Call *call, PyObject *tokens, PyObject *lengths, PyObject *targets,
+                       PyObject *counts)
 {
     if (borrow(tokens, KIND_INT32, "tokens", &call->tokens) < 0 ||
         borrow(lengths, KIND_INT32, "lengths", &call->lengths) < 0 ||
@@ -100,8 +104,8 @@ static int call_arrays(Call *call, PyObject *tokens, PyObject *lengths, PyObject
         borrow(counts, KIND_INT32, "counts", &call->counts) < 0)
         return -1;
     if (call->lengths.length != call->counts.length || call->lengths.length > INT32_MAX) {
-        PyErr_Format(PyExc_ValueError, "lengths has %lld datums, counts %lld", (long long)call->lengths.length,
-                     (long long)call->counts.length);
+        PyErr_Format(PyExc_ValueError, "lengths has %lld datums, counts %lld",
+                     (long long)call->lengths.length, (long long)call->counts.length);
         return -1;
     }
     Datums *d = &call->datums;
@@ -115,27 +119,42 @@ static int call_arrays(Call *call, PyObject *tokens, PyObject *lengths, PyObject
     return 0;
 }
 
+/* ValueError with the names that there are. */
+static void refuse_loss(const char *name)
+{
+    PyObject *known = PyUnicode_FromString(loss_at(0)->name);
+    for (int i = 1; known && loss_at(i); i++)
+        Py_SETREF(known, PyUnicode_FromFormat("%U, %s", known, loss_at(i)->name));
+    if (known) PyErr_Format(PyExc_ValueError, "no loss is called '%s'; there are: %U", name, known);
+    Py_XDECREF(known);
+}
+
 static PyObject *adapter_forward_backward_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"tokens", "lengths", "targets", "counts", "loss", "inputs", "config", "backward", NULL};
+    static char *names[] = {"tokens", "lengths", "targets",  "counts", "loss",
+                            "inputs", "config",  "backward", NULL};
     PyObject *tokens, *lengths, *targets, *counts, *inputs, *config, *logp = NULL;
     const char *loss;
     int with_backward = 1;
     Call call = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOsO!O!|$p:forward_backward", names, &tokens, &lengths, &targets,
-                                     &counts, &loss, &PyDict_Type, &inputs, &PyDict_Type, &config, &with_backward))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOsO!O!|$p:forward_backward", names, &tokens,
+                                     &lengths, &targets, &counts, &loss, &PyDict_Type, &inputs,
+                                     &PyDict_Type, &config, &with_backward))
         return NULL;
     call.loss = loss_find(loss);
-    if (!call.loss) return PyErr_Format(PyExc_ValueError, "no loss is called '%s'", loss);
+    if (!call.loss) {
+        refuse_loss(loss);
+        return NULL;
+    }
     double sum = 0.0;
     Status status = STATUS_OK;
-    if (call_arrays(&call, tokens, lengths, targets, counts) == 0 && call_options(&call, inputs, config) == 0)
+    if (call_arrays(&call, tokens, lengths, targets, counts) == 0 &&
+        call_options(&call, inputs, config) == 0)
         logp = array_new(KIND_FLOAT32, call.datums.target_total, -1, NULL);
     if (logp) {
         float *out = array_data(logp);
-        Py_BEGIN_ALLOW_THREADS
-        status = adapter_forward_backward(((PyAdapter *)object)->adapter, &call.datums, call.loss, with_backward, out,
-                                          &sum);
+        Py_BEGIN_ALLOW_THREADS status = adapter_forward_backward(
+            ((PyAdapter *)object)->adapter, &call.datums, call.loss, with_backward, out, &sum);
         Py_END_ALLOW_THREADS
     }
     call_release(&call);
@@ -154,32 +173,34 @@ static int normalization_from(const char *name, Normalization *by)
     if (strcmp(name, "num_sequences") == 0) *by = BY_SEQUENCES;
     if (*by != BY_NOTHING) return 0;
     PyErr_Format(PyExc_ValueError,
-                 "grad_accumulation_normalization must be 'num_loss_tokens', 'num_sequences' or None, not '%s'", name);
+                 "grad_accumulation_normalization must be 'num_loss_tokens', 'num_sequences' or "
+                 "None, not '%s'",
+                 name);
     return -1;
 }
 
 static PyObject *adapter_optim_step_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm",
-                            "normalization", NULL};
-    AdamW o;
+    static char *names[] = {"learning_rate", "beta1",          "beta2",         "eps",
+                            "weight_decay",  "grad_clip_norm", "normalization", NULL};
+    AdamW o = {NAN, NAN, NAN, NAN, NAN, NAN}; /* each must be given; AdamW refuses what was not */
     const char *normalization = NULL;
     Normalization by;
     StepReport report;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$dddddd|z:optim_step", names, &o.lr, &o.beta1, &o.beta2, &o.eps,
-                                     &o.weight_decay, &o.clip_norm, &normalization))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$ddddddz:optim_step", names, &o.lr, &o.beta1,
+                                     &o.beta2, &o.eps, &o.weight_decay, &o.clip_norm,
+                                     &normalization))
         return NULL;
     if (normalization_from(normalization, &by) < 0) return NULL;
     Adapter *adapter = ((PyAdapter *)object)->adapter;
     if (!adapter->vector[GRADIENTS])
-        return PyErr_Format(PyExc_ValueError, "this adapter is a snapshot: it can be sampled from, not trained");
+        return PyErr_Format(PyExc_ValueError,
+                            "this adapter is a snapshot: it can be sampled from, not trained");
     Status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = adapter_optim_step(adapter, &o, by, &report);
-    Py_END_ALLOW_THREADS
-    if (status) return raise_status(status);
-    return Py_BuildValue("{s:d,s:d,s:d}", "grad_norm", report.grad_norm, "loss_tokens", report.tokens,
-                         "loss_sequences", report.sequences);
+    Py_BEGIN_ALLOW_THREADS status = adapter_optim_step(adapter, &o, by, &report);
+    Py_END_ALLOW_THREADS if (status) return raise_status(status);
+    return Py_BuildValue("{s:d,s:d,s:d}", "grad_norm", report.grad_norm, "loss_tokens",
+                         report.tokens, "loss_sequences", report.sequences);
 }
 
 static PyObject *adapter_clear_method(PyObject *object, PyObject *unused)
@@ -202,11 +223,12 @@ static PyObject *adapter_interrupt_method(PyObject *object, PyObject *unused)
 
 static float *vector_named(const Adapter *adapter, const char *name)
 {
-    static const char *const names[] = {[WEIGHTS] = "weights", [GRADIENTS] = "gradients", [MOMENT_1] = "m",
-                                        [MOMENT_2] = "v"};
+    static const char *const names[] = {
+        [WEIGHTS] = "weights", [GRADIENTS] = "gradients", [MOMENT_1] = "m", [MOMENT_2] = "v"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         if (strcmp(names[i], name) != 0) continue;
-        if (!adapter->vector[i]) PyErr_Format(PyExc_ValueError, "a snapshot has no %s, only weights", name);
+        if (!adapter->vector[i])
+            PyErr_Format(PyExc_ValueError, "a snapshot has no %s, only weights", name);
         return adapter->vector[i];
     }
     PyErr_Format(PyExc_ValueError, "an adapter has weights, gradients, m and v, but no '%s'", name);
@@ -239,12 +261,13 @@ static PyObject *adapter_write(PyObject *object, PyObject *args)
     for (int64_t i = 0; i < from.length && bad < 0; i++)
         if (!isfinite(values[i])) bad = i;
     if (from.length != adapter->size)
-        PyErr_Format(PyExc_ValueError, "%s has %lld numbers, the adapter %lld", name, (long long)from.length,
-                     (long long)adapter->size);
+        PyErr_Format(PyExc_ValueError, "%s has %lld numbers, the adapter %lld", name,
+                     (long long)from.length, (long long)adapter->size);
     else if (bad >= 0)
         PyErr_Format(PyExc_ValueError, "%s: number %lld is not finite", name, (long long)bad);
     else
-        adapter->model->dev->upload(adapter->model->dev, vector, values, (size_t)adapter->size * sizeof(float));
+        adapter->model->dev->upload(adapter->model->dev, vector, values,
+                                    (size_t)adapter->size * sizeof(float));
     Py_DECREF(from.owner);
     if (PyErr_Occurred()) return NULL;
     Py_RETURN_NONE;
@@ -270,9 +293,9 @@ static void list_matrix(void *context, const SlotInfo *info, int layer, Pair pai
 {
     Listing *listing = context;
     for (int part = 0; part < 2 && listing->list; part++) {
-        PyObject *row = Py_BuildValue("(sisLii)", info->name, layer, part ? "B" : "A",
-                                      (long long)(part ? pair.b : pair.a), part ? listing->rank : info->cols,
-                                      part ? info->rows : listing->rank);
+        PyObject *row = Py_BuildValue(
+            "(sisLii)", info->name, layer, part ? "B" : "A", (long long)(part ? pair.b : pair.a),
+            part ? listing->rank : info->cols, part ? info->rows : listing->rank);
         if (!row || PyList_Append(listing->list, row) < 0) Py_CLEAR(listing->list);
         Py_XDECREF(row);
     }
@@ -338,14 +361,20 @@ static PyMethodDef methods[] = {
      "forward_backward(tokens, lengths, targets, counts, loss, inputs, config, *, backward=True)\n"
      "-> (logprobs, loss_sum)\n\nAdds to the gradients; on any error nothing was added."},
     {"optim_step", KEYWORDS(adapter_optim_step_method),
-     "optim_step(*, learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm, normalization=None)\n"
+     "optim_step(*, learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm, "
+     "normalization=None)\n"
      "-> {grad_norm, loss_tokens, loss_sequences}\n\nOne AdamW step; clears the gradients."},
-    {"clear_gradients", adapter_clear_method, METH_NOARGS, "clear_gradients()\n\nDrops the gradients so far."},
+    {"clear_gradients", adapter_clear_method, METH_NOARGS,
+     "clear_gradients()\n\nDrops the gradients so far."},
     {"interrupt", adapter_interrupt_method, METH_NOARGS,
-     "interrupt()\n\nFrom another thread: the forward_backward under way stops with KeyboardInterrupt, adding nothing."},
-    {"read", adapter_read, METH_O, "read(what) -> float32 (size,)\n\nA copy of weights, gradients, m or v."},
-    {"write", adapter_write, METH_VARARGS, "write(what, array)\n\nReplaces weights, gradients, m or v."},
-    {"snapshot", adapter_snapshot_method, METH_NOARGS, "snapshot() -> Adapter\n\nThe weights as they are now."},
+     "interrupt()\n\nFrom another thread: the forward_backward under way stops with "
+     "KeyboardInterrupt, adding nothing."},
+    {"read", adapter_read, METH_O,
+     "read(what) -> float32 (size,)\n\nA copy of weights, gradients, m or v."},
+    {"write", adapter_write, METH_VARARGS,
+     "write(what, array)\n\nReplaces weights, gradients, m or v."},
+    {"snapshot", adapter_snapshot_method, METH_NOARGS,
+     "snapshot() -> Adapter\n\nThe weights as they are now."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -355,7 +384,8 @@ static PyGetSetDef getset[] = {
     {"alpha", adapter_alpha, NULL, "LoRA's alpha; the scale is alpha / rank.", NULL},
     {"size", adapter_size, NULL, "Trained parameters.", NULL},
     {"step", adapter_step, adapter_set_step, "Optimizer steps taken.", NULL},
-    {"layout", adapter_layout, NULL, "(slot, layer or -1, 'A' or 'B', offset, rows, cols) in the flat vectors.", NULL},
+    {"layout", adapter_layout, NULL,
+     "(slot, layer or -1, 'A' or 'B', offset, rows, cols) in the flat vectors.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -364,7 +394,8 @@ static PyType_Slot slots[] = {
     {Py_tp_dealloc, adapter_dealloc},
     {Py_tp_methods, methods},
     {Py_tp_getset, getset},
-    {Py_tp_doc, "Adapter(model, *, rank, alpha=32.0, seed=0, attn=True, mlp=True, unembed=True, step_tokens=0)"},
+    {Py_tp_doc, "Adapter(model, *, rank, alpha=32.0, seed=0, attn=True, mlp=True, unembed=True, "
+                "step_tokens=0)"},
     {0, NULL},
 };
 

@@ -23,12 +23,15 @@ static const char *kind_name(Kind kind)
 static PyArrayObject *as_array(PyObject *object, const char *name, const char *wanted)
 {
     if (!PyArray_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "%s must be %s, not %s", name, wanted, Py_TYPE(object)->tp_name);
+        PyErr_Format(PyExc_TypeError, "%s must be %s, not %s", name, wanted,
+                     Py_TYPE(object)->tp_name);
         return NULL;
     }
     PyArrayObject *array = (PyArrayObject *)object;
-    if (!PyArray_IS_C_CONTIGUOUS(array) || !PyArray_ISNOTSWAPPED(array) || !PyArray_ISALIGNED(array)) {
-        PyErr_Format(PyExc_ValueError, "%s must be C-contiguous, aligned, and of native byte order", name);
+    if (!PyArray_IS_C_CONTIGUOUS(array) || !PyArray_ISNOTSWAPPED(array) ||
+        !PyArray_ISALIGNED(array)) {
+        PyErr_Format(PyExc_ValueError, "%s must be C-contiguous, aligned, and of native byte order",
+                     name);
         return NULL;
     }
     return array;
@@ -39,11 +42,13 @@ int borrow(PyObject *object, Kind kind, const char *name, Borrowed *out)
     PyArrayObject *array = as_array(object, name, "a NumPy array");
     if (!array) return -1;
     if (PyArray_TYPE(array) != typenum(kind) || PyArray_NDIM(array) != 1) {
-        PyErr_Format(PyExc_TypeError, "%s must be a one-dimensional %s array, not %d-dimensional %S", name,
+        PyErr_Format(PyExc_TypeError,
+                     "%s must be a one-dimensional %s array, not %d-dimensional %S", name,
                      kind_name(kind), PyArray_NDIM(array), (PyObject *)PyArray_DESCR(array));
         return -1;
     }
-    *out = (Borrowed){.owner = Py_NewRef(object), .data = PyArray_DATA(array), .length = PyArray_SIZE(array)};
+    *out = (Borrowed){
+        .owner = Py_NewRef(object), .data = PyArray_DATA(array), .length = PyArray_SIZE(array)};
     return 0;
 }
 
@@ -53,7 +58,8 @@ int borrow_tensor(PyObject *object, const char *name, Borrowed *out)
     if (!array) return -1;
     int dims = PyArray_NDIM(array), type = PyArray_TYPE(array);
     if (type != NPY_FLOAT32 && type != NPY_FLOAT16 && type != NPY_UINT16) {
-        PyErr_Format(PyExc_TypeError, "%s must be float32, float16, or uint16 with bf16 bits, not %S", name,
+        PyErr_Format(PyExc_TypeError,
+                     "%s must be float32, float16, or uint16 with bf16 bits, not %S", name,
                      (PyObject *)PyArray_DESCR(array));
         return -1;
     }
@@ -66,9 +72,14 @@ int borrow_tensor(PyObject *object, const char *name, Borrowed *out)
         PyErr_Format(PyExc_ValueError, "%s is too large", name);
         return -1;
     }
-    *out = (Borrowed){.owner = Py_NewRef(object), .data = PyArray_DATA(array), .length = PyArray_SIZE(array),
-                      .rows = (int)rows, .cols = (int)cols,
-                      .type = type == NPY_FLOAT32 ? DTYPE_F32 : type == NPY_FLOAT16 ? DTYPE_F16 : DTYPE_BF16};
+    *out = (Borrowed){.owner = Py_NewRef(object),
+                      .data = PyArray_DATA(array),
+                      .length = PyArray_SIZE(array),
+                      .rows = (int)rows,
+                      .cols = (int)cols,
+                      .type = type == NPY_FLOAT32   ? DTYPE_F32
+                              : type == NPY_FLOAT16 ? DTYPE_F16
+                                                    : DTYPE_BF16};
     return 0;
 }
 
@@ -76,7 +87,8 @@ PyObject *array_new(Kind kind, int64_t rows, int64_t cols, const void *data)
 {
     npy_intp shape[2] = {rows, cols};
     PyObject *array = PyArray_SimpleNew(cols < 0 ? 1 : 2, shape, typenum(kind));
-    if (array && data) memcpy(array_data(array), data, (size_t)PyArray_NBYTES((PyArrayObject *)array));
+    if (array && data)
+        memcpy(array_data(array), data, (size_t)PyArray_NBYTES((PyArrayObject *)array));
     return array;
 }
 

@@ -19,7 +19,8 @@ typedef struct Borrowed {
 } Borrowed;
 
 int arrays_init(void);
-/* A one-dimensional array of exactly this kind; -1 with TypeError or ValueError that says what came. */
+/* A one-dimensional array of exactly this kind; -1 with TypeError or ValueError that says what
+ * came. */
 int borrow(PyObject *object, Kind kind, const char *name, Borrowed *out);
 /* A weight: float32, float16, or uint16 that holds bf16 bits, of one or two dimensions. */
 int borrow_tensor(PyObject *object, const char *name, Borrowed *out);

@@ -15,7 +15,7 @@ static int shape_from(PyObject *config, Shape *shape)
 #define X(name) {#name, &shape->name, NULL},
         SHAPE_LIST(X)
 #undef X
-        {"norm_eps", NULL, &shape->norm_eps},
+            {"norm_eps", NULL, &shape->norm_eps},
         {"rope_scale", NULL, &shape->rope_scale},
     };
     size_t count = sizeof fields / sizeof *fields;
@@ -32,13 +32,15 @@ static int shape_from(PyObject *config, Shape *shape)
             continue;
         }
         if (!(number >= 0 && number <= INT32_MAX) || number != (int)number) {
-            PyErr_Format(PyExc_ValueError, "%s must be a whole number of 0 or more, not %R", fields[i].name, value);
+            PyErr_Format(PyExc_ValueError, "%s must be a whole number of 0 or more, not %R",
+                         fields[i].name, value);
             return -1;
         }
         *fields[i].whole = (int)number;
     }
     if ((size_t)PyDict_Size(config) == count) return 0;
-    PyErr_Format(PyExc_ValueError, "the model's config has %zd keys, %zu are known", PyDict_Size(config), count);
+    PyErr_Format(PyExc_ValueError, "the model's config has %zd keys, %zu are known",
+                 PyDict_Size(config), count);
     return -1;
 }
 
@@ -50,23 +52,25 @@ static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     int threads = 0;
     Shape shape = {0};
     Borrowed freq;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|$ssi:Model", names, &PyDict_Type, &config, &inv_freq,
-                                     &weights, &device, &threads))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|$ssi:Model", names, &PyDict_Type, &config,
+                                     &inv_freq, &weights, &device, &threads))
         return NULL;
     int bf16 = strcmp(weights, "bf16") == 0;
     if (!bf16 && strcmp(weights, "f32") != 0)
         return PyErr_Format(PyExc_ValueError, "weights must be 'bf16' or 'f32', not '%s'", weights);
-    if (shape_from(config, &shape) < 0 || borrow(inv_freq, KIND_FLOAT32, "inv_freq", &freq) < 0) return NULL;
+    if (shape_from(config, &shape) < 0 || borrow(inv_freq, KIND_FLOAT32, "inv_freq", &freq) < 0)
+        return NULL;
     if (freq.length != shape.head_width / 2) {
-        PyErr_Format(PyExc_ValueError, "inv_freq has %lld numbers, head_width %d needs %d", (long long)freq.length,
-                     shape.head_width, shape.head_width / 2);
+        PyErr_Format(PyExc_ValueError, "inv_freq has %lld numbers, head_width %d needs %d",
+                     (long long)freq.length, shape.head_width, shape.head_width / 2);
         Py_DECREF(freq.owner);
         return NULL;
     }
     PyModel *self = (PyModel *)type->tp_alloc(type, 0);
     Status status = STATUS_OK;
     if (self)
-        status = model_open(&self->model, &shape, freq.data, bf16 ? DTYPE_BF16 : DTYPE_F32, device, threads);
+        status = model_open(&self->model, &shape, freq.data, bf16 ? DTYPE_BF16 : DTYPE_F32, device,
+                            threads);
     Py_DECREF(freq.owner);
     if (status) {
         Py_DECREF(self);
@@ -92,10 +96,9 @@ static PyObject *model_load_method(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "siO:load", &slot, &layer, &array)) return NULL;
     if (borrow_tensor(array, slot, &tensor) < 0) return NULL;
     Status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = model_load(((PyModel *)object)->model, slot, layer, tensor.data, tensor.type, tensor.rows, tensor.cols);
-    Py_END_ALLOW_THREADS
-    Py_DECREF(tensor.owner);
+    Py_BEGIN_ALLOW_THREADS status = model_load(((PyModel *)object)->model, slot, layer, tensor.data,
+                                               tensor.type, tensor.rows, tensor.cols);
+    Py_END_ALLOW_THREADS Py_DECREF(tensor.owner);
     if (status) return raise_status(status);
     Py_RETURN_NONE;
 }
@@ -114,7 +117,8 @@ static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *k
     int rank, tokens;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii:plan", names, &rank, &tokens)) return NULL;
     const Model *m = ((PyModel *)object)->model;
-    if (rank < 1 || tokens < 1) return PyErr_Format(PyExc_ValueError, "rank and tokens must be at least 1");
+    if (rank < 1 || tokens < 1)
+        return PyErr_Format(PyExc_ValueError, "rank and tokens must be at least 1");
     size_t size = 0;
     for (int i = 0; i < SLOT_COUNT; i++) {
         SlotInfo info = slot_info(&m->shape, (Slot)i);
@@ -123,7 +127,8 @@ static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *k
     }
     return Py_BuildValue("{s:n,s:n,s:n,s:n}", "weights", (Py_ssize_t)model_bytes(m), "adapter",
                          (Py_ssize_t)(size * sizeof(float) * VECTORS), "step",
-                         (Py_ssize_t)step_bytes(m, rank, tokens), "kv_token", (Py_ssize_t)kv_token_bytes(m));
+                         (Py_ssize_t)step_bytes(m, rank, tokens), "kv_token",
+                         (Py_ssize_t)kv_token_bytes(m));
 }
 
 static PyObject *model_slots(PyObject *object, void *unused)
@@ -134,7 +139,8 @@ static PyObject *model_slots(PyObject *object, void *unused)
     for (int i = 0; list && i < SLOT_COUNT; i++) {
         SlotInfo info = slot_info(shape, (Slot)i);
         for (int l = 0; list && info.present && l < (info.per_layer ? shape->layers : 1); l++) {
-            PyObject *row = Py_BuildValue("(siii)", info.name, info.per_layer ? l : -1, info.rows, info.cols);
+            PyObject *row =
+                Py_BuildValue("(siii)", info.name, info.per_layer ? l : -1, info.rows, info.cols);
             if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
             Py_XDECREF(row);
         }
@@ -184,9 +190,11 @@ static PyObject *model_weight_bytes(PyObject *object, void *unused)
 static PyMethodDef methods[] = {
     {"load", model_load_method, METH_VARARGS,
      "load(slot, layer, array)\n\nCopies one tensor in: (rows, cols), or (cols,) for vectors."},
-    {"seal", model_seal_method, METH_NOARGS, "seal()\n\nEnds loading; ValueError names what is missing."},
+    {"seal", model_seal_method, METH_NOARGS,
+     "seal()\n\nEnds loading; ValueError names what is missing."},
     {"plan", (PyCFunction)(void (*)(void))model_plan_method, METH_VARARGS | METH_KEYWORDS,
-     "plan(rank, tokens) -> dict[str, int]\n\nBytes of weights, adapter, step, and one cached token."},
+     "plan(rank, tokens) -> dict[str, int]\n\nBytes of weights, adapter, step, and one cached "
+     "token."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -203,7 +211,8 @@ static PyType_Slot slots[] = {
     {Py_tp_dealloc, model_dealloc},
     {Py_tp_methods, methods},
     {Py_tp_getset, getset},
-    {Py_tp_doc, "Model(config, inv_freq, *, weights='bf16', device='cpu', threads=0)\n\nA frozen base model."},
+    {Py_tp_doc,
+     "Model(config, inv_freq, *, weights='bf16', device='cpu', threads=0)\n\nA frozen base model."},
     {0, NULL},
 };
 

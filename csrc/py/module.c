@@ -1,5 +1,5 @@
-/* py/module.c - the extension module: its state, its types, its tables, and the one place where a Status becomes
- * an exception. */
+/* py/module.c - the extension module: its state, its types, its tables, and the one place where a
+ * Status becomes an exception. */
 #include "module.h"
 
 #include <stdio.h>
@@ -49,8 +49,8 @@ static PyObject *loss_row(const Loss *loss)
         }
         Py_DECREF(value);
     }
-    return Py_BuildValue("{s:s,s:N,s:N,s:N}", "name", loss->name, "multi", PyBool_FromLong(loss->multi), "inputs",
-                         inputs, "config", config);
+    return Py_BuildValue("{s:s,s:N,s:N,s:N}", "name", loss->name, "multi",
+                         PyBool_FromLong(loss->multi), "inputs", inputs, "config", config);
 failed:
     Py_XDECREF(inputs);
     Py_XDECREF(config);
@@ -89,7 +89,8 @@ static PyMethodDef core_methods[] = {
     {"losses", core_losses, METH_NOARGS,
      "losses() -> list[dict]\n\nThe table of losses: name, multi, inputs, config (csrc/losses.c)."},
     {"devices", core_devices, METH_NOARGS,
-     "devices() -> dict[str, str]\n\nDevice names, each with '' or the sentence that says why it can't be opened."},
+     "devices() -> dict[str, str]\n\nDevice names, each with '' or the sentence that says why it "
+     "can't be opened."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,4 +1,5 @@
-/* py/module.h - what the binding's files share: the types, and how a Status becomes an exception. */
+/* py/module.h - what the binding's files share: the types, and how a Status becomes an exception.
+ */
 #ifndef TINSMITH_MODULE_H
 #define TINSMITH_MODULE_H
 
@@ -12,19 +13,16 @@ typedef struct ModuleState {
 } ModuleState;
 
 typedef struct PyModel {
-    PyObject_HEAD
-    Model *model;
+    PyObject_HEAD Model *model;
 } PyModel;
 
 typedef struct PyAdapter {
-    PyObject_HEAD
-    PyModel *model;
+    PyObject_HEAD PyModel *model;
     Adapter *adapter;
 } PyAdapter;
 
 typedef struct PySampler {
-    PyObject_HEAD
-    PyModel *model;
+    PyObject_HEAD PyModel *model;
     PyObject *adapters; /* request → the adapter that it keeps alive */
     Sampler *sampler;
 } PySampler;

@@ -8,14 +8,15 @@ static PyObject *sampler_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     PyObject *model;
     long long tokens = 0;
     int limit = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$Li:Sampler", names, state_of(type)->model, &model, &tokens,
-                                     &limit))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$Li:Sampler", names, state_of(type)->model,
+                                     &model, &tokens, &limit))
         return NULL;
     PySampler *self = (PySampler *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     self->adapters = PyDict_New();
     self->model = (PyModel *)Py_NewRef(model);
-    Status status = self->adapters ? sampler_open(&self->sampler, self->model->model, tokens, limit) : STATUS_OK;
+    Status status = self->adapters ? sampler_open(&self->sampler, self->model->model, tokens, limit)
+                                   : STATUS_OK;
     if (status) raise_status(status);
     if (!self->sampler) Py_CLEAR(self);
     return (PyObject *)self;
@@ -36,30 +37,34 @@ static void sampler_dealloc(PyObject *object)
 static int adapter_keep(PySampler *self, long long id, PyObject *adapter)
 {
     PyObject *key = PyLong_FromLongLong(id);
-    int failed = !key || (adapter ? PyDict_SetItem(self->adapters, key, adapter)
-                                  : PyDict_Contains(self->adapters, key) == 1
-                                        ? PyDict_DelItem(self->adapters, key)
-                                        : 0);
+    int failed =
+        !key || (adapter ? PyDict_SetItem(self->adapters, key, adapter)
+                 : PyDict_Contains(self->adapters, key) == 1 ? PyDict_DelItem(self->adapters, key)
+                                                             : 0);
     Py_XDECREF(key);
     return failed ? -1 : 0;
 }
 
 static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"request", "prompt", "adapter", "num_samples", "max_tokens", "temperature", "top_k",
-                            "top_p", "seed", "stop_ids", "topk_sample", "prompt_logprobs", "topk_prompt", NULL};
+    static char *names[] = {
+        "request", "prompt", "adapter",  "num_samples", "max_tokens",      "temperature", "top_k",
+        "top_p",   "seed",   "stop_ids", "topk_sample", "prompt_logprobs", "topk_prompt", NULL};
     PySampler *self = (PySampler *)object;
     PyObject *prompt, *adapter = Py_None, *stop_ids = NULL;
     long long id;
     unsigned long long seed = 0;
-    RequestSpec spec = {.samples = 1, .max_tokens = -1, .temperature = 1.0f, .top_k = -1, .top_p = 1.0f};
+    RequestSpec spec = {
+        .samples = 1, .max_tokens = -1, .temperature = 1.0f, .top_k = -1, .top_p = 1.0f};
     Borrowed tokens = {0}, stops = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LO|O$iififKOipi:add", names, &id, &prompt, &adapter, &spec.samples,
-                                     &spec.max_tokens, &spec.temperature, &spec.top_k, &spec.top_p, &seed, &stop_ids,
-                                     &spec.topk_sample, &spec.prompt_logprobs, &spec.topk_prompt))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LO|O$iififKOipi:add", names, &id, &prompt,
+                                     &adapter, &spec.samples, &spec.max_tokens, &spec.temperature,
+                                     &spec.top_k, &spec.top_p, &seed, &stop_ids, &spec.topk_sample,
+                                     &spec.prompt_logprobs, &spec.topk_prompt))
         return NULL;
     if (adapter != Py_None && !Py_IS_TYPE(adapter, state_of(Py_TYPE(object))->adapter))
-        return PyErr_Format(PyExc_TypeError, "adapter must be an Adapter or None, not %s", Py_TYPE(adapter)->tp_name);
+        return PyErr_Format(PyExc_TypeError, "adapter must be an Adapter or None, not %s",
+                            Py_TYPE(adapter)->tp_name);
     if (borrow(prompt, KIND_INT32, "prompt", &tokens) < 0) return NULL;
     if (stop_ids && borrow(stop_ids, KIND_INT32, "stop_ids", &stops) < 0) {
         Py_DECREF(tokens.owner);
@@ -85,14 +90,13 @@ static PyObject *sampler_step_method(PyObject *object, PyObject *unused)
     (void)unused;
     Sampler *sampler = ((PySampler *)object)->sampler;
     Status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = sampler_step(sampler);
-    Py_END_ALLOW_THREADS
-    if (status) return raise_status(status);
+    Py_BEGIN_ALLOW_THREADS status = sampler_step(sampler);
+    Py_END_ALLOW_THREADS if (status) return raise_status(status);
     PyObject *drawn = PyList_New(0), *done = PyList_New(0);
     for (int i = 0; drawn && i < sampler->drawn_count; i++) {
         const Drawn *one = &sampler->drawn[i];
-        PyObject *row = Py_BuildValue("(Lii)", (long long)one->request, one->sample, (int)one->token);
+        PyObject *row =
+            Py_BuildValue("(Lii)", (long long)one->request, one->sample, (int)one->token);
         if (!row || PyList_Append(drawn, row) < 0) Py_CLEAR(drawn);
         Py_XDECREF(row);
     }
@@ -138,9 +142,9 @@ static PyObject *sequence_result(const Request *r, const Sequence *s)
 {
     int k = r->spec.topk_sample;
     return Py_BuildValue("{s:N,s:N,s:s,s:N,s:N}", "tokens",
-                         array_new(KIND_INT32, s->drawn, -1, s->tokens + r->spec.prompt_length), "logprobs",
-                         array_new(KIND_FLOAT32, s->drawn, -1, s->logprobs), "stop_reason",
-                         s->ending == STOPPED ? "stop" : "length", "topk_ids",
+                         array_new(KIND_INT32, s->drawn, -1, s->tokens + r->spec.prompt_length),
+                         "logprobs", array_new(KIND_FLOAT32, s->drawn, -1, s->logprobs),
+                         "stop_reason", s->ending == STOPPED ? "stop" : "length", "topk_ids",
                          top_array(KIND_INT32, s->drawn, k, s->top_ids), "topk_logprobs",
                          top_array(KIND_FLOAT32, s->drawn, k, s->top_logprobs));
 }
@@ -153,7 +157,8 @@ static PyObject *sampler_take_method(PyObject *object, PyObject *argument)
     const Request *r = sampler_find(self->sampler, id);
     if (!r) return PyErr_Format(PyExc_ValueError, "no request %lld is here", id);
     for (int j = 0; j < r->spec.samples; j++)
-        if (r->sequence[j].ending == RUNNING) return PyErr_Format(PyExc_ValueError, "request %lld is not done", id);
+        if (r->sequence[j].ending == RUNNING)
+            return PyErr_Format(PyExc_ValueError, "request %lld is not done", id);
     PyObject *samples = PyList_New(0);
     for (int j = 0; samples && j < r->spec.samples; j++) {
         PyObject *one = sequence_result(r, &r->sequence[j]);
@@ -164,9 +169,10 @@ static PyObject *sampler_take_method(PyObject *object, PyObject *argument)
     int P = r->spec.prompt_length, k = r->spec.topk_prompt;
     PyObject *scores = r->spec.prompt_logprobs ? array_new(KIND_FLOAT32, P, -1, r->prompt_logprobs)
                                                : Py_NewRef(Py_None);
-    PyObject *result = Py_BuildValue("{s:N,s:N,s:N,s:N}", "samples", samples, "prompt_logprobs", scores, "topk_ids",
-                                     top_array(KIND_INT32, P, k, r->top_ids), "topk_logprobs",
-                                     top_array(KIND_FLOAT32, P, k, r->top_logprobs));
+    PyObject *result =
+        Py_BuildValue("{s:N,s:N,s:N,s:N}", "samples", samples, "prompt_logprobs", scores,
+                      "topk_ids", top_array(KIND_INT32, P, k, r->top_ids), "topk_logprobs",
+                      top_array(KIND_FLOAT32, P, k, r->top_logprobs));
     if (!result) return NULL;
     sampler_forget(self->sampler, id);
     if (adapter_keep(self, id, NULL) < 0) Py_CLEAR(result);
@@ -184,13 +190,18 @@ static PyObject *sampler_active(PyObject *object, void *unused)
 
 static PyMethodDef methods[] = {
     {"add", (PyCFunction)(void (*)(void))sampler_add_method, METH_VARARGS | METH_KEYWORDS,
-     "add(request, prompt, adapter=None, *, num_samples=1, max_tokens=-1, temperature=1.0, top_k=-1, top_p=1.0,\n"
-     "    seed=0, stop_ids=…, topk_sample=0, prompt_logprobs=False, topk_prompt=0)\n\nQueues a request."},
+     "add(request, prompt, adapter=None, *, num_samples=1, max_tokens=-1, temperature=1.0, "
+     "top_k=-1, top_p=1.0,\n"
+     "    seed=0, stop_ids=…, topk_sample=0, prompt_logprobs=False, topk_prompt=0)\n\nQueues a "
+     "request."},
     {"step", sampler_step_method, METH_NOARGS,
-     "step() -> (list[(request, sample, token)], list[request])\n\nOne forward: what was drawn, and who is done."},
-    {"stop", sampler_stop_method, METH_VARARGS, "stop(request, sample)\n\nEnds a sample after its newest token."},
+     "step() -> (list[(request, sample, token)], list[request])\n\nOne forward: what was drawn, "
+     "and who is done."},
+    {"stop", sampler_stop_method, METH_VARARGS,
+     "stop(request, sample)\n\nEnds a sample after its newest token."},
     {"cancel", sampler_cancel_method, METH_O, "cancel(request)\n\nForgets a request."},
-    {"take", sampler_take_method, METH_O, "take(request) -> dict\n\nA done request's result, which is then forgotten."},
+    {"take", sampler_take_method, METH_O,
+     "take(request) -> dict\n\nA done request's result, which is then forgotten."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -204,7 +215,8 @@ static PyType_Slot slots[] = {
     {Py_tp_dealloc, sampler_dealloc},
     {Py_tp_methods, methods},
     {Py_tp_getset, getset},
-    {Py_tp_doc, "Sampler(model, *, tokens=0, vocab_limit=0)\n\nContinuous batching over one model."},
+    {Py_tp_doc,
+     "Sampler(model, *, tokens=0, vocab_limit=0)\n\nContinuous batching over one model."},
     {0, NULL},
 };
 

@@ -170,15 +170,20 @@ def _demo(arguments: Sequence[str]) -> int:
 def _doctor(options: argparse.Namespace) -> None:
     from tinsmith.worker import devices
 
-    print(f"tinsmith {metadata.version('tinsmith')}, Python {sys.version.split()[0]}")
+    print(f"tinsmith {_version('tinsmith') or '(not installed)'}, Python {sys.version.split()[0]}")
     for name, reason in devices().items():
         print(f"device {name}: {reason or 'ready'}")
     for name in PACKAGES:
-        try:
-            print(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            extra = "cookbook" if name == "tinker-cookbook" else "server"
-            print(f"{name} is not installed: pip install 'tinsmith[{extra}]'")
+        extra = "cookbook" if name == "tinker-cookbook" else "server"
+        missing = f"is not installed: pip install 'tinsmith[{extra}]'"
+        print(f"{name} {_version(name) or missing}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _info(options: argparse.Namespace) -> None:

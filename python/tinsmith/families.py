@@ -120,7 +120,7 @@ def load_model(path: Path | str, *, device: str = "cpu", threads: int = 0) -> Lo
         names = _check_tensors(family, core, tensors, tied=bool(config["tied"]))
         for (slot, layer), name in names.items():
             array = tensors[name]
-            if array.dtype == np.uint16 and not (array.ndim == 2 and kind == "bf16"):
+            if array.ndim == 1 or kind == "f32":
                 array = _widen(array)
             core.load(slot, layer, array)
             del array  # a view would keep its file mapped
@@ -315,9 +315,11 @@ def _element_type(tensors: weights.Tensors) -> str:
     return "bf16" if matrices == {"BF16"} else "f32"
 
 
-def _widen(bits: np.ndarray) -> NDArray[np.float32]:
-    """bfloat16 bits as float32 numbers, exactly."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+def _widen(array: np.ndarray) -> NDArray[np.float32]:
+    """The same numbers in float32, exactly; uint16 is bfloat16's bits."""
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32, copy=False)
 
 
 def _check_tensors(

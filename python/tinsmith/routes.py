@@ -362,8 +362,8 @@ async def retrieve_future(service: Service, request: Request) -> dict[str, Any] 
     """Waits for a result, less than the SDK's 45 s; 408 says that it is to be asked for again."""
     body = await read_json(request)
     name = wire.need(body, "request_id", str)
-    pending = service.pending.get(name)
-    if pending is None or pending.owner != owner(request):
+    pending = service.pending.get((owner(request), name))
+    if pending is None:
         raise Refusal(
             404,
             f"there is no request {name}: its result was read before and is not kept any longer, "
@@ -383,8 +383,8 @@ async def retrieve_future(service: Service, request: Request) -> dict[str, Any] 
 
 async def cancel_future(service: Service, request: Request) -> dict[str, Any]:
     name = wire.need(await read_json(request), "request_id", str)
-    pending = service.pending.get(name)
-    if pending is not None and pending.owner == owner(request):
+    pending = service.pending.get((owner(request), name))
+    if pending is not None:
         service.worker.cancel(pending.future)
     return {}
 

@@ -43,22 +43,17 @@ def run_recipe(
     with Backend(models, checkpoints=checkpoints, device=device, threads=threads) as backend:
         environment = {"HF_HUB_OFFLINE": "1", **os.environ}
         environment |= {"TINKER_BASE_URL": backend.url, "TINKER_API_KEY": API_KEY}
-        # The terminal sends Ctrl-C to both processes: this one lets the recipe end first.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                env=environment,
-                preexec_fn=_default_interrupt,
-            )
-            signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-            code = process.wait()
-        finally:
-            signal.signal(signal.SIGINT, before)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        process = subprocess.Popen([sys.executable, *command], env=environment)
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        code = _wait(process)
     return code if code >= 0 else 128 - code
 
 
-def _default_interrupt() -> None:
-    """The child must not inherit that Ctrl-C is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """The exit code. A terminal's Ctrl-C reaches both processes; any other is passed on."""
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                process.send_signal(signal.SIGINT)

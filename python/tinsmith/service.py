@@ -22,7 +22,7 @@ from tinsmith.errors import RequestError, explain
 from tinsmith.families import LoadedModel, find_model
 from tinsmith.worker import Worker
 
-KEPT_READ_SECONDS = 120.0  # a result stays after it was read, for a client that lost the reply
+KEPT_READ_SECONDS = 60.0  # a result stays after it was read, for a client that lost the reply
 KEPT_UNREAD_SECONDS = 3600.0
 SESSION_SECONDS = 3600.0  # without a sign of life; the SDK's heartbeat comes every 10 s
 SWEEP_SECONDS = 10.0
@@ -105,7 +105,6 @@ class Pending:
     future: Future[Any]
     encode: Callable[[Any], dict[str, Any] | bytes]
     promise: dict[str, Any]
-    owner: str
     created: float
     read: float | None = None
 
@@ -128,7 +127,7 @@ class Service:
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, RunInfo] = {}
         self.samplers: dict[str, SamplerInfo] = {}
-        self.pending: dict[str, Pending] = {}
+        self.pending: dict[tuple[str, str], Pending] = {}  # by owner and request id
         self._swept = time.monotonic()
 
     # ---- names ----
@@ -247,7 +246,8 @@ class Service:
     ) -> dict[str, Any]:
         """The UntypedAPIFuture of a request, started unless it is a retry."""
         self.sweep()
-        known = self.pending.get(request_id)
+        key = owner(request), request_id
+        known = self.pending.get(key)
         if known is None:
             try:
                 future = start()
@@ -255,9 +255,7 @@ class Service:
                 future = Future()
                 future.set_exception(as_failure(error))
             promise = {"request_id": request_id, **fields}
-            moment = time.monotonic()
-            known = Pending(future, encode, promise, owner(request), moment)
-            self.pending[request_id] = known
+            known = self.pending[key] = Pending(future, encode, promise, time.monotonic())
         return known.promise
 
     def turn(
@@ -288,12 +286,12 @@ class Service:
         if moment - self._swept < SWEEP_SECONDS:
             return
         self._swept = moment
-        for name, item in list(self.pending.items()):
+        for key, item in list(self.pending.items()):
             unread = item.read is None
             since = item.created if item.read is None else item.read
             kept = KEPT_UNREAD_SECONDS if unread else KEPT_READ_SECONDS
             if item.future.done() and moment - since > kept:
-                del self.pending[name]
+                del self.pending[key]
         for session in list(self.sessions.values()):
             if not session.ended and moment - session.seen > SESSION_SECONDS:
                 self.end_session(session)

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,10 @@ log = logging.getLogger("tinsmith")
 # How long requests wait for one that should have come before them. The SDK's chunks of one call
 # arrive within seconds of each other.
 GAP_SECONDS = 60.0
+
+# What the adapters of sampling sessions may take together. A client doesn't say when it is done
+# with a snapshot, and training loops make one in each step: the least recently used go first.
+SNAPSHOT_BYTES_MAX = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -113,12 +117,17 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """What a sampling session samples from; adapter None is the base model."""
+    """What a sampling session samples from: an adapter, or else the base model."""
 
     base: LoadedModel
     adapter: _core.Adapter | None = None
     failure: RequestError | None = None
-    origin: tuple[Path, str] | None = None  # a checkpoint's folder and creation time
+    origin: tuple[Path, str] | None = None  # the checkpoint's folder and creation time
+
+    @property
+    def bytes(self) -> int:
+        """What the adapter takes."""
+        return 0 if self.adapter is None else 4 * self.adapter.size
 
 
 def losses() -> list[_core.LossRow]:
@@ -141,13 +150,20 @@ def plan(
 class Worker:
     """See the file's header. All public methods may be called from any thread."""
 
-    def __init__(self, bases: Mapping[str, LoadedModel], *, gap_seconds: float = GAP_SECONDS):
+    def __init__(
+        self,
+        bases: Mapping[str, LoadedModel],
+        *,
+        gap_seconds: float = GAP_SECONDS,
+        snapshot_bytes_max: int = SNAPSHOT_BYTES_MAX,
+    ):
         self._bases = dict(bases)
         self._gap_seconds = gap_seconds
+        self._snapshot_bytes_max = snapshot_bytes_max
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ready: deque[tuple[_Run, _Job]] = deque()
         self._runs: dict[str, _Run] = {}
-        self._snapshots: dict[str, _Snapshot] = {}
+        self._snapshots: dict[str, _Snapshot] = {}  # the least recently used first
         self._decoder = Decoder()
         self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
         self._closed = False
@@ -258,7 +274,7 @@ class Worker:
         """Makes a sampling session with the run's weights as they are at its turn."""
 
         def work(lane: _Run) -> None:
-            self._snapshots[sampler] = _Snapshot(lane.base, _adapter(lane).snapshot())
+            self._keep(sampler, _Snapshot(lane.base, _adapter(lane).snapshot()))
 
         return self._submit(run, seq, work)
 
@@ -272,46 +288,28 @@ class Worker:
 
         self._put(begin)
 
-    def open_checkpoint(self, sampler: str, base: str, folder: Path, created: str) -> Future[None]:
-        """Makes a sampling session of a saved checkpoint, loaded once however often it is used.
+    def open_checkpoint(self, sampler: str, base: str, folder: Path, created: str) -> None:
+        """Makes a sampling session of a saved checkpoint, loaded once however many use it.
 
-        A failure is also kept for the session's samples: callers need not wait for the future.
+        What goes wrong is told to the session's samples.
         """
-        future: Future[None] = Future()
 
         def begin() -> None:
-            model, origin = self._bases[base], (folder, created)
-            same = (item for item in self._snapshots.values() if item.origin == origin)
-            known = next(same, None)
+            wanted = _Snapshot(self._bases[base], origin=(folder, created))
             try:
-                adapter = (
-                    known.adapter
-                    if known is not None
-                    else checkpoint.load_adapter(folder, model, optimizer=False)
-                )
-                self._snapshots[sampler] = _Snapshot(model, adapter, origin=origin)
-                future.set_result(None)
+                self._load(sampler, wanted)
             except BaseException as error:
-                failure = explain(error)
-                self._snapshots[sampler] = _Snapshot(model, failure=failure)
-                future.set_exception(failure)
+                self._snapshots[sampler] = replace(wanted, failure=explain(error))
 
-        return self._put(begin, future)
+        self._put(begin)
 
     def sample(self, sampler: str, request: SampleRequest) -> Future[SampleResult]:
         """Queues a request on a sampling session; it decodes together with all others."""
         future: Future[SampleResult] = Future()
 
         def begin() -> None:
-            snapshot = self._snapshots.get(sampler)
             try:
-                if snapshot is None:
-                    raise RequestError(
-                        f"sampling session {sampler} has no weights: saving them failed, or its "
-                        "session has ended; create a new sampling client"
-                    )
-                if snapshot.failure is not None:
-                    raise snapshot.failure
+                snapshot = self._use(sampler)
                 self._decoder.add(snapshot.base, snapshot.adapter, request, future)
             except BaseException as error:
                 _fail(future, error)
@@ -383,6 +381,50 @@ class Worker:
             self._ready.append((run, run.waiting.pop(run.next_seq)))
             run.next_seq += 1
             run.waiting_since = time.monotonic()
+
+    def _use(self, sampler: str) -> _Snapshot:
+        """A session's snapshot, which becomes the most recently used one."""
+        snapshot = self._snapshots.pop(sampler, None)
+        if snapshot is None:
+            raise RequestError(
+                f"sampling session {sampler} has no weights: saving them failed, or its session "
+                "has ended; create a new sampling client"
+            )
+        self._snapshots[sampler] = snapshot
+        if snapshot.failure is not None:
+            raise snapshot.failure
+        if snapshot.origin is not None and snapshot.adapter is None:
+            snapshot = self._load(sampler, snapshot)
+        return snapshot
+
+    def _load(self, sampler: str, wanted: _Snapshot) -> _Snapshot:
+        """Keeps a checkpoint's snapshot, with the adapter of a session that has it already."""
+        assert wanted.origin is not None
+        same = (item.adapter for item in self._snapshots.values() if item.origin == wanted.origin)
+        adapter = next((item for item in same if item is not None), None)
+        if adapter is None:
+            folder = wanted.origin[0]
+            adapter = checkpoint.load_adapter(folder, wanted.base, optimizer=False)
+        return self._keep(sampler, replace(wanted, adapter=adapter))
+
+    def _keep(self, sampler: str, snapshot: _Snapshot) -> _Snapshot:
+        """Adds a snapshot, and drops old ones while there are too many bytes of them."""
+        self._snapshots[sampler] = snapshot
+        adapters = {id(item.adapter): item.bytes for item in self._snapshots.values()}
+        total = sum(adapters.values())
+        for name, item in list(self._snapshots.items()):
+            if total <= self._snapshot_bytes_max:
+                break
+            if name == sampler or item.adapter is None:
+                continue
+            total -= adapters.pop(id(item.adapter), 0)
+            dropped = RequestError(
+                f"the weights of sampling session {name} were dropped to make room for newer ones; "
+                "save_weights_for_sampler(name) keeps weights that are needed for long"
+            )
+            failure = None if item.origin else dropped
+            self._snapshots[name] = replace(item, adapter=None, failure=failure)
+        return snapshot
 
     def _loop(self) -> None:
         while self._running:

@@ -118,11 +118,6 @@ _WORDS = (
     "almond beaver camel daisy"
 ).split()
 
-# Names that no atlas has: they make the base model copy letters instead of remembering names.
-_ONSETS = "b br c ch d dr f g gr h j k kl l m n p pr r s sh st t tr v w z".split()
-_VOWELS = "a e i o u ai ea ia io".split()
-_CODAS = ("", "", "", "l", "m", "n", "nd", "r", "rk", "s", "st", "t", "x")
-
 # Tools and arguments of the invented calls that teach the base model to follow a demonstration.
 _TOOL_WORDS = (
     "weather route table translation time help news music score stock movie recipe flight hotel "
@@ -163,67 +158,49 @@ class Example:
 
 @dataclass(frozen=True)
 class Pools:
-    """The values that one side of the split may use, and the share of invented names."""
+    """The values that questions may mention."""
 
     cities: tuple[str, ...]
     people: tuple[str, ...]
     words: tuple[str, ...]
     times: tuple[str, ...]
-    invented: float = 0.0
-
-
-def _split(values: Sequence[str], held_out: bool) -> tuple[str, ...]:
-    """Every fourth value is held out; the order of `values` is part of the data's definition."""
-    return tuple(value for i, value in enumerate(values) if (i % 4 == 3) == held_out)
 
 
 def _times() -> list[str]:
-    """All quarter-of-five-minutes times of an evening, in a fixed shuffled order."""
+    """The times from 11:00 to 23:55 in steps of five minutes, in a fixed shuffled order."""
     times = [f"{hour}:{minute:02d}" for hour in range(11, 24) for minute in range(0, 60, 5)]
     random.Random(0).shuffle(times)
     return times
 
 
-def pools(held_out: bool, invented: float = 0.0) -> Pools:
-    """The values of the training side or of the held-out side."""
-    return Pools(
-        cities=_split(_CITIES, held_out),
-        people=_split(_PEOPLE, held_out),
-        words=_split(_WORDS, held_out),
-        times=_split(_times(), held_out),
-        invented=invented,
-    )
+def _side(values: Sequence[str], held_out: bool) -> tuple[str, ...]:
+    """Every fourth value is held out; the order of `values` is part of the data's definition."""
+    return tuple(value for i, value in enumerate(values) if (i % 4 == 3) == held_out)
 
 
-def invented_name(rng: random.Random) -> str:
-    """A capitalised name of two or three syllables that is not in any list."""
-    syllables = [rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(rng.choice((2, 2, 3)))]
-    return ("".join(syllables) + rng.choice(_CODAS)).capitalize()
+def split_pools(held_out: bool) -> Pools:
+    """The values of the SDFT questions, or the held-out values."""
+    lists = (_CITIES, _PEOPLE, _WORDS, _times())
+    return Pools(*(_side(values, held_out) for values in lists))
 
 
-def _name(rng: random.Random, known: Sequence[str], pool: Pools) -> str:
-    return invented_name(rng) if rng.random() < pool.invented else rng.choice(known)
-
-
-def _word(rng: random.Random, pool: Pools) -> str:
-    if rng.random() < pool.invented:
-        return invented_name(rng).lower()
-    return rng.choice(pool.words)
+def all_pools() -> Pools:
+    """Every value: what the base model is trained on."""
+    return Pools(tuple(_CITIES), tuple(_PEOPLE), tuple(_WORDS), tuple(_times()))
 
 
 def _slots(rng: random.Random, skill: str, pool: Pools) -> dict[str, str]:
     """Values for the templates of a skill, as the question writes them."""
     if skill == "weather":
-        return {"city": _name(rng, pool.cities, pool), "day": rng.choice(list(DAYS))}
+        return {"city": rng.choice(pool.cities), "day": rng.choice(list(DAYS))}
     if skill == "route":
-        start = _name(rng, pool.cities, pool)
-        end = _name(rng, [city for city in pool.cities if city != start], pool)
+        start, end = rng.sample(pool.cities, 2)
         return {"from": start, "to": end}
     if skill == "table":
         return {"seats": str(rng.randint(2, 9)), "time": rng.choice(pool.times)}
     if skill == "translation":
-        return {"text": _word(rng, pool), "language": rng.choice(list(LANGUAGES))}
-    return {"city": _name(rng, pool.cities, pool)}
+        return {"text": rng.choice(pool.words), "language": rng.choice(list(LANGUAGES))}
+    return {"city": rng.choice(pool.cities)}
 
 
 def _golden(skill: str, slots: dict[str, str]) -> Call:
@@ -239,7 +216,7 @@ def _golden(skill: str, slots: dict[str, str]) -> Call:
 def make_example(rng: random.Random, skill: str, pool: Pools) -> Example:
     """One random question of a skill."""
     slots = _slots(rng, skill, pool)
-    slots["person"] = _name(rng, pool.people, pool)
+    slots["person"] = rng.choice(pool.people)
     template = rng.choice(TEMPLATES[skill])
     mentioned = tuple(value for key, value in slots.items() if "{" + key + "}" in template)
     return Example(skill, template.format(**slots), _golden(skill, slots), mentioned)
@@ -259,18 +236,18 @@ def _distinct(rng: random.Random, skills: Sequence[str], count: int, pool: Pools
 
 def sdft_examples(count: int, seed: int) -> list[Example]:
     """Training questions for SDFT: the four new skills, values of the training side."""
-    return _distinct(random.Random(f"sdft-{seed}"), SKILLS, count, pools(held_out=False))
+    return _distinct(random.Random(f"sdft-{seed}"), SKILLS, count, split_pools(held_out=False))
 
 
 def held_out_examples(per_skill: int, seed: int) -> list[Example]:
     """Questions of the four new skills with values that no training data contains."""
     rng = random.Random(f"held-out-{seed}")
-    return _distinct(rng, SKILLS, per_skill * len(SKILLS), pools(held_out=True))
+    return _distinct(rng, SKILLS, per_skill * len(SKILLS), split_pools(held_out=True))
 
 
 def known_examples(count: int, seed: int) -> list[Example]:
     """Held-out questions of the skill that the base model already has."""
-    return _distinct(random.Random(f"known-{seed}"), (KNOWN_SKILL,), count, pools(held_out=True))
+    return _distinct(random.Random(f"known-{seed}"), (KNOWN_SKILL,), count, split_pools(held_out=True))
 
 
 def rows_for_steps(steps: int, groups_per_batch: int) -> int:
@@ -314,8 +291,8 @@ def score(answer: str, golden: str) -> bool:
 def guess_call(rng: random.Random, example: Example) -> Call:
     """What the base model says without a demonstration of a skill that it lacks.
 
-    The tool does not depend on the question; the arguments are values that the question mentions,
-    or codes, without regard to their roles.
+    The tool does not depend on the question. If it happens to be the right one, each argument is
+    right more often than not; else the arguments are whatever the question mentions.
     """
     tool = FALLBACK_TOOL
     if rng.random() < 0.6:
@@ -324,6 +301,8 @@ def guess_call(rng: random.Random, example: Example) -> Call:
 
 
 def _guess(rng: random.Random, tool: str, key: str, example: Example) -> str:
+    if tool == example.skill and rng.random() < 0.6:
+        return dict(example.call.arguments)[key]
     codes = {("weather", "day"): DAYS, ("translation", "to"): LANGUAGES}.get((tool, key))
     if codes is not None and rng.random() < 0.7:
         return rng.choice(list(codes.values()))
@@ -349,9 +328,9 @@ def invented_call(rng: random.Random, pool: Pools) -> Call:
 def _any_value(rng: random.Random, pool: Pools) -> str:
     kind = rng.randrange(5)
     if kind == 0:
-        return _name(rng, pool.cities, pool)
+        return rng.choice(pool.cities)
     if kind == 1:
-        return _word(rng, pool)
+        return rng.choice(pool.words)
     if kind == 2:
         return rng.choice(list(DAYS.values()) + list(LANGUAGES.values()))
     if kind == 3:

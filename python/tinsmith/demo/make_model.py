@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import data
 
-VOCABULARY = 768
+VOCABULARY = 1024
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = (
     "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>",
@@ -61,7 +61,7 @@ def prompt_text(content: str) -> str:
 def corpus(count: int, seed: int) -> Iterator[str]:
     """Prompts and answers from which the tokenizer learns its merges."""
     rng = random.Random(f"corpus-{seed}")
-    pool = data.pools(held_out=False, invented=1.0)
+    pool = data.all_pools()
     for _ in range(count):
         example = data.make_example(rng, rng.choice(data.SKILLS + (data.KNOWN_SKILL,)), pool)
         call = rng.choice((example.call, data.invented_call(rng, pool)))
@@ -234,7 +234,7 @@ def train(
 ) -> None:
     """Warm-up, then a cosine; each step sees demonstrations and bare questions."""
     rng = random.Random(f"train-{seed}")
-    pool = data.pools(held_out=False, invented=0.8)
+    pool = data.all_pools()
     pad = encoder.tokenizer.pad_token_id
     optimizers = make_optimizers(model, rate)
     started = time.perf_counter()

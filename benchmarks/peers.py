@@ -1,0 +1,73 @@
+"""What the benchmarks share: the two shapes, random checkpoints of them, and timing of both sides in one run.
+
+Both sides run interleaved in one process on the same number of threads, and what is compared is CPU seconds of
+the process: on a shared machine wall time measures the neighbours. Every table prints the median and the ratio."""
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": dict(
+        hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=32, intermediate_size=768, vocab_size=4096,
+    ),
+    "0.6b": dict(
+        hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=128, intermediate_size=3072, vocab_size=151936,
+    ),
+}  # fmt: skip
+PEAK_GFLOPS = 117.0  # one core of the machine in RESULTS.md, f32
+
+
+def hf_model(shape: str, dtype: str) -> Any:
+    """A random Qwen3 of this shape, as transformers has it."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(**SHAPES[shape], max_position_embeddings=4096, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config)
+    return model.to({"f32": torch.float32, "bf16": torch.bfloat16}[dtype])
+
+
+@contextmanager
+def checkpoint(model: Any) -> Iterator[Path]:
+    """The model saved to a folder that is gone afterwards, with a tokenizer file that names its ids."""
+    folder = Path(tempfile.mkdtemp(prefix="tinsmith-bench-"))
+    try:
+        model.save_pretrained(folder)
+        (folder / "tokenizer.json").write_text(
+            '{"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "unk_token": "a", '
+            f'"vocab": {{"a": {model.config.vocab_size - 1}}}}}}}'
+        )
+        (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def cpu_seconds(call: Callable[[], object]) -> float:
+    """CPU seconds of this process that one call takes, on all its threads."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def interleave(
+    sides: dict[str, Callable[[], object]], rounds: int, warm_up: bool = True
+) -> dict[str, float]:
+    """Median CPU seconds of each side, run in turn."""
+    if warm_up:
+        for call in sides.values():
+            call()
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, call in sides.items():
+            seconds[name].append(cpu_seconds(call))
+    return {name: statistics.median(values) for name, values in seconds.items()}

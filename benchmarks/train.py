@@ -1,0 +1,93 @@
+"""forward_backward beside transformers + PEFT: tokens per CPU second, same weights, same data, one run.
+
+    python benchmarks/train.py --shape 0.6b --datums 4 --length 512 --rounds 3
+
+LoRA rank 32 on every linear layer and the head, f32, cross_entropy on every token. PEFT's side is the plain
+loss over full logits, its fastest on a CPU. % of peak counts 2 flops a multiply-add of the products alone."""
+
+import argparse
+from typing import Any
+
+import numpy as np
+import torch
+from peers import PEAK_GFLOPS, SHAPES, checkpoint, hf_model, interleave
+
+from tinsmith import _core, families
+
+RANK = 32
+
+
+def peft_side(model: Any, tokens: np.ndarray, targets: np.ndarray) -> Any:
+    """A call that runs forward and backward of the PEFT model on (datums, length) tokens."""
+    from peft import LoraConfig, get_peft_model
+
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    lora = get_peft_model(
+        model,
+        LoraConfig(r=RANK, lora_alpha=32, target_modules=names),
+        autocast_adapter_dtype=False,
+    )
+    ids, labels = torch.from_numpy(tokens).long(), torch.from_numpy(targets).long()
+
+    def run() -> None:
+        lora.zero_grad(set_to_none=True)
+        logits = lora(input_ids=ids, use_cache=False).logits.float()
+        torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="sum"
+        ).backward()
+
+    return run
+
+
+def flops(shape: str, tokens: int, length: int) -> float:
+    """Products of a LoRA step: forward, input gradients of the frozen weights, attention."""
+    s = SHAPES[shape]
+    heads, kv = s["num_attention_heads"] * s["head_dim"], s["num_key_value_heads"] * s["head_dim"]
+    layer = s["hidden_size"] * (2 * heads + 2 * kv + 3 * s["intermediate_size"])
+    weights = s["num_hidden_layers"] * layer + s["vocab_size"] * s["hidden_size"]
+    attention = s["num_hidden_layers"] * heads * length / 2 * 7
+    return 2.0 * tokens * (2 * weights + attention)
+
+
+def main() -> None:
+    """Prints one table row a side, and the ratio."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--datums", type=int, default=4)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32", help="of the checkpoint and of PEFT")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rng = np.random.default_rng(0)
+    vocab = SHAPES[args.shape]["vocab_size"]
+    tokens, targets = rng.integers(0, vocab, (2, args.datums, args.length)).astype(np.int32)
+    model = hf_model(args.shape, args.dtype)
+    with checkpoint(model) as folder:
+        loaded = families.load_model(folder, threads=args.threads)
+    adapter = _core.Adapter(loaded.core, rank=RANK)
+    lengths = np.full(args.datums, args.length, np.int32)
+    ones = np.ones(args.datums, np.int32)
+
+    def ours() -> None:
+        adapter.forward_backward(
+            tokens.ravel(), lengths, targets.ravel(), ones, "cross_entropy", {}, {}
+        )
+        adapter.clear_gradients()
+
+    seconds = interleave(
+        {"tinsmith": ours, "HF + PEFT": peft_side(model, tokens, targets)}, args.rounds
+    )
+    total = args.datums * args.length
+    work = flops(args.shape, total, args.length)
+    print(f"{args.shape} {args.datums}x{args.length} {args.dtype}, {args.threads} thread(s), median of {args.rounds}")
+    for name, value in seconds.items():
+        rate = total / value
+        percent = 100 * work / value / 1e9 / PEAK_GFLOPS
+        print(f"{name:10} {value:8.3f} cpu-s {rate:9.1f} tokens/cpu-s {percent:5.1f} % of peak")
+    print(f"ratio {seconds['HF + PEFT'] / seconds['tinsmith']:.2f}")
+
+
+if __name__ == "__main__":
+    main()

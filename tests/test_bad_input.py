@@ -1,0 +1,508 @@
+"""Bad input through the unmodified SDK: a clear sentence, a usable client, others untouched.
+
+Each row of the tables is one mistake and what its sentence must say. After it, the same client must
+get the numbers that it got before, and so must a client of another session, whose adapter has been
+trained to something of its own.
+"""
+
+import errno
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from conftest import CONTEXT, VOCAB, Wire, logprobs, make_datum
+from tinsmith import checkpoint
+from tinsmith.server import Backend
+
+GOOD = [([11, 12, 13], [12, 13, 14], [1.0, 2.0, 0.5])]
+SECONDS = 20  # longer is a hang
+
+
+def good_data() -> list[tinker.Datum]:
+    return [make_datum(tokens, targets, weights=weights) for tokens, targets, weights in GOOD]
+
+
+def numbers(client: tinker.TrainingClient) -> list[float]:
+    """The log-probabilities and loss of a good request, and the gradient that it leaves."""
+    output = client.forward_backward(good_data(), "cross_entropy").result(timeout=SECONDS)
+    step = client.optim_step(tinker.AdamParams(learning_rate=0.0)).result(timeout=SECONDS)
+    values = logprobs(output)[0].tolist()
+    return [*values, output.metrics["loss:sum"], step.metrics["grad_norm"]]
+
+
+@dataclass(frozen=True)
+class Clients:
+    """The client that makes mistakes, and one that must not notice."""
+
+    service: tinker.ServiceClient
+    training: tinker.TrainingClient
+    other: tinker.TrainingClient
+    expected: tuple[list[float], list[float]]
+
+    def check(self) -> None:
+        assert (numbers(self.training), numbers(self.other)) == self.expected
+
+
+@pytest.fixture(scope="module")
+def clients(server) -> Iterator[Clients]:
+    with server.service_client() as service, server.service_client() as second:
+        made = [
+            item.create_lora_training_client("tiny", rank=4, seed=seed).result()
+            for item, seed in ((service, 1), (second, 2))
+        ]
+        for client in made:
+            client.forward_backward(good_data(), "cross_entropy")
+            client.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+        expected = (numbers(made[0]), numbers(made[1]))
+        assert expected[0] != expected[1]
+        yield Clients(service, made[0], made[1], expected)
+
+
+def tokens(count: int) -> list[int]:
+    return [index % 200 + 3 for index in range(count)]
+
+
+def rl(targets: list, **inputs) -> tinker.Datum:
+    return make_datum([1, 2], targets, **inputs)
+
+
+# (name, datums, loss, config, sentence)
+TRAINING = [
+    (
+        "missing target_tokens",
+        [make_datum([1, 2], None, weights=[1, 1])],
+        "cross_entropy",
+        None,
+        r"datum 0: loss_fn_inputs has no target_tokens; the keys that came: \['weights'\]",
+    ),
+    (
+        "targets shorter than the input",
+        [*good_data(), make_datum(tokens(24), tokens(10))],
+        "cross_entropy",
+        None,
+        r"datum 1: target_tokens has shape \(10,\), model_input has 24 tokens: they must agree",
+    ),
+    (
+        "targets longer than the input",
+        [make_datum(tokens(24), tokens(40))],
+        "cross_entropy",
+        None,
+        r"target_tokens has shape \(40,\), model_input has 24 tokens",
+    ),
+    (
+        "as many numbers in another shape",
+        [make_datum(tokens(32), np.ones((8, 4)))],
+        "cross_entropy",
+        None,
+        r"target_tokens has shape \(8, 4\), model_input has 32 tokens",
+    ),
+    (
+        "targets of three dimensions",
+        [make_datum([1, 2], np.ones((2, 1, 1)))],
+        "cross_entropy",
+        None,
+        r"target_tokens has shape \(2, 1, 1\)",
+    ),
+    (
+        "no target for a position",
+        [make_datum([1, 2], np.ones((2, 0)))],
+        "cross_entropy",
+        None,
+        r"target_tokens has shape \(2, 0\): at least 1 is needed",
+    ),
+    (
+        "weights shorter than the targets",
+        [make_datum(tokens(24), tokens(24), weights=[1] * 10)],
+        "cross_entropy",
+        None,
+        r"datum 0: weights has shape \(10,\), target_tokens has \(24,\): they must agree",
+    ),
+    (
+        "one weight for each position but two targets",
+        [make_datum([1, 2], [[1, 2], [3, 4]], weights=[1, 1])],
+        "cross_entropy",
+        None,
+        r"weights has shape \(2,\), target_tokens has \(2, 2\)",
+    ),
+    (
+        "2-D targets for a 1-D loss",
+        [rl([[1, 2], [3, 4]], logprobs=np.zeros((2, 2)), advantages=np.ones((2, 2)))],
+        "importance_sampling",
+        None,
+        r"target_tokens has shape \(2, 2\), but importance_sampling takes one target",
+    ),
+    (
+        "no sampler log-probabilities",
+        [rl([1, 2], advantages=[1, 1])],
+        "importance_sampling",
+        None,
+        r"datum 0: importance_sampling needs logprobs in loss_fn_inputs",
+    ),
+    (
+        "fewer advantages than targets",
+        [rl([1, 2], logprobs=[0, 0], advantages=[1])],
+        "ppo",
+        None,
+        r"advantages has shape \(1,\), target_tokens has \(2,\)",
+    ),
+    (
+        "target id beyond the vocabulary",
+        [make_datum([1, 2], [1, VOCAB])],
+        "cross_entropy",
+        None,
+        rf"datum 0: target_tokens has id {VOCAB}; ids must be from 0 to {VOCAB - 1}",
+    ),
+    (
+        "target id -100",
+        [make_datum([1, 2], [-100, 1])],
+        "cross_entropy",
+        None,
+        r"target_tokens has id -100",
+    ),
+    (
+        "target id that int32 can't hold",
+        [make_datum([1, 2], [1 << 32, 1])],
+        "cross_entropy",
+        None,
+        r"target_tokens has id 4294967296",
+    ),
+    (
+        "input id beyond the vocabulary",
+        [make_datum([1, VOCAB], [1, 2])],
+        "cross_entropy",
+        None,
+        rf"datum 0: model_input has id {VOCAB}",
+    ),
+    (
+        "NaN weight",
+        [make_datum([1, 2], [1, 2], weights=[1, math.nan])],
+        "cross_entropy",
+        None,
+        r"datum 0: weights\[1\] is nan: every number must be finite",
+    ),
+    (
+        "infinite weight",
+        [make_datum([1, 2], [[1, 2], [3, 4]], weights=[[1, 1], [math.inf, 1]])],
+        "cross_entropy",
+        None,
+        r"datum 0: weights\[1, 0\] is inf",
+    ),
+    (
+        "empty datum",
+        [*good_data(), make_datum([], [])],
+        "cross_entropy",
+        None,
+        r"datum 1 is empty",
+    ),
+    (
+        "targets that are no ids",
+        [
+            tinker.Datum(
+                tinker.ModelInput.from_ints([1, 2]),
+                {"target_tokens": np.asarray([1.0, 2.0], np.float32)},
+            )
+        ],
+        "cross_entropy",
+        None,
+        r"target_tokens must be integers, float32 came",
+    ),
+    (
+        "mistyped key",
+        [make_datum([1, 2], [1, 2], weigths=[1, 1])],
+        "cross_entropy",
+        None,
+        r"unknown loss_fn_inputs \['weigths'\]; there are \[.*'weights'",
+    ),
+    (
+        "unknown loss",
+        good_data(),
+        "hinge",
+        None,
+        r"unknown loss 'hinge'; there are \['cross_entropy'",
+    ),
+    (
+        "unpublished loss",
+        good_data(),
+        "stable_reinforce",
+        None,
+        r"'stable_reinforce' is not available: its formula is not published",
+    ),
+    (
+        "unknown config key",
+        [rl([1, 2], logprobs=[0, 0], advantages=[1, 1])],
+        "ppo",
+        {"clip_hi": 1.2},
+        r"unknown loss_fn_config key 'clip_hi': ppo takes \['clip_high_threshold'",
+    ),
+    (
+        "config for a loss without any",
+        good_data(),
+        "cross_entropy",
+        {"beta": 1.0},
+        r"unknown loss_fn_config key 'beta': cross_entropy takes none",
+    ),
+    (
+        "config that is no number",
+        [rl([1, 2], logprobs=[0, 0], advantages=[1, 1])],
+        "ppo",
+        {"clip_high_threshold": "much"},
+        r"clip_high_threshold must be a number, 'much' came",
+    ),
+    (
+        "config that is not finite",
+        [rl([1, 2], logprobs=[0, 0], advantages=[1, 1])],
+        "ppo",
+        {"clip_high_threshold": math.inf},
+        r"clip_high_threshold must be a finite number, inf came",
+    ),
+    (
+        "longer than the context",
+        [make_datum(tokens(CONTEXT + 1), tokens(CONTEXT + 1))],
+        "cross_entropy",
+        None,
+        rf"datum 0: model_input has {CONTEXT + 1} tokens, the model's context is {CONTEXT}",
+    ),
+    (
+        "an image",
+        [
+            tinker.Datum(
+                tinker.ModelInput(
+                    chunks=[tinker.types.ImageChunk(data=b"x", format="png", expected_tokens=2)]
+                ),
+                {"target_tokens": [1, 2]},
+            )
+        ],
+        "cross_entropy",
+        None,
+        r"datum 0: model_input has a chunk of image; tinsmith takes text tokens only",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "config", "sentence"),
+    [row[1:] for row in TRAINING],
+    ids=[row[0] for row in TRAINING],
+)
+def test_bad_training_data(clients, data, loss, config, sentence):
+    for call in (clients.training.forward_backward, clients.training.forward):
+        with pytest.raises(tinker.RequestFailedError, match=sentence) as failure:
+            call(data, loss, config).result(timeout=SECONDS)
+        assert failure.value.category.value == "user"
+    clients.check()
+
+
+def test_no_datums(clients, server):
+    """The SDK itself refuses an empty list, so this one is posted by hand."""
+    wire = Wire(server.url)
+    model = wire.create()
+    refused = wire.result(wire.forward_backward(model, 1, []))
+    assert "needs at least 1 datum" in refused["error"]
+    assert wire.result(wire.forward_backward(model, 2, good_data())) == {}
+    clients.check()
+
+
+ADAM = [
+    ({"learning_rate": -1.0}, "learning_rate must be at least 0, -1.0 came"),
+    ({"beta1": 1.0}, r"beta1 must be in \[0, 1\), 1.0 came"),
+    ({"grad_clip_norm": -1.0}, "grad_clip_norm must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(("params", "sentence"), ADAM)
+def test_bad_optimizer_parameters(clients, params, sentence):
+    with pytest.raises(tinker.RequestFailedError, match=sentence):
+        clients.training.optim_step(tinker.AdamParams(**params)).result(timeout=SECONDS)
+    clients.check()
+
+
+def test_other_optimizers_are_refused_by_name(clients):
+    dimuon = tinker.types.DimuonParams(learning_rate=1e-3)
+    with pytest.raises(tinker.RequestFailedError, match="'dimuon' is not built"):
+        clients.training.optim_step(dimuon).result(timeout=SECONDS)
+    config = tinker.types.DimuonOptimizerConfig()
+    with pytest.raises(tinker.RequestFailedError, match="'dimuon' is not built"):
+        clients.service.create_lora_training_client("tiny", optimizer=config).result(SECONDS)
+    clients.check()
+
+
+SAMPLING = [
+    ({"num_samples": 0}, "num_samples must be from 1 to 4096, 0 came"),
+    ({"temperature": -1.0}, "temperature must be at least 0.0, -1.0 came"),
+    ({"top_p": 0.0}, r"top_p must be in \(0, 1\], 0.0 came"),
+    ({"top_p": 2.0}, r"top_p must be in \(0, 1\], 2.0 came"),
+    ({"top_k": 0}, "top_k must be at least 1, or -1 for no limit; 0 came"),
+    ({"top_k": -2}, "top_k must be at least 1"),
+    ({"max_tokens": 0}, "max_tokens must be at least 1, 0 came"),
+    ({"stop": [VOCAB]}, f"stop has id {VOCAB}"),
+    ({"stop": ""}, "stop must be non-empty strings or token ids"),
+    ({"prompt": []}, "the prompt is empty"),
+    ({"prompt": [1, VOCAB]}, f"the prompt has id {VOCAB}; ids must be from 0 to {VOCAB - 1}"),
+    ({"prompt": [-1]}, "the prompt has id -1"),
+    (
+        {"prompt": [5] * CONTEXT},
+        f"the prompt has {CONTEXT} tokens; the model's context of {CONTEXT} leaves no room",
+    ),
+    ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs must be at least 0"),
+    ({"topk_prompt_logprobs": VOCAB + 1}, f"the vocabulary has {VOCAB} ids"),
+    (
+        {"prompt_logprobs_last_n": 9, "include_prompt_logprobs": True},
+        "prompt_logprobs_last_n must be from 1 to the prompt's length - 1 = 2, 9 came",
+    ),
+    ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not built"),
+    (
+        {"target_prompt_logprobs": tinker.TensorData.from_numpy(np.ones((2, 1), np.int64))},
+        "target_prompt_logprobs is not built",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), SAMPLING)
+def test_bad_sampling_requests(clients, change, sentence):
+    sampler = clients.service.create_sampling_client(base_model="tiny").result()
+    change = dict(change)
+    names = ("temperature", "top_p", "top_k", "max_tokens", "stop")
+    params = {name: change.pop(name) for name in names if name in change}
+    prompt = tinker.ModelInput.from_ints(change.pop("prompt", [5, 6, 7]))
+    asked = {"num_samples": 1, **change}
+    with pytest.raises(tinker.RequestFailedError, match=sentence):
+        sampler.sample(
+            prompt, sampling_params=tinker.SamplingParams(**{"max_tokens": 2, **params}), **asked
+        ).result(timeout=SECONDS)
+    reply = sampler.sample(
+        tinker.ModelInput.from_ints([5, 6, 7]), 1, tinker.SamplingParams(max_tokens=2, stop=[])
+    ).result(timeout=SECONDS)
+    assert len(reply.sequences[0].tokens) == 2
+    clients.check()
+
+
+def test_unknown_models_and_ranks(clients):
+    make = clients.service.create_lora_training_client
+    with pytest.raises(
+        tinker.RequestFailedError, match=r"unknown base model 'Qwen/Nope'; this server has \['tiny'"
+    ):
+        make("Qwen/Nope").result(timeout=SECONDS)
+    for rank in (0, -3):
+        with pytest.raises(tinker.RequestFailedError, match="rank must be at least 1"):
+            make("tiny", rank=rank).result(timeout=SECONDS)
+    with pytest.raises(tinker.BadRequestError, match="unknown base model 'Qwen/Nope'"):
+        clients.service.create_sampling_client(base_model="Qwen/Nope").result(timeout=SECONDS)
+    clients.check()
+
+
+PATHS = [
+    ("tinker://{run}/weights/nope", "there is no checkpoint tinker://.*/weights/nope"),
+    ("tinker://nobody/weights/nope", "there is no checkpoint tinker://nobody/weights/nope"),
+    ("tinker://{run}/weights", "is not a checkpoint's path"),
+    ("tinker://{run}/weights/..", "can't be a checkpoint's name"),
+    ("tinker:///etc/passwd", "is not a checkpoint's path"),
+]
+
+
+@pytest.mark.parametrize(("path", "sentence"), PATHS)
+def test_unknown_checkpoint_paths(clients, path, sentence):
+    path = path.format(run=clients.training.model_id)
+    service = clients.service
+    for create in (
+        service.create_training_client_from_state,
+        service.create_training_client_from_state_with_optimizer,
+    ):
+        with pytest.raises(tinker.RequestFailedError, match=sentence):
+            create(path).result(timeout=SECONDS)
+    with pytest.raises(tinker.APIStatusError, match=sentence):
+        service.create_sampling_client(model_path=path).result(timeout=SECONDS)
+    clients.check()
+
+
+def test_names_that_leave_the_folder_are_refused(clients, server):
+    for name in ("../up", "a/b", "..", "x~y", ""):
+        for save in (clients.training.save_state, clients.training.save_weights_for_sampler):
+            with pytest.raises(tinker.RequestFailedError, match=r"path|name"):
+                save(name).result(timeout=SECONDS)
+    assert not (server.checkpoints / "up").exists()
+    clients.check()
+
+
+def test_a_damaged_checkpoint_is_told_of(clients, server):
+    saved = clients.training.save_state("damaged").result().path
+    weights = clients.training.save_weights_for_sampler("damaged").result().path
+    store = checkpoint.Store(server.checkpoints)
+    for path in (saved, weights):
+        file = store.folder(path) / "adapter_model.safetensors"
+        file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(tinker.RequestFailedError, match=r"adapter_model.safetensors should be"):
+        clients.service.create_training_client_from_state(saved).result(timeout=SECONDS)
+    sampler = clients.service.create_sampling_client(model_path=weights).result(timeout=SECONDS)
+    with pytest.raises(tinker.RequestFailedError, match=r"adapter_model.safetensors should be"):
+        sampler.compute_logprobs(tinker.ModelInput.from_ints([5, 6])).result(timeout=SECONDS)
+    clients.check()
+
+
+def test_a_full_disk_is_told_of(clients, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.weights, "write", full)
+        with pytest.raises(tinker.RequestFailedError, match="the disk is full") as failure:
+            clients.training.save_state("full").result(timeout=SECONDS)
+    assert failure.value.category.value == "server"
+    assert clients.training.save_state("full").result(timeout=SECONDS).path.endswith("full")
+    clients.check()
+
+
+def test_unbuilt_services_are_refused_by_name(clients):
+    with pytest.raises(tinker.RequestFailedError, match="save_weights_external is not built"):
+        clients.training.save_weights_external("x").result(timeout=SECONDS)
+    clients.check()
+
+
+# ---- what is refused before a server starts ----
+
+
+def copy_model(source: Path, target: Path) -> Path:
+    target.mkdir()
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def cut_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def spoil_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:])
+
+
+def remove_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def change_architecture(folder: Path) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | {"architectures": ["MixtralForCausalLM"]}
+    file.write_text(json.dumps(config))
+
+
+MODELS = [
+    (cut_weights, "model.safetensors"),
+    (spoil_weights, "model.safetensors"),
+    (remove_tokenizer, "tokenizer.json"),
+    (change_architecture, "MixtralForCausalLM"),
+]
+
+
+@pytest.mark.parametrize(("damage", "sentence"), MODELS)
+def test_a_model_that_can_not_be_served(tiny_model_dir, tmp_path, damage, sentence):
+    folder = copy_model(tiny_model_dir, tmp_path / "model")
+    damage(folder)
+    with pytest.raises((ValueError, FileNotFoundError), match=sentence):
+        Backend({"tiny": folder}, checkpoints=tmp_path / "saved", device="cpu")
