@@ -1,5 +1,6 @@
-"""Builds tinsmith._core. The CPU's op files are compiled once for each instruction set and chosen between
-at run time (csrc/cpu/device.c), so one build runs on any x86-64, and elsewhere with the generic set."""
+"""Builds tinsmith._core. The CPU's op files are compiled once for each instruction set and chosen
+between at run time (csrc/cpu/device.c), so one build runs on any x86-64, and elsewhere with the
+generic set."""
 
 import os
 import platform
@@ -16,7 +17,14 @@ FLAGS = ["-std=c11", "-O3", "-g1", "-fvisibility=hidden", "-ffp-contract=off", "
 GENERIC = {"generic": []}
 X86 = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"],
+    "avx512": [
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mfma",
+        "-mprefer-vector-width=512",
+    ],
 }
 ISAS = GENERIC | (X86 if platform.machine() in ("x86_64", "AMD64") else {})
 
@@ -48,8 +56,8 @@ class BuildOps(build_ext):
         super().build_extension(ext)
 
 
-# For the tests: TINSMITH_WERROR=1 makes warnings errors; TINSMITH_SANITIZE=address,undefined watches the
-# C code at run time, with its assertions on.
+# For the tests: TINSMITH_WERROR=1 makes warnings errors; TINSMITH_SANITIZE=address,undefined
+# watches the C code at run time, with its assertions on.
 strict = ["-Werror"] if os.environ.get("TINSMITH_WERROR") else []
 sanitize = os.environ.get("TINSMITH_SANITIZE")
 sanitizers = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
@@ -58,9 +66,14 @@ watched = [*sanitizers, "-UNDEBUG", "-O1"] if sanitize else []
 core = Extension(
     "tinsmith._core",
     sources=sources("csrc") + ONCE + sources("csrc/py"),
-    depends=[str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".inc")],
+    depends=[
+        str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".inc")
+    ],
     include_dirs=[numpy.get_include()],
-    define_macros=[("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"), ("NPY_TARGET_VERSION", "NPY_1_23_API_VERSION")],
+    define_macros=[
+        ("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"),
+        ("NPY_TARGET_VERSION", "NPY_1_23_API_VERSION"),
+    ],
     extra_compile_args=FLAGS + WARNINGS + strict + watched,
     extra_link_args=["-pthread", "-lm"] + (sanitizers if sanitize else []),
 )

@@ -2,8 +2,8 @@
 
     python benchmarks/memory.py --shape 0.6b
 
-Start-up: from the process's start until the model has answered one token's log-probability. Peak: the largest
-resident set over one forward_backward of datums × length tokens (getrusage)."""
+Start-up: from the first import until the model has answered one token's log-probability. Peak: the
+largest resident set over one forward_backward of datums × length tokens (getrusage)."""
 
 import argparse
 import json
@@ -29,8 +29,13 @@ def ours(folder: Path, tokens: np.ndarray) -> None:
     one = np.ones(1, np.int32)
     adapter.forward_backward(one, one, one, one, "cross_entropy", {}, {}, backward=False)
     ready = time.perf_counter() - start
-    lengths, counts = np.full(len(tokens), tokens.shape[1], np.int32), np.ones(len(tokens), np.int32)
-    adapter.forward_backward(tokens.ravel(), lengths, tokens.ravel(), counts, "cross_entropy", {}, {})
+    lengths, counts = (
+        np.full(len(tokens), tokens.shape[1], np.int32),
+        np.ones(len(tokens), np.int32),
+    )
+    adapter.forward_backward(
+        tokens.ravel(), lengths, tokens.ravel(), counts, "cross_entropy", {}, {}
+    )
     report(ready)
 
 
@@ -50,7 +55,9 @@ def peft(folder: Path, tokens: np.ndarray) -> None:
     ready = time.perf_counter() - start
     ids = torch.from_numpy(tokens).long()
     logits = model(input_ids=ids, use_cache=False).logits.float()
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum").backward()
+    torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), ids.flatten(), reduction="sum"
+    ).backward()
     report(ready)
 
 
@@ -66,19 +73,24 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--datums", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--side", choices=("tinsmith", "peft"), help="run one side (what the parent calls)")
+    parser.add_argument("--side", choices=("tinsmith", "peft"), help="one side, as a child")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     vocab = SHAPES[args.shape]["vocab_size"]
-    tokens = np.random.default_rng(0).integers(0, vocab, (args.datums, args.length)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(0).integers(0, vocab, (args.datums, args.length)).astype(np.int32)
+    )
     if args.side:
         (ours if args.side == "tinsmith" else peft)(args.folder, tokens)
         return
     with checkpoint(hf_model(args.shape, "f32")) as folder:
         for side in ("tinsmith", "peft"):
-            command = [sys.executable, __file__, *sys.argv[1:], "--side", side, "--folder", str(folder)]
-            found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-            print(f"{side:9} ready after {found['ready_s']:6.2f} s, peak {found['peak_mib'] / 1024:6.2f} GiB")
+            child = ["--side", side, "--folder", str(folder)]
+            command = [sys.executable, __file__, *sys.argv[1:], *child]
+            answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            found = json.loads(answer.splitlines()[-1])
+            peak = found["peak_mib"] / 1024
+            print(f"{side:9} ready after {found['ready_s']:6.2f} s, peak {peak:6.2f} GiB")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""What the benchmarks share: the two shapes, random checkpoints of them, and timing of both sides in one run.
+"""What the benchmarks share: two shapes, random checkpoints, and timing of both sides in one run.
 
-Both sides run interleaved in one process on the same number of threads, and what is compared is CPU seconds of
-the process: on a shared machine wall time measures the neighbours. Every table prints the median and the ratio."""
+Both sides run interleaved in one process on the same number of threads, and what is compared is CPU
+seconds of the process: on a shared machine wall time measures the neighbours. Every table prints
+the median and the ratio."""
 
+import json
 import shutil
 import statistics
 import tempfile
@@ -12,16 +14,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "small": dict(
-        hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=32, intermediate_size=768, vocab_size=4096,
-    ),
-    "0.6b": dict(
-        hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-        head_dim=128, intermediate_size=3072, vocab_size=151936,
-    ),
-}  # fmt: skip
+SHAPES: dict[str, dict[str, int]] = {
+    "small": {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "intermediate_size": 768,
+        "vocab_size": 4096,
+    },
+    "0.6b": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+    },
+}
 PEAK_GFLOPS = 117.0  # one core of the machine in RESULTS.md, f32
 
 
@@ -38,14 +50,14 @@ def hf_model(shape: str, dtype: str) -> Any:
 
 @contextmanager
 def checkpoint(model: Any) -> Iterator[Path]:
-    """The model saved to a folder that is gone afterwards, with a tokenizer file that names its ids."""
+    """The model in a folder that is gone afterwards, with a tokenizer file that names its ids."""
     folder = Path(tempfile.mkdtemp(prefix="tinsmith-bench-"))
     try:
         model.save_pretrained(folder)
-        (folder / "tokenizer.json").write_text(
-            '{"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "unk_token": "a", '
-            f'"vocab": {{"a": {model.config.vocab_size - 1}}}}}}}'
-        )
+        last = model.config.vocab_size - 1
+        words = {"type": "WordLevel", "unk_token": "a", "vocab": {"a": last}}
+        tokenizer = {"version": "1.0", "added_tokens": [], "model": words}
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
         (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
         yield folder
     finally:

@@ -1,8 +1,9 @@
-"""Decoding beside transformers' generate: new tokens per CPU second at batch 1, 8, 32, same weights, one run.
+"""Decoding beside transformers' generate: new tokens per CPU second at batch 1, 8, 32, in one run.
 
     python benchmarks/sample.py --shape 0.6b --batches 1 8 32 --rounds 3
 
-64 prompt tokens and 64 new ones at temperature 1 from the whole vocabulary; the prompt's forward is in the time."""
+64 prompt tokens and 64 new ones at temperature 1 from the whole vocabulary; the prompt's forward is
+in the time."""
 
 import argparse
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from peers import SHAPES, checkpoint, hf_model, interleave
-
 from tinsmith import _core, families
 
 
@@ -19,11 +19,11 @@ def generate_side(model: Any, prompts: np.ndarray, new: int) -> Callable[[], Non
     """A call that samples `new` tokens for each row of prompts with transformers."""
     ids = torch.from_numpy(prompts).long()
 
+    options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
+
     def run() -> None:
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0, pad_token_id=0,
-            min_new_tokens=new, max_new_tokens=new,
-        )  # fmt: skip
+        mask = torch.ones_like(ids)
+        model.generate(ids, attention_mask=mask, min_new_tokens=new, max_new_tokens=new, **options)
 
     return run
 
@@ -52,16 +52,21 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32", help="of the checkpoint and of HF")
+    parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32", help="of the model")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rng = np.random.default_rng(0)
     model = hf_model(args.shape, args.dtype).eval()
     with checkpoint(model) as folder:
         loaded = families.load_model(folder, threads=args.threads)
-    print(f"{args.shape} {args.dtype}, {args.threads} thread(s), {args.prompt} + {args.new} tokens, median of {args.rounds}")
+    setting = (
+        f"{args.shape} {args.dtype}, {args.threads} thread(s), {args.prompt} + {args.new} tokens"
+    )
+    print(f"{setting}, median of {args.rounds}")
     for batch in args.batches:
-        prompts = rng.integers(0, SHAPES[args.shape]["vocab_size"], (batch, args.prompt)).astype(np.int32)
+        prompts = rng.integers(0, SHAPES[args.shape]["vocab_size"], (batch, args.prompt)).astype(
+            np.int32
+        )
         sides = {
             "tinsmith": sampler_side(loaded.core, prompts, args.new),
             "HF": generate_side(model, prompts, args.new),

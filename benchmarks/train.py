@@ -1,9 +1,9 @@
-"""forward_backward beside transformers + PEFT: tokens per CPU second, same weights, same data, one run.
+"""forward_backward beside transformers + PEFT: tokens per CPU second on the same data, in one run.
 
     python benchmarks/train.py --shape 0.6b --datums 4 --length 512 --rounds 3
 
-LoRA rank 32 on every linear layer and the head, f32, cross_entropy on every token. PEFT's side is the plain
-loss over full logits, its fastest on a CPU. % of peak counts 2 flops a multiply-add of the products alone."""
+LoRA rank 32 on every linear layer and the head, cross_entropy on every token. PEFT's side is the
+plain loss over full logits, its fastest on a CPU. % of peak counts the products alone."""
 
 import argparse
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from peers import PEAK_GFLOPS, SHAPES, checkpoint, hf_model, interleave
-
 from tinsmith import _core, families
 
 RANK = 32
@@ -57,7 +56,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32", help="of the checkpoint and of PEFT")
+    parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32", help="of the model")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rng = np.random.default_rng(0)
@@ -81,7 +80,8 @@ def main() -> None:
     )
     total = args.datums * args.length
     work = flops(args.shape, total, args.length)
-    print(f"{args.shape} {args.datums}x{args.length} {args.dtype}, {args.threads} thread(s), median of {args.rounds}")
+    setting = f"{args.shape} {args.datums}x{args.length} {args.dtype}, {args.threads} thread(s)"
+    print(f"{setting}, median of {args.rounds}")
     for name, value in seconds.items():
         rate = total / value
         percent = 100 * work / value / 1e9 / PEAK_GFLOPS

@@ -1,7 +1,7 @@
 """Calls any op of any device with NumPy arrays, through the same list that the C code is made of.
 
-`call("cpu", "rmsnorm", y=(T, D), rstd=(T,), x=x, w=w, T=T, D=D, eps=1e-6)` returns every array the op may
-write, by name. What an argument is follows from its type in csrc/ops.inc and from the value given:
+`call("cpu", "rmsnorm", y=(T, D), rstd=(T,), x=x, w=w, T=T, D=D, eps=1e-6)` returns every array the
+op may write, by name. What an argument is follows from its type in csrc/ops.inc and from the value:
 
 - a tuple, for a pointer that is not const: an output of that shape, poisoned before the call;
 - an array: an input, or where the pointer is not const, memory the op updates;
@@ -9,14 +9,17 @@ write, by name. What an argument is follows from its type in csrc/ops.inc and fr
 - Memory: device memory that outlives the call, handed over as it is;
 - None: a null pointer.
 
-Floats become the device's `real` where the row says real, and are rounded to it. Behind every array lies a
-stretch of poison that must survive the call, and const inputs must come back unchanged.
+Floats become the device's `real` where the row says real, and are rounded to it. Behind every array
+lies a stretch of poison that must survive the call, and const inputs must come back unchanged.
 
-"cpu" is the device in tinsmith._core. "cpu-generic", "cpu-avx2", "cpu-avx512" are its instruction sets, built
-here into a library of their own, because the real one only ever opens the widest. TINSMITH_SANITIZE
-(address,undefined) builds that library with sanitizers; run with LD_PRELOAD=$(gcc -print-file-name=libasan.so).
+"cpu" is the device in tinsmith._core. "cpu-generic", "cpu-avx2", "cpu-avx512" are its instruction
+sets, built here with setup.py's flags into a library of their own, because the real one only ever
+opens the widest. TINSMITH_SANITIZE=address,undefined builds that library with sanitizers and gives
+its devices memory whose end they know; then run Python with ASAN_OPTIONS=detect_leaks=0 and
+LD_PRELOAD=$(gcc -print-file-name=libasan.so).
 """
 
+import ast
 import ctypes
 import functools
 import hashlib
@@ -35,13 +38,13 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 GUARD_BYTES = 256
 POISON = 0x7F  # f32 3.4e38 in bf16 and f32, a huge id in int32
-ISA_FLAGS = {
-    "generic": [],
-    "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"],
+ISAS = ("generic", "avx2", "avx512")
+ISA_NEEDS = {
+    "generic": set(),
+    "avx2": {"avx2", "fma"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
 }
-ISA_NEEDS = {"generic": set(), "avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"}}
-DEVICES = ("cpu", *(f"cpu-{isa}" for isa in ISA_FLAGS), "cuda")
+DEVICES = ("cpu", *(f"cpu-{isa}" for isa in ISAS), "cuda")
 DTYPES = {"f32": 0, "bf16": 1, "f16": 2}
 KV_PAGE = 64
 
@@ -68,7 +71,7 @@ class Draw(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Frozen:
-    """A base weight (rows, cols) in float64, whose values are exact in `dtype`: f32, bf16 or f16."""
+    """A base weight (rows, cols) in float64, exact in `dtype`: f32, bf16 or f16."""
 
     value: np.ndarray
     dtype: str = "f32"
@@ -95,7 +98,8 @@ def parse_ops() -> dict[str, list[Param]]:
     for name, args in re.findall(r"OP\((\w+),\s*\(Device \*dev,(.*?)\)\)", text, flags=re.S):
         ops[name] = []
         for arg in args.split(","):
-            const, kind, star, param = re.fullmatch(r"\s*(const )?\s*(\w+) (\*?)(\w+)\s*", arg).groups()
+            parts = re.fullmatch(r"\s*(const )?\s*(\w+) (\*?)(\w+)\s*", arg)
+            const, kind, star, param = parts.groups()
             ops[name].append(Param(param, kind, bool(star), bool(const)))
     return ops
 
@@ -163,7 +167,8 @@ class Memory:
             self.whole_bytes = max(size_bytes, 1)
             device.malloc(ctypes.byref(self.pointer), 64, self.whole_bytes)
         else:
-            device.check(device.c.alloc(device.pointer, ctypes.byref(self.pointer), self.whole_bytes))
+            pointer = ctypes.byref(self.pointer)
+            device.check(device.c.alloc(device.pointer, pointer, self.whole_bytes))
         self.write(np.full(self.whole_bytes, POISON, np.uint8))
 
     def write(self, data: np.ndarray) -> None:
@@ -204,12 +209,11 @@ class Device:
         if isa and os.environ.get("TINSMITH_SANITIZE"):
             self.malloc, self.free = ctypes.CDLL(None).posix_memalign, ctypes.CDLL(None).free
             self.malloc.argtypes, self.free.argtypes = [VOID, SIZE, SIZE], [VOID]
-        self.library.status_text.restype = ctypes.c_char_p
         self.library.device_open.argtypes = [VOID, ctypes.c_char_p, INT]
         self.pointer = VOID()
         opened = "cpu" if isa else name
         if self.library.device_open(ctypes.byref(self.pointer), opened.encode(), threads):
-            raise Unavailable(self.library.status_text().decode())
+            raise Unavailable(f"{name}: {self.sentence()}")
         if isa:
             self.table(isa)
         self.c = ctypes.cast(self.pointer, ctypes.POINTER(CDevice)).contents
@@ -224,7 +228,14 @@ class Device:
     def check(self, status: int) -> None:
         """Raises the sentence of a Status that is not OK."""
         if status:
-            raise RuntimeError(self.library.status_text().decode())
+            raise RuntimeError(f"status {status}: {self.sentence()}")
+
+    def sentence(self) -> str:
+        """The last failure's sentence, where the library lets it be seen."""
+        if not hasattr(self.library, "status_text"):
+            return "no such device, or it failed (status_text is not exported)"
+        self.library.status_text.restype = ctypes.c_char_p
+        return self.library.status_text().decode()
 
     def element(self, kind: str) -> np.dtype:
         """The element that a pointer type of ops.inc has in this device's memory."""
@@ -244,8 +255,9 @@ class Device:
         return from_bf16(values) if kind == "real" and self.real == np.uint16 else values
 
     def round(self, values: np.ndarray) -> np.ndarray:
-        """Float64 of what this device's `real` makes of the values: what its ops are really given."""
-        return self.decode(self.encode(values, "real").view(np.uint8).ravel(), "real", np.shape(values)).astype(float)
+        """Float64 of what this device's `real` makes of the values: what its ops are given."""
+        data = self.encode(values, "real").view(np.uint8).ravel()
+        return self.decode(data, "real", np.shape(values)).astype(float)
 
     def put(self, values, kind: str) -> Memory:
         """Device memory that holds a host array, as a pointer type of ops.inc."""
@@ -257,7 +269,8 @@ class Device:
     def put_frozen(self, frozen: Frozen) -> Memory:
         """A base weight in the device's own order."""
         rows, cols = frozen.value.shape
-        host = np.ascontiguousarray(frozen.value, np.float16 if frozen.dtype == "f16" else np.float32)
+        dtype = np.float16 if frozen.dtype == "f16" else np.float32
+        host = np.ascontiguousarray(frozen.value, dtype)
         host = to_bf16(host) if frozen.dtype == "bf16" else host
         kind = DTYPES[frozen.dtype]
         memory = Memory(self, self.c.frozen_bytes(self.pointer, kind, rows, cols))
@@ -298,8 +311,8 @@ class Device:
             for p in params
             if p.pointer and p.const and memory[p.name] and p.name not in shared
         }
-        values = [(memory[p.name] and memory[p.name].pointer) if p.pointer else args[p.name] for p in params]
-        getattr(self.c, op)(self.pointer, *values)
+        values = args | {name: m and m.pointer for name, m in memory.items()}
+        getattr(self.c, op)(self.pointer, *(values[p.name] for p in params))
         self.check(self.c.sync(self.pointer))
         out = {}
         for p in params:
@@ -324,29 +337,44 @@ def core_library() -> Path:
         spec = None
     if spec is None or spec.origin is None:
         raise Unavailable("tinsmith._core is not built: pip install -e .")
-    return Path(spec.origin)
+    library = Path(spec.origin)
+    for path in (ROOT / "csrc/ops.inc", ROOT / "csrc/device.h"):
+        if path.stat().st_mtime > library.stat().st_mtime:  # its struct Device may be another
+            raise RuntimeError(f"{library.name} is older than {path.name}: pip install -e . again")
+    return library
+
+
+def setup_constants() -> dict:
+    """The constants of setup.py: the flags that the real library is built with."""
+    names, out = {"FLAGS", "WARNINGS", "GENERIC", "X86", "ONCE"}, {}
+    for node in ast.parse((ROOT / "setup.py").read_text()).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id in names:
+            out[node.targets[0].id] = ast.literal_eval(node.value)
+    return out
 
 
 @functools.cache
 def isa_library() -> Path:
     """A library with the ops of every instruction set, rebuilt when a source has changed."""
-    csrc = ROOT / "csrc"
-    inputs = sorted(p for p in [*csrc.glob("*"), *(csrc / "cpu").glob("*")] if p.suffix in (".c", ".h", ".inc"))
-    sanitize = os.environ.get("TINSMITH_SANITIZE", "")
-    digest = hashlib.sha256(f"{sanitize} {ISA_FLAGS}".encode())
-    for path in inputs:
+    csrc, built, sanitize = ROOT / "csrc", setup_constants(), os.environ.get("TINSMITH_SANITIZE")
+    flags = [*built["FLAGS"], *built["WARNINGS"], "-fPIC", "-fvisibility=default"]
+    if sanitize:
+        flags += ["-O1", f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"]
+    x86 = built["X86"] if platform.machine() in ("x86_64", "AMD64") else {}
+    inputs = [p for p in (*csrc.glob("*"), *csrc.glob("cpu/*")) if p.suffix in (".c", ".h", ".inc")]
+    digest = hashlib.sha256(repr((flags, x86)).encode())
+    for path in sorted(inputs):
         digest.update(path.read_bytes())
-    library = Path(tempfile.gettempdir()) / f"tinsmith-ops-{os.getuid()}-{digest.hexdigest()[:16]}.so"
+    name = f"tinsmith-ops-{os.getuid()}-{digest.hexdigest()[:16]}.so"
+    library = Path(tempfile.gettempdir()) / name
     if library.exists():
         return library
-    once = [csrc / "device.c", csrc / "status.c", csrc / "cpu/device.c", csrc / "cpu/pool.c"]
-    ops = [path for path in inputs if path.suffix == ".c" and path.parent.name == "cpu" and path not in once]
-    flags = ["-std=c11", "-g1", "-fPIC", "-Wno-psabi", "-ffp-contract=fast", "-fno-math-errno"]
-    flags += ["-O1", f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"] if sanitize else ["-O3"]
-    isas = ISA_FLAGS if platform.machine() in ("x86_64", "AMD64") else {"generic": []}
+    once = [csrc / "device.c", csrc / "status.c", *(ROOT / path for path in built["ONCE"])]
+    ops = [path for path in sorted(csrc.glob("cpu/*.c")) if path not in once]
+    jobs = [(path, "once", []) for path in once]
+    for isa, more in (built["GENERIC"] | x86).items():
+        jobs += [(path, isa, [*more, f"-DCPU_ISA={isa}"]) for path in ops]
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [(path, "once", []) for path in once]
-        jobs += [(path, isa, [*isas[isa], f"-DCPU_ISA={isa}"]) for isa in isas for path in ops]
 
         def compile_one(job) -> str:
             path, isa, more = job
@@ -356,12 +384,10 @@ def isa_library() -> Path:
 
         with ThreadPoolExecutor(2) as pool:
             objects = list(pool.map(compile_one, jobs))
-        link = [f"-fsanitize={sanitize}"] if sanitize else []
-        part = f"{folder}/ops.so"
-        subprocess.run(["gcc", "-shared", *link, *objects, "-o", part, "-pthread", "-lm"], check=True)
-        staged = library.with_suffix(f".{os.getpid()}")
-        staged.write_bytes(Path(part).read_bytes())
-        staged.rename(library)
+        part = library.with_suffix(f".{os.getpid()}")
+        link = ["-pthread", "-lm", *flags]
+        subprocess.run(["gcc", "-shared", *objects, "-o", part, *link], check=True)
+        part.rename(library)
     return library
 
 

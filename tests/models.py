@@ -178,7 +178,7 @@ def with_peft(name: str, adapter: _core.Adapter) -> PeftModel:
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = types.MethodType(_rmsnorm, module)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Model with `tie_word_embeddings=True`")
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
         model = get_peft_model(base, config, autocast_adapter_dtype=False).double().eval()
     parameters = dict(model.named_parameters())
     with torch.no_grad():

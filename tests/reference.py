@@ -1,8 +1,9 @@
 """What every row of csrc/ops.inc means: its formula in NumPy, independent of any device.
 
-A function takes the op's inputs by their names in ops.inc and returns what the op writes. It computes in the dtype
-it is given: with float64 it is the truth, with float32 the yardstick of what a device may lose. Frozen weights
-come as plain (rows, cols) arrays, pages of the KV cache as (page, KV_PAGE, G, E) whatever a device's own order.
+A function takes the op's inputs by their names in ops.inc and returns what the op writes. It
+computes in the dtype it is given: with float64 it is the truth, with float32 the yardstick of what
+a device may lose. Frozen weights come as plain (rows, cols) arrays, pages of the KV cache as (page,
+KV_PAGE, G, E) whatever a device's own order.
 """
 
 import numpy as np
@@ -24,10 +25,6 @@ def scatter(y, x, rows, **_):
     y = y.copy()
     y[rows] = x
     return {"y": y}
-
-
-def add(y, x, **_):
-    return {"y": y + x}
 
 
 # ---- products ----
@@ -135,7 +132,9 @@ def attention(q, k_pages, v_pages, spans, pages, H, G, **_):
             v = v_pages[own].reshape(-1, *v_pages.shape[2:])[:seen]
             for h in range(H):
                 g = h * G // H
-                y[span.row + i, h], lse[span.row + i, h] = attend(q[span.row + i, h], k[:, g], v[:, g])
+                y[span.row + i, h], lse[span.row + i, h] = attend(
+                    q[span.row + i, h], k[:, g], v[:, g]
+                )
     return {"y": y, "lse": lse}
 
 
@@ -148,7 +147,8 @@ def attention_backward(dy, y, lse, q, k, v, spans, H, G, E, **_):
         dk[rows] = dv[rows] = 0
         for h in range(H):
             g = h * G // H
-            p = np.where(seen, np.exp(np.where(seen, q[rows, h] @ k[rows, g].T / root - lse[rows, h][:, None], 0)), 0)
+            scores = q[rows, h] @ k[rows, g].T / root - lse[rows, h][:, None]
+            p = np.exp(np.where(seen, scores, -np.inf))
             slope = np.sum(dy[rows, h] * y[rows, h], axis=-1, keepdims=True)
             ds = p * (dy[rows, h] @ v[rows, g].T - slope) / root
             dq[rows, h] = ds @ k[rows, g]
@@ -195,7 +195,8 @@ def logprob_backward(logits, lse, dlogp, ids, start, **_):
 
 def ranking(logits):
     """Ids of one row from the best on: larger first, the lower id first among equals, NaN last."""
-    return np.lexsort((np.arange(len(logits)), np.where(np.isnan(logits), 0, -logits), np.isnan(logits)))
+    nan = np.isnan(logits)
+    return np.lexsort((np.arange(len(logits)), np.where(nan, 0, -logits), nan))
 
 
 def topk_logprob(logits, lse, K, **_):
@@ -221,13 +222,13 @@ def philox(counter, key):
 
 
 def uniform(draw):
-    """The number in (0, 1) that belongs to (seed, sample, pos): 52 bits, in the middle of their interval."""
+    """The number in (0, 1) of (seed, sample, pos): 52 bits, in the middle of their interval."""
     c = philox((draw.sample, draw.pos, 0, 0), (draw.seed & 0xFFFFFFFF, draw.seed >> 32))
     return (((c[0] << 32 | c[1]) >> 12) + 0.5) * 2.0**-52
 
 
 def kept(logits, draw):
-    """Ids of one row that a draw may give, in id order: top_k of those below limit, then top_p of those."""
+    """Ids of one row that a draw may give, in id order: top_k below limit, then top_p of those."""
     order = ranking(logits[: draw.limit])
     if draw.top_k > 0:
         order = order[: draw.top_k]

@@ -139,7 +139,7 @@ def test_a_snapshot_is_saved_for_sampling(tmp_path: Path) -> None:
 # ---- PEFT ----
 
 
-@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize(
     "groups",
     [

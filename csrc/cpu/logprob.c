@@ -1,14 +1,14 @@
-/* cpu/logprob.c - what is made of a row of logits: log-probabilities, their gradient, the K best ids.
+/* cpu/logprob.c - what is made of a row of logits: log-probabilities, their gradient, the K best.
  *
  *   logprob           lse[t] = logΣ_v exp(logits[t,v]),  logp[i] = logits[t,ids[i]] − lse[t]
  *   logprob_backward  dlogits[t,v] = Σ_i dlogp[i]·([ids[i] = v] − exp(logits[t,v] − lse[t]))
  *   topk_logprob      the K largest of each row, best first
  *
- * Each reads T·V, the gradient also writes T·V. All memory bound. The logsumexp goes over a row once: each block of 1024 is summed in f32
- * lanes against the largest logit so far, and the sums are added in double, so its error does
- * not grow with V. The K best are a heap that lives in the output itself, whose worst member is
- * the bar that whole groups of logits are held against: of 152 000 logits some 300 get past it.
- * A row is one job; a row is not split over threads. */
+ * Each reads T·V, the gradient also writes T·V; memory bound. The logsumexp goes over a row once:
+ * each block of 1024 is summed in f32 lanes against the largest logit so far, and the sums are
+ * added in double, so its error does not grow with V. The K best are a heap that lives in the
+ * output itself, whose worst member is the bar that whole groups of logits are held against: of
+ * 152 000 logits some 300 get past it. A row is one job; it is not split over threads. */
 #include <assert.h>
 #include <math.h>
 #include <string.h>

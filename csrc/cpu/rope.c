@@ -6,8 +6,8 @@
  *
  * The table writes T·E and is bound by cosf and sinf; rope reads and writes T·H·E; memory bound.
  *
- * The angle is rounded to f32 before its cosine is taken, as transformers does: at position 100
- * 000 that rounding is larger than all others, and a model was trained with it. The table is
+ * The angle is rounded to f32 before its cosine is taken, as transformers does: at position
+ * 131072 that rounding is larger than all others, and a model was trained with it. The table is
  * made once a step and shared by all layers and heads. Scaled variants (llama3, yarn) live in
  * inv_freq and scale. */
 #include <math.h>

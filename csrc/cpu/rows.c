@@ -1,9 +1,8 @@
-/* cpu/rows.c - rows looked up, gathered, scattered and added.
+/* cpu/rows.c - rows looked up, gathered and scattered.
  *
  *   embed   y[t,:] = w[ids[t],:]    reads T·D of w a cache line apart, writes T·D; latency bound
  *   gather  y[i,:] = x[rows[i],:]   reads T·D, writes T·D; memory bound
  *   scatter y[rows[i],:] = x[i,:]   the same; the rows are all different, so jobs never meet
- *   add     y[t,:] += x[t,:]        reads 2·T·D, writes T·D; memory bound
  *
  * The embedding is kept in the panels that the head's product wants, so a row of it is strided;
  * a token's D cache lines cost microseconds, and one copy of the weight serves both ends of a
@@ -30,12 +29,6 @@ typedef struct Move {
     const int32_t *y_rows, *x_rows; // (T)
     int T, D, grain;
 } Move;
-
-typedef struct Add {
-    float *y;
-    const float *x;
-    int64_t n;
-} Add;
 
 /* The rows that a job gets when each has `width` elements. */
 static int rows_of_job(int grain, int width)
@@ -75,15 +68,6 @@ static void move_job(void *context, int64_t job)
     }
 }
 
-static void add_job(void *context, int64_t job)
-{
-    const Add *a = context;
-    int64_t from = job * GRAIN, left = a->n - from, n = left < GRAIN ? left : GRAIN;
-    float *restrict y = a->y + from;
-    const float *restrict x = a->x + from;
-    for (int64_t i = 0; i < n; i++) y[i] += x[i];
-}
-
 void CPU(embed)(Device *dev, real *y, const int32_t *ids, const frozen *w, int T, int V, int D)
 {
     assert(w->rows == V && w->cols == D);
@@ -103,10 +87,4 @@ void CPU(scatter)(Device *dev, real *y, const real *x, const int32_t *rows, int 
 {
     Move m = {f32(y), f32c(x), rows, NULL, T, D, rows_of_job(GRAIN, D)};
     cpu_run(dev, ((int64_t)T + m.grain - 1) / m.grain, move_job, &m);
-}
-
-void CPU(add)(Device *dev, real *y, const real *x, int T, int D)
-{
-    Add a = {f32(y), f32c(x), (int64_t)T * D};
-    cpu_run(dev, (a.n + GRAIN - 1) / GRAIN, add_job, &a);
 }

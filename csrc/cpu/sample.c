@@ -1,8 +1,9 @@
 /* cpu/sample.c - one token of each row of logits, drawn as its Draw says.
  *
  *   temper  logits[t,:] /= temperature   reads T·V, writes T·V; memory bound
- *   sample  ids[t] ~ softmax(logits[t,:]) among the kept, and logp[t]; reads T·V once or twice, and
- *           five times more where top_p keeps many ids; bound by the exponentials
+ *   sample  ids[t] ~ softmax(logits[t,:]) among the kept, and its logp[t]
+ *           reads T·V once or twice, up to five times more where top_k or top_p keeps many ids;
+ *           bound by the exponentials
  *
  * The uniform number is Philox4x32-10 of (seed, sample, pos), so a draw knows neither its row
  * nor its neighbours. What top_k and top_p keep is everything above one Cut in the order "larger

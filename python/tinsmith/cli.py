@@ -12,6 +12,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 from tinsmith.clients import CHECKPOINTS, require_server
+from tinsmith.errors import sentence
 
 PACKAGES = ("tinker", "tinker-cookbook", "starlette", "uvicorn", "tokenizers", "zstandard")
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        print(f"tinsmith: {error or type(error).__name__}", file=sys.stderr)
+        print(f"tinsmith: {sentence(error)}", file=sys.stderr)
         return 1
 
 
@@ -202,7 +203,14 @@ def _info(options: argparse.Namespace) -> None:
         "kv_token": "the KV cache, for each token",
     }
     for key, size in sizes.items():
-        print(f"{size / 2**20:12.2f} MiB  {labels.get(key, key)}")
+        print(f"{_size(size):>12}  {labels.get(key, key)}")
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count} bytes"
 
 
 if __name__ == "__main__":

@@ -21,14 +21,21 @@ class RequestError(Exception):
         self.category = category
 
 
+def sentence(error: BaseException) -> str:
+    """An exception's message, without the number that Python puts before an OSError's."""
+    if isinstance(error, OSError) and error.strerror and error.filename is None:
+        return error.strerror
+    return str(error) or type(error).__name__
+
+
 def explain(error: BaseException) -> RequestError:
     """The RequestError that an exception amounts to."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, USER):
-        return RequestError(str(error), "user")
+        return RequestError(sentence(error), "user")
     if isinstance(error, SERVER) and str(error):
-        return RequestError(str(error), "server")
+        return RequestError(sentence(error), "server")
     log.error("a request failed unexpectedly", exc_info=error)
     kind = type(error).__name__
     return RequestError(f"unexpected {kind} in the server, a bug: {error}", "server")

@@ -5,13 +5,15 @@ and a local server can't or doesn't do is refused by name in REFUSED, never left
 """
 
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from tinsmith import wire
 from tinsmith.routes import Handler, read_json
 from tinsmith.service import Refusal, Service, owner
+
+T = TypeVar("T")
 
 TYPES = {"weights": "training", "sampler_weights": "sampler"}
 
@@ -52,7 +54,7 @@ async def weights_info(service: Service, request: Request) -> dict[str, Any]:
 
 async def list_runs(service: Service, request: Request) -> dict[str, Any]:
     limit, offset = _window(request, 20)
-    names, cursor = wire.page(service.store.runs(), limit, offset)
+    names, cursor = _page(service.store.runs(), limit, offset)
     return {"training_runs": [_run(service, name) for name in names], "cursor": cursor}
 
 
@@ -68,7 +70,7 @@ async def list_checkpoints(service: Service, request: Request) -> dict[str, Any]
     limit, offset = _window(request, 100)
     found = [item for run in service.store.runs() for item in _checkpoints(service, run)]
     found.sort(key=lambda item: item["time"], reverse=True)
-    items, cursor = wire.page(found, limit, offset)
+    items, cursor = _page(found, limit, offset)
     return {"checkpoints": items, "cursor": cursor}
 
 
@@ -127,8 +129,7 @@ def _checkpoint(service: Service, path: str) -> dict[str, Any]:
 async def list_sessions(service: Service, request: Request) -> dict[str, Any]:
     limit, offset = _window(request, 20)
     own = [item.id for item in service.sessions.values() if item.owner == owner(request)]
-    names, _ = wire.page(reversed(own), limit, offset)
-    return {"sessions": names}
+    return {"sessions": own[::-1][offset : offset + limit]}
 
 
 async def get_session(service: Service, request: Request) -> dict[str, Any]:
@@ -141,6 +142,12 @@ async def get_session(service: Service, request: Request) -> dict[str, Any]:
         "user_metadata": session.user_metadata,
         "display_name": session.display_name,
     }
+
+
+def _page(items: list[T], limit: int, offset: int) -> tuple[list[T], dict[str, int]]:
+    """A part of a listing, and its cursor."""
+    cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
+    return items[offset : offset + limit], cursor
 
 
 def _window(request: Request, limit: int) -> tuple[int, int]:

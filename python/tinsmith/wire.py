@@ -9,7 +9,7 @@ knows HTTP, waits or keeps state.
 import itertools
 import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -526,10 +526,3 @@ def _topk(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> pb.TopkLogpr
 
 def _bytes(array: NDArray[Any], dtype: str) -> bytes:
     return np.ascontiguousarray(array, np.dtype(dtype)).tobytes()
-
-
-def page(items: Iterable[T], limit: int, offset: int) -> tuple[list[T], dict[str, int]]:
-    """A slice of a listing and its cursor."""
-    everything = list(items)
-    cursor = {"offset": offset, "limit": limit, "total_count": len(everything)}
-    return everything[offset : offset + limit], cursor

@@ -1,0 +1,495 @@
+"""Arguments for every op of csrc/ops.inc, and the one bar that all results are held to (`check`).
+
+Each `make_<op>` makes the arguments of engine.Device.call for one size; its sizes stand above it,
+with T = 0, T = 1, odd and larger ones. test_ops.py walks CASES; a row of ops.inc that is missing
+fails there.
+"""
+
+# ruff: noqa: C408 - sizes are keyword arguments, and read as such
+
+import numpy as np
+import reference
+from engine import KV_PAGE, OPS, Draw, Frozen, Memory, Span, from_bf16, to_bf16
+
+# By how much a device's error may exceed that of float32 NumPy, relative to the norm of the result:
+# some roundings of its own, by the bytes of its `real`.
+EPSILON = {4: 2.0**-22, 2: 2.0**-9}
+
+
+def error(got, exact) -> float:
+    """‖got − exact‖ / ‖exact‖; infinities and NaN must be in the same places."""
+    got, exact = np.asarray(got, float), np.asarray(exact, float)
+    assert got.shape == exact.shape
+    finite = np.isfinite(exact)
+    np.testing.assert_array_equal(got[~finite], exact[~finite])
+    assert np.isfinite(got[finite]).all(), "not finite where the reference is"
+    scale = np.linalg.norm(exact[finite]) or 1.0
+    return float(np.linalg.norm(got[finite] - exact[finite]) / scale)
+
+
+def check(dev, op, got, exact, same) -> None:
+    """The bar: got errs at most as much as the same formula in float32 does, plus EPSILON."""
+    kinds = {p.name: p.type for p in OPS[op]}
+    assert sorted(got) == sorted(exact), f"{op} gave {sorted(got)}, the reference {sorted(exact)}"
+    for name, value in got.items():
+        if not np.issubdtype(value.dtype, np.floating):
+            np.testing.assert_array_equal(value, exact[name], err_msg=f"{op}: {name}")
+            continue
+        is_real = kinds[name] == "real"
+        allowed = error(dev.round(same[name]) if is_real else same[name], exact[name])
+        allowed += EPSILON[dev.c.real_bytes if is_real else 4]
+        assert error(value, exact[name]) <= allowed, f"{op}: {name}"
+
+
+# ---- arguments ----
+
+
+def reference_args(dev, op, args, dtype) -> dict:
+    """The arguments that a reference function takes, rounded as the device holds them."""
+    out = {}
+    for p in OPS[op]:
+        value = args[p.name]
+        if isinstance(value, tuple | str):
+            continue
+        if isinstance(value, Frozen):
+            value = value.value
+        if isinstance(value, np.ndarray) and p.type in ("real", "float", "frozen"):
+            value = dev.round(value) if p.type == "real" else value.astype(np.float32)
+            value = value.astype(dtype)
+        out[p.name] = value
+    return out
+
+
+def page_size(value) -> int:
+    """How many elements an array of pages has."""
+    return int(np.prod(value.shape))
+
+
+def put_pages(dev, k, v) -> tuple[Memory, Memory]:
+    """Pages of a device, filled by its kv_write; slots that are NaN in k stay NaN."""
+    pages, _, G, E = k.shape
+    empty = np.full(page_size(k), np.nan)
+    k_pages, v_pages = dev.put(empty, "real"), dev.put(empty, "real")
+    slot = np.flatnonzero(np.isfinite(k).all(axis=(2, 3)).ravel()).astype(np.int32)
+    rows_k, rows_v = (x.reshape(pages * KV_PAGE, G, E)[slot] for x in (k, v))
+    dev.call(
+        "kv_write",
+        k_pages=k_pages,
+        v_pages=v_pages,
+        k=rows_k,
+        v=rows_v,
+        slot=slot,
+        T=len(slot),
+        G=G,
+        E=E,
+    )
+    return k_pages, v_pages
+
+
+def run(dev, op, args) -> dict:
+    """Calls an op; pages in the reference's order go through kv_write first."""
+    if "k_pages" in args:
+        k_pages, v_pages = put_pages(dev, args["k_pages"], args["v_pages"])
+        args = args | {"k_pages": k_pages, "v_pages": v_pages}
+    return dev.call(op, **args)
+
+
+def compare(dev, op, args) -> dict:
+    """Runs an op and holds it to the bar."""
+    got = run(dev, op, args)
+    formula = getattr(reference, op)
+    exact = formula(**reference_args(dev, op, args, np.float64))
+    same = formula(**reference_args(dev, op, args, np.float32))
+    check(dev, op, got, exact, same)
+    return got
+
+
+def frozen(rng, rows, cols, dtype="f32") -> Frozen:
+    value = rng.standard_normal((rows, cols)).astype(np.float32)
+    if dtype == "bf16":
+        value = from_bf16(to_bf16(value))
+    elif dtype == "f16":
+        value = value.astype(np.float16)
+    return Frozen(value.astype(float), dtype)
+
+
+def draw(V, **changes) -> Draw:
+    rest = dict(seed=1, sample=0, pos=0, temperature=1.0, top_p=1.0, top_k=0, limit=V)
+    return Draw(**(rest | changes))
+
+
+# ---- one builder for each op: (rng, **size) → arguments ----
+
+CASES = {}
+
+
+def case(*sizes):
+    def keep(build):
+        CASES[build.__name__.removeprefix("make_")] = (build, sizes)
+        return build
+
+    return keep
+
+
+TD = (dict(T=0, D=64), dict(T=1, D=1), dict(T=7, D=67), dict(T=3, D=2051), dict(T=41, D=1029))
+
+
+@case(*(size | dict(dtype=dtype) for size in TD for dtype in ("f32", "bf16", "f16")))
+def make_embed(rng, T, D, dtype):
+    ids = rng.integers(0, 71, T).astype(np.int32)
+    return dict(y=(T, D), ids=ids, w=frozen(rng, 71, D, dtype), T=T, V=71, D=D)
+
+
+@case(*TD)
+def make_gather(rng, T, D):
+    return dict(
+        y=(T, D),
+        x=rng.standard_normal((11, D)),
+        rows=rng.integers(0, 11, T).astype(np.int32),
+        T=T,
+        D=D,
+    )
+
+
+@case(*TD)
+def make_scatter(rng, T, D):
+    rows = rng.permutation(53)[:T].astype(np.int32)
+    return dict(y=rng.standard_normal((53, D)), x=rng.standard_normal((T, D)), rows=rows, T=T, D=D)
+
+
+TND = (
+    (0, 64, 64),
+    (1, 1, 1),
+    (1, 97, 67),
+    (2, 33, 801),
+    (7, 130, 65),
+    (19, 64, 400),
+    (343, 37, 45),
+)
+
+
+@case(
+    *(
+        dict(T=T, N=N, D=D, dtype=dtype, bias=bias, accumulate=accumulate)
+        for T, N, D in TND
+        for dtype, bias, accumulate in (
+            ("f32", 0, 0),
+            ("bf16", 1, 0),
+            ("f32", 1, 1),
+            ("f16", 0, 1),
+            ("bf16", 0, 0),
+        )
+    )
+)
+def make_linear(rng, T, N, D, dtype="f32", bias=0, accumulate=0):
+    return dict(
+        y=rng.standard_normal((T, N)) if accumulate else (T, N),
+        x=rng.standard_normal((T, D)),
+        w=frozen(rng, N, D, dtype),
+        bias=rng.standard_normal(N) if bias else None,
+        T=T,
+        N=N,
+        D=D,
+        accumulate=accumulate,
+    )
+
+
+@case(
+    *(
+        dict(T=T, N=N, D=D, dtype=dtype, accumulate=accumulate)
+        for T, N, D in TND
+        for dtype, accumulate in (("f32", 0), ("bf16", 1), ("f16", 0), ("bf16", 0))
+    )
+)
+def make_linear_backward(rng, T, N, D, dtype="f32", accumulate=0):
+    dx = rng.standard_normal((T, D)) if accumulate else (T, D)
+    dy, w = rng.standard_normal((T, N)), frozen(rng, N, D, dtype)
+    return dict(dx=dx, dy=dy, w=w, T=T, N=N, D=D, accumulate=accumulate)
+
+
+TNDR = tuple(
+    dict(T=T, N=N, D=D, R=R) for (T, N, D), R in zip(TND, (4, 1, 3, 8, 5, 32, 2), strict=True)
+)
+
+
+@case(*TNDR)
+def make_lora(rng, T, N, D, R):
+    y, x = rng.standard_normal((T, N)), rng.standard_normal((T, D))
+    a, b = rng.standard_normal((D, R)), rng.standard_normal((R, N))
+    return dict(y=y, s=(T, R), x=x, a=a, b=b, T=T, N=N, D=D, R=R, scale=0.75)
+
+
+@case(*(size | dict(dx=dx) for size in TNDR for dx in (True, False)))
+def make_lora_backward(rng, T, N, D, R, dx=True):
+    x, a, b = rng.standard_normal((T, D)), rng.standard_normal((D, R)), rng.standard_normal((R, N))
+    return dict(
+        dx=rng.standard_normal((T, D)) if dx else None,
+        da=rng.standard_normal((D, R)),
+        db=rng.standard_normal((R, N)),
+        ds=(T, R),
+        dy=rng.standard_normal((T, N)),
+        x=x,
+        s=x @ a,
+        a=a,
+        b=b,
+        T=T,
+        N=N,
+        D=D,
+        R=R,
+        scale=0.75,
+    )
+
+
+@case(*TD)
+def make_rmsnorm(rng, T, D):
+    return dict(
+        y=(T, D),
+        rstd=(T,),
+        x=rng.standard_normal((T, D)),
+        w=rng.standard_normal(D),
+        T=T,
+        D=D,
+        eps=1e-5,
+    )
+
+
+@case(*(size | dict(D=max(size["D"], 3)) for size in TD))  # of D = 1 the gradient is rounding alone
+def make_rmsnorm_backward(rng, T, D):
+    dx, dy, x = rng.standard_normal((3, T, D))
+    rstd = 1 / np.sqrt(np.mean(x * x, axis=-1) + 1e-5)
+    return dict(dx=dx, dy=dy, x=x, w=rng.standard_normal(D), rstd=rstd, T=T, D=D)
+
+
+@case(dict(T=0, E=8), dict(T=1, E=2), dict(T=7, E=34), dict(T=61, E=128))
+def make_rope_table(rng, T, E):
+    inv_freq = 10000.0 ** (-np.arange(E // 2) / (E / 2))
+    pos = rng.integers(0, 130_000, T).astype(np.int32)
+    return dict(
+        cosine=(T, E // 2), sine=(T, E // 2), pos=pos, inv_freq=inv_freq, T=T, E=E, scale=1.125
+    )
+
+
+THE = (dict(T=0, H=2, E=8), dict(T=1, H=1, E=2), dict(T=7, H=3, E=34), dict(T=41, H=4, E=128))
+
+
+@case(*THE)
+def make_rope(rng, T, H, E):
+    angle = rng.uniform(-3, 3, (T, E // 2))
+    return dict(
+        x=rng.standard_normal((T, H, E)), cosine=np.cos(angle), sine=np.sin(angle), T=T, H=H, E=E
+    )
+
+
+@case(*THE)
+def make_rope_backward(rng, **size):
+    args = make_rope(rng, **size)
+    return {"dx": args.pop("x")} | args
+
+
+TF = (dict(T=0, F=8), dict(T=1, F=1), dict(T=7, F=67), dict(T=11, F=1501))
+
+
+@case(*TF)
+def make_swiglu(rng, T, F):
+    gate, up = rng.standard_normal((2, T, F)) * 8
+    return dict(y=(T, F), gate=gate, up=up, T=T, F=F)
+
+
+@case(*(size | dict(alias=alias) for size in TF for alias in (False, True)))
+def make_swiglu_backward(rng, T, F, alias=False):
+    dy, gate, up = rng.standard_normal((3, T, F)) * 3
+    outputs = dict(dgate="gate", dup="up") if alias else dict(dgate=(T, F), dup=(T, F))
+    return outputs | dict(dy=dy, gate=gate, up=up, T=T, F=F)
+
+
+def make_pages(rng, seen, G, E):
+    """Pages for sequences of so many keys, in random order, with NaN where there is no key."""
+    count = [(n + KV_PAGE - 1) // KV_PAGE for n in seen]
+    pages = rng.permutation(sum(count) + 2)[: sum(count)].astype(np.int32)
+    first = np.cumsum([0, *count])
+    k, v = np.full((2, sum(count) + 2, KV_PAGE, G, E), np.nan)
+    for s, n in enumerate(seen):
+        own = pages[first[s] : first[s + 1]]
+        for j in range(n):
+            k[own[j // KV_PAGE], j % KV_PAGE], v[own[j // KV_PAGE], j % KV_PAGE] = (
+                rng.standard_normal((2, G, E))
+            )
+    return k, v, pages, first
+
+
+@case(
+    dict(spans=(), H=2, G=1, E=8),
+    dict(spans=((1, 0),), H=1, G=1, E=2),
+    dict(spans=((1, 200), (1, 63), (1, 64)), H=6, G=2, E=34),
+    dict(spans=((5, 0), (1, 70), (3, 62)), H=4, G=4, E=16),
+    dict(spans=((133, 0), (37, 100)), H=4, G=2, E=32),
+)
+def make_attention(rng, spans, H, G, E):
+    k, v, pages, first = make_pages(rng, [rows + pos for rows, pos in spans], G, E)
+    row = np.cumsum([0, *(rows for rows, _ in spans)])
+    T = int(row[-1])
+    own = [Span(int(row[s]), rows, pos, int(first[s])) for s, (rows, pos) in enumerate(spans)]
+    return dict(
+        y=(T, H, E),
+        lse=(T, H),
+        q=rng.standard_normal((T, H, E)) * 2,
+        k_pages=k,
+        v_pages=v,
+        spans=own,
+        pages=pages,
+        S=len(own),
+        T=T,
+        H=H,
+        G=G,
+        E=E,
+    )
+
+
+def causal(q, k, v, lengths, G):
+    """y and lse of attention of packed sequences from position 0, by the reference's attend."""
+    y, lse = np.zeros_like(q), np.zeros(q.shape[:2])
+    row = 0
+    for length in lengths:
+        for i in range(length):
+            for h in range(q.shape[1]):
+                g, keys = h * G // q.shape[1], slice(row, row + i + 1)
+                y[row + i, h], lse[row + i, h] = reference.attend(
+                    q[row + i, h], k[keys, g], v[keys, g]
+                )
+        row += length
+    return y, lse
+
+
+@case(
+    dict(lengths=(), H=2, G=1, E=8),
+    dict(lengths=(1,), H=1, G=1, E=2),
+    dict(lengths=(5, 1, 9), H=6, G=2, E=34),
+    dict(lengths=(71, 33), H=4, G=4, E=16),
+    dict(lengths=(130,), H=4, G=2, E=32),
+)
+def make_attention_backward(rng, lengths, H, G, E):
+    T = sum(lengths)
+    row = np.cumsum([0, *lengths])
+    q, dy = rng.standard_normal((2, T, H, E)) * 1.5
+    k, v = rng.standard_normal((2, T, G, E))
+    y, lse = causal(q, k, v, lengths, G)
+    spans = [Span(int(row[s]), length, 0, 0) for s, length in enumerate(lengths)]
+    out = dict(dq=(T, H, E), dk=(T, G, E), dv=(T, G, E))
+    return out | dict(
+        dy=dy, y=y, lse=lse, q=q, k=k, v=v, spans=spans, S=len(spans), T=T, H=H, G=G, E=E
+    )
+
+
+@case(*(dict(T=T, V=V, D=D, dtype=dtype) for T, V, D in TND for dtype in ("f32", "bf16")))
+def make_head(rng, T, V, D, dtype="f32"):
+    return dict(
+        logits=(T, V), x=rng.standard_normal((T, D)), w=frozen(rng, V, D, dtype), T=T, V=V, D=D
+    )
+
+
+@case(*(dict(T=s["T"], V=s["N"], D=s["D"], R=s["R"]) for s in TNDR))
+def make_head_lora(rng, T, V, D, R):
+    args = make_lora(rng, T, V, D, R)
+    del args["N"]
+    return {"logits": args.pop("y"), "V": V} | args
+
+
+TV = (dict(T=0, V=8), dict(T=1, V=1), dict(T=7, V=67), dict(T=5, V=2050), dict(T=2, V=32_003))
+
+
+@case(*TV)
+def make_logprob(rng, T, V):
+    targets = rng.integers(0, 4, T)  # some rows have none
+    start = np.cumsum([0, *targets]).astype(np.int32)
+    ids = rng.integers(0, min(V, 3), start[-1]).astype(np.int32)  # few enough to repeat
+    logits = rng.standard_normal((T, V)) * 4
+    logits[:, 5::7] = -np.inf
+    return dict(lse=(T,), logp=(int(start[-1]),), logits=logits, ids=ids, start=start, T=T, V=V)
+
+
+@case(*(size | dict(alias=alias) for size in TV for alias in (False, True)))
+def make_logprob_backward(rng, T, V, alias=False):
+    args = make_logprob(rng, T, V)
+    del args["logp"]
+    lse, dlogp = reference.logprob(**args)["lse"], rng.standard_normal(len(args["ids"]))
+    return args | dict(dlogits="logits" if alias else (T, V), lse=lse, dlogp=dlogp)
+
+
+@case(
+    *(
+        dict(T=size["T"], V=size["V"], K=K, levels=levels)
+        for size in TV
+        for K in (0, 1, 7, 32, 65, 2050)
+        for levels in (0, 9)
+        if size["V"] >= K
+    )
+)
+def make_topk_logprob(rng, T, V, K, levels=0):
+    logits = rng.standard_normal((T, V)).astype(np.float32) * 4
+    if levels:  # few values: ties
+        logits = np.round(logits * levels / 16) + 0.0
+    lse = reference.logsumexp(logits) if T else np.zeros(0)
+    return dict(ids=(T, K), logp=(T, K), logits=logits, lse=lse, T=T, V=V, K=K)
+
+
+@case(*TV, dict(T=3, V=40_001))
+def make_temper(rng, T, V):
+    draws = [draw(V, temperature=(0.0, 1.0, 0.7)[t % 3]) for t in range(T)]
+    return dict(logits=rng.standard_normal((T, V)), draws=draws, T=T, V=V)
+
+
+KINDS = (
+    dict(),
+    dict(temperature=0.0),
+    dict(top_k=1),
+    dict(top_k=5),
+    dict(top_p=0.0),
+    dict(top_p=0.63),
+    dict(top_k=20, top_p=0.9),
+    dict(top_k=300),
+    dict(top_k=300, top_p=0.777),
+    dict(top_p=0.9999),
+)
+
+
+def draws_make(V, kinds, limits) -> list[Draw]:
+    """Each kind of cut with each limit, every one with a number of its own."""
+    return [
+        draw(V, seed=(77 << 40) + 5, sample=i, pos=3 * j, limit=limit, **kind)
+        for i, kind in enumerate(kinds)
+        for j, limit in enumerate(limits)
+    ]
+
+
+@case(
+    *(dict(V=V, levels=levels) for V in (1, 3, 67, 1001, 5003) for levels in (0, 9)),
+    dict(V=0, levels=0),
+)
+def make_sample(rng, V, levels):
+    draws = draws_make(V, KINDS, sorted({V, max(1, V - 3), V // 2 + 1})) if V else []
+    T, V = len(draws), V or 9
+    logits = rng.standard_normal((T, V)).astype(np.float32) * 2
+    if levels:
+        logits = np.round(logits * levels / 16) + 0.0
+    lse = reference.logsumexp(logits.astype(float)).astype(np.float32) if T else np.zeros(0)
+    return dict(ids=(T,), logp=(T,), logits=logits, lse=lse, draws=draws, T=T, V=V)
+
+
+N = (dict(n=0), dict(n=1), dict(n=67), dict(n=100_003))
+
+
+@case(*N, dict(n=4_500_001))
+def make_square_sum(rng, n):
+    return dict(total=np.array([0.5]), g=rng.standard_normal(n), n=n)
+
+
+@case(*N)
+def make_accumulate(rng, n):
+    return dict(y=rng.standard_normal(n), x=rng.standard_normal(n), n=n)
+
+
+@case(*(size | dict(step=step) for size in N for step in (1, 1000)))
+def make_adamw(rng, n, step):
+    w, m, g = rng.standard_normal((3, n))
+    scalars = dict(step=step, scale=0.5, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    return dict(w=w, m=m, v=rng.random(n), g=g, n=n) | scalars

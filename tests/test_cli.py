@@ -1,0 +1,93 @@
+"""The ways in: the command line, `tinsmith run`, and `tinsmith.serve` in a notebook."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import tinsmith
+from conftest import make_datum
+
+
+def test_serve_works_inside_a_running_event_loop(tiny_model_dir, tmp_path):
+    async def main() -> float:
+        with (
+            tinsmith.serve({"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu") as backend,
+            backend.service_client() as service,
+        ):
+            client = await service.create_lora_training_client("tiny", rank=4)
+            return (await client.forward([make_datum([1, 2], [2, 3])], "cross_entropy")).metrics[
+                "loss:sum"
+            ]
+
+    assert asyncio.run(main()) > 0
+    assert not [t for t in threading.enumerate() if t.name.startswith("tinsmith") and not t.daemon]
+
+
+def test_import_is_light():
+    code = "import sys, tinsmith; print(sorted(m for m in sys.modules if '.' not in m))"
+    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for heavy in ("tinker", "starlette", "uvicorn", "torch", "transformers", "tokenizers"):
+        assert f"'{heavy}'" not in names.stdout
+
+
+def run_cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tinsmith.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
+
+
+def test_run_serves_the_recipes_model_and_passes_its_exit_code_on(tiny_model_dir, tmp_path):
+    script = tmp_path / "recipe.py"
+    script.write_text(
+        "import sys, tinker\n"
+        "name = sys.argv[1].partition('=')[2]\n"
+        "with tinker.ServiceClient() as service:\n"
+        "    client = service.create_lora_training_client(name, rank=2).result()\n"
+        "    print('rank', client.get_info().lora_rank)\n"
+        "sys.exit(7)\n"
+    )
+    done = run_cli("run", str(script), f"model_name={tiny_model_dir}", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (7, "rank 2\n"), done.stderr
+
+
+def test_cli_errors_are_one_sentence(tiny_model_dir, tmp_path, server):
+    port = server.url.rpartition(":")[2]
+    model = f"--model=tiny={tiny_model_dir}"
+    for arguments, sentence in (
+        (("serve", "--model", "tiny=/nowhere"), "there is no model '/nowhere'"),
+        (("serve", model, "--port", port), "the port is in use"),
+        (("run", "-m", "nothing"), "there is no model to serve"),
+        (("info", "/nowhere"), "there is no model '/nowhere'"),
+    ):
+        done = run_cli(*arguments, cwd=tmp_path)
+        assert done.returncode == 1
+        assert sentence in done.stderr and "Traceback" not in done.stderr
+    done = run_cli("info", str(tiny_model_dir), "--tokens", "64", "--rank", "4", cwd=tmp_path)
+    assert done.returncode == 0 and "base weights" in done.stdout, done.stderr
+
+
+def test_ctrl_c_reaches_the_recipe(tiny_model_dir, tmp_path):
+    script = tmp_path / "recipe.py"
+    script.write_text(
+        "import sys, threading\n"
+        "try:\n"
+        "    print('started', flush=True)\n"
+        "    threading.Event().wait()\n"
+        "except KeyboardInterrupt:\n"
+        "    sys.exit(5)\n"
+    )
+    command = [sys.executable, "-m", "tinsmith.cli", "run", f"--model=tiny={tiny_model_dir}"]
+    process = subprocess.Popen(
+        [*command, str(script)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 5

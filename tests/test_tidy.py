@@ -1,0 +1,154 @@
+"""The house style's limits and the direction of dependencies, checked on the sources themselves."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+C_FILES = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".c", ".h", ".inc"))
+PYTHON_FILES = sorted(
+    p for folder in ("python", "tests", "benchmarks") for p in (ROOT / folder).rglob("*.py")
+)
+FILES = [*C_FILES, *PYTHON_FILES, ROOT / "setup.py"]
+
+LINE, FUNCTION, SOURCE_FILE, TEST_FILE = 100, 75, 600, 900
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.fixture(params=FILES, ids=name_of)
+def file(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+def test_lines_and_files_are_short(file: Path) -> None:
+    lines = file.read_text().splitlines()
+    long = [number for number, line in enumerate(lines, 1) if len(line) > LINE]
+    assert not long, f"lines {long} are longer than {LINE} columns"
+    limit = TEST_FILE if file.is_relative_to(ROOT / "tests") else SOURCE_FILE
+    assert len(lines) <= limit, "split it: a file has one sentence that says what it is"
+
+
+def test_every_file_says_what_it_is(file: Path) -> None:
+    text = file.read_text()
+    if file.suffix == ".py":
+        assert file.name == "setup.py" or ast.get_docstring(ast.parse(text)), "no header docstring"
+    else:
+        shown = str(file.relative_to(ROOT / "csrc"))
+        assert text.startswith(f"/* {shown} - "), f"the header comment must begin '/* {shown} - …'"
+
+
+def test_nothing_is_left_for_later(file: Path) -> None:
+    words = "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"])
+    assert not re.search(rf"\b({words})\b", file.read_text())
+
+
+def c_functions(text: str) -> Iterator[tuple[int, int]]:
+    """(first line, lines) of each function body: '{' and '}' alone in column 0."""
+    start = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if line == "{":
+            start = number
+        elif line == "}" and start:
+            yield start, number - start
+            start = None
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=name_of)
+def test_c_functions_are_short(path: Path) -> None:
+    long = [(line, size) for line, size in c_functions(path.read_text()) if size > FUNCTION]
+    assert not long, f"functions over {FUNCTION} lines: {long}"
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=name_of)
+def test_python_functions_are_short(path: Path) -> None:
+    long = [
+        (node.name, node.end_lineno - node.lineno)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno > FUNCTION
+    ]
+    assert not long, f"functions over {FUNCTION} lines: {long}"
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=name_of)
+def test_the_library_never_prints_exits_or_reads_the_environment(path: Path) -> None:
+    code = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+    found = re.findall(r"\b(?:printf|puts|fprintf|exit|abort|getenv)\s*\(", code)
+    assert not found
+
+
+# What a file of each layer may include of ours: status ← device ← {cpu, core} ← py.
+MAY_INCLUDE = {
+    "status": {"status"},
+    "device": {"status", "device", "cpu/device.h"},
+    "cpu": {"status", "device", "cpu"},
+    "core": {"status", "device", "core"},
+    "py": {"status", "device", "core", "py"},
+}
+
+
+def layer_of(path: Path) -> str:
+    inside = path.relative_to(ROOT / "csrc")
+    if inside.parts[0] in ("cpu", "py"):
+        return inside.parts[0]
+    return (
+        inside.stem
+        if inside.stem in ("status", "device")
+        else "device"
+        if inside.stem == "ops"
+        else "core"
+    )
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=name_of)
+def test_dependencies_point_one_way(path: Path) -> None:
+    text, layer = path.read_text(), layer_of(path)
+    for included in re.findall(r'#include "([^"]+)"', text):
+        target = (path.parent / included).resolve()
+        assert target.exists(), included
+        shown = str(target.relative_to(ROOT / "csrc"))
+        assert layer_of(target) in MAY_INCLUDE[layer] or shown in MAY_INCLUDE[layer], (
+            f"{layer} may not include {shown}"
+        )
+    if layer != "py":
+        assert "Python.h" not in text
+    if path.name != "arrays.c":
+        assert "numpy/" not in text
+
+
+def imports(path: Path) -> set[str]:
+    """Names of our own modules that a Python file imports, at any depth."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tinsmith":
+            found |= {alias.name for alias in node.names} | {(node.module or "").split(".")[-1]}
+    return found
+
+
+def test_the_engine_needs_neither_torch_nor_transformers() -> None:
+    for path in (ROOT / "python").rglob("*.py"):
+        if path.name == "make_model.py":  # a maintainer's script: it makes the shipped model
+            continue
+        names = {
+            alias.name.split(".")[0]
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        } | {
+            (node.module or "").split(".")[0]
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom)
+        }
+        assert not names & {"torch", "transformers", "safetensors", "peft"}, name_of(path)
+
+
+def test_only_the_worker_and_what_is_below_it_know_the_engine() -> None:
+    python = ROOT / "python" / "tinsmith"
+    for name in ("server", "service", "routes", "rest", "clients"):
+        assert "_core" not in imports(python / f"{name}.py"), name
