@@ -182,7 +182,7 @@ Status adapter_clear(Adapter *adapter)
 {
     Device *dev = adapter->model->dev;
     dev->zero(dev, adapter->vector[GRADIENTS], (size_t)adapter->size * sizeof(float));
-    adapter->tokens = adapter->sequences = 0.0;
+    adapter->loss = adapter->tokens = adapter->sequences = 0.0;
     return dev->sync(dev);
 }
 
@@ -234,7 +234,7 @@ Status adapter_optim_step(Adapter *adapter, const AdamW *o, Normalization by, St
         return fail(STATUS_NUMERIC,
                     "the gradient is not finite; it was cleared, and no step was taken");
     }
-    *report = (StepReport){norm, adapter->tokens, adapter->sequences};
+    *report = (StepReport){norm, adapter->loss, adapter->tokens, adapter->sequences};
     if (o->clip_norm > 0.0 && o->clip_norm < norm + 1e-6) scale *= o->clip_norm / (norm + 1e-6);
     dev->adamw(dev, adapter->vector[WEIGHTS], adapter->vector[MOMENT_1], adapter->vector[MOMENT_2],
                adapter->vector[GRADIENTS], adapter->size, ++adapter->step, (float)scale, o->lr,

@@ -33,10 +33,10 @@ void *arena_take(Arena *arena, size_t bytes);
 /* ---- model.c ---- */
 
 /* The dimensions of a model, as numbers that arrive by name. */
-#define SHAPE_LIST(X)                                                                             \
-    X(layers)                                                                                     \
-    X(width) X(heads) X(kv_heads) X(head_width) X(ffn) X(vocab) X(context) X(qkv_bias) X(qk_norm) \
-        X(tied)
+#define SHAPE_LIST(X) \
+    X(layers)         \
+    X(width)          \
+    X(heads) X(kv_heads) X(head_width) X(ffn) X(vocab) X(context) X(qkv_bias) X(qk_norm) X(tied)
 
 typedef struct Shape {
 #define X(name) int name;
@@ -122,6 +122,7 @@ typedef struct Adapter {
     float *vector[VECTORS];   /* FRESH: the gradients of the call under way; a snapshot has WEIGHTS
                                  alone */
     int step;                 /* optimizer steps taken */
+    double loss;              /* sum of the losses behind the gradients */
     double tokens, sequences; /* behind the gradients: those with a gradient that is not zero */
     int step_tokens;          /* rows of a micro-batch */
     Arena arena;              /* of a step */
@@ -151,7 +152,7 @@ typedef struct AdamW {
 typedef enum Normalization { BY_NOTHING, BY_LOSS_TOKENS, BY_SEQUENCES } Normalization;
 
 typedef struct StepReport {
-    double grad_norm, tokens, sequences;
+    double grad_norm, loss, tokens, sequences;
 } StepReport;
 
 Status adapter_optim_step(Adapter *adapter, const AdamW *adamw, Normalization by,

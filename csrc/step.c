@@ -351,6 +351,7 @@ Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Lo
     free(block);
     if (status == STATUS_OK && with_backward) {
         dev->accumulate(dev, adapter->vector[GRADIENTS], adapter->vector[FRESH], adapter->size);
+        adapter->loss += step.loss_sum;
         adapter->tokens += step.tokens;
         adapter->sequences += step.sequences;
     }

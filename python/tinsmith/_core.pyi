@@ -103,7 +103,9 @@ class Adapter:
         targets: NDArray[np.int32],  # all datums' targets, (N, K) row-major each
         counts: NDArray[np.int32],  # K of each datum
         loss: str,
-        inputs: dict[str, NDArray[np.float32]],  # name -> flat array like targets; optional ones may be missing
+        inputs: dict[
+            str, NDArray[np.float32]
+        ],  # name -> flat array like targets; optional ones may be missing
         config: dict[str, float],
         *,
         backward: bool = True,  # False: no gradients
@@ -122,7 +124,8 @@ class Adapter:
         normalization: str | None = None,  # "num_loss_tokens", "num_sequences" or None
     ) -> dict[str, float]:
         """One AdamW step with the gradients so far, which are then cleared. Returns grad_norm (before clipping, after
-        normalization), loss_tokens and loss_sequences. FloatingPointError if the gradient is not finite: it is
+        normalization), and of the calls behind it: loss (their sum), loss_tokens and
+        loss_sequences (those with a gradient that is not zero). FloatingPointError if the gradient is not finite: it is
         cleared, and weights and moments stay as they were."""
     def clear_gradients(self) -> None: ...
     def read(self, what: str) -> NDArray[np.float32]:
