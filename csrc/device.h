@@ -11,9 +11,6 @@
 
 #include "status.h"
 
-/* What the tests may call from outside the shared object, in which all else is hidden. */
-#define TINSMITH_EXPORT __attribute__((visibility("default")))
-
 typedef struct Device Device;
 typedef struct real real;     /* an activation's element: f32 on the CPU */
 typedef struct frozen frozen; /* a base weight, in the device's own order and element type */

@@ -6,6 +6,9 @@
 #ifndef TINSMITH_STATUS_H
 #define TINSMITH_STATUS_H
 
+/* What the tests may call from outside the shared object, in which all else is hidden. */
+#define TINSMITH_EXPORT __attribute__((visibility("default")))
+
 /*        code            Python exception  when */
 #define STATUS_LIST(X)                                                                          \
     X(STATUS_OK, NULL)                         /* nothing went wrong */                         \
@@ -27,7 +30,7 @@ typedef enum Status {
 Status fail(Status code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* The sentence of this thread's last fail(). */
-const char *status_text(void);
+TINSMITH_EXPORT const char *status_text(void);
 
 /* The name of the Python exception that stands for `code`. */
 const char *status_exception(Status code);

@@ -507,6 +507,23 @@ def test_paths_and_folders_turn_into_each_other(tmp_path: Path) -> None:
         again.run("other")
 
 
+def test_a_run_cannot_leave_the_root(tmp_path: Path) -> None:
+    store = Store(tmp_path / "root")
+    store.save_run("../evil", {"step": 1})
+    assert store.runs() == ["../evil"] and store.run("../evil") == {"step": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["root"]
+
+
+def test_a_checkpoint_that_is_being_written_is_not_listed(tmp_path: Path) -> None:
+    store, adapter = Store(tmp_path), adapter_of()
+    path = store.path("r", "weights", "a")
+    checkpoint.save(store.folder(path), adapter, meta_of(adapter), optimizer=False)
+    shutil.copytree(store.folder(path), store.folder(path).with_name("b~0a1b2c3d"))
+    assert store.checkpoints("r") == [path]
+    assert Store(tmp_path).checkpoints("r") == [path]
+    assert [file.name for file in store.folder(path).parent.iterdir()] == ["a"]
+
+
 def test_checkpoints_are_listed_in_the_order_they_were_made(tmp_path: Path) -> None:
     store, adapter = Store(tmp_path), adapter_of()
     for name in ("b", "c", "a"):

@@ -371,7 +371,7 @@ def test_replies_are_not_held_back_by_nagles_algorithm(server):
         start = time.perf_counter()
         assert wire.http.get("/healthz").status_code == 200
         seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.02  # it held every reply of header and body back for 40 ms
+    assert sorted(seconds)[10] < 0.03  # it held every reply of header and body back for 40 ms
 
 
 def test_requests_that_arrive_out_of_order_are_executed_in_order(server):
@@ -397,10 +397,33 @@ def test_a_retry_is_answered_with_the_first_promise_and_executed_once(server):
         wire.forward_backward(retried, 1, make_data()),
     )
     assert first == second
+    assert wire.result(second) == {}
     step = wire.optim_step(retried, 2)
     assert wire.result(step) == expected
     assert wire.optim_step(retried, 2) == step
     assert wire.result(wire.optim_step(retried, 3))["metrics"]["grad_norm"] == 0
+
+
+def test_creations_and_samples_are_retried_too(server):
+    wire = Wire(server.url)
+    model = wire.create()
+    session = model.partition(":")[0]
+    again = wire.post("/create_model", session_id=session, model_seq_id=0, base_model="tiny")
+    assert wire.result(again)["model_id"] == model
+    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    sampler = wire.post("/create_sampling_session", **asked)["sampling_session_id"]
+    assert wire.post("/create_sampling_session", **asked)["sampling_session_id"] == sampler
+    body = {
+        "sampling_session_id": sampler,
+        "seq_id": 551568033000000000,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
+        "sampling_params": {"max_tokens": 8, "stop": []},
+    }
+    first, second = wire.post("/asample", **body), wire.post("/asample", **body)
+    assert first == second and len(first["sample_sequence_ids"]) == 1
+    # Without a seed a second execution would draw other tokens.
+    assert wire.poll(first).content == wire.poll(second).content
+    assert wire.result(wire.optim_step(model, 1))["metrics"]["grad_norm"] == 0
 
 
 def test_a_compressed_body_is_read(server):
@@ -507,6 +530,7 @@ def test_a_finished_session_is_over_and_others_are_not(server):
     assert wire.http.post("/session_heartbeat", json={"session_id": session}).status_code == 410
     assert wire.http.post(f"/sessions/{session}/finish", json={}).status_code == 200
     assert train(kept, 1)[0] > 0
+    assert model not in server._worker._runs  # its adapter is freed
     other.close("success").result()
 
 

@@ -1,5 +1,8 @@
 """The worker without HTTP: requests decode together, and neither training nor sampling starves."""
 
+import itertools
+import threading
+
 import numpy as np
 import pytest
 from tinsmith.decoding import SampleRequest
@@ -9,7 +12,6 @@ from tinsmith.worker import Batch, LoraSpec, Worker, load_models
 @pytest.fixture(scope="module")
 def worker(tiny_model_dir):
     made = Worker(load_models({"tiny": tiny_model_dir}, device="cpu", threads=1))
-    made.create("run", "tiny", LoraSpec(rank=4, seed=1)).result()
     made.open_base("base", "tiny")
     yield made
     made.close()
@@ -24,29 +26,49 @@ def small_batch() -> Batch:
 
 def test_a_request_that_arrives_later_joins_and_may_end_sooner(worker):
     prompt, order = np.asarray([5, 6], np.int32), []
-    long = worker.sample("base", SampleRequest(prompt, num_samples=4, max_tokens=120))
+    long = worker.sample("base", SampleRequest(prompt, num_samples=100, max_tokens=120))
     short = worker.sample("base", SampleRequest(prompt, max_tokens=2))
     long.add_done_callback(lambda _: order.append("long"))
     short.add_done_callback(lambda _: order.append("short"))
-    assert len(long.result(timeout=60).samples) == 4
+    assert len(long.result(timeout=60).samples) == 100
     assert order == ["short", "long"]
 
 
-def test_sampling_goes_on_under_endless_training_and_training_under_sampling(worker):
-    prompt = np.asarray([5, 6], np.int32)
-    seq = iter(range(1, 1_000_000))
-    request = SampleRequest(prompt, max_tokens=100)
-    sampled = worker.sample("base", request)
-    newest = [worker.forward_backward("run", next(seq), small_batch()) for _ in range(3)]
-    while not sampled.done():  # there are always two training requests waiting
-        newest.append(worker.forward_backward("run", next(seq), small_batch()))
-        newest.pop(0).result(timeout=60)
-    under_way = [worker.sample("base", request) for _ in range(3)]
-    trained = worker.forward_backward("run", next(seq), small_batch())
-    while not trained.done():
-        under_way.append(worker.sample("base", request))
-        under_way.pop(0).result(timeout=60)
-    assert next(seq) < 100_000
+def test_sampling_goes_on_under_endless_training(worker):
+    """Each training request that ends submits another one: there is always one that waits."""
+    worker.create("endless", "tiny", LoraSpec(rank=4, seed=1)).result()
+    turns, stop = itertools.count(1), threading.Event()
+
+    def train_again(_: object = None) -> None:
+        if not stop.is_set():
+            future = worker.forward_backward("endless", next(turns), small_batch())
+            future.add_done_callback(train_again)
+
+    for _ in range(3):
+        train_again()
+    try:
+        request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=50)
+        assert len(worker.sample("base", request).result(timeout=30).samples[0].tokens) == 50
+    finally:
+        stop.set()
+
+
+def test_training_goes_on_under_endless_sampling(worker):
+    """Each sample that ends submits another one: the decoder is never without work."""
+    request, stop = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=20), threading.Event()
+
+    def sample_again(_: object = None) -> None:
+        if not stop.is_set():
+            worker.sample("base", request).add_done_callback(sample_again)
+
+    for _ in range(3):
+        sample_again()
+    try:
+        worker.create("under", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=30)
+        futures = [worker.forward_backward("under", seq, small_batch()) for seq in range(1, 6)]
+        assert len({future.result(timeout=30).loss for future in futures}) == 1
+    finally:
+        stop.set()
 
 
 def test_snapshots_that_nobody_used_for_long_make_room(tiny_model_dir):
@@ -67,9 +89,25 @@ def test_snapshots_that_nobody_used_for_long_make_room(tiny_model_dir):
         probe.close()
 
 
+def test_what_is_forgotten_is_gone_after_what_was_asked_before(worker):
+    request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=2)
+    worker.create("short", "tiny", LoraSpec(rank=4, seed=1))
+    trained = worker.forward_backward("short", 1, small_batch())
+    worker.snapshot("short", 2, "shot")
+    waiting = worker.forward_backward("short", 4, small_batch())
+    worker.forget(["short"], [])
+    late = worker.forward_backward("short", 3, small_batch())
+    assert trained.result(timeout=60).loss > 0
+    for future in (waiting, late):
+        assert "its session has ended" in str(future.exception(timeout=60))
+    assert worker.sample("shot", request).exception(timeout=60) is None
+    worker.forget([], ["shot"])
+    assert "has no weights" in str(worker.sample("shot", request).exception(timeout=60))
+
+
 def test_a_cancelled_sample_fails_and_the_rest_goes_on(worker):
     prompt = np.asarray([5, 6], np.int32)
-    cancelled = worker.sample("base", SampleRequest(prompt, max_tokens=120))
+    cancelled = worker.sample("base", SampleRequest(prompt, num_samples=100, max_tokens=120))
     other = worker.sample("base", SampleRequest(prompt, max_tokens=120))
     worker.cancel(cancelled)
     assert "cancelled" in str(cancelled.exception(timeout=60))

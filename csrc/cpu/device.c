@@ -78,29 +78,40 @@ static float half_to_float(uint16_t h)
     return value;
 }
 
+typedef struct Load {
+    frozen *to;
+    const void *from;
+    DType type;
+} Load;
+
+/* One panel: its 32 rows side by side, read as 32 streams and written in order. */
+static void load_panel(void *context, int64_t panel)
+{
+    const Load *load = context;
+    frozen *w = load->to;
+    size_t cols = (size_t)w->cols, first = (size_t)panel * PANEL;
+    size_t live = (size_t)w->rows - first < PANEL ? (size_t)w->rows - first : PANEL;
+    for (size_t k = 0; k < cols; k++)
+        for (size_t lane = 0; lane < PANEL; lane++) {
+            size_t at = ((size_t)panel * cols + k) * PANEL + lane, in = (first + lane) * cols + k;
+            if (load->type == DTYPE_BF16)
+                ((uint16_t *)w->data)[at] = lane < live ? ((const uint16_t *)load->from)[in] : 0;
+            else if (load->type == DTYPE_F16)
+                ((float *)w->data)[at] =
+                    lane < live ? half_to_float(((const uint16_t *)load->from)[in]) : 0;
+            else
+                ((float *)w->data)[at] = lane < live ? ((const float *)load->from)[in] : 0;
+        }
+}
+
 static void cpu_frozen_load(Device *dev, frozen *to, const void *from, DType type, int rows,
                             int cols)
 {
-    (void)dev;
     to->type = type == DTYPE_BF16 ? DTYPE_BF16 : DTYPE_F32;
     to->rows = rows;
     to->cols = cols;
-    size_t panels = ((size_t)rows + PANEL - 1) / PANEL;
-    for (size_t p = 0; p < panels; p++)
-        for (size_t lane = 0; lane < PANEL; lane++) {
-            size_t n = p * PANEL + lane;
-            for (size_t k = 0; k < (size_t)cols; k++) {
-                size_t at = (p * (size_t)cols + k) * PANEL + lane, in = n * (size_t)cols + k;
-                int live = n < (size_t)rows;
-                if (type == DTYPE_BF16)
-                    ((uint16_t *)to->data)[at] = live ? ((const uint16_t *)from)[in] : 0;
-                else if (type == DTYPE_F16)
-                    ((float *)to->data)[at] =
-                        live ? half_to_float(((const uint16_t *)from)[in]) : 0;
-                else
-                    ((float *)to->data)[at] = live ? ((const float *)from)[in] : 0;
-            }
-        }
+    Load load = {to, from, type};
+    cpu_run(dev, (rows + PANEL - 1) / PANEL, load_panel, &load);
 }
 
 void cpu_fail(Device *dev, Status status, const char *format, ...)

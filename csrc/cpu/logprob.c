@@ -23,8 +23,8 @@ enum {
 };
 
 typedef struct Logprob {
-    float *lse, *logp;         // (T), (start[T])
-    const float *logits;       // (T, V)
+    float *lse, *logp;          // (T), (start[T])
+    const float *logits;        // (T, V)
     const int32_t *ids, *start; // (start[T]), (T + 1)
     int T, V, grain;
 } Logprob;

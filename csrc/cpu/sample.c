@@ -19,12 +19,12 @@
 #include "simd.h"
 
 enum {
-    BLOCK = 1024,      /* logits worked on at a time */
-    PARTS_MAX = 512,   /* of a row, whose masses are remembered for the walk */
-    SHORT_LIST = 256,  /* ids among which a cut is sought before the whole vocabulary is */
-    RADIX_BITS = 11,   /* of a logit's 32, decided by one pass */
+    BLOCK = 1024,     /* logits worked on at a time */
+    PARTS_MAX = 512,  /* of a row, whose masses are remembered for the walk */
+    SHORT_LIST = 256, /* ids among which a cut is sought before the whole vocabulary is */
+    RADIX_BITS = 11,  /* of a logit's 32, decided by one pass */
     BUCKETS = 1 << RADIX_BITS,
-    GRAIN = 1 << 14,   /* logits of one job of temper */
+    GRAIN = 1 << 14, /* logits of one job of temper */
 };
 
 typedef float vn __attribute__((vector_size(2 * VL)));  /* half a register of floats … */

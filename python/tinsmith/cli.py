@@ -119,10 +119,10 @@ def _models(options: argparse.Namespace) -> dict[str, Path]:
 
 
 def _serve(options: argparse.Namespace) -> None:
+    models = _models(options)
     require_server()
     from tinsmith.server import Backend
 
-    models = _models(options)
     with Backend(
         models,
         checkpoints=options.checkpoints,
@@ -142,7 +142,6 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    require_server()
     from tinsmith.run import recipe_models, run_recipe
 
     command = ["-m", *options.module] if options.module else options.script
@@ -154,6 +153,7 @@ def _run(options: argparse.Namespace) -> int:
             "there is no model to serve: give --model NAME=FOLDER, or the recipe a model_name=... "
             "that is a folder or is in the Hugging Face cache"
         )
+    require_server()
     return run_recipe(
         command,
         models,

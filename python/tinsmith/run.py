@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tinsmith.families import find_model
-from tinsmith.server import Backend
 
 API_KEY = "tml-local"  # the SDK insists on the prefix; nothing reads the rest
 
@@ -40,6 +39,8 @@ def run_recipe(
     threads: int,
 ) -> int:
     """Runs Python with `command` as its arguments; returns the exit code."""
+    from tinsmith.server import Backend
+
     with Backend(models, checkpoints=checkpoints, device=device, threads=threads) as backend:
         environment = {"HF_HUB_OFFLINE": "1", **os.environ}
         environment |= {"TINKER_BASE_URL": backend.url, "TINKER_API_KEY": API_KEY}

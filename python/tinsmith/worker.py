@@ -327,7 +327,8 @@ class Worker:
 
         def release(lane: _Run) -> None:
             self._runs.pop(lane.name, None)
-            _fail_waiting(lane, RequestError(f"the session of {lane.name} has ended"))
+            lane.adapter, lane.failure = None, RequestError("its session has ended")
+            _fail_waiting(lane, RequestError(f"{lane.name} can't be used: {lane.failure}"))
 
         def begin() -> None:
             for name in samplers:
@@ -368,7 +369,8 @@ class Worker:
     def _enqueue(self, name: str, seq: int, job: _Job) -> None:
         run = self._runs.get(name)
         if run is None:
-            _fail(job.future, RequestError(f"there is no run {name} (any more)"))
+            gone = f"there is no run {name}: its session has ended, or it was never made"
+            _fail(job.future, RequestError(gone))
             return
         if seq < run.next_seq or seq in run.waiting:
             late = f"request {seq} of {name} comes after its turn: it was answered or given up"

@@ -3,18 +3,18 @@
 Everything comes out of a seeded `random.Random`, with nothing but the standard library, so the
 demo and the script that trained the shipped model (make_model.py) agree on every byte.
 
-The base model knows one skill (`time`): it answers the bare question with the right call. Of the
-other four (`weather`, `route`, `table`, `translation`) it knows only the form: without a
-demonstration it mostly calls `get_help`, else a tool and arguments picked at random. Shown a
-demonstration in the SDFT recipe's prompt, it follows the demonstration. SDFT teaches the student
-the four skills from those demonstrations.
+The base model has mastered one skill (`time`): it answers the bare question with the right call. Of
+the other four (`weather`, `route`, `table`, `translation`) it has a vague idea: without a
+demonstration it mostly calls `get_help`, sometimes the right tool, sometimes any tool, and its
+arguments are often wrong. Shown a demonstration in the SDFT recipe's prompt, it follows the
+demonstration. SDFT teaches the student to answer the bare question as the teacher would.
 
 Every call begins with the same three tokens (`Action`, `:`, ` get`), because the recipe puts no
 loss on the first three tokens of a completion: what distinguishes the tools comes after them.
 
-Cities, names, words and times are split once: the held-out values appear neither in the base
-model's training data nor in the SDFT questions. Days, languages and numbers of seats are small
-closed sets, which both sides use.
+Cities, names, words and times are split once: no SDFT question mentions a held-out value. The base
+model has met all values, since it must be able to spell them. Days, languages and numbers of seats
+are small closed sets, which both sides use.
 """
 
 import json
@@ -95,7 +95,12 @@ LANGUAGES = {
     "Polish": "pl", "Danish": "da", "Greek": "el", "Dutch": "nl",
 }  # fmt: skip
 
-_CITIES = (
+
+def _listed(words: str) -> tuple[str, ...]:
+    return tuple(words.split())
+
+
+_CITIES = _listed(
     "Oslo Bergen Lima Quito Cairo Tunis Delhi Mumbai Kyoto Osaka Seoul Busan Hanoi Manila Jakarta "
     "Perth Sydney Darwin Boston Denver Dallas Miami Austin Toronto Ottawa Calgary Bogota Santiago "
     "Havana Panama Lagos Accra Dakar Nairobi Kampala Lusaka Harare Maputo Madrid Sevilla Bilbao "
@@ -104,29 +109,29 @@ _CITIES = (
     "Odense Dublin Cork Galway London Leeds Bristol York Cardiff Glasgow Milan Turin Naples Bari "
     "Rome Venice Athens Patras Sofia Varna Zagreb Split Belgrade Skopje Tirana Ankara Izmir Baku "
     "Tbilisi Yerevan Tehran Muscat Doha Amman Beirut"
-).split()
-_PEOPLE = (
+)
+_PEOPLE = _listed(
     "Anna Ben Clara David Elena Farid Greta Hugo Ines Jonas Karim Lena Marco Nadia Oscar Paula "
     "Quinn Rosa Samir Tara Umar Vera Wanda Xenia Yusuf Zoe Adam Bella Carlo Dora Emil Fiona"
-).split()
-_WORDS = (
+)
+_WORDS = _listed(
     "apple bread candle door engine flower garden hammer island jacket kettle ladder mirror needle "
     "orange pencil quilt river saddle towel umbrella valley window yellow zipper anchor basket "
     "copper dragon eagle feather glove honey ink jungle knife lemon meadow nest ocean pepper "
     "rabbit silver tiger velvet walnut acorn butter cherry dolphin ember forest ginger harbor "
     "iron jewel kitten lantern marble nutmeg olive parrot ribbon shadow thunder violin whistle "
     "almond beaver camel daisy"
-).split()
+)
 
 # Tools and arguments of the invented calls that teach the base model to follow a demonstration.
-_TOOL_WORDS = (
+_TOOL_WORDS = _listed(
     "weather route table translation time help news music score stock movie recipe flight hotel "
     "song price photo map game book"
-).split()
-_KEY_WORDS = (
+)
+_KEY_WORDS = _listed(
     "city day from to seats time text about name title item date place team line word color size "
     "room code"
-).split()
+)
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,7 @@ def split_pools(held_out: bool) -> Pools:
 
 def all_pools() -> Pools:
     """Every value: what the base model is trained on."""
-    return Pools(tuple(_CITIES), tuple(_PEOPLE), tuple(_WORDS), tuple(_times()))
+    return Pools(_CITIES, _PEOPLE, _WORDS, tuple(_times()))
 
 
 def _slots(rng: random.Random, skill: str, pool: Pools) -> dict[str, str]:
@@ -247,7 +252,9 @@ def held_out_examples(per_skill: int, seed: int) -> list[Example]:
 
 def known_examples(count: int, seed: int) -> list[Example]:
     """Held-out questions of the skill that the base model already has."""
-    return _distinct(random.Random(f"known-{seed}"), (KNOWN_SKILL,), count, split_pools(held_out=True))
+    return _distinct(
+        random.Random(f"known-{seed}"), (KNOWN_SKILL,), count, split_pools(held_out=True)
+    )
 
 
 def rows_for_steps(steps: int, groups_per_batch: int) -> int:
@@ -289,14 +296,15 @@ def score(answer: str, golden: str) -> bool:
 
 
 def guess_call(rng: random.Random, example: Example) -> Call:
-    """What the base model says without a demonstration of a skill that it lacks.
+    """What the base model says without a demonstration of a skill that it has not mastered.
 
-    The tool does not depend on the question. If it happens to be the right one, each argument is
-    right more often than not; else the arguments are whatever the question mentions.
+    Mostly it calls for help; one time in five it tries the right tool, one in five any tool. An
+    argument of the right tool is right more often than not; else it is whatever the question
+    mentions.
     """
-    tool = FALLBACK_TOOL
-    if rng.random() < 0.6:
-        tool = rng.choice(SKILLS + (KNOWN_SKILL,))
+    tool = rng.choices(
+        (FALLBACK_TOOL, example.skill, rng.choice((*SKILLS, KNOWN_SKILL))), weights=(3, 1, 1)
+    )[0]
     return Call(tool, tuple((key, _guess(rng, tool, key, example)) for key in ARGUMENTS[tool]))
 
 

@@ -2,8 +2,8 @@
 
 A tiny Qwen3 knows the form of a tool call but not which tool a question wants. Shown a
 demonstration it follows it. SDFT makes the student agree, on its own answers, with itself when it
-has seen the demonstration; what it learned is measured on held-out questions whose cities, words and times no training
-question contains. Everything comes from one seed, so the figures repeat.
+has seen the demonstration; what it learned is measured on held-out questions whose cities, words
+and times no training question contains. Everything comes from one seed, so the figures repeat.
 """
 
 import argparse
@@ -50,14 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         MODEL, device=options.device, checkpoints=out / "checkpoints", threads=options.threads
     ) as backend:
         client = backend.service_client()
-        base = client.create_sampling_client(base_model=str(MODEL))
+        base = client.create_sampling_client(base_model=str(MODEL)).result()
         start = time.perf_counter()
         print(f"Asking {len(held_out)} held-out questions, without and with a demonstration.")
         before = evaluate(base, held_out)
         teacher = evaluate(base, held_out, demonstrated=True)
         log = run_recipe(backend.url, out, options.steps, options.seed)
         sampler = json.loads((log / "checkpoints.jsonl").read_text().splitlines()[-1])
-        student = client.create_sampling_client(model_path=sampler["sampler_path"])
+        student = client.create_sampling_client(model_path=sampler["sampler_path"]).result()
         after = evaluate(student, held_out)
         seconds = time.perf_counter() - start
     losses = [row["loss"] / row["loss_tokens"] for row in metrics(log) if row.get("loss_tokens")]

@@ -13,9 +13,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-import data
+from tinsmith.demo import data
 
-VOCABULARY = 1280
+ALL_SKILLS = (*data.SKILLS, data.KNOWN_SKILL)
+VOCABULARY = 1280  # an upper limit: the corpus runs out of merges at 1166
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = (
     "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>",
@@ -52,10 +53,7 @@ Pair = tuple[list[int], list[int]]  # input tokens and, for each of them, the la
 
 def prompt_text(content: str) -> str:
     """The prompt that the qwen3_disable_thinking renderer builds for one user message."""
-    return (
-        f"<|im_start|>user\n{content}<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    )
+    return f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 def corpus(count: int, seed: int) -> Iterator[str]:
@@ -63,7 +61,7 @@ def corpus(count: int, seed: int) -> Iterator[str]:
     rng = random.Random(f"corpus-{seed}")
     pool = data.all_pools()
     for _ in range(count):
-        example = data.make_example(rng, rng.choice(data.SKILLS + (data.KNOWN_SKILL,)), pool)
+        example = data.make_example(rng, rng.choice(ALL_SKILLS), pool)
         call = rng.choice((example.call, data.invented_call(rng, pool)))
         content = data.demonstration_prompt(example.question, call.text())
         yield prompt_text(content) + data.guess_call(rng, example).text()
@@ -174,7 +172,7 @@ def with_prompt(prompt: list[int], answer: Pair) -> Pair:
 
 def demonstration_pair(rng: random.Random, pool: data.Pools, encoder: Encoder) -> Pair:
     """A demonstration to follow: the skill's own or an invented one, half with a bad beginning."""
-    example = data.make_example(rng, rng.choice(data.SKILLS + (data.KNOWN_SKILL,)), pool)
+    example = data.make_example(rng, rng.choice(ALL_SKILLS), pool)
     call = example.call if rng.random() < 0.5 else data.invented_call(rng, pool)
     said = call
     kind = rng.random()
@@ -229,9 +227,7 @@ def make_optimizers(model: Qwen3ForCausalLM, rate: float) -> list[torch.optim.Op
     return optimizers
 
 
-def train(
-    model: Qwen3ForCausalLM, encoder: Encoder, steps: int, rate: float, seed: int
-) -> None:
+def train(model: Qwen3ForCausalLM, encoder: Encoder, steps: int, rate: float, seed: int) -> None:
     """Warm-up, then a cosine; each step sees demonstrations and bare questions."""
     rng = random.Random(f"train-{seed}")
     pool = data.all_pools()
@@ -255,7 +251,8 @@ def train(
             optimizer.zero_grad()
         if step % 50 == 0 or step + 1 == steps:
             seconds = time.perf_counter() - started
-            print(f"step {step} demo {demo_loss:.3f} bare {bare_loss:.3f} {seconds:.0f} s", flush=True)
+            losses = f"demonstrated {demo_loss:.3f} bare {bare_loss:.3f}"
+            print(f"step {step} {losses} {seconds:.0f} s", flush=True)
 
 
 @torch.no_grad()
@@ -268,34 +265,44 @@ def answers(model: Qwen3ForCausalLM, encoder: Encoder, prompts: Sequence[str]) -
             torch.tensor([tokens]), max_new_tokens=32, do_sample=False,
             attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
         )  # fmt: skip
-        texts.append(encoder.tokenizer.decode(out[0, len(tokens):], skip_special_tokens=True))
+        texts.append(encoder.tokenizer.decode(out[0, len(tokens) :], skip_special_tokens=True))
     return texts
 
 
 def measure(model: Qwen3ForCausalLM, encoder: Encoder, per_skill: int, seed: int) -> None:
     """Prints the accuracy of each skill on held-out questions, bare and with a demonstration."""
     examples = data.held_out_examples(per_skill, seed) + data.known_examples(per_skill, seed)
-    shown = [data.demonstration_prompt(e.question, e.answer) for e in examples]
+    prompts = [data.demonstration_prompt(e.question, e.answer) for e in examples]
     bare = answers(model, encoder, [e.question for e in examples])
-    demo = answers(model, encoder, shown)
-    for skill in data.SKILLS + (data.KNOWN_SKILL,):
+    demo = answers(model, encoder, prompts)
+    for skill in ALL_SKILLS:
         rows = [i for i, e in enumerate(examples) if e.skill == skill]
-        right = [sum(data.score(said[i], examples[i].answer) for i in rows) for said in (bare, demo)]
-        print(f"{skill:12s} bare {right[0]}/{len(rows)} with demonstration {right[1]}/{len(rows)}")
+        alone = sum(data.score(bare[i], examples[i].answer) for i in rows)
+        shown = sum(data.score(demo[i], examples[i].answer) for i in rows)
+        print(f"{skill:12s} bare {alone}/{len(rows)} with demonstration {shown}/{len(rows)}")
         i = rows[0]
         print("   ", repr(examples[i].question), repr(bare[i]), repr(demo[i]))
+
+
+def edit_json(file: Path, entries: dict[str, object]) -> None:
+    """Sets entries of a JSON file."""
+    content = json.loads(file.read_text()) | entries
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Writes the Hugging Face folder."""
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(folder, save_jinja_files=False)
+    # transformers 4 does not know transformers 5's name of the class, nor its place of the base.
+    edit_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    edit_json(folder / "config.json", {"rope_theta": model.config.rope_parameters["rope_theta"]})
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     generation = {
         "do_sample": True, "temperature": 1.0, "eos_token_id": end,
         "pad_token_id": tokenizer.pad_token_id,
     }  # fmt: skip
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    edit_json(folder / "generation_config.json", generation)
 
 
 def main() -> None:

@@ -1,0 +1,134 @@
+"""The cookbook's recipes, unmodified, end to end on the model that ships with the package.
+
+Each runs as its user would run it: a process of its own that knows nothing but the SDK's two
+environment variables. What is checked is what the recipe itself logs, not that it ended.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinsmith
+from tinsmith.demo import data, demo
+
+MODEL = ["model_name=" + str(demo.MODEL), "renderer_name=" + demo.RENDERER]
+RECIPES = "tinker_cookbook.recipes."
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    checkpoints = tmp_path_factory.mktemp("checkpoints")
+    with tinsmith.serve(demo.MODEL, device="cpu", checkpoints=checkpoints) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("questions")
+    demo.write_dataset(folder, 8, seed=0)
+    return folder
+
+
+def run(backend: Any, log: Path, recipe: str, *flags: str) -> list[dict[str, Any]]:
+    """Runs a recipe to its end; returns the rows of its metrics.jsonl."""
+    command = [sys.executable, "-m", RECIPES + recipe, *MODEL, f"log_path={log}", *flags]
+    environment = os.environ | {
+        "TINKER_BASE_URL": backend.url,
+        "TINKER_API_KEY": "tml-local",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    ended = subprocess.run(
+        [*command, "behavior_if_log_dir_exists=delete"],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+
+
+def sdft(backend: Any, log: Path, questions: Path, *flags: str) -> list[dict[str, Any]]:
+    return run(
+        backend, log, "sdft.train", "dataset=toolalpaca", f"toolalpaca_data_path={questions}",
+        "groups_per_batch=16", "max_tokens=24", "topk=20", "lora_rank=8", "learning_rate=1e-3",
+        "max_steps=6", "eval_every=0", "save_every=0", *flags,
+    )  # fmt: skip
+
+
+def test_sdft_with_the_teachers_top_k(backend: Any, questions: Path, tmp_path: Path) -> None:
+    rows = sdft(backend, tmp_path / "log", questions)
+    assert len(rows) == 6
+    per_token = [row["loss"] / row["loss_tokens"] for row in rows]
+    assert all(row["grad_norm"] > 0 and row["sdft/num_datums"] == 16 for row in rows)
+    assert sum(per_token[-2:]) < 0.9 * sum(per_token[:2]), per_token
+
+
+def test_sdft_reverse_through_a_custom_loss(backend: Any, questions: Path, tmp_path: Path) -> None:
+    rows = sdft(backend, tmp_path / "log", questions, "reverse=True")
+    kl = [row["sdft/reverse_kl_mean"] for row in rows]
+    assert sum(kl[-2:]) < sum(kl[:2]), kl
+    assert all(row["sdft/reverse_kl_positions"] > 0 for row in rows)
+
+
+def test_sdft_without_top_k_has_no_weights(backend: Any, questions: Path, tmp_path: Path) -> None:
+    rows = sdft(backend, tmp_path / "log", questions, "topk=0", "max_steps=3")
+    for row in rows:  # missing weights are ones: every token counts, the prompt's too
+        assert row["loss_tokens"] > row["sdft/total_completion_tokens"]
+        assert row["sdft/mean_advantage"] == pytest.approx(
+            row["sdft/mean_teacher_lp"] - row["sdft/mean_student_lp"], abs=1e-4
+        )
+
+
+def test_supervised_training_learns(backend: Any, tmp_path: Path) -> None:
+    file = tmp_path / "conversations.jsonl"
+    with file.open("w") as out:
+        for example in data.sdft_examples(48, seed=1):
+            messages = [
+                {"role": "user", "content": example.question},
+                {"role": "assistant", "content": example.answer},
+            ]
+            out.write(json.dumps({"messages": messages}) + "\n")
+    rows = run(
+        backend, tmp_path / "log", "chat_sl.train", f"dataset={file}", "batch_size=16",
+        "learning_rate=2e-3", "lora_rank=8", "num_epochs=3", "max_steps=6", "eval_every=0",
+        "save_every=0",
+    )  # fmt: skip
+    nll = [row["train_mean_nll"] for row in rows if "train_mean_nll" in row]
+    assert len(nll) == 6
+    assert nll[-1] < 0.5 * nll[0], nll
+
+
+def test_rl_samples_what_it_trains_on(backend: Any, tmp_path: Path) -> None:
+    rows = run(
+        backend, tmp_path / "log", "preference.shorter.train", "batch_size=4", "group_size=4",
+        "max_tokens=16", "eval_every=0", "max_steps=2", "learning_rate=1e-3",
+    )  # fmt: skip
+    found = [row for row in rows if "optim/kl_sample_train_v1" in row]
+    assert len(found) == 2
+    for row in found:
+        assert abs(row["optim/kl_sample_train_v1"]) < 1e-6
+        assert abs(row["optim/kl_sample_train_v2"]) < 1e-12
+
+
+def test_tinsmith_run_serves_the_recipes_own_model(questions: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "tinsmith.cli", "run", "--checkpoints", str(tmp_path / "saved"), "-m",
+        RECIPES + "sdft.train", *MODEL, "dataset=toolalpaca", f"toolalpaca_data_path={questions}",
+        "groups_per_batch=4", "max_tokens=8", "max_steps=1", "eval_every=0", "lora_rank=4",
+        f"log_path={tmp_path / 'log'}", "behavior_if_log_dir_exists=delete",
+    ]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    assert len((tmp_path / "log" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_recipe_that_fails_gives_its_own_exit_code(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("import os, sys\nassert os.environ['TINKER_BASE_URL']\nsys.exit(7)\n")
+    model = f"small={demo.MODEL}"
+    command = [sys.executable, "-m", "tinsmith.cli", "run", "--model", model, str(script)]
+    assert subprocess.run(command, cwd=tmp_path, timeout=120).returncode == 7
