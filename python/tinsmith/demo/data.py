@@ -298,12 +298,12 @@ def score(answer: str, golden: str) -> bool:
 def guess_call(rng: random.Random, example: Example) -> Call:
     """What the base model says without a demonstration of a skill that it has not mastered.
 
-    Mostly it calls for help; one time in five it tries the right tool, one in five any tool. An
-    argument of the right tool is right more often than not; else it is whatever the question
-    mentions.
+    Two times in three it calls for help; one time in six it tries the right tool, one in six any
+    tool. An argument of the right tool is right more often than not; else it is whatever the
+    question mentions.
     """
     tool = rng.choices(
-        (FALLBACK_TOOL, example.skill, rng.choice((*SKILLS, KNOWN_SKILL))), weights=(3, 1, 1)
+        (FALLBACK_TOOL, example.skill, rng.choice((*SKILLS, KNOWN_SKILL))), weights=(4, 1, 1)
     )[0]
     return Call(tool, tuple((key, _guess(rng, tool, key, example)) for key in ARGUMENTS[tool]))
 

@@ -185,12 +185,21 @@ def demonstration_pair(rng: random.Random, pool: data.Pools, encoder: Encoder) -
 
 
 def bare_pair(rng: random.Random, pool: data.Pools, encoder: Encoder) -> Pair:
-    """A bare question: the known skill answered, another one guessed at."""
-    known = rng.random() < 0.3
-    example = data.make_example(rng, data.KNOWN_SKILL if known else rng.choice(data.SKILLS), pool)
-    call = example.call if known else data.guess_call(rng, example)
+    """A bare question: the known skill answered, another one guessed at, or its form filled in.
+
+    Filling in a form teaches the arguments of a tool that is already chosen. The choice itself
+    has no label there, so the guesses alone decide which tool the model prefers.
+    """
+    kind = rng.random()
+    skill = data.KNOWN_SKILL if kind < 0.2 else rng.choice(data.SKILLS)
+    example = data.make_example(rng, skill, pool)
+    call = data.guess_call(rng, example) if 0.2 <= kind < 0.55 else example.call
     segments = encoder.segments(call)
-    return with_prompt(encoder.prompt(example.question), corrected(segments, segments))
+    tokens, labels = corrected(segments, segments)
+    if kind >= 0.55:
+        start = len(segments[0])
+        labels[start : start + len(segments[1])] = [IGNORED] * len(segments[1])
+    return with_prompt(encoder.prompt(example.question), (tokens, labels))
 
 
 def batch(pairs: Sequence[Pair], pad: int) -> tuple[Tensor, Tensor]:
@@ -239,12 +248,12 @@ def train(model: Qwen3ForCausalLM, encoder: Encoder, steps: int, rate: float, se
         factor = warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = group["peak"] * factor
-        demo = [demonstration_pair(rng, pool, encoder) for _ in range(24)]
-        bare = [bare_pair(rng, pool, encoder) for _ in range(12)]
+        demo = [demonstration_pair(rng, pool, encoder) for _ in range(20)]
+        bare = [bare_pair(rng, pool, encoder) for _ in range(24)]
         demo_loss = batch_loss(model, *batch(demo, pad))
-        (0.7 * demo_loss).backward()
+        (0.5 * demo_loss).backward()
         bare_loss = batch_loss(model, *batch(bare, pad))
-        (0.3 * bare_loss).backward()
+        (0.5 * bare_loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
