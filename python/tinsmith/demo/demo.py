@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         description="A small model learns four tool-use skills from demonstrations by the "
         "cookbook's SDFT recipe, on this machine. Ends with a table and a picture.",
     )
-    parser.add_argument("--steps", type=int, default=80, help="of SDFT (%(default)s)")
+    parser.add_argument("--steps", type=int, default=160, help="of SDFT (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all data (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("tinsmith-demo"), help="(%(default)s)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))

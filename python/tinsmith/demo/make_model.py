@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from tinsmith.demo import data
 
 ALL_SKILLS = (*data.SKILLS, data.KNOWN_SKILL)
+HARD_SKILLS = ("route", "route")  # which city comes first is learned last: show it thrice
 VOCABULARY = 1280  # an upper limit: the corpus runs out of merges at 1166
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = (
@@ -191,7 +192,7 @@ def bare_pair(rng: random.Random, pool: data.Pools, encoder: Encoder) -> Pair:
     has no label there, so the guesses alone decide which tool the model prefers.
     """
     kind = rng.random()
-    skill = data.KNOWN_SKILL if kind < 0.2 else rng.choice(data.SKILLS)
+    skill = data.KNOWN_SKILL if kind < 0.2 else rng.choice((*data.SKILLS, *HARD_SKILLS))
     example = data.make_example(rng, skill, pool)
     call = data.guess_call(rng, example) if 0.2 <= kind < 0.55 else example.call
     segments = encoder.segments(call)
