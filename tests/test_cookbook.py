@@ -133,3 +133,19 @@ def test_a_recipe_that_fails_gives_its_own_exit_code(tmp_path: Path) -> None:
     model = f"small={demo.MODEL}"
     command = [sys.executable, "-m", "tinsmith.cli", "run", "--model", model, str(script)]
     assert subprocess.run(command, cwd=tmp_path, timeout=120).returncode == 7
+
+
+def test_the_demo_repeats_and_shows_what_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = []
+    for name in ("first", "again"):
+        out = tmp_path / name
+        assert demo.main(["--steps", "4", "--out", str(out), "--device", "cpu"]) == 0
+        losses.append([row["loss"] for row in demo.metrics(out / "sdft")])
+        assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]  # one seed, one result
+    shown = capsys.readouterr().out
+    for words in (*data.SKILLS, "student before", "student after", "loss a token"):
+        assert words in shown
