@@ -98,13 +98,17 @@ static void tile(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a
             tile_rows(c, ldc, a, a_row, a_col, b, ldb, k, scale, bias, add, n, 1); \
         else                                                                       \
             tile_rows(c, ldc, a, a_row, a_col, b, ldb, k, scale, bias, add, n, 0); \
-        return;
+        return
     switch (rows) {
-        CASE(1)
-        CASE(2)
-        CASE(3) CASE(4) CASE(5) CASE(6)
+        CASE(1);
+        CASE(2);
+        CASE(3);
+        CASE(4);
+        CASE(5);
+        CASE(6);
 #if defined(__AVX512F__)
-            CASE(7) CASE(8)
+        CASE(7);
+        CASE(8);
 #endif
     }
 #undef CASE
@@ -331,137 +335,85 @@ void CPU(product)(float *c, int64_t c_row, const float *a, int64_t a_row, int64_
     }
 }
 
-/* ---- the ops ---- */
+/* ---- the ops, as products ---- */
+
+typedef struct Left {
+    const float *at;
+    int64_t row, col;
+} Left;
+
+typedef struct Right {
+    const void *at;
+    int64_t stride;
+    Order order;
+} Right;
+
+static Left as_is(const float *a, int width)
+{
+    return (Left){a, width, 1};
+}
+
+static Left turned(const float *a, int width)
+{
+    return (Left){a, 1, width};
+}
+
+static Right matrix(const void *b, int width)
+{
+    return (Right){b, width, BY_ROW};
+}
+
+static Right matrix_turned(const void *b, int width)
+{
+    return (Right){b, width, BY_COLUMN};
+}
+
+static Right weight(const frozen *w)
+{
+    return (Right){w, 0, PANELS_T};
+}
+
+static Right weight_turned(const frozen *w)
+{
+    return (Right){w, 0, PANELS};
+}
+
+/* c (m,n) = scale·a·b + bias, or += when accumulate. */
+static void multiply(Device *dev, float *c, Left a, Right b, int m, int n, int k, float scale,
+                     const float *bias, int accumulate)
+{
+    Product p = {c, n, a.at, a.row, a.col, b.at,       b.stride, b.order,
+                 m, n, k,    scale, bias,  accumulate, 0,        0};
+    product_run(dev, &p);
+}
 
 void CPU(linear)(Device *dev, real *y, const real *x, const frozen *w, const float *bias, int T,
                  int N, int D, int accumulate)
 {
-    Product p = {.c = f32(y),
-                 .ldc = N,
-                 .a = f32c(x),
-                 .a_row = D,
-                 .a_col = 1,
-                 .b = w,
-                 .order = PANELS,
-                 .m = T,
-                 .n = N,
-                 .k = D,
-                 .scale = 1,
-                 .bias = bias,
-                 .accumulate = accumulate};
-    product_run(dev, &p);
+    multiply(dev, f32(y), as_is(f32c(x), D), weight_turned(w), T, N, D, 1, bias, accumulate);
 }
 
 void CPU(linear_backward)(Device *dev, real *dx, const real *dy, const frozen *w, int T, int N,
                           int D, int accumulate)
 {
-    Product p = {.c = f32(dx),
-                 .ldc = D,
-                 .a = f32c(dy),
-                 .a_row = N,
-                 .a_col = 1,
-                 .b = w,
-                 .order = PANELS_T,
-                 .m = T,
-                 .n = D,
-                 .k = N,
-                 .scale = 1,
-                 .accumulate = accumulate};
-    product_run(dev, &p);
+    multiply(dev, f32(dx), as_is(f32c(dy), N), weight(w), T, D, N, 1, NULL, accumulate);
 }
 
 void CPU(lora)(Device *dev, real *y, real *s, const real *x, const float *a, const float *b, int T,
                int N, int D, int R, float scale)
 {
-    Product down = {.c = f32(s),
-                    .ldc = R,
-                    .a = f32c(x),
-                    .a_row = D,
-                    .a_col = 1,
-                    .b = a,
-                    .ldb = R,
-                    .order = BY_ROW,
-                    .m = T,
-                    .n = R,
-                    .k = D,
-                    .scale = 1};
-    product_run(dev, &down);
-    Product up = {.c = f32(y),
-                  .ldc = N,
-                  .a = f32c(s),
-                  .a_row = R,
-                  .a_col = 1,
-                  .b = b,
-                  .ldb = N,
-                  .order = BY_ROW,
-                  .m = T,
-                  .n = N,
-                  .k = R,
-                  .scale = scale,
-                  .accumulate = 1};
-    product_run(dev, &up);
+    multiply(dev, f32(s), as_is(f32c(x), D), matrix(a, R), T, R, D, 1, NULL, 0);
+    multiply(dev, f32(y), as_is(f32c(s), R), matrix(b, N), T, N, R, scale, NULL, 1);
 }
 
 void CPU(lora_backward)(Device *dev, real *dx, float *da, float *db, real *ds, const real *dy,
                         const real *x, const real *s, const float *a, const float *b, int T, int N,
                         int D, int R, float scale)
 {
-    Product down = {.c = f32(ds),
-                    .ldc = R,
-                    .a = f32c(dy),
-                    .a_row = N,
-                    .a_col = 1,
-                    .b = b,
-                    .ldb = N,
-                    .order = BY_COLUMN,
-                    .m = T,
-                    .n = R,
-                    .k = N,
-                    .scale = scale};
-    product_run(dev, &down);
-    Product for_b = {.c = db,
-                     .ldc = N,
-                     .a = f32c(s),
-                     .a_row = 1,
-                     .a_col = R,
-                     .b = dy,
-                     .ldb = N,
-                     .order = BY_ROW,
-                     .m = R,
-                     .n = N,
-                     .k = T,
-                     .scale = scale,
-                     .accumulate = 1};
-    product_run(dev, &for_b);
-    Product for_a = {.c = da,
-                     .ldc = R,
-                     .a = f32c(x),
-                     .a_row = 1,
-                     .a_col = D,
-                     .b = ds,
-                     .ldb = R,
-                     .order = BY_ROW,
-                     .m = D,
-                     .n = R,
-                     .k = T,
-                     .scale = 1,
-                     .accumulate = 1};
-    product_run(dev, &for_a);
-    if (!dx) return;
-    Product up = {.c = f32(dx),
-                  .ldc = D,
-                  .a = f32c(ds),
-                  .a_row = R,
-                  .a_col = 1,
-                  .b = a,
-                  .ldb = R,
-                  .order = BY_COLUMN,
-                  .m = T,
-                  .n = D,
-                  .k = R,
-                  .scale = 1,
-                  .accumulate = 1};
-    product_run(dev, &up);
+    multiply(dev, f32(ds), as_is(f32c(dy), N), matrix_turned(b, N), T, R, N, scale, NULL, 0);
+    multiply(dev, db, turned(f32c(s), R), matrix(dy, N), R, N, T, scale, NULL, 1);
+    multiply(dev, da, turned(f32c(x), D), matrix(ds, R), D, R, T, 1, NULL, 1);
+    if (dx) multiply(dev, f32(dx), as_is(f32c(ds), R), matrix_turned(a, R), T, D, R, 1, NULL, 1);
 }
 
 void CPU(head)(Device *dev, float *logits, const real *x, const frozen *w, int T, int V, int D)
