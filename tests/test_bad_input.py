@@ -223,7 +223,7 @@ TRAINING = [
         good_data(),
         "hinge",
         None,
-        r"unknown loss 'hinge'; there are \['cross_entropy'",
+        r"unknown loss 'hinge'; there are \['cispo', 'cross_entropy'",
     ),
     (
         "unpublished loss",

@@ -125,6 +125,29 @@ def test_importance_sampling_and_ppo_with_config(service_client):
     assert clipped.metrics["loss:sum"] == pytest.approx(-1.5, rel=1e-5)
 
 
+def test_every_policy_loss_and_its_options(service_client):
+    client = make_client(service_client)
+    plain = client.forward([make_datum([11, 12], [12, 13])], "cross_entropy").result()
+    q = logprobs(plain)[0]
+    datum = make_datum([11, 12], [12, 13], logprobs=q, advantages=[1.0, 2.0])
+    for loss, config, wanted in (
+        ("ppo", None, -3.0),
+        ("cispo", None, -(q[0] + 2 * q[1])),
+        ("dro", {"beta": 0.5}, -(q[0] + 2 * q[1])),
+        ("gspo", {"clip_high_threshold": 0.5}, -1.5),
+    ):
+        output = client.forward_backward([datum], loss, config).result()
+        assert output.metrics["loss:sum"] == pytest.approx(wanted, rel=1e-5), loss
+        np.testing.assert_array_equal(logprobs(output)[0], q)
+    with pytest.raises(tinker.RequestFailedError, match="dro needs beta in loss_fn_config"):
+        client.forward([datum], "dro").result()
+    own = {"clip_high_threshold": [0.5, 9.0], "sequence_ratio_mask": [0, 1]}
+    datum = make_datum([11, 12], [12, 13], logprobs=q, advantages=[1.0, 2.0], **own)
+    for loss in ("ppo", "gspo"):
+        output = client.forward_backward([datum], loss).result()
+        assert output.metrics["loss:sum"] == pytest.approx(-2.5, rel=1e-5), loss
+
+
 def test_custom_loss_equals_the_same_built_in_one(service_client):
     weights = [torch.tensor([0, 1, 1, 0.5, 1]), torch.tensor([1.0, -1, 2])]
 

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 class LossInput(TypedDict):
     name: str  # key in loss_fn_inputs, beside target_tokens
     required: bool
-    default: float  # every element's value where an optional input is missing
+    fallback: str | None  # the config key, or the input before it, that stands in for a missing one
+    default: float  # or, where there is no such, every element's value
 
 class LossRow(TypedDict):
     name: str
     multi: bool  # whether targets may be (N, K)
     inputs: list[LossInput]  # float arrays of the targets' shape
-    config: dict[str, float]  # loss_fn_config keys and their defaults
+    config: dict[str, float | None]  # loss_fn_config keys and their defaults; None: it must come
 
 def losses() -> list[LossRow]:
     """The table of losses, csrc/losses.c."""

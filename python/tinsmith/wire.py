@@ -169,6 +169,7 @@ def batch(message: pb.ForwardBackwardRequest, model: LoadedModel) -> Batch:
     if not message.data:
         raise ValueError("forward_backward needs at least 1 datum, none came")
     row = LOSSES[name]
+    config = _loss_config(message, row["config"])
     tokens, targets, shapes = [], [], []
     inputs: dict[str, list[NDArray[np.float32]]] = {item["name"]: [] for item in row["inputs"]}
     for index, datum in enumerate(message.data):
@@ -180,7 +181,13 @@ def batch(message: pb.ForwardBackwardRequest, model: LoadedModel) -> Batch:
         targets.append(row_targets.ravel())
         shapes.append(row_targets.shape)
         for item in row["inputs"]:
-            inputs[item["name"]].append(_datum_input(datum, where, item, row_targets.shape, name))
+            if item["required"] or item["name"] in datum.loss_fn_inputs:
+                array = _datum_input(datum, where, item["name"], row_targets.shape, name)
+            elif item["fallback"] in inputs and item["fallback"] not in config:
+                array = inputs[item["fallback"]][-1]
+            else:
+                array = np.full(row_targets.size, config.get(item["fallback"], item["default"]))
+            inputs[item["name"]].append(array)
     counts = [shape[1] if len(shape) == 2 else 1 for shape in shapes]
     return Batch(
         tokens=np.concatenate(tokens),
@@ -188,8 +195,8 @@ def batch(message: pb.ForwardBackwardRequest, model: LoadedModel) -> Batch:
         targets=np.concatenate(targets),
         counts=np.asarray(counts, np.int32),
         loss=name,
-        inputs={key: np.concatenate(parts) for key, parts in inputs.items()},
-        config=_loss_config(message, row["config"]),
+        inputs={key: np.concatenate(parts, dtype=np.float32) for key, parts in inputs.items()},
+        config=config,
         shapes=tuple(shapes),
     )
 
@@ -246,14 +253,11 @@ def _check_keys(datum: pb.Datum, where: str) -> None:
 
 
 def _datum_input(
-    datum: pb.Datum, where: str, item: Mapping[str, Any], shape: tuple[int, ...], loss: str
+    datum: pb.Datum, where: str, key: str, shape: tuple[int, ...], loss: str
 ) -> NDArray[np.float32]:
-    key = item["name"]
     if key not in datum.loss_fn_inputs:
-        if item["required"]:
-            came = sorted(datum.loss_fn_inputs)
-            raise ValueError(f"{where}: {loss} needs {key} in loss_fn_inputs; there came {came}")
-        return np.full(math.prod(shape), item["default"], np.float32)
+        came = sorted(datum.loss_fn_inputs)
+        raise ValueError(f"{where}: {loss} needs {key} in loss_fn_inputs; there came {came}")
     array = _tensor(datum.loss_fn_inputs[key], f"{where}: {key}")
     if array.shape != shape:
         raise ValueError(
@@ -269,7 +273,7 @@ def _datum_input(
 
 
 def _loss_config(
-    message: pb.ForwardBackwardRequest, defaults: Mapping[str, float]
+    message: pb.ForwardBackwardRequest, defaults: Mapping[str, float | None]
 ) -> dict[str, float]:
     given: dict[str, float] = {}
     for key, value in message.loss_fn_config_v2.items():
@@ -283,7 +287,13 @@ def _loss_config(
             raise ValueError(f"unknown loss_fn_config key {key!r}: {message.loss_fn} {known}")
         if not math.isfinite(number):
             raise ValueError(f"loss_fn_config {key} must be a finite number, {number} came")
-    return {**defaults, **given}
+    found = {**defaults, **given}
+    for key, number in found.items():
+        if number is None:
+            raise ValueError(
+                f"{message.loss_fn} needs {key} in loss_fn_config: it has no documented default"
+            )
+    return found
 
 
 # ---- tensors ----
