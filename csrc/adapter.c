@@ -115,6 +115,7 @@ failed:
 }
 
 enum {
+    RANK_MAX = 4096,
     STEP_TOKENS = 2048
 }; /* enough rows for products at full speed; 0.6B then keeps 3.3 GB of activations */
 
@@ -123,9 +124,8 @@ Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
     if (!model->sealed)
         return fail(STATUS_INVALID, "the model is not sealed: load every slot, then seal it");
     if (spec->rank < 1) return fail(STATUS_INVALID, "rank must be at least 1, not %d", spec->rank);
-    if (spec->rank > model->shape.width)
-        return fail(STATUS_INVALID, "rank %d is more than the model's width, %d", spec->rank,
-                    model->shape.width);
+    if (spec->rank > RANK_MAX)
+        return fail(STATUS_INVALID, "rank %d is more than %d", spec->rank, RANK_MAX);
     if (!(spec->alpha > 0.0f) || !isfinite(spec->alpha))
         return fail(STATUS_INVALID, "alpha must be a positive number, not %g", (double)spec->alpha);
     if (!(spec->groups & (ATTN | MLP | UNEMBED)))
@@ -190,7 +190,7 @@ Status adapter_clear(Adapter *adapter)
 Status adapter_norm(Adapter *adapter, Vector which, double *norm)
 {
     Device *dev = adapter->model->dev;
-    arena_reserve(&adapter->arena, sizeof(double), "a gradient's norm");
+    TRY(arena_reserve(&adapter->arena, sizeof(double), "a gradient's norm"));
     double *total = arena_take(&adapter->arena, sizeof(double)), sum;
     dev->zero(dev, total, sizeof(double));
     dev->square_sum(dev, total, adapter->vector[which], adapter->size);

@@ -3,6 +3,7 @@
  * An arena without a base only counts. So what a step will need is known, and refused, before it
  * starts; nothing is allocated while it runs. */
 #include <assert.h>
+#include <stdio.h>
 
 #include "core.h"
 
@@ -14,9 +15,12 @@ Status arena_reserve(Arena *arena, size_t bytes, const char *purpose)
     if (arena->base && arena->size >= bytes) return STATUS_OK;
     arena_release(arena);
     void *base;
-    if (arena->dev->alloc(arena->dev, &base, bytes) != STATUS_OK)
-        return fail(STATUS_MEMORY, "%s needs %.1f MiB on device %s, which can't give them", purpose,
-                    (double)bytes / 1048576.0, arena->dev->name);
+    if (arena->dev->alloc(arena->dev, &base, bytes) != STATUS_OK) {
+        char reason[256];
+        snprintf(reason, sizeof reason, "%s", status_text());
+        return fail(STATUS_MEMORY, "%s needs %.1f MiB on device %s: %s", purpose,
+                    (double)bytes / 1048576.0, arena->dev->name, reason);
+    }
     arena->base = base;
     arena->size = bytes;
     return STATUS_OK;

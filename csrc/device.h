@@ -2,7 +2,8 @@
  *
  * A Device is a struct of function pointers: one per row of ops.inc, and the few services that
  * memory needs. Ops return nothing: the first failure stays on the device, with its file and line,
- * until sync() returns it, so that forward.c reads as maths. */
+ * until sync() returns it, so that forward.c reads as maths. Memory that alloc gives may be read
+ * for 256 bytes past its end, where nothing means anything: a product loads whole tiles. */
 #ifndef TINSMITH_DEVICE_H
 #define TINSMITH_DEVICE_H
 

@@ -95,6 +95,13 @@ static Status numbers_check(const RequestSpec *spec)
     return STATUS_OK;
 }
 
+/* Tokens that a sequence may come to. A full context still gives one: it is drawn, but never run.
+ */
+static int most_tokens(const RequestSpec *spec, const Shape *s)
+{
+    return spec->prompt_length < s->context ? s->context : s->context + 1;
+}
+
 static Status request_check(const Sampler *sampler, const RequestSpec *spec)
 {
     const Shape *s = &sampler->model->shape;
@@ -102,20 +109,21 @@ static Status request_check(const Sampler *sampler, const RequestSpec *spec)
     TRY(numbers_check(spec));
     if (spec->prompt_length < 1)
         return fail(STATUS_INVALID, "the prompt is empty: at least one token is needed");
-    if (spec->prompt_length >= s->context)
-        return fail(STATUS_INVALID,
-                    "the prompt has %d tokens; the model's context of %d leaves no room to sample",
+    if (spec->prompt_length > s->context)
+        return fail(STATUS_INVALID, "the prompt has %d tokens; the model's context is %d",
                     spec->prompt_length, s->context);
     for (int i = 0; i < spec->prompt_length; i++)
         if (spec->prompt[i] < 0 || spec->prompt[i] >= s->vocab)
             return fail(STATUS_INDEX,
                         "the prompt's token at position %d is %d; the model's ids are 0 to %d", i,
                         spec->prompt[i], s->vocab - 1);
-    if (spec->max_tokens > 0 && (int64_t)spec->prompt_length + spec->max_tokens > s->context)
+    if (spec->max_tokens > 0 &&
+        (int64_t)spec->prompt_length + spec->max_tokens > most_tokens(spec, s))
         return fail(STATUS_INVALID,
                     "a prompt of %d tokens and max_tokens %d are more than the context, %d",
                     spec->prompt_length, spec->max_tokens, s->context);
-    int64_t need = spec->prompt_length + (spec->max_tokens > 0 ? (int64_t)spec->max_tokens : 1);
+    /* The last token that is drawn needs no place in the cache. */
+    int64_t need = spec->prompt_length + (spec->max_tokens > 0 ? (int64_t)spec->max_tokens : 1) - 1;
     if (need > room)
         return fail(STATUS_MEMORY,
                     "the request needs a cache of %lld tokens; the sampler's holds %lld",
@@ -185,7 +193,8 @@ Status sampler_add(Sampler *sampler, const RequestSpec *spec)
     if (!r) return fail(STATUS_MEMORY, "no memory for another request");
     r->spec = *spec;
     size_t P = (size_t)spec->prompt_length, top = P * (size_t)spec->topk_prompt;
-    int64_t room = (int64_t)sampler->kv.pages * KV_PAGE, most = sampler->model->shape.context;
+    int64_t room = (int64_t)sampler->kv.pages * KV_PAGE;
+    int64_t most = most_tokens(spec, &sampler->model->shape);
     if (room < most) most = room;
     r->limit = spec->max_tokens > 0 ? spec->prompt_length + spec->max_tokens : (int)most;
     r->spec.prompt = copy_of(spec->prompt, P * sizeof(int32_t));

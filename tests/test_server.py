@@ -5,11 +5,13 @@ hand. Where numbers are compared, both sides are the server's: the maths is test
 """
 
 import time
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 import tinker
+import tinsmith
 import torch
 from conftest import CONTEXT, TOKENIZER, VOCAB, Wire, logprobs, make_datum
 from tinsmith.server import Backend
@@ -607,3 +609,23 @@ def test_an_unknown_route_or_body_is_a_4xx_with_a_sentence(server):
         reply = http.post(f"/api/v1{path}", content=body)
         assert 400 <= reply.status_code < 500 and reply.status_code != 409
         assert len(reply.json()["detail"]) > 20
+
+
+def drawn_without_a_seed(model: Path, folder: Path, seed: int | None) -> list[list[int]]:
+    """What two requests without a seed draw on a fresh server, from an adapter without one."""
+    with tinsmith.serve(model, device="cpu", checkpoints=folder, seed=seed) as backend:
+        trainer = backend.service_client().create_lora_training_client(str(model), rank=4)
+        sampler = trainer.result().save_weights_and_get_sampling_client().result()
+        prompt = tinker.ModelInput.from_ints([5, 6, 7])
+        params = tinker.SamplingParams(max_tokens=12)
+        results = [sampler.sample(prompt, 2, params).result() for _ in range(2)]
+    return [list(one.tokens) for result in results for one in result.sequences]
+
+
+def test_a_server_with_a_seed_repeats_itself(tiny_model_dir: Path, tmp_path: Path) -> None:
+    first, again = (drawn_without_a_seed(tiny_model_dir, tmp_path / n, 7) for n in ("a", "b"))
+    other = drawn_without_a_seed(tiny_model_dir, tmp_path / "c", 8)
+    fresh = drawn_without_a_seed(tiny_model_dir, tmp_path / "d", None)
+    assert first == again
+    assert first[0] != first[2]  # two requests of one run are not the same draw
+    assert other != first and fresh != first

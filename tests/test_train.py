@@ -779,7 +779,7 @@ def test_only_finite_vectors_of_the_right_size_are_written(what: str) -> None:
     [
         ({"rank": 0}, "rank"),
         ({"rank": -3}, "rank"),
-        ({"rank": 1000}, "rank 1000"),
+        ({"rank": 5000}, "rank 5000 is more than 4096"),
         ({"alpha": 0.0}, "alpha"),
         ({"alpha": float("nan")}, "alpha"),
         ({"attn": False, "mlp": False, "unembed": False}, "nothing to train|train"),
@@ -803,3 +803,10 @@ def test_a_snapshot_stays_and_is_not_trained() -> None:
         call(snapshot, batch("qwen3"))
     with pytest.raises(ValueError, match="snapshot"):
         snapshot.optim_step(**ADAM)
+
+
+def test_what_the_machine_can_never_hold_is_refused_in_a_sentence() -> None:
+    config = dict(loaded("qwen3").core.config) | {"vocab": 2_000_000_000, "width": 4096}
+    freq = np.ones(int(config["head_width"]) // 2, np.float32)
+    with pytest.raises(MemoryError, match=r"the base model needs .* MiB .* memory in all"):
+        _core.Model(config, freq)

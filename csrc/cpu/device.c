@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "cpu.h"
 
@@ -25,6 +26,11 @@ enum { SLACK = 256 }; /* readable bytes past each block: a product may load a wh
 static Status cpu_alloc(Device *dev, void **memory, size_t bytes)
 {
     (void)dev;
+    /* mmap would promise more than there is, and the system kill the process that takes it at its
+     * word. */
+    double all = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+    if ((double)bytes > all)
+        return fail(STATUS_MEMORY, "the machine has %.1f MiB of memory in all", all / 1048576.0);
     void *block = mmap(NULL, bytes + SLACK, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (block == MAP_FAILED)

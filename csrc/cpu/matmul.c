@@ -101,7 +101,8 @@ static void tile(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a
         return;
     switch (rows) {
         CASE(1)
-        CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+        CASE(2)
+        CASE(3) CASE(4) CASE(5) CASE(6)
 #if defined(__AVX512F__)
             CASE(7) CASE(8)
 #endif

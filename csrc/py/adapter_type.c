@@ -354,6 +354,33 @@ static int adapter_set_step(PyObject *object, PyObject *value, void *unused)
     return 0;
 }
 
+static PyObject *adapter_pending(PyObject *object, void *unused)
+{
+    (void)unused;
+    const Adapter *adapter = ((PyAdapter *)object)->adapter;
+    return Py_BuildValue("(ddd)", adapter->loss, adapter->tokens, adapter->sequences);
+}
+
+static int adapter_set_pending(PyObject *object, PyObject *value, void *unused)
+{
+    (void)unused;
+    double loss, tokens, sequences;
+    if (!value || !PyTuple_Check(value)) {
+        PyErr_SetString(PyExc_TypeError, "pending must be a tuple (loss, tokens, sequences)");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(value, "ddd:pending", &loss, &tokens, &sequences)) return -1;
+    if (!isfinite(loss) || !(tokens >= 0) || !(sequences >= 0) || !isfinite(tokens + sequences)) {
+        PyErr_SetString(PyExc_ValueError, "pending must be finite, and its counts 0 or more");
+        return -1;
+    }
+    Adapter *adapter = ((PyAdapter *)object)->adapter;
+    adapter->loss = loss;
+    adapter->tokens = tokens;
+    adapter->sequences = sequences;
+    return 0;
+}
+
 #define KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
 
 static PyMethodDef methods[] = {
@@ -384,6 +411,8 @@ static PyGetSetDef getset[] = {
     {"alpha", adapter_alpha, NULL, "LoRA's alpha; the scale is alpha / rank.", NULL},
     {"size", adapter_size, NULL, "Trained parameters.", NULL},
     {"step", adapter_step, adapter_set_step, "Optimizer steps taken.", NULL},
+    {"pending", adapter_pending, adapter_set_pending,
+     "(loss, tokens, sequences) of the calls behind the gradients.", NULL},
     {"layout", adapter_layout, NULL,
      "(slot, layer or -1, 'A' or 'B', offset, rows, cols) in the flat vectors.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -1,8 +1,9 @@
 """The engine: base models, LoRA adapters with their gradients and optimizer, and the sampler.
 
-Every call that computes releases the GIL. One thread at a time may use a model and what was made from it (worker.py
-is that thread). Errors: ValueError, IndexError (a token id out of range), MemoryError, FloatingPointError
-(a result that is not finite), RuntimeError (the device); after any of them the adapter is as it was before the call.
+Every call that computes releases the GIL. One thread at a time may use a model and what was made
+from it (worker.py is that thread). Errors: ValueError, IndexError (a token id out of range),
+MemoryError, FloatingPointError (a result that is not finite), RuntimeError (the device); after any
+of them the adapter is as it was before the call.
 """
 
 from typing import Any, TypedDict
@@ -31,9 +32,9 @@ def devices() -> dict[str, str]:
 class Model:
     """A frozen base model. Shapes come from `config`; weights are put in with `load`, then `seal`.
 
-    config keys: layers, width, heads, kv_heads, head_width, ffn, vocab, context, norm_eps, rope_scale,
-    qkv_bias (0/1), qk_norm (0/1), tied (0/1). inv_freq is (head_width/2,) float32. weights is the element type that
-    matrices are kept in; the products are exact for either.
+    config keys: layers, width, heads, kv_heads, head_width, ffn, vocab, context, norm_eps,
+    rope_scale, qkv_bias (0/1), qk_norm (0/1), tied (0/1). inv_freq is (head_width/2,) float32.
+    weights is the element type that matrices are kept in; the products are exact for either.
     """
 
     def __init__(
@@ -47,10 +48,11 @@ class Model:
     ) -> None: ...
     @property
     def slots(self) -> list[tuple[str, int, int, int]]:
-        """(slot, layer or -1, rows, cols) of every tensor that must be loaded; vectors have rows 1."""
+        """(slot, layer or -1, rows, cols) of every tensor that must be loaded; vectors have rows
+        1."""
     def load(self, slot: str, layer: int, array: NDArray[Any]) -> None:
-        """Copies one tensor in: (rows, cols) or, for vectors, (cols,). float32, float16, or uint16 holding bf16 bits;
-        bf16 matrices only into weights="bf16", and only they."""
+        """Copies one tensor in: (rows, cols) or, for vectors, (cols,). float32, float16, or uint16
+        holding bf16 bits; bf16 matrices only into weights="bf16", and only they."""
     def seal(self) -> None:
         """Ends loading; ValueError names the slots that are still missing."""
     @property
@@ -60,12 +62,13 @@ class Model:
     @property
     def weight_bytes(self) -> int: ...
     def plan(self, rank: int, tokens: int) -> dict[str, int]:
-        """Bytes that weights, an adapter of `rank` on every layer, a training step of `tokens` packed rows, and
-        the KV cache of one token take, before anything is allocated: keys weights, adapter, step, kv_token."""
+        """Bytes that weights, an adapter of `rank` on every layer, a training step of `tokens`
+        packed rows, and the KV cache of one token take, before anything is allocated: keys weights,
+        adapter, step, kv_token."""
 
 class Adapter:
-    """LoRA matrices on a model, with gradients and AdamW state. B starts at zero, A as PEFT initialises it
-    (uniform in ±1/sqrt(fan_in)) from `seed`. The scale is alpha / rank."""
+    """LoRA matrices on a model, with gradients and AdamW state. B starts at zero, A as PEFT
+    initialises it (uniform in ±1/sqrt(fan_in)) from `seed`. The scale is alpha / rank."""
 
     def __init__(
         self,
@@ -94,6 +97,12 @@ class Adapter:
     @step.setter
     def step(self, value: int) -> None: ...
     @property
+    def pending(self) -> tuple[float, float, float]:
+        """(loss, tokens, sequences) of the calls behind the gradients; may be set, by a
+        checkpoint."""
+    @pending.setter
+    def pending(self, value: tuple[float, float, float]) -> None: ...
+    @property
     def layout(self) -> list[tuple[str, int, str, int, int, int]]:
         """(slot, layer or -1, "A" or "B", offset, rows, cols) of each matrix in the flat vectors.
         A is stored (fan_in, rank) and B (rank, fan_out): PEFT's matrices transposed."""
@@ -111,8 +120,8 @@ class Adapter:
         *,
         backward: bool = True,  # False: no gradients
     ) -> tuple[NDArray[np.float32], float]:
-        """Log-probabilities of the targets (flat, like targets) and the loss's sum; adds to the gradients.
-        Every id, length, and number is checked first; on any error nothing was added."""
+        """Log-probabilities of the targets (flat, like targets) and the loss's sum; adds to the
+        gradients. Every id, length, and number is checked first; on any error nothing was added."""
     def optim_step(
         self,
         *,
@@ -124,25 +133,25 @@ class Adapter:
         grad_clip_norm: float,
         normalization: str | None = None,  # "num_loss_tokens", "num_sequences" or None
     ) -> dict[str, float]:
-        """One AdamW step with the gradients so far, which are then cleared. Returns grad_norm (before clipping, after
-        normalization), and of the calls behind it: loss (their sum), loss_tokens and
-        loss_sequences (those with a gradient that is not zero). FloatingPointError if the gradient is not finite: it is
-        cleared, and weights and moments stay as they were."""
+        """One AdamW step with the gradients so far, which are then cleared. Returns grad_norm
+        (before clipping, after normalization), and of the calls behind it: loss (their sum),
+        loss_tokens and loss_sequences (those with a gradient that is not zero). FloatingPointError
+        if the gradient is not finite: it is cleared, and weights and moments stay as they were."""
     def clear_gradients(self) -> None: ...
     def read(self, what: str) -> NDArray[np.float32]:
         """A copy of a flat vector, (size,): "weights", "gradients", "m" or "v"."""
     def write(self, what: str, array: NDArray[np.float32]) -> None:
         """Replaces a flat vector; every number must be finite."""
-    def snapshot(self) -> "Adapter":
+    def snapshot(self) -> Adapter:
         """The weights as they are now, for sampling; it can't be trained."""
 
 class Sampler:
-    """Continuous batching over one model: many requests, each with its own adapter or none, decoded together.
-    What a request gets does not depend on the others."""
+    """Continuous batching over one model: many requests, each with its own adapter or none, decoded
+    together. What a request gets does not depend on the others."""
 
     def __init__(self, model: Model, *, tokens: int = 0, vocab_limit: int = 0) -> None:
-        """tokens: what the KV cache holds in all (0: the engine's default); vocab_limit: ids from here on are
-        never sampled (0: the whole vocabulary)."""
+        """tokens: what the KV cache holds in all (0: the engine's default); vocab_limit: ids from
+        here on are never sampled (0: the whole vocabulary)."""
     def add(
         self,
         request: int,
@@ -150,7 +159,8 @@ class Sampler:
         adapter: Adapter | None = None,
         *,
         num_samples: int = 1,
-        max_tokens: int = -1,  # -1: to the end of the context
+        # -1: to the end of the context, or of the cache where that is smaller
+        max_tokens: int = -1,
         temperature: float = 1.0,
         top_k: int = -1,
         top_p: float = 1.0,
@@ -160,19 +170,26 @@ class Sampler:
         prompt_logprobs: bool = False,
         topk_prompt: int = 0,
     ) -> None:
-        """Queues a request under a number of the caller's choice. Checked before it is taken."""
+        """Queues a request under a number of the caller's choice. Checked before it is taken.
+
+        Log-probabilities of drawn tokens, topk_sample's too, are those of the distribution that was
+        drawn from: divided by the temperature (1 where it is 0), among what top_k and top_p keep.
+        """
     def step(self) -> tuple[list[tuple[int, int, int]], list[int]]:
-        """Runs one forward: (request, sample, token) for each token drawn, and the requests that are now done."""
+        """Runs one forward: (request, sample, token) for each token drawn, and the requests that
+        are now done."""
     def stop(self, request: int, sample: int) -> None:
         """Ends a sample after its newest token, with reason "stop" (a stop string was seen)."""
     def cancel(self, request: int) -> None:
         """Forgets a request."""
     def take(self, request: int) -> dict[str, Any]:
         """A done request's result, which is then forgotten:
-        samples: list of {"tokens": int32 (n,), "logprobs": float32 (n,), "stop_reason": "stop" | "length",
+        samples: list of {"tokens": int32 (n,), "logprobs": float32 (n,), "stop_reason": "stop" |
+        "length",
                           "topk_ids": int32 (n, K) | None, "topk_logprobs": float32 (n, K) | None}
         prompt_logprobs: float32 (N,) with NaN at 0, or None
-        topk_ids: int32 (N, K) | None, topk_logprobs: float32 (N, K) | None; row 0 is id 0, logprob -99999."""
+        topk_ids: int32 (N, K) | None, topk_logprobs: float32 (N, K) | None; row 0 is id 0, logprob
+        -99999."""
     @property
     def active(self) -> int:
         """Requests queued or running."""

@@ -109,7 +109,8 @@ def _write_files(folder: Path, adapter: _core.Adapter, meta: Meta, optimizer: bo
         gradients = adapter.read("gradients")
         if gradients.any():
             state["gradients"] = gradients
-        weights.write(folder / OPTIMIZER_FILE, state, {"step": str(adapter.step)})
+        facts = {"step": str(adapter.step), "pending": json.dumps(adapter.pending)}
+        weights.write(folder / OPTIMIZER_FILE, state, facts)
         files.append(OPTIMIZER_FILE)
     content = {
         "version": VERSION,
@@ -254,9 +255,9 @@ def load_into(folder: Path | str, adapter: _core.Adapter, *, optimizer: bool) ->
         if found != needed:
             raise ValueError(f"{folder} has {what} {found}, this adapter has {what} {needed}")
     state = {"weights": _read_weights(folder, adapter)}
-    step = 0
+    step, pending = 0, (0.0, 0.0, 0.0)
     if optimizer:
-        moments, step = _read_optimizer(folder, adapter.size)
+        moments, step, pending = _read_optimizer(folder, adapter.size)
         state |= moments
     zeros = np.zeros(adapter.size, np.float32)
     state = {"m": zeros, "v": zeros} | state
@@ -266,7 +267,7 @@ def load_into(folder: Path | str, adapter: _core.Adapter, *, optimizer: bool) ->
     adapter.clear_gradients()
     for what, flat in state.items():
         adapter.write(what, flat)
-    adapter.step = step
+    adapter.step, adapter.pending = step, pending
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
@@ -330,7 +331,10 @@ def _read_weights(folder: Path, adapter: _core.Adapter) -> NDArray[np.float32]:
     return flat
 
 
-def _read_optimizer(folder: Path, size: int) -> tuple[dict[str, NDArray[np.float32]], int]:
+Pending = tuple[float, float, float]  # _core.Adapter.pending
+
+
+def _read_optimizer(folder: Path, size: int) -> tuple[dict[str, NDArray[np.float32]], int, Pending]:
     with _open_checked(folder, OPTIMIZER_FILE) as tensors:
         if not {"m", "v"} <= set(tensors) <= {"m", "v", "gradients"}:
             raise ValueError(f"{folder / OPTIMIZER_FILE} should have m and v, has {list(tensors)}")
@@ -342,7 +346,9 @@ def _read_optimizer(folder: Path, size: int) -> tuple[dict[str, NDArray[np.float
         step = tensors.metadata.get("step", "")
         if not step.isdecimal():
             raise ValueError(f"{folder / OPTIMIZER_FILE} has the step {step!r}")
-        return {name: tensors[name].copy() for name in tensors}, int(step)
+        loss, tokens, sequences = json.loads(tensors.metadata.get("pending", "[0, 0, 0]"))
+        pending = (float(loss), float(tokens), float(sequences))
+        return {name: tensors[name].copy() for name in tensors}, int(step), pending
 
 
 # ---- tinker:// paths ----

@@ -106,6 +106,9 @@ def _add_engine(parser: argparse.ArgumentParser, *, needed: bool) -> None:
         help="where save_state writes to (./%(default)s)",
     )
     parser.add_argument("--threads", type=int, default=0, help="0: one for each core")
+    parser.add_argument(
+        "--seed", type=int, help="requests without a seed then draw the same in each run"
+    )
 
 
 def _models(options: argparse.Namespace) -> dict[str, Path]:
@@ -130,6 +133,7 @@ def _serve(options: argparse.Namespace) -> None:
         port=options.port,
         device=options.device,
         threads=options.threads,
+        seed=options.seed,
     ) as backend:
         print(f"tinsmith serves {', '.join(models)} at {backend.url}")
         print(f"checkpoints are in {backend.checkpoints}; in a client's shell:")
@@ -160,6 +164,7 @@ def _run(options: argparse.Namespace) -> int:
         checkpoints=options.checkpoints,
         device=options.device,
         threads=options.threads,
+        seed=options.seed,
     )
 
 

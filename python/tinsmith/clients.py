@@ -29,12 +29,14 @@ def serve(
     device: str = "auto",
     checkpoints: str | Path = CHECKPOINTS,
     threads: int = 0,
+    seed: int | None = None,
 ) -> Backend:
     """Starts a server and returns it when it is ready; use it in a `with` statement.
 
     models: {name: folder}, or the folder(s) or names in the Hugging Face cache, which are then
     their names too. port 0 takes a free one: see `.url`. checkpoints is the folder that
-    save_state writes to. threads 0 takes all cores.
+    save_state writes to. threads 0 takes all cores. With a seed, requests that have none draw the
+    same each time the same run is made; without, they draw afresh.
 
         with tinsmith.serve({"Qwen/Qwen3-0.6B": "models/qwen3"}) as backend:
             client = backend.service_client().create_lora_training_client("Qwen/Qwen3-0.6B")
@@ -51,6 +53,7 @@ def serve(
         port=port,
         device=device,
         threads=threads,
+        seed=seed,
     )
 
 

@@ -114,7 +114,8 @@ async def create_model(service: Service, request: Request) -> dict[str, Any]:
 
     def start() -> Future[None]:
         base = service.base(wire.need(body, "base_model", str))
-        spec = wire.lora_spec(body)
+        place = f"train:{wire.need(body, 'model_seq_id', int)}"
+        spec = wire.lora_spec(body, service.fresh_seed(session, place))
         run = RunInfo(
             id=model_id,
             session=session,
@@ -346,7 +347,9 @@ async def asample(service: Service, request: Request) -> dict[str, Any]:
 
     def start() -> Future[Any]:
         sampler = service.sampler(request, name)
-        wanted = wire.sample_request(body, sampler.model)
+        place = request_id.removeprefix(sampler.session.id)
+        fresh = service.fresh_seed(sampler.session, place)
+        wanted = wire.sample_request(body, sampler.model, fresh)
         sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
         return service.worker.sample(name, wanted)
 

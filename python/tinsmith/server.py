@@ -96,6 +96,7 @@ class Backend:
         port: int = 0,
         device: str = "auto",
         threads: int = 0,
+        seed: int | None = None,
         poll_seconds: float = 20.0,
         gap_seconds: float = worker.GAP_SECONDS,
     ):
@@ -110,7 +111,7 @@ class Backend:
         except BaseException:
             self._socket.close()
             raise
-        service = Service(bases, self._worker, store, poll_seconds=poll_seconds)
+        service = Service(bases, self._worker, store, seed=seed, poll_seconds=poll_seconds)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 make_app(service),

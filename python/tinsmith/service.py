@@ -6,6 +6,8 @@ the first attempt made and nothing is executed twice. A session belongs to the A
 it: to another key its runs and samplers do not exist. Checkpoints are found by their path.
 """
 
+import hashlib
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -41,6 +43,7 @@ class Session:
     """One ServiceClient."""
 
     id: str
+    number: int  # of the server's sessions, from 0
     owner: str
     user_metadata: dict[str, str]
     display_name: str | None
@@ -118,13 +121,16 @@ class Service:
         worker: Worker,
         store: checkpoint.Store,
         *,
+        seed: int | None = None,
         poll_seconds: float = 20.0,
     ):
         self.bases = dict(bases)
         self.worker = worker
         self.store = store
+        self.seed = seed
         self.poll_seconds = poll_seconds  # the SDK gives up a poll after 45 s
         self.sessions: dict[str, Session] = {}
+        self.session_count = 0
         self.runs: dict[str, RunInfo] = {}
         self.samplers: dict[str, SamplerInfo] = {}
         self.pending: dict[tuple[str, str], Pending] = {}  # by owner and request id
@@ -160,13 +166,23 @@ class Service:
         """A new session."""
         session = Session(
             id=f"s-{uuid.uuid4().hex}",
+            number=self.session_count,
             owner=owner,
             user_metadata=wire.metadata(body),
             display_name=wire.optional(body, "display_name", str),
             seen=time.monotonic(),
         )
         self.sessions[session.id] = session
+        self.session_count += 1
         return session
+
+    def fresh_seed(self, session: Session, place: str) -> int:
+        """The seed of a request that has none: random, or, where the server has a seed, made of
+        that and the request's place in its session, so that the same run draws the same again."""
+        if self.seed is None:
+            return secrets.randbits(63)
+        key = f"{self.seed}:{session.number}:{place}".encode()
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
     def session(self, request: Request, name: str) -> Session:
         """A session of the client that asks."""

@@ -8,7 +8,6 @@ knows HTTP, waits or keeps state.
 
 import itertools
 import math
-import secrets
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -103,8 +102,8 @@ def ttl(body: Mapping[str, Any]) -> int | None:
 # ---- training requests ----
 
 
-def lora_spec(body: Mapping[str, Any]) -> LoraSpec:
-    """create_model's adapter; a missing seed becomes a fresh one."""
+def lora_spec(body: Mapping[str, Any], fresh_seed: int) -> LoraSpec:
+    """create_model's adapter; fresh_seed is used where none came."""
     refuse_optimizer(body)
     given = maybe(body, "lora_config", dict, {})
     rank = maybe(given, "rank", int, 32)
@@ -115,7 +114,7 @@ def lora_spec(body: Mapping[str, Any]) -> LoraSpec:
     unembed = maybe(given, "train_unembed", bool, True)
     if not (attn or mlp or unembed):
         raise ValueError("one of train_attn, train_mlp and train_unembed must be true")
-    return LoraSpec(rank, _seed(given), attn, mlp, unembed)
+    return LoraSpec(rank, _seed(given, fresh_seed), attn, mlp, unembed)
 
 
 def refuse_optimizer(body: Mapping[str, Any]) -> None:
@@ -361,8 +360,8 @@ def _dense(csr: Any, values: NDArray[Any], shape: tuple[int, ...], where: str) -
 # ---- sampling requests ----
 
 
-def sample_request(body: Mapping[str, Any], model: LoadedModel) -> SampleRequest:
-    """A checked sampling request on a base model (or an adapter on it)."""
+def sample_request(body: Mapping[str, Any], model: LoadedModel, fresh_seed: int) -> SampleRequest:
+    """A checked request on a base model or an adapter; fresh_seed is used where no seed came."""
     if body.get("target_prompt_logprobs") is not None:
         raise ValueError("target_prompt_logprobs is not built; use topk_prompt_logprobs")
     if maybe(body, "prompt_alt_tokens_k", int, 0) > 0:
@@ -380,7 +379,7 @@ def sample_request(body: Mapping[str, Any], model: LoadedModel) -> SampleRequest
         temperature=_at_least(0.0, maybe(params, "temperature", float, 1.0), "temperature"),
         top_k=_top_k(params),
         top_p=_top_p(params),
-        seed=_seed(params),
+        seed=_seed(params, fresh_seed),
         stop_ids=stop_ids,
         stop_texts=stop_texts,
         prompt_logprobs=score,
@@ -448,9 +447,9 @@ def _top_p(params: Mapping[str, Any]) -> float:
     return top_p
 
 
-def _seed(params: Mapping[str, Any]) -> int:
+def _seed(params: Mapping[str, Any], fresh_seed: int) -> int:
     seed = optional(params, "seed", int)
-    return secrets.randbits(SEED_BITS) if seed is None else seed % (1 << SEED_BITS)
+    return (fresh_seed if seed is None else seed) % (1 << SEED_BITS)
 
 
 def _width(body: Mapping[str, Any], key: str, vocab: int) -> int:

@@ -47,7 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     held_out = data.held_out_examples(PER_SKILL, options.seed)
     with tinsmith.serve(
-        MODEL, device=options.device, checkpoints=out / "checkpoints", threads=options.threads
+        MODEL,
+        device=options.device,
+        checkpoints=out / "checkpoints",
+        threads=options.threads,
+        seed=options.seed,
     ) as backend:
         client = backend.service_client()
         base = client.create_sampling_client(base_model=str(MODEL)).result()
