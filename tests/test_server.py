@@ -320,6 +320,41 @@ def test_prompt_logprobs_are_the_trainers(service_client):
     np.testing.assert_allclose(scored[1:], logprobs(forward)[0], atol=1e-5)
 
 
+@pytest.mark.parametrize("sparse", (False, True))
+def test_target_prompt_logprobs_are_the_trainers_in_the_requests_layout(service_client, sparse):
+    training = make_client(service_client)
+    train(training, 2)
+    client = training.save_weights_and_get_sampling_client().result()
+    tokens = [10, 20, 30, 40, 50, 60]
+    ids = torch.full((5, 20), -1)  # wide enough for the SDK to send it sparse
+    ids[1, :2], ids[3, 0], ids[4, 19] = torch.tensor([30, 7]), 8, 9
+    make = tinker.TensorData.from_torch_sparse if sparse else tinker.TensorData.from_torch
+    asked = make(ids, pad_value=-1) if sparse else make(ids)
+    params = tinker.SamplingParams(max_tokens=1, temperature=0.3)
+    prompt = tinker.ModelInput.from_ints(tokens)
+    reply = client.sample(prompt, 2, params, True, target_prompt_logprobs=asked).result()
+    found = reply.target_prompt_logprobs
+    assert (found.sparse_crow_indices is not None) == sparse
+    assert (found.shape, found.dtype) == ([5, 20], "float32")
+    datum = make_datum(tokens[:-1], ids.clamp(min=0).numpy())
+    forward = training.forward([datum], "cross_entropy").result()
+    wanted = np.where(ids.numpy() >= 0, logprobs(forward)[0], 0.0)
+    np.testing.assert_array_equal(found.to_torch().numpy(), wanted)
+    assert reply.prompt_logprobs[2] == wanted[1, 0]  # the prompt's own token was asked for there
+
+
+def test_alternatives_to_prompt_tokens(service_client):
+    client = service_client.create_sampling_client(base_model="tiny").result()
+    params = tinker.SamplingParams(max_tokens=1, temperature=0.7, seed=3)
+    reply = client.sample(PROMPT, 1, params, prompt_alt_tokens_k=6).result().prompt_alt_tokens
+    tokens, found = reply.tokens.to_torch(), reply.logprobs.to_torch()
+    assert (tokens.shape, tokens.dtype) == ((4, 6), torch.int64)
+    assert (found.shape, found.dtype) == ((4, 6), torch.float32)
+    scored = client.sample(PROMPT, 1, params, target_prompt_logprobs=reply.tokens).result()
+    assert torch.equal(scored.target_prompt_logprobs.to_torch(), found)
+    assert len(set(tokens[0].tolist())) > 1 and int(tokens.max()) < TOKENIZER
+
+
 def test_sampled_logprobs_are_scaled_by_the_temperature(service_client):
     client = service_client.create_sampling_client(base_model="tiny").result()
 

@@ -17,7 +17,7 @@ import zstandard
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tinsmith import wire
+from tinsmith import wire, wire_sampling
 from tinsmith.errors import explain
 from tinsmith.service import Refusal, RunInfo, SamplerInfo, Service, owner
 from tinsmith.worker import StateSpec
@@ -349,12 +349,12 @@ async def asample(service: Service, request: Request) -> dict[str, Any]:
         sampler = service.sampler(request, name)
         place = request_id.removeprefix(sampler.session.id)
         fresh = service.fresh_seed(sampler.session, place)
-        wanted = wire.sample_request(body, sampler.model, fresh)
+        wanted = wire_sampling.sample_request(body, sampler.model, fresh)
         sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
         return service.worker.sample(name, wanted)
 
     return service.promise(
-        request, request_id, start, wire.sample_message, sample_sequence_ids=sequence_ids
+        request, request_id, start, wire_sampling.sample_message, sample_sequence_ids=sequence_ids
     )
 
 
