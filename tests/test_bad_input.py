@@ -492,8 +492,10 @@ def test_a_full_disk_is_told_of(clients, monkeypatch):
 
 
 def test_unbuilt_services_are_refused_by_name(clients):
-    with pytest.raises(tinker.RequestFailedError, match="save_weights_external is not built"):
-        clients.training.save_weights_external("x").result(timeout=SECONDS)
+    with pytest.raises(tinker.RequestFailedError, match="age encryption is not built"):
+        clients.training.save_weights_external("x", age_encryption_recipients=["age1abc"]).result(
+            timeout=SECONDS
+        )
     clients.check()
 
 

@@ -622,8 +622,8 @@ def test_rest_tells_of_runs_checkpoints_and_sessions(server, service_client):
     rest.delete_checkpoint_from_tinker_path(path).result()
     left = rest.list_checkpoints(client.model_id).result().checkpoints
     assert [item.tinker_path for item in left] == [weights]
-    with pytest.raises(tinker.BadRequestError, match="publishing is not built"):
-        rest.publish_checkpoint_from_tinker_path(weights).result()
+    with pytest.raises(tinker.BadRequestError, match="assigning projects is not built"):
+        rest.assign_session_project(client.model_id.partition(":")[0], "p").result()
 
 
 def test_an_unknown_route_or_body_is_a_4xx_with_a_sentence(server):

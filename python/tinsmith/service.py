@@ -6,6 +6,8 @@ the first attempt made and nothing is executed twice. A session belongs to the A
 it: to another key its runs and samplers do not exist. Checkpoints are found by their path.
 """
 
+import asyncio
+import contextlib
 import hashlib
 import secrets
 import time
@@ -48,9 +50,11 @@ class Session:
     user_metadata: dict[str, str]
     display_name: str | None
     seen: float
+    created: str
     runs: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
     ended: bool = False
+    finish: dict[str, Any] | None = None  # how its client said that it ended
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,34 @@ class RunInfo:
 
 
 @dataclass
+class Completions:
+    """Requests that are done, in that order, and numbered from 1: what a poll for all of them
+    reads. The event loop alone touches it."""
+
+    events: list[tuple[int, str]] = field(default_factory=list)
+    last: int = 0
+    waiting: set[asyncio.Event] = field(default_factory=set)
+
+    def add(self, request_id: str) -> None:
+        """A request is done."""
+        self.last += 1
+        self.events.append((self.last, request_id))
+        for event in self.waiting:
+            event.set()
+
+    async def after(self, cursor: int, seconds: float) -> list[str]:
+        """Those after a cursor, which are waited for; what came before it is forgotten."""
+        self.events = [item for item in self.events if item[0] > cursor]
+        if not self.events and seconds > 0:
+            event = asyncio.Event()
+            self.waiting.add(event)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), seconds)
+            self.waiting.discard(event)
+        return [request_id for number, request_id in self.events if number > cursor]
+
+
+@dataclass
 class SamplerInfo:
     """One sampling session."""
 
@@ -99,6 +131,7 @@ class SamplerInfo:
     model: LoadedModel
     path: str | None = None
     clones: int = 0
+    done: dict[int, Completions] = field(default_factory=dict)  # of each clone's requests
 
 
 @dataclass
@@ -134,6 +167,7 @@ class Service:
         self.runs: dict[str, RunInfo] = {}
         self.samplers: dict[str, SamplerInfo] = {}
         self.pending: dict[tuple[str, str], Pending] = {}  # by owner and request id
+        self.copies: dict[tuple[str, str], str] = {}  # by owner and idempotency key
         self._swept = time.monotonic()
 
     # ---- names ----
@@ -156,9 +190,12 @@ class Service:
         """The folder of a tinker:// path, and what the checkpoint in it says of itself."""
         folder = self.store.folder(path)
         try:
-            return folder, checkpoint.load_meta(folder)
+            meta = checkpoint.load_meta(folder)
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no checkpoint {path}") from None
+        if meta.expired:
+            raise FileNotFoundError(f"there is no checkpoint {path} any more: its ttl is over")
+        return folder, meta
 
     # ---- sessions ----
 
@@ -171,6 +208,7 @@ class Service:
             user_metadata=wire.metadata(body),
             display_name=wire.optional(body, "display_name", str),
             seen=time.monotonic(),
+            created=now(),
         )
         self.sessions[session.id] = session
         self.session_count += 1
