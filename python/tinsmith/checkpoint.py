@@ -114,8 +114,8 @@ def save(
 
 
 def _write_files(folder: Path, adapter: _core.Adapter, meta: Meta, optimizer: bool) -> None:
-    matrices = dict(_matrices(adapter, adapter.read("weights")))
-    weights.write(folder / ADAPTER_FILE, matrices, {"format": "pt"})
+    named = dict(matrices(adapter, adapter.read("weights")))
+    weights.write(folder / ADAPTER_FILE, named, {"format": "pt"})
     _write_json(folder / CONFIG_FILE, _peft_config(adapter, meta))
     files = [ADAPTER_FILE, CONFIG_FILE]
     if optimizer:
@@ -166,7 +166,7 @@ def _module(slot: str, layer: int) -> str:
     return families.NAMES[slot].format(layer=layer).removesuffix(".weight")
 
 
-def _matrices(
+def matrices(
     adapter: _core.Adapter, flat: NDArray[np.float32]
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """PEFT's name of each matrix and a view of it in PEFT's shape, which is the engine's turned."""
@@ -354,10 +354,17 @@ def _open_checked(folder: Path, name: str) -> weights.Tensors:
     return weights.open_file(file)
 
 
+def open_adapter(folder: Path) -> weights.Tensors:
+    """The matrices of a checkpoint, compared with what it says of them, or of a PEFT folder."""
+    if (folder / META_FILE).is_file():
+        return _open_checked(folder, ADAPTER_FILE)
+    return weights.open_file(folder / ADAPTER_FILE)
+
+
 def _read_weights(folder: Path, adapter: _core.Adapter) -> NDArray[np.float32]:
     flat = np.empty(adapter.size, np.float32)
     with _open_checked(folder, ADAPTER_FILE) as tensors:
-        views = dict(_matrices(adapter, flat))
+        views = dict(matrices(adapter, flat))
         different = sorted(set(views) ^ set(tensors))
         if different:
             where = "the file" if different[0] in tensors else "this adapter"
@@ -400,8 +407,10 @@ class Store:
     One process at a time may have a root open: opening it clears what an interrupted one left.
     """
 
-    def __init__(self, root: Path | str) -> None:
+    def __init__(self, root: Path | str, *, recover: bool = True) -> None:
         self.root = Path(root).resolve()
+        if not recover:  # to look something up beside a server
+            return
         for kind in get_args(Kind):
             for left in sorted(self.root.glob(f"*/{kind}/*~*")):
                 _recover(left)

@@ -21,7 +21,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from tinsmith import checkpoint, wire
+from tinsmith import checkpoint, peft, wire
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import LoadedModel, find_model
 from tinsmith.worker import Worker
@@ -187,7 +187,10 @@ class Service:
         raise ValueError(f"unknown base model {name!r}; this server has {sorted(self.bases)}")
 
     def meta(self, path: str) -> tuple[Path, checkpoint.Meta]:
-        """The folder of a tinker:// path, and what the checkpoint in it says of itself."""
+        """The folder of a checkpoint's path, and what the checkpoint says of itself. A path that is
+        not tinker:// is a folder of this machine that PEFT wrote."""
+        if not path.startswith("tinker://") and (Path(path) / checkpoint.CONFIG_FILE).is_file():
+            return Path(path), peft.load_meta(Path(path))
         folder = self.store.folder(path)
         try:
             meta = checkpoint.load_meta(folder)
