@@ -9,8 +9,14 @@
 
 enum { ALIGNMENT = 256 };
 
+static size_t aligned(size_t bytes)
+{
+    return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
 Status arena_reserve(Arena *arena, size_t bytes, const char *purpose)
 {
+    bytes = aligned(bytes);
     arena->used = 0;
     if (arena->base && arena->size >= bytes) return STATUS_OK;
     arena_release(arena);
@@ -36,7 +42,7 @@ void arena_release(Arena *arena)
 void *arena_take(Arena *arena, size_t bytes)
 {
     size_t at = arena->used;
-    arena->used += (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    arena->used += aligned(bytes);
     if (!arena->base) return NULL;
     assert(arena->used <= arena->size);
     return arena->base + at;

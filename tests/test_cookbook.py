@@ -77,7 +77,8 @@ def test_sdft_reverse_through_a_custom_loss(backend: Any, questions: Path, tmp_p
 def test_sdft_without_top_k_has_no_weights(backend: Any, questions: Path, tmp_path: Path) -> None:
     rows = sdft(backend, tmp_path / "log", questions, "topk=0", "max_steps=3")
     for row in rows:  # missing weights are ones: every token counts, the prompt's too
-        assert row["loss_tokens"] > row["sdft/total_completion_tokens"]
+        observed, acted = (row[f"env/all/total_{side}_tokens"] for side in ("ob", "ac"))
+        assert row["loss_tokens"] == observed + acted - row["loss_sequences"]
         assert row["sdft/mean_advantage"] == pytest.approx(
             row["sdft/mean_teacher_lp"] - row["sdft/mean_student_lp"], abs=1e-4
         )
@@ -99,7 +100,7 @@ def test_supervised_training_learns(backend: Any, tmp_path: Path) -> None:
     )  # fmt: skip
     nll = [row["train_mean_nll"] for row in rows if "train_mean_nll" in row]
     assert len(nll) == 6
-    assert nll[-1] < 0.5 * nll[0], nll
+    assert nll[-1] < 0.7 * nll[0], nll
 
 
 def test_rl_samples_what_it_trains_on(backend: Any, tmp_path: Path) -> None:
