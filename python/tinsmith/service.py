@@ -12,6 +12,7 @@ import hashlib
 import secrets
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ KEPT_READ_SECONDS = 60.0  # a result stays after it was read, for a client that 
 KEPT_UNREAD_SECONDS = 3600.0
 SESSION_SECONDS = 3600.0  # without a sign of life; the SDK's heartbeat comes every 10 s
 SWEEP_SECONDS = 10.0
+COMPLETIONS_MAX = 1 << 14  # of one client, which has at most 2,000 requests under way
 
 
 class Refusal(Exception):
@@ -96,9 +98,9 @@ class RunInfo:
 @dataclass
 class Completions:
     """Requests that are done, in that order, and numbered from 1: what a poll for all of them
-    reads. The event loop alone touches it."""
+    reads. The event loop alone touches it. Where nobody polls, the oldest are forgotten."""
 
-    events: list[tuple[int, str]] = field(default_factory=list)
+    events: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=COMPLETIONS_MAX))
     last: int = 0
     waiting: set[asyncio.Event] = field(default_factory=set)
 
@@ -111,7 +113,8 @@ class Completions:
 
     async def after(self, cursor: int, seconds: float) -> list[str]:
         """Those after a cursor, which are waited for; what came before it is forgotten."""
-        self.events = [item for item in self.events if item[0] > cursor]
+        while self.events and self.events[0][0] <= cursor:
+            self.events.popleft()
         if not self.events and seconds > 0:
             event = asyncio.Event()
             self.waiting.add(event)
