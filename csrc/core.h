@@ -229,9 +229,10 @@ real *real_at(const Device *dev, const real *base, size_t index);
 
 /* ---- losses.c ---- */
 
-enum { LOSS_INPUTS = 4, LOSS_KEYS = 4 };
+enum { LOSS_INPUTS = 5, LOSS_KEYS = 4, UNGATED = -1 };
 
-/* One piece of a batch, as flat arrays over targets. */
+/* One piece of a batch, as flat arrays over targets: any piece, or one datum if the loss is whole.
+ */
 typedef struct LossCall {
     int64_t count;
     const float *logp;
@@ -243,23 +244,25 @@ typedef struct LossCall {
 typedef struct Loss {
     const char *name;
     int multi; /* targets may be (N, K) */
+    int whole; /* evaluate needs all targets of a datum in one call */
     struct {
         const char *name;
         int required;
-        float missing; /* every element of an optional input that did not come */
+        const char *from; /* the key or the earlier input that stands in for an optional one */
+        float missing;    /* or, where `from` is NULL, this number for every element */
     } input[LOSS_INPUTS];
     struct {
         const char *name;
-        double initial;
+        double initial; /* NAN: there is none, it must come */
     } key[LOSS_KEYS];
-    int gate;                                 /* input whose zeros mean: no gradient here */
+    int gate; /* input whose zeros mean: no gradient here; or UNGATED */
     double (*evaluate)(const LossCall *call); /* returns the loss, writes dlogp */
 } Loss;
 
 const Loss *loss_find(const char *name);
 const Loss *loss_at(int index); /* NULL past the end */
 
-/* ---- datums.c, step.c: forward_backward ---- */
+/* ---- losses.c, datums.c, step.c: forward_backward ---- */
 
 typedef struct Datums {
     int count;
@@ -270,6 +273,8 @@ typedef struct Datums {
     double key[LOSS_KEYS];
 } Datums;
 
+/* Number `target` of the loss's input j, or what stands in for it. */
+float loss_input(const Loss *loss, const Datums *datums, int j, int64_t target);
 /* Lengths, ids and numbers, against the model and the loss; the sentence names the datum. */
 Status datums_check(const Datums *datums, const Model *model, const Loss *loss);
 /* logp (target_total) and loss are the results; adds to the gradients if with_backward. On an error

@@ -54,7 +54,10 @@ Status datums_check(const Datums *d, const Model *model, const Loss *loss)
                         (long long)d->input_total[j], (long long)d->target_total);
     }
     for (int j = 0; j < LOSS_KEYS && loss->key[j].name; j++)
-        if (!isfinite(d->key[j]))
+        if (isnan(d->key[j]) && isnan(loss->key[j].initial))
+            return fail(STATUS_INVALID, "%s needs %s: a number that has no default", loss->name,
+                        loss->key[j].name);
+        else if (!isfinite(d->key[j]))
             return fail(STATUS_INVALID, "%s of %s must be finite, not %g", loss->key[j].name,
                         loss->name, d->key[j]);
     int64_t token = 0, target = 0;

@@ -8,7 +8,7 @@
 /* A cache that was not asked for in tokens takes 4 GiB, of which the CPU touches only what is used.
  */
 static const size_t CACHE_BYTES = (size_t)4 << 30;
-enum { CACHE_TOKENS_MAX = 1 << 20 };
+enum { CACHE_TOKENS_MAX = 1 << 20, DRAWS_MAX = 4096 };
 
 Status sampler_open(Sampler **out, Model *model, int64_t tokens, int limit_ids)
 {
@@ -57,8 +57,13 @@ static void request_close(Kv *kv, Request *r)
     free(r->prompt_logprobs);
     free(r->top_ids);
     free(r->top_logprobs);
+    free(r->target_logprobs);
+    free(r->drawn_ids);
+    free(r->drawn_logprobs);
     free((void *)r->spec.prompt);
     free((void *)r->spec.stop_ids);
+    free((void *)r->spec.targets);
+    free((void *)r->spec.starts);
     free(r);
 }
 
@@ -95,6 +100,29 @@ static Status numbers_check(const RequestSpec *spec)
     return STATUS_OK;
 }
 
+/* The lists of ids that are to be scored at each prompt position after the first. */
+static Status targets_check(const RequestSpec *spec, int vocab)
+{
+    if (spec->draws < 0 || spec->draws > DRAWS_MAX)
+        return fail(STATUS_INVALID, "prompt_draws must be 0 to %d, not %d", DRAWS_MAX, spec->draws);
+    if (!spec->targets) return STATUS_OK;
+    const int32_t *starts = spec->starts;
+    if (spec->start_count != spec->prompt_length || starts[0] != 0 ||
+        starts[spec->prompt_length - 1] != spec->target_count)
+        return fail(STATUS_INVALID,
+                    "target_starts must be %d offsets, from 0 to the %lld targets there are",
+                    spec->prompt_length, (long long)spec->target_count);
+    for (int i = 1; i < spec->prompt_length; i++)
+        if (starts[i] < starts[i - 1])
+            return fail(STATUS_INVALID, "target_starts falls at %d, from %d to %d", i,
+                        starts[i - 1], starts[i]);
+    for (int64_t i = 0; i < spec->target_count; i++)
+        if (spec->targets[i] < 0 || spec->targets[i] >= vocab)
+            return fail(STATUS_INDEX, "the target %lld is %d; the model's ids are 0 to %d",
+                        (long long)i, spec->targets[i], vocab - 1);
+    return STATUS_OK;
+}
+
 /* Tokens that a sequence may come to. A full context still gives one: it is drawn, but never run.
  */
 static int most_tokens(const RequestSpec *spec, const Shape *s)
@@ -117,6 +145,7 @@ static Status request_check(const Sampler *sampler, const RequestSpec *spec)
             return fail(STATUS_INDEX,
                         "the prompt's token at position %d is %d; the model's ids are 0 to %d", i,
                         spec->prompt[i], s->vocab - 1);
+    TRY(targets_check(spec, s->vocab));
     if (spec->max_tokens > 0 &&
         (int64_t)spec->prompt_length + spec->max_tokens > most_tokens(spec, s))
         return fail(STATUS_INVALID,
@@ -145,6 +174,29 @@ static void *copy_of(const void *from, size_t bytes)
     void *to = malloc(bytes ? bytes : 1);
     if (to && bytes) memcpy(to, from, bytes);
     return to;
+}
+
+/* The request's copies and results; 0 if there is no memory. */
+static int arrays_make(Request *r)
+{
+    RequestSpec *spec = &r->spec;
+    size_t P = (size_t)spec->prompt_length, top = P * (size_t)spec->topk_prompt,
+           draws = P * (size_t)spec->draws, targets = (size_t)spec->target_count;
+    int scores = spec->targets != NULL;
+    spec->prompt = copy_of(spec->prompt, P * sizeof(int32_t));
+    spec->stop_ids = copy_of(spec->stop_ids, (size_t)spec->stop_count * sizeof(int32_t));
+    spec->targets = scores ? copy_of(spec->targets, targets * sizeof(int32_t)) : NULL;
+    spec->starts = scores ? copy_of(spec->starts, P * sizeof(int32_t)) : NULL;
+    r->prompt_logprobs = malloc(P * sizeof(float));
+    r->top_ids = malloc((top + 1) * sizeof(int32_t));
+    r->top_logprobs = malloc((top + 1) * sizeof(float));
+    r->target_logprobs = calloc(targets + 1, sizeof(float));
+    r->drawn_ids = calloc(draws + 1, sizeof(int32_t));
+    r->drawn_logprobs = calloc(draws + 1, sizeof(float));
+    r->sequence = calloc((size_t)spec->samples, sizeof *r->sequence);
+    return spec->prompt && spec->stop_ids && !scores == !(spec->targets && spec->starts) &&
+           r->prompt_logprobs && r->top_ids && r->top_logprobs && r->target_logprobs &&
+           r->drawn_ids && r->drawn_logprobs && r->sequence;
 }
 
 static int sequences_make(Request *r)
@@ -192,19 +244,11 @@ Status sampler_add(Sampler *sampler, const RequestSpec *spec)
     Request *r = calloc(1, sizeof *r);
     if (!r) return fail(STATUS_MEMORY, "no memory for another request");
     r->spec = *spec;
-    size_t P = (size_t)spec->prompt_length, top = P * (size_t)spec->topk_prompt;
     int64_t room = (int64_t)sampler->kv.pages * KV_PAGE;
     int64_t most = most_tokens(spec, &sampler->model->shape);
     if (room < most) most = room;
     r->limit = spec->max_tokens > 0 ? spec->prompt_length + spec->max_tokens : (int)most;
-    r->spec.prompt = copy_of(spec->prompt, P * sizeof(int32_t));
-    r->spec.stop_ids = copy_of(spec->stop_ids, (size_t)spec->stop_count * sizeof(int32_t));
-    r->prompt_logprobs = malloc(P * sizeof(float));
-    r->top_ids = malloc((top + 1) * sizeof(int32_t));
-    r->top_logprobs = malloc((top + 1) * sizeof(float));
-    r->sequence = calloc((size_t)spec->samples, sizeof *r->sequence);
-    if (!r->spec.prompt || !r->spec.stop_ids || !r->prompt_logprobs || !r->top_ids ||
-        !r->top_logprobs || !r->sequence || !sequences_make(r)) {
+    if (!arrays_make(r) || !sequences_make(r)) {
         request_close(&sampler->kv, r);
         return fail(STATUS_MEMORY, "no memory for a request of %d samples and %d tokens",
                     spec->samples, r->limit);

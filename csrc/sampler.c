@@ -24,6 +24,7 @@ typedef struct Step {
     Sampler *sampler;
     Turn turns[STEP_SEQUENCES];
     int count, T, pages, chunk, top;
+    size_t ids_room; /* ids that a chunk may score */
     Batch batch;
     Acts acts;
     real *x, *s;
@@ -45,8 +46,8 @@ static void step_place(Step *step, Arena *arena, int rank)
     step->s = arena_take(arena, C * (size_t)rank * size);
     step->logits = arena_take(arena, C * (size_t)m->shape.vocab * sizeof(float));
     step->lse = arena_take(arena, C * sizeof(float));
-    step->logp = arena_take(arena, C * sizeof(float));
-    step->ids = arena_take(arena, C * sizeof(int32_t));
+    step->logp = arena_take(arena, step->ids_room * sizeof(float));
+    step->ids = arena_take(arena, step->ids_room * sizeof(int32_t));
     step->rows = arena_take(arena, C * sizeof(int32_t));
     step->start = arena_take(arena, (C + 1) * sizeof(int32_t));
     step->draws = arena_take(arena, C * sizeof(Draw));
@@ -54,11 +55,35 @@ static void step_place(Step *step, Arena *arena, int rank)
     step->top_logp = arena_take(arena, top * sizeof(float));
 }
 
+/* Ids from the request's own lists that are scored in the row of a prompt's position. */
+static int row_targets(const RequestSpec *spec, int position)
+{
+    return spec->targets ? spec->starts[position + 1] - spec->starts[position] : 0;
+}
+
+/* Ids whose log-probabilities a prompt's row gives: its own next token's, those of the request's
+ * lists, and those that are drawn. */
+static int ask_ids(const Ask *ask)
+{
+    const RequestSpec *spec = &ask->turn->request->spec;
+    return 1 + row_targets(spec, ask->position) + spec->draws;
+}
+
+/* Whether anything is asked of the row of a prompt's position that was not told yet. */
+static int row_scored(const Turn *turn, int position)
+{
+    const RequestSpec *spec = &turn->request->spec;
+    if (turn->sample || position + 1 >= spec->prompt_length) return 0;
+    if (position + 1 <= turn->request->scored) return 0;
+    return spec->prompt_logprobs || spec->topk_prompt || spec->draws || row_targets(spec, position);
+}
+
 /* What the step's turns ask of the head, how many pages they have, and their segments. */
 static void step_plan(Step *step)
 {
     int row = 0, segments = 0, most = head_rows(step->sampler->model);
     step->T = step->pages = step->draw_count = step->score_count = step->top = 0;
+    step->ids_room = 0;
     for (int i = 0; i < step->count; i++) {
         const Turn *turn = &step->turns[i];
         const RequestSpec *spec = &turn->request->spec;
@@ -69,9 +94,10 @@ static void step_plan(Step *step)
             step->segments[segments++] = (Segment){spec->adapter, row, turn->rows};
         for (int j = 0; j < turn->rows; j++, row++) {
             int position = turn->from + j, last = position + 1 == turn->from + turn->rows;
-            if (spec->prompt_logprobs | spec->topk_prompt && turn->sample == 0 &&
-                position + 1 < spec->prompt_length && position + 1 > turn->request->scored)
+            if (row_scored(turn, position)) {
                 step->score_asks[step->score_count++] = (Ask){row, turn, position};
+                step->ids_room += (size_t)ask_ids(&step->score_asks[step->score_count - 1]);
+            }
             if (last && turn->draws)
                 step->draw_asks[step->draw_count++] = (Ask){row, turn, position};
         }
@@ -83,6 +109,7 @@ static void step_plan(Step *step)
     step->batch.segments = segments;
     int asks = step->draw_count > step->score_count ? step->draw_count : step->score_count;
     step->chunk = asks < most ? asks : most;
+    if (step->ids_room < (size_t)step->chunk) step->ids_room = (size_t)step->chunk;
 }
 
 /* ---- running the transformer ---- */
@@ -174,38 +201,124 @@ static Status ask_top(Step *step, int count, int wanted, int32_t **ids, float **
     return STATUS_OK;
 }
 
-/* Log-probabilities of the prompts' own tokens, at temperature 1. */
-static Status score_chunk(Step *step, const Ask *asks, int count)
+/* What a chunk of prompt rows scores: row i has ids [start[i], start[i + 1]). */
+typedef struct Scores {
+    int32_t start[STEP_ROWS + 1], *ids;
+    float *logp;
+} Scores;
+
+/* Draws the tokens that are asked for at prompt positions, at the requests' temperatures, into the
+ * ends of their rows' ids. */
+static Status draw_prompt(Step *step, const Ask *asks, int count, Scores *scores)
 {
     const Model *m = step->sampler->model;
     Device *d = m->dev;
-    int32_t ids[STEP_ROWS] = {0}, start[STEP_ROWS + 1] = {0}, *top_ids;
-    float logp[STEP_ROWS], *top_logp;
-    int wanted = 0;
-    for (int i = 0; i <= count; i++) start[i] = i;
+    int32_t ids[STEP_ROWS] = {0}, start[STEP_ROWS + 1] = {0};
+    Draw draws[STEP_ROWS] = {0};
+    int most = 0;
     for (int i = 0; i < count; i++) {
-        ids[i] = asks[i].turn->request->spec.prompt[asks[i].position + 1];
-        wanted |= asks[i].turn->request->spec.topk_prompt;
+        const RequestSpec *spec = &asks[i].turn->request->spec;
+        draws[i] = (Draw){.seed = spec->seed,
+                          .pos = (uint32_t)asks[i].position,
+                          .temperature = spec->temperature,
+                          .top_p = 1.0f,
+                          .top_k = -1,
+                          .limit = step->sampler->limit_ids};
+        if (spec->draws > most) most = spec->draws;
     }
+    if (!most) return STATUS_OK;
     ask_logits(step, asks, count);
-    d->upload(d, step->ids, ids, (size_t)count * sizeof *ids);
+    d->upload(d, step->draws, draws, (size_t)count * sizeof *draws);
     d->upload(d, step->start, start, (size_t)(count + 1) * sizeof *start);
+    d->temper(d, step->logits, step->draws, count, m->shape.vocab);
+    d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, count,
+               m->shape.vocab);
+    for (int j = 0; j < most; j++) {
+        for (int i = 0; i < count; i++) draws[i].sample = (uint32_t)j;
+        d->upload(d, step->draws, draws, (size_t)count * sizeof *draws);
+        d->sample(d, step->ids, step->logp, step->logits, step->lse, step->draws, count,
+                  m->shape.vocab);
+        TRY(d->sync(d));
+        d->download(d, ids, step->ids, (size_t)count * sizeof *ids);
+        for (int i = 0; i < count; i++) {
+            int k = asks[i].turn->request->spec.draws;
+            if (j < k) scores->ids[scores->start[i + 1] - k + j] = ids[i];
+        }
+    }
+    return STATUS_OK;
+}
+
+/* A chunk's log-probabilities into the arrays of their requests. */
+static void keep_scores(const Ask *asks, int count, const Scores *scores)
+{
+    for (int i = 0; i < count; i++) {
+        Request *r = asks[i].turn->request;
+        int at = asks[i].position, targets = row_targets(&r->spec, at), k = r->spec.draws;
+        const int32_t *ids = scores->ids + scores->start[i] + 1;
+        const float *logp = scores->logp + scores->start[i] + 1;
+        r->prompt_logprobs[at + 1] = logp[-1];
+        r->scored = at + 1;
+        if (targets)
+            memcpy(r->target_logprobs + r->spec.starts[at], logp, (size_t)targets * sizeof *logp);
+        memcpy(r->drawn_ids + (size_t)at * (size_t)k, ids + targets, (size_t)k * sizeof *ids);
+        memcpy(r->drawn_logprobs + (size_t)at * (size_t)k, logp + targets,
+               (size_t)k * sizeof *logp);
+    }
+}
+
+/* Log-probabilities at temperature 1 in prompts' rows; the logits are made anew after draws, which
+ * temper them. */
+static Status score_rows(Step *step, const Ask *asks, int count, Scores *scores)
+{
+    const Model *m = step->sampler->model;
+    Device *d = m->dev;
+    size_t total = (size_t)scores->start[count];
+    int32_t *top_ids;
+    float *top_logp;
+    int wanted = 0;
+    for (int i = 0; i < count; i++) {
+        const Turn *turn = asks[i].turn;
+        const RequestSpec *spec = &turn->request->spec;
+        int32_t *ids = scores->ids + scores->start[i];
+        int targets = row_targets(spec, asks[i].position);
+        ids[0] = turn->request->sequence[turn->sample].tokens[asks[i].position + 1];
+        if (targets)
+            memcpy(ids + 1, spec->targets + spec->starts[asks[i].position],
+                   (size_t)targets * sizeof *ids);
+        wanted |= spec->topk_prompt;
+    }
+    TRY(draw_prompt(step, asks, count, scores));
+    ask_logits(step, asks, count);
+    d->upload(d, step->ids, scores->ids, total * sizeof *scores->ids);
+    d->upload(d, step->start, scores->start, (size_t)(count + 1) * sizeof *scores->start);
     d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, count,
                m->shape.vocab);
     TRY(ask_top(step, count, wanted, &top_ids, &top_logp));
     TRY(d->sync(d));
-    d->download(d, logp, step->logp, (size_t)count * sizeof *logp);
+    d->download(d, scores->logp, step->logp, total * sizeof *scores->logp);
+    keep_scores(asks, count, scores);
     for (int i = 0; i < count; i++) {
         Request *r = asks[i].turn->request;
-        int at = asks[i].position + 1, k = r->spec.topk_prompt;
-        r->prompt_logprobs[at] = logp[i];
-        r->scored = at;
+        size_t k = (size_t)r->spec.topk_prompt, at = (size_t)asks[i].position + 1;
         if (k)
-            keep_top(step, top_ids, top_logp, i, k, r->top_ids + (size_t)at * (size_t)k,
-                     r->top_logprobs + (size_t)at * (size_t)k);
+            keep_top(step, top_ids, top_logp, i, (int)k, r->top_ids + at * k,
+                     r->top_logprobs + at * k);
     }
     free(top_ids);
     return STATUS_OK;
+}
+
+static Status score_chunk(Step *step, const Ask *asks, int count)
+{
+    Scores scores = {.start = {0}};
+    for (int i = 0; i < count; i++) scores.start[i + 1] = scores.start[i] + ask_ids(&asks[i]);
+    size_t total = (size_t)scores.start[count];
+    scores.ids = malloc(total * (sizeof *scores.ids + sizeof *scores.logp));
+    if (!scores.ids) return fail(STATUS_MEMORY, "no memory for %zu log-probabilities", total);
+    scores.logp = (float *)(scores.ids + total);
+    Status status = score_rows(step, asks, count, &scores);
+    free(scores.ids);
+    return status;
 }
 
 /* A drawn token joins its sequence, and may end it. */

@@ -36,15 +36,23 @@ typedef struct RequestSpec {
     int top_k;
     uint64_t seed;
     int topk_sample, prompt_logprobs, topk_prompt;
+    int draws; /* tokens to draw at each prompt position after the first */
+    /* Ids to score there: those at position p + 1 are targets[starts[p]] up to starts[p + 1]. NULL:
+     * none. */
+    const int32_t *targets, *starts;
+    int64_t target_count, start_count; /* lengths, as they came */
 } RequestSpec;
 
 typedef struct Request {
-    RequestSpec spec; /* prompt and stop_ids are copies */
+    RequestSpec spec; /* its arrays are copies */
     int limit;        /* tokens at which a sequence is full */
     int scored;       /* prompt positions whose log-probabilities are known */
     float *prompt_logprobs;
     int32_t *top_ids;
     float *top_logprobs;
+    float *target_logprobs; /* [target_count] */
+    int32_t *drawn_ids;     /* [(prompt_length − 1) · draws] */
+    float *drawn_logprobs;
     int done;
     Sequence *sequence;
 } Request;

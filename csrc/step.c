@@ -4,8 +4,9 @@
  * Datums are packed whole, in order, into micro-batches of at most step_tokens rows (a longer datum
  * gets one of its own); gradients add up. The head sees rows in chunks, so the N×V logits never
  * exist: logits of a chunk, log-probabilities, the loss of those targets, then logits turn into
- * their own gradient in place. Rows that the loss can't give a gradient (their weights are zero)
- * come last and get no backward. */
+ * their own gradient in place. A loss that needs whole datums is evaluated after the last chunk,
+ * and the logits of each are computed once more, to the same bits, for their gradient. Rows that
+ * the loss can't give a gradient (their weights are zero) come last and get no backward. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -40,7 +41,9 @@ typedef struct Step {
     int32_t *pos, *slot, *page, *rows, *start, *ids,
         *source; /* host; source: flat index of each target */
     Span *spans;
-    float *logp, *dlogp, *input[LOSS_INPUTS];
+    float *logp, *dlogp;              /* in the order of the head */
+    float *input[LOSS_INPUTS], *flat; /* likewise, or of the datums if the loss is whole; flat: its
+                                         d loss / d logp */
     double loss_sum, tokens, sequences;
 } Step;
 
@@ -141,6 +144,7 @@ static void step_pack(Step *step)
 /* Whether the loss can give any of these targets a gradient. */
 static int row_live(const Step *step, int64_t target, int count)
 {
+    if (step->loss->gate == UNGATED) return 1;
     const float *gate = step->datums->input[step->loss->gate];
     if (!gate) return 1;
     for (int k = 0; k < count; k++)
@@ -163,11 +167,12 @@ static void step_order(Step *step)
                 step->rows[at] = row;
                 step->start[at++] = next;
                 for (int k = 0; k < d->counts[i]; k++, next++) {
-                    step->source[next] = (int32_t)(target - step->target0) + k;
+                    int32_t source = (int32_t)(target - step->target0) + k;
+                    int32_t to = step->loss->whole ? source : next;
+                    step->source[next] = source;
                     step->ids[next] = d->targets[target + k];
                     for (int j = 0; j < LOSS_INPUTS && step->loss->input[j].name; j++)
-                        step->input[j][next] =
-                            d->input[j] ? d->input[j][target + k] : step->loss->input[j].missing;
+                        step->input[j][to] = loss_input(step->loss, d, j, target + k);
                 }
             }
         if (live) step->live = at;
@@ -181,31 +186,27 @@ static void step_order(Step *step)
 
 /* ---- the head ---- */
 
-/* The loss of the targets of rows [row, row + rows) in head order; their d loss / d logp goes up.
- */
-static Status chunk_loss(Step *step, int row, int rows)
+/* Log-probabilities of the targets of rows [row, row + rows) in head order, left in logits and lse
+ * too. */
+static void chunk_logits(Step *step, int row, int rows)
 {
-    Device *dev = step->adapter->model->dev;
-    int64_t from = step->start[row], count = step->start[row + rows] - from;
-    TRY(dev->sync(dev));
-    dev->download(dev, step->logp + from, step->head.logp + from, (size_t)count * sizeof(float));
-    LossCall call = {.count = count,
-                     .logp = step->logp + from,
-                     .key = step->datums->key,
-                     .dlogp = step->dlogp + from};
-    for (int j = 0; j < LOSS_INPUTS; j++)
-        call.input[j] = step->input[j] ? step->input[j] + from : NULL;
-    double loss = step->loss->evaluate(&call);
-    if (!isfinite(loss))
-        return fail(STATUS_NUMERIC,
-                    "%s is not finite (%g) on this batch; nothing was added to the gradients",
-                    step->loss->name, loss);
-    step->loss_sum += loss;
-    dev->upload(dev, step->head.dlogp + from, step->dlogp + from, (size_t)count * sizeof(float));
-    return STATUS_OK;
+    Adapter *adapter = step->adapter;
+    const Model *m = adapter->model;
+    Device *d = m->dev;
+    Head *h = &step->head;
+    int D = m->shape.width, V = m->shape.vocab, R = adapter->rank;
+    const float *weights = adapter->vector[WEIGHTS];
+    Pair pair = adapter->head;
+    d->gather(d, h->x, step->acts.hidden, h->rows + row, rows, D);
+    d->head(d, h->logits, h->x, m->head, rows, V, D);
+    if (pair.a >= 0)
+        d->head_lora(d, h->logits, h->s, h->x, weights + pair.a, weights + pair.b, rows, V, D, R,
+                     adapter->scale);
+    d->logprob(d, h->lse, h->logp, h->logits, h->ids, h->start + row, rows, V);
 }
 
-static Status chunk_run(Step *step, int row, int rows)
+/* The gradient of those rows, out of the logits that chunk_logits has just left and of dlogp. */
+static void chunk_backward(Step *step, int row, int rows)
 {
     Adapter *adapter = step->adapter;
     const Model *m = adapter->model;
@@ -215,14 +216,6 @@ static Status chunk_run(Step *step, int row, int rows)
     const float *weights = adapter->vector[WEIGHTS];
     float *fresh = adapter->vector[FRESH];
     Pair pair = adapter->head;
-    d->gather(d, h->x, step->acts.hidden, h->rows + row, rows, D);
-    d->head(d, h->logits, h->x, m->head, rows, V, D);
-    if (pair.a >= 0)
-        d->head_lora(d, h->logits, h->s, h->x, weights + pair.a, weights + pair.b, rows, V, D, R,
-                     adapter->scale);
-    d->logprob(d, h->lse, h->logp, h->logits, h->ids, h->start + row, rows, V);
-    TRY(chunk_loss(step, row, rows));
-    if (!step->with_backward || row >= step->live) return STATUS_OK;
     real *dlogits = (real *)h->logits; /* in place */
     d->logprob_backward(d, dlogits, h->logits, h->lse, h->dlogp, h->ids, h->start + row, rows, V);
     d->linear_backward(d, h->dx, dlogits, m->head, rows, V, D, 0);
@@ -230,6 +223,64 @@ static Status chunk_run(Step *step, int row, int rows)
         d->lora_backward(d, h->dx, fresh + pair.a, fresh + pair.b, h->ds, dlogits, h->x, h->s,
                          weights + pair.a, weights + pair.b, rows, V, D, R, adapter->scale);
     d->scatter(d, step->grads.dxn, h->dx, h->rows + row, rows, D);
+}
+
+/* The loss of `count` targets whose inputs begin at `from`. */
+static Status piece_loss(Step *step, int64_t from, int64_t count, const float *logp, float *dlogp)
+{
+    LossCall call = {.count = count, .logp = logp, .key = step->datums->key, .dlogp = dlogp};
+    for (int j = 0; j < LOSS_INPUTS; j++)
+        call.input[j] = step->input[j] ? step->input[j] + from : NULL;
+    double loss = step->loss->evaluate(&call);
+    if (!isfinite(loss))
+        return fail(STATUS_NUMERIC,
+                    "%s is not finite (%g) on this batch; nothing was added to the gradients",
+                    step->loss->name, loss);
+    step->loss_sum += loss;
+    return STATUS_OK;
+}
+
+/* A whole loss, datum by datum; `logp` is in their order. */
+static Status datums_loss(Step *step, const float *logp)
+{
+    Device *dev = step->adapter->model->dev;
+    const Datums *d = step->datums;
+    int64_t from = 0;
+    for (int i = step->first; i < step->last; i++) {
+        int64_t count = (int64_t)d->lengths[i] * d->counts[i];
+        TRY(piece_loss(step, from, count, logp + from, step->flat + from));
+        from += count;
+    }
+    for (int64_t i = 0; i < step->targets; i++) step->dlogp[i] = step->flat[step->source[i]];
+    dev->upload(dev, step->head.dlogp, step->dlogp, (size_t)step->targets * sizeof(float));
+    return STATUS_OK;
+}
+
+/* Log-probabilities of all rows, their loss, and their gradient: chunk by chunk, or, if the loss is
+ * whole, in two walks over the chunks. */
+static Status head_run(Step *step, float *logp)
+{
+    Device *dev = step->adapter->model->dev;
+    int whole = step->loss->whole;
+    for (int row = 0, rows; row < step->T; row += rows) {
+        rows = step->T - row < step->chunk ? step->T - row : step->chunk;
+        int64_t from = step->start[row], count = step->start[row + rows] - from;
+        size_t bytes = (size_t)count * sizeof(float);
+        chunk_logits(step, row, rows);
+        TRY(dev->sync(dev));
+        dev->download(dev, step->logp + from, step->head.logp + from, bytes);
+        if (whole) continue;
+        TRY(piece_loss(step, from, count, step->logp + from, step->dlogp + from));
+        dev->upload(dev, step->head.dlogp + from, step->dlogp + from, bytes);
+        if (step->with_backward && row < step->live) chunk_backward(step, row, rows);
+    }
+    for (int64_t i = 0; i < step->targets; i++) logp[step->source[i]] = step->logp[i];
+    if (whole) TRY(datums_loss(step, logp));
+    for (int row = 0, rows; whole && step->with_backward && row < step->live; row += rows) {
+        rows = step->T - row < step->chunk ? step->T - row : step->chunk;
+        chunk_logits(step, row, rows);
+        chunk_backward(step, row, rows);
+    }
     return STATUS_OK;
 }
 
@@ -268,10 +319,7 @@ static Status micro_run(Step *step, float *logp)
     forward(m, &step->batch, &step->acts, &step->cache);
     if (step->with_backward)
         dev->zero(dev, step->grads.dxn, (size_t)step->T * (size_t)m->shape.width * dev->real_bytes);
-    for (int row = 0; row < step->T; row += step->chunk)
-        TRY(chunk_run(step, row, step->T - row < step->chunk ? step->T - row : step->chunk));
-    for (int64_t i = 0; i < step->targets; i++)
-        logp[step->target0 + step->source[i]] = step->logp[i];
+    TRY(head_run(step, logp + step->target0));
     if (!step->with_backward || !step->live) return dev->sync(dev);
     count_live(step);
     backward(m, adapter, &step->batch, &step->acts, &step->grads);
@@ -295,7 +343,7 @@ static Status step_host(Step *step, void **block)
         return fail(STATUS_INVALID, "a datum with %zu targets is too large", targets);
     int inputs = 0;
     while (inputs < LOSS_INPUTS && step->loss->input[inputs].name) inputs++;
-    size_t ints = 4 * T + 1 + pages + 2 * targets, floats = (2 + (size_t)inputs) * targets;
+    size_t ints = 4 * T + 1 + pages + 2 * targets, floats = (3 + (size_t)inputs) * targets;
     size_t layers = (size_t)step->adapter->model->shape.layers;
     char *memory = malloc(layers * sizeof(LayerActs) + S * sizeof(Span) + (ints + floats) * 4);
     if (!memory) return fail(STATUS_MEMORY, "no memory for a batch of %zu targets", targets);
@@ -312,7 +360,8 @@ static Status step_host(Step *step, void **block)
     step->source = step->ids + targets;
     step->logp = (float *)(step->source + targets);
     step->dlogp = step->logp + targets;
-    for (int j = 0; j < inputs; j++) step->input[j] = step->dlogp + (size_t)(j + 1) * targets;
+    step->flat = step->dlogp + targets;
+    for (int j = 0; j < inputs; j++) step->input[j] = step->flat + (size_t)(j + 1) * targets;
     return STATUS_OK;
 }
 

@@ -226,19 +226,13 @@ def call(
     *,
     backward: bool = True,
 ) -> tuple[list[np.ndarray], float]:
-    """Adapter.forward_backward on a list of datums: log-probabilities in the targets' shapes."""
-    defaults = {
-        item["name"]: item["default"]
-        for row in _core.losses()
-        if row["name"] == loss
-        for item in row["inputs"]
-    }
+    """Adapter.forward_backward on a list of datums: log-probabilities in the targets' shapes.
+
+    An input that some datums lack is left to the engine where all lack it, and ones elsewhere.
+    """
     inputs = {
         name: np.concatenate(
-            [
-                np.broadcast_to(one.inputs.get(name, defaults[name]), one.targets.shape).ravel()
-                for one in data
-            ]
+            [np.broadcast_to(one.inputs.get(name, 1.0), one.targets.shape).ravel() for one in data]
         ).astype(np.float32)
         for name in {name for one in data for name in one.inputs}
     }

@@ -223,7 +223,7 @@ TRAINING = [
         good_data(),
         "hinge",
         None,
-        r"unknown loss 'hinge'; there are \['cross_entropy'",
+        r"unknown loss 'hinge'; there are \['cispo', 'cross_entropy'",
     ),
     (
         "unpublished loss",
@@ -331,6 +331,10 @@ def test_other_optimizers_are_refused_by_name(clients):
     clients.check()
 
 
+def ids(rows):
+    return tinker.TensorData.from_numpy(np.array(rows, np.int64))
+
+
 SAMPLING = [
     ({"num_samples": 0}, "num_samples must be from 1 to 4096, 0 came"),
     ({"temperature": -1.0}, "temperature must be at least 0.0, -1.0 came"),
@@ -354,11 +358,11 @@ SAMPLING = [
         {"prompt_logprobs_last_n": 9, "include_prompt_logprobs": True},
         "prompt_logprobs_last_n must be from 1 to the prompt's length - 1 = 2, 9 came",
     ),
-    ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not built"),
-    (
-        {"target_prompt_logprobs": tinker.TensorData.from_numpy(np.ones((2, 1), np.int64))},
-        "target_prompt_logprobs is not built",
-    ),
+    ({"prompt_alt_tokens_k": 1025}, "prompt_alt_tokens_k must be at most 1024"),
+    ({"target_prompt_logprobs": ids([[1], [2], [3]])}, r"has shape \(3, 1\); .* \[2, K\]"),
+    ({"target_prompt_logprobs": ids([[-1], [-1]])}, "names no id: every cell is -1"),
+    ({"target_prompt_logprobs": ids([[-2], [1]])}, "target_prompt_logprobs has id -2"),
+    ({"target_prompt_logprobs": ids([[VOCAB], [1]])}, f"has id {VOCAB}; ids must be from 0"),
 ]
 
 
@@ -379,6 +383,37 @@ def test_bad_sampling_requests(clients, change, sentence):
     ).result(timeout=SECONDS)
     assert len(reply.sequences[0].tokens) == 2
     clients.check()
+
+
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        ({"shape": [2, 2]}, "does not fit 2 elements"),
+        ({"data": [1, 1.5]}, "data must be integers"),
+        ({"dtype": "float32"}, "must be int64"),
+        ({"sparse_crow_indices": [0, 1, 2], "sparse_col_indices": [0, 9]}, "sparse rows do not"),
+        ({"sparse_crow_indices": [0, 1, 2]}, "has no sparse_col_indices"),
+    ],
+)
+def test_target_tensors_that_the_sdk_would_not_send(server, layout, sentence):
+    http = Wire(server.url)
+    session = http.post("/create_session", tags=[], user_metadata={}, sdk_version="0")
+    sampler = http.post(
+        "/create_sampling_session",
+        session_id=session["session_id"],
+        sampling_session_seq_id=0,
+        base_model="tiny",
+    )
+    promise = http.post(
+        "/asample",
+        sampling_session_id=sampler["sampling_session_id"],
+        seq_id=0,
+        prompt={"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+        sampling_params={"max_tokens": 1},
+        target_prompt_logprobs={"data": [1, 2], "dtype": "int64", "shape": [2, 1]} | layout,
+    )
+    reply = http.result(promise)
+    assert sentence in reply["error"] and reply["category"] == "user"
 
 
 def test_unknown_models_and_ranks(clients):
@@ -457,8 +492,10 @@ def test_a_full_disk_is_told_of(clients, monkeypatch):
 
 
 def test_unbuilt_services_are_refused_by_name(clients):
-    with pytest.raises(tinker.RequestFailedError, match="save_weights_external is not built"):
-        clients.training.save_weights_external("x").result(timeout=SECONDS)
+    with pytest.raises(tinker.RequestFailedError, match="age encryption is not built"):
+        clients.training.save_weights_external("x", age_encryption_recipients=["age1abc"]).result(
+            timeout=SECONDS
+        )
     clients.check()
 
 

@@ -574,8 +574,8 @@ def test_a_run_that_could_lead_elsewhere_is_a_sentence(run: str, tmp_path: Path)
 
 
 def test_another_kind_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="should be weights or sampler_weights, found 'external"):
-        Store(tmp_path).folder("tinker://run/external_weights/a")
+    with pytest.raises(ValueError, match="or external_weights, found 'other"):
+        Store(tmp_path).folder("tinker://run/other_weights/a")
 
 
 def test_a_run_is_saved_whole_or_not_at_all(

@@ -57,7 +57,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     for one, other in zip(found["samples"], wanted["samples"], strict=True):
         for key in one:
             np.testing.assert_array_equal(one[key], other[key])
-    for key in ("prompt_logprobs", "topk_ids", "topk_logprobs"):
+    for key in found.keys() - {"samples"}:
         np.testing.assert_array_equal(found[key], wanted[key])
 
 
@@ -233,6 +233,69 @@ def test_requests_that_ask_for_different_tops_do_not_meet() -> None:
     assert together[1]["samples"][0]["topk_ids"].shape == (20, 7)
 
 
+def scored(rows: list[list[int]]) -> Request:
+    """The arguments that ask for the scores of lists of ids."""
+    starts = np.cumsum([0, *map(len, rows)])
+    flat = [token for row in rows for token in row]
+    return {"targets": np.array(flat, np.int32), "target_starts": starts.astype(np.int32)}
+
+
+def rows_of(name: str, length: int) -> list[list[int]]:
+    """Lists of 0 to 4 ids for each position after the first; a third of them empty."""
+    rng = np.random.default_rng(length)
+    vocab = SPECS[name].config["vocab_size"]
+    counts = rng.integers(0, 5, length - 1) * (rng.random(length - 1) > 1 / 3)
+    return [rng.integers(0, vocab, count).tolist() for count in counts]
+
+
+@pytest.mark.parametrize("asks", ({}, {"prompt_logprobs": True, "topk_prompt": 3}))
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_of_target_lists_are_the_trainers_bit_for_bit(name: str, asks: Request) -> None:
+    adapter, length = adapter_of(name, 1), 140
+    rows = rows_of(name, length)
+    asked = request(name, length, adapter=adapter, temperature=0.5, max_tokens=1, **asks)
+    (result,) = run(name, [asked | scored(rows)])
+    width = max(map(len, rows))
+    padded = np.array([row + [0] * (width - len(row)) for row in rows], np.int32)
+    (wanted,), _ = call(adapter, [datum(asked["prompt"][:-1], padded)], backward=False)
+    named = np.arange(width) < np.array([len(row) for row in rows])[:, None]
+    np.testing.assert_array_equal(result["target_logprobs"], wanted[named])
+    (plain,) = run(name, [asked])
+    assert_same(result | {"target_logprobs": None}, plain)
+
+
+@pytest.mark.parametrize("temperature", (1.0, 0.6, 0.0))
+def test_draws_at_prompt_positions_are_as_often_as_they_are_likely(temperature: float) -> None:
+    count, length = 600, 70
+    asked = request("qwen3", length, prompt_draws=count, max_tokens=1, temperature=temperature)
+    (result,) = run("qwen3", [asked])
+    ids, found = result["drawn_ids"], result["drawn_logprobs"]
+    assert ids.shape == found.shape == (length - 1, count)
+    with torch.no_grad():
+        table = logprobs(reference("qwen3"), asked["prompt"])[:-1].numpy()
+    assert error(found, np.take_along_axis(table, ids.astype(int), 1)) < 1e-5  # at temperature 1
+    if temperature == 0:
+        np.testing.assert_array_equal(ids, table.argmax(1)[:, None].repeat(count, 1))
+        return
+    likely = np.exp(table / temperature)
+    likely /= likely.sum(1, keepdims=True)
+    drawn = np.stack([np.bincount(row, minlength=likely.shape[1]) for row in ids])
+    total, wanted = drawn.sum(0), likely.sum(0) * count  # over all positions
+    spread = np.sqrt((likely * (1 - likely)).sum(0) * count)
+    assert (np.abs(total - wanted) < 5 * spread + 1).all()
+
+
+def test_draws_are_new_at_each_position_and_the_same_each_time() -> None:
+    repeated = {"prompt": np.full(60, 9, np.int32), "max_tokens": 1, "prompt_draws": 40}
+    one, two, other = run("qwen3", [repeated | {"seed": seed} for seed in (1, 1, 2)])
+    assert_same(one, two)
+    assert not np.array_equal(one["drawn_ids"], other["drawn_ids"])
+    assert len({tuple(row) for row in one["drawn_ids"].tolist()}) == 59
+    (short,) = run("qwen3", [repeated | {"seed": 1, "prompt_draws": 3}])
+    np.testing.assert_array_equal(short["drawn_ids"], one["drawn_ids"][:, :3])
+    np.testing.assert_array_equal(short["drawn_logprobs"], one["drawn_logprobs"][:, :3])
+
+
 # ---- whatever else is in the batch ----
 
 
@@ -247,6 +310,7 @@ def mixed(name: str) -> list[Request]:
         request(name, 64, 13, adapter=first, top_p=0.8, prompt_logprobs=True),
         request(name, 65, 14, adapter=third, top_k=5, temperature=1.5, num_samples=2),
         request(name, 130, 15, prompt_logprobs=True, topk_prompt=4, num_samples=4),
+        request(name, 90, 16, adapter=second, prompt_draws=3, **scored(rows_of(name, 90))),
     ]
 
 
@@ -380,7 +444,7 @@ def test_a_cancelled_request_is_forgotten_and_others_go_on() -> None:
             sampler.cancel(5)
         if sampler.active == 0:
             break
-    assert set(results) == {0, 2, 3, 4}
+    assert set(results) == {0, 2, 3, 4, 6}
     for number, result in results.items():
         assert_same(result, run("qwen3", [requests[number]])[0])
     with pytest.raises((ValueError, KeyError), match="1"):
@@ -460,6 +524,17 @@ BAD: dict[str, tuple[Request, type[Exception], str]] = {
     "topk_prompt too large": ({"topk_prompt": 132}, ValueError, "topk_prompt"),
     "topk_sample negative": ({"topk_sample": -1}, ValueError, "topk_sample"),
     "the same number": ({"request": 7}, ValueError, "7"),
+    "too many draws": ({"prompt_draws": 4097}, ValueError, "prompt_draws"),
+    "draws negative": ({"prompt_draws": -1}, ValueError, "prompt_draws"),
+    "a target too large": (scored([[131]] * 8), IndexError, "target 0 is 131"),
+    "a target negative": (scored([[3, -1]] * 8), IndexError, "target 1 is -1"),
+    "rows too few": (scored([[3]] * 7), ValueError, "target_starts must be 9 offsets"),
+    "rows that fall": (
+        scored([[3]] * 8) | {"target_starts": np.array([0, 2, 1, 3, 4, 5, 6, 7, 8], np.int32)},
+        ValueError,
+        "target_starts falls at 2",
+    ),
+    "targets without rows": ({"targets": np.ones(3, np.int32)}, ValueError, "come together"),
 }
 
 

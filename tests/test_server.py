@@ -127,6 +127,29 @@ def test_importance_sampling_and_ppo_with_config(service_client):
     assert clipped.metrics["loss:sum"] == pytest.approx(-1.5, rel=1e-5)
 
 
+def test_every_policy_loss_and_its_options(service_client):
+    client = make_client(service_client)
+    plain = client.forward([make_datum([11, 12], [12, 13])], "cross_entropy").result()
+    q = logprobs(plain)[0]
+    datum = make_datum([11, 12], [12, 13], logprobs=q, advantages=[1.0, 2.0])
+    for loss, config, wanted in (
+        ("ppo", None, -3.0),
+        ("cispo", None, -(q[0] + 2 * q[1])),
+        ("dro", {"beta": 0.5}, -(q[0] + 2 * q[1])),
+        ("gspo", {"clip_high_threshold": 0.5}, -1.5),
+    ):
+        output = client.forward_backward([datum], loss, config).result()
+        assert output.metrics["loss:sum"] == pytest.approx(wanted, rel=1e-5), loss
+        np.testing.assert_array_equal(logprobs(output)[0], q)
+    with pytest.raises(tinker.RequestFailedError, match="dro needs beta in loss_fn_config"):
+        client.forward([datum], "dro").result()
+    own = {"clip_high_threshold": [0.5, 9.0], "sequence_ratio_mask": [0, 1]}
+    datum = make_datum([11, 12], [12, 13], logprobs=q, advantages=[1.0, 2.0], **own)
+    for loss in ("ppo", "gspo"):
+        output = client.forward_backward([datum], loss).result()
+        assert output.metrics["loss:sum"] == pytest.approx(-2.5, rel=1e-5), loss
+
+
 def test_custom_loss_equals_the_same_built_in_one(service_client):
     weights = [torch.tensor([0, 1, 1, 0.5, 1]), torch.tensor([1.0, -1, 2])]
 
@@ -295,6 +318,41 @@ def test_prompt_logprobs_are_the_trainers(service_client):
     assert scored[0] is None and len(scored) == 6
     forward = training.forward([make_datum(tokens[:-1], tokens[1:])], "cross_entropy").result()
     np.testing.assert_allclose(scored[1:], logprobs(forward)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("sparse", (False, True))
+def test_target_prompt_logprobs_are_the_trainers_in_the_requests_layout(service_client, sparse):
+    training = make_client(service_client)
+    train(training, 2)
+    client = training.save_weights_and_get_sampling_client().result()
+    tokens = [10, 20, 30, 40, 50, 60]
+    ids = torch.full((5, 20), -1)  # wide enough for the SDK to send it sparse
+    ids[1, :2], ids[3, 0], ids[4, 19] = torch.tensor([30, 7]), 8, 9
+    make = tinker.TensorData.from_torch_sparse if sparse else tinker.TensorData.from_torch
+    asked = make(ids, pad_value=-1) if sparse else make(ids)
+    params = tinker.SamplingParams(max_tokens=1, temperature=0.3)
+    prompt = tinker.ModelInput.from_ints(tokens)
+    reply = client.sample(prompt, 2, params, True, target_prompt_logprobs=asked).result()
+    found = reply.target_prompt_logprobs
+    assert (found.sparse_crow_indices is not None) == sparse
+    assert (found.shape, found.dtype) == ([5, 20], "float32")
+    datum = make_datum(tokens[:-1], ids.clamp(min=0).numpy())
+    forward = training.forward([datum], "cross_entropy").result()
+    wanted = np.where(ids.numpy() >= 0, logprobs(forward)[0], 0.0)
+    np.testing.assert_array_equal(found.to_torch().numpy(), wanted)
+    assert reply.prompt_logprobs[2] == wanted[1, 0]  # the prompt's own token was asked for there
+
+
+def test_alternatives_to_prompt_tokens(service_client):
+    client = service_client.create_sampling_client(base_model="tiny").result()
+    params = tinker.SamplingParams(max_tokens=1, temperature=0.7, seed=3)
+    reply = client.sample(PROMPT, 1, params, prompt_alt_tokens_k=6).result().prompt_alt_tokens
+    tokens, found = reply.tokens.to_torch(), reply.logprobs.to_torch()
+    assert (tokens.shape, tokens.dtype) == ((4, 6), torch.int64)
+    assert (found.shape, found.dtype) == ((4, 6), torch.float32)
+    scored = client.sample(PROMPT, 1, params, target_prompt_logprobs=reply.tokens).result()
+    assert torch.equal(scored.target_prompt_logprobs.to_torch(), found)
+    assert len(set(tokens[0].tolist())) > 1 and int(tokens.max()) < TOKENIZER
 
 
 def test_sampled_logprobs_are_scaled_by_the_temperature(service_client):
@@ -564,8 +622,8 @@ def test_rest_tells_of_runs_checkpoints_and_sessions(server, service_client):
     rest.delete_checkpoint_from_tinker_path(path).result()
     left = rest.list_checkpoints(client.model_id).result().checkpoints
     assert [item.tinker_path for item in left] == [weights]
-    with pytest.raises(tinker.BadRequestError, match="publishing is not built"):
-        rest.publish_checkpoint_from_tinker_path(weights).result()
+    with pytest.raises(tinker.BadRequestError, match="assigning projects is not built"):
+        rest.assign_session_project(client.model_id.partition(":")[0], "p").result()
 
 
 def test_an_unknown_route_or_body_is_a_4xx_with_a_sentence(server):

@@ -150,5 +150,5 @@ def test_the_engine_needs_neither_torch_nor_transformers() -> None:
 
 def test_only_the_worker_and_what_is_below_it_know_the_engine() -> None:
     python = ROOT / "python" / "tinsmith"
-    for name in ("server", "service", "routes", "rest", "clients"):
+    for name in ("server", "service", "routes", "rest", "transfers", "clients"):
         assert "_core" not in imports(python / f"{name}.py"), name

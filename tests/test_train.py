@@ -31,6 +31,13 @@ ADAM = {
     "grad_clip_norm": 0.0,
 }  # fmt: skip
 GROUPS = ("attn", "mlp", "unembed")
+ENDS = ("low", "high")
+KEYS = {
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+}
+POLICY = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 
 
 def adapter_of(name: str, *, seed: int = 0, **options: Any) -> _core.Adapter:
@@ -82,12 +89,24 @@ def loss_of(
     }
     if loss == "cross_entropy":
         return -(inputs.get("weights", torch.ones_like(logp)) * logp).sum()
-    ratio = torch.exp(logp - inputs["logprobs"])
+    q, advantage = inputs["logprobs"], inputs["advantages"]
+    if loss == "dro":
+        assert config is not None
+        return -(logp * advantage - 0.5 * config["beta"] * (logp - q) ** 2).sum()
+    ratio = torch.exp(logp - q)
     if loss == "importance_sampling":
-        return -(ratio * inputs["advantages"]).sum()
-    keys = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2} | (config or {})
-    clipped = ratio.clamp(keys["clip_low_threshold"], keys["clip_high_threshold"])
-    return -torch.minimum(ratio * inputs["advantages"], clipped * inputs["advantages"]).sum()
+        return -(ratio * advantage).sum()
+    if loss == "gspo":
+        used = inputs.get("sequence_ratio_mask", advantage) != 0
+        if not used.any():
+            return 0.0 * logp.sum()
+        ratio = torch.exp((logp - q)[used].mean().detach() + logp - logp.detach())
+    keys = KEYS[loss] | (config or {})
+    low, high = (inputs.get(f"clip_{end}_threshold", keys[f"clip_{end}_threshold"]) for end in ENDS)
+    clipped = torch.clamp(ratio, torch.as_tensor(low), torch.as_tensor(high))
+    if loss == "cispo":
+        return -(clipped.detach() * logp * advantage).sum()
+    return -torch.minimum(ratio * advantage, clipped * advantage).sum()
 
 
 def check(
@@ -267,10 +286,116 @@ def test_k_of_one_is_the_plain_loss() -> None:
     np.testing.assert_array_equal(plain.read("gradients"), wide.read("gradients"))
 
 
-@pytest.mark.parametrize("loss", ("importance_sampling", "ppo"))
+def config_of(loss: str) -> dict[str, float]:
+    """What a loss must be told."""
+    return {"beta": 0.3} if loss == "dro" else {}
+
+
+def with_thresholds(data: list[Datum]) -> list[Datum]:
+    """Clip thresholds of their own for each token."""
+    rng = np.random.default_rng(3)
+    return [
+        replace(
+            one,
+            inputs=one.inputs
+            | {
+                "clip_low_threshold": rng.uniform(0.3, 1, one.targets.shape).astype(np.float32),
+                "clip_high_threshold": rng.uniform(1, 2, one.targets.shape).astype(np.float32),
+            },
+        )
+        for one in data
+    ]
+
+
+@pytest.mark.parametrize("loss", POLICY)
 @pytest.mark.parametrize("name", ("qwen3", "llama"))
 def test_policy_losses(name: str, loss: str) -> None:
-    check(name, adapter_of(name), advantaged(name), loss)
+    check(name, adapter_of(name), advantaged(name), loss, config_of(loss))
+
+
+@pytest.mark.parametrize("loss", POLICY)
+def test_a_policy_losses_gradient_is_its_slope(loss: str) -> None:
+    """Central differences of the loss where what it holds constant is held constant."""
+    adapter, data, config = adapter_of("qwen3"), advantaged("qwen3"), config_of(loss)
+    start, _ = call(adapter, data, loss, config)
+    gradient = adapter.read("gradients").astype(np.float64)
+    weights = adapter.read("weights")
+
+    def held(logp: list[np.ndarray]) -> float:
+        total = 0.0
+        for one, now, then in zip(data, logp, start, strict=True):
+            now, then = now.astype(np.float64), then.astype(np.float64)
+            q, advantage = one.inputs["logprobs"].astype(np.float64), one.inputs["advantages"]
+            ratio = np.exp(now - q)
+            if loss == "gspo":
+                used = advantage != 0
+                ratio = np.exp((then - q)[used].mean() + now - then) if used.any() else ratio
+            keys = KEYS.get(loss, KEYS["ppo"])
+            low, high = (keys[f"clip_{end}_threshold"] for end in ENDS)
+            total -= {
+                "importance_sampling": ratio * advantage,
+                "ppo": np.minimum(ratio * advantage, ratio.clip(low, high) * advantage),
+                "gspo": np.minimum(ratio * advantage, ratio.clip(low, high) * advantage),
+                "cispo": np.exp(then - q).clip(low, high) * now * advantage,
+                "dro": now * advantage - 0.15 * (now - q) ** 2,
+            }[loss].sum()
+        return total
+
+    direction = np.random.default_rng(1).normal(size=adapter.size) + 3 * np.sign(gradient)
+    direction *= 0.002 / np.linalg.norm(direction)
+    sides = []
+    for sign in (1, -1):
+        adapter.write("weights", (weights + sign * direction).astype(np.float32))
+        sides.append(held(call(adapter, data, loss, config, backward=False)[0]))
+    assert (sides[0] - sides[1]) / 2 == pytest.approx(gradient @ direction, rel=5e-3)
+
+
+@pytest.mark.parametrize("loss", ("ppo", "cispo", "gspo"))
+def test_clip_thresholds_of_each_token(loss: str) -> None:
+    data = with_thresholds(advantaged("qwen3", (60, 9)))
+    check("qwen3", adapter_of("qwen3"), data, loss)
+    constant = [
+        replace(one, inputs=one.inputs | {key: np.full(one.targets.shape, value, np.float32)
+                                          for key, value in KEYS[loss].items()})
+        for one in data
+    ]  # fmt: skip
+    given, default = adapter_of("qwen3"), adapter_of("qwen3")
+    wanted = call(default, advantaged("qwen3", (60, 9)), loss)
+    assert call(given, constant, loss)[1] == wanted[1]
+    np.testing.assert_array_equal(given.read("gradients"), default.read("gradients"))
+
+
+def masked(data: list[Datum]) -> list[Datum]:
+    rng = np.random.default_rng(4)
+    masks = [(rng.random(one.targets.shape) > 0.4).astype(np.float32) for one in data]
+    for mask in masks:
+        mask[0] = 1  # at least one
+    return [
+        replace(one, inputs=one.inputs | {"sequence_ratio_mask": mask})
+        for one, mask in zip(data, masks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("groups", ({}, {"unembed": False}))
+def test_gspo_with_masks_and_thresholds(groups: dict[str, bool]) -> None:
+    data = with_thresholds(masked(advantaged("qwen3", (23, 1, 60, 5))))
+    check("qwen3", adapter_of("qwen3", **groups), data, "gspo")
+
+
+def test_gspo_sees_whole_datums_however_the_batch_is_cut() -> None:
+    """Wide clips, so that every ratio counts; the head sees 512 rows at most, micro-batches 41."""
+    config = {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9}
+    data = advantaged("qwen3", (150, 23, 1, 140, 60, 155, 150, 40))
+    whole, split = adapter_of("qwen3"), adapter_of("qwen3", step_tokens=41)
+    wanted, total = call(whole, data, "gspo", config)
+    found, split_total = call(split, data, "gspo", config)
+    assert split_total == pytest.approx(total, rel=1e-6)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert error(split.read("gradients"), whole.read("gradients")) < 1e-6
+    check("qwen3", adapter_of("qwen3"), data, "gspo", config)
+    forward = call(whole, data, "gspo", config, backward=False)
+    assert forward[1] == total
 
 
 def test_ppo_clips_on_both_sides_and_only_there() -> None:
@@ -304,14 +429,18 @@ def test_ppo_clips_on_both_sides_and_only_there() -> None:
 
 def test_the_table_of_losses_is_tinkers() -> None:
     table = {row["name"]: row for row in _core.losses()}
-    assert set(table) >= {"cross_entropy", "importance_sampling", "ppo"}
+    assert set(table) >= {"cross_entropy", *POLICY}
     assert table["cross_entropy"]["multi"] and not table["ppo"]["multi"]
     assert table["cross_entropy"]["inputs"] == [
-        {"name": "weights", "required": False, "default": 1.0}
+        {"name": "weights", "required": False, "fallback": None, "default": 1.0}
     ]
-    assert [item["name"] for item in table["ppo"]["inputs"]] == ["logprobs", "advantages"]
-    assert all(item["required"] for item in table["ppo"]["inputs"])
-    assert table["ppo"]["config"] == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+    for name in POLICY:
+        required = [item["name"] for item in table[name]["inputs"] if item["required"]]
+        assert required == ["logprobs", "advantages"]
+    for name, keys in KEYS.items():
+        assert table[name]["config"] == keys
+        assert {item["fallback"] for item in table[name]["inputs"]} >= set(keys)
+    assert table["dro"]["config"] == {"beta": None}
 
 
 # ---- batches ----
@@ -549,6 +678,17 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         ValueError,
         "clip_low_threshold",
         {"loss": "ppo", "inputs": policy(), "config": {"clip_low_threshold": float("nan")}},
+    ),
+    "no beta": (ValueError, "dro needs beta", {"loss": "dro", "inputs": policy()}),
+    "a mean of no tokens": (
+        FloatingPointError,
+        "gspo is not finite",
+        {"loss": "gspo", "inputs": policy(sequence_ratio_mask=np.zeros(6, np.float32))},
+    ),
+    "a threshold NaN": (
+        ValueError,
+        "clip_low_threshold at position 0 is nan",
+        {"loss": "cispo", "inputs": policy(clip_low_threshold=np.full(6, np.nan, np.float32))},
     ),
     "longer than the context": (
         ValueError,

@@ -2,6 +2,7 @@
  * Status becomes an exception. */
 #include "module.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -25,9 +26,10 @@ ModuleState *state_of(PyTypeObject *type)
 static int loss_inputs(const Loss *loss, PyObject *list)
 {
     for (int j = 0; j < LOSS_INPUTS && loss->input[j].name; j++) {
-        PyObject *item = Py_BuildValue("{s:s,s:N,s:d}", "name", loss->input[j].name, "required",
-                                       PyBool_FromLong(loss->input[j].required), "default",
-                                       (double)loss->input[j].missing);
+        PyObject *item =
+            Py_BuildValue("{s:s,s:N,s:z,s:d}", "name", loss->input[j].name, "required",
+                          PyBool_FromLong(loss->input[j].required), "fallback", loss->input[j].from,
+                          "default", (double)loss->input[j].missing);
         if (!item || PyList_Append(list, item) < 0) {
             Py_XDECREF(item);
             return -1;
@@ -42,7 +44,8 @@ static PyObject *loss_row(const Loss *loss)
     PyObject *inputs = PyList_New(0), *config = PyDict_New();
     if (!inputs || !config || loss_inputs(loss, inputs) < 0) goto failed;
     for (int j = 0; j < LOSS_KEYS && loss->key[j].name; j++) {
-        PyObject *value = PyFloat_FromDouble(loss->key[j].initial);
+        PyObject *value = isnan(loss->key[j].initial) ? Py_NewRef(Py_None)
+                                                      : PyFloat_FromDouble(loss->key[j].initial);
         if (!value || PyDict_SetItemString(config, loss->key[j].name, value) < 0) {
             Py_XDECREF(value);
             goto failed;

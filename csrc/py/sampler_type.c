@@ -45,41 +45,69 @@ static int adapter_keep(PySampler *self, long long id, PyObject *adapter)
     return failed ? -1 : 0;
 }
 
+/* The arrays of a request, borrowed: the prompt, and those that may be missing. */
+typedef struct Arrays {
+    PyObject *prompt, *stop_ids, *targets, *starts;
+    Borrowed held[4];
+} Arrays;
+
+static void arrays_release(Arrays *arrays)
+{
+    for (int i = 0; i < 4; i++) Py_CLEAR(arrays->held[i].owner);
+}
+
+static int arrays_borrow(Arrays *a, RequestSpec *spec)
+{
+    PyObject *const given[] = {a->prompt, a->stop_ids, a->targets, a->starts};
+    static const char *const names[] = {"prompt", "stop_ids", "targets", "target_starts"};
+    for (int i = 0; i < 4; i++)
+        if (given[i] && given[i] != Py_None &&
+            borrow(given[i], KIND_INT32, names[i], &a->held[i]) < 0)
+            return -1;
+    if (!a->held[2].owner != !a->held[3].owner) {
+        PyErr_SetString(PyExc_ValueError, "targets and target_starts come together or not at all");
+        return -1;
+    }
+    spec->prompt = a->held[0].data;
+    spec->prompt_length = a->held[0].length > INT32_MAX ? INT32_MAX : (int)a->held[0].length;
+    spec->stop_ids = a->held[1].data;
+    spec->stop_count = (int)a->held[1].length;
+    spec->targets = a->held[2].data;
+    spec->starts = a->held[3].data;
+    spec->target_count = a->held[2].length;
+    spec->start_count = a->held[3].length;
+    return 0;
+}
+
 static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {
-        "request", "prompt", "adapter",  "num_samples", "max_tokens",      "temperature", "top_k",
-        "top_p",   "seed",   "stop_ids", "topk_sample", "prompt_logprobs", "topk_prompt", NULL};
+        "request",     "prompt",       "adapter", "num_samples",   "max_tokens",  "temperature",
+        "top_k",       "top_p",        "seed",    "stop_ids",      "topk_sample", "prompt_logprobs",
+        "topk_prompt", "prompt_draws", "targets", "target_starts", NULL};
     PySampler *self = (PySampler *)object;
-    PyObject *prompt, *adapter = Py_None, *stop_ids = NULL;
+    PyObject *adapter = Py_None;
+    Arrays arrays = {0};
     long long id;
     unsigned long long seed = 0;
     RequestSpec spec = {
         .samples = 1, .max_tokens = -1, .temperature = 1.0f, .top_k = -1, .top_p = 1.0f};
-    Borrowed tokens = {0}, stops = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LO|O$iififKOipi:add", names, &id, &prompt,
-                                     &adapter, &spec.samples, &spec.max_tokens, &spec.temperature,
-                                     &spec.top_k, &spec.top_p, &seed, &stop_ids, &spec.topk_sample,
-                                     &spec.prompt_logprobs, &spec.topk_prompt))
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "LO|O$iififKOipiiOO:add", names, &id, &arrays.prompt, &adapter,
+            &spec.samples, &spec.max_tokens, &spec.temperature, &spec.top_k, &spec.top_p, &seed,
+            &arrays.stop_ids, &spec.topk_sample, &spec.prompt_logprobs, &spec.topk_prompt,
+            &spec.draws, &arrays.targets, &arrays.starts))
         return NULL;
     if (adapter != Py_None && !Py_IS_TYPE(adapter, state_of(Py_TYPE(object))->adapter))
         return PyErr_Format(PyExc_TypeError, "adapter must be an Adapter or None, not %s",
                             Py_TYPE(adapter)->tp_name);
-    if (borrow(prompt, KIND_INT32, "prompt", &tokens) < 0) return NULL;
-    if (stop_ids && borrow(stop_ids, KIND_INT32, "stop_ids", &stops) < 0) {
-        Py_DECREF(tokens.owner);
-        return NULL;
-    }
     spec.id = id;
     spec.seed = seed;
     spec.adapter = adapter == Py_None ? NULL : ((PyAdapter *)adapter)->adapter;
-    spec.prompt = tokens.data;
-    spec.prompt_length = tokens.length > INT32_MAX ? INT32_MAX : (int)tokens.length;
-    spec.stop_ids = stops.data;
-    spec.stop_count = (int)stops.length;
-    Status status = sampler_add(self->sampler, &spec);
-    Py_DECREF(tokens.owner);
-    Py_XDECREF(stops.owner);
+    int borrowed = arrays_borrow(&arrays, &spec);
+    Status status = borrowed < 0 ? STATUS_OK : sampler_add(self->sampler, &spec);
+    arrays_release(&arrays);
+    if (borrowed < 0) return NULL;
     if (status) return raise_status(status);
     if (adapter != Py_None && adapter_keep(self, id, adapter) < 0) return NULL;
     Py_RETURN_NONE;
@@ -169,10 +197,15 @@ static PyObject *sampler_take_method(PyObject *object, PyObject *argument)
     int P = r->spec.prompt_length, k = r->spec.topk_prompt;
     PyObject *scores = r->spec.prompt_logprobs ? array_new(KIND_FLOAT32, P, -1, r->prompt_logprobs)
                                                : Py_NewRef(Py_None);
-    PyObject *result =
-        Py_BuildValue("{s:N,s:N,s:N,s:N}", "samples", samples, "prompt_logprobs", scores,
-                      "topk_ids", top_array(KIND_INT32, P, k, r->top_ids), "topk_logprobs",
-                      top_array(KIND_FLOAT32, P, k, r->top_logprobs));
+    PyObject *targets = r->spec.targets
+                            ? array_new(KIND_FLOAT32, r->spec.target_count, -1, r->target_logprobs)
+                            : Py_NewRef(Py_None);
+    PyObject *result = Py_BuildValue(
+        "{s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "samples", samples, "prompt_logprobs", scores, "topk_ids",
+        top_array(KIND_INT32, P, k, r->top_ids), "topk_logprobs",
+        top_array(KIND_FLOAT32, P, k, r->top_logprobs), "target_logprobs", targets, "drawn_ids",
+        top_array(KIND_INT32, P - 1, r->spec.draws, r->drawn_ids), "drawn_logprobs",
+        top_array(KIND_FLOAT32, P - 1, r->spec.draws, r->drawn_logprobs));
     if (!result) return NULL;
     sampler_forget(self->sampler, id);
     if (adapter_keep(self, id, NULL) < 0) Py_CLEAR(result);
@@ -192,8 +225,8 @@ static PyMethodDef methods[] = {
     {"add", (PyCFunction)(void (*)(void))sampler_add_method, METH_VARARGS | METH_KEYWORDS,
      "add(request, prompt, adapter=None, *, num_samples=1, max_tokens=-1, temperature=1.0, "
      "top_k=-1, top_p=1.0,\n"
-     "    seed=0, stop_ids=…, topk_sample=0, prompt_logprobs=False, topk_prompt=0)\n\nQueues a "
-     "request."},
+     "    seed=0, stop_ids=…, topk_sample=0, prompt_logprobs=False, topk_prompt=0,\n"
+     "    prompt_draws=0, targets=None, target_starts=None)\n\nQueues a request."},
     {"step", sampler_step_method, METH_NOARGS,
      "step() -> (list[(request, sample, token)], list[request])\n\nOne forward: what was drawn, "
      "and who is done."},

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 class LossInput(TypedDict):
     name: str  # key in loss_fn_inputs, beside target_tokens
     required: bool
-    default: float  # every element's value where an optional input is missing
+    fallback: str | None  # the config key, or the input before it, that stands in for a missing one
+    default: float  # or, where there is no such, every element's value
 
 class LossRow(TypedDict):
     name: str
     multi: bool  # whether targets may be (N, K)
     inputs: list[LossInput]  # float arrays of the targets' shape
-    config: dict[str, float]  # loss_fn_config keys and their defaults
+    config: dict[str, float | None]  # loss_fn_config keys and their defaults; None: it must come
 
 def losses() -> list[LossRow]:
     """The table of losses, csrc/losses.c."""
@@ -168,6 +169,9 @@ class Sampler:
         topk_sample: int = 0,
         prompt_logprobs: bool = False,
         topk_prompt: int = 0,
+        prompt_draws: int = 0,  # tokens to draw at each prompt position after the first
+        targets: NDArray[np.int32] | None = None,  # ids to score there: those at position p + 1
+        target_starts: NDArray[np.int32] | None = None,  # are targets[starts[p] : starts[p + 1]]
     ) -> None:
         """Queues a request under a number of the caller's choice. Checked before it is taken.
 
@@ -188,7 +192,11 @@ class Sampler:
                           "topk_ids": int32 (n, K) | None, "topk_logprobs": float32 (n, K) | None}
         prompt_logprobs: float32 (N,) with NaN at 0, or None
         topk_ids: int32 (N, K) | None, topk_logprobs: float32 (N, K) | None; row 0 is id 0, logprob
-        -99999."""
+        -99999.
+        target_logprobs: float32, like targets, or None
+        drawn_ids: int32 (N - 1, draws) | None, drawn at the temperature, and drawn_logprobs:
+        float32 (N - 1, draws) | None; like all of a prompt's log-probabilities, at temperature 1
+        """
     @property
     def active(self) -> int:
         """Requests queued or running."""

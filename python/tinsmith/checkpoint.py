@@ -19,6 +19,7 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import quote, unquote
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core, families, weights
 
-Kind = Literal["weights", "sampler_weights"]
+Kind = Literal["weights", "sampler_weights", "external_weights"]
 
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -60,7 +61,20 @@ class Meta:
     step: int
     user_metadata: dict[str, str]
     created: str  # ISO 8601
-    ttl_seconds: int | None
+    ttl_seconds: int | None  # after `created`
+    public: bool = False
+
+    @property
+    def expires(self) -> datetime | None:
+        """When the checkpoint is to be gone."""
+        if self.ttl_seconds is None:
+            return None
+        return datetime.fromisoformat(self.created) + timedelta(seconds=self.ttl_seconds)
+
+    @property
+    def expired(self) -> bool:
+        """Whether it should be gone."""
+        return self.expires is not None and self.expires <= datetime.now(UTC)
 
 
 # ---- saving ----
@@ -100,8 +114,8 @@ def save(
 
 
 def _write_files(folder: Path, adapter: _core.Adapter, meta: Meta, optimizer: bool) -> None:
-    matrices = dict(_matrices(adapter, adapter.read("weights")))
-    weights.write(folder / ADAPTER_FILE, matrices, {"format": "pt"})
+    named = dict(matrices(adapter, adapter.read("weights")))
+    weights.write(folder / ADAPTER_FILE, named, {"format": "pt"})
     _write_json(folder / CONFIG_FILE, _peft_config(adapter, meta))
     files = [ADAPTER_FILE, CONFIG_FILE]
     if optimizer:
@@ -152,7 +166,7 @@ def _module(slot: str, layer: int) -> str:
     return families.NAMES[slot].format(layer=layer).removesuffix(".weight")
 
 
-def _matrices(
+def matrices(
     adapter: _core.Adapter, flat: NDArray[np.float32]
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """PEFT's name of each matrix and a view of it in PEFT's shape, which is the engine's turned."""
@@ -197,6 +211,28 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
+def _replace_json(path: Path, content: dict[str, Any], times: os.stat_result | None = None) -> None:
+    """Writes a file whole or not at all, with the times of the one that was there, if given."""
+    temporary = path.with_name(path.name + "~")
+    try:
+        _write_json(temporary, content)
+        if times is not None:
+            os.utime(temporary, ns=(times.st_atime_ns, times.st_mtime_ns))
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+def _share(source: Path, target: Path) -> None:
+    """The same file under a second name, or a copy where the file system has no such thing."""
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def _sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -216,7 +252,8 @@ def _digest(path: Path) -> str:
 def load_meta(folder: Path | str) -> Meta:
     """What a checkpoint says of itself. FileNotFoundError where there is none."""
     content = _read_meta(Path(folder))
-    return Meta(**{field.name: content[field.name] for field in dataclasses.fields(Meta)})
+    names = (field.name for field in dataclasses.fields(Meta))
+    return Meta(**{name: content[name] for name in names if name in content})
 
 
 def load_adapter(
@@ -278,7 +315,10 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         content = json.loads(file.read_bytes(), object_pairs_hook=weights.unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
-    needed = {field.name for field in dataclasses.fields(Meta)} | {"version", "model", "files"}
+    needed = {"version", "model", "files"}
+    for field in dataclasses.fields(Meta):
+        if field.default is dataclasses.MISSING:
+            needed.add(field.name)
     missing = needed - set(content if isinstance(content, dict) else ())
     if missing:
         raise ValueError(f"{file} lacks {', '.join(sorted(missing))}")
@@ -314,10 +354,17 @@ def _open_checked(folder: Path, name: str) -> weights.Tensors:
     return weights.open_file(file)
 
 
+def open_adapter(folder: Path) -> weights.Tensors:
+    """The matrices of a checkpoint, compared with what it says of them, or of a PEFT folder."""
+    if (folder / META_FILE).is_file():
+        return _open_checked(folder, ADAPTER_FILE)
+    return weights.open_file(folder / ADAPTER_FILE)
+
+
 def _read_weights(folder: Path, adapter: _core.Adapter) -> NDArray[np.float32]:
     flat = np.empty(adapter.size, np.float32)
     with _open_checked(folder, ADAPTER_FILE) as tensors:
-        views = dict(_matrices(adapter, flat))
+        views = dict(matrices(adapter, flat))
         different = sorted(set(views) ^ set(tensors))
         if different:
             where = "the file" if different[0] in tensors else "this adapter"
@@ -360,8 +407,10 @@ class Store:
     One process at a time may have a root open: opening it clears what an interrupted one left.
     """
 
-    def __init__(self, root: Path | str) -> None:
+    def __init__(self, root: Path | str, *, recover: bool = True) -> None:
         self.root = Path(root).resolve()
+        if not recover:  # to look something up beside a server
+            return
         for kind in get_args(Kind):
             for left in sorted(self.root.glob(f"*/{kind}/*~*")):
                 _recover(left)
@@ -400,18 +449,58 @@ class Store:
         _sync(folder.parent)
         shutil.rmtree(gone, ignore_errors=True)
 
+    def update(self, tinker_path: str, **changes: Any) -> None:
+        """Changes what a checkpoint says of itself, and nothing else of it; not its place among
+        the others of its run."""
+        file = self.folder(tinker_path) / META_FILE
+        content = _read_meta(file.parent) | changes
+        _replace_json(file, content, file.stat())
+
+    def copy(self, tinker_path: str, run: str, **changes: Any) -> str:
+        """A checkpoint once more, in another run under the same name, with changes in what it says
+        of itself. Its files are shared: nothing ever writes to a finished one."""
+        source = self.folder(tinker_path)
+        _, kind, name = _parse(tinker_path)
+        path = self.path(run, kind, name)
+        folder = self.folder(path)
+        if folder.exists():
+            raise FileExistsError(f"the checkpoint {path} exists")
+        content = _read_meta(source) | changes
+        temporary = folder.with_name(f"{name}~{secrets.token_hex(4)}")
+        try:
+            _make_folder(folder.parent)
+            temporary.mkdir()
+            for file in content["files"]:
+                _share(source / file, temporary / file)
+            _write_json(temporary / META_FILE, content)
+            _sync(temporary)
+            _put(temporary, folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        return path
+
+    def files(self, tinker_path: str) -> dict[str, Path]:
+        """A checkpoint's files by name, without what tinsmith alone reads."""
+        folder = self.folder(tinker_path)
+        return {name: folder / name for name in sorted(_read_meta(folder)["files"])}
+
+    def delete_expired(self) -> list[str]:
+        """Removes the checkpoints whose time is over; returns their paths."""
+        gone = []
+        for run in self.runs():
+            for path in self.checkpoints(run):
+                with contextlib.suppress(OSError, ValueError):  # damaged, or deleted meanwhile
+                    if load_meta(self.folder(path)).expired:
+                        self.delete(path)
+                        gone.append(path)
+        return gone
+
     def save_run(self, run: str, info: dict[str, Any]) -> None:
         """Keeps what is known of a run, whole or not at all."""
         file = self._run_folder(run) / RUN_FILE
-        temporary = file.with_name(RUN_FILE + "~")
         _make_folder(file.parent)
-        try:
-            _write_json(temporary, info)
-            temporary.replace(file)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        _sync(file.parent)
+        _replace_json(file, info)
 
     def run(self, run: str) -> dict[str, Any]:
         """What save_run kept. FileNotFoundError for a run that was not saved."""

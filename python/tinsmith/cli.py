@@ -25,6 +25,7 @@ EXAMPLES = """examples:
   tinsmith run -m tinker_cookbook.recipes.sdft.train model_name=models/qwen3 ...
   tinsmith serve --model Qwen/Qwen3-0.6B=models/qwen3
   tinsmith info models/qwen3 --tokens 8192 --rank 32
+  tinsmith export models/qwen3 tinker://RUN/weights/final models/qwen3-tuned
 """
 
 
@@ -87,7 +88,28 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--tokens", type=int, default=8192, help="of a training step (%(default)s)")
     info.add_argument("--rank", type=int, default=32, help="of a LoRA adapter (%(default)s)")
     info.set_defaults(command=_info)
+
+    export = commands.add_parser(
+        "export",
+        help="merge an adapter into its base model",
+        description="Writes a Hugging Face folder of the base model with the adapter merged in.",
+    )
+    export.add_argument("model", help="a folder, or a name in the Hugging Face cache")
+    export.add_argument("adapter", help="a checkpoint's or PEFT's folder, or a tinker:// path")
+    export.add_argument("out", type=Path, help="the folder to write, which may not exist")
+    _add_checkpoints(export)
+    export.set_defaults(command=_export)
     return parser
+
+
+def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        default=Path(CHECKPOINTS),
+        metavar="FOLDER",
+        help="where save_state writes to (./%(default)s)",
+    )
 
 
 def _add_engine(parser: argparse.ArgumentParser, *, needed: bool) -> None:
@@ -98,13 +120,7 @@ def _add_engine(parser: argparse.ArgumentParser, *, needed: bool) -> None:
     parser.add_argument(
         "--device", default="auto", choices=("auto", "cpu", "cuda"), help="(%(default)s)"
     )
-    parser.add_argument(
-        "--checkpoints",
-        type=Path,
-        default=Path(CHECKPOINTS),
-        metavar="FOLDER",
-        help="where save_state writes to (./%(default)s)",
-    )
+    _add_checkpoints(parser)
     parser.add_argument("--threads", type=int, default=0, help="0: one for each core")
     parser.add_argument(
         "--seed", type=int, help="requests without a seed then draw the same in each run"
@@ -209,6 +225,15 @@ def _info(options: argparse.Namespace) -> None:
     }
     for key, size in sizes.items():
         print(f"{_size(size):>12}  {labels.get(key, key)}")
+
+
+def _export(options: argparse.Namespace) -> None:
+    from tinsmith.export import export, find_adapter
+    from tinsmith.families import find_model
+
+    folder = find_adapter(options.adapter, options.checkpoints)
+    count = export(find_model(options.model, {}), folder, options.out)
+    print(f"{options.out}: {count} matrices of {options.model} changed by {folder}")
 
 
 def _size(count: int) -> str:

@@ -26,6 +26,20 @@ UNKNOWN = "\ufffd"  # what the tokenizer writes for bytes that don't (yet) make 
 
 
 @dataclass(frozen=True)
+class PromptTargets:
+    """Ids to score in a prompt: ids[starts[p] : starts[p + 1]] at position p + 1. The rest is the
+    layout of the tensor they came in, of so many values, those at `cells` being the ids."""
+
+    ids: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    shape: tuple[int, ...]
+    cells: NDArray[np.int64]
+    values: int
+    crow: NDArray[np.int64] | None = None  # compressed sparse rows; None: dense
+    cols: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True)
 class SampleRequest:
     """A checked request: ids are in the vocabulary and the prompt fits into the context."""
 
@@ -42,6 +56,8 @@ class SampleRequest:
     topk_prompt: int = 0
     topk_sample: int = 0
     last_n: int | None = None  # score the prompt's last n tokens only
+    prompt_draws: int = 0  # tokens to draw at each prompt position after the first
+    targets: PromptTargets | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,10 @@ class SampleResult:
     prompt_logprobs: NDArray[np.float32] | None = None
     topk_ids: NDArray[np.int32] | None = None
     topk_logprobs: NDArray[np.float32] | None = None
+    targets: PromptTargets | None = None
+    target_logprobs: NDArray[np.float32] | None = None  # like targets.ids
+    drawn_ids: NDArray[np.int32] | None = None  # (prompt - 1, draws)
+    drawn_logprobs: NDArray[np.float32] | None = None
 
 
 @dataclass
@@ -147,6 +167,9 @@ class Decoder:
             topk_sample=request.topk_sample,
             prompt_logprobs=request.prompt_logprobs,
             topk_prompt=request.topk_prompt,
+            prompt_draws=request.prompt_draws,
+            targets=None if request.targets is None else request.targets.ids,
+            target_starts=None if request.targets is None else request.targets.starts,
         )
         lane.pending[number] = _Pending(request, future, room, tokenizer)
 
@@ -219,7 +242,16 @@ def _result(item: _Pending, raw: dict[str, Any]) -> SampleResult:
             logprobs[skipped] = np.nan
         if ids is not None and topk is not None:
             ids[skipped], topk[skipped] = 0, -99999.0
-    return SampleResult(tuple(samples), logprobs, ids, topk)
+    return SampleResult(
+        tuple(samples),
+        logprobs,
+        ids,
+        topk,
+        item.request.targets,
+        raw["target_logprobs"],
+        raw["drawn_ids"],
+        raw["drawn_logprobs"],
+    )
 
 
 def _decode(tokenizer: "Tokenizer", tokens: list[int]) -> str:

@@ -121,7 +121,7 @@ def load_model(path: Path | str, *, device: str = "cpu", threads: int = 0) -> Lo
         for (slot, layer), name in names.items():
             array = tensors[name]
             if array.ndim == 1 or kind == "f32":
-                array = _widen(array)
+                array = weights.widen(array)
             core.load(slot, layer, array)
             del array  # a view would keep its file mapped
     core.seal()
@@ -187,7 +187,8 @@ def _find_cached(name: str) -> Path | None:
 # ---- config.json ----
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
     try:
         content = json.loads(path.read_bytes(), object_pairs_hook=weights.unique_keys)
     except (ValueError, RecursionError) as error:
@@ -201,7 +202,7 @@ def _read_model(folder: Path) -> tuple[Family, dict[str, float], NDArray[np.floa
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no {CONFIG_FILE}")
-    content = _read_json(file)
+    content = read_json(file)
     family = _find_family(file, content)
     _refuse(file, content, family)
     config = {engine: _count(file, content, key) for engine, key in SIZES.items()}
@@ -315,13 +316,6 @@ def _element_type(tensors: weights.Tensors) -> str:
     return "bf16" if matrices == {"BF16"} else "f32"
 
 
-def _widen(array: np.ndarray) -> NDArray[np.float32]:
-    """The same numbers in float32, exactly; uint16 is bfloat16's bits."""
-    if array.dtype == np.uint16:
-        return (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float32, copy=False)
-
-
 def _check_tensors(
     family: Family, core: _core.Model, tensors: weights.Tensors, *, tied: bool
 ) -> dict[tuple[str, int], str]:
@@ -357,7 +351,7 @@ def _read_tokenizer(folder: Path) -> dict[str, int]:
     file = folder / TOKENIZER_FILE
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no {TOKENIZER_FILE}")
-    content = _read_json(file)
+    content = read_json(file)
     try:
         vocab = content["model"]["vocab"]
         if isinstance(vocab, list):  # Unigram: pairs of a token and its score, in the order of ids
@@ -375,13 +369,13 @@ def _read_eos(folder: Path, tokenizer: dict[str, int], vocab: int) -> tuple[int,
     """The ids that end a sequence, from the first file that names any."""
     for name in ("generation_config.json", CONFIG_FILE):
         file = folder / name
-        found = _read_json(file).get("eos_token_id") if file.is_file() else None
+        found = read_json(file).get("eos_token_id") if file.is_file() else None
         ids = found if isinstance(found, list) else [] if found is None else [found]
         if any(type(item) is not int or not 0 <= item < vocab for item in ids):
             raise ValueError(f"{file}: eos_token_id {found!r:.60} is not an id below {vocab}")
         if ids:
             return tuple(ids)
     file = folder / "tokenizer_config.json"
-    token = _read_json(file).get("eos_token") if file.is_file() else None
+    token = read_json(file).get("eos_token") if file.is_file() else None
     token = token.get("content") if isinstance(token, dict) else token
     return (tokenizer[token],) if token in tokenizer else ()

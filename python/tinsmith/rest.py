@@ -4,18 +4,19 @@ Runs and checkpoints are read from disk, so they are told of after a restart too
 and a local server can't or doesn't do is refused by name in REFUSED, never left unanswered.
 """
 
-from datetime import datetime, timedelta
+import contextlib
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from tinsmith import wire
 from tinsmith.routes import Handler, read_json
-from tinsmith.service import Refusal, Service, owner
+from tinsmith.service import Refusal, Service, Session, owner
 
 T = TypeVar("T")
 
-TYPES = {"weights": "training", "sampler_weights": "sampler"}
+TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
 async def healthz(service: Service, request: Request) -> dict[str, Any]:
@@ -81,6 +82,31 @@ async def delete_checkpoint(service: Service, request: Request) -> dict[str, Any
     return {}
 
 
+async def publish(service: Service, request: Request) -> dict[str, Any]:
+    """A mark on the checkpoint: whoever reaches a local server can read its checkpoints anyway."""
+    service.store.update(_path(service, request), public=request.method == "POST")
+    return {}
+
+
+async def set_ttl(service: Service, request: Request) -> dict[str, Any]:
+    """Counted from now; null: for ever."""
+    path = _path(service, request)
+    _, meta = service.meta(path)
+    seconds = wire.ttl(await read_json(request))
+    if seconds is not None:
+        age = datetime.now(UTC) - datetime.fromisoformat(meta.created)
+        seconds += int(age.total_seconds())
+    service.store.update(path, ttl_seconds=seconds)
+    return {}
+
+
+def _path(service: Service, request: Request) -> str:
+    """The path of the checkpoint that a request names, which is there."""
+    path = f"tinker://{request.path_params['run']}/{request.path_params['checkpoint']}"
+    service.meta(path)
+    return path
+
+
 def _run(service: Service, name: str) -> dict[str, Any]:
     info = service.store.run(name)
     items = _checkpoints(service, name)
@@ -101,25 +127,25 @@ def _run(service: Service, name: str) -> dict[str, Any]:
 
 
 def _checkpoints(service: Service, run: str) -> list[dict[str, Any]]:
-    """A run's checkpoints, the oldest first."""
-    return [_checkpoint(service, path) for path in service.store.checkpoints(run)]
+    """A run's checkpoints, the oldest first; without those that went meanwhile."""
+    found = []
+    for path in service.store.checkpoints(run):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(_checkpoint(service, path))
+    return found
 
 
 def _checkpoint(service: Service, path: str) -> dict[str, Any]:
     folder, meta = service.meta(path)
-    expires = None
-    if meta.ttl_seconds is not None:
-        created = datetime.fromisoformat(meta.created)
-        expires = (created + timedelta(seconds=meta.ttl_seconds)).isoformat()
     return {
         "checkpoint_id": "/".join(path.split("/")[-2:]),
         "checkpoint_type": TYPES[meta.kind],
         "time": meta.created,
         "tinker_path": path,
         "size_bytes": sum(file.stat().st_size for file in folder.iterdir()),
-        "public": False,
+        "public": meta.public,
         "user_metadata": meta.user_metadata or None,
-        "expires_at": expires,
+        "expires_at": meta.expires and meta.expires.isoformat(),
     }
 
 
@@ -141,6 +167,72 @@ async def get_session(service: Service, request: Request) -> dict[str, Any]:
         "sampler_ids": session.samplers,
         "user_metadata": session.user_metadata,
         "display_name": session.display_name,
+    }
+
+
+async def search_sessions(service: Service, request: Request) -> dict[str, Any]:
+    """The client's own sessions since the server started, the newest first."""
+    body = await read_json(request)
+    limit = wire.maybe(body, "limit", int, 50)
+    if not 1 <= limit <= 200:
+        raise Refusal(400, f"limit must be from 1 to 200, {limit} came")
+    cursor = wire.optional(body, "cursor", dict)
+    own = [item for item in service.sessions.values() if item.owner == owner(request)]
+    found = [item for item in own[::-1] if _matches(item, body)]
+    if cursor is not None:
+        last = wire.need(cursor, "last_session_id", str, "the cursor")
+        places = [index for index, item in enumerate(found) if item.id == last]
+        found = found[places[0] + 1 :] if places else []
+    page, left = found[:limit], found[limit:]
+    reply: dict[str, Any] = {"sessions": [_summary(service, item) for item in page]}
+    if page and left:
+        reply["next_cursor"] = {
+            "last_created_at": page[-1].created,
+            "last_session_id": page[-1].id,
+        }
+    return reply
+
+
+def _matches(session: Session, body: dict[str, Any]) -> bool:
+    name = wire.optional(body, "display_name", str)
+    exact = wire.optional(body, "session_id", str)
+    words = (name or "").lower().split()
+    named = bool(words) and all(word in (session.display_name or "").lower() for word in words)
+    if (name or exact) and not named and session.id != exact:
+        return False
+    wanted = wire.maybe(body, "user_metadata", dict, {})
+    if any(session.user_metadata.get(key) != value for key, value in wanted.items()):
+        return False
+    status = _status(session)
+    for query in wire.maybe(body, "statuses", list, [status]):
+        if not isinstance(query, dict):
+            raise ValueError(f"statuses must be objects, {wire.short(query)} came")
+        if status is None or query.get("type") != status["type"]:
+            continue
+        reasons = query.get("reasons")
+        if not reasons or status["reason"]["type"] in reasons:
+            return True
+    return status is None and body.get("statuses") is None
+
+
+def _status(session: Session) -> dict[str, Any] | None:
+    if not session.ended:
+        return {"type": "active"}
+    return {"type": "client_finished", **session.finish} if session.finish else None
+
+
+def _summary(service: Service, session: Session) -> dict[str, Any]:
+    checkpoints = [item for run in session.runs for item in _checkpoints(service, run)]
+    return {
+        "session_id": session.id,
+        "created_at": session.created,
+        "owner": "local",
+        "project_id": "local",
+        "status": _status(session),
+        "checkpoints_count": len(checkpoints),
+        "display_name": session.display_name,
+        "user_metadata": session.user_metadata,
+        "checkpoint_storage_bytes": sum(item["size_bytes"] for item in checkpoints),
     }
 
 
@@ -168,28 +260,8 @@ def _refuse(what: str) -> Handler:
 
 
 REFUSED = (
-    ("POST", "/training_runs/{run}/checkpoints/{checkpoint:path}/publish", "publishing"),
-    ("DELETE", "/training_runs/{run}/checkpoints/{checkpoint:path}/publish", "publishing"),
-    (
-        "PUT",
-        "/training_runs/{run}/checkpoints/{checkpoint:path}/ttl",
-        "changing a checkpoint's ttl",
-    ),
-    (
-        "GET",
-        "/training_runs/{run}/checkpoints/{checkpoint:path}/external_weights_urls",
-        "downloading external weights",
-    ),
-    (
-        "GET",
-        "/training_runs/{run}/checkpoints/{checkpoint:path}/archive",
-        "downloading a checkpoint (it is a PEFT folder in the server's --checkpoints)",
-    ),
-    ("POST", "/copy_weights", "copying checkpoints"),
     ("GET", "/sessions/{session_id}/trace_export", "exporting a session's trace"),
     ("PUT", "/sessions/{session_id}/project", "assigning projects"),
-    ("POST", "/sessions/search", "searching sessions"),
-    ("POST", "/retrieve_futures", "polling all of a sampling session's requests at once"),
     ("POST", "/auth/token", "exchanging credentials"),
     ("GET", "/audit", "the audit log"),
     ("GET", "/billing/{path:path}", "billing"),
@@ -203,8 +275,12 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/training_runs/{run}", get_run),
     ("GET", "/training_runs/{run}/checkpoints", list_run_checkpoints),
     *((method, path, _refuse(what)) for method, path, what in REFUSED),
+    ("POST", "/training_runs/{run}/checkpoints/{checkpoint:path}/publish", publish),
+    ("DELETE", "/training_runs/{run}/checkpoints/{checkpoint:path}/publish", publish),
+    ("PUT", "/training_runs/{run}/checkpoints/{checkpoint:path}/ttl", set_ttl),
     ("DELETE", "/training_runs/{run}/checkpoints/{checkpoint:path}", delete_checkpoint),
     ("GET", "/checkpoints", list_checkpoints),
     ("GET", "/sessions", list_sessions),
+    ("POST", "/sessions/search", search_sessions),
     ("GET", "/sessions/{session_id}", get_session),
 )

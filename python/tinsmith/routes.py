@@ -17,9 +17,9 @@ import zstandard
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tinsmith import wire
+from tinsmith import wire, wire_sampling
 from tinsmith.errors import explain
-from tinsmith.service import Refusal, RunInfo, SamplerInfo, Service, owner
+from tinsmith.service import Completions, Refusal, RunInfo, SamplerInfo, Service, owner
 from tinsmith.worker import StateSpec
 
 Handler = Callable[[Service, Request], Awaitable[dict[str, Any] | Response]]
@@ -34,6 +34,7 @@ CLIENT_CONFIG = {
     "fwdbwd_max_chunk_bytes_count": 32_000_000,
 }
 DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
+CLONE = 1_000_000_000  # a copy of a sampling client counts its requests from its number times this
 
 
 # ---- bodies ----
@@ -100,7 +101,11 @@ async def finish_session(service: Service, request: Request) -> dict[str, Any]:
     name = request.path_params["session_id"]
     session = service.sessions.get(name)
     if session is None or not session.ended:  # a finish that is repeated is no error
-        service.end_session(service.session(request, name))
+        session = service.session(request, name)
+        body = await read_json(request) if await request.body() else {}
+        reason = wire.maybe(body, "reason", dict, {"type": "success"})
+        session.finish = {"reason": reason, "detail": wire.optional(body, "detail", str)}
+        service.end_session(session)
     return {}
 
 
@@ -269,16 +274,29 @@ async def save_weights_for_sampler(service: Service, request: Request) -> dict[s
 
 
 async def save_weights_external(service: Service, request: Request) -> dict[str, Any]:
-    model_id, seq = place(await read_json(request))
+    """PEFT's files, to be downloaded one by one: see transfers.py."""
+    body = await read_json(request)
+    model_id, seq = place(body)
 
     def start(run: RunInfo) -> Future[Any]:
-        folder = service.store.root
-        raise ValueError(
-            "save_weights_external is not built; save_state and save_weights_for_sampler write "
-            f"PEFT folders, which are under {folder}"
+        if wire.maybe(body, "age_encryption_recipients", list, []):
+            raise ValueError(
+                "age encryption is not built in tinsmith, a local server: leave "
+                "age_encryption_recipients out"
+            )
+        path = service.store.path(model_id, "external_weights", wire.need(body, "path", str))
+        ttl = wire.ttl(body)
+        return service.worker.save(
+            model_id,
+            seq,
+            service.store.folder(path),
+            lambda step: run.meta("external_weights", step, {}, ttl),
+            optimizer=False,
         )
 
-    return service.turn(request, model_id, seq, start, lambda _: {})
+    path = f"tinker://{model_id}/external_weights/{body.get('path')}"
+    reply = {"type": "save_weights_external", "path": path}
+    return service.turn(request, model_id, seq, start, lambda _: reply)
 
 
 async def create_custom_loss(service: Service, request: Request) -> dict[str, Any]:
@@ -342,20 +360,30 @@ async def join_sampling_session(service: Service, request: Request) -> dict[str,
 async def asample(service: Service, request: Request) -> dict[str, Any]:
     body = await read_json(request)
     name = wire.need(body, "sampling_session_id", str)
-    request_id = f"{name}:seq:{wire.need(body, 'seq_id', int)}"
+    number = wire.need(body, "seq_id", int)
+    request_id = f"{name}:seq:{number}"
     sequence_ids: list[str] = []
 
     def start() -> Future[Any]:
         sampler = service.sampler(request, name)
         place = request_id.removeprefix(sampler.session.id)
         fresh = service.fresh_seed(sampler.session, place)
-        wanted = wire.sample_request(body, sampler.model, fresh)
+        wanted = wire_sampling.sample_request(body, sampler.model, fresh)
         sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
         return service.worker.sample(name, wanted)
 
-    return service.promise(
-        request, request_id, start, wire.sample_message, sample_sequence_ids=sequence_ids
+    fresh = (owner(request), request_id) not in service.pending
+    promise = service.promise(
+        request, request_id, start, wire_sampling.sample_message, sample_sequence_ids=sequence_ids
     )
+    if fresh and name in service.samplers:
+        done = service.samplers[name].done.setdefault(number // CLONE, Completions())
+        future, loop = (
+            service.pending[owner(request), request_id].future,
+            asyncio.get_running_loop(),
+        )
+        future.add_done_callback(lambda _: _tell(loop, done.add, request_id))
+    return promise
 
 
 # ---- results ----
@@ -384,6 +412,29 @@ async def retrieve_future(service: Service, request: Request) -> dict[str, Any] 
     return Response(result, media_type=PROTOBUF) if isinstance(result, bytes) else result
 
 
+async def retrieve_futures(service: Service, request: Request) -> dict[str, Any]:
+    """Which requests of a sampling session (or of one clone of its client) are done, in one poll
+    for all of them. Each is then read by retrieve_future."""
+    body = await read_json(request)
+    target = wire.need(body, "target", dict)
+    sampler = service.sampler(request, wire.need(target, "sampling_session_id", str, "the target"))
+    clone = wire.maybe(target, "cloned_sampler_id", int, 0)
+    cursor = wire.maybe(body, "prev_cursor", int, 0)
+    seconds = min(wire.maybe(body, "timeout", float, service.poll_seconds), service.poll_seconds)
+    for name in wire.maybe(body, "retrieved_request_ids", list, []):
+        pending = service.pending.get((owner(request), name)) if isinstance(name, str) else None
+        if pending is not None and pending.read is None:
+            pending.read = asyncio.get_running_loop().time()
+    done = sampler.done.setdefault(clone, Completions())
+    names = await done.after(cursor, seconds)
+    completions = []
+    for name in names:
+        pending = service.pending.get((owner(request), name))
+        failed = pending is None or pending.future.exception() is not None
+        completions.append({"state": "failed" if failed else "finished", "request_id": name})
+    return {"completions": completions, "cursor": max(cursor, done.last)}
+
+
 async def cancel_future(service: Service, request: Request) -> dict[str, Any]:
     name = wire.need(await read_json(request), "request_id", str)
     pending = service.pending.get((owner(request), name))
@@ -392,15 +443,17 @@ async def cancel_future(service: Service, request: Request) -> dict[str, Any]:
     return {}
 
 
+def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:
+    """Calls something in the loop's thread."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(call, *arguments)
+
+
 async def _finished(future: Future[Any], seconds: float) -> bool:
     """Waits until a future is done; False when that took too long."""
     loop, event = asyncio.get_running_loop(), asyncio.Event()
 
-    def wake(_: Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(event.set)
-
-    future.add_done_callback(wake)
+    future.add_done_callback(lambda _: _tell(loop, event.set))
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)
     return event.is_set()
@@ -428,5 +481,6 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/samplers/{sampler_id}", get_sampler),
     ("POST", "/asample", asample),
     ("POST", "/retrieve_future", retrieve_future),
+    ("POST", "/retrieve_futures", retrieve_futures),
     ("POST", "/cancel_future", cancel_future),
 )

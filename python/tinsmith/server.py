@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tinsmith import checkpoint, rest, routes, worker
+from tinsmith import checkpoint, rest, routes, transfers, worker
 from tinsmith.errors import RequestError, explain
 from tinsmith.routes import Handler
 from tinsmith.service import Refusal, Service
@@ -32,13 +32,14 @@ log = logging.getLogger("tinsmith")
 PREFIX = "/api/v1"
 BACKLOG = 2048  # connections that wait to be accepted: the SDK opens many at once
 STOP_SECONDS = 5.0
+EXPIRY_SECONDS = 60.0  # between two looks for checkpoints whose time is over
 
 
 def make_app(service: Service) -> Starlette:
-    """The ASGI app: the two tables of routes."""
+    """The ASGI app: the three tables of routes."""
     table = [
         Route(PREFIX + path, _endpoint(service, handler), methods=[method])
-        for method, path, handler in (*routes.ROUTES, *rest.ROUTES)
+        for method, path, handler in (*routes.ROUTES, *rest.ROUTES, *transfers.ROUTES)
     ]
     return Starlette(routes=table, exception_handlers={HTTPException: _no_route})
 
@@ -131,15 +132,33 @@ class Backend:
             target=self._server.run, args=([self._socket],), name="tinsmith-server", daemon=True
         )
         self._thread.start()
+        self._closing = threading.Event()
+        self._expiry = threading.Thread(
+            target=self._expire, args=(store,), name="tinsmith-expiry", daemon=True
+        )
+        self._expiry.start()
         name = f"[{host}]" if ":" in host else host
         self.url = f"http://{name}:{self._socket.getsockname()[1]}"
 
     def close(self) -> None:
         """Ends the server: what is being computed is finished, what waits fails."""
+        self._closing.set()
+        self._expiry.join()
         self._worker.close()
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()
+
+    def _expire(self, store: checkpoint.Store) -> None:
+        """Deletes checkpoints in time, also where no client comes."""
+        while True:
+            try:
+                for path in store.delete_expired():
+                    log.info("the checkpoint %s has expired", path)
+            except Exception:
+                log.exception("expired checkpoints could not be deleted")
+            if self._closing.wait(EXPIRY_SECONDS):
+                return
 
     def service_client(self, **arguments: Any) -> Any:
         """A tinker.ServiceClient, the SDK's own, on this server."""

@@ -6,10 +6,13 @@ the first attempt made and nothing is executed twice. A session belongs to the A
 it: to another key its runs and samplers do not exist. Checkpoints are found by their path.
 """
 
+import asyncio
+import contextlib
 import hashlib
 import secrets
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -19,7 +22,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from tinsmith import checkpoint, wire
+from tinsmith import checkpoint, peft, wire
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import LoadedModel, find_model
 from tinsmith.worker import Worker
@@ -28,6 +31,7 @@ KEPT_READ_SECONDS = 60.0  # a result stays after it was read, for a client that 
 KEPT_UNREAD_SECONDS = 3600.0
 SESSION_SECONDS = 3600.0  # without a sign of life; the SDK's heartbeat comes every 10 s
 SWEEP_SECONDS = 10.0
+COMPLETIONS_MAX = 1 << 14  # of one client, which has at most 2,000 requests under way
 
 
 class Refusal(Exception):
@@ -48,9 +52,11 @@ class Session:
     user_metadata: dict[str, str]
     display_name: str | None
     seen: float
+    created: str
     runs: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
     ended: bool = False
+    finish: dict[str, Any] | None = None  # how its client said that it ended
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,35 @@ class RunInfo:
 
 
 @dataclass
+class Completions:
+    """Requests that are done, in that order, and numbered from 1: what a poll for all of them
+    reads. The event loop alone touches it. Where nobody polls, the oldest are forgotten."""
+
+    events: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=COMPLETIONS_MAX))
+    last: int = 0
+    waiting: set[asyncio.Event] = field(default_factory=set)
+
+    def add(self, request_id: str) -> None:
+        """A request is done."""
+        self.last += 1
+        self.events.append((self.last, request_id))
+        for event in self.waiting:
+            event.set()
+
+    async def after(self, cursor: int, seconds: float) -> list[str]:
+        """Those after a cursor, which are waited for; what came before it is forgotten."""
+        while self.events and self.events[0][0] <= cursor:
+            self.events.popleft()
+        if not self.events and seconds > 0:
+            event = asyncio.Event()
+            self.waiting.add(event)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), seconds)
+            self.waiting.discard(event)
+        return [request_id for number, request_id in self.events if number > cursor]
+
+
+@dataclass
 class SamplerInfo:
     """One sampling session."""
 
@@ -99,6 +134,7 @@ class SamplerInfo:
     model: LoadedModel
     path: str | None = None
     clones: int = 0
+    done: dict[int, Completions] = field(default_factory=dict)  # of each clone's requests
 
 
 @dataclass
@@ -134,6 +170,7 @@ class Service:
         self.runs: dict[str, RunInfo] = {}
         self.samplers: dict[str, SamplerInfo] = {}
         self.pending: dict[tuple[str, str], Pending] = {}  # by owner and request id
+        self.copies: dict[tuple[str, str], str] = {}  # by owner and idempotency key
         self._swept = time.monotonic()
 
     # ---- names ----
@@ -153,12 +190,18 @@ class Service:
         raise ValueError(f"unknown base model {name!r}; this server has {sorted(self.bases)}")
 
     def meta(self, path: str) -> tuple[Path, checkpoint.Meta]:
-        """The folder of a tinker:// path, and what the checkpoint in it says of itself."""
+        """The folder of a checkpoint's path, and what the checkpoint says of itself. A path that is
+        not tinker:// is a folder of this machine that PEFT wrote."""
+        if not path.startswith("tinker://") and (Path(path) / checkpoint.CONFIG_FILE).is_file():
+            return Path(path), peft.load_meta(Path(path))
         folder = self.store.folder(path)
         try:
-            return folder, checkpoint.load_meta(folder)
+            meta = checkpoint.load_meta(folder)
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no checkpoint {path}") from None
+        if meta.expired:
+            raise FileNotFoundError(f"there is no checkpoint {path} any more: its ttl is over")
+        return folder, meta
 
     # ---- sessions ----
 
@@ -171,6 +214,7 @@ class Service:
             user_metadata=wire.metadata(body),
             display_name=wire.optional(body, "display_name", str),
             seen=time.monotonic(),
+            created=now(),
         )
         self.sessions[session.id] = session
         self.session_count += 1

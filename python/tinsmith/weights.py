@@ -13,7 +13,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,29 +125,58 @@ def write(
     path: Path | str, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Writes a safetensors file and syncs it to disk; uint16 arrays are written as BF16."""
+    forms = {name: (array.dtype, array.shape) for name, array in tensors.items()}
+    write_each(path, forms, tensors.__getitem__, metadata)
+
+
+def write_each(
+    path: Path | str,
+    forms: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]],
+    make: Callable[[str], np.ndarray],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """write() where a tensor of the given type and shape is made only when its turn comes."""
     # The widest elements first, so that every tensor is aligned to its own element.
-    names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
+    names = sorted(forms, key=lambda name: -forms[name][0].itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name in names:
-        array = tensors[name]
-        if array.dtype.name not in _WRITTEN:
-            raise ValueError(f"{name}: {array.dtype} can't be written to a safetensors file")
+        dtype, shape = forms[name]
+        if dtype.name not in _WRITTEN:
+            raise ValueError(f"{name}: {dtype} can't be written to a safetensors file")
+        size = dtype.itemsize * math.prod(shape)
         header[name] = {
-            "dtype": _WRITTEN[array.dtype.name],
-            "shape": list(array.shape),
-            "data_offsets": [offset, offset + array.nbytes],
+            "dtype": _WRITTEN[dtype.name],
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
         }
-        offset += array.nbytes
+        offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with Path(path).open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in names:
-            file.write(np.ascontiguousarray(tensors[name]).data)
+            array = make(name)
+            assert (array.dtype, array.shape) == forms[name], name
+            file.write(np.ascontiguousarray(array).data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def widen(array: np.ndarray) -> np.ndarray:
+    """The same numbers in float32, exactly; uint16 is bfloat16's bits."""
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32, copy=False)
+
+
+def narrow(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """float32 numbers in another type, rounded to the nearest, ties to even."""
+    if dtype != np.uint16:
+        return array.astype(dtype)
+    bits = array.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

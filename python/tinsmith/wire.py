@@ -1,4 +1,5 @@
-"""Translations between Tinker's wire (protobuf and JSON) and checked, plain values.
+"""Translations between Tinker's wire (protobuf and JSON) and checked, plain values; those of
+sampling are in wire_sampling.py.
 
 Requests are checked here, completely, before anything is queued: a ValueError's sentence names the
 datum or field, what was expected and what came. What a loss takes is read from the engine's table,
@@ -15,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 from tinker.proto import tinker_public_pb2 as pb
 
-from tinsmith.decoding import SampleRequest, SampleResult
 from tinsmith.families import LoadedModel
 from tinsmith.worker import AdamParams, Batch, BatchResult, LoraSpec, losses
 
@@ -35,7 +35,6 @@ DTYPES = {
     pb.DTYPE_BFLOAT16: ("bfloat16", np.dtype("<u2")),
 }
 SEED_BITS = 63
-SAMPLES_MAX = 4096  # of one request
 
 T = TypeVar("T")
 
@@ -74,13 +73,14 @@ def _checked(value: Any, key: str, kind: type[T]) -> T:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)  # type: ignore[return-value]
     if not fits:
-        raise ValueError(f"{key} must be {_KINDS[kind]}, {_short(value)} came")
+        raise ValueError(f"{key} must be {_KINDS[kind]}, {short(value)} came")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{key} must be a finite number, {value} came")
     return value
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value as a sentence shows it."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -114,7 +114,7 @@ def lora_spec(body: Mapping[str, Any], fresh_seed: int) -> LoraSpec:
     unembed = maybe(given, "train_unembed", bool, True)
     if not (attn or mlp or unembed):
         raise ValueError("one of train_attn, train_mlp and train_unembed must be true")
-    return LoraSpec(rank, _seed(given, fresh_seed), attn, mlp, unembed)
+    return LoraSpec(rank, seed_of(given, fresh_seed), attn, mlp, unembed)
 
 
 def refuse_optimizer(body: Mapping[str, Any]) -> None:
@@ -168,6 +168,7 @@ def batch(message: pb.ForwardBackwardRequest, model: LoadedModel) -> Batch:
     if not message.data:
         raise ValueError("forward_backward needs at least 1 datum, none came")
     row = LOSSES[name]
+    config = _loss_config(message, row["config"])
     tokens, targets, shapes = [], [], []
     inputs: dict[str, list[NDArray[np.float32]]] = {item["name"]: [] for item in row["inputs"]}
     for index, datum in enumerate(message.data):
@@ -179,7 +180,13 @@ def batch(message: pb.ForwardBackwardRequest, model: LoadedModel) -> Batch:
         targets.append(row_targets.ravel())
         shapes.append(row_targets.shape)
         for item in row["inputs"]:
-            inputs[item["name"]].append(_datum_input(datum, where, item, row_targets.shape, name))
+            if item["required"] or item["name"] in datum.loss_fn_inputs:
+                array = _datum_input(datum, where, item["name"], row_targets.shape, name)
+            elif item["fallback"] in inputs and item["fallback"] not in config:
+                array = inputs[item["fallback"]][-1]
+            else:
+                array = np.full(row_targets.size, config.get(item["fallback"], item["default"]))
+            inputs[item["name"]].append(array)
     counts = [shape[1] if len(shape) == 2 else 1 for shape in shapes]
     return Batch(
         tokens=np.concatenate(tokens),
@@ -187,8 +194,8 @@ def batch(message: pb.ForwardBackwardRequest, model: LoadedModel) -> Batch:
         targets=np.concatenate(targets),
         counts=np.asarray(counts, np.int32),
         loss=name,
-        inputs={key: np.concatenate(parts) for key, parts in inputs.items()},
-        config=_loss_config(message, row["config"]),
+        inputs={key: np.concatenate(parts, dtype=np.float32) for key, parts in inputs.items()},
+        config=config,
         shapes=tuple(shapes),
     )
 
@@ -198,7 +205,7 @@ def _datum_tokens(datum: pb.Datum, where: str, model: LoadedModel) -> NDArray[np
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            raise ValueError(f"{where}: model_input has a chunk of {_chunk_name(kind)}")
+            raise ValueError(f"{where}: model_input has a chunk of {chunk_name(kind)}")
         parts.append(_elements(chunk.encoded_text.tokens, np.dtype("<i4"), f"{where}: model_input"))
     tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
     if not len(tokens):
@@ -245,14 +252,11 @@ def _check_keys(datum: pb.Datum, where: str) -> None:
 
 
 def _datum_input(
-    datum: pb.Datum, where: str, item: Mapping[str, Any], shape: tuple[int, ...], loss: str
+    datum: pb.Datum, where: str, key: str, shape: tuple[int, ...], loss: str
 ) -> NDArray[np.float32]:
-    key = item["name"]
     if key not in datum.loss_fn_inputs:
-        if item["required"]:
-            came = sorted(datum.loss_fn_inputs)
-            raise ValueError(f"{where}: {loss} needs {key} in loss_fn_inputs; there came {came}")
-        return np.full(math.prod(shape), item["default"], np.float32)
+        came = sorted(datum.loss_fn_inputs)
+        raise ValueError(f"{where}: {loss} needs {key} in loss_fn_inputs; there came {came}")
     array = _tensor(datum.loss_fn_inputs[key], f"{where}: {key}")
     if array.shape != shape:
         raise ValueError(
@@ -268,7 +272,7 @@ def _datum_input(
 
 
 def _loss_config(
-    message: pb.ForwardBackwardRequest, defaults: Mapping[str, float]
+    message: pb.ForwardBackwardRequest, defaults: Mapping[str, float | None]
 ) -> dict[str, float]:
     given: dict[str, float] = {}
     for key, value in message.loss_fn_config_v2.items():
@@ -282,7 +286,24 @@ def _loss_config(
             raise ValueError(f"unknown loss_fn_config key {key!r}: {message.loss_fn} {known}")
         if not math.isfinite(number):
             raise ValueError(f"loss_fn_config {key} must be a finite number, {number} came")
-    return {**defaults, **given}
+    found = {**defaults, **given}
+    for key, number in found.items():
+        if number is None:
+            raise ValueError(
+                f"{message.loss_fn} needs {key} in loss_fn_config: it has no documented default"
+            )
+    return found
+
+
+def chunk_name(kind: str | None) -> str:
+    """What a chunk that is no text is, and why it is refused."""
+    return f"{kind or 'an unknown kind'}; tinsmith takes text tokens only, no images and no audio"
+
+
+def seed_of(params: Mapping[str, Any], fresh_seed: int) -> int:
+    """A request's seed; a missing one becomes a fresh one."""
+    seed = optional(params, "seed", int)
+    return (fresh_seed if seed is None else seed) % (1 << SEED_BITS)
 
 
 # ---- tensors ----
@@ -331,151 +352,27 @@ def _dense(csr: Any, values: NDArray[Any], shape: tuple[int, ...], where: str) -
     """Compressed sparse rows as a dense array; entries that are not listed are 0."""
     crow = _elements(csr.crow_indices, np.dtype("<i8"), where)
     cols = _elements(csr.col_indices, np.dtype("<i8"), where)
-    fits = (
-        len(shape) == 2
-        and math.prod(shape) < 1 << 31
-        and len(crow) == shape[0] + 1
-        and crow[0] == 0
-        and crow[-1] == len(values) == len(cols)
-        and bool(np.all(np.diff(crow) >= 0))
-        and bool(np.all((cols >= 0) & (cols < shape[1])))
-    )
-    if not fits:
-        raise ValueError(f"{where}: its sparse rows do not make up an array of shape {shape}")
+    check_csr(crow, cols, len(values), shape, where)
     dense = np.zeros(shape, values.dtype)
     dense[np.repeat(np.arange(shape[0]), np.diff(crow)), cols] = values
     return dense
 
 
-# ---- sampling requests ----
-
-
-def sample_request(body: Mapping[str, Any], model: LoadedModel, fresh_seed: int) -> SampleRequest:
-    """A checked request on a base model or an adapter; fresh_seed is used where no seed came."""
-    if body.get("target_prompt_logprobs") is not None:
-        raise ValueError("target_prompt_logprobs is not built; use topk_prompt_logprobs")
-    if maybe(body, "prompt_alt_tokens_k", int, 0) > 0:
-        raise ValueError("prompt_alt_tokens_k is not built; use topk_prompt_logprobs")
-    if maybe(body, "record_stability_info", bool, False):
-        raise ValueError("record_stability_info is not built: StableReinforce is not published")
-    prompt = _prompt(body, model)
-    params = maybe(body, "sampling_params", dict, {})
-    stop_ids, stop_texts = _stops(params.get("stop"), model)
-    score = maybe(body, "prompt_logprobs", bool, False)
-    return SampleRequest(
-        prompt=prompt,
-        num_samples=_num_samples(body),
-        max_tokens=_max_tokens(params),
-        temperature=_at_least(0.0, maybe(params, "temperature", float, 1.0), "temperature"),
-        top_k=_top_k(params),
-        top_p=_top_p(params),
-        seed=_seed(params, fresh_seed),
-        stop_ids=stop_ids,
-        stop_texts=stop_texts,
-        prompt_logprobs=score,
-        topk_prompt=_width(body, "topk_prompt_logprobs", model.vocab),
-        topk_sample=_width(body, "topk_sample_logprobs", model.vocab),
-        last_n=_last_n(body, len(prompt), score),
+def check_csr(
+    crow: NDArray[Any], cols: NDArray[Any], values: int, shape: tuple[int, ...], where: str
+) -> None:
+    """ValueError unless compressed sparse rows of so many values make up an array of a shape."""
+    fits = (
+        len(shape) == 2
+        and math.prod(shape) < 1 << 31
+        and len(crow) == shape[0] + 1
+        and crow[0] == 0
+        and crow[-1] == values == len(cols)
+        and bool(np.all(np.diff(crow) >= 0))
+        and bool(np.all((cols >= 0) & (cols < shape[1])))
     )
-
-
-def _prompt(body: Mapping[str, Any], model: LoadedModel) -> NDArray[np.int32]:
-    tokens: list[int] = []
-    for chunk in need(need(body, "prompt", dict), "chunks", list, "the prompt"):
-        kind = chunk.get("type") if isinstance(chunk, dict) else None
-        if kind != "encoded_text":
-            raise ValueError(f"the prompt has a chunk of {_chunk_name(kind)}")
-        tokens += need(chunk, "tokens", list, "a chunk of the prompt")
-    if not tokens:
-        raise ValueError("the prompt is empty: it needs at least 1 token")
-    if not all(type(token) is int for token in tokens):
-        raise ValueError("the prompt's tokens must be integers")
-    if len(tokens) >= model.context:
-        raise ValueError(
-            f"the prompt has {len(tokens)} tokens; the model's context of {model.context} leaves "
-            "no room to sample"
-        )
-    if min(tokens) < 0 or max(tokens) >= model.vocab:
-        bad = next(token for token in tokens if not 0 <= token < model.vocab)
-        raise ValueError(f"the prompt has id {bad}; ids must be from 0 to {model.vocab - 1}")
-    return np.asarray(tokens, np.int32)
-
-
-def _chunk_name(kind: str | None) -> str:
-    return f"{kind or 'an unknown kind'}; tinsmith takes text tokens only, no images and no audio"
-
-
-def _at_least(bound: T, value: T, name: str) -> T:
-    if value < bound:  # type: ignore[operator]
-        raise ValueError(f"{name} must be at least {bound}, {value} came")
-    return value
-
-
-def _num_samples(body: Mapping[str, Any]) -> int:
-    count = maybe(body, "num_samples", int, 1)
-    if not 1 <= count <= SAMPLES_MAX:
-        raise ValueError(f"num_samples must be from 1 to {SAMPLES_MAX}, {count} came")
-    return count
-
-
-def _max_tokens(params: Mapping[str, Any]) -> int:
-    count = optional(params, "max_tokens", int)
-    return -1 if count is None else _at_least(1, count, "max_tokens")
-
-
-def _top_k(params: Mapping[str, Any]) -> int:
-    top_k = maybe(params, "top_k", int, -1)
-    if top_k == 0 or top_k < -1:
-        raise ValueError(f"top_k must be at least 1, or -1 for no limit; {top_k} came")
-    return top_k
-
-
-def _top_p(params: Mapping[str, Any]) -> float:
-    top_p = maybe(params, "top_p", float, 1.0)
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], {top_p} came")
-    return top_p
-
-
-def _seed(params: Mapping[str, Any], fresh_seed: int) -> int:
-    seed = optional(params, "seed", int)
-    return (fresh_seed if seed is None else seed) % (1 << SEED_BITS)
-
-
-def _width(body: Mapping[str, Any], key: str, vocab: int) -> int:
-    width = _at_least(0, maybe(body, key, int, 0), key)
-    if width > vocab:
-        raise ValueError(f"{key} is {width}, the vocabulary has {vocab} ids")
-    return width
-
-
-def _last_n(body: Mapping[str, Any], length: int, score: bool) -> int | None:
-    last_n = optional(body, "prompt_logprobs_last_n", int)
-    if last_n is None:
-        return None
-    if not score:
-        raise ValueError("prompt_logprobs_last_n needs prompt_logprobs to be asked for")
-    if not 1 <= last_n < length:
-        raise ValueError(
-            f"prompt_logprobs_last_n must be from 1 to the prompt's length - 1 = {length - 1}, "
-            f"{last_n} came"
-        )
-    return last_n
-
-
-def _stops(stop: Any, model: LoadedModel) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Stop ids and stop texts. None: the end of sequence; []: nothing; texts: both."""
-    if stop is None:
-        return model.eos_ids, ()
-    items = [stop] if isinstance(stop, str) else stop
-    if not isinstance(items, list):
-        raise ValueError(f"stop must be a string, strings, or token ids; {_short(stop)} came")
-    texts = tuple(item for item in items if isinstance(item, str))
-    ids = tuple(item for item in items if type(item) is int)
-    if len(texts) + len(ids) < len(items) or "" in texts:
-        raise ValueError(f"stop must be non-empty strings or token ids; {_short(stop)} came")
-    check_ids(np.asarray(ids, np.int64), model.vocab, "stop")
-    return (ids + model.eos_ids if texts else ids), texts
+    if not fits:
+        raise ValueError(f"{where}: its sparse rows do not make up an array of shape {shape}")
 
 
 # ---- results ----
@@ -488,40 +385,15 @@ def batch_message(result: BatchResult) -> bytes:
         arrays = list(group)
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(arrays))
         tensor = record.fields["logprobs"]
-        tensor.data = b"".join(_bytes(array, "<f4") for array in arrays)
+        tensor.data = b"".join(as_bytes(array, "<f4") for array in arrays)
         ends = np.cumsum([0] + [4 * array.size for array in arrays])
-        tensor.offsets = _bytes(ends, "<i8")
+        tensor.offsets = as_bytes(ends, "<i8")
         tensor.dtype = pb.DTYPE_FLOAT32
         tensor.trailing_shape.extend(trailing)
     message.metrics["loss:sum"] = result.loss
     return message.SerializeToString()
 
 
-def sample_message(result: SampleResult) -> bytes:
-    """A SampleResponse."""
-    message = pb.SampleResponse()
-    for sample in result.samples:
-        stopped = sample.stop_reason == "stop"
-        sequence = message.sequences.add(
-            stop_reason=pb.STOP_REASON_STOP if stopped else pb.STOP_REASON_LENGTH,
-            tokens=_bytes(sample.tokens, "<i4"),
-            logprobs=_bytes(sample.logprobs, "<f4"),
-        )
-        if sample.topk_ids is not None and sample.topk_logprobs is not None:
-            sequence.topk_sampled_logprobs.CopyFrom(_topk(sample.topk_ids, sample.topk_logprobs))
-    if result.prompt_logprobs is not None:
-        message.prompt_logprobs = _bytes(result.prompt_logprobs, "<f4")
-    if result.topk_ids is not None and result.topk_logprobs is not None:
-        message.topk_prompt_logprobs.CopyFrom(_topk(result.topk_ids, result.topk_logprobs))
-    return message.SerializeToString()
-
-
-def _topk(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> pb.TopkLogprobs:
-    length, width = ids.shape
-    return pb.TopkLogprobs(
-        token_ids=_bytes(ids, "<i4"), logprobs=_bytes(logprobs, "<f4"), k=width, length=length
-    )
-
-
-def _bytes(array: NDArray[Any], dtype: str) -> bytes:
+def as_bytes(array: NDArray[Any], dtype: str) -> bytes:
+    """An array's elements, as the wire has them."""
     return np.ascontiguousarray(array, np.dtype(dtype)).tobytes()

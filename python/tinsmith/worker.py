@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith import _core, checkpoint
+from tinsmith import _core, checkpoint, peft
 from tinsmith.decoding import Decoder, SampleRequest, SampleResult
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import LoadedModel, load_model
@@ -266,7 +266,7 @@ class Worker:
         """Replaces a run's weights and, with optimizer, all that the next step depends on."""
 
         def work(lane: _Run) -> None:
-            checkpoint.load_into(folder, _adapter(lane), optimizer=optimizer)
+            peft.load_into(folder, _adapter(lane), optimizer=optimizer)
 
         return self._submit(run, seq, work)
 
@@ -509,7 +509,7 @@ def load_models(
 
 def _make_adapter(base: LoadedModel, spec: LoraSpec | StateSpec) -> _core.Adapter:
     if isinstance(spec, StateSpec):
-        return checkpoint.load_adapter(spec.folder, base, optimizer=spec.optimizer)
+        return peft.load_adapter(spec.folder, base, optimizer=spec.optimizer)
     return _core.Adapter(
         base.core,
         rank=spec.rank,
