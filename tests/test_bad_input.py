@@ -349,8 +349,8 @@ SAMPLING = [
     ({"prompt": [1, VOCAB]}, f"the prompt has id {VOCAB}; ids must be from 0 to {VOCAB - 1}"),
     ({"prompt": [-1]}, "the prompt has id -1"),
     (
-        {"prompt": [5] * CONTEXT},
-        f"the prompt has {CONTEXT} tokens; the model's context of {CONTEXT} leaves no room",
+        {"prompt": [5] * (CONTEXT + 1)},
+        f"the prompt has {CONTEXT + 1} tokens; the context is {CONTEXT}",
     ),
     ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs must be at least 0"),
     ({"topk_prompt_logprobs": VOCAB + 1}, f"the vocabulary has {VOCAB} ids"),

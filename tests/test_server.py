@@ -664,3 +664,12 @@ def test_a_server_with_a_seed_repeats_itself(tiny_model_dir: Path, tmp_path: Pat
     assert first == again
     assert first[0] != first[2]  # two requests of one run are not the same draw
     assert other != first and fresh != first
+
+
+def test_a_full_context_can_be_scored(service_client: tinker.ServiceClient) -> None:
+    sampler = service_client.create_sampling_client(base_model="tiny").result()
+    tokens = [5 + i % 90 for i in range(CONTEXT)]
+    found = sampler.compute_logprobs(tinker.ModelInput.from_ints(tokens)).result()
+    short = sampler.compute_logprobs(tinker.ModelInput.from_ints(tokens[:40])).result()
+    assert len(found) == CONTEXT and found[0] is None
+    assert found[1:40] == short[1:]

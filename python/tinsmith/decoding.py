@@ -149,7 +149,7 @@ class Decoder:
         if lane is None:
             lane = _Lane(_core.Sampler(base.core, vocab_limit=base.tokenizer_vocab))
             self._lanes[base.path] = lane
-        left = base.context - len(request.prompt)
+        left = max(base.context - len(request.prompt), 1)  # a full context still gives one token
         room = left if request.max_tokens < 0 else min(request.max_tokens, left)
         tokenizer = _tokenizer(base.tokenizer_dir) if request.stop_texts else None
         number = next(self._numbers)

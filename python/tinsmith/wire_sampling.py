@@ -72,11 +72,8 @@ def _prompt(body: Mapping[str, Any], model: LoadedModel) -> NDArray[np.int32]:
         raise ValueError("the prompt is empty: it needs at least 1 token")
     if not all(type(token) is int for token in tokens):
         raise ValueError("the prompt's tokens must be integers")
-    if len(tokens) >= model.context:
-        raise ValueError(
-            f"the prompt has {len(tokens)} tokens; the model's context of {model.context} leaves "
-            "no room to sample"
-        )
+    if len(tokens) > model.context:
+        raise ValueError(f"the prompt has {len(tokens)} tokens; the context is {model.context}")
     if min(tokens) < 0 or max(tokens) >= model.vocab:
         bad = next(token for token in tokens if not 0 <= token < model.vocab)
         raise ValueError(f"the prompt has id {bad}; ids must be from 0 to {model.vocab - 1}")
