@@ -489,8 +489,8 @@ template <int N> __device__ static __forceinline__ void cp_async_wait()
 #include "../csrc/ops.inc"
 #undef OP
 
-/* Lives in matmul.cu, which alone knows cuBLASLt. */
-Status matmul_open(CudaDevice *cuda);
+/* Live in matmul.cu, which alone knows cuBLASLt. A failure to open is kept on the device. */
+void matmul_open(CudaDevice *cuda);
 void matmul_close(CudaDevice *cuda);
 
 #endif

@@ -272,8 +272,8 @@ static Status device_prepare(CudaDevice *cuda)
     TRY(card_find(cuda));
     CUDA_CHECK(cuda, cudaStreamCreateWithFlags(&cuda->stream, 1 /* apart from stream 0 */));
     CUDA_CHECK(cuda, cudaMallocHost((void **)&cuda->pinned, PINNED + 64));
-    if (cuda->status) return fail_in_core(cuda->status, "%s", cuda->text);
-    return matmul_open(cuda);
+    if (!cuda->status) matmul_open(cuda);
+    return cuda->status ? fail_in_core(cuda->status, "%s", cuda->text) : STATUS_OK;
 }
 
 extern "C" TINSMITH_EXPORT Status cuda_open(Device **dev, int threads, unsigned abi,

@@ -216,7 +216,7 @@ inline void fiber_reset(Fiber *fiber, int index)
     fiber->state = READY;
     fiber->groups = 0;
     fiber->copies.clear();
-    void **top = (void **)(fiber->stack + STACK - 64);
+    void **top = (void **)(fiber->stack + STACK - 56); /* 8 off a multiple of 16, as after a call */
     *top = nullptr; /* where fiber_main would return to */
     *--top = (void *)fiber_main;
     top -= 6;
