@@ -61,11 +61,20 @@ NVCC_FLAGS = [
 ]
 NVCC_LINK = ["-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL", "-ldl"]
 EMULATED_FLAGS = [
-    *("-xc++", "-std=c++17", "-DCUDA_EMULATED", "-O2", "-g1", "-Wall", "-Wextra"),
-    *("-fPIC", "-fvisibility=hidden", "-ffp-contract=off"),
+    "-xc++",
+    "-std=c++17",
+    "-DCUDA_EMULATED",
+    "-O2",
+    "-g1",
+    "-Wall",
+    "-Wextra",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
 ]
 NVCC_HOME = "/usr/local/cuda/bin/nvcc"  # where to look when it is not on PATH; TINSMITH_NVCC first
-CUDA_LIBRARY, EMULATED_LIBRARY = "libtinsmith_cuda.so", "libtinsmith_cuda_emulated.so"
+CUDA_LIBRARY = "libtinsmith_cuda.so"
+EMULATED_LIBRARY = "libtinsmith_cuda_emulated.so"
 
 
 def cuda_inputs() -> list[Path]:

@@ -49,7 +49,7 @@ struct dim3 {
 
 namespace emulate {
 
-enum { LANES = 32, GUARD = 128, STACK = 256 << 10, PAGE = 4096 };
+enum { LANES = 32, ALIGN = 128, GUARD = 1024, STACK = 256 << 10, PAGE = 4096 };
 enum { POISON = 0xFF, GUARD_BYTE = 0xA5 }; /* poison is NaN as bf16, f32 and f64, and -1 */
 enum { SHARED_MAX = 163 << 10 };           /* bytes a block may have on sm_80; sm_90 has 227 KB */
 enum Order { FORWARD, REVERSE, RANDOM, ROTATE /* one of the three, by launch and block */ };
@@ -245,9 +245,9 @@ inline unsigned char *region_of_block(Region *region, const char *name, size_t b
     region->name = name;
     region->bytes = bytes;
     region->block = gpu.blocks;
-    region->memory.resize(bytes + 3 * GUARD);
+    region->memory.resize(bytes + 2 * GUARD + ALIGN);
     uintptr_t from = (uintptr_t)region->memory.data() + GUARD;
-    region->base = (unsigned char *)((from + GUARD - 1) / GUARD * GUARD);
+    region->base = (unsigned char *)((from + ALIGN - 1) / ALIGN * ALIGN);
     memset(region->memory.data(), GUARD_BYTE, region->memory.size());
     memset(region->base, POISON, bytes);
     gpu.regions.push_back(region);

@@ -363,7 +363,8 @@ def emulated_library() -> Path:
 
 def setup_constants() -> dict:
     """The constants of setup.py: the flags that the real library is built with."""
-    names, out = {"FLAGS", "WARNINGS", "GENERIC", "X86", "ONCE"}, {}
+    names = {"FLAGS", "WARNINGS", "GENERIC", "X86", "ONCE", "EMULATED_FLAGS"}
+    out = {}
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
         if isinstance(node, ast.Assign) and node.targets[0].id in names:
             out[node.targets[0].id] = ast.literal_eval(node.value)
