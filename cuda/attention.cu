@@ -48,12 +48,15 @@ template <int PAD, bool EXACT_, int ROW_WARPS_, int COL_WARPS_> struct Shape {
         KEYS_BYTES = KV_PAGE * PAD * 2,
         SAVED = TILES * 4 + 4, /* floats that a thread puts aside between chunks */
         BYTES = 2 * KEYS_BYTES + SAVED * THREADS * 4,
+        RESIDENT = PAD == 64 ? 3
+        : PAD == 128         ? 2
+                             : 1, /* blocks that registers must leave room for */
     };
     static constexpr bool EXACT = EXACT_;
 };
 
-/* One thread's share of 16 rows summed so far: its two rows' largest score and sum of
- * exponentials, and its columns of Σ p·v. */
+/* One thread's share of 16 rows summed so far: its two rows' largest score, in powers of 2, their
+ * sums of exponentials, and its columns of Σ p·v. */
 template <int TILES> struct Sums {
     float top[2], sum[2], acc[TILES][4];
 };
@@ -87,20 +90,21 @@ __device__ static __forceinline__ void page_load(Shared<real> tile, const real *
     cp_async_commit();
 }
 
-/* Scores to exponentials against the running maximum, by which what was summed before shrinks. */
+/* Scores to exponentials against the running maximum, by which what was summed before shrinks: by
+ * exactly 1 where the maximum stays, so that a page which a row does not see changes nothing. */
 template <int TILES>
 __device__ static __forceinline__ void soften(float (&s)[KEY_TILES][4], Sums<TILES> &sums,
                                               float scale)
 {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        float top = sums.top[i];
+        float high = -INFINITY, total = 0.0f;
 #pragma unroll
-        for (int j = 0; j < KEY_TILES; j++) top = fmaxf(top, fmaxf(s[j][2 * i], s[j][2 * i + 1]));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        float base = top == -INFINITY ? 0.0f : top * scale, total = 0.0f;
-        float shrink = fast_exp2(fmaf(sums.top[i], scale, -base));
+        for (int j = 0; j < KEY_TILES; j++) high = fmaxf(high, fmaxf(s[j][2 * i], s[j][2 * i + 1]));
+        high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
+        high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
+        float top = fmaxf(sums.top[i], high * scale), base = top == -INFINITY ? 0.0f : top;
+        float shrink = fast_exp2(sums.top[i] - base);
 #pragma unroll
         for (int j = 0; j < KEY_TILES; j++)
             for (int e = 2 * i; e < 2 * i + 2; e++)
@@ -202,17 +206,16 @@ __device__ static __forceinline__ void sums_save(const Work<S> &w, const Sums<S:
 
 /* Joins what was saved, the chunks before, with the sums of the chunk behind them. */
 template <class S>
-__device__ static __forceinline__ void sums_join(Sums<S::TILES> &sums, const Work<S> &w,
-                                                 float scale)
+__device__ static __forceinline__ void sums_join(Sums<S::TILES> &sums, const Work<S> &w)
 {
     Shared<float> saved = w.saved + threadIdx.x;
     float before[2], behind[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         float top = fmaxf(saved[i * S::THREADS], sums.top[i]);
-        float base = top == -INFINITY ? 0.0f : top * scale;
-        before[i] = fast_exp2(fmaf(saved[i * S::THREADS], scale, -base));
-        behind[i] = fast_exp2(fmaf(sums.top[i], scale, -base));
+        float base = top == -INFINITY ? 0.0f : top;
+        before[i] = fast_exp2(saved[i * S::THREADS] - base);
+        behind[i] = fast_exp2(sums.top[i] - base);
         sums.top[i] = top;
         sums.sum[i] =
             fmaf(sums.sum[i], behind[i], __fmul_rn(saved[(2 + i) * S::THREADS], before[i]));
@@ -247,7 +250,7 @@ __device__ static __forceinline__ void sums_finish(const Sums<S::TILES> &sums, c
         row_store<S::EXACT, S::TILES>(c.y + row * c.E, sums.acc, i, 1.0f / sums.sum[i], w.column,
                                       c.E);
         if (w.column == 0 && threadIdx.x % 4 == 0)
-            c.lse[row] = fmaf(sums.top[i] * c.scale, LN2, logf(sums.sum[i]));
+            c.lse[row] = fmaf(sums.top[i], LN2, logf(sums.sum[i]));
     }
 }
 
@@ -256,7 +259,7 @@ template <class S>
 __device__ static __forceinline__ void chunk_close(Sums<S::TILES> &sums, const Attention &c,
                                                    const Work<S> &w, bool first, bool last)
 {
-    if (!first) sums_join(sums, w, c.scale);
+    if (!first) sums_join(sums, w);
     if (last)
         sums_finish(sums, c, w);
     else
@@ -265,7 +268,8 @@ __device__ static __forceinline__ void chunk_close(Sums<S::TILES> &sums, const A
 
 /* ---- chunks that blocks share ---- */
 
-/* Blocks that have left their chunks' sums in c.parts, of each tile; 0 between launches. */
+/* Blocks that have left their chunks' sums in c.parts, of each tile; 0 between launches, of which
+ * there is one at a time: all work of a process goes through one stream. */
 static __device__ unsigned arrived[SPLIT_TILES];
 
 /* Writes a chunk's sums to c.parts, or reads them. */
@@ -372,7 +376,7 @@ __device__ static __forceinline__ void work_begin(Work<S> &w, const Attention &c
 }
 
 template <class S>
-static __global__ void __launch_bounds__(S::THREADS) attention_kernel(Attention c)
+static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT) attention_kernel(Attention c)
 {
     DYNAMIC_SHARED(bytes);
     Work<S> w;

@@ -41,6 +41,7 @@ template <int PAD, bool EXACT_, int ROW_WARPS_, int COL_WARPS_> struct Shape {
         PASSING = WALKED * PAD, /* elements of a tile that is walked over */
         FACTS_AT = (2 * OWNED + 4 * PASSING) * 2,
         BYTES = FACTS_AT + 2 * WALKED * 12,
+        RESIDENT = PAD == 256 ? 1 : 3, /* blocks of queries that registers must leave room for */
     };
     static constexpr bool EXACT = EXACT_;
 };
@@ -236,7 +237,8 @@ __device__ static __forceinline__ void keys_add(float (&dq)[S::TILES][4], const 
 }
 
 template <class S>
-static __global__ void __launch_bounds__(S::THREADS) queries_backward_kernel(Backward c)
+static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
+    queries_backward_kernel(Backward c)
 {
     DYNAMIC_SHARED(bytes);
     Tiles<S> tiles = tiles_of<S>(bytes);
