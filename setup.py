@@ -68,6 +68,7 @@ EMULATED_FLAGS = [
     "-g1",
     "-Wall",
     "-Wextra",
+    "-Wno-unknown-pragmas",
     "-fPIC",
     "-fvisibility=hidden",
     "-ffp-contract=off",

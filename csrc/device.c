@@ -1,7 +1,7 @@
 /* device.c - finds a device by its name: the CPU, linked in, or a library beside this one.
  *
- * Every reason for not having a device is a sentence; nothing falls back. A library stays loaded: the
- * CUDA runtime does not survive being unloaded. */
+ * Every reason for not having a device is a sentence; nothing falls back. A library stays loaded:
+ * the CUDA runtime does not survive being unloaded. */
 #define _GNU_SOURCE
 #include "device.h"
 
@@ -72,7 +72,8 @@ Status device_open(Device **dev, const char *name, int threads)
 {
     if (strcmp(name, "cpu") == 0) return cpu_open(dev, threads);
     for (size_t i = 0; i < sizeof libraries / sizeof *libraries; i++)
-        if (strcmp(name, libraries[i].device) == 0) return library_open(dev, &libraries[i], threads);
+        if (strcmp(name, libraries[i].device) == 0)
+            return library_open(dev, &libraries[i], threads);
     return fail(STATUS_DEVICE, "there is no device '%s': it is cpu, cuda or cuda-emulated", name);
 }
 

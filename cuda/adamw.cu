@@ -5,9 +5,9 @@
  *   adamw       torch.optim.AdamW's one step  reads 4·n, writes 3·n; memory bound
  *
  * AdamW rounds as torch does: moments and weight in f32, the corrections of the step in double and
- * rounded once, on the host. The sum of squares is cut into parts that depend on n alone; each is added
- * by one block in double, and one block adds the parts in their order: no atomics, the same bits every
- * time. A thread takes 4 floats, 16 bytes, where the vectors allow it. */
+ * rounded once, on the host. The sum of squares is cut into parts that depend on n alone; each is
+ * added by one block in double, and one block adds the parts in their order: no atomics, the same
+ * bits every time. A thread takes 4 floats, 16 bytes, where the vectors allow it. */
 #include <math.h>
 
 #include "cuda.cuh"
@@ -42,8 +42,8 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 template <int W>
-static __global__ void __launch_bounds__(THREADS) accumulate_kernel(float *y, const float *x,
-                                                                    int64_t n)
+static __global__ void __launch_bounds__(THREADS)
+    accumulate_kernel(float *y, const float *x, int64_t n)
 {
     int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W;
     if (i + W <= n) {

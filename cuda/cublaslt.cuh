@@ -1,17 +1,17 @@
 /* cuda/cublaslt.cuh - what matmul.cu needs of cuBLASLt: the library found at run time, a product's
  * description, and one algorithm for each, picked once.
  *
- * Included by matmul.cu alone. cuBLASLt's header is not needed to build: the dozen entry points and the
- * few numbers below are all that is used, and they have been the same since CUDA 11. A row-major product
- * c = a·b is, to a library that counts in columns, cᵀ = bᵀ·aᵀ: b is its first operand, a its second, and
- * the number of rows T is always a count of columns. */
+ * Included by matmul.cu alone. cuBLASLt's header is not needed to build: the dozen entry points and
+ * the few numbers below are all that is used, and they have been the same since CUDA 11. A
+ * row-major product c = a·b is, to a library that counts in columns, cᵀ = bᵀ·aᵀ: b is its first
+ * operand, a its second, and the number of rows T is always a count of columns. */
 #ifndef TINSMITH_CUBLASLT_CUH
 #define TINSMITH_CUBLASLT_CUH
 
 #include "cuda.cuh"
 
-/* c (M,N) = scale·a (M,K)·b (K,N) [+ bias (N)] [+ c]. An operand that is stored by_column lies there
- * transposed; `stride` is the distance of what is stored as rows. c's rows are N apart. */
+/* c (M,N) = scale·a (M,K)·b (K,N) [+ bias (N)] [+ c]. An operand that is stored by_column lies
+ * there transposed; `stride` is the distance of what is stored as rows. c's rows are N apart. */
 typedef struct Gemm {
     void *c;
     bool f32_out; /* else real */
@@ -40,14 +40,14 @@ enum {
     DESC_EPILOGUE = 7,
     DESC_BIAS_POINTER = 8,
     EPILOGUE_BIAS = 4,
-    LAYOUT_COLS = 3, /* CUBLASLT_MATRIX_LAYOUT_… */
-    PREF_WORKSPACE_BYTES = 1,  /* CUBLASLT_MATMUL_PREF_… */
+    LAYOUT_COLS = 3,            /* CUBLASLT_MATRIX_LAYOUT_… */
+    PREF_WORKSPACE_BYTES = 1,   /* CUBLASLT_MATMUL_PREF_… */
     PREF_REDUCTION_SCHEMES = 3, /* a mask; 0: no reduction between blocks */
-    PREF_ALIGNMENT_A = 5,      /* and B, C, D behind it */
+    PREF_ALIGNMENT_A = 5,       /* and B, C, D behind it */
 };
 
 enum {
-    PICK_ROWS = 256,  /* the number of rows an algorithm is picked for */
+    PICK_ROWS = 256,   /* the number of rows an algorithm is picked for */
     PICK_DEPTH = 2048, /* the same where the rows are summed over */
     WORKSPACE = 32 << 20,
 };
@@ -67,29 +67,30 @@ typedef struct LtHeuristic {
 typedef void *Lt; /* a handle, a description, a layout or a preference */
 
 /* The entry points: X(name, arguments), each cublasLt<name> returning a cublasStatus_t. */
-#define LT_FUNCTIONS(X)                                                                            \
-    X(Create, (Lt * handle))                                                                       \
-    X(Destroy, (Lt handle))                                                                        \
-    X(MatmulDescCreate, (Lt * desc, int compute, int scale_type))                                  \
-    X(MatmulDescDestroy, (Lt desc))                                                                \
-    X(MatmulDescSetAttribute, (Lt desc, int attribute, const void *value, size_t bytes))           \
-    X(MatrixLayoutCreate, (Lt * layout, int type, uint64_t rows, uint64_t cols, int64_t ld))       \
-    X(MatrixLayoutDestroy, (Lt layout))                                                            \
-    X(MatrixLayoutSetAttribute, (Lt layout, int attribute, const void *value, size_t bytes))       \
-    X(MatmulPreferenceCreate, (Lt * preference))                                                   \
-    X(MatmulPreferenceDestroy, (Lt preference))                                                    \
-    X(MatmulPreferenceSetAttribute, (Lt preference, int attribute, const void *value, size_t bytes)) \
-    X(MatmulAlgoGetHeuristic, (Lt handle, Lt desc, Lt a, Lt b, Lt c, Lt d, Lt preference, int wanted, \
-                               LtHeuristic *found, int *count))                                    \
-    X(Matmul, (Lt handle, Lt desc, const void *alpha, const void *a, Lt a_layout, const void *b,   \
-               Lt b_layout, const void *beta, const void *c, Lt c_layout, void *d, Lt d_layout,    \
-               const LtAlgorithm *algorithm, void *workspace, size_t workspace_bytes,              \
+#define LT_FUNCTIONS(X)                                                                          \
+    X(Create, (Lt * handle))                                                                     \
+    X(Destroy, (Lt handle))                                                                      \
+    X(MatmulDescCreate, (Lt * desc, int compute, int scale_type))                                \
+    X(MatmulDescDestroy, (Lt desc))                                                              \
+    X(MatmulDescSetAttribute, (Lt desc, int attribute, const void *value, size_t bytes))         \
+    X(MatrixLayoutCreate, (Lt * layout, int type, uint64_t rows, uint64_t cols, int64_t ld))     \
+    X(MatrixLayoutDestroy, (Lt layout))                                                          \
+    X(MatrixLayoutSetAttribute, (Lt layout, int attribute, const void *value, size_t bytes))     \
+    X(MatmulPreferenceCreate, (Lt * preference))                                                 \
+    X(MatmulPreferenceDestroy, (Lt preference))                                                  \
+    X(MatmulPreferenceSetAttribute,                                                              \
+      (Lt preference, int attribute, const void *value, size_t bytes))                           \
+    X(MatmulAlgoGetHeuristic, (Lt handle, Lt desc, Lt a, Lt b, Lt c, Lt d, Lt preference,        \
+                               int wanted, LtHeuristic *found, int *count))                      \
+    X(Matmul, (Lt handle, Lt desc, const void *alpha, const void *a, Lt a_layout, const void *b, \
+               Lt b_layout, const void *beta, const void *c, Lt c_layout, void *d, Lt d_layout,  \
+               const LtAlgorithm *algorithm, void *workspace, size_t workspace_bytes,            \
                cudaStream_t stream))
 
 /* What an algorithm is picked by: everything but the number of rows. */
 typedef struct PlanKey {
     int64_t a_stride, b_stride;
-    int fixed, N; /* K of a product of rows; M where the rows are summed over */
+    int fixed, N;                  /* K of a product of rows; M where the rows are summed over */
     int align_a, align_b, align_c; /* bytes */
     int f32_out, a_by_column, b_by_column, bias, unused;
 } PlanKey;
@@ -154,10 +155,9 @@ void matmul_open(CudaDevice *cuda)
         return cuda_fail(cuda, STATUS_DEVICE,
                          "cuda: libcublasLt.so.13 was not found: pip install 'tinsmith[cuda]' (or "
                          "nvidia-cublas)");
-#define X(name, args)                                                                          \
-    *(void **)&m->name = dlsym(m->library, "cublasLt" #name);                                  \
-    if (!m->name)                                                                              \
-        return cuda_fail(cuda, STATUS_DEVICE, "cuda: libcublasLt has no cublasLt" #name);
+#define X(name, args)                                         \
+    *(void **)&m->name = dlsym(m->library, "cublasLt" #name); \
+    if (!m->name) return cuda_fail(cuda, STATUS_DEVICE, "cuda: libcublasLt has no cublasLt" #name);
     LT_FUNCTIONS(X)
 #undef X
     if (LT(cuda, Create, &m->handle)) return;
@@ -179,7 +179,8 @@ void matmul_close(CudaDevice *cuda)
     free(m); /* the library stays loaded, as the runtime must */
 }
 
-/* The bytes that all rows `stride` bytes apart are aligned to, at most 16, when the first one is. */
+/* The bytes that all rows `stride` bytes apart are aligned to, at most 16, when the first one is.
+ */
 static int alignment(uint64_t stride)
 {
     return (int)((stride | 16) & -(stride | 16));
@@ -196,7 +197,8 @@ static PlanKey plan_key(const Gemm &g)
     key.align_a = alignment((uint64_t)g.a_stride * sizeof(real));
     key.align_b = alignment((uint64_t)g.b_stride * sizeof(real));
     key.align_c = alignment((uint64_t)g.N * (g.f32_out ? sizeof(float) : sizeof(real)));
-    /* A gradient lies anywhere in its flat vector; rows of activations begin where the others do. */
+    /* A gradient lies anywhere in its flat vector; rows of activations begin where the others do.
+     */
     if (g.a_by_column) key.align_c = alignment((uintptr_t)g.c | (uint64_t)key.align_c);
     key.f32_out = g.f32_out;
     key.a_by_column = g.a_by_column;
@@ -220,8 +222,8 @@ static void plan_pick(CudaDevice *cuda, Plan *plan)
     LT(cuda, MatmulPreferenceSetAttribute, preference, PREF_REDUCTION_SCHEMES, &none, 4);
     for (int i = 0; i < 4; i++)
         LT(cuda, MatmulPreferenceSetAttribute, preference, PREF_ALIGNMENT_A + i, &align[i], 4);
-    int status = m->MatmulAlgoGetHeuristic(m->handle, plan->desc, plan->b, plan->a, plan->c, plan->c,
-                                           preference, 1, &found, &count);
+    int status = m->MatmulAlgoGetHeuristic(m->handle, plan->desc, plan->b, plan->a, plan->c,
+                                           plan->c, preference, 1, &found, &count);
     m->MatmulPreferenceDestroy(preference);
     if (status || count == 0)
         cuda_fail(cuda, STATUS_DEVICE,

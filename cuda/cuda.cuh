@@ -1,10 +1,11 @@
 /* cuda/cuda.cuh - what the CUDA device's files share.
  *
- * `real` is bf16, everything is computed in f32. A frozen weight is a header and row-major bf16 rows,
- * each filled up with zeros to a multiple of 8, so that they begin at multiples of 16 bytes. The same
- * text is compiled by nvcc and, with CUDA_EMULATED, as C++ (emulate.h). PTX is here and nowhere else:
- * each primitive has its twin for the emulator beside it. Kernels are `static __global__`, started with
- * LAUNCH, and say Shared<T> for a pointer to shared memory: T * for nvcc, checked by the emulator. */
+ * `real` is bf16, everything is computed in f32. A frozen weight is a header and row-major bf16
+ * rows, each filled up with zeros to a multiple of 8, so that they begin at multiples of 16 bytes.
+ * The same text is compiled by nvcc and, with CUDA_EMULATED, as C++ (emulate.h). PTX is here and
+ * nowhere else: each primitive has its twin for the emulator beside it. Kernels are `static
+ * __global__`, started with LAUNCH, and say Shared<T> for a pointer to shared memory: T * for nvcc,
+ * checked by the emulator. */
 #ifndef TINSMITH_CUDA_CUH
 #define TINSMITH_CUDA_CUH
 
@@ -68,8 +69,8 @@ void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
 /* Device memory for the op that asks, until it returns or asks again: 256-byte aligned, its content
- * undefined. NULL, and a kept failure, when there is none. An op that needs several takes one and cuts
- * it. */
+ * undefined. NULL, and a kept failure, when there is none. An op that needs several takes one and
+ * cuts it. */
 void *cuda_scratch(CudaDevice *cuda, size_t bytes);
 
 /* A failed call of the runtime, kept with its place; nonzero when it failed. */
@@ -89,9 +90,9 @@ static inline unsigned cuda_blocks(int64_t n, int64_t size)
 
 /* ---- launching ---- */
 
-/* Starts kernel(args...) on the device's stream; nothing happens for an empty grid or after a failure.
- * A template's kernel with commas goes in parentheses. */
-#define LAUNCH(cuda, kernel, grid, block, shared_bytes, ...)                                 \
+/* Starts kernel(args...) on the device's stream; nothing happens for an empty grid or after a
+ * failure. A template's kernel with commas goes in parentheses. */
+#define LAUNCH(cuda, kernel, grid, block, shared_bytes, ...) \
     cuda_launch(cuda, #kernel, __FILE__, __LINE__, kernel, grid, block, shared_bytes, __VA_ARGS__)
 
 template <class... P, class... A>
@@ -172,9 +173,9 @@ static inline Shared<T> shared_part(Shared<unsigned char> bytes, int64_t offset,
     return {(T *)bytes.range(offset, count * (int64_t)sizeof(T)), count, 0};
 }
 
-#define SHARED_ARRAY(type, name, n)                                                    \
-    static emulate::Region name##_region;                                              \
-    Shared<type> name = {                                                              \
+#define SHARED_ARRAY(type, name, n)       \
+    static emulate::Region name##_region; \
+    Shared<type> name = {                 \
         (type *)emulate::region_of_block(&name##_region, #name, (n) * sizeof(type)), n, 0}
 #define DYNAMIC_SHARED(name) \
     Shared<unsigned char> name = {emulate::gpu.dynamic.base, (int64_t)emulate::gpu.dynamic.bytes, 0}
@@ -183,8 +184,7 @@ static inline Shared<T> shared_part(Shared<unsigned char> bytes, int64_t offset,
 
 template <class T> using Shared = T *;
 
-template <class T>
-__device__ static __forceinline__ T *shared_range(T *p, int64_t i, int64_t)
+template <class T> __device__ static __forceinline__ T *shared_range(T *p, int64_t i, int64_t)
 {
     return p + i;
 }
@@ -236,8 +236,9 @@ __device__ static __forceinline__ float high_of(uint32_t pair)
     return __uint_as_float(pair & 0xffff0000u);
 }
 
-/* N elements at once: W = 8 reals or 4 floats are one access of 16 bytes, and need that alignment; W = 1
- * fits any. Kernels take W as a template argument, their launchers choose it by the row's width. */
+/* N elements at once: W = 8 reals or 4 floats are one access of 16 bytes, and need that alignment;
+ * W = 1 fits any. Kernels take W as a template argument, their launchers choose it by the row's
+ * width. */
 template <int W> __device__ static __forceinline__ void load(float (&out)[W], const real *p)
 {
     static_assert(W == 1 || W == 8, "one element or 16 bytes");
@@ -284,7 +285,8 @@ template <int W> __device__ static __forceinline__ void store(float *p, const fl
         *p = in[0];
     } else {
         for (int i = 0; i < W; i += 4)
-            *reinterpret_cast<float4 *>(p + i) = make_float4(in[i], in[i + 1], in[i + 2], in[i + 3]);
+            *reinterpret_cast<float4 *>(p + i) =
+                make_float4(in[i], in[i + 1], in[i + 2], in[i + 3]);
     }
 }
 
@@ -386,9 +388,9 @@ __device__ static __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4]
 #endif
 }
 
-/* Four 8×8 matrices of reals: lane 8·m + r brings the address of row r of matrix m (16 bytes, aligned),
- * and lane 4·g + i gets in r[m] the elements (g, 2i) and (g, 2i+1) of matrix m. ldmatrix_transposed
- * gives it (2i, g) and (2i+1, g). */
+/* Four 8×8 matrices of reals: lane 8·m + r brings the address of row r of matrix m (16 bytes,
+ * aligned), and lane 4·g + i gets in r[m] the elements (g, 2i) and (g, 2i+1) of matrix m.
+ * ldmatrix_transposed gives it (2i, g) and (2i+1, g). */
 #ifdef CUDA_EMULATED
 template <bool TRANSPOSED> static inline void ldmatrix_emulated(uint32_t (&r)[4], const void *row)
 {
@@ -402,7 +404,8 @@ template <bool TRANSPOSED> static inline void ldmatrix_emulated(uint32_t (&r)[4]
             for (int m = 0; m < 4; m++) {
                 int g = lane / 4, i = lane % 4 * 2;
                 uint32_t low = TRANSPOSED ? all[8 * m + i]->row[g] : all[8 * m + g]->row[i];
-                uint32_t high = TRANSPOSED ? all[8 * m + i + 1]->row[g] : all[8 * m + g]->row[i + 1];
+                uint32_t high =
+                    TRANSPOSED ? all[8 * m + i + 1]->row[g] : all[8 * m + g]->row[i + 1];
                 all[lane]->r[m] = low | high << 16;
             }
     });
@@ -435,9 +438,9 @@ __device__ static __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], con
 #endif
 }
 
-/* Starts copying 16 bytes from global to shared memory, both aligned: the first `bytes` of them, zeros
- * behind. They are there when their group has been waited for, for this thread; for others after a
- * barrier on top. */
+/* Starts copying 16 bytes from global to shared memory, both aligned: the first `bytes` of them,
+ * zeros behind. They are there when their group has been waited for, for this thread; for others
+ * after a barrier on top. */
 __device__ static __forceinline__ void cp_async(void *to, const void *from, int bytes = 16)
 {
 #ifdef CUDA_EMULATED

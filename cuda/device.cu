@@ -1,11 +1,12 @@
-/* cuda/device.cu - opens the GPU, or the emulated one: memory services on one stream, and the table.
+/* cuda/device.cu - opens the GPU, or the emulated one: memory services on one stream, and the
+ * table.
  *
- * All work goes to one stream, in order, and the host waits only in download() and sync(). Uploads up to
- * PINNED bytes are copied into pinned host memory first, so they neither wait nor depend on what the
- * caller does with its array afterwards; larger ones are staged by the runtime. The first failure of an
- * op stays here with its file and line until sync(). cuda_open is the library's only symbol: it is
- * given the number of the seam it was built for, and core's fail(), so that sentences reach the caller's
- * thread. */
+ * All work goes to one stream, in order, and the host waits only in download() and sync(). Uploads
+ * up to PINNED bytes are copied into pinned host memory first, so they neither wait nor depend on
+ * what the caller does with its array afterwards; larger ones are staged by the runtime. The first
+ * failure of an op stays here with its file and line until sync(). cuda_open is the library's only
+ * symbol: it is given the number of the seam it was built for, and core's fail(), so that sentences
+ * reach the caller's thread. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -148,8 +149,10 @@ static uint16_t bf16_of_f16(uint16_t half)
     uint32_t mantissa = half & 1023;
     float value = (float)mantissa * 0x1p-24f;
     memcpy(&bits, &value, 4);
-    if (exponent == 31) bits = 0x7f800000 | mantissa << 13;
-    else if (exponent) bits = (exponent + 112) << 23 | mantissa << 13;
+    if (exponent == 31)
+        bits = 0x7f800000 | mantissa << 13;
+    else if (exponent)
+        bits = (exponent + 112) << 23 | mantissa << 13;
     bits |= sign;
     memcpy(&value, &bits, 4);
     return bf16_of_f32(value);
@@ -164,8 +167,7 @@ static void rows_encode(uint16_t *to, const void *from, DType type, int first, i
             int64_t at = (int64_t)(first + row) * cols + col;
             uint16_t value = 0;
             if (col < cols && type == DTYPE_BF16) value = ((const uint16_t *)from)[at];
-            if (col < cols && type == DTYPE_F16)
-                value = bf16_of_f16(((const uint16_t *)from)[at]);
+            if (col < cols && type == DTYPE_F16) value = bf16_of_f16(((const uint16_t *)from)[at]);
             if (col < cols && type == DTYPE_F32) value = bf16_of_f32(((const float *)from)[at]);
             to[row * stride + col] = value;
         }
@@ -244,11 +246,11 @@ static Status card_find(CudaDevice *cuda)
         return fail_in_core(STATUS_DEVICE,
                             "cuda: no NVIDIA driver (libcuda.so.1) was found on this machine");
     if (error == cudaErrorInsufficientDriver)
-        return fail_in_core(STATUS_DEVICE,
-                            "cuda: the NVIDIA driver is for CUDA %d.%d, and tinsmith was built with "
-                            "%d.%d: update the driver",
-                            driver / 1000, driver % 100 / 10, CUDART_VERSION / 1000,
-                            CUDART_VERSION % 100 / 10);
+        return fail_in_core(
+            STATUS_DEVICE,
+            "cuda: the NVIDIA driver is for CUDA %d.%d, and tinsmith was built with "
+            "%d.%d: update the driver",
+            driver / 1000, driver % 100 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 100 / 10);
     if (error == cudaErrorNoDevice || (!error && count == 0))
         return fail_in_core(STATUS_DEVICE, "cuda: this machine has no NVIDIA GPU that it may use");
     cudaDeviceProp card;

@@ -1,15 +1,18 @@
-/* cuda/emulate.h - runs the kernels of this folder on the CPU, so that every test run executes them.
+/* cuda/emulate.h - runs the kernels of this folder on the CPU, so that every test run executes
+ * them.
  *
- * The same .cu files are compiled as C++ with -DCUDA_EMULATED. Each CUDA thread is a fiber; blocks run
- * one after another. Scheduling is warp-greedy: a warp runs until all its lanes wait, and only then the
- * next one, forward, in reverse or at random (and so the blocks): the largest skew there can be, which
- * is what shows a missing barrier. A warp's collective (shuffle, mma, ldmatrix) runs once, when its last
- * lane arrives, on the operands of all lanes. Shared memory is new and poisoned in every block, and its
- * bounds are known; a cp.async lands when its group is waited for, and until then its target is poison.
+ * The same .cu files are compiled as C++ with -DCUDA_EMULATED. Each CUDA thread is a fiber; blocks
+ * run one after another. Scheduling is warp-greedy: a warp runs until all its lanes wait, and only
+ * then the next one, forward, in reverse or at random (and so the blocks): the largest skew there
+ * can be, which is what shows a missing barrier. A warp's collective (shuffle, mma, ldmatrix) runs
+ * once, when its last lane arrives, on the operands of all lanes. Shared memory is new and poisoned
+ * in every block, and its bounds are known; a cp.async lands when its group is waited for, and
+ * until then its target is poison.
  *
- * What goes wrong ends the launch with a sentence: divergent barriers and collectives, lanes that have
- * left, indices outside of shared memory, misaligned vectors, copies nobody waits for. Not seen: races
- * inside a warp between collectives, memory order between blocks, bank conflicts, speed. */
+ * What goes wrong ends the launch with a sentence: divergent barriers and collectives, lanes that
+ * have left, indices outside of shared memory, misaligned vectors, copies nobody waits for. Not
+ * seen: races inside a warp between collectives, memory order between blocks, bank conflicts,
+ * speed. */
 #ifndef TINSMITH_EMULATE_H
 #define TINSMITH_EMULATE_H
 
@@ -147,8 +150,7 @@ __attribute__((format(printf, 1, 2))) inline void complain(const char *format, .
     gpu.failed = true;
     dim3 b = gpu.block_index;
     int n = snprintf(gpu.text, sizeof gpu.text, "%s, block (%u,%u,%u)", gpu.kernel, b.x, b.y, b.z);
-    if (gpu.now)
-        n += snprintf(gpu.text + n, sizeof gpu.text - n, ", thread %d", gpu.now->index);
+    if (gpu.now) n += snprintf(gpu.text + n, sizeof gpu.text - n, ", thread %d", gpu.now->index);
     n += snprintf(gpu.text + n, sizeof gpu.text - n, ": ");
     va_list args;
     va_start(args, format);
@@ -216,8 +218,11 @@ inline void fiber_reset(Fiber *fiber, int index)
     fiber->state = READY;
     fiber->groups = 0;
     fiber->copies.clear();
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_unpoison_memory_region(fiber->stack + STACK - PAGE, PAGE); /* fiber_main never returns */
+#endif
     void **top = (void **)(fiber->stack + STACK - 56); /* 8 off a multiple of 16, as after a call */
-    *top = nullptr; /* where fiber_main would return to */
+    *top = nullptr;                                    /* where fiber_main would return to */
     *--top = (void *)fiber_main;
     top -= 6;
     memset(top, 0, 6 * sizeof *top);

@@ -1,7 +1,8 @@
 /* cuda/emulate_cuda.h - CUDA's own names, answered by the emulator: what kernels and device.cu use.
  *
- * Built-in variables, vector types, bf16, barriers, shuffles, votes, atomics, intrinsics, and the few
- * calls of the runtime. Streams and events are always finished: the host waits inside a launch. */
+ * Built-in variables, vector types, bf16, barriers, shuffles, votes, atomics, intrinsics, and the
+ * few calls of the runtime. Streams and events are always finished: the host waits inside a launch.
+ */
 #ifndef TINSMITH_EMULATE_CUDA_H
 #define TINSMITH_EMULATE_CUDA_H
 
@@ -15,20 +16,22 @@
 
 /* ---- vector types ---- */
 
-#define VECTOR(type, name)                                                              \
-    struct alignas(2 * sizeof(type)) name##2 {                                          \
-        type x, y;                                                                      \
-    };                                                                                  \
-    struct alignas(4 * sizeof(type) < 16 ? 4 * sizeof(type) : 16) name##4 {             \
-        type x, y, z, w;                                                                \
-    };                                                                                  \
-    static inline name##2 make_##name##2(type x, type y)                                \
-    {                                                                                   \
-        return {x, y};                                                                  \
-    }                                                                                   \
-    static inline name##4 make_##name##4(type x, type y, type z, type w)                \
-    {                                                                                   \
-        return {x, y, z, w};                                                            \
+#define VECTOR(type, name)                                                \
+    struct alignas(2 * sizeof(type)) name##2                              \
+    {                                                                     \
+        type x, y;                                                        \
+    };                                                                    \
+    struct alignas(4 * sizeof(type) < 16 ? 4 * sizeof(type) : 16) name##4 \
+    {                                                                     \
+        type x, y, z, w;                                                  \
+    };                                                                    \
+    static inline name##2 make_##name##2(type x, type y)                  \
+    {                                                                     \
+        return {x, y};                                                    \
+    }                                                                     \
+    static inline name##4 make_##name##4(type x, type y, type z, type w)  \
+    {                                                                     \
+        return {x, y, z, w};                                              \
     }
 VECTOR(float, float)
 VECTOR(double, double)
@@ -85,7 +88,8 @@ static inline void __syncwarp(unsigned mask = ~0u)
 template <class T> static inline T __shfl_sync(unsigned mask, T value, int lane, int width = 32)
 {
     int self = emulate::gpu.now->index % 32;
-    return emulate::exchange("__shfl_sync", mask, value, (self & ~(width - 1)) | (lane & (width - 1)));
+    return emulate::exchange("__shfl_sync", mask, value,
+                             (self & ~(width - 1)) | (lane & (width - 1)));
 }
 
 template <class T> static inline T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32)
@@ -98,7 +102,8 @@ template <class T> static inline T __shfl_xor_sync(unsigned mask, T value, int b
 template <class T> static inline T __shfl_down_sync(unsigned mask, T value, int by, int width = 32)
 {
     int self = emulate::gpu.now->index % 32, from = self + by;
-    return emulate::exchange("__shfl_down_sync", mask, value, from / width > self / width ? self : from);
+    return emulate::exchange("__shfl_down_sync", mask, value,
+                             from / width > self / width ? self : from);
 }
 
 template <class T> static inline T __shfl_up_sync(unsigned mask, T value, int by, int width = 32)
@@ -122,7 +127,8 @@ static inline int __all_sync(unsigned mask, int predicate)
     return emulate::ballot("__all_sync", mask, predicate != 0) == ~0u;
 }
 
-/* The block's votes, each a barrier of its own; two more, so that the count is read before it is used again. */
+/* The block's votes, each a barrier of its own; two more, so that the count is read before it is
+ * used again. */
 static inline int syncthreads_count(int predicate, int line)
 {
     static int count;
@@ -140,12 +146,12 @@ static inline int syncthreads_count(int predicate, int line)
 
 /* ---- atomics: fibers change places only where they wait, so these are plain ---- */
 
-#define ATOMIC(name, result)                                 \
+#define ATOMIC(name, result)                                        \
     template <class T, class U> static inline T name(T *at, U with) \
-    {                                                        \
-        T old = *at, value = (T)with;                        \
-        *at = result;                                        \
-        return old;                                          \
+    {                                                               \
+        T old = *at, value = (T)with;                               \
+        *at = result;                                               \
+        return old;                                                 \
     }
 ATOMIC(atomicAdd, old + value)
 ATOMIC(atomicSub, old - value)
@@ -205,7 +211,11 @@ using std::min;
 /* ---- the runtime ---- */
 
 typedef struct EmulatedStream *cudaStream_t;
-typedef enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation = 2, cudaErrorNoDevice = 100 } cudaError_t;
+typedef enum cudaError_t {
+    cudaSuccess,
+    cudaErrorMemoryAllocation = 2,
+    cudaErrorNoDevice = 100
+} cudaError_t;
 typedef enum cudaMemcpyKind { cudaMemcpyDefault = 4 } cudaMemcpyKind;
 
 static inline const char *cudaGetErrorString(cudaError_t error)

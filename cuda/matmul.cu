@@ -2,15 +2,16 @@
  *
  *   c (M,N) = scale·a (M,K)·b (K,N) [+ bias] [+ c], a and b bf16, sums in f32, c bf16 or f32
  *
- * cuBLASLt is found at run time (cublaslt.cuh). For each weight it is asked once for an algorithm, for
- * PICK_ROWS rows, that neither splits k nor reduces between blocks, and this one serves every number of
- * rows: a row is summed in the same order of k whatever its neighbours are. The last tile of rows is
- * filled up inside the kernel, so nothing is copied to pad it; few rows (decoding) cost what a whole tile
- * of rows costs, which is free as long as reading the weight takes longer. Roofline: 2·M·N·K flops,
- * compute bound from about 300 rows on; below, one pass over b, memory bound.
+ * cuBLASLt is found at run time (cublaslt.cuh). For each weight it is asked once for an algorithm,
+ * for PICK_ROWS rows, that neither splits k nor reduces between blocks, and this one serves every
+ * number of rows: a row is summed in the same order of k whatever its neighbours are. The last tile
+ * of rows is filled up inside the kernel, so nothing is copied to pad it; few rows (decoding) cost
+ * what a whole tile of rows costs, which is free as long as reading the weight takes longer.
+ * Roofline: 2·M·N·K flops, compute bound from about 300 rows on; below, one pass over b, memory
+ * bound.
  *
- * LoRA's matrices are f32 and are rounded to bf16 into scratch, once a call; their gradients are summed
- * over all rows in one product and added in f32. */
+ * LoRA's matrices are f32 and are rounded to bf16 into scratch, once a call; their gradients are
+ * summed over all rows in one product and added in f32. */
 #include "cuda.cuh"
 
 #include "cublaslt.cuh"
@@ -50,8 +51,7 @@ static void gemm(CudaDevice *cuda, const Gemm &g)
     for (int i = 0; i < g.M; i++) {
         std::fill(sum.begin(), sum.end(), 0.0f);
         for (int k = 0; k < g.K; k++)
-            for (int j = 0; j < g.N; j++)
-                sum[j] += a[(size_t)i * g.K + k] * b[(size_t)k * g.N + j];
+            for (int j = 0; j < g.N; j++) sum[j] += a[(size_t)i * g.K + k] * b[(size_t)k * g.N + j];
         for (int j = 0; j < g.N; j++) {
             int64_t at = (int64_t)i * g.N + j;
             float value = g.scale * sum[j] + (g.bias ? f32(g.bias[j]) : 0.0f);
@@ -88,8 +88,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Two f32 vectors as bf16 in scratch, of which b may be NULL; the second begins at a multiple of 256
- * bytes. Returns NULL after a failure. */
+/* Two f32 vectors as bf16 in scratch, of which b may be NULL; the second begins at a multiple of
+ * 256 bytes. Returns NULL after a failure. */
 static real *narrow(CudaDevice *cuda, const float *a, int64_t a_count, const float *b,
                     int64_t b_count, real **to_b)
 {

@@ -3,10 +3,10 @@
  *   y[t,:] = x[t,:]·rstd[t]·w,  rstd[t] = 1/sqrt(mean(x[t,:]²) + eps)
  *   dx[t,:] += rstd·(g − x̂·mean(g·x̂)),  g = dy·w,  x̂ = x·rstd
  *
- * Forward reads T·D and writes T·D reals; backward reads 3·T·D and writes T·D; memory bound: the second
- * pass over a row finds it in L1. A short row (one head's, of the q and k norms) gets a warp, a long one
- * a block. A lane adds every 32nd or 256th group of its row in order and lanes meet in a butterfly, so
- * the sum depends on the row and D alone. */
+ * Forward reads T·D and writes T·D reals; backward reads 3·T·D and writes T·D; memory bound: the
+ * second pass over a row finds it in L1. A short row (one head's, of the q and k norms) gets a
+ * warp, a long one a block. A lane adds every 32nd or 256th group of its row in order and lanes
+ * meet in a butterfly, so the sum depends on the row and D alone. */
 #include "cuda.cuh"
 
 enum { THREADS = 256, SHORT = 1024 /* a row up to here gets one warp */ };

@@ -4,9 +4,9 @@
  *   rope           (u, v) → (u·c − v·s, v·c + u·s)
  *   rope_backward  the transposed map: the same with −s
  *
- * The table writes T·E floats, once a step. rope reads and writes T·H·E reals, 8 pairs a thread; memory
- * bound: the table's rows are shared by the heads and come from L2. The angle is rounded to f32 before
- * its cosine is taken, as transformers does. */
+ * The table writes T·E floats, once a step. rope reads and writes T·H·E reals, 8 pairs a thread;
+ * memory bound: the table's rows are shared by the heads and come from L2. The angle is rounded to
+ * f32 before its cosine is taken, as transformers does. */
 #include "cuda.cuh"
 
 enum { THREADS = 256 };

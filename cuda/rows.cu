@@ -4,13 +4,15 @@
  *   gather  y[i,:] = x[rows[i],:]
  *   scatter y[rows[i],:] = x[i,:]
  *
- * Each reads T·D and writes T·D reals; memory bound. A thread moves 16 bytes, or one element where the
- * rows do not begin at multiples of 16 bytes. Bits are moved, not numbers: a NaN keeps its own. */
+ * Each reads T·D and writes T·D reals; memory bound. A thread moves 16 bytes, or one element where
+ * the rows do not begin at multiples of 16 bytes. Bits are moved, not numbers: a NaN keeps its own.
+ */
 #include "cuda.cuh"
 
 enum { THREADS = 256 };
 
-/* Row y_rows[t] of y becomes row x_rows[t] of x, whose rows are x_stride apart; NULL stands for t. */
+/* Row y_rows[t] of y becomes row x_rows[t] of x, whose rows are x_stride apart; NULL stands for t.
+ */
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
     move_kernel(real *y, const real *x, const int32_t *y_rows, const int32_t *x_rows, int T, int D,

@@ -13,10 +13,11 @@ Floats become the device's `real` where the row says real, and are rounded to it
 lies a stretch of poison that must survive the call, and const inputs must come back unchanged.
 
 "cpu" is the device in tinsmith._core, "cuda" and "cuda-emulated" are the libraries beside it (with
-TINSMITH_EMULATE_CUDA=1 setup.py builds the second, from the same files). "cpu-generic", "cpu-avx2", "cpu-avx512" are its instruction
-sets, built here with setup.py's flags into a library of their own, because the real one only ever
-opens the widest. TINSMITH_SANITIZE=address,undefined builds that library with sanitizers and gives
-its devices memory whose end they know; then run Python with ASAN_OPTIONS=detect_leaks=0 and
+TINSMITH_EMULATE_CUDA=1 setup.py builds the second, from the same files). "cpu-generic", "cpu-avx2",
+"cpu-avx512" are the CPU's instruction sets, built here with setup.py's flags into a library of
+their own, because the real one only ever opens the widest. TINSMITH_SANITIZE=address,undefined
+builds that library with sanitizers and gives its devices memory whose end they know; then run
+Python with ASAN_OPTIONS=detect_leaks=0 and
 LD_PRELOAD=$(gcc -print-file-name=libasan.so).
 """
 
@@ -355,7 +356,9 @@ def emulated_library() -> Path:
     library = core_library().parent / "libtinsmith_cuda_emulated.so"
     if not library.exists():
         raise Unavailable(f"{library.name} is not built: TINSMITH_EMULATE_CUDA=1 pip install -e .")
-    newer = [p.name for p in (ROOT / "cuda").iterdir() if p.stat().st_mtime > library.stat().st_mtime]
+    newer = [
+        p.name for p in (ROOT / "cuda").iterdir() if p.stat().st_mtime > library.stat().st_mtime
+    ]
     if newer:
         raise RuntimeError(f"{library.name} is older than {newer}: build it again")
     return library

@@ -13,7 +13,7 @@ import torch
 from engine import KV_PAGE, OPS, Draw, Frozen, Memory, Span, from_bf16, to_bf16
 
 # By how much a device's error may exceed that of float32 NumPy, relative to the norm of the result:
-# some roundings of its own, by the bytes of its `real`: two of f32, or one of bf16. On a device whose
+# some roundings of its own, by the bytes of its `real`: two of f32, or half a unit of bf16. Where
 # `real` is bf16, a product of f32 matrices or of something rounded on the way is held to what torch
 # makes of it in bf16, although its result may be f32.
 EPSILON = {4: 2.0**-22, 2: 2.0**-9}
@@ -124,7 +124,7 @@ def compare(dev, op, args) -> dict:
 
 
 def in_torch_bf16(args) -> dict:
-    """The same arguments as tensors of bfloat16: the formulas of products run on them as they are."""
+    """The same arguments as tensors of bfloat16: products' formulas run on them as they are."""
     return {
         name: torch.from_numpy(value).bfloat16() if isinstance(value, np.ndarray) else value
         for name, value in args.items()

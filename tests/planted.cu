@@ -1,7 +1,7 @@
 /* tests/planted.cu - small kernels, each right, or wrong in one way that the emulator must show.
  *
- * test_emulator.py compiles this as C++ and calls planted(). With `bug` 0 every kernel gives what the
- * test expects; with 1 it has the error that its comment names. */
+ * test_emulator.py compiles this as C++ and calls planted(). With `bug` 0 every kernel gives what
+ * the test expects; with 1 it has the error that its comment names. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -35,8 +35,8 @@ static __global__ void barrier_kernel(float *out, int bug)
     out[i] = value;
 }
 
-/* 1: one past the end of a static array; 2: of a part of the dynamic memory; 3: written through a plain
- * pointer, behind the emulator's back; 4: below the beginning. */
+/* 1: one past the end of a static array; 2: of a part of the dynamic memory; 3: written through a
+ * plain pointer, behind the emulator's back; 4: below the beginning. */
 static __global__ void bounds_kernel(float *out, int bug)
 {
     SHARED_ARRAY(float, tile, THREADS);
@@ -61,8 +61,8 @@ static __global__ void unwritten_kernel(float *out, int bug)
     if (bug != 1 || i != THREADS - 1) out[i] = tile[i];
 }
 
-/* out (16,8) = a (16,16)·b (16,8), a[r,k] = 16·r + k in small steps, b = b[k,n] = k − n. 1: two registers
- * of the fragment are swapped; 2: b is loaded as if it were transposed. */
+/* out (16,8) = a (16,16)·b (16,8), a[r,k] = 16·r + k in small steps, b = b[k,n] = k − n. 1: two
+ * registers of the fragment are swapped; 2: b is loaded as if it were transposed. */
 static __global__ void mma_kernel(float *out, int bug)
 {
     SHARED_ARRAY(real, a, 256);
@@ -84,12 +84,11 @@ static __global__ void mma_kernel(float *out, int bug)
     }
     float d[4] = {0, 0, 0, 0};
     mma(d, af, bf[0], bf[1]);
-    for (int i = 0; i < 4; i++)
-        out[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = d[i];
+    for (int i = 0; i < 4; i++) out[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = d[i];
 }
 
-/* out = in through shared memory in two groups. 1: the first group is read before it is waited for; 2:
- * the second is never waited for, nor read. */
+/* out = in through shared memory in two groups. 1: the first group is read before it is waited for;
+ * 2: the second is never waited for, nor read. */
 static __global__ void copy_kernel(float *out, const float *in, int bug)
 {
     SHARED_ARRAY(float, tile, 2 * 4 * THREADS);
@@ -104,9 +103,9 @@ static __global__ void copy_kernel(float *out, const float *in, int bug)
     if (bug != 2) cp_async_wait<0>();
 }
 
-/* 1: only one warp comes to the barrier; 2: half a warp comes to a shuffle, the rest returns; 3: the
- * halves of a warp come to different collectives; 4: a shuffle of a part of the warp; 5: the halves of
- * the block come to different barriers. */
+/* 1: only one warp comes to the barrier; 2: half a warp comes to a shuffle, the rest returns; 3:
+ * the halves of a warp come to different collectives; 4: a shuffle of a part of the warp; 5: the
+ * halves of the block come to different barriers. */
 static __global__ void divergence_kernel(float *out, int bug)
 {
     int i = (int)threadIdx.x;
@@ -139,8 +138,8 @@ static __global__ void address_kernel(float *out, int bug)
     out[lane] = low_of(r[0]);
 }
 
-/* Runs a kernel in an order of warps (emulate::Order) into out, and its sentence into text; returns how
- * many floats of out count. */
+/* Runs a kernel in an order of warps (emulate::Order) into out, and its sentence into text; returns
+ * how many floats of out count. */
 extern "C" TINSMITH_EXPORT int planted(const char *name, int bug, int order, float *out, char *text)
 {
     static CudaDevice device;
@@ -167,7 +166,7 @@ extern "C" TINSMITH_EXPORT int planted(const char *name, int bug, int order, flo
         n = 4 * THREADS;
     }
     memcpy(out, y, n * sizeof(float));
-    snprintf(text, 512, "%s", cuda->text);
+    snprintf(text, sizeof cuda->text, "%.500s", cuda->text);
     cudaFree(memory);
     cudaFree(in);
     return n;
