@@ -39,6 +39,9 @@ void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
 int cuda_check(CudaDevice *cuda, cudaError_t error, const char *what, const char *file, int line)
 {
     if (error == cudaSuccess) return 0;
+#ifndef CUDA_EMULATED
+    cudaGetLastError(); /* the runtime keeps it too, and would show it after the next launch */
+#endif
     cuda_fail(cuda, error == cudaErrorMemoryAllocation ? STATUS_MEMORY : STATUS_DEVICE,
               "%s: %s:%d: %s: %s", NAME, file, line, what, cudaGetErrorString(error));
     return 1;
