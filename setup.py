@@ -101,9 +101,14 @@ def cuda_build(library: Path, objects: Path, compile_with: list[str], link_with:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             built = list(pool.map(compile_one, sorted((ROOT / "cuda").glob("*.cu"))))
         subprocess.run([compile_with[0], *built, "-o", library, *link_with], check=True)
-    except (subprocess.CalledProcessError, OSError) as error:
+    except subprocess.CalledProcessError as error:
         library.unlink(missing_ok=True)
-        return f"{compile_with[0]} failed when tinsmith was installed: {str(error)[-200:]}"
+        what = next((arg.name for arg in error.cmd if str(arg).endswith(".cu")), library.name)
+        return (
+            f"{compile_with[0]} could not make {what} when tinsmith was installed; its log says why"
+        )
+    except OSError as error:
+        return f"{compile_with[0]} can't be run: {error.strerror}"
     return ""
 
 
