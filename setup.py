@@ -1,9 +1,17 @@
 """Builds tinsmith._core. The CPU's op files are compiled once for each instruction set and chosen
 between at run time (csrc/cpu/device.c), so one build runs on any x86-64, and elsewhere with the
-generic set."""
+generic set.
+
+Beside it, in the package, the CUDA device: libtinsmith_cuda.so where nvcc is found, and, for tests,
+libtinsmith_cuda_emulated.so with TINSMITH_EMULATE_CUDA=1. What can't be built never fails the
+install: the reason goes into _core, which says it when the device is asked for."""
 
 import os
 import platform
+import shutil
+import subprocess
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
@@ -38,11 +46,112 @@ def sources(folder: str) -> list[str]:
 
 OPS = [path for path in sources("csrc/cpu") if path not in ONCE]
 
+# The number of the seam between core and device libraries (csrc/device.h, DEVICE_ABI).
+SEAM = ["csrc/ops.inc", "csrc/device.h"]
+ABI = f"{zlib.crc32(b''.join((ROOT / path).read_bytes() for path in SEAM))}u"
+
+NVCC_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "--fmad=false",
+    "-gencode=arch=compute_80,code=sm_80",
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "-gencode=arch=compute_90,code=compute_90",
+    "-Xcompiler=-Wall,-Wextra,-fPIC,-fvisibility=hidden",
+]
+NVCC_LINK = ["-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL", "-ldl"]
+EMULATED_FLAGS = [
+    "-xc++",
+    "-std=c++17",
+    "-DCUDA_EMULATED",
+    "-O2",
+    "-g1",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-pragmas",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+]
+NVCC_HOME = "/usr/local/cuda/bin/nvcc"  # where to look when it is not on PATH; TINSMITH_NVCC first
+CUDA_LIBRARY = "libtinsmith_cuda.so"
+EMULATED_LIBRARY = "libtinsmith_cuda_emulated.so"
+
+
+def cuda_inputs() -> list[Path]:
+    """Everything that the CUDA device is made of."""
+    shared = [ROOT / "csrc" / name for name in ("ops.inc", "device.h", "status.h")]
+    return [*sorted((ROOT / "cuda").iterdir()), *shared, ROOT / "setup.py"]
+
+
+def cuda_build(library: Path, objects: Path, compile_with: list[str], link_with: list[str]) -> str:
+    """Builds cuda/*.cu into a shared library; returns "" or the sentence of what went wrong."""
+    objects.mkdir(parents=True, exist_ok=True)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    newest = max(path.stat().st_mtime for path in cuda_inputs())
+    if library.exists() and library.stat().st_mtime > newest:
+        return ""
+
+    def compile_one(path: Path) -> Path:
+        out = objects / f"{path.stem}.o"
+        subprocess.run([*compile_with, f"-DDEVICE_ABI={ABI}", "-c", path, "-o", out], check=True)
+        return out
+
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            built = list(pool.map(compile_one, sorted((ROOT / "cuda").glob("*.cu"))))
+        subprocess.run([compile_with[0], *built, "-o", library, *link_with], check=True)
+    except subprocess.CalledProcessError as error:
+        library.unlink(missing_ok=True)
+        what = next((arg.name for arg in error.cmd if str(arg).endswith(".cu")), library.name)
+        return (
+            f"{compile_with[0]} could not make {what} when tinsmith was installed; its log says why"
+        )
+    except OSError as error:
+        return f"{compile_with[0]} can't be run: {error.strerror}"
+    return ""
+
 
 class BuildOps(build_ext):
-    """build_ext that also compiles the op files, once for each instruction set."""
+    """build_ext that also compiles the op files, once for each instruction set, and the device
+    libraries."""
+
+    def build_libraries(self) -> list[tuple[str, str]]:
+        """Builds the device libraries beside _core; returns the reasons for those that are not."""
+        folder = Path(self.get_ext_fullpath("tinsmith._core")).parent
+        objects, absent = Path(self.build_temp), {}
+        nvcc = os.environ.get("TINSMITH_NVCC", shutil.which("nvcc") or shutil.which(NVCC_HOME))
+        if sanitize:
+            absent["CUDA_ABSENT"] = "this is a build with sanitizers"
+        elif not nvcc:
+            absent["CUDA_ABSENT"] = "nvcc was not found when tinsmith was installed"
+        else:
+            absent["CUDA_ABSENT"] = cuda_build(
+                folder / CUDA_LIBRARY, objects / "cuda", [nvcc, *NVCC_FLAGS], NVCC_LINK
+            )
+        if os.environ.get("TINSMITH_EMULATE_CUDA"):
+            flags = [*EMULATED_FLAGS, *strict, *watched]
+            link = ["-shared", "-pthread", *(sanitizers if sanitize else [])]
+            absent["CUDA_EMULATED_ABSENT"] = cuda_build(
+                folder / EMULATED_LIBRARY, objects / "emulated", ["g++", *flags], link
+            )
+        for name, reason in absent.items():
+            if reason:
+                self.warn(f"{name}: {reason}")
+        return [(name, c_string(reason)) for name, reason in absent.items() if reason]
+
+    def copy_extensions_to_source(self) -> None:
+        """What an editable install does with _core, for the libraries beside it."""
+        super().copy_extensions_to_source()
+        package = Path(self.get_finalized_command("build_py").get_package_dir("tinsmith"))
+        for name in (CUDA_LIBRARY, EMULATED_LIBRARY):
+            built = Path(self.build_lib) / "tinsmith" / name
+            (package / name).unlink(missing_ok=True)
+            if built.exists():
+                shutil.copy2(built, package / name)
 
     def build_extension(self, ext: Extension) -> None:
+        ext.define_macros = [*ext.define_macros, ("DEVICE_ABI", ABI), *self.build_libraries()]
         ext.extra_objects = []
         for isa, flags in ISAS.items():
             ext.extra_objects += self.compiler.compile(
@@ -54,6 +163,12 @@ class BuildOps(build_ext):
                 depends=ext.depends,
             )
         super().build_extension(ext)
+
+
+def c_string(text: str) -> str:
+    """A C string literal of plain text."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
+    return f'"{escaped}"'
 
 
 # For the tests: TINSMITH_WERROR=1 makes warnings errors; TINSMITH_SANITIZE=address,undefined
@@ -75,7 +190,7 @@ core = Extension(
         ("NPY_TARGET_VERSION", "NPY_1_23_API_VERSION"),
     ],
     extra_compile_args=FLAGS + WARNINGS + strict + watched,
-    extra_link_args=["-pthread", "-lm"] + (sanitizers if sanitize else []),
+    extra_link_args=["-pthread", "-lm", "-ldl"] + (sanitizers if sanitize else []),
 )
 
 setup(ext_modules=[core], cmdclass={"build_ext": BuildOps})

@@ -60,8 +60,21 @@ struct Device {
 #undef OP
 };
 
-/* Opens "cpu", or says why the device can't be had. threads = 0: one for each core this process may
- * use. */
+/* ---- devices that are libraries of their own ---- */
+
+/* The number of this seam: setup.py's checksum of ops.inc and this file, for core and library. */
+#ifndef DEVICE_ABI
+#define DEVICE_ABI 0u
+#endif
+
+/* core's fail(): the library is given it, so that its sentences reach the caller's thread. */
+typedef Status FailFunction(Status code, const char *format, ...);
+
+/* The library's only symbol, `cuda_open`. It refuses an `abi` other than its own. */
+typedef Status DeviceOpen(Device **dev, int threads, unsigned abi, FailFunction *fail);
+
+/* Opens "cpu", "cuda" or "cuda-emulated", or says why the device can't be had. threads = 0: one for
+ * each core this process may use. */
 TINSMITH_EXPORT Status device_open(Device **dev, const char *name, int threads);
 
 /* The function behind a row of ops.inc, or NULL: how the tests call any op of any device. */

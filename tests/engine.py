@@ -12,10 +12,12 @@ op may write, by name. What an argument is follows from its type in csrc/ops.inc
 Floats become the device's `real` where the row says real, and are rounded to it. Behind every array
 lies a stretch of poison that must survive the call, and const inputs must come back unchanged.
 
-"cpu" is the device in tinsmith._core. "cpu-generic", "cpu-avx2", "cpu-avx512" are its instruction
-sets, built here with setup.py's flags into a library of their own, because the real one only ever
-opens the widest. TINSMITH_SANITIZE=address,undefined builds that library with sanitizers and gives
-its devices memory whose end they know; then run Python with ASAN_OPTIONS=detect_leaks=0 and
+"cpu" is the device in tinsmith._core, "cuda" and "cuda-emulated" are the libraries beside it (with
+TINSMITH_EMULATE_CUDA=1 setup.py builds the second, from the same files). "cpu-generic", "cpu-avx2",
+"cpu-avx512" are the CPU's instruction sets, built here with setup.py's flags into a library of
+their own, because the real one only ever opens the widest. TINSMITH_SANITIZE=address,undefined
+builds that library with sanitizers and gives its devices memory whose end they know; then run
+Python with ASAN_OPTIONS=detect_leaks=0 and
 LD_PRELOAD=$(gcc -print-file-name=libasan.so).
 """
 
@@ -44,7 +46,7 @@ ISA_NEEDS = {
     "avx2": {"avx2", "fma"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
 }
-DEVICES = ("cpu", *(f"cpu-{isa}" for isa in ISAS), "cuda")
+DEVICES = ("cpu", *(f"cpu-{isa}" for isa in ISAS), "cuda", "cuda-emulated")
 DTYPES = {"f32": 0, "bf16": 1, "f16": 2}
 KV_PAGE = 64
 
@@ -204,6 +206,8 @@ class Device:
         isa = name.removeprefix("cpu-") if name.startswith("cpu-") else None
         self.name = name
         self.library = ctypes.CDLL(str(isa_library() if isa else core_library()))
+        if name == "cuda-emulated":
+            emulated_library()
         self.malloc = self.free = None
         if isa and os.environ.get("TINSMITH_SANITIZE"):
             self.malloc, self.free = ctypes.CDLL(None).posix_memalign, ctypes.CDLL(None).free
@@ -257,6 +261,10 @@ class Device:
         """Float64 of what this device's `real` makes of the values: what its ops are given."""
         data = self.encode(values, "real").view(np.uint8).ravel()
         return self.decode(data, "real", np.shape(values)).astype(float)
+
+    def round_frozen(self, values: np.ndarray) -> np.ndarray:
+        """Float64 of what this device makes of a base weight: exact on the CPU, bf16 on a GPU."""
+        return self.round(values) if self.real == np.uint16 else np.asarray(values, float)
 
     def put(self, values, kind: str) -> Memory:
         """Device memory that holds a host array, as a pointer type of ops.inc."""
@@ -343,9 +351,23 @@ def core_library() -> Path:
     return library
 
 
+def emulated_library() -> Path:
+    """The emulated CUDA device's library, beside _core; it must be that of the sources."""
+    library = core_library().parent / "libtinsmith_cuda_emulated.so"
+    if not library.exists():
+        raise Unavailable(f"{library.name} is not built: TINSMITH_EMULATE_CUDA=1 pip install -e .")
+    newer = [
+        p.name for p in (ROOT / "cuda").iterdir() if p.stat().st_mtime > library.stat().st_mtime
+    ]
+    if newer:
+        raise RuntimeError(f"{library.name} is older than {newer}: build it again")
+    return library
+
+
 def setup_constants() -> dict:
     """The constants of setup.py: the flags that the real library is built with."""
-    names, out = {"FLAGS", "WARNINGS", "GENERIC", "X86", "ONCE"}, {}
+    names = {"FLAGS", "WARNINGS", "GENERIC", "X86", "ONCE", "EMULATED_FLAGS"}
+    out = {}
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
         if isinstance(node, ast.Assign) and node.targets[0].id in names:
             out[node.targets[0].id] = ast.literal_eval(node.value)

@@ -277,16 +277,16 @@ def test_reference_logprob_backward_is_the_gradient():
 # ---- the cache ----
 
 
-def cpu_pages(dev, k_pages, v_pages, like):
-    """The CPU's pages in the reference's order."""
-    if not dev.name.startswith("cpu"):
-        pytest.skip(
-            "only the CPU's order of pages is known here; attention's tests cover the others"
-        )
+def pages_of(dev, k_pages, v_pages, like):
+    """A device's pages in the reference's order."""
     pages, _, G, E = like.shape
     size = page_size(like) * dev.c.real_bytes
-    k = dev.decode(k_pages.read(size), "real", (pages, G, E, KV_PAGE)).transpose(0, 3, 1, 2)
+    k = dev.decode(k_pages.read(size), "real", (pages, G, -1))
     v = dev.decode(v_pages.read(size), "real", (pages, G, KV_PAGE, E)).transpose(0, 2, 1, 3)
+    if dev.name.startswith("cuda"):
+        k = k.reshape(pages, G, KV_PAGE, E).transpose(0, 2, 1, 3)
+    else:  # the CPU keeps keys by column: a query meets them KV_PAGE at a time
+        k = k.reshape(pages, G, E, KV_PAGE).transpose(0, 3, 1, 2)
     return {"k_pages": k, "v_pages": v}
 
 
@@ -301,7 +301,7 @@ def test_kv_write(dev, T, G, E):
     k_pages.assert_guarded("k_pages")
     v_pages.assert_guarded("v_pages")
     exact = reference.kv_write(k_pages=before, v_pages=before, k=k, v=v, slot=slot)
-    for name, value in cpu_pages(dev, k_pages, v_pages, before).items():
+    for name, value in pages_of(dev, k_pages, v_pages, before).items():
         np.testing.assert_array_equal(value, exact[name], name)
 
 
@@ -312,7 +312,7 @@ def test_kv_copy(dev, count):
     sizes = {"from": 2, "to": 0, "count": count, "G": 3, "E": 17}
     dev.call("kv_copy", k_pages=k_pages, v_pages=v_pages, **sizes)
     exact = reference.kv_copy(k_pages=k, v_pages=v, **sizes)
-    for name, value in cpu_pages(dev, k_pages, v_pages, k).items():
+    for name, value in pages_of(dev, k_pages, v_pages, k).items():
         np.testing.assert_array_equal(value, exact[name], name)
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+CUDA_FILES = sorted((ROOT / "cuda").iterdir())
 C_FILES = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".c", ".h", ".inc"))
+C_FILES += CUDA_FILES
 PYTHON_FILES = sorted(
     p for folder in ("python", "tests", "benchmarks") for p in (ROOT / folder).rglob("*.py")
 )
@@ -39,7 +41,8 @@ def test_every_file_says_what_it_is(file: Path) -> None:
     if file.suffix == ".py":
         assert file.name == "setup.py" or ast.get_docstring(ast.parse(text)), "no header docstring"
     else:
-        shown = str(file.relative_to(ROOT / "csrc"))
+        csrc = ROOT / "csrc"
+        shown = str(file.relative_to(csrc if file.is_relative_to(csrc) else ROOT))
         assert text.startswith(f"/* {shown} - "), f"the header comment must begin '/* {shown} - …'"
 
 
@@ -83,8 +86,9 @@ def test_the_library_never_prints_exits_or_reads_the_environment(path: Path) -> 
     assert not found
 
 
-# What a file of each layer may include of ours: status ← device ← {cpu, core} ← py.
+# What a file of each layer may include of ours: status ← device ← {cpu, cuda, core} ← py.
 MAY_INCLUDE = {
+    "cuda": {"device", "cuda"},
     "status": {"status"},
     "device": {"status", "device", "cpu/device.h"},
     "cpu": {"status", "device", "cpu"},
@@ -94,6 +98,8 @@ MAY_INCLUDE = {
 
 
 def layer_of(path: Path) -> str:
+    if path.is_relative_to(ROOT / "cuda"):
+        return "cuda"
     inside = path.relative_to(ROOT / "csrc")
     if inside.parts[0] in ("cpu", "py"):
         return inside.parts[0]
@@ -112,7 +118,7 @@ def test_dependencies_point_one_way(path: Path) -> None:
     for included in re.findall(r'#include "([^"]+)"', text):
         target = (path.parent / included).resolve()
         assert target.exists(), included
-        shown = str(target.relative_to(ROOT / "csrc"))
+        shown = str(target.relative_to(ROOT)).removeprefix("csrc/")
         assert layer_of(target) in MAY_INCLUDE[layer] or shown in MAY_INCLUDE[layer], (
             f"{layer} may not include {shown}"
         )
@@ -120,6 +126,15 @@ def test_dependencies_point_one_way(path: Path) -> None:
         assert "Python.h" not in text
     if path.name != "arrays.c":
         assert "numpy/" not in text
+
+
+@pytest.mark.parametrize("path", CUDA_FILES, ids=name_of)
+def test_cublaslt_and_ptx_have_one_place_each(path: Path) -> None:
+    code = re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+    if path.name != "cuda.cuh":
+        assert path.name == "emulate.h" or not re.search(r"\basm\b", code), "PTX: cuda.cuh only"
+    if path.name not in ("matmul.cu", "cublaslt.cuh"):
+        assert "cublas" not in code.lower()
 
 
 def imports(path: Path) -> set[str]:

@@ -1,0 +1,127 @@
+/* cuda/adamw.cu - the optimizer over flat vectors of an adapter.
+ *
+ *   square_sum  total += Σ g²                 reads n floats; memory bound
+ *   accumulate  y += x                        reads 2·n, writes n; memory bound
+ *   adamw       torch.optim.AdamW's one step  reads 4·n, writes 3·n; memory bound
+ *
+ * AdamW rounds as torch does: moments and weight in f32, the corrections of the step in double and
+ * rounded once, on the host. The sum of squares is cut into parts that depend on n alone; each is
+ * added by one block in double, and one block adds the parts in their order: no atomics, the same
+ * bits every time. A thread takes 4 floats, 16 bytes, where the vectors allow it. */
+#include <math.h>
+
+#include "cuda.cuh"
+
+enum { THREADS = 256, PART = 1 << 14, PARTS_MAX = 1024 };
+
+/* All vectors begin at multiples of 16 bytes. */
+static int aligned(const void *a, const void *b, const void *c, const void *d)
+{
+    return (((uintptr_t)a | (uintptr_t)b | (uintptr_t)c | (uintptr_t)d) & 15) == 0;
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    square_sum_kernel(double *parts, const float *g, int64_t n, int64_t part)
+{
+    SHARED_ARRAY(double, sums, 32);
+    int64_t from = blockIdx.x * part, to = from + part < n ? from + part : n;
+    double sum = 0.0;
+    for (int64_t i = from + threadIdx.x; i < to; i += THREADS) sum += (double)g[i] * (double)g[i];
+    sum = block_sum(sum, sums);
+    if (threadIdx.x == 0) parts[blockIdx.x] = sum;
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    parts_sum_kernel(double *total, const double *parts, int count)
+{
+    SHARED_ARRAY(double, sums, 32);
+    double sum = 0.0;
+    for (int i = (int)threadIdx.x; i < count; i += THREADS) sum += parts[i];
+    sum = block_sum(sum, sums);
+    if (threadIdx.x == 0) total[0] += sum;
+}
+
+template <int W>
+static __global__ void __launch_bounds__(THREADS)
+    accumulate_kernel(float *y, const float *x, int64_t n)
+{
+    int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W;
+    if (i + W <= n) {
+        float a[W], b[W];
+        load<W>(a, y + i);
+        load<W>(b, x + i);
+        for (int j = 0; j < W; j++) a[j] += b[j];
+        store<W>(y + i, a);
+    } else {
+        for (; i < n; i++) y[i] += x[i];
+    }
+}
+
+typedef struct Step {
+    float scale, keep, one_beta1, beta2, one_beta2, root_correction2, eps, step_size;
+} Step;
+
+__device__ static __forceinline__ void adamw_one(float *w, float *m, float *v, float g, Step a)
+{
+    float gradient = a.scale * g;
+    *m = *m + a.one_beta1 * (gradient - *m);
+    *v = *v * a.beta2 + a.one_beta2 * gradient * gradient;
+    float denominator = sqrtf(*v) / a.root_correction2 + a.eps;
+    *w = *w * a.keep - a.step_size * (*m / denominator);
+}
+
+template <int W>
+static __global__ void __launch_bounds__(THREADS)
+    adamw_kernel(float *w, float *m, float *v, const float *g, int64_t n, Step a)
+{
+    int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W;
+    if (i + W <= n) {
+        float wi[W], mi[W], vi[W], gi[W];
+        load<W>(wi, w + i);
+        load<W>(mi, m + i);
+        load<W>(vi, v + i);
+        load<W>(gi, g + i);
+        for (int j = 0; j < W; j++) adamw_one(&wi[j], &mi[j], &vi[j], gi[j], a);
+        store<W>(w + i, wi);
+        store<W>(m + i, mi);
+        store<W>(v + i, vi);
+    } else {
+        for (; i < n; i++) adamw_one(&w[i], &m[i], &v[i], g[i], a);
+    }
+}
+
+void cuda_square_sum(Device *dev, double *total, const float *g, int64_t n)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    int64_t part = PART;
+    while (part * PARTS_MAX < n) part *= 2;
+    unsigned count = cuda_blocks(n, part);
+    double *parts = (double *)cuda_scratch(cuda, PARTS_MAX * sizeof(double));
+    if (!parts || !count) return;
+    LAUNCH(cuda, square_sum_kernel, count, THREADS, 0, parts, g, n, part);
+    LAUNCH(cuda, parts_sum_kernel, 1, THREADS, 0, total, parts, (int)count);
+}
+
+void cuda_accumulate(Device *dev, float *y, const float *x, int64_t n)
+{
+    int W = aligned(y, x, nullptr, nullptr) ? 4 : 1;
+    auto kernel = W == 4 ? accumulate_kernel<4> : accumulate_kernel<1>;
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, y, x, n);
+}
+
+void cuda_adamw(Device *dev, float *w, float *m, float *v, const float *g, int64_t n, int step,
+                float scale, double lr, double beta1, double beta2, double eps, double weight_decay)
+{
+    Step a;
+    a.scale = scale;
+    a.keep = (float)(1.0 - lr * weight_decay);
+    a.one_beta1 = (float)(1.0 - beta1);
+    a.beta2 = (float)beta2;
+    a.one_beta2 = (float)(1.0 - beta2);
+    a.root_correction2 = (float)sqrt(1.0 - pow(beta2, step));
+    a.eps = (float)eps;
+    a.step_size = (float)(lr / (1.0 - pow(beta1, step)));
+    int W = aligned(w, m, v, g) ? 4 : 1;
+    auto kernel = W == 4 ? adamw_kernel<4> : adamw_kernel<1>;
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, w, m, v, g, n, a);
+}

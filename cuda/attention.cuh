@@ -1,0 +1,221 @@
+/* cuda/attention.cuh - what the attention kernels share: packed rows, tiles in shared memory, and
+ * the products of tiles.
+ *
+ * The H/G heads that share a key-value head are packed as rows: row r of a span is head r % group
+ * of its query r / group. So a tile of keys serves all heads of a group, and in decoding, where a
+ * span has one query, the heads fill the tile.
+ *
+ * A tile is [row][E_PAD] bf16 in shared memory, zero behind the last row and behind E. Its pieces
+ * of 16 bytes are swizzled (piece ^ row % 8), so that the eight rows an ldmatrix reads lie in
+ * different banks. E_PAD is 64, 128 or 256; EXACT says that E is E_PAD, which lets every loop
+ * unroll. */
+#ifndef TINSMITH_ATTENTION_CUH
+#define TINSMITH_ATTENTION_CUH
+
+#include "cuda.cuh"
+
+#define LOG2E 1.4426950408889634f
+#define LN2 0.6931471805599453f
+
+enum { PIECE = 8 }; /* elements of 16 bytes: what a cp.async copies and a row of ldmatrix reads */
+
+/* H/G, with what it takes to divide by it: r / size = r·magic >> 32 for r < 2^32 / size. */
+typedef struct Group {
+    int size;
+    unsigned magic;
+} Group;
+
+static inline Group group_of(int size)
+{
+    return {size, size > 1 ? 0xFFFFFFFFu / (unsigned)size + 1 : 0};
+}
+
+__device__ static __forceinline__ int group_query(Group group, int row)
+{
+    return group.size == 1 ? row : (int)__umulhi((unsigned)row, group.magic);
+}
+
+/* Where rows lie in memory: row r at base + r/group·step + r%group·E, none from `count` on. */
+typedef struct Rows {
+    const real *base;
+    int64_t step;
+    Group group;
+    int count;
+} Rows;
+
+__device__ static __forceinline__ const real *rows_at(const Rows &rows, int row, int E)
+{
+    int query = group_query(rows.group, row);
+    return rows.base + query * rows.step + (row - query * rows.group.size) * E;
+}
+
+/* The rows of one group of heads in an array (T,H,E), from row t on. */
+__device__ static __forceinline__ Rows rows_of_group(const real *array, int t, int queries,
+                                                     Group group, int g, int H, int E)
+{
+    return {array + ((int64_t)t * H + g * group.size) * E, (int64_t)H * E, group,
+            queries * group.size};
+}
+
+/* The rows of key-value head g in an array (T,G,E), from row t on. */
+__device__ static __forceinline__ Rows rows_of_head(const real *array, int t, int count, int g,
+                                                    int G, int E)
+{
+    return {array + ((int64_t)t * G + g) * E, (int64_t)G * E, {1, 0}, count};
+}
+
+/* Piece p of row r of a tile, as an index of elements. */
+template <int E_PAD> __device__ static __forceinline__ int tile_at(int r, int p)
+{
+    return r * E_PAD + (p ^ (r & 7)) * PIECE;
+}
+
+/* Brings COUNT rows, from row `first` on, to a tile. The copies are under way until cp_async_wait,
+ * but for odd widths, whose rows do not begin at multiples of 16 bytes. */
+template <int E_PAD, bool EXACT, int COUNT, int THREADS>
+__device__ static __forceinline__ void tile_load(Shared<real> tile, const Rows &rows, int first,
+                                                 int E)
+{
+    constexpr int PIECES = E_PAD / PIECE;
+#pragma unroll
+    for (int i = threadIdx.x; i < COUNT * PIECES; i += THREADS) {
+        int r = i / PIECES, p = i % PIECES, column = p * PIECE;
+        if (!EXACT && column >= (E + 15) / 16 * 16) continue; /* no product reads it */
+        bool inside = first + r < rows.count && (EXACT || column < E);
+        const real *from = inside ? rows_at(rows, first + r, E) + column : rows.base;
+        real *to = shared_range(tile, tile_at<E_PAD>(r, p), PIECE);
+        if (EXACT || E % PIECE == 0)
+            cp_async(to, from, inside ? 16 : 0);
+        else if constexpr (!EXACT)
+            for (int e = 0; e < PIECE; e += 2)
+                *(uint32_t *)(to + e) =
+                    inside && column + e < E ? *(const uint32_t *)(from + e) : 0;
+    }
+}
+
+/* The fragment of a's rows [row, row+16) and columns [16·k, 16·k+16). */
+template <int E_PAD>
+__device__ static __forceinline__ void fragment_load(uint32_t (&fragment)[4], Shared<real> a,
+                                                     int row, int k)
+{
+    int lane = threadIdx.x % 32;
+    ldmatrix(fragment, shared_range(a, tile_at<E_PAD>(row + lane % 16, 2 * k + lane / 16), PIECE));
+}
+
+/* s += a·bᵀ, one step of 16 columns: a is a fragment, b a tile of 8·TILES rows. */
+template <int E_PAD, int TILES>
+__device__ static __forceinline__ void scores_step(float (&s)[TILES][4], const uint32_t (&a)[4],
+                                                   Shared<real> b, int k)
+{
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < TILES; j += 2) {
+        uint32_t pair[4];
+        int at = tile_at<E_PAD>(j * 8 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2);
+        ldmatrix(pair, shared_range(b, at, PIECE));
+        mma(s[j], a, pair[0], pair[1]);
+        mma(s[j + 1], a, pair[2], pair[3]);
+    }
+}
+
+/* s = a·bᵀ of 16 rows of tile a, from `row` on, and 8·TILES rows of tile b. */
+template <int E_PAD, bool EXACT, int TILES>
+__device__ static __forceinline__ void tile_scores(float (&s)[TILES][4], Shared<real> a, int row,
+                                                   Shared<real> b, int E)
+{
+#pragma unroll
+    for (int j = 0; j < TILES; j++)
+        for (int i = 0; i < 4; i++) s[j][i] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < E_PAD / 16; k++) {
+        if (!EXACT && k * 16 >= E) break;
+        uint32_t fragment[4];
+        fragment_load<E_PAD>(fragment, a, row, k);
+        scores_step<E_PAD, TILES>(s, fragment, b, k);
+    }
+}
+
+/* An mma's result (16, 8·TILES) as the left operand of the next one. */
+template <int TILES>
+__device__ static __forceinline__ void fragments_of(uint32_t (&p)[TILES / 2][4],
+                                                    const float (&s)[TILES][4])
+{
+#pragma unroll
+    for (int k = 0; k < TILES / 2; k++)
+        for (int i = 0; i < 4; i++)
+            p[k][i] = pack(s[2 * k + i / 2][i % 2 * 2], s[2 * k + i / 2][i % 2 * 2 + 1]);
+}
+
+/* sum += p·b[:, column..]: p (16, 16·STEPS) in fragments, b a tile of 16·STEPS rows. */
+template <int E_PAD, bool EXACT, int STEPS, int TILES>
+__device__ static __forceinline__ void tile_accumulate(float (&sum)[TILES][4],
+                                                       const uint32_t (&p)[STEPS][4],
+                                                       Shared<real> b, int column, int E)
+{
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) {
+#pragma unroll
+        for (int j = 0; j < TILES; j += 2) {
+            if (!EXACT && column + j * 8 >= E) break;
+            uint32_t pair[4];
+            int at = tile_at<E_PAD>(k * 16 + lane % 16, column / PIECE + j + lane / 16);
+            ldmatrix_transposed(pair, shared_range(b, at, PIECE));
+            mma(sum[j], p[k], pair[0], pair[1]);
+            mma(sum[j + 1], p[k], pair[2], pair[3]);
+        }
+    }
+}
+
+/* Writes a thread's part of one row of an mma's result (half 0: the upper eight rows, 1: the lower)
+ * as bf16, times `scale`; `to` is where the row's first column lies, `column` the result's first.
+ */
+template <bool EXACT, int TILES>
+__device__ static __forceinline__ void row_store(real *to, const float (&sum)[TILES][4], int half,
+                                                 float scale, int column, int E)
+{
+#pragma unroll
+    for (int j = 0; j < TILES; j++) {
+        int e = column + j * 8 + threadIdx.x % 4 * 2;
+        if (EXACT || e < E)
+            *(uint32_t *)(to + e) = pack(sum[j][2 * half] * scale, sum[j][2 * half + 1] * scale);
+    }
+}
+
+/* A span's part of the work: rows [first, first + count) of the packed rows. */
+typedef struct Tile {
+    Span span;
+    int first, count;
+} Tile;
+
+/* The tile that is number `slot` of the grid. Span s owns the slots from row·group/ROWS + s on,
+ * which leaves it enough of them without a sum over the spans before; a slot too many has no tile.
+ * Spans are in the order of their rows. The tile that sees the most keys comes first. */
+template <int ROWS>
+__device__ static __forceinline__ bool tile_find(Tile *tile, const Span *spans, int S, Group group,
+                                                 int slot, bool last_first)
+{
+    int low = 0, high = S;
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        if (spans[middle].row * group.size / ROWS + middle <= slot)
+            low = middle;
+        else
+            high = middle;
+    }
+    tile->span = spans[low];
+    int rows = tile->span.rows * group.size, tiles = (rows + ROWS - 1) / ROWS;
+    int i = slot - (tile->span.row * group.size / ROWS + low);
+    if (i < 0 || i >= tiles) return false;
+    tile->first = (last_first ? tiles - 1 - i : i) * ROWS;
+    tile->count = min(ROWS, rows - tile->first);
+    return true;
+}
+
+/* How many slots a grid needs so that tile_find finds all tiles. */
+static inline unsigned tile_slots(int T, int S, int group, int ROWS)
+{
+    return (unsigned)((int64_t)T * group / ROWS + S);
+}
+
+#endif

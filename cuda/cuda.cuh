@@ -1,0 +1,499 @@
+/* cuda/cuda.cuh - what the CUDA device's files share.
+ *
+ * `real` is bf16, everything is computed in f32. A frozen weight is a header and row-major bf16
+ * rows, each filled up with zeros to a multiple of 8, so that they begin at multiples of 16 bytes.
+ * The same text is compiled by nvcc and, with CUDA_EMULATED, as C++ (emulate.h). PTX is here and
+ * nowhere else: each primitive has its twin for the emulator beside it. Kernels are `static
+ * __global__`, started with LAUNCH, and say Shared<T> for a pointer to shared memory: T * for nvcc,
+ * checked by the emulator. */
+#ifndef TINSMITH_CUDA_CUH
+#define TINSMITH_CUDA_CUH
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef CUDA_EMULATED
+#include "emulate.h"
+#else
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#endif
+
+extern "C" {
+#include "../csrc/device.h"
+}
+
+struct real {
+    __nv_bfloat16 value;
+};
+
+/* ---- frozen weights ---- */
+
+enum { FROZEN_ALIGN = 8 }; /* a row's elements are a multiple of it */
+
+struct alignas(64) frozen {
+    int32_t rows, cols, stride, unused[13];
+};
+
+/* Elements from one row of a frozen (rows, cols) to the next. */
+__host__ __device__ static inline int64_t frozen_stride(int cols)
+{
+    return (cols + FROZEN_ALIGN - 1) / FROZEN_ALIGN * FROZEN_ALIGN;
+}
+
+/* Row 0; row n begins frozen_stride(cols) elements on. */
+__host__ __device__ static inline const real *frozen_data(const frozen *w)
+{
+    return reinterpret_cast<const real *>(w + 1);
+}
+
+/* ---- the device ---- */
+
+typedef struct Matmul Matmul; /* matmul.cu's own: cuBLASLt and the algorithms it picked */
+
+typedef struct CudaDevice {
+    Device base; /* first: a Device* is a CudaDevice* */
+    cudaStream_t stream;
+    Matmul *matmul;
+    int processors; /* streaming multiprocessors: how many blocks fill the card */
+    void *scratch;  /* see cuda_scratch */
+    size_t scratch_bytes;
+    unsigned char *pinned; /* host memory that small uploads go through */
+    size_t pinned_used;
+    Status status; /* the first failure since the last sync */
+    char text[512];
+} CudaDevice;
+
+/* Keeps a failure on the device until sync() returns it; the first one wins. */
+void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+/* Device memory for the op that asks, until it returns or asks again: 256-byte aligned, its content
+ * undefined. NULL, and a kept failure, when there is none. An op that needs several takes one and
+ * cuts it. */
+void *cuda_scratch(CudaDevice *cuda, size_t bytes);
+
+/* A failed call of the runtime, kept with its place; nonzero when it failed. */
+int cuda_check(CudaDevice *cuda, cudaError_t error, const char *what, const char *file, int line);
+#define CUDA_CHECK(cuda, call) cuda_check(cuda, call, #call, __FILE__, __LINE__)
+
+static inline CudaDevice *cuda_of(Device *dev)
+{
+    return (CudaDevice *)dev;
+}
+
+/* Blocks of `size` that cover n. */
+static inline unsigned cuda_blocks(int64_t n, int64_t size)
+{
+    return (unsigned)((n + size - 1) / size);
+}
+
+/* ---- launching ---- */
+
+/* Starts kernel(args...) on the device's stream; nothing happens for an empty grid or after a
+ * failure. A template's kernel with commas goes in parentheses. */
+#define LAUNCH(cuda, kernel, grid, block, shared_bytes, ...) \
+    cuda_launch(cuda, #kernel, __FILE__, __LINE__, kernel, grid, block, shared_bytes, __VA_ARGS__)
+
+template <class... P, class... A>
+static void cuda_launch(CudaDevice *cuda, const char *name, const char *file, int line,
+                        void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, A... args)
+{
+    if (cuda->status || !grid.x || !grid.y || !grid.z) return;
+#ifdef CUDA_EMULATED
+    const char *text = emulate::run(name, grid, block, shared_bytes, [=] { kernel(args...); });
+    if (text) cuda_fail(cuda, STATUS_DEVICE, "%s:%d: %s", file, line, text);
+#else
+    if (shared_bytes > 48 << 10 &&
+        cuda_check(cuda,
+                   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        (int)shared_bytes),
+                   name, file, line))
+        return;
+    kernel<<<grid, block, shared_bytes, cuda->stream>>>(args...);
+    cuda_check(cuda, cudaGetLastError(), name, file, line);
+#endif
+}
+
+/* ---- shared memory ----
+ *
+ *   SHARED_ARRAY(float, sums, 32);       a block's array, a Shared<float>
+ *   DYNAMIC_SHARED(bytes);               the launch's shared_bytes, a Shared<unsigned char>
+ *   Shared<real> tile = shared_part<real>(bytes, offset_bytes, count);
+ *   shared_range(tile, i, 8)             a plain pointer to elements [i, i + 8), checked */
+
+#ifdef CUDA_EMULATED
+
+/* A pointer that knows its array: every [] and * is checked. */
+template <class T> struct Shared {
+    T *base;
+    int64_t count, at;
+    T *range(int64_t i, int64_t n) const
+    {
+        if (at + i < 0 || at + i + n > count)
+            emulate::fault("index %ld of shared memory, which has %ld elements here",
+                           (long)(at + i + n - 1), (long)count);
+        return base + at + i;
+    }
+    T &operator[](int64_t i) const
+    {
+        return *range(i, 1);
+    }
+    T &operator*() const
+    {
+        return *range(0, 1);
+    }
+    T *operator->() const
+    {
+        return range(0, 1);
+    }
+    Shared operator+(int64_t i) const
+    {
+        return {base, count, at + i};
+    }
+    Shared operator-(int64_t i) const
+    {
+        return {base, count, at - i};
+    }
+    Shared &operator+=(int64_t i)
+    {
+        at += i;
+        return *this;
+    }
+};
+
+template <class T> static inline T *shared_range(Shared<T> p, int64_t i, int64_t n)
+{
+    return p.range(i, n);
+}
+
+template <class T>
+static inline Shared<T> shared_part(Shared<unsigned char> bytes, int64_t offset, int64_t count)
+{
+    return {(T *)bytes.range(offset, count * (int64_t)sizeof(T)), count, 0};
+}
+
+#define SHARED_ARRAY(type, name, n)       \
+    static emulate::Region name##_region; \
+    Shared<type> name = {                 \
+        (type *)emulate::region_of_block(&name##_region, #name, (n) * sizeof(type)), n, 0}
+#define DYNAMIC_SHARED(name) \
+    Shared<unsigned char> name = {emulate::gpu.dynamic.base, (int64_t)emulate::gpu.dynamic.bytes, 0}
+
+#else
+
+template <class T> using Shared = T *;
+
+template <class T> __device__ static __forceinline__ T *shared_range(T *p, int64_t i, int64_t)
+{
+    return p + i;
+}
+
+template <class T>
+__device__ static __forceinline__ T *shared_part(unsigned char *bytes, int64_t offset, int64_t)
+{
+    return reinterpret_cast<T *>(bytes + offset);
+}
+
+#define SHARED_ARRAY(type, name, n) __shared__ __align__(128) type name[n]
+#define DYNAMIC_SHARED(name)                                     \
+    extern __shared__ __align__(128) unsigned char all_shared[]; \
+    unsigned char *name = all_shared
+
+#endif
+
+/* ---- numbers ---- */
+
+__device__ static __forceinline__ float f32(real x)
+{
+    return __bfloat162float(x.value);
+}
+
+/* To the nearest, ties to even. */
+__device__ static __forceinline__ real to_real(float x)
+{
+    return real{__float2bfloat16_rn(x)};
+}
+
+__device__ static __forceinline__ uint32_t real_bits(real x)
+{
+    return __bfloat16_as_ushort(x.value);
+}
+
+/* Two reals as one register, `low` at the lower address: what mma's operands are made of. */
+__device__ static __forceinline__ uint32_t pack(float low, float high)
+{
+    return real_bits(to_real(low)) | real_bits(to_real(high)) << 16;
+}
+
+__device__ static __forceinline__ float low_of(uint32_t pair)
+{
+    return __uint_as_float(pair << 16);
+}
+
+__device__ static __forceinline__ float high_of(uint32_t pair)
+{
+    return __uint_as_float(pair & 0xffff0000u);
+}
+
+/* N elements at once: W = 8 reals or 4 floats are one access of 16 bytes, and need that alignment;
+ * W = 1 fits any. Kernels take W as a template argument, their launchers choose it by the row's
+ * width. */
+template <int W> __device__ static __forceinline__ void load(float (&out)[W], const real *p)
+{
+    static_assert(W == 1 || W == 8, "one element or 16 bytes");
+    if constexpr (W == 1) {
+        out[0] = f32(*p);
+    } else {
+        uint4 bits = *reinterpret_cast<const uint4 *>(p);
+        const uint32_t pair[4] = {bits.x, bits.y, bits.z, bits.w};
+        for (int i = 0; i < W; i++) out[i] = i % 2 ? high_of(pair[i / 2]) : low_of(pair[i / 2]);
+    }
+}
+
+template <int W> __device__ static __forceinline__ void store(real *p, const float (&in)[W])
+{
+    static_assert(W == 1 || W == 8, "one element or 16 bytes");
+    if constexpr (W == 1) {
+        *p = to_real(in[0]);
+    } else {
+        *reinterpret_cast<uint4 *>(p) = make_uint4(pack(in[0], in[1]), pack(in[2], in[3]),
+                                                   pack(in[4], in[5]), pack(in[6], in[7]));
+    }
+}
+
+template <int W> __device__ static __forceinline__ void load(float (&out)[W], const float *p)
+{
+    static_assert(W == 1 || W % 4 == 0, "one element or multiples of 16 bytes");
+    if constexpr (W == 1) {
+        out[0] = *p;
+    } else {
+        for (int i = 0; i < W; i += 4) {
+            float4 v = *reinterpret_cast<const float4 *>(p + i);
+            out[i] = v.x;
+            out[i + 1] = v.y;
+            out[i + 2] = v.z;
+            out[i + 3] = v.w;
+        }
+    }
+}
+
+template <int W> __device__ static __forceinline__ void store(float *p, const float (&in)[W])
+{
+    static_assert(W == 1 || W % 4 == 0, "one element or multiples of 16 bytes");
+    if constexpr (W == 1) {
+        *p = in[0];
+    } else {
+        for (int i = 0; i < W; i += 4)
+            *reinterpret_cast<float4 *>(p + i) =
+                make_float4(in[i], in[i + 1], in[i + 2], in[i + 3]);
+    }
+}
+
+/* 2^x and e^x, a unit or two in the last place off. */
+__device__ static __forceinline__ float fast_exp2(float x)
+{
+#ifdef CUDA_EMULATED
+    return exp2f(x);
+#else
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
+__device__ static __forceinline__ float fast_exp(float x)
+{
+    return fast_exp2(x * 1.4426950408889634f);
+}
+
+/* ---- warps and blocks: the same order of sums in every lane, so all get the same bits ---- */
+
+template <class T> __device__ static __forceinline__ T warp_sum(T x)
+{
+    for (int bit = 16; bit; bit >>= 1) x += __shfl_xor_sync(~0u, x, bit);
+    return x;
+}
+
+__device__ static __forceinline__ float warp_max(float x)
+{
+    for (int bit = 16; bit; bit >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, bit));
+    return x;
+}
+
+/* The block's sum in every thread. `sums` is a SHARED_ARRAY of 32; all threads must come. */
+template <class T> __device__ static inline T block_sum(T x, Shared<T> sums)
+{
+    int warps = (int)(blockDim.x / 32);
+    x = warp_sum(x);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+    __syncthreads();
+    T total = sums[0];
+    for (int i = 1; i < warps; i++) total += sums[i];
+    return total;
+}
+
+__device__ static inline float block_max(float x, Shared<float> sums)
+{
+    int warps = (int)(blockDim.x / 32);
+    x = warp_max(x);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+    __syncthreads();
+    float top = sums[0];
+    for (int i = 1; i < warps; i++) top = fmaxf(top, sums[i]);
+    return top;
+}
+
+/* ---- the primitives that are PTX ---- */
+
+/* d (16,8) += a (16,16)·b (16,8). With lane = 4·g + i, a register's low half first:
+ *   a[0] (g, 2i..)  a[1] (g+8, 2i..)  a[2] (g, 2i+8..)  a[3] (g+8, 2i+8..)
+ *   b[0] (2i.., g)  b[1] (2i+8.., g)
+ *   d[0] (g, 2i)  d[1] (g, 2i+1)  d[2] (g+8, 2i)  d[3] (g+8, 2i+1) */
+__device__ static __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                           uint32_t b1)
+{
+#ifdef CUDA_EMULATED
+    struct Operand {
+        float *d;
+        uint32_t a[4], b[2];
+    } mine = {d, {a[0], a[1], a[2], a[3]}, {b0, b1}};
+    emulate::collective("mma", &mine, [](Operand **all) {
+        float a[16][16], b[16][8], d[16][8];
+        for (int lane = 0; lane < 32; lane++)
+            for (int half = 0; half < 2; half++) {
+                int g = lane / 4, i = lane % 4 * 2 + half;
+                for (int r = 0; r < 4; r++) {
+                    uint32_t bits = all[lane]->a[r];
+                    a[g + r % 2 * 8][i + r / 2 * 8] = half ? high_of(bits) : low_of(bits);
+                    d[g + r / 2 * 8][lane % 4 * 2 + r % 2] = all[lane]->d[r];
+                }
+                for (int r = 0; r < 2; r++)
+                    b[i + r * 8][g] = half ? high_of(all[lane]->b[r]) : low_of(all[lane]->b[r]);
+            }
+        for (int row = 0; row < 16; row++)
+            for (int k = 0; k < 16; k++)
+                for (int col = 0; col < 8; col++) d[row][col] += a[row][k] * b[k][col];
+        for (int lane = 0; lane < 32; lane++)
+            for (int r = 0; r < 4; r++)
+                all[lane]->d[r] = d[lane / 4 + r / 2 * 8][lane % 4 * 2 + r % 2];
+    });
+#else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#endif
+}
+
+/* Four 8×8 matrices of reals: lane 8·m + r brings the address of row r of matrix m (16 bytes,
+ * aligned), and lane 4·g + i gets in r[m] the elements (g, 2i) and (g, 2i+1) of matrix m.
+ * ldmatrix_transposed gives it (2i, g) and (2i+1, g). */
+#ifdef CUDA_EMULATED
+template <bool TRANSPOSED> static inline void ldmatrix_emulated(uint32_t (&r)[4], const void *row)
+{
+    struct Operand {
+        const uint16_t *row;
+        uint32_t *r;
+    } mine = {(const uint16_t *)row, r};
+    emulate::check_shared(row, 16, "ldmatrix");
+    emulate::collective(TRANSPOSED ? "ldmatrix_transposed" : "ldmatrix", &mine, [](Operand **all) {
+        for (int lane = 0; lane < 32; lane++)
+            for (int m = 0; m < 4; m++) {
+                int g = lane / 4, i = lane % 4 * 2;
+                uint32_t low = TRANSPOSED ? all[8 * m + i]->row[g] : all[8 * m + g]->row[i];
+                uint32_t high =
+                    TRANSPOSED ? all[8 * m + i + 1]->row[g] : all[8 * m + g]->row[i + 1];
+                all[lane]->r[m] = low | high << 16;
+            }
+    });
+}
+#endif
+
+__device__ static __forceinline__ void ldmatrix(uint32_t (&r)[4], const void *row)
+{
+#ifdef CUDA_EMULATED
+    ldmatrix_emulated<false>(r, row);
+#else
+    unsigned at = (unsigned)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
+#endif
+}
+
+__device__ static __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], const void *row)
+{
+#ifdef CUDA_EMULATED
+    ldmatrix_emulated<true>(r, row);
+#else
+    unsigned at = (unsigned)__cvta_generic_to_shared(row);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
+#endif
+}
+
+/* Starts copying 16 bytes from global to shared memory, both aligned: the first `bytes` of them,
+ * zeros behind. They are there when their group has been waited for, for this thread; for others
+ * after a barrier on top. */
+__device__ static __forceinline__ void cp_async(void *to, const void *from, int bytes = 16)
+{
+#ifdef CUDA_EMULATED
+    emulate::check_shared(to, 16, "cp.async");
+    if ((uintptr_t)from % 16) emulate::fault("cp.async: the source is not a multiple of 16");
+    emulate::Fiber *self = emulate::gpu.now;
+    self->copies.push_back({to, from, bytes, 16, self->groups});
+    memset(to, emulate::POISON, 16);
+#else
+    unsigned at = (unsigned)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes)
+                 : "memory");
+#endif
+}
+
+/* Makes a group of this thread's copies so far. */
+__device__ static __forceinline__ void cp_async_commit()
+{
+#ifdef CUDA_EMULATED
+    emulate::gpu.now->groups++;
+#else
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+/* Waits for all groups of this thread but the last N. */
+template <int N> __device__ static __forceinline__ void cp_async_wait()
+{
+#ifdef CUDA_EMULATED
+    emulate::Fiber *self = emulate::gpu.now;
+    size_t kept = 0;
+    for (emulate::Copy &copy : self->copies) {
+        if (copy.group >= self->groups - N) {
+            self->copies[kept++] = copy;
+            continue;
+        }
+        memcpy(copy.to, copy.from, copy.bytes);
+        memset((char *)copy.to + copy.bytes, 0, copy.filled - copy.bytes);
+    }
+    self->copies.resize(kept);
+#else
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+#endif
+}
+
+/* ---- the ops ---- */
+
+#define OP(name, args) void cuda_##name args;
+#include "../csrc/ops.inc"
+#undef OP
+
+/* Live in matmul.cu, which alone knows cuBLASLt. A failure to open is kept on the device. */
+void matmul_open(CudaDevice *cuda);
+void matmul_close(CudaDevice *cuda);
+
+#endif

@@ -1,0 +1,58 @@
+/* cuda/rows.cu - rows looked up, gathered and scattered.
+ *
+ *   embed   y[t,:] = w[ids[t],:]
+ *   gather  y[i,:] = x[rows[i],:]
+ *   scatter y[rows[i],:] = x[i,:]
+ *
+ * Each reads T·D and writes T·D reals; memory bound. A thread moves 16 bytes, or one element where
+ * the rows do not begin at multiples of 16 bytes. Bits are moved, not numbers: a NaN keeps its own.
+ */
+#include "cuda.cuh"
+
+enum { THREADS = 256 };
+
+/* Row y_rows[t] of y becomes row x_rows[t] of x, whose rows are x_stride apart; NULL stands for t.
+ */
+template <int W>
+static __global__ void __launch_bounds__(THREADS)
+    move_kernel(real *y, const real *x, const int32_t *y_rows, const int32_t *x_rows, int T, int D,
+                int64_t x_stride)
+{
+    int per_row = D / W;
+    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= (int64_t)T * per_row) return;
+    int64_t t = i / per_row, at = i % per_row * W;
+    int64_t to = (y_rows ? y_rows[t] : t) * D + at;
+    int64_t from = (x_rows ? x_rows[t] : t) * x_stride + at;
+    if constexpr (W == 8)
+        *reinterpret_cast<uint4 *>(y + to) = *reinterpret_cast<const uint4 *>(x + from);
+    else
+        y[to] = x[from];
+}
+
+static void rows_move(Device *dev, real *y, const real *x, const int32_t *y_rows,
+                      const int32_t *x_rows, int T, int D, int64_t x_stride)
+{
+    if (D % 8 == 0)
+        LAUNCH(cuda_of(dev), move_kernel<8>, cuda_blocks((int64_t)T * (D / 8), THREADS), THREADS, 0,
+               y, x, y_rows, x_rows, T, D, x_stride);
+    else
+        LAUNCH(cuda_of(dev), move_kernel<1>, cuda_blocks((int64_t)T * D, THREADS), THREADS, 0, y, x,
+               y_rows, x_rows, T, D, x_stride);
+}
+
+void cuda_embed(Device *dev, real *y, const int32_t *ids, const frozen *w, int T, int V, int D)
+{
+    (void)V;
+    rows_move(dev, y, frozen_data(w), nullptr, ids, T, D, frozen_stride(D));
+}
+
+void cuda_gather(Device *dev, real *y, const real *x, const int32_t *rows, int T, int D)
+{
+    rows_move(dev, y, x, nullptr, rows, T, D, D);
+}
+
+void cuda_scatter(Device *dev, real *y, const real *x, const int32_t *rows, int T, int D)
+{
+    rows_move(dev, y, x, rows, nullptr, T, D, D);
+}

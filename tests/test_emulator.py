@@ -1,0 +1,113 @@
+"""The emulator that runs CUDA kernels on the CPU (cuda/emulate.h): kernels that are right give the
+right numbers, and each planted error (planted.cu) is seen, in every order of warps."""
+
+import ctypes
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine import ROOT, setup_constants
+
+ORDERS = {"forward": 0, "reverse": 1, "random": 2}
+FLOATS, TEXT_BYTES = 4 * 128, 512
+
+Run = Callable[[str, int], tuple[np.ndarray, str]]
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    """planted.cu, compiled as C++ with setup.py's flags for the emulated device."""
+    flags, sanitize = setup_constants()["EMULATED_FLAGS"], os.environ.get("TINSMITH_SANITIZE")
+    if sanitize:
+        flags = [*flags, "-O1", f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "planted.so"
+        source = ROOT / "tests/planted.cu"
+        subprocess.run(["g++", *flags, "-Werror", "-shared", source, "-o", out], check=True)
+        return ctypes.CDLL(str(out))
+
+
+@pytest.fixture(params=ORDERS)
+def run(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Run:
+    """Runs a kernel, with a planted error or with 0: what it wrote, and the emulator's sentence."""
+
+    def planted(name: str, bug: int) -> tuple[np.ndarray, str]:
+        out, text = np.zeros(FLOATS, np.float32), ctypes.create_string_buffer(TEXT_BYTES)
+        pointer = ctypes.c_void_p(out.ctypes.data)
+        n = library.planted(name.encode(), bug, ORDERS[request.param], pointer, text)
+        return out[:n], text.value.decode()
+
+    return planted
+
+
+def mma_expected() -> np.ndarray:
+    a = np.arange(256).reshape(16, 16) / 64
+    b = np.arange(16)[:, None] - np.arange(8)
+    return (a @ b).ravel()
+
+
+EXPECTED = {
+    "barrier": 130 - np.arange(128),
+    "bounds": np.full(128, 6),
+    "unwritten": np.full(128, 6),
+    "mma": mma_expected(),
+    "copy": np.roll(np.arange(512), -4),
+    "divergence": np.full(128, 32),
+    "address": np.full(32, 1),
+    "large": np.full(128, 6),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_kernel_without_errors_gives_its_numbers(run: Run, name: str) -> None:
+    out, text = run(name, 0)
+    assert not text
+    np.testing.assert_array_equal(out[: len(EXPECTED[name])], EXPECTED[name])
+
+
+# (kernel, which of its errors, what the numbers or the sentence must show)
+SEEN_IN_NUMBERS = {
+    "no barrier before reading": ("barrier", 1),
+    "no barrier before writing again": ("barrier", 2),
+    "an element of the output never written": ("unwritten", 1),
+    "an element of shared memory never written": ("unwritten", 2),
+    "registers of an mma fragment swapped": ("mma", 1),
+    "an mma fragment loaded transposed": ("mma", 2),
+    "cp.async read before it is waited for": ("copy", 1),
+}
+SEEN_IN_WORDS = {
+    "past a static array": ("bounds", 1, "index 128 of shared memory, which has 128 elements"),
+    "past a part of dynamic memory": ("bounds", 2, "index 128 of shared memory"),
+    "past a static array, through a pointer": ("bounds", 3, "of tile was written, which has 512"),
+    "below a part of dynamic memory": ("bounds", 4, "index -1 of shared memory"),
+    "cp.async never waited for": ("copy", 2, "never waited for its cp.async"),
+    "a barrier some threads never reach": ("divergence", 1, "and 96 have returned"),
+    "a shuffle some lanes never reach": ("divergence", 2, "16 lanes of warp"),
+    "two collectives in one warp": ("divergence", 3, "meet at"),
+    "a shuffle of a part of a warp": ("divergence", 4, "a collective of part of a warp"),
+    "two barriers in one block": ("divergence", 5, "others at that of line"),
+    "ldmatrix off its alignment": ("address", 1, "ldmatrix: the address is not a multiple of 16"),
+    "ldmatrix from elsewhere": ("address", 2, "ldmatrix: the address is outside of shared memory"),
+    "more shared memory than a block may have": ("large", 1, "bytes of shared memory, sm_80 has"),
+}
+
+
+@pytest.mark.parametrize("error", SEEN_IN_NUMBERS)
+def test_a_planted_error_spoils_the_numbers(run: Run, error: str) -> None:
+    name, bug = SEEN_IN_NUMBERS[error]
+    out, text = run(name, bug)
+    wrong = not np.array_equal(out[: len(EXPECTED[name])], EXPECTED[name])
+    assert wrong or text, "the emulator does not see it"
+
+
+@pytest.mark.parametrize("error", SEEN_IN_WORDS)
+def test_a_planted_error_ends_the_launch_with_a_sentence(run: Run, error: str) -> None:
+    name, bug, sentence = SEEN_IN_WORDS[error]
+    text = run(name, bug)[1]
+    assert sentence in text
+    assert f"{name if name != 'large' else 'bounds'}_kernel, block (" in text
+    assert run(name, 0)[1] == "", "a failed launch must not spoil the next one"
