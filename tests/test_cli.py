@@ -7,8 +7,11 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 import tinsmith
 from conftest import make_datum
+from tinsmith.server import choose_device
+from tinsmith.worker import devices
 
 
 def test_serve_works_inside_a_running_event_loop(tiny_model_dir, tmp_path):
@@ -91,3 +94,17 @@ def test_ctrl_c_reaches_the_recipe(tiny_model_dir, tmp_path):
         assert process.stdout.readline() == "started\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 5
+
+
+def test_auto_is_the_cpu_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert choose_device("auto") == "cpu"
+    assert "running on the CPU (" in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there_is_a_sentence() -> None:
+    with pytest.raises(ValueError, match="there is no device 'tpu'"):
+        choose_device("tpu")
+    reason = devices()["cuda"]
+    if reason:
+        with pytest.raises(RuntimeError, match="the device cuda can't be used: "):
+            choose_device("cuda")
