@@ -20,17 +20,18 @@ MODEL = ["model_name=" + str(demo.MODEL), "renderer_name=" + demo.RENDERER]
 RECIPES = "tinker_cookbook.recipes."
 
 
-@pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    checkpoints = tmp_path_factory.mktemp("checkpoints")
-    with tinsmith.serve(demo.MODEL, device="cpu", checkpoints=checkpoints) as running:
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[Any]:
+    """A server of each test's own, with a seed: what a recipe draws, and so learns, repeats."""
+    checkpoints = tmp_path / "checkpoints"
+    with tinsmith.serve(demo.MODEL, device="cpu", checkpoints=checkpoints, seed=0) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("questions")
-    demo.write_dataset(folder, 8, seed=0)
+    demo.write_dataset(folder, 18, seed=0)
     return folder
 
 
@@ -68,9 +69,9 @@ def test_sdft_with_the_teachers_top_k(backend: Any, questions: Path, tmp_path: P
 
 
 def test_sdft_reverse_through_a_custom_loss(backend: Any, questions: Path, tmp_path: Path) -> None:
-    rows = sdft(backend, tmp_path / "log", questions, "reverse=True")
+    rows = sdft(backend, tmp_path / "log", questions, "reverse=True", "max_steps=16")
     kl = [row["sdft/reverse_kl_mean"] for row in rows]
-    assert sum(kl[-2:]) < sum(kl[:2]), kl
+    assert sum(kl[-4:]) < sum(kl[:4]), kl
     assert all(row["sdft/reverse_kl_positions"] > 0 for row in rows)
 
 
