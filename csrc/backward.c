@@ -21,20 +21,42 @@ void grads_place(Grads *g, Arena *arena, const Model *model, int T, int R)
     g->dv = arena_take(arena, row * k);
     g->datt = arena_take(arena, row * q);
     g->dact = arena_take(arena, row * (size_t)s->ffn);
-    g->ds = arena_take(arena, row * (size_t)R);
+    g->ds = arena_take(arena, row * (size_t)(LORA_GROUP * R));
 }
 
-/* dx = dy·w (or +=), then LoRA's gradients and its part of dx. dx NULL: nothing below needs it. */
-static void unproject(Device *d, Adapter *adapter, Pair pair, real *dx, real *ds, const real *dy,
-                      const real *x, const real *s, const frozen *w, int T, int N, int D,
-                      int accumulate)
+/* One of forward's products: its output's gradient, and what its input's and LoRA's need. */
+typedef struct Product {
+    real *dy, *s;
+    const frozen *w;
+    Pair pair;
+    int N;
+} Product;
+
+#define PRODUCT(dy, slot, N) {dy, a->s_##slot, w->slot, p->slot, N}
+
+/* dx = Σ dy·w over products that read the same x, then LoRA's gradients and its part of dx. dx
+ * NULL: nothing below needs it. */
+static void unproject(Device *d, Adapter *adapter, const Product *list, int count, real *dx,
+                      real *ds, const real *x, int T, int D)
 {
-    if (dx) d->linear_backward(d, dx, dy, w, T, N, D, accumulate);
-    if (pair.a < 0) return;
     const float *weights = adapter->vector[WEIGHTS];
     float *fresh = adapter->vector[FRESH];
-    d->lora_backward(d, dx, fresh + pair.a, fresh + pair.b, ds, dy, x, s, weights + pair.a,
-                     weights + pair.b, T, N, D, adapter->rank, adapter->scale);
+    Lora group[LORA_GROUP];
+    int trained = 0;
+    for (const Product *p = list; p < list + count; p++) {
+        if (dx) d->linear_backward(d, dx, p->dy, p->w, T, p->N, D, p > list);
+        if (p->pair.a < 0) continue;
+        size_t at = (size_t)trained * (size_t)T * (size_t)adapter->rank;
+        group[trained++] = (Lora){.y = p->dy,
+                                  .s = p->s,
+                                  .ds = real_at(d, ds, at),
+                                  .a = weights + p->pair.a,
+                                  .b = weights + p->pair.b,
+                                  .da = fresh + p->pair.a,
+                                  .db = fresh + p->pair.b,
+                                  .N = p->N};
+    }
+    if (trained) d->lora_backward(d, dx, group, trained, x, T, D, adapter->rank, adapter->scale);
 }
 
 static void mlp_backward(const Model *m, Adapter *adapter, int l, int T, const Acts *acts,
@@ -46,15 +68,14 @@ static void mlp_backward(const Model *m, Adapter *adapter, int l, int T, const A
     const LayerActs *a = &acts->layer[l];
     const LayerPairs *p = &adapter->layer[l];
     int D = s->width, F = s->ffn;
+    const Product down[] = {PRODUCT(g->dx, w_down, D)};
+    const Product gated[] = {PRODUCT(a->gate, w_gate, F), PRODUCT(a->up, w_up, F)};
     d->swiglu(d, acts->act, a->gate, a->up, T, F);
-    unproject(d, adapter, p->w_down, g->dact, g->ds, g->dx, acts->act, a->s_w_down, w->w_down, T, D,
-              F, 0);
+    unproject(d, adapter, down, 1, g->dact, g->ds, acts->act, T, F);
     d->swiglu_backward(d, a->gate, a->up, g->dact, a->gate, a->up, T,
                        F); /* from here they are gradients */
     d->rmsnorm(d, acts->xn, a->mlp_rstd, a->mid, w->mlp_norm, T, D, s->norm_eps);
-    unproject(d, adapter, p->w_gate, g->dxn, g->ds, a->gate, acts->xn, a->s_w_gate, w->w_gate, T, F,
-              D, 0);
-    unproject(d, adapter, p->w_up, g->dxn, g->ds, a->up, acts->xn, a->s_w_up, w->w_up, T, F, D, 1);
+    unproject(d, adapter, gated, 2, g->dxn, g->ds, acts->xn, T, D);
     d->rmsnorm_backward(d, g->dx, g->dxn, a->mid, w->mlp_norm, a->mlp_rstd, T, D);
 }
 
@@ -90,16 +111,17 @@ static void attention_block_backward(const Model *m, Adapter *adapter, int l, co
     const LayerActs *a = &acts->layer[l];
     const LayerPairs *p = &adapter->layer[l];
     int T = batch->T, D = s->width, H = s->heads, G = s->kv_heads, E = s->head_width;
-    unproject(d, adapter, p->wo, g->datt, g->ds, g->dx, a->att, a->s_wo, w->wo, T, D, H * E, 0);
+    const Product out[] = {PRODUCT(g->dx, wo, D)};
+    const Product qkv[] = {PRODUCT(g->dq_raw, wq, H * E), PRODUCT(g->dk_raw, wk, G * E),
+                           PRODUCT(g->dv, wv, G * E)};
+    unproject(d, adapter, out, 1, g->datt, g->ds, a->att, T, H * E);
     layer_rotate(m, l, acts, T);
     d->attention_backward(d, g->dq, g->dk, g->dv, g->datt, a->att, a->lse, acts->q, acts->k, a->v,
                           batch->spans, batch->S, T, H, G, E);
     unrotate(m, l, T, acts, g);
     d->rmsnorm(d, acts->xn, a->attn_rstd, a->x, w->attn_norm, T, D, s->norm_eps);
     real *dxn = l > 0 ? g->dxn : NULL; /* below the first layer is the embedding, which is frozen */
-    unproject(d, adapter, p->wq, dxn, g->ds, g->dq_raw, acts->xn, a->s_wq, w->wq, T, H * E, D, 0);
-    unproject(d, adapter, p->wk, dxn, g->ds, g->dk_raw, acts->xn, a->s_wk, w->wk, T, G * E, D, 1);
-    unproject(d, adapter, p->wv, dxn, g->ds, g->dv, acts->xn, a->s_wv, w->wv, T, G * E, D, 1);
+    unproject(d, adapter, qkv, 3, dxn, g->ds, acts->xn, T, D);
     if (dxn) d->rmsnorm_backward(d, g->dx, dxn, a->x, w->attn_norm, a->attn_rstd, T, D);
 }
 

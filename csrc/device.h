@@ -38,6 +38,17 @@ typedef struct Draw {
     int32_t limit;     /* ids from here on (a padded vocabulary) are never drawn */
 } Draw;
 
+enum { LORA_GROUP = 3 }; /* matrices that read one input, at most: q, k, v */
+
+/* LoRA's part beside one frozen matrix (N,D) of a group that reads the same x (T,D). */
+typedef struct Lora {
+    real *y;            /* (T,N): forward adds to it, backward reads its gradient there */
+    real *s, *ds;       /* (T,R): x·a, kept for backward, and backward's scratch */
+    const float *a, *b; /* (D,R), (R,N) */
+    float *da, *db;     /* their gradients; ds, da and db are backward's alone */
+    int32_t N;
+} Lora;
+
 struct Device {
     const char *name;
     size_t real_bytes; /* bytes of one `real` */

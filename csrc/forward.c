@@ -3,8 +3,8 @@
  *   x = embed(tokens);  each layer:  x += wo·attention(rope(norm(wq·xn)), …);  x +=
  * w_down·swiglu(…);  hidden = norm(x)
  *
- * Every product with a frozen matrix is followed by LoRA's, for each segment of rows that has an
- * adapter. */
+ * Products with frozen matrices that read the same input are followed by their LoRA's, together,
+ * for each segment of rows that has an adapter. */
 #include "core.h"
 
 real *real_at(const Device *dev, const real *base, size_t index)
@@ -35,27 +35,48 @@ void acts_place(Acts *acts, Arena *arena, const Model *model, int T, int R, int 
     acts->final_rstd = arena_take(arena, rows * sizeof(float));
 }
 
-/* y (T,N) = x·wᵀ + bias, or +=, and each segment's LoRA on top; `slot` names its pair of matrices.
- */
-#define PROJECT(y, s, x, slot, bias, N, D, accumulate)                                             \
-    do {                                                                                           \
-        d->linear(d, y, x, w->slot, bias, T, N, D, accumulate);                                    \
-        for (int i = 0; i < batch->segments; i++)                                                  \
-            if (batch->segment[i].adapter)                                                         \
-                add_lora(&batch->segment[i], batch->segment[i].adapter->layer[l].slot, y, s, x, N, \
-                         D);                                                                       \
-    } while (0)
+/* A product with one frozen matrix, and where its LoRA is among a layer's. */
+typedef struct Product {
+    real *y, *s;
+    const frozen *w;
+    const float *bias;
+    int N;
+    size_t pair; /* offset of the matrix's Pair in LayerPairs */
+} Product;
 
-static void add_lora(const Segment *segment, Pair pair, real *y, real *s, const real *x, int N,
-                     int D)
+#define PRODUCT(y, slot, bias, N) {y, a->s_##slot, w->slot, bias, N, offsetof(LayerPairs, slot)}
+
+/* The LoRA of `count` products, for one segment's rows. */
+static void add_lora(Device *d, int l, const Segment *segment, const Product *list, int count,
+                     const real *x, int D)
 {
     const Adapter *adapter = segment->adapter;
-    if (pair.a < 0) return;
-    Device *d = adapter->model->dev;
-    size_t row = (size_t)segment->row;
-    d->lora(d, real_at(d, y, row * (size_t)N), real_at(d, s, row * (size_t)adapter->rank),
-            real_at(d, x, row * (size_t)D), adapter->vector[WEIGHTS] + pair.a,
-            adapter->vector[WEIGHTS] + pair.b, segment->rows, N, D, adapter->rank, adapter->scale);
+    const float *weights = adapter->vector[WEIGHTS];
+    size_t row = (size_t)segment->row, R = (size_t)adapter->rank;
+    Lora group[LORA_GROUP];
+    int trained = 0;
+    for (const Product *p = list; p < list + count; p++) {
+        Pair pair = *(const Pair *)((const char *)&adapter->layer[l] + p->pair);
+        if (pair.a < 0) continue;
+        group[trained++] = (Lora){.y = real_at(d, p->y, row * (size_t)p->N),
+                                  .s = real_at(d, p->s, row * R),
+                                  .a = weights + pair.a,
+                                  .b = weights + pair.b,
+                                  .N = p->N};
+    }
+    if (trained)
+        d->lora(d, group, trained, real_at(d, x, row * (size_t)D), segment->rows, D, adapter->rank,
+                adapter->scale);
+}
+
+/* y (T,N) = x·wᵀ + bias, or +=, for each product in the list, and each segment's LoRA on top. */
+static void project(Device *d, int l, const Batch *batch, const Product *list, int count,
+                    const real *x, int D, int accumulate)
+{
+    for (const Product *p = list; p < list + count; p++)
+        d->linear(d, p->y, x, p->w, p->bias, batch->T, p->N, D, accumulate);
+    for (int i = 0; i < batch->segments; i++)
+        if (batch->segment[i].adapter) add_lora(d, l, &batch->segment[i], list, count, x, D);
 }
 
 /* Head norms where the model has them, then rope. */
@@ -90,23 +111,26 @@ static void layer_forward(const Model *m, int l, const Batch *batch, const Acts 
     real *k_pages = real_at(d, cache->k, (size_t)l * cache->stride);
     real *v_pages = real_at(d, cache->v, (size_t)l * cache->stride);
 
+    const Product qkv[] = {PRODUCT(a->q_raw, wq, w->bq, H * E), PRODUCT(a->k_raw, wk, w->bk, G * E),
+                           PRODUCT(a->v, wv, w->bv, G * E)};
+    const Product out[] = {PRODUCT(a->mid, wo, NULL, D)};
+    const Product gated[] = {PRODUCT(a->gate, w_gate, NULL, F), PRODUCT(a->up, w_up, NULL, F)};
+    const Product down[] = {PRODUCT(next, w_down, NULL, D)};
+
     d->rmsnorm(d, acts->xn, a->attn_rstd, a->x, w->attn_norm, T, D, s->norm_eps);
-    PROJECT(a->q_raw, a->s_wq, acts->xn, wq, w->bq, H * E, D, 0);
-    PROJECT(a->k_raw, a->s_wk, acts->xn, wk, w->bk, G * E, D, 0);
-    PROJECT(a->v, a->s_wv, acts->xn, wv, w->bv, G * E, D, 0);
+    project(d, l, batch, qkv, 3, acts->xn, D, 0);
     layer_rotate(m, l, acts, T);
     d->kv_write(d, k_pages, v_pages, acts->k, a->v, batch->slot, T, G, E);
     d->attention(d, a->att, a->lse, acts->q, k_pages, v_pages, batch->spans, batch->pages, batch->S,
                  T, H, G, E);
     d->copy(d, a->mid, a->x, row_bytes);
-    PROJECT(a->mid, a->s_wo, a->att, wo, NULL, D, H * E, 1);
+    project(d, l, batch, out, 1, a->att, H * E, 1);
 
     d->rmsnorm(d, acts->xn, a->mlp_rstd, a->mid, w->mlp_norm, T, D, s->norm_eps);
-    PROJECT(a->gate, a->s_w_gate, acts->xn, w_gate, NULL, F, D, 0);
-    PROJECT(a->up, a->s_w_up, acts->xn, w_up, NULL, F, D, 0);
+    project(d, l, batch, gated, 2, acts->xn, D, 0);
     d->swiglu(d, acts->act, a->gate, a->up, T, F);
     d->copy(d, next, a->mid, row_bytes);
-    PROJECT(next, a->s_w_down, acts->act, w_down, NULL, D, F, 1);
+    project(d, l, batch, down, 1, acts->act, F, 1);
 }
 
 void forward(const Model *m, const Batch *batch, const Acts *acts, const Cache *cache)

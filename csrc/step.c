@@ -219,9 +219,17 @@ static void chunk_backward(Step *step, int row, int rows)
     real *dlogits = (real *)h->logits; /* in place */
     d->logprob_backward(d, dlogits, h->logits, h->lse, h->dlogp, h->ids, h->start + row, rows, V);
     d->linear_backward(d, h->dx, dlogits, m->head, rows, V, D, 0);
-    if (pair.a >= 0)
-        d->lora_backward(d, h->dx, fresh + pair.a, fresh + pair.b, h->ds, dlogits, h->x, h->s,
-                         weights + pair.a, weights + pair.b, rows, V, D, R, adapter->scale);
+    if (pair.a >= 0) {
+        Lora lora = {.y = dlogits,
+                     .s = h->s,
+                     .ds = h->ds,
+                     .a = weights + pair.a,
+                     .b = weights + pair.b,
+                     .da = fresh + pair.a,
+                     .db = fresh + pair.b,
+                     .N = V};
+        d->lora_backward(d, h->dx, &lora, 1, h->x, rows, D, R, adapter->scale);
+    }
     d->scatter(d, step->grads.dxn, h->dx, h->rows + row, rows, D);
 }
 

@@ -36,6 +36,7 @@
 #endif
 
 #define __global__
+#define __grid_constant__
 #define __device__
 #define __host__
 #define __constant__ static

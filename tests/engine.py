@@ -9,6 +9,9 @@ op may write, by name. What an argument is follows from its type in csrc/ops.inc
 - Memory: device memory that outlives the call, handed over as it is;
 - None: a null pointer.
 
+An op that takes a group of device.h's Lora has each one's fields as arguments of their own, y0, s0,
+a0, b0, N0, y1, ...; those from number `count` on are left out.
+
 Floats become the device's `real` where the row says real, and are rounded to it. Behind every array
 lies a stretch of poison that must survive the call, and const inputs must come back unchanged.
 
@@ -71,6 +74,15 @@ class Draw(ctypes.Structure):
     ]
 
 
+class Lora(ctypes.Structure):
+    """device.h's Lora."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("y", "s", "ds", "a", "b", "da", "db")),
+        ("N", ctypes.c_int32),
+    ]
+
+
 @dataclass(frozen=True)
 class Frozen:
     """A base weight (rows, cols) in float64, exact in `dtype`: f32, bf16 or f16."""
@@ -106,7 +118,33 @@ def parse_ops() -> dict[str, list[Param]]:
     return ops
 
 
-OPS = parse_ops()
+# A Lora's fields: type, and whether an op only reads it, forward and backward.
+LORA_FIELDS = {
+    "lora": {"y": ("real", 0), "s": ("real", 0), "a": ("float", 1), "b": ("float", 1)},
+    "lora_backward": {
+        **{"y": ("real", 1), "s": ("real", 1), "ds": ("real", 0)},
+        **{"a": ("float", 1), "b": ("float", 1), "da": ("float", 0), "db": ("float", 0)},
+    },
+}
+LORA_GROUP = 3
+
+
+def flatten(op: str, params: list[Param]) -> list[Param]:
+    """An op's arguments as the tests give them: a group's fields instead of the group."""
+    flat = []
+    for p in params:
+        if p.type != "Lora":
+            flat.append(p)
+            continue
+        for i in range(LORA_GROUP):
+            fields = LORA_FIELDS[op].items()
+            flat += [Param(f"{k}{i}", kind, True, bool(const)) for k, (kind, const) in fields]
+            flat.append(Param(f"N{i}", "int", False, True))
+    return flat
+
+
+ROWS = parse_ops()
+OPS = {op: flatten(op, params) for op, params in ROWS.items()}
 SCALARS = {
     "int": ctypes.c_int,
     "int64_t": ctypes.c_int64,
@@ -143,7 +181,7 @@ class CDevice(ctypes.Structure):
         ("frozen_load", ctypes.CFUNCTYPE(None, VOID, VOID, VOID, INT, INT, INT)),
         ("sync", ctypes.CFUNCTYPE(INT, VOID)),
         ("close", ctypes.CFUNCTYPE(None, VOID)),
-        *((name, op_type(params)) for name, params in OPS.items()),
+        *((name, op_type(params)) for name, params in ROWS.items()),
     ]
 
 
@@ -302,7 +340,8 @@ class Device:
 
     def call(self, op: str, **args) -> dict[str, np.ndarray]:
         """Runs one op and returns all arrays it may have written; see the head of this file."""
-        params = OPS[op]
+        absent = range(args["count"], LORA_GROUP) if op in LORA_FIELDS else ()
+        params = [p for p in OPS[op] if not any(p.name.endswith(str(i)) for i in absent)]
         names = [p.name for p in params]
         assert sorted(names) == sorted(args), f"{op} takes {names}, not {list(args)}"
         memory, shape = {}, {}
@@ -319,7 +358,11 @@ class Device:
             if p.pointer and p.const and memory[p.name] and p.name not in shared
         }
         values = args | {name: m and m.pointer for name, m in memory.items()}
-        getattr(self.c, op)(self.pointer, *(values[p.name] for p in params))
+        if op in LORA_FIELDS:
+            fields = (*LORA_FIELDS[op], "N")
+            group = [Lora(**{k: values[f"{k}{i}"] for k in fields}) for i in range(args["count"])]
+            values["group"] = (Lora * len(group))(*group)
+        getattr(self.c, op)(self.pointer, *(values[p.name] for p in ROWS[op]))
         self.check(self.c.sync(self.pointer))
         out = {}
         for p in params:

@@ -19,13 +19,17 @@ from engine import KV_PAGE, OPS, Draw, Frozen, Memory, Span, from_bf16, to_bf16
 EPSILON = {4: 2.0**-22, 2: 2.0**-9}
 THROUGH_REAL = {
     "linear": {"y"},
-    "lora": {"y"},
-    "lora_backward": {"ds", "da", "dx"},
+    "lora": {"y0", "y1", "y2"},
+    "lora_backward": {"dx", *(f"{k}{i}" for k in ("ds", "da") for i in range(3))},
     "head_lora": {"logits"},
 }
 # f32 inputs that such a device rounds before it multiplies them, as it does a base weight.
-HELD_IN_REAL = {op: {"a", "b"} for op in ("lora", "lora_backward", "head_lora")} | {
-    "linear": {"bias"}
+IN_LORA = {f"{k}{i}" for k in ("a", "b") for i in range(3)}
+HELD_IN_REAL = {
+    "lora": IN_LORA,
+    "lora_backward": IN_LORA,
+    "head_lora": {"a", "b"},
+    "linear": {"bias"},
 }
 
 
@@ -62,7 +66,7 @@ def reference_args(dev, op, args, dtype) -> dict:
     """The arguments that a reference function takes, rounded as the device holds them."""
     out = {}
     for p in OPS[op]:
-        value = args[p.name]
+        value = args.get(p.name)
         if isinstance(value, tuple | str):
             continue
         if isinstance(value, Frozen):
@@ -238,36 +242,42 @@ def make_linear_backward(rng, T, N, D, dtype="f32", accumulate=0):
 
 
 TNDR = tuple(
-    dict(T=T, N=N, D=D, R=R) for (T, N, D), R in zip(TND, (4, 1, 3, 8, 5, 32, 2), strict=True)
+    dict(T=T, N=N, D=D, R=R) for (T, N, D), R in zip(TND, (4, 1, 6, 8, 5, 32, 2), strict=True)
 )
 
 
-@case(*TNDR)
-def make_lora(rng, T, N, D, R):
-    y, x = rng.standard_normal((T, N)), rng.standard_normal((T, D))
-    a, b = rng.standard_normal((D, R)), rng.standard_normal((R, N))
-    return dict(y=y, s=(T, R), x=x, a=a, b=b, T=T, N=N, D=D, R=R, scale=0.75)
+def make_group(rng, T, widths, D, R) -> tuple[np.ndarray, dict]:
+    """The input of a group of LoRA matrices, and y, a, b and N of each."""
+    x, group = rng.standard_normal((T, D)), {}
+    for i, N in enumerate(widths):
+        group[f"y{i}"], group[f"N{i}"] = rng.standard_normal((T, N)), N
+        group[f"a{i}"], group[f"b{i}"] = rng.standard_normal((D, R)), rng.standard_normal((R, N))
+    return x, group
 
 
-@case(*(size | dict(dx=dx) for size in TNDR for dx in (True, False)))
-def make_lora_backward(rng, T, N, D, R, dx=True):
-    x, a, b = rng.standard_normal((T, D)), rng.standard_normal((D, R)), rng.standard_normal((R, N))
-    return dict(
-        dx=rng.standard_normal((T, D)) if dx else None,
-        da=rng.standard_normal((D, R)),
-        db=rng.standard_normal((R, N)),
-        ds=(T, R),
-        dy=rng.standard_normal((T, N)),
-        x=x,
-        s=x @ a,
-        a=a,
-        b=b,
-        T=T,
-        N=N,
-        D=D,
-        R=R,
-        scale=0.75,
-    )
+# Alone; three of different widths; more rows, columns and inputs than one tile or one slice has.
+GROUPS = (
+    *(dict(T=s["T"], widths=(s["N"],), D=s["D"], R=s["R"]) for s in TNDR),
+    dict(T=5, widths=(70, 33, 33), D=67, R=8),
+    dict(T=130, widths=(72, 136), D=1096, R=72),
+)
+
+
+@case(*GROUPS)
+def make_lora(rng, T, widths, D, R):
+    x, group = make_group(rng, T, widths, D, R)
+    group |= {f"s{i}": (T, R) for i in range(len(widths))}
+    return group | dict(count=len(widths), x=x, T=T, D=D, R=R, scale=0.75)
+
+
+@case(*(size | dict(dx=dx) for size in GROUPS for dx in (True, False)))
+def make_lora_backward(rng, T, widths, D, R, dx=True):
+    x, group = make_group(rng, T, widths, D, R)
+    for i, N in enumerate(widths):
+        group |= {f"s{i}": x @ group[f"a{i}"], f"ds{i}": (T, R)}
+        group |= {f"da{i}": rng.standard_normal((D, R)), f"db{i}": rng.standard_normal((R, N))}
+    dx = rng.standard_normal((T, D)) if dx else None
+    return group | dict(dx=dx, count=len(widths), x=x, T=T, D=D, R=R, scale=0.75)
 
 
 @case(*TD)
@@ -419,9 +429,9 @@ def make_head(rng, T, V, D, dtype="f32"):
 
 @case(*(dict(T=s["T"], V=s["N"], D=s["D"], R=s["R"]) for s in TNDR))
 def make_head_lora(rng, T, V, D, R):
-    args = make_lora(rng, T, V, D, R)
-    del args["N"]
-    return {"logits": args.pop("y"), "V": V} | args
+    x, group = make_group(rng, T, (V,), D, R)
+    sizes = dict(T=T, V=V, D=D, R=R, scale=0.75)
+    return dict(logits=group["y0"], s=(T, R), x=x, a=group["a0"], b=group["b0"], **sizes)
 
 
 TV = (dict(T=0, V=8), dict(T=1, V=1), dict(T=7, V=67), dict(T=5, V=2050), dict(T=2, V=32_003))

@@ -41,15 +41,23 @@ def linear_backward(dy, w, accumulate, dx=None, **_):
     return {"dx": dx + dy @ w if accumulate else dy @ w}
 
 
-def lora(y, x, a, b, scale, **_):
-    s = x @ a
-    return {"y": y + scale * (s @ b), "s": s}
+def lora(x, count, scale, **group):
+    out = {}
+    for i in range(count):
+        y, a, b = (group[f"{name}{i}"] for name in "yab")
+        s = x @ a
+        out |= {f"y{i}": y + scale * (s @ b), f"s{i}": s}
+    return out
 
 
-def lora_backward(dx, da, db, dy, x, s, a, b, scale, **_):
-    ds = scale * (dy @ b.T)
-    out = {"da": da + x.T @ ds, "db": db + scale * (s.T @ dy), "ds": ds}
-    return out if dx is None else out | {"dx": dx + ds @ a.T}
+def lora_backward(dx, x, count, scale, **group):
+    out = {}
+    for i in range(count):
+        dy, s, a, b, da, db = (group[f"{name}{i}"] for name in ("y", "s", "a", "b", "da", "db"))
+        ds = scale * (dy @ b.T)
+        out |= {f"da{i}": da + x.T @ ds, f"db{i}": db + scale * (s.T @ dy), f"ds{i}": ds}
+        dx = None if dx is None else dx + ds @ a.T
+    return out if dx is None else out | {"dx": dx}
 
 
 # ---- the layer's pointwise parts ----

@@ -68,7 +68,7 @@ def take_rows(op, args, rows):
     """The arguments with those rows of T, in that order: everything whose first size is T."""
     T, out = args["T"], dict(args)
     for p in OPS[op]:
-        value = args[p.name]
+        value = args.get(p.name)
         if isinstance(value, tuple) and value[0] == T:
             out[p.name] = (len(rows), *value[1:])
         elif isinstance(value, np.ndarray) and len(value) == T:
@@ -107,8 +107,8 @@ ROW_OPS = {
     "gather": dict(T=7, D=67),
     "linear": dict(T=7, N=131, D=900, dtype="bf16", bias=1),
     "linear_backward": dict(T=7, N=900, D=131, dtype="bf16"),
-    "lora": dict(T=7, N=131, D=901, R=5),
-    "lora_backward": dict(T=7, N=131, D=65, R=5),
+    "lora": dict(T=7, widths=(131, 66), D=901, R=5),
+    "lora_backward": dict(T=7, widths=(131, 601), D=65, R=5),
     "rmsnorm": dict(T=7, D=2051),
     "rmsnorm_backward": dict(T=7, D=2051),
     "rope_table": dict(T=7, E=34),
@@ -126,7 +126,7 @@ ROW_OPS = {
     "sample": dict(V=1001, levels=0),
 }
 TAKE = {"logprob": take_targets, "logprob_backward": take_targets, "attention": take_queries}
-SUMS = {"da", "db"}  # belong to all rows
+SUMS = {f"{name}{i}" for name in ("da", "db") for i in range(3)}  # belong to all rows
 
 
 def rows_of(args, name, value, rows):
@@ -218,19 +218,21 @@ def test_reference_swiglu_backward_is_the_gradient():
 
 
 def test_reference_linear_and_lora_backward_are_the_gradients():
-    args = make_lora_backward(np.random.default_rng(0), T=4, N=5, D=6, R=3)
-    w, zero = np.random.default_rng(1).standard_normal((5, 6)), np.zeros((4, 5))
-    args |= {name: np.zeros_like(args[name]) for name in ("dx", "da", "db")}
+    args = make_lora_backward(np.random.default_rng(0), T=4, widths=(5, 3), D=6, R=3)
+    w = np.random.default_rng(1).standard_normal((5, 6))
+    args |= {k: np.zeros_like(args[k]) for k in ("dx", "da0", "db0", "da1", "db1")}
+    inputs = {k: args[k] for k in ("x", "a0", "b0", "a1", "b1")}
 
-    def loss(x, a, b):
-        y = reference.linear(x=x, w=w, bias=None, accumulate=0)["y"]
-        return np.sum(
-            args["dy"] * reference.lora(y=y + zero, x=x, a=a, b=b, scale=args["scale"])["y"]
-        )
+    def loss(**given):
+        y0 = reference.linear(x=given["x"], w=w, bias=None, accumulate=0)["y"]
+        start = dict(y0=y0, y1=np.zeros((4, 3)), count=2, scale=args["scale"])
+        out = reference.lora(**start, **given)
+        return np.sum(args["y0"] * out["y0"]) + np.sum(args["y1"] * out["y1"])
 
     out = reference.lora_backward(**args)
-    dx = reference.linear_backward(dx=out["dx"], dy=args["dy"], w=w, accumulate=1)["dx"]
-    assert_slope(loss, {k: args[k] for k in "xab"}, dict(x=dx, a=out["da"], b=out["db"]))
+    dx = reference.linear_backward(dx=out["dx"], dy=args["y0"], w=w, accumulate=1)["dx"]
+    gradients = {k: out[f"d{k}"] for k in ("a0", "b0", "a1", "b1")}
+    assert_slope(loss, inputs, dict(x=dx) | gradients)
 
 
 def test_reference_attention_backward_is_the_gradient():

@@ -399,21 +399,29 @@ void CPU(linear_backward)(Device *dev, real *dx, const real *dy, const frozen *w
     multiply(dev, f32(dx), as_is(f32c(dy), N), weight(w), T, D, N, 1, NULL, accumulate);
 }
 
-void CPU(lora)(Device *dev, real *y, real *s, const real *x, const float *a, const float *b, int T,
-               int N, int D, int R, float scale)
+void CPU(lora)(Device *dev, const Lora *group, int count, const real *x, int T, int D, int R,
+               float scale)
 {
-    multiply(dev, f32(s), as_is(f32c(x), D), matrix(a, R), T, R, D, 1, NULL, 0);
-    multiply(dev, f32(y), as_is(f32c(s), R), matrix(b, N), T, N, R, scale, NULL, 1);
+    for (const Lora *m = group; m < group + count; m++) {
+        multiply(dev, f32(m->s), as_is(f32c(x), D), matrix(m->a, R), T, R, D, 1, NULL, 0);
+        multiply(dev, f32(m->y), as_is(f32c(m->s), R), matrix(m->b, m->N), T, m->N, R, scale, NULL,
+                 1);
+    }
 }
 
-void CPU(lora_backward)(Device *dev, real *dx, float *da, float *db, real *ds, const real *dy,
-                        const real *x, const real *s, const float *a, const float *b, int T, int N,
+void CPU(lora_backward)(Device *dev, real *dx, const Lora *group, int count, const real *x, int T,
                         int D, int R, float scale)
 {
-    multiply(dev, f32(ds), as_is(f32c(dy), N), matrix_turned(b, N), T, R, N, scale, NULL, 0);
-    multiply(dev, db, turned(f32c(s), R), matrix(dy, N), R, N, T, scale, NULL, 1);
-    multiply(dev, da, turned(f32c(x), D), matrix(ds, R), D, R, T, 1, NULL, 1);
-    if (dx) multiply(dev, f32(dx), as_is(f32c(ds), R), matrix_turned(a, R), T, D, R, 1, NULL, 1);
+    for (const Lora *m = group; m < group + count; m++) {
+        int N = m->N;
+        multiply(dev, f32(m->ds), as_is(f32c(m->y), N), matrix_turned(m->b, N), T, R, N, scale,
+                 NULL, 0);
+        multiply(dev, m->db, turned(f32c(m->s), R), matrix(m->y, N), R, N, T, scale, NULL, 1);
+        multiply(dev, m->da, turned(f32c(x), D), matrix(m->ds, R), D, R, T, 1, NULL, 1);
+        if (dx)
+            multiply(dev, f32(dx), as_is(f32c(m->ds), R), matrix_turned(m->a, R), T, D, R, 1, NULL,
+                     1);
+    }
 }
 
 void CPU(head)(Device *dev, float *logits, const real *x, const frozen *w, int T, int V, int D)
@@ -424,5 +432,6 @@ void CPU(head)(Device *dev, float *logits, const real *x, const frozen *w, int T
 void CPU(head_lora)(Device *dev, float *logits, real *s, const real *x, const float *a,
                     const float *b, int T, int V, int D, int R, float scale)
 {
-    CPU(lora)(dev, (real *)logits, s, x, a, b, T, V, D, R, scale);
+    CPU(lora)(dev, &(Lora){.y = (real *)logits, .s = s, .a = a, .b = b, .N = V}, 1, x, T, D, R,
+              scale);
 }
