@@ -22,17 +22,12 @@ ROOT = Path(__file__).parent
 WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi"]
 FLAGS = ["-std=c11", "-O3", "-g1", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
 
-GENERIC = {"generic": []}
+GENERIC = {"generic": ""}
 X86 = {
-    "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "avx512": [
-        "-mavx512f",
-        "-mavx512bw",
-        "-mavx512vl",
-        "-mavx512dq",
-        "-mfma",
-        "-mprefer-vector-width=512",
-    ],
+    "avx2": "-mavx2 -mfma -mf16c",
+    "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512",
+    "avx512bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512 "
+    "-mavx512bf16",
 }
 ISAS = GENERIC | (X86 if platform.machine() in ("x86_64", "AMD64") else {})
 
@@ -159,7 +154,7 @@ class BuildOps(build_ext):
                 output_dir=str(Path(self.build_temp) / isa),
                 macros=[("CPU_ISA", isa)],
                 debug=self.debug,
-                extra_postargs=ext.extra_compile_args + flags,
+                extra_postargs=ext.extra_compile_args + flags.split(),
                 depends=ext.depends,
             )
         super().build_extension(ext)

@@ -34,6 +34,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 151936,
     },
 }
+DTYPES = {"f32": "float32", "bf16": "auto"}  # what a model of each type is computed in
 PEAK_GFLOPS = 117.0  # one core of the machine in RESULTS.md, f32
 
 

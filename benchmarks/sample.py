@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from peers import SHAPES, checkpoint, hf_model, interleave
+from peers import DTYPES, SHAPES, checkpoint, hf_model, interleave
 from tinsmith import _core, families
 
 
@@ -58,7 +58,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     model = hf_model(args.shape, args.dtype).eval()
     with checkpoint(model) as folder:
-        loaded = families.load_model(folder, threads=args.threads)
+        loaded = families.load_model(folder, dtype=DTYPES[args.dtype], threads=args.threads)
     setting = (
         f"{args.shape} {args.dtype}, {args.threads} thread(s), {args.prompt} + {args.new} tokens"
     )

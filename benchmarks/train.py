@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from peers import PEAK_GFLOPS, SHAPES, checkpoint, hf_model, interleave
+from peers import DTYPES, PEAK_GFLOPS, SHAPES, checkpoint, hf_model, interleave
 from tinsmith import _core, families
 
 RANK = 32
@@ -64,7 +64,7 @@ def main() -> None:
     tokens, targets = rng.integers(0, vocab, (2, args.datums, args.length)).astype(np.int32)
     model = hf_model(args.shape, args.dtype)
     with checkpoint(model) as folder:
-        loaded = families.load_model(folder, threads=args.threads)
+        loaded = families.load_model(folder, dtype=DTYPES[args.dtype], threads=args.threads)
     adapter = _core.Adapter(loaded.core, rank=RANK)
     lengths = np.full(args.datums, args.length, np.int32)
     ones = np.ones(args.datums, np.int32)

@@ -70,11 +70,13 @@ static Status library_open(Device **dev, const Library *library, int threads)
 
 Status device_open(Device **dev, const char *name, int threads)
 {
-    if (strcmp(name, "cpu") == 0) return cpu_open(dev, threads);
+    if (strcmp(name, "cpu") == 0) return cpu_open(dev, threads, 0);
+    if (strcmp(name, "cpu-bf16") == 0) return cpu_open(dev, threads, 1);
     for (size_t i = 0; i < sizeof libraries / sizeof *libraries; i++)
         if (strcmp(name, libraries[i].device) == 0)
             return library_open(dev, &libraries[i], threads);
-    return fail(STATUS_DEVICE, "there is no device '%s': it is cpu, cuda or cuda-emulated", name);
+    return fail(STATUS_DEVICE,
+                "there is no device '%s': it is cpu, cpu-bf16, cuda or cuda-emulated", name);
 }
 
 void *device_op(Device *dev, const char *name)

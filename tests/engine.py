@@ -17,10 +17,10 @@ lies a stretch of poison that must survive the call, and const inputs must come 
 
 "cpu" is the device in tinsmith._core, "cuda" and "cuda-emulated" are the libraries beside it (with
 TINSMITH_EMULATE_CUDA=1 setup.py builds the second, from the same files). "cpu-generic", "cpu-avx2",
-"cpu-avx512" are the CPU's instruction sets, built here with setup.py's flags into a library of
-their own, because the real one only ever opens the widest. TINSMITH_SANITIZE=address,undefined
-builds that library with sanitizers and gives its devices memory whose end they know; then run
-Python with ASAN_OPTIONS=detect_leaks=0 and
+"cpu-avx512", "cpu-avx512bf16" are the CPU's instruction sets, built here with setup.py's flags into
+a library of their own, because the real one only ever opens the widest.
+TINSMITH_SANITIZE=address,undefined builds that library with sanitizers and gives its devices memory
+whose end they know; then run Python with ASAN_OPTIONS=detect_leaks=0 and
 LD_PRELOAD=$(gcc -print-file-name=libasan.so).
 """
 
@@ -43,11 +43,12 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 GUARD_BYTES = 256  # may be read: a product loads whole tiles (cpu/device.c), but not written
 POISON = 0x7F  # f32 3.4e38 in bf16 and f32, a huge id in int32
-ISAS = ("generic", "avx2", "avx512")
+ISAS = ("generic", "avx2", "avx512", "avx512bf16")
 ISA_NEEDS = {
     "generic": set(),
     "avx2": {"avx2", "fma"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "avx512bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"},
 }
 DEVICES = ("cpu", *(f"cpu-{isa}" for isa in ISAS), "cuda", "cuda-emulated")
 DTYPES = {"f32": 0, "bf16": 1, "f16": 2}
@@ -258,6 +259,7 @@ class Device:
         if isa:
             self.table(isa)
         self.c = ctypes.cast(self.pointer, ctypes.POINTER(CDevice)).contents
+        self.pairs = isa == "avx512bf16"  # rounds what a bf16 weight is multiplied with to bf16
         self.real = np.dtype(np.float32 if self.c.real_bytes == 4 else np.uint16)
 
     def table(self, isa: str) -> None:
@@ -437,7 +439,7 @@ def isa_library() -> Path:
     ops = [path for path in sorted(csrc.glob("cpu/*.c")) if path not in once]
     jobs = [(path, "once", []) for path in once]
     for isa, more in (built["GENERIC"] | x86).items():
-        jobs += [(path, isa, [*more, f"-DCPU_ISA={isa}"]) for path in ops]
+        jobs += [(path, isa, [*more.split(), f"-DCPU_ISA={isa}"]) for path in ops]
     with tempfile.TemporaryDirectory() as folder:
 
         def compile_one(job) -> str:

@@ -19,6 +19,7 @@ void cpu_generic_table(Device *dev);
 #if defined(__x86_64__)
 void cpu_avx2_table(Device *dev);
 void cpu_avx512_table(Device *dev);
+void cpu_avx512bf16_table(Device *dev);
 #endif
 
 enum { SLACK = 256 }; /* readable bytes past each block: a product may load a whole tile there */
@@ -61,8 +62,9 @@ static size_t cpu_frozen_bytes(Device *dev, DType type, int rows, int cols)
 {
     (void)dev;
     size_t panels = ((size_t)rows + PANEL - 1) / PANEL;
-    size_t element = type == DTYPE_BF16 ? 2 : 4;
-    return sizeof(struct frozen) + panels * PANEL * (size_t)cols * element;
+    size_t column = type == DTYPE_BF16 ? 2 : 4;
+    if (type == DTYPE_BF16) cols += cols % 2;
+    return sizeof(struct frozen) + panels * PANEL * (size_t)cols * column;
 }
 
 /* f16 has no cheap widening on older processors, so such weights are kept as f32. */
@@ -97,11 +99,14 @@ static void load_panel(void *context, int64_t panel)
     frozen *w = load->to;
     size_t cols = (size_t)w->cols, first = (size_t)panel * PANEL;
     size_t live = (size_t)w->rows - first < PANEL ? (size_t)w->rows - first : PANEL;
+    for (size_t lane = 0; lane < PANEL && load->type == DTYPE_BF16 && cols % 2; lane++)
+        ((uint16_t *)w->data)[frozen_bf16_at(w, (int)(first + lane), (int)cols)] = 0;
     for (size_t k = 0; k < cols; k++)
         for (size_t lane = 0; lane < PANEL; lane++) {
             size_t at = ((size_t)panel * cols + k) * PANEL + lane, in = (first + lane) * cols + k;
             if (load->type == DTYPE_BF16)
-                ((uint16_t *)w->data)[at] = lane < live ? ((const uint16_t *)load->from)[in] : 0;
+                ((uint16_t *)w->data)[frozen_bf16_at(w, (int)(first + lane), (int)k)] =
+                    lane < live ? ((const uint16_t *)load->from)[in] : 0;
             else if (load->type == DTYPE_F16)
                 ((float *)w->data)[at] =
                     lane < live ? half_to_float(((const uint16_t *)load->from)[in]) : 0;
@@ -146,9 +151,25 @@ static void cpu_close(Device *dev)
     free(cpu);
 }
 
-static void choose_table(Device *dev)
+/* Whether the bf16 set can run here: it holds both sides of a product with a bf16 weight in bf16.
+ */
+static int has_bf16(void)
 {
 #if defined(__x86_64__)
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+#else
+    return 0;
+#endif
+}
+
+static void choose_table(Device *dev, int bf16)
+{
+#if defined(__x86_64__)
+    if (bf16) {
+        cpu_avx512bf16_table(dev);
+        return;
+    }
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
         cpu_avx512_table(dev);
@@ -159,11 +180,15 @@ static void choose_table(Device *dev)
         return;
     }
 #endif
+    (void)bf16;
     cpu_generic_table(dev);
 }
 
-Status cpu_open(Device **dev, int threads)
+Status cpu_open(Device **dev, int threads, int bf16)
 {
+    if (bf16 && !has_bf16())
+        return fail(STATUS_DEVICE, "cpu-bf16: this processor has no AVX512_BF16; the device cpu "
+                                   "does the same in f32");
     CpuDevice *cpu = calloc(1, sizeof *cpu);
     if (!cpu) return fail(STATUS_MEMORY, "no memory for the CPU device");
     Status status = pool_open(&cpu->pool, threads);
@@ -172,7 +197,7 @@ Status cpu_open(Device **dev, int threads)
         return status;
     }
     cpu->base = (Device){
-        .name = "cpu",
+        .name = bf16 ? "cpu-bf16" : "cpu",
         .real_bytes = sizeof(struct real),
         .alloc = cpu_alloc,
         .release = cpu_release,
@@ -185,7 +210,7 @@ Status cpu_open(Device **dev, int threads)
         .sync = cpu_sync,
         .close = cpu_close,
     };
-    choose_table(&cpu->base);
+    choose_table(&cpu->base, bf16);
     *dev = &cpu->base;
     return STATUS_OK;
 }

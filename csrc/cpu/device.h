@@ -6,7 +6,8 @@
 #include "../device.h"
 
 /* Opens the CPU with the widest instruction set it has. threads = 0: one for each core it may use.
- */
-Status cpu_open(Device **dev, int threads);
+ * bf16: products with bf16 weights round their other side to bf16 too; an error where the processor
+ * has no instructions for that. */
+Status cpu_open(Device **dev, int threads, int bf16);
 
 #endif

@@ -5,7 +5,9 @@
  * A tile of TILE_M rows and 2·VL columns of c stays in registers while k runs: one vector load of b
  * and one broadcast of a per multiply-add. b must be row-major in k; frozen weights are stored so
  * (panels, cpu.h), anything else is brought to that order in a scratch block of DEPTH × PANEL that
- * stays in L1 or L2. bf16 weights widen to f32 on the way, which is exact. Every element of c is
+ * stays in L1 or L2. bf16 weights widen to f32 on the way, which is exact; or, in the set of
+ * instructions that has it, a is rounded to bf16 too and the processor's dot product of pairs takes
+ * both, for half the instructions: that is the device cpu-bf16. Every element of c is
  * summed over k in the same order with fused multiply-adds, in blocks of DEPTH, whatever m, n, the
  * tile, the thread and the vector width are: a row's result depends on that row alone, bit for bit.
  * That is why this is not a BLAS call; benchmarks/ops.py measures it against oneDNN. Roofline:
@@ -25,6 +27,12 @@ enum {
                                   of address registers first */
     FEW = 2 * TILE_M, /* up to so many rows bf16 is widened in registers, not through the scratch */
 };
+
+#if defined(__AVX512BF16__)
+#define PRODUCT_FORM PAIRS /* of a product with a bf16 weight */
+#else
+#define PRODUCT_FORM WIDEN
+#endif
 
 /* How b's element (k, n) is found. */
 typedef enum Order {
@@ -49,33 +57,57 @@ typedef struct Product {
     int rows, panels; /* of one piece of work */
 } Product;
 
+/* What the 32-bit lanes of a product's operands hold. */
+typedef enum Form {
+    FLOATS, /* both: a float */
+    WIDEN,  /* a: a float; b: two k of bf16, widened in registers */
+    PAIRS,  /* both: two k of bf16 */
+} Form;
+
 /* ---- the register tile ---- */
+
+static inline __attribute__((always_inline)) void
+tile_step(vf acc[TILE_M][2], const float *a, int64_t a_row, vf b0, vf b1, const int rows)
+{
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        vf x = v_set(a[r * a_row]);
+        acc[r][0] = v_fma(x, b0, acc[r][0]);
+        acc[r][1] = v_fma(x, b1, acc[r][1]);
+    }
+}
 
 static inline __attribute__((always_inline)) void tile_rows(float *c, int64_t ldc, const float *a,
                                                             int64_t a_row, int64_t a_col,
-                                                            const void *b, int64_t ldb, int k,
+                                                            const float *b, int64_t ldb, int k,
                                                             float scale, const float *bias, int add,
-                                                            const int rows, const int bf16)
+                                                            const int rows, const Form form)
 {
     vf acc[TILE_M][2];
     for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = v_set(0.0f);
-    for (int i = 0; i < k; i++) {
-        vf b0, b1;
-        if (bf16) {
-            b0 = v_load_bf16((const uint16_t *)b + i * ldb);
-            b1 = v_load_bf16((const uint16_t *)b + i * ldb + VL);
-        } else {
-            b0 = v_load((const float *)b + i * ldb);
-            b1 = v_load((const float *)b + i * ldb + VL);
+    int lanes = form == FLOATS ? k : (k + 1) / 2;
+    for (int i = 0; i < lanes; i++) {
+        const float *bi = b + i * ldb;
+        if (rows <= 4) __builtin_prefetch(bi + AHEAD * ldb);
+        if (form == FLOATS) {
+            tile_step(acc, a + i * a_col, a_row, v_load(bi), v_load(bi + VL), rows);
+            continue;
         }
-        if (rows <= 4) __builtin_prefetch((const char *)b + (i + AHEAD) * ldb * (bf16 ? 2 : 4));
-        const float *column = a + i * a_col;
+        vu b0 = v_load_pairs(bi), b1 = v_load_pairs(bi + VL);
+#if defined(__AVX512BF16__)
+        if (form == PAIRS) {
 #pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) {
-            vf x = v_set(column[r * a_row]);
-            acc[r][0] = v_fma(x, b0, acc[r][0]);
-            acc[r][1] = v_fma(x, b1, acc[r][1]);
+            for (int r = 0; r < rows; r++) {
+                vu x = v_set_pair(a + r * a_row + i);
+                acc[r][0] = v_dot_pairs(x, b0, acc[r][0]);
+                acc[r][1] = v_dot_pairs(x, b1, acc[r][1]);
+            }
+            continue;
         }
+#endif
+        tile_step(acc, a + 2 * i * a_col, a_row, v_first(b0), v_first(b1), rows);
+        if (2 * i + 1 < k)
+            tile_step(acc, a + (2 * i + 1) * a_col, a_row, v_second(b0), v_second(b1), rows);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
@@ -88,16 +120,21 @@ static inline __attribute__((always_inline)) void tile_rows(float *c, int64_t ld
         }
 }
 
-/* One tile of `rows` ≤ TILE_M rows: the switch makes the row count a constant. */
-static void tile(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col, const void *b,
-                 int64_t ldb, int k, float scale, const float *bias, int add, int rows, int bf16)
+/* One tile of `rows` ≤ TILE_M rows: the switch makes the row count and the form constants. */
+static void tile(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col,
+                 const float *b, int64_t ldb, int k, float scale, const float *bias, int add,
+                 int rows, Form form)
 {
-#define CASE(n)                                                                    \
-    case n:                                                                        \
-        if (bf16)                                                                  \
-            tile_rows(c, ldc, a, a_row, a_col, b, ldb, k, scale, bias, add, n, 1); \
-        else                                                                       \
-            tile_rows(c, ldc, a, a_row, a_col, b, ldb, k, scale, bias, add, n, 0); \
+#define ROWS_AND_FORM(n, form) \
+    tile_rows(c, ldc, a, a_row, a_col, b, ldb, k, scale, bias, add, n, form)
+#define CASE(n)                       \
+    case n:                           \
+        if (form == FLOATS)           \
+            ROWS_AND_FORM(n, FLOATS); \
+        else if (form == WIDEN)       \
+            ROWS_AND_FORM(n, WIDEN);  \
+        else                          \
+            ROWS_AND_FORM(n, PAIRS);  \
         return
     switch (rows) {
         CASE(1);
@@ -112,25 +149,25 @@ static void tile(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a
 #endif
     }
 #undef CASE
+#undef ROWS_AND_FORM
     assert(!"a tile has 1 to TILE_M rows");
 }
 
 /* A block of rows against `n` ≤ PANEL columns of b. The last columns, fewer than a tile is wide, go
  * through a temporary tile; b must be readable (not meaningful) to the full width there. */
 static void strip(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col,
-                  const void *b, int64_t ldb, int m, int n, int k, float scale, const float *bias,
-                  int add, int bf16)
+                  const float *b, int64_t ldb, int m, int n, int k, float scale, const float *bias,
+                  int add, Form form)
 {
     for (int j = 0; j < n; j += WIDE) {
-        const void *bj = bf16 ? (const void *)((const uint16_t *)b + j) : (const float *)b + j;
         int width = n - j < WIDE ? n - j : WIDE;
         for (int i = 0; i < m; i += TILE_M) {
             int rows = m - i < TILE_M ? m - i : TILE_M;
             float *out = c + i * ldc + j;
             const float *ai = a + i * a_row;
             if (width == WIDE) {
-                tile(out, ldc, ai, a_row, a_col, bj, ldb, k, scale, bias ? bias + j : NULL, add,
-                     rows, bf16);
+                tile(out, ldc, ai, a_row, a_col, b + j, ldb, k, scale, bias ? bias + j : NULL, add,
+                     rows, form);
                 continue;
             }
             float edge[TILE_M * WIDE], edge_bias[WIDE] = {0};
@@ -138,8 +175,8 @@ static void strip(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t 
             for (int r = 0; r < rows; r++)
                 for (int x = 0; x < WIDE; x++)
                     edge[r * WIDE + x] = add && x < width ? out[r * ldc + x] : 0;
-            tile(edge, WIDE, ai, a_row, a_col, bj, ldb, k, scale, bias ? edge_bias : NULL, add,
-                 rows, bf16);
+            tile(edge, WIDE, ai, a_row, a_col, b + j, ldb, k, scale, bias ? edge_bias : NULL, add,
+                 rows, form);
             for (int r = 0; r < rows; r++)
                 for (int x = 0; x < width; x++) out[r * ldc + x] = edge[r * WIDE + x];
         }
@@ -182,14 +219,9 @@ static void strip(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t 
 #define HIGH_4(l) HIGH(l, 4)
 #define HIGH_8(l) HIGH(l, 8)
 
-static inline void transpose_square(float *out, int64_t out_row, const void *in, int64_t in_row,
-                                    int bf16)
+/* Turns a square of lanes in place: v[i]'s lane j becomes v[j]'s lane i. */
+static inline __attribute__((always_inline)) void square_turn(vf v[VL])
 {
-    vf v[VL];
-#pragma GCC unroll 16
-    for (int i = 0; i < VL; i++)
-        v[i] = bf16 ? v_load_bf16((const uint16_t *)in + i * in_row)
-                    : v_load((const float *)in + i * in_row);
     BUTTERFLY(v, 1);
     BUTTERFLY(v, 2);
 #if defined(__AVX2__)
@@ -198,8 +230,6 @@ static inline void transpose_square(float *out, int64_t out_row, const void *in,
 #if defined(__AVX512F__)
     BUTTERFLY(v, 8);
 #endif
-#pragma GCC unroll 16
-    for (int i = 0; i < VL; i++) v_store(out + i * out_row, v[i]);
 }
 
 void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row, int rows,
@@ -207,19 +237,125 @@ void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row
 {
     int full_rows = rows - rows % VL, full_cols = cols - cols % VL;
     for (int i = 0; i < full_rows; i += VL)
-        for (int j = 0; j < full_cols; j += VL)
-            transpose_square(out + j * out_row + i, out_row, in + i * in_row + j, in_row, 0);
+        for (int j = 0; j < full_cols; j += VL) {
+            vf v[VL];
+#pragma GCC unroll 16
+            for (int r = 0; r < VL; r++) v[r] = v_load(in + (i + r) * in_row + j);
+            square_turn(v);
+#pragma GCC unroll 16
+            for (int r = 0; r < VL; r++) v_store(out + (j + r) * out_row + i, v[r]);
+        }
     for (int i = 0; i < rows; i++)
         for (int j = i < full_rows ? full_cols : 0; j < cols; j++)
             out[j * out_row + i] = in[i * in_row + j];
 }
 
-/* Rows [k0, k0+depth) of columns [n0, n0+width) of b, width ≤ PANEL, k-major, as f32 or (as stored)
- * bf16. `few` says that so few rows of a will use it that widening bf16 in registers is cheaper. */
-static const void *bring(const Product *p, int k0, int depth, int n0, int width, float *scratch,
-                         int few, int64_t *ldb, int *bf16)
+/* The panel of 32 rows of a weight that begins at `from`, turned: k runs over the rows, and `width`
+ * of its columns, from `from` on, become b's. Both sides have PANEL lanes in a row; columns that do
+ * not exist become zeros. */
+static void turn_floats(float *to, const float *from, int width)
 {
-    *bf16 = 0;
+    for (int x = 0; x < PANEL; x += VL)
+        for (int j = 0; j < width; j += VL) {
+            vf v[VL];
+#pragma GCC unroll 16
+            for (int r = 0; r < VL; r++)
+                v[r] = j + r < width ? v_load(from + (j + r) * PANEL + x) : v_set(0.0f);
+            square_turn(v);
+#pragma GCC unroll 16
+            for (int r = 0; r < VL; r++) v_store(to + (x + r) * PANEL + j, v[r]);
+        }
+}
+
+/* The same from bf16, widened: a lane of `from` holds two columns. */
+static void turn_widened(float *to, const float *from, int width)
+{
+    for (int x = 0; x < PANEL; x += VL)
+        for (int j = 0; j < width; j += VL) {
+            vf v[VL];
+#pragma GCC unroll 16
+            for (int r = 0; r < VL; r += 2) {
+                vu pairs = {0};
+                if (j + r < width) pairs = v_load_pairs(from + (j + r) / 2 * PANEL + x);
+                v[r] = v_first(pairs);
+                v[r + 1] = v_second(pairs);
+            }
+            square_turn(v);
+#pragma GCC unroll 16
+            for (int r = 0; r < VL; r++) v_store(to + (x + r) * PANEL + j, v[r]);
+        }
+}
+
+#if defined(__AVX512BF16__)
+
+#define FRONT(l) ((l) % 2 * VL + (l) / 2)
+#define BACK(l) (FRONT(l) + VL / 2)
+
+/* The same from bf16 to bf16: a lane of `from` holds two columns of one row, a lane of `to` two
+ * rows of one column. */
+static void turn_pairs(float *to, const float *from, int width)
+{
+    const vi front = LANES(FRONT), back = LANES(BACK);
+    for (int x = 0; x < PANEL; x += VL) {
+        vf v[VL];
+#pragma GCC unroll 16
+        for (int r = 0; r < VL; r++)
+            v[r] = 2 * r < width ? v_load(from + r * PANEL + x) : v_set(0.0f);
+        square_turn(v);
+#pragma GCC unroll 16
+        for (int r = 0; r < VL; r += 2) {
+            vu above = (vu)v[r], below = (vu)v[r + 1];
+            vu even = (above & 0xffffu) | below << 16, odd = above >> 16 | (below & 0xffff0000u);
+            float *out = to + (x + r) / 2 * PANEL;
+            v_store(out, (vf)__builtin_shuffle(even, odd, front));
+            v_store(out + VL, (vf)__builtin_shuffle(even, odd, back));
+        }
+    }
+}
+
+#endif
+
+/* Rows [k0, k0+depth) of columns [n0, n0+width) of a weight, k-major. `few` says that so few rows
+ * of a will use them that widening bf16 in registers is cheaper than in the scratch. */
+static const float *bring_weight(const Product *p, int k0, int depth, int n0, int width,
+                                 float *scratch, int few, Form *form)
+{
+    const frozen *w = p->b;
+    int halves = w->type == DTYPE_BF16; /* a lane holds two columns of the weight */
+    size_t lanes = halves ? ((size_t)w->cols + 1) / 2 : (size_t)w->cols; /* of a panel's row */
+    *form = halves ? PRODUCT_FORM : FLOATS;
+    if (p->order == PANELS) {
+        size_t at = (size_t)(n0 / PANEL) * lanes + (size_t)(halves ? k0 / 2 : k0);
+        const float *from = (const float *)w->data + at * PANEL;
+        if (*form != WIDEN || few) return from;
+        for (int i = 0; i < depth; i += 2)
+            for (int x = 0; x < PANEL; x += VL) {
+                vu pairs = v_load_pairs(from + i / 2 * PANEL + x);
+                v_store(scratch + i * PANEL + x, v_first(pairs));
+                v_store(scratch + (i + 1) * PANEL + x, v_second(pairs));
+            }
+        *form = FLOATS;
+        return scratch;
+    }
+    /* PANELS_T: k runs over the weight's rows, n over its columns; k0 is a multiple of PANEL */
+    for (int i = 0; i < depth; i += PANEL) {
+        size_t at = (size_t)((k0 + i) / PANEL) * lanes + (size_t)(halves ? n0 / 2 : n0);
+        const float *from = (const float *)w->data + at * PANEL;
+        if (!halves) turn_floats(scratch + i * PANEL, from, width);
+        if (*form == WIDEN) turn_widened(scratch + i * PANEL, from, width);
+#if defined(__AVX512BF16__)
+        if (*form == PAIRS) turn_pairs(scratch + i / 2 * PANEL, from, width);
+#endif
+    }
+    if (*form == WIDEN) *form = FLOATS;
+    return scratch;
+}
+
+/* Rows [k0, k0+depth) of columns [n0, n0+width) of b, width ≤ PANEL, k-major. */
+static const float *bring(const Product *p, int k0, int depth, int n0, int width, float *scratch,
+                          int few, int64_t *ldb, Form *form)
+{
+    *form = FLOATS;
     *ldb = PANEL;
     if (p->order == BY_ROW) {
         const float *b = (const float *)p->b + k0 * p->ldb + n0;
@@ -236,53 +372,61 @@ static const void *bring(const Product *p, int k0, int depth, int n0, int width,
                        depth);
         return scratch;
     }
-    const frozen *w = p->b;
-    int wide = w->type == DTYPE_BF16;
-    if (p->order == PANELS) {
-        size_t at = ((size_t)(n0 / PANEL) * (size_t)w->cols + (size_t)k0) * PANEL;
-        *bf16 = wide && few;
-        if (!wide || few) return w->data + at * (wide ? 2 : 4);
-        const uint16_t *from = (const uint16_t *)w->data + at;
-        for (int i = 0; i < depth * PANEL; i += VL) v_store(scratch + i, v_load_bf16(from + i));
-        return scratch;
-    }
-    /* PANELS_T: k runs over the weight's rows, n over its columns; k0 is a multiple of PANEL */
-    for (int i = 0; i < depth; i += PANEL) {
-        size_t at = ((size_t)((k0 + i) / PANEL) * (size_t)w->cols + (size_t)n0) * PANEL;
-        const unsigned char *from = w->data + at * (wide ? 2 : 4);
-        for (int x = 0; x < PANEL; x += VL)
-            for (int j = 0; j < width; j += VL) {
-                float *to = scratch + (i + x) * PANEL + j;
-                if (width - j >= VL) {
-                    transpose_square(to, PANEL, from + (j * PANEL + x) * (wide ? 2 : 4), PANEL,
-                                     wide);
-                    continue;
-                }
-                for (int col = j; col < width; col++)
-                    for (int row = x; row < x + VL; row++) {
-                        float value = ((const float *)from)[wide ? 0 : col * PANEL + row];
-                        if (wide) {
-                            uint32_t bits = (uint32_t)((const uint16_t *)from)[col * PANEL + row]
-                                            << 16;
-                            memcpy(&value, &bits, 4);
-                        }
-                        scratch[(i + row) * PANEL + col] = value;
-                    }
-            }
-    }
-    return scratch;
+    return bring_weight(p, k0, depth, n0, width, scratch, few, form);
 }
+
+/* ---- a in bf16 ---- */
+
+/* A piece's rows of a as pairs, for a product with a bf16 weight where both sides are held so. */
+typedef struct Left {
+    float *pairs; /* NULL: a is taken as it is */
+    int64_t row;  /* lanes from one row to the next */
+    int k0;       /* that the first lane holds */
+} Left;
+
+#if defined(__AVX512BF16__)
+
+enum { LEFT = ROWS * DEPTH / 2 }; /* lanes of a piece's rows of a */
+
+static void left_round(Left *left, const Product *p, int m0, int m, int k0, int depth)
+{
+    left->row = (depth + 1) / 2;
+    left->k0 = k0;
+    for (int r = 0; r < m; r++) {
+        const float *from = p->a + (m0 + r) * p->a_row + k0;
+        float *to = left->pairs + r * left->row;
+        int i = 0;
+        for (; i + 2 * VL <= depth; i += 2 * VL)
+            v_store(to + i / 2, (vf)v_round_pairs(v_load(from + i), v_load(from + i + VL)));
+        if (i == depth) continue;
+        float rest[2 * VL] = {0}, rounded[VL];
+        memcpy(rest, from + i, (size_t)(depth - i) * sizeof *rest);
+        v_store(rounded, (vf)v_round_pairs(v_load(rest), v_load(rest + VL)));
+        memcpy(to + i / 2, rounded, (size_t)(depth - i + 1) / 2 * sizeof *rounded);
+    }
+}
+
+static int in_pairs(const Product *p)
+{
+    return (p->order == PANELS || p->order == PANELS_T) &&
+           ((const frozen *)p->b)->type == DTYPE_BF16;
+}
+
+#endif
 
 /* ---- blocks and threads ---- */
 
-static void product_block(const Product *p, int m0, int m, int n0, int width, int k0,
-                          float *scratch, int few)
+static void product_block(const Product *p, const Left *left, int m0, int m, int n0, int width,
+                          int k0, float *scratch, int few)
 {
-    int depth = p->k - k0 < DEPTH ? p->k - k0 : DEPTH, add = p->accumulate || k0 > 0, bf16;
-    int64_t ldb;
-    const void *b = bring(p, k0, depth, n0, width, scratch, few, &ldb, &bf16);
-    strip(p->c + m0 * p->ldc + n0, p->ldc, p->a + m0 * p->a_row + k0 * p->a_col, p->a_row, p->a_col,
-          b, ldb, m, width, depth, p->scale, p->bias && k0 == 0 ? p->bias + n0 : NULL, add, bf16);
+    int depth = p->k - k0 < DEPTH ? p->k - k0 : DEPTH, add = p->accumulate || k0 > 0;
+    int64_t ldb, a_row = left->pairs ? left->row : p->a_row;
+    Form form;
+    const float *b = bring(p, k0, depth, n0, width, scratch, few, &ldb, &form);
+    const float *a =
+        left->pairs ? left->pairs + (k0 - left->k0) / 2 : p->a + m0 * p->a_row + k0 * p->a_col;
+    strip(p->c + m0 * p->ldc + n0, p->ldc, a, a_row, p->a_col, b, ldb, m, width, depth, p->scale,
+          p->bias && k0 == 0 ? p->bias + n0 : NULL, add, form);
 }
 
 static void product_piece(void *context, int64_t piece)
@@ -295,14 +439,26 @@ static void product_piece(void *context, int64_t piece)
     int few = m <= FEW;
     _Alignas(64) float scratch[(DEPTH + PANEL) * PANEL];
     if (p->order != PANELS || !few) memset(scratch, 0, sizeof scratch);
+    Left left = {0};
+#if defined(__AVX512BF16__)
+    _Alignas(64) float pairs[LEFT];
+    if (in_pairs(p)) left.pairs = pairs;
+    int all_k = (int64_t)m * ((p->k + 1) / 2) <= LEFT; /* they fit, so they are rounded once */
+    if (left.pairs && all_k) left_round(&left, p, m0, m, 0, p->k);
+#endif
     /* Many rows: all panels meet one block of a while it is in L2. Few rows: each panel is read
      * once, in order, as memory likes it. The sums are the same. */
     int step_n = few ? PANEL : n_last - n_first;
     for (int n1 = n_first; n1 < n_last; n1 += step_n)
-        for (int k0 = 0; k0 == 0 || k0 < p->k; k0 += DEPTH)
+        for (int k0 = 0; k0 == 0 || k0 < p->k; k0 += DEPTH) {
+#if defined(__AVX512BF16__)
+            int depth = p->k - k0 < DEPTH ? p->k - k0 : DEPTH;
+            if (left.pairs && !all_k) left_round(&left, p, m0, m, k0, depth);
+#endif
             for (int n0 = n1; n0 < n1 + step_n && n0 < n_last; n0 += PANEL)
-                product_block(p, m0, m, n0, n_last - n0 < PANEL ? n_last - n0 : PANEL, k0, scratch,
-                              few);
+                product_block(p, &left, m0, m, n0, n_last - n0 < PANEL ? n_last - n0 : PANEL, k0,
+                              scratch, few);
+        }
 }
 
 /* Cuts the product into pieces, a few for each thread, and runs them. */
@@ -331,16 +487,16 @@ void CPU(product)(float *c, int64_t c_row, const float *a, int64_t a_row, int64_
     for (int k0 = 0; k0 == 0 || k0 < k; k0 += DEPTH) {
         int depth = k - k0 < DEPTH ? k - k0 : DEPTH;
         strip(c, c_row, a + k0 * a_col, a_row, a_col, b + k0 * b_row, b_row, m, n, depth, scale,
-              NULL, accumulate || k0 > 0, 0);
+              NULL, accumulate || k0 > 0, FLOATS);
     }
 }
 
 /* ---- the ops, as products ---- */
 
-typedef struct Left {
+typedef struct Operand {
     const float *at;
     int64_t row, col;
-} Left;
+} Operand;
 
 typedef struct Right {
     const void *at;
@@ -348,14 +504,14 @@ typedef struct Right {
     Order order;
 } Right;
 
-static Left as_is(const float *a, int width)
+static Operand as_is(const float *a, int width)
 {
-    return (Left){a, width, 1};
+    return (Operand){a, width, 1};
 }
 
-static Left turned(const float *a, int width)
+static Operand turned(const float *a, int width)
 {
-    return (Left){a, 1, width};
+    return (Operand){a, 1, width};
 }
 
 static Right matrix(const void *b, int width)
@@ -379,7 +535,7 @@ static Right weight_turned(const frozen *w)
 }
 
 /* c (m,n) = scale·a·b + bias, or += when accumulate. */
-static void multiply(Device *dev, float *c, Left a, Right b, int m, int n, int k, float scale,
+static void multiply(Device *dev, float *c, Operand a, Right b, int m, int n, int k, float scale,
                      const float *bias, int accumulate)
 {
     Product p = {c, n, a.at, a.row, a.col, b.at,       b.stride, b.order,

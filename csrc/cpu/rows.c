@@ -38,15 +38,14 @@ static int rows_of_job(int grain, int width)
 
 static void embed_row(float *y, const frozen *w, int id, int D)
 {
-    int64_t at = (int64_t)(id / PANEL) * D * PANEL + id % PANEL;
     if (w->type == DTYPE_BF16) {
-        const uint16_t *in = (const uint16_t *)w->data + at;
+        const uint16_t *in = (const uint16_t *)w->data + frozen_bf16_at(w, id, 0);
         for (int k = 0; k < D; k++) {
-            uint32_t bits = (uint32_t)in[(int64_t)k * PANEL] << 16;
+            uint32_t bits = (uint32_t)in[(int64_t)(k / 2) * PANEL * 2 + k % 2] << 16;
             memcpy(&y[k], &bits, sizeof bits);
         }
     } else {
-        const float *in = (const float *)w->data + at;
+        const float *in = (const float *)w->data + (int64_t)(id / PANEL) * D * PANEL + id % PANEL;
         for (int k = 0; k < D; k++) y[k] = in[(int64_t)k * PANEL];
     }
 }

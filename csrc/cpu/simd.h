@@ -26,7 +26,6 @@ enum { VL = 4 };
 
 typedef float vf __attribute__((vector_size(4 * VL)));
 typedef int32_t vi __attribute__((vector_size(4 * VL)));
-typedef uint16_t vh __attribute__((vector_size(2 * VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * VL)));
 
 static inline vf v_load(const float *p)
@@ -73,16 +72,52 @@ static inline void v_store_part(float *p, vf v, int n)
     for (int i = 0; i < n; i++) p[i] = lane[i];
 }
 
-/* bf16 is the upper half of a float, so widening is exact. */
-static inline vf v_load_bf16(const uint16_t *p)
+/* VL pairs of bf16, which arrays of 32-bit lanes hold as floats. bf16 is the upper half of a float,
+ * so widening is exact: the first ones of the pairs by a shift, the second ones by a mask. */
+static inline vu v_load_pairs(const float *p)
 {
-    vh h;
-    memcpy(&h, p, sizeof h);
-    vu u = __builtin_convertvector(h, vu) << 16;
+    vu u;
+    memcpy(&u, p, sizeof u);
+    return u;
+}
+
+static inline vf v_first(vu pairs)
+{
+    vu u = pairs << 16;
     vf v;
     memcpy(&v, &u, sizeof v);
     return v;
 }
+
+static inline vf v_second(vu pairs)
+{
+    vu u = pairs & 0xffff0000u;
+    vf v;
+    memcpy(&v, &u, sizeof v);
+    return v;
+}
+
+#if defined(__AVX512BF16__)
+/* c + a.first·b.first + a.second·b.second, in f32. */
+static inline vf v_dot_pairs(vu a, vu b, vf c)
+{
+    return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+}
+
+/* The pair at p in every lane. */
+static inline vu v_set_pair(const float *p)
+{
+    uint32_t pair;
+    memcpy(&pair, p, sizeof pair);
+    return (vu){0} + pair;
+}
+
+/* 2·VL floats, rounded to the nearest bf16. */
+static inline vu v_round_pairs(vf low, vf high)
+{
+    return (vu)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+}
+#endif
 
 static inline vf v_select(vi mask, vf yes, vf no)
 {

@@ -75,7 +75,7 @@ static PyObject *core_losses(PyObject *module, PyObject *unused)
 static PyObject *core_devices(PyObject *module, PyObject *unused)
 {
     (void)module, (void)unused;
-    static const char *const names[] = {"cpu", "cuda", "cuda-emulated"};
+    static const char *const names[] = {"cpu", "cpu-bf16", "cuda", "cuda-emulated"};
     PyObject *found = PyDict_New();
     for (size_t i = 0; found && i < sizeof names / sizeof *names; i++) {
         Device *dev;

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core, weights
 
+DTYPES = ("auto", "float32", "bfloat16")
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -103,8 +104,15 @@ class LoadedModel:
     tokenizer_dir: Path
 
 
-def load_model(path: Path | str, *, device: str = "cpu", threads: int = 0) -> LoadedModel:
+def load_model(
+    path: Path | str, *, device: str = "cpu", dtype: str | None = None, threads: int = 0
+) -> LoadedModel:
     """Loads a model's folder: config.json, tokenizer.json and its safetensors files.
+
+    dtype is what products with base weights are computed in: "float32", which is exact for bf16
+    checkpoints too; "bfloat16", which also rounds the weights of others; "auto": bfloat16 for a
+    bf16 checkpoint where the processor has the instructions, else float32; None: float32 on the
+    CPU, and on a GPU bfloat16, which is all it has. Sums are always float32.
 
     Raises FileNotFoundError for what is missing and ValueError for what is not supported or does
     not fit, each with a sentence that names the file, what was expected and what came.
@@ -115,13 +123,15 @@ def load_model(path: Path | str, *, device: str = "cpu", threads: int = 0) -> Lo
     tokenizer = _read_tokenizer(folder)
     eos_ids = _read_eos(folder, tokenizer, vocab)
     with weights.open_folder(folder) as tensors:
-        kind = _element_type(tensors)
+        kind, device = _choose_type(_element_type(tensors), device, dtype)
         core = _core.Model(config, inv_freq, weights=kind, device=device, threads=threads)
         names = _check_tensors(family, core, tensors, tied=bool(config["tied"]))
         for (slot, layer), name in names.items():
             array = tensors[name]
             if array.ndim == 1 or kind == "f32":
                 array = weights.widen(array)
+            elif array.dtype != np.uint16:
+                array = weights.narrow(weights.widen(array), np.dtype(np.uint16))
             core.load(slot, layer, array)
             del array  # a view would keep its file mapped
     core.seal()
@@ -314,6 +324,20 @@ def _element_type(tensors: weights.Tensors) -> str:
     entries = [tensors.entry(name) for name in tensors]
     matrices = {entry.dtype for entry in entries if len(entry.shape) == 2}
     return "bf16" if matrices == {"BF16"} else "f32"
+
+
+def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
+    """How matrices are kept, and the device that computes with them as dtype asks."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; {dtype!r} came")
+    if device != "cpu":
+        if dtype == "float32" and device == "cuda":
+            raise ValueError("the device cuda computes in bfloat16: dtype float32 needs the CPU")
+        return ("bf16" if dtype == "bfloat16" else kind), device
+    if dtype == "bfloat16":
+        return "bf16", "cpu-bf16"
+    fast = dtype == "auto" and kind == "bf16" and not _core.devices()["cpu-bf16"]
+    return kind, "cpu-bf16" if fast else "cpu"
 
 
 def _check_tensors(
