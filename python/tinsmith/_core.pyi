@@ -81,7 +81,7 @@ class Adapter:
         mlp: bool = True,
         unembed: bool = True,
         step_tokens: int = 0,  # rows of a micro-batch; 0: the engine's default
-        keep_bytes: int = 0,  # of activations that forward(keep=True) may hold in all
+        keep_bytes: int = 1 << 30,  # that forward(keep=True) may hold; one micro-batch in any case
     ) -> None: ...
     @property
     def model(self) -> Model: ...
@@ -134,8 +134,8 @@ class Adapter:
         keep: bool = False,
     ) -> NDArray[np.float32]:
         """Log-probabilities of the targets, flat. With keep, backward may follow: the first
-        micro-batch's activations stay in memory, and more of them if keep_bytes hold them all,
-        until another call needs it; backward computes the rest again, to the same bits."""
+        micro-batch's activations stay in memory, and those of more if keep_bytes suffice, until
+        another call needs it; backward computes the rest again, to the same bits."""
     def backward(self, dlogprobs: NDArray[np.float32]) -> float:
         """Adds to the gradients, bit for bit, what forward_backward of the kept forward's datums
         would have added if its loss had had this gradient (flat, like targets). Returns
