@@ -5,57 +5,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from models import (
-    Datum,
     assert_near,
     call,
     cut,
     datum,
     error,
-    logprobs,
-    targets_of,
     tokens_of,
-    with_peft,
 )
-from tinsmith import _core
-from training import ADAM, adapter_of, batch, loss_of
+from training import ADAM, adapter_of, batch, torch_losses
 
 pytestmark = pytest.mark.usefixtures("on")  # every test on every device
-
-
-def torch_losses(
-    name: str,
-    adapter: _core.Adapter,
-    data: list[Datum],
-    steps: int,
-    options: dict[str, float],
-    dtype: torch.dtype,
-) -> tuple[list[float], list[float], dict[str, np.ndarray]]:
-    """Losses, gradient norms and final matrices of torch's AdamW on PEFT's layers."""
-    model = with_peft(name, adapter, dtype)
-    trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trained,
-        lr=options["learning_rate"],
-        betas=(options["beta1"], options["beta2"]),
-        eps=options["eps"],
-        weight_decay=options["weight_decay"],
-    )
-    losses, norms = [], []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        logp = [targets_of(logprobs(model, one.tokens), one) for one in data]
-        loss = sum(loss_of(own, one, "cross_entropy") for own, one in zip(logp, data, strict=True))
-        loss.backward()
-        limit = options["grad_clip_norm"] or float("inf")
-        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, limit)))
-        optimizer.step()
-        losses.append(loss.item())
-    final = {
-        key: one.detach().numpy().T for key, one in model.named_parameters() if one.requires_grad
-    }
-    return losses, norms, final
 
 
 @pytest.mark.parametrize(
