@@ -348,6 +348,22 @@ inline void run_block(int threads)
     regions_check();
 }
 
+/* The calling thread's stack, which the address sanitizer wants to know. Asked once a thread: for
+ * the first one libc reads /proc for it. */
+inline void stack_of_host(Context *host)
+{
+    static thread_local void *stack;
+    static thread_local size_t bytes;
+    if (!stack) {
+        pthread_attr_t attr;
+        pthread_getattr_np(pthread_self(), &attr);
+        pthread_attr_getstack(&attr, &stack, &bytes);
+        pthread_attr_destroy(&attr);
+    }
+    host->stack = (char *)stack;
+    host->stack_bytes = bytes;
+}
+
 /* Runs a whole launch; returns NULL or the sentence of what went wrong. */
 inline const char *run(const char *kernel, dim3 grid, dim3 block, size_t shared_bytes,
                        std::function<void()> body)
@@ -361,10 +377,7 @@ inline const char *run(const char *kernel, dim3 grid, dim3 block, size_t shared_
     gpu.now = nullptr;
     gpu.failed = false;
     gpu.dynamic.bytes = shared_bytes;
-    pthread_attr_t attr;
-    pthread_getattr_np(pthread_self(), &attr);
-    pthread_attr_getstack(&attr, (void **)&gpu.scheduler.stack, &gpu.scheduler.stack_bytes);
-    pthread_attr_destroy(&attr);
+    stack_of_host(&gpu.scheduler);
     unsigned threads = block.x * block.y * block.z;
     if (threads == 0 || threads > 1024 || threads % LANES)
         complain("blocks of %u threads: whole warps, at most 1024", threads);

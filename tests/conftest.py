@@ -93,6 +93,21 @@ def service_client(server) -> Iterator:
         yield client
 
 
+@pytest.fixture(params=("cpu", "cuda", "cuda-emulated"))
+def on(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The device that a test's models are on (models.py), each in turn; or why there is none."""
+    from engine import Unavailable, device
+    from models import DEVICE
+
+    try:
+        device(request.param)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    before = DEVICE.set(request.param)
+    yield request.param
+    DEVICE.reset(before)
+
+
 # ---- what tests say often ----
 
 

@@ -3,6 +3,10 @@
 Sizes are odd, heads are shared and not width / heads wide, norms and biases are not ones and zeros:
 whatever is mixed up changes the numbers. The oracle is transformers in float64 throughout (its own
 RMSNorm computes in float32 whatever the type), with PEFT's adapters for LoRA.
+
+A test file that uses the fixture `on` (conftest.py) runs each of its tests on every device that
+this machine has; `loaded` then gives models of that device, and `assert_near` asks of each what it
+can hold: of the CPU float32's error, of a GPU no more than the same model errs in torch's bf16.
 """
 
 import copy
@@ -10,12 +14,14 @@ import functools
 import tempfile
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tinsmith import _core
@@ -120,16 +126,23 @@ def folder(name: str) -> Path:
     return make(SPECS[name], Path(_ROOT.name) / name)
 
 
-@functools.cache
 def loaded(name: str) -> LoadedModel:
-    """One of SPECS in the engine."""
-    return load_model(folder(name), threads=1)
+    """One of SPECS in the engine, on the device that the test runs on."""
+    return loaded_on(name, DEVICE.get())
 
 
 @functools.cache
-def reference(name: str) -> PreTrainedModel:
-    """One of SPECS in transformers, in float64; copy it before changing it."""
-    return as_double(folder(name))
+def loaded_on(name: str, device_name: str) -> LoadedModel:
+    """One of SPECS in the engine, on a device."""
+    return load_model(folder(name), device=device_name, threads=1)
+
+
+@functools.cache
+def reference(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """One of SPECS in transformers, in float64 or as it computes in bf16; copy it to change it."""
+    if dtype == torch.float64:
+        return as_double(folder(name))
+    return AutoModelForCausalLM.from_pretrained(folder(name), dtype=dtype).eval()
 
 
 def as_double(path: Path) -> PreTrainedModel:
@@ -144,6 +157,34 @@ def as_double(path: Path) -> PreTrainedModel:
 def _rmsnorm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     variance = x.pow(2).mean(-1, keepdim=True)
     return module.weight * (x * torch.rsqrt(variance + module.variance_epsilon))
+
+
+# ---- devices ----
+
+DEVICE = ContextVar("DEVICE", default="cpu")  # set by the fixture `on`
+F32_ERROR = 1e-5
+# By how much more than torch in bf16 a device with bf16 may err where one draw is compared with one
+# draw (test_cuda.py compares them over many), in times and in units of the result.
+MORE, EPSILON = 2.0, 2.0**-9
+
+# For a test in such a file that looks for less than bf16's error, or for what is the CPU's own.
+cpu_only = pytest.mark.parametrize("on", ("cpu",), indirect=True)
+
+
+def in_bf16() -> bool:
+    """Whether the device that the test runs on computes in bf16."""
+    return DEVICE.get().startswith("cuda")
+
+
+def assert_near(
+    found: Any, compute: Callable[[torch.dtype], Any], what: str = "", f32_error: float = F32_ERROR
+) -> None:
+    """`found` errs against compute(float64) as its device may; compute gives torch's numbers."""
+    wanted, allowed = compute(torch.float64), f32_error
+    if in_bf16():
+        allowed = MORE * error(compute(torch.bfloat16), wanted) + EPSILON
+    assert np.shape(found) == np.shape(wanted), what
+    assert error(found, wanted) <= allowed, what
 
 
 # ---- LoRA ----
@@ -165,8 +206,9 @@ def randomize(adapter: _core.Adapter, seed: int = 0, scale: float = 0.1) -> _cor
     return adapter
 
 
-def with_peft(name: str, adapter: _core.Adapter) -> PeftModel:
-    """The reference model with the adapter's matrices in PEFT's layers, in float64."""
+def with_peft(name: str, adapter: _core.Adapter, dtype: torch.dtype = torch.float64) -> PeftModel:
+    """The reference model with the adapter's matrices in PEFT's layers, in float64; or in bf16 with
+    matrices in float32, as PEFT trains it."""
     slots = {(slot, layer) for slot, layer, *_ in adapter.layout}
     config = LoraConfig(
         r=adapter.rank,
@@ -174,17 +216,17 @@ def with_peft(name: str, adapter: _core.Adapter) -> PeftModel:
         target_modules=sorted({module_of(*slot).rpartition(".")[2] for slot in slots}),
         task_type="CAUSAL_LM",
     )
-    base = copy.deepcopy(reference(name))
-    for module in base.modules():  # a copied method is still bound to the original
-        if type(module).__name__.endswith("RMSNorm"):
+    base = copy.deepcopy(reference(name, dtype))
+    for module in base.modules() if dtype == torch.float64 else ():
+        if type(module).__name__.endswith("RMSNorm"):  # a copied method is the original's
             module.forward = types.MethodType(_rmsnorm, module)
+    matrices = torch.float64 if dtype == torch.float64 else torch.float32
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
-        model = get_peft_model(base, config, autocast_adapter_dtype=False).double().eval()
+        model = get_peft_model(base, config, autocast_adapter_dtype=False).eval()
     parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for key, matrix in cut(adapter, adapter.read("weights")).items():
-            parameters[key].copy_(torch.from_numpy(matrix.T.astype(np.float64)))
+    for key, matrix in cut(adapter, adapter.read("weights")).items():
+        parameters[key].data = torch.from_numpy(matrix.T.copy()).to(matrices)
     return model
 
 
@@ -252,9 +294,9 @@ def call(
 
 
 def logprobs(model: torch.nn.Module, tokens: np.ndarray) -> torch.Tensor:
-    """log-softmax of every position's logits (N, V), in the model's type."""
+    """log-softmax in float64 of every position's logits (N, V)."""
     ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
-    return torch.log_softmax(model(input_ids=ids).logits[0], dim=-1)
+    return torch.log_softmax(model(input_ids=ids).logits[0].double(), dim=-1)
 
 
 def targets_of(table: torch.Tensor, one: Datum) -> torch.Tensor:
@@ -263,10 +305,13 @@ def targets_of(table: torch.Tensor, one: Datum) -> torch.Tensor:
     return table.gather(1, wanted).reshape(one.targets.shape)
 
 
+def _array(values: Any) -> np.ndarray:
+    return values.detach().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+
+
 def error(found: Any, wanted: Any) -> float:
     """Relative error in norm."""
-    wanted = np.asarray(wanted, np.float64)
-    found = np.asarray(found, np.float64)
+    found, wanted = (_array(x).astype(np.float64) for x in (found, wanted))
     return float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-300))
 
 

@@ -1,0 +1,423 @@
+"""Model families: what of config.json, weights and tokenizer is read, and what is refused."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import LLAMA3, PADDING, SPECS, call, datum, folder, loaded, tokens_of
+from tinsmith import _core, families, weights
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+
+def test_every_family_has_models_here() -> None:
+    for family in families.FAMILIES:
+        tied = {
+            spec.config["tie_word_embeddings"]
+            for spec in SPECS.values()
+            if spec.family == family.name
+        }
+        assert tied == {False, True}, f"{family.name} needs a tied and an untied model in models.py"
+
+
+# ---- config.json ----
+
+
+def changed(tmp_path: Path, name: str, /, **config: Any) -> Path:
+    """A copy of a model's folder with other values in config.json; None removes a key."""
+    shutil.copytree(folder(name), tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    content = json.loads(file.read_text()) | config
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    return tmp_path / "model"
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "architecture": (
+        "qwen3",
+        {"architectures": ["GemmaForCausalLM"]},
+        "names GemmaForCausalLM; tinsmith knows Qwen3ForCausalLM, Qwen2ForCausalLM, Llama",
+    ),
+    "no architecture": ("qwen3", {"architectures": []}, "names no architecture; tinsmith knows"),
+    "sliding window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 16},
+        "use_sliding_window is True, which is not supported",
+    ),
+    "llama's sliding window": ("llama", {"sliding_window": 64}, "sliding_window is 64"),
+    "layer types": (
+        "qwen3",
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types has sliding_attention; only full_attention is supported",
+    ),
+    "yarn": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+        "the rope type is 'yarn'; tinsmith knows default and llama3",
+    ),
+    "transformers 4's linear": (
+        "llama",
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "the rope type is 'linear'",
+    ),
+    "rope per layer type": (
+        "qwen3",
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        "rope_parameters per layer are not supported",
+    ),
+    "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    "partial rotary in rope": (
+        "llama",
+        {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.25}},
+        "partial_rotary_factor is 0.25; only 1 is supported",
+    ),
+    "llama3 without a factor": (
+        "llama",
+        {"rope_parameters": {key: LLAMA3[key] for key in LLAMA3 if key != "factor"}},
+        "factor should be a positive number, found None",
+    ),
+    "llama3 factors turned": (
+        "llama",
+        {"rope_parameters": LLAMA3 | {"low_freq_factor": 8.0}},
+        "high_freq_factor 4.0 should exceed low_freq_factor 8.0",
+    ),
+    "experts": ("qwen3", {"num_experts": 8}, "num_experts is 8"),
+    "gelu": ("qwen2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only silu is supported"),
+    "llama's attention bias": ("llama", {"attention_bias": True}, "attention_bias is True"),
+    "qwen3's attention bias": ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+    "mlp bias": ("llama", {"mlp_bias": True}, "mlp_bias is True"),
+    "quantized": (
+        "qwen2",
+        {"quantization_config": {"quant_method": "awq"}},
+        "quantization_config is {'quant_method': 'awq'}",
+    ),
+    "softcapping": ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+    "logit scale": ("llama", {"logit_scale": 0.5}, "logit_scale is 0.5; only 1 is supported"),
+    "no width": ("llama", {"hidden_size": None}, "hidden_size should be a positive integer"),
+    "width a string": ("llama", {"hidden_size": "40"}, "positive integer, found '40'"),
+    "no layers": ("llama", {"num_hidden_layers": 0}, "num_hidden_layers should be a positive"),
+    "eps not a number": ("llama", {"rms_norm_eps": "x"}, "rms_norm_eps should be a positive"),
+    "heads that don't divide": (
+        "llama",
+        {"num_key_value_heads": 3},
+        "4 heads can't share 3 key-value heads evenly",
+    ),
+    "odd heads": ("llama", {"head_dim": 11}, "head_dim is 11; rotary embeddings need an even one"),
+    "eos beyond the vocabulary": (
+        "llama",
+        {"eos_token_id": 4000},
+        r"config.json: eos_token_id 4000 is not an id below 107",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_config_that_changes_the_maths_is_refused(case: str, tmp_path: Path) -> None:
+    name, config, sentence = REFUSED[case]
+    path = changed(tmp_path, name, **config)
+    (path / "generation_config.json").unlink()
+    with pytest.raises(ValueError, match=sentence) as caught:
+        families.load_model(path)
+    assert str(path / "config.json") in str(caught.value)
+
+
+HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a window that is off": ("qwen2", {"use_sliding_window": False, "sliding_window": 4096}),
+    "no window switch": ("qwen3", {"use_sliding_window": None, "sliding_window": 4096}),
+    "full attention": ("qwen3", {"layer_types": ["full_attention"] * 2}),
+    "no layer types": ("qwen3", {"layer_types": None}),
+    "swish": ("llama", {"hidden_act": "swish"}),
+    "unknown keys": ("llama", {"pretraining_tp": 2, "my_note": "hello", "torch_dtype": "int8"}),
+    "qwen2 always has its bias": ("qwen2", {"attention_bias": True}),
+    "factor one": ("llama", {"partial_rotary_factor": 1.0, "logit_scale": 1.0}),
+    "transformers 4's rope": (
+        "llama",
+        {
+            "rope_parameters": None,
+            "rope_theta": 500.0,
+            "rope_scaling": {key: LLAMA3[key] for key in LLAMA3 if key != "rope_theta"},
+        },
+    ),
+    "transformers 4's plain rope": (
+        "qwen2-tied",
+        {"rope_parameters": None, "rope_theta": 1e6, "rope_scaling": None},
+    ),
+    "transformers 3's rope": (
+        "llama",
+        {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": LLAMA3 | {"type": "llama3"}},
+    ),
+    "no theta": ("qwen3", {"rope_parameters": None}),
+    "derived head width": ("qwen2", {"head_dim": 14}),
+}
+
+
+@pytest.mark.parametrize("case", HARMLESS)
+def test_a_config_that_changes_nothing_is_read_the_same(case: str, tmp_path: Path) -> None:
+    name, config = HARMLESS[case]
+    found = families.read_config(changed(tmp_path, name, **config))
+    wanted = families.read_config(folder(name))
+    assert found[0] == wanted[0]
+    np.testing.assert_array_equal(found[1], wanted[1])
+
+
+def test_qwen3_heads_are_128_wide_where_the_file_does_not_say(tmp_path: Path) -> None:
+    config, inv_freq = families.read_config(changed(tmp_path, "qwen3", head_dim=None))
+    assert config["head_width"] == 128 and inv_freq.shape == (64,)
+
+
+@pytest.mark.parametrize("kind", ("default", "llama3"))
+@pytest.mark.parametrize("theta", (1e4, 5e5, 1e6))
+@pytest.mark.parametrize("width", (64, 80, 128))
+def test_rotary_frequencies_equal_transformers(
+    kind: str, theta: float, width: int, tmp_path: Path
+) -> None:
+    rope = {"rope_type": kind, "rope_theta": theta}
+    if kind == "llama3":
+        rope |= {key: LLAMA3[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        rope["original_max_position_embeddings"] = 8192
+    path = changed(tmp_path, "llama", rope_parameters=rope, head_dim=width)
+    _, found = families.read_config(path)
+    config = LlamaConfig(head_dim=width, max_position_embeddings=131072, rope_parameters=dict(rope))
+    wanted = LlamaRotaryEmbedding(config).inv_freq.numpy()
+    assert found.dtype == np.float32 and found.shape == (width // 2,)
+    # torch's own power is off in the last bit here and there; everything after it is the same.
+    assert (found != wanted).sum() <= 2
+    np.testing.assert_allclose(found, wanted, rtol=2e-7)
+
+
+# ---- files ----
+
+
+def rewritten(tmp_path: Path, name: str, change: Any) -> Path:
+    """A copy of a model's folder as one safetensors file, after `change` was called on its dict."""
+    shutil.copytree(folder(name), tmp_path / "model")
+    with weights.open_folder(folder(name)) as found:
+        tensors = {key: found[key].copy() for key in found}
+    for file in (tmp_path / "model").glob("model*"):
+        file.unlink()
+    change(tensors)
+    weights.write(tmp_path / "model" / "model.safetensors", tensors)
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        (
+            "model.layers.1.self_attn.q_proj.weight",
+            "layer 1 wq: the file has no model.layers.1.self_attn.q_proj.weight",
+        ),
+        ("model.norm.weight", "final_norm: the file has no model.norm.weight"),
+        ("lm_head.weight", "head: the file has no lm_head.weight"),
+    ],
+)
+def test_a_missing_tensor_is_named(key: str, sentence: str, tmp_path: Path) -> None:
+    path = rewritten(tmp_path, "qwen3", lambda tensors: tensors.pop(key))
+    with pytest.raises(ValueError, match=sentence):
+        families.load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "sentence"),
+    [
+        (
+            "model.layers.1.self_attn.q_proj.weight",
+            (60, 30),
+            r"layer 1 wq: file has \(60, 30\), the model needs \(60, 36\)",
+        ),
+        ("model.norm.weight", (37,), r"final_norm: file has \(37,\), the model needs \(36,\)"),
+        ("model.embed_tokens.weight", (36, 131), r"embed: file has \(36, 131\), the model needs"),
+    ],
+)
+def test_a_wrong_shape_is_named(
+    key: str, shape: tuple[int, ...], sentence: str, tmp_path: Path
+) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors[key] = np.ones(shape, np.float32)
+
+    with pytest.raises(ValueError, match=sentence):
+        families.load_model(rewritten(tmp_path, "qwen3", change))
+
+
+def test_a_surplus_tensor_is_named(tmp_path: Path) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.layers.0.self_attn.q_proj.bias"] = np.ones(48, np.float32)
+        tensors["model.layers.7.mlp.up_proj.weight"] = np.ones((67, 40), np.float32)
+
+    sentence = r"has model.layers.0.self_attn.q_proj.bias and 1 more, which llama does not use"
+    with pytest.raises(ValueError, match=sentence):
+        families.load_model(rewritten(tmp_path, "llama", change))
+
+
+def test_old_rotary_buffers_and_a_tied_head_are_ignored(tmp_path: Path) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(5, np.float32)
+        tensors["lm_head.weight"] = np.full((101, 30), np.nan, np.float32)
+
+    model = families.load_model(rewritten(tmp_path, "llama-tied", change), threads=1)
+    one = datum(tokens_of("llama-tied", 20))
+    found, _ = call(_core.Adapter(model.core, rank=2), [one], backward=False)
+    wanted, _ = call(_core.Adapter(loaded("llama-tied").core, rank=2), [one], backward=False)
+    np.testing.assert_array_equal(found[0], wanted[0])
+
+
+def test_a_bf16_matrix_among_f32_ones_is_widened(tmp_path: Path) -> None:
+    def bits(array: np.ndarray) -> np.ndarray:
+        return (array.view(np.uint32) >> 16).astype(np.uint16)
+
+    narrow = ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"]
+
+    def mixed(tensors: dict[str, np.ndarray]) -> None:
+        tensors.update({key: bits(tensors[key]) for key in narrow})
+
+    def rounded(tensors: dict[str, np.ndarray]) -> None:
+        for key in narrow:
+            tensors[key] = (bits(tensors[key]).astype(np.uint32) << 16).view(np.float32)
+
+    one = datum(tokens_of("qwen3", 20))
+    results = []
+    for label, change in (("mixed", mixed), ("rounded", rounded)):
+        path = rewritten(tmp_path / label, "qwen3", change)
+        assert families.element_type(path) == "f32"
+        model = families.load_model(path, threads=1)
+        results.append(call(_core.Adapter(model.core, rank=2), [one], backward=False)[0][0])
+    np.testing.assert_array_equal(results[0], results[1])
+    unchanged = call(_core.Adapter(loaded("qwen3").core, rank=2), [one], backward=False)[0][0]
+    assert not np.array_equal(results[0], unchanged)
+
+
+def test_bf16_is_kept_only_where_all_matrices_are_bf16() -> None:
+    kinds = {name: families.element_type(folder(name)) for name in SPECS}
+    assert kinds == {
+        name: "bf16" if spec.dtype == torch.bfloat16 else "f32" for name, spec in SPECS.items()
+    }
+    matrices = sum(math.prod(entry[2:]) for entry in loaded("llama").core.slots)
+    assert matrices * 2 <= loaded("llama").core.weight_bytes < matrices * 4
+
+
+@pytest.mark.parametrize("cut", (3, 100, 5000, -1))
+def test_a_truncated_file_is_refused(cut: int, tmp_path: Path) -> None:
+    path = rewritten(tmp_path, "qwen3", lambda tensors: None)
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(ValueError, match=r"model\.safetensors.*the file has|found 3 bytes"):
+        families.load_model(path)
+
+
+def test_a_missing_tokenizer_is_a_sentence(tmp_path: Path) -> None:
+    path = changed(tmp_path, "qwen3")
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model has no tokenizer\.json"):
+        families.load_model(path)
+
+
+@pytest.mark.parametrize("content", ("{}", "[]", '{"model": {"vocab": 3}}', '{"model"', "{}{}"))
+def test_a_broken_tokenizer_is_a_sentence(content: str, tmp_path: Path) -> None:
+    path = changed(tmp_path, "qwen3")
+    (path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json (is not|should hold|has no)"):
+        families.load_model(path)
+
+
+def test_a_missing_config_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        families.load_model(tmp_path)
+
+
+# ---- what a loaded model says of itself ----
+
+
+def test_a_loaded_model_knows_its_tokenizer() -> None:
+    for name, spec in SPECS.items():
+        model = loaded(name)
+        assert (model.family, model.context, model.vocab) == (
+            spec.family,
+            160,
+            spec.config["vocab_size"],
+        )
+        assert model.tokenizer_vocab == model.vocab - PADDING
+        assert model.eos_ids == (7,)
+        assert model.path == model.tokenizer_dir == folder(name).resolve()
+
+
+def tokenizer_vocab(tmp_path: Path, content: Any) -> int:
+    path = changed(tmp_path, "qwen3")
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    return families.load_model(path).tokenizer_vocab
+
+
+def test_added_tokens_count(tmp_path: Path) -> None:
+    added = [{"id": 40, "content": "<end>"}, {"id": 2, "content": "w2"}]
+    content = {"model": {"vocab": {"w0": 0, "w1": 1, "w2": 2}}, "added_tokens": added}
+    assert tokenizer_vocab(tmp_path, content) == 41
+
+
+def test_a_unigram_vocabulary_is_a_list(tmp_path: Path) -> None:
+    content = {"model": {"vocab": [["a", -1.0], ["b", -2.0], ["c", -3.0]]}}
+    assert tokenizer_vocab(tmp_path, content) == 3
+
+
+def test_a_tokenizer_larger_than_the_model_ends_at_the_model(tmp_path: Path) -> None:
+    assert tokenizer_vocab(tmp_path, {"model": {"vocab": {"a": 0, "b": 500}}}) == 131
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "token", "wanted"),
+    [
+        ([9, 3], 5, "w6", (9, 3)),
+        (None, 5, "w6", (5,)),
+        (None, [5, 4], "w6", (5, 4)),
+        (None, None, "w6", (6,)),
+        (None, None, {"content": "w6"}, (6,)),
+        (None, None, "unknown", ()),
+        (None, None, None, ()),
+    ],
+)
+def test_eos_comes_from_the_first_file_that_names_it(
+    generation: Any, config: Any, token: Any, wanted: tuple[int, ...], tmp_path: Path
+) -> None:
+    path = changed(tmp_path, "qwen3", eos_token_id=config)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    assert families.load_model(path).eos_ids == wanted
+
+
+# ---- finding a model ----
+
+
+def test_a_model_is_found_by_name_path_and_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    cached = tmp_path / "hub" / "models--org--name"
+    snapshot = cached / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc\n")
+    (snapshot / "config.json").write_text("{}")
+    registered = {"mine": Path("/somewhere")}
+    assert families.find_model("mine", registered) == Path("/somewhere")
+    assert families.find_model(str(snapshot), {}) == snapshot
+    assert families.find_model("org/name", registered) == snapshot
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HOME", "/nowhere")
+    assert families.find_model("org/name", {}) == snapshot
+    (snapshot / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no model 'org/name'.*\(those are: mine\)"):
+        families.find_model("org/name", registered)
+
+
+@pytest.mark.parametrize("name", ("", "..", "../..", "a/../b", "no\0name", "a/b/c", "x/"))
+def test_a_name_that_is_no_model_is_a_sentence(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no model"):
+        families.find_model(name, {})

@@ -1,0 +1,215 @@
+"""Every loss of Tinker against autograd of its formula, on every device."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from models import Datum, call, cpu_only, datum, error, tokens_of
+from tinsmith import _core
+from training import ENDS, KEYS, POLICY, adapter_of, advantaged, batch, check, soft
+
+pytestmark = pytest.mark.usefixtures("on")  # every test on every device
+
+
+@pytest.mark.parametrize("targets", (1, 2, 20, 107))
+def test_cross_entropy_with_many_targets(targets: int) -> None:
+    check("llama", adapter_of("llama"), [soft("llama", 30, targets), soft("llama", 2, targets)])
+
+
+def test_datums_of_different_k_are_what_they_are_alone() -> None:
+    data = [soft("qwen3", 20, 3), *batch("qwen3", (11,)), soft("qwen3", 9, 20), soft("qwen3", 5, 1)]
+    check("qwen3", adapter_of("qwen3"), data)
+    together, _ = call(adapter_of("qwen3"), data, backward=False)
+    for one, found in zip(data, together, strict=True):
+        (alone,), _ = call(adapter_of("qwen3"), [one], backward=False)
+        np.testing.assert_array_equal(found, alone)
+
+
+@pytest.mark.parametrize("targets", (None, 4))
+def test_missing_weights_are_ones(targets: int | None) -> None:
+    shape = (25,) if targets is None else (25, targets)
+    ids = np.random.default_rng(0).integers(0, 100, shape)
+    one = datum(tokens_of("qwen3", 25), ids)
+    check("qwen3", adapter_of("qwen3"), [one])
+    missing, ones = adapter_of("qwen3"), adapter_of("qwen3")
+    found = call(missing, [one])
+    wanted = call(ones, [replace(one, inputs={"weights": np.ones(shape, np.float32)})])
+    assert found[1] == wanted[1]
+    np.testing.assert_array_equal(missing.read("gradients"), ones.read("gradients"))
+
+
+def test_weights_of_zero_give_no_gradient() -> None:
+    adapter = adapter_of("qwen3")
+    data = [replace(one, inputs={"weights": np.zeros(one.targets.shape)}) for one in batch("qwen3")]
+    _, loss = call(adapter, data)
+    assert loss == 0 and not adapter.read("gradients").any()
+
+
+def test_k_of_one_is_the_plain_loss() -> None:
+    plain, wide = adapter_of("qwen3"), adapter_of("qwen3")
+    data = batch("qwen3")
+    columns = [
+        Datum(one.tokens, one.targets[:, None], {"weights": one.inputs["weights"][:, None]})
+        for one in data
+    ]
+    assert call(plain, data)[1] == call(wide, columns)[1]
+    np.testing.assert_array_equal(plain.read("gradients"), wide.read("gradients"))
+
+
+def config_of(loss: str) -> dict[str, float]:
+    """What a loss must be told."""
+    return {"beta": 0.3} if loss == "dro" else {}
+
+
+def with_thresholds(data: list[Datum]) -> list[Datum]:
+    """Clip thresholds of their own for each token."""
+    rng = np.random.default_rng(3)
+    return [
+        replace(
+            one,
+            inputs=one.inputs
+            | {
+                "clip_low_threshold": rng.uniform(0.3, 1, one.targets.shape).astype(np.float32),
+                "clip_high_threshold": rng.uniform(1, 2, one.targets.shape).astype(np.float32),
+            },
+        )
+        for one in data
+    ]
+
+
+@pytest.mark.parametrize("loss", POLICY)
+@pytest.mark.parametrize("name", ("qwen3", "llama"))
+def test_policy_losses(name: str, loss: str) -> None:
+    check(name, adapter_of(name), advantaged(name), loss, config_of(loss))
+
+
+@cpu_only
+@pytest.mark.parametrize("loss", POLICY)
+def test_a_policy_losses_gradient_is_its_slope(loss: str) -> None:
+    """Central differences of the loss where what it holds constant is held constant."""
+    adapter, data, config = adapter_of("qwen3"), advantaged("qwen3"), config_of(loss)
+    start, _ = call(adapter, data, loss, config)
+    gradient = adapter.read("gradients").astype(np.float64)
+    weights = adapter.read("weights")
+
+    def held(logp: list[np.ndarray]) -> float:
+        total = 0.0
+        for one, now, then in zip(data, logp, start, strict=True):
+            now, then = now.astype(np.float64), then.astype(np.float64)
+            q, advantage = one.inputs["logprobs"].astype(np.float64), one.inputs["advantages"]
+            ratio = np.exp(now - q)
+            if loss == "gspo":
+                used = advantage != 0
+                ratio = np.exp((then - q)[used].mean() + now - then) if used.any() else ratio
+            keys = KEYS.get(loss, KEYS["ppo"])
+            low, high = (keys[f"clip_{end}_threshold"] for end in ENDS)
+            total -= {
+                "importance_sampling": ratio * advantage,
+                "ppo": np.minimum(ratio * advantage, ratio.clip(low, high) * advantage),
+                "gspo": np.minimum(ratio * advantage, ratio.clip(low, high) * advantage),
+                "cispo": np.exp(then - q).clip(low, high) * now * advantage,
+                "dro": now * advantage - 0.15 * (now - q) ** 2,
+            }[loss].sum()
+        return total
+
+    direction = np.random.default_rng(1).normal(size=adapter.size) + 3 * np.sign(gradient)
+    direction *= 0.002 / np.linalg.norm(direction)
+    sides = []
+    for sign in (1, -1):
+        adapter.write("weights", (weights + sign * direction).astype(np.float32))
+        sides.append(held(call(adapter, data, loss, config, backward=False)[0]))
+    assert (sides[0] - sides[1]) / 2 == pytest.approx(gradient @ direction, rel=5e-3)
+
+
+@pytest.mark.parametrize("loss", ("ppo", "cispo", "gspo"))
+def test_clip_thresholds_of_each_token(loss: str) -> None:
+    data = with_thresholds(advantaged("qwen3", (60, 9)))
+    check("qwen3", adapter_of("qwen3"), data, loss)
+    constant = [
+        replace(one, inputs=one.inputs | {key: np.full(one.targets.shape, value, np.float32)
+                                          for key, value in KEYS[loss].items()})
+        for one in data
+    ]  # fmt: skip
+    given, default = adapter_of("qwen3"), adapter_of("qwen3")
+    wanted = call(default, advantaged("qwen3", (60, 9)), loss)
+    assert call(given, constant, loss)[1] == wanted[1]
+    np.testing.assert_array_equal(given.read("gradients"), default.read("gradients"))
+
+
+def masked(data: list[Datum]) -> list[Datum]:
+    rng = np.random.default_rng(4)
+    masks = [(rng.random(one.targets.shape) > 0.4).astype(np.float32) for one in data]
+    for mask in masks:
+        mask[0] = 1  # at least one
+    return [
+        replace(one, inputs=one.inputs | {"sequence_ratio_mask": mask})
+        for one, mask in zip(data, masks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("groups", ({}, {"unembed": False}))
+def test_gspo_with_masks_and_thresholds(groups: dict[str, bool]) -> None:
+    data = with_thresholds(masked(advantaged("qwen3", (23, 1, 60, 5))))
+    check("qwen3", adapter_of("qwen3", **groups), data, "gspo")
+
+
+def test_gspo_sees_whole_datums_however_the_batch_is_cut() -> None:
+    """Wide clips, so that every ratio counts; the head sees 512 rows at most, micro-batches 41."""
+    config = {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9}
+    data = advantaged("qwen3", (150, 23, 1, 140, 60, 155, 150, 40))
+    whole, split = adapter_of("qwen3"), adapter_of("qwen3", step_tokens=41)
+    wanted, total = call(whole, data, "gspo", config)
+    found, split_total = call(split, data, "gspo", config)
+    assert split_total == pytest.approx(total, rel=1e-6)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert error(split.read("gradients"), whole.read("gradients")) < 1e-6
+    check("qwen3", adapter_of("qwen3"), data, "gspo", config)
+    forward = call(whole, data, "gspo", config, backward=False)
+    assert forward[1] == total
+
+
+def test_ppo_clips_on_both_sides_and_only_there() -> None:
+    data = advantaged("qwen3", (60,))
+    (logp,), _ = call(adapter_of("qwen3"), data, "ppo", backward=False)
+    ratio = np.exp(logp - data[0].inputs["logprobs"])
+    advantage = data[0].inputs["advantages"]
+    cases = [
+        (ratio > 1.2) & (advantage > 0),
+        (ratio > 1.2) & (advantage < 0),
+        (ratio < 0.8) & (advantage > 0),
+        (ratio < 0.8) & (advantage < 0),
+        (ratio < 1.2) & (ratio > 0.8) & (advantage != 0),
+        advantage == 0,
+    ]
+    for case in cases:
+        assert case.sum() >= 2  # all of them are in the data
+        kept = {"advantages": np.where(case, advantage, 0), "logprobs": data[0].inputs["logprobs"]}
+        adapter = adapter_of("qwen3")
+        call(adapter, [replace(data[0], inputs=kept)], "ppo")
+        clipped = case is cases[0] or case is cases[3] or case is cases[5]
+        assert adapter.read("gradients").any() != clipped
+    config = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}
+    check("qwen3", adapter_of("qwen3"), data, "ppo", config)
+    wide = {"clip_low_threshold": 0.0, "clip_high_threshold": 1e9}
+    free, importance = adapter_of("qwen3"), adapter_of("qwen3")
+    call(free, data, "ppo", wide)
+    call(importance, data, "importance_sampling")
+    np.testing.assert_array_equal(free.read("gradients"), importance.read("gradients"))
+
+
+@cpu_only
+def test_the_table_of_losses_is_tinkers() -> None:
+    table = {row["name"]: row for row in _core.losses()}
+    assert set(table) >= {"cross_entropy", *POLICY}
+    assert table["cross_entropy"]["multi"] and not table["ppo"]["multi"]
+    assert table["cross_entropy"]["inputs"] == [
+        {"name": "weights", "required": False, "fallback": None, "default": 1.0}
+    ]
+    for name in POLICY:
+        required = [item["name"] for item in table[name]["inputs"] if item["required"]]
+        assert required == ["logprobs", "advantages"]
+    for name, keys in KEYS.items():
+        assert table[name]["config"] == keys
+        assert {item["fallback"] for item in table[name]["inputs"]} >= set(keys)
+    assert table["dro"]["config"] == {"beta": None}
