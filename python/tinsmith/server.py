@@ -1,8 +1,8 @@
 """The HTTP server: the app that answers for a Service, and the threads it runs in.
 
 The app turns every exception into a 4xx with {"detail": sentence}: the SDK repeats 5xx and 409 for
-minutes, so neither is ever sent. A server's models are loaded before it listens, so a client that
-gets through finds it ready. It listens on the loopback unless told otherwise.
+minutes, so neither is ever sent. All models' files are checked before it listens; one model alone
+is loaded then too, several are on first use. It listens on the loopback unless told otherwise.
 """
 
 import errno
@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tinsmith import checkpoint, rest, routes, transfers, worker
+from tinsmith.bases import inspect_models
 from tinsmith.errors import RequestError, explain
 from tinsmith.routes import Handler
 from tinsmith.service import Refusal, Service
@@ -100,6 +101,8 @@ class Backend:
         port: int = 0,
         device: str = "auto",
         threads: int = 0,
+        memory: int | None = None,
+        preload: bool | None = None,
         seed: int | None = None,
         poll_seconds: float = 20.0,
         gap_seconds: float = worker.GAP_SECONDS,
@@ -110,9 +113,22 @@ class Backend:
         self._socket = _bind(host, port)
         try:
             store = checkpoint.Store(self.checkpoints)
-            bases = worker.load_models(models, device=choose_device(device), threads=threads)
-            self._worker = worker.Worker(bases, gap_seconds=gap_seconds)
+            bases = inspect_models(models)
+            self._worker = worker.Worker(
+                bases,
+                device=choose_device(device),
+                threads=threads,
+                memory=memory,
+                gap_seconds=gap_seconds,
+            )
         except BaseException:
+            self._socket.close()
+            raise
+        try:
+            if preload or (preload is None and len(bases) == 1):
+                self._worker.preload(bases).result()
+        except BaseException:
+            self._worker.close()
             self._socket.close()
             raise
         service = Service(bases, self._worker, store, seed=seed, poll_seconds=poll_seconds)

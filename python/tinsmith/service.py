@@ -24,7 +24,7 @@ from starlette.requests import Request
 
 from tinsmith import checkpoint, peft, wire
 from tinsmith.errors import RequestError, explain
-from tinsmith.families import LoadedModel, find_model
+from tinsmith.families import BaseModel, find_model
 from tinsmith.worker import Worker
 
 KEPT_READ_SECONDS = 60.0  # a result stays after it was read, for a client that lost the reply
@@ -66,7 +66,7 @@ class RunInfo:
     id: str
     session: Session
     base: str
-    model: LoadedModel
+    model: BaseModel
     rank: int
     alpha: float
     seed: int
@@ -131,7 +131,7 @@ class SamplerInfo:
     id: str
     session: Session
     base: str
-    model: LoadedModel
+    model: BaseModel
     path: str | None = None
     clones: int = 0
     done: dict[int, Completions] = field(default_factory=dict)  # of each clone's requests
@@ -153,7 +153,7 @@ class Service:
 
     def __init__(
         self,
-        bases: Mapping[str, LoadedModel],
+        bases: Mapping[str, BaseModel],
         worker: Worker,
         store: checkpoint.Store,
         *,

@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,9 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core, checkpoint, peft
+from tinsmith.bases import Bases, Hold
 from tinsmith.decoding import Decoder, SampleRequest, SampleResult
 from tinsmith.errors import RequestError, explain
-from tinsmith.families import LoadedModel, load_model
+from tinsmith.families import BaseModel, LoadedModel
 
 log = logging.getLogger("tinsmith")
 
@@ -107,8 +108,9 @@ class _Run:
     """One adapter in training, and the requests that wait for their turn."""
 
     name: str
-    base: LoadedModel
+    base: BaseModel
     adapter: _core.Adapter | None = None
+    bytes: int = 0
     failure: RequestError | None = None  # why there is no adapter
     next_seq: int = 0  # 0 is the creation; the SDK's requests start at 1
     waiting: dict[int, _Job] = field(default_factory=dict)
@@ -119,7 +121,7 @@ class _Run:
 class _Snapshot:
     """What a sampling session samples from: an adapter, or else the base model."""
 
-    base: LoadedModel
+    base: BaseModel
     adapter: _core.Adapter | None = None
     failure: RequestError | None = None
     origin: tuple[Path, str] | None = None  # the checkpoint's folder and creation time
@@ -152,12 +154,23 @@ class Worker:
 
     def __init__(
         self,
-        bases: Mapping[str, LoadedModel],
+        bases: Mapping[str, BaseModel],
         *,
+        device: str = "cpu",
+        threads: int = 0,
+        memory: int | None = None,  # bytes; None: most of the machine's or the card's
         gap_seconds: float = GAP_SECONDS,
         snapshot_bytes_max: int = SNAPSHOT_BYTES_MAX,
     ):
-        self._bases = dict(bases)
+        self._known = dict(bases)
+        self._bases = Bases(
+            bases,
+            device=device,
+            threads=threads,
+            memory=memory,
+            holds=self._holds,
+            release=self._release,
+        )
         self._gap_seconds = gap_seconds
         self._snapshot_bytes_max = snapshot_bytes_max
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -171,6 +184,20 @@ class Worker:
         self._thread = threading.Thread(target=self._loop, name="tinsmith-worker", daemon=True)
         self._thread.start()
 
+    def preload(self, bases: Iterable[str]) -> Future[None]:
+        """Loads base models now rather than on first use."""
+        future: Future[None] = Future()
+
+        def begin() -> None:
+            try:
+                for name in bases:
+                    self._bases.use(self._known[name])
+                future.set_result(None)
+            except BaseException as error:
+                _fail(future, error)
+
+        return self._put(begin, future)
+
     # ---- training: each request takes its run's turn `seq` ----
 
     def create(self, run: str, base: str, spec: LoraSpec | StateSpec) -> Future[None]:
@@ -178,7 +205,7 @@ class Worker:
 
         def work(lane: _Run) -> None:
             try:
-                lane.adapter = _make_adapter(lane.base, spec)
+                lane.adapter = self._make_adapter(lane, spec)
             except BaseException as error:
                 lane.failure = explain(error)
                 raise
@@ -186,7 +213,7 @@ class Worker:
         future: Future[None] = Future()
 
         def begin() -> None:
-            self._runs[run] = _Run(run, self._bases[base])
+            self._runs[run] = _Run(run, self._known[base])
             self._enqueue(run, 0, _Job(future, work))
 
         return self._put(begin, future)
@@ -270,11 +297,17 @@ class Worker:
 
         return self._submit(run, seq, work)
 
-    def snapshot(self, run: str, seq: int, sampler: str) -> Future[None]:
-        """Makes a sampling session with the run's weights as they are at its turn."""
+    def snapshot(self, run: str, seq: int, sampler: str) -> Future[int]:
+        """Makes a sampling session with the run's weights as they are at its turn; gives the number
+        of steps that the run has taken."""
 
-        def work(lane: _Run) -> None:
-            self._keep(sampler, _Snapshot(lane.base, _adapter(lane).snapshot()))
+        def work(lane: _Run) -> int:
+            adapter = _adapter(lane)
+            shot = self._bases.make(
+                4 * adapter.size, "a snapshot", adapter.snapshot, keep=lane.base.path
+            )
+            self._keep(sampler, _Snapshot(lane.base, shot))
+            return adapter.step
 
         return self._submit(run, seq, work)
 
@@ -284,7 +317,7 @@ class Worker:
         """Makes a sampling session of a base model."""
 
         def begin() -> None:
-            self._snapshots[sampler] = _Snapshot(self._bases[base])
+            self._snapshots[sampler] = _Snapshot(self._known[base])
 
         self._put(begin)
 
@@ -295,7 +328,7 @@ class Worker:
         """
 
         def begin() -> None:
-            wanted = _Snapshot(self._bases[base], origin=(folder, created))
+            wanted = _Snapshot(self._known[base], origin=(folder, created))
             try:
                 self._load(sampler, wanted)
             except BaseException as error:
@@ -310,7 +343,9 @@ class Worker:
         def begin() -> None:
             try:
                 snapshot = self._use(sampler)
-                self._decoder.add(snapshot.base, snapshot.adapter, request, future)
+                base = self._bases.use(snapshot.base)
+                self._open_lane(base)
+                self._decoder.add(base, snapshot.adapter, request, future)
             except BaseException as error:
                 _fail(future, error)
 
@@ -405,9 +440,18 @@ class Worker:
         same = (item.adapter for item in self._snapshots.values() if item.origin == wanted.origin)
         adapter = next((item for item in same if item is not None), None)
         if adapter is None:
-            folder = wanted.origin[0]
-            adapter = checkpoint.load_adapter(folder, wanted.base, optimizer=False)
+            adapter = self._read(self._bases.use(wanted.base), wanted.origin[0])
         return self._keep(sampler, replace(wanted, adapter=adapter))
+
+    def _read(self, base: LoadedModel, folder: Path) -> _core.Adapter:
+        """A checkpoint's adapter, to sample from."""
+        rank = peft.load_meta(folder).rank
+        need = base.core.plan(rank, 1)["adapter"]  # while it is read; the snapshot takes less
+
+        def read() -> _core.Adapter:
+            return peft.load_adapter(folder, base, optimizer=False).snapshot()
+
+        return self._bases.make(need, f"the checkpoint {folder}", read, keep=base.path)
 
     def _keep(self, sampler: str, snapshot: _Snapshot) -> _Snapshot:
         """Adds a snapshot, and drops old ones while there are too many bytes of them."""
@@ -427,6 +471,66 @@ class Worker:
             failure = None if item.origin else dropped
             self._snapshots[name] = replace(item, adapter=None, failure=failure)
         return snapshot
+
+    def _make_adapter(self, lane: _Run, spec: LoraSpec | StateSpec) -> _core.Adapter:
+        base = self._bases.use(lane.base)
+        saved = isinstance(spec, StateSpec)
+        rank = peft.load_meta(spec.folder).rank if saved else spec.rank
+
+        def make() -> _core.Adapter:
+            if isinstance(spec, StateSpec):
+                return peft.load_adapter(spec.folder, base, optimizer=spec.optimizer)
+            return _core.Adapter(
+                base.core,
+                rank=spec.rank,
+                alpha=spec.alpha,
+                seed=spec.seed,
+                attn=spec.attn,
+                mlp=spec.mlp,
+                unembed=spec.unembed,
+            )
+
+        need = self._bases.run_bytes(base, rank)
+        adapter = self._bases.make(need, f"a run of rank {rank}", make, keep=base.path)
+        lane.bytes = need
+        return adapter
+
+    def _open_lane(self, base: LoadedModel) -> None:
+        """Sees to it that a base model can be sampled from."""
+        if self._decoder.is_open(base):
+            return
+        tokens = self._bases.cache_tokens(base)
+        self._bases.make(
+            tokens * base.core.plan(1, 1)["kv_token"],
+            "a cache of keys and values",
+            lambda: self._decoder.open(base, tokens),
+            keep=base.path,
+        )
+
+    def _holds(self) -> list[Hold]:
+        """What takes memory beside the base models' weights."""
+        found = [
+            Hold(run.base.path, run.bytes, f"the run {run.name}", pins=True)
+            for run in self._runs.values()
+            if run.failure is None
+        ]
+        adapters = {id(item.adapter): (name, item) for name, item in self._snapshots.items()}
+        for name, item in adapters.values():
+            what, only = f"the sampling session {name}", item.origin is None
+            if item.adapter is not None:
+                found.append(Hold(item.base.path, item.bytes, what, pins=only))
+        for path, size, active in self._decoder.caches():
+            found.append(Hold(path, size, f"the cache of {path.name}", pins=active))
+        return found
+
+    def _release(self, path: Path) -> bool:
+        """Drops what can be made again on a base model; whether there was any."""
+        dropped = self._decoder.shut(path)  # an active one keeps the adapters that it uses
+        for name, item in self._snapshots.items():
+            if item.base.path == path and item.origin is not None and item.adapter is not None:
+                self._snapshots[name] = replace(item, adapter=None)
+                dropped = True
+        return dropped
 
     def _loop(self) -> None:
         while self._running:
@@ -493,32 +597,6 @@ class Worker:
             self._drain(block=False)
             if self._ready and time.monotonic() >= end:
                 return
-
-
-def load_models(
-    paths: Mapping[str, Path], *, device: str, threads: int = 0
-) -> dict[str, LoadedModel]:
-    """Loads base models under their names; one folder under two names is loaded once."""
-    loaded: dict[Path, LoadedModel] = {}
-    for path in paths.values():
-        key = Path(path).resolve()
-        if key not in loaded:
-            loaded[key] = load_model(key, device=device, threads=threads)
-    return {name: loaded[Path(path).resolve()] for name, path in paths.items()}
-
-
-def _make_adapter(base: LoadedModel, spec: LoraSpec | StateSpec) -> _core.Adapter:
-    if isinstance(spec, StateSpec):
-        return peft.load_adapter(spec.folder, base, optimizer=spec.optimizer)
-    return _core.Adapter(
-        base.core,
-        rank=spec.rank,
-        alpha=spec.alpha,
-        seed=spec.seed,
-        attn=spec.attn,
-        mlp=spec.mlp,
-        unembed=spec.unembed,
-    )
 
 
 def _adapter(run: _Run) -> _core.Adapter:
