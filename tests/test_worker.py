@@ -5,8 +5,8 @@ import threading
 
 import numpy as np
 import pytest
-from tinsmith.decoding import SampleRequest
 from tinsmith.bases import inspect_models
+from tinsmith.decoding import SampleRequest
 from tinsmith.worker import Batch, LoraSpec, Worker
 
 

@@ -18,28 +18,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith import _core, checkpoint, peft
+from tinsmith import _core, checkpoint, peft, snapshots
 from tinsmith.bases import Bases, Hold
 from tinsmith.decoding import Decoder, SampleRequest, SampleResult
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import BaseModel, LoadedModel
+from tinsmith.snapshots import Snapshots
 
 log = logging.getLogger("tinsmith")
 
 # How long requests wait for one that should have come before them. The SDK's chunks of one call
 # arrive within seconds of each other.
 GAP_SECONDS = 60.0
-
-# What the adapters of sampling sessions may take together. A client doesn't say when it is done
-# with a snapshot, and training loops make one in each step: the least recently used go first.
-SNAPSHOT_BYTES_MAX = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -117,21 +114,6 @@ class _Run:
     waiting_since: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    """What a sampling session samples from: an adapter, or else the base model."""
-
-    base: BaseModel
-    adapter: _core.Adapter | None = None
-    failure: RequestError | None = None
-    origin: tuple[Path, str] | None = None  # the checkpoint's folder and creation time
-
-    @property
-    def bytes(self) -> int:
-        """What the adapter takes."""
-        return 0 if self.adapter is None else 4 * self.adapter.size
-
-
 def losses() -> list[_core.LossRow]:
     """The engine's table of losses."""
     return _core.losses()
@@ -160,7 +142,7 @@ class Worker:
         threads: int = 0,
         memory: int | None = None,  # bytes; None: most of the machine's or the card's
         gap_seconds: float = GAP_SECONDS,
-        snapshot_bytes_max: int = SNAPSHOT_BYTES_MAX,
+        snapshot_bytes_max: int = snapshots.BYTES_MAX,
     ):
         self._known = dict(bases)
         self._bases = Bases(
@@ -172,11 +154,10 @@ class Worker:
             release=self._release,
         )
         self._gap_seconds = gap_seconds
-        self._snapshot_bytes_max = snapshot_bytes_max
+        self._snapshots = Snapshots(self._bases, snapshot_bytes_max)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ready: deque[tuple[_Run, _Job]] = deque()
         self._runs: dict[str, _Run] = {}
-        self._snapshots: dict[str, _Snapshot] = {}  # the least recently used first
         self._decoder = Decoder()
         self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
         self._closed = False
@@ -303,10 +284,7 @@ class Worker:
 
         def work(lane: _Run) -> int:
             adapter = _adapter(lane)
-            shot = self._bases.make(
-                4 * adapter.size, "a snapshot", adapter.snapshot, keep=lane.base.path
-            )
-            self._keep(sampler, _Snapshot(lane.base, shot))
+            self._snapshots.add_run(sampler, lane.base, adapter)
             return adapter.step
 
         return self._submit(run, seq, work)
@@ -316,25 +294,12 @@ class Worker:
     def open_base(self, sampler: str, base: str) -> None:
         """Makes a sampling session of a base model."""
 
-        def begin() -> None:
-            self._snapshots[sampler] = _Snapshot(self._known[base])
-
-        self._put(begin)
+        self._put(lambda: self._snapshots.add_base(sampler, self._known[base]))
 
     def open_checkpoint(self, sampler: str, base: str, folder: Path, created: str) -> None:
-        """Makes a sampling session of a saved checkpoint, loaded once however many use it.
-
-        What goes wrong is told to the session's samples.
-        """
-
-        def begin() -> None:
-            wanted = _Snapshot(self._known[base], origin=(folder, created))
-            try:
-                self._load(sampler, wanted)
-            except BaseException as error:
-                self._snapshots[sampler] = replace(wanted, failure=explain(error))
-
-        self._put(begin)
+        """Makes a sampling session of a checkpoint. What goes wrong is told to its samples."""
+        known = self._known[base]
+        self._put(lambda: self._snapshots.add_checkpoint(sampler, known, folder, created))
 
     def sample(self, sampler: str, request: SampleRequest) -> Future[SampleResult]:
         """Queues a request on a sampling session; it decodes together with all others."""
@@ -342,7 +307,7 @@ class Worker:
 
         def begin() -> None:
             try:
-                snapshot = self._use(sampler)
+                snapshot = self._snapshots.use(sampler)
                 base = self._bases.use(snapshot.base)
                 self._open_lane(base)
                 self._decoder.add(base, snapshot.adapter, request, future)
@@ -367,7 +332,7 @@ class Worker:
 
         def begin() -> None:
             for name in samplers:
-                self._snapshots.pop(name, None)
+                self._snapshots.forget(name)
             for name in runs:
                 if name in self._runs:
                     self._ready.append((self._runs[name], _Job(Future(), release)))
@@ -419,59 +384,6 @@ class Worker:
             run.next_seq += 1
             run.waiting_since = time.monotonic()
 
-    def _use(self, sampler: str) -> _Snapshot:
-        """A session's snapshot, which becomes the most recently used one."""
-        snapshot = self._snapshots.pop(sampler, None)
-        if snapshot is None:
-            raise RequestError(
-                f"sampling session {sampler} has no weights: saving them failed, or its session "
-                "has ended; create a new sampling client"
-            )
-        self._snapshots[sampler] = snapshot
-        if snapshot.failure is not None:
-            raise snapshot.failure
-        if snapshot.origin is not None and snapshot.adapter is None:
-            snapshot = self._load(sampler, snapshot)
-        return snapshot
-
-    def _load(self, sampler: str, wanted: _Snapshot) -> _Snapshot:
-        """Keeps a checkpoint's snapshot, with the adapter of a session that has it already."""
-        assert wanted.origin is not None
-        same = (item.adapter for item in self._snapshots.values() if item.origin == wanted.origin)
-        adapter = next((item for item in same if item is not None), None)
-        if adapter is None:
-            adapter = self._read(self._bases.use(wanted.base), wanted.origin[0])
-        return self._keep(sampler, replace(wanted, adapter=adapter))
-
-    def _read(self, base: LoadedModel, folder: Path) -> _core.Adapter:
-        """A checkpoint's adapter, to sample from."""
-        rank = peft.load_meta(folder).rank
-        need = base.core.plan(rank, 1)["adapter"]  # while it is read; the snapshot takes less
-
-        def read() -> _core.Adapter:
-            return peft.load_adapter(folder, base, optimizer=False).snapshot()
-
-        return self._bases.make(need, f"the checkpoint {folder}", read, keep=base.path)
-
-    def _keep(self, sampler: str, snapshot: _Snapshot) -> _Snapshot:
-        """Adds a snapshot, and drops old ones while there are too many bytes of them."""
-        self._snapshots[sampler] = snapshot
-        adapters = {id(item.adapter): item.bytes for item in self._snapshots.values()}
-        total = sum(adapters.values())
-        for name, item in list(self._snapshots.items()):
-            if total <= self._snapshot_bytes_max:
-                break
-            if name == sampler or item.adapter is None:
-                continue
-            total -= adapters.pop(id(item.adapter), 0)
-            dropped = RequestError(
-                f"the weights of sampling session {name} were dropped to make room for newer ones; "
-                "save_weights_for_sampler(name) keeps weights that are needed for long"
-            )
-            failure = None if item.origin else dropped
-            self._snapshots[name] = replace(item, adapter=None, failure=failure)
-        return snapshot
-
     def _make_adapter(self, lane: _Run, spec: LoraSpec | StateSpec) -> _core.Adapter:
         base = self._bases.use(lane.base)
         saved = isinstance(spec, StateSpec)
@@ -514,23 +426,15 @@ class Worker:
             for run in self._runs.values()
             if run.failure is None
         ]
-        adapters = {id(item.adapter): (name, item) for name, item in self._snapshots.items()}
-        for name, item in adapters.values():
-            what, only = f"the sampling session {name}", item.origin is None
-            if item.adapter is not None:
-                found.append(Hold(item.base.path, item.bytes, what, pins=only))
+        found += self._snapshots.holds()
         for path, size, active in self._decoder.caches():
             found.append(Hold(path, size, f"the cache of {path.name}", pins=active))
         return found
 
     def _release(self, path: Path) -> bool:
         """Drops what can be made again on a base model; whether there was any."""
-        dropped = self._decoder.shut(path)  # an active one keeps the adapters that it uses
-        for name, item in self._snapshots.items():
-            if item.base.path == path and item.origin is not None and item.adapter is not None:
-                self._snapshots[name] = replace(item, adapter=None)
-                dropped = True
-        return dropped
+        shut = self._decoder.shut(path)  # an active one keeps the adapters that it uses
+        return self._snapshots.release(path) or shut
 
     def _loop(self) -> None:
         while self._running:
