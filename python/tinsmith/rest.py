@@ -198,7 +198,9 @@ def _matches(service: Service, session: SessionRow, body: dict[str, Any]) -> boo
     if any(session.user_metadata.get(key) != value for key, value in wanted.items()):
         return False
     status = _status(service, session)
-    for query in wire.maybe(body, "statuses", list, [status]):
+    if body.get("statuses") is None:
+        return True
+    for query in wire.need(body, "statuses", list):
         if not isinstance(query, dict):
             raise ValueError(f"statuses must be objects, {wire.short(query)} came")
         if status is None or query.get("type") != status["type"]:
@@ -206,7 +208,7 @@ def _matches(service: Service, session: SessionRow, body: dict[str, Any]) -> boo
         reasons = query.get("reasons")
         if not reasons or status["reason"]["type"] in reasons:
             return True
-    return status is None and body.get("statuses") is None
+    return False
 
 
 def _status(service: Service, session: SessionRow) -> dict[str, Any] | None:

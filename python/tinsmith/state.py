@@ -125,7 +125,7 @@ class State:
         """Checks the file, and makes its tables where it is new."""
         found = self._sql.execute("PRAGMA quick_check(1)").fetchone()[0]
         if found != "ok":
-            raise sqlite3.DatabaseError(found)
+            raise sqlite3.DatabaseError(found.splitlines()[-1])
         self._sql.execute("PRAGMA journal_mode = WAL")
         self._sql.execute("PRAGMA synchronous = NORMAL")  # a kill loses nothing
         with self._transaction():
