@@ -141,7 +141,7 @@ class Bases:
             f"the base model {self._names[path]} ({readable(model.weight_bytes)})"
             for path, model in self._loaded.items()
         ]
-        holds = sorted(self._holds(), key=lambda hold: -hold.bytes)
+        holds = sorted((h for h in self._holds() if h.bytes), key=lambda hold: -hold.bytes)
         parts += [f"{hold.what} ({readable(hold.bytes)})" for hold in holds[:8]]
         return f"memory is held by {', '.join(parts)}" if parts else "nothing else holds memory"
 

@@ -20,7 +20,11 @@ AGAIN_SECONDS = 5
 
 
 class Overloaded(Exception):
-    """There was no room in time."""
+    """There was no room in time; `again_seconds` says when to come again."""
+
+    def __init__(self, message: str, again_seconds: float):
+        super().__init__(message)
+        self.again_seconds = again_seconds
 
 
 class Place:
@@ -36,7 +40,7 @@ class Place:
         """Takes more than was known at first, if there is room at once; Overloaded if not."""
         more = max(size - self.size, 0)
         if not self._queue.fits(more, 0) and self._queue.count > 1:
-            raise Overloaded(self._queue.sentence())
+            raise self._queue.overloaded()
         self._queue.change(more, 0)
         self.size += more
 
@@ -72,10 +76,12 @@ class Queue:
         bytes_max: int = QUEUE_BYTES_MAX,
         count_max: int = QUEUE_COUNT_MAX,
         hold_seconds: float = HOLD_SECONDS,
+        again_seconds: float = AGAIN_SECONDS,
     ):
         self.bytes_max = bytes_max
         self.count_max = count_max
         self._hold_seconds = hold_seconds
+        self._again_seconds = again_seconds
         self.bytes = self.count = self.peak = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
@@ -93,7 +99,7 @@ class Queue:
                 self._let_in()
                 if isinstance(error, asyncio.CancelledError):
                     raise
-                raise Overloaded(self.sentence()) from None
+                raise self.overloaded() from None
         else:
             self.change(size, 1)
         return Place(self, size)
@@ -110,11 +116,12 @@ class Queue:
         if count < 0 or size < 0:
             self._let_in()
 
-    def sentence(self) -> str:
+    def overloaded(self) -> Overloaded:
         """What a client is told that finds no room."""
-        return (
+        return Overloaded(
             f"the server has {self.count} requests of {self.bytes} bytes in its queue, and takes "
-            f"{self.count_max} of {self.bytes_max} at once; come again"
+            f"{self.count_max} of {self.bytes_max} at once; come again",
+            self._again_seconds,
         )
 
     def _let_in(self) -> None:

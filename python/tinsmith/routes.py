@@ -68,10 +68,10 @@ async def read_body(request: Request) -> bytes:
     return plain
 
 
-async def enter(service: Service, request: Request) -> Place:
+async def enter(service: Service, request: Request, more: int = 0) -> Place:
     """A request's place in the queue, by the size that it says it has; its body is not read yet."""
     length = request.headers.get("content-length", "")
-    return await service.queue.enter(int(length) if length.isdecimal() else 0)
+    return await service.queue.enter(more + (int(length) if length.isdecimal() else 0))
 
 
 async def read_json(request: Request) -> dict[str, Any]:
@@ -396,7 +396,7 @@ async def join_sampling_session(service: Service, request: Request) -> dict[str,
 
 
 async def asample(service: Service, request: Request) -> dict[str, Any]:
-    with await enter(service, request) as queued:
+    with await enter(service, request, SAMPLE_BYTES) as queued:
         text = await read_body(request)
         body = parse_json(text)
         name = wire.need(body, "sampling_session_id", str)

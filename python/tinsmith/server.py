@@ -26,7 +26,7 @@ from starlette.routing import Route
 from tinsmith import checkpoint, rest, routes, transfers, worker
 from tinsmith.bases import inspect_models
 from tinsmith.errors import RequestError, explain
-from tinsmith.overload import AGAIN_SECONDS, Overloaded, Queue
+from tinsmith.overload import Overloaded, Queue
 from tinsmith.routes import Handler
 from tinsmith.service import Refusal, Service
 from tinsmith.state import State
@@ -56,7 +56,7 @@ def _endpoint(service: Service, handler: Handler) -> Any:
         except Refusal as error:
             return _detail(error.status, str(error))
         except Overloaded as error:
-            return _detail(429, str(error), {"Retry-After": str(AGAIN_SECONDS)})
+            return _detail(429, str(error), {"Retry-After": f"{error.again_seconds:g}"})
         except FileNotFoundError as error:
             return _detail(404, str(error))
         except ClientDisconnect:
