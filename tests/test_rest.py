@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 import tinker
-from conftest import Wire, logprobs, make_datum
+from conftest import CONTEXT, Wire, logprobs, make_datum
 from tinker_cookbook import weights as cookbook
 from tinsmith import checkpoint, routes
 from tinsmith.server import Backend
@@ -46,6 +46,38 @@ def told(rest: tinker.RestClient, path: str) -> tinker.Checkpoint:
     run = tinker.ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
     items = rest.list_checkpoints(run).result().checkpoints
     return next(item for item in items if item.tinker_path == path)
+
+
+# ---- runs ----
+
+
+def test_rest_tells_of_runs_checkpoints_and_sessions(server, service_client):
+    rest = tinker.RestClient(base_url=server.url, api_key="tml-local")
+    capabilities = rest.get_server_capabilities().result().supported_models
+    assert [(m.model_name, m.max_context_length) for m in capabilities] == [("tiny", CONTEXT)]
+    client = service_client.create_lora_training_client(
+        "tiny", rank=4, train_unembed=False, user_metadata={"renderer_name": "qwen3"}
+    ).result()
+    path = client.save_state("000001").result().path
+    weights = client.save_weights_for_sampler("000001").result().path
+    run = rest.get_training_run_by_tinker_path(path).result()
+    assert (run.base_model, run.lora_rank) == ("tiny", 4)
+    assert run.user_metadata == {"renderer_name": "qwen3"}
+    assert run.last_checkpoint.tinker_path == path
+    assert run.last_sampler_checkpoint.tinker_path == weights
+    info = rest.get_weights_info_by_tinker_path(path).result()
+    assert (info.train_unembed, info.train_mlp, info.lora_rank) == (False, True, 4)
+    runs = rest.list_training_runs(limit=1000).result().training_runs
+    assert client.model_id in {item.training_run_id for item in runs}
+    listed = rest.list_user_checkpoints(limit=1000).result().checkpoints
+    assert {path, weights} <= {item.tinker_path for item in listed}
+    session = rest.get_session(client.model_id.partition(":")[0]).result()
+    assert session.training_run_ids == [client.model_id]
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    left = rest.list_checkpoints(client.model_id).result().checkpoints
+    assert [item.tinker_path for item in left] == [weights]
+    with pytest.raises(tinker.BadRequestError, match="assigning projects is not built"):
+        rest.assign_session_project(client.model_id.partition(":")[0], "p").result()
 
 
 # ---- ttl, publishing ----

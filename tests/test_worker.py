@@ -5,13 +5,14 @@ import threading
 
 import numpy as np
 import pytest
+from tinsmith.bases import inspect_models
 from tinsmith.decoding import SampleRequest
-from tinsmith.worker import Batch, LoraSpec, Worker, load_models
+from tinsmith.worker import Batch, LoraSpec, Worker
 
 
 @pytest.fixture(scope="module")
 def worker(tiny_model_dir):
-    made = Worker(load_models({"tiny": tiny_model_dir}, device="cpu", threads=1))
+    made = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1)
     made.open_base("base", "tiny")
     yield made
     made.close()
@@ -72,8 +73,7 @@ def test_training_goes_on_under_endless_sampling(worker):
 
 
 def test_snapshots_that_nobody_used_for_long_make_room(tiny_model_dir):
-    base = load_models({"tiny": tiny_model_dir}, device="cpu", threads=1)
-    probe = Worker(base, snapshot_bytes_max=1)
+    probe = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1, snapshot_bytes_max=1)
     try:
         probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result()
         request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=2, seed=1)

@@ -18,7 +18,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -35,7 +35,6 @@ ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 META_FILE = "meta.json"
-RUN_FILE = "run.json"
 VERSION = 1
 
 # What of a base model's config an adapter's matrices depend on.
@@ -63,6 +62,7 @@ class Meta:
     created: str  # ISO 8601
     ttl_seconds: int | None  # after `created`
     public: bool = False
+    run_metadata: dict[str, str] = field(default_factory=dict)  # user_metadata of its run
 
     @property
     def expires(self) -> datetime | None:
@@ -252,7 +252,7 @@ def _digest(path: Path) -> str:
 def load_meta(folder: Path | str) -> Meta:
     """What a checkpoint says of itself. FileNotFoundError where there is none."""
     content = _read_meta(Path(folder))
-    names = (field.name for field in dataclasses.fields(Meta))
+    names = (item.name for item in dataclasses.fields(Meta))
     return Meta(**{name: content[name] for name in names if name in content})
 
 
@@ -315,10 +315,11 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         content = json.loads(file.read_bytes(), object_pairs_hook=weights.unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
-    needed = {"version", "model", "files"}
-    for field in dataclasses.fields(Meta):
-        if field.default is dataclasses.MISSING:
-            needed.add(field.name)
+    needed = {"version", "model", "files"} | {
+        item.name
+        for item in dataclasses.fields(Meta)
+        if item.default is MISSING and item.default_factory is MISSING
+    }
     missing = needed - set(content if isinstance(content, dict) else ())
     if missing:
         raise ValueError(f"{file} lacks {', '.join(sorted(missing))}")
@@ -402,7 +403,7 @@ def _read_optimizer(folder: Path, size: int) -> tuple[dict[str, NDArray[np.float
 
 
 class Store:
-    """Checkpoints under one folder: <root>/<run>/<kind>/<name>, and run.json of each run.
+    """Checkpoints under one folder: <root>/<run>/<kind>/<name>.
 
     One process at a time may have a root open: opening it clears what an interrupted one left.
     """
@@ -424,17 +425,17 @@ class Store:
     def folder(self, tinker_path: str) -> Path:
         """The folder of a checkpoint, which need not exist."""
         run, kind, name = _parse(tinker_path)
-        return self._run_folder(run) / kind / name
+        return self.run_folder(run) / kind / name
 
     def runs(self) -> list[str]:
-        """Ids of the runs that were saved."""
-        return sorted(unquote(file.parent.name) for file in self.root.glob(f"*/{RUN_FILE}"))
+        """Ids of the runs that have a folder."""
+        return sorted(unquote(folder.name) for folder in self.root.glob("*/"))
 
     def checkpoints(self, run: str) -> list[str]:
         """The tinker:// paths of a run's checkpoints, the oldest first."""
         found = []
         for kind in get_args(Kind):
-            for file in self._run_folder(run).glob(f"{kind}/*/{META_FILE}"):
+            for file in self.run_folder(run).glob(f"{kind}/*/{META_FILE}"):
                 if "~" not in file.parent.name:
                     found.append((file.stat().st_mtime_ns, self.path(run, kind, file.parent.name)))
         return [path for _, path in sorted(found)]
@@ -496,23 +497,8 @@ class Store:
                         gone.append(path)
         return gone
 
-    def save_run(self, run: str, info: dict[str, Any]) -> None:
-        """Keeps what is known of a run, whole or not at all."""
-        file = self._run_folder(run) / RUN_FILE
-        _make_folder(file.parent)
-        _replace_json(file, info)
-
-    def run(self, run: str) -> dict[str, Any]:
-        """What save_run kept. FileNotFoundError for a run that was not saved."""
-        file = self._run_folder(run) / RUN_FILE
-        if not file.is_file():
-            raise FileNotFoundError(f"there is no training run {run!r}")
-        try:
-            return json.loads(file.read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{file} is not JSON: {error}") from None
-
-    def _run_folder(self, run: str) -> Path:
+    def run_folder(self, run: str) -> Path:
+        """The folder of a run's checkpoints, which need not exist."""
         encoded = quote(run, safe="")  # ':' and all that means something in a path
         if run in ("", ".", "..") or len(encoded) > 200:
             raise ValueError(f"{run!r:.60} can't be the id of a training run")

@@ -4,6 +4,7 @@ Each subcommand imports what it needs when it runs, so that `doctor` can tell wh
 """
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -18,12 +19,12 @@ PACKAGES = ("tinker", "tinker-cookbook", "starlette", "uvicorn", "tokenizers", "
 
 HELP_MODEL = (
     "a base model: NAME=FOLDER serves a Hugging Face model's folder under a name; a name alone is "
-    "looked for in the Hugging Face cache. May be given several times."
+    "a folder, or is looked for in the Hugging Face cache"
 )
 EXAMPLES = """examples:
   tinsmith demo
   tinsmith run -m tinker_cookbook.recipes.sdft.train model_name=models/qwen3 ...
-  tinsmith serve --model Qwen/Qwen3-0.6B=models/qwen3
+  tinsmith serve Qwen/Qwen3-0.6B=models/qwen3 teacher=models/qwen3-8b --memory 40G
   tinsmith info models/qwen3 --tokens 8192 --rank 32
   tinsmith export models/qwen3 tinker://RUN/weights/final models/qwen3-tuned
 """
@@ -36,9 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given[:1] == ["demo"]:  # it has options of its own
             return _demo(given[1:])
         options = _parser().parse_args(given)
-        return int(options.command(options) or 0)
+        code = int(options.command(options) or 0)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # as in `tinsmith doctor | head`: what is left has no reader
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except Exception as error:
         print(f"tinsmith: {sentence(error)}", file=sys.stderr)
         return 1
@@ -56,7 +62,13 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve models until Ctrl-C")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
-    _add_engine(serve, needed=True)
+    serve.add_argument("models", nargs="*", metavar="NAME[=FOLDER]", help=HELP_MODEL)
+    _add_engine(serve)
+    serve.add_argument(
+        "--preload",
+        action=argparse.BooleanOptionalAction,
+        help="load the models before listening, not on first use (default: if there is but one)",
+    )
     serve.set_defaults(command=_serve)
 
     run = commands.add_parser(
@@ -65,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Starts a backend, runs a recipe that uses the Tinker SDK, and stops. Without "
         "--model the recipe's own model_name=... is served.",
     )
-    _add_engine(run, needed=False)
+    _add_engine(run)
     run.add_argument(
         "-m",
         dest="module",
@@ -112,13 +124,26 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_engine(parser: argparse.ArgumentParser, *, needed: bool) -> None:
+def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", action="append", default=[], required=needed, metavar="NAME[=FOLDER]",
-        help=HELP_MODEL,
+        "--model", action="append", default=[], metavar="NAME[=FOLDER]",
+        help=HELP_MODEL + ". May be given several times.",
     )  # fmt: skip
     parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="what models, caches and runs may take together, such as 800M or 12G; models that "
+        "nobody uses make room for others (default: nine tenths of the machine's or the card's)",
+    )
+    parser.add_argument(
         "--device", default="auto", choices=("auto", "cpu", "cuda"), help="(%(default)s)"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16"),
+        help="what products with base weights are computed in; auto: bfloat16 for a bf16 model "
+        "where the processor has the instructions, else float32",
     )
     _add_checkpoints(parser)
     parser.add_argument("--threads", type=int, default=0, help="0: one for each core")
@@ -131,14 +156,22 @@ def _models(options: argparse.Namespace) -> dict[str, Path]:
     from tinsmith.families import find_model
 
     models = {}
-    for text in options.model:
+    for text in [*getattr(options, "models", []), *options.model]:
         name, equals, folder = text.partition("=")
         models[name] = find_model(folder if equals else name, {})
     return models
 
 
+def _memory(options: argparse.Namespace) -> int | None:
+    from tinsmith.bases import parse_bytes
+
+    return None if options.memory is None else parse_bytes(options.memory)
+
+
 def _serve(options: argparse.Namespace) -> None:
     models = _models(options)
+    if not models:
+        raise ValueError("there is no model to serve: name one, as in tinsmith serve NAME=FOLDER")
     require_server()
     from tinsmith.server import Backend
 
@@ -148,7 +181,10 @@ def _serve(options: argparse.Namespace) -> None:
         host=options.host,
         port=options.port,
         device=options.device,
+        dtype=options.dtype,
         threads=options.threads,
+        memory=_memory(options),
+        preload=options.preload,
         seed=options.seed,
     ) as backend:
         print(f"tinsmith serves {', '.join(models)} at {backend.url}")
@@ -179,7 +215,9 @@ def _run(options: argparse.Namespace) -> int:
         models,
         checkpoints=options.checkpoints,
         device=options.device,
+        dtype=options.dtype,
         threads=options.threads,
+        memory=_memory(options),
         seed=options.seed,
     )
 
@@ -210,6 +248,7 @@ def _version(package: str) -> str | None:
 
 
 def _info(options: argparse.Namespace) -> None:
+    from tinsmith.bases import readable
     from tinsmith.families import element_type, find_model, read_config
     from tinsmith.worker import plan
 
@@ -225,7 +264,7 @@ def _info(options: argparse.Namespace) -> None:
         "kv_token": "the KV cache, for each token",
     }
     for key, size in sizes.items():
-        print(f"{_size(size):>12}  {labels.get(key, key)}")
+        print(f"{readable(size):>12}  {labels.get(key, key)}")
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -235,13 +274,6 @@ def _export(options: argparse.Namespace) -> None:
     folder = find_adapter(options.adapter, options.checkpoints)
     count = export(find_model(options.model, {}), folder, options.out)
     print(f"{options.out}: {count} matrices of {options.model} changed by {folder}")
-
-
-def _size(count: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count} bytes"
 
 
 if __name__ == "__main__":

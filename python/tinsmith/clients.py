@@ -27,16 +27,24 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     device: str = "auto",
+    dtype: str = "auto",
     checkpoints: str | Path = CHECKPOINTS,
     threads: int = 0,
+    memory: int | None = None,
+    preload: bool | None = None,
     seed: int | None = None,
 ) -> Backend:
     """Starts a server and returns it when it is ready; use it in a `with` statement.
 
     models: {name: folder}, or the folder(s) or names in the Hugging Face cache, which are then
     their names too. port 0 takes a free one: see `.url`. checkpoints is the folder that
-    save_state writes to. threads 0 takes all cores. With a seed, requests that have none draw the
-    same each time the same run is made; without, they draw afresh.
+    save_state writes to. dtype is what products with base weights are computed in: "float32",
+    "bfloat16", or "auto": bfloat16 for a bf16 model where the processor has the instructions.
+    threads 0 takes all cores. memory is what models, their caches and runs
+    may take together, in bytes (None: nine tenths of the machine's or the card's); models that
+    nobody uses make room for others. One model alone is loaded before this returns, several are on
+    first use, unless preload says otherwise. With a seed, requests that have none draw the same
+    each time the same run is made, also when it is resumed; without, they draw afresh.
 
         with tinsmith.serve({"Qwen/Qwen3-0.6B": "models/qwen3"}) as backend:
             client = backend.service_client().create_lora_training_client("Qwen/Qwen3-0.6B")
@@ -52,7 +60,10 @@ def serve(
         host=host,
         port=port,
         device=device,
+        dtype=dtype,
         threads=threads,
+        memory=memory,
+        preload=preload,
         seed=seed,
     )
 

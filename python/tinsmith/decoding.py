@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.errors import RequestError, explain
-from tinsmith.families import LoadedModel
+from tinsmith.families import BaseModel, LoadedModel
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -122,6 +122,7 @@ class _Lane:
     """The requests that decode together on one base model."""
 
     sampler: _core.Sampler
+    cache_bytes: int
     pending: dict[int, _Pending] = field(default_factory=dict)
 
 
@@ -137,6 +138,28 @@ class Decoder:
         """Whether a step would do anything."""
         return any(lane.pending for lane in self._lanes.values())
 
+    def is_open(self, base: BaseModel) -> bool:
+        """Whether requests for a base model can be added."""
+        return base.path in self._lanes
+
+    def open(self, base: LoadedModel, cache_tokens: int) -> None:
+        """Makes what requests for a base model need, with a cache for so many tokens."""
+        sampler = _core.Sampler(base.core, tokens=cache_tokens, vocab_limit=base.tokenizer_vocab)
+        token_bytes = base.core.plan(1, 1)["kv_token"]
+        self._lanes[base.path] = _Lane(sampler, cache_tokens * token_bytes)
+
+    def shut(self, path: Path) -> bool:
+        """Drops an idle lane with its cache; whether there was one."""
+        lane = self._lanes.get(path)
+        if lane is None or lane.pending:
+            return False
+        del self._lanes[path]
+        return True
+
+    def caches(self) -> list[tuple[Path, int, bool]]:
+        """Of each open lane: its base model's path, its cache's bytes, and whether it is active."""
+        return [(path, lane.cache_bytes, bool(lane.pending)) for path, lane in self._lanes.items()]
+
     def add(
         self,
         base: LoadedModel,
@@ -144,11 +167,8 @@ class Decoder:
         request: SampleRequest,
         future: "Future[SampleResult]",
     ) -> None:
-        """Queues a request; raises what the engine refuses it with."""
-        lane = self._lanes.get(base.path)
-        if lane is None:
-            lane = _Lane(_core.Sampler(base.core, vocab_limit=base.tokenizer_vocab))
-            self._lanes[base.path] = lane
+        """Queues a request on an open lane; raises what the engine refuses it with."""
+        lane = self._lanes[base.path]
         left = max(base.context - len(request.prompt), 1)  # a full context still gives one token
         room = left if request.max_tokens < 0 else min(request.max_tokens, left)
         tokenizer = _tokenizer(base.tokenizer_dir) if request.stop_texts else None

@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,9 @@ FAMILIES = (
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """A base model in the engine, with what the tokenizer and sampler need to know of it."""
+class BaseModel:
+    """What is known of a base model before its weights are read."""
 
-    core: _core.Model
     path: Path
     family: str
     context: int
@@ -102,6 +101,18 @@ class LoadedModel:
     tokenizer_vocab: int  # ids from here on stand for no token
     eos_ids: tuple[int, ...]
     tokenizer_dir: Path
+    weight_bytes: int  # in memory, once loaded
+    device: str  # the engine's, which also says what products are computed in
+    kind: str  # "bf16" or "f32": how matrices are kept
+    config: Mapping[str, float] = field(repr=False, compare=False)
+    inv_freq: NDArray[np.float32] = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class LoadedModel(BaseModel):
+    """A base model in the engine."""
+
+    core: _core.Model
 
 
 def load_model(
@@ -117,6 +128,11 @@ def load_model(
     Raises FileNotFoundError for what is missing and ValueError for what is not supported or does
     not fit, each with a sentence that names the file, what was expected and what came.
     """
+    return load_weights(inspect_model(path, device=device, dtype=dtype), threads=threads)
+
+
+def inspect_model(path: Path | str, *, device: str = "cpu", dtype: str | None = None) -> BaseModel:
+    """Checks all that load_model checks, in the files' headers; no weights are read."""
     folder = Path(path).resolve()
     family, config, inv_freq = _read_model(folder)
     vocab = int(config["vocab"])
@@ -124,7 +140,32 @@ def load_model(
     eos_ids = _read_eos(folder, tokenizer, vocab)
     with weights.open_folder(folder) as tensors:
         kind, device = _choose_type(_element_type(tensors), device, dtype)
-        core = _core.Model(config, inv_freq, weights=kind, device=device, threads=threads)
+        core = _core.Model(config, inv_freq, weights=kind, threads=1)
+        _check_tensors(family, core, tensors, tied=bool(config["tied"]))
+    return BaseModel(
+        path=folder,
+        family=family.name,
+        context=int(config["context"]),
+        vocab=vocab,
+        tokenizer_vocab=min(max(tokenizer.values()) + 1, vocab),
+        eos_ids=eos_ids,
+        tokenizer_dir=folder,
+        weight_bytes=core.weight_bytes,
+        device=device,
+        kind=kind,
+        config=config,
+        inv_freq=inv_freq,
+    )
+
+
+def load_weights(model: BaseModel, *, threads: int = 0) -> LoadedModel:
+    """Reads the weights of a model that was inspected into the engine."""
+    family = next(row for row in FAMILIES if row.name == model.family)
+    kind, config = model.kind, dict(model.config)
+    with weights.open_folder(model.path) as tensors:
+        core = _core.Model(
+            config, model.inv_freq, weights=kind, device=model.device, threads=threads
+        )
         names = _check_tensors(family, core, tensors, tied=bool(config["tied"]))
         for (slot, layer), name in names.items():
             array = tensors[name]
@@ -135,16 +176,8 @@ def load_model(
             core.load(slot, layer, array)
             del array  # a view would keep its file mapped
     core.seal()
-    return LoadedModel(
-        core=core,
-        path=folder,
-        family=family.name,
-        context=int(config["context"]),
-        vocab=vocab,
-        tokenizer_vocab=min(max(tokenizer.values()) + 1, vocab),
-        eos_ids=eos_ids,
-        tokenizer_dir=folder,
-    )
+    facts = {item.name: getattr(model, item.name) for item in fields(BaseModel)}
+    return LoadedModel(**facts, core=core)
 
 
 def read_config(path: Path | str) -> tuple[dict[str, float], NDArray[np.float32]]:

@@ -1,10 +1,9 @@
 """The Tinker endpoints that tell of models, runs, checkpoints and sessions. ROUTES is the table.
 
-Runs and checkpoints are read from disk, so they are told of after a restart too. What Tinker has
+All of it is read from disk, so it is told of after a restart too. What Tinker has
 and a local server can't or doesn't do is refused by name in REFUSED, never left unanswered.
 """
 
-import contextlib
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -12,7 +11,8 @@ from starlette.requests import Request
 
 from tinsmith import wire
 from tinsmith.routes import Handler, read_json
-from tinsmith.service import Refusal, Service, Session, owner
+from tinsmith.service import Refusal, Service, owner
+from tinsmith.state import Entry, RunRow, SessionRow
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights"
 
 
 async def healthz(service: Service, request: Request) -> dict[str, Any]:
-    """The server listens only once its models are loaded: whoever gets an answer gets "ok"."""
+    """A server that listens has checked its models: whoever gets an answer gets "ok"."""
     return {"status": "ok"}
 
 
@@ -55,12 +55,12 @@ async def weights_info(service: Service, request: Request) -> dict[str, Any]:
 
 async def list_runs(service: Service, request: Request) -> dict[str, Any]:
     limit, offset = _window(request, 20)
-    names, cursor = _page(service.store.runs(), limit, offset)
-    return {"training_runs": [_run(service, name) for name in names], "cursor": cursor}
+    rows, cursor = _page(service.state.runs(), limit, offset)
+    return {"training_runs": [_run(service, row) for row in rows], "cursor": cursor}
 
 
 async def get_run(service: Service, request: Request) -> dict[str, Any]:
-    return _run(service, request.path_params["run"])
+    return _run(service, service.state.run(request.path_params["run"]))
 
 
 async def list_run_checkpoints(service: Service, request: Request) -> dict[str, Any]:
@@ -69,7 +69,7 @@ async def list_run_checkpoints(service: Service, request: Request) -> dict[str, 
 
 async def list_checkpoints(service: Service, request: Request) -> dict[str, Any]:
     limit, offset = _window(request, 100)
-    found = [item for run in service.store.runs() for item in _checkpoints(service, run)]
+    found = [item for row in service.state.runs() for item in _checkpoints(service, row.id)]
     found.sort(key=lambda item: item["time"], reverse=True)
     items, cursor = _page(found, limit, offset)
     return {"checkpoints": items, "cursor": cursor}
@@ -107,42 +107,36 @@ def _path(service: Service, request: Request) -> str:
     return path
 
 
-def _run(service: Service, name: str) -> dict[str, Any]:
-    info = service.store.run(name)
-    items = _checkpoints(service, name)
+def _run(service: Service, row: RunRow) -> dict[str, Any]:
+    items = _checkpoints(service, row.id)
     newest: dict[str, Any] = {item["checkpoint_type"]: item for item in items}
-    times = [info["created"], *(item["time"] for item in items)]
     return {
-        "training_run_id": name,
-        "base_model": info["base_model"],
+        "training_run_id": row.id,
+        "base_model": row.base_model,
         "model_owner": "local",
         "is_lora": True,
         "corrupted": False,
-        "lora_rank": info["lora_rank"],
-        "last_request_time": max(times),
+        "lora_rank": row.rank,
+        "last_request_time": max([row.created, *(item["time"] for item in items)]),
         "last_checkpoint": newest.get("training"),
         "last_sampler_checkpoint": newest.get("sampler"),
-        "user_metadata": info["user_metadata"],
+        "user_metadata": row.user_metadata,
     }
 
 
 def _checkpoints(service: Service, run: str) -> list[dict[str, Any]]:
-    """A run's checkpoints, the oldest first; without those that went meanwhile."""
-    found = []
-    for path in service.store.checkpoints(run):
-        with contextlib.suppress(FileNotFoundError):
-            found.append(_checkpoint(service, path))
-    return found
+    """A run's checkpoints, the oldest first; without those whose time is over."""
+    return [_checkpoint(item) for item in service.state.checkpoints(run) if not item.meta.expired]
 
 
-def _checkpoint(service: Service, path: str) -> dict[str, Any]:
-    folder, meta = service.meta(path)
+def _checkpoint(item: Entry) -> dict[str, Any]:
+    meta = item.meta
     return {
-        "checkpoint_id": "/".join(path.split("/")[-2:]),
+        "checkpoint_id": "/".join(item.path.split("/")[-2:]),
         "checkpoint_type": TYPES[meta.kind],
         "time": meta.created,
-        "tinker_path": path,
-        "size_bytes": sum(file.stat().st_size for file in folder.iterdir()),
+        "tinker_path": item.path,
+        "size_bytes": item.bytes,
         "public": meta.public,
         "user_metadata": meta.user_metadata or None,
         "expires_at": meta.expires and meta.expires.isoformat(),
@@ -154,37 +148,37 @@ def _checkpoint(service: Service, path: str) -> dict[str, Any]:
 
 async def list_sessions(service: Service, request: Request) -> dict[str, Any]:
     limit, offset = _window(request, 20)
-    own = [item.id for item in service.sessions.values() if item.owner == owner(request)]
-    return {"sessions": own[::-1][offset : offset + limit]}
+    own = [row.id for row in service.state.sessions(owner(request))]
+    return {"sessions": own[offset : offset + limit]}
 
 
 async def get_session(service: Service, request: Request) -> dict[str, Any]:
-    session = service.sessions.get(request.path_params["session_id"])
-    if session is None or session.owner != owner(request):
-        raise Refusal(404, f"there is no session {request.path_params['session_id']}")
+    name = request.path_params["session_id"]
+    row = next((item for item in service.state.sessions(owner(request)) if item.id == name), None)
+    if row is None:
+        raise Refusal(404, f"there is no session {name}")
     return {
-        "training_run_ids": session.runs,
-        "sampler_ids": session.samplers,
-        "user_metadata": session.user_metadata,
-        "display_name": session.display_name,
+        "training_run_ids": service.state.runs_of(name),
+        "sampler_ids": service.state.samplers_of(name),
+        "user_metadata": row.user_metadata,
+        "display_name": row.display_name,
     }
 
 
 async def search_sessions(service: Service, request: Request) -> dict[str, Any]:
-    """The client's own sessions since the server started, the newest first."""
+    """The client's own sessions, the newest first."""
     body = await read_json(request)
     limit = wire.maybe(body, "limit", int, 50)
     if not 1 <= limit <= 200:
         raise Refusal(400, f"limit must be from 1 to 200, {limit} came")
     cursor = wire.optional(body, "cursor", dict)
-    own = [item for item in service.sessions.values() if item.owner == owner(request)]
-    found = [item for item in own[::-1] if _matches(item, body)]
+    found = [row for row in service.state.sessions(owner(request)) if _matches(service, row, body)]
     if cursor is not None:
         last = wire.need(cursor, "last_session_id", str, "the cursor")
-        places = [index for index, item in enumerate(found) if item.id == last]
+        places = [index for index, row in enumerate(found) if row.id == last]
         found = found[places[0] + 1 :] if places else []
     page, left = found[:limit], found[limit:]
-    reply: dict[str, Any] = {"sessions": [_summary(service, item) for item in page]}
+    reply: dict[str, Any] = {"sessions": [_summary(service, row) for row in page]}
     if page and left:
         reply["next_cursor"] = {
             "last_created_at": page[-1].created,
@@ -193,7 +187,7 @@ async def search_sessions(service: Service, request: Request) -> dict[str, Any]:
     return reply
 
 
-def _matches(session: Session, body: dict[str, Any]) -> bool:
+def _matches(service: Service, session: SessionRow, body: dict[str, Any]) -> bool:
     name = wire.optional(body, "display_name", str)
     exact = wire.optional(body, "session_id", str)
     words = (name or "").lower().split()
@@ -203,8 +197,10 @@ def _matches(session: Session, body: dict[str, Any]) -> bool:
     wanted = wire.maybe(body, "user_metadata", dict, {})
     if any(session.user_metadata.get(key) != value for key, value in wanted.items()):
         return False
-    status = _status(session)
-    for query in wire.maybe(body, "statuses", list, [status]):
+    status = _status(service, session)
+    if body.get("statuses") is None:
+        return True
+    for query in wire.need(body, "statuses", list):
         if not isinstance(query, dict):
             raise ValueError(f"statuses must be objects, {wire.short(query)} came")
         if status is None or query.get("type") != status["type"]:
@@ -212,23 +208,25 @@ def _matches(session: Session, body: dict[str, Any]) -> bool:
         reasons = query.get("reasons")
         if not reasons or status["reason"]["type"] in reasons:
             return True
-    return status is None and body.get("statuses") is None
+    return False
 
 
-def _status(session: Session) -> dict[str, Any] | None:
-    if not session.ended:
-        return {"type": "active"}
-    return {"type": "client_finished", **session.finish} if session.finish else None
+def _status(service: Service, session: SessionRow) -> dict[str, Any] | None:
+    if session.finish is not None:
+        return {"type": "client_finished", **session.finish}
+    here = service.sessions.get(session.id)
+    return {"type": "active"} if here is not None and not here.ended else None
 
 
-def _summary(service: Service, session: Session) -> dict[str, Any]:
-    checkpoints = [item for run in session.runs for item in _checkpoints(service, run)]
+def _summary(service: Service, session: SessionRow) -> dict[str, Any]:
+    runs = service.state.runs_of(session.id)
+    checkpoints = [item for run in runs for item in _checkpoints(service, run)]
     return {
         "session_id": session.id,
         "created_at": session.created,
         "owner": "local",
         "project_id": "local",
-        "status": _status(session),
+        "status": _status(service, session),
         "checkpoints_count": len(checkpoints),
         "display_name": session.display_name,
         "user_metadata": session.user_metadata,

@@ -19,7 +19,16 @@ from starlette.responses import JSONResponse, Response
 
 from tinsmith import wire, wire_sampling
 from tinsmith.errors import explain
-from tinsmith.service import Completions, Refusal, RunInfo, SamplerInfo, Service, owner
+from tinsmith.overload import Place
+from tinsmith.service import (
+    Completions,
+    Refusal,
+    RunInfo,
+    SamplerInfo,
+    Service,
+    owner,
+    when_done,
+)
 from tinsmith.worker import StateSpec
 
 Handler = Callable[[Service, Request], Awaitable[dict[str, Any] | Response]]
@@ -27,13 +36,17 @@ Handler = Callable[[Service, Request], Awaitable[dict[str, Any] | Response]]
 PROTOBUF = "application/x-protobuf"
 BODY_BYTES_MAX = 1 << 30  # after decompression
 
-# create_model_via_load_weights: SDK 0.34 then loads as 0.38 does. With larger chunks than the
-# SDK's 5 MB a call is nearly always one request, and its datums keep their numbers in messages.
+# create_model_via_load_weights: SDK 0.34 then loads as 0.38 does. The SDK cuts a forward_backward
+# into requests that nothing marks as one call: with chunks this large there is but one, which is
+# executed as a whole or not at all. Where there are more, they come in order (see overload.py).
 CLIENT_CONFIG = {
     "create_model_via_load_weights": True,
-    "fwdbwd_max_chunk_bytes_count": 32_000_000,
+    "fwdbwd_max_chunk_bytes_count": 256_000_000,
+    "fwdbwd_max_chunk_len": 1_000_000,
+    "parallel_fwdbwd_chunks": False,
 }
 DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
+SAMPLE_BYTES = 4096  # what each sample of a request counts for in the queue
 CLONE = 1_000_000_000  # a copy of a sampling client counts its requests from its number times this
 
 
@@ -55,10 +68,21 @@ async def read_body(request: Request) -> bytes:
     return plain
 
 
+async def enter(service: Service, request: Request, more: int = 0) -> Place:
+    """A request's place in the queue, by the size that it says it has; its body is not read yet."""
+    length = request.headers.get("content-length", "")
+    return await service.queue.enter(more + (int(length) if length.isdecimal() else 0))
+
+
 async def read_json(request: Request) -> dict[str, Any]:
     """The body's JSON object."""
+    return parse_json(await read_body(request))
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body."""
     try:
-        content = json.loads(await read_body(request))
+        content = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is not JSON: {error}") from None
     if not isinstance(content, dict):
@@ -104,7 +128,8 @@ async def finish_session(service: Service, request: Request) -> dict[str, Any]:
         session = service.session(request, name)
         body = await read_json(request) if await request.body() else {}
         reason = wire.maybe(body, "reason", dict, {"type": "success"})
-        session.finish = {"reason": reason, "detail": wire.optional(body, "detail", str)}
+        finish = {"reason": reason, "detail": wire.optional(body, "detail", str)}
+        service.state.finish_session(session.id, finish)
         service.end_session(session)
     return {}
 
@@ -204,15 +229,20 @@ async def get_info(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def forward_backward(service: Service, request: Request) -> dict[str, Any]:
-    message = wire.parse_forward_backward(await read_body(request))
+    with await enter(service, request) as queued:
+        body = await read_body(request)
+        queued.grow(len(body))
+        message = wire.parse_forward_backward(body)
 
-    def start(run: RunInfo) -> Future[Any]:
-        batch = wire.batch(message, run.model)
-        return service.worker.forward_backward(
-            run.id, message.seq_id, batch, backward=not message.forward_only
+        def start(run: RunInfo) -> Future[Any]:
+            batch = wire.batch(message, run.model)
+            return service.worker.forward_backward(
+                run.id, message.seq_id, batch, backward=not message.forward_only
+            )
+
+        return service.turn(
+            request, message.model_id, message.seq_id, start, wire.batch_message, queued
         )
-
-    return service.turn(request, message.model_id, message.seq_id, start, wire.batch_message)
 
 
 async def optim_step(service: Service, request: Request) -> dict[str, Any]:
@@ -256,9 +286,14 @@ async def save_weights_for_sampler(service: Service, request: Request) -> dict[s
     def start(run: RunInfo) -> Future[Any]:
         if body.get("path") is None and number is not None:
             sampler = f"{run.session.id}:sample:{number}"
-            service.add_sampler(SamplerInfo(sampler, run.session, run.base, run.model))
+            info = SamplerInfo(sampler, run.session, run.base, run.model)
+            service.add_sampler(info)
             reply["sampling_session_id"] = sampler
-            return service.worker.snapshot(model_id, seq, sampler)
+            made = service.worker.snapshot(model_id, seq, sampler)
+            when_done(
+                made, lambda: made.exception() or service.locate(info, model_id, made.result())
+            )
+            return made
         path = service.store.path(model_id, "sampler_weights", wire.need(body, "path", str))
         user_metadata, ttl = wire.metadata(body), wire.ttl(body)
         reply["path"] = path
@@ -336,11 +371,14 @@ async def create_sampling_session(service: Service, request: Request) -> dict[st
         if path is None:
             base = service.base(wire.need(body, "base_model", str))
             service.worker.open_base(name, base)
+            service.add_sampler(SamplerInfo(name, session, base, service.bases[base]))
         else:
             folder, meta = service.meta(path)
             base = service.base(meta.base_model)
             service.worker.open_checkpoint(name, base, folder, meta.created)
-        service.add_sampler(SamplerInfo(name, session, base, service.bases[base], path))
+            info = SamplerInfo(name, session, base, service.bases[base], path)
+            service.add_sampler(info)
+            service.locate(info, path.removeprefix("tinker://").partition("/")[0], meta.step)
     return {"type": "create_sampling_session", "sampling_session_id": name}
 
 
@@ -358,32 +396,33 @@ async def join_sampling_session(service: Service, request: Request) -> dict[str,
 
 
 async def asample(service: Service, request: Request) -> dict[str, Any]:
-    body = await read_json(request)
-    name = wire.need(body, "sampling_session_id", str)
-    number = wire.need(body, "seq_id", int)
-    request_id = f"{name}:seq:{number}"
-    sequence_ids: list[str] = []
+    with await enter(service, request, SAMPLE_BYTES) as queued:
+        text = await read_body(request)
+        body = parse_json(text)
+        name = wire.need(body, "sampling_session_id", str)
+        number = wire.need(body, "seq_id", int)
+        samples = max(wire.maybe(body, "num_samples", int, 1), 1)
+        queued.grow(len(text) + samples * SAMPLE_BYTES)
+        request_id = f"{name}:seq:{number}"
+        sequence_ids: list[str] = []
 
-    def start() -> Future[Any]:
-        sampler = service.sampler(request, name)
-        place = request_id.removeprefix(sampler.session.id)
-        fresh = service.fresh_seed(sampler.session, place)
-        wanted = wire_sampling.sample_request(body, sampler.model, fresh)
-        sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
-        return service.worker.sample(name, wanted)
+        def start() -> Future[Any]:
+            sampler = service.sampler(request, name)
+            fresh = service.fresh_seed(sampler.session, f"{sampler.place}:seq:{number}")
+            wanted = wire_sampling.sample_request(body, sampler.model, fresh)
+            sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
+            return service.worker.sample(name, wanted)
 
-    fresh = (owner(request), request_id) not in service.pending
-    promise = service.promise(
-        request, request_id, start, wire_sampling.sample_message, sample_sequence_ids=sequence_ids
-    )
-    if fresh and name in service.samplers:
-        done = service.samplers[name].done.setdefault(number // CLONE, Completions())
-        future, loop = (
-            service.pending[owner(request), request_id].future,
-            asyncio.get_running_loop(),
+        first = (owner(request), request_id) not in service.pending
+        encode = wire_sampling.sample_message
+        promise = service.promise(
+            request, request_id, start, encode, queued, sample_sequence_ids=sequence_ids
         )
-        future.add_done_callback(lambda _: _tell(loop, done.add, request_id))
-    return promise
+        if first and name in service.samplers:
+            done = service.samplers[name].done.setdefault(number // CLONE, Completions())
+            pending = service.pending[owner(request), request_id]
+            when_done(pending.future, lambda: done.add(request_id))
+        return promise
 
 
 # ---- results ----
@@ -443,17 +482,10 @@ async def cancel_future(service: Service, request: Request) -> dict[str, Any]:
     return {}
 
 
-def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:
-    """Calls something in the loop's thread."""
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-        loop.call_soon_threadsafe(call, *arguments)
-
-
 async def _finished(future: Future[Any], seconds: float) -> bool:
     """Waits until a future is done; False when that took too long."""
-    loop, event = asyncio.get_running_loop(), asyncio.Event()
-
-    future.add_done_callback(lambda _: _tell(loop, event.set))
+    event = asyncio.Event()
+    when_done(future, event.set)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)
     return event.is_set()

@@ -36,13 +36,15 @@ def run_recipe(
     *,
     checkpoints: Path,
     device: str,
+    dtype: str,
     threads: int,
+    memory: int | None,
     seed: int | None,
 ) -> int:
     """Runs Python with `command` as its arguments; returns the exit code."""
     from tinsmith.server import Backend
 
-    options = {"device": device, "threads": threads, "seed": seed}
+    options = {"device": device, "dtype": dtype, "threads": threads, "memory": memory, "seed": seed}
     with Backend(models, checkpoints=checkpoints, **options) as backend:
         environment = {"HF_HUB_OFFLINE": "1", **os.environ}
         environment |= {"TINKER_BASE_URL": backend.url, "TINKER_API_KEY": API_KEY}

@@ -1,10 +1,11 @@
 """The HTTP server: the app that answers for a Service, and the threads it runs in.
 
 The app turns every exception into a 4xx with {"detail": sentence}: the SDK repeats 5xx and 409 for
-minutes, so neither is ever sent. A server's models are loaded before it listens, so a client that
-gets through finds it ready. It listens on the loopback unless told otherwise.
+minutes, so neither is ever sent. All models' files are checked before it listens; one model alone
+is loaded then too, several are on first use. It listens on the loopback unless told otherwise.
 """
 
+import contextlib
 import errno
 import logging
 import socket
@@ -23,9 +24,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tinsmith import checkpoint, rest, routes, transfers, worker
+from tinsmith.bases import inspect_models
 from tinsmith.errors import RequestError, explain
+from tinsmith.overload import Overloaded, Queue
 from tinsmith.routes import Handler
 from tinsmith.service import Refusal, Service
+from tinsmith.state import State
 
 log = logging.getLogger("tinsmith")
 
@@ -51,6 +55,8 @@ def _endpoint(service: Service, handler: Handler) -> Any:
             return reply if isinstance(reply, Response) else JSONResponse(reply)
         except Refusal as error:
             return _detail(error.status, str(error))
+        except Overloaded as error:
+            return _detail(429, str(error), {"Retry-After": f"{error.again_seconds:g}"})
         except FileNotFoundError as error:
             return _detail(404, str(error))
         except ClientDisconnect:
@@ -66,8 +72,8 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return _detail(status, f"tinsmith has no {request.method} {request.url.path}")
 
 
-def _detail(status: int, sentence: str) -> Response:
-    return JSONResponse({"detail": sentence}, status_code=status)
+def _detail(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse({"detail": sentence}, status_code=status, headers=headers)
 
 
 def choose_device(name: str) -> str:
@@ -99,7 +105,11 @@ class Backend:
         host: str = "127.0.0.1",
         port: int = 0,
         device: str = "auto",
+        dtype: str = "auto",
         threads: int = 0,
+        memory: int | None = None,
+        preload: bool | None = None,
+        queue: Queue | None = None,
         seed: int | None = None,
         poll_seconds: float = 20.0,
         gap_seconds: float = worker.GAP_SECONDS,
@@ -107,15 +117,35 @@ class Backend:
         if not models:
             raise ValueError("there is no model to serve: name at least one")
         self.checkpoints = Path(checkpoints).resolve()
-        self._socket = _bind(host, port)
-        try:
+        with contextlib.ExitStack() as undo:
+            self._socket = _bind(host, port)
+            undo.callback(self._socket.close)
             store = checkpoint.Store(self.checkpoints)
-            bases = worker.load_models(models, device=choose_device(device), threads=threads)
-            self._worker = worker.Worker(bases, gap_seconds=gap_seconds)
-        except BaseException:
-            self._socket.close()
-            raise
-        service = Service(bases, self._worker, store, seed=seed, poll_seconds=poll_seconds)
+            self._state = State(store)
+            undo.callback(self._state.close)
+            device = choose_device(device)
+            bases = inspect_models(models, device=device, dtype=dtype)
+            self._worker = worker.Worker(
+                bases,
+                device=device,
+                threads=threads,
+                memory=memory,
+                gap_seconds=gap_seconds,
+            )
+            undo.callback(self._worker.close)
+            if preload or (preload is None and len(bases) == 1):
+                self._worker.preload(bases).result()
+            undo.pop_all()
+        self.queue = queue or Queue()
+        service = Service(
+            bases,
+            self._worker,
+            store,
+            self._state,
+            seed=seed,
+            poll_seconds=poll_seconds,
+            queue=self.queue,
+        )
         self._server = uvicorn.Server(
             uvicorn.Config(
                 make_app(service),
@@ -151,6 +181,7 @@ class Backend:
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()
+        self._state.close()
 
     def _expire(self, store: checkpoint.Store) -> None:
         """Deletes checkpoints in time, also where no client comes."""

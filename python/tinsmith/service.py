@@ -3,7 +3,8 @@
 Everything here is touched by the server's event loop only; the engine's side is the worker's. A
 request is identified by what the client numbered it with, so that a retry finds the promise that
 the first attempt made and nothing is executed twice. A session belongs to the API key that made
-it: to another key its runs and samplers do not exist. Checkpoints are found by their path.
+it: to another key its runs and samplers do not exist. Checkpoints are found by their path. What is
+to be told of after a restart is kept in state.py; a session itself does not outlive the server.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import hashlib
 import secrets
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -24,7 +25,9 @@ from starlette.requests import Request
 
 from tinsmith import checkpoint, peft, wire
 from tinsmith.errors import RequestError, explain
-from tinsmith.families import LoadedModel, find_model
+from tinsmith.families import BaseModel, find_model
+from tinsmith.overload import Place, Queue
+from tinsmith.state import RunRow, SessionRow, State
 from tinsmith.worker import Worker
 
 KEPT_READ_SECONDS = 60.0  # a result stays after it was read, for a client that lost the reply
@@ -44,19 +47,16 @@ class Refusal(Exception):
 
 @dataclass
 class Session:
-    """One ServiceClient."""
+    """One ServiceClient, since it came to this server."""
 
     id: str
     number: int  # of the server's sessions, from 0
     owner: str
-    user_metadata: dict[str, str]
-    display_name: str | None
     seen: float
-    created: str
     runs: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
     ended: bool = False
-    finish: dict[str, Any] | None = None  # how its client said that it ended
+    places: Counter[tuple[str, int]] = field(default_factory=Counter)  # samplers of a run's step
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class RunInfo:
     id: str
     session: Session
     base: str
-    model: LoadedModel
+    model: BaseModel
     rank: int
     alpha: float
     seed: int
@@ -92,6 +92,7 @@ class RunInfo:
             user_metadata=user_metadata,
             created=now(),
             ttl_seconds=ttl,
+            run_metadata=self.user_metadata,
         )
 
 
@@ -126,13 +127,15 @@ class Completions:
 
 @dataclass
 class SamplerInfo:
-    """One sampling session."""
+    """One sampling session. What is drawn from a run's weights has its place in the run, so that
+    a run that is resumed on a server with the same seed draws what it would have drawn."""
 
     id: str
     session: Session
     base: str
-    model: LoadedModel
+    model: BaseModel
     path: str | None = None
+    place: str = ""  # of what it draws, for fresh_seed
     clones: int = 0
     done: dict[int, Completions] = field(default_factory=dict)  # of each clone's requests
 
@@ -153,17 +156,21 @@ class Service:
 
     def __init__(
         self,
-        bases: Mapping[str, LoadedModel],
+        bases: Mapping[str, BaseModel],
         worker: Worker,
         store: checkpoint.Store,
+        state: State,
         *,
         seed: int | None = None,
         poll_seconds: float = 20.0,
+        queue: Queue | None = None,
     ):
         self.bases = dict(bases)
         self.worker = worker
         self.store = store
+        self.state = state
         self.seed = seed
+        self.queue = queue or Queue()
         self.poll_seconds = poll_seconds  # the SDK gives up a poll after 45 s
         self.sessions: dict[str, Session] = {}
         self.session_count = 0
@@ -207,18 +214,24 @@ class Service:
 
     def add_session(self, owner: str, body: Mapping[str, Any]) -> Session:
         """A new session."""
-        session = Session(
+        row = SessionRow(
             id=f"s-{uuid.uuid4().hex}",
-            number=self.session_count,
             owner=owner,
-            user_metadata=wire.metadata(body),
             display_name=wire.optional(body, "display_name", str),
-            seen=time.monotonic(),
+            user_metadata=wire.metadata(body),
             created=now(),
         )
+        self.state.add_session(row)
+        session = Session(row.id, self.session_count, owner, time.monotonic())
         self.sessions[session.id] = session
         self.session_count += 1
         return session
+
+    def locate(self, sampler: SamplerInfo, run: str, step: int) -> None:
+        """Says which weights a sampling session draws from: a run's, after some steps."""
+        run = run.partition(":")[2]  # the number of the run in its session
+        sampler.place = f"{run}:step:{step}:{sampler.session.places[run, step]}"
+        sampler.session.places[run, step] += 1
 
     def fresh_seed(self, session: Session, place: str) -> int:
         """The seed of a request that has none: random, or, where the server has a seed, made of
@@ -276,21 +289,16 @@ class Service:
         return sampler
 
     def add_run(self, run: RunInfo) -> None:
-        """Registers a run, on disk too, so that its checkpoints can be told of after a restart."""
-        self.store.save_run(
-            run.id,
-            {
-                "base_model": run.base,
-                "lora_rank": run.rank,
-                "user_metadata": run.user_metadata,
-                "created": now(),
-            },
-        )
+        """Registers a run, on disk too, so that it can be told of after a restart."""
+        row = RunRow(run.id, run.session.id, run.base, run.rank, run.user_metadata, now())
+        self.state.add_run(row)
         self.runs[run.id] = run
         run.session.runs.append(run.id)
 
     def add_sampler(self, sampler: SamplerInfo) -> None:
-        """Registers a sampling session."""
+        """Registers a sampling session, on disk too."""
+        sampler.place = sampler.id.removeprefix(sampler.session.id)
+        self.state.add_sampler(sampler.id, sampler.session.id, sampler.base, sampler.path)
         self.samplers[sampler.id] = sampler
         sampler.session.samplers.append(sampler.id)
 
@@ -302,9 +310,11 @@ class Service:
         request_id: str,
         start: Callable[[], Future[Any]],
         encode: Callable[[Any], dict[str, Any] | bytes],
+        queued: Place | None = None,
         **fields: Any,
     ) -> dict[str, Any]:
-        """The UntypedAPIFuture of a request, started unless it is a retry."""
+        """The UntypedAPIFuture of a request, started unless it is a retry. Its place in the queue
+        is kept until it is done."""
         self.sweep()
         key = owner(request), request_id
         known = self.pending.get(key)
@@ -314,6 +324,9 @@ class Service:
             except Exception as error:
                 future = Future()
                 future.set_exception(as_failure(error))
+            if queued is not None:
+                queued.keep()
+                when_done(future, queued.leave)
             promise = {"request_id": request_id, **fields}
             known = self.pending[key] = Pending(future, encode, promise, time.monotonic())
         return known.promise
@@ -325,6 +338,7 @@ class Service:
         seq: int,
         start: Callable[[RunInfo], Future[Any]],
         encode: Callable[[Any], dict[str, Any] | bytes],
+        queued: Place | None = None,
     ) -> dict[str, Any]:
         """A promise for a request that takes turn `seq` of a run, whatever becomes of it."""
         if seq < 1:
@@ -338,7 +352,7 @@ class Service:
                 return self.worker.reject(model_id, seq, as_failure(error))
 
         request_id = f"{model_id}:seq:{seq}"
-        return self.promise(request, request_id, guarded, encode, model_id=model_id)
+        return self.promise(request, request_id, guarded, encode, queued, model_id=model_id)
 
     def sweep(self) -> None:
         """Drops results that were read, or that nobody came for, and sessions without a client."""
@@ -357,9 +371,21 @@ class Service:
                 self.end_session(session)
 
 
+def when_done(future: Future[Any], call: Callable[[], None]) -> None:
+    """Calls something in this event loop once a future is done."""
+    loop = asyncio.get_running_loop()
+
+    def tell(_: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(call)
+
+    future.add_done_callback(tell)
+
+
 def owner(request: Request) -> str:
-    """Who asks: the API key, which a local server takes as it is."""
-    return request.headers.get("x-api-key", "")
+    """Who asks: stands for the API key, which a local server takes as it is and never keeps."""
+    key = request.headers.get("x-api-key", "")
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
 
 def as_failure(error: BaseException) -> RequestError:

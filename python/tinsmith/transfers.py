@@ -19,6 +19,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from tinsmith import wire
 from tinsmith.routes import Handler, read_json
 from tinsmith.service import Refusal, Service, now, owner
+from tinsmith.state import RunRow
 
 URL_TIME = timedelta(days=1)
 PIECE = 1 << 20
@@ -62,17 +63,18 @@ async def copy_weights(service: Service, request: Request) -> dict[str, Any]:
         source = wire.need(body, "source_path", str)
         _, meta = service.meta(source)
         ttl = wire.ttl(body)
-        run = f"copy-{uuid.uuid4().hex}"
+        run, owned = f"copy-{uuid.uuid4().hex}", None
         if body.get("session_id") is not None:
             session = service.session(request, wire.need(body, "session_id", str))
             run = f"{session.id}:train:{wire.need(body, 'model_seq_id', int)}"
             if run in session.runs:
                 raise Refusal(400, f"there is a run {run} already; choose another model_seq_id")
             session.runs.append(run)
+            owned = session.id
         elif body.get("destination_project_id") is None:
             raise Refusal(400, "a copy needs a destination_project_id, or a session_id")
-        info = {"base_model": meta.base_model, "lora_rank": meta.rank}
-        service.store.save_run(run, info | {"user_metadata": {}, "created": now()})
+        row = RunRow(run, owned, meta.base_model, meta.rank, meta.run_metadata, now())
+        service.state.add_run(row)
         service.copies[key] = service.store.copy(
             source, run, created=now(), ttl_seconds=ttl, public=False
         )

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tinker.proto import tinker_public_pb2 as pb
 
-from tinsmith.families import LoadedModel
+from tinsmith.families import BaseModel
 from tinsmith.worker import AdamParams, Batch, BatchResult, LoraSpec, losses
 
 LOSSES = {row["name"]: row for row in losses()}
@@ -158,7 +158,7 @@ def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
     return message
 
 
-def batch(message: pb.ForwardBackwardRequest, model: LoadedModel) -> Batch:
+def batch(message: pb.ForwardBackwardRequest, model: BaseModel) -> Batch:
     """A checked batch: every shape agrees, every id is in the vocabulary, every number finite."""
     name = message.loss_fn
     if name not in LOSSES:
@@ -200,7 +200,7 @@ def batch(message: pb.ForwardBackwardRequest, model: LoadedModel) -> Batch:
     )
 
 
-def _datum_tokens(datum: pb.Datum, where: str, model: LoadedModel) -> NDArray[np.int32]:
+def _datum_tokens(datum: pb.Datum, where: str, model: BaseModel) -> NDArray[np.int32]:
     parts = []
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tinker.proto import tinker_public_pb2 as pb
 
 from tinsmith.decoding import PromptTargets, SampleRequest, SampleResult
-from tinsmith.families import LoadedModel
+from tinsmith.families import BaseModel
 from tinsmith.wire import (
     as_bytes,
     check_csr,
@@ -34,7 +34,7 @@ PADDING = -1  # a cell that asks for nothing
 T = TypeVar("T")
 
 
-def sample_request(body: Mapping[str, Any], model: LoadedModel, fresh_seed: int) -> SampleRequest:
+def sample_request(body: Mapping[str, Any], model: BaseModel, fresh_seed: int) -> SampleRequest:
     """A checked request on a base model or an adapter; fresh_seed is used where no seed came."""
     if maybe(body, "record_stability_info", bool, False):
         raise ValueError("record_stability_info is not built: StableReinforce is not published")
@@ -61,7 +61,7 @@ def sample_request(body: Mapping[str, Any], model: LoadedModel, fresh_seed: int)
     )
 
 
-def _prompt(body: Mapping[str, Any], model: LoadedModel) -> NDArray[np.int32]:
+def _prompt(body: Mapping[str, Any], model: BaseModel) -> NDArray[np.int32]:
     tokens: list[int] = []
     for chunk in need(need(body, "prompt", dict), "chunks", list, "the prompt"):
         kind = chunk.get("type") if isinstance(chunk, dict) else None
@@ -191,7 +191,7 @@ def _integers(tensor: Mapping[str, Any], key: str, where: str) -> NDArray[np.int
     return np.asarray(items, np.int64)
 
 
-def _stops(stop: Any, model: LoadedModel) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _stops(stop: Any, model: BaseModel) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Stop ids and stop texts. None: the end of sequence; []: nothing; texts: both."""
     if stop is None:
         return model.eos_ids, ()

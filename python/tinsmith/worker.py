@@ -16,19 +16,21 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith import _core, checkpoint, peft
+from tinsmith import _core, checkpoint, peft, snapshots
+from tinsmith.bases import Bases, Hold
 from tinsmith.decoding import Decoder, SampleRequest, SampleResult
 from tinsmith.errors import RequestError, explain
-from tinsmith.families import LoadedModel, load_model
+from tinsmith.families import BaseModel, LoadedModel
+from tinsmith.snapshots import Snapshots
 from tinsmith.training import Batch, BatchResult, Kept, forward_backward
 
 log = logging.getLogger("tinsmith")
@@ -36,10 +38,6 @@ log = logging.getLogger("tinsmith")
 # How long requests wait for one that should have come before them. The SDK's chunks of one call
 # arrive within seconds of each other.
 GAP_SECONDS = 60.0
-
-# What the adapters of sampling sessions may take together. A client doesn't say when it is done
-# with a snapshot, and training loops make one in each step: the least recently used go first.
-SNAPSHOT_BYTES_MAX = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -86,28 +84,14 @@ class _Run:
     """One adapter in training, and the requests that wait for their turn."""
 
     name: str
-    base: LoadedModel
+    base: BaseModel
     adapter: _core.Adapter | None = None
+    bytes: int = 0
     failure: RequestError | None = None  # why there is no adapter
     next_seq: int = 0  # 0 is the creation; the SDK's requests start at 1
     waiting: dict[int, _Job] = field(default_factory=dict)
     waiting_since: float = 0.0
     kept: Kept | None = None  # the forward that forward_backward_custom began with
-
-
-@dataclass(frozen=True)
-class _Snapshot:
-    """What a sampling session samples from: an adapter, or else the base model."""
-
-    base: LoadedModel
-    adapter: _core.Adapter | None = None
-    failure: RequestError | None = None
-    origin: tuple[Path, str] | None = None  # the checkpoint's folder and creation time
-
-    @property
-    def bytes(self) -> int:
-        """What the adapter takes."""
-        return 0 if self.adapter is None else 4 * self.adapter.size
 
 
 def losses() -> list[_core.LossRow]:
@@ -132,26 +116,50 @@ class Worker:
 
     def __init__(
         self,
-        bases: Mapping[str, LoadedModel],
+        bases: Mapping[str, BaseModel],
         *,
+        device: str = "cpu",
+        threads: int = 0,
+        memory: int | None = None,  # bytes; None: most of the machine's or the card's
         gap_seconds: float = GAP_SECONDS,
-        snapshot_bytes_max: int = SNAPSHOT_BYTES_MAX,
+        snapshot_bytes_max: int = snapshots.BYTES_MAX,
         keep_forwards: bool = True,
     ):
-        self._bases = dict(bases)
+        self._known = dict(bases)
+        self._bases = Bases(
+            bases,
+            device=device,
+            threads=threads,
+            memory=memory,
+            holds=self._holds,
+            release=self._release,
+        )
         self._gap_seconds = gap_seconds
-        self._snapshot_bytes_max = snapshot_bytes_max
         self._keep_forwards = keep_forwards
+        self._snapshots = Snapshots(self._bases, snapshot_bytes_max)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ready: deque[tuple[_Run, _Job]] = deque()
         self._runs: dict[str, _Run] = {}
-        self._snapshots: dict[str, _Snapshot] = {}  # the least recently used first
         self._decoder = Decoder()
         self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
         self._closed = False
         self._running = True
         self._thread = threading.Thread(target=self._loop, name="tinsmith-worker", daemon=True)
         self._thread.start()
+
+    def preload(self, bases: Iterable[str]) -> Future[None]:
+        """Loads base models now rather than on first use."""
+        future: Future[None] = Future()
+
+        def begin() -> None:
+            try:
+                for name in bases:
+                    self._bases.use(self._known[name])
+                future.set_result(None)
+            except BaseException as error:
+                _fail(future, error)
+
+        return self._put(begin, future)
 
     # ---- training: each request takes its run's turn `seq` ----
 
@@ -160,7 +168,7 @@ class Worker:
 
         def work(lane: _Run) -> None:
             try:
-                lane.adapter = _make_adapter(lane.base, spec)
+                lane.adapter = self._make_adapter(lane, spec)
             except BaseException as error:
                 lane.failure = explain(error)
                 raise
@@ -168,7 +176,7 @@ class Worker:
         future: Future[None] = Future()
 
         def begin() -> None:
-            self._runs[run] = _Run(run, self._bases[base])
+            self._runs[run] = _Run(run, self._known[base])
             self._enqueue(run, 0, _Job(future, work))
 
         return self._put(begin, future)
@@ -243,11 +251,14 @@ class Worker:
 
         return self._submit(run, seq, work)
 
-    def snapshot(self, run: str, seq: int, sampler: str) -> Future[None]:
-        """Makes a sampling session with the run's weights as they are at its turn."""
+    def snapshot(self, run: str, seq: int, sampler: str) -> Future[int]:
+        """Makes a sampling session with the run's weights as they are at its turn; gives the number
+        of steps that the run has taken."""
 
-        def work(lane: _Run) -> None:
-            self._keep(sampler, _Snapshot(lane.base, _adapter(lane).snapshot()))
+        def work(lane: _Run) -> int:
+            adapter = _adapter(lane)
+            self._snapshots.add_run(sampler, lane.base, adapter)
+            return adapter.step
 
         return self._submit(run, seq, work)
 
@@ -256,25 +267,12 @@ class Worker:
     def open_base(self, sampler: str, base: str) -> None:
         """Makes a sampling session of a base model."""
 
-        def begin() -> None:
-            self._snapshots[sampler] = _Snapshot(self._bases[base])
-
-        self._put(begin)
+        self._put(lambda: self._snapshots.add_base(sampler, self._known[base]))
 
     def open_checkpoint(self, sampler: str, base: str, folder: Path, created: str) -> None:
-        """Makes a sampling session of a saved checkpoint, loaded once however many use it.
-
-        What goes wrong is told to the session's samples.
-        """
-
-        def begin() -> None:
-            wanted = _Snapshot(self._bases[base], origin=(folder, created))
-            try:
-                self._load(sampler, wanted)
-            except BaseException as error:
-                self._snapshots[sampler] = replace(wanted, failure=explain(error))
-
-        self._put(begin)
+        """Makes a sampling session of a checkpoint. What goes wrong is told to its samples."""
+        known = self._known[base]
+        self._put(lambda: self._snapshots.add_checkpoint(sampler, known, folder, created))
 
     def sample(self, sampler: str, request: SampleRequest) -> Future[SampleResult]:
         """Queues a request on a sampling session; it decodes together with all others."""
@@ -282,8 +280,10 @@ class Worker:
 
         def begin() -> None:
             try:
-                snapshot = self._use(sampler)
-                self._decoder.add(snapshot.base, snapshot.adapter, request, future)
+                snapshot = self._snapshots.use(sampler)
+                base = self._bases.use(snapshot.base)
+                self._open_lane(base)
+                self._decoder.add(base, snapshot.adapter, request, future)
             except BaseException as error:
                 _fail(future, error)
 
@@ -305,7 +305,7 @@ class Worker:
 
         def begin() -> None:
             for name in samplers:
-                self._snapshots.pop(name, None)
+                self._snapshots.forget(name)
             for name in runs:
                 if name in self._runs:
                     self._ready.append((self._runs[name], _Job(Future(), release)))
@@ -357,49 +357,57 @@ class Worker:
             run.next_seq += 1
             run.waiting_since = time.monotonic()
 
-    def _use(self, sampler: str) -> _Snapshot:
-        """A session's snapshot, which becomes the most recently used one."""
-        snapshot = self._snapshots.pop(sampler, None)
-        if snapshot is None:
-            raise RequestError(
-                f"sampling session {sampler} has no weights: saving them failed, or its session "
-                "has ended; create a new sampling client"
-            )
-        self._snapshots[sampler] = snapshot
-        if snapshot.failure is not None:
-            raise snapshot.failure
-        if snapshot.origin is not None and snapshot.adapter is None:
-            snapshot = self._load(sampler, snapshot)
-        return snapshot
+    def _make_adapter(self, lane: _Run, spec: LoraSpec | StateSpec) -> _core.Adapter:
+        base = self._bases.use(lane.base)
+        saved = isinstance(spec, StateSpec)
+        rank = peft.load_meta(spec.folder).rank if saved else spec.rank
 
-    def _load(self, sampler: str, wanted: _Snapshot) -> _Snapshot:
-        """Keeps a checkpoint's snapshot, with the adapter of a session that has it already."""
-        assert wanted.origin is not None
-        same = (item.adapter for item in self._snapshots.values() if item.origin == wanted.origin)
-        adapter = next((item for item in same if item is not None), None)
-        if adapter is None:
-            folder = wanted.origin[0]
-            adapter = checkpoint.load_adapter(folder, wanted.base, optimizer=False)
-        return self._keep(sampler, replace(wanted, adapter=adapter))
-
-    def _keep(self, sampler: str, snapshot: _Snapshot) -> _Snapshot:
-        """Adds a snapshot, and drops old ones while there are too many bytes of them."""
-        self._snapshots[sampler] = snapshot
-        adapters = {id(item.adapter): item.bytes for item in self._snapshots.values()}
-        total = sum(adapters.values())
-        for name, item in list(self._snapshots.items()):
-            if total <= self._snapshot_bytes_max:
-                break
-            if name == sampler or item.adapter is None:
-                continue
-            total -= adapters.pop(id(item.adapter), 0)
-            dropped = RequestError(
-                f"the weights of sampling session {name} were dropped to make room for newer ones; "
-                "save_weights_for_sampler(name) keeps weights that are needed for long"
+        def make() -> _core.Adapter:
+            if isinstance(spec, StateSpec):
+                return peft.load_adapter(spec.folder, base, optimizer=spec.optimizer)
+            return _core.Adapter(
+                base.core,
+                rank=spec.rank,
+                alpha=spec.alpha,
+                seed=spec.seed,
+                attn=spec.attn,
+                mlp=spec.mlp,
+                unembed=spec.unembed,
             )
-            failure = None if item.origin else dropped
-            self._snapshots[name] = replace(item, adapter=None, failure=failure)
-        return snapshot
+
+        need = self._bases.run_bytes(base, rank)
+        adapter = self._bases.make(need, f"a run of rank {rank}", make, keep=base.path)
+        lane.bytes = need
+        return adapter
+
+    def _open_lane(self, base: LoadedModel) -> None:
+        """Sees to it that a base model can be sampled from."""
+        if self._decoder.is_open(base):
+            return
+        tokens = self._bases.cache_tokens(base)
+        self._bases.make(
+            tokens * base.core.plan(1, 1)["kv_token"],
+            "a cache of keys and values",
+            lambda: self._decoder.open(base, tokens),
+            keep=base.path,
+        )
+
+    def _holds(self) -> list[Hold]:
+        """What takes memory beside the base models' weights."""
+        found = [
+            Hold(run.base.path, run.bytes, f"the run {run.name}", pins=True)
+            for run in self._runs.values()
+            if run.failure is None
+        ]
+        found += self._snapshots.holds()
+        for path, size, active in self._decoder.caches():
+            found.append(Hold(path, size, f"the cache of {path.name}", pins=active))
+        return found
+
+    def _release(self, path: Path) -> bool:
+        """Drops what can be made again on a base model; whether there was any."""
+        shut = self._decoder.shut(path)  # an active one keeps the adapters that it uses
+        return self._snapshots.release(path) or shut
 
     def _loop(self) -> None:
         while self._running:
@@ -466,32 +474,6 @@ class Worker:
             self._drain(block=False)
             if self._ready and time.monotonic() >= end:
                 return
-
-
-def load_models(
-    paths: Mapping[str, Path], *, device: str, threads: int = 0
-) -> dict[str, LoadedModel]:
-    """Loads base models under their names; one folder under two names is loaded once."""
-    loaded: dict[Path, LoadedModel] = {}
-    for path in paths.values():
-        key = Path(path).resolve()
-        if key not in loaded:
-            loaded[key] = load_model(key, device=device, threads=threads)
-    return {name: loaded[Path(path).resolve()] for name, path in paths.items()}
-
-
-def _make_adapter(base: LoadedModel, spec: LoraSpec | StateSpec) -> _core.Adapter:
-    if isinstance(spec, StateSpec):
-        return peft.load_adapter(spec.folder, base, optimizer=spec.optimizer)
-    return _core.Adapter(
-        base.core,
-        rank=spec.rank,
-        alpha=spec.alpha,
-        seed=spec.seed,
-        attn=spec.attn,
-        mlp=spec.mlp,
-        unembed=spec.unembed,
-    )
 
 
 def _adapter(run: _Run) -> _core.Adapter:

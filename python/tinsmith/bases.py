@@ -1,0 +1,197 @@
+"""The base models that a server holds: read on first use, dropped by least use when room is needed.
+
+Memory is counted in what the engine allocates: weights, caches of keys and values, adapters with a
+step's activations. The limit is given, or nine tenths of the machine's or the card's. A model goes
+only when nothing on it would be lost: no adapter in training, no snapshot that is nowhere on disk,
+no sample under way. What goes comes back on its next use, to the same bits. A failed allocation
+makes room too, where the limit did not foresee it. All of it belongs to the worker's thread.
+"""
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from tinsmith.families import BaseModel, LoadedModel, inspect_model, load_weights
+
+T = TypeVar("T")
+
+SHARE = 0.9  # of all memory, where no limit is given
+CACHE_BYTES = 4 << 30  # what one model's cache of keys and values takes at most,
+CACHE_SHARE = 4  # and the part of the limit that it takes at most, one in so many
+CACHE_TOKENS_MAX = 1 << 20  # the engine's own limit
+STEP_TOKENS = 2048  # the rows of a training step that are counted for each run
+CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Memory that something beside the weights takes on a base model."""
+
+    base: Path
+    bytes: int
+    what: str
+    pins: bool  # whether it would be lost with the model
+
+
+def inspect_models(
+    paths: Mapping[str, Path], *, device: str = "cpu", dtype: str | None = None
+) -> dict[str, BaseModel]:
+    """What is known of base models under their names; raises what is wrong with their files."""
+    known: dict[Path, BaseModel] = {}
+    for path in paths.values():
+        key = Path(path).resolve()
+        if key not in known:
+            known[key] = inspect_model(key, device=device, dtype=dtype)
+    return {name: known[Path(path).resolve()] for name, path in paths.items()}
+
+
+class Bases:
+    """See the file's header. `holds` tells what else takes memory; `release` drops what can be made
+    again on a base (an idle cache, adapters that are on disk), and tells whether there was any."""
+
+    def __init__(
+        self,
+        models: Mapping[str, BaseModel],
+        *,
+        device: str,
+        threads: int,
+        memory: int | None,
+        holds: Callable[[], list[Hold]],
+        release: Callable[[Path], bool],
+    ):
+        self.memory = memory_of(device) if memory is None else memory
+        self._names = {model.path: name for name, model in models.items()}
+        self._threads = threads
+        self._holds = holds
+        self._release = release
+        self._loaded: dict[Path, LoadedModel] = {}  # the least recently used first
+
+    def use(self, model: BaseModel) -> LoadedModel:
+        """The model in the engine, which becomes the most recently used one."""
+        loaded = self._loaded.pop(model.path, None)
+        if loaded is None:
+            loaded = self.make(
+                model.weight_bytes,
+                f"the base model {self._names[model.path]}",
+                lambda: load_weights(model, threads=self._threads),
+            )
+        self._loaded[model.path] = loaded
+        return loaded
+
+    def make(self, need: int, what: str, function: Callable[[], T], keep: Path | None = None) -> T:
+        """Calls a function that allocates, after making room for what it needs.
+
+        `keep` is a model that may not go. MemoryError where there is no room to be made.
+        """
+        while self.memory is not None and self._used() + need > self.memory:
+            if not self._evict(keep):
+                raise MemoryError(self._no_room(need, what))
+        while True:
+            try:
+                return function()
+            except MemoryError as error:
+                if not self._evict(keep):
+                    raise MemoryError(f"{what}: {error}; {self._holders()}") from None
+
+    def run_bytes(self, loaded: LoadedModel, rank: int) -> int:
+        """What a run of some rank takes: its adapter, and a step's activations."""
+        plan = loaded.core.plan(rank, STEP_TOKENS)
+        return plan["adapter"] + plan["step"]
+
+    def cache_tokens(self, loaded: LoadedModel) -> int:
+        """How many tokens a new cache of keys and values is to hold: what is free, within a share
+        of all, but the whole context where that share allows it."""
+        token = loaded.core.plan(1, 1)["kv_token"]
+        most = CACHE_BYTES // token
+        if self.memory is None:
+            return min(most, CACHE_TOKENS_MAX)
+        most = max(1, min(most, self.memory // CACHE_SHARE // token, CACHE_TOKENS_MAX))
+        free = (self.memory - self._used()) // token
+        return max(min(free, most), min(loaded.context, most))
+
+    def _used(self) -> int:
+        weights = sum(model.weight_bytes for model in self._loaded.values())
+        return weights + sum(hold.bytes for hold in self._holds())
+
+    def _evict(self, keep: Path | None) -> bool:
+        """Drops the least recently used model that may go, or else what can be made again on
+        others; whether there was anything."""
+        pinned = {hold.base for hold in self._holds() if hold.pins}
+        for path in self._loaded:
+            if path != keep and path not in pinned:
+                self._release(path)
+                del self._loaded[path]
+                return True
+        return any(self._release(path) for path in self._loaded)
+
+    def _no_room(self, need: int, what: str) -> str:
+        assert self.memory is not None
+        free = max(self.memory - self._used(), 0)
+        return (
+            f"{what} needs {readable(need)}, and of the {readable(self.memory)} that the server "
+            f"may use {readable(free)} are free; {self._holders()}; end a client that is not "
+            "needed, or start the server with more --memory"
+        )
+
+    def _holders(self) -> str:
+        parts = [
+            f"the base model {self._names[path]} ({readable(model.weight_bytes)})"
+            for path, model in self._loaded.items()
+        ]
+        holds = sorted((h for h in self._holds() if h.bytes), key=lambda hold: -hold.bytes)
+        parts += [f"{hold.what} ({readable(hold.bytes)})" for hold in holds[:8]]
+        return f"memory is held by {', '.join(parts)}" if parts else "nothing else holds memory"
+
+
+def memory_of(device: str) -> int | None:
+    """What a server on a device may take where nothing is said; None where it can't be told."""
+    if device == "cuda":
+        total = _card_bytes()
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        for file in CGROUPS:
+            with contextlib.suppress(OSError, ValueError):  # absent, or "max"
+                total = min(total, int(Path(file).read_text()))
+    return None if total is None else int(total * SHARE)
+
+
+def _card_bytes() -> int | None:
+    """All memory of the first card, from the driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    card, total = ctypes.c_int(), ctypes.c_size_t()
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(card), 0)
+        or driver.cuDeviceTotalMem_v2(ctypes.byref(total), card)
+    )
+    return None if failed else total.value
+
+
+def readable(count: int) -> str:
+    """A number of bytes for people."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count} bytes"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from a number with or without a unit: 2000000, 1.5G, 12GiB, 800M. Units are powers of
+    1,024."""
+    number = text.strip().lower().removesuffix("b").removesuffix("i")
+    scales = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+    scale = scales.get(number[-1:], 1)
+    try:
+        count = int(float(number.rstrip("kmgt")) * scale)
+    except (ValueError, OverflowError):
+        count = 0
+    if count <= 0:
+        raise ValueError(f"{text!r} is not an amount of memory; say 800M, 12G or a number of bytes")
+    return count

@@ -1,0 +1,208 @@
+"""Several base models in one server: read on first use, dropped for others, back bit for bit."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tinker
+from small_run import PROMPT, make_client, make_data, sample, train
+from tinsmith import bases
+from tinsmith.bases import CACHE_SHARE, inspect_models, memory_of, parse_bytes, readable
+from tinsmith.families import load_model
+from tinsmith.server import Backend
+
+NAMES = ("tiny", "other", "third")
+DRAW = {"max_tokens": 12, "seed": 5, "stop": []}
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three models; the third's head is the second's embedding, so that all draw differently."""
+    import safetensors.numpy
+
+    folder = tmp_path_factory.mktemp("three")
+    found = {"tiny": tiny_model_dir}
+    for number, name in enumerate(NAMES[1:], 1):
+        shutil.copytree(tiny_model_dir, folder / name)
+        file = folder / name / "model.safetensors"
+        tensors = safetensors.numpy.load_file(file)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:: -1 if number == 1 else 1] * 1.5
+        tensors = {key: value.copy() for key, value in tensors.items()}
+        safetensors.numpy.save_file(tensors, file, {"format": "pt"})
+        found[name] = folder / name
+    return found
+
+
+def start(models: dict[str, Path], folder: Path, **options) -> Backend:
+    return Backend(models, checkpoints=folder, device="cpu", threads=1, **options)
+
+
+def loaded(backend: Backend) -> list[str]:
+    """The models that are in memory, the least recently used first."""
+    return [backend._worker._bases._names[path] for path in backend._worker._bases._loaded]
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
+    """What each model draws where there is room for all."""
+    with start(models, tmp_path_factory.mktemp("all")) as backend, backend.service_client() as own:
+        clients = {name: own.create_sampling_client(base_model=name).result() for name in NAMES}
+        return {name: sample(client, 2, **DRAW) for name, client in clients.items()}
+
+
+@pytest.fixture(scope="module")
+def run_bytes(models: dict[str, Path]) -> int:
+    """What a run of rank 4 takes."""
+    plan = load_model(models["tiny"], threads=1).core.plan(4, bases.STEP_TOKENS)
+    return plan["adapter"] + plan["step"]
+
+
+@pytest.fixture
+def narrow(models: dict[str, Path], tmp_path: Path) -> Iterator[Backend]:
+    """A server with room for one model and its cache, or for two without."""
+    weights = inspect_models(models)["tiny"].weight_bytes
+    with start(models, tmp_path, memory=int(2.4 * weights)) as backend:
+        yield backend
+
+
+def test_models_are_listed_at_once_and_read_on_first_use(models, tmp_path):
+    with start(models, tmp_path) as backend, backend.service_client() as service:
+        told = service.get_server_capabilities().supported_models
+        assert [item.model_name for item in told] == list(NAMES) and loaded(backend) == []
+        client = service.create_sampling_client(base_model="other").result()
+        assert loaded(backend) == []
+        sample(client, 1, **DRAW)
+        assert loaded(backend) == ["other"]
+        make_client(service)
+        assert loaded(backend) == ["other", "tiny"]
+
+
+def test_preload_reads_them_before_listening(models, tmp_path):
+    with start({"tiny": models["tiny"]}, tmp_path) as backend:
+        assert loaded(backend) == ["tiny"]
+    with start({"tiny": models["tiny"]}, tmp_path, preload=False) as backend:
+        assert loaded(backend) == []
+    with start(models, tmp_path, preload=True) as backend:
+        assert loaded(backend) == list(NAMES)
+
+
+def test_a_broken_model_is_found_at_the_start(models, tmp_path):
+    shutil.copytree(models["tiny"], tmp_path / "broken")
+    file = tmp_path / "broken" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        start(models | {"broken": tmp_path / "broken"}, tmp_path / "saved")
+
+
+def test_one_folder_under_two_names_is_read_once(models, tmp_path):
+    twice = {"one": models["tiny"], "two": models["tiny"]}
+    with start(twice, tmp_path) as backend, backend.service_client() as service:
+        for name in twice:
+            sample(service.create_sampling_client(base_model=name).result(), 1, **DRAW)
+        assert len(backend._worker._bases._loaded) == 1
+
+
+def test_the_least_recently_used_makes_room_and_comes_back(narrow, expected):
+    with narrow.service_client() as service:
+        clients = {n: service.create_sampling_client(base_model=n).result() for n in NAMES}
+        for name in ("tiny", "other", "third", "tiny", "third", "other", "tiny"):
+            assert sample(clients[name], 2, **DRAW) == expected[name]
+            assert loaded(narrow)[-1] == name and len(loaded(narrow)) < 3
+
+
+def test_a_checkpoints_sampler_comes_back_to_the_same_bits(models, tmp_path, expected):
+    with start(models, tmp_path) as backend, backend.service_client() as service:
+        client = make_client(service)
+        train(client, 2)
+        path = client.save_weights_for_sampler("s").result().path
+        tuned = service.create_sampling_client(model_path=path).result()
+        drawn, logprobs = sample(tuned, 2, **DRAW), tuned.compute_logprobs(PROMPT).result()
+    assert drawn != expected["tiny"]
+    memory = int(2.4 * inspect_models(models)["tiny"].weight_bytes)
+    with start(models, tmp_path, memory=memory) as backend, backend.service_client() as service:
+        tuned = service.create_sampling_client(model_path=path).result()
+        others = [service.create_sampling_client(base_model=n).result() for n in NAMES[1:]]
+        for _ in range(2):
+            assert sample(tuned, 2, **DRAW) == drawn
+            assert tuned.compute_logprobs(PROMPT).result() == logprobs
+            for name, other in zip(NAMES[1:], others, strict=True):
+                assert sample(other, 2, **DRAW) == expected[name]
+            assert "tiny" not in loaded(backend)
+
+
+def test_a_run_keeps_its_model_and_the_refusal_says_what_holds_memory(
+    models, tmp_path, run_bytes, expected
+):
+    weights = inspect_models(models)["tiny"].weight_bytes
+    memory = run_bytes + int(1.5 * weights)
+    with start(models, tmp_path, memory=memory) as backend, backend.service_client() as service:
+        with backend.service_client() as trainer:
+            client = make_client(trainer)
+            losses = train(client, 1)
+            other = service.create_sampling_client(base_model="other").result()
+            with pytest.raises(tinker.RequestFailedError) as caught:
+                sample(other, 1, **DRAW)
+            told = str(caught.value)
+            assert f"the base model other needs {readable(weights)}" in told
+            assert f"of the {readable(memory)} that the server may use" in told
+            assert f"the base model tiny ({readable(weights)})" in told
+            assert f"the run {client.model_id} ({readable(run_bytes)})" in told
+            assert "end a client that is not needed" in told and "--memory" in told
+            with pytest.raises(tinker.RequestFailedError, match="a run of rank 4 needs"):
+                make_client(service)
+            # The trainer did not notice.
+            assert (
+                client.forward_backward(make_data(), "cross_entropy").result().metrics["loss:sum"]
+                < losses[0]
+            )
+        assert sample(other, 2, **DRAW) == expected["other"]  # the trainer's session has ended
+
+
+def test_a_failed_allocation_makes_room_too(models, tmp_path, expected, monkeypatch):
+    """What a card with less free memory than it has in all does."""
+    load, failures = bases.load_weights, []
+
+    def fails_twice(model, **options):
+        if model.path == models["other"] and len(failures) < 2:
+            failures.append(len(failures))
+            raise MemoryError("the GPU has no 1.0 MiB of memory to give")
+        return load(model, **options)
+
+    monkeypatch.setattr(bases, "load_weights", fails_twice)
+    with start(models, tmp_path) as backend, backend.service_client() as service:
+        clients = {n: service.create_sampling_client(base_model=n).result() for n in NAMES}
+        for name in ("tiny", "third", "other"):
+            assert sample(clients[name], 2, **DRAW) == expected[name]
+        assert failures == [0, 1] and loaded(backend) == ["other"]
+        failures.clear()
+        make_client(service)
+        backend._worker._bases._loaded.pop(models["other"].resolve())
+        with pytest.raises(tinker.RequestFailedError, match=r"other: the GPU has no .* held by"):
+            sample(clients["other"], 1, **DRAW)
+
+
+def test_a_cache_takes_a_share_of_the_limit_but_holds_a_context(models, narrow):
+    held = narrow._worker._bases
+    model = load_model(models["tiny"], threads=1)
+    token = model.core.plan(1, 1)["kv_token"]
+    assert held.cache_tokens(model) == held.memory // CACHE_SHARE // token > model.context
+    assert bases.Bases(
+        {}, device="cpu", threads=1, memory=None, holds=list, release=lambda _: False
+    ).cache_tokens(model) == min(bases.CACHE_BYTES // token, bases.CACHE_TOKENS_MAX)
+
+
+def test_a_limit_that_no_model_fits_in_is_a_sentence(models, tmp_path):
+    with pytest.raises(Exception, match=r"the base model tiny needs .* 100.00 KiB are free"):
+        start({"tiny": models["tiny"]}, tmp_path, memory=100 << 10)
+
+
+def test_amounts_of_memory():
+    assert [parse_bytes(text) for text in ("2000", "1.5G", "12GiB", "800mb", "3 k")] == [
+        2000, 3 << 29, 12 << 30, 800 << 20, 3 << 10,
+    ]  # fmt: skip
+    for text in ("", "G", "-1", "0", "nan", "inf", "12Q"):
+        with pytest.raises(ValueError, match="is not an amount of memory"):
+            parse_bytes(text)
+    total = memory_of("cpu")
+    assert total is not None and 1 << 28 < total < 1 << 50

@@ -1,0 +1,105 @@
+"""A server that is killed in the middle of a recipe: started again and resumed by the recipe's own
+resume, the run goes on as if nothing had happened, bit for bit.
+
+The recipe draws its own training data (SDFT: the student's answers), so that not only the weights
+and AdamW's moments have to come back but every draw too: that is what a server's seed is for.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tinsmith.demo import demo
+
+STEPS, SAVE_EVERY, KILLED_AFTER = 8, 2, 5
+METRICS = ("loss", "loss_tokens", "grad_norm")
+
+
+@contextlib.contextmanager
+def serving(checkpoints: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`tinsmith serve` as a process of its own, and its URL."""
+    command = [
+        sys.executable, "-m", "tinsmith.cli", "serve", str(demo.MODEL), "--port", "0", "--seed",
+        "7", "--device", "cpu", "--threads", "1", "--checkpoints", str(checkpoints),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        found = re.search(r"http://\S+", process.stdout.readline())
+        assert found is not None
+        yield process, found.group()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def recipe(url: str, log: Path, questions: Path) -> subprocess.Popen[str]:
+    """SDFT as its user would start it, and start it again."""
+    command = [
+        sys.executable, "-m", "tinker_cookbook.recipes.sdft.train", f"model_name={demo.MODEL}",
+        f"renderer_name={demo.RENDERER}", "dataset=toolalpaca", f"log_path={log}",
+        f"toolalpaca_data_path={questions}", "groups_per_batch=6", "max_tokens=16", "topk=10",
+        "lora_rank=4", "learning_rate=1e-3", f"max_steps={STEPS}", "eval_every=0",
+        f"save_every={SAVE_EVERY}", "behavior_if_log_dir_exists=resume",
+    ]  # fmt: skip
+    environment = os.environ | {
+        "TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local", "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+    }  # fmt: skip
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def rows(log: Path) -> list[dict]:
+    file = log / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    told, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, told[-4000:]
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("questions")
+    demo.write_dataset(folder, 12, seed=0)
+    return folder
+
+
+def test_a_killed_run_is_resumed_bit_for_bit(questions: Path, tmp_path: Path) -> None:
+    log, saved = tmp_path / "killed", tmp_path / "killed-saved"
+    with serving(tmp_path / "whole-saved") as (_, other_url), serving(saved) as (server, url):
+        uninterrupted = recipe(other_url, tmp_path / "whole", questions)
+        client = recipe(url, log, questions)
+        end = time.monotonic() + 240
+        while len(rows(log)) < KILLED_AFTER and client.poll() is None and time.monotonic() < end:
+            time.sleep(0.02)
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+        client.kill()
+        client.communicate()
+        finish(uninterrupted)
+    whole = rows(tmp_path / "whole")
+    assert len(whole) == STEPS
+    assert KILLED_AFTER <= len(rows(log)) < STEPS
+    last = json.loads((log / "checkpoints.jsonl").read_text().splitlines()[-1])
+    assert 0 < last["batch"] <= len(rows(log))
+    with serving(saved) as (_, url):
+        finish(recipe(url, log, questions))
+    resumed = rows(log)[-(STEPS - last["batch"]) :]
+    assert [row["progress/batch"] for row in resumed] == list(range(last["batch"], STEPS))
+    for one, other in zip(resumed, whole[last["batch"] :], strict=True):
+        assert [one[key] for key in METRICS] == [other[key] for key in METRICS]
+    assert len({row["loss"] for row in whole}) == STEPS

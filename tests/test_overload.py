@@ -1,0 +1,161 @@
+"""More requests than memory allows: held back, answered with 429, and all of them answered in the
+end, as if there had been room."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from conftest import Wire, logprobs, make_datum
+from small_run import make_client
+from tinsmith.overload import Overloaded, Queue
+from tinsmith.routes import SAMPLE_BYTES
+from tinsmith.server import Backend
+
+LIMIT = 20_000
+
+
+def start(model: Path, folder: Path, queue: Queue | None = None) -> Backend:
+    return Backend({"tiny": model}, checkpoints=folder, device="cpu", threads=1, queue=queue)
+
+
+@pytest.fixture
+def crowded(tiny_model_dir: Path, tmp_path: Path) -> Iterator[Backend]:
+    """A server that takes four samples at once, and holds others back for 0.3 s."""
+    queue = Queue(bytes_max=LIMIT, count_max=8, hold_seconds=0.3, again_seconds=0.1)
+    with start(tiny_model_dir, tmp_path, queue) as backend:
+        yield backend
+
+
+def ask_for_everything(backend: Backend) -> tuple[list, list]:
+    """200 requests at once: 100 samples, and 25 forwards from each of four training clients."""
+    with backend.service_client() as service:
+        sampler = service.create_sampling_client(base_model="tiny").result()
+        trainers = [make_client(service, seed) for seed in range(4)]
+        params = [tinker.SamplingParams(max_tokens=24, seed=seed, stop=[]) for seed in range(100)]
+        prompt = tinker.ModelInput.from_ints(list(range(5, 45)))
+        drawn = [sampler.sample(prompt, 1, one) for one in params]
+        data = [make_datum([n + 3] * 90, [n + 4] * 90, weights=[1] * 90) for n in range(25)]
+        trained = [c.forward([one], "cross_entropy") for c in trainers for one in data]
+        assert len(drawn) + len(trained) == 200
+        return (
+            [list(one.result(timeout=120).sequences[0].tokens) for one in drawn],
+            [logprobs(one.result(timeout=120))[0] for one in trained],
+        )
+
+
+def test_all_of_200_requests_are_answered_right(crowded, tiny_model_dir, tmp_path, monkeypatch):
+    refused: list[int] = []
+    overloaded = Queue.overloaded
+    monkeypatch.setattr(Queue, "overloaded", lambda q: refused.append(q.bytes) or overloaded(q))
+    with start(tiny_model_dir, tmp_path / "roomy") as backend:
+        expected = ask_for_everything(backend)
+        assert backend.queue.peak > 4 * LIMIT and not refused  # there is more than fits
+    found = ask_for_everything(crowded)
+    assert found[0] == expected[0]
+    for one, other in zip(found[1], expected[1], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert LIMIT / 2 < crowded.queue.peak <= LIMIT
+    assert refused  # some were told to come again
+    assert (crowded.queue.bytes, crowded.queue.count) == (0, 0)
+
+
+class Crowd:
+    """A request that waits for the one before it, and leaves little room in the queue."""
+
+    def __init__(self, backend: Backend):
+        self.wire = Wire(backend.url)
+        self.model = self.wire.create()
+        data = [make_datum([5] * 100, [6] * 100) for _ in range(16)]
+        self.waiting = self.wire.forward_backward(self.model, 2, data)
+        assert LIMIT * 0.8 < backend.queue.bytes < LIMIT
+
+    def leave(self) -> None:
+        """Sends the one before it, with which both are done."""
+        self.wire.optim_step(self.model, 1)
+        self.wire.result(self.waiting)
+
+
+def test_who_waits_too_long_is_told_to_come_again(crowded):
+    crowd, wire = Crowd(crowded), Wire(crowded.url)
+    model = wire.create()
+    body = {"sampling_session_id": "none", "seq_id": 0}
+    begin = time.monotonic()
+    reply = wire.http.post("/asample", json=body)
+    assert reply.status_code == 429 and 0.25 < time.monotonic() - begin < 5
+    assert reply.headers["retry-after"] == "0.1"
+    assert f"in its queue, and takes 8 of {LIMIT} at once" in reply.json()["detail"]
+    # A small request that waits for nothing in memory is answered all the same.
+    assert wire.result(wire.optim_step(model, 1))["metrics"]["grad_norm"] == 0
+    crowd.leave()
+    assert wire.http.post("/asample", json=body).status_code == 200
+
+
+def test_a_training_request_is_sent_again_by_the_sdk(crowded):
+    with crowded.service_client() as service:
+        client, crowd = make_client(service), Crowd(crowded)
+        data = [make_datum([5] * 100, [6] * 100)] * 4
+        waiting = client.forward(data, "cross_entropy")
+        time.sleep(1)  # it was refused once at least
+        crowd.leave()
+        assert waiting.result(timeout=60).metrics["loss:sum"] > 0
+    assert crowded.queue.peak <= LIMIT
+
+
+def test_a_request_larger_than_the_limit_is_let_in_alone(crowded):
+    with crowded.service_client() as service:
+        client = make_client(service)
+        data = [make_datum([5] * 100, [6] * 100) for _ in range(60)]
+        calls = [client.forward(data, "cross_entropy") for _ in range(3)]
+        results = [call.result(timeout=60).metrics for call in calls]
+        assert results[0] == results[1] == results[2]
+        one = client.forward(data[:1], "cross_entropy").result().metrics["loss:sum"]
+    assert crowded.queue.peak > LIMIT and results[0]["loss:sum"] == pytest.approx(60 * one)
+    sizes = crowded.queue.peak
+    assert sizes < 2 * 60 * 100 * 8  # one at a time
+
+
+def test_many_samples_of_one_request_count_for_what_they_are():
+    async def main() -> None:
+        queue = Queue(bytes_max=10 * SAMPLE_BYTES)
+        with await queue.enter(100) as first:
+            first.grow(100 + 6 * SAMPLE_BYTES)
+            with pytest.raises(Overloaded), await queue.enter(100) as second:
+                second.grow(100 + 5 * SAMPLE_BYTES)
+            assert queue.bytes == 100 + 6 * SAMPLE_BYTES and queue.count == 1
+            with await queue.enter(100) as third:
+                third.grow(100 + 3 * SAMPLE_BYTES)
+        assert (queue.bytes, queue.count) == (0, 0)
+
+    asyncio.run(main())
+
+
+def test_places_are_given_in_the_order_of_arrival_and_none_is_lost():
+    async def main() -> None:
+        queue, order = Queue(bytes_max=10, hold_seconds=5.0), []
+
+        async def one(name: str, size: int) -> None:
+            with await queue.enter(size):
+                order.append(name)
+                await asyncio.sleep(0.01)
+
+        async def gives_up() -> None:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await one("left", 9)
+
+        with await queue.enter(10):
+            tasks = [
+                asyncio.create_task(each)
+                for each in (gives_up(), one("large", 8), one("small", 3), one("tiny", 1))
+            ]
+            await asyncio.sleep(0.1)
+            assert order == []
+        await asyncio.gather(*tasks)
+        assert order == ["large", "small", "tiny"]
+        assert (queue.bytes, queue.count, queue.peak) == (0, 0, 10)
+
+    asyncio.run(main())

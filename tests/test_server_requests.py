@@ -1,0 +1,203 @@
+"""What holds for every request: order, retries, polls, and who may see what.
+
+What the SDK would not do by itself (requests out of order, compressed bodies) is posted by hand.
+"""
+
+import time
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+from conftest import Wire, make_datum
+from small_run import ADAM, make_client, make_data, read, train
+from tinsmith.server import Backend
+
+
+def test_replies_are_not_held_back_by_nagles_algorithm(server):
+    wire, seconds = Wire(server.url), []
+    for _ in range(20):
+        start = time.perf_counter()
+        assert wire.http.get("/healthz").status_code == 200
+        seconds.append(time.perf_counter() - start)
+    assert sorted(seconds)[10] < 0.03  # it held every reply of header and body back for 40 ms
+
+
+def test_requests_that_arrive_out_of_order_are_executed_in_order(server):
+    wire = Wire(server.url)
+    straight, turned = wire.create(), wire.create()
+    wire.forward_backward(straight, 1, make_data())
+    wire.forward_backward(straight, 2, make_data())
+    expected = wire.result(wire.optim_step(straight, 3))
+    last = wire.optim_step(turned, 3)
+    wire.forward_backward(turned, 2, make_data())
+    wire.forward_backward(turned, 1, make_data())
+    assert wire.result(last) == expected
+    assert expected["metrics"]["grad_norm"] > 0
+
+
+def test_a_retry_is_answered_with_the_first_promise_and_executed_once(server):
+    wire = Wire(server.url)
+    once, retried = wire.create(), wire.create()
+    wire.forward_backward(once, 1, make_data())
+    expected = wire.result(wire.optim_step(once, 2))
+    first, second = (
+        wire.forward_backward(retried, 1, make_data()),
+        wire.forward_backward(retried, 1, make_data()),
+    )
+    assert first == second
+    assert wire.result(second) == {}
+    step = wire.optim_step(retried, 2)
+    assert wire.result(step) == expected
+    assert wire.optim_step(retried, 2) == step
+    assert wire.result(wire.optim_step(retried, 3))["metrics"]["grad_norm"] == 0
+
+
+def test_creations_and_samples_are_retried_too(server):
+    wire = Wire(server.url)
+    model = wire.create()
+    session = model.partition(":")[0]
+    again = wire.post("/create_model", session_id=session, model_seq_id=0, base_model="tiny")
+    assert wire.result(again)["model_id"] == model
+    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    sampler = wire.post("/create_sampling_session", **asked)["sampling_session_id"]
+    assert wire.post("/create_sampling_session", **asked)["sampling_session_id"] == sampler
+    body = {
+        "sampling_session_id": sampler,
+        "seq_id": 551568033000000000,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
+        "sampling_params": {"max_tokens": 8, "stop": []},
+    }
+    first, second = wire.post("/asample", **body), wire.post("/asample", **body)
+    assert first == second and len(first["sample_sequence_ids"]) == 1
+    # Without a seed a second execution would draw other tokens.
+    assert wire.poll(first).content == wire.poll(second).content
+    assert wire.result(wire.optim_step(model, 1))["metrics"]["grad_norm"] == 0
+
+
+def test_a_compressed_body_is_read(server):
+    wire = Wire(server.url)
+    one, two = wire.create(), wire.create()
+    wire.forward_backward(one, 1, make_data())
+    wire.forward_backward(two, 1, make_data(), compress=True)
+    norms = [wire.result(wire.optim_step(model, 2)) for model in (one, two)]
+    assert norms[0] == norms[1]
+
+
+@pytest.fixture(scope="module")
+def hasty_server(tiny_model_dir, tmp_path_factory):
+    """A server that answers a poll after 0.2 s and gives up a gap after one second."""
+    with Backend(
+        {"tiny": tiny_model_dir},
+        checkpoints=tmp_path_factory.mktemp("hasty"),
+        device="cpu",
+        threads=1,
+        poll_seconds=0.2,
+        gap_seconds=1.0,
+    ) as backend:
+        yield backend
+
+
+def test_a_poll_ends_in_time_with_try_again(hasty_server):
+    wire = Wire(hasty_server.url)
+    model = wire.create()
+    waiting = wire.optim_step(model, 2)
+    reply = wire.poll(waiting)
+    assert (reply.status_code, reply.json()["type"]) == (408, "try_again")
+    wire.forward_backward(model, 1, make_data())
+    assert wire.result(waiting)["metrics"]["grad_norm"] > 0
+
+
+def test_a_gap_that_never_fills_fails_with_a_sentence(hasty_server):
+    wire = Wire(hasty_server.url)
+    model = wire.create()
+    waiting = wire.optim_step(model, 3)
+    while (reply := wire.poll(waiting)).status_code == 408:
+        pass
+    assert "waited 1 s for request 1, which never came" in reply.json()["error"]
+    late = wire.result(wire.forward_backward(model, 1, make_data()))
+    assert "comes after its turn" in late["error"]
+    wire.forward_backward(model, 4, make_data())
+    assert wire.result(wire.optim_step(model, 5))["metrics"]["grad_norm"] > 0
+
+
+def test_the_sdk_waits_through_several_polls(hasty_server):
+    with hasty_server.service_client() as service:
+        client = make_client(service)
+        data = [make_datum([7] * 120, [8] * 120) for _ in range(400)]
+        output = client.forward_backward(data, "cross_entropy").result()
+    assert len(output.loss_fn_outputs) == 400
+
+
+def test_a_refused_request_uses_up_its_turn(service_client):
+    client = make_client(service_client)
+    bad = client.forward_backward([make_datum([1, 2], [1])], "cross_entropy")
+    good = client.forward_backward(make_data(), "cross_entropy")
+    step = client.optim_step(ADAM)
+    with pytest.raises(tinker.RequestFailedError, match="they must agree"):
+        bad.result(timeout=20)
+    assert good.result(timeout=20).metrics["loss:sum"] > 0
+    assert step.result(timeout=20).metrics["grad_norm"] > 0
+
+
+def test_an_unknown_route_or_body_is_a_4xx_with_a_sentence(server):
+    http = httpx.Client(base_url=server.url)
+    reply = http.get("/api/v1/nothing")
+    assert (reply.status_code, reply.json()["detail"]) == (
+        404,
+        "tinsmith has no GET /api/v1/nothing",
+    )
+    assert http.get("/api/v1/healthz").json() == {"status": "ok"}
+    for path, body in (
+        ("/optim_step", b"{"),
+        ("/optim_step", b"[]"),
+        ("/optim_step", b'{"model_id": 3}'),
+        ("/forward_backward", b"\xff\xff\xff"),
+        ("/retrieve_future", b'{"request_id": "none"}'),
+    ):
+        reply = http.post(f"/api/v1{path}", content=body)
+        assert 400 <= reply.status_code < 500 and reply.status_code != 409
+        assert len(reply.json()["detail"]) > 20
+
+
+# ---- who sees what ----
+
+
+def test_two_clients_train_apart(server):
+    with server.service_client() as one, server.service_client() as two:
+        first, second = make_client(one), make_client(two)
+        np.testing.assert_array_equal(read(first), read(second))
+        before = read(second)
+        train(first, 2)
+        np.testing.assert_array_equal(read(second), before)
+        assert np.abs(read(first) - before).max() > 0
+
+
+def test_another_key_can_not_use_a_model_or_sampler(server):
+    with server.service_client() as service:
+        client = make_client(service)
+        sampler = client.save_weights_and_get_sampling_client().result()
+        name = sampler._sampling_session_id
+        stranger = Wire(server.url, key="tml-other")
+        refused = stranger.result(stranger.optim_step(client.model_id, 1))
+        assert "there is no model" in refused["error"]
+        assert stranger.http.get(f"/samplers/{name}").status_code == 404
+        reply = stranger.http.post("/get_info", json={"model_id": client.model_id})
+        assert reply.status_code == 404
+        assert stranger.http.get("/sessions").json() == {"sessions": []}
+        assert client.optim_step(ADAM).result().metrics["grad_norm"] == 0
+
+
+def test_a_finished_session_is_over_and_others_are_not(server):
+    other = server.service_client()
+    kept = make_client(other)
+    with server.service_client() as service:
+        model = make_client(service).model_id
+    wire = Wire(server.url)
+    assert "there is no model" in wire.result(wire.optim_step(model, 1))["error"]
+    session = model.partition(":")[0]
+    assert wire.http.post("/session_heartbeat", json={"session_id": session}).status_code == 410
+    assert wire.http.post(f"/sessions/{session}/finish", json={}).status_code == 200
+    assert train(kept, 1)[0] > 0
+    assert model not in server._worker._runs  # its adapter is freed
+    other.close("success").result()

@@ -1,0 +1,21 @@
+"""The soak of benchmarks/soak.py for twenty seconds: four clients at once, and each result is what
+it is alone."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+SECONDS = 20.0
+
+
+def test_four_clients_at_once_get_what_each_gets_alone(tmp_path: Path) -> None:
+    file = Path(__file__).parent.parent / "benchmarks" / "soak.py"
+    spec = importlib.util.spec_from_file_location("soak", file)
+    assert spec is not None and spec.loader is not None
+    soak = importlib.util.module_from_spec(spec)
+    sys.modules["soak"] = soak
+    spec.loader.exec_module(soak)
+    report = soak.soak(tmp_path, SECONDS)
+    assert report.differences == []
+    assert len(report.rounds) == 4 and min(report.rounds.values()) >= 1
+    assert report.results > 500
