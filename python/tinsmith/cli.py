@@ -74,8 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="run a recipe on a backend of its own",
-        description="Starts a backend, runs a recipe that uses the Tinker SDK, and stops. Without "
-        "--model the recipe's own model_name=... is served.",
+        description="Starts a backend, runs a recipe that uses the Tinker SDK, and stops. The "
+        "models that its model_name=... and the like name are served, and those of --model.",
     )
     _add_engine(run)
     run.add_argument(
@@ -203,7 +203,7 @@ def _run(options: argparse.Namespace) -> int:
     command = ["-m", *options.module] if options.module else options.script
     if not command:
         raise ValueError("say what to run: tinsmith run -m MODULE ..., or tinsmith run SCRIPT ...")
-    models = _models(options) or recipe_models(command)
+    models = recipe_models(command) | _models(options)
     if not models:
         raise ValueError(
             "there is no model to serve: give --model NAME=FOLDER, or the recipe a model_name=... "

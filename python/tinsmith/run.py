@@ -1,9 +1,11 @@
 """`tinsmith run`: a recipe, unmodified, on a backend that lives as long as it does.
 
 The recipe is a process of its own with the same Python, told of the backend by the two environment
-variables that the SDK reads. Its exit code is the command's; Ctrl-C reaches it first.
+variables that the SDK reads, and of the models' tokenizers by launch.py. Its exit code is the
+command's; Ctrl-C reaches it first.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tinsmith import launch
 from tinsmith.families import find_model
 
 API_KEY = "tml-local"  # the SDK insists on the prefix; nothing reads the rest
@@ -21,7 +24,7 @@ def recipe_models(arguments: Sequence[str]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for argument in arguments:
         key, equals, value = argument.lstrip("-").partition("=")
-        if not equals or not key.endswith(("model", "model_name")):
+        if not equals or not key.endswith(("model", "model_name", "llm_name")):
             continue
         try:
             found[value] = find_model(value, {})
@@ -46,9 +49,15 @@ def run_recipe(
 
     options = {"device": device, "dtype": dtype, "threads": threads, "memory": memory, "seed": seed}
     with Backend(models, checkpoints=checkpoints, **options) as backend:
-        environment = {"HF_HUB_OFFLINE": "1", **os.environ}
-        environment |= {"TINKER_BASE_URL": backend.url, "TINKER_API_KEY": API_KEY}
-        process = subprocess.Popen([sys.executable, *command], env=environment)
+        folders = {name: str(folder) for name, folder in models.items()}
+        environment = os.environ | {
+            "TINKER_BASE_URL": backend.url,
+            "TINKER_API_KEY": API_KEY,
+            launch.MODELS: json.dumps(folders),
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tinsmith.launch", *command], env=environment
+        )
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         code = _wait(process)
     return code if code >= 0 else 128 - code

@@ -1,0 +1,65 @@
+"""RECIPES.md: the cookbook's recipes, their commands, and the calls that the server saw.
+
+The document is the table's: an entry for each row of recipes.RECIPES, and one for each recipe that
+does not run. test_recipes.py compares every entry with what it has just seen.
+"""
+
+import re
+
+from recipes import RECIPES, REFUSED, Recipe
+
+HEADER = """\
+# Recipes
+
+Every recipe of `tinker_cookbook` 0.5.8 runs here, unmodified, unless it needs images, sound or
+somebody's service. This file is written by `tests/test_recipes.py`, which runs each of these
+commands and compares the calls that the server saw. To write it again:
+`TINSMITH_UPDATE_RECIPES=1 pytest tests/test_recipes.py`.
+
+`MODEL` is the folder of a Hugging Face model. `--model NAME=MODEL` serves it under a name, and the
+recipe finds its tokenizer under that name: some recipes have a model's name in their code, others
+look a name up to choose the chat format (`Qwen/Qwen3-8B` stands for all of Qwen3). Sizes
+(`batch_size`, `max_tokens`, `max_steps` …) are the test's: leave them out for the recipe's own.
+
+What comes from the hub is downloaded by the recipe. Without a network, make a folder of that name
+with files of the same columns in the current one (`openai/gsm8k/train.jsonl`), as the tests do,
+and set `HF_HUB_OFFLINE=1`.
+
+Under "Calls" is left out what every client does: it makes a session, sends it signs of life, asks
+for results, and sends telemetry.
+"""
+
+
+def recipe_entry(recipe: Recipe, calls: str) -> str:
+    """The section of a recipe that runs."""
+    extra = f" Needs `pip install 'tinker-cookbook[{recipe.extra}]'`." if recipe.extra else ""
+    return (
+        f"### {recipe.name}\n\n    {recipe.command}\n\n"
+        f"Data: {recipe.data}.{extra}\nCalls: {calls or 'none'}.\n"
+    )
+
+
+def entries(text: str) -> dict[str, str]:
+    """The sections by their titles."""
+    found = re.findall(r"^### (.*)\n(?:(?!#).*\n)*", text, re.MULTILINE)
+    sections = re.findall(r"^(### .*\n(?:(?!#).*\n)*)", text, re.MULTILINE)
+    return dict(zip(found, (section.rstrip("\n") + "\n" for section in sections), strict=True))
+
+
+def document(text: str) -> str:
+    """The whole file, with the calls that `text`, its last version, has."""
+    known = entries(text)
+    out = [HEADER, "## What runs\n"]
+    for recipe in RECIPES:
+        section = known.get(recipe.name, "")
+        calls = re.search(r"^Calls: (.*)\.$", section, re.MULTILINE)
+        out.append(recipe_entry(recipe, calls.group(1) if calls else ""))
+    out += ["## What does not\n", "| recipe | why |\n|---|---|"]
+    refused = "".join(f"| {name} | {reason} |\n" for name, reason in REFUSED)
+    return "\n".join(out) + "\n" + refused
+
+
+def with_entry(text: str, entry: str) -> str:
+    """The file with a section replaced."""
+    title = entry.partition("\n")[0].removeprefix("### ")
+    return text.replace(entries(text)[title], entry)
