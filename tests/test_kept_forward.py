@@ -15,8 +15,9 @@ import torch
 from conftest import logprobs, make_datum
 from models import Datum, datum, loaded, randomize, tokens_of
 from tinsmith import _core
+from tinsmith.bases import inspect_models
 from tinsmith.training import Batch, BatchResult, Kept
-from tinsmith.worker import AdamParams, LoraSpec, Worker, load_models
+from tinsmith.worker import AdamParams, LoraSpec, Worker
 
 ADAM = {
     "learning_rate": 0.002, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01,
@@ -332,8 +333,8 @@ def pair(weights: bool = True) -> tuple[Batch, Batch]:
 
 @pytest.fixture(scope="module")
 def workers(tiny_model_dir: Path) -> Iterator[tuple[Worker, Worker]]:
-    base = load_models({"tiny": tiny_model_dir}, device="cpu", threads=1)
-    both = Worker(base, keep_forwards=True), Worker(base, keep_forwards=False)
+    base = inspect_models({"tiny": tiny_model_dir})
+    both = tuple(Worker(base, threads=1, keep_forwards=keep) for keep in (True, False))
     yield both
     for worker in both:
         worker.close()
