@@ -87,6 +87,13 @@ static void vectors_place(Adapter *adapter, int vectors)
         adapter->vector[i] = arena_take(&adapter->memory, (size_t)adapter->size * sizeof(float));
 }
 
+void adapter_changed(Adapter *adapter)
+{
+    static _Atomic uint64_t stamps;
+    adapter_drop_kept(adapter);
+    adapter->stamp = ++stamps;
+}
+
 /* An adapter with its first `vectors` vectors in place, all zero. */
 static Status adapter_make(Adapter **out, Model *model, const AdapterSpec *spec, int vectors)
 {
@@ -109,6 +116,7 @@ static Status adapter_make(Adapter **out, Model *model, const AdapterSpec *spec,
     if (status) goto failed;
     vectors_place(adapter, vectors);
     model->dev->zero(model->dev, adapter->memory.base, adapter->memory.used);
+    adapter_changed(adapter);
     *out = adapter;
     return STATUS_OK;
 failed:
@@ -166,6 +174,7 @@ Status adapter_snapshot(Adapter **copy, const Adapter *adapter)
     dev->copy(dev, (*copy)->vector[WEIGHTS], adapter->vector[WEIGHTS],
               (size_t)adapter->size * sizeof(float));
     (*copy)->step = adapter->step;
+    (*copy)->stamp = adapter->stamp;
     return STATUS_OK;
 }
 
@@ -238,7 +247,7 @@ Status adapter_optim_step(Adapter *adapter, const AdamW *o, Normalization by, St
     }
     *report = (StepReport){norm, adapter->loss, adapter->tokens, adapter->sequences};
     if (o->clip_norm > 0.0 && o->clip_norm < norm + 1e-6) scale *= o->clip_norm / (norm + 1e-6);
-    adapter_drop_kept(adapter);
+    adapter_changed(adapter);
     dev->adamw(dev, adapter->vector[WEIGHTS], adapter->vector[MOMENT_1], adapter->vector[MOMENT_2],
                adapter->vector[GRADIENTS], adapter->size, ++adapter->step, (float)scale, o->lr,
                o->beta1, o->beta2, o->eps, o->weight_decay);

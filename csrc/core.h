@@ -123,6 +123,7 @@ typedef struct Adapter {
     Arena memory;
     float *vector[VECTORS];   /* FRESH: the gradients of the call under way; a snapshot has WEIGHTS
                                  alone */
+    uint64_t stamp;           /* of the weights: no others ever had it, and 0 is the base's */
     int step;                 /* optimizer steps taken */
     double loss;              /* sum of the losses behind the gradients */
     double tokens, sequences; /* behind the gradients: those with a gradient that is not zero */
@@ -165,6 +166,8 @@ typedef struct StepReport {
 Status adapter_optim_step(Adapter *adapter, const AdamW *adamw, Normalization by,
                           StepReport *report);
 Status adapter_clear(Adapter *adapter);
+/* The weights are others from here on: a new stamp, and no kept forward. */
+void adapter_changed(Adapter *adapter);
 Status adapter_norm(Adapter *adapter, Vector which, double *norm);
 
 /* ---- batch.c: rows of many sequences, packed ---- */
@@ -305,6 +308,30 @@ size_t step_bytes(const Model *model, int rank, int T);
 /* Rows of a chunk whose logits exist at one time. */
 int head_rows(const Model *model);
 
+/* ---- prefix.c: full pages of the cache, found again by their content ---- */
+
+typedef struct Memory Memory; /* prefix.c's own: what is known of a page */
+
+typedef struct Prefix {
+    Memory *memory;  /* [page] */
+    int32_t *bucket; /* [buckets] the first page of each, or -1 */
+    int buckets;
+    int32_t oldest, newest; /* remembered pages that no sequence holds */
+    uint64_t numbers;       /* given so far */
+    int64_t reused;         /* tokens that were found here instead of computed */
+} Prefix;
+
+Status prefix_open(Prefix *prefix, int pages);
+void prefix_close(Prefix *prefix);
+/* A page that no sequence holds any more: kept if its content is known, else 0. */
+int prefix_lay(Prefix *prefix, int32_t page);
+/* A page that prefix_lay kept is held again. */
+void prefix_lift(Prefix *prefix, int32_t page);
+/* The page that has lain longest, forgotten; -1 if there is none. */
+int32_t prefix_evict(Prefix *prefix);
+/* Forgets those that are held. */
+void prefix_clear(Prefix *prefix, int pages);
+
 /* ---- kv.c: pages of the cache ---- */
 
 typedef struct Kv {
@@ -314,14 +341,17 @@ typedef struct Kv {
     int pages, free_count;
     int32_t *free_list;
     int32_t *users; /* of each page: sequences that hold it */
+    Prefix prefix;
 } Kv;
 
 Status kv_open(Kv *kv, Model *model, int64_t tokens);
 void kv_close(Kv *kv);
-/* A fresh page, or -1. */
+/* A page for new content, or -1. */
 int32_t kv_take(Kv *kv);
 void kv_share(Kv *kv, int32_t page);
 void kv_drop(Kv *kv, int32_t page);
+/* Forgets what every page holds; sequences keep theirs. */
+void kv_forget(Kv *kv);
 /* A page with the first `count` keys of `page`, for a sequence that goes its own way; -1 if there
  * is none. */
 int32_t kv_fork(Kv *kv, int32_t page, int count);

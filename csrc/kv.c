@@ -1,5 +1,5 @@
 /* kv.c - the pages of the key-value cache: taken, shared by sequences with a common beginning,
- * forked, dropped.
+ * forked, dropped; those whose content prefix.c knows are given out anew last.
  *
  * A page holds KV_PAGE positions of every layer. Layer l's pages begin at l·stride; a page's number
  * is the same in all. How a page looks inside is the device's business. */
@@ -33,6 +33,11 @@ Status kv_open(Kv *kv, Model *model, int64_t tokens)
         kv_close(kv);
         return fail(STATUS_MEMORY, "no memory for a list of %lld cache pages", (long long)pages);
     }
+    Status status = prefix_open(&kv->prefix, kv->pages);
+    if (status) {
+        kv_close(kv);
+        return status;
+    }
     for (int i = 0; i < kv->pages; i++) kv->free_list[i] = kv->pages - 1 - i;
     kv->free_count = kv->pages;
     return STATUS_OK;
@@ -43,25 +48,33 @@ void kv_close(Kv *kv)
     if (kv->arena.dev) arena_release(&kv->arena);
     free(kv->free_list);
     free(kv->users);
+    prefix_close(&kv->prefix);
     *kv = (Kv){0};
 }
 
 int32_t kv_take(Kv *kv)
 {
-    if (kv->free_count == 0) return -1;
-    int32_t page = kv->free_list[--kv->free_count];
-    kv->users[page] = 1;
+    int32_t page = kv->free_count ? kv->free_list[--kv->free_count] : prefix_evict(&kv->prefix);
+    if (page >= 0) kv->users[page] = 1;
     return page;
 }
 
 void kv_share(Kv *kv, int32_t page)
 {
-    kv->users[page]++;
+    if (kv->users[page]++ == 0) prefix_lift(&kv->prefix, page);
 }
 
 void kv_drop(Kv *kv, int32_t page)
 {
-    if (--kv->users[page] == 0) kv->free_list[kv->free_count++] = page;
+    if (--kv->users[page] == 0 && !prefix_lay(&kv->prefix, page))
+        kv->free_list[kv->free_count++] = page;
+}
+
+void kv_forget(Kv *kv)
+{
+    for (int32_t page; (page = prefix_evict(&kv->prefix)) >= 0;)
+        kv->free_list[kv->free_count++] = page;
+    prefix_clear(&kv->prefix, kv->pages);
 }
 
 int32_t kv_fork(Kv *kv, int32_t page, int count)

@@ -157,6 +157,11 @@ static Status request_check(const Sampler *sampler, const RequestSpec *spec)
         return fail(STATUS_MEMORY,
                     "the request needs a cache of %lld tokens; the sampler's holds %lld",
                     (long long)need, (long long)room);
+    if (spec->first_scored < 0 || spec->first_scored > spec->prompt_length)
+        return fail(STATUS_INVALID, "prompt_from must be 0 to the prompt's %d tokens, not %d",
+                    spec->prompt_length, spec->first_scored);
+    if (spec->first_scored && (spec->draws || spec->target_count))
+        return fail(STATUS_INVALID, "prompt_from can't be used with prompt_draws or targets");
     const int tops[] = {spec->topk_prompt, spec->topk_sample};
     for (int i = 0; i < 2; i++)
         if (tops[i] < 0 || tops[i] > s->vocab)
@@ -219,11 +224,17 @@ static int sequences_make(Request *r)
     return complete;
 }
 
-/* Row 0 of a prompt's log-probabilities has no token before it. */
+int request_scores(const RequestSpec *spec)
+{
+    return spec->prompt_logprobs || spec->topk_prompt || spec->draws || spec->target_count;
+}
+
+/* Row 0 of a prompt's log-probabilities has no token before it; others may not be asked for. */
 static void scores_begin(Request *r)
 {
-    if (r->prompt_logprobs) r->prompt_logprobs[0] = NAN;
-    for (int i = 0; i < r->spec.topk_prompt; i++) {
+    r->scored = r->spec.first_scored > 1 ? r->spec.first_scored - 1 : 0;
+    for (int i = 0; i <= r->scored; i++) r->prompt_logprobs[i] = NAN;
+    for (int i = 0; i < (r->scored + 1) * r->spec.topk_prompt; i++) {
         r->top_ids[i] = 0;
         r->top_logprobs[i] = -99999.0f;
     }

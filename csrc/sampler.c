@@ -139,8 +139,12 @@ static Status step_forward(Step *step)
     batch_upload(&step->batch, sampler->model->dev, &host);
     forward(sampler->model, &step->batch, &step->acts, &sampler->kv.cache);
     free(pages);
-    for (int i = 0; i < step->count; i++)
-        step->turns[i].request->sequence[step->turns[i].sample].cached += step->turns[i].rows;
+    for (int i = 0; i < step->count; i++) {
+        const Turn *turn = &step->turns[i];
+        Sequence *s = &turn->request->sequence[turn->sample];
+        s->cached += turn->rows;
+        prefix_keep(&sampler->kv, turn->request, s);
+    }
     return STATUS_OK;
 }
 
@@ -420,6 +424,7 @@ Status sampler_step(Sampler *sampler)
     *step = (Step){.sampler = sampler};
     step->count = schedule(sampler, step->turns);
     Status status = step->count ? step_run(step) : STATUS_OK;
+    if (status) kv_forget(&sampler->kv); /* what the step left in its pages is not known */
     free(step);
     mark_done(sampler);
     return status;

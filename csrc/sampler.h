@@ -24,6 +24,8 @@ typedef struct Sequence {
     float *top_logprobs;
     int32_t *pages;
     int page_count, page_room, room;
+    int kept;        /* full pages that prefix.c knows */
+    uint64_t behind; /* its number of the last of them */
 } Sequence;
 
 typedef struct RequestSpec {
@@ -36,7 +38,8 @@ typedef struct RequestSpec {
     int top_k;
     uint64_t seed;
     int topk_sample, prompt_logprobs, topk_prompt;
-    int draws; /* tokens to draw at each prompt position after the first */
+    int draws;        /* tokens to draw at each prompt position after the first */
+    int first_scored; /* prompt positions before this one are not scored */
     /* Ids to score there: those at position p + 1 are targets[starts[p]] up to starts[p + 1]. NULL:
      * none. */
     const int32_t *targets, *starts;
@@ -87,6 +90,9 @@ Request *sampler_find(Sampler *sampler, int64_t id);
 void sampler_forget(Sampler *sampler, int64_t id);
 
 /* schedule.c: which rows a step runs. */
+/* Whether log-probabilities of a prompt are asked for. */
+int request_scores(const RequestSpec *spec);
+
 enum { STEP_ROWS = 512, STEP_SEQUENCES = 256 };
 
 typedef struct Turn {
@@ -94,6 +100,11 @@ typedef struct Turn {
     int sample, from, rows; /* tokens [from, from + rows) */
     int draws;              /* its last row is followed by a draw */
 } Turn;
+
+/* prefix.c: remembers the full pages of a sequence; and lets one that has none begin with those
+ * that are known, of at most `limit` tokens. */
+void prefix_keep(Kv *kv, const Request *request, Sequence *s);
+void prefix_begin(Kv *kv, const Request *request, Sequence *s, int limit);
 
 /* Picks the sequences that run and gives them pages; returns how many. */
 int schedule(Sampler *sampler, Turn *turns);

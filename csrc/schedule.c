@@ -11,7 +11,8 @@
 void sequence_drop(Kv *kv, Sequence *sequence)
 {
     for (int i = 0; i < sequence->page_count; i++) kv_drop(kv, sequence->pages[i]);
-    sequence->page_count = sequence->cached = 0;
+    sequence->page_count = sequence->cached = sequence->kept = 0;
+    sequence->behind = 0;
 }
 
 /* The youngest sequence with pages that comes after (request, sample) and does not run in this
@@ -77,6 +78,16 @@ static void order_by_adapter(Turn *turns, int count)
     }
 }
 
+/* Pages for a sequence that has none, of what is known already. Its last token is run for what
+ * follows it, and a prompt's positions that are to be scored for their logits. */
+static void begin(Sampler *sampler, const Request *r, int sample)
+{
+    Sequence *s = &r->sequence[sample];
+    int limit = s->length - 1;
+    if (sample == 0 && request_scores(&r->spec) && r->scored < limit) limit = r->scored;
+    prefix_begin(&sampler->kv, r, s, limit);
+}
+
 int schedule(Sampler *sampler, Turn *turns)
 {
     int count = 0, rows = 0;
@@ -85,6 +96,7 @@ int schedule(Sampler *sampler, Turn *turns)
             Request *r = sampler->request[i];
             for (int j = 0; j < r->spec.samples; j++) {
                 Sequence *s = &r->sequence[j];
+                if (s->ending == RUNNING && s->ready && !s->page_count) begin(sampler, r, j);
                 int missing = s->length - s->cached;
                 if (s->ending != RUNNING || !s->ready || (missing == 1) != decoding) continue;
                 if (count == STEP_SEQUENCES || rows == STEP_ROWS) break;

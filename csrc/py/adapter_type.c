@@ -315,7 +315,7 @@ static PyObject *adapter_write(PyObject *object, PyObject *args)
                                     (size_t)adapter->size * sizeof(float));
     Py_DECREF(from.owner);
     if (PyErr_Occurred()) return NULL;
-    if (vector == adapter->vector[WEIGHTS]) adapter_drop_kept(adapter);
+    if (vector == adapter->vector[WEIGHTS]) adapter_changed(adapter);
     Py_RETURN_NONE;
 }
 

@@ -84,7 +84,7 @@ static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *
     static char *names[] = {
         "request",     "prompt",       "adapter", "num_samples",   "max_tokens",  "temperature",
         "top_k",       "top_p",        "seed",    "stop_ids",      "topk_sample", "prompt_logprobs",
-        "topk_prompt", "prompt_draws", "targets", "target_starts", NULL};
+        "topk_prompt", "prompt_draws", "targets", "target_starts", "prompt_from", NULL};
     PySampler *self = (PySampler *)object;
     PyObject *adapter = Py_None;
     Arrays arrays = {0};
@@ -93,10 +93,10 @@ static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *
     RequestSpec spec = {
         .samples = 1, .max_tokens = -1, .temperature = 1.0f, .top_k = -1, .top_p = 1.0f};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "LO|O$iififKOipiiOO:add", names, &id, &arrays.prompt, &adapter,
+            args, kwargs, "LO|O$iififKOipiiOOi:add", names, &id, &arrays.prompt, &adapter,
             &spec.samples, &spec.max_tokens, &spec.temperature, &spec.top_k, &spec.top_p, &seed,
             &arrays.stop_ids, &spec.topk_sample, &spec.prompt_logprobs, &spec.topk_prompt,
-            &spec.draws, &arrays.targets, &arrays.starts))
+            &spec.draws, &arrays.targets, &arrays.starts, &spec.first_scored))
         return NULL;
     if (adapter != Py_None && !Py_IS_TYPE(adapter, state_of(Py_TYPE(object))->adapter))
         return PyErr_Format(PyExc_TypeError, "adapter must be an Adapter or None, not %s",
@@ -221,12 +221,18 @@ static PyObject *sampler_active(PyObject *object, void *unused)
     return PyLong_FromLong(active);
 }
 
+static PyObject *sampler_reused(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLongLong(((PySampler *)object)->sampler->kv.prefix.reused);
+}
+
 static PyMethodDef methods[] = {
     {"add", (PyCFunction)(void (*)(void))sampler_add_method, METH_VARARGS | METH_KEYWORDS,
      "add(request, prompt, adapter=None, *, num_samples=1, max_tokens=-1, temperature=1.0, "
      "top_k=-1, top_p=1.0,\n"
      "    seed=0, stop_ids=…, topk_sample=0, prompt_logprobs=False, topk_prompt=0,\n"
-     "    prompt_draws=0, targets=None, target_starts=None)\n\nQueues a request."},
+     "    prompt_draws=0, targets=None, target_starts=None, prompt_from=0)\n\nQueues a request."},
     {"step", sampler_step_method, METH_NOARGS,
      "step() -> (list[(request, sample, token)], list[request])\n\nOne forward: what was drawn, "
      "and who is done."},
@@ -240,6 +246,7 @@ static PyMethodDef methods[] = {
 
 static PyGetSetDef getset[] = {
     {"active", sampler_active, NULL, "Requests queued or running.", NULL},
+    {"reused", sampler_reused, NULL, "Tokens that were found in the cache, not computed.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

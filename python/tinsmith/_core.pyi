@@ -191,6 +191,7 @@ class Sampler:
         prompt_draws: int = 0,  # tokens to draw at each prompt position after the first
         targets: NDArray[np.int32] | None = None,  # ids to score there: those at position p + 1
         target_starts: NDArray[np.int32] | None = None,  # are targets[starts[p] : starts[p + 1]]
+        prompt_from: int = 0,  # prompt positions before it get no log-probabilities
     ) -> None:
         """Queues a request under a number of the caller's choice. Checked before it is taken.
 
@@ -219,3 +220,8 @@ class Sampler:
     @property
     def active(self) -> int:
         """Requests queued or running."""
+    @property
+    def reused(self) -> int:
+        """Tokens whose keys and values were found in the cache: a prompt that begins like an
+        earlier sequence on the same weights begins with that one's pages. No result depends on
+        it."""

@@ -190,6 +190,7 @@ class Decoder:
             prompt_draws=request.prompt_draws,
             targets=None if request.targets is None else request.targets.ids,
             target_starts=None if request.targets is None else request.targets.starts,
+            prompt_from=_scored_from(request),
         )
         lane.pending[number] = _Pending(request, future, room, tokenizer)
 
@@ -272,6 +273,13 @@ def _result(item: _Pending, raw: dict[str, Any]) -> SampleResult:
         raw["drawn_ids"],
         raw["drawn_logprobs"],
     )
+
+
+def _scored_from(request: SampleRequest) -> int:
+    """Where log-probabilities of the prompt begin to be wanted, so far as the engine can skip."""
+    if request.last_n is None or request.prompt_draws or request.targets is not None:
+        return 0
+    return len(request.prompt) - request.last_n
 
 
 def _decode(tokenizer: "Tokenizer", tokens: list[int]) -> str:
