@@ -16,13 +16,10 @@
  * write only once the parts that lie under their output have been read. Those have lower tickets:
  * their blocks are running or done, so nobody waits for a block that has not begun.
  *
- * A logit and its id make one number, Rank: larger for a larger logit, then for a lower id; NaN is
- * lowest. Ranks are all different, so the K best are one set, whatever order finds them. */
-#include "cuda.cuh"
-
+ * The best are found as Ranks (rank.cuh): one set, whatever order finds them. */
 #include <assert.h>
 
-typedef unsigned long long Rank;
+#include "rank.cuh"
 
 enum {
     THREADS = 256,
@@ -35,8 +32,6 @@ enum {
     PLACE_BITS = 14,          /* of a place in a part, 1 to PART */
     MERGE_LIST = 2048,        /* candidates sorted at once */
     LONG_THREADS = 1024,
-    DIGIT_BITS = 11, /* of a Rank, decided by one pass over the row */
-    DIGITS = 1 << DIGIT_BITS,
 };
 
 static int parts_of(int V)
@@ -206,32 +201,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* ---- ranks ---- */
-
-/* A logit's bits as a number that grows with it; −0 equals 0, and NaN is 1. */
-__device__ static __forceinline__ uint32_t key_of(float x)
-{
-    uint32_t bits = __float_as_uint(x + 0.0f);
-    uint32_t key = bits ^ ((0u - (bits >> 31)) | 0x80000000u);
-    return x == x ? key : 1;
-}
-
-__device__ static __forceinline__ float key_logit(uint32_t key)
-{
-    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
-}
-
-__device__ static __forceinline__ Rank rank_of(uint32_t key, uint32_t id)
-{
-    return (Rank)key << 32 | ~id;
-}
-
-/* The logit and the id are swapped back out of a Rank; an empty place, 0, must not come here. */
-__device__ static __forceinline__ void rank_split(Rank rank, int32_t *id, float *logit)
-{
-    *id = (int32_t)~(uint32_t)rank;
-    *logit = key_logit((uint32_t)(rank >> 32));
-}
+/* ---- sorting ---- */
 
 /* The pair of places that comparator q of a stage compares: a sorting network whose comparators all
  * put the larger first, so that places behind the end can be taken as empty and left out. */
@@ -352,7 +322,7 @@ static __global__ void __launch_bounds__(THREADS)
     uint32_t bar_key = (uint32_t)(bar >> PLACE_BITS), place = bar & ((1 << PLACE_BITS) - 1);
     for (int i = 0; i < EACH; i++)
         if (key[i] > bar_key || (key[i] == bar_key && place_of(i) >= place))
-            list[atomicAdd(&listed[0], 1)] = rank_of(key[i], from + quad_at(i / 4) + i % 4);
+            list[atomicAdd(&listed[0], 1)] = key_rank(key[i], from + quad_at(i / 4) + i % 4);
     __syncthreads();
     int count = listed[0];
     list_sort(list, count);
@@ -377,66 +347,38 @@ static __global__ void __launch_bounds__(THREADS)
         kept = min(n, K);
     } while (done < total);
     for (int k = threadIdx.x; k < K; k += THREADS) {
-        int32_t id;
-        float logit;
-        rank_split(list[k], &id, &logit);
-        ids[t * K + k] = id;
-        logp[t * K + k] = logit - lse[t];
+        ids[t * K + k] = rank_id(list[k]);
+        logp[t * K + k] = rank_logit(list[k]) - lse[t];
     }
 }
 
 /* ---- topk_logprob of more ---- */
 
-/* Warp 0: the digit, from the largest down, at which the counts of `bucket` reach `need`; pick is
- * the digit, what is still needed of its ranks, and whether that is all of them. */
-__device__ static void digit_pick(Shared<int> pick, Shared<int> bucket, int need)
-{
-    enum { OWN = DIGITS / 32 }; /* buckets of a lane; one more between lanes keeps banks apart */
-    int lane = threadIdx.x, high = DIGITS - 1 - lane * OWN, sum = 0;
-    for (int i = 0; i < OWN; i++) sum += bucket[(high - i) + (high - i) / OWN];
-    int reached = sum;
-    for (int by = 1; by < 32; by *= 2) {
-        int other = __shfl_up_sync(~0u, reached, by);
-        if (lane >= by) reached += other;
-    }
-    unsigned enough = __ballot_sync(~0u, reached >= need);
-    if (!enough || lane != __ffs(enough) - 1) return;
-    need -= reached - sum;
-    int digit = high, here = bucket[digit + digit / OWN];
-    while (here < need) {
-        need -= here;
-        digit--;
-        here = bucket[digit + digit / OWN];
-    }
-    pick[0] = digit;
-    pick[1] = need;
-    pick[2] = here == need;
-}
-
 /* The rank of the row's K-th best, or a smaller one that no other rank lies above: decided digit by
  * digit, the logit's 32 bits first; the id's only when ties straddle the K-th. */
 __device__ static Rank row_cut(const float *x, int V, int K)
 {
-    SHARED_ARRAY(int, bucket, DIGITS + 32);
-    SHARED_ARRAY(int, pick, 3);
+    SHARED_ARRAY(int, bucket, BUCKETS);
+    SHARED_ARRAY(int, pick, 2);
     Rank prefix = 0, decided = 0;
     int need = K, all = 0;
     for (int shift = 64 - DIGIT_BITS; !all && ~decided;) {
         uint32_t digits = (uint32_t)((~decided >> shift) & (DIGITS - 1));
-        for (int i = threadIdx.x; i < DIGITS + 32; i += LONG_THREADS) bucket[i] = 0;
+        for (int i = threadIdx.x; i < BUCKETS; i += LONG_THREADS) bucket[i] = 0;
         __syncthreads();
         for (int i = threadIdx.x; i < V; i += LONG_THREADS) {
-            Rank rank = rank_of(key_of(x[i]), i);
-            uint32_t digit = (uint32_t)(rank >> shift) & digits;
-            if ((rank & decided) == prefix) atomicAdd(&bucket[digit + digit / (DIGITS / 32)], 1);
+            Rank rank = rank_of(x[i], i);
+            int digit = (int)((rank >> shift) & digits);
+            if ((rank & decided) == prefix) atomicAdd(&bucket[bucket_at(digit)], 1);
         }
         __syncthreads();
-        if (threadIdx.x < 32) digit_pick(pick, bucket, need);
+        if (threadIdx.x < 32) digit_pick<int>(pick, bucket, need);
         __syncthreads();
         prefix |= (Rank)pick[0] << shift;
         decided |= (Rank)digits << shift;
         need = pick[1];
-        all = pick[2];
+        all = bucket[bucket_at(pick[0])] == need;
+        __syncthreads();
         shift = shift > DIGIT_BITS ? shift - DIGIT_BITS : 0;
     }
     return prefix;
@@ -453,10 +395,12 @@ __device__ static void row_sort(int32_t *ids, float *logits, int n)
                 int64_t a, b;
                 comparator(q, (int)size, stride, &a, &b);
                 if (b >= n) continue;
-                Rank x = rank_of(key_of(logits[a]), ids[a]), y = rank_of(key_of(logits[b]), ids[b]);
+                Rank x = rank_of(logits[a], ids[a]), y = rank_of(logits[b], ids[b]);
                 if (x >= y) continue;
-                rank_split(y, &ids[a], &logits[a]);
-                rank_split(x, &ids[b], &logits[b]);
+                ids[a] = rank_id(y);
+                logits[a] = rank_logit(y);
+                ids[b] = rank_id(x);
+                logits[b] = rank_logit(x);
             }
             __syncthreads();
         }
@@ -474,7 +418,7 @@ static __global__ void __launch_bounds__(LONG_THREADS)
     if (threadIdx.x == 0) listed[0] = 0;
     Rank cut = row_cut(logits, V, K);
     for (int i = threadIdx.x; i < V; i += LONG_THREADS)
-        if (rank_of(key_of(logits[i]), i) >= cut) {
+        if (rank_of(logits[i], i) >= cut) {
             int at = atomicAdd(&listed[0], 1);
             ids[at] = i;
             logp[at] = logits[i];

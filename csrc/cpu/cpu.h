@@ -69,6 +69,12 @@ static inline void cpu_run(Device *dev, int64_t count, void (*work)(void *, int6
     pool_run(((CpuDevice *)dev)->pool, count, work, context);
 }
 
+/* Rows of `width` elements that make a job of about `grain` of them: one at least. */
+static inline int cpu_rows_of_job(int grain, int width)
+{
+    return width < grain ? grain / (width > 0 ? width : 1) : 1;
+}
+
 /* Keeps a failure on the device until sync() returns it; the first one wins. */
 void cpu_fail(Device *dev, Status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));

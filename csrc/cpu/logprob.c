@@ -220,15 +220,10 @@ static void topk_job(void *context, int64_t job)
     }
 }
 
-static int rows_of_job(int width)
-{
-    return width < GRAIN ? GRAIN / (width > 0 ? width : 1) : 1;
-}
-
 void CPU(logprob)(Device *dev, float *lse, float *logp, const float *logits, const int32_t *ids,
                   const int32_t *start, int T, int V)
 {
-    Logprob r = {lse, logp, logits, ids, start, T, V, rows_of_job(V)};
+    Logprob r = {lse, logp, logits, ids, start, T, V, cpu_rows_of_job(GRAIN, V)};
     cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, logprob_job, &r);
 }
 
@@ -236,7 +231,8 @@ void CPU(logprob_backward)(Device *dev, real *dlogits, const float *logits, cons
                            const float *dlogp, const int32_t *ids, const int32_t *start, int T,
                            int V)
 {
-    LogprobBackward r = {f32(dlogits), logits, lse, dlogp, ids, start, T, V, rows_of_job(V)};
+    LogprobBackward r = {
+        f32(dlogits), logits, lse, dlogp, ids, start, T, V, cpu_rows_of_job(GRAIN, V)};
     cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, logprob_backward_job, &r);
 }
 
@@ -244,6 +240,6 @@ void CPU(topk_logprob)(Device *dev, int32_t *ids, float *logp, const float *logi
                        const float *lse, int T, int V, int K)
 {
     assert(K >= 0 && K <= V);
-    TopK r = {ids, logp, logits, lse, T, V, K, rows_of_job(V)};
+    TopK r = {ids, logp, logits, lse, T, V, K, cpu_rows_of_job(GRAIN, V)};
     if (K > 0) cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, topk_job, &r);
 }
