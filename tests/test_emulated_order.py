@@ -1,4 +1,4 @@
-"""Every op on the emulated GPU with warps and blocks run forward, in reverse and at random: the same
+"""Every op on the emulated GPU with warps and blocks run forward, in reverse, at random: the same
 bits in each, so that nothing hangs on who comes first. Left alone the emulator takes the three in
 turn, by launch and block."""
 

@@ -44,9 +44,12 @@ CLIENT_CONFIG = {
     "fwdbwd_max_chunk_bytes_count": 256_000_000,
     "fwdbwd_max_chunk_len": 1_000_000,
     "parallel_fwdbwd_chunks": False,
+    # create_custom_loss sends its graph here instead of running it in the client.
+    "custom_loss_server_side": True,
 }
 DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
 SAMPLE_BYTES = 4096  # what each sample of a request counts for in the queue
+LOSSES_MAX = 256  # custom losses that one session may upload
 CLONE = 1_000_000_000  # a copy of a sampling client counts its requests from its number times this
 
 
@@ -235,7 +238,7 @@ async def forward_backward(service: Service, request: Request) -> dict[str, Any]
         message = wire.parse_forward_backward(body)
 
         def start(run: RunInfo) -> Future[Any]:
-            batch = wire.batch(message, run.model)
+            batch = wire.batch(message, run.model, run.session.losses)
             return service.worker.forward_backward(
                 run.id, message.seq_id, batch, backward=not message.forward_only
             )
@@ -337,12 +340,18 @@ async def save_weights_external(service: Service, request: Request) -> dict[str,
 async def create_custom_loss(service: Service, request: Request) -> dict[str, Any]:
     body = await read_json(request)
     session = service.session(request, wire.need(body, "session_id", str))
+    loss_id = f"{session.id}:loss:{wire.need(body, 'custom_loss_seq_id', int)}"
 
-    def start() -> Future[Any]:
-        raise ValueError(f"custom losses: {wire.UNAVAILABLE_LOSSES['custom']}")
+    def start() -> Future[None]:
+        if len(session.losses) >= LOSSES_MAX:
+            raise ValueError(f"a session has at most {LOSSES_MAX} custom losses")
+        session.losses[loss_id] = wire.uploaded_loss(body)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
-    number = wire.need(body, "custom_loss_seq_id", int)
-    return service.promise(request, f"{session.id}:loss:{number}", start, lambda _: {})
+    reply = {"type": "create_custom_loss", "loss_id": loss_id}
+    return service.promise(request, loss_id, start, lambda _: reply)
 
 
 async def unload_model(service: Service, request: Request) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import Any
 from starlette.requests import Request
 
 from tinsmith import checkpoint, peft, wire
+from tinsmith.custom_loss import CustomLoss
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import BaseModel, find_model
 from tinsmith.overload import Place, Queue
@@ -55,6 +56,7 @@ class Session:
     seen: float
     runs: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
+    losses: dict[str, CustomLoss] = field(default_factory=dict)  # uploaded, by their ids
     ended: bool = False
     places: Counter[tuple[str, int]] = field(default_factory=Counter)  # samplers of a run's step
 
@@ -258,6 +260,7 @@ class Service:
     def end_session(self, session: Session) -> None:
         """Frees a session's adapters once what it asked for is done."""
         session.ended = True
+        session.losses.clear()
         self.worker.forget(session.runs, session.samplers)
         for name in session.runs:
             self.runs.pop(name, None)
