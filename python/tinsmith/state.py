@@ -130,12 +130,13 @@ class State:
         self._sql.execute("PRAGMA synchronous = NORMAL")  # a kill loses nothing
         with self._transaction():
             version = self._sql.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, VERSION):
+                raise ValueError(f"{self.file} has version {version}; this tinsmith has {VERSION}")
             if version == 0:
                 for statement in SCHEMA.split(";"):
                     self._sql.execute(statement)
-                self._sql.execute(f"PRAGMA user_version = {VERSION}")
-            elif version != VERSION:
-                raise ValueError(f"{self.file} has version {version}; this tinsmith has {VERSION}")
+            # Written every time: so a disk that can't be written to is told of at the start.
+            self._sql.execute(f"PRAGMA user_version = {VERSION}")
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
