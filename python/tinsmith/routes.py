@@ -147,8 +147,8 @@ async def create_model(service: Service, request: Request) -> dict[str, Any]:
 
     def start() -> Future[None]:
         base = service.base(wire.need(body, "base_model", str))
-        place = f"train:{wire.need(body, 'model_seq_id', int)}"
-        spec = wire.lora_spec(body, service.fresh_seed(session, place))
+        place = f"{session.number}:train:{wire.need(body, 'model_seq_id', int)}"
+        spec = wire.lora_spec(body, service.fresh_seed(place))
         run = RunInfo(
             id=model_id,
             session=session,
@@ -417,7 +417,7 @@ async def asample(service: Service, request: Request) -> dict[str, Any]:
 
         def start() -> Future[Any]:
             sampler = service.sampler(request, name)
-            fresh = service.fresh_seed(sampler.session, f"{sampler.place}:seq:{number}")
+            fresh = service.fresh_seed(f"{sampler.place}:seq:{number}")
             wanted = wire_sampling.sample_request(body, sampler.model, fresh)
             sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
             return service.worker.sample(name, wanted)

@@ -129,8 +129,8 @@ class Completions:
 
 @dataclass
 class SamplerInfo:
-    """One sampling session. What is drawn from a run's weights has its place in the run, so that
-    a run that is resumed on a server with the same seed draws what it would have drawn."""
+    """One sampling session. What is drawn from a run's weights has its place in the run, whichever
+    session that is resumed in: on a server with a seed it draws what it would have drawn."""
 
     id: str
     session: Session
@@ -231,16 +231,16 @@ class Service:
 
     def locate(self, sampler: SamplerInfo, run: str, step: int) -> None:
         """Says which weights a sampling session draws from: a run's, after some steps."""
-        run = run.partition(":")[2]  # the number of the run in its session
+        run = run.partition(":")[2]  # its number in its session, where that is to be had
         sampler.place = f"{run}:step:{step}:{sampler.session.places[run, step]}"
         sampler.session.places[run, step] += 1
 
-    def fresh_seed(self, session: Session, place: str) -> int:
+    def fresh_seed(self, place: str) -> int:
         """The seed of a request that has none: random, or, where the server has a seed, made of
-        that and the request's place in its session, so that the same run draws the same again."""
+        that and the request's place, so that the same run draws the same again."""
         if self.seed is None:
             return secrets.randbits(63)
-        key = f"{self.seed}:{session.number}:{place}".encode()
+        key = f"{self.seed}:{place}".encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
     def session(self, request: Request, name: str) -> Session:
@@ -300,7 +300,8 @@ class Service:
 
     def add_sampler(self, sampler: SamplerInfo) -> None:
         """Registers a sampling session, on disk too."""
-        sampler.place = sampler.id.removeprefix(sampler.session.id)
+        session = sampler.session
+        sampler.place = f"{session.number}{sampler.id.removeprefix(session.id)}"
         self.state.add_sampler(sampler.id, sampler.session.id, sampler.base, sampler.path)
         self.samplers[sampler.id] = sampler
         sampler.session.samplers.append(sampler.id)
