@@ -27,7 +27,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith import _core, families, weights
+from tinsmith import _core, encryption, families, weights
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 
@@ -63,6 +63,7 @@ class Meta:
     ttl_seconds: int | None  # after `created`
     public: bool = False
     run_metadata: dict[str, str] = field(default_factory=dict)  # user_metadata of its run
+    recipients: tuple[str, ...] = ()  # public keys that its files are encrypted to
 
     @property
     def expires(self) -> datetime | None:
@@ -126,6 +127,7 @@ def _write_files(folder: Path, adapter: _core.Adapter, meta: Meta, optimizer: bo
         facts = {"step": str(adapter.step), "pending": json.dumps(adapter.pending)}
         weights.write(folder / OPTIMIZER_FILE, state, facts)
         files.append(OPTIMIZER_FILE)
+    files = encryption.seal(folder, files, meta.recipients)
     content = {
         "version": VERSION,
         **dataclasses.asdict(meta),
@@ -342,6 +344,8 @@ def _check_model(folder: Path, core: _core.Model) -> None:
 def _open_checked(folder: Path, name: str) -> weights.Tensors:
     """One file of a checkpoint, after comparing it with what meta.json says of it."""
     said = _read_meta(folder)["files"].get(name)
+    if said is None and name + encryption.SUFFIX in _read_meta(folder)["files"]:
+        raise ValueError(f"{folder} is encrypted: decrypt its files with age -d, and load those")
     if said is None:
         raise ValueError(f"{folder} was saved without {name}")
     file = folder / name

@@ -11,13 +11,14 @@ import io
 import json
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import zstandard
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tinsmith import wire, wire_sampling
+from tinsmith import encryption, wire, wire_sampling
 from tinsmith.errors import explain
 from tinsmith.overload import Place
 from tinsmith.service import (
@@ -317,18 +318,14 @@ async def save_weights_external(service: Service, request: Request) -> dict[str,
     model_id, seq = place(body)
 
     def start(run: RunInfo) -> Future[Any]:
-        if wire.maybe(body, "age_encryption_recipients", list, []):
-            raise ValueError(
-                "age encryption is not built in tinsmith, a local server: leave "
-                "age_encryption_recipients out"
-            )
+        keys = encryption.recipients(wire.maybe(body, "age_encryption_recipients", list, []))
         path = service.store.path(model_id, "external_weights", wire.need(body, "path", str))
         ttl = wire.ttl(body)
         return service.worker.save(
             model_id,
             seq,
             service.store.folder(path),
-            lambda step: run.meta("external_weights", step, {}, ttl),
+            lambda step: replace(run.meta("external_weights", step, {}, ttl), recipients=keys),
             optimizer=False,
         )
 
