@@ -147,6 +147,32 @@ void cuda_linear_backward(Device *dev, real *dx, const real *dy, const frozen *w
     gemm(cuda_of(dev), g);
 }
 
+/* f32 operands are rounded to bf16 into scratch; a matrix of bf16 is read where it lies. */
+void cuda_matmul(Device *dev, float *c, const float *a, const void *b, int a_turned, int b_turned,
+                 int b_bf16, int M, int N, int K, int accumulate)
+{
+    if (M == 0 || N == 0) return;
+    CudaDevice *cuda = cuda_of(dev);
+    real *b16, *a16 = narrow(cuda, a, (int64_t)M * K, b_bf16 ? nullptr : (const float *)b,
+                             b_bf16 ? 0 : (int64_t)K * N, &b16);
+    if (!a16) return;
+    Gemm g = {};
+    g.c = c;
+    g.f32_out = true;
+    g.a = a16;
+    g.a_stride = a_turned ? M : K;
+    g.a_by_column = a_turned;
+    g.b = b_bf16 ? (const real *)b : b16;
+    g.b_stride = b_turned ? K : N;
+    g.b_by_column = b_turned;
+    g.M = M;
+    g.N = N;
+    g.K = K;
+    g.scale = 1.0f;
+    g.accumulate = accumulate;
+    gemm(cuda, g);
+}
+
 /* s = x·a;  y += scale·s·b, y in bf16 or f32 */
 static void lora(CudaDevice *cuda, void *y, bool f32_out, real *s, const real *x, const float *a,
                  const float *b, int T, int N, int D, int R, float scale)

@@ -128,6 +128,7 @@ SCALARS = {
     "Jsd": Jsd,
 }
 ELEMENTS = {"float": np.float32, "double": np.float64, "int32_t": np.int32, "int64_t": np.int64}
+ELEMENTS["void"] = np.uint8
 STRUCTS = {"Span": Span, "Draw": Draw}
 
 

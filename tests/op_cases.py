@@ -25,7 +25,8 @@ THROUGH_REAL = {
 }
 # f32 inputs that such a device rounds before it multiplies them, as it does a base weight.
 HELD_IN_REAL = {op: {"a", "b"} for op in ("lora", "lora_backward", "head_lora")} | {
-    "linear": {"bias"}
+    "linear": {"bias"},
+    "matmul": {"a"},
 }
 
 
@@ -235,6 +236,38 @@ def make_linear_backward(rng, T, N, D, dtype="f32", accumulate=0):
     dx = rng.standard_normal((T, D)) if accumulate else (T, D)
     dy, w = rng.standard_normal((T, N)), frozen(rng, N, D, dtype)
     return dict(dx=dx, dy=dy, w=w, T=T, N=N, D=D, accumulate=accumulate)
+
+
+@case(
+    *(
+        dict(M=M, N=N, K=K, a_turned=a_turned, b_turned=b_turned, b_bf16=b_bf16, accumulate=add)
+        for M, N, K in TND
+        for a_turned, b_turned, b_bf16, add in (
+            (0, 1, 0, 0),
+            (0, 1, 1, 1),
+            (0, 0, 0, 1),
+            (0, 0, 1, 0),
+            (1, 0, 0, 1),
+            (1, 1, 1, 0),
+        )
+        if M
+    )
+)
+def make_matmul(rng, M, N, K, a_turned, b_turned, b_bf16, accumulate):
+    half = to_bf16(rng.standard_normal((N, K) if b_turned else (K, N)))
+    b = half if b_bf16 else from_bf16(half)  # exact in either
+    return dict(
+        c=rng.standard_normal((M, N)) if accumulate else (M, N),
+        a=rng.standard_normal((K, M) if a_turned else (M, K)),
+        b=b.view(np.uint8).ravel(),
+        a_turned=a_turned,
+        b_turned=b_turned,
+        b_bf16=b_bf16,
+        M=M,
+        N=N,
+        K=K,
+        accumulate=accumulate,
+    )
 
 
 TNDR = tuple(

@@ -37,6 +37,16 @@ def linear(x, w, bias, accumulate, y=None, **_):
     return {"y": y + product if accumulate else product}
 
 
+def matmul(a, b, a_turned, b_turned, b_bf16, N, K, accumulate, c=None, **_):
+    """`b` comes as bytes, for it may be bf16."""
+    b = (b.view(np.uint16).astype(np.uint32) << 16 if b_bf16 else b.view(np.uint32)).view(
+        np.float32
+    )
+    b = b.astype(a.dtype).reshape((N, K) if b_turned else (K, N))
+    product = (a.T if a_turned else a) @ (b.T if b_turned else b)
+    return {"c": c + product if accumulate else product}
+
+
 def linear_backward(dy, w, accumulate, dx=None, **_):
     return {"dx": dx + dy @ w if accumulate else dy @ w}
 

@@ -22,8 +22,8 @@ def dev(request):
 
 
 def torchs_terms(student, teacher, how):
-    """OPSD's generalized_jsd_loss of (T,V) tensors with reduction="none"; it takes torch.topk, which
-    orders equals as it likes."""
+    """OPSD's generalized_jsd_loss of (T,V) tensors with reduction="none", but that torch.topk,
+    which it takes, orders equals as it likes."""
     kl_div = torch.nn.functional.kl_div
     if how.probs:
         log_p, log_q = (torch.log(x.clamp_min(1e-8)) for x in (student, teacher))

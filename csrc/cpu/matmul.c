@@ -47,6 +47,7 @@ typedef struct Product {
     const float *bias;
     int accumulate;
     int rows, panels; /* of one piece of work */
+    int bf16;         /* b, BY_ROW or BY_COLUMN, is bf16 */
 } Product;
 
 /* ---- the register tile ---- */
@@ -202,16 +203,39 @@ static inline void transpose_square(float *out, int64_t out_row, const void *in,
     for (int i = 0; i < VL; i++) v_store(out + i * out_row, v[i]);
 }
 
-void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row, int rows,
-                    int cols)
+static float widen(uint16_t bits)
+{
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+}
+
+/* Element `at` of a matrix that is f32 or bf16: its address. */
+static const void *element(const void *matrix, int64_t at, int bf16)
+{
+    return (const unsigned char *)matrix + at * (bf16 ? 2 : 4);
+}
+
+/* CPU(transpose) of f32 or bf16. */
+static void transpose_to_f32(float *out, int64_t out_row, const void *in, int64_t in_row, int rows,
+                             int cols, int bf16)
 {
     int full_rows = rows - rows % VL, full_cols = cols - cols % VL;
     for (int i = 0; i < full_rows; i += VL)
         for (int j = 0; j < full_cols; j += VL)
-            transpose_square(out + j * out_row + i, out_row, in + i * in_row + j, in_row, 0);
+            transpose_square(out + j * out_row + i, out_row, element(in, i * in_row + j, bf16),
+                             in_row, bf16);
     for (int i = 0; i < rows; i++)
         for (int j = i < full_rows ? full_cols : 0; j < cols; j++)
-            out[j * out_row + i] = in[i * in_row + j];
+            out[j * out_row + i] = bf16 ? widen(((const uint16_t *)in)[i * in_row + j])
+                                        : ((const float *)in)[i * in_row + j];
+}
+
+void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row, int rows,
+                    int cols)
+{
+    transpose_to_f32(out, out_row, in, in_row, rows, cols, 0);
 }
 
 /* Rows [k0, k0+depth) of columns [n0, n0+width) of b, width ≤ PANEL, k-major, as f32 or (as stored)
@@ -221,6 +245,12 @@ static const void *bring(const Product *p, int k0, int depth, int n0, int width,
 {
     *bf16 = 0;
     *ldb = PANEL;
+    if (p->order == BY_ROW && p->bf16) {
+        const uint16_t *b = (const uint16_t *)p->b + k0 * p->ldb + n0;
+        for (int i = 0; i < depth; i++, b += p->ldb)
+            for (int j = 0; j < width; j++) scratch[i * PANEL + j] = widen(b[j]);
+        return scratch;
+    }
     if (p->order == BY_ROW) {
         const float *b = (const float *)p->b + k0 * p->ldb + n0;
         if (width % WIDE == 0) {
@@ -232,8 +262,8 @@ static const void *bring(const Product *p, int k0, int depth, int n0, int width,
         return scratch;
     }
     if (p->order == BY_COLUMN) {
-        CPU(transpose)(scratch, PANEL, (const float *)p->b + n0 * p->ldb + k0, p->ldb, width,
-                       depth);
+        transpose_to_f32(scratch, PANEL, element(p->b, n0 * p->ldb + k0, p->bf16), p->ldb, width,
+                         depth, p->bf16);
         return scratch;
     }
     const frozen *w = p->b;
@@ -260,13 +290,9 @@ static const void *bring(const Product *p, int k0, int depth, int n0, int width,
                 }
                 for (int col = j; col < width; col++)
                     for (int row = x; row < x + VL; row++) {
-                        float value = ((const float *)from)[wide ? 0 : col * PANEL + row];
-                        if (wide) {
-                            uint32_t bits = (uint32_t)((const uint16_t *)from)[col * PANEL + row]
-                                            << 16;
-                            memcpy(&value, &bits, 4);
-                        }
-                        scratch[(i + row) * PANEL + col] = value;
+                        int at = col * PANEL + row;
+                        scratch[(i + row) * PANEL + col] =
+                            wide ? widen(((const uint16_t *)from)[at]) : ((const float *)from)[at];
                     }
             }
     }
@@ -382,8 +408,8 @@ static Right weight_turned(const frozen *w)
 static void multiply(Device *dev, float *c, Left a, Right b, int m, int n, int k, float scale,
                      const float *bias, int accumulate)
 {
-    Product p = {c, n, a.at, a.row, a.col, b.at,       b.stride, b.order,
-                 m, n, k,    scale, bias,  accumulate, 0,        0};
+    Product p = {c, n, a.at,  a.row, a.col,      b.at, b.stride, b.order, m,
+                 n, k, scale, bias,  accumulate, 0,    0,        0};
     product_run(dev, &p);
 }
 
@@ -397,6 +423,26 @@ void CPU(linear_backward)(Device *dev, real *dx, const real *dy, const frozen *w
                           int D, int accumulate)
 {
     multiply(dev, f32(dx), as_is(f32c(dy), N), weight(w), T, D, N, 1, NULL, accumulate);
+}
+
+void CPU(matmul)(Device *dev, float *c, const float *a, const void *b, int a_turned, int b_turned,
+                 int b_bf16, int M, int N, int K, int accumulate)
+{
+    Product p = {.c = c,
+                 .ldc = N,
+                 .a = a,
+                 .a_row = a_turned ? 1 : K,
+                 .a_col = a_turned ? M : 1,
+                 .b = b,
+                 .ldb = b_turned ? K : N,
+                 .order = b_turned ? BY_COLUMN : BY_ROW,
+                 .bf16 = b_bf16,
+                 .m = M,
+                 .n = N,
+                 .k = K,
+                 .scale = 1.0f,
+                 .accumulate = accumulate};
+    product_run(dev, &p);
 }
 
 void CPU(lora)(Device *dev, real *y, real *s, const real *x, const float *a, const float *b, int T,
