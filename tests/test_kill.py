@@ -113,7 +113,7 @@ def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> No
     """Killed while it writes a checkpoint, over and over: those that were finished load, and the
     database tells of them."""
     paths: list[str] = []
-    for killed in range(3):
+    for killed in range(2):
         with serving(tmp_path) as (server, url):
             service = tinker.ServiceClient(base_url=url, api_key="tml-local")
             data = {"number": str(killed)}
@@ -122,12 +122,12 @@ def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> No
             paths += [client.save_state(f"s{number}").result().path for number in range(3)]
             client.save_state("late")
             client.save_state("s0", overwrite=True)
-            time.sleep(0.03 * killed)
+            time.sleep(0.05 * killed)
             server.send_signal(signal.SIGKILL)
             server.wait()
     store = checkpoint.Store(tmp_path)
     state = State(store)
-    assert [row.user_metadata["number"] for row in state.runs()] == ["2", "1", "0"]
+    assert [row.user_metadata["number"] for row in state.runs()] == ["1", "0"]
     listed = [item for row in state.runs() for item in state.checkpoints(row.id)]
     assert set(paths) <= {item.path for item in listed}
     model = load_model(demo.MODEL, threads=1)

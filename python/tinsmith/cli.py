@@ -133,7 +133,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--memory",
         metavar="SIZE",
         help="what models, caches and runs may take together, such as 800M or 12G; models that "
-        "nobody uses make room for others (default: nine tenths of the machine's or the card's)",
+        "nobody uses make room for others, and requests that wait take an eighth more at most "
+        "(default: nine tenths of the machine's or the card's)",
     )
     parser.add_argument(
         "--device", default="auto", choices=("auto", "cpu", "cuda"), help="(%(default)s)"

@@ -24,9 +24,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tinsmith import checkpoint, rest, routes, transfers, worker
-from tinsmith.bases import inspect_models
+from tinsmith.bases import inspect_models, memory_of
 from tinsmith.errors import RequestError, explain
-from tinsmith.overload import Overloaded, Queue
+from tinsmith.overload import QUEUE_BYTES_MAX, Overloaded, Queue
 from tinsmith.routes import Handler
 from tinsmith.service import Refusal, Service
 from tinsmith.state import State
@@ -36,6 +36,7 @@ log = logging.getLogger("tinsmith")
 PREFIX = "/api/v1"
 BACKLOG = 2048  # connections that wait to be accepted: the SDK opens many at once
 STOP_SECONDS = 5.0
+QUEUE_SHARE = 8  # requests that wait take at most one part in so many of the memory, beside it
 EXPIRY_SECONDS = 60.0  # between two looks for checkpoints whose time is over
 
 
@@ -136,7 +137,10 @@ class Backend:
             if preload or (preload is None and len(bases) == 1):
                 self._worker.preload(bases).result()
             undo.pop_all()
-        self.queue = queue or Queue()
+        if queue is None:
+            room = memory_of("cpu") if memory is None else memory
+            queue = Queue(bytes_max=min(QUEUE_BYTES_MAX, (room or QUEUE_BYTES_MAX) // QUEUE_SHARE))
+        self.queue = queue
         service = Service(
             bases,
             self._worker,
@@ -144,7 +148,7 @@ class Backend:
             self._state,
             seed=seed,
             poll_seconds=poll_seconds,
-            queue=self.queue,
+            queue=queue,
         )
         self._server = uvicorn.Server(
             uvicorn.Config(
