@@ -159,6 +159,9 @@ Status adapter_optim_step(Adapter *adapter, const AdamW *adamw, Normalization by
                           StepReport *report);
 Status adapter_clear(Adapter *adapter);
 Status adapter_norm(Adapter *adapter, Vector which, double *norm);
+/* weights += (1 − decay)·(those of `leader` − weights): an exponential moving average of an adapter
+ * of the same layout. */
+Status adapter_follow(Adapter *average, const Adapter *leader, double decay);
 
 /* ---- batch.c: rows of many sequences, packed ---- */
 
@@ -211,12 +214,20 @@ typedef struct Cache {
 void acts_place(Acts *acts, Arena *arena, const Model *model, int T, int R, int keep);
 /* batch → acts->hidden (T,D), through the cache. */
 void forward(const Model *model, const Batch *batch, const Acts *acts, const Cache *cache);
+/* logits (T,V) of hidden rows x (T,D), with the adapter's part (NULL: none), which leaves s (T,R).
+ */
+void head_logits(const Model *model, const Adapter *adapter, float *logits, real *s, const real *x,
+                 int T);
 
 typedef struct Grads {
     real *dx, *dxn, *dq, *dq_raw, *dk, *dk_raw, *dv, *datt, *dact, *ds;
 } Grads;
 
 void grads_place(Grads *grads, Arena *arena, const Model *model, int T, int R);
+/* dlogits (T,V) → dx (T,D) and the FRESH gradients of the adapter's head; s as head_logits left it,
+ * ds scratch (T,R). */
+void head_backward(const Model *model, Adapter *adapter, real *dx, real *ds, const real *dlogits,
+                   const real *x, const real *s, int T);
 /* grads->dxn = d loss / d hidden → adapter's FRESH gradients of all layers. */
 void backward(const Model *model, Adapter *adapter, const Batch *batch, const Acts *acts,
               const Grads *grads);
@@ -243,8 +254,9 @@ typedef struct LossCall {
 
 typedef struct Loss {
     const char *name;
-    int multi; /* targets may be (N, K) */
-    int whole; /* evaluate needs all targets of a datum in one call */
+    int multi;  /* targets may be (N, K) */
+    int whole;  /* evaluate needs all targets of a datum in one call */
+    int taught; /* compares whole rows with a teacher's: distill.c; there is no evaluate */
     struct {
         const char *name;
         int required;
@@ -253,7 +265,7 @@ typedef struct Loss {
     } input[LOSS_INPUTS];
     struct {
         const char *name;
-        double initial; /* NAN: there is none, it must come */
+        double initial; /* NAN: there is none, it must come; INFINITY: no bound */
     } key[LOSS_KEYS];
     int gate; /* input whose zeros mean: no gradient here; or UNGATED */
     double (*evaluate)(const LossCall *call); /* returns the loss, writes dlogp */
@@ -281,6 +293,25 @@ Status datums_check(const Datums *datums, const Model *model, const Loss *loss);
  * nothing was added. */
 Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Loss *loss,
                                 int with_backward, float *logp, double *loss_sum);
+/* ---- distill.c: a loss between two distributions over the vocabulary ---- */
+
+/* What a teacher reads: a sequence for each datum, its own prompt and then the datum's completion.
+ */
+typedef struct Lesson {
+    const Model *model;     /* of the student's vocabulary */
+    const Adapter *adapter; /* on that model; NULL: none */
+    const int32_t *tokens, *lengths;
+    int64_t token_total, count; /* lengths of the two arrays, as they came */
+} Lesson;
+
+/* As adapter_forward_backward, for a taught loss; also the divergence of each row, (token_total), 0
+ * where its weight is. */
+Status adapter_distill(Adapter *adapter, const Datums *datums, const Loss *loss,
+                       const Lesson *lesson, int with_backward, float *logp, float *divergence,
+                       double *loss_sum);
+
+/* ---- step.c ---- */
+
 /* Bytes of a training step of T rows. */
 size_t step_bytes(const Model *model, int rank, int T);
 /* Rows of a chunk whose logits exist at one time. */

@@ -194,15 +194,9 @@ static void chunk_logits(Step *step, int row, int rows)
     const Model *m = adapter->model;
     Device *d = m->dev;
     Head *h = &step->head;
-    int D = m->shape.width, V = m->shape.vocab, R = adapter->rank;
-    const float *weights = adapter->vector[WEIGHTS];
-    Pair pair = adapter->head;
-    d->gather(d, h->x, step->acts.hidden, h->rows + row, rows, D);
-    d->head(d, h->logits, h->x, m->head, rows, V, D);
-    if (pair.a >= 0)
-        d->head_lora(d, h->logits, h->s, h->x, weights + pair.a, weights + pair.b, rows, V, D, R,
-                     adapter->scale);
-    d->logprob(d, h->lse, h->logp, h->logits, h->ids, h->start + row, rows, V);
+    d->gather(d, h->x, step->acts.hidden, h->rows + row, rows, m->shape.width);
+    head_logits(m, adapter, h->logits, h->s, h->x, rows);
+    d->logprob(d, h->lse, h->logp, h->logits, h->ids, h->start + row, rows, m->shape.vocab);
 }
 
 /* The gradient of those rows, out of the logits that chunk_logits has just left and of dlogp. */
@@ -212,17 +206,11 @@ static void chunk_backward(Step *step, int row, int rows)
     const Model *m = adapter->model;
     Device *d = m->dev;
     Head *h = &step->head;
-    int D = m->shape.width, V = m->shape.vocab, R = adapter->rank;
-    const float *weights = adapter->vector[WEIGHTS];
-    float *fresh = adapter->vector[FRESH];
-    Pair pair = adapter->head;
     real *dlogits = (real *)h->logits; /* in place */
-    d->logprob_backward(d, dlogits, h->logits, h->lse, h->dlogp, h->ids, h->start + row, rows, V);
-    d->linear_backward(d, h->dx, dlogits, m->head, rows, V, D, 0);
-    if (pair.a >= 0)
-        d->lora_backward(d, h->dx, fresh + pair.a, fresh + pair.b, h->ds, dlogits, h->x, h->s,
-                         weights + pair.a, weights + pair.b, rows, V, D, R, adapter->scale);
-    d->scatter(d, step->grads.dxn, h->dx, h->rows + row, rows, D);
+    d->logprob_backward(d, dlogits, h->logits, h->lse, h->dlogp, h->ids, h->start + row, rows,
+                        m->shape.vocab);
+    head_backward(m, adapter, h->dx, h->ds, dlogits, h->x, h->s, rows);
+    d->scatter(d, step->grads.dxn, h->dx, h->rows + row, rows, m->shape.width);
 }
 
 /* The loss of `count` targets whose inputs begin at `from`. */
@@ -386,6 +374,7 @@ static Status run_all(Step *step, float *logp)
 Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Loss *loss,
                                 int with_backward, float *logp, double *loss_sum)
 {
+    if (loss->taught) return fail(STATUS_INVALID, "%s needs a teacher: use distill", loss->name);
     TRY(datums_check(datums, adapter->model, loss));
     if (with_backward && !adapter->vector[GRADIENTS])
         return fail(STATUS_INVALID,

@@ -25,6 +25,7 @@ from starlette.requests import Request
 from tinsmith import checkpoint, peft, wire
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import LoadedModel, find_model
+from tinsmith.teaching import BASE, CURRENT, EMA
 from tinsmith.worker import Worker
 
 KEPT_READ_SECONDS = 60.0  # a result stays after it was read, for a client that lost the reply
@@ -274,6 +275,32 @@ class Service:
             )
         sampler.session.seen = time.monotonic()
         return sampler
+
+    def teacher(self, request: Request, run: RunInfo, name: str) -> str:
+        """The name that the worker has for a loss's teacher: a sampling session's, which is made
+        here for a base model or a checkpoint, or, where it is the run itself, the name it has."""
+        if name in (CURRENT, EMA):
+            return name
+        if name in self.samplers:
+            return self.sampler(request, name).id
+        session = f"{run.session.id}:teacher:{name}"
+        if name.startswith("tinker://"):
+            folder, meta = self.meta(name)
+            base = self.base(meta.base_model)
+            self.worker.open_checkpoint(session, base, folder, meta.created)
+        else:
+            try:
+                base = run.base if name == BASE else self.base(name)
+            except ValueError:
+                raise ValueError(
+                    f"the teacher {name!r} is neither {BASE!r}, {CURRENT!r} nor {EMA!r}, no "
+                    "tinker:// path, no sampling session of yours, and no model of this server, "
+                    f"which has {sorted(self.bases)}"
+                ) from None
+            self.worker.open_base(session, base)
+        if session not in self.samplers:
+            self.add_sampler(SamplerInfo(session, run.session, base, self.bases[base]))
+        return session
 
     def add_run(self, run: RunInfo) -> None:
         """Registers a run, on disk too, so that its checkpoints can be told of after a restart."""

@@ -25,10 +25,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith import _core, checkpoint, peft
+from tinsmith import _core, checkpoint, peft, teaching
 from tinsmith.decoding import Decoder, SampleRequest, SampleResult
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import LoadedModel, load_model
+from tinsmith.teaching import Average, Teacher
 
 log = logging.getLogger("tinsmith")
 
@@ -73,14 +74,22 @@ class Batch:
     inputs: Mapping[str, NDArray[np.float32]]
     config: Mapping[str, float]
     shapes: tuple[tuple[int, ...], ...]  # of each datum's targets: (N,) or (N, K)
+    teacher: Teacher | None = None  # of a loss that has one
 
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Log-probabilities in each datum's target shape, and the loss's sum."""
+    """Arrays in each datum's target shape by name, logprobs first, the loss's sum, and what else
+    a loss tells, by names with their reductions."""
 
-    logprobs: tuple[NDArray[np.float32], ...]
+    outputs: Mapping[str, tuple[NDArray[np.float32], ...]]
     loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def logprobs(self) -> tuple[NDArray[np.float32], ...]:
+        """Log-probabilities of the targets."""
+        return self.outputs["logprobs"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,7 @@ class _Run:
     base: LoadedModel
     adapter: _core.Adapter | None = None
     failure: RequestError | None = None  # why there is no adapter
+    average: Average | None = None  # of the adapter, once a loss has asked for it
     next_seq: int = 0  # 0 is the creation; the SDK's requests start at 1
     waiting: dict[int, _Job] = field(default_factory=dict)
     waiting_since: float = 0.0
@@ -130,9 +140,9 @@ class _Snapshot:
         return 0 if self.adapter is None else 4 * self.adapter.size
 
 
-def losses() -> list[_core.LossRow]:
-    """The engine's table of losses."""
-    return _core.losses()
+def losses() -> list[teaching.LossRow]:
+    """The table of losses, with all that they take."""
+    return teaching.losses()
 
 
 def devices() -> dict[str, str]:
@@ -179,6 +189,8 @@ class Worker:
         def work(lane: _Run) -> None:
             try:
                 lane.adapter = _make_adapter(lane.base, spec)
+                if isinstance(spec, StateSpec) and spec.optimizer:
+                    lane.average = checkpoint.load_average(spec.folder, lane.adapter)
             except BaseException as error:
                 lane.failure = explain(error)
                 raise
@@ -205,7 +217,8 @@ class Worker:
         """The loss of a batch, and its gradients unless backward is False."""
 
         def work(lane: _Run) -> BatchResult:
-            flat, loss = _adapter(lane).forward_backward(
+            adapter = _adapter(lane)
+            call = (
                 batch.tokens,
                 batch.lengths,
                 batch.targets,
@@ -213,12 +226,11 @@ class Worker:
                 batch.loss,
                 dict(batch.inputs),
                 dict(batch.config),
-                backward=backward,
             )
-            ends = np.cumsum([int(np.prod(shape)) for shape in batch.shapes])
-            parts = np.split(flat, ends[:-1])
-            shaped = zip(parts, batch.shapes, strict=True)
-            return BatchResult(tuple(part.reshape(shape) for part, shape in shaped), loss)
+            if batch.teacher is not None:
+                return self._distill(lane, adapter, call, batch, batch.teacher, backward)
+            flat, loss = adapter.forward_backward(*call, backward=backward)
+            return BatchResult({"logprobs": _shaped(flat, batch.shapes)}, loss)
 
         return self._submit(run, seq, work)
 
@@ -226,7 +238,8 @@ class Worker:
         """One AdamW step; returns its metrics."""
 
         def work(lane: _Run) -> dict[str, float]:
-            return _adapter(lane).optim_step(
+            adapter = _adapter(lane)
+            report = adapter.optim_step(
                 learning_rate=params.learning_rate,
                 beta1=params.beta1,
                 beta2=params.beta2,
@@ -235,6 +248,9 @@ class Worker:
                 grad_clip_norm=params.grad_clip_norm,
                 normalization=params.normalization,
             )
+            if lane.average is not None:
+                lane.average.follow(adapter)
+            return report
 
         return self._submit(run, seq, work)
 
@@ -257,6 +273,7 @@ class Worker:
                 adapter,
                 describe(adapter.step),
                 optimizer=optimizer,
+                average=lane.average,
                 overwrite=overwrite,
             )
 
@@ -266,7 +283,10 @@ class Worker:
         """Replaces a run's weights and, with optimizer, all that the next step depends on."""
 
         def work(lane: _Run) -> None:
-            peft.load_into(folder, _adapter(lane), optimizer=optimizer)
+            adapter = _adapter(lane)
+            average = checkpoint.load_average(folder, adapter) if optimizer else None
+            peft.load_into(folder, adapter, optimizer=optimizer)
+            lane.average = average
 
         return self._submit(run, seq, work)
 
@@ -327,7 +347,8 @@ class Worker:
 
         def release(lane: _Run) -> None:
             self._runs.pop(lane.name, None)
-            lane.adapter, lane.failure = None, RequestError("its session has ended")
+            lane.adapter, lane.average = None, None
+            lane.failure = RequestError("its session has ended")
             _fail_waiting(lane, RequestError(f"{lane.name} can't be used: {lane.failure}"))
 
         def begin() -> None:
@@ -383,6 +404,30 @@ class Worker:
             self._ready.append((run, run.waiting.pop(run.next_seq)))
             run.next_seq += 1
             run.waiting_since = time.monotonic()
+
+    def _distill(
+        self,
+        lane: _Run,
+        adapter: _core.Adapter,
+        call: tuple[Any, ...],
+        batch: Batch,
+        teacher: Teacher,
+        backward: bool,
+    ) -> BatchResult:
+        """forward_backward of a loss with a teacher. The average begins where it is first used."""
+        average, who = lane.average, adapter
+        if teacher.name == teaching.EMA:
+            average = Average(average.adapter if average else adapter.snapshot(), teacher.decay)
+            who = average.adapter
+        elif teacher.name != teaching.CURRENT:
+            snapshot = self._use(teacher.name)
+            who = snapshot.adapter or snapshot.base.core
+        read = (teacher.tokens, teacher.lengths)
+        *flat, loss = adapter.distill(*call, *read, teacher=who, backward=backward)
+        lane.average = average
+        logprobs, jsd = (_shaped(array, batch.shapes) for array in flat)
+        weights = _shaped(batch.inputs["weights"], batch.shapes)
+        return BatchResult({"logprobs": logprobs, "jsd": jsd}, loss, teaching.metrics(jsd, weights))
 
     def _use(self, sampler: str) -> _Snapshot:
         """A session's snapshot, which becomes the most recently used one."""
@@ -519,6 +564,15 @@ def _make_adapter(base: LoadedModel, spec: LoraSpec | StateSpec) -> _core.Adapte
         mlp=spec.mlp,
         unembed=spec.unembed,
     )
+
+
+def _shaped(
+    flat: NDArray[np.float32], shapes: tuple[tuple[int, ...], ...]
+) -> tuple[NDArray[np.float32], ...]:
+    """A batch's numbers as one array for each datum."""
+    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
+    parts = np.split(flat, ends[:-1])
+    return tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
 def _adapter(run: _Run) -> _core.Adapter:
