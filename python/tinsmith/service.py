@@ -7,8 +7,10 @@ it: to another key its runs and samplers do not exist. Checkpoints are found by 
 """
 
 import asyncio
+import base64
 import contextlib
 import hashlib
+import json
 import secrets
 import time
 import uuid
@@ -281,8 +283,9 @@ class Service:
         here for a base model or a checkpoint, or, where it is the run itself, the name it has."""
         if name in (CURRENT, EMA):
             return name
-        if name in self.samplers:
-            return self.sampler(request, name).id
+        known = handle_session(name) or name
+        if known in self.samplers:
+            return self.sampler(request, known).id
         session = f"{run.session.id}:teacher:{name}"
         if name.startswith("tinker://"):
             folder, meta = self.meta(name)
@@ -293,9 +296,9 @@ class Service:
                 base = run.base if name == BASE else self.base(name)
             except ValueError:
                 raise ValueError(
-                    f"the teacher {name!r} is neither {BASE!r}, {CURRENT!r} nor {EMA!r}, no "
-                    "tinker:// path, no sampling session of yours, and no model of this server, "
-                    f"which has {sorted(self.bases)}"
+                    f"the teacher {wire.short(name)} is neither {BASE!r}, {CURRENT!r} nor "
+                    f"{EMA!r}, no tinker:// path, no sampler's handle, and no model of this "
+                    f"server, which has {sorted(self.bases)}"
                 ) from None
             self.worker.open_base(session, base)
         if session not in self.samplers:
@@ -387,6 +390,16 @@ class Service:
 def owner(request: Request) -> str:
     """Who asks: the API key, which a local server takes as it is."""
     return request.headers.get("x-api-key", "")
+
+
+def handle_session(handle: str) -> str | None:
+    """The sampling session in a SamplingClient's handle; None where the text is none."""
+    try:
+        content = json.loads(base64.urlsafe_b64decode(handle))
+    except ValueError:
+        return None
+    session = content.get("sampling_session_id") if isinstance(content, dict) else None
+    return session if isinstance(session, str) else None
 
 
 def as_failure(error: BaseException) -> RequestError:

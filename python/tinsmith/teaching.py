@@ -2,13 +2,14 @@
 
 A datum names the teacher's tokens, the loss's configuration names the teacher: "base" (the run's
 base model), "current" (the student as it is), "ema" (an exponential moving average of the student,
-kept beside its run and in its checkpoints), or any sampling session, which stands for a snapshot, a
-checkpoint or another base model of the same vocabulary. The distributions are compared in the
-engine (csrc/distill.c) and never leave it.
+kept beside its run and in its checkpoints), the path of a checkpoint, a sampling client's handle,
+or another base model of the same vocabulary. The last three are sampling sessions to the worker.
+The distributions are compared in the engine (csrc/distill.c) and never leave it.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +22,6 @@ TOKENS = "teacher_tokens"  # key in loss_fn_inputs
 
 # loss_fn_config keys of every such loss, beside those of its row in the engine's table.
 CONFIG: dict[str, float | str] = {"teacher": BASE, "teacher_ema": 0.999}
-
-
-class LossRow(_core.LossRow):
-    """A row of the engine's table, with all its keys."""
-
-    tokens: str | None  # key of a datum's tokens for the teacher
 
 
 @dataclass(frozen=True)
@@ -52,8 +47,9 @@ class Average:
         self.adapter.follow(leader, self.decay)
 
 
-def losses() -> list[LossRow]:
-    """The engine's table of losses; those with a teacher also take what says who it is."""
+def losses() -> list[dict[str, Any]]:
+    """The engine's table of losses (_core.LossRow). Those with a teacher also take what says who it
+    is, and `tokens`, the key of what it reads, is theirs alone."""
     return [
         {
             **row,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tinker.proto import tinker_public_pb2 as pb
 
 from tinsmith.families import LoadedModel
-from tinsmith.teaching import EMA, LossRow, Teacher
+from tinsmith.teaching import EMA, Teacher
 from tinsmith.worker import AdamParams, Batch, BatchResult, LoraSpec, losses
 
 LOSSES = {row["name"]: row for row in losses()}
@@ -205,7 +205,10 @@ def batch(message: pb.ForwardBackwardRequest, model: LoadedModel) -> Batch:
 
 
 def _teacher(
-    message: pb.ForwardBackwardRequest, config: dict[str, Any], row: LossRow, model: LoadedModel
+    message: pb.ForwardBackwardRequest,
+    config: dict[str, Any],
+    row: Mapping[str, Any],
+    model: LoadedModel,
 ) -> Teacher:
     """Who the teacher is, which is taken out of the configuration, and what it reads."""
     name, decay = config.pop("teacher"), config.pop("teacher_ema")

@@ -140,7 +140,7 @@ class _Snapshot:
         return 0 if self.adapter is None else 4 * self.adapter.size
 
 
-def losses() -> list[teaching.LossRow]:
+def losses() -> list[dict[str, Any]]:
     """The table of losses, with all that they take."""
     return teaching.losses()
 

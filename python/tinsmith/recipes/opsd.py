@@ -206,8 +206,8 @@ class Recipe:
             )
             future = self.training.forward_backward(data, LOSS, loss_config(config))
             optim = self.training.optim_step(adam)
-            metrics |= {f"opsd/{key}": value for key, value in future.result().metrics.items()}
-            metrics |= {f"optim/{k}": v for k, v in (optim.result().metrics or {}).items()}
+            metrics |= future.result().metrics
+            metrics |= optim.result().metrics or {}
             self.sampler = self._new_sampler()
         metrics |= {"time/sample": sampled - start, "time/train": time.perf_counter() - sampled}
         return metrics
