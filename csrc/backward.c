@@ -103,13 +103,6 @@ static void attention_block_backward(const Model *m, Adapter *adapter, int l, co
     if (dxn) d->rmsnorm_backward(d, g->dx, dxn, a->x, w->attn_norm, a->attn_rstd, T, D);
 }
 
-void head_backward(const Model *m, Adapter *adapter, real *dx, real *ds, const real *dlogits,
-                   const real *x, const real *s, int T)
-{
-    unproject(m->dev, adapter, adapter->head, dx, ds, dlogits, x, s, m->head, T, m->shape.vocab,
-              m->shape.width, 0);
-}
-
 void backward(const Model *m, Adapter *adapter, const Batch *batch, const Acts *acts,
               const Grads *g)
 {

@@ -9,31 +9,29 @@
  * end with the same targets; that they do is checked. The teacher may be any adapter or none, on
  * this base model or another one of the same vocabulary, and gets no gradient.
  *
- * For each micro-batch the teacher's forward comes first and leaves only the hidden rows that will
- * be compared; the student's takes its memory. The head then sees the pairs in chunks: two
- * products, their divergence, whose gradient takes the place of the student's logits, and the
- * head's backward. So nothing of N×V exists, and a pair's numbers do not depend on the others. */
+ * For each micro-batch the teacher's forward comes first, in parts if its prompts are long, and
+ * leaves only the hidden rows that will be compared; the student's takes its memory. The head then
+ * sees the pairs in chunks: two products, their divergence, whose gradient takes the place of the
+ * student's logits, and the head's backward. So nothing of N×V exists, and a pair's numbers do not
+ * depend on the others. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "core.h"
+#include "step.h"
 
-/* One of the two sequences of every datum, packed for forward. */
+/* The teacher's sequences, packed for forward, as many at a time as there is room for. */
 typedef struct Side {
-    const Model *model;
-    const Adapter *adapter; /* NULL: none */
+    int room, most; /* rows and sequences of one forward */
     int T, S, pages;
     Batch batch;
-    Segment segment;
     Acts acts;
     Cache cache;
     int32_t *tokens, *pos, *slot, *page; /* host */
     Span *spans;                         /* host */
 } Side;
 
-/* A call under way. Rows are in the order of the head: the `live` ones, which are compared, first.
- */
+/* A call under way, with the micro-batch at hand. */
 typedef struct Distill {
     Adapter *adapter;
     const Datums *datums;
@@ -41,20 +39,20 @@ typedef struct Distill {
     const Loss *loss;
     int with_backward;
     Jsd how;
-    int first, last, live, chunk; /* of this micro-batch */
-    int64_t token0, teacher0;     /* where its datums begin in the flat arrays */
-    Side student, teacher;
+    int64_t teacher0; /* where this micro-batch begins in the teacher's tokens */
+    const Micro *micro;
+    Pack pack;
+    Batch batch;
+    Acts acts;
     Grads grads;
-    real *taught;                               /* (live, D): the teacher's hidden rows */
-    real *x, *s, *dx, *ds;                      /* (C,D), (C,R) */
-    real *teacher_s;                            /* (C,R) */
-    float *logits, *teacher_logits;             /* (C,V) */
-    float *lse, *logp, *value, *scale;          /* (C), (T), (live), (live) */
-    int32_t *rows, *teacher_rows, *start, *ids; /* (T), (live), (T+1), (T) */
-    struct {
-        float *logp, *value, *scale;
-        int32_t *rows, *teacher_rows, *start, *ids;
-    } host;
+    Cache cache;
+    Head head;
+    Side side;
+    real *taught, *teacher_s;              /* (live,D): the teacher's hidden rows; (chunk,R) */
+    float *teacher_logits, *value, *scale; /* (chunk,V), (live), (live) */
+    int32_t *teacher_rows;                 /* (live) */
+    float *host_logp, *host_value, *host_scale;
+    int32_t *host_rows;
     double loss_sum, tokens, sequences;
 } Distill;
 
@@ -161,90 +159,127 @@ static Status lesson_check(const Lesson *lesson, const Datums *d, const Model *s
 
 /* ---- memory ---- */
 
-static void side_place(Side *side, Arena *arena, int keep)
+static const float *weights_of(const Distill *c)
 {
-    const Shape *s = &side->model->shape;
-    size_t page = (size_t)KV_PAGE * (size_t)s->kv_heads * (size_t)s->head_width;
-    size_t bytes = (size_t)side->pages * page * side->model->dev->real_bytes;
-    batch_place(&side->batch, arena, side->T, side->S, side->pages);
-    side->cache = (Cache){arena_take(arena, bytes), arena_take(arena, bytes), 0};
-    acts_place(&side->acts, arena, side->model, side->T, side->adapter ? side->adapter->rank : 0,
-               keep);
+    return c->datums->input[0] + c->micro->token0;
 }
 
-/* What both sides' rows need, then each side's own: the student's lies where the teacher's was. */
+/* Rows that the teacher runs of datum i: all but the last token, or none if nothing is compared. */
+static int rows_read(const Distill *c, int i, const float *weights)
+{
+    int N = c->datums->lengths[i];
+    return completion_start(weights, N) < N ? c->lesson->lengths[i] - 1 : 0;
+}
+
+/* Sets the room of a micro-batch's teacher: all its rows, or those of a training step. */
+static void side_size(Distill *c)
+{
+    const float *weights = weights_of(c);
+    int64_t total = 0;
+    int longest = c->adapter->step_tokens;
+    for (int i = c->micro->first; i < c->micro->last; i++) {
+        int rows = rows_read(c, i, weights);
+        total += rows;
+        longest = rows > longest ? rows : longest;
+        weights += c->datums->lengths[i];
+    }
+    c->side.room = total < longest ? (int)total : longest;
+    c->side.most = c->micro->S;
+}
+
+static int side_pages(const Side *side)
+{
+    return side->room / KV_PAGE + side->most;
+}
+
+static Cache cache_place(Arena *arena, const Model *m, int pages)
+{
+    size_t page = (size_t)KV_PAGE * (size_t)m->shape.kv_heads * (size_t)m->shape.head_width;
+    size_t bytes = (size_t)pages * page * m->dev->real_bytes;
+    real *k = arena_take(arena, bytes), *v = arena_take(arena, bytes);
+    return (Cache){k, v, 0};
+}
+
+/* What is compared, then each side's own: the student's lies where the teacher's was. */
 static void distill_place(Distill *c, Arena *arena)
 {
     const Model *m = c->adapter->model, *tm = c->lesson->model;
-    size_t size = m->dev->real_bytes, C = (size_t)c->chunk, T = (size_t)c->student.T,
-           live = (size_t)c->live, D = (size_t)m->shape.width, V = (size_t)m->shape.vocab;
-    int rank = c->adapter->rank, other = c->lesson->adapter ? c->lesson->adapter->rank : 0;
-    size_t R = (size_t)rank;
-    c->taught = arena_take(arena, live * (size_t)tm->shape.width * size);
-    c->x = arena_take(arena, C * D * size);
-    c->dx = arena_take(arena, C * D * size);
-    c->s = arena_take(arena, C * R * size);
-    c->ds = arena_take(arena, C * R * size);
+    const Micro *micro = c->micro;
+    Side *side = &c->side;
+    int R = c->adapter->rank, other = c->lesson->adapter ? c->lesson->adapter->rank : 0;
+    size_t T = (size_t)micro->T, size = m->dev->real_bytes;
+    head_place(&c->head, arena, m, micro->T, R, micro->targets);
+    size_t C = (size_t)c->head.chunk;
+    c->taught = arena_take(arena, T * (size_t)tm->shape.width * size);
     c->teacher_s = arena_take(arena, C * (size_t)other * size);
-    c->logits = arena_take(arena, C * V * sizeof(float));
-    c->teacher_logits = arena_take(arena, C * V * sizeof(float));
-    c->lse = arena_take(arena, C * sizeof(float));
-    c->logp = arena_take(arena, T * sizeof(float));
-    c->value = arena_take(arena, live * sizeof(float));
-    c->scale = arena_take(arena, live * sizeof(float));
-    c->rows = arena_take(arena, T * sizeof(int32_t));
-    c->teacher_rows = arena_take(arena, live * sizeof(int32_t));
-    c->start = arena_take(arena, (T + 1) * sizeof(int32_t));
-    c->ids = arena_take(arena, T * sizeof(int32_t));
+    c->teacher_logits = arena_take(arena, C * (size_t)m->shape.vocab * sizeof(float));
+    c->value = arena_take(arena, T * sizeof(float));
+    c->scale = arena_take(arena, T * sizeof(float));
+    c->teacher_rows = arena_take(arena, T * sizeof(int32_t));
     size_t shared = arena->used;
-    side_place(&c->teacher, arena, 0);
+    batch_place(&side->batch, arena, side->room, side->most, side_pages(side));
+    side->cache = cache_place(arena, tm, side_pages(side));
+    acts_place(&side->acts, arena, tm, side->room, other, 0);
     size_t end = arena->used;
     arena->used = shared;
-    side_place(&c->student, arena, c->with_backward);
-    if (c->with_backward) grads_place(&c->grads, arena, m, c->student.T, rank);
+    batch_place(&c->batch, arena, micro->T, micro->S, micro->pages);
+    c->cache = cache_place(arena, m, micro->pages);
+    acts_place(&c->acts, arena, m, micro->T, R, c->with_backward);
+    if (c->with_backward) grads_place(&c->grads, arena, m, micro->T, R);
     if (arena->used < end) arena->used = end;
 }
 
-/* Host arrays for any micro-batch, in one block. */
-static Status distill_host(Distill *c, void **block)
+static Status distill_reserve(Distill *c)
 {
-    const Datums *d = c->datums;
-    size_t T = (size_t)d->token_total, U = (size_t)c->lesson->token_total, S = (size_t)d->count;
-    size_t L = (size_t)c->adapter->model->shape.layers, M = (size_t)c->lesson->model->shape.layers;
-    size_t pages = T / KV_PAGE + S, teacher_pages = U / KV_PAGE + S;
-    size_t words = 10 * T + 1 + 3 * U + pages + teacher_pages;
-    char *memory = malloc((L + M) * sizeof(LayerActs) + 2 * S * sizeof(Span) + 4 * words);
-    if (!memory) return fail(STATUS_MEMORY, "no memory for a batch of %zu tokens", T + U);
-    *block = memory;
-    c->student.acts.layer = (LayerActs *)memory;
-    c->teacher.acts.layer = c->student.acts.layer + L;
-    c->student.spans = (Span *)(c->teacher.acts.layer + M);
-    c->teacher.spans = c->student.spans + S;
-    int32_t *next = (int32_t *)(c->teacher.spans + S);
-    c->student.tokens = next;
-    c->student.pos = next + T;
-    c->student.slot = next + 2 * T;
-    c->host.rows = next + 3 * T;
-    c->host.teacher_rows = next + 4 * T;
-    c->host.ids = next + 5 * T;
-    c->host.logp = (float *)(next + 6 * T);
-    c->host.value = c->host.logp + T;
-    c->host.scale = c->host.logp + 2 * T;
-    c->host.start = next + 9 * T;
-    c->teacher.tokens = c->host.start + T + 1;
-    c->teacher.pos = c->teacher.tokens + U;
-    c->teacher.slot = c->teacher.pos + U;
-    c->student.page = c->teacher.slot + U;
-    c->teacher.page = c->student.page + pages;
+    size_t bytes = 0;
+    for (int i = 0; i < c->pack.count; i++) {
+        Arena arena = {.dev = c->adapter->model->dev};
+        c->micro = &c->pack.micro[i];
+        side_size(c);
+        distill_place(c, &arena);
+        if (arena.used > bytes) bytes = arena.used;
+    }
+    return arena_reserve(&c->adapter->arena, bytes, "a distillation step");
+}
+
+/* Host arrays for any micro-batch, in one block that begins with the layers. */
+static Status distill_open(Distill *c)
+{
+    TRY(pack_open(&c->pack, c->datums, c->adapter->step_tokens));
+    size_t L = (size_t)c->adapter->model->shape.layers, M = (size_t)c->lesson->model->shape.layers,
+           T = (size_t)c->pack.most.T, S = (size_t)c->pack.most.S, U = 0;
+    for (int i = 0; i < c->pack.count; i++) {
+        c->micro = &c->pack.micro[i];
+        side_size(c);
+        if ((size_t)c->side.room > U) U = (size_t)c->side.room;
+    }
+    size_t words = 4 * T + 3 * U + U / KV_PAGE + S;
+    char *memory = malloc((L + M) * sizeof(LayerActs) + S * sizeof(Span) + words * 4);
+    if (!memory) {
+        pack_close(&c->pack);
+        return fail(STATUS_MEMORY, "no memory for a batch of %zu tokens", T + U);
+    }
+    c->acts.layer = (LayerActs *)memory;
+    c->side.acts.layer = c->acts.layer + L;
+    c->side.spans = (Span *)(c->side.acts.layer + M);
+    c->side.tokens = (int32_t *)(c->side.spans + S);
+    c->side.pos = c->side.tokens + U;
+    c->side.slot = c->side.pos + U;
+    c->side.page = c->side.slot + U;
+    c->host_rows = c->side.page + U / KV_PAGE + S;
+    c->host_logp = (float *)(c->host_rows + T);
+    c->host_value = c->host_logp + T;
+    c->host_scale = c->host_value + T;
     return STATUS_OK;
 }
 
-/* ---- packing ---- */
-
-static void side_clear(Side *side)
+static void distill_close(Distill *c)
 {
-    side->T = side->S = side->pages = 0;
+    pack_close(&c->pack);
+    free(c->acts.layer);
 }
+
+/* ---- the teacher ---- */
 
 /* Puts a sequence behind the others. */
 static void side_add(Side *side, const int32_t *tokens, int length)
@@ -258,81 +293,67 @@ static void side_add(Side *side, const int32_t *tokens, int length)
     for (int t = 0; t < length; t += KV_PAGE, side->pages++) side->page[side->pages] = side->pages;
 }
 
-static void side_forward(Side *side)
+/* Runs the sequences that are there, and keeps rows [from, to) of those that are compared. */
+static void side_run(Distill *c, int from, int to)
 {
+    const Model *m = c->lesson->model;
+    Device *dev = m->dev;
+    Side *side = &c->side;
+    size_t D = (size_t)m->shape.width;
     BatchHost host = {side->T,   side->S,    side->pages, side->tokens,
                       side->pos, side->slot, side->page,  side->spans};
-    batch_upload(&side->batch, side->model->dev, &host);
-    side->segment = (Segment){side->adapter, 0, side->T};
-    side->batch.segment = &side->segment;
+    Segment segment = {c->lesson->adapter, 0, side->T};
+    side->batch.T = side->T;
+    side->batch.S = side->S;
+    side->batch.segment = &segment;
     side->batch.segments = 1;
-    forward(side->model, &side->batch, &side->acts, &side->cache);
+    batch_upload(&side->batch, dev, &host);
+    forward(m, &side->batch, &side->acts, &side->cache);
+    dev->upload(dev, c->teacher_rows, c->host_rows + from, (size_t)(to - from) * sizeof(int32_t));
+    dev->gather(dev, real_at(dev, c->taught, (size_t)from * D), side->acts.hidden, c->teacher_rows,
+                to - from, m->shape.width);
+    side->T = side->S = side->pages = 0;
 }
-
-/* Takes datums from `first` on until one side's rows are full, and packs both. A datum without
- * weights has nothing for the teacher to read. */
-static void distill_take(Distill *c, int first)
-{
-    const Datums *d = c->datums;
-    int room = c->adapter->step_tokens;
-    const int32_t *tokens = d->tokens + c->token0, *taught = c->lesson->tokens + c->teacher0;
-    const float *weights = d->input[0] + c->token0;
-    c->first = c->last = first;
-    c->live = 0;
-    side_clear(&c->student);
-    side_clear(&c->teacher);
-    for (; c->last < d->count; c->last++) {
-        int N = d->lengths[c->last], M = c->lesson->lengths[c->last], row = c->student.T;
-        int from = completion_start(weights, N), read = from < N ? M - 1 : 0;
-        if (row > 0 && (row + N > room || c->teacher.T + read > room)) break;
-        for (int t = from; t < N; t++) {
-            if (weights[t] == 0.0f) continue;
-            c->host.rows[c->live] = row + t;
-            c->host.teacher_rows[c->live] = c->teacher.T + M - 1 - N + t;
-            c->host.scale[c->live++] = weights[t];
-        }
-        side_add(&c->student, tokens, N);
-        if (read) side_add(&c->teacher, taught, read);
-        tokens += N;
-        weights += N;
-        taught += M;
-    }
-    int most = head_rows(c->adapter->model) / 2; /* for there are two sets of logits */
-    c->chunk = c->student.T < most ? c->student.T : most;
-}
-
-/* The rest of the order of the head: the rows that are not compared, and all rows' targets. */
-static void distill_order(Distill *c)
-{
-    const float *weights = c->datums->input[0] + c->token0;
-    int at = c->live;
-    for (int row = 0; row < c->student.T; row++)
-        if (weights[row] == 0.0f) c->host.rows[at++] = row;
-    for (int i = 0; i < c->student.T; i++) {
-        c->host.start[i] = i;
-        c->host.ids[i] = c->datums->targets[c->token0 + c->host.rows[i]];
-    }
-    c->host.start[c->student.T] = c->student.T;
-    Device *dev = c->adapter->model->dev;
-    size_t T = (size_t)c->student.T * 4, live = (size_t)c->live * 4;
-    dev->upload(dev, c->rows, c->host.rows, T);
-    dev->upload(dev, c->start, c->host.start, T + 4);
-    dev->upload(dev, c->ids, c->host.ids, T);
-    dev->upload(dev, c->scale, c->host.scale, live);
-}
-
-/* ---- running ---- */
 
 /* The teacher's hidden rows that are compared, in the order of the head. */
 static Status teacher_run(Distill *c)
 {
-    if (!c->live) return STATUS_OK;
+    const Pack *pack = &c->pack;
+    const int32_t *tokens = c->lesson->tokens + c->teacher0;
+    int begin = 0, at = 0, row = 0;
+    for (int i = c->micro->first; i < c->micro->last; i++) {
+        int N = c->datums->lengths[i], M = c->lesson->lengths[i], next = at;
+        while (next < pack->live && pack->rows[next] < row + N) next++;
+        if (next > at && c->side.T > 0 && c->side.T + M - 1 > c->side.room) {
+            side_run(c, begin, at);
+            begin = at;
+        }
+        for (int k = at; k < next; k++)
+            c->host_rows[k] = c->side.T + M - 1 - N + pack->rows[k] - row;
+        if (next > at) side_add(&c->side, tokens, M - 1);
+        tokens += M;
+        row += N;
+        at = next;
+    }
+    if (c->side.T > 0) side_run(c, begin, at);
     const Model *m = c->lesson->model;
-    Device *dev = m->dev;
-    dev->upload(dev, c->teacher_rows, c->host.teacher_rows, (size_t)c->live * 4);
-    side_forward(&c->teacher);
-    dev->gather(dev, c->taught, c->teacher.acts.hidden, c->teacher_rows, c->live, m->shape.width);
-    return m == c->adapter->model ? STATUS_OK : dev->sync(dev);
+    return m == c->adapter->model ? STATUS_OK : m->dev->sync(m->dev);
+}
+
+/* ---- the student, and the head of both ---- */
+
+static void student_run(Distill *c)
+{
+    Device *dev = c->adapter->model->dev;
+    const Model *m = c->adapter->model;
+    Segment segment = {c->adapter, 0, c->micro->T};
+    c->batch.segment = &segment;
+    c->batch.segments = 1;
+    pack_rows(&c->pack, c->micro, &c->batch, dev);
+    forward(m, &c->batch, &c->acts, &c->cache);
+    if (c->with_backward)
+        dev->zero(dev, c->grads.dxn,
+                  (size_t)c->micro->T * (size_t)m->shape.width * dev->real_bytes);
 }
 
 /* The divergence of rows [row, row + rows), and in place of their logits its gradient. */
@@ -340,11 +361,12 @@ static Status chunk_compare(Distill *c, int row, int rows)
 {
     const Model *m = c->lesson->model;
     Device *dev = c->adapter->model->dev, *own = m->dev;
-    if (m != c->adapter->model) TRY(dev->sync(dev)); /* its stream may still read these logits */
-    head_logits(m, c->lesson->adapter, c->teacher_logits, c->teacher_s,
+    float *logits = c->head.logits;
+    if (own != dev) TRY(dev->sync(dev)); /* it may still read the teacher's logits */
+    rows_logits(m, c->lesson->adapter, c->teacher_logits, c->teacher_s,
                 real_at(own, c->taught, (size_t)row * (size_t)m->shape.width), rows);
-    if (m != c->adapter->model) TRY(own->sync(own));
-    dev->jsd(dev, c->value + row, c->with_backward ? (real *)c->logits : NULL, c->logits,
+    if (own != dev) TRY(own->sync(own));
+    dev->jsd(dev, c->value + row, c->with_backward ? (real *)logits : NULL, logits,
              c->teacher_logits, c->with_backward ? c->scale + row : NULL, c->how, rows,
              m->shape.vocab);
     return STATUS_OK;
@@ -352,44 +374,41 @@ static Status chunk_compare(Distill *c, int row, int rows)
 
 static Status head_run(Distill *c)
 {
-    Adapter *adapter = c->adapter;
-    const Model *m = adapter->model;
-    Device *dev = m->dev;
-    int D = m->shape.width;
-    for (int row = 0, rows; row < c->student.T; row += rows) {
-        int end = row < c->live ? c->live : c->student.T;
-        rows = end - row < c->chunk ? end - row : c->chunk;
-        dev->gather(dev, c->x, c->student.acts.hidden, c->rows + row, rows, D);
-        head_logits(m, adapter, c->logits, c->s, c->x, rows);
-        dev->logprob(dev, c->lse, c->logp, c->logits, c->ids, c->start + row, rows, m->shape.vocab);
-        if (row >= c->live) continue;
+    const Model *m = c->adapter->model;
+    const Head *h = &c->head;
+    int live = c->pack.live;
+    for (int row = 0, rows; row < h->T; row += rows) {
+        rows = head_chunk(h, row);
+        if (row < live && live - row < rows) rows = live - row;
+        head_logits(h, c->adapter, c->acts.hidden, row, rows);
+        head_logprob(h, m, row, rows);
+        if (row >= live) continue;
         TRY(chunk_compare(c, row, rows));
-        if (!c->with_backward) continue;
-        head_backward(m, adapter, c->dx, c->ds, (real *)c->logits, c->x, c->s, rows);
-        dev->scatter(dev, c->grads.dxn, c->dx, c->rows + row, rows, D);
+        if (c->with_backward) head_logits_backward(h, c->adapter, c->grads.dxn, row, rows);
     }
-    return dev->sync(dev);
+    return m->dev->sync(m->dev);
 }
 
 /* Reads a micro-batch's results, each to its place, and adds up its loss. */
-static Status distill_results(Distill *c, float *logp, float *divergence)
+static Status results_read(Distill *c, float *logp, float *divergence)
 {
     Device *dev = c->adapter->model->dev;
-    dev->download(dev, c->host.logp, c->logp, (size_t)c->student.T * 4);
-    dev->download(dev, c->host.value, c->value, (size_t)c->live * 4);
+    const Pack *pack = &c->pack;
+    dev->download(dev, c->host_logp, c->head.logp, (size_t)c->micro->T * sizeof(float));
+    dev->download(dev, c->host_value, c->value, (size_t)pack->live * sizeof(float));
     double loss = 0.0;
-    int span = -1, counted = -1;
-    for (int i = 0; i < c->student.T; i++) {
-        int64_t at = c->token0 + c->host.rows[i];
-        logp[at] = c->host.logp[i];
-        divergence[at] = i < c->live ? c->host.value[i] : 0.0f;
-        if (i >= c->live) continue;
-        loss += (double)c->host.scale[i] * (double)c->host.value[i];
-        while (span + 1 < c->student.S && c->student.spans[span + 1].row <= c->host.rows[i]) span++;
+    int span = 0, counted = -1;
+    for (int i = 0; i < c->micro->T; i++) {
+        int64_t at = c->micro->token0 + pack->rows[i];
+        logp[at] = c->host_logp[i];
+        divergence[at] = i < pack->live ? c->host_value[i] : 0.0f;
+        if (i >= pack->live) continue;
+        loss += (double)c->host_scale[i] * (double)c->host_value[i];
+        while (span + 1 < c->micro->S && pack->spans[span + 1].row <= pack->rows[i]) span++;
         c->sequences += span != counted;
         counted = span;
     }
-    c->tokens += c->live;
+    c->tokens += pack->live;
     c->loss_sum += loss;
     if (isfinite(loss)) return STATUS_OK;
     return fail(STATUS_NUMERIC,
@@ -402,37 +421,34 @@ static Status micro_run(Distill *c, float *logp, float *divergence)
     Adapter *adapter = c->adapter;
     const Model *m = adapter->model;
     Device *dev = m->dev;
-    Arena measure = {.dev = dev};
-    distill_place(c, &measure);
-    TRY(arena_reserve(&adapter->arena, measure.used, "a distillation step"));
+    Pack *pack = &c->pack;
+    adapter->arena.used = 0;
+    side_size(c);
     distill_place(c, &adapter->arena);
-    distill_order(c);
+    pack_order(pack, c->micro, c->datums->input[0]);
+    head_upload(&c->head, dev, pack, c->micro);
+    for (int i = 0; i < pack->live; i++) c->host_scale[i] = weights_of(c)[pack->rows[i]];
+    dev->upload(dev, c->scale, c->host_scale, (size_t)pack->live * sizeof(float));
     TRY(teacher_run(c));
-    side_forward(&c->student);
-    if (c->with_backward)
-        dev->zero(dev, c->grads.dxn,
-                  (size_t)c->student.T * (size_t)m->shape.width * dev->real_bytes);
+    student_run(c);
     TRY(head_run(c));
-    TRY(distill_results(c, logp, divergence));
-    if (c->with_backward && c->live)
-        backward(m, adapter, &c->student.batch, &c->student.acts, &c->grads);
+    TRY(results_read(c, logp, divergence));
+    if (c->with_backward && pack->live) backward(m, adapter, &c->batch, &c->acts, &c->grads);
     return dev->sync(dev);
 }
 
+/* ---- the call ---- */
+
 static Status run_all(Distill *c, float *logp, float *divergence)
 {
-    for (int first = 0; first < c->datums->count; first = c->last) {
-        distill_take(c, first);
+    TRY(distill_reserve(c));
+    for (int i = 0; i < c->pack.count; i++) {
+        c->micro = &c->pack.micro[i];
         TRY(micro_run(c, logp, divergence));
-        c->token0 += c->student.T;
-        for (int i = c->first; i < c->last; i++) c->teacher0 += c->lesson->lengths[i];
+        for (int k = c->micro->first; k < c->micro->last; k++) c->teacher0 += c->lesson->lengths[k];
         if (c->adapter->interrupted)
             return fail(STATUS_INTERRUPTED, "forward_backward was interrupted");
     }
-    double norm = 0.0;
-    if (c->with_backward) TRY(adapter_norm(c->adapter, FRESH, &norm));
-    if (!isfinite(norm))
-        return fail(STATUS_NUMERIC, "the gradient of this batch is not finite; it was dropped");
     return STATUS_OK;
 }
 
@@ -440,40 +456,29 @@ Status adapter_distill(Adapter *adapter, const Datums *datums, const Loss *loss,
                        const Lesson *lesson, int with_backward, float *logp, float *divergence,
                        double *loss_sum)
 {
+    const double *key = datums->key;
     if (!loss->taught)
         return fail(STATUS_INVALID, "%s is a loss without a teacher: use forward_backward",
                     loss->name);
     TRY(datums_check(datums, adapter->model, loss));
-    TRY(keys_check(loss, datums->key, adapter->model->shape.vocab));
+    TRY(keys_check(loss, key, adapter->model->shape.vocab));
     TRY(lesson_check(lesson, datums, adapter->model));
-    if (with_backward && !adapter->vector[GRADIENTS])
-        return fail(STATUS_INVALID,
-                    "this adapter is a snapshot: it can be sampled from, not trained");
+    if (with_backward) TRY(trainable(adapter));
     Distill call = {.adapter = adapter,
                     .datums = datums,
                     .lesson = lesson,
                     .loss = loss,
                     .with_backward = with_backward,
-                    .how = {.beta = (float)datums->key[BETA],
-                            .temperature = (float)datums->key[TEMPERATURE],
-                            .clip = (float)datums->key[TOKEN_CLIP],
-                            .top_k = (int)datums->key[TOP_K]},
-                    .student = {.model = adapter->model, .adapter = adapter},
-                    .teacher = {.model = lesson->model, .adapter = lesson->adapter}};
-    Device *dev = adapter->model->dev;
-    void *block = NULL;
-    TRY(distill_host(&call, &block));
+                    .how = {.beta = (float)key[BETA],
+                            .temperature = (float)key[TEMPERATURE],
+                            .clip = (float)key[TOKEN_CLIP],
+                            .top_k = (int32_t)key[TOP_K]}};
+    TRY(distill_open(&call));
+    adapter->held = 0;
     adapter->interrupted = 0;
     Status status = run_all(&call, logp, divergence);
-    free(block);
-    if (status == STATUS_OK && with_backward) {
-        dev->accumulate(dev, adapter->vector[GRADIENTS], adapter->vector[FRESH], adapter->size);
-        adapter->loss += call.loss_sum;
-        adapter->tokens += call.tokens;
-        adapter->sequences += call.sequences;
-    }
-    if (with_backward)
-        dev->zero(dev, adapter->vector[FRESH], (size_t)adapter->size * sizeof(float));
+    distill_close(&call);
     *loss_sum = call.loss_sum;
-    return status;
+    if (!with_backward) return status;
+    return gradients_take(adapter, status, call.loss_sum, call.tokens, call.sequences);
 }

@@ -109,18 +109,6 @@ static void layer_forward(const Model *m, int l, const Batch *batch, const Acts 
     PROJECT(next, a->s_w_down, acts->act, w_down, NULL, D, F, 1);
 }
 
-void head_logits(const Model *m, const Adapter *adapter, float *logits, real *s, const real *x,
-                 int T)
-{
-    Device *d = m->dev;
-    int D = m->shape.width, V = m->shape.vocab;
-    d->head(d, logits, x, m->head, T, V, D);
-    if (!adapter || adapter->head.a < 0) return;
-    const float *weights = adapter->vector[WEIGHTS];
-    d->head_lora(d, logits, s, x, weights + adapter->head.a, weights + adapter->head.b, T, V, D,
-                 adapter->rank, adapter->scale);
-}
-
 void forward(const Model *m, const Batch *batch, const Acts *acts, const Cache *cache)
 {
     Device *d = m->dev;

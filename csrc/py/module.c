@@ -91,7 +91,8 @@ static PyObject *core_devices(PyObject *module, PyObject *unused)
 
 static PyMethodDef core_methods[] = {
     {"losses", core_losses, METH_NOARGS,
-     "losses() -> list[dict]\n\nThe table of losses: name, multi, taught, inputs, config (csrc/losses.c)."},
+     "losses() -> list[dict]\n\nThe table of losses: name, multi, taught, inputs, config "
+     "(csrc/losses.c)."},
     {"devices", core_devices, METH_NOARGS,
      "devices() -> dict[str, str]\n\nDevice names, each with '' or the sentence that says why it "
      "can't be opened."},
