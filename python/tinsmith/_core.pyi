@@ -83,7 +83,7 @@ class Adapter:
         mlp: bool = True,
         unembed: bool = True,
         step_tokens: int = 0,  # rows of a micro-batch; 0: the engine's default
-        keep_bytes: int = 0,  # of activations that forward(keep=True) may hold in all
+        keep_bytes: int = 1 << 30,  # that forward(keep=True) may hold; one micro-batch in any case
     ) -> None: ...
     @property
     def model(self) -> Model: ...

@@ -30,6 +30,7 @@ from tinsmith.decoding import Decoder, SampleRequest, SampleResult
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import LoadedModel, load_model
 from tinsmith.teaching import Average, Teacher
+from tinsmith.training import Batch, BatchResult, Kept, distill, forward_backward
 
 log = logging.getLogger("tinsmith")
 
@@ -63,36 +64,6 @@ class StateSpec:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Datums one after another; see _core.Adapter.forward_backward for the flat layouts."""
-
-    tokens: NDArray[np.int32]
-    lengths: NDArray[np.int32]
-    targets: NDArray[np.int32]
-    counts: NDArray[np.int32]
-    loss: str
-    inputs: Mapping[str, NDArray[np.float32]]
-    config: Mapping[str, float]
-    shapes: tuple[tuple[int, ...], ...]  # of each datum's targets: (N,) or (N, K)
-    teacher: Teacher | None = None  # of a loss that has one
-
-
-@dataclass(frozen=True)
-class BatchResult:
-    """Arrays in each datum's target shape by name, logprobs first, the loss's sum, and what else
-    a loss tells, by names with their reductions."""
-
-    outputs: Mapping[str, tuple[NDArray[np.float32], ...]]
-    loss: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def logprobs(self) -> tuple[NDArray[np.float32], ...]:
-        """Log-probabilities of the targets."""
-        return self.outputs["logprobs"]
-
-
-@dataclass(frozen=True)
 class AdamParams:
     """One AdamW step, with Tinker's defaults."""
 
@@ -123,6 +94,7 @@ class _Run:
     next_seq: int = 0  # 0 is the creation; the SDK's requests start at 1
     waiting: dict[int, _Job] = field(default_factory=dict)
     waiting_since: float = 0.0
+    kept: Kept | None = None  # the forward that forward_backward_custom began with
 
 
 @dataclass(frozen=True)
@@ -166,10 +138,12 @@ class Worker:
         *,
         gap_seconds: float = GAP_SECONDS,
         snapshot_bytes_max: int = SNAPSHOT_BYTES_MAX,
+        keep_forwards: bool = True,
     ):
         self._bases = dict(bases)
         self._gap_seconds = gap_seconds
         self._snapshot_bytes_max = snapshot_bytes_max
+        self._keep_forwards = keep_forwards
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ready: deque[tuple[_Run, _Job]] = deque()
         self._runs: dict[str, _Run] = {}
@@ -218,19 +192,16 @@ class Worker:
 
         def work(lane: _Run) -> BatchResult:
             adapter = _adapter(lane)
-            call = (
-                batch.tokens,
-                batch.lengths,
-                batch.targets,
-                batch.counts,
-                batch.loss,
-                dict(batch.inputs),
-                dict(batch.config),
-            )
+            kept, lane.kept = lane.kept, None
             if batch.teacher is not None:
-                return self._distill(lane, adapter, call, batch, batch.teacher, backward)
-            flat, loss = adapter.forward_backward(*call, backward=backward)
-            return BatchResult({"logprobs": _shaped(flat, batch.shapes)}, loss)
+                who, average = self._teacher(lane, adapter, batch.teacher)
+                result = distill(adapter, batch, who, backward=backward)
+                lane.average = average
+                return result
+            result, lane.kept = forward_backward(
+                adapter, seq, batch, kept, backward=backward, keep=self._keep_forwards
+            )
+            return result
 
         return self._submit(run, seq, work)
 
@@ -405,29 +376,18 @@ class Worker:
             run.next_seq += 1
             run.waiting_since = time.monotonic()
 
-    def _distill(
-        self,
-        lane: _Run,
-        adapter: _core.Adapter,
-        call: tuple[Any, ...],
-        batch: Batch,
-        teacher: Teacher,
-        backward: bool,
-    ) -> BatchResult:
-        """forward_backward of a loss with a teacher. The average begins where it is first used."""
-        average, who = lane.average, adapter
+    def _teacher(
+        self, lane: _Run, adapter: _core.Adapter, teacher: Teacher
+    ) -> tuple[_core.Adapter | _core.Model, Average | None]:
+        """Who a batch's teacher is, and the average that the run then keeps. An average begins
+        where it is first used."""
+        if teacher.name == teaching.CURRENT:
+            return adapter, lane.average
         if teacher.name == teaching.EMA:
-            average = Average(average.adapter if average else adapter.snapshot(), teacher.decay)
-            who = average.adapter
-        elif teacher.name != teaching.CURRENT:
-            snapshot = self._use(teacher.name)
-            who = snapshot.adapter or snapshot.base.core
-        read = (teacher.tokens, teacher.lengths)
-        *flat, loss = adapter.distill(*call, *read, teacher=who, backward=backward)
-        lane.average = average
-        logprobs, jsd = (_shaped(array, batch.shapes) for array in flat)
-        weights = _shaped(batch.inputs["weights"], batch.shapes)
-        return BatchResult({"logprobs": logprobs, "jsd": jsd}, loss, teaching.metrics(jsd, weights))
+            own = lane.average.adapter if lane.average else adapter.snapshot()
+            return own, Average(own, teacher.decay)
+        snapshot = self._use(teacher.name)
+        return snapshot.adapter or snapshot.base.core, lane.average
 
     def _use(self, sampler: str) -> _Snapshot:
         """A session's snapshot, which becomes the most recently used one."""
@@ -564,15 +524,6 @@ def _make_adapter(base: LoadedModel, spec: LoraSpec | StateSpec) -> _core.Adapte
         mlp=spec.mlp,
         unembed=spec.unembed,
     )
-
-
-def _shaped(
-    flat: NDArray[np.float32], shapes: tuple[tuple[int, ...], ...]
-) -> tuple[NDArray[np.float32], ...]:
-    """A batch's numbers as one array for each datum."""
-    ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
-    parts = np.split(flat, ends[:-1])
-    return tuple(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
 def _adapter(run: _Run) -> _core.Adapter:
