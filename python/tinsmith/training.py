@@ -39,8 +39,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Arrays in each datum's target shape by name, log-probabilities first; the loss's sum; and what
-    else a loss tells, by names that end in how they add up."""
+    """Arrays in each datum's target shape by name, log-probabilities first; the loss's sum; and
+    what else a loss tells, by names that end in how they add up."""
 
     outputs: Mapping[str, tuple[NDArray[np.float32], ...]]
     loss: float

@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     held_out = data.held_out_examples(demo.PER_SKILL, options.seed)
+    held_out += data.known_examples(demo.PER_SKILL, options.seed)
     start = time.perf_counter()
     curves, losses = {}, {}
     with tinsmith.serve(
