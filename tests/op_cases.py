@@ -614,6 +614,11 @@ def make_accumulate(rng, n):
     return dict(y=rng.standard_normal(n), x=rng.standard_normal(n), n=n)
 
 
+@case(*N)
+def make_average(rng, n):
+    return dict(y=rng.standard_normal(n), x=rng.standard_normal(n), n=n, rate=0.125)
+
+
 @case(*(size | dict(step=step) for size in N for step in (1, 1000)))
 def make_adamw(rng, n, step):
     w, m, g = rng.standard_normal((3, n))

@@ -337,6 +337,10 @@ def accumulate(y, x, **_):
     return {"y": y + x}
 
 
+def average(y, x, rate, **_):
+    return {"y": y + y.dtype.type(rate) * (x - y)}
+
+
 def adamw(w, m, v, g, step, scale, lr, beta1, beta2, eps, weight_decay, **_):
     g = g.dtype.type(scale) * g
     w = w * (1 - lr * weight_decay)

@@ -240,6 +240,9 @@ async def forward_backward(service: Service, request: Request) -> dict[str, Any]
 
         def start(run: RunInfo) -> Future[Any]:
             batch = wire.batch(message, run.model, run.session.losses)
+            if batch.teacher is not None:
+                name = service.teacher(request, run, batch.teacher.name)
+                batch = replace(batch, teacher=replace(batch.teacher, name=name))
             return service.worker.forward_backward(
                 run.id, message.seq_id, batch, backward=not message.forward_only
             )

@@ -8,8 +8,10 @@ to be told of after a restart is kept in state.py; a session itself does not out
 """
 
 import asyncio
+import base64
 import contextlib
 import hashlib
+import json
 import secrets
 import time
 import uuid
@@ -29,6 +31,7 @@ from tinsmith.errors import RequestError, explain
 from tinsmith.families import BaseModel, find_model
 from tinsmith.overload import Place, Queue
 from tinsmith.state import RunRow, SessionRow, State
+from tinsmith.teaching import BASE, CURRENT, EMA
 from tinsmith.worker import Worker
 
 KEPT_READ_SECONDS = 60.0  # a result stays after it was read, for a client that lost the reply
@@ -291,6 +294,33 @@ class Service:
         sampler.session.seen = time.monotonic()
         return sampler
 
+    def teacher(self, request: Request, run: RunInfo, name: str) -> str:
+        """The name that the worker has for a loss's teacher: a sampling session's, which is made
+        here for a base model or a checkpoint, or, where it is the run itself, the name it has."""
+        if name in (CURRENT, EMA):
+            return name
+        known = handle_session(name) or name
+        if known in self.samplers:
+            return self.sampler(request, known).id
+        session = f"{run.session.id}:teacher:{name}"
+        if name.startswith("tinker://"):
+            folder, meta = self.meta(name)
+            base = self.base(meta.base_model)
+            self.worker.open_checkpoint(session, base, folder, meta.created)
+        else:
+            try:
+                base = run.base if name == BASE else self.base(name)
+            except ValueError:
+                raise ValueError(
+                    f"the teacher {wire.short(name)} is neither {BASE!r}, {CURRENT!r} nor "
+                    f"{EMA!r}, no tinker:// path, no sampler's handle, and no model of this "
+                    f"server, which has {sorted(self.bases)}"
+                ) from None
+            self.worker.open_base(session, base)
+        if session not in self.samplers:
+            self.add_sampler(SamplerInfo(session, run.session, base, self.bases[base]))
+        return session
+
     def add_run(self, run: RunInfo) -> None:
         """Registers a run, on disk too, so that it can be told of after a restart."""
         row = RunRow(run.id, run.session.id, run.base, run.rank, run.user_metadata, now())
@@ -390,6 +420,16 @@ def owner(request: Request) -> str:
     """Who asks: stands for the API key, which a local server takes as it is and never keeps."""
     key = request.headers.get("x-api-key", "")
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+def handle_session(handle: str) -> str | None:
+    """The sampling session in a SamplingClient's handle; None where the text is none."""
+    try:
+        content = json.loads(base64.urlsafe_b64decode(handle))
+    except ValueError:
+        return None
+    session = content.get("sampling_session_id") if isinstance(content, dict) else None
+    return session if isinstance(session, str) else None
 
 
 def as_failure(error: BaseException) -> RequestError:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.custom_loss import CustomLoss, evaluate
+from tinsmith.teaching import Teacher, metrics
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Batch:
     inputs: Mapping[str, NDArray[np.float32]]
     config: Mapping[str, float]
     shapes: tuple[tuple[int, ...], ...]  # of each datum's targets: (N,) or (N, K)
+    teacher: Teacher | None = None  # of a loss that has one
     uploaded: Uploaded | None = None  # where loss is "custom"
 
     @property
@@ -50,11 +52,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Log-probabilities in each datum's target shape, and the loss's sum."""
+    """Log-probabilities in each datum's target shape, and the loss's sum; what else a loss tells,
+    by names that end in how they add up, and its other arrays in that shape, by name."""
 
     logprobs: tuple[NDArray[np.float32], ...]
     loss: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    outputs: Mapping[str, tuple[NDArray[np.float32], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,26 @@ def _custom(
     if backward:
         adapter.backward(np.concatenate([part.ravel() for part in found.gradients]))
     return BatchResult(logprobs, found.loss, found.metrics)
+
+
+def distill(
+    adapter: _core.Adapter, batch: Batch, teacher: _core.Adapter | _core.Model, *, backward: bool
+) -> BatchResult:
+    """A request whose loss has a teacher: its result, with the divergence at each position."""
+    assert batch.teacher is not None
+    logprobs, divergences, loss = adapter.distill(
+        *batch.arrays,
+        batch.loss,
+        dict(batch.inputs),
+        dict(batch.config),
+        batch.teacher.tokens,
+        batch.teacher.lengths,
+        teacher=teacher,
+        backward=backward,
+    )
+    jsd = _shaped(batch, divergences)
+    told = metrics(jsd, _shaped(batch, batch.inputs["weights"]))
+    return BatchResult(_shaped(batch, logprobs), loss, told, {"jsd": jsd})
 
 
 def _shaped(batch: Batch, flat: NDArray[np.float32]) -> tuple[NDArray[np.float32], ...]:
