@@ -256,6 +256,13 @@ static Status datums_loss(Step *step, const float *logp)
     return STATUS_OK;
 }
 
+/* Asked between layers and chunks: what was computed so far is dropped. */
+static Status stopped(const Adapter *adapter)
+{
+    return adapter->interrupted ? fail(STATUS_INTERRUPTED, "forward_backward was interrupted")
+                                : STATUS_OK;
+}
+
 /* Log-probabilities of all rows, their loss, and their gradient: chunk by chunk, or, if the loss is
  * whole, in two walks over the chunks. */
 static Status head_run(Step *step, float *logp)
@@ -266,6 +273,7 @@ static Status head_run(Step *step, float *logp)
         rows = step->T - row < step->chunk ? step->T - row : step->chunk;
         int64_t from = step->start[row], count = step->start[row + rows] - from;
         size_t bytes = (size_t)count * sizeof(float);
+        TRY(stopped(step->adapter));
         chunk_logits(step, row, rows);
         TRY(dev->sync(dev));
         dev->download(dev, step->logp + from, step->head.logp + from, bytes);
@@ -278,6 +286,7 @@ static Status head_run(Step *step, float *logp)
     if (whole) TRY(datums_loss(step, logp));
     for (int row = 0, rows; whole && step->with_backward && row < step->live; row += rows) {
         rows = step->T - row < step->chunk ? step->T - row : step->chunk;
+        TRY(stopped(step->adapter));
         chunk_logits(step, row, rows);
         chunk_backward(step, row, rows);
     }
@@ -316,6 +325,7 @@ static Status micro_run(Step *step, float *logp)
     Segment segment = {adapter, 0, step->T};
     step->batch.segment = &segment;
     step->batch.segments = 1;
+    step->batch.stop = &adapter->interrupted;
     forward(m, &step->batch, &step->acts, &step->cache);
     if (step->with_backward)
         dev->zero(dev, step->grads.dxn, (size_t)step->T * (size_t)m->shape.width * dev->real_bytes);
@@ -373,8 +383,7 @@ static Status run_all(Step *step, float *logp)
         TRY(micro_run(step, logp));
         step->token0 += step->T;
         step->target0 += step->targets;
-        if (adapter->interrupted)
-            return fail(STATUS_INTERRUPTED, "forward_backward was interrupted");
+        TRY(stopped(adapter));
     }
     double norm = 0.0;
     if (step->with_backward) TRY(adapter_norm(adapter, FRESH, &norm));

@@ -180,11 +180,18 @@ class Decoder:
                 continue
             try:
                 _step(lane)
-            except BaseException as error:
+            except Exception as error:
                 # The engine's state is not known any more: what it held fails, the rest goes on.
                 del self._lanes[path]
+                failure = explain(error)
+                failure.__cause__ = error
                 for item in lane.pending.values():
-                    item.future.set_exception(explain(error))
+                    item.future.set_exception(failure)
+
+    def interrupt(self) -> None:
+        """From another thread: the step under way ends with KeyboardInterrupt, drawing nothing."""
+        for lane in list(self._lanes.values()):
+            lane.sampler.interrupt()
 
     def cancel(self, future: "Future[SampleResult]") -> None:
         """Forgets the request of a future, which fails; nothing where it is done."""

@@ -10,7 +10,7 @@ files one tensor at a time, after all names and shapes have been checked.
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from tinsmith import _core, weights
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
+
+# How the engine keeps matrices: as the files have them, or by PyTorch's name of a type.
+DTYPES = {"auto": None, "bfloat16": "bf16", "float32": "f32"}
 
 # The tensor behind each slot, in Llama's naming, which all rows share.
 NAMES = {
@@ -103,27 +106,37 @@ class LoadedModel:
     tokenizer_dir: Path
 
 
-def load_model(path: Path | str, *, device: str = "cpu", threads: int = 0) -> LoadedModel:
+def load_model(
+    path: Path | str,
+    *,
+    device: str = "cpu",
+    threads: int = 0,
+    dtype: str = "auto",
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> LoadedModel:
     """Loads a model's folder: config.json, tokenizer.json and its safetensors files.
+
+    dtype: see DTYPES. `report` is called with the bytes loaded and the bytes in all.
 
     Raises FileNotFoundError for what is missing and ValueError for what is not supported or does
     not fit, each with a sentence that names the file, what was expected and what came.
     """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {list(DTYPES)}, {dtype!r} came")
     folder = Path(path).resolve()
     family, config, inv_freq = _read_model(folder)
     vocab = int(config["vocab"])
     tokenizer = _read_tokenizer(folder)
     eos_ids = _read_eos(folder, tokenizer, vocab)
     with weights.open_folder(folder) as tensors:
-        kind = _element_type(tensors)
+        kind = DTYPES[dtype] or _element_type(tensors)
         core = _core.Model(config, inv_freq, weights=kind, device=device, threads=threads)
         names = _check_tensors(family, core, tensors, tied=bool(config["tied"]))
+        done, total = 0, sum(tensors.entry(name).size for name in names.values())
         for (slot, layer), name in names.items():
-            array = tensors[name]
-            if array.ndim == 1 or kind == "f32":
-                array = weights.widen(array)
-            core.load(slot, layer, array)
-            del array  # a view would keep its file mapped
+            core.load(slot, layer, _as_kept(tensors[name], kind))
+            done += tensors.entry(name).size
+            report(done, total)
     core.seal()
     return LoadedModel(
         core=core,
@@ -135,6 +148,15 @@ def load_model(path: Path | str, *, device: str = "cpu", threads: int = 0) -> Lo
         eos_ids=eos_ids,
         tokenizer_dir=folder,
     )
+
+
+def _as_kept(array: np.ndarray, kind: str) -> np.ndarray:
+    """A tensor in the type that the engine keeps: matrices in `kind`, vectors in float32."""
+    if array.ndim == 1 or kind == "f32":
+        return weights.widen(array)
+    if array.dtype != np.uint16:
+        return weights.narrow(weights.widen(array), np.dtype(np.uint16))
+    return array
 
 
 def read_config(path: Path | str) -> tuple[dict[str, float], NDArray[np.float32]]:

@@ -1,0 +1,211 @@
+"""tinsmith.Adapter: LoRA matrices on a base model, trained in this process.
+
+`forward_backward` adds a loss's gradients, `optim_step` uses them. For a loss of your own, take the
+log-probabilities of `forward`, and give their gradient to `backward`: no second forward is run.
+Whatever a call raises, also KeyboardInterrupt, the adapter is then as it was before it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinsmith import _core, checkpoint, datums, tensors
+from tinsmith.engine import Engine
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ForwardBackwardOutput:
+    """loss: the sum over all targets, in nats where the loss is one. logprobs: of the targets, in
+    their shape and kind, float32; a list where lists came."""
+
+    loss: float
+    logprobs: Any
+
+
+@dataclass(frozen=True)
+class OptimStepOutput:
+    """grad_norm: of the gradient before clipping, after normalization. Of the calls behind the
+    step: loss, their sum, and how many tokens and sequences had a gradient that was not zero."""
+
+    grad_norm: float
+    loss: float
+    loss_tokens: float
+    loss_sequences: float
+
+
+class Adapter:
+    """See the file's header. Made by Model.lora and Model.load_lora."""
+
+    def __init__(self, engine: Engine, core: _core.Adapter, meta: checkpoint.Meta):
+        self._engine = engine
+        self.core = core  # the engine's own, for who needs more; one thread at a time
+        self._meta = meta
+        self._kept: datums.Datums | None = None  # of the newest forward
+
+    @property
+    def rank(self) -> int:
+        """LoRA's rank."""
+        return self.core.rank
+
+    @property
+    def alpha(self) -> float:
+        """LoRA's alpha; the scale is alpha / rank."""
+        return self.core.alpha
+
+    @property
+    def size(self) -> int:
+        """Number of trained parameters."""
+        return self.core.size
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self.core.step
+
+    def __repr__(self) -> str:
+        return f"<tinsmith.Adapter of rank {self.rank}, {self.size:,} parameters, step {self.step}>"
+
+    # ---- training ----
+
+    def forward_backward(
+        self,
+        tokens: Any,
+        targets: Any,
+        weights: Any = None,
+        loss: str = "cross_entropy",
+        **options: Any,
+    ) -> ForwardBackwardOutput:
+        """Runs sequences forward, evaluates a loss, and adds its gradient to the gradients so far.
+
+        tokens: ids (N,), or a list of sequences, each of its own length. targets: ids (N,) or
+        (N, K), at position i to be predicted from tokens[: i + 1]; a list for a list. weights
+        and the loss's other inputs are float arrays of the targets' shape; its configuration,
+        numbers. Losses: cross_entropy (weights), importance_sampling, ppo, cispo, dro, gspo
+        (logprobs, advantages, …): tinsmith._core.losses() lists them. A loss is a sum.
+
+        Arrays are NumPy's, lists, or anything with __dlpack__; int32 and float32 are borrowed,
+        not copied. TypeError, ValueError, IndexError (an id that the model does not have) and
+        FloatingPointError (a result that is not finite) say what was expected and what came.
+        """
+        given = datums.gather(tokens, targets)
+        inputs, config = datums.options(loss, {"weights": weights, **options}, given)
+        flat, total = self._run(
+            lambda: self.core.forward_backward(
+                given.tokens, given.lengths, given.targets, given.counts, loss, inputs, config
+            )
+        )
+        return ForwardBackwardOutput(total, given.shaped(flat))
+
+    def forward(self, tokens: Any, targets: Any, *, keep: bool = True) -> Any:
+        """Log-probabilities of the targets, in their shape and kind; float32, in nats.
+
+        tokens and targets are forward_backward's. With keep, what `backward` needs stays in
+        memory until the next call; without, nothing does.
+        """
+        given = datums.gather(tokens, targets)
+
+        def work() -> NDArray[np.float32]:
+            self._kept = None
+            flat = self.core.forward(
+                given.tokens, given.lengths, given.targets, given.counts, keep=keep
+            )
+            self._kept = given if keep else None
+            return flat
+
+        return given.shaped(self._run(work))
+
+    def backward(self, dlogprobs: Any) -> None:
+        """Adds the gradient of a loss whose derivative by the newest forward's log-probabilities is
+        dlogprobs: in the form in which forward returned them, every number finite.
+
+        ValueError where there was no forward, or where the weights have changed since.
+        """
+
+        def work() -> None:
+            if self._kept is None:
+                raise ValueError("backward needs a forward before it: call adapter.forward first")
+            self.core.backward(self._kept.flat(dlogprobs, "dlogprobs"))
+
+        self._run(work)
+
+    def optim_step(
+        self,
+        learning_rate: float = 1e-4,
+        *,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+        eps: float = 1e-12,
+        weight_decay: float = 0.0,
+        grad_clip_norm: float = 0.0,
+        grad_accumulation_normalization: str | None = None,
+    ) -> OptimStepOutput:
+        """One AdamW step with the gradients so far, which are then cleared; defaults are Tinker's.
+
+        grad_clip_norm 0 clips nothing. grad_accumulation_normalization divides the gradient first:
+        "num_loss_tokens", "num_sequences" or None. Ctrl-C comes after the step, which is short.
+        FloatingPointError for a gradient that is not finite: it is cleared, and weights and moments
+        stay as they were.
+        """
+        numbers = {
+            "learning_rate": learning_rate,
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_clip_norm": grad_clip_norm,
+        }
+        numbers = {name: tensors.to_number(value, name) for name, value in numbers.items()}
+        report = self._engine.turns.take(
+            lambda: self.core.optim_step(**numbers, normalization=grad_accumulation_normalization)
+        )
+        return OptimStepOutput(**report)
+
+    def zero_grad(self) -> None:
+        """Drops the gradients so far."""
+        self._engine.turns.take(self.core.clear_gradients)
+
+    # ---- its numbers ----
+
+    def parameters(self) -> dict[str, NDArray[np.float32]]:
+        """Copies of the matrices by PEFT's names, in its shapes: A (rank, in), B (out, rank)."""
+        return self._read("weights")
+
+    def gradients(self) -> dict[str, NDArray[np.float32]]:
+        """Copies of the gradients so far, likewise."""
+        return self._read("gradients")
+
+    def _read(self, what: str) -> dict[str, NDArray[np.float32]]:
+        flat = self._engine.turns.take(lambda: self.core.read(what))
+        return dict(checkpoint.matrices(self.core, flat))
+
+    def snapshot(self) -> "Adapter":
+        """The weights as they are now, to sample from and to score with; it can't be trained."""
+        core = self._engine.turns.take(self.core.snapshot)
+        return Adapter(self._engine, core, self._meta)
+
+    def save(self, path: str | Path, *, optimizer: bool = True, overwrite: bool = False) -> None:
+        """Writes a folder that PEFT loads as it is, whole or not at all.
+
+        With optimizer also what Model.load_lora(path, optimizer=True) needs to go on bit for bit.
+        FileExistsError where one exists, unless overwrite.
+        """
+        folder = Path(path).expanduser()
+
+        def work() -> None:
+            meta = dataclasses.replace(
+                self._meta, step=self.core.step, created=datetime.now(UTC).isoformat()
+            )
+            checkpoint.save(folder, self.core, meta, optimizer=optimizer, overwrite=overwrite)
+
+        self._engine.turns.take(work)
+
+    def _run(self, work: Callable[[], T]) -> T:
+        return self._engine.turns.take(work, interrupt=self.core.interrupt)
