@@ -21,6 +21,13 @@ from tinsmith.engine import Engine
 T = TypeVar("T")
 
 
+def core_of(adapter: "Adapter | None") -> _core.Adapter | None:
+    """The engine's own adapter of ours, or None for the base model."""
+    if adapter is not None and not isinstance(adapter, Adapter):
+        raise TypeError(f"adapter must be a tinsmith.Adapter, {type(adapter).__name__} came")
+    return None if adapter is None else adapter.core
+
+
 @dataclass(frozen=True)
 class ForwardBackwardOutput:
     """loss: the sum over all targets, in nats where the loss is one. logprobs: of the targets, in

@@ -6,13 +6,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from tinsmith import _core
 from tinsmith.decoding import Decoder, SampleRequest, SampleResult
 from tinsmith.errors import RequestError
 from tinsmith.families import LoadedModel
 from tinsmith.turns import Turns
 
 if TYPE_CHECKING:
-    from tinsmith.adapter import Adapter
     from tinsmith.progress import Report
 
 
@@ -27,13 +27,10 @@ class Engine:
     def decode(
         self,
         requests: Sequence[SampleRequest],
-        adapter: "Adapter | None",
+        adapter: _core.Adapter | None,
         report: "Report | None" = None,
     ) -> list[SampleResult]:
         """Runs sampling requests together until all are done, in one turn; all or none of them."""
-        if adapter is not None and not hasattr(adapter, "core"):
-            raise TypeError(f"adapter must be a tinsmith adapter, {type(adapter).__name__} came")
-        core = None if adapter is None else adapter.core
         futures: list[Future[SampleResult]] = [Future() for _ in requests]
         stopped = threading.Event()
 
@@ -41,7 +38,7 @@ class Engine:
             try:
                 for index, (request, future) in enumerate(zip(requests, futures, strict=True)):
                     with _named(index, len(requests)):
-                        self._decoder.add(self.loaded, core, request, future)
+                        self._decoder.add(self.loaded, adapter, request, future)
                 while self._decoder.active and not stopped.is_set():
                     self._decoder.step()
             finally:

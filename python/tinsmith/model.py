@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith import _core, checkpoint, datums, peft, tensors
-from tinsmith.adapter import Adapter
+from tinsmith.adapter import Adapter, core_of
 from tinsmith.decoding import SampleRequest, SampleResult
 from tinsmith.devices import choose_device
 from tinsmith.engine import Engine
@@ -210,4 +210,4 @@ class Model:
             )
             for index, item in enumerate(given)
         ]
-        return self._engine.decode(requests, adapter), given
+        return self._engine.decode(requests, core_of(adapter)), given

@@ -3,15 +3,13 @@
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinsmith import datums, tensors
+from tinsmith.adapter import Adapter, core_of
 from tinsmith.decoding import Sample, SampleRequest
 from tinsmith.engine import Engine
 from tinsmith.progress import Progress, reporting
-
-if TYPE_CHECKING:
-    from tinsmith.adapter import Adapter
 
 SEED_BITS = 63
 
@@ -42,7 +40,7 @@ class Sampler:
         self,
         prompts: Any,
         *,
-        adapter: "Adapter | None" = None,
+        adapter: Adapter | None = None,
         num_samples: int = 1,
         max_tokens: int | None = None,
         temperature: float = 1.0,
@@ -86,7 +84,7 @@ class Sampler:
             )
         ]
         with reporting(progress, "sampling", unit=" prompts") as report:
-            results = self._engine.decode(requests, adapter, report if progress else None)
+            results = self._engine.decode(requests, core_of(adapter), report if progress else None)
         found = [
             [_sequence(sample, prompt) for sample in result.samples]
             for prompt, result in zip(given, results, strict=True)
