@@ -1,85 +1,69 @@
-/* step.c - forward_backward: datums → micro-batches → transformer → head in chunks → loss →
+/* step.c - forward_backward, and its halves: micro-batches → transformer → head in chunks → loss →
  * gradients.
  *
- * Datums are packed whole, in order, into micro-batches of at most step_tokens rows (a longer datum
- * gets one of its own); gradients add up. The head sees rows in chunks, so the N×V logits never
- * exist: logits of a chunk, log-probabilities, the loss of those targets, then logits turn into
- * their own gradient in place. A loss that needs whole datums is evaluated after the last chunk,
- * and the logits of each are computed once more, to the same bits, for their gradient. Rows that
- * the loss can't give a gradient (their weights are zero) come last and get no backward. */
+ * Gradients add up over micro-batches. The head sees rows in chunks: logits, log-probabilities, the
+ * loss of those targets, and their gradient in place. A loss that needs whole datums is evaluated
+ * after the last chunk, and the logits of each are computed once more, to the same bits, for their
+ * gradient. Rows that the loss can't give a gradient (their weights are zero) get no backward.
+ *
+ * A forward that is kept leaves the activations of the first micro-batches in the adapter's arena:
+ * of one, and of as many more as keep_bytes allow. It therefore begins with the last micro-batch,
+ * in the memory that the first ones take at the end, and so keeping one costs no more than a
+ * training step. Backward computes the others again. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "core.h"
+#include "step.h"
 
-/* What one micro-batch has on the device beyond Acts and Grads. */
-typedef struct Head {
-    real *x, *s, *dx, *ds; /* (C,D), (C,R) */
-    float *logits, *lse;   /* (C,V), (C) */
-    int32_t *rows, *start,
-        *ids;            /* (T), (T+1), (targets): in the order in which the head sees rows */
-    float *logp, *dlogp; /* (targets) */
-} Head;
+/* A forward that backward may follow: a copy of its datums, without the loss's inputs, in one
+ * block. */
+struct Kept {
+    Datums datums;
+};
 
-/* One call under way: sizes of the micro-batch at hand, and host arrays that are large enough for
- * any. */
+/* One call under way, with the micro-batch at hand. */
 typedef struct Step {
     Adapter *adapter;
     const Datums *datums;
     const Loss *loss;
     int with_backward;
-    int first, last;              /* datums of this micro-batch */
-    int64_t token0, target0;      /* where theirs begin in the flat arrays */
-    int T, S, pages, chunk, live; /* live: rows, first in order, that may have a gradient */
-    int64_t targets;
+    int room; /* for a backward pass: every layer's activations, and gradients */
+    int held; /* micro-batches, the first ones, whose activations lie or stay in the arena */
+    Pack pack;
+    const Micro *micro;
     Batch batch;
     Acts acts;
     Grads grads;
     Head head;
     Cache cache;
-    int32_t *pos, *slot, *page, *rows, *start, *ids,
-        *source; /* host; source: flat index of each target */
-    Span *spans;
-    float *logp, *dlogp;              /* in the order of the head */
-    float *input[LOSS_INPUTS], *flat; /* likewise, or of the datums if the loss is whole; flat: its
-                                         d loss / d logp */
-    double loss_sum, tokens, sequences;
+    double *losses;                   /* of each micro-batch */
+    float *logp, *dlogp;              /* (targets), in the order of the head */
+    float *input[LOSS_INPUTS], *flat; /* of the targets at hand; flat: dlogp in the datums' order */
+    double tokens, sequences;
 } Step;
-
-int head_rows(const Model *model)
-{
-    int64_t rows = ((int64_t)1 << 27) / ((int64_t)model->shape.vocab * 4); /* 128 MiB of logits */
-    return rows < 32 ? 32 : rows > 512 ? 512 : (int)rows;
-}
 
 /* ---- memory ---- */
 
-static void step_place(Step *step, Arena *arena)
+static void step_place(Step *step, Arena *arena, const Micro *micro)
 {
     const Model *m = step->adapter->model;
-    const Shape *s = &m->shape;
-    size_t size = m->dev->real_bytes, C = (size_t)step->chunk, T = (size_t)step->T,
-           R = (size_t)step->adapter->rank;
-    size_t targets = (size_t)step->targets;
-    size_t page = (size_t)KV_PAGE * (size_t)s->kv_heads * (size_t)s->head_width;
-    batch_place(&step->batch, arena, step->T, step->S, step->pages);
-    step->cache.k = arena_take(arena, (size_t)step->pages * page * size);
-    step->cache.v = arena_take(arena, (size_t)step->pages * page * size);
-    acts_place(&step->acts, arena, m, step->T, step->adapter->rank, step->with_backward);
-    if (step->with_backward) grads_place(&step->grads, arena, m, step->T, step->adapter->rank);
-    Head *h = &step->head;
-    h->x = arena_take(arena, C * (size_t)s->width * size);
-    h->dx = arena_take(arena, C * (size_t)s->width * size);
-    h->s = arena_take(arena, C * R * size);
-    h->ds = arena_take(arena, C * R * size);
-    h->logits = arena_take(arena, C * (size_t)s->vocab * sizeof(float));
-    h->lse = arena_take(arena, C * sizeof(float));
-    h->rows = arena_take(arena, T * sizeof(int32_t));
-    h->start = arena_take(arena, (T + 1) * sizeof(int32_t));
-    h->ids = arena_take(arena, targets * sizeof(int32_t));
-    h->logp = arena_take(arena, targets * sizeof(float));
-    h->dlogp = arena_take(arena, targets * sizeof(float));
+    int R = step->adapter->rank;
+    size_t page = (size_t)KV_PAGE * (size_t)m->shape.kv_heads * (size_t)m->shape.head_width *
+                  m->dev->real_bytes;
+    batch_place(&step->batch, arena, micro->T, micro->S, micro->pages);
+    step->cache.k = arena_take(arena, (size_t)micro->pages * page);
+    step->cache.v = arena_take(arena, (size_t)micro->pages * page);
+    acts_place(&step->acts, arena, m, micro->T, R, step->room);
+    if (step->room) grads_place(&step->grads, arena, m, micro->T, R);
+    head_place(&step->head, arena, m, micro->T, R, micro->targets);
+}
+
+static size_t micro_bytes(Step *step, const Micro *micro)
+{
+    Arena arena = {.dev = step->adapter->model->dev};
+    step_place(step, &arena, micro);
+    return arena.used;
 }
 
 size_t step_bytes(const Model *model, int rank, int T)
@@ -87,173 +71,136 @@ size_t step_bytes(const Model *model, int rank, int T)
     LayerActs *layers = calloc((size_t)model->shape.layers, sizeof *layers);
     if (!layers) return 0;
     Adapter adapter = {.model = (Model *)model, .rank = rank};
-    Step step = {.adapter = &adapter,
-                 .with_backward = 1,
-                 .T = T,
-                 .S = 1,
-                 .pages = (T + KV_PAGE - 1) / KV_PAGE,
-                 .chunk = T < head_rows(model) ? T : head_rows(model),
-                 .targets = T,
-                 .acts.layer = layers};
-    Arena arena = {.dev = model->dev};
-    step_place(&step, &arena);
+    Step step = {.adapter = &adapter, .room = 1, .acts.layer = layers};
+    Micro micro = {.T = T, .S = 1, .pages = (T + KV_PAGE - 1) / KV_PAGE, .targets = T};
+    size_t bytes = micro_bytes(&step, &micro);
     free(layers);
-    return arena.used;
+    return bytes;
 }
 
-/* ---- packing ---- */
-
-/* Takes datums from `first` on until the rows are full; sets the sizes. */
-static void step_take(Step *step, int first)
+/* Bytes of the first `count` micro-batches, one after another. */
+static size_t first_bytes(Step *step, int count)
 {
-    const Datums *d = step->datums;
-    step->first = step->last = first;
-    step->T = step->S = step->pages = 0;
-    step->targets = 0;
-    while (step->last < d->count) {
-        int length = d->lengths[step->last];
-        if (step->T > 0 && step->T + length > step->adapter->step_tokens) break;
-        step->T += length;
-        step->pages += (length + KV_PAGE - 1) / KV_PAGE;
-        step->targets += (int64_t)length * d->counts[step->last];
-        step->S++;
-        step->last++;
+    size_t bytes = 0;
+    for (int i = 0; i < count; i++) bytes += micro_bytes(step, &step->pack.micro[i]);
+    return bytes;
+}
+
+/* Room for those that are held side by side, in which the others come and go. */
+static Status step_reserve(Step *step)
+{
+    size_t bytes = first_bytes(step, step->held);
+    for (int i = step->held; i < step->pack.count; i++) {
+        size_t one = micro_bytes(step, &step->pack.micro[i]);
+        if (one > bytes) bytes = one;
     }
-    int most = head_rows(step->adapter->model);
-    step->chunk = step->T < most ? step->T : most;
+    return arena_reserve(&step->adapter->arena, bytes, "a training step");
 }
 
-static void step_pack(Step *step)
+/* How many micro-batches a kept forward holds, with room for them; none where memory is short. */
+static Status step_reserve_kept(Step *step)
 {
-    const Datums *d = step->datums;
-    int row = 0, page = 0;
-    for (int i = step->first; i < step->last; i++) {
-        step->spans[i - step->first] = (Span){row, d->lengths[i], 0, page};
-        for (int t = 0; t < d->lengths[i]; t++, row++) {
-            step->pos[row] = t;
-            step->slot[row] = page * KV_PAGE + t;
-        }
-        page += (d->lengths[i] + KV_PAGE - 1) / KV_PAGE;
+    step->room = step->held = 1;
+    while (step->held < step->pack.count &&
+           first_bytes(step, step->held + 1) <= step->adapter->keep_bytes)
+        step->held++;
+    Status status = step_reserve(step);
+    if (status != STATUS_MEMORY) return status;
+    step->room = step->held = 0;
+    return step_reserve(step);
+}
+
+/* Host arrays, in one block. */
+static Status step_open(Step *step)
+{
+    TRY(pack_open(&step->pack, step->datums, step->adapter->step_tokens));
+    int inputs = 0;
+    while (inputs < LOSS_INPUTS && step->loss->input[inputs].name) inputs++;
+    size_t targets = (size_t)step->pack.most.targets, count = (size_t)step->pack.count,
+           layers = (size_t)step->adapter->model->shape.layers;
+    char *memory = malloc(layers * sizeof(LayerActs) + count * sizeof(double) +
+                          (3 + (size_t)inputs) * targets * sizeof(float));
+    if (!memory) {
+        pack_close(&step->pack);
+        return fail(STATUS_MEMORY, "no memory for a batch of %zu targets", targets);
     }
-    for (int i = 0; i < step->pages; i++) step->page[i] = i;
-    BatchHost host = {step->T,   step->S,    step->pages, d->tokens + step->token0,
-                      step->pos, step->slot, step->page,  step->spans};
-    batch_upload(&step->batch, step->adapter->model->dev, &host);
+    step->acts.layer = (LayerActs *)memory;
+    step->losses = (double *)(step->acts.layer + layers);
+    step->logp = (float *)(step->losses + count);
+    step->dlogp = step->logp + targets;
+    step->flat = step->dlogp + targets;
+    for (int j = 0; j < inputs; j++) step->input[j] = step->flat + (size_t)(j + 1) * targets;
+    return STATUS_OK;
 }
 
-/* Whether the loss can give any of these targets a gradient. */
-static int row_live(const Step *step, int64_t target, int count)
+static void step_close(Step *step)
 {
-    if (step->loss->gate == UNGATED) return 1;
-    const float *gate = step->datums->input[step->loss->gate];
-    if (!gate) return 1;
-    for (int k = 0; k < count; k++)
-        if (gate[target + k] != 0.0f) return 1;
-    return 0;
+    pack_close(&step->pack);
+    free(step->acts.layer);
 }
 
-/* Lists rows and their targets in the order of the head: the live ones first. */
-static void step_order(Step *step)
-{
-    const Datums *d = step->datums;
-    int at = 0;
-    int32_t next = 0;
-    for (int live = 1; live >= 0; live--) {
-        int64_t target = step->target0;
-        int row = 0;
-        for (int i = step->first; i < step->last; i++)
-            for (int t = 0; t < d->lengths[i]; t++, row++, target += d->counts[i]) {
-                if (row_live(step, target, d->counts[i]) != live) continue;
-                step->rows[at] = row;
-                step->start[at++] = next;
-                for (int k = 0; k < d->counts[i]; k++, next++) {
-                    int32_t source = (int32_t)(target - step->target0) + k;
-                    int32_t to = step->loss->whole ? source : next;
-                    step->source[next] = source;
-                    step->ids[next] = d->targets[target + k];
-                    for (int j = 0; j < LOSS_INPUTS && step->loss->input[j].name; j++)
-                        step->input[j][to] = loss_input(step->loss, d, j, target + k);
-                }
-            }
-        if (live) step->live = at;
-    }
-    step->start[at] = next;
-    Device *dev = step->adapter->model->dev;
-    dev->upload(dev, step->head.rows, step->rows, (size_t)step->T * sizeof(int32_t));
-    dev->upload(dev, step->head.start, step->start, (size_t)(step->T + 1) * sizeof(int32_t));
-    dev->upload(dev, step->head.ids, step->ids, (size_t)step->targets * sizeof(int32_t));
-}
+/* ---- the loss ---- */
 
-/* ---- the head ---- */
-
-/* Log-probabilities of the targets of rows [row, row + rows) in head order, left in logits and lse
- * too. */
-static void chunk_logits(Step *step, int row, int rows)
-{
-    Adapter *adapter = step->adapter;
-    const Model *m = adapter->model;
-    Device *d = m->dev;
-    Head *h = &step->head;
-    int D = m->shape.width, V = m->shape.vocab, R = adapter->rank;
-    const float *weights = adapter->vector[WEIGHTS];
-    Pair pair = adapter->head;
-    d->gather(d, h->x, step->acts.hidden, h->rows + row, rows, D);
-    d->head(d, h->logits, h->x, m->head, rows, V, D);
-    if (pair.a >= 0)
-        d->head_lora(d, h->logits, h->s, h->x, weights + pair.a, weights + pair.b, rows, V, D, R,
-                     adapter->scale);
-    d->logprob(d, h->lse, h->logp, h->logits, h->ids, h->start + row, rows, V);
-}
-
-/* The gradient of those rows, out of the logits that chunk_logits has just left and of dlogp. */
-static void chunk_backward(Step *step, int row, int rows)
-{
-    Adapter *adapter = step->adapter;
-    const Model *m = adapter->model;
-    Device *d = m->dev;
-    Head *h = &step->head;
-    int D = m->shape.width, V = m->shape.vocab, R = adapter->rank;
-    const float *weights = adapter->vector[WEIGHTS];
-    float *fresh = adapter->vector[FRESH];
-    Pair pair = adapter->head;
-    real *dlogits = (real *)h->logits; /* in place */
-    d->logprob_backward(d, dlogits, h->logits, h->lse, h->dlogp, h->ids, h->start + row, rows, V);
-    d->linear_backward(d, h->dx, dlogits, m->head, rows, V, D, 0);
-    if (pair.a >= 0)
-        d->lora_backward(d, h->dx, fresh + pair.a, fresh + pair.b, h->ds, dlogits, h->x, h->s,
-                         weights + pair.a, weights + pair.b, rows, V, D, R, adapter->scale);
-    d->scatter(d, step->grads.dxn, h->dx, h->rows + row, rows, D);
-}
-
-/* The loss of `count` targets whose inputs begin at `from`. */
-static Status piece_loss(Step *step, int64_t from, int64_t count, const float *logp, float *dlogp)
+/* The loss of `count` targets: those that `source` lists, or where it is NULL those from `from`. */
+static Status piece_loss(Step *step, const int32_t *source, int64_t from, int64_t count,
+                         const float *logp, float *dlogp)
 {
     LossCall call = {.count = count, .logp = logp, .key = step->datums->key, .dlogp = dlogp};
-    for (int j = 0; j < LOSS_INPUTS; j++)
-        call.input[j] = step->input[j] ? step->input[j] + from : NULL;
+    for (int j = 0; j < LOSS_INPUTS && step->loss->input[j].name; j++) {
+        for (int64_t i = 0; i < count; i++)
+            step->input[j][i] = loss_input(step->loss, step->datums, j,
+                                           step->micro->target0 + (source ? source[i] : from + i));
+        call.input[j] = step->input[j];
+    }
     double loss = step->loss->evaluate(&call);
     if (!isfinite(loss))
         return fail(STATUS_NUMERIC,
                     "%s is not finite (%g) on this batch; nothing was added to the gradients",
                     step->loss->name, loss);
-    step->loss_sum += loss;
+    step->losses[step->micro - step->pack.micro] += loss;
     return STATUS_OK;
 }
 
 /* A whole loss, datum by datum; `logp` is in their order. */
 static Status datums_loss(Step *step, const float *logp)
 {
-    Device *dev = step->adapter->model->dev;
     const Datums *d = step->datums;
-    int64_t from = 0;
-    for (int i = step->first; i < step->last; i++) {
+    int64_t from = 0, targets = step->micro->targets;
+    for (int i = step->micro->first; i < step->micro->last; i++) {
         int64_t count = (int64_t)d->lengths[i] * d->counts[i];
-        TRY(piece_loss(step, from, count, logp + from, step->flat + from));
+        TRY(piece_loss(step, NULL, from, count, logp + from, step->flat + from));
         from += count;
     }
-    for (int64_t i = 0; i < step->targets; i++) step->dlogp[i] = step->flat[step->source[i]];
-    dev->upload(dev, step->head.dlogp, step->dlogp, (size_t)step->targets * sizeof(float));
+    for (int64_t i = 0; i < targets; i++) step->dlogp[i] = step->flat[step->pack.source[i]];
+    Device *dev = step->adapter->model->dev;
+    dev->upload(dev, step->head.dlogp, step->dlogp, (size_t)targets * sizeof(float));
     return STATUS_OK;
+}
+
+/* Counts the tokens and sequences that have a gradient, for grad_accumulation_normalization. The
+ * host's copy of a span loses its rows once its sequence was counted. */
+static void count_live(Step *step)
+{
+    const Pack *pack = &step->pack;
+    for (int i = 0; i < pack->live; i++) {
+        int live = 0, span = 0;
+        for (int32_t k = pack->start[i]; k < pack->start[i + 1]; k++)
+            live |= step->dlogp[k] != 0.0f;
+        if (!live) continue;
+        step->tokens += 1.0;
+        while (span + 1 < step->micro->S && pack->rows[i] >= pack->spans[span + 1].row) span++;
+        if (pack->spans[span].rows == 0) continue;
+        step->sequences += 1.0;
+        pack->spans[span].rows = 0;
+    }
+}
+
+/* ---- one micro-batch ---- */
+
+static void chunk_backward(Step *step, int row, int rows)
+{
+    head_logprob_backward(&step->head, step->adapter->model, row, rows);
+    head_logits_backward(&step->head, step->adapter, step->grads.dxn, row, rows);
 }
 
 /* Asked between layers and chunks: what was computed so far is dropped. */
@@ -263,74 +210,64 @@ static Status stopped(const Adapter *adapter)
                                 : STATUS_OK;
 }
 
-/* Log-probabilities of all rows, their loss, and their gradient: chunk by chunk, or, if the loss is
- * whole, in two walks over the chunks. */
+/* Log-probabilities of rows, their loss, and their gradient: chunk by chunk, or, if the loss is
+ * whole, in two walks over the chunks. logp NULL: nobody wants those of rows that are not live. */
 static Status head_run(Step *step, float *logp)
 {
     Device *dev = step->adapter->model->dev;
-    int whole = step->loss->whole;
-    for (int row = 0, rows; row < step->T; row += rows) {
-        rows = step->T - row < step->chunk ? step->T - row : step->chunk;
-        int64_t from = step->start[row], count = step->start[row + rows] - from;
+    const Pack *pack = &step->pack;
+    const Head *h = &step->head;
+    int whole = step->loss->whole, end = logp ? h->T : pack->live;
+    for (int row = 0, rows; row < end; row += rows) {
+        rows = head_chunk(h, row);
+        int64_t from = pack->start[row], count = pack->start[row + rows] - from;
         size_t bytes = (size_t)count * sizeof(float);
         TRY(stopped(step->adapter));
-        chunk_logits(step, row, rows);
+        head_logits(h, step->adapter, step->acts.hidden, row, rows);
+        head_logprob(h, step->adapter->model, row, rows);
         TRY(dev->sync(dev));
-        dev->download(dev, step->logp + from, step->head.logp + from, bytes);
+        dev->download(dev, step->logp + from, h->logp + from, bytes);
         if (whole) continue;
-        TRY(piece_loss(step, from, count, step->logp + from, step->dlogp + from));
-        dev->upload(dev, step->head.dlogp + from, step->dlogp + from, bytes);
-        if (step->with_backward && row < step->live) chunk_backward(step, row, rows);
+        TRY(piece_loss(step, pack->source + from, 0, count, step->logp + from, step->dlogp + from));
+        dev->upload(dev, h->dlogp + from, step->dlogp + from, bytes);
+        if (step->with_backward && row < pack->live) chunk_backward(step, row, rows);
     }
-    for (int64_t i = 0; i < step->targets; i++) logp[step->source[i]] = step->logp[i];
+    for (int64_t i = 0; logp && i < step->micro->targets; i++)
+        logp[pack->source[i]] = step->logp[i];
     if (whole) TRY(datums_loss(step, logp));
-    for (int row = 0, rows; whole && step->with_backward && row < step->live; row += rows) {
-        rows = step->T - row < step->chunk ? step->T - row : step->chunk;
+    for (int row = 0, rows; whole && step->with_backward && row < pack->live; row += rows) {
+        rows = head_chunk(h, row);
         TRY(stopped(step->adapter));
-        chunk_logits(step, row, rows);
+        head_logits(h, step->adapter, step->acts.hidden, row, rows);
+        head_logprob(h, step->adapter->model, row, rows);
         chunk_backward(step, row, rows);
     }
     return STATUS_OK;
 }
 
-/* Counts the tokens and sequences that have a gradient, for grad_accumulation_normalization. The
- * host's copy of a span loses its rows once its sequence was counted. */
-static void count_live(Step *step)
-{
-    for (int i = 0; i < step->live; i++) {
-        int live = 0, span = 0;
-        for (int32_t k = step->start[i]; k < step->start[i + 1]; k++)
-            live |= step->dlogp[k] != 0.0f;
-        if (!live) continue;
-        step->tokens += 1.0;
-        while (span + 1 < step->S && step->rows[i] >= step->spans[span + 1].row) span++;
-        if (step->spans[span].rows == 0) continue;
-        step->sequences += 1.0;
-        step->spans[span].rows = 0;
-    }
-}
-
-static Status micro_run(Step *step, float *logp)
+static Status micro_run(Step *step, int i, float *logp)
 {
     Adapter *adapter = step->adapter;
     const Model *m = adapter->model;
     Device *dev = m->dev;
-    adapter->arena.used = 0;
-    Arena measure = {.dev = dev};
-    step_place(step, &measure);
-    TRY(arena_reserve(&adapter->arena, measure.used, "a training step"));
-    step_place(step, &adapter->arena);
-    step_pack(step);
-    step_order(step);
-    Segment segment = {adapter, 0, step->T};
+    const Micro *micro = step->micro = &step->pack.micro[i];
+    int held = i < step->held, gate = step->loss->gate;
+    adapter->arena.used = held ? first_bytes(step, i) : 0;
+    step_place(step, &adapter->arena, micro);
+    pack_rows(&step->pack, micro, &step->batch, dev);
+    pack_order(&step->pack, micro, gate == UNGATED ? NULL : step->datums->input[gate]);
+    head_upload(&step->head, dev, &step->pack, micro);
+    Segment segment = {adapter, 0, micro->T};
     step->batch.segment = &segment;
     step->batch.segments = 1;
     step->batch.stop = &adapter->interrupted;
-    forward(m, &step->batch, &step->acts, &step->cache);
+    step->losses[i] = 0.0;
+    if (!(held && step->with_backward)) forward(m, &step->batch, &step->acts, &step->cache);
     if (step->with_backward)
-        dev->zero(dev, step->grads.dxn, (size_t)step->T * (size_t)m->shape.width * dev->real_bytes);
-    TRY(head_run(step, logp + step->target0));
-    if (!step->with_backward || !step->live) return dev->sync(dev);
+        dev->zero(dev, step->grads.dxn,
+                  (size_t)micro->T * (size_t)m->shape.width * dev->real_bytes);
+    TRY(head_run(step, logp ? logp + micro->target0 : NULL));
+    if (!step->with_backward || !step->pack.live) return dev->sync(dev);
     count_live(step);
     backward(m, adapter, &step->batch, &step->acts, &step->grads);
     return dev->sync(dev);
@@ -338,51 +275,11 @@ static Status micro_run(Step *step, float *logp)
 
 /* ---- the call ---- */
 
-/* Host arrays for the largest micro-batch, in one block. */
-static Status step_host(Step *step, void **block)
-{
-    size_t T = 0, S = 0, pages = 0, targets = 0;
-    for (step_take(step, 0);; step_take(step, step->last)) {
-        if ((size_t)step->T > T) T = (size_t)step->T;
-        if ((size_t)step->S > S) S = (size_t)step->S;
-        if ((size_t)step->pages > pages) pages = (size_t)step->pages;
-        if ((size_t)step->targets > targets) targets = (size_t)step->targets;
-        if (step->last == step->datums->count) break;
-    }
-    if (targets > INT32_MAX / 2)
-        return fail(STATUS_INVALID, "a datum with %zu targets is too large", targets);
-    int inputs = 0;
-    while (inputs < LOSS_INPUTS && step->loss->input[inputs].name) inputs++;
-    size_t ints = 4 * T + 1 + pages + 2 * targets, floats = (3 + (size_t)inputs) * targets;
-    size_t layers = (size_t)step->adapter->model->shape.layers;
-    char *memory = malloc(layers * sizeof(LayerActs) + S * sizeof(Span) + (ints + floats) * 4);
-    if (!memory) return fail(STATUS_MEMORY, "no memory for a batch of %zu targets", targets);
-    *block = memory;
-    step->acts.layer = (LayerActs *)memory;
-    step->spans = (Span *)(step->acts.layer + layers);
-    int32_t *next = (int32_t *)(step->spans + S);
-    step->pos = next;
-    step->slot = step->pos + T;
-    step->rows = step->slot + T;
-    step->start = step->rows + T;
-    step->page = step->start + T + 1;
-    step->ids = step->page + pages;
-    step->source = step->ids + targets;
-    step->logp = (float *)(step->source + targets);
-    step->dlogp = step->logp + targets;
-    step->flat = step->dlogp + targets;
-    for (int j = 0; j < inputs; j++) step->input[j] = step->flat + (size_t)(j + 1) * targets;
-    return STATUS_OK;
-}
-
 static Status run_all(Step *step, float *logp)
 {
     Adapter *adapter = step->adapter;
-    for (int first = 0; first < step->datums->count; first = step->last) {
-        step_take(step, first);
-        TRY(micro_run(step, logp));
-        step->token0 += step->T;
-        step->target0 += step->targets;
+    for (int i = 0, count = step->pack.count; i < count; i++) {
+        TRY(micro_run(step, step->with_backward ? i : count - 1 - i, logp));
         TRY(stopped(adapter));
     }
     double norm = 0.0;
@@ -392,29 +289,114 @@ static Status run_all(Step *step, float *logp)
     return STATUS_OK;
 }
 
-Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Loss *loss,
-                                int with_backward, float *logp, double *loss_sum)
+/* Runs an open step, for which there is memory, and adds up what it gave. */
+static Status step_run(Step *step, float *logp, double *loss_sum)
 {
-    TRY(datums_check(datums, adapter->model, loss));
-    if (with_backward && !adapter->vector[GRADIENTS])
-        return fail(STATUS_INVALID,
-                    "this adapter is a snapshot: it can be sampled from, not trained");
-    Step step = {
-        .adapter = adapter, .datums = datums, .loss = loss, .with_backward = with_backward};
+    Adapter *adapter = step->adapter;
     Device *dev = adapter->model->dev;
-    void *block = NULL;
-    TRY(step_host(&step, &block));
     adapter->interrupted = 0;
-    Status status = run_all(&step, logp);
-    free(block);
-    if (status == STATUS_OK && with_backward) {
+    Status status = run_all(step, logp);
+    *loss_sum = 0.0;
+    for (int i = 0; !status && i < step->pack.count; i++) *loss_sum += step->losses[i];
+    if (!step->with_backward) return status;
+    if (!status) {
         dev->accumulate(dev, adapter->vector[GRADIENTS], adapter->vector[FRESH], adapter->size);
-        adapter->loss += step.loss_sum;
-        adapter->tokens += step.tokens;
-        adapter->sequences += step.sequences;
+        adapter->loss += *loss_sum;
+        adapter->tokens += step->tokens;
+        adapter->sequences += step->sequences;
     }
-    if (with_backward)
-        dev->zero(dev, adapter->vector[FRESH], (size_t)adapter->size * sizeof(float));
-    *loss_sum = step.loss_sum;
+    dev->zero(dev, adapter->vector[FRESH], (size_t)adapter->size * sizeof(float));
+    return status;
+}
+
+#define COPY(to, from, count)                          \
+    do {                                               \
+        size_t bytes = (size_t)(count) * sizeof *(to); \
+        (to) = memcpy(next, from, bytes);              \
+        next += bytes;                                 \
+    } while (0)
+
+static Status kept_copy(Kept **out, const Datums *d)
+{
+    size_t count = (size_t)d->count, tokens = (size_t)d->token_total,
+           targets = (size_t)d->target_total;
+    Kept *kept = malloc(sizeof *kept + (tokens + targets + 2 * count) * sizeof(int32_t));
+    if (!kept) return fail(STATUS_MEMORY, "no memory to keep %zu tokens", tokens);
+    char *next = (char *)(kept + 1);
+    kept->datums =
+        (Datums){.count = d->count, .token_total = d->token_total, .target_total = d->target_total};
+    COPY(kept->datums.tokens, d->tokens, tokens);
+    COPY(kept->datums.lengths, d->lengths, count);
+    COPY(kept->datums.targets, d->targets, targets);
+    COPY(kept->datums.counts, d->counts, count);
+    *out = kept;
+    return STATUS_OK;
+}
+
+void adapter_drop_kept(Adapter *adapter)
+{
+    free(adapter->kept);
+    adapter->kept = NULL;
+    adapter->held = 0;
+}
+
+static Status trainable(const Adapter *adapter)
+{
+    if (adapter->vector[GRADIENTS]) return STATUS_OK;
+    return fail(STATUS_INVALID, "this adapter is a snapshot: it can be sampled from, not trained");
+}
+
+Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Loss *loss, Pass pass,
+                                float *logp, double *loss_sum)
+{
+    int backward = pass == FORWARD_BACKWARD;
+    TRY(datums_check(datums, adapter->model, loss));
+    if (pass != FORWARD) TRY(trainable(adapter));
+    Step step = {.adapter = adapter,
+                 .datums = datums,
+                 .loss = loss,
+                 .with_backward = backward,
+                 .room = backward};
+    Kept *kept = NULL;
+    if (pass == FORWARD_KEEP) TRY(kept_copy(&kept, datums));
+    adapter->held = 0;
+    Status status = step_open(&step);
+    if (!status) {
+        status = pass == FORWARD_KEEP ? step_reserve_kept(&step) : step_reserve(&step);
+        if (!status) status = step_run(&step, logp, loss_sum);
+        step_close(&step);
+    }
+    if (status || pass != FORWARD_KEEP) {
+        free(kept);
+        return status;
+    }
+    adapter_drop_kept(adapter);
+    adapter->kept = kept;
+    adapter->held = step.held;
+    return STATUS_OK;
+}
+
+Status adapter_backward(Adapter *adapter, const float *dlogp, int64_t count, double *loss_sum)
+{
+    TRY(trainable(adapter));
+    if (!adapter->kept)
+        return fail(STATUS_INVALID, "there is no kept forward to go back from: none was made since "
+                                    "the weights last changed, or backward has used it");
+    Datums datums = adapter->kept->datums;
+    datums.input[0] = dlogp;
+    datums.input_total[0] = count;
+    TRY(datums_check(&datums, adapter->model, &loss_given));
+    Step step = {.adapter = adapter,
+                 .datums = &datums,
+                 .loss = &loss_given,
+                 .with_backward = 1,
+                 .room = 1,
+                 .held = adapter->held};
+    TRY(step_open(&step));
+    adapter->held = 0;
+    Status status = step_reserve(&step);
+    if (!status) status = step_run(&step, NULL, loss_sum);
+    step_close(&step);
+    if (!status) adapter_drop_kept(adapter);
     return status;
 }

@@ -51,11 +51,14 @@ class OptimStepOutput:
 class Adapter:
     """See the file's header. Made by Model.lora and Model.load_lora."""
 
-    def __init__(self, engine: Engine, core: _core.Adapter, meta: checkpoint.Meta):
+    def __init__(
+        self, engine: Engine, core: _core.Adapter, meta: checkpoint.Meta, *, trained: bool = True
+    ):
         self._engine = engine
         self.core = core  # the engine's own, for who needs more; one thread at a time
         self._meta = meta
-        self._kept: datums.Datums | None = None  # of the newest forward
+        self._trained = trained
+        self._kept: datums.Datums | None = None  # of the newest forward that was kept
 
     @property
     def rank(self) -> int:
@@ -114,32 +117,38 @@ class Adapter:
     def forward(self, tokens: Any, targets: Any, *, keep: bool = True) -> Any:
         """Log-probabilities of the targets, in their shape and kind; float32, in nats.
 
-        tokens and targets are forward_backward's. With keep, what `backward` needs stays in
-        memory until the next call; without, nothing does.
+        tokens and targets are forward_backward's. With keep, `backward` may follow: activations
+        stay in memory until another call needs it, and what has gone is computed again then. A
+        snapshot keeps nothing.
         """
         given = datums.gather(tokens, targets)
+        keep = keep and self._trained
 
         def work() -> NDArray[np.float32]:
-            self._kept = None
             flat = self.core.forward(
                 given.tokens, given.lengths, given.targets, given.counts, keep=keep
             )
-            self._kept = given if keep else None
+            if keep:
+                self._kept = given
             return flat
 
         return given.shaped(self._run(work))
 
     def backward(self, dlogprobs: Any) -> None:
-        """Adds the gradient of a loss whose derivative by the newest forward's log-probabilities is
-        dlogprobs: in the form in which forward returned them, every number finite.
+        """Adds the gradient of a loss, given its derivative by the newest kept forward's
+        log-probabilities: in the form in which forward returned them, every number finite.
 
-        ValueError where there was no forward, or where the weights have changed since.
+        Bit for bit what forward_backward adds for a loss with this derivative. ValueError where
+        there was no forward, the weights have changed since, or a backward has used it.
         """
 
         def work() -> None:
             if self._kept is None:
-                raise ValueError("backward needs a forward before it: call adapter.forward first")
+                raise ValueError(
+                    "there is no forward to go back from: none was kept, or backward has used it"
+                )
             self.core.backward(self._kept.flat(dlogprobs, "dlogprobs"))
+            self._kept = None
 
         self._run(work)
 
@@ -196,7 +205,7 @@ class Adapter:
     def snapshot(self) -> "Adapter":
         """The weights as they are now, to sample from and to score with; it can't be trained."""
         core = self._engine.turns.take(self.core.snapshot)
-        return Adapter(self._engine, core, self._meta)
+        return Adapter(self._engine, core, self._meta, trained=False)
 
     def save(self, path: str | Path, *, optimizer: bool = True, overwrite: bool = False) -> None:
         """Writes a folder that PEFT loads as it is, whole or not at all.
