@@ -6,6 +6,7 @@ in, on its device: a tensor of torch (CPU or CUDA), CuPy or JAX for such a tenso
 NumPy's and for lists. No such library is imported here: who hands us its tensor has done so.
 """
 
+import operator
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -60,17 +61,23 @@ def like(x: Any, array: NDArray[Any]) -> Any:
 
 
 def to_integer(x: Any, name: str) -> int:
-    """An integer that is no bool; TypeError names it."""
-    if not isinstance(x, int | np.integer) or isinstance(x, bool):
-        raise TypeError(f"{name} must be an integer, {_short(x)} came")
-    return int(x)
+    """An integer that is no bool, a tensor of one too; TypeError names it."""
+    try:
+        if not isinstance(x, bool):
+            return operator.index(x)
+    except (TypeError, RuntimeError):
+        pass
+    raise TypeError(f"{name} must be an integer, {_short(x)} came")
 
 
 def to_number(x: Any, name: str) -> float:
-    """A real number that is no bool; TypeError names it."""
-    if not isinstance(x, int | float | np.integer | np.floating) or isinstance(x, bool):
-        raise TypeError(f"{name} must be a number, {_short(x)} came")
-    return float(x)
+    """A real number that is no bool, a tensor of one too; TypeError names it."""
+    try:
+        if not isinstance(x, bool | str | bytes):
+            return float(x)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    raise TypeError(f"{name} must be a number, {_short(x)} came")
 
 
 def is_batch(x: Any) -> bool:
