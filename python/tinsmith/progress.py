@@ -1,5 +1,6 @@
 """How far a long call has come: told to a function of the caller's, or drawn by tqdm."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -16,7 +17,9 @@ def reporting(progress: Progress, title: str, *, unit: str) -> Iterator[Report]:
         yield lambda done, total: None
     else:
         try:
-            from tqdm.auto import tqdm
+            with warnings.catch_warnings():  # a notebook without ipywidgets gets a bar of text
+                warnings.simplefilter("ignore")
+                from tqdm.auto import tqdm
         except ImportError:
             raise ImportError("progress=True needs tqdm: pip install tqdm", name="tqdm") from None
         with tqdm(desc=title, unit=unit, unit_scale=unit == "B") as bar:
