@@ -202,6 +202,19 @@ Status adapter_norm(Adapter *adapter, Vector which, double *norm)
     return STATUS_OK;
 }
 
+Status adapter_follow(Adapter *average, const Adapter *leader, double decay)
+{
+    Device *dev = average->model->dev;
+    if (!(decay >= 0.0 && decay < 1.0))
+        return fail(STATUS_INVALID, "an average's decay must be in [0, 1), not %g", decay);
+    if (average->model != leader->model || average->rank != leader->rank ||
+        average->groups != leader->groups)
+        return fail(STATUS_INVALID, "an average follows an adapter of the same model and layout");
+    dev->average(dev, average->vector[WEIGHTS], leader->vector[WEIGHTS], average->size,
+                 (float)(1.0 - decay));
+    return dev->sync(dev);
+}
+
 static Status adamw_check(const AdamW *o)
 {
     struct {

@@ -166,6 +166,9 @@ Status adapter_optim_step(Adapter *adapter, const AdamW *adamw, Normalization by
                           StepReport *report);
 Status adapter_clear(Adapter *adapter);
 Status adapter_norm(Adapter *adapter, Vector which, double *norm);
+/* weights += (1 − decay)·(those of `leader` − weights): an exponential moving average of an adapter
+ * of the same layout. */
+Status adapter_follow(Adapter *average, const Adapter *leader, double decay);
 
 /* ---- batch.c: rows of many sequences, packed ---- */
 
@@ -253,8 +256,9 @@ typedef struct LossCall {
 
 typedef struct Loss {
     const char *name;
-    int multi; /* targets may be (N, K) */
-    int whole; /* evaluate needs all targets of a datum in one call */
+    int multi;  /* targets may be (N, K) */
+    int whole;  /* evaluate needs all targets of a datum in one call */
+    int taught; /* compares whole rows with a teacher's: distill.c; there is no evaluate */
     struct {
         const char *name;
         int required;
@@ -263,7 +267,7 @@ typedef struct Loss {
     } input[LOSS_INPUTS];
     struct {
         const char *name;
-        double initial; /* NAN: there is none, it must come */
+        double initial; /* NAN: there is none, it must come; INFINITY: no bound */
     } key[LOSS_KEYS];
     int gate; /* input whose zeros mean: no gradient here; or UNGATED */
     double (*evaluate)(const LossCall *call); /* returns the loss, writes dlogp */
@@ -307,6 +311,23 @@ void adapter_drop_kept(Adapter *adapter);
 size_t step_bytes(const Model *model, int rank, int T);
 /* Rows of a chunk whose logits exist at one time. */
 int head_rows(const Model *model);
+
+/* ---- distill.c: a loss between two distributions over the vocabulary ---- */
+
+/* What a teacher reads: a sequence for each datum, its own prompt and then the datum's completion.
+ */
+typedef struct Lesson {
+    const Model *model;     /* of the student's vocabulary */
+    const Adapter *adapter; /* on that model; NULL: none */
+    const int32_t *tokens, *lengths;
+    int64_t token_total, count; /* lengths of the two arrays, as they came */
+} Lesson;
+
+/* As adapter_forward_backward, for a taught loss; also the divergence of each row, (token_total), 0
+ * where its weight is. */
+Status adapter_distill(Adapter *adapter, const Datums *datums, const Loss *loss,
+                       const Lesson *lesson, int with_backward, float *logp, float *divergence,
+                       double *loss_sum);
 
 /* ---- kv.c: pages of the cache ---- */
 

@@ -38,6 +38,23 @@ typedef struct Draw {
     int32_t limit;     /* ids from here on (a padded vocabulary) are never drawn */
 } Draw;
 
+/* The generalized Jensen-Shannon divergence of two rows of logits. With p and q the softmax of the
+ * student's and the teacher's logits / temperature, and m = (1−beta)·p + beta·q, its terms are
+ *
+ *   min(clip, beta·q·log(q/m) + (1−beta)·p·log(p/m))
+ *
+ * and those of KL(q‖p) and KL(p‖q) for beta = 0 and 1. A term without mass is 0, also where a logit
+ * is −inf. */
+typedef struct Jsd {
+    float beta, temperature;
+    float clip;    /* of a term, which is a constant above it; INFINITY: none */
+    int32_t top_k; /* p and q over the teacher's top_k ids alone (the lower id first among equals),
+                      terms in their order, best first; 0: over the whole vocabulary */
+    int32_t probs; /* the rows are not logits but p and q, raised to 1e-8; no temperature, no top_k
+                    */
+    int32_t each;  /* loss and scale are (T,V), or (T,top_k): each term by itself, not their sum */
+} Jsd;
+
 struct Device {
     const char *name;
     size_t real_bytes; /* bytes of one `real` */

@@ -282,31 +282,41 @@ static Status run_all(Step *step, float *logp)
         TRY(micro_run(step, step->with_backward ? i : count - 1 - i, logp));
         TRY(stopped(adapter));
     }
-    double norm = 0.0;
-    if (step->with_backward) TRY(adapter_norm(adapter, FRESH, &norm));
-    if (!isfinite(norm))
-        return fail(STATUS_NUMERIC, "the gradient of this batch is not finite; it was dropped");
     return STATUS_OK;
+}
+
+static Status fresh_check(Adapter *adapter)
+{
+    double norm;
+    TRY(adapter_norm(adapter, FRESH, &norm));
+    if (isfinite(norm)) return STATUS_OK;
+    return fail(STATUS_NUMERIC, "the gradient of this batch is not finite; it was dropped");
+}
+
+Status gradients_take(Adapter *adapter, Status status, double loss, double tokens, double sequences)
+{
+    Device *dev = adapter->model->dev;
+    if (!status) status = fresh_check(adapter);
+    if (!status) {
+        dev->accumulate(dev, adapter->vector[GRADIENTS], adapter->vector[FRESH], adapter->size);
+        adapter->loss += loss;
+        adapter->tokens += tokens;
+        adapter->sequences += sequences;
+    }
+    dev->zero(dev, adapter->vector[FRESH], (size_t)adapter->size * sizeof(float));
+    return status;
 }
 
 /* Runs an open step, for which there is memory, and adds up what it gave. */
 static Status step_run(Step *step, float *logp, double *loss_sum)
 {
     Adapter *adapter = step->adapter;
-    Device *dev = adapter->model->dev;
     adapter->interrupted = 0;
     Status status = run_all(step, logp);
     *loss_sum = 0.0;
     for (int i = 0; !status && i < step->pack.count; i++) *loss_sum += step->losses[i];
     if (!step->with_backward) return status;
-    if (!status) {
-        dev->accumulate(dev, adapter->vector[GRADIENTS], adapter->vector[FRESH], adapter->size);
-        adapter->loss += *loss_sum;
-        adapter->tokens += step->tokens;
-        adapter->sequences += step->sequences;
-    }
-    dev->zero(dev, adapter->vector[FRESH], (size_t)adapter->size * sizeof(float));
-    return status;
+    return gradients_take(adapter, status, *loss_sum, step->tokens, step->sequences);
 }
 
 #define COPY(to, from, count)                          \
@@ -340,7 +350,7 @@ void adapter_drop_kept(Adapter *adapter)
     adapter->held = 0;
 }
 
-static Status trainable(const Adapter *adapter)
+Status trainable(const Adapter *adapter)
 {
     if (adapter->vector[GRADIENTS]) return STATUS_OK;
     return fail(STATUS_INVALID, "this adapter is a snapshot: it can be sampled from, not trained");
@@ -350,6 +360,7 @@ Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Lo
                                 float *logp, double *loss_sum)
 {
     int backward = pass == FORWARD_BACKWARD;
+    if (loss->taught) return fail(STATUS_INVALID, "%s needs a teacher: use distill", loss->name);
     TRY(datums_check(datums, adapter->model, loss));
     if (pass != FORWARD) TRY(trainable(adapter));
     Step step = {.adapter = adapter,

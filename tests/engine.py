@@ -71,6 +71,19 @@ class Draw(ctypes.Structure):
     ]
 
 
+class Jsd(ctypes.Structure):
+    """device.h's Jsd."""
+
+    _fields_ = [
+        ("beta", ctypes.c_float),
+        ("temperature", ctypes.c_float),
+        ("clip", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+        ("probs", ctypes.c_int32),
+        ("each", ctypes.c_int32),
+    ]
+
+
 @dataclass(frozen=True)
 class Frozen:
     """A base weight (rows, cols) in float64, exact in `dtype`: f32, bf16 or f16."""
@@ -112,6 +125,7 @@ SCALARS = {
     "int64_t": ctypes.c_int64,
     "float": ctypes.c_float,
     "double": ctypes.c_double,
+    "Jsd": Jsd,
 }
 ELEMENTS = {"float": np.float32, "double": np.float64, "int32_t": np.int32, "int64_t": np.int64}
 STRUCTS = {"Span": Span, "Draw": Draw}

@@ -3,13 +3,20 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tinker
+import torch
+from conftest import logprobs, make_datum
 from models import Datum, datum, loaded, randomize, tokens_of
 from tinsmith import _core
+from tinsmith.training import Batch, BatchResult, Kept
+from tinsmith.worker import AdamParams, LoraSpec, Worker, load_models
 
 ADAM = {
     "learning_rate": 0.002, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01,
@@ -18,10 +25,10 @@ ADAM = {
 LENGTHS = (23, 1, 40, 7, 65)
 KEPT = {  # what of five datums stays in memory: options of the adapter, and what is computed again
     "one micro-batch, kept": {},
-    "many, the first kept": {"step_tokens": 30},
+    "many, the first kept": {"step_tokens": 30, "keep_bytes": 0},
     "many, some kept": {"step_tokens": 30, "keep_bytes": 500_000},
-    "many, all kept": {"step_tokens": 30, "keep_bytes": 1 << 30},
-    "one row each": {"step_tokens": 1, "keep_bytes": 1 << 30},
+    "many, all kept": {"step_tokens": 30},
+    "one row each": {"step_tokens": 1},
 }
 
 
@@ -98,7 +105,7 @@ def test_a_kept_forward_is_not_run_again() -> None:
     flat, dlogp = batch()
     many = tuple(np.tile(array, 20) for array in flat)
     gradient = np.tile(dlogp, 20)
-    adapter = adapter_of(keep_bytes=1 << 30, step_tokens=500)
+    adapter = adapter_of(step_tokens=500)
 
     def backward() -> float:
         start = time.process_time()
@@ -304,3 +311,156 @@ def test_adapters_of_a_model_keep_their_own() -> None:
         wanted = adapter_of(rank=rank)
         two_forwards(wanted, flat, dlogp)
         assert state(adapter) == state(wanted)
+
+
+# ---- the two requests of forward_backward_custom ----
+
+
+def batch_of(data: list[Datum], loss: str = "cross_entropy", **inputs: np.ndarray) -> Batch:
+    return Batch(*arrays(data), loss, inputs, {}, tuple(one.targets.shape for one in data))
+
+
+def pair(weights: bool = True) -> tuple[Batch, Batch]:
+    """What the SDK sends: a forward with weights of zero, then weights of any sign."""
+    rng = np.random.default_rng(3)
+    data = [datum(rng.integers(0, 290, length)) for length in LENGTHS]
+    data[1] = datum(data[1].tokens, rng.integers(0, 290, (LENGTHS[1], 4)))
+    size = sum(one.targets.size for one in data)
+    second = {"weights": rng.normal(size=size).astype(np.float32)} if weights else {}
+    return batch_of(data, weights=np.zeros(size, np.float32)), batch_of(data, **second)
+
+
+@pytest.fixture(scope="module")
+def workers(tiny_model_dir: Path) -> Iterator[tuple[Worker, Worker]]:
+    base = load_models({"tiny": tiny_model_dir}, device="cpu", threads=1)
+    both = Worker(base, keep_forwards=True), Worker(base, keep_forwards=False)
+    yield both
+    for worker in both:
+        worker.close()
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each kept forward was used by the request after it."""
+    told: list[bool] = []
+    serves = Kept.serves
+
+    def spy(self: Kept, seq: int, batch: Batch) -> bool:
+        told.append(serves(self, seq, batch))
+        return told[-1]
+
+    monkeypatch.setattr(Kept, "serves", spy)
+    return told
+
+
+def results(worker: Worker, run: str, requests: list[tuple[Any, ...]]) -> list[Any]:
+    """Runs them on a new run of that name; ends with what the weights then are."""
+    futures = [worker.create(run, "tiny", LoraSpec(rank=4, seed=1))]
+    for seq, (batch, backward) in enumerate(requests, 1):
+        if batch is None:
+            futures.append(worker.optim_step(run, seq, AdamParams(learning_rate=0.01)))
+        else:
+            futures.append(worker.forward_backward(run, seq, batch, backward=backward))
+    futures.append(worker.forward_backward(run, len(requests) + 1, pair()[0], backward=False))
+    found = []
+    for future in futures:
+        result = future.result(timeout=60)
+        if isinstance(result, BatchResult):
+            found.append((result.loss, [part.tobytes() for part in result.logprobs]))
+        else:
+            found.append(result)
+    worker.forget([run], [])
+    return found
+
+
+@pytest.mark.parametrize("weights", [True, False], ids=["weights", "no weights"])
+def test_a_pair_gives_the_same_with_one_forward(
+    workers: tuple[Worker, Worker], served: list[bool], weights: bool
+) -> None:
+    first, second = pair(weights)
+    step = (None, True)
+    requests = [(first, False), (second, True), (first, False), (second, True), step] * 2
+    kept = results(workers[0], f"pair {weights}", requests)
+    assert served == [True] * 4
+    assert results(workers[1], f"pair {weights}", requests) == kept
+
+
+OTHER = batch_of([datum(np.arange(9))], weights=np.ones(9, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("between", "change"),
+    [
+        ([], {"tokens": np.roll(pair()[1].tokens, 1)}),
+        ([], {"targets": np.roll(pair()[1].targets, 1)}),
+        ([], {"lengths": np.array([22, 2, 40, 7, 65], np.int32)}),
+        ([(OTHER, False)], {}),
+        ([(OTHER, True)], {}),
+        ([(None, True)], {}),
+    ],
+    ids=["tokens", "targets", "lengths", "a forward", "a backward", "a step"],
+)
+def test_other_data_and_later_requests_are_no_pair(
+    workers: tuple[Worker, Worker],
+    served: list[bool],
+    request: pytest.FixtureRequest,
+    between: list[Any],
+    change: dict[str, Any],
+) -> None:
+    first, second = pair()
+    if "lengths" in change:  # one target each, so that the sizes agree
+        data = [datum(tokens_of("qwen3", length)) for length in LENGTHS]
+        first = second = batch_of(data, weights=np.ones(sum(LENGTHS), np.float32))
+    name = request.node.name
+    requests = [(first, False), *between, (replace(second, **change), True), (None, True)]
+    kept = results(workers[0], name, requests)
+    assert True not in served
+    assert results(workers[1], name, requests) == kept
+
+
+def test_the_sdks_custom_loss_runs_one_forward(service_client: Any, served: list[bool]) -> None:
+    data = [
+        make_datum([5, 6, 7, 8], [6, 7, 8, 9], weights=[0, 1, 1, 1]),
+        make_datum([5, 9, 3], [9, 3, 4], weights=[0, 1, 1]),
+    ]
+
+    def margin(data: Any, logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        sums = [
+            (one.loss_fn_inputs["weights"].to_torch() * logp).sum()
+            for one, logp in zip(data, logprobs, strict=True)
+        ]
+        loss = -torch.nn.functional.logsigmoid(0.1 * (sums[0] - sums[1]))
+        return loss, {"margin": float((sums[0] - sums[1]).detach())}
+
+    one, two = (
+        service_client.create_lora_training_client("tiny", rank=4, seed=1).result()
+        for _ in range(2)
+    )
+    found = one.forward_backward_custom(data, margin).result()
+    assert served == [True]
+    outputs = two.forward(data, "cross_entropy").result()
+    parts = [torch.from_numpy(part).requires_grad_() for part in logprobs(outputs)]
+    loss, metrics = margin(data, parts)
+    loss.backward()
+    surrogate = [
+        make_datum(
+            item.model_input.to_ints(),
+            item.loss_fn_inputs["target_tokens"].to_numpy(),
+            weights=-part.grad.numpy(),
+        )
+        for item, part in zip(data, parts, strict=True)
+    ]
+    two.forward(data[:1], "cross_entropy").result()
+    two.forward_backward(surrogate, "cross_entropy").result()
+    assert True not in served[1:]
+    assert found.metrics["loss:sum"] == float(loss)
+    assert found.metrics["margin"] == metrics["margin"]
+    assert [part.tobytes() for part in logprobs(found)] == [
+        part.tobytes() for part in logprobs(outputs)
+    ]
+    adam = tinker.AdamParams(learning_rate=0.01)
+    steps = [client.optim_step(adam).result().metrics for client in (one, two)]
+    assert steps[0] == steps[1]
+    after = [logprobs(client.forward(data, "cross_entropy").result()) for client in (one, two)]
+    for left, right in zip(*after, strict=True):
+        assert left.tobytes() == right.tobytes()

@@ -2,6 +2,7 @@
  *
  *   square_sum  total += Σ g²                 reads n; memory bound
  *   accumulate  y += x                        reads 2·n, writes n; memory bound
+ *   average     y += rate·(x − y)             reads 2·n, writes n; memory bound
  *   adamw       torch.optim.AdamW's one step  reads 4·n, writes 3·n; memory bound
  *
  * AdamW rounds as torch does on the CPU: moments and weight in f32, the corrections of the step
@@ -32,6 +33,7 @@ typedef struct Accumulate {
     float *y;
     const float *x;
     int64_t n;
+    float rate; /* average's */
 } Accumulate;
 
 typedef struct AdamW {
@@ -77,6 +79,15 @@ static void accumulate_job(void *context, int64_t job)
     for (int64_t i = 0; i < n; i++) y[i] += x[i];
 }
 
+static void average_job(void *context, int64_t job)
+{
+    const Accumulate *a = context;
+    int64_t from = job * GRAIN, left = a->n - from, n = left < GRAIN ? left : GRAIN;
+    float *restrict y = a->y + from, rate = a->rate;
+    const float *restrict x = a->x + from;
+    for (int64_t i = 0; i < n; i++) y[i] += rate * (x[i] - y[i]);
+}
+
 static void adamw_job(void *context, int64_t job)
 {
     const AdamW a = *(const AdamW *)context;
@@ -105,8 +116,14 @@ void CPU(square_sum)(Device *dev, double *total, const float *g, int64_t n)
 
 void CPU(accumulate)(Device *dev, float *y, const float *x, int64_t n)
 {
-    Accumulate a = {y, x, n};
+    Accumulate a = {.y = y, .x = x, .n = n};
     cpu_run(dev, (n + GRAIN - 1) / GRAIN, accumulate_job, &a);
+}
+
+void CPU(average)(Device *dev, float *y, const float *x, int64_t n, float rate)
+{
+    Accumulate a = {.y = y, .x = x, .n = n, .rate = rate};
+    cpu_run(dev, (n + GRAIN - 1) / GRAIN, average_job, &a);
 }
 
 void CPU(adamw)(Device *dev, float *w, float *m, float *v, const float *g, int64_t n, int step,

@@ -74,6 +74,14 @@ void CPU(product)(float *c, int64_t c_row, const float *a, int64_t a_row, int64_
 void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row, int rows,
                     int cols);
 
+/* logΣ exp(scale·(x[v] − base)) of one row, scale > 0, where base is its largest logit, or 0 if
+ * that is infinite (logprob.c). */
+double CPU(row_lse)(const float *x, int V, float scale, float *base);
+
+/* The K largest of one row and their ids, best first, the lower id first among equals (logprob.c).
+ */
+void CPU(row_topk)(int32_t *ids, float *best, const float *x, int V, int K);
+
 #define OP(name, args) void CPU(name) args;
 #include "../ops.inc"
 #undef OP

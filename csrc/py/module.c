@@ -52,8 +52,9 @@ static PyObject *loss_row(const Loss *loss)
         }
         Py_DECREF(value);
     }
-    return Py_BuildValue("{s:s,s:N,s:N,s:N}", "name", loss->name, "multi",
-                         PyBool_FromLong(loss->multi), "inputs", inputs, "config", config);
+    return Py_BuildValue("{s:s,s:N,s:N,s:N,s:N}", "name", loss->name, "multi",
+                         PyBool_FromLong(loss->multi), "taught", PyBool_FromLong(loss->taught),
+                         "inputs", inputs, "config", config);
 failed:
     Py_XDECREF(inputs);
     Py_XDECREF(config);
@@ -90,7 +91,8 @@ static PyObject *core_devices(PyObject *module, PyObject *unused)
 
 static PyMethodDef core_methods[] = {
     {"losses", core_losses, METH_NOARGS,
-     "losses() -> list[dict]\n\nThe table of losses: name, multi, inputs, config (csrc/losses.c)."},
+     "losses() -> list[dict]\n\nThe table of losses: name, multi, taught, inputs, config "
+     "(csrc/losses.c)."},
     {"devices", core_devices, METH_NOARGS,
      "devices() -> dict[str, str]\n\nDevice names, each with '' or the sentence that says why it "
      "can't be opened."},

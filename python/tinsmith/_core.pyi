@@ -20,8 +20,10 @@ class LossInput(TypedDict):
 class LossRow(TypedDict):
     name: str
     multi: bool  # whether targets may be (N, K)
+    taught: bool  # whether it compares rows with a teacher's: Adapter.distill
     inputs: list[LossInput]  # float arrays of the targets' shape
-    config: dict[str, float | None]  # loss_fn_config keys and their defaults; None: it must come
+    # loss_fn_config keys and their defaults; None: it must come, infinity: there is no bound
+    config: dict[str, float | None]
 
 def losses() -> list[LossRow]:
     """The table of losses, csrc/losses.c."""
@@ -81,7 +83,7 @@ class Adapter:
         mlp: bool = True,
         unembed: bool = True,
         step_tokens: int = 0,  # rows of a micro-batch; 0: the engine's default
-        keep_bytes: int = 0,  # of activations that forward(keep=True) may hold in all
+        keep_bytes: int = 1 << 30,  # that forward(keep=True) may hold; one micro-batch in any case
     ) -> None: ...
     @property
     def model(self) -> Model: ...
@@ -134,13 +136,34 @@ class Adapter:
         keep: bool = False,
     ) -> NDArray[np.float32]:
         """Log-probabilities of the targets, flat. With keep, backward may follow: the first
-        micro-batch's activations stay in memory, and more of them if keep_bytes hold them all,
-        until another call needs it; backward computes the rest again, to the same bits."""
+        micro-batch's activations stay in memory, and those of more if keep_bytes suffice, until
+        another call needs it; backward computes the rest again, to the same bits."""
     def backward(self, dlogprobs: NDArray[np.float32]) -> float:
         """Adds to the gradients, bit for bit, what forward_backward of the kept forward's datums
         would have added if its loss had had this gradient (flat, like targets). Returns
         Σ dlogprobs·logprobs, what cross_entropy says with weights of -dlogprobs. ValueError if no
         forward was kept since the weights last changed; it serves one backward."""
+    def distill(
+        self,
+        tokens: NDArray[np.int32],
+        lengths: NDArray[np.int32],
+        targets: NDArray[np.int32],
+        counts: NDArray[np.int32],
+        loss: str,
+        inputs: dict[str, NDArray[np.float32]],
+        config: dict[str, float],
+        teacher_tokens: NDArray[np.int32],  # all datums', one after another
+        teacher_lengths: NDArray[np.int32],
+        *,
+        teacher: Adapter | Model | None = None,  # None: the student's base model
+        backward: bool = True,
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32], float]:
+        """forward_backward for a loss whose row says taught. A datum's teacher_tokens are the
+        teacher's prompt and then the completion: the targets from the first one whose weight is
+        not 0. Where a weight is not 0 the distribution that predicts the target is compared with
+        the one by which the teacher predicts the same token. Returns the log-probabilities of the
+        targets, the divergence of each row (0 where the weight is), and the loss: the sum of
+        weights times divergences. The teacher gets no gradient; it may be the adapter itself."""
     def optim_step(
         self,
         *,
@@ -165,7 +188,10 @@ class Adapter:
     def write(self, what: str, array: NDArray[np.float32]) -> None:
         """Replaces a flat vector; every number must be finite."""
     def snapshot(self) -> Adapter:
-        """The weights as they are now, for sampling; it can't be trained."""
+        """The weights as they are now, for sampling or as a teacher; it can't be trained."""
+    def follow(self, leader: Adapter, decay: float) -> None:
+        """weights = decay · weights + (1 - decay) · the leader's, an adapter of the same layout:
+        an exponential moving average where this is a snapshot. decay in [0, 1)."""
 
 class Sampler:
     """Continuous batching over one model: many requests, each with its own adapter or none, decoded

@@ -11,6 +11,7 @@ import io
 import json
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import zstandard
@@ -208,6 +209,9 @@ async def forward_backward(service: Service, request: Request) -> dict[str, Any]
 
     def start(run: RunInfo) -> Future[Any]:
         batch = wire.batch(message, run.model)
+        if batch.teacher is not None:
+            name = service.teacher(request, run, batch.teacher.name)
+            batch = replace(batch, teacher=replace(batch.teacher, name=name))
         return service.worker.forward_backward(
             run.id, message.seq_id, batch, backward=not message.forward_only
         )

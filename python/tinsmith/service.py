@@ -7,8 +7,10 @@ it: to another key its runs and samplers do not exist. Checkpoints are found by 
 """
 
 import asyncio
+import base64
 import contextlib
 import hashlib
+import json
 import secrets
 import time
 import uuid
@@ -25,6 +27,7 @@ from starlette.requests import Request
 from tinsmith import checkpoint, peft, wire
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import LoadedModel, find_model
+from tinsmith.teaching import BASE, CURRENT, EMA
 from tinsmith.worker import Worker
 
 KEPT_READ_SECONDS = 60.0  # a result stays after it was read, for a client that lost the reply
@@ -275,6 +278,33 @@ class Service:
         sampler.session.seen = time.monotonic()
         return sampler
 
+    def teacher(self, request: Request, run: RunInfo, name: str) -> str:
+        """The name that the worker has for a loss's teacher: a sampling session's, which is made
+        here for a base model or a checkpoint, or, where it is the run itself, the name it has."""
+        if name in (CURRENT, EMA):
+            return name
+        known = handle_session(name) or name
+        if known in self.samplers:
+            return self.sampler(request, known).id
+        session = f"{run.session.id}:teacher:{name}"
+        if name.startswith("tinker://"):
+            folder, meta = self.meta(name)
+            base = self.base(meta.base_model)
+            self.worker.open_checkpoint(session, base, folder, meta.created)
+        else:
+            try:
+                base = run.base if name == BASE else self.base(name)
+            except ValueError:
+                raise ValueError(
+                    f"the teacher {wire.short(name)} is neither {BASE!r}, {CURRENT!r} nor "
+                    f"{EMA!r}, no tinker:// path, no sampler's handle, and no model of this "
+                    f"server, which has {sorted(self.bases)}"
+                ) from None
+            self.worker.open_base(session, base)
+        if session not in self.samplers:
+            self.add_sampler(SamplerInfo(session, run.session, base, self.bases[base]))
+        return session
+
     def add_run(self, run: RunInfo) -> None:
         """Registers a run, on disk too, so that its checkpoints can be told of after a restart."""
         self.store.save_run(
@@ -360,6 +390,16 @@ class Service:
 def owner(request: Request) -> str:
     """Who asks: the API key, which a local server takes as it is."""
     return request.headers.get("x-api-key", "")
+
+
+def handle_session(handle: str) -> str | None:
+    """The sampling session in a SamplingClient's handle; None where the text is none."""
+    try:
+        content = json.loads(base64.urlsafe_b64decode(handle))
+    except ValueError:
+        return None
+    session = content.get("sampling_session_id") if isinstance(content, dict) else None
+    return session if isinstance(session, str) else None
 
 
 def as_failure(error: BaseException) -> RequestError:

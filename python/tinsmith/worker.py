@@ -25,10 +25,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith import _core, checkpoint, peft
+from tinsmith import _core, checkpoint, peft, teaching
 from tinsmith.decoding import Decoder, SampleRequest, SampleResult
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import LoadedModel, load_model
+from tinsmith.teaching import Average, Teacher
+from tinsmith.training import Batch, BatchResult, Kept, distill, forward_backward
 
 log = logging.getLogger("tinsmith")
 
@@ -62,28 +64,6 @@ class StateSpec:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Datums one after another; see _core.Adapter.forward_backward for the flat layouts."""
-
-    tokens: NDArray[np.int32]
-    lengths: NDArray[np.int32]
-    targets: NDArray[np.int32]
-    counts: NDArray[np.int32]
-    loss: str
-    inputs: Mapping[str, NDArray[np.float32]]
-    config: Mapping[str, float]
-    shapes: tuple[tuple[int, ...], ...]  # of each datum's targets: (N,) or (N, K)
-
-
-@dataclass(frozen=True)
-class BatchResult:
-    """Log-probabilities in each datum's target shape, and the loss's sum."""
-
-    logprobs: tuple[NDArray[np.float32], ...]
-    loss: float
-
-
-@dataclass(frozen=True)
 class AdamParams:
     """One AdamW step, with Tinker's defaults."""
 
@@ -110,9 +90,11 @@ class _Run:
     base: LoadedModel
     adapter: _core.Adapter | None = None
     failure: RequestError | None = None  # why there is no adapter
+    average: Average | None = None  # of the adapter, once a loss has asked for it
     next_seq: int = 0  # 0 is the creation; the SDK's requests start at 1
     waiting: dict[int, _Job] = field(default_factory=dict)
     waiting_since: float = 0.0
+    kept: Kept | None = None  # the forward that forward_backward_custom began with
 
 
 @dataclass(frozen=True)
@@ -130,9 +112,9 @@ class _Snapshot:
         return 0 if self.adapter is None else 4 * self.adapter.size
 
 
-def losses() -> list[_core.LossRow]:
-    """The engine's table of losses."""
-    return _core.losses()
+def losses() -> list[dict[str, Any]]:
+    """The table of losses, with all that they take."""
+    return teaching.losses()
 
 
 def devices() -> dict[str, str]:
@@ -156,10 +138,12 @@ class Worker:
         *,
         gap_seconds: float = GAP_SECONDS,
         snapshot_bytes_max: int = SNAPSHOT_BYTES_MAX,
+        keep_forwards: bool = True,
     ):
         self._bases = dict(bases)
         self._gap_seconds = gap_seconds
         self._snapshot_bytes_max = snapshot_bytes_max
+        self._keep_forwards = keep_forwards
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ready: deque[tuple[_Run, _Job]] = deque()
         self._runs: dict[str, _Run] = {}
@@ -179,6 +163,8 @@ class Worker:
         def work(lane: _Run) -> None:
             try:
                 lane.adapter = _make_adapter(lane.base, spec)
+                if isinstance(spec, StateSpec) and spec.optimizer:
+                    lane.average = checkpoint.load_average(spec.folder, lane.adapter)
             except BaseException as error:
                 lane.failure = explain(error)
                 raise
@@ -205,20 +191,17 @@ class Worker:
         """The loss of a batch, and its gradients unless backward is False."""
 
         def work(lane: _Run) -> BatchResult:
-            flat, loss = _adapter(lane).forward_backward(
-                batch.tokens,
-                batch.lengths,
-                batch.targets,
-                batch.counts,
-                batch.loss,
-                dict(batch.inputs),
-                dict(batch.config),
-                backward=backward,
+            adapter = _adapter(lane)
+            kept, lane.kept = lane.kept, None
+            if batch.teacher is not None:
+                who, average = self._teacher(lane, adapter, batch.teacher)
+                result = distill(adapter, batch, who, backward=backward)
+                lane.average = average
+                return result
+            result, lane.kept = forward_backward(
+                adapter, seq, batch, kept, backward=backward, keep=self._keep_forwards
             )
-            ends = np.cumsum([int(np.prod(shape)) for shape in batch.shapes])
-            parts = np.split(flat, ends[:-1])
-            shaped = zip(parts, batch.shapes, strict=True)
-            return BatchResult(tuple(part.reshape(shape) for part, shape in shaped), loss)
+            return result
 
         return self._submit(run, seq, work)
 
@@ -226,7 +209,8 @@ class Worker:
         """One AdamW step; returns its metrics."""
 
         def work(lane: _Run) -> dict[str, float]:
-            return _adapter(lane).optim_step(
+            adapter = _adapter(lane)
+            report = adapter.optim_step(
                 learning_rate=params.learning_rate,
                 beta1=params.beta1,
                 beta2=params.beta2,
@@ -235,6 +219,9 @@ class Worker:
                 grad_clip_norm=params.grad_clip_norm,
                 normalization=params.normalization,
             )
+            if lane.average is not None:
+                lane.average.follow(adapter)
+            return report
 
         return self._submit(run, seq, work)
 
@@ -257,6 +244,7 @@ class Worker:
                 adapter,
                 describe(adapter.step),
                 optimizer=optimizer,
+                average=lane.average,
                 overwrite=overwrite,
             )
 
@@ -266,7 +254,10 @@ class Worker:
         """Replaces a run's weights and, with optimizer, all that the next step depends on."""
 
         def work(lane: _Run) -> None:
-            peft.load_into(folder, _adapter(lane), optimizer=optimizer)
+            adapter = _adapter(lane)
+            average = checkpoint.load_average(folder, adapter) if optimizer else None
+            peft.load_into(folder, adapter, optimizer=optimizer)
+            lane.average = average
 
         return self._submit(run, seq, work)
 
@@ -327,7 +318,8 @@ class Worker:
 
         def release(lane: _Run) -> None:
             self._runs.pop(lane.name, None)
-            lane.adapter, lane.failure = None, RequestError("its session has ended")
+            lane.adapter, lane.average = None, None
+            lane.failure = RequestError("its session has ended")
             _fail_waiting(lane, RequestError(f"{lane.name} can't be used: {lane.failure}"))
 
         def begin() -> None:
@@ -383,6 +375,19 @@ class Worker:
             self._ready.append((run, run.waiting.pop(run.next_seq)))
             run.next_seq += 1
             run.waiting_since = time.monotonic()
+
+    def _teacher(
+        self, lane: _Run, adapter: _core.Adapter, teacher: Teacher
+    ) -> tuple[_core.Adapter | _core.Model, Average | None]:
+        """Who a batch's teacher is, and the average that the run then keeps. An average begins
+        where it is first used."""
+        if teacher.name == teaching.CURRENT:
+            return adapter, lane.average
+        if teacher.name == teaching.EMA:
+            own = lane.average.adapter if lane.average else adapter.snapshot()
+            return own, Average(own, teacher.decay)
+        snapshot = self._use(teacher.name)
+        return snapshot.adapter or snapshot.base.core, lane.average
 
     def _use(self, sampler: str) -> _Snapshot:
         """A session's snapshot, which becomes the most recently used one."""
