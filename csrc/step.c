@@ -203,13 +203,6 @@ static void chunk_backward(Step *step, int row, int rows)
     head_logits_backward(&step->head, step->adapter, step->grads.dxn, row, rows);
 }
 
-/* Asked between layers and chunks: what was computed so far is dropped. */
-static Status stopped(const Adapter *adapter)
-{
-    return adapter->interrupted ? fail(STATUS_INTERRUPTED, "forward_backward was interrupted")
-                                : STATUS_OK;
-}
-
 /* Log-probabilities of rows, their loss, and their gradient: chunk by chunk, or, if the loss is
  * whole, in two walks over the chunks. logp NULL: nobody wants those of rows that are not live. */
 static Status head_run(Step *step, float *logp)
@@ -222,7 +215,7 @@ static Status head_run(Step *step, float *logp)
         rows = head_chunk(h, row);
         int64_t from = pack->start[row], count = pack->start[row + rows] - from;
         size_t bytes = (size_t)count * sizeof(float);
-        TRY(stopped(step->adapter));
+        TRY(not_interrupted(step->adapter));
         head_logits(h, step->adapter, step->acts.hidden, row, rows);
         head_logprob(h, step->adapter->model, row, rows);
         TRY(dev->sync(dev));
@@ -237,7 +230,7 @@ static Status head_run(Step *step, float *logp)
     if (whole) TRY(datums_loss(step, logp));
     for (int row = 0, rows; whole && step->with_backward && row < pack->live; row += rows) {
         rows = head_chunk(h, row);
-        TRY(stopped(step->adapter));
+        TRY(not_interrupted(step->adapter));
         head_logits(h, step->adapter, step->acts.hidden, row, rows);
         head_logprob(h, step->adapter->model, row, rows);
         chunk_backward(step, row, rows);
@@ -280,7 +273,7 @@ static Status run_all(Step *step, float *logp)
     Adapter *adapter = step->adapter;
     for (int i = 0, count = step->pack.count; i < count; i++) {
         TRY(micro_run(step, step->with_backward ? i : count - 1 - i, logp));
-        TRY(stopped(adapter));
+        TRY(not_interrupted(adapter));
     }
     return STATUS_OK;
 }
@@ -348,6 +341,12 @@ void adapter_drop_kept(Adapter *adapter)
     free(adapter->kept);
     adapter->kept = NULL;
     adapter->held = 0;
+}
+
+Status not_interrupted(const Adapter *adapter)
+{
+    return adapter->interrupted ? fail(STATUS_INTERRUPTED, "forward_backward was interrupted")
+                                : STATUS_OK;
 }
 
 Status trainable(const Adapter *adapter)

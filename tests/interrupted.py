@@ -15,6 +15,8 @@ import tinsmith
 
 ROWS = [np.full(2000, 7, np.int32)] * 400  # minutes of work
 FEW = [np.full(300, 7, np.int32)] * 2
+ONES = [np.ones(2000, np.float32)] * 400
+TEACHER = [np.full(2001, 7, np.int32)] * 400
 PROMPTS = [np.full(1900, 7, np.int32)] * 1000
 
 
@@ -40,6 +42,7 @@ def main(folder: str) -> None:
     calls: dict[str, Callable[[], object]] = {
         "forward_backward": lambda: adapter.forward_backward(ROWS, ROWS),
         "forward": lambda: adapter.forward(ROWS, ROWS),
+        "generalized_jsd": lambda: adapter.generalized_jsd(ROWS, ROWS, ONES, TEACHER),
         "sample": lambda: model.sampler().sample(PROMPTS, adapter=adapter, stop=[]),
         "sample with progress": lambda: model.sampler().sample(
             PROMPTS, adapter=adapter, stop=[], progress=lambda done, total: None

@@ -9,13 +9,14 @@
 `import tinsmith` needs NumPy only. The engine alone is `tinsmith._core`.
 """
 
-from tinsmith.adapter import Adapter, ForwardBackwardOutput, OptimStepOutput
+from tinsmith.adapter import Adapter, DistillOutput, ForwardBackwardOutput, OptimStepOutput
 from tinsmith.clients import serve
 from tinsmith.model import Model, TopKLogprobs
 from tinsmith.sampler import SampledSequence, Sampler
 
 __all__ = [
     "Adapter",
+    "DistillOutput",
     "ForwardBackwardOutput",
     "Model",
     "OptimStepOutput",

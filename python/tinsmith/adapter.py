@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,9 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core, checkpoint, datums, tensors
-from tinsmith.engine import Engine
+from tinsmith.engine import Engine, Handle
 
 T = TypeVar("T")
+
+
+JSD = "generalized_jsd"  # the engine's loss with a teacher
 
 
 def core_of(adapter: "Adapter | None") -> _core.Adapter | None:
@@ -38,6 +42,13 @@ class ForwardBackwardOutput:
 
 
 @dataclass(frozen=True)
+class DistillOutput(ForwardBackwardOutput):
+    """divergences: of each position, before its weight; (N,) float32, 0 where the weight is."""
+
+    divergences: Any
+
+
+@dataclass(frozen=True)
 class OptimStepOutput:
     """grad_norm: of the gradient before clipping, after normalization. Of the calls behind the
     step: loss, their sum, and how many tokens and sequences had a gradient that was not zero."""
@@ -48,14 +59,13 @@ class OptimStepOutput:
     loss_sequences: float
 
 
-class Adapter:
+class Adapter(Handle):
     """See the file's header. Made by Model.lora and Model.load_lora."""
 
     def __init__(
         self, engine: Engine, core: _core.Adapter, meta: checkpoint.Meta, *, trained: bool = True
     ):
-        self._engine = engine
-        self.core = core  # the engine's own, for who needs more; one thread at a time
+        self.engine, self.core = engine, core
         self._meta = meta
         self._trained = trained
         self._kept: datums.Datums | None = None  # of the newest forward that was kept
@@ -105,6 +115,8 @@ class Adapter:
         not copied. TypeError, ValueError, IndexError (an id that the model does not have) and
         FloatingPointError (a result that is not finite) say what was expected and what came.
         """
+        if loss == JSD:
+            raise ValueError(f"{JSD} has a teacher: call adapter.{JSD}(…, teacher_tokens)")
         given = datums.gather(tokens, targets)
         inputs, config = datums.options(loss, {"weights": weights, **options}, given)
         flat, total = self._run(
@@ -113,6 +125,66 @@ class Adapter:
             )
         )
         return ForwardBackwardOutput(total, given.shaped(flat))
+
+    def generalized_jsd(
+        self,
+        tokens: Any,
+        targets: Any,
+        weights: Any,
+        teacher_tokens: Any,
+        *,
+        teacher: Handle | None = None,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        token_clip: float | None = None,
+    ) -> DistillOutput:
+        """OPSD's loss and its gradient: Σ weights · JSD_β(teacher ‖ student), over the vocabulary.
+
+        tokens, targets (N,) and weights are forward_backward's. teacher_tokens (M,): the teacher's
+        prompt and then the completion, which is the targets from the first one whose weight is not
+        0; a list for a list. Where a weight is not 0 the student's distribution is compared
+        with the one by which the teacher predicts the same token. teacher None is the base model;
+        or an adapter, this one, a snapshot of it or another; or another model of the same
+        vocabulary. It gets no gradient.
+
+        β 0 is KL(teacher ‖ student), β 1 KL(student ‖ teacher). top_k: over the teacher's K
+        likeliest ids alone, each side made to add up to 1. token_clip: an upper limit of each
+        id's part. Errors are forward_backward's.
+        """
+        given = datums.gather(tokens, targets)
+        read = datums.gather(teacher_tokens, teacher_tokens)
+        if (read.batch, len(read.lengths)) != (given.batch, len(given.lengths)):
+            raise ValueError(
+                f"tokens has {len(given.lengths)} sequences, teacher_tokens {len(read.lengths)}: a "
+                "list for a list, of as many"
+            )
+        options = {"beta": beta, "temperature": temperature, "token_clip": token_clip}
+        options |= {"weights": weights, "top_k": top_k}
+        inputs, config = datums.options(JSD, options, given)
+        if teacher is not None and not isinstance(teacher, Handle):
+            found = type(teacher).__name__
+            raise TypeError(f"teacher must be a tinsmith Adapter or Model, or None; {found} came")
+        core = None if teacher is None else teacher.core
+
+        def work() -> tuple[NDArray[np.float32], NDArray[np.float32], float]:
+            return self.core.distill(
+                given.tokens, given.lengths, given.targets, given.counts, JSD, inputs, config,
+                read.tokens, read.lengths, teacher=core,
+            )  # fmt: skip
+
+        logprobs, divergences, total = self._run(work, teacher)
+        return DistillOutput(total, given.shaped(logprobs), given.shaped(divergences))
+
+    def follow(self, leader: "Adapter", decay: float) -> None:
+        """weights = decay · weights + (1 - decay) · leader's, of the same layout; decay in [0, 1).
+
+        On a snapshot after each step: an exponential moving average, as a teacher.
+        """
+        decay, core = tensors.to_number(decay, "decay"), core_of(leader)
+        if core is None:
+            raise TypeError("leader must be a tinsmith.Adapter, None came")
+        self._run(lambda: self.core.follow(core, decay), leader)
 
     def forward(self, tokens: Any, targets: Any, *, keep: bool = True) -> Any:
         """Log-probabilities of the targets, in their shape and kind; float32, in nats.
@@ -179,14 +251,14 @@ class Adapter:
             "grad_clip_norm": grad_clip_norm,
         }
         numbers = {name: tensors.to_number(value, name) for name, value in numbers.items()}
-        report = self._engine.turns.take(
+        report = self.engine.turns.take(
             lambda: self.core.optim_step(**numbers, normalization=grad_accumulation_normalization)
         )
         return OptimStepOutput(**report)
 
     def zero_grad(self) -> None:
         """Drops the gradients so far."""
-        self._engine.turns.take(self.core.clear_gradients)
+        self.engine.turns.take(self.core.clear_gradients)
 
     # ---- its numbers ----
 
@@ -199,13 +271,13 @@ class Adapter:
         return self._read("gradients")
 
     def _read(self, what: str) -> dict[str, NDArray[np.float32]]:
-        flat = self._engine.turns.take(lambda: self.core.read(what))
+        flat = self.engine.turns.take(lambda: self.core.read(what))
         return dict(checkpoint.matrices(self.core, flat))
 
     def snapshot(self) -> "Adapter":
         """The weights as they are now, to sample from and to score with; it can't be trained."""
-        core = self._engine.turns.take(self.core.snapshot)
-        return Adapter(self._engine, core, self._meta, trained=False)
+        core = self.engine.turns.take(self.core.snapshot)
+        return Adapter(self.engine, core, self._meta, trained=False)
 
     def save(self, path: str | Path, *, optimizer: bool = True, overwrite: bool = False) -> None:
         """Writes a folder that PEFT loads as it is, whole or not at all.
@@ -221,7 +293,11 @@ class Adapter:
             )
             checkpoint.save(folder, self.core, meta, optimizer=optimizer, overwrite=overwrite)
 
-        self._engine.turns.take(work)
+        self.engine.turns.take(work)
 
-    def _run(self, work: Callable[[], T]) -> T:
-        return self._engine.turns.take(work, interrupt=self.core.interrupt)
+    def _run(self, work: Callable[[], T], other: Handle | None = None) -> T:
+        """Takes this model's turn, and that of another one that the work reads, in one order."""
+        engines = sorted({self.engine, (other or self).engine}, key=id)
+        for engine in engines[1:]:
+            work = partial(engine.turns.take, work)
+        return engines[0].turns.take(work, interrupt=self.core.interrupt)

@@ -108,7 +108,8 @@ def options(
     """
     row = LOSSES.get(loss)
     if row is None:
-        raise ValueError(f"there is no loss {loss!r}; there are {sorted(LOSSES)}")
+        known = sorted(name for name, row in LOSSES.items() if not row["taught"])
+        raise ValueError(f"there is no loss {loss!r}; there are {known}")
     names = {item["name"] for item in row["inputs"]}
     inputs: dict[str, NDArray[np.float32]] = {}
     config: dict[str, float] = {}

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinsmith import _core
 from tinsmith.decoding import Decoder, SampleRequest, SampleResult
@@ -55,6 +55,14 @@ class Engine:
 
         self.turns.take(work, interrupt=interrupt, tick=tick if report else None)
         return [_result(future) for future in futures]
+
+
+class Handle:
+    """What Model and Adapter share. `core` is the engine's own object, for who needs more: one
+    thread at a time may use it."""
+
+    engine: Engine
+    core: Any
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from tinsmith import _core, checkpoint, datums, peft, tensors
 from tinsmith.adapter import Adapter, core_of
 from tinsmith.decoding import SampleRequest, SampleResult
 from tinsmith.devices import choose_device
-from tinsmith.engine import Engine
+from tinsmith.engine import Engine, Handle
 from tinsmith.families import find_model, load_model
 from tinsmith.progress import Progress, reporting
 from tinsmith.sampler import Sampler
@@ -43,7 +43,7 @@ class TopKLogprobs:
     logprobs: Any
 
 
-class Model:
+class Model(Handle):
     """A frozen base model, loaded from a Hugging Face folder.
 
     name is a folder, or the name of a model in the Hugging Face cache. device is "auto", "cpu" or
@@ -69,7 +69,7 @@ class Model:
         with reporting(progress, f"loading {folder.name}", unit="B") as report:
             loaded = load_model(folder, device=chosen, threads=threads, dtype=dtype, report=report)
         self._name = str(name)
-        self._engine = Engine(loaded)
+        self.engine, self.core = Engine(loaded), loaded.core
 
     @property
     def name(self) -> str:
@@ -79,27 +79,27 @@ class Model:
     @property
     def path(self) -> Path:
         """The folder of the model, and of its tokenizer."""
-        return self._engine.loaded.path
+        return self.engine.loaded.path
 
     @property
     def device(self) -> str:
         """The device that it is on."""
-        return self._engine.loaded.core.device
+        return self.core.device
 
     @property
     def context(self) -> int:
         """The most tokens that a sequence may have."""
-        return self._engine.loaded.context
+        return self.engine.loaded.context
 
     @property
     def vocab(self) -> int:
         """Token ids are from 0 to vocab - 1."""
-        return self._engine.loaded.vocab
+        return self.engine.loaded.vocab
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """The ids that end a sampled sequence, unless `stop` says otherwise."""
-        return self._engine.loaded.eos_ids
+        return self.engine.loaded.eos_ids
 
     def __repr__(self) -> str:
         return f"<tinsmith.Model {self.name} on {self.device}>"
@@ -124,10 +124,8 @@ class Model:
             seed = secrets.randbits(SEED_BITS)
         seed = tensors.to_integer(seed, "seed") % (1 << SEED_BITS)
         switches = {"attn": bool(attn), "mlp": bool(mlp), "unembed": bool(unembed)}
-        core = self._engine.turns.take(
-            lambda: _core.Adapter(
-                self._engine.loaded.core, rank=rank, alpha=alpha, seed=seed, **switches
-            )
+        core = self.engine.turns.take(
+            lambda: _core.Adapter(self.core, rank=rank, alpha=alpha, seed=seed, **switches)
         )
         meta = checkpoint.Meta(
             base_model=self.name,
@@ -141,7 +139,7 @@ class Model:
             created=datetime.now(UTC).isoformat(),
             ttl_seconds=None,
         )
-        return Adapter(self._engine, core, meta)
+        return Adapter(self.engine, core, meta)
 
     def load_lora(self, path: str | Path, *, optimizer: bool = False) -> Adapter:
         """An adapter from a folder: one of our checkpoints, or one that PEFT has saved.
@@ -151,14 +149,14 @@ class Model:
         """
         folder = Path(path).expanduser()
         meta = peft.load_meta(folder)
-        core = self._engine.turns.take(
-            lambda: peft.load_adapter(folder, self._engine.loaded, optimizer=optimizer)
+        core = self.engine.turns.take(
+            lambda: peft.load_adapter(folder, self.engine.loaded, optimizer=optimizer)
         )
-        return Adapter(self._engine, core, meta)
+        return Adapter(self.engine, core, meta)
 
     def sampler(self) -> Sampler:
         """What draws sequences from the model and its adapters."""
-        return Sampler(self._engine)
+        return Sampler(self.engine)
 
     def logprobs(self, tokens: Any, *, adapter: Adapter | None = None) -> Any:
         """Log-probability of each token but the first, given those before it.
@@ -210,4 +208,4 @@ class Model:
             )
             for index, item in enumerate(given)
         ]
-        return self._engine.decode(requests, core_of(adapter)), given
+        return self.engine.decode(requests, core_of(adapter)), given

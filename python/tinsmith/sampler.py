@@ -34,7 +34,7 @@ class Sampler:
     """See `sample`. Made by Model.sampler."""
 
     def __init__(self, engine: Engine):
-        self._engine = engine
+        self.engine = engine
 
     def sample(
         self,
@@ -84,7 +84,7 @@ class Sampler:
             )
         ]
         with reporting(progress, "sampling", unit=" prompts") as report:
-            results = self._engine.decode(requests, core_of(adapter), report if progress else None)
+            results = self.engine.decode(requests, core_of(adapter), report if progress else None)
         found = [
             [_sequence(sample, prompt) for sample in result.samples]
             for prompt, result in zip(given, results, strict=True)
@@ -93,7 +93,7 @@ class Sampler:
 
     def _stops(self, stop: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Ids and texts that end a sequence: for texts the end of sequence does so too."""
-        eos, vocab = self._engine.loaded.eos_ids, self._engine.loaded.vocab
+        eos, vocab = self.engine.loaded.eos_ids, self.engine.loaded.vocab
         if stop is None:
             return eos, ()
         items = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else [stop]
