@@ -34,9 +34,14 @@ def test_sigint_ends_each_long_call_and_changes_nothing() -> None:
     assert process.stdout is not None
     try:
         for name in (
-            "forward_backward", "forward", "generalized_jsd", "sample", "sample with progress", "topk_logprobs",
+            "forward_backward",
+            "forward",
+            "generalized_jsd",
+            "sample",
+            "sample with progress",
+            "topk_logprobs",
             "Model",
-        ):  # fmt: skip
+        ):
             assert process.stdout.readline().strip() == name
             time.sleep(0.4)
             process.send_signal(signal.SIGINT)
