@@ -92,6 +92,28 @@ def test_the_teacher_may_be_another_base_model(tmp_path) -> None:
     assert error(adapter.read("gradients"), gradient) < 2e-5
 
 
+@pytest.mark.parametrize("groups", [{"unembed": False}, {"attn": False, "mlp": False}], ids=str)
+def test_a_student_whose_head_or_nothing_else_is_trained(groups: dict[str, bool]) -> None:
+    adapter, teacher = student(**groups), student(seed=4).snapshot()
+    *_, loss = distill(adapter, pairs(), {}, teacher)
+    *_, total, gradient = in_torch(NAME, adapter, pairs(), {}, teacher)
+    assert loss == pytest.approx(total, rel=2e-5)
+    assert error(adapter.read("gradients"), gradient) < 2e-5
+
+
+def test_a_kept_forward_outlives_a_distillation() -> None:
+    one, found = pairs()[0], []
+    data = (one.tokens, np.array([25], np.int32), one.targets, np.ones(1, np.int32))
+    for between in (False, True):
+        adapter = student()
+        adapter.forward(*data, keep=True)
+        if between:
+            distill(adapter, pairs(), backward=False)
+        adapter.backward(one.weights)
+        found.append(adapter.read("gradients"))
+    np.testing.assert_array_equal(*found)
+
+
 def test_an_average_follows_as_torchs_does() -> None:
     leader, average = student(seed=1), student(seed=2).snapshot()
     expected = average.read("weights").astype(np.float64)

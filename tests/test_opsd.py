@@ -128,6 +128,9 @@ def test_a_step_with_the_base_model_as_teacher(
 ) -> None:
     client = trained(service, seed=1)
     check_step(server, tiny_model_dir, client, config, as_double(tiny_model_dir), "base")
+    named = client.forward(datums(pairs()), LOSS, {**config, "teacher": "tiny"}).result()
+    plain = client.forward(datums(pairs()), LOSS, config).result()
+    assert named.metrics == plain.metrics  # the base model by its name on the server
 
 
 def test_a_step_with_a_checkpoint_or_a_sampler_as_teacher(

@@ -111,6 +111,20 @@ def test_a_setting_that_is_none_is_refused(
         opsd.run(config(backend, files, tmp_path / "log", monkeypatch, prompts="poem"))
 
 
+def test_the_demo_shows_both_recipes_curves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--steps", "2", "--out", str(tmp_path), "--device", "cpu"]
+    assert compare.main(arguments) == 0
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    for words in ("SDFT, top 20", "OPSD, whole vocabulary", "after steps", "0%"):
+        assert words in shown
+    for name in ("sdft", "opsd"):
+        saved = (tmp_path / name / "checkpoints.jsonl").read_text().splitlines()
+        assert {json.loads(line)["batch"] for line in saved} == {1, 2}
+
+
 # ---- data ----
 
 

@@ -212,7 +212,8 @@ def _teacher(
 ) -> Teacher:
     """Who the teacher is, which is taken out of the configuration, and what it reads."""
     name, decay = config.pop("teacher"), config.pop("teacher_ema")
-    if name != EMA and "teacher_ema" in message.loss_fn_config_v2:
+    given = {*message.loss_fn_config, *message.loss_fn_config_v2}
+    if name != EMA and "teacher_ema" in given:
         raise ValueError(f"teacher_ema is for the teacher {EMA!r}, {name!r} came")
     if not 0 <= decay < 1:
         raise ValueError(f"teacher_ema must be in [0, 1), {decay} came")
