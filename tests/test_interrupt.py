@@ -124,3 +124,38 @@ def test_an_interrupt_of_one_thread_leaves_the_call_of_another() -> None:
             first.forward_backward(rows, rows)
     thread.join()
     assert found == [wanted]
+
+
+def test_whenever_an_interrupt_comes_a_call_has_happened_whole_or_not_at_all() -> None:
+    """At many moments of short calls, from their beginning until after their end."""
+    model = tinsmith.Model(MODEL, device="cpu", threads=1)
+    rows = [np.full(60, 7, np.int32)] * 4
+
+    def prepared() -> tinsmith.Adapter:
+        adapter = model.lora(rank=2, seed=1)
+        adapter.forward_backward(rows, rows)
+        return adapter
+
+    def state(adapter: tinsmith.Adapter) -> list[object]:
+        vectors = [adapter.core.read(what).tobytes() for what in ("weights", "gradients", "m")]
+        return [*vectors, adapter.step, adapter.core.pending]
+
+    def sample(adapter: tinsmith.Adapter) -> None:
+        model.sampler().sample(rows[0], adapter=adapter, max_tokens=10, stop=[])
+
+    before = state(prepared())
+    for call in (lambda one: one.forward_backward(rows, rows), tinsmith.Adapter.optim_step, sample):
+        whole = prepared()
+        start = time.monotonic()
+        call(whole)
+        took, after = time.monotonic() - start, state(whole)
+        for index in range(15):
+            adapter = prepared()
+            timer = threading.Timer(took * index / 10, os.kill, (os.getpid(), signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                timer.start()
+                call(adapter)
+                timer.join()
+                time.sleep(0.1)
+            timer.join()
+            assert state(adapter) in (before, after), index
