@@ -523,11 +523,13 @@ def test_results_are_of_the_kind_that_came(model, adapter, kind) -> None:
     assert isinstance(drawn.logprobs, result)
 
 
-class Foreign:
-    """An array of a library on a device of its own, as the array API has them."""
+class OnCard:
+    """An array in the memory of a device that NumPy can't read."""
+
+    device = "card:3"
 
     def __init__(self, array: np.ndarray):
-        self.array, self.device, self.dtype = array, "card:3", array.dtype
+        self.array, self.dtype = array, array.dtype
 
     def __dlpack__(self, **_: object) -> object:
         raise BufferError("this memory is not the CPU's")
@@ -535,23 +537,43 @@ class Foreign:
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, 3  # kDLCUDA
 
-    def cpu(self) -> torch.Tensor:
-        return torch.from_numpy(self.array)
-
     def __array_namespace__(self) -> type:
         return Library
 
 
 class Library:
-    """What the array API asks of such a library."""
-
     @staticmethod
-    def asarray(array: np.ndarray, *, device: str) -> tuple[str, np.ndarray]:
+    def asarray(array: np.ndarray, *, device: str = "the current one") -> tuple[str, np.ndarray]:
         return device, array
 
 
-def test_a_tensor_of_another_device_is_fetched_and_its_result_sent_back(adapter) -> None:
-    ids = Foreign(np.asarray([5, 6, 7]))
+class LikeTorch(OnCard):
+    def cpu(self) -> torch.Tensor:
+        return torch.from_numpy(self.array)
+
+
+class LikeJax(OnCard):
+    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+        return self.array
+
+
+class LikeCuPy(OnCard):
+    def get(self) -> np.ndarray:
+        return self.array
+
+    def __array_namespace__(self) -> type:
+        return CuPy
+
+
+class CuPy:
+    @staticmethod
+    def asarray(array: np.ndarray) -> tuple[str, np.ndarray]:
+        return "card:3", array
+
+
+@pytest.mark.parametrize("kind", [LikeTorch, LikeJax, LikeCuPy])
+def test_a_tensor_of_another_device_is_fetched_and_its_result_sent_back(adapter, kind) -> None:
+    ids = kind(np.asarray([5, 6, 7]))
     device, found = adapter.forward_backward(ids, ids).logprobs
     assert device == "card:3"
     np.testing.assert_array_equal(found, adapter.forward([5, 6, 7], [5, 6, 7]))
@@ -663,8 +685,9 @@ def test_other_threads_run_while_the_engine_computes(model, adapter) -> None:
         start = time.monotonic()
         call()
         end = time.monotonic()
-        inside = sum(start < moment < end for moment in ticks)
-        assert inside > (end - start) / 0.002 / 10, f"{inside} ticks in {end - start:.2f} s"
+        margin = (end - start) / 4  # in the middle of the call there is nothing but the engine
+        inside = sum(start + margin < moment < end - margin for moment in ticks)
+        assert inside >= 5, f"{inside} ticks in {end - start:.2f} s"
     over.set()
     thread.join()
 

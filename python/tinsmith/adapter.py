@@ -211,7 +211,9 @@ class Adapter(Handle):
         log-probabilities: in the form in which forward returned them, every number finite.
 
         Bit for bit what forward_backward adds for a loss with this derivative. ValueError where
-        there was no forward, the weights have changed since, or a backward has used it.
+        there was no forward, the weights have changed since, or a backward has used it. The newest
+        forward is the adapter's, whichever thread made it: threads that share an adapter hold a
+        lock of their own around such a pair.
         """
 
         def work() -> None:

@@ -57,7 +57,10 @@ def like(x: Any, array: NDArray[Any]) -> Any:
     namespace = _namespace(x)
     if x.__dlpack_device__()[0] == CPU:
         return namespace.asarray(array)
-    return namespace.asarray(array, device=x.device)
+    try:
+        return namespace.asarray(array, device=x.device)
+    except TypeError:  # CuPy's asarray has the current device
+        return namespace.asarray(array)
 
 
 def to_integer(x: Any, name: str) -> int:
@@ -117,15 +120,23 @@ def _from_dlpack(x: Any, name: str) -> NDArray[Any]:
         raise ValueError(
             f"{name} requires a gradient, but none flows through tinsmith: pass {name}.detach()"
         )
-    if x.__dlpack_device__()[0] not in HOST:
-        x = x.cpu() if hasattr(x, "cpu") else _namespace(x).asnumpy(x)
     try:
-        return np.asarray(x) if isinstance(x, np.ndarray) else np.from_dlpack(x)
+        if x.__dlpack_device__()[0] not in HOST:
+            x = _fetched(x)
+        return x if isinstance(x, np.ndarray) else np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError) as error:
         found = getattr(x, "dtype", None)
         raise TypeError(
             f"{name} can't be read as a NumPy array: a {_kind(x)} of {found} ({error})"
         ) from None
+
+
+def _fetched(x: Any) -> Any:
+    """A copy in the host's memory: each library has its own word for it."""
+    for word in ("cpu", "get"):  # torch's, CuPy's
+        if hasattr(x, word):
+            return getattr(x, word)()
+    return np.asarray(x)  # JAX's
 
 
 def _namespace(x: Any) -> Any:
