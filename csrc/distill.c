@@ -6,8 +6,9 @@
  * A datum is two sequences: the student's, and the teacher's, which reads another prompt and then
  * the same completion. Rows that predict the same token are compared: where a weight is not 0,
  * student row t (of N) with teacher row t + M − 1 − N, for the M tokens of the teacher's sequence
- * end with the same targets; that they do is checked. The teacher may be any adapter or none, on
- * this base model or another one of the same vocabulary, and gets no gradient.
+ * end with the same targets; that they do, and that these are the student's tokens, is checked. The
+ * teacher may be any adapter or none, on this base model or another one of the same vocabulary, and
+ * gets no gradient.
  *
  * For each micro-batch the teacher's forward comes first, in parts if its prompts are long, and
  * leaves only the hidden rows that will be compared; the student's takes its memory. The head then
@@ -130,6 +131,13 @@ static Status sequence_check(const Lesson *lesson, const Datums *d, int i, int64
                         "position %d on, but at position %d the target is %d and the teacher reads "
                         "%d",
                         i, from, t, d->targets[token + t], taught[M - N + t]);
+    for (int t = from + 1; t < N; t++)
+        if (d->tokens[token + t] != d->targets[token + t - 1])
+            return fail(STATUS_INVALID,
+                        "datum %d: over the completion target_tokens must be model_input one "
+                        "position on, but the token at position %d is %d and the target before it "
+                        "%d",
+                        i, t, d->tokens[token + t], d->targets[token + t - 1]);
     return STATUS_OK;
 }
 

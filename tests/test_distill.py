@@ -247,6 +247,11 @@ REFUSED = {
         lambda data: [data[0], replace(data[1], teacher=data[1].teacher[:-1]), data[2]],
         r"datum 1: teacher_tokens must end with the completion, target_tokens from position 65 on",
     ),
+    "not shifted": (
+        {},
+        lambda data: [data[0], replace(data[1], tokens=data[1].targets), data[2]],
+        "datum 1: over the completion target_tokens must be model_input one position on, but",
+    ),
     "id": ({}, change(teacher=np.full(99, 131, np.int32)), "datum 1: teacher_tokens at .* is 131"),
     "long": (
         {},

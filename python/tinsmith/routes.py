@@ -30,11 +30,15 @@ BODY_BYTES_MAX = 1 << 30  # after decompression
 
 # create_model_via_load_weights: SDK 0.34 then loads as 0.38 does. With larger chunks than the
 # SDK's 5 MB a call is nearly always one request, and its datums keep their numbers in messages.
+# custom_loss_server_side: create_custom_loss sends its graph here instead of running it in the
+# client.
 CLIENT_CONFIG = {
     "create_model_via_load_weights": True,
+    "custom_loss_server_side": True,
     "fwdbwd_max_chunk_bytes_count": 32_000_000,
 }
 DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
+LOSSES_MAX = 256  # that one session may upload
 CLONE = 1_000_000_000  # a copy of a sampling client counts its requests from its number times this
 
 
@@ -208,7 +212,7 @@ async def forward_backward(service: Service, request: Request) -> dict[str, Any]
     message = wire.parse_forward_backward(await read_body(request))
 
     def start(run: RunInfo) -> Future[Any]:
-        batch = wire.batch(message, run.model)
+        batch = wire.batch(message, run.model, run.session.losses)
         if batch.teacher is not None:
             name = service.teacher(request, run, batch.teacher.name)
             batch = replace(batch, teacher=replace(batch.teacher, name=name))
@@ -306,12 +310,18 @@ async def save_weights_external(service: Service, request: Request) -> dict[str,
 async def create_custom_loss(service: Service, request: Request) -> dict[str, Any]:
     body = await read_json(request)
     session = service.session(request, wire.need(body, "session_id", str))
+    loss_id = f"{session.id}:loss:{wire.need(body, 'custom_loss_seq_id', int)}"
 
-    def start() -> Future[Any]:
-        raise ValueError(f"custom losses: {wire.UNAVAILABLE_LOSSES['custom']}")
+    def start() -> Future[None]:
+        if len(session.losses) >= LOSSES_MAX:
+            raise ValueError(f"a session has at most {LOSSES_MAX} custom losses")
+        session.losses[loss_id] = wire.uploaded_loss(body)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
-    number = wire.need(body, "custom_loss_seq_id", int)
-    return service.promise(request, f"{session.id}:loss:{number}", start, lambda _: {})
+    reply = {"type": "create_custom_loss", "loss_id": loss_id}
+    return service.promise(request, loss_id, start, lambda _: reply)
 
 
 async def unload_model(service: Service, request: Request) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing import Any
 from starlette.requests import Request
 
 from tinsmith import checkpoint, peft, wire
+from tinsmith.custom_loss import CustomLoss
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import LoadedModel, find_model
 from tinsmith.teaching import BASE, CURRENT, EMA
@@ -58,6 +59,7 @@ class Session:
     created: str
     runs: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
+    losses: dict[str, CustomLoss] = field(default_factory=dict)  # uploaded, by their ids
     ended: bool = False
     finish: dict[str, Any] | None = None  # how its client said that it ended
 
@@ -248,6 +250,7 @@ class Service:
     def end_session(self, session: Session) -> None:
         """Frees a session's adapters once what it asked for is done."""
         session.ended = True
+        session.losses.clear()
         self.worker.forget(session.runs, session.samplers)
         for name in session.runs:
             self.runs.pop(name, None)

@@ -16,8 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tinker.proto import tinker_public_pb2 as pb
 
+from tinsmith import custom_loss
+from tinsmith.custom_loss import CustomLoss
 from tinsmith.families import LoadedModel
 from tinsmith.teaching import EMA, Teacher
+from tinsmith.training import Uploaded
 from tinsmith.worker import AdamParams, Batch, BatchResult, LoraSpec, losses
 
 LOSSES = {row["name"]: row for row in losses()}
@@ -27,7 +30,6 @@ TOLERATED = {"mask"} | {item["name"] for row in LOSSES.values() for item in row[
 TOLERATED |= {row["tokens"] for row in LOSSES.values() if row["tokens"]}
 UNAVAILABLE_LOSSES = {
     "stable_reinforce": "its formula is not published",
-    "custom": "losses can't be uploaded; forward_backward_custom runs them in the client",
 }
 NORMALIZATIONS = ("num_loss_tokens", "num_sequences")
 DTYPES = {
@@ -150,6 +152,14 @@ def adam_params(body: Mapping[str, Any]) -> AdamParams:
     return AdamParams(**values, normalization=mode)
 
 
+def uploaded_loss(body: Mapping[str, Any]) -> CustomLoss:
+    """create_custom_loss's graph, checked."""
+    name = need(body, "name", str)
+    if len(name) > 200:
+        raise ValueError(f"a custom loss's name has at most 200 characters, {len(name)} came")
+    return custom_loss.check(name, need(body, "inputs", list), need(body, "graph", dict))
+
+
 def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
     """The protobuf message; ValueError where the bytes are none."""
     message = pb.ForwardBackwardRequest()
@@ -160,9 +170,16 @@ def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
     return message
 
 
-def batch(message: pb.ForwardBackwardRequest, model: LoadedModel) -> Batch:
-    """A checked batch: every shape agrees, every id is in the vocabulary, every number finite."""
+def batch(
+    message: pb.ForwardBackwardRequest,
+    model: LoadedModel,
+    uploaded: Mapping[str, CustomLoss] | None = None,
+) -> Batch:
+    """A checked batch: every shape agrees, every id is in the vocabulary, every number finite.
+    `uploaded` are the session's custom losses by their ids."""
     name = message.loss_fn
+    if name == "custom":
+        return _custom_batch(message, model, uploaded or {})
     if name not in LOSSES:
         reason = UNAVAILABLE_LOSSES.get(name)
         why = f"loss {name!r} is not available: {reason}" if reason else f"unknown loss {name!r}"
@@ -234,6 +251,60 @@ def _teacher(
         sequences.append(array.astype(np.int32))
     lengths = np.asarray([len(item) for item in sequences], np.int32)
     return Teacher(np.concatenate(sequences), lengths, name, decay)
+
+
+def _custom_batch(
+    message: pb.ForwardBackwardRequest, model: LoadedModel, uploaded: Mapping[str, CustomLoss]
+) -> Batch:
+    """Datums for a loss that was uploaded: each input has the rank that was declared for it."""
+    name = message.loss_fn_config_v2["loss_id"].text if message.loss_fn_config_v2 else ""
+    if name not in uploaded:
+        raise ValueError(
+            f"custom needs the loss_id of a loss that create_custom_loss made in this session, "
+            f"{name!r:.80} came"
+        )
+    if not message.data:
+        raise ValueError("forward_backward needs at least 1 datum, none came")
+    loss = uploaded[name]
+    multi = loss.inputs[0][1] == 2
+    tokens, targets, inputs = [], [], []
+    for index, datum in enumerate(message.data):
+        where = f"datum {index}"
+        tokens.append(_datum_tokens(datum, where, model))
+        row = {"multi": multi, "name": f"custom loss {loss.name!r}"}
+        targets.append(_datum_targets(datum, where, len(tokens[-1]), model.vocab, row))
+        if multi != (targets[-1].ndim == 2):
+            raise ValueError(
+                f"{where}: {TARGETS} has shape {targets[-1].shape}, but custom loss {loss.name!r} "
+                f"declared logprobs with rank {1 + multi}"
+            )
+        inputs.append(
+            tuple(_ranked(datum, where, key, rank, loss.name) for key, rank in loss.inputs[1:])
+        )
+    shapes = tuple(item.shape for item in targets)
+    return Batch(
+        tokens=np.concatenate(tokens),
+        lengths=np.asarray([len(item) for item in tokens], np.int32),
+        targets=np.concatenate([item.ravel() for item in targets]),
+        counts=np.asarray([shape[1] if multi else 1 for shape in shapes], np.int32),
+        loss="custom",
+        inputs={},
+        config={},
+        shapes=shapes,
+        uploaded=Uploaded(loss, tuple(inputs)),
+    )
+
+
+def _ranked(datum: pb.Datum, where: str, key: str, rank: int, loss: str) -> NDArray[Any]:
+    if key not in datum.loss_fn_inputs:
+        came = sorted(datum.loss_fn_inputs)
+        raise ValueError(f"{where}: custom loss {loss!r} takes {key}; there came {came}")
+    array = _tensor(datum.loss_fn_inputs[key], f"{where}: {key}")
+    if array.ndim != rank:
+        raise ValueError(
+            f"{where}: {key} has rank {array.ndim}, but custom loss {loss!r} declared {rank}"
+        )
+    return array
 
 
 def _datum_tokens(datum: pb.Datum, where: str, model: LoadedModel) -> NDArray[np.int32]:
@@ -422,7 +493,7 @@ def batch_message(result: BatchResult) -> bytes:
     for trailing, group in itertools.groupby(rows, key=lambda item: item[1].shape[1:]):
         datums = [index for index, _ in group]
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(datums))
-        for name, output in result.outputs.items():
+        for name, output in {"logprobs": result.logprobs, **result.outputs}.items():
             arrays = [output[index] for index in datums]
             tensor = record.fields[name]
             tensor.data = b"".join(as_bytes(array, "<f4") for array in arrays)
@@ -431,8 +502,7 @@ def batch_message(result: BatchResult) -> bytes:
             tensor.dtype = pb.DTYPE_FLOAT32
             tensor.trailing_shape.extend(trailing)
     message.metrics["loss:sum"] = result.loss
-    for name, value in result.metrics.items():
-        message.metrics[name] = value
+    message.metrics.update(result.metrics)
     return message.SerializeToString()
 
 
