@@ -325,6 +325,7 @@ def test_a_bad_lesson_is_refused_and_changes_nothing(model, adapter) -> None:
         (teach(token_clip=-1.0), ValueError, "token_clip must be more than 0"),
         (teach(teacher="base"), TypeError, "tinsmith Adapter or Model, or None; str came"),
         (taught(None, read), TypeError, "generalized_jsd needs weights"),
+        (taught(weights, read * 1.0), TypeError, "teacher_tokens must be integers, float64 came"),
         (taught(weights, [read]), ValueError, "a list for a list"),
         (taught(weights, read[:-1]), ValueError, "teacher"),
         (taught(weights, read + VOCAB), IndexError, "teacher"),

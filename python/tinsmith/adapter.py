@@ -153,12 +153,16 @@ class Adapter(Handle):
         id's part. Errors are forward_backward's.
         """
         given = datums.gather(tokens, targets)
-        read = datums.gather(teacher_tokens, teacher_tokens)
-        if (read.batch, len(read.lengths)) != (given.batch, len(given.lengths)):
+        batch = tensors.is_batch(teacher_tokens)
+        read = datums.sequences(
+            teacher_tokens if batch else [teacher_tokens], "teacher_tokens", batch
+        )
+        if (batch, len(read)) != (given.batch, len(given.lengths)):
             raise ValueError(
-                f"tokens has {len(given.lengths)} sequences, teacher_tokens {len(read.lengths)}: a "
-                "list for a list, of as many"
+                f"tokens has {len(given.lengths)} sequences, teacher_tokens {len(read)}: a list "
+                "for a list, of as many"
             )
+        lengths = np.asarray([len(row) for row in read], np.int32)
         options = {"beta": beta, "temperature": temperature, "token_clip": token_clip}
         options |= {"weights": weights, "top_k": top_k}
         inputs, config = datums.options(JSD, options, given)
@@ -170,7 +174,7 @@ class Adapter(Handle):
         def work() -> tuple[NDArray[np.float32], NDArray[np.float32], float]:
             return self.core.distill(
                 given.tokens, given.lengths, given.targets, given.counts, JSD, inputs, config,
-                read.tokens, read.lengths, teacher=core,
+                datums.joined(read), lengths, teacher=core,
             )  # fmt: skip
 
         logprobs, divergences, total = self._run(work, teacher)

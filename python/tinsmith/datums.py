@@ -41,7 +41,7 @@ class Datums:
                     "must agree"
                 )
             parts.append(array)
-        return _joined(parts)
+        return joined(parts)
 
     def shaped(self, flat: NDArray[np.float32]) -> Any:
         """Flat numbers in the form of the targets: one array, or a list; of their kind."""
@@ -62,20 +62,27 @@ def gather(tokens: Any, targets: Any) -> Datums:
     elif not isinstance(targets, list | tuple) or len(targets) != len(tokens):
         came = len(targets) if isinstance(targets, list | tuple) else type(targets).__name__
         raise ValueError(f"tokens is a list of {len(tokens)}; targets must be one too, {came} came")
-    rows, wanted = [], []
-    for index, (row, target) in enumerate(zip(tokens, targets, strict=True)):
-        at = f"[{index}]" if batch else ""
-        rows.append(sequence(row, f"tokens{at}"))
-        wanted.append(_targets(target, f"targets{at}", len(rows[-1])))
+    rows = sequences(tokens, "tokens", batch)
+    wanted = [
+        _targets(target, f"targets[{index}]" if batch else "targets", len(rows[index]))
+        for index, target in enumerate(targets)
+    ]
     return Datums(
-        tokens=_joined(rows),
+        tokens=joined(rows),
         lengths=np.asarray([len(row) for row in rows], np.int32),
-        targets=_joined(wanted),
+        targets=joined(wanted),
         counts=np.asarray([item.shape[1] if item.ndim == 2 else 1 for item in wanted], np.int32),
         shapes=tuple(item.shape for item in wanted),
         given=tuple(targets),
         batch=batch,
     )
+
+
+def sequences(tokens: Sequence[Any], name: str, batch: bool) -> list[NDArray[np.int32]]:
+    """The ids of each sequence; `batch` says whether errors count them."""
+    return [
+        sequence(item, f"{name}[{index}]" if batch else name) for index, item in enumerate(tokens)
+    ]
 
 
 def sequence(tokens: Any, name: str) -> NDArray[np.int32]:
@@ -141,7 +148,7 @@ def _items(values: Any, name: str, datums: Datums) -> Sequence[Any]:
     return values
 
 
-def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """One sequence's array as it is, borrowed; those of several copied behind one another."""
     flat = [part.reshape(-1) for part in parts]
     return flat[0] if len(flat) == 1 else np.concatenate(flat)

@@ -201,11 +201,7 @@ class Model(Handle):
         batch = tensors.is_batch(tokens)
         given = list(tokens) if batch else [tokens]
         requests = [
-            SampleRequest(
-                datums.sequence(item, f"tokens[{index}]" if batch else "tokens"),
-                max_tokens=1,
-                **wanted,
-            )
-            for index, item in enumerate(given)
+            SampleRequest(row, max_tokens=1, **wanted)
+            for row in datums.sequences(given, "tokens", batch)
         ]
         return self.engine.decode(requests, core_of(adapter)), given
