@@ -1,6 +1,7 @@
 """Adapter.distill, the engine's loss with a teacher: one step beside transformers, PEFT and OPSD's
 loss in float64, every LoRA gradient included; rows that do not see each other; what is refused."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -300,6 +301,25 @@ def test_a_gradient_that_overflows_is_dropped() -> None:
     with pytest.raises(FloatingPointError, match="not finite"):
         distill(adapter, [one])
     assert not adapter.read("gradients").any()
+    assert distill(adapter, pairs())[2] == distill(student(), pairs())[2]
+
+
+def test_an_interrupt_adds_nothing() -> None:
+    adapter, done = student(step_tokens=1), threading.Event()
+
+    def interrupt() -> None:
+        while not done.wait(0.001):
+            adapter.interrupt()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt, match="interrupted"):
+            distill(adapter, pairs() * 40)
+    finally:
+        done.set()
+        thread.join()
+    assert not adapter.read("gradients").any() and adapter.pending == (0.0, 0.0, 0.0)
     assert distill(adapter, pairs())[2] == distill(student(), pairs())[2]
 
 
