@@ -21,3 +21,8 @@ void batch_upload(Batch *batch, Device *dev, const BatchHost *host)
     dev->upload(dev, batch->pages, host->pages, (size_t)host->page_count * sizeof(int32_t));
     dev->upload(dev, batch->spans, host->spans, (size_t)host->S * sizeof(Span));
 }
+
+int batch_stopped(const Batch *batch)
+{
+    return batch->stop && *batch->stop;
+}

@@ -183,6 +183,7 @@ typedef struct Batch {
     int32_t *tokens, *pos, *slot, *pages; /* device */
     Span *spans;                          /* device */
     Segment *segment;                     /* host */
+    const volatile int *stop;             /* NULL, or, when set from outside: no further layer */
 } Batch;
 
 /* Host arrays that batch_upload sends. */
@@ -195,6 +196,8 @@ typedef struct BatchHost {
 /* Places (or measures) the device arrays of a batch. */
 void batch_place(Batch *batch, Arena *arena, int T, int S, int page_count);
 void batch_upload(Batch *batch, Device *dev, const BatchHost *host);
+/* Whether forward and backward end early; what they wrote is then of no use. */
+int batch_stopped(const Batch *batch);
 
 /* ---- forward.c, backward.c: the transformer, once ---- */
 

@@ -315,6 +315,7 @@ static void side_run(Distill *c, int from, int to)
     side->batch.S = side->S;
     side->batch.segment = &segment;
     side->batch.segments = 1;
+    side->batch.stop = &c->adapter->interrupted;
     batch_upload(&side->batch, dev, &host);
     forward(m, &side->batch, &side->acts, &side->cache);
     dev->upload(dev, c->teacher_rows, c->host_rows + from, (size_t)(to - from) * sizeof(int32_t));
@@ -357,6 +358,7 @@ static void student_run(Distill *c)
     Segment segment = {c->adapter, 0, c->micro->T};
     c->batch.segment = &segment;
     c->batch.segments = 1;
+    c->batch.stop = &c->adapter->interrupted;
     pack_rows(&c->pack, c->micro, &c->batch, dev);
     forward(m, &c->batch, &c->acts, &c->cache);
     if (c->with_backward)
@@ -388,6 +390,7 @@ static Status head_run(Distill *c)
     for (int row = 0, rows; row < h->T; row += rows) {
         rows = head_chunk(h, row);
         if (row < live && live - row < rows) rows = live - row;
+        TRY(not_interrupted(c->adapter));
         head_logits(h, c->adapter, c->acts.hidden, row, rows);
         head_logprob(h, m, row, rows);
         if (row >= live) continue;
@@ -454,8 +457,7 @@ static Status run_all(Distill *c, float *logp, float *divergence)
         c->micro = &c->pack.micro[i];
         TRY(micro_run(c, logp, divergence));
         for (int k = c->micro->first; k < c->micro->last; k++) c->teacher0 += c->lesson->lengths[k];
-        if (c->adapter->interrupted)
-            return fail(STATUS_INTERRUPTED, "forward_backward was interrupted");
+        TRY(not_interrupted(c->adapter));
     }
     return STATUS_OK;
 }

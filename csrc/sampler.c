@@ -137,8 +137,10 @@ static Status step_forward(Step *step)
     }
     BatchHost host = {step->T, step->count, step->pages, tokens, pos, slot, pages, spans};
     batch_upload(&step->batch, sampler->model->dev, &host);
+    step->batch.stop = &sampler->interrupted;
     forward(sampler->model, &step->batch, &step->acts, &sampler->kv.cache);
     free(pages);
+    if (sampler->interrupted) return fail(STATUS_INTERRUPTED, "sampling was interrupted");
     for (int i = 0; i < step->count; i++)
         step->turns[i].request->sequence[step->turns[i].sample].cached += step->turns[i].rows;
     return STATUS_OK;
@@ -415,6 +417,7 @@ static void mark_done(Sampler *sampler)
 Status sampler_step(Sampler *sampler)
 {
     sampler->drawn_count = 0;
+    sampler->interrupted = 0;
     Step *step = malloc(sizeof *step);
     if (!step) return fail(STATUS_MEMORY, "no memory for a sampling step");
     *step = (Step){.sampler = sampler};

@@ -73,12 +73,13 @@ typedef struct Sampler {
     int count, room;
     Drawn *drawn; /* of the newest step */
     int drawn_count, drawn_room;
+    volatile int interrupted; /* set from outside: the step under way stops */
 } Sampler;
 
 Status sampler_open(Sampler **sampler, Model *model, int64_t tokens, int limit_ids);
 void sampler_close(Sampler *sampler);
 Status sampler_add(Sampler *sampler, const RequestSpec *spec);
-/* One forward. sampler->drawn then holds what was drawn. */
+/* One forward. sampler->drawn then holds what was drawn; an interrupted step drew nothing. */
 Status sampler_step(Sampler *sampler);
 /* Ends a sample after its newest token: its stop string was seen. */
 Status sampler_stop(Sampler *sampler, int64_t id, int sample);

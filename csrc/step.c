@@ -215,6 +215,7 @@ static Status head_run(Step *step, float *logp)
         rows = head_chunk(h, row);
         int64_t from = pack->start[row], count = pack->start[row + rows] - from;
         size_t bytes = (size_t)count * sizeof(float);
+        TRY(not_interrupted(step->adapter));
         head_logits(h, step->adapter, step->acts.hidden, row, rows);
         head_logprob(h, step->adapter->model, row, rows);
         TRY(dev->sync(dev));
@@ -229,6 +230,7 @@ static Status head_run(Step *step, float *logp)
     if (whole) TRY(datums_loss(step, logp));
     for (int row = 0, rows; whole && step->with_backward && row < pack->live; row += rows) {
         rows = head_chunk(h, row);
+        TRY(not_interrupted(step->adapter));
         head_logits(h, step->adapter, step->acts.hidden, row, rows);
         head_logprob(h, step->adapter->model, row, rows);
         chunk_backward(step, row, rows);
@@ -251,6 +253,7 @@ static Status micro_run(Step *step, int i, float *logp)
     Segment segment = {adapter, 0, micro->T};
     step->batch.segment = &segment;
     step->batch.segments = 1;
+    step->batch.stop = &adapter->interrupted;
     step->losses[i] = 0.0;
     if (!(held && step->with_backward)) forward(m, &step->batch, &step->acts, &step->cache);
     if (step->with_backward)
@@ -270,8 +273,7 @@ static Status run_all(Step *step, float *logp)
     Adapter *adapter = step->adapter;
     for (int i = 0, count = step->pack.count; i < count; i++) {
         TRY(micro_run(step, step->with_backward ? i : count - 1 - i, logp));
-        if (adapter->interrupted)
-            return fail(STATUS_INTERRUPTED, "forward_backward was interrupted");
+        TRY(not_interrupted(adapter));
     }
     return STATUS_OK;
 }
@@ -339,6 +341,12 @@ void adapter_drop_kept(Adapter *adapter)
     free(adapter->kept);
     adapter->kept = NULL;
     adapter->held = 0;
+}
+
+Status not_interrupted(const Adapter *adapter)
+{
+    return adapter->interrupted ? fail(STATUS_INTERRUPTED, "forward_backward was interrupted")
+                                : STATUS_OK;
 }
 
 Status trainable(const Adapter *adapter)

@@ -67,6 +67,8 @@ void head_logits_backward(const Head *head, Adapter *adapter, real *dhidden, int
 
 /* ---- step.c ---- */
 
+/* Asked between layers and chunks: fails where the call is to stop. */
+Status not_interrupted(const Adapter *adapter);
 /* Whether an adapter can have gradients. */
 Status trainable(const Adapter *adapter);
 /* Ends a call that made FRESH gradients: adds them to the others, with the loss and the counts that

@@ -160,6 +160,13 @@ static PyObject *sampler_cancel_method(PyObject *object, PyObject *argument)
     Py_RETURN_NONE;
 }
 
+static PyObject *sampler_interrupt_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    ((PySampler *)object)->sampler->interrupted = 1;
+    Py_RETURN_NONE;
+}
+
 /* (rows, K) of a request's best ids or log-probabilities; None if none were asked for. */
 static PyObject *top_array(Kind kind, int rows, int k, const void *data)
 {
@@ -232,6 +239,9 @@ static PyMethodDef methods[] = {
      "and who is done."},
     {"stop", sampler_stop_method, METH_VARARGS,
      "stop(request, sample)\n\nEnds a sample after its newest token."},
+    {"interrupt", sampler_interrupt_method, METH_NOARGS,
+     "interrupt()\n\nFrom another thread: the step under way stops with KeyboardInterrupt, drawing "
+     "nothing."},
     {"cancel", sampler_cancel_method, METH_O, "cancel(request)\n\nForgets a request."},
     {"take", sampler_take_method, METH_O,
      "take(request) -> dict\n\nA done request's result, which is then forgotten."},

@@ -180,6 +180,9 @@ class Adapter:
         loss_tokens and loss_sequences (those with a gradient that is not zero). FloatingPointError
         if the gradient is not finite: it is cleared, and weights and moments stay as they were."""
     def clear_gradients(self) -> None: ...
+    def interrupt(self) -> None:
+        """From another thread: the forward_backward under way stops, within a layer's time, with
+        KeyboardInterrupt, adding nothing."""
     def read(self, what: str) -> NDArray[np.float32]:
         """A copy of a flat vector, (size,): "weights", "gradients", "m" or "v"."""
     def write(self, what: str, array: NDArray[np.float32]) -> None:
@@ -228,6 +231,9 @@ class Sampler:
         are now done."""
     def stop(self, request: int, sample: int) -> None:
         """Ends a sample after its newest token, with reason "stop" (a stop string was seen)."""
+    def interrupt(self) -> None:
+        """From another thread: the step under way stops, within a layer's time, with
+        KeyboardInterrupt, drawing nothing."""
     def cancel(self, request: int) -> None:
         """Forgets a request."""
     def take(self, request: int) -> dict[str, Any]:

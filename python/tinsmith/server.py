@@ -9,7 +9,6 @@ import contextlib
 import errno
 import logging
 import socket
-import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ from starlette.routing import Route
 
 from tinsmith import checkpoint, rest, routes, transfers, worker
 from tinsmith.bases import inspect_models, memory_of
+from tinsmith.devices import choose_device
 from tinsmith.errors import RequestError, explain
 from tinsmith.overload import QUEUE_BYTES_MAX, Overloaded, Queue
 from tinsmith.routes import Handler
@@ -75,24 +75,6 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 def _detail(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
     return JSONResponse({"detail": sentence}, status_code=status, headers=headers)
-
-
-def choose_device(name: str) -> str:
-    """The device to run on; "auto" is the CPU, and says on stderr why it is not cuda.
-
-    cuda is taken only by its name: its kernels have been executed by the emulator alone, and no
-    card has yet confirmed their numbers.
-    """
-    found = worker.devices()
-    if name == "auto":
-        reason = found["cuda"] or "ask for --device cuda by name: no card has tested it yet"
-        print(f"tinsmith: running on the CPU ({reason})", file=sys.stderr)
-        return "cpu"
-    if name not in found:
-        raise ValueError(f"there is no device {name!r}; there are {sorted(found)} and 'auto'")
-    if found[name]:
-        raise RuntimeError(f"the device {name} can't be used: {found[name]}")
-    return name
 
 
 class Backend:

@@ -6,7 +6,7 @@ the thread decodes: sampling gets as much time as the training request before it
 neither starves the other, and a request that arrives while others decode joins them.
 
 No exception ends the thread: what a request raises is kept on its future as a RequestError. The
-worker knows no HTTP and no JSON; both faces, server and in-process, are translations above it.
+worker knows no HTTP and no JSON; the server is a translation above it.
 """
 
 from __future__ import annotations
