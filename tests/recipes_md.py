@@ -25,6 +25,10 @@ What comes from the hub is downloaded by the recipe. Without a network, make a f
 with files of the same columns in the current one (`openai/gsm8k/train.jsonl`), as the tests do,
 and set `HF_HUB_OFFLINE=1`.
 
+`forecasting.train` and `rl_numerics_check.train` render in threads that share a tokenizer. With
+transformers 5.5 that can end in `RuntimeError: Already borrowed` in the recipe, whatever the
+server: the tests run them with one episode at a time.
+
 Under "Calls" is left out what every client does: it makes a session, sends it signs of life, asks
 for results, and sends telemetry.
 """

@@ -164,15 +164,15 @@ class Bench:
         folder: Path,
         names: Sequence[str] = (QWEN3,),
         answers: str = "",
-        work: Path | None = None,
     ) -> tuple[Ended, str]:
-        """Runs a recipe to its end; what it left in `folder`, and the calls that the server saw."""
+        """Runs a recipe, a module or a script: what it left in `folder`, and the calls seen."""
         folder.mkdir(exist_ok=True)
         (folder / "input").write_text(answers)
+        command = [module] if module.endswith(".py") else ["-m", module]
         self.calls.take()
         code = self.host.run(
-            command=["-m", module, *shlex.split(arguments.replace("MODEL", str(self.model)))],
-            folder=str(work or self.work),
+            command=[*command, *shlex.split(arguments.replace("MODEL", str(self.model)))],
+            folder=str(self.work),
             input=str(folder / "input"),
             output=str(folder / "output"),
             environment={
@@ -184,7 +184,7 @@ class Bench:
         )
         output = (folder / "output").read_text()
         assert code == 0, output[-4000:]
-        return Ended(folder / "runs", work or self.work, output), self.calls.take()
+        return Ended(folder / "runs", self.work, output), self.calls.take()
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +264,42 @@ def test_a_recipe_resumes_where_its_checkpoint_was_bit_for_bit(
     assert "load_weights" in calls
     assert len(metrics.read_text().splitlines()) == 1
     assert last() == whole
+
+
+OFF_POLICY = """
+import asyncio, sys
+from tinker_cookbook.distillation import train_off_policy
+from tinker_cookbook.distillation.datasets import TeacherConfig
+from tinker_cookbook.supervised.data import FromConversationFileBuilder
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+
+model, renderer, log = sys.argv[1:]
+common = ChatDatasetBuilderCommonConfig(
+    model_name_for_tokenizer=model, renderer_name=renderer, max_length=512, batch_size=4
+)
+domain = train_off_policy.DatasetWithTeacher(
+    dataset_builder=FromConversationFileBuilder(
+        common_config=common, file_path="conversations.jsonl"
+    ),
+    teacher_config=TeacherConfig(base_model=model),
+)
+config = train_off_policy.Config(
+    learning_rate=1e-3, dataset_configs=[domain], model_name=model, recipe_name="off_policy",
+    renderer_name=renderer, lora_rank=4, batch_size=4, max_steps=2, log_path=log,
+)
+asyncio.run(train_off_policy.main(config))
+"""
+
+
+def test_the_trainer_that_no_recipe_uses_distills_off_policy(bench: Bench, tmp_path: Path) -> None:
+    script = tmp_path / "off_policy.py"
+    script.write_text(OFF_POLICY)
+    arguments = f"MODEL qwen3_disable_thinking {tmp_path / 'runs'}"
+    ended, calls = bench.run(str(script), arguments, tmp_path)
+    rows = ended.rows("loss")
+    assert len(rows) == 2 and all(row["loss"] > 0 for row in rows)
+    for call in ("asample (prompt_logprobs, topk_prompt_logprobs)", "cross_entropy"):
+        assert call in calls
 
 
 def test_rl_raises_the_reward_of_a_supervised_start(bench: Bench, tmp_path: Path) -> None:
