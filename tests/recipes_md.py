@@ -13,8 +13,9 @@ HEADER = """\
 
 Every recipe of `tinker_cookbook` 0.5.8 runs here, unmodified, unless it needs images, sound or
 somebody's service. This file is written by `tests/test_recipes.py`, which runs each of these
-commands and compares the calls that the server saw. To write it again:
-`TINSMITH_UPDATE_RECIPES=1 pytest tests/test_recipes.py`.
+commands and compares the calls that the server saw; where a recipe's packages are not installed,
+its test is skipped. To write it again, with the extras `math-rl`, `multiplayer-rl` and `inspect` of
+tinker-cookbook: `TINSMITH_UPDATE_RECIPES=1 pytest tests/test_recipes.py`.
 
 `MODEL` is the folder of a Hugging Face model. `--model NAME=MODEL` serves it under a name, and the
 recipe finds its tokenizer under that name: some recipes have a model's name in their code, others
