@@ -15,7 +15,15 @@ from pathlib import Path
 from tinsmith.clients import CHECKPOINTS, require_server
 from tinsmith.errors import sentence
 
-PACKAGES = ("tinker", "tinker-cookbook", "starlette", "uvicorn", "tokenizers", "zstandard")
+PACKAGES = (
+    "tinker",
+    "tinker-cookbook",
+    "starlette",
+    "uvicorn",
+    "tokenizers",
+    "zstandard",
+    "pyrage",
+)
 
 HELP_MODEL = (
     "a base model: NAME=FOLDER serves a Hugging Face model's folder under a name; a name alone is "
