@@ -1,7 +1,7 @@
 """What a custom loss may call, in expressions that torch evaluates too: at least one each.
 
-Each takes logprobs x (6,) of any sign, v (6,) positive, i (6,) from 0 to 5, m (6,4), a scalar c, and
-y, which is m times x; it returns a tensor, or several, that depend on x.
+Each takes logprobs x (6,) of any sign, v (6,) positive, i (6,) from 0 to 5, m (6,4), a scalar c,
+and y, which is m times x; it returns a tensor, or several, that depend on x.
 """
 
 import math
