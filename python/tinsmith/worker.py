@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -220,6 +220,7 @@ class Worker:
         *,
         optimizer: bool,
         overwrite: bool = False,
+        recipients: Sequence[str] = (),
     ) -> Future[None]:
         """Writes a checkpoint. `describe` turns the number of steps taken into its Meta."""
 
@@ -231,6 +232,7 @@ class Worker:
                 describe(adapter.step),
                 optimizer=optimizer,
                 overwrite=overwrite,
+                recipients=recipients,
             )
 
         return self._submit(run, seq, work)
