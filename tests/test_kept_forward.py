@@ -13,8 +13,9 @@ import pytest
 import tinker
 import torch
 from conftest import logprobs, make_datum
-from models import Datum, datum, loaded, randomize, tokens_of
+from models import Datum, datum, folder, loaded, randomize, tokens_of
 from tinsmith import _core
+from tinsmith.families import load_model
 from tinsmith.training import Batch, BatchResult, Kept
 from tinsmith.worker import AdamParams, LoraSpec, Worker, load_models
 
@@ -83,6 +84,25 @@ def test_forward_and_backward_equal_forward_backward(name: str, options: dict[st
         two_forwards(adapter, flat, dlogp)
         adapter.optim_step(**ADAM)
     assert state(halves) == state(once)
+
+
+@pytest.mark.parametrize("options", [{}, {"step_tokens": 8, "keep_bytes": 0}], ids=str)
+def test_the_cuda_kernels_do_the_same(options: dict[str, int]) -> None:
+    """On the emulator: bf16 activations, a stream, and memory that is poison when it is new."""
+    reason = _core.devices()["cuda-emulated"]
+    if reason:
+        pytest.skip(reason)
+    core = load_model(folder("qwen3"), device="cuda-emulated").core
+    data = [datum(tokens_of("qwen3", length)) for length in (5, 1, 7)]
+    flat, dlogp = arrays(data), np.linspace(-1, 1, 13, dtype=np.float32)
+    dlogp[6] = 0.0
+    once, halves = (
+        randomize(_core.Adapter(core, rank=3, alpha=8.0, **options), 0) for _ in range(2)
+    )
+    logp, loss = two_forwards(once, flat, dlogp)
+    assert halves.forward(*flat, keep=True).tobytes() == logp.tobytes()
+    assert halves.backward(dlogp) == loss
+    assert np.any(once.read("gradients")) and state(halves) == state(once)
 
 
 @pytest.mark.parametrize("options", KEPT.values(), ids=KEPT)
