@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -27,7 +27,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith import _core, encryption, families, weights
+from tinsmith import _core, families, weights
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 
@@ -87,10 +87,8 @@ def save(
     *,
     optimizer: bool,
     overwrite: bool = False,
-    recipients: Sequence[str] = (),
 ) -> None:
-    """Writes a checkpoint; when it returns, the checkpoint is on disk whole. With recipients (of
-    encryption.check) its files are encrypted to them, and can only be downloaded.
+    """Writes a checkpoint; when it returns, the checkpoint is on disk whole.
 
     Raises FileExistsError where one exists, unless overwrite; OSError when it can't be written.
     After an error the place holds what it held, and nothing of the new checkpoint is left.
@@ -104,7 +102,7 @@ def save(
     try:
         _make_folder(folder.parent)
         temporary.mkdir()
-        _write_files(temporary, adapter, meta, optimizer, recipients)
+        _write_files(temporary, adapter, meta, optimizer)
         _sync(temporary)
         _put(temporary, folder)
     except BaseException as error:
@@ -115,13 +113,7 @@ def save(
         raise
 
 
-def _write_files(
-    folder: Path,
-    adapter: _core.Adapter,
-    meta: Meta,
-    optimizer: bool,
-    recipients: Sequence[str],
-) -> None:
+def _write_files(folder: Path, adapter: _core.Adapter, meta: Meta, optimizer: bool) -> None:
     named = dict(matrices(adapter, adapter.read("weights")))
     weights.write(folder / ADAPTER_FILE, named, {"format": "pt"})
     _write_json(folder / CONFIG_FILE, _peft_config(adapter, meta))
@@ -134,8 +126,6 @@ def _write_files(
         facts = {"step": str(adapter.step), "pending": json.dumps(adapter.pending)}
         weights.write(folder / OPTIMIZER_FILE, state, facts)
         files.append(OPTIMIZER_FILE)
-    if recipients:
-        files = [encryption.encrypt(folder / name, recipients).name for name in files]
     content = {
         "version": VERSION,
         **dataclasses.asdict(meta),
@@ -350,10 +340,7 @@ def _check_model(folder: Path, core: _core.Model) -> None:
 
 def _open_checked(folder: Path, name: str) -> weights.Tensors:
     """One file of a checkpoint, after comparing it with what meta.json says of it."""
-    files = _read_meta(folder)["files"]
-    said = files.get(name)
-    if said is None and name + encryption.SUFFIX in files:
-        raise ValueError(f"{folder} is encrypted with age: it can only be downloaded")
+    said = _read_meta(folder)["files"].get(name)
     if said is None:
         raise ValueError(f"{folder} was saved without {name}")
     file = folder / name

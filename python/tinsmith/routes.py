@@ -17,7 +17,7 @@ import zstandard
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tinsmith import encryption, wire, wire_sampling
+from tinsmith import wire, wire_sampling
 from tinsmith.errors import explain
 from tinsmith.service import Completions, Refusal, RunInfo, SamplerInfo, Service, owner
 from tinsmith.worker import StateSpec
@@ -283,7 +283,11 @@ async def save_weights_external(service: Service, request: Request) -> dict[str,
     model_id, seq = place(body)
 
     def start(run: RunInfo) -> Future[Any]:
-        recipients = encryption.check(wire.maybe(body, "age_encryption_recipients", list, []))
+        if wire.maybe(body, "age_encryption_recipients", list, []):
+            raise ValueError(
+                "age encryption is not built in tinsmith, a local server: leave "
+                "age_encryption_recipients out"
+            )
         path = service.store.path(model_id, "external_weights", wire.need(body, "path", str))
         ttl = wire.ttl(body)
         return service.worker.save(
@@ -292,7 +296,6 @@ async def save_weights_external(service: Service, request: Request) -> dict[str,
             service.store.folder(path),
             lambda step: run.meta("external_weights", step, {}, ttl),
             optimizer=False,
-            recipients=recipients,
         )
 
     path = f"tinker://{model_id}/external_weights/{body.get('path')}"

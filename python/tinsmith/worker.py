@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -220,7 +220,6 @@ class Worker:
         *,
         optimizer: bool,
         overwrite: bool = False,
-        recipients: Sequence[str] = (),
     ) -> Future[None]:
         """Writes a checkpoint. `describe` turns the number of steps taken into its Meta."""
 
@@ -232,7 +231,6 @@ class Worker:
                 describe(adapter.step),
                 optimizer=optimizer,
                 overwrite=overwrite,
-                recipients=recipients,
             )
 
         return self._submit(run, seq, work)
