@@ -249,11 +249,19 @@ Status adapter_optim_step(Adapter *adapter, const AdamW *o, Normalization by, St
         return fail(STATUS_NUMERIC,
                     "the gradient is not finite; it was cleared, and no step was taken");
     }
-    *report = (StepReport){norm, adapter->loss, adapter->tokens, adapter->sequences};
-    if (o->clip_norm > 0.0 && o->clip_norm < norm + 1e-6) scale *= o->clip_norm / (norm + 1e-6);
+    *report = (StepReport){.grad_norm = norm,
+                           .clipped_norm = norm,
+                           .loss = adapter->loss,
+                           .tokens = adapter->tokens,
+                           .sequences = adapter->sequences};
+    if (o->clip_norm > 0.0 && o->clip_norm < norm + 1e-6) {
+        scale *= o->clip_norm / (norm + 1e-6);
+        report->clipped_norm *= o->clip_norm / (norm + 1e-6);
+    }
     adapter_drop_kept(adapter);
     dev->adamw(dev, adapter->vector[WEIGHTS], adapter->vector[MOMENT_1], adapter->vector[MOMENT_2],
                adapter->vector[GRADIENTS], adapter->size, ++adapter->step, (float)scale, o->lr,
                o->beta1, o->beta2, o->eps, o->weight_decay);
+    TRY(adapter_norm(adapter, WEIGHTS, &report->weight_norm));
     return adapter_clear(adapter);
 }

@@ -159,7 +159,8 @@ typedef struct AdamW {
 typedef enum Normalization { BY_NOTHING, BY_LOSS_TOKENS, BY_SEQUENCES } Normalization;
 
 typedef struct StepReport {
-    double grad_norm, loss, tokens, sequences;
+    double grad_norm, clipped_norm, weight_norm; /* clipped: what the step was made with */
+    double loss, tokens, sequences;
 } StepReport;
 
 Status adapter_optim_step(Adapter *adapter, const AdamW *adamw, Normalization by,

@@ -5,10 +5,11 @@
  *   average     y += rate·(x − y)             reads 2·n, writes n; memory bound
  *   adamw       torch.optim.AdamW's one step  reads 4·n, writes 3·n; memory bound
  *
- * AdamW rounds as torch does: moments and weight in f32, the corrections of the step in double and
- * rounded once, on the host. The sum of squares is cut into parts that depend on n alone; each is
- * added by one block in double, and one block adds the parts in their order: no atomics, the same
- * bits every time. A thread takes 4 floats, 16 bytes, where the vectors allow it. */
+ * AdamW rounds as torch does: moments and weight in f32, fused where torch fuses, the corrections
+ * of the step in double and rounded once, on the host. The sum of squares is cut into parts that
+ * depend on n alone; each is added by one block in double, and one block adds the parts in their
+ * order: no atomics, the same bits every time. A thread takes 4 floats, 16 bytes, where the vectors
+ * allow it. */
 #include <math.h>
 
 #include "cuda.cuh"
@@ -81,10 +82,10 @@ typedef struct Step {
 __device__ static __forceinline__ void adamw_one(float *w, float *m, float *v, float g, Step a)
 {
     float gradient = a.scale * g;
-    *m = *m + a.one_beta1 * (gradient - *m);
-    *v = *v * a.beta2 + a.one_beta2 * gradient * gradient;
+    *m = __fmaf_rn(a.one_beta1, gradient - *m, *m);
+    *v = __fmaf_rn(a.one_beta2 * gradient, gradient, *v * a.beta2);
     float denominator = sqrtf(*v) / a.root_correction2 + a.eps;
-    *w = *w * a.keep - a.step_size * (*m / denominator);
+    *w = *w * a.keep - a.step_size * *m / denominator;
 }
 
 template <int W>

@@ -2,6 +2,8 @@
 that must be refused, and the SDK's own client with the flag on."""
 
 import json
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -426,6 +428,38 @@ def test_what_a_loss_holds_and_does_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(custom_loss, "WORK_MAX", 2000)
     with pytest.raises(ValueError, match=r"datum 1, node 'n1' .*more than 2000 numbers of work"):
         evaluate(loss, data * 2, [()] * 2)
+
+
+def random_graph(rng: random.Random) -> dict[str, Any]:
+    """Operations by their names on whatever: mostly nonsense."""
+    numbers = [0, 1, -1, 2, 0.5, 1e30, True, None, 1 << 40, {"float": "nan"}, {"ellipsis": True}]
+    known, nodes = ["x"], []
+    for number in range(rng.randrange(1, 8)):
+
+        def value() -> Any:
+            return rng.choice([{"ref": rng.choice(known)}, rng.choice(numbers)])
+
+        args = [value() for _ in range(rng.choice([0, 0, 1, 1, 2]))]
+        if rng.random() < 0.2:
+            args = [{rng.choice(["tuple", "slice"]): [value() for _ in range(3)]}]
+        target = rng.choice(sorted(custom_loss.OPS))
+        name = f"n{number}"
+        nodes.append(node("call_method", name, target, {"ref": rng.choice(known)}, *args))
+        known.append(name)
+    return graph_of(*nodes, node("call_method", "y", "sum", {"ref": known[-1]}))
+
+
+def test_no_graph_ends_otherwise() -> None:
+    rng, ends = random.Random(0), Counter()
+    logp = np.array([-1.0, -2.0, -0.5], np.float32)
+    for _ in range(2000):
+        try:
+            evaluate(custom_loss.check("mine", LOGPROBS, random_graph(rng)), [logp], [()])
+            ends["value"] += 1
+        except (ValueError, FloatingPointError) as refusal:
+            assert str(refusal)
+            ends[type(refusal)] += 1
+    assert len(ends) >= 3 and min(ends["value"], ends[ValueError]) > 50
 
 
 # ---- through the SDK ----

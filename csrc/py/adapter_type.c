@@ -314,8 +314,10 @@ static PyObject *adapter_optim_step_method(PyObject *object, PyObject *args, PyO
     Status status;
     Py_BEGIN_ALLOW_THREADS status = adapter_optim_step(adapter, &o, by, &report);
     Py_END_ALLOW_THREADS if (status) return raise_status(status);
-    return Py_BuildValue("{s:d,s:d,s:d,s:d}", "grad_norm", report.grad_norm, "loss", report.loss,
-                         "loss_tokens", report.tokens, "loss_sequences", report.sequences);
+    return Py_BuildValue("{s:d,s:d,s:d,s:d,s:d,s:d}", "grad_norm", report.grad_norm,
+                         "grad_norm_clipped", report.clipped_norm, "weight_norm",
+                         report.weight_norm, "loss", report.loss, "loss_tokens", report.tokens,
+                         "loss_sequences", report.sequences);
 }
 
 static PyObject *adapter_clear_method(PyObject *object, PyObject *unused)
@@ -527,7 +529,8 @@ static PyMethodDef methods[] = {
     {"optim_step", KEYWORDS(adapter_optim_step_method),
      "optim_step(*, learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm, "
      "normalization=None)\n"
-     "-> {grad_norm, loss, loss_tokens, loss_sequences}\n\nOne AdamW step; clears the gradients."},
+     "-> {grad_norm, grad_norm_clipped, weight_norm, loss, loss_tokens, loss_sequences}\n\nOne "
+     "AdamW step; clears the gradients."},
     {"clear_gradients", adapter_clear_method, METH_NOARGS,
      "clear_gradients()\n\nDrops the gradients so far."},
     {"interrupt", adapter_interrupt_method, METH_NOARGS,

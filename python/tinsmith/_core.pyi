@@ -176,8 +176,9 @@ class Adapter:
         normalization: str | None = None,  # "num_loss_tokens", "num_sequences" or None
     ) -> dict[str, float]:
         """One AdamW step with the gradients so far, which are then cleared. Returns grad_norm
-        (before clipping, after normalization), and of the calls behind it: loss (their sum),
-        loss_tokens and loss_sequences (those with a gradient that is not zero). FloatingPointError
+        (before clipping, after normalization), grad_norm_clipped, weight_norm (of all matrices,
+        after the step), and of the calls behind it: loss (their sum), loss_tokens and
+        loss_sequences (those with a gradient that is not zero). FloatingPointError
         if the gradient is not finite: it is cleared, and weights and moments stay as they were."""
     def clear_gradients(self) -> None: ...
     def interrupt(self) -> None:

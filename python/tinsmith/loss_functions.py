@@ -32,8 +32,9 @@ from tinsmith.autograd import (
     wholes,
 )
 
-PRODUCTS_MAX = 1 << 30  # multiplications of one matrix product
+PRODUCTS_MAX = 1 << 28  # multiplications of one matrix product
 PARTS_MAX = 1 << 12  # that one tensor is split in
+DIFFERENCES_MAX = 16  # of differences
 
 
 # ---- arithmetic ----
@@ -410,7 +411,9 @@ def _triangle(keep: Callable[..., Array]) -> Callable[..., Tensor]:
 def diff(input: Any, n: int = 1, dim: int = -1) -> Tensor:
     x = tensor(input)
     axis = axis_of(dim, x.data.ndim)
-    for _ in range(min(whole(n), x.data.shape[axis])):
+    if not 0 <= whole(n) <= DIFFERENCES_MAX:
+        raise Unsupported(f"diff with n = {n}, only from 0 to {DIFFERENCES_MAX}")
+    for _ in range(min(n, x.data.shape[axis])):
         length = x.data.shape[axis] - 1
         x = moved("narrow", x, axis, 1, length) - moved("narrow", x, axis, 0, length)
     return x
@@ -432,7 +435,7 @@ def one_hot(input: Any, num_classes: int = -1) -> Tensor:
     count = int(ids.max()) + 1 if count == -1 else count
     if ids.dtype != INT or (ids.size and not 0 <= ids.min() <= ids.max() < count):
         raise ValueError(f"one_hot needs integers from 0 to {count - 1}")
-    room(*ids.shape, count)
+    room(max(ids.size, 1), count)
     return Tensor((ids[..., None] == np.arange(count)).astype(INT))
 
 
