@@ -1,6 +1,5 @@
-"""Every op on the emulated GPU with warps and blocks run forward, in reverse, at random: the same
-bits in each, so that nothing hangs on who comes first. Left alone the emulator takes the three in
-turn, by launch and block."""
+"""Every op on the emulated GPU with warps and blocks run forward, in reverse and at random: the
+same bits each time. Left alone the emulator takes the three in turn, by launch and block."""
 
 import ctypes
 from collections.abc import Callable, Iterator
