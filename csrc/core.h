@@ -29,6 +29,10 @@ void arena_release(Arena *arena);
 /* The next `bytes`, aligned; NULL while measuring. Placing more than was measured is a programmer's
  * error. */
 void *arena_take(Arena *arena, size_t bytes);
+/* Bytes that the ops of `work` need for themselves; nothing is computed. */
+size_t device_rehearse(Device *dev, void (*work)(void *), void *context);
+/* Makes room for them. */
+Status device_prepare(Device *dev, void (*work)(void *), void *context);
 
 /* ---- model.c ---- */
 
@@ -77,7 +81,8 @@ typedef struct Model {
     Shape shape;
     DType type; /* of the matrices: DTYPE_F32 or DTYPE_BF16 */
     Arena weights;
-    float *inv_freq;
+    size_t bytes; /* that the weights take, also before they are there */
+    float *inv_freq, *host_freq;
     frozen *embed, *head; /* the same where they are tied */
     float *final_norm;
     LayerWeights *layer;
@@ -136,6 +141,8 @@ typedef struct AdapterSpec {
 } AdapterSpec;
 
 Status adapter_open(Adapter **adapter, Model *model, const AdapterSpec *spec);
+/* One without memory: its layout, and in memory.used the bytes that it would take. */
+Status adapter_measure(Adapter **adapter, Model *model, const AdapterSpec *spec, int vectors);
 void adapter_close(Adapter *adapter);
 /* The weights as they are now, without gradients and moments. */
 Status adapter_snapshot(Adapter **copy, const Adapter *adapter);
@@ -281,12 +288,30 @@ Status datums_check(const Datums *datums, const Model *model, const Loss *loss);
  * nothing was added. */
 Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Loss *loss,
                                 int with_backward, float *logp, double *loss_sum);
-/* Bytes of a training step of T rows. */
-size_t step_bytes(const Model *model, int rank, int T);
+/* Bytes of a training step of T rows of one datum, and in *scratch those that its ops need for
+ * themselves. */
+size_t step_bytes(Adapter *adapter, int T, size_t *scratch);
 /* Rows of a chunk whose logits exist at one time. */
 int head_rows(const Model *model);
 
+/* ---- plan.c: what is taken where nothing else is said ---- */
+
+/* Bytes of everything, before anything is allocated. */
+typedef struct Plan {
+    size_t weights, adapter, step, own, kv_token, cache, free, all;
+    int step_tokens;
+} Plan;
+
+/* `tokens` of a training step; 0: the default. */
+Status plan_make(Plan *plan, Model *model, const AdapterSpec *spec, int tokens);
+/* Rows of a micro-batch: as many as the device has use for, if it has the memory. */
+int plan_step_tokens(Adapter *adapter);
+/* Tokens of a sampler's cache. */
+int64_t plan_cache_tokens(const Model *model);
+
 /* ---- kv.c: pages of the cache ---- */
+
+enum { CACHE_TOKENS_MAX = 1 << 20 };
 
 typedef struct Kv {
     Model *model;

@@ -379,6 +379,22 @@ static Status draw_chunk(Step *step, const Ask *asks, int count)
     return STATUS_OK;
 }
 
+/* All ops of a step that need more memory the more there is to do, for a device that rehearses. */
+static void step_rehearse(void *context)
+{
+    Step *step = context;
+    const Model *m = step->sampler->model;
+    Device *d = m->dev;
+    int C = step->chunk, V = m->shape.vocab;
+    forward(m, &step->batch, &step->acts, &step->sampler->kv.cache);
+    if (!C) return;
+    ask_logits(step, step->draw_count >= C ? step->draw_asks : step->score_asks, C);
+    d->temper(d, step->logits, step->draws, C, V);
+    d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, C, V);
+    d->sample(d, step->ids, step->logp, step->logits, step->lse, step->draws, C, V);
+    d->topk_logprob(d, step->top_ids, step->top_logp, step->logits, step->lse, C, V, step->top);
+}
+
 static Status step_run(Step *step)
 {
     Sampler *sampler = step->sampler;
@@ -393,6 +409,7 @@ static Status step_run(Step *step)
     step_place(step, &measure, rank);
     TRY(arena_reserve(&sampler->arena, measure.used, "a sampling step"));
     step_place(step, &sampler->arena, rank);
+    TRY(device_prepare(sampler->model->dev, step_rehearse, step));
     TRY(step_forward(step));
     for (int i = 0; i < step->score_count; i += step->chunk)
         TRY(score_chunk(step, step->score_asks + i,

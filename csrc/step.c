@@ -8,6 +8,7 @@
  * and the logits of each are computed once more, to the same bits, for their gradient. Rows that
  * the loss can't give a gradient (their weights are zero) come last and get no backward. */
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -80,25 +81,6 @@ static void step_place(Step *step, Arena *arena)
     h->ids = arena_take(arena, targets * sizeof(int32_t));
     h->logp = arena_take(arena, targets * sizeof(float));
     h->dlogp = arena_take(arena, targets * sizeof(float));
-}
-
-size_t step_bytes(const Model *model, int rank, int T)
-{
-    LayerActs *layers = calloc((size_t)model->shape.layers, sizeof *layers);
-    if (!layers) return 0;
-    Adapter adapter = {.model = (Model *)model, .rank = rank};
-    Step step = {.adapter = &adapter,
-                 .with_backward = 1,
-                 .T = T,
-                 .S = 1,
-                 .pages = (T + KV_PAGE - 1) / KV_PAGE,
-                 .chunk = T < head_rows(model) ? T : head_rows(model),
-                 .targets = T,
-                 .acts.layer = layers};
-    Arena arena = {.dev = model->dev};
-    step_place(&step, &arena);
-    free(layers);
-    return arena.used;
 }
 
 /* ---- packing ---- */
@@ -225,6 +207,40 @@ static void chunk_backward(Step *step, int row, int rows)
     d->scatter(d, step->grads.dxn, h->dx, h->rows + row, rows, D);
 }
 
+/* All ops of a micro-batch, for a device that rehearses. */
+static void step_rehearse(void *context)
+{
+    Step *step = context;
+    const Model *m = step->adapter->model;
+    forward(m, &step->batch, &step->acts, &step->cache);
+    chunk_logits(step, 0, step->chunk);
+    if (!step->with_backward) return;
+    chunk_backward(step, 0, step->chunk);
+    backward(m, step->adapter, &step->batch, &step->acts, &step->grads);
+}
+
+size_t step_bytes(Adapter *adapter, int T, size_t *scratch)
+{
+    const Model *model = adapter->model;
+    LayerActs *layers = calloc((size_t)model->shape.layers, sizeof *layers);
+    if (!layers) return 0;
+    Segment segment = {adapter, 0, T};
+    Step step = {.adapter = adapter,
+                 .with_backward = 1,
+                 .T = T,
+                 .S = 1,
+                 .pages = (T + KV_PAGE - 1) / KV_PAGE,
+                 .chunk = T < head_rows(model) ? T : head_rows(model),
+                 .targets = T,
+                 .batch = {.segment = &segment, .segments = 1},
+                 .acts.layer = layers};
+    Arena arena = {.dev = model->dev};
+    step_place(&step, &arena);
+    *scratch = device_rehearse(model->dev, step_rehearse, &step);
+    free(layers);
+    return arena.used;
+}
+
 /* The loss of `count` targets whose inputs begin at `from`. */
 static Status piece_loss(Step *step, int64_t from, int64_t count, const float *logp, float *dlogp)
 {
@@ -309,13 +325,16 @@ static Status micro_run(Step *step, float *logp)
     adapter->arena.used = 0;
     Arena measure = {.dev = dev};
     step_place(step, &measure);
-    TRY(arena_reserve(&adapter->arena, measure.used, "a training step"));
+    char purpose[64];
+    snprintf(purpose, sizeof purpose, "a training step of %d tokens", step->T);
+    TRY(arena_reserve(&adapter->arena, measure.used, purpose));
     step_place(step, &adapter->arena);
-    step_pack(step);
-    step_order(step);
     Segment segment = {adapter, 0, step->T};
     step->batch.segment = &segment;
     step->batch.segments = 1;
+    TRY(device_prepare(dev, step_rehearse, step));
+    step_pack(step);
+    step_order(step);
     forward(m, &step->batch, &step->acts, &step->cache);
     if (step->with_backward)
         dev->zero(dev, step->grads.dxn, (size_t)step->T * (size_t)m->shape.width * dev->real_bytes);

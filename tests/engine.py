@@ -133,8 +133,11 @@ class CDevice(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char_p),
         ("real_bytes", SIZE),
+        ("own_bytes", SIZE),
+        ("step_rows", INT),
         ("alloc", ctypes.CFUNCTYPE(INT, VOID, ctypes.POINTER(VOID), SIZE)),
         ("release", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),
+        ("memory", ctypes.CFUNCTYPE(None, VOID, ctypes.POINTER(SIZE), ctypes.POINTER(SIZE))),
         ("upload", COPY),
         ("download", COPY),
         ("copy", COPY),
@@ -143,6 +146,15 @@ class CDevice(ctypes.Structure):
         ("frozen_load", ctypes.CFUNCTYPE(None, VOID, VOID, VOID, INT, INT, INT)),
         ("sync", ctypes.CFUNCTYPE(INT, VOID)),
         ("close", ctypes.CFUNCTYPE(None, VOID)),
+        ("fetch", COPY),
+        ("await_", ctypes.CFUNCTYPE(INT, VOID, INT)),
+        ("rehearse", ctypes.CFUNCTYPE(None, VOID)),
+        ("rehearsed", ctypes.CFUNCTYPE(SIZE, VOID)),
+        ("reserve", ctypes.CFUNCTYPE(INT, VOID, SIZE)),
+        ("record", ctypes.CFUNCTYPE(INT, VOID)),
+        ("recorded", ctypes.CFUNCTYPE(INT, VOID, ctypes.POINTER(VOID))),
+        ("replay", ctypes.CFUNCTYPE(INT, VOID, VOID)),
+        ("graph_close", ctypes.CFUNCTYPE(None, VOID, VOID)),
         *((name, op_type(params)) for name, params in OPS.items()),
     ]
 
@@ -319,7 +331,12 @@ class Device:
             if p.pointer and p.const and memory[p.name] and p.name not in shared
         }
         values = args | {name: m and m.pointer for name, m in memory.items()}
-        getattr(self.c, op)(self.pointer, *(values[p.name] for p in params))
+        ordered = [values[p.name] for p in params]
+        if self.c.rehearse:  # as a step does before its ops
+            self.c.rehearse(self.pointer)
+            getattr(self.c, op)(self.pointer, *ordered)
+            self.check(self.c.reserve(self.pointer, self.c.rehearsed(self.pointer)))
+        getattr(self.c, op)(self.pointer, *ordered)
         self.check(self.c.sync(self.pointer))
         out = {}
         for p in params:

@@ -61,10 +61,11 @@ class Model:
     def device(self) -> str: ...
     @property
     def weight_bytes(self) -> int: ...
-    def plan(self, rank: int, tokens: int) -> dict[str, int]:
-        """Bytes that weights, an adapter of `rank` on every layer, a training step of `tokens`
-        packed rows, and the KV cache of one token take, before anything is allocated: keys weights,
-        adapter, step, kv_token."""
+    def plan(self, rank: int, tokens: int = 0) -> dict[str, int]:
+        """Bytes that everything takes, before anything is allocated: weights; adapter, of `rank` on
+        every layer; step, of `tokens` packed rows (0: step_tokens, the default's); own, what the
+        device's ops need for themselves; kv_token, one token in the KV cache; cache, a sampler's by
+        default; free and all, what the device can give and has."""
 
 class Adapter:
     """LoRA matrices on a model, with gradients and AdamW state. B starts at zero, A as PEFT

@@ -1,0 +1,155 @@
+"""The CUDA device's memory, stream and failures, on an emulated card that can be small, old or
+lost: what can't fit is refused in a sentence, nothing is allocated inside a step, and whatever
+happens to the card reaches the caller."""
+
+import ctypes
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from engine import Device, Unavailable, emulated_library
+from models import call, datum, folder, randomize, tokens_of
+from tinsmith import _core
+from tinsmith.families import LoadedModel, load_model, read_config
+from tinsmith.worker import plan
+
+MIB = 1 << 20
+CARD = (2048 * MIB, 13000, 9, 0)  # free bytes, driver, compute capability: the emulator's own
+
+CardMaker = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(emulated_library()))
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    library.cuda_emulated_card.argtypes = [ctypes.c_size_t, *[ctypes.c_int] * 3]
+    library.cuda_emulated_lose.argtypes = [ctypes.c_int64]
+    return library
+
+
+@pytest.fixture
+def card(library: ctypes.CDLL) -> Iterator[CardMaker]:
+    """Sets what the card is; it is itself again afterwards."""
+
+    def make(
+        size: int = CARD[0], driver: int = CARD[1], major: int = CARD[2], minor: int = CARD[3]
+    ) -> None:
+        library.cuda_emulated_card(size, driver, major, minor)
+
+    yield make
+    library.cuda_emulated_card(*CARD)
+    library.cuda_emulated_lose(-1)
+
+
+def load(name: str = "qwen3") -> LoadedModel:
+    return load_model(folder(name), device="cuda-emulated")
+
+
+def wide_config(**sizes: int) -> tuple[dict[str, float], np.ndarray]:
+    """A model's config that is large enough for numbers to matter."""
+    config, freq = read_config(folder("qwen3"))
+    return config | sizes, freq
+
+
+# ---- memory ----
+
+
+def test_an_op_that_was_not_rehearsed_fails_and_says_so(library: ctypes.CDLL) -> None:
+    dev, T, V, K = Device("cuda-emulated"), 1100, 9000, 64
+    held = [dev.put(np.zeros(n), "float") for n in (T * K, T * K, T * V, T)]
+    arguments = [dev.pointer, *(memory.pointer for memory in held), T, V, K]
+    dev.c.topk_logprob(*arguments)
+    with pytest.raises(RuntimeError, match=r"needs \d+ bytes for itself, \d+ were reserved"):
+        dev.check(dev.c.sync(dev.pointer))
+    dev.check(dev.c.sync(dev.pointer))  # it is told once
+    dev.c.rehearse(dev.pointer)
+    dev.c.topk_logprob(*arguments)
+    assert dev.c.rehearsed(dev.pointer) == T * 2 * K * 8  # of each of two parts of a row, K ranks
+    assert (held[0].read(64) == 0).all()
+
+
+def test_a_plan_is_made_before_anything_is_allocated(card: CardMaker) -> None:
+    config, freq = wide_config(vocab=50_000, width=512)
+    card(50 * MIB)
+    small = plan(config, freq, "bf16", rank=4, device="cuda-emulated")
+    card(4096 * MIB)
+    large = plan(config, freq, "bf16", rank=4, device="cuda-emulated")
+    assert small["weights"] == large["weights"] > 50 * MIB
+    assert small["free"] == 17 * MIB and large["free"] == 4063 * MIB  # the device has 33 itself
+    assert large["own"] >= 33 * MIB + 50_000 * 4 * 2  # cuBLASLt's workspace; LoRA's B in bf16
+
+
+def test_a_step_takes_what_the_plan_says_and_no_more(card: CardMaker) -> None:
+    model = load()
+    adapter = randomize(_core.Adapter(model.core, rank=4))
+    sizes = model.core.plan(4, 70)
+    call(adapter, [datum(tokens_of("qwen3", 70))])
+    taken = sizes["free"] - model.core.plan(4, 70)["free"]
+    assert sizes["step"] <= taken <= sizes["step"] + sizes["own"] - 32 * MIB
+    for _ in range(2):  # a step like it allocates nothing
+        call(adapter, [datum(tokens_of("qwen3", 70, seed=1))])
+    assert sizes["free"] - taken == model.core.plan(4, 70)["free"]
+
+
+def test_what_the_card_cant_hold_is_told_with_bytes_needed_and_free(card: CardMaker) -> None:
+    config, freq = wide_config(vocab=50_000)
+    model, core = _core.Model(config, freq, device="cuda-emulated"), load().core
+    adapter = randomize(_core.Adapter(core, rank=4))
+    card(2 * MIB)
+    wanted = rf"base model needs {model.plan(1)['weights'] / MIB:.1f} MiB on device cuda-emulated"
+    with pytest.raises(MemoryError, match=wanted + r", which can give 2\.0 of its \d+\.\d MiB"):
+        model.load("final_norm", -1, np.ones(int(config["width"]), np.float32))
+    with pytest.raises(MemoryError, match=r"a cache of keys and values of 65536 tokens needs"):
+        _core.Sampler(core, tokens=65536)
+    before = adapter.read("weights")
+    with pytest.raises(MemoryError, match=r"a training step of 2000 tokens needs \d+\.\d MiB"):
+        call(adapter, [datum(tokens_of("qwen3", 100, seed=i)) for i in range(20)])
+    np.testing.assert_array_equal(adapter.read("weights"), before)
+    assert not adapter.read("gradients").any()
+    call(adapter, [datum(tokens_of("qwen3", 3))])  # what fits goes on
+
+
+def test_defaults_are_made_of_the_cards_memory(card: CardMaker) -> None:
+    config, freq = wide_config(width=512, ffn=2048, layers=12)
+    sizes = {}
+    for gib in (1, 2, 4, 64):
+        card(gib * 1024 * MIB)
+        sizes[gib] = plan(config, freq, "bf16", rank=8, device="cuda-emulated")
+        room = (
+            sizes[gib]["all"] - sizes[gib]["weights"]
+        )  # the card is its own but for tests' models
+        assert sizes[gib]["step"] < room / 2 and sizes[gib]["cache"] <= room / 4
+    steps = [sizes[gib]["step_tokens"] for gib in sizes]
+    caches = [sizes[gib]["cache"] for gib in sizes]
+    assert steps == sorted(steps) and steps[0] < steps[-1] == 8192
+    assert caches == sorted(caches) and caches[0] < caches[-1]
+
+
+def test_info_prints_the_plan(library: ctypes.CDLL, capsys: pytest.CaptureFixture[str]) -> None:
+    from tinsmith.cli import main
+
+    assert main(["info", str(folder("qwen3")), "--rank", "4", "--tokens", "64"]) == 0
+    printed = capsys.readouterr().out
+    for words in ("base weights", "a training step of 64 tokens", "a KV cache of", "can give"):
+        assert words in printed
+
+
+# ---- a card that can't be used ----
+
+
+def test_an_old_driver_and_an_old_card_are_told(card: CardMaker) -> None:
+    for options, sentence in (
+        ({"driver": 12040}, "the NVIDIA driver is for CUDA 12.4, and tinsmith was built with 13.0"),
+        ({"driver": 0}, "no NVIDIA driver"),
+        ({"major": 7, "minor": 5}, "has compute capability 7.5, and tinsmith needs 8.0 or more"),
+        ({"size": 8 * MIB}, "workspace of products needs 32.0 MiB, and the card can give"),
+    ):
+        card(**options)
+        assert sentence in _core.devices()["cuda-emulated"]
+        with pytest.raises((RuntimeError, MemoryError), match="cuda-emulated: "):
+            load()
+    card()
+    assert _core.devices()["cuda-emulated"] == ""
