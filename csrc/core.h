@@ -250,8 +250,9 @@ typedef struct LossCall {
 
 typedef struct Loss {
     const char *name;
-    int multi; /* targets may be (N, K) */
-    int whole; /* evaluate needs all targets of a datum in one call */
+    int multi;  /* targets may be (N, K) */
+    int whole;  /* evaluate needs all targets of a datum in one call */
+    int linear; /* dlogp does not depend on logp: it is known before the forward */
     struct {
         const char *name;
         int required;

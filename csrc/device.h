@@ -44,6 +44,7 @@ struct Device {
     size_t real_bytes; /* bytes of one `real` */
     size_t own_bytes;  /* that the device took for itself when it was opened */
     int step_rows;     /* rows of a training step from which on more would not make it faster */
+    int async;         /* the host goes on while ops run */
 
     Status (*alloc)(Device *dev, void **memory, size_t bytes);
     void (*release)(Device *dev, void *memory, size_t bytes);

@@ -12,7 +12,7 @@
 
 #include "core.h"
 
-enum { MULTI = 1, WHOLE = 1, REQUIRED = 1 };
+enum { MULTI = 1, WHOLE = 1, LINEAR = 1, REQUIRED = 1 };
 
 /* −Σ w·lp */
 static double cross_entropy(const LossCall *c)
@@ -129,6 +129,7 @@ static const Loss losses[] = {
     {
         .name = "cross_entropy",
         .multi = MULTI,
+        .linear = LINEAR,
         .input = {{.name = "weights", .missing = 1.0f}},
         .evaluate = cross_entropy,
     },

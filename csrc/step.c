@@ -4,7 +4,8 @@
  * Datums are packed whole, in order, into micro-batches of at most step_tokens rows (a longer datum
  * gets one of its own); gradients add up. The head sees rows in chunks, so the N×V logits never
  * exist: logits of a chunk, log-probabilities, the loss of those targets, then logits turn into
- * their own gradient in place. A loss that needs whole datums is evaluated after the last chunk,
+ * their own gradient in place. A loss whose gradient is known beforehand (`linear`) is told at the
+ * end, and the host waits once. A loss that needs whole datums is evaluated after the last chunk,
  * and the logits of each are computed once more, to the same bits, for their gradient. Rows that
  * the loss can't give a gradient (their weights are zero) come last and get no backward. */
 #include <math.h>
@@ -14,10 +15,16 @@
 
 #include "core.h"
 
+/* A chunk of rows from its logits to their gradient. */
+typedef struct Chunk {
+    real *x, *s;         /* (C,D), (C,R) */
+    float *logits, *lse; /* (C,V), (C) */
+} Chunk;
+
 /* What one micro-batch has on the device beyond Acts and Grads. */
 typedef struct Head {
-    real *x, *s, *dx, *ds; /* (C,D), (C,R) */
-    float *logits, *lse;   /* (C,V), (C) */
+    Chunk chunk[2]; /* one after the other, where the host waits for one while the next is made */
+    real *dx, *ds;  /* (C,D), (C,R) */
     int32_t *rows, *start,
         *ids;            /* (T), (T+1), (targets): in the order in which the head sees rows */
     float *logp, *dlogp; /* (targets) */
@@ -54,6 +61,20 @@ int head_rows(const Model *model)
     return rows < 32 ? 32 : rows > 512 ? 512 : (int)rows;
 }
 
+/* Whether the host needs a chunk's log-probabilities before its gradient can be computed. */
+static int step_waits(const Step *step)
+{
+    const Loss *loss = step->loss; /* NULL: the plan of any */
+    return step->with_backward && !(loss && (loss->linear || loss->whole));
+}
+
+/* By how many chunks the device then is ahead, so that it does not wait for the host: its logits
+ * take 2·V·D flops a row, 100 µs and more a chunk, and the way to the host and back some 40. */
+static int step_ahead(const Step *step)
+{
+    return step->adapter->model->dev->async && step_waits(step) && step->chunk < step->T;
+}
+
 /* ---- memory ---- */
 
 static void step_place(Step *step, Arena *arena)
@@ -70,12 +91,18 @@ static void step_place(Step *step, Arena *arena)
     acts_place(&step->acts, arena, m, step->T, step->adapter->rank, step->with_backward);
     if (step->with_backward) grads_place(&step->grads, arena, m, step->T, step->adapter->rank);
     Head *h = &step->head;
-    h->x = arena_take(arena, C * (size_t)s->width * size);
+    for (int i = 0; i < 2; i++) {
+        if (i > step_ahead(step)) {
+            h->chunk[i] = h->chunk[0];
+            break;
+        }
+        h->chunk[i].x = arena_take(arena, C * (size_t)s->width * size);
+        h->chunk[i].s = arena_take(arena, C * R * size);
+        h->chunk[i].logits = arena_take(arena, C * (size_t)s->vocab * sizeof(float));
+        h->chunk[i].lse = arena_take(arena, C * sizeof(float));
+    }
     h->dx = arena_take(arena, C * (size_t)s->width * size);
-    h->s = arena_take(arena, C * R * size);
     h->ds = arena_take(arena, C * R * size);
-    h->logits = arena_take(arena, C * (size_t)s->vocab * sizeof(float));
-    h->lse = arena_take(arena, C * sizeof(float));
     h->rows = arena_take(arena, T * sizeof(int32_t));
     h->start = arena_take(arena, (T + 1) * sizeof(int32_t));
     h->ids = arena_take(arena, targets * sizeof(int32_t));
@@ -175,16 +202,17 @@ static void chunk_logits(Step *step, int row, int rows)
     Adapter *adapter = step->adapter;
     const Model *m = adapter->model;
     Device *d = m->dev;
-    Head *h = &step->head;
+    const Head *h = &step->head;
+    const Chunk *c = &h->chunk[row / step->chunk % 2];
     int D = m->shape.width, V = m->shape.vocab, R = adapter->rank;
     const float *weights = adapter->vector[WEIGHTS];
     Pair pair = adapter->head;
-    d->gather(d, h->x, step->acts.hidden, h->rows + row, rows, D);
-    d->head(d, h->logits, h->x, m->head, rows, V, D);
+    d->gather(d, c->x, step->acts.hidden, h->rows + row, rows, D);
+    d->head(d, c->logits, c->x, m->head, rows, V, D);
     if (pair.a >= 0)
-        d->head_lora(d, h->logits, h->s, h->x, weights + pair.a, weights + pair.b, rows, V, D, R,
+        d->head_lora(d, c->logits, c->s, c->x, weights + pair.a, weights + pair.b, rows, V, D, R,
                      adapter->scale);
-    d->logprob(d, h->lse, h->logp, h->logits, h->ids, h->start + row, rows, V);
+    d->logprob(d, c->lse, h->logp, c->logits, h->ids, h->start + row, rows, V);
 }
 
 /* The gradient of those rows, out of the logits that chunk_logits has just left and of dlogp. */
@@ -193,16 +221,17 @@ static void chunk_backward(Step *step, int row, int rows)
     Adapter *adapter = step->adapter;
     const Model *m = adapter->model;
     Device *d = m->dev;
-    Head *h = &step->head;
+    const Head *h = &step->head;
+    const Chunk *c = &h->chunk[row / step->chunk % 2];
     int D = m->shape.width, V = m->shape.vocab, R = adapter->rank;
     const float *weights = adapter->vector[WEIGHTS];
     float *fresh = adapter->vector[FRESH];
     Pair pair = adapter->head;
-    real *dlogits = (real *)h->logits; /* in place */
-    d->logprob_backward(d, dlogits, h->logits, h->lse, h->dlogp, h->ids, h->start + row, rows, V);
+    real *dlogits = (real *)c->logits; /* in place */
+    d->logprob_backward(d, dlogits, c->logits, c->lse, h->dlogp, h->ids, h->start + row, rows, V);
     d->linear_backward(d, h->dx, dlogits, m->head, rows, V, D, 0);
     if (pair.a >= 0)
-        d->lora_backward(d, h->dx, fresh + pair.a, fresh + pair.b, h->ds, dlogits, h->x, h->s,
+        d->lora_backward(d, h->dx, fresh + pair.a, fresh + pair.b, h->ds, dlogits, c->x, c->s,
                          weights + pair.a, weights + pair.b, rows, V, D, R, adapter->scale);
     d->scatter(d, step->grads.dxn, h->dx, h->rows + row, rows, D);
 }
@@ -272,31 +301,102 @@ static Status datums_loss(Step *step, const float *logp)
     return STATUS_OK;
 }
 
-/* Log-probabilities of all rows, their loss, and their gradient: chunk by chunk, or, if the loss is
- * whole, in two walks over the chunks. */
-static Status head_run(Step *step, float *logp)
+static int chunk_rows(const Step *step, int row)
+{
+    return step->T - row < step->chunk ? step->T - row : step->chunk;
+}
+
+static Status chunk_loss(Step *step, int row)
+{
+    int64_t from = step->start[row], to = step->start[row + chunk_rows(step, row)];
+    return piece_loss(step, from, to - from, step->logp + from, step->dlogp + from);
+}
+
+/* Chunks whose gradient needs their loss: the host fetches one's log-probabilities while the device
+ * is already at the next one's. */
+static Status chunks_run(Step *step)
 {
     Device *dev = step->adapter->model->dev;
-    int whole = step->loss->whole;
-    for (int row = 0, rows; row < step->T; row += rows) {
-        rows = step->T - row < step->chunk ? step->T - row : step->chunk;
+    int chunks = (step->T + step->chunk - 1) / step->chunk, ahead = step_ahead(step);
+    for (int i = 0; i < chunks + ahead; i++) {
+        if (i < chunks) {
+            int row = i * step->chunk, rows = chunk_rows(step, row);
+            int64_t from = step->start[row], count = step->start[row + rows] - from;
+            chunk_logits(step, row, rows);
+            dev->fetch(dev, step->logp + from, step->head.logp + from,
+                       (size_t)count * sizeof(float));
+        }
+        if (i < ahead) continue;
+        int row = (i - ahead) * step->chunk, rows = chunk_rows(step, row);
         int64_t from = step->start[row], count = step->start[row + rows] - from;
-        size_t bytes = (size_t)count * sizeof(float);
-        chunk_logits(step, row, rows);
-        TRY(dev->sync(dev));
-        dev->download(dev, step->logp + from, step->head.logp + from, bytes);
-        if (whole) continue;
-        TRY(piece_loss(step, from, count, step->logp + from, step->dlogp + from));
-        dev->upload(dev, step->head.dlogp + from, step->dlogp + from, bytes);
-        if (step->with_backward && row < step->live) chunk_backward(step, row, rows);
+        TRY(dev->await(dev, i < chunks ? ahead : 0));
+        TRY(chunk_loss(step, row));
+        dev->upload(dev, step->head.dlogp + from, step->dlogp + from,
+                    (size_t)count * sizeof(float));
+        if (row < step->live) chunk_backward(step, row, rows);
     }
+    return STATUS_OK;
+}
+
+/* All logits, then the loss, then the logits once more for their gradient. */
+static Status whole_run(Step *step, float *logp)
+{
+    Device *dev = step->adapter->model->dev;
+    size_t bytes = (size_t)step->targets * sizeof(float);
+    for (int row = 0; row < step->T; row += step->chunk)
+        chunk_logits(step, row, chunk_rows(step, row));
+    dev->fetch(dev, step->logp, step->head.logp, bytes);
+    TRY(dev->await(dev, 0));
     for (int64_t i = 0; i < step->targets; i++) logp[step->source[i]] = step->logp[i];
-    if (whole) TRY(datums_loss(step, logp));
-    for (int row = 0, rows; whole && step->with_backward && row < step->live; row += rows) {
-        rows = step->T - row < step->chunk ? step->T - row : step->chunk;
-        chunk_logits(step, row, rows);
-        chunk_backward(step, row, rows);
+    TRY(datums_loss(step, logp));
+    for (int row = 0; step->with_backward && row < step->live; row += step->chunk) {
+        chunk_logits(step, row, chunk_rows(step, row));
+        chunk_backward(step, row, chunk_rows(step, row));
     }
+    return STATUS_OK;
+}
+
+/* Chunks of which nothing is asked, or whose dlogp a linear loss knows beforehand: nobody waits.
+ * The log-probabilities are on their way when it returns. */
+static void known_run(Step *step)
+{
+    Device *dev = step->adapter->model->dev;
+    size_t bytes = (size_t)step->targets * sizeof(float);
+    if (step->with_backward) {
+        LossCall call = {.count = step->targets, .logp = step->logp, .dlogp = step->dlogp};
+        for (int j = 0; j < LOSS_INPUTS; j++) call.input[j] = step->input[j];
+        call.key = step->datums->key;
+        memset(step->logp, 0, bytes);
+        step->loss->evaluate(&call);
+        dev->upload(dev, step->head.dlogp, step->dlogp, bytes);
+    }
+    for (int row = 0; row < step->T; row += step->chunk) {
+        chunk_logits(step, row, chunk_rows(step, row));
+        if (step->with_backward && row < step->live)
+            chunk_backward(step, row, chunk_rows(step, row));
+    }
+    dev->fetch(dev, step->logp, step->head.logp, bytes);
+}
+
+/* Log-probabilities of all rows, and their gradient; their loss too, but where it can be told
+ * later. */
+static Status head_run(Step *step, float *logp)
+{
+    if (step->loss->whole) return whole_run(step, logp);
+    if (step_waits(step)) return chunks_run(step);
+    known_run(step);
+    return STATUS_OK;
+}
+
+/* What is left to tell of the head: the log-probabilities, and the loss of those that nobody waited
+ * for. */
+static Status head_tell(Step *step, float *logp)
+{
+    Device *dev = step->adapter->model->dev;
+    TRY(dev->await(dev, 0));
+    for (int64_t i = 0; i < step->targets; i++) logp[step->source[i]] = step->logp[i];
+    if (step->loss->whole || step_waits(step)) return STATUS_OK;
+    for (int row = 0; row < step->T; row += step->chunk) TRY(chunk_loss(step, row));
     return STATUS_OK;
 }
 
@@ -338,11 +438,14 @@ static Status micro_run(Step *step, float *logp)
     forward(m, &step->batch, &step->acts, &step->cache);
     if (step->with_backward)
         dev->zero(dev, step->grads.dxn, (size_t)step->T * (size_t)m->shape.width * dev->real_bytes);
-    TRY(head_run(step, logp + step->target0));
-    if (!step->with_backward || !step->live) return dev->sync(dev);
-    count_live(step);
-    backward(m, adapter, &step->batch, &step->acts, &step->grads);
-    return dev->sync(dev);
+    Status status = head_run(step, logp + step->target0);
+    if (!status && step->with_backward && step->live) {
+        count_live(step);
+        backward(m, adapter, &step->batch, &step->acts, &step->grads);
+    }
+    if (!status) status = head_tell(step, logp + step->target0);
+    Status last = dev->sync(dev); /* also after a failure: fetches may be under way */
+    return last ? last : status;
 }
 
 /* ---- the call ---- */

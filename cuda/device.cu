@@ -194,6 +194,12 @@ extern "C" TINSMITH_EXPORT void cuda_emulated_card(size_t free_bytes, int driver
     emulate::card.minor = minor;
 }
 
+/* How often the host has waited for the card. */
+extern "C" TINSMITH_EXPORT int64_t cuda_emulated_waits(void)
+{
+    return emulate::card.waits;
+}
+
 /* The card is lost at the launch or copy that comes after so many more; -1: it is as new. */
 extern "C" TINSMITH_EXPORT void cuda_emulated_lose(int64_t after)
 {
@@ -220,6 +226,7 @@ extern "C" TINSMITH_EXPORT Status cuda_open(Device **dev, int threads, unsigned 
     d->name = CUDA_NAME;
     d->real_bytes = sizeof(real);
     d->step_rows = STEP_ROWS;
+    d->async = 1;
     d->alloc = device_alloc;
     d->release = device_release;
     d->memory = device_memory;

@@ -39,6 +39,7 @@ struct Card {
     int driver = CUDART_VERSION, major = 9, minor = 0;
     int64_t lost_in = -1; /* launches and copies from now, or -1: never */
     bool lost = false;
+    int64_t waits = 0; /* of the host for the stream */
     std::unordered_map<void *, size_t> blocks;
     cudaGraph_t capture = nullptr; /* where the stream's work is written down */
 };
@@ -188,6 +189,7 @@ static inline cudaError_t cudaStreamDestroy(cudaStream_t)
 
 static inline cudaError_t cudaStreamSynchronize(cudaStream_t)
 {
+    emulate::card.waits++;
     return emulate::state_uncaptured();
 }
 
@@ -210,6 +212,7 @@ static inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t)
 
 static inline cudaError_t cudaEventSynchronize(cudaEvent_t)
 {
+    emulate::card.waits++;
     return emulate::state_uncaptured();
 }
 

@@ -135,6 +135,7 @@ class CDevice(ctypes.Structure):
         ("real_bytes", SIZE),
         ("own_bytes", SIZE),
         ("step_rows", INT),
+        ("async_", INT),
         ("alloc", ctypes.CFUNCTYPE(INT, VOID, ctypes.POINTER(VOID), SIZE)),
         ("release", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),
         ("memory", ctypes.CFUNCTYPE(None, VOID, ctypes.POINTER(SIZE), ctypes.POINTER(SIZE))),

@@ -27,6 +27,7 @@ def library() -> ctypes.CDLL:
         pytest.skip(str(reason))
     library.cuda_emulated_card.argtypes = [ctypes.c_size_t, *[ctypes.c_int] * 3]
     library.cuda_emulated_lose.argtypes = [ctypes.c_int64]
+    library.cuda_emulated_waits.restype = ctypes.c_int64
     return library
 
 
@@ -135,6 +136,34 @@ def test_info_prints_the_plan(library: ctypes.CDLL, capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     for words in ("base weights", "a training step of 64 tokens", "a KV cache of", "can give"):
         assert words in printed
+
+
+# ---- the stream ----
+
+
+def test_a_step_waits_once_and_the_pipelined_gradient_is_the_same(library: ctypes.CDLL) -> None:
+    """Two chunks of logits. With q = logp a ratio is 1, and importance_sampling's gradient that of
+    cross_entropy with the advantages as weights, to the bit."""
+    core, ids = load().core, [tokens_of("qwen3", 103, seed=i) for i in range(6)]
+    advantages = np.linspace(-1, 2, 103, dtype=np.float32)
+    advantages[:20] = 0
+    logp, gradients, waits = [], [], []
+    for loss in ("cross_entropy", "importance_sampling"):
+        adapter = randomize(_core.Adapter(core, rank=4))
+        if loss == "cross_entropy":
+            data = [datum(one, weights=advantages) for one in ids]
+        else:
+            data = [
+                datum(one, logprobs=q, advantages=advantages)
+                for one, q in zip(ids, logp, strict=True)
+            ]
+        before = library.cuda_emulated_waits()
+        logp, _ = call(adapter, data, loss)
+        waits.append(library.cuda_emulated_waits() - before)
+        gradients.append(adapter.read("gradients"))
+    # An array to reserve, the log-probabilities, the step's end, the gradient's norm.
+    assert waits[0] <= 6 and waits[1] <= waits[0] + 2, waits
+    np.testing.assert_array_equal(*gradients)
 
 
 # ---- a card that can't be used ----
