@@ -91,7 +91,9 @@ Status adapter_measure(Adapter **out, Model *model, const AdapterSpec *spec, int
 {
     Adapter *adapter = calloc(1, sizeof *adapter);
     if (!adapter) return fail(STATUS_MEMORY, "no memory for an adapter");
+    static _Atomic uint64_t made;
     adapter->model = model;
+    adapter->number = ++made;
     adapter->rank = spec->rank;
     adapter->groups = spec->groups;
     adapter->alpha = spec->alpha;

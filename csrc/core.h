@@ -118,6 +118,7 @@ typedef enum Vector { WEIGHTS, GRADIENTS, MOMENT_1, MOMENT_2, FRESH, VECTORS } V
 
 typedef struct Adapter {
     Model *model;
+    uint64_t number; /* from 1; no other adapter of this process has had it */
     int rank, groups;
     float alpha, scale; /* scale = alpha / rank */
     int64_t size;       /* parameters */
@@ -318,7 +319,7 @@ typedef struct Kv {
     Model *model;
     Arena arena;
     Cache cache;
-    int pages, free_count;
+    int pages, free_count; /* page number `pages` is nobody's: rows that only fill up write there */
     int32_t *free_list;
     int32_t *users; /* of each page: sequences that hold it */
 } Kv;

@@ -23,7 +23,7 @@ Status kv_open(Kv *kv, Model *model, int64_t tokens)
 {
     int64_t pages = (tokens + KV_PAGE - 1) / KV_PAGE;
     *kv = (Kv){.model = model, .arena.dev = model->dev, .pages = (int)pages};
-    kv->cache.stride = (size_t)pages * page_elements(model);
+    kv->cache.stride = (size_t)(pages + 1) * page_elements(model); /* and nobody's page */
     size_t bytes = kv->cache.stride * (size_t)model->shape.layers * model->dev->real_bytes;
     char purpose[64];
     snprintf(purpose, sizeof purpose, "a cache of keys and values of %lld tokens",

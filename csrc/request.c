@@ -21,6 +21,7 @@ Status sampler_open(Sampler **out, Model *model, int64_t tokens, int limit_ids)
     if (!sampler) return fail(STATUS_MEMORY, "no memory for a sampler");
     sampler->model = model;
     sampler->arena.dev = model->dev;
+    sampler->graphs = model->dev->record != NULL;
     sampler->limit_ids = limit_ids ? limit_ids : model->shape.vocab;
     if (!tokens) tokens = plan_cache_tokens(model);
     sampler->layers = calloc((size_t)model->shape.layers, sizeof *sampler->layers);
@@ -65,6 +66,7 @@ void sampler_close(Sampler *sampler)
 {
     if (!sampler) return;
     for (int i = 0; i < sampler->count; i++) request_close(&sampler->kv, sampler->request[i]);
+    decode_close(sampler);
     free(sampler->request);
     free(sampler->layers);
     free(sampler->drawn);

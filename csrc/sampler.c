@@ -4,7 +4,7 @@
  * The rows of a step are those of the trainer's forward, op for op, and no op lets a row see its
  * neighbours in the batch, so a token's log-probability is the trainer's, whoever else was decoded
  * with it. Logits exist for a chunk of rows at a time, also where a prompt's log-probabilities are
- * asked for. */
+ * asked for. Steps that only decode are decode.c's, where the device records them. */
 #include "sampler.h"
 
 #include <math.h>
@@ -321,8 +321,7 @@ static Status score_chunk(Step *step, const Ask *asks, int count)
     return status;
 }
 
-/* A drawn token joins its sequence, and may end it. */
-static void take_token(Sampler *sampler, const Turn *turn, int32_t token, float logp)
+void sampler_take_token(Sampler *sampler, const Turn *turn, int32_t token, float logp)
 {
     Request *r = turn->request;
     Sequence *s = &r->sequence[turn->sample];
@@ -336,6 +335,18 @@ static void take_token(Sampler *sampler, const Turn *turn, int32_t token, float 
     if (s->ending != RUNNING) sequence_drop(&sampler->kv, s);
 }
 
+Draw sampler_draw(const Sampler *sampler, const Turn *turn)
+{
+    const RequestSpec *spec = &turn->request->spec;
+    return (Draw){spec->seed,
+                  (uint32_t)turn->sample,
+                  (uint32_t)(turn->from + turn->rows - 1),
+                  spec->temperature,
+                  spec->top_p,
+                  spec->top_k,
+                  sampler->limit_ids};
+}
+
 static Status draw_chunk(Step *step, const Ask *asks, int count)
 {
     Sampler *sampler = step->sampler;
@@ -346,15 +357,8 @@ static Status draw_chunk(Step *step, const Ask *asks, int count)
     Draw draws[STEP_ROWS] = {0};
     int wanted = 0;
     for (int i = 0; i < count; i++) {
-        const RequestSpec *spec = &asks[i].turn->request->spec;
-        draws[i] = (Draw){spec->seed,
-                          (uint32_t)asks[i].turn->sample,
-                          (uint32_t)asks[i].position,
-                          spec->temperature,
-                          spec->top_p,
-                          spec->top_k,
-                          sampler->limit_ids};
-        wanted |= spec->topk_sample;
+        draws[i] = sampler_draw(sampler, asks[i].turn);
+        wanted |= asks[i].turn->request->spec.topk_sample;
     }
     ask_logits(step, asks, count);
     d->upload(d, step->draws, draws, (size_t)count * sizeof *draws);
@@ -373,7 +377,7 @@ static Status draw_chunk(Step *step, const Ask *asks, int count)
         Sequence *s = &r->sequence[asks[i].turn->sample];
         size_t k = (size_t)r->spec.topk_sample, at = (size_t)s->drawn * k;
         if (k) keep_top(step, top_ids, top_logp, i, (int)k, s->top_ids + at, s->top_logprobs + at);
-        take_token(sampler, asks[i].turn, ids[i], logp[i]);
+        sampler_take_token(sampler, asks[i].turn, ids[i], logp[i]);
     }
     free(top_ids);
     return STATUS_OK;
@@ -436,7 +440,10 @@ Status sampler_step(Sampler *sampler)
     if (!step) return fail(STATUS_MEMORY, "no memory for a sampling step");
     *step = (Step){.sampler = sampler};
     step->count = schedule(sampler, step->turns);
-    Status status = step->count ? step_run(step) : STATUS_OK;
+    Status status = decode_fits(sampler, step->turns, step->count)
+                        ? decode_step(sampler, step->turns, step->count)
+                    : step->count ? step_run(step)
+                                  : STATUS_OK;
     free(step);
     mark_done(sampler);
     return status;

@@ -4,6 +4,7 @@ happens to the card reaches the caller."""
 
 import ctypes
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,6 +165,91 @@ def test_a_step_waits_once_and_the_pipelined_gradient_is_the_same(library: ctype
     # An array to reserve, the log-probabilities, the step's end, the gradient's norm.
     assert waits[0] <= 6 and waits[1] <= waits[0] + 2, waits
     np.testing.assert_array_equal(*gradients)
+
+
+# ---- decoding steps, recorded ----
+
+
+def decode(
+    core: _core.Model, requests: list[dict[str, Any]], joins: dict[int, int], **options: Any
+) -> tuple[list[dict[str, Any]], tuple[int, int]]:
+    """Results of requests decoded together, and the sampler's (steps, replays); `joins` says before
+    which step a request comes."""
+    sampler, results = _core.Sampler(core, **options), {}
+    for step in range(400):
+        for number, asked in enumerate(requests):
+            if joins.get(number, 0) == step:
+                sampler.add(number, **asked)
+        _, done = sampler.step()
+        results |= {number: sampler.take(number) for number in done}
+        if len(results) == len(requests):
+            return [results[number] for number in range(len(requests))], sampler.replays
+    raise AssertionError("the sampler does not get on")
+
+
+def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        for sample, as_sample in zip(one["samples"], other["samples"], strict=True):
+            np.testing.assert_array_equal(sample["tokens"], as_sample["tokens"])
+            np.testing.assert_array_equal(sample["logprobs"], as_sample["logprobs"])
+            assert sample["stop_reason"] == as_sample["stop_reason"]
+
+
+@pytest.mark.parametrize("spec", ("qwen3", "llama-tied"))
+def test_replayed_steps_give_the_same_bits(library: ctypes.CDLL, spec: str) -> None:
+    """One, three and six sequences, so that rows are nobody's; one joins late with a prompt that
+    makes the arena grow, and one crosses a page."""
+    core = load(spec).core
+    adapter = randomize(_core.Adapter(core, rank=4))
+    options = ({"temperature": 0.0}, {"top_k": 7, "num_samples": 3}, {"top_p": 0.8}, {})
+    requests = [
+        {"prompt": tokens_of(spec, length), "adapter": adapter, "seed": length, **more}
+        | {"max_tokens": 6 + 4 * (length == 61)}
+        for length, more in zip((5, 3, 61, 90), options, strict=True)
+    ]
+    joins = {1: 3, 3: 7}
+    found, (steps, replays) = decode(core, requests, joins, tokens=1024)
+    wanted, none = decode(core, requests, joins, tokens=1024, graphs=False)
+    assert steps > replays >= 4 and none == (0, 0)
+    assert_same(found, wanted)
+
+
+def test_an_adapter_that_learns_is_seen_and_another_is_not_taken_for_it(
+    library: ctypes.CDLL,
+) -> None:
+    """In place, weights change under the recording; a new adapter, at the old one's address even,
+    has recordings of its own."""
+    core, prompt = load().core, tokens_of("qwen3", 9)
+    asked = {"prompt": prompt, "max_tokens": 6, "temperature": 0.0, "num_samples": 2}
+    sampler, seen = _core.Sampler(core, tokens=512), []
+    for seed in range(4):
+        if seed % 2 == 0:
+            adapter = None  # frees the old one's memory
+            adapter = _core.Adapter(core, rank=2 + seed)
+        randomize(adapter, seed)
+        sampler.add(seed, adapter=adapter, **asked)
+        while sampler.active:
+            for done in sampler.step()[1]:
+                seen.append(sampler.take(done))
+        wanted, _ = decode(core, [asked | {"adapter": adapter}], {}, tokens=512, graphs=False)
+        assert_same(seen[-1:], wanted)
+    assert sampler.replays[1] >= 8
+
+
+def test_a_replay_after_scratch_has_moved_is_recorded_anew(library: ctypes.CDLL) -> None:
+    core, prompt = load().core, tokens_of("qwen3", 9)
+    asked = {"prompt": prompt, "max_tokens": 30, "seed": 5}
+    sampler = _core.Sampler(core, tokens=512)
+    sampler.add(1, **asked)
+    for step in range(60):
+        if step == 8:  # LoRA's matrices, narrowed: more than the floor of scratch
+            large = randomize(_core.Adapter(core, rank=4096, attn=False, mlp=False), 1)
+            call(large, [datum(prompt)])
+        if sampler.step()[1]:
+            break
+    (wanted,), _ = decode(core, [asked], {}, tokens=512, graphs=False)
+    assert_same([sampler.take(1)], [wanted])
+    assert sampler.replays[1] >= 20
 
 
 # ---- a card that can't be used ----

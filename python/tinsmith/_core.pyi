@@ -150,9 +150,12 @@ class Sampler:
     """Continuous batching over one model: many requests, each with its own adapter or none, decoded
     together. What a request gets does not depend on the others."""
 
-    def __init__(self, model: Model, *, tokens: int = 0, vocab_limit: int = 0) -> None:
+    def __init__(
+        self, model: Model, *, tokens: int = 0, vocab_limit: int = 0, graphs: bool = True
+    ) -> None:
         """tokens: what the KV cache holds in all (0: the engine's default); vocab_limit: ids from
-        here on are never sampled (0: the whole vocabulary)."""
+        here on are never sampled (0: the whole vocabulary); graphs: whether a device that can
+        record decoding steps does."""
     def add(
         self,
         request: int,
@@ -201,3 +204,7 @@ class Sampler:
     @property
     def active(self) -> int:
         """Requests queued or running."""
+    @property
+    def replays(self) -> tuple[int, int]:
+        """(steps, replays): those that only decoded on a device that records them, and those of
+        them that were replayed."""
