@@ -31,12 +31,14 @@ Status arena_reserve(Arena *arena, size_t bytes, const char *purpose)
             purpose, (double)bytes / 1048576.0, arena->dev->name, (double)free_bytes / 1048576.0,
             (double)all_bytes / 1048576.0);
     void *base;
-    if (arena->dev->alloc(arena->dev, &base, bytes) != STATUS_OK) {
-        char reason[256];
+    Status status = arena->dev->alloc(arena->dev, &base, bytes);
+    if (status == STATUS_MEMORY) {
+        char reason[512];
         snprintf(reason, sizeof reason, "%s", status_text());
         return fail(STATUS_MEMORY, "%s needs %.1f MiB on device %s: %s", purpose,
                     (double)bytes / 1048576.0, arena->dev->name, reason);
     }
+    if (status) return status;
     arena->base = base;
     arena->size = bytes;
     return STATUS_OK;

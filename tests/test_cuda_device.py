@@ -4,10 +4,12 @@ happens to the card reaches the caller."""
 
 import ctypes
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import logprobs, make_datum
 from engine import Device, Unavailable, emulated_library
 from models import call, datum, folder, randomize, tokens_of
 from tinsmith import _core
@@ -268,3 +270,73 @@ def test_an_old_driver_and_an_old_card_are_told(card: CardMaker) -> None:
             load()
     card()
     assert _core.devices()["cuda-emulated"] == ""
+
+
+LOST = "The GPU is lost to this process: start the server again"
+
+
+@pytest.mark.parametrize("after", (0, 3, 40, 200))
+def test_a_card_lost_in_a_step_is_told_there_and_ever_after(
+    library: ctypes.CDLL, card: CardMaker, after: int
+) -> None:
+    core, data = load().core, [datum(tokens_of("qwen3", 12))]
+    adapter = randomize(_core.Adapter(core, rank=4))
+    sampler = _core.Sampler(core, tokens=512)
+    call(adapter, data)
+    library.cuda_emulated_lose(after)
+    with pytest.raises(RuntimeError, match=f"unspecified launch failure. {LOST}"):
+        for _ in range(20):
+            call(adapter, data)
+    adam = {"learning_rate": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0}
+    sampler.add(1, tokens_of("qwen3", 5), max_tokens=3)
+    for later in (
+        lambda: call(adapter, data, backward=False),
+        lambda: adapter.optim_step(**adam, grad_clip_norm=0.0),
+        lambda: adapter.read("weights"),  # what a checkpoint would be made of
+        lambda: adapter.write("weights", np.zeros(adapter.size, np.float32)),
+        lambda: adapter.snapshot(),
+        lambda: _core.Adapter(core, rank=2),
+        lambda: _core.Sampler(core, tokens=512),
+        sampler.step,
+    ):
+        with pytest.raises(RuntimeError, match=LOST):
+            later()
+
+
+def test_a_client_is_told_that_the_card_is_lost_and_checkpoints_stay_whole(
+    library: ctypes.CDLL, card: CardMaker, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    from tinker import AdamParams, RequestFailedError, SamplingParams
+    from tinker.types import ModelInput
+    from tinsmith.server import Backend
+
+    data = [make_datum([1, 2, 3, 4], [2, 3, 4, 5])]
+    with (
+        Backend({"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cuda-emulated") as backend,
+        backend.service_client() as service,
+    ):
+        client = service.create_lora_training_client("tiny", rank=4).result()
+        client.forward_backward(data, "cross_entropy").result()
+        client.optim_step(AdamParams(learning_rate=0.01)).result()
+        path = client.save_state("whole").result().path
+        logp = logprobs(client.forward(data, "cross_entropy").result())
+        sampling = client.save_weights_and_get_sampling_client().result()
+        files = sorted(tmp_path.rglob("*"))
+        library.cuda_emulated_lose(100)
+        for later in (
+            lambda: client.forward_backward(data, "cross_entropy"),
+            lambda: client.optim_step(AdamParams(learning_rate=0.01)),
+            lambda: client.save_state("torn"),
+            lambda: sampling.sample(ModelInput.from_ints([1, 2]), 1, SamplingParams(max_tokens=2)),
+        ):
+            with pytest.raises(RequestFailedError, match=LOST):
+                later().result()
+        assert sorted(tmp_path.rglob("*")) == files
+    library.cuda_emulated_lose(-1)  # the server is started again
+    with (
+        Backend({"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cuda-emulated") as backend,
+        backend.service_client() as service,
+    ):
+        client = service.create_training_client_from_state_with_optimizer(path).result()
+        again = logprobs(client.forward(data, "cross_entropy").result())
+    np.testing.assert_array_equal(again[0], logp[0])
