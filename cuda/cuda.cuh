@@ -535,6 +535,30 @@ template <int N> __device__ static __forceinline__ void cp_async_wait()
 #endif
 }
 
+/* A flag between blocks. What this thread, and others before a barrier with it, have read and
+ * written comes before the flag is up (release); what follows flag_wait comes after (acquire). The
+ * block that raises it must be running already, or done. */
+__device__ static __forceinline__ void flag_raise(unsigned *flag)
+{
+#ifdef CUDA_EMULATED
+    *flag = 1;
+#else
+    asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+#endif
+}
+
+__device__ static __forceinline__ void flag_wait(const unsigned *flag)
+{
+#ifdef CUDA_EMULATED
+    if (!*flag) emulate::fault("waits for a flag that no block has raised");
+#else
+    unsigned up;
+    do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(up) : "l"(flag) : "memory");
+    } while (!up);
+#endif
+}
+
 /* ---- the ops ---- */
 
 #define OP(name, args) void cuda_##name args;

@@ -145,21 +145,22 @@ __device__ static void part_targets(Shared<float> y, const float *dlogp, const i
 }
 
 /* Says that this block has read its part, and waits until those under its output have been read:
- * elements [first, first + n) of the output lie over elements [first/2, (first + n + 1)/2). */
+ * elements [first, first + n) of the output lie over elements [first/2, (first + n + 1)/2).
+ *
+ * Why no part is written before it has been read: a reader's loads come before the barrier that
+ * every caller passes first, the barrier before thread 0's release; whoever acquires what that
+ * released comes before the barrier at the end here, and that before this block's stores. Barriers,
+ * releases and acquires are links of one chain (PTX's causality order), in which a load can't see a
+ * store that comes after it. Why it ends: a block raises its flag before it waits, and waits for
+ * lower tickets alone, whose blocks have begun. */
 __device__ static void part_turn(unsigned *read, unsigned ticket, int64_t first, int n, int V,
                                  int parts)
 {
     int64_t low = first / 2, high = (first + n - 1) / 2;
     unsigned from = (unsigned)(low / V * parts + low % V / PART);
     unsigned to = (unsigned)(high / V * parts + high % V / PART);
-    if (threadIdx.x == 0) {
-        __threadfence();
-        atomicExch(&read[ticket], 1u);
-    }
-    for (unsigned p = from + threadIdx.x; p <= to && p < ticket; p += THREADS)
-        while (!*(volatile unsigned *)&read[p]) {
-        }
-    __threadfence();
+    if (threadIdx.x == 0) flag_raise(&read[ticket]);
+    for (unsigned p = from + threadIdx.x; p <= to && p < ticket; p += THREADS) flag_wait(&read[p]);
     __syncthreads();
 }
 
