@@ -83,6 +83,7 @@ static void begin_matrix(void *context, const SlotInfo *info, int layer, Pair pa
 
 static void vectors_place(Adapter *adapter, int vectors)
 {
+    adapter->total = arena_take(&adapter->memory, sizeof(double));
     for (int i = 0; i < vectors; i++)
         adapter->vector[i] = arena_take(&adapter->memory, (size_t)adapter->size * sizeof(float));
 }
@@ -98,6 +99,7 @@ Status adapter_measure(Adapter **out, Model *model, const AdapterSpec *spec, int
     adapter->groups = spec->groups;
     adapter->alpha = spec->alpha;
     adapter->scale = spec->alpha / (float)spec->rank;
+    adapter->keep_bytes = spec->keep_bytes;
     adapter->memory.dev = adapter->arena.dev = model->dev;
     adapter->layer = calloc((size_t)model->shape.layers, sizeof *adapter->layer);
     if (!adapter->layer) {
@@ -186,6 +188,7 @@ Status adapter_snapshot(Adapter **copy, const Adapter *adapter)
 void adapter_close(Adapter *adapter)
 {
     if (!adapter) return;
+    adapter_drop_kept(adapter);
     arena_release(&adapter->memory);
     arena_release(&adapter->arena);
     free(adapter->layer);
@@ -206,12 +209,11 @@ Status adapter_clear(Adapter *adapter)
 Status adapter_norm(Adapter *adapter, Vector which, double *norm)
 {
     Device *dev = adapter->model->dev;
-    TRY(arena_reserve(&adapter->arena, sizeof(double), "a gradient's norm"));
-    double *total = arena_take(&adapter->arena, sizeof(double)), sum;
-    dev->zero(dev, total, sizeof(double));
-    dev->square_sum(dev, total, adapter->vector[which], adapter->size);
+    double sum;
+    dev->zero(dev, adapter->total, sizeof(double));
+    dev->square_sum(dev, adapter->total, adapter->vector[which], adapter->size);
     TRY(dev->sync(dev));
-    dev->download(dev, &sum, total, sizeof(double));
+    dev->download(dev, &sum, adapter->total, sizeof(double));
     *norm = sqrt(sum);
     return STATUS_OK;
 }
@@ -252,6 +254,7 @@ Status adapter_optim_step(Adapter *adapter, const AdamW *o, Normalization by, St
     }
     *report = (StepReport){norm, adapter->loss, adapter->tokens, adapter->sequences};
     if (o->clip_norm > 0.0 && o->clip_norm < norm + 1e-6) scale *= o->clip_norm / (norm + 1e-6);
+    adapter_drop_kept(adapter);
     dev->adamw(dev, adapter->vector[WEIGHTS], adapter->vector[MOMENT_1], adapter->vector[MOMENT_2],
                adapter->vector[GRADIENTS], adapter->size, ++adapter->step, (float)scale, o->lr,
                o->beta1, o->beta2, o->eps, o->weight_decay);

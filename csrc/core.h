@@ -116,6 +116,8 @@ typedef struct LayerPairs {
 
 typedef enum Vector { WEIGHTS, GRADIENTS, MOMENT_1, MOMENT_2, FRESH, VECTORS } Vector;
 
+typedef struct Kept Kept; /* step.c */
+
 typedef struct Adapter {
     Model *model;
     uint64_t number; /* from 1; no other adapter of this process has had it */
@@ -131,12 +133,17 @@ typedef struct Adapter {
     double loss;              /* sum of the losses behind the gradients */
     double tokens, sequences; /* behind the gradients: those with a gradient that is not zero */
     int step_tokens;          /* rows of a micro-batch */
+    size_t keep_bytes;        /* that a kept forward may hold; one micro-batch in any case */
     Arena arena;              /* of a step */
+    Kept *kept;               /* the forward that backward may follow, or NULL */
+    int held;                 /* micro-batches of it whose activations still lie in the arena */
+    double *total;            /* device: a sum */
     volatile int interrupted; /* set from outside: the step under way stops */
 } Adapter;
 
 typedef struct AdapterSpec {
     int rank, groups, step_tokens;
+    size_t keep_bytes;
     float alpha;
     uint64_t seed;
 } AdapterSpec;
@@ -270,8 +277,10 @@ typedef struct Loss {
 
 const Loss *loss_find(const char *name);
 const Loss *loss_at(int index); /* NULL past the end */
+/* Not of the table: its one input is d loss / d logp itself. */
+extern const Loss loss_given;
 
-/* ---- losses.c, datums.c, step.c: forward_backward ---- */
+/* ---- losses.c, datums.c, step.c, head.c: forward_backward ---- */
 
 typedef struct Datums {
     int count;
@@ -286,10 +295,20 @@ typedef struct Datums {
 float loss_input(const Loss *loss, const Datums *datums, int j, int64_t target);
 /* Lengths, ids and numbers, against the model and the loss; the sentence names the datum. */
 Status datums_check(const Datums *datums, const Model *model, const Loss *loss);
-/* logp (target_total) and loss are the results; adds to the gradients if with_backward. On an error
+
+/* How far a call goes: FORWARD_KEEP leaves what backward needs. */
+typedef enum Pass { FORWARD, FORWARD_KEEP, FORWARD_BACKWARD } Pass;
+
+/* logp (target_total) and loss are the results; FORWARD_BACKWARD adds to the gradients. On an error
  * nothing was added. */
-Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Loss *loss,
-                                int with_backward, float *logp, double *loss_sum);
+Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Loss *loss, Pass pass,
+                                float *logp, double *loss_sum);
+/* Adds to the gradients what FORWARD_BACKWARD of the kept forward's datums would have added, if the
+ * loss had this dlogp (count numbers, like targets); loss is Σ dlogp·logp. Uses the kept forward
+ * up; an error leaves it, to be computed again. */
+Status adapter_backward(Adapter *adapter, const float *dlogp, int64_t count, double *loss_sum);
+/* Forgets the kept forward: the weights have changed. */
+void adapter_drop_kept(Adapter *adapter);
 /* Bytes of a training step of T rows of one datum, and in *scratch those that its ops need for
  * themselves. */
 size_t step_bytes(Adapter *adapter, int T, size_t *scratch);

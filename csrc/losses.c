@@ -26,6 +26,18 @@ static double cross_entropy(const LossCall *c)
     return loss;
 }
 
+/* Σ g·lp, g given: cross_entropy's with w = −g, to the same bits */
+static double given(const LossCall *c)
+{
+    const float *g = c->input[0];
+    double loss = 0.0;
+    for (int64_t i = 0; i < c->count; i++) {
+        c->dlogp[i] = g[i];
+        if (g[i] != 0.0f) loss += (double)g[i] * (double)c->logp[i];
+    }
+    return loss;
+}
+
 /* −Σ r·A;  d/dlp = −r·A */
 static double importance_sampling(const LossCall *c)
 {
@@ -124,6 +136,14 @@ static double gspo(const LossCall *c)
     }
     return loss;
 }
+
+const Loss loss_given = {
+    .name = "dlogprobs times logprobs",
+    .multi = MULTI,
+    .linear = LINEAR,
+    .input = {{.name = "dlogprobs", .missing = 0.0f}},
+    .evaluate = given,
+};
 
 static const Loss losses[] = {
     {

@@ -20,16 +20,20 @@ static PyObject *adapter_wrap(PyTypeObject *type, PyModel *model, Adapter *adapt
 
 static PyObject *adapter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"model", "rank",    "alpha",       "seed", "attn",
-                            "mlp",   "unembed", "step_tokens", NULL};
+    static char *names[] = {"model", "rank",    "alpha",       "seed",       "attn",
+                            "mlp",   "unembed", "step_tokens", "keep_bytes", NULL};
     PyObject *model;
     unsigned long long seed = 0;
     int attn = 1, mlp = 1, unembed = 1;
+    Py_ssize_t keep_bytes = (Py_ssize_t)1 << 30;
     AdapterSpec spec = {.alpha = 32.0f};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$ifKpppi:Adapter", names,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$ifKpppin:Adapter", names,
                                      state_of(type)->model, &model, &spec.rank, &spec.alpha, &seed,
-                                     &attn, &mlp, &unembed, &spec.step_tokens))
+                                     &attn, &mlp, &unembed, &spec.step_tokens, &keep_bytes))
         return NULL;
+    if (keep_bytes < 0)
+        return PyErr_Format(PyExc_ValueError, "keep_bytes must be 0 or more, not %zd", keep_bytes);
+    spec.keep_bytes = (size_t)keep_bytes;
     spec.seed = seed;
     spec.groups = (attn ? ATTN : 0) | (mlp ? MLP : 0) | (unembed ? UNEMBED : 0);
     Adapter *adapter;
@@ -129,40 +133,81 @@ static void refuse_loss(const char *name)
     Py_XDECREF(known);
 }
 
+/* (logprobs, loss_sum) of a call whose arrays and options have been taken. */
+static PyObject *call_run(PyObject *object, Call *call, Pass pass)
+{
+    PyObject *logp = array_new(KIND_FLOAT32, call->datums.target_total, -1, NULL);
+    double sum = 0.0;
+    Status status = STATUS_OK;
+    if (logp) {
+        float *out = array_data(logp);
+        Py_BEGIN_ALLOW_THREADS status = adapter_forward_backward(
+            ((PyAdapter *)object)->adapter, &call->datums, call->loss, pass, out, &sum);
+        Py_END_ALLOW_THREADS
+    }
+    if (status) {
+        Py_DECREF(logp);
+        return raise_status(status);
+    }
+    return logp ? Py_BuildValue("(Nd)", logp, sum) : NULL;
+}
+
 static PyObject *adapter_forward_backward_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"tokens", "lengths", "targets",  "counts", "loss",
-                            "inputs", "config",  "backward", NULL};
-    PyObject *tokens, *lengths, *targets, *counts, *inputs, *config, *logp = NULL;
+                            "inputs", "config",  "backward", "keep",   NULL};
+    PyObject *tokens, *lengths, *targets, *counts, *inputs, *config, *result = NULL;
     const char *loss;
-    int with_backward = 1;
+    int with_backward = 1, keep = 0;
     Call call = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOsO!O!|$p:forward_backward", names, &tokens,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOsO!O!|$pp:forward_backward", names, &tokens,
                                      &lengths, &targets, &counts, &loss, &PyDict_Type, &inputs,
-                                     &PyDict_Type, &config, &with_backward))
+                                     &PyDict_Type, &config, &with_backward, &keep))
         return NULL;
     call.loss = loss_find(loss);
     if (!call.loss) {
         refuse_loss(loss);
         return NULL;
     }
-    double sum = 0.0;
-    Status status = STATUS_OK;
+    if (with_backward && keep)
+        return PyErr_Format(PyExc_ValueError,
+                            "keep=True goes with backward=False: backward() is what it keeps for");
     if (call_arrays(&call, tokens, lengths, targets, counts) == 0 &&
         call_options(&call, inputs, config) == 0)
-        logp = array_new(KIND_FLOAT32, call.datums.target_total, -1, NULL);
-    if (logp) {
-        float *out = array_data(logp);
-        Py_BEGIN_ALLOW_THREADS status = adapter_forward_backward(
-            ((PyAdapter *)object)->adapter, &call.datums, call.loss, with_backward, out, &sum);
-        Py_END_ALLOW_THREADS
-    }
+        result = call_run(object, &call,
+                          with_backward ? FORWARD_BACKWARD
+                          : keep        ? FORWARD_KEEP
+                                        : FORWARD);
     call_release(&call);
-    if (status) {
-        Py_DECREF(logp);
-        return raise_status(status);
-    }
-    return logp ? Py_BuildValue("(Nd)", logp, sum) : NULL;
+    return result;
+}
+
+static PyObject *adapter_forward_method(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"tokens", "lengths", "targets", "counts", "keep", NULL};
+    PyObject *tokens, *lengths, *targets, *counts, *result = NULL;
+    int keep = 0;
+    Call call = {.loss = &loss_given};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|$p:forward", names, &tokens, &lengths,
+                                     &targets, &counts, &keep))
+        return NULL;
+    if (call_arrays(&call, tokens, lengths, targets, counts) == 0)
+        result = call_run(object, &call, keep ? FORWARD_KEEP : FORWARD);
+    call_release(&call);
+    if (result) Py_SETREF(result, Py_NewRef(PyTuple_GET_ITEM(result, 0)));
+    return result;
+}
+
+static PyObject *adapter_backward_method(PyObject *object, PyObject *dlogp)
+{
+    Borrowed from;
+    if (borrow(dlogp, KIND_FLOAT32, "dlogprobs", &from) < 0) return NULL;
+    double sum = 0.0;
+    Status status;
+    Py_BEGIN_ALLOW_THREADS status =
+        adapter_backward(((PyAdapter *)object)->adapter, from.data, from.length, &sum);
+    Py_END_ALLOW_THREADS Py_DECREF(from.owner);
+    return status ? raise_status(status) : PyFloat_FromDouble(sum);
 }
 
 static int normalization_from(const char *name, Normalization *by)
@@ -273,6 +318,7 @@ static PyObject *adapter_write(PyObject *object, PyObject *args)
                                     (size_t)adapter->size * sizeof(float));
     Py_DECREF(from.owner);
     if (PyErr_Occurred()) return NULL;
+    if (vector == adapter->vector[WEIGHTS]) adapter_drop_kept(adapter);
     Status status = adapter->model->dev->sync(adapter->model->dev);
     if (status) return raise_status(status);
     Py_RETURN_NONE;
@@ -390,8 +436,14 @@ static int adapter_set_pending(PyObject *object, PyObject *value, void *unused)
 
 static PyMethodDef methods[] = {
     {"forward_backward", KEYWORDS(adapter_forward_backward_method),
-     "forward_backward(tokens, lengths, targets, counts, loss, inputs, config, *, backward=True)\n"
+     "forward_backward(tokens, lengths, targets, counts, loss, inputs, config, *, backward=True, "
+     "keep=False)\n"
      "-> (logprobs, loss_sum)\n\nAdds to the gradients; on any error nothing was added."},
+    {"forward", KEYWORDS(adapter_forward_method),
+     "forward(tokens, lengths, targets, counts, *, keep=False) -> logprobs\n\nWith keep, backward "
+     "may follow."},
+    {"backward", adapter_backward_method, METH_O,
+     "backward(dlogprobs) -> loss_sum\n\nAdds to the gradients, from the forward that was kept."},
     {"optim_step", KEYWORDS(adapter_optim_step_method),
      "optim_step(*, learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm, "
      "normalization=None)\n"
@@ -429,7 +481,7 @@ static PyType_Slot slots[] = {
     {Py_tp_methods, methods},
     {Py_tp_getset, getset},
     {Py_tp_doc, "Adapter(model, *, rank, alpha=32.0, seed=0, attn=True, mlp=True, unembed=True, "
-                "step_tokens=0)"},
+                "step_tokens=0, keep_bytes=1 << 30)"},
     {0, NULL},
 };
 

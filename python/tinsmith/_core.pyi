@@ -82,6 +82,7 @@ class Adapter:
         mlp: bool = True,
         unembed: bool = True,
         step_tokens: int = 0,  # rows of a micro-batch; 0: the engine's default
+        keep_bytes: int = 1 << 30,  # that forward(keep=True) may hold; one micro-batch in any case
     ) -> None: ...
     @property
     def model(self) -> Model: ...
@@ -120,9 +121,27 @@ class Adapter:
         config: dict[str, float],
         *,
         backward: bool = True,  # False: no gradients
+        keep: bool = False,  # with backward=False: as forward(keep=True)
     ) -> tuple[NDArray[np.float32], float]:
         """Log-probabilities of the targets (flat, like targets) and the loss's sum; adds to the
         gradients. Every id, length, and number is checked first; on any error nothing was added."""
+    def forward(
+        self,
+        tokens: NDArray[np.int32],
+        lengths: NDArray[np.int32],
+        targets: NDArray[np.int32],
+        counts: NDArray[np.int32],
+        *,
+        keep: bool = False,
+    ) -> NDArray[np.float32]:
+        """Log-probabilities of the targets, flat. With keep, backward may follow: the first
+        micro-batch's activations stay in memory, and those of more if keep_bytes suffice, until
+        another call needs it; backward computes the rest again, to the same bits."""
+    def backward(self, dlogprobs: NDArray[np.float32]) -> float:
+        """Adds to the gradients, bit for bit, what forward_backward of the kept forward's datums
+        would have added if its loss had had this gradient (flat, like targets). Returns
+        Σ dlogprobs·logprobs, what cross_entropy says with weights of -dlogprobs. ValueError if no
+        forward was kept since the weights last changed; it serves one backward."""
     def optim_step(
         self,
         *,

@@ -29,6 +29,7 @@ from tinsmith import _core, checkpoint, peft
 from tinsmith.decoding import Decoder, SampleRequest, SampleResult
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import LoadedModel, load_model
+from tinsmith.training import Batch, BatchResult, Kept, forward_backward
 
 log = logging.getLogger("tinsmith")
 
@@ -62,28 +63,6 @@ class StateSpec:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Datums one after another; see _core.Adapter.forward_backward for the flat layouts."""
-
-    tokens: NDArray[np.int32]
-    lengths: NDArray[np.int32]
-    targets: NDArray[np.int32]
-    counts: NDArray[np.int32]
-    loss: str
-    inputs: Mapping[str, NDArray[np.float32]]
-    config: Mapping[str, float]
-    shapes: tuple[tuple[int, ...], ...]  # of each datum's targets: (N,) or (N, K)
-
-
-@dataclass(frozen=True)
-class BatchResult:
-    """Log-probabilities in each datum's target shape, and the loss's sum."""
-
-    logprobs: tuple[NDArray[np.float32], ...]
-    loss: float
-
-
-@dataclass(frozen=True)
 class AdamParams:
     """One AdamW step, with Tinker's defaults."""
 
@@ -113,6 +92,7 @@ class _Run:
     next_seq: int = 0  # 0 is the creation; the SDK's requests start at 1
     waiting: dict[int, _Job] = field(default_factory=dict)
     waiting_since: float = 0.0
+    kept: Kept | None = None  # the forward that forward_backward_custom began with
 
 
 @dataclass(frozen=True)
@@ -162,10 +142,12 @@ class Worker:
         *,
         gap_seconds: float = GAP_SECONDS,
         snapshot_bytes_max: int = SNAPSHOT_BYTES_MAX,
+        keep_forwards: bool = True,
     ):
         self._bases = dict(bases)
         self._gap_seconds = gap_seconds
         self._snapshot_bytes_max = snapshot_bytes_max
+        self._keep_forwards = keep_forwards
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ready: deque[tuple[_Run, _Job]] = deque()
         self._runs: dict[str, _Run] = {}
@@ -211,20 +193,11 @@ class Worker:
         """The loss of a batch, and its gradients unless backward is False."""
 
         def work(lane: _Run) -> BatchResult:
-            flat, loss = _adapter(lane).forward_backward(
-                batch.tokens,
-                batch.lengths,
-                batch.targets,
-                batch.counts,
-                batch.loss,
-                dict(batch.inputs),
-                dict(batch.config),
-                backward=backward,
+            kept, lane.kept = lane.kept, None
+            result, lane.kept = forward_backward(
+                _adapter(lane), seq, batch, kept, backward=backward, keep=self._keep_forwards
             )
-            ends = np.cumsum([int(np.prod(shape)) for shape in batch.shapes])
-            parts = np.split(flat, ends[:-1])
-            shaped = zip(parts, batch.shapes, strict=True)
-            return BatchResult(tuple(part.reshape(shape) for part, shape in shaped), loss)
+            return result
 
         return self._submit(run, seq, work)
 

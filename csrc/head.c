@@ -1,0 +1,88 @@
+/* head.c - rows → logits → log-probabilities of their targets, in chunks, and the way back.
+ *
+ * The N×V logits never exist: a chunk of at most 128 MiB of them lies in one place, where they turn
+ * into their own gradient. The order of rows is the caller's (Pack); a row's result does not depend
+ * on it, a sum over rows (the gradient of the head's LoRA) does. */
+#include "step.h"
+
+int head_rows(const Model *model)
+{
+    int64_t rows = ((int64_t)1 << 27) / ((int64_t)model->shape.vocab * 4);
+    return rows < 32 ? 32 : rows > 512 ? 512 : (int)rows;
+}
+
+void head_place(Head *h, Arena *arena, const Model *model, int T, int R, int64_t targets)
+{
+    int most = head_rows(model);
+    h->T = T;
+    h->chunk = T < most ? T : most;
+    size_t size = model->dev->real_bytes, C = (size_t)h->chunk, D = (size_t)model->shape.width,
+           count = (size_t)targets;
+    h->x = arena_take(arena, C * D * size);
+    h->dx = arena_take(arena, C * D * size);
+    h->s = arena_take(arena, C * (size_t)R * size);
+    h->ds = arena_take(arena, C * (size_t)R * size);
+    h->logits = arena_take(arena, C * (size_t)model->shape.vocab * sizeof(float));
+    h->lse = arena_take(arena, C * sizeof(float));
+    h->rows = arena_take(arena, (size_t)T * sizeof(int32_t));
+    h->start = arena_take(arena, (size_t)(T + 1) * sizeof(int32_t));
+    h->ids = arena_take(arena, count * sizeof(int32_t));
+    h->logp = arena_take(arena, count * sizeof(float));
+    h->dlogp = arena_take(arena, count * sizeof(float));
+}
+
+void head_upload(Head *h, Device *dev, const Pack *pack, const Micro *micro)
+{
+    dev->upload(dev, h->rows, pack->rows, (size_t)micro->T * sizeof(int32_t));
+    dev->upload(dev, h->start, pack->start, (size_t)(micro->T + 1) * sizeof(int32_t));
+    dev->upload(dev, h->ids, pack->ids, (size_t)micro->targets * sizeof(int32_t));
+}
+
+int head_chunk(const Head *h, int row)
+{
+    return h->T - row < h->chunk ? h->T - row : h->chunk;
+}
+
+void head_logits(const Head *h, const Adapter *adapter, const real *hidden, int row, int rows)
+{
+    const Model *m = adapter->model;
+    Device *d = m->dev;
+    int D = m->shape.width, V = m->shape.vocab;
+    const float *weights = adapter->vector[WEIGHTS];
+    Pair pair = adapter->head;
+    d->gather(d, h->x, hidden, h->rows + row, rows, D);
+    d->head(d, h->logits, h->x, m->head, rows, V, D);
+    if (pair.a >= 0)
+        d->head_lora(d, h->logits, h->s, h->x, weights + pair.a, weights + pair.b, rows, V, D,
+                     adapter->rank, adapter->scale);
+}
+
+void head_logprob(const Head *h, const Model *model, int row, int rows)
+{
+    Device *d = model->dev;
+    d->logprob(d, h->lse, h->logp, h->logits, h->ids, h->start + row, rows, model->shape.vocab);
+}
+
+void head_logprob_backward(const Head *h, const Model *model, int row, int rows)
+{
+    Device *d = model->dev;
+    d->logprob_backward(d, (real *)h->logits, h->logits, h->lse, h->dlogp, h->ids, h->start + row,
+                        rows, model->shape.vocab);
+}
+
+void head_logits_backward(const Head *h, Adapter *adapter, real *dhidden, int row, int rows)
+{
+    const Model *m = adapter->model;
+    Device *d = m->dev;
+    int D = m->shape.width, V = m->shape.vocab;
+    const float *weights = adapter->vector[WEIGHTS];
+    float *fresh = adapter->vector[FRESH];
+    Pair pair = adapter->head;
+    const real *dlogits = (const real *)h->logits;
+    d->linear_backward(d, h->dx, dlogits, m->head, rows, V, D, 0);
+    if (pair.a >= 0)
+        d->lora_backward(d, h->dx, fresh + pair.a, fresh + pair.b, h->ds, dlogits, h->x, h->s,
+                         weights + pair.a, weights + pair.b, rows, V, D, adapter->rank,
+                         adapter->scale);
+    d->scatter(d, dhidden, h->dx, h->rows + row, rows, D);
+}
