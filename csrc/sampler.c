@@ -383,20 +383,27 @@ static Status draw_chunk(Step *step, const Ask *asks, int count)
     return STATUS_OK;
 }
 
-/* All ops of a step that need more memory the more there is to do, for a device that rehearses. */
+static void asks_rehearse(Step *step, const Ask *asks, int count)
+{
+    Device *d = step->sampler->model->dev;
+    int V = step->sampler->model->shape.vocab;
+    for (int i = 0, n; i < count; i += n) {
+        n = count - i < step->chunk ? count - i : step->chunk;
+        ask_logits(step, asks + i, n);
+        d->temper(d, step->logits, step->draws, n, V);
+        d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, n, V);
+        d->sample(d, step->ids, step->logp, step->logits, step->lse, step->draws, n, V);
+        d->topk_logprob(d, step->top_ids, step->top_logp, step->logits, step->lse, n, V, step->top);
+    }
+}
+
+/* All ops of a step, for a device that rehearses. */
 static void step_rehearse(void *context)
 {
     Step *step = context;
-    const Model *m = step->sampler->model;
-    Device *d = m->dev;
-    int C = step->chunk, V = m->shape.vocab;
-    forward(m, &step->batch, &step->acts, &step->sampler->kv.cache);
-    if (!C) return;
-    ask_logits(step, step->draw_count >= C ? step->draw_asks : step->score_asks, C);
-    d->temper(d, step->logits, step->draws, C, V);
-    d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, C, V);
-    d->sample(d, step->ids, step->logp, step->logits, step->lse, step->draws, C, V);
-    d->topk_logprob(d, step->top_ids, step->top_logp, step->logits, step->lse, C, V, step->top);
+    forward(step->sampler->model, &step->batch, &step->acts, &step->sampler->kv.cache);
+    asks_rehearse(step, step->score_asks, step->score_count);
+    asks_rehearse(step, step->draw_asks, step->draw_count);
 }
 
 static Status step_run(Step *step)

@@ -262,9 +262,12 @@ static void micro_rehearse(void *context)
     Step *step = context;
     const Model *m = step->adapter->model;
     forward(m, &step->batch, &step->acts, &step->cache);
-    chunk_logits(step, 0);
+    for (int row = 0; row < step->head.T;
+         row += step->head.chunk) { /* the last one has fewer rows */
+        chunk_logits(step, row);
+        if (step->with_backward) chunk_backward(step, row);
+    }
     if (!step->with_backward) return;
-    chunk_backward(step, 0);
     backward(m, step->adapter, &step->batch, &step->acts, &step->grads);
 }
 

@@ -111,9 +111,10 @@ void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
 /* Memory of the card, or the sentence with the bytes that `purpose` needs and that are free. */
 Status cuda_malloc(CudaDevice *cuda, void **memory, size_t bytes, const char *purpose);
 
-/* Device memory for the op that asks, until it returns: 256-byte aligned, its content undefined. An
- * op that needs several takes one and cuts it. What the step's rehearsal has not reserved is a kept
- * failure, and NULL; so is, without a failure, the rehearsal itself: the op then returns. */
+/* Device memory for the op that asks, until it returns or asks again: 256-byte aligned, its content
+ * undefined. An op that needs several takes one and cuts it. NULL, and a kept failure, where more
+ * is asked than the step's rehearsal has reserved; NULL alone in the rehearsal: the op then
+ * returns. */
 void *cuda_scratch(CudaDevice *cuda, size_t bytes);
 
 /* The services of stream.cu: what goes to the one stream, and what comes back from it. */
