@@ -184,7 +184,7 @@ void *cuda_scratch(CudaDevice *cuda, size_t bytes)
 static void stream_rehearse(Device *dev)
 {
     cuda_of(dev)->rehearsing = true;
-    cuda_of(dev)->rehearsed_bytes = 0;
+    cuda_of(dev)->rehearsed_bytes = SCRATCH_FLOOR;
 }
 
 static size_t stream_rehearsed(Device *dev)
@@ -196,7 +196,6 @@ static size_t stream_rehearsed(Device *dev)
 static Status stream_reserve(Device *dev, size_t bytes)
 {
     CudaDevice *cuda = cuda_of(dev);
-    if (bytes < SCRATCH_FLOOR) bytes = SCRATCH_FLOOR;
     if (cuda->status || bytes <= cuda->scratch_bytes) return failure(cuda);
     CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream));
     CUDA_CHECK(cuda, cudaFree(cuda->scratch));
@@ -290,7 +289,6 @@ Status stream_open(CudaDevice *cuda)
         CUDA_CHECK(cuda, cudaEventCreateWithFlags(&cuda->fetch[i].landed, cudaEventDisableTiming));
     }
     if (!cuda->status) TRY(stream_reserve(d, SCRATCH_FLOOR));
-    d->own_bytes += SCRATCH_FLOOR;
     return failure(cuda);
 }
 
