@@ -9,8 +9,8 @@ void batch_place(Batch *batch, Arena *arena, int T, int S, int page_count)
     batch->tokens = arena_take(arena, (size_t)T * sizeof(int32_t));
     batch->pos = arena_take(arena, (size_t)T * sizeof(int32_t));
     batch->slot = arena_take(arena, (size_t)T * sizeof(int32_t));
-    batch->pages = arena_take(arena, (size_t)page_count * sizeof(int32_t));
     batch->spans = arena_take(arena, (size_t)S * sizeof(Span));
+    batch->pages = arena_take(arena, (size_t)page_count * sizeof(int32_t));
 }
 
 void batch_upload(Batch *batch, Device *dev, const BatchHost *host)

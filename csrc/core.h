@@ -29,6 +29,10 @@ void arena_release(Arena *arena);
 /* The next `bytes`, aligned; NULL while measuring. Placing more than was measured is a programmer's
  * error. */
 void *arena_take(Arena *arena, size_t bytes);
+/* Bytes that the ops of `work` need for themselves; nothing is computed. */
+size_t device_rehearse(Device *dev, void (*work)(void *), void *context);
+/* Makes room for them. */
+Status device_prepare(Device *dev, void (*work)(void *), void *context);
 
 /* ---- model.c ---- */
 
@@ -77,7 +81,8 @@ typedef struct Model {
     Shape shape;
     DType type; /* of the matrices: DTYPE_F32 or DTYPE_BF16 */
     Arena weights;
-    float *inv_freq;
+    size_t bytes; /* that the weights take, also before they are there */
+    float *inv_freq, *host_freq;
     frozen *embed, *head; /* the same where they are tied */
     float *final_norm;
     LayerWeights *layer;
@@ -115,6 +120,7 @@ typedef struct Kept Kept; /* step.c */
 
 typedef struct Adapter {
     Model *model;
+    uint64_t number; /* from 1; no other adapter of this process has had it */
     int rank, groups;
     float alpha, scale; /* scale = alpha / rank */
     int64_t size;       /* parameters */
@@ -143,6 +149,8 @@ typedef struct AdapterSpec {
 } AdapterSpec;
 
 Status adapter_open(Adapter **adapter, Model *model, const AdapterSpec *spec);
+/* One without memory: its layout, and in memory.used the bytes that it would take. */
+Status adapter_measure(Adapter **adapter, Model *model, const AdapterSpec *spec, int vectors);
 void adapter_close(Adapter *adapter);
 /* The weights as they are now, without gradients and moments. */
 Status adapter_snapshot(Adapter **copy, const Adapter *adapter);
@@ -260,6 +268,7 @@ typedef struct Loss {
     int multi;  /* targets may be (N, K) */
     int whole;  /* evaluate needs all targets of a datum in one call */
     int taught; /* compares whole rows with a teacher's: distill.c; there is no evaluate */
+    int linear; /* dlogp does not depend on logp: it is known before the forward */
     struct {
         const char *name;
         int required;
@@ -308,8 +317,9 @@ Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Lo
 Status adapter_backward(Adapter *adapter, const float *dlogp, int64_t count, double *loss_sum);
 /* Forgets the kept forward: the weights have changed. */
 void adapter_drop_kept(Adapter *adapter);
-/* Bytes of a training step of T rows. */
-size_t step_bytes(const Model *model, int rank, int T);
+/* Bytes of a training step of T rows of one datum, and in *scratch those that its ops need for
+ * themselves. */
+size_t step_bytes(Adapter *adapter, int T, size_t *scratch);
 /* Rows of a chunk whose logits exist at one time. */
 int head_rows(const Model *model);
 
@@ -329,14 +339,30 @@ typedef struct Lesson {
 Status adapter_distill(Adapter *adapter, const Datums *datums, const Loss *loss,
                        const Lesson *lesson, int with_backward, float *logp, float *divergence,
                        double *loss_sum);
+/* ---- plan.c: what is taken where nothing else is said ---- */
+
+/* Bytes of everything, before anything is allocated. */
+typedef struct Plan {
+    size_t weights, adapter, step, own, kv_token, cache, free, all;
+    int step_tokens;
+} Plan;
+
+/* `tokens` of a training step; 0: the default. */
+Status plan_make(Plan *plan, Model *model, const AdapterSpec *spec, int tokens);
+/* Rows of a micro-batch: as many as the device has use for, if it has the memory. */
+int plan_step_tokens(Adapter *adapter);
+/* Tokens of a sampler's cache. */
+int64_t plan_cache_tokens(const Model *model);
 
 /* ---- kv.c: pages of the cache ---- */
+
+enum { CACHE_TOKENS_MAX = 1 << 20 };
 
 typedef struct Kv {
     Model *model;
     Arena arena;
     Cache cache;
-    int pages, free_count;
+    int pages, free_count; /* page number `pages` is nobody's: rows that only fill up write there */
     int32_t *free_list;
     int32_t *users; /* of each page: sequences that hold it */
 } Kv;

@@ -13,6 +13,7 @@
 #include "status.h"
 
 typedef struct Device Device;
+typedef struct Graph Graph;   /* work that was recorded, to be run again and again */
 typedef struct real real;     /* an activation's element: f32 on the CPU */
 typedef struct frozen frozen; /* a base weight, in the device's own order and element type */
 
@@ -69,9 +70,15 @@ typedef struct Jsd {
 struct Device {
     const char *name;
     size_t real_bytes; /* bytes of one `real` */
+    size_t own_bytes;  /* that the device took for itself when it was opened */
+    int step_rows;     /* rows of a training step from which on more would not make it faster */
+    int async;         /* the host goes on while ops run */
 
     Status (*alloc)(Device *dev, void **memory, size_t bytes);
     void (*release)(Device *dev, void *memory, size_t bytes);
+    /* Bytes that alloc can still give, and that there are in all. */
+    void (*memory)(Device *dev, size_t *free_bytes, size_t *all_bytes);
+    /* `from` may change when upload returns; `to` is there when download returns. */
     void (*upload)(Device *dev, void *to, const void *from, size_t bytes);
     void (*download)(Device *dev, void *to, const void *from, size_t bytes);
     void (*copy)(Device *dev, void *to, const void *from, size_t bytes);
@@ -82,6 +89,29 @@ struct Device {
     /* Waits for all work and returns the first failure since the last sync. */
     Status (*sync)(Device *dev);
     void (*close)(Device *dev);
+
+    /* Begins a download, of which the host sees nothing before await(). `to` must live until then,
+     * or until sync(). */
+    void (*fetch)(Device *dev, void *to, const void *from, size_t bytes);
+    /* Waits for all fetches but the last `behind`, 0 or 1; returns the first failure, as sync does.
+     */
+    Status (*await)(Device *dev, int behind);
+
+    /* Between rehearse() and rehearsed(), ops and services do nothing but count the memory that the
+     * ops need for themselves; rehearsed() tells the largest op's, and reserve() makes room for it.
+     * An op that finds less fails. NULL where ops need none. */
+    void (*rehearse)(Device *dev);
+    size_t (*rehearsed)(Device *dev);
+    Status (*reserve)(Device *dev, size_t bytes);
+
+    /* Between record() and recorded(), ops and copies on the device are written down instead of
+     * done; replay() does them again, on the same addresses and with the same sizes. It returns 0,
+     * and does nothing, where reserve() has moved what they use: the work must be recorded anew.
+     * NULL where starting an op costs nothing that would be saved. */
+    Status (*record)(Device *dev);
+    Status (*recorded)(Device *dev, Graph **graph);
+    int (*replay)(Device *dev, Graph *graph);
+    void (*graph_close)(Device *dev, Graph *graph);
 
 #define OP(name, args) void(*name) args;
 #include "ops.inc"

@@ -13,7 +13,7 @@
 
 #include "core.h"
 
-enum { MULTI = 1, WHOLE = 1, TAUGHT = 1, REQUIRED = 1 };
+enum { MULTI = 1, WHOLE = 1, TAUGHT = 1, LINEAR = 1, REQUIRED = 1 };
 
 /* −Σ w·lp */
 static double cross_entropy(const LossCall *c)
@@ -141,6 +141,7 @@ static double gspo(const LossCall *c)
 const Loss loss_given = {
     .name = "dlogprobs times logprobs",
     .multi = MULTI,
+    .linear = LINEAR,
     .input = {{.name = "dlogprobs", .missing = 0.0f}},
     .evaluate = given,
 };
@@ -149,6 +150,7 @@ static const Loss losses[] = {
     {
         .name = "cross_entropy",
         .multi = MULTI,
+        .linear = LINEAR,
         .input = {{.name = "weights", .missing = 1.0f}},
         .evaluate = cross_entropy,
     },

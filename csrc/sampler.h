@@ -63,10 +63,26 @@ typedef struct Drawn {
     int32_t token;
 } Drawn;
 
+/* A decoding step as the device has recorded it, and all that it depends on. */
+typedef struct Recording {
+    int rows;
+    uint64_t adapter; /* its number; 0: none */
+    const void *base; /* of the step's arena */
+    Graph *graph;     /* NULL: it ran once, and is recorded when it comes again */
+    int64_t used;     /* the step in which it ran last; 0: an empty place */
+} Recording;
+
+enum { RECORDINGS = 32 }; /* 9 sizes of three adapters, and some */
+
 typedef struct Sampler {
     Model *model;
     Kv kv;
     Arena arena; /* of a step */
+    int graphs;  /* whether decoding steps may be recorded */
+    Recording recording[RECORDINGS];
+    int64_t steps, replays; /* decoding steps, and those that were replayed */
+    char *inputs;           /* host: what a decoding step uploads */
+    size_t inputs_room;
     LayerActs *layers;
     int limit_ids; /* ids from here on are never drawn */
     Request **request;
@@ -87,6 +103,12 @@ Request *sampler_find(Sampler *sampler, int64_t id);
 /* Forgets a request, done or not. */
 void sampler_forget(Sampler *sampler, int64_t id);
 
+/* A drawn token joins its sequence, and may end it. */
+struct Turn;
+void sampler_take_token(Sampler *sampler, const struct Turn *turn, int32_t token, float logp);
+/* How the token behind a turn's last row is drawn. */
+Draw sampler_draw(const Sampler *sampler, const struct Turn *turn);
+
 /* schedule.c: which rows a step runs. */
 enum { STEP_ROWS = 512, STEP_SEQUENCES = 256 };
 
@@ -103,5 +125,13 @@ int schedule(Sampler *sampler, Turn *turns);
 void share_prompt(Sampler *sampler, Request *request);
 /* Gives back the pages of a sequence. */
 void sequence_drop(Kv *kv, Sequence *sequence);
+
+/* decode.c: steps in which every sequence runs one row and draws one token. */
+
+/* Whether the device records such a step. */
+int decode_fits(const Sampler *sampler, const Turn *turns, int count);
+Status decode_step(Sampler *sampler, const Turn *turns, int count);
+/* Forgets what was recorded. */
+void decode_close(Sampler *sampler);
 
 #endif

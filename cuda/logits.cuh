@@ -67,9 +67,15 @@ __device__ static __forceinline__ float shift_of(float top)
 
 /* ---- in place ---- */
 
-/* Says that this block has read its part, all its threads past a barrier, and waits until those
- * under its output have been read: elements [first, first + n) of the output lie over elements
- * [first/2, (first + n + 1)/2). */
+/* Says that this block has read its part, and waits until those under its output have been read:
+ * elements [first, first + n) of the output lie over elements [first/2, (first + n + 1)/2).
+ *
+ * Why no part is written before it has been read: a reader's loads come before the barrier that
+ * every caller passes first, the barrier before thread 0's release; whoever acquires what that
+ * released comes before the barrier at the end here, and that before this block's stores. Barriers,
+ * releases and acquires are links of one chain (PTX's causality order), in which a load can't see a
+ * store that comes after it. Why it ends: a block raises its flag before it waits, and waits for
+ * lower tickets alone, whose blocks have begun. */
 __device__ static __forceinline__ void part_turn(unsigned *read, unsigned ticket, int64_t first,
                                                  int n, int V, int part)
 {
@@ -77,14 +83,8 @@ __device__ static __forceinline__ void part_turn(unsigned *read, unsigned ticket
     int64_t parts = V / part + (V % part != 0);
     unsigned from = (unsigned)(low / V * parts + low % V / part);
     unsigned to = (unsigned)(high / V * parts + high % V / part);
-    if (threadIdx.x == 0) {
-        __threadfence();
-        atomicExch(&read[ticket], 1u);
-    }
-    for (unsigned p = from + threadIdx.x; p <= to && p < ticket; p += THREADS)
-        while (!*(volatile unsigned *)&read[p]) {
-        }
-    __threadfence();
+    if (threadIdx.x == 0) flag_raise(&read[ticket]);
+    for (unsigned p = from + threadIdx.x; p <= to && p < ticket; p += THREADS) flag_wait(&read[p]);
     __syncthreads();
 }
 

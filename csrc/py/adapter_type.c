@@ -361,7 +361,10 @@ static PyObject *adapter_read(PyObject *object, PyObject *name)
     if (!array) return NULL;
     Device *dev = adapter->model->dev;
     dev->download(dev, array_data(array), vector, (size_t)adapter->size * sizeof(float));
-    return array;
+    Status status = dev->sync(dev);
+    if (!status) return array;
+    Py_DECREF(array);
+    return raise_status(status);
 }
 
 static PyObject *adapter_write(PyObject *object, PyObject *args)
@@ -388,6 +391,8 @@ static PyObject *adapter_write(PyObject *object, PyObject *args)
     Py_DECREF(from.owner);
     if (PyErr_Occurred()) return NULL;
     if (vector == adapter->vector[WEIGHTS]) adapter_drop_kept(adapter);
+    Status status = adapter->model->dev->sync(adapter->model->dev);
+    if (status) return raise_status(status);
     Py_RETURN_NONE;
 }
 

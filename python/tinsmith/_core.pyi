@@ -63,10 +63,11 @@ class Model:
     def device(self) -> str: ...
     @property
     def weight_bytes(self) -> int: ...
-    def plan(self, rank: int, tokens: int) -> dict[str, int]:
-        """Bytes that weights, an adapter of `rank` on every layer, a training step of `tokens`
-        packed rows, and the KV cache of one token take, before anything is allocated: keys weights,
-        adapter, step, kv_token."""
+    def plan(self, rank: int, tokens: int = 0) -> dict[str, int]:
+        """Bytes that everything takes, before anything is allocated: weights; adapter, of `rank` on
+        every layer; step, of `tokens` packed rows (0: step_tokens, the default's); own, what the
+        device's ops need for themselves; kv_token, one token in the KV cache; cache, a sampler's by
+        default; free and all, what the device can give and has."""
 
 class Adapter:
     """LoRA matrices on a model, with gradients and AdamW state. B starts at zero, A as PEFT
@@ -198,9 +199,12 @@ class Sampler:
     """Continuous batching over one model: many requests, each with its own adapter or none, decoded
     together. What a request gets does not depend on the others."""
 
-    def __init__(self, model: Model, *, tokens: int = 0, vocab_limit: int = 0) -> None:
+    def __init__(
+        self, model: Model, *, tokens: int = 0, vocab_limit: int = 0, graphs: bool = True
+    ) -> None:
         """tokens: what the KV cache holds in all (0: the engine's default); vocab_limit: ids from
-        here on are never sampled (0: the whole vocabulary)."""
+        here on are never sampled (0: the whole vocabulary); graphs: whether a device that can
+        record decoding steps does."""
     def add(
         self,
         request: int,
@@ -252,3 +256,7 @@ class Sampler:
     @property
     def active(self) -> int:
         """Requests queued or running."""
+    @property
+    def replays(self) -> tuple[int, int]:
+        """(steps, replays): those that only decoded on a device that records them, and those of
+        them that were replayed."""

@@ -107,10 +107,16 @@ def devices() -> dict[str, str]:
 
 
 def plan(
-    config: dict[str, float], inv_freq: NDArray[np.float32], weights: str, *, rank: int, tokens: int
+    config: dict[str, float],
+    inv_freq: NDArray[np.float32],
+    weights: str,
+    *,
+    rank: int,
+    tokens: int = 0,
+    device: str = "cpu",
 ) -> dict[str, int]:
-    """The bytes that a model of this shape would take; nothing of them is allocated."""
-    return _core.Model(config, inv_freq, weights=weights).plan(rank, tokens)
+    """The bytes that a model of this shape would take on a device; see _core.Model.plan."""
+    return _core.Model(config, inv_freq, weights=weights, device=device).plan(rank, tokens)
 
 
 class Worker:
