@@ -36,45 +36,48 @@ def status(field: str) -> float:
     raise KeyError(field)
 
 
-def measure(call: Callable[[], object]) -> tuple[float, float]:
+def measure(call: Callable[[], object], leaves: list[torch.Tensor]) -> tuple[float, float]:
     """CPU seconds of a call, and by how many GiB the resident set grew at its peak."""
+    for leaf in leaves:
+        leaf.grad = None
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
     before, start = status("VmRSS"), time.process_time()
     call()
     return time.process_time() - start, status("VmHWM") - before
 
 
-def compare(title: str, sides: dict[str, Callable[[], object]], rounds: int) -> None:
+def compare(
+    title: str, sides: dict[str, Callable[[], object]], rounds: int, *leaves: torch.Tensor
+) -> None:
     """Runs the sides in turn and prints each one's median, and its ratio to the first."""
     figures: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, call in sides.items():
-            figures[name].append(measure(call))
+            figures[name].append(measure(call, list(leaves)))
     first = None
     for name, runs in figures.items():
         seconds = statistics.median(s for s, _ in runs)
         peak = statistics.median(p for _, p in runs)
         first = first or seconds
-        print(f"{title:44} {name:16} {seconds:8.2f} cpu-s {peak:6.2f} GiB {seconds / first:6.1f}×")
+        print(
+            f"{title:44} {name:16} {seconds:8.2f} cpu-s {peak:6.2f} GiB {seconds / first:6.1f}×",
+            flush=True,
+        )
 
 
 def jsd(positions: int, rounds: int, with_torch: bool) -> None:
-    student = torch.randn(positions, V) * 2
-    teacher = student + torch.randn(positions, V)
+    student = torch.randn(positions, V).mul_(2).requires_grad_()
+    teacher = student.detach() + torch.randn(positions, V)
 
     def of_torch() -> None:
-        x = student.requires_grad_()
-        x.grad = None
-        opsd.generalized_jsd_loss(x, teacher).backward()
+        opsd.generalized_jsd_loss(student, teacher).backward()
 
     def ours() -> None:
-        x = student.requires_grad_()
-        x.grad = None
-        tt.generalized_jsd(x, teacher).backward()
+        tt.generalized_jsd(student, teacher).backward()
 
     gradient = positions * V * 4 / GIB
     sides = {"tinsmith": ours} | ({"torch eager": of_torch} if with_torch else {})
-    compare(f"jsd {positions} × {V}, gradient {gradient:.2f} GiB", sides, rounds)
+    compare(f"jsd {positions} × {V}, gradient {gradient:.2f} GiB", sides, rounds, student)
 
 
 def in_chunks(x: torch.Tensor, w: torch.Tensor, make: Callable, rows: int = 256) -> None:
@@ -126,7 +129,7 @@ def head(n: int, d: int, rounds: int) -> None:
             leaf, weight, cross_entropy
         )
         kind = "trained" if trained else "frozen"
-        compare(f"one id, with gradient, {kind} weight", sides, rounds)
+        compare(f"one id, with gradient, {kind} weight", sides, rounds, leaf, weight)
 
 
 def main() -> None:
