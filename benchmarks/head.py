@@ -1,12 +1,13 @@
 """tinsmith.ops beside torch eager, torch in chunks and NumPy: CPU seconds and peak memory.
 
     python benchmarks/head.py jsd --positions 512 1024
-    python benchmarks/head.py head --rounds 2
+    python benchmarks/head.py topk --rounds 2
+    python benchmarks/head.py gather --rounds 2
 
 `jsd`: generalized_jsd of logits (positions, V) at beta 0.5 with the student's gradient, beside
-OPSD's loss in torch (tests/opsd.py). `head`: the 32 best, and one id a row with the gradient of the
-hidden states, of hidden states (1024, 1024) and a weight (V, 1024) that is frozen or trained. V is
-Qwen3's 151,936. All sides run in turn in one process; peak is what the resident set grew by above
+OPSD's loss in torch (tests/opsd.py). `topk` and `gather`: the 32 best, and the log-probabilities of
+20 ids a row with their gradient, of hidden states (1024, 1024) and a weight (V, 1024) that is
+frozen or trained. V is Qwen3's 151,936. All sides run in turn in one process; peak is what the resident set grew by above
 the inputs during a call, the gradient included in it and named beside it."""
 
 import argparse
@@ -60,7 +61,7 @@ def compare(
         peak = statistics.median(p for _, p in runs)
         first = first or seconds
         print(
-            f"{title:44} {name:16} {seconds:8.2f} cpu-s {peak:6.2f} GiB {seconds / first:6.1f}×",
+            f"{title:44} {name:20} {seconds:8.2f} cpu-s {peak:6.2f} GiB {seconds / first:6.1f}×",
             flush=True,
         )
 
@@ -87,62 +88,61 @@ def in_chunks(x: torch.Tensor, w: torch.Tensor, make: Callable, rows: int = 256)
         make(slice(i, i + rows), x[i : i + rows] @ w.T)
 
 
-def head(n: int, d: int, rounds: int) -> None:
+def topk(n: int, d: int, rounds: int) -> None:
     x, w = torch.randn(n, d) * 0.5, torch.randn(V, d) * 0.05
-    ids, ones = torch.randint(0, V, (n,)), torch.ones(n)
     a, b = x.numpy(), w.numpy()
 
     def best(_: slice, logits: torch.Tensor) -> None:
         (logits - torch.logsumexp(logits, -1, keepdim=True)).topk(32)
 
-    def numpy_best() -> None:
+    def by_numpy() -> None:
         logits = a @ b.T
         top = logits.max(-1, keepdims=True)
         lse = top + np.log(np.exp(logits - top).sum(-1, keepdims=True))
         near = np.argpartition(logits, -32)[:, -32:]
         np.sort(np.take_along_axis(logits, near, 1) - lse)
 
-    topk = {
+    sides = {
         "tinsmith": lambda: ops.topk_logprobs(x, w, 32),
         "torch eager": lambda: torch.log_softmax(x @ w.T, -1).topk(32),
         "torch chunked": lambda: in_chunks(x, w, best),
-        "NumPy": numpy_best,
+        "NumPy": by_numpy,
     }
-    compare(f"topk 32, {n} × {d} × {V}", topk, rounds)
-    for trained in (False, True):
-        leaf, weight = x.clone().requires_grad_(), w.clone().requires_grad_(trained)
+    compare(f"topk 32, {n} × {d} × {V}", sides, rounds)
 
-        def cross_entropy(rows: slice, logits: torch.Tensor) -> None:
-            torch.nn.functional.cross_entropy(logits, ids[rows], reduction="sum").backward()
 
-        def eager(leaf: torch.Tensor = leaf, weight: torch.Tensor = weight) -> None:
-            torch.log_softmax(leaf @ weight.T, -1).gather(-1, ids[:, None]).sum().backward()
+def gather(n: int, d: int, rounds: int, trained: bool) -> None:
+    x = (torch.randn(n, d) * 0.5).requires_grad_()
+    w = (torch.randn(V, d) * 0.05).requires_grad_(trained)
+    ids, ones = torch.randint(0, V, (n, 20)), torch.ones(n, 20)
 
-        def gather(leaf: torch.Tensor = leaf, weight: torch.Tensor = weight) -> None:
-            tt.gather_logprobs(leaf, weight, ids).sum().backward()
+    def chunk(rows: slice, logits: torch.Tensor) -> None:
+        torch.log_softmax(logits, -1).gather(-1, ids[rows]).sum().backward()
 
-        def fused(leaf: torch.Tensor = leaf, weight: torch.Tensor = weight) -> None:
-            tt.linear_cross_entropy(leaf, weight, ids, ones).backward()
-
-        sides = {"linear_cross_entropy": fused, "gather_logprobs": gather, "torch eager": eager}
-        sides["torch chunked"] = lambda leaf=leaf, weight=weight: in_chunks(
-            leaf, weight, cross_entropy
-        )
-        kind = "trained" if trained else "frozen"
-        compare(f"one id, with gradient, {kind} weight", sides, rounds, leaf, weight)
+    sides = {
+        "gather_logprobs": lambda: tt.gather_logprobs(x, w, ids).sum().backward(),
+        "linear_cross_entropy": lambda: tt.linear_cross_entropy(x, w, ids, ones).backward(),
+        "torch eager": lambda: chunk(slice(0, n), x @ w.T),
+        "torch chunked": lambda: in_chunks(x, w, chunk),
+    }
+    kind = "trained" if trained else "frozen"
+    compare(f"20 ids, gradient, {kind} weight", sides, rounds, x, w)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["jsd", "head"])
+    parser.add_argument("what", choices=["jsd", "topk", "gather"])
     parser.add_argument("--positions", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--alone", action="store_true", help="jsd without torch's side")
     args = parser.parse_args()
     torch.manual_seed(0)
-    if args.what == "head":
-        head(args.rows, 1024, args.rounds)
+    if args.what == "topk":
+        topk(args.rows, 1024, args.rounds)
+    elif args.what == "gather":
+        for trained in (False, True):
+            gather(args.rows, 1024, args.rounds, trained)
     else:
         for positions in args.positions:
             jsd(positions, args.rounds, not args.alone)

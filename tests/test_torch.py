@@ -41,6 +41,19 @@ def test_gather_logprobs(dtype, K):
     same((x, w), (x64, w64), dtype == torch.bfloat16)
 
 
+@pytest.mark.parametrize("shape", [(2, N), (2, N, 1), (2, N, 6)])
+def test_gather_logprobs_under_a_frozen_weight(shape):
+    (x, w), (x64, w64) = leaves((2, N, D), (V, D))
+    w.requires_grad_(False)
+    ids = torch.randint(0, V, shape, dtype=torch.int32)
+    by = torch.randn(shape)
+    (tt.gather_logprobs(x, w, ids) * by).sum().backward()
+    exact = torch.log_softmax(x64 @ w64.T, -1).gather(-1, ids.long().reshape(2, N, -1))
+    (exact.reshape(shape) * by).sum().backward()
+    same((x,), (x64,))
+    assert w.grad is None
+
+
 def test_topk_logprobs_and_its_gradient():
     (x, w), (x64, w64) = leaves((N, D), (V, D))
     ids, logp = tt.topk_logprobs(x, w, 8)
