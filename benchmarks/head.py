@@ -7,8 +7,8 @@
 `jsd`: generalized_jsd of logits (positions, V) at beta 0.5 with the student's gradient, beside
 OPSD's loss in torch (tests/opsd.py). `topk` and `gather`: the 32 best, and the log-probabilities of
 20 ids a row with their gradient, of hidden states (1024, 1024) and a weight (V, 1024) that is
-frozen or trained. V is Qwen3's 151,936. All sides run in turn in one process; peak is what the resident set grew by above
-the inputs during a call, the gradient included in it and named beside it."""
+frozen or trained. V is Qwen3's 151,936. All sides run in turn in one process; peak is what the
+resident set grew by above the inputs during a call, gradients included."""
 
 import argparse
 import statistics

@@ -57,7 +57,7 @@ def jsd(
     want_rows: bool,
     want_weight: bool,
 ) -> tuple[NDArray[np.float32], NDArray[Any] | None, NDArray[np.float32] | None]:
-    """(losses (N, 1), or (N, V or top_k) where each term is one, and the gradients of Σ scale·loss)."""
+    """(losses (N, 1), or (N, V or top_k) of single terms, and the gradients of Σ scale·loss)."""
 
 def dlpack_lend(array: NDArray[Any], bf16: bool, versioned: bool) -> Any:
     """A capsule of an array, which lives until who took it gives it back."""
