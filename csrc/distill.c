@@ -427,6 +427,39 @@ static Status results_read(Distill *c, float *logp, float *divergence)
                 c->loss->name, loss);
 }
 
+/* All ops of a micro-batch on the teacher's device and on the student's, for one that rehearses. */
+static void teacher_rehearse(void *context)
+{
+    Distill *c = context;
+    Segment segment = {c->lesson->adapter, 0, c->side.room};
+    c->side.batch.segment = &segment;
+    c->side.batch.segments = 1;
+    if (c->side.room) forward(c->lesson->model, &c->side.batch, &c->side.acts, &c->side.cache);
+    for (int row = 0; row < c->head.T; row += c->head.chunk)
+        rows_logits(c->lesson->model, c->lesson->adapter, c->teacher_logits, c->teacher_s,
+                    c->taught, head_chunk(&c->head, row));
+}
+
+static void student_rehearse(void *context)
+{
+    Distill *c = context;
+    const Model *m = c->adapter->model;
+    Segment segment = {c->adapter, 0, c->micro->T};
+    c->batch.segment = &segment;
+    c->batch.segments = 1;
+    forward(m, &c->batch, &c->acts, &c->cache);
+    for (int row = 0; row < c->head.T; row += c->head.chunk) {
+        int rows = head_chunk(&c->head, row);
+        head_logits(&c->head, c->adapter, c->acts.hidden, row, rows);
+        head_logprob(&c->head, m, row, rows);
+        m->dev->jsd(m->dev, c->value, c->with_backward ? (real *)c->head.logits : NULL,
+                    c->head.logits, c->teacher_logits, c->with_backward ? c->scale : NULL, c->how,
+                    rows, m->shape.vocab);
+        if (c->with_backward) head_logits_backward(&c->head, c->adapter, c->grads.dxn, row, rows);
+    }
+    if (c->with_backward) backward(m, c->adapter, &c->batch, &c->acts, &c->grads);
+}
+
 static Status micro_run(Distill *c, float *logp, float *divergence)
 {
     Adapter *adapter = c->adapter;
@@ -436,6 +469,8 @@ static Status micro_run(Distill *c, float *logp, float *divergence)
     adapter->arena.used = 0;
     side_size(c);
     distill_place(c, &adapter->arena);
+    TRY(device_prepare(c->lesson->model->dev, teacher_rehearse, c));
+    TRY(device_prepare(dev, student_rehearse, c));
     pack_order(pack, c->micro, c->datums->input[0]);
     head_upload(&c->head, dev, pack, c->micro);
     for (int i = 0; i < pack->live; i++) c->host_scale[i] = weights_of(c)[pack->rows[i]];

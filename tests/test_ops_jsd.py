@@ -4,6 +4,7 @@ torch computes it, infinities, near and equal rows, large vocabularies."""
 # ruff: noqa: C408 - settings are keyword arguments, and read as such
 
 import numpy as np
+import opsd
 import pytest
 import reference
 import torch
@@ -22,27 +23,17 @@ def dev(request):
 
 
 def torchs_terms(student, teacher, how):
-    """OPSD's generalized_jsd_loss of (T,V) tensors with reduction="none", but that torch.topk,
-    which it takes, orders equals as it likes."""
-    kl_div = torch.nn.functional.kl_div
-    if how.probs:
-        log_p, log_q = (torch.log(x.clamp_min(1e-8)) for x in (student, teacher))
-    else:
-        x, y = student / round(how.temperature, 6), teacher / round(how.temperature, 6)
-        if how.top_k:
-            best = torch.sort(y, dim=-1, descending=True, stable=True).indices[:, : how.top_k]
-            x, y = x.gather(-1, best), y.gather(-1, best)
-        log_p, log_q = torch.log_softmax(x, dim=-1), torch.log_softmax(y, dim=-1)
-    if how.beta in (0, 1):
-        order = (log_p, log_q) if how.beta == 0 else (log_q, log_p)
-        terms = kl_div(*order, reduction="none", log_target=True)
-    else:
-        beta = torch.tensor(round(how.beta, 6), dtype=student.dtype)
-        both = torch.stack([log_p + torch.log1p(-beta), log_q + torch.log(beta)])
-        log_m = torch.logsumexp(both, dim=0)
-        of_q = kl_div(log_m, log_q, reduction="none", log_target=True)
-        terms = beta * of_q + (1 - beta) * kl_div(log_m, log_p, reduction="none", log_target=True)
-    return terms.clamp(max=how.clip)
+    """The terms of OPSD's own loss, of tensors (T,V)."""
+    return opsd.generalized_jsd_loss(
+        student,
+        teacher,
+        beta=round(how.beta, 6),
+        temperature=round(how.temperature, 6),
+        reduction="none",
+        logits_are_probs=bool(how.probs),
+        top_k=how.top_k,
+        token_clip=how.clip,
+    )
 
 
 @pytest.mark.parametrize("kind", JSD_KINDS, ids=str)

@@ -18,7 +18,6 @@
 #include "simd.h"
 
 enum {
-    DEPTH = 384,   /* k of one block: a panel of b is 48 KB */
     ROWS = 336,    /* m of one block: DEPTH·ROWS of a stay in L2 */
     WIDE = 2 * VL, /* columns of a register tile */
     AHEAD = 48, /* rows of b to prefetch when few rows of a keep the processor waiting for memory */

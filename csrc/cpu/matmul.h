@@ -4,6 +4,8 @@
 
 #include "cpu.h"
 
+enum { DEPTH = 384 }; /* k of one block: a panel of b is 48 KB */
+
 /* How b's element (k, n) is found. */
 typedef enum Order {
     BY_ROW,    /* b[k·ldb + n] */

@@ -151,6 +151,15 @@ static int read_tensor(const DLTensor *from, const char *name, Tensor *out)
     return 0;
 }
 
+/* Its destructor may run Python, which must not meet the exception that is on its way. */
+void tensor_drop(Tensor *tensor)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    Py_CLEAR(tensor->capsule);
+    PyErr_Restore(type, value, trace);
+}
+
 int tensor_borrow(PyObject *object, const char *name, Tensor *out)
 {
     *out = (Tensor){0};
@@ -160,7 +169,7 @@ int tensor_borrow(PyObject *object, const char *name, Tensor *out)
         return -1;
     }
     if (on_host(object, name) < 0) return -1;
-    PyObject *capsule = capsule_of(object, name);
+    PyObject *capsule = out->capsule = capsule_of(object, name);
     if (!capsule) return -1;
     int status = -1;
     if (PyCapsule_IsValid(capsule, VERSIONED)) {
@@ -178,16 +187,8 @@ int tensor_borrow(PyObject *object, const char *name, Tensor *out)
         PyErr_Format(PyExc_TypeError, "__dlpack__ of %s gave no DLPack capsule but %R", name,
                      capsule);
     }
-    if (status < 0)
-        Py_DECREF(capsule);
-    else
-        out->capsule = capsule;
+    if (status < 0) tensor_drop(out);
     return status;
-}
-
-void tensor_drop(Tensor *tensor)
-{
-    Py_CLEAR(tensor->capsule);
 }
 
 /* ---- lending ---- */

@@ -31,6 +31,39 @@ def losses() -> list[LossRow]:
 def devices() -> dict[str, str]:
     """Device names, each with "" when it can be opened, or the sentence that says why it can't."""
 
+def topk(rows: Any, weight: Any, k: int) -> tuple[NDArray[Any], NDArray[Any], None]:
+    """(ids, logprobs, None) of rows that are flattened to (N, ·): tinsmith.ops.topk_logprobs.
+
+    Here and below, arrays are anything with __dlpack__ on the CPU in float32, bfloat16, or uint16
+    with bf16's bits; weight is (V, D), or None where the rows are logits."""
+
+def gather(
+    rows: Any,
+    weight: Any,
+    ids: NDArray[np.int32],  # (N·K,)
+    K: int,
+    dlogprobs: Any,  # float32 of N·K numbers, or None: no gradients
+    want_rows: bool,
+    want_weight: bool,
+) -> tuple[NDArray[np.float32], NDArray[Any] | None, NDArray[np.float32] | None]:
+    """(logprobs (N, K), gradient of the rows in their type, of the weight in float32)."""
+
+def jsd(
+    student: Any,
+    student_weight: Any,
+    teacher: Any,
+    teacher_weight: Any,
+    keep: NDArray[np.uint8] | None,  # (N,): 0 leaves a row out, its loss is then undefined
+    scale: Any,  # float32, like the losses, or None: no gradients
+    how: tuple[float, float, float, int, bool, bool],  # device.h's Jsd, field by field
+    want_rows: bool,
+    want_weight: bool,
+) -> tuple[NDArray[np.float32], NDArray[Any] | None, NDArray[np.float32] | None]:
+    """(losses (N, 1), or (N, V or top_k) of single terms, and the gradients of Σ scale·loss)."""
+
+def dlpack_lend(array: NDArray[Any], bf16: bool, versioned: bool) -> Any:
+    """A capsule of an array, which lives until who took it gives it back."""
+
 class Model:
     """A frozen base model. Shapes come from `config`; weights are put in with `load`, then `seal`.
 

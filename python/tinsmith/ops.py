@@ -78,7 +78,7 @@ def _host(x: Any, name: str, dtype: type) -> np.ndarray:
         raise TypeError(f"{name} must be whole numbers, not {array.dtype}")
     if np.issubdtype(dtype, np.floating) and not np.issubdtype(array.dtype, np.floating):
         raise TypeError(f"{name} must be floating-point numbers, not {array.dtype}")
-    return np.ascontiguousarray(array, dtype)
+    return np.asarray(array, dtype, order="C")
 
 
 class _Ids(NamedTuple):

@@ -1,8 +1,10 @@
 """tinsmith.ops as autograd functions: the one module that imports torch.
 
 The losses make their gradients in the forward pass, while the logits are there, if a gradient will
-be asked for; backward multiplies them. The log-probabilities' backward computes the logits again.
-Tensors are on the CPU, float32 or bfloat16. Gradients of gradients are not to be had.
+be asked for; backward multiplies them. So do log-probabilities under a frozen weight W, whose
+gradient is Σ_k g_k·(W[ids_k] − p·W): p·W, of the hidden states' shape, is what they keep. Else the
+log-probabilities' backward computes the logits again. Tensors are on the CPU, float32 or bfloat16.
+Gradients of gradients are not to be had.
 """
 
 from typing import Any
@@ -23,18 +25,45 @@ class _Gather(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, weight: torch.Tensor | None, ids: torch.Tensor
     ) -> Any:
         ctx.save_for_backward(rows, weight, ids)
-        logprobs, _, _ = ops.gather(rows.detach(), _plain(weight), ids)
+        ctx.first, grad = None, None
+        frozen = weight is not None and ctx.needs_input_grad[:2] == (True, False)
+        if frozen and ids.numel() and rows.dtype == weight.dtype == torch.float32:
+            grad = torch.zeros(ids.shape).reshape(rows[..., 0].numel(), -1)
+            grad[:, 0] = 1
+            grad = grad.reshape(ids.shape)
+        logprobs, first, _ = ops.gather(
+            rows.detach(), _plain(weight), ids, grad, want=(True, False)
+        )
+        if grad is not None:
+            ctx.first = first  # W[ids_0] − p·W
         return torch.from_numpy(logprobs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         rows, weight, ids = ctx.saved_tensors
+        if ctx.first is not None:
+            return _from_first(ctx.first, weight, ids, grad), None, None
         want = ctx.needs_input_grad[:2]
         _, drows, dweight = ops.gather(
             rows.detach(), _plain(weight), ids, grad.contiguous(), want=want
         )
         return drows, dweight, None
+
+
+def _from_first(
+    first: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor
+) -> torch.Tensor:
+    """Σ_k g_k·(W[ids_k] − p·W) from the one of k = 0."""
+    rows = first.reshape(-1, first.shape[-1])
+    g, targets = grad.reshape(len(rows), -1), ids.reshape(len(rows), -1).long()
+    total = g.sum(-1, keepdim=True)
+    drows = total * rows
+    if g.shape[1] > 1:
+        bag = torch.nn.functional.embedding_bag
+        drows += bag(targets, weight, per_sample_weights=g.contiguous(), mode="sum")
+        drows -= total * weight[targets[:, 0]]
+    return drows.reshape(first.shape)
 
 
 class _Scaled(torch.autograd.Function):
