@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,6 +50,7 @@ NVCC_FLAGS = [
     "-std=c++17",
     "-O3",
     "--fmad=false",
+    "-Xptxas=-v",  # each kernel's registers and spills: the log that is kept
     "-gencode=arch=compute_80,code=sm_80",
     "-gencode=arch=compute_90a,code=sm_90a",
     "-gencode=arch=compute_90,code=compute_90",
@@ -70,6 +72,7 @@ EMULATED_FLAGS = [
 ]
 NVCC_HOME = "/usr/local/cuda/bin/nvcc"  # where to look when it is not on PATH; TINSMITH_NVCC first
 CUDA_LIBRARY = "libtinsmith_cuda.so"
+CUDA_LOG = "libtinsmith_cuda.log"  # what the compiler said of each kernel; a test reads it
 EMULATED_LIBRARY = "libtinsmith_cuda_emulated.so"
 
 
@@ -89,12 +92,21 @@ def cuda_build(library: Path, objects: Path, compile_with: list[str], link_with:
 
     def compile_one(path: Path) -> Path:
         out = objects / f"{path.stem}.o"
-        subprocess.run([*compile_with, f"-DDEVICE_ABI={ABI}", "-c", path, "-o", out], check=True)
+        command = [*compile_with, f"-DDEVICE_ABI={ABI}", "-c", path, "-o", out]
+        with out.with_suffix(".log").open("w") as log:
+            code = subprocess.run(command, stderr=log).returncode
+        said = out.with_suffix(".log").read_text()
+        if code or "warning" in said:
+            sys.stderr.write(said)
+        if code:
+            raise subprocess.CalledProcessError(code, command)
         return out
 
     try:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             built = list(pool.map(compile_one, sorted((ROOT / "cuda").glob("*.cu"))))
+        logs = [out.with_suffix(".log").read_text() for out in built]
+        library.with_suffix(".log").write_text("".join(logs))
         subprocess.run([compile_with[0], *built, "-o", library, *link_with], check=True)
     except subprocess.CalledProcessError as error:
         library.unlink(missing_ok=True)
@@ -139,7 +151,7 @@ class BuildOps(build_ext):
         """What an editable install does with _core, for the libraries beside it."""
         super().copy_extensions_to_source()
         package = Path(self.get_finalized_command("build_py").get_package_dir("tinsmith"))
-        for name in (CUDA_LIBRARY, EMULATED_LIBRARY):
+        for name in (CUDA_LIBRARY, CUDA_LOG, EMULATED_LIBRARY):
             built = Path(self.build_lib) / "tinsmith" / name
             (package / name).unlink(missing_ok=True)
             if built.exists():

@@ -1,4 +1,4 @@
-"""What the benchmarks share: two shapes, random checkpoints, and timing of both sides in one run.
+"""What the benchmarks share: shapes, random checkpoints, and timing of both sides in one run.
 
 Both sides run interleaved in one process on the same number of threads, and what is compared is CPU
 seconds of the process: on a shared machine wall time measures the neighbours. Every table prints
@@ -15,6 +15,15 @@ from pathlib import Path
 from typing import Any
 
 SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "vocab_size": 512,
+    },
     "small": {
         "hidden_size": 256,
         "num_hidden_layers": 4,
@@ -33,19 +42,50 @@ SHAPES: dict[str, dict[str, int]] = {
         "intermediate_size": 3072,
         "vocab_size": 151936,
     },
+    "1.7b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "vocab_size": 151936,
+    },
+    "4b": {
+        "hidden_size": 2560,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 9728,
+        "vocab_size": 151936,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+    },
 }
 DTYPES = {"f32": "float32", "bf16": "auto"}  # what a model of each type is computed in
+SHAPES["small-qwen"] = SHAPES["small"] | {"vocab_size": SHAPES["0.6b"]["vocab_size"]}
+UNTIED = {"8b"}  # shapes whose head is a matrix of its own
 PEAK_GFLOPS = 117.0  # one core of the machine in RESULTS.md, f32
 
 
-def hf_model(shape: str, dtype: str) -> Any:
+def hf_model(shape: str, dtype: str, device: str = "cpu") -> Any:
     """A random Qwen3 of this shape, as transformers has it."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(**SHAPES[shape], max_position_embeddings=4096, tie_word_embeddings=True)
+    tied = shape not in UNTIED
+    config = Qwen3Config(**SHAPES[shape], max_position_embeddings=4096, tie_word_embeddings=tied)
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config)
     return model.to({"f32": torch.float32, "bf16": torch.bfloat16}[dtype])
 
 
@@ -65,22 +105,26 @@ def checkpoint(model: Any) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def cpu_seconds(call: Callable[[], object]) -> float:
-    """CPU seconds of this process that one call takes, on all its threads."""
-    start = time.process_time()
+def seconds_of(call: Callable[[], object], clock: Callable[[], float]) -> float:
+    """Seconds that one call takes."""
+    start = clock()
     call()
-    return time.process_time() - start
+    return clock() - start
 
 
 def interleave(
-    sides: dict[str, Callable[[], object]], rounds: int, warm_up: bool = True
+    sides: dict[str, Callable[[], object]],
+    rounds: int,
+    warm_up: bool = True,
+    clock: Callable[[], float] = time.process_time,
 ) -> dict[str, float]:
-    """Median CPU seconds of each side, run in turn."""
+    """Median seconds of each side, run in turn: CPU seconds of the process, on all its threads, or
+    what another clock says."""
     if warm_up:
         for call in sides.values():
             call()
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, call in sides.items():
-            seconds[name].append(cpu_seconds(call))
+            seconds[name].append(seconds_of(call, clock))
     return {name: statistics.median(values) for name, values in seconds.items()}

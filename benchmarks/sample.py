@@ -15,9 +15,11 @@ from peers import DTYPES, SHAPES, checkpoint, hf_model, interleave
 from tinsmith import _core, families
 
 
-def generate_side(model: Any, prompts: np.ndarray, new: int) -> Callable[[], None]:
+def generate_side(
+    model: Any, prompts: np.ndarray, new: int, device: str = "cpu"
+) -> Callable[[], None]:
     """A call that samples `new` tokens for each row of prompts with transformers."""
-    ids = torch.from_numpy(prompts).long()
+    ids = torch.from_numpy(prompts).long().to(device)
 
     options = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
 

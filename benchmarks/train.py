@@ -19,7 +19,7 @@ from tinsmith import _core, families
 RANK = 32
 
 
-def peft_side(model: Any, tokens: np.ndarray, targets: np.ndarray) -> Any:
+def peft_side(model: Any, tokens: np.ndarray, targets: np.ndarray, device: str = "cpu") -> Any:
     """A call that runs forward and backward of the PEFT model on (datums, length) tokens."""
     from peft import LoraConfig, get_peft_model
 
@@ -27,9 +27,9 @@ def peft_side(model: Any, tokens: np.ndarray, targets: np.ndarray) -> Any:
     lora = get_peft_model(
         model,
         LoraConfig(r=RANK, lora_alpha=32, target_modules=names),
-        autocast_adapter_dtype=False,
+        autocast_adapter_dtype=device != "cpu",  # on a GPU matrices in f32, as PEFT trains them
     )
-    ids, labels = torch.from_numpy(tokens).long(), torch.from_numpy(targets).long()
+    ids, labels = (torch.from_numpy(array).long().to(device) for array in (tokens, targets))
 
     def run() -> None:
         lora.zero_grad(set_to_none=True)

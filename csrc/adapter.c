@@ -6,6 +6,7 @@
  * of their own and are added when the call has succeeded: a failed or interrupted call leaves no
  * trace. */
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "core.h"
@@ -94,40 +95,51 @@ void adapter_changed(Adapter *adapter)
     adapter->stamp = ++stamps;
 }
 
-/* An adapter with its first `vectors` vectors in place, all zero. */
-static Status adapter_make(Adapter **out, Model *model, const AdapterSpec *spec, int vectors)
+Status adapter_measure(Adapter **out, Model *model, const AdapterSpec *spec, int vectors)
 {
     Adapter *adapter = calloc(1, sizeof *adapter);
     if (!adapter) return fail(STATUS_MEMORY, "no memory for an adapter");
+    static _Atomic uint64_t made;
     adapter->model = model;
+    adapter->number = ++made;
     adapter->rank = spec->rank;
     adapter->groups = spec->groups;
     adapter->alpha = spec->alpha;
     adapter->scale = spec->alpha / (float)spec->rank;
-    adapter->step_tokens = spec->step_tokens;
     adapter->keep_bytes = spec->keep_bytes;
     adapter->memory.dev = adapter->arena.dev = model->dev;
     adapter->layer = calloc((size_t)model->shape.layers, sizeof *adapter->layer);
-    Status status = adapter->layer ? STATUS_OK : fail(STATUS_MEMORY, "no memory for an adapter");
-    if (status) goto failed;
+    if (!adapter->layer) {
+        free(adapter);
+        return fail(STATUS_MEMORY, "no memory for an adapter");
+    }
     pairs_place(adapter);
     vectors_place(adapter, vectors);
-    status = arena_reserve(&adapter->memory, adapter->memory.used, "the adapter");
-    if (status) goto failed;
+    adapter->step_tokens = spec->step_tokens ? spec->step_tokens : plan_step_tokens(adapter);
+    *out = adapter;
+    return STATUS_OK;
+}
+
+/* An adapter with its first `vectors` vectors in place, all zero. */
+static Status adapter_make(Adapter **out, Model *model, const AdapterSpec *spec, int vectors)
+{
+    Adapter *adapter = NULL;
+    TRY(adapter_measure(&adapter, model, spec, vectors));
+    char purpose[64];
+    snprintf(purpose, sizeof purpose, "an adapter of rank %d", spec->rank);
+    Status status = arena_reserve(&adapter->memory, adapter->memory.used, purpose);
+    if (status) {
+        adapter_close(adapter);
+        return status;
+    }
     vectors_place(adapter, vectors);
     model->dev->zero(model->dev, adapter->memory.base, adapter->memory.used);
     adapter_changed(adapter);
     *out = adapter;
     return STATUS_OK;
-failed:
-    adapter_close(adapter);
-    return status;
 }
 
-enum {
-    RANK_MAX = 4096,
-    STEP_TOKENS = 2048
-}; /* enough rows for products at full speed; 0.6B then keeps 3.3 GB of activations */
+enum { RANK_MAX = 4096 };
 
 Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
 {
@@ -144,10 +156,8 @@ Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
     if (spec->step_tokens < 0)
         return fail(STATUS_INVALID, "step_tokens must be 0 (the default) or more, not %d",
                     spec->step_tokens);
-    AdapterSpec own = *spec;
-    if (!own.step_tokens) own.step_tokens = STEP_TOKENS;
     Adapter *adapter = NULL;
-    TRY(adapter_make(&adapter, model, &own, VECTORS));
+    TRY(adapter_make(&adapter, model, spec, VECTORS));
     float *weights = calloc((size_t)adapter->size, sizeof *weights);
     if (!weights) {
         Status status =
@@ -155,12 +165,16 @@ Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
         adapter_close(adapter);
         return status;
     }
-    adapter_visit(adapter, begin_matrix, &(Beginning){weights, own.rank, own.seed});
+    adapter_visit(adapter, begin_matrix, &(Beginning){weights, spec->rank, spec->seed});
     model->dev->upload(model->dev, adapter->vector[WEIGHTS], weights,
                        (size_t)adapter->size * sizeof(float));
     free(weights);
-    *out = adapter;
-    return STATUS_OK;
+    Status status = model->dev->sync(model->dev);
+    if (status)
+        adapter_close(adapter);
+    else
+        *out = adapter;
+    return status;
 }
 
 Status adapter_snapshot(Adapter **copy, const Adapter *adapter)
@@ -175,7 +189,9 @@ Status adapter_snapshot(Adapter **copy, const Adapter *adapter)
               (size_t)adapter->size * sizeof(float));
     (*copy)->step = adapter->step;
     (*copy)->stamp = adapter->stamp;
-    return STATUS_OK;
+    Status status = dev->sync(dev);
+    if (status) adapter_close(*copy);
+    return status;
 }
 
 void adapter_close(Adapter *adapter)
@@ -209,6 +225,20 @@ Status adapter_norm(Adapter *adapter, Vector which, double *norm)
     dev->download(dev, &sum, adapter->total, sizeof(double));
     *norm = sqrt(sum);
     return STATUS_OK;
+}
+
+Status adapter_follow(Adapter *average, const Adapter *leader, double decay)
+{
+    Device *dev = average->model->dev;
+    if (!(decay >= 0.0 && decay < 1.0))
+        return fail(STATUS_INVALID, "an average's decay must be in [0, 1), not %g", decay);
+    if (average->model != leader->model || average->rank != leader->rank ||
+        average->groups != leader->groups)
+        return fail(STATUS_INVALID, "an average follows an adapter of the same model and layout");
+    adapter_changed(average);
+    dev->average(dev, average->vector[WEIGHTS], leader->vector[WEIGHTS], average->size,
+                 (float)(1.0 - decay));
+    return dev->sync(dev);
 }
 
 static Status adamw_check(const AdamW *o)
@@ -245,11 +275,19 @@ Status adapter_optim_step(Adapter *adapter, const AdamW *o, Normalization by, St
         return fail(STATUS_NUMERIC,
                     "the gradient is not finite; it was cleared, and no step was taken");
     }
-    *report = (StepReport){norm, adapter->loss, adapter->tokens, adapter->sequences};
-    if (o->clip_norm > 0.0 && o->clip_norm < norm + 1e-6) scale *= o->clip_norm / (norm + 1e-6);
+    *report = (StepReport){.grad_norm = norm,
+                           .clipped_norm = norm,
+                           .loss = adapter->loss,
+                           .tokens = adapter->tokens,
+                           .sequences = adapter->sequences};
+    if (o->clip_norm > 0.0 && o->clip_norm < norm + 1e-6) {
+        scale *= o->clip_norm / (norm + 1e-6);
+        report->clipped_norm *= o->clip_norm / (norm + 1e-6);
+    }
     adapter_changed(adapter);
     dev->adamw(dev, adapter->vector[WEIGHTS], adapter->vector[MOMENT_1], adapter->vector[MOMENT_2],
                adapter->vector[GRADIENTS], adapter->size, ++adapter->step, (float)scale, o->lr,
                o->beta1, o->beta2, o->eps, o->weight_decay);
+    TRY(adapter_norm(adapter, WEIGHTS, &report->weight_norm));
     return adapter_clear(adapter);
 }

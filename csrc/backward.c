@@ -134,7 +134,7 @@ void backward(const Model *m, Adapter *adapter, const Batch *batch, const Acts *
     d->zero(d, g->dx, (size_t)batch->T * (size_t)s->width * d->real_bytes);
     d->rmsnorm_backward(d, g->dx, g->dxn, acts->out, m->final_norm, acts->final_rstd, batch->T,
                         s->width);
-    for (int l = s->layers - 1; l >= 0; l--) {
+    for (int l = s->layers - 1; l >= 0 && !batch_stopped(batch); l--) {
         mlp_backward(m, adapter, l, batch->T, acts, g);
         attention_block_backward(m, adapter, l, batch, acts, g);
     }

@@ -9,8 +9,8 @@ void batch_place(Batch *batch, Arena *arena, int T, int S, int page_count)
     batch->tokens = arena_take(arena, (size_t)T * sizeof(int32_t));
     batch->pos = arena_take(arena, (size_t)T * sizeof(int32_t));
     batch->slot = arena_take(arena, (size_t)T * sizeof(int32_t));
-    batch->pages = arena_take(arena, (size_t)page_count * sizeof(int32_t));
     batch->spans = arena_take(arena, (size_t)S * sizeof(Span));
+    batch->pages = arena_take(arena, (size_t)page_count * sizeof(int32_t));
 }
 
 void batch_upload(Batch *batch, Device *dev, const BatchHost *host)
@@ -20,4 +20,9 @@ void batch_upload(Batch *batch, Device *dev, const BatchHost *host)
     dev->upload(dev, batch->slot, host->slot, (size_t)host->T * sizeof(int32_t));
     dev->upload(dev, batch->pages, host->pages, (size_t)host->page_count * sizeof(int32_t));
     dev->upload(dev, batch->spans, host->spans, (size_t)host->S * sizeof(Span));
+}
+
+int batch_stopped(const Batch *batch)
+{
+    return batch->stop && *batch->stop;
 }

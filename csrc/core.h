@@ -29,6 +29,10 @@ void arena_release(Arena *arena);
 /* The next `bytes`, aligned; NULL while measuring. Placing more than was measured is a programmer's
  * error. */
 void *arena_take(Arena *arena, size_t bytes);
+/* Bytes that the ops of `work` need for themselves; nothing is computed. */
+size_t device_rehearse(Device *dev, void (*work)(void *), void *context);
+/* Makes room for them. */
+Status device_prepare(Device *dev, void (*work)(void *), void *context);
 
 /* ---- model.c ---- */
 
@@ -77,7 +81,8 @@ typedef struct Model {
     Shape shape;
     DType type; /* of the matrices: DTYPE_F32 or DTYPE_BF16 */
     Arena weights;
-    float *inv_freq;
+    size_t bytes; /* that the weights take, also before they are there */
+    float *inv_freq, *host_freq;
     frozen *embed, *head; /* the same where they are tied */
     float *final_norm;
     LayerWeights *layer;
@@ -115,6 +120,7 @@ typedef struct Kept Kept; /* step.c */
 
 typedef struct Adapter {
     Model *model;
+    uint64_t number; /* from 1; no other adapter of this process has had it */
     int rank, groups;
     float alpha, scale; /* scale = alpha / rank */
     int64_t size;       /* parameters */
@@ -144,6 +150,8 @@ typedef struct AdapterSpec {
 } AdapterSpec;
 
 Status adapter_open(Adapter **adapter, Model *model, const AdapterSpec *spec);
+/* One without memory: its layout, and in memory.used the bytes that it would take. */
+Status adapter_measure(Adapter **adapter, Model *model, const AdapterSpec *spec, int vectors);
 void adapter_close(Adapter *adapter);
 /* The weights as they are now, without gradients and moments. */
 Status adapter_snapshot(Adapter **copy, const Adapter *adapter);
@@ -160,7 +168,8 @@ typedef struct AdamW {
 typedef enum Normalization { BY_NOTHING, BY_LOSS_TOKENS, BY_SEQUENCES } Normalization;
 
 typedef struct StepReport {
-    double grad_norm, loss, tokens, sequences;
+    double grad_norm, clipped_norm, weight_norm; /* clipped: what the step was made with */
+    double loss, tokens, sequences;
 } StepReport;
 
 Status adapter_optim_step(Adapter *adapter, const AdamW *adamw, Normalization by,
@@ -169,6 +178,9 @@ Status adapter_clear(Adapter *adapter);
 /* The weights are others from here on: a new stamp, and no kept forward. */
 void adapter_changed(Adapter *adapter);
 Status adapter_norm(Adapter *adapter, Vector which, double *norm);
+/* weights += (1 − decay)·(those of `leader` − weights): an exponential moving average of an adapter
+ * of the same layout. */
+Status adapter_follow(Adapter *average, const Adapter *leader, double decay);
 
 /* ---- batch.c: rows of many sequences, packed ---- */
 
@@ -183,6 +195,7 @@ typedef struct Batch {
     int32_t *tokens, *pos, *slot, *pages; /* device */
     Span *spans;                          /* device */
     Segment *segment;                     /* host */
+    const volatile int *stop;             /* NULL, or, when set from outside: no further layer */
 } Batch;
 
 /* Host arrays that batch_upload sends. */
@@ -195,6 +208,8 @@ typedef struct BatchHost {
 /* Places (or measures) the device arrays of a batch. */
 void batch_place(Batch *batch, Arena *arena, int T, int S, int page_count);
 void batch_upload(Batch *batch, Device *dev, const BatchHost *host);
+/* Whether forward and backward end early; what they wrote is then of no use. */
+int batch_stopped(const Batch *batch);
 
 /* ---- forward.c, backward.c: the transformer, once ---- */
 
@@ -253,8 +268,10 @@ typedef struct LossCall {
 
 typedef struct Loss {
     const char *name;
-    int multi; /* targets may be (N, K) */
-    int whole; /* evaluate needs all targets of a datum in one call */
+    int multi;  /* targets may be (N, K) */
+    int whole;  /* evaluate needs all targets of a datum in one call */
+    int taught; /* compares whole rows with a teacher's: distill.c; there is no evaluate */
+    int linear; /* dlogp does not depend on logp: it is known before the forward */
     struct {
         const char *name;
         int required;
@@ -263,7 +280,7 @@ typedef struct Loss {
     } input[LOSS_INPUTS];
     struct {
         const char *name;
-        double initial; /* NAN: there is none, it must come */
+        double initial; /* NAN: there is none, it must come; INFINITY: no bound */
     } key[LOSS_KEYS];
     int gate; /* input whose zeros mean: no gradient here; or UNGATED */
     double (*evaluate)(const LossCall *call); /* returns the loss, writes dlogp */
@@ -303,8 +320,9 @@ Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Lo
 Status adapter_backward(Adapter *adapter, const float *dlogp, int64_t count, double *loss_sum);
 /* Forgets the kept forward: the weights have changed. */
 void adapter_drop_kept(Adapter *adapter);
-/* Bytes of a training step of T rows. */
-size_t step_bytes(const Model *model, int rank, int T);
+/* Bytes of a training step of T rows of one datum, and in *scratch those that its ops need for
+ * themselves. */
+size_t step_bytes(Adapter *adapter, int T, size_t *scratch);
 /* Rows of a chunk whose logits exist at one time. */
 int head_rows(const Model *model);
 
@@ -332,13 +350,47 @@ int32_t prefix_evict(Prefix *prefix);
 /* Forgets those that are held. */
 void prefix_clear(Prefix *prefix, int pages);
 
+/* ---- distill.c: a loss between two distributions over the vocabulary ---- */
+
+/* What a teacher reads: a sequence for each datum, its own prompt and then the datum's completion.
+ */
+typedef struct Lesson {
+    const Model *model;     /* of the student's vocabulary */
+    const Adapter *adapter; /* on that model; NULL: none */
+    const int32_t *tokens, *lengths;
+    int64_t token_total, count; /* lengths of the two arrays, as they came */
+} Lesson;
+
+/* As adapter_forward_backward, for a taught loss; also the divergence of each row, (token_total), 0
+ * where its weight is. */
+Status adapter_distill(Adapter *adapter, const Datums *datums, const Loss *loss,
+                       const Lesson *lesson, int with_backward, float *logp, float *divergence,
+                       double *loss_sum);
+
+/* ---- plan.c: what is taken where nothing else is said ---- */
+
+/* Bytes of everything, before anything is allocated. */
+typedef struct Plan {
+    size_t weights, adapter, step, own, kv_token, cache, free, all;
+    int step_tokens;
+} Plan;
+
+/* `tokens` of a training step; 0: the default. */
+Status plan_make(Plan *plan, Model *model, const AdapterSpec *spec, int tokens);
+/* Rows of a micro-batch: as many as the device has use for, if it has the memory. */
+int plan_step_tokens(Adapter *adapter);
+/* Tokens of a sampler's cache. */
+int64_t plan_cache_tokens(const Model *model);
+
 /* ---- kv.c: pages of the cache ---- */
+
+enum { CACHE_TOKENS_MAX = 1 << 20 };
 
 typedef struct Kv {
     Model *model;
     Arena arena;
     Cache cache;
-    int pages, free_count;
+    int pages, free_count; /* page number `pages` is nobody's: rows that only fill up write there */
     int32_t *free_list;
     int32_t *users; /* of each page: sequences that hold it */
     Prefix prefix;

@@ -57,7 +57,7 @@ Status datums_check(const Datums *d, const Model *model, const Loss *loss)
         if (isnan(d->key[j]) && isnan(loss->key[j].initial))
             return fail(STATUS_INVALID, "%s needs %s: a number that has no default", loss->name,
                         loss->key[j].name);
-        else if (!isfinite(d->key[j]))
+        else if (!isfinite(d->key[j]) && d->key[j] != loss->key[j].initial)
             return fail(STATUS_INVALID, "%s of %s must be finite, not %g", loss->key[j].name,
                         loss->name, d->key[j]);
     int64_t token = 0, target = 0;

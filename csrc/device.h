@@ -13,6 +13,7 @@
 #include "status.h"
 
 typedef struct Device Device;
+typedef struct Graph Graph;   /* work that was recorded, to be run again and again */
 typedef struct real real;     /* an activation's element: f32 on the CPU */
 typedef struct frozen frozen; /* a base weight, in the device's own order and element type */
 
@@ -49,12 +50,35 @@ typedef struct Lora {
     int32_t N;
 } Lora;
 
+/* The generalized Jensen-Shannon divergence of two rows of logits. With p and q the softmax of the
+ * student's and the teacher's logits / temperature, and m = (1−beta)·p + beta·q, its terms are
+ *
+ *   min(clip, beta·q·log(q/m) + (1−beta)·p·log(p/m))
+ *
+ * and those of KL(q‖p) and KL(p‖q) for beta = 0 and 1. A term without mass is 0, also where a logit
+ * is −inf. */
+typedef struct Jsd {
+    float beta, temperature;
+    float clip;    /* of a term, which is a constant above it; INFINITY: none */
+    int32_t top_k; /* p and q over the teacher's top_k ids alone (the lower id first among equals),
+                      terms in their order, best first; 0: over the whole vocabulary */
+    int32_t probs; /* the rows are not logits but p and q, raised to 1e-8; no temperature, no top_k
+                    */
+    int32_t each;  /* loss and scale are (T,V), or (T,top_k): each term by itself, not their sum */
+} Jsd;
+
 struct Device {
     const char *name;
     size_t real_bytes; /* bytes of one `real` */
+    size_t own_bytes;  /* that the device took for itself when it was opened */
+    int step_rows;     /* rows of a training step from which on more would not make it faster */
+    int async;         /* the host goes on while ops run */
 
     Status (*alloc)(Device *dev, void **memory, size_t bytes);
     void (*release)(Device *dev, void *memory, size_t bytes);
+    /* Bytes that alloc can still give, and that there are in all. */
+    void (*memory)(Device *dev, size_t *free_bytes, size_t *all_bytes);
+    /* `from` may change when upload returns; `to` is there when download returns. */
     void (*upload)(Device *dev, void *to, const void *from, size_t bytes);
     void (*download)(Device *dev, void *to, const void *from, size_t bytes);
     void (*copy)(Device *dev, void *to, const void *from, size_t bytes);
@@ -65,6 +89,29 @@ struct Device {
     /* Waits for all work and returns the first failure since the last sync. */
     Status (*sync)(Device *dev);
     void (*close)(Device *dev);
+
+    /* Begins a download, of which the host sees nothing before await(). `to` must live until then,
+     * or until sync(). */
+    void (*fetch)(Device *dev, void *to, const void *from, size_t bytes);
+    /* Waits for all fetches but the last `behind`, 0 or 1; returns the first failure, as sync does.
+     */
+    Status (*await)(Device *dev, int behind);
+
+    /* Between rehearse() and rehearsed(), ops and services do nothing but count the memory that the
+     * ops need for themselves; rehearsed() tells the largest op's, and reserve() makes room for it.
+     * An op that finds less fails. NULL where ops need none. */
+    void (*rehearse)(Device *dev);
+    size_t (*rehearsed)(Device *dev);
+    Status (*reserve)(Device *dev, size_t bytes);
+
+    /* Between record() and recorded(), ops and copies on the device are written down instead of
+     * done; replay() does them again, on the same addresses and with the same sizes. It returns 0,
+     * and does nothing, where reserve() has moved what they use: the work must be recorded anew.
+     * NULL where starting an op costs nothing that would be saved. */
+    Status (*record)(Device *dev);
+    Status (*recorded)(Device *dev, Graph **graph);
+    int (*replay)(Device *dev, Graph *graph);
+    void (*graph_close)(Device *dev, Graph *graph);
 
 #define OP(name, args) void(*name) args;
 #include "ops.inc"

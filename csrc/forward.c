@@ -141,7 +141,7 @@ void forward(const Model *m, const Batch *batch, const Acts *acts, const Cache *
     d->rope_table(d, acts->cosine, acts->sine, batch->pos, m->inv_freq, T, s->head_width,
                   s->rope_scale);
     d->embed(d, acts->layer[0].x, batch->tokens, m->embed, T, s->vocab, s->width);
-    for (int l = 0; l < L; l++)
+    for (int l = 0; l < L && !batch_stopped(batch); l++)
         layer_forward(m, l, batch, acts, cache, l + 1 < L ? acts->layer[l + 1].x : acts->out);
     d->rmsnorm(d, acts->hidden, acts->final_rstd, acts->out, m->final_norm, T, s->width,
                s->norm_eps);

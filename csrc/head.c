@@ -43,18 +43,23 @@ int head_chunk(const Head *h, int row)
     return h->T - row < h->chunk ? h->T - row : h->chunk;
 }
 
+void rows_logits(const Model *m, const Adapter *adapter, float *logits, real *s, const real *x,
+                 int rows)
+{
+    Device *d = m->dev;
+    int D = m->shape.width, V = m->shape.vocab;
+    d->head(d, logits, x, m->head, rows, V, D);
+    if (!adapter || adapter->head.a < 0) return;
+    const float *weights = adapter->vector[WEIGHTS];
+    d->head_lora(d, logits, s, x, weights + adapter->head.a, weights + adapter->head.b, rows, V, D,
+                 adapter->rank, adapter->scale);
+}
+
 void head_logits(const Head *h, const Adapter *adapter, const real *hidden, int row, int rows)
 {
     const Model *m = adapter->model;
-    Device *d = m->dev;
-    int D = m->shape.width, V = m->shape.vocab;
-    const float *weights = adapter->vector[WEIGHTS];
-    Pair pair = adapter->head;
-    d->gather(d, h->x, hidden, h->rows + row, rows, D);
-    d->head(d, h->logits, h->x, m->head, rows, V, D);
-    if (pair.a >= 0)
-        d->head_lora(d, h->logits, h->s, h->x, weights + pair.a, weights + pair.b, rows, V, D,
-                     adapter->rank, adapter->scale);
+    m->dev->gather(m->dev, h->x, hidden, h->rows + row, rows, m->shape.width);
+    rows_logits(m, adapter, h->logits, h->s, h->x, rows);
 }
 
 void head_logprob(const Head *h, const Model *model, int row, int rows)

@@ -3,6 +3,7 @@
  *
  * A page holds KV_PAGE positions of every layer. Layer l's pages begin at l·stride; a page's number
  * is the same in all. How a page looks inside is the device's business. */
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "core.h"
@@ -22,9 +23,12 @@ Status kv_open(Kv *kv, Model *model, int64_t tokens)
 {
     int64_t pages = (tokens + KV_PAGE - 1) / KV_PAGE;
     *kv = (Kv){.model = model, .arena.dev = model->dev, .pages = (int)pages};
-    kv->cache.stride = (size_t)pages * page_elements(model);
+    kv->cache.stride = (size_t)(pages + 1) * page_elements(model); /* and nobody's page */
     size_t bytes = kv->cache.stride * (size_t)model->shape.layers * model->dev->real_bytes;
-    TRY(arena_reserve(&kv->arena, 2 * bytes + 512, "the cache of keys and values"));
+    char purpose[64];
+    snprintf(purpose, sizeof purpose, "a cache of keys and values of %lld tokens",
+             (long long)pages * KV_PAGE);
+    TRY(arena_reserve(&kv->arena, 2 * bytes + 512, purpose));
     kv->cache.k = arena_take(&kv->arena, bytes);
     kv->cache.v = arena_take(&kv->arena, bytes);
     kv->free_list = malloc((size_t)pages * sizeof *kv->free_list);

@@ -6,13 +6,14 @@
  * a batch may be cut anywhere; a `whole` loss couples the targets of a datum, and is given one
  * datum at a time. Where A = 0 a target is masked, whatever its log-probability: 0 times infinity
  * is 0 (but in dro, whose quadratic term has no mask). Clip thresholds are numbers for each target,
- * for which the configuration's key stands in. */
+ * for which the configuration's key stands in. A `taught` loss is one of whole rows of logits, of
+ * the learner's and a teacher's, and has no function here: distill.c computes it. */
 #include <math.h>
 #include <string.h>
 
 #include "core.h"
 
-enum { MULTI = 1, WHOLE = 1, REQUIRED = 1 };
+enum { MULTI = 1, WHOLE = 1, TAUGHT = 1, LINEAR = 1, REQUIRED = 1 };
 
 /* −Σ w·lp */
 static double cross_entropy(const LossCall *c)
@@ -140,6 +141,7 @@ static double gspo(const LossCall *c)
 const Loss loss_given = {
     .name = "dlogprobs times logprobs",
     .multi = MULTI,
+    .linear = LINEAR,
     .input = {{.name = "dlogprobs", .missing = 0.0f}},
     .evaluate = given,
 };
@@ -148,6 +150,7 @@ static const Loss losses[] = {
     {
         .name = "cross_entropy",
         .multi = MULTI,
+        .linear = LINEAR,
         .input = {{.name = "weights", .missing = 1.0f}},
         .evaluate = cross_entropy,
     },
@@ -200,6 +203,16 @@ static const Loss losses[] = {
                 {.name = "clip_high_threshold", .initial = 1.2}},
         .gate = 1,
         .evaluate = gspo,
+    },
+    {
+        .name = "generalized_jsd",
+        .taught = TAUGHT,
+        .input = {{.name = "weights", .required = REQUIRED}},
+        .key = {{.name = "beta", .initial = 0.5},
+                {.name = "temperature", .initial = 1.0},
+                {.name = "top_k", .initial = 0.0},
+                {.name = "token_clip", .initial = INFINITY}},
+        .gate = 0,
     },
 };
 

@@ -48,7 +48,9 @@ static Status shape_check(const Shape *s)
     return STATUS_OK;
 }
 
-/* Walks weights.inc: measures while the arena has no base, places when it has one. */
+/* Walks weights.inc: measures while the arena has no base, places when it has one. Nothing is
+ * reserved before the first tensor comes, so that a plan can be made of a model that fits nowhere.
+ */
 static void model_place(Model *model)
 {
     Arena *arena = &model->weights;
@@ -101,23 +103,32 @@ Status model_open(Model **out, const Shape *shape, const float *inv_freq, DType 
     model->shape = *shape;
     model->type = type;
     model->weights.dev = model->dev;
+    size_t freq_bytes = (size_t)shape->head_width / 2 * sizeof(float);
     model->layer = calloc((size_t)shape->layers, sizeof *model->layer);
     model->loaded = calloc((size_t)SLOT_COUNT * (size_t)shape->layers, 1);
-    if (!model->layer || !model->loaded) {
+    model->host_freq = malloc(freq_bytes);
+    if (!model->layer || !model->loaded || !model->host_freq) {
         status = fail(STATUS_MEMORY, "no memory for a model of %d layers", shape->layers);
         goto failed;
     }
+    memcpy(model->host_freq, inv_freq, freq_bytes);
     model_place(model);
-    status = arena_reserve(&model->weights, model->weights.used, "the base model");
-    if (status) goto failed;
-    model_place(model);
-    model->dev->upload(model->dev, model->inv_freq, inv_freq,
-                       (size_t)shape->head_width / 2 * sizeof(float));
+    model->bytes = model->weights.used;
     *out = model;
     return STATUS_OK;
 failed:
     model_close(model);
     return status;
+}
+
+static Status model_reserve(Model *model)
+{
+    if (model->weights.base) return STATUS_OK;
+    TRY(arena_reserve(&model->weights, model->bytes, "the base model"));
+    model_place(model);
+    model->dev->upload(model->dev, model->inv_freq, model->host_freq,
+                       (size_t)model->shape.head_width / 2 * sizeof(float));
+    return STATUS_OK;
 }
 
 void model_close(Model *model)
@@ -129,6 +140,7 @@ void model_close(Model *model)
     }
     free(model->layer);
     free(model->loaded);
+    free(model->host_freq);
     free(model);
 }
 
@@ -162,19 +174,21 @@ Status model_load(Model *model, const char *name, int layer, const void *array, 
         return fail(STATUS_INVALID, "%s%s: file has (%d, %d), the model needs (%d, %d)", where,
                     name, rows, cols, info.rows, info.cols);
     Device *dev = model->dev;
-    void *memory = slot_memory(model, slot, layer);
     if (info.matrix) {
         if ((type == DTYPE_BF16) != (model->type == DTYPE_BF16))
             return fail(STATUS_INVALID,
                         "%s%s: the array is %s bf16, the model keeps its matrices in %s", where,
                         name, type == DTYPE_BF16 ? "" : "not",
                         model->type == DTYPE_BF16 ? "bf16" : "f32");
-        dev->frozen_load(dev, memory, array, type, rows, cols);
-    } else {
-        if (type != DTYPE_F32)
-            return fail(STATUS_INVALID, "%s%s: vectors must arrive as float32", where, name);
-        dev->upload(dev, memory, array, (size_t)cols * sizeof(float));
+    } else if (type != DTYPE_F32) {
+        return fail(STATUS_INVALID, "%s%s: vectors must arrive as float32", where, name);
     }
+    TRY(model_reserve(model));
+    void *memory = slot_memory(model, slot, layer);
+    if (info.matrix)
+        dev->frozen_load(dev, memory, array, type, rows, cols);
+    else
+        dev->upload(dev, memory, array, (size_t)cols * sizeof(float));
     TRY(dev->sync(dev));
     model->loaded[(size_t)slot * (size_t)model->shape.layers + (size_t)(layer < 0 ? 0 : layer)] = 1;
     return STATUS_OK;
@@ -196,5 +210,5 @@ Status model_seal(Model *model)
 
 size_t model_bytes(const Model *model)
 {
-    return model->weights.size;
+    return model->bytes;
 }

@@ -5,10 +5,7 @@
 
 #include "sampler.h"
 
-/* A cache that was not asked for in tokens takes 4 GiB, of which the CPU touches only what is used.
- */
-static const size_t CACHE_BYTES = (size_t)4 << 30;
-enum { CACHE_TOKENS_MAX = 1 << 20, DRAWS_MAX = 4096 };
+enum { DRAWS_MAX = 4096 };
 
 Status sampler_open(Sampler **out, Model *model, int64_t tokens, int limit_ids)
 {
@@ -24,11 +21,9 @@ Status sampler_open(Sampler **out, Model *model, int64_t tokens, int limit_ids)
     if (!sampler) return fail(STATUS_MEMORY, "no memory for a sampler");
     sampler->model = model;
     sampler->arena.dev = model->dev;
+    sampler->graphs = model->dev->record != NULL;
     sampler->limit_ids = limit_ids ? limit_ids : model->shape.vocab;
-    if (!tokens) {
-        tokens = (int64_t)(CACHE_BYTES / kv_token_bytes(model));
-        if (tokens > CACHE_TOKENS_MAX) tokens = CACHE_TOKENS_MAX;
-    }
+    if (!tokens) tokens = plan_cache_tokens(model);
     sampler->layers = calloc((size_t)model->shape.layers, sizeof *sampler->layers);
     sampler->drawn = calloc(STEP_SEQUENCES, sizeof *sampler->drawn);
     Status status = sampler->layers && sampler->drawn
@@ -71,6 +66,7 @@ void sampler_close(Sampler *sampler)
 {
     if (!sampler) return;
     for (int i = 0; i < sampler->count; i++) request_close(&sampler->kv, sampler->request[i]);
+    decode_close(sampler);
     free(sampler->request);
     free(sampler->layers);
     free(sampler->drawn);

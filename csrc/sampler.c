@@ -4,7 +4,7 @@
  * The rows of a step are those of the trainer's forward, op for op, and no op lets a row see its
  * neighbours in the batch, so a token's log-probability is the trainer's, whoever else was decoded
  * with it. Logits exist for a chunk of rows at a time, also where a prompt's log-probabilities are
- * asked for. */
+ * asked for. Steps that only decode are decode.c's, where the device records them. */
 #include "sampler.h"
 
 #include <math.h>
@@ -114,6 +114,15 @@ static void step_plan(Step *step)
 
 /* ---- running the transformer ---- */
 
+void turns_cached(Sampler *sampler, const Turn *turns, int count)
+{
+    for (const Turn *turn = turns; turn < turns + count; turn++) {
+        Sequence *s = &turn->request->sequence[turn->sample];
+        s->cached += turn->rows;
+        prefix_keep(&sampler->kv, turn->request, s);
+    }
+}
+
 static Status step_forward(Step *step)
 {
     Sampler *sampler = step->sampler;
@@ -137,14 +146,11 @@ static Status step_forward(Step *step)
     }
     BatchHost host = {step->T, step->count, step->pages, tokens, pos, slot, pages, spans};
     batch_upload(&step->batch, sampler->model->dev, &host);
+    step->batch.stop = &sampler->interrupted;
     forward(sampler->model, &step->batch, &step->acts, &sampler->kv.cache);
     free(pages);
-    for (int i = 0; i < step->count; i++) {
-        const Turn *turn = &step->turns[i];
-        Sequence *s = &turn->request->sequence[turn->sample];
-        s->cached += turn->rows;
-        prefix_keep(&sampler->kv, turn->request, s);
-    }
+    if (sampler->interrupted) return fail(STATUS_INTERRUPTED, "sampling was interrupted");
+    turns_cached(sampler, step->turns, step->count);
     return STATUS_OK;
 }
 
@@ -325,8 +331,7 @@ static Status score_chunk(Step *step, const Ask *asks, int count)
     return status;
 }
 
-/* A drawn token joins its sequence, and may end it. */
-static void take_token(Sampler *sampler, const Turn *turn, int32_t token, float logp)
+void sampler_take_token(Sampler *sampler, const Turn *turn, int32_t token, float logp)
 {
     Request *r = turn->request;
     Sequence *s = &r->sequence[turn->sample];
@@ -340,6 +345,18 @@ static void take_token(Sampler *sampler, const Turn *turn, int32_t token, float 
     if (s->ending != RUNNING) sequence_drop(&sampler->kv, s);
 }
 
+Draw sampler_draw(const Sampler *sampler, const Turn *turn)
+{
+    const RequestSpec *spec = &turn->request->spec;
+    return (Draw){spec->seed,
+                  (uint32_t)turn->sample,
+                  (uint32_t)(turn->from + turn->rows - 1),
+                  spec->temperature,
+                  spec->top_p,
+                  spec->top_k,
+                  sampler->limit_ids};
+}
+
 static Status draw_chunk(Step *step, const Ask *asks, int count)
 {
     Sampler *sampler = step->sampler;
@@ -350,15 +367,8 @@ static Status draw_chunk(Step *step, const Ask *asks, int count)
     Draw draws[STEP_ROWS] = {0};
     int wanted = 0;
     for (int i = 0; i < count; i++) {
-        const RequestSpec *spec = &asks[i].turn->request->spec;
-        draws[i] = (Draw){spec->seed,
-                          (uint32_t)asks[i].turn->sample,
-                          (uint32_t)asks[i].position,
-                          spec->temperature,
-                          spec->top_p,
-                          spec->top_k,
-                          sampler->limit_ids};
-        wanted |= spec->topk_sample;
+        draws[i] = sampler_draw(sampler, asks[i].turn);
+        wanted |= asks[i].turn->request->spec.topk_sample;
     }
     ask_logits(step, asks, count);
     d->upload(d, step->draws, draws, (size_t)count * sizeof *draws);
@@ -377,10 +387,33 @@ static Status draw_chunk(Step *step, const Ask *asks, int count)
         Sequence *s = &r->sequence[asks[i].turn->sample];
         size_t k = (size_t)r->spec.topk_sample, at = (size_t)s->drawn * k;
         if (k) keep_top(step, top_ids, top_logp, i, (int)k, s->top_ids + at, s->top_logprobs + at);
-        take_token(sampler, asks[i].turn, ids[i], logp[i]);
+        sampler_take_token(sampler, asks[i].turn, ids[i], logp[i]);
     }
     free(top_ids);
     return STATUS_OK;
+}
+
+static void asks_rehearse(Step *step, const Ask *asks, int count)
+{
+    Device *d = step->sampler->model->dev;
+    int V = step->sampler->model->shape.vocab;
+    for (int i = 0, n; i < count; i += n) {
+        n = count - i < step->chunk ? count - i : step->chunk;
+        ask_logits(step, asks + i, n);
+        d->temper(d, step->logits, step->draws, n, V);
+        d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, n, V);
+        d->sample(d, step->ids, step->logp, step->logits, step->lse, step->draws, n, V);
+        d->topk_logprob(d, step->top_ids, step->top_logp, step->logits, step->lse, n, V, step->top);
+    }
+}
+
+/* All ops of a step, for a device that rehearses. */
+static void step_rehearse(void *context)
+{
+    Step *step = context;
+    forward(step->sampler->model, &step->batch, &step->acts, &step->sampler->kv.cache);
+    asks_rehearse(step, step->score_asks, step->score_count);
+    asks_rehearse(step, step->draw_asks, step->draw_count);
 }
 
 static Status step_run(Step *step)
@@ -397,6 +430,7 @@ static Status step_run(Step *step)
     step_place(step, &measure, rank);
     TRY(arena_reserve(&sampler->arena, measure.used, "a sampling step"));
     step_place(step, &sampler->arena, rank);
+    TRY(device_prepare(sampler->model->dev, step_rehearse, step));
     TRY(step_forward(step));
     for (int i = 0; i < step->score_count; i += step->chunk)
         TRY(score_chunk(step, step->score_asks + i,
@@ -419,11 +453,15 @@ static void mark_done(Sampler *sampler)
 Status sampler_step(Sampler *sampler)
 {
     sampler->drawn_count = 0;
+    sampler->interrupted = 0;
     Step *step = malloc(sizeof *step);
     if (!step) return fail(STATUS_MEMORY, "no memory for a sampling step");
     *step = (Step){.sampler = sampler};
     step->count = schedule(sampler, step->turns);
-    Status status = step->count ? step_run(step) : STATUS_OK;
+    Status status = decode_fits(sampler, step->turns, step->count)
+                        ? decode_step(sampler, step->turns, step->count)
+                    : step->count ? step_run(step)
+                                  : STATUS_OK;
     if (status) kv_forget(&sampler->kv); /* what the step left in its pages is not known */
     free(step);
     mark_done(sampler);

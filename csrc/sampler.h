@@ -66,28 +66,51 @@ typedef struct Drawn {
     int32_t token;
 } Drawn;
 
+/* A decoding step as the device has recorded it, and all that it depends on. */
+typedef struct Recording {
+    int rows;
+    uint64_t adapter; /* its number; 0: none */
+    const void *base; /* of the step's arena */
+    Graph *graph;     /* NULL: it ran once, and is recorded when it comes again */
+    int64_t used;     /* the step in which it ran last; 0: an empty place */
+} Recording;
+
+enum { RECORDINGS = 32 }; /* 9 sizes of three adapters, and some */
+
 typedef struct Sampler {
     Model *model;
     Kv kv;
     Arena arena; /* of a step */
+    int graphs;  /* whether decoding steps may be recorded */
+    Recording recording[RECORDINGS];
+    int64_t steps, replays; /* decoding steps, and those that were replayed */
+    char *inputs;           /* host: what a decoding step uploads */
+    size_t inputs_room;
     LayerActs *layers;
     int limit_ids; /* ids from here on are never drawn */
     Request **request;
     int count, room;
     Drawn *drawn; /* of the newest step */
     int drawn_count, drawn_room;
+    volatile int interrupted; /* set from outside: the step under way stops */
 } Sampler;
 
 Status sampler_open(Sampler **sampler, Model *model, int64_t tokens, int limit_ids);
 void sampler_close(Sampler *sampler);
 Status sampler_add(Sampler *sampler, const RequestSpec *spec);
-/* One forward. sampler->drawn then holds what was drawn. */
+/* One forward. sampler->drawn then holds what was drawn; an interrupted step drew nothing. */
 Status sampler_step(Sampler *sampler);
 /* Ends a sample after its newest token: its stop string was seen. */
 Status sampler_stop(Sampler *sampler, int64_t id, int sample);
 Request *sampler_find(Sampler *sampler, int64_t id);
 /* Forgets a request, done or not. */
 void sampler_forget(Sampler *sampler, int64_t id);
+
+/* A drawn token joins its sequence, and may end it. */
+struct Turn;
+void sampler_take_token(Sampler *sampler, const struct Turn *turn, int32_t token, float logp);
+/* How the token behind a turn's last row is drawn. */
+Draw sampler_draw(const Sampler *sampler, const struct Turn *turn);
 
 /* schedule.c: which rows a step runs. */
 /* Whether log-probabilities of a prompt are asked for. */
@@ -108,10 +131,20 @@ void prefix_begin(Kv *kv, const Request *request, Sequence *s, int limit);
 
 /* Picks the sequences that run and gives them pages; returns how many. */
 int schedule(Sampler *sampler, Turn *turns);
+/* The rows of these turns have their keys and values in the cache. */
+void turns_cached(Sampler *sampler, const Turn *turns, int count);
 /* A request's first sequence has its prompt in the cache: the others begin from its pages, all but
  * the prompt's last token, which each runs for itself. */
 void share_prompt(Sampler *sampler, Request *request);
 /* Gives back the pages of a sequence. */
 void sequence_drop(Kv *kv, Sequence *sequence);
+
+/* decode.c: steps in which every sequence runs one row and draws one token. */
+
+/* Whether the device records such a step. */
+int decode_fits(const Sampler *sampler, const Turn *turns, int count);
+Status decode_step(Sampler *sampler, const Turn *turns, int count);
+/* Forgets what was recorded. */
+void decode_close(Sampler *sampler);
 
 #endif

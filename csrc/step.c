@@ -2,15 +2,18 @@
  * gradients.
  *
  * Gradients add up over micro-batches. The head sees rows in chunks: logits, log-probabilities, the
- * loss of those targets, and their gradient in place. A loss that needs whole datums is evaluated
- * after the last chunk, and the logits of each are computed once more, to the same bits, for their
- * gradient. Rows that the loss can't give a gradient (their weights are zero) get no backward.
+ * loss of those targets, and their gradient in place. A loss whose gradient is known beforehand
+ * (`linear`) is told at the end, and the host waits once. A loss that needs whole datums is
+ * evaluated after the last chunk, and the logits of each are computed once more, to the same bits,
+ * for their gradient. Rows that the loss can't give a gradient (their weights are zero) get no
+ * backward.
  *
  * A forward that is kept leaves the activations of the first micro-batches in the adapter's arena:
  * of one, and of as many more as keep_bytes allow. It therefore begins with the last micro-batch,
  * in the memory that the first ones take at the end, and so keeping one costs no more than a
  * training step. Backward computes the others again. */
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -35,13 +38,33 @@ typedef struct Step {
     Batch batch;
     Acts acts;
     Grads grads;
-    Head head;
+    Head head, second; /* second: with logits of its own, where the device is ahead by a chunk */
     Cache cache;
     double *losses;                   /* of each micro-batch */
     float *logp, *dlogp;              /* (targets), in the order of the head */
     float *input[LOSS_INPUTS], *flat; /* of the targets at hand; flat: dlogp in the datums' order */
     double tokens, sequences;
 } Step;
+
+/* Whether the host needs a chunk's log-probabilities before its gradient can be computed. */
+static int step_waits(const Step *step)
+{
+    const Loss *loss = step->loss; /* NULL: the plan of any */
+    return step->with_backward && !(loss && (loss->linear || loss->whole));
+}
+
+/* By how many chunks the device then is ahead, so that it does not wait for the host: a chunk's
+ * logits take it 100 µs and more, and the way to the host and back some 40. */
+static int step_ahead(const Step *step)
+{
+    return step->adapter->model->dev->async && step_waits(step) && step->head.chunk < step->head.T;
+}
+
+/* The head that has the logits of the chunk at `row`. */
+static const Head *head_of(const Step *step, int row)
+{
+    return row / step->head.chunk % 2 ? &step->second : &step->head;
+}
 
 /* ---- memory ---- */
 
@@ -56,7 +79,15 @@ static void step_place(Step *step, Arena *arena, const Micro *micro)
     step->cache.v = arena_take(arena, (size_t)micro->pages * page);
     acts_place(&step->acts, arena, m, micro->T, R, step->room);
     if (step->room) grads_place(&step->grads, arena, m, micro->T, R);
-    head_place(&step->head, arena, m, micro->T, R, micro->targets);
+    Head *h = &step->head;
+    head_place(h, arena, m, micro->T, R, micro->targets);
+    step->second = *h;
+    if (!step_ahead(step)) return;
+    size_t C = (size_t)h->chunk, size = m->dev->real_bytes;
+    step->second.x = arena_take(arena, C * (size_t)m->shape.width * size);
+    step->second.s = arena_take(arena, C * (size_t)R * size);
+    step->second.logits = arena_take(arena, C * (size_t)m->shape.vocab * sizeof(float));
+    step->second.lse = arena_take(arena, C * sizeof(float));
 }
 
 static size_t micro_bytes(Step *step, const Micro *micro)
@@ -64,18 +95,6 @@ static size_t micro_bytes(Step *step, const Micro *micro)
     Arena arena = {.dev = step->adapter->model->dev};
     step_place(step, &arena, micro);
     return arena.used;
-}
-
-size_t step_bytes(const Model *model, int rank, int T)
-{
-    LayerActs *layers = calloc((size_t)model->shape.layers, sizeof *layers);
-    if (!layers) return 0;
-    Adapter adapter = {.model = (Model *)model, .rank = rank};
-    Step step = {.adapter = &adapter, .room = 1, .acts.layer = layers};
-    Micro micro = {.T = T, .S = 1, .pages = (T + KV_PAGE - 1) / KV_PAGE, .targets = T};
-    size_t bytes = micro_bytes(&step, &micro);
-    free(layers);
-    return bytes;
 }
 
 /* Bytes of the first `count` micro-batches, one after another. */
@@ -94,7 +113,9 @@ static Status step_reserve(Step *step)
         size_t one = micro_bytes(step, &step->pack.micro[i]);
         if (one > bytes) bytes = one;
     }
-    return arena_reserve(&step->adapter->arena, bytes, "a training step");
+    char purpose[64];
+    snprintf(purpose, sizeof purpose, "a training step of %d tokens", step->pack.most.T);
+    return arena_reserve(&step->adapter->arena, bytes, purpose);
 }
 
 /* How many micro-batches a kept forward holds, with room for them; none where memory is short. */
@@ -141,9 +162,10 @@ static void step_close(Step *step)
 
 /* ---- the loss ---- */
 
-/* The loss of `count` targets: those that `source` lists, or where it is NULL those from `from`. */
-static Status piece_loss(Step *step, const int32_t *source, int64_t from, int64_t count,
-                         const float *logp, float *dlogp)
+/* A loss's inputs for `count` targets: those that `source` lists, or where it is NULL those from
+ * `from`. */
+static LossCall piece_call(Step *step, const int32_t *source, int64_t from, int64_t count,
+                           const float *logp, float *dlogp)
 {
     LossCall call = {.count = count, .logp = logp, .key = step->datums->key, .dlogp = dlogp};
     for (int j = 0; j < LOSS_INPUTS && step->loss->input[j].name; j++) {
@@ -152,6 +174,13 @@ static Status piece_loss(Step *step, const int32_t *source, int64_t from, int64_
                                            step->micro->target0 + (source ? source[i] : from + i));
         call.input[j] = step->input[j];
     }
+    return call;
+}
+
+static Status piece_loss(Step *step, const int32_t *source, int64_t from, int64_t count,
+                         const float *logp, float *dlogp)
+{
+    LossCall call = piece_call(step, source, from, count, logp, dlogp);
     double loss = step->loss->evaluate(&call);
     if (!isfinite(loss))
         return fail(STATUS_NUMERIC,
@@ -197,42 +226,164 @@ static void count_live(Step *step)
 
 /* ---- one micro-batch ---- */
 
-static void chunk_backward(Step *step, int row, int rows)
+static void chunk_logits(Step *step, int row)
 {
-    head_logprob_backward(&step->head, step->adapter->model, row, rows);
-    head_logits_backward(&step->head, step->adapter, step->grads.dxn, row, rows);
+    const Head *h = head_of(step, row);
+    int rows = head_chunk(h, row);
+    head_logits(h, step->adapter, step->acts.hidden, row, rows);
+    head_logprob(h, step->adapter->model, row, rows);
 }
 
-/* Log-probabilities of rows, their loss, and their gradient: chunk by chunk, or, if the loss is
- * whole, in two walks over the chunks. logp NULL: nobody wants those of rows that are not live. */
-static Status head_run(Step *step, float *logp)
+static void chunk_backward(Step *step, int row)
+{
+    const Head *h = head_of(step, row);
+    int rows = head_chunk(h, row);
+    head_logprob_backward(h, step->adapter->model, row, rows);
+    head_logits_backward(h, step->adapter, step->grads.dxn, row, rows);
+}
+
+/* The targets of a chunk, in the order of the head. */
+static int64_t chunk_targets(const Step *step, int row, int64_t *from)
+{
+    *from = step->pack.start[row];
+    return step->pack.start[row + head_chunk(&step->head, row)] - *from;
+}
+
+static Status chunk_loss(Step *step, int row)
+{
+    int64_t from, count = chunk_targets(step, row, &from);
+    return piece_loss(step, step->pack.source + from, 0, count, step->logp + from,
+                      step->dlogp + from);
+}
+
+/* All ops of a micro-batch, for a device that rehearses. */
+static void micro_rehearse(void *context)
+{
+    Step *step = context;
+    const Model *m = step->adapter->model;
+    forward(m, &step->batch, &step->acts, &step->cache);
+    for (int row = 0; row < step->head.T;
+         row += step->head.chunk) { /* the last one has fewer rows */
+        chunk_logits(step, row);
+        if (step->with_backward) chunk_backward(step, row);
+    }
+    if (!step->with_backward) return;
+    backward(m, step->adapter, &step->batch, &step->acts, &step->grads);
+}
+
+size_t step_bytes(Adapter *adapter, int T, size_t *scratch)
+{
+    const Model *model = adapter->model;
+    LayerActs *layers = calloc((size_t)model->shape.layers, sizeof *layers);
+    if (!layers) return 0;
+    Segment segment = {adapter, 0, T};
+    Step step = {.adapter = adapter, .with_backward = 1, .room = 1, .acts.layer = layers};
+    Micro micro = {.T = T, .S = 1, .pages = (T + KV_PAGE - 1) / KV_PAGE, .targets = T};
+    step.batch = (Batch){.segment = &segment, .segments = 1};
+    size_t bytes = micro_bytes(&step, &micro);
+    *scratch = device_rehearse(model->dev, micro_rehearse, &step);
+    free(layers);
+    return bytes;
+}
+
+/* Chunks whose gradient needs their loss: the host fetches one's log-probabilities while the device
+ * is already at the next one's. */
+static Status chunks_run(Step *step)
 {
     Device *dev = step->adapter->model->dev;
-    const Pack *pack = &step->pack;
     const Head *h = &step->head;
-    int whole = step->loss->whole, end = logp ? h->T : pack->live;
-    for (int row = 0, rows; row < end; row += rows) {
-        rows = head_chunk(h, row);
-        int64_t from = pack->start[row], count = pack->start[row + rows] - from;
-        size_t bytes = (size_t)count * sizeof(float);
-        head_logits(h, step->adapter, step->acts.hidden, row, rows);
-        head_logprob(h, step->adapter->model, row, rows);
-        TRY(dev->sync(dev));
-        dev->download(dev, step->logp + from, h->logp + from, bytes);
-        if (whole) continue;
-        TRY(piece_loss(step, pack->source + from, 0, count, step->logp + from, step->dlogp + from));
-        dev->upload(dev, h->dlogp + from, step->dlogp + from, bytes);
-        if (step->with_backward && row < pack->live) chunk_backward(step, row, rows);
+    int chunks = (h->T + h->chunk - 1) / h->chunk, ahead = step_ahead(step);
+    int64_t from, count;
+    for (int i = 0; i < chunks + ahead; i++) {
+        TRY(not_interrupted(step->adapter));
+        if (i < chunks) {
+            chunk_logits(step, i * h->chunk);
+            count = chunk_targets(step, i * h->chunk, &from);
+            dev->fetch(dev, step->logp + from, h->logp + from, (size_t)count * sizeof(float));
+        }
+        if (i < ahead) continue;
+        int row = (i - ahead) * h->chunk;
+        TRY(dev->await(dev, i < chunks ? ahead : 0));
+        TRY(chunk_loss(step, row));
+        count = chunk_targets(step, row, &from);
+        dev->upload(dev, h->dlogp + from, step->dlogp + from, (size_t)count * sizeof(float));
+        if (row < step->pack.live) chunk_backward(step, row);
     }
+    return STATUS_OK;
+}
+
+/* All logits, then the loss, then the logits once more for their gradient. */
+static Status whole_run(Step *step, float *logp)
+{
+    Device *dev = step->adapter->model->dev;
+    const Head *h = &step->head;
+    int64_t targets = step->micro->targets;
+    for (int row = 0; row < h->T; row += h->chunk) {
+        TRY(not_interrupted(step->adapter));
+        chunk_logits(step, row);
+    }
+    dev->fetch(dev, step->logp, h->logp, (size_t)targets * sizeof(float));
+    TRY(dev->await(dev, 0));
+    for (int64_t i = 0; i < targets; i++) logp[step->pack.source[i]] = step->logp[i];
+    TRY(datums_loss(step, logp));
+    for (int row = 0; step->with_backward && row < step->pack.live; row += h->chunk) {
+        TRY(not_interrupted(step->adapter));
+        chunk_logits(step, row);
+        chunk_backward(step, row);
+    }
+    return STATUS_OK;
+}
+
+/* Rows [0, end) in chunks of which nothing is asked, or whose dlogp a linear loss knows beforehand:
+ * nobody waits. The log-probabilities are on their way when it returns. */
+static Status known_run(Step *step, int end)
+{
+    Device *dev = step->adapter->model->dev;
+    const Head *h = &step->head;
+    int64_t targets = step->micro->targets;
+    if (step->with_backward) {
+        memset(step->logp, 0, (size_t)targets * sizeof(float));
+        LossCall call = piece_call(step, step->pack.source, 0, targets, step->logp, step->dlogp);
+        step->loss->evaluate(&call);
+        dev->upload(dev, h->dlogp, step->dlogp, (size_t)targets * sizeof(float));
+    }
+    for (int row = 0; row < end; row += h->chunk) {
+        TRY(not_interrupted(step->adapter));
+        chunk_logits(step, row);
+        if (step->with_backward && row < step->pack.live) chunk_backward(step, row);
+    }
+    if (end) dev->fetch(dev, step->logp, h->logp, (size_t)step->pack.start[end] * sizeof(float));
+    return STATUS_OK;
+}
+
+/* Rows whose log-probabilities anybody wants: those that are not live have none where logp is NULL.
+ * Whole chunks. */
+static int head_end(const Step *step, const float *logp)
+{
+    const Head *h = &step->head;
+    int live = (step->pack.live + h->chunk - 1) / h->chunk * h->chunk;
+    return logp || live > h->T ? h->T : live;
+}
+
+/* Log-probabilities of rows, and their gradient; their loss too, but where it can be told later. */
+static Status head_run(Step *step, float *logp)
+{
+    if (step->loss->whole) return whole_run(step, logp);
+    if (step_waits(step)) return chunks_run(step);
+    return known_run(step, head_end(step, logp));
+}
+
+/* What is left to tell of the head: the log-probabilities, and the loss of those that nobody waited
+ * for. */
+static Status head_tell(Step *step, float *logp)
+{
+    Device *dev = step->adapter->model->dev;
+    TRY(dev->await(dev, 0));
     for (int64_t i = 0; logp && i < step->micro->targets; i++)
-        logp[pack->source[i]] = step->logp[i];
-    if (whole) TRY(datums_loss(step, logp));
-    for (int row = 0, rows; whole && step->with_backward && row < pack->live; row += rows) {
-        rows = head_chunk(h, row);
-        head_logits(h, step->adapter, step->acts.hidden, row, rows);
-        head_logprob(h, step->adapter->model, row, rows);
-        chunk_backward(step, row, rows);
-    }
+        logp[step->pack.source[i]] = step->logp[i];
+    if (step->loss->whole || step_waits(step)) return STATUS_OK;
+    for (int row = 0, end = head_end(step, logp); row < end; row += step->head.chunk)
+        TRY(chunk_loss(step, row));
     return STATUS_OK;
 }
 
@@ -245,22 +396,28 @@ static Status micro_run(Step *step, int i, float *logp)
     int held = i < step->held, gate = step->loss->gate;
     adapter->arena.used = held ? first_bytes(step, i) : 0;
     step_place(step, &adapter->arena, micro);
-    pack_rows(&step->pack, micro, &step->batch, dev);
-    pack_order(&step->pack, micro, gate == UNGATED ? NULL : step->datums->input[gate]);
-    head_upload(&step->head, dev, &step->pack, micro);
     Segment segment = {adapter, 0, micro->T};
     step->batch.segment = &segment;
     step->batch.segments = 1;
+    step->batch.stop = &adapter->interrupted;
+    TRY(device_prepare(dev, micro_rehearse, step));
+    pack_rows(&step->pack, micro, &step->batch, dev);
+    pack_order(&step->pack, micro, gate == UNGATED ? NULL : step->datums->input[gate]);
+    head_upload(&step->head, dev, &step->pack, micro);
     step->losses[i] = 0.0;
     if (!(held && step->with_backward)) forward(m, &step->batch, &step->acts, &step->cache);
     if (step->with_backward)
         dev->zero(dev, step->grads.dxn,
                   (size_t)micro->T * (size_t)m->shape.width * dev->real_bytes);
-    TRY(head_run(step, logp ? logp + micro->target0 : NULL));
-    if (!step->with_backward || !step->pack.live) return dev->sync(dev);
-    count_live(step);
-    backward(m, adapter, &step->batch, &step->acts, &step->grads);
-    return dev->sync(dev);
+    float *own_logp = logp ? logp + micro->target0 : NULL;
+    Status status = head_run(step, own_logp);
+    if (!status && step->with_backward && step->pack.live) {
+        count_live(step);
+        backward(m, adapter, &step->batch, &step->acts, &step->grads);
+    }
+    if (!status) status = head_tell(step, own_logp);
+    Status last = dev->sync(dev); /* also after a failure: fetches may be under way */
+    return last ? last : status;
 }
 
 /* ---- the call ---- */
@@ -270,34 +427,43 @@ static Status run_all(Step *step, float *logp)
     Adapter *adapter = step->adapter;
     for (int i = 0, count = step->pack.count; i < count; i++) {
         TRY(micro_run(step, step->with_backward ? i : count - 1 - i, logp));
-        if (adapter->interrupted)
-            return fail(STATUS_INTERRUPTED, "forward_backward was interrupted");
+        TRY(not_interrupted(adapter));
     }
-    double norm = 0.0;
-    if (step->with_backward) TRY(adapter_norm(adapter, FRESH, &norm));
-    if (!isfinite(norm))
-        return fail(STATUS_NUMERIC, "the gradient of this batch is not finite; it was dropped");
     return STATUS_OK;
+}
+
+static Status fresh_check(Adapter *adapter)
+{
+    double norm;
+    TRY(adapter_norm(adapter, FRESH, &norm));
+    if (isfinite(norm)) return STATUS_OK;
+    return fail(STATUS_NUMERIC, "the gradient of this batch is not finite; it was dropped");
+}
+
+Status gradients_take(Adapter *adapter, Status status, double loss, double tokens, double sequences)
+{
+    Device *dev = adapter->model->dev;
+    if (!status) status = fresh_check(adapter);
+    if (!status) {
+        dev->accumulate(dev, adapter->vector[GRADIENTS], adapter->vector[FRESH], adapter->size);
+        adapter->loss += loss;
+        adapter->tokens += tokens;
+        adapter->sequences += sequences;
+    }
+    dev->zero(dev, adapter->vector[FRESH], (size_t)adapter->size * sizeof(float));
+    return status;
 }
 
 /* Runs an open step, for which there is memory, and adds up what it gave. */
 static Status step_run(Step *step, float *logp, double *loss_sum)
 {
     Adapter *adapter = step->adapter;
-    Device *dev = adapter->model->dev;
     adapter->interrupted = 0;
     Status status = run_all(step, logp);
     *loss_sum = 0.0;
     for (int i = 0; !status && i < step->pack.count; i++) *loss_sum += step->losses[i];
     if (!step->with_backward) return status;
-    if (!status) {
-        dev->accumulate(dev, adapter->vector[GRADIENTS], adapter->vector[FRESH], adapter->size);
-        adapter->loss += *loss_sum;
-        adapter->tokens += step->tokens;
-        adapter->sequences += step->sequences;
-    }
-    dev->zero(dev, adapter->vector[FRESH], (size_t)adapter->size * sizeof(float));
-    return status;
+    return gradients_take(adapter, status, *loss_sum, step->tokens, step->sequences);
 }
 
 #define COPY(to, from, count)                          \
@@ -331,7 +497,13 @@ void adapter_drop_kept(Adapter *adapter)
     adapter->held = 0;
 }
 
-static Status trainable(const Adapter *adapter)
+Status not_interrupted(const Adapter *adapter)
+{
+    return adapter->interrupted ? fail(STATUS_INTERRUPTED, "forward_backward was interrupted")
+                                : STATUS_OK;
+}
+
+Status trainable(const Adapter *adapter)
 {
     if (adapter->vector[GRADIENTS]) return STATUS_OK;
     return fail(STATUS_INVALID, "this adapter is a snapshot: it can be sampled from, not trained");
@@ -341,6 +513,7 @@ Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Lo
                                 float *logp, double *loss_sum)
 {
     int backward = pass == FORWARD_BACKWARD;
+    if (loss->taught) return fail(STATUS_INVALID, "%s needs a teacher: use distill", loss->name);
     TRY(datums_check(datums, adapter->model, loss));
     if (pass != FORWARD) TRY(trainable(adapter));
     Step step = {.adapter = adapter,

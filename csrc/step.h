@@ -51,6 +51,10 @@ void head_place(Head *head, Arena *arena, const Model *model, int T, int R, int6
 void head_upload(Head *head, Device *dev, const Pack *pack, const Micro *micro);
 /* Rows of the chunk that begins at `row`. */
 int head_chunk(const Head *head, int row);
+/* logits (rows,V) of hidden rows x (rows,D), with an adapter's part (NULL: none), which leaves s.
+ */
+void rows_logits(const Model *model, const Adapter *adapter, float *logits, real *s, const real *x,
+                 int rows);
 /* Logits of rows [row, row + rows) in head order out of hidden (T,D); then lse, and logp of their
  * targets. */
 void head_logits(const Head *head, const Adapter *adapter, const real *hidden, int row, int rows);
@@ -60,5 +64,16 @@ void head_logprob_backward(const Head *head, const Model *model, int row, int ro
 /* d loss / d logits, which lie there → those rows of dhidden (T,D), and the adapter's FRESH
  * gradients. */
 void head_logits_backward(const Head *head, Adapter *adapter, real *dhidden, int row, int rows);
+
+/* ---- step.c ---- */
+
+/* Asked between layers and chunks: fails where the call is to stop. */
+Status not_interrupted(const Adapter *adapter);
+/* Whether an adapter can have gradients. */
+Status trainable(const Adapter *adapter);
+/* Ends a call that made FRESH gradients: adds them to the others, with the loss and the counts that
+ * are behind them, unless it failed or they are not finite; clears them. */
+Status gradients_take(Adapter *adapter, Status status, double loss, double tokens,
+                      double sequences);
 
 #endif

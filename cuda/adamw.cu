@@ -2,12 +2,14 @@
  *
  *   square_sum  total += Σ g²                 reads n floats; memory bound
  *   accumulate  y += x                        reads 2·n, writes n; memory bound
+ *   average     y += rate·(x − y)             reads 2·n, writes n; memory bound
  *   adamw       torch.optim.AdamW's one step  reads 4·n, writes 3·n; memory bound
  *
- * AdamW rounds as torch does: moments and weight in f32, the corrections of the step in double and
- * rounded once, on the host. The sum of squares is cut into parts that depend on n alone; each is
- * added by one block in double, and one block adds the parts in their order: no atomics, the same
- * bits every time. A thread takes 4 floats, 16 bytes, where the vectors allow it. */
+ * AdamW rounds as torch does: moments and weight in f32, fused where torch fuses, the corrections
+ * of the step in double and rounded once, on the host. The sum of squares is cut into parts that
+ * depend on n alone; each is added by one block in double, and one block adds the parts in their
+ * order: no atomics, the same bits every time. A thread takes 4 floats, 16 bytes, where the vectors
+ * allow it. */
 #include <math.h>
 
 #include "cuda.cuh"
@@ -57,6 +59,22 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
+template <int W>
+static __global__ void __launch_bounds__(THREADS)
+    average_kernel(float *y, const float *x, int64_t n, float rate)
+{
+    int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W;
+    if (i + W <= n) {
+        float a[W], b[W];
+        load<W>(a, y + i);
+        load<W>(b, x + i);
+        for (int j = 0; j < W; j++) a[j] += rate * (b[j] - a[j]);
+        store<W>(y + i, a);
+    } else {
+        for (; i < n; i++) y[i] += rate * (x[i] - y[i]);
+    }
+}
+
 typedef struct Step {
     float scale, keep, one_beta1, beta2, one_beta2, root_correction2, eps, step_size;
 } Step;
@@ -64,10 +82,10 @@ typedef struct Step {
 __device__ static __forceinline__ void adamw_one(float *w, float *m, float *v, float g, Step a)
 {
     float gradient = a.scale * g;
-    *m = *m + a.one_beta1 * (gradient - *m);
-    *v = *v * a.beta2 + a.one_beta2 * gradient * gradient;
+    *m = __fmaf_rn(a.one_beta1, gradient - *m, *m);
+    *v = __fmaf_rn(a.one_beta2 * gradient, gradient, *v * a.beta2);
     float denominator = sqrtf(*v) / a.root_correction2 + a.eps;
-    *w = *w * a.keep - a.step_size * (*m / denominator);
+    *w = *w * a.keep - a.step_size * *m / denominator;
 }
 
 template <int W>
@@ -107,6 +125,13 @@ void cuda_accumulate(Device *dev, float *y, const float *x, int64_t n)
     int W = aligned(y, x, nullptr, nullptr) ? 4 : 1;
     auto kernel = W == 4 ? accumulate_kernel<4> : accumulate_kernel<1>;
     LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, y, x, n);
+}
+
+void cuda_average(Device *dev, float *y, const float *x, int64_t n, float rate)
+{
+    int W = aligned(y, x, nullptr, nullptr) ? 4 : 1;
+    auto kernel = W == 4 ? average_kernel<4> : average_kernel<1>;
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, y, x, n, rate);
 }
 
 void cuda_adamw(Device *dev, float *w, float *m, float *v, const float *g, int64_t n, int step,

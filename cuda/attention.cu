@@ -307,18 +307,18 @@ __device__ static __forceinline__ void part_move(Sums<S::TILES> &sums, const Att
 /* Whether this block is the last of its tile's, whose parts are then all there to read. */
 template <class S> __device__ static __forceinline__ bool is_last(const Work<S> &w, unsigned blocks)
 {
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
         unsigned *count = &arrived[blockIdx.y * gridDim.x + blockIdx.x];
+        __threadfence(); /* behind the barrier: what all threads have written comes before it */
         unsigned before = atomicAdd(count, 1u);
+        __threadfence();
         w.saved[0] = before + 1 == blocks;
         if (before + 1 == blocks) *count = 0;
     }
     __syncthreads();
     bool last = w.saved[0] != 0.0f;
     __syncthreads(); /* saved is about to be used for what it is */
-    __threadfence();
     return last;
 }
 

@@ -49,7 +49,6 @@ enum {
 enum {
     PICK_ROWS = 256,   /* the number of rows an algorithm is picked for */
     PICK_DEPTH = 2048, /* the same where the rows are summed over */
-    WORKSPACE = 32 << 20,
 };
 
 typedef struct LtAlgorithm {
@@ -106,7 +105,7 @@ struct Matmul {
     LT_FUNCTIONS(X)
 #undef X
     Lt handle;
-    void *library, *workspace;
+    void *library;
     Plan *plans;
     int plan_count, plan_room;
 };
@@ -160,8 +159,7 @@ void matmul_open(CudaDevice *cuda)
     if (!m->name) return cuda_fail(cuda, STATUS_DEVICE, "cuda: libcublasLt has no cublasLt" #name);
     LT_FUNCTIONS(X)
 #undef X
-    if (LT(cuda, Create, &m->handle)) return;
-    CUDA_CHECK(cuda, cudaMalloc(&m->workspace, WORKSPACE));
+    LT(cuda, Create, &m->handle);
 }
 
 void matmul_close(CudaDevice *cuda)
@@ -174,7 +172,6 @@ void matmul_close(CudaDevice *cuda)
         m->MatrixLayoutDestroy(m->plans[i].c);
     }
     if (m->handle) m->Destroy(m->handle);
-    cudaFree(m->workspace);
     free(m->plans);
     free(m); /* the library stays loaded, as the runtime must */
 }
@@ -215,7 +212,7 @@ static void plan_pick(CudaDevice *cuda, Plan *plan)
     Lt preference = nullptr;
     LtHeuristic found;
     int count = 0, none = 0;
-    uint64_t workspace = WORKSPACE;
+    uint64_t workspace = WORKSPACE_BYTES;
     const int align[4] = {key.align_b, key.align_a, key.align_c, key.align_c};
     if (LT(cuda, MatmulPreferenceCreate, &preference)) return;
     LT(cuda, MatmulPreferenceSetAttribute, preference, PREF_WORKSPACE_BYTES, &workspace, 8);
@@ -274,7 +271,7 @@ static Plan *plan_of(CudaDevice *cuda, const Gemm &g)
 
 static void gemm(CudaDevice *cuda, const Gemm &g)
 {
-    if (cuda->status) return;
+    if (cuda->status || cuda->rehearsing) return;
     Plan *plan = plan_of(cuda, g);
     if (!plan) return;
     Matmul *m = cuda->matmul;
@@ -286,7 +283,7 @@ static void gemm(CudaDevice *cuda, const Gemm &g)
         LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_BIAS_POINTER, &g.bias, sizeof g.bias);
     float beta = g.accumulate ? 1.0f : 0.0f;
     LT(cuda, Matmul, m->handle, plan->desc, &g.scale, g.b, plan->b, g.a, plan->a, &beta, g.c,
-       plan->c, g.c, plan->c, &plan->algorithm, m->workspace, WORKSPACE, cuda->stream);
+       plan->c, g.c, plan->c, &plan->algorithm, cuda->workspace, WORKSPACE_BYTES, cuda->stream);
 }
 
 #endif

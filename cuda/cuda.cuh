@@ -51,27 +51,75 @@ __host__ __device__ static inline const real *frozen_data(const frozen *w)
 
 typedef struct Matmul Matmul; /* matmul.cu's own: cuBLASLt and the algorithms it picked */
 
+enum {
+    WORKSPACE_BYTES = 32
+        << 20, /* that cuBLASLt's algorithms may use, as NVIDIA advises for sm_90 */
+    PINNED_PARTS = 4,
+    PART_BYTES = 1 << 20,
+    FETCHES = 2,
+};
+
+/* Pinned host memory that uploads pass through, part after part; a part is used again when the
+ * copies out of it are done. */
+typedef struct Pinned {
+    unsigned char *memory;
+    int part;
+    size_t used; /* of the part */
+    cudaEvent_t done[PINNED_PARTS];
+} Pinned;
+
+/* A download under way: to pinned memory, and from there to the caller's. */
+typedef struct Fetch {
+    unsigned char *pinned;
+    void *to;
+    size_t bytes;
+    cudaEvent_t landed;
+} Fetch;
+
 typedef struct CudaDevice {
     Device base; /* first: a Device* is a CudaDevice* */
     cudaStream_t stream;
     Matmul *matmul;
-    int processors; /* streaming multiprocessors: how many blocks fill the card */
-    void *scratch;  /* see cuda_scratch */
-    size_t scratch_bytes;
-    unsigned char *pinned; /* host memory that small uploads go through */
-    size_t pinned_used;
-    Status status; /* the first failure since the last sync */
+    int processors;   /* streaming multiprocessors: how many blocks fill the card */
+    size_t all_bytes; /* of the card's memory */
+    void *workspace;  /* cuBLASLt's */
+    void *scratch;    /* see cuda_scratch */
+    size_t scratch_bytes, rehearsed_bytes;
+    unsigned moves; /* of scratch: graphs that are older use what is gone */
+    bool rehearsing, recording;
+    bool lost; /* to this process: only a new one can use the card again */
+    Pinned pinned;
+    Fetch fetch[FETCHES];
+    int fetched, landed; /* fetches begun and ended */
+    Status status;       /* the first failure since the last sync */
     char text[512];
 } CudaDevice;
+
+#ifdef CUDA_EMULATED
+#define CUDA_NAME "cuda-emulated"
+#else
+#define CUDA_NAME "cuda"
+#endif
+
+/* core's fail(), given by cuda_open. */
+extern FailFunction *fail_in_core;
 
 /* Keeps a failure on the device until sync() returns it; the first one wins. */
 void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
+/* Memory of the card, or the sentence with the bytes that `purpose` needs and that are free. */
+Status cuda_malloc(CudaDevice *cuda, void **memory, size_t bytes, const char *purpose);
+
 /* Device memory for the op that asks, until it returns or asks again: 256-byte aligned, its content
- * undefined. NULL, and a kept failure, when there is none. An op that needs several takes one and
- * cuts it. */
+ * undefined. An op that needs several takes one and cuts it. NULL, and a kept failure, where more
+ * is asked than the step's rehearsal has reserved; NULL alone in the rehearsal: the op then
+ * returns. */
 void *cuda_scratch(CudaDevice *cuda, size_t bytes);
+
+/* The services of stream.cu: what goes to the one stream, and what comes back from it. */
+Status stream_open(CudaDevice *cuda);
+void stream_close(CudaDevice *cuda);
 
 /* A failed call of the runtime, kept with its place; nonzero when it failed. */
 int cuda_check(CudaDevice *cuda, cudaError_t error, const char *what, const char *file, int line);
@@ -99,10 +147,12 @@ template <class... P, class... A>
 static void cuda_launch(CudaDevice *cuda, const char *name, const char *file, int line,
                         void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, A... args)
 {
-    if (cuda->status || !grid.x || !grid.y || !grid.z) return;
+    if (cuda->status || cuda->rehearsing || !grid.x || !grid.y || !grid.z) return;
 #ifdef CUDA_EMULATED
-    const char *text = emulate::run(name, grid, block, shared_bytes, [=] { kernel(args...); });
-    if (text) cuda_fail(cuda, STATUS_DEVICE, "%s:%d: %s", file, line, text);
+    emulate::enqueue([=] {
+        const char *text = emulate::run(name, grid, block, shared_bytes, [=] { kernel(args...); });
+        if (text) cuda_fail(cuda, STATUS_DEVICE, "%s:%d: %s", file, line, text);
+    });
 #else
     if (shared_bytes > 48 << 10 &&
         cuda_check(cuda,
@@ -483,6 +533,30 @@ template <int N> __device__ static __forceinline__ void cp_async_wait()
     self->copies.resize(kept);
 #else
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+#endif
+}
+
+/* A flag between blocks. What this thread, and others before a barrier with it, have read and
+ * written comes before the flag is up (release); what follows flag_wait comes after (acquire). The
+ * block that raises it must be running already, or done. */
+__device__ static __forceinline__ void flag_raise(unsigned *flag)
+{
+#ifdef CUDA_EMULATED
+    *flag = 1;
+#else
+    asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+#endif
+}
+
+__device__ static __forceinline__ void flag_wait(const unsigned *flag)
+{
+#ifdef CUDA_EMULATED
+    if (!*flag) emulate::fault("waits for a flag that no block has raised");
+#else
+    unsigned up;
+    do {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(up) : "l"(flag) : "memory");
+    } while (!up);
 #endif
 }
 

@@ -1,12 +1,9 @@
-/* cuda/device.cu - opens the GPU, or the emulated one: memory services on one stream, and the
+/* cuda/device.cu - opens the GPU, or the emulated one: its memory, its frozen weights, and the
  * table.
  *
- * All work goes to one stream, in order, and the host waits only in download() and sync(). Uploads
- * up to PINNED bytes are copied into pinned host memory first, so they neither wait nor depend on
- * what the caller does with its array afterwards; larger ones are staged by the runtime. The first
- * failure of an op stays here with its file and line until sync(). cuda_open is the library's only
- * symbol: it is given the number of the seam it was built for, and core's fail(), so that sentences
- * reach the caller's thread. */
+ * cuda_open is the library's only symbol: it is given the number of the seam it was built for, and
+ * core's fail(), so that sentences reach the caller's thread. What goes to the card and comes back
+ * is stream.cu's. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,76 +11,31 @@
 
 #include "cuda.cuh"
 
-#ifdef CUDA_EMULATED
-#define NAME "cuda-emulated"
-#else
-#define NAME "cuda"
-#endif
+/* Rows of a step that keep a Hopper busy while the host starts the next ones, also at 0.6B. */
+enum { STEP_ROWS = 8192, ENCODE_BYTES = 1 << 20 };
 
-enum { PINNED = 1 << 20, SCRATCH_STEP = 1 << 20, SCRATCH_ALIGN = 256 };
-
-static FailFunction *fail_in_core;
-
-/* ---- failures ---- */
-
-void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
-{
-    if (cuda->status) return;
-    va_list args;
-    va_start(args, format);
-    vsnprintf(cuda->text, sizeof cuda->text, format, args);
-    va_end(args);
-    cuda->status = status;
-}
-
-int cuda_check(CudaDevice *cuda, cudaError_t error, const char *what, const char *file, int line)
-{
-    if (error == cudaSuccess) return 0;
-#ifndef CUDA_EMULATED
-    cudaGetLastError(); /* the runtime keeps it too, and would show it after the next launch */
-#endif
-    cuda_fail(cuda, error == cudaErrorMemoryAllocation ? STATUS_MEMORY : STATUS_DEVICE,
-              "%s: %s:%d: %s: %s", NAME, file, line, what, cudaGetErrorString(error));
-    return 1;
-}
+FailFunction *fail_in_core;
 
 /* ---- memory ---- */
 
-void *cuda_scratch(CudaDevice *cuda, size_t bytes)
+Status cuda_malloc(CudaDevice *cuda, void **memory, size_t bytes, const char *purpose)
 {
-    if (cuda->status) return NULL;
-    if (bytes > cuda->scratch_bytes) {
-        size_t size = (bytes + bytes / 4 + SCRATCH_STEP - 1) / SCRATCH_STEP * SCRATCH_STEP;
-        if (CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream))) return NULL;
-        cudaFree(cuda->scratch);
-        cuda->scratch = NULL;
-        cuda->scratch_bytes = 0;
-        if (CUDA_CHECK(cuda, cudaMalloc(&cuda->scratch, size))) return NULL;
-        cuda->scratch_bytes = size;
-    }
-#ifdef CUDA_EMULATED
-    memset(cuda->scratch, emulate::POISON, cuda->scratch_bytes);
-#endif
-    return cuda->scratch;
+    size_t free_bytes = 0, all_bytes = 0;
+    cudaError_t error = cudaMalloc(memory, bytes);
+    if (error != cudaErrorMemoryAllocation)
+        return CUDA_CHECK(cuda, error) ? cuda->base.sync(&cuda->base) : STATUS_OK;
+    cudaGetLastError();
+    CUDA_CHECK(cuda, cudaMemGetInfo(&free_bytes, &all_bytes));
+    return fail_in_core(STATUS_MEMORY,
+                        CUDA_NAME ": %s needs %.1f MiB, and the card can give %.1f of its %.1f MiB",
+                        purpose, bytes / 1048576.0, free_bytes / 1048576.0, all_bytes / 1048576.0);
 }
 
 static Status device_alloc(Device *dev, void **memory, size_t bytes)
 {
-    (void)dev;
-    cudaError_t error = cudaMalloc(memory, bytes ? bytes : 1);
-    if (error == cudaSuccess) return STATUS_OK;
-#ifndef CUDA_EMULATED
-    size_t free_bytes = 0, all_bytes = 0;
-    cudaGetLastError();
-    cudaMemGetInfo(&free_bytes, &all_bytes);
-    if (error == cudaErrorMemoryAllocation)
-        return fail_in_core(STATUS_MEMORY,
-                            "the GPU has no %.1f MiB of memory to give: %.1f of %.1f MiB are free",
-                            bytes / 1048576.0, free_bytes / 1048576.0, all_bytes / 1048576.0);
-#endif
-    return fail_in_core(error == cudaErrorMemoryAllocation ? STATUS_MEMORY : STATUS_DEVICE,
-                        NAME " has no %.1f MiB of memory to give: %s", bytes / 1048576.0,
-                        cudaGetErrorString(error));
+    CudaDevice *cuda = cuda_of(dev);
+    if (cuda->lost) return fail_in_core(cuda->status, "%s", cuda->text);
+    return cuda_malloc(cuda, memory, bytes ? bytes : 1, "an array");
 }
 
 static void device_release(Device *dev, void *memory, size_t bytes)
@@ -94,40 +46,12 @@ static void device_release(Device *dev, void *memory, size_t bytes)
     CUDA_CHECK(cuda, cudaFree(memory));
 }
 
-static void device_copy(Device *dev, void *to, const void *from, size_t bytes)
+/* What a lost card would say of its memory would hide that it is lost. */
+static void device_memory(Device *dev, size_t *free_bytes, size_t *all_bytes)
 {
     CudaDevice *cuda = cuda_of(dev);
-    if (!bytes || cuda->status) return;
-    CUDA_CHECK(cuda, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, cuda->stream));
-}
-
-static void device_upload(Device *dev, void *to, const void *from, size_t bytes)
-{
-    CudaDevice *cuda = cuda_of(dev);
-    if (bytes <= PINNED) {
-        if (cuda->pinned_used + bytes > PINNED) { /* copies from it may still be under way */
-            if (CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream))) return;
-            cuda->pinned_used = 0;
-        }
-        if (bytes) memcpy(cuda->pinned + cuda->pinned_used, from, bytes);
-        from = cuda->pinned + cuda->pinned_used;
-        cuda->pinned_used = (cuda->pinned_used + bytes + 63) / 64 * 64;
-    }
-    device_copy(dev, to, from, bytes);
-}
-
-static void device_download(Device *dev, void *to, const void *from, size_t bytes)
-{
-    CudaDevice *cuda = cuda_of(dev);
-    device_copy(dev, to, from, bytes);
-    if (bytes) CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream));
-}
-
-static void device_zero(Device *dev, void *memory, size_t bytes)
-{
-    CudaDevice *cuda = cuda_of(dev);
-    if (!bytes || cuda->status) return;
-    CUDA_CHECK(cuda, cudaMemsetAsync(memory, 0, bytes, cuda->stream));
+    if (CUDA_CHECK(cuda, cudaMemGetInfo(free_bytes, all_bytes)))
+        *free_bytes = *all_bytes = cuda->all_bytes;
 }
 
 /* ---- frozen weights ---- */
@@ -179,65 +103,33 @@ static void rows_encode(uint16_t *to, const void *from, DType type, int first, i
 static void device_frozen_load(Device *dev, frozen *to, const void *from, DType type, int rows,
                                int cols)
 {
-    CudaDevice *cuda = cuda_of(dev);
     frozen header = {rows, cols, (int32_t)frozen_stride(cols), {0}};
-    device_upload(dev, to, &header, sizeof header);
+    dev->upload(dev, to, &header, sizeof header);
     char *data = (char *)(to + 1);
     size_t row_bytes = (size_t)header.stride * sizeof(real);
-    if (type == DTYPE_BF16 && header.stride == cols) {
-        device_copy(dev, data, from, (size_t)rows * row_bytes);
-        CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream)); /* the caller's array may go */
-        return;
-    }
-    int step = row_bytes < PINNED ? (int)(PINNED / (row_bytes ? row_bytes : 1)) : 1;
+    if (type == DTYPE_BF16 && header.stride == cols)
+        return dev->upload(dev, data, from, (size_t)rows * row_bytes);
+    int step = row_bytes < ENCODE_BYTES ? (int)(ENCODE_BYTES / (row_bytes ? row_bytes : 1)) : 1;
     uint16_t *block = (uint16_t *)malloc((size_t)step * row_bytes + 1);
-    if (!block) return cuda_fail(cuda, STATUS_MEMORY, "no memory to convert a weight in");
+    if (!block) return cuda_fail(cuda_of(dev), STATUS_MEMORY, "no memory to convert a weight in");
     for (int first = 0; first < rows; first += step) {
         int count = rows - first < step ? rows - first : step;
         rows_encode(block, from, type, first, count, cols);
-        device_upload(dev, data + (size_t)first * row_bytes, block, (size_t)count * row_bytes);
+        dev->upload(dev, data + (size_t)first * row_bytes, block, (size_t)count * row_bytes);
     }
-    CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream));
     free(block);
 }
 
 /* ---- opening and closing ---- */
 
-static Status device_sync(Device *dev)
-{
-    CudaDevice *cuda = cuda_of(dev);
-    CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream));
-    cuda->pinned_used = 0;
-    Status status = cuda->status;
-    cuda->status = STATUS_OK;
-    return status ? fail_in_core(status, "%s", cuda->text) : STATUS_OK;
-}
-
 static void device_close(Device *dev)
 {
     CudaDevice *cuda = cuda_of(dev);
     if (cuda->matmul) matmul_close(cuda);
-    cudaFree(cuda->scratch);
-    cudaFreeHost(cuda->pinned);
-    if (cuda->stream) cudaStreamDestroy(cuda->stream);
+    stream_close(cuda);
+    cudaFree(cuda->workspace);
     free(cuda);
 }
-
-#ifdef CUDA_EMULATED
-
-static Status card_find(CudaDevice *cuda)
-{
-    cuda->processors = 4;
-    return STATUS_OK;
-}
-
-/* How the tests choose the order of warps and blocks: emulate::Order. */
-extern "C" TINSMITH_EXPORT void cuda_emulated_order(int order)
-{
-    emulate::gpu.order = (emulate::Order)order;
-}
-
-#else
 
 /* The first GPU, if the driver is there and new enough and the card is one that we build for. */
 static Status card_find(CudaDevice *cuda)
@@ -246,40 +138,76 @@ static Status card_find(CudaDevice *cuda)
     cudaError_t error = cudaGetDeviceCount(&count);
     cudaDriverGetVersion(&driver);
     if (driver == 0)
-        return fail_in_core(STATUS_DEVICE,
-                            "cuda: no NVIDIA driver (libcuda.so.1) was found on this machine");
+        return fail_in_core(STATUS_DEVICE, CUDA_NAME
+                            ": no NVIDIA driver (libcuda.so.1) was found on this machine");
     if (error == cudaErrorInsufficientDriver)
-        return fail_in_core(
-            STATUS_DEVICE,
-            "cuda: the NVIDIA driver is for CUDA %d.%d, and tinsmith was built with "
-            "%d.%d: update the driver",
-            driver / 1000, driver % 100 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 100 / 10);
+        return fail_in_core(STATUS_DEVICE,
+                            CUDA_NAME ": the NVIDIA driver is for CUDA %d.%d, and tinsmith was "
+                                      "built with %d.%d: update the driver",
+                            driver / 1000, driver % 100 / 10, CUDART_VERSION / 1000,
+                            CUDART_VERSION % 100 / 10);
     if (error == cudaErrorNoDevice || (!error && count == 0))
-        return fail_in_core(STATUS_DEVICE, "cuda: this machine has no NVIDIA GPU that it may use");
+        return fail_in_core(STATUS_DEVICE,
+                            CUDA_NAME ": this machine has no NVIDIA GPU that it may use");
     cudaDeviceProp card;
     if (!error) error = cudaSetDevice(0);
     if (!error) error = cudaGetDeviceProperties(&card, 0);
     if (error)
-        return fail_in_core(STATUS_DEVICE, "cuda: the GPU can't be opened: %s",
+        return fail_in_core(STATUS_DEVICE, CUDA_NAME ": the GPU can't be opened: %s",
                             cudaGetErrorString(error));
     if (card.major < 8)
         return fail_in_core(STATUS_DEVICE,
-                            "cuda: %s has compute capability %d.%d, and tinsmith needs 8.0 or more",
+                            CUDA_NAME
+                            ": %s has compute capability %d.%d, and tinsmith needs 8.0 or more",
                             card.name, card.major, card.minor);
     cuda->processors = card.multiProcessorCount;
+    cuda->all_bytes = card.totalGlobalMem;
     return STATUS_OK;
 }
-
-#endif
 
 static Status device_prepare(CudaDevice *cuda)
 {
     TRY(card_find(cuda));
-    CUDA_CHECK(cuda, cudaStreamCreateWithFlags(&cuda->stream, 1 /* apart from stream 0 */));
-    CUDA_CHECK(cuda, cudaMallocHost((void **)&cuda->pinned, PINNED + 64));
+    TRY(stream_open(cuda));
+    TRY(cuda_malloc(cuda, &cuda->workspace, WORKSPACE_BYTES, "the workspace of products"));
+    cuda->base.own_bytes += WORKSPACE_BYTES;
     if (!cuda->status) matmul_open(cuda);
     return cuda->status ? fail_in_core(cuda->status, "%s", cuda->text) : STATUS_OK;
 }
+
+#ifdef CUDA_EMULATED
+
+/* How the tests choose the order of warps and blocks: emulate::Order. */
+extern "C" TINSMITH_EXPORT void cuda_emulated_order(int order)
+{
+    emulate::gpu.order = (emulate::Order)order;
+}
+
+/* A card with so much free memory, a driver for that version of CUDA (13000 is 13.0), and that
+ * compute capability. */
+extern "C" TINSMITH_EXPORT void cuda_emulated_card(size_t free_bytes, int driver, int major,
+                                                   int minor)
+{
+    emulate::card.bytes = emulate::card.used + free_bytes;
+    emulate::card.driver = driver;
+    emulate::card.major = major;
+    emulate::card.minor = minor;
+}
+
+/* How often the host has waited for the card. */
+extern "C" TINSMITH_EXPORT int64_t cuda_emulated_waits(void)
+{
+    return emulate::card.waits;
+}
+
+/* The card is lost at the launch or copy that comes after so many more; -1: it is as new. */
+extern "C" TINSMITH_EXPORT void cuda_emulated_lose(int64_t after)
+{
+    emulate::card.lost_in = after;
+    if (after < 0) emulate::card.lost = false;
+}
+
+#endif
 
 extern "C" TINSMITH_EXPORT Status cuda_open(Device **dev, int threads, unsigned abi,
                                             FailFunction *core_fail)
@@ -288,23 +216,22 @@ extern "C" TINSMITH_EXPORT Status cuda_open(Device **dev, int threads, unsigned 
     fail_in_core = core_fail;
     if (abi != DEVICE_ABI)
         return core_fail(STATUS_DEVICE,
-                         NAME ": its library was built for another version of tinsmith (%08x, this "
-                              "is %08x): install tinsmith again",
+                         CUDA_NAME
+                         ": its library was built for another version of tinsmith (%08x, this "
+                         "is %08x): install tinsmith again",
                          DEVICE_ABI, abi);
     CudaDevice *cuda = (CudaDevice *)calloc(1, sizeof *cuda);
     if (!cuda) return core_fail(STATUS_MEMORY, "no memory for the CUDA device");
     Device *d = &cuda->base;
-    d->name = NAME;
+    d->name = CUDA_NAME;
     d->real_bytes = sizeof(real);
+    d->step_rows = STEP_ROWS;
+    d->async = 1;
     d->alloc = device_alloc;
     d->release = device_release;
-    d->upload = device_upload;
-    d->download = device_download;
-    d->copy = device_copy;
-    d->zero = device_zero;
+    d->memory = device_memory;
     d->frozen_bytes = device_frozen_bytes;
     d->frozen_load = device_frozen_load;
-    d->sync = device_sync;
     d->close = device_close;
 #define OP(name, args) d->name = cuda_##name;
 #include "../csrc/ops.inc"

@@ -1,8 +1,6 @@
-/* cuda/emulate_cuda.h - CUDA's own names, answered by the emulator: what kernels and device.cu use.
+/* cuda/emulate_cuda.h - CUDA's own names, answered by the emulator: what kernels use.
  *
- * Built-in variables, vector types, bf16, barriers, shuffles, votes, atomics, intrinsics, and the
- * few calls of the runtime. Streams and events are always finished: the host waits inside a launch.
- */
+ * Built-in variables, vector types, bf16, barriers, shuffles, votes, atomics, and intrinsics. */
 #ifndef TINSMITH_EMULATE_CUDA_H
 #define TINSMITH_EMULATE_CUDA_H
 
@@ -208,75 +206,6 @@ template <class To, class From> static inline To bits_as(From value)
 using std::max;
 using std::min;
 
-/* ---- the runtime ---- */
-
-typedef struct EmulatedStream *cudaStream_t;
-typedef enum cudaError_t {
-    cudaSuccess,
-    cudaErrorMemoryAllocation = 2,
-    cudaErrorNoDevice = 100
-} cudaError_t;
-typedef enum cudaMemcpyKind { cudaMemcpyDefault = 4 } cudaMemcpyKind;
-
-static inline const char *cudaGetErrorString(cudaError_t error)
-{
-    return error == cudaErrorMemoryAllocation ? "out of memory" : error ? "error" : "no error";
-}
-
-static inline cudaError_t cudaMallocHost(void **memory, size_t bytes)
-{
-    *memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
-    return *memory ? cudaSuccess : cudaErrorMemoryAllocation;
-}
-
-/* New memory is poison, so that what is never written is seen. */
-static inline cudaError_t cudaMalloc(void **memory, size_t bytes)
-{
-    cudaError_t error = cudaErrorMemoryAllocation;
-    if (bytes < (size_t)1 << 40) error = cudaMallocHost(memory, bytes);
-    if (!error) memset(*memory, emulate::POISON, bytes);
-    return error;
-}
-
-static inline cudaError_t cudaFree(void *memory)
-{
-    free(memory);
-    return cudaSuccess;
-}
-
-static inline cudaError_t cudaFreeHost(void *memory)
-{
-    free(memory);
-    return cudaSuccess;
-}
-
-static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind,
-                                          cudaStream_t)
-{
-    memmove(to, from, bytes);
-    return cudaSuccess;
-}
-
-static inline cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t)
-{
-    memset(memory, value, bytes);
-    return cudaSuccess;
-}
-
-static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned)
-{
-    *stream = nullptr;
-    return cudaSuccess;
-}
-
-static inline cudaError_t cudaStreamDestroy(cudaStream_t)
-{
-    return cudaSuccess;
-}
-
-static inline cudaError_t cudaStreamSynchronize(cudaStream_t)
-{
-    return cudaSuccess;
-}
+#include "emulate_runtime.h"
 
 #endif

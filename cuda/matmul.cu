@@ -40,9 +40,8 @@ static std::vector<float> widen(const real *x, int rows, int cols, int64_t strid
     return out;
 }
 
-static void gemm(CudaDevice *cuda, const Gemm &g)
+static void product(const Gemm &g)
 {
-    if (cuda->status) return;
     std::vector<float> a = widen(g.a, g.M, g.K, g.a_stride, g.a_by_column);
     std::vector<float> b = widen(g.b, g.K, g.N, g.b_stride, g.b_by_column);
     std::vector<float> sum(g.N);
@@ -64,6 +63,12 @@ static void gemm(CudaDevice *cuda, const Gemm &g)
     }
 }
 
+static void gemm(CudaDevice *cuda, const Gemm &g)
+{
+    if (cuda->status || cuda->rehearsing) return;
+    emulate::enqueue([g] { product(g); });
+}
+
 #endif
 
 /* ---- f32 to bf16 ---- */
@@ -82,12 +87,10 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* A f32 vector as bf16, in scratch; NULL after a failure. */
-static real *narrow(CudaDevice *cuda, const float *from, int64_t count)
+/* A f32 vector as bf16. */
+static const real *narrow(CudaDevice *cuda, real *to, const float *from, int64_t count)
 {
-    real *to = (real *)cuda_scratch(cuda, (size_t)count * sizeof(real));
-    if (!to) return nullptr;
-    int W = ((uintptr_t)from & 15) == 0 ? 8 : 1;
+    int W = (((uintptr_t)from | (uintptr_t)to) & 15) == 0 ? 8 : 1;
     auto kernel = W == 8 ? narrow_kernel<8> : narrow_kernel<1>;
     LAUNCH(cuda, kernel, cuda_blocks(count, THREADS * W), THREADS, 0, to, from, count);
     return to;
@@ -101,7 +104,11 @@ void cuda_linear(Device *dev, real *y, const real *x, const frozen *w, const flo
     if (T == 0) return;
     CudaDevice *cuda = cuda_of(dev);
     Gemm g = {};
-    if (bias && !(g.bias = narrow(cuda, bias, N))) return;
+    if (bias) {
+        real *scratch = (real *)cuda_scratch(cuda, (size_t)N * sizeof(real));
+        if (!scratch) return;
+        g.bias = narrow(cuda, scratch, bias, N);
+    }
     g.c = y;
     g.a = x;
     g.a_stride = D;
@@ -132,6 +139,32 @@ void cuda_linear_backward(Device *dev, real *dx, const real *dy, const frozen *w
     g.scale = 1.0f;
     g.accumulate = accumulate;
     gemm(cuda_of(dev), g);
+}
+
+/* f32 operands are rounded to bf16 into scratch; a matrix of bf16 is read where it lies. */
+void cuda_matmul(Device *dev, float *c, const float *a, const void *b, int a_turned, int b_turned,
+                 int b_bf16, int M, int N, int K, int accumulate)
+{
+    if (M == 0 || N == 0) return;
+    CudaDevice *cuda = cuda_of(dev);
+    int64_t a_count = ((int64_t)M * K + 127) / 128 * 128, b_count = b_bf16 ? 0 : (int64_t)K * N;
+    real *scratch = (real *)cuda_scratch(cuda, (size_t)(a_count + b_count) * sizeof(real));
+    if (!scratch) return;
+    Gemm g = {};
+    g.c = c;
+    g.f32_out = true;
+    g.a = narrow(cuda, scratch, a, (int64_t)M * K);
+    g.a_stride = a_turned ? M : K;
+    g.a_by_column = a_turned;
+    g.b = b_bf16 ? (const real *)b : narrow(cuda, scratch + a_count, (const float *)b, b_count);
+    g.b_stride = b_turned ? K : N;
+    g.b_by_column = b_turned;
+    g.M = M;
+    g.N = N;
+    g.K = K;
+    g.scale = 1.0f;
+    g.accumulate = accumulate;
+    gemm(cuda, g);
 }
 
 void cuda_head(Device *dev, float *logits, const real *x, const frozen *w, int T, int V, int D)

@@ -19,10 +19,9 @@
  *
  * A row without mass (a NaN, or nothing but −inf, or a lse that is not its own) gives its largest
  * logit. Nothing here waits for the host. */
-#include "cuda.cuh"
+#include "rank.cuh"
 
 typedef unsigned long long Mass; /* of 2⁻⁶⁰ */
-typedef unsigned long long Rank; /* a logit's key, then ~id: see rank_of */
 
 enum {
     THREADS = 256,
@@ -35,9 +34,6 @@ enum {
     SHORT_THREADS = 128,
     BATCH = 8,   /* ranks that a thread reads at once */
     LIST = 2048, /* ids among which a cut is sought before the whole row is */
-    DIGIT_BITS = 11,
-    DIGITS = 1 << DIGIT_BITS,
-    OWN = DIGITS / 32, /* buckets of a lane; one more between lanes keeps banks apart */
 };
 
 typedef struct Cell {
@@ -53,32 +49,7 @@ typedef struct Source {
     int n, listed; /* ids that may be drawn; ranks in the list, or −1 without one */
 } Source;
 
-/* ---- ranks and masses ---- */
-
-/* A logit's bits as a number that grows with it; −0 equals 0, and NaN is 1. */
-__device__ static __forceinline__ uint32_t key_of(float x)
-{
-    uint32_t bits = __float_as_uint(x + 0.0f);
-    uint32_t key = bits ^ ((0u - (bits >> 31)) | 0x80000000u);
-    return x == x ? key : 1;
-}
-
-/* Larger for a larger logit, then for a lower id. All are different, and none is 0. */
-__device__ static __forceinline__ Rank rank_of(float x, int id)
-{
-    return (Rank)key_of(x) << 32 | ~(uint32_t)id;
-}
-
-__device__ static __forceinline__ int rank_id(Rank rank)
-{
-    return (int)~(uint32_t)rank;
-}
-
-__device__ static __forceinline__ float rank_logit(Rank rank)
-{
-    uint32_t key = (uint32_t)(rank >> 32);
-    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
-}
+/* ---- masses ---- */
 
 /* A logit may lie above lse by the rounding of both; 4 bounds what a wrong lse does. */
 __device__ static __forceinline__ Mass mass_of(float x, float lse)
@@ -181,43 +152,18 @@ __device__ static __forceinline__ void source_ranks(Rank (&rank)[BATCH], const S
     }
 }
 
-__device__ static __forceinline__ int bucket_at(int digit)
-{
-    return digit + digit / OWN;
-}
-
-/* Warp 0: the digit, from the largest down, at which `bucket` reaches `need`, and what is still
- * needed of its ranks. */
-__device__ static void digit_pick(Shared<Mass> pick, Shared<Mass> bucket, Mass need)
-{
-    int lane = threadIdx.x, digit = DIGITS - 1 - lane * OWN;
-    Mass sum = 0;
-    for (int i = 0; i < OWN; i++) sum += bucket[bucket_at(digit - i)];
-    Mass reached = sum;
-    for (int by = 1; by < 32; by *= 2) {
-        Mass other = __shfl_up_sync(~0u, reached, by);
-        if (lane >= by) reached += other;
-    }
-    unsigned enough = __ballot_sync(~0u, reached >= need);
-    if (lane != (enough ? __ffs(enough) - 1 : 31)) return;
-    need -= min(need, reached - sum);
-    for (; digit > 0 && bucket[bucket_at(digit)] < need; digit--) need -= bucket[bucket_at(digit)];
-    pick[0] = digit;
-    pick[1] = need;
-}
-
 /* The rank that the shortest run of best ranks down to it, of those from `bound` on, needs so that
  * its mass, or its number, is `need`: 11 bits a pass, the logit's first. Ends as soon as all that
  * is left in the last bucket is needed. */
 __device__ static Rank cut_select(const Source *from, Rank bound, Mass need, bool by_mass)
 {
-    SHARED_ARRAY(Mass, bucket, DIGITS + 32);
+    SHARED_ARRAY(Mass, bucket, BUCKETS);
     SHARED_ARRAY(Mass, pick, 2);
     Rank prefix = 0, decided = 0;
     int count = source_count(from);
     for (int shift = 64 - DIGIT_BITS; ~decided;) {
         uint32_t digits = (uint32_t)((~decided >> shift) & (DIGITS - 1));
-        for (int i = threadIdx.x; i < DIGITS + 32; i += blockDim.x) bucket[i] = 0;
+        for (int i = threadIdx.x; i < BUCKETS; i += blockDim.x) bucket[i] = 0;
         __syncthreads();
         for (int i = threadIdx.x; i < count; i += BATCH * blockDim.x) {
             Rank rank[BATCH];
@@ -229,7 +175,7 @@ __device__ static Rank cut_select(const Source *from, Rank bound, Mass need, boo
             }
         }
         __syncthreads();
-        if (threadIdx.x < 32) digit_pick(pick, bucket, need);
+        if (threadIdx.x < 32) digit_pick<Mass>(pick, bucket, need);
         __syncthreads();
         Mass here = bucket[bucket_at((int)pick[0])], least = 1;
         prefix |= pick[0] << shift;

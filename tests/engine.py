@@ -84,6 +84,19 @@ class Lora(ctypes.Structure):
     ]
 
 
+class Jsd(ctypes.Structure):
+    """device.h's Jsd."""
+
+    _fields_ = [
+        ("beta", ctypes.c_float),
+        ("temperature", ctypes.c_float),
+        ("clip", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+        ("probs", ctypes.c_int32),
+        ("each", ctypes.c_int32),
+    ]
+
+
 @dataclass(frozen=True)
 class Frozen:
     """A base weight (rows, cols) in float64, exact in `dtype`: f32, bf16 or f16."""
@@ -151,8 +164,10 @@ SCALARS = {
     "int64_t": ctypes.c_int64,
     "float": ctypes.c_float,
     "double": ctypes.c_double,
+    "Jsd": Jsd,
 }
 ELEMENTS = {"float": np.float32, "double": np.float64, "int32_t": np.int32, "int64_t": np.int64}
+ELEMENTS["void"] = np.uint8
 STRUCTS = {"Span": Span, "Draw": Draw}
 
 
@@ -172,8 +187,12 @@ class CDevice(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char_p),
         ("real_bytes", SIZE),
+        ("own_bytes", SIZE),
+        ("step_rows", INT),
+        ("async_", INT),
         ("alloc", ctypes.CFUNCTYPE(INT, VOID, ctypes.POINTER(VOID), SIZE)),
         ("release", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),
+        ("memory", ctypes.CFUNCTYPE(None, VOID, ctypes.POINTER(SIZE), ctypes.POINTER(SIZE))),
         ("upload", COPY),
         ("download", COPY),
         ("copy", COPY),
@@ -182,6 +201,15 @@ class CDevice(ctypes.Structure):
         ("frozen_load", ctypes.CFUNCTYPE(None, VOID, VOID, VOID, INT, INT, INT)),
         ("sync", ctypes.CFUNCTYPE(INT, VOID)),
         ("close", ctypes.CFUNCTYPE(None, VOID)),
+        ("fetch", COPY),
+        ("await_", ctypes.CFUNCTYPE(INT, VOID, INT)),
+        ("rehearse", ctypes.CFUNCTYPE(None, VOID)),
+        ("rehearsed", ctypes.CFUNCTYPE(SIZE, VOID)),
+        ("reserve", ctypes.CFUNCTYPE(INT, VOID, SIZE)),
+        ("record", ctypes.CFUNCTYPE(INT, VOID)),
+        ("recorded", ctypes.CFUNCTYPE(INT, VOID, ctypes.POINTER(VOID))),
+        ("replay", ctypes.CFUNCTYPE(INT, VOID, VOID)),
+        ("graph_close", ctypes.CFUNCTYPE(None, VOID, VOID)),
         *((name, op_type(params)) for name, params in ROWS.items()),
     ]
 
@@ -364,7 +392,12 @@ class Device:
             fields = (*LORA_FIELDS[op], "N")
             group = [Lora(**{k: values[f"{k}{i}"] for k in fields}) for i in range(args["count"])]
             values["group"] = (Lora * len(group))(*group)
-        getattr(self.c, op)(self.pointer, *(values[p.name] for p in ROWS[op]))
+        ordered = [values[p.name] for p in ROWS[op]]
+        if self.c.rehearse:  # as a step does before its ops
+            self.c.rehearse(self.pointer)
+            getattr(self.c, op)(self.pointer, *ordered)
+            self.check(self.c.reserve(self.pointer, self.c.rehearsed(self.pointer)))
+        getattr(self.c, op)(self.pointer, *ordered)
         self.check(self.c.sync(self.pointer))
         out = {}
         for p in params:

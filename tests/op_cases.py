@@ -10,7 +10,7 @@ fails there.
 import numpy as np
 import reference
 import torch
-from engine import KV_PAGE, OPS, Draw, Frozen, Memory, Span, from_bf16, to_bf16
+from engine import KV_PAGE, OPS, Draw, Frozen, Jsd, Memory, Span, from_bf16, to_bf16
 
 # By how much a device's error may exceed that of float32 NumPy, relative to the norm of the result:
 # some roundings of its own, by the bytes of its `real`: two of f32, or half a unit of bf16. Where
@@ -30,6 +30,7 @@ HELD_IN_REAL = {
     "lora_backward": IN_LORA,
     "head_lora": {"a", "b"},
     "linear": {"bias"},
+    "matmul": {"a"},
 }
 
 
@@ -243,6 +244,38 @@ def make_linear_backward(rng, T, N, D, dtype="f32", accumulate=0):
     dx = rng.standard_normal((T, D)) if accumulate else (T, D)
     dy, w = rng.standard_normal((T, N)), frozen(rng, N, D, dtype)
     return dict(dx=dx, dy=dy, w=w, T=T, N=N, D=D, accumulate=accumulate)
+
+
+@case(
+    *(
+        dict(M=M, N=N, K=K, a_turned=a_turned, b_turned=b_turned, b_bf16=b_bf16, accumulate=add)
+        for M, N, K in (*TND, (130, 64, 401), (65, 96, 0))
+        for a_turned, b_turned, b_bf16, add in (
+            (0, 1, 0, 0),
+            (0, 1, 1, 1),
+            (0, 0, 0, 1),
+            (0, 0, 1, 0),
+            (1, 0, 0, 1),
+            (1, 1, 1, 0),
+        )
+        if M
+    )
+)
+def make_matmul(rng, M, N, K, a_turned, b_turned, b_bf16, accumulate):
+    half = to_bf16(rng.standard_normal((N, K) if b_turned else (K, N)))
+    b = half if b_bf16 else from_bf16(half)  # exact in either
+    return dict(
+        c=rng.standard_normal((M, N)) if accumulate else (M, N),
+        a=rng.standard_normal((K, M) if a_turned else (M, K)),
+        b=b.view(np.uint8).ravel(),
+        a_turned=a_turned,
+        b_turned=b_turned,
+        b_bf16=b_bf16,
+        M=M,
+        N=N,
+        K=K,
+        accumulate=accumulate,
+    )
 
 
 TNDR = tuple(
@@ -476,6 +509,55 @@ def make_topk_logprob(rng, T, V, K, levels=0):
     return dict(ids=(T, K), logp=(T, K), logits=logits, lse=lse, T=T, V=V, K=K)
 
 
+def divergence(**changes) -> Jsd:
+    rest = dict(beta=0.5, temperature=1.0, clip=np.inf, top_k=0, probs=0, each=0)
+    return Jsd(**(rest | changes))
+
+
+JSD_KINDS = (
+    dict(),
+    dict(beta=0.0),
+    dict(beta=1.0, temperature=2.0),
+    dict(beta=0.1, temperature=0.6, clip=0.004),
+    dict(beta=0.9, top_k=1),
+    dict(beta=0.5, top_k=6, temperature=1.7),
+    dict(beta=0.0, clip=0.01),
+    dict(beta=1.0, clip=0.01, top_k=40),
+    dict(beta=0.3, each=1, temperature=0.5),
+    dict(beta=0.7, each=1, top_k=9),
+    dict(beta=0.5, probs=1),
+    dict(beta=0.0, probs=1, clip=0.02),
+    dict(beta=1.0, probs=1, each=1),
+)
+
+
+@case(
+    *(
+        size | dict(kind=kind, scaled=scaled, alias=alias)
+        for size in (*TV, dict(T=19, V=1234))
+        for kind in JSD_KINDS
+        for scaled, alias in ((True, False), (True, True), (False, False))
+        if kind.get("top_k", 0) <= size["V"]
+    )
+)
+def make_jsd(rng, T, V, kind, scaled=True, alias=False):
+    how = divergence(**kind)
+    student = rng.standard_normal((T, V)) * 2
+    # from nearly the student's to far from it
+    teacher = student + rng.standard_normal((T, V)) * np.geomspace(0.01, 6, max(T, 1))[:T, None]
+    if how.probs:
+        student, teacher = (np.exp(x - reference.logsumexp(x)[:, None]) for x in (student, teacher))
+        student[:, 3::11] = 0
+    else:
+        teacher += rng.standard_normal((T, 1))
+        teacher[:, 5::7] = student[:, 5::7] = -np.inf  # what a mask leaves out on both sides
+    loss = (T, how.top_k or V) if how.each else (T,)
+    scale = rng.standard_normal(loss) if scaled else None
+    dstudent = ("student" if alias else (T, V)) if scaled else None
+    arrays = dict(loss=loss, dstudent=dstudent, student=student, teacher=teacher, scale=scale)
+    return arrays | dict(how=how, T=T, V=V)
+
+
 @case(*TV, dict(T=3, V=40_001))
 def make_temper(rng, T, V):
     draws = [draw(V, temperature=(0.0, 1.0, 0.7)[t % 3]) for t in range(T)]
@@ -530,6 +612,11 @@ def make_square_sum(rng, n):
 @case(*N)
 def make_accumulate(rng, n):
     return dict(y=rng.standard_normal(n), x=rng.standard_normal(n), n=n)
+
+
+@case(*N)
+def make_average(rng, n):
+    return dict(y=rng.standard_normal(n), x=rng.standard_normal(n), n=n, rate=0.125)
 
 
 @case(*(size | dict(step=step) for size in N for step in (1, 1000)))

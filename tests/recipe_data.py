@@ -146,6 +146,14 @@ def tool_use(count: int) -> dict[str, list[Any]]:
     }
 
 
+def write_short_and_long(file: Path, rows: int) -> None:
+    """math_rl's sums, answered with a number and with a tool call in turn."""
+    shown = turns("What is 4 + 5?", "9")
+    pairs = zip(sums(rows, 11), calls(rows, 11), strict=True)
+    answers = [(q, (number, call)[i % 2]) for i, ((q, number), (_, call)) in enumerate(pairs)]
+    write_rows(file, [{"messages": shown + turns(q, answer)} for q, answer in answers])
+
+
 def write(folder: Path, rows: int) -> None:
     """Every data set, of `rows` rows, in a folder that is to be the recipes' current one."""
     import datasets

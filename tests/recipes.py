@@ -192,7 +192,7 @@ RECIPES: Sequence[Recipe] = (
     Recipe(
         "recipes.rl_loop",
         f"{NAMED} batch_size=2 group_size=2 max_tokens=8 {RL}",
-        "hub: openai/gsm8k",
+        "hub: openai/gsm8k (without a reward, as from the test's model, it takes no step)",
         logs("reward/total", 2),
         models=(QWEN3,),
         packages=("math_verify", "pylatexenc"),

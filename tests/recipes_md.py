@@ -13,8 +13,9 @@ HEADER = """\
 
 Every recipe of `tinker_cookbook` 0.5.8 runs here, unmodified, unless it needs images, sound or
 somebody's service. This file is written by `tests/test_recipes.py`, which runs each of these
-commands and compares the calls that the server saw. To write it again:
-`TINSMITH_UPDATE_RECIPES=1 pytest tests/test_recipes.py`.
+commands and compares the calls that the server saw; where a recipe's packages are not installed,
+its test is skipped. To write it again, with the extras `math-rl`, `multiplayer-rl` and `inspect` of
+tinker-cookbook: `TINSMITH_UPDATE_RECIPES=1 pytest tests/test_recipes.py`.
 
 `MODEL` is the folder of a Hugging Face model. `--model NAME=MODEL` serves it under a name, and the
 recipe finds its tokenizer under that name: some recipes have a model's name in their code, others
@@ -24,6 +25,10 @@ look a name up to choose the chat format (`Qwen/Qwen3-8B` stands for all of Qwen
 What comes from the hub is downloaded by the recipe. Without a network, make a folder of that name
 with files of the same columns in the current one (`openai/gsm8k/train.jsonl`), as the tests do,
 and set `HF_HUB_OFFLINE=1`.
+
+`forecasting.train` and `rl_numerics_check.train` render in threads that share a tokenizer. With
+transformers 5.5 that can end in `RuntimeError: Already borrowed` in the recipe, whatever the
+server: the tests run them with one episode at a time.
 
 Under "Calls" is left out what every client does: it makes a session, sends it signs of life, asks
 for results, and sends telemetry.

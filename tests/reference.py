@@ -37,6 +37,16 @@ def linear(x, w, bias, accumulate, y=None, **_):
     return {"y": y + product if accumulate else product}
 
 
+def matmul(a, b, a_turned, b_turned, b_bf16, N, K, accumulate, c=None, **_):
+    """`b` comes as bytes, for it may be bf16."""
+    b = (b.view(np.uint16).astype(np.uint32) << 16 if b_bf16 else b.view(np.uint32)).view(
+        np.float32
+    )
+    b = b.astype(a.dtype).reshape((N, K) if b_turned else (K, N))
+    product = (a.T if a_turned else a) @ (b.T if b_turned else b)
+    return {"c": c + product if accumulate else product}
+
+
 def linear_backward(dy, w, accumulate, dx=None, **_):
     return {"dx": dx + dy @ w if accumulate else dy @ w}
 
@@ -213,6 +223,59 @@ def topk_logprob(logits, lse, K, **_):
         return {"ids": ids, "logp": np.take_along_axis(logits, ids, axis=1) - lse[:, None]}
 
 
+def log_softmax(logits):
+    return logits - logsumexp(logits)[:, None]
+
+
+def jsd_terms(log_p, log_q, beta):
+    """Terms of the generalized Jensen-Shannon divergence of the student's log_p and the teacher's
+    log_q, and d term / d log_p. What has no mass adds nothing, also where its logarithm is −inf."""
+    p, q = np.exp(log_p), np.exp(log_q)
+
+    def times(mass, log):
+        return np.where(mass == 0, 0, mass * log)
+
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if beta == 0:
+            return times(q, log_q - log_p), -q
+        if beta == 1:
+            terms = times(p, log_p - log_q)
+            return terms, p + terms
+        log_m = np.logaddexp(log_p + np.log1p(-beta), log_q + np.log(beta))
+        of_p = (1 - beta) * times(p, log_p - log_m)
+        return beta * times(q, log_q - log_m) + of_p, of_p
+
+
+def jsd(student, teacher, scale, how, **_):
+    dtype, ids = student.dtype, None
+    beta = dtype.type(round(how.beta, 6))  # as it was before it became a float
+    if how.probs:
+        log_p, log_q = (np.log(np.maximum(x, dtype.type(1e-8))) for x in (student, teacher))
+    else:
+        tau = dtype.type(round(how.temperature, 6))
+        x, y = student / tau, teacher / tau
+        if how.top_k:
+            ids = np.array([ranking(row)[: how.top_k] for row in teacher], int)
+            ids = ids.reshape(len(y), how.top_k)
+            x, y = (np.take_along_axis(z, ids, axis=1) for z in (x, y))
+        log_p, log_q = log_softmax(x), log_softmax(y)
+    terms, slope = jsd_terms(log_p, log_q, beta)
+    slope = np.where(terms > how.clip, 0, slope)
+    terms = np.minimum(terms, dtype.type(how.clip))
+    out = {"loss": terms if how.each else terms.sum(axis=1)}
+    if scale is None:
+        return out
+    slope = slope * (scale if how.each else scale[:, None])
+    if how.probs:
+        return out | {"dstudent": np.where(student < 1e-8, 0, slope / np.exp(log_p))}
+    gradient = (slope - np.exp(log_p) * slope.sum(axis=1, keepdims=True)) / tau
+    if ids is None:
+        return out | {"dstudent": gradient}
+    dstudent = np.zeros_like(student)
+    np.put_along_axis(dstudent, ids, gradient, axis=1)
+    return out | {"dstudent": dstudent}
+
+
 def temper(logits, draws, **_):
     temperature = np.array([d.temperature or 1 for d in draws], logits.dtype).reshape(-1, 1)
     return {"logits": logits / temperature}
@@ -272,6 +335,10 @@ def square_sum(total, g, **_):
 
 def accumulate(y, x, **_):
     return {"y": y + x}
+
+
+def average(y, x, rate, **_):
+    return {"y": y + y.dtype.type(rate) * (x - y)}
 
 
 def adamw(w, m, v, g, step, scale, lr, beta1, beta2, eps, weight_decay, **_):

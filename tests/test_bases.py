@@ -206,3 +206,25 @@ def test_amounts_of_memory():
             parse_bytes(text)
     total = memory_of("cpu")
     assert total is not None and 1 << 28 < total < 1 << 50
+
+
+def test_a_cards_memory_comes_from_its_driver(monkeypatch):
+    class Driver:
+        def cuInit(self, flags):
+            return 0
+
+        def cuDeviceGet(self, card, number):
+            return 0
+
+        def cuDeviceTotalMem_v2(self, total, card):
+            total._obj.value = 80 << 30
+            return 0
+
+    monkeypatch.setattr(bases.ctypes, "CDLL", lambda name: Driver())
+    assert memory_of("cuda") == int((80 << 30) * bases.SHARE)
+
+    def absent(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(bases.ctypes, "CDLL", absent)
+    assert memory_of("cuda") is None

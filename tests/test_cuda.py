@@ -21,6 +21,7 @@ SEEDS = range(8)
 # How much more than torch a device may err: as a whole, and a matrix's gradient by itself, whose
 # eight draws still differ by luck.
 WHOLE, EACH = 1.05, 1.25
+LOSSES = 1.5  # a loss is one number, in which errors of either sign meet: luck again, of four draws
 LENGTHS = (37, 1, 70)
 
 
@@ -105,4 +106,4 @@ def test_ten_losses_are_the_cpus_to_torchs_error_in_bf16(on: str, spec: str) -> 
         assert exact[9] < 0.9 * exact[0]  # it learned: the losses could have differed
         ours.append(sides[on] / sides["cpu"] - 1)
         torchs.append(bf16 / exact - 1)
-    assert np.linalg.norm(ours) <= WHOLE * np.linalg.norm(torchs) + 10 * 2.0**-16
+    assert np.linalg.norm(ours) <= LOSSES * np.linalg.norm(torchs)

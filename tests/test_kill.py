@@ -17,7 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tinker
+from tinsmith import checkpoint
 from tinsmith.demo import demo
+from tinsmith.families import load_model
+from tinsmith.state import State
 
 STEPS, SAVE_EVERY, KILLED_AFTER = 8, 2, 5
 METRICS = ("loss", "loss_tokens", "grad_norm")
@@ -103,3 +107,31 @@ def test_a_killed_run_is_resumed_bit_for_bit(questions: Path, tmp_path: Path) ->
     for one, other in zip(resumed, whole[last["batch"] :], strict=True):
         assert [one[key] for key in METRICS] == [other[key] for key in METRICS]
     assert len({row["loss"] for row in whole}) == STEPS
+
+
+def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> None:
+    """Killed while it writes a checkpoint, over and over: those that were finished load, and the
+    database tells of them."""
+    paths: list[str] = []
+    for killed in range(2):
+        with serving(tmp_path) as (server, url):
+            service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+            data = {"number": str(killed)}
+            make = service.create_lora_training_client
+            client = make(str(demo.MODEL), rank=64, user_metadata=data).result()
+            paths += [client.save_state(f"s{number}").result().path for number in range(3)]
+            client.save_state("late")
+            client.save_state("s0", overwrite=True)
+            time.sleep(0.05 * killed)
+            server.send_signal(signal.SIGKILL)
+            server.wait()
+    store = checkpoint.Store(tmp_path)
+    state = State(store)
+    assert [row.user_metadata["number"] for row in state.runs()] == ["1", "0"]
+    listed = [item for row in state.runs() for item in state.checkpoints(row.id)]
+    assert set(paths) <= {item.path for item in listed}
+    model = load_model(demo.MODEL, threads=1)
+    for item in listed:
+        adapter = checkpoint.load_adapter(store.folder(item.path), model, optimizer=True)
+        assert adapter.rank == 64
+    state.close()

@@ -122,6 +122,7 @@ ROW_OPS = {
     "logprob": dict(T=7, V=2051),
     "logprob_backward": dict(T=7, V=2051),
     "topk_logprob": dict(T=7, V=2051, K=33),
+    "jsd": dict(T=7, V=2051, kind=dict(beta=0.3)),
     "temper": dict(T=7, V=2051),
     "sample": dict(V=1001, levels=0),
 }

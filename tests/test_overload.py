@@ -79,6 +79,13 @@ class Crowd:
         self.wire.result(self.waiting)
 
 
+def test_the_queue_takes_an_eighth_of_a_small_memory(tiny_model_dir, tmp_path):
+    with Backend(
+        {"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu", threads=1, memory=80 << 20
+    ) as backend:
+        assert backend.queue.bytes_max == 10 << 20
+
+
 def test_who_waits_too_long_is_told_to_come_again(crowded):
     crowd, wire = Crowd(crowded), Wire(crowded.url)
     model = wire.create()

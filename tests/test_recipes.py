@@ -5,17 +5,19 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import recipe_data
 import tinsmith
-from recipes import RECIPES, Ended, Recipe
+from recipes import PATH, QWEN3, RECIPES, SDFT, TOOLS, Ended, Recipe, agrees, learns
 from recipes_md import document, recipe_entry, with_entry
 from starlette.requests import Request
 from tinsmith import launch, rest, routes, transfers, wire
+from tinsmith.checkpoint import Store
 from tinsmith.demo import demo
 from tinsmith.routes import Handler
 from tinsmith.server import Backend
@@ -145,40 +147,178 @@ def test_recipes_md_has_what_the_table_has() -> None:
     assert document(text) == text
 
 
+@dataclass
+class Bench:
+    """What a recipe runs on: the server, the process that forks it, and the folder it runs in."""
+
+    backend: Backend
+    calls: Calls
+    host: Host
+    model: Path
+    work: Path
+
+    def run(
+        self,
+        module: str,
+        arguments: str,
+        folder: Path,
+        names: Sequence[str] = (QWEN3,),
+        answers: str = "",
+    ) -> tuple[Ended, str]:
+        """Runs a recipe, a module or a script: what it left in `folder`, and the calls seen."""
+        folder.mkdir(exist_ok=True)
+        (folder / "input").write_text(answers)
+        command = [module] if module.endswith(".py") else ["-m", module]
+        self.calls.take()
+        code = self.host.run(
+            command=[*command, *shlex.split(arguments.replace("MODEL", str(self.model)))],
+            folder=str(self.work),
+            input=str(folder / "input"),
+            output=str(folder / "output"),
+            environment={
+                "TINKER_BASE_URL": self.backend.url,
+                "TINKER_API_KEY": "tml-local",
+                "TINKER_COOKBOOK_RUNS_DIR": str(folder / "runs"),
+                launch.MODELS: json.dumps(dict.fromkeys(names, str(self.model))),
+            },
+        )
+        output = (folder / "output").read_text()
+        assert code == 0, output[-4000:]
+        return Ended(folder / "runs", self.work, output), self.calls.take()
+
+
+@pytest.fixture(scope="module")
+def bench(backend: Backend, calls: Calls, host: Host, model: Path, work: Path) -> Bench:
+    return Bench(backend, calls, host, model, work)
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_recipe(
-    recipe: Recipe,
-    backend: Backend,
-    calls: Calls,
-    host: Host,
-    model: Path,
-    work: Path,
-    tmp_path: Path,
-) -> None:
+def test_recipe(recipe: Recipe, bench: Bench, tmp_path: Path) -> None:
     for package in recipe.packages:
         pytest.importorskip(package, reason=f"needs tinker_cookbook[{recipe.extra}]")
-    (tmp_path / "input").write_text(recipe.answers)
-    names = {name: str(model) for name in recipe.models}
-    arguments = shlex.split(recipe.arguments.replace("MODEL", str(model)))
-    calls.take()
-    code = host.run(
-        command=["-m", recipe.module, *arguments],
-        folder=str(work),
-        input=str(tmp_path / "input"),
-        output=str(tmp_path / "output"),
-        environment={
-            "TINKER_BASE_URL": backend.url,
-            "TINKER_API_KEY": "tml-local",
-            "TINKER_COOKBOOK_RUNS_DIR": str(tmp_path / "runs"),
-            launch.MODELS: json.dumps(names),
-        },
+    ended, calls = bench.run(
+        recipe.module, recipe.arguments, tmp_path, recipe.models, recipe.answers
     )
-    output = (tmp_path / "output").read_text()
-    assert code == 0, output[-4000:]
-    recipe.check(Ended(tmp_path / "runs", work, output))
-    entry = recipe_entry(recipe, calls.take())
+    recipe.check(ended)
+    entry = recipe_entry(recipe, calls)
     text = DOCUMENT.read_text()
     if UPDATE:
         DOCUMENT.write_text(with_entry(text, entry))
     else:
         assert entry in text, f"RECIPES.md has another entry than was seen now:\n{entry}"
+
+
+# ---- one after the other ----
+
+
+def test_rolling_checkpoints_are_made_resumed_from_and_taken_away(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """As the cookbook's own smoke test of them asks."""
+    arguments = (
+        f"{PATH} dataset=conversations.jsonl batch_size=4 num_epochs=4 lora_rank=4 save_every=2 "
+        f"rolling_save_every=1 log_path={tmp_path / 'log'} behavior_if_log_dir_exists=resume"
+    )
+    module = "tinker_cookbook.recipes.chat_sl.train"
+    _, calls = bench.run(module, f"{arguments} max_steps=4", tmp_path)
+    assert "DELETE training_runs" in calls
+    file = tmp_path / "log" / "checkpoints.jsonl"
+    saved = [json.loads(line) for line in file.read_text().splitlines()]
+    rolling = [row for row in saved if row.get("rolling")]
+    periodic = [row for row in saved if not row.get("rolling") and row["name"] != "final"]
+    assert rolling and periodic and saved[-1]["name"] == "final"
+    assert all("sampler_path" not in row for row in rolling)
+    assert all("sampler_path" in row for row in [*periodic, saved[-1]])
+    store = Store(bench.backend.checkpoints, recover=False)
+    left = [row for row in rolling if store.folder(row["state_path"]).exists()]
+    assert len(left) <= 1, "a rolling checkpoint outlived its successor"
+    # As if it had been killed before its end: the last that is left is the one of step 2.
+    file.write_text("".join(json.dumps(row) + "\n" for row in periodic))
+    _, calls = bench.run(module, f"{arguments} max_steps=6", tmp_path)
+    assert "load_weights" in calls and "create_model" not in calls
+    steps = [json.loads(row)["step"] for row in (tmp_path / "log/metrics.jsonl").open()]
+    assert steps[-1] == 5
+
+
+def test_a_recipe_resumes_where_its_checkpoint_was_bit_for_bit(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """Greedy samples, so that a step is a function of the state that it starts from alone."""
+    module = "tinker_cookbook.recipes.sdft.train"
+    arguments = (
+        f"{SDFT} {TOOLS} temperature=0.0 learning_rate=1e-2 groups_per_batch=2 save_every=1 "
+        f"log_path={tmp_path / 'log'} behavior_if_log_dir_exists=resume max_steps=3"
+    )
+    checkpoints, metrics = (tmp_path / "log" / f"{n}.jsonl" for n in ("checkpoints", "metrics"))
+
+    def last() -> tuple[int, float, float]:
+        row = json.loads(metrics.read_text().splitlines()[-1])
+        return row["step"], row["loss"], row["grad_norm"]
+
+    bench.run(module, arguments, tmp_path)
+    whole = last()
+    saved = [line for line in checkpoints.read_text().splitlines() if '"000002"' in line]
+    checkpoints.write_text("\n".join(saved) + "\n")
+    metrics.unlink()
+    _, calls = bench.run(module, arguments, tmp_path)
+    assert "load_weights" in calls
+    assert len(metrics.read_text().splitlines()) == 1
+    assert last() == whole
+
+
+OFF_POLICY = """
+import asyncio, sys
+from tinker_cookbook.distillation import train_off_policy
+from tinker_cookbook.distillation.datasets import TeacherConfig
+from tinker_cookbook.supervised.data import FromConversationFileBuilder
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+
+model, renderer, log = sys.argv[1:]
+common = ChatDatasetBuilderCommonConfig(
+    model_name_for_tokenizer=model, renderer_name=renderer, max_length=512, batch_size=4
+)
+domain = train_off_policy.DatasetWithTeacher(
+    dataset_builder=FromConversationFileBuilder(
+        common_config=common, file_path="conversations.jsonl"
+    ),
+    teacher_config=TeacherConfig(base_model=model),
+)
+config = train_off_policy.Config(
+    learning_rate=1e-3, dataset_configs=[domain], model_name=model, recipe_name="off_policy",
+    renderer_name=renderer, lora_rank=4, batch_size=4, max_steps=2, log_path=log,
+)
+asyncio.run(train_off_policy.main(config))
+"""
+
+
+def test_the_trainer_that_no_recipe_uses_distills_off_policy(bench: Bench, tmp_path: Path) -> None:
+    script = tmp_path / "off_policy.py"
+    script.write_text(OFF_POLICY)
+    arguments = f"MODEL qwen3_disable_thinking {tmp_path / 'runs'}"
+    ended, calls = bench.run(str(script), arguments, tmp_path)
+    learns(2, "train/loss:sum")(ended)
+    for call in ("asample (prompt_logprobs, topk_prompt_logprobs)", "cross_entropy"):
+        assert call in calls
+
+
+def test_rl_raises_the_reward_of_a_supervised_start(bench: Bench, tmp_path: Path) -> None:
+    """Supervised: an answer in a word or in many, as often as not. RL rewards those that end."""
+    pytest.importorskip("math_verify", reason="needs tinker_cookbook[math-rl]")
+    recipe_data.write_short_and_long(tmp_path / "answers.jsonl", rows=64)
+    log = tmp_path / "supervised"
+    bench.run(
+        "tinker_cookbook.recipes.chat_sl.train",
+        f"{PATH} dataset={tmp_path / 'answers.jsonl'} train_on_what=last_assistant_message "
+        f"batch_size=16 num_epochs=4 lora_rank=8 learning_rate=5e-3 eval_every=0 log_path={log}",
+        tmp_path / "a",
+    )
+    saved = json.loads((log / "checkpoints.jsonl").read_text().splitlines()[-1])
+    ended, _ = bench.run(
+        "tinker_cookbook.recipes.math_rl.train",
+        f"{PATH} env=arithmetic groups_per_batch=16 group_size=8 lora_rank=8 learning_rate=2e-3 "
+        f"max_steps=4 eval_every=0 load_checkpoint_path={saved['state_path']}",
+        tmp_path / "b",
+    )
+    agrees(4)(ended)
+    ends = [row["env/all/format"] for row in ended.rows("env/all/format")]
+    assert 0.1 < ends[0] < 0.98 and ends[-1] > ends[0], ends

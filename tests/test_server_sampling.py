@@ -197,6 +197,37 @@ def test_a_server_with_a_seed_repeats_itself(tiny_model_dir: Path, tmp_path: Pat
     assert other != first and fresh != first
 
 
+def test_a_resumed_run_draws_what_it_would_have_drawn(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """On a server with a seed, requests without one; twice, from a snapshot and from a file."""
+    with tinsmith.serve(
+        {"tiny": tiny_model_dir}, device="cpu", checkpoints=tmp_path, seed=3
+    ) as own:
+        drawn, bases, path = [], [], ""
+        for resumed in (False, True):
+            with own.service_client() as service:
+                base = service.create_sampling_client(base_model="tiny").result()
+                bases.append(sample(base, 2, max_tokens=12, stop=[]))
+                if resumed:
+                    make = service.create_training_client_from_state_with_optimizer
+                    client = make(path).result()
+                else:
+                    client = make_client(service)
+                    train(client, 2)
+                    path = client.save_state("two").result().path
+                found = []
+                for step in range(3):
+                    sampler = client.save_weights_and_get_sampling_client().result()
+                    if step == 1:
+                        file = client.save_weights_for_sampler(f"s{resumed}").result().path
+                        sampler = service.create_sampling_client(model_path=file).result()
+                    found += [sample(sampler, 2, max_tokens=12, stop=[]) for _ in range(2)]
+                    train(client, 1)
+                drawn.append(found)
+    assert drawn[0] == drawn[1]
+    assert len({str(tokens) for tokens in drawn[0]}) == 6  # and no two are the same draw
+    assert bases[0] != bases[1]
+
+
 def test_a_full_context_can_be_scored(service_client: tinker.ServiceClient) -> None:
     sampler = service_client.create_sampling_client(base_model="tiny").result()
     tokens = [5 + i % 90 for i in range(CONTEXT)]

@@ -163,7 +163,7 @@ def test_runs_are_found_again_without_the_database(made, folder):
 
 
 def test_an_older_folder_is_imported(made, folder):
-    """Versions before 0.2 kept a run.json for each run, and no user_metadata in meta.json."""
+    """It has a run.json for each run, and no run_metadata in meta.json."""
     for file in folder.glob(STATE_FILE + "*"):
         file.unlink()
     store = Store(folder)

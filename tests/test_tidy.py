@@ -150,6 +150,8 @@ def test_the_engine_needs_neither_torch_nor_transformers() -> None:
     for path in (ROOT / "python").rglob("*.py"):
         if path.name == "make_model.py":  # a maintainer's script: it makes the shipped model
             continue
+        if path.name == "torch.py":  # torch's users import it, and nothing else of ours does
+            continue
         names = {
             alias.name.split(".")[0]
             for node in ast.walk(ast.parse(path.read_text()))

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 from tinsmith.bases import inspect_models
+from tinsmith.checkpoint import Meta
 from tinsmith.decoding import SampleRequest
 from tinsmith.worker import Batch, LoraSpec, Worker
 
@@ -112,3 +113,34 @@ def test_a_cancelled_sample_fails_and_the_rest_goes_on(worker):
     worker.cancel(cancelled)
     assert "cancelled" in str(cancelled.exception(timeout=60))
     assert len(other.result(timeout=60).samples[0].tokens) == 120
+
+
+def test_a_sampler_of_a_checkpoint_that_was_replaced_is_refused(tiny_model_dir, tmp_path):
+    """Its weights were dropped to make room, and what is read again must be what was there."""
+    request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=4, seed=1)
+    probe = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1, snapshot_bytes_max=1)
+
+    def save(seq: int, created: str) -> None:
+        def describe(step: int) -> Meta:
+            fields = dict.fromkeys(("attn", "mlp", "unembed"), True)
+            fields |= {"base_model": "tiny", "rank": 4, "alpha": 32.0, "seed": 1, "step": step}
+            fields |= {"kind": "weights", "user_metadata": {}, "ttl_seconds": None}
+            return Meta(**fields, created=created)
+
+        saved = probe.save("run", seq, tmp_path / "a", describe, optimizer=False, overwrite=True)
+        saved.result(timeout=60)
+
+    try:
+        probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
+        save(1, "2026-11-21T12:00:00+00:00")
+        probe.open_checkpoint("s", "tiny", tmp_path / "a", "2026-11-21T12:00:00+00:00")
+        first = probe.sample("s", request).result(timeout=60).samples[0].tokens
+        probe.snapshot("run", 2, "new").result(timeout=60)  # there is room for one
+        again = probe.sample("s", request).result(timeout=60).samples[0].tokens
+        np.testing.assert_array_equal(first, again)
+        save(3, "2026-11-21T13:00:00+00:00")
+        probe.snapshot("run", 4, "newer").result(timeout=60)
+        refused = probe.sample("s", request).exception(timeout=60)
+        assert "is another checkpoint than the one that s was made from" in str(refused)
+    finally:
+        probe.close()

@@ -2,12 +2,14 @@
  *
  *   square_sum  total += Σ g²                 reads n; memory bound
  *   accumulate  y += x                        reads 2·n, writes n; memory bound
+ *   average     y += rate·(x − y)             reads 2·n, writes n; memory bound
  *   adamw       torch.optim.AdamW's one step  reads 4·n, writes 3·n; memory bound
  *
- * AdamW rounds as torch does on the CPU: moments and weight in f32, the corrections of the step
- * in double and rounded once. The sum of squares is cut into parts that depend on n alone and
- * added in their order, so it is the same whatever the number of threads. No gradient clipping
- * here: it is in `scale`. */
+ * AdamW rounds as torch does on the CPU: moments and weight in f32, fused where torch's compiler
+ * fuses, the corrections of the step in double and rounded once. The moments are then torch's to
+ * the last bit, the weight too but where torch's square root is not the nearest number. The sum of
+ * squares is cut into parts that depend on n alone and added in their order, so it is the same
+ * whatever the number of threads. No gradient clipping here: it is in `scale`. */
 #include <math.h>
 #include <string.h>
 
@@ -32,6 +34,7 @@ typedef struct Accumulate {
     float *y;
     const float *x;
     int64_t n;
+    float rate; /* average's */
 } Accumulate;
 
 typedef struct AdamW {
@@ -77,6 +80,25 @@ static void accumulate_job(void *context, int64_t job)
     for (int64_t i = 0; i < n; i++) y[i] += x[i];
 }
 
+static void average_job(void *context, int64_t job)
+{
+    const Accumulate *a = context;
+    int64_t from = job * GRAIN, left = a->n - from, n = left < GRAIN ? left : GRAIN;
+    float *restrict y = a->y + from, rate = a->rate;
+    const float *restrict x = a->x + from;
+    for (int64_t i = 0; i < n; i++) y[i] += rate * (x[i] - y[i]);
+}
+
+/* a·b + c, rounded once where the instruction set can. */
+static inline float fused(float a, float b, float c)
+{
+#ifdef FP_FAST_FMAF
+    return fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 static void adamw_job(void *context, int64_t job)
 {
     const AdamW a = *(const AdamW *)context;
@@ -85,12 +107,12 @@ static void adamw_job(void *context, int64_t job)
     const float *restrict g = a.g + from;
     for (int64_t i = 0; i < n; i++) {
         float gradient = a.scale * g[i];
-        float first = m[i] + a.one_beta1 * (gradient - m[i]);
-        float second = v[i] * a.beta2 + a.one_beta2 * gradient * gradient;
+        float first = fused(a.one_beta1, gradient - m[i], m[i]);
+        float second = fused(a.one_beta2 * gradient, gradient, v[i] * a.beta2);
         float denominator = sqrtf(second) / a.root_correction2 + a.eps;
         m[i] = first;
         v[i] = second;
-        w[i] = w[i] * a.keep - a.step_size * (first / denominator);
+        w[i] = w[i] * a.keep - a.step_size * first / denominator;
     }
 }
 
@@ -105,8 +127,14 @@ void CPU(square_sum)(Device *dev, double *total, const float *g, int64_t n)
 
 void CPU(accumulate)(Device *dev, float *y, const float *x, int64_t n)
 {
-    Accumulate a = {y, x, n};
+    Accumulate a = {.y = y, .x = x, .n = n};
     cpu_run(dev, (n + GRAIN - 1) / GRAIN, accumulate_job, &a);
+}
+
+void CPU(average)(Device *dev, float *y, const float *x, int64_t n, float rate)
+{
+    Accumulate a = {.y = y, .x = x, .n = n, .rate = rate};
+    cpu_run(dev, (n + GRAIN - 1) / GRAIN, average_job, &a);
 }
 
 void CPU(adamw)(Device *dev, float *w, float *m, float *v, const float *g, int64_t n, int step,

@@ -69,6 +69,12 @@ static inline void cpu_run(Device *dev, int64_t count, void (*work)(void *, int6
     pool_run(((CpuDevice *)dev)->pool, count, work, context);
 }
 
+/* Rows of `width` elements that make a job of about `grain` of them: one at least. */
+static inline int cpu_rows_of_job(int grain, int width)
+{
+    return width < grain ? grain / (width > 0 ? width : 1) : 1;
+}
+
 /* Keeps a failure on the device until sync() returns it; the first one wins. */
 void cpu_fail(Device *dev, Status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
@@ -83,6 +89,14 @@ void CPU(product)(float *c, int64_t c_row, const float *a, int64_t a_row, int64_
 /* out (cols, rows padded to `out_row` by the caller) = in (rows, cols) transposed. */
 void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row, int rows,
                     int cols);
+
+/* logΣ exp(scale·(x[v] − base)) of one row, scale > 0, where base is its largest logit, or 0 if
+ * that is infinite (logprob.c). */
+double CPU(row_lse)(const float *x, int V, float scale, float *base);
+
+/* The K largest of one row and their ids, best first, the lower id first among equals (logprob.c).
+ */
+void CPU(row_topk)(int32_t *ids, float *best, const float *x, int V, int K);
 
 #define OP(name, args) void CPU(name) args;
 #include "../ops.inc"

@@ -24,14 +24,19 @@ void cpu_avx512bf16_table(Device *dev);
 
 enum { SLACK = 256 }; /* readable bytes past each block: a product may load a whole tile there */
 
+enum { STEP_ROWS_MAX = 2048 }; /* enough rows for products at full speed */
+
+/* What the machine has. mmap would promise more, and the system kill the process that takes it at
+ * its word; what is free just now is no limit, for pages that are never touched cost nothing. */
+static void cpu_memory(Device *dev, size_t *free_bytes, size_t *all_bytes)
+{
+    (void)dev;
+    *free_bytes = *all_bytes = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+}
+
 static Status cpu_alloc(Device *dev, void **memory, size_t bytes)
 {
     (void)dev;
-    /* mmap would promise more than there is, and the system kill the process that takes it at its
-     * word. */
-    double all = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
-    if ((double)bytes > all)
-        return fail(STATUS_MEMORY, "the machine has %.1f MiB of memory in all", all / 1048576.0);
     void *block = mmap(NULL, bytes + SLACK, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (block == MAP_FAILED)
@@ -144,6 +149,13 @@ static Status cpu_sync(Device *dev)
     return status ? fail(status, "%s", cpu->text) : STATUS_OK;
 }
 
+/* Nothing is ever under way here. */
+static Status cpu_await(Device *dev, int behind)
+{
+    (void)behind;
+    return cpu_sync(dev);
+}
+
 static void cpu_close(Device *dev)
 {
     CpuDevice *cpu = (CpuDevice *)dev;
@@ -199,8 +211,10 @@ Status cpu_open(Device **dev, int threads, int bf16)
     cpu->base = (Device){
         .name = bf16 ? "cpu-bf16" : "cpu",
         .real_bytes = sizeof(struct real),
+        .step_rows = STEP_ROWS_MAX,
         .alloc = cpu_alloc,
         .release = cpu_release,
+        .memory = cpu_memory,
         .upload = cpu_copy,
         .download = cpu_copy,
         .copy = cpu_copy,
@@ -208,6 +222,8 @@ Status cpu_open(Device **dev, int threads, int bf16)
         .frozen_bytes = cpu_frozen_bytes,
         .frozen_load = cpu_frozen_load,
         .sync = cpu_sync,
+        .fetch = cpu_copy,
+        .await = cpu_await,
         .close = cpu_close,
     };
     choose_table(&cpu->base, bf16);

@@ -5,7 +5,7 @@
  *   topk_logprob      the K largest of each row, best first
  *
  * Each reads T·V, the gradient also writes T·V; memory bound. The logsumexp goes over a row once:
- * each block of 1024 is summed in f32 lanes against the largest logit so far, and the sums are
+ * each block is summed in f32 lanes against the largest logit so far, and the sums are
  * added in double, so its error does not grow with V. The K best are a heap that lives in the
  * output itself, whose worst member is the bar that whole groups of logits are held against: of
  * 152 000 logits some 300 get past it. A row is one job; it is not split over threads. */
@@ -17,7 +17,7 @@
 #include "simd.h"
 
 enum {
-    BLOCK = 1024,    /* logits whose exponentials are summed in f32 */
+    BLOCK = 64 * VL, /* logits whose exponentials are summed in f32, 32 in a lane of two */
     GROUP = 8 * VL,  /* logits held against the bar at once */
     GRAIN = 1 << 13, /* logits of one job: some microseconds */
 };
@@ -61,23 +61,23 @@ static float block_top(const float *x, int n)
     return v_top(v_max(v_max(a, b), v_max(c, d)));
 }
 
-/* Σ exp(x − shift) */
-static float block_sum(const float *x, int n, float shift)
+/* Σ exp(scale·(x − shift)) */
+static float block_sum(const float *x, int n, float scale, float shift)
 {
     vf a = v_set(0.0f), b = a;
     int i = 0;
     for (; i + 2 * VL <= n; i += 2 * VL) {
-        a += v_exp(v_load(x + i) - shift);
-        b += v_exp(v_load(x + i + VL) - shift);
+        a += v_exp(scale * (v_load(x + i) - shift));
+        b += v_exp(scale * (v_load(x + i + VL) - shift));
     }
-    for (; i + VL <= n; i += VL) a += v_exp(v_load(x + i) - shift);
-    if (i < n) b += v_exp(v_load_part(x + i, n - i, -INFINITY) - shift);
+    for (; i + VL <= n; i += VL) a += v_exp(scale * (v_load(x + i) - shift));
+    if (i < n) b += v_exp(scale * (v_load_part(x + i, n - i, -INFINITY) - shift));
     return v_sum(a + b);
 }
 
 /* The sum is kept relative to exp(shift), where shift is the largest logit so far; while that is
  * −inf, or once it is +inf, it is 0, so that no inf − inf makes a NaN that was not in the row. */
-static float row_lse(const float *x, int V)
+double CPU(row_lse)(const float *x, int V, float scale, float *base)
 {
     float top = -INFINITY, shift = 0.0f;
     double total = 0.0;
@@ -86,13 +86,14 @@ static float row_lse(const float *x, int V)
         float block = block_top(x + from, n);
         if (block > top) {
             float next = isinf(block) ? 0.0f : block;
-            if (total != 0.0) total *= exp((double)shift - (double)next);
+            if (total != 0.0) total *= exp((double)scale * ((double)shift - (double)next));
             top = block;
             shift = next;
         }
-        total += (double)block_sum(x + from, n, shift);
+        total += (double)block_sum(x + from, n, scale, shift);
     }
-    return (float)((double)shift + log(total));
+    *base = shift;
+    return log(total);
 }
 
 static void logprob_job(void *context, int64_t job)
@@ -101,7 +102,9 @@ static void logprob_job(void *context, int64_t job)
     int from = (int)job * r->grain, to = r->T - from < r->grain ? r->T : from + r->grain;
     for (int t = from; t < to; t++) {
         const float *logits = r->logits + (int64_t)t * r->V;
-        float lse = row_lse(logits, r->V);
+        float base, lse;
+        double rest = CPU(row_lse)(logits, r->V, 1.0f, &base);
+        lse = (float)((double)base + rest);
         r->lse[t] = lse;
         for (int i = r->start[t]; i < r->start[t + 1]; i++) r->logp[i] = logits[r->ids[i]] - lse;
     }
@@ -184,7 +187,7 @@ static void heap_offer(float *best, int32_t *id, int K, const float *x, int from
     }
 }
 
-static void row_topk(int32_t *id, float *best, const float *x, int V, int K)
+void CPU(row_topk)(int32_t *id, float *best, const float *x, int V, int K)
 {
     for (int i = 0; i < K; i++) {
         best[i] = x[i];
@@ -215,20 +218,15 @@ static void topk_job(void *context, int64_t job)
     int K = r->K, from = (int)job * r->grain, to = r->T - from < r->grain ? r->T : from + r->grain;
     for (int t = from; t < to; t++) {
         float *logp = r->logp + (int64_t)t * K;
-        row_topk(r->ids + (int64_t)t * K, logp, r->logits + (int64_t)t * r->V, r->V, K);
+        CPU(row_topk)(r->ids + (int64_t)t * K, logp, r->logits + (int64_t)t * r->V, r->V, K);
         for (int k = 0; k < K; k++) logp[k] -= r->lse[t];
     }
-}
-
-static int rows_of_job(int width)
-{
-    return width < GRAIN ? GRAIN / (width > 0 ? width : 1) : 1;
 }
 
 void CPU(logprob)(Device *dev, float *lse, float *logp, const float *logits, const int32_t *ids,
                   const int32_t *start, int T, int V)
 {
-    Logprob r = {lse, logp, logits, ids, start, T, V, rows_of_job(V)};
+    Logprob r = {lse, logp, logits, ids, start, T, V, cpu_rows_of_job(GRAIN, V)};
     cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, logprob_job, &r);
 }
 
@@ -236,7 +234,8 @@ void CPU(logprob_backward)(Device *dev, real *dlogits, const float *logits, cons
                            const float *dlogp, const int32_t *ids, const int32_t *start, int T,
                            int V)
 {
-    LogprobBackward r = {f32(dlogits), logits, lse, dlogp, ids, start, T, V, rows_of_job(V)};
+    LogprobBackward r = {
+        f32(dlogits), logits, lse, dlogp, ids, start, T, V, cpu_rows_of_job(GRAIN, V)};
     cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, logprob_backward_job, &r);
 }
 
@@ -244,6 +243,6 @@ void CPU(topk_logprob)(Device *dev, int32_t *ids, float *logp, const float *logi
                        const float *lse, int T, int V, int K)
 {
     assert(K >= 0 && K <= V);
-    TopK r = {ids, logp, logits, lse, T, V, K, rows_of_job(V)};
+    TopK r = {ids, logp, logits, lse, T, V, K, cpu_rows_of_job(GRAIN, V)};
     if (K > 0) cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, topk_job, &r);
 }

@@ -1,4 +1,4 @@
-/* cpu/matmul.c - every product of the CPU device.
+/* cpu/matmul.c - the product that all others of the CPU device are made of.
  *
  *   c (m,n) = scale·a (m,k)·b (k,n) [+ bias] [+ c]
  *
@@ -14,11 +14,10 @@
  * 2·m·n·k flops, compute bound for m > 16; for m = 1 one pass over w, memory bound. */
 #include <assert.h>
 
-#include "cpu.h"
+#include "matmul.h"
 #include "simd.h"
 
 enum {
-    DEPTH = 384,   /* k of one block: a panel of b is 48 KB */
     ROWS = 336,    /* m of one block: DEPTH·ROWS of a stay in L2 */
     WIDE = 2 * VL, /* columns of a register tile */
     AHEAD = 48, /* rows of b to prefetch when few rows of a keep the processor waiting for memory */
@@ -33,29 +32,6 @@ enum {
 #else
 #define PRODUCT_FORM WIDEN
 #endif
-
-/* How b's element (k, n) is found. */
-typedef enum Order {
-    BY_ROW,    /* b[k·ldb + n] */
-    BY_COLUMN, /* b[n·ldb + k] */
-    PANELS,    /* frozen w (N,D), k over its D columns */
-    PANELS_T,  /* frozen w (N,D), k over its N rows */
-} Order;
-
-typedef struct Product {
-    float *c;
-    int64_t ldc;
-    const float *a;
-    int64_t a_row, a_col;
-    const void *b;
-    int64_t ldb;
-    Order order;
-    int m, n, k;
-    float scale;
-    const float *bias;
-    int accumulate;
-    int rows, panels; /* of one piece of work */
-} Product;
 
 /* What the 32-bit lanes of a product's operands hold. */
 typedef enum Form {
@@ -232,22 +208,47 @@ static inline __attribute__((always_inline)) void square_turn(vf v[VL])
 #endif
 }
 
-void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row, int rows,
-                    int cols)
+static float widen(uint16_t bits)
+{
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+}
+
+/* Element `at` of a matrix that is f32 or bf16: its address. */
+static const void *element(const void *matrix, int64_t at, int bf16)
+{
+    return (const unsigned char *)matrix + at * (bf16 ? 2 : 4);
+}
+
+/* CPU(transpose) of f32 or bf16. */
+static void transpose_to_f32(float *out, int64_t out_row, const void *in, int64_t in_row, int rows,
+                             int cols, int bf16)
 {
     int full_rows = rows - rows % VL, full_cols = cols - cols % VL;
     for (int i = 0; i < full_rows; i += VL)
         for (int j = 0; j < full_cols; j += VL) {
             vf v[VL];
 #pragma GCC unroll 16
-            for (int r = 0; r < VL; r++) v[r] = v_load(in + (i + r) * in_row + j);
+            for (int r = 0; r < VL; r++) {
+                const void *from = element(in, (i + r) * in_row + j, bf16);
+                v[r] = bf16 ? v_load_bf16(from) : v_load(from);
+            }
             square_turn(v);
 #pragma GCC unroll 16
             for (int r = 0; r < VL; r++) v_store(out + (j + r) * out_row + i, v[r]);
         }
     for (int i = 0; i < rows; i++)
         for (int j = i < full_rows ? full_cols : 0; j < cols; j++)
-            out[j * out_row + i] = in[i * in_row + j];
+            out[j * out_row + i] = bf16 ? widen(((const uint16_t *)in)[i * in_row + j])
+                                        : ((const float *)in)[i * in_row + j];
+}
+
+void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row, int rows,
+                    int cols)
+{
+    transpose_to_f32(out, out_row, in, in_row, rows, cols, 0);
 }
 
 /* The panel of 32 rows of a weight that begins at `from`, turned: k runs over the rows, and `width`
@@ -357,6 +358,12 @@ static const float *bring(const Product *p, int k0, int depth, int n0, int width
 {
     *form = FLOATS;
     *ldb = PANEL;
+    if (p->order == BY_ROW && p->bf16) {
+        const uint16_t *b = (const uint16_t *)p->b + k0 * p->ldb + n0;
+        for (int i = 0; i < depth; i++, b += p->ldb)
+            for (int j = 0; j < width; j++) scratch[i * PANEL + j] = widen(b[j]);
+        return scratch;
+    }
     if (p->order == BY_ROW) {
         const float *b = (const float *)p->b + k0 * p->ldb + n0;
         if (width % WIDE == 0) {
@@ -368,8 +375,8 @@ static const float *bring(const Product *p, int k0, int depth, int n0, int width
         return scratch;
     }
     if (p->order == BY_COLUMN) {
-        CPU(transpose)(scratch, PANEL, (const float *)p->b + n0 * p->ldb + k0, p->ldb, width,
-                       depth);
+        transpose_to_f32(scratch, PANEL, element(p->b, n0 * p->ldb + k0, p->bf16), p->ldb, width,
+                         depth, p->bf16);
         return scratch;
     }
     return bring_weight(p, k0, depth, n0, width, scratch, few, form);
@@ -462,7 +469,7 @@ static void product_piece(void *context, int64_t piece)
 }
 
 /* Cuts the product into pieces, a few for each thread, and runs them. */
-static void product_run(Device *dev, Product *p)
+void CPU(product_run)(Device *dev, Product *p)
 {
     if (p->m <= 0 || p->n <= 0) return;
     int panels = (p->n + PANEL - 1) / PANEL, threads = pool_threads(((CpuDevice *)dev)->pool);
@@ -489,105 +496,4 @@ void CPU(product)(float *c, int64_t c_row, const float *a, int64_t a_row, int64_
         strip(c, c_row, a + k0 * a_col, a_row, a_col, b + k0 * b_row, b_row, m, n, depth, scale,
               NULL, accumulate || k0 > 0, FLOATS);
     }
-}
-
-/* ---- the ops, as products ---- */
-
-typedef struct Operand {
-    const float *at;
-    int64_t row, col;
-} Operand;
-
-typedef struct Right {
-    const void *at;
-    int64_t stride;
-    Order order;
-} Right;
-
-static Operand as_is(const float *a, int width)
-{
-    return (Operand){a, width, 1};
-}
-
-static Operand turned(const float *a, int width)
-{
-    return (Operand){a, 1, width};
-}
-
-static Right matrix(const void *b, int width)
-{
-    return (Right){b, width, BY_ROW};
-}
-
-static Right matrix_turned(const void *b, int width)
-{
-    return (Right){b, width, BY_COLUMN};
-}
-
-static Right weight(const frozen *w)
-{
-    return (Right){w, 0, PANELS_T};
-}
-
-static Right weight_turned(const frozen *w)
-{
-    return (Right){w, 0, PANELS};
-}
-
-/* c (m,n) = scale·a·b + bias, or += when accumulate. */
-static void multiply(Device *dev, float *c, Operand a, Right b, int m, int n, int k, float scale,
-                     const float *bias, int accumulate)
-{
-    Product p = {c, n, a.at, a.row, a.col, b.at,       b.stride, b.order,
-                 m, n, k,    scale, bias,  accumulate, 0,        0};
-    product_run(dev, &p);
-}
-
-void CPU(linear)(Device *dev, real *y, const real *x, const frozen *w, const float *bias, int T,
-                 int N, int D, int accumulate)
-{
-    multiply(dev, f32(y), as_is(f32c(x), D), weight_turned(w), T, N, D, 1, bias, accumulate);
-}
-
-void CPU(linear_backward)(Device *dev, real *dx, const real *dy, const frozen *w, int T, int N,
-                          int D, int accumulate)
-{
-    multiply(dev, f32(dx), as_is(f32c(dy), N), weight(w), T, D, N, 1, NULL, accumulate);
-}
-
-void CPU(lora)(Device *dev, const Lora *group, int count, const real *x, int T, int D, int R,
-               float scale)
-{
-    for (const Lora *m = group; m < group + count; m++) {
-        multiply(dev, f32(m->s), as_is(f32c(x), D), matrix(m->a, R), T, R, D, 1, NULL, 0);
-        multiply(dev, f32(m->y), as_is(f32c(m->s), R), matrix(m->b, m->N), T, m->N, R, scale, NULL,
-                 1);
-    }
-}
-
-void CPU(lora_backward)(Device *dev, real *dx, const Lora *group, int count, const real *x, int T,
-                        int D, int R, float scale)
-{
-    for (const Lora *m = group; m < group + count; m++) {
-        int N = m->N;
-        multiply(dev, f32(m->ds), as_is(f32c(m->y), N), matrix_turned(m->b, N), T, R, N, scale,
-                 NULL, 0);
-        multiply(dev, m->db, turned(f32c(m->s), R), matrix(m->y, N), R, N, T, scale, NULL, 1);
-        multiply(dev, m->da, turned(f32c(x), D), matrix(m->ds, R), D, R, T, 1, NULL, 1);
-        if (dx)
-            multiply(dev, f32(dx), as_is(f32c(m->ds), R), matrix_turned(m->a, R), T, D, R, 1, NULL,
-                     1);
-    }
-}
-
-void CPU(head)(Device *dev, float *logits, const real *x, const frozen *w, int T, int V, int D)
-{
-    CPU(linear)(dev, (real *)logits, x, w, NULL, T, V, D, 0);
-}
-
-void CPU(head_lora)(Device *dev, float *logits, real *s, const real *x, const float *a,
-                    const float *b, int T, int V, int D, int R, float scale)
-{
-    CPU(lora)(dev, &(Lora){.y = (real *)logits, .s = s, .a = a, .b = b, .N = V}, 1, x, T, D, R,
-              scale);
 }

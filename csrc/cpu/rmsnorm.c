@@ -81,21 +81,16 @@ static void norm_backward_job(void *context, int64_t job)
     }
 }
 
-static int rows_of_job(int width)
-{
-    return width < GRAIN ? GRAIN / (width > 0 ? width : 1) : 1;
-}
-
 void CPU(rmsnorm)(Device *dev, real *y, float *rstd, const real *x, const float *w, int T, int D,
                   float eps)
 {
-    Norm r = {f32(y), rstd, f32c(x), w, T, D, rows_of_job(D), eps};
+    Norm r = {f32(y), rstd, f32c(x), w, T, D, cpu_rows_of_job(GRAIN, D), eps};
     cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, norm_job, &r);
 }
 
 void CPU(rmsnorm_backward)(Device *dev, real *dx, const real *dy, const real *x, const float *w,
                            const float *rstd, int T, int D)
 {
-    NormBackward r = {f32(dx), f32c(dy), f32c(x), w, rstd, T, D, rows_of_job(D)};
+    NormBackward r = {f32(dx), f32c(dy), f32c(x), w, rstd, T, D, cpu_rows_of_job(GRAIN, D)};
     cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, norm_backward_job, &r);
 }

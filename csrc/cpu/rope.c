@@ -66,22 +66,17 @@ static void rope_job(void *context, int64_t job)
     }
 }
 
-static int rows_of_job(int grain, int width)
-{
-    return width < grain ? grain / (width > 0 ? width : 1) : 1;
-}
-
 static void rotate(Device *dev, float *x, const float *cosine, const float *sine, int T, int H,
                    int E, float sign)
 {
-    Rope r = {x, cosine, sine, T, H, E / 2, rows_of_job(GRAIN, H * E), sign};
+    Rope r = {x, cosine, sine, T, H, E / 2, cpu_rows_of_job(GRAIN, H * E), sign};
     cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, rope_job, &r);
 }
 
 void CPU(rope_table)(Device *dev, float *cosine, float *sine, const int32_t *pos,
                      const float *inv_freq, int T, int E, float scale)
 {
-    Table r = {cosine, sine, pos, inv_freq, T, E / 2, rows_of_job(GRAIN_TABLE, E / 2), scale};
+    Table r = {cosine, sine, pos, inv_freq, T, E / 2, cpu_rows_of_job(GRAIN_TABLE, E / 2), scale};
     cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, table_job, &r);
 }
 

@@ -30,12 +30,6 @@ typedef struct Move {
     int T, D, grain;
 } Move;
 
-/* The rows that a job gets when each has `width` elements. */
-static int rows_of_job(int grain, int width)
-{
-    return width < grain ? grain / (width > 0 ? width : 1) : 1;
-}
-
 static void embed_row(float *y, const frozen *w, int id, int D)
 {
     if (w->type == DTYPE_BF16) {
@@ -72,18 +66,18 @@ void CPU(embed)(Device *dev, real *y, const int32_t *ids, const frozen *w, int T
     assert(w->rows == V && w->cols == D);
     for (int t = 0; t < T; t++) assert(ids[t] >= 0 && ids[t] < V);
     (void)V;
-    Embed e = {f32(y), ids, w, T, D, rows_of_job(GRAIN_STRIDED, D)};
+    Embed e = {f32(y), ids, w, T, D, cpu_rows_of_job(GRAIN_STRIDED, D)};
     cpu_run(dev, ((int64_t)T + e.grain - 1) / e.grain, embed_job, &e);
 }
 
 void CPU(gather)(Device *dev, real *y, const real *x, const int32_t *rows, int T, int D)
 {
-    Move m = {f32(y), f32c(x), NULL, rows, T, D, rows_of_job(GRAIN, D)};
+    Move m = {f32(y), f32c(x), NULL, rows, T, D, cpu_rows_of_job(GRAIN, D)};
     cpu_run(dev, ((int64_t)T + m.grain - 1) / m.grain, move_job, &m);
 }
 
 void CPU(scatter)(Device *dev, real *y, const real *x, const int32_t *rows, int T, int D)
 {
-    Move m = {f32(y), f32c(x), rows, NULL, T, D, rows_of_job(GRAIN, D)};
+    Move m = {f32(y), f32c(x), rows, NULL, T, D, cpu_rows_of_job(GRAIN, D)};
     cpu_run(dev, ((int64_t)T + m.grain - 1) / m.grain, move_job, &m);
 }

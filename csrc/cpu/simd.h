@@ -26,6 +26,7 @@ enum { VL = 4 };
 
 typedef float vf __attribute__((vector_size(4 * VL)));
 typedef int32_t vi __attribute__((vector_size(4 * VL)));
+typedef uint16_t vh __attribute__((vector_size(2 * VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * VL)));
 
 static inline vf v_load(const float *p)
@@ -70,6 +71,17 @@ static inline void v_store_part(float *p, vf v, int n)
     float lane[VL];
     v_store(lane, v);
     for (int i = 0; i < n; i++) p[i] = lane[i];
+}
+
+/* VL of bf16, widened. */
+static inline vf v_load_bf16(const void *p)
+{
+    vh h;
+    memcpy(&h, p, sizeof h);
+    vu u = __builtin_convertvector(h, vu) << 16;
+    vf v;
+    memcpy(&v, &u, sizeof v);
+    return v;
 }
 
 /* VL pairs of bf16, which arrays of 32-bit lanes hold as floats. bf16 is the upper half of a float,
@@ -154,8 +166,19 @@ static inline float v_top(vf v)
     return top;
 }
 
-/* eˣ within 2 ulp; 0 below −87.3, inf above 88.7. x = n·ln2 + r, |r| ≤ ln2/2, and e^r by Taylor's
- * series to r⁷, whose remainder is under 2⁻²⁷. */
+/* (e^r − 1 − r) / r² for |r| ≤ ln2/2, by Taylor's series of e^r to r⁷, whose remainder is under
+ * 2⁻²⁷. */
+static inline vf v_exp_rest(vf r)
+{
+    vf p = v_set(1.0f / 5040.0f);
+    p = v_fma(p, r, v_set(1.0f / 720.0f));
+    p = v_fma(p, r, v_set(1.0f / 120.0f));
+    p = v_fma(p, r, v_set(1.0f / 24.0f));
+    p = v_fma(p, r, v_set(1.0f / 6.0f));
+    return v_fma(p, r, v_set(0.5f));
+}
+
+/* eˣ within 2 ulp; 0 below −87.3, inf above 88.7. x = n·ln2 + r, |r| ≤ ln2/2. */
 static inline vf v_exp(vf x)
 {
     const vf shift = v_set(12582912.0f); /* 1.5·2²³: adding it rounds to an integer */
@@ -164,14 +187,7 @@ static inline vf v_exp(vf x)
     vf n = v_fma(clamped, v_set(1.44269504f), shift) - shift;
     vf r = v_fma(n, v_set(-0.693359375f), clamped);
     r = v_fma(n, v_set(2.12194440e-4f), r);
-    vf p = v_set(1.0f / 5040.0f);
-    p = v_fma(p, r, v_set(1.0f / 720.0f));
-    p = v_fma(p, r, v_set(1.0f / 120.0f));
-    p = v_fma(p, r, v_set(1.0f / 24.0f));
-    p = v_fma(p, r, v_set(1.0f / 6.0f));
-    p = v_fma(p, r, v_set(0.5f));
-    p = v_fma(p, r, v_set(1.0f));
-    p = v_fma(p, r, v_set(1.0f));
+    vf p = 1.0f + v_fma(v_exp_rest(r), r * r, r);
     vi half = __builtin_convertvector(n, vi) / 2; /* 2ⁿ in two factors: n may be 128 */
     vi rest = __builtin_convertvector(n, vi) - half;
     vi bits_half = (half + 127) << 23, bits_rest = (rest + 127) << 23;
@@ -182,6 +198,38 @@ static inline vf v_exp(vf x)
     y = v_select(x > 88.72283f, v_set(INFINITY), y);
     y = v_select(x < -87.33654f, v_set(0.0f), y);
     return v_select(x == x, y, x); /* NaN stays NaN */
+}
+
+/* (f − log(1 + f)) / f² for √½ ≤ 1 + f ≤ √2, by the polynomial of Cephes' logf. */
+static inline vf v_log_rest(vf f)
+{
+    vf p = v_set(7.0376836292e-2f);
+    p = v_fma(p, f, v_set(-1.1514610310e-1f));
+    p = v_fma(p, f, v_set(1.1676998740e-1f));
+    p = v_fma(p, f, v_set(-1.2420140846e-1f));
+    p = v_fma(p, f, v_set(1.4249322787e-1f));
+    p = v_fma(p, f, v_set(-1.6668057665e-1f));
+    p = v_fma(p, f, v_set(2.0000714765e-1f));
+    p = v_fma(p, f, v_set(-2.4999993993e-1f));
+    p = v_fma(p, f, v_set(3.3333331174e-1f));
+    return v_fma(-p, f, v_set(0.5f));
+}
+
+/* log x within 2 ulp for normal x; −inf for 0 and what is smaller than normal. x = 2ⁿ·(1 + f). */
+static inline vf v_log(vf x)
+{
+    vi bits;
+    memcpy(&bits, &x, sizeof bits);
+    vi from_root = bits - 0x3f3504f3; /* √½: n is the exponent of x / √½ */
+    vi n = from_root >> 23, mantissa = (from_root & 0x7fffff) + 0x3f3504f3;
+    vf m, e = __builtin_convertvector(n, vf);
+    memcpy(&m, &mantissa, sizeof m);
+    vf f = m - 1.0f;
+    vf y = v_fma(e, v_set(-2.12194440e-4f), -(f * f * v_log_rest(f)));
+    y = v_fma(e, v_set(0.693359375f), f + y);
+    y = v_select(x < 1.17549435e-38f, v_set(-INFINITY), y);
+    y = v_select(x > 3.40282347e+38f, x, y);
+    return v_select(x >= 0.0f, y, v_set(NAN)); /* NaN stays NaN */
 }
 
 /* The scalar twin: the same number as a lane of v_exp. */

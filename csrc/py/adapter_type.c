@@ -210,6 +210,76 @@ static PyObject *adapter_backward_method(PyObject *object, PyObject *dlogp)
     return status ? raise_status(status) : PyFloat_FromDouble(sum);
 }
 
+/* What the teacher reads, and who it is: an adapter, a base model, or None, the student's own. */
+static int lesson_from(PyAdapter *self, PyObject *teacher, const Borrowed *tokens,
+                       const Borrowed *lengths, Lesson *lesson)
+{
+    ModuleState *state = state_of(Py_TYPE(self));
+    *lesson = (Lesson){.model = self->model->model,
+                       .tokens = tokens->data,
+                       .lengths = lengths->data,
+                       .token_total = tokens->length,
+                       .count = lengths->length};
+    if (Py_IS_TYPE(teacher, state->adapter)) {
+        lesson->adapter = ((PyAdapter *)teacher)->adapter;
+        lesson->model = lesson->adapter->model;
+    } else if (Py_IS_TYPE(teacher, state->model)) {
+        lesson->model = ((PyModel *)teacher)->model;
+    } else if (teacher != Py_None) {
+        PyErr_Format(PyExc_TypeError, "teacher must be an Adapter, a Model or None, not %s",
+                     Py_TYPE(teacher)->tp_name);
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *adapter_distill_method(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"tokens",   "lengths", "targets",        "counts",          "loss",
+                            "inputs",   "config",  "teacher_tokens", "teacher_lengths", "teacher",
+                            "backward", NULL};
+    PyObject *tokens, *lengths, *targets, *counts, *inputs, *config, *read, *ends;
+    PyObject *teacher = Py_None, *logp = NULL, *divergence = NULL;
+    const char *loss;
+    int with_backward = 1;
+    Call call = {0};
+    Borrowed taught = {0}, taught_lengths = {0};
+    Lesson lesson;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOsO!O!OO|$Op:distill", names, &tokens,
+                                     &lengths, &targets, &counts, &loss, &PyDict_Type, &inputs,
+                                     &PyDict_Type, &config, &read, &ends, &teacher, &with_backward))
+        return NULL;
+    call.loss = loss_find(loss);
+    if (!call.loss) {
+        refuse_loss(loss);
+        return NULL;
+    }
+    double sum = 0.0;
+    Status status = STATUS_OK;
+    if (call_arrays(&call, tokens, lengths, targets, counts) == 0 &&
+        call_options(&call, inputs, config) == 0 &&
+        borrow(read, KIND_INT32, "teacher_tokens", &taught) == 0 &&
+        borrow(ends, KIND_INT32, "teacher_lengths", &taught_lengths) == 0 &&
+        lesson_from((PyAdapter *)object, teacher, &taught, &taught_lengths, &lesson) == 0) {
+        logp = array_new(KIND_FLOAT32, call.datums.target_total, -1, NULL);
+        divergence = array_new(KIND_FLOAT32, call.datums.target_total, -1, NULL);
+    }
+    if (logp && divergence) {
+        float *out = array_data(logp), *rows = array_data(divergence);
+        Py_BEGIN_ALLOW_THREADS status =
+            adapter_distill(((PyAdapter *)object)->adapter, &call.datums, call.loss, &lesson,
+                            with_backward, out, rows, &sum);
+        Py_END_ALLOW_THREADS
+    }
+    call_release(&call);
+    Py_XDECREF(taught.owner);
+    Py_XDECREF(taught_lengths.owner);
+    if (!status && logp && divergence) return Py_BuildValue("(NNd)", logp, divergence, sum);
+    Py_XDECREF(logp);
+    Py_XDECREF(divergence);
+    return status ? raise_status(status) : NULL;
+}
+
 static int normalization_from(const char *name, Normalization *by)
 {
     *by = BY_NOTHING;
@@ -244,8 +314,10 @@ static PyObject *adapter_optim_step_method(PyObject *object, PyObject *args, PyO
     Status status;
     Py_BEGIN_ALLOW_THREADS status = adapter_optim_step(adapter, &o, by, &report);
     Py_END_ALLOW_THREADS if (status) return raise_status(status);
-    return Py_BuildValue("{s:d,s:d,s:d,s:d}", "grad_norm", report.grad_norm, "loss", report.loss,
-                         "loss_tokens", report.tokens, "loss_sequences", report.sequences);
+    return Py_BuildValue("{s:d,s:d,s:d,s:d,s:d,s:d}", "grad_norm", report.grad_norm,
+                         "grad_norm_clipped", report.clipped_norm, "weight_norm",
+                         report.weight_norm, "loss", report.loss, "loss_tokens", report.tokens,
+                         "loss_sequences", report.sequences);
 }
 
 static PyObject *adapter_clear_method(PyObject *object, PyObject *unused)
@@ -289,7 +361,10 @@ static PyObject *adapter_read(PyObject *object, PyObject *name)
     if (!array) return NULL;
     Device *dev = adapter->model->dev;
     dev->download(dev, array_data(array), vector, (size_t)adapter->size * sizeof(float));
-    return array;
+    Status status = dev->sync(dev);
+    if (!status) return array;
+    Py_DECREF(array);
+    return raise_status(status);
 }
 
 static PyObject *adapter_write(PyObject *object, PyObject *args)
@@ -316,6 +391,8 @@ static PyObject *adapter_write(PyObject *object, PyObject *args)
     Py_DECREF(from.owner);
     if (PyErr_Occurred()) return NULL;
     if (vector == adapter->vector[WEIGHTS]) adapter_changed(adapter);
+    Status status = adapter->model->dev->sync(adapter->model->dev);
+    if (status) return raise_status(status);
     Py_RETURN_NONE;
 }
 
@@ -326,6 +403,17 @@ static PyObject *adapter_snapshot_method(PyObject *object, PyObject *unused)
     Adapter *copy;
     Status status = adapter_snapshot(&copy, self->adapter);
     return status ? raise_status(status) : adapter_wrap(Py_TYPE(object), self->model, copy);
+}
+
+static PyObject *adapter_follow_method(PyObject *object, PyObject *args)
+{
+    PyObject *leader;
+    double decay;
+    if (!PyArg_ParseTuple(args, "O!d:follow", Py_TYPE(object), &leader, &decay)) return NULL;
+    Status status =
+        adapter_follow(((PyAdapter *)object)->adapter, ((PyAdapter *)leader)->adapter, decay);
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
 }
 
 /* ---- attributes ---- */
@@ -439,10 +527,15 @@ static PyMethodDef methods[] = {
      "may follow."},
     {"backward", adapter_backward_method, METH_O,
      "backward(dlogprobs) -> loss_sum\n\nAdds to the gradients, from the forward that was kept."},
+    {"distill", KEYWORDS(adapter_distill_method),
+     "distill(tokens, lengths, targets, counts, loss, inputs, config, teacher_tokens,\n"
+     "teacher_lengths, *, teacher=None, backward=True) -> (logprobs, divergences, loss_sum)\n\n"
+     "forward_backward for a loss with a teacher."},
     {"optim_step", KEYWORDS(adapter_optim_step_method),
      "optim_step(*, learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm, "
      "normalization=None)\n"
-     "-> {grad_norm, loss, loss_tokens, loss_sequences}\n\nOne AdamW step; clears the gradients."},
+     "-> {grad_norm, grad_norm_clipped, weight_norm, loss, loss_tokens, loss_sequences}\n\nOne "
+     "AdamW step; clears the gradients."},
     {"clear_gradients", adapter_clear_method, METH_NOARGS,
      "clear_gradients()\n\nDrops the gradients so far."},
     {"interrupt", adapter_interrupt_method, METH_NOARGS,
@@ -454,6 +547,8 @@ static PyMethodDef methods[] = {
      "write(what, array)\n\nReplaces weights, gradients, m or v."},
     {"snapshot", adapter_snapshot_method, METH_NOARGS,
      "snapshot() -> Adapter\n\nThe weights as they are now."},
+    {"follow", adapter_follow_method, METH_VARARGS,
+     "follow(leader, decay)\n\nweights = decay · weights + (1 − decay) · the leader's."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -10,15 +10,15 @@ int arrays_init(void)
     return 0;
 }
 
-static int typenum(Kind kind)
-{
-    return kind == KIND_INT32 ? NPY_INT32 : NPY_FLOAT32;
-}
-
-static const char *kind_name(Kind kind)
-{
-    return kind == KIND_INT32 ? "int32" : "float32";
-}
+static const struct {
+    int typenum;
+    const char *name;
+} kinds[] = {
+    [KIND_INT32] = {NPY_INT32, "int32"},
+    [KIND_FLOAT32] = {NPY_FLOAT32, "float32"},
+    [KIND_UINT16] = {NPY_UINT16, "uint16"},
+    [KIND_UINT8] = {NPY_UINT8, "uint8"},
+};
 
 static PyArrayObject *as_array(PyObject *object, const char *name, const char *wanted)
 {
@@ -41,10 +41,10 @@ int borrow(PyObject *object, Kind kind, const char *name, Borrowed *out)
 {
     PyArrayObject *array = as_array(object, name, "a NumPy array");
     if (!array) return -1;
-    if (PyArray_TYPE(array) != typenum(kind) || PyArray_NDIM(array) != 1) {
+    if (PyArray_TYPE(array) != kinds[kind].typenum || PyArray_NDIM(array) != 1) {
         PyErr_Format(PyExc_TypeError,
                      "%s must be a one-dimensional %s array, not %d-dimensional %S", name,
-                     kind_name(kind), PyArray_NDIM(array), (PyObject *)PyArray_DESCR(array));
+                     kinds[kind].name, PyArray_NDIM(array), (PyObject *)PyArray_DESCR(array));
         return -1;
     }
     *out = (Borrowed){
@@ -86,7 +86,7 @@ int borrow_tensor(PyObject *object, const char *name, Borrowed *out)
 PyObject *array_new(Kind kind, int64_t rows, int64_t cols, const void *data)
 {
     npy_intp shape[2] = {rows, cols};
-    PyObject *array = PyArray_SimpleNew(cols < 0 ? 1 : 2, shape, typenum(kind));
+    PyObject *array = PyArray_SimpleNew(cols < 0 ? 1 : 2, shape, kinds[kind].typenum);
     if (array && data)
         memcpy(array_data(array), data, (size_t)PyArray_NBYTES((PyArrayObject *)array));
     return array;

@@ -7,7 +7,7 @@
 
 #include "../device.h"
 
-typedef enum Kind { KIND_INT32, KIND_FLOAT32 } Kind;
+typedef enum Kind { KIND_INT32, KIND_FLOAT32, KIND_UINT16, KIND_UINT8 } Kind;
 
 /* A C-contiguous array borrowed from Python; release with Py_CLEAR(owner). */
 typedef struct Borrowed {

@@ -114,21 +114,20 @@ static PyObject *model_seal_method(PyObject *object, PyObject *unused)
 static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"rank", "tokens", NULL};
-    int rank, tokens;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii:plan", names, &rank, &tokens)) return NULL;
-    const Model *m = ((PyModel *)object)->model;
-    if (rank < 1 || tokens < 1)
-        return PyErr_Format(PyExc_ValueError, "rank and tokens must be at least 1");
-    size_t size = 0;
-    for (int i = 0; i < SLOT_COUNT; i++) {
-        SlotInfo info = slot_info(&m->shape, (Slot)i);
-        size_t layers = info.per_layer ? (size_t)m->shape.layers : 1;
-        if (info.group != NONE) size += layers * (size_t)(info.rows + info.cols) * (size_t)rank;
-    }
-    return Py_BuildValue("{s:n,s:n,s:n,s:n}", "weights", (Py_ssize_t)model_bytes(m), "adapter",
-                         (Py_ssize_t)(size * sizeof(float) * VECTORS), "step",
-                         (Py_ssize_t)step_bytes(m, rank, tokens), "kv_token",
-                         (Py_ssize_t)kv_token_bytes(m));
+    int rank, tokens = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|i:plan", names, &rank, &tokens)) return NULL;
+    if (rank < 1 || tokens < 0)
+        return PyErr_Format(PyExc_ValueError,
+                            "rank must be at least 1, and tokens 0 (the default) or more");
+    Plan plan;
+    AdapterSpec spec = {.rank = rank, .groups = ATTN | MLP | UNEMBED, .alpha = 1.0f};
+    Status status = plan_make(&plan, ((PyModel *)object)->model, &spec, tokens);
+    if (status) return raise_status(status);
+#define SIZE(name) #name, (Py_ssize_t)plan.name
+    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:i}", SIZE(weights), SIZE(adapter),
+                         SIZE(step), SIZE(own), SIZE(kv_token), SIZE(cache), SIZE(free), SIZE(all),
+                         "step_tokens", plan.step_tokens);
+#undef SIZE
 }
 
 static PyObject *model_slots(PyObject *object, void *unused)
@@ -193,8 +192,8 @@ static PyMethodDef methods[] = {
     {"seal", model_seal_method, METH_NOARGS,
      "seal()\n\nEnds loading; ValueError names what is missing."},
     {"plan", (PyCFunction)(void (*)(void))model_plan_method, METH_VARARGS | METH_KEYWORDS,
-     "plan(rank, tokens) -> dict[str, int]\n\nBytes of weights, adapter, step, and one cached "
-     "token."},
+     "plan(rank, tokens=0) -> dict[str, int]\n\nBytes of weights, adapter, step, cache, and what "
+     "the device has."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,6 +7,8 @@
 #include <string.h>
 
 #include "arrays.h"
+#include "dlpack.h"
+#include "tensor_ops.h"
 
 PyObject *raise_status(Status status)
 {
@@ -52,8 +54,9 @@ static PyObject *loss_row(const Loss *loss)
         }
         Py_DECREF(value);
     }
-    return Py_BuildValue("{s:s,s:N,s:N,s:N}", "name", loss->name, "multi",
-                         PyBool_FromLong(loss->multi), "inputs", inputs, "config", config);
+    return Py_BuildValue("{s:s,s:N,s:N,s:N,s:N}", "name", loss->name, "multi",
+                         PyBool_FromLong(loss->multi), "taught", PyBool_FromLong(loss->taught),
+                         "inputs", inputs, "config", config);
 failed:
     Py_XDECREF(inputs);
     Py_XDECREF(config);
@@ -90,10 +93,21 @@ static PyObject *core_devices(PyObject *module, PyObject *unused)
 
 static PyMethodDef core_methods[] = {
     {"losses", core_losses, METH_NOARGS,
-     "losses() -> list[dict]\n\nThe table of losses: name, multi, inputs, config (csrc/losses.c)."},
+     "losses() -> list[dict]\n\nThe table of losses: name, multi, taught, inputs, config "
+     "(csrc/losses.c)."},
     {"devices", core_devices, METH_NOARGS,
      "devices() -> dict[str, str]\n\nDevice names, each with '' or the sentence that says why it "
      "can't be opened."},
+    {"topk", core_topk, METH_VARARGS,
+     "topk(rows, weight or None, k) -> (ids, logprobs, None)\n\nSee tinsmith.ops."},
+    {"gather", core_gather, METH_VARARGS,
+     "gather(rows, weight or None, ids, K, dlogprobs or None, want_rows, want_weight) -> "
+     "(logprobs, drows, dweight)\n\nSee tinsmith.ops."},
+    {"jsd", core_jsd, METH_VARARGS,
+     "jsd(student, weight, teacher, weight, keep, scale, how, want_rows, want_weight) -> "
+     "(loss, drows, dweight)\n\nSee tinsmith.ops."},
+    {"dlpack_lend", dlpack_lend, METH_VARARGS,
+     "dlpack_lend(array, bf16, versioned) -> capsule\n\nA NumPy array as DLPack."},
     {NULL, NULL, 0, NULL},
 };
 

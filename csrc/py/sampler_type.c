@@ -4,12 +4,12 @@
 
 static PyObject *sampler_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"model", "tokens", "vocab_limit", NULL};
+    static char *names[] = {"model", "tokens", "vocab_limit", "graphs", NULL};
     PyObject *model;
     long long tokens = 0;
-    int limit = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$Li:Sampler", names, state_of(type)->model,
-                                     &model, &tokens, &limit))
+    int limit = 0, graphs = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$Lip:Sampler", names, state_of(type)->model,
+                                     &model, &tokens, &limit, &graphs))
         return NULL;
     PySampler *self = (PySampler *)type->tp_alloc(type, 0);
     if (!self) return NULL;
@@ -18,7 +18,10 @@ static PyObject *sampler_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     Status status = self->adapters ? sampler_open(&self->sampler, self->model->model, tokens, limit)
                                    : STATUS_OK;
     if (status) raise_status(status);
-    if (!self->sampler) Py_CLEAR(self);
+    if (!self->sampler)
+        Py_CLEAR(self);
+    else
+        self->sampler->graphs &= graphs;
     return (PyObject *)self;
 }
 
@@ -160,6 +163,13 @@ static PyObject *sampler_cancel_method(PyObject *object, PyObject *argument)
     Py_RETURN_NONE;
 }
 
+static PyObject *sampler_interrupt_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    ((PySampler *)object)->sampler->interrupted = 1;
+    Py_RETURN_NONE;
+}
+
 /* (rows, K) of a request's best ids or log-probabilities; None if none were asked for. */
 static PyObject *top_array(Kind kind, int rows, int k, const void *data)
 {
@@ -227,6 +237,13 @@ static PyObject *sampler_reused(PyObject *object, void *unused)
     return PyLong_FromLongLong(((PySampler *)object)->sampler->kv.prefix.reused);
 }
 
+static PyObject *sampler_replays(PyObject *object, void *unused)
+{
+    (void)unused;
+    const Sampler *sampler = ((PySampler *)object)->sampler;
+    return Py_BuildValue("(LL)", (long long)sampler->steps, (long long)sampler->replays);
+}
+
 static PyMethodDef methods[] = {
     {"add", (PyCFunction)(void (*)(void))sampler_add_method, METH_VARARGS | METH_KEYWORDS,
      "add(request, prompt, adapter=None, *, num_samples=1, max_tokens=-1, temperature=1.0, "
@@ -238,6 +255,9 @@ static PyMethodDef methods[] = {
      "and who is done."},
     {"stop", sampler_stop_method, METH_VARARGS,
      "stop(request, sample)\n\nEnds a sample after its newest token."},
+    {"interrupt", sampler_interrupt_method, METH_NOARGS,
+     "interrupt()\n\nFrom another thread: the step under way stops with KeyboardInterrupt, drawing "
+     "nothing."},
     {"cancel", sampler_cancel_method, METH_O, "cancel(request)\n\nForgets a request."},
     {"take", sampler_take_method, METH_O,
      "take(request) -> dict\n\nA done request's result, which is then forgotten."},
@@ -247,6 +267,9 @@ static PyMethodDef methods[] = {
 static PyGetSetDef getset[] = {
     {"active", sampler_active, NULL, "Requests queued or running.", NULL},
     {"reused", sampler_reused, NULL, "Tokens that were found in the cache, not computed.", NULL},
+    {"replays", sampler_replays, NULL,
+     "(steps, replays): those that only decoded on a device that records them, and replayed ones.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -255,8 +278,8 @@ static PyType_Slot slots[] = {
     {Py_tp_dealloc, sampler_dealloc},
     {Py_tp_methods, methods},
     {Py_tp_getset, getset},
-    {Py_tp_doc,
-     "Sampler(model, *, tokens=0, vocab_limit=0)\n\nContinuous batching over one model."},
+    {Py_tp_doc, "Sampler(model, *, tokens=0, vocab_limit=0, graphs=True)\n\nContinuous batching "
+                "over one model."},
     {0, NULL},
 };
 

@@ -3,9 +3,25 @@
     with tinsmith.serve({"Qwen/Qwen3-0.6B": "path/to/the/model"}) as backend:
         client = backend.service_client()  # the tinker SDK's own ServiceClient
 
-The engine alone is `tinsmith._core`: base models, LoRA adapters and samplers on NumPy arrays.
+    model = tinsmith.Model("path/to/the/model")  # the same in this process, on NumPy or torch
+    adapter = model.lora(rank=32)
+
+`import tinsmith` needs NumPy only. The engine alone is `tinsmith._core`.
 """
 
+from tinsmith.adapter import Adapter, DistillOutput, ForwardBackwardOutput, OptimStepOutput
 from tinsmith.clients import serve
+from tinsmith.model import Model, TopKLogprobs
+from tinsmith.sampler import SampledSequence, Sampler
 
-__all__ = ["serve"]
+__all__ = [
+    "Adapter",
+    "DistillOutput",
+    "ForwardBackwardOutput",
+    "Model",
+    "OptimStepOutput",
+    "SampledSequence",
+    "Sampler",
+    "TopKLogprobs",
+    "serve",
+]

@@ -20,14 +20,49 @@ class LossInput(TypedDict):
 class LossRow(TypedDict):
     name: str
     multi: bool  # whether targets may be (N, K)
+    taught: bool  # whether it compares rows with a teacher's: Adapter.distill
     inputs: list[LossInput]  # float arrays of the targets' shape
-    config: dict[str, float | None]  # loss_fn_config keys and their defaults; None: it must come
+    # loss_fn_config keys and their defaults; None: it must come, infinity: there is no bound
+    config: dict[str, float | None]
 
 def losses() -> list[LossRow]:
     """The table of losses, csrc/losses.c."""
 
 def devices() -> dict[str, str]:
     """Device names, each with "" when it can be opened, or the sentence that says why it can't."""
+
+def topk(rows: Any, weight: Any, k: int) -> tuple[NDArray[Any], NDArray[Any], None]:
+    """(ids, logprobs, None) of rows that are flattened to (N, ·): tinsmith.ops.topk_logprobs.
+
+    Here and below, arrays are anything with __dlpack__ on the CPU in float32, bfloat16, or uint16
+    with bf16's bits; weight is (V, D), or None where the rows are logits."""
+
+def gather(
+    rows: Any,
+    weight: Any,
+    ids: NDArray[np.int32],  # (N·K,)
+    K: int,
+    dlogprobs: Any,  # float32 of N·K numbers, or None: no gradients
+    want_rows: bool,
+    want_weight: bool,
+) -> tuple[NDArray[np.float32], NDArray[Any] | None, NDArray[np.float32] | None]:
+    """(logprobs (N, K), gradient of the rows in their type, of the weight in float32)."""
+
+def jsd(
+    student: Any,
+    student_weight: Any,
+    teacher: Any,
+    teacher_weight: Any,
+    keep: NDArray[np.uint8] | None,  # (N,): 0 leaves a row out, its loss is then undefined
+    scale: Any,  # float32, like the losses, or None: no gradients
+    how: tuple[float, float, float, int, bool, bool],  # device.h's Jsd, field by field
+    want_rows: bool,
+    want_weight: bool,
+) -> tuple[NDArray[np.float32], NDArray[Any] | None, NDArray[np.float32] | None]:
+    """(losses (N, 1), or (N, V or top_k) of single terms, and the gradients of Σ scale·loss)."""
+
+def dlpack_lend(array: NDArray[Any], bf16: bool, versioned: bool) -> Any:
+    """A capsule of an array, which lives until who took it gives it back."""
 
 class Model:
     """A frozen base model. Shapes come from `config`; weights are put in with `load`, then `seal`.
@@ -61,10 +96,11 @@ class Model:
     def device(self) -> str: ...
     @property
     def weight_bytes(self) -> int: ...
-    def plan(self, rank: int, tokens: int) -> dict[str, int]:
-        """Bytes that weights, an adapter of `rank` on every layer, a training step of `tokens`
-        packed rows, and the KV cache of one token take, before anything is allocated: keys weights,
-        adapter, step, kv_token."""
+    def plan(self, rank: int, tokens: int = 0) -> dict[str, int]:
+        """Bytes that everything takes, before anything is allocated: weights; adapter, of `rank` on
+        every layer; step, of `tokens` packed rows (0: step_tokens, the default's); own, what the
+        device's ops need for themselves; kv_token, one token in the KV cache; cache, a sampler's by
+        default; free and all, what the device can give and has."""
 
 class Adapter:
     """LoRA matrices on a model, with gradients and AdamW state. B starts at zero, A as PEFT
@@ -141,6 +177,27 @@ class Adapter:
         would have added if its loss had had this gradient (flat, like targets). Returns
         Σ dlogprobs·logprobs, what cross_entropy says with weights of -dlogprobs. ValueError if no
         forward was kept since the weights last changed; it serves one backward."""
+    def distill(
+        self,
+        tokens: NDArray[np.int32],
+        lengths: NDArray[np.int32],
+        targets: NDArray[np.int32],
+        counts: NDArray[np.int32],
+        loss: str,
+        inputs: dict[str, NDArray[np.float32]],
+        config: dict[str, float],
+        teacher_tokens: NDArray[np.int32],  # all datums', one after another
+        teacher_lengths: NDArray[np.int32],
+        *,
+        teacher: Adapter | Model | None = None,  # None: the student's base model
+        backward: bool = True,
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32], float]:
+        """forward_backward for a loss whose row says taught. A datum's teacher_tokens are the
+        teacher's prompt and then the completion: the targets from the first one whose weight is
+        not 0. Where a weight is not 0 the distribution that predicts the target is compared with
+        the one by which the teacher predicts the same token. Returns the log-probabilities of the
+        targets, the divergence of each row (0 where the weight is), and the loss: the sum of
+        weights times divergences. The teacher gets no gradient; it may be the adapter itself."""
     def optim_step(
         self,
         *,
@@ -153,24 +210,34 @@ class Adapter:
         normalization: str | None = None,  # "num_loss_tokens", "num_sequences" or None
     ) -> dict[str, float]:
         """One AdamW step with the gradients so far, which are then cleared. Returns grad_norm
-        (before clipping, after normalization), and of the calls behind it: loss (their sum),
-        loss_tokens and loss_sequences (those with a gradient that is not zero). FloatingPointError
+        (before clipping, after normalization), grad_norm_clipped, weight_norm (of all matrices,
+        after the step), and of the calls behind it: loss (their sum), loss_tokens and
+        loss_sequences (those with a gradient that is not zero). FloatingPointError
         if the gradient is not finite: it is cleared, and weights and moments stay as they were."""
     def clear_gradients(self) -> None: ...
+    def interrupt(self) -> None:
+        """From another thread: the forward_backward under way stops, within a layer's time, with
+        KeyboardInterrupt, adding nothing."""
     def read(self, what: str) -> NDArray[np.float32]:
         """A copy of a flat vector, (size,): "weights", "gradients", "m" or "v"."""
     def write(self, what: str, array: NDArray[np.float32]) -> None:
         """Replaces a flat vector; every number must be finite."""
     def snapshot(self) -> Adapter:
-        """The weights as they are now, for sampling; it can't be trained."""
+        """The weights as they are now, for sampling or as a teacher; it can't be trained."""
+    def follow(self, leader: Adapter, decay: float) -> None:
+        """weights = decay · weights + (1 - decay) · the leader's, an adapter of the same layout:
+        an exponential moving average where this is a snapshot. decay in [0, 1)."""
 
 class Sampler:
     """Continuous batching over one model: many requests, each with its own adapter or none, decoded
     together. What a request gets does not depend on the others."""
 
-    def __init__(self, model: Model, *, tokens: int = 0, vocab_limit: int = 0) -> None:
+    def __init__(
+        self, model: Model, *, tokens: int = 0, vocab_limit: int = 0, graphs: bool = True
+    ) -> None:
         """tokens: what the KV cache holds in all (0: the engine's default); vocab_limit: ids from
-        here on are never sampled (0: the whole vocabulary)."""
+        here on are never sampled (0: the whole vocabulary); graphs: whether a device that can
+        record decoding steps does."""
     def add(
         self,
         request: int,
@@ -203,6 +270,9 @@ class Sampler:
         are now done."""
     def stop(self, request: int, sample: int) -> None:
         """Ends a sample after its newest token, with reason "stop" (a stop string was seen)."""
+    def interrupt(self) -> None:
+        """From another thread: the step under way stops, within a layer's time, with
+        KeyboardInterrupt, drawing nothing."""
     def cancel(self, request: int) -> None:
         """Forgets a request."""
     def take(self, request: int) -> dict[str, Any]:
@@ -225,3 +295,7 @@ class Sampler:
         """Tokens whose keys and values were found in the cache: a prompt that begins like an
         earlier sequence on the same weights begins with that one's pages. No result depends on
         it."""
+    @property
+    def replays(self) -> tuple[int, int]:
+        """(steps, replays): those that only decoded on a device that records them, and those of
+        them that were replayed."""

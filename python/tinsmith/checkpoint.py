@@ -1,11 +1,12 @@
 """Adapters on disk: PEFT's files, the optimizer's state, and the folders that tinker:// paths name.
 
 A checkpoint is a folder: adapter_model.safetensors and adapter_config.json, which PEFT loads as
-they are; optimizer.safetensors with AdamW's moments, the step and gradients not yet used; and
-meta.json, written last, with the size and SHA-256 of each. All numbers are float32, bit for bit.
-It appears whole or not at all: written to a folder beside its place, every file and folder synced,
-then renamed. Names with a "~" are such unfinished folders, which Store clears when it opens. What
-is read is checked first, and an adapter is written to only after all of it was found good.
+they are; optimizer.safetensors with AdamW's moments, the step, gradients not yet used, and the
+average of the weights if the run keeps one; and meta.json, written last, with the size and SHA-256
+of each. All numbers are float32, bit for bit. It appears whole or not at all: written to a folder
+beside its place, every file and folder synced, then renamed. Names with a "~" are such unfinished
+folders, which Store clears when it opens. What is read is checked first, and an adapter is written
+to only after all of it was found good.
 """
 
 import contextlib
@@ -27,7 +28,8 @@ from urllib.parse import quote, unquote
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith import _core, families, weights
+from tinsmith import _core, encryption, families, weights
+from tinsmith.teaching import Average
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 
@@ -35,6 +37,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 META_FILE = "meta.json"
+AVERAGE = "average"  # of the weights, in OPTIMIZER_FILE
 VERSION = 1
 
 # What of a base model's config an adapter's matrices depend on.
@@ -63,6 +66,7 @@ class Meta:
     ttl_seconds: int | None  # after `created`
     public: bool = False
     run_metadata: dict[str, str] = field(default_factory=dict)  # user_metadata of its run
+    recipients: tuple[str, ...] = ()  # public keys that its files are encrypted to
 
     @property
     def expires(self) -> datetime | None:
@@ -86,9 +90,11 @@ def save(
     meta: Meta,
     *,
     optimizer: bool,
+    average: Average | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes a checkpoint; when it returns, the checkpoint is on disk whole.
+    """Writes a checkpoint; when it returns, the checkpoint is on disk whole. With optimizer, also
+    the average of the weights that the run keeps, if it keeps one.
 
     Raises FileExistsError where one exists, unless overwrite; OSError when it can't be written.
     After an error the place holds what it held, and nothing of the new checkpoint is left.
@@ -102,7 +108,7 @@ def save(
     try:
         _make_folder(folder.parent)
         temporary.mkdir()
-        _write_files(temporary, adapter, meta, optimizer)
+        _write_files(temporary, adapter, meta, optimizer, average)
         _sync(temporary)
         _put(temporary, folder)
     except BaseException as error:
@@ -113,7 +119,9 @@ def save(
         raise
 
 
-def _write_files(folder: Path, adapter: _core.Adapter, meta: Meta, optimizer: bool) -> None:
+def _write_files(
+    folder: Path, adapter: _core.Adapter, meta: Meta, optimizer: bool, average: Average | None
+) -> None:
     named = dict(matrices(adapter, adapter.read("weights")))
     weights.write(folder / ADAPTER_FILE, named, {"format": "pt"})
     _write_json(folder / CONFIG_FILE, _peft_config(adapter, meta))
@@ -124,8 +132,11 @@ def _write_files(folder: Path, adapter: _core.Adapter, meta: Meta, optimizer: bo
         if gradients.any():
             state["gradients"] = gradients
         facts = {"step": str(adapter.step), "pending": json.dumps(adapter.pending)}
+        if average is not None:
+            state[AVERAGE] = average.adapter.read("weights")
         weights.write(folder / OPTIMIZER_FILE, state, facts)
         files.append(OPTIMIZER_FILE)
+    files = encryption.seal(folder, files, meta.recipients)
     content = {
         "version": VERSION,
         **dataclasses.asdict(meta),
@@ -135,6 +146,8 @@ def _write_files(folder: Path, adapter: _core.Adapter, meta: Meta, optimizer: bo
             for name in files
         },
     }
+    if optimizer and average is not None:
+        content["average"] = {"decay": average.decay}
     _write_json(folder / META_FILE, content)
 
 
@@ -342,6 +355,8 @@ def _check_model(folder: Path, core: _core.Model) -> None:
 def _open_checked(folder: Path, name: str) -> weights.Tensors:
     """One file of a checkpoint, after comparing it with what meta.json says of it."""
     said = _read_meta(folder)["files"].get(name)
+    if said is None and name + encryption.SUFFIX in _read_meta(folder)["files"]:
+        raise ValueError(f"{folder} is encrypted: decrypt its files with age -d, and load those")
     if said is None:
         raise ValueError(f"{folder} was saved without {name}")
     file = folder / name
@@ -384,7 +399,7 @@ Pending = tuple[float, float, float]  # _core.Adapter.pending
 
 def _read_optimizer(folder: Path, size: int) -> tuple[dict[str, NDArray[np.float32]], int, Pending]:
     with _open_checked(folder, OPTIMIZER_FILE) as tensors:
-        if not {"m", "v"} <= set(tensors) <= {"m", "v", "gradients"}:
+        if not {"m", "v"} <= set(tensors) <= {"m", "v", "gradients", AVERAGE}:
             raise ValueError(f"{folder / OPTIMIZER_FILE} should have m and v, has {list(tensors)}")
         for name in tensors:
             entry = tensors.entry(name)
@@ -396,7 +411,26 @@ def _read_optimizer(folder: Path, size: int) -> tuple[dict[str, NDArray[np.float
             raise ValueError(f"{folder / OPTIMIZER_FILE} has the step {step!r}")
         loss, tokens, sequences = json.loads(tensors.metadata.get("pending", "[0, 0, 0]"))
         pending = (float(loss), float(tokens), float(sequences))
-        return {name: tensors[name].copy() for name in tensors}, int(step), pending
+        state = {name: tensors[name].copy() for name in tensors if name != AVERAGE}
+        return state, int(step), pending
+
+
+def load_average(folder: Path, adapter: _core.Adapter) -> Average | None:
+    """The average that a checkpoint's run keeps beside its adapter; None where it keeps none, or
+    the folder is PEFT's. Errors as load_into's."""
+    said = _read_meta(folder).get("average") if (folder / META_FILE).is_file() else None
+    if said is None:
+        return None
+    with _open_checked(folder, OPTIMIZER_FILE) as tensors:
+        if AVERAGE not in tensors:
+            raise ValueError(f"{folder / OPTIMIZER_FILE} lacks the average that {META_FILE} names")
+        entry = tensors.entry(AVERAGE)
+        if (entry.dtype, entry.shape) != ("F32", (adapter.size,)):
+            found, needed = f"{entry.dtype} {entry.shape}", f"F32 {(adapter.size,)}"
+            raise ValueError(f"{AVERAGE}: file has {found}, the adapter needs {needed}")
+        average = Average(adapter.snapshot(), float(said["decay"]))
+        average.adapter.write("weights", tensors[AVERAGE].copy())
+    return average
 
 
 # ---- tinker:// paths ----

@@ -15,7 +15,15 @@ from pathlib import Path
 from tinsmith.clients import CHECKPOINTS, require_server
 from tinsmith.errors import sentence
 
-PACKAGES = ("tinker", "tinker-cookbook", "starlette", "uvicorn", "tokenizers", "zstandard")
+PACKAGES = (
+    "tinker",
+    "tinker-cookbook",
+    "starlette",
+    "uvicorn",
+    "tokenizers",
+    "zstandard",
+    "pyrage",
+)
 
 HELP_MODEL = (
     "a base model: NAME=FOLDER serves a Hugging Face model's folder under a name; a name alone is "
@@ -97,7 +105,8 @@ def _parser() -> argparse.ArgumentParser:
 
     info = commands.add_parser("info", help="the memory that a model would take")
     info.add_argument("model", help="a folder, or a name in the Hugging Face cache")
-    info.add_argument("--tokens", type=int, default=8192, help="of a training step (%(default)s)")
+    info.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(%(default)s)")
+    info.add_argument("--tokens", type=int, default=0, help="of a training step (0: the default)")
     info.add_argument("--rank", type=int, default=32, help="of a LoRA adapter (%(default)s)")
     info.set_defaults(command=_info)
 
@@ -133,7 +142,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--memory",
         metavar="SIZE",
         help="what models, caches and runs may take together, such as 800M or 12G; models that "
-        "nobody uses make room for others (default: nine tenths of the machine's or the card's)",
+        "nobody uses make room for others, and requests that wait take an eighth more at most "
+        "(default: nine tenths of the machine's or the card's)",
     )
     parser.add_argument(
         "--device", default="auto", choices=("auto", "cpu", "cuda"), help="(%(default)s)"
@@ -255,16 +265,25 @@ def _info(options: argparse.Namespace) -> None:
     folder = find_model(options.model, {})
     config, inv_freq = read_config(folder)
     kind = element_type(folder)
-    sizes = plan(config, inv_freq, kind, rank=options.rank, tokens=options.tokens)
+    sizes = plan(
+        config, inv_freq, kind, rank=options.rank, tokens=options.tokens, device=options.device
+    )
     print(f"{folder}: {int(config['layers'])} layers, width {int(config['width'])}, {kind}")
+    cached = sizes["cache"] // sizes["kv_token"]
     labels = {
         "weights": "base weights",
         "adapter": f"one adapter of rank {options.rank}, with gradients and optimizer",
-        "step": f"a training step of {options.tokens} tokens",
-        "kv_token": "the KV cache, for each token",
+        "step": f"a training step of {sizes['step_tokens']} tokens",
+        "own": "what the device's ops need for themselves",
+        "cache": f"a KV cache of {cached} tokens, {readable(sizes['kv_token'])} each",
     }
-    for key, size in sizes.items():
-        print(f"{readable(size):>12}  {labels.get(key, key)}")
+    for key, label in labels.items():
+        print(f"{readable(sizes[key]):>12}  {label}")
+    total, free = sum(sizes[key] for key in labels), sizes["free"]
+    print(
+        f"{readable(total):>12}  in all; device {options.device} can give {readable(free)} of its "
+        f"{readable(sizes['all'])}{'' if total <= free else ', which is too little'}"
+    )
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -142,8 +142,9 @@ class Decoder:
         """Whether requests for a base model can be added."""
         return base.path in self._lanes
 
-    def open(self, base: LoadedModel, cache_tokens: int) -> None:
-        """Makes what requests for a base model need, with a cache for so many tokens."""
+    def open(self, base: LoadedModel, cache_tokens: int = 0) -> None:
+        """Makes what requests for a base model need, with a cache for so many tokens (0: the
+        engine's default)."""
         sampler = _core.Sampler(base.core, tokens=cache_tokens, vocab_limit=base.tokenizer_vocab)
         token_bytes = base.core.plan(1, 1)["kv_token"]
         self._lanes[base.path] = _Lane(sampler, cache_tokens * token_bytes)
@@ -201,11 +202,18 @@ class Decoder:
                 continue
             try:
                 _step(lane)
-            except BaseException as error:
+            except Exception as error:
                 # The engine's state is not known any more: what it held fails, the rest goes on.
                 del self._lanes[path]
+                failure = explain(error)
+                failure.__cause__ = error
                 for item in lane.pending.values():
-                    item.future.set_exception(explain(error))
+                    item.future.set_exception(failure)
+
+    def interrupt(self) -> None:
+        """From another thread: the step under way ends with KeyboardInterrupt, drawing nothing."""
+        for lane in list(self._lanes.values()):
+            lane.sampler.interrupt()
 
     def cancel(self, future: "Future[SampleResult]") -> None:
         """Forgets the request of a future, which fails; nothing where it is done."""

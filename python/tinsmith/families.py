@@ -10,7 +10,7 @@ files one tensor at a time, after all names and shapes have been checked.
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -116,19 +116,26 @@ class LoadedModel(BaseModel):
 
 
 def load_model(
-    path: Path | str, *, device: str = "cpu", dtype: str | None = None, threads: int = 0
+    path: Path | str,
+    *,
+    device: str = "cpu",
+    dtype: str | None = None,
+    threads: int = 0,
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedModel:
     """Loads a model's folder: config.json, tokenizer.json and its safetensors files.
 
     dtype is what products with base weights are computed in: "float32", which is exact for bf16
     checkpoints too; "bfloat16", which also rounds the weights of others; "auto": bfloat16 for a
     bf16 checkpoint where the processor has the instructions, else float32; None: float32 on the
-    CPU, and on a GPU bfloat16, which is all it has. Sums are always float32.
+    CPU, and on a GPU bfloat16, which is all it has. Sums are always float32. `report` is called
+    with the bytes loaded and the bytes in all.
 
     Raises FileNotFoundError for what is missing and ValueError for what is not supported or does
     not fit, each with a sentence that names the file, what was expected and what came.
     """
-    return load_weights(inspect_model(path, device=device, dtype=dtype), threads=threads)
+    model = inspect_model(path, device=device, dtype=dtype)
+    return load_weights(model, threads=threads, report=report)
 
 
 def inspect_model(path: Path | str, *, device: str = "cpu", dtype: str | None = None) -> BaseModel:
@@ -158,7 +165,12 @@ def inspect_model(path: Path | str, *, device: str = "cpu", dtype: str | None = 
     )
 
 
-def load_weights(model: BaseModel, *, threads: int = 0) -> LoadedModel:
+def load_weights(
+    model: BaseModel,
+    *,
+    threads: int = 0,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> LoadedModel:
     """Reads the weights of a model that was inspected into the engine."""
     family = next(row for row in FAMILIES if row.name == model.family)
     kind, config = model.kind, dict(model.config)
@@ -167,17 +179,23 @@ def load_weights(model: BaseModel, *, threads: int = 0) -> LoadedModel:
             config, model.inv_freq, weights=kind, device=model.device, threads=threads
         )
         names = _check_tensors(family, core, tensors, tied=bool(config["tied"]))
+        done, total = 0, sum(tensors.entry(name).size for name in names.values())
         for (slot, layer), name in names.items():
-            array = tensors[name]
-            if array.ndim == 1 or kind == "f32":
-                array = weights.widen(array)
-            elif array.dtype != np.uint16:
-                array = weights.narrow(weights.widen(array), np.dtype(np.uint16))
-            core.load(slot, layer, array)
-            del array  # a view would keep its file mapped
+            core.load(slot, layer, _as_kept(tensors[name], kind))
+            done += tensors.entry(name).size
+            report(done, total)
     core.seal()
     facts = {item.name: getattr(model, item.name) for item in fields(BaseModel)}
     return LoadedModel(**facts, core=core)
+
+
+def _as_kept(array: np.ndarray, kind: str) -> np.ndarray:
+    """A tensor in the type that the engine keeps: matrices in `kind`, vectors in float32."""
+    if array.ndim == 1 or kind == "f32":
+        return weights.widen(array)
+    if array.dtype != np.uint16:
+        return weights.narrow(weights.widen(array), np.dtype(np.uint16))
+    return array
 
 
 def read_config(path: Path | str) -> tuple[dict[str, float], NDArray[np.float32]]:

@@ -36,8 +36,9 @@ def launch(command: Sequence[str]) -> None:
     if module:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        script = Path(sys.argv[0])
+        sys.path[0] = str(script.resolve().parent)
+        runpy.run_path(str(script.absolute()), run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -68,9 +68,10 @@ def read(folder: Path) -> Lora:
 
 
 def _modules(folder: Path, tensors: weights.Tensors, rank: int) -> tuple[str, ...]:
-    found = dict.fromkeys(name.partition(".lora_")[0].removeprefix(PREFIX) for name in tensors)
+    names = _trained(tensors)
+    found = dict.fromkeys(name.partition(".lora_")[0].removeprefix(PREFIX) for name in names)
     wanted = {name_of(module, letter) for module in found for letter in "AB"}
-    odd = sorted(wanted ^ set(tensors))
+    odd = sorted(wanted ^ set(names))
     if odd:
         what = "has" if odd[0] in tensors else "lacks"
         raise ValueError(f"{folder} {what} {odd[0]}: each module should have a lora_A and a lora_B")
@@ -81,6 +82,11 @@ def _modules(folder: Path, tensors: weights.Tensors, rank: int) -> tuple[str, ..
     if not found:
         raise ValueError(f"{folder} has no matrices")
     return tuple(found)
+
+
+def _trained(tensors: weights.Tensors) -> list[str]:
+    """A folder's tensors, without the frozen head that PEFT writes beside the head's matrices."""
+    return [name for name in tensors if not name.endswith(".base_layer.weight")]
 
 
 def name_of(module: str, letter: str) -> str:
@@ -155,7 +161,7 @@ def load_into(folder: Path, adapter: _core.Adapter, *, optimizer: bool) -> None:
     flat = np.zeros(adapter.size, np.float32)
     views = dict(checkpoint.matrices(adapter, flat))
     with checkpoint.open_adapter(folder) as tensors:
-        for name in tensors:
+        for name in _trained(tensors):
             if name not in views:
                 raise ValueError(f"{folder} has {name}, this adapter or base model does not")
             if tensors.entry(name).shape != views[name].shape:

@@ -11,13 +11,14 @@ import io
 import json
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import zstandard
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tinsmith import wire, wire_sampling
+from tinsmith import encryption, wire, wire_sampling
 from tinsmith.errors import explain
 from tinsmith.overload import Place
 from tinsmith.service import (
@@ -44,9 +45,12 @@ CLIENT_CONFIG = {
     "fwdbwd_max_chunk_bytes_count": 256_000_000,
     "fwdbwd_max_chunk_len": 1_000_000,
     "parallel_fwdbwd_chunks": False,
+    # create_custom_loss sends its graph here instead of running it in the client.
+    "custom_loss_server_side": True,
 }
 DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
 SAMPLE_BYTES = 4096  # what each sample of a request counts for in the queue
+LOSSES_MAX = 256  # custom losses that one session may upload
 CLONE = 1_000_000_000  # a copy of a sampling client counts its requests from its number times this
 
 
@@ -144,8 +148,8 @@ async def create_model(service: Service, request: Request) -> dict[str, Any]:
 
     def start() -> Future[None]:
         base = service.base(wire.need(body, "base_model", str))
-        place = f"train:{wire.need(body, 'model_seq_id', int)}"
-        spec = wire.lora_spec(body, service.fresh_seed(session, place))
+        place = f"{session.number}:train:{wire.need(body, 'model_seq_id', int)}"
+        spec = wire.lora_spec(body, service.fresh_seed(place))
         run = RunInfo(
             id=model_id,
             session=session,
@@ -235,7 +239,10 @@ async def forward_backward(service: Service, request: Request) -> dict[str, Any]
         message = wire.parse_forward_backward(body)
 
         def start(run: RunInfo) -> Future[Any]:
-            batch = wire.batch(message, run.model)
+            batch = wire.batch(message, run.model, run.session.losses)
+            if batch.teacher is not None:
+                name = service.teacher(request, run, batch.teacher.name)
+                batch = replace(batch, teacher=replace(batch.teacher, name=name))
             return service.worker.forward_backward(
                 run.id, message.seq_id, batch, backward=not message.forward_only
             )
@@ -314,18 +321,14 @@ async def save_weights_external(service: Service, request: Request) -> dict[str,
     model_id, seq = place(body)
 
     def start(run: RunInfo) -> Future[Any]:
-        if wire.maybe(body, "age_encryption_recipients", list, []):
-            raise ValueError(
-                "age encryption is not built in tinsmith, a local server: leave "
-                "age_encryption_recipients out"
-            )
+        keys = encryption.recipients(wire.maybe(body, "age_encryption_recipients", list, []))
         path = service.store.path(model_id, "external_weights", wire.need(body, "path", str))
         ttl = wire.ttl(body)
         return service.worker.save(
             model_id,
             seq,
             service.store.folder(path),
-            lambda step: run.meta("external_weights", step, {}, ttl),
+            lambda step: replace(run.meta("external_weights", step, {}, ttl), recipients=keys),
             optimizer=False,
         )
 
@@ -337,12 +340,18 @@ async def save_weights_external(service: Service, request: Request) -> dict[str,
 async def create_custom_loss(service: Service, request: Request) -> dict[str, Any]:
     body = await read_json(request)
     session = service.session(request, wire.need(body, "session_id", str))
+    loss_id = f"{session.id}:loss:{wire.need(body, 'custom_loss_seq_id', int)}"
 
-    def start() -> Future[Any]:
-        raise ValueError(f"custom losses: {wire.UNAVAILABLE_LOSSES['custom']}")
+    def start() -> Future[None]:
+        if len(session.losses) >= LOSSES_MAX:
+            raise ValueError(f"a session has at most {LOSSES_MAX} custom losses")
+        session.losses[loss_id] = wire.uploaded_loss(body)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
-    number = wire.need(body, "custom_loss_seq_id", int)
-    return service.promise(request, f"{session.id}:loss:{number}", start, lambda _: {})
+    reply = {"type": "create_custom_loss", "loss_id": loss_id}
+    return service.promise(request, loss_id, start, lambda _: reply)
 
 
 async def unload_model(service: Service, request: Request) -> dict[str, Any]:
@@ -408,7 +417,7 @@ async def asample(service: Service, request: Request) -> dict[str, Any]:
 
         def start() -> Future[Any]:
             sampler = service.sampler(request, name)
-            fresh = service.fresh_seed(sampler.session, f"{sampler.place}:seq:{number}")
+            fresh = service.fresh_seed(f"{sampler.place}:seq:{number}")
             wanted = wire_sampling.sample_request(body, sampler.model, fresh)
             sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
             return service.worker.sample(name, wanted)

@@ -9,7 +9,6 @@ import contextlib
 import errno
 import logging
 import socket
-import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,9 +23,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tinsmith import checkpoint, rest, routes, transfers, worker
-from tinsmith.bases import inspect_models
+from tinsmith.bases import inspect_models, memory_of
+from tinsmith.devices import choose_device
 from tinsmith.errors import RequestError, explain
-from tinsmith.overload import Overloaded, Queue
+from tinsmith.overload import QUEUE_BYTES_MAX, Overloaded, Queue
 from tinsmith.routes import Handler
 from tinsmith.service import Refusal, Service
 from tinsmith.state import State
@@ -36,6 +36,7 @@ log = logging.getLogger("tinsmith")
 PREFIX = "/api/v1"
 BACKLOG = 2048  # connections that wait to be accepted: the SDK opens many at once
 STOP_SECONDS = 5.0
+QUEUE_SHARE = 8  # requests that wait take at most one part in so many of the memory, beside it
 EXPIRY_SECONDS = 60.0  # between two looks for checkpoints whose time is over
 
 
@@ -74,24 +75,6 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 def _detail(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
     return JSONResponse({"detail": sentence}, status_code=status, headers=headers)
-
-
-def choose_device(name: str) -> str:
-    """The device to run on; "auto" is the CPU, and says on stderr why it is not cuda.
-
-    cuda is taken only by its name: its kernels have been executed by the emulator alone, and no
-    card has yet confirmed their numbers.
-    """
-    found = worker.devices()
-    if name == "auto":
-        reason = found["cuda"] or "ask for --device cuda by name: no card has tested it yet"
-        print(f"tinsmith: running on the CPU ({reason})", file=sys.stderr)
-        return "cpu"
-    if name not in found:
-        raise ValueError(f"there is no device {name!r}; there are {sorted(found)} and 'auto'")
-    if found[name]:
-        raise RuntimeError(f"the device {name} can't be used: {found[name]}")
-    return name
 
 
 class Backend:
@@ -136,7 +119,10 @@ class Backend:
             if preload or (preload is None and len(bases) == 1):
                 self._worker.preload(bases).result()
             undo.pop_all()
-        self.queue = queue or Queue()
+        if queue is None:
+            room = memory_of("cpu") if memory is None else memory
+            queue = Queue(bytes_max=min(QUEUE_BYTES_MAX, (room or QUEUE_BYTES_MAX) // QUEUE_SHARE))
+        self.queue = queue
         service = Service(
             bases,
             self._worker,
@@ -144,21 +130,9 @@ class Backend:
             self._state,
             seed=seed,
             poll_seconds=poll_seconds,
-            queue=self.queue,
+            queue=queue,
         )
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                make_app(service),
-                lifespan="off",
-                log_config=None,  # the process's logging is its own
-                log_level="warning",
-                access_log=False,
-                ws="none",
-                backlog=BACKLOG,
-                timeout_keep_alive=120,
-                timeout_graceful_shutdown=int(STOP_SECONDS),
-            )
-        )
+        self._server = _http(make_app(service))
         # From here on connections are kept until the server's loop accepts them.
         self._socket.listen(BACKLOG)
         self._thread = threading.Thread(
@@ -212,6 +186,22 @@ class Backend:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _http(app: Starlette) -> uvicorn.Server:
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,  # the process's logging is its own
+            log_level="warning",
+            access_log=False,
+            ws="none",
+            backlog=BACKLOG,
+            timeout_keep_alive=120,
+            timeout_graceful_shutdown=int(STOP_SECONDS),
+        )
+    )
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -8,8 +8,10 @@ to be told of after a restart is kept in state.py; a session itself does not out
 """
 
 import asyncio
+import base64
 import contextlib
 import hashlib
+import json
 import secrets
 import time
 import uuid
@@ -24,10 +26,12 @@ from typing import Any
 from starlette.requests import Request
 
 from tinsmith import checkpoint, peft, wire
+from tinsmith.custom_loss import CustomLoss
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import BaseModel, find_model
 from tinsmith.overload import Place, Queue
 from tinsmith.state import RunRow, SessionRow, State
+from tinsmith.teaching import BASE, CURRENT, EMA
 from tinsmith.worker import Worker
 
 KEPT_READ_SECONDS = 60.0  # a result stays after it was read, for a client that lost the reply
@@ -55,6 +59,7 @@ class Session:
     seen: float
     runs: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
+    losses: dict[str, CustomLoss] = field(default_factory=dict)  # uploaded, by their ids
     ended: bool = False
     places: Counter[tuple[str, int]] = field(default_factory=Counter)  # samplers of a run's step
 
@@ -127,8 +132,8 @@ class Completions:
 
 @dataclass
 class SamplerInfo:
-    """One sampling session. What is drawn from a run's weights has its place in the run, so that
-    a run that is resumed on a server with the same seed draws what it would have drawn."""
+    """One sampling session. What is drawn from a run's weights has its place in the run, whichever
+    session that is resumed in: on a server with a seed it draws what it would have drawn."""
 
     id: str
     session: Session
@@ -229,16 +234,16 @@ class Service:
 
     def locate(self, sampler: SamplerInfo, run: str, step: int) -> None:
         """Says which weights a sampling session draws from: a run's, after some steps."""
-        run = run.partition(":")[2]  # the number of the run in its session
+        run = run.partition(":")[2]  # its number in its session, where that is to be had
         sampler.place = f"{run}:step:{step}:{sampler.session.places[run, step]}"
         sampler.session.places[run, step] += 1
 
-    def fresh_seed(self, session: Session, place: str) -> int:
+    def fresh_seed(self, place: str) -> int:
         """The seed of a request that has none: random, or, where the server has a seed, made of
-        that and the request's place in its session, so that the same run draws the same again."""
+        that and the request's place, so that the same run draws the same again."""
         if self.seed is None:
             return secrets.randbits(63)
-        key = f"{self.seed}:{session.number}:{place}".encode()
+        key = f"{self.seed}:{place}".encode()
         return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
     def session(self, request: Request, name: str) -> Session:
@@ -258,6 +263,7 @@ class Service:
     def end_session(self, session: Session) -> None:
         """Frees a session's adapters once what it asked for is done."""
         session.ended = True
+        session.losses.clear()
         self.worker.forget(session.runs, session.samplers)
         for name in session.runs:
             self.runs.pop(name, None)
@@ -288,6 +294,33 @@ class Service:
         sampler.session.seen = time.monotonic()
         return sampler
 
+    def teacher(self, request: Request, run: RunInfo, name: str) -> str:
+        """The name that the worker has for a loss's teacher: a sampling session's, which is made
+        here for a base model or a checkpoint, or, where it is the run itself, the name it has."""
+        if name in (CURRENT, EMA):
+            return name
+        known = handle_session(name) or name
+        if known in self.samplers:
+            return self.sampler(request, known).id
+        session = f"{run.session.id}:teacher:{name}"
+        if name.startswith("tinker://"):
+            folder, meta = self.meta(name)
+            base = self.base(meta.base_model)
+            self.worker.open_checkpoint(session, base, folder, meta.created)
+        else:
+            try:
+                base = run.base if name == BASE else self.base(name)
+            except ValueError:
+                raise ValueError(
+                    f"the teacher {wire.short(name)} is neither {BASE!r}, {CURRENT!r} nor "
+                    f"{EMA!r}, no tinker:// path, no sampler's handle, and no model of this "
+                    f"server, which has {sorted(self.bases)}"
+                ) from None
+            self.worker.open_base(session, base)
+        if session not in self.samplers:
+            self.add_sampler(SamplerInfo(session, run.session, base, self.bases[base]))
+        return session
+
     def add_run(self, run: RunInfo) -> None:
         """Registers a run, on disk too, so that it can be told of after a restart."""
         row = RunRow(run.id, run.session.id, run.base, run.rank, run.user_metadata, now())
@@ -297,7 +330,8 @@ class Service:
 
     def add_sampler(self, sampler: SamplerInfo) -> None:
         """Registers a sampling session, on disk too."""
-        sampler.place = sampler.id.removeprefix(sampler.session.id)
+        session = sampler.session
+        sampler.place = f"{session.number}{sampler.id.removeprefix(session.id)}"
         self.state.add_sampler(sampler.id, sampler.session.id, sampler.base, sampler.path)
         self.samplers[sampler.id] = sampler
         sampler.session.samplers.append(sampler.id)
@@ -386,6 +420,16 @@ def owner(request: Request) -> str:
     """Who asks: stands for the API key, which a local server takes as it is and never keeps."""
     key = request.headers.get("x-api-key", "")
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+def handle_session(handle: str) -> str | None:
+    """The sampling session in a SamplingClient's handle; None where the text is none."""
+    try:
+        content = json.loads(base64.urlsafe_b64decode(handle))
+    except ValueError:
+        return None
+    session = content.get("sampling_session_id") if isinstance(content, dict) else None
+    return session if isinstance(session, str) else None
 
 
 def as_failure(error: BaseException) -> RequestError:

@@ -8,12 +8,13 @@ checkpoints are read again when they are wanted. Only the worker's thread may us
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tinsmith import _core, peft
 from tinsmith.bases import Bases, Hold
-from tinsmith.errors import RequestError, explain
+from tinsmith.errors import RequestError
 from tinsmith.families import BaseModel
 
 BYTES_MAX = 4 << 30
@@ -53,12 +54,11 @@ class Snapshots:
         self._keep(sampler, Snapshot(base, copy))
 
     def add_checkpoint(self, sampler: str, base: BaseModel, folder: Path, created: str) -> None:
-        """A session of a saved checkpoint. What goes wrong is told to the session's samples."""
-        wanted = Snapshot(base, origin=(folder, created))
-        try:
-            self._load(sampler, wanted)
-        except BaseException as error:
-            self._items[sampler] = replace(wanted, failure=explain(error))
+        """A session of a saved checkpoint, read now. What goes wrong is told to those samples that
+        meet it: there may be memory again when the next one comes."""
+        self._items[sampler] = Snapshot(base, origin=(folder, created))
+        with contextlib.suppress(Exception):
+            self.use(sampler)
 
     def use(self, sampler: str) -> Snapshot:
         """A session's snapshot, which becomes the most recently used one."""
@@ -106,10 +106,17 @@ class Snapshots:
         same = (item.adapter for item in self._items.values() if item.origin == wanted.origin)
         adapter = next((item for item in same if item is not None), None)
         if adapter is None:
-            rank = peft.load_meta(folder).rank
+            meta = peft.load_meta(folder)
+            if meta.created != wanted.origin[1]:
+                raise ValueError(
+                    f"{folder} is another checkpoint than the one that {sampler} was made from; "
+                    "create a new sampling client"
+                )
             base = self._bases.use(wanted.base)
             adapter = self._bases.make(
-                base.core.plan(rank, 1)["adapter"],  # while it is read; the snapshot takes less
+                base.core.plan(meta.rank, 1)[
+                    "adapter"
+                ],  # while it is read; the snapshot takes less
                 f"the checkpoint {folder}",
                 lambda: peft.load_adapter(folder, base, optimizer=False).snapshot(),
                 keep=base.path,

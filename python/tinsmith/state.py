@@ -4,8 +4,8 @@ One SQLite file beside the checkpoints' folders, which remain the truth about ch
 folder says of itself stands in its meta.json, and an index row holds for the very file that it was
 read from. So a folder that was copied in, changed or removed by hand is noticed when it is listed,
 and a file that is lost costs the sessions only: runs are found again by their checkpoints, or by
-the run.json that earlier versions wrote. Any thread may call; whatever SQLite can't do is told as
-an OSError with a sentence.
+the run.json of folders that are older than the database. Any thread may call; whatever SQLite can't
+do is told as an OSError with a sentence.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from tinsmith.checkpoint import Meta, Store
 log = logging.getLogger("tinsmith")
 
 STATE_FILE = "state.sqlite"
-RUN_FILE = "run.json"  # of versions before 0.2
+RUN_FILE = "run.json"  # in folders that are older than the database
 VERSION = 1
 WAIT_SECONDS = 10.0  # for another process that writes
 
@@ -130,12 +130,13 @@ class State:
         self._sql.execute("PRAGMA synchronous = NORMAL")  # a kill loses nothing
         with self._transaction():
             version = self._sql.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, VERSION):
+                raise ValueError(f"{self.file} has version {version}; this tinsmith has {VERSION}")
             if version == 0:
                 for statement in SCHEMA.split(";"):
                     self._sql.execute(statement)
-                self._sql.execute(f"PRAGMA user_version = {VERSION}")
-            elif version != VERSION:
-                raise ValueError(f"{self.file} has version {version}; this tinsmith has {VERSION}")
+            # Written every time: so a disk that can't be written to is told of at the start.
+            self._sql.execute(f"PRAGMA user_version = {VERSION}")
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:

@@ -5,15 +5,28 @@ makes: a forward, and, when the client has evaluated its loss, a forward_backwar
 with cross_entropy's weights set to minus its gradient. The second one then is a backward from the
 first one's activations, to the same bits. A request is taken for such a second one only where it is
 the run's next and its arrays are the same, so nothing can have changed the weights.
+
+A loss that the client has uploaded lies between a forward and a backward in the same way.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core
+from tinsmith.custom_loss import CustomLoss, evaluate
+from tinsmith.teaching import Teacher, metrics
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """A custom loss, and of each datum the arrays that it takes after logprobs."""
+
+    loss: CustomLoss
+    inputs: tuple[tuple[NDArray[Any], ...], ...]
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,8 @@ class Batch:
     inputs: Mapping[str, NDArray[np.float32]]
     config: Mapping[str, float]
     shapes: tuple[tuple[int, ...], ...]  # of each datum's targets: (N,) or (N, K)
+    teacher: Teacher | None = None  # of a loss that has one
+    uploaded: Uploaded | None = None  # where loss is "custom"
 
     @property
     def arrays(self) -> tuple[NDArray[np.int32], ...]:
@@ -37,10 +52,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Log-probabilities in each datum's target shape, and the loss's sum."""
+    """Log-probabilities in each datum's target shape, and the loss's sum; what else a loss tells,
+    by names that end in how they add up, and its other arrays in that shape, by name."""
 
     logprobs: tuple[NDArray[np.float32], ...]
     loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    outputs: Mapping[str, tuple[NDArray[np.float32], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -71,10 +89,12 @@ def forward_backward(
 ) -> tuple[BatchResult, Kept | None]:
     """Request `seq` of a run: its result, and what the run's next request may go on from. `kept` is
     what the request before left."""
+    if batch.uploaded is not None:
+        return _custom(adapter, batch, batch.uploaded, backward=backward), None
     if backward and kept is not None and kept.serves(seq, batch):
         weights = batch.inputs.get("weights", np.ones(len(batch.targets), np.float32))
         loss = adapter.backward(-weights)
-        return _result(batch, kept.logprobs, loss), None
+        return BatchResult(_shaped(batch, kept.logprobs), loss), None
     keep = keep and not backward and batch.loss == "cross_entropy"
     logprobs, loss = adapter.forward_backward(
         *batch.arrays,
@@ -84,11 +104,42 @@ def forward_backward(
         backward=backward,
         keep=keep,
     )
-    return _result(batch, logprobs, loss), Kept(seq, batch, logprobs) if keep else None
+    result = BatchResult(_shaped(batch, logprobs), loss)
+    return result, Kept(seq, batch, logprobs) if keep else None
 
 
-def _result(batch: Batch, flat: NDArray[np.float32], loss: float) -> BatchResult:
+def _custom(
+    adapter: _core.Adapter, batch: Batch, uploaded: Uploaded, *, backward: bool
+) -> BatchResult:
+    logprobs = _shaped(batch, adapter.forward(*batch.arrays, keep=backward))
+    found = evaluate(uploaded.loss, logprobs, uploaded.inputs)
+    if backward:
+        adapter.backward(np.concatenate([part.ravel() for part in found.gradients]))
+    return BatchResult(logprobs, found.loss, found.metrics)
+
+
+def distill(
+    adapter: _core.Adapter, batch: Batch, teacher: _core.Adapter | _core.Model, *, backward: bool
+) -> BatchResult:
+    """A request whose loss has a teacher: its result, with the divergence at each position."""
+    assert batch.teacher is not None
+    logprobs, divergences, loss = adapter.distill(
+        *batch.arrays,
+        batch.loss,
+        dict(batch.inputs),
+        dict(batch.config),
+        batch.teacher.tokens,
+        batch.teacher.lengths,
+        teacher=teacher,
+        backward=backward,
+    )
+    jsd = _shaped(batch, divergences)
+    told = metrics(jsd, _shaped(batch, batch.inputs["weights"]))
+    return BatchResult(_shaped(batch, logprobs), loss, told, {"jsd": jsd})
+
+
+def _shaped(batch: Batch, flat: NDArray[np.float32]) -> tuple[NDArray[np.float32], ...]:
+    """Flat numbers in the shapes of the datums' targets."""
     ends = np.cumsum([int(np.prod(shape)) for shape in batch.shapes])
     parts = np.split(flat, ends[:-1])
-    shaped = zip(parts, batch.shapes, strict=True)
-    return BatchResult(tuple(part.reshape(shape) for part, shape in shaped), loss)
+    return tuple(part.reshape(shape) for part, shape in zip(parts, batch.shapes, strict=True))

@@ -49,6 +49,11 @@ class Entry:
     begin: int
     end: int
 
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.end - self.begin
+
 
 class Tensors(Mapping[str, np.ndarray]):
     """The tensors of one or several files, by name; a context manager that unmaps them."""

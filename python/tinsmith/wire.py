@@ -16,16 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 from tinker.proto import tinker_public_pb2 as pb
 
+from tinsmith import custom_loss
+from tinsmith.custom_loss import CustomLoss
 from tinsmith.families import BaseModel
+from tinsmith.teaching import EMA, Teacher
+from tinsmith.training import Uploaded
 from tinsmith.worker import AdamParams, Batch, BatchResult, LoraSpec, losses
 
 LOSSES = {row["name"]: row for row in losses()}
 TARGETS = "target_tokens"
 # Keys that recipes send with every loss: read where the loss takes them, passed over where not.
 TOLERATED = {"mask"} | {item["name"] for row in LOSSES.values() for item in row["inputs"]}
+TOLERATED |= {row["tokens"] for row in LOSSES.values() if row["tokens"]}
 UNAVAILABLE_LOSSES = {
     "stable_reinforce": "its formula is not published",
-    "custom": "losses can't be uploaded; forward_backward_custom runs them in the client",
 }
 NORMALIZATIONS = ("num_loss_tokens", "num_sequences")
 DTYPES = {
@@ -148,6 +152,14 @@ def adam_params(body: Mapping[str, Any]) -> AdamParams:
     return AdamParams(**values, normalization=mode)
 
 
+def uploaded_loss(body: Mapping[str, Any]) -> CustomLoss:
+    """create_custom_loss's graph, checked."""
+    name = need(body, "name", str)
+    if len(name) > 200:
+        raise ValueError(f"a custom loss's name has at most 200 characters, {len(name)} came")
+    return custom_loss.check(name, need(body, "inputs", list), need(body, "graph", dict))
+
+
 def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
     """The protobuf message; ValueError where the bytes are none."""
     message = pb.ForwardBackwardRequest()
@@ -158,9 +170,16 @@ def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
     return message
 
 
-def batch(message: pb.ForwardBackwardRequest, model: BaseModel) -> Batch:
-    """A checked batch: every shape agrees, every id is in the vocabulary, every number finite."""
+def batch(
+    message: pb.ForwardBackwardRequest,
+    model: BaseModel,
+    uploaded: Mapping[str, CustomLoss] | None = None,
+) -> Batch:
+    """A checked batch: every shape agrees, every id is in the vocabulary, every number finite.
+    `uploaded` are the session's custom losses by their ids."""
     name = message.loss_fn
+    if name == "custom":
+        return _custom_batch(message, model, uploaded or {})
     if name not in LOSSES:
         reason = UNAVAILABLE_LOSSES.get(name)
         why = f"loss {name!r} is not available: {reason}" if reason else f"unknown loss {name!r}"
@@ -169,6 +188,7 @@ def batch(message: pb.ForwardBackwardRequest, model: BaseModel) -> Batch:
         raise ValueError("forward_backward needs at least 1 datum, none came")
     row = LOSSES[name]
     config = _loss_config(message, row["config"])
+    teacher = _teacher(message, config, row, model) if row["tokens"] else None
     tokens, targets, shapes = [], [], []
     inputs: dict[str, list[NDArray[np.float32]]] = {item["name"]: [] for item in row["inputs"]}
     for index, datum in enumerate(message.data):
@@ -197,7 +217,94 @@ def batch(message: pb.ForwardBackwardRequest, model: BaseModel) -> Batch:
         inputs={key: np.concatenate(parts, dtype=np.float32) for key, parts in inputs.items()},
         config=config,
         shapes=tuple(shapes),
+        teacher=teacher,
     )
+
+
+def _teacher(
+    message: pb.ForwardBackwardRequest,
+    config: dict[str, Any],
+    row: Mapping[str, Any],
+    model: BaseModel,
+) -> Teacher:
+    """Who the teacher is, which is taken out of the configuration, and what it reads."""
+    name, decay = config.pop("teacher"), config.pop("teacher_ema")
+    given = {*message.loss_fn_config, *message.loss_fn_config_v2}
+    if name != EMA and "teacher_ema" in given:
+        raise ValueError(f"teacher_ema is for the teacher {EMA!r}, {name!r} came")
+    if not 0 <= decay < 1:
+        raise ValueError(f"teacher_ema must be in [0, 1), {decay} came")
+    key = row["tokens"]
+    sequences = []
+    for index, datum in enumerate(message.data):
+        where = f"datum {index}: {key}"
+        if key not in datum.loss_fn_inputs:
+            raise ValueError(
+                f"datum {index}: {row['name']} needs {key} in loss_fn_inputs: the teacher's "
+                f"prompt and then the completion; there came {sorted(datum.loss_fn_inputs)}"
+            )
+        array = _tensor(datum.loss_fn_inputs[key], where)
+        if array.dtype.kind != "i" or array.ndim != 1:
+            found = f"{array.dtype} of shape {array.shape}"
+            raise ValueError(f"{where} must be integers of shape (M,), {found} came")
+        check_ids(array, model.vocab, where)
+        sequences.append(array.astype(np.int32))
+    lengths = np.asarray([len(item) for item in sequences], np.int32)
+    return Teacher(np.concatenate(sequences), lengths, name, decay)
+
+
+def _custom_batch(
+    message: pb.ForwardBackwardRequest, model: BaseModel, uploaded: Mapping[str, CustomLoss]
+) -> Batch:
+    """Datums for a loss that was uploaded: each input has the rank that was declared for it."""
+    name = message.loss_fn_config_v2["loss_id"].text if message.loss_fn_config_v2 else ""
+    if name not in uploaded:
+        raise ValueError(
+            f"custom needs the loss_id of a loss that create_custom_loss made in this session, "
+            f"{name!r:.80} came"
+        )
+    if not message.data:
+        raise ValueError("forward_backward needs at least 1 datum, none came")
+    loss = uploaded[name]
+    multi = loss.inputs[0][1] == 2
+    tokens, targets, inputs = [], [], []
+    for index, datum in enumerate(message.data):
+        where = f"datum {index}"
+        tokens.append(_datum_tokens(datum, where, model))
+        row = {"multi": multi, "name": f"custom loss {loss.name!r}"}
+        targets.append(_datum_targets(datum, where, len(tokens[-1]), model.vocab, row))
+        if multi != (targets[-1].ndim == 2):
+            raise ValueError(
+                f"{where}: {TARGETS} has shape {targets[-1].shape}, but custom loss {loss.name!r} "
+                f"declared logprobs with rank {1 + multi}"
+            )
+        inputs.append(
+            tuple(_ranked(datum, where, key, rank, loss.name) for key, rank in loss.inputs[1:])
+        )
+    shapes = tuple(item.shape for item in targets)
+    return Batch(
+        tokens=np.concatenate(tokens),
+        lengths=np.asarray([len(item) for item in tokens], np.int32),
+        targets=np.concatenate([item.ravel() for item in targets]),
+        counts=np.asarray([shape[1] if multi else 1 for shape in shapes], np.int32),
+        loss="custom",
+        inputs={},
+        config={},
+        shapes=shapes,
+        uploaded=Uploaded(loss, tuple(inputs)),
+    )
+
+
+def _ranked(datum: pb.Datum, where: str, key: str, rank: int, loss: str) -> NDArray[Any]:
+    if key not in datum.loss_fn_inputs:
+        came = sorted(datum.loss_fn_inputs)
+        raise ValueError(f"{where}: custom loss {loss!r} takes {key}; there came {came}")
+    array = _tensor(datum.loss_fn_inputs[key], f"{where}: {key}")
+    if array.ndim != rank:
+        raise ValueError(
+            f"{where}: {key} has rank {array.ndim}, but custom loss {loss!r} declared {rank}"
+        )
+    return array
 
 
 def _datum_tokens(datum: pb.Datum, where: str, model: BaseModel) -> NDArray[np.int32]:
@@ -272,23 +379,24 @@ def _datum_input(
 
 
 def _loss_config(
-    message: pb.ForwardBackwardRequest, defaults: Mapping[str, float | None]
-) -> dict[str, float]:
-    given: dict[str, float] = {}
+    message: pb.ForwardBackwardRequest, defaults: Mapping[str, float | str | None]
+) -> dict[str, Any]:
+    """The loss's keys, each of its default's type: text, or else a finite number."""
+    given: dict[str, Any] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
-        if value.WhichOneof("value") != "number":
-            raise ValueError(f"loss_fn_config {key} must be a number, {value.text!r} came")
-        given[key] = value.number
-    given = given or dict(message.loss_fn_config)
-    for key, number in given.items():
+        given[key] = value.text if value.WhichOneof("value") == "text" else value.number
+    for key, value in given.items():
         if key not in defaults:
             known = f"takes {sorted(defaults)}" if defaults else "takes none"
             raise ValueError(f"unknown loss_fn_config key {key!r}: {message.loss_fn} {known}")
-        if not math.isfinite(number):
-            raise ValueError(f"loss_fn_config {key} must be a finite number, {number} came")
+        wanted = "text" if isinstance(defaults[key], str) else "a number"
+        if isinstance(value, str) != (wanted == "text"):
+            raise ValueError(f"loss_fn_config {key} must be {wanted}, {value!r} came")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"loss_fn_config {key} must be a finite number, {value} came")
     found = {**defaults, **given}
-    for key, number in found.items():
-        if number is None:
+    for key, value in found.items():
+        if value is None:
             raise ValueError(
                 f"{message.loss_fn} needs {key} in loss_fn_config: it has no documented default"
             )
@@ -381,16 +489,20 @@ def check_csr(
 def batch_message(result: BatchResult) -> bytes:
     """A ForwardBackwardOutput: consecutive datums of one trailing shape share an ArrayRecord."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    for trailing, group in itertools.groupby(result.logprobs, key=lambda item: item.shape[1:]):
-        arrays = list(group)
-        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(arrays))
-        tensor = record.fields["logprobs"]
-        tensor.data = b"".join(as_bytes(array, "<f4") for array in arrays)
-        ends = np.cumsum([0] + [4 * array.size for array in arrays])
-        tensor.offsets = as_bytes(ends, "<i8")
-        tensor.dtype = pb.DTYPE_FLOAT32
-        tensor.trailing_shape.extend(trailing)
+    rows = enumerate(result.logprobs)
+    for trailing, group in itertools.groupby(rows, key=lambda item: item[1].shape[1:]):
+        datums = [index for index, _ in group]
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(datums))
+        for name, output in {"logprobs": result.logprobs, **result.outputs}.items():
+            arrays = [output[index] for index in datums]
+            tensor = record.fields[name]
+            tensor.data = b"".join(as_bytes(array, "<f4") for array in arrays)
+            ends = np.cumsum([0] + [4 * array.size for array in arrays])
+            tensor.offsets = as_bytes(ends, "<i8")
+            tensor.dtype = pb.DTYPE_FLOAT32
+            tensor.trailing_shape.extend(trailing)
     message.metrics["loss:sum"] = result.loss
+    message.metrics.update(result.metrics)
     return message.SerializeToString()
 
 

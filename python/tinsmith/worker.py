@@ -6,7 +6,7 @@ the thread decodes: sampling gets as much time as the training request before it
 neither starves the other, and a request that arrives while others decode joins them.
 
 No exception ends the thread: what a request raises is kept on its future as a RequestError. The
-worker knows no HTTP and no JSON; both faces, server and in-process, are translations above it.
+worker knows no HTTP and no JSON; the server is a translation above it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith import _core, checkpoint, peft, snapshots
+from tinsmith import _core, checkpoint, peft, snapshots, teaching
 from tinsmith.bases import Bases, Hold
 from tinsmith.decoding import Decoder, SampleRequest, SampleResult
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import BaseModel, LoadedModel
 from tinsmith.snapshots import Snapshots
-from tinsmith.training import Batch, BatchResult, Kept, forward_backward
+from tinsmith.teaching import Average, Teacher
+from tinsmith.training import Batch, BatchResult, Kept, distill, forward_backward
 
 log = logging.getLogger("tinsmith")
 
@@ -88,15 +89,16 @@ class _Run:
     adapter: _core.Adapter | None = None
     bytes: int = 0
     failure: RequestError | None = None  # why there is no adapter
+    average: Average | None = None  # of the adapter, once a loss has asked for it
     next_seq: int = 0  # 0 is the creation; the SDK's requests start at 1
     waiting: dict[int, _Job] = field(default_factory=dict)
     waiting_since: float = 0.0
     kept: Kept | None = None  # the forward that forward_backward_custom began with
 
 
-def losses() -> list[_core.LossRow]:
-    """The engine's table of losses."""
-    return _core.losses()
+def losses() -> list[dict[str, Any]]:
+    """The table of losses, with all that they take."""
+    return teaching.losses()
 
 
 def devices() -> dict[str, str]:
@@ -105,10 +107,16 @@ def devices() -> dict[str, str]:
 
 
 def plan(
-    config: dict[str, float], inv_freq: NDArray[np.float32], weights: str, *, rank: int, tokens: int
+    config: dict[str, float],
+    inv_freq: NDArray[np.float32],
+    weights: str,
+    *,
+    rank: int,
+    tokens: int = 0,
+    device: str = "cpu",
 ) -> dict[str, int]:
-    """The bytes that a model of this shape would take; nothing of them is allocated."""
-    return _core.Model(config, inv_freq, weights=weights).plan(rank, tokens)
+    """The bytes that a model of this shape would take on a device; see _core.Model.plan."""
+    return _core.Model(config, inv_freq, weights=weights, device=device).plan(rank, tokens)
 
 
 class Worker:
@@ -169,6 +177,8 @@ class Worker:
         def work(lane: _Run) -> None:
             try:
                 lane.adapter = self._make_adapter(lane, spec)
+                if isinstance(spec, StateSpec) and spec.optimizer:
+                    lane.average = checkpoint.load_average(spec.folder, lane.adapter)
             except BaseException as error:
                 lane.failure = explain(error)
                 raise
@@ -195,9 +205,15 @@ class Worker:
         """The loss of a batch, and its gradients unless backward is False."""
 
         def work(lane: _Run) -> BatchResult:
+            adapter = _adapter(lane)
             kept, lane.kept = lane.kept, None
+            if batch.teacher is not None:
+                who, average = self._teacher(lane, adapter, batch.teacher)
+                result = distill(adapter, batch, who, backward=backward)
+                lane.average = average
+                return result
             result, lane.kept = forward_backward(
-                _adapter(lane), seq, batch, kept, backward=backward, keep=self._keep_forwards
+                adapter, seq, batch, kept, backward=backward, keep=self._keep_forwards
             )
             return result
 
@@ -207,7 +223,8 @@ class Worker:
         """One AdamW step; returns its metrics."""
 
         def work(lane: _Run) -> dict[str, float]:
-            return _adapter(lane).optim_step(
+            adapter = _adapter(lane)
+            report = adapter.optim_step(
                 learning_rate=params.learning_rate,
                 beta1=params.beta1,
                 beta2=params.beta2,
@@ -216,6 +233,9 @@ class Worker:
                 grad_clip_norm=params.grad_clip_norm,
                 normalization=params.normalization,
             )
+            if lane.average is not None:
+                lane.average.follow(adapter)
+            return report
 
         return self._submit(run, seq, work)
 
@@ -238,6 +258,7 @@ class Worker:
                 adapter,
                 describe(adapter.step),
                 optimizer=optimizer,
+                average=lane.average,
                 overwrite=overwrite,
             )
 
@@ -247,7 +268,10 @@ class Worker:
         """Replaces a run's weights and, with optimizer, all that the next step depends on."""
 
         def work(lane: _Run) -> None:
-            peft.load_into(folder, _adapter(lane), optimizer=optimizer)
+            adapter = _adapter(lane)
+            average = checkpoint.load_average(folder, adapter) if optimizer else None
+            peft.load_into(folder, adapter, optimizer=optimizer)
+            lane.average = average
 
         return self._submit(run, seq, work)
 
@@ -300,7 +324,8 @@ class Worker:
 
         def release(lane: _Run) -> None:
             self._runs.pop(lane.name, None)
-            lane.adapter, lane.failure = None, RequestError("its session has ended")
+            lane.adapter, lane.average = None, None
+            lane.failure = RequestError("its session has ended")
             _fail_waiting(lane, RequestError(f"{lane.name} can't be used: {lane.failure}"))
 
         def begin() -> None:
@@ -356,6 +381,19 @@ class Worker:
             self._ready.append((run, run.waiting.pop(run.next_seq)))
             run.next_seq += 1
             run.waiting_since = time.monotonic()
+
+    def _teacher(
+        self, lane: _Run, adapter: _core.Adapter, teacher: Teacher
+    ) -> tuple[_core.Adapter | _core.Model, Average | None]:
+        """Who a batch's teacher is, and the average that the run then keeps. An average begins
+        where it is first used."""
+        if teacher.name == teaching.CURRENT:
+            return adapter, lane.average
+        if teacher.name == teaching.EMA:
+            own = lane.average.adapter if lane.average else adapter.snapshot()
+            return own, Average(own, teacher.decay)
+        snapshot = self._snapshots.use(teacher.name)
+        return snapshot.adapter or self._bases.use(snapshot.base).core, lane.average
 
     def _make_adapter(self, lane: _Run, spec: LoraSpec | StateSpec) -> _core.Adapter:
         base = self._bases.use(lane.base)

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"Asking {len(held_out)} held-out questions, without and with a demonstration.")
         before = evaluate(base, held_out)
         teacher = evaluate(base, held_out, demonstrated=True)
-        log = run_recipe(backend.url, out, options.steps, options.seed)
+        log = run_sdft(backend.url, out, options.steps, options.seed)
         sampler = json.loads((log / "checkpoints.jsonl").read_text().splitlines()[-1])
         student = client.create_sampling_client(model_path=sampler["sampler_path"]).result()
         after = evaluate(student, held_out)
@@ -146,18 +146,36 @@ def write_dataset(folder: Path, steps: int, seed: int) -> None:
     datasets.Dataset.from_dict(data.dataset_columns(examples)).save_to_disk(str(folder))
 
 
-def run_recipe(url: str, out: Path, steps: int, seed: int) -> Path:
-    """The unmodified recipe in a process of its own, with a progress bar; returns its folder."""
+def run_sdft(url: str, out: Path, steps: int, seed: int, *, save_every: int = 0) -> Path:
+    """The unmodified SDFT recipe; returns its folder."""
     log = out / "sdft"
     write_dataset(out / "questions", steps, seed)
-    command = [
-        sys.executable, "-m", "tinker_cookbook.recipes.sdft.train",
-        f"model_name={MODEL}", f"renderer_name={RENDERER}", "dataset=toolalpaca",
-        f"toolalpaca_data_path={out / 'questions'}", f"groups_per_batch={BATCH}",
-        f"max_tokens={MAX_TOKENS}", f"topk={TOPK}", f"lora_rank={RANK}",
-        f"learning_rate={LEARNING_RATE}", f"max_steps={steps}", "eval_every=0", "save_every=0",
-        f"log_path={log}", "behavior_if_log_dir_exists=delete",
+    arguments = [
+        "tinker_cookbook.recipes.sdft.train", "dataset=toolalpaca",
+        f"toolalpaca_data_path={out / 'questions'}", f"topk={TOPK}", *settings(log, steps),
+        f"save_every={save_every}",
     ]  # fmt: skip
+    run_recipe(url, arguments, log, steps, lambda row: row["loss"] / row["loss_tokens"])
+    return log
+
+
+def settings(log: Path, steps: int) -> list[str]:
+    """What any recipe is told here."""
+    return [
+        f"model_name={MODEL}", f"renderer_name={RENDERER}", f"groups_per_batch={BATCH}",
+        f"max_tokens={MAX_TOKENS}", f"lora_rank={RANK}", f"learning_rate={LEARNING_RATE}",
+        f"max_steps={steps}", "eval_every=0", f"log_path={log}",
+        "behavior_if_log_dir_exists=delete",
+    ]  # fmt: skip
+
+
+def run_recipe(
+    url: str, arguments: Sequence[str], log: Path, steps: int, loss: Callable[[Any], float]
+) -> None:
+    """A recipe's module with its arguments, in a process of its own, with a progress bar that shows
+    the loss of a row of its metrics."""
+    command = [sys.executable, "-m", *arguments]
+    output_path = log.with_suffix(".log")
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -166,23 +184,24 @@ def run_recipe(url: str, out: Path, steps: int, seed: int) -> Path:
         "PYTHONWARNINGS": "ignore",
     }
     print("Running:", " ".join(command[1:]))
-    with (out / "recipe.log").open("w") as output:
+    with output_path.open("w") as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT
         )
         try:
-            follow(process, log, steps)
+            follow(process, log, steps, loss)
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
     if process.returncode:
-        tail = (out / "recipe.log").read_text().strip().splitlines()[-5:]
+        tail = output_path.read_text().strip().splitlines()[-5:]
         raise RuntimeError("the recipe failed; the end of its output:\n" + "\n".join(tail))
-    return log
 
 
-def follow(process: "subprocess.Popen[bytes]", log: Path, steps: int) -> None:
+def follow(
+    process: "subprocess.Popen[bytes]", log: Path, steps: int, loss: Callable[[Any], float]
+) -> None:
     """A progress bar of the recipe's steps, read off its metrics, until it ends."""
     from rich.progress import (
         BarColumn,
@@ -193,19 +212,18 @@ def follow(process: "subprocess.Popen[bytes]", log: Path, steps: int) -> None:
     )
 
     columns = (
-        TextColumn("SDFT"),
+        TextColumn(log.name.upper()),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[loss]}"),
     )
     with Progress(*columns) as progress:
-        task = progress.add_task("SDFT", total=steps, loss="")
+        task = progress.add_task("", total=steps, loss="")
         while process.poll() is None:
             rows = metrics(log)
-            loss = rows[-1].get("loss") if rows else None
-            tokens = rows[-1].get("loss_tokens") if rows else None
-            shown = f"loss {loss / tokens:.3f} a token" if loss is not None and tokens else ""
+            known = bool(rows and rows[-1].get("loss_tokens"))
+            shown = f"loss {loss(rows[-1]):.3f} a token" if known else ""
             progress.update(task, completed=len(rows), loss=shown)
             time.sleep(0.5)
         progress.update(task, completed=len(metrics(log)))

@@ -1,0 +1,37 @@
+/* cpu/matmul.h - a product of two matrices, and how its operands lie in memory. */
+#ifndef TINSMITH_CPU_MATMUL_H
+#define TINSMITH_CPU_MATMUL_H
+
+#include "cpu.h"
+
+enum { DEPTH = 384 }; /* k of one block: a panel of b is 48 KB */
+
+/* How b's element (k, n) is found. */
+typedef enum Order {
+    BY_ROW,    /* b[k·ldb + n] */
+    BY_COLUMN, /* b[n·ldb + k] */
+    PANELS,    /* frozen w (N,D), k over its D columns */
+    PANELS_T,  /* frozen w (N,D), k over its N rows */
+} Order;
+
+typedef struct Product {
+    float *c;
+    int64_t ldc;
+    const float *a;
+    int64_t a_row, a_col;
+    const void *b;
+    int64_t ldb;
+    Order order;
+    int m, n, k;
+    float scale;
+    const float *bias;
+    int accumulate;
+    int rows, panels; /* of one piece of work */
+    int bf16;         /* b, BY_ROW or BY_COLUMN, is bf16 */
+} Product;
+
+/* Runs c (m,n) = scale·a·b [+ bias] [+ c] on the device's threads; `rows` and `panels` are its own.
+ */
+void CPU(product_run)(Device *dev, Product *p);
+
+#endif

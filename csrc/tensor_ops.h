@@ -1,0 +1,34 @@
+/* tensor_ops.h - log-probabilities and divergences of one's own tensors, and their gradients.
+ *
+ * Rows are logits (N,V), or hidden states (N,D) with the head's weight (V,D), of which the N·V
+ * logits never exist at one time. They lie in the host's memory, row-major, in f32 or bf16. */
+#ifndef TINSMITH_TENSOR_OPS_H
+#define TINSMITH_TENSOR_OPS_H
+
+#include "device.h"
+
+typedef struct Rows {
+    const void *rows, *weight; /* weight NULL: the rows are logits */
+    DType type, weight_type;
+    int64_t N;
+    int V, D;
+} Rows;
+
+/* Where a gradient goes: `rows` like Rows.rows, in its type; `weight` (V,D) in f32, added to.
+ * Either may be NULL: not wanted. */
+typedef struct RowsGradient {
+    void *rows;
+    float *weight;
+} RowsGradient;
+
+/* The K best of each row: ids and logp (N,K). */
+Status tensor_topk(Device *dev, int32_t *ids, float *logp, const Rows *rows, int K);
+/* logp (N,K) of ids (N,K), and with dlogp (N,K) the gradient of Σ dlogp·logp. */
+Status tensor_gather(Device *dev, float *logp, RowsGradient gradient, const Rows *rows,
+                     const int32_t *ids, const float *dlogp, int K);
+/* Losses as the op jsd gives them, one or `how.each` many a row, and with `scale` the gradient of
+ * Σ scale·loss. Rows that `keep` (N bytes, NULL: all) says no to have neither. */
+Status tensor_jsd(Device *dev, float *loss, RowsGradient gradient, const Rows *student,
+                  const Rows *teacher, const unsigned char *keep, const float *scale, Jsd how);
+
+#endif

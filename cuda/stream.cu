@@ -1,0 +1,304 @@
+/* cuda/stream.cu - the device's one stream: what is copied to the card and back, rehearsed,
+ * recorded and replayed, and what goes wrong on the way.
+ *
+ * All work goes to one stream, in order. Uploads pass through pinned memory, so they neither wait
+ * nor depend on what the caller does with its array afterwards; fetches land in pinned memory and
+ * are handed over in await(). The host waits in await, download and sync, in reserve when scratch
+ * grows, and in an upload that is PINNED_PARTS megabytes ahead of the card.
+ *
+ * The first failure stays here with its file and line until sync() or await() returns it. One after
+ * which the runtime refuses everything (an illegal address, a card that fell off the bus) is for
+ * ever: each later call gets the same sentence, which says that the server must be started again.
+ */
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "cuda.cuh"
+
+enum {
+    SCRATCH_FLOOR = 1 << 20, /* for ops that need the same however much there is to do */
+    PIECE_ALIGN = 64,        /* of pinned memory */
+};
+
+struct Graph {
+    cudaGraphExec_t work;
+    unsigned moves; /* of scratch, when it was recorded */
+};
+
+/* ---- failures ---- */
+
+void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
+{
+    if (cuda->status) return;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(cuda->text, sizeof cuda->text, format, args);
+    va_end(args);
+    cuda->status = status;
+}
+
+/* A failed call leaves the context alive, or dead for ever: one that can't even wait is dead. */
+int cuda_check(CudaDevice *cuda, cudaError_t error, const char *what, const char *file, int line)
+{
+    if (error == cudaSuccess) return 0;
+    cudaGetLastError(); /* the runtime keeps it too, and would show it after the next launch */
+    if (cuda->status) return 1;
+    if (!cuda->recording && error != cudaErrorMemoryAllocation && cuda->stream)
+        cuda->lost = cudaStreamSynchronize(cuda->stream) != cudaSuccess;
+    cuda_fail(cuda, error == cudaErrorMemoryAllocation ? STATUS_MEMORY : STATUS_DEVICE,
+              CUDA_NAME ": %s:%d: %s: %s%s", file, line, what, cudaGetErrorString(error),
+              cuda->lost ? ". The GPU is lost to this process: start the server again, and go on "
+                           "from a checkpoint"
+                         : "");
+    return 1;
+}
+
+/* The failure so far, which is then forgotten, unless it is for ever. */
+static Status failure(CudaDevice *cuda)
+{
+    Status status = cuda->status;
+    if (!cuda->lost) cuda->status = STATUS_OK;
+    return status ? fail_in_core(status, "%s", cuda->text) : STATUS_OK;
+}
+
+/* Whether a service has nothing to do. One that the host waits for, or whose bytes change from call
+ * to call, has no place in a recording. */
+static bool idle(CudaDevice *cuda, size_t bytes, bool recordable)
+{
+    if (!bytes || cuda->status || cuda->rehearsing) return true;
+    if (cuda->recording && !recordable)
+        cuda_fail(cuda, STATUS_DEVICE, CUDA_NAME ": a recording can't hold a copy from the host");
+    return cuda->status != STATUS_OK;
+}
+
+/* ---- copies ---- */
+
+static void stream_copy(Device *dev, void *to, const void *from, size_t bytes)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    if (idle(cuda, bytes, true)) return;
+    CUDA_CHECK(cuda, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, cuda->stream));
+}
+
+static void stream_zero(Device *dev, void *memory, size_t bytes)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    if (idle(cuda, bytes, true)) return;
+    CUDA_CHECK(cuda, cudaMemsetAsync(memory, 0, bytes, cuda->stream));
+}
+
+/* The pinned bytes that are next, at most `most` of them; waits for the copies that used them. */
+static unsigned char *pinned_take(CudaDevice *cuda, size_t most, size_t *bytes)
+{
+    Pinned *p = &cuda->pinned;
+    if (p->used == PART_BYTES) {
+        if (CUDA_CHECK(cuda, cudaEventRecord(p->done[p->part], cuda->stream))) return nullptr;
+        p->part = (p->part + 1) % PINNED_PARTS;
+        p->used = 0;
+        if (CUDA_CHECK(cuda, cudaEventSynchronize(p->done[p->part]))) return nullptr;
+    }
+    unsigned char *at = p->memory + (size_t)p->part * PART_BYTES + p->used;
+    *bytes = most < PART_BYTES - p->used ? most : PART_BYTES - p->used;
+    p->used += (*bytes + PIECE_ALIGN - 1) / PIECE_ALIGN * PIECE_ALIGN;
+    return at;
+}
+
+static void stream_upload(Device *dev, void *to, const void *from, size_t bytes)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    if (idle(cuda, bytes, false)) return;
+    for (size_t done = 0, piece; done < bytes && !cuda->status; done += piece) {
+        unsigned char *at = pinned_take(cuda, bytes - done, &piece);
+        if (!at) return;
+        memcpy(at, (const char *)from + done, piece);
+        stream_copy(dev, (char *)to + done, at, piece);
+    }
+}
+
+/* The oldest fetch is handed over. */
+static void fetch_land(CudaDevice *cuda)
+{
+    Fetch *fetch = &cuda->fetch[cuda->landed++ % FETCHES];
+    if (CUDA_CHECK(cuda, cudaEventSynchronize(fetch->landed)) || cuda->status) return;
+    if (fetch->bytes <= PART_BYTES) memcpy(fetch->to, fetch->pinned, fetch->bytes);
+}
+
+/* More than a part goes straight to the caller's memory, for which the runtime may wait. */
+static void stream_fetch(Device *dev, void *to, const void *from, size_t bytes)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    if (idle(cuda, bytes, false)) return;
+    if (cuda->fetched - cuda->landed == FETCHES) fetch_land(cuda);
+    Fetch *fetch = &cuda->fetch[cuda->fetched++ % FETCHES];
+    fetch->to = to;
+    fetch->bytes = bytes;
+    stream_copy(dev, bytes <= PART_BYTES ? fetch->pinned : to, from, bytes);
+    CUDA_CHECK(cuda, cudaEventRecord(fetch->landed, cuda->stream));
+}
+
+static Status stream_await(Device *dev, int behind)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    while (cuda->fetched - cuda->landed > behind) fetch_land(cuda);
+    return failure(cuda);
+}
+
+static void stream_download(Device *dev, void *to, const void *from, size_t bytes)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    stream_fetch(dev, to, from, bytes);
+    while (cuda->fetched > cuda->landed) fetch_land(cuda);
+}
+
+static Status stream_sync(Device *dev)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    while (cuda->fetched > cuda->landed) fetch_land(cuda);
+    CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream));
+    return failure(cuda);
+}
+
+/* ---- what ops need for themselves ---- */
+
+void *cuda_scratch(CudaDevice *cuda, size_t bytes)
+{
+    if (cuda->rehearsing) {
+        if (bytes > cuda->rehearsed_bytes) cuda->rehearsed_bytes = bytes;
+        return nullptr;
+    }
+    if (bytes > cuda->scratch_bytes)
+        cuda_fail(cuda, STATUS_DEVICE,
+                  CUDA_NAME ": an op needs %zu bytes for itself, %zu were reserved: its step was "
+                            "not rehearsed with these sizes",
+                  bytes, cuda->scratch_bytes);
+    if (cuda->status) return nullptr;
+#ifdef CUDA_EMULATED
+    void *scratch = cuda->scratch;
+    emulate::enqueue([=] { memset(scratch, emulate::POISON, bytes); });
+#endif
+    return cuda->scratch;
+}
+
+static void stream_rehearse(Device *dev)
+{
+    cuda_of(dev)->rehearsing = true;
+    cuda_of(dev)->rehearsed_bytes = SCRATCH_FLOOR;
+}
+
+static size_t stream_rehearsed(Device *dev)
+{
+    cuda_of(dev)->rehearsing = false;
+    return cuda_of(dev)->rehearsed_bytes;
+}
+
+static Status stream_reserve(Device *dev, size_t bytes)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    if (cuda->status || bytes <= cuda->scratch_bytes) return failure(cuda);
+    CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream));
+    CUDA_CHECK(cuda, cudaFree(cuda->scratch));
+    cuda->scratch = nullptr;
+    cuda->scratch_bytes = 0;
+    cuda->moves++;
+    if (cuda->status) return failure(cuda);
+    Status status = cuda_malloc(cuda, &cuda->scratch, bytes, "the largest op of a step");
+    if (status == STATUS_OK) cuda->scratch_bytes = bytes;
+    if (status && bytes > SCRATCH_FLOOR) /* so that what needs no more goes on */
+        if (cudaMalloc(&cuda->scratch, SCRATCH_FLOOR) == cudaSuccess)
+            cuda->scratch_bytes = SCRATCH_FLOOR;
+    return status;
+}
+
+/* ---- graphs ---- */
+
+static Status stream_record(Device *dev)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    if (!cuda->status)
+        cuda->recording = !CUDA_CHECK(
+            cuda, cudaStreamBeginCapture(cuda->stream, cudaStreamCaptureModeThreadLocal));
+    return failure(cuda);
+}
+
+static Status stream_recorded(Device *dev, Graph **graph)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    cudaGraph_t written = nullptr;
+    cudaError_t error = cudaStreamEndCapture(cuda->stream, &written);
+    cuda->recording = false;
+    CUDA_CHECK(cuda, error);
+    *graph = cuda->status ? nullptr : (Graph *)calloc(1, sizeof **graph);
+    if (*graph) {
+        (*graph)->moves = cuda->moves;
+        CUDA_CHECK(cuda, cudaGraphInstantiate(&(*graph)->work, written, 0));
+    } else {
+        cuda_fail(cuda, STATUS_MEMORY, "no memory for a recording");
+    }
+    if (written) cudaGraphDestroy(written);
+    if (cuda->status && *graph) {
+        free(*graph);
+        *graph = nullptr;
+    }
+    return failure(cuda);
+}
+
+static int stream_replay(Device *dev, Graph *graph)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    if (graph->moves != cuda->moves) return 0;
+    if (!cuda->status) CUDA_CHECK(cuda, cudaGraphLaunch(graph->work, cuda->stream));
+    return 1;
+}
+
+static void stream_graph_close(Device *dev, Graph *graph)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream));
+    cudaGraphExecDestroy(graph->work);
+    free(graph);
+}
+
+/* ---- opening and closing ---- */
+
+Status stream_open(CudaDevice *cuda)
+{
+    Device *d = &cuda->base;
+    d->upload = stream_upload;
+    d->download = stream_download;
+    d->copy = stream_copy;
+    d->zero = stream_zero;
+    d->sync = stream_sync;
+    d->fetch = stream_fetch;
+    d->await = stream_await;
+    d->rehearse = stream_rehearse;
+    d->rehearsed = stream_rehearsed;
+    d->reserve = stream_reserve;
+    d->record = stream_record;
+    d->recorded = stream_recorded;
+    d->replay = stream_replay;
+    d->graph_close = stream_graph_close;
+    CUDA_CHECK(cuda, cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking));
+    size_t pinned_bytes = (size_t)(PINNED_PARTS + FETCHES) * PART_BYTES;
+    CUDA_CHECK(cuda, cudaMallocHost((void **)&cuda->pinned.memory, pinned_bytes));
+    for (int i = 0; i < PINNED_PARTS; i++)
+        CUDA_CHECK(cuda, cudaEventCreateWithFlags(&cuda->pinned.done[i], cudaEventDisableTiming));
+    for (int i = 0; i < FETCHES; i++) {
+        cuda->fetch[i].pinned = cuda->pinned.memory + (size_t)(PINNED_PARTS + i) * PART_BYTES;
+        CUDA_CHECK(cuda, cudaEventCreateWithFlags(&cuda->fetch[i].landed, cudaEventDisableTiming));
+    }
+    if (!cuda->status) TRY(stream_reserve(d, SCRATCH_FLOOR));
+    return failure(cuda);
+}
+
+void stream_close(CudaDevice *cuda)
+{
+    cudaFree(cuda->scratch);
+    cudaFreeHost(cuda->pinned.memory);
+    for (int i = 0; i < PINNED_PARTS; i++)
+        if (cuda->pinned.done[i]) cudaEventDestroy(cuda->pinned.done[i]);
+    for (int i = 0; i < FETCHES; i++)
+        if (cuda->fetch[i].landed) cudaEventDestroy(cuda->fetch[i].landed);
+    if (cuda->stream) cudaStreamDestroy(cuda->stream);
+}

@@ -1,0 +1,154 @@
+"""The sequences of one training call, as a notebook has them, flat as the engine takes them.
+
+A sequence is its tokens (N,), its targets (N,) or (N, K), and whatever else the loss reads, shaped
+like the targets. A call has one, or a list of each. Shapes and types are checked here; ids, lengths
+and numbers by the engine, before any work.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinsmith import _core, tensors
+
+LOSSES = {row["name"]: row for row in _core.losses()}
+
+
+@dataclass(frozen=True)
+class Datums:
+    """Flat arrays (see _core.Adapter.forward_backward), and the form in which they came."""
+
+    tokens: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    targets: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    shapes: tuple[tuple[int, ...], ...]  # of each sequence's targets
+    given: tuple[Any, ...]  # the targets themselves, for the kind of array that they are
+    batch: bool  # whether lists came
+
+    def flat(self, values: Any, name: str) -> NDArray[np.float32]:
+        """Numbers shaped like the targets, one behind the other."""
+        parts = []
+        for index, item in enumerate(_items(values, name, self)):
+            where = f"{name}[{index}]" if self.batch else name
+            array = tensors.to_floats(item, where)
+            if array.shape != self.shapes[index]:
+                raise ValueError(
+                    f"{where} has shape {array.shape}, its targets have {self.shapes[index]}: they "
+                    "must agree"
+                )
+            parts.append(array)
+        return joined(parts)
+
+    def shaped(self, flat: NDArray[np.float32]) -> Any:
+        """Flat numbers in the form of the targets: one array, or a list; of their kind."""
+        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
+        parts = np.split(flat, ends[:-1])
+        arrays = [
+            tensors.like(given, part.reshape(shape))
+            for given, part, shape in zip(self.given, parts, self.shapes, strict=True)
+        ]
+        return arrays if self.batch else arrays[0]
+
+
+def gather(tokens: Any, targets: Any) -> Datums:
+    """Tokens and targets: one sequence, or a list of as many of each."""
+    batch = tensors.is_batch(tokens)
+    if not batch:
+        tokens, targets = [tokens], [targets]
+    elif not isinstance(targets, list | tuple) or len(targets) != len(tokens):
+        came = len(targets) if isinstance(targets, list | tuple) else type(targets).__name__
+        raise ValueError(f"tokens is a list of {len(tokens)}; targets must be one too, {came} came")
+    rows = sequences(tokens, "tokens", batch)
+    wanted = [
+        _targets(target, f"targets[{index}]" if batch else "targets", len(rows[index]))
+        for index, target in enumerate(targets)
+    ]
+    return Datums(
+        tokens=joined(rows),
+        lengths=np.asarray([len(row) for row in rows], np.int32),
+        targets=joined(wanted),
+        counts=np.asarray([item.shape[1] if item.ndim == 2 else 1 for item in wanted], np.int32),
+        shapes=tuple(item.shape for item in wanted),
+        given=tuple(targets),
+        batch=batch,
+    )
+
+
+def sequences(tokens: Sequence[Any], name: str, batch: bool) -> list[NDArray[np.int32]]:
+    """The ids of each sequence; `batch` says whether errors count them."""
+    return [
+        sequence(item, f"{name}[{index}]" if batch else name) for index, item in enumerate(tokens)
+    ]
+
+
+def sequence(tokens: Any, name: str) -> NDArray[np.int32]:
+    """The ids of one sequence, (N,)."""
+    array = tensors.to_ids(tokens, name)
+    if array.ndim != 1:
+        raise ValueError(
+            f"{name} must be one sequence, of shape (N,), {array.shape} came; several are a list, "
+            "each of its own length, without padding"
+        )
+    return array
+
+
+def _targets(targets: Any, name: str, length: int) -> NDArray[np.int32]:
+    array = tensors.to_ids(targets, name)
+    if array.ndim not in (1, 2) or len(array) != length:
+        raise ValueError(
+            f"{name} has shape {array.shape}; for {length} tokens it must be ({length},) or "
+            f"({length}, K)"
+        )
+    return array
+
+
+def options(
+    loss: str, given: Mapping[str, Any], datums: Datums
+) -> tuple[dict[str, NDArray[np.float32]], dict[str, float]]:
+    """A loss's inputs and configuration out of keyword arguments; None is as good as missing.
+
+    A name that is both, a clip threshold, is configuration where it is a number.
+    """
+    row = LOSSES.get(loss)
+    if row is None:
+        known = sorted(name for name, row in LOSSES.items() if not row["taught"])
+        raise ValueError(f"there is no loss {loss!r}; there are {known}")
+    names = {item["name"] for item in row["inputs"]}
+    inputs: dict[str, NDArray[np.float32]] = {}
+    config: dict[str, float] = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        scalar = isinstance(value, int | float | np.number | str)
+        if name in row["config"] and (scalar or name not in names):
+            config[name] = tensors.to_number(value, name)
+        elif name in names:
+            inputs[name] = datums.flat(value, name)
+        else:
+            takes = sorted(names | set(row["config"]))
+            raise TypeError(f"{loss} has no argument {name!r}; it takes {takes}")
+    missing = [item["name"] for item in row["inputs"] if item["required"]]
+    missing += [name for name, default in row["config"].items() if default is None]
+    missing = [name for name in missing if name not in inputs and name not in config]
+    if missing:
+        raise TypeError(f"{loss} needs {', '.join(missing)}")
+    return inputs, config
+
+
+def _items(values: Any, name: str, datums: Datums) -> Sequence[Any]:
+    if not datums.batch:
+        return [values]
+    if not isinstance(values, list | tuple) or len(values) != len(datums.shapes):
+        came = len(values) if isinstance(values, list | tuple) else type(values).__name__
+        raise ValueError(f"{name} must be a list of {len(datums.shapes)} arrays, {came} came")
+    return values
+
+
+def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """One sequence's array as it is, borrowed; those of several copied behind one another."""
+    flat = [part.reshape(-1) for part in parts]
+    return flat[0] if len(flat) == 1 else np.concatenate(flat)

@@ -1,0 +1,340 @@
+"""The engine's operations on one's own arrays, with their gradients: for a loop in a notebook, or
+one piece of another trainer.
+
+Rows of the vocabulary come as logits (…, V), or as hidden states (…, D) with the head's weight
+(V, D), of which the logits never exist at one time: 128 MiB of them do. Arrays are NumPy's, or
+anything with `__dlpack__` (torch's, JAX's) in the CPU's memory: float32, bfloat16, or uint16 with
+bf16's bits; C-contiguous, and then read where they lie, never copied. What comes out is of the kind
+of the first argument, a gradient in its input's type; sums are float32.
+
+`x_backward` takes the gradient of what `x` returned, then x's own arguments, and returns one
+gradient for each differentiable array. tinsmith.torch has them as autograd functions. Calls let go
+of the GIL and take turns.
+"""
+
+import math
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tinsmith import _core
+
+IGNORED = -100  # a label that leaves its row out, as Hugging Face writes it
+REDUCTIONS = ("batchmean", "sum", "mean", "none")
+
+
+# ---- arrays in and out ----
+
+
+class _Loan:
+    """A NumPy array for another library's from_dlpack; uint16 is bf16 there."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+
+    def __dlpack__(self, *, max_version: tuple[int, int] | None = None, **_: object) -> object:
+        versioned = max_version is not None and max_version[0] >= 1
+        return _core.dlpack_lend(self.array, True, versioned)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+def _like(like: Any, array: np.ndarray) -> Any:
+    """The array as the kind that `like` is, without a copy where its library can."""
+    if isinstance(like, np.ndarray):
+        return array
+    package = type(like).__module__.partition(".")[0]
+    library = sys.modules.get({"jaxlib": "jax.numpy"}.get(package, package))
+    convert = getattr(library, "from_dlpack", None)
+    return convert(_Loan(array)) if convert else array
+
+
+def _scalar(like: Any, value: float) -> Any:
+    """A sum: a float for NumPy, an array without dimensions for the others."""
+    if isinstance(like, np.ndarray):
+        return value
+    return _like(like, np.array(value, np.float32))
+
+
+def _shape(x: Any, name: str) -> tuple[int, ...]:
+    if not hasattr(x, "__dlpack__"):
+        kind = type(x).__name__
+        raise TypeError(f"{name} must be a NumPy array or have __dlpack__, not {kind}")
+    shape = tuple(x.shape)
+    if not shape:
+        raise ValueError(f"{name} must have at least one dimension: (…, V) or (…, D)")
+    return shape
+
+
+def _host(x: Any, name: str, dtype: type) -> np.ndarray:
+    """A small array (ids, labels, weights) as NumPy's, converted if need be."""
+    if hasattr(x, "__dlpack_device__") and x.__dlpack_device__()[0] not in (1, 3):
+        raise ValueError(f"{name} is not in the memory of the CPU")
+    array = np.asarray(x if isinstance(x, np.ndarray | list) else np.from_dlpack(x))
+    whole = np.issubdtype(array.dtype, np.integer) or array.dtype == bool
+    if np.issubdtype(dtype, np.integer) and not whole:
+        raise TypeError(f"{name} must be whole numbers, not {array.dtype}")
+    if np.issubdtype(dtype, np.floating) and not np.issubdtype(array.dtype, np.floating):
+        raise TypeError(f"{name} must be floating-point numbers, not {array.dtype}")
+    return np.asarray(array, dtype, order="C")
+
+
+class _Ids(NamedTuple):
+    """Ids of rows (…,) or (…, K)."""
+
+    flat: np.ndarray
+    shape: tuple[int, ...]
+    K: int
+
+
+def _ids(ids: Any, lead: tuple[int, ...], name: str = "ids") -> _Ids:
+    array = _host(ids, name, np.int64)
+    if array.shape[: len(lead)] != lead or array.ndim - len(lead) not in (0, 1):
+        raise ValueError(f"{name} must be {lead} or {(*lead, 'K')}, not {array.shape}")
+    if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
+        raise IndexError(f"{name} has an id that no vocabulary has: {array.max()}")
+    K = array.shape[-1] if array.ndim > len(lead) else 1
+    return _Ids(np.ascontiguousarray(array, np.int32).ravel(), array.shape, K)
+
+
+def _gradient(like: Any, array: np.ndarray | None, shape: tuple[int, ...]) -> Any:
+    """A gradient of the core in the type, shape and kind of its input."""
+    if array is None:
+        return None
+    array = array.reshape(shape)
+    if array.dtype == np.float32 and "16" in str(like.dtype):  # sums for a bf16 weight
+        bits = array.view(np.uint32)
+        array = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    return _like(like, array)
+
+
+# ---- log-probabilities ----
+
+
+def topk_logprobs(rows: Any, *weight_and_k: Any) -> tuple[Any, Any]:
+    """topk_logprobs(hidden, weight, k) or topk_logprobs(logits, k) -> (ids, logprobs)
+
+    The k most likely ids of each row, best first and the lower id first among equals, and their
+    log-probabilities: int32 and float32 of shape (…, k). The gradient is gather_logprobs_backward's
+    of these ids. ValueError for a k larger than the vocabulary."""
+    if len(weight_and_k) not in (1, 2):
+        raise TypeError("topk_logprobs takes (logits, k) or (hidden, weight, k)")
+    weight, k = (None, *weight_and_k)[-2:]
+    lead = _shape(rows, "logits" if weight is None else "hidden")[:-1]
+    ids, logprobs, _ = _core.topk(rows, weight, k)
+    return tuple(_like(rows, x.reshape(*lead, k)) for x in (ids, logprobs))
+
+
+def gather_logprobs(rows: Any, *weight_and_ids: Any) -> Any:
+    """gather_logprobs(hidden, weight, ids) or gather_logprobs(logits, ids) -> logprobs
+
+    Log-probabilities of ids (…, K), or of one id a row (…,): float32 of ids' shape. IndexError for
+    an id outside the vocabulary."""
+    weight, ids = _two(weight_and_ids, "gather_logprobs")
+    return _like(rows, gather(rows, weight, ids)[0])
+
+
+def gather_logprobs_backward(grad: Any, rows: Any, *weight_and_ids: Any) -> Any:
+    """gather_logprobs_backward(grad, hidden, weight, ids) -> (dhidden, dweight), or
+    gather_logprobs_backward(grad, logits, ids) -> dlogits; grad is of ids' shape."""
+    weight, ids = _two(weight_and_ids, "gather_logprobs_backward")
+    _, drows, dweight = gather(rows, weight, ids, grad)
+    return drows if weight is None else (drows, dweight)
+
+
+def linear_cross_entropy(hidden: Any, weight: Any, ids: Any, weights: Any) -> Any:
+    """-Σ weights·logprobs of ids (…, K) or (…,), weights of the same shape: a sum, as Tinker's
+    losses are."""
+    logprobs, _, _ = gather(hidden, weight, ids)
+    w = _weights(weights, logprobs.shape)
+    return _scalar(hidden, -float(np.sum(w * logprobs, dtype=np.float64)))
+
+
+def linear_cross_entropy_backward(
+    grad: float, hidden: Any, weight: Any, ids: Any, weights: Any
+) -> tuple[Any, Any]:
+    """(dhidden, dweight) of grad·linear_cross_entropy."""
+    lead = _shape(hidden, "hidden")[:-1]
+    w = _weights(weights, _ids(ids, lead).shape)
+    _, dhidden, dweight = gather(hidden, weight, ids, -float(grad) * w)
+    return dhidden, dweight
+
+
+def _two(weight_and_ids: tuple[Any, ...], name: str) -> tuple[Any, Any]:
+    if len(weight_and_ids) not in (1, 2):
+        raise TypeError(f"{name} takes (logits, ids) or (hidden, weight, ids)")
+    weight, ids = (None, *weight_and_ids)[-2:]
+    return weight, ids
+
+
+def _weights(weights: Any, shape: tuple[int, ...]) -> np.ndarray:
+    w = _host(weights, "weights", np.float32)
+    if w.shape != shape:
+        raise ValueError(f"weights must be of ids' shape {shape}, not {w.shape}")
+    return w
+
+
+def gather(
+    rows: Any,
+    weight: Any,
+    ids: Any,
+    grad: Any = None,
+    *,
+    want: tuple[bool, bool] = (True, True),
+) -> tuple[np.ndarray, Any, Any]:
+    """Log-probabilities as NumPy's, and with `grad` the gradients that are wanted, in one pass."""
+    shape = _shape(rows, "logits" if weight is None else "hidden")
+    own = _ids(ids, shape[:-1])
+    if grad is not None:
+        grad = _host(grad, "grad", np.float32)
+        if grad.shape != own.shape:
+            raise ValueError(f"grad must be of ids' shape {own.shape}, not {grad.shape}")
+    logprobs, drows, dweight = _core.gather(rows, weight, own.flat, own.K, grad, *want)
+    drows = _gradient(rows, drows, shape)
+    dweight = None if weight is None else _gradient(weight, dweight, tuple(weight.shape))
+    return logprobs.reshape(own.shape), drows, dweight
+
+
+# ---- divergence ----
+
+
+class Divergence(NamedTuple):
+    """What generalized_jsd is told beside its arrays, checked."""
+
+    beta: float
+    temperature: float
+    reduction: str
+    logits_are_probs: bool
+    top_k: int
+    token_clip: float
+
+    @classmethod
+    def checked(
+        cls,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        reduction: str = "batchmean",
+        logits_are_probs: bool = False,
+        top_k: int | None = None,
+        token_clip: float | None = None,
+    ) -> "Divergence":
+        """The settings of generalized_jsd; ValueError names what is out of its range."""
+        if not 0 <= beta <= 1:
+            raise ValueError(f"beta must be in [0, 1], not {beta}")
+        if not (temperature > 0 and math.isfinite(temperature)):
+            raise ValueError(f"temperature must be a positive number, not {temperature}")
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
+        if token_clip is not None and math.isnan(token_clip):
+            raise ValueError("token_clip must be a number, not NaN")
+        k = 0 if top_k is None or top_k <= 0 or logits_are_probs else int(top_k)
+        clip = math.inf if token_clip is None else float(token_clip)
+        return cls(float(beta), float(temperature), reduction, bool(logits_are_probs), k, clip)
+
+
+def generalized_jsd(student: Any, teacher: Any, labels: Any = None, **settings: Any) -> Any:
+    """generalized_jsd(student, teacher, labels=None, beta=0.5, temperature=1.0,
+    reduction="batchmean", logits_are_probs=False, top_k=None, token_clip=None) -> loss
+
+    OPSD's generalized Jensen-Shannon divergence of two rows of the vocabulary, with its names and
+    its meanings. `student` and `teacher` are logits (…, V), or pairs (hidden, weight).
+
+    labels        (…,) whole numbers: rows whose label is -100 are left out.
+    beta          in [0, 1]: 0 is KL(teacher‖student), 1 is KL(student‖teacher), between them
+                  beta·KL(teacher‖m) + (1−beta)·KL(student‖m), m = (1−beta)·student + beta·teacher.
+    reduction     "batchmean": the sum by the number of rows that count, without labels by the first
+                  dimension; "sum"; "mean": by the number of terms; "none": (rows, V) if there are
+                  labels, else (…, V), of top_k instead of V if that is given.
+    top_k         both sides restricted to the teacher's k best and renormalized among them.
+    token_clip    the most that one term, of one row and one id, may be.
+
+    Where the teacher's k-th best has equals, the lower ids are taken; a term without mass is 0 also
+    where a logit is -inf. The gradient goes to the student alone."""
+    return jsd(student, teacher, labels, Divergence.checked(**settings)).loss
+
+
+def generalized_jsd_backward(
+    grad: Any, student: Any, teacher: Any, labels: Any = None, **settings: Any
+) -> Any:
+    """dlogits of the student, or (dhidden, dweight); grad is of the loss's shape, 1.0 for most."""
+    out = jsd(student, teacher, labels, Divergence.checked(**settings), grad=grad)
+    return out.drows if not isinstance(student, tuple) else (out.drows, out.dweight)
+
+
+class JsdResult(NamedTuple):
+    """What jsd gives: the loss in the student's kind, and the gradients that were wanted."""
+
+    loss: Any
+    drows: Any
+    dweight: Any
+
+
+def _pair(side: Any, name: str) -> tuple[Any, Any]:
+    if not isinstance(side, tuple):
+        return side, None
+    if len(side) != 2:
+        raise TypeError(f"{name} must be logits or a pair (hidden, weight), not {len(side)} arrays")
+    return side
+
+
+def _keep(labels: Any, lead: tuple[int, ...]) -> np.ndarray | None:
+    """Which rows count, as bytes."""
+    if labels is None:
+        return None
+    array = _host(labels, "labels", np.int64)
+    if array.shape != lead:
+        raise ValueError(f"labels must be {lead}, one for each row, not {array.shape}")
+    return (array != IGNORED).astype(np.uint8).ravel()
+
+
+def jsd(
+    student: Any,
+    teacher: Any,
+    labels: Any,
+    how: Divergence,
+    *,
+    grad: Any = None,
+    want: tuple[bool, bool] = (True, True),
+) -> JsdResult:
+    """The loss, and with `grad` (of the loss's shape) the gradients in the same pass."""
+    rows, weight = _pair(student, "student")
+    other, other_weight = _pair(teacher, "teacher")
+    if how.logits_are_probs and (weight is not None or other_weight is not None):
+        raise ValueError("logits_are_probs needs probabilities, not hidden states and weights")
+    shape, other_shape = _shape(rows, "student"), _shape(other, "teacher")
+    lead = shape[:-1]
+    if other_shape[:-1] != lead:
+        raise ValueError(f"student has rows {lead}, teacher {other_shape[:-1]}")
+    N, V = math.prod(lead), shape[-1] if weight is None else int(weight.shape[0])
+    keep, each = _keep(labels, lead), how.reduction == "none"
+    kept = N if keep is None else int(keep.sum())
+    width = how.top_k or V
+    batch = (lead[0] if lead else 1) if keep is None else kept
+    over = {"sum": 1, "none": 1, "mean": kept * width, "batchmean": batch}[how.reduction]
+    out_shape = () if not each else (*lead, width) if keep is None else (kept, width)
+    scale = None
+    if grad is not None:
+        grad = np.asarray(
+            grad if isinstance(grad, float | int) else _host(grad, "grad", np.float32)
+        )
+        if grad.shape != out_shape:
+            raise ValueError(f"grad must be of the loss's shape {out_shape}, not {grad.shape}")
+        scale = np.zeros((N, width) if each else N, np.float32)
+        scale[slice(None) if keep is None else keep == 1] = (
+            grad.reshape(-1, width) if each else float(grad) / max(over, 1)
+        )
+    settings = (how.beta, how.temperature, how.token_clip, how.top_k, how.logits_are_probs, each)
+    loss, drows, dweight = _core.jsd(
+        rows, weight, other, other_weight, keep, scale, settings, *want
+    )
+    if keep is not None:
+        loss = loss[keep == 1]
+    if each:
+        loss = _like(rows, np.ascontiguousarray(loss).reshape(out_shape))
+    else:
+        loss = _scalar(rows, float(loss.sum(dtype=np.float64)) / over if over else math.nan)
+    drows = _gradient(rows, drows, shape)
+    dweight = None if weight is None else _gradient(weight, dweight, tuple(weight.shape))
+    return JsdResult(loss, drows, dweight)

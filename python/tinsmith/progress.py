@@ -1,0 +1,31 @@
+"""How far a long call has come: told to a function of the caller's, or drawn by tqdm."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Report = Callable[[int, int], None]  # (done, total), from the thread that made the call
+Progress = bool | Report
+
+
+@contextmanager
+def reporting(progress: Progress, title: str, *, unit: str) -> Iterator[Report]:
+    """A function to call with (done, total). True: a bar, in notebooks and terminals alike."""
+    if callable(progress):
+        yield progress
+    elif not progress:
+        yield lambda done, total: None
+    else:
+        try:
+            with warnings.catch_warnings():  # a notebook without ipywidgets gets a bar of text
+                warnings.simplefilter("ignore")
+                from tqdm.auto import tqdm
+        except ImportError:
+            raise ImportError("progress=True needs tqdm: pip install tqdm", name="tqdm") from None
+        with tqdm(desc=title, unit=unit, unit_scale=unit == "B") as bar:
+
+            def draw(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            yield draw

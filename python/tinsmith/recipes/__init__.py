@@ -1,0 +1,1 @@
+"""Recipes that need more of a backend than the Tinker API has, in the form of the cookbook's."""

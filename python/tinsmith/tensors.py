@@ -1,0 +1,159 @@
+"""Arrays in and out of Python: NumPy's, and those of any library that speaks DLPack.
+
+What comes in is borrowed: nothing is copied when it lies in this machine's memory, one element
+behind the other, in the type that the engine reads. What goes out goes back in the kind that came
+in, on its device: a tensor of torch (CPU or CUDA), CuPy or JAX for such a tensor, a NumPy array for
+NumPy's and for lists. No such library is imported here: who hands us its tensor has done so.
+"""
+
+import operator
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+CPU = 1  # kDLCPU
+HOST = (CPU, 3, 11, 13)  # memory that the CPU reads: CUDA's and ROCm's pinned, CUDA's managed
+INT32 = np.iinfo(np.int32)
+
+
+def to_ids(x: Any, name: str) -> NDArray[np.int32]:
+    """Token ids as C-contiguous int32 of x's shape.
+
+    TypeError for what is no array or has no integers, IndexError for ids beyond int32; whether the
+    model has them is the engine's to say.
+    """
+    array = _borrow(x, name, "integers")
+    if array.dtype.kind not in "iu" and array.size:
+        raise TypeError(f"{name} must be integers, {array.dtype} came")
+    if array.dtype != np.int32 and array.size:
+        low, high = int(array.min()), int(array.max())
+        if low < INT32.min or high > INT32.max:
+            bad = high if high > INT32.max else low
+            raise IndexError(f"{name} has id {bad}, which no model has")
+    return np.ascontiguousarray(array, np.int32)
+
+
+def to_floats(x: Any, name: str) -> NDArray[np.float32]:
+    """Numbers as C-contiguous float32 of x's shape; float64 is rounded, integers and bools count.
+
+    TypeError for what is no array or has no real numbers. Whether all are finite is the engine's
+    to say.
+    """
+    array = _borrow(x, name, "numbers")
+    if array.dtype.kind not in "fiub":
+        raise TypeError(f"{name} must be real numbers, {array.dtype} came")
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(array, np.float32)
+
+
+def like(x: Any, array: NDArray[Any]) -> Any:
+    """`array` in the kind of x and on its device, without a copy where that is this machine's
+    memory."""
+    if isinstance(x, np.ndarray) or not hasattr(x, "__dlpack__"):
+        return array
+    namespace = _namespace(x)
+    if x.__dlpack_device__()[0] == CPU:
+        return namespace.asarray(array)
+    try:
+        return namespace.asarray(array, device=x.device)
+    except TypeError:  # CuPy's asarray has the current device
+        return namespace.asarray(array)
+
+
+def to_integer(x: Any, name: str) -> int:
+    """An integer that is no bool, a tensor of one too; TypeError names it."""
+    try:
+        if not isinstance(x, bool):
+            return operator.index(x)
+    except (TypeError, RuntimeError):
+        pass
+    raise TypeError(f"{name} must be an integer, {_short(x)} came")
+
+
+def to_number(x: Any, name: str) -> float:
+    """A real number that is no bool, a tensor of one too; TypeError names it."""
+    try:
+        if not isinstance(x, bool | str | bytes):
+            return float(x)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        pass
+    raise TypeError(f"{name} must be a number, {_short(x)} came")
+
+
+def is_batch(x: Any) -> bool:
+    """Whether x is a list of sequences, rather than one."""
+    return isinstance(x, list | tuple) and len(x) > 0 and _dimensions(x[0]) > 0
+
+
+def _dimensions(x: Any) -> int:
+    if hasattr(x, "ndim"):
+        return int(x.ndim)
+    return 1 if isinstance(x, Sequence) else 0
+
+
+def _borrow(x: Any, name: str, what: str) -> NDArray[Any]:
+    if isinstance(x, np.ndarray):
+        return x
+    if hasattr(x, "__dlpack__"):
+        return _from_dlpack(x, name)
+    if isinstance(x, list | tuple | range):
+        return _from_list(x, name, what)
+    raise TypeError(f"{name} must be an array, a tensor or a list of {what}, {_kind(x)} came")
+
+
+def _from_list(x: ArrayLike, name: str, what: str) -> NDArray[Any]:
+    try:
+        array = np.asarray(x)
+    except (ValueError, OverflowError):
+        array = np.asarray(None)
+    if array.dtype.kind == "O":
+        raise TypeError(f"{name} must be a list of {what} of one shape, {_short(x)} came")
+    return array
+
+
+def _from_dlpack(x: Any, name: str) -> NDArray[Any]:
+    """A view of a tensor's memory; its producer copies one that lies on another device here."""
+    if getattr(x, "requires_grad", False):
+        raise ValueError(
+            f"{name} requires a gradient, but none flows through tinsmith: pass {name}.detach()"
+        )
+    try:
+        if x.__dlpack_device__()[0] not in HOST:
+            x = _fetched(x)
+        return x if isinstance(x, np.ndarray) else np.from_dlpack(x)
+    except (BufferError, RuntimeError, TypeError) as error:
+        found = getattr(x, "dtype", None)
+        raise TypeError(
+            f"{name} can't be read as a NumPy array: a {_kind(x)} of {found} ({error})"
+        ) from None
+
+
+def _fetched(x: Any) -> Any:
+    """A copy in the host's memory: each library has its own word for it."""
+    for word in ("cpu", "get"):  # torch's, CuPy's
+        if hasattr(x, word):
+            return getattr(x, word)()
+    return np.asarray(x)  # JAX's
+
+
+def _namespace(x: Any) -> Any:
+    """The functions of x's library: `asarray` above all."""
+    if hasattr(x, "__array_namespace__"):
+        return x.__array_namespace__()
+    for kind in type(x).__mro__:
+        module = sys.modules.get(kind.__module__.partition(".")[0])
+        if hasattr(module, "asarray"):
+            return module
+    raise TypeError(f"no library of {_kind(x)} with an asarray function is loaded")
+
+
+def _kind(x: Any) -> str:
+    return type(x).__name__
+
+
+def _short(x: Any) -> str:
+    text = repr(x)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,73 @@
+"""One thread for an engine's model: calls from any thread take turns, and Ctrl-C ends one.
+
+The engine allows one call at a time. Here a model's calls are made by a thread of its own, one
+after another, while each caller waits for its own; so two threads can't be in the engine at once,
+and the caller, who holds no lock and runs no C code, receives its signals: on KeyboardInterrupt the
+call is told to stop, and the exception goes on only when it has. Callers may have a running event
+loop; it stands still as for any other call (asyncio.to_thread keeps it running).
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+T = TypeVar("T")
+
+TICK_SECONDS = 0.1  # between two looks at how far a call has come
+AGAIN_SECONDS = 0.05  # between two requests to stop: the first may come before the call has begun
+
+
+class Turns:
+    """See the file's header. The thread ends with this object."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="tinsmith")
+
+    def take(
+        self,
+        work: Callable[[], T],
+        *,
+        interrupt: Callable[[], None] | None = None,
+        tick: Callable[[], None] | None = None,
+    ) -> T:
+        """What `work` returns or raises, from the engine's thread.
+
+        On KeyboardInterrupt `interrupt` is called, from this thread, until the work has ended; work
+        without it is short, and is waited for: it happens whole or not at all. `tick` is called
+        from this thread, a few times a second and at the end.
+        """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "a model does not outlive fork(): load it in this process, or start processes by "
+                "spawn"
+            )
+        future: Future[T] = Future()  # made before anything is queued: it is never lost
+        try:
+            self._pool.submit(_execute, future, work)
+            while tick is not None and not wait([future], TICK_SECONDS).done:
+                tick()
+            result = future.result()
+            if tick is not None:
+                tick()
+            return result
+        except BaseException:
+            if not future.done() and not future.cancel():
+                _stop(future, interrupt)
+            raise
+
+
+def _stop(future: Future[T], interrupt: Callable[[], None] | None) -> None:
+    while not wait([future], AGAIN_SECONDS if interrupt else None).done:
+        if interrupt is not None:
+            interrupt()
+
+
+def _execute(future: Future[T], work: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)

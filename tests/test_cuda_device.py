@@ -1,0 +1,359 @@
+"""The CUDA device's memory, stream and failures, on an emulated card that can be small, old or
+lost: what can't fit is refused in a sentence, nothing is allocated inside a step, and whatever
+happens to the card reaches the caller."""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import logprobs, make_datum
+from engine import Device, Unavailable, emulated_library
+from models import call, datum, folder, randomize, tokens_of
+from tinsmith import _core
+from tinsmith.families import LoadedModel, load_model, read_config
+from tinsmith.worker import plan
+
+MIB = 1 << 20
+CARD = (2048 * MIB, 13000, 9, 0)  # free bytes, driver, compute capability: the emulator's own
+
+CardMaker = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(str(emulated_library()))
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    library.cuda_emulated_card.argtypes = [ctypes.c_size_t, *[ctypes.c_int] * 3]
+    library.cuda_emulated_lose.argtypes = [ctypes.c_int64]
+    library.cuda_emulated_waits.restype = ctypes.c_int64
+    return library
+
+
+@pytest.fixture
+def card(library: ctypes.CDLL) -> Iterator[CardMaker]:
+    """Sets what the card is; it is itself again afterwards."""
+
+    def make(
+        size: int = CARD[0], driver: int = CARD[1], major: int = CARD[2], minor: int = CARD[3]
+    ) -> None:
+        library.cuda_emulated_card(size, driver, major, minor)
+
+    yield make
+    library.cuda_emulated_card(*CARD)
+    library.cuda_emulated_lose(-1)
+
+
+def load(name: str = "qwen3") -> LoadedModel:
+    return load_model(folder(name), device="cuda-emulated")
+
+
+def wide_config(**sizes: int) -> tuple[dict[str, float], np.ndarray]:
+    """A model's config that is large enough for numbers to matter."""
+    config, freq = read_config(folder("qwen3"))
+    return config | sizes, freq
+
+
+# ---- memory ----
+
+
+def test_an_op_that_was_not_rehearsed_fails_and_says_so(library: ctypes.CDLL) -> None:
+    dev, T, V, K = Device("cuda-emulated"), 1100, 9000, 64
+    held = [dev.put(np.zeros(n), "float") for n in (T * K, T * K, T * V, T)]
+    arguments = [dev.pointer, *(memory.pointer for memory in held), T, V, K]
+    dev.c.topk_logprob(*arguments)
+    with pytest.raises(RuntimeError, match=r"needs \d+ bytes for itself, \d+ were reserved"):
+        dev.check(dev.c.sync(dev.pointer))
+    dev.check(dev.c.sync(dev.pointer))  # it is told once
+    dev.c.rehearse(dev.pointer)
+    dev.c.topk_logprob(*arguments)
+    assert dev.c.rehearsed(dev.pointer) == T * 2 * K * 8  # of each of two parts of a row, K ranks
+    assert (held[0].read(64) == 0).all()
+
+
+def test_a_plan_is_made_before_anything_is_allocated(card: CardMaker) -> None:
+    config, freq = wide_config(vocab=50_000, width=512, heads=64)
+    card(50 * MIB)
+    small = plan(config, freq, "bf16", rank=4, device="cuda-emulated")
+    card(4096 * MIB)
+    large = plan(config, freq, "bf16", rank=4, device="cuda-emulated")
+    assert small["weights"] == large["weights"] > 50 * MIB
+    assert small["free"] == 17 * MIB and large["free"] == 4063 * MIB  # the device has 33 itself
+    assert (
+        large["own"] >= 34 * MIB
+    )  # the workspace, and attention_backward's 4 bytes a row and head
+    small = plan(config, freq, "bf16", rank=4, tokens=8, device="cuda-emulated")
+    assert 33 * MIB <= small["own"] < large["own"]
+
+
+def test_a_step_takes_what_the_plan_says_and_no_more(card: CardMaker) -> None:
+    model = load()
+    adapter = randomize(_core.Adapter(model.core, rank=4))
+    sizes = model.core.plan(4, 70)
+    call(adapter, [datum(tokens_of("qwen3", 70))])
+    taken = sizes["free"] - model.core.plan(4, 70)["free"]
+    assert sizes["step"] <= taken <= sizes["step"] + sizes["own"] - 32 * MIB
+    for _ in range(2):  # a step like it allocates nothing
+        call(adapter, [datum(tokens_of("qwen3", 70, seed=1))])
+    assert sizes["free"] - taken == model.core.plan(4, 70)["free"]
+
+
+def test_what_the_card_cant_hold_is_told_with_bytes_needed_and_free(card: CardMaker) -> None:
+    config, freq = wide_config(vocab=50_000)
+    model, core = _core.Model(config, freq, device="cuda-emulated"), load().core
+    adapter = randomize(_core.Adapter(core, rank=4))
+    card(2 * MIB)
+    wanted = rf"base model needs {model.plan(1)['weights'] / MIB:.1f} MiB on device cuda-emulated"
+    with pytest.raises(MemoryError, match=wanted + r", which can give 2\.0 of its \d+\.\d MiB"):
+        model.load("final_norm", -1, np.ones(int(config["width"]), np.float32))
+    with pytest.raises(MemoryError, match=r"a cache of keys and values of 65536 tokens needs"):
+        _core.Sampler(core, tokens=65536)
+    before = adapter.read("weights")
+    with pytest.raises(MemoryError, match=r"a training step of 2000 tokens needs \d+\.\d MiB"):
+        call(adapter, [datum(tokens_of("qwen3", 100, seed=i)) for i in range(20)])
+    np.testing.assert_array_equal(adapter.read("weights"), before)
+    assert not adapter.read("gradients").any()
+    call(adapter, [datum(tokens_of("qwen3", 3))])  # what fits goes on
+
+
+def test_defaults_are_made_of_the_cards_memory(card: CardMaker) -> None:
+    config, freq = wide_config(width=512, ffn=2048, layers=12)
+    sizes = {}
+    for gib in (1, 2, 4, 64):
+        card(gib * 1024 * MIB)
+        sizes[gib] = plan(config, freq, "bf16", rank=8, device="cuda-emulated")
+        room = (
+            sizes[gib]["all"] - sizes[gib]["weights"]
+        )  # the card is its own but for tests' models
+        assert sizes[gib]["step"] < room / 2 and sizes[gib]["cache"] <= room / 4
+    steps = [sizes[gib]["step_tokens"] for gib in sizes]
+    caches = [sizes[gib]["cache"] for gib in sizes]
+    assert steps == sorted(steps) and steps[0] < steps[-1] == 8192
+    assert caches == sorted(caches) and caches[0] < caches[-1]
+
+
+def test_info_prints_the_plan(library: ctypes.CDLL, capsys: pytest.CaptureFixture[str]) -> None:
+    from tinsmith.cli import main
+
+    assert main(["info", str(folder("qwen3")), "--rank", "4", "--tokens", "64"]) == 0
+    printed = capsys.readouterr().out
+    for words in ("base weights", "a training step of 64 tokens", "a KV cache of", "can give"):
+        assert words in printed
+
+
+# ---- the stream ----
+
+
+def test_a_step_waits_once_and_the_pipelined_gradient_is_the_same(library: ctypes.CDLL) -> None:
+    """Two chunks of logits. With q = logp a ratio is 1, and importance_sampling's gradient that of
+    cross_entropy with the advantages as weights, to the bit."""
+    core, ids = load().core, [tokens_of("qwen3", 103, seed=i) for i in range(6)]
+    advantages = np.linspace(-1, 2, 103, dtype=np.float32)
+    advantages[:20] = 0
+    logp, gradients, waits = [], [], []
+    for loss in ("cross_entropy", "importance_sampling"):
+        adapter = randomize(_core.Adapter(core, rank=4))
+        if loss == "cross_entropy":
+            data = [datum(one, weights=advantages) for one in ids]
+        else:
+            data = [
+                datum(one, logprobs=q, advantages=advantages)
+                for one, q in zip(ids, logp, strict=True)
+            ]
+        before = library.cuda_emulated_waits()
+        logp, _ = call(adapter, data, loss)
+        waits.append(library.cuda_emulated_waits() - before)
+        gradients.append(adapter.read("gradients"))
+    # An array to reserve, the log-probabilities, the step's end, the gradient's norm.
+    assert waits[0] <= 6 and waits[1] <= waits[0] + 2, waits
+    np.testing.assert_array_equal(*gradients)
+
+
+# ---- decoding steps, recorded ----
+
+
+def decode(
+    core: _core.Model, requests: list[dict[str, Any]], joins: dict[int, int], **options: Any
+) -> tuple[list[dict[str, Any]], tuple[int, int]]:
+    """Results of requests decoded together, and the sampler's (steps, replays); `joins` says before
+    which step a request comes."""
+    sampler, results = _core.Sampler(core, **options), {}
+    for step in range(400):
+        for number, asked in enumerate(requests):
+            if joins.get(number, 0) == step:
+                sampler.add(number, **asked)
+        _, done = sampler.step()
+        results |= {number: sampler.take(number) for number in done}
+        if len(results) == len(requests):
+            return [results[number] for number in range(len(requests))], sampler.replays
+    raise AssertionError("the sampler does not get on")
+
+
+def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        for sample, as_sample in zip(one["samples"], other["samples"], strict=True):
+            np.testing.assert_array_equal(sample["tokens"], as_sample["tokens"])
+            np.testing.assert_array_equal(sample["logprobs"], as_sample["logprobs"])
+            assert sample["stop_reason"] == as_sample["stop_reason"]
+
+
+@pytest.mark.parametrize("spec", ("qwen3", "llama-tied"))
+def test_replayed_steps_give_the_same_bits(library: ctypes.CDLL, spec: str) -> None:
+    """One, three and six sequences, so that rows are nobody's; one joins late with a prompt that
+    makes the arena grow, and one crosses a page."""
+    core = load(spec).core
+    adapter = randomize(_core.Adapter(core, rank=4))
+    options = ({"temperature": 0.0}, {"top_k": 7, "num_samples": 3}, {"top_p": 0.8}, {})
+    requests = [
+        {"prompt": tokens_of(spec, length), "adapter": adapter, "seed": length, **more}
+        | {"max_tokens": 6 + 4 * (length == 61)}
+        for length, more in zip((5, 3, 61, 90), options, strict=True)
+    ]
+    joins = {1: 3, 3: 7}
+    found, (steps, replays) = decode(core, requests, joins, tokens=1024)
+    wanted, none = decode(core, requests, joins, tokens=1024, graphs=False)
+    assert steps > replays >= 4 and none == (0, 0)
+    assert_same(found, wanted)
+
+
+def test_an_adapter_that_learns_is_seen_and_another_is_not_taken_for_it(
+    library: ctypes.CDLL,
+) -> None:
+    """In place, weights change under the recording; a new adapter, at the old one's address even,
+    has recordings of its own."""
+    core, prompt = load().core, tokens_of("qwen3", 9)
+    asked = {"prompt": prompt, "max_tokens": 6, "temperature": 0.0, "num_samples": 2}
+    sampler, seen = _core.Sampler(core, tokens=512), []
+    for seed in range(4):
+        if seed % 2 == 0:
+            adapter = None  # frees the old one's memory
+            adapter = _core.Adapter(core, rank=2 + seed)
+        randomize(adapter, seed)
+        sampler.add(seed, adapter=adapter, **asked)
+        while sampler.active:
+            for done in sampler.step()[1]:
+                seen.append(sampler.take(done))
+        wanted, _ = decode(core, [asked | {"adapter": adapter}], {}, tokens=512, graphs=False)
+        assert_same(seen[-1:], wanted)
+    assert sampler.replays[1] >= 8
+
+
+def test_a_replay_after_scratch_has_moved_is_recorded_anew(library: ctypes.CDLL) -> None:
+    """Attention of 64 rows cuts its keys into chunks, which take more scratch than there was. Long
+    prompts come first, so that the arena has its size already."""
+    core = load().core
+    asked = {"prompt": tokens_of("qwen3", 9), "max_tokens": 24, "seed": 5}
+    crowd = {"prompt": tokens_of("qwen3", 2), "max_tokens": 3, "num_samples": 63}
+    found = []
+    for graphs in (True, False):
+        sampler, results = _core.Sampler(core, tokens=8192, graphs=graphs), {}
+        for number in range(4):
+            sampler.add(number, tokens_of("qwen3", 150, seed=number), max_tokens=1)
+        for step in range(60):
+            if step == 4:
+                sampler.add(8, **asked)
+            if step == 12:
+                sampler.add(9, **crowd)
+                free = core.plan(4, 8)["free"]
+            results |= {done: sampler.take(done) for done in sampler.step()[1]}
+            if len(results) == 6:
+                break
+        found.append([results[8], results[9]])
+        assert sampler.replays[1] >= 15 or not graphs
+        grown = free - core.plan(4, 8)["free"]
+        assert grown == (
+            64 * 6 * 64 * 12 * 4 - MIB if graphs else 0
+        )  # of scratch, and nothing else
+    assert_same(*found)
+
+
+# ---- a card that can't be used ----
+
+
+def test_an_old_driver_and_an_old_card_are_told(card: CardMaker) -> None:
+    for options, sentence in (
+        ({"driver": 12040}, "the NVIDIA driver is for CUDA 12.4, and tinsmith was built with 13.0"),
+        ({"driver": 0}, "no NVIDIA driver"),
+        ({"major": 7, "minor": 5}, "has compute capability 7.5, and tinsmith needs 8.0 or more"),
+        ({"size": 8 * MIB}, "workspace of products needs 32.0 MiB, and the card can give"),
+    ):
+        card(**options)
+        assert sentence in _core.devices()["cuda-emulated"]
+        with pytest.raises((RuntimeError, MemoryError), match="cuda-emulated: "):
+            load()
+    card()
+    assert _core.devices()["cuda-emulated"] == ""
+
+
+LOST = "The GPU is lost to this process: start the server again"
+
+
+@pytest.mark.parametrize("after", (0, 3, 40, 200))
+def test_a_card_lost_in_a_step_is_told_there_and_ever_after(
+    library: ctypes.CDLL, card: CardMaker, after: int
+) -> None:
+    core, data = load().core, [datum(tokens_of("qwen3", 12))]
+    adapter = randomize(_core.Adapter(core, rank=4))
+    sampler = _core.Sampler(core, tokens=512)
+    call(adapter, data)
+    library.cuda_emulated_lose(after)
+    with pytest.raises(RuntimeError, match=f"unspecified launch failure. {LOST}"):
+        for _ in range(20):
+            call(adapter, data)
+    adam = {"learning_rate": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0}
+    sampler.add(1, tokens_of("qwen3", 5), max_tokens=3)
+    for later in (
+        lambda: call(adapter, data, backward=False),
+        lambda: adapter.optim_step(**adam, grad_clip_norm=0.0),
+        lambda: adapter.read("weights"),  # what a checkpoint would be made of
+        lambda: adapter.write("weights", np.zeros(adapter.size, np.float32)),
+        lambda: adapter.snapshot(),
+        lambda: _core.Adapter(core, rank=2),
+        lambda: _core.Sampler(core, tokens=512),
+        sampler.step,
+    ):
+        with pytest.raises(RuntimeError, match=LOST):
+            later()
+
+
+def test_a_client_is_told_that_the_card_is_lost_and_checkpoints_stay_whole(
+    library: ctypes.CDLL, card: CardMaker, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    from tinker import AdamParams, RequestFailedError, SamplingParams
+    from tinker.types import ModelInput
+    from tinsmith.server import Backend
+
+    data = [make_datum([1, 2, 3, 4], [2, 3, 4, 5])]
+    with (
+        Backend({"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cuda-emulated") as backend,
+        backend.service_client() as service,
+    ):
+        client = service.create_lora_training_client("tiny", rank=4).result()
+        client.forward_backward(data, "cross_entropy").result()
+        client.optim_step(AdamParams(learning_rate=0.01)).result()
+        path = client.save_state("whole").result().path
+        logp = logprobs(client.forward(data, "cross_entropy").result())
+        sampling = client.save_weights_and_get_sampling_client().result()
+        files = sorted(tmp_path.rglob("*"))
+        library.cuda_emulated_lose(100)
+        for later in (
+            lambda: client.forward_backward(data, "cross_entropy"),
+            lambda: client.optim_step(AdamParams(learning_rate=0.01)),
+            lambda: client.save_state("torn"),
+            lambda: sampling.sample(ModelInput.from_ints([1, 2]), 1, SamplingParams(max_tokens=2)),
+        ):
+            with pytest.raises(RequestFailedError, match=LOST):
+                later().result()
+        assert sorted(tmp_path.rglob("*")) == files
+    library.cuda_emulated_lose(-1)  # the server is started again
+    with (
+        Backend({"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cuda-emulated") as backend,
+        backend.service_client() as service,
+    ):
+        client = service.create_training_client_from_state_with_optimizer(path).result()
+        again = logprobs(client.forward(data, "cross_entropy").result())
+    np.testing.assert_array_equal(again[0], logp[0])

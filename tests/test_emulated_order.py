@@ -1,0 +1,41 @@
+"""Every op on the emulated GPU with warps and blocks run forward, in reverse and at random: the
+same bits each time. Left alone the emulator takes the three in turn, by launch and block."""
+
+import ctypes
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from engine import Unavailable, device, emulated_library
+from op_cases import CASES, run
+
+ORDERS = {"forward": 0, "reverse": 1, "random": 2}  # emulate::Order
+IN_TURN = 3
+
+
+@pytest.fixture
+def set_order() -> Iterator[Callable[[int], None]]:
+    """Sets the emulator's order, which is in turn again afterwards."""
+    try:
+        choose = ctypes.CDLL(str(emulated_library())).cuda_emulated_order
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    yield choose
+    choose(IN_TURN)
+
+
+@pytest.mark.parametrize("op", CASES)
+def test_an_ops_bits_are_the_same_in_every_order_of_warps(
+    set_order: Callable[[int], None], op: str
+) -> None:
+    build, sizes = CASES[op]
+    for number, size in enumerate(sizes):
+        results = {}
+        for name, order in ORDERS.items():
+            set_order(order)
+            args = build(np.random.default_rng(number), **size)
+            results[name] = run(device("cuda-emulated"), op, args)
+        for name, found in results.items():
+            for key, value in found.items():
+                wanted = results["forward"][key]
+                np.testing.assert_array_equal(value, wanted, f"{op} {size}: {key}, {name}")

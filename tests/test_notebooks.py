@@ -1,0 +1,92 @@
+"""Every notebook in notebooks/ runs from top to bottom in a real kernel, and learns what it says;
+a kernel's interrupt ends a training step in it."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from jupyter_client.manager import start_new_kernel
+from nbclient import NotebookClient
+from tinsmith.demo.demo import MODEL
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_shows_what_it_gave_and_nothing_of_the_machine(path: Path) -> None:
+    """Its outputs are those of one run from top to bottom, without warnings and paths."""
+    cells = code_cells(nbformat.read(path, as_version=4))
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    shown = json.dumps([cell.outputs for cell in cells])
+    assert "stderr" not in shown
+    assert str(Path.home()) not in shown
+    assert "site-packages" not in shown
+
+
+def taught(notebook: nbformat.NotebookNode, found: Any) -> None:
+    """What the notebook on SDFT and OPSD promises."""
+    assert len(code_cells(notebook)) == 10
+    scores, curves = found
+    assert scores["student"] < 0.1
+    assert scores["teacher"] > 0.9
+    for name in ("SDFT", "OPSD"):
+        assert scores[f"student after {name}"] > 0.5, scores
+        assert sum(curves[name][-5:]) < 0.5 * sum(curves[name][:5]), name
+
+
+# By a notebook's name: an expression of its kernel's, and what is asserted of its value.
+CHECKS: dict[str, tuple[str, Callable[[nbformat.NotebookNode, Any], None]]] = {
+    "sdft_and_opsd_in_ten_cells": ("[scores, curves]", taught),
+}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    expression, check = CHECKS.get(path.stem, ("None", lambda notebook, found: None))
+    asked = nbformat.v4.new_code_cell(f"import json; print(json.dumps({expression}))")
+    run = nbformat.v4.new_notebook(cells=[*notebook.cells, asked], metadata=notebook.metadata)
+    NotebookClient(run, timeout=400, kernel_name="python3").execute()
+    [output] = [item for item in run.cells[-1].outputs if item.get("name") == "stdout"]
+    check(notebook, json.loads(output["text"]))
+
+
+SETUP = f"""
+import numpy as np, tinsmith
+model = tinsmith.Model({str(MODEL)!r}, device="cpu", threads=1)
+adapter = model.lora(rank=4, seed=1)
+rows = [np.full(2000, 7, np.int32)] * 400
+before = adapter.core.pending
+"""
+
+
+def test_a_kernels_interrupt_ends_a_step_and_leaves_the_adapter_as_it_was() -> None:
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        assert client.execute_interactive(SETUP, timeout=60)["content"]["status"] == "ok"
+        message = client.execute("adapter.forward_backward(rows, rows)")
+        while True:
+            seen = client.get_iopub_msg(timeout=60)
+            if seen["msg_type"] == "execute_input" and "rows, rows" in seen["content"]["code"]:
+                break
+        time.sleep(0.3)
+        manager.interrupt_kernel()
+        reply = client.get_shell_msg(timeout=60)
+        assert reply["parent_header"]["msg_id"] == message
+        assert reply["content"]["ename"] == "KeyboardInterrupt"
+        check = (
+            "assert adapter.core.pending == before; adapter.forward_backward(rows[:1], rows[:1])"
+        )
+        reply = client.execute_interactive(check, timeout=60)["content"]
+        assert reply["status"] == "ok", reply
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
