@@ -21,7 +21,7 @@ import tinsmith
 import torch
 from conftest import CONTEXT, VOCAB, logprobs, make_datum
 from peft import LoraConfig, PeftModel, get_peft_model
-from tinsmith import tensors
+from tinsmith import _core, tensors
 
 RNG = np.random.default_rng(0)
 TOKENS = [RNG.integers(3, 280, length).astype(np.int32) for length in (17, 40, 5)]
@@ -92,8 +92,10 @@ def test_progress_is_drawn_by_tqdm(model, tiny_model_dir: Path, capfd) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
-def test_matrices_are_kept_in_the_type_asked_for(tiny_model_dir: Path, dtype: str) -> None:
-    """The files are float32; bfloat16 rounds matrices as torch does, and nothing else."""
+def test_products_are_computed_in_the_type_asked_for(tiny_model_dir: Path, dtype: str) -> None:
+    """The files are float32; bfloat16 rounds matrices as torch does, and what meets them."""
+    if dtype == "bfloat16" and (reason := _core.devices()["cpu-bf16"]):
+        pytest.skip(reason)
     found = tinsmith.Model(tiny_model_dir, device="cpu", dtype=dtype).logprobs(TOKENS[0])
     reference = models.as_double(tiny_model_dir)
     if dtype == "bfloat16":
@@ -103,7 +105,8 @@ def test_matrices_are_kept_in_the_type_asked_for(tiny_model_dir: Path, dtype: st
                     parameter.copy_(parameter.bfloat16())
     table = models.logprobs(reference, TOKENS[0][:-1])
     wanted = models.targets_of(table, models.datum(TOKENS[0][:-1], TOKENS[0][1:]))
-    np.testing.assert_allclose(found, wanted.detach().numpy(), atol=2e-5)
+    off = np.abs(found - wanted.detach().numpy()).max()
+    assert off < 2e-5 if dtype != "bfloat16" else 2e-5 < off < 5e-3
 
 
 # ---- the API's numbers ----

@@ -50,10 +50,13 @@ class DistillOutput(ForwardBackwardOutput):
 
 @dataclass(frozen=True)
 class OptimStepOutput:
-    """grad_norm: of the gradient before clipping, after normalization. Of the calls behind the
-    step: loss, their sum, and how many tokens and sequences had a gradient that was not zero."""
+    """grad_norm: of the gradient before clipping, after normalization; grad_norm_clipped: after
+    both; weight_norm: of the weights after the step. Of the calls behind the step: loss, their sum,
+    and how many tokens and sequences had a gradient that was not zero."""
 
     grad_norm: float
+    grad_norm_clipped: float
+    weight_norm: float
     loss: float
     loss_tokens: float
     loss_sequences: float

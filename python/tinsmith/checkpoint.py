@@ -266,7 +266,8 @@ def load_meta(folder: Path | str) -> Meta:
     """What a checkpoint says of itself. FileNotFoundError where there is none."""
     content = _read_meta(Path(folder))
     names = (item.name for item in dataclasses.fields(Meta))
-    return Meta(**{name: content[name] for name in names if name in content})
+    known = {name: content[name] for name in names if name in content}
+    return Meta(**known | {"recipients": tuple(known.get("recipients", ()))})
 
 
 def load_adapter(
