@@ -10,6 +10,7 @@
  * the learner's and a teacher's, which distill.c computes; its function here is the same of a row's
  * targets alone, where the teacher's log-probabilities of them came. */
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "core.h"
@@ -203,7 +204,6 @@ static double jsd_row(const LossCall *c, int from, int count)
         if (teacher[k] <= LOGPROB_NONE) continue;
         double log_p = (double)logp[k] / tau - p_total, log_q = (double)teacher[k] / tau - q_total;
         jsd_term(log_p, log_q, c->key, &slope);
-        if (w[k] == 0.0f) slope = 0.0;
         dlogp[k] = (float)(((double)w[k] * slope - exp(log_p) * slopes) / tau);
     }
     return loss;
@@ -219,30 +219,49 @@ static double generalized_jsd(const LossCall *c)
     return loss;
 }
 
-/* A row that counts has entries, each of another id. */
+/* A row that counts has entries, each of another id. `seen` has a zero for each id, before and
+ * after. */
 static Status jsd_row_check(const int32_t *ids, const float *teacher, const float *w, int count,
-                            int datum, int row)
+                            int datum, int row, unsigned char *seen)
 {
     int live = 0, entries = 0;
+    int32_t twice = -1;
     for (int k = 0; k < count; k++) {
         live |= w[k] != 0.0f;
-        entries += teacher[k] > LOGPROB_NONE;
+        if (teacher[k] <= LOGPROB_NONE) continue;
+        entries = 1;
+        if (seen[ids[k]]) twice = ids[k];
+        seen[ids[k]] = 1;
     }
-    if (live && !entries)
+    for (int k = 0; k < count; k++) seen[ids[k]] = 0;
+    if (!live) return STATUS_OK;
+    if (!entries)
         return fail(STATUS_INVALID,
                     "datum %d: teacher_logprobs at position %d has no entry (all are %g, which "
                     "stands for none), but the weight there is not 0",
                     datum, row, (double)LOGPROB_NONE);
-    for (int k = 0; live && k < count; k++) {
-        int before = 0;
-        for (int j = 0; j < k; j++) before |= ids[j] == ids[k] && teacher[j] > LOGPROB_NONE;
-        if (before && teacher[k] > LOGPROB_NONE)
-            return fail(STATUS_INVALID,
-                        "datum %d: target_tokens at position %d has id %d twice; the ids that "
-                        "teacher_logprobs belong to must differ",
-                        datum, row, ids[k]);
-    }
-    return STATUS_OK;
+    if (twice < 0) return STATUS_OK;
+    return fail(STATUS_INVALID,
+                "datum %d: target_tokens at position %d has id %d twice; the ids that "
+                "teacher_logprobs belong to must differ",
+                datum, row, twice);
+}
+
+static Status jsd_rows_check(const Datums *d)
+{
+    int32_t most = 0;
+    for (int64_t i = 0; i < d->target_total; i++)
+        if (d->targets[i] > most) most = d->targets[i];
+    unsigned char *seen = calloc((size_t)most + 1, 1);
+    if (!seen) return fail(STATUS_MEMORY, "no memory to look at %d ids", most);
+    const float *teacher = d->input[JSD_TEACHER], *w = d->input[JSD_WEIGHTS];
+    Status status = STATUS_OK;
+    int64_t at = 0;
+    for (int i = 0; i < d->count; i++)
+        for (int t = 0; !status && t < d->lengths[i]; t++, at += d->counts[i])
+            status = jsd_row_check(d->targets + at, teacher + at, w + at, d->counts[i], i, t, seen);
+    free(seen);
+    return status;
 }
 
 static Status jsd_check(const Datums *d)
@@ -257,18 +276,13 @@ static Status jsd_check(const Datums *d)
     if (!(key[JSD_TOKEN_CLIP] > 0.0))
         return fail(STATUS_INVALID, "%s: token_clip must be more than 0, not %g", name,
                     key[JSD_TOKEN_CLIP]);
-    const float *teacher = d->input[JSD_TEACHER], *w = d->input[JSD_WEIGHTS];
-    if (!teacher) return STATUS_OK;
+    if (!d->input[JSD_TEACHER]) return STATUS_OK;
     if (key[JSD_TOP_K] != 0.0)
         return fail(STATUS_INVALID,
                     "%s: top_k goes with teacher_tokens; teacher_logprobs are of "
                     "the ids in target_tokens",
                     name);
-    int64_t at = 0;
-    for (int i = 0; i < d->count; i++)
-        for (int t = 0; t < d->lengths[i]; t++, at += d->counts[i])
-            TRY(jsd_row_check(d->targets + at, teacher + at, w + at, d->counts[i], i, t));
-    return STATUS_OK;
+    return jsd_rows_check(d);
 }
 
 const Loss loss_given = {

@@ -83,7 +83,8 @@ def test_the_gradient_is_the_losss_slope(case: str) -> None:
 
 @pytest.mark.usefixtures("on")
 def test_packed_datums_are_what_they_are_alone() -> None:
-    data = data_of()
+    """More rows than the head sees at a time, 512, and each datum with another K."""
+    data = [*data_of(), *(taught("qwen3", 150, targets) for targets in (3, 2, 5, 4))]
     whole = adapter_of("qwen3")
     wanted, total = call(whole, data, LOSS)
     alone = adapter_of("qwen3")

@@ -195,6 +195,7 @@ def batch(
     elif row["taught"]:
         teacher = _teacher(message, config, row, model)
     taken = [item for item in row["inputs"] if carried or item["name"] != LOGPROBS]
+    # What this call's datums may be: targets (N, K), and weights for whole rows of them.
     row = {**row, "multi": row["multi"] and (carried or not row["taught"]), "rows": carried}
     tokens, targets, shapes = [], [], []
     inputs: dict[str, list[NDArray[np.float32]]] = {item["name"]: [] for item in taken}
