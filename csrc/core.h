@@ -254,7 +254,11 @@ real *real_at(const Device *dev, const real *base, size_t index);
 
 /* ---- losses.c ---- */
 
+enum { JSD_BETA, JSD_TEMPERATURE, JSD_TOP_K, JSD_TOKEN_CLIP }; /* generalized_jsd's keys */
+
 enum { LOSS_INPUTS = 5, LOSS_KEYS = 4, UNGATED = -1 };
+
+#define LOGPROB_NONE (-99999.0f) /* fills up a list of the top K that has fewer */
 
 /* One piece of a batch, as flat arrays over targets: any piece, or one datum if the loss is whole.
  */
@@ -263,14 +267,20 @@ typedef struct LossCall {
     const float *logp;
     const float *input[LOSS_INPUTS]; /* in the order of the loss's row */
     const double *key;               /* configuration, likewise */
-    float *dlogp;                    /* out */
+    int rows;
+    const int32_t *start; /* (rows + 1): where each row's targets begin, plus start[0]; NULL if the
+                             loss is whole */
+    float *dlogp;         /* out */
 } LossCall;
+
+typedef struct Datums Datums;
 
 typedef struct Loss {
     const char *name;
     int multi;  /* targets may be (N, K) */
     int whole;  /* evaluate needs all targets of a datum in one call */
-    int taught; /* compares whole rows with a teacher's: distill.c; there is no evaluate */
+    int taught; /* compares whole rows with a teacher's: distill.c; or, where this input is there,
+                   a row's targets with the teacher's log-probabilities of them: evaluate */
     int linear; /* dlogp does not depend on logp: it is known before the forward */
     struct {
         const char *name;
@@ -283,6 +293,7 @@ typedef struct Loss {
         double initial; /* NAN: there is none, it must come; INFINITY: no bound */
     } key[LOSS_KEYS];
     int gate; /* input whose zeros mean: no gradient here; or UNGATED */
+    Status (*check)(const Datums *datums);    /* what the row cannot say; NULL: nothing */
     double (*evaluate)(const LossCall *call); /* returns the loss, writes dlogp */
 } Loss;
 
@@ -293,14 +304,14 @@ extern const Loss loss_given;
 
 /* ---- losses.c, datums.c, step.c, head.c: forward_backward ---- */
 
-typedef struct Datums {
+struct Datums {
     int count;
     const int32_t *tokens, *lengths, *targets, *counts;
     int64_t token_total, target_total; /* lengths of the flat arrays, as they came */
     const float *input[LOSS_INPUTS];   /* NULL: missing */
     int64_t input_total[LOSS_INPUTS];
     double key[LOSS_KEYS];
-} Datums;
+};
 
 /* Number `target` of the loss's input j, or what stands in for it. */
 float loss_input(const Loss *loss, const Datums *datums, int j, int64_t target);

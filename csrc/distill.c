@@ -57,25 +57,14 @@ typedef struct Distill {
     double loss_sum, tokens, sequences;
 } Distill;
 
-enum { BETA, TEMPERATURE, TOP_K, TOKEN_CLIP }; /* of the loss's keys */
-
 /* ---- checks ---- */
 
-static Status keys_check(const Loss *loss, const double *key, int vocab)
+static Status top_k_check(const Loss *loss, double top_k, int vocab)
 {
-    if (!(key[BETA] >= 0.0 && key[BETA] <= 1.0))
-        return fail(STATUS_INVALID, "%s: beta must be in [0, 1], not %g", loss->name, key[BETA]);
-    if (!(key[TEMPERATURE] > 0.0))
-        return fail(STATUS_INVALID, "%s: temperature must be more than 0, not %g", loss->name,
-                    key[TEMPERATURE]);
-    if (!(key[TOP_K] >= 0.0 && key[TOP_K] <= vocab) || key[TOP_K] != floor(key[TOP_K]))
-        return fail(STATUS_INVALID,
-                    "%s: top_k must be a whole number from 0 (the whole vocabulary) to %d, not %g",
-                    loss->name, vocab, key[TOP_K]);
-    if (!(key[TOKEN_CLIP] > 0.0))
-        return fail(STATUS_INVALID, "%s: token_clip must be more than 0, not %g", loss->name,
-                    key[TOKEN_CLIP]);
-    return STATUS_OK;
+    if (top_k >= 0.0 && top_k <= vocab && top_k == floor(top_k)) return STATUS_OK;
+    return fail(STATUS_INVALID,
+                "%s: top_k must be a whole number from 0 (the whole vocabulary) to %d, not %g",
+                loss->name, vocab, top_k);
 }
 
 static Status teacher_check(const Lesson *lesson, const Model *student)
@@ -151,6 +140,10 @@ static Status lesson_check(const Lesson *lesson, const Datums *d, const Model *s
     for (int i = 0; i < d->count; i++) {
         if (lesson->lengths[i] < 1)
             return fail(STATUS_INVALID, "datum %d: teacher_tokens is empty", i);
+        if (d->counts[i] > 1)
+            return fail(STATUS_INVALID,
+                        "datum %d has %d targets a position; with teacher_tokens it has one", i,
+                        d->counts[i]);
         total += lesson->lengths[i];
     }
     if (total != lesson->token_total)
@@ -505,8 +498,11 @@ Status adapter_distill(Adapter *adapter, const Datums *datums, const Loss *loss,
     if (!loss->taught)
         return fail(STATUS_INVALID, "%s is a loss without a teacher: use forward_backward",
                     loss->name);
+    if (datums->input[loss->taught])
+        return fail(STATUS_INVALID, "%s has either the teacher's tokens or its %s, not both",
+                    loss->name, loss->input[loss->taught].name);
     TRY(datums_check(datums, adapter->model, loss));
-    TRY(keys_check(loss, key, adapter->model->shape.vocab));
+    TRY(top_k_check(loss, key[JSD_TOP_K], adapter->model->shape.vocab));
     TRY(lesson_check(lesson, datums, adapter->model));
     if (with_backward) TRY(trainable(adapter));
     Distill call = {.adapter = adapter,
@@ -514,10 +510,10 @@ Status adapter_distill(Adapter *adapter, const Datums *datums, const Loss *loss,
                     .lesson = lesson,
                     .loss = loss,
                     .with_backward = with_backward,
-                    .how = {.beta = (float)key[BETA],
-                            .temperature = (float)key[TEMPERATURE],
-                            .clip = (float)key[TOKEN_CLIP],
-                            .top_k = (int32_t)key[TOP_K]}};
+                    .how = {.beta = (float)key[JSD_BETA],
+                            .temperature = (float)key[JSD_TEMPERATURE],
+                            .clip = (float)key[JSD_TOKEN_CLIP],
+                            .top_k = (int32_t)key[JSD_TOP_K]}};
     TRY(distill_open(&call));
     adapter->held = 0;
     adapter->interrupted = 0;

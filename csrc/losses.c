@@ -7,13 +7,16 @@
  * datum at a time. Where A = 0 a target is masked, whatever its log-probability: 0 times infinity
  * is 0 (but in dro, whose quadratic term has no mask). Clip thresholds are numbers for each target,
  * for which the configuration's key stands in. A `taught` loss is one of whole rows of logits, of
- * the learner's and a teacher's, and has no function here: distill.c computes it. */
+ * the learner's and a teacher's, which distill.c computes; its function here is the same of a row's
+ * targets alone, where the teacher's log-probabilities of them came. */
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "core.h"
 
-enum { MULTI = 1, WHOLE = 1, TAUGHT = 1, LINEAR = 1, REQUIRED = 1 };
+enum { MULTI = 1, WHOLE = 1, LINEAR = 1, REQUIRED = 1 };
+enum { JSD_WEIGHTS, JSD_TEACHER }; /* generalized_jsd's inputs */
 
 /* −Σ w·lp */
 static double cross_entropy(const LossCall *c)
@@ -138,6 +141,150 @@ static double gspo(const LossCall *c)
     return loss;
 }
 
+/* mass·log, of which nothing is left without mass, also where the logarithm is infinite. */
+static double of_mass(double log_mass, double log_ratio)
+{
+    double mass = exp(log_mass);
+    return mass == 0.0 ? 0.0 : mass * log_ratio;
+}
+
+/* A term of device.h's Jsd, and d term / d log_p. */
+static double jsd_term(double log_p, double log_q, const double *key, double *slope)
+{
+    double beta = key[JSD_BETA], term;
+    if (beta == 0.0) {
+        term = of_mass(log_q, log_q - log_p);
+        *slope = -exp(log_q);
+    } else if (beta == 1.0) {
+        term = of_mass(log_p, log_p - log_q);
+        *slope = exp(log_p) + term;
+    } else {
+        double a = log_p + log1p(-beta), b = log_q + log(beta);
+        double log_m = a > b ? a + log1p(exp(b - a)) : b + log1p(exp(a - b));
+        *slope = (1.0 - beta) * of_mass(log_p, log_p - log_m);
+        term = beta * of_mass(log_q, log_q - log_m) + *slope;
+    }
+    if (!(term > key[JSD_TOKEN_CLIP])) return term;
+    *slope = 0.0;
+    return key[JSD_TOKEN_CLIP];
+}
+
+/* log Σ exp(x / temperature) over a row's ids of which the teacher's log-probability came. */
+static double log_total(const float *x, const float *teacher, int count, double temperature)
+{
+    double most = -INFINITY, sum = 0.0;
+    for (int k = 0; k < count; k++)
+        if (teacher[k] > LOGPROB_NONE && !((double)x[k] <= most)) most = (double)x[k];
+    for (int k = 0; k < count; k++)
+        if (teacher[k] > LOGPROB_NONE) sum += exp(((double)x[k] - most) / temperature);
+    return most / temperature + log(sum);
+}
+
+static double jsd_row(const LossCall *c, int from, int count)
+{
+    const float *logp = c->logp + from, *teacher = c->input[JSD_TEACHER] + from,
+                *w = c->input[JSD_WEIGHTS] + from;
+    float *dlogp = c->dlogp + from;
+    double tau = c->key[JSD_TEMPERATURE], loss = 0.0, slopes = 0.0, slope;
+    int live = 0;
+    for (int k = 0; k < count; k++) {
+        live |= w[k] != 0.0f;
+        dlogp[k] = 0.0f;
+    }
+    if (!live) return 0.0;
+    double p_total = log_total(logp, teacher, count, tau),
+           q_total = log_total(teacher, teacher, count, tau);
+    for (int k = 0; k < count; k++) {
+        if (teacher[k] <= LOGPROB_NONE || w[k] == 0.0f) continue;
+        double log_p = (double)logp[k] / tau - p_total, log_q = (double)teacher[k] / tau - q_total;
+        loss += (double)w[k] * jsd_term(log_p, log_q, c->key, &slope);
+        slopes += (double)w[k] * slope;
+    }
+    for (int k = 0; k < count; k++) {
+        if (teacher[k] <= LOGPROB_NONE) continue;
+        double log_p = (double)logp[k] / tau - p_total, log_q = (double)teacher[k] / tau - q_total;
+        jsd_term(log_p, log_q, c->key, &slope);
+        dlogp[k] = (float)(((double)w[k] * slope - exp(log_p) * slopes) / tau);
+    }
+    return loss;
+}
+
+/* Σ w·term, with p and q over a row's targets alone: softmax of lp / temperature and of the
+ * teacher's. Targets of which the teacher has none (LOGPROB_NONE) are not there. */
+static double generalized_jsd(const LossCall *c)
+{
+    double loss = 0.0;
+    for (int i = 0; i < c->rows; i++)
+        loss += jsd_row(c, c->start[i] - c->start[0], c->start[i + 1] - c->start[i]);
+    return loss;
+}
+
+/* A row that counts has entries, each of another id. `seen` has a zero for each id, before and
+ * after. */
+static Status jsd_row_check(const int32_t *ids, const float *teacher, const float *w, int count,
+                            int datum, int row, unsigned char *seen)
+{
+    int live = 0, entries = 0;
+    int32_t twice = -1;
+    for (int k = 0; k < count; k++) {
+        live |= w[k] != 0.0f;
+        if (teacher[k] <= LOGPROB_NONE) continue;
+        entries = 1;
+        if (seen[ids[k]]) twice = ids[k];
+        seen[ids[k]] = 1;
+    }
+    for (int k = 0; k < count; k++) seen[ids[k]] = 0;
+    if (!live) return STATUS_OK;
+    if (!entries)
+        return fail(STATUS_INVALID,
+                    "datum %d: teacher_logprobs at position %d has no entry (all are %g, which "
+                    "stands for none), but the weight there is not 0",
+                    datum, row, (double)LOGPROB_NONE);
+    if (twice < 0) return STATUS_OK;
+    return fail(STATUS_INVALID,
+                "datum %d: target_tokens at position %d has id %d twice; the ids that "
+                "teacher_logprobs belong to must differ",
+                datum, row, twice);
+}
+
+static Status jsd_rows_check(const Datums *d)
+{
+    int32_t most = 0;
+    for (int64_t i = 0; i < d->target_total; i++)
+        if (d->targets[i] > most) most = d->targets[i];
+    unsigned char *seen = calloc((size_t)most + 1, 1);
+    if (!seen) return fail(STATUS_MEMORY, "no memory to look at %d ids", most);
+    const float *teacher = d->input[JSD_TEACHER], *w = d->input[JSD_WEIGHTS];
+    Status status = STATUS_OK;
+    int64_t at = 0;
+    for (int i = 0; i < d->count; i++)
+        for (int t = 0; !status && t < d->lengths[i]; t++, at += d->counts[i])
+            status = jsd_row_check(d->targets + at, teacher + at, w + at, d->counts[i], i, t, seen);
+    free(seen);
+    return status;
+}
+
+static Status jsd_check(const Datums *d)
+{
+    const double *key = d->key;
+    const char *name = "generalized_jsd";
+    if (!(key[JSD_BETA] >= 0.0 && key[JSD_BETA] <= 1.0))
+        return fail(STATUS_INVALID, "%s: beta must be in [0, 1], not %g", name, key[JSD_BETA]);
+    if (!(key[JSD_TEMPERATURE] > 0.0))
+        return fail(STATUS_INVALID, "%s: temperature must be more than 0, not %g", name,
+                    key[JSD_TEMPERATURE]);
+    if (!(key[JSD_TOKEN_CLIP] > 0.0))
+        return fail(STATUS_INVALID, "%s: token_clip must be more than 0, not %g", name,
+                    key[JSD_TOKEN_CLIP]);
+    if (!d->input[JSD_TEACHER]) return STATUS_OK;
+    if (key[JSD_TOP_K] != 0.0)
+        return fail(STATUS_INVALID,
+                    "%s: top_k goes with teacher_tokens; teacher_logprobs are of "
+                    "the ids in target_tokens",
+                    name);
+    return jsd_rows_check(d);
+}
+
 const Loss loss_given = {
     .name = "dlogprobs times logprobs",
     .multi = MULTI,
@@ -206,13 +353,17 @@ static const Loss losses[] = {
     },
     {
         .name = "generalized_jsd",
-        .taught = TAUGHT,
-        .input = {{.name = "weights", .required = REQUIRED}},
+        .multi = MULTI,
+        .taught = JSD_TEACHER,
+        .input = {{.name = "weights", .required = REQUIRED},
+                  {.name = "teacher_logprobs", .missing = LOGPROB_NONE}},
         .key = {{.name = "beta", .initial = 0.5},
                 {.name = "temperature", .initial = 1.0},
                 {.name = "top_k", .initial = 0.0},
                 {.name = "token_clip", .initial = INFINITY}},
         .gate = 0,
+        .check = jsd_check,
+        .evaluate = generalized_jsd,
     },
 };
 

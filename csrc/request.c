@@ -232,7 +232,7 @@ static void scores_begin(Request *r)
     for (int i = 0; i <= r->scored; i++) r->prompt_logprobs[i] = NAN;
     for (int i = 0; i < (r->scored + 1) * r->spec.topk_prompt; i++) {
         r->top_ids[i] = 0;
-        r->top_logprobs[i] = -99999.0f;
+        r->top_logprobs[i] = LOGPROB_NONE;
     }
 }
 

@@ -162,26 +162,35 @@ static void step_close(Step *step)
 
 /* ---- the loss ---- */
 
-/* A loss's inputs for `count` targets: those that `source` lists, or where it is NULL those from
+/* Fills a call in: its targets are those that `source` lists, or where it is NULL those from
  * `from`. */
-static LossCall piece_call(Step *step, const int32_t *source, int64_t from, int64_t count,
-                           const float *logp, float *dlogp)
+static void piece_fill(Step *step, LossCall *call, const int32_t *source, int64_t from)
 {
-    LossCall call = {.count = count, .logp = logp, .key = step->datums->key, .dlogp = dlogp};
+    call->key = step->datums->key;
     for (int j = 0; j < LOSS_INPUTS && step->loss->input[j].name; j++) {
-        for (int64_t i = 0; i < count; i++)
+        for (int64_t i = 0; i < call->count; i++)
             step->input[j][i] = loss_input(step->loss, step->datums, j,
                                            step->micro->target0 + (source ? source[i] : from + i));
-        call.input[j] = step->input[j];
+        call->input[j] = step->input[j];
     }
+}
+
+/* The call for `rows` rows in the order of the head, from `row` on. */
+static LossCall rows_call(Step *step, int row, int rows)
+{
+    const int32_t *start = step->pack.start + row;
+    LossCall call = {.count = start[rows] - *start,
+                     .logp = step->logp + *start,
+                     .dlogp = step->dlogp + *start,
+                     .rows = rows,
+                     .start = start};
+    piece_fill(step, &call, step->pack.source + *start, 0);
     return call;
 }
 
-static Status piece_loss(Step *step, const int32_t *source, int64_t from, int64_t count,
-                         const float *logp, float *dlogp)
+static Status piece_loss(Step *step, const LossCall *call)
 {
-    LossCall call = piece_call(step, source, from, count, logp, dlogp);
-    double loss = step->loss->evaluate(&call);
+    double loss = step->loss->evaluate(call);
     if (!isfinite(loss))
         return fail(STATUS_NUMERIC,
                     "%s is not finite (%g) on this batch; nothing was added to the gradients",
@@ -196,9 +205,12 @@ static Status datums_loss(Step *step, const float *logp)
     const Datums *d = step->datums;
     int64_t from = 0, targets = step->micro->targets;
     for (int i = step->micro->first; i < step->micro->last; i++) {
-        int64_t count = (int64_t)d->lengths[i] * d->counts[i];
-        TRY(piece_loss(step, NULL, from, count, logp + from, step->flat + from));
-        from += count;
+        LossCall call = {.count = (int64_t)d->lengths[i] * d->counts[i],
+                         .logp = logp + from,
+                         .dlogp = step->flat + from};
+        piece_fill(step, &call, NULL, from);
+        TRY(piece_loss(step, &call));
+        from += call.count;
     }
     for (int64_t i = 0; i < targets; i++) step->dlogp[i] = step->flat[step->pack.source[i]];
     Device *dev = step->adapter->model->dev;
@@ -251,9 +263,8 @@ static int64_t chunk_targets(const Step *step, int row, int64_t *from)
 
 static Status chunk_loss(Step *step, int row)
 {
-    int64_t from, count = chunk_targets(step, row, &from);
-    return piece_loss(step, step->pack.source + from, 0, count, step->logp + from,
-                      step->dlogp + from);
+    LossCall call = rows_call(step, row, head_chunk(&step->head, row));
+    return piece_loss(step, &call);
 }
 
 /* All ops of a micro-batch, for a device that rehearses. */
@@ -343,7 +354,7 @@ static Status known_run(Step *step, int end)
     int64_t targets = step->micro->targets;
     if (step->with_backward) {
         memset(step->logp, 0, (size_t)targets * sizeof(float));
-        LossCall call = piece_call(step, step->pack.source, 0, targets, step->logp, step->dlogp);
+        LossCall call = rows_call(step, 0, h->T);
         step->loss->evaluate(&call);
         dev->upload(dev, h->dlogp, step->dlogp, (size_t)targets * sizeof(float));
     }
@@ -513,7 +524,9 @@ Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Lo
                                 float *logp, double *loss_sum)
 {
     int backward = pass == FORWARD_BACKWARD;
-    if (loss->taught) return fail(STATUS_INVALID, "%s needs a teacher: use distill", loss->name);
+    if (loss->taught && !datums->input[loss->taught])
+        return fail(STATUS_INVALID, "%s needs a teacher: use distill, or give its %s", loss->name,
+                    loss->input[loss->taught].name);
     TRY(datums_check(datums, adapter->model, loss));
     if (pass != FORWARD) TRY(trainable(adapter));
     Step step = {.adapter = adapter,

@@ -376,5 +376,5 @@ def test_the_table_of_losses_lists_what_it_takes() -> None:
         "beta": 0.5, "temperature": 1.0, "top_k": 0.0, "token_clip": np.inf,
         "teacher": "base", "teacher_ema": 0.999,
     }  # fmt: skip
-    assert [item["name"] for item in row["inputs"]] == ["weights"]
+    assert [item["name"] for item in row["inputs"]] == ["weights", "teacher_logprobs"]
     assert not any(row["taught"] for row in _core.losses() if row["name"] != LOSS)

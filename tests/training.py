@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import opsd
 import pytest
 import torch
 from models import (
@@ -99,6 +100,8 @@ def loss_of(
     }
     if loss == "cross_entropy":
         return -(inputs.get("weights", torch.ones_like(logp)) * logp).sum()
+    if loss == "generalized_jsd":
+        return jsd_of_targets(logp, inputs["teacher_logprobs"], inputs["weights"], config or {})
     q, advantage = inputs["logprobs"], inputs["advantages"]
     if loss == "dro":
         assert config is not None
@@ -117,6 +120,18 @@ def loss_of(
     if loss == "cispo":
         return -(clipped.detach() * logp * advantage).sum()
     return -torch.minimum(ratio * advantage, clipped * advantage).sum()
+
+
+def jsd_of_targets(
+    logp: torch.Tensor, teacher: torch.Tensor, weights: torch.Tensor, config: dict[str, float]
+) -> torch.Tensor:
+    """OPSD's loss of rows (N, K), each over the ids of which the teacher has something to say."""
+    total = torch.zeros((), dtype=logp.dtype)
+    for own, taught, weight in zip(logp, teacher, weights, strict=True):
+        there = taught > -99999
+        terms = opsd.generalized_jsd_loss(own[there], taught[there], reduction="none", **config)
+        total = total + (weight[there] * terms).sum()
+    return total
 
 
 def autograd(

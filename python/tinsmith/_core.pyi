@@ -20,7 +20,9 @@ class LossInput(TypedDict):
 class LossRow(TypedDict):
     name: str
     multi: bool  # whether targets may be (N, K)
-    taught: bool  # whether it compares rows with a teacher's: Adapter.distill
+    # Whether it compares rows with a teacher's: Adapter.distill; or, where teacher_logprobs came,
+    # targets (N, K) with the teacher's log-probabilities of them: Adapter.forward_backward
+    taught: bool
     inputs: list[LossInput]  # float arrays of the targets' shape
     # loss_fn_config keys and their defaults; None: it must come, infinity: there is no bound
     config: dict[str, float | None]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith import _core, checkpoint, datums, tensors
+from tinsmith import _core, checkpoint, datums, teaching, tensors
 from tinsmith.engine import Engine, Handle
 
 T = TypeVar("T")
@@ -119,13 +119,11 @@ class Adapter(Handle):
         FloatingPointError (a result that is not finite) say what was expected and what came.
         """
         if loss == JSD:
-            raise ValueError(f"{JSD} has a teacher: call adapter.{JSD}(…, teacher_tokens)")
+            raise ValueError(f"{JSD} has a teacher: call adapter.{JSD}(…)")
         given = datums.gather(tokens, targets)
         inputs, config = datums.options(loss, {"weights": weights, **options}, given)
         flat, total = self._run(
-            lambda: self.core.forward_backward(
-                given.tokens, given.lengths, given.targets, given.counts, loss, inputs, config
-            )
+            lambda: self.core.forward_backward(*given.arrays, loss, inputs, config)
         )
         return ForwardBackwardOutput(total, given.shaped(flat))
 
@@ -134,8 +132,9 @@ class Adapter(Handle):
         tokens: Any,
         targets: Any,
         weights: Any,
-        teacher_tokens: Any,
+        teacher_tokens: Any = None,
         *,
+        teacher_logprobs: Any = None,
         teacher: Handle | None = None,
         beta: float = 0.5,
         temperature: float = 1.0,
@@ -153,9 +152,23 @@ class Adapter(Handle):
 
         β 0 is KL(teacher ‖ student), β 1 KL(student ‖ teacher). top_k: over the teacher's K
         likeliest ids alone, each side made to add up to 1. token_clip: an upper limit of each
-        id's part. Errors are forward_backward's.
+        id's part.
+
+        Or teacher_logprobs (N, K) instead of teacher_tokens: the teacher's log-probabilities (up
+        to a constant) of the ids in targets, (N, K) too, as Model.topk_logprobs gives both; then
+        the comparison is over those ids, each side made to add up to 1, and weights are (N,) or
+        each id's. -99999 stands for no id. logprobs are (N, K). No teacher, no top_k. Errors are
+        forward_backward's.
         """
+        options = {"beta": beta, "temperature": temperature, "token_clip": token_clip}
+        options |= {"weights": weights, "top_k": top_k}
         given = datums.gather(tokens, targets)
+        if teacher_logprobs is not None:
+            if teacher_tokens is not None or teacher is not None:
+                raise TypeError(f"{JSD} has a teacher or teacher_logprobs, not both")
+            return self._jsd_of_targets(given, options | {teaching.LOGPROBS: teacher_logprobs})
+        if teacher_tokens is None:
+            raise TypeError(f"{JSD} needs teacher_tokens or teacher_logprobs")
         batch = tensors.is_batch(teacher_tokens)
         read = datums.sequences(
             teacher_tokens if batch else [teacher_tokens], "teacher_tokens", batch
@@ -166,8 +179,6 @@ class Adapter(Handle):
                 "for a list, of as many"
             )
         lengths = np.asarray([len(row) for row in read], np.int32)
-        options = {"beta": beta, "temperature": temperature, "token_clip": token_clip}
-        options |= {"weights": weights, "top_k": top_k}
         inputs, config = datums.options(JSD, options, given)
         if teacher is not None and not isinstance(teacher, Handle):
             found = type(teacher).__name__
@@ -176,12 +187,28 @@ class Adapter(Handle):
 
         def work() -> tuple[NDArray[np.float32], NDArray[np.float32], float]:
             return self.core.distill(
-                given.tokens, given.lengths, given.targets, given.counts, JSD, inputs, config,
-                datums.joined(read), lengths, teacher=core,
-            )  # fmt: skip
+                *given.arrays, JSD, inputs, config, datums.joined(read), lengths, teacher=core
+            )
 
         logprobs, divergences, total = self._run(work, teacher)
         return DistillOutput(total, given.shaped(logprobs), given.shaped(divergences))
+
+    def _jsd_of_targets(self, given: datums.Datums, options: dict[str, Any]) -> DistillOutput:
+        for index, shape in enumerate(given.shapes):
+            if len(shape) == 1:
+                where = f"targets[{index}]" if given.batch else "targets"
+                raise ValueError(
+                    f"{where} has shape {shape}; with teacher_logprobs it must be ({shape[0]}, K)"
+                )
+        inputs, config = datums.options(JSD, options, given)
+        flat, total = self._run(
+            lambda: self.core.forward_backward(*given.arrays, JSD, inputs, config)
+        )
+        own, teacher, weights = (
+            given.split(part) for part in (flat, inputs[teaching.LOGPROBS], inputs["weights"])
+        )
+        divergences = teaching.divergences(own, teacher, weights, config)
+        return DistillOutput(total, given.as_given(own), given.as_given(divergences))
 
     def follow(self, leader: "Adapter", decay: float) -> None:
         """weights = decay · weights + (1 - decay) · leader's, of the same layout; decay in [0, 1).
@@ -204,9 +231,7 @@ class Adapter(Handle):
         keep = keep and self._trained
 
         def work() -> NDArray[np.float32]:
-            flat = self.core.forward(
-                given.tokens, given.lengths, given.targets, given.counts, keep=keep
-            )
+            flat = self.core.forward(*given.arrays, keep=keep)
             if keep:
                 self._kept = given
             return flat

@@ -29,29 +29,42 @@ class Datums:
     given: tuple[Any, ...]  # the targets themselves, for the kind of array that they are
     batch: bool  # whether lists came
 
-    def flat(self, values: Any, name: str) -> NDArray[np.float32]:
-        """Numbers shaped like the targets, one behind the other."""
+    @property
+    def arrays(self) -> tuple[NDArray[np.int32], ...]:
+        """What the model sees, and what it is asked for."""
+        return self.tokens, self.lengths, self.targets, self.counts
+
+    def flat(self, values: Any, name: str, *, by_row: bool = False) -> NDArray[np.float32]:
+        """Numbers shaped like the targets, one behind the other; with by_row also (N,), a number
+        for each row of (N, K)."""
         parts = []
         for index, item in enumerate(_items(values, name, self)):
             where = f"{name}[{index}]" if self.batch else name
             array = tensors.to_floats(item, where)
-            if array.shape != self.shapes[index]:
+            shape = self.shapes[index]
+            if by_row and len(shape) == 2 and array.shape == shape[:1]:
+                array = np.broadcast_to(array[:, None], shape)
+            if array.shape != shape:
                 raise ValueError(
-                    f"{where} has shape {array.shape}, its targets have {self.shapes[index]}: they "
-                    "must agree"
+                    f"{where} has shape {array.shape}, its targets have {shape}: they must agree"
                 )
             parts.append(array)
         return joined(parts)
 
-    def shaped(self, flat: NDArray[np.float32]) -> Any:
-        """Flat numbers in the form of the targets: one array, or a list; of their kind."""
+    def split(self, flat: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+        """Flat numbers as an array of each sequence's targets' shape."""
         ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
         parts = np.split(flat, ends[:-1])
-        arrays = [
-            tensors.like(given, part.reshape(shape))
-            for given, part, shape in zip(self.given, parts, self.shapes, strict=True)
-        ]
-        return arrays if self.batch else arrays[0]
+        return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def as_given(self, arrays: Sequence[NDArray[np.float32]]) -> Any:
+        """An array for each sequence: one, or a list; of the targets' kind."""
+        kinds = [tensors.like(*pair) for pair in zip(self.given, arrays, strict=True)]
+        return kinds if self.batch else kinds[0]
+
+    def shaped(self, flat: NDArray[np.float32]) -> Any:
+        """Flat numbers in the form of the targets: one array, or a list; of their kind."""
+        return self.as_given(self.split(flat))
 
 
 def gather(tokens: Any, targets: Any) -> Datums:
@@ -127,7 +140,7 @@ def options(
         if name in row["config"] and (scalar or name not in names):
             config[name] = tensors.to_number(value, name)
         elif name in names:
-            inputs[name] = datums.flat(value, name)
+            inputs[name] = datums.flat(value, name, by_row=row["taught"] and name == "weights")
         else:
             takes = sorted(names | set(row["config"]))
             raise TypeError(f"{loss} has no argument {name!r}; it takes {takes}")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.custom_loss import CustomLoss, evaluate
-from tinsmith.teaching import Teacher, metrics
+from tinsmith.teaching import LOGPROBS, Teacher, divergences, metrics
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Batch:
 @dataclass(frozen=True)
 class BatchResult:
     """Log-probabilities in each datum's target shape, and the loss's sum; what else a loss tells,
-    by names that end in how they add up, and its other arrays in that shape, by name."""
+    by names that end in how they add up, and its other arrays of N rows, by name."""
 
     logprobs: tuple[NDArray[np.float32], ...]
     loss: float
@@ -104,8 +104,17 @@ def forward_backward(
         backward=backward,
         keep=keep,
     )
-    result = BatchResult(_shaped(batch, logprobs), loss)
-    return result, Kept(seq, batch, logprobs) if keep else None
+    shaped = _shaped(batch, logprobs)
+    if LOGPROBS in batch.inputs:
+        return _compared(batch, shaped, loss), None
+    return BatchResult(shaped, loss), Kept(seq, batch, logprobs) if keep else None
+
+
+def _compared(batch: Batch, logprobs: tuple[NDArray[np.float32], ...], loss: float) -> BatchResult:
+    """The result of a loss whose datums carry their teacher's log-probabilities."""
+    teacher, weights = (_shaped(batch, batch.inputs[key]) for key in (LOGPROBS, "weights"))
+    jsd = divergences(logprobs, teacher, weights, batch.config)
+    return BatchResult(logprobs, loss, metrics(jsd, weights), {"jsd": tuple(jsd)})
 
 
 def _custom(

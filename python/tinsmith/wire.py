@@ -19,7 +19,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinsmith import custom_loss
 from tinsmith.custom_loss import CustomLoss
 from tinsmith.families import BaseModel
-from tinsmith.teaching import EMA, Teacher
+from tinsmith.teaching import CONFIG, EMA, LOGPROBS, TOKENS, Teacher
 from tinsmith.training import Uploaded
 from tinsmith.worker import AdamParams, Batch, BatchResult, LoraSpec, losses
 
@@ -188,9 +188,17 @@ def batch(
         raise ValueError("forward_backward needs at least 1 datum, none came")
     row = LOSSES[name]
     config = _loss_config(message, row["config"])
-    teacher = _teacher(message, config, row, model) if row["tokens"] else None
+    carried = row["taught"] and _carries_teacher(message)
+    teacher = None
+    if carried:
+        config = _without_teacher(message, config)
+    elif row["taught"]:
+        teacher = _teacher(message, config, row, model)
+    taken = [item for item in row["inputs"] if carried or item["name"] != LOGPROBS]
+    # What this call's datums may be: targets (N, K), and weights for whole rows of them.
+    row = {**row, "multi": row["multi"] and (carried or not row["taught"]), "rows": carried}
     tokens, targets, shapes = [], [], []
-    inputs: dict[str, list[NDArray[np.float32]]] = {item["name"]: [] for item in row["inputs"]}
+    inputs: dict[str, list[NDArray[np.float32]]] = {item["name"]: [] for item in taken}
     for index, datum in enumerate(message.data):
         where = f"datum {index}"
         row_tokens = _datum_tokens(datum, where, model)
@@ -199,9 +207,9 @@ def batch(
         tokens.append(row_tokens)
         targets.append(row_targets.ravel())
         shapes.append(row_targets.shape)
-        for item in row["inputs"]:
+        for item in taken:
             if item["required"] or item["name"] in datum.loss_fn_inputs:
-                array = _datum_input(datum, where, item["name"], row_targets.shape, name)
+                array = _datum_input(datum, where, item["name"], row_targets.shape, row)
             elif item["fallback"] in inputs and item["fallback"] not in config:
                 array = inputs[item["fallback"]][-1]
             else:
@@ -219,6 +227,40 @@ def batch(
         shapes=tuple(shapes),
         teacher=teacher,
     )
+
+
+def _carries_teacher(message: pb.ForwardBackwardRequest) -> bool:
+    """Whether datums have their teacher's log-probabilities, which then all must."""
+    keys = [sorted({TOKENS, LOGPROBS} & set(datum.loss_fn_inputs)) for datum in message.data]
+    if not any(LOGPROBS in found for found in keys):
+        return False
+
+    def one_of(found: list[str]) -> str:
+        return found[0] if found else f"neither {TOKENS} nor {LOGPROBS}"
+
+    for index, found in enumerate(keys):
+        if len(found) == 2:
+            raise ValueError(f"datum {index} has both {TOKENS} and {LOGPROBS}: it needs one")
+        if found != keys[0]:
+            raise ValueError(
+                f"datum {index} has {one_of(found)}, datum 0 has {one_of(keys[0])}: all datums of "
+                "a call must have the same one"
+            )
+    return True
+
+
+def _without_teacher(
+    message: pb.ForwardBackwardRequest, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The configuration of a loss whose datums carry their teacher: nothing says who it is."""
+    given = {*message.loss_fn_config, *message.loss_fn_config_v2}
+    refused = sorted(given & {"top_k", *CONFIG})
+    if refused:
+        raise ValueError(
+            f"loss_fn_config {', '.join(refused)} goes with {TOKENS}: {LOGPROBS} are already the "
+            f"teacher's, of the ids in {TARGETS}"
+        )
+    return {key: value for key, value in config.items() if key not in CONFIG}
 
 
 def _teacher(
@@ -241,7 +283,8 @@ def _teacher(
         if key not in datum.loss_fn_inputs:
             raise ValueError(
                 f"datum {index}: {row['name']} needs {key} in loss_fn_inputs: the teacher's "
-                f"prompt and then the completion; there came {sorted(datum.loss_fn_inputs)}"
+                f"prompt and then the completion (or {LOGPROBS}, of (N, K) {TARGETS}); there "
+                f"came {sorted(datum.loss_fn_inputs)}"
             )
         array = _tensor(datum.loss_fn_inputs[key], where)
         if array.dtype.kind != "i" or array.ndim != 1:
@@ -344,6 +387,10 @@ def _datum_targets(
             f"{where}: {TARGETS} has shape {array.shape}, model_input has {length} tokens: "
             "they must agree"
         )
+    if array.ndim == 1 and row.get("rows"):
+        raise ValueError(
+            f"{where}: {TARGETS} has shape {array.shape}; with {LOGPROBS} it must be ({length}, K)"
+        )
     if array.size == 0:
         raise ValueError(f"{where}: {TARGETS} has shape {array.shape}: at least 1 is needed")
     check_ids(array, vocab, f"{where}: {TARGETS}")
@@ -359,12 +406,15 @@ def _check_keys(datum: pb.Datum, where: str) -> None:
 
 
 def _datum_input(
-    datum: pb.Datum, where: str, key: str, shape: tuple[int, ...], loss: str
+    datum: pb.Datum, where: str, key: str, shape: tuple[int, ...], row: Mapping[str, Any]
 ) -> NDArray[np.float32]:
+    """Numbers of the targets' shape; where a loss compares rows, weights may be (N,), a row's."""
     if key not in datum.loss_fn_inputs:
         came = sorted(datum.loss_fn_inputs)
-        raise ValueError(f"{where}: {loss} needs {key} in loss_fn_inputs; there came {came}")
+        raise ValueError(f"{where}: {row['name']} needs {key} in loss_fn_inputs; there came {came}")
     array = _tensor(datum.loss_fn_inputs[key], f"{where}: {key}")
+    if row["rows"] and key == "weights" and array.shape == shape[:1]:
+        array = np.broadcast_to(array[:, None], shape)
     if array.shape != shape:
         raise ValueError(
             f"{where}: {key} has shape {array.shape}, {TARGETS} has {shape}: they must agree"
@@ -490,7 +540,7 @@ def batch_message(result: BatchResult) -> bytes:
     """A ForwardBackwardOutput: consecutive datums of one trailing shape share an ArrayRecord."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     rows = enumerate(result.logprobs)
-    for trailing, group in itertools.groupby(rows, key=lambda item: item[1].shape[1:]):
+    for _, group in itertools.groupby(rows, key=lambda item: item[1].shape[1:]):
         datums = [index for index, _ in group]
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(datums))
         for name, output in {"logprobs": result.logprobs, **result.outputs}.items():
@@ -500,7 +550,7 @@ def batch_message(result: BatchResult) -> bytes:
             ends = np.cumsum([0] + [4 * array.size for array in arrays])
             tensor.offsets = as_bytes(ends, "<i8")
             tensor.dtype = pb.DTYPE_FLOAT32
-            tensor.trailing_shape.extend(trailing)
+            tensor.trailing_shape.extend(arrays[0].shape[1:])
     message.metrics["loss:sum"] = result.loss
     message.metrics.update(result.metrics)
     return message.SerializeToString()
