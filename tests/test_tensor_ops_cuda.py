@@ -6,6 +6,7 @@ The bar is torch's: what the same formula errs in torch's bf16, and half a unit 
 import ctypes
 import gc
 import sys
+import threading
 
 import cuda_arrays
 import numpy as np
@@ -247,6 +248,43 @@ def test_no_row_sees_the_cut_of_chunks():
     for i in (0, 60, 61, 129):
         one = ops.gather_logprobs(Tensor(x[i : i + 1]), Tensor(w), ids[i : i + 1]).array
         assert one[0] == whole[i]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_arrays_may_begin_at_any_element(dtype):
+    """As a slice of rows of odd width does: no load of 16 bytes begins there."""
+
+    def shifted(tensor):
+        whole = np.zeros(tensor.array.size + 1, tensor.dtype)
+        whole[1:] = tensor.array.ravel()
+        return Tensor(whole[1:].reshape(tensor.shape))
+
+    (x, w), _ = inputs(dtype, dtype)
+    logits, _ = given(np.random.default_rng(8).standard_normal((N, V + 3)), dtype)
+    ids, grad = np.arange(N), np.linspace(-1, 1, N, dtype=np.float32)
+    for arrays in ((x, w), (logits,)):
+        want = ops.gather_logprobs_backward(grad, *arrays, ids)
+        got = ops.gather_logprobs_backward(grad, *map(shifted, arrays), ids)
+        for a, b in zip(*((r if len(arrays) > 1 else (r,)) for r in (got, want)), strict=True):
+            np.testing.assert_array_equal(a.array, b.array)
+
+
+def test_threads_take_turns_and_drop_results_meanwhile():
+    (x, w), _ = inputs("bf16", "bf16")
+    want = ops.topk_logprobs(x, w, 5)[1].array
+    wrong = []
+
+    def work():
+        for _ in range(20):
+            if not np.array_equal(ops.topk_logprobs(x, w, 5)[1].array, want):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 @pytest.mark.parametrize("n", [0, 1])
