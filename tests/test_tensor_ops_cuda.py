@@ -13,6 +13,7 @@ import numpy as np
 import opsd
 import pytest
 import tinsmith.ops as ops
+import tinsmith.torch as tt
 import torch
 from cuda_arrays import Tensor
 from engine import Device, Unavailable, emulated_library, from_bf16, to_bf16
@@ -296,6 +297,38 @@ def test_no_rows_and_one(n):
     assert dx.shape == (n, D) and dw.shape == (V, D)
     assert n or not dw.array.any()
     assert ops.topk_logprobs(x, w, 0)[0].shape == (n, 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_own_tensors_and_gradients_stay_on_their_device(device, dtype):
+    _core.cuda_arrays_through("cuda")
+    if device == "cuda" and (_core.devices()["cuda"] or not torch.cuda.is_available()):
+        pytest.skip("no GPU, or no torch for it")
+    rng = np.random.default_rng(10)
+    x, w, teacher = (rng.standard_normal(shape) for shape in ((N, D), (V, D), (N, V)))
+    x, w, teacher = (torch.tensor(a).to(dtype).double().numpy() for a in (x, w, teacher))
+    ids, weights = torch.tensor(rng.integers(0, V, (N, 3))), torch.tensor(rng.random((N, 3)))
+
+    def formula(x, w):
+        logits = x @ w.T
+        logp = torch.log_softmax(logits, -1).gather(-1, ids)
+        other = torch.tensor(teacher).to(x.dtype)
+        jsd = opsd.generalized_jsd_loss(logits[None], other[None], reduction="sum")
+        return logp, -(weights * logp).sum() + jsd + logp.sum()
+
+    want = in_torch(formula, x, w)
+    gx, gw = (torch.tensor(a, dtype=dtype, device=device).requires_grad_() for a in (x, w))
+    there, other = ids.to(device), torch.tensor(teacher, dtype=dtype, device=device)
+    logp = tt.gather_logprobs(gx, gw, there)
+    loss = tt.linear_cross_entropy(gx, gw, there, weights.to(device)) + logp.sum()
+    (loss + tt.generalized_jsd((gx, gw), other, reduction="sum")).backward()
+    frozen = tt.gather_logprobs(gx, gw.detach(), there)
+    ours = (logp, gx.grad, gw.grad)
+    for got, (exact, half) in zip(ours, want, strict=True):
+        assert got.device.type == device
+        holds(Tensor(got.detach().float().cpu().numpy()), exact, half)
+    assert torch.equal(frozen, logp)
 
 
 # ---- the protocol ----

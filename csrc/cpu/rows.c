@@ -88,42 +88,49 @@ void CPU(scatter)(Device *dev, real *y, const real *x, const int32_t *rows, int 
 typedef struct Convert {
     float *wide;
     uint16_t *half;
-    const float *from_wide;
-    const uint16_t *from_half;
     int64_t n;
 } Convert;
 
+/* The numbers of a job, at least one, begin at *from. */
+static int64_t convert_part(const Convert *c, int64_t job, int64_t *from)
+{
+    *from = job * GRAIN;
+    return c->n - *from < GRAIN ? c->n - *from : GRAIN;
+}
+
 static void widen_job(void *context, int64_t job)
 {
-    const Convert *c = context;
-    int64_t from = job * GRAIN, to = c->n - from < GRAIN ? c->n : from + GRAIN;
-    for (int64_t i = from; i < to; i++) {
-        uint32_t bits = (uint32_t)c->from_half[i] << 16;
-        memcpy(c->wide + i, &bits, sizeof bits);
+    int64_t from, count = convert_part(context, job, &from);
+    float *restrict to = ((const Convert *)context)->wide + from;
+    const uint16_t *restrict half = ((const Convert *)context)->half + from;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = (uint32_t)half[i] << 16;
+        memcpy(to + i, &bits, sizeof bits);
     }
 }
 
 static void narrow_job(void *context, int64_t job)
 {
-    const Convert *c = context;
-    int64_t from = job * GRAIN, to = c->n - from < GRAIN ? c->n : from + GRAIN;
-    for (int64_t i = from; i < to; i++) {
+    int64_t from, count = convert_part(context, job, &from);
+    uint16_t *restrict to = ((const Convert *)context)->half + from;
+    const float *restrict wide = ((const Convert *)context)->wide + from;
+    for (int64_t i = 0; i < count; i++) {
         uint32_t bits;
-        memcpy(&bits, c->from_wide + i, sizeof bits);
-        int nan = (bits & 0x7fffffff) > 0x7f800000;
-        c->half[i] =
-            (uint16_t)(nan ? (bits >> 16) | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+        memcpy(&bits, wide + i, sizeof bits);
+        uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
+        to[i] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
     }
 }
 
+/* One of the two arrays is only read. */
 void CPU(widen)(Device *dev, float *y, const void *x, int64_t n)
 {
-    Convert c = {.wide = y, .from_half = x, .n = n};
+    Convert c = {y, (uint16_t *)x, n};
     cpu_run(dev, (n + GRAIN - 1) / GRAIN, widen_job, &c);
 }
 
 void CPU(narrow)(Device *dev, void *y, const float *x, int64_t n)
 {
-    Convert c = {.half = y, .from_wide = x, .n = n};
+    Convert c = {(float *)x, y, n};
     cpu_run(dev, (n + GRAIN - 1) / GRAIN, narrow_job, &c);
 }
