@@ -41,7 +41,9 @@ PyObject *cuda_arrays_through(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "s:cuda_arrays_through", &name)) return NULL;
     for (size_t i = 1; i < sizeof engines / sizeof *engines; i++)
         if (strcmp(name, engines[i].name) == 0) {
+            pthread_mutex_lock(&turn);
             cuda_engine = i;
+            turn_end();
             Py_RETURN_NONE;
         }
     PyErr_Format(PyExc_ValueError, "name must be cuda or cuda-emulated, not %s", name);
