@@ -86,6 +86,9 @@ struct Device {
     size_t (*frozen_bytes)(Device *dev, DType type, int rows, int cols);
     /* Puts a row-major (rows, cols) host array in the device's own order. */
     void (*frozen_load)(Device *dev, frozen *to, const void *from, DType type, int rows, int cols);
+    /* The handle of the stream that all work goes to, as DLPack's `stream` has it; NULL where ops
+     * are done when they return. */
+    uintptr_t (*stream)(Device *dev);
     /* Waits for all work and returns the first failure since the last sync. */
     Status (*sync)(Device *dev);
     void (*close)(Device *dev);

@@ -3,216 +3,352 @@
  * A chunk is as many rows as have CHUNK_BYTES of logits. Hidden states meet the weight where it
  * lies (matmul); the logits turn into their own gradient in place, from which the chunk's rows of
  * d hidden and its part of d weight are made before the next chunk takes the memory. Logits in f32
- * are read where they lie, and their gradient is written where it belongs: no chunk at all. bf16
- * is widened on the way in and rounded to the nearest on the way out; sums are f32.
+ * are read where they lie, and a gradient of the device's `real` is written where it belongs: where
+ * both hold (f32 on the CPU) there is no chunk at all. What is of the other type is widened or
+ * rounded on the way; sums are f32.
  *
- * This runs on the CPU device, whose memory is the host's and whose `real` is f32. */
+ * Each operation is a walk over the rows, which a device that needs memory of its own rehearses. */
 #include "tensor_ops.h"
 
-#include <assert.h>
-#include <string.h>
+#include <stdlib.h>
+
+#include "core.h"
 
 enum {
     CHUNK_BYTES = 128 << 20,
     ROWS_MOST = 4096, /* of a chunk that needs no memory */
 };
 
-/* A chunk's memory. */
+/* A chunk's memory; what the operation has no need of is not there. */
 typedef struct Chunk {
     Device *dev;
-    void *memory;
-    size_t bytes;
+    Arena memory;
     int most;       /* rows */
-    float *logits;  /* (most,V), where rows need it */
+    float *logits;  /* (most,V) */
     float *other;   /* the teacher's */
-    float *x, *dx;  /* (most,D) in f32 */
+    real *dlogits;  /* (most,V): over the logits, unless those are the caller's */
+    real *x;        /* (most,D) */
+    float *dx;      /* (most,D) */
+    float *dweight; /* (V,D) */
     float *lse;     /* (most) */
     int32_t *start; /* (most + 1): K targets a row */
 } Chunk;
 
-static int in_place(const Rows *rows)
+static size_t type_bytes(DType type)
+{
+    return type == DTYPE_F32 ? 4 : 2;
+}
+
+static int is_real(const Device *dev, DType type)
+{
+    return type_bytes(type) == dev->real_bytes;
+}
+
+static int width_of(const Rows *rows)
+{
+    return rows->weight ? rows->D : rows->V;
+}
+
+/* Logits that are read where they lie. */
+static int are_there(const Rows *rows)
 {
     return !rows->weight && rows->type == DTYPE_F32;
 }
 
-static Status chunk_open(Chunk *chunk, Device *dev, const Rows *rows, const Rows *other, int K)
+/* The rows' own gradient is the logits': it is written where it belongs. */
+static int gets_dlogits(const Device *dev, const Rows *rows)
 {
-    assert(dev->real_bytes == sizeof(float));
-    int64_t fit = CHUNK_BYTES / ((int64_t)rows->V * 4), N = rows->N;
-    int most = (int)(fit < 1 ? 1 : fit < N ? fit : N);
-    if (in_place(rows) && (!other || in_place(other))) most = (int)(N < ROWS_MOST ? N : ROWS_MOST);
-    size_t V = (size_t)rows->V, D = (size_t)(rows->weight ? rows->D : 0);
-    if (other && other->weight && other->D > rows->D) D = (size_t)other->D;
-    size_t n = (size_t)(most ? most : 1);
-    size_t floats[] = {
-        in_place(rows) ? 0 : n * V, other && !in_place(other) ? n * V : 0, n * D, n * D, n, n + 1};
-    enum { PARTS = sizeof floats / sizeof *floats };
-    *chunk = (Chunk){.dev = dev, .most = (int)n};
-    for (int i = 0; i < PARTS; i++) chunk->bytes += (floats[i] * 4 + 63) / 64 * 64;
-    TRY(dev->alloc(dev, &chunk->memory, chunk->bytes));
-    char *at = chunk->memory;
-    void *part[PARTS];
-    for (int i = 0; i < PARTS; i++) {
-        part[i] = at;
-        at += (floats[i] * 4 + 63) / 64 * 64;
-    }
-    chunk->logits = part[0];
-    chunk->other = part[1];
-    chunk->x = part[2];
-    chunk->dx = part[3];
-    chunk->lse = part[4];
-    chunk->start = part[5];
-    for (int i = 0; i <= (int)n; i++) chunk->start[i] = i * K;
+    return !rows->weight && is_real(dev, rows->type);
+}
+
+static int64_t rows_bytes(const Rows *rows, int64_t count)
+{
+    return count * width_of(rows) * (int64_t)type_bytes(rows->type);
+}
+
+/* Places (or measures) what an operation on these rows, with these gradients wanted, needs. */
+static void chunk_place(Chunk *chunk, const Rows *rows, const Rows *other, RowsGradient gradient)
+{
+    Arena *arena = &chunk->memory;
+    const Device *dev = chunk->dev;
+    size_t n = (size_t)chunk->most, real_bytes = dev->real_bytes, V = (size_t)rows->V, D = 0;
+    int backward = gradient.rows || gradient.weight;
+    arena->used = 0;
+    if (!are_there(rows)) chunk->logits = arena_take(arena, n * V * sizeof(float));
+    if (other && !are_there(other)) chunk->other = arena_take(arena, n * V * sizeof(float));
+    chunk->dlogits = (real *)chunk->logits;
+    if (backward && are_there(rows) && !gets_dlogits(dev, rows))
+        chunk->dlogits = arena_take(arena, n * V * real_bytes);
+    if (rows->weight && !is_real(dev, rows->type)) D = (size_t)rows->D;
+    if (other && other->weight && !is_real(dev, other->type) && (size_t)other->D > D)
+        D = (size_t)other->D;
+    chunk->x = arena_take(arena, n * D * real_bytes);
+    D = rows->weight ? (size_t)rows->D : 0;
+    if (gradient.rows && rows->type == DTYPE_BF16)
+        chunk->dx = arena_take(arena, n * D * sizeof(float));
+    if (gradient.weight)
+        chunk->dweight = rows->weight_type == DTYPE_F32 ? gradient.weight
+                                                        : arena_take(arena, V * D * sizeof(float));
+    chunk->lse = arena_take(arena, n * sizeof(float));
+    chunk->start = arena_take(arena, (n + 1) * sizeof(int32_t));
+}
+
+/* start[i] = i·K */
+static Status chunk_starts(Chunk *chunk, int K)
+{
+    Device *dev = chunk->dev;
+    size_t bytes = ((size_t)chunk->most + 1) * sizeof(int32_t);
+    int32_t *start = malloc(bytes);
+    if (!start) return fail(STATUS_MEMORY, "no memory for %d rows", chunk->most);
+    for (int i = 0; i <= chunk->most; i++) start[i] = i * K;
+    dev->upload(dev, chunk->start, start, bytes);
+    free(start);
     return STATUS_OK;
 }
 
-static Status chunk_close(Chunk *chunk)
+static Status chunk_open(Chunk *chunk, Device *dev, const Rows *rows, const Rows *other,
+                         RowsGradient gradient, int K)
 {
-    Status status = chunk->dev->sync(chunk->dev);
-    chunk->dev->release(chunk->dev, chunk->memory, chunk->bytes);
+    int64_t fit = CHUNK_BYTES / ((int64_t)rows->V * 4), N = rows->N;
+    int backward = gradient.rows || gradient.weight;
+    if (are_there(rows) && (!other || are_there(other)) && (!backward || gets_dlogits(dev, rows)))
+        fit = ROWS_MOST;
+    int64_t most = fit < N ? fit : N;
+    *chunk = (Chunk){.dev = dev, .memory = {.dev = dev}, .most = most < 1 ? 1 : (int)most};
+    chunk_place(chunk, rows, other, gradient);
+    TRY(arena_reserve(&chunk->memory, chunk->memory.used, "a chunk of logits"));
+    chunk_place(chunk, rows, other, gradient);
+    Status status = chunk_starts(chunk, K);
+    if (status) arena_release(&chunk->memory);
     return status;
 }
 
-/* ---- bf16 ---- */
-
-static void widen(float *to, const uint16_t *from, int64_t count)
+/* Makes room for what the walk's ops need for themselves, walks, and waits. */
+static Status chunk_walk(Chunk *chunk, void (*walk)(void *), void *context)
 {
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t bits = (uint32_t)from[i] << 16;
-        memcpy(to + i, &bits, 4);
-    }
-}
-
-/* To the nearest, ties to even; a NaN stays one. */
-static void narrow(uint16_t *to, const float *from, int64_t count)
-{
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t bits, nan;
-        memcpy(&bits, from + i, 4);
-        nan = (bits & 0x7fffffff) > 0x7f800000;
-        to[i] = (uint16_t)(nan ? (bits >> 16) | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-    }
+    Status status = device_prepare(chunk->dev, walk, context);
+    if (!status) walk(context);
+    Status first = chunk->dev->sync(chunk->dev);
+    arena_release(&chunk->memory);
+    return status ? status : first;
 }
 
 /* ---- a chunk of rows ---- */
 
-/* `n` rows from `row` on in f32: where they lie, or in `buffer`. */
-static const float *rows_f32(const Rows *rows, float *buffer, int64_t row, int n, int width)
+static const void *rows_at(const Rows *rows, int64_t row)
 {
-    if (rows->type == DTYPE_F32) return (const float *)rows->rows + row * width;
-    widen(buffer, (const uint16_t *)rows->rows + row * width, (int64_t)n * width);
-    return buffer;
+    return (const char *)rows->rows + rows_bytes(rows, row);
 }
 
-/* The logits of `n` rows from `row` on; what they were made of stays in chunk->x, or in *x. */
+/* `n` hidden states from `row` on: where they lie, or in the chunk. */
+static const real *hidden_of(Chunk *chunk, const Rows *rows, int64_t row, int n)
+{
+    Device *dev = chunk->dev;
+    const void *at = rows_at(rows, row);
+    int64_t count = (int64_t)n * rows->D;
+    if (is_real(dev, rows->type)) return at;
+    if (rows->type == DTYPE_BF16)
+        dev->widen(dev, (float *)chunk->x, at, count);
+    else
+        dev->narrow(dev, chunk->x, at, count);
+    return chunk->x;
+}
+
+/* The logits of `n` rows from `row` on, and the hidden states that they were made of in *x. */
 static const float *logits_of(Chunk *chunk, const Rows *rows, float *buffer, int64_t row, int n,
-                              const float **x)
+                              const real **x)
 {
-    if (!rows->weight) return rows_f32(rows, buffer, row, n, rows->V);
-    *x = rows_f32(rows, chunk->x, row, n, rows->D);
-    chunk->dev->matmul(chunk->dev, buffer, *x, rows->weight, 0, 1, rows->weight_type == DTYPE_BF16,
-                       n, rows->V, rows->D, 0);
+    Device *dev = chunk->dev;
+    if (are_there(rows)) return rows_at(rows, row);
+    if (!rows->weight) {
+        dev->widen(dev, buffer, rows_at(rows, row), (int64_t)n * rows->V);
+        return buffer;
+    }
+    *x = hidden_of(chunk, rows, row, n);
+    dev->matmul(dev, buffer, *x, rows->weight, 0, 1, rows->weight_type == DTYPE_BF16, n, rows->V,
+                rows->D, 0);
     return buffer;
 }
 
-/* Where the gradient of the chunk's logits is to be written: over them, or where it belongs. */
-static float *dlogits_at(Chunk *chunk, const Rows *rows, RowsGradient gradient, int64_t row)
+/* Where the gradient of the chunk's logits is to be written. */
+static real *dlogits_at(Chunk *chunk, const Rows *rows, RowsGradient gradient, int64_t row)
 {
-    return in_place(rows) ? (float *)gradient.rows + row * rows->V : chunk->logits;
+    if (!gets_dlogits(chunk->dev, rows)) return chunk->dlogits;
+    return (real *)((char *)gradient.rows + rows_bytes(rows, row));
 }
 
 /* From the chunk's dlogits to the gradients that are wanted. */
 static void rows_backward(Chunk *chunk, const Rows *rows, RowsGradient gradient,
-                          const float *dlogits, const float *x, int64_t row, int n)
+                          const real *dlogits, const real *x, int64_t row, int n)
 {
     Device *dev = chunk->dev;
-    int V = rows->V, D = rows->weight ? rows->D : V, half = rows->type == DTYPE_BF16;
-    const float *out = dlogits;
-    if (in_place(rows)) return;
-    if (rows->weight && gradient.weight)
-        dev->matmul(dev, gradient.weight, dlogits, x, 1, 0, 0, V, D, n, 1);
+    int V = rows->V, D = rows->D, half = rows->type == DTYPE_BF16;
+    if (gets_dlogits(dev, rows)) return;
+    if (gradient.weight)
+        dev->matmul(dev, chunk->dweight, dlogits, x, 1, 0, dev->real_bytes == 2, V, D, n, 1);
     if (!gradient.rows) return;
+    void *to = (char *)gradient.rows + rows_bytes(rows, row);
+    int64_t count = (int64_t)n * width_of(rows);
     if (rows->weight) {
-        float *dx = half ? chunk->dx : (float *)gradient.rows + row * D;
+        float *dx = half ? chunk->dx : to;
         dev->matmul(dev, dx, dlogits, rows->weight, 0, 0, rows->weight_type == DTYPE_BF16, n, D, V,
                     0);
-        out = dx;
+        if (half) dev->narrow(dev, to, dx, count);
+    } else if (half) {
+        dev->narrow(dev, to, (const float *)dlogits, count);
+    } else {
+        dev->widen(dev, to, dlogits, count);
     }
-    if (half) narrow((uint16_t *)gradient.rows + row * D, out, (int64_t)n * D);
+}
+
+static void weight_begin(const Chunk *chunk, const Rows *rows)
+{
+    size_t bytes = (size_t)rows->V * (size_t)rows->D * sizeof(float);
+    if (chunk->dweight) chunk->dev->zero(chunk->dev, chunk->dweight, bytes);
+}
+
+/* Sums in f32, of a bf16 weight: rounded once. */
+static void weight_end(const Chunk *chunk, const Rows *rows, RowsGradient gradient)
+{
+    if (chunk->dweight && rows->weight_type == DTYPE_BF16)
+        chunk->dev->narrow(chunk->dev, gradient.weight, chunk->dweight, (int64_t)rows->V * rows->D);
+}
+
+static int rows_left(const Chunk *chunk, const Rows *rows, int64_t row)
+{
+    return (int)(rows->N - row < chunk->most ? rows->N - row : chunk->most);
 }
 
 /* ---- the operations ---- */
 
+typedef struct Gather {
+    Chunk chunk;
+    float *logp;
+    RowsGradient gradient;
+    const Rows *rows;
+    const int32_t *ids;
+    int32_t *best; /* topk: the ids are the result */
+    const float *dlogp;
+    int K;
+} Gather;
+
+static void topk_walk(void *context)
+{
+    Gather *call = context;
+    Chunk *chunk = &call->chunk;
+    Device *dev = chunk->dev;
+    const Rows *rows = call->rows;
+    const real *x;
+    for (int64_t row = 0; row < rows->N; row += chunk->most) {
+        int n = rows_left(chunk, rows, row), K = call->K;
+        const float *logits = logits_of(chunk, rows, chunk->logits, row, n, &x);
+        dev->logprob(dev, chunk->lse, call->logp, logits, call->best, chunk->start, n, rows->V);
+        dev->topk_logprob(dev, call->best + row * K, call->logp + row * K, logits, chunk->lse, n,
+                          rows->V, K);
+    }
+}
+
 Status tensor_topk(Device *dev, int32_t *ids, float *logp, const Rows *rows, int K)
 {
-    Chunk chunk;
-    TRY(chunk_open(&chunk, dev, rows, NULL, 0));
-    const float *x;
-    for (int64_t row = 0; row < rows->N; row += chunk.most) {
-        int n = (int)(rows->N - row < chunk.most ? rows->N - row : chunk.most);
-        const float *logits = logits_of(&chunk, rows, chunk.logits, row, n, &x);
-        dev->logprob(dev, chunk.lse, logp, logits, ids, chunk.start, n, rows->V);
-        dev->topk_logprob(dev, ids + row * K, logp + row * K, logits, chunk.lse, n, rows->V, K);
+    Gather call = {.logp = logp, .rows = rows, .best = ids, .K = K};
+    TRY(chunk_open(&call.chunk, dev, rows, NULL, call.gradient, 0));
+    return chunk_walk(&call.chunk, topk_walk, &call);
+}
+
+static void gather_walk(void *context)
+{
+    Gather *call = context;
+    Chunk *chunk = &call->chunk;
+    Device *dev = chunk->dev;
+    const Rows *rows = call->rows;
+    const real *x = NULL;
+    weight_begin(chunk, rows);
+    for (int64_t row = 0; row < rows->N; row += chunk->most) {
+        int n = rows_left(chunk, rows, row);
+        int64_t at = row * call->K;
+        const float *logits = logits_of(chunk, rows, chunk->logits, row, n, &x);
+        dev->logprob(dev, chunk->lse, call->logp + at, logits, call->ids + at, chunk->start, n,
+                     rows->V);
+        if (!call->dlogp) continue;
+        real *dlogits = dlogits_at(chunk, rows, call->gradient, row);
+        dev->logprob_backward(dev, dlogits, logits, chunk->lse, call->dlogp + at, call->ids + at,
+                              chunk->start, n, rows->V);
+        rows_backward(chunk, rows, call->gradient, dlogits, x, row, n);
     }
-    return chunk_close(&chunk);
+    weight_end(chunk, rows, call->gradient);
 }
 
 Status tensor_gather(Device *dev, float *logp, RowsGradient gradient, const Rows *rows,
                      const int32_t *ids, const float *dlogp, int K)
 {
-    for (int64_t i = 0; i < rows->N * K; i++)
-        if (ids[i] < 0 || ids[i] >= rows->V)
-            return fail(STATUS_INDEX, "ids[%lld] is %d, the vocabulary has %d ids", (long long)i,
-                        (int)ids[i], rows->V);
-    Chunk chunk;
-    TRY(chunk_open(&chunk, dev, rows, NULL, K));
-    const float *x = NULL;
-    for (int64_t row = 0; row < rows->N; row += chunk.most) {
-        int n = (int)(rows->N - row < chunk.most ? rows->N - row : chunk.most);
-        const int32_t *own = ids + row * K;
-        const float *logits = logits_of(&chunk, rows, chunk.logits, row, n, &x);
-        dev->logprob(dev, chunk.lse, logp + row * K, logits, own, chunk.start, n, rows->V);
-        if (!dlogp) continue;
-        float *dlogits = dlogits_at(&chunk, rows, gradient, row);
-        dev->logprob_backward(dev, (real *)dlogits, logits, chunk.lse, dlogp + row * K, own,
-                              chunk.start, n, rows->V);
-        rows_backward(&chunk, rows, gradient, dlogits, x, row, n);
-    }
-    return chunk_close(&chunk);
+    Gather call = {.logp = logp,
+                   .gradient = gradient,
+                   .rows = rows,
+                   .ids = ids,
+                   .dlogp = gradient.rows || gradient.weight ? dlogp : NULL,
+                   .K = K};
+    TRY(chunk_open(&call.chunk, dev, rows, NULL, gradient, K));
+    return chunk_walk(&call.chunk, gather_walk, &call);
 }
 
-/* How many rows from `row` on, at most `most`, are kept. */
-static int run_of(const unsigned char *keep, int64_t row, int64_t N, int most)
+typedef struct Diverge {
+    Chunk chunk;
+    float *loss;
+    RowsGradient gradient;
+    const Rows *student, *teacher;
+    const unsigned char *keep;
+    const float *scale;
+    Jsd how;
+} Diverge;
+
+/* How many rows from `row` on, at most `most`, are kept, or are not. */
+static int run_of(const unsigned char *keep, int kept, int64_t row, int64_t N, int most)
 {
     int n = 0;
-    while (n < most && row + n < N && (!keep || keep[row + n])) n++;
+    while (n < most && row + n < N && (!keep || keep[row + n]) == kept) n++;
     return n;
+}
+
+static void jsd_walk(void *context)
+{
+    Diverge *call = context;
+    Chunk *chunk = &call->chunk;
+    Device *dev = chunk->dev;
+    const Rows *student = call->student, *teacher = call->teacher;
+    RowsGradient gradient = call->gradient;
+    int64_t each = !call->how.each ? 1 : call->how.top_k ? call->how.top_k : student->V, at = 0;
+    const real *x = NULL, *other_x;
+    weight_begin(chunk, student);
+    for (int64_t row = 0; row < student->N;) {
+        int n = run_of(call->keep, 0, row, student->N, chunk->most);
+        if (n && gradient.rows)
+            dev->zero(dev, (char *)gradient.rows + rows_bytes(student, row),
+                      (size_t)rows_bytes(student, n));
+        row += n;
+        if (n) continue;
+        n = run_of(call->keep, 1, row, student->N, chunk->most);
+        const float *q = logits_of(chunk, teacher, chunk->other, row, n, &other_x);
+        const float *p = logits_of(chunk, student, chunk->logits, row, n, &x);
+        real *dlogits = call->scale ? dlogits_at(chunk, student, gradient, row) : NULL;
+        dev->jsd(dev, call->loss + at, dlogits, p, q, call->scale ? call->scale + at : NULL,
+                 call->how, n, student->V);
+        if (call->scale) rows_backward(chunk, student, gradient, dlogits, x, row, n);
+        row += n;
+        at += n * each;
+    }
+    weight_end(chunk, student, gradient);
 }
 
 Status tensor_jsd(Device *dev, float *loss, RowsGradient gradient, const Rows *student,
                   const Rows *teacher, const unsigned char *keep, const float *scale, Jsd how)
 {
-    Chunk chunk;
-    TRY(chunk_open(&chunk, dev, student, teacher, 0));
-    int64_t each = !how.each ? 1 : how.top_k ? how.top_k : student->V;
-    size_t width = (size_t)(student->weight ? student->D : student->V);
-    size_t row_bytes = width * (student->type == DTYPE_BF16 ? 2 : 4);
-    const float *x = NULL, *other_x;
-    for (int64_t row = 0; row < student->N;) {
-        int n = run_of(keep, row, student->N, chunk.most);
-        if (!n) {
-            if (gradient.rows)
-                memset((char *)gradient.rows + (size_t)row * row_bytes, 0, row_bytes);
-            row++;
-            continue;
-        }
-        const float *q = logits_of(&chunk, teacher, chunk.other, row, n, &other_x);
-        const float *p = logits_of(&chunk, student, chunk.logits, row, n, &x);
-        float *dlogits = scale ? dlogits_at(&chunk, student, gradient, row) : NULL;
-        dev->jsd(dev, loss + row * each, (real *)dlogits, p, q, scale ? scale + row * each : NULL,
-                 how, n, student->V);
-        if (scale) rows_backward(&chunk, student, gradient, dlogits, x, row, n);
-        row += n;
-    }
-    return chunk_close(&chunk);
+    Diverge call = {.loss = loss,
+                    .gradient = gradient,
+                    .student = student,
+                    .teacher = teacher,
+                    .keep = keep,
+                    .scale = gradient.rows || gradient.weight ? scale : NULL,
+                    .how = how};
+    TRY(chunk_open(&call.chunk, dev, student, teacher, gradient, 0));
+    return chunk_walk(&call.chunk, jsd_walk, &call);
 }

@@ -1,7 +1,8 @@
 /* tensor_ops.h - log-probabilities and divergences of one's own tensors, and their gradients.
  *
  * Rows are logits (N,V), or hidden states (N,D) with the head's weight (V,D), of which the N·V
- * logits never exist at one time. They lie in the host's memory, row-major, in f32 or bf16. */
+ * logits never exist at one time. They lie in the device's memory, as all arrays here do but
+ * `keep`, row-major, in f32 or bf16. */
 #ifndef TINSMITH_TENSOR_OPS_H
 #define TINSMITH_TENSOR_OPS_H
 
@@ -14,20 +15,20 @@ typedef struct Rows {
     int V, D;
 } Rows;
 
-/* Where a gradient goes: `rows` like Rows.rows, in its type; `weight` (V,D) in f32, added to.
- * Either may be NULL: not wanted. */
+/* Where a gradient goes: like Rows.rows and Rows.weight, in their types. Either may be NULL: not
+ * wanted. */
 typedef struct RowsGradient {
-    void *rows;
-    float *weight;
+    void *rows, *weight;
 } RowsGradient;
 
 /* The K best of each row: ids and logp (N,K). */
 Status tensor_topk(Device *dev, int32_t *ids, float *logp, const Rows *rows, int K);
-/* logp (N,K) of ids (N,K), and with dlogp (N,K) the gradient of Σ dlogp·logp. */
+/* logp (N,K) of ids (N,K), all in [0, V), and with dlogp (N,K) the gradient of Σ dlogp·logp. */
 Status tensor_gather(Device *dev, float *logp, RowsGradient gradient, const Rows *rows,
                      const int32_t *ids, const float *dlogp, int K);
-/* Losses as the op jsd gives them, one or `how.each` many a row, and with `scale` the gradient of
- * Σ scale·loss. Rows that `keep` (N bytes, NULL: all) says no to have neither. */
+/* Losses of the rows that `keep` (N bytes of the host, NULL: all) says yes to, one behind the
+ * other, as the op jsd gives them: one or `how.each` many a row. With `scale`, of the same shape,
+ * also the gradient of Σ scale·loss, which is 0 in the other rows. */
 Status tensor_jsd(Device *dev, float *loss, RowsGradient gradient, const Rows *student,
                   const Rows *teacher, const unsigned char *keep, const float *scale, Jsd how);
 

@@ -191,11 +191,11 @@ static PlanKey plan_key(const Gemm &g)
     key.b_stride = g.b_stride;
     key.fixed = g.a_by_column ? g.M : g.K;
     key.N = g.N;
-    key.align_a = alignment((uint64_t)g.a_stride * sizeof(real));
-    key.align_b = alignment((uint64_t)g.b_stride * sizeof(real));
+    key.align_a = alignment((uintptr_t)g.a | (uint64_t)g.a_stride * sizeof(real));
+    key.align_b = alignment((uintptr_t)g.b | (uint64_t)g.b_stride * sizeof(real));
     key.align_c = alignment((uint64_t)g.N * (g.f32_out ? sizeof(float) : sizeof(real)));
-    /* A gradient lies anywhere in its flat vector; rows of activations begin where the others do.
-     */
+    /* A gradient lies anywhere in its flat vector, and anybody's tensors (matmul) anywhere; rows of
+     * activations begin where the others do. */
     if (g.a_by_column) key.align_c = alignment((uintptr_t)g.c | (uint64_t)key.align_c);
     key.f32_out = g.f32_out;
     key.a_by_column = g.a_by_column;

@@ -14,8 +14,6 @@
 
 #include "cublaslt.cuh"
 
-enum { THREADS = 256 };
-
 /* ---- the one seam: cuBLASLt, or a host product ---- */
 
 #ifdef CUDA_EMULATED
@@ -71,28 +69,10 @@ static void gemm(CudaDevice *cuda, const Gemm &g)
 
 #endif
 
-/* ---- f32 to bf16 ---- */
-
-template <int W>
-static __global__ void __launch_bounds__(THREADS)
-    narrow_kernel(real *to, const float *from, int64_t count)
-{
-    int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W;
-    if (i + W <= count) {
-        float v[W];
-        load<W>(v, from + i);
-        store<W>(to + i, v);
-    } else {
-        for (; i < count; i++) to[i] = to_real(from[i]);
-    }
-}
-
 /* A f32 vector as bf16. */
 static const real *narrow(CudaDevice *cuda, real *to, const float *from, int64_t count)
 {
-    int W = (((uintptr_t)from | (uintptr_t)to) & 15) == 0 ? 8 : 1;
-    auto kernel = W == 8 ? narrow_kernel<8> : narrow_kernel<1>;
-    LAUNCH(cuda, kernel, cuda_blocks(count, THREADS * W), THREADS, 0, to, from, count);
+    cuda_narrow(&cuda->base, to, from, count);
     return to;
 }
 
@@ -141,22 +121,25 @@ void cuda_linear_backward(Device *dev, real *dx, const real *dy, const frozen *w
     gemm(cuda_of(dev), g);
 }
 
-/* f32 operands are rounded to bf16 into scratch; a matrix of bf16 is read where it lies. */
-void cuda_matmul(Device *dev, float *c, const float *a, const void *b, int a_turned, int b_turned,
+/* An f32 b is rounded to bf16 into scratch; what is bf16 is read where it lies. */
+void cuda_matmul(Device *dev, float *c, const real *a, const void *b, int a_turned, int b_turned,
                  int b_bf16, int M, int N, int K, int accumulate)
 {
     if (M == 0 || N == 0) return;
     CudaDevice *cuda = cuda_of(dev);
-    int64_t a_count = ((int64_t)M * K + 127) / 128 * 128, b_count = b_bf16 ? 0 : (int64_t)K * N;
-    real *scratch = (real *)cuda_scratch(cuda, (size_t)(a_count + b_count) * sizeof(real));
-    if (!scratch) return;
+    int64_t b_count = (int64_t)K * N;
+    if (!b_bf16) {
+        real *scratch = (real *)cuda_scratch(cuda, (size_t)b_count * sizeof(real));
+        if (!scratch) return;
+        b = narrow(cuda, scratch, (const float *)b, b_count);
+    }
     Gemm g = {};
     g.c = c;
     g.f32_out = true;
-    g.a = narrow(cuda, scratch, a, (int64_t)M * K);
+    g.a = a;
     g.a_stride = a_turned ? M : K;
     g.a_by_column = a_turned;
-    g.b = b_bf16 ? (const real *)b : narrow(cuda, scratch + a_count, (const float *)b, b_count);
+    g.b = (const real *)b;
     g.b_stride = b_turned ? K : N;
     g.b_by_column = b_turned;
     g.M = M;

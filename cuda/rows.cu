@@ -1,11 +1,13 @@
-/* cuda/rows.cu - rows looked up, gathered and scattered.
+/* cuda/rows.cu - rows looked up, gathered and scattered, and numbers between f32 and bf16.
  *
  *   embed   y[t,:] = w[ids[t],:]
  *   gather  y[i,:] = x[rows[i],:]
  *   scatter y[rows[i],:] = x[i,:]
+ *   widen, narrow  y[i] = x[i] from bf16 and to it: 6·n bytes
  *
- * Each reads T·D and writes T·D reals; memory bound. A thread moves 16 bytes, or one element where
- * the rows do not begin at multiples of 16 bytes. Bits are moved, not numbers: a NaN keeps its own.
+ * The first three read T·D and write T·D reals; all are memory bound. A thread moves 16 bytes, or
+ * one element where the rows do not begin at multiples of 16 bytes. Bits are moved, not numbers: a
+ * NaN keeps its own.
  */
 #include "cuda.cuh"
 
@@ -55,4 +57,55 @@ void cuda_gather(Device *dev, real *y, const real *x, const int32_t *rows, int T
 void cuda_scatter(Device *dev, real *y, const real *x, const int32_t *rows, int T, int D)
 {
     rows_move(dev, y, x, rows, nullptr, T, D, D);
+}
+
+/* ---- f32 and bf16 ---- */
+
+template <int W, class To, class From>
+__device__ static __forceinline__ void convert(To *to, const From *from, int64_t count)
+{
+    int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W;
+    float one[1], all[W];
+    if (i + W <= count) {
+        load<W>(all, from + i);
+        store<W>(to + i, all);
+    } else {
+        for (; i < count; i++) {
+            load<1>(one, from + i);
+            store<1>(to + i, one);
+        }
+    }
+}
+
+template <int W>
+static __global__ void __launch_bounds__(THREADS) widen_kernel(float *y, const real *x, int64_t n)
+{
+    convert<W>(y, x, n);
+}
+
+template <int W>
+static __global__ void __launch_bounds__(THREADS) narrow_kernel(real *y, const float *x, int64_t n)
+{
+    convert<W>(y, x, n);
+}
+
+/* Elements that a thread takes: both arrays must begin at a multiple of 16 bytes for more than one.
+ */
+static int width_of(const void *y, const void *x)
+{
+    return (((uintptr_t)x | (uintptr_t)y) & 15) == 0 ? 8 : 1;
+}
+
+void cuda_widen(Device *dev, float *y, const void *x, int64_t n)
+{
+    int W = width_of(y, x);
+    auto kernel = W == 8 ? widen_kernel<8> : widen_kernel<1>;
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, y, (const real *)x, n);
+}
+
+void cuda_narrow(Device *dev, void *y, const float *x, int64_t n)
+{
+    int W = width_of(y, x);
+    auto kernel = W == 8 ? narrow_kernel<8> : narrow_kernel<1>;
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, (real *)y, x, n);
 }

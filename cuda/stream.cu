@@ -152,6 +152,11 @@ static void stream_download(Device *dev, void *to, const void *from, size_t byte
     while (cuda->fetched > cuda->landed) fetch_land(cuda);
 }
 
+static uintptr_t stream_handle(Device *dev)
+{
+    return (uintptr_t)cuda_of(dev)->stream;
+}
+
 static Status stream_sync(Device *dev)
 {
     CudaDevice *cuda = cuda_of(dev);
@@ -269,6 +274,7 @@ Status stream_open(CudaDevice *cuda)
     d->download = stream_download;
     d->copy = stream_copy;
     d->zero = stream_zero;
+    d->stream = stream_handle;
     d->sync = stream_sync;
     d->fetch = stream_fetch;
     d->await = stream_await;

@@ -199,6 +199,7 @@ class CDevice(ctypes.Structure):
         ("zero", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),
         ("frozen_bytes", ctypes.CFUNCTYPE(SIZE, VOID, INT, INT, INT)),
         ("frozen_load", ctypes.CFUNCTYPE(None, VOID, VOID, VOID, INT, INT, INT)),
+        ("stream", ctypes.CFUNCTYPE(SIZE, VOID)),
         ("sync", ctypes.CFUNCTYPE(INT, VOID)),
         ("close", ctypes.CFUNCTYPE(None, VOID)),
         ("fetch", COPY),

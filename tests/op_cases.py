@@ -30,7 +30,6 @@ HELD_IN_REAL = {
     "lora_backward": IN_LORA,
     "head_lora": {"a", "b"},
     "linear": {"bias"},
-    "matmul": {"a"},
 }
 
 
@@ -602,6 +601,19 @@ def make_sample(rng, V, levels):
 
 
 N = (dict(n=0), dict(n=1), dict(n=67), dict(n=100_003))
+
+
+@case(*N)
+def make_widen(rng, n):
+    half = to_bf16(rng.standard_normal(n) * 10.0 ** rng.integers(-40, 38, n))
+    return dict(y=(n,), x=half.view(np.uint8), n=n)
+
+
+@case(*N)
+def make_narrow(rng, n):
+    x = (rng.standard_normal(n) * 10.0 ** rng.integers(-40, 38, n)).astype(np.float32)
+    x.view(np.uint32)[::3] &= 0xFFFF8000  # a third lie in the middle of two
+    return dict(y=(2 * n,), x=x, n=n)
 
 
 @case(*N, dict(n=4_500_001))

@@ -7,6 +7,7 @@ KV_PAGE, G, E) whatever a device's own order.
 """
 
 import numpy as np
+import torch
 
 KV_PAGE = 64
 
@@ -25,6 +26,19 @@ def scatter(y, x, rows, **_):
     y = y.copy()
     y[rows] = x
     return {"y": y}
+
+
+# ---- f32 and bf16: bits, and so as bytes ----
+
+
+def widen(x, **_):
+    return {"y": (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)}
+
+
+def narrow(x, **_):
+    """By torch's rounding."""
+    half = torch.from_numpy(np.asarray(x, np.float32)).bfloat16()
+    return {"y": half.view(torch.int16).numpy().view(np.uint8)}
 
 
 # ---- products ----

@@ -96,17 +96,17 @@ static void turned_job(void *context, int64_t job)
     }
 }
 
-void CPU(matmul)(Device *dev, float *c, const float *a, const void *b, int a_turned, int b_turned,
+void CPU(matmul)(Device *dev, float *c, const real *a, const void *b, int a_turned, int b_turned,
                  int b_bf16, int M, int N, int K, int accumulate)
 {
     if (a_turned && !b_turned && !b_bf16 && N % (2 * VL) == 0) {
-        Turned t = {c, a, b, M, N, K, accumulate};
+        Turned t = {c, f32c(a), b, M, N, K, accumulate};
         cpu_run(dev, (M + TURNED_ROWS - 1) / TURNED_ROWS, turned_job, &t);
         return;
     }
     Product p = {.c = c,
                  .ldc = N,
-                 .a = a,
+                 .a = f32c(a),
                  .a_row = a_turned ? 1 : K,
                  .a_col = a_turned ? M : 1,
                  .b = b,

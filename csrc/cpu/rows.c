@@ -1,8 +1,9 @@
-/* cpu/rows.c - rows looked up, gathered and scattered.
+/* cpu/rows.c - rows looked up, gathered and scattered, and numbers between f32 and bf16.
  *
  *   embed   y[t,:] = w[ids[t],:]    reads T·D of w a cache line apart, writes T·D; latency bound
  *   gather  y[i,:] = x[rows[i],:]   reads T·D, writes T·D; memory bound
  *   scatter y[rows[i],:] = x[i,:]   the same; the rows are all different, so jobs never meet
+ *   widen, narrow  y[i] = x[i]      from bf16 and to it: 6·n bytes; memory bound
  *
  * The embedding is kept in the panels that the head's product wants, so a row of it is strided;
  * a token's D cache lines cost microseconds, and one copy of the weight serves both ends of a
@@ -80,4 +81,56 @@ void CPU(scatter)(Device *dev, real *y, const real *x, const int32_t *rows, int 
 {
     Move m = {f32(y), f32c(x), rows, NULL, T, D, cpu_rows_of_job(GRAIN, D)};
     cpu_run(dev, ((int64_t)T + m.grain - 1) / m.grain, move_job, &m);
+}
+
+/* ---- f32 and bf16 ---- */
+
+typedef struct Convert {
+    float *wide;
+    uint16_t *half;
+    int64_t n;
+} Convert;
+
+/* The numbers of a job, at least one, begin at *from. */
+static int64_t convert_part(const Convert *c, int64_t job, int64_t *from)
+{
+    *from = job * GRAIN;
+    return c->n - *from < GRAIN ? c->n - *from : GRAIN;
+}
+
+static void widen_job(void *context, int64_t job)
+{
+    int64_t from, count = convert_part(context, job, &from);
+    float *restrict to = ((const Convert *)context)->wide + from;
+    const uint16_t *restrict half = ((const Convert *)context)->half + from;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits = (uint32_t)half[i] << 16;
+        memcpy(to + i, &bits, sizeof bits);
+    }
+}
+
+static void narrow_job(void *context, int64_t job)
+{
+    int64_t from, count = convert_part(context, job, &from);
+    uint16_t *restrict to = ((const Convert *)context)->half + from;
+    const float *restrict wide = ((const Convert *)context)->wide + from;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, wide + i, sizeof bits);
+        uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
+        to[i] = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
+    }
+}
+
+/* One of the two arrays is only read. */
+void CPU(widen)(Device *dev, float *y, const void *x, int64_t n)
+{
+    Convert c = {y, (uint16_t *)x, n};
+    cpu_run(dev, (n + GRAIN - 1) / GRAIN, widen_job, &c);
+}
+
+void CPU(narrow)(Device *dev, void *y, const float *x, int64_t n)
+{
+    Convert c = {(float *)x, y, n};
+    cpu_run(dev, (n + GRAIN - 1) / GRAIN, narrow_job, &c);
 }

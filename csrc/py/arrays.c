@@ -96,3 +96,10 @@ void *array_data(PyObject *array)
 {
     return PyArray_DATA((PyArrayObject *)array);
 }
+
+size_t kind_bytes(Kind kind)
+{
+    static const size_t bytes[] = {
+        [KIND_INT32] = 4, [KIND_FLOAT32] = 4, [KIND_UINT16] = 2, [KIND_UINT8] = 1};
+    return bytes[kind];
+}

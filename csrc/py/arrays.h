@@ -27,5 +27,7 @@ int borrow_tensor(PyObject *object, const char *name, Borrowed *out);
 /* A new array; cols < 0: one dimension. `data` may be NULL (left for the caller to fill). */
 PyObject *array_new(Kind kind, int64_t rows, int64_t cols, const void *data);
 void *array_data(PyObject *array);
+/* Bytes of one element. */
+size_t kind_bytes(Kind kind);
 
 #endif

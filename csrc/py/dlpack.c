@@ -6,7 +6,8 @@
  * anything back. Both layouts of the standard are read: the versioned one (1.x) is asked for, a
  * producer that doesn't know the question is asked without.
  *
- * Only the host's memory is taken: what lies on a GPU is refused with its device's name. */
+ * A producer on a GPU is told the engine's stream, and makes it wait for its own; what is lent
+ * there is finished work, so its consumer has nothing to wait for. */
 #include "dlpack.h"
 
 #include <string.h>
@@ -45,7 +46,15 @@ typedef struct DLManagedTensorVersioned {
     DLTensor tensor;
 } DLManagedTensorVersioned;
 
-enum { DL_CPU = 1, DL_CUDA_HOST = 3, DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4 };
+enum {
+    DL_CPU = 1,
+    DL_CUDA = 2,
+    DL_CUDA_HOST = 3,
+    DL_INT = 0,
+    DL_UINT = 1,
+    DL_FLOAT = 2,
+    DL_BFLOAT = 4
+};
 static const uint64_t READ_ONLY = 1;
 static const char *const PLAIN = "dltensor", *const VERSIONED = "dltensor_versioned";
 
@@ -65,33 +74,73 @@ static const char *device_name(long type)
     return type >= 0 && type < (long)(sizeof names / sizeof *names) ? names[type] : "a device";
 }
 
-static int on_host(PyObject *object, const char *name)
+int tensor_place(PyObject *object, const char *name, Place *out)
 {
+    if (!PyObject_HasAttrString(object, "__dlpack__")) {
+        PyErr_Format(PyExc_TypeError, "%s must be a NumPy array or have __dlpack__, not %s", name,
+                     Py_TYPE(object)->tp_name);
+        return -1;
+    }
     PyObject *device = PyObject_CallMethod(object, "__dlpack_device__", NULL);
     if (!device) return -1;
     long type, id;
     int ok = PyArg_ParseTuple(device, "ll:__dlpack_device__", &type, &id);
     Py_DECREF(device);
     if (!ok) return -1;
-    if (type == DL_CPU || type == DL_CUDA_HOST) return 0;
-    PyErr_Format(PyExc_ValueError, "%s is in the memory of %s (device %ld), not of the CPU", name,
-                 device_name(type), id);
+    *out = type == DL_CUDA ? PLACE_CUDA : PLACE_CPU;
+    if (type == DL_CPU || type == DL_CUDA_HOST || (type == DL_CUDA && id == 0)) return 0;
+    PyErr_Format(PyExc_ValueError,
+                 "%s is in the memory of %s (device %ld), not of the CPU or of CUDA (device 0)",
+                 name, device_name(type), id);
     return -1;
 }
 
-/* The producer's capsule; its refusal (BufferError: a gradient, a layout) becomes a ValueError. */
-static PyObject *capsule_of(PyObject *object, const char *name)
+/* The handle of the engine's stream on the GPU that `name` is on; the device is opened for it. */
+static int stream_of(Place place, const char *name, uintptr_t *stream)
 {
+    Device *dev;
+    Status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = turn_begin(place, &dev);
+    if (!status) *stream = dev->stream(dev);
+    turn_end();
+    Py_END_ALLOW_THREADS;
+    if (!status) return 0;
+    PyErr_Format(PyExc_ValueError, "%s is in the memory of CUDA (device 0), and %s", name,
+                 status_text());
+    return -1;
+}
+
+/* __dlpack__ of today, of yesterday, and on the CPU of old: without max_version, without stream. */
+static PyObject *dlpack_call(PyObject *object, const char *name, Place place)
+{
+    uintptr_t stream = 0;
+    if (place == PLACE_CUDA && stream_of(place, name, &stream) < 0) return NULL;
     PyObject *method = PyObject_GetAttrString(object, "__dlpack__"), *capsule = NULL;
-    PyObject *none = PyTuple_New(0), *version = Py_BuildValue("{s:(ii)}", "max_version", 1, 0);
-    if (method && none && version) capsule = PyObject_Call(method, none, version);
-    if (!capsule && method && PyErr_ExceptionMatches(PyExc_TypeError)) {
+    PyObject *none = PyTuple_New(0), *settings = PyDict_New();
+    PyObject *version = Py_BuildValue("(ii)", 1, 0);
+    PyObject *handle = PyLong_FromSize_t((size_t)stream);
+    if (method && none && settings && version && handle &&
+        (place == PLACE_CPU || PyDict_SetItemString(settings, "stream", handle) == 0) &&
+        PyDict_SetItemString(settings, "max_version", version) == 0)
+        capsule = PyObject_Call(method, none, settings);
+    if (!capsule && method && settings && PyErr_ExceptionMatches(PyExc_TypeError)) {
         PyErr_Clear();
-        capsule = PyObject_Call(method, none, NULL);
+        if (PyDict_DelItemString(settings, "max_version") == 0)
+            capsule = PyObject_Call(method, none, settings);
     }
     Py_XDECREF(method);
     Py_XDECREF(none);
+    Py_XDECREF(settings);
     Py_XDECREF(version);
+    Py_XDECREF(handle);
+    return capsule;
+}
+
+/* The producer's capsule; its refusal (BufferError: a gradient, a layout) becomes a ValueError. */
+static PyObject *capsule_of(PyObject *object, const char *name, Place place)
+{
+    PyObject *capsule = dlpack_call(object, name, place);
     if (!capsule && PyErr_ExceptionMatches(PyExc_BufferError)) {
         PyObject *type, *value, *trace;
         PyErr_Fetch(&type, &value, &trace);
@@ -160,16 +209,20 @@ void tensor_drop(Tensor *tensor)
     PyErr_Restore(type, value, trace);
 }
 
-int tensor_borrow(PyObject *object, const char *name, Tensor *out)
+int tensor_borrow(PyObject *object, const char *name, Place place, Tensor *out)
 {
+    static const char *const places[] = {"the CPU", "CUDA (device 0)"};
+    Place own;
     *out = (Tensor){0};
-    if (!PyObject_HasAttrString(object, "__dlpack__")) {
-        PyErr_Format(PyExc_TypeError, "%s must be a NumPy array or have __dlpack__, not %s", name,
-                     Py_TYPE(object)->tp_name);
+    if (tensor_place(object, name, &own) < 0) return -1;
+    if (own != place) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s is in the memory of %s, and other arrays of this call in that of %s: all "
+                     "must be on one device",
+                     name, places[own], places[place]);
         return -1;
     }
-    if (on_host(object, name) < 0) return -1;
-    PyObject *capsule = out->capsule = capsule_of(object, name);
+    PyObject *capsule = out->capsule = capsule_of(object, name, place);
     if (!capsule) return -1;
     int status = -1;
     if (PyCapsule_IsValid(capsule, VERSIONED)) {
@@ -193,8 +246,8 @@ int tensor_borrow(PyObject *object, const char *name, Tensor *out)
 
 /* ---- lending ---- */
 
-/* A NumPy array on loan: whoever took the capsule's content calls the deleter, else the capsule
- * does. */
+/* A NumPy array, or the capsule of a device's, on loan: whoever took the content of the loan's own
+ * capsule calls the deleter, else that capsule does. */
 typedef struct Loan {
     DLManagedTensorVersioned versioned;
     DLManagedTensor plain;
@@ -231,29 +284,64 @@ static void capsule_destructor(PyObject *capsule)
     }
 }
 
-PyObject *dlpack_lend(PyObject *module, PyObject *args)
+/* What a device's array is in the given shape. */
+static int device_tensor(const DeviceArray *array, PyObject *shape, DLTensor *out, int64_t *dims)
 {
-    (void)module;
-    PyObject *array;
-    int bf16, versioned;
-    Tensor own;
-    if (!PyArg_ParseTuple(args, "Opp:dlpack_lend", &array, &bf16, &versioned)) return NULL;
-    if (tensor_borrow(array, "the array", &own) < 0) return NULL;
-    Loan *loan = PyMem_RawCalloc(1, sizeof *loan);
-    if (!loan) {
-        tensor_drop(&own);
-        return PyErr_NoMemory();
+    static const DLDataType types[] = {[KIND_INT32] = {DL_INT, 32, 1},
+                                       [KIND_FLOAT32] = {DL_FLOAT, 32, 1},
+                                       [KIND_UINT16] = {DL_BFLOAT, 16, 1}};
+    Py_ssize_t count = shape ? PyTuple_GET_SIZE(shape) : -1;
+    int64_t length = 1;
+    for (Py_ssize_t i = 0; i < count && count <= TENSOR_DIMS; i++) {
+        dims[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
+        if (dims[i] == -1 && PyErr_Occurred()) return -1;
+        length *= dims[i];
     }
-    memcpy(loan->shape, own.shape, sizeof loan->shape);
+    if (count < 0 || count > TENSOR_DIMS || length != array->length) {
+        PyErr_Format(PyExc_ValueError, "shape must be of %lld elements and at most %d dimensions",
+                     (long long)array->length, TENSOR_DIMS);
+        return -1;
+    }
+    *out =
+        (DLTensor){array->memory, {DL_CUDA, 0}, (int32_t)count, types[array->kind], dims, NULL, 0};
+    return 0;
+}
+
+static int host_tensor(PyObject *array, int bf16, DLTensor *out, int64_t *dims, int *readonly)
+{
+    Tensor own;
+    if (tensor_borrow(array, "the array", PLACE_CPU, &own) < 0) return -1;
+    memcpy(dims, own.shape, sizeof own.shape);
     DLDataType type = {own.element == ELEMENT_I32 || own.element == ELEMENT_I64 ? DL_INT : DL_FLOAT,
                        (uint8_t)(element_bytes(own.element) * 8), 1};
     if (own.element == ELEMENT_BF16) type.code = bf16 ? DL_BFLOAT : DL_UINT;
-    DLTensor tensor = {own.data, {DL_CPU, 0}, own.dims, type, loan->shape, NULL, 0};
-    loan->array = Py_NewRef(array);
-    loan->versioned = (DLManagedTensorVersioned){
-        1, 0, loan, versioned_deleter, own.readonly ? READ_ONLY : 0, tensor};
-    loan->plain = (DLManagedTensor){tensor, loan, plain_deleter};
+    *out = (DLTensor){own.data, {DL_CPU, 0}, own.dims, type, dims, NULL, 0};
+    *readonly = own.readonly;
     tensor_drop(&own);
+    return 0;
+}
+
+PyObject *dlpack_lend(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *array, *shape = NULL;
+    int bf16, versioned, readonly = 0;
+    DLTensor tensor;
+    if (!PyArg_ParseTuple(args, "Opp|O!:dlpack_lend", &array, &bf16, &versioned, &PyTuple_Type,
+                          &shape))
+        return NULL;
+    Loan *loan = PyMem_RawCalloc(1, sizeof *loan);
+    if (!loan) return PyErr_NoMemory();
+    const DeviceArray *device = device_array_of(array);
+    if (device ? device_tensor(device, shape, &tensor, loan->shape) < 0
+               : host_tensor(array, bf16, &tensor, loan->shape, &readonly) < 0) {
+        PyMem_RawFree(loan);
+        return NULL;
+    }
+    loan->array = Py_NewRef(array);
+    loan->versioned =
+        (DLManagedTensorVersioned){1, 0, loan, versioned_deleter, readonly ? READ_ONLY : 0, tensor};
+    loan->plain = (DLManagedTensor){tensor, loan, plain_deleter};
     void *content = versioned ? (void *)&loan->versioned : (void *)&loan->plain;
     PyObject *capsule = PyCapsule_New(content, versioned ? VERSIONED : PLAIN, capsule_destructor);
     if (!capsule) loan_end(loan);

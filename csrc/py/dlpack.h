@@ -5,11 +5,13 @@
 #include <Python.h>
 #include <stdint.h>
 
+#include "place.h"
+
 enum { TENSOR_DIMS = 8 };
 
 typedef enum Element { ELEMENT_F32, ELEMENT_BF16, ELEMENT_I32, ELEMENT_I64, ELEMENTS } Element;
 
-/* A C-contiguous array in the host's memory, until tensor_drop. */
+/* A C-contiguous array where its maker has it, until tensor_drop. */
 typedef struct Tensor {
     PyObject *capsule; /* keeps data alive: its destructor gives it back to who made it */
     void *data;
@@ -18,16 +20,20 @@ typedef struct Tensor {
     int64_t shape[TENSOR_DIMS], length;
 } Tensor;
 
-/* Borrows an array with __dlpack__: NumPy's, torch's, JAX's, CuPy's. TypeError or ValueError says
- * what `name` was expected to be and what came: element type, device, order. uint16 is taken for
- * the bits of bf16. No copy is made. */
-int tensor_borrow(PyObject *object, const char *name, Tensor *out);
+/* Where an array with __dlpack__ lies. TypeError for one without; ValueError for a place where the
+ * engine has no device. */
+int tensor_place(PyObject *object, const char *name, Place *out);
+/* Borrows such an array, NumPy's, torch's, JAX's, CuPy's, in this place. TypeError or ValueError
+ * says what `name` was expected to be and what came: element type, device, order. uint16 is taken
+ * for the bits of bf16. No copy is made; on a GPU the producer is told the engine's stream, which
+ * waits for the producer's. */
+int tensor_borrow(PyObject *object, const char *name, Place place, Tensor *out);
 void tensor_drop(Tensor *tensor);
 /* Bytes of one element. */
 int64_t element_bytes(Element element);
 
-/* lend(array, bf16, versioned) -> capsule: a NumPy array as DLPack, for from_dlpack of others;
- * uint16 as bf16 where it is asked for. */
+/* dlpack_lend(array, bf16, versioned, shape) -> capsule: a NumPy array, or one of the engine's on a
+ * GPU in this shape, as DLPack, for from_dlpack of others; uint16 as bf16 where it is asked for. */
 PyObject *dlpack_lend(PyObject *module, PyObject *args);
 
 #endif

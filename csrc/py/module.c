@@ -8,6 +8,7 @@
 
 #include "arrays.h"
 #include "dlpack.h"
+#include "place.h"
 #include "tensor_ops.h"
 
 PyObject *raise_status(Status status)
@@ -107,7 +108,11 @@ static PyMethodDef core_methods[] = {
      "jsd(student, weight, teacher, weight, keep, scale, how, want_rows, want_weight) -> "
      "(loss, drows, dweight)\n\nSee tinsmith.ops."},
     {"dlpack_lend", dlpack_lend, METH_VARARGS,
-     "dlpack_lend(array, bf16, versioned) -> capsule\n\nA NumPy array as DLPack."},
+     "dlpack_lend(array, bf16, versioned, shape=None) -> capsule\n\nA NumPy array, or one on a GPU "
+     "in this shape, as DLPack."},
+    {"cuda_arrays_through", cuda_arrays_through, METH_VARARGS,
+     "cuda_arrays_through(name) -> None\n\nThe device that arrays on a GPU are for: 'cuda', or, "
+     "for tests, 'cuda-emulated'."},
     {NULL, NULL, 0, NULL},
 };
 

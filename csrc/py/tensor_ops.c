@@ -1,41 +1,52 @@
 /* py/tensor_ops.c - the module's functions on one's own tensors: tinsmith.ops gives them their
  * shapes and names.
  *
- * Each borrows its arrays, lets go of the GIL, and takes its turn on one CPU device, which is
- * opened at the first call and stays: its threads belong to the process. */
+ * Each borrows its arrays, lets go of the GIL, and takes its turn on the device of the place where
+ * they lie. Its results lie there too; small numbers may come from the host's memory. */
 #include "tensor_ops.h"
-
-#include <pthread.h>
 
 #include "../tensor_ops.h"
 #include "arrays.h"
 #include "dlpack.h"
 #include "module.h"
-
-static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
-static Device *shared;
-
-/* Takes the turn and the device; device_end gives the turn back, whatever came. */
-static Status device_begin(Device **dev)
-{
-    pthread_mutex_lock(&turn);
-    Status status = shared ? STATUS_OK : device_open(&shared, "cpu", 0);
-    *dev = shared;
-    return status;
-}
-
-static void device_end(void)
-{
-    pthread_mutex_unlock(&turn);
-}
-
-/* ---- arguments ---- */
+#include "place.h"
 
 /* Rows and, unless it is None, their weight. */
 typedef struct Source {
     Tensor rows, weight;
     Rows view;
 } Source;
+
+/* Numbers beside the rows: in the host's memory, where the device reads them, or both. */
+typedef struct Given {
+    Tensor tensor;
+    Borrowed array;
+    const void *host, *data; /* data: for the device, in its turn */
+    void *memory;            /* of its own: what was sent */
+    size_t bytes;
+} Given;
+
+typedef struct Result {
+    PyObject *object;
+    DeviceArray *array; /* NULL: NumPy's */
+    void *data;         /* for the device, in its turn */
+} Result;
+
+enum { GIVEN = 2, RESULTS = 3 };
+
+typedef struct Call {
+    Place place;
+    Source rows, teacher;
+    Given given[GIVEN];
+    Borrowed keep;
+    Result result[RESULTS];
+    int K;
+    Jsd how;
+} Call;
+
+typedef Status Work(Device *dev, Call *call);
+
+/* ---- arguments ---- */
 
 static void source_drop(Source *source)
 {
@@ -50,15 +61,15 @@ static int is_float(const Tensor *tensor, const char *name)
     return 0;
 }
 
-static int source_take(Source *source, PyObject *rows, PyObject *weight, const char *name,
-                       const char *weight_name)
+/* The first of a call says where all its arrays are. */
+static int source_take(Source *source, Place place, PyObject *rows, PyObject *weight,
+                       const char *name, const char *weight_name)
 {
-    *source = (Source){0};
     Tensor *x = &source->rows, *w = &source->weight;
-    if (tensor_borrow(rows, name, x) < 0 || !is_float(x, name)) goto failed;
+    if (tensor_borrow(rows, name, place, x) < 0 || !is_float(x, name)) return -1;
     if (x->dims < 1 || x->shape[x->dims - 1] < 1 || x->shape[x->dims - 1] > INT32_MAX) {
         PyErr_Format(PyExc_ValueError, "%s must have a last dimension of at least 1", name);
-        goto failed;
+        return -1;
     }
     int width = (int)x->shape[x->dims - 1];
     source->view = (Rows){.rows = x->data,
@@ -67,214 +78,279 @@ static int source_take(Source *source, PyObject *rows, PyObject *weight, const c
                           .V = width,
                           .D = width};
     if (weight == Py_None) return 0;
-    if (tensor_borrow(weight, weight_name, w) < 0 || !is_float(w, weight_name)) goto failed;
+    if (tensor_borrow(weight, weight_name, place, w) < 0 || !is_float(w, weight_name)) return -1;
     if (w->dims != 2 || w->shape[1] != width || w->shape[0] < 1 || w->shape[0] > INT32_MAX) {
         PyErr_Format(PyExc_ValueError,
                      "%s must be (V, %d), for %s has rows of %d; it has %d dimensions, the last of "
                      "%lld",
                      weight_name, width, name, width, w->dims,
                      w->dims ? (long long)w->shape[w->dims - 1] : 0LL);
-        goto failed;
+        return -1;
     }
     source->view.weight = w->data;
     source->view.weight_type = w->element == ELEMENT_F32 ? DTYPE_F32 : DTYPE_BF16;
     source->view.V = (int)w->shape[0];
     return 0;
-failed:
-    source_drop(source);
-    return -1;
 }
 
-/* A float32 array of so many numbers, or None. */
-static int floats_take(Tensor *tensor, PyObject *object, const char *name, int64_t length)
+/* A float32 array of so many numbers, or None, in the host's memory or where the rows are. */
+static int floats_take(Call *call, Given *given, PyObject *object, const char *name, int64_t length)
 {
-    *tensor = (Tensor){0};
+    Place place;
+    Tensor *tensor = &given->tensor;
     if (object == Py_None) return 0;
-    if (tensor_borrow(object, name, tensor) < 0) return -1;
-    if (tensor->element == ELEMENT_F32 && tensor->length == length) return 0;
-    PyErr_Format(PyExc_ValueError, "%s must be float32 with %lld numbers; it has %lld", name,
-                 (long long)length, (long long)tensor->length);
-    tensor_drop(tensor);
-    return -1;
+    if (tensor_place(object, name, &place) < 0) return -1;
+    if (tensor_borrow(object, name, place == PLACE_CPU ? place : call->place, tensor) < 0)
+        return -1;
+    if (tensor->element != ELEMENT_F32 || tensor->length != length) {
+        PyErr_Format(PyExc_ValueError, "%s must be float32 with %lld numbers; it has %lld", name,
+                     (long long)length, (long long)tensor->length);
+        return -1;
+    }
+    given->bytes = (size_t)length * sizeof(float);
+    given->data = tensor->data;
+    if (place == PLACE_CPU) given->host = tensor->data;
+    return 0;
+}
+
+static int ids_take(Call *call, Given *given, PyObject *ids)
+{
+    if (borrow(ids, KIND_INT32, "ids", &given->array) < 0) return -1;
+    int64_t count = call->rows.view.N * call->K;
+    if (given->array.length != count) {
+        PyErr_Format(PyExc_ValueError, "ids must be %lld numbers, %d for each row; they are %lld",
+                     (long long)count, call->K, (long long)given->array.length);
+        return -1;
+    }
+    given->host = given->data = given->array.data;
+    given->bytes = (size_t)count * sizeof(int32_t);
+    return 0;
 }
 
 /* ---- results ---- */
 
-/* New arrays for the gradients that are wanted. */
-static int gradient_new(const Source *source, int want_rows, int want_weight, PyObject **rows,
-                        PyObject **weight, RowsGradient *out)
+static int result_new(Call *call, int index, Kind kind, int64_t rows, int64_t cols)
 {
-    const Rows *v = &source->view;
-    int half = v->type == DTYPE_BF16;
-    *out = (RowsGradient){0};
-    *rows = *weight = NULL;
-    if (want_rows) {
-        *rows = array_new(half ? KIND_UINT16 : KIND_FLOAT32, v->N, v->weight ? v->D : v->V, NULL);
-        if (!*rows) return -1;
-        out->rows = array_data(*rows);
-    }
-    if (want_weight) {
-        *weight = array_new(KIND_FLOAT32, v->V, v->D, NULL);
-        if (!*weight) return -1;
-        out->weight = array_data(*weight);
-    }
+    Result *r = &call->result[index];
+    r->object = call->place == PLACE_CPU ? array_new(kind, rows, cols, NULL)
+                                         : device_array_new(kind, rows * cols);
+    if (!r->object) return -1;
+    r->array = device_array_of(r->object);
+    if (!r->array) r->data = array_data(r->object);
     return 0;
 }
 
-/* A tuple of new references, None for NULL; on a failed status, its exception. */
-static PyObject *results(Status status, PyObject *a, PyObject *b, PyObject *c)
+static Kind kind_of(DType type)
 {
-    if (!status && a)
-        return Py_BuildValue("(NNN)", a, b ? b : Py_NewRef(Py_None), c ? c : Py_NewRef(Py_None));
-    Py_XDECREF(a);
-    Py_XDECREF(b);
-    Py_XDECREF(c);
-    return status ? raise_status(status) : NULL;
+    return type == DTYPE_F32 ? KIND_FLOAT32 : KIND_UINT16;
+}
+
+/* New arrays, the second and third result, for the gradients that are wanted. */
+static int gradient_new(Call *call, int want_rows, int want_weight)
+{
+    const Rows *v = &call->rows.view;
+    if (want_rows && result_new(call, 1, kind_of(v->type), v->N, v->weight ? v->D : v->V) < 0)
+        return -1;
+    if (!want_weight || !v->weight) return 0;
+    return result_new(call, 2, kind_of(v->weight_type), v->V, v->D);
+}
+
+static RowsGradient gradient_of(const Call *call)
+{
+    return (RowsGradient){call->result[1].data, call->result[2].data};
+}
+
+/* ---- a call ---- */
+
+/* Memory of the device's own for results, and for numbers that come from the host. */
+static Status call_place(Call *call, Device *dev)
+{
+    for (Result *r = call->result; r < call->result + RESULTS; r++) {
+        if (!r->array) continue;
+        TRY(device_array_fill(dev, r->array));
+        r->data = r->array->memory;
+    }
+    for (Given *g = call->given; g < call->given + GIVEN; g++) {
+        if (call->place == PLACE_CPU || !g->host) continue;
+        TRY(dev->alloc(dev, &g->memory, g->bytes));
+        dev->upload(dev, g->memory, g->host, g->bytes);
+        g->data = g->memory;
+    }
+    return STATUS_OK;
+}
+
+static Status call_turn(Call *call, Work *work)
+{
+    Device *dev;
+    Status status = turn_begin(call->place, &dev);
+    if (!status) status = call_place(call, dev);
+    if (!status) status = work(dev, call);
+    for (Given *g = call->given; g < call->given + GIVEN; g++)
+        if (g->memory) dev->release(dev, g->memory, g->bytes);
+    turn_end();
+    return status;
+}
+
+static void call_drop(Call *call)
+{
+    source_drop(&call->rows);
+    source_drop(&call->teacher);
+    for (Given *g = call->given; g < call->given + GIVEN; g++) {
+        tensor_drop(&g->tensor);
+        Py_CLEAR(g->array.owner);
+    }
+    Py_CLEAR(call->keep.owner);
+}
+
+/* Nothing came of it: the exception is set. */
+static PyObject *call_refuse(Call *call)
+{
+    for (Result *r = call->result; r < call->result + RESULTS; r++) Py_CLEAR(r->object);
+    call_drop(call);
+    return NULL;
+}
+
+/* Does the work without the GIL: a tuple of the results, None for those that were not wanted. */
+static PyObject *call_run(Call *call, Work *work)
+{
+    Status status;
+    Py_BEGIN_ALLOW_THREADS;
+    status = call_turn(call, work);
+    Py_END_ALLOW_THREADS;
+    if (status) {
+        raise_status(status);
+        return call_refuse(call);
+    }
+    call_drop(call);
+    PyObject *out = PyTuple_New(RESULTS);
+    for (int i = 0; i < RESULTS; i++) {
+        PyObject *object = call->result[i].object;
+        if (out)
+            PyTuple_SET_ITEM(out, i, object ? object : Py_NewRef(Py_None));
+        else
+            Py_XDECREF(object);
+    }
+    return out;
 }
 
 /* ---- the functions ---- */
+
+static Status topk_work(Device *dev, Call *call)
+{
+    return tensor_topk(dev, call->result[0].data, call->result[1].data, &call->rows.view, call->K);
+}
 
 PyObject *core_topk(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *rows, *weight;
-    int K;
-    Source source;
-    if (!PyArg_ParseTuple(args, "OOi:topk", &rows, &weight, &K)) return NULL;
-    if (source_take(&source, rows, weight, weight == Py_None ? "logits" : "hidden", "weight") < 0)
-        return NULL;
-    Status status = STATUS_OK;
-    PyObject *ids = NULL, *logp = NULL;
-    if (K < 0 || K > source.view.V) {
-        PyErr_Format(PyExc_ValueError, "k must be 0 to the vocabulary's %d, not %d", source.view.V,
-                     K);
-    } else if ((ids = array_new(KIND_INT32, source.view.N, K, NULL)) &&
-               (logp = array_new(KIND_FLOAT32, source.view.N, K, NULL))) {
-        Device *dev;
-        int32_t *to = array_data(ids);
-        float *to_logp = array_data(logp);
-        Py_BEGIN_ALLOW_THREADS status = device_begin(&dev);
-        if (!status) status = tensor_topk(dev, to, to_logp, &source.view, K);
-        device_end();
-        Py_END_ALLOW_THREADS
+    Call call = {0};
+    if (!PyArg_ParseTuple(args, "OOi:topk", &rows, &weight, &call.K)) return NULL;
+    const char *name = weight == Py_None ? "logits" : "hidden";
+    if (tensor_place(rows, name, &call.place) < 0 ||
+        source_take(&call.rows, call.place, rows, weight, name, "weight") < 0)
+        return call_refuse(&call);
+    const Rows *v = &call.rows.view;
+    if (call.K < 0 || call.K > v->V) {
+        PyErr_Format(PyExc_ValueError, "k must be 0 to the vocabulary's %d, not %d", v->V, call.K);
+        return call_refuse(&call);
     }
-    source_drop(&source);
-    if (!logp) Py_CLEAR(ids);
-    return results(status, ids, logp, NULL);
+    if (result_new(&call, 0, KIND_INT32, v->N, call.K) < 0 ||
+        result_new(&call, 1, KIND_FLOAT32, v->N, call.K) < 0)
+        return call_refuse(&call);
+    return call_run(&call, topk_work);
+}
+
+static Status gather_work(Device *dev, Call *call)
+{
+    const Rows *rows = &call->rows.view;
+    const int32_t *ids = call->given[0].host;
+    for (int64_t i = 0; i < rows->N * call->K; i++)
+        if (ids[i] < 0 || ids[i] >= rows->V)
+            return fail(STATUS_INDEX, "ids[%lld] is %d, the vocabulary has %d ids", (long long)i,
+                        (int)ids[i], rows->V);
+    return tensor_gather(dev, call->result[0].data, gradient_of(call), rows, call->given[0].data,
+                         call->given[1].data, call->K);
 }
 
 PyObject *core_gather(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *rows, *weight, *ids, *dlogp, *logp = NULL, *drows = NULL, *dweight = NULL;
-    int K, want_rows, want_weight;
-    Source source;
-    Borrowed own = {0};
-    Tensor slope = {0};
-    if (!PyArg_ParseTuple(args, "OOOiOpp:gather", &rows, &weight, &ids, &K, &dlogp, &want_rows,
+    PyObject *rows, *weight, *ids, *dlogp;
+    int want_rows, want_weight;
+    Call call = {0};
+    if (!PyArg_ParseTuple(args, "OOOiOpp:gather", &rows, &weight, &ids, &call.K, &dlogp, &want_rows,
                           &want_weight))
         return NULL;
-    if (source_take(&source, rows, weight, weight == Py_None ? "logits" : "hidden", "weight") < 0)
-        return NULL;
-    Status status = STATUS_OK;
-    RowsGradient gradient = {0};
-    int64_t count = source.view.N * K;
-    if (borrow(ids, KIND_INT32, "ids", &own) < 0) goto done;
-    if (own.length != count) {
-        PyErr_Format(PyExc_ValueError, "ids must be %lld numbers, %d for each row; they are %lld",
-                     (long long)count, K, (long long)own.length);
-        goto done;
-    }
-    if (floats_take(&slope, dlogp, "dlogp", count) < 0) goto done;
-    want_weight = want_weight && source.view.weight;
-    int wanted = slope.capsule && (want_rows || want_weight);
-    if (wanted && gradient_new(&source, want_rows, want_weight, &drows, &dweight, &gradient) < 0)
-        goto done;
-    logp = array_new(KIND_FLOAT32, source.view.N, K, NULL);
-    if (!logp) goto done;
-    Device *dev;
-    float *to = array_data(logp);
-    Py_BEGIN_ALLOW_THREADS status = device_begin(&dev);
-    if (!status && gradient.weight)
-        dev->zero(dev, gradient.weight, (size_t)source.view.V * (size_t)source.view.D * 4);
-    if (!status)
-        status =
-            tensor_gather(dev, to, gradient, &source.view, own.data, wanted ? slope.data : NULL, K);
-    device_end();
-    Py_END_ALLOW_THREADS done : source_drop(&source);
-    tensor_drop(&slope);
-    Py_XDECREF(own.owner);
-    return results(status, logp, drows, dweight);
+    const char *name = weight == Py_None ? "logits" : "hidden";
+    if (tensor_place(rows, name, &call.place) < 0 ||
+        source_take(&call.rows, call.place, rows, weight, name, "weight") < 0 ||
+        ids_take(&call, &call.given[0], ids) < 0 ||
+        floats_take(&call, &call.given[1], dlogp, "dlogp", call.rows.view.N * call.K) < 0)
+        return call_refuse(&call);
+    if (result_new(&call, 0, KIND_FLOAT32, call.rows.view.N, call.K) < 0 ||
+        (dlogp != Py_None && gradient_new(&call, want_rows, want_weight) < 0))
+        return call_refuse(&call);
+    return call_run(&call, gather_work);
 }
 
-typedef struct JsdArguments {
-    Source student, teacher;
-    Tensor scale;
-    Borrowed keep;
-    Jsd how;
-    int64_t losses; /* numbers of a row */
-} JsdArguments;
-
-static int jsd_check(JsdArguments *a, PyObject *keep, PyObject *scale)
+/* The rows that count, or -1 with an exception. */
+static int64_t jsd_check(Call *call, PyObject *keep)
 {
-    const Rows *p = &a->student.view, *q = &a->teacher.view;
+    const Rows *p = &call->rows.view, *q = &call->teacher.view;
     if (p->V != q->V || p->N != q->N) {
         PyErr_Format(PyExc_ValueError,
                      "student has %lld rows over a vocabulary of %d, teacher %lld over %d",
                      (long long)p->N, p->V, (long long)q->N, q->V);
         return -1;
     }
-    if (a->how.top_k > p->V) {
+    if (call->how.top_k > p->V) {
         PyErr_Format(PyExc_ValueError, "top_k must be at most the vocabulary's %d, not %d", p->V,
-                     (int)a->how.top_k);
+                     (int)call->how.top_k);
         return -1;
     }
-    a->losses = !a->how.each ? 1 : a->how.top_k ? a->how.top_k : p->V;
-    if (keep != Py_None && borrow(keep, KIND_UINT8, "keep", &a->keep) < 0) return -1;
-    if (a->keep.owner && a->keep.length != p->N) {
+    if (keep == Py_None) return p->N;
+    if (borrow(keep, KIND_UINT8, "keep", &call->keep) < 0) return -1;
+    if (call->keep.length != p->N) {
         PyErr_Format(PyExc_ValueError, "labels must be %lld, one for each row; they are %lld",
-                     (long long)p->N, (long long)a->keep.length);
+                     (long long)p->N, (long long)call->keep.length);
         return -1;
     }
-    return floats_take(&a->scale, scale, "scale", p->N * a->losses);
+    int64_t kept = 0;
+    for (int64_t i = 0; i < p->N; i++) kept += ((const unsigned char *)call->keep.data)[i] != 0;
+    return kept;
+}
+
+static Status jsd_work(Device *dev, Call *call)
+{
+    return tensor_jsd(dev, call->result[0].data, gradient_of(call), &call->rows.view,
+                      &call->teacher.view, call->keep.data, call->given[0].data, call->how);
 }
 
 PyObject *core_jsd(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *object[6], *loss = NULL, *drows = NULL, *dweight = NULL;
+    PyObject *object[6];
     int want_rows, want_weight;
-    JsdArguments a = {0};
-    RowsGradient gradient = {0};
-    Status status = STATUS_OK;
+    Call call = {0};
+    Jsd *how = &call.how;
     if (!PyArg_ParseTuple(args, "OOOOOO(fffipp)pp:jsd", &object[0], &object[1], &object[2],
-                          &object[3], &object[4], &object[5], &a.how.beta, &a.how.temperature,
-                          &a.how.clip, &a.how.top_k, &a.how.probs, &a.how.each, &want_rows,
+                          &object[3], &object[4], &object[5], &how->beta, &how->temperature,
+                          &how->clip, &how->top_k, &how->probs, &how->each, &want_rows,
                           &want_weight))
         return NULL;
-    if (source_take(&a.student, object[0], object[1], "student", "the student's weight") < 0 ||
-        source_take(&a.teacher, object[2], object[3], "teacher", "the teacher's weight") < 0 ||
-        jsd_check(&a, object[4], object[5]) < 0)
-        goto done;
-    want_weight = want_weight && a.student.view.weight;
-    int wanted = a.scale.capsule && (want_rows || want_weight);
-    if (wanted && gradient_new(&a.student, want_rows, want_weight, &drows, &dweight, &gradient) < 0)
-        goto done;
-    const Rows *p = &a.student.view;
-    loss = array_new(KIND_FLOAT32, p->N, a.losses, NULL);
-    if (!loss) goto done;
-    Device *dev;
-    float *to = array_data(loss);
-    Py_BEGIN_ALLOW_THREADS status = device_begin(&dev);
-    if (!status && gradient.weight)
-        dev->zero(dev, gradient.weight, (size_t)p->V * (size_t)p->D * 4);
-    if (!status)
-        status = tensor_jsd(dev, to, gradient, p, &a.teacher.view, a.keep.data,
-                            wanted ? a.scale.data : NULL, a.how);
-    device_end();
-    Py_END_ALLOW_THREADS done : source_drop(&a.student);
-    source_drop(&a.teacher);
-    tensor_drop(&a.scale);
-    Py_XDECREF(a.keep.owner);
-    return results(status, loss, drows, dweight);
+    if (tensor_place(object[0], "student", &call.place) < 0 ||
+        source_take(&call.rows, call.place, object[0], object[1], "student",
+                    "the student's weight") < 0 ||
+        source_take(&call.teacher, call.place, object[2], object[3], "teacher",
+                    "the teacher's weight") < 0)
+        return call_refuse(&call);
+    int64_t kept = jsd_check(&call, object[4]);
+    int64_t each = !how->each ? 1 : how->top_k ? how->top_k : call.rows.view.V;
+    if (kept < 0 || floats_take(&call, &call.given[0], object[5], "scale", kept * each) < 0)
+        return call_refuse(&call);
+    if (result_new(&call, 0, KIND_FLOAT32, kept, each) < 0 ||
+        (object[5] != Py_None && gradient_new(&call, want_rows, want_weight) < 0))
+        return call_refuse(&call);
+    return call_run(&call, jsd_work);
 }

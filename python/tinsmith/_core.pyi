@@ -33,38 +33,44 @@ def losses() -> list[LossRow]:
 def devices() -> dict[str, str]:
     """Device names, each with "" when it can be opened, or the sentence that says why it can't."""
 
-def topk(rows: Any, weight: Any, k: int) -> tuple[NDArray[Any], NDArray[Any], None]:
+def topk(rows: Any, weight: Any, k: int) -> tuple[Any, Any, None]:
     """(ids, logprobs, None) of rows that are flattened to (N, ·): tinsmith.ops.topk_logprobs.
 
-    Here and below, arrays are anything with __dlpack__ on the CPU in float32, bfloat16, or uint16
-    with bf16's bits; weight is (V, D), or None where the rows are logits."""
+    Here and below, arrays are anything with __dlpack__ in float32, bfloat16, or uint16 with bf16's
+    bits, all on the CPU or all on CUDA's device 0; weight is (V, D), or None where the rows are
+    logits. Results are NumPy's, or on a GPU capsules for dlpack_lend."""
 
 def gather(
     rows: Any,
     weight: Any,
     ids: NDArray[np.int32],  # (N·K,)
     K: int,
-    dlogprobs: Any,  # float32 of N·K numbers, or None: no gradients
+    dlogprobs: Any,  # float32 of N·K numbers, here or on the CPU, or None: no gradients
     want_rows: bool,
     want_weight: bool,
-) -> tuple[NDArray[np.float32], NDArray[Any] | None, NDArray[np.float32] | None]:
-    """(logprobs (N, K), gradient of the rows in their type, of the weight in float32)."""
+) -> tuple[Any, Any, Any]:
+    """(logprobs (N, K), gradient of the rows, of the weight, in their types)."""
 
 def jsd(
     student: Any,
     student_weight: Any,
     teacher: Any,
     teacher_weight: Any,
-    keep: NDArray[np.uint8] | None,  # (N,): 0 leaves a row out, its loss is then undefined
-    scale: Any,  # float32, like the losses, or None: no gradients
+    keep: NDArray[np.uint8] | None,  # (N,): 0 leaves a row out, from losses and scale too
+    scale: Any,  # float32, like the losses, here or on the CPU, or None: no gradients
     how: tuple[float, float, float, int, bool, bool],  # device.h's Jsd, field by field
     want_rows: bool,
     want_weight: bool,
-) -> tuple[NDArray[np.float32], NDArray[Any] | None, NDArray[np.float32] | None]:
+) -> tuple[Any, Any, Any]:
     """(losses (N, 1), or (N, V or top_k) of single terms, and the gradients of Σ scale·loss)."""
 
-def dlpack_lend(array: NDArray[Any], bf16: bool, versioned: bool) -> Any:
-    """A capsule of an array, which lives until who took it gives it back."""
+def dlpack_lend(array: Any, bf16: bool, versioned: bool, shape: tuple[int, ...] = ...) -> Any:
+    """A DLPack capsule of a NumPy array, or of a result on a GPU in this shape, which lives until
+    who took it gives it back."""
+
+def cuda_arrays_through(name: str) -> None:
+    """The device that arrays on a GPU are for: "cuda", or "cuda-emulated", for tests that call host
+    memory a GPU's."""
 
 class Model:
     """A frozen base model. Shapes come from `config`; weights are put in with `load`, then `seal`.

@@ -3,9 +3,12 @@ one piece of another trainer.
 
 Rows of the vocabulary come as logits (…, V), or as hidden states (…, D) with the head's weight
 (V, D), of which the logits never exist at one time: 128 MiB of them do. Arrays are NumPy's, or
-anything with `__dlpack__` (torch's, JAX's) in the CPU's memory: float32, bfloat16, or uint16 with
-bf16's bits; C-contiguous, and then read where they lie, never copied. What comes out is of the kind
-of the first argument, a gradient in its input's type; sums are float32.
+anything with `__dlpack__` (torch's, CuPy's, JAX's) in the memory of the CPU or of the first NVIDIA
+GPU: float32, bfloat16, or uint16 with bf16's bits; C-contiguous, and then read where they lie,
+never copied. All of a call lie on one device, but ids, labels, weights and gradients may come from
+the CPU. What comes out is of the kind of the first argument and on its device, a gradient in its
+input's type; sums are float32. On a GPU products are of bf16, and so is the gradient of logits:
+float32 is rounded to it on the way.
 
 `x_backward` takes the gradient of what `x` returned, then x's own arguments, and returns one
 gradient for each differentiable array. tinsmith.torch has them as autograd functions. Calls let go
@@ -18,44 +21,72 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinsmith import _core
+from tinsmith import _core, tensors
 
 IGNORED = -100  # a label that leaves its row out, as Hugging Face writes it
 REDUCTIONS = ("batchmean", "sum", "mean", "none")
+CPU, CUDA = (1, 0), (2, 0)  # DLPack's names of the places where arrays may lie
 
 
 # ---- arrays in and out ----
 
 
 class _Loan:
-    """A NumPy array for another library's from_dlpack; uint16 is bf16 there."""
+    """A result of the core for another library's from_dlpack; uint16 is bf16 there."""
 
-    def __init__(self, array: np.ndarray):
-        self.array = array
+    def __init__(self, array: Any, shape: tuple[int, ...]):
+        self.array, self.shape = array, shape
 
-    def __dlpack__(self, *, max_version: tuple[int, int] | None = None, **_: object) -> object:
+    def __dlpack__(
+        self,
+        *,
+        stream: int | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object:
+        """On whatever stream it will be read: the work on it is finished."""
+        place = self.__dlpack_device__()
+        if stream == 0 and place == CUDA:
+            raise ValueError("stream 0 may be either of CUDA's default streams: pass 1 or 2")
+        if copy or (dl_device is not None and tuple(dl_device) != place):
+            raise BufferError(f"lent as it is and where it lies, on DLPack's device {place}")
         versioned = max_version is not None and max_version[0] >= 1
-        return _core.dlpack_lend(self.array, True, versioned)
+        return _core.dlpack_lend(self.array, True, versioned, self.shape)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (1, 0)
+        return CPU if isinstance(self.array, np.ndarray) else CUDA
 
 
-def _like(like: Any, array: np.ndarray) -> Any:
-    """The array as the kind that `like` is, without a copy where its library can."""
-    if isinstance(like, np.ndarray):
-        return array
+def _place(x: Any) -> tuple[int, int]:
+    """Where an array lies; memory that the CPU reads is the CPU's."""
+    kind, number = x.__dlpack_device__() if hasattr(x, "__dlpack_device__") else CPU
+    return CPU if int(kind) in tensors.HOST else (int(kind), int(number))
+
+
+def _like(like: Any, array: Any, shape: tuple[int, ...]) -> Any:
+    """A result of the core, in this shape, as the kind that `like` is, without a copy where its
+    library can."""
+    if isinstance(array, np.ndarray):
+        array = array.reshape(shape)
+        if isinstance(like, np.ndarray):
+            return array
     package = type(like).__module__.partition(".")[0]
     library = sys.modules.get({"jaxlib": "jax.numpy"}.get(package, package))
     convert = getattr(library, "from_dlpack", None)
-    return convert(_Loan(array)) if convert else array
+    if convert:
+        return convert(_Loan(array, shape))
+    if isinstance(array, np.ndarray):
+        return array
+    raise TypeError(f"{package} has no from_dlpack, which is to take results on a GPU")
 
 
 def _scalar(like: Any, value: float) -> Any:
     """A sum: a float for NumPy, an array without dimensions for the others."""
     if isinstance(like, np.ndarray):
         return value
-    return _like(like, np.array(value, np.float32))
+    array = np.array(value, np.float32)
+    return _like(like, array, ()) if _place(like) == CPU else tensors.like(like, array)
 
 
 def _shape(x: Any, name: str) -> tuple[int, ...]:
@@ -68,10 +99,12 @@ def _shape(x: Any, name: str) -> tuple[int, ...]:
     return shape
 
 
-def _host(x: Any, name: str, dtype: type) -> np.ndarray:
-    """A small array (ids, labels, weights) as NumPy's, converted if need be."""
-    if hasattr(x, "__dlpack_device__") and x.__dlpack_device__()[0] not in (1, 3):
-        raise ValueError(f"{name} is not in the memory of the CPU")
+def _host(x: Any, name: str, dtype: type, rows: Any) -> np.ndarray:
+    """A small array (ids, labels, weights) as NumPy's, fetched and converted if need be."""
+    if _place(x) not in (CPU, _place(rows)):
+        other = "" if _place(rows) == CPU else ", nor where the rows are"
+        raise ValueError(f"{name} is not in the memory of the CPU{other}")
+    x = x if _place(x) == CPU else tensors.fetched(x)
     array = np.asarray(x if isinstance(x, np.ndarray | list) else np.from_dlpack(x))
     whole = np.issubdtype(array.dtype, np.integer) or array.dtype == bool
     if np.issubdtype(dtype, np.integer) and not whole:
@@ -89,8 +122,13 @@ class _Ids(NamedTuple):
     K: int
 
 
-def _ids(ids: Any, lead: tuple[int, ...], name: str = "ids") -> _Ids:
-    array = _host(ids, name, np.int64)
+def _floats(x: Any, name: str, rows: Any) -> Any:
+    """Numbers that the core reads: where they lie if that is beside the rows, else as NumPy's."""
+    return x if _place(x) != CPU and _place(x) == _place(rows) else _host(x, name, np.float32, rows)
+
+
+def _ids(ids: Any, lead: tuple[int, ...], rows: Any, name: str = "ids") -> _Ids:
+    array = _host(ids, name, np.int64, rows)
     if array.shape[: len(lead)] != lead or array.ndim - len(lead) not in (0, 1):
         raise ValueError(f"{name} must be {lead} or {(*lead, 'K')}, not {array.shape}")
     if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
@@ -99,15 +137,9 @@ def _ids(ids: Any, lead: tuple[int, ...], name: str = "ids") -> _Ids:
     return _Ids(np.ascontiguousarray(array, np.int32).ravel(), array.shape, K)
 
 
-def _gradient(like: Any, array: np.ndarray | None, shape: tuple[int, ...]) -> Any:
-    """A gradient of the core in the type, shape and kind of its input."""
-    if array is None:
-        return None
-    array = array.reshape(shape)
-    if array.dtype == np.float32 and "16" in str(like.dtype):  # sums for a bf16 weight
-        bits = array.view(np.uint32)
-        array = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    return _like(like, array)
+def _gradient(like: Any, array: Any) -> Any:
+    """A gradient of the core, which is in the type of its input, in its shape and kind."""
+    return None if array is None else _like(like, array, tuple(like.shape))
 
 
 # ---- log-probabilities ----
@@ -124,7 +156,7 @@ def topk_logprobs(rows: Any, *weight_and_k: Any) -> tuple[Any, Any]:
     weight, k = (None, *weight_and_k)[-2:]
     lead = _shape(rows, "logits" if weight is None else "hidden")[:-1]
     ids, logprobs, _ = _core.topk(rows, weight, k)
-    return tuple(_like(rows, x.reshape(*lead, k)) for x in (ids, logprobs))
+    return tuple(_like(rows, x, (*lead, k)) for x in (ids, logprobs))
 
 
 def gather_logprobs(rows: Any, *weight_and_ids: Any) -> Any:
@@ -133,7 +165,7 @@ def gather_logprobs(rows: Any, *weight_and_ids: Any) -> Any:
     Log-probabilities of ids (…, K), or of one id a row (…,): float32 of ids' shape. IndexError for
     an id outside the vocabulary."""
     weight, ids = _two(weight_and_ids, "gather_logprobs")
-    return _like(rows, gather(rows, weight, ids)[0])
+    return gather(rows, weight, ids)[0]
 
 
 def gather_logprobs_backward(grad: Any, rows: Any, *weight_and_ids: Any) -> Any:
@@ -147,8 +179,8 @@ def gather_logprobs_backward(grad: Any, rows: Any, *weight_and_ids: Any) -> Any:
 def linear_cross_entropy(hidden: Any, weight: Any, ids: Any, weights: Any) -> Any:
     """-Σ weights·logprobs of ids (…, K) or (…,), weights of the same shape: a sum, as Tinker's
     losses are."""
-    logprobs, _, _ = gather(hidden, weight, ids)
-    w = _weights(weights, logprobs.shape)
+    logprobs = _host(gather(hidden, weight, ids)[0], "logprobs", np.float32, hidden)
+    w = _weights(weights, logprobs.shape, hidden)
     return _scalar(hidden, -float(np.sum(w * logprobs, dtype=np.float64)))
 
 
@@ -157,7 +189,7 @@ def linear_cross_entropy_backward(
 ) -> tuple[Any, Any]:
     """(dhidden, dweight) of grad·linear_cross_entropy."""
     lead = _shape(hidden, "hidden")[:-1]
-    w = _weights(weights, _ids(ids, lead).shape)
+    w = _weights(weights, _ids(ids, lead, hidden).shape, hidden)
     _, dhidden, dweight = gather(hidden, weight, ids, -float(grad) * w)
     return dhidden, dweight
 
@@ -169,8 +201,8 @@ def _two(weight_and_ids: tuple[Any, ...], name: str) -> tuple[Any, Any]:
     return weight, ids
 
 
-def _weights(weights: Any, shape: tuple[int, ...]) -> np.ndarray:
-    w = _host(weights, "weights", np.float32)
+def _weights(weights: Any, shape: tuple[int, ...], hidden: Any) -> np.ndarray:
+    w = _host(weights, "weights", np.float32, hidden)
     if w.shape != shape:
         raise ValueError(f"weights must be of ids' shape {shape}, not {w.shape}")
     return w
@@ -183,18 +215,15 @@ def gather(
     grad: Any = None,
     *,
     want: tuple[bool, bool] = (True, True),
-) -> tuple[np.ndarray, Any, Any]:
-    """Log-probabilities as NumPy's, and with `grad` the gradients that are wanted, in one pass."""
-    shape = _shape(rows, "logits" if weight is None else "hidden")
-    own = _ids(ids, shape[:-1])
+) -> tuple[Any, Any, Any]:
+    """Log-probabilities, and with `grad` the gradients that are wanted, in one pass."""
+    own = _ids(ids, _shape(rows, "logits" if weight is None else "hidden")[:-1], rows)
     if grad is not None:
-        grad = _host(grad, "grad", np.float32)
-        if grad.shape != own.shape:
-            raise ValueError(f"grad must be of ids' shape {own.shape}, not {grad.shape}")
+        grad = _floats(grad, "grad", rows)
+        if tuple(grad.shape) != own.shape:
+            raise ValueError(f"grad must be of ids' shape {own.shape}, not {tuple(grad.shape)}")
     logprobs, drows, dweight = _core.gather(rows, weight, own.flat, own.K, grad, *want)
-    drows = _gradient(rows, drows, shape)
-    dweight = None if weight is None else _gradient(weight, dweight, tuple(weight.shape))
-    return logprobs.reshape(own.shape), drows, dweight
+    return _like(rows, logprobs, own.shape), _gradient(rows, drows), _gradient(weight, dweight)
 
 
 # ---- divergence ----
@@ -279,11 +308,11 @@ def _pair(side: Any, name: str) -> tuple[Any, Any]:
     return side
 
 
-def _keep(labels: Any, lead: tuple[int, ...]) -> np.ndarray | None:
+def _keep(labels: Any, lead: tuple[int, ...], rows: Any) -> np.ndarray | None:
     """Which rows count, as bytes."""
     if labels is None:
         return None
-    array = _host(labels, "labels", np.int64)
+    array = _host(labels, "labels", np.int64, rows)
     if array.shape != lead:
         raise ValueError(f"labels must be {lead}, one for each row, not {array.shape}")
     return (array != IGNORED).astype(np.uint8).ravel()
@@ -308,7 +337,7 @@ def jsd(
     if other_shape[:-1] != lead:
         raise ValueError(f"student has rows {lead}, teacher {other_shape[:-1]}")
     N, V = math.prod(lead), shape[-1] if weight is None else int(weight.shape[0])
-    keep, each = _keep(labels, lead), how.reduction == "none"
+    keep, each = _keep(labels, lead, rows), how.reduction == "none"
     kept = N if keep is None else int(keep.sum())
     width = how.top_k or V
     batch = (lead[0] if lead else 1) if keep is None else kept
@@ -316,25 +345,17 @@ def jsd(
     out_shape = () if not each else (*lead, width) if keep is None else (kept, width)
     scale = None
     if grad is not None:
-        grad = np.asarray(
-            grad if isinstance(grad, float | int) else _host(grad, "grad", np.float32)
-        )
-        if grad.shape != out_shape:
-            raise ValueError(f"grad must be of the loss's shape {out_shape}, not {grad.shape}")
-        scale = np.zeros((N, width) if each else N, np.float32)
-        scale[slice(None) if keep is None else keep == 1] = (
-            grad.reshape(-1, width) if each else float(grad) / max(over, 1)
-        )
+        grad = np.asarray(grad) if isinstance(grad, float | int) else _floats(grad, "grad", rows)
+        got = tuple(grad.shape)
+        if got != out_shape:
+            raise ValueError(f"grad must be of the loss's shape {out_shape}, not {got}")
+        scale = grad if each else np.full(kept, float(grad) / max(over, 1), np.float32)
     settings = (how.beta, how.temperature, how.token_clip, how.top_k, how.logits_are_probs, each)
     loss, drows, dweight = _core.jsd(
         rows, weight, other, other_weight, keep, scale, settings, *want
     )
-    if keep is not None:
-        loss = loss[keep == 1]
-    if each:
-        loss = _like(rows, np.ascontiguousarray(loss).reshape(out_shape))
-    else:
-        loss = _scalar(rows, float(loss.sum(dtype=np.float64)) / over if over else math.nan)
-    drows = _gradient(rows, drows, shape)
-    dweight = None if weight is None else _gradient(weight, dweight, tuple(weight.shape))
-    return JsdResult(loss, drows, dweight)
+    loss = _like(rows, loss, out_shape if each else (kept,))
+    if not each:
+        total = float(_host(loss, "loss", np.float32, rows).sum(dtype=np.float64))
+        loss = _scalar(rows, total / over if over else math.nan)
+    return JsdResult(loss, _gradient(rows, drows), _gradient(weight, dweight))

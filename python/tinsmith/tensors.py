@@ -63,6 +63,14 @@ def like(x: Any, array: NDArray[Any]) -> Any:
         return namespace.asarray(array)
 
 
+def fetched(x: Any) -> Any:
+    """A copy in the host's memory: each library has its own word for it."""
+    for word in ("cpu", "get"):  # torch's, CuPy's
+        if hasattr(x, word):
+            return getattr(x, word)()
+    return np.asarray(x)  # JAX's
+
+
 def to_integer(x: Any, name: str) -> int:
     """An integer that is no bool, a tensor of one too; TypeError names it."""
     try:
@@ -122,21 +130,13 @@ def _from_dlpack(x: Any, name: str) -> NDArray[Any]:
         )
     try:
         if x.__dlpack_device__()[0] not in HOST:
-            x = _fetched(x)
+            x = fetched(x)
         return x if isinstance(x, np.ndarray) else np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError) as error:
         found = getattr(x, "dtype", None)
         raise TypeError(
             f"{name} can't be read as a NumPy array: a {_kind(x)} of {found} ({error})"
         ) from None
-
-
-def _fetched(x: Any) -> Any:
-    """A copy in the host's memory: each library has its own word for it."""
-    for word in ("cpu", "get"):  # torch's, CuPy's
-        if hasattr(x, word):
-            return getattr(x, word)()
-    return np.asarray(x)  # JAX's
 
 
 def _namespace(x: Any) -> Any:

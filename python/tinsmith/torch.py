@@ -3,8 +3,8 @@
 The losses make their gradients in the forward pass, while the logits are there, if a gradient will
 be asked for; backward multiplies them. So do log-probabilities under a frozen weight W, whose
 gradient is Σ_k g_k·(W[ids_k] − p·W): p·W, of the hidden states' shape, is what they keep. Else the
-log-probabilities' backward computes the logits again. Tensors are on the CPU, float32 or bfloat16.
-Gradients of gradients are not to be had.
+log-probabilities' backward computes the logits again. Tensors are on the CPU or on the first NVIDIA
+GPU, float32 or bfloat16. Gradients of gradients are not to be had.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ class _Gather(torch.autograd.Function):
         ctx.first, grad = None, None
         frozen = weight is not None and ctx.needs_input_grad[:2] == (True, False)
         if frozen and ids.numel() and rows.dtype == weight.dtype == torch.float32:
-            grad = torch.zeros(ids.shape).reshape(rows[..., 0].numel(), -1)
+            grad = torch.zeros(ids.shape, device=rows.device).reshape(rows[..., 0].numel(), -1)
             grad[:, 0] = 1
             grad = grad.reshape(ids.shape)
         logprobs, first, _ = ops.gather(
@@ -36,7 +36,7 @@ class _Gather(torch.autograd.Function):
         )
         if grad is not None:
             ctx.first = first  # W[ids_0] − p·W
-        return torch.from_numpy(logprobs)
+        return logprobs
 
     @staticmethod
     @once_differentiable
@@ -56,7 +56,8 @@ def _from_first(
 ) -> torch.Tensor:
     """Σ_k g_k·(W[ids_k] − p·W) from the one of k = 0."""
     rows = first.reshape(-1, first.shape[-1])
-    g, targets = grad.reshape(len(rows), -1), ids.reshape(len(rows), -1).long()
+    g = grad.reshape(len(rows), -1)
+    targets = ids.reshape(len(rows), -1).to(weight.device, torch.long)
     total = g.sum(-1, keepdim=True)
     drows = total * rows
     if g.shape[1] > 1:
@@ -72,7 +73,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, make: Any, *inputs: torch.Tensor | None) -> torch.Tensor:
         loss, ctx.gradients = make(ctx.needs_input_grad[1:])
-        return torch.tensor(loss, dtype=torch.float32)
+        return torch.tensor(loss, dtype=torch.float32, device=inputs[0].device)
 
     @staticmethod
     @once_differentiable
@@ -132,12 +133,12 @@ def linear_cross_entropy(
 
     def make(needs: tuple[bool, ...]) -> tuple[float, tuple]:
         x, w = hidden.detach(), weight.detach()
-        by = weights.detach().float().contiguous()
+        by = weights.detach().to(x.device, torch.float32).contiguous()
         if by.shape != ids.shape:
             raise ValueError(f"weights must be of ids' shape {tuple(ids.shape)}, not {by.shape}")
         grad = -by if any(needs) else None
         logprobs, *gradients = ops.gather(x, w, ids, grad, want=needs)
-        loss = -(by.double() * torch.from_numpy(logprobs)).sum()
+        loss = -(by.double() * logprobs).sum()
         return float(loss), tuple(gradients)
 
     return _Scaled.apply(make, hidden, weight)

@@ -1,0 +1,89 @@
+/* py/place.c - where one's own tensors lie, and the engine's device for each place.
+ *
+ * There is one device of each name in a process, opened at its first turn and never closed: its
+ * threads, or its stream, belong to the process, and arrays that were lent may outlive any call.
+ * Who holds the turn never waits for the GIL, so waiting for the turn is safe, but is done without
+ * the GIL: a turn may be long. */
+#include "place.h"
+
+#include <pthread.h>
+#include <string.h>
+
+static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
+static const char *const ARRAY = "tinsmith.array";
+
+static struct {
+    const char *name;
+    Device *dev;
+} engines[] = {{"cpu", NULL}, {"cuda", NULL}, {"cuda-emulated", NULL}};
+
+static size_t cuda_engine = 1; /* which of them arrays on a GPU are for */
+
+Status turn_begin(Place place, Device **dev)
+{
+    pthread_mutex_lock(&turn);
+    size_t i = place == PLACE_CPU ? 0 : cuda_engine;
+    Status status = STATUS_OK;
+    if (!engines[i].dev) status = device_open(&engines[i].dev, engines[i].name, 0);
+    *dev = engines[i].dev;
+    return status;
+}
+
+void turn_end(void)
+{
+    pthread_mutex_unlock(&turn);
+}
+
+PyObject *cuda_arrays_through(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *name;
+    if (!PyArg_ParseTuple(args, "s:cuda_arrays_through", &name)) return NULL;
+    for (size_t i = 1; i < sizeof engines / sizeof *engines; i++)
+        if (strcmp(name, engines[i].name) == 0) {
+            pthread_mutex_lock(&turn);
+            cuda_engine = i;
+            turn_end();
+            Py_RETURN_NONE;
+        }
+    PyErr_Format(PyExc_ValueError, "name must be cuda or cuda-emulated, not %s", name);
+    return NULL;
+}
+
+/* ---- arrays of the engine's ---- */
+
+static void device_array_end(PyObject *capsule)
+{
+    DeviceArray *array = PyCapsule_GetPointer(capsule, ARRAY);
+    if (array->memory) {
+        Py_BEGIN_ALLOW_THREADS;
+        pthread_mutex_lock(&turn);
+        array->dev->release(array->dev, array->memory, array->bytes);
+        turn_end();
+        Py_END_ALLOW_THREADS;
+    }
+    PyMem_RawFree(array);
+}
+
+PyObject *device_array_new(Kind kind, int64_t length)
+{
+    DeviceArray *array = PyMem_RawCalloc(1, sizeof *array);
+    if (!array) return PyErr_NoMemory();
+    array->kind = kind;
+    array->length = length;
+    array->bytes = (size_t)length * kind_bytes(kind);
+    PyObject *capsule = PyCapsule_New(array, ARRAY, device_array_end);
+    if (!capsule) PyMem_RawFree(array);
+    return capsule;
+}
+
+DeviceArray *device_array_of(PyObject *object)
+{
+    return PyCapsule_IsValid(object, ARRAY) ? PyCapsule_GetPointer(object, ARRAY) : NULL;
+}
+
+Status device_array_fill(Device *dev, DeviceArray *array)
+{
+    array->dev = dev;
+    return dev->alloc(dev, &array->memory, array->bytes);
+}

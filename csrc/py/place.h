@@ -1,0 +1,36 @@
+/* py/place.h - where one's own tensors lie, and the engine's device for each place. */
+#ifndef TINSMITH_PLACE_H
+#define TINSMITH_PLACE_H
+
+#include <Python.h>
+
+#include "arrays.h"
+
+typedef enum Place { PLACE_CPU, PLACE_CUDA } Place;
+
+/* Takes the turn, without the GIL, and the device, which is opened at its first turn and stays;
+ * turn_end gives the turn back, whatever came. */
+Status turn_begin(Place place, Device **dev);
+void turn_end(void);
+
+/* An array of the engine's in a GPU's memory, inside the capsule that owns it: letting go of the
+ * capsule gives the memory back. */
+typedef struct DeviceArray {
+    Device *dev;
+    void *memory;
+    size_t bytes;
+    Kind kind; /* KIND_UINT16: the bits of bf16 */
+    int64_t length;
+} DeviceArray;
+
+/* Without memory yet: device_array_fill, in a turn, gets it. */
+PyObject *device_array_new(Kind kind, int64_t length);
+Status device_array_fill(Device *dev, DeviceArray *array);
+/* NULL, without an exception, for anything else. */
+DeviceArray *device_array_of(PyObject *object);
+
+/* cuda_arrays_through(name): the device that arrays on a GPU are for: "cuda", or, for tests that
+ * say so of host memory, "cuda-emulated". */
+PyObject *cuda_arrays_through(PyObject *module, PyObject *args);
+
+#endif
