@@ -44,8 +44,21 @@ def error(got, exact) -> float:
     return float(np.linalg.norm(got[finite] - exact[finite]) / scale)
 
 
-def check(dev, op, got, exact, same) -> None:
-    """The bar: got errs at most as much as the same formula in float32 does, plus EPSILON."""
+# Products, whose sums run over one of these sizes, one term after another: each rounds, at random,
+# which no library's f32 is bound to do as often.
+PRODUCTS = {"linear", "linear_backward", "lora", "lora_backward", "head", "head_lora", "matmul"}
+SUMMED = ("T", "D", "N", "V", "K", *(f"N{i}" for i in range(3)))
+
+
+def sum_error(op, args) -> float:
+    """What a product's longest sum may err by: half a unit of f32 times the root of its length."""
+    longest = max((args.get(name, 0) for name in SUMMED), default=0) if op in PRODUCTS else 0
+    return 2.0**-25 * float(longest) ** 0.5
+
+
+def check(dev, op, got, exact, same, slack=0.0) -> None:
+    """The bar: got errs at most as much as the same formula in float32 does, plus EPSILON, plus
+    `slack`."""
     kinds = {p.name: p.type for p in OPS[op]}
     assert sorted(got) == sorted(exact), f"{op} gave {sorted(got)}, the reference {sorted(exact)}"
     for name, value in got.items():
@@ -55,7 +68,7 @@ def check(dev, op, got, exact, same) -> None:
         is_real = kinds[name] == "real"
         in_real = is_real or name in THROUGH_REAL.get(op, ())
         allowed = error(dev.round(same[name]) if in_real else same[name], exact[name])
-        allowed += EPSILON[dev.c.real_bytes if in_real else 4]
+        allowed += EPSILON[dev.c.real_bytes if in_real else 4] + slack
         assert error(value, exact[name]) <= allowed, f"{op}: {name}"
 
 
@@ -127,7 +140,7 @@ def compare(dev, op, args) -> dict:
         torchs = formula(**in_torch_bf16(reference_args(dev, op, args, np.float32)))
         kept = THROUGH_REAL[op] & torchs.keys()
         same |= {name: torchs[name].float().numpy() for name in kept}
-    check(dev, op, got, exact, same)
+    check(dev, op, got, exact, same, sum_error(op, args))
     return got
 
 

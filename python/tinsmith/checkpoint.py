@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -264,7 +264,11 @@ def _digest(path: Path) -> str:
 
 def load_meta(folder: Path | str) -> Meta:
     """What a checkpoint says of itself. FileNotFoundError where there is none."""
-    content = _read_meta(Path(folder))
+    return as_meta(_read_meta(Path(folder)))
+
+
+def as_meta(content: Mapping[str, Any]) -> Meta:
+    """A Meta from its JSON object; what it does not know is passed over."""
     names = (item.name for item in dataclasses.fields(Meta))
     known = {name: content[name] for name in names if name in content}
     return Meta(**known | {"recipients": tuple(known.get("recipients", ()))})

@@ -289,7 +289,7 @@ class State:
                 kept = known.get(path)
                 if kept is not None and kept[0] == stamp:
                     del known[path]
-                    found.append(Entry(path, kept[1], Meta(**json.loads(kept[2]))))
+                    found.append(Entry(path, kept[1], checkpoint.as_meta(json.loads(kept[2]))))
                     continue
                 meta = checkpoint.load_meta(folder)
                 size = sum(file.stat().st_size for file in folder.iterdir())
