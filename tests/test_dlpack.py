@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tinsmith.ops as ops
 import torch
+from cuda_arrays import API, DLTensor
 from engine import from_bf16, to_bf16
 from tinsmith import _core
 
@@ -97,32 +98,15 @@ def test_what_we_lend_others_read(versioned, bf16):
 def managed_tensor(data: np.ndarray, calls: list):
     """A capsule made by hand, whose deleter counts; with what must outlive it."""
 
-    class Tensor(ctypes.Structure):
-        _fields_ = [
-            ("data", ctypes.c_void_p),
-            ("device_type", ctypes.c_int32),
-            ("device_id", ctypes.c_int32),
-            ("ndim", ctypes.c_int32),
-            ("code", ctypes.c_uint8),
-            ("bits", ctypes.c_uint8),
-            ("lanes", ctypes.c_uint16),
-            ("shape", ctypes.POINTER(ctypes.c_int64)),
-            ("strides", ctypes.POINTER(ctypes.c_int64)),
-            ("byte_offset", ctypes.c_uint64),
-            ("context", ctypes.c_void_p),
-            ("deleter", ctypes.c_void_p),
-        ]
-
     shape = (ctypes.c_int64 * data.ndim)(*data.shape)
-    tensor = Tensor(data.ctypes.data - 8, 1, 0, data.ndim, 2, 32, 1, shape, None, 8)
+    tensor = DLTensor(data.ctypes.data - 8, 1, 0, data.ndim, 2, 32, 1, shape, None, 8)
     destroy = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: calls.append(1))
-    new = ctypes.pythonapi.PyCapsule_New
-    new.restype, new.argtypes = (
-        ctypes.py_object,
-        [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
-    )
     address = ctypes.cast(destroy, ctypes.c_void_p)
-    return new(ctypes.addressof(tensor), b"dltensor", address), (tensor, shape, destroy)
+    return API.PyCapsule_New(ctypes.addressof(tensor), b"dltensor", address), (
+        tensor,
+        shape,
+        destroy,
+    )
 
 
 def test_a_capsule_is_given_back_once_and_its_byte_offset_counts():

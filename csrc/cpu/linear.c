@@ -54,8 +54,20 @@ static Right weight_turned(const frozen *w)
 static void multiply(Device *dev, float *c, Operand a, Right b, int m, int n, int k, float scale,
                      const float *bias, int accumulate)
 {
-    Product p = {c, n, a.at,  a.row, a.col,      b.at, b.stride, b.order, m,
-                 n, k, scale, bias,  accumulate, 0,    0,        0};
+    Product p = {.c = c,
+                 .ldc = n,
+                 .a = a.at,
+                 .a_row = a.row,
+                 .a_col = a.col,
+                 .b = b.at,
+                 .ldb = b.stride,
+                 .order = b.order,
+                 .m = m,
+                 .n = n,
+                 .k = k,
+                 .scale = scale,
+                 .bias = bias,
+                 .accumulate = accumulate};
     CPU(product_run)(dev, &p);
 }
 

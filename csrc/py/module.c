@@ -76,12 +76,15 @@ static PyObject *core_losses(PyObject *module, PyObject *unused)
     return list;
 }
 
-static PyObject *core_devices(PyObject *module, PyObject *unused)
+static PyObject *core_devices(PyObject *module, PyObject *args)
 {
-    (void)module, (void)unused;
+    (void)module;
+    const char *only = NULL;
+    if (!PyArg_ParseTuple(args, "|s:devices", &only)) return NULL;
     static const char *const names[] = {"cpu", "cpu-bf16", "cuda", "cuda-emulated"};
     PyObject *found = PyDict_New();
     for (size_t i = 0; found && i < sizeof names / sizeof *names; i++) {
+        if (only && strcmp(only, names[i]) != 0) continue;
         Device *dev;
         Status status = device_open(&dev, names[i], 1);
         PyObject *reason = PyUnicode_FromString(status ? status_text() : "");
@@ -96,8 +99,9 @@ static PyMethodDef core_methods[] = {
     {"losses", core_losses, METH_NOARGS,
      "losses() -> list[dict]\n\nThe table of losses: name, multi, taught, inputs, config "
      "(csrc/losses.c)."},
-    {"devices", core_devices, METH_NOARGS,
-     "devices() -> dict[str, str]\n\nDevice names, each with '' or the sentence that says why it "
+    {"devices", core_devices, METH_VARARGS,
+     "devices(name=None) -> dict[str, str]\n\nDevice names, each with '' or the sentence that says "
+     "why it "
      "can't be opened."},
     {"topk", core_topk, METH_VARARGS,
      "topk(rows, weight or None, k) -> (ids, logprobs, None)\n\nSee tinsmith.ops."},

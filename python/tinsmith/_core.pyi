@@ -30,8 +30,9 @@ class LossRow(TypedDict):
 def losses() -> list[LossRow]:
     """The table of losses, csrc/losses.c."""
 
-def devices() -> dict[str, str]:
-    """Device names, each with "" when it can be opened, or the sentence that says why it can't."""
+def devices(name: str | None = None, /) -> dict[str, str]:
+    """Device names, each with "" when it can be opened, or the sentence that says why it can't. To
+    know, each is opened: with a name, that one alone."""
 
 def topk(rows: Any, weight: Any, k: int) -> tuple[Any, Any, None]:
     """(ids, logprobs, None) of rows that are flattened to (N, ·): tinsmith.ops.topk_logprobs.

@@ -387,7 +387,7 @@ def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
         return ("bf16" if dtype == "bfloat16" else kind), device
     if dtype == "bfloat16":
         return "bf16", "cpu-bf16"
-    fast = dtype == "auto" and kind == "bf16" and not _core.devices()["cpu-bf16"]
+    fast = dtype == "auto" and kind == "bf16" and not _core.devices("cpu-bf16")["cpu-bf16"]
     return kind, "cpu-bf16" if fast else "cpu"
 
 

@@ -25,21 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the comparison; returns the exit code."""
     options = _parser().parse_args(arguments)
     demo.require_cookbook()
-    import tinsmith
-
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     held_out = data.held_out_examples(demo.PER_SKILL, options.seed)
     held_out += data.known_examples(demo.PER_SKILL, options.seed)
     start = time.perf_counter()
     curves, losses = {}, {}
-    with tinsmith.serve(
-        demo.MODEL,
-        device=options.device,
-        checkpoints=out / "checkpoints",
-        threads=options.threads,
-        seed=options.seed,
-    ) as backend:
+    with demo.serve_model(options, out) as backend:
         client = backend.service_client()
         base = client.create_sampling_client(base_model=str(demo.MODEL)).result()
         before = demo.evaluate(base, held_out).overall

@@ -16,9 +16,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinsmith.demo import data
+
+if TYPE_CHECKING:
+    from tinsmith.server import Backend
 
 MODEL = Path(__file__).parent / "model"
 RENDERER = "qwen3_disable_thinking"
@@ -38,23 +41,28 @@ class Scores:
         return sum(self.skills[skill] for skill in data.SKILLS) / len(data.SKILLS)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the demonstration; returns the exit code."""
-    options = _parser().parse_args(arguments)
-    require_cookbook()
+def serve_model(options: argparse.Namespace, out: Path) -> "Backend":
+    """A server of the demonstration's model, as its command line wants it."""
     import tinsmith
 
-    out = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    held_out = data.held_out_examples(PER_SKILL, options.seed)
-    held_out += data.known_examples(PER_SKILL, options.seed)
-    with tinsmith.serve(
+    return tinsmith.serve(
         MODEL,
         device=options.device,
         checkpoints=out / "checkpoints",
         threads=options.threads,
         seed=options.seed,
-    ) as backend:
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the demonstration; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    require_cookbook()
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    held_out = data.held_out_examples(PER_SKILL, options.seed)
+    held_out += data.known_examples(PER_SKILL, options.seed)
+    with serve_model(options, out) as backend:
         client = backend.service_client()
         base = client.create_sampling_client(base_model=str(MODEL)).result()
         start = time.perf_counter()
