@@ -93,6 +93,24 @@ def service_client(server) -> Iterator:
         yield client
 
 
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Path):
+    """The face on the tiny model, one thread of the CPU."""
+    import tinsmith
+
+    return tinsmith.Model(tiny_model_dir, device="cpu", threads=1)
+
+
+@pytest.fixture
+def adapter(model):
+    """A small adapter of the face whose matrices are all away from zero."""
+    import models
+
+    made = model.lora(rank=4, seed=1)
+    models.randomize(made.core)
+    return made
+
+
 @pytest.fixture(params=("cpu", "cuda", "cuda-emulated"))
 def on(request: pytest.FixtureRequest) -> Iterator[str]:
     """The device that a test's models are on (models.py), each in turn; or why there is none."""

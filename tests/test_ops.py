@@ -1,7 +1,7 @@
 """Every op of every device against its formula in reference.py.
 
 A device may err against float64 no more than the same formula in NumPy's float32 errs, and a little
-(op_cases.check). A row's result must be the same bit for bit alone, among others and in another
+(op_bar.check). A row's result must be the same bit for bit alone, among others and in another
 order.
 """
 
@@ -14,17 +14,8 @@ import numpy as np
 import pytest
 import reference
 from engine import DEVICES, KV_PAGE, OPS, Span, Unavailable, device
-from op_cases import (
-    CASES,
-    causal,
-    compare,
-    make_attention,
-    make_attention_backward,
-    make_lora_backward,
-    page_size,
-    put_pages,
-    run,
-)
+from op_bar import compare, page_size, put_pages, run
+from op_cases import CASES, causal, make_attention, make_attention_backward, make_lora_backward
 
 
 @pytest.fixture(params=DEVICES)

@@ -8,7 +8,8 @@ import pytest
 import reference
 import torch
 from engine import DEVICES, Unavailable, device
-from op_cases import check, compare, draw, draws_make, make_square_sum
+from op_bar import check, compare
+from op_cases import draw, draws_make, make_square_sum
 
 
 @pytest.fixture(params=DEVICES)

@@ -17,7 +17,7 @@ import tinsmith.torch as tt
 import torch
 from cuda_arrays import Tensor
 from engine import Device, Unavailable, emulated_library, from_bf16, to_bf16
-from op_cases import EPSILON, error
+from op_bar import EPSILON, error
 from tinsmith import _core
 
 N, V, D = 13, 301, 24

@@ -1,0 +1,148 @@
+"""The one bar that every op's results are held to (`check`), beside its formula in reference.py.
+
+A device may err against float64 no more than the same formula in float32 NumPy, and a little.
+"""
+
+import numpy as np
+import reference
+import torch
+from engine import KV_PAGE, OPS, Frozen, Memory, from_bf16, to_bf16
+
+# By how much a device's error may exceed that of float32 NumPy, relative to the norm of the result:
+# some roundings of its own, by the bytes of its `real`: two of f32, or half a unit of bf16. Where
+# `real` is bf16, a product of f32 matrices or of something rounded on the way is held to what torch
+# makes of it in bf16, although its result may be f32.
+EPSILON = {4: 2.0**-22, 2: 2.0**-9}
+THROUGH_REAL = {
+    "linear": {"y"},
+    "lora": {"y0", "y1", "y2"},
+    "lora_backward": {"dx", *(f"{k}{i}" for k in ("ds", "da") for i in range(3))},
+    "head_lora": {"logits"},
+}
+# f32 inputs that such a device rounds before it multiplies them, as it does a base weight.
+IN_LORA = {f"{k}{i}" for k in ("a", "b") for i in range(3)}
+HELD_IN_REAL = {
+    "lora": IN_LORA,
+    "lora_backward": IN_LORA,
+    "head_lora": {"a", "b"},
+    "linear": {"bias"},
+}
+
+
+def error(got, exact) -> float:
+    """‖got − exact‖ / ‖exact‖; infinities and NaN must be in the same places."""
+    got, exact = np.asarray(got, float), np.asarray(exact, float)
+    assert got.shape == exact.shape
+    finite = np.isfinite(exact)
+    np.testing.assert_array_equal(got[~finite], exact[~finite])
+    assert np.isfinite(got[finite]).all(), "not finite where the reference is"
+    scale = np.linalg.norm(exact[finite]) or 1.0
+    return float(np.linalg.norm(got[finite] - exact[finite]) / scale)
+
+
+# Products, whose sums run over one of these sizes, one term after another: each rounds, at random,
+# which no library's f32 is bound to do as often.
+PRODUCTS = {"linear", "linear_backward", "lora", "lora_backward", "head", "head_lora", "matmul"}
+SUMMED = ("T", "D", "N", "V", "K", *(f"N{i}" for i in range(3)))
+
+
+def sum_error(op, args) -> float:
+    """What a product's longest sum may err by: half a unit of f32 times the root of its length."""
+    longest = max((args.get(name, 0) for name in SUMMED), default=0) if op in PRODUCTS else 0
+    return 2.0**-25 * float(longest) ** 0.5
+
+
+def check(dev, op, got, exact, same, slack=0.0) -> None:
+    """The bar: got errs at most as much as the same formula in float32 does, plus EPSILON, plus
+    `slack`."""
+    kinds = {p.name: p.type for p in OPS[op]}
+    assert sorted(got) == sorted(exact), f"{op} gave {sorted(got)}, the reference {sorted(exact)}"
+    for name, value in got.items():
+        if not np.issubdtype(value.dtype, np.floating):
+            np.testing.assert_array_equal(value, exact[name], err_msg=f"{op}: {name}")
+            continue
+        is_real = kinds[name] == "real"
+        in_real = is_real or name in THROUGH_REAL.get(op, ())
+        allowed = error(dev.round(same[name]) if in_real else same[name], exact[name])
+        allowed += EPSILON[dev.c.real_bytes if in_real else 4] + slack
+        assert error(value, exact[name]) <= allowed, f"{op}: {name}"
+
+
+# ---- arguments ----
+
+
+def reference_args(dev, op, args, dtype) -> dict:
+    """The arguments that a reference function takes, rounded as the device holds them."""
+    out = {}
+    weight = args.get("w")
+    narrow = dev.pairs and op != "embed" and isinstance(weight, Frozen) and weight.dtype == "bf16"
+    for p in OPS[op]:
+        value = args.get(p.name)
+        if isinstance(value, tuple | str):
+            continue
+        if isinstance(value, Frozen):
+            value = dev.round_frozen(value.value)
+        if isinstance(value, np.ndarray) and p.type in ("real", "float", "frozen"):
+            if narrow and p.name in ("x", "dy"):
+                value = from_bf16(to_bf16(value))
+            held = p.type == "real" or p.name in HELD_IN_REAL.get(op, ())
+            value = dev.round(value) if held else value.astype(np.float32)
+            value = value.astype(dtype)
+        out[p.name] = value
+    return out
+
+
+def page_size(value) -> int:
+    """How many elements an array of pages has."""
+    return int(np.prod(value.shape))
+
+
+def put_pages(dev, k, v) -> tuple[Memory, Memory]:
+    """Pages of a device, filled by its kv_write; slots that are NaN in k stay NaN."""
+    pages, _, G, E = k.shape
+    empty = np.full(page_size(k), np.nan)
+    k_pages, v_pages = dev.put(empty, "real"), dev.put(empty, "real")
+    slot = np.flatnonzero(np.isfinite(k).all(axis=(2, 3)).ravel()).astype(np.int32)
+    rows_k, rows_v = (x.reshape(pages * KV_PAGE, G, E)[slot] for x in (k, v))
+    dev.call(
+        "kv_write",
+        k_pages=k_pages,
+        v_pages=v_pages,
+        k=rows_k,
+        v=rows_v,
+        slot=slot,
+        T=len(slot),
+        G=G,
+        E=E,
+    )
+    return k_pages, v_pages
+
+
+def run(dev, op, args) -> dict:
+    """Calls an op; pages in the reference's order go through kv_write first."""
+    if "k_pages" in args:
+        k_pages, v_pages = put_pages(dev, args["k_pages"], args["v_pages"])
+        args = args | {"k_pages": k_pages, "v_pages": v_pages}
+    return dev.call(op, **args)
+
+
+def compare(dev, op, args) -> dict:
+    """Runs an op and holds it to the bar."""
+    got = run(dev, op, args)
+    formula = getattr(reference, op)
+    exact = formula(**reference_args(dev, op, args, np.float64))
+    same = formula(**reference_args(dev, op, args, np.float32))
+    if dev.c.real_bytes == 2 and op in THROUGH_REAL and args["T"]:
+        torchs = formula(**in_torch_bf16(reference_args(dev, op, args, np.float32)))
+        kept = THROUGH_REAL[op] & torchs.keys()
+        same |= {name: torchs[name].float().numpy() for name in kept}
+    check(dev, op, got, exact, same, sum_error(op, args))
+    return got
+
+
+def in_torch_bf16(args) -> dict:
+    """The same arguments as tensors of bfloat16: products' formulas run on them as they are."""
+    return {
+        name: torch.from_numpy(value).bfloat16() if isinstance(value, np.ndarray) else value
+        for name, value in args.items()
+    }
