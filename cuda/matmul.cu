@@ -78,27 +78,58 @@ static const real *narrow(CudaDevice *cuda, real *to, const float *from, int64_t
 
 /* ---- the ops ---- */
 
+/* A matrix as it lies, or turned when it is stored by columns. */
+struct Side {
+    const real *at;
+    int64_t stride;
+    bool by_column;
+};
+
+static Side as_is(const real *a, int64_t width)
+{
+    return {a, width, false};
+}
+
+/* wᵀ of a weight (N,D), and w itself. */
+static Side weight_turned(const frozen *w, int D)
+{
+    return {frozen_data(w), frozen_stride(D), true};
+}
+
+static Side weight(const frozen *w, int D)
+{
+    return {frozen_data(w), frozen_stride(D), false};
+}
+
+/* c (M,N) = a·b in bf16; what else it may be is set afterwards. */
+static Gemm gemm_of(void *c, Side a, Side b, int M, int N, int K)
+{
+    Gemm g = {};
+    g.c = c;
+    g.a = a.at;
+    g.a_stride = a.stride;
+    g.a_by_column = a.by_column;
+    g.b = b.at;
+    g.b_stride = b.stride;
+    g.b_by_column = b.by_column;
+    g.M = M;
+    g.N = N;
+    g.K = K;
+    g.scale = 1.0f;
+    return g;
+}
+
 void cuda_linear(Device *dev, real *y, const real *x, const frozen *w, const float *bias, int T,
                  int N, int D, int accumulate)
 {
     if (T == 0) return;
     CudaDevice *cuda = cuda_of(dev);
-    Gemm g = {};
+    Gemm g = gemm_of(y, as_is(x, D), weight_turned(w, D), T, N, D);
     if (bias) {
         real *scratch = (real *)cuda_scratch(cuda, (size_t)N * sizeof(real));
         if (!scratch) return;
         g.bias = narrow(cuda, scratch, bias, N);
     }
-    g.c = y;
-    g.a = x;
-    g.a_stride = D;
-    g.b = frozen_data(w);
-    g.b_stride = frozen_stride(D);
-    g.b_by_column = true;
-    g.M = T;
-    g.N = N;
-    g.K = D;
-    g.scale = 1.0f;
     g.accumulate = accumulate;
     gemm(cuda, g);
 }
@@ -107,16 +138,7 @@ void cuda_linear_backward(Device *dev, real *dx, const real *dy, const frozen *w
                           int D, int accumulate)
 {
     if (T == 0) return;
-    Gemm g = {};
-    g.c = dx;
-    g.a = dy;
-    g.a_stride = N;
-    g.b = frozen_data(w);
-    g.b_stride = frozen_stride(D);
-    g.M = T;
-    g.N = D;
-    g.K = N;
-    g.scale = 1.0f;
+    Gemm g = gemm_of(dx, as_is(dy, N), weight(w, D), T, D, N);
     g.accumulate = accumulate;
     gemm(cuda_of(dev), g);
 }
@@ -133,19 +155,10 @@ void cuda_matmul(Device *dev, float *c, const real *a, const void *b, int a_turn
         if (!scratch) return;
         b = narrow(cuda, scratch, (const float *)b, b_count);
     }
-    Gemm g = {};
-    g.c = c;
+    Side left = {a, a_turned ? M : K, a_turned != 0};
+    Side right = {(const real *)b, b_turned ? K : N, b_turned != 0};
+    Gemm g = gemm_of(c, left, right, M, N, K);
     g.f32_out = true;
-    g.a = a;
-    g.a_stride = a_turned ? M : K;
-    g.a_by_column = a_turned;
-    g.b = (const real *)b;
-    g.b_stride = b_turned ? K : N;
-    g.b_by_column = b_turned;
-    g.M = M;
-    g.N = N;
-    g.K = K;
-    g.scale = 1.0f;
     g.accumulate = accumulate;
     gemm(cuda, g);
 }
@@ -153,17 +166,7 @@ void cuda_matmul(Device *dev, float *c, const real *a, const void *b, int a_turn
 void cuda_head(Device *dev, float *logits, const real *x, const frozen *w, int T, int V, int D)
 {
     if (T == 0) return;
-    Gemm g = {};
-    g.c = logits;
+    Gemm g = gemm_of(logits, as_is(x, D), weight_turned(w, D), T, V, D);
     g.f32_out = true;
-    g.a = x;
-    g.a_stride = D;
-    g.b = frozen_data(w);
-    g.b_stride = frozen_stride(D);
-    g.b_by_column = true;
-    g.M = T;
-    g.N = V;
-    g.K = D;
-    g.scale = 1.0f;
     gemm(cuda_of(dev), g);
 }
