@@ -71,6 +71,11 @@ def test_cli_errors_are_one_sentence(tiny_model_dir, tmp_path, server):
     assert done.returncode == 0 and "base weights" in done.stdout, done.stderr
 
 
+def hear_ctrl_c() -> None:
+    """A background job of a shell ignores Ctrl-C, and so would all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_reaches_the_recipe(tiny_model_dir, tmp_path):
     script = tmp_path / "recipe.py"
     script.write_text(
@@ -88,6 +93,7 @@ def test_ctrl_c_reaches_the_recipe(tiny_model_dir, tmp_path):
         stdout=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
+        preexec_fn=hear_ctrl_c,
     )
     assert process.stdout is not None
     with process.stdout:
