@@ -113,20 +113,30 @@ static PyObject *model_seal_method(PyObject *object, PyObject *unused)
 
 static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rank", "tokens", NULL};
+    static char *names[] = {"rank", "tokens", "step_bytes", NULL};
     int rank, tokens = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|i:plan", names, &rank, &tokens)) return NULL;
-    if (rank < 1 || tokens < 0)
-        return PyErr_Format(PyExc_ValueError,
-                            "rank must be at least 1, and tokens 0 (the default) or more");
+    Py_ssize_t step_bytes = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|in:plan", names, &rank, &tokens, &step_bytes))
+        return NULL;
+    if (rank < 1 || tokens < 0 || step_bytes < 0)
+        return PyErr_Format(
+            PyExc_ValueError,
+            "rank must be at least 1, and tokens and step_bytes 0 (the default) or more");
     Plan plan;
-    AdapterSpec spec = {.rank = rank, .groups = ATTN | MLP | UNEMBED, .alpha = 1.0f};
-    Status status = plan_make(&plan, ((PyModel *)object)->model, &spec, tokens);
+    Model *model = ((PyModel *)object)->model;
+    AdapterSpec spec = {.rank = rank,
+                        .groups = ATTN | MLP | UNEMBED,
+                        .alpha = 1.0f,
+                        .step_bytes = (size_t)step_bytes};
+    Status status = plan_make(&plan, model, &spec, tokens);
     if (status) return raise_status(status);
 #define SIZE(name) #name, (Py_ssize_t)plan.name
-    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:i}", SIZE(weights), SIZE(adapter),
-                         SIZE(step), SIZE(own), SIZE(kv_token), SIZE(cache), SIZE(free), SIZE(all),
-                         "step_tokens", plan.step_tokens);
+    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", SIZE(weights),
+                         SIZE(adapter), SIZE(step), SIZE(own), SIZE(kv_token), SIZE(cache),
+                         SIZE(free), SIZE(all), SIZE(step_most), SIZE(step_tokens), SIZE(longest),
+                         "kept", (Py_ssize_t)(plan.keep ? keep_layers(model, CHEAP, plan.keep) : 0),
+                         "attention_kept",
+                         (Py_ssize_t)(plan.keep ? keep_layers(model, DEAR, plan.keep) : 0));
 #undef SIZE
 }
 
