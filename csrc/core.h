@@ -412,8 +412,8 @@ int plan_step_tokens(Adapter *adapter);
 typedef size_t KeepBytes(void *context, int keep);
 /* The most that fits in so many bytes, or 0. */
 int plan_keep(const Model *model, size_t most, KeepBytes *bytes, void *context);
-/* The same of a step of T rows before it begins; fails where it does not fit at all. `scratch` is
- * what its ops need for themselves. */
+/* The same of a step of T rows before it begins, also in what is free just now; fails where it does
+ * not fit at all. `scratch` is what its ops need for themselves. */
 Status step_keep(int *keep, const Adapter *adapter, int T, size_t scratch, KeepBytes *bytes,
                  void *context);
 /* Tokens of a sampler's cache. */

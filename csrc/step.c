@@ -171,27 +171,24 @@ static Status step_plan(Step *step, int first, int end)
     return STATUS_OK;
 }
 
-/* How many micro-batches a kept forward holds, with room for them; none where memory is short. What
- * is held beside others is kept whole. */
+/* How many micro-batches a kept forward holds, with room for them and for the others' backward;
+ * none where memory is short. What is held beside others is kept whole. */
 static Status step_reserve_kept(Step *step)
 {
     Adapter *adapter = step->adapter;
     int all = keep_all(adapter->model);
     size_t most =
         adapter->keep_bytes < adapter->step_most ? adapter->keep_bytes : adapter->step_most;
-    Status status = step_plan(step, 0, 1);
+    Status status = step_plan(step, 0, step->pack.count);
     if (!status) {
         step->held = 1;
-        while (step->keep[0] == all && step->held < step->pack.count) {
-            step->keep[step->held] = all;
-            if (span_bytes(step, 0, step->held + 1) > most) break;
+        while (step->held < step->pack.count && step->keep[step->held - 1] == all &&
+               step->keep[step->held] == all && span_bytes(step, 0, step->held + 1) <= most)
             step->held++;
-        }
-        if (step->held < step->pack.count) step->keep[step->held] = 0;
         status = step_reserve(step);
     }
     if (status != STATUS_MEMORY) return status;
-    for (int i = 0; i < step->held || i == 0; i++) step->keep[i] = 0;
+    memset(step->keep, 0, (size_t)step->pack.count * sizeof *step->keep);
     step->held = 0;
     return step_reserve(step);
 }
@@ -572,8 +569,10 @@ Status adapter_backward(Adapter *adapter, const float *dlogp, int64_t count, dou
     TRY(step_open(&step));
     for (int i = 0; i < step.held; i++) step.keep[i] = adapter->held_keep;
     adapter->held = 0;
+    char *base = adapter->arena.base;
     Status status = step_plan(&step, step.held, step.pack.count);
     if (!status) status = step_reserve(&step);
+    if (adapter->arena.base != base) step.held = 0; /* it grew, and lost what it held */
     if (!status) status = step_run(&step, NULL, loss_sum);
     step_close(&step);
     if (!status) adapter_drop_kept(adapter);

@@ -113,10 +113,12 @@ def plan(
     *,
     rank: int,
     tokens: int = 0,
+    step_bytes: int = 0,
     device: str = "cpu",
 ) -> dict[str, int]:
     """The bytes that a model of this shape would take on a device; see _core.Model.plan."""
-    return _core.Model(config, inv_freq, weights=weights, device=device).plan(rank, tokens)
+    model = _core.Model(config, inv_freq, weights=weights, device=device)
+    return model.plan(rank, tokens, step_bytes)
 
 
 class Worker:
