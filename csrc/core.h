@@ -397,7 +397,7 @@ Status adapter_distill(Adapter *adapter, const Datums *datums, const Loss *loss,
 /* Bytes of everything, before anything is allocated. */
 typedef struct Plan {
     size_t weights, adapter, step, own, kv_token, cache, free, all;
-    size_t step_most; /* that a step may take */
+    size_t scratch, step_most; /* of `own`, a step's; what a step may take, that among it */
     int step_tokens, keep;
     int longest; /* tokens of the longest datum that a step can train */
 } Plan;

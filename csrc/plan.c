@@ -131,6 +131,7 @@ Status plan_make(Plan *plan, Model *model, const AdapterSpec *spec, int tokens)
                    .own = model->dev->own_bytes + scratch,
                    .kv_token = kv_token,
                    .cache = (size_t)plan_cache_tokens(model) * kv_token,
+                   .scratch = scratch,
                    .step_most = most,
                    .step_tokens = step.tokens,
                    .keep = keep,

@@ -53,8 +53,8 @@ def expected(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def run_bytes(models: dict[str, Path]) -> int:
-    """What a run of rank 4 takes."""
-    plan = load_model(models["tiny"], threads=1).core.plan(4, bases.STEP_TOKENS)
+    """What a run of rank 4 takes, with all of a step's activations kept."""
+    plan = load_model(models["tiny"], threads=1).core.plan(4)
     return plan["adapter"] + plan["step"]
 
 

@@ -5,6 +5,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,12 @@ from distill_cases import distill, pair
 from engine import Unavailable, emulated_library
 from models import DEVICE, Datum, call, cpu_only, datum, folder, randomize, tokens_of
 from tinsmith import _core
+from tinsmith.bases import inspect_models
 from tinsmith.cli import main
-from tinsmith.families import read_config
+from tinsmith.errors import RequestError
+from tinsmith.families import load_model, read_config
+from tinsmith.training import Batch
+from tinsmith.worker import AdamParams, LoraSpec, Worker
 
 pytestmark = pytest.mark.usefixtures("on")
 
@@ -65,31 +70,26 @@ def plan(limit: int = 0, tokens: int = LONG) -> dict[str, int]:
     return deep().plan(4, tokens, limit)
 
 
-@functools.cache
-def scratch_on(device: str) -> int:
-    """What the device's ops need for themselves in a step of LONG tokens: the difference between
-    the least limit under which everything is kept, and the step."""
-    low, high = plan()["step"] - 1, plan()["step"] + 64 * MIB
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if plan(middle)["kept"] == LAYERS else (middle, high)
-    return high - plan()["step"]
+def limit_of(found: dict[str, int]) -> int:
+    """The least limit under which a step is planned so."""
+    return found["step"] + found["scratch"]
 
 
 def rungs() -> Iterator[dict[str, int]]:
     """Every plan there is, from everything kept to nothing: each under the largest limit that is
     too little for the one before it. Each has its limit, and takes all of it."""
-    limit = plan()["step"] + scratch_on(DEVICE.get())
+    limit = 1 << 50
     while (found := plan(limit))["kept"]:
-        assert found["step"] + scratch_on(DEVICE.get()) <= limit
-        limit = found["step"] + scratch_on(DEVICE.get())
+        assert limit_of(found) <= limit
+        limit = limit_of(found)
+        assert plan(limit)["step"] == found["step"]
         yield found | {"limit": limit}
         limit -= 1
 
 
 def least() -> int:
     """The smallest limit of a step of LONG tokens."""
-    return plan(1)["step"] + scratch_on(DEVICE.get())
+    return limit_of(plan(1))
 
 
 def test_every_plan_gives_the_same_bits_in_the_memory_that_it_said() -> None:
@@ -157,7 +157,7 @@ def test_rows_follow_a_limit_only_where_they_must() -> None:
     rows = plan(tokens=0)["step_tokens"]
     roomy, narrow = plan(tokens=rows), plan(1, tokens=rows)["step"]
     assert roomy["kept"] == LAYERS and narrow < roomy["step"] / 2
-    assert plan(narrow + roomy["own"], tokens=0)["step_tokens"] == rows
+    assert plan(narrow + roomy["scratch"], tokens=0)["step_tokens"] == rows
     assert plan(narrow // 3, tokens=0)["step_tokens"] < rows
 
 
@@ -251,6 +251,50 @@ def test_info_prints_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a training step of 64 tokens, which is more than it may take" in capsys.readouterr().out
 
 
+# ---- in a server, whose memory is said ----
+
+
+def served(model: Path, memory: int | None) -> tuple[list[bytes], int, int]:
+    """What a run of rank 4 gives for two steps on long batches and their log-probabilities; what it
+    may take for a step, and what it holds in the end."""
+    rng = np.random.default_rng(0)
+    shapes = ((128,),) * 20
+    ids = rng.integers(0, 290, (2, 128 * len(shapes))).astype(np.int32)
+    counts = np.full(len(shapes), 128, np.int32), np.ones(len(shapes), np.int32)
+    data = Batch(ids[0], counts[0], ids[1], counts[1], "cross_entropy", {}, {}, shapes)
+    worker = Worker(inspect_models({"tiny": model}), threads=1, memory=memory)
+    try:
+        worker.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
+        found = []
+        for seq in (1, 3, 5):
+            future = worker.forward_backward("run", seq, data)
+            worker.optim_step("run", seq + 1, AdamParams(learning_rate=0.01))
+            found += [rows.tobytes() for rows in future.result(timeout=60).logprobs]
+        lane = worker._runs["run"]
+        return found, lane.adapter.step_bytes, lane.bytes
+    finally:
+        worker.close()
+
+
+@cpu_only
+def test_a_server_of_little_memory_trains_to_the_same_bits(tiny_model_dir: Path) -> None:
+    core = load_model(tiny_model_dir, threads=1).core
+    whole = core.plan(4)
+    least = core.plan(4, whole["step_tokens"], 1)
+    assert least["step"] < whole["step"]
+    wanted, limit, held = served(tiny_model_dir, None)
+    assert limit > whole["step"]
+    need = core.weight_bytes + whole["adapter"] + least["step"]
+    found, limit, held = served(tiny_model_dir, need + 20_000)
+    assert found == wanted and limit == least["step"] + 20_000
+    assert held == whole["adapter"] + limit
+    with pytest.raises(RequestError, match=r"a run of rank 4 needs .* are free"):
+        served(tiny_model_dir, need - 1000)
+
+
+# ---- on a card that others use too ----
+
+
 @pytest.fixture
 def card(on: str) -> Iterator[Callable[[int], None]]:
     """Sets how much memory the emulated card has free."""
@@ -274,6 +318,7 @@ def test_a_card_that_others_have_filled_is_trained_on_with_less_kept(
     card(limits[4])
     assert step(adapter, [one()]) == wanted
     assert adapter.bytes == plan(limits[4])["step"] + plan()["adapter"]
+    other = adapter_of(step_tokens=LONG)
     card(plan(1)["step"] // 2)
     with pytest.raises(MemoryError, match=rf"a training step of {LONG} tokens needs .* can give"):
-        step(adapter_of(step_tokens=LONG), [one()])
+        step(other, [one()])

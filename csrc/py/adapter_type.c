@@ -479,6 +479,22 @@ static PyObject *adapter_bytes(PyObject *object, void *unused)
     return PyLong_FromSize_t(adapter->memory.size + adapter->arena.size);
 }
 
+static PyObject *adapter_step_bytes(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(((PyAdapter *)object)->adapter->step_most);
+}
+
+static int adapter_set_step_bytes(PyObject *object, PyObject *value, void *unused)
+{
+    (void)unused;
+    Adapter *adapter = ((PyAdapter *)object)->adapter;
+    size_t bytes = value ? PyLong_AsSize_t(value) : 0;
+    if (bytes == (size_t)-1 && PyErr_Occurred()) return -1;
+    adapter->step_most = bytes ? bytes : plan_step_most(adapter->model);
+    return 0;
+}
+
 static PyObject *adapter_step(PyObject *object, void *unused)
 {
     (void)unused;
@@ -569,6 +585,7 @@ static PyGetSetDef getset[] = {
     {"alpha", adapter_alpha, NULL, "LoRA's alpha; the scale is alpha / rank.", NULL},
     {"size", adapter_size, NULL, "Trained parameters.", NULL},
     {"bytes", adapter_bytes, NULL, "Bytes that it holds: its vectors, and a step's.", NULL},
+    {"step_bytes", adapter_step_bytes, adapter_set_step_bytes, "Bytes that a step may take.", NULL},
     {"step", adapter_step, adapter_set_step, "Optimizer steps taken.", NULL},
     {"pending", adapter_pending, adapter_set_pending,
      "(loss, tokens, sequences) of the calls behind the gradients.", NULL},

@@ -131,12 +131,12 @@ static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *k
     Status status = plan_make(&plan, model, &spec, tokens);
     if (status) return raise_status(status);
 #define SIZE(name) #name, (Py_ssize_t)plan.name
-    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", SIZE(weights),
-                         SIZE(adapter), SIZE(step), SIZE(own), SIZE(kv_token), SIZE(cache),
-                         SIZE(free), SIZE(all), SIZE(step_most), SIZE(step_tokens), SIZE(longest),
-                         "kept", (Py_ssize_t)(plan.keep ? keep_layers(model, CHEAP, plan.keep) : 0),
-                         "attention_kept",
-                         (Py_ssize_t)(plan.keep ? keep_layers(model, DEAR, plan.keep) : 0));
+    return Py_BuildValue(
+        "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", SIZE(weights), SIZE(adapter),
+        SIZE(step), SIZE(own), SIZE(kv_token), SIZE(cache), SIZE(free), SIZE(all), SIZE(scratch),
+        SIZE(step_most), SIZE(step_tokens), SIZE(longest), "kept",
+        (Py_ssize_t)(plan.keep ? keep_layers(model, CHEAP, plan.keep) : 0), "attention_kept",
+        (Py_ssize_t)(plan.keep ? keep_layers(model, DEAR, plan.keep) : 0));
 #undef SIZE
 }
 

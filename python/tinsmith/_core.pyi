@@ -109,8 +109,9 @@ class Model:
         """Bytes that everything takes, before anything is allocated: weights; adapter, of `rank` on
         every layer; step, of a datum of `tokens` (0: step_tokens, the default's); own, what the
         device's ops need for themselves; kv_token, one token in the KV cache; cache, a sampler's by
-        default; free and all, what the device can give and has; step_most, what a step may take, if
-        step_bytes (0: the default) is its limit. The step's layers keep what fits in that: `kept`
+        default; free and all, what the device can give and has; scratch, of `own` that of a step;
+        step_most, what a step and its scratch may take: step_bytes, or by default a half of what
+        the weights leave. The step's layers keep what fits in that: `kept`
         of them everything, attention_kept at least what attention made, and the others only what
         backward makes the rest from again; 0 of both where the step does not fit at all. longest is
         the tokens of the longest datum that does, at most the context."""
@@ -146,6 +147,12 @@ class Adapter:
     def bytes(self) -> int:
         """What it holds of the device's memory: its flat vectors, and what its largest step
         took."""
+    @property
+    def step_bytes(self) -> int:
+        """What a step may take of it, activations and what ops need for themselves; may be set (0:
+        the default), and changes no result: what does not fit is computed again."""
+    @step_bytes.setter
+    def step_bytes(self, value: int) -> None: ...
     @property
     def step(self) -> int:
         """Optimizer steps taken; may be set."""
