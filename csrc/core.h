@@ -416,8 +416,9 @@ int plan_keep(const Model *model, size_t most, KeepBytes *bytes, void *context);
  * not fit at all. `scratch` is what its ops need for themselves. */
 Status step_keep(int *keep, const Adapter *adapter, int T, size_t scratch, KeepBytes *bytes,
                  void *context);
-/* Tokens of a sampler's cache. */
-int64_t plan_cache_tokens(const Model *model);
+/* Tokens of a sampler's cache in so many bytes of memory, the weights among them, of which so many
+ * are free; 0: in the device's. */
+int64_t plan_cache_tokens(const Model *model, size_t all_bytes, size_t free_bytes);
 
 /* ---- kv.c: pages of the cache ---- */
 

@@ -16,12 +16,22 @@ enum { STEP_TOKENS_MIN = 256, STEP_SHARE = 2, CACHE_SHARE = 4 };
 
 #define MIB (1.0 / 1048576.0)
 
+static size_t minimum(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+static size_t maximum(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
 /* What the weights leave of the device's memory. */
 static size_t room(const Model *model)
 {
     size_t free_bytes, all_bytes, weights = model_bytes(model);
     model->dev->memory(model->dev, &free_bytes, &all_bytes);
-    return all_bytes > weights ? all_bytes - weights : 0;
+    return all_bytes - minimum(all_bytes, weights);
 }
 
 size_t plan_step_most(const Model *model)
@@ -67,28 +77,30 @@ Status step_keep(int *keep, const Adapter *adapter, int T, size_t scratch, KeepB
     Device *dev = adapter->model->dev;
     size_t free_bytes, all_bytes, most = adapter->step_most;
     dev->memory(dev, &free_bytes, &all_bytes);
-    free_bytes += adapter->arena.size;
-    if (free_bytes < most) most = free_bytes;
+    most = minimum(most, free_bytes + adapter->arena.size);
     *keep = most > scratch ? plan_keep(adapter->model, most - scratch, bytes, context) : 0;
     if (*keep) return STATUS_OK;
     *keep = 1;
     size_t least = bytes(context, 1) + scratch;
     if (least <= adapter->step_most) return STATUS_OK; /* it is not free: so the arena will say */
     return fail(STATUS_MEMORY,
-                "a training step of %d tokens needs at least %.1f MiB on device %s, with nothing "
-                "kept that can be computed again, and may take %.1f MiB: give it shorter datums, "
+                "a training step of %d tokens needs at least %.2f MiB on device %s, with nothing "
+                "kept that can be computed again, and may take %.2f MiB: give it shorter datums, "
                 "or more memory",
                 T, (double)least * MIB, dev->name, (double)adapter->step_most * MIB);
 }
 
-int64_t plan_cache_tokens(const Model *model)
+int64_t plan_cache_tokens(const Model *model, size_t all_bytes, size_t free_bytes)
 {
-    size_t free_bytes, all_bytes, most = room(model) / CACHE_SHARE;
-    model->dev->memory(model->dev, &free_bytes, &all_bytes);
-    if (!model->weights.base) /* a plan: they will be there */
-        free_bytes = free_bytes > model_bytes(model) ? free_bytes - model_bytes(model) : 0;
-    if (most > free_bytes / 2) most = free_bytes / 2;
-    int64_t tokens = (int64_t)(most / kv_token_bytes(model)) / KV_PAGE * KV_PAGE;
+    if (!all_bytes) {
+        model->dev->memory(model->dev, &free_bytes, &all_bytes);
+        if (!model->weights.base) /* a plan: they will be there */
+            free_bytes -= minimum(free_bytes, model_bytes(model));
+    }
+    size_t token = kv_token_bytes(model), context = (size_t)model->shape.context * token,
+           most = (all_bytes - minimum(all_bytes, model_bytes(model))) / CACHE_SHARE;
+    size_t bytes = minimum(most, maximum(free_bytes / 2, context));
+    int64_t tokens = (int64_t)(bytes / token) / KV_PAGE * KV_PAGE;
     return tokens < KV_PAGE ? KV_PAGE : tokens < CACHE_TOKENS_MAX ? tokens : CACHE_TOKENS_MAX;
 }
 
@@ -130,7 +142,7 @@ Status plan_make(Plan *plan, Model *model, const AdapterSpec *spec, int tokens)
                    .step = planned_bytes(&step, keep ? keep : 1),
                    .own = model->dev->own_bytes + scratch,
                    .kv_token = kv_token,
-                   .cache = (size_t)plan_cache_tokens(model) * kv_token,
+                   .cache = (size_t)plan_cache_tokens(model, 0, 0) * kv_token,
                    .scratch = scratch,
                    .step_most = most,
                    .step_tokens = step.tokens,

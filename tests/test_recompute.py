@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tinsmith
 from distill_cases import distill, pair
 from engine import Unavailable, emulated_library
 from models import DEVICE, Datum, call, cpu_only, datum, folder, randomize, tokens_of
@@ -249,6 +250,30 @@ def test_info_prints_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the longest datum that can be trained has " in printed and "160 tokens" not in printed
     assert main([*options, "--tokens", "64", "--step-memory", "40K"]) == 0
     assert "a training step of 64 tokens, which is more than it may take" in capsys.readouterr().out
+
+
+@cpu_only
+def test_a_models_own_adapter_is_told_its_memory() -> None:
+    model = tinsmith.Model(folder("llama-tied"))
+    tokens, found = tokens_of("llama-tied", 150), []
+    least = model.core.plan(4, len(tokens) - 1, 1)["step"]
+    for memory, wanted in (
+        (0, model.core.plan(4)["step_most"]),
+        ("700K", 700 << 10),
+        (least, least),
+    ):
+        adapter = model.lora(rank=4, seed=1)
+        adapter.step_memory = memory
+        assert adapter.step_memory == wanted
+        before = adapter.core.bytes
+        adapter.forward_backward(tokens[:-1], tokens[1:])
+        found.append((adapter.core.bytes - before, adapter.core.read("gradients").tobytes()))
+        assert found[-1][0] <= adapter.step_memory
+    assert found[0][0] > found[1][0] > found[2][0] and len({bits for _, bits in found}) == 1
+    for wrong, error in ((-1, ValueError), ("6 apples", ValueError), (None, TypeError)):
+        with pytest.raises(error, match=r"step_memory|amount of memory"):
+            adapter.step_memory = wrong
+    assert adapter.step_memory == least
 
 
 # ---- in a server, whose memory is said ----

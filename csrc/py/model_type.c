@@ -140,6 +140,19 @@ static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *k
 #undef SIZE
 }
 
+static PyObject *model_cache_tokens_method(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"memory", "free", NULL};
+    Py_ssize_t all_bytes = 0, free_bytes = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|nn:cache_tokens", names, &all_bytes,
+                                     &free_bytes))
+        return NULL;
+    if (all_bytes < 0 || free_bytes < 0)
+        return PyErr_Format(PyExc_ValueError, "memory and free must be 0 or more");
+    return PyLong_FromLongLong(
+        plan_cache_tokens(((PyModel *)object)->model, (size_t)all_bytes, (size_t)free_bytes));
+}
+
 static PyObject *model_slots(PyObject *object, void *unused)
 {
     (void)unused;
@@ -204,6 +217,9 @@ static PyMethodDef methods[] = {
     {"plan", (PyCFunction)(void (*)(void))model_plan_method, METH_VARARGS | METH_KEYWORDS,
      "plan(rank, tokens=0) -> dict[str, int]\n\nBytes of weights, adapter, step, cache, and what "
      "the device has."},
+    {"cache_tokens", (PyCFunction)(void (*)(void))model_cache_tokens_method,
+     METH_VARARGS | METH_KEYWORDS,
+     "cache_tokens(memory=0, free=0) -> int\n\nTokens that a sampler's cache holds by default."},
     {NULL, NULL, 0, NULL},
 };
 

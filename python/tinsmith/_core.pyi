@@ -116,6 +116,11 @@ class Model:
         backward makes the rest from again; 0 of both where the step does not fit at all. longest is
         the tokens of the longest datum that does, at most the context."""
 
+    def cache_tokens(self, memory: int = 0, free: int = 0) -> int:
+        """Tokens that a sampler's cache of keys and values holds by default: as many as fit in a
+        quarter of what the weights leave of `memory`, and in half of what is free of it or in the
+        whole context. memory 0: the device's, and what is free of that."""
+
 class Adapter:
     """LoRA matrices on a model, with gradients and AdamW state. B starts at zero, A as PEFT
     initialises it (uniform in ±1/sqrt(fan_in)) from `seed`. The scale is alpha / rank."""

@@ -21,9 +21,6 @@ from tinsmith.families import BaseModel, LoadedModel, inspect_model, load_weight
 T = TypeVar("T")
 
 SHARE = 0.9  # of all memory, where no limit is given
-CACHE_BYTES = 4 << 30  # what one model's cache of keys and values takes at most,
-CACHE_SHARE = 4  # and the part of the limit that it takes at most, one in so many
-CACHE_TOKENS_MAX = 1 << 20  # the engine's own limit
 STEP_SHARE = 2  # the part of what the limit leaves beside a model that a step takes at most
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -130,15 +127,10 @@ class Bases:
         return need if self.memory is None else min(need, self.memory - self._used())
 
     def cache_tokens(self, loaded: LoadedModel) -> int:
-        """How many tokens a new cache of keys and values is to hold: what is free, within a share
-        of all, but the whole context where that share allows it."""
-        token = loaded.core.plan(1, 1)["kv_token"]
-        most = CACHE_BYTES // token
+        """How many tokens a new cache of keys and values is to hold."""
         if self.memory is None:
-            return min(most, CACHE_TOKENS_MAX)
-        most = max(1, min(most, self.memory // CACHE_SHARE // token, CACHE_TOKENS_MAX))
-        free = (self.memory - self._used()) // token
-        return max(min(free, most), min(loaded.context, most))
+            return loaded.core.cache_tokens()
+        return loaded.core.cache_tokens(self.memory, max(0, self.memory - self._used()))
 
     def _used(self) -> int:
         weights = sum(model.weight_bytes for model in self._loaded.values())
