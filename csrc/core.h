@@ -417,7 +417,7 @@ int plan_keep(const Model *model, size_t most, KeepBytes *bytes, void *context);
 Status step_keep(int *keep, const Adapter *adapter, int T, size_t scratch, KeepBytes *bytes,
                  void *context);
 /* Tokens of a sampler's cache in so many bytes of memory, the weights among them, of which so many
- * are free; 0: in the device's. */
+ * are free and more can be made free for the context's; 0: in the device's. */
 int64_t plan_cache_tokens(const Model *model, size_t all_bytes, size_t free_bytes);
 
 /* ---- kv.c: pages of the cache ---- */

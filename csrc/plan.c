@@ -92,14 +92,15 @@ Status step_keep(int *keep, const Adapter *adapter, int T, size_t scratch, KeepB
 
 int64_t plan_cache_tokens(const Model *model, size_t all_bytes, size_t free_bytes)
 {
+    size_t token = kv_token_bytes(model), least = (size_t)model->shape.context * token;
     if (!all_bytes) {
+        least = 0;
         model->dev->memory(model->dev, &free_bytes, &all_bytes);
         if (!model->weights.base) /* a plan: they will be there */
             free_bytes -= minimum(free_bytes, model_bytes(model));
     }
-    size_t token = kv_token_bytes(model), context = (size_t)model->shape.context * token,
-           most = (all_bytes - minimum(all_bytes, model_bytes(model))) / CACHE_SHARE;
-    size_t bytes = minimum(most, maximum(free_bytes / 2, context));
+    size_t most = (all_bytes - minimum(all_bytes, model_bytes(model))) / CACHE_SHARE;
+    size_t bytes = minimum(most, maximum(free_bytes / 2, least));
     int64_t tokens = (int64_t)(bytes / token) / KV_PAGE * KV_PAGE;
     return tokens < KV_PAGE ? KV_PAGE : tokens < CACHE_TOKENS_MAX ? tokens : CACHE_TOKENS_MAX;
 }

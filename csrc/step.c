@@ -569,10 +569,10 @@ Status adapter_backward(Adapter *adapter, const float *dlogp, int64_t count, dou
     TRY(step_open(&step));
     for (int i = 0; i < step.held; i++) step.keep[i] = adapter->held_keep;
     adapter->held = 0;
-    char *base = adapter->arena.base;
+    size_t size = adapter->arena.size;
     Status status = step_plan(&step, step.held, step.pack.count);
     if (!status) status = step_reserve(&step);
-    if (adapter->arena.base != base) step.held = 0; /* it grew, and lost what it held */
+    if (adapter->arena.size != size) step.held = 0; /* it grew, and lost what it held */
     if (!status) status = step_run(&step, NULL, loss_sum);
     step_close(&step);
     if (!status) adapter_drop_kept(adapter);

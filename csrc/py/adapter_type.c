@@ -454,36 +454,20 @@ static PyObject *adapter_model(PyObject *object, void *unused)
     return Py_NewRef(((PyAdapter *)object)->model);
 }
 
-static PyObject *adapter_rank(PyObject *object, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLong(((PyAdapter *)object)->adapter->rank);
-}
+#define GETTER(name, value)                                         \
+    static PyObject *adapter_##name(PyObject *object, void *unused) \
+    {                                                               \
+        (void)unused;                                               \
+        const Adapter *adapter = ((PyAdapter *)object)->adapter;    \
+        return value;                                               \
+    }
 
-static PyObject *adapter_alpha(PyObject *object, void *unused)
-{
-    (void)unused;
-    return PyFloat_FromDouble((double)((PyAdapter *)object)->adapter->alpha);
-}
-
-static PyObject *adapter_size(PyObject *object, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLongLong(((PyAdapter *)object)->adapter->size);
-}
-
-static PyObject *adapter_bytes(PyObject *object, void *unused)
-{
-    (void)unused;
-    const Adapter *adapter = ((PyAdapter *)object)->adapter;
-    return PyLong_FromSize_t(adapter->memory.size + adapter->arena.size);
-}
-
-static PyObject *adapter_step_bytes(PyObject *object, void *unused)
-{
-    (void)unused;
-    return PyLong_FromSize_t(((PyAdapter *)object)->adapter->step_most);
-}
+GETTER(rank, PyLong_FromLong(adapter->rank))
+GETTER(alpha, PyFloat_FromDouble((double)adapter->alpha))
+GETTER(size, PyLong_FromLongLong(adapter->size))
+GETTER(bytes, PyLong_FromSize_t(adapter->memory.size + adapter->arena.size))
+GETTER(step, PyLong_FromLong(adapter->step))
+GETTER(step_bytes, PyLong_FromSize_t(adapter->step_most))
 
 static int adapter_set_step_bytes(PyObject *object, PyObject *value, void *unused)
 {
@@ -493,12 +477,6 @@ static int adapter_set_step_bytes(PyObject *object, PyObject *value, void *unuse
     if (bytes == (size_t)-1 && PyErr_Occurred()) return -1;
     adapter->step_most = bytes ? bytes : plan_step_most(adapter->model);
     return 0;
-}
-
-static PyObject *adapter_step(PyObject *object, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLong(((PyAdapter *)object)->adapter->step);
 }
 
 static int adapter_set_step(PyObject *object, PyObject *value, void *unused)

@@ -118,8 +118,9 @@ class Model:
 
     def cache_tokens(self, memory: int = 0, free: int = 0) -> int:
         """Tokens that a sampler's cache of keys and values holds by default: as many as fit in a
-        quarter of what the weights leave of `memory`, and in half of what is free of it or in the
-        whole context. memory 0: the device's, and what is free of that."""
+        quarter of what the weights leave of `memory`, and in half of what is free of it, or those
+        of the whole context if they are more. memory 0: what the device has, and no more than half
+        of what it has free."""
 
 class Adapter:
     """LoRA matrices on a model, with gradients and AdamW state. B starts at zero, A as PEFT
