@@ -2,8 +2,9 @@
  *
  * Base weights are frozen, so a product needs only its input's gradient, and LoRA's own two. What
  * acts.inc does not keep (norm outputs, rotated q and k, swiglu's output) is computed again by the
- * ops that made it. dx carries the residual stream's gradient down the layers; every norm adds its
- * part to it. */
+ * ops that made it, and a layer whose activations made room for those of another one by
+ * layer_forward itself. dx carries the residual stream's gradient down the layers; every norm adds
+ * its part to it. */
 #include "core.h"
 
 void grads_place(Grads *g, Arena *arena, const Model *model, int T, int R)
@@ -126,7 +127,7 @@ static void attention_block_backward(const Model *m, Adapter *adapter, int l, co
 }
 
 void backward(const Model *m, Adapter *adapter, const Batch *batch, const Acts *acts,
-              const Grads *g)
+              const Cache *cache, const Grads *g)
 {
     Device *d = m->dev;
     const Shape *s = &m->shape;
@@ -135,6 +136,7 @@ void backward(const Model *m, Adapter *adapter, const Batch *batch, const Acts *
     d->rmsnorm_backward(d, g->dx, g->dxn, acts->out, m->final_norm, acts->final_rstd, batch->T,
                         s->width);
     for (int l = s->layers - 1; l >= 0 && !batch_stopped(batch); l--) {
+        if (l < acts->again[CHEAP]) layer_forward(m, l, batch, acts, cache, NULL);
         mlp_backward(m, adapter, l, batch->T, acts, g);
         attention_block_backward(m, adapter, l, batch, acts, g);
     }

@@ -134,17 +134,19 @@ typedef struct Adapter {
     double loss;              /* sum of the losses behind the gradients */
     double tokens, sequences; /* behind the gradients: those with a gradient that is not zero */
     int step_tokens;          /* rows of a micro-batch */
+    size_t step_most;         /* bytes that a step may take */
     size_t keep_bytes;        /* that a kept forward may hold; one micro-batch in any case */
     Arena arena;              /* of a step */
     Kept *kept;               /* the forward that backward may follow, or NULL */
-    int held;                 /* micro-batches of it whose activations still lie in the arena */
+    int held, held_keep;      /* micro-batches of it whose activations still lie in the arena, and
+                                 what is kept of each */
     double *total;            /* device: a sum */
     volatile int interrupted; /* set from outside: the step under way stops */
 } Adapter;
 
 typedef struct AdapterSpec {
     int rank, groups, step_tokens;
-    size_t keep_bytes;
+    size_t step_bytes, keep_bytes; /* step_bytes 0: the default of step_most */
     float alpha;
     uint64_t seed;
 } AdapterSpec;
@@ -213,14 +215,18 @@ int batch_stopped(const Batch *batch);
 
 /* ---- forward.c, backward.c: the transformer, once ---- */
 
+/* Of what is made for backward, what is kept of how many layers (acts.inc, acts.c). */
+typedef enum Keep { ALWAYS, DEAR, CHEAP, KEEPS } Keep;
+
 typedef struct LayerActs {
-#define KEPT_REAL(name, width) real *name;
-#define KEPT_F32(name, width) float *name;
+#define KEPT_REAL(keep, name, width) real *name;
+#define KEPT_F32(keep, name, width) float *name;
 #include "acts.inc"
 } LayerActs;
 
 typedef struct Acts {
     LayerActs *layer; /* host array of L; all alike when nothing is kept */
+    int again[KEEPS]; /* layers below this one share a set with it, and are made again */
     float *q_rstd, *k_rstd, *cosine, *sine, *final_rstd;
 #define SCRATCH_REAL(name, width) real *name;
 #include "acts.inc"
@@ -232,10 +238,18 @@ typedef struct Cache {
     size_t stride; /* elements */
 } Cache;
 
+/* `keep` that keeps everything; 0 keeps nothing, and 1 the least that backward can do with. */
+int keep_all(const Model *model);
+/* How many layers then keep what is of this kind. */
+int keep_layers(const Model *model, Keep kind, int keep);
 /* acts->layer must have room for L entries. */
 void acts_place(Acts *acts, Arena *arena, const Model *model, int T, int R, int keep);
 /* batch → acts->hidden (T,D), through the cache. */
 void forward(const Model *model, const Batch *batch, const Acts *acts, const Cache *cache);
+/* One layer, from its x to `next`; or, where that is NULL, to the same bits once more what backward
+ * needs of it and was not kept. */
+void layer_forward(const Model *model, int l, const Batch *batch, const Acts *acts,
+                   const Cache *cache, real *next);
 
 typedef struct Grads {
     real *dx, *dxn, *dq, *dq_raw, *dk, *dk_raw, *dv, *datt, *dact, *ds;
@@ -244,7 +258,7 @@ typedef struct Grads {
 void grads_place(Grads *grads, Arena *arena, const Model *model, int T, int R);
 /* grads->dxn = d loss / d hidden → adapter's FRESH gradients of all layers. */
 void backward(const Model *model, Adapter *adapter, const Batch *batch, const Acts *acts,
-              const Grads *grads);
+              const Cache *cache, const Grads *grads);
 
 /* acts->q, acts->k of layer l once more, from q_raw and k_raw. */
 void layer_rotate(const Model *model, int l, const Acts *acts, int T);
@@ -331,9 +345,9 @@ Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Lo
 Status adapter_backward(Adapter *adapter, const float *dlogp, int64_t count, double *loss_sum);
 /* Forgets the kept forward: the weights have changed. */
 void adapter_drop_kept(Adapter *adapter);
-/* Bytes of a training step of T rows of one datum, and in *scratch those that its ops need for
- * themselves. */
-size_t step_bytes(Adapter *adapter, int T, size_t *scratch);
+/* Bytes of a training step of T rows of one datum with so much kept, and in *scratch (NULL: not
+ * asked) those that its ops need for themselves; 0 where the host has no memory. */
+size_t step_bytes(Adapter *adapter, int T, int keep, size_t *scratch);
 /* Rows of a chunk whose logits exist at one time. */
 int head_rows(const Model *model);
 
@@ -383,15 +397,28 @@ Status adapter_distill(Adapter *adapter, const Datums *datums, const Loss *loss,
 /* Bytes of everything, before anything is allocated. */
 typedef struct Plan {
     size_t weights, adapter, step, own, kv_token, cache, free, all;
-    int step_tokens;
+    size_t scratch, step_most; /* of `own`, a step's; what a step may take, that among it */
+    int step_tokens, keep;
+    int longest; /* tokens of the longest datum that a step can train */
 } Plan;
 
 /* `tokens` of a training step; 0: the default. */
 Status plan_make(Plan *plan, Model *model, const AdapterSpec *spec, int tokens);
+/* Bytes that a step may take where nothing is said, its ops' own among them. */
+size_t plan_step_most(const Model *model);
 /* Rows of a micro-batch: as many as the device has use for, if it has the memory. */
 int plan_step_tokens(Adapter *adapter);
-/* Tokens of a sampler's cache. */
-int64_t plan_cache_tokens(const Model *model);
+/* The bytes of one arena as a function of what is kept in it. */
+typedef size_t KeepBytes(void *context, int keep);
+/* The most that fits in so many bytes, or 0. */
+int plan_keep(const Model *model, size_t most, KeepBytes *bytes, void *context);
+/* The same of a step of T rows before it begins, also in what is free just now; fails where it does
+ * not fit at all. `scratch` is what its ops need for themselves. */
+Status step_keep(int *keep, const Adapter *adapter, int T, size_t scratch, KeepBytes *bytes,
+                 void *context);
+/* Tokens of a sampler's cache in so many bytes of memory, the weights among them, of which so many
+ * are free and more can be made free for the context's; 0: in the device's. */
+int64_t plan_cache_tokens(const Model *model, size_t all_bytes, size_t free_bytes);
 
 /* ---- kv.c: pages of the cache ---- */
 

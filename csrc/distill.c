@@ -39,6 +39,7 @@ typedef struct Distill {
     const Lesson *lesson;
     const Loss *loss;
     int with_backward;
+    int *keep; /* of each micro-batch, what the student's forward keeps */
     Jsd how;
     int64_t teacher0; /* where this micro-batch begins in the teacher's tokens */
     const Micro *micro;
@@ -202,7 +203,7 @@ static Cache cache_place(Arena *arena, const Model *m, int pages)
 }
 
 /* What is compared, then each side's own: the student's lies where the teacher's was. */
-static void distill_place(Distill *c, Arena *arena)
+static void distill_place(Distill *c, Arena *arena, int keep)
 {
     const Model *m = c->adapter->model, *tm = c->lesson->model;
     const Micro *micro = c->micro;
@@ -225,22 +226,9 @@ static void distill_place(Distill *c, Arena *arena)
     arena->used = shared;
     batch_place(&c->batch, arena, micro->T, micro->S, micro->pages);
     c->cache = cache_place(arena, m, micro->pages);
-    acts_place(&c->acts, arena, m, micro->T, R, c->with_backward);
-    if (c->with_backward) grads_place(&c->grads, arena, m, micro->T, R);
+    acts_place(&c->acts, arena, m, micro->T, R, keep);
+    if (keep) grads_place(&c->grads, arena, m, micro->T, R);
     if (arena->used < end) arena->used = end;
-}
-
-static Status distill_reserve(Distill *c)
-{
-    size_t bytes = 0;
-    for (int i = 0; i < c->pack.count; i++) {
-        Arena arena = {.dev = c->adapter->model->dev};
-        c->micro = &c->pack.micro[i];
-        side_size(c);
-        distill_place(c, &arena);
-        if (arena.used > bytes) bytes = arena.used;
-    }
-    return arena_reserve(&c->adapter->arena, bytes, "a distillation step");
 }
 
 /* Host arrays for any micro-batch, in one block that begins with the layers. */
@@ -254,8 +242,8 @@ static Status distill_open(Distill *c)
         side_size(c);
         if ((size_t)c->side.room > U) U = (size_t)c->side.room;
     }
-    size_t words = 4 * T + 3 * U + U / KV_PAGE + S;
-    char *memory = malloc((L + M) * sizeof(LayerActs) + S * sizeof(Span) + words * 4);
+    size_t words = (size_t)c->pack.count + 4 * T + 3 * U + U / KV_PAGE + S;
+    char *memory = calloc(1, (L + M) * sizeof(LayerActs) + S * sizeof(Span) + words * 4);
     if (!memory) {
         pack_close(&c->pack);
         return fail(STATUS_MEMORY, "no memory for a batch of %zu tokens", T + U);
@@ -263,7 +251,8 @@ static Status distill_open(Distill *c)
     c->acts.layer = (LayerActs *)memory;
     c->side.acts.layer = c->acts.layer + L;
     c->side.spans = (Span *)(c->side.acts.layer + M);
-    c->side.tokens = (int32_t *)(c->side.spans + S);
+    c->keep = (int *)(c->side.spans + S);
+    c->side.tokens = c->keep + c->pack.count;
     c->side.pos = c->side.tokens + U;
     c->side.slot = c->side.pos + U;
     c->side.page = c->side.slot + U;
@@ -450,7 +439,36 @@ static void student_rehearse(void *context)
                     rows, m->shape.vocab);
         if (c->with_backward) head_logits_backward(&c->head, c->adapter, c->grads.dxn, row, rows);
     }
-    if (c->with_backward) backward(m, c->adapter, &c->batch, &c->acts, &c->grads);
+    if (c->with_backward) backward(m, c->adapter, &c->batch, &c->acts, &c->cache, &c->grads);
+}
+
+/* Bytes of the micro-batch at hand. */
+static size_t distill_bytes(void *context, int keep)
+{
+    Distill *c = context;
+    Arena arena = {.dev = c->adapter->model->dev};
+    distill_place(c, &arena, keep);
+    return arena.used;
+}
+
+/* What the student's forward keeps of each micro-batch, and room for all that is done. */
+static Status distill_reserve(Distill *c)
+{
+    Device *dev = c->adapter->model->dev, *other = c->lesson->model->dev;
+    size_t bytes = 0;
+    for (int i = 0; i < c->pack.count; i++) {
+        c->micro = &c->pack.micro[i];
+        side_size(c);
+        if (c->with_backward) {
+            distill_bytes(c, 1);
+            size_t scratch = device_rehearse(dev, student_rehearse, c) +
+                             device_rehearse(other, teacher_rehearse, c);
+            TRY(step_keep(&c->keep[i], c->adapter, c->micro->T, scratch, distill_bytes, c));
+        }
+        size_t one = distill_bytes(c, c->keep[i]);
+        if (one > bytes) bytes = one;
+    }
+    return arena_reserve(&c->adapter->arena, bytes, "a distillation step");
 }
 
 static Status micro_run(Distill *c, float *logp, float *divergence)
@@ -461,7 +479,7 @@ static Status micro_run(Distill *c, float *logp, float *divergence)
     Pack *pack = &c->pack;
     adapter->arena.used = 0;
     side_size(c);
-    distill_place(c, &adapter->arena);
+    distill_place(c, &adapter->arena, c->keep[c->micro - pack->micro]);
     TRY(device_prepare(c->lesson->model->dev, teacher_rehearse, c));
     TRY(device_prepare(dev, student_rehearse, c));
     pack_order(pack, c->micro, c->datums->input[0]);
@@ -472,7 +490,8 @@ static Status micro_run(Distill *c, float *logp, float *divergence)
     student_run(c);
     TRY(head_run(c));
     TRY(results_read(c, logp, divergence));
-    if (c->with_backward && pack->live) backward(m, adapter, &c->batch, &c->acts, &c->grads);
+    if (c->with_backward && pack->live)
+        backward(m, adapter, &c->batch, &c->acts, &c->cache, &c->grads);
     return dev->sync(dev);
 }
 

@@ -12,29 +12,6 @@ real *real_at(const Device *dev, const real *base, size_t index)
     return (real *)((char *)base + index * dev->real_bytes);
 }
 
-void acts_place(Acts *acts, Arena *arena, const Model *model, int T, int R, int keep)
-{
-    const Shape *s = &model->shape;
-    size_t rows = (size_t)T, size = model->dev->real_bytes;
-    for (int l = 0; l < s->layers; l++) {
-        LayerActs *a = &acts->layer[l];
-        if (l > 0 && !keep) {
-            *a = acts->layer[0];
-            continue;
-        }
-#define KEPT_REAL(name, width) a->name = arena_take(arena, rows * (size_t)(width) * size);
-#define KEPT_F32(name, width) a->name = arena_take(arena, rows * (size_t)(width) * sizeof(float));
-#include "acts.inc"
-    }
-#define SCRATCH_REAL(name, width) acts->name = arena_take(arena, rows * (size_t)(width) * size);
-#include "acts.inc"
-    acts->q_rstd = arena_take(arena, rows * (size_t)s->heads * sizeof(float));
-    acts->k_rstd = arena_take(arena, rows * (size_t)s->kv_heads * sizeof(float));
-    acts->cosine = arena_take(arena, rows * (size_t)s->head_width / 2 * sizeof(float));
-    acts->sine = arena_take(arena, rows * (size_t)s->head_width / 2 * sizeof(float));
-    acts->final_rstd = arena_take(arena, rows * sizeof(float));
-}
-
 /* A product with one frozen matrix, and where its LoRA is among a layer's. */
 typedef struct Product {
     real *y, *s;
@@ -99,8 +76,8 @@ void layer_rotate(const Model *m, int l, const Acts *acts, int T)
     d->rope(d, acts->k, acts->cosine, acts->sine, T, G, E);
 }
 
-static void layer_forward(const Model *m, int l, const Batch *batch, const Acts *acts,
-                          const Cache *cache, real *next)
+void layer_forward(const Model *m, int l, const Batch *batch, const Acts *acts, const Cache *cache,
+                   real *next)
 {
     Device *d = m->dev;
     const Shape *s = &m->shape;
@@ -119,15 +96,18 @@ static void layer_forward(const Model *m, int l, const Batch *batch, const Acts 
 
     d->rmsnorm(d, acts->xn, a->attn_rstd, a->x, w->attn_norm, T, D, s->norm_eps);
     project(d, l, batch, qkv, 3, acts->xn, D, 0);
-    layer_rotate(m, l, acts, T);
-    d->kv_write(d, k_pages, v_pages, acts->k, a->v, batch->slot, T, G, E);
-    d->attention(d, a->att, a->lse, acts->q, k_pages, v_pages, batch->spans, batch->pages, batch->S,
-                 T, H, G, E);
-    d->copy(d, a->mid, a->x, row_bytes);
-    project(d, l, batch, out, 1, a->att, H * E, 1);
+    if (next || l < acts->again[DEAR]) {
+        layer_rotate(m, l, acts, T);
+        d->kv_write(d, k_pages, v_pages, acts->k, a->v, batch->slot, T, G, E);
+        d->attention(d, a->att, a->lse, acts->q, k_pages, v_pages, batch->spans, batch->pages,
+                     batch->S, T, H, G, E);
+        d->copy(d, a->mid, a->x, row_bytes);
+        project(d, l, batch, out, 1, a->att, H * E, 1);
+    }
 
     d->rmsnorm(d, acts->xn, a->mlp_rstd, a->mid, w->mlp_norm, T, D, s->norm_eps);
     project(d, l, batch, gated, 2, acts->xn, D, 0);
+    if (!next) return;
     d->swiglu(d, acts->act, a->gate, a->up, T, F);
     d->copy(d, next, a->mid, row_bytes);
     project(d, l, batch, down, 1, acts->act, F, 1);

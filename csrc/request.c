@@ -23,7 +23,7 @@ Status sampler_open(Sampler **out, Model *model, int64_t tokens, int limit_ids)
     sampler->arena.dev = model->dev;
     sampler->graphs = model->dev->record != NULL;
     sampler->limit_ids = limit_ids ? limit_ids : model->shape.vocab;
-    if (!tokens) tokens = plan_cache_tokens(model);
+    if (!tokens) tokens = plan_cache_tokens(model, 0, 0);
     sampler->layers = calloc((size_t)model->shape.layers, sizeof *sampler->layers);
     sampler->drawn = calloc(STEP_SEQUENCES, sizeof *sampler->drawn);
     Status status = sampler->layers && sampler->drawn

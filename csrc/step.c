@@ -11,7 +11,11 @@
  * A forward that is kept leaves the activations of the first micro-batches in the adapter's arena:
  * of one, and of as many more as keep_bytes allow. It therefore begins with the last micro-batch,
  * in the memory that the first ones take at the end, and so keeping one costs no more than a
- * training step. Backward computes the others again. */
+ * training step. Backward computes the others again.
+ *
+ * What a micro-batch's layers keep is planned before the call begins (step_plan): all, if that fits
+ * in what a step may take, or the most that does. What is not kept is made again, to the same bits,
+ * so no result depends on the plan. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,20 +23,14 @@
 
 #include "step.h"
 
-/* A forward that backward may follow: a copy of its datums, without the loss's inputs, in one
- * block. */
-struct Kept {
-    Datums datums;
-};
-
 /* One call under way, with the micro-batch at hand. */
 typedef struct Step {
     Adapter *adapter;
     const Datums *datums;
     const Loss *loss;
     int with_backward;
-    int room; /* for a backward pass: every layer's activations, and gradients */
-    int held; /* micro-batches, the first ones, whose activations lie or stay in the arena */
+    int held;  /* micro-batches, the first ones, whose activations lie or stay in the arena */
+    int *keep; /* of each micro-batch, what is kept; 0: no backward pass */
     Pack pack;
     const Micro *micro;
     Batch batch;
@@ -66,9 +64,27 @@ static const Head *head_of(const Step *step, int row)
     return row / step->head.chunk % 2 ? &step->second : &step->head;
 }
 
+/* ---- a chunk of the head ---- */
+
+static void chunk_logits(Step *step, int row)
+{
+    const Head *h = head_of(step, row);
+    int rows = head_chunk(h, row);
+    head_logits(h, step->adapter, step->acts.hidden, row, rows);
+    head_logprob(h, step->adapter->model, row, rows);
+}
+
+static void chunk_backward(Step *step, int row)
+{
+    const Head *h = head_of(step, row);
+    int rows = head_chunk(h, row);
+    head_logprob_backward(h, step->adapter->model, row, rows);
+    head_logits_backward(h, step->adapter, step->grads.dxn, row, rows);
+}
+
 /* ---- memory ---- */
 
-static void step_place(Step *step, Arena *arena, const Micro *micro)
+static void step_place(Step *step, Arena *arena, const Micro *micro, int keep)
 {
     const Model *m = step->adapter->model;
     int R = step->adapter->rank;
@@ -77,8 +93,8 @@ static void step_place(Step *step, Arena *arena, const Micro *micro)
     batch_place(&step->batch, arena, micro->T, micro->S, micro->pages);
     step->cache.k = arena_take(arena, (size_t)micro->pages * page);
     step->cache.v = arena_take(arena, (size_t)micro->pages * page);
-    acts_place(&step->acts, arena, m, micro->T, R, step->room);
-    if (step->room) grads_place(&step->grads, arena, m, micro->T, R);
+    acts_place(&step->acts, arena, m, micro->T, R, keep);
+    if (keep) grads_place(&step->grads, arena, m, micro->T, R);
     Head *h = &step->head;
     head_place(h, arena, m, micro->T, R, micro->targets);
     step->second = *h;
@@ -90,27 +106,32 @@ static void step_place(Step *step, Arena *arena, const Micro *micro)
     step->second.lse = arena_take(arena, C * sizeof(float));
 }
 
-static size_t micro_bytes(Step *step, const Micro *micro)
+/* Bytes of the micro-batch at hand. */
+static size_t micro_bytes(void *context, int keep)
 {
+    Step *step = context;
     Arena arena = {.dev = step->adapter->model->dev};
-    step_place(step, &arena, micro);
+    step_place(step, &arena, step->micro, keep);
     return arena.used;
 }
 
-/* Bytes of the first `count` micro-batches, one after another. */
-static size_t first_bytes(Step *step, int count)
+/* Bytes of micro-batches [first, end), one after another. */
+static size_t span_bytes(Step *step, int first, int end)
 {
     size_t bytes = 0;
-    for (int i = 0; i < count; i++) bytes += micro_bytes(step, &step->pack.micro[i]);
+    for (int i = first; i < end; i++) {
+        step->micro = &step->pack.micro[i];
+        bytes += micro_bytes(step, step->keep[i]);
+    }
     return bytes;
 }
 
 /* Room for those that are held side by side, in which the others come and go. */
 static Status step_reserve(Step *step)
 {
-    size_t bytes = first_bytes(step, step->held);
+    size_t bytes = span_bytes(step, 0, step->held);
     for (int i = step->held; i < step->pack.count; i++) {
-        size_t one = micro_bytes(step, &step->pack.micro[i]);
+        size_t one = span_bytes(step, i, i + 1);
         if (one > bytes) bytes = one;
     }
     char purpose[64];
@@ -118,16 +139,57 @@ static Status step_reserve(Step *step)
     return arena_reserve(&step->adapter->arena, bytes, purpose);
 }
 
-/* How many micro-batches a kept forward holds, with room for them; none where memory is short. */
+/* All ops of the micro-batch at hand, for a device that rehearses. */
+static void micro_rehearse(void *context)
+{
+    Step *step = context;
+    const Model *m = step->adapter->model;
+    Segment segment = {step->adapter, 0, step->micro->T};
+    step->batch.segment = &segment;
+    step->batch.segments = 1;
+    forward(m, &step->batch, &step->acts, &step->cache);
+    for (int row = 0; row < step->head.T;
+         row += step->head.chunk) { /* the last one has fewer rows */
+        chunk_logits(step, row);
+        if (step->with_backward) chunk_backward(step, row);
+    }
+    if (!step->with_backward) return;
+    backward(m, step->adapter, &step->batch, &step->acts, &step->cache, &step->grads);
+}
+
+/* What is kept of micro-batches [first, end), which backward will see, now or after this call. */
+static Status step_plan(Step *step, int first, int end)
+{
+    Step plan = *step;
+    plan.with_backward = 1;
+    for (int i = first; i < end; i++) {
+        plan.micro = &step->pack.micro[i];
+        micro_bytes(&plan, 1);
+        size_t scratch = device_rehearse(step->adapter->model->dev, micro_rehearse, &plan);
+        TRY(step_keep(&step->keep[i], step->adapter, plan.micro->T, scratch, micro_bytes, &plan));
+    }
+    return STATUS_OK;
+}
+
+/* How many micro-batches a kept forward holds, with room for them and for the others' backward;
+ * none where memory is short. What is held beside others is kept whole. */
 static Status step_reserve_kept(Step *step)
 {
-    step->room = step->held = 1;
-    while (step->held < step->pack.count &&
-           first_bytes(step, step->held + 1) <= step->adapter->keep_bytes)
-        step->held++;
-    Status status = step_reserve(step);
+    Adapter *adapter = step->adapter;
+    int all = keep_all(adapter->model);
+    size_t most =
+        adapter->keep_bytes < adapter->step_most ? adapter->keep_bytes : adapter->step_most;
+    Status status = step_plan(step, 0, step->pack.count);
+    if (!status) {
+        step->held = 1;
+        while (step->held < step->pack.count && step->keep[step->held - 1] == all &&
+               step->keep[step->held] == all && span_bytes(step, 0, step->held + 1) <= most)
+            step->held++;
+        status = step_reserve(step);
+    }
     if (status != STATUS_MEMORY) return status;
-    step->room = step->held = 0;
+    memset(step->keep, 0, (size_t)step->pack.count * sizeof *step->keep);
+    step->held = 0;
     return step_reserve(step);
 }
 
@@ -139,15 +201,16 @@ static Status step_open(Step *step)
     while (inputs < LOSS_INPUTS && step->loss->input[inputs].name) inputs++;
     size_t targets = (size_t)step->pack.most.targets, count = (size_t)step->pack.count,
            layers = (size_t)step->adapter->model->shape.layers;
-    char *memory = malloc(layers * sizeof(LayerActs) + count * sizeof(double) +
-                          (3 + (size_t)inputs) * targets * sizeof(float));
+    char *memory = calloc(1, layers * sizeof(LayerActs) + count * (sizeof(double) + sizeof(int)) +
+                                 (3 + (size_t)inputs) * targets * sizeof(float));
     if (!memory) {
         pack_close(&step->pack);
         return fail(STATUS_MEMORY, "no memory for a batch of %zu targets", targets);
     }
     step->acts.layer = (LayerActs *)memory;
     step->losses = (double *)(step->acts.layer + layers);
-    step->logp = (float *)(step->losses + count);
+    step->keep = (int *)(step->losses + count);
+    step->logp = (float *)(step->keep + count);
     step->dlogp = step->logp + targets;
     step->flat = step->dlogp + targets;
     for (int j = 0; j < inputs; j++) step->input[j] = step->flat + (size_t)(j + 1) * targets;
@@ -238,22 +301,6 @@ static void count_live(Step *step)
 
 /* ---- one micro-batch ---- */
 
-static void chunk_logits(Step *step, int row)
-{
-    const Head *h = head_of(step, row);
-    int rows = head_chunk(h, row);
-    head_logits(h, step->adapter, step->acts.hidden, row, rows);
-    head_logprob(h, step->adapter->model, row, rows);
-}
-
-static void chunk_backward(Step *step, int row)
-{
-    const Head *h = head_of(step, row);
-    int rows = head_chunk(h, row);
-    head_logprob_backward(h, step->adapter->model, row, rows);
-    head_logits_backward(h, step->adapter, step->grads.dxn, row, rows);
-}
-
 /* The targets of a chunk, in the order of the head. */
 static int64_t chunk_targets(const Step *step, int row, int64_t *from)
 {
@@ -267,32 +314,15 @@ static Status chunk_loss(Step *step, int row)
     return piece_loss(step, &call);
 }
 
-/* All ops of a micro-batch, for a device that rehearses. */
-static void micro_rehearse(void *context)
-{
-    Step *step = context;
-    const Model *m = step->adapter->model;
-    forward(m, &step->batch, &step->acts, &step->cache);
-    for (int row = 0; row < step->head.T;
-         row += step->head.chunk) { /* the last one has fewer rows */
-        chunk_logits(step, row);
-        if (step->with_backward) chunk_backward(step, row);
-    }
-    if (!step->with_backward) return;
-    backward(m, step->adapter, &step->batch, &step->acts, &step->grads);
-}
-
-size_t step_bytes(Adapter *adapter, int T, size_t *scratch)
+size_t step_bytes(Adapter *adapter, int T, int keep, size_t *scratch)
 {
     const Model *model = adapter->model;
     LayerActs *layers = calloc((size_t)model->shape.layers, sizeof *layers);
     if (!layers) return 0;
-    Segment segment = {adapter, 0, T};
-    Step step = {.adapter = adapter, .with_backward = 1, .room = 1, .acts.layer = layers};
     Micro micro = {.T = T, .S = 1, .pages = (T + KV_PAGE - 1) / KV_PAGE, .targets = T};
-    step.batch = (Batch){.segment = &segment, .segments = 1};
-    size_t bytes = micro_bytes(&step, &micro);
-    *scratch = device_rehearse(model->dev, micro_rehearse, &step);
+    Step step = {.adapter = adapter, .with_backward = 1, .micro = &micro, .acts.layer = layers};
+    size_t bytes = micro_bytes(&step, keep);
+    if (scratch) *scratch = device_rehearse(model->dev, micro_rehearse, &step);
     free(layers);
     return bytes;
 }
@@ -403,15 +433,16 @@ static Status micro_run(Step *step, int i, float *logp)
     Adapter *adapter = step->adapter;
     const Model *m = adapter->model;
     Device *dev = m->dev;
-    const Micro *micro = step->micro = &step->pack.micro[i];
     int held = i < step->held, gate = step->loss->gate;
-    adapter->arena.used = held ? first_bytes(step, i) : 0;
-    step_place(step, &adapter->arena, micro);
+    size_t before = held ? span_bytes(step, 0, i) : 0;
+    const Micro *micro = step->micro = &step->pack.micro[i];
+    adapter->arena.used = before;
+    step_place(step, &adapter->arena, micro, step->keep[i]);
+    TRY(device_prepare(dev, micro_rehearse, step));
     Segment segment = {adapter, 0, micro->T};
     step->batch.segment = &segment;
     step->batch.segments = 1;
     step->batch.stop = &adapter->interrupted;
-    TRY(device_prepare(dev, micro_rehearse, step));
     pack_rows(&step->pack, micro, &step->batch, dev);
     pack_order(&step->pack, micro, gate == UNGATED ? NULL : step->datums->input[gate]);
     head_upload(&step->head, dev, &step->pack, micro);
@@ -424,7 +455,7 @@ static Status micro_run(Step *step, int i, float *logp)
     Status status = head_run(step, own_logp);
     if (!status && step->with_backward && step->pack.live) {
         count_live(step);
-        backward(m, adapter, &step->batch, &step->acts, &step->grads);
+        backward(m, adapter, &step->batch, &step->acts, &step->cache, &step->grads);
     }
     if (!status) status = head_tell(step, own_logp);
     Status last = dev->sync(dev); /* also after a failure: fetches may be under way */
@@ -477,37 +508,6 @@ static Status step_run(Step *step, float *logp, double *loss_sum)
     return gradients_take(adapter, status, *loss_sum, step->tokens, step->sequences);
 }
 
-#define COPY(to, from, count)                          \
-    do {                                               \
-        size_t bytes = (size_t)(count) * sizeof *(to); \
-        (to) = memcpy(next, from, bytes);              \
-        next += bytes;                                 \
-    } while (0)
-
-static Status kept_copy(Kept **out, const Datums *d)
-{
-    size_t count = (size_t)d->count, tokens = (size_t)d->token_total,
-           targets = (size_t)d->target_total;
-    Kept *kept = malloc(sizeof *kept + (tokens + targets + 2 * count) * sizeof(int32_t));
-    if (!kept) return fail(STATUS_MEMORY, "no memory to keep %zu tokens", tokens);
-    char *next = (char *)(kept + 1);
-    kept->datums =
-        (Datums){.count = d->count, .token_total = d->token_total, .target_total = d->target_total};
-    COPY(kept->datums.tokens, d->tokens, tokens);
-    COPY(kept->datums.lengths, d->lengths, count);
-    COPY(kept->datums.targets, d->targets, targets);
-    COPY(kept->datums.counts, d->counts, count);
-    *out = kept;
-    return STATUS_OK;
-}
-
-void adapter_drop_kept(Adapter *adapter)
-{
-    free(adapter->kept);
-    adapter->kept = NULL;
-    adapter->held = 0;
-}
-
 Status not_interrupted(const Adapter *adapter)
 {
     return adapter->interrupted ? fail(STATUS_INTERRUPTED, "forward_backward was interrupted")
@@ -529,18 +529,16 @@ Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Lo
                     loss->input[loss->taught].name);
     TRY(datums_check(datums, adapter->model, loss));
     if (pass != FORWARD) TRY(trainable(adapter));
-    Step step = {.adapter = adapter,
-                 .datums = datums,
-                 .loss = loss,
-                 .with_backward = backward,
-                 .room = backward};
+    Step step = {.adapter = adapter, .datums = datums, .loss = loss, .with_backward = backward};
     Kept *kept = NULL;
     if (pass == FORWARD_KEEP) TRY(kept_copy(&kept, datums));
     adapter->held = 0;
     Status status = step_open(&step);
     if (!status) {
-        status = pass == FORWARD_KEEP ? step_reserve_kept(&step) : step_reserve(&step);
+        if (backward) status = step_plan(&step, 0, step.pack.count);
+        if (!status) status = pass == FORWARD_KEEP ? step_reserve_kept(&step) : step_reserve(&step);
         if (!status) status = step_run(&step, logp, loss_sum);
+        adapter->held_keep = step.keep[0];
         step_close(&step);
     }
     if (status || pass != FORWARD_KEEP) {
@@ -567,11 +565,14 @@ Status adapter_backward(Adapter *adapter, const float *dlogp, int64_t count, dou
                  .datums = &datums,
                  .loss = &loss_given,
                  .with_backward = 1,
-                 .room = 1,
                  .held = adapter->held};
     TRY(step_open(&step));
+    for (int i = 0; i < step.held; i++) step.keep[i] = adapter->held_keep;
     adapter->held = 0;
-    Status status = step_reserve(&step);
+    size_t size = adapter->arena.size;
+    Status status = step_plan(&step, step.held, step.pack.count);
+    if (!status) status = step_reserve(&step);
+    if (adapter->arena.size != size) step.held = 0; /* it grew, and lost what it held */
     if (!status) status = step_run(&step, NULL, loss_sum);
     step_close(&step);
     if (!status) adapter_drop_kept(adapter);

@@ -1,5 +1,6 @@
 /* step.h - the parts of a training call: datums → micro-batches of rows (pack.c), and rows → chunks
- * of logits and their way back (head.c). step.c puts them together. */
+ * of logits and their way back (head.c). step.c puts them together;
+ * kept.c remembers a call that is made in two halves. */
 #ifndef TINSMITH_STEP_H
 #define TINSMITH_STEP_H
 
@@ -64,6 +65,16 @@ void head_logprob_backward(const Head *head, const Model *model, int row, int ro
 /* d loss / d logits, which lie there → those rows of dhidden (T,D), and the adapter's FRESH
  * gradients. */
 void head_logits_backward(const Head *head, Adapter *adapter, real *dhidden, int row, int rows);
+
+/* ---- kept.c ---- */
+
+/* A forward that backward may follow: a copy of its datums, without the loss's inputs, in one
+ * block. */
+struct Kept {
+    Datums datums;
+};
+
+Status kept_copy(Kept **kept, const Datums *datums);
 
 /* ---- step.c ---- */
 

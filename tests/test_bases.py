@@ -8,7 +8,7 @@ import pytest
 import tinker
 from small_run import PROMPT, make_client, make_data, sample, train
 from tinsmith import bases
-from tinsmith.bases import CACHE_SHARE, inspect_models, memory_of, parse_bytes, readable
+from tinsmith.bases import inspect_models, memory_of, parse_bytes, readable
 from tinsmith.families import load_model
 from tinsmith.server import Backend
 
@@ -53,8 +53,8 @@ def expected(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def run_bytes(models: dict[str, Path]) -> int:
-    """What a run of rank 4 takes."""
-    plan = load_model(models["tiny"], threads=1).core.plan(4, bases.STEP_TOKENS)
+    """What a run of rank 4 takes, with all of a step's activations kept."""
+    plan = load_model(models["tiny"], threads=1).core.plan(4)
     return plan["adapter"] + plan["step"]
 
 
@@ -62,7 +62,7 @@ def run_bytes(models: dict[str, Path]) -> int:
 def narrow(models: dict[str, Path], tmp_path: Path) -> Iterator[Backend]:
     """A server with room for one model and its cache, or for two without."""
     weights = inspect_models(models)["tiny"].weight_bytes
-    with start(models, tmp_path, memory=int(2.4 * weights)) as backend:
+    with start(models, tmp_path, memory=int(2.3 * weights)) as backend:
         yield backend
 
 
@@ -119,7 +119,7 @@ def test_a_checkpoints_sampler_comes_back_to_the_same_bits(models, tmp_path, exp
         tuned = service.create_sampling_client(model_path=path).result()
         drawn, logprobs = sample(tuned, 2, **DRAW), tuned.compute_logprobs(PROMPT).result()
     assert drawn != expected["tiny"]
-    memory = int(2.4 * inspect_models(models)["tiny"].weight_bytes)
+    memory = int(2.3 * inspect_models(models)["tiny"].weight_bytes)
     with start(models, tmp_path, memory=memory) as backend, backend.service_client() as service:
         tuned = service.create_sampling_client(model_path=path).result()
         others = [service.create_sampling_client(base_model=n).result() for n in NAMES[1:]]
@@ -184,12 +184,20 @@ def test_a_failed_allocation_makes_room_too(models, tmp_path, expected, monkeypa
 
 def test_a_cache_takes_a_share_of_the_limit_but_holds_a_context(models, narrow):
     held = narrow._worker._bases
-    model = load_model(models["tiny"], threads=1)
-    token = model.core.plan(1, 1)["kv_token"]
-    assert held.cache_tokens(model) == held.memory // CACHE_SHARE // token > model.context
-    assert bases.Bases(
-        {}, device="cpu", threads=1, memory=None, holds=list, release=lambda _: False
-    ).cache_tokens(model) == min(bases.CACHE_BYTES // token, bases.CACHE_TOKENS_MAX)
+    core = held.use(inspect_models(models)["tiny"]).core
+    token, rest = core.plan(1, 1)["kv_token"], held.memory - core.weight_bytes
+    page = 64
+
+    def pages(size: int) -> int:
+        return size // token // page * page
+
+    assert pages(rest // 4) > (context := int(core.config["context"]))
+    assert held.cache_tokens(held._loaded[models["tiny"].resolve()]) == pages(rest // 4)
+    assert core.cache_tokens(held.memory, 0) == context // page * page
+    assert core.cache_tokens(held.memory, rest // 3) == pages(rest // 6)
+    assert core.cache_tokens(core.weight_bytes + 4 * 100 * token, rest) == page
+    assert core.cache_tokens(1, 1) == page and core.cache_tokens(1 << 50, 1 << 50) == 1 << 20
+    assert core.cache_tokens() * token == core.plan(4)["cache"]
 
 
 def test_a_limit_that_no_model_fits_in_is_a_sentence(models, tmp_path):

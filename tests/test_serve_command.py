@@ -37,7 +37,7 @@ def test_models_are_named_one_after_another(tiny_model_dir: Path, tmp_path: Path
             assert drawn[0] == drawn[1] and len(PROMPT.to_ints()) == 5
             first = service.create_lora_training_client("third", rank=4)
             assert first.result().get_info().model_data.model_name == "third"
-            second = service.create_lora_training_client("third", rank=64)
+            second = service.create_lora_training_client("third", rank=1024)
             with pytest.raises(tinker.RequestFailedError, match=r"of the 40\.00 MiB that"):
                 second.result()
         process.send_signal(signal.SIGTERM)

@@ -20,20 +20,24 @@ static PyObject *adapter_wrap(PyTypeObject *type, PyModel *model, Adapter *adapt
 
 static PyObject *adapter_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"model", "rank",    "alpha",       "seed",       "attn",
-                            "mlp",   "unembed", "step_tokens", "keep_bytes", NULL};
+    static char *names[] = {"model",   "rank",        "alpha",      "seed",       "attn", "mlp",
+                            "unembed", "step_tokens", "keep_bytes", "step_bytes", NULL};
     PyObject *model;
     unsigned long long seed = 0;
     int attn = 1, mlp = 1, unembed = 1;
-    Py_ssize_t keep_bytes = (Py_ssize_t)1 << 30;
+    Py_ssize_t keep_bytes = (Py_ssize_t)1 << 30, step_bytes = 0;
     AdapterSpec spec = {.alpha = 32.0f};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$ifKpppin:Adapter", names,
-                                     state_of(type)->model, &model, &spec.rank, &spec.alpha, &seed,
-                                     &attn, &mlp, &unembed, &spec.step_tokens, &keep_bytes))
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "O!|$ifKpppinn:Adapter", names, state_of(type)->model, &model, &spec.rank,
+            &spec.alpha, &seed, &attn, &mlp, &unembed, &spec.step_tokens, &keep_bytes, &step_bytes))
         return NULL;
     if (keep_bytes < 0)
         return PyErr_Format(PyExc_ValueError, "keep_bytes must be 0 or more, not %zd", keep_bytes);
+    if (step_bytes < 0)
+        return PyErr_Format(PyExc_ValueError, "step_bytes must be 0 (the default) or more, not %zd",
+                            step_bytes);
     spec.keep_bytes = (size_t)keep_bytes;
+    spec.step_bytes = (size_t)step_bytes;
     spec.seed = seed;
     spec.groups = (attn ? ATTN : 0) | (mlp ? MLP : 0) | (unembed ? UNEMBED : 0);
     Adapter *adapter;
@@ -450,28 +454,29 @@ static PyObject *adapter_model(PyObject *object, void *unused)
     return Py_NewRef(((PyAdapter *)object)->model);
 }
 
-static PyObject *adapter_rank(PyObject *object, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLong(((PyAdapter *)object)->adapter->rank);
-}
+#define GETTER(name, value)                                         \
+    static PyObject *adapter_##name(PyObject *object, void *unused) \
+    {                                                               \
+        (void)unused;                                               \
+        const Adapter *adapter = ((PyAdapter *)object)->adapter;    \
+        return value;                                               \
+    }
 
-static PyObject *adapter_alpha(PyObject *object, void *unused)
-{
-    (void)unused;
-    return PyFloat_FromDouble((double)((PyAdapter *)object)->adapter->alpha);
-}
+GETTER(rank, PyLong_FromLong(adapter->rank))
+GETTER(alpha, PyFloat_FromDouble((double)adapter->alpha))
+GETTER(size, PyLong_FromLongLong(adapter->size))
+GETTER(bytes, PyLong_FromSize_t(adapter->memory.size + adapter->arena.size))
+GETTER(step, PyLong_FromLong(adapter->step))
+GETTER(step_bytes, PyLong_FromSize_t(adapter->step_most))
 
-static PyObject *adapter_size(PyObject *object, void *unused)
+static int adapter_set_step_bytes(PyObject *object, PyObject *value, void *unused)
 {
     (void)unused;
-    return PyLong_FromLongLong(((PyAdapter *)object)->adapter->size);
-}
-
-static PyObject *adapter_step(PyObject *object, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLong(((PyAdapter *)object)->adapter->step);
+    Adapter *adapter = ((PyAdapter *)object)->adapter;
+    size_t bytes = value ? PyLong_AsSize_t(value) : 0;
+    if (bytes == (size_t)-1 && PyErr_Occurred()) return -1;
+    adapter->step_most = bytes ? bytes : plan_step_most(adapter->model);
+    return 0;
 }
 
 static int adapter_set_step(PyObject *object, PyObject *value, void *unused)
@@ -557,6 +562,8 @@ static PyGetSetDef getset[] = {
     {"rank", adapter_rank, NULL, "LoRA's rank.", NULL},
     {"alpha", adapter_alpha, NULL, "LoRA's alpha; the scale is alpha / rank.", NULL},
     {"size", adapter_size, NULL, "Trained parameters.", NULL},
+    {"bytes", adapter_bytes, NULL, "Bytes that it holds: its vectors, and a step's.", NULL},
+    {"step_bytes", adapter_step_bytes, adapter_set_step_bytes, "Bytes that a step may take.", NULL},
     {"step", adapter_step, adapter_set_step, "Optimizer steps taken.", NULL},
     {"pending", adapter_pending, adapter_set_pending,
      "(loss, tokens, sequences) of the calls behind the gradients.", NULL},
@@ -571,7 +578,7 @@ static PyType_Slot slots[] = {
     {Py_tp_methods, methods},
     {Py_tp_getset, getset},
     {Py_tp_doc, "Adapter(model, *, rank, alpha=32.0, seed=0, attn=True, mlp=True, unembed=True, "
-                "step_tokens=0, keep_bytes=1 << 30)"},
+                "step_tokens=0, keep_bytes=1 << 30, step_bytes=0)"},
     {0, NULL},
 };
 

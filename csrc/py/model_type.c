@@ -113,21 +113,44 @@ static PyObject *model_seal_method(PyObject *object, PyObject *unused)
 
 static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rank", "tokens", NULL};
+    static char *names[] = {"rank", "tokens", "step_bytes", NULL};
     int rank, tokens = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|i:plan", names, &rank, &tokens)) return NULL;
-    if (rank < 1 || tokens < 0)
-        return PyErr_Format(PyExc_ValueError,
-                            "rank must be at least 1, and tokens 0 (the default) or more");
+    Py_ssize_t step_bytes = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|in:plan", names, &rank, &tokens, &step_bytes))
+        return NULL;
+    if (rank < 1 || tokens < 0 || step_bytes < 0)
+        return PyErr_Format(
+            PyExc_ValueError,
+            "rank must be at least 1, and tokens and step_bytes 0 (the default) or more");
     Plan plan;
-    AdapterSpec spec = {.rank = rank, .groups = ATTN | MLP | UNEMBED, .alpha = 1.0f};
-    Status status = plan_make(&plan, ((PyModel *)object)->model, &spec, tokens);
+    Model *model = ((PyModel *)object)->model;
+    AdapterSpec spec = {.rank = rank,
+                        .groups = ATTN | MLP | UNEMBED,
+                        .alpha = 1.0f,
+                        .step_bytes = (size_t)step_bytes};
+    Status status = plan_make(&plan, model, &spec, tokens);
     if (status) return raise_status(status);
 #define SIZE(name) #name, (Py_ssize_t)plan.name
-    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:i}", SIZE(weights), SIZE(adapter),
-                         SIZE(step), SIZE(own), SIZE(kv_token), SIZE(cache), SIZE(free), SIZE(all),
-                         "step_tokens", plan.step_tokens);
+    return Py_BuildValue(
+        "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", SIZE(weights), SIZE(adapter),
+        SIZE(step), SIZE(own), SIZE(kv_token), SIZE(cache), SIZE(free), SIZE(all), SIZE(scratch),
+        SIZE(step_most), SIZE(step_tokens), SIZE(longest), "kept",
+        (Py_ssize_t)(plan.keep ? keep_layers(model, CHEAP, plan.keep) : 0), "attention_kept",
+        (Py_ssize_t)(plan.keep ? keep_layers(model, DEAR, plan.keep) : 0));
 #undef SIZE
+}
+
+static PyObject *model_cache_tokens_method(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"memory", "free", NULL};
+    Py_ssize_t all_bytes = 0, free_bytes = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|nn:cache_tokens", names, &all_bytes,
+                                     &free_bytes))
+        return NULL;
+    if (all_bytes < 0 || free_bytes < 0)
+        return PyErr_Format(PyExc_ValueError, "memory and free must be 0 or more");
+    return PyLong_FromLongLong(
+        plan_cache_tokens(((PyModel *)object)->model, (size_t)all_bytes, (size_t)free_bytes));
 }
 
 static PyObject *model_slots(PyObject *object, void *unused)
@@ -194,6 +217,9 @@ static PyMethodDef methods[] = {
     {"plan", (PyCFunction)(void (*)(void))model_plan_method, METH_VARARGS | METH_KEYWORDS,
      "plan(rank, tokens=0) -> dict[str, int]\n\nBytes of weights, adapter, step, cache, and what "
      "the device has."},
+    {"cache_tokens", (PyCFunction)(void (*)(void))model_cache_tokens_method,
+     METH_VARARGS | METH_KEYWORDS,
+     "cache_tokens(memory=0, free=0) -> int\n\nTokens that a sampler's cache holds by default."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -105,11 +105,22 @@ class Model:
     def device(self) -> str: ...
     @property
     def weight_bytes(self) -> int: ...
-    def plan(self, rank: int, tokens: int = 0) -> dict[str, int]:
+    def plan(self, rank: int, tokens: int = 0, step_bytes: int = 0) -> dict[str, int]:
         """Bytes that everything takes, before anything is allocated: weights; adapter, of `rank` on
-        every layer; step, of `tokens` packed rows (0: step_tokens, the default's); own, what the
+        every layer; step, of a datum of `tokens` (0: step_tokens, the default's); own, what the
         device's ops need for themselves; kv_token, one token in the KV cache; cache, a sampler's by
-        default; free and all, what the device can give and has."""
+        default; free and all, what the device can give and has; scratch, of `own` that of a step;
+        step_most, what a step and its scratch may take: step_bytes, or by default a half of what
+        the weights leave. The step's layers keep what fits in that: `kept`
+        of them everything, attention_kept at least what attention made, and the others only what
+        backward makes the rest from again; 0 of both where the step does not fit at all. longest is
+        the tokens of the longest datum that does, at most the context."""
+
+    def cache_tokens(self, memory: int = 0, free: int = 0) -> int:
+        """Tokens that a sampler's cache of keys and values holds by default: as many as fit in a
+        quarter of what the weights leave of `memory`, and in half of what is free of it, or those
+        of the whole context if they are more. memory 0: what the device has, and no more than half
+        of what it has free."""
 
 class Adapter:
     """LoRA matrices on a model, with gradients and AdamW state. B starts at zero, A as PEFT
@@ -127,6 +138,7 @@ class Adapter:
         unembed: bool = True,
         step_tokens: int = 0,  # rows of a micro-batch; 0: the engine's default
         keep_bytes: int = 1 << 30,  # that forward(keep=True) may hold; one micro-batch in any case
+        step_bytes: int = 0,  # that a step may take; 0: half of what weights leave of the memory
     ) -> None: ...
     @property
     def model(self) -> Model: ...
@@ -137,6 +149,16 @@ class Adapter:
     @property
     def size(self) -> int:
         """Number of trained parameters."""
+    @property
+    def bytes(self) -> int:
+        """What it holds of the device's memory: its flat vectors, and what its largest step
+        took."""
+    @property
+    def step_bytes(self) -> int:
+        """What a step may take of it, activations and what ops need for themselves; may be set (0:
+        the default), and changes no result: what does not fit is computed again."""
+    @step_bytes.setter
+    def step_bytes(self, value: int) -> None: ...
     @property
     def step(self) -> int:
         """Optimizer steps taken; may be set."""

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core, checkpoint, datums, teaching, tensors
+from tinsmith.bases import parse_bytes
 from tinsmith.engine import Engine, Handle
 
 T = TypeVar("T")
@@ -92,6 +93,24 @@ class Adapter(Handle):
     def step(self) -> int:
         """Optimizer steps taken."""
         return self.core.step
+
+    @property
+    def step_memory(self) -> int:
+        """Bytes that a training step may take: at first half of what the model's weights leave.
+
+        May be set, to bytes or to text like "6G"; 0 is the default again. No result depends on it:
+        where a step's activations do not fit, those of as many layers as do are kept, and the
+        others are computed again. What does not fit even so is refused with a MemoryError.
+        """
+        return self.core.step_bytes
+
+    @step_memory.setter
+    def step_memory(self, value: int | str) -> None:
+        size = parse_bytes(value) if isinstance(value, str) else value
+        size = tensors.to_integer(size, "step_memory")
+        if size < 0:
+            raise ValueError(f"step_memory must be 0 (the default) or more, {size} came")
+        self.engine.turns.take(lambda: setattr(self.core, "step_bytes", size))
 
     def __repr__(self) -> str:
         return f"<tinsmith.Adapter of rank {self.rank}, {self.size:,} parameters, step {self.step}>"

@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from tinsmith import _core
 from tinsmith.families import BaseModel, LoadedModel, inspect_model, load_weights
 
 T = TypeVar("T")
 
 SHARE = 0.9  # of all memory, where no limit is given
-CACHE_BYTES = 4 << 30  # what one model's cache of keys and values takes at most,
-CACHE_SHARE = 4  # and the part of the limit that it takes at most, one in so many
-CACHE_TOKENS_MAX = 1 << 20  # the engine's own limit
-STEP_TOKENS = 2048  # the rows of a training step that are counted for each run
+STEP_SHARE = 2  # the part of what the limit leaves beside a model that a step takes at most
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -82,14 +80,25 @@ class Bases:
         self._loaded[model.path] = loaded
         return loaded
 
-    def make(self, need: int, what: str, function: Callable[[], T], keep: Path | None = None) -> T:
-        """Calls a function that allocates, after making room for what it needs.
+    def make(
+        self,
+        need: int,
+        what: str,
+        function: Callable[[], T],
+        keep: Path | None = None,
+        least: int | None = None,
+    ) -> T:
+        """Calls a function that allocates, after making room for what it needs, or, where it can
+        do with less, for as much as there can be.
 
         `keep` is a model that may not go. MemoryError where there is no room to be made.
         """
+        least = need if least is None else least
         while self.memory is not None and self._used() + need > self.memory:
             if not self._evict(keep):
-                raise MemoryError(self._no_room(need, what))
+                if self._used() + least <= self.memory:
+                    break
+                raise MemoryError(self._no_room(least, what))
         while True:
             try:
                 return function()
@@ -97,21 +106,31 @@ class Bases:
                 if not self._evict(keep):
                     raise MemoryError(f"{what}: {error}; {self._holders()}") from None
 
-    def run_bytes(self, loaded: LoadedModel, rank: int) -> int:
-        """What a run of some rank takes: its adapter, and a step's activations."""
-        plan = loaded.core.plan(rank, STEP_TOKENS)
-        return plan["adapter"] + plan["step"]
+    def run_bytes(self, loaded: LoadedModel, rank: int) -> tuple[int, int]:
+        """What a run of some rank takes, its adapter and a step's activations: where a step keeps
+        all of them, and where it keeps the least."""
+        whole = loaded.core.plan(rank)
+        least = loaded.core.plan(rank, whole["step_tokens"], 1)
+        beside = whole["adapter"] + whole["scratch"]
+        return beside + whole["step"], beside + least["step"]
+
+    def step_bytes(self, adapter: _core.Adapter, reserved: int) -> int:
+        """What an adapter's step may take for which so much is reserved: that, or all that is free
+        within a share; 0 where nothing bounds it."""
+        if self.memory is None:
+            return 0
+        share = (self.memory - adapter.model.weight_bytes) // STEP_SHARE
+        return max(reserved, min(share, reserved + self.memory - self._used()))
+
+    def room(self, need: int) -> int:
+        """Of what is needed, what there is."""
+        return need if self.memory is None else min(need, self.memory - self._used())
 
     def cache_tokens(self, loaded: LoadedModel) -> int:
-        """How many tokens a new cache of keys and values is to hold: what is free, within a share
-        of all, but the whole context where that share allows it."""
-        token = loaded.core.plan(1, 1)["kv_token"]
-        most = CACHE_BYTES // token
+        """How many tokens a new cache of keys and values is to hold."""
         if self.memory is None:
-            return min(most, CACHE_TOKENS_MAX)
-        most = max(1, min(most, self.memory // CACHE_SHARE // token, CACHE_TOKENS_MAX))
-        free = (self.memory - self._used()) // token
-        return max(min(free, most), min(loaded.context, most))
+            return loaded.core.cache_tokens()
+        return loaded.core.cache_tokens(self.memory, max(0, self.memory - self._used()))
 
     def _used(self) -> int:
         weights = sum(model.weight_bytes for model in self._loaded.values())

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module, metadata
 from pathlib import Path
 
@@ -108,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(%(default)s)")
     info.add_argument("--tokens", type=int, default=0, help="of a training step (0: the default)")
     info.add_argument("--rank", type=int, default=32, help="of a LoRA adapter (%(default)s)")
+    info.add_argument(
+        "--step-memory", help="that a training step may take, like 6G (half the rest)"
+    )
     info.set_defaults(command=_info)
 
     export = commands.add_parser(
@@ -258,7 +261,7 @@ def _version(package: str) -> str | None:
 
 
 def _info(options: argparse.Namespace) -> None:
-    from tinsmith.bases import readable
+    from tinsmith.bases import parse_bytes, readable
     from tinsmith.families import element_type, find_model, read_config
     from tinsmith.worker import plan
 
@@ -266,14 +269,21 @@ def _info(options: argparse.Namespace) -> None:
     config, inv_freq = read_config(folder)
     kind = element_type(folder)
     sizes = plan(
-        config, inv_freq, kind, rank=options.rank, tokens=options.tokens, device=options.device
+        config,
+        inv_freq,
+        kind,
+        rank=options.rank,
+        tokens=options.tokens,
+        step_bytes=parse_bytes(options.step_memory) if options.step_memory else 0,
+        device=options.device,
     )
     print(f"{folder}: {int(config['layers'])} layers, width {int(config['width'])}, {kind}")
     cached = sizes["cache"] // sizes["kv_token"]
+    kept = _kept(sizes, int(config["layers"]))
     labels = {
         "weights": "base weights",
         "adapter": f"one adapter of rank {options.rank}, with gradients and optimizer",
-        "step": f"a training step of {sizes['step_tokens']} tokens",
+        "step": f"a training step of {sizes['step_tokens']} tokens, which {kept}",
         "own": "what the device's ops need for themselves",
         "cache": f"a KV cache of {cached} tokens, {readable(sizes['kv_token'])} each",
     }
@@ -283,6 +293,23 @@ def _info(options: argparse.Namespace) -> None:
     print(
         f"{readable(total):>12}  in all; device {options.device} can give {readable(free)} of its "
         f"{readable(sizes['all'])}{'' if total <= free else ', which is too little'}"
+    )
+    bound = ", the model's context" if sizes["longest"] == int(config["context"]) else ""
+    print(
+        f"A training step may take {readable(sizes['step_most'])}; the longest datum that can be "
+        f"trained has {sizes['longest']} tokens{bound}."
+    )
+
+
+def _kept(sizes: Mapping[str, int], layers: int) -> str:
+    """What a step keeps of its layers' activations, as the end of a sentence."""
+    if not sizes["attention_kept"]:
+        return "is more than it may take"
+    if sizes["kept"] == layers:
+        return f"keeps all of its {layers} layers"
+    return (
+        f"keeps {sizes['kept']} of its {layers} layers, attention's part of "
+        f"{sizes['attention_kept']}, and makes the rest again"
     )
 
 

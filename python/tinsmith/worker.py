@@ -87,13 +87,19 @@ class _Run:
     name: str
     base: BaseModel
     adapter: _core.Adapter | None = None
-    bytes: int = 0
+    reserved: int = 0  # bytes, for the adapter and its steps,
+    vectors: int = 0  # and those of the adapter alone
     failure: RequestError | None = None  # why there is no adapter
     average: Average | None = None  # of the adapter, once a loss has asked for it
     next_seq: int = 0  # 0 is the creation; the SDK's requests start at 1
     waiting: dict[int, _Job] = field(default_factory=dict)
     waiting_since: float = 0.0
     kept: Kept | None = None  # the forward that forward_backward_custom began with
+
+    @property
+    def bytes(self) -> int:
+        """What it holds: a step of long datums may have taken more than was reserved."""
+        return max(self.reserved, self.adapter.bytes if self.adapter else 0)
 
 
 def losses() -> list[dict[str, Any]]:
@@ -113,10 +119,12 @@ def plan(
     *,
     rank: int,
     tokens: int = 0,
+    step_bytes: int = 0,
     device: str = "cpu",
 ) -> dict[str, int]:
     """The bytes that a model of this shape would take on a device; see _core.Model.plan."""
-    return _core.Model(config, inv_freq, weights=weights, device=device).plan(rank, tokens)
+    model = _core.Model(config, inv_freq, weights=weights, device=device)
+    return model.plan(rank, tokens, step_bytes)
 
 
 class Worker:
@@ -206,6 +214,7 @@ class Worker:
 
         def work(lane: _Run) -> BatchResult:
             adapter = _adapter(lane)
+            adapter.step_bytes = self._bases.step_bytes(adapter, lane.bytes - lane.vectors)
             kept, lane.kept = lane.kept, None
             if batch.teacher is not None:
                 who, average = self._teacher(lane, adapter, batch.teacher)
@@ -413,9 +422,10 @@ class Worker:
                 unembed=spec.unembed,
             )
 
-        need = self._bases.run_bytes(base, rank)
-        adapter = self._bases.make(need, f"a run of rank {rank}", make, keep=base.path)
-        lane.bytes = need
+        need, least = self._bases.run_bytes(base, rank)
+        what = f"a run of rank {rank}"
+        adapter = self._bases.make(need, what, make, keep=base.path, least=least)
+        lane.reserved, lane.vectors = self._bases.room(need), adapter.bytes
         return adapter
 
     def _open_lane(self, base: LoadedModel) -> None:
