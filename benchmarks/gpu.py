@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from ops import engine, prepared
 from peers import SHAPES, checkpoint, hf_model, interleave
-from sample import generate_side, sampler_side
+from sample import generate_side, prompt_source, sampler_side
 from tinsmith import _core, families
 from train import RANK, flops, peft_side
 
@@ -88,13 +88,13 @@ def train(args: argparse.Namespace, shape: str, core: _core.Model, model: torch.
 
 def decode(args: argparse.Namespace, shape: str, core: _core.Model, model: torch.nn.Module) -> None:
     """New tokens a second at each batch size, and the share of what the memory allows."""
-    s, rng = SHAPES[shape], np.random.default_rng(0)
+    s = SHAPES[shape]
     cache = 4 * s["num_hidden_layers"] * s["num_key_value_heads"] * s["head_dim"]  # a token's
     for batch in args.batches:
-        prompts = rng.integers(0, s["vocab_size"], (batch, args.prompt)).astype(np.int32)
-        theirs = generate_side(model, prompts, args.new, here(args.device))
+        source = (s["vocab_size"], batch, args.prompt)
+        theirs = generate_side(model, prompt_source(*source), args.new, here(args.device))
         sides = {
-            "tinsmith": sampler_side(core, prompts, args.new),
+            "tinsmith": sampler_side(core, prompt_source(*source), args.new),
             "HF": finished(theirs, args.device),
         }
         seconds = interleave(sides, args.rounds, clock="wall")
