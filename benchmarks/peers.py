@@ -125,7 +125,10 @@ def parse(options: argparse.ArgumentParser) -> argparse.Namespace:
         sys.modules["torch"].set_num_threads(args.threads)
     args.unit = CLOCKS[args.clock][0]
     threads = f"{args.threads} thread{'s' if args.threads > 1 else ''}"
-    args.said = f"{threads}, {'CPU seconds' if args.clock == 'cpu' else 'wall time'}"
+    rounds = f"{args.rounds} round{'s' if args.rounds > 1 else ''}"
+    args.said = (
+        f"medians of {rounds}, {threads}, {'CPU seconds' if args.clock == 'cpu' else 'wall time'}"
+    )
     return args
 
 
@@ -188,6 +191,13 @@ def alternate(
         for name, call in sides.items():
             found[name].append(measure(call))
     return found
+
+
+def medians(found: dict[str, list[tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:
+    """Of what `alternate` found, each figure's median over the rounds."""
+    return {
+        name: tuple(map(statistics.median, zip(*runs, strict=True))) for name, runs in found.items()
+    }
 
 
 def interleave(

@@ -70,8 +70,8 @@ class Table:
             cells += [_number(v, f) for v, f in zip(values, self.columns.values(), strict=True)]
             cells.append(_number(self.ratio(len(self.cases) - 1, name), ".2f"))
             if self.roofline:
-                part = 100 * floor.time / values[0] if floor else math.nan
-                cells.append(f"{_number(part, '.0f')} {floor.bound if floor else ''}".strip())
+                known = floor and not math.isnan(values[0])
+                cells.append(f"{100 * floor.time / values[0]:.0f} {floor.bound}" if known else "–")
             print(_row(cells), flush=True)
 
     def ratio(self, index: int, side: str) -> float:
@@ -130,7 +130,7 @@ class Report:
         self.roofline = found if isinstance(found, machine.Roofline) else None
         command = [Path(sys.argv[0]).name, *sys.argv[1:]]
         print(f"# {self.title}\n\n    python benchmarks/{shlex.join(command)}\n")
-        lines = [self.machine, str(found), f"Medians of {args.rounds} rounds, {args.said}"]
+        lines = [self.machine, str(found), f"{args.said[0].upper()}{args.said[1:]}"]
         self.note("\n".join(line for line in lines if line))
 
     def note(self, text: str) -> None:
@@ -176,16 +176,16 @@ def draw(report: Report, file: Path) -> None:
     heights = [3.2 if table.curves else 0.6 + 0.21 * _bars(table) for table in tables]
     with matplotlib.rc_context(style):
         figure, axes = plt.subplots(
-            len(tables), 1, figsize=(8.5, sum(heights) + 0.8 * len(tables) + 0.8), squeeze=False,
+            len(tables), 1, figsize=(8.5, sum(heights) + 0.95 * len(tables) + 0.8), squeeze=False,
             height_ratios=heights, layout="constrained",
         )  # fmt: skip
-        figure.suptitle(report.title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+        figure.suptitle(report.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         for axis, table in zip(axes[:, 0], tables, strict=True):
             colours = dict(zip(table.sides, (OURS, *OTHERS), strict=False))
-            axis.set_title(table.title, loc="left")
+            axis.set_title(table.title, loc="left", pad=6 if table.curves else 20)
             (_curves if table.curves else _bars_of)(axis, table, colours)
-        parts = [part.strip() for part in report.machine.split(";")]
-        parts.append(f"medians of {report.args.rounds} rounds, {report.args.said}")
+        *parts, date = (part.strip() for part in report.machine.split(";"))
+        parts.append(f"{date}, {report.args.said}")
         figure.supxlabel("\n".join(parts), x=0.01, ha="left", fontsize=7, color="#666666")
         figure.savefig(file, format="svg", metadata={"Date": None, "Title": report.title})
         plt.close(figure)
@@ -216,10 +216,13 @@ def _bars_of(axis: Any, table: Table, colours: dict[str, str]) -> None:
             axis.barh(-place, length, height=0.86, color=colours[side], label=label)
             if table.plot == RATIO:
                 unit = next(iter(table.columns))
-                text = f" {_number(length, '.2f')}×  ({_number(values[0], first_format)} {unit})"
+                text = f"{_number(length, '.2f')}×  ({_number(values[0], first_format)} {unit})"
             else:
-                text = f" {_number(length, table.columns[table.plot])}"
-            axis.text(length, -place, text, va="center", fontsize=8)
+                text = _number(length, table.columns[table.plot])
+            axis.annotate(
+                text, (length, -place), (4, 0), textcoords="offset points", va="center",
+                fontsize=8, zorder=3, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+            )  # fmt: skip
             place += 1
         if not math.isnan(limit):
             known = "roofline" not in seen
@@ -236,7 +239,10 @@ def _bars_of(axis: Any, table: Table, colours: dict[str, str]) -> None:
     axis.set_xlim(left=0)
     axis.set_xlabel(_unit(table))
     axis.set_ylabel(table.case)
-    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    axis.legend(
+        frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=6,
+        borderaxespad=0, borderpad=0.2, handlelength=1.2, columnspacing=1.2,
+    )  # fmt: skip
 
 
 def _curves(axis: Any, table: Table, colours: dict[str, str]) -> None:
@@ -262,4 +268,3 @@ def _curves(axis: Any, table: Table, colours: dict[str, str]) -> None:
     axis.set_ylim(bottom=0)
     axis.set_xlabel(table.case)
     axis.set_ylabel(_unit(table))
-    axis.legend(frameon=False, fontsize=8)

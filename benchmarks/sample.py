@@ -13,7 +13,6 @@ The roofline is the weights and the cache read once a step, or the products' flo
 
 Half a minute at the small shape; at 0.6b ten minutes and 6 GiB."""
 
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from typing import Any
 import llama
 import numpy as np
 import torch
-from peers import CLOCKS, DTYPES, SHAPES, alternate, checkpoint, hf_model, parse, parser
+from peers import CLOCKS, DTYPES, SHAPES, alternate, checkpoint, hf_model, medians, parse, parser
 from report import Report
 from tinsmith import _core, families
 
@@ -152,11 +151,7 @@ class Comparison:
             sides["llama.cpp"] = llama.side(self.llama, source(), new)
         if "HF" not in self.args.without:
             sides["HF"] = generate_side(self.model, source(), new, clock=clock)
-        found = alternate(sides, self.args.rounds, lambda call: call())
-        return {
-            name: tuple(map(statistics.median, zip(*runs, strict=True)))
-            for name, runs in found.items()
-        }
+        return medians(alternate(sides, self.args.rounds, lambda call: call()))
 
     def prefill(self) -> None:
         """The table of prompts."""
@@ -171,7 +166,7 @@ class Comparison:
             attention = 2 * length * heads * self.shape["num_hidden_layers"]  # half of T×T, twice
             flops = 2 * (length * layers + head) + length * attention
             table.add(
-                length,
+                str(length),
                 {name: (seconds[0], length / seconds[0]) for name, seconds in times.items()},
                 self.report.floor(flops=flops, dtype=args.dtype),
             )
@@ -194,7 +189,7 @@ class Comparison:
                 seconds["with sampler"] = sum(times["llama.cpp"][1:])
             read = layers + head + batch * cache * (args.prompt + args.new / 2)
             table.add(
-                batch,
+                str(batch),
                 {name: (1e3 * v / tokens, tokens / v) for name, v in seconds.items()},
                 self.report.floor(
                     flops=2 * (layers + head),
