@@ -6,7 +6,7 @@ Decoding: 64 prompt tokens and 64 new ones at temperature 1 from the whole vocab
 and 32; what counts are the tokens after each sequence's first. Prefill: a prompt of 512 tokens up
 to its first token. Prompts are new in every round, so that no side finds them in a cache. llama.cpp
 runs the same weights (GGUF) in a process of its own, in turn with the others; "llama.cpp" is its
-decoding alone, "with sampler" includes its sampler's draw from the whole vocabulary, as the other
+decoding alone, "+ sampler" includes its sampler's draw from the whole vocabulary, as the other
 sides do. PYTHON is an interpreter that has llama-cpp-python and gguf.
 
 The roofline is the weights and the cache read once a step, or the products' flops.
@@ -184,9 +184,11 @@ class Comparison:
         for batch in args.batches:
             times = self.times(batch, args.prompt, args.new)
             tokens = batch * (args.new - 1)
-            seconds = {name: values[1] for name, values in times.items()}
-            if self.llama:
-                seconds["with sampler"] = sum(times["llama.cpp"][1:])
+            seconds = {}
+            for name, (_, drawn, *sampler) in times.items():
+                seconds[name] = drawn
+                if sampler:
+                    seconds[f"{name} + sampler"] = drawn + sampler[0]
             read = layers + head + batch * cache * (args.prompt + args.new / 2)
             table.add(
                 str(batch),
