@@ -1,12 +1,15 @@
 """An OPSD step beside transformers + PEFT with OPSD's loss: CPU seconds and memory, in one run.
 
-    python benchmarks/distill.py --shape small-qwen --datums 4 --completion 128
+    python benchmarks/distill.py --plot distill.svg
 
 The step: the teacher (the base model) reads prompt, hint and completion, the student prompt and
 completion, and the generalized Jensen-Shannon divergence over the whole vocabulary goes back
-through LoRA of rank 32 on every linear layer and the head. torch's side is OPSD's loss on full
-logits, in eager mode. Seconds: both sides interleaved in one process, the median. Memory: each side
-in a process of its own, its largest resident set less that before the step."""
+through LoRA of rank 32 on every linear layer and the head. torch's side is OPSD's loss
+(tests/opsd.py) on full logits, in eager mode. Seconds: both sides interleaved in one process, the
+median. Memory: each side in a process of its own, its largest resident set less that before the
+step.
+
+A minute and 5 GiB at the shape and sizes it has by default."""
 
 import argparse
 import json
@@ -17,23 +20,22 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from peers import SHAPES, checkpoint, hf_model, interleave
+from peers import (
+    SHAPES,
+    checkpoint,
+    forget_peak,
+    hf_model,
+    interleave,
+    parse,
+    parser,
+    resident_gib,
+)
+from report import Report
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import opsd
 
 RANK, BETA = 32, 0.5
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line, of the run and of its children."""
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--shape", choices=SHAPES, default="small-qwen")
-    options.add_argument("--datums", type=int, default=4)
-    options.add_argument("--prompt", type=int, default=64)
-    options.add_argument("--hint", type=int, default=64)
-    options.add_argument("--completion", type=int, default=128)
-    options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--side", choices=("tinsmith", "torch"), help="one side, as a child")
-    options.add_argument("--folder", type=Path)
-    return options
 
 
 def sequences(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
@@ -48,7 +50,9 @@ def ours(folder: Path, args: argparse.Namespace) -> Callable[[], float]:
     """A call that makes the step's gradient in the engine."""
     from tinsmith import _core, families
 
-    adapter = _core.Adapter(families.load_model(folder, threads=1).core, rank=RANK)
+    adapter = _core.Adapter(
+        families.load_model(folder, dtype="float32", threads=args.threads).core, rank=RANK
+    )
     student, teacher = sequences(args)
     weights = np.zeros((args.datums, student.shape[1] - 1), np.float32)
     weights[:, args.prompt - 1 :] = 1 / (args.datums * args.completion)
@@ -71,24 +75,11 @@ def ours(folder: Path, args: argparse.Namespace) -> Callable[[], float]:
     return run
 
 
-def generalized_jsd(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """OPSD's loss for 0 < beta < 1: the mean over rows."""
-    p, q = torch.log_softmax(student, -1), torch.log_softmax(teacher, -1)
-    beta = torch.tensor(BETA)
-    mixture = torch.logsumexp(torch.stack([p + torch.log1p(-beta), q + torch.log(beta)]), dim=0)
-    kl = torch.nn.functional.kl_div
-    of_teacher = kl(mixture, q, reduction="none", log_target=True)
-    of_student = kl(mixture, p, reduction="none", log_target=True)
-    jsd = beta * of_teacher + (1 - beta) * of_student
-    return jsd.sum() / (jsd.shape[0] * jsd.shape[1])
-
-
 def torchs(folder: Path, args: argparse.Namespace) -> Callable[[], float]:
     """The same with transformers and PEFT; the teacher is the model without its adapter."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1)
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=32, target_modules=names))
@@ -99,7 +90,8 @@ def torchs(folder: Path, args: argparse.Namespace) -> Callable[[], float]:
         logits = model(input_ids=student, use_cache=False).logits[:, args.prompt - 1 :]
         with torch.no_grad(), model.disable_adapter():
             taught = model(input_ids=teacher, use_cache=False).logits
-        loss = generalized_jsd(logits, taught[:, args.hint + args.prompt - 1 :])
+        taught = taught[:, args.hint + args.prompt - 1 :].flatten(0, 1)
+        loss = opsd.generalized_jsd_loss(logits.flatten(0, 1), taught, beta=BETA)
         loss.backward()
         return float(loss.detach())
 
@@ -109,43 +101,43 @@ def torchs(folder: Path, args: argparse.Namespace) -> Callable[[], float]:
 SIDES = {"tinsmith": ours, "torch": torchs}
 
 
-def step_mib(run: Callable[[], float]) -> tuple[float, float]:
-    """How far the resident set rises in a step (its mark is set back first), and the loss."""
-
-    def resident(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(key))
-
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
+def step_gib(run: Callable[[], float]) -> tuple[float, float]:
+    """How far the resident set rises in a step, and the loss."""
+    forget_peak()
+    before = resident_gib()
     loss = run()
-    return (resident("VmHWM") - before) / 1024, loss
+    return resident_gib("VmHWM") - before, loss
+
+
+def child(name: str, folder: Path) -> list[float]:
+    """A side's memory and loss in a process of its own."""
+    command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:]]
+    command += ["--side", name, "--folder", str(folder)]
+    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(answer.splitlines()[-1])
 
 
 def main() -> None:
-    """Prints both sides' seconds, memory and loss, and the ratios."""
-    args = parser().parse_args()
+    """One case, a row a side."""
+    options = parser(__doc__, rounds=3, shape="small-qwen")
+    add = options.add_argument
+    for name, default in (("datums", 4), ("prompt", 64), ("hint", 64), ("completion", 128)):
+        add(f"--{name}", type=int, default=default)
+    add("--side", choices=SIDES, help=argparse.SUPPRESS)
+    add("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parse(options)
     if args.side:
-        peak, loss = step_mib(SIDES[args.side](args.folder, args))
-        print(json.dumps({"peak_mib": peak, "loss": loss}))
+        print(json.dumps(step_gib(SIDES[args.side](args.folder, args))))
         return
-    with checkpoint(hf_model(args.shape, "f32")) as folder:
-        calls = {name: side(folder, args) for name, side in SIDES.items()}
-        seconds = interleave(calls, args.rounds)
-        found = {}
-        for name in SIDES:
-            child = ["--side", name, "--folder", str(folder)]
-            command = [sys.executable, __file__, *sys.argv[1:], *child]
-            answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            found[name] = json.loads(answer.splitlines()[-1])
-    print(f"{args.shape}, {args.datums} x ({args.prompt} + {args.completion}), hint {args.hint}")
-    for name in SIDES:
-        one = found[name]
-        memory = f"{one['peak_mib'] / 1024:6.2f} GiB above the model"
-        print(f"{name:9} {seconds[name]:8.2f} cpu-s {memory}  loss {one['loss']:.6f}")
-    time = seconds["torch"] / seconds["tinsmith"]
-    memory = found["torch"]["peak_mib"] / found["tinsmith"]["peak_mib"]
-    print(f"ratio {time:.2f} in time, {memory:.1f} in memory")
+    with Report(args, __doc__, roofline=False) as report:
+        title = f"An OPSD step, {args.shape} f32, hint {args.hint}"
+        columns = {args.unit: ".2f", "GiB above the model": ".2f", "loss": ".6f"}
+        table = report.table(title, "datums × (prompt + completion)", columns)
+        with checkpoint(hf_model(args.shape, "f32")) as folder:
+            calls = {name: side(folder, args) for name, side in SIDES.items()}
+            seconds = interleave(calls, args.rounds, clock=args.clock)
+            case = f"{args.datums} × ({args.prompt} + {args.completion})"
+            table.add(case, {name: (seconds[name], *child(name, folder)) for name in SIDES})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """The CPU's ops beside the best library call for each, on one thread, in one run.
 
-    python benchmarks/ops.py --rounds 5
+    python benchmarks/ops.py --plot ops.svg
 
-Products: against oneDNN's dnnl_sgemm where the package onednn-cpu-gomp is installed, and torch. The
-head's ops: against torch's logsumexp, topk, and multinomial on the same logits. Medians of CPU
-seconds, both sides in turn."""
+The head's ops: against torch's logsumexp and gather, topk, and softmax and multinomial on the same
+logits. Products: against oneDNN's dnnl_sgemm where the package onednn-cpu-gomp is installed, and
+torch in f32 and bf16. The engine rounds x to bf16 in a product with a bf16 weight where the
+processor has such a product ("bf16"); else it widens the weight. Takes two minutes."""
 
-import argparse
 import ctypes
 import importlib.metadata
 import sys
@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from peers import PEAK_GFLOPS, interleave
+from peers import interleave, parse, parser
+from report import Report
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import engine
@@ -29,6 +30,7 @@ PRODUCTS = [  # T, N, D of the 0.6B shape: training, a chunk of the head, LoRA, 
     (1, 3072, 1024),
     (1, 151936, 1024),
 ]
+CACHED = 128 << 20  # bytes: a smaller weight may be in a cache from one call to the next
 
 
 def prepared(device: engine.Device, op: str, **args: object) -> Callable[[], None]:
@@ -88,34 +90,50 @@ def repeated(call: Callable[[], None], times: int) -> Callable[[], None]:
     return run
 
 
-def products(device: engine.Device, rounds: int) -> None:
-    """One row a shape: both element types of the weight, oneDNN, torch."""
-    sgemm = onednn_sgemm()
+def bf16_device(device: engine.Device, threads: int) -> engine.Device:
+    """The device whose products with bf16 weights are bf16's; the other where there is none."""
+    try:
+        return engine.Device("cpu-bf16", threads=threads)
+    except engine.Unavailable:
+        return device
+
+
+def products(report: Report, device: engine.Device, pairs: engine.Device) -> None:
+    """A case a shape: both element types of the weight, oneDNN, torch."""
+    sgemm, args = onednn_sgemm(), report.args
     rng = np.random.default_rng(0)
-    for T, N, D in PRODUCTS:
-        x, w = rng.standard_normal((T, D)), rng.standard_normal((N, D))
-        common = {"x": x, "y": (T, N), "bias": None, "T": T, "N": N, "D": D, "accumulate": 0}
-        sides = {
-            "f32": prepared(device, "linear", w=engine.Frozen(w, "f32"), **common),
-            "bf16": prepared(device, "linear", w=engine.Frozen(w, "bf16"), **common),
-        }
-        x32, w32 = x.astype(np.float32), w.astype(np.float32)
-        if sgemm:
-            sides["oneDNN f32"] = onednn_side(sgemm, x32, w32)
-        tx, tw = torch.from_numpy(x32), torch.from_numpy(w32)
-        sides["torch f32"] = lambda tx=tx, tw=tw: torch.nn.functional.linear(tx, tw)
-        times = max(1, int(2e9 / (2.0 * T * N * D)))
-        seconds = interleave({k: repeated(v, times) for k, v in sides.items()}, rounds)
-        rates = {name: 2e-9 * T * N * D * times / value for name, value in seconds.items()}
-        shown = ", ".join(
-            f"{k} {v:6.1f} ({100 * v / PEAK_GFLOPS:3.0f} %)" for k, v in rates.items()
-        )
-        print(f"linear {T:5} x {N:6} x {D:5}: GFLOP/s {shown}")
+    columns = {args.unit[:-1] + "µs": ".1f", f"GFLOP/{args.unit}": ".1f"}
+    for dtype in ("f32", "bf16"):
+        table = report.table(f"linear, {dtype} weight", "T × N × D", columns, f"GFLOP/{args.unit}")
+        for T, N, D in args.product or PRODUCTS:
+            x, w = rng.standard_normal((T, D)), rng.standard_normal((N, D))
+            common = {"x": x, "y": (T, N), "bias": None, "T": T, "N": N, "D": D, "accumulate": 0}
+            place = pairs if dtype == "bf16" else device
+            weight = engine.Frozen(w, dtype)
+            sides = {"tinsmith": prepared(place, "linear", w=weight, **common)}
+            kind = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+            tx, tw = (torch.from_numpy(array).to(kind) for array in (x, w))
+            if sgemm and dtype == "f32":
+                sides["oneDNN"] = onednn_side(sgemm, tx.numpy(), tw.numpy())
+            sides["torch"] = lambda tx=tx, tw=tw: torch.nn.functional.linear(tx, tw)
+            times = max(1, int(args.flops / (2.0 * T * N * D)))
+            calls = {name: repeated(call, times) for name, call in sides.items()}
+            seconds = interleave(calls, args.rounds, clock=args.clock)
+            size = {"f32": 4, "bf16": 2}[dtype] * N * D
+            read = size if size > CACHED else 0
+            table.add(
+                f"{T} × {N} × {D}",
+                {
+                    name: (1e6 * value / times, 2e-9 * T * N * D * times / value)
+                    for name, value in seconds.items()
+                },
+                report.floor(flops=2.0 * T * N * D, bytes=read, dtype=dtype, scale=1e6),
+            )
 
 
-def head_ops(device: engine.Device, rounds: int) -> None:
+def head_ops(report: Report, device: engine.Device) -> None:
     """logprob, topk_logprob and sample on a chunk of logits."""
-    T, V, K = 64, 151936, 32
+    T, V, K = report.args.head
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((T, V)).astype(np.float32) * 3
     ids, start = rng.integers(0, V, T), np.arange(T + 1)
@@ -138,7 +156,7 @@ def head_ops(device: engine.Device, rounds: int) -> None:
             prepared(device, "logprob", lse=(T,), logp=(T,), ids=ids, start=start, **common),
             torch_logprob,
         ),
-        f"topk_logprob K={K}": (
+        f"topk_logprob, K = {K}": (
             prepared(device, "topk_logprob", ids=(T, K), logp=(T, K), lse=lse, K=K, **common),
             torch_topk,
         ),
@@ -147,23 +165,27 @@ def head_ops(device: engine.Device, rounds: int) -> None:
             torch_sample,
         ),
     }
-    for name, (ours, theirs) in pairs.items():
-        seconds = interleave({"ours": ours, "torch": theirs}, rounds)
-        print(
-            f"{name:18} {T} x {V}: {1e3 * seconds['ours']:7.2f} ms, torch "
-            f"{1e3 * seconds['torch']:7.2f} ms, ratio {seconds['torch'] / seconds['ours']:.2f}"
-        )
+    args = report.args
+    table = report.table(f"The head's ops, {T} × {V} logits", "op", {args.unit[:-1] + "ms": ".2f"})
+    for name, sides in pairs.items():
+        both = dict(zip(("tinsmith", "torch"), sides, strict=True))
+        seconds = interleave(both, args.rounds, clock=args.clock)
+        floor = report.floor(bytes=4.0 * T * V, scale=1e3)
+        table.add(name, {side: 1e3 * value for side, value in seconds.items()}, floor)
 
 
 def main() -> None:
-    """Prints both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    device = engine.Device("cpu", threads=1)
-    head_ops(device, args.rounds)
-    products(device, args.rounds)
+    """Both tables."""
+    options = parser(__doc__)
+    add = options.add_argument
+    add("--head", type=int, nargs=3, default=(64, 151936, 32), help="T, V and K of the head's ops")
+    add("--product", type=int, nargs=3, action="append", help="T, N and D; may come again")
+    add("--flops", type=float, default=2e9, help="of the calls that are timed together")
+    args = parse(options)
+    device = engine.Device("cpu", threads=args.threads)
+    with Report(args, __doc__) as report:
+        head_ops(report, device)
+        products(report, device, bf16_device(device, args.threads))
 
 
 if __name__ == "__main__":

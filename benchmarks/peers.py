@@ -1,19 +1,24 @@
-"""What the benchmarks share: shapes, random checkpoints, and timing of both sides in one run.
+"""What the benchmarks share: shapes, random checkpoints, the command line, and both sides in turn.
 
 Both sides run interleaved in one process on the same number of threads, and what is compared is CPU
-seconds of the process: on a shared machine wall time measures the neighbours. Every table prints
-the median and the ratio."""
+seconds of the process: on a shared machine wall time measures the neighbours. report.py prints and
+draws what was found."""
 
+import argparse
+import importlib.util
 import json
+import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {
         "hidden_size": 64,
@@ -70,17 +75,73 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 151936,
     },
 }
-DTYPES = {"f32": "float32", "bf16": "auto"}  # what a model of each type is computed in
 SHAPES["small-qwen"] = SHAPES["small"] | {"vocab_size": SHAPES["0.6b"]["vocab_size"]}
 UNTIED = {"8b"}  # shapes whose head is a matrix of its own
-PEAK_GFLOPS = 117.0  # one core of the machine in RESULTS.md, f32
+DTYPES = {"f32": "float32", "bf16": "auto"}  # what a model of each type is computed in
+CLOCKS: dict[str, tuple[str, Callable[[], float]]] = {
+    "cpu": ("cpu-s", time.process_time),  # of the process, on all its threads
+    "wall": ("s", time.perf_counter),
+}
+
+# ---- the command line ----
+
+
+def parser(
+    doc: str, *, rounds: int = 5, shape: str = "", dtype: str = ""
+) -> argparse.ArgumentParser:
+    """The options that every program has, and, where a default is given, --shape and --dtype."""
+    options = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = options.add_argument
+    if shape:
+        add("--shape", choices=SHAPES, default=shape, help=f"a Qwen3's; {shape} if not given")
+    if dtype:
+        add("--dtype", choices=DTYPES, default=dtype, help=f"of the model; {dtype} if not given")
+    add("--rounds", type=int, default=rounds, help=f"of both sides; {rounds} if not given")
+    add("--threads", type=int, default=1, help="and cores; 1 if not given")
+    add("--clock", choices=CLOCKS, default="cpu", help="CPU seconds of the process, or wall time")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw the tables too")
+    return options
+
+
+def parse(options: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options, with `unit`, the clock's unit, and `said`, the setting in words. The process is
+    held to as many cores as there are threads, so that every library takes so many: it begins anew
+    if it had more."""
+    args = options.parse_args()
+    if args.rounds < 1 or args.threads < 1:
+        options.error("--rounds and --threads are at least 1")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        options.error("--plot needs matplotlib: pip install matplotlib")
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) < args.threads:
+            options.error(f"--threads {args.threads}: this process may use {len(cores)} core(s)")
+        if len(cores) > args.threads:
+            os.sched_setaffinity(0, cores[-args.threads :])
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(args.threads)
+    args.unit = CLOCKS[args.clock][0]
+    threads = f"{args.threads} thread{'s' if args.threads > 1 else ''}"
+    rounds = f"{args.rounds} round{'s' if args.rounds > 1 else ''}"
+    args.said = (
+        f"medians of {rounds}, {threads}, {'CPU seconds' if args.clock == 'cpu' else 'wall time'}"
+    )
+    return args
+
+
+# ---- models ----
 
 
 def hf_model(shape: str, dtype: str, device: str = "cpu") -> Any:
     """A random Qwen3 of this shape, as transformers has it."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     tied = shape not in UNTIED
     config = Qwen3Config(**SHAPES[shape], max_position_embeddings=4096, tie_word_embeddings=tied)
     torch.manual_seed(0)
@@ -105,6 +166,9 @@ def checkpoint(model: Any) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
+# ---- both sides in turn ----
+
+
 def seconds_of(call: Callable[[], object], clock: Callable[[], float]) -> float:
     """Seconds that one call takes."""
     start = clock()
@@ -112,19 +176,56 @@ def seconds_of(call: Callable[[], object], clock: Callable[[], float]) -> float:
     return clock() - start
 
 
+def alternate(
+    sides: dict[str, Callable[[], object]],
+    rounds: int,
+    measure: Callable[[Callable[[], object]], T],
+    warm_up: bool = True,
+) -> dict[str, list[T]]:
+    """What is measured of each side's call in each round, the sides run in turn."""
+    if warm_up:
+        for call in sides.values():
+            call()
+    found: dict[str, list[T]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, call in sides.items():
+            found[name].append(measure(call))
+    return found
+
+
+def medians(found: dict[str, list[tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:
+    """Of what `alternate` found, each figure's median over the rounds."""
+    return {
+        name: tuple(map(statistics.median, zip(*runs, strict=True))) for name, runs in found.items()
+    }
+
+
 def interleave(
     sides: dict[str, Callable[[], object]],
     rounds: int,
     warm_up: bool = True,
-    clock: Callable[[], float] = time.process_time,
+    clock: str = "cpu",
 ) -> dict[str, float]:
-    """Median seconds of each side, run in turn: CPU seconds of the process, on all its threads, or
-    what another clock says."""
-    if warm_up:
-        for call in sides.values():
-            call()
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, call in sides.items():
-            seconds[name].append(seconds_of(call, clock))
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    """Median seconds of each side, run in turn, by one of CLOCKS."""
+    found = alternate(sides, rounds, lambda call: seconds_of(call, CLOCKS[clock][1]), warm_up)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def resident_gib(field: str = "VmRSS") -> float:
+    """A size of this process in GiB: VmRSS, or VmHWM, the largest since `forget_peak`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 2**20
+    raise KeyError(field)
+
+
+def forget_peak() -> None:
+    """VmHWM counts from here on."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def seconds_and_peak(call: Callable[[], object], clock: str) -> tuple[float, float]:
+    """Seconds of a call by one of CLOCKS, and by how many GiB the resident set grew at its peak."""
+    forget_peak()
+    before = resident_gib()
+    return seconds_of(call, CLOCKS[clock][1]), resident_gib("VmHWM") - before

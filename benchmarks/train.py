@@ -1,19 +1,23 @@
 """forward_backward beside transformers + PEFT: tokens per CPU second on the same data, in one run.
 
-    python benchmarks/train.py --shape 0.6b --datums 4 --length 512 --rounds 3
-    python benchmarks/train.py --shape 0.6b --datums 4 --length 512 --rounds 3 --custom
+    python benchmarks/train.py --shape 0.6b --dtype bf16 --rounds 3
+    python benchmarks/train.py --shape 0.6b --dtype bf16 --rounds 3 --custom
 
 LoRA rank 32 on every linear layer and the head, cross_entropy on every token. PEFT's side is the
-plain loss over full logits, its fastest on a CPU. % of peak counts the products alone. --custom
-compares the engine's share of forward_backward_custom instead: a forward and a forward_backward,
-and a forward that is kept and the backward from it."""
+plain loss over full logits, its fastest on a CPU. The roofline counts the frozen products and
+attention. --custom compares the engine's share of forward_backward_custom instead: a forward that
+is kept and the backward from it, and a forward and a forward_backward.
 
-import argparse
+Ten seconds at the small shape; at 0.6b ten minutes and 13 GiB in bf16, twice as long and 18 GiB in
+f32."""
+
+import warnings
 from typing import Any
 
 import numpy as np
 import torch
-from peers import DTYPES, PEAK_GFLOPS, SHAPES, checkpoint, hf_model, interleave
+from peers import DTYPES, SHAPES, checkpoint, hf_model, interleave, parse, parser
+from report import Report
 from tinsmith import _core, families
 
 RANK = 32
@@ -23,6 +27,7 @@ def peft_side(model: Any, tokens: np.ndarray, targets: np.ndarray, device: str =
     """A call that runs forward and backward of the PEFT model on (datums, length) tokens."""
     from peft import LoraConfig, get_peft_model
 
+    warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
     lora = get_peft_model(
         model,
@@ -68,17 +73,12 @@ def custom_sides(adapter: _core.Adapter, data: tuple[np.ndarray, ...]) -> dict[s
 
 
 def main() -> None:
-    """Prints one table row a side, and the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--datums", type=int, default=4)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", choices=("f32", "bf16"), default="f32", help="of the model")
-    parser.add_argument("--custom", action="store_true", help="forward_backward_custom")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    """One case, a row a side."""
+    options = parser(__doc__, shape="small", dtype="f32")
+    options.add_argument("--datums", type=int, default=4)
+    options.add_argument("--length", type=int, default=512)
+    options.add_argument("--custom", action="store_true", help="forward_backward_custom")
+    args = parse(options)
     rng = np.random.default_rng(0)
     vocab = SHAPES[args.shape]["vocab_size"]
     tokens, targets = rng.integers(0, vocab, (2, args.datums, args.length)).astype(np.int32)
@@ -99,17 +99,19 @@ def main() -> None:
         sides = custom_sides(adapter, data)
     else:
         sides = {"tinsmith": ours, "HF + PEFT": peft_side(model, tokens, targets)}
-    seconds = interleave(sides, args.rounds)
     total = args.datums * args.length
-    work = flops(args.shape, total, args.length)
-    setting = f"{args.shape} {args.datums}x{args.length} {args.dtype}, {args.threads} thread(s)"
-    print(f"{setting}, median of {args.rounds}")
-    for name, value in seconds.items():
-        percent = f"{100 * work / value / 1e9 / PEAK_GFLOPS:5.1f} % of peak"
-        rate = f"{name:12} {value:8.3f} cpu-s {total / value:9.1f} tokens/cpu-s"
-        print(rate if args.custom else f"{rate} {percent}")
-    first, second = seconds.values()
-    print(f"ratio {second / first:.2f}")
+    with Report(args, __doc__) as report:
+        what = "forward_backward_custom" if args.custom else "forward_backward, LoRA rank 32"
+        rate = f"tokens/{args.unit}"
+        columns = {args.unit: ".3f", rate: ".1f"}
+        table = report.table(f"{what}, {args.shape} {args.dtype}", "batch", columns, plot=rate)
+        seconds = interleave(sides, args.rounds, clock=args.clock)
+        work = flops(args.shape, total, args.length)
+        table.add(
+            f"{args.datums}×{args.length}",
+            {name: (value, total / value) for name, value in seconds.items()},
+            None if args.custom else report.floor(flops=work, dtype=args.dtype),
+        )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ lies a stretch of poison that must survive the call, and const inputs must come 
 "cpu" is the device in tinsmith._core, "cuda" and "cuda-emulated" are the libraries beside it (with
 TINSMITH_EMULATE_CUDA=1 setup.py builds the second, from the same files). "cpu-generic", "cpu-avx2",
 "cpu-avx512", "cpu-avx512bf16" are the CPU's instruction sets, built here with setup.py's flags into
-a library of their own, because the real one only ever opens the widest.
+a library of their own, because the real one only ever opens the widest; "cpu-bf16", its widest with
+products of bf16 pairs, is in tinsmith._core too.
 TINSMITH_SANITIZE=address,undefined builds that library with sanitizers and gives its devices memory
 whose end they know; then run Python with ASAN_OPTIONS=detect_leaks=0 and
 LD_PRELOAD=$(gcc -print-file-name=libasan.so).
@@ -271,7 +272,7 @@ class Device:
     """An opened device: its C struct, and memory to call its ops on."""
 
     def __init__(self, name: str, threads: int = 0):
-        isa = name.removeprefix("cpu-") if name.startswith("cpu-") else None
+        isa = name.removeprefix("cpu-") if name.removeprefix("cpu-") in ISAS else None
         self.name = name
         self.library = ctypes.CDLL(str(isa_library() if isa else core_library()))
         if name == "cuda-emulated":
@@ -288,7 +289,10 @@ class Device:
         if isa:
             self.table(isa)
         self.c = ctypes.cast(self.pointer, ctypes.POINTER(CDevice)).contents
-        self.pairs = isa == "avx512bf16"  # rounds what a bf16 weight is multiplied with to bf16
+        self.pairs = name in (
+            "cpu-avx512bf16",
+            "cpu-bf16",
+        )  # rounds what a bf16 weight is multiplied with to bf16
         self.real = np.dtype(np.float32 if self.c.real_bytes == 4 else np.uint16)
 
     def table(self, isa: str) -> None:

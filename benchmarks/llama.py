@@ -1,0 +1,244 @@
+"""llama.cpp as a peer: a child process of its own, which runs the same weights from a GGUF file.
+
+The parent's half is Llama, which answers with what the child measured of itself. The child is this
+file under an interpreter that has the packages llama-cpp-python and gguf; it needs neither torch
+nor tinsmith. It writes the GGUF (architecture qwen3, matrices in the checkpoint's own type), and
+decodes many sequences in one batch through llama.cpp's C interface, a context for each number of
+sequences, all its settings as they come. Commands and answers are lines of JSON."""
+
+import ctypes
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MODULES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
+
+
+class Llama:
+    """The parent's half; RuntimeError with a sentence where the interpreter lacks a package."""
+
+    def __init__(self, python: str, folder: Path, threads: int, clock: str) -> None:
+        command = [python, __file__, str(folder), str(threads), clock]
+        self.child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.version = self._answer()
+
+    def _answer(self) -> Any:
+        line = self.child.stdout.readline()
+        if not line:
+            raise RuntimeError(f"llama.cpp's process ended with status {self.child.wait()}")
+        answer = json.loads(line)
+        if isinstance(answer, dict):
+            raise RuntimeError(answer["error"])
+        return answer
+
+    def _ask(self, *command: Any) -> Any:
+        self.child.stdin.write(json.dumps(command) + "\n")
+        self.child.stdin.flush()
+        return self._answer()
+
+    def generate(self, prompts: np.ndarray, new: int) -> tuple[float, float, float]:
+        """Seconds of the prompts (batch, length), up to the first token's logits; of the tokens
+        after it; and what llama.cpp's sampler took to draw those."""
+        return tuple(self._ask("generate", prompts.tolist(), new))
+
+    def logprobs(self, tokens: np.ndarray) -> np.ndarray:
+        """Log-probability of each token but the first (N - 1)."""
+        return np.array(self._ask("logprobs", tokens.tolist()))
+
+    def close(self) -> None:
+        """Ends the child."""
+        self.child.stdin.close()
+        self.child.wait()
+
+
+def side(llama: Llama, prompts: Iterator[np.ndarray], new: int) -> Callable[[], tuple]:
+    """A call that decodes the next prompts, and what the child measured of it."""
+    return lambda: llama.generate(next(prompts), new)
+
+
+# ---- the child: the GGUF file ----
+
+
+def tensors(folder: Path) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Name, type and bits of each tensor of a checkpoint in one safetensors file."""
+    file = folder / "model.safetensors"
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+    data = np.memmap(file, np.uint8, "r", offset=8 + size)
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            bits = data[begin:end].view({"F32": np.float32, "BF16": np.uint16}[entry["dtype"]])
+            yield name, entry["dtype"], bits.reshape(entry["shape"])
+
+
+def gguf_name(name: str) -> str:
+    """llama.cpp's name of one of transformers' tensors."""
+    module = name.removesuffix(".weight")
+    if module in WHOLE:
+        return f"{WHOLE[module]}.weight"
+    layer, _, rest = module.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{MODULES[rest]}.weight"
+
+
+def write_gguf(folder: Path) -> Path:
+    """The checkpoint as a GGUF file beside it; norms in f32, as llama.cpp wants them."""
+    import gguf
+
+    config = json.loads((folder / "config.json").read_text())
+    file = folder / "model.gguf"
+    writer = gguf.GGUFWriter(file, "qwen3")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    rope = config.get("rope_parameters") or config
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    for name, dtype, bits in tensors(folder):
+        if bits.ndim == 1 and dtype == "BF16":
+            bits = (bits.astype(np.uint32) << 16).view(np.float32)
+        bf16 = gguf.GGMLQuantizationType.BF16 if bits.dtype == np.uint16 else None
+        raw = bits.view(np.uint8) if bf16 else bits
+        writer.add_tensor(gguf_name(name), np.ascontiguousarray(raw), raw_dtype=bf16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+# ---- the child: decoding ----
+
+
+class Engine:
+    """The model, and a context of llama.cpp for the number of sequences that was asked last."""
+
+    def __init__(self, file: Path, threads: int, clock: str) -> None:
+        import llama_cpp
+
+        self.c, self.threads, self.clock = llama_cpp, threads, CLOCKS[clock]
+        self.quiet = llama_cpp.llama_log_callback(lambda *_: None)
+        llama_cpp.llama_log_set(self.quiet, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        params = llama_cpp.llama_model_default_params()
+        self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), params)
+        if not self.model:
+            raise RuntimeError(f"llama.cpp can't load {file}")
+        vocab = llama_cpp.llama_model_get_vocab(self.model)
+        self.vocab = llama_cpp.llama_vocab_n_tokens(vocab)
+        self.context, self.sizes, self.batch = None, (0, 0), None
+        self.sampler = llama_cpp.llama_sampler_chain_init(
+            llama_cpp.llama_sampler_chain_default_params()
+        )
+        llama_cpp.llama_sampler_chain_add(self.sampler, llama_cpp.llama_sampler_init_dist(1))
+
+    def prepare(self, sequences: int, length: int) -> None:
+        """A context for so many sequences of at most so many tokens, its cache empty."""
+        if self.sizes != (sequences, length):
+            if self.context:
+                self.c.llama_free(self.context)
+                self.c.llama_batch_free(self.batch)
+            params = self.c.llama_context_default_params()
+            each = -(-length // 256) * 256  # llama.cpp pads a sequence's cache to that
+            params.n_ctx, params.n_seq_max = sequences * each, sequences
+            params.n_batch = max(sequences * length, 512)
+            params.n_threads = params.n_threads_batch = self.threads
+            self.context = self.c.llama_init_from_model(self.model, params)
+            self.batch = self.c.llama_batch_init(params.n_batch, 0, 1)
+            self.sizes = sequences, length
+        self.c.llama_memory_clear(self.c.llama_get_memory(self.context), True)
+
+    def decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
+        """One batch of (token, position, sequence, whether its logits are wanted)."""
+        batch = self.batch
+        batch.n_tokens = len(rows)
+        for i, (token, position, sequence, wanted) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+        status = self.c.llama_decode(self.context, batch)
+        if status:
+            raise RuntimeError(f"llama_decode returned {status}")
+
+    def generate(self, prompts: list[list[int]], new: int) -> tuple[float, float, float]:
+        """See Llama.generate."""
+        count, length = len(prompts), len(prompts[0])
+        self.prepare(count, length + new)
+        start = self.clock()
+        self.decode(
+            [
+                (token, position, sequence, position + 1 == length)
+                for sequence, prompt in enumerate(prompts)
+                for position, token in enumerate(prompt)
+            ]
+        )
+        self.c.llama_synchronize(self.context)
+        prefill, sampling = self.clock() - start, 0.0
+        tokens = self.draw([length * (n + 1) - 1 for n in range(count)])
+        start = self.clock()
+        for position in range(length, length + new - 1):
+            self.decode([(tokens[n], position, n, True) for n in range(count)])
+            self.c.llama_synchronize(self.context)
+            began = self.clock()
+            tokens = self.draw(range(count))
+            sampling += self.clock() - began
+        return prefill, self.clock() - start - sampling, sampling
+
+    def draw(self, rows: list[int] | range) -> list[int]:
+        """A token for each row of the last batch, at temperature 1 from the whole vocabulary."""
+        return [self.c.llama_sampler_sample(self.sampler, self.context, row) for row in rows]
+
+    def logprobs(self, tokens: list[int]) -> list[float]:
+        """See Llama.logprobs."""
+        self.prepare(1, len(tokens))
+        self.decode([(token, position, 0, True) for position, token in enumerate(tokens)])
+        found = []
+        for row, target in enumerate(tokens[1:]):
+            pointer = self.c.llama_get_logits_ith(self.context, row)
+            logits = np.ctypeslib.as_array(pointer, (self.vocab,)).astype(np.float64)
+            top = logits.max()
+            found.append(float(logits[target] - top - np.log(np.exp(logits - top).sum())))
+        return found
+
+
+def main() -> None:
+    """Answers each line of the standard input with one on the standard output."""
+    folder, threads, clock = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    try:
+        import llama_cpp
+
+        engine = Engine(write_gguf(folder), threads, clock)
+    except (ImportError, RuntimeError) as error:
+        print(json.dumps({"error": f"llama.cpp is absent: {error}"}), flush=True)
+        return
+    print(json.dumps(f"llama-cpp-python {llama_cpp.__version__}"), flush=True)
+    for line in sys.stdin:
+        name, *arguments = json.loads(line)
+        print(json.dumps(getattr(engine, name)(*arguments)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

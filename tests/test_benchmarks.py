@@ -1,0 +1,174 @@
+"""The programs of benchmarks/ run: each at a tiny shape, with every row and side of its tables, and
+a plot that is valid SVG and names both sides. What they measure is not tested; how a table makes
+its ratio and its share of the roofline of it is."""
+
+import argparse
+import importlib
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(FOLDER))
+llama, machine, reports = map(importlib.import_module, ("llama", "machine", "report"))
+
+CORES = machine.cores()  # with all of them a program need not begin anew
+HAS_LLAMA = importlib.util.find_spec("llama_cpp") is not None
+PROGRAMS = {
+    "ops": "--head 4 512 3 --product 5 16 24 --product 1 16 24 --flops 1e4",
+    "train": "--shape tiny --datums 2 --length 9",
+    "train --custom": "--shape tiny --datums 2 --length 9 --dtype bf16",
+    "sample": "--shape tiny --batches 1 3 --prompt 5 --new 4 --prefill 11",
+    "head": "jsd topk gather --vocab 400 --rows 9 --width 16 --positions 5",
+    "distill": "--shape tiny --datums 2 --prompt 3 --hint 3 --completion 4",
+}
+ROWS = {  # case -> sides, "" for any further case of the table
+    "ops": {
+        "logprob": ["tinsmith", "torch"],
+        "topk_logprob, K = 3": ["tinsmith", "torch"],
+        "sample": ["tinsmith", "torch"],
+        "5 × 16 × 24": ["tinsmith", "torch"],
+        "1 × 16 × 24": ["tinsmith", "torch"],
+    },
+    "train": {"2×9": ["tinsmith", "HF + PEFT"]},
+    "train --custom": {"2×9": ["one forward", "two forwards"]},
+    "sample": {side: ["tinsmith", "HF"] for side in ("11", "1", "3")},
+    "head": {
+        "5, gradient 0.00 GiB": ["tinsmith", "torch eager"],
+        "9 × 16 × 400": ["tinsmith", "torch eager", "torch chunked", "NumPy"],
+        "frozen": ["gather_logprobs", "linear_cross_entropy", "torch eager", "torch chunked"],
+        "trained": ["gather_logprobs", "linear_cross_entropy", "torch eager", "torch chunked"],
+    },
+    "distill": {"2 × (3 + 4)": ["tinsmith", "torch"]},
+}
+
+
+def rows_of(printed: str) -> list[tuple[str, str, list[str]]]:
+    """(case, side, the other cells) of every row of the tables."""
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in printed.splitlines()
+        if line.startswith("|")
+    ]
+    found, case = [], ""
+    for first, side, *rest in cells:
+        if side in ("side", "---"):
+            continue
+        case = first or case
+        found.append((case, side, rest))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_has_every_row_and_a_plot(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    plot, threads = tmp_path / "plot.svg", torch.get_num_threads()
+    program, *extra = name.split()
+    options = [*extra, *PROGRAMS[name].split(), "--rounds", "1", "--threads", str(CORES)]
+    argv = [str(FOLDER / f"{program}.py"), *options, "--plot", str(plot)]
+    monkeypatch.setattr(sys, "argv", argv)
+    try:
+        importlib.import_module(program).main()
+    finally:
+        torch.set_num_threads(threads)
+    printed = capsys.readouterr().out
+    assert f"benchmarks/{program}.py" in printed and machine.processor() in printed
+    found = rows_of(printed)
+    for case, sides in ROWS[name].items():
+        for side in sides:
+            cells = [rest for row in found if row[:2] == (case, side) for rest in row[2:]]
+            assert cells, f"no row of {case}, {side}"
+            assert all(float(rest[0]) >= 0 for rest in cells)
+    texts = {e.text for e in ElementTree.parse(plot).iter("{http://www.w3.org/2000/svg}text")}
+    assert {side for sides in ROWS[name].values() for side in sides} <= texts
+    if program == "sample":
+        absent = "llama.cpp is absent: No module named" in printed
+        assert absent != HAS_LLAMA
+        assert any(side == "llama.cpp" for _, side, _ in found) == HAS_LLAMA
+
+
+def test_a_program_holds_itself_to_its_threads() -> None:
+    if CORES < 2:
+        pytest.skip("this machine has one core")
+    shown = "import os, peers; a = peers.parse(peers.parser('x')); print(os.sched_getaffinity(0))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(FOLDER)!r}]; {shown}"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split(",")) == 1, done.stdout
+
+
+def report(plot: Path | None, monkeypatch: pytest.MonkeyPatch) -> reports.Report:
+    """A report whose roofline is 100 flops and 10 bytes a second."""
+    roofline = machine.Roofline(1, {"f32": 100.0, "bf16": 200.0}, 10.0)
+    monkeypatch.setattr(machine, "measure", lambda threads: roofline)
+    args = argparse.Namespace(plot=plot, threads=1, rounds=3, unit="s", said="medians")
+    return reports.Report(args, "A title.")
+
+
+def test_a_table_says_ratio_and_share_of_the_roofline(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    with report(None, monkeypatch) as made:
+        table = made.table("Products", "case", {"s": ".1f", "rows/s": ".0f"})
+        table.add("a", {"ours": (4.0, 10.0), "theirs": (8.0, 5.0)}, made.floor(flops=200, bytes=10))
+        table.add("b", {"ours": (4.0, 1.0), "theirs": (math.nan, math.nan)}, made.floor(bytes=30))
+        table.add("c", {"ours": (2.0, 1.0), "theirs": (1.0, 2.0)})
+    assert rows_of(capsys.readouterr().out) == [
+        ("a", "ours", ["4.0", "10", "1.00", "50 compute"]),
+        ("a", "theirs", ["8.0", "5", "2.00", "25 compute"]),
+        ("b", "ours", ["4.0", "1", "1.00", "75 memory"]),
+        ("b", "theirs", ["–", "–", "–", "–"]),
+        ("c", "ours", ["2.0", "1", "1.00", "–"]),
+        ("c", "theirs", ["1.0", "2", "0.50", "–"]),
+    ]
+    assert made.floor(flops=200, dtype="bf16", scale=1e3) == reports.Floor(1000.0, "compute")
+    assert [table.limit(index) for index in (0, 1)] == [0.5, 0.75]  # of ours, in what is drawn
+
+
+def test_cases_that_are_numbers_are_curves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    with report(plot, monkeypatch) as made:
+        table = made.table("Peak", "tokens", {"GiB": ".1f"}, plot="GiB")
+        for tokens in (256, 512, 1024):
+            table.add(tokens, {"ours": (tokens / 512,), "theirs": (tokens / 128,)})
+    texts = {e.text for e in ElementTree.parse(plot).iter("{http://www.w3.org/2000/svg}text")}
+    assert {"ours", "theirs", "tokens", "GiB", "1024", "A title"} <= texts
+
+
+def test_without_a_compiler_there_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert "a C compiler" in str(machine.measure())
+    assert os.environ["PATH"] == str(tmp_path)
+
+
+def test_the_roofline_is_one_of_a_processor() -> None:
+    found = machine.measure()
+    assert isinstance(found, machine.Roofline), found
+    assert found.flops["bf16"] >= found.flops["f32"] / 1.5
+    assert 1e9 < found.flops["f32"] < 1e13 and 1e8 < found.bytes < 1e12
+
+
+def test_gguf_names() -> None:
+    names = ("model.layers.3.self_attn.q_norm.weight", "model.embed_tokens.weight")
+    assert [llama.gguf_name(name) for name in names] == [
+        "blk.3.attn_q_norm.weight",
+        "token_embd.weight",
+    ]
