@@ -27,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +60,6 @@ def run_client(arguments: Sequence[str]) -> None:
     from tinker_cookbook.utils import trace
 
     server = process_clock(os.getppid())
-    file = Path(os.environ[CLIENT]).open("w")
     record = trace.IterationWindow.record_span
 
     def record_span(window: Any, name: str, start: float, end: float) -> None:
@@ -69,7 +69,8 @@ def run_client(arguments: Sequence[str]) -> None:
         record(window, name, start, end)
 
     trace.IterationWindow.record_span = record_span
-    launch.launch(["-m", *arguments])
+    with Path(os.environ[CLIENT]).open("w") as file:
+        launch.launch(["-m", *arguments])
 
 
 # ---- the server's side ----
@@ -98,7 +99,7 @@ class Meter:
         """CPU seconds of this thread and of the engine's own."""
         if self._pool is None:
             known = {thread.native_id for thread in threading.enumerate()}
-            tasks = {int(name) for name in os.listdir("/proc/self/task")}
+            tasks = {int(task.name) for task in Path("/proc/self/task").iterdir()}
             self._pool = [~tid << 3 | 6 for tid in sorted(tasks - known)]
         return time.thread_time() + sum(map(time.clock_gettime, self._pool))
 
@@ -223,7 +224,7 @@ def phases(spans: list[list[Any]], meter: Meter) -> list[dict[str, Row]]:
     """Of each step but the first, the figures of its phases."""
     steps: list[dict[str, Row]] = []
     step: dict[str, Row] = {}
-    for before, span in zip(spans, spans[1:], strict=False):
+    for before, span in pairwise(spans):
         name, end, client, server = span
         calls = [call for call in meter.calls if before[1] <= call.start < end]
         row = step.setdefault(PHASES[name], defaultdict(float))
