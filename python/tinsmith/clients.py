@@ -8,6 +8,7 @@ called, so that `import tinsmith` needs NumPy only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,16 +71,10 @@ def serve(
 
 def require_server() -> None:
     """Raises ImportError with the fix where the server's packages are not installed."""
-    try:
-        import starlette  # noqa: F401
-        import tinker  # noqa: F401
-        import tokenizers  # noqa: F401
-        import uvicorn  # noqa: F401
-        import zstandard  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"the server needs {error.name}: pip install 'tinsmith[server]'", name=error.name
-        ) from None
+    for name in ("starlette", "tinker", "tokenizers", "uvicorn", "zstandard"):
+        if find_spec(name) is None:  # imported where needed; all of tinker never by a server
+            fix = f"the server needs {name}: pip install 'tinsmith[server]'"
+            raise ImportError(fix, name=name)
 
 
 def find_models(models: Models) -> dict[str, Path]:

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from tinker.proto import tinker_public_pb2 as pb
 
 from tinsmith import custom_loss
 from tinsmith.custom_loss import CustomLoss
 from tinsmith.families import BaseModel
+from tinsmith.messages import pb
 from tinsmith.teaching import CONFIG, EMA, LOGPROBS, TOKENS, Teacher
 from tinsmith.training import Uploaded
 from tinsmith.worker import AdamParams, Batch, BatchResult, LoraSpec, losses

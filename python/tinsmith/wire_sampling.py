@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from tinker.proto import tinker_public_pb2 as pb
 
 from tinsmith.decoding import PromptTargets, SampleRequest, SampleResult
 from tinsmith.families import BaseModel
+from tinsmith.messages import pb
 from tinsmith.wire import (
     as_bytes,
     check_csr,
