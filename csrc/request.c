@@ -37,11 +37,12 @@ Status sampler_open(Sampler **out, Model *model, int64_t tokens, int limit_ids)
     return STATUS_OK;
 }
 
-static void request_close(Kv *kv, Request *r)
+static void request_close(Sampler *sampler, Request *r)
 {
+    line_leave(&sampler->line, r);
     for (int j = 0; r->sequence && j < r->spec.samples; j++) {
         Sequence *s = &r->sequence[j];
-        sequence_drop(kv, s);
+        sequence_drop(&sampler->kv, s);
         free(s->tokens);
         free(s->logprobs);
         free(s->top_ids);
@@ -65,7 +66,8 @@ static void request_close(Kv *kv, Request *r)
 void sampler_close(Sampler *sampler)
 {
     if (!sampler) return;
-    for (int i = 0; i < sampler->count; i++) request_close(&sampler->kv, sampler->request[i]);
+    for (int i = 0; i < sampler->count; i++) request_close(sampler, sampler->request[i]);
+    line_close(&sampler->line);
     decode_close(sampler);
     free(sampler->request);
     free(sampler->layers);
@@ -255,8 +257,8 @@ Status sampler_add(Sampler *sampler, const RequestSpec *spec)
     int64_t most = most_tokens(spec, &sampler->model->shape);
     if (room < most) most = room;
     r->limit = spec->max_tokens > 0 ? spec->prompt_length + spec->max_tokens : (int)most;
-    if (!arrays_make(r) || !sequences_make(r)) {
-        request_close(&sampler->kv, r);
+    if (!arrays_make(r) || !sequences_make(r) || !line_join(&sampler->line, r)) {
+        request_close(sampler, r);
         return fail(STATUS_MEMORY, "no memory for a request of %d samples and %d tokens",
                     spec->samples, r->limit);
     }
@@ -289,7 +291,7 @@ void sampler_forget(Sampler *sampler, int64_t id)
 {
     for (int i = 0; i < sampler->count; i++) {
         if (sampler->request[i]->spec.id != id) continue;
-        request_close(&sampler->kv, sampler->request[i]);
+        request_close(sampler, sampler->request[i]);
         memmove(sampler->request + i, sampler->request + i + 1,
                 (size_t)(sampler->count - i - 1) * sizeof *sampler->request);
         sampler->count--;

@@ -30,6 +30,7 @@ typedef struct Sequence {
 
 typedef struct RequestSpec {
     int64_t id;
+    int64_t client;         /* who asks: clients share each step */
     const Adapter *adapter; /* kept alive by the caller until the request is gone */
     const int32_t *prompt, *stop_ids;
     int prompt_length, stop_count;
@@ -46,10 +47,20 @@ typedef struct RequestSpec {
     int64_t target_count, start_count; /* lengths, as they came */
 } RequestSpec;
 
+/* Who asks, while a request of theirs is here. */
+typedef struct Client {
+    int64_t id;
+    int requests;
+    int in_line; /* sequences of theirs, in the step that is picked */
+    int wanted;  /* rows that their prompts lack */
+    int rows;    /* and may yet run */
+} Client;
+
 typedef struct Request {
     RequestSpec spec; /* its arrays are copies */
-    int limit;        /* tokens at which a sequence is full */
-    int scored;       /* prompt positions whose log-probabilities are known */
+    Client *client;
+    int limit;  /* tokens at which a sequence is full */
+    int scored; /* prompt positions whose log-probabilities are known */
     float *prompt_logprobs;
     int32_t *top_ids;
     float *top_logprobs;
@@ -59,6 +70,21 @@ typedef struct Request {
     int done;
     Sequence *sequence;
 } Request;
+
+/* schedule.c's: the sequences that could run, who is to go on first before the others. */
+typedef struct Waiter {
+    Request *request;
+    int sample;
+} Waiter;
+
+typedef struct Line {
+    Waiter *waiter; /* [room] */
+    int *rank;      /* [room + 1]: where the sequences that are so many-th of their clients begin */
+    int count, room;
+    int sequences;   /* of all requests */
+    Client **client; /* who has the oldest request first */
+    int clients, client_room;
+} Line;
 
 typedef struct Drawn {
     int64_t request;
@@ -90,6 +116,7 @@ typedef struct Sampler {
     int limit_ids; /* ids from here on are never drawn */
     Request **request;
     int count, room;
+    Line line;
     Drawn *drawn; /* of the newest step */
     int drawn_count, drawn_room;
     volatile int interrupted; /* set from outside: the step under way stops */
@@ -131,6 +158,10 @@ void prefix_begin(Kv *kv, const Request *request, Sequence *s, int limit);
 
 /* Picks the sequences that run and gives them pages; returns how many. */
 int schedule(Sampler *sampler, Turn *turns);
+/* A request comes: 0 if there is no memory. It goes, whether it could join or not. */
+int line_join(Line *line, Request *request);
+void line_leave(Line *line, const Request *request);
+void line_close(Line *line);
 /* The rows of these turns have their keys and values in the cache. */
 void turns_cached(Sampler *sampler, const Turn *turns, int count);
 /* A request's first sequence has its prompt in the cache: the others begin from its pages, all but

@@ -84,27 +84,29 @@ static int arrays_borrow(Arrays *a, RequestSpec *spec)
 
 static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {
-        "request",     "prompt",       "adapter", "num_samples",   "max_tokens",  "temperature",
-        "top_k",       "top_p",        "seed",    "stop_ids",      "topk_sample", "prompt_logprobs",
-        "topk_prompt", "prompt_draws", "targets", "target_starts", "prompt_from", NULL};
+    static char *names[] = {"request",     "prompt",       "adapter",     "num_samples",
+                            "max_tokens",  "temperature",  "top_k",       "top_p",
+                            "seed",        "stop_ids",     "topk_sample", "prompt_logprobs",
+                            "topk_prompt", "prompt_draws", "targets",     "target_starts",
+                            "prompt_from", "client",       NULL};
     PySampler *self = (PySampler *)object;
     PyObject *adapter = Py_None;
     Arrays arrays = {0};
-    long long id;
+    long long id, client = 0;
     unsigned long long seed = 0;
     RequestSpec spec = {
         .samples = 1, .max_tokens = -1, .temperature = 1.0f, .top_k = -1, .top_p = 1.0f};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "LO|O$iififKOipiiOOi:add", names, &id, &arrays.prompt, &adapter,
+            args, kwargs, "LO|O$iififKOipiiOOiL:add", names, &id, &arrays.prompt, &adapter,
             &spec.samples, &spec.max_tokens, &spec.temperature, &spec.top_k, &spec.top_p, &seed,
             &arrays.stop_ids, &spec.topk_sample, &spec.prompt_logprobs, &spec.topk_prompt,
-            &spec.draws, &arrays.targets, &arrays.starts, &spec.first_scored))
+            &spec.draws, &arrays.targets, &arrays.starts, &spec.first_scored, &client))
         return NULL;
     if (adapter != Py_None && !Py_IS_TYPE(adapter, state_of(Py_TYPE(object))->adapter))
         return PyErr_Format(PyExc_TypeError, "adapter must be an Adapter or None, not %s",
                             Py_TYPE(adapter)->tp_name);
     spec.id = id;
+    spec.client = client;
     spec.seed = seed;
     spec.adapter = adapter == Py_None ? NULL : ((PyAdapter *)adapter)->adapter;
     int borrowed = arrays_borrow(&arrays, &spec);
@@ -249,7 +251,8 @@ static PyMethodDef methods[] = {
      "add(request, prompt, adapter=None, *, num_samples=1, max_tokens=-1, temperature=1.0, "
      "top_k=-1, top_p=1.0,\n"
      "    seed=0, stop_ids=…, topk_sample=0, prompt_logprobs=False, topk_prompt=0,\n"
-     "    prompt_draws=0, targets=None, target_starts=None, prompt_from=0)\n\nQueues a request."},
+     "    prompt_draws=0, targets=None, target_starts=None, prompt_from=0, client=0)\n\nQueues a "
+     "request."},
     {"step", sampler_step_method, METH_NOARGS,
      "step() -> (list[(request, sample, token)], list[request])\n\nOne forward: what was drawn, "
      "and who is done."},

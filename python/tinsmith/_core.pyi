@@ -290,6 +290,7 @@ class Sampler:
         targets: NDArray[np.int32] | None = None,  # ids to score there: those at position p + 1
         target_starts: NDArray[np.int32] | None = None,  # are targets[starts[p] : starts[p + 1]]
         prompt_from: int = 0,  # prompt positions before it get no log-probabilities
+        client: int = 0,  # who asks: clients share every step, however many requests each has
     ) -> None:
         """Queues a request under a number of the caller's choice. Checked before it is taken.
 

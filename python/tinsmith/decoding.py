@@ -167,8 +167,10 @@ class Decoder:
         adapter: _core.Adapter | None,
         request: SampleRequest,
         future: "Future[SampleResult]",
+        client: int = 0,
     ) -> None:
-        """Queues a request on an open lane; raises what the engine refuses it with."""
+        """Queues a request on an open lane, of which each client has a fair part; raises what the
+        engine refuses it with."""
         lane = self._lanes[base.path]
         left = max(base.context - len(request.prompt), 1)  # a full context still gives one token
         room = left if request.max_tokens < 0 else min(request.max_tokens, left)
@@ -192,6 +194,7 @@ class Decoder:
             targets=None if request.targets is None else request.targets.ids,
             target_starts=None if request.targets is None else request.targets.starts,
             prompt_from=_scored_from(request),
+            client=client,
         )
         lane.pending[number] = _Pending(request, future, room, tokenizer)
 

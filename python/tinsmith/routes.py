@@ -420,7 +420,7 @@ async def asample(service: Service, request: Request) -> dict[str, Any]:
             fresh = service.fresh_seed(f"{sampler.place}:seq:{number}")
             wanted = wire_sampling.sample_request(body, sampler.model, fresh)
             sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
-            return service.worker.sample(name, wanted)
+            return service.worker.sample(name, wanted, client=sampler.session.number)
 
         first = (owner(request), request_id) not in service.pending
         encode = wire_sampling.sample_message

@@ -1,9 +1,10 @@
 """The one thread that owns the engine: everything else submits to it and gets futures.
 
 Training requests of one run are executed in the order of their sequence numbers, whatever order
-they arrive in (the SDK posts the chunks 2..n of a call before chunk 1). Between training requests
-the thread decodes: sampling gets as much time as the training request before it took, so that
-neither starves the other, and a request that arrives while others decode joins them.
+they arrive in (the SDK posts the chunks 2..n of a call before chunk 1); runs take turns, a request
+each. Between training requests the thread decodes: sampling gets as much time as the training
+request before it took, so that neither starves the other. A request that arrives while others
+decode joins them, and has its client's part of every step.
 
 No exception ends the thread: what a request raises is kept on its future as a RequestError. The
 worker knows no HTTP and no JSON; the server is a translation above it.
@@ -92,7 +93,8 @@ class _Run:
     failure: RequestError | None = None  # why there is no adapter
     average: Average | None = None  # of the adapter, once a loss has asked for it
     next_seq: int = 0  # 0 is the creation; the SDK's requests start at 1
-    waiting: dict[int, _Job] = field(default_factory=dict)
+    ready: deque[_Job] = field(default_factory=deque)  # whose turn has come
+    waiting: dict[int, _Job] = field(default_factory=dict)  # for those before them
     waiting_since: float = 0.0
     kept: Kept | None = None  # the forward that forward_backward_custom began with
 
@@ -154,7 +156,7 @@ class Worker:
         self._keep_forwards = keep_forwards
         self._snapshots = Snapshots(self._bases, snapshot_bytes_max)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._ready: deque[tuple[_Run, _Job]] = deque()
+        self._turns: deque[_Run] = deque()  # the runs that have something ready
         self._runs: dict[str, _Run] = {}
         self._decoder = Decoder()
         self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
@@ -307,8 +309,9 @@ class Worker:
         known = self._known[base]
         self._put(lambda: self._snapshots.add_checkpoint(sampler, known, folder, created))
 
-    def sample(self, sampler: str, request: SampleRequest) -> Future[SampleResult]:
-        """Queues a request on a sampling session; it decodes together with all others."""
+    def sample(self, sampler: str, request: SampleRequest, client: int = 0) -> Future[SampleResult]:
+        """Queues a request on a sampling session; it decodes together with all others. The clients
+        share each step, however many requests one has."""
         future: Future[SampleResult] = Future()
 
         def begin() -> None:
@@ -316,7 +319,7 @@ class Worker:
                 snapshot = self._snapshots.use(sampler)
                 base = self._bases.use(snapshot.base)
                 self._open_lane(base)
-                self._decoder.add(base, snapshot.adapter, request, future)
+                self._decoder.add(base, snapshot.adapter, request, future, client)
             except BaseException as error:
                 _fail(future, error)
 
@@ -342,7 +345,7 @@ class Worker:
                 self._snapshots.forget(name)
             for name in runs:
                 if name in self._runs:
-                    self._ready.append((self._runs[name], _Job(Future(), release)))
+                    self._make_ready(self._runs[name], _Job(Future(), release))
 
         self._put(begin)
 
@@ -387,9 +390,14 @@ class Worker:
             run.waiting_since = time.monotonic()
         run.waiting[seq] = job
         while run.next_seq in run.waiting:
-            self._ready.append((run, run.waiting.pop(run.next_seq)))
+            self._make_ready(run, run.waiting.pop(run.next_seq))
             run.next_seq += 1
             run.waiting_since = time.monotonic()
+
+    def _make_ready(self, run: _Run, job: _Job) -> None:
+        if not run.ready:
+            self._turns.append(run)
+        run.ready.append(job)
 
     def _teacher(
         self, lane: _Run, adapter: _core.Adapter, teacher: Teacher
@@ -459,13 +467,13 @@ class Worker:
 
     def _loop(self) -> None:
         while self._running:
-            self._drain(block=not self._ready and not self._decoder.active)
+            self._drain(block=not self._turns and not self._decoder.active)
             self._give_up_gaps()
             spent = self._train_one()
             self._decode(spent)
         ending = RequestError("the server is shutting down", "server")
         self._decoder.fail_all(ending)
-        for _, job in self._ready:
+        for job in [job for run in self._turns for job in run.ready]:
             _fail(job.future, ending)
         for run in self._runs.values():
             _fail_waiting(run, ending)
@@ -503,10 +511,13 @@ class Worker:
                 _fail_waiting(run, error)
 
     def _train_one(self) -> float:
-        """Executes the oldest training request; returns the seconds it took."""
-        if not self._ready:
+        """Executes a training request of the run whose turn it is; returns the seconds it took."""
+        if not self._turns:
             return 0.0
-        run, job = self._ready.popleft()
+        run = self._turns.popleft()
+        job = run.ready.popleft()
+        if run.ready:
+            self._turns.append(run)
         start = time.monotonic()
         try:
             job.future.set_result(job.work(run))
@@ -520,7 +531,7 @@ class Worker:
         while self._decoder.active and self._running:
             self._decoder.step()
             self._drain(block=False)
-            if self._ready and time.monotonic() >= end:
+            if self._turns and time.monotonic() >= end:
                 return
 
 
