@@ -60,19 +60,19 @@ void CPU(kv_copy)(Device *dev, real *k_pages, real *v_pages, int from, int to, i
  * maximum; returns the factor by which what was summed before must shrink. */
 static float soften(float *score, int live, float scale, float *top, float *sum)
 {
-    float highest = *top;
-    for (int j = 0; j < live; j++)
-        highest = score[j] * scale > highest ? score[j] * scale : highest;
-    float shrink = f_exp(*top - highest), row_sum = 0.0f;
+    vf tallest = v_set(-INFINITY);
     for (int j = live; j < KV_PAGE; j++) score[j] = -INFINITY;
+    for (int j = 0; j < KV_PAGE; j += VL) tallest = v_max(v_load(score + j), tallest);
+    float highest = v_top(tallest) * scale;
+    if (!(highest > *top)) highest = *top;
+    float shrink = *top == highest ? 1.0f : f_exp(*top - highest);
     vf total = v_set(0.0f);
     for (int j = 0; j < KV_PAGE; j += VL) {
         vf p = v_exp(v_load(score + j) * scale - highest);
         v_store(score + j, p);
         total += p;
     }
-    row_sum = v_sum(total);
-    *sum = *sum * shrink + row_sum;
+    *sum = *sum * shrink + v_sum(total);
     *top = highest;
     return shrink;
 }
@@ -162,36 +162,60 @@ typedef struct Backward {
     int H, G, E;
 } Backward;
 
-enum { HEAD_MAX = 256 }; /* widest head: the transposed blocks live on the stack */
+enum {
+    HEAD_MAX = 256,                      /* widest head: a block's operands live on the stack */
+    BLOCK = KV_PAGE,                     /* query rows, and keys, of one block */
+    OPERAND = BLOCK * HEAD_MAX + 2 * VL, /* a product reads whole tiles */
+};
+
+/* The operands of a block, side by side: heads lie a power of two apart in memory, where their rows
+ * would share a few sets of the cache. */
+typedef struct Operands {
+    _Alignas(64) float kt[OPERAND], vt[OPERAND]; /* (E,BLOCK) */
+    _Alignas(64) float k[OPERAND], dk[OPERAND], dv[OPERAND], q[OPERAND],
+        dy[OPERAND]; /* (BLOCK,E) */
+} Operands;
+
+static void rows_copy(float *to, int64_t to_row, const float *from, int64_t from_row, int rows,
+                      int E)
+{
+    for (int i = 0; i < rows; i++)
+        memcpy(to + i * to_row, from + i * from_row, (size_t)E * sizeof *to);
+}
 
 /* One block of queries against one block of keys of one head: adds to dq, dk, dv.
  * p = exp(q·kᵀ·scale − lse);  dv += pᵀ·dy;  ds = p·(dy·vᵀ − Σ dy·y)·scale;  dq += ds·k;  dk +=
- * dsᵀ·q */
-static void backward_block(const Backward *c, const float *kt, const float *vt, int64_t q_at,
-                           int64_t k_at, int64_t lse_at, int rows, int keys, int ahead,
-                           const float *delta)
+ * dsᵀ·q.  The i-th query sees the block's first ahead + i + 1 keys. */
+static void backward_block(const Backward *c, Operands *o, int64_t q_at, int64_t lse_at, int rows,
+                           int keys, int ahead)
 {
     int E = c->E;
-    int64_t q_row = (int64_t)c->H * E, k_row = (int64_t)c->G * E;
+    int64_t q_row = (int64_t)c->H * E;
     float scale = 1.0f / sqrtf((float)E);
-    _Alignas(64) float p[QUERIES * KV_PAGE], ds[QUERIES * KV_PAGE];
-    CPU(product)(p, KV_PAGE, c->q + q_at, q_row, 1, kt, KV_PAGE, rows, KV_PAGE, E, scale, 0);
-    CPU(product)(ds, KV_PAGE, c->dy + q_at, q_row, 1, vt, KV_PAGE, rows, KV_PAGE, E, 1.0f, 0);
+    _Alignas(64) float p[BLOCK * KV_PAGE], ds[BLOCK * KV_PAGE];
+    rows_copy(o->q, E, c->q + q_at, q_row, rows, E);
+    rows_copy(o->dy, E, c->dy + q_at, q_row, rows, E);
+    CPU(product)(p, KV_PAGE, o->q, E, 1, o->kt, KV_PAGE, rows, KV_PAGE, E, scale, 0);
+    CPU(product)(ds, KV_PAGE, o->dy, E, 1, o->vt, KV_PAGE, rows, KV_PAGE, E, 1.0f, 0);
     for (int i = 0; i < rows; i++) {
-        float lse = c->lse[lse_at + (int64_t)i * c->H];
+        const float *dy = o->dy + i * E, *y = c->y + q_at + i * q_row;
+        vf total = v_set(0.0f);
+        int e = 0;
+        for (; e + VL <= E; e += VL) total = v_fma(v_load(dy + e), v_load(y + e), total);
+        float delta = v_sum(total), lse = c->lse[lse_at + (int64_t)i * c->H];
+        for (; e < E; e++) delta += dy[e] * y[e];
         float *pi = p + i * KV_PAGE, *di = ds + i * KV_PAGE;
         int live = ahead + i + 1 < keys ? ahead + i + 1 : keys;
-        for (int j = live > 0 ? live : 0; j < KV_PAGE; j++) pi[j] = -INFINITY;
-        for (int j = 0; j < KV_PAGE; j += VL) {
+        for (int j = 0; j < live; j += VL) {
             vf x = v_exp(v_load(pi + j) - lse);
             v_store(pi + j, x);
-            v_store(di + j, x * (v_load(di + j) - delta[i]) * scale);
+            v_store(di + j, x * (v_load(di + j) - delta) * scale);
         }
-        for (int j = live > 0 ? live : 0; j < KV_PAGE; j++) pi[j] = di[j] = 0.0f;
+        for (int j = live; j < KV_PAGE; j++) pi[j] = di[j] = 0.0f;
     }
-    CPU(product)(c->dv + k_at, k_row, p, 1, KV_PAGE, c->dy + q_at, q_row, keys, E, rows, 1.0f, 1);
-    CPU(product)(c->dq + q_at, q_row, ds, KV_PAGE, 1, c->k + k_at, k_row, rows, E, keys, 1.0f, 1);
-    CPU(product)(c->dk + k_at, k_row, ds, 1, KV_PAGE, c->q + q_at, q_row, keys, E, rows, 1.0f, 1);
+    CPU(product)(o->dv, E, p, 1, KV_PAGE, o->dy, E, keys, E, rows, 1.0f, 1);
+    CPU(product)(c->dq + q_at, q_row, ds, KV_PAGE, 1, o->k, E, rows, E, keys, 1.0f, 1);
+    CPU(product)(o->dk, E, ds, 1, KV_PAGE, o->q, E, keys, E, rows, 1.0f, 1);
 }
 
 static void backward_piece(void *context, int64_t piece)
@@ -200,38 +224,29 @@ static void backward_piece(void *context, int64_t piece)
     Span span = c->spans[piece / c->G];
     int g = (int)(piece % c->G), group = c->H / c->G, E = c->E;
     int64_t q_row = (int64_t)c->H * E, k_row = (int64_t)c->G * E;
-    _Alignas(64) float kt[HEAD_MAX * KV_PAGE], vt[HEAD_MAX * KV_PAGE];
-    memset(kt, 0, sizeof(float) * (size_t)E * KV_PAGE);
-    memset(vt, 0, sizeof(float) * (size_t)E * KV_PAGE);
-    for (int i = 0; i < span.rows; i++) {
-        int64_t t = span.row + i;
-        memset(c->dk + t * k_row + g * E, 0, (size_t)E * 4);
-        memset(c->dv + t * k_row + g * E, 0, (size_t)E * 4);
-        memset(c->dq + t * q_row + g * group * E, 0, (size_t)group * (size_t)E * 4);
-    }
-    for (int j = 0; j < span.rows; j += KV_PAGE) {
-        int keys = span.rows - j < KV_PAGE ? span.rows - j : KV_PAGE;
+    size_t block = (size_t)E * BLOCK * sizeof(float);
+    Operands o;
+    memset(o.kt, 0, block);
+    memset(o.vt, 0, block);
+    for (int i = 0; i < span.rows; i++)
+        memset(c->dq + (span.row + i) * q_row + g * group * E, 0,
+               (size_t)group * (size_t)E * sizeof(float));
+    for (int j = 0; j < span.rows; j += BLOCK) {
+        int keys = span.rows - j < BLOCK ? span.rows - j : BLOCK;
         int64_t k_at = (int64_t)(span.row + j) * k_row + g * E;
-        CPU(transpose)(kt, KV_PAGE, c->k + k_at, k_row, keys, E);
-        CPU(transpose)(vt, KV_PAGE, c->v + k_at, k_row, keys, E);
-        for (int i = j / QUERIES * QUERIES; i < span.rows; i += QUERIES) {
-            int rows = span.rows - i < QUERIES ? span.rows - i : QUERIES;
-            for (int h = g * group; h < (g + 1) * group; h++) {
-                int64_t q_at = (int64_t)(span.row + i) * q_row + (int64_t)h * E;
-                float delta[QUERIES];
-                for (int r = 0; r < rows; r++) {
-                    const float *dy = c->dy + q_at + r * q_row, *y = c->y + q_at + r * q_row;
-                    vf total = v_set(0.0f);
-                    int e = 0;
-                    for (; e + VL <= E; e += VL)
-                        total = v_fma(v_load(dy + e), v_load(y + e), total);
-                    delta[r] = v_sum(total);
-                    for (; e < E; e++) delta[r] += dy[e] * y[e];
-                }
-                backward_block(c, kt, vt, q_at, k_at, (int64_t)(span.row + i) * c->H + h, rows,
-                               keys, i - j, delta);
-            }
+        CPU(transpose)(o.kt, KV_PAGE, c->k + k_at, k_row, keys, E);
+        CPU(transpose)(o.vt, KV_PAGE, c->v + k_at, k_row, keys, E);
+        rows_copy(o.k, E, c->k + k_at, k_row, keys, E);
+        memset(o.dk, 0, block);
+        memset(o.dv, 0, block);
+        for (int i = j; i < span.rows; i += BLOCK) {
+            int rows = span.rows - i < BLOCK ? span.rows - i : BLOCK;
+            for (int h = g * group; h < (g + 1) * group; h++)
+                backward_block(c, &o, (int64_t)(span.row + i) * q_row + (int64_t)h * E,
+                               (int64_t)(span.row + i) * c->H + h, rows, keys, i - j);
         }
+        rows_copy(c->dk + k_at, k_row, o.dk, E, keys, E);
+        rows_copy(c->dv + k_at, k_row, o.dv, E, keys, E);
     }
 }
 

@@ -83,39 +83,9 @@ void CPU(linear_backward)(Device *dev, real *dx, const real *dy, const frozen *w
     multiply(dev, f32(dx), as_is(f32c(dy), N), weight(w), T, D, N, 1, NULL, accumulate);
 }
 
-typedef struct Turned {
-    float *c;
-    const float *a, *b;
-    int M, N, K, accumulate;
-} Turned;
-
-enum { TURNED_ROWS = 64 }; /* of c that one job makes */
-
-/* A column of `a` is a row of c: read as it lies, each k is a page of its own, and a whole number
- * of pages apart falls into few sets of the cache. So a block is turned once and serves all
- * columns.
- */
-static void turned_job(void *context, int64_t job)
-{
-    const Turned *t = context;
-    int m0 = (int)job * TURNED_ROWS, m = t->M - m0 < TURNED_ROWS ? t->M - m0 : TURNED_ROWS;
-    _Alignas(64) float block[TURNED_ROWS * DEPTH];
-    for (int k0 = 0; k0 == 0 || k0 < t->K; k0 += DEPTH) {
-        int depth = t->K - k0 < DEPTH ? t->K - k0 : DEPTH;
-        CPU(transpose)(block, DEPTH, t->a + (int64_t)k0 * t->M + m0, t->M, depth, m);
-        CPU(product)(t->c + (int64_t)m0 * t->N, t->N, block, DEPTH, 1, t->b + (int64_t)k0 * t->N,
-                     t->N, m, t->N, depth, 1.0f, t->accumulate || k0 > 0);
-    }
-}
-
 void CPU(matmul)(Device *dev, float *c, const real *a, const void *b, int a_turned, int b_turned,
                  int b_bf16, int M, int N, int K, int accumulate)
 {
-    if (a_turned && !b_turned && !b_bf16 && N % (2 * VL) == 0) {
-        Turned t = {c, f32c(a), b, M, N, K, accumulate};
-        cpu_run(dev, (M + TURNED_ROWS - 1) / TURNED_ROWS, turned_job, &t);
-        return;
-    }
     Product p = {.c = c,
                  .ldc = N,
                  .a = f32c(a),

@@ -14,11 +14,9 @@
  * 2·m·n·k flops, compute bound for m > 16; for m = 1 one pass over w, memory bound. */
 #include <assert.h>
 
-#include "matmul.h"
-#include "simd.h"
+#include "block.h"
 
 enum {
-    ROWS = 336,    /* m of one block: DEPTH·ROWS of a stay in L2 */
     WIDE = 2 * VL, /* columns of a register tile */
     AHEAD = 48, /* rows of b to prefetch when few rows of a keep the processor waiting for memory */
     TILE_M = VL == 16 ? 8 : 6, /* rows of a register tile: 16 of 32 or 12 of 16 registers hold sums;
@@ -160,53 +158,6 @@ static void strip(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t 
 }
 
 /* ---- bringing b to k-major order ---- */
-
-#if defined(__AVX512F__)
-#define LANES(f)                                          \
-    {f(0), f(1), f(2),  f(3),  f(4),  f(5),  f(6),  f(7), \
-     f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
-#elif defined(__AVX2__)
-#define LANES(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)}
-#else
-#define LANES(f) {f(0), f(1), f(2), f(3)}
-#endif
-
-/* Swaps the off-diagonal halves of each 2·step × 2·step block: log2(VL) of these transpose a
- * square. */
-#define BUTTERFLY(v, step)                                           \
-    do {                                                             \
-        const vi low = LANES(LOW_##step), high = LANES(HIGH_##step); \
-        _Pragma("GCC unroll 16") for (int i = 0; i < VL; i++)        \
-        {                                                            \
-            if (i & step) continue;                                  \
-            vf x = v[i], y = v[i + step];                            \
-            v[i] = __builtin_shuffle(x, y, low);                     \
-            v[i + step] = __builtin_shuffle(x, y, high);             \
-        }                                                            \
-    } while (0)
-#define LOW(l, step) ((l) & step ? VL + (l) - step : (l))
-#define HIGH(l, step) ((l) & step ? VL + (l) : (l) + step)
-#define LOW_1(l) LOW(l, 1)
-#define LOW_2(l) LOW(l, 2)
-#define LOW_4(l) LOW(l, 4)
-#define LOW_8(l) LOW(l, 8)
-#define HIGH_1(l) HIGH(l, 1)
-#define HIGH_2(l) HIGH(l, 2)
-#define HIGH_4(l) HIGH(l, 4)
-#define HIGH_8(l) HIGH(l, 8)
-
-/* Turns a square of lanes in place: v[i]'s lane j becomes v[j]'s lane i. */
-static inline __attribute__((always_inline)) void square_turn(vf v[VL])
-{
-    BUTTERFLY(v, 1);
-    BUTTERFLY(v, 2);
-#if defined(__AVX2__)
-    BUTTERFLY(v, 4);
-#endif
-#if defined(__AVX512F__)
-    BUTTERFLY(v, 8);
-#endif
-}
 
 static float widen(uint16_t bits)
 {
@@ -366,7 +317,7 @@ static const float *bring(const Product *p, int k0, int depth, int n0, int width
     }
     if (p->order == BY_ROW) {
         const float *b = (const float *)p->b + k0 * p->ldb + n0;
-        if (width % WIDE == 0) {
+        if (few && width % WIDE == 0) {
             *ldb = p->ldb;
             return b;
         }
@@ -393,7 +344,7 @@ typedef struct Left {
 
 #if defined(__AVX512BF16__)
 
-enum { LEFT = ROWS * DEPTH / 2 }; /* lanes of a piece's rows of a */
+enum { LEFT = 1 << 15 }; /* lanes of a piece's rows of a */
 
 static void left_round(Left *left, const Product *p, int m0, int m, int k0, int depth)
 {
@@ -413,27 +364,68 @@ static void left_round(Left *left, const Product *p, int m0, int m, int k0, int 
     }
 }
 
+#endif
+
+/* Whether both sides are taken in pairs. */
 static int in_pairs(const Product *p)
 {
-    return (p->order == PANELS || p->order == PANELS_T) &&
+    return PRODUCT_FORM == PAIRS && (p->order == PANELS || p->order == PANELS_T) &&
            ((const frozen *)p->b)->type == DTYPE_BF16;
 }
 
-#endif
-
 /* ---- blocks and threads ---- */
 
-static void product_block(const Product *p, const Left *left, int m0, int m, int n0, int width,
-                          int k0, float *scratch, int few)
+/* Few rows: each panel is read once, in order, as memory likes it. */
+static void few_rows(const Product *p, int m0, int m, int n_first, int n_last)
 {
-    int depth = p->k - k0 < DEPTH ? p->k - k0 : DEPTH, add = p->accumulate || k0 > 0;
-    int64_t ldb, a_row = left->pairs ? left->row : p->a_row;
-    Form form;
-    const float *b = bring(p, k0, depth, n0, width, scratch, few, &ldb, &form);
-    const float *a =
-        left->pairs ? left->pairs + (k0 - left->k0) / 2 : p->a + m0 * p->a_row + k0 * p->a_col;
-    strip(p->c + m0 * p->ldc + n0, p->ldc, a, a_row, p->a_col, b, ldb, m, width, depth, p->scale,
-          p->bias && k0 == 0 ? p->bias + n0 : NULL, add, form);
+    _Alignas(64) float scratch[(DEPTH + PANEL) * PANEL];
+    if (p->order != PANELS) memset(scratch, 0, sizeof scratch);
+    Left left = {0};
+#if defined(__AVX512BF16__)
+    _Alignas(64) float pairs[LEFT];
+    if (in_pairs(p)) left.pairs = pairs;
+    int all_k = (int64_t)m * ((p->k + 1) / 2) <= LEFT; /* they fit, so they are rounded once */
+    if (left.pairs && all_k) left_round(&left, p, m0, m, 0, p->k);
+#endif
+    for (int n0 = n_first; n0 < n_last; n0 += PANEL)
+        for (int k0 = 0; k0 == 0 || k0 < p->k; k0 += DEPTH) {
+            int depth = p->k - k0 < DEPTH ? p->k - k0 : DEPTH;
+            int width = n_last - n0 < PANEL ? n_last - n0 : PANEL;
+#if defined(__AVX512BF16__)
+            if (left.pairs && !all_k) left_round(&left, p, m0, m, k0, depth);
+#endif
+            int64_t ldb, a_row = left.pairs ? left.row : p->a_row;
+            Form form;
+            const float *b = bring(p, k0, depth, n0, width, scratch, 1, &ldb, &form);
+            const float *a =
+                left.pairs ? left.pairs + (k0 - left.k0) / 2 : p->a + m0 * p->a_row + k0 * p->a_col;
+            strip(p->c + m0 * p->ldc + n0, p->ldc, a, a_row, p->a_col, b, ldb, m, width, depth,
+                  p->scale, p->bias && k0 == 0 ? p->bias + n0 : NULL, p->accumulate || k0 > 0,
+                  form);
+        }
+}
+
+/* Many rows: all panels meet one block of a while it is in L2. The sums are the same. */
+static void many_rows(const Product *p, int m0, int m, int n_first, int n_last)
+{
+    _Alignas(64) float scratch[(DEPTH + PANEL) * PANEL], packed[PACKED + PACKED_SLACK];
+    if (p->order != PANELS) memset(scratch, 0, sizeof scratch);
+    int pairs = in_pairs(p);
+    for (int k0 = 0; k0 == 0 || k0 < p->k; k0 += DEPTH) {
+        int depth = p->k - k0 < DEPTH ? p->k - k0 : DEPTH;
+        CPU(block_pack)(packed, p->a + m0 * p->a_row + k0 * p->a_col, p->a_row, p->a_col, m, depth,
+                        pairs);
+        for (int n0 = n_first; n0 < n_last; n0 += PANEL) {
+            int width = n_last - n0 < PANEL ? n_last - n0 : PANEL;
+            int64_t ldb;
+            Form form;
+            const float *b = bring(p, k0, depth, n0, width, scratch, 0, &ldb, &form);
+            CPU(block_multiply)(p->c + m0 * p->ldc + n0, p->ldc, packed, b, m, width,
+                                pairs ? (depth + 1) / 2 : depth, p->scale,
+                                p->bias && k0 == 0 ? p->bias + n0 : NULL, p->accumulate || k0 > 0,
+                                pairs);
+        }
+    }
 }
 
 static void product_piece(void *context, int64_t piece)
@@ -443,29 +435,7 @@ static void product_piece(void *context, int64_t piece)
     int m0 = (int)(piece / groups) * p->rows, n_first = (int)(piece % groups) * p->panels * PANEL;
     int m = p->m - m0 < p->rows ? p->m - m0 : p->rows;
     int n_last = n_first + p->panels * PANEL < p->n ? n_first + p->panels * PANEL : p->n;
-    int few = m <= FEW;
-    _Alignas(64) float scratch[(DEPTH + PANEL) * PANEL];
-    if (p->order != PANELS || !few) memset(scratch, 0, sizeof scratch);
-    Left left = {0};
-#if defined(__AVX512BF16__)
-    _Alignas(64) float pairs[LEFT];
-    if (in_pairs(p)) left.pairs = pairs;
-    int all_k = (int64_t)m * ((p->k + 1) / 2) <= LEFT; /* they fit, so they are rounded once */
-    if (left.pairs && all_k) left_round(&left, p, m0, m, 0, p->k);
-#endif
-    /* Many rows: all panels meet one block of a while it is in L2. Few rows: each panel is read
-     * once, in order, as memory likes it. The sums are the same. */
-    int step_n = few ? PANEL : n_last - n_first;
-    for (int n1 = n_first; n1 < n_last; n1 += step_n)
-        for (int k0 = 0; k0 == 0 || k0 < p->k; k0 += DEPTH) {
-#if defined(__AVX512BF16__)
-            int depth = p->k - k0 < DEPTH ? p->k - k0 : DEPTH;
-            if (left.pairs && !all_k) left_round(&left, p, m0, m, k0, depth);
-#endif
-            for (int n0 = n1; n0 < n1 + step_n && n0 < n_last; n0 += PANEL)
-                product_block(p, &left, m0, m, n0, n_last - n0 < PANEL ? n_last - n0 : PANEL, k0,
-                              scratch, few);
-        }
+    (m <= FEW ? few_rows : many_rows)(p, m0, m, n_first, n_last);
 }
 
 /* Cuts the product into pieces, a few for each thread, and runs them. */
@@ -474,13 +444,11 @@ void CPU(product_run)(Device *dev, Product *p)
     if (p->m <= 0 || p->n <= 0) return;
     int panels = (p->n + PANEL - 1) / PANEL, threads = pool_threads(((CpuDevice *)dev)->pool);
     int64_t wanted = (double)p->m * p->n * p->k < 2e5 ? 1 : threads > 1 ? 4 * threads : 1;
-    p->rows = p->m < ROWS ? p->m : ROWS;
-    int64_t blocks = (p->m + p->rows - 1) / p->rows;
-    if (blocks * panels < wanted && p->m > TILE_M) { /* narrow: cut the rows finer */
-        int64_t pieces = (wanted + panels - 1) / panels;
-        p->rows = (int)((p->m + pieces - 1) / pieces + TILE_M - 1) / TILE_M * TILE_M;
-        blocks = (p->m + p->rows - 1) / p->rows;
-    }
+    int most = CPU(block_rows)(p->k < DEPTH ? p->k : DEPTH, in_pairs(p));
+    int64_t blocks = (p->m + most - 1) / most;
+    if (blocks * panels < wanted) blocks = (wanted + panels - 1) / panels; /* narrow */
+    p->rows = (int)((p->m + blocks - 1) / blocks + TALL - 1) / TALL * TALL;
+    blocks = (p->m + p->rows - 1) / p->rows;
     int64_t groups = (wanted + blocks - 1) / blocks;
     if (groups > panels) groups = panels;
     p->panels = (int)((panels + groups - 1) / groups);

@@ -41,9 +41,11 @@ static inline void v_store(float *p, vf v)
     memcpy(p, &v, sizeof v);
 }
 
+/* x in every lane. x − 0 is x, which 0 + x is not for −0: the compiler makes it one broadcast from
+ * memory, where the sum cost an addition and a shuffle for each of a product's factors. */
 static inline vf v_set(float x)
 {
-    return (vf){0} + x;
+    return x - (vf){0};
 }
 
 /* a·b + c, rounded once where the instruction set can. */
@@ -131,8 +133,12 @@ static inline vu v_round_pairs(vf low, vf high)
 }
 #endif
 
+/* yes where the mask's lane is −1, no where it is 0. */
 static inline vf v_select(vi mask, vf yes, vf no)
 {
+#if defined(__AVX512F__)
+    return (vf)_mm512_mask_mov_ps((__m512)no, _mm512_movepi32_mask((__m512i)mask), (__m512)yes);
+#else
     vi a, b;
     memcpy(&a, &yes, sizeof a);
     memcpy(&b, &no, sizeof b);
@@ -140,15 +146,61 @@ static inline vf v_select(vi mask, vf yes, vf no)
     vf v;
     memcpy(&v, &c, sizeof v);
     return v;
+#endif
 }
 
+/* a > b ? a : b, so b where one is NaN */
 static inline vf v_max(vf a, vf b)
 {
+#if defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#else
     return v_select(a > b, a, b);
+#endif
+}
+
+/* a < b ? a : b, so b where one is NaN */
+static inline vf v_min(vf a, vf b)
+{
+#if defined(__AVX512F__)
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return v_select(a < b, a, b);
+#endif
+}
+
+/* x < bound ? 0 : y, so y where x is NaN */
+static inline vf v_zero_below(vf y, vf x, vf bound)
+{
+#if defined(__AVX512F__)
+    __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, (__m512)bound, _CMP_NLT_UQ);
+    return (vf)_mm512_maskz_mov_ps(kept, (__m512)y);
+#else
+    return v_select(x < bound, v_set(0.0f), y);
+#endif
+}
+
+/* p·2ⁿ for whole n in [−126, 128] and p in [½, 2] */
+static inline vf v_times_power(vf p, vf n)
+{
+#if defined(__AVX512F__)
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    vi half = __builtin_convertvector(n, vi) / 2; /* in two factors: n may be 128 */
+    vi rest = __builtin_convertvector(n, vi) - half;
+    vi bits_half = (half + 127) << 23, bits_rest = (rest + 127) << 23;
+    vf f, g;
+    memcpy(&f, &bits_half, sizeof f);
+    memcpy(&g, &bits_rest, sizeof g);
+    return p * f * g;
+#endif
 }
 
 static inline float v_sum(vf v)
 {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v); /* the same tree */
+#endif
     float lane[VL], total = 0.0f;
     v_store(lane, v);
     for (int step = VL / 2; step > 0; step /= 2)
@@ -159,11 +211,61 @@ static inline float v_sum(vf v)
 
 static inline float v_top(vf v)
 {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#endif
     float lane[VL];
     v_store(lane, v);
     float top = lane[0];
     for (int i = 1; i < VL; i++) top = lane[i] > top ? lane[i] : top;
     return top;
+}
+
+#if defined(__AVX512F__)
+#define LANES(f)                                          \
+    {f(0), f(1), f(2),  f(3),  f(4),  f(5),  f(6),  f(7), \
+     f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)}
+#elif defined(__AVX2__)
+#define LANES(f) {f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)}
+#else
+#define LANES(f) {f(0), f(1), f(2), f(3)}
+#endif
+
+/* Swaps the off-diagonal halves of each 2·step × 2·step block: log2(VL) of these transpose a
+ * square. */
+#define BUTTERFLY(v, step)                                           \
+    do {                                                             \
+        const vi low = LANES(LOW_##step), high = LANES(HIGH_##step); \
+        _Pragma("GCC unroll 16") for (int i = 0; i < VL; i++)        \
+        {                                                            \
+            if (i & step) continue;                                  \
+            vf x = v[i], y = v[i + step];                            \
+            v[i] = __builtin_shuffle(x, y, low);                     \
+            v[i + step] = __builtin_shuffle(x, y, high);             \
+        }                                                            \
+    } while (0)
+#define LOW(l, step) ((l) & step ? VL + (l) - step : (l))
+#define HIGH(l, step) ((l) & step ? VL + (l) : (l) + step)
+#define LOW_1(l) LOW(l, 1)
+#define LOW_2(l) LOW(l, 2)
+#define LOW_4(l) LOW(l, 4)
+#define LOW_8(l) LOW(l, 8)
+#define HIGH_1(l) HIGH(l, 1)
+#define HIGH_2(l) HIGH(l, 2)
+#define HIGH_4(l) HIGH(l, 4)
+#define HIGH_8(l) HIGH(l, 8)
+
+/* Turns a square of lanes in place: v[i]'s lane j becomes v[j]'s lane i. */
+static inline __attribute__((always_inline)) void square_turn(vf v[VL])
+{
+    BUTTERFLY(v, 1);
+    BUTTERFLY(v, 2);
+#if defined(__AVX2__)
+    BUTTERFLY(v, 4);
+#endif
+#if defined(__AVX512F__)
+    BUTTERFLY(v, 8);
+#endif
 }
 
 /* (e^r − 1 − r) / r² for |r| ≤ ln2/2, by Taylor's series of e^r to r⁷, whose remainder is under
@@ -182,22 +284,13 @@ static inline vf v_exp_rest(vf r)
 static inline vf v_exp(vf x)
 {
     const vf shift = v_set(12582912.0f); /* 1.5·2²³: adding it rounds to an integer */
-    vf clamped =
-        v_select(x > 88.72283f, v_set(88.72283f), v_select(x < -87.33654f, v_set(-87.33654f), x));
+    vf clamped = v_min(v_set(89.0f), v_max(v_set(-87.33654f), x)); /* NaN stays NaN; e⁸⁹ is inf */
     vf n = v_fma(clamped, v_set(1.44269504f), shift) - shift;
     vf r = v_fma(n, v_set(-0.693359375f), clamped);
     r = v_fma(n, v_set(2.12194440e-4f), r);
     vf p = 1.0f + v_fma(v_exp_rest(r), r * r, r);
-    vi half = __builtin_convertvector(n, vi) / 2; /* 2ⁿ in two factors: n may be 128 */
-    vi rest = __builtin_convertvector(n, vi) - half;
-    vi bits_half = (half + 127) << 23, bits_rest = (rest + 127) << 23;
-    vf f, g;
-    memcpy(&f, &bits_half, sizeof f);
-    memcpy(&g, &bits_rest, sizeof g);
-    vf y = p * f * g;
-    y = v_select(x > 88.72283f, v_set(INFINITY), y);
-    y = v_select(x < -87.33654f, v_set(0.0f), y);
-    return v_select(x == x, y, x); /* NaN stays NaN */
+    vf y = v_times_power(p, n);
+    return v_zero_below(y, x, v_set(-87.33654f));
 }
 
 /* (f − log(1 + f)) / f² for √½ ≤ 1 + f ≤ √2, by the polynomial of Cephes' logf. */

@@ -1,0 +1,185 @@
+/* cpu/block.c - many rows of a product against one panel of b.
+ *
+ * A tile of TALL rows and 2·VL columns of c stays in registers while k runs: two vector loads of b
+ * and TALL broadcasts of a for 2·TALL multiply-adds. a is packed first, once for all panels: rows
+ * that lie a power of two apart would share a few sets of the cache and a page of the TLB each, and
+ * TALL addresses do not fit into registers. The lines of c are asked for before the loop, which
+ * hides their way from memory behind it. Each sum is the one that matmul.c's tile of few rows
+ * makes, bit for bit. Compute bound: 2·m·width·k flops on m·k + k·width + m·width elements. */
+#include "block.h"
+
+enum { WIDE = 2 * VL }; /* columns of a tile */
+
+int CPU(block_rows)(int depth, int pairs)
+{
+    int lanes = pairs ? (depth + 1) / 2 : depth;
+    int rows = PACKED / (lanes > 0 ? lanes : 1);
+    return rows < TALL ? TALL : rows / TALL * TALL;
+}
+
+/* ---- packing ---- */
+
+/* VL lanes of one row, from element `k` on; `n` of its elements exist. */
+static inline vf row_lanes(const float *row, int n, int pairs)
+{
+#if defined(__AVX512BF16__)
+    if (pairs) {
+        if (n >= 2 * VL) return (vf)v_round_pairs(v_load(row), v_load(row + VL));
+        float part[2 * VL] = {0};
+        memcpy(part, row, (size_t)n * sizeof *part);
+        return (vf)v_round_pairs(v_load(part), v_load(part + VL));
+    }
+#endif
+    (void)pairs;
+    return n >= VL ? v_load(row) : v_load_part(row, n, 0.0f);
+}
+
+/* One tile of `rows` rows as they lie, k along each: squares of VL rows are turned, and their
+ * columns stored TALL apart, so that each overwrites what the one before had too much. */
+static void pack_rows(float *to, const float *a, int64_t a_row, int rows, int depth, int pairs)
+{
+    int step = pairs ? 2 * VL : VL, lanes = pairs ? (depth + 1) / 2 : depth;
+    for (int first = 0; first < rows; first += VL)
+        for (int k = 0, lane = 0; k < depth; k += step, lane += VL) {
+            int n = depth - k < step ? depth - k : step;
+            vf v[VL];
+#pragma GCC unroll 16
+            for (int r = 0; r < VL; r++)
+                v[r] = first + r < rows ? row_lanes(a + (first + r) * a_row + k, n, pairs)
+                                        : v_set(0.0f);
+            square_turn(v);
+            int width = lanes - lane < VL ? lanes - lane : VL;
+            for (int i = 0; i < width; i++) {
+                float *out = to + (int64_t)(lane + i) * TALL + first;
+                if (rows <= VL || first + VL <= TALL)
+                    v_store(out, v[i]);
+                else
+                    v_store_part(out, v[i], TALL - first);
+            }
+        }
+}
+
+/* The same of a turned matrix, whose rows are neighbours. */
+static void pack_columns(float *to, const float *a, int64_t a_row, int64_t a_col, int rows,
+                         int depth)
+{
+    for (int k = 0; k < depth; k++, a += a_col, to += TALL)
+        for (int r = 0; r < rows; r++) to[r] = a[r * a_row];
+}
+
+void CPU(block_pack)(float *to, const float *a, int64_t a_row, int64_t a_col, int m, int depth,
+                     int pairs)
+{
+    int64_t tile = (int64_t)(pairs ? (depth + 1) / 2 : depth) * TALL;
+    for (int i = 0; i < m; i += TALL, to += tile) {
+        int rows = m - i < TALL ? m - i : TALL;
+        if (a_col == 1)
+            pack_rows(to, a + i * a_row, a_row, rows, depth, pairs);
+        else
+            pack_columns(to, a + i * a_row, a_row, a_col, rows, depth);
+    }
+}
+
+/* ---- the register tile ---- */
+
+static inline __attribute__((always_inline)) void tall_rows(float *c, int64_t ldc, const float *a,
+                                                            const float *b, int lanes, float scale,
+                                                            const float *bias, int add,
+                                                            const int rows, const int pairs)
+{
+    vf acc[TALL][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        acc[r][0] = acc[r][1] = v_set(0.0f);
+        __builtin_prefetch(c + r * ldc, 1);
+        __builtin_prefetch(c + r * ldc + WIDE - 1, 1);
+    }
+    for (int i = 0; i < lanes; i++, a += TALL, b += PANEL) {
+#if defined(__AVX512BF16__)
+        if (pairs) {
+            vu b0 = v_load_pairs(b), b1 = v_load_pairs(b + VL);
+#pragma GCC unroll 16
+            for (int r = 0; r < rows; r++) {
+                vu x = v_set_pair(a + r);
+                acc[r][0] = v_dot_pairs(x, b0, acc[r][0]);
+                acc[r][1] = v_dot_pairs(x, b1, acc[r][1]);
+            }
+            continue;
+        }
+#endif
+        vf b0 = v_load(b), b1 = v_load(b + VL);
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) {
+            vf x = v_set(a[r]);
+            acc[r][0] = v_fma(x, b0, acc[r][0]);
+            acc[r][1] = v_fma(x, b1, acc[r][1]);
+        }
+    }
+    (void)pairs;
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            float *out = c + r * ldc + half * VL;
+            vf y = acc[r][half] * scale;
+            if (bias) y += v_load(bias + half * VL);
+            if (add) y += v_load(out);
+            v_store(out, y);
+        }
+}
+
+/* The switch makes the row count and the form constants. */
+static void tall(float *c, int64_t ldc, const float *a, const float *b, int lanes, float scale,
+                 const float *bias, int add, int rows, int pairs)
+{
+#define CASE(n)                                                     \
+    case n:                                                         \
+        if (pairs)                                                  \
+            tall_rows(c, ldc, a, b, lanes, scale, bias, add, n, 1); \
+        else                                                        \
+            tall_rows(c, ldc, a, b, lanes, scale, bias, add, n, 0); \
+        return
+    switch (rows) {
+        CASE(1);
+        CASE(2);
+        CASE(3);
+        CASE(4);
+        CASE(5);
+        CASE(6);
+#if defined(__AVX512F__)
+        CASE(7);
+        CASE(8);
+        CASE(9);
+        CASE(10);
+        CASE(11);
+        CASE(12);
+        CASE(13);
+        CASE(14);
+#endif
+    }
+#undef CASE
+}
+
+void CPU(block_multiply)(float *c, int64_t ldc, const float *a, const float *b, int m, int width,
+                         int lanes, float scale, const float *bias, int add, int pairs)
+{
+    for (int j = 0; j < width; j += WIDE) {
+        int live = width - j < WIDE ? width - j : WIDE;
+        const float *tile = a;
+        for (int i = 0; i < m; i += TALL, tile += (int64_t)lanes * TALL) {
+            int rows = m - i < TALL ? m - i : TALL;
+            float *out = c + i * ldc + j;
+            if (live == WIDE) {
+                tall(out, ldc, tile, b + j, lanes, scale, bias ? bias + j : NULL, add, rows, pairs);
+                continue;
+            }
+            float edge[TALL * WIDE] = {0}, edge_bias[WIDE] = {0};
+            for (int x = 0; bias && x < live; x++) edge_bias[x] = bias[j + x];
+            for (int r = 0; add && r < rows; r++)
+                memcpy(edge + r * WIDE, out + r * ldc, (size_t)live * sizeof *edge);
+            tall(edge, WIDE, tile, b + j, lanes, scale, bias ? edge_bias : NULL, add, rows, pairs);
+            for (int r = 0; r < rows; r++)
+                memcpy(out + r * ldc, edge + r * WIDE, (size_t)live * sizeof *edge);
+        }
+    }
+}
