@@ -107,7 +107,7 @@ Status adapter_measure(Adapter **out, Model *model, const AdapterSpec *spec, int
     adapter->alpha = spec->alpha;
     adapter->scale = spec->alpha / (float)spec->rank;
     adapter->keep_bytes = spec->keep_bytes;
-    adapter->step_most = spec->step_bytes ? spec->step_bytes : plan_step_most(model);
+    adapter->step_most = spec->step_bytes ? spec->step_bytes : plan_step_most(model, 0);
     adapter->memory.dev = adapter->arena.dev = model->dev;
     adapter->layer = calloc((size_t)model->shape.layers, sizeof *adapter->layer);
     if (!adapter->layer) {

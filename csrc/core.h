@@ -404,8 +404,9 @@ typedef struct Plan {
 
 /* `tokens` of a training step; 0: the default. */
 Status plan_make(Plan *plan, Model *model, const AdapterSpec *spec, int tokens);
-/* Bytes that a step may take where nothing is said, its ops' own among them. */
-size_t plan_step_most(const Model *model);
+/* Bytes that a step may take, its ops' own among them, in so many bytes of memory; 0: in the
+ * device's. */
+size_t plan_step_most(const Model *model, size_t all_bytes);
 /* Rows of a micro-batch: as many as the device has use for, if it has the memory. */
 int plan_step_tokens(Adapter *adapter);
 /* The bytes of one arena as a function of what is kept in it. */

@@ -26,17 +26,17 @@ static size_t maximum(size_t a, size_t b)
     return a > b ? a : b;
 }
 
-/* What the weights leave of the device's memory. */
-static size_t room(const Model *model)
+/* What the weights leave of so much memory. */
+static size_t room(const Model *model, size_t all_bytes)
 {
-    size_t free_bytes, all_bytes, weights = model_bytes(model);
-    model->dev->memory(model->dev, &free_bytes, &all_bytes);
-    return all_bytes - minimum(all_bytes, weights);
+    return all_bytes - minimum(all_bytes, model_bytes(model));
 }
 
-size_t plan_step_most(const Model *model)
+size_t plan_step_most(const Model *model, size_t all_bytes)
 {
-    return room(model) / STEP_SHARE;
+    size_t free_bytes;
+    if (!all_bytes) model->dev->memory(model->dev, &free_bytes, &all_bytes);
+    return room(model, all_bytes) / STEP_SHARE;
 }
 
 /* Whether a step of one datum of T tokens fits in `most` bytes. */
@@ -51,7 +51,7 @@ int plan_step_tokens(Adapter *adapter)
     const Model *model = adapter->model;
     int tokens = model->dev->step_rows;
     while (tokens > STEP_TOKENS_MIN &&
-           !(step_fits(adapter, tokens, keep_all(model), plan_step_most(model)) &&
+           !(step_fits(adapter, tokens, keep_all(model), plan_step_most(model, 0)) &&
              step_fits(adapter, tokens, 1, adapter->step_most)))
         tokens /= 2;
     return tokens;
@@ -99,8 +99,7 @@ int64_t plan_cache_tokens(const Model *model, size_t all_bytes, size_t free_byte
         if (!model->weights.base) /* a plan: they will be there */
             free_bytes -= minimum(free_bytes, model_bytes(model));
     }
-    size_t most = (all_bytes - minimum(all_bytes, model_bytes(model))) / CACHE_SHARE;
-    size_t bytes = minimum(most, maximum(free_bytes / 2, least));
+    size_t bytes = minimum(room(model, all_bytes) / CACHE_SHARE, maximum(free_bytes / 2, least));
     int64_t tokens = (int64_t)(bytes / token) / KV_PAGE * KV_PAGE;
     return tokens < KV_PAGE ? KV_PAGE : tokens < CACHE_TOKENS_MAX ? tokens : CACHE_TOKENS_MAX;
 }

@@ -153,6 +153,13 @@ static PyObject *model_cache_tokens_method(PyObject *object, PyObject *args, PyO
         plan_cache_tokens(((PyModel *)object)->model, (size_t)all_bytes, (size_t)free_bytes));
 }
 
+static PyObject *model_step_bytes_method(PyObject *object, PyObject *memory)
+{
+    size_t bytes = PyLong_AsSize_t(memory);
+    if (bytes == (size_t)-1 && PyErr_Occurred()) return NULL;
+    return PyLong_FromSize_t(plan_step_most(((PyModel *)object)->model, bytes));
+}
+
 static PyObject *model_slots(PyObject *object, void *unused)
 {
     (void)unused;
@@ -220,6 +227,8 @@ static PyMethodDef methods[] = {
     {"cache_tokens", (PyCFunction)(void (*)(void))model_cache_tokens_method,
      METH_VARARGS | METH_KEYWORDS,
      "cache_tokens(memory=0, free=0) -> int\n\nTokens that a sampler's cache holds by default."},
+    {"step_bytes", model_step_bytes_method, METH_O,
+     "step_bytes(memory) -> int\n\nBytes that a training step may take by default."},
     {NULL, NULL, 0, NULL},
 };
 

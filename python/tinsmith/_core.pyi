@@ -116,6 +116,9 @@ class Model:
         backward makes the rest from again; 0 of both where the step does not fit at all. longest is
         the tokens of the longest datum that does, at most the context."""
 
+    def step_bytes(self, memory: int) -> int:
+        """What a training step may take by default: a half of what the weights leave of `memory`,
+        or, where that is 0, of what the device has."""
     def cache_tokens(self, memory: int = 0, free: int = 0) -> int:
         """Tokens that a sampler's cache of keys and values holds by default: as many as fit in a
         quarter of what the weights leave of `memory`, and in half of what is free of it, or those

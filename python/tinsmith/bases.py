@@ -21,7 +21,6 @@ from tinsmith.families import BaseModel, LoadedModel, inspect_model, load_weight
 T = TypeVar("T")
 
 SHARE = 0.9  # of all memory, where no limit is given
-STEP_SHARE = 2  # the part of what the limit leaves beside a model that a step takes at most
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -107,19 +106,21 @@ class Bases:
                     raise MemoryError(f"{what}: {error}; {self._holders()}") from None
 
     def run_bytes(self, loaded: LoadedModel, rank: int) -> tuple[int, int]:
-        """What a run of some rank takes, its adapter and a step's activations: where a step keeps
-        all of them, and where it keeps the least."""
-        whole = loaded.core.plan(rank)
-        least = loaded.core.plan(rank, whole["step_tokens"], 1)
-        beside = whole["adapter"] + whole["scratch"]
-        return beside + whole["step"], beside + least["step"]
+        """What a run of some rank takes, its adapter and a step's activations: as many as a step
+        may keep, and the least, with something for batches that are not one long datum."""
+        core = loaded.core
+        rows = core.plan(rank)["step_tokens"]
+        most = core.plan(rank, rows, core.step_bytes(self.memory or 0))
+        least = core.plan(rank, rows, 1)["step"] * 9 // 8
+        beside = most["adapter"] + most["scratch"]
+        return beside + max(most["step"], least), beside + least
 
     def step_bytes(self, adapter: _core.Adapter, reserved: int) -> int:
         """What an adapter's step may take for which so much is reserved: that, or all that is free
-        within a share; 0 where nothing bounds it."""
+        within a step's share; 0 where nothing bounds it."""
         if self.memory is None:
             return 0
-        share = (self.memory - adapter.model.weight_bytes) // STEP_SHARE
+        share = adapter.model.step_bytes(self.memory)
         return max(reserved, min(share, reserved + self.memory - self._used()))
 
     def room(self, need: int) -> int:

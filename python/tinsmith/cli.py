@@ -295,9 +295,10 @@ def _info(options: argparse.Namespace) -> None:
         f"{readable(sizes['all'])}{'' if total <= free else ', which is too little'}"
     )
     bound = ", the model's context" if sizes["longest"] == int(config["context"]) else ""
+    longest = f"the longest datum that can be trained has {sizes['longest']} tokens{bound}"
     print(
-        f"A training step may take {readable(sizes['step_most'])}; the longest datum that can be "
-        f"trained has {sizes['longest']} tokens{bound}."
+        f"A training step may take {readable(sizes['step_most'])}; "
+        f"{longest if sizes['longest'] else 'no datum can be trained in that'}."
     )
 
 
