@@ -104,6 +104,18 @@ def topk(report: Report, columns: dict[str, str]) -> None:
     compare(table, f"{n} × {d} × {V}", sides, args, report.floor(flops=2.0 * n * d * V))
 
 
+def gather_in_numpy(x: np.ndarray, w: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The gradient of the rows (N, D) of Σ log-probabilities, as one writes it in NumPy."""
+    logits = x @ w.T
+    top = logits.max(-1, keepdims=True)
+    p = np.exp(logits - top)
+    total = p.sum(-1, keepdims=True)
+    np.take_along_axis(logits, ids, 1) - top - np.log(total)
+    p *= -ids.shape[1] / total
+    np.add.at(p, (np.arange(len(ids))[:, None], ids), 1)
+    return p @ w
+
+
 def gather(report: Report, columns: dict[str, str]) -> None:
     """20 log-probabilities of each row with their gradient, under a frozen and a trained weight."""
     args, V, n, d = report.args, report.args.vocab, report.args.rows, report.args.width
@@ -125,6 +137,9 @@ def gather(report: Report, columns: dict[str, str]) -> None:
             "torch eager": lambda x=x, w=w, chunk=chunk: chunk(slice(0, n), x @ w.T),
             "torch chunked": lambda x=x, w=w, chunk=chunk: in_chunks(x, w, chunk),
         }
+        if not trained:
+            arrays = x.detach().numpy(), w.numpy(), ids.numpy()
+            sides["NumPy"] = lambda arrays=arrays: gather_in_numpy(*arrays)
         floor = report.floor(flops=(3 if trained else 2) * 2.0 * n * d * V)
         compare(table, "trained" if trained else "frozen", sides, args, floor, (x, w))
 
