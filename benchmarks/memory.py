@@ -14,17 +14,17 @@ import time
 from pathlib import Path
 
 import numpy as np
-from peers import SHAPES, checkpoint, hf_model
+from peers import DTYPES, SHAPES, checkpoint, hf_model
 
 RANK = 32
 
 
-def ours(folder: Path, tokens: np.ndarray) -> None:
+def ours(folder: Path, tokens: np.ndarray, dtype: str) -> None:
     """Loads, then one forward_backward; prints its figures as JSON."""
     start = time.perf_counter()
     from tinsmith import _core, families
 
-    loaded = families.load_model(folder, threads=1)
+    loaded = families.load_model(folder, dtype=DTYPES[dtype], threads=1)
     adapter = _core.Adapter(loaded.core, rank=RANK)
     one = np.ones(1, np.int32)
     adapter.forward_backward(one, one, one, one, "cross_entropy", {}, {}, backward=False)
@@ -39,7 +39,7 @@ def ours(folder: Path, tokens: np.ndarray) -> None:
     report(ready)
 
 
-def peft(folder: Path, tokens: np.ndarray) -> None:
+def peft(folder: Path, tokens: np.ndarray, dtype: str) -> None:
     """The same with transformers and PEFT."""
     start = time.perf_counter()
     import torch
@@ -48,7 +48,9 @@ def peft(folder: Path, tokens: np.ndarray) -> None:
 
     torch.set_num_threads(1)
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype={"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    )
     model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=32, target_modules=names))
     with torch.no_grad():
         model(input_ids=torch.ones(1, 1, dtype=torch.long))
@@ -73,6 +75,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--datums", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--dtype", choices=DTYPES, default="f32", help="of the model")
     parser.add_argument("--side", choices=("tinsmith", "peft"), help="one side, as a child")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
@@ -81,9 +84,9 @@ def main() -> None:
         np.random.default_rng(0).integers(0, vocab, (args.datums, args.length)).astype(np.int32)
     )
     if args.side:
-        (ours if args.side == "tinsmith" else peft)(args.folder, tokens)
+        (ours if args.side == "tinsmith" else peft)(args.folder, tokens, args.dtype)
         return
-    with checkpoint(hf_model(args.shape, "f32")) as folder:
+    with checkpoint(hf_model(args.shape, args.dtype)) as folder:
         for side in ("tinsmith", "peft"):
             child = ["--side", side, "--folder", str(folder)]
             command = [sys.executable, __file__, *sys.argv[1:], *child]
