@@ -3,17 +3,16 @@
     python benchmarks/ops.py --plot ops.svg
 
 The head's ops: against torch's logsumexp and gather, topk, and softmax and multinomial on the same
-logits. Products: against oneDNN's dnnl_sgemm where the package onednn-cpu-gomp is installed, and
-torch in f32 and bf16. The engine rounds x to bf16 in a product with a bf16 weight where the
+logits. Products: against oneDNN where the package onednn-cpu-gomp is installed (dnnl_sgemm in f32,
+in bf16 its matmul primitive on a weight in its own order), and torch in f32 and bf16. The engine rounds x to bf16 in a product with a bf16 weight where the
 processor has such a product ("bf16"); else it widens the weight. Takes two minutes."""
 
-import ctypes
-import importlib.metadata
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onednn
 import torch
 from peers import interleave, parse, parser
 from report import Report
@@ -52,34 +51,6 @@ def prepared(device: engine.Device, op: str, **args: object) -> Callable[[], Non
     return run
 
 
-def onednn_sgemm() -> Callable[..., int] | None:
-    """dnnl_sgemm out of the package onednn-cpu-gomp, or None."""
-    try:
-        files = importlib.metadata.files("onednn-cpu-gomp") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    found = sorted(str(f.locate()) for f in files if f.name.startswith("libdnnl.so"))
-    return ctypes.CDLL(found[-1]).dnnl_sgemm if found else None
-
-
-def onednn_side(sgemm: Callable[..., int], x: np.ndarray, w: np.ndarray) -> Callable[[], None]:
-    """y = x·wᵀ with oneDNN's one plain call."""
-    y = np.empty((len(x), len(w)), np.float32)
-    sizes = [ctypes.c_int64(n) for n in (len(x), len(w), x.shape[1])]
-    one, zero = ctypes.c_float(1), ctypes.c_float(0)
-    strides = [ctypes.c_int64(n) for n in (x.shape[1], w.shape[1], len(w))]
-    pointers = [ctypes.c_void_p(a.ctypes.data) for a in (x, w, y)]
-
-    def run() -> None:
-        sgemm(
-            ctypes.c_char(b"N"), ctypes.c_char(b"T"), *sizes, one, pointers[0], strides[0],
-            pointers[1], strides[1], zero, pointers[2], strides[2],
-        )  # fmt: skip
-        assert y is not None
-
-    return run
-
-
 def repeated(call: Callable[[], None], times: int) -> Callable[[], None]:
     """The call so often that it can be timed."""
 
@@ -100,7 +71,7 @@ def bf16_device(device: engine.Device, threads: int) -> engine.Device:
 
 def products(report: Report, device: engine.Device, pairs: engine.Device) -> None:
     """A case a shape: both element types of the weight, oneDNN, torch."""
-    sgemm, args = onednn_sgemm(), report.args
+    library, args = onednn.load(), report.args
     rng = np.random.default_rng(0)
     columns = {args.unit[:-1] + "µs": ".1f", f"GFLOP/{args.unit}": ".1f"}
     for dtype in ("f32", "bf16"):
@@ -113,8 +84,9 @@ def products(report: Report, device: engine.Device, pairs: engine.Device) -> Non
             sides = {"tinsmith": prepared(place, "linear", w=weight, **common)}
             kind = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
             tx, tw = (torch.from_numpy(array).to(kind) for array in (x, w))
-            if sgemm and dtype == "f32":
-                sides["oneDNN"] = onednn_side(sgemm, tx.numpy(), tw.numpy())
+            if library:
+                side = {"f32": onednn.f32, "bf16": onednn.bf16}[dtype]
+                sides["oneDNN"] = side(library, x.astype(np.float32), w.astype(np.float32))
             sides["torch"] = lambda tx=tx, tw=tw: torch.nn.functional.linear(tx, tw)
             times = max(1, int(args.flops / (2.0 * T * N * D)))
             calls = {name: repeated(call, times) for name, call in sides.items()}

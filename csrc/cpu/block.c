@@ -82,10 +82,9 @@ void CPU(block_pack)(float *to, const float *a, int64_t a_row, int64_t a_col, in
 
 /* ---- the register tile ---- */
 
-static inline __attribute__((always_inline)) void tall_rows(float *c, int64_t ldc, const float *a,
-                                                            const float *b, int lanes, float scale,
-                                                            const float *bias, int add,
-                                                            const int rows, const int pairs)
+static inline __attribute__((always_inline)) void
+tall_rows(float *c, int64_t ldc, const float *a, int64_t a_step, const float *b, int lanes,
+          float scale, const float *bias, int add, const int rows, const int pairs)
 {
     vf acc[TALL][2];
 #pragma GCC unroll 16
@@ -94,7 +93,7 @@ static inline __attribute__((always_inline)) void tall_rows(float *c, int64_t ld
         __builtin_prefetch(c + r * ldc, 1);
         __builtin_prefetch(c + r * ldc + WIDE - 1, 1);
     }
-    for (int i = 0; i < lanes; i++, a += TALL, b += PANEL) {
+    for (int i = 0; i < lanes; i++, a += a_step, b += PANEL) {
 #if defined(__AVX512BF16__)
         if (pairs) {
             vu b0 = v_load_pairs(b), b1 = v_load_pairs(b + VL);
@@ -129,15 +128,15 @@ static inline __attribute__((always_inline)) void tall_rows(float *c, int64_t ld
 }
 
 /* The switch makes the row count and the form constants. */
-static void tall(float *c, int64_t ldc, const float *a, const float *b, int lanes, float scale,
-                 const float *bias, int add, int rows, int pairs)
+static void tall(float *c, int64_t ldc, const float *a, int64_t a_step, const float *b, int lanes,
+                 float scale, const float *bias, int add, int rows, int pairs)
 {
-#define CASE(n)                                                     \
-    case n:                                                         \
-        if (pairs)                                                  \
-            tall_rows(c, ldc, a, b, lanes, scale, bias, add, n, 1); \
-        else                                                        \
-            tall_rows(c, ldc, a, b, lanes, scale, bias, add, n, 0); \
+#define CASE(n)                                                             \
+    case n:                                                                 \
+        if (pairs)                                                          \
+            tall_rows(c, ldc, a, a_step, b, lanes, scale, bias, add, n, 1); \
+        else                                                                \
+            tall_rows(c, ldc, a, a_step, b, lanes, scale, bias, add, n, 0); \
         return
     switch (rows) {
         CASE(1);
@@ -160,24 +159,28 @@ static void tall(float *c, int64_t ldc, const float *a, const float *b, int lane
 #undef CASE
 }
 
-void CPU(block_multiply)(float *c, int64_t ldc, const float *a, const float *b, int m, int width,
-                         int lanes, float scale, const float *bias, int add, int pairs)
+void CPU(block_multiply)(float *c, int64_t ldc, Tiles a, const float *b, int m, int width,
+                         int lanes, float scale, const float *bias, int add)
 {
+    int pairs = a.pairs;
+    int64_t a_step = a.step;
     for (int j = 0; j < width; j += WIDE) {
         int live = width - j < WIDE ? width - j : WIDE;
-        const float *tile = a;
-        for (int i = 0; i < m; i += TALL, tile += (int64_t)lanes * TALL) {
+        const float *tile = a.at;
+        for (int i = 0; i < m; i += TALL, tile += a.tile) {
             int rows = m - i < TALL ? m - i : TALL;
             float *out = c + i * ldc + j;
             if (live == WIDE) {
-                tall(out, ldc, tile, b + j, lanes, scale, bias ? bias + j : NULL, add, rows, pairs);
+                tall(out, ldc, tile, a_step, b + j, lanes, scale, bias ? bias + j : NULL, add, rows,
+                     pairs);
                 continue;
             }
             float edge[TALL * WIDE] = {0}, edge_bias[WIDE] = {0};
             for (int x = 0; bias && x < live; x++) edge_bias[x] = bias[j + x];
             for (int r = 0; add && r < rows; r++)
                 memcpy(edge + r * WIDE, out + r * ldc, (size_t)live * sizeof *edge);
-            tall(edge, WIDE, tile, b + j, lanes, scale, bias ? edge_bias : NULL, add, rows, pairs);
+            tall(edge, WIDE, tile, a_step, b + j, lanes, scale, bias ? edge_bias : NULL, add, rows,
+                 pairs);
             for (int r = 0; r < rows; r++)
                 memcpy(out + r * ldc, edge + r * WIDE, (size_t)live * sizeof *edge);
         }

@@ -21,9 +21,38 @@ int CPU(block_rows)(int depth, int pairs);
 void CPU(block_pack)(float *to, const float *a, int64_t a_row, int64_t a_col, int m, int depth,
                      int pairs);
 
-/* c (m,width) = scale·a·b [+ bias] [+ c], width ≤ PANEL: a is packed, b is k-major with PANEL lanes
- * a row, `lanes` rows of it. */
-void CPU(block_multiply)(float *c, int64_t ldc, const float *a, const float *b, int m, int width,
-                         int lanes, float scale, const float *bias, int add, int pairs);
+/* Where row i of a, lane l, is: at[(i / TALL)·tile + l·step + i % TALL]. */
+typedef struct Tiles {
+    const float *at;
+    int64_t step, tile;
+    int pairs;
+} Tiles;
+
+/* What block_pack has made. */
+static inline Tiles tiles_packed(const float *packed, int depth, int pairs)
+{
+    return (Tiles){packed, TALL, (int64_t)(pairs ? (depth + 1) / 2 : depth) * TALL, pairs};
+}
+
+/* A matrix (k, m) is in order as it lies. */
+static inline Tiles tiles_turned(const float *a, int64_t width)
+{
+    return (Tiles){a, width, TALL, 0};
+}
+
+/* c (m,width) = scale·a·b [+ bias] [+ c], width ≤ PANEL; b is k-major with PANEL lanes a row,
+ * `lanes` rows of it. */
+void CPU(block_multiply)(float *c, int64_t ldc, Tiles a, const float *b, int m, int width,
+                         int lanes, float scale, const float *bias, int add);
+
+/* `width` ≤ PANEL columns of `depth` rows, PANEL lanes a row. */
+static inline void panel_copy(float *to, const float *from, int64_t from_row, int depth, int width)
+{
+    for (int i = 0; i < depth; i++, to += PANEL, from += from_row) {
+        int j = 0;
+        for (; j + VL <= width; j += VL) v_store(to + j, v_load(from + j));
+        for (; j < width; j++) to[j] = from[j];
+    }
+}
 
 #endif

@@ -321,8 +321,7 @@ static const float *bring(const Product *p, int k0, int depth, int n0, int width
             *ldb = p->ldb;
             return b;
         }
-        for (int i = 0; i < depth; i++)
-            memcpy(scratch + i * PANEL, b + i * p->ldb, (size_t)width * 4);
+        panel_copy(scratch, b, p->ldb, depth, width);
         return scratch;
     }
     if (p->order == BY_COLUMN) {
@@ -420,10 +419,9 @@ static void many_rows(const Product *p, int m0, int m, int n_first, int n_last)
             int64_t ldb;
             Form form;
             const float *b = bring(p, k0, depth, n0, width, scratch, 0, &ldb, &form);
-            CPU(block_multiply)(p->c + m0 * p->ldc + n0, p->ldc, packed, b, m, width,
-                                pairs ? (depth + 1) / 2 : depth, p->scale,
-                                p->bias && k0 == 0 ? p->bias + n0 : NULL, p->accumulate || k0 > 0,
-                                pairs);
+            CPU(block_multiply)(p->c + m0 * p->ldc + n0, p->ldc, tiles_packed(packed, depth, pairs),
+                                b, m, width, pairs ? (depth + 1) / 2 : depth, p->scale,
+                                p->bias && k0 == 0 ? p->bias + n0 : NULL, p->accumulate || k0 > 0);
         }
     }
 }
@@ -435,7 +433,8 @@ static void product_piece(void *context, int64_t piece)
     int m0 = (int)(piece / groups) * p->rows, n_first = (int)(piece % groups) * p->panels * PANEL;
     int m = p->m - m0 < p->rows ? p->m - m0 : p->rows;
     int n_last = n_first + p->panels * PANEL < p->n ? n_first + p->panels * PANEL : p->n;
-    (m <= FEW ? few_rows : many_rows)(p, m0, m, n_first, n_last);
+    int packs = m > FEW && (p->n > PANEL || in_pairs(p)); /* for one panel it would not pay */
+    (packs ? many_rows : few_rows)(p, m0, m, n_first, n_last);
 }
 
 /* Cuts the product into pieces, a few for each thread, and runs them. */

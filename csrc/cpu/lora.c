@@ -1,0 +1,232 @@
+/* cpu/lora.c - LoRA's narrow products, for all matrices of a group that read the same input.
+ *
+ *   forward   s_i = x·a_i (T,R);  y_i += scale·s_i·b_i (T,N_i)
+ *   backward  ds_i = scale·dy_i·b_iᵀ;  db_i += scale·s_iᵀ·dy_i;  da_i += xᵀ·ds_i;  dx += Σ
+ * ds_i·a_iᵀ
+ *
+ * The group's columns stand side by side, count·R of them, so that three matrices of rank 8 fill
+ * one panel instead of a quarter of three: a block of x is packed once for all a_i, a panel of x is
+ * brought once for all da_i, and dx is read and written once. s and ds are k-major for the
+ * gradients as they lie. 2·T·R·(D + N) flops a matrix forward, twice that backward, on T·(D + N)
+ * elements: compute bound from ranks of about 32 on, bound by y's and dy's memory below. */
+#include "block.h"
+
+enum {
+    COLUMNS = DEPTH,     /* of the group that are taken at once: 3 matrices of rank 128 */
+    ROWS = 16 * TALL,    /* of x in one job */
+    GRADIENT_PANELS = 8, /* of x or dy in one job */
+};
+
+typedef struct Group {
+    const Lora *list;
+    int count;
+    const float *x;
+    float *dx;
+    int T, D, R;
+} Group;
+
+/* The next stretch of the group's columns, from `from` on and before `to`, that is of one matrix.
+ */
+typedef struct Part {
+    const Lora *m;
+    int r, n; /* its columns [r, r + n) */
+} Part;
+
+static Part part_of(const Group *g, int from, int to)
+{
+    int r = from % g->R, n = g->R - r;
+    return (Part){g->list + from / g->R, r, n < to - from ? n : to - from};
+}
+
+static int block_of(int64_t job, int size, int all)
+{
+    int from = (int)job * size;
+    return all - from < size ? all - from : size;
+}
+
+/* ---- products of whole matrices ---- */
+
+static void multiply(Device *dev, float *c, const float *a, int64_t a_row, const float *b,
+                     int64_t ldb, Order order, int m, int n, int k, float scale, int accumulate)
+{
+    CPU(product_run)(dev, &(Product){.c = c,
+                                     .ldc = n,
+                                     .a = a,
+                                     .a_row = a_row,
+                                     .a_col = 1,
+                                     .b = b,
+                                     .ldb = ldb,
+                                     .order = order,
+                                     .m = m,
+                                     .n = n,
+                                     .k = k,
+                                     .scale = scale,
+                                     .accumulate = accumulate});
+}
+
+/* ---- between x and the group's columns ---- */
+
+/* s of all matrices for a block of rows. */
+static void narrow_job(void *context, int64_t job)
+{
+    const Group *g = context;
+    int t0 = (int)job * ROWS, m = block_of(job, ROWS, g->T), all = g->count * g->R;
+    _Alignas(64) float packed[ROWS * DEPTH + PACKED_SLACK], b[DEPTH * PANEL];
+    _Alignas(64) float sums[ROWS * COLUMNS];
+    memset(b, 0, sizeof b); /* columns that do not exist */
+    for (int c0 = 0; c0 < all; c0 += COLUMNS) {
+        int c1 = all - c0 < COLUMNS ? all : c0 + COLUMNS;
+        for (int k0 = 0; k0 == 0 || k0 < g->D; k0 += DEPTH) {
+            int depth = g->D - k0 < DEPTH ? g->D - k0 : DEPTH;
+            CPU(block_pack)(packed, g->x + (int64_t)t0 * g->D + k0, g->D, 1, m, depth, 0);
+            for (int n0 = c0; n0 < c1; n0 += PANEL) {
+                int width = c1 - n0 < PANEL ? c1 - n0 : PANEL;
+                for (int c = n0; c < n0 + width;) {
+                    Part p = part_of(g, c, n0 + width);
+                    panel_copy(b + c - n0, p.m->a + (int64_t)k0 * g->R + p.r, g->R, depth, p.n);
+                    c += p.n;
+                }
+                CPU(block_multiply)(sums + n0 - c0, COLUMNS, tiles_packed(packed, depth, 0), b, m,
+                                    width, depth, 1.0f, NULL, k0 > 0);
+            }
+        }
+        for (int c = c0; c < c1;) {
+            Part p = part_of(g, c, c1);
+            for (int t = 0; t < m; t++)
+                memcpy(f32(p.m->s) + (int64_t)(t0 + t) * g->R + p.r, sums + t * COLUMNS + c - c0,
+                       (size_t)p.n * sizeof(float));
+            c += p.n;
+        }
+    }
+}
+
+/* dx += Σ ds_i·a_iᵀ for a block of rows. */
+static void widen_job(void *context, int64_t job)
+{
+    const Group *g = context;
+    int t0 = (int)job * ROWS, m = block_of(job, ROWS, g->T), all = g->count * g->R;
+    _Alignas(64) float packed[ROWS * COLUMNS + PACKED_SLACK], b[COLUMNS * PANEL];
+    _Alignas(64) float side_by_side[ROWS * COLUMNS];
+    memset(b, 0, sizeof b); /* columns that do not exist */
+    for (int c0 = 0; c0 < all; c0 += COLUMNS) {
+        int c1 = all - c0 < COLUMNS ? all : c0 + COLUMNS, k = c1 - c0;
+        for (int c = c0; c < c1;) {
+            Part p = part_of(g, c, c1);
+            for (int t = 0; t < m; t++)
+                memcpy(side_by_side + t * k + c - c0, f32(p.m->ds) + (int64_t)(t0 + t) * g->R + p.r,
+                       (size_t)p.n * sizeof(float));
+            c += p.n;
+        }
+        CPU(block_pack)(packed, side_by_side, k, 1, m, k, 0);
+        for (int n0 = 0; n0 < g->D; n0 += PANEL) {
+            int width = g->D - n0 < PANEL ? g->D - n0 : PANEL;
+            for (int c = c0; c < c1;) {
+                Part p = part_of(g, c, c1);
+                CPU(transpose)(b + (c - c0) * PANEL, PANEL, p.m->a + (int64_t)n0 * g->R + p.r, g->R,
+                               width, p.n);
+                c += p.n;
+            }
+            CPU(block_multiply)(g->dx + (int64_t)t0 * g->D + n0, g->D, tiles_packed(packed, k, 0),
+                                b, m, width, k, 1.0f, NULL, 1);
+        }
+    }
+}
+
+/* ---- sums over rows ---- */
+
+/* da_i += xᵀ·ds_i for some columns of x: made as dsᵀ·x, R rows of it at a time, and turned. */
+static void da_job(void *context, int64_t job)
+{
+    const Group *g = context;
+    int first = (int)job * GRADIENT_PANELS * PANEL, R = g->R;
+    int last = first + block_of(job, GRADIENT_PANELS * PANEL, g->D);
+    _Alignas(64) float b[DEPTH * PANEL], sums[COLUMNS * PANEL], turned[PANEL * COLUMNS];
+    memset(b, 0, sizeof b); /* columns that do not exist */
+    for (int k0 = 0; k0 < g->T; k0 += DEPTH) {
+        int depth = g->T - k0 < DEPTH ? g->T - k0 : DEPTH;
+        for (int n0 = first; n0 < last; n0 += PANEL) {
+            int width = last - n0 < PANEL ? last - n0 : PANEL;
+            panel_copy(b, g->x + (int64_t)k0 * g->D + n0, g->D, depth, width);
+            for (int c = 0; c < g->count * R;) {
+                Part p = part_of(g, c, g->count * R);
+                p.n = p.n < COLUMNS ? p.n : COLUMNS;
+                Tiles ds = tiles_turned(f32(p.m->ds) + (int64_t)k0 * R + p.r, R);
+                CPU(block_multiply)(sums, PANEL, ds, b, p.n, width, depth, 1.0f, NULL, 0);
+                CPU(transpose)(turned, p.n, sums, PANEL, p.n, width);
+                for (int j = 0; j < width; j++) {
+                    float *da = p.m->da + (int64_t)(n0 + j) * R + p.r;
+                    for (int r = 0; r < p.n; r++) da[r] += turned[j * p.n + r];
+                }
+                c += p.n;
+            }
+        }
+    }
+}
+
+typedef struct Db {
+    float *db;
+    const float *s, *dy;
+    int T, N, R;
+    float scale;
+} Db;
+
+/* db += scale·sᵀ·dy for some columns of dy. */
+static void db_job(void *context, int64_t job)
+{
+    const Db *g = context;
+    int first = (int)job * GRADIENT_PANELS * PANEL;
+    int last = first + block_of(job, GRADIENT_PANELS * PANEL, g->N);
+    _Alignas(64) float b[DEPTH * PANEL];
+    memset(b, 0, sizeof b); /* columns that do not exist */
+    for (int k0 = 0; k0 < g->T; k0 += DEPTH) {
+        int depth = g->T - k0 < DEPTH ? g->T - k0 : DEPTH;
+        for (int n0 = first; n0 < last; n0 += PANEL) {
+            int width = last - n0 < PANEL ? last - n0 : PANEL;
+            panel_copy(b, g->dy + (int64_t)k0 * g->N + n0, g->N, depth, width);
+            CPU(block_multiply)(g->db + n0, g->N, tiles_turned(g->s + (int64_t)k0 * g->R, g->R), b,
+                                g->R, width, depth, g->scale, NULL, 1);
+        }
+    }
+}
+
+static int64_t jobs_of(int all, int size)
+{
+    return ((int64_t)all + size - 1) / size;
+}
+
+/* ---- the ops ---- */
+
+void CPU(lora)(Device *dev, const Lora *group, int count, const real *x, int T, int D, int R,
+               float scale)
+{
+    Group g = {.list = group, .count = count, .x = f32c(x), .T = T, .D = D, .R = R};
+    cpu_run(dev, jobs_of(T, ROWS), narrow_job, &g);
+    for (const Lora *m = group; m < group + count; m++)
+        multiply(dev, f32(m->y), f32(m->s), R, m->b, m->N, BY_ROW, T, m->N, R, scale, 1);
+}
+
+void CPU(lora_backward)(Device *dev, real *dx, const Lora *group, int count, const real *x, int T,
+                        int D, int R, float scale)
+{
+    Group g = {.list = group,
+               .count = count,
+               .x = f32c(x),
+               .dx = dx ? f32(dx) : NULL,
+               .T = T,
+               .D = D,
+               .R = R};
+    for (const Lora *m = group; m < group + count; m++) {
+        Db db = {m->db, f32c(m->s), f32c(m->y), T, m->N, R, scale};
+        multiply(dev, f32(m->ds), f32c(m->y), m->N, m->b, m->N, BY_COLUMN, T, R, m->N, scale, 0);
+        cpu_run(dev, jobs_of(m->N, GRADIENT_PANELS * PANEL), db_job, &db);
+    }
+    cpu_run(dev, jobs_of(D, GRADIENT_PANELS * PANEL), da_job, &g);
+    if (dx) cpu_run(dev, jobs_of(T, ROWS), widen_job, &g);
+}
+
+void CPU(head_lora)(Device *dev, float *logits, real *s, const real *x, const float *a,
+                    const float *b, int T, int V, int D, int R, float scale)
+{
+    CPU(lora)(dev, &(Lora){.y = (real *)logits, .s = s, .a = a, .b = b, .N = V}, 1, x, T, D, R,
+              scale);
+}
