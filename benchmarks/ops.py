@@ -4,8 +4,9 @@
 
 The head's ops: against torch's logsumexp and gather, topk, and softmax and multinomial on the same
 logits. Products: against oneDNN where the package onednn-cpu-gomp is installed (dnnl_sgemm in f32,
-in bf16 its matmul primitive on a weight in its own order), and torch in f32 and bf16. The engine rounds x to bf16 in a product with a bf16 weight where the
-processor has such a product ("bf16"); else it widens the weight. Takes two minutes."""
+in bf16 its matmul primitive on a weight in its own order), and torch in f32 and bf16. The engine
+rounds x to bf16 in a product with a bf16 weight where the processor has such a product ("bf16");
+else it widens the weight. Takes two minutes."""
 
 import sys
 from collections.abc import Callable

@@ -10,6 +10,7 @@ from small_run import PROMPT, make_client, make_data, sample, train
 from tinsmith import bases
 from tinsmith.bases import inspect_models, memory_of, parse_bytes, readable
 from tinsmith.families import load_model
+from tinsmith.loading import Loading
 from tinsmith.server import Backend
 
 NAMES = ("tiny", "other", "third")
@@ -162,15 +163,15 @@ def test_a_run_keeps_its_model_and_the_refusal_says_what_holds_memory(
 
 def test_a_failed_allocation_makes_room_too(models, tmp_path, expected, monkeypatch):
     """What a card with less free memory than it has in all does."""
-    load, failures = bases.load_weights, []
+    take, failures = Loading.take, []
 
-    def fails_twice(model, **options):
-        if model.path == models["other"] and len(failures) < 2:
+    def fails_twice(loading):
+        if loading.model.path == models["other"] and len(failures) < 2:
             failures.append(len(failures))
             raise MemoryError("the GPU has no 1.0 MiB of memory to give")
-        return load(model, **options)
+        return take(loading)
 
-    monkeypatch.setattr(bases, "load_weights", fails_twice)
+    monkeypatch.setattr(Loading, "take", fails_twice)
     with start(models, tmp_path) as backend, backend.service_client() as service:
         clients = {n: service.create_sampling_client(base_model=n).result() for n in NAMES}
         for name in ("tiny", "third", "other"):

@@ -2,6 +2,7 @@
 end, as if there had been room."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,9 @@ def ask_for_everything(backend: Backend) -> tuple[list, list]:
         trainers = [make_client(service, seed) for seed in range(4)]
         params = [tinker.SamplingParams(max_tokens=24, seed=seed, stop=[]) for seed in range(100)]
         prompt = tinker.ModelInput.from_ints(list(range(5, 45)))
+        go = threading.Event()
+        backend._worker._put(go.wait)  # nothing is answered before many have come
+        threading.Timer(1.0, go.set).start()
         drawn = [sampler.sample(prompt, 1, one) for one in params]
         data = [make_datum([n + 3] * 90, [n + 4] * 90, weights=[1] * 90) for n in range(25)]
         trained = [c.forward([one], "cross_entropy") for c in trainers for one in data]

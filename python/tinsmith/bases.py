@@ -1,5 +1,9 @@
 """The base models that a server holds: read on first use, dropped by least use when room is needed.
 
+Whoever uses one that is not there yet meets NotLoaded, and asks to be called again when it can be
+used. Models are read (loading.py) tensor by tensor, between other work and in turns; why one can't
+be is told to those that wait for it, and who comes later tries anew.
+
 Memory is counted in what the engine allocates: weights, caches of keys and values, adapters with a
 step's activations. The limit is given, or nine tenths of the machine's or the card's. A model goes
 only when nothing on it would be lost: no adapter in training, no snapshot that is nowhere on disk,
@@ -16,7 +20,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from tinsmith import _core
-from tinsmith.families import BaseModel, LoadedModel, inspect_model, load_weights
+from tinsmith.families import BaseModel, LoadedModel, inspect_model
+from tinsmith.loading import Loading
 
 T = TypeVar("T")
 
@@ -46,9 +51,18 @@ def inspect_models(
     return {name: known[Path(path).resolve()] for name, path in paths.items()}
 
 
+class NotLoaded(Exception):
+    """A base model that is used is not in the engine: Bases.want() has it read."""
+
+    def __init__(self, model: BaseModel):
+        super().__init__(f"the base model in {model.path} is not loaded")
+        self.model = model
+
+
 class Bases:
     """See the file's header. `holds` tells what else takes memory; `release` drops what can be made
-    again on a base (an idle cache, adapters that are on disk), and tells whether there was any."""
+    again on a base (an idle cache, adapters that are on disk), and tells whether there was any.
+    `wake` is called in another thread when `busy` has become true."""
 
     def __init__(
         self,
@@ -59,25 +73,69 @@ class Bases:
         memory: int | None,
         holds: Callable[[], list[Hold]],
         release: Callable[[Path], bool],
+        wake: Callable[[], None] = lambda: None,
     ):
         self.memory = memory_of(device) if memory is None else memory
+        self._models = {model.path: model for model in models.values()}
         self._names = {model.path: name for name, model in models.items()}
         self._threads = threads
         self._holds = holds
         self._release = release
+        self._wake = wake
         self._loaded: dict[Path, LoadedModel] = {}  # the least recently used first
+        self._wanted: dict[Path, list[Callable[[], None]]] = {}  # who waits for a model to be read
+        self._loading: dict[Path, Loading] = {}  # those of them that are being read
+        self._full = False  # the next one has to wait until one of those is done
+        self._failed: dict[Path, Exception] = {}  # while those who waited are called
 
     def use(self, model: BaseModel) -> LoadedModel:
-        """The model in the engine, which becomes the most recently used one."""
+        """The model in the engine, which becomes the most recently used one; NotLoaded where it is
+        not there. For who is called by want(), why it can't be."""
+        if model.path in self._failed:
+            raise self._failed[model.path]
         loaded = self._loaded.pop(model.path, None)
         if loaded is None:
-            loaded = self.make(
-                model.weight_bytes,
-                f"the base model {self._names[model.path]}",
-                lambda: load_weights(model, threads=self._threads),
-            )
+            raise NotLoaded(model)
         self._loaded[model.path] = loaded
         return loaded
+
+    def want(self, model: BaseModel, again: Callable[[], None]) -> None:
+        """Has a model read; `again` is called when it was, or when it can't be."""
+        self._wanted.setdefault(model.path, []).append(again)
+
+    @property
+    def busy(self) -> bool:
+        """Whether load() would do anything."""
+        return self._next() is not None
+
+    def load(self) -> None:
+        """Begins with a model that is wanted, or takes in one tensor of the model whose turn it is;
+        with the last, calls who waits. What goes wrong is told to those alone."""
+        path = self._next()
+        assert path is not None
+        try:
+            loaded = self._go_on(path)
+        except Exception as error:
+            self._failed[path] = error
+        else:
+            if loaded is None:
+                self._wanted[path] = self._wanted.pop(path)  # to the end of the line
+                return
+            self._loaded[path] = loaded
+        self._finish(path)
+
+    def waits_for(self, model: BaseModel) -> str:
+        """What keeps a model that is wanted from being used; any thread may ask."""
+        name, loading = self._names[model.path], self._loading.get(model.path)
+        if loading is None:
+            return f"the base model {name} is read after another one"
+        return f"the base model {name} is being read: {loading.share:.0%}"
+
+    def close(self, error: Exception) -> None:
+        """Ends what is being read; who waits is called, and meets the error."""
+        for path in list(self._wanted):
+            self._failed[path] = error
+            self._finish(path)
 
     def make(
         self,
@@ -98,12 +156,7 @@ class Bases:
                 if self._used() + least <= self.memory:
                     break
                 raise MemoryError(self._no_room(least, what))
-        while True:
-            try:
-                return function()
-            except MemoryError as error:
-                if not self._evict(keep):
-                    raise MemoryError(f"{what}: {error}; {self._holders()}") from None
+        return self._try(what, function, keep)
 
     def run_bytes(self, loaded: LoadedModel, rank: int) -> tuple[int, int]:
         """What a run of some rank takes, its adapter and a step's activations: as many as a step
@@ -133,9 +186,53 @@ class Bases:
             return loaded.core.cache_tokens()
         return loaded.core.cache_tokens(self.memory, max(0, self.memory - self._used()))
 
+    def _try(self, what: str, function: Callable[[], T], keep: Path | None) -> T:
+        """Calls a function that allocates, again for as long as there is something to drop."""
+        while True:
+            try:
+                return function()
+            except MemoryError as error:
+                if not self._evict(keep):
+                    raise MemoryError(f"{what}: {error}; {self._holders()}") from None
+
+    def _next(self) -> Path | None:
+        """The model that load() goes on with."""
+        for path in self._wanted:
+            loading = self._loading.get(path)
+            if not self._full if loading is None else loading.ready:
+                return path
+        return None
+
+    def _go_on(self, path: Path) -> LoadedModel | None:
+        """One step towards a model, and the model with the last."""
+        model, what = self._models[path], f"the base model {self._names[path]}"
+        if path in self._loading:
+            return self._try(what, self._loading[path].take, None)
+
+        def begin() -> Loading:
+            return Loading(model, threads=self._threads, wake=self._wake)
+
+        try:
+            self._loading[path] = self.make(model.weight_bytes, what, begin)
+        except MemoryError:
+            if not self._loading:
+                raise
+            self._full = True
+        return None
+
+    def _finish(self, path: Path) -> None:
+        """A model was read, or can't be: calls who waits for it."""
+        loading = self._loading.pop(path, None)
+        if loading is not None:
+            loading.close()
+        for again in self._wanted.pop(path):
+            again()
+        self._failed.pop(path, None)
+        self._full = False
+
     def _used(self) -> int:
-        weights = sum(model.weight_bytes for model in self._loaded.values())
-        return weights + sum(hold.bytes for hold in self._holds())
+        models = (*self._loaded.values(), *(item.model for item in self._loading.values()))
+        return sum(model.weight_bytes for model in models) + sum(h.bytes for h in self._holds())
 
     def _evict(self, keep: Path | None) -> bool:
         """Drops the least recently used model that may go, or else what can be made again on
@@ -161,6 +258,11 @@ class Bases:
         parts = [
             f"the base model {self._names[path]} ({readable(model.weight_bytes)})"
             for path, model in self._loaded.items()
+        ]
+        parts += [
+            f"the base model {self._names[path]} ({readable(item.model.weight_bytes)}), which is "
+            "being read"
+            for path, item in self._loading.items()
         ]
         holds = sorted((h for h in self._holds() if h.bytes), key=lambda hold: -hold.bytes)
         parts += [f"{hold.what} ({readable(hold.bytes)})" for hold in holds[:8]]

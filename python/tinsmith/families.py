@@ -10,7 +10,7 @@ files one tensor at a time, after all names and shapes have been checked.
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -172,18 +172,49 @@ def load_weights(
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedModel:
     """Reads the weights of a model that was inspected into the engine."""
+    core = open_core(model, threads=threads)
+    for piece in read_weights(model, core):
+        core.load(piece.slot, piece.layer, piece.array)
+        report(piece.done, piece.total)
+    return close_core(model, core)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor as the engine takes it, and the bytes of the files: with it so far, and in all."""
+
+    slot: str
+    layer: int
+    array: np.ndarray
+    done: int
+    total: int
+
+
+def open_core(model: BaseModel, *, threads: int) -> _core.Model:
+    """A model in the engine that has no weights yet."""
+    return _core.Model(
+        dict(model.config), model.inv_freq, weights=model.kind, device=model.device, threads=threads
+    )
+
+
+def read_weights(
+    model: BaseModel, core: _core.Model, fetch: Callable[[weights.Entry], None] = lambda _: None
+) -> Iterator[Piece]:
+    """All that `core` is to load, after its files were checked. `fetch` is told of each tensor
+    before it is touched."""
     family = next(row for row in FAMILIES if row.name == model.family)
-    kind, config = model.kind, dict(model.config)
     with weights.open_folder(model.path) as tensors:
-        core = _core.Model(
-            config, model.inv_freq, weights=kind, device=model.device, threads=threads
-        )
-        names = _check_tensors(family, core, tensors, tied=bool(config["tied"]))
+        names = _check_tensors(family, core, tensors, tied=bool(model.config["tied"]))
         done, total = 0, sum(tensors.entry(name).size for name in names.values())
         for (slot, layer), name in names.items():
-            core.load(slot, layer, _as_kept(tensors[name], kind))
-            done += tensors.entry(name).size
-            report(done, total)
+            entry = tensors.entry(name)
+            fetch(entry)
+            done += entry.size
+            yield Piece(slot, layer, _as_kept(tensors[name], model.kind), done, total)
+
+
+def close_core(model: BaseModel, core: _core.Model) -> LoadedModel:
+    """The model whose core has all its weights."""
     core.seal()
     facts = {item.name: getattr(model, item.name) for item in fields(BaseModel)}
     return LoadedModel(**facts, core=core)

@@ -450,6 +450,9 @@ async def retrieve_future(service: Service, request: Request) -> dict[str, Any] 
         )
     if not await _finished(pending.future, service.poll_seconds):
         again = {"type": "try_again", "request_id": name, "queue_state": "active"}
+        reason = service.worker.waits_for(pending.future)
+        if reason is not None:
+            again |= {"queue_state": "paused_capacity", "queue_state_reason": reason}
         return JSONResponse(again, status_code=408)
     pending.read = asyncio.get_running_loop().time()
     error = pending.future.exception()

@@ -8,7 +8,6 @@ checkpoints are read again when they are wanted. Only the worker's thread may us
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,14 +53,12 @@ class Snapshots:
         self._keep(sampler, Snapshot(base, copy))
 
     def add_checkpoint(self, sampler: str, base: BaseModel, folder: Path, created: str) -> None:
-        """A session of a saved checkpoint, read now. What goes wrong is told to those samples that
-        meet it: there may be memory again when the next one comes."""
+        """A session of a saved checkpoint, which is read on its next use."""
         self._items[sampler] = Snapshot(base, origin=(folder, created))
-        with contextlib.suppress(Exception):
-            self.use(sampler)
 
     def use(self, sampler: str) -> Snapshot:
-        """A session's snapshot, which becomes the most recently used one."""
+        """A session's snapshot, which becomes the most recently used one. What goes wrong as a
+        checkpoint is read is told to who meets it: there may be memory again at the next use."""
         snapshot = self._items.pop(sampler, None)
         if snapshot is None:
             raise RequestError(

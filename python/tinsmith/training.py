@@ -1,6 +1,6 @@
-"""What a forward_backward request does with an adapter.
+"""What training requests do with an adapter: the optimizer's step, and forward_backward.
 
-It is one call of the engine, but for the two requests that the SDK's forward_backward_custom
+That is one call of the engine, but for the two requests that the SDK's forward_backward_custom
 makes: a forward, and, when the client has evaluated its loss, a forward_backward of the same datums
 with cross_entropy's weights set to minus its gradient. The second one then is a backward from the
 first one's activations, to the same bits. A request is taken for such a second one only where it is
@@ -27,6 +27,19 @@ class Uploaded:
 
     loss: CustomLoss
     inputs: tuple[tuple[NDArray[Any], ...], ...]
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """One AdamW step, with Tinker's defaults."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    normalization: str | None = None
 
 
 @dataclass(frozen=True)
@@ -152,3 +165,16 @@ def _shaped(batch: Batch, flat: NDArray[np.float32]) -> tuple[NDArray[np.float32
     ends = np.cumsum([int(np.prod(shape)) for shape in batch.shapes])
     parts = np.split(flat, ends[:-1])
     return tuple(part.reshape(shape) for part, shape in zip(parts, batch.shapes, strict=True))
+
+
+def optim_step(adapter: _core.Adapter, params: AdamParams) -> dict[str, float]:
+    """One AdamW step; returns its metrics."""
+    return adapter.optim_step(
+        learning_rate=params.learning_rate,
+        beta1=params.beta1,
+        beta2=params.beta2,
+        eps=params.eps,
+        weight_decay=params.weight_decay,
+        grad_clip_norm=params.grad_clip_norm,
+        normalization=params.normalization,
+    )

@@ -25,6 +25,7 @@ INDEX_FILE = "model.safetensors.index.json"
 HEADER_BYTES_MAX = 100 * 1000 * 1000
 TENSORS_MAX = 1 << 16
 BYTES_MAX = 1 << 62
+FETCH_BYTES = 1 << 22
 
 # The sizes of all types are needed to check a file's offsets; only the first three are read.
 _BITS = {
@@ -124,6 +125,17 @@ def open_folder(path: Path | str) -> Tensors:
         if name not in tensors or tensors.entry(name).file.name != shard:
             raise ValueError(f"{index}: {name} should be in {shard}, which does not have it")
     return tensors
+
+
+def fetch(entry: Entry) -> None:
+    """Reads a tensor's bytes into the system's cache of the file, so that who uses the view of it
+    does not wait for the disk. Other threads go on meanwhile."""
+    buffer = memoryview(bytearray(FETCH_BYTES))
+    with entry.file.open("rb", buffering=0) as file:
+        file.seek(entry.begin)
+        left = entry.size
+        while left and (count := file.readinto(buffer[:left])):
+            left -= count
 
 
 def write(

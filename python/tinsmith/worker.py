@@ -27,13 +27,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core, checkpoint, peft, snapshots, teaching
-from tinsmith.bases import Bases, Hold
+from tinsmith.bases import Bases, Hold, NotLoaded
 from tinsmith.decoding import Decoder, SampleRequest, SampleResult
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import BaseModel, LoadedModel
 from tinsmith.snapshots import Snapshots
 from tinsmith.teaching import Average, Teacher
-from tinsmith.training import Batch, BatchResult, Kept, distill, forward_backward
+from tinsmith.training import (
+    AdamParams,
+    Batch,
+    BatchResult,
+    Kept,
+    distill,
+    forward_backward,
+    optim_step,
+)
 
 log = logging.getLogger("tinsmith")
 
@@ -60,19 +68,6 @@ class StateSpec:
 
     folder: Path
     optimizer: bool
-
-
-@dataclass(frozen=True)
-class AdamParams:
-    """One AdamW step, with Tinker's defaults."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-    normalization: str | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +146,9 @@ class Worker:
             memory=memory,
             holds=self._holds,
             release=self._release,
+            wake=lambda: self._put(lambda: None),
         )
+        self._paused: dict[Future[Any], BaseModel] = {}  # those that wait for a model to be read
         self._gap_seconds = gap_seconds
         self._keep_forwards = keep_forwards
         self._snapshots = Snapshots(self._bases, snapshot_bytes_max)
@@ -168,12 +165,16 @@ class Worker:
     def preload(self, bases: Iterable[str]) -> Future[None]:
         """Loads base models now rather than on first use."""
         future: Future[None] = Future()
+        left = deque(bases)
 
         def begin() -> None:
             try:
-                for name in bases:
-                    self._bases.use(self._known[name])
+                while left:
+                    self._bases.use(self._known[left[0]])
+                    left.popleft()
                 future.set_result(None)
+            except NotLoaded as missing:
+                self._pause(future, missing.model, begin)
             except BaseException as error:
                 _fail(future, error)
 
@@ -189,6 +190,8 @@ class Worker:
                 lane.adapter = self._make_adapter(lane, spec)
                 if isinstance(spec, StateSpec) and spec.optimizer:
                     lane.average = checkpoint.load_average(spec.folder, lane.adapter)
+            except NotLoaded:
+                raise
             except BaseException as error:
                 lane.failure = explain(error)
                 raise
@@ -235,15 +238,7 @@ class Worker:
 
         def work(lane: _Run) -> dict[str, float]:
             adapter = _adapter(lane)
-            report = adapter.optim_step(
-                learning_rate=params.learning_rate,
-                beta1=params.beta1,
-                beta2=params.beta2,
-                eps=params.eps,
-                weight_decay=params.weight_decay,
-                grad_clip_norm=params.grad_clip_norm,
-                normalization=params.normalization,
-            )
+            report = optim_step(adapter, params)
             if lane.average is not None:
                 lane.average.follow(adapter)
             return report
@@ -305,9 +300,23 @@ class Worker:
         self._put(lambda: self._snapshots.add_base(sampler, self._known[base]))
 
     def open_checkpoint(self, sampler: str, base: str, folder: Path, created: str) -> None:
-        """Makes a sampling session of a checkpoint. What goes wrong is told to its samples."""
+        """Makes a sampling session of a checkpoint, which is read now, or else when its model has
+        been. What goes wrong is told to its samples."""
         known = self._known[base]
-        self._put(lambda: self._snapshots.add_checkpoint(sampler, known, folder, created))
+
+        def begin() -> None:
+            self._snapshots.add_checkpoint(sampler, known, folder, created)
+            read()
+
+        def read() -> None:
+            try:
+                self._snapshots.use(sampler)
+            except NotLoaded as missing:
+                self._bases.want(missing.model, read)
+            except Exception:
+                return
+
+        self._put(begin)
 
     def sample(self, sampler: str, request: SampleRequest, client: int = 0) -> Future[SampleResult]:
         """Queues a request on a sampling session; it decodes together with all others. The clients
@@ -315,11 +324,15 @@ class Worker:
         future: Future[SampleResult] = Future()
 
         def begin() -> None:
+            if future.done():  # it was cancelled while it waited
+                return
             try:
                 snapshot = self._snapshots.use(sampler)
                 base = self._bases.use(snapshot.base)
                 self._open_lane(base)
                 self._decoder.add(base, snapshot.adapter, request, future, client)
+            except NotLoaded as missing:
+                self._pause(future, missing.model, begin)
             except BaseException as error:
                 _fail(future, error)
 
@@ -327,7 +340,18 @@ class Worker:
 
     def cancel(self, future: Future[SampleResult]) -> None:
         """Stops a sampling request's work; its future fails."""
-        self._put(lambda: self._decoder.cancel(future))
+
+        def stop() -> None:
+            self._decoder.cancel(future)
+            if future in self._paused:
+                _fail(future, RequestError("the request was cancelled"))
+
+        self._put(stop)
+
+    def waits_for(self, future: Future[Any]) -> str | None:
+        """Why a request does not go on, where that may take long: its model is being read."""
+        model = self._paused.get(future)
+        return None if model is None else self._bases.waits_for(model)
 
     # ---- the end ----
 
@@ -393,6 +417,16 @@ class Worker:
             self._make_ready(run, run.waiting.pop(run.next_seq))
             run.next_seq += 1
             run.waiting_since = time.monotonic()
+
+    def _pause(self, future: Future[Any], model: BaseModel, again: Callable[[], None]) -> None:
+        """Has `again` called when a model was read that a request needs."""
+
+        def go_on() -> None:
+            self._paused.pop(future, None)
+            again()
+
+        self._paused[future] = model
+        self._bases.want(model, go_on)
 
     def _make_ready(self, run: _Run, job: _Job) -> None:
         if not run.ready:
@@ -467,12 +501,13 @@ class Worker:
 
     def _loop(self) -> None:
         while self._running:
-            self._drain(block=not self._turns and not self._decoder.active)
+            self._drain(block=not self._turns and not self._decoder.active and not self._bases.busy)
             self._give_up_gaps()
             spent = self._train_one()
             self._decode(spent)
         ending = RequestError("the server is shutting down", "server")
         self._decoder.fail_all(ending)
+        self._bases.close(ending)
         for job in [job for run in self._turns for job in run.ready]:
             _fail(job.future, ending)
         for run in self._runs.values():
@@ -515,23 +550,44 @@ class Worker:
         if not self._turns:
             return 0.0
         run = self._turns.popleft()
-        job = run.ready.popleft()
-        if run.ready:
-            self._turns.append(run)
         start = time.monotonic()
-        try:
-            job.future.set_result(job.work(run))
-        except BaseException as error:
-            _fail(job.future, error)
+        self._execute(run)
         return time.monotonic() - start
 
+    def _execute(self, run: _Run) -> None:
+        """A run's next request; then the run goes to the end of the line. One that needs a model
+        which is not there keeps its place until it is, and its run has no turns."""
+        job = run.ready[0]
+        try:
+            if not job.future.done():  # it may be cancelled while it waits for a model
+                job.future.set_result(job.work(run))
+        except NotLoaded as missing:
+            self._pause(job.future, missing.model, lambda: self._execute(run))
+            return
+        except BaseException as error:
+            _fail(job.future, error)
+        run.ready.popleft()
+        if run.ready:
+            self._turns.append(run)
+
     def _decode(self, seconds: float) -> None:
-        """Decodes while there is nothing else to do, and at least `seconds` otherwise."""
+        """Decodes while there is nothing else to do, and at least `seconds` otherwise. A model that
+        is wanted is read between the steps, for as long as the step before took."""
         end = time.monotonic() + seconds
-        while self._decoder.active and self._running:
+        while (self._decoder.active or self._bases.busy) and self._running:
+            start = time.monotonic()
             self._decoder.step()
+            self._load(time.monotonic() - start if self._decoder.active else seconds)
             self._drain(block=False)
             if self._turns and time.monotonic() >= end:
+                return
+
+    def _load(self, seconds: float) -> None:
+        """Takes in what was read of a model: a tensor, and more for some time."""
+        end = time.monotonic() + seconds
+        while self._bases.busy:
+            self._bases.load()
+            if time.monotonic() >= end:
                 return
 
 
