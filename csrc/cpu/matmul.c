@@ -473,7 +473,7 @@ void CPU(product_run)(Device *dev, Product *p)
 {
     if (p->m <= 0 || p->n <= 0) return;
     int panels = (p->n + PANEL - 1) / PANEL, threads = pool_threads(((CpuDevice *)dev)->pool);
-    int64_t wanted = (double)p->m * p->n * p->k < 2e5 ? 1 : threads > 1 ? 4 * threads : 1;
+    int64_t wanted = (double)p->m * p->n * p->k < CPU_SHARED ? 1 : threads > 1 ? 4 * threads : 1;
     p->rows = p->m < ROWS ? p->m : ROWS;
     int64_t blocks = (p->m + p->rows - 1) / p->rows;
     if (blocks * panels < wanted && p->m > TILE_M) { /* narrow: cut the rows finer */
