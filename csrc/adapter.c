@@ -134,7 +134,6 @@ static Status adapter_make(Adapter **out, Model *model, const AdapterSpec *spec,
         return status;
     }
     vectors_place(adapter, vectors);
-    model->dev->zero(model->dev, adapter->memory.base, adapter->memory.used);
     adapter_changed(adapter);
     *out = adapter;
     return STATUS_OK;
@@ -167,6 +166,7 @@ Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
         return status;
     }
     adapter_visit(adapter, begin_matrix, &(Beginning){weights, spec->rank, spec->seed});
+    model->dev->zero(model->dev, adapter->memory.base, adapter->memory.used);
     model->dev->upload(model->dev, adapter->vector[WEIGHTS], weights,
                        (size_t)adapter->size * sizeof(float));
     free(weights);

@@ -15,6 +15,10 @@
 
 enum { QUERIES = 32 }; /* query rows of one block: its scores (8 KB) stay in L1 */
 
+/* Rows of one job that writes keys and values, and how many multiply-adds an element is as good as:
+ * it misses the cache. */
+enum { WRITE_ROWS = 64, WRITE_COST = 256 };
+
 typedef struct Attention {
     float *y, *lse;
     const float *q, *k_pages, *v_pages;
@@ -25,19 +29,35 @@ typedef struct Attention {
 
 /* ---- the cache ---- */
 
+typedef struct Write {
+    float *k_pages, *v_pages;
+    const float *k, *v;
+    const int32_t *slot;
+    int T, G, E;
+} Write;
+
+/* One key-value head of some rows: a key is a column of its page, so each number has a cache line
+ * of its own, and two threads never write the same ones but where rows are cut. */
+static void write_job(void *context, int64_t job)
+{
+    const Write *w = context;
+    int g = (int)(job % w->G), E = w->E, from = (int)(job / w->G) * WRITE_ROWS;
+    int to = w->T - from < WRITE_ROWS ? w->T : from + WRITE_ROWS;
+    for (int t = from; t < to; t++) {
+        int64_t page = w->slot[t] / KV_PAGE, offset = w->slot[t] % KV_PAGE;
+        int64_t block = (page * w->G + g) * KV_PAGE * E, row = ((int64_t)t * w->G + g) * E;
+        float *keys = w->k_pages + block + offset;
+        for (int e = 0; e < E; e++) keys[e * KV_PAGE] = w->k[row + e];
+        memcpy(w->v_pages + block + offset * E, w->v + row, (size_t)E * 4);
+    }
+}
+
 void CPU(kv_write)(Device *dev, real *k_pages, real *v_pages, const real *k, const real *v,
                    const int32_t *slot, int T, int G, int E)
 {
-    (void)dev;
-    for (int t = 0; t < T; t++) {
-        int64_t page = slot[t] / KV_PAGE, offset = slot[t] % KV_PAGE;
-        for (int g = 0; g < G; g++) {
-            int64_t block = (page * G + g) * KV_PAGE * E, row = ((int64_t)t * G + g) * E;
-            float *keys = f32(k_pages) + block + offset;
-            for (int e = 0; e < E; e++) keys[e * KV_PAGE] = f32c(k)[row + e];
-            memcpy(f32(v_pages) + block + offset * E, f32c(v) + row, (size_t)E * 4);
-        }
-    }
+    Write w = {f32(k_pages), f32(v_pages), f32c(k), f32c(v), slot, T, G, E};
+    int64_t jobs = (int64_t)((T + WRITE_ROWS - 1) / WRITE_ROWS) * G;
+    cpu_run_of(dev, (double)T * G * E * WRITE_COST, jobs, write_job, &w);
 }
 
 void CPU(kv_copy)(Device *dev, real *k_pages, real *v_pages, int from, int to, int count, int G,
@@ -150,7 +170,9 @@ void CPU(attention)(Device *dev, real *y, float *lse, const real *q, const real 
 {
     (void)T;
     Attention c = {f32(y), lse, f32c(q), f32c(k_pages), f32c(v_pages), spans, pages, S, H, G, E};
-    cpu_run(dev, (int64_t)S * G, attention_piece, &c);
+    double work = 0;
+    for (int s = 0; s < S; s++) work += (double)spans[s].rows * (spans[s].pos + spans[s].rows);
+    cpu_run_of(dev, work * H * E, (int64_t)S * G, attention_piece, &c);
 }
 
 /* ---- backward ---- */

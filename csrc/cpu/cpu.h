@@ -69,6 +69,19 @@ static inline void cpu_run(Device *dev, int64_t count, void (*work)(void *, int6
     pool_run(((CpuDevice *)dev)->pool, count, work, context);
 }
 
+/* Multiply-adds that are worth a second thread: some ten microseconds' work. */
+#define CPU_SHARED 4e5
+
+/* The same, by the caller alone where all of it is less than is worth sharing. */
+static inline void cpu_run_of(Device *dev, double multiply_adds, int64_t count,
+                              void (*work)(void *, int64_t), void *context)
+{
+    if (multiply_adds < CPU_SHARED)
+        for (int64_t i = 0; i < count; i++) work(context, i);
+    else
+        cpu_run(dev, count, work, context);
+}
+
 /* Rows of `width` elements that make a job of about `grain` of them: one at least. */
 static inline int cpu_rows_of_job(int grain, int width)
 {

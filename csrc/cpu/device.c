@@ -26,6 +26,8 @@ enum { SLACK = 256 }; /* readable bytes past each block: a product may load a wh
 
 enum { STEP_ROWS_MAX = 2048 }; /* enough rows for products at full speed */
 
+enum { BYTES_OF_JOB = 1 << 20 }; /* of a copy: some tens of microseconds */
+
 /* What the machine has. mmap would promise more, and the system kill the process that takes it at
  * its word; what is free just now is no limit, for pages that are never touched cost nothing. */
 static void cpu_memory(Device *dev, size_t *free_bytes, size_t *all_bytes)
@@ -54,16 +56,37 @@ static void cpu_release(Device *dev, void *memory, size_t bytes)
     if (memory) munmap(memory, bytes + SLACK);
 }
 
+typedef struct Bytes {
+    char *to;
+    const char *from; /* NULL: zeros */
+    size_t bytes;
+} Bytes;
+
+static void bytes_job(void *context, int64_t job)
+{
+    const Bytes *b = context;
+    size_t at = (size_t)job * BYTES_OF_JOB;
+    size_t bytes = b->bytes - at < BYTES_OF_JOB ? b->bytes - at : BYTES_OF_JOB;
+    if (b->from)
+        memcpy(b->to + at, b->from + at, bytes);
+    else
+        memset(b->to + at, 0, bytes);
+}
+
+static void bytes_run(Device *dev, void *to, const void *from, size_t bytes)
+{
+    Bytes b = {to, from, bytes};
+    cpu_run(dev, (int64_t)((bytes + BYTES_OF_JOB - 1) / BYTES_OF_JOB), bytes_job, &b);
+}
+
 static void cpu_copy(Device *dev, void *to, const void *from, size_t bytes)
 {
-    (void)dev;
-    if (bytes) memmove(to, from, bytes);
+    bytes_run(dev, to, from, bytes);
 }
 
 static void cpu_zero(Device *dev, void *memory, size_t bytes)
 {
-    (void)dev;
-    if (bytes) memset(memory, 0, bytes);
+    bytes_run(dev, memory, NULL, bytes);
 }
 
 static size_t cpu_frozen_bytes(Device *dev, DType type, int rows, int cols)

@@ -442,7 +442,7 @@ void CPU(product_run)(Device *dev, Product *p)
 {
     if (p->m <= 0 || p->n <= 0) return;
     int panels = (p->n + PANEL - 1) / PANEL, threads = pool_threads(((CpuDevice *)dev)->pool);
-    int64_t wanted = (double)p->m * p->n * p->k < 2e5 ? 1 : threads > 1 ? 4 * threads : 1;
+    int64_t wanted = (double)p->m * p->n * p->k < CPU_SHARED ? 1 : threads > 1 ? 4 * threads : 1;
     int most = CPU(block_rows)(p->k < DEPTH ? p->k : DEPTH, in_pairs(p));
     int64_t blocks = (p->m + most - 1) / most;
     if (blocks * panels < wanted) blocks = (wanted + panels - 1) / panels; /* narrow */

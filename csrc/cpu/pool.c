@@ -1,10 +1,17 @@
-/* cpu/pool.c - a parallel for over a few worker threads.
+/* cpu/pool.c - a parallel for over the process's worker threads.
  *
- * One job at a time. Threads draw indices from one atomic counter, so uneven pieces even out;
- * nothing that is computed depends on who drew what. Workers that wait spin briefly, then sleep,
- * because a decoding step is some hundred short jobs in a row while an idle server must cost
- * nothing. A child process that was forked has no workers: there the caller does all the work
- * itself. */
+ * There is one crew of workers in a process, however many devices were opened: as many as the
+ * device with the most threads wants beside its caller, and a device's jobs are open to no more
+ * than it asked for. A caller that finds the crew at work for another one does its job alone, so
+ * callers never add up to more threads than there are callers and workers.
+ *
+ * A job is one word, the gate: its number, whether it is open, and how many workers are inside.
+ * Threads draw indices from one atomic counter, so uneven pieces even out; nothing that is computed
+ * depends on who drew what. A worker that comes late finds the gate shut and the caller gone on:
+ * nobody waits for a thread that the system has not yet woken. Workers that wait spin briefly, then
+ * sleep, because a decoding step is some hundred short jobs in a row while an idle server must cost
+ * nothing. A child process that was forked has no workers until it opens a device of its own: there
+ * the caller does all the work. */
 #define _GNU_SOURCE
 #include "pool.h"
 
@@ -16,21 +23,37 @@
 
 enum { THREADS_MAX = 256, SPINS = 2000 };
 
+/* The gate's fields: a job's number, OPEN, and the workers inside. */
+#define INSIDE UINT64_C(0xffff)
+#define OPEN UINT64_C(0x10000)
+#define NUMBER UINT64_C(0x20000)
+
 struct Pool {
-    int threads;
+    int threads; /* that a job of this device may have */
     pid_t owner;
-    pthread_t workers[THREADS_MAX];
-    pthread_mutex_t lock;
+};
+
+typedef struct Crew {
+    pid_t owner; /* the process that the threads are in; 0: none yet */
+    int pools, workers;
+    pthread_t worker[THREADS_MAX];
+    pthread_mutex_t lock; /* of sleeping and waking */
     pthread_cond_t wake, idle;
 
-    atomic_uint_fast64_t ticket; /* number of the newest job; workers wait for it to change */
-    atomic_int running;          /* workers that have not finished the newest job */
-    atomic_int_fast64_t next;    /* next index to draw */
+    atomic_int busy;     /* a job is under way */
+    atomic_int sleepers; /* workers that have to be woken */
+    atomic_int waiting;  /* the caller sleeps until the workers are out */
+    atomic_int stop;
+    atomic_int limit; /* the first so many workers may come in */
+    _Alignas(64) atomic_uint_fast64_t gate;
+    _Alignas(64) atomic_int_fast64_t next; /* next index to draw */
     int64_t count;
     void (*work)(void *context, int64_t i);
     void *context;
-    int stop;
-};
+} Crew;
+
+static Crew crew;
+static pthread_mutex_t crew_lock = PTHREAD_MUTEX_INITIALIZER; /* of opening and closing */
 
 static inline void relax(void)
 {
@@ -39,35 +62,76 @@ static inline void relax(void)
 #endif
 }
 
-static void draw(Pool *pool)
+static void draw(void)
 {
     for (;;) {
-        int64_t i = atomic_fetch_add(&pool->next, 1);
-        if (i >= pool->count) return;
-        pool->work(pool->context, i);
+        int64_t i = atomic_fetch_add_explicit(&crew.next, 1, memory_order_relaxed);
+        if (i >= crew.count) return;
+        crew.work(crew.context, i);
     }
+}
+
+/* ---- a worker ---- */
+
+/* Whether something has happened since `seen`: a job that is open to this worker, or the end. */
+static int called(int index, uint64_t seen)
+{
+    uint64_t gate = atomic_load(&crew.gate);
+    return ((gate & OPEN) && gate / NUMBER != seen && index < atomic_load(&crew.limit)) ||
+           atomic_load(&crew.stop);
+}
+
+/* Goes into the open job, unless it is shut meanwhile. The limit is that of the gate that lets in.
+ */
+static int enter(int index, uint64_t *seen)
+{
+    uint64_t gate = atomic_load(&crew.gate);
+    while ((gate & OPEN) && index < atomic_load(&crew.limit))
+        if (atomic_compare_exchange_weak(&crew.gate, &gate, gate + 1)) {
+            *seen = gate / NUMBER;
+            return 1;
+        }
+    return 0;
+}
+
+static void leave(void)
+{
+    uint64_t gate = atomic_fetch_sub(&crew.gate, 1) - 1;
+    if (gate & (OPEN | INSIDE) || !atomic_load(&crew.waiting)) return;
+    pthread_mutex_lock(&crew.lock);
+    pthread_cond_signal(&crew.idle);
+    pthread_mutex_unlock(&crew.lock);
 }
 
 static void *worker_main(void *argument)
 {
-    Pool *pool = argument;
-    uint_fast64_t seen = 0;
+    int index = (int)(intptr_t)argument;
+    uint64_t seen = 0;
     for (;;) {
-        for (int i = 0; i < SPINS && atomic_load(&pool->ticket) == seen; i++) relax();
-        pthread_mutex_lock(&pool->lock);
-        while (atomic_load(&pool->ticket) == seen) pthread_cond_wait(&pool->wake, &pool->lock);
-        seen = atomic_load(&pool->ticket);
-        int stop = pool->stop;
-        pthread_mutex_unlock(&pool->lock);
-        if (stop) return NULL;
-        draw(pool);
-        if (atomic_fetch_sub(&pool->running, 1) == 1) {
-            pthread_mutex_lock(&pool->lock);
-            pthread_cond_signal(&pool->idle);
-            pthread_mutex_unlock(&pool->lock);
+        for (int i = 0; i < SPINS && !called(index, seen); i++) relax();
+        if (!called(index, seen)) {
+            pthread_mutex_lock(&crew.lock);
+            atomic_fetch_add(&crew.sleepers, 1);
+            while (!called(index, seen)) pthread_cond_wait(&crew.wake, &crew.lock);
+            atomic_fetch_sub(&crew.sleepers, 1);
+            pthread_mutex_unlock(&crew.lock);
         }
+        if (atomic_load(&crew.stop)) return NULL;
+        if (!enter(index, &seen)) continue;
+        draw();
+        leave();
     }
 }
+
+static void wake_all(void)
+{
+    if (!atomic_load(&crew.sleepers)) return;
+    pthread_mutex_lock(&crew.lock);
+    pthread_cond_broadcast(&crew.wake);
+    pthread_mutex_unlock(&crew.lock);
+}
+
+/* ---- opening and closing ---- */
 
 static int cores(void)
 {
@@ -76,12 +140,25 @@ static int cores(void)
     return 1;
 }
 
-static void publish(Pool *pool)
+/* In a child that was forked, what the parent's crew left here means nothing. */
+static void crew_begin(void)
 {
-    pthread_mutex_lock(&pool->lock);
-    atomic_fetch_add(&pool->ticket, 1);
-    pthread_cond_broadcast(&pool->wake);
-    pthread_mutex_unlock(&pool->lock);
+    if (crew.owner == getpid()) return;
+    crew = (Crew){.owner = getpid()};
+    pthread_mutex_init(&crew.lock, NULL);
+    pthread_cond_init(&crew.wake, NULL);
+    pthread_cond_init(&crew.idle, NULL);
+}
+
+static void crew_end(void)
+{
+    atomic_store(&crew.stop, 1);
+    wake_all();
+    for (int i = 0; i < crew.workers; i++) pthread_join(crew.worker[i], NULL);
+    pthread_mutex_destroy(&crew.lock);
+    pthread_cond_destroy(&crew.wake);
+    pthread_cond_destroy(&crew.idle);
+    crew.owner = 0;
 }
 
 Status pool_open(Pool **out, int threads)
@@ -91,17 +168,19 @@ Status pool_open(Pool **out, int threads)
                     threads);
     Pool *pool = calloc(1, sizeof *pool);
     if (!pool) return fail(STATUS_MEMORY, "no memory for the CPU device's threads");
-    pool->owner = getpid();
-    pthread_mutex_init(&pool->lock, NULL);
-    pthread_cond_init(&pool->wake, NULL);
-    pthread_cond_init(&pool->idle, NULL);
     int wanted = threads ? threads : cores();
     if (wanted > THREADS_MAX) wanted = THREADS_MAX;
-    pool->threads = 1;
-    while (pool->threads < wanted) {
-        if (pthread_create(&pool->workers[pool->threads], NULL, worker_main, pool) != 0) break;
-        pool->threads++;
+    pthread_mutex_lock(&crew_lock);
+    crew_begin();
+    while (crew.workers < wanted - 1) {
+        void *index = (void *)(intptr_t)crew.workers;
+        if (pthread_create(&crew.worker[crew.workers], NULL, worker_main, index) != 0) break;
+        crew.workers++;
     }
+    crew.pools++;
+    pool->threads = crew.workers + 1 < wanted ? crew.workers + 1 : wanted;
+    pool->owner = getpid();
+    pthread_mutex_unlock(&crew_lock);
     *out = pool;
     return STATUS_OK;
 }
@@ -109,14 +188,9 @@ Status pool_open(Pool **out, int threads)
 void pool_close(Pool *pool)
 {
     if (!pool) return;
-    if (pool->owner == getpid()) {
-        pool->stop = 1;
-        publish(pool);
-        for (int i = 1; i < pool->threads; i++) pthread_join(pool->workers[i], NULL);
-        pthread_mutex_destroy(&pool->lock);
-        pthread_cond_destroy(&pool->wake);
-        pthread_cond_destroy(&pool->idle);
-    }
+    pthread_mutex_lock(&crew_lock);
+    if (pool->owner == getpid() && --crew.pools == 0) crew_end();
+    pthread_mutex_unlock(&crew_lock);
     free(pool);
 }
 
@@ -125,23 +199,38 @@ int pool_threads(const Pool *pool)
     return pool->threads;
 }
 
+/* ---- a job ---- */
+
+/* Waits until no worker is inside a job that is shut. */
+static void wait_for_workers(void)
+{
+    for (int i = 0; i < SPINS && atomic_load(&crew.gate) & INSIDE; i++) relax();
+    if (!(atomic_load(&crew.gate) & INSIDE)) return;
+    pthread_mutex_lock(&crew.lock);
+    atomic_store(&crew.waiting, 1);
+    while (atomic_load(&crew.gate) & INSIDE) pthread_cond_wait(&crew.idle, &crew.lock);
+    atomic_store(&crew.waiting, 0);
+    pthread_mutex_unlock(&crew.lock);
+}
+
 void pool_run(Pool *pool, int64_t count, void (*work)(void *context, int64_t i), void *context)
 {
     if (count <= 0) return;
-    if (count == 1 || pool->threads == 1 || pool->owner != getpid()) {
+    if (count == 1 || pool->threads == 1 || pool->owner != getpid() ||
+        atomic_exchange(&crew.busy, 1)) {
         for (int64_t i = 0; i < count; i++) work(context, i);
         return;
     }
-    pool->work = work;
-    pool->context = context;
-    pool->count = count;
-    atomic_store(&pool->next, 0);
-    atomic_store(&pool->running, pool->threads - 1);
-    publish(pool);
-    draw(pool);
-    for (int i = 0; i < SPINS && atomic_load(&pool->running) > 0; i++) relax();
-    if (atomic_load(&pool->running) == 0) return;
-    pthread_mutex_lock(&pool->lock);
-    while (atomic_load(&pool->running) > 0) pthread_cond_wait(&pool->idle, &pool->lock);
-    pthread_mutex_unlock(&pool->lock);
+    crew.work = work;
+    crew.context = context;
+    crew.count = count;
+    atomic_store(&crew.limit, pool->threads - 1);
+    atomic_store(&crew.next, 0);
+    uint64_t gate = atomic_load(&crew.gate); /* shut, and nobody inside */
+    atomic_store(&crew.gate, gate / NUMBER * NUMBER + NUMBER + OPEN);
+    wake_all();
+    draw();
+    atomic_fetch_and(&crew.gate, ~OPEN);
+    wait_for_workers();
+    atomic_store(&crew.busy, 0);
 }

@@ -1,4 +1,4 @@
-/* cpu/pool.h - the CPU device's threads. */
+/* cpu/pool.h - the CPU device's threads: those of the process, of which a device may use some. */
 #ifndef TINSMITH_CPU_POOL_H
 #define TINSMITH_CPU_POOL_H
 
@@ -13,8 +13,9 @@ Status pool_open(Pool **pool, int threads);
 void pool_close(Pool *pool);
 int pool_threads(const Pool *pool);
 
-/* Calls work(context, i) once for each i in [0, count), on all threads, and returns when all are
- * done. Which thread takes which i is left open, so work(i) must write only what belongs to i. */
+/* Calls work(context, i) once for each i in [0, count) and returns when all are done, on as many of
+ * the pool's threads as are not at work for somebody else. Which thread takes which i is left open,
+ * so work(i) must write only what belongs to i. */
 void pool_run(Pool *pool, int64_t count, void (*work)(void *context, int64_t i), void *context);
 
 #endif

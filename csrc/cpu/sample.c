@@ -25,6 +25,7 @@ enum {
     RADIX_BITS = 11,  /* of a logit's 32, decided by one pass */
     BUCKETS = 1 << RADIX_BITS,
     GRAIN = 1 << 14, /* logits of one job of temper */
+    DIVISION = 8,    /* multiply-adds that one is as good as */
 };
 
 typedef float vn __attribute__((vector_size(2 * VL)));  /* half a register of floats … */
@@ -352,7 +353,10 @@ static void temper_job(void *context, int64_t job)
 void CPU(temper)(Device *dev, float *logits, const Draw *draws, int T, int V)
 {
     Temper r = {logits, draws, V, (V + GRAIN - 1) / GRAIN};
-    cpu_run(dev, (int64_t)T * r.parts, temper_job, &r);
+    int rows = 0;
+    for (int t = 0; t < T; t++)
+        rows += draws[t].temperature != 0.0f && draws[t].temperature != 1.0f;
+    cpu_run_of(dev, (double)rows * V * DIVISION, (int64_t)T * r.parts, temper_job, &r);
 }
 
 void CPU(sample)(Device *dev, int32_t *ids, float *logp, const float *logits, const float *lse,

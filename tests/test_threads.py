@@ -1,0 +1,91 @@
+"""The engine's threads: one crew in a process, and the same bits whatever they do."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tinsmith import _core, families
+
+IDS = np.arange(7, 107, dtype=np.int32)
+
+
+def adapter_on(model: Path, threads: int) -> _core.Adapter:
+    loaded = families.load_model(model, threads=threads)
+    return _core.Adapter(loaded.core, rank=4, seed=1)
+
+
+def losses(adapter: _core.Adapter, calls: int = 3) -> list[float]:
+    length, one = np.asarray([len(IDS)], np.int32), np.ones(1, np.int32)
+    return [
+        adapter.forward_backward(IDS, length, IDS[::-1].copy(), one, "cross_entropy", {}, {})[1]
+        for _ in range(calls)
+    ]
+
+
+def tasks() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_devices_share_one_crew(tiny_model_dir: Path) -> None:
+    before = tasks()
+    few = [adapter_on(tiny_model_dir, threads) for threads in (1, 2, 3)]
+    assert tasks() == before + 2
+    more = adapter_on(tiny_model_dir, 5)
+    assert tasks() == before + 4
+    assert len({loss for adapter in (*few, more) for loss in losses(adapter)}) == 1
+    del few
+    assert tasks() == before + 4
+    assert losses(more) == losses(more)
+    del more
+    end = time.monotonic() + 10
+    while tasks() > before and time.monotonic() < end:
+        time.sleep(0.01)  # the system takes a moment to forget a thread that was joined
+    assert tasks() == before
+    assert len(losses(adapter_on(tiny_model_dir, 2))) == 3  # a new one
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_callers_of_several_models_at_once_get_what_each_gets_alone(
+    tiny_model_dir: Path, threads: int
+) -> None:
+    expected = losses(adapter_on(tiny_model_dir, 1), 1)[0]
+    adapters = [adapter_on(tiny_model_dir, threads) for _ in range(3)]
+    found: list[list[float]] = [[] for _ in adapters]
+
+    def call(index: int) -> None:
+        found[index] = losses(adapters[index], 40)
+
+    callers = [threading.Thread(target=call, args=(index,)) for index in range(len(adapters))]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert found == [[expected] * 40] * 3
+
+
+def test_a_forked_child_computes_with_and_without_threads_of_its_own(tiny_model_dir: Path) -> None:
+    parents = adapter_on(tiny_model_dir, 3)
+    expected = losses(parents)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            same = losses(parents) == expected  # the caller alone: the crew is the parent's
+            own = losses(adapter_on(tiny_model_dir, 3)) == expected
+            code = 0 if same and own and losses(parents) == expected else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert losses(parents) == expected
+
+
+def test_an_idle_crew_uses_no_time(tiny_model_dir: Path) -> None:
+    adapter = adapter_on(tiny_model_dir, 4)
+    losses(adapter)
+    time.sleep(0.1)
+    start = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - start < 0.05
