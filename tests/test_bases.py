@@ -184,19 +184,22 @@ def test_a_failed_allocation_makes_room_too(models, tmp_path, expected, monkeypa
             sample(clients["other"], 1, **DRAW)
 
 
-def test_a_cache_takes_a_share_of_the_limit_but_holds_a_context(models, narrow):
-    held = narrow._worker._bases
-    core = held.use(inspect_models(models)["tiny"]).core
-    token, rest = core.plan(1, 1)["kv_token"], held.memory - core.weight_bytes
+def test_a_cache_takes_a_share_of_the_limit_but_holds_a_context(models, tmp_path):
+    memory = int(2.3 * inspect_models(models)["tiny"].weight_bytes)
+    with start({"tiny": models["tiny"]}, tmp_path, memory=memory) as backend:
+        held = backend._worker._bases
+        [model] = held._loaded.values()
+        core, room = model.core, held.cache_tokens(model)
+    token, rest = core.plan(1, 1)["kv_token"], memory - core.weight_bytes
     page = 64
 
     def pages(size: int) -> int:
         return size // token // page * page
 
     assert pages(rest // 4) > (context := int(core.config["context"]))
-    assert held.cache_tokens(held._loaded[models["tiny"].resolve()]) == pages(rest // 4)
-    assert core.cache_tokens(held.memory, 0) == context // page * page
-    assert core.cache_tokens(held.memory, rest // 3) == pages(rest // 6)
+    assert room == pages(rest // 4)
+    assert core.cache_tokens(memory, 0) == context // page * page
+    assert core.cache_tokens(memory, rest // 3) == pages(rest // 6)
     assert core.cache_tokens(core.weight_bytes + 4 * 100 * token, rest) == page
     assert core.cache_tokens(1, 1) == page and core.cache_tokens(1 << 50, 1 << 50) == 1 << 20
     assert core.cache_tokens() * token == core.plan(4)["cache"]
