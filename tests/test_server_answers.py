@@ -15,7 +15,7 @@ def long_data(datums: int) -> list[tinker.Datum]:
 
 
 def test_others_are_answered_during_a_long_forward_backward(server):
-    wire, others = Wire(server.url), Wire(server.url, key="tml-other")
+    wire, others = Wire(server.url), Wire(server.url, key="tml-beside")
     known = others.post("/create_session", tags=[], user_metadata={}, sdk_version="0")
     model, seq, datums, alone = wire.create(), 0, 250, 0.0
     while alone < 1:  # as many as take a second on this machine
