@@ -10,7 +10,7 @@ files one tensor at a time, after all names and shapes have been checked.
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core, weights
+
+Slots = Sequence[tuple[str, int, int, int]]  # of a core: slot, layer or -1, rows, columns
 
 DTYPES = ("auto", "float32", "bfloat16")
 CONFIG_FILE = "config.json"
@@ -148,7 +150,7 @@ def inspect_model(path: Path | str, *, device: str = "cpu", dtype: str | None = 
     with weights.open_folder(folder) as tensors:
         kind, device = _choose_type(_element_type(tensors), device, dtype)
         core = _core.Model(config, inv_freq, weights=kind, threads=1)
-        _check_tensors(family, core, tensors, tied=bool(config["tied"]))
+        _check_tensors(family, core.slots, tensors, tied=bool(config["tied"]))
     return BaseModel(
         path=folder,
         family=family.name,
@@ -173,7 +175,7 @@ def load_weights(
 ) -> LoadedModel:
     """Reads the weights of a model that was inspected into the engine."""
     core = open_core(model, threads=threads)
-    for piece in read_weights(model, core):
+    for piece in read_weights(model, core.slots):
         core.load(piece.slot, piece.layer, piece.array)
         report(piece.done, piece.total)
     return close_core(model, core)
@@ -198,13 +200,13 @@ def open_core(model: BaseModel, *, threads: int) -> _core.Model:
 
 
 def read_weights(
-    model: BaseModel, core: _core.Model, fetch: Callable[[weights.Entry], None] = lambda _: None
+    model: BaseModel, slots: Slots, fetch: Callable[[weights.Entry], None] = lambda _: None
 ) -> Iterator[Piece]:
-    """All that `core` is to load, after its files were checked. `fetch` is told of each tensor
-    before it is touched."""
+    """All that a core with these slots is to load, after its files were checked. `fetch` is told of
+    each tensor before it is touched."""
     family = next(row for row in FAMILIES if row.name == model.family)
     with weights.open_folder(model.path) as tensors:
-        names = _check_tensors(family, core, tensors, tied=bool(model.config["tied"]))
+        names = _check_tensors(family, slots, tensors, tied=bool(model.config["tied"]))
         done, total = 0, sum(tensors.entry(name).size for name in names.values())
         for (slot, layer), name in names.items():
             entry = tensors.entry(name)
@@ -423,11 +425,11 @@ def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
 
 
 def _check_tensors(
-    family: Family, core: _core.Model, tensors: weights.Tensors, *, tied: bool
+    family: Family, slots: Slots, tensors: weights.Tensors, *, tied: bool
 ) -> dict[tuple[str, int], str]:
     """The tensor name of each (slot, layer), after checking that all fit and none is left over."""
     names: dict[tuple[str, int], str] = {}
-    for slot, layer, rows, cols in core.slots:
+    for slot, layer, rows, cols in slots:
         name = family.names[slot].format(layer=layer)
         place = slot if layer < 0 else f"layer {layer} {slot}"
         if name not in tensors:

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from tinsmith import weights
+from tinsmith import _core, weights
 from tinsmith.families import BaseModel, LoadedModel, Piece, close_core, open_core, read_weights
 
 AHEAD_BYTES = 1 << 28  # of tensors that were read and not taken
@@ -23,7 +23,8 @@ class Loading:
     def __init__(self, model: BaseModel, *, threads: int, wake: Callable[[], None]):
         self.model = model
         self.share = 0.0  # of its bytes that the engine has
-        self._core = open_core(model, threads=threads)
+        self._core: _core.Model | None = open_core(model, threads=threads)
+        self._slots = self._core.slots
         self._wake = wake
         self._changed = threading.Condition()  # guards the next four
         self._read: deque[Piece] = deque()
@@ -40,6 +41,7 @@ class Loading:
     def take(self) -> LoadedModel | None:
         """Takes one tensor into the engine, or ends; the model when it is complete. After a
         MemoryError the same tensor is tried again by the next call."""
+        assert self._core is not None, "it is closed"
         if not self._read:
             if isinstance(self._ended, Exception):
                 raise self._ended
@@ -56,14 +58,15 @@ class Loading:
         return None
 
     def close(self) -> None:
-        """Ends the thread, after the tensor that it reads."""
+        """Ends the thread, after the tensor that it reads, and lets go of the engine's memory."""
+        self._core = None
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     def _run(self) -> None:
         try:
-            for piece in read_weights(self.model, self._core, weights.fetch):
+            for piece in read_weights(self.model, self._slots, weights.fetch):
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed or self._ahead < AHEAD_BYTES)
                     if self._closed:
