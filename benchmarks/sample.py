@@ -118,7 +118,7 @@ class Comparison:
             except (RuntimeError, OSError) as error:
                 report.note(str(error))
         if self.llama:
-            report.note(f"{self.llama.version}: {self.agreement()}")
+            report.note(f"{self.llama.version}: {self.agreement()}", drawn=True)
 
     def agreement(self) -> str:
         """How far the log-probabilities of 64 tokens lie apart, so that all run the same model."""
