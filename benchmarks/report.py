@@ -127,7 +127,8 @@ class Report:
         self.args, self.tables, self.drawn = args, list[Table](), list[str]()
         self.title = doc.splitlines()[0].rstrip(".")
         self.machine = machine.describe()
-        found = machine.measure(args.threads) if roofline else ""
+        cores = args.threads if args.clock == "wall" else 1  # CPU seconds are those of one core
+        found = machine.measure(cores) if roofline else ""
         self.roofline = found if isinstance(found, machine.Roofline) else None
         command = [Path(sys.argv[0]).name, *sys.argv[1:]]
         print(f"# {self.title}\n\n    python benchmarks/{shlex.join(command)}\n")

@@ -219,6 +219,8 @@ def main() -> None:
             comparison.prefill()
         if args.batches:
             comparison.decode()
+        if comparison.llama:
+            comparison.llama.close()
 
 
 if __name__ == "__main__":
