@@ -11,6 +11,7 @@ report ends: bars, or curves where the cases are numbers; `plot` names the colum
 ratio is drawn where none is named."""
 
 import argparse
+import itertools
 import math
 import shlex
 import sys
@@ -123,19 +124,22 @@ class Report:
     """A run's header and tables; a context manager."""
 
     def __init__(self, args: argparse.Namespace, doc: str, roofline: bool = True) -> None:
-        self.args, self.tables = args, list[Table]()
+        self.args, self.tables, self.drawn = args, list[Table](), list[str]()
         self.title = doc.splitlines()[0].rstrip(".")
         self.machine = machine.describe()
-        found = machine.measure(args.threads) if roofline else ""
+        cores = args.threads if args.clock == "wall" else 1  # CPU seconds are those of one core
+        found = machine.measure(cores) if roofline else ""
         self.roofline = found if isinstance(found, machine.Roofline) else None
         command = [Path(sys.argv[0]).name, *sys.argv[1:]]
         print(f"# {self.title}\n\n    python benchmarks/{shlex.join(command)}\n")
         lines = [self.machine, str(found), f"{args.said[0].upper()}{args.said[1:]}"]
         self.note("\n".join(line for line in lines if line))
 
-    def note(self, text: str) -> None:
-        """A line of the report that is no table's."""
+    def note(self, text: str, drawn: bool = False) -> None:
+        """A line of the report that is no table's; it may stand in the plot too."""
         print(text, flush=True)
+        if drawn:
+            self.drawn.append(text)
 
     def table(self, title: str, case: str, columns: dict[str, str], plot: str = RATIO) -> Table:
         """Begins a table."""
@@ -173,6 +177,8 @@ def draw(report: Report, file: Path) -> None:
     style = {"font.size": 9, "font.family": "sans-serif", "svg.fonttype": "none"}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10}
     tables = [table for table in report.tables if table.cases]
+    sides = dict.fromkeys(side for table in tables for side in table.sides)
+    colours = dict(zip(sides, itertools.chain([OURS], itertools.cycle(OTHERS)), strict=False))
     heights = [3.2 if table.curves else 0.6 + 0.21 * _bars(table) for table in tables]
     with matplotlib.rc_context(style):
         figure, axes = plt.subplots(
@@ -181,11 +187,10 @@ def draw(report: Report, file: Path) -> None:
         )  # fmt: skip
         figure.suptitle(report.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
         for axis, table in zip(axes[:, 0], tables, strict=True):
-            colours = dict(zip(table.sides, (OURS, *OTHERS), strict=False))
             axis.set_title(table.title, loc="left", pad=6 if table.curves else 20)
             (_curves if table.curves else _bars_of)(axis, table, colours)
         *parts, date = (part.strip() for part in report.machine.split(";"))
-        parts.append(f"{date}, {report.args.said}")
+        parts += [*report.drawn, f"{date}, {report.args.said}"]
         figure.supxlabel("\n".join(parts), x=0.01, ha="left", fontsize=7, color="#666666")
         figure.savefig(file, format="svg", metadata={"Date": None, "Title": report.title})
         plt.close(figure)

@@ -118,7 +118,7 @@ class Comparison:
             except (RuntimeError, OSError) as error:
                 report.note(str(error))
         if self.llama:
-            report.note(f"{self.llama.version}: {self.agreement()}")
+            report.note(f"{self.llama.version}: {self.agreement()}", drawn=True)
 
     def agreement(self) -> str:
         """How far the log-probabilities of 64 tokens lie apart, so that all run the same model."""
@@ -219,6 +219,8 @@ def main() -> None:
             comparison.prefill()
         if args.batches:
             comparison.decode()
+        if comparison.llama:
+            comparison.llama.close()
 
 
 if __name__ == "__main__":

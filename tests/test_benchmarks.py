@@ -115,9 +115,10 @@ def test_a_program_holds_itself_to_its_threads() -> None:
 
 def report(plot: Path | None, monkeypatch: pytest.MonkeyPatch) -> reports.Report:
     """A report whose roofline is 100 flops and 10 bytes a second."""
-    roofline = machine.Roofline(1, {"f32": 100.0, "bf16": 200.0}, 10.0)
-    monkeypatch.setattr(machine, "measure", lambda threads: roofline)
-    args = argparse.Namespace(plot=plot, threads=1, rounds=3, unit="s", said="medians")
+    most = {"f32": 100.0, "bf16": 200.0}
+    monkeypatch.setattr(machine, "measure", lambda n: machine.Roofline(n, most, 10.0))
+    options = {"plot": plot, "threads": 2, "clock": "cpu", "rounds": 3, "unit": "s"}
+    args = argparse.Namespace(**options, said="medians")
     return reports.Report(args, "A title.")
 
 
@@ -137,6 +138,7 @@ def test_a_table_says_ratio_and_share_of_the_roofline(
         ("c", "ours", ["2.0", "1", "1.00", "–"]),
         ("c", "theirs", ["1.0", "2", "0.50", "–"]),
     ]
+    assert made.roofline.threads == 1  # CPU seconds, though of two threads
     assert made.floor(flops=200, dtype="bf16", scale=1e3) == reports.Floor(1000.0, "compute")
     assert [table.limit(index) for index in (0, 1)] == [0.5, 0.75]  # of ours, in what is drawn
 
