@@ -503,7 +503,12 @@ async def _finished(future: Future[Any], seconds: float) -> bool:
     return event.is_set()
 
 
+# A request is matched with one row after the other: those of every step come first.
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/retrieve_future", retrieve_future),
+    ("POST", "/asample", asample),
+    ("POST", "/forward_backward", forward_backward),
+    ("POST", "/optim_step", optim_step),
     ("POST", "/client/config", client_config),
     ("POST", "/client/dynamic_config", dynamic_config),
     ("POST", "/telemetry", telemetry),
@@ -513,8 +518,6 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/create_model", create_model),
     ("POST", "/unload_model", unload_model),
     ("POST", "/get_info", get_info),
-    ("POST", "/forward_backward", forward_backward),
-    ("POST", "/optim_step", optim_step),
     ("POST", "/save_weights", save_weights),
     ("POST", "/save_weights_for_sampler", save_weights_for_sampler),
     ("POST", "/save_weights_external", save_weights_external),
@@ -523,8 +526,6 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/create_sampling_session", create_sampling_session),
     ("POST", "/join_sampling_session", join_sampling_session),
     ("GET", "/samplers/{sampler_id}", get_sampler),
-    ("POST", "/asample", asample),
-    ("POST", "/retrieve_future", retrieve_future),
     ("POST", "/retrieve_futures", retrieve_futures),
     ("POST", "/cancel_future", cancel_future),
 )
