@@ -125,17 +125,17 @@ static void page_product(float *c, int64_t c_row, const float *a, int64_t a_row,
 }
 
 /* Turns one row of scores, of which `live` keys are seen, into probabilities against the running
- * maximum, and the rest into zeros; returns the factor by which what was summed before must shrink.
- */
+ * maximum; returns the factor by which what was summed before must shrink. */
 static float soften(float *score, int live, float scale, float *top, float *sum)
 {
-    int filled = (live + VL - 1) / VL * VL;
-    for (int j = live; j < filled; j++) score[j] = -INFINITY;
-    for (int j = filled; j < KV_PAGE; j++) score[j] = 0.0f;
-    vf most = v_set(*top), total = v_set(0.0f);
-    for (int j = 0; j < filled; j += VL) most = v_max(v_load(score + j) * scale, most);
-    float highest = v_top(most), shrink = f_exp(*top - highest);
-    for (int j = 0; j < filled; j += VL) {
+    vf tallest = v_set(-INFINITY);
+    for (int j = live; j < KV_PAGE; j++) score[j] = -INFINITY;
+    for (int j = 0; j < KV_PAGE; j += VL) tallest = v_max(v_load(score + j), tallest);
+    float highest = v_top(tallest) * scale;
+    if (!(highest > *top)) highest = *top;
+    float shrink = *top == highest ? 1.0f : f_exp(*top - highest);
+    vf total = v_set(0.0f);
+    for (int j = 0; j < KV_PAGE; j += VL) {
         vf p = v_exp(v_load(score + j) * scale - highest);
         v_store(score + j, p);
         total += p;

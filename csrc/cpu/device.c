@@ -24,12 +24,6 @@ void cpu_avx512bf16_table(Device *dev);
 
 enum { SLACK = 256 }; /* readable bytes past each block: a product may load a whole tile there */
 
-/* From so many bytes on a block is asked for in huge pages. A pass over weights or keys is bound by
- * memory, and the processor neither prefetches across the end of a page nor translates its address
- * for nothing: one row of a product reads 25 GB/s of weights in pages of 4 KB, and 38 in huge ones.
- */
-enum { HUGE_BLOCK = 1 << 25 };
-
 enum { STEP_ROWS_MAX = 2048 }; /* enough rows for products at full speed */
 
 /* What the machine has. mmap would promise more, and the system kill the process that takes it at
@@ -47,7 +41,9 @@ static Status cpu_alloc(Device *dev, void **memory, size_t bytes)
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (block == MAP_FAILED)
         return fail(STATUS_MEMORY, "the CPU has no %.1f MiB of memory to give", bytes / 1048576.0);
-    if (bytes >= HUGE_BLOCK) madvise(block, bytes, MADV_HUGEPAGE); /* where there are any */
+#if defined(MADV_HUGEPAGE)
+    madvise(block, bytes + SLACK, MADV_HUGEPAGE); /* fewer faults and TLB misses; may be refused */
+#endif
     *memory = block;
     return STATUS_OK;
 }
