@@ -9,11 +9,17 @@
  * decoding. The backward recomputes the probabilities from lse; dq, dk and dv of one key-value head
  * belong to one piece of work, so nothing is summed in an order that threads decide. Roofline: 4·E
  * flops a query, head and key forward, 10·E backward; compute bound in training; decoding reads
- * each key and value once a group of heads; memory bound. */
+ * each key and value once a group of heads; memory bound, and so its rows, the heads of a group,
+ * have a product of their own, which takes four registers of a page's row at once and asks for
+ * what is to come. */
 #include "cpu.h"
 #include "simd.h"
 
-enum { QUERIES = 32 }; /* query rows of one block: its scores (8 KB) stay in L1 */
+enum {
+    QUERIES = 32,           /* query rows of one block: its scores (8 KB) stay in L1 */
+    FEW = VL == 16 ? 4 : 2, /* rows whose sums with four registers of a page stay in registers */
+    AHEAD = 1 << 10,        /* floats of a page from here to what is asked for */
+};
 
 /* Rows of one job that writes keys and values, and how many multiply-adds an element is as good as:
  * it misses the cache. */
@@ -76,6 +82,68 @@ void CPU(kv_copy)(Device *dev, real *k_pages, real *v_pages, int from, int to, i
 
 /* ---- forward ---- */
 
+/* c (rows, vectors·VL) = a·b, or c += a·b, over k: the sums of CPU(product), bit for bit. */
+static inline __attribute__((always_inline)) void page_tile(float *c, int64_t c_row, const float *a,
+                                                            int64_t a_row, const float *b, int ldb,
+                                                            int k, int add, const int rows,
+                                                            const int vectors)
+{
+    vf acc[FEW][4];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = acc[r][2] = acc[r][3] = v_set(0.0f);
+    for (int i = 0; i < k; i++, b += ldb) {
+        vf part[4];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            if (v * VL % 16 == 0) __builtin_prefetch(b + AHEAD + v * VL);
+            part[v] = v_load(b + v * VL);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            vf x = v_set(a[r * a_row + i]);
+            acc[r][0] = v_fma(x, part[0], acc[r][0]);
+            if (vectors > 1) acc[r][1] = v_fma(x, part[1], acc[r][1]);
+            if (vectors > 2) acc[r][2] = v_fma(x, part[2], acc[r][2]);
+            if (vectors > 2) acc[r][3] = v_fma(x, part[3], acc[r][3]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            float *to = c + r * c_row + v * VL;
+            v_store(to, add ? acc[r][v] + v_load(to) : acc[r][v]);
+        }
+}
+
+static inline __attribute__((always_inline)) void page_rows(float *c, int64_t c_row, const float *a,
+                                                            int64_t a_row, const float *b, int ldb,
+                                                            int n, int k, int add, const int rows)
+{
+    int j = 0;
+    for (; j + 4 * VL <= n; j += 4 * VL)
+        page_tile(c + j, c_row, a, a_row, b + j, ldb, k, add, rows, 4);
+    for (; j + 2 * VL <= n; j += 2 * VL)
+        page_tile(c + j, c_row, a, a_row, b + j, ldb, k, add, rows, 2);
+    for (; j < n; j += VL) page_tile(c + j, c_row, a, a_row, b + j, ldb, k, add, rows, 1);
+}
+
+/* c (rows,n) = a·b, or c += a·b, with a page as b (k,n). */
+static void page_product(float *c, int64_t c_row, const float *a, int64_t a_row, const float *b,
+                         int ldb, int rows, int n, int k, int add)
+{
+    if (rows > FEW || n % VL) {
+        CPU(product)(c, c_row, a, a_row, 1, b, ldb, rows, n, k, 1.0f, add);
+        return;
+    }
+    switch (rows) {
+    case 1: page_rows(c, c_row, a, a_row, b, ldb, n, k, add, 1); return;
+    case 2: page_rows(c, c_row, a, a_row, b, ldb, n, k, add, 2); return;
+    case 3: page_rows(c, c_row, a, a_row, b, ldb, n, k, add, FEW < 3 ? FEW : 3); return;
+    case 4: page_rows(c, c_row, a, a_row, b, ldb, n, k, add, FEW); return;
+    }
+}
+
 /* Turns one row of scores, of which `live` keys are seen, into probabilities against the running
  * maximum; returns the factor by which what was summed before must shrink. */
 static float soften(float *score, int live, float scale, float *top, float *sum)
@@ -114,8 +182,8 @@ static void attend(const Attention *c, const int32_t *pages, int g, int rows, in
     for (int first = 0; first <= last; first += KV_PAGE) {
         int64_t block = ((int64_t)pages[first / KV_PAGE] * c->G + g) * KV_PAGE * E;
         int keys = last - first + 1 < KV_PAGE ? last - first + 1 : KV_PAGE;
-        CPU(product)(scores, KV_PAGE, q, q_row, 1, c->k_pages + block, KV_PAGE, rows, KV_PAGE, E,
-                     1.0f, 0);
+        int scored = (keys + 2 * VL - 1) / (2 * VL) * (2 * VL); /* whole tiles of a product */
+        page_product(scores, KV_PAGE, q, q_row, c->k_pages + block, KV_PAGE, rows, scored, E, 0);
         for (int i = 0; i < rows; i++) {
             int live = pos + i * pos_step - first + 1;
             if (live <= 0) { /* this page lies beyond the row: it adds exact zeros below */
@@ -127,7 +195,7 @@ static void attend(const Attention *c, const int32_t *pages, int g, int rows, in
             if (shrink == 1.0f) continue;
             for (int e = 0; e < E; e++) y[i * q_row + e] *= shrink;
         }
-        CPU(product)(y, q_row, scores, KV_PAGE, 1, c->v_pages + block, E, rows, E, keys, 1.0f, 1);
+        page_product(y, q_row, scores, KV_PAGE, c->v_pages + block, E, rows, E, keys, 1);
     }
     for (int i = 0; i < rows; i++) {
         float inverse = 1.0f / sum[i];

@@ -441,6 +441,10 @@ static void product_piece(void *context, int64_t piece)
 void CPU(product_run)(Device *dev, Product *p)
 {
     if (p->m <= 0 || p->n <= 0) return;
+    if (p->order == PANELS && p->m <= STREAM_ROWS) {
+        CPU(product_stream)(dev, p);
+        return;
+    }
     int panels = (p->n + PANEL - 1) / PANEL, threads = pool_threads(((CpuDevice *)dev)->pool);
     int64_t wanted = (double)p->m * p->n * p->k < CPU_SHARED ? 1 : threads > 1 ? 4 * threads : 1;
     int most = CPU(block_rows)(p->k < DEPTH ? p->k : DEPTH, in_pairs(p));

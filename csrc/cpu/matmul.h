@@ -4,7 +4,10 @@
 
 #include "cpu.h"
 
-enum { DEPTH = 384 }; /* k of one block: a panel of b is 48 KB */
+enum {
+    DEPTH = 384,      /* k of one block: a panel of b is 48 KB */
+    STREAM_ROWS = 64, /* up to so many rows meet a frozen weight as it comes from memory */
+};
 
 /* How b's element (k, n) is found. */
 typedef enum Order {
@@ -33,5 +36,8 @@ typedef struct Product {
 /* Runs c (m,n) = scale·a·b [+ bias] [+ c] on the device's threads; `rows` and `panels` are its own.
  */
 void CPU(product_run)(Device *dev, Product *p);
+
+/* The same for a frozen weight in PANELS and m ≤ STREAM_ROWS rows, to the same bits (stream.c). */
+void CPU(product_stream)(Device *dev, const Product *p);
 
 #endif

@@ -1,0 +1,89 @@
+"""Few rows at a time, as decoding has them, against many at once, as training has them: the same
+bits, through every way that the CPU takes for either."""
+
+# ruff: noqa: C408 - sizes are keyword arguments, and read as such
+
+import numpy as np
+import pytest
+from engine import DEVICES, Device, Span, Unavailable, device
+from op_cases import compare, make_attention, make_linear, run
+
+MANY = 100  # rows: more than cpu/stream.c takes (STREAM_ROWS, 64)
+FEW = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 27, 40, 53, 63, 64, 65)
+
+
+@pytest.fixture(params=[name for name in DEVICES if name.startswith("cpu")])
+def dev(request):
+    try:
+        return device(request.param)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+def first_rows(args, rows):
+    """The arguments of linear with so many of its rows."""
+    y = args["y"][:rows] if isinstance(args["y"], np.ndarray) else (rows, args["N"])
+    return args | dict(x=args["x"][:rows], y=y, T=rows)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(N=131, D=900, dtype="bf16", bias=1),  # three blocks of inputs, a panel of 3 outputs
+        dict(N=83, D=401, dtype="bf16", accumulate=1),  # an odd input: half a pair
+        dict(N=64, D=768, dtype="f32", bias=1, accumulate=1),
+        dict(N=49, D=3, dtype="f32"),
+        dict(N=33, D=385, dtype="f16"),
+        dict(N=40, D=0, dtype="bf16", bias=1),
+    ],
+    ids=str,
+)
+def test_a_product_with_few_rows_has_the_bits_of_one_with_many(dev, shape):
+    args = make_linear(np.random.default_rng(0), T=MANY, **shape)
+    many = run(dev, "linear", args)["y"]
+    for rows in FEW:
+        few = run(dev, "linear", first_rows(args, rows))["y"]
+        np.testing.assert_array_equal(few, many[:rows], str(rows))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("rows", [13, 64])
+def test_inputs_that_are_packed_in_several_parts(dev, rows, dtype):
+    args = make_linear(np.random.default_rng(0), T=66, N=35, D=5500, dtype=dtype, bias=1)
+    few = compare(dev, "linear", first_rows(args, rows))["y"]
+    np.testing.assert_array_equal(few, run(dev, "linear", args)["y"][:rows])
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu-avx512bf16"])
+def test_few_rows_on_several_threads(name):
+    try:
+        devices = [Device(name, threads=threads) for threads in (1, 2, 3)]
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    args = make_linear(np.random.default_rng(0), T=5, N=700, D=900, dtype="bf16", bias=1)
+    one, two, three = (run(dev, "linear", args)["y"] for dev in devices)
+    np.testing.assert_array_equal(two, one)
+    np.testing.assert_array_equal(three, one)
+
+
+@pytest.mark.parametrize("E", [16, 32, 48, 64, 128])
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 5])
+def test_a_decoded_position_has_the_attention_of_a_trained_one(dev, E, heads):
+    args = make_attention(
+        np.random.default_rng(0), spans=((140, 0), (9, 60)), H=2 * heads, G=2, E=E
+    )
+    many = run(dev, "attention", args)
+    wanted = [0, 1, 15, 16, 31, 32, 63, 64, 65, 80, 127, 128, 139, 140, 143, 144, 148]
+    of_row = [Span(0, 1, s.pos + i, s.first) for s in args["spans"] for i in range(s.rows)]
+    spans = [Span(i, 1, of_row[t].pos, of_row[t].first) for i, t in enumerate(wanted)]
+    T = len(wanted)
+    sizes = dict(y=(T, 2 * heads, E), lse=(T, 2 * heads), T=T, S=T)
+    few = run(dev, "attention", args | sizes | dict(q=args["q"][wanted], spans=spans))
+    np.testing.assert_array_equal(few["y"], many["y"][wanted])
+    np.testing.assert_array_equal(few["lse"], many["lse"][wanted])
+
+
+@pytest.mark.parametrize("E", [32, 64])
+def test_attention_of_single_positions_is_its_formula(dev, E):
+    spans = ((1, 0), (1, 15), (1, 63), (1, 64), (1, 200))
+    compare(dev, "attention", make_attention(np.random.default_rng(0), spans, H=4, G=2, E=E))
