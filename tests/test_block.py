@@ -5,7 +5,8 @@ such that each is taken, and what they give is what few rows give, bit for bit."
 import numpy as np
 import pytest
 from engine import ISAS, Unavailable, device
-from op_cases import compare, make_attention_backward, make_lora, make_lora_backward, make_matmul
+from op_bar import compare
+from op_cases import make_attention_backward, make_lora, make_lora_backward, make_matmul
 
 K = 901  # three blocks of the sum; odd, so that the last pair is not whole
 

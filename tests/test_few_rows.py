@@ -6,7 +6,8 @@ bits, through every way that the CPU takes for either."""
 import numpy as np
 import pytest
 from engine import DEVICES, Device, Span, Unavailable, device
-from op_cases import compare, make_attention, make_linear, run
+from op_bar import compare, run
+from op_cases import make_attention, make_linear
 
 MANY = 100  # rows: more than cpu/stream.c takes (STREAM_ROWS, 64)
 FEW = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 27, 40, 53, 63, 64, 65)
