@@ -1,10 +1,9 @@
 """The one thread that owns the engine: everything else submits to it and gets futures.
 
-Training requests of one run are executed in the order of their sequence numbers, whatever order
-they arrive in (the SDK posts the chunks 2..n of a call before chunk 1); runs take turns, a request
-each. Between training requests the thread decodes: sampling gets as much time as the training
-request before it took, so that neither starves the other. A request that arrives while others
-decode joins them, and has its client's part of every step.
+Training requests are executed one at a time, in the order that runs.py says. Between them the
+thread decodes: sampling gets as much time as the training request before it took, so that neither
+starves the other. A request that arrives while others decode joins them, and has its client's part
+of every step.
 
 No exception ends the thread: what a request raises is kept on its future as a RequestError. The
 worker knows no HTTP and no JSON; the server is a translation above it.
@@ -19,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,13 @@ from tinsmith.bases import Bases, Hold, NotLoaded
 from tinsmith.decoding import Decoder, SampleRequest, SampleResult
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import BaseModel, LoadedModel
+from tinsmith.runs import Job, Run, Runs, fail
 from tinsmith.snapshots import Snapshots
 from tinsmith.teaching import Average, Teacher
 from tinsmith.training import (
     AdamParams,
     Batch,
     BatchResult,
-    Kept,
     distill,
     forward_backward,
     optim_step,
@@ -68,35 +67,6 @@ class StateSpec:
 
     folder: Path
     optimizer: bool
-
-
-@dataclass(frozen=True)
-class _Job:
-    future: Future[Any]
-    work: Callable[[_Run], Any]
-
-
-@dataclass
-class _Run:
-    """One adapter in training, and the requests that wait for their turn."""
-
-    name: str
-    base: BaseModel
-    adapter: _core.Adapter | None = None
-    reserved: int = 0  # bytes, for the adapter and its steps,
-    vectors: int = 0  # and those of the adapter alone
-    failure: RequestError | None = None  # why there is no adapter
-    average: Average | None = None  # of the adapter, once a loss has asked for it
-    next_seq: int = 0  # 0 is the creation; the SDK's requests start at 1
-    ready: deque[_Job] = field(default_factory=deque)  # whose turn has come
-    waiting: dict[int, _Job] = field(default_factory=dict)  # for those before them
-    waiting_since: float = 0.0
-    kept: Kept | None = None  # the forward that forward_backward_custom began with
-
-    @property
-    def bytes(self) -> int:
-        """What it holds: a step of long datums may have taken more than was reserved."""
-        return max(self.reserved, self.adapter.bytes if self.adapter else 0)
 
 
 def losses() -> list[dict[str, Any]]:
@@ -149,12 +119,10 @@ class Worker:
             wake=lambda: self._put(lambda: None),
         )
         self._paused: dict[Future[Any], BaseModel] = {}  # those that wait for a model to be read
-        self._gap_seconds = gap_seconds
         self._keep_forwards = keep_forwards
         self._snapshots = Snapshots(self._bases, snapshot_bytes_max)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._turns: deque[_Run] = deque()  # the runs that have something ready
-        self._runs: dict[str, _Run] = {}
+        self._runs = Runs(gap_seconds)
         self._decoder = Decoder()
         self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
         self._closed = False
@@ -176,7 +144,7 @@ class Worker:
             except NotLoaded as missing:
                 self._pause(future, missing.model, begin)
             except BaseException as error:
-                _fail(future, error)
+                fail(future, error)
 
         return self._put(begin, future)
 
@@ -185,7 +153,7 @@ class Worker:
     def create(self, run: str, base: str, spec: LoraSpec | StateSpec) -> Future[None]:
         """Makes a run's adapter. Requests of the run may be submitted at once."""
 
-        def work(lane: _Run) -> None:
+        def work(lane: Run) -> None:
             try:
                 lane.adapter = self._make_adapter(lane, spec)
                 if isinstance(spec, StateSpec) and spec.optimizer:
@@ -199,15 +167,15 @@ class Worker:
         future: Future[None] = Future()
 
         def begin() -> None:
-            self._runs[run] = _Run(run, self._known[base])
-            self._enqueue(run, 0, _Job(future, work))
+            self._runs[run] = Run(run, self._known[base])
+            self._runs.submit(run, 0, Job(future, work))
 
         return self._put(begin, future)
 
     def reject(self, run: str, seq: int, error: BaseException) -> Future[None]:
         """Uses up a turn for a request that is refused, so that the next ones don't wait for it."""
 
-        def work(lane: _Run) -> None:
+        def work(lane: Run) -> None:
             raise error
 
         return self._submit(run, seq, work)
@@ -217,8 +185,8 @@ class Worker:
     ) -> Future[BatchResult]:
         """The loss of a batch, and its gradients unless backward is False."""
 
-        def work(lane: _Run) -> BatchResult:
-            adapter = _adapter(lane)
+        def work(lane: Run) -> BatchResult:
+            adapter = lane.trained()
             adapter.step_bytes = self._bases.step_bytes(adapter, lane.bytes - lane.vectors)
             kept, lane.kept = lane.kept, None
             if batch.teacher is not None:
@@ -236,8 +204,8 @@ class Worker:
     def optim_step(self, run: str, seq: int, params: AdamParams) -> Future[dict[str, float]]:
         """One AdamW step; returns its metrics."""
 
-        def work(lane: _Run) -> dict[str, float]:
-            adapter = _adapter(lane)
+        def work(lane: Run) -> dict[str, float]:
+            adapter = lane.trained()
             report = optim_step(adapter, params)
             if lane.average is not None:
                 lane.average.follow(adapter)
@@ -257,8 +225,8 @@ class Worker:
     ) -> Future[None]:
         """Writes a checkpoint. `describe` turns the number of steps taken into its Meta."""
 
-        def work(lane: _Run) -> None:
-            adapter = _adapter(lane)
+        def work(lane: Run) -> None:
+            adapter = lane.trained()
             checkpoint.save(
                 folder,
                 adapter,
@@ -273,8 +241,8 @@ class Worker:
     def load(self, run: str, seq: int, folder: Path, *, optimizer: bool) -> Future[None]:
         """Replaces a run's weights and, with optimizer, all that the next step depends on."""
 
-        def work(lane: _Run) -> None:
-            adapter = _adapter(lane)
+        def work(lane: Run) -> None:
+            adapter = lane.trained()
             average = checkpoint.load_average(folder, adapter) if optimizer else None
             peft.load_into(folder, adapter, optimizer=optimizer)
             lane.average = average
@@ -285,8 +253,8 @@ class Worker:
         """Makes a sampling session with the run's weights as they are at its turn; gives the number
         of steps that the run has taken."""
 
-        def work(lane: _Run) -> int:
-            adapter = _adapter(lane)
+        def work(lane: Run) -> int:
+            adapter = lane.trained()
             self._snapshots.add_run(sampler, lane.base, adapter)
             return adapter.step
 
@@ -334,7 +302,7 @@ class Worker:
             except NotLoaded as missing:
                 self._pause(future, missing.model, begin)
             except BaseException as error:
-                _fail(future, error)
+                fail(future, error)
 
         return self._put(begin, future)
 
@@ -344,7 +312,7 @@ class Worker:
         def stop() -> None:
             self._decoder.cancel(future)
             if future in self._paused:
-                _fail(future, RequestError("the request was cancelled"))
+                fail(future, RequestError("the request was cancelled"))
 
         self._put(stop)
 
@@ -358,18 +326,18 @@ class Worker:
     def forget(self, runs: list[str], samplers: list[str]) -> None:
         """Frees adapters, after what was submitted before."""
 
-        def release(lane: _Run) -> None:
+        def release(lane: Run) -> None:
             self._runs.pop(lane.name, None)
             lane.adapter, lane.average = None, None
             lane.failure = RequestError("its session has ended")
-            _fail_waiting(lane, RequestError(f"{lane.name} can't be used: {lane.failure}"))
+            lane.fail_waiting(RequestError(f"{lane.name} can't be used: {lane.failure}"))
 
         def begin() -> None:
             for name in samplers:
                 self._snapshots.forget(name)
             for name in runs:
                 if name in self._runs:
-                    self._make_ready(self._runs[name], _Job(Future(), release))
+                    self._runs.make_ready(self._runs[name], Job(Future(), release))
 
         self._put(begin)
 
@@ -393,30 +361,12 @@ class Worker:
                 self._inbox.put(command)
                 return future
         if future is not None:
-            _fail(future, RequestError("the server is shutting down", "server"))
+            fail(future, RequestError("the server is shutting down", "server"))
         return future
 
-    def _submit(self, run: str, seq: int, work: Callable[[_Run], Any]) -> Future[Any]:
+    def _submit(self, run: str, seq: int, work: Callable[[Run], Any]) -> Future[Any]:
         future: Future[Any] = Future()
-        return self._put(lambda: self._enqueue(run, seq, _Job(future, work)), future)
-
-    def _enqueue(self, name: str, seq: int, job: _Job) -> None:
-        run = self._runs.get(name)
-        if run is None:
-            gone = f"there is no run {name}: its session has ended, or it was never made"
-            _fail(job.future, RequestError(gone))
-            return
-        if seq < run.next_seq or seq in run.waiting:
-            late = f"request {seq} of {name} comes after its turn: it was answered or given up"
-            _fail(job.future, RequestError(late))
-            return
-        if not run.waiting:
-            run.waiting_since = time.monotonic()
-        run.waiting[seq] = job
-        while run.next_seq in run.waiting:
-            self._make_ready(run, run.waiting.pop(run.next_seq))
-            run.next_seq += 1
-            run.waiting_since = time.monotonic()
+        return self._put(lambda: self._runs.submit(run, seq, Job(future, work)), future)
 
     def _pause(self, future: Future[Any], model: BaseModel, again: Callable[[], None]) -> None:
         """Has `again` called when a model was read that a request needs."""
@@ -428,13 +378,8 @@ class Worker:
         self._paused[future] = model
         self._bases.want(model, go_on)
 
-    def _make_ready(self, run: _Run, job: _Job) -> None:
-        if not run.ready:
-            self._turns.append(run)
-        run.ready.append(job)
-
     def _teacher(
-        self, lane: _Run, adapter: _core.Adapter, teacher: Teacher
+        self, lane: Run, adapter: _core.Adapter, teacher: Teacher
     ) -> tuple[_core.Adapter | _core.Model, Average | None]:
         """Who a batch's teacher is, and the average that the run then keeps. An average begins
         where it is first used."""
@@ -446,7 +391,7 @@ class Worker:
         snapshot = self._snapshots.use(teacher.name)
         return snapshot.adapter or self._bases.use(snapshot.base).core, lane.average
 
-    def _make_adapter(self, lane: _Run, spec: LoraSpec | StateSpec) -> _core.Adapter:
+    def _make_adapter(self, lane: Run, spec: LoraSpec | StateSpec) -> _core.Adapter:
         base = self._bases.use(lane.base)
         saved = isinstance(spec, StateSpec)
         rank = peft.load_meta(spec.folder).rank if saved else spec.rank
@@ -501,21 +446,20 @@ class Worker:
 
     def _loop(self) -> None:
         while self._running:
-            self._drain(block=not self._turns and not self._decoder.active and not self._bases.busy)
-            self._give_up_gaps()
+            self._drain(
+                block=not self._runs.busy and not self._decoder.active and not self._bases.busy
+            )
+            self._runs.give_up_gaps()
             spent = self._train_one()
             self._decode(spent)
         ending = RequestError("the server is shutting down", "server")
         self._decoder.fail_all(ending)
         self._bases.close(ending)
-        for job in [job for run in self._turns for job in run.ready]:
-            _fail(job.future, ending)
-        for run in self._runs.values():
-            _fail_waiting(run, ending)
+        self._runs.close(ending)
 
     def _drain(self, *, block: bool) -> None:
         """Executes the commands that have arrived; waits for one first where there is no work."""
-        timeout = self._gap_timeout() if block else 0.0
+        timeout = self._runs.gap_timeout() if block else 0.0
         try:
             command = self._inbox.get(block=block, timeout=timeout)
             while True:
@@ -527,34 +471,16 @@ class Worker:
         except queue.Empty:
             return
 
-    def _gap_timeout(self) -> float | None:
-        gaps = [run.waiting_since for run in self._runs.values() if run.waiting]
-        if not gaps:
-            return None
-        return max(0.0, min(gaps) + self._gap_seconds - time.monotonic())
-
-    def _give_up_gaps(self) -> None:
-        now = time.monotonic()
-        for run in self._runs.values():
-            if run.waiting and now - run.waiting_since >= self._gap_seconds:
-                missing, held = run.next_seq, sorted(run.waiting)
-                run.next_seq = held[-1] + 1
-                error = RequestError(
-                    f"request {held[0]} of {run.name} waited {self._gap_seconds:g} s for request "
-                    f"{missing}, which never came; requests {held} were not executed"
-                )
-                _fail_waiting(run, error)
-
     def _train_one(self) -> float:
         """Executes a training request of the run whose turn it is; returns the seconds it took."""
-        if not self._turns:
+        if not self._runs.busy:
             return 0.0
-        run = self._turns.popleft()
+        run = self._runs.next()
         start = time.monotonic()
         self._execute(run)
         return time.monotonic() - start
 
-    def _execute(self, run: _Run) -> None:
+    def _execute(self, run: Run) -> None:
         """A run's next request; then the run goes to the end of the line. One that needs a model
         which is not there keeps its place until it is, and its run has no turns."""
         job = run.ready[0]
@@ -565,10 +491,8 @@ class Worker:
             self._pause(job.future, missing.model, lambda: self._execute(run))
             return
         except BaseException as error:
-            _fail(job.future, error)
-        run.ready.popleft()
-        if run.ready:
-            self._turns.append(run)
+            fail(job.future, error)
+        self._runs.over(run)
 
     def _decode(self, seconds: float) -> None:
         """Decodes while there is nothing else to do, and at least `seconds` otherwise. A model that
@@ -579,7 +503,7 @@ class Worker:
             self._decoder.step()
             self._load(time.monotonic() - start if self._decoder.active else seconds)
             self._drain(block=False)
-            if self._turns and time.monotonic() >= end:
+            if self._runs.busy and time.monotonic() >= end:
                 return
 
     def _load(self, seconds: float) -> None:
@@ -589,21 +513,3 @@ class Worker:
             self._bases.load()
             if time.monotonic() >= end:
                 return
-
-
-def _adapter(run: _Run) -> _core.Adapter:
-    if run.adapter is None:
-        reason = run.failure or RequestError("it was never created")
-        raise RequestError(f"{run.name} can't be used: {reason}", reason.category)
-    return run.adapter
-
-
-def _fail(future: Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(explain(error))
-
-
-def _fail_waiting(run: _Run, error: RequestError) -> None:
-    for job in run.waiting.values():
-        _fail(job.future, error)
-    run.waiting.clear()
