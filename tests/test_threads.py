@@ -1,6 +1,8 @@
 """The engine's threads: one crew in a process, and the same bits whatever they do."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -30,6 +32,13 @@ def tasks() -> int:
 
 
 def test_devices_share_one_crew(tiny_model_dir: Path) -> None:
+    """In a process of its own, for other tests leave models and threads behind."""
+    script = "import sys, pathlib, test_threads; test_threads.share(pathlib.Path(sys.argv[1]))"
+    command = [sys.executable, "-c", script, str(tiny_model_dir)]
+    subprocess.run(command, check=True, cwd=Path(__file__).parent, timeout=120)
+
+
+def share(tiny_model_dir: Path) -> None:
     before = tasks()
     few = [adapter_on(tiny_model_dir, threads) for threads in (1, 2, 3)]
     assert tasks() == before + 2
