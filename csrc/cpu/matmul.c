@@ -22,6 +22,7 @@ enum {
     TILE_M = VL == 16 ? 8 : 6, /* rows of a register tile: 16 of 32 or 12 of 16 registers hold sums;
                                   8 rows gave 99 GF/s of 117, 12 gave 80, 14 gave 62: GCC runs out
                                   of address registers first */
+    SIDE = 4,                  /* panels of a matrix by row that are brought at once */
     FEW = 2 * TILE_M, /* up to so many rows bf16 is widened in registers, not through the scratch */
 };
 
@@ -317,7 +318,7 @@ static const float *bring(const Product *p, int k0, int depth, int n0, int width
     }
     if (p->order == BY_ROW) {
         const float *b = (const float *)p->b + k0 * p->ldb + n0;
-        if (few && width % WIDE == 0) {
+        if (width % WIDE == 0) {
             *ldb = p->ldb;
             return b;
         }
@@ -404,10 +405,12 @@ static void few_rows(const Product *p, int m0, int m, int n_first, int n_last)
         }
 }
 
-/* Many rows: all panels meet one block of a while it is in L2. The sums are the same. */
+/* Many rows: all panels meet one block of a while it is in L2. The sums are the same. Of a matrix
+ * by row some panels are brought at once: alone, each would take two lines of every row, from as
+ * many pages. */
 static void many_rows(const Product *p, int m0, int m, int n_first, int n_last)
 {
-    _Alignas(64) float scratch[(DEPTH + PANEL) * PANEL], packed[PACKED + PACKED_SLACK];
+    _Alignas(64) float scratch[SIDE * DEPTH * PANEL], packed[PACKED + PACKED_SLACK];
     if (p->order != PANELS) memset(scratch, 0, sizeof scratch);
     int pairs = in_pairs(p);
     for (int k0 = 0; k0 == 0 || k0 < p->k; k0 += DEPTH) {
@@ -418,7 +421,12 @@ static void many_rows(const Product *p, int m0, int m, int n_first, int n_last)
             int width = n_last - n0 < PANEL ? n_last - n0 : PANEL;
             int64_t ldb;
             Form form;
-            const float *b = bring(p, k0, depth, n0, width, scratch, 0, &ldb, &form);
+            const float *b = scratch + (n0 - n_first) / PANEL % SIDE * DEPTH * PANEL;
+            if (p->order != BY_ROW || p->bf16)
+                b = bring(p, k0, depth, n0, width, scratch, 0, &ldb, &form);
+            else if (b == scratch)
+                panels_copy(scratch, (const float *)p->b + k0 * p->ldb + n0, p->ldb, depth,
+                            n_last - n0 < SIDE * PANEL ? n_last - n0 : SIDE * PANEL);
             CPU(block_multiply)(p->c + m0 * p->ldc + n0, p->ldc, tiles_packed(packed, depth, pairs),
                                 b, m, width, pairs ? (depth + 1) / 2 : depth, p->scale,
                                 p->bias && k0 == 0 ? p->bias + n0 : NULL, p->accumulate || k0 > 0);
