@@ -100,12 +100,12 @@ def main() -> None:
     else:
         sides = {"tinsmith": ours, "HF + PEFT": peft_side(model, tokens, targets)}
     seconds = interleave(sides, args.rounds)
-    total = args.datums * args.length
+    total, peak = args.datums * args.length, PEAK_GFLOPS[args.dtype]
     work = flops(args.shape, total, args.length)
     setting = f"{args.shape} {args.datums}x{args.length} {args.dtype}, {args.threads} thread(s)"
     print(f"{setting}, median of {args.rounds}")
     for name, value in seconds.items():
-        percent = f"{100 * work / value / 1e9 / PEAK_GFLOPS:5.1f} % of peak"
+        percent = f"{100 * work / value / 1e9 / peak:5.1f} % of peak"
         rate = f"{name:12} {value:8.3f} cpu-s {total / value:9.1f} tokens/cpu-s"
         print(rate if args.custom else f"{rate} {percent}")
     first, second = seconds.values()

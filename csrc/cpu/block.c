@@ -59,28 +59,25 @@ static void pack_rows(float *to, const float *a, int64_t a_row, int rows, int de
         }
 }
 
-/* The same of a turned matrix, all tiles of one k after another: its rows are read as they lie. */
-static void pack_columns(float *to, const float *a, int64_t a_col, int m, int depth)
+/* The same of a turned matrix, whose rows are neighbours. */
+static void pack_columns(float *to, const float *a, int64_t a_row, int64_t a_col, int rows,
+                         int depth)
 {
-    int64_t tile = (int64_t)depth * TALL;
-    for (int k = 0; k < depth; k++, a += a_col, to += TALL) {
-        int i = 0;
-        float *out = to;
-        for (; i + TALL <= m; i += TALL, out += tile) memcpy(out, a + i, TALL * sizeof *out);
-        for (int r = 0; i + r < m; r++) out[r] = a[i + r];
-    }
+    for (int k = 0; k < depth; k++, a += a_col, to += TALL)
+        for (int r = 0; r < rows; r++) to[r] = a[r * a_row];
 }
 
 void CPU(block_pack)(float *to, const float *a, int64_t a_row, int64_t a_col, int m, int depth,
                      int pairs)
 {
-    if (a_row == 1 && a_col != 1) {
-        pack_columns(to, a, a_col, m, depth);
-        return;
-    }
     int64_t tile = (int64_t)(pairs ? (depth + 1) / 2 : depth) * TALL;
-    for (int i = 0; i < m; i += TALL, to += tile)
-        pack_rows(to, a + i * a_row, a_row, m - i < TALL ? m - i : TALL, depth, pairs);
+    for (int i = 0; i < m; i += TALL, to += tile) {
+        int rows = m - i < TALL ? m - i : TALL;
+        if (a_col == 1)
+            pack_rows(to, a + i * a_row, a_row, rows, depth, pairs);
+        else
+            pack_columns(to, a + i * a_row, a_row, a_col, rows, depth);
+    }
 }
 
 /* ---- the register tile ---- */
@@ -170,8 +167,8 @@ void CPU(block_multiply)(float *c, int64_t ldc, Tiles a, const float *b, int m, 
     for (int j = 0; j < width; j += WIDE) {
         int live = width - j < WIDE ? width - j : WIDE;
         const float *tile = a.at;
-        for (int i = 0; i < m; i += a.rows, tile += a.tile) {
-            int rows = m - i < a.rows ? m - i : a.rows;
+        for (int i = 0; i < m; i += TALL, tile += a.tile) {
+            int rows = m - i < TALL ? m - i : TALL;
             float *out = c + i * ldc + j;
             if (live == WIDE) {
                 tall(out, ldc, tile, a_step, b + j, lanes, scale, bias ? bias + j : NULL, add, rows,

@@ -21,26 +21,23 @@ int CPU(block_rows)(int depth, int pairs);
 void CPU(block_pack)(float *to, const float *a, int64_t a_row, int64_t a_col, int m, int depth,
                      int pairs);
 
-/* Where row i of a, lane l, is: at[(i / rows)·tile + l·step + i % rows]. */
+/* Where row i of a, lane l, is: at[(i / TALL)·tile + l·step + i % TALL]. */
 typedef struct Tiles {
     const float *at;
     int64_t step, tile;
-    int rows; /* of a tile, at most TALL */
     int pairs;
 } Tiles;
 
 /* What block_pack has made. */
 static inline Tiles tiles_packed(const float *packed, int depth, int pairs)
 {
-    return (Tiles){packed, TALL, (int64_t)(pairs ? (depth + 1) / 2 : depth) * TALL, TALL, pairs};
+    return (Tiles){packed, TALL, (int64_t)(pairs ? (depth + 1) / 2 : depth) * TALL, pairs};
 }
 
-/* `m` columns of a matrix (k, width) are in order as they lie; tiles of even height suit it best.
- */
-static inline Tiles tiles_turned(const float *a, int64_t width, int m)
+/* A matrix (k, m) is in order as it lies. */
+static inline Tiles tiles_turned(const float *a, int64_t width)
 {
-    int count = (m + TALL - 1) / TALL, rows = (m + count - 1) / count;
-    return (Tiles){a, width, rows, rows, 0};
+    return (Tiles){a, width, TALL, 0};
 }
 
 /* c (m,width) = scale·a·b [+ bias] [+ c], width ≤ PANEL; b is k-major with PANEL lanes a row,
@@ -55,19 +52,6 @@ static inline void panel_copy(float *to, const float *from, int64_t from_row, in
         int j = 0;
         for (; j + VL <= width; j += VL) v_store(to + j, v_load(from + j));
         for (; j < width; j++) to[j] = from[j];
-    }
-}
-
-/* `width` columns of some rows as panels that are DEPTH·PANEL apart: row by row, as memory likes
- * it.
- */
-static inline void panels_copy(float *to, const float *from, int64_t from_row, int depth, int width)
-{
-    for (int k = 0; k < depth; k++, to += PANEL, from += from_row) {
-        int j = 0;
-        for (; j + VL <= width; j += VL)
-            v_store(to + (int64_t)(j / PANEL) * DEPTH * PANEL + j % PANEL, v_load(from + j));
-        for (; j < width; j++) to[(int64_t)(j / PANEL) * DEPTH * PANEL + j % PANEL] = from[j];
     }
 }
 

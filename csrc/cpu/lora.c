@@ -140,18 +140,17 @@ static void da_job(void *context, int64_t job)
     const Group *g = context;
     int first = (int)job * GRADIENT_PANELS * PANEL, R = g->R;
     int last = first + block_of(job, GRADIENT_PANELS * PANEL, g->D);
-    _Alignas(64) float panels[GRADIENT_PANELS * DEPTH * PANEL];
-    _Alignas(64) float sums[COLUMNS * PANEL], turned[PANEL * COLUMNS];
+    _Alignas(64) float b[DEPTH * PANEL], sums[COLUMNS * PANEL], turned[PANEL * COLUMNS];
+    memset(b, 0, sizeof b); /* columns that do not exist */
     for (int k0 = 0; k0 < g->T; k0 += DEPTH) {
         int depth = g->T - k0 < DEPTH ? g->T - k0 : DEPTH;
-        panels_copy(panels, g->x + (int64_t)k0 * g->D + first, g->D, depth, last - first);
         for (int n0 = first; n0 < last; n0 += PANEL) {
             int width = last - n0 < PANEL ? last - n0 : PANEL;
-            const float *b = panels + (int64_t)(n0 - first) * DEPTH;
+            panel_copy(b, g->x + (int64_t)k0 * g->D + n0, g->D, depth, width);
             for (int c = 0; c < g->count * R;) {
                 Part p = part_of(g, c, g->count * R);
                 p.n = p.n < COLUMNS ? p.n : COLUMNS;
-                Tiles ds = tiles_turned(f32(p.m->ds) + (int64_t)k0 * R + p.r, R, p.n);
+                Tiles ds = tiles_turned(f32(p.m->ds) + (int64_t)k0 * R + p.r, R);
                 CPU(block_multiply)(sums, PANEL, ds, b, p.n, width, depth, 1.0f, NULL, 0);
                 CPU(transpose)(turned, p.n, sums, PANEL, p.n, width);
                 for (int j = 0; j < width; j++) {
@@ -177,16 +176,15 @@ static void db_job(void *context, int64_t job)
     const Db *g = context;
     int first = (int)job * GRADIENT_PANELS * PANEL;
     int last = first + block_of(job, GRADIENT_PANELS * PANEL, g->N);
-    _Alignas(64) float panels[GRADIENT_PANELS * DEPTH * PANEL];
+    _Alignas(64) float b[DEPTH * PANEL];
+    memset(b, 0, sizeof b); /* columns that do not exist */
     for (int k0 = 0; k0 < g->T; k0 += DEPTH) {
         int depth = g->T - k0 < DEPTH ? g->T - k0 : DEPTH;
-        panels_copy(panels, g->dy + (int64_t)k0 * g->N + first, g->N, depth, last - first);
         for (int n0 = first; n0 < last; n0 += PANEL) {
             int width = last - n0 < PANEL ? last - n0 : PANEL;
-            const float *b = panels + (int64_t)(n0 - first) * DEPTH;
-            CPU(block_multiply)(g->db + n0, g->N,
-                                tiles_turned(g->s + (int64_t)k0 * g->R, g->R, g->R), b, g->R, width,
-                                depth, g->scale, NULL, 1);
+            panel_copy(b, g->dy + (int64_t)k0 * g->N + n0, g->N, depth, width);
+            CPU(block_multiply)(g->db + n0, g->N, tiles_turned(g->s + (int64_t)k0 * g->R, g->R), b,
+                                g->R, width, depth, g->scale, NULL, 1);
         }
     }
 }

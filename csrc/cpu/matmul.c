@@ -2,9 +2,9 @@
  *
  *   c (m,n) = scale·a (m,k)·b (k,n) [+ bias] [+ c]
  *
- * A tile of TILE_M rows and 2·VL columns of c stays in registers while k runs: one vector load of b
- * and one broadcast of a per multiply-add. b must be row-major in k; frozen weights are stored so
- * (panels, cpu.h), anything else is brought to that order in a scratch block of DEPTH × PANEL that
+ * A tile of c stays in registers while k runs: 2·VL columns, and TILE_M rows here, for few rows
+ * or a single panel; block.c packs a for more. b must be row-major in k; frozen weights are stored
+ * so (panels, cpu.h), anything else is brought to that order in a scratch block that
  * stays in L1 or L2. bf16 weights widen to f32 on the way, which is exact; or, in the set of
  * instructions that has it, a is rounded to bf16 too and the processor's dot product of pairs takes
  * both, for half the instructions: that is the device cpu-bf16. Every element of c is
@@ -19,11 +19,9 @@
 enum {
     WIDE = 2 * VL, /* columns of a register tile */
     AHEAD = 48, /* rows of b to prefetch when few rows of a keep the processor waiting for memory */
-    TILE_M = VL == 16 ? 8 : 6, /* rows of a register tile: 16 of 32 or 12 of 16 registers hold sums;
-                                  8 rows gave 99 GF/s of 117, 12 gave 80, 14 gave 62: GCC runs out
-                                  of address registers first */
-    SIDE = 4,                  /* panels of a matrix by row that are brought at once */
-    FEW = 2 * TILE_M, /* up to so many rows bf16 is widened in registers, not through the scratch */
+    TILE_M = VL == 16 ? 8 : 6, /* rows of a register tile; as many addresses of a fit into
+                                  registers, which is why taller tiles need it packed (block.c) */
+    FEW = 2 * TILE_M, /* up to so many rows a is not packed, and bf16 is widened in registers */
 };
 
 #if defined(__AVX512BF16__)
@@ -318,7 +316,7 @@ static const float *bring(const Product *p, int k0, int depth, int n0, int width
     }
     if (p->order == BY_ROW) {
         const float *b = (const float *)p->b + k0 * p->ldb + n0;
-        if (width % WIDE == 0) {
+        if (few && width % WIDE == 0) { /* else rows a power of two apart would share cache sets */
             *ldb = p->ldb;
             return b;
         }
@@ -405,12 +403,10 @@ static void few_rows(const Product *p, int m0, int m, int n_first, int n_last)
         }
 }
 
-/* Many rows: all panels meet one block of a while it is in L2. The sums are the same. Of a matrix
- * by row some panels are brought at once: alone, each would take two lines of every row, from as
- * many pages. */
+/* Many rows: all panels meet one block of a while it is in L2. The sums are the same. */
 static void many_rows(const Product *p, int m0, int m, int n_first, int n_last)
 {
-    _Alignas(64) float scratch[SIDE * DEPTH * PANEL], packed[PACKED + PACKED_SLACK];
+    _Alignas(64) float scratch[(DEPTH + PANEL) * PANEL], packed[PACKED + PACKED_SLACK];
     if (p->order != PANELS) memset(scratch, 0, sizeof scratch);
     int pairs = in_pairs(p);
     for (int k0 = 0; k0 == 0 || k0 < p->k; k0 += DEPTH) {
@@ -421,12 +417,7 @@ static void many_rows(const Product *p, int m0, int m, int n_first, int n_last)
             int width = n_last - n0 < PANEL ? n_last - n0 : PANEL;
             int64_t ldb;
             Form form;
-            const float *b = scratch + (n0 - n_first) / PANEL % SIDE * DEPTH * PANEL;
-            if (p->order != BY_ROW || p->bf16)
-                b = bring(p, k0, depth, n0, width, scratch, 0, &ldb, &form);
-            else if (b == scratch)
-                panels_copy(scratch, (const float *)p->b + k0 * p->ldb + n0, p->ldb, depth,
-                            n_last - n0 < SIDE * PANEL ? n_last - n0 : SIDE * PANEL);
+            const float *b = bring(p, k0, depth, n0, width, scratch, 0, &ldb, &form);
             CPU(block_multiply)(p->c + m0 * p->ldc + n0, p->ldc, tiles_packed(packed, depth, pairs),
                                 b, m, width, pairs ? (depth + 1) / 2 : depth, p->scale,
                                 p->bias && k0 == 0 ? p->bias + n0 : NULL, p->accumulate || k0 > 0);
