@@ -30,6 +30,7 @@ typedef struct Chunk {
     real *x;        /* (most,D) */
     float *dx;      /* (most,D) */
     float *dweight; /* (V,D) */
+    int begun;      /* it holds the part of some rows */
     float *lse;     /* (most) */
     int32_t *start; /* (most + 1): K targets a row */
 } Chunk;
@@ -185,7 +186,9 @@ static void rows_backward(Chunk *chunk, const Rows *rows, RowsGradient gradient,
     int V = rows->V, D = rows->D, half = rows->type == DTYPE_BF16;
     if (gets_dlogits(dev, rows)) return;
     if (gradient.weight)
-        dev->matmul(dev, chunk->dweight, dlogits, x, 1, 0, dev->real_bytes == 2, V, D, n, 1);
+        dev->matmul(dev, chunk->dweight, dlogits, x, 1, 0, dev->real_bytes == 2, V, D, n,
+                    chunk->begun);
+    chunk->begun = 1;
     if (!gradient.rows) return;
     void *to = (char *)gradient.rows + rows_bytes(rows, row);
     int64_t count = (int64_t)n * width_of(rows);
@@ -201,17 +204,14 @@ static void rows_backward(Chunk *chunk, const Rows *rows, RowsGradient gradient,
     }
 }
 
-static void weight_begin(const Chunk *chunk, const Rows *rows)
-{
-    size_t bytes = (size_t)rows->V * (size_t)rows->D * sizeof(float);
-    if (chunk->dweight) chunk->dev->zero(chunk->dev, chunk->dweight, bytes);
-}
-
-/* Sums in f32, of a bf16 weight: rounded once. */
+/* Sums in f32, of a bf16 weight: rounded once. Without rows they are zero. */
 static void weight_end(const Chunk *chunk, const Rows *rows, RowsGradient gradient)
 {
-    if (chunk->dweight && rows->weight_type == DTYPE_BF16)
-        chunk->dev->narrow(chunk->dev, gradient.weight, chunk->dweight, (int64_t)rows->V * rows->D);
+    Device *dev = chunk->dev;
+    int64_t count = (int64_t)rows->V * rows->D;
+    if (!chunk->dweight) return;
+    if (!chunk->begun) dev->zero(dev, chunk->dweight, (size_t)count * sizeof(float));
+    if (rows->weight_type == DTYPE_BF16) dev->narrow(dev, gradient.weight, chunk->dweight, count);
 }
 
 static int rows_left(const Chunk *chunk, const Rows *rows, int64_t row)
@@ -262,7 +262,7 @@ static void gather_walk(void *context)
     Device *dev = chunk->dev;
     const Rows *rows = call->rows;
     const real *x = NULL;
-    weight_begin(chunk, rows);
+    chunk->begun = 0;
     for (int64_t row = 0; row < rows->N; row += chunk->most) {
         int n = rows_left(chunk, rows, row);
         int64_t at = row * call->K;
@@ -318,7 +318,7 @@ static void jsd_walk(void *context)
     RowsGradient gradient = call->gradient;
     int64_t each = !call->how.each ? 1 : call->how.top_k ? call->how.top_k : student->V, at = 0;
     const real *x = NULL, *other_x;
-    weight_begin(chunk, student);
+    chunk->begun = 0;
     for (int64_t row = 0; row < student->N;) {
         int n = run_of(call->keep, 0, row, student->N, chunk->most);
         if (n && gradient.rows)

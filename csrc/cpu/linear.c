@@ -1,10 +1,10 @@
-/* cpu/linear.c - the ops that are products: with frozen weights, and with
- * anybody's own.
+/* cpu/linear.c - the ops that are one product: with frozen weights, and with
+ * anybody's own matrices.
  *
  *   linear    y = x·wᵀ + bias          linear_backward  dx = dy·w          head  logits = x·wᵀ
  *   matmul    c = a·b
  *
- * Each is a list of calls of the one product (matmul.c), which says what they cost. */
+ * matmul.c says what a product costs; LoRA's narrow ones are in lora.c. */
 #include "matmul.h"
 #include "simd.h"
 

@@ -2,9 +2,9 @@
  *
  *   c (m,n) = scale·a (m,k)·b (k,n) [+ bias] [+ c]
  *
- * A tile of TILE_M rows and 2·VL columns of c stays in registers while k runs: one vector load of b
- * and one broadcast of a per multiply-add. b must be row-major in k; frozen weights are stored so
- * (panels, cpu.h), anything else is brought to that order in a scratch block of DEPTH × PANEL that
+ * A tile of c stays in registers while k runs: 2·VL columns, and TILE_M rows here, for few rows
+ * or a single panel; block.c packs a for more. b must be row-major in k; frozen weights are stored
+ * so (panels, cpu.h), anything else is brought to that order in a scratch block that
  * stays in L1 or L2. bf16 weights widen to f32 on the way, which is exact; or, in the set of
  * instructions that has it, a is rounded to bf16 too and the processor's dot product of pairs takes
  * both, for half the instructions: that is the device cpu-bf16. Every element of c is
@@ -19,10 +19,9 @@
 enum {
     WIDE = 2 * VL, /* columns of a register tile */
     AHEAD = 48, /* rows of b to prefetch when few rows of a keep the processor waiting for memory */
-    TILE_M = VL == 16 ? 8 : 6, /* rows of a register tile: 16 of 32 or 12 of 16 registers hold sums;
-                                  8 rows gave 99 GF/s of 117, 12 gave 80, 14 gave 62: GCC runs out
-                                  of address registers first */
-    FEW = 2 * TILE_M, /* up to so many rows bf16 is widened in registers, not through the scratch */
+    TILE_M = VL == 16 ? 8 : 6, /* rows of a register tile; as many addresses of a fit into
+                                  registers, which is why taller tiles need it packed (block.c) */
+    FEW = 2 * TILE_M, /* up to so many rows a is not packed, and bf16 is widened in registers */
 };
 
 #if defined(__AVX512BF16__)
@@ -317,7 +316,7 @@ static const float *bring(const Product *p, int k0, int depth, int n0, int width
     }
     if (p->order == BY_ROW) {
         const float *b = (const float *)p->b + k0 * p->ldb + n0;
-        if (few && width % WIDE == 0) {
+        if (few && width % WIDE == 0) { /* else rows a power of two apart would share cache sets */
             *ldb = p->ldb;
             return b;
         }
