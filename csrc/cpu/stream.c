@@ -23,6 +23,8 @@ enum {
     PACKED_LANES = STREAM_ROWS << 10, /* of packed rows: a quarter of L2 */
 };
 
+_Static_assert(PACKED_LANES / (STREAM_ROWS + TILE_ROWS) >= DEPTH, "a block of all rows is packed");
+
 /* What the 32-bit lanes of the operands hold. */
 typedef enum Form {
     FLOATS, /* both: a float */
