@@ -1,6 +1,6 @@
-"""What training requests do with an adapter: the optimizer's step, and forward_backward.
+"""What training requests ask for, and what a forward_backward does with an adapter.
 
-That is one call of the engine, but for the two requests that the SDK's forward_backward_custom
+It is one call of the engine, but for the two requests that the SDK's forward_backward_custom
 makes: a forward, and, when the client has evaluated its loss, a forward_backward of the same datums
 with cross_entropy's weights set to minus its gradient. The second one then is a backward from the
 first one's activations, to the same bits. A request is taken for such a second one only where it is
@@ -11,6 +11,7 @@ A loss that the client has uploaded lies between a forward and a backward in the
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,26 @@ class Uploaded:
 
     loss: CustomLoss
     inputs: tuple[tuple[NDArray[Any], ...], ...]
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """A new adapter. alpha is not on Tinker's wire: 32, as every open peer assumes."""
+
+    rank: int
+    seed: int
+    attn: bool = True
+    mlp: bool = True
+    unembed: bool = True
+    alpha: float = 32.0
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """An adapter that starts from a checkpoint's folder."""
+
+    folder: Path
+    optimizer: bool
 
 
 @dataclass(frozen=True)

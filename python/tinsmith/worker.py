@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,8 @@ from tinsmith.training import (
     AdamParams,
     Batch,
     BatchResult,
+    LoraSpec,
+    StateSpec,
     distill,
     forward_backward,
     optim_step,
@@ -47,26 +48,6 @@ log = logging.getLogger("tinsmith")
 # How long requests wait for one that should have come before them. The SDK's chunks of one call
 # arrive within seconds of each other.
 GAP_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class LoraSpec:
-    """A new adapter. alpha is not on Tinker's wire: 32, as every open peer assumes."""
-
-    rank: int
-    seed: int
-    attn: bool = True
-    mlp: bool = True
-    unembed: bool = True
-    alpha: float = 32.0
-
-
-@dataclass(frozen=True)
-class StateSpec:
-    """An adapter that starts from a checkpoint's folder."""
-
-    folder: Path
-    optimizer: bool
 
 
 def losses() -> list[dict[str, Any]]:
