@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import onednn
 import torch
-from peers import interleave, parse, parser
+from peers import CACHED, interleave, parse, parser
 from report import Report
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -30,7 +30,6 @@ PRODUCTS = [  # T, N, D of the 0.6B shape: training, a chunk of the head, LoRA, 
     (1, 3072, 1024),
     (1, 151936, 1024),
 ]
-CACHED = 128 << 20  # bytes: a smaller weight may be in a cache from one call to the next
 
 
 def prepared(device: engine.Device, op: str, **args: object) -> Callable[[], None]:

@@ -78,6 +78,7 @@ SHAPES: dict[str, dict[str, int]] = {
 SHAPES["small-qwen"] = SHAPES["small"] | {"vocab_size": SHAPES["0.6b"]["vocab_size"]}
 UNTIED = {"8b"}  # shapes whose head is a matrix of its own
 DTYPES = {"f32": "float32", "bf16": "auto"}  # what a model of each type is computed in
+CACHED = 128 << 20  # bytes: smaller weights may be in a cache from one call to the next
 CLOCKS: dict[str, tuple[str, Callable[[], float]]] = {
     "cpu": ("cpu-s", time.process_time),  # of the process, on all its threads
     "wall": ("s", time.perf_counter),

@@ -21,7 +21,18 @@ from typing import Any
 import llama
 import numpy as np
 import torch
-from peers import CLOCKS, DTYPES, SHAPES, alternate, checkpoint, hf_model, medians, parse, parser
+from peers import (
+    CACHED,
+    CLOCKS,
+    DTYPES,
+    SHAPES,
+    alternate,
+    checkpoint,
+    hf_model,
+    medians,
+    parse,
+    parser,
+)
 from report import Report
 from tinsmith import _core, families
 
@@ -190,6 +201,7 @@ class Comparison:
                 if sampler:
                     seconds[f"{name} + sampler"] = drawn + sampler[0]
             read = layers + head + batch * cache * (args.prompt + args.new / 2)
+            read = read if size * (layers + head) > CACHED else 0
             table.add(
                 str(batch),
                 {name: (1e3 * v / tokens, tokens / v) for name, v in seconds.items()},
