@@ -45,6 +45,9 @@ static inline size_t frozen_bf16_at(const frozen *w, int n, int k)
            (size_t)(k % 2);
 }
 
+/* The device's frozen_load (frozen.c). */
+void CPU(frozen_load)(Device *dev, frozen *to, const void *from, DType type, int rows, int cols);
+
 typedef struct CpuDevice {
     Device base; /* first: a Device* is a CpuDevice* */
     Pool *pool;
@@ -115,7 +118,7 @@ void CPU(row_topk)(int32_t *ids, float *best, const float *x, int V, int K);
 #include "../ops.inc"
 #undef OP
 
-/* Fills in the op pointers of this instruction set. */
+/* Fills in the function pointers of this instruction set. */
 void CPU(table)(Device *dev);
 
 #endif

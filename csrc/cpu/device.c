@@ -98,64 +98,6 @@ static size_t cpu_frozen_bytes(Device *dev, DType type, int rows, int cols)
     return sizeof(struct frozen) + panels * PANEL * (size_t)cols * column;
 }
 
-/* f16 has no cheap widening on older processors, so such weights are kept as f32. */
-static float half_to_float(uint16_t h)
-{
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
-    uint32_t bits;
-    if (exponent == 31) {
-        bits = sign | 0x7f800000 | mantissa << 13;
-    } else if (exponent) {
-        bits = sign | (exponent + 112) << 23 | mantissa << 13;
-    } else {
-        float small = (float)mantissa * 0x1p-24f;
-        memcpy(&bits, &small, 4);
-        bits |= sign;
-    }
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-typedef struct Load {
-    frozen *to;
-    const void *from;
-    DType type;
-} Load;
-
-/* One panel: its 32 rows side by side, read as 32 streams and written in order. */
-static void load_panel(void *context, int64_t panel)
-{
-    const Load *load = context;
-    frozen *w = load->to;
-    size_t cols = (size_t)w->cols, first = (size_t)panel * PANEL;
-    size_t live = (size_t)w->rows - first < PANEL ? (size_t)w->rows - first : PANEL;
-    for (size_t lane = 0; lane < PANEL && load->type == DTYPE_BF16 && cols % 2; lane++)
-        ((uint16_t *)w->data)[frozen_bf16_at(w, (int)(first + lane), (int)cols)] = 0;
-    for (size_t k = 0; k < cols; k++)
-        for (size_t lane = 0; lane < PANEL; lane++) {
-            size_t at = ((size_t)panel * cols + k) * PANEL + lane, in = (first + lane) * cols + k;
-            if (load->type == DTYPE_BF16)
-                ((uint16_t *)w->data)[frozen_bf16_at(w, (int)(first + lane), (int)k)] =
-                    lane < live ? ((const uint16_t *)load->from)[in] : 0;
-            else if (load->type == DTYPE_F16)
-                ((float *)w->data)[at] =
-                    lane < live ? half_to_float(((const uint16_t *)load->from)[in]) : 0;
-            else
-                ((float *)w->data)[at] = lane < live ? ((const float *)load->from)[in] : 0;
-        }
-}
-
-static void cpu_frozen_load(Device *dev, frozen *to, const void *from, DType type, int rows,
-                            int cols)
-{
-    to->type = type == DTYPE_BF16 ? DTYPE_BF16 : DTYPE_F32;
-    to->rows = rows;
-    to->cols = cols;
-    Load load = {to, from, type};
-    cpu_run(dev, (rows + PANEL - 1) / PANEL, load_panel, &load);
-}
-
 void cpu_fail(Device *dev, Status status, const char *format, ...)
 {
     CpuDevice *cpu = (CpuDevice *)dev;
@@ -246,7 +188,6 @@ Status cpu_open(Device **dev, int threads, int bf16)
         .copy = cpu_copy,
         .zero = cpu_zero,
         .frozen_bytes = cpu_frozen_bytes,
-        .frozen_load = cpu_frozen_load,
         .sync = cpu_sync,
         .fetch = cpu_copy,
         .await = cpu_await,

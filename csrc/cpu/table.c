@@ -1,8 +1,10 @@
-/* cpu/table.c - this instruction set's row of function pointers, from ops.inc. */
+/* cpu/table.c - this instruction set's row of function pointers: the ops, from ops.inc, and what
+ * brings weights into the order that they read. */
 #include "cpu.h"
 
 void CPU(table)(Device *dev)
 {
+    dev->frozen_load = CPU(frozen_load);
 #define OP(name, args) dev->name = CPU(name);
 #include "../ops.inc"
 #undef OP
