@@ -1,17 +1,19 @@
-/* cpu/matmul.c - the product that all others of the CPU device are made of.
+/* cpu/matmul.c - the product that all others of the CPU device are made of, and the way it goes.
  *
  *   c (m,n) = scale·a (m,k)·b (k,n) [+ bias] [+ c]
  *
- * A tile of c stays in registers while k runs: 2·VL columns, and TILE_M rows here, for few rows
- * or a single panel; block.c packs a for more. b must be row-major in k; frozen weights are stored
- * so (panels, cpu.h), anything else is brought to that order in a scratch block that
- * stays in L1 or L2. bf16 weights widen to f32 on the way, which is exact; or, in the set of
- * instructions that has it, a is rounded to bf16 too and the processor's dot product of pairs takes
- * both, for half the instructions: that is the device cpu-bf16. Every element of c is
- * summed over k in the same order with fused multiply-adds, in blocks of DEPTH, whatever m, n, the
- * tile, the thread and the vector width are: a row's result depends on that row alone, bit for bit.
- * That is why this is not a BLAS call; benchmarks/ops.py measures it against oneDNN. Roofline:
- * 2·m·n·k flops, compute bound for m > 16; for m = 1 one pass over w, memory bound. */
+ * Up to STREAM_ROWS rows against a frozen weight read it as it comes from memory (stream.c). Other
+ * products with a frozen weight, and those of more than FEW rows with more than one panel of b,
+ * pack a for all panels to meet (block.c). What is left takes a as it lies, in the register tile
+ * that is here. On each way b is brought to panels that are row-major in k: frozen weights are
+ * stored so (cpu.h), anything else goes through a scratch block that stays in L1 or L2. bf16
+ * weights widen to f32 on the way, which is exact; or, in the set of instructions that has it, a is
+ * rounded to bf16 too and the processor's dot product of pairs takes both, for half the
+ * instructions: that is the device cpu-bf16. Every element of c is summed over k in the same order
+ * with fused multiply-adds, in blocks of DEPTH, whatever m, n, the way, the tile, the thread and
+ * the vector width are: a row's result depends on that row alone, bit for bit. That is why this is
+ * not a BLAS call; benchmarks/ops.py measures it against oneDNN. Roofline: 2·m·n·k flops, compute
+ * bound for m > 16; for m = 1 one pass over b, memory bound. */
 #include <assert.h>
 
 #include "block.h"
@@ -21,21 +23,8 @@ enum {
     AHEAD = 48, /* rows of b to prefetch when few rows of a keep the processor waiting for memory */
     TILE_M = VL == 16 ? 8 : 6, /* rows of a register tile; as many addresses of a fit into
                                   registers, which is why taller tiles need it packed (block.c) */
-    FEW = 2 * TILE_M, /* up to so many rows a is not packed, and bf16 is widened in registers */
+    FEW = 2 * TILE_M,          /* up to so many rows packing a would not pay */
 };
-
-#if defined(__AVX512BF16__)
-#define PRODUCT_FORM PAIRS /* of a product with a bf16 weight */
-#else
-#define PRODUCT_FORM WIDEN
-#endif
-
-/* What the 32-bit lanes of a product's operands hold. */
-typedef enum Form {
-    FLOATS, /* both: a float */
-    WIDEN,  /* a: a float; b: two k of bf16, widened in registers */
-    PAIRS,  /* both: two k of bf16 */
-} Form;
 
 /* ---- the register tile ---- */
 
@@ -50,37 +39,15 @@ tile_step(vf acc[TILE_M][2], const float *a, int64_t a_row, vf b0, vf b1, const 
     }
 }
 
-static inline __attribute__((always_inline)) void tile_rows(float *c, int64_t ldc, const float *a,
-                                                            int64_t a_row, int64_t a_col,
-                                                            const float *b, int64_t ldb, int k,
-                                                            float scale, const float *bias, int add,
-                                                            const int rows, const Form form)
+static inline __attribute__((always_inline)) void
+tile_rows(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col, const float *b,
+          int64_t ldb, int k, float scale, const float *bias, int add, const int rows)
 {
     vf acc[TILE_M][2];
     for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = v_set(0.0f);
-    int lanes = form == FLOATS ? k : (k + 1) / 2;
-    for (int i = 0; i < lanes; i++) {
-        const float *bi = b + i * ldb;
-        if (rows <= 4) __builtin_prefetch(bi + AHEAD * ldb);
-        if (form == FLOATS) {
-            tile_step(acc, a + i * a_col, a_row, v_load(bi), v_load(bi + VL), rows);
-            continue;
-        }
-        vu b0 = v_load_pairs(bi), b1 = v_load_pairs(bi + VL);
-#if defined(__AVX512BF16__)
-        if (form == PAIRS) {
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; r++) {
-                vu x = v_set_pair(a + r * a_row + i);
-                acc[r][0] = v_dot_pairs(x, b0, acc[r][0]);
-                acc[r][1] = v_dot_pairs(x, b1, acc[r][1]);
-            }
-            continue;
-        }
-#endif
-        tile_step(acc, a + 2 * i * a_col, a_row, v_first(b0), v_first(b1), rows);
-        if (2 * i + 1 < k)
-            tile_step(acc, a + (2 * i + 1) * a_col, a_row, v_second(b0), v_second(b1), rows);
+    for (int i = 0; i < k; i++, a += a_col, b += ldb) {
+        if (rows <= 4) __builtin_prefetch(b + AHEAD * ldb);
+        tile_step(acc, a, a_row, v_load(b), v_load(b + VL), rows);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
@@ -93,22 +60,13 @@ static inline __attribute__((always_inline)) void tile_rows(float *c, int64_t ld
         }
 }
 
-/* One tile of `rows` ≤ TILE_M rows: the switch makes the row count and the form constants. */
+/* One tile of `rows` ≤ TILE_M rows: the switch makes the row count a constant. */
 static void tile(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col,
                  const float *b, int64_t ldb, int k, float scale, const float *bias, int add,
-                 int rows, Form form)
+                 int rows)
 {
-#define ROWS_AND_FORM(n, form) \
-    tile_rows(c, ldc, a, a_row, a_col, b, ldb, k, scale, bias, add, n, form)
-#define CASE(n)                       \
-    case n:                           \
-        if (form == FLOATS)           \
-            ROWS_AND_FORM(n, FLOATS); \
-        else if (form == WIDEN)       \
-            ROWS_AND_FORM(n, WIDEN);  \
-        else                          \
-            ROWS_AND_FORM(n, PAIRS);  \
-        return
+#define CASE(n) \
+    case n: tile_rows(c, ldc, a, a_row, a_col, b, ldb, k, scale, bias, add, n); return
     switch (rows) {
         CASE(1);
         CASE(2);
@@ -122,7 +80,6 @@ static void tile(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a
 #endif
     }
 #undef CASE
-#undef ROWS_AND_FORM
     assert(!"a tile has 1 to TILE_M rows");
 }
 
@@ -130,7 +87,7 @@ static void tile(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a
  * through a temporary tile; b must be readable (not meaningful) to the full width there. */
 static void strip(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col,
                   const float *b, int64_t ldb, int m, int n, int k, float scale, const float *bias,
-                  int add, Form form)
+                  int add)
 {
     for (int j = 0; j < n; j += WIDE) {
         int width = n - j < WIDE ? n - j : WIDE;
@@ -140,7 +97,7 @@ static void strip(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t 
             const float *ai = a + i * a_row;
             if (width == WIDE) {
                 tile(out, ldc, ai, a_row, a_col, b + j, ldb, k, scale, bias ? bias + j : NULL, add,
-                     rows, form);
+                     rows);
                 continue;
             }
             float edge[TILE_M * WIDE], edge_bias[WIDE] = {0};
@@ -149,7 +106,7 @@ static void strip(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t 
                 for (int x = 0; x < WIDE; x++)
                     edge[r * WIDE + x] = add && x < width ? out[r * ldc + x] : 0;
             tile(edge, WIDE, ai, a_row, a_col, b + j, ldb, k, scale, bias ? edge_bias : NULL, add,
-                 rows, form);
+                 rows);
             for (int r = 0; r < rows; r++)
                 for (int x = 0; x < width; x++) out[r * ldc + x] = edge[r * WIDE + x];
         }
@@ -157,6 +114,17 @@ static void strip(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t 
 }
 
 /* ---- bringing b to k-major order ---- */
+
+/* Whether both sides of a product are taken in pairs of bf16. */
+static int in_pairs(const Product *p)
+{
+#if defined(__AVX512BF16__)
+    return p->order >= PANELS && ((const frozen *)p->b)->type == DTYPE_BF16;
+#else
+    (void)p;
+    return 0;
+#endif
+}
 
 static float widen(uint16_t bits)
 {
@@ -218,6 +186,8 @@ static void turn_floats(float *to, const float *from, int width)
         }
 }
 
+#if !defined(__AVX512BF16__)
+
 /* The same from bf16, widened: a lane of `from` holds two columns. */
 static void turn_widened(float *to, const float *from, int width)
 {
@@ -237,7 +207,7 @@ static void turn_widened(float *to, const float *from, int width)
         }
 }
 
-#if defined(__AVX512BF16__)
+#else
 
 #define FRONT(l) ((l) % 2 * VL + (l) / 2)
 #define BACK(l) (FRONT(l) + VL / 2)
@@ -266,47 +236,44 @@ static void turn_pairs(float *to, const float *from, int width)
 
 #endif
 
-/* Rows [k0, k0+depth) of columns [n0, n0+width) of a weight, k-major. `few` says that so few rows
- * of a will use them that widening bf16 in registers is cheaper than in the scratch. */
+/* Rows [k0, k0+depth) of columns [n0, n0+width) of a weight, k-major: floats, or with in_pairs()
+ * two rows in a lane. */
 static const float *bring_weight(const Product *p, int k0, int depth, int n0, int width,
-                                 float *scratch, int few, Form *form)
+                                 float *scratch)
 {
     const frozen *w = p->b;
     int halves = w->type == DTYPE_BF16; /* a lane holds two columns of the weight */
     size_t lanes = halves ? ((size_t)w->cols + 1) / 2 : (size_t)w->cols; /* of a panel's row */
-    *form = halves ? PRODUCT_FORM : FLOATS;
     if (p->order == PANELS) {
         size_t at = (size_t)(n0 / PANEL) * lanes + (size_t)(halves ? k0 / 2 : k0);
         const float *from = (const float *)w->data + at * PANEL;
-        if (*form != WIDEN || few) return from;
+        if (!halves || in_pairs(p)) return from;
         for (int i = 0; i < depth; i += 2)
             for (int x = 0; x < PANEL; x += VL) {
                 vu pairs = v_load_pairs(from + i / 2 * PANEL + x);
                 v_store(scratch + i * PANEL + x, v_first(pairs));
                 v_store(scratch + (i + 1) * PANEL + x, v_second(pairs));
             }
-        *form = FLOATS;
         return scratch;
     }
     /* PANELS_T: k runs over the weight's rows, n over its columns; k0 is a multiple of PANEL */
     for (int i = 0; i < depth; i += PANEL) {
         size_t at = (size_t)((k0 + i) / PANEL) * lanes + (size_t)(halves ? n0 / 2 : n0);
         const float *from = (const float *)w->data + at * PANEL;
-        if (!halves) turn_floats(scratch + i * PANEL, from, width);
-        if (*form == WIDEN) turn_widened(scratch + i * PANEL, from, width);
 #if defined(__AVX512BF16__)
-        if (*form == PAIRS) turn_pairs(scratch + i / 2 * PANEL, from, width);
+        if (halves) turn_pairs(scratch + i / 2 * PANEL, from, width);
+#else
+        if (halves) turn_widened(scratch + i * PANEL, from, width);
 #endif
+        if (!halves) turn_floats(scratch + i * PANEL, from, width);
     }
-    if (*form == WIDEN) *form = FLOATS;
     return scratch;
 }
 
 /* Rows [k0, k0+depth) of columns [n0, n0+width) of b, width ≤ PANEL, k-major. */
 static const float *bring(const Product *p, int k0, int depth, int n0, int width, float *scratch,
-                          int few, int64_t *ldb, Form *form)
+                          int few, int64_t *ldb)
 {
-    *form = FLOATS;
     *ldb = PANEL;
     if (p->order == BY_ROW && p->bf16) {
         const uint16_t *b = (const uint16_t *)p->b + k0 * p->ldb + n0;
@@ -328,78 +295,25 @@ static const float *bring(const Product *p, int k0, int depth, int n0, int width
                          depth, p->bf16);
         return scratch;
     }
-    return bring_weight(p, k0, depth, n0, width, scratch, few, form);
-}
-
-/* ---- a in bf16 ---- */
-
-/* A piece's rows of a as pairs, for a product with a bf16 weight where both sides are held so. */
-typedef struct Left {
-    float *pairs; /* NULL: a is taken as it is */
-    int64_t row;  /* lanes from one row to the next */
-    int k0;       /* that the first lane holds */
-} Left;
-
-#if defined(__AVX512BF16__)
-
-enum { LEFT = 1 << 15 }; /* lanes of a piece's rows of a */
-
-static void left_round(Left *left, const Product *p, int m0, int m, int k0, int depth)
-{
-    left->row = (depth + 1) / 2;
-    left->k0 = k0;
-    for (int r = 0; r < m; r++) {
-        const float *from = p->a + (m0 + r) * p->a_row + k0;
-        float *to = left->pairs + r * left->row;
-        int i = 0;
-        for (; i + 2 * VL <= depth; i += 2 * VL)
-            v_store(to + i / 2, (vf)v_round_pairs(v_load(from + i), v_load(from + i + VL)));
-        if (i == depth) continue;
-        float rest[2 * VL] = {0}, rounded[VL];
-        memcpy(rest, from + i, (size_t)(depth - i) * sizeof *rest);
-        v_store(rounded, (vf)v_round_pairs(v_load(rest), v_load(rest + VL)));
-        memcpy(to + i / 2, rounded, (size_t)(depth - i + 1) / 2 * sizeof *rounded);
-    }
-}
-
-#endif
-
-/* Whether both sides are taken in pairs. */
-static int in_pairs(const Product *p)
-{
-    return PRODUCT_FORM == PAIRS && (p->order == PANELS || p->order == PANELS_T) &&
-           ((const frozen *)p->b)->type == DTYPE_BF16;
+    return bring_weight(p, k0, depth, n0, width, scratch);
 }
 
 /* ---- blocks and threads ---- */
 
-/* Few rows: each panel is read once, in order, as memory likes it. */
+/* Few rows, or a single panel: a is taken as it lies. b is not frozen. */
 static void few_rows(const Product *p, int m0, int m, int n_first, int n_last)
 {
-    _Alignas(64) float scratch[(DEPTH + PANEL) * PANEL];
-    if (p->order != PANELS) memset(scratch, 0, sizeof scratch);
-    Left left = {0};
-#if defined(__AVX512BF16__)
-    _Alignas(64) float pairs[LEFT];
-    if (in_pairs(p)) left.pairs = pairs;
-    int all_k = (int64_t)m * ((p->k + 1) / 2) <= LEFT; /* they fit, so they are rounded once */
-    if (left.pairs && all_k) left_round(&left, p, m0, m, 0, p->k);
-#endif
+    _Alignas(64) float scratch[DEPTH * PANEL];
+    memset(scratch, 0, sizeof scratch); /* columns that do not exist */
     for (int n0 = n_first; n0 < n_last; n0 += PANEL)
         for (int k0 = 0; k0 == 0 || k0 < p->k; k0 += DEPTH) {
             int depth = p->k - k0 < DEPTH ? p->k - k0 : DEPTH;
             int width = n_last - n0 < PANEL ? n_last - n0 : PANEL;
-#if defined(__AVX512BF16__)
-            if (left.pairs && !all_k) left_round(&left, p, m0, m, k0, depth);
-#endif
-            int64_t ldb, a_row = left.pairs ? left.row : p->a_row;
-            Form form;
-            const float *b = bring(p, k0, depth, n0, width, scratch, 1, &ldb, &form);
-            const float *a =
-                left.pairs ? left.pairs + (k0 - left.k0) / 2 : p->a + m0 * p->a_row + k0 * p->a_col;
-            strip(p->c + m0 * p->ldc + n0, p->ldc, a, a_row, p->a_col, b, ldb, m, width, depth,
-                  p->scale, p->bias && k0 == 0 ? p->bias + n0 : NULL, p->accumulate || k0 > 0,
-                  form);
+            int64_t ldb;
+            const float *b = bring(p, k0, depth, n0, width, scratch, 1, &ldb);
+            strip(p->c + m0 * p->ldc + n0, p->ldc, p->a + m0 * p->a_row + k0 * p->a_col, p->a_row,
+                  p->a_col, b, ldb, m, width, depth, p->scale,
+                  p->bias && k0 == 0 ? p->bias + n0 : NULL, p->accumulate || k0 > 0);
         }
 }
 
@@ -416,8 +330,7 @@ static void many_rows(const Product *p, int m0, int m, int n_first, int n_last)
         for (int n0 = n_first; n0 < n_last; n0 += PANEL) {
             int width = n_last - n0 < PANEL ? n_last - n0 : PANEL;
             int64_t ldb;
-            Form form;
-            const float *b = bring(p, k0, depth, n0, width, scratch, 0, &ldb, &form);
+            const float *b = bring(p, k0, depth, n0, width, scratch, 0, &ldb);
             CPU(block_multiply)(p->c + m0 * p->ldc + n0, p->ldc, tiles_packed(packed, depth, pairs),
                                 b, m, width, pairs ? (depth + 1) / 2 : depth, p->scale,
                                 p->bias && k0 == 0 ? p->bias + n0 : NULL, p->accumulate || k0 > 0);
@@ -432,7 +345,7 @@ static void product_piece(void *context, int64_t piece)
     int m0 = (int)(piece / groups) * p->rows, n_first = (int)(piece % groups) * p->panels * PANEL;
     int m = p->m - m0 < p->rows ? p->m - m0 : p->rows;
     int n_last = n_first + p->panels * PANEL < p->n ? n_first + p->panels * PANEL : p->n;
-    int packs = m > FEW && (p->n > PANEL || in_pairs(p)); /* for one panel it would not pay */
+    int packs = p->order >= PANELS || (m > FEW && p->n > PANEL); /* else it would not pay */
     (packs ? many_rows : few_rows)(p, m0, m, n_first, n_last);
 }
 
@@ -464,6 +377,6 @@ void CPU(product)(float *c, int64_t c_row, const float *a, int64_t a_row, int64_
     for (int k0 = 0; k0 == 0 || k0 < k; k0 += DEPTH) {
         int depth = k - k0 < DEPTH ? k - k0 : DEPTH;
         strip(c, c_row, a + k0 * a_col, a_row, a_col, b + k0 * b_row, b_row, m, n, depth, scale,
-              NULL, accumulate || k0 > 0, FLOATS);
+              NULL, accumulate || k0 > 0);
     }
 }
