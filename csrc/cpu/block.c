@@ -8,7 +8,9 @@
  * makes, bit for bit. Compute bound: 2·m·width·k flops on m·k + k·width + m·width elements. */
 #include "block.h"
 
-enum { WIDE = 2 * VL }; /* columns of a tile */
+#include "tile.h"
+
+_Static_assert((int)TALL <= (int)TILE_ROWS_MAX, "the last columns' temporary tile");
 
 int CPU(block_rows)(int depth, int pairs)
 {
@@ -82,78 +84,46 @@ void CPU(block_pack)(float *to, const float *a, int64_t a_row, int64_t a_col, in
 
 /* ---- the register tile ---- */
 
-static inline __attribute__((always_inline)) void
-tall_rows(float *c, int64_t ldc, const float *a, int64_t a_step, const float *b, int lanes,
-          float scale, const float *bias, int add, const int rows, const int pairs)
+static inline __attribute__((always_inline)) void tall_rows(Out out, const float *a, int64_t a_step,
+                                                            const float *b, int lanes,
+                                                            const int rows, const int pairs)
 {
     vf acc[TALL][2];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) {
         acc[r][0] = acc[r][1] = v_set(0.0f);
-        __builtin_prefetch(c + r * ldc, 1);
-        __builtin_prefetch(c + r * ldc + WIDE - 1, 1);
+        __builtin_prefetch(out.c + r * out.ldc, 1);
+        __builtin_prefetch(out.c + r * out.ldc + WIDE - 1, 1);
     }
     for (int i = 0; i < lanes; i++, a += a_step, b += PANEL) {
 #if defined(__AVX512BF16__)
         if (pairs) {
-            vu b0 = v_load_pairs(b), b1 = v_load_pairs(b + VL);
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; r++) {
-                vu x = v_set_pair(a + r);
-                acc[r][0] = v_dot_pairs(x, b0, acc[r][0]);
-                acc[r][1] = v_dot_pairs(x, b1, acc[r][1]);
-            }
+            tile_step_pairs(acc, a, v_load_pairs(b), v_load_pairs(b + VL), rows);
             continue;
         }
 #endif
-        vf b0 = v_load(b), b1 = v_load(b + VL);
-#pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) {
-            vf x = v_set(a[r]);
-            acc[r][0] = v_fma(x, b0, acc[r][0]);
-            acc[r][1] = v_fma(x, b1, acc[r][1]);
-        }
+        tile_step(acc, a, 1, v_load(b), v_load(b + VL), rows);
     }
     (void)pairs;
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
-            float *out = c + r * ldc + half * VL;
-            vf y = acc[r][half] * scale;
-            if (bias) y += v_load(bias + half * VL);
-            if (add) y += v_load(out);
-            v_store(out, y);
-        }
+    tile_write(out, acc, rows);
 }
 
 /* The switch makes the row count and the form constants. */
-static void tall(float *c, int64_t ldc, const float *a, int64_t a_step, const float *b, int lanes,
-                 float scale, const float *bias, int add, int rows, int pairs)
+static void tall(Out out, const float *a, int64_t a_step, const float *b, int lanes, int rows,
+                 int pairs)
 {
-#define CASE(n)                                                             \
-    case n:                                                                 \
-        if (pairs)                                                          \
-            tall_rows(c, ldc, a, a_step, b, lanes, scale, bias, add, n, 1); \
-        else                                                                \
-            tall_rows(c, ldc, a, a_step, b, lanes, scale, bias, add, n, 0); \
+#define CASE(n)                                        \
+    case n:                                            \
+        if (pairs)                                     \
+            tall_rows(out, a, a_step, b, lanes, n, 1); \
+        else                                           \
+            tall_rows(out, a, a_step, b, lanes, n, 0); \
         return
     switch (rows) {
-        CASE(1);
-        CASE(2);
-        CASE(3);
-        CASE(4);
-        CASE(5);
-        CASE(6);
 #if defined(__AVX512F__)
-        CASE(7);
-        CASE(8);
-        CASE(9);
-        CASE(10);
-        CASE(11);
-        CASE(12);
-        CASE(13);
-        CASE(14);
+        ROWS_TO_14(CASE);
+#else
+        ROWS_TO_6(CASE);
 #endif
     }
 #undef CASE
@@ -162,27 +132,19 @@ static void tall(float *c, int64_t ldc, const float *a, int64_t a_step, const fl
 void CPU(block_multiply)(float *c, int64_t ldc, Tiles a, const float *b, int m, int width,
                          int lanes, float scale, const float *bias, int add)
 {
-    int pairs = a.pairs;
-    int64_t a_step = a.step;
     for (int j = 0; j < width; j += WIDE) {
         int live = width - j < WIDE ? width - j : WIDE;
         const float *tile = a.at;
         for (int i = 0; i < m; i += TALL, tile += a.tile) {
             int rows = m - i < TALL ? m - i : TALL;
-            float *out = c + i * ldc + j;
+            Out out = {c + i * ldc + j, ldc, scale, bias ? bias + j : NULL, add};
             if (live == WIDE) {
-                tall(out, ldc, tile, a_step, b + j, lanes, scale, bias ? bias + j : NULL, add, rows,
-                     pairs);
+                tall(out, tile, a.step, b + j, lanes, rows, a.pairs);
                 continue;
             }
-            float edge[TALL * WIDE] = {0}, edge_bias[WIDE] = {0};
-            for (int x = 0; bias && x < live; x++) edge_bias[x] = bias[j + x];
-            for (int r = 0; add && r < rows; r++)
-                memcpy(edge + r * WIDE, out + r * ldc, (size_t)live * sizeof *edge);
-            tall(edge, WIDE, tile, a_step, b + j, lanes, scale, bias ? edge_bias : NULL, add, rows,
-                 pairs);
-            for (int r = 0; r < rows; r++)
-                memcpy(out + r * ldc, edge + r * WIDE, (size_t)live * sizeof *edge);
+            Edge edge;
+            tall(edge_open(&edge, out, rows, live), tile, a.step, b + j, lanes, rows, a.pairs);
+            edge_close(&edge, out, rows, live);
         }
     }
 }

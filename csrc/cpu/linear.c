@@ -1,5 +1,5 @@
-/* cpu/linear.c - the ops that are one product: with frozen weights, and with
- * anybody's own matrices.
+/* cpu/linear.c - the ops that are one product: with frozen weights, and with anybody's own
+ * matrices.
  *
  *   linear    y = x·wᵀ + bias          linear_backward  dx = dy·w          head  logits = x·wᵀ
  *   matmul    c = a·b

@@ -1,8 +1,8 @@
 /* cpu/lora.c - LoRA's narrow products, for all matrices of a group that read the same input.
  *
  *   forward   s_i = x·a_i (T,R);  y_i += scale·s_i·b_i (T,N_i)
- *   backward  ds_i = scale·dy_i·b_iᵀ;  db_i += scale·s_iᵀ·dy_i;  da_i += xᵀ·ds_i;  dx += Σ
- * ds_i·a_iᵀ
+ *   backward  ds_i = scale·dy_i·b_iᵀ;  db_i += scale·s_iᵀ·dy_i;  da_i += xᵀ·ds_i;
+ *             dx += Σ ds_i·a_iᵀ
  *
  * The group's columns stand side by side, count·R of them, so that three matrices of rank 8 fill
  * one panel instead of a quarter of three: a block of x is packed once for all a_i, a panel of x is

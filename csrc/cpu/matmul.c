@@ -17,9 +17,9 @@
 #include <assert.h>
 
 #include "block.h"
+#include "tile.h"
 
 enum {
-    WIDE = 2 * VL, /* columns of a register tile */
     AHEAD = 48, /* rows of b to prefetch when few rows of a keep the processor waiting for memory */
     TILE_M = VL == 16 ? 8 : 6, /* rows of a register tile; as many addresses of a fit into
                                   registers, which is why taller tiles need it packed (block.c) */
@@ -28,20 +28,9 @@ enum {
 
 /* ---- the register tile ---- */
 
-static inline __attribute__((always_inline)) void
-tile_step(vf acc[TILE_M][2], const float *a, int64_t a_row, vf b0, vf b1, const int rows)
-{
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) {
-        vf x = v_set(a[r * a_row]);
-        acc[r][0] = v_fma(x, b0, acc[r][0]);
-        acc[r][1] = v_fma(x, b1, acc[r][1]);
-    }
-}
-
-static inline __attribute__((always_inline)) void
-tile_rows(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col, const float *b,
-          int64_t ldb, int k, float scale, const float *bias, int add, const int rows)
+static inline __attribute__((always_inline)) void tile_rows(Out out, const float *a, int64_t a_row,
+                                                            int64_t a_col, const float *b,
+                                                            int64_t ldb, int k, const int rows)
 {
     vf acc[TILE_M][2];
     for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = v_set(0.0f);
@@ -49,42 +38,28 @@ tile_rows(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col, c
         if (rows <= 4) __builtin_prefetch(b + AHEAD * ldb);
         tile_step(acc, a, a_row, v_load(b), v_load(b + VL), rows);
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++)
-        for (int half = 0; half < 2; half++) {
-            float *out = c + r * ldc + half * VL;
-            vf y = acc[r][half] * scale;
-            if (bias) y += v_load(bias + half * VL);
-            if (add) y += v_load(out);
-            v_store(out, y);
-        }
+    tile_write(out, acc, rows);
 }
 
 /* One tile of `rows` ≤ TILE_M rows: the switch makes the row count a constant. */
-static void tile(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col,
-                 const float *b, int64_t ldb, int k, float scale, const float *bias, int add,
-                 int rows)
+static void tile(Out out, const float *a, int64_t a_row, int64_t a_col, const float *b, int64_t ldb,
+                 int k, int rows)
 {
 #define CASE(n) \
-    case n: tile_rows(c, ldc, a, a_row, a_col, b, ldb, k, scale, bias, add, n); return
+    case n: tile_rows(out, a, a_row, a_col, b, ldb, k, n); return
     switch (rows) {
-        CASE(1);
-        CASE(2);
-        CASE(3);
-        CASE(4);
-        CASE(5);
-        CASE(6);
 #if defined(__AVX512F__)
-        CASE(7);
-        CASE(8);
+        ROWS_TO_8(CASE);
+#else
+        ROWS_TO_6(CASE);
 #endif
     }
 #undef CASE
     assert(!"a tile has 1 to TILE_M rows");
 }
 
-/* A block of rows against `n` ≤ PANEL columns of b. The last columns, fewer than a tile is wide, go
- * through a temporary tile; b must be readable (not meaningful) to the full width there. */
+/* A block of rows against `n` ≤ PANEL columns of b, which must be readable (not meaningful) to the
+ * full width of the last tile. */
 static void strip(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col,
                   const float *b, int64_t ldb, int m, int n, int k, float scale, const float *bias,
                   int add)
@@ -93,22 +68,15 @@ static void strip(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t 
         int width = n - j < WIDE ? n - j : WIDE;
         for (int i = 0; i < m; i += TILE_M) {
             int rows = m - i < TILE_M ? m - i : TILE_M;
-            float *out = c + i * ldc + j;
+            Out out = {c + i * ldc + j, ldc, scale, bias ? bias + j : NULL, add};
             const float *ai = a + i * a_row;
             if (width == WIDE) {
-                tile(out, ldc, ai, a_row, a_col, b + j, ldb, k, scale, bias ? bias + j : NULL, add,
-                     rows);
+                tile(out, ai, a_row, a_col, b + j, ldb, k, rows);
                 continue;
             }
-            float edge[TILE_M * WIDE], edge_bias[WIDE] = {0};
-            for (int x = 0; bias && x < width; x++) edge_bias[x] = bias[j + x];
-            for (int r = 0; r < rows; r++)
-                for (int x = 0; x < WIDE; x++)
-                    edge[r * WIDE + x] = add && x < width ? out[r * ldc + x] : 0;
-            tile(edge, WIDE, ai, a_row, a_col, b + j, ldb, k, scale, bias ? edge_bias : NULL, add,
-                 rows);
-            for (int r = 0; r < rows; r++)
-                for (int x = 0; x < width; x++) out[r * ldc + x] = edge[r * WIDE + x];
+            Edge edge;
+            tile(edge_open(&edge, out, rows, width), ai, a_row, a_col, b + j, ldb, k, rows);
+            edge_close(&edge, out, rows, width);
         }
     }
 }

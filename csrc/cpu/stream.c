@@ -14,14 +14,16 @@
 #include <assert.h>
 
 #include "matmul.h"
-#include "simd.h"
+#include "tile.h"
 
 enum {
-    WIDE = 2 * VL,                    /* columns of a register tile */
-    TILE_ROWS = VL == 16 ? 13 : 6,    /* rows: 26 of 32 registers hold sums, or 12 of 16 */
+    TILE_ROWS = VL == 16 ? 13 : 6,    /* of a tile: 26 of 32 registers hold sums, or 12 of 16 */
     AHEAD = 24 * 1024 / 4,            /* lanes of the weight from here to what is asked for */
     PACKED_LANES = STREAM_ROWS << 10, /* of packed rows: a quarter of L2 */
 };
+
+/* Multiply-adds that are worth a second thread: at one row of bf16, 400 KB of memory. */
+#define SHARED 2e5
 
 _Static_assert(PACKED_LANES / (STREAM_ROWS + TILE_ROWS) >= DEPTH, "a block of all rows is packed");
 
@@ -83,26 +85,6 @@ static void pack(float *to, const Stream *s)
 
 /* ---- the register tile ---- */
 
-static inline __attribute__((always_inline)) void tile_step(vf acc[TILE_ROWS][2], const float *a,
-                                                            vf b0, vf b1, const int rows)
-{
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++) {
-        vf x = v_set(a[r]);
-        acc[r][0] = v_fma(x, b0, acc[r][0]);
-        acc[r][1] = v_fma(x, b1, acc[r][1]);
-    }
-}
-
-/* Where the results go, and what is added to them. */
-typedef struct Out {
-    float *c;
-    int64_t ldc;
-    float scale;
-    const float *bias; /* NULL: none */
-    int add;
-} Out;
-
 static inline __attribute__((always_inline)) void tile_rows(Out out, const float *a, int height,
                                                             const float *b, int k, int first,
                                                             const int rows, const Form form)
@@ -117,37 +99,23 @@ static inline __attribute__((always_inline)) void tile_rows(Out out, const float
             __builtin_prefetch(b + AHEAD + PANEL / 2, 0, 2);
         }
         if (form == FLOATS) {
-            tile_step(acc, a, v_load(b), v_load(b + VL), rows);
+            tile_step(acc, a, 1, v_load(b), v_load(b + VL), rows);
             a += height;
             continue;
         }
         vu b0 = v_load_pairs(b), b1 = v_load_pairs(b + VL);
 #if defined(__AVX512BF16__)
         if (form == PAIRS) {
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; r++) {
-                vu x = v_set_pair(a + r);
-                acc[r][0] = v_dot_pairs(x, b0, acc[r][0]);
-                acc[r][1] = v_dot_pairs(x, b1, acc[r][1]);
-            }
+            tile_step_pairs(acc, a, b0, b1, rows);
             a += height;
             continue;
         }
 #endif
-        tile_step(acc, a, v_first(b0), v_first(b1), rows);
-        if (2 * i + 1 < k) tile_step(acc, a + height, v_second(b0), v_second(b1), rows);
+        tile_step(acc, a, 1, v_first(b0), v_first(b1), rows);
+        if (2 * i + 1 < k) tile_step(acc, a + height, 1, v_second(b0), v_second(b1), rows);
         a += 2 * (int64_t)height;
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
-            float *to = out.c + r * out.ldc + half * VL;
-            vf y = acc[r][half] * out.scale;
-            if (out.bias) y += v_load(out.bias + half * VL);
-            if (out.add) y += v_load(to);
-            v_store(to, y);
-        }
+    tile_write(out, acc, rows);
 }
 
 /* One tile of `rows` ≤ TILE_ROWS rows: the switch makes the row count and the form constants. */
@@ -164,39 +132,14 @@ static void tile(Out out, const float *a, int height, const float *b, int k, int
             tile_rows(out, a, height, b, k, first, n, PAIRS);  \
         return
     switch (rows) {
-        CASE(1);
-        CASE(2);
-        CASE(3);
-        CASE(4);
-        CASE(5);
-        CASE(6);
 #if defined(__AVX512F__)
-        CASE(7);
-        CASE(8);
-        CASE(9);
-        CASE(10);
-        CASE(11);
-        CASE(12);
-        CASE(13);
+        ROWS_TO_13(CASE);
+#else
+        ROWS_TO_6(CASE);
 #endif
     }
 #undef CASE
     assert(!"a tile has 1 to TILE_ROWS rows");
-}
-
-/* The same for the last columns, fewer than a tile is wide: through a temporary tile. The panel is
- * filled up with zeros there. */
-static void tile_edge(Out out, int width, const float *a, int height, const float *b, int k,
-                      int first, int rows, Form form)
-{
-    float edge[TILE_ROWS * WIDE] = {0}, bias[WIDE] = {0};
-    if (out.bias) memcpy(bias, out.bias, (size_t)width * sizeof *bias);
-    for (int r = 0; out.add && r < rows; r++)
-        memcpy(edge + r * WIDE, out.c + r * out.ldc, (size_t)width * sizeof *edge);
-    Out to = {edge, WIDE, out.scale, out.bias ? bias : NULL, out.add};
-    tile(to, a, height, b, k, first, rows, form);
-    for (int r = 0; r < rows; r++)
-        memcpy(out.c + r * out.ldc, edge + r * WIDE, (size_t)width * sizeof *edge);
 }
 
 /* ---- panels and threads ---- */
@@ -220,10 +163,14 @@ static void panel_block(const Stream *s, int n0, int k0, int depth)
                        p->bias && k0 == 0 ? p->bias + n0 + j : NULL, p->accumulate || k0 > 0};
             const float *at = a + t * tile_lanes;
             int first = j == 0 && t == 0;
-            if (n - j >= WIDE)
+            if (n - j >= WIDE) {
                 tile(out, at, s->height, b + j, depth, first, rows, s->form);
-            else
-                tile_edge(out, n - j, at, s->height, b + j, depth, first, rows, s->form);
+            } else {
+                Edge edge; /* the panel is filled up with zeros there */
+                tile(edge_open(&edge, out, rows, n - j), at, s->height, b + j, depth, first, rows,
+                     s->form);
+                edge_close(&edge, out, rows, n - j);
+            }
         }
 }
 
@@ -248,7 +195,7 @@ void CPU(product_stream)(Device *dev, const Product *p)
     s.tiles = (p->m + TILE_ROWS - 1) / TILE_ROWS;
     s.height = (p->m + s.tiles - 1) / s.tiles;
     int panels = (p->n + PANEL - 1) / PANEL, threads = pool_threads(((CpuDevice *)dev)->pool);
-    int wanted = (double)p->m * p->n * p->k < 2e5 || threads == 1 ? 1 : 4 * threads;
+    int wanted = (double)p->m * p->n * p->k < SHARED || threads == 1 ? 1 : 4 * threads;
     s.panels = (panels + wanted - 1) / wanted;
     int most = PACKED_LANES / (s.tiles * s.height) * (s.form == PAIRS ? 2 : 1) / DEPTH * DEPTH;
     for (s.k0 = 0; s.k0 == 0 || s.k0 < p->k; s.k0 += s.depth) {

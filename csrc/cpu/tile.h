@@ -1,0 +1,107 @@
+/* cpu/tile.h - what the register tiles of matmul.c, block.c and stream.c have in common: 2·VL
+ * columns of c, a step of k, and the way out. So each sum is the same on every way. */
+#ifndef TINSMITH_CPU_TILE_H
+#define TINSMITH_CPU_TILE_H
+
+#include "simd.h"
+
+enum {
+    WIDE = 2 * VL,      /* columns */
+    TILE_ROWS_MAX = 14, /* of all tiles */
+};
+
+/* Where a tile's sums go, and what is added to them: c = scale·sums [+ bias] [+ c]. */
+typedef struct Out {
+    float *c;
+    int64_t ldc;
+    float scale;
+    const float *bias; /* NULL: none */
+    int add;
+} Out;
+
+/* One k, or one pair of them, of `rows` rows of a against 2·VL columns of b. */
+static inline __attribute__((always_inline)) void
+tile_step(vf (*acc)[2], const float *a, int64_t a_row, vf b0, vf b1, const int rows)
+{
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        vf x = v_set(a[r * a_row]);
+        acc[r][0] = v_fma(x, b0, acc[r][0]);
+        acc[r][1] = v_fma(x, b1, acc[r][1]);
+    }
+}
+
+#if defined(__AVX512BF16__)
+static inline __attribute__((always_inline)) void tile_step_pairs(vf (*acc)[2], const float *a,
+                                                                  vu b0, vu b1, const int rows)
+{
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        vu x = v_set_pair(a + r);
+        acc[r][0] = v_dot_pairs(x, b0, acc[r][0]);
+        acc[r][1] = v_dot_pairs(x, b1, acc[r][1]);
+    }
+}
+#endif
+
+static inline __attribute__((always_inline)) void tile_write(Out out, vf (*acc)[2], const int rows)
+{
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            float *to = out.c + r * out.ldc + half * VL;
+            vf y = acc[r][half] * out.scale;
+            if (out.bias) y += v_load(out.bias + half * VL);
+            if (out.add) y += v_load(to);
+            v_store(to, y);
+        }
+}
+
+/* The last columns, fewer than a tile is wide, go through a temporary tile. */
+typedef struct Edge {
+    float c[TILE_ROWS_MAX * WIDE], bias[WIDE];
+} Edge;
+
+static inline Out edge_open(Edge *edge, Out out, int rows, int width)
+{
+    if (out.bias) {
+        memset(edge->bias, 0, sizeof edge->bias);
+        memcpy(edge->bias, out.bias, (size_t)width * sizeof *edge->bias);
+    }
+    if (out.add) memset(edge->c, 0, (size_t)rows * WIDE * sizeof *edge->c);
+    for (int r = 0; out.add && r < rows; r++)
+        memcpy(edge->c + r * WIDE, out.c + r * out.ldc, (size_t)width * sizeof *edge->c);
+    return (Out){edge->c, WIDE, out.scale, out.bias ? edge->bias : NULL, out.add};
+}
+
+static inline void edge_close(const Edge *edge, Out out, int rows, int width)
+{
+    for (int r = 0; r < rows; r++)
+        memcpy(out.c + r * out.ldc, edge->c + r * WIDE, (size_t)width * sizeof *edge->c);
+}
+
+/* Cases of a switch that makes the row count a constant. */
+#define ROWS_TO_6(CASE) \
+    CASE(1);            \
+    CASE(2);            \
+    CASE(3);            \
+    CASE(4);            \
+    CASE(5);            \
+    CASE(6)
+#define ROWS_TO_8(CASE) \
+    ROWS_TO_6(CASE);    \
+    CASE(7);            \
+    CASE(8)
+#define ROWS_TO_13(CASE) \
+    ROWS_TO_8(CASE);     \
+    CASE(9);             \
+    CASE(10);            \
+    CASE(11);            \
+    CASE(12);            \
+    CASE(13)
+#define ROWS_TO_14(CASE) \
+    ROWS_TO_13(CASE);    \
+    CASE(14)
+
+#endif
