@@ -15,7 +15,7 @@ A round is a step of the recipe; one more, the first, is left out: it loads what
 loaded. Shapes other than demo have random weights, with the demo model's tokenizer, filled up with
 words that no text has.
 
-RUNTIME"""
+Half a minute with the demo model."""
 
 import argparse
 import json

@@ -7,7 +7,7 @@ speaks HTTP without the SDK. Then what of it is imports, and beside them that of
 client of the SDK pays before its first request. CPU seconds are those of the processes, of which
 all share the cores; beside the median is the best wall time, because neighbours only add to it.
 
-RUNTIME"""
+Half a minute."""
 
 import http.client
 import json

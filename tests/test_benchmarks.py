@@ -119,6 +119,16 @@ def test_program_has_every_row_and_a_plot(
         assert any(side == "llama.cpp" for _, side, _ in found) == HAS_LLAMA
 
 
+def test_scaling_over_threads_asks_for_the_wall(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    argv = [str(FOLDER / "scaling.py"), "threads", "--threads", str(CORES)]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit):
+        importlib.import_module("scaling").main()
+    assert "threads: CPU seconds add up over threads; give --clock wall" in capsys.readouterr().err
+
+
 def test_a_program_holds_itself_to_its_threads() -> None:
     if CORES < 2:
         pytest.skip("this machine has one core")
