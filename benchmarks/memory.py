@@ -11,7 +11,7 @@ resident when the model, its adapter and a call of one token are there; and besi
 tinsmith's plan says of the step. Seconds are of a second such call. `start` is the largest resident
 set in all, loading included, and the seconds up to the end of the call of one token.
 
-RUNTIME"""
+At the small shape a minute and a half for `tokens --tokens 4096`."""
 
 import argparse
 import functools

@@ -9,7 +9,7 @@ machine does meets all of them; "of the first" is how many times the rate of the
 row's is. `threads` counts up to --threads in powers of two, by the wall, for which as many cores
 must be free. The roofline counts the frozen products and attention.
 
-Under a minute for `threads`, a minute for the four others, at the small shape."""
+The last of these takes a minute."""
 
 import argparse
 from collections.abc import Callable, Sequence
