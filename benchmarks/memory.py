@@ -189,7 +189,7 @@ def keep(report: Report) -> None:
 
     args = report.args
     count = min(args.tokens, LONGEST)
-    table = table_of(report, "What a step keeps of its layers", "tokens of the datum")
+    table = table_of(report, "Layers kept whole / attention kept", "tokens of the datum")
     calls: dict[str, Callable[[], list[float]]] = {}
     with checkpoint(hf_model(args.shape, args.dtype)) as folder:
         core = families.load_model(folder, dtype=DTYPES[args.dtype], threads=args.threads).core
@@ -198,7 +198,7 @@ def keep(report: Report) -> None:
         for part in (4, 3, 2, 1, 0):
             limit = least + (most - least) * part // 4
             kept = plan(limit)
-            name = f"{kept['kept']} layers, attention of {kept['attention_kept']}"
+            name = f"{kept['kept']} / {kept['attention_kept']}"
             calls[name] = functools.partial(ask, folder, 1, count, step_bytes=limit)
         del core, plan
         table.add(count, {name: row[:3] for name, row in medians(calls, args.rounds).items()})

@@ -54,7 +54,7 @@ ROWS = {  # case -> sides, "" for any further case of the table
         "trained": ["gather_logprobs", "linear_cross_entropy", "torch eager", "torch chunked"],
     },
     "distill": {"2 × (3 + 4)": ["tinsmith", "torch"]},
-    "memory tokens keep start": {"256": ["tinsmith", "HF + PEFT", "2 layers, attention of 2"]},
+    "memory tokens keep start": {"256": ["tinsmith", "HF + PEFT", "2 / 2"]},
     "recipe": {
         "rollout": ["engine", "the server's rest", "client", "all"],
         "a step": ["engine", "the server's rest", "client", "all"],
