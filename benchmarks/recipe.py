@@ -1,20 +1,25 @@
 """The cookbook's SDFT recipe, unmodified, on a server of ours: where a step's seconds go.
 
-    python benchmarks/recipe.py --shape demo --steps 8
-    python benchmarks/recipe.py --shape 0.6b --groups 4 --max-tokens 48 --steps 3
+    python benchmarks/recipe.py --plot recipe.svg
+    python benchmarks/recipe.py --shape 0.6b --groups 4 --max-tokens 48 --rounds 2
 
 The server runs in this process, and each call of the engine is clocked here, on the thread that
 makes it: its wall time, and the CPU time of that thread and of the engine's own. The recipe runs in
-a process of its own, with the SDK as users have it, and says when each of its spans has ended, and
-how much CPU time both processes had used by then. So a phase's row has the engine's wall and CPU
-seconds, the rest of the server's, the client's, and the engine's share of the phase's wall time.
-Phases follow one another; what the recipe does between two spans counts to the second.
+a process of its own on the same cores, with the SDK as users have it, and says when each of its
+spans has ended, and how much CPU time both processes had used by then. So a phase has the engine's
+CPU and wall time, the rest of the server's and the client's CPU time, and all of them; "all" is 1
+over the engine's share. Phases follow one another; what the recipe does between two spans counts to
+the second.
 
-Shapes other than demo have random weights, with the demo model's tokenizer, filled up with words
-that no text has. The first step is left out: it loads what later ones find loaded."""
+A round is a step of the recipe; one more, the first, is left out: it loads what later ones find
+loaded. Shapes other than demo have random weights, with the demo model's tokenizer, filled up with
+words that no text has.
+
+Half a minute with the demo model."""
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -24,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,8 +38,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import tinsmith
-from peers import SHAPES, checkpoint, hf_model
-from tinsmith import _core, decoding, launch, worker
+from peers import SHAPES, checkpoint, hf_model, parse, parser
+from report import Report
+from tinsmith import _core, decoding, launch, runs
 from tinsmith.demo import data, demo
 
 CLIENT = "TINSMITH_RECIPE_CLIENT"  # in the recipe's environment: the file that it tells its spans
@@ -45,6 +51,7 @@ PHASES = {  # the recipe's spans whose ends are the phases'
     "train": "forward_backward, optim_step",
     "save_checkpoint": "snapshot",
 }
+SIDES = ("engine", "the server's rest", "client", "all")
 
 
 # ---- the client's side ----
@@ -86,6 +93,11 @@ class Call:
     cpu: float
 
 
+def tasks() -> set[int]:
+    """This process's threads."""
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
 class Meter:
     """All calls of the engine, and what the samplers were asked for and found."""
 
@@ -93,14 +105,14 @@ class Meter:
         self.calls: list[Call] = []
         self.samplers: list[Any] = []
         self.prompt_tokens = 0
+        self._before = tasks()
         self._pool: list[int] | None = None
 
     def cpu(self) -> float:
         """CPU seconds of this thread and of the engine's own."""
         if self._pool is None:
             known = {thread.native_id for thread in threading.enumerate()}
-            tasks = {int(task.name) for task in Path("/proc/self/task").iterdir()}
-            self._pool = [~tid << 3 | 6 for tid in sorted(tasks - known)]
+            self._pool = [~tid << 3 | 6 for tid in sorted(tasks() - known - self._before)]
         return time.thread_time() + sum(map(time.clock_gettime, self._pool))
 
     def run(self, kind: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
@@ -117,7 +129,7 @@ class Metered:
     """Stands for one of the engine's objects."""
 
     def __init__(self, meter: Meter, target: Any):
-        self._meter, self._target = meter, target
+        vars(self).update(_meter=meter, _target=target)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._target, name)
@@ -129,20 +141,28 @@ class Metered:
                 self._meter.prompt_tokens += len(args[1])
             return self._meter.run(name, value, *args, **named)
 
-        setattr(self, name, call)
+        vars(self)[name] = call
         return call
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._target, name, value)
 
-def attach(meter: Meter) -> None:
-    """Puts a meter between the server and the engine."""
-    adapter_of = worker._adapter
+
+@contextmanager
+def attached(meter: Meter) -> Iterator[None]:
+    """A meter between the server and the engine."""
+    trained, core = runs.Run.trained, decoding._core
 
     def sampler(*args: Any, **named: Any) -> Metered:
         meter.samplers.append(_core.Sampler(*args, **named))
         return Metered(meter, meter.samplers[-1])
 
-    worker._adapter = lambda run: Metered(meter, adapter_of(run))  # type: ignore[assignment]
+    runs.Run.trained = lambda lane: Metered(meter, trained(lane))  # type: ignore
     decoding._core = SimpleNamespace(Sampler=sampler, Adapter=_core.Adapter)  # type: ignore
+    try:
+        yield
+    finally:
+        runs.Run.trained, decoding._core = trained, core  # type: ignore[method-assign]
 
 
 # ---- the model ----
@@ -172,12 +192,13 @@ def fill_tokenizer(file: Path, size: int) -> None:
     file.write_text(json.dumps(tokenizer))
 
 
-# ---- the figures ----
+# ---- the run ----
 
 
-def run(options: argparse.Namespace, folder: Path, model: Path, meter: Meter) -> float:
+def run(options: argparse.Namespace, folder: Path, model: Path) -> float:
     """Serves the model and runs the recipe to its end; how long the server took to start."""
-    count = data.rows_for_steps(options.steps, options.groups)
+    steps = options.rounds + 1
+    count = data.rows_for_steps(steps, options.groups)
     columns = data.dataset_columns(data.sdft_examples(count, 0))
     import datasets
 
@@ -189,7 +210,7 @@ def run(options: argparse.Namespace, folder: Path, model: Path, meter: Meter) ->
         f"renderer_name={demo.RENDERER}", f"groups_per_batch={options.groups}",
         f"group_size={options.group_size}", f"max_tokens={options.max_tokens}",
         f"lora_rank={options.rank}", f"learning_rate={demo.LEARNING_RATE}",
-        f"max_steps={options.steps}", "eval_every=0", "save_every=0", f"log_path={folder / 'log'}",
+        f"max_steps={steps}", "eval_every=0", "save_every=0", f"log_path={folder / 'log'}",
         "behavior_if_log_dir_exists=delete",
     ]  # fmt: skip
     start = time.perf_counter()
@@ -217,7 +238,9 @@ def run(options: argparse.Namespace, folder: Path, model: Path, meter: Meter) ->
     return started
 
 
-Row = dict[str, float]
+# ---- the figures ----
+
+Row = dict[str, dict[str, float]]  # side -> clock -> ms
 
 
 def phases(spans: list[list[Any]], meter: Meter) -> list[dict[str, Row]]:
@@ -227,78 +250,81 @@ def phases(spans: list[list[Any]], meter: Meter) -> list[dict[str, Row]]:
     for before, span in pairwise(spans):
         name, end, client, server = span
         calls = [call for call in meter.calls if before[1] <= call.start < end]
-        row = step.setdefault(PHASES[name], defaultdict(float))
         engine = sum(call.cpu for call in calls)
-        row["wall"] += end - before[1]
-        row["engine"] += sum(call.wall for call in calls)
-        row["engine CPU"] += engine
-        row["server CPU"] += server - before[3] - engine
-        row["client CPU"] += client - before[2]
+        cpu = [engine, server - before[3] - engine, client - before[2]]
+        wall = [sum(call.wall for call in calls), math.nan, math.nan, end - before[1]]
+        row = step.setdefault(PHASES[name], {side: {"cpu": 0, "wall": 0} for side in SIDES})
+        for side, used, passed in zip(SIDES, [*cpu, sum(cpu)], wall, strict=True):
+            row[side]["cpu"] += 1e3 * used
+            row[side]["wall"] += 1e3 * passed
         if name == "save_checkpoint":
             steps.append(step)
             step = {}
+    for step in steps:
+        step["a step"] = {side: sum_of(row[side] for row in step.values()) for side in SIDES}
     return steps[1:]
 
 
-def median_of(rows: list[Row]) -> Row:
-    """The median of each figure."""
-    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+def sum_of(figures: Iterable[dict[str, float]]) -> dict[str, float]:
+    """The sum by each clock."""
+    found = list(figures)
+    return {clock: sum(each[clock] for each in found) for clock in ("cpu", "wall")}
 
 
-def show(steps: list[dict[str, Row]], meter: Meter) -> None:
-    """Prints the tables."""
-    total = [
-        {key: sum(row[key] for row in step.values()) for key in next(iter(step.values()))}
-        for step in steps
-    ]
-    table = {name: median_of([step[name] for step in steps]) for name in steps[0]}
-    table["a step"] = median_of(total)
-    print(f"median of {len(steps)} steps, ms")
-    print(f"{'phase':30} {'wall':>9} {'engine':>9}", end="")
-    print(f" {'engine CPU':>11} {'server CPU':>11} {'client CPU':>11} {'engine share':>13}")
-    for name, row in table.items():
-        ms = {key: 1e3 * value for key, value in row.items()}
-        print(f"{name:30} {ms['wall']:9.1f} {ms['engine']:9.1f} {ms['engine CPU']:11.1f}", end="")
-        print(f" {ms['server CPU']:11.1f} {ms['client CPU']:11.1f}", end="")
-        print(f" {100 * row['engine'] / row['wall']:11.1f} %")
-    row = table["a step"]
-    cpu = row["engine CPU"] + row["server CPU"] + row["client CPU"]
-    print(f"{60 / row['wall']:.1f} steps a minute;", end=" ")
-    print(f"the engine's share of the CPU time: {100 * row['engine CPU'] / cpu:.1f} %")
+def show(report: Report, steps: list[dict[str, Row]], meter: Meter) -> None:
+    """The tables of a step's phases and of the engine's calls."""
+    args = report.args
+    setting = f"{args.groups}×{args.group_size} answers of {args.max_tokens} tokens"
+    formats = {"cpu": "cpu-ms", "wall": "wall ms"}
+    clocks = sorted(formats, reverse=args.clock == "wall")
+    columns = {formats[clock]: ".1f" for clock in clocks}
+    title = f"A step of SDFT, {args.shape}, {setting}, rank {args.rank}"
+    table = report.table(title, "phase", columns, plot=formats[args.clock])
+    for phase in steps[0]:
+        table.add(
+            phase,
+            {
+                side: [
+                    statistics.median(step[phase][side][clock] for step in steps)
+                    for clock in clocks
+                ]
+                for side in SIDES
+            },
+        )
     kinds: dict[str, list[Call]] = defaultdict(list)
     for call in meter.calls:
         kinds[call.kind].append(call)
-    print(f"\n{'call of the engine':20} {'count':>7} {'median, ms':>11} {'all, s':>9}")
+    columns = {"s in all": ".3f", "calls": ".0f", "ms each": ".3f"}
+    table = report.table("Calls of the engine, wall time", "call", columns, plot="s in all")
     for kind, calls in kinds.items():
         wall = [call.wall for call in calls]
-        print(f"{kind:20} {len(wall):7} {1e3 * statistics.median(wall):11.3f} {sum(wall):9.3f}")
+        table.add(kind, {"engine": (sum(wall), len(wall), 1e3 * statistics.median(wall))})
+    minute = statistics.median(6e4 / step["a step"]["all"]["wall"] for step in steps)
     reused = sum(sampler.reused for sampler in meter.samplers)
-    print(f"\nof {meter.prompt_tokens} tokens of prompts {reused} were found in the cache", end=" ")
-    print(f"({100 * reused / meter.prompt_tokens:.0f} %)")
+    report.note(
+        f"\n{minute:.1f} steps a minute; of {meter.prompt_tokens} tokens of prompts {reused} were "
+        f"found in the cache ({100 * reused / meter.prompt_tokens:.0f} %)"
+    )
 
 
 def main() -> None:
     """Runs the recipe and prints where its time went."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=("demo", *SHAPES), default="demo")
-    parser.add_argument("--dtype", choices=("f32", "bf16"), default="bf16", help="of the model")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--groups", type=int, default=demo.BATCH, help="questions in a step")
-    parser.add_argument("--group-size", type=int, default=1, help="answers to a question")
-    parser.add_argument("--max-tokens", type=int, default=demo.MAX_TOKENS)
-    parser.add_argument("--rank", type=int, default=demo.RANK)
-    parser.add_argument("--threads", type=int, default=0)
-    options = parser.parse_args()
+    options = parser(__doc__, rounds=7, dtype="bf16")
+    add = options.add_argument
+    add("--shape", choices=("demo", *SHAPES), default="demo", help="demo if not given")
+    add("--groups", type=int, default=demo.BATCH, help="questions in a step")
+    add("--group-size", type=int, default=1, help="answers to a question")
+    add("--max-tokens", type=int, default=demo.MAX_TOKENS)
+    add("--rank", type=int, default=demo.RANK)
+    args = parse(options)
     meter = Meter()
-    attach(meter)
-    with tempfile.TemporaryDirectory() as name, model_of(options.shape, options.dtype) as model:
-        folder = Path(name)
-        started = run(options, folder, model, meter)
-        spans = [json.loads(line) for line in (folder / "spans").read_text().splitlines()]
-    setting = f"{options.groups}x{options.group_size} answers of {options.max_tokens} tokens"
-    print(f"SDFT, {options.shape}, {setting}, rank {options.rank}", end="; ")
-    print(f"the server was ready after {started:.2f} s")
-    show(phases(spans, meter), meter)
+    with Report(args, __doc__, roofline=False) as report, attached(meter):
+        with tempfile.TemporaryDirectory() as name, model_of(args.shape, args.dtype) as model:
+            folder = Path(name)
+            started = run(args, folder, model)
+            spans = [json.loads(line) for line in (folder / "spans").read_text().splitlines()]
+        report.note(f"The server was ready after {started:.2f} s")
+        show(report, phases(spans, meter), meter)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,38 @@
 """Our engine alone: time against threads, tokens, sequence length, rank, and number of adapters.
 
-    python benchmarks/scaling.py threads --shape small
-    python benchmarks/scaling.py threads --shape 0.6b --dtype bf16 --datums 2 --length 256 --new 16
-    python benchmarks/scaling.py tokens length rank adapters --shape small
+    python benchmarks/scaling.py threads --threads 2 --clock wall
+    python benchmarks/scaling.py threads --threads 2 --clock wall --shape 0.6b --length 128
+    python benchmarks/scaling.py tokens length rank adapters --plot scaling.svg
 
-A table for each. Settings take turns, so that what else the machine does meets all of them; shown
-are the best wall time, to which neighbours only add, the median CPU time of all threads, and how
-much faster than the table's first row of its kind a unit of work was done by the wall. For threads
-to mean anything, as many cores must be free."""
+A table for each kind of work. All settings of a kind of table take turns, so that what else the
+machine does meets all of them; "of the first" is how many times the rate of the table's first row a
+row's is. `threads` counts up to --threads in powers of two, by the wall, for which as many cores
+must be free. The roofline counts the frozen products and attention.
+
+The last of these takes a minute."""
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from peers import DTYPES, SHAPES, checkpoint, hf_model
+from peers import (
+    CLOCKS,
+    DTYPES,
+    SHAPES,
+    alternate,
+    checkpoint,
+    hf_model,
+    medians,
+    parse,
+    parser,
+    seconds_of,
+)
+from report import Floor, Report
 from tinsmith import _core, families
+from train import RANK, flops
 
-RANK = 32
 ADAM = {
     "learning_rate": 1e-5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0,
     "grad_clip_norm": 0.0,
@@ -33,8 +45,11 @@ class Case:
 
     kind: str
     setting: int
-    units: int  # of work in a call: tokens, or 1
+    units: int  # of work in a call
     call: Callable[[], object]
+    flops: float = 0  # 0: the roofline is not known
+    threads: int = 0  # 0: --threads
+    unit: str = "tokens"
 
 
 class Bench:
@@ -46,8 +61,9 @@ class Bench:
         self._folder = folder
         self._models: dict[int, _core.Model] = {}
 
-    def model(self, threads: int = 1) -> _core.Model:
-        """The model on a device of so many threads."""
+    def model(self, threads: int = 0) -> _core.Model:
+        """The model on a device of so many threads, or of --threads."""
+        threads = threads or self.options.threads
         if threads not in self._models:
             dtype = DTYPES[self.options.dtype]
             loaded = families.load_model(self._folder, dtype=dtype, threads=threads)
@@ -55,8 +71,8 @@ class Bench:
         return self._models[threads]
 
     def train(
-        self, datums: int, length: int, rank: int = RANK, threads: int = 1
-    ) -> Callable[[], object]:
+        self, setting: int, datums: int, length: int, rank: int = RANK, threads: int = 0
+    ) -> Case:
         """forward_backward of random datums."""
         adapter = _core.Adapter(self.model(threads), rank=rank)
         rng = np.random.default_rng(0)
@@ -67,9 +83,11 @@ class Bench:
             adapter.forward_backward(tokens, lengths, targets, ones, "cross_entropy", {}, {})
             adapter.clear_gradients()
 
-        return run
+        total = datums * length
+        work = flops(self.options.shape, total, length)
+        return Case("forward_backward", setting, total, run, work, threads)
 
-    def optimize(self, rank: int) -> Callable[[], object]:
+    def optimize(self, rank: int) -> Case:
         """An optimizer's step, and a snapshot of what it made."""
         adapter = _core.Adapter(self.model(), rank=rank)
 
@@ -77,9 +95,9 @@ class Bench:
             adapter.optim_step(**ADAM, normalization=None)
             adapter.snapshot()
 
-        return run
+        return Case("optim_step, snapshot", rank, 1, run, unit="steps")
 
-    def decode(self, batch: int, adapters: int = 0, threads: int = 1) -> Callable[[], object]:
+    def decode(self, setting: int, batch: int, adapters: int = 0, threads: int = 0) -> Case:
         """New tokens for so many sequences with prompts of 32, which share so many adapters."""
         model = self.model(threads)
         own = [_core.Adapter(model, rank=RANK, seed=seed) for seed in range(adapters)]
@@ -96,58 +114,44 @@ class Bench:
             for number in range(batch):
                 sampler.take(number)
 
-        return run
+        return Case(f"Decoding at batch {batch}", setting, batch * new, run, threads=threads)
 
 
 # ---- the tables: what each varies ----
 
 
 def by_threads(bench: Bench) -> list[Case]:
-    """A step of training, and decoding at three batch sizes."""
-    o = bench.options
-    cases = []
-    for threads in o.threads:
-        train = bench.train(o.datums, o.length, threads=threads)
-        name = f"forward_backward {o.datums}x{o.length}"
-        cases.append(Case(name, threads, o.datums * o.length, train))
-        for batch in o.batches:
-            decode = bench.decode(batch, threads=threads)
-            cases.append(Case(f"decoding at batch {batch}", threads, batch * o.new, decode))
+    """A step of training, and decoding at the options' batch sizes."""
+    o, cases = bench.options, []
+    for threads in sorted({*(1 << n for n in range(o.threads.bit_length())), o.threads}):
+        cases.append(bench.train(threads, o.datums, o.length, threads=threads))
+        cases += [bench.decode(threads, batch, threads=threads) for batch in o.batches]
     return cases
 
 
 def by_tokens(bench: Bench) -> list[Case]:
     """Batches of more and more datums of 128 tokens."""
-    counts = [1, 2, 4, 8, 16, 32]
-    return [Case("forward_backward", n * 128, n * 128, bench.train(n, 128)) for n in counts]
+    return [bench.train(n * 128, n, 128) for n in (1, 2, 4, 8, 16, 32)]
 
 
 def by_length(bench: Bench) -> list[Case]:
     """2,048 tokens in datums of different lengths."""
-    lengths = [32, 128, 512, 1024, 2048]
-    return [Case("forward_backward", n, 2048, bench.train(2048 // n, n)) for n in lengths]
+    return [bench.train(n, 2048 // n, n) for n in (32, 128, 512, 1024, 2048)]
 
 
 def by_rank(bench: Bench) -> list[Case]:
     """The options' batch at different ranks, and the optimizer with a snapshot."""
-    o, ranks = bench.options, [1, 8, 32, 64, 128]
-    tokens = o.datums * o.length
-    cases = [
-        Case("forward_backward", rank, tokens, bench.train(o.datums, o.length, rank))
-        for rank in ranks
-    ]
-    return cases + [Case("optim_step, snapshot", rank, 1, bench.optimize(rank)) for rank in ranks]
+    o, ranks = bench.options, (1, 8, 32, 64, 128)
+    cases = [bench.train(rank, o.datums, o.length, rank) for rank in ranks]
+    return cases + [bench.optimize(rank) for rank in ranks]
 
 
 def by_adapters(bench: Bench) -> list[Case]:
     """32 sequences that are decoded together, on the base model (0) or on so many adapters."""
-    new = 32 * bench.options.new
-    return [
-        Case("decoding at batch 32", n, new, bench.decode(32, n)) for n in (0, 1, 2, 4, 8, 16, 32)
-    ]
+    return [bench.decode(n, 32, n) for n in (0, 1, 2, 4, 8, 16, 32)]
 
 
-TABLES = {
+KINDS = {
     "threads": by_threads,
     "tokens": by_tokens,
     "length": by_length,
@@ -156,52 +160,67 @@ TABLES = {
 }
 
 
-def measure(cases: Sequence[Case], rounds: int) -> list[tuple[float, float]]:
-    """The best wall and the median CPU seconds of each, in turn; one round more warms up."""
-    wall: list[list[float]] = [[] for _ in cases]
-    cpu: list[list[float]] = [[] for _ in cases]
-    for turn in range(rounds + 1):
-        for index, case in enumerate(cases):
-            used, start = time.process_time(), time.perf_counter()
-            case.call()
-            if turn:
-                wall[index].append(time.perf_counter() - start)
-                cpu[index].append(time.process_time() - used)
-    return [(min(w), statistics.median(c)) for w, c in zip(wall, cpu, strict=True)]
+def floor(report: Report, case: Case) -> Floor | None:
+    """The roofline of a case's threads: by the wall, the report's is that of --threads cores."""
+    args = report.args
+    share = args.threads / (case.threads or args.threads) if args.clock == "wall" else 1
+    return report.floor(flops=case.flops, dtype=args.dtype, scale=1e3 * share)
 
 
-def show(name: str, cases: Sequence[Case], found: Sequence[tuple[float, float]]) -> None:
-    """One table."""
-    print(f"\n{'kind':32} {name:>8} {'wall, ms':>10} {'CPU, ms':>10} {'units/s':>11} {'times':>6}")
-    first: dict[str, float] = {}
-    for case, (wall, cpu) in sorted(zip(cases, found, strict=True), key=lambda item: item[0].kind):
-        rate = case.units / wall
-        times = rate / first.setdefault(case.kind, rate)
-        row = f"{1e3 * wall:10.1f} {1e3 * cpu:10.1f} {rate:11.1f} {times:6.2f}"
-        print(f"{case.kind:32} {case.setting:8} {row}")
+def measure(cases: Sequence[Case], rounds: int) -> list[dict[str, float]]:
+    """Median ms of each by each of CLOCKS, the cases run in turn."""
+    (_, cpu), (_, wall) = CLOCKS["cpu"], CLOCKS["wall"]
+
+    def both(call: Callable[[], object]) -> tuple[float, float]:
+        begin = cpu()
+        seconds = seconds_of(call, wall)
+        return cpu() - begin, seconds
+
+    calls = {str(number): case.call for number, case in enumerate(cases)}
+    found = medians(alternate(calls, rounds, both))
+    return [{"cpu": 1e3 * used, "wall": 1e3 * seconds} for used, seconds in found.values()]
+
+
+def show(report: Report, name: str, cases: Sequence[Case]) -> None:
+    """A table for each kind of work."""
+    args = report.args
+    found = measure(cases, args.rounds)
+    for kind in dict.fromkeys(case.kind for case in cases):
+        of_kind = [(case, ms) for case, ms in zip(cases, found, strict=True) if case.kind == kind]
+        other = "wall" if args.clock == "cpu" else "cpu"
+        rate = f"{of_kind[0][0].unit}/{args.unit}"
+        each, beside = (f"{CLOCKS[clock][0][:-1]}ms" for clock in (args.clock, other))
+        columns = {each: ".2f", rate: ".1f", "of the first": ".2f", beside: ".2f"}
+        title = f"{kind} against {name}, {args.shape} {args.dtype}"
+        table = report.table(title, name, columns, plot=rate)
+        first = 0.0
+        for case, ms in of_kind:
+            fast = 1e3 * case.units / ms[args.clock]
+            first = first or fast
+            figures = (ms[args.clock], fast, fast / first, ms[other])
+            table.add(
+                case.setting, {"tinsmith": figures}, floor(report, case) if case.flops else None
+            )
 
 
 def main() -> None:
     """Prints the tables that are asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tables", nargs="+", choices=TABLES)
-    parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the model")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="of decoding")
-    parser.add_argument("--datums", type=int, default=4)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--new", type=int, default=32, help="tokens that are decoded")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    model = hf_model(options.shape, options.dtype)
-    with checkpoint(model) as folder:
+    options = parser(__doc__, shape="small", dtype="bf16")
+    add = options.add_argument
+    add("kinds", nargs="+", choices=KINDS, metavar="KIND", help=", ".join(KINDS))
+    add("--batches", type=int, nargs="+", default=[1, 8, 32], help="of decoding")
+    add("--datums", type=int, default=4)
+    add("--length", type=int, default=512)
+    add("--new", type=int, default=32, help="tokens that are decoded")
+    args = parse(options)
+    if "threads" in args.kinds and args.clock == "cpu":
+        options.error("threads: CPU seconds add up over threads; give --clock wall")
+    model = hf_model(args.shape, args.dtype)
+    with checkpoint(model) as folder, Report(args, __doc__) as report:
         del model
-        bench = Bench(folder, options)
-        print(f"{options.shape} {options.dtype}, best wall of {options.rounds} rounds")
-        for name in options.tables:
-            cases = TABLES[name](bench)
-            show(name, cases, measure(cases, options.rounds))
+        bench = Bench(folder, args)
+        for kind in args.kinds:
+            show(report, kind, KINDS[kind](bench))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """From the start of a process to the end of its first forward_backward, on the demo model.
 
-    python benchmarks/start.py --rounds 5
+    python benchmarks/start.py
 
-Two ways: `tinsmith.Model` in a fresh Python, and `tinsmith serve` with a client that speaks HTTP
-without the SDK. Beside them what `import tinker` takes, which a client of the SDK pays before its
-first request. Wall seconds, of which the best round is shown because neighbours only add to them,
-and the median CPU seconds of the processes."""
+Two ways: `tinsmith.Model` in a fresh Python, and `tinsmith serve`, up to its end, with a client who
+speaks HTTP without the SDK. Then what of it is imports, and beside them that of `tinker`, which a
+client of the SDK pays before its first request. CPU seconds are those of the processes, of which
+all share the cores; beside the median is the best wall time, because neighbours only add to it.
 
-import argparse
+Half a minute."""
+
 import http.client
 import json
 import os
@@ -20,13 +21,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
+from peers import alternate, parse, parser
+from report import Report
 from tinsmith.demo import demo
 from tinsmith.messages import pb
 
 IDS = list(range(5, 105))
+QUIET = os.environ | {"PYTHONWARNINGS": "ignore"}
 MODEL = f"""
 import tinsmith
 adapter = tinsmith.Model({str(demo.MODEL)!r}, device="cpu").lora(rank=32)
@@ -37,12 +42,12 @@ assert adapter.forward_backward(ids, ids).loss > 0
 
 def run_model() -> None:
     """A fresh Python with tinsmith.Model."""
-    subprocess.run([sys.executable, "-c", MODEL], check=True)
+    subprocess.run([sys.executable, "-c", MODEL], env=QUIET, check=True)
 
 
 def run_import(module: str) -> None:
     """A fresh Python that imports a module."""
-    subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
+    subprocess.run([sys.executable, "-c", f"import {module}"], env=QUIET, check=True)
 
 
 def post(link: http.client.HTTPConnection, path: str, body: Any) -> Any:
@@ -61,6 +66,7 @@ def run_server() -> None:
         command = ["-m", "tinsmith.cli", "serve", f"demo={demo.MODEL}", "--checkpoints", folder]
         server = subprocess.Popen(
             [sys.executable, *command, "--port", "0", "--device", "cpu"],
+            env=QUIET,
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -98,31 +104,36 @@ def cpu_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def measure(call: Callable[[], None]) -> dict[str, float]:
+    """Seconds of a call by each of peers.CLOCKS, CPU seconds being its children's."""
+    start, used = time.perf_counter(), cpu_of_children()
+    call()
+    return {"wall": time.perf_counter() - start, "cpu": cpu_of_children() - used}
+
+
+CASES: dict[str, dict[str, Callable[[], None]]] = {
+    "first forward_backward": {"tinsmith.Model": run_model, "tinsmith serve": run_server},
+    "import": {
+        name: partial(run_import, name)
+        for name in ("tinsmith", "tinsmith.server", "numpy", "tinker")
+    },
+}
+
+
 def main() -> None:
-    """Prints one row a way."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    os.environ["PYTHONWARNINGS"] = "ignore"
-    ways: dict[str, Callable[[], None]] = {
-        "tinsmith.Model, first forward_backward": run_model,
-        "tinsmith serve, first forward_backward, its end": run_server,
-        "of these: import tinsmith": lambda: run_import("tinsmith"),
-        "of these: import tinsmith.server": lambda: run_import("tinsmith.server"),
-        "beside them: import numpy": lambda: run_import("numpy"),
-        "beside them: import tinker (the SDK)": lambda: run_import("tinker"),
-    }
-    wall: dict[str, list[float]] = {name: [] for name in ways}
-    cpu: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(options.rounds):
-        for name, call in ways.items():
-            start, used = time.perf_counter(), cpu_of_children()
-            call()
-            wall[name].append(time.perf_counter() - start)
-            cpu[name].append(cpu_of_children() - used)
-    print(f"{'best or median of ' + str(options.rounds):50} {'wall, s':>8} {'CPU, s':>8}")
-    for name in ways:
-        print(f"{name:50} {min(wall[name]):8.2f} {statistics.median(cpu[name]):8.2f}")
+    """A case for the first step, and one for the imports."""
+    args = parse(parser(__doc__))
+    sides = {name: call for case in CASES.values() for name, call in case.items()}
+    with Report(args, __doc__, roofline=False) as report:
+        columns = {args.unit: ".2f", "best wall, s": ".2f"}
+        table = report.table("A fresh process", "up to", columns, plot=args.unit)
+        found = alternate(sides, args.rounds, measure, warm_up=False)
+        for case, names in CASES.items():
+            rows = {}
+            for name in names:
+                wall, used = ([run[clock] for run in found[name]] for clock in ("wall", args.clock))
+                rows[name] = (statistics.median(used), min(wall))
+            table.add(case, rows)
 
 
 if __name__ == "__main__":

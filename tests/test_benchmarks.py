@@ -29,6 +29,12 @@ PROGRAMS = {
     "sample": "--shape tiny --batches 1 3 --prompt 5 --new 4 --prefill 11",
     "head": "jsd topk gather --vocab 400 --rows 9 --width 16 --positions 5",
     "distill": "--shape tiny --datums 2 --prompt 3 --hint 3 --completion 4",
+    "memory tokens keep start": "--shape tiny --tokens 256 --peer-tokens 0",
+    "recipe": "--groups 2 --max-tokens 3",
+    "scaling threads tokens length rank adapters": (
+        "--shape tiny --batches 1 3 --datums 2 --length 9 --new 2 --clock wall"
+    ),
+    "start": "",
 }
 ROWS = {  # case -> sides, "" for any further case of the table
     "ops": {
@@ -48,6 +54,19 @@ ROWS = {  # case -> sides, "" for any further case of the table
         "trained": ["gather_logprobs", "linear_cross_entropy", "torch eager", "torch chunked"],
     },
     "distill": {"2 × (3 + 4)": ["tinsmith", "torch"]},
+    "memory tokens keep start": {"256": ["tinsmith", "HF + PEFT", "2 / 2"]},
+    "recipe": {
+        "rollout": ["engine", "the server's rest", "client", "all"],
+        "a step": ["engine", "the server's rest", "client", "all"],
+        "forward_backward": ["engine"],
+    },
+    "scaling threads tokens length rank adapters": {
+        case: ["tinsmith"] for case in (str(CORES), "4096", "2048", "128", "32", "0")
+    },
+    "start": {
+        "first forward_backward": ["tinsmith.Model", "tinsmith serve"],
+        "import": ["tinsmith", "tinsmith.server", "numpy", "tinker"],
+    },
 }
 
 
@@ -98,6 +117,16 @@ def test_program_has_every_row_and_a_plot(
         absent = "llama.cpp is absent: No module named" in printed
         assert absent != HAS_LLAMA
         assert any(side == "llama.cpp" for _, side, _ in found) == HAS_LLAMA
+
+
+def test_scaling_over_threads_asks_for_the_wall(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    argv = [str(FOLDER / "scaling.py"), "threads", "--threads", str(CORES)]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit):
+        importlib.import_module("scaling").main()
+    assert "threads: CPU seconds add up over threads; give --clock wall" in capsys.readouterr().err
 
 
 def test_a_program_holds_itself_to_its_threads() -> None:
