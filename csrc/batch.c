@@ -26,3 +26,10 @@ int batch_stopped(const Batch *batch)
 {
     return batch->stop && *batch->stop;
 }
+
+void batch_whole(Batch *batch, const Adapter *adapter, int rows)
+{
+    batch->whole = (Segment){adapter, 0, rows};
+    batch->segment = &batch->whole;
+    batch->segments = 1;
+}

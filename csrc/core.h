@@ -197,6 +197,7 @@ typedef struct Batch {
     int32_t *tokens, *pos, *slot, *pages; /* device */
     Span *spans;                          /* device */
     Segment *segment;                     /* host */
+    Segment whole;                        /* the one of a batch that has one (batch_whole) */
     const volatile int *stop;             /* NULL, or, when set from outside: no further layer */
 } Batch;
 
@@ -210,6 +211,9 @@ typedef struct BatchHost {
 /* Places (or measures) the device arrays of a batch. */
 void batch_place(Batch *batch, Arena *arena, int T, int S, int page_count);
 void batch_upload(Batch *batch, Device *dev, const BatchHost *host);
+/* All rows are one adapter's, or nobody's where it is NULL. The batch may not be moved afterwards.
+ */
+void batch_whole(Batch *batch, const Adapter *adapter, int rows);
 /* Whether forward and backward end early; what they wrote is then of no use. */
 int batch_stopped(const Batch *batch);
 

@@ -292,11 +292,9 @@ static void side_run(Distill *c, int from, int to)
     size_t D = (size_t)m->shape.width;
     BatchHost host = {side->T,   side->S,    side->pages, side->tokens,
                       side->pos, side->slot, side->page,  side->spans};
-    Segment segment = {c->lesson->adapter, 0, side->T};
     side->batch.T = side->T;
     side->batch.S = side->S;
-    side->batch.segment = &segment;
-    side->batch.segments = 1;
+    batch_whole(&side->batch, c->lesson->adapter, side->T);
     side->batch.stop = &c->adapter->interrupted;
     batch_upload(&side->batch, dev, &host);
     forward(m, &side->batch, &side->acts, &side->cache);
@@ -337,9 +335,7 @@ static void student_run(Distill *c)
 {
     Device *dev = c->adapter->model->dev;
     const Model *m = c->adapter->model;
-    Segment segment = {c->adapter, 0, c->micro->T};
-    c->batch.segment = &segment;
-    c->batch.segments = 1;
+    batch_whole(&c->batch, c->adapter, c->micro->T);
     c->batch.stop = &c->adapter->interrupted;
     pack_rows(&c->pack, c->micro, &c->batch, dev);
     forward(m, &c->batch, &c->acts, &c->cache);
@@ -413,9 +409,7 @@ static Status results_read(Distill *c, float *logp, float *divergence)
 static void teacher_rehearse(void *context)
 {
     Distill *c = context;
-    Segment segment = {c->lesson->adapter, 0, c->side.room};
-    c->side.batch.segment = &segment;
-    c->side.batch.segments = 1;
+    batch_whole(&c->side.batch, c->lesson->adapter, c->side.room);
     if (c->side.room) forward(c->lesson->model, &c->side.batch, &c->side.acts, &c->side.cache);
     for (int row = 0; row < c->head.T; row += c->head.chunk)
         rows_logits(c->lesson->model, c->lesson->adapter, c->teacher_logits, c->teacher_s,
@@ -426,9 +420,7 @@ static void student_rehearse(void *context)
 {
     Distill *c = context;
     const Model *m = c->adapter->model;
-    Segment segment = {c->adapter, 0, c->micro->T};
-    c->batch.segment = &segment;
-    c->batch.segments = 1;
+    batch_whole(&c->batch, c->adapter, c->micro->T);
     forward(m, &c->batch, &c->acts, &c->cache);
     for (int row = 0; row < c->head.T; row += c->head.chunk) {
         int rows = head_chunk(&c->head, row);

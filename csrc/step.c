@@ -144,9 +144,7 @@ static void micro_rehearse(void *context)
 {
     Step *step = context;
     const Model *m = step->adapter->model;
-    Segment segment = {step->adapter, 0, step->micro->T};
-    step->batch.segment = &segment;
-    step->batch.segments = 1;
+    batch_whole(&step->batch, step->adapter, step->micro->T);
     forward(m, &step->batch, &step->acts, &step->cache);
     for (int row = 0; row < step->head.T;
          row += step->head.chunk) { /* the last one has fewer rows */
@@ -439,9 +437,7 @@ static Status micro_run(Step *step, int i, float *logp)
     adapter->arena.used = before;
     step_place(step, &adapter->arena, micro, step->keep[i]);
     TRY(device_prepare(dev, micro_rehearse, step));
-    Segment segment = {adapter, 0, micro->T};
-    step->batch.segment = &segment;
-    step->batch.segments = 1;
+    batch_whole(&step->batch, adapter, micro->T);
     step->batch.stop = &adapter->interrupted;
     pack_rows(&step->pack, micro, &step->batch, dev);
     pack_order(&step->pack, micro, gate == UNGATED ? NULL : step->datums->input[gate]);
