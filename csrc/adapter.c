@@ -4,8 +4,10 @@
  * uniform in ±1/√D, as PEFT's kaiming_uniform(a=√5) does, B (R,N) at zero. Weights, gradients and
  * both moments lie in one vector each, so a step is one call. A call's gradients gather in a vector
  * of their own and are added when the call has succeeded: a failed or interrupted call leaves no
- * trace. */
+ * trace. A snapshot shares the weights, whose next change then goes to another place: it costs no
+ * copy, and its memory is taken when it is made. */
 #include <math.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -52,6 +54,95 @@ void adapter_visit(const Adapter *adapter,
     if (adapter->head.a >= 0) visit(context, &info, -1, adapter->head);
 }
 
+/* ---- the weights, which snapshots share ---- */
+
+struct Weights {
+    Arena memory;
+    atomic_int owners; /* adapters */
+};
+
+static size_t vector_bytes(const Adapter *adapter)
+{
+    return (size_t)adapter->size * sizeof(float);
+}
+
+static Status weights_make(Weights **out, const Adapter *adapter, const char *what)
+{
+    Weights *weights = calloc(1, sizeof *weights);
+    if (!weights) return fail(STATUS_MEMORY, "no memory for an adapter's weights");
+    weights->memory.dev = adapter->model->dev;
+    weights->owners = 1;
+    char purpose[64];
+    snprintf(purpose, sizeof purpose, "%s of rank %d", what, adapter->rank);
+    Status status = arena_reserve(&weights->memory, vector_bytes(adapter), purpose);
+    if (status)
+        free(weights);
+    else
+        *out = weights;
+    return status;
+}
+
+static void weights_leave(Weights *weights)
+{
+    if (!weights || atomic_fetch_sub(&weights->owners, 1) > 1) return;
+    arena_release(&weights->memory);
+    free(weights);
+}
+
+static int weights_shared(const Adapter *adapter)
+{
+    return atomic_load(&adapter->weights->owners) > 1;
+}
+
+/* The adapter reads those from here on; what it read before is the caller's to leave. A recorded
+ * step knows where weights lie: it is not found again. */
+static void weights_take(Adapter *adapter, Weights *weights)
+{
+    static _Atomic uint64_t places;
+    adapter->number = ++places;
+    adapter->weights = weights;
+    adapter->vector[WEIGHTS] = (float *)weights->memory.base;
+}
+
+static Status spare_make(Adapter *adapter)
+{
+    return adapter->spare ? STATUS_OK : weights_make(&adapter->spare, adapter, "a snapshot");
+}
+
+/* Before the weights change: a place that no other adapter reads. *before is what they were, to
+ * read until weights_leave(). */
+static Status weights_change(Adapter *adapter, Weights **before)
+{
+    *before = adapter->weights;
+    if (weights_shared(adapter)) {
+        TRY(spare_make(adapter));
+        weights_take(adapter, adapter->spare);
+        adapter->spare = NULL;
+    } else {
+        atomic_fetch_add(&adapter->weights->owners, 1);
+    }
+    adapter_changed(adapter);
+    return STATUS_OK;
+}
+
+size_t adapter_memory(const Adapter *adapter)
+{
+    size_t bytes = adapter->memory.size + adapter->arena.size + adapter->weights->memory.size;
+    if (adapter->spare && !weights_shared(adapter)) bytes += adapter->spare->memory.size;
+    return bytes;
+}
+
+Status adapter_put(Adapter *adapter, Vector which, const float *values)
+{
+    Device *dev = adapter->model->dev;
+    Weights *before = NULL;
+    if (which == WEIGHTS) TRY(weights_change(adapter, &before));
+    dev->upload(dev, adapter->vector[which], values, vector_bytes(adapter));
+    Status status = dev->sync(dev);
+    weights_leave(before);
+    return status;
+}
+
 /* ---- the beginning ---- */
 
 /* SplitMix64: a counter-based stream, so that a matrix's numbers depend on (seed, position) alone.
@@ -81,11 +172,17 @@ static void begin_matrix(void *context, const SlotInfo *info, int layer, Pair pa
             (float)((2.0 * uniform(c->seed, (uint64_t)(pair.a + i)) - 1.0) * bound);
 }
 
-static void vectors_place(Adapter *adapter, int vectors)
+/* All but the weights. */
+static void vectors_place(Adapter *adapter)
 {
     adapter->total = arena_take(&adapter->memory, sizeof(double));
-    for (int i = 0; i < vectors; i++)
-        adapter->vector[i] = arena_take(&adapter->memory, (size_t)adapter->size * sizeof(float));
+    for (int i = 0; i < VECTORS; i++)
+        if (i != WEIGHTS) adapter->vector[i] = arena_take(&adapter->memory, vector_bytes(adapter));
+}
+
+size_t adapter_vector_bytes(const Adapter *adapter)
+{
+    return adapter->memory.used + vector_bytes(adapter);
 }
 
 void adapter_changed(Adapter *adapter)
@@ -95,13 +192,11 @@ void adapter_changed(Adapter *adapter)
     adapter->stamp = ++stamps;
 }
 
-Status adapter_measure(Adapter **out, Model *model, const AdapterSpec *spec, int vectors)
+Status adapter_measure(Adapter **out, Model *model, const AdapterSpec *spec)
 {
     Adapter *adapter = calloc(1, sizeof *adapter);
     if (!adapter) return fail(STATUS_MEMORY, "no memory for an adapter");
-    static _Atomic uint64_t made;
     adapter->model = model;
-    adapter->number = ++made;
     adapter->rank = spec->rank;
     adapter->groups = spec->groups;
     adapter->alpha = spec->alpha;
@@ -115,25 +210,28 @@ Status adapter_measure(Adapter **out, Model *model, const AdapterSpec *spec, int
         return fail(STATUS_MEMORY, "no memory for an adapter");
     }
     pairs_place(adapter);
-    vectors_place(adapter, vectors);
+    vectors_place(adapter);
     adapter->step_tokens = spec->step_tokens ? spec->step_tokens : plan_step_tokens(adapter);
     *out = adapter;
     return STATUS_OK;
 }
 
-/* An adapter with its first `vectors` vectors in place, all zero. */
-static Status adapter_make(Adapter **out, Model *model, const AdapterSpec *spec, int vectors)
+/* An adapter with its vectors in place. */
+static Status adapter_make(Adapter **out, Model *model, const AdapterSpec *spec)
 {
     Adapter *adapter = NULL;
-    TRY(adapter_measure(&adapter, model, spec, vectors));
+    Weights *weights = NULL;
+    TRY(adapter_measure(&adapter, model, spec));
     char purpose[64];
     snprintf(purpose, sizeof purpose, "an adapter of rank %d", spec->rank);
     Status status = arena_reserve(&adapter->memory, adapter->memory.used, purpose);
+    if (!status) status = weights_make(&weights, adapter, "an adapter");
     if (status) {
         adapter_close(adapter);
         return status;
     }
-    vectors_place(adapter, vectors);
+    vectors_place(adapter);
+    weights_take(adapter, weights);
     adapter_changed(adapter);
     *out = adapter;
     return STATUS_OK;
@@ -157,7 +255,7 @@ Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
         return fail(STATUS_INVALID, "step_tokens must be 0 (the default) or more, not %d",
                     spec->step_tokens);
     Adapter *adapter = NULL;
-    TRY(adapter_make(&adapter, model, spec, VECTORS));
+    TRY(adapter_make(&adapter, model, spec));
     float *weights = calloc((size_t)adapter->size, sizeof *weights);
     if (!weights) {
         Status status =
@@ -167,8 +265,7 @@ Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
     }
     adapter_visit(adapter, begin_matrix, &(Beginning){weights, spec->rank, spec->seed});
     model->dev->zero(model->dev, adapter->memory.base, adapter->memory.used);
-    model->dev->upload(model->dev, adapter->vector[WEIGHTS], weights,
-                       (size_t)adapter->size * sizeof(float));
+    model->dev->upload(model->dev, adapter->vector[WEIGHTS], weights, vector_bytes(adapter));
     free(weights);
     Status status = model->dev->sync(model->dev);
     if (status)
@@ -178,27 +275,29 @@ Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
     return status;
 }
 
-Status adapter_snapshot(Adapter **copy, const Adapter *adapter)
+Status adapter_snapshot(Adapter **copy, Adapter *adapter)
 {
     AdapterSpec spec = {.rank = adapter->rank,
                         .groups = adapter->groups,
                         .alpha = adapter->alpha,
                         .step_tokens = adapter->step_tokens};
-    TRY(adapter_make(copy, adapter->model, &spec, WEIGHTS + 1));
     Device *dev = adapter->model->dev;
-    dev->copy(dev, (*copy)->vector[WEIGHTS], adapter->vector[WEIGHTS],
-              (size_t)adapter->size * sizeof(float));
+    TRY(dev->sync(dev));
+    TRY(spare_make(adapter));
+    TRY(adapter_measure(copy, adapter->model, &spec));
+    atomic_fetch_add(&adapter->weights->owners, 1);
+    weights_take(*copy, adapter->weights);
     (*copy)->step = adapter->step;
     (*copy)->stamp = adapter->stamp;
-    Status status = dev->sync(dev);
-    if (status) adapter_close(*copy);
-    return status;
+    return STATUS_OK;
 }
 
 void adapter_close(Adapter *adapter)
 {
     if (!adapter) return;
     adapter_drop_kept(adapter);
+    weights_leave(adapter->weights);
+    weights_leave(adapter->spare);
     arena_release(&adapter->memory);
     arena_release(&adapter->arena);
     free(adapter->layer);
@@ -210,7 +309,7 @@ void adapter_close(Adapter *adapter)
 Status adapter_clear(Adapter *adapter)
 {
     Device *dev = adapter->model->dev;
-    dev->zero(dev, adapter->vector[GRADIENTS], (size_t)adapter->size * sizeof(float));
+    dev->zero(dev, adapter->vector[GRADIENTS], vector_bytes(adapter));
     adapter->loss = adapter->tokens = adapter->sequences = 0.0;
     return dev->sync(dev);
 }
@@ -236,10 +335,15 @@ Status adapter_follow(Adapter *average, const Adapter *leader, double decay)
     if (average->model != leader->model || average->rank != leader->rank ||
         average->groups != leader->groups)
         return fail(STATUS_INVALID, "an average follows an adapter of the same model and layout");
-    adapter_changed(average);
+    Weights *before;
+    TRY(weights_change(average, &before));
+    if (before != average->weights)
+        dev->copy(dev, average->vector[WEIGHTS], before->memory.base, vector_bytes(average));
     dev->average(dev, average->vector[WEIGHTS], leader->vector[WEIGHTS], average->size,
                  (float)(1.0 - decay));
-    return dev->sync(dev);
+    Status status = dev->sync(dev);
+    weights_leave(before);
+    return status;
 }
 
 static Status adamw_check(const AdamW *o)
@@ -285,10 +389,12 @@ Status adapter_optim_step(Adapter *adapter, const AdamW *o, Normalization by, St
         scale *= o->clip_norm / (norm + 1e-6);
         report->clipped_norm *= o->clip_norm / (norm + 1e-6);
     }
-    adapter_changed(adapter);
+    Weights *before;
+    TRY(weights_change(adapter, &before));
     dev->adamw(dev, adapter->vector[WEIGHTS], adapter->vector[MOMENT_1], adapter->vector[MOMENT_2],
-               adapter->vector[GRADIENTS], adapter->size, ++adapter->step, (float)scale, o->lr,
-               o->beta1, o->beta2, o->eps, o->weight_decay);
-    TRY(adapter_norm(adapter, WEIGHTS, &report->weight_norm));
-    return adapter_clear(adapter);
+               (const float *)before->memory.base, adapter->vector[GRADIENTS], adapter->size,
+               ++adapter->step, (float)scale, o->lr, o->beta1, o->beta2, o->eps, o->weight_decay);
+    Status status = adapter_norm(adapter, WEIGHTS, &report->weight_norm);
+    weights_leave(before);
+    return status ? status : adapter_clear(adapter);
 }

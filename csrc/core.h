@@ -116,17 +116,20 @@ typedef struct LayerPairs {
 
 typedef enum Vector { WEIGHTS, GRADIENTS, MOMENT_1, MOMENT_2, FRESH, VECTORS } Vector;
 
-typedef struct Kept Kept; /* step.c */
+typedef struct Kept Kept;       /* step.c */
+typedef struct Weights Weights; /* adapter.c */
 
 typedef struct Adapter {
     Model *model;
-    uint64_t number; /* from 1; no other adapter of this process has had it */
+    uint64_t number; /* from 1; no other weights' place in this process has had it */
     int rank, groups;
     float alpha, scale; /* scale = alpha / rank */
     int64_t size;       /* parameters */
     Pair head;
     LayerPairs *layer;
-    Arena memory;
+    Weights *weights;         /* shared with the snapshots that were made of them */
+    Weights *spare;           /* where they go when they change meanwhile, or NULL */
+    Arena memory;             /* of the other vectors */
     float *vector[VECTORS];   /* FRESH: the gradients of the call under way; a snapshot has WEIGHTS
                                  alone */
     uint64_t stamp;           /* of the weights: no others ever had it, and 0 is the base's */
@@ -152,11 +155,19 @@ typedef struct AdapterSpec {
 } AdapterSpec;
 
 Status adapter_open(Adapter **adapter, Model *model, const AdapterSpec *spec);
-/* One without memory: its layout, and in memory.used the bytes that it would take. */
-Status adapter_measure(Adapter **adapter, Model *model, const AdapterSpec *spec, int vectors);
+/* One without memory: its layout. */
+Status adapter_measure(Adapter **adapter, Model *model, const AdapterSpec *spec);
 void adapter_close(Adapter *adapter);
-/* The weights as they are now, without gradients and moments. */
-Status adapter_snapshot(Adapter **copy, const Adapter *adapter);
+/* What the vectors of one that is trained take. */
+size_t adapter_vector_bytes(const Adapter *adapter);
+/* What it holds: its vectors, and the memory of its steps. Weights that are shared count in each.
+ */
+size_t adapter_memory(const Adapter *adapter);
+/* The weights as they are now, without gradients and moments. It shares them: the next change of
+ * either goes to memory that is taken now. */
+Status adapter_snapshot(Adapter **copy, Adapter *adapter);
+/* Puts `size` numbers into a vector. */
+Status adapter_put(Adapter *adapter, Vector which, const float *values);
 /* Calls visit(context, slot, layer, pair, info) for each trained matrix in the order of the flat
  * vectors. */
 void adapter_visit(const Adapter *adapter,

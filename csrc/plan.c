@@ -132,13 +132,13 @@ static size_t planned_bytes(void *context, int keep)
 Status plan_make(Plan *plan, Model *model, const AdapterSpec *spec, int tokens)
 {
     Adapter *adapter = NULL;
-    TRY(adapter_measure(&adapter, model, spec, VECTORS));
+    TRY(adapter_measure(&adapter, model, spec));
     size_t scratch = 0, kv_token = kv_token_bytes(model), most = adapter->step_most;
     Planned step = {adapter, tokens ? tokens : adapter->step_tokens};
     int made = step_bytes(adapter, step.tokens, 1, &scratch) > 0;
     int keep = most > scratch ? plan_keep(model, most - scratch, planned_bytes, &step) : 0;
     *plan = (Plan){.weights = model_bytes(model),
-                   .adapter = adapter->memory.used,
+                   .adapter = adapter_vector_bytes(adapter),
                    .step = planned_bytes(&step, keep ? keep : 1),
                    .own = model->dev->own_bytes + scratch,
                    .kv_token = kv_token,

@@ -17,9 +17,10 @@
 enum { THREADS = 256, PART = 1 << 14, PARTS_MAX = 1024 };
 
 /* All vectors begin at multiples of 16 bytes. */
-static int aligned(const void *a, const void *b, const void *c, const void *d)
+static int aligned(const void *a, const void *b, const void *c = nullptr, const void *d = nullptr,
+                   const void *e = nullptr)
 {
-    return (((uintptr_t)a | (uintptr_t)b | (uintptr_t)c | (uintptr_t)d) & 15) == 0;
+    return (((uintptr_t)a | (uintptr_t)b | (uintptr_t)c | (uintptr_t)d | (uintptr_t)e) & 15) == 0;
 }
 
 static __global__ void __launch_bounds__(THREADS)
@@ -79,32 +80,34 @@ typedef struct Step {
     float scale, keep, one_beta1, beta2, one_beta2, root_correction2, eps, step_size;
 } Step;
 
-__device__ static __forceinline__ void adamw_one(float *w, float *m, float *v, float g, Step a)
+__device__ static __forceinline__ void adamw_one(float *w, float *m, float *v, float before,
+                                                 float g, Step a)
 {
     float gradient = a.scale * g;
     *m = __fmaf_rn(a.one_beta1, gradient - *m, *m);
     *v = __fmaf_rn(a.one_beta2 * gradient, gradient, *v * a.beta2);
     float denominator = sqrtf(*v) / a.root_correction2 + a.eps;
-    *w = *w * a.keep - a.step_size * *m / denominator;
+    *w = before * a.keep - a.step_size * *m / denominator;
 }
 
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
-    adamw_kernel(float *w, float *m, float *v, const float *g, int64_t n, Step a)
+    adamw_kernel(float *w, float *m, float *v, const float *before, const float *g, int64_t n,
+                 Step a)
 {
     int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W;
     if (i + W <= n) {
         float wi[W], mi[W], vi[W], gi[W];
-        load<W>(wi, w + i);
+        load<W>(wi, before + i);
         load<W>(mi, m + i);
         load<W>(vi, v + i);
         load<W>(gi, g + i);
-        for (int j = 0; j < W; j++) adamw_one(&wi[j], &mi[j], &vi[j], gi[j], a);
+        for (int j = 0; j < W; j++) adamw_one(&wi[j], &mi[j], &vi[j], wi[j], gi[j], a);
         store<W>(w + i, wi);
         store<W>(m + i, mi);
         store<W>(v + i, vi);
     } else {
-        for (; i < n; i++) adamw_one(&w[i], &m[i], &v[i], g[i], a);
+        for (; i < n; i++) adamw_one(&w[i], &m[i], &v[i], before[i], g[i], a);
     }
 }
 
@@ -122,20 +125,21 @@ void cuda_square_sum(Device *dev, double *total, const float *g, int64_t n)
 
 void cuda_accumulate(Device *dev, float *y, const float *x, int64_t n)
 {
-    int W = aligned(y, x, nullptr, nullptr) ? 4 : 1;
+    int W = aligned(y, x) ? 4 : 1;
     auto kernel = W == 4 ? accumulate_kernel<4> : accumulate_kernel<1>;
     LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, y, x, n);
 }
 
 void cuda_average(Device *dev, float *y, const float *x, int64_t n, float rate)
 {
-    int W = aligned(y, x, nullptr, nullptr) ? 4 : 1;
+    int W = aligned(y, x) ? 4 : 1;
     auto kernel = W == 4 ? average_kernel<4> : average_kernel<1>;
     LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, y, x, n, rate);
 }
 
-void cuda_adamw(Device *dev, float *w, float *m, float *v, const float *g, int64_t n, int step,
-                float scale, double lr, double beta1, double beta2, double eps, double weight_decay)
+void cuda_adamw(Device *dev, float *w, float *m, float *v, const float *before, const float *g,
+                int64_t n, int step, float scale, double lr, double beta1, double beta2, double eps,
+                double weight_decay)
 {
     Step a;
     a.scale = scale;
@@ -146,7 +150,7 @@ void cuda_adamw(Device *dev, float *w, float *m, float *v, const float *g, int64
     a.root_correction2 = (float)sqrt(1.0 - pow(beta2, step));
     a.eps = (float)eps;
     a.step_size = (float)(lr / (1.0 - pow(beta1, step)));
-    int W = aligned(w, m, v, g) ? 4 : 1;
+    int W = aligned(w, m, v, before, g) ? 4 : 1;
     auto kernel = W == 4 ? adamw_kernel<4> : adamw_kernel<1>;
-    LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, w, m, v, g, n, a);
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, w, m, v, before, g, n, a);
 }

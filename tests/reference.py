@@ -355,9 +355,9 @@ def average(y, x, rate, **_):
     return {"y": y + y.dtype.type(rate) * (x - y)}
 
 
-def adamw(w, m, v, g, step, scale, lr, beta1, beta2, eps, weight_decay, **_):
+def adamw(m, v, before, g, step, scale, lr, beta1, beta2, eps, weight_decay, **_):
     g = g.dtype.type(scale) * g
-    w = w * (1 - lr * weight_decay)
+    w = before * (1 - lr * weight_decay)
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g * g
     denominator = np.sqrt(v) / np.sqrt(1 - beta2**step) + eps

@@ -56,7 +56,15 @@ def test_the_moments_are_torchs_to_the_last_bit(name: str) -> None:
     options = {"learning_rate": 3e-3, "grad_clip_norm": 0.0, **scalars}
     for step in range(1, 21):
         g = rng.standard_normal(n).astype(np.float32)
-        ours = dev.call("adamw", **ours, g=g, n=n, step=step, scale=1.0, **scalars)
+        ours = dev.call(
+            "adamw",
+            **ours | {"w": "before", "before": ours["w"]},
+            g=g,
+            n=n,
+            step=step,
+            scale=1.0,
+            **scalars,
+        )
         torch_step(weights, optimizer, g, **options)
     state = optimizer.state[weights]
     np.testing.assert_array_equal(ours["m"], state["exp_avg"].numpy())

@@ -105,13 +105,15 @@ def test_a_step_takes_what_the_plan_says_and_no_more(card: CardMaker) -> None:
 def test_what_the_card_cant_hold_is_told_with_bytes_needed_and_free(card: CardMaker) -> None:
     config, freq = wide_config(vocab=50_000)
     model, core = _core.Model(config, freq, device="cuda-emulated"), load().core
-    adapter = randomize(_core.Adapter(core, rank=4))
+    adapter, large = randomize(_core.Adapter(core, rank=4)), _core.Adapter(core, rank=1024)
     card(2 * MIB)
     wanted = rf"base model needs {model.plan(1)['weights'] / MIB:.1f} MiB on device cuda-emulated"
     with pytest.raises(MemoryError, match=wanted + r", which can give 2\.0 of its \d+\.\d MiB"):
         model.load("final_norm", -1, np.ones(int(config["width"]), np.float32))
     with pytest.raises(MemoryError, match=r"a cache of keys and values of 65536 tokens needs"):
         _core.Sampler(core, tokens=65536)
+    with pytest.raises(MemoryError, match=r"a snapshot of rank 1024 needs \d\.\d MiB"):
+        large.snapshot()
     before = adapter.read("weights")
     with pytest.raises(MemoryError, match=r"a training step of 2000 tokens needs \d+\.\d MiB"):
         call(adapter, [datum(tokens_of("qwen3", 100, seed=i)) for i in range(20)])

@@ -228,7 +228,15 @@ def test_adamw_follows_torchs_over_ten_steps(dev):
         peers.append((weight, torch.optim.AdamW([weight], lr=3e-3, **rest)))
     for step in range(1, 11):
         g = rng.standard_normal(n).astype(np.float32)
-        ours = dev.call("adamw", **ours, g=g, n=n, step=step, scale=0.25, **scalars)
+        ours = dev.call(
+            "adamw",
+            **ours | dict(w=(n,), before=ours["w"]),
+            g=g,
+            n=n,
+            step=step,
+            scale=0.25,
+            **scalars,
+        )
         for weight, optimizer in peers:
             weight.grad = torch.from_numpy(g * np.float32(0.25)).to(weight.dtype)
             optimizer.step()

@@ -39,7 +39,7 @@ typedef struct Accumulate {
 
 typedef struct AdamW {
     float *w, *m, *v;
-    const float *g;
+    const float *before, *g;
     int64_t n;
     float scale, keep, one_beta1, beta2, one_beta2, root_correction2, eps, step_size;
 } AdamW;
@@ -103,8 +103,9 @@ static void adamw_job(void *context, int64_t job)
 {
     const AdamW a = *(const AdamW *)context;
     int64_t from = job * GRAIN, left = a.n - from, n = left < GRAIN ? left : GRAIN;
-    float *restrict w = a.w + from, *restrict m = a.m + from, *restrict v = a.v + from;
-    const float *restrict g = a.g + from;
+    float *w = a.w + from, *restrict m = a.m + from, *restrict v = a.v + from;
+    const float *before = a.before + from, *restrict g = a.g + from;
+#pragma GCC ivdep /* before is w, or far from it */
     for (int64_t i = 0; i < n; i++) {
         float gradient = a.scale * g[i];
         float first = fused(a.one_beta1, gradient - m[i], m[i]);
@@ -112,7 +113,7 @@ static void adamw_job(void *context, int64_t job)
         float denominator = sqrtf(second) / a.root_correction2 + a.eps;
         m[i] = first;
         v[i] = second;
-        w[i] = w[i] * a.keep - a.step_size * first / denominator;
+        w[i] = before[i] * a.keep - a.step_size * first / denominator;
     }
 }
 
@@ -137,13 +138,15 @@ void CPU(average)(Device *dev, float *y, const float *x, int64_t n, float rate)
     cpu_run(dev, (n + GRAIN - 1) / GRAIN, average_job, &a);
 }
 
-void CPU(adamw)(Device *dev, float *w, float *m, float *v, const float *g, int64_t n, int step,
-                float scale, double lr, double beta1, double beta2, double eps, double weight_decay)
+void CPU(adamw)(Device *dev, float *w, float *m, float *v, const float *before, const float *g,
+                int64_t n, int step, float scale, double lr, double beta1, double beta2, double eps,
+                double weight_decay)
 {
     AdamW a = {
         .w = w,
         .m = m,
         .v = v,
+        .before = before,
         .g = g,
         .n = n,
         .scale = scale,

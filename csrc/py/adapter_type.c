@@ -342,29 +342,31 @@ static PyObject *adapter_interrupt_method(PyObject *object, PyObject *unused)
 
 /* ---- flat vectors ---- */
 
-static float *vector_named(const Adapter *adapter, const char *name)
+/* A Vector, or -1 with an exception set. */
+static int vector_named(const Adapter *adapter, const char *name)
 {
     static const char *const names[] = {
         [WEIGHTS] = "weights", [GRADIENTS] = "gradients", [MOMENT_1] = "m", [MOMENT_2] = "v"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         if (strcmp(names[i], name) != 0) continue;
-        if (!adapter->vector[i])
-            PyErr_Format(PyExc_ValueError, "a snapshot has no %s, only weights", name);
-        return adapter->vector[i];
+        if (adapter->vector[i]) return (int)i;
+        PyErr_Format(PyExc_ValueError, "a snapshot has no %s, only weights", name);
+        return -1;
     }
     PyErr_Format(PyExc_ValueError, "an adapter has weights, gradients, m and v, but no '%s'", name);
-    return NULL;
+    return -1;
 }
 
 static PyObject *adapter_read(PyObject *object, PyObject *name)
 {
     Adapter *adapter = ((PyAdapter *)object)->adapter;
     const char *text = PyUnicode_AsUTF8(name);
-    float *vector = text ? vector_named(adapter, text) : NULL;
-    PyObject *array = vector ? array_new(KIND_FLOAT32, adapter->size, -1, NULL) : NULL;
+    int which = text ? vector_named(adapter, text) : -1;
+    PyObject *array = which >= 0 ? array_new(KIND_FLOAT32, adapter->size, -1, NULL) : NULL;
     if (!array) return NULL;
     Device *dev = adapter->model->dev;
-    dev->download(dev, array_data(array), vector, (size_t)adapter->size * sizeof(float));
+    dev->download(dev, array_data(array), adapter->vector[which],
+                  (size_t)adapter->size * sizeof(float));
     Status status = dev->sync(dev);
     if (!status) return array;
     Py_DECREF(array);
@@ -378,8 +380,8 @@ static PyObject *adapter_write(PyObject *object, PyObject *args)
     PyObject *array;
     Borrowed from;
     if (!PyArg_ParseTuple(args, "sO:write", &name, &array)) return NULL;
-    float *vector = vector_named(adapter, name);
-    if (!vector || borrow(array, KIND_FLOAT32, name, &from) < 0) return NULL;
+    int which = vector_named(adapter, name);
+    if (which < 0 || borrow(array, KIND_FLOAT32, name, &from) < 0) return NULL;
     const float *values = from.data;
     int64_t bad = -1;
     for (int64_t i = 0; i < from.length && bad < 0; i++)
@@ -389,13 +391,9 @@ static PyObject *adapter_write(PyObject *object, PyObject *args)
                      (long long)from.length, (long long)adapter->size);
     else if (bad >= 0)
         PyErr_Format(PyExc_ValueError, "%s: number %lld is not finite", name, (long long)bad);
-    else
-        adapter->model->dev->upload(adapter->model->dev, vector, values,
-                                    (size_t)adapter->size * sizeof(float));
+    Status status = PyErr_Occurred() ? STATUS_OK : adapter_put(adapter, (Vector)which, values);
     Py_DECREF(from.owner);
     if (PyErr_Occurred()) return NULL;
-    if (vector == adapter->vector[WEIGHTS]) adapter_changed(adapter);
-    Status status = adapter->model->dev->sync(adapter->model->dev);
     if (status) return raise_status(status);
     Py_RETURN_NONE;
 }
@@ -465,7 +463,7 @@ static PyObject *adapter_model(PyObject *object, void *unused)
 GETTER(rank, PyLong_FromLong(adapter->rank))
 GETTER(alpha, PyFloat_FromDouble((double)adapter->alpha))
 GETTER(size, PyLong_FromLongLong(adapter->size))
-GETTER(bytes, PyLong_FromSize_t(adapter->memory.size + adapter->arena.size))
+GETTER(bytes, PyLong_FromSize_t(adapter_memory(adapter)))
 GETTER(step, PyLong_FromLong(adapter->step))
 GETTER(step_bytes, PyLong_FromSize_t(adapter->step_most))
 

@@ -1,9 +1,10 @@
 """The weights that sampling sessions sample from: the base model's, or an adapter's.
 
-An adapter is a copy of a run's weights at some step, or was read from a checkpoint, once however
-many sessions use it. A client doesn't say when it is done with one, and training loops make one in
-each step: where there are too many bytes of them, the least recently used go first, and those of
-checkpoints are read again when they are wanted. Only the worker's thread may use this.
+An adapter is a run's weights at some step, shared with the run until its next one, or was read from
+a checkpoint, once however many sessions use it. A client doesn't say when it is done with one, and
+training loops make one in each step: where there are too many bytes of them, the least recently
+used go first, and those of checkpoints are read again when they are wanted. Only the worker's
+thread may use this.
 """
 
 from __future__ import annotations
