@@ -13,8 +13,9 @@ from small_run import PROMPT
 from tinsmith import _core
 from tinsmith.bases import inspect_models
 from tinsmith.decoding import SampleRequest
+from tinsmith.lora import LoraSpec
 from tinsmith.server import Backend
-from tinsmith.worker import Batch, LoraSpec, Worker
+from tinsmith.worker import Batch, Worker
 
 PAGE = 64
 STEP_SEQUENCES = 256

@@ -17,8 +17,9 @@ from models import Datum, datum, folder, loaded, randomize, tokens_of
 from tinsmith import _core
 from tinsmith.bases import inspect_models
 from tinsmith.families import load_model
+from tinsmith.lora import LoraSpec
 from tinsmith.training import Batch, BatchResult, Kept
-from tinsmith.worker import AdamParams, LoraSpec, Worker
+from tinsmith.worker import AdamParams, Worker
 
 ADAM = {
     "learning_rate": 0.002, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01,

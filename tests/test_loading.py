@@ -20,8 +20,9 @@ from tinsmith.bases import inspect_models
 from tinsmith.decoding import SampleRequest
 from tinsmith.families import inspect_model
 from tinsmith.loading import AHEAD_BYTES, Loading
+from tinsmith.lora import LoraSpec
 from tinsmith.server import Backend
-from tinsmith.worker import Batch, LoraSpec, Worker
+from tinsmith.worker import Batch, Worker
 
 REQUEST = SampleRequest(np.asarray([5, 6, 7], np.int32), max_tokens=20, seed=3)
 DRAW = {"max_tokens": 12, "seed": 5, "stop": []}

@@ -19,8 +19,9 @@ from tinsmith.bases import inspect_models
 from tinsmith.cli import main
 from tinsmith.errors import RequestError
 from tinsmith.families import load_model, read_config
+from tinsmith.lora import LoraSpec
 from tinsmith.training import Batch
-from tinsmith.worker import AdamParams, LoraSpec, Worker
+from tinsmith.worker import AdamParams, Worker
 
 pytestmark = pytest.mark.usefixtures("on")
 

@@ -8,7 +8,8 @@ import pytest
 from tinsmith.bases import inspect_models
 from tinsmith.checkpoint import Meta
 from tinsmith.decoding import SampleRequest
-from tinsmith.worker import Batch, LoraSpec, Worker
+from tinsmith.lora import LoraSpec
+from tinsmith.worker import Batch, Worker
 
 
 @pytest.fixture(scope="module")

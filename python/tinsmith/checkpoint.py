@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core, encryption, families, weights
+from tinsmith.lora import LoraSpec
 from tinsmith.teaching import Average
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
@@ -67,6 +68,11 @@ class Meta:
     public: bool = False
     run_metadata: dict[str, str] = field(default_factory=dict)  # user_metadata of its run
     recipients: tuple[str, ...] = ()  # public keys that its files are encrypted to
+
+    @property
+    def lora(self) -> LoraSpec:
+        """The adapter that goes on from it."""
+        return LoraSpec(self.rank, self.seed, self.attn, self.mlp, self.unembed, self.alpha)
 
     @property
     def expires(self) -> datetime | None:
@@ -280,15 +286,7 @@ def load_adapter(
     """A new adapter on a base model, with the numbers of a checkpoint."""
     meta = load_meta(folder)
     _check_model(Path(folder), loaded.core)
-    adapter = _core.Adapter(
-        loaded.core,
-        rank=meta.rank,
-        alpha=meta.alpha,
-        seed=meta.seed,
-        attn=meta.attn,
-        mlp=meta.mlp,
-        unembed=meta.unembed,
-    )
+    adapter = meta.lora.adapter(loaded.core)
     load_into(folder, adapter, optimizer=optimizer)
     return adapter
 

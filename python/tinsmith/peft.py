@@ -130,15 +130,7 @@ def load_adapter(folder: Path, loaded: families.LoadedModel, *, optimizer: bool)
     """A new adapter with the numbers of a checkpoint or of a PEFT folder."""
     if is_checkpoint(folder):
         return checkpoint.load_adapter(folder, loaded, optimizer=optimizer)
-    meta = load_meta(folder)
-    adapter = _core.Adapter(
-        loaded.core,
-        rank=meta.rank,
-        alpha=meta.alpha,
-        attn=meta.attn,
-        mlp=meta.mlp,
-        unembed=meta.unembed,
-    )
+    adapter = load_meta(folder).lora.adapter(loaded.core)
     load_into(folder, adapter, optimizer=optimizer)
     return adapter
 

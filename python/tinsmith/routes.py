@@ -150,20 +150,8 @@ async def create_model(service: Service, request: Request) -> dict[str, Any]:
         base = service.base(wire.need(body, "base_model", str))
         place = f"{session.number}:train:{wire.need(body, 'model_seq_id', int)}"
         spec = wire.lora_spec(body, service.fresh_seed(place))
-        run = RunInfo(
-            id=model_id,
-            session=session,
-            base=base,
-            model=service.bases[base],
-            rank=spec.rank,
-            alpha=spec.alpha,
-            seed=spec.seed,
-            attn=spec.attn,
-            mlp=spec.mlp,
-            unembed=spec.unembed,
-            user_metadata=wire.metadata(body),
-        )
-        service.add_run(run)
+        about = wire.metadata(body)
+        service.add_run(RunInfo(model_id, session, base, service.bases[base], spec, about))
         return service.worker.create(model_id, base, spec)
 
     reply = {"type": "create_model", "model_id": model_id}
@@ -195,20 +183,8 @@ def _create_from_state(service: Service, request: Request, body: dict[str, Any])
         folder, meta = service.meta(wire.need(body, "path", str))
         base = service.base(wire.maybe(body, "base_model", str, meta.base_model))
         spec = StateSpec(folder, wire.maybe(body, "optimizer", bool, False))
-        run = RunInfo(
-            id=model_id,
-            session=session,
-            base=base,
-            model=service.bases[base],
-            rank=meta.rank,
-            alpha=meta.alpha,
-            seed=meta.seed,
-            attn=meta.attn,
-            mlp=meta.mlp,
-            unembed=meta.unembed,
-            user_metadata=wire.metadata(body),
-        )
-        service.add_run(run)
+        about = wire.metadata(body)
+        service.add_run(RunInfo(model_id, session, base, service.bases[base], meta.lora, about))
         return service.worker.create(model_id, base, spec)
 
     reply = {"type": "load_weights", "path": body.get("path"), "model_id": model_id}
@@ -227,7 +203,7 @@ async def get_info(service: Service, request: Request) -> dict[str, Any]:
             "tokenizer_id": str(run.model.tokenizer_dir.resolve()),
         },
         "is_lora": True,
-        "lora_rank": run.rank,
+        "lora_rank": run.lora.rank,
         "optimizer_config": {"type": "adamw"},
     }
 

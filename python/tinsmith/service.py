@@ -18,7 +18,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from tinsmith import checkpoint, peft, wire
 from tinsmith.custom_loss import CustomLoss
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import BaseModel, find_model
+from tinsmith.lora import LoraSpec
 from tinsmith.overload import Place, Queue
 from tinsmith.state import RunRow, SessionRow, State
 from tinsmith.teaching import BASE, CURRENT, EMA
@@ -72,12 +73,7 @@ class RunInfo:
     session: Session
     base: str
     model: BaseModel
-    rank: int
-    alpha: float
-    seed: int
-    attn: bool
-    mlp: bool
-    unembed: bool
+    lora: LoraSpec
     user_metadata: dict[str, str]
 
     def meta(
@@ -86,12 +82,7 @@ class RunInfo:
         """What a checkpoint of this run, saved now, says of itself."""
         return checkpoint.Meta(
             base_model=self.base,
-            rank=self.rank,
-            alpha=self.alpha,
-            seed=self.seed,
-            attn=self.attn,
-            mlp=self.mlp,
-            unembed=self.unembed,
+            **asdict(self.lora),
             kind=kind,
             step=step,
             user_metadata=user_metadata,
@@ -323,7 +314,7 @@ class Service:
 
     def add_run(self, run: RunInfo) -> None:
         """Registers a run, on disk too, so that it can be told of after a restart."""
-        row = RunRow(run.id, run.session.id, run.base, run.rank, run.user_metadata, now())
+        row = RunRow(run.id, run.session.id, run.base, run.lora.rank, run.user_metadata, now())
         self.state.add_run(row)
         self.runs[run.id] = run
         run.session.runs.append(run.id)

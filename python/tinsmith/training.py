@@ -31,18 +31,6 @@ class Uploaded:
 
 
 @dataclass(frozen=True)
-class LoraSpec:
-    """A new adapter. alpha is not on Tinker's wire: 32, as every open peer assumes."""
-
-    rank: int
-    seed: int
-    attn: bool = True
-    mlp: bool = True
-    unembed: bool = True
-    alpha: float = 32.0
-
-
-@dataclass(frozen=True)
 class StateSpec:
     """An adapter that starts from a checkpoint's folder."""
 

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from tinsmith import custom_loss
 from tinsmith.custom_loss import CustomLoss
 from tinsmith.families import BaseModel
+from tinsmith.lora import LoraSpec
 from tinsmith.messages import pb
 from tinsmith.teaching import CONFIG, EMA, LOGPROBS, TOKENS, Teacher
 from tinsmith.training import Uploaded
-from tinsmith.worker import AdamParams, Batch, BatchResult, LoraSpec, losses
+from tinsmith.worker import AdamParams, Batch, BatchResult, losses
 
 LOSSES = {row["name"]: row for row in losses()}
 TARGETS = "target_tokens"

@@ -29,6 +29,7 @@ from tinsmith.bases import Bases, Hold, NotLoaded
 from tinsmith.decoding import Decoder, SampleRequest, SampleResult
 from tinsmith.errors import RequestError, explain
 from tinsmith.families import BaseModel, LoadedModel
+from tinsmith.lora import LoraSpec
 from tinsmith.runs import Job, Run, Runs, fail
 from tinsmith.snapshots import Snapshots
 from tinsmith.teaching import Average, Teacher
@@ -36,7 +37,6 @@ from tinsmith.training import (
     AdamParams,
     Batch,
     BatchResult,
-    LoraSpec,
     StateSpec,
     distill,
     forward_backward,
@@ -380,15 +380,7 @@ class Worker:
         def make() -> _core.Adapter:
             if isinstance(spec, StateSpec):
                 return peft.load_adapter(spec.folder, base, optimizer=spec.optimizer)
-            return _core.Adapter(
-                base.core,
-                rank=spec.rank,
-                alpha=spec.alpha,
-                seed=spec.seed,
-                attn=spec.attn,
-                mlp=spec.mlp,
-                unembed=spec.unembed,
-            )
+            return spec.adapter(base.core)
 
         need, least = self._bases.run_bytes(base, rank)
         what = f"a run of rank {rank}"
