@@ -2,8 +2,8 @@
  *
  * A panel is written in order, from 32 rows read side by side. Both types are moved in lanes of 32
  * bits, a float or two bf16, so bringing one there is turning squares of VL rows by VL lanes. f16
- * has no cheap widening on older processors, so such weights are kept as f32. Memory bound: one
- * pass over the rows, one over the panels. */
+ * has no cheap widening in a product, so such weights are kept as f32. Memory bound: one pass over
+ * the rows, one over the panels. */
 #include "cpu.h"
 #include "simd.h"
 
@@ -13,24 +13,6 @@ typedef struct Load {
     DType type;       // of `from`
 } Load;
 
-static float half_to_float(uint16_t h)
-{
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
-    uint32_t bits;
-    if (exponent == 31) {
-        bits = sign | 0x7f800000 | mantissa << 13;
-    } else if (exponent) {
-        bits = sign | (exponent + 112) << 23 | mantissa << 13;
-    } else {
-        float small = (float)mantissa * 0x1p-24f;
-        memcpy(&bits, &small, 4);
-        bits |= sign;
-    }
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
 /* The lanes of `n` elements, from number `at` on; those behind them are zeros. */
 static inline vf lanes_of(const Load *load, size_t at, size_t n)
 {
@@ -38,10 +20,9 @@ static inline vf lanes_of(const Load *load, size_t at, size_t n)
     const unsigned char *from = (const unsigned char *)load->from + at * bytes;
     float lanes[VL] = {0};
     if (load->type == DTYPE_F16) {
-        uint16_t halves[VL];
-        memcpy(halves, from, n * bytes);
-        for (size_t i = 0; i < n; i++) lanes[i] = half_to_float(halves[i]);
-        return v_load(lanes);
+        if (n == VL) return v_load_half(from);
+        memcpy(lanes, from, n * bytes);
+        return v_load_half(lanes);
     }
     if (n * bytes == sizeof lanes) return v_load((const float *)from);
     memcpy(lanes, from, n * bytes);

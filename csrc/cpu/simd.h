@@ -86,6 +86,26 @@ static inline vf v_load_bf16(const void *p)
     return v;
 }
 
+/* VL of f16, widened. */
+static inline vf v_load_half(const void *p)
+{
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(p));
+#elif defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128(p));
+#else
+    /* The bits move to a float's places, where exponents are 112 more. Infinity's is 112 more
+     * again; a subnormal gets a leading one, whose value is then taken away. */
+    vh h;
+    memcpy(&h, p, sizeof h);
+    vu u = __builtin_convertvector(h, vu), exponent = u & 0x7c00, bits = (u & 0x7fff) << 13;
+    vu tiny = (vu)(exponent == 0), huge = (vu)(exponent == 0x7c00);
+    bits += (112u << 23) + (tiny & (1u << 23)) + (huge & (112u << 23));
+    vf rest = (vf)bits - (vf)(tiny & (113u << 23));
+    return (vf)((vu)rest | (u & 0x8000) << 16);
+#endif
+}
+
 /* VL pairs of bf16, which arrays of 32-bit lanes hold as floats. bf16 is the upper half of a float,
  * so widening is exact: the first ones of the pairs by a shift, the second ones by a mask. */
 static inline vu v_load_pairs(const float *p)
