@@ -182,7 +182,9 @@ static void vectors_place(Adapter *adapter)
 
 size_t adapter_vector_bytes(const Adapter *adapter)
 {
-    return adapter->memory.used + vector_bytes(adapter);
+    Arena weights = {0};
+    arena_take(&weights, vector_bytes(adapter));
+    return adapter->memory.used + weights.used;
 }
 
 void adapter_changed(Adapter *adapter)

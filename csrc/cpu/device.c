@@ -24,7 +24,7 @@ void cpu_avx512bf16_table(Device *dev);
 
 enum { SLACK = 256 }; /* readable bytes past each block: a product may load a whole tile there */
 
-enum { STEP_ROWS_MAX = 2048 }; /* enough rows for products at full speed */
+enum { STEP_ROWS_MAX = 512 }; /* enough for products at full speed, and few enough for the caches */
 
 enum { BYTES_OF_JOB = 1 << 20 }; /* of a copy: some tens of microseconds */
 

@@ -25,7 +25,7 @@ static PyObject *adapter_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     PyObject *model;
     unsigned long long seed = 0;
     int attn = 1, mlp = 1, unembed = 1;
-    Py_ssize_t keep_bytes = (Py_ssize_t)1 << 30, step_bytes = 0;
+    Py_ssize_t keep_bytes = (Py_ssize_t)4 << 30, step_bytes = 0;
     AdapterSpec spec = {.alpha = 32.0f};
     if (!PyArg_ParseTupleAndKeywords(
             args, kwargs, "O!|$ifKpppinn:Adapter", names, state_of(type)->model, &model, &spec.rank,
@@ -576,7 +576,7 @@ static PyType_Slot slots[] = {
     {Py_tp_methods, methods},
     {Py_tp_getset, getset},
     {Py_tp_doc, "Adapter(model, *, rank, alpha=32.0, seed=0, attn=True, mlp=True, unembed=True, "
-                "step_tokens=0, keep_bytes=1 << 30, step_bytes=0)"},
+                "step_tokens=0, keep_bytes=4 << 30, step_bytes=0)"},
     {0, NULL},
 };
 

@@ -140,7 +140,7 @@ class Adapter:
         mlp: bool = True,
         unembed: bool = True,
         step_tokens: int = 0,  # rows of a micro-batch; 0: the engine's default
-        keep_bytes: int = 1 << 30,  # that forward(keep=True) may hold; one micro-batch in any case
+        keep_bytes: int = 4 << 30,  # that forward(keep=True) may hold; one micro-batch in any case
         step_bytes: int = 0,  # that a step may take; 0: half of what weights leave of the memory
     ) -> None: ...
     @property
