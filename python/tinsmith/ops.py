@@ -227,16 +227,14 @@ def gather(
     lse: Any = None,
     want: tuple[bool, bool] = (True, True),
 ) -> Gathered:
-    """Log-probabilities, and with `grad` the gradients that are wanted, in one pass. With the lse of
-    an earlier call, the gradients alone, and sooner."""
+    """Log-probabilities, and with `grad` the gradients that are wanted, in one pass. With the lse
+    of an earlier call, the gradients alone, and sooner."""
     own = _ids(ids, _shape(rows, "logits" if weight is None else "hidden")[:-1], rows)
     if grad is not None:
         grad = _floats(grad, "grad", rows)
         if tuple(grad.shape) != own.shape:
             raise ValueError(f"grad must be of ids' shape {own.shape}, not {tuple(grad.shape)}")
-    logprobs, drows, dweight, found = _core.gather(
-        rows, weight, own.flat, own.K, grad, lse, *want
-    )
+    logprobs, drows, dweight, found = _core.gather(rows, weight, own.flat, own.K, grad, lse, *want)
     gradients = _gradient(rows, drows), _gradient(weight, dweight)
     if lse is not None:
         return Gathered(None, *gradients, lse)

@@ -44,9 +44,7 @@ class _Gather(torch.autograd.Function):
         if ctx.first is not None:
             return _from_first(ctx.first, weight, ids, grad), None, None
         want = ctx.needs_input_grad[:2]
-        out = ops.gather(
-            rows.detach(), _plain(weight), ids, grad.contiguous(), lse=lse, want=want
-        )
+        out = ops.gather(rows.detach(), _plain(weight), ids, grad.contiguous(), lse=lse, want=want)
         return out.drows, out.dweight, None
 
 
