@@ -20,9 +20,10 @@
 
 enum {
     CHUNK_BYTES = 128 << 20,
-    ROWS_MOST = 4096, /* of a chunk that needs no memory */
-    STRETCH = 6144, /* ids: the same for any number of rows, and whole blocks of the CPU's sums over
-                       them, so that a row's gradient is the same bits however it is cut */
+    ROWS_MOST = 4096,  /* of a chunk that needs no memory */
+    STRETCH = 9 * 384, /* ids: the same for any number of rows, and whole blocks of the CPU's sums
+                          over them, so that a row's gradient is the same bits however it is cut;
+                          not a multiple of 1024, at which rows would share the sets of a cache */
 };
 
 /* A chunk's memory; what the operation has no need of is not there. */

@@ -53,19 +53,10 @@ static int block_of(int64_t job, int size, int all)
 static void multiply(Device *dev, float *c, const float *a, int64_t a_row, const float *b,
                      int64_t ldb, Order order, int m, int n, int k, float scale, int accumulate)
 {
-    CPU(product_run)(dev, &(Product){.c = c,
-                                     .ldc = n,
-                                     .a = a,
-                                     .a_row = a_row,
-                                     .a_col = 1,
-                                     .b = b,
-                                     .ldb = ldb,
-                                     .order = order,
-                                     .m = m,
-                                     .n = n,
-                                     .k = k,
-                                     .scale = scale,
-                                     .accumulate = accumulate});
+    Product p = product_of(c, a, a_row, b, ldb, order, m, n, k);
+    p.scale = scale;
+    p.accumulate = accumulate;
+    CPU(product_run)(dev, &p);
 }
 
 /* ---- between x and the group's columns ---- */
