@@ -8,7 +8,7 @@ from op_bar import compare
 from op_cases import make_lora, make_lora_backward
 
 BLOCK = 384  # rows and columns of a block: DEPTH
-T, WIDTHS, D = 2 * BLOCK + 31, (2 * BLOCK + 99, 70), 67
+T, WIDTHS, D = 2 * BLOCK + 31, (4 * BLOCK + 99, 70), 67  # more than the block of two threads
 
 
 @pytest.fixture(params=ISAS)

@@ -17,7 +17,7 @@ enum {
     COLUMNS = DEPTH,     /* of the group that are taken at once: 3 matrices of rank 128 */
     ROWS = 16 * TALL,    /* of x in one job */
     GRADIENT_PANELS = 8, /* of x in one job */
-    DY_COLUMNS = DEPTH,  /* of a block of dy: with DEPTH rows 590 KB */
+    SHARED_COLUMNS = 4,  /* times as wide a block of dy is that threads share */
     DY_PANELS = 2,       /* of it in one job */
 };
 
@@ -190,15 +190,17 @@ static int64_t jobs_of(int all, int size)
     return ((int64_t)all + size - 1) / size;
 }
 
-/* ds and db of one matrix, block by block of dy, with DEPTH rows for each thread. */
+/* ds and db of one matrix, block by block of dy: DEPTH by DEPTH, 590 KB, or one with DEPTH rows for
+ * each thread, so wide that it is worth waking them. */
 static void ds_db(Device *dev, const Lora *m, int T, int R, float scale)
 {
-    int rows = DEPTH * pool_threads(((CpuDevice *)dev)->pool), N = m->N;
+    int threads = pool_threads(((CpuDevice *)dev)->pool), N = m->N, rows = DEPTH * threads;
+    int width = threads > 1 ? SHARED_COLUMNS * DEPTH : DEPTH;
     for (int t0 = 0; t0 < T; t0 += rows)
-        for (int n0 = 0; n0 < N; n0 += DY_COLUMNS) {
+        for (int n0 = 0; n0 < N; n0 += width) {
             const float *dy = f32c(m->y) + (int64_t)t0 * N + n0;
             int count = T - t0 < rows ? T - t0 : rows;
-            int columns = N - n0 < DY_COLUMNS ? N - n0 : DY_COLUMNS;
+            int columns = N - n0 < width ? N - n0 : width;
             Db db = {m->db + n0, f32c(m->s) + (int64_t)t0 * R, dy, count, columns, N, R, scale};
             multiply(dev, f32(m->ds) + (int64_t)t0 * R, dy, N, m->b + n0, N, BY_COLUMN, count, R,
                      columns, scale, n0 > 0);
