@@ -72,7 +72,7 @@ void head_logprob_backward(const Head *h, const Model *model, int row, int rows)
 {
     Device *d = model->dev;
     d->logprob_backward(d, (real *)h->logits, h->logits, h->lse, h->dlogp, h->ids, h->start + row,
-                        rows, model->shape.vocab);
+                        rows, model->shape.vocab, 0);
 }
 
 void head_logits_backward(const Head *h, Adapter *adapter, real *dhidden, int row, int rows)

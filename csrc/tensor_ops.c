@@ -7,6 +7,10 @@
  * both hold (f32 on the CPU) there is no chunk at all. What is of the other type is widened or
  * rounded on the way; sums are f32.
  *
+ * Where each row's lse is known already, softmax needs no whole row: tensor_gather_backward cuts
+ * the vocabulary into stretches too, so that thousands of rows meet a stretch of the weight while
+ * it is in a cache, and its gradient's sum over them is written once.
+ *
  * Each operation is a walk over the rows, which a device that needs memory of its own rehearses. */
 #include "tensor_ops.h"
 
@@ -16,7 +20,10 @@
 
 enum {
     CHUNK_BYTES = 128 << 20,
-    ROWS_MOST = 4096, /* of a chunk that needs no memory */
+    ROWS_MOST = 4096,  /* of a chunk that needs no memory */
+    STRETCH = 9 * 384, /* ids: the same for any number of rows, and whole blocks of the CPU's sums
+                          over them, so that a row's gradient is the same bits however it is cut;
+                          not a multiple of 1024, at which rows would share the sets of a cache */
 };
 
 /* A chunk's memory; what the operation has no need of is not there. */
@@ -24,9 +31,10 @@ typedef struct Chunk {
     Device *dev;
     Arena memory;
     int most;       /* rows */
-    float *logits;  /* (most,V) */
+    int width;      /* V, or the ids of a stretch */
+    float *logits;  /* (most,width) */
     float *other;   /* the teacher's */
-    real *dlogits;  /* (most,V): over the logits, unless those are the caller's */
+    real *dlogits;  /* (most,width): over the logits, unless those are the caller's */
     real *x;        /* (most,D) */
     float *dx;      /* (most,D) */
     float *dweight; /* (V,D) */
@@ -72,14 +80,15 @@ static void chunk_place(Chunk *chunk, const Rows *rows, const Rows *other, RowsG
 {
     Arena *arena = &chunk->memory;
     const Device *dev = chunk->dev;
-    size_t n = (size_t)chunk->most, real_bytes = dev->real_bytes, V = (size_t)rows->V, D = 0;
+    size_t n = (size_t)chunk->most, real_bytes = dev->real_bytes, D = 0;
+    size_t logits = n * (size_t)chunk->width;
     int backward = gradient.rows || gradient.weight;
     arena->used = 0;
-    if (!are_there(rows)) chunk->logits = arena_take(arena, n * V * sizeof(float));
-    if (other && !are_there(other)) chunk->other = arena_take(arena, n * V * sizeof(float));
+    if (!are_there(rows)) chunk->logits = arena_take(arena, logits * sizeof(float));
+    if (other && !are_there(other)) chunk->other = arena_take(arena, logits * sizeof(float));
     chunk->dlogits = (real *)chunk->logits;
     if (backward && are_there(rows) && !gets_dlogits(dev, rows))
-        chunk->dlogits = arena_take(arena, n * V * real_bytes);
+        chunk->dlogits = arena_take(arena, logits * real_bytes);
     if (rows->weight && !is_real(dev, rows->type)) D = (size_t)rows->D;
     if (other && other->weight && !is_real(dev, other->type) && (size_t)other->D > D)
         D = (size_t)other->D;
@@ -88,8 +97,9 @@ static void chunk_place(Chunk *chunk, const Rows *rows, const Rows *other, RowsG
     if (gradient.rows && rows->type == DTYPE_BF16)
         chunk->dx = arena_take(arena, n * D * sizeof(float));
     if (gradient.weight)
-        chunk->dweight = rows->weight_type == DTYPE_F32 ? gradient.weight
-                                                        : arena_take(arena, V * D * sizeof(float));
+        chunk->dweight = rows->weight_type == DTYPE_F32
+                             ? gradient.weight
+                             : arena_take(arena, (size_t)rows->V * D * sizeof(float));
     chunk->lse = arena_take(arena, n * sizeof(float));
     chunk->start = arena_take(arena, (n + 1) * sizeof(int32_t));
 }
@@ -108,14 +118,15 @@ static Status chunk_starts(Chunk *chunk, int K)
 }
 
 static Status chunk_open(Chunk *chunk, Device *dev, const Rows *rows, const Rows *other,
-                         RowsGradient gradient, int K)
+                         RowsGradient gradient, int width, int K)
 {
-    int64_t fit = CHUNK_BYTES / ((int64_t)rows->V * 4), N = rows->N;
+    int64_t fit = CHUNK_BYTES / ((int64_t)width * 4), N = rows->N;
     int backward = gradient.rows || gradient.weight;
     if (are_there(rows) && (!other || are_there(other)) && (!backward || gets_dlogits(dev, rows)))
         fit = ROWS_MOST;
     int64_t most = fit < N ? fit : N;
-    *chunk = (Chunk){.dev = dev, .memory = {.dev = dev}, .most = most < 1 ? 1 : (int)most};
+    *chunk = (Chunk){
+        .dev = dev, .memory = {.dev = dev}, .most = most < 1 ? 1 : (int)most, .width = width};
     chunk_place(chunk, rows, other, gradient);
     TRY(arena_reserve(&chunk->memory, chunk->memory.used, "a chunk of logits"));
     chunk_place(chunk, rows, other, gradient);
@@ -178,30 +189,58 @@ static real *dlogits_at(Chunk *chunk, const Rows *rows, RowsGradient gradient, i
     return (real *)((char *)gradient.rows + rows_bytes(rows, row));
 }
 
-/* From the chunk's dlogits to the gradients that are wanted. */
-static void rows_backward(Chunk *chunk, const Rows *rows, RowsGradient gradient,
-                          const real *dlogits, const real *x, int64_t row, int n)
+/* The rows with the part of the weight that makes the logits of `V` ids from `first` on. */
+static Rows stretch_of(const Rows *rows, int first, int V)
+{
+    Rows part = *rows;
+    part.V = V;
+    if (rows->weight)
+        part.weight = (const char *)rows->weight +
+                      (int64_t)first * rows->D * (int64_t)type_bytes(rows->weight_type);
+    return part;
+}
+
+/* From the dlogits of a stretch of ids to their part of the gradients of hidden states and weight.
+ */
+static void stretch_backward(Chunk *chunk, const Rows *part, RowsGradient gradient,
+                             const real *dlogits, const real *x, int64_t row, int n, int first)
 {
     Device *dev = chunk->dev;
-    int V = rows->V, D = rows->D, half = rows->type == DTYPE_BF16;
-    if (gets_dlogits(dev, rows)) return;
+    int V = part->V, D = part->D, half = part->type == DTYPE_BF16;
     if (gradient.weight)
-        dev->matmul(dev, chunk->dweight, dlogits, x, 1, 0, dev->real_bytes == 2, V, D, n,
-                    chunk->begun);
-    chunk->begun = 1;
+        dev->matmul(dev, chunk->dweight + (int64_t)first * D, dlogits, x, 1, 0,
+                    dev->real_bytes == 2, V, D, n, chunk->begun);
     if (!gradient.rows) return;
+    void *to = (char *)gradient.rows + rows_bytes(part, row);
+    dev->matmul(dev, half ? chunk->dx : to, dlogits, part->weight, 0, 0,
+                part->weight_type == DTYPE_BF16, n, D, V, first > 0);
+}
+
+/* What is left to do for the chunk's rows when all their dlogits have been made. */
+static void rows_end(Chunk *chunk, const Rows *rows, RowsGradient gradient, const real *dlogits,
+                     int64_t row, int n)
+{
+    Device *dev = chunk->dev;
+    int half = rows->type == DTYPE_BF16;
+    chunk->begun = 1;
+    if (!gradient.rows || gets_dlogits(dev, rows)) return;
     void *to = (char *)gradient.rows + rows_bytes(rows, row);
     int64_t count = (int64_t)n * width_of(rows);
     if (rows->weight) {
-        float *dx = half ? chunk->dx : to;
-        dev->matmul(dev, dx, dlogits, rows->weight, 0, 0, rows->weight_type == DTYPE_BF16, n, D, V,
-                    0);
-        if (half) dev->narrow(dev, to, dx, count);
+        if (half) dev->narrow(dev, to, chunk->dx, count);
     } else if (half) {
         dev->narrow(dev, to, (const float *)dlogits, count);
     } else {
         dev->widen(dev, to, dlogits, count);
     }
+}
+
+/* From the chunk's dlogits to the gradients that are wanted. */
+static void rows_backward(Chunk *chunk, const Rows *rows, RowsGradient gradient,
+                          const real *dlogits, const real *x, int64_t row, int n)
+{
+    if (rows->weight) stretch_backward(chunk, rows, gradient, dlogits, x, row, n, 0);
+    rows_end(chunk, rows, gradient, dlogits, row, n);
 }
 
 /* Sums in f32, of a bf16 weight: rounded once. Without rows they are zero. */
@@ -223,12 +262,12 @@ static int rows_left(const Chunk *chunk, const Rows *rows, int64_t row)
 
 typedef struct Gather {
     Chunk chunk;
-    float *logp;
+    float *logp, *lse;
     RowsGradient gradient;
     const Rows *rows;
     const int32_t *ids;
-    int32_t *best; /* topk: the ids are the result */
-    const float *dlogp;
+    int32_t *best;              /* topk: the ids are the result */
+    const float *dlogp, *known; /* the rows' lse */
     int K;
 } Gather;
 
@@ -251,7 +290,7 @@ static void topk_walk(void *context)
 Status tensor_topk(Device *dev, int32_t *ids, float *logp, const Rows *rows, int K)
 {
     Gather call = {.logp = logp, .rows = rows, .best = ids, .K = K};
-    TRY(chunk_open(&call.chunk, dev, rows, NULL, call.gradient, 0));
+    TRY(chunk_open(&call.chunk, dev, rows, NULL, call.gradient, rows->V, 0));
     return chunk_walk(&call.chunk, topk_walk, &call);
 }
 
@@ -267,28 +306,66 @@ static void gather_walk(void *context)
         int n = rows_left(chunk, rows, row);
         int64_t at = row * call->K;
         const float *logits = logits_of(chunk, rows, chunk->logits, row, n, &x);
-        dev->logprob(dev, chunk->lse, call->logp + at, logits, call->ids + at, chunk->start, n,
-                     rows->V);
+        float *lse = call->lse + row;
+        dev->logprob(dev, lse, call->logp + at, logits, call->ids + at, chunk->start, n, rows->V);
         if (!call->dlogp) continue;
         real *dlogits = dlogits_at(chunk, rows, call->gradient, row);
-        dev->logprob_backward(dev, dlogits, logits, chunk->lse, call->dlogp + at, call->ids + at,
-                              chunk->start, n, rows->V);
+        dev->logprob_backward(dev, dlogits, logits, lse, call->dlogp + at, call->ids + at,
+                              chunk->start, n, rows->V, 0);
         rows_backward(chunk, rows, call->gradient, dlogits, x, row, n);
     }
     weight_end(chunk, rows, call->gradient);
 }
 
-Status tensor_gather(Device *dev, float *logp, RowsGradient gradient, const Rows *rows,
+Status tensor_gather(Device *dev, float *logp, float *lse, RowsGradient gradient, const Rows *rows,
                      const int32_t *ids, const float *dlogp, int K)
 {
     Gather call = {.logp = logp,
+                   .lse = lse,
                    .gradient = gradient,
                    .rows = rows,
                    .ids = ids,
                    .dlogp = gradient.rows || gradient.weight ? dlogp : NULL,
                    .K = K};
-    TRY(chunk_open(&call.chunk, dev, rows, NULL, gradient, K));
+    TRY(chunk_open(&call.chunk, dev, rows, NULL, gradient, rows->V, K));
     return chunk_walk(&call.chunk, gather_walk, &call);
+}
+
+static void gather_backward_walk(void *context)
+{
+    Gather *call = context;
+    Chunk *chunk = &call->chunk;
+    Device *dev = chunk->dev;
+    const Rows *rows = call->rows;
+    const real *x = NULL;
+    chunk->begun = 0;
+    for (int64_t row = 0; row < rows->N; row += chunk->most) {
+        int n = rows_left(chunk, rows, row);
+        int64_t at = row * call->K;
+        real *dlogits = dlogits_at(chunk, rows, call->gradient, row);
+        for (int first = 0; first < rows->V; first += chunk->width) {
+            int V = rows->V - first < chunk->width ? rows->V - first : chunk->width;
+            Rows part = stretch_of(rows, first, V);
+            const float *logits = logits_of(chunk, &part, chunk->logits, row, n, &x);
+            dev->logprob_backward(dev, dlogits, logits, call->known + row, call->dlogp + at,
+                                  call->ids + at, chunk->start, n, V, first);
+            if (rows->weight)
+                stretch_backward(chunk, &part, call->gradient, dlogits, x, row, n, first);
+        }
+        rows_end(chunk, rows, call->gradient, dlogits, row, n);
+    }
+    weight_end(chunk, rows, call->gradient);
+}
+
+Status tensor_gather_backward(Device *dev, RowsGradient gradient, const Rows *rows,
+                              const int32_t *ids, const float *dlogp, const float *lse, int K)
+{
+    int width = rows->weight && STRETCH < rows->V ? STRETCH : rows->V;
+    Gather call = {
+        .gradient = gradient, .rows = rows, .ids = ids, .dlogp = dlogp, .known = lse, .K = K};
+    if (!gradient.rows && !gradient.weight) return STATUS_OK;
+    TRY(chunk_open(&call.chunk, dev, rows, NULL, gradient, width, K));
+    return chunk_walk(&call.chunk, gather_backward_walk, &call);
 }
 
 typedef struct Diverge {
@@ -349,6 +426,6 @@ Status tensor_jsd(Device *dev, float *loss, RowsGradient gradient, const Rows *s
                     .keep = keep,
                     .scale = gradient.rows || gradient.weight ? scale : NULL,
                     .how = how};
-    TRY(chunk_open(&call.chunk, dev, student, teacher, gradient, 0));
+    TRY(chunk_open(&call.chunk, dev, student, teacher, gradient, student->V, 0));
     return chunk_walk(&call.chunk, jsd_walk, &call);
 }

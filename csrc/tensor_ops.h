@@ -23,9 +23,13 @@ typedef struct RowsGradient {
 
 /* The K best of each row: ids and logp (N,K). */
 Status tensor_topk(Device *dev, int32_t *ids, float *logp, const Rows *rows, int K);
-/* logp (N,K) of ids (N,K), all in [0, V), and with dlogp (N,K) the gradient of Σ dlogp·logp. */
-Status tensor_gather(Device *dev, float *logp, RowsGradient gradient, const Rows *rows,
+/* logp (N,K) of ids (N,K), all in [0, V), each row's lse (N), its logΣexp, and with dlogp (N,K) the
+ * gradient of Σ dlogp·logp. */
+Status tensor_gather(Device *dev, float *logp, float *lse, RowsGradient gradient, const Rows *rows,
                      const int32_t *ids, const float *dlogp, int K);
+/* That gradient alone, where tensor_gather has told the rows' lse. */
+Status tensor_gather_backward(Device *dev, RowsGradient gradient, const Rows *rows,
+                              const int32_t *ids, const float *dlogp, const float *lse, int K);
 /* Losses of the rows that `keep` (N bytes of the host, NULL: all) says yes to, one behind the
  * other, as the op jsd gives them: one or `how.each` many a row. With `scale`, of the same shape,
  * also the gradient of Σ scale·loss, which is 0 in the other rows. */

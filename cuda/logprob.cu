@@ -2,7 +2,7 @@
  *
  *   logprob           lse[t] = logΣ_v exp(logits[t,v]),  logp[i] = logits[t,ids[i]] − lse[t]
  *                     reads 4·T·V bytes; memory bound
- *   logprob_backward  dlogits[t,v] = Σ_i dlogp[i]·([ids[i] = v] − exp(logits[t,v] − lse[t]))
+ *   logprob_backward  dlogits[t,v] = Σ_i dlogp[i]·([ids[i] = first+v] − exp(logits[t,v] − lse[t]))
  *                     reads 4·T·V, writes 2·T·V bytes; memory bound
  *
  * A block holds a part of 8192 logits in registers (logits.cuh): eight loads of 16 bytes in flight
@@ -82,7 +82,7 @@ template <int W>
 static __global__ void __launch_bounds__(THREADS)
     logprob_backward_kernel(real *dlogits, unsigned *turn, const float *logits, const float *lse,
                             const float *dlogp, const int32_t *ids, const int32_t *start, int V,
-                            int parts)
+                            int first, int parts)
 {
     SHARED_ARRAY(unsigned, taken, 1);
     SHARED_ARRAY(float, y, PART);
@@ -91,9 +91,9 @@ static __global__ void __launch_bounds__(THREADS)
     unsigned ticket = taken[0];
     int64_t t = ticket / parts;
     int from = (int)(ticket % parts) * PART, n = min(V - from, (int)PART);
-    int first = start[t], stop = start[t + 1];
+    int begin = start[t], stop = start[t + 1];
     double sum = 0.0;
-    for (int i = first; i < stop; i++) sum += (double)dlogp[i];
+    for (int i = begin; i < stop; i++) sum += (double)dlogp[i];
     float weight = -(float)sum, shift = lse[t];
     if (sum == 0.0) { /* no targets, or weights of 0, as all prompts have: whatever the logits */
         for (int i = threadIdx.x; i < PART; i += THREADS) y[i] = 0.0f;
@@ -107,7 +107,7 @@ static __global__ void __launch_bounds__(THREADS)
         }
     }
     __syncthreads();
-    part_targets(y, dlogp, ids, first, stop, from, n);
+    part_targets(y, dlogp, ids, begin, stop, first + from, n);
     part_turn(turn + 1, ticket, t * V + from, n, V, PART);
     real *to = dlogits + t * V + from;
     for (int i = threadIdx.x * W; i < n; i += THREADS * W) {
@@ -139,7 +139,7 @@ void cuda_logprob(Device *dev, float *lse, float *logp, const float *logits, con
 
 void cuda_logprob_backward(Device *dev, real *dlogits, const float *logits, const float *lse,
                            const float *dlogp, const int32_t *ids, const int32_t *start, int T,
-                           int V)
+                           int V, int first)
 {
     CudaDevice *cuda = cuda_of(dev);
     if (T == 0) return;
@@ -149,8 +149,8 @@ void cuda_logprob_backward(Device *dev, real *dlogits, const float *logits, cons
     if (!turn || CUDA_CHECK(cuda, cudaMemsetAsync(turn, 0, bytes, cuda->stream))) return;
     if (quads_fit(logits, V) && (uintptr_t)dlogits % 8 == 0)
         LAUNCH(cuda, logprob_backward_kernel<4>, T * parts, THREADS, 0, dlogits, turn, logits, lse,
-               dlogp, ids, start, V, parts);
+               dlogp, ids, start, V, first, parts);
     else
         LAUNCH(cuda, logprob_backward_kernel<1>, T * parts, THREADS, 0, dlogits, turn, logits, lse,
-               dlogp, ids, start, V, parts);
+               dlogp, ids, start, V, first, parts);
 }

@@ -356,12 +356,19 @@ def make_logprob(rng, T, V):
     return dict(lse=(T,), logp=(int(start[-1]),), logits=logits, ids=ids, start=start, T=T, V=V)
 
 
-@case(*(size | dict(alias=alias) for size in TV for alias in (False, True)))
-def make_logprob_backward(rng, T, V, alias=False):
+@case(
+    *(size | dict(alias=alias) for size in TV for alias in (False, True)),
+    *(dict(T=7, V=67, first=first) for first in (1, 2, 50)),
+)
+def make_logprob_backward(rng, T, V, alias=False, first=0):
     args = make_logprob(rng, T, V)
     del args["logp"]
     lse, dlogp = reference.logprob(**args)["lse"], rng.standard_normal(len(args["ids"]))
-    return args | dict(dlogits="logits" if alias else (T, V), lse=lse, dlogp=dlogp)
+    if first:  # ids before the logits, among them, and behind them
+        args["ids"] = rng.choice([first - 1, first, first + V - 1, first + V], len(args["ids"]))
+        args["ids"] = args["ids"].astype(np.int32)
+    out = dict(dlogits="logits" if alias else (T, V), lse=lse, dlogp=dlogp, first=first)
+    return args | out
 
 
 @case(

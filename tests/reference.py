@@ -216,12 +216,13 @@ def logprob(logits, ids, start, **_):
         return {"lse": lse, "logp": logits[row, ids] - lse[row]}
 
 
-def logprob_backward(logits, lse, dlogp, ids, start, **_):
+def logprob_backward(logits, lse, dlogp, ids, start, first=0, **_):
     dlogits = np.zeros_like(logits)
     for t in range(len(logits)):
         for i in range(start[t], start[t + 1]):
             dlogits[t] -= dlogp[i] * np.exp(logits[t] - lse[t])
-            dlogits[t, ids[i]] += dlogp[i]
+            if 0 <= ids[i] - first < logits.shape[1]:
+                dlogits[t, ids[i] - first] += dlogp[i]
     return {"dlogits": dlogits}
 
 

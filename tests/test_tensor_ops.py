@@ -320,5 +320,5 @@ def test_calls_from_many_threads_take_turns_and_let_go_of_the_gil():
 
 def test_a_failed_call_leaves_the_device_usable():
     with pytest.raises(IndexError):
-        _core.gather(X, W, np.full(4, -1, np.int32), 1, None, False, False)
+        _core.gather(X, W, np.full(4, -1, np.int32), 1, None, None, False, False)
     assert ops.gather_logprobs(X, W, IDS).shape == (4,)

@@ -11,57 +11,31 @@
 void CPU(linear)(Device *dev, real *y, const real *x, const frozen *w, const float *bias, int T,
                  int N, int D, int accumulate)
 {
-    Product p = {.c = f32(y),
-                 .ldc = N,
-                 .a = f32c(x),
-                 .a_row = D,
-                 .a_col = 1,
-                 .b = w,
-                 .order = PANELS,
-                 .m = T,
-                 .n = N,
-                 .k = D,
-                 .scale = 1.0f,
-                 .bias = bias,
-                 .accumulate = accumulate};
+    Product p = product_of(f32(y), f32c(x), D, w, 0, PANELS, T, N, D);
+    p.bias = bias;
+    p.accumulate = accumulate;
     CPU(product_run)(dev, &p);
 }
 
 void CPU(linear_backward)(Device *dev, real *dx, const real *dy, const frozen *w, int T, int N,
                           int D, int accumulate)
 {
-    Product p = {.c = f32(dx),
-                 .ldc = D,
-                 .a = f32c(dy),
-                 .a_row = N,
-                 .a_col = 1,
-                 .b = w,
-                 .order = PANELS_T,
-                 .m = T,
-                 .n = D,
-                 .k = N,
-                 .scale = 1.0f,
-                 .accumulate = accumulate};
+    Product p = product_of(f32(dx), f32c(dy), N, w, 0, PANELS_T, T, D, N);
+    p.accumulate = accumulate;
     CPU(product_run)(dev, &p);
 }
 
 void CPU(matmul)(Device *dev, float *c, const real *a, const void *b, int a_turned, int b_turned,
                  int b_bf16, int M, int N, int K, int accumulate)
 {
-    Product p = {.c = c,
-                 .ldc = N,
-                 .a = f32c(a),
-                 .a_row = a_turned ? 1 : K,
-                 .a_col = a_turned ? M : 1,
-                 .b = b,
-                 .ldb = b_turned ? K : N,
-                 .order = b_turned ? BY_COLUMN : BY_ROW,
-                 .bf16 = b_bf16,
-                 .m = M,
-                 .n = N,
-                 .k = K,
-                 .scale = 1.0f,
-                 .accumulate = accumulate};
+    Product p =
+        product_of(c, f32c(a), K, b, b_turned ? K : N, b_turned ? BY_COLUMN : BY_ROW, M, N, K);
+    if (a_turned) {
+        p.a_row = 1;
+        p.a_col = M;
+    }
+    p.bf16 = b_bf16;
+    p.accumulate = accumulate;
     CPU(product_run)(dev, &p);
 }
 

@@ -1,7 +1,7 @@
 /* cpu/logprob.c - what is made of a row of logits: log-probabilities, their gradient, the K best.
  *
  *   logprob           lse[t] = logΣ_v exp(logits[t,v]),  logp[i] = logits[t,ids[i]] − lse[t]
- *   logprob_backward  dlogits[t,v] = Σ_i dlogp[i]·([ids[i] = v] − exp(logits[t,v] − lse[t]))
+ *   logprob_backward  dlogits[t,v] = Σ_i dlogp[i]·([ids[i] = first+v] − exp(logits[t,v] − lse[t]))
  *   topk_logprob      the K largest of each row, best first
  *
  * Each reads T·V, the gradient also writes T·V; memory bound. The logsumexp goes over a row once:
@@ -33,7 +33,7 @@ typedef struct LogprobBackward {
     float *dlogits;                    // (T, V)
     const float *logits, *lse, *dlogp; // (T, V), (T), (start[T])
     const int32_t *ids, *start;
-    int T, V, grain;
+    int T, V, first, grain;
 } LogprobBackward;
 
 typedef struct TopK {
@@ -130,7 +130,10 @@ static void logprob_backward_job(void *context, int64_t job)
                 v_store_part(y + v, weight * v_exp(rest - lse), V - v);
             }
         }
-        for (int i = r->start[t]; i < r->start[t + 1]; i++) y[r->ids[i]] += r->dlogp[i];
+        for (int i = r->start[t]; i < r->start[t + 1]; i++) {
+            int v = r->ids[i] - r->first;
+            if (v >= 0 && v < V) y[v] += r->dlogp[i];
+        }
     }
 }
 
@@ -232,10 +235,10 @@ void CPU(logprob)(Device *dev, float *lse, float *logp, const float *logits, con
 
 void CPU(logprob_backward)(Device *dev, real *dlogits, const float *logits, const float *lse,
                            const float *dlogp, const int32_t *ids, const int32_t *start, int T,
-                           int V)
+                           int V, int first)
 {
-    LogprobBackward r = {
-        f32(dlogits), logits, lse, dlogp, ids, start, T, V, cpu_rows_of_job(GRAIN, V)};
+    int grain = cpu_rows_of_job(GRAIN, V);
+    LogprobBackward r = {f32(dlogits), logits, lse, dlogp, ids, start, T, V, first, grain};
     cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, logprob_backward_job, &r);
 }
 

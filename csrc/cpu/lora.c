@@ -7,14 +7,18 @@
  * The group's columns stand side by side, count·R of them, so that three matrices of rank 8 fill
  * one panel instead of a quarter of three: a block of x is packed once for all a_i, a panel of x is
  * brought once for all da_i, and dx is read and written once. s and ds are k-major for the
- * gradients as they lie. 2·T·R·(D + N) flops a matrix forward, twice that backward, on T·(D + N)
- * elements: compute bound from ranks of about 32 on, bound by y's and dy's memory below. */
+ * gradients as they lie. A block of dy that fits into L2 makes its part of ds and then its part of
+ * db: whole blocks of DEPTH both ways, so the sums are those of one product. 2·T·R·(D + N) flops a
+ * matrix forward, twice that backward, on T·(D + N) elements: compute bound from ranks of about 32
+ * on, bound by y's and dy's memory below. */
 #include "block.h"
 
 enum {
     COLUMNS = DEPTH,     /* of the group that are taken at once: 3 matrices of rank 128 */
     ROWS = 16 * TALL,    /* of x in one job */
-    GRADIENT_PANELS = 8, /* of x or dy in one job */
+    GRADIENT_PANELS = 8, /* of x in one job */
+    SHARED_COLUMNS = 4,  /* times as wide a block of dy is that threads share */
+    DY_PANELS = 2,       /* of it in one job */
 };
 
 typedef struct Group {
@@ -49,19 +53,10 @@ static int block_of(int64_t job, int size, int all)
 static void multiply(Device *dev, float *c, const float *a, int64_t a_row, const float *b,
                      int64_t ldb, Order order, int m, int n, int k, float scale, int accumulate)
 {
-    CPU(product_run)(dev, &(Product){.c = c,
-                                     .ldc = n,
-                                     .a = a,
-                                     .a_row = a_row,
-                                     .a_col = 1,
-                                     .b = b,
-                                     .ldb = ldb,
-                                     .order = order,
-                                     .m = m,
-                                     .n = n,
-                                     .k = k,
-                                     .scale = scale,
-                                     .accumulate = accumulate});
+    Product p = product_of(c, a, a_row, b, ldb, order, m, n, k);
+    p.scale = scale;
+    p.accumulate = accumulate;
+    CPU(product_run)(dev, &p);
 }
 
 /* ---- between x and the group's columns ---- */
@@ -163,21 +158,22 @@ static void da_job(void *context, int64_t job)
     }
 }
 
+/* A block of dy, T rows by `columns`, and the part of db that it makes. */
 typedef struct Db {
     float *db;
     const float *s, *dy;
-    int T, N, R;
+    int T, columns, N, R;
     float scale;
 } Db;
 
-/* db += scale·sᵀ·dy for some columns of dy. */
+/* db += scale·sᵀ·dy for some of its columns. */
 static void db_job(void *context, int64_t job)
 {
     const Db *g = context;
-    int first = (int)job * GRADIENT_PANELS * PANEL;
-    int last = first + block_of(job, GRADIENT_PANELS * PANEL, g->N);
+    int first = (int)job * DY_PANELS * PANEL;
+    int last = first + block_of(job, DY_PANELS * PANEL, g->columns);
     _Alignas(64) float b[DEPTH * PANEL];
-    memset(b, 0, sizeof b); /* columns that do not exist */
+    if ((last - first) % PANEL) memset(b, 0, sizeof b); /* columns that do not exist */
     for (int k0 = 0; k0 < g->T; k0 += DEPTH) {
         int depth = g->T - k0 < DEPTH ? g->T - k0 : DEPTH;
         for (int n0 = first; n0 < last; n0 += PANEL) {
@@ -194,13 +190,34 @@ static int64_t jobs_of(int all, int size)
     return ((int64_t)all + size - 1) / size;
 }
 
+/* ds and db of one matrix, block by block of dy: DEPTH by DEPTH, 590 KB, or one with DEPTH rows for
+ * each thread, so wide that it is worth waking them. */
+static void ds_db(Device *dev, const Lora *m, int T, int R, float scale)
+{
+    int threads = pool_threads(((CpuDevice *)dev)->pool), N = m->N, rows = DEPTH * threads;
+    int width = threads > 1 ? SHARED_COLUMNS * DEPTH : DEPTH;
+    for (int t0 = 0; t0 < T; t0 += rows)
+        for (int n0 = 0; n0 < N; n0 += width) {
+            const float *dy = f32c(m->y) + (int64_t)t0 * N + n0;
+            int count = T - t0 < rows ? T - t0 : rows;
+            int columns = N - n0 < width ? N - n0 : width;
+            Db db = {m->db + n0, f32c(m->s) + (int64_t)t0 * R, dy, count, columns, N, R, scale};
+            multiply(dev, f32(m->ds) + (int64_t)t0 * R, dy, N, m->b + n0, N, BY_COLUMN, count, R,
+                     columns, scale, n0 > 0);
+            cpu_run(dev, jobs_of(columns, DY_PANELS * PANEL), db_job, &db);
+        }
+}
+
 /* ---- the ops ---- */
 
 void CPU(lora)(Device *dev, const Lora *group, int count, const real *x, int T, int D, int R,
                float scale)
 {
     Group g = {.list = group, .count = count, .x = f32c(x), .T = T, .D = D, .R = R};
-    cpu_run(dev, jobs_of(T, ROWS), narrow_job, &g);
+    if (count == 1) /* nothing to share: one panel is best met by x as it lies */
+        multiply(dev, f32(group->s), g.x, D, group->a, R, BY_ROW, T, R, D, 1.0f, 0);
+    else
+        cpu_run(dev, jobs_of(T, ROWS), narrow_job, &g);
     for (const Lora *m = group; m < group + count; m++)
         multiply(dev, f32(m->y), f32(m->s), R, m->b, m->N, BY_ROW, T, m->N, R, scale, 1);
 }
@@ -215,11 +232,7 @@ void CPU(lora_backward)(Device *dev, real *dx, const Lora *group, int count, con
                .T = T,
                .D = D,
                .R = R};
-    for (const Lora *m = group; m < group + count; m++) {
-        Db db = {m->db, f32c(m->s), f32c(m->y), T, m->N, R, scale};
-        multiply(dev, f32(m->ds), f32c(m->y), m->N, m->b, m->N, BY_COLUMN, T, R, m->N, scale, 0);
-        cpu_run(dev, jobs_of(m->N, GRADIENT_PANELS * PANEL), db_job, &db);
-    }
+    for (const Lora *m = group; m < group + count; m++) ds_db(dev, m, T, R, scale);
     cpu_run(dev, jobs_of(D, GRADIENT_PANELS * PANEL), da_job, &g);
     if (dx) cpu_run(dev, jobs_of(T, ROWS), widen_job, &g);
 }

@@ -272,7 +272,8 @@ static const float *bring(const Product *p, int k0, int depth, int n0, int width
 static void few_rows(const Product *p, int m0, int m, int n_first, int n_last)
 {
     _Alignas(64) float scratch[DEPTH * PANEL];
-    memset(scratch, 0, sizeof scratch); /* columns that do not exist */
+    if ((n_last - n_first) % PANEL)
+        memset(scratch, 0, sizeof scratch); /* columns that do not exist */
     for (int n0 = n_first; n0 < n_last; n0 += PANEL)
         for (int k0 = 0; k0 == 0 || k0 < p->k; k0 += DEPTH) {
             int depth = p->k - k0 < DEPTH ? p->k - k0 : DEPTH;

@@ -33,6 +33,24 @@ typedef struct Product {
     int bf16;         /* b, BY_ROW or BY_COLUMN, is bf16 */
 } Product;
 
+/* c (m,n) = a·b with c and a by row; what else a product may have is set in it. */
+static inline Product product_of(float *c, const float *a, int64_t a_row, const void *b,
+                                 int64_t ldb, Order order, int m, int n, int k)
+{
+    return (Product){.c = c,
+                     .ldc = n,
+                     .a = a,
+                     .a_row = a_row,
+                     .a_col = 1,
+                     .b = b,
+                     .ldb = ldb,
+                     .order = order,
+                     .m = m,
+                     .n = n,
+                     .k = k,
+                     .scale = 1.0f};
+}
+
 /* Runs c (m,n) = scale·a·b [+ bias] [+ c] on the device's threads; `rows` and `panels` are its own.
  */
 void CPU(product_run)(Device *dev, Product *p);

@@ -104,10 +104,10 @@ static PyMethodDef core_methods[] = {
      "why it "
      "can't be opened."},
     {"topk", core_topk, METH_VARARGS,
-     "topk(rows, weight or None, k) -> (ids, logprobs, None)\n\nSee tinsmith.ops."},
+     "topk(rows, weight or None, k) -> (ids, logprobs)\n\nSee tinsmith.ops."},
     {"gather", core_gather, METH_VARARGS,
-     "gather(rows, weight or None, ids, K, dlogprobs or None, want_rows, want_weight) -> "
-     "(logprobs, drows, dweight)\n\nSee tinsmith.ops."},
+     "gather(rows, weight or None, ids, K, dlogprobs or None, lse or None, want_rows, want_weight) "
+     "-> (logprobs, drows, dweight, lse)\n\nSee tinsmith.ops."},
     {"jsd", core_jsd, METH_VARARGS,
      "jsd(student, weight, teacher, weight, keep, scale, how, want_rows, want_weight) -> "
      "(loss, drows, dweight)\n\nSee tinsmith.ops."},

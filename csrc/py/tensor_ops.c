@@ -32,7 +32,7 @@ typedef struct Result {
     void *data;         /* for the device, in its turn */
 } Result;
 
-enum { GIVEN = 2, RESULTS = 3 };
+enum { GIVEN = 3, RESULTS = 4 };
 
 typedef struct Call {
     Place place;
@@ -210,8 +210,9 @@ static PyObject *call_refuse(Call *call)
     return NULL;
 }
 
-/* Does the work without the GIL: a tuple of the results, None for those that were not wanted. */
-static PyObject *call_run(Call *call, Work *work)
+/* Does the work without the GIL: a tuple of the first `count` results, None for those that were not
+ * wanted. */
+static PyObject *call_run(Call *call, Work *work, int count)
 {
     Status status;
     Py_BEGIN_ALLOW_THREADS;
@@ -222,8 +223,8 @@ static PyObject *call_run(Call *call, Work *work)
         return call_refuse(call);
     }
     call_drop(call);
-    PyObject *out = PyTuple_New(RESULTS);
-    for (int i = 0; i < RESULTS; i++) {
+    PyObject *out = PyTuple_New(count);
+    for (int i = 0; i < count; i++) {
         PyObject *object = call->result[i].object;
         if (out)
             PyTuple_SET_ITEM(out, i, object ? object : Py_NewRef(Py_None));
@@ -258,7 +259,7 @@ PyObject *core_topk(PyObject *module, PyObject *args)
     if (result_new(&call, 0, KIND_INT32, v->N, call.K) < 0 ||
         result_new(&call, 1, KIND_FLOAT32, v->N, call.K) < 0)
         return call_refuse(&call);
-    return call_run(&call, topk_work);
+    return call_run(&call, topk_work, 2);
 }
 
 static Status gather_work(Device *dev, Call *call)
@@ -269,29 +270,38 @@ static Status gather_work(Device *dev, Call *call)
         if (ids[i] < 0 || ids[i] >= rows->V)
             return fail(STATUS_INDEX, "ids[%lld] is %d, the vocabulary has %d ids", (long long)i,
                         (int)ids[i], rows->V);
-    return tensor_gather(dev, call->result[0].data, gradient_of(call), rows, call->given[0].data,
-                         call->given[1].data, call->K);
+    if (call->given[2].data)
+        return tensor_gather_backward(dev, gradient_of(call), rows, call->given[0].data,
+                                      call->given[1].data, call->given[2].data, call->K);
+    return tensor_gather(dev, call->result[0].data, call->result[3].data, gradient_of(call), rows,
+                         call->given[0].data, call->given[1].data, call->K);
 }
 
 PyObject *core_gather(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *rows, *weight, *ids, *dlogp;
+    PyObject *rows, *weight, *ids, *dlogp, *lse;
     int want_rows, want_weight;
     Call call = {0};
-    if (!PyArg_ParseTuple(args, "OOOiOpp:gather", &rows, &weight, &ids, &call.K, &dlogp, &want_rows,
-                          &want_weight))
+    if (!PyArg_ParseTuple(args, "OOOiOOpp:gather", &rows, &weight, &ids, &call.K, &dlogp, &lse,
+                          &want_rows, &want_weight))
         return NULL;
     const char *name = weight == Py_None ? "logits" : "hidden";
     if (tensor_place(rows, name, &call.place) < 0 ||
         source_take(&call.rows, call.place, rows, weight, name, "weight") < 0 ||
         ids_take(&call, &call.given[0], ids) < 0 ||
-        floats_take(&call, &call.given[1], dlogp, "dlogp", call.rows.view.N * call.K) < 0)
+        floats_take(&call, &call.given[1], dlogp, "dlogp", call.rows.view.N * call.K) < 0 ||
+        floats_take(&call, &call.given[2], lse, "lse", call.rows.view.N) < 0)
         return call_refuse(&call);
-    if (result_new(&call, 0, KIND_FLOAT32, call.rows.view.N, call.K) < 0 ||
+    if (lse != Py_None && dlogp == Py_None) {
+        PyErr_SetString(PyExc_ValueError, "with the rows' lse only a gradient is to be had: dlogp");
+        return call_refuse(&call);
+    }
+    if ((lse == Py_None && (result_new(&call, 0, KIND_FLOAT32, call.rows.view.N, call.K) < 0 ||
+                            result_new(&call, 3, KIND_FLOAT32, call.rows.view.N, 1) < 0)) ||
         (dlogp != Py_None && gradient_new(&call, want_rows, want_weight) < 0))
         return call_refuse(&call);
-    return call_run(&call, gather_work);
+    return call_run(&call, gather_work, RESULTS);
 }
 
 /* The rows that count, or -1 with an exception. */
@@ -352,5 +362,5 @@ PyObject *core_jsd(PyObject *module, PyObject *args)
     if (result_new(&call, 0, KIND_FLOAT32, kept, each) < 0 ||
         (object[5] != Py_None && gradient_new(&call, want_rows, want_weight) < 0))
         return call_refuse(&call);
-    return call_run(&call, jsd_work);
+    return call_run(&call, jsd_work, 3);
 }

@@ -34,8 +34,8 @@ def devices(name: str | None = None, /) -> dict[str, str]:
     """Device names, each with "" when it can be opened, or the sentence that says why it can't. To
     know, each is opened: with a name, that one alone."""
 
-def topk(rows: Any, weight: Any, k: int) -> tuple[Any, Any, None]:
-    """(ids, logprobs, None) of rows that are flattened to (N, ·): tinsmith.ops.topk_logprobs.
+def topk(rows: Any, weight: Any, k: int) -> tuple[Any, Any]:
+    """(ids, logprobs) of rows that are flattened to (N, ·): tinsmith.ops.topk_logprobs.
 
     Here and below, arrays are anything with __dlpack__ in float32, bfloat16, or uint16 with bf16's
     bits, all on the CPU or all on CUDA's device 0; weight is (V, D), or None where the rows are
@@ -47,10 +47,12 @@ def gather(
     ids: NDArray[np.int32],  # (N·K,)
     K: int,
     dlogprobs: Any,  # float32 of N·K numbers, here or on the CPU, or None: no gradients
+    lse: Any,  # float32 of N numbers that an earlier call told, or None
     want_rows: bool,
     want_weight: bool,
-) -> tuple[Any, Any, Any]:
-    """(logprobs (N, K), gradient of the rows, of the weight, in their types)."""
+) -> tuple[Any, Any, Any, Any]:
+    """(logprobs (N, K), gradient of the rows, of the weight, in their types, lse (N,)); with lse
+    the gradients alone."""
 
 def jsd(
     student: Any,

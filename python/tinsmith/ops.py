@@ -155,7 +155,7 @@ def topk_logprobs(rows: Any, *weight_and_k: Any) -> tuple[Any, Any]:
         raise TypeError("topk_logprobs takes (logits, k) or (hidden, weight, k)")
     weight, k = (None, *weight_and_k)[-2:]
     lead = _shape(rows, "logits" if weight is None else "hidden")[:-1]
-    ids, logprobs, _ = _core.topk(rows, weight, k)
+    ids, logprobs = _core.topk(rows, weight, k)
     return tuple(_like(rows, x, (*lead, k)) for x in (ids, logprobs))
 
 
@@ -165,21 +165,21 @@ def gather_logprobs(rows: Any, *weight_and_ids: Any) -> Any:
     Log-probabilities of ids (…, K), or of one id a row (…,): float32 of ids' shape. IndexError for
     an id outside the vocabulary."""
     weight, ids = _two(weight_and_ids, "gather_logprobs")
-    return gather(rows, weight, ids)[0]
+    return gather(rows, weight, ids).logprobs
 
 
 def gather_logprobs_backward(grad: Any, rows: Any, *weight_and_ids: Any) -> Any:
     """gather_logprobs_backward(grad, hidden, weight, ids) -> (dhidden, dweight), or
     gather_logprobs_backward(grad, logits, ids) -> dlogits; grad is of ids' shape."""
     weight, ids = _two(weight_and_ids, "gather_logprobs_backward")
-    _, drows, dweight = gather(rows, weight, ids, grad)
-    return drows if weight is None else (drows, dweight)
+    out = gather(rows, weight, ids, grad)
+    return out.drows if weight is None else (out.drows, out.dweight)
 
 
 def linear_cross_entropy(hidden: Any, weight: Any, ids: Any, weights: Any) -> Any:
     """-Σ weights·logprobs of ids (…, K) or (…,), weights of the same shape: a sum, as Tinker's
     losses are."""
-    logprobs = _host(gather(hidden, weight, ids)[0], "logprobs", np.float32, hidden)
+    logprobs = _host(gather(hidden, weight, ids).logprobs, "logprobs", np.float32, hidden)
     w = _weights(weights, logprobs.shape, hidden)
     return _scalar(hidden, -float(np.sum(w * logprobs, dtype=np.float64)))
 
@@ -190,8 +190,8 @@ def linear_cross_entropy_backward(
     """(dhidden, dweight) of grad·linear_cross_entropy."""
     lead = _shape(hidden, "hidden")[:-1]
     w = _weights(weights, _ids(ids, lead, hidden).shape, hidden)
-    _, dhidden, dweight = gather(hidden, weight, ids, -float(grad) * w)
-    return dhidden, dweight
+    out = gather(hidden, weight, ids, -float(grad) * w)
+    return out.drows, out.dweight
 
 
 def _two(weight_and_ids: tuple[Any, ...], name: str) -> tuple[Any, Any]:
@@ -208,22 +208,38 @@ def _weights(weights: Any, shape: tuple[int, ...], hidden: Any) -> np.ndarray:
     return w
 
 
+class Gathered(NamedTuple):
+    """What gather gives: log-probabilities, the gradients that were wanted, and logΣexp of each
+    row's logits."""
+
+    logprobs: Any
+    drows: Any
+    dweight: Any
+    lse: Any
+
+
 def gather(
     rows: Any,
     weight: Any,
     ids: Any,
     grad: Any = None,
     *,
+    lse: Any = None,
     want: tuple[bool, bool] = (True, True),
-) -> tuple[Any, Any, Any]:
-    """Log-probabilities, and with `grad` the gradients that are wanted, in one pass."""
+) -> Gathered:
+    """Log-probabilities, and with `grad` the gradients that are wanted, in one pass. With the lse
+    of an earlier call, the gradients alone, and sooner."""
     own = _ids(ids, _shape(rows, "logits" if weight is None else "hidden")[:-1], rows)
     if grad is not None:
         grad = _floats(grad, "grad", rows)
         if tuple(grad.shape) != own.shape:
             raise ValueError(f"grad must be of ids' shape {own.shape}, not {tuple(grad.shape)}")
-    logprobs, drows, dweight = _core.gather(rows, weight, own.flat, own.K, grad, *want)
-    return _like(rows, logprobs, own.shape), _gradient(rows, drows), _gradient(weight, dweight)
+    logprobs, drows, dweight, found = _core.gather(rows, weight, own.flat, own.K, grad, lse, *want)
+    gradients = _gradient(rows, drows), _gradient(weight, dweight)
+    if lse is not None:
+        return Gathered(None, *gradients, lse)
+    lead = tuple(rows.shape)[:-1]
+    return Gathered(_like(rows, logprobs, own.shape), *gradients, _like(rows, found, lead))
 
 
 # ---- divergence ----

@@ -3,7 +3,8 @@
 The losses make their gradients in the forward pass, while the logits are there, if a gradient will
 be asked for; backward multiplies them. So do log-probabilities under a frozen weight W, whose
 gradient is Σ_k g_k·(W[ids_k] − p·W): p·W, of the hidden states' shape, is what they keep. Else the
-log-probabilities' backward computes the logits again. Tensors are on the CPU or on the first NVIDIA
+log-probabilities' backward computes the logits again, from what forward kept of them: a number a
+row, their logΣexp. Tensors are on the CPU or on the first NVIDIA
 GPU, float32 or bfloat16. Gradients of gradients are not to be had.
 """
 
@@ -24,31 +25,27 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, weight: torch.Tensor | None, ids: torch.Tensor
     ) -> Any:
-        ctx.save_for_backward(rows, weight, ids)
         ctx.first, grad = None, None
         frozen = weight is not None and ctx.needs_input_grad[:2] == (True, False)
         if frozen and ids.numel() and rows.dtype == weight.dtype == torch.float32:
             grad = torch.zeros(ids.shape, device=rows.device).reshape(rows[..., 0].numel(), -1)
             grad[:, 0] = 1
             grad = grad.reshape(ids.shape)
-        logprobs, first, _ = ops.gather(
-            rows.detach(), _plain(weight), ids, grad, want=(True, False)
-        )
+        out = ops.gather(rows.detach(), _plain(weight), ids, grad, want=(True, False))
         if grad is not None:
-            ctx.first = first  # W[ids_0] − p·W
-        return logprobs
+            ctx.first = out.drows  # W[ids_0] − p·W
+        ctx.save_for_backward(rows, weight, ids, out.lse)
+        return out.logprobs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        rows, weight, ids = ctx.saved_tensors
+        rows, weight, ids, lse = ctx.saved_tensors
         if ctx.first is not None:
             return _from_first(ctx.first, weight, ids, grad), None, None
         want = ctx.needs_input_grad[:2]
-        _, drows, dweight = ops.gather(
-            rows.detach(), _plain(weight), ids, grad.contiguous(), want=want
-        )
-        return drows, dweight, None
+        out = ops.gather(rows.detach(), _plain(weight), ids, grad.contiguous(), lse=lse, want=want)
+        return out.drows, out.dweight, None
 
 
 def _from_first(
@@ -137,9 +134,9 @@ def linear_cross_entropy(
         if by.shape != ids.shape:
             raise ValueError(f"weights must be of ids' shape {tuple(ids.shape)}, not {by.shape}")
         grad = -by if any(needs) else None
-        logprobs, *gradients = ops.gather(x, w, ids, grad, want=needs)
-        loss = -(by.double() * logprobs).sum()
-        return float(loss), tuple(gradients)
+        out = ops.gather(x, w, ids, grad, want=needs)
+        loss = -(by.double() * out.logprobs).sum()
+        return float(loss), (out.drows, out.dweight)
 
     return _Scaled.apply(make, hidden, weight)
 
