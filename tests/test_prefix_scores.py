@@ -98,6 +98,10 @@ def alone(core: _core.Model, asked: Request) -> dict[str, Any]:
     return sampler.take(0)
 
 
+def emulated(core: _core.Model) -> bool:
+    return core.device == "cuda-emulated"
+
+
 def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     for one, other in zip(found["samples"], wanted["samples"], strict=True):
         for key in one:
@@ -150,7 +154,7 @@ def test_who_asks_for_more_than_was_told_runs_the_rows_and_tells_it(core: _core.
     for options in ({"topk_prompt": 0}, {"topk_prompt": 1}, {"topk_prompt": 9}):
         assert room.reused(scored(prompt, **options)) == 0, options
         assert room.reused(scored(prompt, **options)) == 2 * PAGE, options
-    assert room.reused(scored(prompt, topk_prompt=VOCAB)) == 0
+    assert room.reused(scored(prompt, topk_prompt=30)) == 0
     assert room.reused(scored(prompt, topk_prompt=9)) == 2 * PAGE
 
 
@@ -225,6 +229,8 @@ def test_scores_go_with_their_page(core: _core.Model) -> None:
 
 def test_what_is_remembered_of_scores_is_bounded(core: _core.Model) -> None:
     """A page's scores, 256 bytes and 512 for each of the best, against 1/16 of the cache."""
+    if emulated(core):
+        pytest.skip("it is the host's alone, and long")
     pages = 64
     most = pages * PAGE * core.plan(1, 1)["kv_token"] // 16
     room, prompts = Room(core, tokens=pages * PAGE), [text(150, seed) for seed in range(pages // 3)]
@@ -348,7 +354,7 @@ def test_the_next_in_line_goes_on_where_a_cancelled_one_was(core: _core.Model) -
 
 def test_a_leader_that_is_put_off_is_not_waited_for(core: _core.Model) -> None:
     """A cache for one of them at a time, and clients whose first sequences go before."""
-    for pages in (3, 4, 5, 8):
+    for pages in (4,) if emulated(core) else (3, 4, 5, 8):
         room = Room(core, tokens=pages * PAGE)
         for one in group(110, 5, max_tokens=30):
             room.add(one | {"client": 1})
@@ -399,12 +405,13 @@ def test_who_comes_later_copies_what_is_there(core: _core.Model) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_comes_together_gets_what_it_gets_alone(core: _core.Model, seed: int) -> None:
     """Prompts that begin alike, of all kinds, at any time, some cancelled, in a small cache."""
+    if emulated(core) and seed:
+        pytest.skip("it is long, emulated")
     rng = np.random.default_rng(seed)
     adapters = [None, randomize(_core.Adapter(core, rank=2), 1)]
     room = Room(core, tokens=int(rng.choice([3, 5, 9, 60])) * PAGE)
     stems = [text(140, seed=n) for n in range(2)]
-    count = 30 if core.device.startswith("cpu") else 12
-    for number in range(count):
+    for number in range(12 if emulated(core) else 30):
         stem = stems[rng.integers(2)][: rng.integers(1, 141)]
         prompt = joined(stem, text(int(rng.integers(1, 9)), seed=int(rng.integers(2))))
         options: Request = {"adapter": adapters[rng.integers(2)], "seed": number}
