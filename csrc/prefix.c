@@ -7,6 +7,7 @@
  * sequence holds stays until kv_take finds nothing free: then the one that has lain longest goes,
  * and what was remembered behind it can't be reached any more, for each number a page gets is new.
  */
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -43,6 +44,7 @@ void prefix_close(Prefix *prefix)
 {
     for (int32_t page = 0; prefix->scores && page < prefix->pages; page++)
         scores_drop(prefix, page);
+    assert(prefix->scores_bytes == 0);
     free(prefix->memory);
     free(prefix->scores);
     free(prefix->bucket);

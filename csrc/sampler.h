@@ -174,7 +174,7 @@ int share_begin(Sampler *sampler, const Turn *turns, int count, Request *request
 
 /* scores.c: the log-probabilities that a page's rows gave. */
 
-/* What a request knows of its prompt's page number `page` when that is scored. */
+/* What a request knows of its prompt's page number `page` once its rows have been run. */
 PageScores scores_of(const Request *request, int page);
 /* Whether that is all that a request asks of its own page of that number; and takes it from there.
  */

@@ -11,6 +11,7 @@
  * A row's K best take 8·K bytes. What is remembered has a bound; where it is reached, the pages
  * that come next in the cache give up theirs: pages are handed out in order, so those are the
  * oldest. */
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -78,7 +79,8 @@ void scores_drop(Prefix *prefix, int32_t at)
 void scores_keep(Prefix *prefix, int32_t at, const Request *r, int page)
 {
     PageScores scores = scores_of(r, page), *old = &prefix->scores[at];
-    if (!scores.rows || r->scored < (page + 1) * KV_PAGE) return;
+    if (!scores.rows) return;
+    assert(r->scored >= (page + 1) * KV_PAGE);
     if (old->rows >= scores.rows && old->top >= scores.top && old->after == scores.after) return;
     size_t bytes = numbers(&scores) * sizeof(float), top = KV_PAGE * (size_t)scores.top;
     if (bytes > prefix->scores_most) return;
