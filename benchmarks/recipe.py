@@ -12,8 +12,9 @@ over the engine's share. Phases follow one another; what the recipe does between
 the second.
 
 A round is a step of the recipe; one more, the first, is left out: it loads what later ones find
-loaded. Shapes other than demo have random weights, with the demo model's tokenizer, filled up with
-words that no text has.
+loaded. With --group-size, --epochs and --document prompts begin alike, as those of real tools do;
+the last line says how much of them was found in the cache. Shapes other than demo have random
+weights, with the demo model's tokenizer, filled up with words that no text has.
 
 Half a minute with the demo model."""
 

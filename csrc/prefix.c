@@ -6,7 +6,7 @@
  * sequence begins with that one's pages. Tokens are compared, not only their hash. A page that no
  * sequence holds stays until kv_take finds nothing free: then the one that has lain longest goes,
  * and what was remembered behind it can't be reached any more, for each number a page gets is new.
- */
+ * What its rows told is kept beside it (scores.c). */
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>

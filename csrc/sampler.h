@@ -155,6 +155,17 @@ typedef struct Turn {
     int draws;              /* its last row is followed by a draw */
 } Turn;
 
+/* Picks the sequences that run and gives them pages; returns how many. */
+int schedule(Sampler *sampler, Turn *turns);
+/* A request comes: 0 if there is no memory. It goes, whether it could join or not. */
+int line_join(Line *line, Request *request);
+void line_leave(Line *line, const Request *request);
+void line_close(Line *line);
+/* The rows of these turns have their keys and values in the cache. */
+void turns_cached(Sampler *sampler, const Turn *turns, int count);
+/* Gives back the pages of a sequence. */
+void sequence_drop(Kv *kv, Sequence *sequence);
+
 /* prefix.c: remembers the full pages of a sequence, and what their rows told; and lets one whose
  * pages are all remembered go on with those that follow, as far as they are known. */
 void prefix_keep(Kv *kv, const Request *request, Sequence *s);
@@ -163,7 +174,7 @@ void prefix_begin(Kv *kv, Request *request, Sequence *s);
 int prefix_common(const Request *request, const Sequence *s, const Request *other,
                   const Sequence *theirs);
 
-/* share.c */
+/* share.c: sequences that begin alike. */
 
 /* A request's first sequence has its prompt in the cache: the others begin from its pages, all but
  * the prompt's last token, which each runs for itself. */
@@ -183,17 +194,6 @@ void scores_take(const PageScores *known, Request *request, int page);
 /* Remembers it with a page of the cache; forgets it. */
 void scores_keep(Prefix *prefix, int32_t at, const Request *request, int page);
 void scores_drop(Prefix *prefix, int32_t at);
-
-/* Picks the sequences that run and gives them pages; returns how many. */
-int schedule(Sampler *sampler, Turn *turns);
-/* A request comes: 0 if there is no memory. It goes, whether it could join or not. */
-int line_join(Line *line, Request *request);
-void line_leave(Line *line, const Request *request);
-void line_close(Line *line);
-/* The rows of these turns have their keys and values in the cache. */
-void turns_cached(Sampler *sampler, const Turn *turns, int count);
-/* Gives back the pages of a sequence. */
-void sequence_drop(Kv *kv, Sequence *sequence);
 
 /* decode.c: steps in which every sequence runs one row and draws one token. */
 
