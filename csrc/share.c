@@ -9,8 +9,8 @@
  * and the first in line waits for nobody.
  *
  * Where only part of a page is common to both, the rest of a prompt, its rows are copied from a
- * sequence that goes on in that page. For that a sequence waits one step and once: the other may
- * have ended in it. */
+ * sequence that goes on in that page. For all of them a sequence waits one step, once: the other
+ * may have ended in it. */
 #include "sampler.h"
 
 enum { PART_LEAST = 16 }; /* rows that are worth a step and a copy */
@@ -79,7 +79,8 @@ int share_begin(Sampler *sampler, const Turn *turns, int count, Request *r, Sequ
             copied = minimum(part, theirs->cached - s->cached);
             source = theirs;
         }
-        comes |= minimum(part, turn->from + turn->rows - s->cached) >= PART_LEAST && goes_on(turn);
+        int there = turn->from + turn->rows - s->cached; /* after this step */
+        comes |= part >= PART_LEAST && there >= part && goes_on(turn);
     }
     if (!source) return comes && !s->waited ? s->waited = 1 : 0;
     int32_t page = kv_fork(&sampler->kv, source->pages[s->kept], copied);
