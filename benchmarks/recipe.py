@@ -12,8 +12,9 @@ over the engine's share. Phases follow one another; what the recipe does between
 the second.
 
 A round is a step of the recipe; one more, the first, is left out: it loads what later ones find
-loaded. Shapes other than demo have random weights, with the demo model's tokenizer, filled up with
-words that no text has.
+loaded. With --group-size, --epochs and --document prompts begin alike, as those of real tools do;
+the last line says how much of them was found in the cache. Shapes other than demo have random
+weights, with the demo model's tokenizer, filled up with words that no text has.
 
 Half a minute with the demo model."""
 
@@ -21,6 +22,7 @@ import argparse
 import json
 import math
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -195,15 +197,27 @@ def fill_tokenizer(file: Path, size: int) -> None:
 # ---- the run ----
 
 
+def questions_of(options: argparse.Namespace, steps: int) -> dict[str, list[str]]:
+    """The data set's columns: each question as often as there are epochs (the recipe shuffles),
+    behind a document of its own, as the description of a tool is."""
+    count = data.rows_for_steps(steps, options.groups)
+    columns = data.dataset_columns(data.sdft_examples(-(-count // options.epochs), 0))
+    draw = random.Random(0)
+    words = sorted({word for text in columns["prompt"] for word in text.split()})
+    columns["prompt"] = [
+        " ".join([*draw.choices(words, k=options.document), text]) for text in columns["prompt"]
+    ]
+    return {name: options.epochs * column for name, column in columns.items()}
+
+
 def run(options: argparse.Namespace, folder: Path, model: Path) -> float:
     """Serves the model and runs the recipe to its end; how long the server took to start."""
     steps = options.rounds + 1
-    count = data.rows_for_steps(steps, options.groups)
-    columns = data.dataset_columns(data.sdft_examples(count, 0))
     import datasets
 
     datasets.disable_progress_bars()
-    datasets.Dataset.from_dict(columns).save_to_disk(str(folder / "questions"))
+    questions = datasets.Dataset.from_dict(questions_of(options, steps))
+    questions.save_to_disk(str(folder / "questions"))
     arguments = [
         "tinker_cookbook.recipes.sdft.train", "dataset=toolalpaca",
         f"toolalpaca_data_path={folder / 'questions'}", "topk=20", f"model_name={model}",
@@ -275,6 +289,10 @@ def show(report: Report, steps: list[dict[str, Row]], meter: Meter) -> None:
     """The tables of a step's phases and of the engine's calls."""
     args = report.args
     setting = f"{args.groups}×{args.group_size} answers of {args.max_tokens} tokens"
+    if args.document:
+        setting += f", {args.document} words before a question"
+    if args.epochs > 1:
+        setting += f", {args.epochs} epochs"
     formats = {"cpu": "cpu-ms", "wall": "wall ms"}
     clocks = sorted(formats, reverse=args.clock == "wall")
     columns = {formats[clock]: ".1f" for clock in clocks}
@@ -315,6 +333,8 @@ def main() -> None:
     add("--groups", type=int, default=demo.BATCH, help="questions in a step")
     add("--group-size", type=int, default=1, help="answers to a question")
     add("--max-tokens", type=int, default=demo.MAX_TOKENS)
+    add("--epochs", type=int, default=1, help="times that each question comes")
+    add("--document", type=int, default=0, metavar="WORDS", help="before each question")
     add("--rank", type=int, default=demo.RANK)
     args = parse(options)
     meter = Meter()

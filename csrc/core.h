@@ -370,8 +370,20 @@ int head_rows(const Model *model);
 
 typedef struct Memory Memory; /* prefix.c's own: what is known of a page */
 
+/* What the last `rows` rows of a page said of the tokens after them; 0: nothing is known. */
+typedef struct PageScores {
+    int rows, top;       /* of each row the log-probability of its next token, and the `top` best */
+    int32_t after;       /* the next token of the page's last row */
+    float *logprobs;     /* [KV_PAGE] */
+    float *top_logprobs; /* [KV_PAGE · top] */
+    int32_t *top_ids;
+} PageScores;
+
 typedef struct Prefix {
-    Memory *memory;  /* [page] */
+    int pages;
+    Memory *memory;     /* [pages] */
+    PageScores *scores; /* [pages] scores.c's */
+    size_t scores_bytes, scores_most;
     int32_t *bucket; /* [buckets] the first page of each, or -1 */
     int buckets;
     int32_t oldest, newest; /* remembered pages that no sequence holds */
@@ -379,7 +391,8 @@ typedef struct Prefix {
     int64_t reused;         /* tokens that were found here instead of computed */
 } Prefix;
 
-Status prefix_open(Prefix *prefix, int pages);
+/* For a cache of so many pages, of so many bytes in all. */
+Status prefix_open(Prefix *prefix, int pages, size_t bytes);
 void prefix_close(Prefix *prefix);
 /* A page that no sequence holds any more: kept if its content is known, else 0. */
 int prefix_lay(Prefix *prefix, int32_t page);
@@ -388,7 +401,7 @@ void prefix_lift(Prefix *prefix, int32_t page);
 /* The page that has lain longest, forgotten; -1 if there is none. */
 int32_t prefix_evict(Prefix *prefix);
 /* Forgets those that are held. */
-void prefix_clear(Prefix *prefix, int pages);
+void prefix_clear(Prefix *prefix);
 
 /* ---- distill.c: a loss between two distributions over the vocabulary ---- */
 

@@ -37,7 +37,7 @@ Status kv_open(Kv *kv, Model *model, int64_t tokens)
         kv_close(kv);
         return fail(STATUS_MEMORY, "no memory for a list of %lld cache pages", (long long)pages);
     }
-    Status status = prefix_open(&kv->prefix, kv->pages);
+    Status status = prefix_open(&kv->prefix, kv->pages, 2 * bytes);
     if (status) {
         kv_close(kv);
         return status;
@@ -78,7 +78,7 @@ void kv_forget(Kv *kv)
 {
     for (int32_t page; (page = prefix_evict(&kv->prefix)) >= 0;)
         kv->free_list[kv->free_count++] = page;
-    prefix_clear(&kv->prefix, kv->pages);
+    prefix_clear(&kv->prefix);
 }
 
 int32_t kv_fork(Kv *kv, int32_t page, int count)

@@ -6,7 +6,8 @@
  * sequence begins with that one's pages. Tokens are compared, not only their hash. A page that no
  * sequence holds stays until kv_take finds nothing free: then the one that has lain longest goes,
  * and what was remembered behind it can't be reached any more, for each number a page gets is new.
- */
+ * What its rows told is kept beside it (scores.c). */
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -20,14 +21,18 @@ struct Memory {
     int32_t tokens[KV_PAGE];
 };
 
-Status prefix_open(Prefix *prefix, int pages)
+enum { SCORES_SHARE = 16 }; /* of the cache's bytes what is remembered of scores may take */
+
+Status prefix_open(Prefix *prefix, int pages, size_t bytes)
 {
-    *prefix = (Prefix){.oldest = -1, .newest = -1};
+    *prefix =
+        (Prefix){.pages = pages, .scores_most = bytes / SCORES_SHARE, .oldest = -1, .newest = -1};
     prefix->buckets = 16;
     while (prefix->buckets < pages) prefix->buckets *= 2;
     prefix->memory = calloc((size_t)pages, sizeof *prefix->memory);
+    prefix->scores = calloc((size_t)pages, sizeof *prefix->scores);
     prefix->bucket = malloc((size_t)prefix->buckets * sizeof *prefix->bucket);
-    if (!prefix->memory || !prefix->bucket) {
+    if (!prefix->memory || !prefix->scores || !prefix->bucket) {
         prefix_close(prefix);
         return fail(STATUS_MEMORY, "no memory to remember %d cache pages", pages);
     }
@@ -37,7 +42,11 @@ Status prefix_open(Prefix *prefix, int pages)
 
 void prefix_close(Prefix *prefix)
 {
+    for (int32_t page = 0; prefix->scores && page < prefix->pages; page++)
+        scores_drop(prefix, page);
+    assert(prefix->scores_bytes == 0);
     free(prefix->memory);
+    free(prefix->scores);
     free(prefix->bucket);
     *prefix = (Prefix){0};
 }
@@ -75,6 +84,7 @@ static void forget(Prefix *prefix, int32_t page)
     while (*link != page) link = &prefix->memory[*link].next;
     *link = m->next;
     m->number = 0;
+    scores_drop(prefix, page);
 }
 
 /* ---- those that no sequence holds ---- */
@@ -106,9 +116,9 @@ int32_t prefix_evict(Prefix *prefix)
     return page;
 }
 
-void prefix_clear(Prefix *prefix, int pages)
+void prefix_clear(Prefix *prefix)
 {
-    for (int32_t page = 0; page < pages; page++)
+    for (int32_t page = 0; page < prefix->pages; page++)
         if (prefix->memory[page].number) forget(prefix, page);
 }
 
@@ -133,18 +143,21 @@ void prefix_keep(Kv *kv, const Request *request, Sequence *s)
             memcpy(m->tokens, tokens, sizeof m->tokens);
             *bucket = page;
         }
+        scores_keep(prefix, page, request, s->kept);
         s->behind = prefix->memory[page].number;
         s->kept++;
     }
 }
 
-void prefix_begin(Kv *kv, const Request *request, Sequence *s, int limit)
+void prefix_begin(Kv *kv, Request *request, Sequence *s)
 {
     Prefix *prefix = &kv->prefix;
-    while ((s->kept + 1) * KV_PAGE <= limit) {
+    if (s->page_count != s->kept) return;
+    while ((s->kept + 1) * KV_PAGE < s->length) { /* the last token is run, for what follows it */
         const int32_t *tokens = s->tokens + s->kept * KV_PAGE;
         int32_t page = find(prefix, stamp_of(request), s->behind, tokens);
-        if (page < 0) return;
+        if (page < 0 || !scores_suffice(&prefix->scores[page], request, s->kept)) return;
+        scores_take(&prefix->scores[page], request, s->kept);
         kv_share(kv, page);
         s->pages[s->page_count++] = page;
         s->behind = prefix->memory[page].number;
@@ -152,4 +165,16 @@ void prefix_begin(Kv *kv, const Request *request, Sequence *s, int limit)
         s->cached += KV_PAGE;
         prefix->reused += KV_PAGE;
     }
+}
+
+int prefix_common(const Request *request, const Sequence *s, const Request *other,
+                  const Sequence *theirs)
+{
+    if (theirs->kept != s->kept || theirs->behind != s->behind) return 0;
+    if (stamp_of(other) != stamp_of(request)) return 0;
+    int from = s->kept * KV_PAGE, n = 0, end = from + KV_PAGE;
+    if (s->length < end) end = s->length;
+    if (theirs->length < end) end = theirs->length;
+    while (from + n < end && s->tokens[from + n] == theirs->tokens[from + n]) n++;
+    return n;
 }

@@ -222,9 +222,16 @@ static int sequences_make(Request *r)
     return complete;
 }
 
-int request_scores(const RequestSpec *spec)
+int row_targets(const RequestSpec *spec, int position)
 {
-    return spec->prompt_logprobs || spec->topk_prompt || spec->draws || spec->target_count;
+    return spec->targets ? spec->starts[position + 1] - spec->starts[position] : 0;
+}
+
+int row_asked(const Request *r, int position)
+{
+    const RequestSpec *spec = &r->spec;
+    if (position + 1 >= spec->prompt_length || position + 1 <= r->scored) return 0;
+    return spec->prompt_logprobs || spec->topk_prompt || spec->draws || row_targets(spec, position);
 }
 
 /* Row 0 of a prompt's log-probabilities has no token before it; others may not be asked for. */

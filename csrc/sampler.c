@@ -55,27 +55,12 @@ static void step_place(Step *step, Arena *arena, int rank)
     step->top_logp = arena_take(arena, top * sizeof(float));
 }
 
-/* Ids from the request's own lists that are scored in the row of a prompt's position. */
-static int row_targets(const RequestSpec *spec, int position)
-{
-    return spec->targets ? spec->starts[position + 1] - spec->starts[position] : 0;
-}
-
 /* Ids whose log-probabilities a prompt's row gives: its own next token's, those of the request's
  * lists, and those that are drawn. */
 static int ask_ids(const Ask *ask)
 {
     const RequestSpec *spec = &ask->turn->request->spec;
     return 1 + row_targets(spec, ask->position) + spec->draws;
-}
-
-/* Whether anything is asked of the row of a prompt's position that was not told yet. */
-static int row_scored(const Turn *turn, int position)
-{
-    const RequestSpec *spec = &turn->request->spec;
-    if (turn->sample || position + 1 >= spec->prompt_length) return 0;
-    if (position + 1 <= turn->request->scored) return 0;
-    return spec->prompt_logprobs || spec->topk_prompt || spec->draws || row_targets(spec, position);
 }
 
 /* What the step's turns ask of the head, how many pages they have, and their segments. */
@@ -94,7 +79,7 @@ static void step_plan(Step *step)
             step->segments[segments++] = (Segment){spec->adapter, row, turn->rows};
         for (int j = 0; j < turn->rows; j++, row++) {
             int position = turn->from + j, last = position + 1 == turn->from + turn->rows;
-            if (row_scored(turn, position)) {
+            if (turn->sample == 0 && row_asked(turn->request, position)) {
                 step->score_asks[step->score_count++] = (Ask){row, turn, position};
                 step->ids_room += (size_t)ask_ids(&step->score_asks[step->score_count - 1]);
             }
@@ -150,7 +135,6 @@ static Status step_forward(Step *step)
     forward(sampler->model, &step->batch, &step->acts, &sampler->kv.cache);
     free(pages);
     if (sampler->interrupted) return fail(STATUS_INTERRUPTED, "sampling was interrupted");
-    turns_cached(sampler, step->turns, step->count);
     return STATUS_OK;
 }
 
@@ -435,6 +419,7 @@ static Status step_run(Step *step)
     for (int i = 0; i < step->score_count; i += step->chunk)
         TRY(score_chunk(step, step->score_asks + i,
                         step->score_count - i < step->chunk ? step->score_count - i : step->chunk));
+    turns_cached(sampler, step->turns, step->count);
     for (int i = 0; i < step->draw_count; i += step->chunk)
         TRY(draw_chunk(step, step->draw_asks + i,
                        step->draw_count - i < step->chunk ? step->draw_count - i : step->chunk));

@@ -26,6 +26,7 @@ typedef struct Sequence {
     int page_count, page_room, room;
     int kept;        /* full pages that prefix.c knows */
     uint64_t behind; /* its number of the last of them */
+    int waited;      /* for the beginning of a page that another one computed */
 } Sequence;
 
 typedef struct RequestSpec {
@@ -139,9 +140,12 @@ void sampler_take_token(Sampler *sampler, const struct Turn *turn, int32_t token
 /* How the token behind a turn's last row is drawn. */
 Draw sampler_draw(const Sampler *sampler, const struct Turn *turn);
 
+/* Ids from the request's own lists that are scored in the row of a prompt's position. */
+int row_targets(const RequestSpec *spec, int position);
+/* Whether anything is asked of that row that was not told yet. */
+int row_asked(const Request *request, int position);
+
 /* schedule.c: which rows a step runs. */
-/* Whether log-probabilities of a prompt are asked for. */
-int request_scores(const RequestSpec *spec);
 
 enum { STEP_ROWS = 512, STEP_SEQUENCES = 256 };
 
@@ -151,11 +155,6 @@ typedef struct Turn {
     int draws;              /* its last row is followed by a draw */
 } Turn;
 
-/* prefix.c: remembers the full pages of a sequence; and lets one that has none begin with those
- * that are known, of at most `limit` tokens. */
-void prefix_keep(Kv *kv, const Request *request, Sequence *s);
-void prefix_begin(Kv *kv, const Request *request, Sequence *s, int limit);
-
 /* Picks the sequences that run and gives them pages; returns how many. */
 int schedule(Sampler *sampler, Turn *turns);
 /* A request comes: 0 if there is no memory. It goes, whether it could join or not. */
@@ -164,11 +163,37 @@ void line_leave(Line *line, const Request *request);
 void line_close(Line *line);
 /* The rows of these turns have their keys and values in the cache. */
 void turns_cached(Sampler *sampler, const Turn *turns, int count);
+/* Gives back the pages of a sequence. */
+void sequence_drop(Kv *kv, Sequence *sequence);
+
+/* prefix.c: remembers the full pages of a sequence, and what their rows told; and lets one whose
+ * pages are all remembered go on with those that follow, as far as they are known. */
+void prefix_keep(Kv *kv, const Request *request, Sequence *s);
+void prefix_begin(Kv *kv, Request *request, Sequence *s);
+/* The tokens of its next page, from the first on, that another one has there too. */
+int prefix_common(const Request *request, const Sequence *s, const Request *other,
+                  const Sequence *theirs);
+
+/* share.c: sequences that begin alike. */
+
 /* A request's first sequence has its prompt in the cache: the others begin from its pages, all but
  * the prompt's last token, which each runs for itself. */
 void share_prompt(Sampler *sampler, Request *request);
-/* Gives back the pages of a sequence. */
-void sequence_drop(Kv *kv, Sequence *sequence);
+/* Gives a sequence what is there of the tokens that it lacks; whether it then waits for what one of
+ * this step's turns computes. */
+int share_begin(Sampler *sampler, const Turn *turns, int count, Request *request, Sequence *s);
+
+/* scores.c: the log-probabilities that a page's rows gave. */
+
+/* What a request knows of its prompt's page number `page` once its rows have been run. */
+PageScores scores_of(const Request *request, int page);
+/* Whether that is all that a request asks of its own page of that number; and takes it from there.
+ */
+int scores_suffice(const PageScores *known, const Request *request, int page);
+void scores_take(const PageScores *known, Request *request, int page);
+/* Remembers it with a page of the cache; forgets it. */
+void scores_keep(Prefix *prefix, int32_t at, const Request *request, int page);
+void scores_drop(Prefix *prefix, int32_t at);
 
 /* decode.c: steps in which every sequence runs one row and draws one token. */
 

@@ -8,7 +8,8 @@
  *
  * A sequence that finds no free page takes those of the last in line that has any. The first in
  * line is of the oldest request of all until it is done: it always gets on, and each comes to be
- * the first. What was dropped is computed again, to the same bits. */
+ * the first. What was dropped is computed again, to the same bits. Who would compute what another
+ * one just computes is let wait (share.c). */
 #include <stdlib.h>
 #include <string.h>
 
@@ -184,24 +185,6 @@ static int make_room(Sampler *sampler, int place, int length)
     return 1;
 }
 
-void share_prompt(Sampler *sampler, Request *r)
-{
-    int common = r->spec.prompt_length - 1, whole = common / KV_PAGE, rest = common % KV_PAGE;
-    for (int j = 1; j < r->spec.samples; j++) {
-        Sequence *from = &r->sequence[0], *to = &r->sequence[j];
-        to->ready = 1;
-        for (int i = 0; i < whole; i++) {
-            kv_share(&sampler->kv, from->pages[i]);
-            to->pages[to->page_count++] = from->pages[i];
-        }
-        to->cached = whole * KV_PAGE;
-        int32_t page = rest ? kv_fork(&sampler->kv, from->pages[whole], rest) : -1;
-        if (page < 0) continue;
-        to->pages[to->page_count++] = page;
-        to->cached = common;
-    }
-}
-
 static void order_by_adapter(Turn *turns, int count)
 {
     for (int i = 1; i < count; i++) { /* stable, and nearly always in order already */
@@ -211,16 +194,6 @@ static void order_by_adapter(Turn *turns, int count)
             turns[j] = turns[j - 1];
         turns[j] = turn;
     }
-}
-
-/* Pages for a sequence that has none, of what is known already. Its last token is run for what
- * follows it, and a prompt's positions that are to be scored for their logits. */
-static void begin(Sampler *sampler, const Request *r, int sample)
-{
-    Sequence *s = &r->sequence[sample];
-    int limit = s->length - 1;
-    if (sample == 0 && request_scores(&r->spec) && r->scored < limit) limit = r->scored;
-    prefix_begin(&sampler->kv, r, s, limit);
 }
 
 int schedule(Sampler *sampler, Turn *turns)
@@ -233,7 +206,7 @@ int schedule(Sampler *sampler, Turn *turns)
         int j = line->waiter[i].sample, prompt = !decodes(&r->sequence[j]);
         Sequence *s = &r->sequence[j];
         if (prompt && !r->client->rows) continue;
-        if (!s->page_count) begin(sampler, r, j);
+        if (share_begin(sampler, turns, count, r, s)) continue;
         int missing = s->length - s->cached;
         int take = prompt && missing > r->client->rows ? r->client->rows : missing;
         if (!make_room(sampler, i, s->cached + take)) continue;
