@@ -362,15 +362,52 @@ static void many_rows(const Product *p, int m0, int m, int n_first, int n_last)
     }
 }
 
+/* Whether packing pays for `m` rows. */
+static int packs(const Product *p, int m)
+{
+    return p->order >= PANELS || (m > FEW && p->n > PANEL);
+}
+
+/* Groups of panels that the product is cut into. */
+static int groups_of(const Product *p)
+{
+    return (p->n + p->panels * PANEL - 1) / (p->panels * PANEL);
+}
+
 static void product_piece(void *context, int64_t piece)
 {
     const Product *p = context;
-    int groups = (p->n + p->panels * PANEL - 1) / (p->panels * PANEL);
+    int groups = groups_of(p);
     int m0 = (int)(piece / groups) * p->rows, n_first = (int)(piece % groups) * p->panels * PANEL;
     int m = p->m - m0 < p->rows ? p->m - m0 : p->rows;
     int n_last = n_first + p->panels * PANEL < p->n ? n_first + p->panels * PANEL : p->n;
-    int packs = p->order >= PANELS || (m > FEW && p->n > PANEL); /* else it would not pay */
-    (packs ? many_rows : few_rows)(p, m0, m, n_first, n_last);
+    (packs(p, m) ? many_rows : few_rows)(p, m0, m, n_first, n_last);
+}
+
+/* Pieces for `wanted` jobs at least, where there is so much: of all ways to cut, the one on which
+ * packing a again for each group of panels, and bringing b again for each block of rows, cost
+ * least. */
+static void cut(Product *p, int64_t wanted)
+{
+    enum { PACK = 10, READ = 2, TURN = 5 }; /* costs of an element, about */
+    int panels = (p->n + PANEL - 1) / PANEL, step = chunk(p), first, last;
+    int most = CPU(block_rows)(p->k < step ? p->k : step, in_pairs(p));
+    first = (p->m + most - 1) / most;
+    if (first * (int64_t)panels < wanted)
+        first = (int)((wanted + panels - 1) / panels); /* narrow */
+    last = packs(p, p->m) && wanted > first ? (int)wanted : first;
+    double least = 0;
+    for (int blocks = first; blocks <= last; blocks++) {
+        int rows = ((p->m + blocks - 1) / blocks + TALL - 1) / TALL * TALL;
+        int64_t groups = (wanted + blocks - 1) / blocks;
+        if (groups > panels) groups = panels;
+        double cost = (double)groups * p->m * PACK +
+                      (double)blocks * p->n * (p->order == PANELS ? READ : TURN);
+        if (blocks > first && (cost >= least || rows < 4 * TALL)) continue;
+        least = cost;
+        p->rows = rows;
+        p->panels = (int)((panels + groups - 1) / groups);
+    }
 }
 
 /* Cuts the product into pieces, a few for each thread, and runs them. */
@@ -381,19 +418,10 @@ void CPU(product_run)(Device *dev, Product *p)
         CPU(product_stream)(dev, p);
         return;
     }
-    int panels = (p->n + PANEL - 1) / PANEL, threads = pool_threads(((CpuDevice *)dev)->pool);
-    int64_t wanted = (double)p->m * p->n * p->k < CPU_SHARED ? 1 : threads > 1 ? 4 * threads : 1;
-    int step = chunk(p);
-    int most = CPU(block_rows)(p->k < step ? p->k : step, in_pairs(p));
-    int64_t blocks = (p->m + most - 1) / most;
-    if (blocks * panels < wanted) blocks = (wanted + panels - 1) / panels; /* narrow */
-    p->rows = (int)((p->m + blocks - 1) / blocks + TALL - 1) / TALL * TALL;
-    blocks = (p->m + p->rows - 1) / p->rows;
-    int64_t groups = (wanted + blocks - 1) / blocks;
-    if (groups > panels) groups = panels;
-    p->panels = (int)((panels + groups - 1) / groups);
-    groups = (panels + p->panels - 1) / p->panels;
-    cpu_run(dev, blocks * groups, product_piece, p);
+    int threads = pool_threads(((CpuDevice *)dev)->pool);
+    cut(p, (double)p->m * p->n * p->k < CPU_SHARED || threads == 1 ? 1 : 4 * threads);
+    int64_t blocks = (p->m + p->rows - 1) / p->rows;
+    cpu_run(dev, blocks * groups_of(p), product_piece, p);
 }
 
 void CPU(product)(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col,
