@@ -62,8 +62,8 @@ static void tile(Out out, const float *a, int64_t a_row, int64_t a_col, const fl
 
 /* A block of rows against `n` ≤ PANEL columns of b, which must be readable (not meaningful) to the
  * full width of the last tile. */
-static void strip(Out out, const float *a, int64_t a_row, int64_t a_col, const float *b,
-                  int64_t ldb, int m, int n, int k)
+static void rows_strip(Out out, const float *a, int64_t a_row, int64_t a_col, const float *b,
+                       int64_t ldb, int m, int n, int k)
 {
     for (int j = 0; j < n; j += WIDE) {
         int width = n - j < WIDE ? n - j : WIDE;
@@ -304,8 +304,8 @@ static void few_rows(const Product *p, int m0, int m, int n_first, int n_last)
             const float *b = bring(p, k0, depth, n0, width, scratch, 1, &ldb);
             Out out = out_to(p->c, p->ldc, p->scale, p->accumulate || k0 > 0);
             if (k0 == 0) out.bias = p->bias;
-            strip(out_at(out, m0, n0), p->a + m0 * p->a_row + k0 * p->a_col, p->a_row, p->a_col, b,
-                  ldb, m, width, depth);
+            rows_strip(out_at(out, m0, n0), p->a + m0 * p->a_row + k0 * p->a_col, p->a_row,
+                       p->a_col, b, ldb, m, width, depth);
         }
 }
 
@@ -317,12 +317,14 @@ static int chunk(const Product *p)
     return blocks ? (blocks + chunks - 1) / chunks * DEPTH : DEPTH;
 }
 
-/* Many rows, k of one chunk: a group of panels stays in L2 while the tiles of a come past, from L3
- * if need be, which is 32 KB for twelve blocks. The next group is asked for meanwhile. */
+/* Many rows, k of one chunk: a group of panels stays in L2 while strips of a come past, from L3 if
+ * need be, which is 32 KB for twelve blocks. The next group is asked for meanwhile. */
 static void many_rows_chunk(const Product *p, Out out, Tiles a, float *scratch, int m, int k0,
                             int depth, int n_first, int n_last)
 {
-    int pairs = in_pairs(p), lanes = pairs ? (depth + 1) / 2 : depth;
+    int lanes = in_pairs(p) ? (depth + 1) / 2 : depth;
+    int few = lanes > 0 && lanes < DEPTH / 2; /* then a tile is little work, and a strip several */
+    int strip = (few ? 4 * PACKED_DEPTH / lanes : 1) * TALL;
     for (int n0 = n_first; n0 < n_last; n0 += GROUP * PANEL) {
         int panels = (n_last - n0 + PANEL - 1) / PANEL;
         if (panels > GROUP) panels = GROUP;
@@ -335,13 +337,13 @@ static void many_rows_chunk(const Product *p, Out out, Tiles a, float *scratch, 
                 memset(to, 0, (size_t)depth * PANEL * sizeof *to);
             b[i] = bring(p, k0, depth, n, width, to, 0, &ldb);
         }
-        for (int t = 0; t < m; t += TALL)
+        for (int t = 0; t < m; t += strip)
             for (int i = 0; i < panels; i++) {
                 int n = n0 + i * PANEL, width = n_last - n < PANEL ? n_last - n : PANEL;
-                Tiles tile = a;
-                tile.at += t / TALL * a.tile;
-                weight_ask(p, k0, depth, n + GROUP * PANEL, t / TALL, (m + TALL - 1) / TALL);
-                CPU(block_multiply)(out_at(out, t, n), tile, b[i], m - t < TALL ? m - t : TALL,
+                Tiles tiles = a;
+                tiles.at += t / TALL * a.tile;
+                weight_ask(p, k0, depth, n + GROUP * PANEL, t / strip, (m + strip - 1) / strip);
+                CPU(block_multiply)(out_at(out, t, n), tiles, b[i], m - t < strip ? m - t : strip,
                                     width, lanes);
             }
     }
@@ -429,7 +431,7 @@ void CPU(product)(float *c, int64_t c_row, const float *a, int64_t a_row, int64_
 {
     for (int k0 = 0; k0 == 0 || k0 < k; k0 += DEPTH) {
         int depth = k - k0 < DEPTH ? k - k0 : DEPTH;
-        strip(out_to(c, c_row, scale, accumulate || k0 > 0), a + k0 * a_col, a_row, a_col,
-              b + k0 * b_row, b_row, m, n, depth);
+        rows_strip(out_to(c, c_row, scale, accumulate || k0 > 0), a + k0 * a_col, a_row, a_col,
+                   b + k0 * b_row, b_row, m, n, depth);
     }
 }
