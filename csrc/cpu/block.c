@@ -4,12 +4,10 @@
  * and TALL broadcasts of a for 2·TALL multiply-adds. a is packed first, once for all panels: rows
  * that lie a power of two apart would share a few sets of the cache and a page of the TLB each, and
  * TALL addresses do not fit into registers. The lines of c are asked for before the loop, which
- * hides their way from memory behind it, and those of a ahead of packing, which doubles its speed.
+ * hides their way from memory behind it.
  * Each sum is the one that matmul.c's tile of few rows makes, bit for bit. Compute bound:
  * 2·m·width·k flops on m·k + k·width + m·width elements. */
 #include "block.h"
-
-enum { AHEAD = 128 }; /* floats of a row from what is packed to what is asked for */
 
 _Static_assert((int)TALL <= (int)TILE_ROWS_MAX, "the last columns' temporary tile");
 
@@ -46,9 +44,6 @@ static void pack_rows(float *to, const float *a, int64_t a_row, int rows, int de
         for (int k = 0, lane = 0; k < depth; k += step, lane += VL) {
             int n = depth - k < step ? depth - k : step;
             vf v[VL];
-            for (int r = first; r < rows && r < first + VL; r++)
-                for (int i = 0; i < step; i += 16)
-                    __builtin_prefetch(a + r * a_row + k + AHEAD + i, 0, 2);
 #pragma GCC unroll 16
             for (int r = 0; r < VL; r++)
                 v[r] = first + r < rows ? row_lanes(a + (first + r) * a_row + k, n, pairs)

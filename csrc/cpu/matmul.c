@@ -394,6 +394,8 @@ static void cut(Product *p, int64_t wanted)
     enum { PACK = 10, READ = 2, TURN = 5 }; /* costs of an element, about */
     int panels = (p->n + PANEL - 1) / PANEL, step = chunk(p), first, last;
     int most = CPU(block_rows)(p->k < step ? p->k : step, in_pairs(p));
+    if (p->order == PANELS && panels <= 2 * GROUP) /* a is soon done with: it stays in L2 */
+        most = (most / 4 + TALL - 1) / TALL * TALL;
     first = (p->m + most - 1) / most;
     if (first * (int64_t)panels < wanted)
         first = (int)((wanted + panels - 1) / panels); /* narrow */
