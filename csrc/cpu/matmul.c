@@ -391,7 +391,7 @@ static void product_piece(void *context, int64_t piece)
  * least. */
 static void cut(Product *p, int64_t wanted)
 {
-    enum { PACK = 10, READ = 2, TURN = 5 }; /* costs of an element, about */
+    enum { PACK = 10, READ = 2, TURN = 20 }; /* costs of an element, about */
     int panels = (p->n + PANEL - 1) / PANEL, step = chunk(p), first, last;
     int most = CPU(block_rows)(p->k < step ? p->k : step, in_pairs(p));
     if (p->order == PANELS && panels <= 2 * GROUP) /* a is soon done with: it stays in L2 */
