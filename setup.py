@@ -189,7 +189,9 @@ core = Extension(
     "tinsmith._core",
     sources=sources("csrc") + ONCE + sources("csrc/py"),
     depends=[
-        str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.suffix in (".h", ".inc")
+        str(p.relative_to(ROOT))
+        for p in (ROOT / "csrc").rglob("*")
+        if p.suffix in (".c", ".h", ".inc")
     ],
     include_dirs=[numpy.get_include()],
     define_macros=[

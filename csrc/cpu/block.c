@@ -4,11 +4,10 @@
  * and TALL broadcasts of a for 2·TALL multiply-adds. a is packed first, once for all panels: rows
  * that lie a power of two apart would share a few sets of the cache and a page of the TLB each, and
  * TALL addresses do not fit into registers. The lines of c are asked for before the loop, which
- * hides their way from memory behind it. Each sum is the one that matmul.c's tile of few rows
- * makes, bit for bit. Compute bound: 2·m·width·k flops on m·k + k·width + m·width elements. */
+ * hides their way from memory behind it.
+ * Each sum is the one that matmul.c's tile of few rows makes, bit for bit. Compute bound:
+ * 2·m·width·k flops on m·k + k·width + m·width elements. */
 #include "block.h"
-
-#include "tile.h"
 
 _Static_assert((int)TALL <= (int)TILE_ROWS_MAX, "the last columns' temporary tile");
 
@@ -129,22 +128,41 @@ static void tall(Out out, const float *a, int64_t a_step, const float *b, int la
 #undef CASE
 }
 
-void CPU(block_multiply)(float *c, int64_t ldc, Tiles a, const float *b, int m, int width,
-                         int lanes, float scale, const float *bias, int add)
+/* A tile's sums, block by block: those that are not whole wait in L1, and c is read and written
+ * once. */
+static void tall_blocks(Out out, const float *a, int64_t a_step, const float *b, int lanes,
+                        int rows, int pairs)
+{
+    _Alignas(64) float waiting[TALL * WIDE];
+    int block = pairs ? DEPTH / 2 : DEPTH;
+    for (; lanes > block; lanes -= block, a += block * a_step, b += block * PANEL) {
+        Out wait = out;
+        wait.c = waiting;
+        wait.ldc = WIDE;
+        tall(wait, a, a_step, b, block, rows, pairs);
+        out.add = waiting;
+        out.add_row = WIDE;
+        out.bias = NULL;
+    }
+    tall(out, a, a_step, b, lanes, rows, pairs);
+}
+
+void CPU(block_multiply)(Out out, Tiles a, const float *b, int m, int width, int lanes)
 {
     for (int j = 0; j < width; j += WIDE) {
         int live = width - j < WIDE ? width - j : WIDE;
         const float *tile = a.at;
         for (int i = 0; i < m; i += TALL, tile += a.tile) {
             int rows = m - i < TALL ? m - i : TALL;
-            Out out = {c + i * ldc + j, ldc, scale, bias ? bias + j : NULL, add};
+            Out to = out_at(out, i, j);
             if (live == WIDE) {
-                tall(out, tile, a.step, b + j, lanes, rows, a.pairs);
+                tall_blocks(to, tile, a.step, b + j, lanes, rows, a.pairs);
                 continue;
             }
             Edge edge;
-            tall(edge_open(&edge, out, rows, live), tile, a.step, b + j, lanes, rows, a.pairs);
-            edge_close(&edge, out, rows, live);
+            tall_blocks(edge_open(&edge, to, rows, live), tile, a.step, b + j, lanes, rows,
+                        a.pairs);
+            edge_close(&edge, to, rows, live);
         }
     }
 }

@@ -4,12 +4,13 @@
 #define TINSMITH_CPU_BLOCK_H
 
 #include "matmul.h"
-#include "simd.h"
+#include "tile.h"
 
 enum {
-    TALL = VL == 16 ? 14 : 6, /* rows of a tile: 28 of 32 registers hold sums, or 12 of 16 */
-    PACKED = 336 * DEPTH,     /* lanes of a packed block: half of L2 */
-    PACKED_SLACK = VL,        /* lanes behind it that packing may write */
+    TALL = VL == 16 ? 14 : 6,     /* rows of a tile: 28 of 32 registers hold sums, or 12 of 16 */
+    PACKED_DEPTH = 3 * DEPTH / 2, /* lanes of a packed row: three blocks of pairs, one of floats */
+    PACKED = 518 * PACKED_DEPTH,  /* lanes of all packed rows: 1.2 MB */
+    PACKED_SLACK = VL,            /* lanes behind it that packing may write */
 };
 
 /* How many rows of `depth` elements a packed block takes, a multiple of TALL. */
@@ -40,10 +41,9 @@ static inline Tiles tiles_turned(const float *a, int64_t width)
     return (Tiles){a, width, TALL, 0};
 }
 
-/* c (m,width) = scale·a·b [+ bias] [+ c], width ≤ PANEL; b is k-major with PANEL lanes a row,
- * `lanes` rows of it. */
-void CPU(block_multiply)(float *c, int64_t ldc, Tiles a, const float *b, int m, int width,
-                         int lanes, float scale, const float *bias, int add);
+/* out (m,width) of a·b, width ≤ PANEL; b is k-major with PANEL lanes a row, `lanes` rows of it: any
+ * number of blocks of the sum. */
+void CPU(block_multiply)(Out out, Tiles a, const float *b, int m, int width, int lanes);
 
 /* `width` ≤ PANEL columns of `depth` rows, PANEL lanes a row. */
 static inline void panel_copy(float *to, const float *from, int64_t from_row, int depth, int width)

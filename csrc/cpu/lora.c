@@ -81,8 +81,8 @@ static void narrow_job(void *context, int64_t job)
                     panel_copy(b + c - n0, p.m->a + (int64_t)k0 * g->R + p.r, g->R, depth, p.n);
                     c += p.n;
                 }
-                CPU(block_multiply)(sums + n0 - c0, COLUMNS, tiles_packed(packed, depth, 0), b, m,
-                                    width, depth, 1.0f, NULL, k0 > 0);
+                CPU(block_multiply)(out_to(sums + n0 - c0, COLUMNS, 1.0f, k0 > 0),
+                                    tiles_packed(packed, depth, 0), b, m, width, depth);
             }
         }
         for (int c = c0; c < c1;) {
@@ -121,8 +121,8 @@ static void widen_job(void *context, int64_t job)
                                width, p.n);
                 c += p.n;
             }
-            CPU(block_multiply)(g->dx + (int64_t)t0 * g->D + n0, g->D, tiles_packed(packed, k, 0),
-                                b, m, width, k, 1.0f, NULL, 1);
+            CPU(block_multiply)(out_to(g->dx + (int64_t)t0 * g->D + n0, g->D, 1.0f, 1),
+                                tiles_packed(packed, k, 0), b, m, width, k);
         }
     }
 }
@@ -146,7 +146,7 @@ static void da_job(void *context, int64_t job)
                 Part p = part_of(g, c, g->count * R);
                 p.n = p.n < COLUMNS ? p.n : COLUMNS;
                 Tiles ds = tiles_turned(f32(p.m->ds) + (int64_t)k0 * R + p.r, R);
-                CPU(block_multiply)(sums, PANEL, ds, b, p.n, width, depth, 1.0f, NULL, 0);
+                CPU(block_multiply)(out_to(sums, PANEL, 1.0f, 0), ds, b, p.n, width, depth);
                 CPU(transpose)(turned, p.n, sums, PANEL, p.n, width);
                 for (int j = 0; j < width; j++) {
                     float *da = p.m->da + (int64_t)(n0 + j) * R + p.r;
@@ -179,8 +179,9 @@ static void db_job(void *context, int64_t job)
         for (int n0 = first; n0 < last; n0 += PANEL) {
             int width = last - n0 < PANEL ? last - n0 : PANEL;
             panel_copy(b, g->dy + (int64_t)k0 * g->N + n0, g->N, depth, width);
-            CPU(block_multiply)(g->db + n0, g->N, tiles_turned(g->s + (int64_t)k0 * g->R, g->R), b,
-                                g->R, width, depth, g->scale, NULL, 1);
+            CPU(block_multiply)(out_to(g->db + n0, g->N, g->scale, 1),
+                                tiles_turned(g->s + (int64_t)k0 * g->R, g->R), b, g->R, width,
+                                depth);
         }
     }
 }

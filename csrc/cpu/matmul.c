@@ -4,8 +4,8 @@
  *
  * Up to STREAM_ROWS rows against a frozen weight read it as it comes from memory (stream.c). Other
  * products with a frozen weight, and those of more than FEW rows with more than one panel of b,
- * pack a for all panels to meet (block.c). What is left takes a as it lies, in the register tile
- * that is here. On each way b is brought to panels that are row-major in k: frozen weights are
+ * pack a for groups of panels to meet (block.c). What is left takes a as it lies, in the register
+ * tile that is here. On each way b is brought to panels that are row-major in k: frozen weights are
  * stored so (cpu.h), anything else goes through a scratch block that stays in L1 or L2. bf16
  * weights widen to f32 on the way, which is exact; or, in the set of instructions that has it, a is
  * rounded to bf16 too and the processor's dot product of pairs takes both, for half the
@@ -24,6 +24,8 @@ enum {
     TILE_M = VL == 16 ? 8 : 6, /* rows of a register tile; as many addresses of a fit into
                                   registers, which is why taller tiles need it packed (block.c) */
     FEW = 2 * TILE_M,          /* up to so many rows packing a would not pay */
+    GROUP = 4,                 /* panels that stay in L2 while many rows come past: 300 KB */
+    SCRATCH = (PACKED_DEPTH + PANEL) * PANEL, /* lanes of one that has to be brought there */
 };
 
 /* ---- the register tile ---- */
@@ -60,23 +62,22 @@ static void tile(Out out, const float *a, int64_t a_row, int64_t a_col, const fl
 
 /* A block of rows against `n` ≤ PANEL columns of b, which must be readable (not meaningful) to the
  * full width of the last tile. */
-static void strip(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col,
-                  const float *b, int64_t ldb, int m, int n, int k, float scale, const float *bias,
-                  int add)
+static void rows_strip(Out out, const float *a, int64_t a_row, int64_t a_col, const float *b,
+                       int64_t ldb, int m, int n, int k)
 {
     for (int j = 0; j < n; j += WIDE) {
         int width = n - j < WIDE ? n - j : WIDE;
         for (int i = 0; i < m; i += TILE_M) {
             int rows = m - i < TILE_M ? m - i : TILE_M;
-            Out out = {c + i * ldc + j, ldc, scale, bias ? bias + j : NULL, add};
+            Out to = out_at(out, i, j);
             const float *ai = a + i * a_row;
             if (width == WIDE) {
-                tile(out, ai, a_row, a_col, b + j, ldb, k, rows);
+                tile(to, ai, a_row, a_col, b + j, ldb, k, rows);
                 continue;
             }
             Edge edge;
-            tile(edge_open(&edge, out, rows, width), ai, a_row, a_col, b + j, ldb, k, rows);
-            edge_close(&edge, out, rows, width);
+            tile(edge_open(&edge, to, rows, width), ai, a_row, a_col, b + j, ldb, k, rows);
+            edge_close(&edge, to, rows, width);
         }
     }
 }
@@ -204,17 +205,40 @@ static void turn_pairs(float *to, const float *from, int width)
 
 #endif
 
+/* Where a weight's rows [k0, …) of columns [n0, …) of b begin: with PANELS the panel n0, with
+ * PANELS_T the panel k0. */
+static const float *weight_at(const Product *p, int k0, int n0)
+{
+    const frozen *w = p->b;
+    int halves = w->type == DTYPE_BF16; /* a lane holds two columns of the weight */
+    size_t lanes = halves ? ((size_t)w->cols + 1) / 2 : (size_t)w->cols; /* of a panel's row */
+    int row = p->order == PANELS ? n0 : k0, col = p->order == PANELS ? k0 : n0;
+    return (const float *)w->data +
+           ((size_t)(row / PANEL) * lanes + (size_t)(halves ? col / 2 : col)) * PANEL;
+}
+
+/* Asks for part number `part` of `parts` of one panel of that, which lies in stretches of lines
+ * `step` apart. */
+static void weight_ask(const Product *p, int k0, int depth, int n0, int part, int parts)
+{
+    if (p->order < PANELS || n0 >= p->n) return;
+    int lines = ((const frozen *)p->b)->type == DTYPE_BF16 ? 1 : 2; /* PANEL elements */
+    int stretch = (p->order == PANELS ? depth : PANEL) * lines;
+    const float *at = weight_at(p, k0, n0);
+    int64_t step = p->order == PANELS ? 0 : weight_at(p, k0 + PANEL, n0) - at;
+    int share = (depth * lines + parts - 1) / parts, from = part * share;
+    for (int i = from; i < from + share && i < depth * lines; i++)
+        __builtin_prefetch(at + i / stretch * step + i % stretch * 16, 0, 2);
+}
+
 /* Rows [k0, k0+depth) of columns [n0, n0+width) of a weight, k-major: floats, or with in_pairs()
  * two rows in a lane. */
 static const float *bring_weight(const Product *p, int k0, int depth, int n0, int width,
                                  float *scratch)
 {
-    const frozen *w = p->b;
-    int halves = w->type == DTYPE_BF16; /* a lane holds two columns of the weight */
-    size_t lanes = halves ? ((size_t)w->cols + 1) / 2 : (size_t)w->cols; /* of a panel's row */
+    int halves = ((const frozen *)p->b)->type == DTYPE_BF16;
     if (p->order == PANELS) {
-        size_t at = (size_t)(n0 / PANEL) * lanes + (size_t)(halves ? k0 / 2 : k0);
-        const float *from = (const float *)w->data + at * PANEL;
+        const float *from = weight_at(p, k0, n0);
         if (!halves || in_pairs(p)) return from;
         for (int i = 0; i < depth; i += 2)
             for (int x = 0; x < PANEL; x += VL) {
@@ -226,8 +250,7 @@ static const float *bring_weight(const Product *p, int k0, int depth, int n0, in
     }
     /* PANELS_T: k runs over the weight's rows, n over its columns; k0 is a multiple of PANEL */
     for (int i = 0; i < depth; i += PANEL) {
-        size_t at = (size_t)((k0 + i) / PANEL) * lanes + (size_t)(halves ? n0 / 2 : n0);
-        const float *from = (const float *)w->data + at * PANEL;
+        const float *from = weight_at(p, k0 + i, n0);
 #if defined(__AVX512BF16__)
         if (halves) turn_pairs(scratch + i / 2 * PANEL, from, width);
 #else
@@ -280,42 +303,116 @@ static void few_rows(const Product *p, int m0, int m, int n_first, int n_last)
             int width = n_last - n0 < PANEL ? n_last - n0 : PANEL;
             int64_t ldb;
             const float *b = bring(p, k0, depth, n0, width, scratch, 1, &ldb);
-            strip(p->c + m0 * p->ldc + n0, p->ldc, p->a + m0 * p->a_row + k0 * p->a_col, p->a_row,
-                  p->a_col, b, ldb, m, width, depth, p->scale,
-                  p->bias && k0 == 0 ? p->bias + n0 : NULL, p->accumulate || k0 > 0);
+            Out out = out_to(p->c, p->ldc, p->scale, p->accumulate || k0 > 0);
+            if (k0 == 0) out.bias = p->bias;
+            rows_strip(out_at(out, m0, n0), p->a + m0 * p->a_row + k0 * p->a_col, p->a_row,
+                       p->a_col, b, ldb, m, width, depth);
         }
 }
 
-/* Many rows: all panels meet one block of a while it is in L2. The sums are the same. */
+/* k that is packed at once, in even parts of whole blocks. */
+static int chunk(const Product *p)
+{
+    int blocks = (p->k + DEPTH - 1) / DEPTH, most = PACKED_DEPTH * (in_pairs(p) ? 2 : 1) / DEPTH;
+    int chunks = (blocks + most - 1) / most;
+    return blocks ? (blocks + chunks - 1) / chunks * DEPTH : DEPTH;
+}
+
+/* Many rows, k of one chunk: a group of panels stays in L2 while strips of a come past, from L3 if
+ * need be, which is 32 KB for twelve blocks. The next group is asked for meanwhile. */
+static void many_rows_chunk(const Product *p, Out out, Tiles a, float *scratch, int m, int k0,
+                            int depth, int n_first, int n_last)
+{
+    int lanes = in_pairs(p) ? (depth + 1) / 2 : depth;
+    int few = lanes > 0 && lanes < DEPTH / 2; /* then a tile is little work, and a strip several */
+    int strip = (few ? 4 * PACKED_DEPTH / lanes : 1) * TALL;
+    for (int n0 = n_first; n0 < n_last; n0 += GROUP * PANEL) {
+        int panels = (n_last - n0 + PANEL - 1) / PANEL;
+        if (panels > GROUP) panels = GROUP;
+        const float *b[GROUP];
+        for (int i = 0; i < panels; i++) {
+            int n = n0 + i * PANEL, width = n_last - n < PANEL ? n_last - n : PANEL;
+            float *to = scratch + (int64_t)i * SCRATCH;
+            int64_t ldb;
+            if (width < PANEL && p->order < PANELS) /* columns that do not exist */
+                memset(to, 0, (size_t)depth * PANEL * sizeof *to);
+            b[i] = bring(p, k0, depth, n, width, to, 0, &ldb);
+        }
+        for (int t = 0; t < m; t += strip)
+            for (int i = 0; i < panels; i++) {
+                int n = n0 + i * PANEL, width = n_last - n < PANEL ? n_last - n : PANEL;
+                Tiles tiles = a;
+                tiles.at += t / TALL * a.tile;
+                weight_ask(p, k0, depth, n + GROUP * PANEL, t / strip, (m + strip - 1) / strip);
+                CPU(block_multiply)(out_at(out, t, n), tiles, b[i], m - t < strip ? m - t : strip,
+                                    width, lanes);
+            }
+    }
+}
+
 static void many_rows(const Product *p, int m0, int m, int n_first, int n_last)
 {
-    _Alignas(64) float scratch[(DEPTH + PANEL) * PANEL], packed[PACKED + PACKED_SLACK];
-    if (p->order != PANELS) memset(scratch, 0, sizeof scratch);
-    int pairs = in_pairs(p);
-    for (int k0 = 0; k0 == 0 || k0 < p->k; k0 += DEPTH) {
-        int depth = p->k - k0 < DEPTH ? p->k - k0 : DEPTH;
+    _Alignas(64) float scratch[GROUP * SCRATCH], packed[PACKED + PACKED_SLACK];
+    int pairs = in_pairs(p), step = chunk(p);
+    for (int k0 = 0; k0 == 0 || k0 < p->k; k0 += step) {
+        int depth = p->k - k0 < step ? p->k - k0 : step;
         CPU(block_pack)(packed, p->a + m0 * p->a_row + k0 * p->a_col, p->a_row, p->a_col, m, depth,
                         pairs);
-        for (int n0 = n_first; n0 < n_last; n0 += PANEL) {
-            int width = n_last - n0 < PANEL ? n_last - n0 : PANEL;
-            int64_t ldb;
-            const float *b = bring(p, k0, depth, n0, width, scratch, 0, &ldb);
-            CPU(block_multiply)(p->c + m0 * p->ldc + n0, p->ldc, tiles_packed(packed, depth, pairs),
-                                b, m, width, pairs ? (depth + 1) / 2 : depth, p->scale,
-                                p->bias && k0 == 0 ? p->bias + n0 : NULL, p->accumulate || k0 > 0);
-        }
+        Out out = out_to(p->c, p->ldc, p->scale, p->accumulate || k0 > 0);
+        if (k0 == 0) out.bias = p->bias;
+        many_rows_chunk(p, out_at(out, m0, 0), tiles_packed(packed, depth, pairs), scratch, m, k0,
+                        depth, n_first, n_last);
     }
+}
+
+/* Whether packing pays for `m` rows. */
+static int packs(const Product *p, int m)
+{
+    return p->order >= PANELS || (m > FEW && p->n > PANEL);
+}
+
+/* Groups of panels that the product is cut into. */
+static int groups_of(const Product *p)
+{
+    return (p->n + p->panels * PANEL - 1) / (p->panels * PANEL);
 }
 
 static void product_piece(void *context, int64_t piece)
 {
     const Product *p = context;
-    int groups = (p->n + p->panels * PANEL - 1) / (p->panels * PANEL);
+    int groups = groups_of(p);
     int m0 = (int)(piece / groups) * p->rows, n_first = (int)(piece % groups) * p->panels * PANEL;
     int m = p->m - m0 < p->rows ? p->m - m0 : p->rows;
     int n_last = n_first + p->panels * PANEL < p->n ? n_first + p->panels * PANEL : p->n;
-    int packs = p->order >= PANELS || (m > FEW && p->n > PANEL); /* else it would not pay */
-    (packs ? many_rows : few_rows)(p, m0, m, n_first, n_last);
+    (packs(p, m) ? many_rows : few_rows)(p, m0, m, n_first, n_last);
+}
+
+/* Pieces for `wanted` jobs at least, where there is so much: of all ways to cut, the one on which
+ * packing a again for each group of panels, and bringing b again for each block of rows, cost
+ * least. */
+static void cut(Product *p, int64_t wanted)
+{
+    enum { PACK = 10, READ = 2, TURN = 20 }; /* costs of an element, about */
+    int panels = (p->n + PANEL - 1) / PANEL, step = chunk(p), first, last;
+    int most = CPU(block_rows)(p->k < step ? p->k : step, in_pairs(p));
+    if (p->order == PANELS && panels <= 2 * GROUP) /* a is soon done with: it stays in L2 */
+        most = (most / 4 + TALL - 1) / TALL * TALL;
+    first = (p->m + most - 1) / most;
+    if (first * (int64_t)panels < wanted)
+        first = (int)((wanted + panels - 1) / panels); /* narrow */
+    last = packs(p, p->m) && wanted > first ? (int)wanted : first;
+    double least = 0;
+    for (int blocks = first; blocks <= last; blocks++) {
+        int rows = ((p->m + blocks - 1) / blocks + TALL - 1) / TALL * TALL;
+        int64_t groups = (wanted + blocks - 1) / blocks;
+        if (groups > panels) groups = panels;
+        double cost = (double)groups * p->m * PACK +
+                      (double)blocks * p->n * (p->order == PANELS ? READ : TURN);
+        if (blocks > first && (cost >= least || rows < 4 * TALL)) continue;
+        least = cost;
+        p->rows = rows;
+        p->panels = (int)((panels + groups - 1) / groups);
+    }
 }
 
 /* Cuts the product into pieces, a few for each thread, and runs them. */
@@ -326,18 +423,10 @@ void CPU(product_run)(Device *dev, Product *p)
         CPU(product_stream)(dev, p);
         return;
     }
-    int panels = (p->n + PANEL - 1) / PANEL, threads = pool_threads(((CpuDevice *)dev)->pool);
-    int64_t wanted = (double)p->m * p->n * p->k < CPU_SHARED ? 1 : threads > 1 ? 4 * threads : 1;
-    int most = CPU(block_rows)(p->k < DEPTH ? p->k : DEPTH, in_pairs(p));
-    int64_t blocks = (p->m + most - 1) / most;
-    if (blocks * panels < wanted) blocks = (wanted + panels - 1) / panels; /* narrow */
-    p->rows = (int)((p->m + blocks - 1) / blocks + TALL - 1) / TALL * TALL;
-    blocks = (p->m + p->rows - 1) / p->rows;
-    int64_t groups = (wanted + blocks - 1) / blocks;
-    if (groups > panels) groups = panels;
-    p->panels = (int)((panels + groups - 1) / groups);
-    groups = (panels + p->panels - 1) / p->panels;
-    cpu_run(dev, blocks * groups, product_piece, p);
+    int threads = pool_threads(((CpuDevice *)dev)->pool);
+    cut(p, (double)p->m * p->n * p->k < CPU_SHARED || threads == 1 ? 1 : 4 * threads);
+    int64_t blocks = (p->m + p->rows - 1) / p->rows;
+    cpu_run(dev, blocks * groups_of(p), product_piece, p);
 }
 
 void CPU(product)(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_col,
@@ -345,7 +434,7 @@ void CPU(product)(float *c, int64_t c_row, const float *a, int64_t a_row, int64_
 {
     for (int k0 = 0; k0 == 0 || k0 < k; k0 += DEPTH) {
         int depth = k - k0 < DEPTH ? k - k0 : DEPTH;
-        strip(c, c_row, a + k0 * a_col, a_row, a_col, b + k0 * b_row, b_row, m, n, depth, scale,
-              NULL, accumulate || k0 > 0);
+        rows_strip(out_to(c, c_row, scale, accumulate || k0 > 0), a + k0 * a_col, a_row, a_col,
+                   b + k0 * b_row, b_row, m, n, depth);
     }
 }

@@ -156,11 +156,12 @@ static void panel_block(const Stream *s, int n0, int k0, int depth)
     const float *a = s->packed + (int64_t)row_lanes(s->form, k0 - s->k0) * s->height;
     int64_t tile_lanes = (int64_t)row_lanes(s->form, s->depth) * s->height;
     int n = p->n - n0 < PANEL ? p->n - n0 : PANEL;
+    Out whole = out_to(p->c, p->ldc, p->scale, p->accumulate || k0 > 0);
+    if (k0 == 0) whole.bias = p->bias;
     for (int j = 0; j < n; j += WIDE)
         for (int t = 0; t < s->tiles; t++) {
             int r0 = t * s->height, rows = p->m - r0 < s->height ? p->m - r0 : s->height;
-            Out out = {p->c + r0 * p->ldc + n0 + j, p->ldc, p->scale,
-                       p->bias && k0 == 0 ? p->bias + n0 + j : NULL, p->accumulate || k0 > 0};
+            Out out = out_at(whole, r0, n0 + j);
             const float *at = a + t * tile_lanes;
             int first = j == 0 && t == 0;
             if (n - j >= WIDE) {

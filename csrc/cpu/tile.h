@@ -10,14 +10,29 @@ enum {
     TILE_ROWS_MAX = 14, /* of all tiles */
 };
 
-/* Where a tile's sums go, and what is added to them: c = scale·sums [+ bias] [+ c]. */
+/* Where a tile's sums go, and what is added to them: c = scale·sums [+ bias] [+ add]. */
 typedef struct Out {
     float *c;
-    int64_t ldc;
+    const float *add; /* NULL: none; may be c */
+    int64_t ldc, add_row;
     float scale;
     const float *bias; /* NULL: none */
-    int add;
 } Out;
+
+/* c = scale·sums, or c += scale·sums. */
+static inline Out out_to(float *c, int64_t ldc, float scale, int accumulate)
+{
+    return (Out){c, accumulate ? c : NULL, ldc, ldc, scale, NULL};
+}
+
+/* The same for what begins `rows` and `columns` further on. */
+static inline Out out_at(Out out, int rows, int columns)
+{
+    out.c += rows * out.ldc + columns;
+    if (out.add) out.add += rows * out.add_row + columns;
+    if (out.bias) out.bias += columns;
+    return out;
+}
 
 /* One k, or one pair of them, of `rows` rows of a against 2·VL columns of b. */
 static inline __attribute__((always_inline)) void
@@ -50,11 +65,10 @@ static inline __attribute__((always_inline)) void tile_write(Out out, vf (*acc)[
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
-            float *to = out.c + r * out.ldc + half * VL;
             vf y = acc[r][half] * out.scale;
             if (out.bias) y += v_load(out.bias + half * VL);
-            if (out.add) y += v_load(to);
-            v_store(to, y);
+            if (out.add) y += v_load(out.add + r * out.add_row + half * VL);
+            v_store(out.c + r * out.ldc + half * VL, y);
         }
 }
 
@@ -71,8 +85,10 @@ static inline Out edge_open(Edge *edge, Out out, int rows, int width)
     }
     if (out.add) memset(edge->c, 0, (size_t)rows * WIDE * sizeof *edge->c);
     for (int r = 0; out.add && r < rows; r++)
-        memcpy(edge->c + r * WIDE, out.c + r * out.ldc, (size_t)width * sizeof *edge->c);
-    return (Out){edge->c, WIDE, out.scale, out.bias ? edge->bias : NULL, out.add};
+        memcpy(edge->c + r * WIDE, out.add + r * out.add_row, (size_t)width * sizeof *edge->c);
+    Out to = out_to(edge->c, WIDE, out.scale, out.add != NULL);
+    to.bias = out.bias ? edge->bias : NULL;
+    return to;
 }
 
 static inline void edge_close(const Edge *edge, Out out, int rows, int width)
