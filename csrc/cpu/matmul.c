@@ -326,7 +326,8 @@ void CPU(product_run)(Device *dev, Product *p)
         return;
     }
     int panels = (p->n + PANEL - 1) / PANEL, threads = pool_threads(((CpuDevice *)dev)->pool);
-    int64_t wanted = (double)p->m * p->n * p->k < CPU_SHARED ? 1 : threads > 1 ? 4 * threads : 1;
+    int shared = threads > 1 && CPU_PRODUCT_NS * p->m * p->n * p->k >= CPU_SHARED_NS;
+    int64_t wanted = shared ? 4 * threads : 1;
     int most = CPU(block_rows)(p->k < DEPTH ? p->k : DEPTH, in_pairs(p));
     int64_t blocks = (p->m + most - 1) / most;
     if (blocks * panels < wanted) blocks = (wanted + panels - 1) / panels; /* narrow */

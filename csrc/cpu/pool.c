@@ -8,10 +8,11 @@
  * A job is one word, the gate: its number, whether it is open, and how many workers are inside.
  * Threads draw indices from one atomic counter, so uneven pieces even out; nothing that is computed
  * depends on who drew what. A worker that comes late finds the gate shut and the caller gone on:
- * nobody waits for a thread that the system has not yet woken. Workers that wait spin briefly, then
- * sleep, because a decoding step is some hundred short jobs in a row while an idle server must cost
- * nothing. A child process that was forked has no workers until it opens a device of its own: there
- * the caller does all the work. */
+ * nobody waits for a thread that the system has not yet woken. Workers that wait stay awake for
+ * AWAKE, then sleep: a decoding step is some hundred short jobs in a row, with work of the caller's
+ * own between them, and waking a thread takes as long as many of them (50 µs and more on a virtual
+ * machine), while an idle server must cost nothing. A child process that was forked has no workers
+ * until it opens a device of its own: there the caller does all the work. */
 #define _GNU_SOURCE
 #include "pool.h"
 
@@ -19,9 +20,12 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <time.h>
 #include <unistd.h>
 
-enum { THREADS_MAX = 256, SPINS = 2000 };
+enum { THREADS_MAX = 256, SPINS = 64 /* between two looks at the clock */ };
+
+#define AWAKE INT64_C(500000) /* ns from the last job to sleep */
 
 /* The gate's fields: a job's number, OPEN, and the workers inside. */
 #define INSIDE UINT64_C(0xffff)
@@ -62,6 +66,13 @@ static inline void relax(void)
 #endif
 }
 
+static int64_t now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
+}
+
 static void draw(void)
 {
     for (;;) {
@@ -79,6 +90,19 @@ static int called(int index, uint64_t seen)
     uint64_t gate = atomic_load(&crew.gate);
     return ((gate & OPEN) && gate / NUMBER != seen && index < atomic_load(&crew.limit)) ||
            atomic_load(&crew.stop);
+}
+
+/* The same, waited for as long as a worker stays awake. */
+static int called_awake(int index, uint64_t seen)
+{
+    int64_t end = now() + AWAKE;
+    do
+        for (int i = 0; i < SPINS; i++) {
+            if (called(index, seen)) return 1;
+            relax();
+        }
+    while (now() < end);
+    return 0;
 }
 
 /* Goes into the open job, unless it is shut meanwhile. The limit is that of the gate that lets in.
@@ -108,8 +132,7 @@ static void *worker_main(void *argument)
     int index = (int)(intptr_t)argument;
     uint64_t seen = 0;
     for (;;) {
-        for (int i = 0; i < SPINS && !called(index, seen); i++) relax();
-        if (!called(index, seen)) {
+        if (!called_awake(index, seen)) {
             pthread_mutex_lock(&crew.lock);
             atomic_fetch_add(&crew.sleepers, 1);
             while (!called(index, seen)) pthread_cond_wait(&crew.wake, &crew.lock);
@@ -204,8 +227,13 @@ int pool_threads(const Pool *pool)
 /* Waits until no worker is inside a job that is shut. */
 static void wait_for_workers(void)
 {
-    for (int i = 0; i < SPINS && atomic_load(&crew.gate) & INSIDE; i++) relax();
-    if (!(atomic_load(&crew.gate) & INSIDE)) return;
+    for (int64_t end = now() + AWAKE;;) {
+        for (int i = 0; i < SPINS; i++) {
+            if (!(atomic_load(&crew.gate) & INSIDE)) return;
+            relax();
+        }
+        if (now() >= end) break;
+    }
     pthread_mutex_lock(&crew.lock);
     atomic_store(&crew.waiting, 1);
     while (atomic_load(&crew.gate) & INSIDE) pthread_cond_wait(&crew.idle, &crew.lock);
