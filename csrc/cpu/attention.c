@@ -36,6 +36,14 @@ typedef struct Attention {
     int S, H, G, E;
 } Attention;
 
+/* Pairs of a query and a key, at most: those of a long span's first queries are fewer. */
+static double pairs_of(const Span *spans, int S)
+{
+    double pairs = 0;
+    for (int s = 0; s < S; s++) pairs += (double)spans[s].rows * (spans[s].pos + spans[s].rows);
+    return pairs;
+}
+
 /* ---- the cache ---- */
 
 typedef struct Write {
@@ -241,9 +249,7 @@ void CPU(attention)(Device *dev, real *y, float *lse, const real *q, const real 
 {
     (void)T;
     Attention c = {f32(y), lse, f32c(q), f32c(k_pages), f32c(v_pages), spans, pages, S, H, G, E};
-    double work = 0;
-    for (int s = 0; s < S; s++) work += (double)spans[s].rows * (spans[s].pos + spans[s].rows);
-    cpu_run_of(dev, NS * work * H * E, (int64_t)S * G, attention_piece, &c);
+    cpu_run_uneven(dev, NS * pairs_of(spans, S) * H * E, (int64_t)S * G, attention_piece, &c);
 }
 
 /* ---- backward ---- */
@@ -355,5 +361,5 @@ void CPU(attention_backward)(Device *dev, real *dq, real *dk, real *dv, const re
     }
     Backward c = {f32(dq), f32(dk), f32(dv), f32c(dy), f32c(y), lse, f32c(q),
                   f32c(k), f32c(v), spans,   H,        G,       E};
-    cpu_run(dev, (int64_t)S * G, backward_piece, &c);
+    cpu_run_uneven(dev, NS * pairs_of(spans, S) * H * E, (int64_t)S * G, backward_piece, &c);
 }

@@ -70,7 +70,7 @@ static inline const float *f32c(const real *x)
  * whenever they have more than one piece. */
 static inline void cpu_run(Device *dev, int64_t count, void (*work)(void *, int64_t), void *context)
 {
-    pool_run(((CpuDevice *)dev)->pool, count, work, context);
+    pool_run(((CpuDevice *)dev)->pool, count, 1, work, context);
 }
 
 /* Nanoseconds of one thread that are worth a second one. A job that is shared takes 0.3 µs more, as
@@ -80,7 +80,8 @@ static inline void cpu_run(Device *dev, int64_t count, void (*work)(void *, int6
 #define CPU_SHARED_NS 6e3
 #define CPU_PRODUCT_NS 0.01 /* of a multiply-add of a product */
 
-/* The same, by the caller alone where all of it is less than is worth sharing. */
+/* The same by the caller alone where all of it, some `ns` of one thread, is less than is worth
+ * sharing. */
 static inline void cpu_run_of(Device *dev, double ns, int64_t count, void (*work)(void *, int64_t),
                               void *context)
 {
@@ -88,6 +89,16 @@ static inline void cpu_run_of(Device *dev, double ns, int64_t count, void (*work
         for (int64_t i = 0; i < count; i++) work(context, i);
     else
         cpu_run(dev, count, work, context);
+}
+
+/* The same for pieces of which some may take many times as long as others. */
+static inline void cpu_run_uneven(Device *dev, double ns, int64_t count,
+                                  void (*work)(void *, int64_t), void *context)
+{
+    if (ns < CPU_SHARED_NS)
+        for (int64_t i = 0; i < count; i++) work(context, i);
+    else
+        pool_run(((CpuDevice *)dev)->pool, count, 0, work, context);
 }
 
 /* Rows of `width` elements that make a job of about `grain` of them: one at least. */

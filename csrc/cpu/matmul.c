@@ -24,6 +24,9 @@ enum {
     TILE_M = VL == 16 ? 8 : 6, /* rows of a register tile; as many addresses of a fit into
                                   registers, which is why taller tiles need it packed (block.c) */
     FEW = 2 * TILE_M,          /* up to so many rows packing a would not pay */
+    LEAST = 5 * TALL,          /* rows of a piece, if that spares groups of panels, each of which
+                                  packs the same rows again: bringing b again costs nothing … */
+    LEAST_BROUGHT = 18 * TALL, /* … or 3 to 5 % of a product where it is turned or copied */
 };
 
 /* ---- the register tile ---- */
@@ -317,7 +320,7 @@ static void product_piece(void *context, int64_t piece)
     (packs ? many_rows : few_rows)(p, m0, m, n_first, n_last);
 }
 
-/* Cuts the product into pieces, a few for each thread, and runs them. */
+/* Cuts the product into pieces, a few for each thread, by rows first, and runs them. */
 void CPU(product_run)(Device *dev, Product *p)
 {
     if (p->m <= 0 || p->n <= 0) return;
@@ -330,10 +333,14 @@ void CPU(product_run)(Device *dev, Product *p)
     int64_t wanted = shared ? 4 * threads : 1;
     int most = CPU(block_rows)(p->k < DEPTH ? p->k : DEPTH, in_pairs(p));
     int64_t blocks = (p->m + most - 1) / most;
+    int64_t more = p->m / (p->order == PANELS ? LEAST : LEAST_BROUGHT);
+    if (more > wanted) more = wanted;
+    if (blocks < more) blocks = more;
     if (blocks * panels < wanted) blocks = (wanted + panels - 1) / panels; /* narrow */
     p->rows = (int)((p->m + blocks - 1) / blocks + TALL - 1) / TALL * TALL;
     blocks = (p->m + p->rows - 1) / p->rows;
-    int64_t groups = (wanted + blocks - 1) / blocks;
+    int64_t groups = (wanted + blocks / 2) / blocks;
+    if (groups < 1) groups = 1;
     if (groups > panels) groups = panels;
     p->panels = (int)((panels + groups - 1) / groups);
     groups = (panels + p->panels - 1) / p->panels;

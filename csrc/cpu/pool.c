@@ -6,13 +6,15 @@
  * callers never add up to more threads than there are callers and workers.
  *
  * A job is one word, the gate: its number, whether it is open, and how many workers are inside.
- * Threads draw indices from one atomic counter, so uneven pieces even out; nothing that is computed
- * depends on who drew what. A worker that comes late finds the gate shut and the caller gone on:
- * nobody waits for a thread that the system has not yet woken. Workers that wait stay awake for
- * AWAKE, then sleep: a decoding step is some hundred short jobs in a row, with work of the caller's
- * own between them, and waking a thread takes as long as many of them (50 µs and more on a virtual
- * machine), while an idle server must cost nothing. A child process that was forked has no workers
- * until it opens a device of its own: there the caller does all the work. */
+ * Threads draw indices from one atomic counter: of even pieces half of a thread's part of what is
+ * left at a time, so that neighbours mostly go to one thread, one after the other, and a weight is
+ * read in a few long stretches, while the last ones go singly and even out who is early. Nothing
+ * that is computed depends on who drew what. A worker that comes late finds the gate shut and the
+ * caller gone on: nobody waits for a thread that the system has not yet woken. Workers that wait
+ * stay awake for AWAKE, then sleep: a decoding step is some hundred short jobs in a row, with work
+ * of the caller's own between them, and waking a thread takes as long as many of them (50 µs and
+ * more on a virtual machine), while an idle server must cost nothing. A child process that was
+ * forked has no workers until it opens a device of its own: there the caller does all the work. */
 #define _GNU_SOURCE
 #include "pool.h"
 
@@ -51,7 +53,7 @@ typedef struct Crew {
     atomic_int limit; /* the first so many workers may come in */
     _Alignas(64) atomic_uint_fast64_t gate;
     _Alignas(64) atomic_int_fast64_t next; /* next index to draw */
-    int64_t count;
+    int64_t count, shares;
     void (*work)(void *context, int64_t i);
     void *context;
 } Crew;
@@ -75,10 +77,15 @@ static int64_t now(void)
 
 static void draw(void)
 {
+    int64_t i = atomic_load_explicit(&crew.next, memory_order_relaxed);
     for (;;) {
-        int64_t i = atomic_fetch_add_explicit(&crew.next, 1, memory_order_relaxed);
-        if (i >= crew.count) return;
-        crew.work(crew.context, i);
+        int64_t left = crew.count - i, take = left / crew.shares + (left % crew.shares != 0);
+        if (left <= 0) return;
+        if (!atomic_compare_exchange_weak_explicit(&crew.next, &i, i + take, memory_order_relaxed,
+                                                   memory_order_relaxed))
+            continue;
+        for (int64_t end = i + take; i < end; i++) crew.work(crew.context, i);
+        i = atomic_load_explicit(&crew.next, memory_order_relaxed);
     }
 }
 
@@ -241,7 +248,8 @@ static void wait_for_workers(void)
     pthread_mutex_unlock(&crew.lock);
 }
 
-void pool_run(Pool *pool, int64_t count, void (*work)(void *context, int64_t i), void *context)
+void pool_run(Pool *pool, int64_t count, int even, void (*work)(void *context, int64_t i),
+              void *context)
 {
     if (count <= 0) return;
     if (count == 1 || pool->threads == 1 || pool->owner != getpid() ||
@@ -252,6 +260,7 @@ void pool_run(Pool *pool, int64_t count, void (*work)(void *context, int64_t i),
     crew.work = work;
     crew.context = context;
     crew.count = count;
+    crew.shares = even ? 2 * pool->threads : count;
     atomic_store(&crew.limit, pool->threads - 1);
     atomic_store(&crew.next, 0);
     uint64_t gate = atomic_load(&crew.gate); /* shut, and nobody inside */

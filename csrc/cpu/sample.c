@@ -366,5 +366,5 @@ void CPU(sample)(Device *dev, int32_t *ids, float *logp, const float *logits, co
                  const Draw *draws, int T, int V)
 {
     Sample s = {dev, ids, logp, logits, lse, draws, V};
-    cpu_run_of(dev, NS * T * V, T, sample_job, &s);
+    cpu_run_uneven(dev, NS * T * V, T, sample_job, &s);
 }

@@ -39,7 +39,6 @@ typedef struct Stream {
     int tiles, height;   /* tiles of so many rows; the last may have fewer */
     const float *packed; /* [tile][lane][height], of the inputs [k0, k0 + depth) */
     int k0, depth;
-    int panels; /* of one piece of work */
 } Stream;
 
 /* Lanes that `k` inputs of a row take. */
@@ -150,13 +149,11 @@ static void panel_block(const Stream *s, int n0, int k0, int depth)
         }
 }
 
-static void stream_piece(void *context, int64_t piece)
+static void panel_job(void *context, int64_t panel)
 {
     const Stream *s = context;
-    int64_t from = piece * s->panels * PANEL, to = from + s->panels * PANEL;
-    for (int64_t n0 = from; n0 < to && n0 < s->p->n; n0 += PANEL)
-        for (int k = 0; k == 0 || k < s->depth; k += DEPTH)
-            panel_block(s, (int)n0, s->k0 + k, s->depth - k < DEPTH ? s->depth - k : DEPTH);
+    for (int k = 0; k == 0 || k < s->depth; k += DEPTH)
+        panel_block(s, (int)panel * PANEL, s->k0 + k, s->depth - k < DEPTH ? s->depth - k : DEPTH);
 }
 
 void CPU(product_stream)(Device *dev, const Product *p)
@@ -170,17 +167,14 @@ void CPU(product_stream)(Device *dev, const Product *p)
 #endif
     s.tiles = (p->m + TILE_ROWS - 1) / TILE_ROWS;
     s.height = (p->m + s.tiles - 1) / s.tiles;
-    int panels = (p->n + PANEL - 1) / PANEL, threads = pool_threads(((CpuDevice *)dev)->pool);
     double read = NS_BYTE * p->n * p->k * (s.form == FLOATS ? 4 : 2);
     double multiplied = CPU_PRODUCT_NS * p->m * p->n * p->k;
-    int shared = threads > 1 && (read > multiplied ? read : multiplied) >= CPU_SHARED_NS;
-    int wanted = shared ? 4 * threads : 1;
-    s.panels = (panels + wanted - 1) / wanted;
     int most = PACKED_LANES / (s.tiles * s.height) * (s.form == PAIRS ? 2 : 1) / DEPTH * DEPTH;
     for (s.k0 = 0; s.k0 == 0 || s.k0 < p->k; s.k0 += s.depth) {
         s.depth = p->k - s.k0 < most ? p->k - s.k0 : most;
         pack(packed, &s);
-        cpu_run(dev, (panels + s.panels - 1) / s.panels, stream_piece, &s);
+        cpu_run_of(dev, read > multiplied ? read : multiplied, (p->n + PANEL - 1) / PANEL,
+                   panel_job, &s);
         if (!s.depth) return;
     }
 }
