@@ -69,7 +69,8 @@ def sleeps_alone(op: str, sizes: tuple[int, ...]) -> list[int]:
 @pytest.mark.parametrize("op", SHARED)
 def test_a_worker_stays_awake_between_the_jobs_of_a_step(op: str) -> None:
     """In one round at least: on a machine that is not free it may be kept from looking in time."""
-    assert 1 <= min(sleeps_alone(op, SHARED[op])) < CALLS / 4
+    found = sleeps_alone(op, SHARED[op])
+    assert any(1 <= count < CALLS / 4 for count in found), found
 
 
 @pytest.mark.parametrize("op", ALONE)

@@ -42,6 +42,11 @@ void CPU(tile_pack)(float *to, int height, const float *a, int64_t a_row, int ro
                     int pairs)
 {
     int step = pairs ? 2 * VL : VL, lanes = pairs ? (depth + 1) / 2 : depth;
+    if (height == 1) { /* nothing to turn */
+        for (int k = 0; k < depth; k += step, to += VL)
+            v_store(to, row_lanes(a + k, depth - k < step ? depth - k : step, pairs));
+        return;
+    }
     for (int first = 0; first < rows; first += VL)
         for (int k = 0, lane = 0; k < depth; k += step, lane += VL) {
             int n = depth - k < step ? depth - k : step;
@@ -50,8 +55,8 @@ void CPU(tile_pack)(float *to, int height, const float *a, int64_t a_row, int ro
             for (int r = 0; r < VL; r++)
                 v[r] = first + r < rows ? row_lanes(a + (first + r) * a_row + k, n, pairs)
                                         : v_set(0.0f);
-            if (height > 1) square_turn(v);
-            int width = height == 1 ? 1 : lanes - lane < VL ? lanes - lane : VL;
+            square_turn(v);
+            int width = lanes - lane < VL ? lanes - lane : VL;
             for (int i = 0; i < width; i++) {
                 float *out = to + (int64_t)(lane + i) * height + first;
                 if (rows <= VL || first + VL <= height)
