@@ -10,7 +10,8 @@ row's is. `threads` counts up to --threads in powers of two, by the wall, for wh
 must be free. What a virtual machine's cores are changes from minute to minute, so in each round,
 just before each case, registers or memory (whichever bounds the case) are given as many threads:
 "machine" is how many times one thread's rate those reach, "of the machine's" the case's own times
-over that, each the median over the rounds. The roofline counts the products and attention.
+over that, each the median over the rounds; they take the place of the % of roofline, which is
+measured once. The roofline counts the products and attention.
 
 The last of these takes a minute."""
 
@@ -174,11 +175,9 @@ KINDS = {
 
 
 def floor(report: Report, case: Case) -> Floor | None:
-    """The roofline of a case's threads: by the wall, the report's is that of --threads cores."""
-    args = report.args
-    share = args.threads / (case.threads or args.threads) if args.clock == "wall" else 1
+    """The roofline of --threads cores by the wall, or of one."""
     flops, read = case.flops, case.bytes
-    return report.floor(flops=flops, bytes=read, dtype=args.dtype, scale=1e3 * share)
+    return report.floor(flops=flops, bytes=read, dtype=report.args.dtype, scale=1e3)
 
 
 @dataclass(frozen=True)
@@ -251,9 +250,8 @@ def show(report: Report, name: str, cases: Sequence[Case]) -> None:
             figures = (ms, fast, fast / first, getattr(f, other))
             if by_machine:
                 figures += (f.machine, f.of_machine)
-            table.add(
-                case.setting, {"tinsmith": figures}, floor(report, case) if case.flops else None
-            )
+            least = floor(report, case) if case.flops and not by_machine else None
+            table.add(case.setting, {"tinsmith": figures}, least)
 
 
 def main() -> None:

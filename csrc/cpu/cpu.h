@@ -77,7 +77,7 @@ static inline void cpu_run(Device *dev, int64_t count, void (*work)(void *, int6
  * long as the workers are awake, and then its results lie in two caches. What an op's elements
  * take, its NS, was measured on one Zen 5 core on operands in L2; what is known to be half of it or
  * twice as much is good enough. */
-#define CPU_SHARED_NS 6e3
+#define CPU_SHARED_NS 2.5e3
 #define CPU_PRODUCT_NS 0.01 /* of a multiply-add of a product */
 
 /* The same by the caller alone where all of it, some `ns` of one thread, is less than is worth

@@ -13,7 +13,9 @@
  * caller gone on: nobody waits for a thread that the system has not yet woken. Workers that wait
  * stay awake for AWAKE, then sleep: a decoding step is some hundred short jobs in a row, with work
  * of the caller's own between them, and waking a thread takes as long as many of them (50 µs and
- * more on a virtual machine), while an idle server must cost nothing. A child process that was
+ * more on a virtual machine), while an idle server must cost nothing. Awake they yield again and
+ * again: who spins uses up the time that the system gives it, and where another program wants the
+ * core is stopped inside a job, for which the caller then waits. A child process that was
  * forked has no workers until it opens a device of its own: there the caller does all the work. */
 #define _GNU_SOURCE
 #include "pool.h"
@@ -103,12 +105,13 @@ static int called(int index, uint64_t seen)
 static int called_awake(int index, uint64_t seen)
 {
     int64_t end = now() + AWAKE;
-    do
+    do {
         for (int i = 0; i < SPINS; i++) {
             if (called(index, seen)) return 1;
             relax();
         }
-    while (now() < end);
+        sched_yield();
+    } while (now() < end);
     return 0;
 }
 
