@@ -3,7 +3,8 @@
 `describe` is the line that every table's header shows. `Roofline` is measured at the start of a
 run, in half a second: multiply-adds in registers and memory read, by roofline.c, which the
 system's C compiler builds for the processor at hand; without a compiler there is no % of
-roofline, and the header says so."""
+roofline, and the header says so. `Probe.gain` is what several threads get just now: a virtual
+machine's cores may be two threads of one core in this minute and two cores in the next."""
 
 import ctypes
 import datetime
@@ -25,9 +26,10 @@ SOURCE = Path(__file__).parent / "roofline.c"
 FLAGS = ["-O2", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC"]
 PACKAGES = ("numpy", "torch", "transformers", "peft", "onednn-cpu-gomp")
 ISAS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
-READ_BYTES = 256 << 20  # more than the caches hold
-TIMES = 2_000_000  # rounds of multiply-adds: some ten milliseconds
+READ_BYTES = 256 << 20  # more than the caches hold; a thread's own part is 64 MB at least
+TIMES = 2_000_000  # rounds of multiply-adds: some milliseconds
 TRIES = 7
+GAIN_SECONDS = 0.025  # of one thread, and of several
 
 
 def _cpuinfo() -> dict[str, str]:
@@ -74,13 +76,65 @@ def describe() -> str:
     return f"{processor()}; {versions()}; {datetime.date.today().isoformat()}"
 
 
-def _together(call: Callable[[], float], threads: int) -> float:
+class Probe:
+    """What this processor's cores can do, by roofline.c; OSError with a sentence where that can't
+    be built. Each work takes (thread, threads), and returns the flops or bytes that it did."""
+
+    def __init__(self, threads: int) -> None:
+        compiler = shutil.which(os.environ.get("CC", "cc"))
+        if not compiler:
+            raise OSError("a C compiler (cc, or what CC names) was not found")
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder) / "roofline.so"
+            command = [compiler, *FLAGS, SOURCE, "-o", library]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise OSError(f"{compiler} can't build roofline.c: {done.stderr.strip()}")
+            c = self._c = ctypes.CDLL(str(library))
+        for name in ("f32_flops", "bf16_flops"):
+            getattr(c, name).restype, getattr(c, name).argtypes = ctypes.c_double, [ctypes.c_long]
+        c.read_bytes.restype, c.read_bytes.argtypes = None, [ctypes.c_void_p, ctypes.c_size_t]
+        self._bytes = max(READ_BYTES, threads * READ_BYTES // 4)
+        self._memory = np.ones(self._bytes + 4096, np.uint8)
+
+    def f32(self, *_: int) -> float:
+        """Multiply-adds in registers."""
+        return self._c.f32_flops(TIMES)
+
+    def bf16(self, *_: int) -> float:
+        """The same of bf16 pairs, where the processor has such an instruction."""
+        return self._c.bf16_flops(TIMES) or self.f32()
+
+    def read(self, thread: int, threads: int) -> float:
+        """A thread's own part of the memory: what one reads another does not find in a cache."""
+        part = self._bytes // threads // 4096 * 4096
+        first = self._memory.ctypes.data
+        self._c.read_bytes(first + -first % 4096 + thread * part, part)
+        return part
+
+    def gain(self, work: Callable[[int, int], float], threads: int) -> float:
+        """How many times what one thread does by the wall so many do together, just now."""
+
+        def rate(thread: int, count: int) -> float:
+            begin = now = time.perf_counter()
+            done = 0.0
+            while now - begin < GAIN_SECONDS:
+                done += work(thread, count)
+                now = time.perf_counter()
+            return done / (now - begin)
+
+        with ThreadPoolExecutor(threads) as pool:
+            together = sum(pool.map(rate, range(threads), [threads] * threads))
+        return together / rate(0, 1)
+
+
+def _together(work: Callable[[int, int], float], threads: int) -> float:
     """What `threads` threads do in a second of their own CPU time, at once: the best of some
     tries."""
 
-    def rate(_: int) -> float:
+    def rate(thread: int) -> float:
         start = time.thread_time()
-        done = call()
+        done = work(thread, threads)
         return done / (time.thread_time() - start)
 
     with ThreadPoolExecutor(threads) as pool:
@@ -106,26 +160,9 @@ class Roofline:
 
 def measure(threads: int = 1) -> Roofline | str:
     """The roofline of so many threads, or the sentence that says why there is none."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if not compiler:
-        return "No roofline: a C compiler (cc, or what CC names) was not found"
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "roofline.so"
-        command = [compiler, *FLAGS, SOURCE, "-o", library]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            return f"No roofline: {compiler} can't build roofline.c: {done.stderr.strip()}"
-        c = ctypes.CDLL(str(library))
-    for name in ("f32_flops", "bf16_flops"):
-        getattr(c, name).restype, getattr(c, name).argtypes = ctypes.c_double, [ctypes.c_long]
-    c.read_bytes.restype, c.read_bytes.argtypes = None, [ctypes.c_void_p, ctypes.c_size_t]
-    memory = np.ones(READ_BYTES + 4096, np.uint8)
-    begin = memory.ctypes.data + -memory.ctypes.data % 4096
-
-    def read() -> float:
-        c.read_bytes(begin, READ_BYTES)
-        return READ_BYTES
-
-    f32 = _together(lambda: c.f32_flops(TIMES), threads)
-    bf16 = _together(lambda: c.bf16_flops(TIMES), threads)
-    return Roofline(threads, {"f32": f32, "bf16": bf16 or f32}, _together(read, threads))
+    try:
+        probe = Probe(threads)
+    except OSError as error:
+        return f"No roofline: {error}"
+    f32, bf16, read = (_together(w, threads) for w in (probe.f32, probe.bf16, probe.read))
+    return Roofline(threads, {"f32": f32, "bf16": bf16}, read)

@@ -7,29 +7,36 @@
 A table for each kind of work. All settings of a kind of table take turns, so that what else the
 machine does meets all of them; "of the first" is how many times the rate of the table's first row a
 row's is. `threads` counts up to --threads in powers of two, by the wall, for which as many cores
-must be free. The roofline counts the frozen products and attention.
+must be free. What a virtual machine's cores are changes from minute to minute, so in each round,
+just before each case, registers or memory (whichever bounds the case) are given as many threads:
+"machine" is how many times one thread's rate those reach, "of the machine's" the case's own times
+over that, each the median over the rounds; they take the place of the % of roofline, which is
+measured once. The roofline counts the products and attention.
 
 The last of these takes a minute."""
 
 import argparse
+import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from machine import Probe
 from peers import (
+    CACHED,
     CLOCKS,
     DTYPES,
     SHAPES,
-    alternate,
     checkpoint,
     hf_model,
-    medians,
     parse,
     parser,
     seconds_of,
 )
 from report import Floor, Report
+from sample import matrices
 from tinsmith import _core, families
 from train import RANK, flops
 
@@ -48,6 +55,7 @@ class Case:
     units: int  # of work in a call
     call: Callable[[], object]
     flops: float = 0  # 0: the roofline is not known
+    bytes: float = 0  # that come from memory
     threads: int = 0  # 0: --threads
     unit: str = "tokens"
 
@@ -85,7 +93,7 @@ class Bench:
 
         total = datums * length
         work = flops(self.options.shape, total, length)
-        return Case("forward_backward", setting, total, run, work, threads)
+        return Case("forward_backward", setting, total, run, work, threads=threads)
 
     def optimize(self, rank: int) -> Case:
         """An optimizer's step, and a snapshot of what it made."""
@@ -114,7 +122,12 @@ class Bench:
             for number in range(batch):
                 sampler.take(number)
 
-        return Case(f"Decoding at batch {batch}", setting, batch * new, run, threads=threads)
+        layers, head = matrices(self.options.shape)
+        work = 2.0 * batch * (layers * (32 + new) + head * new)
+        size = {"f32": 4, "bf16": 2}[self.options.dtype] * (layers + head)
+        read = size * new if size > CACHED else 0
+        kind = f"Decoding at batch {batch}"
+        return Case(kind, setting, batch * new, run, work, read, threads)
 
 
 # ---- the tables: what each varies ----
@@ -122,10 +135,11 @@ class Bench:
 
 def by_threads(bench: Bench) -> list[Case]:
     """A step of training, and decoding at the options' batch sizes."""
-    o, cases = bench.options, []
-    for threads in sorted({*(1 << n for n in range(o.threads.bit_length())), o.threads}):
-        cases.append(bench.train(threads, o.datums, o.length, threads=threads))
-        cases += [bench.decode(threads, batch, threads=threads) for batch in o.batches]
+    o = bench.options
+    counts = sorted({*(1 << n for n in range(o.threads.bit_length())), o.threads})
+    cases = [bench.train(n, o.datums, o.length, threads=n) for n in counts]
+    for batch in o.batches:
+        cases += [bench.decode(n, batch, threads=n) for n in counts]
     return cases
 
 
@@ -161,46 +175,83 @@ KINDS = {
 
 
 def floor(report: Report, case: Case) -> Floor | None:
-    """The roofline of a case's threads: by the wall, the report's is that of --threads cores."""
-    args = report.args
-    share = args.threads / (case.threads or args.threads) if args.clock == "wall" else 1
-    return report.floor(flops=case.flops, dtype=args.dtype, scale=1e3 * share)
+    """The roofline of --threads cores by the wall, or of one."""
+    flops, read = case.flops, case.bytes
+    return report.floor(flops=flops, bytes=read, dtype=report.args.dtype, scale=1e3)
 
 
-def measure(cases: Sequence[Case], rounds: int) -> list[dict[str, float]]:
-    """Median ms of each by each of CLOCKS, the cases run in turn."""
+@dataclass(frozen=True)
+class Found:
+    """A case's medians: ms by each of CLOCKS, and, in tables of threads, what the machine gave and
+    the case's part of it."""
+
+    cpu: float
+    wall: float
+    machine: float = 1.0
+    of_machine: float = 1.0
+
+
+def run(case: Case) -> Found:
+    """One call."""
     (_, cpu), (_, wall) = CLOCKS["cpu"], CLOCKS["wall"]
+    begin = cpu()
+    seconds = seconds_of(case.call, wall)
+    return Found(1e3 * (cpu() - begin), 1e3 * seconds)
 
-    def both(call: Callable[[], object]) -> tuple[float, float]:
-        begin = cpu()
-        seconds = seconds_of(call, wall)
-        return cpu() - begin, seconds
 
-    calls = {str(number): case.call for number, case in enumerate(cases)}
-    found = medians(alternate(calls, rounds, both))
-    return [{"cpu": 1e3 * used, "wall": 1e3 * seconds} for used, seconds in found.values()]
+def machine_gain(report: Report, case: Case, probe: Probe | None) -> float:
+    """What the machine gives the case's threads just now; 1 for one thread."""
+    bound = floor(report, case)
+    if not probe or not bound or case.threads < 2:
+        return 1.0 if case.threads == 1 else math.nan
+    work = getattr(probe, report.args.dtype) if bound.bound == "compute" else probe.read
+    return probe.gain(work, case.threads)
+
+
+def measure(report: Report, cases: Sequence[Case], probe: Probe | None) -> list[Found]:
+    """Medians of each case, the cases run in turn; with a probe beside what the machine gave."""
+    rounds: list[list[Found]] = [[] for _ in cases]
+    for case in cases:
+        case.call()
+    for _ in range(report.args.rounds):
+        first: dict[str, float] = {}  # wall ms of one thread, of each kind
+        for case, found in zip(cases, rounds, strict=True):
+            gave = machine_gain(report, case, probe)
+            one = run(case)
+            own = first.setdefault(case.kind, one.wall) / one.wall
+            found.append(Found(one.cpu, one.wall, gave, own / gave))
+    fields = ("cpu", "wall", "machine", "of_machine")
+    return [
+        Found(*(statistics.median(getattr(one, name) for one in found) for name in fields))
+        for found in rounds
+    ]
 
 
 def show(report: Report, name: str, cases: Sequence[Case]) -> None:
     """A table for each kind of work."""
-    args = report.args
-    found = measure(cases, args.rounds)
+    args, by_machine = report.args, name == "threads"
+    probe = Probe(args.threads) if by_machine and report.roofline else None
+    found = measure(report, cases, probe)
     for kind in dict.fromkeys(case.kind for case in cases):
-        of_kind = [(case, ms) for case, ms in zip(cases, found, strict=True) if case.kind == kind]
+        of_kind = [(case, f) for case, f in zip(cases, found, strict=True) if case.kind == kind]
         other = "wall" if args.clock == "cpu" else "cpu"
         rate = f"{of_kind[0][0].unit}/{args.unit}"
         each, beside = (f"{CLOCKS[clock][0][:-1]}ms" for clock in (args.clock, other))
         columns = {each: ".2f", rate: ".1f", "of the first": ".2f", beside: ".2f"}
+        if by_machine:
+            columns |= {"machine": ".2f", "of the machine's": ".2f"}
         title = f"{kind} against {name}, {args.shape} {args.dtype}"
         table = report.table(title, name, columns, plot=rate)
         first = 0.0
-        for case, ms in of_kind:
-            fast = 1e3 * case.units / ms[args.clock]
+        for case, f in of_kind:
+            ms = getattr(f, args.clock)
+            fast = 1e3 * case.units / ms
             first = first or fast
-            figures = (ms[args.clock], fast, fast / first, ms[other])
-            table.add(
-                case.setting, {"tinsmith": figures}, floor(report, case) if case.flops else None
-            )
+            figures = (ms, fast, fast / first, getattr(f, other))
+            if by_machine:
+                figures += (f.machine, f.of_machine)
+            least = floor(report, case) if case.flops and not by_machine else None
+            table.add(case.setting, {"tinsmith": figures}, least)
 
 
 def main() -> None:

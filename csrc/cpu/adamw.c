@@ -21,6 +21,10 @@ enum {
     PARTS_MAX = 256, /* of a sum of squares */
 };
 
+/* Of an element (cpu.h). */
+#define NS_SUM 0.1
+#define NS_ADAMW 0.4
+
 typedef float vn __attribute__((vector_size(2 * VL)));  /* half a register of floats … */
 typedef double vd __attribute__((vector_size(4 * VL))); /* … is a whole one of doubles */
 
@@ -122,20 +126,20 @@ void CPU(square_sum)(Device *dev, double *total, const float *g, int64_t n)
     SquareSum s = {.g = g, .n = n, .part_size = GRAIN};
     while (s.part_size * PARTS_MAX < n) s.part_size *= 2;
     int64_t parts = (n + s.part_size - 1) / s.part_size;
-    cpu_run(dev, parts, square_sum_job, &s);
+    cpu_run_of(dev, NS_SUM * (double)n, parts, square_sum_job, &s);
     for (int64_t i = 0; i < parts; i++) total[0] += s.part[i];
 }
 
 void CPU(accumulate)(Device *dev, float *y, const float *x, int64_t n)
 {
     Accumulate a = {.y = y, .x = x, .n = n};
-    cpu_run(dev, (n + GRAIN - 1) / GRAIN, accumulate_job, &a);
+    cpu_run_of(dev, NS_SUM * (double)n, (n + GRAIN - 1) / GRAIN, accumulate_job, &a);
 }
 
 void CPU(average)(Device *dev, float *y, const float *x, int64_t n, float rate)
 {
     Accumulate a = {.y = y, .x = x, .n = n, .rate = rate};
-    cpu_run(dev, (n + GRAIN - 1) / GRAIN, average_job, &a);
+    cpu_run_of(dev, NS_SUM * (double)n, (n + GRAIN - 1) / GRAIN, average_job, &a);
 }
 
 void CPU(adamw)(Device *dev, float *w, float *m, float *v, const float *before, const float *g,
@@ -158,5 +162,5 @@ void CPU(adamw)(Device *dev, float *w, float *m, float *v, const float *before, 
         .eps = (float)eps,
         .step_size = (float)(lr / (1.0 - pow(beta1, step))),
     };
-    cpu_run(dev, (n + GRAIN - 1) / GRAIN, adamw_job, &a);
+    cpu_run_of(dev, NS_ADAMW * (double)n, (n + GRAIN - 1) / GRAIN, adamw_job, &a);
 }

@@ -21,9 +21,12 @@ enum {
     AHEAD = 1 << 10,        /* floats of a page from here to what is asked for */
 };
 
-/* Rows of one job that writes keys and values, and how many multiply-adds an element is as good as:
- * it misses the cache. */
-enum { WRITE_ROWS = 64, WRITE_COST = 256 };
+enum { WRITE_ROWS = 64 }; /* of one job that writes keys and values */
+
+/* Of an element that is written, which misses the cache, and of an element of a query against a
+ * key, in both products and the softmax of a decoding step (cpu.h). */
+#define NS_WRITE 2.0
+#define NS 0.15
 
 typedef struct Attention {
     float *y, *lse;
@@ -32,6 +35,14 @@ typedef struct Attention {
     const int32_t *pages;
     int S, H, G, E;
 } Attention;
+
+/* Pairs of a query and a key, at most: those of a long span's first queries are fewer. */
+static double pairs_of(const Span *spans, int S)
+{
+    double pairs = 0;
+    for (int s = 0; s < S; s++) pairs += (double)spans[s].rows * (spans[s].pos + spans[s].rows);
+    return pairs;
+}
 
 /* ---- the cache ---- */
 
@@ -63,7 +74,7 @@ void CPU(kv_write)(Device *dev, real *k_pages, real *v_pages, const real *k, con
 {
     Write w = {f32(k_pages), f32(v_pages), f32c(k), f32c(v), slot, T, G, E};
     int64_t jobs = (int64_t)((T + WRITE_ROWS - 1) / WRITE_ROWS) * G;
-    cpu_run_of(dev, (double)T * G * E * WRITE_COST, jobs, write_job, &w);
+    cpu_run_of(dev, NS_WRITE * T * G * E, jobs, write_job, &w);
 }
 
 void CPU(kv_copy)(Device *dev, real *k_pages, real *v_pages, int from, int to, int count, int G,
@@ -238,9 +249,7 @@ void CPU(attention)(Device *dev, real *y, float *lse, const real *q, const real 
 {
     (void)T;
     Attention c = {f32(y), lse, f32c(q), f32c(k_pages), f32c(v_pages), spans, pages, S, H, G, E};
-    double work = 0;
-    for (int s = 0; s < S; s++) work += (double)spans[s].rows * (spans[s].pos + spans[s].rows);
-    cpu_run_of(dev, work * H * E, (int64_t)S * G, attention_piece, &c);
+    cpu_run_uneven(dev, NS * pairs_of(spans, S) * H * E, (int64_t)S * G, attention_piece, &c);
 }
 
 /* ---- backward ---- */
@@ -352,5 +361,5 @@ void CPU(attention_backward)(Device *dev, real *dq, real *dk, real *dv, const re
     }
     Backward c = {f32(dq), f32(dk), f32(dv), f32c(dy), f32c(y), lse, f32c(q),
                   f32c(k), f32c(v), spans,   H,        G,       E};
-    cpu_run(dev, (int64_t)S * G, backward_piece, &c);
+    cpu_run_uneven(dev, NS * pairs_of(spans, S) * H * E, (int64_t)S * G, backward_piece, &c);
 }

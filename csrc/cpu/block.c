@@ -35,11 +35,17 @@ static inline vf row_lanes(const float *row, int n, int pairs)
     return n >= VL ? v_load(row) : v_load_part(row, n, 0.0f);
 }
 
-/* One tile of `rows` rows as they lie, k along each: squares of VL rows are turned, and their
- * columns stored TALL apart, so that each overwrites what the one before had too much. */
-static void pack_rows(float *to, const float *a, int64_t a_row, int rows, int depth, int pairs)
+/* k along each row: squares of VL rows are turned, and their columns stored `height` apart, so that
+ * each overwrites what the one before had too much. */
+void CPU(tile_pack)(float *to, int height, const float *a, int64_t a_row, int rows, int depth,
+                    int pairs)
 {
     int step = pairs ? 2 * VL : VL, lanes = pairs ? (depth + 1) / 2 : depth;
+    if (height == 1) { /* nothing to turn */
+        for (int k = 0; k < depth; k += step, to += VL)
+            v_store(to, row_lanes(a + k, depth - k < step ? depth - k : step, pairs));
+        return;
+    }
     for (int first = 0; first < rows; first += VL)
         for (int k = 0, lane = 0; k < depth; k += step, lane += VL) {
             int n = depth - k < step ? depth - k : step;
@@ -51,11 +57,11 @@ static void pack_rows(float *to, const float *a, int64_t a_row, int rows, int de
             square_turn(v);
             int width = lanes - lane < VL ? lanes - lane : VL;
             for (int i = 0; i < width; i++) {
-                float *out = to + (int64_t)(lane + i) * TALL + first;
-                if (rows <= VL || first + VL <= TALL)
+                float *out = to + (int64_t)(lane + i) * height + first;
+                if (rows <= VL || first + VL <= height)
                     v_store(out, v[i]);
                 else
-                    v_store_part(out, v[i], TALL - first);
+                    v_store_part(out, v[i], height - first);
             }
         }
 }
@@ -75,7 +81,7 @@ void CPU(block_pack)(float *to, const float *a, int64_t a_row, int64_t a_col, in
     for (int i = 0; i < m; i += TALL, to += tile) {
         int rows = m - i < TALL ? m - i : TALL;
         if (a_col == 1)
-            pack_rows(to, a + i * a_row, a_row, rows, depth, pairs);
+            CPU(tile_pack)(to, TALL, a + i * a_row, a_row, rows, depth, pairs);
         else
             pack_columns(to, a + i * a_row, a_row, a_col, rows, depth);
     }

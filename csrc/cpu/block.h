@@ -16,6 +16,11 @@ enum {
 /* How many rows of `depth` elements a packed block takes, a multiple of TALL. */
 int CPU(block_rows)(int depth, int pairs);
 
+/* One tile of `rows` ≤ height rows: k (or, with `pairs`, two k rounded to bf16) of row r goes to
+ * lane [k][r] of [k][height]. Up to PACKED_SLACK lanes behind the tile are written too. */
+void CPU(tile_pack)(float *to, int height, const float *a, int64_t a_row, int rows, int depth,
+                    int pairs);
+
 /* Rows [0, m) and k [0, depth) of a into tiles of TALL rows, each k-major: [tile][k][TALL], so that
  * the inner loop reads one stream, whatever the distance of a's rows. With `pairs` a 32-bit lane
  * holds two k, rounded to bf16; an odd last one is joined by a zero. */

@@ -66,29 +66,56 @@ static inline const float *f32c(const real *x)
     return (const float *)x;
 }
 
-/* Runs work(context, i) for i in [0, count) on the device's threads. */
+/* Runs work(context, i) for i in [0, count) on the device's threads: for jobs that are long
+ * whenever they have more than one piece. */
 static inline void cpu_run(Device *dev, int64_t count, void (*work)(void *, int64_t), void *context)
 {
-    pool_run(((CpuDevice *)dev)->pool, count, work, context);
+    pool_run(((CpuDevice *)dev)->pool, count, 1, work, context);
 }
 
-/* Multiply-adds that are worth a second thread: some ten microseconds' work. */
-#define CPU_SHARED 4e5
+/* Nanoseconds of one thread that are worth a second one. A job that is shared takes 0.3 µs more, as
+ * long as the workers are awake, and then its results lie in two caches. What an op's elements
+ * take, its NS, was measured on one Zen 5 core on operands in L2; what is known to be half of it or
+ * twice as much is good enough. */
+#define CPU_SHARED_NS 2.5e3
+#define CPU_PRODUCT_NS 0.01 /* of a multiply-add of a product */
 
-/* The same, by the caller alone where all of it is less than is worth sharing. */
-static inline void cpu_run_of(Device *dev, double multiply_adds, int64_t count,
-                              void (*work)(void *, int64_t), void *context)
+/* The same by the caller alone where all of it, some `ns` of one thread, is less than is worth
+ * sharing. */
+static inline void cpu_run_of(Device *dev, double ns, int64_t count, void (*work)(void *, int64_t),
+                              void *context)
 {
-    if (multiply_adds < CPU_SHARED)
+    if (ns < CPU_SHARED_NS)
         for (int64_t i = 0; i < count; i++) work(context, i);
     else
         cpu_run(dev, count, work, context);
+}
+
+/* The same for pieces of which some may take many times as long as others. */
+static inline void cpu_run_uneven(Device *dev, double ns, int64_t count,
+                                  void (*work)(void *, int64_t), void *context)
+{
+    if (ns < CPU_SHARED_NS)
+        for (int64_t i = 0; i < count; i++) work(context, i);
+    else
+        pool_run(((CpuDevice *)dev)->pool, count, 0, work, context);
 }
 
 /* Rows of `width` elements that make a job of about `grain` of them: one at least. */
 static inline int cpu_rows_of_job(int grain, int width)
 {
     return width < grain ? grain / (width > 0 ? width : 1) : 1;
+}
+
+/* How many of `all` units, a multiple of `unit` and at most about `most`, make a piece of work, so
+ * that several threads have a few pieces each, of one size: who is early then waits for less than a
+ * piece. */
+static inline int cpu_size_of_piece(Device *dev, int all, int most, int unit)
+{
+    int threads = pool_threads(((CpuDevice *)dev)->pool), pieces = (all + most - 1) / most;
+    if (threads > 1 && pieces < 4 * threads) pieces = 4 * threads;
+    int units = pieces ? ((all + pieces - 1) / pieces + unit - 1) / unit : 0;
+    return unit * (units > 0 ? units : 1);
 }
 
 /* Keeps a failure on the device until sync() returns it; the first one wins. */

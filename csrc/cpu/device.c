@@ -26,7 +26,9 @@ enum { SLACK = 256 }; /* readable bytes past each block: a product may load a wh
 
 enum { STEP_ROWS_MAX = 512 }; /* enough for products at full speed, and few enough for the caches */
 
-enum { BYTES_OF_JOB = 1 << 20 }; /* of a copy: some tens of microseconds */
+enum { BYTES_OF_JOB = 1 << 18 }; /* of a copy */
+
+#define NS 0.04 /* of a byte (cpu.h) */
 
 /* What the machine has. mmap would promise more, and the system kill the process that takes it at
  * its word; what is free just now is no limit, for pages that are never touched cost nothing. */
@@ -76,7 +78,8 @@ static void bytes_job(void *context, int64_t job)
 static void bytes_run(Device *dev, void *to, const void *from, size_t bytes)
 {
     Bytes b = {to, from, bytes};
-    cpu_run(dev, (int64_t)((bytes + BYTES_OF_JOB - 1) / BYTES_OF_JOB), bytes_job, &b);
+    cpu_run_of(dev, NS * (double)bytes, (int64_t)((bytes + BYTES_OF_JOB - 1) / BYTES_OF_JOB),
+               bytes_job, &b);
 }
 
 static void cpu_copy(Device *dev, void *to, const void *from, size_t bytes)

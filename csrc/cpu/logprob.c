@@ -22,6 +22,8 @@ enum {
     GRAIN = 1 << 13, /* logits of one job: some microseconds */
 };
 
+#define NS 0.2 /* of a logit, whatever is made of it (cpu.h) */
+
 typedef struct Logprob {
     float *lse, *logp;          // (T), (start[T])
     const float *logits;        // (T, V)
@@ -230,7 +232,7 @@ void CPU(logprob)(Device *dev, float *lse, float *logp, const float *logits, con
                   const int32_t *start, int T, int V)
 {
     Logprob r = {lse, logp, logits, ids, start, T, V, cpu_rows_of_job(GRAIN, V)};
-    cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, logprob_job, &r);
+    cpu_run_of(dev, NS * T * V, ((int64_t)T + r.grain - 1) / r.grain, logprob_job, &r);
 }
 
 void CPU(logprob_backward)(Device *dev, real *dlogits, const float *logits, const float *lse,
@@ -239,7 +241,7 @@ void CPU(logprob_backward)(Device *dev, real *dlogits, const float *logits, cons
 {
     int grain = cpu_rows_of_job(GRAIN, V);
     LogprobBackward r = {f32(dlogits), logits, lse, dlogp, ids, start, T, V, first, grain};
-    cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, logprob_backward_job, &r);
+    cpu_run_of(dev, NS * T * V, ((int64_t)T + r.grain - 1) / r.grain, logprob_backward_job, &r);
 }
 
 void CPU(topk_logprob)(Device *dev, int32_t *ids, float *logp, const float *logits,
@@ -247,5 +249,5 @@ void CPU(topk_logprob)(Device *dev, int32_t *ids, float *logp, const float *logi
 {
     assert(K >= 0 && K <= V);
     TopK r = {ids, logp, logits, lse, T, V, K, cpu_rows_of_job(GRAIN, V)};
-    if (K > 0) cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, topk_job, &r);
+    if (K > 0) cpu_run_of(dev, NS * T * V, ((int64_t)T + r.grain - 1) / r.grain, topk_job, &r);
 }

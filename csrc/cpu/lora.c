@@ -15,8 +15,8 @@
 
 enum {
     COLUMNS = DEPTH,     /* of the group that are taken at once: 3 matrices of rank 128 */
-    ROWS = 16 * TALL,    /* of x in one job */
-    GRADIENT_PANELS = 8, /* of x in one job */
+    ROWS = 16 * TALL,    /* of x in one job, at most */
+    GRADIENT_PANELS = 8, /* of x in one job, at most */
     SHARED_COLUMNS = 4,  /* times as wide a block of dy is that threads share */
     DY_PANELS = 2,       /* of it in one job */
 };
@@ -27,6 +27,7 @@ typedef struct Group {
     const float *x;
     float *dx;
     int T, D, R;
+    int rows, columns; /* of x in one job */
 } Group;
 
 /* The next stretch of the group's columns, from `from` on and before `to`, that is of one matrix.
@@ -65,7 +66,7 @@ static void multiply(Device *dev, float *c, const float *a, int64_t a_row, const
 static void narrow_job(void *context, int64_t job)
 {
     const Group *g = context;
-    int t0 = (int)job * ROWS, m = block_of(job, ROWS, g->T), all = g->count * g->R;
+    int t0 = (int)job * g->rows, m = block_of(job, g->rows, g->T), all = g->count * g->R;
     _Alignas(64) float packed[ROWS * DEPTH + PACKED_SLACK], b[DEPTH * PANEL];
     _Alignas(64) float sums[ROWS * COLUMNS];
     memset(b, 0, sizeof b); /* columns that do not exist */
@@ -99,7 +100,7 @@ static void narrow_job(void *context, int64_t job)
 static void widen_job(void *context, int64_t job)
 {
     const Group *g = context;
-    int t0 = (int)job * ROWS, m = block_of(job, ROWS, g->T), all = g->count * g->R;
+    int t0 = (int)job * g->rows, m = block_of(job, g->rows, g->T), all = g->count * g->R;
     _Alignas(64) float packed[ROWS * COLUMNS + PACKED_SLACK], b[COLUMNS * PANEL];
     _Alignas(64) float side_by_side[ROWS * COLUMNS];
     memset(b, 0, sizeof b); /* columns that do not exist */
@@ -133,8 +134,8 @@ static void widen_job(void *context, int64_t job)
 static void da_job(void *context, int64_t job)
 {
     const Group *g = context;
-    int first = (int)job * GRADIENT_PANELS * PANEL, R = g->R;
-    int last = first + block_of(job, GRADIENT_PANELS * PANEL, g->D);
+    int first = (int)job * g->columns, R = g->R;
+    int last = first + block_of(job, g->columns, g->D);
     _Alignas(64) float b[DEPTH * PANEL], sums[COLUMNS * PANEL], turned[PANEL * COLUMNS];
     memset(b, 0, sizeof b); /* columns that do not exist */
     for (int k0 = 0; k0 < g->T; k0 += DEPTH) {
@@ -215,10 +216,11 @@ void CPU(lora)(Device *dev, const Lora *group, int count, const real *x, int T, 
                float scale)
 {
     Group g = {.list = group, .count = count, .x = f32c(x), .T = T, .D = D, .R = R};
+    g.rows = cpu_size_of_piece(dev, T, ROWS, TALL);
     if (count == 1) /* nothing to share: one panel is best met by x as it lies */
         multiply(dev, f32(group->s), g.x, D, group->a, R, BY_ROW, T, R, D, 1.0f, 0);
     else
-        cpu_run(dev, jobs_of(T, ROWS), narrow_job, &g);
+        cpu_run(dev, jobs_of(T, g.rows), narrow_job, &g);
     for (const Lora *m = group; m < group + count; m++)
         multiply(dev, f32(m->y), f32(m->s), R, m->b, m->N, BY_ROW, T, m->N, R, scale, 1);
 }
@@ -232,10 +234,12 @@ void CPU(lora_backward)(Device *dev, real *dx, const Lora *group, int count, con
                .dx = dx ? f32(dx) : NULL,
                .T = T,
                .D = D,
-               .R = R};
+               .R = R,
+               .rows = cpu_size_of_piece(dev, T, ROWS, TALL),
+               .columns = cpu_size_of_piece(dev, D, GRADIENT_PANELS * PANEL, PANEL)};
     for (const Lora *m = group; m < group + count; m++) ds_db(dev, m, T, R, scale);
-    cpu_run(dev, jobs_of(D, GRADIENT_PANELS * PANEL), da_job, &g);
-    if (dx) cpu_run(dev, jobs_of(T, ROWS), widen_job, &g);
+    cpu_run(dev, jobs_of(D, g.columns), da_job, &g);
+    if (dx) cpu_run(dev, jobs_of(T, g.rows), widen_job, &g);
 }
 
 void CPU(head_lora)(Device *dev, float *logits, real *s, const real *x, const float *a,

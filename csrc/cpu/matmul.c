@@ -424,7 +424,8 @@ void CPU(product_run)(Device *dev, Product *p)
         return;
     }
     int threads = pool_threads(((CpuDevice *)dev)->pool);
-    cut(p, (double)p->m * p->n * p->k < CPU_SHARED || threads == 1 ? 1 : 4 * threads);
+    int shared = threads > 1 && CPU_PRODUCT_NS * p->m * p->n * p->k >= CPU_SHARED_NS;
+    cut(p, shared ? 4 * threads : 1);
     int64_t blocks = (p->m + p->rows - 1) / p->rows;
     cpu_run(dev, blocks * groups_of(p), product_piece, p);
 }

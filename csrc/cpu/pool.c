@@ -6,12 +6,17 @@
  * callers never add up to more threads than there are callers and workers.
  *
  * A job is one word, the gate: its number, whether it is open, and how many workers are inside.
- * Threads draw indices from one atomic counter, so uneven pieces even out; nothing that is computed
- * depends on who drew what. A worker that comes late finds the gate shut and the caller gone on:
- * nobody waits for a thread that the system has not yet woken. Workers that wait spin briefly, then
- * sleep, because a decoding step is some hundred short jobs in a row while an idle server must cost
- * nothing. A child process that was forked has no workers until it opens a device of its own: there
- * the caller does all the work. */
+ * Threads draw indices from one atomic counter: of even pieces half of a thread's part of what is
+ * left at a time, so that neighbours mostly go to one thread, one after the other, and a weight is
+ * read in a few long stretches, while the last ones go singly and even out who is early. Nothing
+ * that is computed depends on who drew what. A worker that comes late finds the gate shut and the
+ * caller gone on: nobody waits for a thread that the system has not yet woken. Workers that wait
+ * stay awake for AWAKE, then sleep: a decoding step is some hundred short jobs in a row, with work
+ * of the caller's own between them, and waking a thread takes as long as many of them (50 µs and
+ * more on a virtual machine), while an idle server must cost nothing. Awake they yield again and
+ * again: who spins uses up the time that the system gives it, and where another program wants the
+ * core is stopped inside a job, for which the caller then waits. A child process that was
+ * forked has no workers until it opens a device of its own: there the caller does all the work. */
 #define _GNU_SOURCE
 #include "pool.h"
 
@@ -19,9 +24,12 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <time.h>
 #include <unistd.h>
 
-enum { THREADS_MAX = 256, SPINS = 2000 };
+enum { THREADS_MAX = 256, SPINS = 64 /* between two looks at the clock */ };
+
+#define AWAKE INT64_C(500000) /* ns from the last job to sleep */
 
 /* The gate's fields: a job's number, OPEN, and the workers inside. */
 #define INSIDE UINT64_C(0xffff)
@@ -47,7 +55,7 @@ typedef struct Crew {
     atomic_int limit; /* the first so many workers may come in */
     _Alignas(64) atomic_uint_fast64_t gate;
     _Alignas(64) atomic_int_fast64_t next; /* next index to draw */
-    int64_t count;
+    int64_t count, shares;
     void (*work)(void *context, int64_t i);
     void *context;
 } Crew;
@@ -62,12 +70,24 @@ static inline void relax(void)
 #endif
 }
 
+static int64_t now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
+}
+
 static void draw(void)
 {
+    int64_t i = atomic_load_explicit(&crew.next, memory_order_relaxed);
     for (;;) {
-        int64_t i = atomic_fetch_add_explicit(&crew.next, 1, memory_order_relaxed);
-        if (i >= crew.count) return;
-        crew.work(crew.context, i);
+        int64_t left = crew.count - i, take = left / crew.shares + (left % crew.shares != 0);
+        if (left <= 0) return;
+        if (!atomic_compare_exchange_weak_explicit(&crew.next, &i, i + take, memory_order_relaxed,
+                                                   memory_order_relaxed))
+            continue;
+        for (int64_t end = i + take; i < end; i++) crew.work(crew.context, i);
+        i = atomic_load_explicit(&crew.next, memory_order_relaxed);
     }
 }
 
@@ -79,6 +99,20 @@ static int called(int index, uint64_t seen)
     uint64_t gate = atomic_load(&crew.gate);
     return ((gate & OPEN) && gate / NUMBER != seen && index < atomic_load(&crew.limit)) ||
            atomic_load(&crew.stop);
+}
+
+/* The same, waited for as long as a worker stays awake. */
+static int called_awake(int index, uint64_t seen)
+{
+    int64_t end = now() + AWAKE;
+    do {
+        for (int i = 0; i < SPINS; i++) {
+            if (called(index, seen)) return 1;
+            relax();
+        }
+        sched_yield();
+    } while (now() < end);
+    return 0;
 }
 
 /* Goes into the open job, unless it is shut meanwhile. The limit is that of the gate that lets in.
@@ -108,8 +142,7 @@ static void *worker_main(void *argument)
     int index = (int)(intptr_t)argument;
     uint64_t seen = 0;
     for (;;) {
-        for (int i = 0; i < SPINS && !called(index, seen); i++) relax();
-        if (!called(index, seen)) {
+        if (!called_awake(index, seen)) {
             pthread_mutex_lock(&crew.lock);
             atomic_fetch_add(&crew.sleepers, 1);
             while (!called(index, seen)) pthread_cond_wait(&crew.wake, &crew.lock);
@@ -204,8 +237,13 @@ int pool_threads(const Pool *pool)
 /* Waits until no worker is inside a job that is shut. */
 static void wait_for_workers(void)
 {
-    for (int i = 0; i < SPINS && atomic_load(&crew.gate) & INSIDE; i++) relax();
-    if (!(atomic_load(&crew.gate) & INSIDE)) return;
+    for (int64_t end = now() + AWAKE;;) {
+        for (int i = 0; i < SPINS; i++) {
+            if (!(atomic_load(&crew.gate) & INSIDE)) return;
+            relax();
+        }
+        if (now() >= end) break;
+    }
     pthread_mutex_lock(&crew.lock);
     atomic_store(&crew.waiting, 1);
     while (atomic_load(&crew.gate) & INSIDE) pthread_cond_wait(&crew.idle, &crew.lock);
@@ -213,7 +251,8 @@ static void wait_for_workers(void)
     pthread_mutex_unlock(&crew.lock);
 }
 
-void pool_run(Pool *pool, int64_t count, void (*work)(void *context, int64_t i), void *context)
+void pool_run(Pool *pool, int64_t count, int even, void (*work)(void *context, int64_t i),
+              void *context)
 {
     if (count <= 0) return;
     if (count == 1 || pool->threads == 1 || pool->owner != getpid() ||
@@ -224,6 +263,7 @@ void pool_run(Pool *pool, int64_t count, void (*work)(void *context, int64_t i),
     crew.work = work;
     crew.context = context;
     crew.count = count;
+    crew.shares = even ? 2 * pool->threads : count;
     atomic_store(&crew.limit, pool->threads - 1);
     atomic_store(&crew.next, 0);
     uint64_t gate = atomic_load(&crew.gate); /* shut, and nobody inside */

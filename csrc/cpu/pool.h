@@ -15,7 +15,9 @@ int pool_threads(const Pool *pool);
 
 /* Calls work(context, i) once for each i in [0, count) and returns when all are done, on as many of
  * the pool's threads as are not at work for somebody else. Which thread takes which i is left open,
- * so work(i) must write only what belongs to i. */
-void pool_run(Pool *pool, int64_t count, void (*work)(void *context, int64_t i), void *context);
+ * so work(i) must write only what belongs to i. Even pieces, which take about the same time, are
+ * taken several neighbours at once while many are left, others one by one. */
+void pool_run(Pool *pool, int64_t count, int even, void (*work)(void *context, int64_t i),
+              void *context);
 
 #endif

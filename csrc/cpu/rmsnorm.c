@@ -14,8 +14,12 @@
 
 enum {
     BLOCK = 1024,    /* elements summed in f32 lanes */
-    GRAIN = 1 << 13, /* elements of one job: some microseconds */
+    GRAIN = 1 << 13, /* elements of one job */
 };
+
+/* Of an element (cpu.h). */
+#define NS 0.16
+#define NS_BACKWARD 0.3
 
 typedef struct Norm {
     float *y, *rstd; // (T, D), (T)
@@ -85,12 +89,13 @@ void CPU(rmsnorm)(Device *dev, real *y, float *rstd, const real *x, const float 
                   float eps)
 {
     Norm r = {f32(y), rstd, f32c(x), w, T, D, cpu_rows_of_job(GRAIN, D), eps};
-    cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, norm_job, &r);
+    cpu_run_of(dev, NS * T * D, ((int64_t)T + r.grain - 1) / r.grain, norm_job, &r);
 }
 
 void CPU(rmsnorm_backward)(Device *dev, real *dx, const real *dy, const real *x, const float *w,
                            const float *rstd, int T, int D)
 {
     NormBackward r = {f32(dx), f32c(dy), f32c(x), w, rstd, T, D, cpu_rows_of_job(GRAIN, D)};
-    cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, norm_backward_job, &r);
+    cpu_run_of(dev, NS_BACKWARD * T * D, ((int64_t)T + r.grain - 1) / r.grain, norm_backward_job,
+               &r);
 }

@@ -19,6 +19,10 @@ enum {
     GRAIN_TABLE = 1 << 10, /* angles of a job that makes the table */
 };
 
+/* Of an element, and of an angle's cosine and sine (cpu.h). */
+#define NS 0.15
+#define NS_TABLE 4.0
+
 typedef struct Table {
     float *cosine, *sine;  // (T, E/2)
     const int32_t *pos;    // (T)
@@ -70,14 +74,14 @@ static void rotate(Device *dev, float *x, const float *cosine, const float *sine
                    int E, float sign)
 {
     Rope r = {x, cosine, sine, T, H, E / 2, cpu_rows_of_job(GRAIN, H * E), sign};
-    cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, rope_job, &r);
+    cpu_run_of(dev, NS * T * H * E, ((int64_t)T + r.grain - 1) / r.grain, rope_job, &r);
 }
 
 void CPU(rope_table)(Device *dev, float *cosine, float *sine, const int32_t *pos,
                      const float *inv_freq, int T, int E, float scale)
 {
     Table r = {cosine, sine, pos, inv_freq, T, E / 2, cpu_rows_of_job(GRAIN_TABLE, E / 2), scale};
-    cpu_run(dev, ((int64_t)T + r.grain - 1) / r.grain, table_job, &r);
+    cpu_run_of(dev, NS_TABLE * T * r.half, ((int64_t)T + r.grain - 1) / r.grain, table_job, &r);
 }
 
 void CPU(rope)(Device *dev, real *x, const float *cosine, const float *sine, int T, int H, int E)

@@ -13,8 +13,11 @@
 
 #include "cpu.h"
 
-/* Elements of one job: some microseconds of work, well above what waking a thread costs. */
-enum { GRAIN = 1 << 14, GRAIN_STRIDED = 1 << 11 };
+enum { GRAIN = 1 << 14, GRAIN_STRIDED = 1 << 11 }; /* elements of one job */
+
+/* Of an element, and of one that has a cache line of its own (cpu.h). */
+#define NS 0.1
+#define NS_STRIDED 0.9
 
 typedef struct Embed {
     float *y;           // (T, D)
@@ -68,19 +71,19 @@ void CPU(embed)(Device *dev, real *y, const int32_t *ids, const frozen *w, int T
     for (int t = 0; t < T; t++) assert(ids[t] >= 0 && ids[t] < V);
     (void)V;
     Embed e = {f32(y), ids, w, T, D, cpu_rows_of_job(GRAIN_STRIDED, D)};
-    cpu_run(dev, ((int64_t)T + e.grain - 1) / e.grain, embed_job, &e);
+    cpu_run_of(dev, NS_STRIDED * T * D, ((int64_t)T + e.grain - 1) / e.grain, embed_job, &e);
 }
 
 void CPU(gather)(Device *dev, real *y, const real *x, const int32_t *rows, int T, int D)
 {
     Move m = {f32(y), f32c(x), NULL, rows, T, D, cpu_rows_of_job(GRAIN, D)};
-    cpu_run(dev, ((int64_t)T + m.grain - 1) / m.grain, move_job, &m);
+    cpu_run_of(dev, NS * T * D, ((int64_t)T + m.grain - 1) / m.grain, move_job, &m);
 }
 
 void CPU(scatter)(Device *dev, real *y, const real *x, const int32_t *rows, int T, int D)
 {
     Move m = {f32(y), f32c(x), rows, NULL, T, D, cpu_rows_of_job(GRAIN, D)};
-    cpu_run(dev, ((int64_t)T + m.grain - 1) / m.grain, move_job, &m);
+    cpu_run_of(dev, NS * T * D, ((int64_t)T + m.grain - 1) / m.grain, move_job, &m);
 }
 
 /* ---- f32 and bf16 ---- */
@@ -126,11 +129,11 @@ static void narrow_job(void *context, int64_t job)
 void CPU(widen)(Device *dev, float *y, const void *x, int64_t n)
 {
     Convert c = {y, (uint16_t *)x, n};
-    cpu_run(dev, (n + GRAIN - 1) / GRAIN, widen_job, &c);
+    cpu_run_of(dev, NS * (double)n, (n + GRAIN - 1) / GRAIN, widen_job, &c);
 }
 
 void CPU(narrow)(Device *dev, void *y, const float *x, int64_t n)
 {
     Convert c = {(float *)x, y, n};
-    cpu_run(dev, (n + GRAIN - 1) / GRAIN, narrow_job, &c);
+    cpu_run_of(dev, NS * (double)n, (n + GRAIN - 1) / GRAIN, narrow_job, &c);
 }

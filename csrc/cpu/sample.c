@@ -25,8 +25,11 @@ enum {
     RADIX_BITS = 11,  /* of a logit's 32, decided by one pass */
     BUCKETS = 1 << RADIX_BITS,
     GRAIN = 1 << 14, /* logits of one job of temper */
-    DIVISION = 8,    /* multiply-adds that one is as good as */
 };
+
+/* Of a logit that is divided, and of one among which a token is drawn (cpu.h). */
+#define NS_TEMPER 0.15
+#define NS 0.6
 
 typedef float vn __attribute__((vector_size(2 * VL)));  /* half a register of floats … */
 typedef double vd __attribute__((vector_size(4 * VL))); /* … is a whole one of doubles */
@@ -356,12 +359,12 @@ void CPU(temper)(Device *dev, float *logits, const Draw *draws, int T, int V)
     int rows = 0;
     for (int t = 0; t < T; t++)
         rows += draws[t].temperature != 0.0f && draws[t].temperature != 1.0f;
-    cpu_run_of(dev, (double)rows * V * DIVISION, (int64_t)T * r.parts, temper_job, &r);
+    cpu_run_of(dev, NS_TEMPER * rows * V, (int64_t)T * r.parts, temper_job, &r);
 }
 
 void CPU(sample)(Device *dev, int32_t *ids, float *logp, const float *logits, const float *lse,
                  const Draw *draws, int T, int V)
 {
     Sample s = {dev, ids, logp, logits, lse, draws, V};
-    cpu_run(dev, T, sample_job, &s);
+    cpu_run_uneven(dev, NS * T * V, T, sample_job, &s);
 }

@@ -13,7 +13,7 @@
  * above; 38 GB/s at 1 row and 430 of 474 GFLOP/s at 33 where a core reads 38 GB/s. */
 #include <assert.h>
 
-#include "matmul.h"
+#include "block.h"
 #include "tile.h"
 
 enum {
@@ -22,8 +22,7 @@ enum {
     PACKED_LANES = STREAM_ROWS << 10, /* of packed rows: a quarter of L2 */
 };
 
-/* Multiply-adds that are worth a second thread: at one row of bf16, 400 KB of memory. */
-#define SHARED 2e5
+#define NS_BYTE 0.018 /* of a byte of a weight in L3 (cpu.h); twice that from memory */
 
 _Static_assert(PACKED_LANES / (STREAM_ROWS + TILE_ROWS) >= DEPTH, "a block of all rows is packed");
 
@@ -40,7 +39,6 @@ typedef struct Stream {
     int tiles, height;   /* tiles of so many rows; the last may have fewer */
     const float *packed; /* [tile][lane][height], of the inputs [k0, k0 + depth) */
     int k0, depth;
-    int panels; /* of one piece of work */
 } Stream;
 
 /* Lanes that `k` inputs of a row take. */
@@ -51,36 +49,13 @@ static int row_lanes(Form form, int k)
 
 /* ---- packing the rows ---- */
 
-/* One row's inputs into every height-th lane. */
-static void pack_row(float *to, int height, const float *row, int depth, Form form)
-{
-    int k = 0;
-#if defined(__AVX512BF16__)
-    if (form == PAIRS) {
-        float rounded[VL];
-        for (; k + 2 * VL <= depth; k += 2 * VL, to += (int64_t)VL * height) {
-            v_store(rounded, (vf)v_round_pairs(v_load(row + k), v_load(row + k + VL)));
-            for (int i = 0; i < VL; i++) to[i * height] = rounded[i];
-        }
-        if (k == depth) return;
-        float rest[2 * VL] = {0};
-        memcpy(rest, row + k, (size_t)(depth - k) * sizeof *rest);
-        v_store(rounded, (vf)v_round_pairs(v_load(rest), v_load(rest + VL)));
-        for (int i = 0; i < (depth - k + 1) / 2; i++) to[i * height] = rounded[i];
-        return;
-    }
-#endif
-    (void)form;
-    for (; k < depth; k++) to[(int64_t)k * height] = row[k];
-}
-
 static void pack(float *to, const Stream *s)
 {
     const Product *p = s->p;
     int64_t tile = (int64_t)row_lanes(s->form, s->depth) * s->height;
-    for (int r = 0; r < p->m; r++)
-        pack_row(to + r / s->height * tile + r % s->height, s->height, p->a + r * p->a_row + s->k0,
-                 s->depth, s->form);
+    for (int r = 0; r < p->m; r += s->height, to += tile)
+        CPU(tile_pack)(to, s->height, p->a + r * p->a_row + s->k0, p->a_row,
+                       p->m - r < s->height ? p->m - r : s->height, s->depth, s->form == PAIRS);
 }
 
 /* ---- the register tile ---- */
@@ -175,19 +150,17 @@ static void panel_block(const Stream *s, int n0, int k0, int depth)
         }
 }
 
-static void stream_piece(void *context, int64_t piece)
+static void panel_job(void *context, int64_t panel)
 {
     const Stream *s = context;
-    int64_t from = piece * s->panels * PANEL, to = from + s->panels * PANEL;
-    for (int64_t n0 = from; n0 < to && n0 < s->p->n; n0 += PANEL)
-        for (int k = 0; k == 0 || k < s->depth; k += DEPTH)
-            panel_block(s, (int)n0, s->k0 + k, s->depth - k < DEPTH ? s->depth - k : DEPTH);
+    for (int k = 0; k == 0 || k < s->depth; k += DEPTH)
+        panel_block(s, (int)panel * PANEL, s->k0 + k, s->depth - k < DEPTH ? s->depth - k : DEPTH);
 }
 
 void CPU(product_stream)(Device *dev, const Product *p)
 {
     assert(p->order == PANELS && p->a_col == 1 && p->m <= STREAM_ROWS);
-    _Alignas(64) float packed[PACKED_LANES];
+    _Alignas(64) float packed[PACKED_LANES + PACKED_SLACK];
     Stream s = {.p = p, .packed = packed};
     s.form = ((const frozen *)p->b)->type == DTYPE_F32 ? FLOATS : WIDEN;
 #if defined(__AVX512BF16__)
@@ -195,14 +168,14 @@ void CPU(product_stream)(Device *dev, const Product *p)
 #endif
     s.tiles = (p->m + TILE_ROWS - 1) / TILE_ROWS;
     s.height = (p->m + s.tiles - 1) / s.tiles;
-    int panels = (p->n + PANEL - 1) / PANEL, threads = pool_threads(((CpuDevice *)dev)->pool);
-    int wanted = (double)p->m * p->n * p->k < SHARED || threads == 1 ? 1 : 4 * threads;
-    s.panels = (panels + wanted - 1) / wanted;
+    double read = NS_BYTE * p->n * p->k * (s.form == FLOATS ? 4 : 2);
+    double multiplied = CPU_PRODUCT_NS * p->m * p->n * p->k;
     int most = PACKED_LANES / (s.tiles * s.height) * (s.form == PAIRS ? 2 : 1) / DEPTH * DEPTH;
     for (s.k0 = 0; s.k0 == 0 || s.k0 < p->k; s.k0 += s.depth) {
         s.depth = p->k - s.k0 < most ? p->k - s.k0 : most;
         pack(packed, &s);
-        cpu_run(dev, (panels + s.panels - 1) / s.panels, stream_piece, &s);
+        cpu_run_of(dev, read > multiplied ? read : multiplied, (p->n + PANEL - 1) / PANEL,
+                   panel_job, &s);
         if (!s.depth) return;
     }
 }

@@ -10,7 +10,11 @@
 #include "cpu.h"
 #include "simd.h"
 
-enum { GRAIN = 1 << 13 }; /* elements of one job: some microseconds */
+enum { GRAIN = 1 << 13 }; /* elements of one job */
+
+/* Of an element (cpu.h). */
+#define NS 0.2
+#define NS_BACKWARD 0.4
 
 typedef struct Glu {
     float *y;
@@ -73,12 +77,12 @@ static void glu_backward_job(void *context, int64_t job)
 void CPU(swiglu)(Device *dev, real *y, const real *gate, const real *up, int T, int F)
 {
     Glu g = {f32(y), f32c(gate), f32c(up), (int64_t)T * F};
-    cpu_run(dev, (g.n + GRAIN - 1) / GRAIN, glu_job, &g);
+    cpu_run_of(dev, NS * (double)g.n, (g.n + GRAIN - 1) / GRAIN, glu_job, &g);
 }
 
 void CPU(swiglu_backward)(Device *dev, real *dgate, real *dup, const real *dy, const real *gate,
                           const real *up, int T, int F)
 {
     GluBackward g = {f32(dgate), f32(dup), f32c(dy), f32c(gate), f32c(up), (int64_t)T * F};
-    cpu_run(dev, (g.n + GRAIN - 1) / GRAIN, glu_backward_job, &g);
+    cpu_run_of(dev, NS_BACKWARD * (double)g.n, (g.n + GRAIN - 1) / GRAIN, glu_backward_job, &g);
 }

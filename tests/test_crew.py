@@ -1,0 +1,80 @@
+"""When the CPU device's workers are awake: between the jobs of a step, and not for what is too
+small to be shared. What they compute, and that they sleep when nothing is asked, is in
+test_threads.py. In processes of their own, for other tests leave devices and threads behind."""
+
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+TASKS = Path("/proc/self/task")
+ROUNDS, CALLS, GAP, REST = 12, 40, 100e-6, 10e-3  # seconds
+SHARED = {"swiglu": (64, 4096), "rmsnorm": (256, 1024), "sample": (8, 65536)}
+ALONE = {"swiglu": (8, 768), "rmsnorm": (8, 1024), "sample": (4, 512), "rope": (8, 8, 64)}
+
+
+def slept(tasks: set[Path]) -> int:
+    """How often so many threads have gone to sleep."""
+    lines = [line for task in tasks for line in (task / "status").read_text().splitlines()]
+    return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt"))
+
+
+def sleeps(op: str, *sizes: int) -> list[int]:
+    """How often a device's worker goes to sleep in CALLS of an op, GAP apart; some rounds of it."""
+    from engine import Device, Draw
+
+    others = set(TASKS.iterdir())
+    dev = Device("cpu", threads=2)
+    workers = set(TASKS.iterdir()) - others
+    assert len(workers) == 1
+    T, *rest = sizes
+    zeros = np.zeros(math.prod(sizes), np.float32)
+    memory = [dev.put(zeros, "real") for _ in range(4)]
+    draws = dev.put([Draw(temperature=1.0, top_p=1.0, limit=rest[-1])] * T, "Draw")
+    x = [one.pointer for one in memory]
+    arguments = {
+        "swiglu": (*x[:3], *sizes),
+        "rmsnorm": (*x, *sizes, 1e-6),
+        "rope": (*x[:3], *sizes),
+        "sample": (*x, draws.pointer, *sizes),
+    }[op]
+    found = []
+    time.sleep(REST)
+    for _ in range(ROUNDS):
+        before = slept(workers)
+        for _ in range(CALLS):
+            getattr(dev.c, op)(dev.pointer, *arguments)
+            end = time.perf_counter() + GAP
+            while time.perf_counter() < end:
+                pass
+        time.sleep(REST)
+        found.append(slept(workers) - before)
+    return found
+
+
+def sleeps_alone(op: str, sizes: tuple[int, ...]) -> list[int]:
+    """What `sleeps` finds in a process of its own."""
+    script = f"import test_crew; print(*test_crew.sleeps({op!r}, *{sizes}))"
+    command = [sys.executable, "-c", script]
+    folder = Path(__file__).parent
+    done = subprocess.run(command, cwd=folder, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return list(map(int, done.stdout.split()))
+
+
+@pytest.mark.parametrize("op", SHARED)
+def test_a_worker_stays_awake_between_the_jobs_of_a_step(op: str) -> None:
+    """In one round at least: on a machine that is not free it may be kept from looking in time."""
+    found = sleeps_alone(op, SHARED[op])
+    assert any(1 <= count < CALLS / 4 for count in found), found
+
+
+@pytest.mark.parametrize("op", ALONE)
+def test_nobody_is_woken_for_a_small_job(op: str) -> None:
+    """But for the first rounds: a thread may sleep for the first time as late as then."""
+    found = sleeps_alone(op, ALONE[op])
+    assert found.count(0) > ROUNDS / 2, found
