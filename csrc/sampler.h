@@ -23,7 +23,7 @@ typedef struct Sequence {
     int32_t *top_ids; /* [drawn · topk_sample] */
     float *top_logprobs;
     int32_t *pages;
-    int page_count, page_room, room;
+    int page_count, room;
     int kept;        /* full pages that prefix.c knows */
     uint64_t behind; /* its number of the last of them */
     int waited;      /* for the beginning of a page that another one computed */

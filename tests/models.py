@@ -319,3 +319,12 @@ def tokens_of(name: str, length: int, seed: int = 0) -> np.ndarray:
     """Random tokens of a model's vocabulary."""
     rng = np.random.default_rng([seed, length])
     return rng.integers(0, SPECS[name].config["vocab_size"] - PADDING, length).astype(np.int32)
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Two results of a sampler, bit for bit."""
+    for one, other in zip(found["samples"], wanted["samples"], strict=True):
+        for key in one:
+            np.testing.assert_array_equal(one[key], other[key])
+    for key in found.keys() - {"samples"}:
+        np.testing.assert_array_equal(found[key], wanted[key])

@@ -4,9 +4,20 @@ A device may err against float64 no more than the same formula in float32 NumPy,
 """
 
 import numpy as np
+import pytest
 import reference
 import torch
-from engine import KV_PAGE, OPS, Frozen, Memory, from_bf16, to_bf16
+from engine import (
+    KV_PAGE,
+    OPS,
+    Device,
+    Frozen,
+    Memory,
+    Unavailable,
+    device,
+    from_bf16,
+    to_bf16,
+)
 
 # By how much a device's error may exceed that of float32 NumPy, relative to the norm of the result:
 # some roundings of its own, by the bytes of its `real`: two of f32, or half a unit of bf16. Where
@@ -116,6 +127,14 @@ def put_pages(dev, k, v) -> tuple[Memory, Memory]:
         E=E,
     )
     return k_pages, v_pages
+
+
+def device_or_skip(name: str, threads: int = 2) -> Device:
+    """engine.device; where this machine can't have it, the test is skipped, and told why."""
+    try:
+        return device(name, threads)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
 
 
 def run(dev, op, args) -> dict:

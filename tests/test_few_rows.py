@@ -5,8 +5,8 @@ bits, through every way that the CPU takes for either."""
 
 import numpy as np
 import pytest
-from engine import DEVICES, Device, Span, Unavailable, device
-from op_bar import compare, run
+from engine import DEVICES, Device, Span, Unavailable
+from op_bar import compare, device_or_skip, run
 from op_cases import make_attention, make_linear
 
 MANY = 100  # rows: more than cpu/stream.c takes (STREAM_ROWS, 64)
@@ -15,10 +15,7 @@ FEW = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 27, 40, 53, 63, 64, 65)
 
 @pytest.fixture(params=[name for name in DEVICES if name.startswith("cpu")])
 def dev(request):
-    try:
-        return device(request.param)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    return device_or_skip(request.param)
 
 
 def first_rows(args, rows):

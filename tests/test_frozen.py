@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from engine import DTYPES, ISAS, Device, Memory, Unavailable, device
+from engine import DTYPES, ISAS, Device, Memory
+from op_bar import device_or_skip
 
 PANEL = 32
 HEADER_BYTES = 64  # struct frozen before its data
@@ -20,10 +21,7 @@ def panels(rows: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(params=ISAS)
 def dev(request: pytest.FixtureRequest) -> Device:
-    try:
-        return device(f"cpu-{request.param}")
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    return device_or_skip(f"cpu-{request.param}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

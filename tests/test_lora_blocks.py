@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 from engine import ISAS, Unavailable, device
-from op_bar import compare
+from op_bar import compare, device_or_skip
 from op_cases import make_lora, make_lora_backward
 
 BLOCK = 384  # rows and columns of a block: DEPTH
@@ -13,10 +13,7 @@ T, WIDTHS, D = 2 * BLOCK + 31, (4 * BLOCK + 99, 70), 67  # more than the block o
 
 @pytest.fixture(params=ISAS)
 def dev(request):
-    try:
-        return device(f"cpu-{request.param}")
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    return device_or_skip(f"cpu-{request.param}")
 
 
 @pytest.mark.parametrize("R", [5, 32, 40])

@@ -13,17 +13,14 @@ import sys
 import numpy as np
 import pytest
 import reference
-from engine import DEVICES, KV_PAGE, OPS, Span, Unavailable, device
-from op_bar import compare, page_size, put_pages, run
+from engine import DEVICES, KV_PAGE, OPS, Span
+from op_bar import compare, device_or_skip, page_size, put_pages, run
 from op_cases import CASES, causal, make_attention, make_attention_backward, make_lora_backward
 
 
 @pytest.fixture(params=DEVICES)
 def dev(request):
-    try:
-        return device(request.param)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    return device_or_skip(request.param)
 
 
 # ---- all ops ----

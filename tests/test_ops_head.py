@@ -7,17 +7,14 @@ import numpy as np
 import pytest
 import reference
 import torch
-from engine import DEVICES, Unavailable, device
-from op_bar import check, compare
+from engine import DEVICES, device
+from op_bar import check, compare, device_or_skip
 from op_cases import draw, draws_make, make_square_sum
 
 
 @pytest.fixture(params=DEVICES)
 def dev(request):
-    try:
-        return device(request.param)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    return device_or_skip(request.param)
 
 
 # ---- logprob ----

@@ -8,7 +8,8 @@ import opsd
 import pytest
 import reference
 import torch
-from engine import DEVICES, Unavailable, device
+from engine import DEVICES
+from op_bar import device_or_skip
 from op_cases import JSD_KINDS, divergence, make_jsd
 
 INF, NAN = np.inf, np.nan
@@ -16,10 +17,7 @@ INF, NAN = np.inf, np.nan
 
 @pytest.fixture(params=DEVICES)
 def dev(request):
-    try:
-        return device(request.param)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    return device_or_skip(request.param)
 
 
 def torchs_terms(student, teacher, how):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import loaded, randomize, tokens_of
+from models import assert_same, loaded, randomize, tokens_of
 from tinsmith import _core
 
 PAGE = 64
@@ -28,14 +28,6 @@ def finish(sampler: _core.Sampler, *numbers: int) -> list[dict[str, Any]]:
 def run(sampler: _core.Sampler, prompt: np.ndarray, adapter: Any = None, **options: Any) -> Any:
     sampler.add(0, prompt, adapter, **{"max_tokens": 5, "seed": 3} | options)
     return finish(sampler, 0)[0]
-
-
-def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    for ours, theirs in zip(got["samples"], expected["samples"], strict=True):
-        np.testing.assert_array_equal(ours["tokens"], theirs["tokens"])
-        np.testing.assert_array_equal(ours["logprobs"], theirs["logprobs"])
-    for key in ("prompt_logprobs", "topk_ids", "topk_logprobs", "target_logprobs"):
-        np.testing.assert_array_equal(got[key], expected[key])
 
 
 def alone(core: _core.Model, prompt: np.ndarray, adapter: Any = None, **options: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engine import Unavailable, device
-from models import PADDING, Spec, make, randomize
+from models import PADDING, Spec, assert_same, make, randomize
 from tinsmith import _core
 from tinsmith.families import load_model
 
@@ -100,14 +100,6 @@ def alone(core: _core.Model, asked: Request) -> dict[str, Any]:
 
 def emulated(core: _core.Model) -> bool:
     return core.device == "cuda-emulated"
-
-
-def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    for one, other in zip(found["samples"], wanted["samples"], strict=True):
-        for key in one:
-            np.testing.assert_array_equal(one[key], other[key])
-    for key in found.keys() - {"samples"}:
-        np.testing.assert_array_equal(found[key], wanted[key])
 
 
 def ask(prompt: np.ndarray, **options: Any) -> Request:

@@ -11,6 +11,7 @@ from models import (
     DEVICE,
     PADDING,
     SPECS,
+    assert_same,
     call,
     datum,
     error,
@@ -54,15 +55,6 @@ def run(
             assert sampler.active == 0
             return [results[number] for number in range(len(requests))]
     raise AssertionError("the sampler does not get on")
-
-
-def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Two results, bit for bit."""
-    for one, other in zip(found["samples"], wanted["samples"], strict=True):
-        for key in one:
-            np.testing.assert_array_equal(one[key], other[key])
-    for key in found.keys() - {"samples"}:
-        np.testing.assert_array_equal(found[key], wanted[key])
 
 
 def trainer(

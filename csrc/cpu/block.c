@@ -4,9 +4,8 @@
  * and TALL broadcasts of a for 2·TALL multiply-adds. a is packed first, once for all panels: rows
  * that lie a power of two apart would share a few sets of the cache and a page of the TLB each, and
  * TALL addresses do not fit into registers. The lines of c are asked for before the loop, which
- * hides their way from memory behind it.
- * Each sum is the one that matmul.c's tile of few rows makes, bit for bit. Compute bound:
- * 2·m·width·k flops on m·k + k·width + m·width elements. */
+ * hides their way from memory behind it. Each sum is the one that matmul.c's tile of few rows
+ * makes, bit for bit. Compute bound: 2·m·width·k flops on m·k + k·width + m·width elements. */
 #include "block.h"
 
 _Static_assert((int)TALL <= (int)TILE_ROWS_MAX, "the last columns' temporary tile");
