@@ -48,7 +48,8 @@ def sequences(args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
 
 def ours(folder: Path, args: argparse.Namespace) -> Callable[[], float]:
     """A call that makes the step's gradient in the engine."""
-    from tinsmith import _core, families
+    from tinsmith import _core
+    from tinsmith.files import families
 
     adapter = _core.Adapter(
         families.load_model(folder, dtype="float32", threads=args.threads).core, rank=RANK

@@ -18,7 +18,8 @@ import torch
 from ops import engine, prepared
 from peers import SHAPES, checkpoint, hf_model, interleave
 from sample import generate_side, prompt_source, sampler_side
-from tinsmith import _core, families
+from tinsmith import _core
+from tinsmith.files import families
 from train import RANK, flops, peft_side
 
 CHUNK_BYTES = 128 << 20  # of logits: what the engine shows the head at once

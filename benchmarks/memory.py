@@ -54,7 +54,8 @@ PEAK = "MiB above the model"
 
 def ours(args: argparse.Namespace) -> tuple[Callable[[int, int], object], float]:
     """A call of forward_backward on datums × length tokens, and the plan's MiB."""
-    from tinsmith import _core, families
+    from tinsmith import _core
+    from tinsmith.files import families
 
     core = families.load_model(args.folder, dtype=DTYPES[args.dtype], threads=args.threads).core
     adapter = _core.Adapter(core, rank=RANK, step_bytes=args.step_bytes)
@@ -185,7 +186,7 @@ def vocab(report: Report) -> None:
 
 def keep(report: Report) -> None:
     """One datum with everything kept, with less, and with as little as can be."""
-    from tinsmith import families
+    from tinsmith.files import families
 
     args = report.args
     count = min(args.tokens, LONGEST)

@@ -42,8 +42,9 @@ from typing import Any
 import tinsmith
 from peers import SHAPES, checkpoint, hf_model, parse, parser
 from report import Report
-from tinsmith import _core, decoding, launch, runs
+from tinsmith import _core, launch
 from tinsmith.demo import data, demo
+from tinsmith.engine import decoding, runs
 
 CLIENT = "TINSMITH_RECIPE_CLIENT"  # in the recipe's environment: the file that it tells its spans
 PHASES = {  # the recipe's spans whose ends are the phases'

@@ -34,7 +34,8 @@ from peers import (
     parser,
 )
 from report import Report
-from tinsmith import _core, families
+from tinsmith import _core
+from tinsmith.files import families
 
 Times = tuple[float, ...]  # seconds of the prompts, of the tokens after the first, of the sampler
 

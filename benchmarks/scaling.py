@@ -37,7 +37,8 @@ from peers import (
 )
 from report import Floor, Report
 from sample import matrices
-from tinsmith import _core, families
+from tinsmith import _core
+from tinsmith.files import families
 from train import RANK, flops
 
 ADAM = {

@@ -28,7 +28,7 @@ import numpy as np
 from peers import alternate, parse, parser
 from report import Report
 from tinsmith.demo import demo
-from tinsmith.messages import pb
+from tinsmith.server.messages import pb
 
 IDS = list(range(5, 105))
 QUIET = os.environ | {"PYTHONWARNINGS": "ignore"}
@@ -115,7 +115,7 @@ CASES: dict[str, dict[str, Callable[[], None]]] = {
     "first forward_backward": {"tinsmith.Model": run_model, "tinsmith serve": run_server},
     "import": {
         name: partial(run_import, name)
-        for name in ("tinsmith", "tinsmith.server", "numpy", "tinker")
+        for name in ("tinsmith", "tinsmith.server.backend", "numpy", "tinker")
     },
 }
 

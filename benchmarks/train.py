@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from peers import DTYPES, SHAPES, checkpoint, hf_model, interleave, parse, parser
 from report import Report
-from tinsmith import _core, families
+from tinsmith import _core
+from tinsmith.files import families
 
 RANK = 32
 

@@ -74,7 +74,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
     """A server on a free port of the loopback, with `.url` and `.checkpoints`."""
-    from tinsmith.server import Backend
+    from tinsmith.server.backend import Backend
 
     with Backend(
         {"tiny": tiny_model_dir},

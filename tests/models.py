@@ -25,7 +25,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tinsmith import _core
-from tinsmith.families import LoadedModel, load_model
+from tinsmith.files.families import LoadedModel, load_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel

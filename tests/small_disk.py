@@ -16,8 +16,8 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
 import numpy as np
 import tinker
 from small_run import ADAM, make_client, make_data, read, train
-from tinsmith.errors import sentence
-from tinsmith.server import Backend
+from tinsmith.engine.errors import sentence
+from tinsmith.server.backend import Backend
 
 
 def told(call) -> str:

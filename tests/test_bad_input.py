@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import tinker
 from conftest import CONTEXT, VOCAB, Wire, logprobs, make_datum
-from tinsmith import checkpoint
-from tinsmith.server import Backend
+from tinsmith.files import checkpoint
+from tinsmith.server.backend import Backend
 
 GOOD = [([11, 12, 13], [12, 13, 14], [1.0, 2.0, 0.5])]
 SECONDS = 20  # longer is a hang

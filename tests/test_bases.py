@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import tinker
 from small_run import PROMPT, make_client, make_data, sample, train
-from tinsmith import bases
-from tinsmith.bases import inspect_models, memory_of, parse_bytes, readable
-from tinsmith.families import load_model
-from tinsmith.loading import Loading
-from tinsmith.server import Backend
+from tinsmith.engine import bases
+from tinsmith.engine.bases import inspect_models, memory_of, parse_bytes, readable
+from tinsmith.engine.loading import Loading
+from tinsmith.files.families import load_model
+from tinsmith.server.backend import Backend
 
 NAMES = ("tiny", "other", "third")
 DRAW = {"max_tokens": 12, "seed": 5, "stop": []}

@@ -65,7 +65,7 @@ ROWS = {  # case -> sides, "" for any further case of the table
     },
     "start": {
         "first forward_backward": ["tinsmith.Model", "tinsmith serve"],
-        "import": ["tinsmith", "tinsmith.server", "numpy", "tinker"],
+        "import": ["tinsmith", "tinsmith.server.backend", "numpy", "tinker"],
     },
 }
 

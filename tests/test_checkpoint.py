@@ -27,8 +27,9 @@ from models import (
     with_peft,
 )
 from peft import PeftModel
-from tinsmith import _core, checkpoint, weights
-from tinsmith.checkpoint import Meta, Store
+from tinsmith import _core
+from tinsmith.files import checkpoint, weights
+from tinsmith.files.checkpoint import Meta, Store
 
 ADAM = {
     "learning_rate": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01,

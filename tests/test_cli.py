@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import tinsmith
 from conftest import make_datum
-from tinsmith.server import choose_device
-from tinsmith.worker import devices
+from tinsmith.engine.worker import devices
+from tinsmith.server.backend import choose_device
 
 
 def test_serve_works_inside_a_running_event_loop(tiny_model_dir, tmp_path):

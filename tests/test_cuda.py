@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import SPECS, Datum, call, cut, datum, error, folder, loaded_on, randomize, tokens_of
 from tinsmith import _core
-from tinsmith.families import load_model
+from tinsmith.files.families import load_model
 from training import ADAM, autograd, torch_losses
 
 on_gpus = pytest.mark.parametrize("on", ("cuda", "cuda-emulated"), indirect=True)

@@ -13,8 +13,8 @@ from conftest import logprobs, make_datum
 from engine import Device, Unavailable, emulated_library
 from models import call, datum, folder, randomize, tokens_of
 from tinsmith import _core
-from tinsmith.families import LoadedModel, load_model, read_config
-from tinsmith.worker import plan
+from tinsmith.engine.worker import plan
+from tinsmith.files.families import LoadedModel, load_model, read_config
 
 MIB = 1 << 20
 CARD = (2048 * MIB, 13000, 9, 0)  # free bytes, driver, compute capability: the emulator's own
@@ -327,7 +327,7 @@ def test_a_client_is_told_that_the_card_is_lost_and_checkpoints_stay_whole(
 ) -> None:
     from tinker import AdamParams, RequestFailedError, SamplingParams
     from tinker.types import ModelInput
-    from tinsmith.server import Backend
+    from tinsmith.server.backend import Backend
 
     data = [make_datum([1, 2, 3, 4], [2, 3, 4, 5])]
     with (

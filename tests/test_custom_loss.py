@@ -17,8 +17,8 @@ from conftest import logprobs, make_datum
 from loss_cases import CASES, Case
 from models import error
 from tinker.lib.public_interfaces.custom_loss import LossHandle, encode_graph, trace_loss
-from tinsmith import custom_loss
-from tinsmith.custom_loss import CustomLoss, Evaluation, evaluate
+from tinsmith.losses import custom_loss
+from tinsmith.losses.custom_loss import CustomLoss, Evaluation, evaluate
 
 RANKS = {"logprobs": 1, "v": 1, "ids": 1, "m": 2, "c": 0}
 

@@ -11,7 +11,7 @@ from distill_cases import LOSS, Pair, distill, in_torch, pair
 from engine import Unavailable, device
 from models import SPECS, call, datum, error, folder, loaded, randomize
 from tinsmith import _core
-from tinsmith.families import load_model
+from tinsmith.files.families import load_model
 
 CONFIGS = {
     "jsd": {},

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import SPECS, folder
 from tinsmith import _core
-from tinsmith.families import LoadedModel, load_model
+from tinsmith.files.families import LoadedModel, load_model
 from transformers import AutoModelForCausalLM
 
 BF16 = [name for name, spec in SPECS.items() if spec.dtype is torch.bfloat16]

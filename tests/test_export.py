@@ -27,8 +27,9 @@ from models import (
     with_peft,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
-from tinsmith import _core, checkpoint, families, peft
-from tinsmith.export import export
+from tinsmith import _core
+from tinsmith.files import checkpoint, families, peft
+from tinsmith.files.export import export
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TIED = [name for name in SPECS if SPECS[name].config["tie_word_embeddings"]]

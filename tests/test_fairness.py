@@ -11,11 +11,11 @@ import tinker
 from models import loaded, tokens_of
 from small_run import PROMPT
 from tinsmith import _core
-from tinsmith.bases import inspect_models
-from tinsmith.decoding import SampleRequest
-from tinsmith.lora import LoraSpec
-from tinsmith.server import Backend
-from tinsmith.worker import Batch, Worker
+from tinsmith.engine.bases import inspect_models
+from tinsmith.engine.decoding import SampleRequest
+from tinsmith.engine.worker import Batch, Worker
+from tinsmith.files.lora import LoraSpec
+from tinsmith.server.backend import Backend
 
 PAGE = 64
 STEP_SEQUENCES = 256

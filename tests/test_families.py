@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from models import LLAMA3, PADDING, SPECS, call, datum, folder, loaded, tokens_of
-from tinsmith import _core, families, weights
+from tinsmith import _core
+from tinsmith.files import families, weights
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

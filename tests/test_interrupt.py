@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tinsmith
+from tinsmith.api.turns import Turns
 from tinsmith.demo.demo import MODEL
-from tinsmith.turns import Turns
 
 SCRIPT = Path(__file__).parent / "interrupted.py"
 

@@ -15,11 +15,11 @@ import torch
 from conftest import logprobs, make_datum
 from models import Datum, datum, folder, loaded, randomize, tokens_of
 from tinsmith import _core
-from tinsmith.bases import inspect_models
-from tinsmith.families import load_model
-from tinsmith.lora import LoraSpec
-from tinsmith.training import Batch, BatchResult, Kept
-from tinsmith.worker import AdamParams, Worker
+from tinsmith.engine.bases import inspect_models
+from tinsmith.engine.training import Batch, BatchResult, KeptForward
+from tinsmith.engine.worker import AdamParams, Worker
+from tinsmith.files.families import load_model
+from tinsmith.files.lora import LoraSpec
 
 ADAM = {
     "learning_rate": 0.002, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01,
@@ -365,13 +365,13 @@ def workers(tiny_model_dir: Path) -> Iterator[tuple[Worker, Worker]]:
 def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each kept forward was used by the request after it."""
     told: list[bool] = []
-    serves = Kept.serves
+    serves = KeptForward.serves
 
-    def spy(self: Kept, seq: int, batch: Batch) -> bool:
+    def spy(self: KeptForward, seq: int, batch: Batch) -> bool:
         told.append(serves(self, seq, batch))
         return told[-1]
 
-    monkeypatch.setattr(Kept, "serves", spy)
+    monkeypatch.setattr(KeptForward, "serves", spy)
     return told
 
 

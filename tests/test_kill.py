@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 import tinker
-from tinsmith import checkpoint
 from tinsmith.demo import demo
-from tinsmith.families import load_model
-from tinsmith.state import State
+from tinsmith.files import checkpoint
+from tinsmith.files.families import load_model
+from tinsmith.server.state import State
 
 STEPS, SAVE_EVERY, KILLED_AFTER = 8, 2, 5
 METRICS = ("loss", "loss_tokens", "grad_norm")

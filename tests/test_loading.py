@@ -15,14 +15,15 @@ import tinker
 from conftest import Wire
 from models import DEVICE, folder, loaded, tokens_of
 from small_run import PROMPT, make_client, sample, train
-from tinsmith import _core, weights
-from tinsmith.bases import inspect_models
-from tinsmith.decoding import SampleRequest
-from tinsmith.families import inspect_model
-from tinsmith.loading import AHEAD_BYTES, Loading
-from tinsmith.lora import LoraSpec
-from tinsmith.server import Backend
-from tinsmith.worker import Batch, Worker
+from tinsmith import _core
+from tinsmith.engine.bases import inspect_models
+from tinsmith.engine.decoding import SampleRequest
+from tinsmith.engine.loading import AHEAD_BYTES, Loading
+from tinsmith.engine.worker import Batch, Worker
+from tinsmith.files import weights
+from tinsmith.files.families import inspect_model
+from tinsmith.files.lora import LoraSpec
+from tinsmith.server.backend import Backend
 
 REQUEST = SampleRequest(np.asarray([5, 6, 7], np.int32), max_tokens=20, seed=3)
 DRAW = {"max_tokens": 12, "seed": 5, "stop": []}
@@ -342,7 +343,7 @@ def test_a_load_between_steps_changes_no_bit_of_either(name: str) -> None:
 
 def test_the_reader_stays_near(models, monkeypatch) -> None:
     """It stops when so many bytes were read that nobody took, and ends when it is closed."""
-    monkeypatch.setattr("tinsmith.loading.AHEAD_BYTES", 1000)
+    monkeypatch.setattr("tinsmith.engine.loading.AHEAD_BYTES", 1000)
     woken = threading.Event()
     loading = Loading(inspect_models(models)["tiny"], threads=1, wake=woken.set)
     assert woken.wait(60)

@@ -13,10 +13,11 @@ from conftest import VOCAB, logprobs, make_datum
 from distill_cases import Pair, generalized_jsd, logits_of
 from models import as_double, cut
 from peft import PeftModel
-from tinsmith import _core, checkpoint
-from tinsmith.families import load_model
+from tinsmith import _core
+from tinsmith.files import checkpoint
+from tinsmith.files.families import load_model
 from tinsmith.recipes import opsd_data
-from tinsmith.server import Backend
+from tinsmith.server.backend import Backend
 
 LOSS = "generalized_jsd"
 ADAM = tinker.AdamParams(learning_rate=2e-2, eps=1e-8)
@@ -368,7 +369,7 @@ def test_another_clients_sampler_is_no_teacher(server: Backend) -> None:
 
 
 def test_the_table_of_losses_lists_what_it_takes() -> None:
-    from tinsmith.worker import losses
+    from tinsmith.engine.worker import losses
 
     (row,) = [row for row in losses() if row["name"] == LOSS]
     assert row["taught"] and row["tokens"] == "teacher_tokens"

@@ -12,9 +12,9 @@ import pytest
 import tinker
 from conftest import Wire, logprobs, make_datum
 from small_run import make_client
-from tinsmith.overload import Overloaded, Queue
-from tinsmith.routes import SAMPLE_BYTES
-from tinsmith.server import Backend
+from tinsmith.server.backend import Backend
+from tinsmith.server.overload import Overloaded, Queue
+from tinsmith.server.routes import SAMPLE_BYTES
 
 LIMIT = 20_000
 

@@ -12,7 +12,7 @@ import torch
 from engine import Unavailable, device
 from models import PADDING, Spec, assert_same, make, randomize
 from tinsmith import _core
-from tinsmith.families import load_model
+from tinsmith.files.families import load_model
 
 PAGE = 64
 VOCAB = 107  # of the model

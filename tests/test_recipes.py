@@ -16,12 +16,13 @@ import tinsmith
 from recipes import PATH, QWEN3, RECIPES, SDFT, TOOLS, Ended, Recipe, agrees, learns
 from recipes_md import document, recipe_entry, with_entry
 from starlette.requests import Request
-from tinsmith import launch, rest, routes, transfers, wire
-from tinsmith.checkpoint import Store
+from tinsmith import launch
 from tinsmith.demo import demo
-from tinsmith.routes import Handler
-from tinsmith.server import Backend
-from tinsmith.service import Service
+from tinsmith.files.checkpoint import Store
+from tinsmith.server import rest, routes, transfers, wire
+from tinsmith.server.backend import Backend
+from tinsmith.server.routes import Handler
+from tinsmith.server.service import Service
 
 DOCUMENT = Path(__file__).parent.parent / "RECIPES.md"
 UPDATE = bool(os.environ.get("TINSMITH_UPDATE_RECIPES"))  # writes RECIPES.md instead of reading it

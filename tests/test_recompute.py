@@ -15,13 +15,13 @@ from distill_cases import distill, pair
 from engine import Unavailable, emulated_library
 from models import DEVICE, Datum, call, cpu_only, datum, folder, randomize, tokens_of
 from tinsmith import _core
-from tinsmith.bases import inspect_models
 from tinsmith.cli import main
-from tinsmith.errors import RequestError
-from tinsmith.families import load_model, read_config
-from tinsmith.lora import LoraSpec
-from tinsmith.training import Batch
-from tinsmith.worker import AdamParams, Worker
+from tinsmith.engine.bases import inspect_models
+from tinsmith.engine.errors import RequestError
+from tinsmith.engine.training import Batch
+from tinsmith.engine.worker import AdamParams, Worker
+from tinsmith.files.families import load_model, read_config
+from tinsmith.files.lora import LoraSpec
 
 pytestmark = pytest.mark.usefixtures("on")
 

@@ -12,8 +12,9 @@ import pytest
 import tinker
 from conftest import CONTEXT, Wire, logprobs, make_datum
 from tinker_cookbook import weights as cookbook
-from tinsmith import checkpoint, routes
-from tinsmith.server import Backend
+from tinsmith.files import checkpoint
+from tinsmith.server import routes
+from tinsmith.server.backend import Backend
 
 Search = tinker.types.SessionSearchRequest
 ADAM = tinker.AdamParams(learning_rate=1e-3)

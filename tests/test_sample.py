@@ -24,7 +24,8 @@ from models import (
     tokens_of,
     with_peft,
 )
-from tinsmith import _core, families
+from tinsmith import _core
+from tinsmith.files import families
 
 pytestmark = pytest.mark.usefixtures("on")  # every test on every device
 Request = dict[str, Any]  # the arguments of Sampler.add after the request's number

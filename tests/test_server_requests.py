@@ -11,7 +11,7 @@ import pytest
 import tinker
 from conftest import Wire, make_datum
 from small_run import ADAM, make_client, make_data, read, train
-from tinsmith.server import Backend
+from tinsmith.server.backend import Backend
 
 
 def test_replies_are_not_held_back_by_nagles_algorithm(server):

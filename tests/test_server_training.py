@@ -9,8 +9,8 @@ import tinker
 import torch
 from conftest import VOCAB, logprobs, make_datum
 from small_run import ADAM, make_client, make_data, read, sample, train
-from tinsmith import routes
-from tinsmith.server import Backend
+from tinsmith.server import routes
+from tinsmith.server.backend import Backend
 
 
 def test_forward_backward_and_optim_step_train(service_client):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinsmith import _core, families
+from tinsmith import _core
+from tinsmith.files import families
 
 IDS = np.arange(7, 107, dtype=np.int32)
 

@@ -137,13 +137,60 @@ def test_cublaslt_and_ptx_have_one_place_each(path: Path) -> None:
         assert "cublas" not in code.lower()
 
 
-def imports(path: Path) -> set[str]:
-    """Names of our own modules that a Python file imports, at any depth."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tinsmith":
-            found |= {alias.name for alias in node.names} | {(node.module or "").split(".")[-1]}
+# What the Python of each folder may import of ours. "kernels" are tinsmith.ops and what it stands
+# on; "commands" are the other files that no folder holds.
+MAY_IMPORT = {
+    "kernels": set(),
+    "files": set(),
+    "losses": set(),
+    "engine": {"files", "losses", "kernels"},
+    "api": {"engine", "files", "kernels"},
+    "server": {"engine", "files", "losses"},
+    "demo": {"server", "commands"},
+    "recipes": {"demo", "commands"},
+    "commands": {"engine", "files", "api", "server"},
+}
+KERNELS = ("tensors", "ops", "torch")
+
+
+def room_of(module: str) -> str:
+    """The folder of a module of ours, by its dotted name."""
+    parts = module.split(".")
+    if len(parts) > 2:
+        return parts[1]
+    return "kernels" if parts[-1] in KERNELS else "commands"
+
+
+def modules() -> dict[str, Path]:
+    """Every module of ours by its dotted name."""
+    root = ROOT / "python"
+    found = {}
+    for path in sorted((root / "tinsmith").rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of ours that a Python file imports, at any depth."""
+    known, found = modules(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else node.module for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name in known or name == "tinsmith._core"}
+
+
+@pytest.mark.parametrize("module", modules())
+def test_python_folders_import_one_way(module: str) -> None:
+    path = modules()[module]
+    room = path.parent.name if path.name == "__init__.py" else room_of(module)
+    if room == "tinsmith":
+        room = "commands"
+    rooms = {room_of(name) for name in imports(path) - {"tinsmith._core", "tinsmith"}}
+    assert rooms <= MAY_IMPORT[room] | {room}
 
 
 def test_the_engine_needs_neither_torch_nor_transformers() -> None:
@@ -165,7 +212,7 @@ def test_the_engine_needs_neither_torch_nor_transformers() -> None:
         assert not names & {"torch", "transformers", "safetensors", "peft"}, name_of(path)
 
 
-def test_only_the_worker_and_what_is_below_it_know_the_engine() -> None:
-    python = ROOT / "python" / "tinsmith"
-    for name in ("server", "service", "routes", "rest", "transfers", "clients"):
-        assert "_core" not in imports(python / f"{name}.py"), name
+def test_the_server_does_not_know_the_c_engine() -> None:
+    for module, path in modules().items():
+        if room_of(module) == "server":
+            assert "tinsmith._core" not in imports(path), module

@@ -15,7 +15,7 @@ from models import (
     randomize,
 )
 from tinsmith import _core
-from tinsmith.families import load_model
+from tinsmith.files.families import load_model
 from training import ADAM, GROUPS, adapter_of, batch, check, soft
 
 pytestmark = pytest.mark.usefixtures("on")  # every test on every device

@@ -14,7 +14,7 @@ import torch
 from conftest import logprobs, make_datum
 from safetensors.torch import load_file
 from tinker_cookbook import weights
-from tinsmith import checkpoint
+from tinsmith.files import checkpoint
 from transformers import AutoModelForCausalLM
 
 TOKENS = [5, 17, 40, 41, 9, 77, 120, 3]

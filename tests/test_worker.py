@@ -5,11 +5,11 @@ import threading
 
 import numpy as np
 import pytest
-from tinsmith.bases import inspect_models
-from tinsmith.checkpoint import Meta
-from tinsmith.decoding import SampleRequest
-from tinsmith.lora import LoraSpec
-from tinsmith.worker import Batch, Worker
+from tinsmith.engine.bases import inspect_models
+from tinsmith.engine.decoding import SampleRequest
+from tinsmith.engine.worker import Batch, Worker
+from tinsmith.files.checkpoint import Meta
+from tinsmith.files.lora import LoraSpec
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@
 `import tinsmith` needs NumPy only. The engine alone is `tinsmith._core`.
 """
 
-from tinsmith.adapter import Adapter, DistillOutput, ForwardBackwardOutput, OptimStepOutput
-from tinsmith.clients import serve
-from tinsmith.model import Model, TopKLogprobs
-from tinsmith.sampler import SampledSequence, Sampler
+from tinsmith.api.adapter import Adapter, DistillOutput, ForwardBackwardOutput, OptimStepOutput
+from tinsmith.api.model import Model, TopKLogprobs
+from tinsmith.api.sampler import SampledSequence, Sampler
+from tinsmith.server.clients import serve
 
 __all__ = [
     "Adapter",

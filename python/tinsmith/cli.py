@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module, metadata
 from pathlib import Path
 
-from tinsmith.clients import CHECKPOINTS, require_server
-from tinsmith.errors import sentence
+from tinsmith.engine.errors import sentence
+from tinsmith.server.clients import CHECKPOINTS, require_server
 
 PACKAGES = (
     "tinker",
@@ -166,7 +166,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def _models(options: argparse.Namespace) -> dict[str, Path]:
-    from tinsmith.families import find_model
+    from tinsmith.files.families import find_model
 
     models = {}
     for text in [*getattr(options, "models", []), *options.model]:
@@ -176,7 +176,7 @@ def _models(options: argparse.Namespace) -> dict[str, Path]:
 
 
 def _memory(options: argparse.Namespace) -> int | None:
-    from tinsmith.bases import parse_bytes
+    from tinsmith.engine.bases import parse_bytes
 
     return None if options.memory is None else parse_bytes(options.memory)
 
@@ -186,7 +186,7 @@ def _serve(options: argparse.Namespace) -> None:
     if not models:
         raise ValueError("there is no model to serve: name one, as in tinsmith serve NAME=FOLDER")
     require_server()
-    from tinsmith.server import Backend
+    from tinsmith.server.backend import Backend
 
     with Backend(
         models,
@@ -241,7 +241,7 @@ def _demo(arguments: Sequence[str]) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> None:
-    from tinsmith.worker import devices
+    from tinsmith.engine.worker import devices
 
     print(f"tinsmith {_version('tinsmith') or '(not installed)'}, Python {sys.version.split()[0]}")
     for name, reason in devices().items():
@@ -261,9 +261,9 @@ def _version(package: str) -> str | None:
 
 
 def _info(options: argparse.Namespace) -> None:
-    from tinsmith.bases import parse_bytes, readable
-    from tinsmith.families import element_type, find_model, read_config
-    from tinsmith.worker import plan
+    from tinsmith.engine.bases import parse_bytes, readable
+    from tinsmith.engine.worker import plan
+    from tinsmith.files.families import element_type, find_model, read_config
 
     folder = find_model(options.model, {})
     config, inv_freq = read_config(folder)
@@ -315,8 +315,8 @@ def _kept(sizes: Mapping[str, int], layers: int) -> str:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from tinsmith.export import export, find_adapter
-    from tinsmith.families import find_model
+    from tinsmith.files.export import export, find_adapter
+    from tinsmith.files.families import find_model
 
     folder = find_adapter(options.adapter, options.checkpoints)
     count = export(find_model(options.model, {}), folder, options.out)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tinsmith import launch
-from tinsmith.families import find_model
+from tinsmith.files.families import find_model
 
 API_KEY = "tml-local"  # the SDK insists on the prefix; nothing reads the rest
 
@@ -45,7 +45,7 @@ def run_recipe(
     seed: int | None,
 ) -> int:
     """Runs Python with `command` as its arguments; returns the exit code."""
-    from tinsmith.server import Backend
+    from tinsmith.server.backend import Backend
 
     options = {"device": device, "dtype": dtype, "threads": threads, "memory": memory, "seed": seed}
     with Backend(models, checkpoints=checkpoints, **options) as backend:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tinsmith.demo import data
 
 if TYPE_CHECKING:
-    from tinsmith.server import Backend
+    from tinsmith.server.backend import Backend
 
 MODEL = Path(__file__).parent / "model"
 RENDERER = "qwen3_disable_thinking"

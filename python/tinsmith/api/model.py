@@ -1,0 +1,210 @@
+"""tinsmith.Model: a base model in this process, for training loops in a notebook or a script.
+
+    model = tinsmith.Model("path/to/Qwen3-0.6B")
+    adapter = model.lora(rank=32)
+    [answer] = model.sampler().sample(prompt, adapter=adapter, max_tokens=100)
+    teacher = model.topk_logprobs(demonstration + answer, 20)
+    adapter.forward_backward(tokens[:-1], targets, weights)
+    adapter.optim_step(learning_rate=1e-4)
+
+Token ids in, token ids out: the tokenizer is yours. Names, losses and defaults are Tinker's, and so
+are the numbers: the same calls through `tinsmith.serve` give the same bits. Calls from several
+threads take turns (turns.py); Ctrl-C ends the one under way.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tinsmith import _core, tensors
+from tinsmith.api import datums
+from tinsmith.api.adapter import Adapter, core_of
+from tinsmith.api.model_thread import Handle, ModelThread
+from tinsmith.api.progress import Progress, reporting
+from tinsmith.api.sampler import Sampler
+from tinsmith.engine.decoding import SampleRequest, SampleResult
+from tinsmith.engine.devices import choose_device
+from tinsmith.files import checkpoint, peft
+from tinsmith.files.families import find_model, load_model
+
+SEED_BITS = 63
+
+
+@dataclass(frozen=True)
+class TopKLogprobs:
+    """The K most likely ids at each position, the likeliest first.
+
+    ids (N, K) int32 and logprobs (N, K) float32, natural logarithms, of the kind of array that the
+    tokens were.
+    """
+
+    ids: Any
+    logprobs: Any
+
+
+class Model(Handle):
+    """A frozen base model, loaded from a Hugging Face folder.
+
+    name is a folder, or the name of a model in the Hugging Face cache. device is "auto", "cpu" or
+    "cuda". threads 0 takes all cores. dtype is what products with base weights are computed in:
+    "float32", "bfloat16", or "auto": bfloat16 for a bfloat16 model where the processor has the
+    instructions, else float32. progress True draws a bar
+    with tqdm; or a function that is called with (bytes loaded, bytes in all).
+
+    Raises FileNotFoundError and ValueError with a sentence for a model that can't be loaded,
+    RuntimeError for a device that can't be used, MemoryError where the model does not fit.
+    """
+
+    def __init__(
+        self,
+        name: str | Path,
+        *,
+        device: str = "auto",
+        threads: int = 0,
+        dtype: str = "auto",
+        progress: Progress = False,
+    ):
+        folder = find_model(str(name), {})
+        chosen = choose_device(device)
+        with reporting(progress, f"loading {folder.name}", unit="B") as report:
+            loaded = load_model(folder, device=chosen, threads=threads, dtype=dtype, report=report)
+        self._name = str(name)
+        self.engine, self.core = ModelThread(loaded), loaded.core
+
+    @property
+    def name(self) -> str:
+        """The folder or name that the model was loaded by."""
+        return self._name
+
+    @property
+    def path(self) -> Path:
+        """The folder of the model, and of its tokenizer."""
+        return self.engine.loaded.path
+
+    @property
+    def device(self) -> str:
+        """The device that it is on."""
+        return self.core.device
+
+    @property
+    def context(self) -> int:
+        """The most tokens that a sequence may have."""
+        return self.engine.loaded.context
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are from 0 to vocab - 1."""
+        return self.engine.loaded.vocab
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The ids that end a sampled sequence, unless `stop` says otherwise."""
+        return self.engine.loaded.eos_ids
+
+    def __repr__(self) -> str:
+        return f"<tinsmith.Model {self.name} on {self.device}>"
+
+    def lora(
+        self,
+        *,
+        rank: int = 32,
+        alpha: float = 32.0,
+        seed: int | None = None,
+        attn: bool = True,
+        mlp: bool = True,
+        unembed: bool = True,
+    ) -> Adapter:
+        """A new LoRA adapter, which changes nothing until it is trained: B is zero.
+
+        The scale is alpha / rank. A is drawn from `seed`, afresh where there is none. attn, mlp and
+        unembed say which matrices it is on.
+        """
+        rank, alpha = tensors.to_integer(rank, "rank"), tensors.to_number(alpha, "alpha")
+        if seed is None:
+            seed = secrets.randbits(SEED_BITS)
+        seed = tensors.to_integer(seed, "seed") % (1 << SEED_BITS)
+        switches = {"attn": bool(attn), "mlp": bool(mlp), "unembed": bool(unembed)}
+        core = self.engine.turns.take(
+            lambda: _core.Adapter(self.core, rank=rank, alpha=alpha, seed=seed, **switches)
+        )
+        meta = checkpoint.Meta(
+            base_model=self.name,
+            rank=rank,
+            alpha=core.alpha,
+            seed=seed,
+            **switches,
+            kind="weights",
+            step=0,
+            user_metadata={},
+            created=datetime.now(UTC).isoformat(),
+            ttl_seconds=None,
+        )
+        return Adapter(self.engine, core, meta)
+
+    def load_lora(self, path: str | Path, *, optimizer: bool = False) -> Adapter:
+        """An adapter from a folder: one of our checkpoints, or one that PEFT has saved.
+
+        With optimizer also AdamW's moments and step, and gradients not yet used: training goes on
+        bit for bit. FileNotFoundError and ValueError say what is missing or does not fit.
+        """
+        folder = Path(path).expanduser()
+        meta = peft.load_meta(folder)
+        core = self.engine.turns.take(
+            lambda: peft.load_adapter(folder, self.engine.loaded, optimizer=optimizer)
+        )
+        return Adapter(self.engine, core, meta)
+
+    def sampler(self) -> Sampler:
+        """What draws sequences from the model and its adapters."""
+        return Sampler(self.engine)
+
+    def logprobs(self, tokens: Any, *, adapter: Adapter | None = None) -> Any:
+        """Log-probability of each token but the first, given those before it.
+
+        tokens: ids (N,), or a list of such. Returns (N - 1,) float32: element i is that of
+        tokens[i + 1], as adapter.forward(tokens[:-1], tokens[1:]) has it; a list for a list.
+        """
+        results, given = self._score(tokens, adapter, prompt_logprobs=True)
+        arrays = [
+            tensors.like(item, result.prompt_logprobs[1:])
+            for item, result in zip(given, results, strict=True)
+            if result.prompt_logprobs is not None
+        ]
+        return arrays if tensors.is_batch(tokens) else arrays[0]
+
+    def topk_logprobs(
+        self, tokens: Any, k: int, *, adapter: Adapter | None = None
+    ) -> TopKLogprobs | list[TopKLogprobs]:
+        """The k most likely ids in the place of each token but the first, given those before it.
+
+        tokens: ids (N,), or a list of such. Row i of the result, (N - 1, k), is about
+        tokens[i + 1]: its ids are (N - 1, k) targets for tokens[:-1]. A list for a list.
+        """
+        k = tensors.to_integer(k, "k")
+        if not 1 <= k <= self.vocab:
+            raise ValueError(f"k must be from 1 to the vocabulary's {self.vocab}, {k} came")
+        results, given = self._score(tokens, adapter, topk_prompt=k)
+        found = [
+            TopKLogprobs(
+                tensors.like(item, result.topk_ids[1:]),
+                tensors.like(item, result.topk_logprobs[1:]),
+            )
+            for item, result in zip(given, results, strict=True)
+            if result.topk_ids is not None and result.topk_logprobs is not None
+        ]
+        return found if tensors.is_batch(tokens) else found[0]
+
+    def _score(
+        self, tokens: Any, adapter: Adapter | None, **wanted: Any
+    ) -> tuple[list[SampleResult], Sequence[Any]]:
+        """Scores of each sequence, as the sampler has them, and the sequences as they came."""
+        batch = tensors.is_batch(tokens)
+        given = list(tokens) if batch else [tokens]
+        requests = [
+            SampleRequest(row, max_tokens=1, **wanted)
+            for row in datums.sequences(given, "tokens", batch)
+        ]
+        return self.engine.decode(requests, core_of(adapter)), given

@@ -1,0 +1,319 @@
+"""The base models that a server holds: read on first use, dropped by least use when room is needed.
+
+Whoever uses one that is not there yet meets NotLoaded, and asks to be called again when it can be
+used. Models are read (loading.py) tensor by tensor, between other work and in turns; why one can't
+be is told to those that wait for it, and who comes later tries anew.
+
+Memory is counted in what the engine allocates: weights, caches of keys and values, adapters with a
+step's activations. The limit is given, or nine tenths of the machine's or the card's. A model goes
+only when nothing on it would be lost: no adapter in training, no snapshot that is nowhere on disk,
+no sample under way. What goes comes back on its next use, to the same bits. A failed allocation
+makes room too, where the limit did not foresee it. All of it belongs to the worker's thread.
+"""
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from tinsmith import _core
+from tinsmith.engine.loading import Loading
+from tinsmith.files.families import BaseModel, LoadedModel, inspect_model
+
+T = TypeVar("T")
+
+SHARE = 0.9  # of all memory, where no limit is given
+CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Memory that something beside the weights takes on a base model."""
+
+    base: Path
+    bytes: int
+    what: str
+    pins: bool  # whether it would be lost with the model
+
+
+def inspect_models(
+    paths: Mapping[str, Path], *, device: str = "cpu", dtype: str | None = None
+) -> dict[str, BaseModel]:
+    """What is known of base models under their names; raises what is wrong with their files."""
+    known: dict[Path, BaseModel] = {}
+    for path in paths.values():
+        key = Path(path).resolve()
+        if key not in known:
+            known[key] = inspect_model(key, device=device, dtype=dtype)
+    return {name: known[Path(path).resolve()] for name, path in paths.items()}
+
+
+class NotLoaded(Exception):
+    """A base model that is used is not in the engine: Bases.want() has it read."""
+
+    def __init__(self, model: BaseModel):
+        super().__init__(f"the base model in {model.path} is not loaded")
+        self.model = model
+
+
+class Bases:
+    """See the file's header. `holds` tells what else takes memory; `release` drops what can be made
+    again on a base (an idle cache, adapters that are on disk), and tells whether there was any.
+    `wake` is called in another thread when `busy` has become true."""
+
+    def __init__(
+        self,
+        models: Mapping[str, BaseModel],
+        *,
+        device: str,
+        threads: int,
+        memory: int | None,
+        holds: Callable[[], list[Hold]],
+        release: Callable[[Path], bool],
+        wake: Callable[[], None] = lambda: None,
+    ):
+        self.memory = memory_of(device) if memory is None else memory
+        self._models = {model.path: model for model in models.values()}
+        self._names = {model.path: name for name, model in models.items()}
+        self._threads = threads
+        self._holds = holds
+        self._release = release
+        self._wake = wake
+        self._loaded: dict[Path, LoadedModel] = {}  # the least recently used first
+        self._wanted: dict[Path, list[Callable[[], None]]] = {}  # who waits for a model to be read
+        self._loading: dict[Path, Loading] = {}  # those of them that are being read
+        self._full = False  # the next one has to wait until one of those is done
+        self._failed: dict[Path, Exception] = {}  # while those who waited are called
+
+    def use(self, model: BaseModel) -> LoadedModel:
+        """The model in the engine, which becomes the most recently used one; NotLoaded where it is
+        not there. For who is called by want(), why it can't be."""
+        if model.path in self._failed:
+            raise self._failed[model.path]
+        loaded = self._loaded.pop(model.path, None)
+        if loaded is None:
+            raise NotLoaded(model)
+        self._loaded[model.path] = loaded
+        return loaded
+
+    def want(self, model: BaseModel, again: Callable[[], None]) -> None:
+        """Has a model read; `again` is called when it was, or when it can't be."""
+        self._wanted.setdefault(model.path, []).append(again)
+
+    @property
+    def busy(self) -> bool:
+        """Whether load() would do anything."""
+        return self._next() is not None
+
+    def load(self) -> None:
+        """Begins with a model that is wanted, or takes in one tensor of the model whose turn it is;
+        with the last, calls who waits. What goes wrong is told to those alone."""
+        path = self._next()
+        assert path is not None
+        try:
+            loaded = self._go_on(path)
+        except Exception as error:
+            self._failed[path] = error
+        else:
+            if loaded is None:
+                self._wanted[path] = self._wanted.pop(path)  # to the end of the line
+                return
+            self._loaded[path] = loaded
+        self._finish(path)
+
+    def waits_for(self, model: BaseModel) -> str:
+        """What keeps a model that is wanted from being used; any thread may ask."""
+        name, loading = self._names[model.path], self._loading.get(model.path)
+        if loading is None:
+            return f"the base model {name} is read after another one"
+        return f"the base model {name} is being read: {loading.share:.0%}"
+
+    def close(self, error: Exception) -> None:
+        """Ends what is being read; who waits is called, and meets the error."""
+        for path in list(self._wanted):
+            self._failed[path] = error
+            self._finish(path)
+
+    def make(
+        self,
+        need: int,
+        what: str,
+        function: Callable[[], T],
+        keep: Path | None = None,
+        least: int | None = None,
+    ) -> T:
+        """Calls a function that allocates, after making room for what it needs, or, where it can
+        do with less, for as much as there can be.
+
+        `keep` is a model that may not go. MemoryError where there is no room to be made.
+        """
+        least = need if least is None else least
+        while self.memory is not None and self._used() + need > self.memory:
+            if not self._evict(keep):
+                if self._used() + least <= self.memory:
+                    break
+                raise MemoryError(self._no_room(least, what))
+        return self._try(what, function, keep)
+
+    def run_bytes(self, loaded: LoadedModel, rank: int) -> tuple[int, int]:
+        """What a run of some rank takes, its adapter and a step's activations: as many as a step
+        may keep, and the least, with something for batches that are not one long datum."""
+        core = loaded.core
+        rows = core.plan(rank)["step_tokens"]
+        most = core.plan(rank, rows, core.step_bytes(self.memory or 0))
+        least = core.plan(rank, rows, 1)["step"] * 9 // 8
+        beside = most["adapter"] + most["scratch"]
+        return beside + max(most["step"], least), beside + least
+
+    def step_bytes(self, adapter: _core.Adapter, reserved: int) -> int:
+        """What an adapter's step may take for which so much is reserved: that, or all that is free
+        within a step's share; 0 where nothing bounds it."""
+        if self.memory is None:
+            return 0
+        share = adapter.model.step_bytes(self.memory)
+        return max(reserved, min(share, reserved + self.memory - self._used()))
+
+    def room(self, need: int) -> int:
+        """Of what is needed, what there is."""
+        return need if self.memory is None else min(need, self.memory - self._used())
+
+    def cache_tokens(self, loaded: LoadedModel) -> int:
+        """How many tokens a new cache of keys and values is to hold."""
+        if self.memory is None:
+            return loaded.core.cache_tokens()
+        return loaded.core.cache_tokens(self.memory, max(0, self.memory - self._used()))
+
+    def _try(self, what: str, function: Callable[[], T], keep: Path | None) -> T:
+        """Calls a function that allocates, again for as long as there is something to drop."""
+        while True:
+            try:
+                return function()
+            except MemoryError as error:
+                if not self._evict(keep):
+                    raise MemoryError(f"{what}: {error}; {self._holders()}") from None
+
+    def _next(self) -> Path | None:
+        """The model that load() goes on with."""
+        for path in self._wanted:
+            loading = self._loading.get(path)
+            if not self._full if loading is None else loading.ready:
+                return path
+        return None
+
+    def _go_on(self, path: Path) -> LoadedModel | None:
+        """One step towards a model, and the model with the last."""
+        model, what = self._models[path], f"the base model {self._names[path]}"
+        if path in self._loading:
+            return self._try(what, self._loading[path].take, None)
+
+        def begin() -> Loading:
+            return Loading(model, threads=self._threads, wake=self._wake)
+
+        try:
+            self._loading[path] = self.make(model.weight_bytes, what, begin)
+        except MemoryError:
+            if not self._loading:
+                raise
+            self._full = True
+        return None
+
+    def _finish(self, path: Path) -> None:
+        """A model was read, or can't be: calls who waits for it."""
+        loading = self._loading.pop(path, None)
+        if loading is not None:
+            loading.close()
+        for again in self._wanted.pop(path):
+            again()
+        self._failed.pop(path, None)
+        self._full = False
+
+    def _used(self) -> int:
+        models = (*self._loaded.values(), *(item.model for item in self._loading.values()))
+        return sum(model.weight_bytes for model in models) + sum(h.bytes for h in self._holds())
+
+    def _evict(self, keep: Path | None) -> bool:
+        """Drops the least recently used model that may go, or else what can be made again on
+        others; whether there was anything."""
+        pinned = {hold.base for hold in self._holds() if hold.pins}
+        for path in self._loaded:
+            if path != keep and path not in pinned:
+                self._release(path)
+                del self._loaded[path]
+                return True
+        return any(self._release(path) for path in self._loaded)
+
+    def _no_room(self, need: int, what: str) -> str:
+        assert self.memory is not None
+        free = max(self.memory - self._used(), 0)
+        return (
+            f"{what} needs {readable(need)}, and of the {readable(self.memory)} that the server "
+            f"may use {readable(free)} are free; {self._holders()}; end a client that is not "
+            "needed, or start the server with more --memory"
+        )
+
+    def _holders(self) -> str:
+        parts = [
+            f"the base model {self._names[path]} ({readable(model.weight_bytes)})"
+            for path, model in self._loaded.items()
+        ]
+        parts += [
+            f"the base model {self._names[path]} ({readable(item.model.weight_bytes)}), which is "
+            "being read"
+            for path, item in self._loading.items()
+        ]
+        holds = sorted((h for h in self._holds() if h.bytes), key=lambda hold: -hold.bytes)
+        parts += [f"{hold.what} ({readable(hold.bytes)})" for hold in holds[:8]]
+        return f"memory is held by {', '.join(parts)}" if parts else "nothing else holds memory"
+
+
+def memory_of(device: str) -> int | None:
+    """What a server on a device may take where nothing is said; None where it can't be told."""
+    if device == "cuda":
+        total = _card_bytes()
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        for file in CGROUPS:
+            with contextlib.suppress(OSError, ValueError):  # absent, or "max"
+                total = min(total, int(Path(file).read_text()))
+    return None if total is None else int(total * SHARE)
+
+
+def _card_bytes() -> int | None:
+    """All memory of the first card, from the driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    card, total = ctypes.c_int(), ctypes.c_size_t()
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(card), 0)
+        or driver.cuDeviceTotalMem_v2(ctypes.byref(total), card)
+    )
+    return None if failed else total.value
+
+
+def readable(count: int) -> str:
+    """A number of bytes for people."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count} bytes"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from a number with or without a unit: 2000000, 1.5G, 12GiB, 800M. Units are powers of
+    1,024."""
+    number = text.strip().lower().removesuffix("b").removesuffix("i")
+    scales = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+    scale = scales.get(number[-1:], 1)
+    try:
+        count = int(float(number.rstrip("kmgt")) * scale)
+    except (ValueError, OverflowError):
+        count = 0
+    if count <= 0:
+        raise ValueError(f"{text!r} is not an amount of memory; say 800M, 12G or a number of bytes")
+    return count

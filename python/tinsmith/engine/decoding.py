@@ -1,0 +1,306 @@
+"""Continuous batching of sampling requests: one engine Sampler for each base model.
+
+A request joins the others at the next step and leaves when its samples are done. Stop strings are
+looked for here, in the text decoded after each token, because the engine knows ids only; the text
+that stopped a sample stays in its tokens. Only the worker's thread may use a Decoder.
+"""
+
+import itertools
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinsmith import _core
+from tinsmith.engine.errors import RequestError, explain
+from tinsmith.files.families import BaseModel, LoadedModel
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+UNKNOWN = "\ufffd"  # what the tokenizer writes for bytes that don't (yet) make up a character
+
+
+@dataclass(frozen=True)
+class PromptTargets:
+    """Ids to score in a prompt: ids[starts[p] : starts[p + 1]] at position p + 1. The rest is the
+    layout of the tensor they came in, of so many values, those at `cells` being the ids."""
+
+    ids: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    shape: tuple[int, ...]
+    cells: NDArray[np.int64]
+    values: int
+    crow: NDArray[np.int64] | None = None  # compressed sparse rows; None: dense
+    cols: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """A checked request: ids are in the vocabulary and the prompt fits into the context."""
+
+    prompt: NDArray[np.int32]
+    num_samples: int = 1
+    max_tokens: int = -1  # -1: to the end of the context
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+    stop_texts: tuple[str, ...] = ()
+    prompt_logprobs: bool = False
+    topk_prompt: int = 0
+    topk_sample: int = 0
+    last_n: int | None = None  # score the prompt's last n tokens only
+    prompt_draws: int = 0  # tokens to draw at each prompt position after the first
+    targets: PromptTargets | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sampled sequence; the stop token is its last."""
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    stop_reason: str  # "stop" or "length"
+    topk_ids: NDArray[np.int32] | None = None
+    topk_logprobs: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """What a request gives; prompt rows that were not scored are NaN, or id 0 at -99999."""
+
+    samples: tuple[Sample, ...]
+    prompt_logprobs: NDArray[np.float32] | None = None
+    topk_ids: NDArray[np.int32] | None = None
+    topk_logprobs: NDArray[np.float32] | None = None
+    targets: PromptTargets | None = None
+    target_logprobs: NDArray[np.float32] | None = None  # like targets.ids
+    drawn_ids: NDArray[np.int32] | None = None  # (prompt - 1, draws)
+    drawn_logprobs: NDArray[np.float32] | None = None
+
+
+@dataclass
+class _Text:
+    """One sample's text, decoded as its tokens come."""
+
+    tokens: list[int] = field(default_factory=list)
+    tail: str = ""  # decoded text that a stop string may have begun in
+    start: int = 0  # tokens from here on give the context that decoding needs
+    settled: int = 0  # tokens before this one are in `tail`
+    hit: bool = False
+
+    def read(self, token: int, tokenizer: "Tokenizer", stops: tuple[str, ...]) -> bool:
+        """Takes the newest token; whether a stop string has just been completed."""
+        self.tokens.append(token)
+        known = _decode(tokenizer, self.tokens[self.start : self.settled])
+        text = _decode(tokenizer, self.tokens[self.start :])[len(known) :]
+        seen = self.tail + text
+        self.hit = any(stop in seen for stop in stops)
+        if text and not text.endswith(UNKNOWN):
+            self.start, self.settled = self.settled, len(self.tokens)
+            self.tail = seen[-max(len(stop) for stop in stops) :]
+        return self.hit
+
+
+@dataclass
+class _Pending:
+    request: SampleRequest
+    future: "Future[SampleResult]"
+    room: int  # tokens that a sample may have
+    tokenizer: "Tokenizer | None"
+    texts: dict[int, _Text] = field(default_factory=dict)
+
+
+@dataclass
+class _Lane:
+    """The requests that decode together on one base model."""
+
+    sampler: _core.Sampler
+    cache_bytes: int
+    pending: dict[int, _Pending] = field(default_factory=dict)
+
+
+class Decoder:
+    """Every sampling request that is under way."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[Path, _Lane] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def active(self) -> bool:
+        """Whether a step would do anything."""
+        return any(lane.pending for lane in self._lanes.values())
+
+    def is_open(self, base: BaseModel) -> bool:
+        """Whether requests for a base model can be added."""
+        return base.path in self._lanes
+
+    def open(self, base: LoadedModel, cache_tokens: int = 0) -> None:
+        """Makes what requests for a base model need, with a cache for so many tokens (0: the
+        engine's default)."""
+        sampler = _core.Sampler(base.core, tokens=cache_tokens, vocab_limit=base.tokenizer_vocab)
+        token_bytes = base.core.plan(1, 1)["kv_token"]
+        self._lanes[base.path] = _Lane(sampler, cache_tokens * token_bytes)
+
+    def shut(self, path: Path) -> bool:
+        """Drops an idle lane with its cache; whether there was one."""
+        lane = self._lanes.get(path)
+        if lane is None or lane.pending:
+            return False
+        del self._lanes[path]
+        return True
+
+    def caches(self) -> list[tuple[Path, int, bool]]:
+        """Of each open lane: its base model's path, its cache's bytes, and whether it is active."""
+        return [(path, lane.cache_bytes, bool(lane.pending)) for path, lane in self._lanes.items()]
+
+    def add(
+        self,
+        base: LoadedModel,
+        adapter: _core.Adapter | None,
+        request: SampleRequest,
+        future: "Future[SampleResult]",
+        client: int = 0,
+    ) -> None:
+        """Queues a request on an open lane, of which each client has a fair part; raises what the
+        engine refuses it with."""
+        lane = self._lanes[base.path]
+        left = max(base.context - len(request.prompt), 1)  # a full context still gives one token
+        room = left if request.max_tokens < 0 else min(request.max_tokens, left)
+        tokenizer = _tokenizer(base.tokenizer_dir) if request.stop_texts else None
+        number = next(self._numbers)
+        lane.sampler.add(
+            number,
+            request.prompt,
+            adapter,
+            num_samples=request.num_samples,
+            max_tokens=room,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            seed=request.seed,
+            stop_ids=np.asarray(request.stop_ids, np.int32),
+            topk_sample=request.topk_sample,
+            prompt_logprobs=request.prompt_logprobs,
+            topk_prompt=request.topk_prompt,
+            prompt_draws=request.prompt_draws,
+            targets=None if request.targets is None else request.targets.ids,
+            target_starts=None if request.targets is None else request.targets.starts,
+            prompt_from=_scored_from(request),
+            client=client,
+        )
+        lane.pending[number] = _Pending(request, future, room, tokenizer)
+
+    def step(self) -> None:
+        """One forward of every base model that has requests."""
+        for path, lane in list(self._lanes.items()):
+            if not lane.pending:
+                continue
+            try:
+                _step(lane)
+            except Exception as error:
+                # The engine's state is not known any more: what it held fails, the rest goes on.
+                del self._lanes[path]
+                failure = explain(error)
+                failure.__cause__ = error
+                for item in lane.pending.values():
+                    item.future.set_exception(failure)
+
+    def interrupt(self) -> None:
+        """From another thread: the step under way ends with KeyboardInterrupt, drawing nothing."""
+        for lane in list(self._lanes.values()):
+            lane.sampler.interrupt()
+
+    def cancel(self, future: "Future[SampleResult]") -> None:
+        """Forgets the request of a future, which fails; nothing where it is done."""
+        for lane in self._lanes.values():
+            for number, item in list(lane.pending.items()):
+                if item.future is future:
+                    lane.sampler.cancel(number)
+                    del lane.pending[number]
+                    future.set_exception(RequestError("the request was cancelled"))
+
+    def fail_all(self, error: RequestError) -> None:
+        """Ends everything that is under way."""
+        for lane in self._lanes.values():
+            for item in lane.pending.values():
+                item.future.set_exception(error)
+        self._lanes.clear()
+
+
+def _step(lane: _Lane) -> None:
+    drawn, done = lane.sampler.step()
+    finished = set(done)
+    for number, sample, token in drawn:
+        item = lane.pending[number]
+        if item.tokenizer is None:
+            continue
+        text = item.texts.setdefault(sample, _Text())
+        hit = text.read(token, item.tokenizer, item.request.stop_texts)
+        ended = token in item.request.stop_ids or len(text.tokens) >= item.room
+        if hit and not ended and number not in finished:
+            lane.sampler.stop(number, sample)
+    for number in done:
+        result = lane.sampler.take(number)
+        item = lane.pending.pop(number)
+        item.future.set_result(_result(item, result))
+
+
+def _result(item: _Pending, raw: dict[str, Any]) -> SampleResult:
+    samples = []
+    for index, sample in enumerate(raw["samples"]):
+        text = item.texts.get(index)
+        reason = "stop" if text is not None and text.hit else sample["stop_reason"]
+        samples.append(
+            Sample(
+                sample["tokens"],
+                sample["logprobs"],
+                reason,
+                sample["topk_ids"],
+                sample["topk_logprobs"],
+            )
+        )
+    logprobs, ids, topk = raw["prompt_logprobs"], raw["topk_ids"], raw["topk_logprobs"]
+    if item.request.last_n is not None:
+        skipped = slice(0, len(item.request.prompt) - item.request.last_n)
+        if logprobs is not None:
+            logprobs[skipped] = np.nan
+        if ids is not None and topk is not None:
+            ids[skipped], topk[skipped] = 0, -99999.0
+    return SampleResult(
+        tuple(samples),
+        logprobs,
+        ids,
+        topk,
+        item.request.targets,
+        raw["target_logprobs"],
+        raw["drawn_ids"],
+        raw["drawn_logprobs"],
+    )
+
+
+def _scored_from(request: SampleRequest) -> int:
+    """Where log-probabilities of the prompt begin to be wanted, so far as the engine can skip."""
+    if request.last_n is None or request.prompt_draws or request.targets is not None:
+        return 0
+    return len(request.prompt) - request.last_n
+
+
+def _decode(tokenizer: "Tokenizer", tokens: list[int]) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+@cache
+def _tokenizer(folder: Path) -> "Tokenizer":
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise RuntimeError("stop strings need tokenizers: pip install 'tinsmith[server]'") from None
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -1,0 +1,90 @@
+"""A base model on its way into the engine, while the engine works for others.
+
+A thread reads the files, tensor by tensor, and makes of each what the engine keeps; it never calls
+the engine. The engine's owner takes the tensors in, one at a time, between two pieces of other
+work. So nothing in the engine happens at the same time as anything else, on any device, and what
+others wait for is one tensor's copy, not the disk. The thread stays AHEAD_BYTES ahead at most.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from tinsmith import _core
+from tinsmith.files import weights
+from tinsmith.files.families import (
+    BaseModel,
+    LoadedModel,
+    Piece,
+    close_core,
+    open_core,
+    read_weights,
+)
+
+AHEAD_BYTES = 1 << 28  # of tensors that were read and not taken
+
+
+class Loading:
+    """See the file's header. `wake` is called, in the thread, whenever there is something to take.
+    What a method raises is why the model can't be loaded."""
+
+    def __init__(self, model: BaseModel, *, threads: int, wake: Callable[[], None]):
+        self.model = model
+        self.share = 0.0  # of its bytes that the engine has
+        self._core: _core.Model | None = open_core(model, threads=threads)
+        self._slots = self._core.slots
+        self._wake = wake
+        self._changed = threading.Condition()  # guards the next four
+        self._read: deque[Piece] = deque()
+        self._ahead = 0  # bytes of those
+        self._ended: Exception | bool = False  # all were read, or why they were not
+        self._closed = False
+        threading.Thread(target=self._run, name="tinsmith-loading", daemon=True).start()
+
+    @property
+    def ready(self) -> bool:
+        """Whether take() would do anything."""
+        return bool(self._read) or self._ended is not False
+
+    def take(self) -> LoadedModel | None:
+        """Takes one tensor into the engine, or ends; the model when it is complete. After a
+        MemoryError the same tensor is tried again by the next call."""
+        assert self._core is not None, "it is closed"
+        if not self._read:
+            if isinstance(self._ended, Exception):
+                raise self._ended
+            if not self._ended:
+                return None
+            return close_core(self.model, self._core)
+        piece = self._read[0]
+        self._core.load(piece.slot, piece.layer, piece.array)
+        self.share = piece.done / piece.total
+        with self._changed:
+            self._read.popleft()
+            self._ahead -= piece.array.nbytes
+            self._changed.notify()
+        return None
+
+    def close(self) -> None:
+        """Ends the thread, after the tensor that it reads, and lets go of the engine's memory."""
+        self._core = None
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        try:
+            for piece in read_weights(self.model, self._slots, weights.fetch):
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or self._ahead < AHEAD_BYTES)
+                    if self._closed:
+                        return
+                    self._read.append(piece)
+                    self._ahead += piece.array.nbytes
+                self._wake()
+            self._ended = True
+        except MemoryError as error:  # the host's: what the engine lacks is told by take()
+            self._ended = RuntimeError(f"no memory to read {self.model.path}: {error}")
+        except Exception as error:
+            self._ended = error
+        self._wake()

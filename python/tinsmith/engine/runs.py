@@ -1,0 +1,148 @@
+"""The runs of a server, and the order in which what is asked of them is executed.
+
+Requests of one run come in the order of their sequence numbers, whatever order they arrive in (the
+SDK posts the chunks 2..n of a call before chunk 1): one that comes too early waits for those before
+it, but not for ever. Runs take turns, a request each. All of it belongs to the worker's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinsmith import _core
+from tinsmith.engine.errors import RequestError, explain
+from tinsmith.engine.training import KeptForward
+from tinsmith.files.families import BaseModel
+from tinsmith.files.lora import Average
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request: what is to be done with its run, and who hears of it."""
+
+    future: Future[Any]
+    work: Callable[[Run], Any]
+
+
+@dataclass
+class Run:
+    """One adapter in training, and the requests that wait for their turn."""
+
+    name: str
+    base: BaseModel
+    adapter: _core.Adapter | None = None
+    reserved: int = 0  # bytes, for the adapter and its steps,
+    vectors: int = 0  # and those of the adapter alone
+    failure: RequestError | None = None  # why there is no adapter
+    average: Average | None = None  # of the adapter, once a loss has asked for it
+    next_seq: int = 0  # 0 is the creation; the SDK's requests start at 1
+    ready: deque[Job] = field(default_factory=deque)  # whose turn has come
+    waiting: dict[int, Job] = field(default_factory=dict)  # for those before them
+    waiting_since: float = 0.0
+    kept: KeptForward | None = None  # the forward that forward_backward_custom began with
+
+    @property
+    def bytes(self) -> int:
+        """What it holds: a step of long datums may have taken more than was reserved."""
+        return max(self.reserved, self.adapter.bytes if self.adapter else 0)
+
+    def trained(self) -> _core.Adapter:
+        """The adapter; RequestError where there is none."""
+        if self.adapter is None:
+            reason = self.failure or RequestError("it was never created")
+            raise RequestError(f"{self.name} can't be used: {reason}", reason.category)
+        return self.adapter
+
+    def fail_waiting(self, error: RequestError) -> None:
+        """Ends the requests that wait for those before them."""
+        for job in self.waiting.values():
+            fail(job.future, error)
+        self.waiting.clear()
+
+
+class Runs(dict[str, Run]):
+    """Runs by name, and whose turn it is. A request waits at most `gap_seconds` for one that should
+    have come before it."""
+
+    def __init__(self, gap_seconds: float):
+        super().__init__()
+        self._gap_seconds = gap_seconds
+        self._turns: deque[Run] = deque()  # the runs that have something ready
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request's turn has come."""
+        return bool(self._turns)
+
+    def submit(self, name: str, seq: int, job: Job) -> None:
+        """Takes a request in; it fails where there is no such run, or its turn is over."""
+        run = self.get(name)
+        if run is None:
+            gone = f"there is no run {name}: its session has ended, or it was never made"
+            fail(job.future, RequestError(gone))
+            return
+        if seq < run.next_seq or seq in run.waiting:
+            late = f"request {seq} of {name} comes after its turn: it was answered or given up"
+            fail(job.future, RequestError(late))
+            return
+        if not run.waiting:
+            run.waiting_since = time.monotonic()
+        run.waiting[seq] = job
+        while run.next_seq in run.waiting:
+            self.make_ready(run, run.waiting.pop(run.next_seq))
+            run.next_seq += 1
+            run.waiting_since = time.monotonic()
+
+    def make_ready(self, run: Run, job: Job) -> None:
+        """A request that comes after all that are ready, whatever its number."""
+        if not run.ready:
+            self._turns.append(run)
+        run.ready.append(job)
+
+    def next(self) -> Run:
+        """The run whose turn it is; it has none until its first request is over."""
+        return self._turns.popleft()
+
+    def over(self, run: Run) -> None:
+        """A run's first request is done: the run goes to the end of the line."""
+        run.ready.popleft()
+        if run.ready:
+            self._turns.append(run)
+
+    def gap_timeout(self) -> float | None:
+        """Seconds until a request has waited long enough; None where none waits."""
+        gaps = [run.waiting_since for run in self.values() if run.waiting]
+        if not gaps:
+            return None
+        return max(0.0, min(gaps) + self._gap_seconds - time.monotonic())
+
+    def give_up_gaps(self) -> None:
+        """Fails the requests that have waited long enough."""
+        now = time.monotonic()
+        for run in self.values():
+            if run.waiting and now - run.waiting_since >= self._gap_seconds:
+                missing, held = run.next_seq, sorted(run.waiting)
+                run.next_seq = held[-1] + 1
+                error = RequestError(
+                    f"request {held[0]} of {run.name} waited {self._gap_seconds:g} s for request "
+                    f"{missing}, which never came; requests {held} were not executed"
+                )
+                run.fail_waiting(error)
+
+    def close(self, error: RequestError) -> None:
+        """Fails all that waits."""
+        for job in [job for run in self._turns for job in run.ready]:
+            fail(job.future, error)
+        for run in self.values():
+            run.fail_waiting(error)
+
+
+def fail(future: Future[Any], error: BaseException) -> None:
+    """Tells who waits why there is no result, unless they know."""
+    if not future.done():
+        future.set_exception(explain(error))

@@ -1,0 +1,142 @@
+"""The weights that sampling sessions sample from: the base model's, or an adapter's.
+
+An adapter is a run's weights at some step, shared with the run until its next one, or was read from
+a checkpoint, once however many sessions use it. A client doesn't say when it is done with one, and
+training loops make one in each step: where there are too many bytes of them, the least recently
+used go first, and those of checkpoints are read again when they are wanted. Only the worker's
+thread may use this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tinsmith import _core
+from tinsmith.engine.bases import Bases, Hold
+from tinsmith.engine.errors import RequestError
+from tinsmith.files import peft
+from tinsmith.files.families import BaseModel
+
+BYTES_MAX = 4 << 30
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one sampling session samples from."""
+
+    base: BaseModel
+    adapter: _core.Adapter | None = None
+    failure: RequestError | None = None
+    origin: tuple[Path, str] | None = None  # the checkpoint's folder and creation time
+
+    @property
+    def bytes(self) -> int:
+        """What the adapter takes."""
+        return 0 if self.adapter is None else 4 * self.adapter.size
+
+
+class Snapshots:
+    """See the file's header."""
+
+    def __init__(self, bases: Bases, bytes_max: int = BYTES_MAX):
+        self._bases = bases
+        self._bytes_max = bytes_max
+        self._items: dict[str, Snapshot] = {}  # the least recently used first
+
+    def add_base(self, sampler: str, base: BaseModel) -> None:
+        """A session of a base model."""
+        self._items[sampler] = Snapshot(base)
+
+    def add_run(self, sampler: str, base: BaseModel, adapter: _core.Adapter) -> None:
+        """A session of a run's weights as they are now."""
+        need = 4 * adapter.size
+        copy = self._bases.make(need, "a snapshot", adapter.snapshot, keep=base.path)
+        self._keep(sampler, Snapshot(base, copy))
+
+    def add_checkpoint(self, sampler: str, base: BaseModel, folder: Path, created: str) -> None:
+        """A session of a saved checkpoint, which is read on its next use."""
+        self._items[sampler] = Snapshot(base, origin=(folder, created))
+
+    def use(self, sampler: str) -> Snapshot:
+        """A session's snapshot, which becomes the most recently used one. What goes wrong as a
+        checkpoint is read is told to who meets it: there may be memory again at the next use."""
+        snapshot = self._items.pop(sampler, None)
+        if snapshot is None:
+            raise RequestError(
+                f"sampling session {sampler} has no weights: saving them failed, or its session "
+                "has ended; create a new sampling client"
+            )
+        self._items[sampler] = snapshot
+        if snapshot.failure is not None:
+            raise snapshot.failure
+        if snapshot.origin is not None and snapshot.adapter is None:
+            snapshot = self._load(sampler, snapshot)
+        return snapshot
+
+    def forget(self, sampler: str) -> None:
+        """Drops a session."""
+        self._items.pop(sampler, None)
+
+    def holds(self) -> list[Hold]:
+        """The memory of the adapters; those that are on no disk pin their base model."""
+        owners = {id(item.adapter): name for name, item in self._items.items() if item.adapter}
+        items = [(name, self._items[name]) for name in owners.values()]
+        return [
+            Hold(item.base.path, item.bytes, f"the sampling session {name}", item.origin is None)
+            for name, item in items
+        ]
+
+    def release(self, path: Path) -> bool:
+        """Drops the adapters on a base model that can be read again; whether there was any."""
+        found = [
+            name
+            for name, item in self._items.items()
+            if item.base.path == path and item.origin is not None and item.adapter is not None
+        ]
+        for name in found:
+            self._items[name] = replace(self._items[name], adapter=None)
+        return bool(found)
+
+    def _load(self, sampler: str, wanted: Snapshot) -> Snapshot:
+        """Keeps a checkpoint's snapshot, with the adapter of a session that has it already."""
+        assert wanted.origin is not None
+        folder = wanted.origin[0]
+        same = (item.adapter for item in self._items.values() if item.origin == wanted.origin)
+        adapter = next((item for item in same if item is not None), None)
+        if adapter is None:
+            meta = peft.load_meta(folder)
+            if meta.created != wanted.origin[1]:
+                raise ValueError(
+                    f"{folder} is another checkpoint than the one that {sampler} was made from; "
+                    "create a new sampling client"
+                )
+            base = self._bases.use(wanted.base)
+            adapter = self._bases.make(
+                base.core.plan(meta.rank, 1)[
+                    "adapter"
+                ],  # while it is read; the snapshot takes less
+                f"the checkpoint {folder}",
+                lambda: peft.load_adapter(folder, base, optimizer=False).snapshot(),
+                keep=base.path,
+            )
+        return self._keep(sampler, replace(wanted, adapter=adapter))
+
+    def _keep(self, sampler: str, snapshot: Snapshot) -> Snapshot:
+        """Adds a snapshot, and drops old ones while there are too many bytes of them."""
+        self._items[sampler] = snapshot
+        adapters = {id(item.adapter): item.bytes for item in self._items.values()}
+        total = sum(adapters.values())
+        for name, item in list(self._items.items()):
+            if total <= self._bytes_max:
+                break
+            if name == sampler or item.adapter is None:
+                continue
+            total -= adapters.pop(id(item.adapter), 0)
+            dropped = RequestError(
+                f"the weights of sampling session {name} were dropped to make room for newer ones; "
+                "save_weights_for_sampler(name) keeps weights that are needed for long"
+            )
+            failure = None if item.origin else dropped
+            self._items[name] = replace(item, adapter=None, failure=failure)
+        return snapshot

@@ -1,0 +1,189 @@
+"""What training requests ask for, and what a forward_backward does with an adapter.
+
+It is one call of the engine, but for the two requests that the SDK's forward_backward_custom
+makes: a forward, and, when the client has evaluated its loss, a forward_backward of the same datums
+with cross_entropy's weights set to minus its gradient. The second one then is a backward from the
+first one's activations, to the same bits. A request is taken for such a second one only where it is
+the run's next and its arrays are the same, so nothing can have changed the weights.
+
+A loss that the client has uploaded lies between a forward and a backward in the same way.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinsmith import _core
+from tinsmith.engine.teaching import LOGPROBS, Teacher, divergences, metrics
+from tinsmith.losses.custom_loss import CustomLoss, evaluate
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """A custom loss, and of each datum the arrays that it takes after logprobs."""
+
+    loss: CustomLoss
+    inputs: tuple[tuple[NDArray[Any], ...], ...]
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """An adapter that starts from a checkpoint's folder."""
+
+    folder: Path
+    optimizer: bool
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """One AdamW step, with Tinker's defaults."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+    normalization: str | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Datums one after another; see _core.Adapter.forward_backward for the flat layouts."""
+
+    tokens: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    targets: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    loss: str
+    inputs: Mapping[str, NDArray[np.float32]]
+    config: Mapping[str, float]
+    shapes: tuple[tuple[int, ...], ...]  # of each datum's targets: (N,) or (N, K)
+    teacher: Teacher | None = None  # of a loss that has one
+    uploaded: Uploaded | None = None  # where loss is "custom"
+
+    @property
+    def arrays(self) -> tuple[NDArray[np.int32], ...]:
+        """What the model sees, and what it is asked for."""
+        return self.tokens, self.lengths, self.targets, self.counts
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """Log-probabilities in each datum's target shape, and the loss's sum; what else a loss tells,
+    by names that end in how they add up, and its other arrays of N rows, by name."""
+
+    logprobs: tuple[NDArray[np.float32], ...]
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    outputs: Mapping[str, tuple[NDArray[np.float32], ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KeptForward:
+    """A forward whose activations the engine holds: request `seq` of its run."""
+
+    seq: int
+    batch: Batch
+    logprobs: NDArray[np.float32]
+
+    def serves(self, seq: int, batch: Batch) -> bool:
+        """Whether request `seq` is the backward of this forward."""
+        return (
+            seq == self.seq + 1
+            and batch.loss == "cross_entropy"
+            and all(map(np.array_equal, batch.arrays, self.batch.arrays))
+        )
+
+
+def forward_backward(
+    adapter: _core.Adapter,
+    seq: int,
+    batch: Batch,
+    kept: KeptForward | None,
+    *,
+    backward: bool,
+    keep: bool,
+) -> tuple[BatchResult, KeptForward | None]:
+    """Request `seq` of a run: its result, and what the run's next request may go on from. `kept` is
+    what the request before left."""
+    if batch.uploaded is not None:
+        return _custom(adapter, batch, batch.uploaded, backward=backward), None
+    if backward and kept is not None and kept.serves(seq, batch):
+        weights = batch.inputs.get("weights", np.ones(len(batch.targets), np.float32))
+        loss = adapter.backward(-weights)
+        return BatchResult(_shaped(batch, kept.logprobs), loss), None
+    keep = keep and not backward and batch.loss == "cross_entropy"
+    logprobs, loss = adapter.forward_backward(
+        *batch.arrays,
+        batch.loss,
+        dict(batch.inputs),
+        dict(batch.config),
+        backward=backward,
+        keep=keep,
+    )
+    shaped = _shaped(batch, logprobs)
+    if LOGPROBS in batch.inputs:
+        return _compared(batch, shaped, loss), None
+    return BatchResult(shaped, loss), KeptForward(seq, batch, logprobs) if keep else None
+
+
+def _compared(batch: Batch, logprobs: tuple[NDArray[np.float32], ...], loss: float) -> BatchResult:
+    """The result of a loss whose datums carry their teacher's log-probabilities."""
+    teacher, weights = (_shaped(batch, batch.inputs[key]) for key in (LOGPROBS, "weights"))
+    jsd = divergences(logprobs, teacher, weights, batch.config)
+    return BatchResult(logprobs, loss, metrics(jsd, weights), {"jsd": tuple(jsd)})
+
+
+def _custom(
+    adapter: _core.Adapter, batch: Batch, uploaded: Uploaded, *, backward: bool
+) -> BatchResult:
+    logprobs = _shaped(batch, adapter.forward(*batch.arrays, keep=backward))
+    found = evaluate(uploaded.loss, logprobs, uploaded.inputs)
+    if backward:
+        adapter.backward(np.concatenate([part.ravel() for part in found.gradients]))
+    return BatchResult(logprobs, found.loss, found.metrics)
+
+
+def distill(
+    adapter: _core.Adapter, batch: Batch, teacher: _core.Adapter | _core.Model, *, backward: bool
+) -> BatchResult:
+    """A request whose loss has a teacher: its result, with the divergence at each position."""
+    assert batch.teacher is not None
+    logprobs, divergences, loss = adapter.distill(
+        *batch.arrays,
+        batch.loss,
+        dict(batch.inputs),
+        dict(batch.config),
+        batch.teacher.tokens,
+        batch.teacher.lengths,
+        teacher=teacher,
+        backward=backward,
+    )
+    jsd = _shaped(batch, divergences)
+    told = metrics(jsd, _shaped(batch, batch.inputs["weights"]))
+    return BatchResult(_shaped(batch, logprobs), loss, told, {"jsd": jsd})
+
+
+def _shaped(batch: Batch, flat: NDArray[np.float32]) -> tuple[NDArray[np.float32], ...]:
+    """Flat numbers in the shapes of the datums' targets."""
+    ends = np.cumsum([int(np.prod(shape)) for shape in batch.shapes])
+    parts = np.split(flat, ends[:-1])
+    return tuple(part.reshape(shape) for part, shape in zip(parts, batch.shapes, strict=True))
+
+
+def optim_step(adapter: _core.Adapter, params: AdamParams) -> dict[str, float]:
+    """One AdamW step; returns its metrics."""
+    return adapter.optim_step(
+        learning_rate=params.learning_rate,
+        beta1=params.beta1,
+        beta2=params.beta2,
+        eps=params.eps,
+        weight_decay=params.weight_decay,
+        grad_clip_norm=params.grad_clip_norm,
+        normalization=params.normalization,
+    )

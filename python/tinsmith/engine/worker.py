@@ -1,0 +1,490 @@
+"""The one thread that owns the engine: everything else submits to it and gets futures.
+
+Training requests are executed one at a time, in the order that runs.py says. Between them the
+thread decodes: sampling gets as much time as the training request before it took, so that neither
+starves the other. A request that arrives while others decode joins them, and has its client's part
+of every step.
+
+No exception ends the thread: what a request raises is kept on its future as a RequestError. The
+worker knows no HTTP and no JSON; the server is a translation above it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinsmith import _core
+from tinsmith.engine import snapshots, teaching
+from tinsmith.engine.bases import Bases, Hold, NotLoaded
+from tinsmith.engine.decoding import Decoder, SampleRequest, SampleResult
+from tinsmith.engine.errors import RequestError, explain
+from tinsmith.engine.runs import Job, Run, Runs, fail
+from tinsmith.engine.snapshots import Snapshots
+from tinsmith.engine.teaching import Teacher
+from tinsmith.engine.training import (
+    AdamParams,
+    Batch,
+    BatchResult,
+    StateSpec,
+    distill,
+    forward_backward,
+    optim_step,
+)
+from tinsmith.files import checkpoint, peft
+from tinsmith.files.families import BaseModel, LoadedModel
+from tinsmith.files.lora import Average, LoraSpec
+
+log = logging.getLogger("tinsmith")
+
+# How long requests wait for one that should have come before them. The SDK's chunks of one call
+# arrive within seconds of each other.
+GAP_SECONDS = 60.0
+
+
+def losses() -> list[dict[str, Any]]:
+    """The table of losses, with all that they take."""
+    return teaching.losses()
+
+
+def devices() -> dict[str, str]:
+    """The engine's devices, each with "" or the reason why it can't be opened."""
+    return _core.devices()
+
+
+def plan(
+    config: dict[str, float],
+    inv_freq: NDArray[np.float32],
+    weights: str,
+    *,
+    rank: int,
+    tokens: int = 0,
+    step_bytes: int = 0,
+    device: str = "cpu",
+) -> dict[str, int]:
+    """The bytes that a model of this shape would take on a device; see _core.Model.plan."""
+    model = _core.Model(config, inv_freq, weights=weights, device=device)
+    return model.plan(rank, tokens, step_bytes)
+
+
+class Worker:
+    """See the file's header. All public methods may be called from any thread."""
+
+    def __init__(
+        self,
+        bases: Mapping[str, BaseModel],
+        *,
+        device: str = "cpu",
+        threads: int = 0,
+        memory: int | None = None,  # bytes; None: most of the machine's or the card's
+        gap_seconds: float = GAP_SECONDS,
+        snapshot_bytes_max: int = snapshots.BYTES_MAX,
+        keep_forwards: bool = True,
+    ):
+        self._known = dict(bases)
+        self._bases = Bases(
+            bases,
+            device=device,
+            threads=threads,
+            memory=memory,
+            holds=self._holds,
+            release=self._release,
+            wake=lambda: self._put(lambda: None),
+        )
+        self._paused: dict[Future[Any], BaseModel] = {}  # those that wait for a model to be read
+        self._keep_forwards = keep_forwards
+        self._snapshots = Snapshots(self._bases, snapshot_bytes_max)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._runs = Runs(gap_seconds)
+        self._decoder = Decoder()
+        self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
+        self._closed = False
+        self._running = True
+        self._thread = threading.Thread(target=self._loop, name="tinsmith-worker", daemon=True)
+        self._thread.start()
+
+    def preload(self, bases: Iterable[str]) -> Future[None]:
+        """Loads base models now rather than on first use."""
+        future: Future[None] = Future()
+        left = deque(bases)
+
+        def begin() -> None:
+            try:
+                while left:
+                    self._bases.use(self._known[left[0]])
+                    left.popleft()
+                future.set_result(None)
+            except NotLoaded as missing:
+                self._pause(future, missing.model, begin)
+            except BaseException as error:
+                fail(future, error)
+
+        return self._put(begin, future)
+
+    # ---- training: each request takes its run's turn `seq` ----
+
+    def create(self, run: str, base: str, spec: LoraSpec | StateSpec) -> Future[None]:
+        """Makes a run's adapter. Requests of the run may be submitted at once."""
+
+        def work(lane: Run) -> None:
+            try:
+                lane.adapter = self._make_adapter(lane, spec)
+                if isinstance(spec, StateSpec) and spec.optimizer:
+                    lane.average = checkpoint.load_average(spec.folder, lane.adapter)
+            except NotLoaded:
+                raise
+            except BaseException as error:
+                lane.failure = explain(error)
+                raise
+
+        future: Future[None] = Future()
+
+        def begin() -> None:
+            self._runs[run] = Run(run, self._known[base])
+            self._runs.submit(run, 0, Job(future, work))
+
+        return self._put(begin, future)
+
+    def reject(self, run: str, seq: int, error: BaseException) -> Future[None]:
+        """Uses up a turn for a request that is refused, so that the next ones don't wait for it."""
+
+        def work(lane: Run) -> None:
+            raise error
+
+        return self._submit(run, seq, work)
+
+    def forward_backward(
+        self, run: str, seq: int, batch: Batch, *, backward: bool = True
+    ) -> Future[BatchResult]:
+        """The loss of a batch, and its gradients unless backward is False."""
+
+        def work(lane: Run) -> BatchResult:
+            adapter = lane.trained()
+            adapter.step_bytes = self._bases.step_bytes(adapter, lane.bytes - lane.vectors)
+            kept, lane.kept = lane.kept, None
+            if batch.teacher is not None:
+                who, average = self._teacher(lane, adapter, batch.teacher)
+                result = distill(adapter, batch, who, backward=backward)
+                lane.average = average
+                return result
+            result, lane.kept = forward_backward(
+                adapter, seq, batch, kept, backward=backward, keep=self._keep_forwards
+            )
+            return result
+
+        return self._submit(run, seq, work)
+
+    def optim_step(self, run: str, seq: int, params: AdamParams) -> Future[dict[str, float]]:
+        """One AdamW step; returns its metrics."""
+
+        def work(lane: Run) -> dict[str, float]:
+            adapter = lane.trained()
+            report = optim_step(adapter, params)
+            if lane.average is not None:
+                lane.average.follow(adapter)
+            return report
+
+        return self._submit(run, seq, work)
+
+    def save(
+        self,
+        run: str,
+        seq: int,
+        folder: Path,
+        describe: Callable[[int], checkpoint.Meta],
+        *,
+        optimizer: bool,
+        overwrite: bool = False,
+    ) -> Future[None]:
+        """Writes a checkpoint. `describe` turns the number of steps taken into its Meta."""
+
+        def work(lane: Run) -> None:
+            adapter = lane.trained()
+            checkpoint.save(
+                folder,
+                adapter,
+                describe(adapter.step),
+                optimizer=optimizer,
+                average=lane.average,
+                overwrite=overwrite,
+            )
+
+        return self._submit(run, seq, work)
+
+    def load(self, run: str, seq: int, folder: Path, *, optimizer: bool) -> Future[None]:
+        """Replaces a run's weights and, with optimizer, all that the next step depends on."""
+
+        def work(lane: Run) -> None:
+            adapter = lane.trained()
+            average = checkpoint.load_average(folder, adapter) if optimizer else None
+            peft.load_into(folder, adapter, optimizer=optimizer)
+            lane.average = average
+
+        return self._submit(run, seq, work)
+
+    def snapshot(self, run: str, seq: int, sampler: str) -> Future[int]:
+        """Makes a sampling session with the run's weights as they are at its turn; gives the number
+        of steps that the run has taken."""
+
+        def work(lane: Run) -> int:
+            adapter = lane.trained()
+            self._snapshots.add_run(sampler, lane.base, adapter)
+            return adapter.step
+
+        return self._submit(run, seq, work)
+
+    # ---- sampling ----
+
+    def open_base(self, sampler: str, base: str) -> None:
+        """Makes a sampling session of a base model."""
+
+        self._put(lambda: self._snapshots.add_base(sampler, self._known[base]))
+
+    def open_checkpoint(self, sampler: str, base: str, folder: Path, created: str) -> None:
+        """Makes a sampling session of a checkpoint, which is read now, or else when its model has
+        been. What goes wrong is told to its samples."""
+        known = self._known[base]
+
+        def begin() -> None:
+            self._snapshots.add_checkpoint(sampler, known, folder, created)
+            read()
+
+        def read() -> None:
+            try:
+                self._snapshots.use(sampler)
+            except NotLoaded as missing:
+                self._bases.want(missing.model, read)
+            except Exception:
+                return
+
+        self._put(begin)
+
+    def sample(self, sampler: str, request: SampleRequest, client: int = 0) -> Future[SampleResult]:
+        """Queues a request on a sampling session; it decodes together with all others. The clients
+        share each step, however many requests one has."""
+        future: Future[SampleResult] = Future()
+
+        def begin() -> None:
+            if future.done():  # it was cancelled while it waited
+                return
+            try:
+                snapshot = self._snapshots.use(sampler)
+                base = self._bases.use(snapshot.base)
+                self._open_lane(base)
+                self._decoder.add(base, snapshot.adapter, request, future, client)
+            except NotLoaded as missing:
+                self._pause(future, missing.model, begin)
+            except BaseException as error:
+                fail(future, error)
+
+        return self._put(begin, future)
+
+    def cancel(self, future: Future[SampleResult]) -> None:
+        """Stops a sampling request's work; its future fails."""
+
+        def stop() -> None:
+            self._decoder.cancel(future)
+            if future in self._paused:
+                fail(future, RequestError("the request was cancelled"))
+
+        self._put(stop)
+
+    def waits_for(self, future: Future[Any]) -> str | None:
+        """Why a request does not go on, where that may take long: its model is being read."""
+        model = self._paused.get(future)
+        return None if model is None else self._bases.waits_for(model)
+
+    # ---- the end ----
+
+    def forget(self, runs: list[str], samplers: list[str]) -> None:
+        """Frees adapters, after what was submitted before."""
+
+        def release(lane: Run) -> None:
+            self._runs.pop(lane.name, None)
+            lane.adapter, lane.average = None, None
+            lane.failure = RequestError("its session has ended")
+            lane.fail_waiting(RequestError(f"{lane.name} can't be used: {lane.failure}"))
+
+        def begin() -> None:
+            for name in samplers:
+                self._snapshots.forget(name)
+            for name in runs:
+                if name in self._runs:
+                    self._runs.make_ready(self._runs[name], Job(Future(), release))
+
+        self._put(begin)
+
+    def close(self) -> None:
+        """Ends the thread after the request it is in; everything that waits fails."""
+
+        def stop() -> None:
+            self._running = False
+
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._inbox.put(stop)
+        self._thread.join()
+
+    # ---- the thread ----
+
+    def _put(self, command: Callable[[], None], future: Future[Any] | None = None) -> Any:
+        with self._lock:
+            if not self._closed:
+                self._inbox.put(command)
+                return future
+        if future is not None:
+            fail(future, RequestError("the server is shutting down", "server"))
+        return future
+
+    def _submit(self, run: str, seq: int, work: Callable[[Run], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        return self._put(lambda: self._runs.submit(run, seq, Job(future, work)), future)
+
+    def _pause(self, future: Future[Any], model: BaseModel, again: Callable[[], None]) -> None:
+        """Has `again` called when a model was read that a request needs."""
+
+        def go_on() -> None:
+            self._paused.pop(future, None)
+            again()
+
+        self._paused[future] = model
+        self._bases.want(model, go_on)
+
+    def _teacher(
+        self, lane: Run, adapter: _core.Adapter, teacher: Teacher
+    ) -> tuple[_core.Adapter | _core.Model, Average | None]:
+        """Who a batch's teacher is, and the average that the run then keeps. An average begins
+        where it is first used."""
+        if teacher.name == teaching.CURRENT:
+            return adapter, lane.average
+        if teacher.name == teaching.EMA:
+            own = lane.average.adapter if lane.average else adapter.snapshot()
+            return own, Average(own, teacher.decay)
+        snapshot = self._snapshots.use(teacher.name)
+        return snapshot.adapter or self._bases.use(snapshot.base).core, lane.average
+
+    def _make_adapter(self, lane: Run, spec: LoraSpec | StateSpec) -> _core.Adapter:
+        base = self._bases.use(lane.base)
+        saved = isinstance(spec, StateSpec)
+        rank = peft.load_meta(spec.folder).rank if saved else spec.rank
+
+        def make() -> _core.Adapter:
+            if isinstance(spec, StateSpec):
+                return peft.load_adapter(spec.folder, base, optimizer=spec.optimizer)
+            return spec.adapter(base.core)
+
+        need, least = self._bases.run_bytes(base, rank)
+        what = f"a run of rank {rank}"
+        adapter = self._bases.make(need, what, make, keep=base.path, least=least)
+        lane.reserved, lane.vectors = self._bases.room(need), adapter.bytes
+        return adapter
+
+    def _open_lane(self, base: LoadedModel) -> None:
+        """Sees to it that a base model can be sampled from."""
+        if self._decoder.is_open(base):
+            return
+        tokens = self._bases.cache_tokens(base)
+        self._bases.make(
+            tokens * base.core.plan(1, 1)["kv_token"],
+            "a cache of keys and values",
+            lambda: self._decoder.open(base, tokens),
+            keep=base.path,
+        )
+
+    def _holds(self) -> list[Hold]:
+        """What takes memory beside the base models' weights."""
+        found = [
+            Hold(run.base.path, run.bytes, f"the run {run.name}", pins=True)
+            for run in self._runs.values()
+            if run.failure is None
+        ]
+        found += self._snapshots.holds()
+        for path, size, active in self._decoder.caches():
+            found.append(Hold(path, size, f"the cache of {path.name}", pins=active))
+        return found
+
+    def _release(self, path: Path) -> bool:
+        """Drops what can be made again on a base model; whether there was any."""
+        shut = self._decoder.shut(path)  # an active one keeps the adapters that it uses
+        return self._snapshots.release(path) or shut
+
+    def _loop(self) -> None:
+        while self._running:
+            self._drain(
+                block=not self._runs.busy and not self._decoder.active and not self._bases.busy
+            )
+            self._runs.give_up_gaps()
+            spent = self._train_one()
+            self._decode(spent)
+        ending = RequestError("the server is shutting down", "server")
+        self._decoder.fail_all(ending)
+        self._bases.close(ending)
+        self._runs.close(ending)
+
+    def _drain(self, *, block: bool) -> None:
+        """Executes the commands that have arrived; waits for one first where there is no work."""
+        timeout = self._runs.gap_timeout() if block else 0.0
+        try:
+            command = self._inbox.get(block=block, timeout=timeout)
+            while True:
+                try:
+                    command()
+                except Exception:
+                    log.exception("a command of the worker failed")
+                command = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _train_one(self) -> float:
+        """Executes a training request of the run whose turn it is; returns the seconds it took."""
+        if not self._runs.busy:
+            return 0.0
+        run = self._runs.next()
+        start = time.monotonic()
+        self._execute(run)
+        return time.monotonic() - start
+
+    def _execute(self, run: Run) -> None:
+        """A run's next request; then the run goes to the end of the line. One that needs a model
+        which is not there keeps its place until it is, and its run has no turns."""
+        job = run.ready[0]
+        try:
+            if not job.future.done():  # it may be cancelled while it waits for a model
+                job.future.set_result(job.work(run))
+        except NotLoaded as missing:
+            self._pause(job.future, missing.model, lambda: self._execute(run))
+            return
+        except BaseException as error:
+            fail(job.future, error)
+        self._runs.over(run)
+
+    def _decode(self, seconds: float) -> None:
+        """Decodes while there is nothing else to do, and at least `seconds` otherwise. A model that
+        is wanted is read between the steps, for as long as the step before took."""
+        end = time.monotonic() + seconds
+        while (self._decoder.active or self._bases.busy) and self._running:
+            start = time.monotonic()
+            self._decoder.step()
+            self._load(time.monotonic() - start if self._decoder.active else seconds)
+            self._drain(block=False)
+            if self._runs.busy and time.monotonic() >= end:
+                return
+
+    def _load(self, seconds: float) -> None:
+        """Takes in what was read of a model: a tensor, and more for some time."""
+        end = time.monotonic() + seconds
+        while self._bases.busy:
+            self._bases.load()
+            if time.monotonic() >= end:
+                return

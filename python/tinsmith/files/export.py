@@ -1,0 +1,89 @@
+"""`tinsmith export`: an adapter merged into its base model, as a Hugging Face folder.
+
+Tensor by tensor, each in its own type (bfloat16 stays so, rounded once) and in the base model's
+files, so memory holds one matrix at a time. A tied head that the adapter trained becomes a tensor
+of its own. Everything else in the base model's folder, the tokenizer above all, is copied. The
+result appears whole or not at all.
+"""
+
+import json
+import secrets
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from tinsmith.files import checkpoint, families, peft, weights
+
+HEAD, EMBED = families.NAMES["head"], families.NAMES["embed"]
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+def find_adapter(name: str, checkpoints: Path) -> Path:
+    """The folder of an adapter that is named by its path or by its tinker:// path."""
+    if not name.startswith("tinker://"):
+        return Path(name)
+    folder = checkpoint.Store(checkpoints, recover=False).folder(name)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no checkpoint {name} in {checkpoints}")
+    return folder
+
+
+def export(model: Path, adapter: Path, out: Path) -> int:
+    """Writes the merged model; returns how many of its tensors the adapter changed."""
+    if out.exists():
+        raise FileExistsError(f"{out} exists; choose another folder")
+    lora = peft.read(adapter)
+    families.read_config(model)  # refuses what the engine could not have trained on
+    temporary = out.with_name(f"{out.name}~{secrets.token_hex(4)}")
+    temporary.mkdir(parents=True)
+    try:
+        with weights.open_folder(model) as base, checkpoint.open_adapter(adapter) as matrices:
+            _write(temporary, model, base, lora, matrices)
+        for file in model.iterdir():
+            copy = temporary / file.name
+            if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not copy.exists():
+                shutil.copyfile(file, copy)
+        temporary.rename(out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return len(lora.modules)
+
+
+def _write(
+    folder: Path, model: Path, base: weights.Tensors, lora: peft.Lora, matrices: weights.Tensors
+) -> None:
+    config = families.read_json(model / families.CONFIG_FILE)
+    changed = {f"{module}.weight" for module in lora.modules}
+    tied = bool(config.get("tie_word_embeddings", False))
+    sources = {name: name for name in base if not (tied and name == HEAD)}
+    untied = tied and HEAD in changed
+    if untied:
+        sources[HEAD] = EMBED
+    missing = sorted(changed - set(sources))
+    if missing:
+        raise ValueError(f"{model} has no {missing[0]}: the adapter belongs to another model")
+
+    def make(name: str) -> np.ndarray:
+        source = base[sources[name]]
+        scale = lora.alpha / lora.rank
+        return peft.merge(name, source, matrices, scale) if name in changed else source
+
+    shards: dict[str, list[str]] = {}
+    for name, source in sources.items():
+        shards.setdefault(base.entry(source).file.name, []).append(name)
+    sizes = 0
+    for shard, names in shards.items():
+        forms = {}
+        for name in names:
+            array = base[sources[name]]
+            forms[name] = array.dtype, array.shape
+            sizes += array.nbytes
+        weights.write_each(folder / shard, forms, make, {"format": "pt"})
+    if list(shards) != [weights.SINGLE_FILE]:
+        places = {name: shard for shard, names in shards.items() for name in names}
+        index = {"metadata": {"total_size": sizes}, "weight_map": places}
+        (folder / weights.INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    merged = peft.options(config, untied=untied)
+    (folder / families.CONFIG_FILE).write_text(json.dumps(merged, indent=2) + "\n")

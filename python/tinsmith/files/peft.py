@@ -1,0 +1,200 @@
+"""PEFT's LoRA folders, whoever wrote them: as training states, and merged into their base models.
+
+A folder is adapter_config.json and adapter_model.safetensors; our checkpoints are such folders too.
+A module's weight is W + alpha/r · B·A (alpha/√r with rsLoRA). What else PEFT can do (DoRA, ranks by
+pattern, biases, whole modules) changes the maths, and is refused by name.
+
+Imported, an adapter keeps its alpha. The engine trains groups of modules; those of a group that the
+folder lacks get matrices of zeros, A and B both, whose gradients are zero: they stay what they are.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tinsmith import _core
+from tinsmith.files import checkpoint, families, weights
+
+PREFIX = "base_model.model."
+GROUPS = {
+    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "unembed": ("lm_head",),
+}
+# Keys that change the maths when they are set, and that are not handled.
+REFUSED = (
+    "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save",
+    "layer_replication", "lora_bias", "trainable_token_indices", "target_parameters",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What a PEFT folder says of itself; scale is alpha / rank."""
+
+    folder: Path
+    base_model: str
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]  # as the base model names them
+
+
+def read(folder: Path) -> Lora:
+    """A folder's description. FileNotFoundError and ValueError say what is missing or not known."""
+    for name in (checkpoint.CONFIG_FILE, checkpoint.ADAPTER_FILE):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}: it is no PEFT adapter's folder")
+    file = folder / checkpoint.CONFIG_FILE
+    config = families.read_json(file)
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{file}: peft_type is {config.get('peft_type')!r}; only LORA is known")
+    for key in REFUSED:
+        if config.get(key):
+            raise ValueError(f"{file}: {key} is {config[key]!r:.60}, which is not supported")
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"{file}: bias is {config['bias']!r}; only none is supported")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
+        raise ValueError(f"{file}: r and lora_alpha should be positive, found {rank!r}, {alpha!r}")
+    alpha = alpha * (math.sqrt(rank) if config.get("use_rslora") else 1.0)
+    with weights.open_file(folder / checkpoint.ADAPTER_FILE) as tensors:
+        modules = _modules(folder, tensors, rank)
+    base = str(config.get("base_model_name_or_path") or "")
+    return Lora(folder, base, rank, float(np.float32(alpha)), modules)  # as the engine keeps it
+
+
+def _modules(folder: Path, tensors: weights.Tensors, rank: int) -> tuple[str, ...]:
+    names = _trained(tensors)
+    found = dict.fromkeys(name.partition(".lora_")[0].removeprefix(PREFIX) for name in names)
+    wanted = {name_of(module, letter) for module in found for letter in "AB"}
+    odd = sorted(wanted ^ set(names))
+    if odd:
+        what = "has" if odd[0] in tensors else "lacks"
+        raise ValueError(f"{folder} {what} {odd[0]}: each module should have a lora_A and a lora_B")
+    for module in found:
+        a, b = (tensors.entry(name_of(module, letter)).shape for letter in "AB")
+        if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank:
+            raise ValueError(f"{folder}: {module} has {a} and {b}, which are not of rank {rank}")
+    if not found:
+        raise ValueError(f"{folder} has no matrices")
+    return tuple(found)
+
+
+def _trained(tensors: weights.Tensors) -> list[str]:
+    """A folder's tensors, without the frozen head that PEFT writes beside the head's matrices."""
+    return [name for name in tensors if not name.endswith(".base_layer.weight")]
+
+
+def name_of(module: str, letter: str) -> str:
+    """The tensor of one of a module's matrices."""
+    return f"{PREFIX}{module}.lora_{letter}.weight"
+
+
+# ---- as a training state ----
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is one of our checkpoints, with all that they know of themselves."""
+    return (folder / checkpoint.META_FILE).is_file()
+
+
+def load_meta(folder: Path) -> checkpoint.Meta:
+    """What a checkpoint says of itself, or would, were a PEFT folder one."""
+    if is_checkpoint(folder):
+        return checkpoint.load_meta(folder)
+    lora = read(folder)
+    last = {module.rpartition(".")[2] for module in lora.modules}
+    unknown = sorted(last - {name for names in GROUPS.values() for name in names})
+    if unknown:
+        raise ValueError(f"{folder} trains {', '.join(unknown)}, which tinsmith can't")
+    changed = (folder / checkpoint.ADAPTER_FILE).stat().st_mtime
+    return checkpoint.Meta(
+        base_model=lora.base_model,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        seed=0,
+        **{group: bool(last & set(names)) for group, names in GROUPS.items()},
+        kind="weights",
+        step=0,
+        user_metadata={},
+        created=datetime.fromtimestamp(changed, UTC).isoformat(),
+        ttl_seconds=None,
+    )
+
+
+def load_adapter(folder: Path, loaded: families.LoadedModel, *, optimizer: bool) -> _core.Adapter:
+    """A new adapter with the numbers of a checkpoint or of a PEFT folder."""
+    if is_checkpoint(folder):
+        return checkpoint.load_adapter(folder, loaded, optimizer=optimizer)
+    adapter = load_meta(folder).lora.adapter(loaded.core)
+    load_into(folder, adapter, optimizer=optimizer)
+    return adapter
+
+
+def load_into(folder: Path, adapter: _core.Adapter, *, optimizer: bool) -> None:
+    """checkpoint.load_into, for a PEFT folder too."""
+    if is_checkpoint(folder):
+        checkpoint.load_into(folder, adapter, optimizer=optimizer)
+        return
+    if optimizer:
+        raise ValueError(
+            f"{folder} is PEFT's, without an optimizer's state: load its weights alone"
+        )
+    lora = read(folder)
+    if (lora.rank, lora.alpha) != (adapter.rank, adapter.alpha):
+        raise ValueError(
+            f"{folder} has rank {lora.rank} and alpha {lora.alpha:g}, this adapter has "
+            f"{adapter.rank} and {adapter.alpha:g}"
+        )
+    flat = np.zeros(adapter.size, np.float32)
+    views = dict(checkpoint.matrices(adapter, flat))
+    with checkpoint.open_adapter(folder) as tensors:
+        for name in _trained(tensors):
+            if name not in views:
+                raise ValueError(f"{folder} has {name}, this adapter or base model does not")
+            if tensors.entry(name).shape != views[name].shape:
+                found, needed = tensors.entry(name).shape, views[name].shape
+                raise ValueError(f"{name}: file has {found}, the adapter needs {needed}")
+            views[name][:] = weights.widen(tensors[name])
+    if not np.isfinite(flat).all():
+        raise ValueError(f"{folder}: its matrices are not all finite numbers")
+    adapter.clear_gradients()
+    for what in ("m", "v"):
+        adapter.write(what, np.zeros(adapter.size, np.float32))
+    adapter.write("weights", flat)
+    adapter.step, adapter.pending = 0, (0.0, 0.0, 0.0)
+
+
+# ---- merged ----
+
+ROWS = 1024  # of a matrix that are merged at a time
+
+
+def merge(
+    name: str, base: np.ndarray, adapter: Mapping[str, np.ndarray], scale: float
+) -> np.ndarray:
+    """A module's weight with its matrices added, in the weight's type."""
+    module = name.removesuffix(".weight")
+    a = weights.widen(adapter[name_of(module, "A")])
+    b = weights.widen(adapter[name_of(module, "B")])
+    if base.shape != (b.shape[0], a.shape[1]):
+        raise ValueError(
+            f"{module} is {base.shape} in the base model, but {(b.shape[0], a.shape[1])} in the "
+            "adapter: it belongs to another model"
+        )
+    merged = np.empty_like(base)
+    for row in range(0, len(base), ROWS):
+        rows = slice(row, row + ROWS)
+        whole = weights.widen(base[rows]) + np.float32(scale) * (b[rows] @ a)
+        merged[rows] = weights.narrow(whole, base.dtype)
+    return merged
+
+
+def options(config: Mapping[str, Any], *, untied: bool) -> dict[str, Any]:
+    """config.json of a merged model: a head that was trained is not the embedding any more."""
+    return {**config, "tie_word_embeddings": False} if untied else dict(config)

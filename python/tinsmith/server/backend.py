@@ -1,0 +1,221 @@
+"""The HTTP server: the app that answers for a Service, and the threads it runs in.
+
+The app turns every exception into a 4xx with {"detail": sentence}: the SDK repeats 5xx and 409 for
+minutes, so neither is ever sent. All models' files are checked before it listens; one model alone
+is loaded then too, several are on first use. It listens on the loopback unless told otherwise.
+"""
+
+import contextlib
+import errno
+import logging
+import socket
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tinsmith.engine import worker
+from tinsmith.engine.bases import inspect_models, memory_of
+from tinsmith.engine.devices import choose_device
+from tinsmith.engine.errors import RequestError, explain
+from tinsmith.files import checkpoint
+from tinsmith.server import rest, routes, transfers
+from tinsmith.server.overload import QUEUE_BYTES_MAX, Overloaded, Queue
+from tinsmith.server.routes import Handler
+from tinsmith.server.service import Refusal, Service
+from tinsmith.server.state import State
+
+log = logging.getLogger("tinsmith")
+
+PREFIX = "/api/v1"
+BACKLOG = 2048  # connections that wait to be accepted: the SDK opens many at once
+STOP_SECONDS = 5.0
+QUEUE_SHARE = 8  # requests that wait take at most one part in so many of the memory, beside it
+EXPIRY_SECONDS = 60.0  # between two looks for checkpoints whose time is over
+
+
+def make_app(service: Service) -> Starlette:
+    """The ASGI app: the three tables of routes."""
+    table = [
+        Route(PREFIX + path, _endpoint(service, handler), methods=[method])
+        for method, path, handler in (*routes.ROUTES, *rest.ROUTES, *transfers.ROUTES)
+    ]
+    return Starlette(routes=table, exception_handlers={HTTPException: _no_route})
+
+
+def _endpoint(service: Service, handler: Handler) -> Any:
+    async def endpoint(request: Request) -> Response:
+        try:
+            reply = await handler(service, request)
+            return reply if isinstance(reply, Response) else JSONResponse(reply)
+        except Refusal as error:
+            return _detail(error.status, str(error))
+        except Overloaded as error:
+            return _detail(429, str(error), {"Retry-After": f"{error.again_seconds:g}"})
+        except FileNotFoundError as error:
+            return _detail(404, str(error))
+        except ClientDisconnect:
+            return _detail(400, "the client went away")
+        except Exception as error:
+            return _detail(400, str(explain(error)))
+
+    return endpoint
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 400
+    return _detail(status, f"tinsmith has no {request.method} {request.url.path}")
+
+
+def _detail(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse({"detail": sentence}, status_code=status, headers=headers)
+
+
+class Backend:
+    """A running server, in threads of this process. A context manager; `close` ends it."""
+
+    def __init__(
+        self,
+        models: Mapping[str, Path],
+        *,
+        checkpoints: Path,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        device: str = "auto",
+        dtype: str = "auto",
+        threads: int = 0,
+        memory: int | None = None,
+        preload: bool | None = None,
+        queue: Queue | None = None,
+        seed: int | None = None,
+        poll_seconds: float = 20.0,
+        gap_seconds: float = worker.GAP_SECONDS,
+    ):
+        if not models:
+            raise ValueError("there is no model to serve: name at least one")
+        self.checkpoints = Path(checkpoints).resolve()
+        with contextlib.ExitStack() as undo:
+            self._socket = _bind(host, port)
+            undo.callback(self._socket.close)
+            store = checkpoint.Store(self.checkpoints)
+            self._state = State(store)
+            undo.callback(self._state.close)
+            device = choose_device(device)
+            bases = inspect_models(models, device=device, dtype=dtype)
+            self._worker = worker.Worker(
+                bases,
+                device=device,
+                threads=threads,
+                memory=memory,
+                gap_seconds=gap_seconds,
+            )
+            undo.callback(self._worker.close)
+            if preload or (preload is None and len(bases) == 1):
+                self._worker.preload(bases).result()
+            undo.pop_all()
+        if queue is None:
+            room = memory_of("cpu") if memory is None else memory
+            queue = Queue(bytes_max=min(QUEUE_BYTES_MAX, (room or QUEUE_BYTES_MAX) // QUEUE_SHARE))
+        self.queue = queue
+        service = Service(
+            bases,
+            self._worker,
+            store,
+            self._state,
+            seed=seed,
+            poll_seconds=poll_seconds,
+            queue=queue,
+        )
+        self._server = _http(make_app(service))
+        # From here on connections are kept until the server's loop accepts them.
+        self._socket.listen(BACKLOG)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="tinsmith-server", daemon=True
+        )
+        self._thread.start()
+        self._closing = threading.Event()
+        self._expiry = threading.Thread(
+            target=self._expire, args=(store,), name="tinsmith-expiry", daemon=True
+        )
+        self._expiry.start()
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"http://{name}:{self._socket.getsockname()[1]}"
+
+    def close(self) -> None:
+        """Ends the server: what is being computed is finished, what waits fails."""
+        self._closing.set()
+        self._expiry.join()
+        self._worker.close()
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+        self._state.close()
+
+    def _expire(self, store: checkpoint.Store) -> None:
+        """Deletes checkpoints in time, also where no client comes."""
+        while True:
+            try:
+                for path in store.delete_expired():
+                    log.info("the checkpoint %s has expired", path)
+            except Exception:
+                log.exception("expired checkpoints could not be deleted")
+            if self._closing.wait(EXPIRY_SECONDS):
+                return
+
+    def service_client(self, **arguments: Any) -> Any:
+        """A tinker.ServiceClient, the SDK's own, on this server."""
+        import tinker
+
+        arguments.setdefault("base_url", self.url)
+        arguments.setdefault("api_key", "tml-local")
+        return tinker.ServiceClient(**arguments)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _http(app: Starlette) -> uvicorn.Server:
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,  # the process's logging is its own
+            log_level="warning",
+            access_log=False,
+            ws="none",
+            backlog=BACKLOG,
+            timeout_keep_alive=120,
+            timeout_graceful_shutdown=int(STOP_SECONDS),
+        )
+    )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol named, asyncio turns Nagle's delay off: else each reply takes 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        busy = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        reason = "the port is in use; choose another" if busy else str(error)
+        raise RequestError(f"can't listen on {host}:{port}: {reason}", "server") from None
+    return listener

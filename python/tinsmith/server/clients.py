@@ -1,0 +1,85 @@
+"""Starting a server from Python: a notebook, a script, a test.
+
+`serve` runs the server in threads of the calling process, so it may be used inside a running event
+loop, and hands out the SDK's own ServiceClient. Nothing of the server is imported before it is
+called, so that `import tinsmith` needs NumPy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tinsmith.files.families import find_model
+
+if TYPE_CHECKING:
+    from tinsmith.server.backend import Backend
+
+CHECKPOINTS = "tinsmith-checkpoints"  # in the current folder, where none is named
+
+Models = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
+
+
+def serve(
+    models: Models,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
+    checkpoints: str | Path = CHECKPOINTS,
+    threads: int = 0,
+    memory: int | None = None,
+    preload: bool | None = None,
+    seed: int | None = None,
+) -> Backend:
+    """Starts a server and returns it when it is ready; use it in a `with` statement.
+
+    models: {name: folder}, or the folder(s) or names in the Hugging Face cache, which are then
+    their names too. port 0 takes a free one: see `.url`. checkpoints is the folder that
+    save_state writes to. dtype is what products with base weights are computed in: "float32",
+    "bfloat16", or "auto": bfloat16 for a bf16 model where the processor has the instructions.
+    threads 0 takes all cores. memory is what models, their caches and runs
+    may take together, in bytes (None: nine tenths of the machine's or the card's); models that
+    nobody uses make room for others. One model alone is loaded before this returns, several are on
+    first use, unless preload says otherwise. With a seed, requests that have none draw the same
+    each time the same run is made, also when it is resumed; without, they draw afresh.
+
+        with tinsmith.serve({"Qwen/Qwen3-0.6B": "models/qwen3"}) as backend:
+            client = backend.service_client().create_lora_training_client("Qwen/Qwen3-0.6B")
+
+    Raises FileNotFoundError and ValueError with a sentence for a model that can't be served.
+    """
+    require_server()
+    from tinsmith.server.backend import Backend
+
+    return Backend(
+        find_models(models),
+        checkpoints=Path(checkpoints),
+        host=host,
+        port=port,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        memory=memory,
+        preload=preload,
+        seed=seed,
+    )
+
+
+def require_server() -> None:
+    """Raises ImportError with the fix where the server's packages are not installed."""
+    for name in ("starlette", "tinker", "tokenizers", "uvicorn", "zstandard"):
+        if find_spec(name) is None:  # imported where needed; all of tinker never by a server
+            fix = f"the server needs {name}: pip install 'tinsmith[server]'"
+            raise ImportError(fix, name=name)
+
+
+def find_models(models: Models) -> dict[str, Path]:
+    """The folder of each model by its name."""
+    if isinstance(models, Mapping):
+        return {str(name): find_model(str(path), {}) for name, path in models.items()}
+    names = [models] if isinstance(models, str | Path) else list(models)
+    return {str(name): find_model(str(name), {}) for name in names}

@@ -1,0 +1,284 @@
+"""The Tinker endpoints that tell of models, runs, checkpoints and sessions. ROUTES is the table.
+
+All of it is read from disk, so it is told of after a restart too. What Tinker has
+and a local server can't or doesn't do is refused by name in REFUSED, never left unanswered.
+"""
+
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from tinsmith.server import wire
+from tinsmith.server.routes import Handler, read_json
+from tinsmith.server.service import Refusal, Service, owner
+from tinsmith.server.state import Entry, RunRow, SessionRow
+
+T = TypeVar("T")
+
+TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+
+
+async def healthz(service: Service, request: Request) -> dict[str, Any]:
+    """A server that listens has checked its models: whoever gets an answer gets "ok"."""
+    return {"status": "ok"}
+
+
+async def capabilities(service: Service, request: Request) -> dict[str, Any]:
+    models = [
+        {
+            "model_name": name,
+            "max_context_length": model.context,
+            "trainable": True,
+            "sampleable": True,
+        }
+        for name, model in service.bases.items()
+    ]
+    return {"supported_models": models}
+
+
+async def weights_info(service: Service, request: Request) -> dict[str, Any]:
+    _, meta = service.meta(wire.need(await read_json(request), "tinker_path", str))
+    return {
+        "base_model": meta.base_model,
+        "optimizer_config": {"type": "adamw"},
+        "is_lora": True,
+        "lora_rank": meta.rank,
+        "train_unembed": meta.unembed,
+        "train_mlp": meta.mlp,
+        "train_attn": meta.attn,
+    }
+
+
+# ---- runs and checkpoints ----
+
+
+async def list_runs(service: Service, request: Request) -> dict[str, Any]:
+    limit, offset = _window(request, 20)
+    rows, cursor = _page(service.state.runs(), limit, offset)
+    return {"training_runs": [_run(service, row) for row in rows], "cursor": cursor}
+
+
+async def get_run(service: Service, request: Request) -> dict[str, Any]:
+    return _run(service, service.state.run(request.path_params["run"]))
+
+
+async def list_run_checkpoints(service: Service, request: Request) -> dict[str, Any]:
+    return {"checkpoints": _checkpoints(service, request.path_params["run"])}
+
+
+async def list_checkpoints(service: Service, request: Request) -> dict[str, Any]:
+    limit, offset = _window(request, 100)
+    found = [item for row in service.state.runs() for item in _checkpoints(service, row.id)]
+    found.sort(key=lambda item: item["time"], reverse=True)
+    items, cursor = _page(found, limit, offset)
+    return {"checkpoints": items, "cursor": cursor}
+
+
+async def delete_checkpoint(service: Service, request: Request) -> dict[str, Any]:
+    """The id is two segments, weights/<name>."""
+    run, name = request.path_params["run"], request.path_params["checkpoint"]
+    service.store.delete(f"tinker://{run}/{name}")
+    return {}
+
+
+async def publish(service: Service, request: Request) -> dict[str, Any]:
+    """A mark on the checkpoint: whoever reaches a local server can read its checkpoints anyway."""
+    service.store.update(_path(service, request), public=request.method == "POST")
+    return {}
+
+
+async def set_ttl(service: Service, request: Request) -> dict[str, Any]:
+    """Counted from now; null: for ever."""
+    path = _path(service, request)
+    _, meta = service.meta(path)
+    seconds = wire.ttl(await read_json(request))
+    if seconds is not None:
+        age = datetime.now(UTC) - datetime.fromisoformat(meta.created)
+        seconds += int(age.total_seconds())
+    service.store.update(path, ttl_seconds=seconds)
+    return {}
+
+
+def _path(service: Service, request: Request) -> str:
+    """The path of the checkpoint that a request names, which is there."""
+    path = f"tinker://{request.path_params['run']}/{request.path_params['checkpoint']}"
+    service.meta(path)
+    return path
+
+
+def _run(service: Service, row: RunRow) -> dict[str, Any]:
+    items = _checkpoints(service, row.id)
+    newest: dict[str, Any] = {item["checkpoint_type"]: item for item in items}
+    return {
+        "training_run_id": row.id,
+        "base_model": row.base_model,
+        "model_owner": "local",
+        "is_lora": True,
+        "corrupted": False,
+        "lora_rank": row.rank,
+        "last_request_time": max([row.created, *(item["time"] for item in items)]),
+        "last_checkpoint": newest.get("training"),
+        "last_sampler_checkpoint": newest.get("sampler"),
+        "user_metadata": row.user_metadata,
+    }
+
+
+def _checkpoints(service: Service, run: str) -> list[dict[str, Any]]:
+    """A run's checkpoints, the oldest first; without those whose time is over."""
+    return [_checkpoint(item) for item in service.state.checkpoints(run) if not item.meta.expired]
+
+
+def _checkpoint(item: Entry) -> dict[str, Any]:
+    meta = item.meta
+    return {
+        "checkpoint_id": "/".join(item.path.split("/")[-2:]),
+        "checkpoint_type": TYPES[meta.kind],
+        "time": meta.created,
+        "tinker_path": item.path,
+        "size_bytes": item.bytes,
+        "public": meta.public,
+        "user_metadata": meta.user_metadata or None,
+        "expires_at": meta.expires and meta.expires.isoformat(),
+    }
+
+
+# ---- sessions ----
+
+
+async def list_sessions(service: Service, request: Request) -> dict[str, Any]:
+    limit, offset = _window(request, 20)
+    own = [row.id for row in service.state.sessions(owner(request))]
+    return {"sessions": own[offset : offset + limit]}
+
+
+async def get_session(service: Service, request: Request) -> dict[str, Any]:
+    name = request.path_params["session_id"]
+    row = next((item for item in service.state.sessions(owner(request)) if item.id == name), None)
+    if row is None:
+        raise Refusal(404, f"there is no session {name}")
+    return {
+        "training_run_ids": service.state.runs_of(name),
+        "sampler_ids": service.state.samplers_of(name),
+        "user_metadata": row.user_metadata,
+        "display_name": row.display_name,
+    }
+
+
+async def search_sessions(service: Service, request: Request) -> dict[str, Any]:
+    """The client's own sessions, the newest first."""
+    body = await read_json(request)
+    limit = wire.maybe(body, "limit", int, 50)
+    if not 1 <= limit <= 200:
+        raise Refusal(400, f"limit must be from 1 to 200, {limit} came")
+    cursor = wire.optional(body, "cursor", dict)
+    found = [row for row in service.state.sessions(owner(request)) if _matches(service, row, body)]
+    if cursor is not None:
+        last = wire.need(cursor, "last_session_id", str, "the cursor")
+        places = [index for index, row in enumerate(found) if row.id == last]
+        found = found[places[0] + 1 :] if places else []
+    page, left = found[:limit], found[limit:]
+    reply: dict[str, Any] = {"sessions": [_summary(service, row) for row in page]}
+    if page and left:
+        reply["next_cursor"] = {
+            "last_created_at": page[-1].created,
+            "last_session_id": page[-1].id,
+        }
+    return reply
+
+
+def _matches(service: Service, session: SessionRow, body: dict[str, Any]) -> bool:
+    name = wire.optional(body, "display_name", str)
+    exact = wire.optional(body, "session_id", str)
+    words = (name or "").lower().split()
+    named = bool(words) and all(word in (session.display_name or "").lower() for word in words)
+    if (name or exact) and not named and session.id != exact:
+        return False
+    wanted = wire.maybe(body, "user_metadata", dict, {})
+    if any(session.user_metadata.get(key) != value for key, value in wanted.items()):
+        return False
+    status = _status(service, session)
+    if body.get("statuses") is None:
+        return True
+    for query in wire.need(body, "statuses", list):
+        if not isinstance(query, dict):
+            raise ValueError(f"statuses must be objects, {wire.short(query)} came")
+        if status is None or query.get("type") != status["type"]:
+            continue
+        reasons = query.get("reasons")
+        if not reasons or status["reason"]["type"] in reasons:
+            return True
+    return False
+
+
+def _status(service: Service, session: SessionRow) -> dict[str, Any] | None:
+    if session.finish is not None:
+        return {"type": "client_finished", **session.finish}
+    here = service.sessions.get(session.id)
+    return {"type": "active"} if here is not None and not here.ended else None
+
+
+def _summary(service: Service, session: SessionRow) -> dict[str, Any]:
+    runs = service.state.runs_of(session.id)
+    checkpoints = [item for run in runs for item in _checkpoints(service, run)]
+    return {
+        "session_id": session.id,
+        "created_at": session.created,
+        "owner": "local",
+        "project_id": "local",
+        "status": _status(service, session),
+        "checkpoints_count": len(checkpoints),
+        "display_name": session.display_name,
+        "user_metadata": session.user_metadata,
+        "checkpoint_storage_bytes": sum(item["size_bytes"] for item in checkpoints),
+    }
+
+
+def _page(items: list[T], limit: int, offset: int) -> tuple[list[T], dict[str, int]]:
+    """A part of a listing, and its cursor."""
+    cursor = {"offset": offset, "limit": limit, "total_count": len(items)}
+    return items[offset : offset + limit], cursor
+
+
+def _window(request: Request, limit: int) -> tuple[int, int]:
+    values = []
+    for key, default in (("limit", limit), ("offset", 0)):
+        text = request.query_params.get(key, str(default))
+        if not text.isdecimal():
+            raise Refusal(400, f"{key} must be a whole number, {text!r} came")
+        values.append(int(text))
+    return values[0], values[1]
+
+
+def _refuse(what: str) -> Handler:
+    async def handler(service: Service, request: Request) -> dict[str, Any]:
+        raise Refusal(400, f"{what} is not built in tinsmith, a local server")
+
+    return handler
+
+
+REFUSED = (
+    ("GET", "/sessions/{session_id}/trace_export", "exporting a session's trace"),
+    ("PUT", "/sessions/{session_id}/project", "assigning projects"),
+    ("POST", "/auth/token", "exchanging credentials"),
+    ("GET", "/audit", "the audit log"),
+    ("GET", "/billing/{path:path}", "billing"),
+)
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/healthz", healthz),
+    ("GET", "/get_server_capabilities", capabilities),
+    ("POST", "/weights_info", weights_info),
+    ("GET", "/training_runs", list_runs),
+    ("GET", "/training_runs/{run}", get_run),
+    ("GET", "/training_runs/{run}/checkpoints", list_run_checkpoints),
+    *((method, path, _refuse(what)) for method, path, what in REFUSED),
+    ("POST", "/training_runs/{run}/checkpoints/{checkpoint:path}/publish", publish),
+    ("DELETE", "/training_runs/{run}/checkpoints/{checkpoint:path}/publish", publish),
+    ("PUT", "/training_runs/{run}/checkpoints/{checkpoint:path}/ttl", set_ttl),
+    ("DELETE", "/training_runs/{run}/checkpoints/{checkpoint:path}", delete_checkpoint),
+    ("GET", "/checkpoints", list_checkpoints),
+    ("GET", "/sessions", list_sessions),
+    ("POST", "/sessions/search", search_sessions),
+    ("GET", "/sessions/{session_id}", get_session),
+)

@@ -1,0 +1,508 @@
+"""The Tinker endpoints that clients train and sample with. ROUTES is the table: one row each.
+
+A handler translates: it reads the body with wire.py, submits to the worker through the service, and
+returns a JSON object. Whatever has a place in a run's order uses up that place even when it is
+refused, so that the requests after it do not wait for it.
+"""
+
+import asyncio
+import contextlib
+import io
+import json
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import zstandard
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tinsmith.engine.errors import explain
+from tinsmith.engine.worker import StateSpec
+from tinsmith.files import encryption
+from tinsmith.server import wire, wire_sampling
+from tinsmith.server.overload import Place
+from tinsmith.server.service import (
+    Completions,
+    Refusal,
+    RunInfo,
+    SamplerInfo,
+    Service,
+    owner,
+    when_done,
+)
+
+Handler = Callable[[Service, Request], Awaitable[dict[str, Any] | Response]]
+
+PROTOBUF = "application/x-protobuf"
+BODY_BYTES_MAX = 1 << 30  # after decompression
+
+# create_model_via_load_weights: SDK 0.34 then loads as 0.38 does. The SDK cuts a forward_backward
+# into requests that nothing marks as one call: with chunks this large there is but one, which is
+# executed as a whole or not at all. Where there are more, they come in order (see overload.py).
+CLIENT_CONFIG = {
+    "create_model_via_load_weights": True,
+    "fwdbwd_max_chunk_bytes_count": 256_000_000,
+    "fwdbwd_max_chunk_len": 1_000_000,
+    "parallel_fwdbwd_chunks": False,
+    # create_custom_loss sends its graph here instead of running it in the client.
+    "custom_loss_server_side": True,
+}
+DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
+SAMPLE_BYTES = 4096  # what each sample of a request counts for in the queue
+LOSSES_MAX = 256  # custom losses that one session may upload
+CLONE = 1_000_000_000  # a copy of a sampling client counts its requests from its number times this
+
+
+# ---- bodies ----
+
+
+async def read_body(request: Request) -> bytes:
+    """The body, decompressed."""
+    body = await request.body()
+    if request.headers.get("content-encoding", "identity") != "zstd":
+        return body
+    try:
+        reader = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body))
+        plain = reader.read(BODY_BYTES_MAX + 1)
+    except zstandard.ZstdError as error:
+        raise Refusal(400, f"the body is not zstd: {error}") from None
+    if len(plain) > BODY_BYTES_MAX:
+        raise Refusal(413, f"the body has more than {BODY_BYTES_MAX} bytes")
+    return plain
+
+
+async def enter(service: Service, request: Request, more: int = 0) -> Place:
+    """A request's place in the queue, by the size that it says it has; its body is not read yet."""
+    length = request.headers.get("content-length", "")
+    return await service.queue.enter(more + (int(length) if length.isdecimal() else 0))
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    """The body's JSON object."""
+    return parse_json(await read_body(request))
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body."""
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"the body is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise Refusal(400, f"the body must be a JSON object, {type(content).__name__} came")
+    return content
+
+
+def place(body: dict[str, Any]) -> tuple[str, int]:
+    """Which run a request is for, and its turn there."""
+    return wire.need(body, "model_id", str), wire.need(body, "seq_id", int)
+
+
+# ---- sessions ----
+
+
+async def client_config(service: Service, request: Request) -> dict[str, Any]:
+    return CLIENT_CONFIG
+
+
+async def dynamic_config(service: Service, request: Request) -> dict[str, Any]:
+    return DYNAMIC_CONFIG
+
+
+async def telemetry(service: Service, request: Request) -> dict[str, Any]:
+    return {"status": "accepted"}
+
+
+async def create_session(service: Service, request: Request) -> dict[str, Any]:
+    service.sweep()
+    session = service.add_session(owner(request), await read_json(request))
+    return {"type": "create_session", "session_id": session.id}
+
+
+async def heartbeat(service: Service, request: Request) -> dict[str, Any]:
+    service.session(request, wire.need(await read_json(request), "session_id", str))
+    return {"type": "session_heartbeat"}
+
+
+async def finish_session(service: Service, request: Request) -> dict[str, Any]:
+    name = request.path_params["session_id"]
+    session = service.sessions.get(name)
+    if session is None or not session.ended:  # a finish that is repeated is no error
+        session = service.session(request, name)
+        body = await read_json(request) if await request.body() else {}
+        reason = wire.maybe(body, "reason", dict, {"type": "success"})
+        finish = {"reason": reason, "detail": wire.optional(body, "detail", str)}
+        service.state.finish_session(session.id, finish)
+        service.end_session(session)
+    return {}
+
+
+# ---- training ----
+
+
+async def create_model(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(request)
+    session = service.session(request, wire.need(body, "session_id", str))
+    model_id = f"{session.id}:train:{wire.need(body, 'model_seq_id', int)}"
+
+    def start() -> Future[None]:
+        base = service.base(wire.need(body, "base_model", str))
+        place = f"{session.number}:train:{wire.need(body, 'model_seq_id', int)}"
+        spec = wire.lora_spec(body, service.fresh_seed(place))
+        about = wire.metadata(body)
+        service.add_run(RunInfo(model_id, session, base, service.bases[base], spec, about))
+        return service.worker.create(model_id, base, spec)
+
+    reply = {"type": "create_model", "model_id": model_id}
+    return service.promise(request, f"{model_id}:create", start, lambda _: reply, model_id=model_id)
+
+
+async def load_weights(service: Service, request: Request) -> dict[str, Any]:
+    """Into a run that is there (model_id, seq_id), or as a new run's start."""
+    body = await read_json(request)
+    if body.get("model_id") is None:
+        return _create_from_state(service, request, body)
+    model_id, seq = place(body)
+    reply = {"type": "load_weights", "path": body.get("path"), "model_id": model_id}
+
+    def start(run: RunInfo) -> Future[None]:
+        folder, _ = service.meta(wire.need(body, "path", str))
+        optimizer = wire.maybe(body, "optimizer", bool, False)
+        return service.worker.load(model_id, seq, folder, optimizer=optimizer)
+
+    return service.turn(request, model_id, seq, start, lambda _: reply)
+
+
+def _create_from_state(service: Service, request: Request, body: dict[str, Any]) -> dict[str, Any]:
+    session = service.session(request, wire.need(body, "session_id", str))
+    model_id = f"{session.id}:train:{wire.need(body, 'model_seq_id', int)}"
+
+    def start() -> Future[None]:
+        wire.refuse_optimizer(body)
+        folder, meta = service.meta(wire.need(body, "path", str))
+        base = service.base(wire.maybe(body, "base_model", str, meta.base_model))
+        spec = StateSpec(folder, wire.maybe(body, "optimizer", bool, False))
+        about = wire.metadata(body)
+        service.add_run(RunInfo(model_id, session, base, service.bases[base], meta.lora, about))
+        return service.worker.create(model_id, base, spec)
+
+    reply = {"type": "load_weights", "path": body.get("path"), "model_id": model_id}
+    return service.promise(request, f"{model_id}:create", start, lambda _: reply, model_id=model_id)
+
+
+async def get_info(service: Service, request: Request) -> dict[str, Any]:
+    run = service.run(request, wire.need(await read_json(request), "model_id", str))
+    return {
+        "type": "get_info",
+        "model_id": run.id,
+        "model_name": run.base,
+        "model_data": {
+            "arch": run.model.family,
+            "model_name": run.base,
+            "tokenizer_id": str(run.model.tokenizer_dir.resolve()),
+        },
+        "is_lora": True,
+        "lora_rank": run.lora.rank,
+        "optimizer_config": {"type": "adamw"},
+    }
+
+
+async def forward_backward(service: Service, request: Request) -> dict[str, Any]:
+    with await enter(service, request) as queued:
+        body = await read_body(request)
+        queued.grow(len(body))
+        message = wire.parse_forward_backward(body)
+
+        def start(run: RunInfo) -> Future[Any]:
+            batch = wire.batch(message, run.model, run.session.losses)
+            if batch.teacher is not None:
+                name = service.teacher(request, run, batch.teacher.name)
+                batch = replace(batch, teacher=replace(batch.teacher, name=name))
+            return service.worker.forward_backward(
+                run.id, message.seq_id, batch, backward=not message.forward_only
+            )
+
+        return service.turn(
+            request, message.model_id, message.seq_id, start, wire.batch_message, queued
+        )
+
+
+async def optim_step(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(request)
+    model_id, seq = place(body)
+
+    def start(run: RunInfo) -> Future[Any]:
+        return service.worker.optim_step(model_id, seq, wire.adam_params(body))
+
+    return service.turn(request, model_id, seq, start, lambda metrics: {"metrics": metrics})
+
+
+async def save_weights(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(request)
+    model_id, seq = place(body)
+
+    def start(run: RunInfo) -> Future[Any]:
+        name = wire.need(body, "path", str)
+        user_metadata, ttl = wire.metadata(body), wire.ttl(body)
+        return service.worker.save(
+            model_id,
+            seq,
+            service.store.folder(service.store.path(model_id, "weights", name)),
+            lambda step: run.meta("weights", step, user_metadata, ttl),
+            optimizer=True,
+            overwrite=wire.maybe(body, "overwrite", bool, False),
+        )
+
+    path = f"tinker://{model_id}/weights/{body.get('path')}"
+    reply = {"type": "save_weights", "path": path}
+    return service.turn(request, model_id, seq, start, lambda _: reply)
+
+
+async def save_weights_for_sampler(service: Service, request: Request) -> dict[str, Any]:
+    """Under a name, on disk; or without one, as a new sampling session."""
+    body = await read_json(request)
+    model_id, seq = place(body)
+    number = wire.optional(body, "sampling_session_seq_id", int)
+    reply: dict[str, Any] = {"type": "save_weights_for_sampler"}
+
+    def start(run: RunInfo) -> Future[Any]:
+        if body.get("path") is None and number is not None:
+            sampler = f"{run.session.id}:sample:{number}"
+            info = SamplerInfo(sampler, run.session, run.base, run.model)
+            service.add_sampler(info)
+            reply["sampling_session_id"] = sampler
+            made = service.worker.snapshot(model_id, seq, sampler)
+            when_done(
+                made, lambda: made.exception() or service.locate(info, model_id, made.result())
+            )
+            return made
+        path = service.store.path(model_id, "sampler_weights", wire.need(body, "path", str))
+        user_metadata, ttl = wire.metadata(body), wire.ttl(body)
+        reply["path"] = path
+        return service.worker.save(
+            model_id,
+            seq,
+            service.store.folder(path),
+            lambda step: run.meta("sampler_weights", step, user_metadata, ttl),
+            optimizer=False,
+        )
+
+    return service.turn(request, model_id, seq, start, lambda _: reply)
+
+
+async def save_weights_external(service: Service, request: Request) -> dict[str, Any]:
+    """PEFT's files, to be downloaded one by one: see transfers.py."""
+    body = await read_json(request)
+    model_id, seq = place(body)
+
+    def start(run: RunInfo) -> Future[Any]:
+        keys = encryption.recipients(wire.maybe(body, "age_encryption_recipients", list, []))
+        path = service.store.path(model_id, "external_weights", wire.need(body, "path", str))
+        ttl = wire.ttl(body)
+        return service.worker.save(
+            model_id,
+            seq,
+            service.store.folder(path),
+            lambda step: replace(run.meta("external_weights", step, {}, ttl), recipients=keys),
+            optimizer=False,
+        )
+
+    path = f"tinker://{model_id}/external_weights/{body.get('path')}"
+    reply = {"type": "save_weights_external", "path": path}
+    return service.turn(request, model_id, seq, start, lambda _: reply)
+
+
+async def create_custom_loss(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(request)
+    session = service.session(request, wire.need(body, "session_id", str))
+    loss_id = f"{session.id}:loss:{wire.need(body, 'custom_loss_seq_id', int)}"
+
+    def start() -> Future[None]:
+        if len(session.losses) >= LOSSES_MAX:
+            raise ValueError(f"a session has at most {LOSSES_MAX} custom losses")
+        session.losses[loss_id] = wire.uploaded_loss(body)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    reply = {"type": "create_custom_loss", "loss_id": loss_id}
+    return service.promise(request, loss_id, start, lambda _: reply)
+
+
+async def unload_model(service: Service, request: Request) -> dict[str, Any]:
+    run = service.run(request, wire.need(await read_json(request), "model_id", str))
+
+    def start() -> Future[None]:
+        service.worker.forget([run.id], [])
+        del service.runs[run.id]
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    reply = {"type": "unload_model", "model_id": run.id}
+    return service.promise(request, f"{run.id}:unload", start, lambda _: reply, model_id=run.id)
+
+
+# ---- sampling ----
+
+
+async def create_sampling_session(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(request)
+    session = service.session(request, wire.need(body, "session_id", str))
+    name = f"{session.id}:sample:{wire.need(body, 'sampling_session_seq_id', int)}"
+    if name not in service.samplers:
+        path = wire.optional(body, "model_path", str)
+        if path is None:
+            base = service.base(wire.need(body, "base_model", str))
+            service.worker.open_base(name, base)
+            service.add_sampler(SamplerInfo(name, session, base, service.bases[base]))
+        else:
+            folder, meta = service.meta(path)
+            base = service.base(meta.base_model)
+            service.worker.open_checkpoint(name, base, folder, meta.created)
+            info = SamplerInfo(name, session, base, service.bases[base], path)
+            service.add_sampler(info)
+            service.locate(info, path.removeprefix("tinker://").partition("/")[0], meta.step)
+    return {"type": "create_sampling_session", "sampling_session_id": name}
+
+
+async def get_sampler(service: Service, request: Request) -> dict[str, Any]:
+    sampler = service.sampler(request, request.path_params["sampler_id"])
+    reply = {"sampler_id": sampler.id, "base_model": sampler.base}
+    return reply if sampler.path is None else {**reply, "model_path": sampler.path}
+
+
+async def join_sampling_session(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(request)
+    sampler = service.sampler(request, wire.need(body, "sampling_session_id", str))
+    sampler.clones += 1
+    return {"type": "join_sampling_session", "client_counter": sampler.clones}
+
+
+async def asample(service: Service, request: Request) -> dict[str, Any]:
+    with await enter(service, request, SAMPLE_BYTES) as queued:
+        text = await read_body(request)
+        body = parse_json(text)
+        name = wire.need(body, "sampling_session_id", str)
+        number = wire.need(body, "seq_id", int)
+        samples = max(wire.maybe(body, "num_samples", int, 1), 1)
+        queued.grow(len(text) + samples * SAMPLE_BYTES)
+        request_id = f"{name}:seq:{number}"
+        sequence_ids: list[str] = []
+
+        def start() -> Future[Any]:
+            sampler = service.sampler(request, name)
+            fresh = service.fresh_seed(f"{sampler.place}:seq:{number}")
+            wanted = wire_sampling.sample_request(body, sampler.model, fresh)
+            sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
+            return service.worker.sample(name, wanted, client=sampler.session.number)
+
+        first = (owner(request), request_id) not in service.pending
+        encode = wire_sampling.sample_message
+        promise = service.promise(
+            request, request_id, start, encode, queued, sample_sequence_ids=sequence_ids
+        )
+        if first and name in service.samplers:
+            done = service.samplers[name].done.setdefault(number // CLONE, Completions())
+            pending = service.pending[owner(request), request_id]
+            when_done(pending.future, lambda: done.add(request_id))
+        return promise
+
+
+# ---- results ----
+
+
+async def retrieve_future(service: Service, request: Request) -> dict[str, Any] | Response:
+    """Waits for a result, less than the SDK's 45 s; 408 says that it is to be asked for again."""
+    body = await read_json(request)
+    name = wire.need(body, "request_id", str)
+    pending = service.pending.get((owner(request), name))
+    if pending is None:
+        raise Refusal(
+            404,
+            f"there is no request {name}: its result was read before and is not kept any longer, "
+            "or the server was started again since",
+        )
+    if not await _finished(pending.future, service.poll_seconds):
+        again = {"type": "try_again", "request_id": name, "queue_state": "active"}
+        reason = service.worker.waits_for(pending.future)
+        if reason is not None:
+            again |= {"queue_state": "paused_capacity", "queue_state_reason": reason}
+        return JSONResponse(again, status_code=408)
+    pending.read = asyncio.get_running_loop().time()
+    error = pending.future.exception()
+    if error is not None:
+        failure = explain(error)
+        return {"error": str(failure), "category": failure.category}
+    result = pending.encode(pending.future.result())
+    return Response(result, media_type=PROTOBUF) if isinstance(result, bytes) else result
+
+
+async def retrieve_futures(service: Service, request: Request) -> dict[str, Any]:
+    """Which requests of a sampling session (or of one clone of its client) are done, in one poll
+    for all of them. Each is then read by retrieve_future."""
+    body = await read_json(request)
+    target = wire.need(body, "target", dict)
+    sampler = service.sampler(request, wire.need(target, "sampling_session_id", str, "the target"))
+    clone = wire.maybe(target, "cloned_sampler_id", int, 0)
+    cursor = wire.maybe(body, "prev_cursor", int, 0)
+    seconds = min(wire.maybe(body, "timeout", float, service.poll_seconds), service.poll_seconds)
+    for name in wire.maybe(body, "retrieved_request_ids", list, []):
+        pending = service.pending.get((owner(request), name)) if isinstance(name, str) else None
+        if pending is not None and pending.read is None:
+            pending.read = asyncio.get_running_loop().time()
+    done = sampler.done.setdefault(clone, Completions())
+    names = await done.after(cursor, seconds)
+    completions = []
+    for name in names:
+        pending = service.pending.get((owner(request), name))
+        failed = pending is None or pending.future.exception() is not None
+        completions.append({"state": "failed" if failed else "finished", "request_id": name})
+    return {"completions": completions, "cursor": max(cursor, done.last)}
+
+
+async def cancel_future(service: Service, request: Request) -> dict[str, Any]:
+    name = wire.need(await read_json(request), "request_id", str)
+    pending = service.pending.get((owner(request), name))
+    if pending is not None:
+        service.worker.cancel(pending.future)
+    return {}
+
+
+async def _finished(future: Future[Any], seconds: float) -> bool:
+    """Waits until a future is done; False when that took too long."""
+    event = asyncio.Event()
+    when_done(future, event.set)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
+    return event.is_set()
+
+
+# A request is matched with one row after the other: those of every step come first.
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/retrieve_future", retrieve_future),
+    ("POST", "/asample", asample),
+    ("POST", "/forward_backward", forward_backward),
+    ("POST", "/optim_step", optim_step),
+    ("POST", "/client/config", client_config),
+    ("POST", "/client/dynamic_config", dynamic_config),
+    ("POST", "/telemetry", telemetry),
+    ("POST", "/create_session", create_session),
+    ("POST", "/session_heartbeat", heartbeat),
+    ("POST", "/sessions/{session_id}/finish", finish_session),
+    ("POST", "/create_model", create_model),
+    ("POST", "/unload_model", unload_model),
+    ("POST", "/get_info", get_info),
+    ("POST", "/save_weights", save_weights),
+    ("POST", "/save_weights_for_sampler", save_weights_for_sampler),
+    ("POST", "/save_weights_external", save_weights_external),
+    ("POST", "/load_weights", load_weights),
+    ("POST", "/create_custom_loss", create_custom_loss),
+    ("POST", "/create_sampling_session", create_sampling_session),
+    ("POST", "/join_sampling_session", join_sampling_session),
+    ("GET", "/samplers/{sampler_id}", get_sampler),
+    ("POST", "/retrieve_futures", retrieve_futures),
+    ("POST", "/cancel_future", cancel_future),
+)

@@ -1,0 +1,434 @@
+"""What the server knows: sessions, runs, sampling sessions, and the futures it has promised.
+
+Everything here is touched by the server's event loop only; the engine's side is the worker's. A
+request is identified by what the client numbered it with, so that a retry finds the promise that
+the first attempt made and nothing is executed twice. A session belongs to the API key that made
+it: to another key its runs and samplers do not exist. Checkpoints are found by their path. What is
+to be told of after a restart is kept in state.py; a session itself does not outlive the server.
+"""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import secrets
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+
+from tinsmith.engine.errors import RequestError, explain
+from tinsmith.engine.teaching import BASE, CURRENT, EMA
+from tinsmith.engine.worker import Worker
+from tinsmith.files import checkpoint, peft
+from tinsmith.files.families import BaseModel, find_model
+from tinsmith.files.lora import LoraSpec
+from tinsmith.losses.custom_loss import CustomLoss
+from tinsmith.server import wire
+from tinsmith.server.overload import Place, Queue
+from tinsmith.server.state import RunRow, SessionRow, State
+
+KEPT_READ_SECONDS = 60.0  # a result stays after it was read, for a client that lost the reply
+KEPT_UNREAD_SECONDS = 3600.0
+SESSION_SECONDS = 3600.0  # without a sign of life; the SDK's heartbeat comes every 10 s
+SWEEP_SECONDS = 10.0
+COMPLETIONS_MAX = 1 << 14  # of one client, which has at most 2,000 requests under way
+
+
+class Refusal(Exception):
+    """A request that is answered with a status and a sentence, without a future."""
+
+    def __init__(self, status: int, detail: str):
+        super().__init__(detail)
+        self.status = status
+
+
+@dataclass
+class Session:
+    """One ServiceClient, since it came to this server."""
+
+    id: str
+    number: int  # of the server's sessions, from 0
+    owner: str
+    seen: float
+    runs: list[str] = field(default_factory=list)
+    samplers: list[str] = field(default_factory=list)
+    losses: dict[str, CustomLoss] = field(default_factory=dict)  # uploaded, by their ids
+    ended: bool = False
+    places: Counter[tuple[str, int]] = field(default_factory=Counter)  # samplers of a run's step
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """One training run: a LoRA adapter on a base model."""
+
+    id: str
+    session: Session
+    base: str
+    model: BaseModel
+    lora: LoraSpec
+    user_metadata: dict[str, str]
+
+    def meta(
+        self, kind: checkpoint.Kind, step: int, user_metadata: dict[str, str], ttl: int | None
+    ) -> checkpoint.Meta:
+        """What a checkpoint of this run, saved now, says of itself."""
+        return checkpoint.Meta(
+            base_model=self.base,
+            **asdict(self.lora),
+            kind=kind,
+            step=step,
+            user_metadata=user_metadata,
+            created=now(),
+            ttl_seconds=ttl,
+            run_metadata=self.user_metadata,
+        )
+
+
+@dataclass
+class Completions:
+    """Requests that are done, in that order, and numbered from 1: what a poll for all of them
+    reads. The event loop alone touches it. Where nobody polls, the oldest are forgotten."""
+
+    events: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=COMPLETIONS_MAX))
+    last: int = 0
+    waiting: set[asyncio.Event] = field(default_factory=set)
+
+    def add(self, request_id: str) -> None:
+        """A request is done."""
+        self.last += 1
+        self.events.append((self.last, request_id))
+        for event in self.waiting:
+            event.set()
+
+    async def after(self, cursor: int, seconds: float) -> list[str]:
+        """Those after a cursor, which are waited for; what came before it is forgotten."""
+        while self.events and self.events[0][0] <= cursor:
+            self.events.popleft()
+        if not self.events and seconds > 0:
+            event = asyncio.Event()
+            self.waiting.add(event)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), seconds)
+            self.waiting.discard(event)
+        return [request_id for number, request_id in self.events if number > cursor]
+
+
+@dataclass
+class SamplerInfo:
+    """One sampling session. What is drawn from a run's weights has its place in the run, whichever
+    session that is resumed in: on a server with a seed it draws what it would have drawn."""
+
+    id: str
+    session: Session
+    base: str
+    model: BaseModel
+    path: str | None = None
+    place: str = ""  # of what it draws, for fresh_seed
+    clones: int = 0
+    done: dict[int, Completions] = field(default_factory=dict)  # of each clone's requests
+
+
+@dataclass
+class Pending:
+    """A promised result and how it is written to the wire."""
+
+    future: Future[Any]
+    encode: Callable[[Any], dict[str, Any] | bytes]
+    promise: dict[str, Any]
+    created: float
+    read: float | None = None
+
+
+class Service:
+    """See the file's header."""
+
+    def __init__(
+        self,
+        bases: Mapping[str, BaseModel],
+        worker: Worker,
+        store: checkpoint.Store,
+        state: State,
+        *,
+        seed: int | None = None,
+        poll_seconds: float = 20.0,
+        queue: Queue | None = None,
+    ):
+        self.bases = dict(bases)
+        self.worker = worker
+        self.store = store
+        self.state = state
+        self.seed = seed
+        self.queue = queue or Queue()
+        self.poll_seconds = poll_seconds  # the SDK gives up a poll after 45 s
+        self.sessions: dict[str, Session] = {}
+        self.session_count = 0
+        self.runs: dict[str, RunInfo] = {}
+        self.samplers: dict[str, SamplerInfo] = {}
+        self.pending: dict[tuple[str, str], Pending] = {}  # by owner and request id
+        self.copies: dict[tuple[str, str], str] = {}  # by owner and idempotency key
+        self._swept = time.monotonic()
+
+    # ---- names ----
+
+    def base(self, name: str) -> str:
+        """The registered name of a base model that is named, or given by its path."""
+        if name in self.bases:
+            return name
+        paths = {known: model.path for known, model in self.bases.items()}
+        try:
+            path = find_model(name, paths).resolve()
+        except (OSError, ValueError):
+            path = None
+        for known, model in self.bases.items():
+            if model.path.resolve() == path:
+                return known
+        raise ValueError(f"unknown base model {name!r}; this server has {sorted(self.bases)}")
+
+    def meta(self, path: str) -> tuple[Path, checkpoint.Meta]:
+        """The folder of a checkpoint's path, and what the checkpoint says of itself. A path that is
+        not tinker:// is a folder of this machine that PEFT wrote."""
+        if not path.startswith("tinker://") and (Path(path) / checkpoint.CONFIG_FILE).is_file():
+            return Path(path), peft.load_meta(Path(path))
+        folder = self.store.folder(path)
+        try:
+            meta = checkpoint.load_meta(folder)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"there is no checkpoint {path}") from None
+        if meta.expired:
+            raise FileNotFoundError(f"there is no checkpoint {path} any more: its ttl is over")
+        return folder, meta
+
+    # ---- sessions ----
+
+    def add_session(self, owner: str, body: Mapping[str, Any]) -> Session:
+        """A new session."""
+        row = SessionRow(
+            id=f"s-{uuid.uuid4().hex}",
+            owner=owner,
+            display_name=wire.optional(body, "display_name", str),
+            user_metadata=wire.metadata(body),
+            created=now(),
+        )
+        self.state.add_session(row)
+        session = Session(row.id, self.session_count, owner, time.monotonic())
+        self.sessions[session.id] = session
+        self.session_count += 1
+        return session
+
+    def locate(self, sampler: SamplerInfo, run: str, step: int) -> None:
+        """Says which weights a sampling session draws from: a run's, after some steps."""
+        run = run.partition(":")[2]  # its number in its session, where that is to be had
+        sampler.place = f"{run}:step:{step}:{sampler.session.places[run, step]}"
+        sampler.session.places[run, step] += 1
+
+    def fresh_seed(self, place: str) -> int:
+        """The seed of a request that has none: random, or, where the server has a seed, made of
+        that and the request's place, so that the same run draws the same again."""
+        if self.seed is None:
+            return secrets.randbits(63)
+        key = f"{self.seed}:{place}".encode()
+        return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+
+    def session(self, request: Request, name: str) -> Session:
+        """A session of the client that asks."""
+        session = self.sessions.get(name)
+        if session is None or session.owner != owner(request):
+            raise Refusal(
+                404,
+                f"there is no session {name}: if the server was started again since, create a new "
+                "ServiceClient and load a checkpoint",
+            )
+        if session.ended:
+            raise Refusal(410, f"session {name} has ended")
+        session.seen = time.monotonic()
+        return session
+
+    def end_session(self, session: Session) -> None:
+        """Frees a session's adapters once what it asked for is done."""
+        session.ended = True
+        session.losses.clear()
+        self.worker.forget(session.runs, session.samplers)
+        for name in session.runs:
+            self.runs.pop(name, None)
+        for name in session.samplers:
+            self.samplers.pop(name, None)
+
+    def run(self, request: Request, name: str) -> RunInfo:
+        """A run of the client that asks."""
+        run = self.runs.get(name)
+        if run is None or run.session.owner != owner(request):
+            raise Refusal(
+                404,
+                f"there is no model {name}: its session has ended, or the server was started again "
+                "since; create a training client from a checkpoint",
+            )
+        run.session.seen = time.monotonic()
+        return run
+
+    def sampler(self, request: Request, name: str) -> SamplerInfo:
+        """A sampling session of the client that asks."""
+        sampler = self.samplers.get(name)
+        if sampler is None or sampler.session.owner != owner(request):
+            raise Refusal(
+                404,
+                f"there is no sampling session {name}: its session has ended, or the server was "
+                "started again since; create a new sampling client",
+            )
+        sampler.session.seen = time.monotonic()
+        return sampler
+
+    def teacher(self, request: Request, run: RunInfo, name: str) -> str:
+        """The name that the worker has for a loss's teacher: a sampling session's, which is made
+        here for a base model or a checkpoint, or, where it is the run itself, the name it has."""
+        if name in (CURRENT, EMA):
+            return name
+        known = handle_session(name) or name
+        if known in self.samplers:
+            return self.sampler(request, known).id
+        session = f"{run.session.id}:teacher:{name}"
+        if name.startswith("tinker://"):
+            folder, meta = self.meta(name)
+            base = self.base(meta.base_model)
+            self.worker.open_checkpoint(session, base, folder, meta.created)
+        else:
+            try:
+                base = run.base if name == BASE else self.base(name)
+            except ValueError:
+                raise ValueError(
+                    f"the teacher {wire.short(name)} is neither {BASE!r}, {CURRENT!r} nor "
+                    f"{EMA!r}, no tinker:// path, no sampler's handle, and no model of this "
+                    f"server, which has {sorted(self.bases)}"
+                ) from None
+            self.worker.open_base(session, base)
+        if session not in self.samplers:
+            self.add_sampler(SamplerInfo(session, run.session, base, self.bases[base]))
+        return session
+
+    def add_run(self, run: RunInfo) -> None:
+        """Registers a run, on disk too, so that it can be told of after a restart."""
+        row = RunRow(run.id, run.session.id, run.base, run.lora.rank, run.user_metadata, now())
+        self.state.add_run(row)
+        self.runs[run.id] = run
+        run.session.runs.append(run.id)
+
+    def add_sampler(self, sampler: SamplerInfo) -> None:
+        """Registers a sampling session, on disk too."""
+        session = sampler.session
+        sampler.place = f"{session.number}{sampler.id.removeprefix(session.id)}"
+        self.state.add_sampler(sampler.id, sampler.session.id, sampler.base, sampler.path)
+        self.samplers[sampler.id] = sampler
+        sampler.session.samplers.append(sampler.id)
+
+    # ---- promises ----
+
+    def promise(
+        self,
+        request: Request,
+        request_id: str,
+        start: Callable[[], Future[Any]],
+        encode: Callable[[Any], dict[str, Any] | bytes],
+        queued: Place | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """The UntypedAPIFuture of a request, started unless it is a retry. Its place in the queue
+        is kept until it is done."""
+        self.sweep()
+        key = owner(request), request_id
+        known = self.pending.get(key)
+        if known is None:
+            try:
+                future = start()
+            except Exception as error:
+                future = Future()
+                future.set_exception(as_failure(error))
+            if queued is not None:
+                queued.keep()
+                when_done(future, queued.leave)
+            promise = {"request_id": request_id, **fields}
+            known = self.pending[key] = Pending(future, encode, promise, time.monotonic())
+        return known.promise
+
+    def turn(
+        self,
+        request: Request,
+        model_id: str,
+        seq: int,
+        start: Callable[[RunInfo], Future[Any]],
+        encode: Callable[[Any], dict[str, Any] | bytes],
+        queued: Place | None = None,
+    ) -> dict[str, Any]:
+        """A promise for a request that takes turn `seq` of a run, whatever becomes of it."""
+        if seq < 1:
+            raise Refusal(400, f"seq_id must be at least 1, {seq} came")
+
+        def guarded() -> Future[Any]:
+            run = self.run(request, model_id)
+            try:
+                return start(run)
+            except Exception as error:
+                return self.worker.reject(model_id, seq, as_failure(error))
+
+        request_id = f"{model_id}:seq:{seq}"
+        return self.promise(request, request_id, guarded, encode, queued, model_id=model_id)
+
+    def sweep(self) -> None:
+        """Drops results that were read, or that nobody came for, and sessions without a client."""
+        moment = time.monotonic()
+        if moment - self._swept < SWEEP_SECONDS:
+            return
+        self._swept = moment
+        for key, item in list(self.pending.items()):
+            unread = item.read is None
+            since = item.created if item.read is None else item.read
+            kept = KEPT_UNREAD_SECONDS if unread else KEPT_READ_SECONDS
+            if item.future.done() and moment - since > kept:
+                del self.pending[key]
+        for session in list(self.sessions.values()):
+            if not session.ended and moment - session.seen > SESSION_SECONDS:
+                self.end_session(session)
+
+
+def when_done(future: Future[Any], call: Callable[[], None]) -> None:
+    """Calls something in this event loop once a future is done."""
+    loop = asyncio.get_running_loop()
+
+    def tell(_: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(call)
+
+    future.add_done_callback(tell)
+
+
+def owner(request: Request) -> str:
+    """Who asks: stands for the API key, which a local server takes as it is and never keeps."""
+    key = request.headers.get("x-api-key", "")
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+def handle_session(handle: str) -> str | None:
+    """The sampling session in a SamplingClient's handle; None where the text is none."""
+    try:
+        content = json.loads(base64.urlsafe_b64decode(handle))
+    except ValueError:
+        return None
+    session = content.get("sampling_session_id") if isinstance(content, dict) else None
+    return session if isinstance(session, str) else None
+
+
+def as_failure(error: BaseException) -> RequestError:
+    """A refusal or any other exception, as a future keeps it."""
+    return RequestError(str(error)) if isinstance(error, Refusal) else explain(error)
+
+
+def now() -> str:
+    """The time, ISO 8601."""
+    return datetime.now(UTC).isoformat()

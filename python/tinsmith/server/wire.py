@@ -1,0 +1,562 @@
+"""Translations between Tinker's wire (protobuf and JSON) and checked, plain values; those of
+sampling are in wire_sampling.py.
+
+Requests are checked here, completely, before anything is queued: a ValueError's sentence names the
+datum or field, what was expected and what came. What a loss takes is read from the engine's table,
+so a new loss needs no change here. Results become the SDK's own protobuf messages. Nothing here
+knows HTTP, waits or keeps state.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinsmith.engine.teaching import CONFIG, EMA, LOGPROBS, TOKENS, Teacher
+from tinsmith.engine.training import Uploaded
+from tinsmith.engine.worker import AdamParams, Batch, BatchResult, losses
+from tinsmith.files.families import BaseModel
+from tinsmith.files.lora import LoraSpec
+from tinsmith.losses import custom_loss
+from tinsmith.losses.custom_loss import CustomLoss
+from tinsmith.server.messages import pb
+
+LOSSES = {row["name"]: row for row in losses()}
+TARGETS = "target_tokens"
+# Keys that recipes send with every loss: read where the loss takes them, passed over where not.
+TOLERATED = {"mask"} | {item["name"] for row in LOSSES.values() for item in row["inputs"]}
+TOLERATED |= {row["tokens"] for row in LOSSES.values() if row["tokens"]}
+UNAVAILABLE_LOSSES = {
+    "stable_reinforce": "its formula is not published",
+}
+NORMALIZATIONS = ("num_loss_tokens", "num_sequences")
+DTYPES = {
+    pb.DTYPE_FLOAT32: ("float32", np.dtype("<f4")),
+    pb.DTYPE_INT64: ("int64", np.dtype("<i8")),
+    pb.DTYPE_INT32: ("int32", np.dtype("<i4")),
+    pb.DTYPE_BFLOAT16: ("bfloat16", np.dtype("<u2")),
+}
+SEED_BITS = 63
+
+T = TypeVar("T")
+
+
+# ---- JSON fields ----
+
+_KINDS: dict[type, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+}
+
+
+def need(body: Mapping[str, Any], key: str, kind: type[T], where: str = "the request") -> T:
+    """A field that must be there."""
+    if body.get(key) is None:
+        raise ValueError(f"{where} has no {key}")
+    return _checked(body[key], key, kind)
+
+
+def maybe(body: Mapping[str, Any], key: str, kind: type[T], default: T) -> T:
+    """A field that may be missing or null."""
+    return default if body.get(key) is None else _checked(body[key], key, kind)
+
+
+def optional(body: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
+    """A field, or None."""
+    return None if body.get(key) is None else _checked(body[key], key, kind)
+
+
+def _checked(value: Any, key: str, kind: type[T]) -> T:
+    fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)  # type: ignore[return-value]
+    if not fits:
+        raise ValueError(f"{key} must be {_KINDS[kind]}, {short(value)} came")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key} must be a finite number, {value} came")
+    return value
+
+
+def short(value: Any) -> str:
+    """A value as a sentence shows it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def metadata(body: Mapping[str, Any]) -> dict[str, str]:
+    """user_metadata, whose values the SDK reads back as strings."""
+    given = maybe(body, "user_metadata", dict, {})
+    return {str(key): str(value) for key, value in given.items()}
+
+
+def ttl(body: Mapping[str, Any]) -> int | None:
+    """ttl_seconds: an hour to ten years, or None."""
+    seconds = optional(body, "ttl_seconds", int)
+    if seconds is not None and not 3600 <= seconds <= 10 * 366 * 86400:
+        raise ValueError(f"ttl_seconds must be from 3600 to ten years, {seconds} came")
+    return seconds
+
+
+# ---- training requests ----
+
+
+def lora_spec(body: Mapping[str, Any], fresh_seed: int) -> LoraSpec:
+    """create_model's adapter; fresh_seed is used where none came."""
+    refuse_optimizer(body)
+    given = maybe(body, "lora_config", dict, {})
+    rank = maybe(given, "rank", int, 32)
+    if rank < 1:
+        raise ValueError(f"rank must be at least 1, {rank} came")
+    attn = maybe(given, "train_attn", bool, True)
+    mlp = maybe(given, "train_mlp", bool, True)
+    unembed = maybe(given, "train_unembed", bool, True)
+    if not (attn or mlp or unembed):
+        raise ValueError("one of train_attn, train_mlp and train_unembed must be true")
+    return LoraSpec(rank, seed_of(given, fresh_seed), attn, mlp, unembed)
+
+
+def refuse_optimizer(body: Mapping[str, Any]) -> None:
+    """Refuses optimizers other than AdamW by name."""
+    kind = maybe(body, "optimizer_config", dict, {}).get("type", "adamw")
+    if kind != "adamw":
+        raise ValueError(f"the optimizer {kind!r} is not built; tinsmith has adamw")
+
+
+def adam_params(body: Mapping[str, Any]) -> AdamParams:
+    """optim_step's parameters; unknown ones are refused, so that none silently does nothing."""
+    if body.get("optimizer_params") is not None:
+        kind = maybe(body, "optimizer_params", dict, {}).get("type")
+        raise ValueError(f"the optimizer {kind!r} is not built; tinsmith has adamw")
+    given = maybe(body, "adam_params", dict, {})
+    names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+    unknown = sorted(set(given) - set(names) - {"type"})
+    if unknown:
+        raise ValueError(f"unknown Adam parameters {unknown}; there are {list(names)}")
+    values = {name: _checked(given[name], name, float) for name in names if name in given}
+    for name, value in values.items():
+        if value < 0 or (name in ("beta1", "beta2") and value >= 1):
+            bound = "in [0, 1)" if name.startswith("beta") else "at least 0"
+            raise ValueError(f"{name} must be {bound}, {value} came")
+    mode = optional(body, "grad_accumulation_normalization", str)
+    if mode is not None and mode not in NORMALIZATIONS:
+        raise ValueError(
+            f"grad_accumulation_normalization must be one of {list(NORMALIZATIONS)} or null, "
+            f"{mode!r} came"
+        )
+    return AdamParams(**values, normalization=mode)
+
+
+def uploaded_loss(body: Mapping[str, Any]) -> CustomLoss:
+    """create_custom_loss's graph, checked."""
+    name = need(body, "name", str)
+    if len(name) > 200:
+        raise ValueError(f"a custom loss's name has at most 200 characters, {len(name)} came")
+    return custom_loss.check(name, need(body, "inputs", list), need(body, "graph", dict))
+
+
+def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
+    """The protobuf message; ValueError where the bytes are none."""
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except Exception as error:  # protobuf's DecodeError differs between its implementations
+        raise ValueError(f"the body is no ForwardBackwardRequest message: {error}") from None
+    return message
+
+
+def batch(
+    message: pb.ForwardBackwardRequest,
+    model: BaseModel,
+    uploaded: Mapping[str, CustomLoss] | None = None,
+) -> Batch:
+    """A checked batch: every shape agrees, every id is in the vocabulary, every number finite.
+    `uploaded` are the session's custom losses by their ids."""
+    name = message.loss_fn
+    if name == "custom":
+        return _custom_batch(message, model, uploaded or {})
+    if name not in LOSSES:
+        reason = UNAVAILABLE_LOSSES.get(name)
+        why = f"loss {name!r} is not available: {reason}" if reason else f"unknown loss {name!r}"
+        raise ValueError(f"{why}; there are {sorted(LOSSES)}")
+    if not message.data:
+        raise ValueError("forward_backward needs at least 1 datum, none came")
+    row = LOSSES[name]
+    config = _loss_config(message, row["config"])
+    carried = row["taught"] and _carries_teacher(message)
+    teacher = None
+    if carried:
+        config = _without_teacher(message, config)
+    elif row["taught"]:
+        teacher = _teacher(message, config, row, model)
+    taken = [item for item in row["inputs"] if carried or item["name"] != LOGPROBS]
+    # What this call's datums may be: targets (N, K), and weights for whole rows of them.
+    row = {**row, "multi": row["multi"] and (carried or not row["taught"]), "rows": carried}
+    tokens, targets, shapes = [], [], []
+    inputs: dict[str, list[NDArray[np.float32]]] = {item["name"]: [] for item in taken}
+    for index, datum in enumerate(message.data):
+        where = f"datum {index}"
+        row_tokens = _datum_tokens(datum, where, model)
+        row_targets = _datum_targets(datum, where, len(row_tokens), model.vocab, row)
+        _check_keys(datum, where)
+        tokens.append(row_tokens)
+        targets.append(row_targets.ravel())
+        shapes.append(row_targets.shape)
+        for item in taken:
+            if item["required"] or item["name"] in datum.loss_fn_inputs:
+                array = _datum_input(datum, where, item["name"], row_targets.shape, row)
+            elif item["fallback"] in inputs and item["fallback"] not in config:
+                array = inputs[item["fallback"]][-1]
+            else:
+                array = np.full(row_targets.size, config.get(item["fallback"], item["default"]))
+            inputs[item["name"]].append(array)
+    counts = [shape[1] if len(shape) == 2 else 1 for shape in shapes]
+    return Batch(
+        tokens=np.concatenate(tokens),
+        lengths=np.asarray([len(item) for item in tokens], np.int32),
+        targets=np.concatenate(targets),
+        counts=np.asarray(counts, np.int32),
+        loss=name,
+        inputs={key: np.concatenate(parts, dtype=np.float32) for key, parts in inputs.items()},
+        config=config,
+        shapes=tuple(shapes),
+        teacher=teacher,
+    )
+
+
+def _carries_teacher(message: pb.ForwardBackwardRequest) -> bool:
+    """Whether datums have their teacher's log-probabilities, which then all must."""
+    keys = [sorted({TOKENS, LOGPROBS} & set(datum.loss_fn_inputs)) for datum in message.data]
+    if not any(LOGPROBS in found for found in keys):
+        return False
+
+    def one_of(found: list[str]) -> str:
+        return found[0] if found else f"neither {TOKENS} nor {LOGPROBS}"
+
+    for index, found in enumerate(keys):
+        if len(found) == 2:
+            raise ValueError(f"datum {index} has both {TOKENS} and {LOGPROBS}: it needs one")
+        if found != keys[0]:
+            raise ValueError(
+                f"datum {index} has {one_of(found)}, datum 0 has {one_of(keys[0])}: all datums of "
+                "a call must have the same one"
+            )
+    return True
+
+
+def _without_teacher(
+    message: pb.ForwardBackwardRequest, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The configuration of a loss whose datums carry their teacher: nothing says who it is."""
+    given = {*message.loss_fn_config, *message.loss_fn_config_v2}
+    refused = sorted(given & {"top_k", *CONFIG})
+    if refused:
+        raise ValueError(
+            f"loss_fn_config {', '.join(refused)} goes with {TOKENS}: {LOGPROBS} are already the "
+            f"teacher's, of the ids in {TARGETS}"
+        )
+    return {key: value for key, value in config.items() if key not in CONFIG}
+
+
+def _teacher(
+    message: pb.ForwardBackwardRequest,
+    config: dict[str, Any],
+    row: Mapping[str, Any],
+    model: BaseModel,
+) -> Teacher:
+    """Who the teacher is, which is taken out of the configuration, and what it reads."""
+    name, decay = config.pop("teacher"), config.pop("teacher_ema")
+    given = {*message.loss_fn_config, *message.loss_fn_config_v2}
+    if name != EMA and "teacher_ema" in given:
+        raise ValueError(f"teacher_ema is for the teacher {EMA!r}, {name!r} came")
+    if not 0 <= decay < 1:
+        raise ValueError(f"teacher_ema must be in [0, 1), {decay} came")
+    key = row["tokens"]
+    sequences = []
+    for index, datum in enumerate(message.data):
+        where = f"datum {index}: {key}"
+        if key not in datum.loss_fn_inputs:
+            raise ValueError(
+                f"datum {index}: {row['name']} needs {key} in loss_fn_inputs: the teacher's "
+                f"prompt and then the completion (or {LOGPROBS}, of (N, K) {TARGETS}); there "
+                f"came {sorted(datum.loss_fn_inputs)}"
+            )
+        array = _tensor(datum.loss_fn_inputs[key], where)
+        if array.dtype.kind != "i" or array.ndim != 1:
+            found = f"{array.dtype} of shape {array.shape}"
+            raise ValueError(f"{where} must be integers of shape (M,), {found} came")
+        check_ids(array, model.vocab, where)
+        sequences.append(array.astype(np.int32))
+    lengths = np.asarray([len(item) for item in sequences], np.int32)
+    return Teacher(np.concatenate(sequences), lengths, name, decay)
+
+
+def _custom_batch(
+    message: pb.ForwardBackwardRequest, model: BaseModel, uploaded: Mapping[str, CustomLoss]
+) -> Batch:
+    """Datums for a loss that was uploaded: each input has the rank that was declared for it."""
+    name = message.loss_fn_config_v2["loss_id"].text if message.loss_fn_config_v2 else ""
+    if name not in uploaded:
+        raise ValueError(
+            f"custom needs the loss_id of a loss that create_custom_loss made in this session, "
+            f"{name!r:.80} came"
+        )
+    if not message.data:
+        raise ValueError("forward_backward needs at least 1 datum, none came")
+    loss = uploaded[name]
+    multi = loss.inputs[0][1] == 2
+    tokens, targets, inputs = [], [], []
+    for index, datum in enumerate(message.data):
+        where = f"datum {index}"
+        tokens.append(_datum_tokens(datum, where, model))
+        row = {"multi": multi, "name": f"custom loss {loss.name!r}"}
+        targets.append(_datum_targets(datum, where, len(tokens[-1]), model.vocab, row))
+        if multi != (targets[-1].ndim == 2):
+            raise ValueError(
+                f"{where}: {TARGETS} has shape {targets[-1].shape}, but custom loss {loss.name!r} "
+                f"declared logprobs with rank {1 + multi}"
+            )
+        inputs.append(
+            tuple(_ranked(datum, where, key, rank, loss.name) for key, rank in loss.inputs[1:])
+        )
+    shapes = tuple(item.shape for item in targets)
+    return Batch(
+        tokens=np.concatenate(tokens),
+        lengths=np.asarray([len(item) for item in tokens], np.int32),
+        targets=np.concatenate([item.ravel() for item in targets]),
+        counts=np.asarray([shape[1] if multi else 1 for shape in shapes], np.int32),
+        loss="custom",
+        inputs={},
+        config={},
+        shapes=shapes,
+        uploaded=Uploaded(loss, tuple(inputs)),
+    )
+
+
+def _ranked(datum: pb.Datum, where: str, key: str, rank: int, loss: str) -> NDArray[Any]:
+    if key not in datum.loss_fn_inputs:
+        came = sorted(datum.loss_fn_inputs)
+        raise ValueError(f"{where}: custom loss {loss!r} takes {key}; there came {came}")
+    array = _tensor(datum.loss_fn_inputs[key], f"{where}: {key}")
+    if array.ndim != rank:
+        raise ValueError(
+            f"{where}: {key} has rank {array.ndim}, but custom loss {loss!r} declared {rank}"
+        )
+    return array
+
+
+def _datum_tokens(datum: pb.Datum, where: str, model: BaseModel) -> NDArray[np.int32]:
+    parts = []
+    for chunk in datum.model_input:
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise ValueError(f"{where}: model_input has a chunk of {chunk_name(kind)}")
+        parts.append(_elements(chunk.encoded_text.tokens, np.dtype("<i4"), f"{where}: model_input"))
+    tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
+    if not len(tokens):
+        raise ValueError(f"{where} is empty: its model_input needs at least 1 token")
+    if len(tokens) > model.context:
+        raise ValueError(
+            f"{where}: model_input has {len(tokens)} tokens, the model's context is {model.context}"
+        )
+    check_ids(tokens, model.vocab, f"{where}: model_input")
+    return tokens.astype(np.int32, copy=False)
+
+
+def _datum_targets(
+    datum: pb.Datum, where: str, length: int, vocab: int, row: Mapping[str, Any]
+) -> NDArray[np.int32]:
+    if TARGETS not in datum.loss_fn_inputs:
+        came = sorted(datum.loss_fn_inputs) or "none"
+        raise ValueError(f"{where}: loss_fn_inputs has no {TARGETS}; the keys that came: {came}")
+    array = _tensor(datum.loss_fn_inputs[TARGETS], f"{where}: {TARGETS}")
+    if array.dtype.kind != "i":
+        raise ValueError(f"{where}: {TARGETS} must be integers, {array.dtype} came")
+    if array.ndim == 2 and not row["multi"]:
+        raise ValueError(
+            f"{where}: {TARGETS} has shape {array.shape}, but {row['name']} takes one target for "
+            f"each position, shape ({length},)"
+        )
+    if array.ndim not in (1, 2) or array.shape[0] != length:
+        raise ValueError(
+            f"{where}: {TARGETS} has shape {array.shape}, model_input has {length} tokens: "
+            "they must agree"
+        )
+    if array.ndim == 1 and row.get("rows"):
+        raise ValueError(
+            f"{where}: {TARGETS} has shape {array.shape}; with {LOGPROBS} it must be ({length}, K)"
+        )
+    if array.size == 0:
+        raise ValueError(f"{where}: {TARGETS} has shape {array.shape}: at least 1 is needed")
+    check_ids(array, vocab, f"{where}: {TARGETS}")
+    return array.astype(np.int32)
+
+
+def _check_keys(datum: pb.Datum, where: str) -> None:
+    unknown = sorted(set(datum.loss_fn_inputs) - TOLERATED - {TARGETS})
+    if unknown:
+        raise ValueError(
+            f"{where}: unknown loss_fn_inputs {unknown}; there are {sorted(TOLERATED | {TARGETS})}"
+        )
+
+
+def _datum_input(
+    datum: pb.Datum, where: str, key: str, shape: tuple[int, ...], row: Mapping[str, Any]
+) -> NDArray[np.float32]:
+    """Numbers of the targets' shape; where a loss compares rows, weights may be (N,), a row's."""
+    if key not in datum.loss_fn_inputs:
+        came = sorted(datum.loss_fn_inputs)
+        raise ValueError(f"{where}: {row['name']} needs {key} in loss_fn_inputs; there came {came}")
+    array = _tensor(datum.loss_fn_inputs[key], f"{where}: {key}")
+    if row["rows"] and key == "weights" and array.shape == shape[:1]:
+        array = np.broadcast_to(array[:, None], shape)
+    if array.shape != shape:
+        raise ValueError(
+            f"{where}: {key} has shape {array.shape}, {TARGETS} has {shape}: they must agree"
+        )
+    flat = array.astype(np.float32).ravel()
+    bad = np.flatnonzero(~np.isfinite(flat))
+    if len(bad):
+        place = np.unravel_index(bad[0], shape)
+        at = ", ".join(str(int(axis)) for axis in place)
+        raise ValueError(f"{where}: {key}[{at}] is {flat[bad[0]]}: every number must be finite")
+    return flat
+
+
+def _loss_config(
+    message: pb.ForwardBackwardRequest, defaults: Mapping[str, float | str | None]
+) -> dict[str, Any]:
+    """The loss's keys, each of its default's type: text, or else a finite number."""
+    given: dict[str, Any] = dict(message.loss_fn_config)
+    for key, value in message.loss_fn_config_v2.items():
+        given[key] = value.text if value.WhichOneof("value") == "text" else value.number
+    for key, value in given.items():
+        if key not in defaults:
+            known = f"takes {sorted(defaults)}" if defaults else "takes none"
+            raise ValueError(f"unknown loss_fn_config key {key!r}: {message.loss_fn} {known}")
+        wanted = "text" if isinstance(defaults[key], str) else "a number"
+        if isinstance(value, str) != (wanted == "text"):
+            raise ValueError(f"loss_fn_config {key} must be {wanted}, {value!r} came")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"loss_fn_config {key} must be a finite number, {value} came")
+    found = {**defaults, **given}
+    for key, value in found.items():
+        if value is None:
+            raise ValueError(
+                f"{message.loss_fn} needs {key} in loss_fn_config: it has no documented default"
+            )
+    return found
+
+
+def chunk_name(kind: str | None) -> str:
+    """What a chunk that is no text is, and why it is refused."""
+    return f"{kind or 'an unknown kind'}; tinsmith takes text tokens only, no images and no audio"
+
+
+def seed_of(params: Mapping[str, Any], fresh_seed: int) -> int:
+    """A request's seed; a missing one becomes a fresh one."""
+    seed = optional(params, "seed", int)
+    return (fresh_seed if seed is None else seed) % (1 << SEED_BITS)
+
+
+# ---- tensors ----
+
+
+def check_ids(ids: NDArray[Any], vocab: int, where: str) -> None:
+    """ValueError with the first id that is not in [0, vocab)."""
+    bad = np.flatnonzero((ids < 0) | (ids >= vocab))
+    if len(bad):
+        value = int(ids.ravel()[bad[0]])
+        raise ValueError(f"{where} has id {value}; ids must be from 0 to {vocab - 1}")
+
+
+def _elements(data: bytes, dtype: np.dtype[Any], where: str) -> NDArray[Any]:
+    if len(data) % dtype.itemsize:
+        raise ValueError(f"{where}: {len(data)} bytes are no whole number of {dtype} elements")
+    return np.frombuffer(data, dtype)
+
+
+def _tensor(tensor: pb.Tensor, where: str) -> NDArray[Any]:
+    """A dense array, from either encoding."""
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{where}: unknown dtype {tensor.dtype}")
+    label, dtype = DTYPES[tensor.dtype]
+    shape = tuple(tensor.shape)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"{where}: shape {shape} has a negative size")
+    if tensor.HasField("sparse_csr"):
+        values = _widened(_elements(tensor.sparse_csr.values, dtype, where), label)
+        return _dense(tensor.sparse_csr, values, shape, where)
+    values = _widened(_elements(tensor.dense, dtype, where), label)
+    shape = shape or values.shape
+    if math.prod(shape) != values.size:
+        raise ValueError(f"{where}: shape {shape} does not fit {values.size} elements")
+    return values.reshape(shape)
+
+
+def _widened(values: NDArray[Any], label: str) -> NDArray[Any]:
+    """bfloat16 bits as float32; anything else as it is."""
+    if label != "bfloat16":
+        return values
+    return (values.astype(np.uint32) << 16).view(np.float32)
+
+
+def _dense(csr: Any, values: NDArray[Any], shape: tuple[int, ...], where: str) -> NDArray[Any]:
+    """Compressed sparse rows as a dense array; entries that are not listed are 0."""
+    crow = _elements(csr.crow_indices, np.dtype("<i8"), where)
+    cols = _elements(csr.col_indices, np.dtype("<i8"), where)
+    check_csr(crow, cols, len(values), shape, where)
+    dense = np.zeros(shape, values.dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(crow)), cols] = values
+    return dense
+
+
+def check_csr(
+    crow: NDArray[Any], cols: NDArray[Any], values: int, shape: tuple[int, ...], where: str
+) -> None:
+    """ValueError unless compressed sparse rows of so many values make up an array of a shape."""
+    fits = (
+        len(shape) == 2
+        and math.prod(shape) < 1 << 31
+        and len(crow) == shape[0] + 1
+        and crow[0] == 0
+        and crow[-1] == values == len(cols)
+        and bool(np.all(np.diff(crow) >= 0))
+        and bool(np.all((cols >= 0) & (cols < shape[1])))
+    )
+    if not fits:
+        raise ValueError(f"{where}: its sparse rows do not make up an array of shape {shape}")
+
+
+# ---- results ----
+
+
+def batch_message(result: BatchResult) -> bytes:
+    """A ForwardBackwardOutput: consecutive datums of one trailing shape share an ArrayRecord."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    rows = enumerate(result.logprobs)
+    for _, group in itertools.groupby(rows, key=lambda item: item[1].shape[1:]):
+        datums = [index for index, _ in group]
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(datums))
+        for name, output in {"logprobs": result.logprobs, **result.outputs}.items():
+            arrays = [output[index] for index in datums]
+            tensor = record.fields[name]
+            tensor.data = b"".join(as_bytes(array, "<f4") for array in arrays)
+            ends = np.cumsum([0] + [4 * array.size for array in arrays])
+            tensor.offsets = as_bytes(ends, "<i8")
+            tensor.dtype = pb.DTYPE_FLOAT32
+            tensor.trailing_shape.extend(arrays[0].shape[1:])
+    message.metrics["loss:sum"] = result.loss
+    message.metrics.update(result.metrics)
+    return message.SerializeToString()
+
+
+def as_bytes(array: NDArray[Any], dtype: str) -> bytes:
+    """An array's elements, as the wire has them."""
+    return np.ascontiguousarray(array, np.dtype(dtype)).tobytes()
