@@ -32,6 +32,7 @@ X86 = {
 }
 ISAS = GENERIC | (X86 if platform.machine() in ("x86_64", "AMD64") else {})
 
+ROOMS = ["device", "model", "train", "sample", "arrays", "py"]
 ONCE = ["csrc/cpu/device.c", "csrc/cpu/pool.c"]
 
 
@@ -42,8 +43,8 @@ def sources(folder: str) -> list[str]:
 
 OPS = [path for path in sources("csrc/cpu") if path not in ONCE]
 
-# The number of the seam between core and device libraries (csrc/device.h, DEVICE_ABI).
-SEAM = ["csrc/ops.inc", "csrc/device.h"]
+# The number of the seam between core and device libraries (csrc/device/device.h, DEVICE_ABI).
+SEAM = ["csrc/device/ops.inc", "csrc/device/device.h"]
 ABI = f"{zlib.crc32(b''.join((ROOT / path).read_bytes() for path in SEAM))}u"
 
 NVCC_FLAGS = [
@@ -78,7 +79,7 @@ EMULATED_LIBRARY = "libtinsmith_cuda_emulated.so"
 
 def cuda_inputs() -> list[Path]:
     """Everything that the CUDA device is made of."""
-    shared = [ROOT / "csrc" / name for name in ("ops.inc", "device.h", "status.h")]
+    shared = [ROOT / "csrc" / "device" / name for name in ("ops.inc", "device.h", "status.h")]
     return [*sorted((ROOT / "cuda").iterdir()), *shared, ROOT / "setup.py"]
 
 
@@ -187,7 +188,7 @@ watched = [*sanitizers, "-UNDEBUG", "-O1"] if sanitize else []
 
 core = Extension(
     "tinsmith._core",
-    sources=sources("csrc") + ONCE + sources("csrc/py"),
+    sources=[path for room in ROOMS for path in sources(f"csrc/{room}")] + ONCE,
     depends=[
         str(p.relative_to(ROOT))
         for p in (ROOT / "csrc").rglob("*")

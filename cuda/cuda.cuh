@@ -20,7 +20,7 @@
 #endif
 
 extern "C" {
-#include "../csrc/device.h"
+#include "../csrc/device/device.h"
 }
 
 struct real {
@@ -563,7 +563,7 @@ __device__ static __forceinline__ void flag_wait(const unsigned *flag)
 /* ---- the ops ---- */
 
 #define OP(name, args) void cuda_##name args;
-#include "../csrc/ops.inc"
+#include "../csrc/device/ops.inc"
 #undef OP
 
 /* Live in matmul.cu, which alone knows cuBLASLt. A failure to open is kept on the device. */

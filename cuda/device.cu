@@ -234,7 +234,7 @@ extern "C" TINSMITH_EXPORT Status cuda_open(Device **dev, int threads, unsigned 
     d->frozen_load = device_frozen_load;
     d->close = device_close;
 #define OP(name, args) d->name = cuda_##name;
-#include "../csrc/ops.inc"
+#include "../csrc/device/ops.inc"
 #undef OP
     Status status = device_prepare(cuda);
     if (status) {

@@ -1,7 +1,8 @@
 """Calls any op of any device with NumPy arrays, through the same list that the C code is made of.
 
 `call("cpu", "rmsnorm", y=(T, D), rstd=(T,), x=x, w=w, T=T, D=D, eps=1e-6)` returns every array the
-op may write, by name. What an argument is follows from its type in csrc/ops.inc and from the value:
+op may write, by name. What an argument is follows from its type in csrc/device/ops.inc and from its
+value:
 
 - a tuple, for a pointer that is not const: an output of that shape, poisoned before the call;
 - an array: an input, or where the pointer is not const, memory the op updates;
@@ -121,8 +122,8 @@ class Unavailable(Exception):
 
 
 def parse_ops() -> dict[str, list[Param]]:
-    """Every row of csrc/ops.inc: its name and its arguments after the device."""
-    text = re.sub(r"/\*.*?\*/", "", (ROOT / "csrc/ops.inc").read_text(), flags=re.S)
+    """Every row of csrc/device/ops.inc: its name and its arguments after the device."""
+    text = re.sub(r"/\*.*?\*/", "", (ROOT / "csrc/device/ops.inc").read_text(), flags=re.S)
     ops = {}
     for name, args in re.findall(r"OP\((\w+),\s*\(Device \*dev,(.*?)\)\)", text, flags=re.S):
         ops[name] = []
@@ -428,7 +429,7 @@ def core_library() -> Path:
     if spec is None or spec.origin is None:
         raise Unavailable("tinsmith._core is not built: pip install -e .")
     library = Path(spec.origin)
-    for path in (ROOT / "csrc/ops.inc", ROOT / "csrc/device.h"):
+    for path in (ROOT / "csrc/device/ops.inc", ROOT / "csrc/device/device.h"):
         if path.stat().st_mtime > library.stat().st_mtime:  # its struct Device may be another
             raise RuntimeError(f"{library.name} is older than {path.name}: pip install -e . again")
     return library
@@ -465,7 +466,9 @@ def isa_library() -> Path:
     if sanitize:
         flags += ["-O1", f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"]
     x86 = built["X86"] if platform.machine() in ("x86_64", "AMD64") else {}
-    inputs = [p for p in (*csrc.glob("*"), *csrc.glob("cpu/*")) if p.suffix in (".c", ".h", ".inc")]
+    inputs = [
+        p for p in (*csrc.glob("device/*"), *csrc.glob("cpu/*")) if p.suffix in (".c", ".h", ".inc")
+    ]
     digest = hashlib.sha256(repr((flags, x86)).encode())
     for path in sorted(inputs):
         digest.update(path.read_bytes())
@@ -473,7 +476,11 @@ def isa_library() -> Path:
     library = Path(tempfile.gettempdir()) / name
     if library.exists():
         return library
-    once = [csrc / "device.c", csrc / "status.c", *(ROOT / path for path in built["ONCE"])]
+    once = [
+        csrc / "device/device.c",
+        csrc / "device/status.c",
+        *(ROOT / path for path in built["ONCE"]),
+    ]
     ops = [path for path in sorted(csrc.glob("cpu/*.c")) if path not in once]
     jobs = [(path, "once", []) for path in once]
     for isa, more in (built["GENERIC"] | x86).items():

@@ -1,4 +1,4 @@
-"""Arguments for every op of csrc/ops.inc.
+"""Arguments for every op of csrc/device/ops.inc.
 
 Each `make_<op>` makes the arguments of engine.Device.call for one size; its sizes stand above it,
 with T = 0, T = 1, odd and larger ones. test_ops.py walks CASES; a row of ops.inc that is missing

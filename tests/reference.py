@@ -1,4 +1,4 @@
-"""What every row of csrc/ops.inc means: its formula in NumPy, independent of any device.
+"""What every row of csrc/device/ops.inc means: its formula in NumPy, independent of any device.
 
 A function takes the op's inputs by their names in ops.inc and returns what the op writes. It
 computes in the dtype it is given: with float64 it is the truth, with float32 the yardstick of what

@@ -86,46 +86,84 @@ def test_the_library_never_prints_exits_or_reads_the_environment(path: Path) -> 
     assert not found
 
 
-# What a file of each layer may include of ours: status ← device ← {cpu, cuda, core} ← py.
+# What a file of each folder may include of ours:
+# device ← {cpu, cuda, model, arrays}, model ← {train, sample}, all ← py.
 MAY_INCLUDE = {
-    "cuda": {"device", "cuda"},
-    "status": {"status"},
-    "device": {"status", "device", "cpu/device.h"},
-    "cpu": {"status", "device", "cpu"},
-    "core": {"status", "device", "core"},
-    "py": {"status", "device", "core", "py"},
+    "device": {"cpu"},
+    "cpu": {"device"},
+    "cuda": {"device"},
+    "model": {"device"},
+    "arrays": {"device"},
+    "train": {"device", "model"},
+    "sample": {"device", "model"},
+    "py": {"device", "model", "arrays", "train", "sample"},
 }
 
 
-def layer_of(path: Path) -> str:
-    if path.is_relative_to(ROOT / "cuda"):
-        return "cuda"
-    inside = path.relative_to(ROOT / "csrc")
-    if inside.parts[0] in ("cpu", "py"):
-        return inside.parts[0]
-    return (
-        inside.stem
-        if inside.stem in ("status", "device")
-        else "device"
-        if inside.stem == "ops"
-        else "core"
-    )
+def folder_of(path: Path) -> str:
+    return path.relative_to(ROOT / "csrc" if path.is_relative_to(ROOT / "csrc") else ROOT).parts[0]
 
 
 @pytest.mark.parametrize("path", C_FILES, ids=name_of)
 def test_dependencies_point_one_way(path: Path) -> None:
-    text, layer = path.read_text(), layer_of(path)
+    text, folder = path.read_text(), folder_of(path)
     for included in re.findall(r'#include "([^"]+)"', text):
         target = (path.parent / included).resolve()
         assert target.exists(), included
-        shown = str(target.relative_to(ROOT)).removeprefix("csrc/")
-        assert layer_of(target) in MAY_INCLUDE[layer] or shown in MAY_INCLUDE[layer], (
-            f"{layer} may not include {shown}"
-        )
-    if layer != "py":
+        assert folder_of(target) in MAY_INCLUDE[folder] | {folder}, included
+        if folder == "device" and folder_of(target) == "cpu":
+            assert target.name == "device.h", "it opens the CPU, and knows no more of it"
+    if folder != "py":
         assert "Python.h" not in text
     if path.name != "arrays.c":
         assert "numpy/" not in text
+
+
+DEFINITION = re.compile(r"^(?!static|typedef|#)[A-Za-z_][\w *]*?\**(\w+)\([^;{]*\)\n\{", re.M)
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of files that reach one another."""
+
+    def reach(start: str) -> set[str]:
+        found, new = set(), [start]
+        while new:
+            for name in edges[new.pop()] - found:
+                found.add(name)
+                new.append(name)
+        return found
+
+    reached = {name: reach(name) for name in edges}
+    groups = {
+        tuple(sorted({other for other in reached[name] if name in reached[other]}))
+        for name in edges
+        if name in reached[name]
+    }
+    return [list(group) for group in groups]
+
+
+def test_no_c_file_calls_back_into_a_file_that_calls_it() -> None:
+    code = {
+        path: re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+        for path in C_FILES
+        if path.suffix == ".c" and folder_of(path) not in ("cpu", "py")
+    }
+    home = {name: path for path, text in code.items() for name in DEFINITION.findall(text)}
+    assert len(home) > 100
+    edges = {
+        name_of(path): {
+            name_of(home[name])
+            for name in set(re.findall(r"\b\w+\b", text)) & set(home)
+            if home[name] != path
+        }
+        for path, text in code.items()
+    }
+    assert not circles(edges)
+
+
+def test_a_circle_would_be_found() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}
+    assert circles(edges) == [["a", "b", "c"]]
 
 
 @pytest.mark.parametrize("path", CUDA_FILES, ids=name_of)

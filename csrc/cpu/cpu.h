@@ -9,7 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "../device.h"
+#include "../device/device.h"
 #include "pool.h"
 
 #ifndef CPU_ISA
@@ -142,7 +142,7 @@ double CPU(row_lse)(const float *x, int V, float scale, float *base);
 void CPU(row_topk)(int32_t *ids, float *best, const float *x, int V, int K);
 
 #define OP(name, args) void CPU(name) args;
-#include "../ops.inc"
+#include "../device/ops.inc"
 #undef OP
 
 /* Fills in the function pointers of this instruction set. */

@@ -3,7 +3,7 @@
 #ifndef TINSMITH_CPU_DEVICE_H
 #define TINSMITH_CPU_DEVICE_H
 
-#include "../device.h"
+#include "../device/device.h"
 
 /* Opens the CPU with the widest instruction set it has. threads = 0: one for each core it may use.
  * bf16: products with bf16 weights round their other side to bf16 too; an error where the processor

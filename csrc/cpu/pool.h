@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#include "../status.h"
+#include "../device/status.h"
 
 typedef struct Pool Pool;
 

@@ -6,6 +6,6 @@ void CPU(table)(Device *dev)
 {
     dev->frozen_load = CPU(frozen_load);
 #define OP(name, args) dev->name = CPU(name);
-#include "../ops.inc"
+#include "../device/ops.inc"
 #undef OP
 }

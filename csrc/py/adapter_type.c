@@ -473,7 +473,7 @@ static int adapter_set_step_bytes(PyObject *object, PyObject *value, void *unuse
     Adapter *adapter = ((PyAdapter *)object)->adapter;
     size_t bytes = value ? PyLong_AsSize_t(value) : 0;
     if (bytes == (size_t)-1 && PyErr_Occurred()) return -1;
-    adapter->step_most = bytes ? bytes : plan_step_most(adapter->model, 0);
+    adapter->step_most = bytes ? bytes : budget_step(adapter->model, 0);
     return 0;
 }
 

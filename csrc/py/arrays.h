@@ -5,7 +5,7 @@
 #include <Python.h>
 #include <stdint.h>
 
-#include "../device.h"
+#include "../device/device.h"
 
 typedef enum Kind { KIND_INT32, KIND_FLOAT32, KIND_UINT16, KIND_UINT8 } Kind;
 

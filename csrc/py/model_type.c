@@ -150,14 +150,14 @@ static PyObject *model_cache_tokens_method(PyObject *object, PyObject *args, PyO
     if (all_bytes < 0 || free_bytes < 0)
         return PyErr_Format(PyExc_ValueError, "memory and free must be 0 or more");
     return PyLong_FromLongLong(
-        plan_cache_tokens(((PyModel *)object)->model, (size_t)all_bytes, (size_t)free_bytes));
+        budget_cache_tokens(((PyModel *)object)->model, (size_t)all_bytes, (size_t)free_bytes));
 }
 
 static PyObject *model_step_bytes_method(PyObject *object, PyObject *memory)
 {
     size_t bytes = PyLong_AsSize_t(memory);
     if (bytes == (size_t)-1 && PyErr_Occurred()) return NULL;
-    return PyLong_FromSize_t(plan_step_most(((PyModel *)object)->model, bytes));
+    return PyLong_FromSize_t(budget_step(((PyModel *)object)->model, bytes));
 }
 
 static PyObject *model_slots(PyObject *object, void *unused)

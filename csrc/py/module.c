@@ -98,7 +98,7 @@ static PyObject *core_devices(PyObject *module, PyObject *args)
 static PyMethodDef core_methods[] = {
     {"losses", core_losses, METH_NOARGS,
      "losses() -> list[dict]\n\nThe table of losses: name, multi, taught, inputs, config "
-     "(csrc/losses.c)."},
+     "(csrc/train/losses.c)."},
     {"devices", core_devices, METH_VARARGS,
      "devices(name=None) -> dict[str, str]\n\nDevice names, each with '' or the sentence that says "
      "why it "

@@ -5,8 +5,8 @@
 
 #include <Python.h>
 
-#include "../core.h"
-#include "../sampler.h"
+#include "../sample/sampler.h"
+#include "../train/train.h"
 
 typedef struct ModuleState {
     PyTypeObject *model, *adapter, *sampler;

@@ -5,7 +5,7 @@
  * they lie. Its results lie there too; small numbers may come from the host's memory. */
 #include "tensor_ops.h"
 
-#include "../tensor_ops.h"
+#include "../arrays/tensor_ops.h"
 #include "arrays.h"
 #include "dlpack.h"
 #include "module.h"

@@ -28,7 +28,7 @@ class LossRow(TypedDict):
     config: dict[str, float | None]
 
 def losses() -> list[LossRow]:
-    """The table of losses, csrc/losses.c."""
+    """The table of losses, csrc/train/losses.c."""
 
 def devices(name: str | None = None, /) -> dict[str, str]:
     """Device names, each with "" when it can be opened, or the sentence that says why it can't. To

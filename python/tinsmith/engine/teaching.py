@@ -4,10 +4,10 @@ A datum names the teacher's tokens, the loss's configuration names the teacher: 
 base model), "current" (the student as it is), "ema" (an exponential moving average of the student,
 kept beside its run and in its checkpoints), the path of a checkpoint, a sampling client's handle,
 or another base model of the same vocabulary. The last three are sampling sessions to the worker.
-The distributions are compared in the engine (csrc/distill.c) and never leave it.
+The distributions are compared in the engine (csrc/train/distill.c) and never leave it.
 
 Or a datum carries its teacher: some ids at each position, (N, K), with the teacher's
-log-probabilities of them. Then there is nobody else to ask (csrc/losses.c).
+log-probabilities of them. Then there is nobody else to ask (csrc/train/losses.c).
 """
 
 from collections.abc import Mapping, Sequence

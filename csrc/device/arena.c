@@ -1,0 +1,79 @@
+/* device/arena.c - device memory in one block: the same code that places things first measures
+ * them, and the same ops that will run are first rehearsed.
+ *
+ * An arena without a base only counts; a device that rehearses only counts what its ops need for
+ * themselves. So what a step will need is known, and refused, before it starts; nothing is
+ * allocated while it runs. */
+#include <assert.h>
+#include <stdio.h>
+
+#include "arena.h"
+
+enum { ALIGNMENT = 256 };
+
+static size_t aligned(size_t bytes)
+{
+    return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
+Status arena_reserve(Arena *arena, size_t bytes, const char *purpose)
+{
+    bytes = aligned(bytes);
+    arena->used = 0;
+    if (arena->base && arena->size >= bytes) return STATUS_OK;
+    arena_release(arena);
+    size_t free_bytes, all_bytes;
+    arena->dev->memory(arena->dev, &free_bytes, &all_bytes);
+    if (bytes > free_bytes)
+        return fail(
+            STATUS_MEMORY,
+            "%s needs %.1f MiB on device %s, which can give %.1f of its %.1f MiB of memory in all",
+            purpose, (double)bytes / 1048576.0, arena->dev->name, (double)free_bytes / 1048576.0,
+            (double)all_bytes / 1048576.0);
+    void *base;
+    Status status = arena->dev->alloc(arena->dev, &base, bytes);
+    if (status == STATUS_MEMORY) {
+        char reason[512];
+        snprintf(reason, sizeof reason, "%s", status_text());
+        return fail(STATUS_MEMORY, "%s needs %.1f MiB on device %s: %s", purpose,
+                    (double)bytes / 1048576.0, arena->dev->name, reason);
+    }
+    if (status) return status;
+    arena->base = base;
+    arena->size = bytes;
+    return STATUS_OK;
+}
+
+void arena_release(Arena *arena)
+{
+    if (arena->base) arena->dev->release(arena->dev, arena->base, arena->size);
+    arena->base = NULL;
+    arena->size = arena->used = 0;
+}
+
+size_t device_rehearse(Device *dev, void (*work)(void *), void *context)
+{
+    if (!dev->rehearse) return 0;
+    dev->rehearse(dev);
+    work(context);
+    return dev->rehearsed(dev);
+}
+
+Status device_prepare(Device *dev, void (*work)(void *), void *context)
+{
+    return dev->rehearse ? dev->reserve(dev, device_rehearse(dev, work, context)) : STATUS_OK;
+}
+
+void *arena_take(Arena *arena, size_t bytes)
+{
+    size_t at = arena->used;
+    arena->used += aligned(bytes);
+    if (!arena->base) return NULL;
+    assert(arena->used <= arena->size);
+    return arena->base + at;
+}
+
+real *real_at(const Device *dev, const real *base, size_t index)
+{
+    return (real *)((char *)base + index * dev->real_bytes);
+}

@@ -1,0 +1,144 @@
+/* device/device.h - the only seam between the maths and the machines that do it.
+ *
+ * A Device is a struct of function pointers: one per row of ops.inc, and the few services that
+ * memory needs. Ops return nothing: the first failure stays on the device, with its file and line,
+ * until sync() returns it, so that forward.c reads as maths. Memory that alloc gives may be read
+ * for 256 bytes past its end, where nothing means anything: a product loads whole tiles. */
+#ifndef TINSMITH_DEVICE_H
+#define TINSMITH_DEVICE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "status.h"
+
+typedef struct Device Device;
+typedef struct Graph Graph;   /* work that was recorded, to be run again and again */
+typedef struct real real;     /* an activation's element: f32 on the CPU */
+typedef struct frozen frozen; /* a base weight, in the device's own order and element type */
+
+enum { KV_PAGE = 64 }; /* keys a page of the KV cache holds */
+
+/* Element types of arrays that cross the seam. */
+typedef enum DType { DTYPE_F32, DTYPE_BF16, DTYPE_F16 } DType;
+
+/* One sequence's rows in a packed batch. */
+typedef struct Span {
+    int32_t row, rows; /* its rows are [row, row + rows) */
+    int32_t pos;       /* position of its first row */
+    int32_t first;     /* where its pages begin in the list of pages */
+} Span;
+
+/* How to draw one token. The number drawn depends on (seed, sample, pos) and on nothing else. */
+typedef struct Draw {
+    uint64_t seed;
+    uint32_t sample, pos;
+    float temperature; /* 0: the largest logit */
+    float top_p;       /* 1: no cut */
+    int32_t top_k;     /* <= 0: no cut */
+    int32_t limit;     /* ids from here on (a padded vocabulary) are never drawn */
+} Draw;
+
+enum { LORA_GROUP = 3 }; /* matrices that read one input, at most: q, k, v */
+
+/* LoRA's part beside one frozen matrix (N,D) of a group that reads the same x (T,D). */
+typedef struct Lora {
+    real *y;            /* (T,N): forward adds to it, backward reads its gradient there */
+    real *s, *ds;       /* (T,R): x·a, kept for backward, and backward's scratch */
+    const float *a, *b; /* (D,R), (R,N) */
+    float *da, *db;     /* their gradients; ds, da and db are backward's alone */
+    int32_t N;
+} Lora;
+
+/* The generalized Jensen-Shannon divergence of two rows of logits. With p and q the softmax of the
+ * student's and the teacher's logits / temperature, and m = (1−beta)·p + beta·q, its terms are
+ *
+ *   min(clip, beta·q·log(q/m) + (1−beta)·p·log(p/m))
+ *
+ * and those of KL(q‖p) and KL(p‖q) for beta = 0 and 1. A term without mass is 0, also where a logit
+ * is −inf. */
+typedef struct Jsd {
+    float beta, temperature;
+    float clip;    /* of a term, which is a constant above it; INFINITY: none */
+    int32_t top_k; /* p and q over the teacher's top_k ids alone (the lower id first among equals),
+                      terms in their order, best first; 0: over the whole vocabulary */
+    int32_t probs; /* the rows are not logits but p and q, raised to 1e-8; no temperature, no top_k
+                    */
+    int32_t each;  /* loss and scale are (T,V), or (T,top_k): each term by itself, not their sum */
+} Jsd;
+
+struct Device {
+    const char *name;
+    size_t real_bytes; /* bytes of one `real` */
+    size_t own_bytes;  /* that the device took for itself when it was opened */
+    int step_rows;     /* rows of a training step from which on more would not make it faster */
+    int async;         /* the host goes on while ops run */
+
+    Status (*alloc)(Device *dev, void **memory, size_t bytes);
+    void (*release)(Device *dev, void *memory, size_t bytes);
+    /* Bytes that alloc can still give, and that there are in all. */
+    void (*memory)(Device *dev, size_t *free_bytes, size_t *all_bytes);
+    /* `from` may change when upload returns; `to` is there when download returns. */
+    void (*upload)(Device *dev, void *to, const void *from, size_t bytes);
+    void (*download)(Device *dev, void *to, const void *from, size_t bytes);
+    void (*copy)(Device *dev, void *to, const void *from, size_t bytes);
+    void (*zero)(Device *dev, void *memory, size_t bytes);
+    size_t (*frozen_bytes)(Device *dev, DType type, int rows, int cols);
+    /* Puts a row-major (rows, cols) host array in the device's own order. */
+    void (*frozen_load)(Device *dev, frozen *to, const void *from, DType type, int rows, int cols);
+    /* The handle of the stream that all work goes to, as DLPack's `stream` has it; NULL where ops
+     * are done when they return. */
+    uintptr_t (*stream)(Device *dev);
+    /* Waits for all work and returns the first failure since the last sync. */
+    Status (*sync)(Device *dev);
+    void (*close)(Device *dev);
+
+    /* Begins a download, of which the host sees nothing before await(). `to` must live until then,
+     * or until sync(). */
+    void (*fetch)(Device *dev, void *to, const void *from, size_t bytes);
+    /* Waits for all fetches but the last `behind`, 0 or 1; returns the first failure, as sync does.
+     */
+    Status (*await)(Device *dev, int behind);
+
+    /* Between rehearse() and rehearsed(), ops and services do nothing but count the memory that the
+     * ops need for themselves; rehearsed() tells the largest op's, and reserve() makes room for it.
+     * An op that finds less fails. NULL where ops need none. */
+    void (*rehearse)(Device *dev);
+    size_t (*rehearsed)(Device *dev);
+    Status (*reserve)(Device *dev, size_t bytes);
+
+    /* Between record() and recorded(), ops and copies on the device are written down instead of
+     * done; replay() does them again, on the same addresses and with the same sizes. It returns 0,
+     * and does nothing, where reserve() has moved what they use: the work must be recorded anew.
+     * NULL where starting an op costs nothing that would be saved. */
+    Status (*record)(Device *dev);
+    Status (*recorded)(Device *dev, Graph **graph);
+    int (*replay)(Device *dev, Graph *graph);
+    void (*graph_close)(Device *dev, Graph *graph);
+
+#define OP(name, args) void(*name) args;
+#include "ops.inc"
+#undef OP
+};
+
+/* ---- devices that are libraries of their own ---- */
+
+/* The number of this seam: setup.py's checksum of ops.inc and this file, for core and library. */
+#ifndef DEVICE_ABI
+#define DEVICE_ABI 0u
+#endif
+
+/* core's fail(): the library is given it, so that its sentences reach the caller's thread. */
+typedef Status FailFunction(Status code, const char *format, ...);
+
+/* The library's only symbol, `cuda_open`. It refuses an `abi` other than its own. */
+typedef Status DeviceOpen(Device **dev, int threads, unsigned abi, FailFunction *fail);
+
+/* Opens "cpu", "cuda" or "cuda-emulated", or says why the device can't be had. threads = 0: one for
+ * each core this process may use. */
+TINSMITH_EXPORT Status device_open(Device **dev, const char *name, int threads);
+
+/* The function behind a row of ops.inc, or NULL: how the tests call any op of any device. */
+TINSMITH_EXPORT void *device_op(Device *dev, const char *name);
+
+#endif

@@ -1,0 +1,402 @@
+/* model/adapter.c - LoRA's matrices in flat vectors, their beginning, and AdamW's step over them.
+ *
+ * y = x·wᵀ + (alpha/R)·(x·A)·B for every matrix of the groups that are trained. A (D,R) begins
+ * uniform in ±1/√D, as PEFT's kaiming_uniform(a=√5) does, B (R,N) at zero. Weights, gradients and
+ * both moments lie in one vector each, so a step is one call. A call's gradients gather in a vector
+ * of their own and are added when the call has succeeded: a failed or interrupted call leaves no
+ * trace. A snapshot shares the weights, whose next change then goes to another place: it costs no
+ * copy, and its memory is taken when it is made. */
+#include <math.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "core.h"
+
+/* ---- layout ---- */
+
+static Pair pair_place(int64_t *size, int rank, int rows, int cols, int trained)
+{
+    if (!trained) return (Pair){-1, -1};
+    Pair pair = {*size, *size + (int64_t)cols * rank};
+    *size = pair.b + (int64_t)rank * rows;
+    return pair;
+}
+
+static void pairs_place(Adapter *adapter)
+{
+    const Shape *s = &adapter->model->shape;
+    int64_t *size = &adapter->size;
+    for (int l = 0; l < s->layers; l++) {
+        LayerPairs *p = &adapter->layer[l];
+#define LAYER_MATRIX(slot, rows, cols, present, group) \
+    p->slot = pair_place(size, adapter->rank, rows, cols, adapter->groups & group);
+#include "weights.inc"
+    }
+    adapter->head = pair_place(size, adapter->rank, s->vocab, s->width, adapter->groups & UNEMBED);
+}
+
+void adapter_visit(const Adapter *adapter,
+                   void (*visit)(void *context, const SlotInfo *info, int layer, Pair pair),
+                   void *context)
+{
+    const Shape *s = &adapter->model->shape;
+    SlotInfo info;
+    for (int l = 0; l < s->layers; l++) {
+#define LAYER_MATRIX(slot, rows, cols, present, group)    \
+    if (adapter->layer[l].slot.a >= 0) {                  \
+        info = slot_info(s, SLOT_##slot);                 \
+        visit(context, &info, l, adapter->layer[l].slot); \
+    }
+#include "weights.inc"
+    }
+    info = slot_info(s, SLOT_head);
+    if (adapter->head.a >= 0) visit(context, &info, -1, adapter->head);
+}
+
+/* ---- the weights, which snapshots share ---- */
+
+struct Weights {
+    Arena memory;
+    atomic_int owners; /* adapters */
+};
+
+static size_t vector_bytes(const Adapter *adapter)
+{
+    return (size_t)adapter->size * sizeof(float);
+}
+
+static Status weights_make(Weights **out, const Adapter *adapter, const char *what)
+{
+    Weights *weights = calloc(1, sizeof *weights);
+    if (!weights) return fail(STATUS_MEMORY, "no memory for an adapter's weights");
+    weights->memory.dev = adapter->model->dev;
+    weights->owners = 1;
+    char purpose[64];
+    snprintf(purpose, sizeof purpose, "%s of rank %d", what, adapter->rank);
+    Status status = arena_reserve(&weights->memory, vector_bytes(adapter), purpose);
+    if (status)
+        free(weights);
+    else
+        *out = weights;
+    return status;
+}
+
+static void weights_leave(Weights *weights)
+{
+    if (!weights || atomic_fetch_sub(&weights->owners, 1) > 1) return;
+    arena_release(&weights->memory);
+    free(weights);
+}
+
+static int weights_shared(const Adapter *adapter)
+{
+    return atomic_load(&adapter->weights->owners) > 1;
+}
+
+/* The adapter reads those from here on; what it read before is the caller's to leave. A recorded
+ * step knows where weights lie: it is not found again. */
+static void weights_take(Adapter *adapter, Weights *weights)
+{
+    static _Atomic uint64_t places;
+    adapter->number = ++places;
+    adapter->weights = weights;
+    adapter->vector[WEIGHTS] = (float *)weights->memory.base;
+}
+
+static Status spare_make(Adapter *adapter)
+{
+    return adapter->spare ? STATUS_OK : weights_make(&adapter->spare, adapter, "a snapshot");
+}
+
+/* Before the weights change: a place that no other adapter reads. *before is what they were, to
+ * read until weights_leave(). */
+static Status weights_change(Adapter *adapter, Weights **before)
+{
+    *before = adapter->weights;
+    if (weights_shared(adapter)) {
+        TRY(spare_make(adapter));
+        weights_take(adapter, adapter->spare);
+        adapter->spare = NULL;
+    } else {
+        atomic_fetch_add(&adapter->weights->owners, 1);
+    }
+    adapter_changed(adapter);
+    return STATUS_OK;
+}
+
+size_t adapter_memory(const Adapter *adapter)
+{
+    size_t bytes = adapter->memory.size + adapter->arena.size + adapter->weights->memory.size;
+    if (adapter->spare && !weights_shared(adapter)) bytes += adapter->spare->memory.size;
+    return bytes;
+}
+
+Status adapter_put(Adapter *adapter, Vector which, const float *values)
+{
+    Device *dev = adapter->model->dev;
+    Weights *before = NULL;
+    if (which == WEIGHTS) TRY(weights_change(adapter, &before));
+    dev->upload(dev, adapter->vector[which], values, vector_bytes(adapter));
+    Status status = dev->sync(dev);
+    weights_leave(before);
+    return status;
+}
+
+/* ---- the beginning ---- */
+
+/* SplitMix64: a counter-based stream, so that a matrix's numbers depend on (seed, position) alone.
+ */
+static double uniform(uint64_t seed, uint64_t index)
+{
+    uint64_t z = seed * 0x9e3779b97f4a7c15u + (index + 1) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    z ^= z >> 31;
+    return (double)(z >> 11) * 0x1p-53;
+}
+
+typedef struct Beginning {
+    float *weights;
+    int rank;
+    uint64_t seed;
+} Beginning;
+
+static void begin_matrix(void *context, const SlotInfo *info, int layer, Pair pair)
+{
+    (void)layer;
+    const Beginning *c = context;
+    double bound = 1.0 / sqrt((double)info->cols);
+    for (int64_t i = 0; i < (int64_t)info->cols * c->rank; i++)
+        c->weights[pair.a + i] =
+            (float)((2.0 * uniform(c->seed, (uint64_t)(pair.a + i)) - 1.0) * bound);
+}
+
+/* All but the weights. */
+static void vectors_place(Adapter *adapter)
+{
+    adapter->total = arena_take(&adapter->memory, sizeof(double));
+    for (int i = 0; i < VECTORS; i++)
+        if (i != WEIGHTS) adapter->vector[i] = arena_take(&adapter->memory, vector_bytes(adapter));
+}
+
+size_t adapter_vector_bytes(const Adapter *adapter)
+{
+    Arena weights = {0};
+    arena_take(&weights, vector_bytes(adapter));
+    return adapter->memory.used + weights.used;
+}
+
+void adapter_changed(Adapter *adapter)
+{
+    static _Atomic uint64_t stamps;
+    adapter_drop_kept(adapter);
+    adapter->stamp = ++stamps;
+}
+
+Status adapter_measure(Adapter **out, Model *model, const AdapterSpec *spec)
+{
+    Adapter *adapter = calloc(1, sizeof *adapter);
+    if (!adapter) return fail(STATUS_MEMORY, "no memory for an adapter");
+    adapter->model = model;
+    adapter->rank = spec->rank;
+    adapter->groups = spec->groups;
+    adapter->alpha = spec->alpha;
+    adapter->scale = spec->alpha / (float)spec->rank;
+    adapter->keep_bytes = spec->keep_bytes;
+    adapter->step_most = spec->step_bytes ? spec->step_bytes : budget_step(model, 0);
+    adapter->memory.dev = adapter->arena.dev = model->dev;
+    adapter->layer = calloc((size_t)model->shape.layers, sizeof *adapter->layer);
+    if (!adapter->layer) {
+        free(adapter);
+        return fail(STATUS_MEMORY, "no memory for an adapter");
+    }
+    pairs_place(adapter);
+    vectors_place(adapter);
+    adapter->step_tokens = spec->step_tokens ? spec->step_tokens : plan_step_tokens(adapter);
+    *out = adapter;
+    return STATUS_OK;
+}
+
+/* An adapter with its vectors in place. */
+static Status adapter_make(Adapter **out, Model *model, const AdapterSpec *spec)
+{
+    Adapter *adapter = NULL;
+    Weights *weights = NULL;
+    TRY(adapter_measure(&adapter, model, spec));
+    char purpose[64];
+    snprintf(purpose, sizeof purpose, "an adapter of rank %d", spec->rank);
+    Status status = arena_reserve(&adapter->memory, adapter->memory.used, purpose);
+    if (!status) status = weights_make(&weights, adapter, "an adapter");
+    if (status) {
+        adapter_close(adapter);
+        return status;
+    }
+    vectors_place(adapter);
+    weights_take(adapter, weights);
+    adapter_changed(adapter);
+    *out = adapter;
+    return STATUS_OK;
+}
+
+enum { RANK_MAX = 4096 };
+
+Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
+{
+    if (!model->sealed)
+        return fail(STATUS_INVALID, "the model is not sealed: load every slot, then seal it");
+    if (spec->rank < 1) return fail(STATUS_INVALID, "rank must be at least 1, not %d", spec->rank);
+    if (spec->rank > RANK_MAX)
+        return fail(STATUS_INVALID, "rank %d is more than %d", spec->rank, RANK_MAX);
+    if (!(spec->alpha > 0.0f) || !isfinite(spec->alpha))
+        return fail(STATUS_INVALID, "alpha must be a positive number, not %g", (double)spec->alpha);
+    if (!(spec->groups & (ATTN | MLP | UNEMBED)))
+        return fail(STATUS_INVALID,
+                    "nothing to train: train_attn, train_mlp and train_unembed are all false");
+    if (spec->step_tokens < 0)
+        return fail(STATUS_INVALID, "step_tokens must be 0 (the default) or more, not %d",
+                    spec->step_tokens);
+    Adapter *adapter = NULL;
+    TRY(adapter_make(&adapter, model, spec));
+    float *weights = calloc((size_t)adapter->size, sizeof *weights);
+    if (!weights) {
+        Status status =
+            fail(STATUS_MEMORY, "no memory for %lld LoRA parameters", (long long)adapter->size);
+        adapter_close(adapter);
+        return status;
+    }
+    adapter_visit(adapter, begin_matrix, &(Beginning){weights, spec->rank, spec->seed});
+    model->dev->zero(model->dev, adapter->memory.base, adapter->memory.used);
+    model->dev->upload(model->dev, adapter->vector[WEIGHTS], weights, vector_bytes(adapter));
+    free(weights);
+    Status status = model->dev->sync(model->dev);
+    if (status)
+        adapter_close(adapter);
+    else
+        *out = adapter;
+    return status;
+}
+
+Status adapter_snapshot(Adapter **copy, Adapter *adapter)
+{
+    AdapterSpec spec = {.rank = adapter->rank,
+                        .groups = adapter->groups,
+                        .alpha = adapter->alpha,
+                        .step_tokens = adapter->step_tokens};
+    Device *dev = adapter->model->dev;
+    TRY(dev->sync(dev));
+    TRY(spare_make(adapter));
+    TRY(adapter_measure(copy, adapter->model, &spec));
+    atomic_fetch_add(&adapter->weights->owners, 1);
+    weights_take(*copy, adapter->weights);
+    (*copy)->step = adapter->step;
+    (*copy)->stamp = adapter->stamp;
+    return STATUS_OK;
+}
+
+void adapter_close(Adapter *adapter)
+{
+    if (!adapter) return;
+    adapter_drop_kept(adapter);
+    weights_leave(adapter->weights);
+    weights_leave(adapter->spare);
+    arena_release(&adapter->memory);
+    arena_release(&adapter->arena);
+    free(adapter->layer);
+    free(adapter);
+}
+
+/* ---- the optimizer ---- */
+
+Status adapter_clear(Adapter *adapter)
+{
+    Device *dev = adapter->model->dev;
+    dev->zero(dev, adapter->vector[GRADIENTS], vector_bytes(adapter));
+    adapter->loss = adapter->tokens = adapter->sequences = 0.0;
+    return dev->sync(dev);
+}
+
+/* √Σ g² of one of the flat vectors. */
+Status adapter_norm(Adapter *adapter, Vector which, double *norm)
+{
+    Device *dev = adapter->model->dev;
+    double sum;
+    dev->zero(dev, adapter->total, sizeof(double));
+    dev->square_sum(dev, adapter->total, adapter->vector[which], adapter->size);
+    TRY(dev->sync(dev));
+    dev->download(dev, &sum, adapter->total, sizeof(double));
+    *norm = sqrt(sum);
+    return STATUS_OK;
+}
+
+Status adapter_follow(Adapter *average, const Adapter *leader, double decay)
+{
+    Device *dev = average->model->dev;
+    if (!(decay >= 0.0 && decay < 1.0))
+        return fail(STATUS_INVALID, "an average's decay must be in [0, 1), not %g", decay);
+    if (average->model != leader->model || average->rank != leader->rank ||
+        average->groups != leader->groups)
+        return fail(STATUS_INVALID, "an average follows an adapter of the same model and layout");
+    Weights *before;
+    TRY(weights_change(average, &before));
+    if (before != average->weights)
+        dev->copy(dev, average->vector[WEIGHTS], before->memory.base, vector_bytes(average));
+    dev->average(dev, average->vector[WEIGHTS], leader->vector[WEIGHTS], average->size,
+                 (float)(1.0 - decay));
+    Status status = dev->sync(dev);
+    weights_leave(before);
+    return status;
+}
+
+static Status adamw_check(const AdamW *o)
+{
+    struct {
+        const char *name;
+        double value, below;
+    } range[] = {{"learning_rate", o->lr, INFINITY},
+                 {"beta1", o->beta1, 1.0},
+                 {"beta2", o->beta2, 1.0},
+                 {"eps", o->eps, INFINITY},
+                 {"weight_decay", o->weight_decay, INFINITY},
+                 {"grad_clip_norm", o->clip_norm, INFINITY}};
+    for (size_t i = 0; i < sizeof range / sizeof *range; i++)
+        if (!(range[i].value >= 0.0 && range[i].value < range[i].below))
+            return fail(STATUS_INVALID, "%s must be %s, not %g", range[i].name,
+                        isinf(range[i].below) ? "0 or more and finite" : "in [0, 1)",
+                        range[i].value);
+    return STATUS_OK;
+}
+
+Status adapter_optim_step(Adapter *adapter, const AdamW *o, Normalization by, StepReport *report)
+{
+    Device *dev = adapter->model->dev;
+    TRY(adamw_check(o));
+    double norm, divisor = by == BY_LOSS_TOKENS ? adapter->tokens
+                           : by == BY_SEQUENCES ? adapter->sequences
+                                                : 1.0;
+    double scale = divisor > 0.0 ? 1.0 / divisor : 1.0;
+    TRY(adapter_norm(adapter, GRADIENTS, &norm));
+    norm *= scale;
+    if (!isfinite(norm)) {
+        TRY(adapter_clear(adapter));
+        return fail(STATUS_NUMERIC,
+                    "the gradient is not finite; it was cleared, and no step was taken");
+    }
+    *report = (StepReport){.grad_norm = norm,
+                           .clipped_norm = norm,
+                           .loss = adapter->loss,
+                           .tokens = adapter->tokens,
+                           .sequences = adapter->sequences};
+    if (o->clip_norm > 0.0 && o->clip_norm < norm + 1e-6) {
+        scale *= o->clip_norm / (norm + 1e-6);
+        report->clipped_norm *= o->clip_norm / (norm + 1e-6);
+    }
+    Weights *before;
+    TRY(weights_change(adapter, &before));
+    dev->adamw(dev, adapter->vector[WEIGHTS], adapter->vector[MOMENT_1], adapter->vector[MOMENT_2],
+               (const float *)before->memory.base, adapter->vector[GRADIENTS], adapter->size,
+               ++adapter->step, (float)scale, o->lr, o->beta1, o->beta2, o->eps, o->weight_decay);
+    Status status = adapter_norm(adapter, WEIGHTS, &report->weight_norm);
+    weights_leave(before);
+    return status ? status : adapter_clear(adapter);
+}

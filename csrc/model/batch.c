@@ -1,0 +1,36 @@
+/* model/batch.c - puts a packed batch on the device: T rows of S sequences, and the pages they
+ * attend to.
+ */
+#include "core.h"
+
+void batch_place(Batch *batch, Arena *arena, int T, int S, int page_count)
+{
+    batch->T = T;
+    batch->S = S;
+    batch->tokens = arena_take(arena, (size_t)T * sizeof(int32_t));
+    batch->pos = arena_take(arena, (size_t)T * sizeof(int32_t));
+    batch->slot = arena_take(arena, (size_t)T * sizeof(int32_t));
+    batch->spans = arena_take(arena, (size_t)S * sizeof(Span));
+    batch->pages = arena_take(arena, (size_t)page_count * sizeof(int32_t));
+}
+
+void batch_upload(Batch *batch, Device *dev, const BatchHost *host)
+{
+    dev->upload(dev, batch->tokens, host->tokens, (size_t)host->T * sizeof(int32_t));
+    dev->upload(dev, batch->pos, host->pos, (size_t)host->T * sizeof(int32_t));
+    dev->upload(dev, batch->slot, host->slot, (size_t)host->T * sizeof(int32_t));
+    dev->upload(dev, batch->pages, host->pages, (size_t)host->page_count * sizeof(int32_t));
+    dev->upload(dev, batch->spans, host->spans, (size_t)host->S * sizeof(Span));
+}
+
+int batch_stopped(const Batch *batch)
+{
+    return batch->stop && *batch->stop;
+}
+
+void batch_whole(Batch *batch, const Adapter *adapter, int rows)
+{
+    batch->whole = (Segment){adapter, 0, rows};
+    batch->segment = &batch->whole;
+    batch->segments = 1;
+}

@@ -1,0 +1,67 @@
+/* model/budget.c - of the memory that a device has, how much a training step and a sampler's cache
+ * may take where nobody says it.
+ *
+ * Of what the weights leave, a training step may take a half and a sampler's cache a quarter;
+ * adapters, their snapshots and sampling steps share the rest. The cache, whose size changes no
+ * result, also leaves room for what is there already. */
+#include "core.h"
+
+enum { STEP_SHARE = 2, CACHE_SHARE = 4 };
+
+static size_t minimum(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+static size_t maximum(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
+/* What the weights leave of so much memory. */
+static size_t room(const Model *model, size_t all_bytes)
+{
+    return all_bytes - minimum(all_bytes, model_bytes(model));
+}
+
+size_t budget_step(const Model *model, size_t all_bytes)
+{
+    size_t free_bytes;
+    if (!all_bytes) model->dev->memory(model->dev, &free_bytes, &all_bytes);
+    return room(model, all_bytes) / STEP_SHARE;
+}
+
+int budget_keep(const Model *model, size_t most, KeepBytes *bytes, void *context)
+{
+    int fits = 0, above = keep_all(model) + 1;
+    if (bytes(context, above - 1) <= most) return above - 1;
+    while (above - fits > 1) {
+        int middle = fits + (above - fits) / 2;
+        if (bytes(context, middle) <= most)
+            fits = middle;
+        else
+            above = middle;
+    }
+    return fits;
+}
+
+size_t kv_token_bytes(const Model *model)
+{
+    const Shape *s = &model->shape;
+    return 2 * (size_t)s->layers * (size_t)s->kv_heads * (size_t)s->head_width *
+           model->dev->real_bytes;
+}
+
+int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_bytes)
+{
+    size_t token = kv_token_bytes(model), least = (size_t)model->shape.context * token;
+    if (!all_bytes) {
+        least = 0;
+        model->dev->memory(model->dev, &free_bytes, &all_bytes);
+        if (!model->weights.base) /* a plan: they will be there */
+            free_bytes -= minimum(free_bytes, model_bytes(model));
+    }
+    size_t bytes = minimum(room(model, all_bytes) / CACHE_SHARE, maximum(free_bytes / 2, least));
+    int64_t tokens = (int64_t)(bytes / token) / KV_PAGE * KV_PAGE;
+    return tokens < KV_PAGE ? KV_PAGE : tokens < CACHE_TOKENS_MAX ? tokens : CACHE_TOKENS_MAX;
+}

@@ -1,0 +1,318 @@
+/* model/core.h - READ FIRST: the nouns of the engine.
+ *
+ *   Model    a frozen base model: weights by slot (weights.inc) on one device
+ *   Adapter  LoRA matrices A and B on it, their gradients and AdamW's moments, in flat vectors
+ *   Batch    rows of many sequences packed behind one another, with their spans and cache pages
+ *   Acts     what a forward pass writes (acts.inc)
+ *   Loss     how target log-probabilities become a loss (losses.c)
+ *   Sampler  many requests decoded together over one cache of pages
+ *
+ * Glossary: T tokens (rows), D width, H heads, G key-value heads, E head width, F ffn width, V
+ * vocabulary, K targets a token, R rank, L layers, S sequences. */
+#ifndef TINSMITH_CORE_H
+#define TINSMITH_CORE_H
+
+#include "../device/arena.h"
+
+/* ---- model.c ---- */
+
+/* The dimensions of a model, as numbers that arrive by name. */
+#define SHAPE_LIST(X) \
+    X(layers)         \
+    X(width)          \
+    X(heads) X(kv_heads) X(head_width) X(ffn) X(vocab) X(context) X(qkv_bias) X(qk_norm) X(tied)
+
+typedef struct Shape {
+#define X(name) int name;
+    SHAPE_LIST(X)
+#undef X
+    float norm_eps;
+    float rope_scale; /* factor of rope's cosine and sine */
+} Shape;
+
+typedef enum Group { NONE = 0, ATTN = 1, MLP = 2, UNEMBED = 4 } Group;
+
+/* Slots in the order of weights.inc. */
+typedef enum Slot {
+#define MODEL_MATRIX(slot, rows, cols, present, group) SLOT_##slot,
+#define MODEL_VECTOR(slot, length, present) SLOT_##slot,
+#define LAYER_MATRIX(slot, rows, cols, present, group) SLOT_##slot,
+#define LAYER_VECTOR(slot, length, present) SLOT_##slot,
+#include "weights.inc"
+    SLOT_COUNT
+} Slot;
+
+/* One row of weights.inc for one model. */
+typedef struct SlotInfo {
+    const char *name;
+    int per_layer, matrix, present;
+    int rows, cols; /* a vector has one row */
+    Group group;
+} SlotInfo;
+
+typedef struct LayerWeights {
+#define LAYER_MATRIX(slot, rows, cols, present, group) frozen *slot;
+#define LAYER_VECTOR(slot, length, present) float *slot;
+#include "weights.inc"
+} LayerWeights;
+
+typedef struct Model {
+    Device *dev;
+    Shape shape;
+    DType type; /* of the matrices: DTYPE_F32 or DTYPE_BF16 */
+    Arena weights;
+    size_t bytes; /* that the weights take, also before they are there */
+    float *inv_freq, *host_freq;
+    frozen *embed, *head; /* the same where they are tied */
+    float *final_norm;
+    LayerWeights *layer;
+    unsigned char *loaded; /* [slot · layers + layer] */
+    int sealed;
+} Model;
+
+SlotInfo slot_info(const Shape *shape, Slot slot);
+Status model_open(Model **model, const Shape *shape, const float *inv_freq, DType type,
+                  const char *device, int threads);
+void model_close(Model *model);
+/* Puts one tensor in; `rows`, `cols` and `type` are the array's. Vectors arrive as f32. */
+Status model_load(Model *model, const char *slot, int layer, const void *array, DType type,
+                  int rows, int cols);
+/* Ends loading; an error names what is missing. */
+Status model_seal(Model *model);
+/* Bytes that the weights of such a model take. */
+size_t model_bytes(const Model *model);
+
+/* ---- adapter.c ---- */
+
+/* Where a matrix's A (D,R) and B (R,N) lie in the flat vectors; a = -1: not trained. */
+typedef struct Pair {
+    int64_t a, b;
+} Pair;
+
+typedef struct LayerPairs {
+#define LAYER_MATRIX(slot, rows, cols, present, group) Pair slot;
+#include "weights.inc"
+} LayerPairs;
+
+typedef enum Vector { WEIGHTS, GRADIENTS, MOMENT_1, MOMENT_2, FRESH, VECTORS } Vector;
+
+typedef struct Kept Kept;       /* step.c */
+typedef struct Weights Weights; /* adapter.c */
+
+typedef struct Adapter {
+    Model *model;
+    uint64_t number; /* from 1; no other weights' place in this process has had it */
+    int rank, groups;
+    float alpha, scale; /* scale = alpha / rank */
+    int64_t size;       /* parameters */
+    Pair head;
+    LayerPairs *layer;
+    Weights *weights;         /* shared with the snapshots that were made of them */
+    Weights *spare;           /* where they go when they change meanwhile, or NULL */
+    Arena memory;             /* of the other vectors */
+    float *vector[VECTORS];   /* FRESH: the gradients of the call under way; a snapshot has WEIGHTS
+                                 alone */
+    uint64_t stamp;           /* of the weights: no others ever had it, and 0 is the base's */
+    int step;                 /* optimizer steps taken */
+    double loss;              /* sum of the losses behind the gradients */
+    double tokens, sequences; /* behind the gradients: those with a gradient that is not zero */
+    int step_tokens;          /* rows of a micro-batch */
+    size_t step_most;         /* bytes that a step may take */
+    size_t keep_bytes;        /* that a kept forward may hold; one micro-batch in any case */
+    Arena arena;              /* of a step */
+    Kept *kept;               /* the forward that backward may follow, or NULL */
+    int held, held_keep;      /* micro-batches of it whose activations still lie in the arena, and
+                                 what is kept of each */
+    double *total;            /* device: a sum */
+    volatile int interrupted; /* set from outside: the step under way stops */
+} Adapter;
+
+typedef struct AdapterSpec {
+    int rank, groups, step_tokens;
+    size_t step_bytes, keep_bytes; /* step_bytes 0: the default of step_most */
+    float alpha;
+    uint64_t seed;
+} AdapterSpec;
+
+Status adapter_open(Adapter **adapter, Model *model, const AdapterSpec *spec);
+/* One without memory: its layout. */
+Status adapter_measure(Adapter **adapter, Model *model, const AdapterSpec *spec);
+void adapter_close(Adapter *adapter);
+/* What the vectors of one that is trained take. */
+size_t adapter_vector_bytes(const Adapter *adapter);
+/* What it holds: its vectors, and the memory of its steps. Weights that are shared count in each.
+ */
+size_t adapter_memory(const Adapter *adapter);
+/* The weights as they are now, without gradients and moments. It shares them: the next change of
+ * either goes to memory that is taken now. */
+Status adapter_snapshot(Adapter **copy, Adapter *adapter);
+/* Puts `size` numbers into a vector. */
+Status adapter_put(Adapter *adapter, Vector which, const float *values);
+/* Calls visit(context, slot, layer, pair, info) for each trained matrix in the order of the flat
+ * vectors. */
+void adapter_visit(const Adapter *adapter,
+                   void (*visit)(void *context, const SlotInfo *info, int layer, Pair pair),
+                   void *context);
+
+typedef struct AdamW {
+    double lr, beta1, beta2, eps, weight_decay, clip_norm;
+} AdamW;
+
+typedef enum Normalization { BY_NOTHING, BY_LOSS_TOKENS, BY_SEQUENCES } Normalization;
+
+typedef struct StepReport {
+    double grad_norm, clipped_norm, weight_norm; /* clipped: what the step was made with */
+    double loss, tokens, sequences;
+} StepReport;
+
+Status adapter_optim_step(Adapter *adapter, const AdamW *adamw, Normalization by,
+                          StepReport *report);
+Status adapter_clear(Adapter *adapter);
+/* Forgets the kept forward: the weights have changed. */
+void adapter_drop_kept(Adapter *adapter);
+/* Rows of a micro-batch: as many as the device has use for, if it has the memory. */
+int plan_step_tokens(Adapter *adapter);
+/* The weights are others from here on: a new stamp, and no kept forward. */
+void adapter_changed(Adapter *adapter);
+Status adapter_norm(Adapter *adapter, Vector which, double *norm);
+/* weights += (1 − decay)·(those of `leader` − weights): an exponential moving average of an adapter
+ * of the same layout. */
+Status adapter_follow(Adapter *average, const Adapter *leader, double decay);
+
+/* ---- batch.c: rows of many sequences, packed ---- */
+
+/* Rows [row, row + rows) that share an adapter (NULL: none). */
+typedef struct Segment {
+    const Adapter *adapter;
+    int row, rows;
+} Segment;
+
+typedef struct Batch {
+    int T, S, segments;
+    int32_t *tokens, *pos, *slot, *pages; /* device */
+    Span *spans;                          /* device */
+    Segment *segment;                     /* host */
+    Segment whole;                        /* the one of a batch that has one (batch_whole) */
+    const volatile int *stop;             /* NULL, or, when set from outside: no further layer */
+} Batch;
+
+/* Host arrays that batch_upload sends. */
+typedef struct BatchHost {
+    int T, S, page_count;
+    const int32_t *tokens, *pos, *slot, *pages;
+    const Span *spans;
+} BatchHost;
+
+/* Places (or measures) the device arrays of a batch. */
+void batch_place(Batch *batch, Arena *arena, int T, int S, int page_count);
+void batch_upload(Batch *batch, Device *dev, const BatchHost *host);
+/* All rows are one adapter's, or nobody's where it is NULL. The batch may not be moved afterwards.
+ */
+void batch_whole(Batch *batch, const Adapter *adapter, int rows);
+/* Whether forward and backward end early; what they wrote is then of no use. */
+int batch_stopped(const Batch *batch);
+
+/* ---- forward.c, backward.c: the transformer, once ---- */
+
+/* Of what is made for backward, what is kept of how many layers (acts.inc, acts.c). */
+typedef enum Keep { ALWAYS, DEAR, CHEAP, KEEPS } Keep;
+
+typedef struct LayerActs {
+#define KEPT_REAL(keep, name, width) real *name;
+#define KEPT_F32(keep, name, width) float *name;
+#include "acts.inc"
+} LayerActs;
+
+typedef struct Acts {
+    LayerActs *layer; /* host array of L; all alike when nothing is kept */
+    int again[KEEPS]; /* layers below this one share a set with it, and are made again */
+    float *q_rstd, *k_rstd, *cosine, *sine, *final_rstd;
+#define SCRATCH_REAL(name, width) real *name;
+#include "acts.inc"
+} Acts;
+
+/* One layer's pages are k + layer·stride: a trainer's stride is 0, for it needs them only once. */
+typedef struct Cache {
+    real *k, *v;
+    size_t stride; /* elements */
+} Cache;
+
+/* `keep` that keeps everything; 0 keeps nothing, and 1 the least that backward can do with. */
+int keep_all(const Model *model);
+/* How many layers then keep what is of this kind. */
+int keep_layers(const Model *model, Keep kind, int keep);
+/* acts->layer must have room for L entries. */
+void acts_place(Acts *acts, Arena *arena, const Model *model, int T, int R, int keep);
+/* batch → acts->hidden (T,D), through the cache. */
+void forward(const Model *model, const Batch *batch, const Acts *acts, const Cache *cache);
+/* One layer, from its x to `next`; or, where that is NULL, to the same bits once more what backward
+ * needs of it and was not kept. */
+void layer_forward(const Model *model, int l, const Batch *batch, const Acts *acts,
+                   const Cache *cache, real *next);
+
+typedef struct Grads {
+    real *dx, *dxn, *dq, *dq_raw, *dk, *dk_raw, *dv, *datt, *dact, *ds;
+} Grads;
+
+void grads_place(Grads *grads, Arena *arena, const Model *model, int T, int R);
+/* grads->dxn = d loss / d hidden → adapter's FRESH gradients of all layers. */
+void backward(const Model *model, Adapter *adapter, const Batch *batch, const Acts *acts,
+              const Cache *cache, const Grads *grads);
+
+/* acts->q, acts->k of layer l once more, from q_raw and k_raw. */
+void layer_rotate(const Model *model, int l, const Acts *acts, int T);
+
+#define LOGPROB_NONE (-99999.0f) /* fills up a list of the top K that has fewer */
+
+/* ---- head.c: rows → logits → log-probabilities, in chunks ---- */
+
+/* Rows of a chunk whose logits exist at one time. */
+int head_rows(const Model *model);
+
+/* What the head needs on the device for T rows, of which it sees `chunk` at a time. */
+typedef struct Head {
+    int T, chunk;
+    real *x, *s, *dx, *ds;       /* (chunk,D), (chunk,R) */
+    float *logits, *lse;         /* (chunk,V), (chunk) */
+    int32_t *rows, *start, *ids; /* (T), (T+1), (targets), in the order of the head */
+    float *logp, *dlogp;         /* (targets), in the order of the head */
+} Head;
+
+void head_place(Head *head, Arena *arena, const Model *model, int T, int R, int64_t targets);
+/* The order of the rows (T), where each one's targets begin (T + 1), and their ids. */
+void head_upload(Head *head, Device *dev, const int32_t *rows, const int32_t *start,
+                 const int32_t *ids, int64_t targets);
+/* Rows of the chunk that begins at `row`. */
+int head_chunk(const Head *head, int row);
+/* logits (rows,V) of hidden rows x (rows,D), with an adapter's part (NULL: none), which leaves s.
+ */
+void rows_logits(const Model *model, const Adapter *adapter, float *logits, real *s, const real *x,
+                 int rows);
+/* Logits of rows [row, row + rows) in head order out of hidden (T,D); then lse, and logp of their
+ * targets. */
+void head_logits(const Head *head, const Adapter *adapter, const real *hidden, int row, int rows);
+void head_logprob(const Head *head, const Model *model, int row, int rows);
+/* dlogp → d loss / d logits, in the memory of the logits that head_logits has just left. */
+void head_logprob_backward(const Head *head, const Model *model, int row, int rows);
+/* d loss / d logits, which lie there → those rows of dhidden (T,D), and the adapter's FRESH
+ * gradients. */
+void head_logits_backward(const Head *head, Adapter *adapter, real *dhidden, int row, int rows);
+
+/* ---- budget.c: what a step and a cache may take where nothing else is said ---- */
+
+enum { CACHE_TOKENS_MAX = 1 << 20 };
+
+/* Bytes that a training step may take, its ops' own among them, in so many bytes of memory; 0: in
+ * the device's. */
+size_t budget_step(const Model *model, size_t all_bytes);
+/* The bytes of one arena as a function of what is kept in it. */
+typedef size_t KeepBytes(void *context, int keep);
+/* The most that fits in so many bytes, or 0. */
+int budget_keep(const Model *model, size_t most, KeepBytes *bytes, void *context);
+/* Tokens of a sampler's cache in so many bytes of memory, the weights among them, of which so many
+ * are free and more can be made free for the context's; 0: in the device's. */
+int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_bytes);
+/* Bytes of one token's keys and values in all layers. */
+size_t kv_token_bytes(const Model *model);
+
+#endif

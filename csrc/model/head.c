@@ -1,0 +1,101 @@
+/* model/head.c - rows → logits → log-probabilities of their targets, in chunks, and the way back.
+ *
+ * The N×V logits never exist: a chunk of at most 128 MiB of them lies in one place, where they turn
+ * into their own gradient. The order of rows is the caller's (Pack); a row's result does not depend
+ * on it, a sum over rows (the gradient of the head's LoRA) does. */
+#include "core.h"
+
+int head_rows(const Model *model)
+{
+    int64_t rows = ((int64_t)1 << 27) / ((int64_t)model->shape.vocab * 4);
+    return rows < 32 ? 32 : rows > 512 ? 512 : (int)rows;
+}
+
+void head_place(Head *h, Arena *arena, const Model *model, int T, int R, int64_t targets)
+{
+    int most = head_rows(model);
+    h->T = T;
+    h->chunk = T < most ? T : most;
+    size_t size = model->dev->real_bytes, C = (size_t)h->chunk, D = (size_t)model->shape.width,
+           count = (size_t)targets;
+    h->x = arena_take(arena, C * D * size);
+    h->dx = arena_take(arena, C * D * size);
+    h->s = arena_take(arena, C * (size_t)R * size);
+    h->ds = arena_take(arena, C * (size_t)R * size);
+    h->logits = arena_take(arena, C * (size_t)model->shape.vocab * sizeof(float));
+    h->lse = arena_take(arena, C * sizeof(float));
+    h->rows = arena_take(arena, (size_t)T * sizeof(int32_t));
+    h->start = arena_take(arena, (size_t)(T + 1) * sizeof(int32_t));
+    h->ids = arena_take(arena, count * sizeof(int32_t));
+    h->logp = arena_take(arena, count * sizeof(float));
+    h->dlogp = arena_take(arena, count * sizeof(float));
+}
+
+void head_upload(Head *h, Device *dev, const int32_t *rows, const int32_t *start,
+                 const int32_t *ids, int64_t targets)
+{
+    dev->upload(dev, h->rows, rows, (size_t)h->T * sizeof(int32_t));
+    dev->upload(dev, h->start, start, (size_t)(h->T + 1) * sizeof(int32_t));
+    dev->upload(dev, h->ids, ids, (size_t)targets * sizeof(int32_t));
+}
+
+int head_chunk(const Head *h, int row)
+{
+    return h->T - row < h->chunk ? h->T - row : h->chunk;
+}
+
+void rows_logits(const Model *m, const Adapter *adapter, float *logits, real *s, const real *x,
+                 int rows)
+{
+    Device *d = m->dev;
+    int D = m->shape.width, V = m->shape.vocab;
+    d->head(d, logits, x, m->head, rows, V, D);
+    if (!adapter || adapter->head.a < 0) return;
+    const float *weights = adapter->vector[WEIGHTS];
+    d->head_lora(d, logits, s, x, weights + adapter->head.a, weights + adapter->head.b, rows, V, D,
+                 adapter->rank, adapter->scale);
+}
+
+void head_logits(const Head *h, const Adapter *adapter, const real *hidden, int row, int rows)
+{
+    const Model *m = adapter->model;
+    m->dev->gather(m->dev, h->x, hidden, h->rows + row, rows, m->shape.width);
+    rows_logits(m, adapter, h->logits, h->s, h->x, rows);
+}
+
+void head_logprob(const Head *h, const Model *model, int row, int rows)
+{
+    Device *d = model->dev;
+    d->logprob(d, h->lse, h->logp, h->logits, h->ids, h->start + row, rows, model->shape.vocab);
+}
+
+void head_logprob_backward(const Head *h, const Model *model, int row, int rows)
+{
+    Device *d = model->dev;
+    d->logprob_backward(d, (real *)h->logits, h->logits, h->lse, h->dlogp, h->ids, h->start + row,
+                        rows, model->shape.vocab, 0);
+}
+
+void head_logits_backward(const Head *h, Adapter *adapter, real *dhidden, int row, int rows)
+{
+    const Model *m = adapter->model;
+    Device *d = m->dev;
+    int D = m->shape.width, V = m->shape.vocab;
+    const float *weights = adapter->vector[WEIGHTS];
+    float *fresh = adapter->vector[FRESH];
+    Pair pair = adapter->head;
+    real *dlogits = (real *)h->logits;
+    d->linear_backward(d, h->dx, dlogits, m->head, rows, V, D, 0);
+    if (pair.a >= 0) {
+        Lora lora = {.y = dlogits,
+                     .s = h->s,
+                     .ds = h->ds,
+                     .a = weights + pair.a,
+                     .b = weights + pair.b,
+                     .da = fresh + pair.a,
+                     .db = fresh + pair.b,
+                     .N = V};
+        d->lora_backward(d, h->dx, &lora, 1, h->x, rows, D, adapter->rank, adapter->scale);
+    }
+    d->scatter(d, dhidden, h->dx, h->rows + row, rows, D);
+}

@@ -1,0 +1,223 @@
+/* sample/decode.c - steps in which every sequence runs one row and draws one token: recorded once,
+ * then replayed.
+ *
+ * Such a step is the same work on the same addresses whoever is served, if its number of rows is:
+ * so it is filled up to a power of two with rows that are nobody's (token 0, in a page of the cache
+ * that no sequence has, a greedy draw that nobody reads), and everything that differs from step to
+ * step is one block that is uploaded first. No op lets a row see its neighbours, so the tokens are
+ * those of the other path, bit for bit. A token then costs one upload, one replay and one download,
+ * instead of the start of some 15 ops a layer.
+ *
+ * A recording belongs to a number of rows, an adapter (or none) and the arena that it was made in;
+ * it reads weights where they lie, and so sees them change. Steps that mix adapters are not
+ * recorded: training loops sample from one. What is new runs as it is, and is recorded when it
+ * comes a second time, with everything loaded that a first run loads. */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "sampler.h"
+
+typedef struct Decode {
+    Sampler *sampler;
+    const Adapter *adapter;
+    int rows, pages; /* of the recording; entries of the longest list of pages */
+    Batch batch;
+    Segment segment;
+    Draw *draws;
+    int32_t *start, *ids;
+    Acts acts;
+    real *s;
+    float *logits, *lse, *logp;
+} Decode;
+
+int decode_fits(const Sampler *sampler, const Turn *turns, int count)
+{
+    if (!sampler->graphs || !count) return 0;
+    for (int i = 0; i < count; i++) {
+        const RequestSpec *spec = &turns[i].request->spec;
+        if (turns[i].rows != 1 || !turns[i].draws || spec->topk_sample) return 0;
+        if (spec->adapter != turns[0].request->spec.adapter) return 0;
+    }
+    return 1;
+}
+
+/* ---- memory ---- */
+
+/* What is uploaded: the same places on the device and, from another base, on the host. */
+static void inputs_place(Decode *d, Arena *arena)
+{
+    d->draws = arena_take(arena, (size_t)d->rows * sizeof *d->draws);
+    d->start = arena_take(arena, (size_t)(d->rows + 1) * sizeof *d->start);
+    batch_place(&d->batch, arena, d->rows, d->rows, d->pages);
+}
+
+static void decode_place(Decode *d, Arena *arena)
+{
+    const Model *m = d->sampler->model;
+    int rank = d->adapter ? d->adapter->rank : 1, most = head_rows(m);
+    size_t B = (size_t)d->rows, C = (size_t)(d->rows < most ? d->rows : most);
+    inputs_place(d, arena);
+    acts_place(&d->acts, arena, m, d->rows, rank, 0);
+    d->s = arena_take(arena, C * (size_t)rank * m->dev->real_bytes);
+    d->logits = arena_take(arena, C * (size_t)m->shape.vocab * sizeof(float));
+    d->lse = arena_take(arena, C * sizeof(float));
+    d->ids = arena_take(arena, B * (sizeof(int32_t) + sizeof(float)));
+    d->logp = (float *)(d->ids + d->rows);
+}
+
+/* Fills the host's copy of the inputs; returns how many bytes of it are used. */
+static size_t inputs_fill(Decode *d, Arena *host, const Turn *turns, int count)
+{
+    Sampler *sampler = d->sampler;
+    Decode to = *d;
+    inputs_place(&to, host);
+    int32_t first = 0, nobody = sampler->kv.pages;
+    for (int i = 0; i < count; i++) {
+        const Turn *turn = &turns[i];
+        const Sequence *s = &turn->request->sequence[turn->sample];
+        to.draws[i] = sequence_draw(sampler, turn);
+        to.batch.tokens[i] = s->tokens[turn->from];
+        to.batch.pos[i] = turn->from;
+        to.batch.slot[i] = s->pages[turn->from / KV_PAGE] * KV_PAGE + turn->from % KV_PAGE;
+        to.batch.spans[i] = (Span){i, 1, turn->from, first};
+        for (int j = 0; j < s->page_count; j++) to.batch.pages[first++] = s->pages[j];
+    }
+    to.batch.pages[first] = nobody;
+    for (int i = count; i < d->rows; i++) {
+        to.draws[i] = (Draw){.top_p = 1.0f, .limit = sampler->limit_ids};
+        to.batch.tokens[i] = to.batch.pos[i] = 0;
+        to.batch.slot[i] = nobody * KV_PAGE;
+        to.batch.spans[i] = (Span){i, 1, 0, first};
+    }
+    for (int i = 0; i <= d->rows; i++) to.start[i] = 0;
+    return (size_t)((char *)(to.batch.pages + first + 1) - host->base);
+}
+
+static Status inputs_upload(Decode *d, const Turn *turns, int count)
+{
+    Sampler *sampler = d->sampler;
+    Device *dev = sampler->model->dev;
+    Arena host = {.base = sampler->inputs, .size = sampler->inputs_room}, measure = {.dev = dev};
+    Decode sizes = *d;
+    inputs_place(&sizes, &measure);
+    if (measure.used > host.size) {
+        char *inputs = realloc(sampler->inputs, measure.used);
+        if (!inputs) return fail(STATUS_MEMORY, "no memory for a decoding step");
+        host.base = sampler->inputs = inputs;
+        host.size = sampler->inputs_room = measure.used;
+    }
+    size_t bytes = inputs_fill(d, &host, turns, count);
+    dev->upload(dev, d->draws, sampler->inputs, bytes);
+    return STATUS_OK;
+}
+
+/* ---- the work ---- */
+
+static void decode_work(void *context)
+{
+    const Decode *d = context;
+    const Sampler *sampler = d->sampler;
+    const Adapter *adapter = d->adapter;
+    const Model *m = sampler->model;
+    Device *dev = m->dev;
+    int D = m->shape.width, V = m->shape.vocab, most = head_rows(m);
+    forward(m, &d->batch, &d->acts, &sampler->kv.cache);
+    for (int row = 0, rows; row < d->rows; row += rows) {
+        rows = d->rows - row < most ? d->rows - row : most;
+        const real *x = real_at(dev, d->acts.hidden, (size_t)row * (size_t)D);
+        dev->head(dev, d->logits, x, m->head, rows, V, D);
+        if (adapter && adapter->head.a >= 0)
+            dev->head_lora(dev, d->logits, d->s, x, adapter->vector[WEIGHTS] + adapter->head.a,
+                           adapter->vector[WEIGHTS] + adapter->head.b, rows, V, D, adapter->rank,
+                           adapter->scale);
+        dev->temper(dev, d->logits, d->draws + row, rows, V);
+        dev->logprob(dev, d->lse, d->logp + row, d->logits, d->ids + row, d->start, rows, V);
+        dev->sample(dev, d->ids + row, d->logp + row, d->logits, d->lse, d->draws + row, rows, V);
+    }
+}
+
+/* ---- recordings ---- */
+
+static void recording_drop(Sampler *sampler, Recording *r)
+{
+    if (r->graph) sampler->model->dev->graph_close(sampler->model->dev, r->graph);
+    *r = (Recording){0};
+}
+
+/* The recording of this work; a new one takes the place of the least recently used. */
+static Recording *recording_of(Sampler *sampler, const Decode *d)
+{
+    uint64_t adapter = d->adapter ? d->adapter->number : 0;
+    Recording *oldest = &sampler->recording[0];
+    for (int i = 0; i < RECORDINGS; i++) {
+        Recording *r = &sampler->recording[i];
+        if (r->used && r->rows == d->rows && r->adapter == adapter &&
+            r->base == sampler->arena.base)
+            return r;
+        if (r->used < oldest->used) oldest = r;
+    }
+    recording_drop(sampler, oldest);
+    *oldest = (Recording){.rows = d->rows, .adapter = adapter, .base = sampler->arena.base};
+    return oldest;
+}
+
+/* Replays the work, if it was recorded; records it, if it ran before; else runs it. */
+static Status decode_run(Decode *d)
+{
+    Sampler *sampler = d->sampler;
+    Device *dev = sampler->model->dev;
+    Recording *r = recording_of(sampler, d);
+    int again = r->used != 0;
+    r->used = ++sampler->steps;
+    if (!r->graph || !dev->replay(dev, r->graph)) {
+        if (r->graph) dev->graph_close(dev, r->graph);
+        r->graph = NULL;
+        TRY(device_prepare(dev, decode_work, d));
+        if (!again) {
+            decode_work(d);
+            return STATUS_OK;
+        }
+        TRY(dev->record(dev));
+        decode_work(d);
+        TRY(dev->recorded(dev, &r->graph));
+        dev->replay(dev, r->graph);
+    }
+    sampler->replays++;
+    return STATUS_OK;
+}
+
+Status decode_step(Sampler *sampler, const Turn *turns, int count)
+{
+    const Model *m = sampler->model;
+    Device *dev = m->dev;
+    int64_t longest = (int64_t)sampler->kv.pages;
+    if (longest > m->shape.context / KV_PAGE + 1) longest = m->shape.context / KV_PAGE + 1;
+    int rows = 1, ids[STEP_SEQUENCES * 2];
+    while (rows < count) rows *= 2;
+    Decode d = {.sampler = sampler, .adapter = turns[0].request->spec.adapter, .rows = rows};
+    d.pages = rows * (int)longest + 1;
+    d.acts.layer = sampler->layers;
+    d.segment = (Segment){d.adapter, 0, rows};
+    d.batch.segment = &d.segment;
+    d.batch.segments = 1;
+    Arena measure = {.dev = dev};
+    decode_place(&d, &measure);
+    char purpose[64];
+    snprintf(purpose, sizeof purpose, "a decoding step of %d sequences", rows);
+    TRY(arena_reserve(&sampler->arena, measure.used, purpose));
+    decode_place(&d, &sampler->arena);
+    TRY(inputs_upload(&d, turns, count));
+    TRY(decode_run(&d));
+    turns_cached(sampler, turns, count);
+    dev->download(dev, ids, d.ids, (size_t)rows * 2 * sizeof *ids);
+    TRY(dev->sync(dev));
+    const float *logp = (const float *)(const void *)(ids + rows);
+    for (int i = 0; i < count; i++) sequence_take_token(sampler, &turns[i], ids[i], logp[i]);
+    return STATUS_OK;
+}
+
+void decode_close(Sampler *sampler)
+{
+    for (int i = 0; i < RECORDINGS; i++) recording_drop(sampler, &sampler->recording[i]);
+    free(sampler->inputs);
+}

@@ -1,0 +1,89 @@
+/* sample/kv.c - the pages of the key-value cache: taken, shared by sequences with a common
+ * beginning, forked, dropped; those whose content prefix.c knows are given out anew last.
+ *
+ * A page holds KV_PAGE positions of every layer. Layer l's pages begin at l·stride; a page's number
+ * is the same in all. How a page looks inside is the device's business. */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "sampler.h"
+
+static size_t page_elements(const Model *model)
+{
+    return (size_t)KV_PAGE * (size_t)model->shape.kv_heads * (size_t)model->shape.head_width;
+}
+
+Status kv_open(Kv *kv, Model *model, int64_t tokens)
+{
+    int64_t pages = (tokens + KV_PAGE - 1) / KV_PAGE;
+    *kv = (Kv){.model = model, .arena.dev = model->dev, .pages = (int)pages};
+    kv->cache.stride = (size_t)(pages + 1) * page_elements(model); /* and nobody's page */
+    size_t bytes = kv->cache.stride * (size_t)model->shape.layers * model->dev->real_bytes;
+    char purpose[64];
+    snprintf(purpose, sizeof purpose, "a cache of keys and values of %lld tokens",
+             (long long)pages * KV_PAGE);
+    TRY(arena_reserve(&kv->arena, 2 * bytes + 512, purpose));
+    kv->cache.k = arena_take(&kv->arena, bytes);
+    kv->cache.v = arena_take(&kv->arena, bytes);
+    kv->free_list = malloc((size_t)pages * sizeof *kv->free_list);
+    kv->users = calloc((size_t)pages, sizeof *kv->users);
+    if (!kv->free_list || !kv->users) {
+        kv_close(kv);
+        return fail(STATUS_MEMORY, "no memory for a list of %lld cache pages", (long long)pages);
+    }
+    Status status = prefix_open(&kv->prefix, kv->pages, 2 * bytes);
+    if (status) {
+        kv_close(kv);
+        return status;
+    }
+    for (int i = 0; i < kv->pages; i++) kv->free_list[i] = kv->pages - 1 - i;
+    kv->free_count = kv->pages;
+    return STATUS_OK;
+}
+
+void kv_close(Kv *kv)
+{
+    if (kv->arena.dev) arena_release(&kv->arena);
+    free(kv->free_list);
+    free(kv->users);
+    prefix_close(&kv->prefix);
+    *kv = (Kv){0};
+}
+
+int32_t kv_take(Kv *kv)
+{
+    int32_t page = kv->free_count ? kv->free_list[--kv->free_count] : prefix_evict(&kv->prefix);
+    if (page >= 0) kv->users[page] = 1;
+    return page;
+}
+
+void kv_share(Kv *kv, int32_t page)
+{
+    if (kv->users[page]++ == 0) prefix_lift(&kv->prefix, page);
+}
+
+void kv_drop(Kv *kv, int32_t page)
+{
+    if (--kv->users[page] == 0 && !prefix_lay(&kv->prefix, page))
+        kv->free_list[kv->free_count++] = page;
+}
+
+void kv_forget(Kv *kv)
+{
+    for (int32_t page; (page = prefix_evict(&kv->prefix)) >= 0;)
+        kv->free_list[kv->free_count++] = page;
+    prefix_clear(&kv->prefix);
+}
+
+int32_t kv_fork(Kv *kv, int32_t page, int count)
+{
+    int32_t copy = kv_take(kv);
+    if (copy < 0) return -1;
+    const Model *m = kv->model;
+    Device *d = m->dev;
+    for (int l = 0; l < m->shape.layers; l++)
+        d->kv_copy(d, real_at(d, kv->cache.k, (size_t)l * kv->cache.stride),
+                   real_at(d, kv->cache.v, (size_t)l * kv->cache.stride), page, copy, count,
+                   m->shape.kv_heads, m->shape.head_width);
+    return copy;
+}

@@ -1,0 +1,251 @@
+/* sample/request.c - what a sampler is asked for: checked, kept, found, ended, forgotten. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "sampler.h"
+
+enum { DRAWS_MAX = 4096 };
+
+void request_close(Sampler *sampler, Request *r)
+{
+    line_leave(&sampler->line, r);
+    for (int j = 0; r->sequence && j < r->spec.samples; j++) {
+        Sequence *s = &r->sequence[j];
+        sequence_drop(&sampler->kv, s);
+        free(s->tokens);
+        free(s->logprobs);
+        free(s->top_ids);
+        free(s->top_logprobs);
+        free(s->pages);
+    }
+    free(r->sequence);
+    free(r->prompt_logprobs);
+    free(r->top_ids);
+    free(r->top_logprobs);
+    free(r->target_logprobs);
+    free(r->drawn_ids);
+    free(r->drawn_logprobs);
+    free((void *)r->spec.prompt);
+    free((void *)r->spec.stop_ids);
+    free((void *)r->spec.targets);
+    free((void *)r->spec.starts);
+    free(r);
+}
+
+/* ---- checks ---- */
+
+static Status numbers_check(const RequestSpec *spec)
+{
+    if (spec->samples < 1)
+        return fail(STATUS_INVALID, "num_samples must be at least 1, not %d", spec->samples);
+    if (spec->max_tokens < 1 && spec->max_tokens != -1)
+        return fail(STATUS_INVALID,
+                    "max_tokens must be at least 1, or None for the whole context, not %d",
+                    spec->max_tokens);
+    if (!(spec->temperature >= 0.0f) || !isfinite(spec->temperature))
+        return fail(STATUS_INVALID, "temperature must be 0 or more and finite, not %g",
+                    (double)spec->temperature);
+    if (!(spec->top_p > 0.0f && spec->top_p <= 1.0f))
+        return fail(STATUS_INVALID, "top_p must be in (0, 1], not %g", (double)spec->top_p);
+    if (spec->top_k < 1 && spec->top_k != -1)
+        return fail(STATUS_INVALID, "top_k must be at least 1, or -1 for no cut, not %d",
+                    spec->top_k);
+    return STATUS_OK;
+}
+
+/* The lists of ids that are to be scored at each prompt position after the first. */
+static Status targets_check(const RequestSpec *spec, int vocab)
+{
+    if (spec->draws < 0 || spec->draws > DRAWS_MAX)
+        return fail(STATUS_INVALID, "prompt_draws must be 0 to %d, not %d", DRAWS_MAX, spec->draws);
+    if (!spec->targets) return STATUS_OK;
+    const int32_t *starts = spec->starts;
+    if (spec->start_count != spec->prompt_length || starts[0] != 0 ||
+        starts[spec->prompt_length - 1] != spec->target_count)
+        return fail(STATUS_INVALID,
+                    "target_starts must be %d offsets, from 0 to the %lld targets there are",
+                    spec->prompt_length, (long long)spec->target_count);
+    for (int i = 1; i < spec->prompt_length; i++)
+        if (starts[i] < starts[i - 1])
+            return fail(STATUS_INVALID, "target_starts falls at %d, from %d to %d", i,
+                        starts[i - 1], starts[i]);
+    for (int64_t i = 0; i < spec->target_count; i++)
+        if (spec->targets[i] < 0 || spec->targets[i] >= vocab)
+            return fail(STATUS_INDEX, "the target %lld is %d; the model's ids are 0 to %d",
+                        (long long)i, spec->targets[i], vocab - 1);
+    return STATUS_OK;
+}
+
+/* Tokens that a sequence may come to. A full context still gives one: it is drawn, but never run.
+ */
+static int most_tokens(const RequestSpec *spec, const Shape *s)
+{
+    return spec->prompt_length < s->context ? s->context : s->context + 1;
+}
+
+static Status request_check(const Sampler *sampler, const RequestSpec *spec)
+{
+    const Shape *s = &sampler->model->shape;
+    int64_t room = (int64_t)sampler->kv.pages * KV_PAGE;
+    TRY(numbers_check(spec));
+    if (spec->prompt_length < 1)
+        return fail(STATUS_INVALID, "the prompt is empty: at least one token is needed");
+    if (spec->prompt_length > s->context)
+        return fail(STATUS_INVALID, "the prompt has %d tokens; the model's context is %d",
+                    spec->prompt_length, s->context);
+    for (int i = 0; i < spec->prompt_length; i++)
+        if (spec->prompt[i] < 0 || spec->prompt[i] >= s->vocab)
+            return fail(STATUS_INDEX,
+                        "the prompt's token at position %d is %d; the model's ids are 0 to %d", i,
+                        spec->prompt[i], s->vocab - 1);
+    TRY(targets_check(spec, s->vocab));
+    if (spec->max_tokens > 0 &&
+        (int64_t)spec->prompt_length + spec->max_tokens > most_tokens(spec, s))
+        return fail(STATUS_INVALID,
+                    "a prompt of %d tokens and max_tokens %d are more than the context, %d",
+                    spec->prompt_length, spec->max_tokens, s->context);
+    /* The last token that is drawn needs no place in the cache. */
+    int64_t need = spec->prompt_length + (spec->max_tokens > 0 ? (int64_t)spec->max_tokens : 1) - 1;
+    if (need > room)
+        return fail(STATUS_MEMORY,
+                    "the request needs a cache of %lld tokens; the sampler's holds %lld",
+                    (long long)need, (long long)room);
+    if (spec->first_scored < 0 || spec->first_scored > spec->prompt_length)
+        return fail(STATUS_INVALID, "prompt_from must be 0 to the prompt's %d tokens, not %d",
+                    spec->prompt_length, spec->first_scored);
+    if (spec->first_scored && (spec->draws || spec->target_count))
+        return fail(STATUS_INVALID, "prompt_from can't be used with prompt_draws or targets");
+    const int tops[] = {spec->topk_prompt, spec->topk_sample};
+    for (int i = 0; i < 2; i++)
+        if (tops[i] < 0 || tops[i] > s->vocab)
+            return fail(STATUS_INVALID, "%s must be 0 to %d, not %d",
+                        i ? "topk_sample_logprobs" : "topk_prompt_logprobs", s->vocab, tops[i]);
+    if (spec->adapter && spec->adapter->model != sampler->model)
+        return fail(STATUS_INVALID, "the adapter belongs to another model than the sampler");
+    return STATUS_OK;
+}
+
+/* ---- taking a request ---- */
+
+static void *copy_of(const void *from, size_t bytes)
+{
+    void *to = malloc(bytes ? bytes : 1);
+    if (to && bytes) memcpy(to, from, bytes);
+    return to;
+}
+
+/* The request's copies and results; 0 if there is no memory. */
+static int arrays_make(Request *r)
+{
+    RequestSpec *spec = &r->spec;
+    size_t P = (size_t)spec->prompt_length, top = P * (size_t)spec->topk_prompt,
+           draws = P * (size_t)spec->draws, targets = (size_t)spec->target_count;
+    int scores = spec->targets != NULL;
+    spec->prompt = copy_of(spec->prompt, P * sizeof(int32_t));
+    spec->stop_ids = copy_of(spec->stop_ids, (size_t)spec->stop_count * sizeof(int32_t));
+    spec->targets = scores ? copy_of(spec->targets, targets * sizeof(int32_t)) : NULL;
+    spec->starts = scores ? copy_of(spec->starts, P * sizeof(int32_t)) : NULL;
+    r->prompt_logprobs = malloc(P * sizeof(float));
+    r->top_ids = malloc((top + 1) * sizeof(int32_t));
+    r->top_logprobs = malloc((top + 1) * sizeof(float));
+    r->target_logprobs = calloc(targets + 1, sizeof(float));
+    r->drawn_ids = calloc(draws + 1, sizeof(int32_t));
+    r->drawn_logprobs = calloc(draws + 1, sizeof(float));
+    r->sequence = calloc((size_t)spec->samples, sizeof *r->sequence);
+    return spec->prompt && spec->stop_ids && !scores == !(spec->targets && spec->starts) &&
+           r->prompt_logprobs && r->top_ids && r->top_logprobs && r->target_logprobs &&
+           r->drawn_ids && r->drawn_logprobs && r->sequence;
+}
+
+static int sequences_make(Request *r)
+{
+    size_t room = (size_t)r->limit, draws = room - (size_t)r->spec.prompt_length,
+           top = (size_t)r->spec.topk_sample;
+    int complete = 1;
+    for (int j = 0; j < r->spec.samples; j++) {
+        Sequence *s = &r->sequence[j];
+        s->tokens = malloc(room * sizeof *s->tokens);
+        s->logprobs = malloc(draws * sizeof *s->logprobs);
+        s->pages = malloc((room / KV_PAGE + 1) * sizeof *s->pages);
+        s->top_ids = malloc((draws * top + 1) * sizeof *s->top_ids);
+        s->top_logprobs = malloc((draws * top + 1) * sizeof *s->top_logprobs);
+        s->ready = j == 0;
+        s->length = r->spec.prompt_length;
+        complete &= s->tokens && s->logprobs && s->pages && s->top_ids && s->top_logprobs;
+        if (complete) memcpy(s->tokens, r->spec.prompt, (size_t)s->length * sizeof *s->tokens);
+    }
+    return complete;
+}
+
+/* Row 0 of a prompt's log-probabilities has no token before it; others may not be asked for. */
+static void scores_begin(Request *r)
+{
+    r->scored = r->spec.first_scored > 1 ? r->spec.first_scored - 1 : 0;
+    for (int i = 0; i <= r->scored; i++) r->prompt_logprobs[i] = NAN;
+    for (int i = 0; i < (r->scored + 1) * r->spec.topk_prompt; i++) {
+        r->top_ids[i] = 0;
+        r->top_logprobs[i] = LOGPROB_NONE;
+    }
+}
+
+Status sampler_add(Sampler *sampler, const RequestSpec *spec)
+{
+    TRY(request_check(sampler, spec));
+    if (sampler_find(sampler, spec->id))
+        return fail(STATUS_INVALID, "request %lld is already here", (long long)spec->id);
+    if (sampler->count == sampler->room) {
+        int room = sampler->room ? 2 * sampler->room : 16;
+        Request **grown = realloc(sampler->request, (size_t)room * sizeof *grown);
+        if (!grown) return fail(STATUS_MEMORY, "no memory for another request");
+        sampler->request = grown;
+        sampler->room = room;
+    }
+    Request *r = calloc(1, sizeof *r);
+    if (!r) return fail(STATUS_MEMORY, "no memory for another request");
+    r->spec = *spec;
+    int64_t room = (int64_t)sampler->kv.pages * KV_PAGE;
+    int64_t most = most_tokens(spec, &sampler->model->shape);
+    if (room < most) most = room;
+    r->limit = spec->max_tokens > 0 ? spec->prompt_length + spec->max_tokens : (int)most;
+    if (!arrays_make(r) || !sequences_make(r) || !line_join(&sampler->line, r)) {
+        request_close(sampler, r);
+        return fail(STATUS_MEMORY, "no memory for a request of %d samples and %d tokens",
+                    spec->samples, r->limit);
+    }
+    scores_begin(r);
+    sampler->request[sampler->count++] = r;
+    return STATUS_OK;
+}
+
+/* ---- afterwards ---- */
+
+Request *sampler_find(Sampler *sampler, int64_t id)
+{
+    for (int i = 0; i < sampler->count; i++)
+        if (sampler->request[i]->spec.id == id) return sampler->request[i];
+    return NULL;
+}
+
+Status sampler_stop(Sampler *sampler, int64_t id, int sample)
+{
+    Request *r = sampler_find(sampler, id);
+    if (!r || sample < 0 || sample >= r->spec.samples)
+        return fail(STATUS_INVALID, "no sample %d of request %lld is here", sample, (long long)id);
+    Sequence *s = &r->sequence[sample];
+    s->ending = STOPPED;
+    sequence_drop(&sampler->kv, s);
+    return STATUS_OK;
+}
+
+void sampler_forget(Sampler *sampler, int64_t id)
+{
+    for (int i = 0; i < sampler->count; i++) {
+        if (sampler->request[i]->spec.id != id) continue;
+        request_close(sampler, sampler->request[i]);
+        memmove(sampler->request + i, sampler->request + i + 1,
+                (size_t)(sampler->count - i - 1) * sizeof *sampler->request);
+        sampler->count--;
+        return;
+    }
+}

@@ -1,0 +1,275 @@
+/* sample/sampler.h - requests, and the sequences that a sampler decodes for them.
+ *
+ * A sequence is its tokens so far and how many of them have their keys and values in the cache. One
+ * step runs, for each sequence, the tokens that are missing there (a prompt, a preempted sequence's
+ * past, or just the newest token), and draws the next one when none is missing. There is no other
+ * state, so joining, preempting and resuming are all the same thing, and none can change a result.
+ */
+#ifndef TINSMITH_SAMPLER_H
+#define TINSMITH_SAMPLER_H
+
+#include "../model/core.h"
+
+/* ---- prefix.c: full pages of the cache, found again by their content ---- */
+
+typedef struct Memory Memory; /* prefix.c's own: what is known of a page */
+
+/* What the last `rows` rows of a page said of the tokens after them; 0: nothing is known. */
+typedef struct PageScores {
+    int rows, top;       /* of each row the log-probability of its next token, and the `top` best */
+    int32_t after;       /* the next token of the page's last row */
+    float *logprobs;     /* [KV_PAGE] */
+    float *top_logprobs; /* [KV_PAGE · top] */
+    int32_t *top_ids;
+} PageScores;
+
+typedef struct Prefix {
+    int pages;
+    Memory *memory;     /* [pages] */
+    PageScores *scores; /* [pages] scores.c's */
+    size_t scores_bytes, scores_most;
+    int32_t *bucket; /* [buckets] the first page of each, or -1 */
+    int buckets;
+    int32_t oldest, newest; /* remembered pages that no sequence holds */
+    uint64_t numbers;       /* given so far */
+    int64_t reused;         /* tokens that were found here instead of computed */
+} Prefix;
+
+/* For a cache of so many pages, of so many bytes in all. */
+Status prefix_open(Prefix *prefix, int pages, size_t bytes);
+void prefix_close(Prefix *prefix);
+/* A page that no sequence holds any more: kept if its content is known, else 0. */
+int prefix_lay(Prefix *prefix, int32_t page);
+/* A page that prefix_lay kept is held again. */
+void prefix_lift(Prefix *prefix, int32_t page);
+/* The page that has lain longest, forgotten; -1 if there is none. */
+int32_t prefix_evict(Prefix *prefix);
+/* The page with these KV_PAGE tokens behind the page of number `before` (0: none), under the
+ * weights of that stamp; -1 if there is none. */
+int32_t prefix_find(const Prefix *prefix, uint64_t stamp, uint64_t before, const int32_t *tokens);
+/* Remembers a page's content; its number is new. */
+void prefix_add(Prefix *prefix, int32_t page, uint64_t stamp, uint64_t before,
+                const int32_t *tokens);
+uint64_t prefix_number(const Prefix *prefix, int32_t page);
+/* Forgets those that are held. */
+void prefix_clear(Prefix *prefix);
+
+/* ---- kv.c: pages of the cache ---- */
+
+typedef struct Kv {
+    Model *model;
+    Arena arena;
+    Cache cache;
+    int pages, free_count; /* page number `pages` is nobody's: rows that only fill up write there */
+    int32_t *free_list;
+    int32_t *users; /* of each page: sequences that hold it */
+    Prefix prefix;
+} Kv;
+
+Status kv_open(Kv *kv, Model *model, int64_t tokens);
+void kv_close(Kv *kv);
+/* A page for new content, or -1. */
+int32_t kv_take(Kv *kv);
+void kv_share(Kv *kv, int32_t page);
+void kv_drop(Kv *kv, int32_t page);
+/* Forgets what every page holds; sequences keep theirs. */
+void kv_forget(Kv *kv);
+/* A page with the first `count` keys of `page`, for a sequence that goes its own way; -1 if there
+ * is none. */
+int32_t kv_fork(Kv *kv, int32_t page, int count);
+/* ---- requests and sequences ---- */
+
+typedef enum Ending { RUNNING, STOPPED, FULL } Ending; /* FULL: max_tokens or the context */
+
+typedef struct Sequence {
+    Ending ending;
+    int ready;  /* 0: waits for the request's first sequence to share the prompt's pages */
+    int cached; /* tokens whose keys and values are in the cache */
+    int length; /* tokens: prompt and drawn */
+    int drawn;
+    int32_t *tokens;  /* [room] */
+    float *logprobs;  /* [drawn] */
+    int32_t *top_ids; /* [drawn · topk_sample] */
+    float *top_logprobs;
+    int32_t *pages;
+    int page_count, room;
+    int kept;        /* full pages that prefix.c knows */
+    uint64_t behind; /* its number of the last of them */
+    int waited;      /* for the beginning of a page that another one computed */
+} Sequence;
+
+typedef struct RequestSpec {
+    int64_t id;
+    int64_t client;         /* who asks: clients share each step */
+    const Adapter *adapter; /* kept alive by the caller until the request is gone */
+    const int32_t *prompt, *stop_ids;
+    int prompt_length, stop_count;
+    int samples, max_tokens; /* max_tokens -1: to the end of the context */
+    float temperature, top_p;
+    int top_k;
+    uint64_t seed;
+    int topk_sample, prompt_logprobs, topk_prompt;
+    int draws;        /* tokens to draw at each prompt position after the first */
+    int first_scored; /* prompt positions before this one are not scored */
+    /* Ids to score there: those at position p + 1 are targets[starts[p]] up to starts[p + 1]. NULL:
+     * none. */
+    const int32_t *targets, *starts;
+    int64_t target_count, start_count; /* lengths, as they came */
+} RequestSpec;
+
+/* Who asks, while a request of theirs is here. */
+typedef struct Client {
+    int64_t id;
+    int requests;
+    int in_line; /* sequences of theirs, in the step that is picked */
+    int wanted;  /* rows that their prompts lack */
+    int rows;    /* and may yet run */
+} Client;
+
+typedef struct Request {
+    RequestSpec spec; /* its arrays are copies */
+    Client *client;
+    int limit;  /* tokens at which a sequence is full */
+    int scored; /* prompt positions whose log-probabilities are known */
+    float *prompt_logprobs;
+    int32_t *top_ids;
+    float *top_logprobs;
+    float *target_logprobs; /* [target_count] */
+    int32_t *drawn_ids;     /* [(prompt_length − 1) · draws] */
+    float *drawn_logprobs;
+    int done;
+    Sequence *sequence;
+} Request;
+
+/* schedule.c's: the sequences that could run, who is to go on first before the others. */
+typedef struct Waiter {
+    Request *request;
+    int sample;
+} Waiter;
+
+typedef struct Line {
+    Waiter *waiter; /* [room] */
+    int *rank;      /* [room + 1]: where the sequences that are so many-th of their clients begin */
+    int count, room;
+    int sequences;   /* of all requests */
+    Client **client; /* who has the oldest request first */
+    int clients, client_room;
+} Line;
+
+typedef struct Drawn {
+    int64_t request;
+    int sample;
+    int32_t token;
+} Drawn;
+
+/* A decoding step as the device has recorded it, and all that it depends on. */
+typedef struct Recording {
+    int rows;
+    uint64_t adapter; /* its number; 0: none */
+    const void *base; /* of the step's arena */
+    Graph *graph;     /* NULL: it ran once, and is recorded when it comes again */
+    int64_t used;     /* the step in which it ran last; 0: an empty place */
+} Recording;
+
+enum { RECORDINGS = 32 }; /* 9 sizes of three adapters, and some */
+
+typedef struct Sampler {
+    Model *model;
+    Kv kv;
+    Arena arena; /* of a step */
+    int graphs;  /* whether decoding steps may be recorded */
+    Recording recording[RECORDINGS];
+    int64_t steps, replays; /* decoding steps, and those that were replayed */
+    char *inputs;           /* host: what a decoding step uploads */
+    size_t inputs_room;
+    LayerActs *layers;
+    int limit_ids; /* ids from here on are never drawn */
+    Request **request;
+    int count, room;
+    Line line;
+    Drawn *drawn; /* of the newest step */
+    int drawn_count, drawn_room;
+    volatile int interrupted; /* set from outside: the step under way stops */
+} Sampler;
+
+Status sampler_open(Sampler **sampler, Model *model, int64_t tokens, int limit_ids);
+void sampler_close(Sampler *sampler);
+Status sampler_add(Sampler *sampler, const RequestSpec *spec);
+/* One forward. sampler->drawn then holds what was drawn; an interrupted step drew nothing. */
+Status sampler_step(Sampler *sampler);
+/* Ends a sample after its newest token: its stop string was seen. */
+Status sampler_stop(Sampler *sampler, int64_t id, int sample);
+Request *sampler_find(Sampler *sampler, int64_t id);
+/* Forgets a request, done or not. */
+void sampler_forget(Sampler *sampler, int64_t id);
+
+/* request.c: forgets a request's arrays and pages. */
+void request_close(Sampler *sampler, Request *request);
+
+/* ask.c: what is asked of a prompt's row. */
+
+/* Ids from the request's own lists that are scored in the row of a prompt's position. */
+int row_targets(const RequestSpec *spec, int position);
+/* Whether anything is asked of that row that was not told yet. */
+int row_asked(const Request *request, int position);
+
+/* schedule.c: which rows a step runs. */
+
+enum { STEP_ROWS = 512, STEP_SEQUENCES = 256 };
+
+typedef struct Turn {
+    Request *request;
+    int sample, from, rows; /* tokens [from, from + rows) */
+    int draws;              /* its last row is followed by a draw */
+} Turn;
+
+/* Picks the sequences that run and gives them pages; returns how many. */
+int schedule(Sampler *sampler, Turn *turns);
+/* A request comes: 0 if there is no memory. It goes, whether it could join or not. */
+int line_join(Line *line, Request *request);
+void line_leave(Line *line, const Request *request);
+void line_close(Line *line);
+
+/* sequence.c: how a sequence goes on. */
+
+/* The rows of these turns have their keys and values in the cache. */
+void turns_cached(Sampler *sampler, const Turn *turns, int count);
+/* How the token behind a turn's last row is drawn. */
+Draw sequence_draw(const Sampler *sampler, const Turn *turn);
+/* A drawn token joins its sequence, and may end it. */
+void sequence_take_token(Sampler *sampler, const Turn *turn, int32_t token, float logp);
+/* Gives back the pages of a sequence. */
+void sequence_drop(Kv *kv, Sequence *sequence);
+
+/* share.c: sequences that begin alike. */
+
+/* Remembers the full pages of a sequence, and what their rows told. */
+void share_keep(Kv *kv, const Request *request, Sequence *s);
+/* A request's first sequence has its prompt in the cache: the others begin from its pages, all but
+ * the prompt's last token, which each runs for itself. */
+void share_prompt(Sampler *sampler, Request *request);
+/* Gives a sequence what is there of the tokens that it lacks; whether it then waits for what one of
+ * this step's turns computes. */
+int share_begin(Sampler *sampler, const Turn *turns, int count, Request *request, Sequence *s);
+
+/* scores.c: the log-probabilities that a page's rows gave. */
+
+/* What a request knows of its prompt's page number `page` once its rows have been run. */
+PageScores scores_of(const Request *request, int page);
+/* Whether that is all that a request asks of its own page of that number; and takes it from there.
+ */
+int scores_suffice(const PageScores *known, const Request *request, int page);
+void scores_take(const PageScores *known, Request *request, int page);
+/* Remembers it with a page of the cache; forgets it. */
+void scores_keep(Prefix *prefix, int32_t at, const Request *request, int page);
+void scores_drop(Prefix *prefix, int32_t at);
+
+/* decode.c: steps in which every sequence runs one row and draws one token. */
+
+/* Whether the device records such a step. */
+int decode_fits(const Sampler *sampler, const Turn *turns, int count);
+Status decode_step(Sampler *sampler, const Turn *turns, int count);
+/* Forgets what was recorded. */
+void decode_close(Sampler *sampler);
+
+#endif

@@ -1,0 +1,211 @@
+/* sample/schedule.c - which sequences run in a step, and on which pages.
+ *
+ * Clients take turns: in line stand the oldest sequence of each, then the second of each, and so
+ * on, within a turn the older request first. So who has one sequence runs it in every step, however
+ * many wait for others, and one client alone has its requests in the order in which they came. In
+ * that order at most STEP_SEQUENCES run. Those that lack one token (they decode) take a row; the
+ * rows that are left go to prompts, in pieces, shared equally by the clients that have any.
+ *
+ * A sequence that finds no free page takes those of the last in line that has any. The first in
+ * line is of the oldest request of all until it is done: it always gets on, and each comes to be
+ * the first. What was dropped is computed again, to the same bits. Who would compute what another
+ * one just computes is let wait (share.c). */
+#include <stdlib.h>
+#include <string.h>
+
+#include "sampler.h"
+
+/* ---- who asks ---- */
+
+static Client *client_find(Line *line, int64_t id)
+{
+    for (int i = 0; i < line->clients; i++)
+        if (line->client[i]->id == id) return line->client[i];
+    if (line->clients == line->client_room) {
+        int room = line->client_room ? 2 * line->client_room : 4;
+        Client **grown = realloc(line->client, (size_t)room * sizeof *grown);
+        if (!grown) return NULL;
+        line->client = grown;
+        line->client_room = room;
+    }
+    Client *client = calloc(1, sizeof *client);
+    if (!client) return NULL;
+    client->id = id;
+    return line->client[line->clients++] = client;
+}
+
+static int line_grow(Line *line, int sequences)
+{
+    if (sequences <= line->room) return 1;
+    size_t room = 2 * (size_t)sequences;
+    Waiter *waiter = realloc(line->waiter, room * sizeof *waiter);
+    if (waiter) line->waiter = waiter;
+    int *rank = realloc(line->rank, (room + 1) * sizeof *rank);
+    if (rank) line->rank = rank;
+    if (!waiter || !rank) return 0;
+    line->room = (int)room;
+    return 1;
+}
+
+int line_join(Line *line, Request *r)
+{
+    if (!line_grow(line, line->sequences + r->spec.samples)) return 0;
+    r->client = client_find(line, r->spec.client);
+    if (!r->client) return 0;
+    r->client->requests++;
+    line->sequences += r->spec.samples;
+    return 1;
+}
+
+void line_leave(Line *line, const Request *r)
+{
+    if (!r->client) return;
+    line->sequences -= r->spec.samples;
+    if (--r->client->requests) return;
+    int at = 0;
+    while (line->client[at] != r->client) at++;
+    line->client[at] = line->client[--line->clients];
+    free(r->client);
+}
+
+void line_close(Line *line)
+{
+    free(line->waiter);
+    free(line->rank);
+    free(line->client);
+}
+
+/* ---- the line ---- */
+
+static int waits(const Sequence *s)
+{
+    return s->ending == RUNNING && s->ready;
+}
+
+/* Whether a sequence lacks its newest token alone. One that has no pages yet counts as a prompt,
+ * though its beginning may be known. */
+static int decodes(const Sequence *s)
+{
+    return s->page_count && s->length - s->cached == 1;
+}
+
+/* Counts who waits: clients, in the order of their oldest requests; in rank[k + 1] those that have
+ * more than k sequences; returns how many sequences decode. */
+static int line_count(Line *line, Request *const *requests, int count)
+{
+    int decoding = 0, known = 0;
+    memset(line->rank, 0, (size_t)(line->sequences + 1) * sizeof *line->rank);
+    for (int i = 0; i < line->clients; i++) line->client[i]->in_line = -1;
+    for (int i = 0; i < count; i++) {
+        Request *r = requests[i];
+        Client *c = r->client;
+        if (c->in_line < 0) {
+            line->client[known++] = c;
+            c->in_line = c->wanted = c->rows = 0;
+        }
+        for (int j = 0; j < r->spec.samples; j++) {
+            const Sequence *s = &r->sequence[j];
+            if (!waits(s)) continue;
+            line->rank[++c->in_line]++;
+            decoding += decodes(s);
+            if (!decodes(s) && c->wanted < STEP_ROWS) c->wanted += s->length - s->cached;
+        }
+    }
+    return decoding;
+}
+
+/* Puts the sequences in line; returns how many of them decode. */
+static int line_form(Line *line, Request *const *requests, int count)
+{
+    if (!line->sequences) return line->count = 0;
+    int decoding = line_count(line, requests, count);
+    for (int k = 0; k < line->sequences; k++) line->rank[k + 1] += line->rank[k];
+    line->count = line->rank[line->sequences];
+    for (int i = 0; i < line->clients; i++) line->client[i]->in_line = 0;
+    for (int i = 0; i < count; i++)
+        for (int j = 0; j < requests[i]->spec.samples; j++)
+            if (waits(&requests[i]->sequence[j]))
+                line->waiter[line->rank[requests[i]->client->in_line++]++] =
+                    (Waiter){requests[i], j};
+    return decoding;
+}
+
+/* Shares rows among the clients' prompts, to each as many as to any other that wants more. */
+static void rows_share(Line *line, int rows)
+{
+    for (int waiting = 1; rows && waiting;) {
+        waiting = 0;
+        for (int i = 0; i < line->clients; i++)
+            waiting += line->client[i]->rows < line->client[i]->wanted;
+        int share = waiting ? (rows + waiting - 1) / waiting : 0;
+        for (int i = 0; i < line->clients; i++) {
+            Client *c = line->client[i];
+            int more = c->wanted - c->rows < share ? c->wanted - c->rows : share;
+            if (more > rows) more = rows;
+            c->rows += more;
+            rows -= more;
+        }
+    }
+}
+
+/* ---- pages ---- */
+
+/* The last in line behind a place that has pages. None of those runs in this step yet. */
+static Sequence *last_behind(const Line *line, int place)
+{
+    for (int i = line->count - 1; i > place; i--) {
+        Sequence *s = &line->waiter[i].request->sequence[line->waiter[i].sample];
+        if (s->page_count) return s;
+    }
+    return NULL;
+}
+
+/* Gives the sequence in a place pages for `length` tokens; 0 if it has to wait. */
+static int make_room(Sampler *sampler, int place, int length)
+{
+    const Waiter *at = &sampler->line.waiter[place];
+    Sequence *sequence = &at->request->sequence[at->sample];
+    while (sequence->page_count * KV_PAGE < length) {
+        int32_t page = kv_take(&sampler->kv);
+        if (page < 0) {
+            Sequence *victim = last_behind(&sampler->line, place);
+            if (!victim) return 0;
+            sequence_drop(&sampler->kv, victim);
+            continue;
+        }
+        sequence->pages[sequence->page_count++] = page;
+    }
+    return 1;
+}
+
+static void order_by_adapter(Turn *turns, int count)
+{
+    for (int i = 1; i < count; i++) { /* stable, and nearly always in order already */
+        Turn turn = turns[i];
+        int j = i;
+        for (; j > 0 && turns[j - 1].request->spec.adapter > turn.request->spec.adapter; j--)
+            turns[j] = turns[j - 1];
+        turns[j] = turn;
+    }
+}
+
+int schedule(Sampler *sampler, Turn *turns)
+{
+    Line *line = &sampler->line;
+    int count = 0, decoding = line_form(line, sampler->request, sampler->count);
+    rows_share(line, STEP_ROWS - (decoding < STEP_SEQUENCES ? decoding : STEP_SEQUENCES));
+    for (int i = 0; i < line->count && count < STEP_SEQUENCES; i++) {
+        Request *r = line->waiter[i].request;
+        int j = line->waiter[i].sample, prompt = !decodes(&r->sequence[j]);
+        Sequence *s = &r->sequence[j];
+        if (prompt && !r->client->rows) continue;
+        if (share_begin(sampler, turns, count, r, s)) continue;
+        int missing = s->length - s->cached;
+        int take = prompt && missing > r->client->rows ? r->client->rows : missing;
+        if (!make_room(sampler, i, s->cached + take)) continue;
+        turns[count++] = (Turn){r, j, s->cached, take, take == missing};
+        if (prompt) r->client->rows -= take;
+    }
+    order_by_adapter(turns, count);
+    return count;
+}

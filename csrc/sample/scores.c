@@ -1,0 +1,100 @@
+/* sample/scores.c - the log-probabilities that a page's rows gave, remembered with the page.
+ *
+ * What a row says of the token after it follows from the tokens up to it and from the weights, to
+ * the bit, as its keys and values do: whatever else is asked, scores are at temperature 1. So a
+ * prompt that is to be scored begins with a page that is known, if all that it asks of the page's
+ * rows is known too: of each row the log-probability of its next token (that of the last row lies
+ * behind the page, and is remembered beside it) and the K best, which are in order, the lower id
+ * first among equals, so that every list begins with the shorter ones. Ids of the request's own and
+ * draws are not remembered: it runs their rows.
+ *
+ * A row's K best take 8·K bytes. What is remembered has a bound; where it is reached, the pages
+ * that come next in the cache give up theirs: pages are handed out in order, so those are the
+ * oldest. */
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "sampler.h"
+
+PageScores scores_of(const Request *r, int page)
+{
+    const RequestSpec *spec = &r->spec;
+    int begin = page * KV_PAGE, end = begin + KV_PAGE;
+    int first = spec->first_scored > 1 ? spec->first_scored - 1 : 0;
+    int every = spec->prompt_logprobs || spec->topk_prompt || spec->draws;
+    if (!every || first >= end || end >= spec->prompt_length) return (PageScores){0};
+    size_t at = (size_t)begin + 1, k = (size_t)spec->topk_prompt;
+    return (PageScores){.rows = end - (first > begin ? first : begin),
+                        .top = spec->topk_prompt,
+                        .after = spec->prompt[end],
+                        .logprobs = r->prompt_logprobs + at,
+                        .top_logprobs = r->top_logprobs + at * k,
+                        .top_ids = r->top_ids + at * k};
+}
+
+int scores_suffice(const PageScores *known, const Request *r, int page)
+{
+    const RequestSpec *spec = &r->spec;
+    int begin = page * KV_PAGE, end = begin + KV_PAGE;
+    for (int p = begin; p < end; p++) {
+        if (!row_asked(r, p)) continue;
+        if (spec->draws || row_targets(spec, p)) return 0;
+        if (end - p > known->rows || spec->topk_prompt > known->top) return 0;
+        if (p + 1 == end && spec->prompt[end] != known->after) return 0;
+    }
+    return 1;
+}
+
+void scores_take(const PageScores *known, Request *r, int page)
+{
+    int begin = page * KV_PAGE;
+    size_t k = (size_t)r->spec.topk_prompt, top = (size_t)known->top;
+    for (int p = begin; p < begin + KV_PAGE; p++) {
+        if (!row_asked(r, p)) continue;
+        size_t to = (size_t)p + 1, row = (size_t)(p - begin);
+        r->prompt_logprobs[to] = known->logprobs[row];
+        memcpy(r->top_logprobs + to * k, known->top_logprobs + row * top, k * sizeof(float));
+        memcpy(r->top_ids + to * k, known->top_ids + row * top, k * sizeof(int32_t));
+        r->scored = p + 1;
+    }
+}
+
+/* ---- with the pages ---- */
+
+/* Numbers of a page's scores, of 4 bytes each. */
+static size_t numbers(const PageScores *scores)
+{
+    return KV_PAGE * (1 + 2 * (size_t)scores->top);
+}
+
+void scores_drop(Prefix *prefix, int32_t at)
+{
+    PageScores *scores = &prefix->scores[at];
+    if (scores->rows) prefix->scores_bytes -= numbers(scores) * sizeof(float);
+    free(scores->logprobs);
+    *scores = (PageScores){0};
+}
+
+void scores_keep(Prefix *prefix, int32_t at, const Request *r, int page)
+{
+    PageScores scores = scores_of(r, page), *old = &prefix->scores[at];
+    if (!scores.rows) return;
+    assert(r->scored >= (page + 1) * KV_PAGE);
+    if (old->rows >= scores.rows && old->top >= scores.top && old->after == scores.after) return;
+    size_t bytes = numbers(&scores) * sizeof(float), top = KV_PAGE * (size_t)scores.top;
+    if (bytes > prefix->scores_most) return;
+    scores_drop(prefix, at);
+    for (int32_t i = at; prefix->scores_bytes + bytes > prefix->scores_most;)
+        scores_drop(prefix, i = (i + 1) % prefix->pages);
+    float *to = malloc(bytes);
+    if (!to) return; /* those rows will be run again */
+    memcpy(to, scores.logprobs, KV_PAGE * sizeof *to);
+    memcpy(to + KV_PAGE, scores.top_logprobs, top * sizeof *to);
+    memcpy(to + KV_PAGE + top, scores.top_ids, top * sizeof *to);
+    scores.logprobs = to;
+    scores.top_logprobs = to + KV_PAGE;
+    scores.top_ids = (int32_t *)(void *)(to + KV_PAGE + top);
+    *old = scores;
+    prefix->scores_bytes += bytes;
+}

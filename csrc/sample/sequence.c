@@ -1,0 +1,45 @@
+/* sample/sequence.c - how a sequence goes on: its rows come into the cache, a token is drawn and
+ * joins it, its pages are given back. */
+#include "sampler.h"
+
+void sequence_drop(Kv *kv, Sequence *sequence)
+{
+    for (int i = 0; i < sequence->page_count; i++) kv_drop(kv, sequence->pages[i]);
+    sequence->page_count = sequence->cached = sequence->kept = 0;
+    sequence->behind = 0;
+}
+
+void turns_cached(Sampler *sampler, const Turn *turns, int count)
+{
+    for (const Turn *turn = turns; turn < turns + count; turn++) {
+        Sequence *s = &turn->request->sequence[turn->sample];
+        s->cached += turn->rows;
+        share_keep(&sampler->kv, turn->request, s);
+    }
+}
+
+Draw sequence_draw(const Sampler *sampler, const Turn *turn)
+{
+    const RequestSpec *spec = &turn->request->spec;
+    return (Draw){spec->seed,
+                  (uint32_t)turn->sample,
+                  (uint32_t)(turn->from + turn->rows - 1),
+                  spec->temperature,
+                  spec->top_p,
+                  spec->top_k,
+                  sampler->limit_ids};
+}
+
+void sequence_take_token(Sampler *sampler, const Turn *turn, int32_t token, float logp)
+{
+    Request *r = turn->request;
+    Sequence *s = &r->sequence[turn->sample];
+    if (turn->sample == 0 && s->drawn == 0) share_prompt(sampler, r);
+    s->tokens[s->length++] = token;
+    s->logprobs[s->drawn++] = logp;
+    if (s->length == r->limit) s->ending = FULL;
+    for (int i = 0; i < r->spec.stop_count; i++)
+        if (token == r->spec.stop_ids[i]) s->ending = STOPPED;
+    sampler->drawn[sampler->drawn_count++] = (Drawn){r->spec.id, turn->sample, token};
+    if (s->ending != RUNNING) sequence_drop(&sampler->kv, s);
+}

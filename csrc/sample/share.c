@@ -1,0 +1,147 @@
+/* sample/share.c - sequences that begin alike compute their beginning once: it waits for who is at
+ * it, or copies what is there.
+ *
+ * Requests that come together (a group's rollouts, a teacher's prompts with the group's answers)
+ * are all at the same page when they start. The first in line computes it; another one would only
+ * do the same again. It waits, where the other completes the page in this step, or runs at least as
+ * many of its rows as it could itself: then the page is found (prefix.c), and nobody is later than
+ * alone. It looks again in every step, so it never waits for one that has been stopped or put off,
+ * and the first in line waits for nobody.
+ *
+ * Where only part of a page is common to both, the rest of a prompt, its rows are copied from a
+ * sequence that goes on in that page. For all of them a sequence waits one step, once: the other
+ * may have ended in it. */
+#include "sampler.h"
+
+enum { PART_LEAST = 16 }; /* rows that are worth a step and a copy */
+
+/* ---- pages that are remembered ---- */
+
+static uint64_t stamp_of(const Request *request)
+{
+    return request->spec.adapter ? request->spec.adapter->stamp : 0;
+}
+
+void share_keep(Kv *kv, const Request *request, Sequence *s)
+{
+    Prefix *prefix = &kv->prefix;
+    while ((s->kept + 1) * KV_PAGE <= s->cached) {
+        const int32_t *tokens = s->tokens + s->kept * KV_PAGE;
+        int32_t page = prefix_find(prefix, stamp_of(request), s->behind, tokens);
+        if (page < 0) {
+            page = s->pages[s->kept];
+            prefix_add(prefix, page, stamp_of(request), s->behind, tokens);
+        }
+        scores_keep(prefix, page, request, s->kept);
+        s->behind = prefix_number(prefix, page);
+        s->kept++;
+    }
+}
+
+static void known_pages(Kv *kv, Request *request, Sequence *s)
+{
+    Prefix *prefix = &kv->prefix;
+    if (s->page_count != s->kept) return;
+    while ((s->kept + 1) * KV_PAGE < s->length) { /* the last token is run, for what follows it */
+        const int32_t *tokens = s->tokens + s->kept * KV_PAGE;
+        int32_t page = prefix_find(prefix, stamp_of(request), s->behind, tokens);
+        if (page < 0 || !scores_suffice(&prefix->scores[page], request, s->kept)) return;
+        scores_take(&prefix->scores[page], request, s->kept);
+        kv_share(kv, page);
+        s->pages[s->page_count++] = page;
+        s->behind = prefix_number(prefix, page);
+        s->kept++;
+        s->cached += KV_PAGE;
+        prefix->reused += KV_PAGE;
+    }
+}
+
+static int page_common(const Request *request, const Sequence *s, const Request *other,
+                       const Sequence *theirs)
+{
+    if (theirs->kept != s->kept || theirs->behind != s->behind) return 0;
+    if (stamp_of(other) != stamp_of(request)) return 0;
+    int from = s->kept * KV_PAGE, n = 0, end = from + KV_PAGE;
+    if (s->length < end) end = s->length;
+    if (theirs->length < end) end = theirs->length;
+    while (from + n < end && s->tokens[from + n] == theirs->tokens[from + n]) n++;
+    return n;
+}
+
+/* ---- sequences that are there ---- */
+
+void share_prompt(Sampler *sampler, Request *r)
+{
+    int common = r->spec.prompt_length - 1, whole = common / KV_PAGE, rest = common % KV_PAGE;
+    for (int j = 1; j < r->spec.samples; j++) {
+        Sequence *from = &r->sequence[0], *to = &r->sequence[j];
+        to->ready = 1;
+        for (int i = 0; i < whole; i++) {
+            kv_share(&sampler->kv, from->pages[i]);
+            to->pages[to->page_count++] = from->pages[i];
+        }
+        to->cached = whole * KV_PAGE;
+        int32_t page = rest ? kv_fork(&sampler->kv, from->pages[whole], rest) : -1;
+        if (page < 0) continue;
+        to->pages[to->page_count++] = page;
+        to->cached = common;
+    }
+}
+
+static int minimum(int a, int b)
+{
+    return a < b ? a : b;
+}
+
+/* Whether a turn's sequence, which has the tokens of s's next page, brings that page. */
+static int page_comes(const Turn *turn, const Request *r, const Sequence *s)
+{
+    int end = s->cached + KV_PAGE;
+    if (end >= s->length) return 0;
+    if (turn->from + turn->rows < end && turn->rows < r->client->rows) return 0;
+    PageScores coming = scores_of(turn->request, s->kept);
+    return scores_suffice(&coming, r, s->kept);
+}
+
+/* Rows of s's next page that may be another's: those before its last token, and before the first of
+ * which something is asked. */
+static int rows_open(const Request *r, const Sequence *s)
+{
+    int n = 0, most = minimum(KV_PAGE, s->length - 1 - s->cached);
+    while (n < most && !row_asked(r, s->cached + n)) n++;
+    return n;
+}
+
+/* Whether a turn's sequence is there in the next step, unless a stop token ends it. */
+static int goes_on(const Turn *turn)
+{
+    const Sequence *s = &turn->request->sequence[turn->sample];
+    return !turn->draws || s->length + 1 < turn->request->limit;
+}
+
+int share_begin(Sampler *sampler, const Turn *turns, int count, Request *r, Sequence *s)
+{
+    known_pages(&sampler->kv, r, s);
+    if (s->page_count != s->kept || s->length - s->cached == 1) return 0;
+    const Sequence *source = NULL;
+    int copied = PART_LEAST - 1, open = rows_open(r, s), comes = 0;
+    for (const Turn *turn = turns; turn < turns + count; turn++) {
+        const Sequence *theirs = &turn->request->sequence[turn->sample];
+        int common = page_common(r, s, turn->request, theirs);
+        if (common == KV_PAGE && page_comes(turn, r, s)) return 1;
+        int part = minimum(common, open);
+        if (minimum(part, theirs->cached - s->cached) > copied) {
+            copied = minimum(part, theirs->cached - s->cached);
+            source = theirs;
+        }
+        int there = turn->from + turn->rows - s->cached; /* after this step */
+        comes |= part >= PART_LEAST && there >= part && goes_on(turn);
+    }
+    if (!source) return comes && !s->waited ? s->waited = 1 : 0;
+    int32_t page = kv_fork(&sampler->kv, source->pages[s->kept], copied);
+    if (page < 0) return 0;
+    s->pages[s->page_count++] = page;
+    s->cached += copied;
+    sampler->kv.prefix.reused += copied;
+    return 0;
+}

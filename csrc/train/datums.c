@@ -1,0 +1,83 @@
+/* train/datums.c - a training call's data, checked before any work.
+ *
+ * Whatever is wrong is said of one datum, with what was expected and what came. After this no id
+ * can reach past a table, and no number that is not finite can reach a gradient. */
+#include <math.h>
+
+#include "train.h"
+
+static Status lengths_check(const Datums *d, const Model *model)
+{
+    int64_t tokens = 0, targets = 0;
+    for (int i = 0; i < d->count; i++) {
+        if (d->lengths[i] < 1)
+            return fail(STATUS_INVALID, "datum %d is empty: it has no tokens", i);
+        if (d->lengths[i] > model->shape.context)
+            return fail(STATUS_INVALID, "datum %d has %d tokens; the model's context is %d", i,
+                        d->lengths[i], model->shape.context);
+        if (d->counts[i] < 1)
+            return fail(STATUS_INVALID,
+                        "datum %d has %d targets a position; it must have at least 1", i,
+                        d->counts[i]);
+        tokens += d->lengths[i];
+        targets += (int64_t)d->lengths[i] * d->counts[i];
+    }
+    if (tokens != d->token_total)
+        return fail(STATUS_INVALID, "the lengths add up to %lld tokens, but %lld came",
+                    (long long)tokens, (long long)d->token_total);
+    if (targets != d->target_total)
+        return fail(STATUS_INVALID, "the datums have room for %lld targets, but %lld came",
+                    (long long)targets, (long long)d->target_total);
+    return STATUS_OK;
+}
+
+static Status ids_check(const int32_t *ids, int64_t count, int vocab, int datum, const char *what,
+                        int row)
+{
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] < 0 || ids[i] >= vocab)
+            return fail(STATUS_INDEX,
+                        "datum %d: %s at position %lld is %d; the model's ids are 0 to %d", datum,
+                        what, (long long)(i / row), ids[i], vocab - 1);
+    return STATUS_OK;
+}
+
+Status datums_check(const Datums *d, const Model *model, const Loss *loss)
+{
+    if (d->count < 1) return fail(STATUS_INVALID, "no datums: at least one is needed");
+    TRY(lengths_check(d, model));
+    for (int j = 0; j < LOSS_INPUTS && loss->input[j].name; j++) {
+        if (!d->input[j] && loss->input[j].required)
+            return fail(STATUS_INVALID, "%s needs %s", loss->name, loss->input[j].name);
+        if (d->input[j] && d->input_total[j] != d->target_total)
+            return fail(STATUS_INVALID, "%s has %lld numbers for %lld targets", loss->input[j].name,
+                        (long long)d->input_total[j], (long long)d->target_total);
+    }
+    for (int j = 0; j < LOSS_KEYS && loss->key[j].name; j++)
+        if (isnan(d->key[j]) && isnan(loss->key[j].initial))
+            return fail(STATUS_INVALID, "%s needs %s: a number that has no default", loss->name,
+                        loss->key[j].name);
+        else if (!isfinite(d->key[j]) && d->key[j] != loss->key[j].initial)
+            return fail(STATUS_INVALID, "%s of %s must be finite, not %g", loss->key[j].name,
+                        loss->name, d->key[j]);
+    int64_t token = 0, target = 0;
+    for (int i = 0; i < d->count; i++) {
+        int64_t targets = (int64_t)d->lengths[i] * d->counts[i];
+        if (d->counts[i] > 1 && !loss->multi)
+            return fail(STATUS_INVALID, "datum %d has %d targets a position; %s takes one", i,
+                        d->counts[i], loss->name);
+        TRY(ids_check(d->tokens + token, d->lengths[i], model->shape.vocab, i, "the token", 1));
+        TRY(ids_check(d->targets + target, targets, model->shape.vocab, i, "the target",
+                      d->counts[i]));
+        for (int j = 0; j < LOSS_INPUTS && loss->input[j].name; j++)
+            for (int64_t x = 0; d->input[j] && x < targets; x++)
+                if (!isfinite(d->input[j][target + x]))
+                    return fail(STATUS_INVALID,
+                                "datum %d: %s at position %lld is %g; it must be finite", i,
+                                loss->input[j].name, (long long)(x / d->counts[i]),
+                                (double)d->input[j][target + x]);
+        token += d->lengths[i];
+        target += targets;
+    }
+    return loss->check ? loss->check(d) : STATUS_OK;
+}

@@ -1,0 +1,125 @@
+/* train/train.h - forward_backward: datums, losses, and what a call of them adds to an adapter.
+ *
+ *   Datums   a call's sequences, targets and the loss's inputs, as flat arrays
+ *   Loss     how target log-probabilities become a loss (losses.c)
+ *   Lesson   what the teacher of a distillation reads (distill.c)
+ *   Plan     what all of it takes, before anything is allocated (plan.c) */
+#ifndef TINSMITH_TRAIN_H
+#define TINSMITH_TRAIN_H
+
+#include "../model/core.h"
+
+/* ---- losses.c ---- */
+
+enum { JSD_BETA, JSD_TEMPERATURE, JSD_TOP_K, JSD_TOKEN_CLIP }; /* generalized_jsd's keys */
+
+enum { LOSS_INPUTS = 5, LOSS_KEYS = 4, UNGATED = -1 };
+
+/* One piece of a batch, as flat arrays over targets: any piece, or one datum if the loss is whole.
+ */
+typedef struct LossCall {
+    int64_t count;
+    const float *logp;
+    const float *input[LOSS_INPUTS]; /* in the order of the loss's row */
+    const double *key;               /* configuration, likewise */
+    int rows;
+    const int32_t *start; /* (rows + 1): where each row's targets begin, plus start[0]; NULL if the
+                             loss is whole */
+    float *dlogp;         /* out */
+} LossCall;
+
+typedef struct Datums Datums;
+
+typedef struct Loss {
+    const char *name;
+    int multi;  /* targets may be (N, K) */
+    int whole;  /* evaluate needs all targets of a datum in one call */
+    int taught; /* compares whole rows with a teacher's: distill.c; or, where this input is there,
+                   a row's targets with the teacher's log-probabilities of them: evaluate */
+    int linear; /* dlogp does not depend on logp: it is known before the forward */
+    struct {
+        const char *name;
+        int required;
+        const char *from; /* the key or the earlier input that stands in for an optional one */
+        float missing;    /* or, where `from` is NULL, this number for every element */
+    } input[LOSS_INPUTS];
+    struct {
+        const char *name;
+        double initial; /* NAN: there is none, it must come; INFINITY: no bound */
+    } key[LOSS_KEYS];
+    int gate; /* input whose zeros mean: no gradient here; or UNGATED */
+    Status (*check)(const Datums *datums);    /* what the row cannot say; NULL: nothing */
+    double (*evaluate)(const LossCall *call); /* returns the loss, writes dlogp */
+} Loss;
+
+const Loss *loss_find(const char *name);
+const Loss *loss_at(int index); /* NULL past the end */
+/* Not of the table: its one input is d loss / d logp itself. */
+extern const Loss loss_given;
+
+/* ---- losses.c, datums.c, step.c, head.c: forward_backward ---- */
+
+struct Datums {
+    int count;
+    const int32_t *tokens, *lengths, *targets, *counts;
+    int64_t token_total, target_total; /* lengths of the flat arrays, as they came */
+    const float *input[LOSS_INPUTS];   /* NULL: missing */
+    int64_t input_total[LOSS_INPUTS];
+    double key[LOSS_KEYS];
+};
+
+/* Number `target` of the loss's input j, or what stands in for it. */
+float loss_input(const Loss *loss, const Datums *datums, int j, int64_t target);
+/* Lengths, ids and numbers, against the model and the loss; the sentence names the datum. */
+Status datums_check(const Datums *datums, const Model *model, const Loss *loss);
+
+/* How far a call goes: FORWARD_KEEP leaves what backward needs. */
+typedef enum Pass { FORWARD, FORWARD_KEEP, FORWARD_BACKWARD } Pass;
+
+/* logp (target_total) and loss are the results; FORWARD_BACKWARD adds to the gradients. On an error
+ * nothing was added. */
+Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Loss *loss, Pass pass,
+                                float *logp, double *loss_sum);
+/* Adds to the gradients what FORWARD_BACKWARD of the kept forward's datums would have added, if the
+ * loss had this dlogp (count numbers, like targets); loss is Σ dlogp·logp. Uses the kept forward
+ * up; an error leaves it, to be computed again. */
+Status adapter_backward(Adapter *adapter, const float *dlogp, int64_t count, double *loss_sum);
+/* Bytes of a training step of T rows of one datum with so much kept, and in *scratch (NULL: not
+ * asked) those that its ops need for themselves; 0 where the host has no memory. */
+size_t step_bytes(Adapter *adapter, int T, int keep, size_t *scratch);
+
+/* ---- distill.c: a loss between two distributions over the vocabulary ---- */
+
+/* What a teacher reads: a sequence for each datum, its own prompt and then the datum's completion.
+ */
+typedef struct Lesson {
+    const Model *model;     /* of the student's vocabulary */
+    const Adapter *adapter; /* on that model; NULL: none */
+    const int32_t *tokens, *lengths;
+    int64_t token_total, count; /* lengths of the two arrays, as they came */
+} Lesson;
+
+/* As adapter_forward_backward, for a taught loss; also the divergence of each row, (token_total), 0
+ * where its weight is. */
+Status adapter_distill(Adapter *adapter, const Datums *datums, const Loss *loss,
+                       const Lesson *lesson, int with_backward, float *logp, float *divergence,
+                       double *loss_sum);
+
+/* ---- plan.c: what is taken where nothing else is said ---- */
+
+/* Bytes of everything, before anything is allocated. */
+typedef struct Plan {
+    size_t weights, adapter, step, own, kv_token, cache, free, all;
+    size_t scratch, step_most; /* of `own`, a step's; what a step may take, that among it */
+    int step_tokens, keep;
+    int longest; /* tokens of the longest datum that a step can train */
+} Plan;
+
+/* `tokens` of a training step; 0: the default. */
+Status plan_make(Plan *plan, Model *model, const AdapterSpec *spec, int tokens);
+/* The most that fits of a step of T rows before it begins, also in what is free just now; fails
+ * where it does not fit at all. `scratch` is what its ops need for themselves. */
+Status step_keep(int *keep, const Adapter *adapter, int T, size_t scratch, KeepBytes *bytes,
+                 void *context);
+
+#endif
