@@ -1,12 +1,15 @@
 /* cuda/attention.cu - causal grouped-query attention over pages of KV_PAGE keys.
  *
- *   y[t,h,:] = Σ_j softmax_j(q[t,h,:]·k[j,g,:]/√E)·v[j,g,:],  j ≤ position of t,  g = h·G/H
+ *   y[t,h,:] = Σ_j softmax_j(q[t,h,:]·k[j,g,:]/√E)·v[j,g,:],  p−window < j ≤ p = position of t,
+ *   g = h·G/H;  without a window, j ≤ p
  *
  * A block walks the pages for a tile of packed rows (attention.cuh) with a running maximum; the
  * scores never leave registers. The keys are cut into chunks whose borders depend on nothing but
  * the position of a key, each chunk is summed from nothing, and the chunks are joined in order. So
  * decoding may give chunks to different blocks (few sequences would leave most of the card idle),
  * and still every row is the same bit for bit as in training, where one block does all of them.
+ * A tile begins with the first page that one of its windows reaches: what a row does not see of it
+ * leaves the row's sums as they were.
  * While a page's scores are computed its values are on their way, and while those are summed, the
  * next page's keys.
  *
@@ -29,7 +32,7 @@ typedef struct Attention {
     const Span *spans;
     const int32_t *pages;
     float *parts; /* (T, H, CHUNKS, E + 2), where chunks have blocks of their own: sums, top, sum */
-    int S, T, H, G, E;
+    int S, T, H, G, E, window;
     Group group;
     float scale; /* log2(e)/√E: exponentials are powers of 2 */
 } Attention;
@@ -132,15 +135,15 @@ __device__ static __forceinline__ void page_scores(float (&s)[KEY_TILES][4], con
     }
     int first = page * KV_PAGE + threadIdx.x % 4 * 2, row = w.tile.first + w.row;
     int seen_by_all = w.tile.span.pos + group_query(c.group, w.tile.first);
-    if (page * KV_PAGE + KV_PAGE - 1 <= seen_by_all) return;
+    if (page * KV_PAGE + KV_PAGE - 1 <= seen_by_all && page * KV_PAGE >= w.seen - c.window) return;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         int query = group_query(c.group, row + threadIdx.x % 32 / 4 + 8 * i);
-        int seen = w.tile.span.pos + query - first;
+        int seen = w.tile.span.pos + query - first, hidden = seen - c.window;
 #pragma unroll
         for (int j = 0; j < KEY_TILES; j++)
             for (int e = 0; e < 2; e++)
-                if (j * 8 + e > seen) s[j][2 * i + e] = -INFINITY;
+                if (j * 8 + e > seen || j * 8 + e <= hidden) s[j][2 * i + e] = -INFINITY;
     }
 }
 
@@ -204,7 +207,8 @@ __device__ static __forceinline__ void sums_save(const Work<S> &w, const Sums<S:
         for (int i = 0; i < 4; i++) saved[(4 + j * 4 + i) * S::THREADS] = sums.acc[j][i];
 }
 
-/* Joins what was saved, the chunks before, with the sums of the chunk behind them. */
+/* Joins what was saved, the chunks before, with the sums of the chunk behind them. Where a row saw
+ * nothing of the chunks before, they count for exactly 0, and this chunk for exactly 1. */
 template <class S>
 __device__ static __forceinline__ void sums_join(Sums<S::TILES> &sums, const Work<S> &w)
 {
@@ -322,15 +326,16 @@ template <class S> __device__ static __forceinline__ bool is_last(const Work<S> 
     return last;
 }
 
-/* This block's chunks, one at a time to c.parts; the last block to come joins all. */
+/* This block's of chunks [first, chunks), one at a time to c.parts; the last block to come joins
+ * all. */
 template <class S>
-__device__ static __forceinline__ void chunks_split(const Attention &c, const Work<S> &w,
-                                                    int chunks, int pages)
+__device__ static __forceinline__ void chunks_split(const Attention &c, const Work<S> &w, int first,
+                                                    int chunks, int page, int pages)
 {
     Sums<S::TILES> sums;
-    unsigned blocks = min((unsigned)chunks, gridDim.z);
-    for (int chunk = blockIdx.z; chunk < chunks; chunk += gridDim.z) {
-        int begin = chunk_begin(chunk), end = min(chunk_begin(chunk + 1), pages);
+    unsigned blocks = min((unsigned)(chunks - first), gridDim.z);
+    for (int chunk = first + blockIdx.z; chunk < chunks; chunk += gridDim.z) {
+        int begin = max(chunk_begin(chunk), page), end = min(chunk_begin(chunk + 1), pages);
         sums_clear(sums);
         page_load(w.keys, c.k_pages, c, w, begin);
         for (int page = begin; page < end; page++)
@@ -341,9 +346,9 @@ __device__ static __forceinline__ void chunks_split(const Attention &c, const Wo
     }
     if (!is_last(w, blocks)) return;
     sums_clear(sums); /* rows that do not exist stay so */
-    for (int chunk = 0; chunk < chunks; chunk++) {
+    for (int chunk = first; chunk < chunks; chunk++) {
         part_move<S, false>(sums, c, w, chunk);
-        chunk_close(sums, c, w, chunk == 0, chunk + 1 == chunks);
+        chunk_close(sums, c, w, chunk == first, chunk + 1 == chunks);
     }
 }
 
@@ -382,22 +387,25 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT) attention_kern
     Work<S> w;
     if (!tile_find<S::ROWS>(&w.tile, c.spans, c.S, c.group, blockIdx.x, true)) return;
     int last = w.tile.span.pos + group_query(c.group, w.tile.first + w.tile.count - 1);
-    int pages = last / KV_PAGE + 1, chunks = 1;
+    int before = w.tile.span.pos + group_query(c.group, w.tile.first) + 1 - c.window;
+    int page = max(before, 0) / KV_PAGE, pages = last / KV_PAGE + 1, first = 0;
+    while (chunk_begin(first + 1) <= page) first++;
+    int chunks = first + 1;
     while (chunk_begin(chunks) < pages) chunks++;
-    if ((int)blockIdx.z >= chunks) return;
+    if ((int)blockIdx.z >= chunks - first) return;
     work_begin(w, c, bytes);
-    if (gridDim.z > 1 && chunks > 1) {
-        chunks_split(c, w, chunks, pages);
+    if (gridDim.z > 1 && chunks - first > 1) {
+        chunks_split(c, w, first, chunks, page, pages);
         return;
     }
     Sums<S::TILES> sums;
-    page_load(w.keys, c.k_pages, c, w, 0);
-    for (int chunk = 0, page = 0; chunk < chunks; chunk++) {
+    page_load(w.keys, c.k_pages, c, w, page);
+    for (int chunk = first; chunk < chunks; chunk++) {
         sums_clear(sums);
         for (int end = min(chunk_begin(chunk + 1), pages); page < end; page++)
             page_add(sums, c, w, page, page + 1 < pages ? page + 1 : -1);
         sums_close(sums);
-        chunk_close(sums, c, w, chunk == 0, chunk + 1 == chunks);
+        chunk_close(sums, c, w, chunk == first, chunk + 1 == chunks);
     }
 }
 
@@ -423,7 +431,7 @@ template <int E_PAD, bool EXACT> static void attention_launch(CudaDevice *cuda, 
 
 void cuda_attention(Device *dev, real *y, float *lse, const real *q, const real *k_pages,
                     const real *v_pages, const Span *spans, const int32_t *pages, int S, int T,
-                    int H, int G, int E)
+                    int H, int G, int E, int window)
 {
     if (T == 0) return;
     CudaDevice *cuda = cuda_of(dev);
@@ -444,6 +452,7 @@ void cuda_attention(Device *dev, real *y, float *lse, const real *q, const real 
                    H,
                    G,
                    E,
+                   window_of(window),
                    group_of(H / G),
                    LOG2E / sqrtf((float)E)};
     if (E == 64)

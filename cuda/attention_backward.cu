@@ -1,6 +1,7 @@
 /* cuda/attention_backward.cu - gradients of causal grouped-query attention over packed sequences.
  *
- *   p = exp(q·kᵀ/√E − lse),  ds = p·(dy·vᵀ − δ),  δ = Σ_e dy·y
+ *   p = exp(q·kᵀ/√E − lse), 0 for keys that a query does not see
+ *   ds = p·(dy·vᵀ − δ),  δ = Σ_e dy·y
  *   dv = pᵀ·dy,  dk = dsᵀ·q/√E,  dq = ds·k/√E;  dk and dv sum over the heads of their group
  *
  * Nothing is summed across blocks: one kernel owns a tile of keys and walks the queries and heads
@@ -22,7 +23,7 @@ typedef struct Backward {
     const float *lse;
     float *delta; /* (T, H) */
     const Span *spans;
-    int S, T, H, G, E;
+    int S, T, H, G, E, window;
     Group group;
     float scale; /* 1/√E */
 } Backward;
@@ -112,10 +113,17 @@ __device__ static __forceinline__ void queries_load(const Tiles<S> &tiles, const
     cp_async_commit();
 }
 
+/* Whether a query attends to a key, both by their numbers in a sequence. */
+__device__ static __forceinline__ bool sees(int query, int key, int window)
+{
+    return key <= query && query - key < window;
+}
+
 /* s = k·qᵀ and ds = v·dyᵀ of 16 keys and WALKED rows become pᵀ and dsᵀ. */
 __device__ static __forceinline__ void soften_transposed(float (&s)[WALKED_TILES][4],
                                                          float (&ds)[WALKED_TILES][4],
-                                                         Shared<Fact> facts, int key, float scale)
+                                                         Shared<Fact> facts, int key, int window,
+                                                         float scale)
 {
 #pragma unroll
     for (int j = 0; j < WALKED_TILES; j++) {
@@ -125,7 +133,7 @@ __device__ static __forceinline__ void soften_transposed(float (&s)[WALKED_TILES
 #pragma unroll
             for (int i = e; i < 4; i += 2) {
                 float p = fast_exp2(fmaf(s[j][i], scale, -fact.lse));
-                p = key + i / 2 * 8 > fact.query ? 0.0f : p;
+                p = sees(fact.query, key + i / 2 * 8, window) ? p : 0.0f;
                 s[j][i] = p;
                 ds[j][i] = p * (ds[j][i] - fact.delta);
             }
@@ -143,7 +151,7 @@ queries_add(float (&dk)[S::TILES][4], float (&dv)[S::TILES][4], const Tiles<S> &
     uint32_t fragments[WALKED / 16][4];
     tile_scores<S::E_PAD, S::EXACT>(s, tiles.a, row, tiles.walked(pair, 0), c.E);
     tile_scores<S::E_PAD, S::EXACT>(ds, tiles.b, row, tiles.walked(pair, 1), c.E);
-    soften_transposed(s, ds, facts, key, c.scale * LOG2E);
+    soften_transposed(s, ds, facts, key, c.window, c.scale * LOG2E);
     fragments_of<WALKED_TILES>(fragments, s);
     tile_accumulate<S::E_PAD, S::EXACT>(dv, fragments, tiles.walked(pair, 1), column, c.E);
     fragments_of<WALKED_TILES>(fragments, ds);
@@ -166,7 +174,8 @@ static __global__ void __launch_bounds__(S::THREADS) keys_backward_kernel(Backwa
     Tile tile;
     if (!tile_find<S::ROWS>(&tile, c.spans, c.S, {1, 0}, blockIdx.x, false)) return;
     Span span = tile.span;
-    int g = blockIdx.y, warp = threadIdx.x / 32, rows = span.rows * c.group.size;
+    int g = blockIdx.y, warp = threadIdx.x / 32;
+    int rows = min(span.rows, tile.first + tile.count - 1 + c.window) * c.group.size;
     int row = warp / S::COL_WARPS * 16, column = warp % S::COL_WARPS * S::COLUMNS;
     int key = tile.first + row + threadIdx.x % 32 / 4;
     Rows k = rows_of_head(c.k, span.row, span.rows, g, c.G, c.E), v = k;
@@ -230,7 +239,7 @@ __device__ static __forceinline__ void keys_add(float (&dq)[S::TILES][4], const 
             const Fact &fact = facts[i / 2];
             float p = fast_exp2(fmaf(s[j][i], c.scale * LOG2E, -fact.lse));
             int key = first + j * 8 + threadIdx.x % 4 * 2 + i % 2;
-            ds[j][i] = key > fact.query ? 0.0f : p * (ds[j][i] - fact.delta);
+            ds[j][i] = sees(fact.query, key, c.window) ? p * (ds[j][i] - fact.delta) : 0.0f;
         }
     fragments_of<WALKED_TILES>(fragments, ds);
     tile_accumulate<S::E_PAD, S::EXACT>(dq, fragments, tiles.walked(pair, 0), column, c.E);
@@ -248,11 +257,13 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     int g = blockIdx.y, warp = threadIdx.x / 32;
     int row = warp / S::COL_WARPS * 16, column = warp % S::COL_WARPS * S::COLUMNS;
     int keys = group_query(c.group, tile.first + tile.count - 1) + 1, pair = 0;
+    int before = group_query(c.group, tile.first) + 1 - c.window;
+    int first = max(before, 0) / WALKED * WALKED;
     Rows q = rows_of_group(c.q, span.row, span.rows, c.group, g, c.H, c.E), dy = q;
     dy.base = c.dy + (q.base - c.q);
     tile_load<S::E_PAD, S::EXACT, S::ROWS, S::THREADS>(tiles.a, q, tile.first, c.E);
     tile_load<S::E_PAD, S::EXACT, S::ROWS, S::THREADS>(tiles.b, dy, tile.first, c.E);
-    keys_load(tiles, c, span, g, 0, pair);
+    keys_load(tiles, c, span, g, first, pair);
     Fact facts[2];
 #pragma unroll
     for (int i = 0; i < 2; i++)
@@ -260,7 +271,7 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
 
     float dq[S::TILES][4];
     clear(dq);
-    for (int first = 0; first < keys; first += WALKED, pair ^= 1) {
+    for (; first < keys; first += WALKED, pair ^= 1) {
         cp_async_wait<0>();
         __syncthreads(); /* this pair is here, and nobody reads the other one any more */
         if (first + WALKED < keys) keys_load(tiles, c, span, g, first + WALKED, pair ^ 1);
@@ -286,7 +297,8 @@ template <int E_PAD, bool EXACT> static void backward_launch(CudaDevice *cuda, B
 
 void cuda_attention_backward(Device *dev, real *dq, real *dk, real *dv, const real *dy,
                              const real *y, const float *lse, const real *q, const real *k,
-                             const real *v, const Span *spans, int S, int T, int H, int G, int E)
+                             const real *v, const Span *spans, int S, int T, int H, int G, int E,
+                             int window)
 {
     if (T == 0) return;
     CudaDevice *cuda = cuda_of(dev);
@@ -314,6 +326,7 @@ void cuda_attention_backward(Device *dev, real *dq, real *dk, real *dv, const re
                   H,
                   G,
                   E,
+                  window_of(window),
                   group_of(H / G),
                   1.0f / sqrtf((float)E)};
     if (E == 64)

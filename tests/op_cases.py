@@ -272,8 +272,11 @@ def make_pages(rng, seen, G, E):
     dict(spans=((1, 200), (1, 63), (1, 64)), H=6, G=2, E=34),
     dict(spans=((5, 0), (1, 70), (3, 62)), H=4, G=4, E=16),
     dict(spans=((133, 0), (37, 100)), H=4, G=2, E=32),
+    dict(spans=((1, 200), (1, 63), (1, 64)), H=6, G=2, E=34, window=65),
+    dict(spans=((5, 0), (1, 70), (3, 62)), H=4, G=4, E=16, window=1),
+    dict(spans=((133, 0), (37, 100)), H=4, G=2, E=32, window=50),
 )
-def make_attention(rng, spans, H, G, E):
+def make_attention(rng, spans, H, G, E, window=0):
     k, v, pages, first = make_pages(rng, [rows + pos for rows, pos in spans], G, E)
     row = np.cumsum([0, *(rows for rows, _ in spans)])
     T = int(row[-1])
@@ -291,17 +294,19 @@ def make_attention(rng, spans, H, G, E):
         H=H,
         G=G,
         E=E,
+        window=window,
     )
 
 
-def causal(q, k, v, lengths, G):
+def causal(q, k, v, lengths, G, window=0):
     """y and lse of attention of packed sequences from position 0, by the reference's attend."""
     y, lse = np.zeros_like(q), np.zeros(q.shape[:2])
     row = 0
     for length in lengths:
         for i in range(length):
             for h in range(q.shape[1]):
-                g, keys = h * G // q.shape[1], slice(row, row + i + 1)
+                g = h * G // q.shape[1]
+                keys = slice(row + reference.first_seen(i, window), row + i + 1)
                 y[row + i, h], lse[row + i, h] = reference.attend(
                     q[row + i, h], k[keys, g], v[keys, g]
                 )
@@ -315,18 +320,20 @@ def causal(q, k, v, lengths, G):
     dict(lengths=(5, 1, 9), H=6, G=2, E=34),
     dict(lengths=(71, 33), H=4, G=4, E=16),
     dict(lengths=(130,), H=4, G=2, E=32),
+    dict(lengths=(5, 1, 9), H=6, G=2, E=34, window=3),
+    dict(lengths=(71, 33), H=4, G=4, E=16, window=2),
+    dict(lengths=(200,), H=4, G=2, E=32, window=65),
 )
-def make_attention_backward(rng, lengths, H, G, E):
+def make_attention_backward(rng, lengths, H, G, E, window=0):
     T = sum(lengths)
     row = np.cumsum([0, *lengths])
     q, dy = rng.standard_normal((2, T, H, E)) * 1.5
     k, v = rng.standard_normal((2, T, G, E))
-    y, lse = causal(q, k, v, lengths, G)
+    y, lse = causal(q, k, v, lengths, G, window)
     spans = [Span(int(row[s]), length, 0, 0) for s, length in enumerate(lengths)]
     out = dict(dq=(T, H, E), dk=(T, G, E), dv=(T, G, E))
-    return out | dict(
-        dy=dy, y=y, lse=lse, q=q, k=k, v=v, spans=spans, S=len(spans), T=T, H=H, G=G, E=E
-    )
+    sizes = dict(S=len(spans), T=T, H=H, G=G, E=E, window=window)
+    return out | dict(dy=dy, y=y, lse=lse, q=q, k=k, v=v, spans=spans, **sizes)
 
 
 @case(*(dict(T=T, V=V, D=D, dtype=dtype) for T, V, D in TND for dtype in ("f32", "bf16")))

@@ -154,14 +154,20 @@ def attend(q, k, v):
     return (weight @ v) / weight.sum(), top + np.log(weight.sum())
 
 
-def attention(q, k_pages, v_pages, spans, pages, H, G, **_):
+def first_seen(position, window):
+    """The first key that a query at this position sees; a window of 0 is none."""
+    return max(0, position - window + 1) if window else 0
+
+
+def attention(q, k_pages, v_pages, spans, pages, H, G, window=0, **_):
     y, lse = np.full_like(q, np.nan), np.full(q.shape[:2], np.nan, q.dtype)
     for span in spans:
         for i in range(span.rows):
             seen = span.pos + i + 1
+            keys = slice(first_seen(span.pos + i, window), seen)
             own = pages[span.first : span.first + (seen + KV_PAGE - 1) // KV_PAGE]
-            k = k_pages[own].reshape(-1, *k_pages.shape[2:])[:seen]
-            v = v_pages[own].reshape(-1, *v_pages.shape[2:])[:seen]
+            k = k_pages[own].reshape(-1, *k_pages.shape[2:])[keys]
+            v = v_pages[own].reshape(-1, *v_pages.shape[2:])[keys]
             for h in range(H):
                 g = h * G // H
                 y[span.row + i, h], lse[span.row + i, h] = attend(
@@ -170,12 +176,14 @@ def attention(q, k_pages, v_pages, spans, pages, H, G, **_):
     return {"y": y, "lse": lse}
 
 
-def attention_backward(dy, y, lse, q, k, v, spans, H, G, E, **_):
+def attention_backward(dy, y, lse, q, k, v, spans, H, G, E, window=0, **_):
     dq, dk, dv = np.full_like(q, np.nan), np.full_like(k, np.nan), np.full_like(v, np.nan)
     root = np.sqrt(q.dtype.type(E))
     for span in spans:
         rows = slice(span.row, span.row + span.rows)
-        seen = np.tril(np.ones((span.rows, span.rows), bool))
+        key = np.arange(span.rows)
+        first = np.array([first_seen(i, window) for i in key])
+        seen = (first[:, None] <= key) & (key <= key[:, None])
         dk[rows] = dv[rows] = 0
         for h in range(H):
             g = h * G // H

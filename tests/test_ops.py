@@ -224,18 +224,20 @@ def test_reference_linear_and_lora_backward_are_the_gradients():
     assert_slope(loss, inputs, dict(x=dx) | gradients)
 
 
-def test_reference_attention_backward_is_the_gradient():
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_reference_attention_backward_is_the_gradient(window):
     lengths = (5, 3)
-    args = make_attention_backward(np.random.default_rng(0), lengths, H=4, G=2, E=6)
+    args = make_attention_backward(np.random.default_rng(0), lengths, H=4, G=2, E=6, window=window)
 
     def loss(q, k, v):
-        return np.sum(args["dy"] * causal(q, k, v, lengths, 2)[0])
+        return np.sum(args["dy"] * causal(q, k, v, lengths, 2, window)[0])
 
     out = reference.attention_backward(**args)
     assert_slope(loss, {k: args[k] for k in "qkv"}, dict(q=out["dq"], k=out["dk"], v=out["dv"]))
 
 
-def test_reference_attention_over_pages_is_attention_over_rows():
+@pytest.mark.parametrize("window", [0, 1, 5, 64, 66])
+def test_reference_attention_over_pages_is_attention_over_rows(window):
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 70, 2, 6))
     pages = np.full((2, 2, KV_PAGE, 2, 6), np.nan)
@@ -244,9 +246,9 @@ def test_reference_attention_over_pages_is_attention_over_rows():
     )  # page 1, then page 0
     written = reference.kv_write(k_pages=pages[0], v_pages=pages[1], k=k, v=v, slot=where)
     got = reference.attention(
-        q=q, spans=[Span(0, 70, 0, 0)], pages=np.array([1, 0]), H=2, G=2, **written
+        q=q, spans=[Span(0, 70, 0, 0)], pages=np.array([1, 0]), H=2, G=2, window=window, **written
     )
-    y, lse = causal(q, k, v, (70,), 2)
+    y, lse = causal(q, k, v, (70,), 2, window)
     np.testing.assert_allclose(got["y"], y, rtol=1e-12)
     np.testing.assert_allclose(got["lse"], lse, rtol=1e-12)
 

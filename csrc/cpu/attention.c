@@ -1,17 +1,18 @@
 /* cpu/attention.c - causal grouped-query attention over pages of KV_PAGE keys, forward and
  * backward.
  *
- *   y[t,h,:] = Σ_j softmax_j(q[t,h,:]·k[j,g,:]/√E)·v[j,g,:],  j ≤ position of t,  g = h·G/H
+ *   y[t,h,:] = Σ_j softmax_j(q[t,h,:]·k[j,g,:]/√E)·v[j,g,:],  p−window < j ≤ p = position of t,
+ *   g = h·G/H;  without a window, j ≤ p
  *
  * A layer's pages hold keys as [page][G][E][KV_PAGE] and values as [page][G][KV_PAGE][E], the
  * orders in which the two products read them. The forward walks the pages in order with a running
  * maximum, so a row does the same arithmetic whether it is one of many in training or alone in
- * decoding. The backward recomputes the probabilities from lse; dq, dk and dv of one key-value head
- * belong to one piece of work, so nothing is summed in an order that threads decide. Roofline: 4·E
- * flops a query, head and key forward, 10·E backward; compute bound in training; decoding reads
- * each key and value once a group of heads; memory bound, and so its rows, the heads of a group,
- * have a product of their own, which takes four registers of a page's row at once and asks for
- * what is to come. */
+ * decoding; it begins with the first page that one of its block's windows reaches. The backward
+ * recomputes the probabilities from lse; dq, dk and dv of one key-value head belong to one piece of
+ * work, so nothing is summed in an order that threads decide. Roofline: 4·E flops a query, head and
+ * key forward, 10·E backward; compute bound in training; decoding reads each key and value once a
+ * group of heads; memory bound, and so its rows, the heads of a group, have a product of their own,
+ * which takes four registers of a page's row at once and asks for what is to come. */
 #include "cpu.h"
 #include "simd.h"
 
@@ -34,13 +35,23 @@ typedef struct Attention {
     const Span *spans;
     const int32_t *pages;
     int S, H, G, E;
+    int window; /* keys that a query sees at most, itself among them */
 } Attention;
 
+/* The window of an op that was given one, or 0 for none. */
+static int window_of(int window)
+{
+    return window ? window : 1 << 30;
+}
+
 /* Pairs of a query and a key, at most: those of a long span's first queries are fewer. */
-static double pairs_of(const Span *spans, int S)
+static double pairs_of(const Span *spans, int S, int window)
 {
     double pairs = 0;
-    for (int s = 0; s < S; s++) pairs += (double)spans[s].rows * (spans[s].pos + spans[s].rows);
+    for (int s = 0; s < S; s++) {
+        int seen = spans[s].pos + spans[s].rows;
+        pairs += (double)spans[s].rows * (seen < window ? seen : window);
+    }
     return pairs;
 }
 
@@ -155,11 +166,12 @@ static void page_product(float *c, int64_t c_row, const float *a, int64_t a_row,
     }
 }
 
-/* Turns one row of scores, of which `live` keys are seen, into probabilities against the running
- * maximum; returns the factor by which what was summed before must shrink. */
-static float soften(float *score, int live, float scale, float *top, float *sum)
+/* Turns one row of scores, of which keys [hidden, live) are seen, into probabilities against the
+ * running maximum; returns the factor by which what was summed before must shrink. */
+static float soften(float *score, int hidden, int live, float scale, float *top, float *sum)
 {
     vf tallest = v_set(-INFINITY);
+    for (int j = 0; j < hidden; j++) score[j] = -INFINITY;
     for (int j = live; j < KV_PAGE; j++) score[j] = -INFINITY;
     for (int j = 0; j < KV_PAGE; j += VL) tallest = v_max(v_load(score + j), tallest);
     float highest = v_top(tallest) * scale;
@@ -177,11 +189,11 @@ static float soften(float *score, int live, float scale, float *top, float *sum)
 }
 
 /* `rows` ≤ QUERIES queries; row i is q + i·q_row, writes y + i·q_row and lse + i·lse_row, and sees
- * the keys up to position pos + i·pos_step. */
+ * the `window` keys up to position pos + i·pos_step. */
 static void attend(const Attention *c, const int32_t *pages, int g, int rows, int pos, int pos_step,
                    const float *q, float *y, int64_t q_row, float *lse, int64_t lse_row)
 {
-    int E = c->E, last = pos + (rows - 1) * pos_step;
+    int E = c->E, last = pos + (rows - 1) * pos_step, before = pos + 1 - c->window;
     float scale = 1.0f / sqrtf((float)E);
     float top[QUERIES], sum[QUERIES];
     _Alignas(64) float scores[QUERIES * KV_PAGE];
@@ -190,19 +202,19 @@ static void attend(const Attention *c, const int32_t *pages, int g, int rows, in
         sum[i] = 0.0f;
         memset(y + i * q_row, 0, (size_t)E * 4);
     }
-    for (int first = 0; first <= last; first += KV_PAGE) {
+    for (int first = before > 0 ? before / KV_PAGE * KV_PAGE : 0; first <= last; first += KV_PAGE) {
         int64_t block = ((int64_t)pages[first / KV_PAGE] * c->G + g) * KV_PAGE * E;
         int keys = last - first + 1 < KV_PAGE ? last - first + 1 : KV_PAGE;
         int scored = (keys + 2 * VL - 1) / (2 * VL) * (2 * VL); /* whole tiles of a product */
         page_product(scores, KV_PAGE, q, q_row, c->k_pages + block, KV_PAGE, rows, scored, E, 0);
         for (int i = 0; i < rows; i++) {
-            int live = pos + i * pos_step - first + 1;
-            if (live <= 0) { /* this page lies beyond the row: it adds exact zeros below */
+            int live = pos + i * pos_step - first + 1, hidden = live - c->window;
+            if (live <= 0 || hidden >= KV_PAGE) { /* the row does not see this page: exact zeros */
                 memset(scores + i * KV_PAGE, 0, sizeof(float) * KV_PAGE);
                 continue;
             }
-            float shrink = soften(scores + i * KV_PAGE, live < KV_PAGE ? live : KV_PAGE, scale,
-                                  &top[i], &sum[i]);
+            float shrink = soften(scores + i * KV_PAGE, hidden, live < KV_PAGE ? live : KV_PAGE,
+                                  scale, &top[i], &sum[i]);
             if (shrink == 1.0f) continue;
             for (int e = 0; e < E; e++) y[i * q_row + e] *= shrink;
         }
@@ -245,11 +257,13 @@ static void attention_piece(void *context, int64_t piece)
 
 void CPU(attention)(Device *dev, real *y, float *lse, const real *q, const real *k_pages,
                     const real *v_pages, const Span *spans, const int32_t *pages, int S, int T,
-                    int H, int G, int E)
+                    int H, int G, int E, int window)
 {
     (void)T;
-    Attention c = {f32(y), lse, f32c(q), f32c(k_pages), f32c(v_pages), spans, pages, S, H, G, E};
-    cpu_run_uneven(dev, NS * pairs_of(spans, S) * H * E, (int64_t)S * G, attention_piece, &c);
+    Attention c = {f32(y), lse, f32c(q), f32c(k_pages),    f32c(v_pages), spans, pages, S,
+                   H,      G,   E,       window_of(window)};
+    cpu_run_uneven(dev, NS * pairs_of(spans, S, c.window) * H * E, (int64_t)S * G, attention_piece,
+                   &c);
 }
 
 /* ---- backward ---- */
@@ -258,7 +272,7 @@ typedef struct Backward {
     float *dq, *dk, *dv;
     const float *dy, *y, *lse, *q, *k, *v;
     const Span *spans;
-    int H, G, E;
+    int H, G, E, window;
 } Backward;
 
 enum {
@@ -284,7 +298,7 @@ static void rows_copy(float *to, int64_t to_row, const float *from, int64_t from
 
 /* One block of queries against one block of keys of one head: adds to dq, dk, dv.
  * p = exp(q·kᵀ·scale − lse);  dv += pᵀ·dy;  ds = p·(dy·vᵀ − Σ dy·y)·scale;  dq += ds·k;  dk +=
- * dsᵀ·q.  The i-th query sees the block's first ahead + i + 1 keys. */
+ * dsᵀ·q.  The i-th query sees the `window` keys up to the block's number ahead + i. */
 static void backward_block(const Backward *c, Operands *o, int64_t q_at, int64_t lse_at, int rows,
                            int keys, int ahead)
 {
@@ -304,12 +318,14 @@ static void backward_block(const Backward *c, Operands *o, int64_t q_at, int64_t
         float delta = v_sum(total), lse = c->lse[lse_at + (int64_t)i * c->H];
         for (; e < E; e++) delta += dy[e] * y[e];
         float *pi = p + i * KV_PAGE, *di = ds + i * KV_PAGE;
-        int live = ahead + i + 1 < keys ? ahead + i + 1 : keys;
-        for (int j = 0; j < live; j += VL) {
+        int live = ahead + i + 1 < keys ? ahead + i + 1 : keys, hidden = ahead + i + 1 - c->window;
+        hidden = hidden < 0 ? 0 : hidden < live ? hidden : live;
+        for (int j = hidden / VL * VL; j < live; j += VL) {
             vf x = v_exp(v_load(pi + j) - lse);
             v_store(pi + j, x);
             v_store(di + j, x * (v_load(di + j) - delta) * scale);
         }
+        for (int j = 0; j < hidden; j++) pi[j] = di[j] = 0.0f;
         for (int j = live; j < KV_PAGE; j++) pi[j] = di[j] = 0.0f;
     }
     CPU(product)(o->dv, E, p, 1, KV_PAGE, o->dy, E, keys, E, rows, 1.0f, 1);
@@ -338,7 +354,7 @@ static void backward_piece(void *context, int64_t piece)
         rows_copy(o.k, E, c->k + k_at, k_row, keys, E);
         memset(o.dk, 0, block);
         memset(o.dv, 0, block);
-        for (int i = j; i < span.rows; i += BLOCK) {
+        for (int i = j; i < span.rows && i - (j + keys) < c->window - 1; i += BLOCK) {
             int rows = span.rows - i < BLOCK ? span.rows - i : BLOCK;
             for (int h = g * group; h < (g + 1) * group; h++)
                 backward_block(c, &o, (int64_t)(span.row + i) * q_row + (int64_t)h * E,
@@ -351,7 +367,8 @@ static void backward_piece(void *context, int64_t piece)
 
 void CPU(attention_backward)(Device *dev, real *dq, real *dk, real *dv, const real *dy,
                              const real *y, const float *lse, const real *q, const real *k,
-                             const real *v, const Span *spans, int S, int T, int H, int G, int E)
+                             const real *v, const Span *spans, int S, int T, int H, int G, int E,
+                             int window)
 {
     (void)T;
     if (E > HEAD_MAX) {
@@ -360,6 +377,7 @@ void CPU(attention_backward)(Device *dev, real *dq, real *dk, real *dv, const re
         return;
     }
     Backward c = {f32(dq), f32(dk), f32(dv), f32c(dy), f32c(y), lse, f32c(q),
-                  f32c(k), f32c(v), spans,   H,        G,       E};
-    cpu_run_uneven(dev, NS * pairs_of(spans, S) * H * E, (int64_t)S * G, backward_piece, &c);
+                  f32c(k), f32c(v), spans,   H,        G,       E,   window_of(window)};
+    cpu_run_uneven(dev, NS * pairs_of(spans, S, c.window) * H * E, (int64_t)S * G, backward_piece,
+                   &c);
 }

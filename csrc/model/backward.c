@@ -119,7 +119,7 @@ static void attention_block_backward(const Model *m, Adapter *adapter, int l, co
     unproject(d, adapter, out, 1, g->datt, g->ds, a->att, T, H * E);
     layer_rotate(m, l, acts, T);
     d->attention_backward(d, g->dq, g->dk, g->dv, g->datt, a->att, a->lse, acts->q, acts->k, a->v,
-                          batch->spans, batch->S, T, H, G, E);
+                          batch->spans, batch->S, T, H, G, E, 0);
     unrotate(m, l, T, acts, g);
     d->rmsnorm(d, acts->xn, a->attn_rstd, a->x, w->attn_norm, T, D, s->norm_eps);
     real *dxn = l > 0 ? g->dxn : NULL; /* below the first layer is the embedding, which is frozen */

@@ -95,7 +95,7 @@ void layer_forward(const Model *m, int l, const Batch *batch, const Acts *acts, 
         layer_rotate(m, l, acts, T);
         d->kv_write(d, k_pages, v_pages, acts->k, a->v, batch->slot, T, G, E);
         d->attention(d, a->att, a->lse, acts->q, k_pages, v_pages, batch->spans, batch->pages,
-                     batch->S, T, H, G, E);
+                     batch->S, T, H, G, E, 0);
         d->copy(d, a->mid, a->x, row_bytes);
         project(d, l, batch, out, 1, a->att, H * E, 1);
     }
