@@ -93,6 +93,24 @@ SPECS = {
          "num_key_value_heads": 3, "tie_word_embeddings": True, "num_hidden_layers": 3,
          "rope_parameters": LLAMA3},
     ),
+    "mistral": Spec(
+        "mistral",
+        {"vocab_size": 103, "hidden_size": 38, "intermediate_size": 53, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 14, "tie_word_embeddings": False,
+         "sliding_window": 21},
+    ),
+    "mistral-tied": Spec(
+        "mistral",
+        {"vocab_size": 94, "hidden_size": 24, "intermediate_size": 35, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "tie_word_embeddings": True, "sliding_window": None},
+        torch.bfloat16,
+    ),
+    "qwen2-window": Spec(
+        "qwen2",
+        {"vocab_size": 91, "hidden_size": 28, "intermediate_size": 39, "num_attention_heads": 2,
+         "num_key_value_heads": 2, "tie_word_embeddings": False, "num_hidden_layers": 3,
+         "use_sliding_window": True, "sliding_window": 65, "max_window_layers": 1},
+    ),
 }  # fmt: skip
 disable_progress_bar()
 torch.set_num_threads(1)  # the models are too small for more, and waiting threads cost the most
@@ -199,7 +217,7 @@ def randomize(adapter: _core.Adapter, seed: int = 0, scale: float = 0.1) -> _cor
     """Gives an adapter random matrices, B too, so that every gradient is there to be seen."""
     rng = np.random.default_rng(seed)
     flat = np.zeros(adapter.size, np.float32)
-    for _slot, _layer, letter, offset, rows, cols in adapter.layout:
+    for *_, letter, offset, rows, cols in adapter.layout:
         size = scale if letter == "B" else 1 / rows**0.5
         flat[offset : offset + rows * cols] = rng.normal(0, size, rows * cols)
     adapter.write("weights", flat)
@@ -236,7 +254,7 @@ def cut(adapter: _core.Adapter, flat: np.ndarray) -> dict[str, np.ndarray]:
         f"base_model.model.{module_of(slot, layer)}.lora_{letter}.default.weight": flat[
             offset : offset + rows * cols
         ].reshape(rows, cols)
-        for slot, layer, letter, offset, rows, cols in adapter.layout
+        for slot, layer, _, letter, offset, rows, cols in adapter.layout
     }
 
 

@@ -30,6 +30,7 @@ from peft import PeftModel
 from tinsmith import _core
 from tinsmith.files import checkpoint, weights
 from tinsmith.files.checkpoint import Meta, Store
+from tinsmith.files.families import FAMILIES, Family
 
 ADAM = {
     "learning_rate": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01,
@@ -60,6 +61,20 @@ def meta_of(adapter: _core.Adapter, name: str = "qwen3", **changes: Any) -> Meta
     return Meta(**fields | changes)
 
 
+def save(path: Path, adapter: _core.Adapter, meta: Meta, **options: Any) -> None:
+    checkpoint.save(path, family_of(meta), adapter, meta, **options)
+
+
+def load_into(path: Path, adapter: _core.Adapter, **options: Any) -> None:
+    checkpoint.load_into(path, family_of(checkpoint.load_meta(path)), adapter, **options)
+
+
+def family_of(meta: Meta) -> Family:
+    """The family of a meta_of's model."""
+    name = SPECS[Path(meta.base_model).name].family
+    return next(family for family in FAMILIES if family.name == name)
+
+
 def train(adapter: _core.Adapter, name: str = "qwen3", steps: int = 2, seed: int = 0) -> None:
     for step in range(steps):
         call(adapter, [datum(tokens_of(name, 20 + step, seed))])
@@ -84,7 +99,7 @@ def test_a_round_trip_is_bit_for_bit(name: str, tmp_path: Path) -> None:
     train(adapter, name)
     call(adapter, [datum(tokens_of(name, 9))])  # gradients that are not used yet
     meta = meta_of(adapter, name)
-    checkpoint.save(tmp_path / "a", adapter, meta, optimizer=True)
+    save(tmp_path / "a", adapter, meta, optimizer=True)
     assert checkpoint.load_meta(tmp_path / "a") == meta
     again = checkpoint.load_adapter(tmp_path / "a", loaded(name), optimizer=True)
     assert_same(vectors(again), vectors(adapter))
@@ -98,12 +113,12 @@ def test_a_resumed_run_goes_on_bit_for_bit(pending: bool, tmp_path: Path) -> Non
     train(adapter)
     if pending:
         call(adapter, [datum(tokens_of("qwen3", 9))])
-    checkpoint.save(tmp_path / "a", adapter, meta_of(adapter), optimizer=True)
+    save(tmp_path / "a", adapter, meta_of(adapter), optimizer=True)
     resumed = checkpoint.load_adapter(tmp_path / "a", loaded("qwen3"), optimizer=True)
     other = adapter_of(seed=5)
     train(other, steps=1)
     call(other, [datum(tokens_of("qwen3", 9))])
-    checkpoint.load_into(tmp_path / "a", other, optimizer=True)
+    load_into(tmp_path / "a", other, optimizer=True)
     for one in (adapter, resumed, other):
         train(one, steps=3, seed=1)
     assert_same(vectors(resumed), vectors(adapter))
@@ -113,11 +128,11 @@ def test_a_resumed_run_goes_on_bit_for_bit(pending: bool, tmp_path: Path) -> Non
 def test_without_the_optimizer_it_is_as_new(tmp_path: Path) -> None:
     adapter = adapter_of()
     train(adapter)
-    checkpoint.save(tmp_path / "a", adapter, meta_of(adapter), optimizer=True)
+    save(tmp_path / "a", adapter, meta_of(adapter), optimizer=True)
     other = adapter_of(seed=5)
     train(other, steps=3)
     call(other, [datum(tokens_of("qwen3", 9))])
-    checkpoint.load_into(tmp_path / "a", other, optimizer=False)
+    load_into(tmp_path / "a", other, optimizer=False)
     found = vectors(other)
     np.testing.assert_array_equal(found["weights"], adapter.read("weights"))
     assert not any(found[what].any() for what in ("gradients", "m", "v"))
@@ -129,7 +144,7 @@ def test_without_the_optimizer_it_is_as_new(tmp_path: Path) -> None:
 def test_a_snapshot_is_saved_for_sampling(tmp_path: Path) -> None:
     adapter = adapter_of()
     meta = meta_of(adapter, kind="sampler_weights", ttl_seconds=3600)
-    checkpoint.save(tmp_path / "a", adapter.snapshot(), meta, optimizer=False)
+    save(tmp_path / "a", adapter.snapshot(), meta, optimizer=False)
     assert checkpoint.load_meta(tmp_path / "a").ttl_seconds == 3600
     again = checkpoint.load_adapter(tmp_path / "a", loaded("qwen3"), optimizer=False)
     np.testing.assert_array_equal(again.read("weights"), adapter.read("weights"))
@@ -156,7 +171,7 @@ def test_peft_loads_it_and_gives_the_same(
     name: str, groups: dict[str, bool], tmp_path: Path
 ) -> None:
     adapter = adapter_of(name, rank=3, **groups)
-    checkpoint.save(tmp_path / "a", adapter, meta_of(adapter, name, **groups), optimizer=True)
+    save(tmp_path / "a", adapter, meta_of(adapter, name, **groups), optimizer=True)
     model = PeftModel.from_pretrained(as_double(folder(name)), str(tmp_path / "a")).double().eval()
     config = model.peft_config["default"]
     assert (config.r, config.lora_alpha) == (3, 8.0)
@@ -172,7 +187,7 @@ def test_peft_loads_it_and_gives_the_same(
 
 def test_the_adapters_file_is_whole_and_plain(tmp_path: Path) -> None:
     adapter = adapter_of()
-    checkpoint.save(tmp_path / "a", adapter, meta_of(adapter), optimizer=False)
+    save(tmp_path / "a", adapter, meta_of(adapter), optimizer=False)
     assert {file.name for file in (tmp_path / "a").iterdir()} == {
         "adapter_model.safetensors", "adapter_config.json", "meta.json",
     }  # fmt: skip
@@ -195,7 +210,7 @@ def test_the_adapters_file_is_whole_and_plain(tmp_path: Path) -> None:
 def saved(tmp_path: Path) -> Path:
     adapter = adapter_of()
     train(adapter)
-    checkpoint.save(tmp_path / "a", adapter, meta_of(adapter), optimizer=True)
+    save(tmp_path / "a", adapter, meta_of(adapter), optimizer=True)
     return tmp_path / "a"
 
 
@@ -206,7 +221,7 @@ def refuses(path: Path, sentence: str, kind: type[Exception] = ValueError) -> No
     call(adapter, [datum(tokens_of("qwen3", 9))])
     before = vectors(adapter)
     with pytest.raises(kind, match=sentence):
-        checkpoint.load_into(path, adapter, optimizer=True)
+        load_into(path, adapter, optimizer=True)
     assert_same(vectors(adapter), before)
     assert adapter.step == 1
 
@@ -310,7 +325,7 @@ def test_another_base_model_or_adapter_is_refused(tmp_path: Path) -> None:
         ({"mlp": False}, "only the file has base_model.model.model.layers.0.mlp"),
     ):
         with pytest.raises(ValueError, match=sentence):
-            checkpoint.load_into(path, adapter_of(**options), optimizer=False)
+            load_into(path, adapter_of(**options), optimizer=False)
 
 
 # ---- whole or not at all ----
@@ -318,12 +333,12 @@ def test_another_base_model_or_adapter_is_refused(tmp_path: Path) -> None:
 
 def test_an_existing_checkpoint_is_kept_unless_overwritten(tmp_path: Path) -> None:
     first, second = adapter_of(seed=1), adapter_of(seed=2)
-    checkpoint.save(tmp_path / "a", first, meta_of(first), optimizer=True)
+    save(tmp_path / "a", first, meta_of(first), optimizer=True)
     with pytest.raises(FileExistsError, match="exists; choose another name or overwrite it"):
-        checkpoint.save(tmp_path / "a", second, meta_of(second), optimizer=False)
+        save(tmp_path / "a", second, meta_of(second), optimizer=False)
     found = checkpoint.load_adapter(tmp_path / "a", loaded("qwen3"), optimizer=True)
     assert_same(vectors(found), vectors(first))
-    checkpoint.save(tmp_path / "a", second, meta_of(second), optimizer=False, overwrite=True)
+    save(tmp_path / "a", second, meta_of(second), optimizer=False, overwrite=True)
     found = checkpoint.load_adapter(tmp_path / "a", loaded("qwen3"), optimizer=False)
     np.testing.assert_array_equal(found.read("weights"), second.read("weights"))
     assert [file.name for file in tmp_path.iterdir()] == ["a"]
@@ -363,14 +378,12 @@ def test_a_full_disk_at_any_point_leaves_what_was_there(
 ) -> None:
     old, new = adapter_of(seed=1), adapter_of(seed=2)
     if overwrite:
-        checkpoint.save(tmp_path / "a", old, meta_of(old), optimizer=True)
+        save(tmp_path / "a", old, meta_of(old), optimizer=True)
     for number in range(1, 100):
         with monkeypatch.context() as patch:
             fault = Fault(patch, number, OSError(errno.ENOSPC, "No space left on device"))
             try:
-                checkpoint.save(
-                    tmp_path / "a", new, meta_of(new), optimizer=True, overwrite=overwrite
-                )
+                save(tmp_path / "a", new, meta_of(new), optimizer=True, overwrite=overwrite)
             except OSError as caught:
                 assert caught.errno == errno.ENOSPC
                 assert "the disk is full: the checkpoint" in str(caught)
@@ -393,7 +406,7 @@ def test_everything_is_synced_before_it_is_moved_and_the_move_after(
     adapter = adapter_of()
     place = tmp_path / "runs" / "a"
     if overwrite:
-        checkpoint.save(place, adapter, meta_of(adapter), optimizer=True)
+        save(place, adapter, meta_of(adapter), optimizer=True)
     log: list[tuple[str, str]] = []
     fsync, rename = os.fsync, Path.rename
 
@@ -407,7 +420,7 @@ def test_everything_is_synced_before_it_is_moved_and_the_move_after(
 
     monkeypatch.setattr(os, "fsync", logged_fsync)
     monkeypatch.setattr(Path, "rename", logged_rename)
-    checkpoint.save(place, adapter, meta_of(adapter), optimizer=True, overwrite=overwrite)
+    save(place, adapter, meta_of(adapter), optimizer=True, overwrite=overwrite)
     temporary = next(name for kind, name in log if kind == "move" and name != "a")
     files = ["adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"]
     wanted = [("sync", name) for name in (*files, "meta.json", temporary)]
@@ -422,7 +435,7 @@ def test_a_write_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         with pytest.raises(OSError, match="File too large"):
-            checkpoint.save(tmp_path / "a", adapter, meta_of(adapter), optimizer=True)
+            save(tmp_path / "a", adapter, meta_of(adapter), optimizer=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list(tmp_path.iterdir()) == []
@@ -442,7 +455,7 @@ def test_a_kill_at_any_point_is_recovered_when_the_store_opens(
         root = tmp_path / str(number)
         place = Store(root).folder(path)
         if overwrite:
-            checkpoint.save(place, old, meta_of(old), optimizer=True)
+            save(place, old, meta_of(old), optimizer=True)
         killed = killed_while_saving(monkeypatch, place, new, number, overwrite)
         store = Store(root)
         left = store.checkpoints("run:1")
@@ -473,7 +486,7 @@ def killed_while_saving(
         Fault(patch, number, Killed(), lasting=True)
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)
         try:
-            checkpoint.save(place, adapter, meta_of(adapter), optimizer=True, overwrite=overwrite)
+            save(place, adapter, meta_of(adapter), optimizer=True, overwrite=overwrite)
         except Killed:
             return True
     return False
@@ -491,7 +504,7 @@ def test_paths_and_folders_turn_into_each_other(tmp_path: Path) -> None:
             for name in ("000002", "final.v-1_x"):
                 path = store.path(run, kind, name)
                 assert path == f"tinker://{run}/{kind}/{name}"
-                checkpoint.save(store.folder(path), adapter, meta_of(adapter), optimizer=False)
+                save(store.folder(path), adapter, meta_of(adapter), optimizer=False)
                 assert store.folder(path).resolve().is_relative_to(tmp_path / "root")
     again = Store(tmp_path / "root")
     assert again.runs() == sorted(runs)
@@ -514,7 +527,7 @@ def test_a_run_cannot_leave_the_root(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_being_written_is_not_listed(tmp_path: Path) -> None:
     store, adapter = Store(tmp_path), adapter_of()
     path = store.path("r", "weights", "a")
-    checkpoint.save(store.folder(path), adapter, meta_of(adapter), optimizer=False)
+    save(store.folder(path), adapter, meta_of(adapter), optimizer=False)
     shutil.copytree(store.folder(path), store.folder(path).with_name("b~0a1b2c3d"))
     assert store.checkpoints("r") == [path]
     assert Store(tmp_path).checkpoints("r") == [path]
@@ -525,7 +538,7 @@ def test_checkpoints_are_listed_in_the_order_they_were_made(tmp_path: Path) -> N
     store, adapter = Store(tmp_path), adapter_of()
     for name in ("b", "c", "a"):
         path = store.path("r", "weights", name)
-        checkpoint.save(store.folder(path), adapter, meta_of(adapter), optimizer=False)
+        save(store.folder(path), adapter, meta_of(adapter), optimizer=False)
     assert [path[-1] for path in store.checkpoints("r")] == ["b", "c", "a"]
 
 
@@ -533,7 +546,7 @@ def test_a_checkpoint_is_deleted(tmp_path: Path) -> None:
     store, adapter = Store(tmp_path), adapter_of()
     paths = [store.path("r", "weights", name) for name in ("a", "b")]
     for path in paths:
-        checkpoint.save(store.folder(path), adapter, meta_of(adapter), optimizer=False)
+        save(store.folder(path), adapter, meta_of(adapter), optimizer=False)
     store.delete(paths[0])
     assert store.checkpoints("r") == paths[1:]
     assert [file.name for file in store.folder(paths[0]).parent.iterdir()] == ["b"]

@@ -43,7 +43,7 @@ def saved(name: str, path: Path, **options: Any) -> _core.Adapter:
         str(folder(name)), 4, 9.0, 0, **groups, kind="weights", step=0, user_metadata={},
         created="2026-11-21T12:00:00+00:00", ttl_seconds=None,
     )  # fmt: skip
-    checkpoint.save(path, adapter, meta, optimizer=True)
+    checkpoint.save(path, loaded(name).family, adapter, meta, optimizer=True)
     return adapter
 
 
@@ -104,7 +104,7 @@ def test_the_rest_of_the_folder_is_copied(tiny_model_dir: Path, tmp_path: Path) 
     meta = checkpoint.Meta(
         "tiny", 2, 32.0, 0, True, True, True, "weights", 0, {}, "2026-11-21T12:00:00+00:00", None
     )
-    checkpoint.save(tmp_path / "a", adapter, meta, optimizer=False)
+    checkpoint.save(tmp_path / "a", base.family, adapter, meta, optimizer=False)
     export(tiny_model_dir, tmp_path / "a", tmp_path / "out")
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         file.name for file in tiny_model_dir.iterdir()
@@ -130,7 +130,9 @@ def test_peft_and_we_agree_on_pefts_own_folder(rslora: bool, tmp_path: Path) -> 
     adapter.optim_step(
         learning_rate=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.0
     )
-    for key, matrix in checkpoint.matrices(adapter, adapter.read("weights")):
+    for key, matrix in checkpoint.matrices(
+        loaded("qwen3").family, adapter, adapter.read("weights")
+    ):
         assert matrix.any() == ("q_proj" in key or "v_proj" in key), key
 
 

@@ -12,7 +12,7 @@ import torch
 from models import LLAMA3, PADDING, SPECS, call, datum, folder, loaded, tokens_of
 from tinsmith import _core
 from tinsmith.files import families, weights
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
@@ -45,16 +45,47 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "names GemmaForCausalLM; tinsmith knows Qwen3ForCausalLM, Qwen2ForCausalLM, Llama",
     ),
     "no architecture": ("qwen3", {"architectures": []}, "names no architecture; tinsmith knows"),
-    "sliding window": (
+    "no window": (
         "qwen2",
-        {"use_sliding_window": True, "sliding_window": 16},
-        "use_sliding_window is True, which is not supported",
+        {"use_sliding_window": True, "sliding_window": 0},
+        "sliding_window should be a positive integer, found 0",
+    ),
+    "a window of all layers that is no number": (
+        "mistral",
+        {"sliding_window": -1},
+        "sliding_window should be a positive integer, found -1",
+    ),
+    "a number of layers below none": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": -1},
+        "max_window_layers should be an integer of 0 or more, found -1",
     ),
     "llama's sliding window": ("llama", {"sliding_window": 64}, "sliding_window is 64"),
-    "layer types": (
+    "llama's window switch": ("llama", {"use_sliding_window": True}, "use_sliding_window is True"),
+    "sliding layers without a window": (
         "qwen3",
         {"layer_types": ["full_attention", "sliding_attention"]},
-        "layer_types has sliding_attention; only full_attention is supported",
+        "layer_types has sliding_attention for layer 1; the other keys say full_attention",
+    ),
+    "a kind that is not known": (
+        "qwen3",
+        {"use_sliding_window": True, "layer_types": ["full_attention", "linear_attention"]},
+        "layer_types has linear_attention for layer 1",
+    ),
+    "kinds of too many layers": (
+        "qwen3",
+        {"use_sliding_window": True, "layer_types": ["full_attention"] * 3},
+        "layer_types should name 2 layers",
+    ),
+    "kinds that are no list": (
+        "qwen3",
+        {"layer_types": "full_attention"},
+        "layer_types should name 2 layers",
+    ),
+    "mistral's kinds": (  # transformers does not look at them
+        "mistral",
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types has full_attention for layer 0; the other keys say sliding_attention",
     ),
     "yarn": (
         "qwen3",
@@ -130,6 +161,13 @@ def test_a_config_that_changes_the_maths_is_refused(case: str, tmp_path: Path) -
 HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
     "a window that is off": ("qwen2", {"use_sliding_window": False, "sliding_window": 4096}),
     "no window switch": ("qwen3", {"use_sliding_window": None, "sliding_window": 4096}),
+    "a switch without a window": ("qwen3", {"use_sliding_window": True}),
+    "a window from beyond the last layer on": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    ),
+    "mistral's kinds": ("mistral", {"layer_types": ["sliding_attention"] * 2}),
+    "mistral's null window": ("mistral-tied", {"sliding_window": None}),
     "full attention": ("qwen3", {"layer_types": ["full_attention"] * 2}),
     "no layer types": ("qwen3", {"layer_types": None}),
     "swish": ("llama", {"hidden_act": "swish"}),
@@ -164,6 +202,66 @@ def test_a_config_that_changes_nothing_is_read_the_same(case: str, tmp_path: Pat
     wanted = families.read_config(folder(name))
     assert found[0] == wanted[0]
     np.testing.assert_array_equal(found[1], wanted[1])
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "off": {"use_sliding_window": False, "sliding_window": 7},
+    "the last layer": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "all layers": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+    "by name": {
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "no layer by name": {
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 0,
+        "layer_types": ["full_attention"] * 2,
+    },
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+@pytest.mark.parametrize("name", ("qwen2", "qwen3"))
+def test_layers_have_the_kinds_that_transformers_gives_them(
+    name: str, case: str, tmp_path: Path
+) -> None:
+    path = changed(tmp_path, name, **{"layer_types": None} | WINDOWS[case])
+    config, _ = families.read_config(path)
+    wanted = AutoConfig.from_pretrained(path)
+    assert config["mixers"] == tuple(wanted.layer_types)
+    assert config["window"] == (wanted.sliding_window if "sliding_attention" in wanted.layer_types
+                                else 0)  # fmt: skip
+    assert config["feeds"] == ("mlp",) * 2
+
+
+def test_the_defaults_of_windows_are_transformers(tmp_path: Path) -> None:
+    path = changed(
+        tmp_path, "qwen2", use_sliding_window=True, sliding_window=None, layer_types=None,
+        num_hidden_layers=30, max_window_layers=None,
+    )  # fmt: skip
+    config, _ = families.read_config(path)
+    wanted = AutoConfig.from_pretrained(path)
+    assert config["mixers"] == tuple(wanted.layer_types)
+    assert (config["window"], config["mixers"][27:]) == (
+        wanted.sliding_window,
+        ("full_attention", "sliding_attention", "sliding_attention"),
+    )
+
+
+def test_a_model_of_an_unknown_kind_of_layer_is_refused() -> None:
+    config = dict(loaded("qwen3").core.config)
+    freq = np.ones(5, np.float32)
+    for changes, sentence in (
+        ({"mixers": ("full_attention", "mlp")}, "no kind of mixer is called 'mlp'"),
+        ({"feeds": ("mlp", "experts")}, "no kind of feed-forward part is called 'experts'"),
+        ({"feeds": ("mlp",)}, "feeds names 1 layers, the model has 2"),
+        ({"mixers": ("sliding_attention",) * 2}, "layer 0 has a sliding window, which must be at"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            _core.Model(config | changes, freq)
+    assert _core.Model(config, freq).config == config
 
 
 def test_qwen3_heads_are_128_wide_where_the_file_does_not_say(tmp_path: Path) -> None:
@@ -297,7 +395,7 @@ def test_bf16_is_kept_only_where_all_matrices_are_bf16() -> None:
     assert kinds == {
         name: "bf16" if spec.dtype == torch.bfloat16 else "f32" for name, spec in SPECS.items()
     }
-    matrices = sum(math.prod(entry[2:]) for entry in loaded("llama").core.slots)
+    matrices = sum(math.prod(entry[-2:]) for entry in loaded("llama").core.slots)
     assert matrices * 2 <= loaded("llama").core.weight_bytes < matrices * 4
 
 
@@ -336,7 +434,7 @@ def test_a_missing_config_is_a_sentence(tmp_path: Path) -> None:
 def test_a_loaded_model_knows_its_tokenizer() -> None:
     for name, spec in SPECS.items():
         model = loaded(name)
-        assert (model.family, model.context, model.vocab) == (
+        assert (model.family.name, model.context, model.vocab) == (
             spec.family,
             160,
             spec.config["vocab_size"],

@@ -95,7 +95,7 @@ def test_a_is_drawn_as_peft_draws_it_and_b_is_zero() -> None:
     again = adapter_of("qwen3", rank=32, seed=1).read("weights")
     np.testing.assert_array_equal(flat, again)
     assert not np.array_equal(flat, other)
-    for slot, layer, letter, offset, rows, cols in adapter.layout:
+    for slot, layer, _, letter, offset, rows, cols in adapter.layout:
         matrix = flat[offset : offset + rows * cols]
         if letter == "B":
             assert not matrix.any(), (slot, layer)

@@ -30,16 +30,20 @@ CARD = (2048 * MIB, 13000, 9, 0)  # the emulator's own
 
 
 def deep() -> _core.Model:
-    """A random Qwen3 of five layers, on the device that the test runs on."""
+    """A random Qwen3 of five layers, three of them with a window, on the device that the test runs
+    on."""
     return deep_on(DEVICE.get())
 
 
 @functools.cache
 def deep_on(device: str) -> _core.Model:
     config, frequencies = read_config(folder("qwen3"))
-    model = _core.Model(config | {"layers": LAYERS}, frequencies, device=device, threads=1)
+    full, sliding = "full_attention", "sliding_attention"
+    mixers = (full, sliding, sliding, full, sliding)
+    config |= {"layers": LAYERS, "mixers": mixers, "feeds": ("mlp",) * LAYERS, "window": 9}
+    model = _core.Model(config, frequencies, device=device, threads=1)
     rng = np.random.default_rng(0)
-    for slot, layer, rows, cols in model.slots:
+    for slot, layer, _, rows, cols in model.slots:
         noise = rng.normal(size=(rows, cols)).astype(np.float32)
         tensor = 1 + 0.3 * noise[0] if rows == 1 else noise * np.float32(1.3 / cols**0.5)
         bits = tensor.astype(np.float32).view(np.uint32)

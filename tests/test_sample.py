@@ -29,7 +29,7 @@ from tinsmith.files import families
 
 pytestmark = pytest.mark.usefixtures("on")  # every test on every device
 Request = dict[str, Any]  # the arguments of Sampler.add after the request's number
-NAMES = ("qwen3", "qwen2", "llama")  # one of each family, of each type of weights
+NAMES = ("qwen3", "qwen2", "llama", "qwen2-window")  # of each type of weights, and kind of layer
 
 
 def adapter_of(name: str, seed: int, **options: Any) -> _core.Adapter:

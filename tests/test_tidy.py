@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tinsmith.files.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 CUDA_FILES = sorted((ROOT / "cuda").iterdir())
@@ -248,6 +249,25 @@ def test_the_engine_needs_neither_torch_nor_transformers() -> None:
             if isinstance(node, ast.ImportFrom)
         }
         assert not names & {"torch", "transformers", "safetensors", "peft"}, name_of(path)
+
+
+def strings(path: Path) -> list[str]:
+    """The string constants in a file's code."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        nodes = ast.walk(ast.parse(text))
+        return [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return re.findall(r'"([^"\n]*)"', re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL))
+
+
+def test_no_code_asks_for_a_familys_name() -> None:
+    """A family is its row of families.py, where alone its names stand: what differs between two
+    families is a column, which code reads."""
+    rows = modules()["tinsmith.files.families"]
+    for family in FAMILIES:
+        for name in (family.name, family.architecture):
+            found = [path for path in [*C_FILES, *modules().values()] if name in strings(path)]
+            assert found == [rows] and strings(rows).count(name) == 1, (name, found)
 
 
 def test_the_server_does_not_know_the_c_engine() -> None:

@@ -26,8 +26,8 @@ def test_every_gradient_equals_autograd(name: str) -> None:
     check(name, adapter_of(name), batch(name))
 
 
-@pytest.mark.parametrize("name", ("llama", "llama-tied"))
-def test_gradients_at_positions_that_rope_scaling_reaches(name: str) -> None:
+@pytest.mark.parametrize("name", ("llama", "llama-tied", "qwen2-window"))
+def test_gradients_at_positions_that_rope_scaling_and_windows_reach(name: str) -> None:
     check(name, adapter_of(name, rank=2), batch(name, (150,)))
 
 

@@ -11,14 +11,14 @@
 
 enum { ALIGNMENT = 256 };
 
-static size_t aligned(size_t bytes)
+size_t arena_step(size_t bytes)
 {
     return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
 }
 
 Status arena_reserve(Arena *arena, size_t bytes, const char *purpose)
 {
-    bytes = aligned(bytes);
+    bytes = arena_step(bytes);
     arena->used = 0;
     if (arena->base && arena->size >= bytes) return STATUS_OK;
     arena_release(arena);
@@ -67,7 +67,7 @@ Status device_prepare(Device *dev, void (*work)(void *), void *context)
 void *arena_take(Arena *arena, size_t bytes)
 {
     size_t at = arena->used;
-    arena->used += aligned(bytes);
+    arena->used += arena_step(bytes);
     if (!arena->base) return NULL;
     assert(arena->used <= arena->size);
     return arena->base + at;

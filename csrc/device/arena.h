@@ -17,6 +17,8 @@ void arena_release(Arena *arena);
 /* The next `bytes`, aligned; NULL while measuring. Placing more than was measured is a programmer's
  * error. */
 void *arena_take(Arena *arena, size_t bytes);
+/* What a take of so many bytes moves the next one on by. */
+size_t arena_step(size_t bytes);
 /* Bytes that the ops of `work` need for themselves; nothing is computed. */
 size_t device_rehearse(Device *dev, void (*work)(void *), void *context);
 /* Makes room for them. */

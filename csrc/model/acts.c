@@ -25,26 +25,58 @@ int keep_layers(const Model *model, Keep kind, int keep)
     return own < 1 ? 1 : own > L ? L : own;
 }
 
+/* Bytes of one element of each type. */
+#define SIZE_real model->dev->real_bytes
+#define SIZE_float sizeof(float)
+
+/* A row of acts.inc, on its way through the layers. */
+typedef struct Row {
+    size_t bytes;
+    int has, layer;
+    int taken; /* whether `shared` is */
+    void *shared;
+} Row;
+
+static Row row_of(int T, int width, size_t element_bytes, int has)
+{
+    return (Row){.bytes = (size_t)T * (size_t)width * element_bytes, .has = has};
+}
+
+/* Memory of the layer at hand, which those up to `again` share; NULL where it has no such row. */
+static void *row_take(Row *row, Arena *arena, const Shape *s, int again)
+{
+    if (!layer_has(s, row->layer, row->has)) return NULL;
+    if (row->layer > again) return arena_take(arena, row->bytes);
+    if (!row->taken) row->shared = arena_take(arena, row->bytes);
+    row->taken = 1;
+    return row->shared;
+}
+
+/* Memory for all layers; NULL where none has such a row. */
+static void *row_take_once(Row row, Arena *arena, const Shape *s)
+{
+    for (; row.layer < s->layers; row.layer++)
+        if (layer_has(s, row.layer, row.has)) return arena_take(arena, row.bytes);
+    return NULL;
+}
+
 void acts_place(Acts *acts, Arena *arena, const Model *model, int T, int R, int keep)
 {
     const Shape *s = &model->shape;
-    size_t rows = (size_t)T, size = model->dev->real_bytes;
     for (Keep kind = ALWAYS; kind < KEEPS; kind++)
         acts->again[kind] = s->layers - keep_layers(model, kind, keep);
-    for (int l = 0; l < s->layers; l++) {
-        LayerActs *a = &acts->layer[l], *first = &acts->layer[0];
-#define KEPT(kind, name, bytes) \
-    a->name = l > 0 && l <= acts->again[kind] ? first->name : arena_take(arena, rows * (bytes));
-#define KEPT_REAL(kind, name, width) KEPT(kind, name, (size_t)(width) * size)
-#define KEPT_F32(kind, name, width) KEPT(kind, name, (size_t)(width) * sizeof(float))
+#define KEPT(kind, type, name, width, has)                                                 \
+    for (Row row = row_of(T, width, SIZE_##type, has); row.layer < s->layers; row.layer++) \
+        acts->layer[row.layer].name = row_take(&row, arena, s, acts->again[kind]);
+#define SCRATCH(type, name, width, has) \
+    acts->name = row_take_once(row_of(T, width, SIZE_##type, has), arena, s);
 #include "acts.inc"
-#undef KEPT
-    }
-#define SCRATCH_REAL(name, width) acts->name = arena_take(arena, rows * (size_t)(width) * size);
+}
+
+void grads_place(Grads *grads, Arena *arena, const Model *model, int T, int R)
+{
+    const Shape *s = &model->shape;
+#define GRADIENT(type, name, width, has) \
+    grads->name = row_take_once(row_of(T, width, SIZE_##type, has), arena, s);
 #include "acts.inc"
-    acts->q_rstd = arena_take(arena, rows * (size_t)s->heads * sizeof(float));
-    acts->k_rstd = arena_take(arena, rows * (size_t)s->kv_heads * sizeof(float));
-    acts->cosine = arena_take(arena, rows * (size_t)s->head_width / 2 * sizeof(float));
-    acts->sine = arena_take(arena, rows * (size_t)s->head_width / 2 * sizeof(float));
-    acts->final_rstd = arena_take(arena, rows * sizeof(float));
 }

@@ -15,11 +15,11 @@
 
 /* ---- layout ---- */
 
-static Pair pair_place(int64_t *size, int rank, int rows, int cols, int trained)
+static Pair pair_place(int64_t *size, int rank, int count, int rows, int cols, int trained)
 {
-    if (!trained) return (Pair){-1, -1};
-    Pair pair = {*size, *size + (int64_t)cols * rank};
-    *size = pair.b + (int64_t)rank * rows;
+    if (!trained) return (Pair){-1, -1, 0};
+    Pair pair = {*size, *size + (int64_t)cols * rank, (int64_t)(rows + cols) * rank};
+    *size += count * pair.step;
     return pair;
 }
 
@@ -29,29 +29,32 @@ static void pairs_place(Adapter *adapter)
     int64_t *size = &adapter->size;
     for (int l = 0; l < s->layers; l++) {
         LayerPairs *p = &adapter->layer[l];
-#define LAYER_MATRIX(slot, rows, cols, present, group) \
-    p->slot = pair_place(size, adapter->rank, rows, cols, adapter->groups & group);
+#define LAYER_MATRIX(slot, count, rows, cols, present, group)    \
+    p->slot = pair_place(size, adapter->rank, count, rows, cols, \
+                         (present) && (adapter->groups & group));
 #include "weights.inc"
     }
-    adapter->head = pair_place(size, adapter->rank, s->vocab, s->width, adapter->groups & UNEMBED);
+    adapter->head =
+        pair_place(size, adapter->rank, 1, s->vocab, s->width, adapter->groups & UNEMBED);
 }
 
-void adapter_visit(const Adapter *adapter,
-                   void (*visit)(void *context, const SlotInfo *info, int layer, Pair pair),
-                   void *context)
+static void slot_visit(const Adapter *adapter, VisitMatrix *visit, void *context, Slot slot,
+                       int layer, Pair pair)
 {
-    const Shape *s = &adapter->model->shape;
-    SlotInfo info;
-    for (int l = 0; l < s->layers; l++) {
-#define LAYER_MATRIX(slot, rows, cols, present, group)    \
-    if (adapter->layer[l].slot.a >= 0) {                  \
-        info = slot_info(s, SLOT_##slot);                 \
-        visit(context, &info, l, adapter->layer[l].slot); \
-    }
+    SlotInfo info = slot_info(&adapter->model->shape, slot, layer);
+    for (int i = 0; pair.a >= 0 && i < info.count; i++, pair.a += pair.step, pair.b += pair.step)
+        visit(context, &info, layer, i, pair);
+}
+
+void adapter_visit(const Adapter *adapter, VisitMatrix *visit, void *context)
+{
+    for (int l = 0; l < adapter->model->shape.layers; l++) {
+        const LayerPairs *p = &adapter->layer[l];
+#define LAYER_MATRIX(slot, count, rows, cols, present, group) \
+    slot_visit(adapter, visit, context, SLOT_##slot, l, p->slot);
 #include "weights.inc"
     }
-    info = slot_info(s, SLOT_head);
-    if (adapter->head.a >= 0) visit(context, &info, -1, adapter->head);
+    slot_visit(adapter, visit, context, SLOT_head, -1, adapter->head);
 }
 
 /* ---- the weights, which snapshots share ---- */
@@ -162,9 +165,10 @@ typedef struct Beginning {
     uint64_t seed;
 } Beginning;
 
-static void begin_matrix(void *context, const SlotInfo *info, int layer, Pair pair)
+static void begin_matrix(void *context, const SlotInfo *info, int layer, int index, Pair pair)
 {
     (void)layer;
+    (void)index;
     const Beginning *c = context;
     double bound = 1.0 / sqrt((double)info->cols);
     for (int64_t i = 0; i < (int64_t)info->cols * c->rank; i++)

@@ -47,9 +47,16 @@ int budget_keep(const Model *model, size_t most, KeepBytes *bytes, void *context
 
 size_t kv_token_bytes(const Model *model)
 {
-    const Shape *s = &model->shape;
-    return 2 * (size_t)s->layers * (size_t)s->kv_heads * (size_t)s->head_width *
-           model->dev->real_bytes;
+    size_t elements = 0;
+    for (int l = 0; l < model->shape.layers; l++) elements += layer_token(&model->shape, l);
+    return elements * model->dev->real_bytes;
+}
+
+size_t kv_sequence_bytes(const Model *model)
+{
+    size_t bytes = 0;
+    for (int l = 0; l < model->shape.layers; l++) bytes += layer_sequence(&model->shape, l);
+    return bytes;
 }
 
 int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_bytes)
@@ -62,6 +69,7 @@ int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_by
             free_bytes -= minimum(free_bytes, model_bytes(model));
     }
     size_t bytes = minimum(room(model, all_bytes) / CACHE_SHARE, maximum(free_bytes / 2, least));
+    bytes -= minimum(bytes, STEP_SEQUENCES * kv_sequence_bytes(model));
     int64_t tokens = (int64_t)(bytes / token) / KV_PAGE * KV_PAGE;
     return tokens < KV_PAGE ? KV_PAGE : tokens < CACHE_TOKENS_MAX ? tokens : CACHE_TOKENS_MAX;
 }

@@ -1,6 +1,6 @@
 /* model/core.h - READ FIRST: the nouns of the engine.
  *
- *   Model    a frozen base model: weights by slot (weights.inc) on one device
+ *   Model    a frozen base model: kinds of layers (layers.inc), weights by slot (weights.inc)
  *   Adapter  LoRA matrices A and B on it, their gradients and AdamW's moments, in flat vectors
  *   Batch    rows of many sequences packed behind one another, with their spans and cache pages
  *   Acts     what a forward pass writes (acts.inc)
@@ -14,21 +14,60 @@
 
 #include "../device/arena.h"
 
-/* ---- model.c ---- */
+/* ---- layers.c: the kinds of layers, and the layers of a model ---- */
+
+/* A layer is x += mixer(norm(x)), then x += feed(norm(x)). */
+typedef enum Part { MIXER, FEED, PARTS } Part;
+
+/* What kinds of layers have, and with it the rows of weights.inc and acts.inc. */
+enum { ATTENTION = 1, DENSE = 2, ANY = ~0 };
+
+/* Kinds in the order of layers.inc. */
+typedef enum LayerKind {
+#define LAYER_KIND(kind, part, has, token, sequence) KIND_##kind,
+#include "layers.inc"
+    KINDS
+} LayerKind;
+
+typedef struct LayerKinds {
+    LayerKind kind[PARTS];
+} LayerKinds;
 
 /* The dimensions of a model, as numbers that arrive by name. */
 #define SHAPE_LIST(X) \
     X(layers)         \
     X(width)          \
-    X(heads) X(kv_heads) X(head_width) X(ffn) X(vocab) X(context) X(qkv_bias) X(qk_norm) X(tied)
+    X(heads)          \
+    X(kv_heads) X(head_width) X(ffn) X(vocab) X(context) X(window) X(qkv_bias) X(qk_norm) X(tied)
 
 typedef struct Shape {
 #define X(name) int name;
     SHAPE_LIST(X)
 #undef X
     float norm_eps;
-    float rope_scale; /* factor of rope's cosine and sine */
+    float rope_scale;        /* factor of rope's cosine and sine */
+    const LayerKinds *layer; /* host array of L */
 } Shape;
+
+/* One row of layers.inc for one model. */
+typedef struct KindInfo {
+    const char *name;
+    Part part;
+    int has;
+    size_t token, sequence; /* elements a token keeps in the pages, bytes a sequence keeps */
+} KindInfo;
+
+KindInfo kind_info(const Shape *shape, LayerKind kind);
+Status kind_find(Part part, const char *name, LayerKind *kind);
+/* Those of `what` that the layer's kinds have. */
+int layer_has(const Shape *shape, int layer, int what);
+/* As the tables say it: `s` is the Shape, `l` the layer. */
+#define HAS(what) layer_has(s, l, what)
+/* The same of both of its kinds together. */
+size_t layer_token(const Shape *shape, int layer);
+size_t layer_sequence(const Shape *shape, int layer);
+
+/* ---- model.c ---- */
 
 typedef enum Group { NONE = 0, ATTN = 1, MLP = 2, UNEMBED = 4 } Group;
 
@@ -36,22 +75,23 @@ typedef enum Group { NONE = 0, ATTN = 1, MLP = 2, UNEMBED = 4 } Group;
 typedef enum Slot {
 #define MODEL_MATRIX(slot, rows, cols, present, group) SLOT_##slot,
 #define MODEL_VECTOR(slot, length, present) SLOT_##slot,
-#define LAYER_MATRIX(slot, rows, cols, present, group) SLOT_##slot,
+#define LAYER_MATRIX(slot, count, rows, cols, present, group) SLOT_##slot,
 #define LAYER_VECTOR(slot, length, present) SLOT_##slot,
 #include "weights.inc"
     SLOT_COUNT
 } Slot;
 
-/* One row of weights.inc for one model. */
+/* One row of weights.inc for one layer of one model. */
 typedef struct SlotInfo {
     const char *name;
     int per_layer, matrix, present;
+    int count;      /* matrices of the layer in this slot, one behind the other */
     int rows, cols; /* a vector has one row */
     Group group;
 } SlotInfo;
 
 typedef struct LayerWeights {
-#define LAYER_MATRIX(slot, rows, cols, present, group) frozen *slot;
+#define LAYER_MATRIX(slot, count, rows, cols, present, group) frozen *slot; /* the first */
 #define LAYER_VECTOR(slot, length, present) float *slot;
 #include "weights.inc"
 } LayerWeights;
@@ -66,17 +106,21 @@ typedef struct Model {
     frozen *embed, *head; /* the same where they are tied */
     float *final_norm;
     LayerWeights *layer;
-    unsigned char *loaded; /* [slot · layers + layer] */
+    LayerKinds *kinds;     /* the shape's */
+    int most;              /* of all slots' counts */
+    unsigned char *loaded; /* [(slot · layers + layer) · most + index] */
     int sealed;
 } Model;
 
-SlotInfo slot_info(const Shape *shape, Slot slot);
+/* `layer` says nothing of a slot that belongs to no layer. */
+SlotInfo slot_info(const Shape *shape, Slot slot, int layer);
 Status model_open(Model **model, const Shape *shape, const float *inv_freq, DType type,
                   const char *device, int threads);
 void model_close(Model *model);
-/* Puts one tensor in; `rows`, `cols` and `type` are the array's. Vectors arrive as f32. */
-Status model_load(Model *model, const char *slot, int layer, const void *array, DType type,
-                  int rows, int cols);
+/* Puts one tensor in, number `index` of those that the layer has in the slot; `rows`, `cols` and
+ * `type` are the array's. Vectors arrive as f32. */
+Status model_load(Model *model, const char *slot, int layer, int index, const void *array,
+                  DType type, int rows, int cols);
 /* Ends loading; an error names what is missing. */
 Status model_seal(Model *model);
 /* Bytes that the weights of such a model take. */
@@ -84,13 +128,14 @@ size_t model_bytes(const Model *model);
 
 /* ---- adapter.c ---- */
 
-/* Where a matrix's A (D,R) and B (R,N) lie in the flat vectors; a = -1: not trained. */
+/* Where a matrix's A (D,R) and B (R,N) lie in the flat vectors; a = -1: not trained. Those of the
+ * next matrix of the same slot lie `step` further. */
 typedef struct Pair {
-    int64_t a, b;
+    int64_t a, b, step;
 } Pair;
 
 typedef struct LayerPairs {
-#define LAYER_MATRIX(slot, rows, cols, present, group) Pair slot;
+#define LAYER_MATRIX(slot, count, rows, cols, present, group) Pair slot; /* the first */
 #include "weights.inc"
 } LayerPairs;
 
@@ -148,11 +193,10 @@ size_t adapter_memory(const Adapter *adapter);
 Status adapter_snapshot(Adapter **copy, Adapter *adapter);
 /* Puts `size` numbers into a vector. */
 Status adapter_put(Adapter *adapter, Vector which, const float *values);
-/* Calls visit(context, slot, layer, pair, info) for each trained matrix in the order of the flat
- * vectors. */
-void adapter_visit(const Adapter *adapter,
-                   void (*visit)(void *context, const SlotInfo *info, int layer, Pair pair),
-                   void *context);
+/* A trained matrix, number `index` of the layer's in its slot. */
+typedef void VisitMatrix(void *context, const SlotInfo *info, int layer, int index, Pair pair);
+/* Calls visit for each in the order of the flat vectors. */
+void adapter_visit(const Adapter *adapter, VisitMatrix *visit, void *context);
 
 typedef struct AdamW {
     double lr, beta1, beta2, eps, weight_decay, clip_norm;
@@ -218,24 +262,27 @@ int batch_stopped(const Batch *batch);
 typedef enum Keep { ALWAYS, DEAR, CHEAP, KEEPS } Keep;
 
 typedef struct LayerActs {
-#define KEPT_REAL(keep, name, width) real *name;
-#define KEPT_F32(keep, name, width) float *name;
+#define KEPT(keep, type, name, width, has) type *name;
 #include "acts.inc"
 } LayerActs;
 
 typedef struct Acts {
     LayerActs *layer; /* host array of L; all alike when nothing is kept */
     int again[KEEPS]; /* layers below this one share a set with it, and are made again */
-    float *q_rstd, *k_rstd, *cosine, *sine, *final_rstd;
-#define SCRATCH_REAL(name, width) real *name;
+#define SCRATCH(type, name, width, has) type *name;
 #include "acts.inc"
 } Acts;
 
-/* One layer's pages are k + layer·stride: a trainer's stride is 0, for it needs them only once. */
+/* The pages that attention reads. Each layer's have room for so many tokens, and lie behind those
+ * of the layers below (cache_at). In training `tokens` is 0: one layer's serve all, for each needs
+ * them only once. */
 typedef struct Cache {
     real *k, *v;
-    size_t stride; /* elements */
+    size_t tokens;
 } Cache;
+
+/* Where a layer's pages begin, in k and in v alike: elements. */
+size_t cache_at(const Model *model, const Cache *cache, int layer);
 
 /* `keep` that keeps everything; 0 keeps nothing, and 1 the least that backward can do with. */
 int keep_all(const Model *model);
@@ -245,22 +292,16 @@ int keep_layers(const Model *model, Keep kind, int keep);
 void acts_place(Acts *acts, Arena *arena, const Model *model, int T, int R, int keep);
 /* batch → acts->hidden (T,D), through the cache. */
 void forward(const Model *model, const Batch *batch, const Acts *acts, const Cache *cache);
-/* One layer, from its x to `next`; or, where that is NULL, to the same bits once more what backward
- * needs of it and was not kept. */
-void layer_forward(const Model *model, int l, const Batch *batch, const Acts *acts,
-                   const Cache *cache, real *next);
 
 typedef struct Grads {
-    real *dx, *dxn, *dq, *dq_raw, *dk, *dk_raw, *dv, *datt, *dact, *ds;
+#define GRADIENT(type, name, width, has) type *name;
+#include "acts.inc"
 } Grads;
 
 void grads_place(Grads *grads, Arena *arena, const Model *model, int T, int R);
 /* grads->dxn = d loss / d hidden → adapter's FRESH gradients of all layers. */
 void backward(const Model *model, Adapter *adapter, const Batch *batch, const Acts *acts,
               const Cache *cache, const Grads *grads);
-
-/* acts->q, acts->k of layer l once more, from q_raw and k_raw. */
-void layer_rotate(const Model *model, int l, const Acts *acts, int T);
 
 #define LOGPROB_NONE (-99999.0f) /* fills up a list of the top K that has fewer */
 
@@ -300,7 +341,10 @@ void head_logits_backward(const Head *head, Adapter *adapter, real *dhidden, int
 
 /* ---- budget.c: what a step and a cache may take where nothing else is said ---- */
 
-enum { CACHE_TOKENS_MAX = 1 << 20 };
+enum {
+    CACHE_TOKENS_MAX = 1 << 20,
+    STEP_SEQUENCES = 256, /* of a sampling step, at most: so many keep something */
+};
 
 /* Bytes that a training step may take, its ops' own among them, in so many bytes of memory; 0: in
  * the device's. */
@@ -310,9 +354,12 @@ typedef size_t KeepBytes(void *context, int keep);
 /* The most that fits in so many bytes, or 0. */
 int budget_keep(const Model *model, size_t most, KeepBytes *bytes, void *context);
 /* Tokens of a sampler's cache in so many bytes of memory, the weights among them, of which so many
- * are free and more can be made free for the context's; 0: in the device's. */
+ * are free and more can be made free for the context's; 0: in the device's. What STEP_SEQUENCES
+ * sequences keep beside the pages comes first. */
 int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_bytes);
-/* Bytes of one token's keys and values in all layers. */
+/* Bytes that one token keeps in the pages of all layers, and that one sequence keeps beside them.
+ */
 size_t kv_token_bytes(const Model *model);
+size_t kv_sequence_bytes(const Model *model);
 
 #endif

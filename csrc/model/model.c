@@ -1,24 +1,25 @@
 /* model/model.c - a frozen base model: shapes checked, weights placed by weights.inc, tensors put
  * in by name.
  *
- * It knows slots, not checkpoints: which file tensor fills which slot is families.py's business. */
+ * It knows slots, not checkpoints: which file tensor fills which slot is families.py's business. A
+ * slot of which a layer has several matrices (its experts) takes one stretch of memory for them. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "core.h"
 
-SlotInfo slot_info(const Shape *s, Slot slot)
+SlotInfo slot_info(const Shape *s, Slot slot, int l)
 {
     switch (slot) {
 #define MODEL_MATRIX(slot, rows, cols, present, group) \
-    case SLOT_##slot: return (SlotInfo){#slot, 0, 1, present, rows, cols, group};
+    case SLOT_##slot: return (SlotInfo){#slot, 0, 1, present, 1, rows, cols, group};
 #define MODEL_VECTOR(slot, length, present) \
-    case SLOT_##slot: return (SlotInfo){#slot, 0, 0, present, 1, length, NONE};
-#define LAYER_MATRIX(slot, rows, cols, present, group) \
-    case SLOT_##slot: return (SlotInfo){#slot, 1, 1, present, rows, cols, group};
+    case SLOT_##slot: return (SlotInfo){#slot, 0, 0, present, 1, 1, length, NONE};
+#define LAYER_MATRIX(slot, count, rows, cols, present, group) \
+    case SLOT_##slot: return (SlotInfo){#slot, 1, 1, present, count, rows, cols, group};
 #define LAYER_VECTOR(slot, length, present) \
-    case SLOT_##slot: return (SlotInfo){#slot, 1, 0, present, 1, length, NONE};
+    case SLOT_##slot: return (SlotInfo){#slot, 1, 0, present, 1, 1, length, NONE};
 #include "weights.inc"
     case SLOT_COUNT: break;
     }
@@ -45,7 +46,17 @@ static Status shape_check(const Shape *s)
                     s->head_width);
     if (!(s->norm_eps > 0.0f))
         return fail(STATUS_INVALID, "norm_eps must be positive, not %g", (double)s->norm_eps);
+    for (int l = 0; l < s->layers; l++)
+        if (s->layer[l].kind[MIXER] == KIND_sliding_attention && s->window < 1)
+            return fail(STATUS_INVALID, "layer %d has a sliding window, which must be at least 1",
+                        l);
     return STATUS_OK;
+}
+
+/* Bytes from one matrix of a slot to the next. */
+static size_t matrix_step(const Model *model, int rows, int cols)
+{
+    return arena_step(model->dev->frozen_bytes(model->dev, model->type, rows, cols));
 }
 
 /* Walks weights.inc: measures while the arena has no base, places when it has one. Nothing is
@@ -55,18 +66,18 @@ static void model_place(Model *model)
 {
     Arena *arena = &model->weights;
     const Shape *s = &model->shape;
-    Device *dev = model->dev;
     model->inv_freq = arena_take(arena, (size_t)s->head_width / 2 * sizeof(float));
-#define MATRIX(rows, cols, present) \
-    (present) ? arena_take(arena, dev->frozen_bytes(dev, model->type, rows, cols)) : NULL
+#define MATRIX(count, rows, cols, present) \
+    (present) ? arena_take(arena, (size_t)(count) * matrix_step(model, rows, cols)) : NULL
 #define VECTOR(length, present) \
     (present) ? arena_take(arena, (size_t)(length) * sizeof(float)) : NULL
-#define MODEL_MATRIX(slot, rows, cols, present, group) model->slot = MATRIX(rows, cols, present);
+#define MODEL_MATRIX(slot, rows, cols, present, group) model->slot = MATRIX(1, rows, cols, present);
 #define MODEL_VECTOR(slot, length, present) model->slot = VECTOR(length, present);
 #include "weights.inc"
     for (int l = 0; l < s->layers; l++) {
         LayerWeights *w = &model->layer[l];
-#define LAYER_MATRIX(slot, rows, cols, present, group) w->slot = MATRIX(rows, cols, present);
+#define LAYER_MATRIX(slot, count, rows, cols, present, group) \
+    w->slot = MATRIX(count, rows, cols, present);
 #define LAYER_VECTOR(slot, length, present) w->slot = VECTOR(length, present);
 #include "weights.inc"
     }
@@ -75,6 +86,7 @@ static void model_place(Model *model)
     if (s->tied) model->head = model->embed;
 }
 
+/* The first matrix, or the vector, in a slot. */
 static void *slot_memory(const Model *model, Slot slot, int layer)
 {
     switch (slot) {
@@ -82,7 +94,7 @@ static void *slot_memory(const Model *model, Slot slot, int layer)
     case SLOT_##slot: return model->slot;
 #define MODEL_VECTOR(slot, length, present) \
     case SLOT_##slot: return model->slot;
-#define LAYER_MATRIX(slot, rows, cols, present, group) \
+#define LAYER_MATRIX(slot, count, rows, cols, present, group) \
     case SLOT_##slot: return model->layer[layer].slot;
 #define LAYER_VECTOR(slot, length, present) \
     case SLOT_##slot: return model->layer[layer].slot;
@@ -90,6 +102,33 @@ static void *slot_memory(const Model *model, Slot slot, int layer)
     case SLOT_COUNT: break;
     }
     return NULL;
+}
+
+/* What the host keeps of each layer. */
+static Status model_tables(Model *model, const Shape *shape)
+{
+    size_t L = (size_t)shape->layers;
+    model->layer = calloc(L, sizeof *model->layer);
+    model->kinds = calloc(L, sizeof *model->kinds);
+    if (!model->layer || !model->kinds) goto failed;
+    memcpy(model->kinds, shape->layer, L * sizeof *model->kinds);
+    model->shape = *shape;
+    model->shape.layer = model->kinds;
+    for (Slot slot = 0; slot < SLOT_COUNT; slot++)
+        for (int l = 0; l < shape->layers; l++) {
+            SlotInfo info = slot_info(&model->shape, slot, l);
+            if (info.present && info.count > model->most) model->most = info.count;
+        }
+    model->loaded = calloc((size_t)SLOT_COUNT * L, (size_t)model->most);
+    if (model->loaded) return STATUS_OK;
+failed:
+    return fail(STATUS_MEMORY, "no memory for a model of %d layers", shape->layers);
+}
+
+static unsigned char *loaded_at(const Model *model, Slot slot, int layer, int index)
+{
+    size_t at = (size_t)slot * (size_t)model->shape.layers + (size_t)(layer < 0 ? 0 : layer);
+    return model->loaded + at * (size_t)model->most + (size_t)index;
 }
 
 Status model_open(Model **out, const Shape *shape, const float *inv_freq, DType type,
@@ -100,14 +139,13 @@ Status model_open(Model **out, const Shape *shape, const float *inv_freq, DType 
     if (!model) return fail(STATUS_MEMORY, "no memory for a model");
     Status status = device_open(&model->dev, device, threads);
     if (status) goto failed;
-    model->shape = *shape;
+    status = model_tables(model, shape);
+    if (status) goto failed;
     model->type = type;
     model->weights.dev = model->dev;
     size_t freq_bytes = (size_t)shape->head_width / 2 * sizeof(float);
-    model->layer = calloc((size_t)shape->layers, sizeof *model->layer);
-    model->loaded = calloc((size_t)SLOT_COUNT * (size_t)shape->layers, 1);
     model->host_freq = malloc(freq_bytes);
-    if (!model->layer || !model->loaded || !model->host_freq) {
+    if (!model->host_freq) {
         status = fail(STATUS_MEMORY, "no memory for a model of %d layers", shape->layers);
         goto failed;
     }
@@ -139,71 +177,92 @@ void model_close(Model *model)
         model->dev->close(model->dev);
     }
     free(model->layer);
+    free(model->kinds);
     free(model->loaded);
     free(model->host_freq);
     free(model);
 }
 
-static Status slot_find(const Model *model, const char *name, int layer, Slot *slot)
+/* The slot of that name, of which that layer has a matrix of that number. */
+static Status slot_find(const Model *model, const char *name, int layer, int index, Slot *slot)
 {
-    for (int i = 0; i < SLOT_COUNT; i++) {
-        SlotInfo info = slot_info(&model->shape, (Slot)i);
+    const Shape *s = &model->shape;
+    for (Slot i = 0; i < SLOT_COUNT; i++) {
+        SlotInfo info = slot_info(s, i, 0);
         if (strcmp(info.name, name) != 0) continue;
-        if (!info.present) return fail(STATUS_INVALID, "this model has no %s", name);
-        if (info.per_layer ? layer < 0 || layer >= model->shape.layers : layer != -1)
+        if (info.per_layer ? layer < 0 || layer >= s->layers : layer != -1)
             return fail(STATUS_INVALID, "%s: layer %d, but the model has %d%s", name, layer,
-                        model->shape.layers,
-                        info.per_layer ? "" : " and this slot belongs to none (-1)");
-        *slot = (Slot)i;
+                        s->layers, info.per_layer ? "" : " and this slot belongs to none (-1)");
+        if (info.per_layer) info = slot_info(s, i, layer);
+        if (!info.present)
+            return info.per_layer ? fail(STATUS_INVALID, "layer %d has no %s", layer, name)
+                                  : fail(STATUS_INVALID, "this model has no %s", name);
+        if (index < 0 || index >= info.count)
+            return fail(STATUS_INVALID, "%s: number %d, but there are %d", name, index, info.count);
+        *slot = i;
         return STATUS_OK;
     }
     return fail(STATUS_INVALID, "no slot is called '%s'", name);
 }
 
-Status model_load(Model *model, const char *name, int layer, const void *array, DType type,
-                  int rows, int cols)
+typedef struct TensorName {
+    char text[96];
+} TensorName;
+
+/* "embed", "layer 3 wq" or, where the layer has several, "layer 3 w_gate 17". */
+static TensorName tensor_name(const SlotInfo *info, int layer, int index)
+{
+    TensorName name;
+    char before[32] = "", behind[16] = "";
+    if (info->per_layer) snprintf(before, sizeof before, "layer %d ", layer);
+    if (info->count > 1) snprintf(behind, sizeof behind, " %d", index);
+    snprintf(name.text, sizeof name.text, "%s%s%s", before, info->name, behind);
+    return name;
+}
+
+Status model_load(Model *model, const char *slot_name, int layer, int index, const void *array,
+                  DType type, int rows, int cols)
 {
     Slot slot = SLOT_embed;
     if (model->sealed)
         return fail(STATUS_INVALID, "the model is sealed: nothing more can be loaded");
-    TRY(slot_find(model, name, layer, &slot));
-    SlotInfo info = slot_info(&model->shape, slot);
-    char where[64] = "";
-    if (info.per_layer) snprintf(where, sizeof where, "layer %d ", layer);
+    TRY(slot_find(model, slot_name, layer, index, &slot));
+    SlotInfo info = slot_info(&model->shape, slot, layer);
+    TensorName name = tensor_name(&info, layer, index);
     if (rows != info.rows || cols != info.cols)
-        return fail(STATUS_INVALID, "%s%s: file has (%d, %d), the model needs (%d, %d)", where,
-                    name, rows, cols, info.rows, info.cols);
+        return fail(STATUS_INVALID, "%s: file has (%d, %d), the model needs (%d, %d)", name.text,
+                    rows, cols, info.rows, info.cols);
     Device *dev = model->dev;
     if (info.matrix) {
         if ((type == DTYPE_BF16) != (model->type == DTYPE_BF16))
             return fail(STATUS_INVALID,
-                        "%s%s: the array is %s bf16, the model keeps its matrices in %s", where,
-                        name, type == DTYPE_BF16 ? "" : "not",
+                        "%s: the array is %s bf16, the model keeps its matrices in %s", name.text,
+                        type == DTYPE_BF16 ? "" : "not",
                         model->type == DTYPE_BF16 ? "bf16" : "f32");
     } else if (type != DTYPE_F32) {
-        return fail(STATUS_INVALID, "%s%s: vectors must arrive as float32", where, name);
+        return fail(STATUS_INVALID, "%s: vectors must arrive as float32", name.text);
     }
     TRY(model_reserve(model));
-    void *memory = slot_memory(model, slot, layer);
+    char *memory = slot_memory(model, slot, layer);
     if (info.matrix)
-        dev->frozen_load(dev, memory, array, type, rows, cols);
+        dev->frozen_load(dev, (frozen *)(memory + (size_t)index * matrix_step(model, rows, cols)),
+                         array, type, rows, cols);
     else
         dev->upload(dev, memory, array, (size_t)cols * sizeof(float));
     TRY(dev->sync(dev));
-    model->loaded[(size_t)slot * (size_t)model->shape.layers + (size_t)(layer < 0 ? 0 : layer)] = 1;
+    *loaded_at(model, slot, layer, index) = 1;
     return STATUS_OK;
 }
 
 Status model_seal(Model *model)
 {
-    for (int i = 0; i < SLOT_COUNT; i++) {
-        SlotInfo info = slot_info(&model->shape, (Slot)i);
-        for (int l = 0; info.present && l < (info.per_layer ? model->shape.layers : 1); l++)
-            if (!model->loaded[(size_t)i * (size_t)model->shape.layers + (size_t)l])
-                return info.per_layer
-                           ? fail(STATUS_INVALID, "layer %d %s was not loaded", l, info.name)
-                           : fail(STATUS_INVALID, "%s was not loaded", info.name);
-    }
+    for (Slot slot = 0; slot < SLOT_COUNT; slot++)
+        for (int l = 0; l < model->shape.layers; l++) {
+            SlotInfo info = slot_info(&model->shape, slot, l);
+            for (int i = 0; info.present && i < info.count; i++)
+                if (!*loaded_at(model, slot, info.per_layer ? l : -1, i))
+                    return fail(STATUS_INVALID, "%s was not loaded", tensor_name(&info, l, i).text);
+        }
     model->sealed = 1;
     return STATUS_OK;
 }

@@ -425,13 +425,14 @@ typedef struct Listing {
     int rank;
 } Listing;
 
-static void list_matrix(void *context, const SlotInfo *info, int layer, Pair pair)
+static void list_matrix(void *context, const SlotInfo *info, int layer, int index, Pair pair)
 {
     Listing *listing = context;
     for (int part = 0; part < 2 && listing->list; part++) {
-        PyObject *row = Py_BuildValue(
-            "(sisLii)", info->name, layer, part ? "B" : "A", (long long)(part ? pair.b : pair.a),
-            part ? listing->rank : info->cols, part ? info->rows : listing->rank);
+        PyObject *row =
+            Py_BuildValue("(siisLii)", info->name, layer, index, part ? "B" : "A",
+                          (long long)(part ? pair.b : pair.a), part ? listing->rank : info->cols,
+                          part ? info->rows : listing->rank);
         if (!row || PyList_Append(listing->list, row) < 0) Py_CLEAR(listing->list);
         Py_XDECREF(row);
     }
@@ -566,7 +567,7 @@ static PyGetSetDef getset[] = {
     {"pending", adapter_pending, adapter_set_pending,
      "(loss, tokens, sequences) of the calls behind the gradients.", NULL},
     {"layout", adapter_layout, NULL,
-     "(slot, layer or -1, 'A' or 'B', offset, rows, cols) in the flat vectors.", NULL},
+     "(slot, layer or -1, index, 'A' or 'B', offset, rows, cols) in the flat vectors.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

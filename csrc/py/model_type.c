@@ -1,11 +1,46 @@
 /* py/model_type.c - tinsmith._core.Model: a frozen base model, loaded slot by slot. */
+#include <stdlib.h>
 #include <string.h>
 
 #include "arrays.h"
 #include "module.h"
 
-/* Reads every key of the shape from a dict; each must be there, and nothing else. */
-static int shape_from(PyObject *config, Shape *shape)
+/* Where the config's lists of kinds are: one for each part of a layer. */
+static const char *const part_key[] = {[MIXER] = "mixers", [FEED] = "feeds"};
+
+/* The value of a key of the config, which must be there. */
+static PyObject *config_item(PyObject *config, const char *key)
+{
+    PyObject *value = PyDict_GetItemString(config, key);
+    if (!value) PyErr_Format(PyExc_ValueError, "the model's config lacks %s", key);
+    return value;
+}
+
+/* Reads the kinds of one part of all layers: a sequence of their names. */
+static int kinds_from(PyObject *config, Part part, int layers, LayerKinds *kinds)
+{
+    PyObject *names = config_item(config, part_key[part]);
+    names = names ? PySequence_Tuple(names) : NULL;
+    if (!names) return -1;
+    int ok = PyTuple_Size(names) == layers;
+    if (!ok)
+        PyErr_Format(PyExc_ValueError, "%s names %zd layers, the model has %d", part_key[part],
+                     PyTuple_Size(names), layers);
+    for (int l = 0; ok && l < layers; l++) {
+        const char *name = PyUnicode_AsUTF8(PyTuple_GetItem(names, l));
+        ok = name != NULL;
+        if (!name) break;
+        Status status = kind_find(part, name, &kinds[l].kind[part]);
+        ok = status == STATUS_OK;
+        if (!ok) raise_status(status);
+    }
+    Py_DECREF(names);
+    return ok ? 0 : -1;
+}
+
+/* Reads every key of the shape from a dict; each must be there, and nothing else. The caller frees
+ * the kinds of its layers. */
+static int shape_from(PyObject *config, Shape *shape, LayerKinds **kinds)
 {
     struct {
         const char *name;
@@ -20,11 +55,8 @@ static int shape_from(PyObject *config, Shape *shape)
     };
     size_t count = sizeof fields / sizeof *fields;
     for (size_t i = 0; i < count; i++) {
-        PyObject *value = PyDict_GetItemString(config, fields[i].name);
-        if (!value) {
-            PyErr_Format(PyExc_ValueError, "the model's config lacks %s", fields[i].name);
-            return -1;
-        }
+        PyObject *value = config_item(config, fields[i].name);
+        if (!value) return -1;
         double number = PyFloat_AsDouble(value);
         if (number == -1.0 && PyErr_Occurred()) return -1;
         if (fields[i].real) {
@@ -38,16 +70,39 @@ static int shape_from(PyObject *config, Shape *shape)
         }
         *fields[i].whole = (int)number;
     }
-    if ((size_t)PyDict_Size(config) == count) return 0;
-    PyErr_Format(PyExc_ValueError, "the model's config has %zd keys, %zu are known",
-                 PyDict_Size(config), count);
-    return -1;
+    if ((size_t)PyDict_Size(config) != count + PARTS) {
+        PyErr_Format(PyExc_ValueError, "the model's config has %zd keys, %zu are known",
+                     PyDict_Size(config), count + PARTS);
+        return -1;
+    }
+    shape->layer = *kinds = calloc((size_t)shape->layers + 1, sizeof **kinds);
+    if (!*kinds) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Part part = 0; part < PARTS; part++)
+        if (kinds_from(config, part, shape->layers, *kinds) < 0) return -1;
+    return 0;
+}
+
+static PyObject *model_make(PyTypeObject *type, const Shape *shape, const Borrowed *freq,
+                            DType weights, const char *device, int threads)
+{
+    if (freq->length != shape->head_width / 2)
+        return PyErr_Format(PyExc_ValueError, "inv_freq has %lld numbers, head_width %d needs %d",
+                            (long long)freq->length, shape->head_width, shape->head_width / 2);
+    PyModel *self = (PyModel *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    Status status = model_open(&self->model, shape, freq->data, weights, device, threads);
+    if (!status) return (PyObject *)self;
+    Py_DECREF(self);
+    return raise_status(status);
 }
 
 static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"config", "inv_freq", "weights", "device", "threads", NULL};
-    PyObject *config, *inv_freq;
+    PyObject *config, *inv_freq, *self = NULL;
     const char *weights = "bf16", *device = "cpu";
     int threads = 0;
     Shape shape = {0};
@@ -58,25 +113,14 @@ static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     int bf16 = strcmp(weights, "bf16") == 0;
     if (!bf16 && strcmp(weights, "f32") != 0)
         return PyErr_Format(PyExc_ValueError, "weights must be 'bf16' or 'f32', not '%s'", weights);
-    if (shape_from(config, &shape) < 0 || borrow(inv_freq, KIND_FLOAT32, "inv_freq", &freq) < 0)
-        return NULL;
-    if (freq.length != shape.head_width / 2) {
-        PyErr_Format(PyExc_ValueError, "inv_freq has %lld numbers, head_width %d needs %d",
-                     (long long)freq.length, shape.head_width, shape.head_width / 2);
+    LayerKinds *kinds = NULL;
+    if (shape_from(config, &shape, &kinds) == 0 &&
+        borrow(inv_freq, KIND_FLOAT32, "inv_freq", &freq) == 0) {
+        self = model_make(type, &shape, &freq, bf16 ? DTYPE_BF16 : DTYPE_F32, device, threads);
         Py_DECREF(freq.owner);
-        return NULL;
     }
-    PyModel *self = (PyModel *)type->tp_alloc(type, 0);
-    Status status = STATUS_OK;
-    if (self)
-        status = model_open(&self->model, &shape, freq.data, bf16 ? DTYPE_BF16 : DTYPE_F32, device,
-                            threads);
-    Py_DECREF(freq.owner);
-    if (status) {
-        Py_DECREF(self);
-        return raise_status(status);
-    }
-    return (PyObject *)self;
+    free(kinds);
+    return self;
 }
 
 static void model_dealloc(PyObject *object)
@@ -90,14 +134,14 @@ static void model_dealloc(PyObject *object)
 static PyObject *model_load_method(PyObject *object, PyObject *args)
 {
     const char *slot;
-    int layer;
+    int layer, index = 0;
     PyObject *array;
     Borrowed tensor;
-    if (!PyArg_ParseTuple(args, "siO:load", &slot, &layer, &array)) return NULL;
+    if (!PyArg_ParseTuple(args, "siO|i:load", &slot, &layer, &array, &index)) return NULL;
     if (borrow_tensor(array, slot, &tensor) < 0) return NULL;
     Status status;
-    Py_BEGIN_ALLOW_THREADS status = model_load(((PyModel *)object)->model, slot, layer, tensor.data,
-                                               tensor.type, tensor.rows, tensor.cols);
+    Py_BEGIN_ALLOW_THREADS status = model_load(((PyModel *)object)->model, slot, layer, index,
+                                               tensor.data, tensor.type, tensor.rows, tensor.cols);
     Py_END_ALLOW_THREADS Py_DECREF(tensor.owner);
     if (status) return raise_status(status);
     Py_RETURN_NONE;
@@ -165,16 +209,40 @@ static PyObject *model_slots(PyObject *object, void *unused)
     (void)unused;
     const Shape *shape = &((PyModel *)object)->model->shape;
     PyObject *list = PyList_New(0);
-    for (int i = 0; list && i < SLOT_COUNT; i++) {
-        SlotInfo info = slot_info(shape, (Slot)i);
-        for (int l = 0; list && info.present && l < (info.per_layer ? shape->layers : 1); l++) {
-            PyObject *row =
-                Py_BuildValue("(siii)", info.name, info.per_layer ? l : -1, info.rows, info.cols);
-            if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
-            Py_XDECREF(row);
+    for (Slot slot = 0; slot < SLOT_COUNT; slot++)
+        for (int l = 0; l < shape->layers; l++) {
+            SlotInfo info = slot_info(shape, slot, l);
+            if (!info.per_layer && l > 0) break;
+            for (int i = 0; list && info.present && i < info.count; i++) {
+                PyObject *row = Py_BuildValue("(siiii)", info.name, info.per_layer ? l : -1, i,
+                                              info.rows, info.cols);
+                if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
+                Py_XDECREF(row);
+            }
         }
-    }
     return list;
+}
+
+/* The names of the kinds of one part of all layers. */
+static PyObject *kinds_tuple(const Shape *s, Part part)
+{
+    PyObject *names = PyTuple_New(s->layers);
+    for (int l = 0; names && l < s->layers; l++) {
+        PyObject *name = PyUnicode_FromString(kind_info(s, s->layer[l].kind[part]).name);
+        if (name)
+            PyTuple_SetItem(names, l, name);
+        else
+            Py_CLEAR(names);
+    }
+    return names;
+}
+
+/* Gives an item to a dict; -1 where there is none. */
+static int config_put(PyObject *config, const char *key, PyObject *value)
+{
+    int failed = !value || PyDict_SetItemString(config, key, value) < 0;
+    Py_XDECREF(value);
+    return failed ? -1 : 0;
 }
 
 static PyObject *model_config(PyObject *object, void *unused)
@@ -192,15 +260,12 @@ static PyObject *model_config(PyObject *object, void *unused)
         SHAPE_LIST(X)
 #undef X
     };
-    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
-        PyObject *value = PyLong_FromLong(fields[i].value);
-        if (!value || PyDict_SetItemString(config, fields[i].name, value) < 0) {
-            Py_XDECREF(value);
-            Py_DECREF(config);
-            return NULL;
-        }
-        Py_DECREF(value);
-    }
+    int failed = 0;
+    for (size_t i = 0; !failed && i < sizeof fields / sizeof *fields; i++)
+        failed = config_put(config, fields[i].name, PyLong_FromLong(fields[i].value));
+    for (Part part = 0; !failed && part < PARTS; part++)
+        failed = config_put(config, part_key[part], kinds_tuple(s, part));
+    if (failed) Py_CLEAR(config);
     return config;
 }
 
@@ -218,7 +283,8 @@ static PyObject *model_weight_bytes(PyObject *object, void *unused)
 
 static PyMethodDef methods[] = {
     {"load", model_load_method, METH_VARARGS,
-     "load(slot, layer, array)\n\nCopies one tensor in: (rows, cols), or (cols,) for vectors."},
+     "load(slot, layer, array, index=0)\n\nCopies one tensor in: (rows, cols), or (cols,) for "
+     "vectors. `index` numbers a layer's matrices of one slot."},
     {"seal", model_seal_method, METH_NOARGS,
      "seal()\n\nEnds loading; ValueError names what is missing."},
     {"plan", (PyCFunction)(void (*)(void))model_plan_method, METH_VARARGS | METH_KEYWORDS,
@@ -233,7 +299,8 @@ static PyMethodDef methods[] = {
 };
 
 static PyGetSetDef getset[] = {
-    {"slots", model_slots, NULL, "(slot, layer or -1, rows, cols) of every tensor to load.", NULL},
+    {"slots", model_slots, NULL, "(slot, layer or -1, index, rows, cols) of every tensor to load.",
+     NULL},
     {"config", model_config, NULL, "The shape, as it was given.", NULL},
     {"device", model_device, NULL, "The device's name.", NULL},
     {"weight_bytes", model_weight_bytes, NULL, "Bytes that the weights take.", NULL},

@@ -76,6 +76,28 @@ static PyObject *core_losses(PyObject *module, PyObject *unused)
     return list;
 }
 
+static PyObject *core_slot_groups(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    static const char *const name[] = {[ATTN] = "attn", [MLP] = "mlp", [UNEMBED] = "unembed"};
+    static const struct {
+        const char *slot;
+        Group group;
+    } matrix[] = {
+#define MODEL_MATRIX(slot, rows, cols, present, group) {#slot, group},
+#define LAYER_MATRIX(slot, count, rows, cols, present, group) {#slot, group},
+#include "../model/weights.inc"
+    };
+    PyObject *found = PyDict_New();
+    for (size_t i = 0; found && i < sizeof matrix / sizeof *matrix; i++) {
+        if (matrix[i].group == NONE) continue;
+        PyObject *group = PyUnicode_FromString(name[matrix[i].group]);
+        if (!group || PyDict_SetItemString(found, matrix[i].slot, group) < 0) Py_CLEAR(found);
+        Py_XDECREF(group);
+    }
+    return found;
+}
+
 static PyObject *core_devices(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -99,6 +121,9 @@ static PyMethodDef core_methods[] = {
     {"losses", core_losses, METH_NOARGS,
      "losses() -> list[dict]\n\nThe table of losses: name, multi, taught, inputs, config "
      "(csrc/train/losses.c)."},
+    {"slot_groups", core_slot_groups, METH_NOARGS,
+     "slot_groups() -> dict[str, str]\n\nThe switch that trains beside each matrix's slot "
+     "(csrc/model/weights.inc)."},
     {"devices", core_devices, METH_VARARGS,
      "devices(name=None) -> dict[str, str]\n\nDevice names, each with '' or the sentence that says "
      "why it "

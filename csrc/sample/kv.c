@@ -1,24 +1,20 @@
 /* sample/kv.c - the pages of the key-value cache: taken, shared by sequences with a common
  * beginning, forked, dropped; those whose content prefix.c knows are given out anew last.
  *
- * A page holds KV_PAGE positions of every layer. Layer l's pages begin at l·stride; a page's number
- * is the same in all. How a page looks inside is the device's business. */
+ * A page holds KV_PAGE positions of every layer that keeps keys and values, each layer's in a place
+ * of its own (cache_at); a page's number is the same in all. How a page looks inside is the
+ * device's business. */
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "sampler.h"
 
-static size_t page_elements(const Model *model)
-{
-    return (size_t)KV_PAGE * (size_t)model->shape.kv_heads * (size_t)model->shape.head_width;
-}
-
 Status kv_open(Kv *kv, Model *model, int64_t tokens)
 {
     int64_t pages = (tokens + KV_PAGE - 1) / KV_PAGE;
     *kv = (Kv){.model = model, .arena.dev = model->dev, .pages = (int)pages};
-    kv->cache.stride = (size_t)(pages + 1) * page_elements(model); /* and nobody's page */
-    size_t bytes = kv->cache.stride * (size_t)model->shape.layers * model->dev->real_bytes;
+    kv->cache.tokens = (size_t)(pages + 1) * KV_PAGE; /* and nobody's page */
+    size_t bytes = kv->cache.tokens * kv_token_bytes(model) / 2;
     char purpose[64];
     snprintf(purpose, sizeof purpose, "a cache of keys and values of %lld tokens",
              (long long)pages * KV_PAGE);
@@ -81,9 +77,11 @@ int32_t kv_fork(Kv *kv, int32_t page, int count)
     if (copy < 0) return -1;
     const Model *m = kv->model;
     Device *d = m->dev;
-    for (int l = 0; l < m->shape.layers; l++)
-        d->kv_copy(d, real_at(d, kv->cache.k, (size_t)l * kv->cache.stride),
-                   real_at(d, kv->cache.v, (size_t)l * kv->cache.stride), page, copy, count,
-                   m->shape.kv_heads, m->shape.head_width);
+    for (int l = 0; l < m->shape.layers; l++) {
+        size_t at = cache_at(m, &kv->cache, l);
+        if (layer_token(&m->shape, l))
+            d->kv_copy(d, real_at(d, kv->cache.k, at), real_at(d, kv->cache.v, at), page, copy,
+                       count, m->shape.kv_heads, m->shape.head_width);
+    }
     return copy;
 }

@@ -215,7 +215,7 @@ int row_asked(const Request *request, int position);
 
 /* schedule.c: which rows a step runs. */
 
-enum { STEP_ROWS = 512, STEP_SEQUENCES = 256 };
+enum { STEP_ROWS = 512 };
 
 typedef struct Turn {
     Request *request;

@@ -30,6 +30,10 @@ class LossRow(TypedDict):
 def losses() -> list[LossRow]:
     """The table of losses, csrc/train/losses.c."""
 
+def slot_groups() -> dict[str, str]:
+    """The switch that trains beside each matrix's slot, csrc/model/weights.inc: "attn", "mlp" or
+    "unembed"."""
+
 def devices(name: str | None = None, /) -> dict[str, str]:
     """Device names, each with "" when it can be opened, or the sentence that says why it can't. To
     know, each is opened: with a name, that one alone."""
@@ -79,13 +83,15 @@ class Model:
     """A frozen base model. Shapes come from `config`; weights are put in with `load`, then `seal`.
 
     config keys: layers, width, heads, kv_heads, head_width, ffn, vocab, context, norm_eps,
-    rope_scale, qkv_bias (0/1), qk_norm (0/1), tied (0/1). inv_freq is (head_width/2,) float32.
+    rope_scale, window (of sliding_attention), qkv_bias (0/1), qk_norm (0/1), tied (0/1), and of
+    each layer's parts their kinds (csrc/model/layers.inc): mixers, full_attention or
+    sliding_attention, and feeds, mlp. inv_freq is (head_width/2,) float32.
     weights is the element type that matrices are kept in; the products are exact for either.
     """
 
     def __init__(
         self,
-        config: dict[str, float],
+        config: dict[str, Any],
         inv_freq: NDArray[np.float32],
         *,
         weights: str = "bf16",  # or "f32"
@@ -93,16 +99,16 @@ class Model:
         threads: int = 0,
     ) -> None: ...
     @property
-    def slots(self) -> list[tuple[str, int, int, int]]:
-        """(slot, layer or -1, rows, cols) of every tensor that must be loaded; vectors have rows
-        1."""
-    def load(self, slot: str, layer: int, array: NDArray[Any]) -> None:
+    def slots(self) -> list[tuple[str, int, int, int, int]]:
+        """(slot, layer or -1, index, rows, cols) of every tensor that must be loaded; vectors have
+        rows 1, and index is 0 but where a layer has several matrices in one slot."""
+    def load(self, slot: str, layer: int, array: NDArray[Any], index: int = 0) -> None:
         """Copies one tensor in: (rows, cols) or, for vectors, (cols,). float32, float16, or uint16
         holding bf16 bits; bf16 matrices only into weights="bf16", and only they."""
     def seal(self) -> None:
         """Ends loading; ValueError names the slots that are still missing."""
     @property
-    def config(self) -> dict[str, float]: ...
+    def config(self) -> dict[str, Any]: ...
     @property
     def device(self) -> str: ...
     @property
@@ -176,9 +182,9 @@ class Adapter:
     @pending.setter
     def pending(self, value: tuple[float, float, float]) -> None: ...
     @property
-    def layout(self) -> list[tuple[str, int, str, int, int, int]]:
-        """(slot, layer or -1, "A" or "B", offset, rows, cols) of each matrix in the flat vectors.
-        A is stored (fan_in, rank) and B (rank, fan_out): PEFT's matrices transposed."""
+    def layout(self) -> list[tuple[str, int, int, str, int, int, int]]:
+        """(slot, layer or -1, index, "A" or "B", offset, rows, cols) of each matrix in the flat
+        vectors. A is stored (fan_in, rank) and B (rank, fan_out): PEFT's matrices transposed."""
     def forward_backward(
         self,
         tokens: NDArray[np.int32],  # all datums' tokens, one after another

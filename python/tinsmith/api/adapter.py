@@ -333,7 +333,7 @@ class Adapter(Handle):
 
     def _read(self, what: str) -> dict[str, NDArray[np.float32]]:
         flat = self.engine.turns.take(lambda: self.core.read(what))
-        return dict(checkpoint.matrices(self.core, flat))
+        return dict(checkpoint.matrices(self.engine.loaded.family, self.core, flat))
 
     def snapshot(self) -> "Adapter":
         """The weights as they are now, to sample from and to score with; it can't be trained."""
@@ -352,7 +352,10 @@ class Adapter(Handle):
             meta = dataclasses.replace(
                 self._meta, step=self.core.step, created=datetime.now(UTC).isoformat()
             )
-            checkpoint.save(folder, self.core, meta, optimizer=optimizer, overwrite=overwrite)
+            family = self.engine.loaded.family
+            checkpoint.save(
+                folder, family, self.core, meta, optimizer=optimizer, overwrite=overwrite
+            )
 
         self.engine.turns.take(work)
 

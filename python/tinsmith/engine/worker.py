@@ -63,7 +63,7 @@ def devices() -> dict[str, str]:
 
 
 def plan(
-    config: dict[str, float],
+    config: dict[str, Any],
     inv_freq: NDArray[np.float32],
     weights: str,
     *,
@@ -212,6 +212,7 @@ class Worker:
             adapter = lane.trained()
             checkpoint.save(
                 folder,
+                lane.base.family,
                 adapter,
                 describe(adapter.step),
                 optimizer=optimizer,
@@ -227,7 +228,7 @@ class Worker:
         def work(lane: Run) -> None:
             adapter = lane.trained()
             average = checkpoint.load_average(folder, adapter) if optimizer else None
-            peft.load_into(folder, adapter, optimizer=optimizer)
+            peft.load_into(folder, lane.base.family, adapter, optimizer=optimizer)
             lane.average = average
 
         return self._submit(run, seq, work)

@@ -38,6 +38,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 META_FILE = "meta.json"
+PREFIX = "base_model.model."  # of a base model's modules, in PEFT's names
 AVERAGE = "average"  # of the weights, in OPTIMIZER_FILE
 VERSION = 1
 
@@ -92,6 +93,7 @@ class Meta:
 
 def save(
     folder: Path | str,
+    family: families.Family,
     adapter: _core.Adapter,
     meta: Meta,
     *,
@@ -99,8 +101,9 @@ def save(
     average: Average | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes a checkpoint; when it returns, the checkpoint is on disk whole. With optimizer, also
-    the average of the weights that the run keeps, if it keeps one.
+    """Writes a checkpoint, its matrices under the names of the base model's family; when it
+    returns, the checkpoint is on disk whole. With optimizer, also the average of the weights that
+    the run keeps, if it keeps one.
 
     Raises FileExistsError where one exists, unless overwrite; OSError when it can't be written.
     After an error the place holds what it held, and nothing of the new checkpoint is left.
@@ -114,7 +117,7 @@ def save(
     try:
         _make_folder(folder.parent)
         temporary.mkdir()
-        _write_files(temporary, adapter, meta, optimizer, average)
+        _write_files(temporary, family, adapter, meta, optimizer, average)
         _sync(temporary)
         _put(temporary, folder)
     except BaseException as error:
@@ -126,11 +129,16 @@ def save(
 
 
 def _write_files(
-    folder: Path, adapter: _core.Adapter, meta: Meta, optimizer: bool, average: Average | None
+    folder: Path,
+    family: families.Family,
+    adapter: _core.Adapter,
+    meta: Meta,
+    optimizer: bool,
+    average: Average | None,
 ) -> None:
-    named = dict(matrices(adapter, adapter.read("weights")))
+    named = dict(matrices(family, adapter, adapter.read("weights")))
     weights.write(folder / ADAPTER_FILE, named, {"format": "pt"})
-    _write_json(folder / CONFIG_FILE, _peft_config(adapter, meta))
+    _write_json(folder / CONFIG_FILE, _peft_config(family, adapter, meta))
     files = [ADAPTER_FILE, CONFIG_FILE]
     if optimizer:
         state = {what: adapter.read(what) for what in ("m", "v")}
@@ -157,8 +165,9 @@ def _write_files(
     _write_json(folder / META_FILE, content)
 
 
-def _peft_config(adapter: _core.Adapter, meta: Meta) -> dict[str, Any]:
+def _peft_config(family: families.Family, adapter: _core.Adapter, meta: Meta) -> dict[str, Any]:
     slots = dict.fromkeys(slot for slot, *_ in adapter.layout)
+    modules = (family.module(slot, 0).rpartition(".")[2] for slot in slots)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -167,7 +176,7 @@ def _peft_config(adapter: _core.Adapter, meta: Meta) -> dict[str, Any]:
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
         "lora_dropout": 0.0,
-        "target_modules": [_module(slot, 0).rpartition(".")[2] for slot in slots],
+        "target_modules": list(dict.fromkeys(modules)),
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,
@@ -181,17 +190,18 @@ def _peft_config(adapter: _core.Adapter, meta: Meta) -> dict[str, Any]:
     }
 
 
-def _module(slot: str, layer: int) -> str:
-    return families.NAMES[slot].format(layer=layer).removesuffix(".weight")
-
-
 def matrices(
-    adapter: _core.Adapter, flat: NDArray[np.float32]
+    family: families.Family, adapter: _core.Adapter, flat: NDArray[np.float32]
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """PEFT's name of each matrix and a view of it in PEFT's shape, which is the engine's turned."""
-    for slot, layer, letter, offset, rows, cols in adapter.layout:
+    for slot, layer, index, letter, offset, rows, cols in adapter.layout:
         matrix = flat[offset : offset + rows * cols].reshape(rows, cols)
-        yield f"base_model.model.{_module(slot, layer)}.lora_{letter}.weight", matrix.T
+        yield matrix_name(family.module(slot, layer, index), letter), matrix.T
+
+
+def matrix_name(module: str, letter: str) -> str:
+    """PEFT's name of one of a module's matrices, A or B."""
+    return f"{PREFIX}{module}.lora_{letter}.weight"
 
 
 def _put(temporary: Path, folder: Path) -> None:
@@ -287,11 +297,13 @@ def load_adapter(
     meta = load_meta(folder)
     _check_model(Path(folder), loaded.core)
     adapter = meta.lora.adapter(loaded.core)
-    load_into(folder, adapter, optimizer=optimizer)
+    load_into(folder, loaded.family, adapter, optimizer=optimizer)
     return adapter
 
 
-def load_into(folder: Path | str, adapter: _core.Adapter, *, optimizer: bool) -> None:
+def load_into(
+    folder: Path | str, family: families.Family, adapter: _core.Adapter, *, optimizer: bool
+) -> None:
     """Gives an adapter the numbers of a checkpoint.
 
     With optimizer also AdamW's moments, its step and the gradients that were not used yet, so that
@@ -307,7 +319,7 @@ def load_into(folder: Path | str, adapter: _core.Adapter, *, optimizer: bool) ->
     ):
         if found != needed:
             raise ValueError(f"{folder} has {what} {found}, this adapter has {what} {needed}")
-    state = {"weights": _read_weights(folder, adapter)}
+    state = {"weights": _read_weights(folder, family, adapter)}
     step, pending = 0, (0.0, 0.0, 0.0)
     if optimizer:
         moments, step, pending = _read_optimizer(folder, adapter.size)
@@ -380,10 +392,12 @@ def open_adapter(folder: Path) -> weights.Tensors:
     return weights.open_file(folder / ADAPTER_FILE)
 
 
-def _read_weights(folder: Path, adapter: _core.Adapter) -> NDArray[np.float32]:
+def _read_weights(
+    folder: Path, family: families.Family, adapter: _core.Adapter
+) -> NDArray[np.float32]:
     flat = np.empty(adapter.size, np.float32)
     with _open_checked(folder, ADAPTER_FILE) as tensors:
-        views = dict(matrices(adapter, flat))
+        views = dict(matrices(family, adapter, flat))
         different = sorted(set(views) ^ set(tensors))
         if different:
             where = "the file" if different[0] in tensors else "this adapter"

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tinsmith.files import checkpoint, families, peft, weights
+from tinsmith.files import checkpoint, config, families, peft, weights
 
-HEAD, EMBED = families.NAMES["head"], families.NAMES["embed"]
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
@@ -34,12 +33,12 @@ def export(model: Path, adapter: Path, out: Path) -> int:
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another folder")
     lora = peft.read(adapter)
-    families.read_config(model)  # refuses what the engine could not have trained on
+    family = families.read_family(model)  # refuses what the engine could not have trained on
     temporary = out.with_name(f"{out.name}~{secrets.token_hex(4)}")
     temporary.mkdir(parents=True)
     try:
         with weights.open_folder(model) as base, checkpoint.open_adapter(adapter) as matrices:
-            _write(temporary, model, base, lora, matrices)
+            _write(temporary, model, family, base, lora, matrices)
         for file in model.iterdir():
             copy = temporary / file.name
             if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not copy.exists():
@@ -52,15 +51,21 @@ def export(model: Path, adapter: Path, out: Path) -> int:
 
 
 def _write(
-    folder: Path, model: Path, base: weights.Tensors, lora: peft.Lora, matrices: weights.Tensors
+    folder: Path,
+    model: Path,
+    family: families.Family,
+    base: weights.Tensors,
+    lora: peft.Lora,
+    matrices: weights.Tensors,
 ) -> None:
-    config = families.read_json(model / families.CONFIG_FILE)
+    said = config.read_json(model / config.CONFIG_FILE)
+    head, embed = family.tensor("head", -1), family.tensor("embed", -1)
     changed = {f"{module}.weight" for module in lora.modules}
-    tied = bool(config.get("tie_word_embeddings", False))
-    sources = {name: name for name in base if not (tied and name == HEAD)}
-    untied = tied and HEAD in changed
+    tied = bool(said.get("tie_word_embeddings", False))
+    sources = {name: name for name in base if not (tied and name == head)}
+    untied = tied and head in changed
     if untied:
-        sources[HEAD] = EMBED
+        sources[head] = embed
     missing = sorted(changed - set(sources))
     if missing:
         raise ValueError(f"{model} has no {missing[0]}: the adapter belongs to another model")
@@ -85,5 +90,5 @@ def _write(
         places = {name: shard for shard, names in shards.items() for name in names}
         index = {"metadata": {"total_size": sizes}, "weight_map": places}
         (folder / weights.INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-    merged = peft.options(config, untied=untied)
-    (folder / families.CONFIG_FILE).write_text(json.dumps(merged, indent=2) + "\n")
+    merged = peft.options(said, untied=untied)
+    (folder / config.CONFIG_FILE).write_text(json.dumps(merged, indent=2) + "\n")

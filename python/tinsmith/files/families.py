@@ -1,14 +1,10 @@
 """Model families: how a Hugging Face checkpoint becomes an engine's model. One row per family.
 
-A row names the architecture, what its layers have, and the tensor behind each of the engine's
-slots. Whatever in config.json would change the maths and is not handled is refused by name, rather
-than computed wrongly; keys that change nothing are ignored. The rotary frequencies follow
-transformers' modeling_rope_utils step by step in float32. Weights are streamed from the mapped
-files one tensor at a time, after all names and shapes have been checked.
+A row names the architecture, what its layers have and are (config.py reads which), and the tensor
+behind each of the engine's slots; no code anywhere asks for a family's name. Weights are streamed
+from the mapped files one tensor at a time, after all names and shapes have been checked.
 """
 
-import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -19,16 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core
+from tinsmith.files import config as hugging_face
 from tinsmith.files import weights
+from tinsmith.files.config import CONFIG_FILE, Mixers, read_json
 
-Slots = Sequence[tuple[str, int, int, int]]  # of a core: slot, layer or -1, rows, columns
+Slots = Sequence[tuple[str, int, int, int, int]]  # of a core: slot, layer or -1, index, rows, cols
 
 DTYPES = ("auto", "float32", "bfloat16")
-CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 
-# The tensor behind each slot, in Llama's naming, which all rows share.
-NAMES = {
+# The tensor behind each slot, in Llama's naming. Where a layer has several matrices in one slot,
+# {index} is the matrix's number.
+LLAMA_NAMES = {
     "embed": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
     "head": "lm_head.weight",
@@ -58,20 +56,6 @@ SIZES = {
     "context": "max_position_embeddings",
 }
 
-# Keys that change the maths when they are set, and that no row handles.
-REFUSED = (
-    "use_sliding_window", "mlp_bias", "quantization_config", "num_experts", "num_local_experts",
-    "n_routed_experts", "moe_intermediate_size", "final_logit_softcapping",
-    "attn_logit_softcapping", "logits_soft_cap", "query_pre_attn_scalar", "clip_qkv",
-    "no_rope_layers", "attention_chunk_size", "use_mrope",
-)  # fmt: skip
-
-# Factors that change the maths unless they are one.
-FACTORS = (
-    "partial_rotary_factor", "rotary_pct", "logit_scale", "logits_scaling",
-    "embedding_multiplier", "residual_multiplier",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Family:
@@ -79,17 +63,44 @@ class Family:
 
     name: str
     architecture: str
+    mixers: Callable[[Path, dict[str, Any], int], Mixers] = hugging_face.all_full
+    feed: str = "mlp"
     qkv_bias: bool = False
     qk_norm: bool = False
     head_width: int | None = None  # where config.json has no head_dim; None: width / heads
     refused: tuple[str, ...] = ()  # keys that this architecture reads and the engine doesn't handle
-    names: Mapping[str, str] = field(default_factory=lambda: NAMES)
+    names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES, repr=False)
+
+    def tensor(self, slot: str, layer: int, index: int = 0) -> str:
+        """The checkpoint's name of the tensor in a slot."""
+        return self.names[slot].format(layer=layer, index=index)
+
+    def module(self, slot: str, layer: int, index: int = 0) -> str:
+        """The name of the module whose weight it is."""
+        return self.tensor(slot, layer, index).removesuffix(".weight")
 
 
 FAMILIES = (
-    Family("qwen3", "Qwen3ForCausalLM", qk_norm=True, head_width=128, refused=("attention_bias",)),
-    Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True),
-    Family("llama", "LlamaForCausalLM", refused=("attention_bias", "sliding_window")),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        mixers=hugging_face.some_sliding,
+        qk_norm=True,
+        head_width=128,
+        refused=("attention_bias",),
+    ),
+    Family("qwen2", "Qwen2ForCausalLM", mixers=hugging_face.some_sliding, qkv_bias=True),
+    Family(
+        "llama",
+        "LlamaForCausalLM",
+        refused=("attention_bias", "sliding_window", "use_sliding_window"),
+    ),
+    Family(
+        "mistral",
+        "MistralForCausalLM",
+        mixers=hugging_face.all_sliding,
+        refused=("use_sliding_window",),
+    ),
 )
 
 
@@ -98,7 +109,7 @@ class BaseModel:
     """What is known of a base model before its weights are read."""
 
     path: Path
-    family: str
+    family: Family
     context: int
     vocab: int
     tokenizer_vocab: int  # ids from here on stand for no token
@@ -107,7 +118,7 @@ class BaseModel:
     weight_bytes: int  # in memory, once loaded
     device: str  # the engine's, which also says what products are computed in
     kind: str  # "bf16" or "f32": how matrices are kept
-    config: Mapping[str, float] = field(repr=False, compare=False)
+    config: Mapping[str, Any] = field(repr=False, compare=False)
     inv_freq: NDArray[np.float32] = field(repr=False, compare=False)
 
 
@@ -154,7 +165,7 @@ def inspect_model(path: Path | str, *, device: str = "cpu", dtype: str | None = 
         _check_tensors(family, core.slots, tensors, tied=bool(config["tied"]))
     return BaseModel(
         path=folder,
-        family=family.name,
+        family=family,
         context=int(config["context"]),
         vocab=vocab,
         tokenizer_vocab=min(max(tokenizer.values()) + 1, vocab),
@@ -177,7 +188,7 @@ def load_weights(
     """Reads the weights of a model that was inspected into the engine."""
     core = open_core(model, threads=threads)
     for piece in read_weights(model, core.slots):
-        core.load(piece.slot, piece.layer, piece.array)
+        core.load(piece.slot, piece.layer, piece.array, piece.index)
         report(piece.done, piece.total)
     return close_core(model, core)
 
@@ -188,6 +199,7 @@ class Piece:
 
     slot: str
     layer: int
+    index: int
     array: np.ndarray
     done: int
     total: int
@@ -205,15 +217,14 @@ def read_weights(
 ) -> Iterator[Piece]:
     """All that a core with these slots is to load, after its files were checked. `fetch` is told of
     each tensor before it is touched."""
-    family = next(row for row in FAMILIES if row.name == model.family)
     with weights.open_folder(model.path) as tensors:
-        names = _check_tensors(family, slots, tensors, tied=bool(model.config["tied"]))
+        names = _check_tensors(model.family, slots, tensors, tied=bool(model.config["tied"]))
         done, total = 0, sum(tensors.entry(name).size for name in names.values())
-        for (slot, layer), name in names.items():
+        for (slot, layer, index), name in names.items():
             entry = tensors.entry(name)
             fetch(entry)
             done += entry.size
-            yield Piece(slot, layer, _as_kept(tensors[name], model.kind), done, total)
+            yield Piece(slot, layer, index, _as_kept(tensors[name], model.kind), done, total)
 
 
 def close_core(model: BaseModel, core: _core.Model) -> LoadedModel:
@@ -232,10 +243,16 @@ def _as_kept(array: np.ndarray, kind: str) -> np.ndarray:
     return array
 
 
-def read_config(path: Path | str) -> tuple[dict[str, float], NDArray[np.float32]]:
+def read_config(path: Path | str) -> tuple[dict[str, Any], NDArray[np.float32]]:
     """The engine's config and rotary frequencies of a model's folder; no weights are read."""
     _, config, inv_freq = _read_model(Path(path))
     return config, inv_freq
+
+
+def read_family(path: Path | str) -> Family:
+    """The row of a model's folder; ValueError where config.json asks for what no row computes."""
+    family, _, _ = _read_model(Path(path))
+    return family
 
 
 def element_type(path: Path | str) -> str:
@@ -282,37 +299,31 @@ def _find_cached(name: str) -> Path | None:
 # ---- config.json ----
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file."""
-    try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=weights.unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} should hold a JSON object, found {type(content).__name__}")
-    return content
-
-
-def _read_model(folder: Path) -> tuple[Family, dict[str, float], NDArray[np.float32]]:
+def _read_model(folder: Path) -> tuple[Family, dict[str, Any], NDArray[np.float32]]:
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no {CONFIG_FILE}")
     content = read_json(file)
     family = _find_family(file, content)
-    _refuse(file, content, family)
-    config = {engine: _count(file, content, key) for engine, key in SIZES.items()}
-    heads, width = config["heads"], config["width"]
-    kv_heads = _count(file, content, "num_key_value_heads", default=heads)
-    head_width = _count(file, content, "head_dim", default=family.head_width or width // heads)
+    hugging_face.refuse(file, content, family.refused)
+    count, number = hugging_face.count, hugging_face.number
+    config: dict[str, Any] = {engine: count(file, content, key) for engine, key in SIZES.items()}
+    heads, width, layers = config["heads"], config["width"], config["layers"]
+    kv_heads = count(file, content, "num_key_value_heads", default=heads)
+    head_width = count(file, content, "head_dim", default=family.head_width or width // heads)
     if heads % kv_heads:
         raise ValueError(f"{file}: {heads} heads can't share {kv_heads} key-value heads evenly")
     if head_width % 2:
         raise ValueError(f"{file}: head_dim is {head_width}; rotary embeddings need an even one")
-    inv_freq = _inv_freq(file, content, head_width)
+    inv_freq = hugging_face.frequencies(file, content, head_width)
+    mixers, window = family.mixers(file, content, layers)
     config |= {
+        "mixers": mixers,
+        "feeds": (family.feed,) * layers,
+        "window": window,
         "kv_heads": kv_heads,
         "head_width": head_width,
-        "norm_eps": _number(file, content, "rms_norm_eps", default=1e-6),
+        "norm_eps": number(file, content, "rms_norm_eps", default=1e-6),
         "rope_scale": 1.0,
         "qkv_bias": int(family.qkv_bias),
         "qk_norm": int(family.qk_norm),
@@ -330,76 +341,6 @@ def _find_family(file: Path, content: dict[str, Any]) -> Family:
     known = ", ".join(family.architecture for family in FAMILIES)
     found = ", ".join(map(str, named)) or "no architecture"
     raise ValueError(f"{file} names {found}; tinsmith knows {known}")
-
-
-def _refuse(file: Path, content: dict[str, Any], family: Family) -> None:
-    for key in (*REFUSED, *family.refused):
-        if content.get(key):
-            raise ValueError(f"{file}: {key} is {content[key]!r:.60}, which is not supported")
-    for key in FACTORS:
-        if content.get(key) not in (None, 1):
-            raise ValueError(f"{file}: {key} is {content[key]!r:.60}; only 1 is supported")
-    if content.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ValueError(f"{file}: hidden_act is {content['hidden_act']!r}; only silu is supported")
-    kinds = set(content.get("layer_types") or ()) - {"full_attention"}
-    if kinds:
-        found = ", ".join(sorted(map(str, kinds)))
-        raise ValueError(f"{file}: layer_types has {found}; only full_attention is supported")
-
-
-def _count(file: Path, content: dict[str, Any], key: str, default: int | None = None) -> int:
-    value = content.get(key)
-    value = default if value is None else value
-    if type(value) is not int or not 0 < value < 1 << 31:
-        raise ValueError(f"{file}: {key} should be a positive integer, found {value!r:.60}")
-    return value
-
-
-def _number(file: Path, content: dict[str, Any], key: str, default: float | None = None) -> float:
-    value = content.get(key)
-    value = default if value is None else value
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{file}: {key} should be a positive number, found {value!r:.60}")
-    return float(value)
-
-
-def _inv_freq(file: Path, content: dict[str, Any], head_width: int) -> NDArray[np.float32]:
-    # transformers 4 writes rope_theta beside rope_scaling, transformers 5 both in rope_parameters.
-    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(f"{file}: rope_parameters per layer are not supported, found {rope!r:.60}")
-    if rope.get("partial_rotary_factor") not in (None, 1):
-        found = rope["partial_rotary_factor"]
-        raise ValueError(f"{file}: partial_rotary_factor is {found!r}; only 1 is supported")
-    theta = _number(file, {"rope_theta": 10000.0} | content | rope, "rope_theta")
-    exponents = np.arange(0, head_width, 2).astype(np.float32) / np.float32(head_width)
-    # A float64 power, rounded, is torch's float32 power but for the last bit of one in a hundred.
-    powers = (float(np.float32(theta)) ** exponents.astype(np.float64)).astype(np.float32)
-    inv_freq = np.float32(1.0) / powers
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return inv_freq
-    if kind == "llama3":
-        rope = {"original_max_position_embeddings": content.get("max_position_embeddings")} | rope
-        return _llama3(file, rope, inv_freq)
-    raise ValueError(f"{file}: the rope type is {kind!r}; tinsmith knows default and llama3")
-
-
-def _llama3(file: Path, rope: dict[str, Any], inv_freq: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Llama 3.1's frequencies: long wavelengths slowed by a factor, with a smooth passage."""
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    factor, low, high, original = (_number(file, rope, key) for key in keys)
-    if high <= low:
-        raise ValueError(f"{file}: high_freq_factor {high} should exceed low_freq_factor {low}")
-    # torch divides a number by a tensor as the number times the tensor's reciprocal.
-    wavelength = np.float32(1) / inv_freq * np.float32(2 * math.pi)
-    slowed = np.where(wavelength > original / low, inv_freq / np.float32(factor), inv_freq)
-    turns = np.float32(1) / wavelength * np.float32(original)
-    smooth = (turns - np.float32(low)) / np.float32(high - low)
-    between = (1 - smooth) * slowed / np.float32(factor) + smooth * slowed
-    medium = (wavelength >= original / high) & (wavelength <= original / low)
-    return np.where(medium, between, slowed).astype(np.float32)
 
 
 # ---- tensors ----
@@ -427,20 +368,21 @@ def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
 
 def _check_tensors(
     family: Family, slots: Slots, tensors: weights.Tensors, *, tied: bool
-) -> dict[tuple[str, int], str]:
-    """The tensor name of each (slot, layer), after checking that all fit and none is left over."""
-    names: dict[tuple[str, int], str] = {}
-    for slot, layer, rows, cols in slots:
-        name = family.names[slot].format(layer=layer)
+) -> dict[tuple[str, int, int], str]:
+    """The tensor name of each (slot, layer, index), after checking that all fit and none is left
+    over."""
+    names: dict[tuple[str, int, int], str] = {}
+    for slot, layer, index, rows, cols in slots:
+        name = family.tensor(slot, layer, index)
         place = slot if layer < 0 else f"layer {layer} {slot}"
         if name not in tensors:
             raise ValueError(f"{place}: the file has no {name}")
         shape, needed = tensors.entry(name).shape, (rows, cols) if rows > 1 else (cols,)
         if shape not in (needed, (rows, cols)):
             raise ValueError(f"{place}: file has {shape}, the model needs {needed}")
-        names[slot, layer] = name
+        names[slot, layer, index] = name
     # A tied head may be stored all the same; old Llama files keep their rotary frequencies.
-    ignored = {family.names["head"]} if tied else set()
+    ignored = {family.tensor("head", -1)} if tied else set()
     surplus = [
         name
         for name in set(tensors) - set(names.values()) - ignored

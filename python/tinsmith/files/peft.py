@@ -18,14 +18,8 @@ from typing import Any
 import numpy as np
 
 from tinsmith import _core
-from tinsmith.files import checkpoint, families, weights
+from tinsmith.files import checkpoint, config, families, weights
 
-PREFIX = "base_model.model."
-GROUPS = {
-    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-    "unembed": ("lm_head",),
-}
 # Keys that change the maths when they are set, and that are not handled.
 REFUSED = (
     "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save",
@@ -50,34 +44,35 @@ def read(folder: Path) -> Lora:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}: it is no PEFT adapter's folder")
     file = folder / checkpoint.CONFIG_FILE
-    config = families.read_json(file)
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"{file}: peft_type is {config.get('peft_type')!r}; only LORA is known")
+    said = config.read_json(file)
+    if said.get("peft_type") != "LORA":
+        raise ValueError(f"{file}: peft_type is {said.get('peft_type')!r}; only LORA is known")
     for key in REFUSED:
-        if config.get(key):
-            raise ValueError(f"{file}: {key} is {config[key]!r:.60}, which is not supported")
-    if config.get("bias", "none") != "none":
-        raise ValueError(f"{file}: bias is {config['bias']!r}; only none is supported")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+        if said.get(key):
+            raise ValueError(f"{file}: {key} is {said[key]!r:.60}, which is not supported")
+    if said.get("bias", "none") != "none":
+        raise ValueError(f"{file}: bias is {said['bias']!r}; only none is supported")
+    rank, alpha = said.get("r"), said.get("lora_alpha")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
         raise ValueError(f"{file}: r and lora_alpha should be positive, found {rank!r}, {alpha!r}")
-    alpha = alpha * (math.sqrt(rank) if config.get("use_rslora") else 1.0)
+    alpha = alpha * (math.sqrt(rank) if said.get("use_rslora") else 1.0)
     with weights.open_file(folder / checkpoint.ADAPTER_FILE) as tensors:
         modules = _modules(folder, tensors, rank)
-    base = str(config.get("base_model_name_or_path") or "")
+    base = str(said.get("base_model_name_or_path") or "")
     return Lora(folder, base, rank, float(np.float32(alpha)), modules)  # as the engine keeps it
 
 
 def _modules(folder: Path, tensors: weights.Tensors, rank: int) -> tuple[str, ...]:
     names = _trained(tensors)
-    found = dict.fromkeys(name.partition(".lora_")[0].removeprefix(PREFIX) for name in names)
-    wanted = {name_of(module, letter) for module in found for letter in "AB"}
+    modules = (name.partition(".lora_")[0] for name in names)
+    found = dict.fromkeys(module.removeprefix(checkpoint.PREFIX) for module in modules)
+    wanted = {checkpoint.matrix_name(module, letter) for module in found for letter in "AB"}
     odd = sorted(wanted ^ set(names))
     if odd:
         what = "has" if odd[0] in tensors else "lacks"
         raise ValueError(f"{folder} {what} {odd[0]}: each module should have a lora_A and a lora_B")
     for module in found:
-        a, b = (tensors.entry(name_of(module, letter)).shape for letter in "AB")
+        a, b = (tensors.entry(checkpoint.matrix_name(module, letter)).shape for letter in "AB")
         if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank:
             raise ValueError(f"{folder}: {module} has {a} and {b}, which are not of rank {rank}")
     if not found:
@@ -88,11 +83,6 @@ def _modules(folder: Path, tensors: weights.Tensors, rank: int) -> tuple[str, ..
 def _trained(tensors: weights.Tensors) -> list[str]:
     """A folder's tensors, without the frozen head that PEFT writes beside the head's matrices."""
     return [name for name in tensors if not name.endswith(".base_layer.weight")]
-
-
-def name_of(module: str, letter: str) -> str:
-    """The tensor of one of a module's matrices."""
-    return f"{PREFIX}{module}.lora_{letter}.weight"
 
 
 # ---- as a training state ----
@@ -109,7 +99,8 @@ def load_meta(folder: Path) -> checkpoint.Meta:
         return checkpoint.load_meta(folder)
     lora = read(folder)
     last = {module.rpartition(".")[2] for module in lora.modules}
-    unknown = sorted(last - {name for names in GROUPS.values() for name in names})
+    groups = _groups()
+    unknown = sorted(last - set(groups))
     if unknown:
         raise ValueError(f"{folder} trains {', '.join(unknown)}, which tinsmith can't")
     changed = (folder / checkpoint.ADAPTER_FILE).stat().st_mtime
@@ -118,7 +109,7 @@ def load_meta(folder: Path) -> checkpoint.Meta:
         rank=lora.rank,
         alpha=lora.alpha,
         seed=0,
-        **{group: bool(last & set(names)) for group, names in GROUPS.items()},
+        **dict.fromkeys(groups.values(), False) | {groups[name]: True for name in last},
         kind="weights",
         step=0,
         user_metadata={},
@@ -127,19 +118,31 @@ def load_meta(folder: Path) -> checkpoint.Meta:
     )
 
 
+def _groups() -> dict[str, str]:
+    """The switch (attn, mlp, unembed) that trains the modules of a name, of all families."""
+    return {
+        family.module(slot, 0).rpartition(".")[2]: group
+        for family in families.FAMILIES
+        for slot, group in _core.slot_groups().items()
+        if slot in family.names
+    }
+
+
 def load_adapter(folder: Path, loaded: families.LoadedModel, *, optimizer: bool) -> _core.Adapter:
     """A new adapter with the numbers of a checkpoint or of a PEFT folder."""
     if is_checkpoint(folder):
         return checkpoint.load_adapter(folder, loaded, optimizer=optimizer)
     adapter = load_meta(folder).lora.adapter(loaded.core)
-    load_into(folder, adapter, optimizer=optimizer)
+    load_into(folder, loaded.family, adapter, optimizer=optimizer)
     return adapter
 
 
-def load_into(folder: Path, adapter: _core.Adapter, *, optimizer: bool) -> None:
+def load_into(
+    folder: Path, family: families.Family, adapter: _core.Adapter, *, optimizer: bool
+) -> None:
     """checkpoint.load_into, for a PEFT folder too."""
     if is_checkpoint(folder):
-        checkpoint.load_into(folder, adapter, optimizer=optimizer)
+        checkpoint.load_into(folder, family, adapter, optimizer=optimizer)
         return
     if optimizer:
         raise ValueError(
@@ -152,7 +155,7 @@ def load_into(folder: Path, adapter: _core.Adapter, *, optimizer: bool) -> None:
             f"{adapter.rank} and {adapter.alpha:g}"
         )
     flat = np.zeros(adapter.size, np.float32)
-    views = dict(checkpoint.matrices(adapter, flat))
+    views = dict(checkpoint.matrices(family, adapter, flat))
     with checkpoint.open_adapter(folder) as tensors:
         for name in _trained(tensors):
             if name not in views:
@@ -180,8 +183,7 @@ def merge(
 ) -> np.ndarray:
     """A module's weight with its matrices added, in the weight's type."""
     module = name.removesuffix(".weight")
-    a = weights.widen(adapter[name_of(module, "A")])
-    b = weights.widen(adapter[name_of(module, "B")])
+    a, b = (weights.widen(adapter[checkpoint.matrix_name(module, letter)]) for letter in "AB")
     if base.shape != (b.shape[0], a.shape[1]):
         raise ValueError(
             f"{module} is {base.shape} in the base model, but {(b.shape[0], a.shape[1])} in the "

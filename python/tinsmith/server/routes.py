@@ -199,7 +199,7 @@ async def get_info(service: Service, request: Request) -> dict[str, Any]:
         "model_id": run.id,
         "model_name": run.base,
         "model_data": {
-            "arch": run.model.family,
+            "arch": run.model.family.name,
             "model_name": run.base,
             "tokenizer_id": str(run.model.tokenizer_dir.resolve()),
         },

@@ -1,0 +1,61 @@
+/* model/layer.h - what a kind of layer (layers.inc) is written with: its place in a pass, and
+ * products with the layer's frozen matrices and their LoRA, forward and back.
+ *
+ * A new kind is a row of layers.inc, the rows of weights.inc and acts.inc that it has, and a file
+ * with its forward and its backward. */
+#ifndef TINSMITH_LAYER_H
+#define TINSMITH_LAYER_H
+
+#include "core.h"
+
+/* One layer in a forward pass, or in the backward pass behind it. */
+typedef struct Pass {
+    const Model *model;
+    const Batch *batch;
+    const Acts *acts;
+    const Cache *cache;
+    Adapter *adapter;   /* backward's: whose gradients */
+    const Grads *grads; /* backward's */
+    int l;
+} Pass;
+
+/* Adds the part's output for its normed input acts->xn to `out`, which holds the residual stream
+ * (T,D). Where `out` is NULL it makes again, to the same bits, what backward needs and acts.inc
+ * calls CHEAP. */
+typedef void KindForward(const Pass *pass, real *out);
+/* grads->dx, of the part's output, → dxn, of acts->xn, which is there again, and the adapter's
+ * FRESH gradients. dxn NULL: nothing below needs it. */
+typedef void KindBackward(const Pass *pass, real *dxn);
+
+#define LAYER_KIND(kind, part, has, token, sequence) \
+    KindForward kind##_forward;                      \
+    KindBackward kind##_backward;
+#include "layers.inc"
+
+/* One layer, from its x to `next`; or, where that is NULL, what backward needs of it and was not
+ * kept (forward.c). */
+void layer_forward(const Pass *pass, real *next);
+
+/* ---- project.c ---- */
+
+/* A product with one frozen matrix (N,D) of the layer, and with its LoRA. */
+typedef struct Projection {
+    real *y; /* (T,N): the result; backward's: its gradient */
+    real *s; /* (T,R): LoRA's x·A */
+    const frozen *w;
+    const float *bias; /* (N) or NULL */
+    int N;
+    size_t pair; /* offset of the matrix's Pair in LayerPairs */
+} Projection;
+
+/* The matrix in a slot of weights.inc; `w` is the layer's LayerWeights, `a` its LayerActs. */
+#define PROJECTION(y, slot, bias, N) {y, a->s_##slot, w->slot, bias, N, offsetof(LayerPairs, slot)}
+
+/* y = x·wᵀ + bias, or +=, for each in the list, and on top each segment's LoRA. */
+void project(const Pass *pass, const Projection *list, int count, const real *x, int D,
+             int accumulate);
+/* dx = Σ dy·w over a list that reads the same x, then LoRA's gradients and its part of dx. dx NULL:
+ * nothing below needs it. */
+void unproject(const Pass *pass, const Projection *list, int count, real *dx, const real *x, int D);
+
+#endif

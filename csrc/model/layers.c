@@ -1,0 +1,61 @@
+/* model/layers.c - what layers.inc says of the kinds of layers, and of the layers of a model. */
+#include <string.h>
+
+#include "core.h"
+
+/* ---- kinds ---- */
+
+KindInfo kind_info(const Shape *s, LayerKind kind)
+{
+    switch (kind) {
+#define LAYER_KIND(kind, part, has, token, sequence) \
+    case KIND_##kind: return (KindInfo){#kind, part, has, (size_t)(token), sequence};
+#include "layers.inc"
+    case KINDS: break;
+    }
+    return (KindInfo){0};
+}
+
+Status kind_find(Part part, const char *name, LayerKind *found)
+{
+    static const char *const called[] = {[MIXER] = "mixer", [FEED] = "feed-forward part"};
+    for (LayerKind kind = 0; kind < KINDS; kind++) {
+        KindInfo info = kind_info(&(Shape){0}, kind);
+        if (info.part != part || strcmp(info.name, name) != 0) continue;
+        *found = kind;
+        return STATUS_OK;
+    }
+    return fail(STATUS_INVALID, "no kind of %s is called '%s'", called[part], name);
+}
+
+/* ---- a model's layers ---- */
+
+int layer_has(const Shape *s, int l, int what)
+{
+    int has = 0;
+    for (Part part = 0; part < PARTS; part++) has |= kind_info(s, s->layer[l].kind[part]).has;
+    return has & what;
+}
+
+size_t layer_token(const Shape *s, int l)
+{
+    size_t elements = 0;
+    for (Part part = 0; part < PARTS; part++)
+        elements += kind_info(s, s->layer[l].kind[part]).token;
+    return elements;
+}
+
+size_t layer_sequence(const Shape *s, int l)
+{
+    size_t bytes = 0;
+    for (Part part = 0; part < PARTS; part++)
+        bytes += kind_info(s, s->layer[l].kind[part]).sequence;
+    return bytes;
+}
+
+size_t cache_at(const Model *model, const Cache *cache, int l)
+{
+    size_t below = 0;
+    while (l-- > 0) below += layer_token(&model->shape, l);
+    return below / 2 * cache->tokens;
+}

@@ -1,0 +1,167 @@
+"""config.json: a model's sizes, the kinds of its layers, and its rotary frequencies.
+
+Whatever in it would change the maths and is not handled is refused by name, rather than computed
+wrongly; keys that change nothing are ignored. Kinds of layers have the names that transformers
+gives them in `layer_types`. The frequencies follow its modeling_rope_utils step by step in float32.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinsmith.files import weights
+
+CONFIG_FILE = "config.json"
+
+# Keys that change the maths when they are set, and that no family handles.
+REFUSED = (
+    "mlp_bias", "quantization_config", "num_experts", "num_local_experts",
+    "n_routed_experts", "moe_intermediate_size", "final_logit_softcapping",
+    "attn_logit_softcapping", "logits_soft_cap", "query_pre_attn_scalar", "clip_qkv",
+    "no_rope_layers", "attention_chunk_size", "use_mrope",
+)  # fmt: skip
+
+# Factors that change the maths unless they are one.
+FACTORS = (
+    "partial_rotary_factor", "rotary_pct", "logit_scale", "logits_scaling",
+    "embedding_multiplier", "residual_multiplier",
+)  # fmt: skip
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        content = json.loads(path.read_bytes(), object_pairs_hook=weights.unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} should hold a JSON object, found {type(content).__name__}")
+    return content
+
+
+def refuse(file: Path, content: dict[str, Any], keys: Sequence[str]) -> None:
+    """ValueError for what changes the maths and is not handled: REFUSED, `keys`, and FACTORS."""
+    for key in (*REFUSED, *keys):
+        if content.get(key):
+            raise ValueError(f"{file}: {key} is {content[key]!r:.60}, which is not supported")
+    for key in FACTORS:
+        if content.get(key) not in (None, 1):
+            raise ValueError(f"{file}: {key} is {content[key]!r:.60}; only 1 is supported")
+    if content.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ValueError(f"{file}: hidden_act is {content['hidden_act']!r}; only silu is supported")
+
+
+def count(
+    file: Path, content: dict[str, Any], key: str, default: int | None = None, least: int = 1
+) -> int:
+    """A key's whole number of `least` or more; `default` where it is absent or null."""
+    value = content.get(key)
+    value = default if value is None else value
+    if type(value) is not int or not least <= value < 1 << 31:
+        what = "a positive integer" if least else "an integer of 0 or more"
+        raise ValueError(f"{file}: {key} should be {what}, found {value!r:.60}")
+    return value
+
+
+def number(file: Path, content: dict[str, Any], key: str, default: float | None = None) -> float:
+    """A key's positive number; `default` where it is absent or null."""
+    value = content.get(key)
+    value = default if value is None else value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{file}: {key} should be a positive number, found {value!r:.60}")
+    return float(value)
+
+
+# ---- the mixers of the layers: their kinds, and the window of those that have one ----
+
+Mixers = tuple[tuple[str, ...], int]
+
+
+def all_full(file: Path, content: dict[str, Any], layers: int) -> Mixers:
+    """Every layer attends to all keys."""
+    return _agreed(file, content, (FULL,) * layers, 0)
+
+
+def all_sliding(file: Path, content: dict[str, Any], layers: int) -> Mixers:
+    """Every layer has the window, if there is one."""
+    if content.get("sliding_window") is None:
+        return all_full(file, content, layers)
+    window = count(file, content, "sliding_window")
+    return _agreed(file, content, (SLIDING,) * layers, window)
+
+
+def some_sliding(file: Path, content: dict[str, Any], layers: int) -> Mixers:
+    """With use_sliding_window the layers that layer_types names have the window, or those from
+    max_window_layers on."""
+    used = content.get("use_sliding_window") and content.get("sliding_window", 0) is not None
+    window = count(file, content, "sliding_window", default=4096) if used else 0
+    full = count(file, content, "max_window_layers", default=28, least=0) if window else layers
+    kinds = tuple(SLIDING if layer >= full else FULL for layer in range(layers))
+    named = content.get("layer_types")
+    if window and isinstance(named, list) and len(named) == layers and {*named} <= {FULL, SLIDING}:
+        kinds = tuple(named)
+    return _agreed(file, content, kinds, window if SLIDING in kinds else 0)
+
+
+def _agreed(file: Path, content: dict[str, Any], kinds: tuple[str, ...], window: int) -> Mixers:
+    """These kinds, which layer_types must not contradict."""
+    named = content.get("layer_types")
+    if named is None or named == list(kinds):
+        return kinds, window
+    if not isinstance(named, list) or len(named) != len(kinds):
+        raise ValueError(f"{file}: layer_types should name {len(kinds)} layers: {named!r:.60}")
+    layer = next(i for i, kind in enumerate(kinds) if named[i] != kind)
+    found, wanted = named[layer], kinds[layer]
+    raise ValueError(
+        f"{file}: layer_types has {found!s:.60} for layer {layer}; the other keys say {wanted}"
+    )
+
+
+# ---- rotary frequencies ----
+
+
+def frequencies(file: Path, content: dict[str, Any], head_width: int) -> NDArray[np.float32]:
+    """The angle by which a position turns each pair of a head's elements."""
+    # transformers 4 writes rope_theta beside rope_scaling, transformers 5 both in rope_parameters.
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(f"{file}: rope_parameters per layer are not supported, found {rope!r:.60}")
+    if rope.get("partial_rotary_factor") not in (None, 1):
+        found = rope["partial_rotary_factor"]
+        raise ValueError(f"{file}: partial_rotary_factor is {found!r}; only 1 is supported")
+    theta = number(file, {"rope_theta": 10000.0} | content | rope, "rope_theta")
+    exponents = np.arange(0, head_width, 2).astype(np.float32) / np.float32(head_width)
+    # A float64 power, rounded, is torch's float32 power but for the last bit of one in a hundred.
+    powers = (float(np.float32(theta)) ** exponents.astype(np.float64)).astype(np.float32)
+    plain = np.float32(1.0) / powers
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return plain
+    if kind == "llama3":
+        rope = {"original_max_position_embeddings": content.get("max_position_embeddings")} | rope
+        return _llama3(file, rope, plain)
+    raise ValueError(f"{file}: the rope type is {kind!r}; tinsmith knows default and llama3")
+
+
+def _llama3(file: Path, rope: dict[str, Any], inv_freq: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Llama 3.1's frequencies: long wavelengths slowed by a factor, with a smooth passage."""
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    factor, low, high, original = (number(file, rope, key) for key in keys)
+    if high <= low:
+        raise ValueError(f"{file}: high_freq_factor {high} should exceed low_freq_factor {low}")
+    # torch divides a number by a tensor as the number times the tensor's reciprocal.
+    wavelength = np.float32(1) / inv_freq * np.float32(2 * math.pi)
+    slowed = np.where(wavelength > original / low, inv_freq / np.float32(factor), inv_freq)
+    turns = np.float32(1) / wavelength * np.float32(original)
+    smooth = (turns - np.float32(low)) / np.float32(high - low)
+    between = (1 - smooth) * slowed / np.float32(factor) + smooth * slowed
+    medium = (wavelength >= original / high) & (wavelength <= original / low)
+    return np.where(medium, between, slowed).astype(np.float32)
