@@ -153,7 +153,7 @@ class Wire:
 
         self.http = httpx.Client(base_url=f"{url}/api/v1", headers={"X-API-Key": key}, timeout=60)
 
-    def post(self, path: str, **body) -> dict:
+    def post(self, path: str, /, **body) -> dict:
         return self.http.post(path, json=body).raise_for_status().json()
 
     def create(self) -> str:
@@ -169,7 +169,10 @@ class Wire:
         assert self.result(reply)["model_id"] == reply["model_id"]
         return reply["model_id"]
 
-    def forward_backward(self, model: str, seq: int, data: list, *, compress: bool = False) -> dict:
+    def forward_backward(
+        self, model: str, seq: int, data: list, *, compress: bool = False, change=None
+    ) -> dict:
+        """`change` is called on the protobuf message before it is sent."""
         import tinker
         import zstandard
         from tinker.proto.request_conv import forward_backward_request_to_proto
@@ -178,7 +181,10 @@ class Wire:
         request = tinker.types.ForwardBackwardRequest(
             forward_backward_input=inputs, model_id=model, seq_id=seq
         )
-        body = forward_backward_request_to_proto(request).SerializeToString()
+        message = forward_backward_request_to_proto(request)
+        if change is not None:
+            change(message)
+        body = message.SerializeToString()
         headers = {"Content-Type": "application/x-protobuf"}
         if compress:
             body = zstandard.ZstdCompressor().compress(body)

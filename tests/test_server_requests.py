@@ -3,7 +3,9 @@
 What the SDK would not do by itself (requests out of order, compressed bodies) is posted by hand.
 """
 
+import threading
 import time
+from collections.abc import Callable, Iterator
 
 import httpx
 import numpy as np
@@ -12,6 +14,7 @@ import tinker
 from conftest import Wire, make_datum
 from small_run import ADAM, make_client, make_data, read, train
 from tinsmith.server.backend import Backend
+from tinsmith.server.service import Service
 
 
 def test_replies_are_not_held_back_by_nagles_algorithm(server):
@@ -121,6 +124,17 @@ def test_a_gap_that_never_fills_fails_with_a_sentence(hasty_server):
     assert wire.result(wire.optim_step(model, 5))["metrics"]["grad_norm"] > 0
 
 
+def test_all_that_waited_behind_a_gap_are_given_up_and_what_follows_goes_on(hasty_server):
+    wire = Wire(hasty_server.url)
+    model = wire.create()
+    for waiting in [wire.optim_step(model, seq) for seq in (5, 3)]:  # 1, 2 and 4 never come
+        while (reply := wire.poll(waiting)).status_code == 408:
+            pass
+        assert "requests [3, 5] were not executed" in reply.json()["error"]
+    following = wire.poll(wire.optim_step(model, 6))
+    assert following.status_code == 200 and "metrics" in following.json()
+
+
 def test_the_sdk_waits_through_several_polls(hasty_server):
     with hasty_server.service_client() as service:
         client = make_client(service)
@@ -188,16 +202,149 @@ def test_another_key_can_not_use_a_model_or_sampler(server):
         assert client.optim_step(ADAM).result().metrics["grad_norm"] == 0
 
 
+def test_another_key_can_not_use_a_session(server):
+    owner, stranger = Wire(server.url), Wire(server.url, key="tml-other")
+    model = owner.create()
+    session = model.partition(":")[0]
+    saved = owner.post("/save_weights", model_id=model, seq_id=1, path="state")
+    state = owner.result(saved)["path"]
+    named = {"session_id": session}
+    asked = {
+        "/session_heartbeat": named,
+        "/create_model": {**named, "model_seq_id": 1, "base_model": "tiny"},
+        "/load_weights": {**named, "model_seq_id": 2, "path": state},
+        "/create_sampling_session": {**named, "sampling_session_seq_id": 0, "base_model": "tiny"},
+        "/create_custom_loss": {**named, "custom_loss_seq_id": 0},
+        f"/sessions/{session}/finish": {},
+    }
+    for path, body in asked.items():
+        reply = stranger.http.post(path, json=body)
+        assert reply.status_code == 404, path
+        assert f"there is no session {session}" in reply.json()["detail"], path
+    for path, body in asked.items():  # its owner can still do all of it; the last one ends it
+        assert owner.http.post(path, json=body).status_code == 200, path
+    assert owner.http.post("/session_heartbeat", json=named).status_code == 410
+
+
+def test_another_key_can_neither_read_nor_cancel_a_sample(server):
+    owner, stranger = Wire(server.url), Wire(server.url, key="tml-other")
+    sampler, go = make_sampler(owner), threading.Event()
+    server._worker._put(go.wait)  # the sample has not begun when it is to be cancelled
+    try:
+        asked = ask(owner, sampler)
+        stranger.post("/cancel_future", request_id=asked["request_id"])
+        assert stranger.poll(asked).status_code == 404
+    finally:
+        go.set()
+    assert owner.result(asked) == {}  # protobuf, a sample: a failure is JSON
+
+
 def test_a_finished_session_is_over_and_others_are_not(server):
     other = server.service_client()
     kept = make_client(other)
     with server.service_client() as service:
-        model = make_client(service).model_id
+        client = make_client(service)
+        sampler = client.save_weights_and_get_sampling_client().result()._sampling_session_id
+        model = client.model_id
     wire = Wire(server.url)
-    assert "there is no model" in wire.result(wire.optim_step(model, 1))["error"]
+    assert wire.http.get(f"/samplers/{sampler}").status_code == 404
+    assert "there is no sampling session" in wire.result(ask(wire, sampler))["error"]
+    assert "there is no model" in wire.result(wire.optim_step(model, 2))["error"]
     session = model.partition(":")[0]
     assert wire.http.post("/session_heartbeat", json={"session_id": session}).status_code == 410
     assert wire.http.post(f"/sessions/{session}/finish", json={}).status_code == 200
     assert train(kept, 1)[0] > 0
     assert model not in server._worker._runs  # its adapter is freed
     other.close("success").result()
+
+
+# ---- what is forgotten, and when ----
+
+
+def make_sampler(wire: Wire) -> str:
+    """A sampling session of the base model, in a session of its own."""
+    session = wire.post("/create_session", tags=[], user_metadata={}, sdk_version="0")
+    asked = {"session_id": session["session_id"], "sampling_session_seq_id": 0}
+    return wire.post("/create_sampling_session", **asked, base_model="tiny")["sampling_session_id"]
+
+
+def ask(wire: Wire, sampler: str, seq: int = 0) -> dict:
+    """The promise of a small sample."""
+    return wire.post(
+        "/asample",
+        sampling_session_id=sampler,
+        seq_id=seq,
+        prompt={"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
+        sampling_params={"max_tokens": 4, "stop": []},
+    )
+
+
+Later = Callable[[float], None]
+
+
+@pytest.fixture
+def ageing(tiny_model_dir, tmp_path, monkeypatch) -> Iterator[tuple[Wire, Later]]:
+    """A server of its own, and what makes all that it knows so many seconds older, at once before
+    it looks for what is to be forgotten."""
+    passed, sweep = 0.0, Service.sweep
+
+    def later(seconds: float) -> None:
+        nonlocal passed
+        passed = seconds
+        wire.post("/create_session", tags=[], user_metadata={}, sdk_version="0")
+
+    def aged(service: Service) -> None:
+        nonlocal passed
+        for item in service.pending.values():
+            item.created -= passed
+            item.read = None if item.read is None else item.read - passed
+        for session in service.sessions.values():
+            session.seen -= passed
+        service._swept -= passed
+        passed = 0.0
+        sweep(service)
+
+    monkeypatch.setattr(Service, "sweep", aged)
+    models = {"tiny": tiny_model_dir}
+    with Backend(models, checkpoints=tmp_path, device="cpu", threads=1) as backend:
+        wire = Wire(backend.url)
+        yield wire, later
+
+
+def test_results_stay_a_minute_after_they_were_read_and_else_an_hour(ageing):
+    wire, later = ageing
+    sampler = make_sampler(wire)
+    late, never, read = (ask(wire, sampler, seq) for seq in range(3))
+    content = wire.poll(read).content  # it came last: all three are done
+    later(50)
+    assert wire.poll(read).content == content
+    later(50)
+    assert wire.poll(read).content == content  # the time counts from when it was read last
+    later(70)
+    forgotten = wire.poll(read)
+    assert forgotten.status_code == 404
+    assert "its result was read before and is not kept any longer" in forgotten.json()["detail"]
+    later(3300)
+    assert wire.poll(late).status_code == 200
+    later(200)
+    assert wire.poll(late).status_code == 404
+    assert wire.poll(never).status_code == 404
+
+
+def test_a_session_ends_after_an_hour_without_a_sign_of_life(ageing):
+    wire, later = ageing
+    silent, beating, sampling = (make_sampler(wire) for _ in range(3))
+    training = wire.create()
+    later(2000)
+    wire.post("/session_heartbeat", session_id=beating.partition(":")[0])
+    wire.http.get(f"/samplers/{sampling}").raise_for_status()
+    wire.post("/get_info", model_id=training)
+    later(2000)
+    for name in (beating, sampling, training):
+        wire.post("/session_heartbeat", session_id=name.partition(":")[0])
+    assert wire.http.get(f"/samplers/{silent}").status_code == 404
+    body = {"session_id": silent.partition(":")[0]}
+    assert wire.http.post("/session_heartbeat", json=body).status_code == 410
+    wire.post("/get_info", model_id=training)
+    later(4000)
+    assert wire.http.post("/get_info", json={"model_id": training}).status_code == 404
