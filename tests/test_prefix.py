@@ -127,6 +127,17 @@ def test_requests_at_the_same_time_share_and_do_not_disturb(core: _core.Model) -
         assert_same(got, alone(core, prompts[number], **options))
 
 
+def test_a_sequence_that_was_put_off_begins_again_with_its_own_pages(core: _core.Model) -> None:
+    sampler = _core.Sampler(core, tokens=4 * PAGE)  # one of the two is put off, and comes again
+    asked = [(tokens_of("qwen3", 60), 40), (tokens_of("qwen3", 130), 30)]
+    for number, (prompt, most) in enumerate(asked):
+        sampler.add(number, prompt, max_tokens=most, seed=number)
+    for number, found in enumerate(finish(sampler, 0, 1)):
+        prompt, most = asked[number]
+        assert_same(found, alone(core, prompt, max_tokens=most, seed=number))
+    assert sampler.reused == 2 * PAGE
+
+
 def test_prompt_from_that_does_not_fit_is_refused(core: _core.Model) -> None:
     sampler, prompt = _core.Sampler(core, tokens=512), tokens_of("qwen3", 10)
     with pytest.raises(ValueError, match="prompt_from must be 0 to the prompt's 10 tokens, not 11"):

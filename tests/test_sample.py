@@ -347,6 +347,12 @@ def test_a_cache_that_is_too_small_for_all_changes_nothing(tokens: int) -> None:
             assert_same(found, one)
 
 
+def test_a_prompt_that_lacks_one_row_of_a_step_is_drawn_from_in_the_next() -> None:
+    requests = [request("qwen3", length, length) for length in (128, 127, 126, 132)]
+    for found, asked in zip(run("qwen3", requests), requests, strict=True):
+        assert_same(found, run("qwen3", [asked])[0])
+
+
 def test_seeds_and_samples_differ_and_repeat() -> None:
     def tokens(seed: int, count: int) -> list[list[int]]:
         (result,) = run("qwen2", [request("qwen2", 9, num_samples=count) | {"seed": seed}])
