@@ -307,6 +307,34 @@ def test_no_datums(clients, server):
     clients.check()
 
 
+# Compressed rows (crow, columns, number of values) that make up no array of shape (2, 3).
+SPARSE = {
+    "a value less than columns": ([0, 1, 2], [0, 1], 1),
+    "a value more than columns": ([0, 1, 2], [0, 1], 3),
+    "a column beyond the shape": ([0, 1, 2], [0, 3], 2),
+    "a column below zero": ([0, 1, 2], [0, -1], 2),
+    "a row too few": ([0, 2], [0, 1], 2),
+    "rows that begin late": ([1, 1, 2], [0, 1], 2),
+    "rows that end early": ([0, 1, 1], [0, 1], 2),
+    "rows that go back": ([0, 3, 2], [0, 1], 2),
+}
+
+
+@pytest.mark.parametrize("case", SPARSE)
+def test_sparse_rows_that_the_sdk_would_not_send(server, case):
+    wire, (crow, columns, values) = Wire(server.url), SPARSE[case]
+    data = [make_datum([11, 12], np.ones((2, 3)), weights=np.ones((2, 3)))]
+
+    def change(message) -> None:
+        csr = message.data[0].loss_fn_inputs["weights"].sparse_csr
+        csr.crow_indices = np.asarray(crow, "<i8").tobytes()
+        csr.col_indices = np.asarray(columns, "<i8").tobytes()
+        csr.values = np.ones(values, "<f4").tobytes()
+
+    reply = wire.result(wire.forward_backward(wire.create(), 1, data, change=change))
+    assert "datum 0: weights: its sparse rows do not make up an array of shape" in reply["error"]
+
+
 ADAM = [
     ({"learning_rate": -1.0}, "learning_rate must be at least 0, -1.0 came"),
     ({"beta1": 1.0}, r"beta1 must be in \[0, 1\), 1.0 came"),

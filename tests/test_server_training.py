@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from conftest import VOCAB, logprobs, make_datum
+from conftest import VOCAB, Wire, logprobs, make_datum
 from small_run import ADAM, make_client, make_data, read, sample, train
 from tinsmith.server import routes
 from tinsmith.server.backend import Backend
+from tinsmith.server.messages import pb
 
 
 def test_forward_backward_and_optim_step_train(service_client):
@@ -71,6 +72,23 @@ def test_sparse_targets_equal_dense_ones(service_client):
     one, two = (client.forward([item], "cross_entropy").result() for item in (sparse, dense))
     np.testing.assert_array_equal(logprobs(one)[0], logprobs(two)[0])
     assert one.metrics == two.metrics
+
+
+def test_bfloat16_weights_are_those_numbers_in_float32(server):
+    wire, weights = Wire(server.url), np.asarray([0.5, -1.25, 3.0], np.float32)
+    data = [make_datum([11, 12, 13], [12, 13, 14], weights=weights)]
+
+    def narrow(message) -> None:
+        tensor = message.data[0].loss_fn_inputs["weights"]
+        tensor.dtype = pb.DTYPE_BFLOAT16
+        tensor.dense = (weights.view(np.uint32) >> 16).astype("<u2").tobytes()
+
+    wide, half = (
+        wire.poll(wire.forward_backward(wire.create(), 1, data, change=change))
+        for change in (None, narrow)
+    )
+    assert wide.headers["content-type"] == "application/x-protobuf"
+    assert half.content == wide.content
 
 
 def test_importance_sampling_and_ppo_with_config(service_client):
