@@ -1,5 +1,6 @@
 """Checkpoints: bit for bit, loaded by PEFT, and whole or not at all whatever fails on the way."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -82,7 +83,8 @@ def train(adapter: _core.Adapter, name: str = "qwen3", steps: int = 2, seed: int
 
 
 def vectors(adapter: _core.Adapter) -> dict[str, np.ndarray]:
-    return {what: adapter.read(what) for what in VECTORS}
+    read = {what: adapter.read(what) for what in VECTORS}
+    return read | {"pending": np.asarray(adapter.pending)}
 
 
 def assert_same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
@@ -135,7 +137,7 @@ def test_without_the_optimizer_it_is_as_new(tmp_path: Path) -> None:
     load_into(tmp_path / "a", other, optimizer=False)
     found = vectors(other)
     np.testing.assert_array_equal(found["weights"], adapter.read("weights"))
-    assert not any(found[what].any() for what in ("gradients", "m", "v"))
+    assert not any(found[what].any() for what in ("gradients", "m", "v", "pending"))
     assert other.step == 0
     loaded_alone = checkpoint.load_adapter(tmp_path / "a", loaded("qwen3"), optimizer=False)
     assert_same(vectors(loaded_alone), found)
@@ -359,7 +361,9 @@ class Fault:
         self.left = number
         self.error = error
         self.lasting = lasting
-        for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "mkdir"), (Path, "open")):
+        self.done: list[str] = []  # the calls that did not fail
+        touching = (os, "fsync"), *((Path, name) for name in ("rename", "replace", "mkdir", "open"))
+        for owner, name in touching:
             monkeypatch.setattr(owner, name, self.wrap(getattr(owner, name)))
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -367,6 +371,7 @@ class Fault:
             self.left -= 1
             if self.left == 0 or (self.left < 0 and self.lasting):
                 raise self.error
+            self.done.append(function.__name__)
             return function(*arguments, **options)
 
         return wrapped
@@ -490,6 +495,39 @@ def killed_while_saving(
         except Killed:
             return True
     return False
+
+
+@pytest.mark.parametrize("killed", (False, True))
+def test_a_change_of_what_a_checkpoint_says_happens_whole_or_not_at_all(
+    killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, adapter = Store(tmp_path), adapter_of()
+    path = store.path("r", "weights", "a")
+    checkpoint.save(store.folder(path), adapter, meta_of(adapter), optimizer=True)
+    before = checkpoint.load_meta(store.folder(path))
+    for number in range(1, 100):
+        with monkeypatch.context() as patch:
+            error = Killed() if killed else OSError(errno.ENOSPC, "No space left on device")
+            fault = Fault(patch, number, error, lasting=killed)
+            if killed:
+                patch.setattr(Path, "unlink", lambda *_, **__: None)
+            try:
+                store.update(path, public=True, ttl_seconds=7)
+            except (OSError, Killed):
+                pass
+            else:
+                assert fault.left > 0  # every point was tried
+                break
+        found = checkpoint.load_meta(store.folder(path))
+        changes = {"public": True, "ttl_seconds": 7} if "replace" in fault.done else {}
+        assert found == dataclasses.replace(before, **changes)
+        names = {file.name for file in store.folder(path).iterdir()}
+        assert killed or names == {*FILES, "adapter_config.json", "meta.json"}
+        store.update(path, public=False, ttl_seconds=None)
+    assert number > 3
+    assert checkpoint.load_meta(store.folder(path)).public
+    found = checkpoint.load_adapter(store.folder(path), loaded("qwen3"), optimizer=True)
+    assert_same(vectors(found), vectors(adapter))
 
 
 # ---- tinker:// paths ----

@@ -15,6 +15,7 @@ from conftest import CONTEXT, VOCAB, logprobs, make_datum
 from face import PROMPT, TOKENS, soft_batch, state
 from peft import LoraConfig, PeftModel, get_peft_model
 from tinsmith import _core
+from tinsmith.files import checkpoint
 
 RNG = np.random.default_rng(0)
 
@@ -255,6 +256,18 @@ def test_a_snapshot_stays_and_can_not_be_trained(model, adapter) -> None:
     assert np.abs(adapter.forward(inputs[0], targets[0]) - wanted).max() > 1e-3
     with pytest.raises(ValueError, match="snapshot"):
         before.forward_backward(inputs, targets, weights)
+
+
+def test_a_snapshot_knows_the_step_that_it_was_made_at(model, tmp_path: Path) -> None:
+    adapter = model.lora(rank=2, seed=1)
+    inputs, targets, weights = soft_batch()
+    for step in range(3):
+        snapshot = adapter.snapshot()
+        adapter.forward_backward(inputs, targets, weights)
+        adapter.optim_step(1e-2)
+        assert (snapshot.step, adapter.step) == (step, step + 1)
+        snapshot.save(tmp_path / str(step), optimizer=False)
+        assert checkpoint.load_meta(tmp_path / str(step)).step == step
 
 
 # ---- sampling ----

@@ -218,6 +218,22 @@ def test_a_resumed_run_takes_the_same_steps_bit_for_bit(service: tinker.ServiceC
     assert steps(client) == steps(again)
 
 
+def test_weights_that_are_loaded_alone_begin_a_new_average(service: tinker.ServiceClient) -> None:
+    config = {"teacher": "ema", "teacher_ema": 0.9}
+    client = trained(service, seed=1)
+
+    def loss(one: tinker.TrainingClient) -> float:
+        return one.forward(datums(pairs()), LOSS, config).result().metrics["loss:sum"]
+
+    client.forward_backward(datums(pairs()), LOSS, config).result()
+    client.optim_step(ADAM).result()
+    path, behind = client.save_state("alone").result().path, loss(client)
+    with pytest.warns(FutureWarning):
+        client.load_state(path).result()
+    fresh = service.create_training_client_from_state(path).result()
+    assert loss(client) == loss(fresh) != behind
+
+
 # ---- calls ----
 
 
