@@ -158,6 +158,46 @@ def test_a_config_that_changes_the_maths_is_refused(case: str, tmp_path: Path) -
     assert str(path / "config.json") in str(caught.value)
 
 
+# Every key of the tables REFUSED and FACTORS, with a value that some model has it with.
+MATHS: dict[str, Any] = {
+    "use_sliding_window": True,
+    "mlp_bias": True,
+    "quantization_config": {"quant_method": "gptq"},
+    "num_experts": 128,
+    "num_local_experts": 8,
+    "n_routed_experts": 64,
+    "moe_intermediate_size": 768,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "logits_soft_cap": 30.0,
+    "query_pre_attn_scalar": 256,
+    "clip_qkv": 8.0,
+    "no_rope_layers": [1, 1, 1, 0],
+    "attention_chunk_size": 8192,
+    "use_mrope": True,
+    "partial_rotary_factor": 0.5,
+    "rotary_pct": 0.25,
+    "logit_scale": 0.0625,
+    "logits_scaling": 8.0,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+}
+
+
+def test_every_key_of_the_tables_is_tried_here() -> None:
+    assert sorted(MATHS) == sorted((*families.REFUSED, *families.FACTORS))
+
+
+@pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("key", MATHS)
+def test_a_key_that_changes_the_maths_is_refused_by_every_family(
+    key: str, family: families.Family, tmp_path: Path
+) -> None:
+    path = changed(tmp_path, family.name, **{key: MATHS[key]})
+    with pytest.raises(ValueError, match=rf"config\.json: {key} is .* (not|only 1 is) supported"):
+        families.read_config(path)
+
+
 HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
     "a window that is off": ("qwen2", {"use_sliding_window": False, "sliding_window": 4096}),
     "no window switch": ("qwen3", {"use_sliding_window": None, "sliding_window": 4096}),
