@@ -144,6 +144,40 @@ def test_many_samples_of_one_request_count_for_what_they_are():
     asyncio.run(main())
 
 
+def test_small_requests_are_counted_too():
+    async def main() -> None:
+        queue = Queue(bytes_max=1 << 30, count_max=2, hold_seconds=0.01)
+        with await queue.enter(1), await queue.enter(1) as second:
+            with pytest.raises(Overloaded, match="has 2 requests of 2 bytes"):
+                await queue.enter(1)
+            second.leave()
+            with await queue.enter(1):
+                assert queue.count == 2
+        assert (queue.bytes, queue.count) == (0, 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("cancelled", (False, True))
+def test_what_fits_comes_in_as_soon_as_the_one_in_front_of_it_gives_up(cancelled: bool):
+    async def main() -> None:
+        queue = Queue(bytes_max=10, hold_seconds=30.0 if cancelled else 0.5)
+        with await queue.enter(6):
+            large = asyncio.create_task(queue.enter(8))
+            await asyncio.sleep(0.3)
+            small = asyncio.create_task(queue.enter(3))
+            await asyncio.sleep(0)
+            assert not small.done()
+            if cancelled:
+                large.cancel()
+            with pytest.raises(asyncio.CancelledError if cancelled else Overloaded):
+                await large
+            (await asyncio.wait_for(small, 0.1)).leave()
+        assert (queue.bytes, queue.count) == (0, 0)
+
+    asyncio.run(main())
+
+
 def test_places_are_given_in_the_order_of_arrival_and_none_is_lost():
     async def main() -> None:
         queue, order = Queue(bytes_max=10, hold_seconds=5.0), []

@@ -9,10 +9,12 @@ from models import (
     call,
     cpu_only,
     cut,
+    datum,
     error,
     folder,
     loaded,
     randomize,
+    tokens_of,
 )
 from tinsmith import _core
 from tinsmith.files.families import load_model
@@ -125,6 +127,19 @@ def test_a_split_batch_equals_a_whole_one(rows: int) -> None:
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
     assert error(split.read("gradients"), whole.read("gradients")) < 1e-6
+    assert split.pending == pytest.approx(whole.pending, rel=1e-6)
+
+
+@cpu_only
+def test_rows_with_a_gradient_in_the_second_chunk_of_a_head_have_one() -> None:
+    """A chunk has 512 rows. 513 of 640 have a weight, so one of them lies in the second chunk."""
+    weights = np.random.default_rng(0).permutation(640).reshape(4, 160) < 513
+    data = [datum(tokens_of("qwen3", 160, seed), weights=row) for seed, row in enumerate(weights)]
+    whole, split = (adapter_of("qwen3", step_tokens=rows) for rows in (640, 160))
+    call(whole, data)
+    call(split, data)
+    assert whole.pending[1:] == split.pending[1:] == (513, 4)
+    assert error(whole.read("gradients"), split.read("gradients")) < 1e-6
 
 
 def test_two_calls_add_up_to_one() -> None:
