@@ -9,6 +9,7 @@
 #ifndef TINSMITH_CUDA_CUH
 #define TINSMITH_CUDA_CUH
 
+#include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -87,7 +88,8 @@ typedef struct CudaDevice {
     size_t scratch_bytes, rehearsed_bytes;
     unsigned moves; /* of scratch: graphs that are older use what is gone */
     bool rehearsing, recording;
-    bool lost; /* to this process: only a new one can use the card again */
+    pthread_mutex_t recorder; /* held from record() to recorded(), and by who gives back */
+    bool lost;                /* to this process: only a new one can use the card again */
     Pinned pinned;
     Fetch fetch[FETCHES];
     int fetched, landed; /* fetches begun and ended */
@@ -121,6 +123,9 @@ void *cuda_scratch(CudaDevice *cuda, size_t bytes);
 Status stream_open(CudaDevice *cuda);
 void stream_close(CudaDevice *cuda);
 
+/* Gives back memory of the card, or a recording, when the stream's work is done; in any thread. */
+void cuda_give_back(CudaDevice *cuda, void *memory, cudaGraphExec_t work);
+
 /* A failed call of the runtime, kept with its place; nonzero when it failed. */
 int cuda_check(CudaDevice *cuda, cudaError_t error, const char *what, const char *file, int line);
 #define CUDA_CHECK(cuda, call) cuda_check(cuda, call, #call, __FILE__, __LINE__)
@@ -149,10 +154,11 @@ static void cuda_launch(CudaDevice *cuda, const char *name, const char *file, in
 {
     if (cuda->status || cuda->rehearsing || !grid.x || !grid.y || !grid.z) return;
 #ifdef CUDA_EMULATED
-    emulate::enqueue([=] {
+    cudaError_t error = emulate::enqueue([=] {
         const char *text = emulate::run(name, grid, block, shared_bytes, [=] { kernel(args...); });
         if (text) cuda_fail(cuda, STATUS_DEVICE, "%s:%d: %s", file, line, text);
     });
+    cuda_check(cuda, error, name, file, line);
 #else
     if (shared_bytes > 48 << 10 &&
         cuda_check(cuda,

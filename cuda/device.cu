@@ -41,9 +41,7 @@ static Status device_alloc(Device *dev, void **memory, size_t bytes)
 static void device_release(Device *dev, void *memory, size_t bytes)
 {
     (void)bytes;
-    CudaDevice *cuda = cuda_of(dev);
-    CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream));
-    CUDA_CHECK(cuda, cudaFree(memory));
+    cuda_give_back(cuda_of(dev), memory, nullptr);
 }
 
 /* What a lost card would say of its memory would hide that it is lost. */
@@ -128,6 +126,7 @@ static void device_close(Device *dev)
     if (cuda->matmul) matmul_close(cuda);
     stream_close(cuda);
     cudaFree(cuda->workspace);
+    pthread_mutex_destroy(&cuda->recorder);
     free(cuda);
 }
 
@@ -207,6 +206,12 @@ extern "C" TINSMITH_EXPORT void cuda_emulated_lose(int64_t after)
     if (after < 0) emulate::card.lost = false;
 }
 
+/* The launch or copy that comes after so many more fails, once; -1: none. */
+extern "C" TINSMITH_EXPORT void cuda_emulated_fail(int64_t after)
+{
+    emulate::card.fails_in = after;
+}
+
 #endif
 
 extern "C" TINSMITH_EXPORT Status cuda_open(Device **dev, int threads, unsigned abi,
@@ -222,6 +227,7 @@ extern "C" TINSMITH_EXPORT Status cuda_open(Device **dev, int threads, unsigned 
                          DEVICE_ABI, abi);
     CudaDevice *cuda = (CudaDevice *)calloc(1, sizeof *cuda);
     if (!cuda) return core_fail(STATUS_MEMORY, "no memory for the CUDA device");
+    pthread_mutex_init(&cuda->recorder, nullptr);
     Device *d = &cuda->base;
     d->name = CUDA_NAME;
     d->real_bytes = sizeof(real);

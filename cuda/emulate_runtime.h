@@ -1,24 +1,28 @@
 /* cuda/emulate_runtime.h - the calls of CUDA's runtime, answered for a card that is pretended.
  *
  * It has so much memory and no more, a driver of some age, and can be lost in the middle of its
- * work (the tests set them through device.cu's cuda_emulated_card and cuda_emulated_lose). The host
- * waits inside each launch and copy, so streams and events are always finished; a stream that is
- * being captured writes its work down instead, and a graph runs it. What a capture can't hold (an
- * allocation, a wait) is refused, as the runtime does. */
+ * work, or fail once (the tests set them through device.cu's cuda_emulated_card, _lose and _fail).
+ * The host waits inside each launch and copy, so streams and events are always finished; a stream
+ * that is being captured writes its work down instead, and a graph runs it. What a capture can't
+ * hold (an allocation, a wait) is refused and spoils it, in whatever thread. */
 #ifndef TINSMITH_EMULATE_RUNTIME_H
 #define TINSMITH_EMULATE_RUNTIME_H
 
+#include <atomic>
+#include <mutex>
 #include <unordered_map>
 
 enum { CUDART_VERSION = 13000, cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
 
 typedef enum cudaError_t {
     cudaSuccess,
+    cudaErrorInvalidValue,
     cudaErrorMemoryAllocation = 2,
     cudaErrorInsufficientDriver = 35,
     cudaErrorNoDevice = 100,
     cudaErrorLaunchFailure = 719,
     cudaErrorStreamCaptureUnsupported = 900,
+    cudaErrorStreamCaptureInvalidated = 901,
 } cudaError_t;
 typedef enum cudaMemcpyKind { cudaMemcpyDefault = 4 } cudaMemcpyKind;
 typedef enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 } cudaStreamCaptureMode;
@@ -39,22 +43,27 @@ struct Card {
     int driver = CUDART_VERSION, major = 9, minor = 0;
     int64_t lost_in = -1; /* launches and copies from now, or -1: never */
     bool lost = false;
-    int64_t waits = 0; /* of the host for the stream */
+    int64_t fails_in = -1;          /* likewise the one that fails */
+    std::atomic<int64_t> waits = 0; /* of the host for the stream */
+    std::mutex lock;                /* of what follows: memory is given back in any thread */
     std::unordered_map<void *, size_t> blocks;
-    cudaGraph_t capture = nullptr; /* where the stream's work is written down */
+    cudaGraph_t capture = nullptr;    /* where the stream's work is written down */
+    std::atomic<bool> spoilt = false; /* the capture holds what it can't */
 };
 
 inline Card card;
 
-/* A launch or a copy on the stream: done at once, written down, or lost with the card. */
-inline void enqueue(std::function<void()> work)
+/* A launch or a copy on the stream: done at once, written down, lost with the card, or failed. */
+[[nodiscard]] inline cudaError_t enqueue(std::function<void()> work)
 {
+    if (card.fails_in >= 0 && card.fails_in-- == 0) return cudaErrorInvalidValue;
     if (card.capture) {
         card.capture->push_back(std::move(work));
-        return;
+        return cudaSuccess;
     }
     if (card.lost_in >= 0 && card.lost_in-- == 0) card.lost = true;
     if (!card.lost) work();
+    return cudaSuccess;
 }
 
 inline cudaError_t state()
@@ -65,7 +74,9 @@ inline cudaError_t state()
 /* For calls that a capture does not allow. */
 inline cudaError_t state_uncaptured()
 {
-    return card.capture ? cudaErrorStreamCaptureUnsupported : state();
+    if (!card.capture) return state();
+    card.spoilt = true;
+    return cudaErrorStreamCaptureUnsupported;
 }
 
 } // namespace emulate
@@ -73,10 +84,12 @@ inline cudaError_t state_uncaptured()
 static inline const char *cudaGetErrorString(cudaError_t error)
 {
     switch (error) {
+    case cudaErrorInvalidValue: return "invalid argument";
     case cudaErrorMemoryAllocation: return "out of memory";
     case cudaErrorInsufficientDriver: return "the driver is older than the runtime";
     case cudaErrorLaunchFailure: return "unspecified launch failure";
     case cudaErrorStreamCaptureUnsupported: return "not permitted when a stream is capturing";
+    case cudaErrorStreamCaptureInvalidated: return "failed due to a previous error during capture";
     default: return "no error";
     }
 }
@@ -134,6 +147,7 @@ static inline cudaError_t cudaMalloc(void **memory, size_t bytes)
     emulate::Card &card = emulate::card;
     cudaError_t error = emulate::state_uncaptured();
     if (error) return error;
+    std::lock_guard<std::mutex> guard(card.lock);
     if (bytes > card.bytes || card.used > card.bytes - bytes) return cudaErrorMemoryAllocation;
     error = cudaMallocHost(memory, bytes);
     if (error) return error;
@@ -145,6 +159,7 @@ static inline cudaError_t cudaMalloc(void **memory, size_t bytes)
 
 static inline cudaError_t cudaFree(void *memory)
 {
+    std::lock_guard<std::mutex> guard(emulate::card.lock);
     auto block = emulate::card.blocks.find(memory);
     if (block != emulate::card.blocks.end()) {
         emulate::card.used -= block->second;
@@ -163,14 +178,14 @@ static inline cudaError_t cudaFreeHost(void *memory)
 static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind,
                                           cudaStream_t)
 {
-    emulate::enqueue([=] { memmove(to, from, bytes); });
-    return emulate::state();
+    cudaError_t error = emulate::enqueue([=] { memmove(to, from, bytes); });
+    return error ? error : emulate::state();
 }
 
 static inline cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t)
 {
-    emulate::enqueue([=] { memset(memory, value, bytes); });
-    return emulate::state();
+    cudaError_t error = emulate::enqueue([=] { memset(memory, value, bytes); });
+    return error ? error : emulate::state();
 }
 
 /* ---- streams, events and graphs ---- */
@@ -227,7 +242,8 @@ static inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *graph)
 {
     *graph = emulate::card.capture;
     emulate::card.capture = nullptr;
-    return emulate::state();
+    return emulate::card.spoilt.exchange(false) ? cudaErrorStreamCaptureInvalidated
+                                                : emulate::state();
 }
 
 static inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *work, cudaGraph_t graph, unsigned)
@@ -238,7 +254,8 @@ static inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *work, cudaGraph_
 
 static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t work, cudaStream_t)
 {
-    for (const std::function<void()> &one : *work) emulate::enqueue(one);
+    for (const std::function<void()> &one : *work)
+        if (cudaError_t error = emulate::enqueue(one)) return error;
     return emulate::state();
 }
 

@@ -64,7 +64,7 @@ static void product(const Gemm &g)
 static void gemm(CudaDevice *cuda, const Gemm &g)
 {
     if (cuda->status || cuda->rehearsing) return;
-    emulate::enqueue([g] { product(g); });
+    CUDA_CHECK(cuda, emulate::enqueue([g] { product(g); }));
 }
 
 #endif

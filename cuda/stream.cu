@@ -141,6 +141,7 @@ static void stream_fetch(Device *dev, void *to, const void *from, size_t bytes)
 static Status stream_await(Device *dev, int behind)
 {
     CudaDevice *cuda = cuda_of(dev);
+    if (cuda->rehearsing) return STATUS_OK;
     while (cuda->fetched - cuda->landed > behind) fetch_land(cuda);
     return failure(cuda);
 }
@@ -160,6 +161,7 @@ static uintptr_t stream_handle(Device *dev)
 static Status stream_sync(Device *dev)
 {
     CudaDevice *cuda = cuda_of(dev);
+    if (cuda->rehearsing) return STATUS_OK;
     while (cuda->fetched > cuda->landed) fetch_land(cuda);
     CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream));
     return failure(cuda);
@@ -181,7 +183,7 @@ void *cuda_scratch(CudaDevice *cuda, size_t bytes)
     if (cuda->status) return nullptr;
 #ifdef CUDA_EMULATED
     void *scratch = cuda->scratch;
-    emulate::enqueue([=] { memset(scratch, emulate::POISON, bytes); });
+    CUDA_CHECK(cuda, emulate::enqueue([=] { memset(scratch, emulate::POISON, bytes); }));
 #endif
     return cuda->scratch;
 }
@@ -216,14 +218,32 @@ static Status stream_reserve(Device *dev, size_t bytes)
     return status;
 }
 
+/* ---- what other threads may do ---- */
+
+/* Garbage is collected in any thread, while the device's own one may be recording: to wait for a
+ * stream that is being recorded ends the recording. So this waits for the recording's end, which
+ * waits for nothing. A failure is not kept, for the device's own thread keeps its failures without
+ * a lock; those of a lost card are told by its next call. */
+void cuda_give_back(CudaDevice *cuda, void *memory, cudaGraphExec_t work)
+{
+    pthread_mutex_lock(&cuda->recorder);
+    cudaStreamSynchronize(cuda->stream);
+    if (memory) cudaFree(memory);
+    if (work) cudaGraphExecDestroy(work);
+    cudaGetLastError();
+    pthread_mutex_unlock(&cuda->recorder);
+}
+
 /* ---- graphs ---- */
 
 static Status stream_record(Device *dev)
 {
     CudaDevice *cuda = cuda_of(dev);
+    pthread_mutex_lock(&cuda->recorder);
     if (!cuda->status)
         cuda->recording = !CUDA_CHECK(
             cuda, cudaStreamBeginCapture(cuda->stream, cudaStreamCaptureModeThreadLocal));
+    if (!cuda->recording) pthread_mutex_unlock(&cuda->recorder);
     return failure(cuda);
 }
 
@@ -233,6 +253,7 @@ static Status stream_recorded(Device *dev, Graph **graph)
     cudaGraph_t written = nullptr;
     cudaError_t error = cudaStreamEndCapture(cuda->stream, &written);
     cuda->recording = false;
+    pthread_mutex_unlock(&cuda->recorder);
     CUDA_CHECK(cuda, error);
     *graph = cuda->status ? nullptr : (Graph *)calloc(1, sizeof **graph);
     if (*graph) {
@@ -259,9 +280,7 @@ static int stream_replay(Device *dev, Graph *graph)
 
 static void stream_graph_close(Device *dev, Graph *graph)
 {
-    CudaDevice *cuda = cuda_of(dev);
-    CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream));
-    cudaGraphExecDestroy(graph->work);
+    cuda_give_back(cuda_of(dev), nullptr, graph->work);
     free(graph);
 }
 

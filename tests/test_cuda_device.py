@@ -3,6 +3,7 @@ lost: what can't fit is refused in a sentence, nothing is allocated inside a ste
 happens to the card reaches the caller."""
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,68 @@ def test_a_replay_after_scratch_has_moved_is_recorded_anew(library: ctypes.CDLL)
             64 * 6 * 64 * 12 * 4 - MIB if graphs else 0
         )  # of scratch, and nothing else
     assert_same(*found)
+
+
+# ---- what is given back in another thread ----
+
+
+@pytest.mark.parametrize("what", ("memory", "a recording"))
+def test_what_is_given_back_while_work_is_recorded_waits_and_spoils_nothing(
+    library: ctypes.CDLL, what: str
+) -> None:
+    dev = Device("cuda-emulated")
+    memory, graph, again = dev.put(np.zeros(64), "float"), ctypes.c_void_p(), ctypes.c_void_p()
+    dev.check(dev.c.record(dev.pointer))
+    dev.c.zero(dev.pointer, memory.pointer, 256)
+    dev.check(dev.c.recorded(dev.pointer, ctypes.byref(graph)))
+
+    def give_back() -> None:
+        if what == "memory":
+            del dev.held
+        else:
+            dev.c.graph_close(dev.pointer, graph)
+
+    dev.held = dev.put(np.zeros(64), "float")
+    thread = threading.Thread(target=give_back)
+    dev.check(dev.c.record(dev.pointer))
+    dev.c.zero(dev.pointer, memory.pointer, 128)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    dev.c.zero(dev.pointer, memory.pointer.value + 128, 128)
+    dev.check(dev.c.recorded(dev.pointer, ctypes.byref(again)))
+    thread.join()
+    memory.write(np.ones(64, np.float32))
+    assert dev.c.replay(dev.pointer, again) == 1
+    assert not memory.read(256).any()
+    dev.c.graph_close(dev.pointer, again)
+
+
+def test_adapters_that_are_dropped_in_another_thread_leave_decoding_alone(
+    library: ctypes.CDLL,
+) -> None:
+    """Each request is of another adapter, so that steps are recorded again and again."""
+    core, ended = load().core, threading.Event()
+    used = [randomize(_core.Adapter(core, rank=4), seed) for seed in range(20)]
+    asked = {"prompt": tokens_of("qwen3", 9), "max_tokens": 4}
+    wanted = [decode(core, [asked | {"adapter": one}], {}, tokens=64)[0] for one in used]
+    dropped = [_core.Adapter(core, rank=1) for _ in range(2000)]
+
+    def drop() -> None:
+        while dropped and not ended.wait(2e-4):
+            dropped.pop()
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    try:
+        for one, result in zip(used, wanted, strict=True):
+            found, (steps, replays) = decode(core, [asked | {"adapter": one}], {}, tokens=64)
+            assert_same(found, result)
+            assert steps == 3 and replays == 2
+    finally:
+        ended.set()
+        thread.join()
+    assert len(dropped) < 1900
 
 
 # ---- a card that can't be used ----

@@ -75,6 +75,7 @@ struct Device {
     int async;         /* the host goes on while ops run */
 
     Status (*alloc)(Device *dev, void **memory, size_t bytes);
+    /* In any thread, whatever another one does with the device; so is graph_close(). */
     void (*release)(Device *dev, void *memory, size_t bytes);
     /* Bytes that alloc can still give, and that there are in all. */
     void (*memory)(Device *dev, size_t *free_bytes, size_t *all_bytes);
