@@ -2,6 +2,9 @@
 and itself."""
 
 import gc
+import os
+import resource
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -389,6 +392,15 @@ def test_a_sample_ends_at_its_length_or_the_contexts() -> None:
             assert sample["stop_reason"] == "length"
 
 
+@pytest.mark.parametrize("length", (1, 60, 63, 64))
+def test_a_sample_without_max_tokens_ends_where_the_cache_is_full(length: int) -> None:
+    """The last token is never run: a prompt that fills the cache is followed by one."""
+    asked = request("qwen3", length, num_samples=2)
+    (found,) = run("qwen3", [asked | {"max_tokens": -1}], tokens=64)
+    (wanted,) = run("qwen3", [asked | {"max_tokens": 65 - length}])
+    assert_same(found, wanted)
+
+
 def test_a_stop_id_is_the_last_token() -> None:
     asked = request("qwen3", 9, num_samples=3, max_tokens=60)
     (whole,) = run("qwen3", [asked])
@@ -576,6 +588,36 @@ def test_a_request_larger_than_the_cache_is_refused() -> None:
     sampler = _core.Sampler(loaded("qwen3").core, tokens=64)
     with pytest.raises(MemoryError, match=r"100.*64"):
         sampler.add(0, **request("qwen3", 100, max_tokens=1))
+
+
+def test_targets_that_a_step_could_not_count_are_refused() -> None:
+    most = (2**31 - 1) // 512 - 1 - 4096  # of a row, so that those of 512 rows fit in 32 bits
+    sampler = _core.Sampler(loaded("qwen3").core)
+    asked = request("qwen3", 3) | {"targets": np.zeros(most + 1, np.int32)}
+    starts = np.array([0, 1, most + 1], np.int32)
+    sampler.add(0, **asked, target_starts=starts)
+    with pytest.raises(ValueError, match=f"position 2 has {most + 1} targets; it may have {most}"):
+        sampler.add(1, **asked, target_starts=starts - np.array([0, 1, 0], np.int32))
+
+
+@pytest.mark.skipif("TINSMITH_SANITIZE" in os.environ, reason="the sanitizer has limits of its own")
+def test_results_that_memory_cant_hold_are_refused_with_their_bytes() -> None:
+    sampler = _core.Sampler(loaded("qwen3").core, tokens=640)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + (256 << 20), most[1]))
+    try:
+        with pytest.raises(MemoryError, match=r"results take 302124\.0 MiB"):
+            sampler.add(
+                0, **request("qwen3", 9, max_tokens=150, num_samples=2_000_000), topk_sample=131
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, most)
+    asked = request("qwen3", 9)
+    sampler.add(0, **asked)
+    while not sampler.step()[1]:
+        pass
+    assert_same(sampler.take(0), run("qwen3", [asked])[0])
 
 
 def test_an_adapter_of_another_model_is_refused() -> None:

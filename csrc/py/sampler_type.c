@@ -74,7 +74,7 @@ static int arrays_borrow(Arrays *a, RequestSpec *spec)
     spec->prompt = a->held[0].data;
     spec->prompt_length = a->held[0].length > INT32_MAX ? INT32_MAX : (int)a->held[0].length;
     spec->stop_ids = a->held[1].data;
-    spec->stop_count = (int)a->held[1].length;
+    spec->stop_count = a->held[1].length;
     spec->targets = a->held[2].data;
     spec->starts = a->held[3].data;
     spec->target_count = a->held[2].length;

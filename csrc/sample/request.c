@@ -5,7 +5,11 @@
 
 #include "sampler.h"
 
-enum { DRAWS_MAX = 4096 };
+enum {
+    DRAWS_MAX = 4096,
+    /* so that a step's ids can be counted in 32 bits */
+    ROW_TARGETS_MAX = INT32_MAX / STEP_ROWS - 1 - DRAWS_MAX,
+};
 
 void request_close(Sampler *sampler, Request *r)
 {
@@ -54,63 +58,45 @@ static Status numbers_check(const RequestSpec *spec)
     return STATUS_OK;
 }
 
-/* The lists of ids that are to be scored at each prompt position after the first. */
-static Status targets_check(const RequestSpec *spec, int vocab)
+/* Tokens that a sequence may come to: the last one that is drawn is never run, so it needs no place
+ * in the cache, nor in a context that is full. */
+static int64_t most_tokens(const Sampler *sampler, const RequestSpec *spec)
 {
-    if (spec->draws < 0 || spec->draws > DRAWS_MAX)
-        return fail(STATUS_INVALID, "prompt_draws must be 0 to %d, not %d", DRAWS_MAX, spec->draws);
-    if (!spec->targets) return STATUS_OK;
-    const int32_t *starts = spec->starts;
-    if (spec->start_count != spec->prompt_length || starts[0] != 0 ||
-        starts[spec->prompt_length - 1] != spec->target_count)
+    int64_t context = sampler->model->shape.context;
+    int64_t most = spec->prompt_length < context ? context : context + 1;
+    int64_t cached = (int64_t)sampler->kv.pages * KV_PAGE + 1;
+    return most < cached ? most : cached;
+}
+
+static Status lengths_check(const Sampler *sampler, const RequestSpec *spec)
+{
+    int context = sampler->model->shape.context;
+    if (spec->prompt_length < 1)
+        return fail(STATUS_INVALID, "the prompt is empty: at least one token is needed");
+    if (spec->prompt_length > context)
+        return fail(STATUS_INVALID, "the prompt has %d tokens; the model's context is %d",
+                    spec->prompt_length, context);
+    int64_t drawn = spec->max_tokens > 0 ? spec->max_tokens : 1, most = context;
+    if (spec->prompt_length == context) most++;
+    if (spec->prompt_length + drawn > most)
         return fail(STATUS_INVALID,
-                    "target_starts must be %d offsets, from 0 to the %lld targets there are",
-                    spec->prompt_length, (long long)spec->target_count);
-    for (int i = 1; i < spec->prompt_length; i++)
-        if (starts[i] < starts[i - 1])
-            return fail(STATUS_INVALID, "target_starts falls at %d, from %d to %d", i,
-                        starts[i - 1], starts[i]);
-    for (int64_t i = 0; i < spec->target_count; i++)
-        if (spec->targets[i] < 0 || spec->targets[i] >= vocab)
-            return fail(STATUS_INDEX, "the target %lld is %d; the model's ids are 0 to %d",
-                        (long long)i, spec->targets[i], vocab - 1);
+                    "a prompt of %d tokens and max_tokens %d are more than the context, %d",
+                    spec->prompt_length, spec->max_tokens, context);
+    if (spec->prompt_length + drawn > most_tokens(sampler, spec))
+        return fail(
+            STATUS_MEMORY, "the request needs a cache of %lld tokens; the sampler's holds %lld",
+            (long long)(spec->prompt_length + drawn - 1), (long long)sampler->kv.pages * KV_PAGE);
     return STATUS_OK;
 }
 
-/* Tokens that a sequence may come to. A full context still gives one: it is drawn, but never run.
- */
-static int most_tokens(const RequestSpec *spec, const Shape *s)
+/* What is to be known of the prompt's positions. */
+static Status scores_check(const RequestSpec *spec, int vocab)
 {
-    return spec->prompt_length < s->context ? s->context : s->context + 1;
-}
-
-static Status request_check(const Sampler *sampler, const RequestSpec *spec)
-{
-    const Shape *s = &sampler->model->shape;
-    int64_t room = (int64_t)sampler->kv.pages * KV_PAGE;
-    TRY(numbers_check(spec));
-    if (spec->prompt_length < 1)
-        return fail(STATUS_INVALID, "the prompt is empty: at least one token is needed");
-    if (spec->prompt_length > s->context)
-        return fail(STATUS_INVALID, "the prompt has %d tokens; the model's context is %d",
-                    spec->prompt_length, s->context);
-    for (int i = 0; i < spec->prompt_length; i++)
-        if (spec->prompt[i] < 0 || spec->prompt[i] >= s->vocab)
-            return fail(STATUS_INDEX,
-                        "the prompt's token at position %d is %d; the model's ids are 0 to %d", i,
-                        spec->prompt[i], s->vocab - 1);
-    TRY(targets_check(spec, s->vocab));
-    if (spec->max_tokens > 0 &&
-        (int64_t)spec->prompt_length + spec->max_tokens > most_tokens(spec, s))
-        return fail(STATUS_INVALID,
-                    "a prompt of %d tokens and max_tokens %d are more than the context, %d",
-                    spec->prompt_length, spec->max_tokens, s->context);
-    /* The last token that is drawn needs no place in the cache. */
-    int64_t need = spec->prompt_length + (spec->max_tokens > 0 ? (int64_t)spec->max_tokens : 1) - 1;
-    if (need > room)
-        return fail(STATUS_MEMORY,
-                    "the request needs a cache of %lld tokens; the sampler's holds %lld",
-                    (long long)need, (long long)room);
+    if (spec->draws < 0 || spec->draws > DRAWS_MAX)
+        return fail(STATUS_INVALID, "prompt_draws must be 0 to %d, not %d", DRAWS_MAX, spec->draws);
+    if (spec->targets && spec->start_count != spec->prompt_length)
+        return fail(STATUS_INVALID, "target_starts must be %d offsets, not %lld",
+                    spec->prompt_length, (long long)spec->start_count);
     if (spec->first_scored < 0 || spec->first_scored > spec->prompt_length)
         return fail(STATUS_INVALID, "prompt_from must be 0 to the prompt's %d tokens, not %d",
                     spec->prompt_length, spec->first_scored);
@@ -118,11 +104,49 @@ static Status request_check(const Sampler *sampler, const RequestSpec *spec)
         return fail(STATUS_INVALID, "prompt_from can't be used with prompt_draws or targets");
     const int tops[] = {spec->topk_prompt, spec->topk_sample};
     for (int i = 0; i < 2; i++)
-        if (tops[i] < 0 || tops[i] > s->vocab)
+        if (tops[i] < 0 || tops[i] > vocab)
             return fail(STATUS_INVALID, "%s must be 0 to %d, not %d",
-                        i ? "topk_sample_logprobs" : "topk_prompt_logprobs", s->vocab, tops[i]);
+                        i ? "topk_sample_logprobs" : "topk_prompt_logprobs", vocab, tops[i]);
+    return STATUS_OK;
+}
+
+/* All that can be said without a look into the request's arrays, which are not its own yet. */
+static Status request_check(const Sampler *sampler, const RequestSpec *spec)
+{
+    TRY(numbers_check(spec));
+    TRY(lengths_check(sampler, spec));
+    TRY(scores_check(spec, sampler->model->shape.vocab));
     if (spec->adapter && spec->adapter->model != sampler->model)
         return fail(STATUS_INVALID, "the adapter belongs to another model than the sampler");
+    return STATUS_OK;
+}
+
+/* The content of the arrays: the copies', which nobody can change any more. */
+static Status ids_check(const RequestSpec *spec, int vocab)
+{
+    for (int i = 0; i < spec->prompt_length; i++)
+        if (spec->prompt[i] < 0 || spec->prompt[i] >= vocab)
+            return fail(STATUS_INDEX,
+                        "the prompt's token at position %d is %d; the model's ids are 0 to %d", i,
+                        spec->prompt[i], vocab - 1);
+    if (!spec->targets) return STATUS_OK;
+    const int32_t *starts = spec->starts;
+    if (starts[0] != 0 || starts[spec->prompt_length - 1] != spec->target_count)
+        return fail(STATUS_INVALID, "target_starts must go from 0 to the %lld targets there are",
+                    (long long)spec->target_count);
+    for (int i = 1; i < spec->prompt_length; i++) {
+        int64_t targets = (int64_t)starts[i] - starts[i - 1];
+        if (targets < 0)
+            return fail(STATUS_INVALID, "target_starts falls at %d, from %d to %d", i,
+                        starts[i - 1], starts[i]);
+        if (targets > ROW_TARGETS_MAX)
+            return fail(STATUS_INVALID, "position %d has %lld targets; it may have %d", i,
+                        (long long)targets, ROW_TARGETS_MAX);
+    }
+    for (int64_t i = 0; i < spec->target_count; i++)
+        if (spec->targets[i] < 0 || spec->targets[i] >= vocab)
+            return fail(STATUS_INDEX, "the target %lld is %d; the model's ids are 0 to %d",
+                        (long long)i, spec->targets[i], vocab - 1);
     return STATUS_OK;
 }
 
@@ -135,58 +159,88 @@ static void *copy_of(const void *from, size_t bytes)
     return to;
 }
 
-/* The request's copies and results; 0 if there is no memory. */
-static int arrays_make(Request *r)
+/* The request's arrays become copies; 0 if there is no memory. */
+static int copies_make(RequestSpec *spec)
 {
-    RequestSpec *spec = &r->spec;
-    size_t P = (size_t)spec->prompt_length, top = P * (size_t)spec->topk_prompt,
-           draws = P * (size_t)spec->draws, targets = (size_t)spec->target_count;
+    size_t P = (size_t)spec->prompt_length, targets = (size_t)spec->target_count;
     int scores = spec->targets != NULL;
     spec->prompt = copy_of(spec->prompt, P * sizeof(int32_t));
     spec->stop_ids = copy_of(spec->stop_ids, (size_t)spec->stop_count * sizeof(int32_t));
     spec->targets = scores ? copy_of(spec->targets, targets * sizeof(int32_t)) : NULL;
     spec->starts = scores ? copy_of(spec->starts, P * sizeof(int32_t)) : NULL;
+    return spec->prompt && spec->stop_ids && !scores == !(spec->targets && spec->starts);
+}
+
+static int results_make(Request *r)
+{
+    const RequestSpec *spec = &r->spec;
+    size_t P = (size_t)spec->prompt_length, top = P * (size_t)spec->topk_prompt,
+           draws = P * (size_t)spec->draws;
     r->prompt_logprobs = malloc(P * sizeof(float));
     r->top_ids = malloc((top + 1) * sizeof(int32_t));
     r->top_logprobs = malloc((top + 1) * sizeof(float));
-    r->target_logprobs = calloc(targets + 1, sizeof(float));
+    r->target_logprobs = calloc((size_t)spec->target_count + 1, sizeof(float));
     r->drawn_ids = calloc(draws + 1, sizeof(int32_t));
     r->drawn_logprobs = calloc(draws + 1, sizeof(float));
     r->sequence = calloc((size_t)spec->samples, sizeof *r->sequence);
-    return spec->prompt && spec->stop_ids && !scores == !(spec->targets && spec->starts) &&
-           r->prompt_logprobs && r->top_ids && r->top_logprobs && r->target_logprobs &&
+    return r->prompt_logprobs && r->top_ids && r->top_logprobs && r->target_logprobs &&
            r->drawn_ids && r->drawn_logprobs && r->sequence;
 }
 
 static int sequences_make(Request *r)
 {
     size_t room = (size_t)r->limit, draws = room - (size_t)r->spec.prompt_length,
-           top = (size_t)r->spec.topk_sample;
-    int complete = 1;
+           top = draws * (size_t)r->spec.topk_sample;
     for (int j = 0; j < r->spec.samples; j++) {
         Sequence *s = &r->sequence[j];
         s->tokens = malloc(room * sizeof *s->tokens);
         s->logprobs = malloc(draws * sizeof *s->logprobs);
         s->pages = malloc((room / KV_PAGE + 1) * sizeof *s->pages);
-        s->top_ids = malloc((draws * top + 1) * sizeof *s->top_ids);
-        s->top_logprobs = malloc((draws * top + 1) * sizeof *s->top_logprobs);
+        s->top_ids = malloc((top + 1) * sizeof *s->top_ids);
+        s->top_logprobs = malloc((top + 1) * sizeof *s->top_logprobs);
+        if (!s->tokens || !s->logprobs || !s->pages || !s->top_ids || !s->top_logprobs) return 0;
         s->ready = j == 0;
         s->length = r->spec.prompt_length;
-        complete &= s->tokens && s->logprobs && s->pages && s->top_ids && s->top_logprobs;
-        if (complete) memcpy(s->tokens, r->spec.prompt, (size_t)s->length * sizeof *s->tokens);
+        memcpy(s->tokens, r->spec.prompt, (size_t)s->length * sizeof *s->tokens);
     }
-    return complete;
+    return 1;
+}
+
+/* What the results of a request take: large lists of the K best are most of it. */
+static double result_bytes(const Request *r)
+{
+    const RequestSpec *spec = &r->spec;
+    double row = 4 + 8.0 * spec->topk_prompt + 8.0 * spec->draws,
+           token = 8 + 8.0 * spec->topk_sample;
+    return row * spec->prompt_length + 4.0 * (double)spec->target_count +
+           token * spec->samples * (r->limit - spec->prompt_length);
 }
 
 /* Row 0 of a prompt's log-probabilities has no token before it; others may not be asked for. */
 static void scores_begin(Request *r)
 {
     r->scored = r->spec.first_scored > 1 ? r->spec.first_scored - 1 : 0;
-    for (int i = 0; i <= r->scored; i++) r->prompt_logprobs[i] = NAN;
-    for (int i = 0; i < (r->scored + 1) * r->spec.topk_prompt; i++) {
+    size_t rows = (size_t)r->scored + 1, top = rows * (size_t)r->spec.topk_prompt;
+    for (size_t i = 0; i < rows; i++) r->prompt_logprobs[i] = NAN;
+    for (size_t i = 0; i < top; i++) {
         r->top_ids[i] = 0;
         r->top_logprobs[i] = LOGPROB_NONE;
     }
+}
+
+static Status request_make(Sampler *sampler, Request *r)
+{
+    if (!copies_make(&r->spec))
+        return fail(STATUS_MEMORY, "no memory for a prompt of %d tokens and %lld targets",
+                    r->spec.prompt_length, (long long)r->spec.target_count);
+    TRY(ids_check(&r->spec, sampler->model->shape.vocab));
+    if (!results_make(r) || !sequences_make(r) || !line_join(&sampler->line, r))
+        return fail(STATUS_MEMORY,
+                    "no memory for a request of %d samples and up to %d tokens, whose results take "
+                    "%.1f MiB",
+                    r->spec.samples, r->limit, result_bytes(r) / 1048576.0);
+    scores_begin(r);
+    return STATUS_OK;
 }
 
 Status sampler_add(Sampler *sampler, const RequestSpec *spec)
@@ -204,18 +258,14 @@ Status sampler_add(Sampler *sampler, const RequestSpec *spec)
     Request *r = calloc(1, sizeof *r);
     if (!r) return fail(STATUS_MEMORY, "no memory for another request");
     r->spec = *spec;
-    int64_t room = (int64_t)sampler->kv.pages * KV_PAGE;
-    int64_t most = most_tokens(spec, &sampler->model->shape);
-    if (room < most) most = room;
-    r->limit = spec->max_tokens > 0 ? spec->prompt_length + spec->max_tokens : (int)most;
-    if (!arrays_make(r) || !sequences_make(r) || !line_join(&sampler->line, r)) {
+    r->limit = spec->max_tokens > 0 ? spec->prompt_length + spec->max_tokens
+                                    : (int)most_tokens(sampler, spec);
+    Status status = request_make(sampler, r);
+    if (status)
         request_close(sampler, r);
-        return fail(STATUS_MEMORY, "no memory for a request of %d samples and %d tokens",
-                    spec->samples, r->limit);
-    }
-    scores_begin(r);
-    sampler->request[sampler->count++] = r;
-    return STATUS_OK;
+    else
+        sampler->request[sampler->count++] = r;
+    return status;
 }
 
 /* ---- afterwards ---- */

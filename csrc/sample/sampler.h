@@ -103,8 +103,9 @@ typedef struct RequestSpec {
     int64_t client;         /* who asks: clients share each step */
     const Adapter *adapter; /* kept alive by the caller until the request is gone */
     const int32_t *prompt, *stop_ids;
-    int prompt_length, stop_count;
-    int samples, max_tokens; /* max_tokens -1: to the end of the context */
+    int prompt_length;
+    int64_t stop_count;
+    int samples, max_tokens; /* max_tokens -1: as many as context and cache hold */
     float temperature, top_p;
     int top_k;
     uint64_t seed;

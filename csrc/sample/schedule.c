@@ -34,9 +34,10 @@ static Client *client_find(Line *line, int64_t id)
     return line->client[line->clients++] = client;
 }
 
-static int line_grow(Line *line, int sequences)
+static int line_grow(Line *line, int64_t sequences)
 {
     if (sequences <= line->room) return 1;
+    if (sequences > INT32_MAX / 2) return 0;
     size_t room = 2 * (size_t)sequences;
     Waiter *waiter = realloc(line->waiter, room * sizeof *waiter);
     if (waiter) line->waiter = waiter;
@@ -49,7 +50,7 @@ static int line_grow(Line *line, int sequences)
 
 int line_join(Line *line, Request *r)
 {
-    if (!line_grow(line, line->sequences + r->spec.samples)) return 0;
+    if (!line_grow(line, (int64_t)line->sequences + r->spec.samples)) return 0;
     r->client = client_find(line, r->spec.client);
     if (!r->client) return 0;
     r->client->requests++;

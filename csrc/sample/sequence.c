@@ -38,7 +38,7 @@ void sequence_take_token(Sampler *sampler, const Turn *turn, int32_t token, floa
     s->tokens[s->length++] = token;
     s->logprobs[s->drawn++] = logp;
     if (s->length == r->limit) s->ending = FULL;
-    for (int i = 0; i < r->spec.stop_count; i++)
+    for (int64_t i = 0; i < r->spec.stop_count; i++)
         if (token == r->spec.stop_ids[i]) s->ending = STOPPED;
     sampler->drawn[sampler->drawn_count++] = (Drawn){r->spec.id, turn->sample, token};
     if (s->ending != RUNNING) sequence_drop(&sampler->kv, s);
