@@ -208,9 +208,9 @@ Status decode_step(Sampler *sampler, const Turn *turns, int count)
     decode_place(&d, &sampler->arena);
     TRY(inputs_upload(&d, turns, count));
     TRY(decode_run(&d));
-    turns_cached(sampler, turns, count);
     dev->download(dev, ids, d.ids, (size_t)rows * 2 * sizeof *ids);
     TRY(dev->sync(dev));
+    turns_cached(sampler, turns, count);
     const float *logp = (const float *)(const void *)(ids + rows);
     for (int i = 0; i < count; i++) sequence_take_token(sampler, &turns[i], ids[i], logp[i]);
     return STATUS_OK;

@@ -68,7 +68,6 @@ void kv_forget(Kv *kv)
 {
     for (int32_t page; (page = prefix_evict(&kv->prefix)) >= 0;)
         kv->free_list[kv->free_count++] = page;
-    prefix_clear(&kv->prefix);
 }
 
 int32_t kv_fork(Kv *kv, int32_t page, int count)

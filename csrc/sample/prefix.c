@@ -130,9 +130,3 @@ int32_t prefix_evict(Prefix *prefix)
     forget(prefix, page);
     return page;
 }
-
-void prefix_clear(Prefix *prefix)
-{
-    for (int32_t page = 0; page < prefix->pages; page++)
-        if (prefix->memory[page].number) forget(prefix, page);
-}

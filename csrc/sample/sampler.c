@@ -66,8 +66,17 @@ typedef struct Ask {
     int position; /* of the row in its sequence */
 } Ask;
 
-typedef struct Step {
+/* What a chunk of rows tells, on the host. A row's own ids are [start[i], start[i + 1]). */
+typedef struct Told {
+    int32_t start[STEP_ROWS + 1], *ids;
+    float *logp;
+    int32_t *top_ids; /* (rows, top) */
+    float *top_logp;
+} Told;
+
+typedef struct SampleStep {
     Sampler *sampler;
+    int rehearsing; /* the device computes nothing, so nothing that it tells is kept */
     Turn turns[STEP_SEQUENCES];
     int count, T, pages, chunk, top;
     size_t ids_room; /* ids that a chunk may score */
@@ -80,9 +89,13 @@ typedef struct Step {
     Segment segments[STEP_SEQUENCES];
     Ask draw_asks[STEP_SEQUENCES], score_asks[STEP_ROWS];
     int draw_count, score_count;
-} Step;
+    int32_t *page; /* host, as told's arrays are: the list of pages */
+    Told told;
+    int32_t drawn[STEP_SEQUENCES];
+    float drawn_logp[STEP_SEQUENCES];
+} SampleStep;
 
-static void step_place(Step *step, Arena *arena, int rank)
+static void step_place(SampleStep *step, Arena *arena, int rank)
 {
     const Model *m = step->sampler->model;
     size_t C = (size_t)step->chunk, size = m->dev->real_bytes, top = C * (size_t)step->top;
@@ -101,6 +114,24 @@ static void step_place(Step *step, Arena *arena, int rank)
     step->top_logp = arena_take(arena, top * sizeof(float));
 }
 
+/* The host's memory, in one block that begins with the list of pages. */
+static Status step_host(SampleStep *step)
+{
+    Told *told = &step->told;
+    size_t pages = (size_t)step->pages, ids = step->ids_room,
+           top = (size_t)step->chunk * (size_t)step->top;
+    step->page = malloc((pages + 2 * (ids + top)) * sizeof *step->page);
+    if (!step->page)
+        return fail(STATUS_MEMORY,
+                    "no memory for a sampling step's %zu pages, %zu log-probabilities and %zu best",
+                    pages, ids, top);
+    told->ids = step->page + pages;
+    told->logp = (float *)(told->ids + ids);
+    told->top_ids = (int32_t *)(told->logp + ids);
+    told->top_logp = (float *)(told->top_ids + top);
+    return STATUS_OK;
+}
+
 /* Ids whose log-probabilities a prompt's row gives: its own next token's, those of the request's
  * lists, and those that are drawn. */
 static int ask_ids(const Ask *ask)
@@ -110,7 +141,7 @@ static int ask_ids(const Ask *ask)
 }
 
 /* What the step's turns ask of the head, how many pages they have, and their segments. */
-static void step_plan(Step *step)
+static void step_plan(SampleStep *step)
 {
     int row = 0, segments = 0, most = head_rows(step->sampler->model);
     step->T = step->pages = step->draw_count = step->score_count = step->top = 0;
@@ -145,13 +176,11 @@ static void step_plan(Step *step)
 
 /* ---- running the transformer ---- */
 
-static Status step_forward(Step *step)
+static Status step_forward(SampleStep *step)
 {
     Sampler *sampler = step->sampler;
     int32_t tokens[STEP_ROWS] = {0}, pos[STEP_ROWS] = {0}, slot[STEP_ROWS] = {0};
     Span spans[STEP_SEQUENCES] = {0};
-    int32_t *pages = malloc((size_t)step->pages * sizeof *pages);
-    if (!pages) return fail(STATUS_MEMORY, "no memory for a step's %d cache pages", step->pages);
     int row = 0, first = 0;
     for (int i = 0; i < step->count; i++) {
         const Turn *turn = &step->turns[i];
@@ -163,14 +192,13 @@ static Status step_forward(Step *step)
             pos[row] = at;
             slot[row] = s->pages[at / KV_PAGE] * KV_PAGE + at % KV_PAGE;
         }
-        memcpy(pages + first, s->pages, (size_t)s->page_count * sizeof *pages);
+        memcpy(step->page + first, s->pages, (size_t)s->page_count * sizeof *step->page);
         first += s->page_count;
     }
-    BatchHost host = {step->T, step->count, step->pages, tokens, pos, slot, pages, spans};
+    BatchHost host = {step->T, step->count, step->pages, tokens, pos, slot, step->page, spans};
     batch_upload(&step->batch, sampler->model->dev, &host);
     step->batch.stop = &sampler->interrupted;
     forward(sampler->model, &step->batch, &step->acts, &sampler->kv.cache);
-    free(pages);
     if (sampler->interrupted) return fail(STATUS_INTERRUPTED, "sampling was interrupted");
     return STATUS_OK;
 }
@@ -178,7 +206,7 @@ static Status step_forward(Step *step)
 /* ---- the head ---- */
 
 /* Logits of the rows that are asked for: each row's base product, then its own adapter's. */
-static void ask_logits(Step *step, const Ask *asks, int count)
+static void ask_logits(SampleStep *step, const Ask *asks, int count)
 {
     const Model *m = step->sampler->model;
     Device *d = m->dev;
@@ -203,44 +231,49 @@ static void ask_logits(Step *step, const Ask *asks, int count)
     }
 }
 
-/* The k best of the first `width` of a row, into a request's arrays. */
-static void keep_top(const Step *step, const int32_t *ids, const float *logp, int row, int k,
-                     int32_t *to_ids, float *to_logp)
+/* The `top` best of the chunk's rows, of which some ask for fewer, come to the host. */
+static void tops_fetch(SampleStep *step, int count)
 {
-    memcpy(to_ids, ids + (size_t)row * (size_t)step->top, (size_t)k * sizeof *to_ids);
-    memcpy(to_logp, logp + (size_t)row * (size_t)step->top, (size_t)k * sizeof *to_logp);
-}
-
-/* The K best of the chunk's rows: host copies, (count, top), for the caller to free; NULL if none
- * are asked for. */
-static Status ask_top(Step *step, int count, int wanted, int32_t **ids, float **logp)
-{
-    *ids = NULL;
-    *logp = NULL;
-    if (!wanted) return STATUS_OK;
     const Model *m = step->sampler->model;
     Device *d = m->dev;
     size_t n = (size_t)count * (size_t)step->top;
-    *ids = malloc(n * (sizeof **ids + sizeof **logp));
-    if (!*ids) return fail(STATUS_MEMORY, "no memory for %zu top log-probabilities", n);
-    *logp = (float *)(*ids + n);
     d->topk_logprob(d, step->top_ids, step->top_logp, step->logits, step->lse, count,
                     m->shape.vocab, step->top);
-    TRY(d->sync(d));
-    d->download(d, *ids, step->top_ids, n * sizeof **ids);
-    d->download(d, *logp, step->top_logp, n * sizeof **logp);
-    return STATUS_OK;
+    d->download(d, step->told.top_ids, step->top_ids, n * sizeof(int32_t));
+    d->download(d, step->told.top_logp, step->top_logp, n * sizeof(float));
 }
 
-/* What a chunk of prompt rows scores: row i has ids [start[i], start[i + 1]). */
-typedef struct Scores {
-    int32_t start[STEP_ROWS + 1], *ids;
-    float *logp;
-} Scores;
+/* The k best of a row of the chunk, into a request's arrays. */
+static void keep_top(const SampleStep *step, int row, int k, int32_t *to_ids, float *to_logp)
+{
+    size_t from = (size_t)row * (size_t)step->top;
+    memcpy(to_ids, step->told.top_ids + from, (size_t)k * sizeof *to_ids);
+    memcpy(to_logp, step->told.top_logp + from, (size_t)k * sizeof *to_logp);
+}
+
+/* ---- scores of prompts ---- */
+
+/* The ids that a chunk of prompt rows scores; those that are drawn are still to come. */
+static void score_ids(SampleStep *step, const Ask *asks, int count)
+{
+    Told *told = &step->told;
+    told->start[0] = 0;
+    for (int i = 0; i < count; i++) {
+        const Turn *turn = asks[i].turn;
+        const RequestSpec *spec = &turn->request->spec;
+        int32_t *ids = told->ids + told->start[i];
+        int targets = row_targets(spec, asks[i].position);
+        ids[0] = turn->request->sequence[turn->sample].tokens[asks[i].position + 1];
+        if (targets)
+            memcpy(ids + 1, spec->targets + spec->starts[asks[i].position],
+                   (size_t)targets * sizeof *ids);
+        told->start[i + 1] = told->start[i] + ask_ids(&asks[i]);
+    }
+}
 
 /* Draws the tokens that are asked for at prompt positions, at the requests' temperatures, into the
  * ends of their rows' ids. */
-static Status draw_prompt(Step *step, const Ask *asks, int count, Scores *scores)
+static Status draw_prompt(SampleStep *step, const Ask *asks, int count)
 {
     const Model *m = step->sampler->model;
     Device *d = m->dev;
@@ -269,100 +302,76 @@ static Status draw_prompt(Step *step, const Ask *asks, int count, Scores *scores
         d->upload(d, step->draws, draws, (size_t)count * sizeof *draws);
         d->sample(d, step->ids, step->logp, step->logits, step->lse, step->draws, count,
                   m->shape.vocab);
-        TRY(d->sync(d));
         d->download(d, ids, step->ids, (size_t)count * sizeof *ids);
+        TRY(d->sync(d));
         for (int i = 0; i < count; i++) {
             int k = asks[i].turn->request->spec.draws;
-            if (j < k) scores->ids[scores->start[i + 1] - k + j] = ids[i];
+            if (j < k) step->told.ids[step->told.start[i + 1] - k + j] = ids[i];
         }
     }
     return STATUS_OK;
 }
 
 /* A chunk's log-probabilities into the arrays of their requests. */
-static void keep_scores(const Ask *asks, int count, const Scores *scores)
+static void keep_scores(const SampleStep *step, const Ask *asks, int count)
 {
+    const Told *told = &step->told;
     for (int i = 0; i < count; i++) {
         Request *r = asks[i].turn->request;
         int at = asks[i].position, targets = row_targets(&r->spec, at), k = r->spec.draws;
-        const int32_t *ids = scores->ids + scores->start[i] + 1;
-        const float *logp = scores->logp + scores->start[i] + 1;
+        size_t drawn = (size_t)at * (size_t)k, best = (size_t)r->spec.topk_prompt;
+        const int32_t *ids = told->ids + told->start[i] + 1;
+        const float *logp = told->logp + told->start[i] + 1;
         r->prompt_logprobs[at + 1] = logp[-1];
         r->scored = at + 1;
         if (targets)
             memcpy(r->target_logprobs + r->spec.starts[at], logp, (size_t)targets * sizeof *logp);
-        memcpy(r->drawn_ids + (size_t)at * (size_t)k, ids + targets, (size_t)k * sizeof *ids);
-        memcpy(r->drawn_logprobs + (size_t)at * (size_t)k, logp + targets,
-               (size_t)k * sizeof *logp);
+        memcpy(r->drawn_ids + drawn, ids + targets, (size_t)k * sizeof *ids);
+        memcpy(r->drawn_logprobs + drawn, logp + targets, (size_t)k * sizeof *logp);
+        if (best)
+            keep_top(step, i, (int)best, r->top_ids + ((size_t)at + 1) * best,
+                     r->top_logprobs + ((size_t)at + 1) * best);
     }
 }
 
 /* Log-probabilities at temperature 1 in prompts' rows; the logits are made anew after draws, which
  * temper them. */
-static Status score_rows(Step *step, const Ask *asks, int count, Scores *scores)
+static Status score_chunk(SampleStep *step, const Ask *asks, int count)
 {
     const Model *m = step->sampler->model;
     Device *d = m->dev;
-    size_t total = (size_t)scores->start[count];
-    int32_t *top_ids;
-    float *top_logp;
+    Told *told = &step->told;
     int wanted = 0;
-    for (int i = 0; i < count; i++) {
-        const Turn *turn = asks[i].turn;
-        const RequestSpec *spec = &turn->request->spec;
-        int32_t *ids = scores->ids + scores->start[i];
-        int targets = row_targets(spec, asks[i].position);
-        ids[0] = turn->request->sequence[turn->sample].tokens[asks[i].position + 1];
-        if (targets)
-            memcpy(ids + 1, spec->targets + spec->starts[asks[i].position],
-                   (size_t)targets * sizeof *ids);
-        wanted |= spec->topk_prompt;
-    }
-    TRY(draw_prompt(step, asks, count, scores));
+    for (int i = 0; i < count; i++) wanted |= asks[i].turn->request->spec.topk_prompt;
+    score_ids(step, asks, count);
+    TRY(draw_prompt(step, asks, count));
+    size_t total = (size_t)told->start[count];
     ask_logits(step, asks, count);
-    d->upload(d, step->ids, scores->ids, total * sizeof *scores->ids);
-    d->upload(d, step->start, scores->start, (size_t)(count + 1) * sizeof *scores->start);
+    d->upload(d, step->ids, told->ids, total * sizeof *told->ids);
+    d->upload(d, step->start, told->start, (size_t)(count + 1) * sizeof *told->start);
     d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, count,
                m->shape.vocab);
-    TRY(ask_top(step, count, wanted, &top_ids, &top_logp));
+    d->download(d, told->logp, step->logp, total * sizeof *told->logp);
+    if (wanted) tops_fetch(step, count);
     TRY(d->sync(d));
-    d->download(d, scores->logp, step->logp, total * sizeof *scores->logp);
-    keep_scores(asks, count, scores);
-    for (int i = 0; i < count; i++) {
-        Request *r = asks[i].turn->request;
-        size_t k = (size_t)r->spec.topk_prompt, at = (size_t)asks[i].position + 1;
-        if (k)
-            keep_top(step, top_ids, top_logp, i, (int)k, r->top_ids + at * k,
-                     r->top_logprobs + at * k);
-    }
-    free(top_ids);
+    if (!step->rehearsing) keep_scores(step, asks, count);
     return STATUS_OK;
 }
 
-static Status score_chunk(Step *step, const Ask *asks, int count)
-{
-    Scores scores = {.start = {0}};
-    for (int i = 0; i < count; i++) scores.start[i + 1] = scores.start[i] + ask_ids(&asks[i]);
-    size_t total = (size_t)scores.start[count];
-    scores.ids = malloc(total * (sizeof *scores.ids + sizeof *scores.logp));
-    if (!scores.ids) return fail(STATUS_MEMORY, "no memory for %zu log-probabilities", total);
-    scores.logp = (float *)(scores.ids + total);
-    Status status = score_rows(step, asks, count, &scores);
-    free(scores.ids);
-    return status;
-}
+/* ---- the next tokens ---- */
 
-static Status draw_chunk(Step *step, const Ask *asks, int count)
+/* Draws the tokens of the asks [first, first + count). Their K best may be kept at once: what lies
+ * behind the tokens of a sequence means nothing yet. */
+static void draw_chunk(SampleStep *step, int first, int count)
 {
-    Sampler *sampler = step->sampler;
-    const Model *m = sampler->model;
+    const Model *m = step->sampler->model;
     Device *d = m->dev;
-    int32_t ids[STEP_ROWS] = {0}, start[STEP_ROWS + 1] = {0}, *top_ids;
-    float logp[STEP_ROWS], *top_logp;
+    const Ask *asks = step->draw_asks + first;
+    int32_t start[STEP_ROWS + 1] = {0};
     Draw draws[STEP_ROWS] = {0};
     int wanted = 0;
     for (int i = 0; i < count; i++) {
-        draws[i] = sequence_draw(sampler, asks[i].turn);
+        draws[i] = sequence_draw(step->sampler, asks[i].turn);
         wanted |= asks[i].turn->request->spec.topk_sample;
     }
     ask_logits(step, asks, count);
@@ -373,45 +382,46 @@ static Status draw_chunk(Step *step, const Ask *asks, int count)
                m->shape.vocab);
     d->sample(d, step->ids, step->logp, step->logits, step->lse, step->draws, count,
               m->shape.vocab);
-    TRY(ask_top(step, count, wanted, &top_ids, &top_logp));
-    TRY(d->sync(d));
-    d->download(d, ids, step->ids, (size_t)count * sizeof *ids);
-    d->download(d, logp, step->logp, (size_t)count * sizeof *logp);
-    for (int i = 0; i < count; i++) {
-        Request *r = asks[i].turn->request;
-        Sequence *s = &r->sequence[asks[i].turn->sample];
-        size_t k = (size_t)r->spec.topk_sample, at = (size_t)s->drawn * k;
-        if (k) keep_top(step, top_ids, top_logp, i, (int)k, s->top_ids + at, s->top_logprobs + at);
-        sequence_take_token(sampler, asks[i].turn, ids[i], logp[i]);
+    d->download(d, step->drawn + first, step->ids, (size_t)count * sizeof *step->drawn);
+    d->download(d, step->drawn_logp + first, step->logp, (size_t)count * sizeof(float));
+    if (wanted) tops_fetch(step, count);
+    for (int i = 0; i < count && wanted && !step->rehearsing; i++) {
+        const RequestSpec *spec = &asks[i].turn->request->spec;
+        const Sequence *s = &asks[i].turn->request->sequence[asks[i].turn->sample];
+        size_t k = (size_t)spec->topk_sample, at = (size_t)s->drawn * k;
+        if (k) keep_top(step, i, (int)k, s->top_ids + at, s->top_logprobs + at);
     }
-    free(top_ids);
-    return STATUS_OK;
 }
 
-static void asks_rehearse(Step *step, const Ask *asks, int count)
+/* ---- a step ---- */
+
+static int chunk_at(const SampleStep *step, int first, int count)
 {
-    Device *d = step->sampler->model->dev;
-    int V = step->sampler->model->shape.vocab;
-    for (int i = 0, n; i < count; i += n) {
-        n = count - i < step->chunk ? count - i : step->chunk;
-        ask_logits(step, asks + i, n);
-        d->temper(d, step->logits, step->draws, n, V);
-        d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, n, V);
-        d->sample(d, step->ids, step->logp, step->logits, step->lse, step->draws, n, V);
-        d->topk_logprob(d, step->top_ids, step->top_logp, step->logits, step->lse, n, V, step->top);
-    }
+    return count - first < step->chunk ? count - first : step->chunk;
 }
 
-/* All ops of a step, for a device that rehearses. */
+static Status step_work(SampleStep *step)
+{
+    Device *dev = step->sampler->model->dev;
+    TRY(step_forward(step));
+    for (int i = 0; i < step->score_count; i += step->chunk)
+        TRY(score_chunk(step, step->score_asks + i, chunk_at(step, i, step->score_count)));
+    for (int i = 0; i < step->draw_count; i += step->chunk)
+        draw_chunk(step, i, chunk_at(step, i, step->draw_count));
+    return dev->sync(dev);
+}
+
+/* The same on a device that rehearses. Where it ends early, interrupted, the work does so too. */
 static void step_rehearse(void *context)
 {
-    Step *step = context;
-    forward(step->sampler->model, &step->batch, &step->acts, &step->sampler->kv.cache);
-    asks_rehearse(step, step->score_asks, step->score_count);
-    asks_rehearse(step, step->draw_asks, step->draw_count);
+    SampleStep *step = context;
+    step->rehearsing = 1;
+    step_work(step);
+    step->rehearsing = 0;
 }
 
-static Status step_run(Step *step)
+/* Until all of a step's work is done, its sequences are what they were before it. */
+static Status step_run(SampleStep *step)
 {
     Sampler *sampler = step->sampler;
     int rank = 1;
@@ -420,21 +430,28 @@ static Status step_run(Step *step)
         if (adapter && adapter->rank > rank) rank = adapter->rank;
     }
     step_plan(step);
+    TRY(step_host(step));
     Arena measure = {.dev = sampler->model->dev};
     step->acts.layer = sampler->layers;
     step_place(step, &measure, rank);
     TRY(arena_reserve(&sampler->arena, measure.used, "a sampling step"));
     step_place(step, &sampler->arena, rank);
     TRY(device_prepare(sampler->model->dev, step_rehearse, step));
-    TRY(step_forward(step));
-    for (int i = 0; i < step->score_count; i += step->chunk)
-        TRY(score_chunk(step, step->score_asks + i,
-                        step->score_count - i < step->chunk ? step->score_count - i : step->chunk));
+    TRY(step_work(step));
     turns_cached(sampler, step->turns, step->count);
-    for (int i = 0; i < step->draw_count; i += step->chunk)
-        TRY(draw_chunk(step, step->draw_asks + i,
-                       step->draw_count - i < step->chunk ? step->draw_count - i : step->chunk));
-    return sampler->model->dev->sync(sampler->model->dev);
+    for (int i = 0; i < step->draw_count; i++)
+        sequence_take_token(sampler, step->draw_asks[i].turn, step->drawn[i], step->drawn_logp[i]);
+    return STATUS_OK;
+}
+
+/* What a failed step has left in the cache is not known: all sequences give their pages back, and
+ * begin again in the next step, to the same bits. */
+static void sequences_restart(Sampler *sampler)
+{
+    for (int i = 0; i < sampler->count; i++)
+        for (int j = 0; j < sampler->request[i]->spec.samples; j++)
+            sequence_drop(&sampler->kv, &sampler->request[i]->sequence[j]);
+    kv_forget(&sampler->kv);
 }
 
 static void mark_done(Sampler *sampler)
@@ -450,15 +467,16 @@ Status sampler_step(Sampler *sampler)
 {
     sampler->drawn_count = 0;
     sampler->interrupted = 0;
-    Step *step = malloc(sizeof *step);
+    SampleStep *step = malloc(sizeof *step);
     if (!step) return fail(STATUS_MEMORY, "no memory for a sampling step");
-    *step = (Step){.sampler = sampler};
+    *step = (SampleStep){.sampler = sampler};
     step->count = schedule(sampler, step->turns);
     Status status = decode_fits(sampler, step->turns, step->count)
                         ? decode_step(sampler, step->turns, step->count)
                     : step->count ? step_run(step)
                                   : STATUS_OK;
-    if (status) kv_forget(&sampler->kv); /* what the step left in its pages is not known */
+    if (status) sequences_restart(sampler);
+    free(step->page);
     free(step);
     mark_done(sampler);
     return status;

@@ -51,8 +51,6 @@ int32_t prefix_find(const Prefix *prefix, uint64_t stamp, uint64_t before, const
 void prefix_add(Prefix *prefix, int32_t page, uint64_t stamp, uint64_t before,
                 const int32_t *tokens);
 uint64_t prefix_number(const Prefix *prefix, int32_t page);
-/* Forgets those that are held. */
-void prefix_clear(Prefix *prefix);
 
 /* ---- kv.c: pages of the cache ---- */
 
@@ -72,11 +70,12 @@ void kv_close(Kv *kv);
 int32_t kv_take(Kv *kv);
 void kv_share(Kv *kv, int32_t page);
 void kv_drop(Kv *kv, int32_t page);
-/* Forgets what every page holds; sequences keep theirs. */
+/* Forgets what every page holds that no sequence has. */
 void kv_forget(Kv *kv);
 /* A page with the first `count` keys of `page`, for a sequence that goes its own way; -1 if there
  * is none. */
 int32_t kv_fork(Kv *kv, int32_t page, int count);
+
 /* ---- requests and sequences ---- */
 
 typedef enum Ending { RUNNING, STOPPED, FULL } Ending; /* FULL: max_tokens or the context */
@@ -196,7 +195,8 @@ typedef struct Sampler {
 Status sampler_open(Sampler **sampler, Model *model, int64_t tokens, int limit_ids);
 void sampler_close(Sampler *sampler);
 Status sampler_add(Sampler *sampler, const RequestSpec *spec);
-/* One forward. sampler->drawn then holds what was drawn; an interrupted step drew nothing. */
+/* One forward. sampler->drawn then holds what was drawn. A step that fails, or is interrupted, drew
+ * nothing and can be repeated. */
 Status sampler_step(Sampler *sampler);
 /* Ends a sample after its newest token: its stop string was seen. */
 Status sampler_stop(Sampler *sampler, int64_t id, int sample);
