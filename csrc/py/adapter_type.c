@@ -57,6 +57,7 @@ static void adapter_dealloc(PyObject *object)
 
 /* ---- training ---- */
 
+/* Its arrays are copies: all that a call looks up, or decides by, is checked before it begins. */
 typedef struct Call {
     Borrowed tokens, lengths, targets, counts, input[LOSS_INPUTS];
     Datums datums;
@@ -81,7 +82,7 @@ static int call_options(Call *call, PyObject *inputs, PyObject *config)
         PyObject *array = PyDict_GetItemString(inputs, loss->input[j].name);
         if (!array) continue;
         used++;
-        if (borrow(array, KIND_FLOAT32, loss->input[j].name, &call->input[j]) < 0) return -1;
+        if (borrow_copy(array, KIND_FLOAT32, loss->input[j].name, &call->input[j]) < 0) return -1;
         call->datums.input[j] = call->input[j].data;
         call->datums.input_total[j] = call->input[j].length;
     }
@@ -106,10 +107,10 @@ static int call_options(Call *call, PyObject *inputs, PyObject *config)
 static int call_arrays(Call *call, PyObject *tokens, PyObject *lengths, PyObject *targets,
                        PyObject *counts)
 {
-    if (borrow(tokens, KIND_INT32, "tokens", &call->tokens) < 0 ||
-        borrow(lengths, KIND_INT32, "lengths", &call->lengths) < 0 ||
-        borrow(targets, KIND_INT32, "targets", &call->targets) < 0 ||
-        borrow(counts, KIND_INT32, "counts", &call->counts) < 0)
+    if (borrow_copy(tokens, KIND_INT32, "tokens", &call->tokens) < 0 ||
+        borrow_copy(lengths, KIND_INT32, "lengths", &call->lengths) < 0 ||
+        borrow_copy(targets, KIND_INT32, "targets", &call->targets) < 0 ||
+        borrow_copy(counts, KIND_INT32, "counts", &call->counts) < 0)
         return -1;
     if (call->lengths.length != call->counts.length || call->lengths.length > INT32_MAX) {
         PyErr_Format(PyExc_ValueError, "lengths has %lld datums, counts %lld",
@@ -205,7 +206,7 @@ static PyObject *adapter_forward_method(PyObject *object, PyObject *args, PyObje
 static PyObject *adapter_backward_method(PyObject *object, PyObject *dlogp)
 {
     Borrowed from;
-    if (borrow(dlogp, KIND_FLOAT32, "dlogprobs", &from) < 0) return NULL;
+    if (borrow_copy(dlogp, KIND_FLOAT32, "dlogprobs", &from) < 0) return NULL;
     double sum = 0.0;
     Status status;
     Py_BEGIN_ALLOW_THREADS status =
@@ -262,8 +263,8 @@ static PyObject *adapter_distill_method(PyObject *object, PyObject *args, PyObje
     Status status = STATUS_OK;
     if (call_arrays(&call, tokens, lengths, targets, counts) == 0 &&
         call_options(&call, inputs, config) == 0 &&
-        borrow(read, KIND_INT32, "teacher_tokens", &taught) == 0 &&
-        borrow(ends, KIND_INT32, "teacher_lengths", &taught_lengths) == 0 &&
+        borrow_copy(read, KIND_INT32, "teacher_tokens", &taught) == 0 &&
+        borrow_copy(ends, KIND_INT32, "teacher_lengths", &taught_lengths) == 0 &&
         lesson_from((PyAdapter *)object, teacher, &taught, &taught_lengths, &lesson) == 0) {
         logp = array_new(KIND_FLOAT32, call.datums.target_total, -1, NULL);
         divergence = array_new(KIND_FLOAT32, call.datums.target_total, -1, NULL);

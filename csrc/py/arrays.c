@@ -52,6 +52,15 @@ int borrow(PyObject *object, Kind kind, const char *name, Borrowed *out)
     return 0;
 }
 
+int borrow_copy(PyObject *object, Kind kind, const char *name, Borrowed *out)
+{
+    if (borrow(object, kind, name, out) < 0) return -1;
+    Py_SETREF(out->owner, array_new(kind, out->length, -1, out->data));
+    if (!out->owner) return -1;
+    out->data = array_data(out->owner);
+    return 0;
+}
+
 int borrow_tensor(PyObject *object, const char *name, Borrowed *out)
 {
     PyArrayObject *array = as_array(object, name, "a NumPy array");

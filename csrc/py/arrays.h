@@ -22,6 +22,9 @@ int arrays_init(void);
 /* A one-dimensional array of exactly this kind; -1 with TypeError or ValueError that says what
  * came. */
 int borrow(PyObject *object, Kind kind, const char *name, Borrowed *out);
+/* A copy of it, which nobody else can change: what was checked is then what is used, without the
+ * GIL too. */
+int borrow_copy(PyObject *object, Kind kind, const char *name, Borrowed *out);
 /* A weight: float32, float16, or uint16 that holds bf16 bits, of one or two dimensions. */
 int borrow_tensor(PyObject *object, const char *name, Borrowed *out);
 /* A new array; cols < 0: one dimension. `data` may be NULL (left for the caller to fill). */

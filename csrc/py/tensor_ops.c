@@ -115,7 +115,7 @@ static int floats_take(Call *call, Given *given, PyObject *object, const char *n
 
 static int ids_take(Call *call, Given *given, PyObject *ids)
 {
-    if (borrow(ids, KIND_INT32, "ids", &given->array) < 0) return -1;
+    if (borrow_copy(ids, KIND_INT32, "ids", &given->array) < 0) return -1;
     int64_t count = call->rows.view.N * call->K;
     if (given->array.length != count) {
         PyErr_Format(PyExc_ValueError, "ids must be %lld numbers, %d for each row; they are %lld",
@@ -320,7 +320,7 @@ static int64_t jsd_check(Call *call, PyObject *keep)
         return -1;
     }
     if (keep == Py_None) return p->N;
-    if (borrow(keep, KIND_UINT8, "keep", &call->keep) < 0) return -1;
+    if (borrow_copy(keep, KIND_UINT8, "keep", &call->keep) < 0) return -1;
     if (call->keep.length != p->N) {
         PyErr_Format(PyExc_ValueError, "labels must be %lld, one for each row; they are %lld",
                      (long long)p->N, (long long)call->keep.length);
