@@ -45,7 +45,7 @@ class SampleRequest:
 
     prompt: NDArray[np.int32]
     num_samples: int = 1
-    max_tokens: int = -1  # -1: to the end of the context
+    max_tokens: int = -1  # -1: to the end of the context, or of the cache
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
@@ -112,7 +112,6 @@ class _Text:
 class _Pending:
     request: SampleRequest
     future: "Future[SampleResult]"
-    room: int  # tokens that a sample may have
     tokenizer: "Tokenizer | None"
     texts: dict[int, _Text] = field(default_factory=dict)
 
@@ -173,7 +172,6 @@ class Decoder:
         engine refuses it with."""
         lane = self._lanes[base.path]
         left = max(base.context - len(request.prompt), 1)  # a full context still gives one token
-        room = left if request.max_tokens < 0 else min(request.max_tokens, left)
         tokenizer = _tokenizer(base.tokenizer_dir) if request.stop_texts else None
         number = next(self._numbers)
         lane.sampler.add(
@@ -181,7 +179,7 @@ class Decoder:
             request.prompt,
             adapter,
             num_samples=request.num_samples,
-            max_tokens=room,
+            max_tokens=min(request.max_tokens, left),
             temperature=request.temperature,
             top_k=request.top_k,
             top_p=request.top_p,
@@ -196,7 +194,7 @@ class Decoder:
             prompt_from=_scored_from(request),
             client=client,
         )
-        lane.pending[number] = _Pending(request, future, room, tokenizer)
+        lane.pending[number] = _Pending(request, future, tokenizer)
 
     def step(self) -> None:
         """One forward of every base model that has requests."""
@@ -237,15 +235,12 @@ class Decoder:
 
 def _step(lane: _Lane) -> None:
     drawn, done = lane.sampler.step()
-    finished = set(done)
     for number, sample, token in drawn:
         item = lane.pending[number]
         if item.tokenizer is None:
             continue
         text = item.texts.setdefault(sample, _Text())
-        hit = text.read(token, item.tokenizer, item.request.stop_texts)
-        ended = token in item.request.stop_ids or len(text.tokens) >= item.room
-        if hit and not ended and number not in finished:
+        if text.read(token, item.tokenizer, item.request.stop_texts):
             lane.sampler.stop(number, sample)
     for number in done:
         result = lane.sampler.take(number)

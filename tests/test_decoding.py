@@ -1,0 +1,56 @@
+"""The decoder that the server and the face share, where the cache is smaller than the context."""
+
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tinsmith.engine.decoding import Decoder, SampleRequest, SampleResult
+from tinsmith.files.families import LoadedModel, load_model
+
+PAGE = 64
+PROMPT = np.arange(5, 15, dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def base(tiny_model_dir: Path) -> LoadedModel:
+    return load_model(tiny_model_dir, threads=1)
+
+
+def decode(base: LoadedModel, cache_tokens: int, request: SampleRequest) -> SampleResult:
+    decoder, future = Decoder(), Future[SampleResult]()
+    decoder.open(base, cache_tokens)
+    decoder.add(base, None, request, future)
+    while decoder.active:
+        decoder.step()
+    return future.result(0)
+
+
+def test_without_max_tokens_a_sample_goes_on_to_the_end_of_the_cache(base) -> None:
+    request = SampleRequest(PROMPT, num_samples=2, seed=1)
+    roomy, small = (decode(base, tokens, request) for tokens in (4 * base.context, PAGE))
+    for long, short in zip(roomy.samples, small.samples, strict=True):
+        assert len(long.tokens) == base.context - len(PROMPT)
+        count = len(short.tokens)
+        assert PAGE - len(PROMPT) <= count < len(long.tokens) and short.stop_reason == "length"
+        np.testing.assert_array_equal(short.tokens, long.tokens[:count])
+        np.testing.assert_array_equal(short.logprobs, long.logprobs[:count])
+
+
+def test_max_tokens_that_a_cache_can_not_hold_are_refused(base) -> None:
+    told = f"needs a cache of 73 tokens; the sampler's holds {PAGE}"
+    with pytest.raises(MemoryError, match=told):
+        decode(base, PAGE, SampleRequest(PROMPT, max_tokens=64))
+
+
+def test_a_stop_text_in_the_last_token_that_there_is_room_for(base) -> None:
+    """The engine has ended the sample already, and its request, when the text is seen."""
+    free = decode(base, PAGE, SampleRequest(PROMPT, seed=2)).samples[0]
+    letters = tuple("abcdefghijklmnopqrstuvwxyz ")
+    stopped = decode(base, PAGE, SampleRequest(PROMPT, seed=2, stop_texts=letters)).samples[0]
+    seen = len(stopped.tokens)
+    np.testing.assert_array_equal(stopped.tokens, free.tokens[:seen])
+    request = SampleRequest(PROMPT, seed=2, max_tokens=seen, stop_texts=letters)
+    last = decode(base, PAGE, request).samples[0]
+    np.testing.assert_array_equal(last.tokens, stopped.tokens)
+    assert (last.stop_reason, stopped.stop_reason) == ("stop", "stop")
