@@ -46,12 +46,14 @@ class Calls:
         name = path.removeprefix("/") if method == "POST" else f"{method} {path.removeprefix('/')}"
 
         async def watched(service: Service, request: Request) -> Any:
+            await request.body()  # which the handler then reads once more
             if handler is routes.forward_backward:
-                message = wire.parse_forward_backward(await routes.read_body(request))
-                verb = "forward" if message.forward_only else name
-                self.seen.add(f"{verb} ({message.loss_fn})")
+                body = await routes.read_body(service, request)
+                head = wire.parse_forward_backward(body).head
+                verb = "forward" if head.forward_only else name
+                self.seen.add(f"{verb} ({head.loss_fn})")
             elif handler is routes.asample:
-                body = await routes.read_json(request)
+                body = await routes.read_json(service, request)
                 scored = sorted(key for key in SCORES if body.get(key))
                 self.seen.add(f"{name} ({', '.join(scored)})" if scored else name)
             elif handler not in HOUSEKEEPING:

@@ -125,7 +125,7 @@ class Backend:
             room = memory_of("cpu") if memory is None else memory
             queue = Queue(bytes_max=min(QUEUE_BYTES_MAX, (room or QUEUE_BYTES_MAX) // QUEUE_SHARE))
         self.queue = queue
-        service = Service(
+        self._service = Service(
             bases,
             self._worker,
             store,
@@ -134,7 +134,7 @@ class Backend:
             poll_seconds=poll_seconds,
             queue=queue,
         )
-        self._server = _http(make_app(service))
+        self._server = _http(make_app(self._service))
         # From here on connections are kept until the server's loop accepts them.
         self._socket.listen(BACKLOG)
         self._thread = threading.Thread(
@@ -156,6 +156,7 @@ class Backend:
         self._worker.close()
         self._server.should_exit = True
         self._thread.join()
+        self._service.beside.close()
         self._socket.close()
         self._state.close()
 

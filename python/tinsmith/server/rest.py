@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from tinsmith.server import wire
-from tinsmith.server.routes import Handler, read_json
+from tinsmith.server.bodies import read_json
+from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service, owner
 from tinsmith.server.state import Entry, RunRow, SessionRow
 
@@ -38,7 +39,7 @@ async def capabilities(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def weights_info(service: Service, request: Request) -> dict[str, Any]:
-    _, meta = service.meta(wire.need(await read_json(request), "tinker_path", str))
+    _, meta = service.meta(wire.need(await read_json(service, request), "tinker_path", str))
     return {
         "base_model": meta.base_model,
         "optimizer_config": {"type": "adamw"},
@@ -92,7 +93,7 @@ async def set_ttl(service: Service, request: Request) -> dict[str, Any]:
     """Counted from now; null: for ever."""
     path = _path(service, request)
     _, meta = service.meta(path)
-    seconds = wire.ttl(await read_json(request))
+    seconds = wire.ttl(await read_json(service, request))
     if seconds is not None:
         age = datetime.now(UTC) - datetime.fromisoformat(meta.created)
         seconds += int(age.total_seconds())
@@ -167,7 +168,7 @@ async def get_session(service: Service, request: Request) -> dict[str, Any]:
 
 async def search_sessions(service: Service, request: Request) -> dict[str, Any]:
     """The client's own sessions, the newest first."""
-    body = await read_json(request)
+    body = await read_json(service, request)
     limit = wire.maybe(body, "limit", int, 50)
     if not 1 <= limit <= 200:
         raise Refusal(400, f"limit must be from 1 to 200, {limit} came")

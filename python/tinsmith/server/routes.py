@@ -7,22 +7,22 @@ refused, so that the requests after it do not wait for it.
 
 import asyncio
 import contextlib
-import io
-import json
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-import zstandard
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from tinsmith.engine.decoding import SampleRequest
 from tinsmith.engine.errors import explain
-from tinsmith.engine.worker import StateSpec
+from tinsmith.engine.worker import Batch, StateSpec
 from tinsmith.files import encryption
 from tinsmith.server import wire, wire_sampling
+from tinsmith.server.bodies import parse_json, read_body, read_json, reply_of
 from tinsmith.server.overload import Place
+from tinsmith.server.pieces import LARGE
 from tinsmith.server.service import (
     Completions,
     Refusal,
@@ -30,13 +30,12 @@ from tinsmith.server.service import (
     SamplerInfo,
     Service,
     owner,
+    turn_id,
     when_done,
 )
 
+T = TypeVar("T")
 Handler = Callable[[Service, Request], Awaitable[dict[str, Any] | Response]]
-
-PROTOBUF = "application/x-protobuf"
-BODY_BYTES_MAX = 1 << 30  # after decompression
 
 # create_model_via_load_weights: SDK 0.34 then loads as 0.38 does. The SDK cuts a forward_backward
 # into requests that nothing marks as one call: with chunks this large there is but one, which is
@@ -55,22 +54,7 @@ LOSSES_MAX = 256  # custom losses that one session may upload
 CLONE = 1_000_000_000  # a copy of a sampling client counts its requests from its number times this
 
 
-# ---- bodies ----
-
-
-async def read_body(request: Request) -> bytes:
-    """The body, decompressed."""
-    body = await request.body()
-    if request.headers.get("content-encoding", "identity") != "zstd":
-        return body
-    try:
-        reader = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(body))
-        plain = reader.read(BODY_BYTES_MAX + 1)
-    except zstandard.ZstdError as error:
-        raise Refusal(400, f"the body is not zstd: {error}") from None
-    if len(plain) > BODY_BYTES_MAX:
-        raise Refusal(413, f"the body has more than {BODY_BYTES_MAX} bytes")
-    return plain
+# ---- every request ----
 
 
 async def enter(service: Service, request: Request, more: int = 0) -> Place:
@@ -79,20 +63,12 @@ async def enter(service: Service, request: Request, more: int = 0) -> Place:
     return await service.queue.enter(more + (int(length) if length.isdecimal() else 0))
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """The body's JSON object."""
-    return parse_json(await read_body(request))
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body."""
+def settle(future: Future[T], function: Callable[..., T], *arguments: Any) -> None:
+    """Calls a function whose result, or failure, a future then has."""
     try:
-        content = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise Refusal(400, f"the body must be a JSON object, {type(content).__name__} came")
-    return content
+        future.set_result(function(*arguments))
+    except Exception as error:
+        future.set_exception(explain(error))
 
 
 def place(body: dict[str, Any]) -> tuple[str, int]:
@@ -117,12 +93,12 @@ async def telemetry(service: Service, request: Request) -> dict[str, Any]:
 
 async def create_session(service: Service, request: Request) -> dict[str, Any]:
     service.sweep()
-    session = service.add_session(owner(request), await read_json(request))
+    session = service.add_session(owner(request), await read_json(service, request))
     return {"type": "create_session", "session_id": session.id}
 
 
 async def heartbeat(service: Service, request: Request) -> dict[str, Any]:
-    service.session(request, wire.need(await read_json(request), "session_id", str))
+    service.session(request, wire.need(await read_json(service, request), "session_id", str))
     return {"type": "session_heartbeat"}
 
 
@@ -131,7 +107,7 @@ async def finish_session(service: Service, request: Request) -> dict[str, Any]:
     session = service.sessions.get(name)
     if session is None or not session.ended:  # a finish that is repeated is no error
         session = service.session(request, name)
-        body = await read_json(request) if await request.body() else {}
+        body = await read_json(service, request) if await request.body() else {}
         reason = wire.maybe(body, "reason", dict, {"type": "success"})
         finish = {"reason": reason, "detail": wire.optional(body, "detail", str)}
         service.state.finish_session(session.id, finish)
@@ -143,7 +119,7 @@ async def finish_session(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def create_model(service: Service, request: Request) -> dict[str, Any]:
-    body = await read_json(request)
+    body = await read_json(service, request)
     session = service.session(request, wire.need(body, "session_id", str))
     model_id = f"{session.id}:train:{wire.need(body, 'model_seq_id', int)}"
 
@@ -161,7 +137,7 @@ async def create_model(service: Service, request: Request) -> dict[str, Any]:
 
 async def load_weights(service: Service, request: Request) -> dict[str, Any]:
     """Into a run that is there (model_id, seq_id), or as a new run's start."""
-    body = await read_json(request)
+    body = await read_json(service, request)
     if body.get("model_id") is None:
         return _create_from_state(service, request, body)
     model_id, seq = place(body)
@@ -193,7 +169,7 @@ def _create_from_state(service: Service, request: Request, body: dict[str, Any])
 
 
 async def get_info(service: Service, request: Request) -> dict[str, Any]:
-    run = service.run(request, wire.need(await read_json(request), "model_id", str))
+    run = service.run(request, wire.need(await read_json(service, request), "model_id", str))
     return {
         "type": "get_info",
         "model_id": run.id,
@@ -211,26 +187,29 @@ async def get_info(service: Service, request: Request) -> dict[str, Any]:
 
 async def forward_backward(service: Service, request: Request) -> dict[str, Any]:
     with await enter(service, request) as queued:
-        body = await read_body(request)
+        body = await read_body(service, request)
         queued.grow(len(body))
-        message = wire.parse_forward_backward(body)
+        call = await service.beside(len(body), wire.parse_forward_backward, body)
+        model_id, seq = call.head.model_id, call.head.seq_id
+        run, checked = service.runs.get(model_id), Future[Batch]()
+        if run is not None and service.promised(request, turn_id(model_id, seq)) is None:
+            losses = dict(run.session.losses)
+            await service.beside(len(body), settle, checked, wire.batch, call, run.model, losses)
 
         def start(run: RunInfo) -> Future[Any]:
-            batch = wire.batch(message, run.model, run.session.losses)
+            batch = checked.result(0)
             if batch.teacher is not None:
                 name = service.teacher(request, run, batch.teacher.name)
                 batch = replace(batch, teacher=replace(batch.teacher, name=name))
-            return service.worker.forward_backward(
-                run.id, message.seq_id, batch, backward=not message.forward_only
-            )
+            backward = not call.head.forward_only
+            return service.worker.forward_backward(run.id, seq, batch, backward=backward)
 
-        return service.turn(
-            request, message.model_id, message.seq_id, start, wire.batch_message, queued
-        )
+        encode = wire.batch_message
+        return service.turn(request, model_id, seq, start, encode, queued, weigh=lambda _: LARGE)
 
 
 async def optim_step(service: Service, request: Request) -> dict[str, Any]:
-    body = await read_json(request)
+    body = await read_json(service, request)
     model_id, seq = place(body)
 
     def start(run: RunInfo) -> Future[Any]:
@@ -240,7 +219,7 @@ async def optim_step(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def save_weights(service: Service, request: Request) -> dict[str, Any]:
-    body = await read_json(request)
+    body = await read_json(service, request)
     model_id, seq = place(body)
 
     def start(run: RunInfo) -> Future[Any]:
@@ -262,7 +241,7 @@ async def save_weights(service: Service, request: Request) -> dict[str, Any]:
 
 async def save_weights_for_sampler(service: Service, request: Request) -> dict[str, Any]:
     """Under a name, on disk; or without one, as a new sampling session."""
-    body = await read_json(request)
+    body = await read_json(service, request)
     model_id, seq = place(body)
     number = wire.optional(body, "sampling_session_seq_id", int)
     reply: dict[str, Any] = {"type": "save_weights_for_sampler"}
@@ -294,7 +273,7 @@ async def save_weights_for_sampler(service: Service, request: Request) -> dict[s
 
 async def save_weights_external(service: Service, request: Request) -> dict[str, Any]:
     """PEFT's files, to be downloaded one by one: see transfers.py."""
-    body = await read_json(request)
+    body = await read_json(service, request)
     model_id, seq = place(body)
 
     def start(run: RunInfo) -> Future[Any]:
@@ -315,7 +294,7 @@ async def save_weights_external(service: Service, request: Request) -> dict[str,
 
 
 async def create_custom_loss(service: Service, request: Request) -> dict[str, Any]:
-    body = await read_json(request)
+    body = await read_json(service, request)
     session = service.session(request, wire.need(body, "session_id", str))
     loss_id = f"{session.id}:loss:{wire.need(body, 'custom_loss_seq_id', int)}"
 
@@ -332,7 +311,7 @@ async def create_custom_loss(service: Service, request: Request) -> dict[str, An
 
 
 async def unload_model(service: Service, request: Request) -> dict[str, Any]:
-    run = service.run(request, wire.need(await read_json(request), "model_id", str))
+    run = service.run(request, wire.need(await read_json(service, request), "model_id", str))
 
     def start() -> Future[None]:
         service.worker.forget([run.id], [])
@@ -349,7 +328,7 @@ async def unload_model(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def create_sampling_session(service: Service, request: Request) -> dict[str, Any]:
-    body = await read_json(request)
+    body = await read_json(service, request)
     session = service.session(request, wire.need(body, "session_id", str))
     name = f"{session.id}:sample:{wire.need(body, 'sampling_session_seq_id', int)}"
     if name not in service.samplers:
@@ -375,7 +354,7 @@ async def get_sampler(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def join_sampling_session(service: Service, request: Request) -> dict[str, Any]:
-    body = await read_json(request)
+    body = await read_json(service, request)
     sampler = service.sampler(request, wire.need(body, "sampling_session_id", str))
     sampler.clones += 1
     return {"type": "join_sampling_session", "client_counter": sampler.clones}
@@ -383,26 +362,36 @@ async def join_sampling_session(service: Service, request: Request) -> dict[str,
 
 async def asample(service: Service, request: Request) -> dict[str, Any]:
     with await enter(service, request, SAMPLE_BYTES) as queued:
-        text = await read_body(request)
-        body = parse_json(text)
+        text = await read_body(service, request)
+        body = await service.beside(len(text), parse_json, text)
         name = wire.need(body, "sampling_session_id", str)
         number = wire.need(body, "seq_id", int)
         samples = max(wire.maybe(body, "num_samples", int, 1), 1)
         queued.grow(len(text) + samples * SAMPLE_BYTES)
         request_id = f"{name}:seq:{number}"
+        sampler, checked = service.samplers.get(name), Future[SampleRequest]()
+        if sampler is not None and service.promised(request, request_id) is None:
+            check = wire_sampling.sample_request
+            seed = service.fresh_seed(f"{sampler.place}:seq:{number}")
+            await service.beside(len(text), settle, checked, check, body, sampler.model, seed)
         sequence_ids: list[str] = []
 
         def start() -> Future[Any]:
             sampler = service.sampler(request, name)
-            fresh = service.fresh_seed(f"{sampler.place}:seq:{number}")
-            wanted = wire_sampling.sample_request(body, sampler.model, fresh)
+            wanted = checked.result(0)
             sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
             return service.worker.sample(name, wanted, client=sampler.session.number)
 
-        first = (owner(request), request_id) not in service.pending
+        first = service.promised(request, request_id) is None
         encode = wire_sampling.sample_message
         promise = service.promise(
-            request, request_id, start, encode, queued, sample_sequence_ids=sequence_ids
+            request,
+            request_id,
+            start,
+            encode,
+            queued,
+            weigh=wire_sampling.result_bytes,
+            sample_sequence_ids=sequence_ids,
         )
         if first and name in service.samplers:
             done = service.samplers[name].done.setdefault(number // CLONE, Completions())
@@ -416,9 +405,9 @@ async def asample(service: Service, request: Request) -> dict[str, Any]:
 
 async def retrieve_future(service: Service, request: Request) -> dict[str, Any] | Response:
     """Waits for a result, less than the SDK's 45 s; 408 says that it is to be asked for again."""
-    body = await read_json(request)
+    body = await read_json(service, request)
     name = wire.need(body, "request_id", str)
-    pending = service.pending.get((owner(request), name))
+    pending = service.promised(request, name)
     if pending is None:
         raise Refusal(
             404,
@@ -436,36 +425,37 @@ async def retrieve_future(service: Service, request: Request) -> dict[str, Any] 
     if error is not None:
         failure = explain(error)
         return {"error": str(failure), "category": failure.category}
-    result = pending.encode(pending.future.result())
-    return Response(result, media_type=PROTOBUF) if isinstance(result, bytes) else result
+    found = pending.future.result()
+    result = await service.beside(pending.weigh(found), pending.encode, found)
+    return reply_of(result) if isinstance(result, list) else result
 
 
 async def retrieve_futures(service: Service, request: Request) -> dict[str, Any]:
     """Which requests of a sampling session (or of one clone of its client) are done, in one poll
     for all of them. Each is then read by retrieve_future."""
-    body = await read_json(request)
+    body = await read_json(service, request)
     target = wire.need(body, "target", dict)
     sampler = service.sampler(request, wire.need(target, "sampling_session_id", str, "the target"))
     clone = wire.maybe(target, "cloned_sampler_id", int, 0)
     cursor = wire.maybe(body, "prev_cursor", int, 0)
     seconds = min(wire.maybe(body, "timeout", float, service.poll_seconds), service.poll_seconds)
     for name in wire.maybe(body, "retrieved_request_ids", list, []):
-        pending = service.pending.get((owner(request), name)) if isinstance(name, str) else None
+        pending = service.promised(request, name) if isinstance(name, str) else None
         if pending is not None and pending.read is None:
             pending.read = asyncio.get_running_loop().time()
     done = sampler.done.setdefault(clone, Completions())
     names = await done.after(cursor, seconds)
     completions = []
     for name in names:
-        pending = service.pending.get((owner(request), name))
+        pending = service.promised(request, name)
         failed = pending is None or pending.future.exception() is not None
         completions.append({"state": "failed" if failed else "finished", "request_id": name})
     return {"completions": completions, "cursor": max(cursor, done.last)}
 
 
 async def cancel_future(service: Service, request: Request) -> dict[str, Any]:
-    name = wire.need(await read_json(request), "request_id", str)
-    pending = service.pending.get((owner(request), name))
+    name = wire.need(await read_json(service, request), "request_id", str)
+    pending = service.promised(request, name)
     if pending is not None:
         service.worker.cancel(pending.future)
     return {}

@@ -33,7 +33,9 @@ from tinsmith.files.families import BaseModel, find_model
 from tinsmith.files.lora import LoraSpec
 from tinsmith.losses.custom_loss import CustomLoss
 from tinsmith.server import wire
+from tinsmith.server.beside import Beside
 from tinsmith.server.overload import Place, Queue
+from tinsmith.server.pieces import Buffer
 from tinsmith.server.state import RunRow, SessionRow, State
 
 KEPT_READ_SECONDS = 60.0  # a result stays after it was read, for a client that lost the reply
@@ -142,7 +144,8 @@ class Pending:
     """A promised result and how it is written to the wire."""
 
     future: Future[Any]
-    encode: Callable[[Any], dict[str, Any] | bytes]
+    encode: Callable[[Any], dict[str, Any] | list[Buffer]]
+    weigh: Callable[[Any], int]  # bytes of the result
     promise: dict[str, Any]
     created: float
     read: float | None = None
@@ -168,6 +171,7 @@ class Service:
         self.state = state
         self.seed = seed
         self.queue = queue or Queue()
+        self.beside = Beside()
         self.poll_seconds = poll_seconds  # the SDK gives up a poll after 45 s
         self.sessions: dict[str, Session] = {}
         self.session_count = 0
@@ -330,20 +334,24 @@ class Service:
 
     # ---- promises ----
 
+    def promised(self, request: Request, request_id: str) -> Pending | None:
+        """What a client's request was promised before, if it was."""
+        return self.pending.get((owner(request), request_id))
+
     def promise(
         self,
         request: Request,
         request_id: str,
         start: Callable[[], Future[Any]],
-        encode: Callable[[Any], dict[str, Any] | bytes],
+        encode: Callable[[Any], dict[str, Any] | list[Buffer]],
         queued: Place | None = None,
+        weigh: Callable[[Any], int] = lambda _: 0,
         **fields: Any,
     ) -> dict[str, Any]:
         """The UntypedAPIFuture of a request, started unless it is a retry. Its place in the queue
         is kept until it is done."""
         self.sweep()
-        key = owner(request), request_id
-        known = self.pending.get(key)
+        known = self.promised(request, request_id)
         if known is None:
             try:
                 future = start()
@@ -354,7 +362,8 @@ class Service:
                 queued.keep()
                 when_done(future, queued.leave)
             promise = {"request_id": request_id, **fields}
-            known = self.pending[key] = Pending(future, encode, promise, time.monotonic())
+            known = Pending(future, encode, weigh, promise, time.monotonic())
+            self.pending[owner(request), request_id] = known
         return known.promise
 
     def turn(
@@ -363,8 +372,9 @@ class Service:
         model_id: str,
         seq: int,
         start: Callable[[RunInfo], Future[Any]],
-        encode: Callable[[Any], dict[str, Any] | bytes],
+        encode: Callable[[Any], dict[str, Any] | list[Buffer]],
         queued: Place | None = None,
+        weigh: Callable[[Any], int] = lambda _: 0,
     ) -> dict[str, Any]:
         """A promise for a request that takes turn `seq` of a run, whatever becomes of it."""
         if seq < 1:
@@ -377,8 +387,8 @@ class Service:
             except Exception as error:
                 return self.worker.reject(model_id, seq, as_failure(error))
 
-        request_id = f"{model_id}:seq:{seq}"
-        return self.promise(request, request_id, guarded, encode, queued, model_id=model_id)
+        name = turn_id(model_id, seq)
+        return self.promise(request, name, guarded, encode, queued, weigh, model_id=model_id)
 
     def sweep(self) -> None:
         """Drops results that were read, or that nobody came for, and sessions without a client."""
@@ -408,6 +418,11 @@ def when_done(future: Future[Any], call: Callable[[], None]) -> None:
     future.add_done_callback(tell)
 
 
+def turn_id(model_id: str, seq: int) -> str:
+    """The id of the request that takes turn `seq` of a run."""
+    return f"{model_id}:seq:{seq}"
+
+
 def owner(request: Request) -> str:
     """Who asks: stands for the API key, which a local server takes as it is and never keeps."""
     key = request.headers.get("x-api-key", "")
@@ -425,8 +440,10 @@ def handle_session(handle: str) -> str | None:
 
 
 def as_failure(error: BaseException) -> RequestError:
-    """A refusal or any other exception, as a future keeps it."""
-    return RequestError(str(error)) if isinstance(error, Refusal) else explain(error)
+    """A refusal or any other exception, as a future keeps it: without its traceback, which has all
+    that the request brought."""
+    failure = RequestError(str(error)) if isinstance(error, Refusal) else explain(error)
+    return failure.with_traceback(None)
 
 
 def now() -> str:

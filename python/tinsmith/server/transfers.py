@@ -17,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
 from tinsmith.server import wire
-from tinsmith.server.routes import Handler, read_json
+from tinsmith.server.bodies import read_json
+from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service, now, owner
 from tinsmith.server.state import RunRow
 
@@ -57,7 +58,7 @@ async def get_archive(service: Service, request: Request) -> Response:
 
 async def copy_weights(service: Service, request: Request) -> dict[str, Any]:
     """A checkpoint in a run of its own that can't be trained. A retry finds the first copy."""
-    body = await read_json(request)
+    body = await read_json(service, request)
     key = owner(request), request.headers.get("x-idempotency-key", uuid.uuid4().hex)
     if key not in service.copies:
         source = wire.need(body, "source_path", str)

@@ -9,7 +9,9 @@ knows HTTP, waits or keeps state.
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +24,9 @@ from tinsmith.files.families import BaseModel
 from tinsmith.files.lora import LoraSpec
 from tinsmith.losses import custom_loss
 from tinsmith.losses.custom_loss import CustomLoss
+from tinsmith.server.arrays import Column, array_of, check_ids, elements, field_of
 from tinsmith.server.messages import pb
+from tinsmith.server.pieces import Buffer, Lifted, cut, fill
 
 LOSSES = {row["name"]: row for row in losses()}
 TARGETS = "target_tokens"
@@ -33,12 +37,7 @@ UNAVAILABLE_LOSSES = {
     "stable_reinforce": "its formula is not published",
 }
 NORMALIZATIONS = ("num_loss_tokens", "num_sequences")
-DTYPES = {
-    pb.DTYPE_FLOAT32: ("float32", np.dtype("<f4")),
-    pb.DTYPE_INT64: ("int64", np.dtype("<i8")),
-    pb.DTYPE_INT32: ("int32", np.dtype("<i4")),
-    pb.DTYPE_BFLOAT16: ("bfloat16", np.dtype("<u2")),
-}
+HEAD_BYTES_MAX = 1 << 20  # of a forward_backward without its datums
 SEED_BITS = 63
 
 T = TypeVar("T")
@@ -86,7 +85,7 @@ def _checked(value: Any, key: str, kind: type[T]) -> T:
 
 def short(value: Any) -> str:
     """A value as a sentence shows it."""
-    text = repr(value)
+    text = repr(value[:60] if isinstance(value, list | str) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -161,78 +160,126 @@ def uploaded_loss(body: Mapping[str, Any]) -> CustomLoss:
     return custom_loss.check(name, need(body, "inputs", list), need(body, "graph", dict))
 
 
-def parse_forward_backward(body: bytes) -> pb.ForwardBackwardRequest:
+@dataclass(frozen=True)
+class Call:
+    """A forward_backward as it came: what holds for all its datums, and these, some in each part.
+    A datum is an object only while it is looked at: Python's garbage collector would walk them."""
+
+    head: pb.ForwardBackwardRequest
+    parts: deque[pb.ForwardBackwardRequest]
+    lifted: Lifted
+
+    def __len__(self) -> int:
+        return sum(len(part.data) for part in self.parts)
+
+    def datums(self) -> "Iterator[One]":
+        """Each datum."""
+        return self._each(self.parts)
+
+    def take(self) -> "Iterator[One]":
+        """Each datum; a part of which all have been given is let go of."""
+        return self._each(self.parts.popleft() for _ in range(len(self.parts)))
+
+    def _each(self, parts: Iterable[pb.ForwardBackwardRequest]) -> "Iterator[One]":
+        data = (datum for part in parts for datum in part.data)
+        for index, datum in enumerate(data):
+            yield One(datum, f"datum {index}", self.lifted)
+
+
+@dataclass(frozen=True)
+class One:
+    """A datum, with what a sentence calls it."""
+
+    datum: pb.Datum
+    where: str
+    lifted: Lifted
+
+    @property
+    def inputs(self) -> Mapping[str, pb.Tensor]:
+        """What it has for the loss."""
+        return self.datum.loss_fn_inputs
+
+    def array(self, key: str) -> NDArray[Any]:
+        """One of these."""
+        return array_of(self.inputs[key], self.lifted, f"{self.where}: {key}")
+
+
+def parse_forward_backward(body: bytes) -> Call:
     """The protobuf message; ValueError where the bytes are none."""
-    message = pb.ForwardBackwardRequest()
+    head, parts, lifted = pb.ForwardBackwardRequest(), deque[Any](), Lifted()
+    number = head.DATA_FIELD_NUMBER
     try:
-        message.ParseFromString(body)
+        for of_data, part in cut(body, number, head.DESCRIPTOR, lifted):
+            if not of_data and len(part) > HEAD_BYTES_MAX:
+                raise ValueError(f"{len(part)} bytes of it are no datums")
+            head = pb.ForwardBackwardRequest.FromString(part)
+            parts.append(head)
     except Exception as error:  # protobuf's DecodeError differs between its implementations
         raise ValueError(f"the body is no ForwardBackwardRequest message: {error}") from None
-    return message
+    return Call(head, parts, lifted)  # the last part is the one of all other fields
 
 
 def batch(
-    message: pb.ForwardBackwardRequest,
+    call: Call,
     model: BaseModel,
     uploaded: Mapping[str, CustomLoss] | None = None,
 ) -> Batch:
-    """A checked batch: every shape agrees, every id is in the vocabulary, every number finite.
-    `uploaded` are the session's custom losses by their ids."""
-    name = message.loss_fn
+    """A checked batch: every shape agrees, every id is in the vocabulary, every number finite. The
+    call's datums are taken. `uploaded` are the session's custom losses by their ids."""
+    name = call.head.loss_fn
     if name == "custom":
-        return _custom_batch(message, model, uploaded or {})
+        return _custom_batch(call, model, uploaded or {})
     if name not in LOSSES:
         reason = UNAVAILABLE_LOSSES.get(name)
         why = f"loss {name!r} is not available: {reason}" if reason else f"unknown loss {name!r}"
         raise ValueError(f"{why}; there are {sorted(LOSSES)}")
-    if not message.data:
+    if not len(call):
         raise ValueError("forward_backward needs at least 1 datum, none came")
     row = LOSSES[name]
-    config = _loss_config(message, row["config"])
-    carried = row["taught"] and _carries_teacher(message)
+    config = _loss_config(call.head, row["config"])
+    carried = row["taught"] and _carries_teacher(call)
     teacher = None
     if carried:
-        config = _without_teacher(message, config)
+        config = _without_teacher(call.head, config)
     elif row["taught"]:
-        teacher = _teacher(message, config, row, model)
+        teacher = _teacher(call, config, row, model)
     taken = [item for item in row["inputs"] if carried or item["name"] != LOGPROBS]
     # What this call's datums may be: targets (N, K), and weights for whole rows of them.
     row = {**row, "multi": row["multi"] and (carried or not row["taught"]), "rows": carried}
-    tokens, targets, shapes = [], [], []
-    inputs: dict[str, list[NDArray[np.float32]]] = {item["name"]: [] for item in taken}
-    for index, datum in enumerate(message.data):
-        where = f"datum {index}"
-        row_tokens = _datum_tokens(datum, where, model)
-        row_targets = _datum_targets(datum, where, len(row_tokens), model.vocab, row)
-        _check_keys(datum, where)
-        tokens.append(row_tokens)
-        targets.append(row_targets.ravel())
+    tokens, targets, shapes = Column(np.int32), Column(np.int32), []
+    inputs = {item["name"]: Column(np.float32) for item in taken}
+    for one in call.take():
+        row_tokens = _datum_tokens(one, model)
+        row_targets = _datum_targets(one, len(row_tokens), model.vocab, row)
+        _check_keys(one)
+        tokens.add(row_tokens)
+        targets.add(row_targets.ravel())
         shapes.append(row_targets.shape)
         for item in taken:
-            if item["required"] or item["name"] in datum.loss_fn_inputs:
-                array = _datum_input(datum, where, item["name"], row_targets.shape, row)
+            if item["required"] or item["name"] in one.inputs:
+                array = _datum_input(one, item["name"], row_targets.shape, row)
             elif item["fallback"] in inputs and item["fallback"] not in config:
-                array = inputs[item["fallback"]][-1]
+                array = inputs[item["fallback"]].last
             else:
                 array = np.full(row_targets.size, config.get(item["fallback"], item["default"]))
-            inputs[item["name"]].append(array)
+            inputs[item["name"]].add(array)
     counts = [shape[1] if len(shape) == 2 else 1 for shape in shapes]
     return Batch(
-        tokens=np.concatenate(tokens),
-        lengths=np.asarray([len(item) for item in tokens], np.int32),
-        targets=np.concatenate(targets),
+        tokens=tokens.whole(),
+        lengths=np.asarray([shape[0] for shape in shapes], np.int32),
+        targets=targets.whole(),
         counts=np.asarray(counts, np.int32),
         loss=name,
-        inputs={key: np.concatenate(parts, dtype=np.float32) for key, parts in inputs.items()},
+        inputs={key: column.whole() for key, column in inputs.items()},
         config=config,
         shapes=tuple(shapes),
         teacher=teacher,
     )
 
 
-def _carries_teacher(message: pb.ForwardBackwardRequest) -> bool:
+def _carries_teacher(call: Call) -> bool:
     """Whether datums have their teacher's log-probabilities, which then all must."""
-    keys = [sorted({TOKENS, LOGPROBS} & set(datum.loss_fn_inputs)) for datum in message.data]
+    keys = [sorted({TOKENS, LOGPROBS} & set(one.inputs)) for one in call.datums()]
     if not any(LOGPROBS in found for found in keys):
         return False
 
@@ -250,11 +297,9 @@ def _carries_teacher(message: pb.ForwardBackwardRequest) -> bool:
     return True
 
 
-def _without_teacher(
-    message: pb.ForwardBackwardRequest, config: Mapping[str, Any]
-) -> dict[str, Any]:
+def _without_teacher(head: pb.ForwardBackwardRequest, config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of a loss whose datums carry their teacher: nothing says who it is."""
-    given = {*message.loss_fn_config, *message.loss_fn_config_v2}
+    given = {*head.loss_fn_config, *head.loss_fn_config_v2}
     refused = sorted(given & {"top_k", *CONFIG})
     if refused:
         raise ValueError(
@@ -265,181 +310,176 @@ def _without_teacher(
 
 
 def _teacher(
-    message: pb.ForwardBackwardRequest,
+    call: Call,
     config: dict[str, Any],
     row: Mapping[str, Any],
     model: BaseModel,
 ) -> Teacher:
     """Who the teacher is, which is taken out of the configuration, and what it reads."""
     name, decay = config.pop("teacher"), config.pop("teacher_ema")
-    given = {*message.loss_fn_config, *message.loss_fn_config_v2}
+    given = {*call.head.loss_fn_config, *call.head.loss_fn_config_v2}
     if name != EMA and "teacher_ema" in given:
         raise ValueError(f"teacher_ema is for the teacher {EMA!r}, {name!r} came")
     if not 0 <= decay < 1:
         raise ValueError(f"teacher_ema must be in [0, 1), {decay} came")
     key = row["tokens"]
-    sequences = []
-    for index, datum in enumerate(message.data):
-        where = f"datum {index}: {key}"
-        if key not in datum.loss_fn_inputs:
+    tokens, lengths = Column(np.int32), []
+    for one in call.datums():
+        if key not in one.inputs:
             raise ValueError(
-                f"datum {index}: {row['name']} needs {key} in loss_fn_inputs: the teacher's "
+                f"{one.where}: {row['name']} needs {key} in loss_fn_inputs: the teacher's "
                 f"prompt and then the completion (or {LOGPROBS}, of (N, K) {TARGETS}); there "
-                f"came {sorted(datum.loss_fn_inputs)}"
+                f"came {sorted(one.inputs)}"
             )
-        array = _tensor(datum.loss_fn_inputs[key], where)
+        array, where = one.array(key), f"{one.where}: {key}"
         if array.dtype.kind != "i" or array.ndim != 1:
             found = f"{array.dtype} of shape {array.shape}"
             raise ValueError(f"{where} must be integers of shape (M,), {found} came")
         check_ids(array, model.vocab, where)
-        sequences.append(array.astype(np.int32))
-    lengths = np.asarray([len(item) for item in sequences], np.int32)
-    return Teacher(np.concatenate(sequences), lengths, name, decay)
+        tokens.add(array.astype(np.int32))
+        lengths.append(len(array))
+    return Teacher(tokens.whole(), np.asarray(lengths, np.int32), name, decay)
 
 
-def _custom_batch(
-    message: pb.ForwardBackwardRequest, model: BaseModel, uploaded: Mapping[str, CustomLoss]
-) -> Batch:
+def _custom_batch(call: Call, model: BaseModel, uploaded: Mapping[str, CustomLoss]) -> Batch:
     """Datums for a loss that was uploaded: each input has the rank that was declared for it."""
-    name = message.loss_fn_config_v2["loss_id"].text if message.loss_fn_config_v2 else ""
+    config = call.head.loss_fn_config_v2
+    name = config["loss_id"].text if config else ""
     if name not in uploaded:
         raise ValueError(
             f"custom needs the loss_id of a loss that create_custom_loss made in this session, "
             f"{name!r:.80} came"
         )
-    if not message.data:
+    if not len(call):
         raise ValueError("forward_backward needs at least 1 datum, none came")
     loss = uploaded[name]
     multi = loss.inputs[0][1] == 2
-    tokens, targets, inputs = [], [], []
-    for index, datum in enumerate(message.data):
-        where = f"datum {index}"
-        tokens.append(_datum_tokens(datum, where, model))
-        row = {"multi": multi, "name": f"custom loss {loss.name!r}"}
-        targets.append(_datum_targets(datum, where, len(tokens[-1]), model.vocab, row))
-        if multi != (targets[-1].ndim == 2):
+    row = {"multi": multi, "name": f"custom loss {loss.name!r}"}
+    tokens, targets, shapes, inputs = Column(np.int32), Column(np.int32), [], []
+    for one in call.take():
+        row_tokens = _datum_tokens(one, model)
+        row_targets = _datum_targets(one, len(row_tokens), model.vocab, row)
+        if multi != (row_targets.ndim == 2):
             raise ValueError(
-                f"{where}: {TARGETS} has shape {targets[-1].shape}, but custom loss {loss.name!r} "
-                f"declared logprobs with rank {1 + multi}"
+                f"{one.where}: {TARGETS} has shape {row_targets.shape}, but custom loss "
+                f"{loss.name!r} declared logprobs with rank {1 + multi}"
             )
-        inputs.append(
-            tuple(_ranked(datum, where, key, rank, loss.name) for key, rank in loss.inputs[1:])
-        )
-    shapes = tuple(item.shape for item in targets)
+        tokens.add(row_tokens)
+        targets.add(row_targets.ravel())
+        shapes.append(row_targets.shape)
+        inputs.append(tuple(_ranked(one, key, rank, loss.name) for key, rank in loss.inputs[1:]))
     return Batch(
-        tokens=np.concatenate(tokens),
-        lengths=np.asarray([len(item) for item in tokens], np.int32),
-        targets=np.concatenate([item.ravel() for item in targets]),
+        tokens=tokens.whole(),
+        lengths=np.asarray([shape[0] for shape in shapes], np.int32),
+        targets=targets.whole(),
         counts=np.asarray([shape[1] if multi else 1 for shape in shapes], np.int32),
         loss="custom",
         inputs={},
         config={},
-        shapes=shapes,
+        shapes=tuple(shapes),
         uploaded=Uploaded(loss, tuple(inputs)),
     )
 
 
-def _ranked(datum: pb.Datum, where: str, key: str, rank: int, loss: str) -> NDArray[Any]:
-    if key not in datum.loss_fn_inputs:
-        came = sorted(datum.loss_fn_inputs)
-        raise ValueError(f"{where}: custom loss {loss!r} takes {key}; there came {came}")
-    array = _tensor(datum.loss_fn_inputs[key], f"{where}: {key}")
+def _ranked(one: One, key: str, rank: int, loss: str) -> NDArray[Any]:
+    if key not in one.inputs:
+        came = sorted(one.inputs)
+        raise ValueError(f"{one.where}: custom loss {loss!r} takes {key}; there came {came}")
+    array = one.array(key)
     if array.ndim != rank:
         raise ValueError(
-            f"{where}: {key} has rank {array.ndim}, but custom loss {loss!r} declared {rank}"
+            f"{one.where}: {key} has rank {array.ndim}, but custom loss {loss!r} declared {rank}"
         )
     return array
 
 
-def _datum_tokens(datum: pb.Datum, where: str, model: BaseModel) -> NDArray[np.int32]:
-    parts = []
-    for chunk in datum.model_input:
+def _datum_tokens(one: One, model: BaseModel) -> NDArray[np.int32]:
+    parts, where = [], f"{one.where}: model_input"
+    for chunk in one.datum.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            raise ValueError(f"{where}: model_input has a chunk of {chunk_name(kind)}")
-        parts.append(_elements(chunk.encoded_text.tokens, np.dtype("<i4"), f"{where}: model_input"))
+            raise ValueError(f"{where} has a chunk of {chunk_name(kind)}")
+        parts.append(elements(one.lifted.get(chunk.encoded_text.tokens), np.dtype("<i4"), where))
     tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
     if not len(tokens):
-        raise ValueError(f"{where} is empty: its model_input needs at least 1 token")
+        raise ValueError(f"{one.where} is empty: its model_input needs at least 1 token")
     if len(tokens) > model.context:
         raise ValueError(
-            f"{where}: model_input has {len(tokens)} tokens, the model's context is {model.context}"
+            f"{where} has {len(tokens)} tokens, the model's context is {model.context}"
         )
-    check_ids(tokens, model.vocab, f"{where}: model_input")
+    check_ids(tokens, model.vocab, where)
     return tokens.astype(np.int32, copy=False)
 
 
-def _datum_targets(
-    datum: pb.Datum, where: str, length: int, vocab: int, row: Mapping[str, Any]
-) -> NDArray[np.int32]:
-    if TARGETS not in datum.loss_fn_inputs:
-        came = sorted(datum.loss_fn_inputs) or "none"
-        raise ValueError(f"{where}: loss_fn_inputs has no {TARGETS}; the keys that came: {came}")
-    array = _tensor(datum.loss_fn_inputs[TARGETS], f"{where}: {TARGETS}")
+def _datum_targets(one: One, length: int, vocab: int, row: Mapping[str, Any]) -> NDArray[np.int32]:
+    if TARGETS not in one.inputs:
+        came = sorted(one.inputs) or "none"
+        raise ValueError(
+            f"{one.where}: loss_fn_inputs has no {TARGETS}; the keys that came: {came}"
+        )
+    array, where = one.array(TARGETS), f"{one.where}: {TARGETS}"
     if array.dtype.kind != "i":
-        raise ValueError(f"{where}: {TARGETS} must be integers, {array.dtype} came")
+        raise ValueError(f"{where} must be integers, {array.dtype} came")
     if array.ndim == 2 and not row["multi"]:
         raise ValueError(
-            f"{where}: {TARGETS} has shape {array.shape}, but {row['name']} takes one target for "
+            f"{where} has shape {array.shape}, but {row['name']} takes one target for "
             f"each position, shape ({length},)"
         )
     if array.ndim not in (1, 2) or array.shape[0] != length:
         raise ValueError(
-            f"{where}: {TARGETS} has shape {array.shape}, model_input has {length} tokens: "
-            "they must agree"
+            f"{where} has shape {array.shape}, model_input has {length} tokens: they must agree"
         )
     if array.ndim == 1 and row.get("rows"):
         raise ValueError(
-            f"{where}: {TARGETS} has shape {array.shape}; with {LOGPROBS} it must be ({length}, K)"
+            f"{where} has shape {array.shape}; with {LOGPROBS} it must be ({length}, K)"
         )
     if array.size == 0:
-        raise ValueError(f"{where}: {TARGETS} has shape {array.shape}: at least 1 is needed")
-    check_ids(array, vocab, f"{where}: {TARGETS}")
+        raise ValueError(f"{where} has shape {array.shape}: at least 1 is needed")
+    check_ids(array, vocab, where)
     return array.astype(np.int32)
 
 
-def _check_keys(datum: pb.Datum, where: str) -> None:
-    unknown = sorted(set(datum.loss_fn_inputs) - TOLERATED - {TARGETS})
+def _check_keys(one: One) -> None:
+    unknown = sorted(set(one.inputs) - TOLERATED - {TARGETS})
     if unknown:
-        raise ValueError(
-            f"{where}: unknown loss_fn_inputs {unknown}; there are {sorted(TOLERATED | {TARGETS})}"
-        )
+        known = sorted(TOLERATED | {TARGETS})
+        raise ValueError(f"{one.where}: unknown loss_fn_inputs {unknown}; there are {known}")
 
 
 def _datum_input(
-    datum: pb.Datum, where: str, key: str, shape: tuple[int, ...], row: Mapping[str, Any]
+    one: One, key: str, shape: tuple[int, ...], row: Mapping[str, Any]
 ) -> NDArray[np.float32]:
     """Numbers of the targets' shape; where a loss compares rows, weights may be (N,), a row's."""
-    if key not in datum.loss_fn_inputs:
-        came = sorted(datum.loss_fn_inputs)
-        raise ValueError(f"{where}: {row['name']} needs {key} in loss_fn_inputs; there came {came}")
-    array = _tensor(datum.loss_fn_inputs[key], f"{where}: {key}")
+    if key not in one.inputs:
+        came = sorted(one.inputs)
+        raise ValueError(
+            f"{one.where}: {row['name']} needs {key} in loss_fn_inputs; there came {came}"
+        )
+    array, where = one.array(key), f"{one.where}: {key}"
     if row["rows"] and key == "weights" and array.shape == shape[:1]:
         array = np.broadcast_to(array[:, None], shape)
     if array.shape != shape:
-        raise ValueError(
-            f"{where}: {key} has shape {array.shape}, {TARGETS} has {shape}: they must agree"
-        )
+        raise ValueError(f"{where} has shape {array.shape}, {TARGETS} has {shape}: they must agree")
     flat = array.astype(np.float32).ravel()
     bad = np.flatnonzero(~np.isfinite(flat))
     if len(bad):
         place = np.unravel_index(bad[0], shape)
         at = ", ".join(str(int(axis)) for axis in place)
-        raise ValueError(f"{where}: {key}[{at}] is {flat[bad[0]]}: every number must be finite")
+        raise ValueError(f"{where}[{at}] is {flat[bad[0]]}: every number must be finite")
     return flat
 
 
 def _loss_config(
-    message: pb.ForwardBackwardRequest, defaults: Mapping[str, float | str | None]
+    head: pb.ForwardBackwardRequest, defaults: Mapping[str, float | str | None]
 ) -> dict[str, Any]:
     """The loss's keys, each of its default's type: text, or else a finite number."""
-    given: dict[str, Any] = dict(message.loss_fn_config)
-    for key, value in message.loss_fn_config_v2.items():
+    given: dict[str, Any] = dict(head.loss_fn_config)
+    for key, value in head.loss_fn_config_v2.items():
         given[key] = value.text if value.WhichOneof("value") == "text" else value.number
     for key, value in given.items():
         if key not in defaults:
             known = f"takes {sorted(defaults)}" if defaults else "takes none"
-            raise ValueError(f"unknown loss_fn_config key {key!r}: {message.loss_fn} {known}")
+            raise ValueError(f"unknown loss_fn_config key {key!r}: {head.loss_fn} {known}")
         wanted = "text" if isinstance(defaults[key], str) else "a number"
         if isinstance(value, str) != (wanted == "text"):
             raise ValueError(f"loss_fn_config {key} must be {wanted}, {value!r} came")
@@ -449,7 +489,7 @@ def _loss_config(
     for key, value in found.items():
         if value is None:
             raise ValueError(
-                f"{message.loss_fn} needs {key} in loss_fn_config: it has no documented default"
+                f"{head.loss_fn} needs {key} in loss_fn_config: it has no documented default"
             )
     return found
 
@@ -465,98 +505,26 @@ def seed_of(params: Mapping[str, Any], fresh_seed: int) -> int:
     return (fresh_seed if seed is None else seed) % (1 << SEED_BITS)
 
 
-# ---- tensors ----
-
-
-def check_ids(ids: NDArray[Any], vocab: int, where: str) -> None:
-    """ValueError with the first id that is not in [0, vocab)."""
-    bad = np.flatnonzero((ids < 0) | (ids >= vocab))
-    if len(bad):
-        value = int(ids.ravel()[bad[0]])
-        raise ValueError(f"{where} has id {value}; ids must be from 0 to {vocab - 1}")
-
-
-def _elements(data: bytes, dtype: np.dtype[Any], where: str) -> NDArray[Any]:
-    if len(data) % dtype.itemsize:
-        raise ValueError(f"{where}: {len(data)} bytes are no whole number of {dtype} elements")
-    return np.frombuffer(data, dtype)
-
-
-def _tensor(tensor: pb.Tensor, where: str) -> NDArray[Any]:
-    """A dense array, from either encoding."""
-    if tensor.dtype not in DTYPES:
-        raise ValueError(f"{where}: unknown dtype {tensor.dtype}")
-    label, dtype = DTYPES[tensor.dtype]
-    shape = tuple(tensor.shape)
-    if any(size < 0 for size in shape):
-        raise ValueError(f"{where}: shape {shape} has a negative size")
-    if tensor.HasField("sparse_csr"):
-        values = _widened(_elements(tensor.sparse_csr.values, dtype, where), label)
-        return _dense(tensor.sparse_csr, values, shape, where)
-    values = _widened(_elements(tensor.dense, dtype, where), label)
-    shape = shape or values.shape
-    if math.prod(shape) != values.size:
-        raise ValueError(f"{where}: shape {shape} does not fit {values.size} elements")
-    return values.reshape(shape)
-
-
-def _widened(values: NDArray[Any], label: str) -> NDArray[Any]:
-    """bfloat16 bits as float32; anything else as it is."""
-    if label != "bfloat16":
-        return values
-    return (values.astype(np.uint32) << 16).view(np.float32)
-
-
-def _dense(csr: Any, values: NDArray[Any], shape: tuple[int, ...], where: str) -> NDArray[Any]:
-    """Compressed sparse rows as a dense array; entries that are not listed are 0."""
-    crow = _elements(csr.crow_indices, np.dtype("<i8"), where)
-    cols = _elements(csr.col_indices, np.dtype("<i8"), where)
-    check_csr(crow, cols, len(values), shape, where)
-    dense = np.zeros(shape, values.dtype)
-    dense[np.repeat(np.arange(shape[0]), np.diff(crow)), cols] = values
-    return dense
-
-
-def check_csr(
-    crow: NDArray[Any], cols: NDArray[Any], values: int, shape: tuple[int, ...], where: str
-) -> None:
-    """ValueError unless compressed sparse rows of so many values make up an array of a shape."""
-    fits = (
-        len(shape) == 2
-        and math.prod(shape) < 1 << 31
-        and len(crow) == shape[0] + 1
-        and crow[0] == 0
-        and crow[-1] == values == len(cols)
-        and bool(np.all(np.diff(crow) >= 0))
-        and bool(np.all((cols >= 0) & (cols < shape[1])))
-    )
-    if not fits:
-        raise ValueError(f"{where}: its sparse rows do not make up an array of shape {shape}")
-
-
 # ---- results ----
 
 
-def batch_message(result: BatchResult) -> bytes:
-    """A ForwardBackwardOutput: consecutive datums of one trailing shape share an ArrayRecord."""
-    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    rows = enumerate(result.logprobs)
+def batch_message(result: BatchResult) -> list[Buffer]:
+    """A ForwardBackwardOutput, in parts: consecutive datums of one trailing shape share an
+    ArrayRecord."""
+    lifted, rows = Lifted(), enumerate(result.logprobs)
+    parts = fill(pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord"), lifted)
     for _, group in itertools.groupby(rows, key=lambda item: item[1].shape[1:]):
         datums = [index for index, _ in group]
+        message = pb.ForwardBackwardOutput()
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(datums))
         for name, output in {"logprobs": result.logprobs, **result.outputs}.items():
             arrays = [output[index] for index in datums]
             tensor = record.fields[name]
-            tensor.data = b"".join(as_bytes(array, "<f4") for array in arrays)
+            tensor.data = field_of(arrays, "<f4", lifted)
             ends = np.cumsum([0] + [4 * array.size for array in arrays])
-            tensor.offsets = as_bytes(ends, "<i8")
+            tensor.offsets = field_of([ends], "<i8", lifted)
             tensor.dtype = pb.DTYPE_FLOAT32
             tensor.trailing_shape.extend(arrays[0].shape[1:])
-    message.metrics["loss:sum"] = result.loss
-    message.metrics.update(result.metrics)
-    return message.SerializeToString()
-
-
-def as_bytes(array: NDArray[Any], dtype: str) -> bytes:
-    """An array's elements, as the wire has them."""
-    return np.ascontiguousarray(array, np.dtype(dtype)).tobytes()
+        parts += fill(message, lifted)
+    message = pb.ForwardBackwardOutput(metrics={"loss:sum": result.loss, **result.metrics})
+    return parts + fill(message, lifted)

@@ -13,18 +13,10 @@ from numpy.typing import NDArray
 
 from tinsmith.engine.decoding import PromptTargets, SampleRequest, SampleResult
 from tinsmith.files.families import BaseModel
+from tinsmith.server.arrays import TOGETHER, check_csr, check_ids, field_of
 from tinsmith.server.messages import pb
-from tinsmith.server.wire import (
-    as_bytes,
-    check_csr,
-    check_ids,
-    chunk_name,
-    maybe,
-    need,
-    optional,
-    seed_of,
-    short,
-)
+from tinsmith.server.pieces import Buffer, Lifted, fill
+from tinsmith.server.wire import chunk_name, maybe, need, optional, seed_of, short
 
 SAMPLES_MAX = 4096  # of one request
 DRAWS_MAX = 1024  # at one position of a prompt
@@ -42,7 +34,7 @@ def sample_request(body: Mapping[str, Any], model: BaseModel, fresh_seed: int) -
     params = maybe(body, "sampling_params", dict, {})
     stop_ids, stop_texts = _stops(params.get("stop"), model)
     score = maybe(body, "prompt_logprobs", bool, False)
-    return SampleRequest(
+    request = SampleRequest(
         prompt=prompt,
         num_samples=_num_samples(body),
         max_tokens=_max_tokens(params),
@@ -59,6 +51,16 @@ def sample_request(body: Mapping[str, Any], model: BaseModel, fresh_seed: int) -
         prompt_draws=_draws(body, len(prompt)),
         targets=_targets(body, len(prompt), model.vocab),
     )
+    return request
+
+
+def result_bytes(result: SampleResult) -> int:
+    """What a result takes."""
+    arrays = [result.prompt_logprobs, result.topk_ids, result.topk_logprobs]
+    arrays += [result.target_logprobs, result.drawn_ids, result.drawn_logprobs]
+    for sample in result.samples:
+        arrays += [sample.tokens, sample.logprobs, sample.topk_ids, sample.topk_logprobs]
+    return sum(array.nbytes for array in arrays if array is not None)
 
 
 def _prompt(body: Mapping[str, Any], model: BaseModel) -> NDArray[np.int32]:
@@ -188,7 +190,10 @@ def _integers(tensor: Mapping[str, Any], key: str, where: str) -> NDArray[np.int
     items = need(tensor, key, list, where)
     if not all(type(item) is int and -(1 << 63) <= item < 1 << 63 for item in items):
         raise ValueError(f"{where}: {key} must be integers, {short(items)} came")
-    return np.asarray(items, np.int64)
+    found = np.empty(len(items), np.int64)
+    for at in range(0, len(items), TOGETHER):
+        found[at : at + TOGETHER] = items[at : at + TOGETHER]
+    return found
 
 
 def _stops(stop: Any, model: BaseModel) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -206,50 +211,65 @@ def _stops(stop: Any, model: BaseModel) -> tuple[tuple[int, ...], tuple[str, ...
     return (ids + model.eos_ids if texts else ids), texts
 
 
-def sample_message(result: SampleResult) -> bytes:
-    """A SampleResponse."""
-    message = pb.SampleResponse()
+def sample_message(result: SampleResult) -> list[Buffer]:
+    """A SampleResponse, in parts."""
+    lifted, parts = Lifted(), list[Buffer]()
     for sample in result.samples:
         stopped = sample.stop_reason == "stop"
+        message = pb.SampleResponse()
         sequence = message.sequences.add(
             stop_reason=pb.STOP_REASON_STOP if stopped else pb.STOP_REASON_LENGTH,
-            tokens=as_bytes(sample.tokens, "<i4"),
-            logprobs=as_bytes(sample.logprobs, "<f4"),
+            tokens=field_of([sample.tokens], "<i4", lifted),
+            logprobs=field_of([sample.logprobs], "<f4", lifted),
         )
         if sample.topk_ids is not None and sample.topk_logprobs is not None:
-            sequence.topk_sampled_logprobs.CopyFrom(_topk(sample.topk_ids, sample.topk_logprobs))
+            topk = _topk(sample.topk_ids, sample.topk_logprobs, lifted)
+            sequence.topk_sampled_logprobs.CopyFrom(topk)
+        parts += fill(message, lifted)
+    return parts + fill(_scores_message(result, lifted), lifted)
+
+
+def _scores_message(result: SampleResult, lifted: Lifted) -> pb.SampleResponse:
+    """The part that tells of the prompt."""
+    message = pb.SampleResponse()
     if result.prompt_logprobs is not None:
-        message.prompt_logprobs = as_bytes(result.prompt_logprobs, "<f4")
+        message.prompt_logprobs = field_of([result.prompt_logprobs], "<f4", lifted)
     if result.topk_ids is not None and result.topk_logprobs is not None:
-        message.topk_prompt_logprobs.CopyFrom(_topk(result.topk_ids, result.topk_logprobs))
+        topk = _topk(result.topk_ids, result.topk_logprobs, lifted)
+        message.topk_prompt_logprobs.CopyFrom(topk)
     if result.targets is not None and result.target_logprobs is not None:
-        message.target_prompt_logprobs.CopyFrom(_scores(result.targets, result.target_logprobs))
+        scores = _scores(result.targets, result.target_logprobs, lifted)
+        message.target_prompt_logprobs.CopyFrom(scores)
     if result.drawn_ids is not None and result.drawn_logprobs is not None:
         tokens, logprobs = result.drawn_ids, result.drawn_logprobs
-        message.prompt_alt_tokens.tokens.CopyFrom(_dense(tokens, "<i8", pb.DTYPE_INT64))
-        message.prompt_alt_tokens.logprobs.CopyFrom(_dense(logprobs, "<f4", pb.DTYPE_FLOAT32))
-    return message.SerializeToString()
+        drawn = message.prompt_alt_tokens
+        drawn.tokens.CopyFrom(_dense(tokens, "<i8", pb.DTYPE_INT64, lifted))
+        drawn.logprobs.CopyFrom(_dense(logprobs, "<f4", pb.DTYPE_FLOAT32, lifted))
+    return message
 
 
-def _scores(targets: PromptTargets, logprobs: NDArray[np.float32]) -> pb.Tensor:
+def _scores(targets: PromptTargets, logprobs: NDArray[np.float32], lifted: Lifted) -> pb.Tensor:
     """Scores in the layout in which their ids came, 0 where none was asked for."""
     values = np.zeros(targets.values, np.float32)
     values[targets.cells] = logprobs
     if targets.crow is None or targets.cols is None:
-        return _dense(values.reshape(targets.shape), "<f4", pb.DTYPE_FLOAT32)
+        return _dense(values.reshape(targets.shape), "<f4", pb.DTYPE_FLOAT32, lifted)
     tensor = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=targets.shape)
-    tensor.sparse_csr.values = as_bytes(values, "<f4")
-    tensor.sparse_csr.crow_indices = as_bytes(targets.crow, "<i8")
-    tensor.sparse_csr.col_indices = as_bytes(targets.cols, "<i8")
+    tensor.sparse_csr.values = field_of([values], "<f4", lifted)
+    tensor.sparse_csr.crow_indices = field_of([targets.crow], "<i8", lifted)
+    tensor.sparse_csr.col_indices = field_of([targets.cols], "<i8", lifted)
     return tensor
 
 
-def _dense(array: NDArray[Any], dtype: str, code: int) -> pb.Tensor:
-    return pb.Tensor(dense=as_bytes(array, dtype), dtype=code, shape=array.shape)
+def _dense(array: NDArray[Any], dtype: str, code: int, lifted: Lifted) -> pb.Tensor:
+    return pb.Tensor(dense=field_of([array], dtype, lifted), dtype=code, shape=array.shape)
 
 
-def _topk(ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> pb.TopkLogprobs:
+def _topk(ids: NDArray[np.int32], logprobs: NDArray[np.float32], lifted: Lifted) -> pb.TopkLogprobs:
     length, width = ids.shape
     return pb.TopkLogprobs(
-        token_ids=as_bytes(ids, "<i4"), logprobs=as_bytes(logprobs, "<f4"), k=width, length=length
+        token_ids=field_of([ids], "<i4", lifted),
+        logprobs=field_of([logprobs], "<f4", lifted),
+        k=width,
+        length=length,
     )

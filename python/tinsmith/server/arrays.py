@@ -1,0 +1,148 @@
+"""Arrays on the wire: protobuf's tensors as NumPy arrays, checked, and arrays as bytes.
+
+A large array is neither copied to be read nor to be sent: see pieces.py.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinsmith.server.messages import pb
+from tinsmith.server.pieces import LARGE, Buffer, Lifted
+
+DTYPES = {
+    pb.DTYPE_FLOAT32: ("float32", np.dtype("<f4")),
+    pb.DTYPE_INT64: ("int64", np.dtype("<i8")),
+    pb.DTYPE_INT32: ("int32", np.dtype("<i4")),
+    pb.DTYPE_BFLOAT16: ("bfloat16", np.dtype("<u2")),
+}
+TOGETHER = 1024  # arrays that NumPy joins in one call
+
+
+# ---- read ----
+
+
+def check_ids(ids: NDArray[Any], vocab: int, where: str) -> None:
+    """ValueError with the first id that is not in [0, vocab)."""
+    bad = np.flatnonzero((ids < 0) | (ids >= vocab))
+    if len(bad):
+        value = int(ids.ravel()[bad[0]])
+        raise ValueError(f"{where} has id {value}; ids must be from 0 to {vocab - 1}")
+
+
+def elements(data: Buffer, dtype: np.dtype[Any], where: str) -> NDArray[Any]:
+    """Bytes as an array."""
+    if len(data) % dtype.itemsize:
+        raise ValueError(f"{where}: {len(data)} bytes are no whole number of {dtype} elements")
+    return np.frombuffer(data, dtype)
+
+
+def array_of(tensor: pb.Tensor, lifted: Lifted, where: str) -> NDArray[Any]:
+    """A dense array, from either encoding."""
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{where}: unknown dtype {tensor.dtype}")
+    label, dtype = DTYPES[tensor.dtype]
+    shape = tuple(tensor.shape)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"{where}: shape {shape} has a negative size")
+    if tensor.HasField("sparse_csr"):
+        csr = tensor.sparse_csr
+        values = _widened(elements(lifted.get(csr.values), dtype, where), label)
+        return _dense(csr, values, shape, lifted, where)
+    values = _widened(elements(lifted.get(tensor.dense), dtype, where), label)
+    shape = shape or values.shape
+    if math.prod(shape) != values.size:
+        raise ValueError(f"{where}: shape {shape} does not fit {values.size} elements")
+    return values.reshape(shape)
+
+
+def _widened(values: NDArray[Any], label: str) -> NDArray[Any]:
+    """bfloat16 bits as float32; anything else as it is."""
+    if label != "bfloat16":
+        return values
+    return (values.astype(np.uint32) << 16).view(np.float32)
+
+
+def _dense(
+    csr: Any, values: NDArray[Any], shape: tuple[int, ...], lifted: Lifted, where: str
+) -> NDArray[Any]:
+    """Compressed sparse rows as a dense array; entries that are not listed are 0."""
+    crow = elements(lifted.get(csr.crow_indices), np.dtype("<i8"), where)
+    cols = elements(lifted.get(csr.col_indices), np.dtype("<i8"), where)
+    check_csr(crow, cols, len(values), shape, where)
+    dense = np.zeros(shape, values.dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(crow)), cols] = values
+    return dense
+
+
+def check_csr(
+    crow: NDArray[Any], cols: NDArray[Any], values: int, shape: tuple[int, ...], where: str
+) -> None:
+    """ValueError unless compressed sparse rows of so many values make up an array of a shape."""
+    fits = (
+        len(shape) == 2
+        and math.prod(shape) < 1 << 31
+        and len(crow) == shape[0] + 1
+        and crow[0] == 0
+        and crow[-1] == values == len(cols)
+        and bool(np.all(np.diff(crow) >= 0))
+        and bool(np.all((cols >= 0) & (cols < shape[1])))
+    )
+    if not fits:
+        raise ValueError(f"{where}: its sparse rows do not make up an array of shape {shape}")
+
+
+class Column:
+    """Flat arrays that come one after another, as one array of a type. They are joined as they
+    come, some at a time, and let go of: all at once would take long."""
+
+    def __init__(self, dtype: type[np.generic]):
+        self.last: NDArray[Any] = np.empty(0, dtype)
+        self._joined = [self.last]
+        self._new: list[NDArray[Any]] = []
+
+    def add(self, array: NDArray[Any]) -> None:
+        """The next one."""
+        self.last = array
+        self._new.append(array)
+        if len(self._new) == TOGETHER:
+            self._join()
+
+    def whole(self) -> NDArray[Any]:
+        """All of them."""
+        self._join()
+        return np.concatenate(self._joined)
+
+    def _join(self) -> None:
+        empty = self._joined[0]
+        self._joined.append(np.concatenate([empty, *self._new], dtype=empty.dtype))
+        self._new.clear()
+
+
+# ---- written ----
+
+
+def buffer_of(array: NDArray[Any], dtype: str) -> memoryview:
+    """An array's elements, as the wire has them."""
+    return np.ascontiguousarray(array, np.dtype(dtype)).reshape(-1).view(np.uint8).data
+
+
+def field_of(arrays: Iterable[NDArray[Any]], dtype: str, lifted: Lifted) -> bytes:
+    """What a field holds of arrays one after another: their elements, or the name of them."""
+    parts, small, size = list[Buffer](), list[Buffer](), 0
+    for array in arrays:
+        buffer = buffer_of(array, dtype)
+        if len(buffer) >= LARGE:
+            parts += [b"".join(small), buffer]
+            small, size = [], 0
+            continue
+        small.append(buffer)
+        size += len(buffer)
+        if size >= LARGE:
+            parts.append(b"".join(small))
+            small, size = [], 0
+    parts.append(b"".join(small))
+    return lifted.put(*parts) if len(parts) > 1 else parts[0]

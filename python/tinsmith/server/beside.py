@@ -1,0 +1,39 @@
+"""Work that takes long, made in threads beside the event loop, which answers others meanwhile.
+
+What is small is done at once: a thread's turn would cost more. There are few threads, because
+Python runs one at a time: each that computes makes the event loop wait a little longer for its own.
+A function that is called here must not hold the interpreter for long in one piece: it works on
+parts of what is large, or calls what lets go of the interpreter, as NumPy and zstandard do.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+THREADS = 2
+SMALL = 1 << 14  # bytes that are worked on at once: some milliseconds
+
+
+class Beside:
+    """See the file's header."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tinsmith-beside")
+
+    async def __call__(
+        self, size: int, function: Callable[P, T], *arguments: P.args, **named: P.kwargs
+    ) -> T:
+        """Calls a function that works on so many bytes."""
+        if size <= SMALL:
+            return function(*arguments, **named)
+        call = partial(function, *arguments, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def close(self) -> None:
+        """Ends the threads, after what they do."""
+        self._threads.shutdown(cancel_futures=True)

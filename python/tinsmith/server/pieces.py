@@ -1,0 +1,177 @@
+"""Protobuf messages in pieces, so that no one call of protobuf takes long.
+
+protobuf reads or writes a whole message in one call and holds the interpreter's lock meanwhile: the
+event loop's thread stands still for a second for every hundred MB. On the wire a message is its
+fields, one after another, so it can be cut between two of them, and its parts are messages too.
+And a large byte string, which is an array's elements, needs no parser: `lift` leaves its name in
+its place, and the message that is left is small; `fill` is the way back. What the fields mean, and
+whether they are right, is still protobuf's business; these functions walk the wire's format, as the
+messages' own descriptors say what lies in what.
+"""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+Buffer = bytes | memoryview
+
+LARGE = 1 << 16  # bytes of a string that is lifted out, and of a message that is looked into
+PIECE = 1 << 18  # about as many bytes are parsed, or sent, at once
+
+VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
+TYPE_MESSAGE, TYPE_BYTES = 11, 12  # of a descriptor's field
+
+
+class Lifted:
+    """Large byte strings that were taken out of messages, by the names that stand there for them. A
+    name begins with 16 bytes that nobody could foresee, so nothing else is taken for one."""
+
+    def __init__(self) -> None:
+        self._mark = secrets.token_bytes(16)
+        self._strings: list[Sequence[Buffer]] = []
+
+    def put(self, *parts: Buffer) -> bytes:
+        """The name of a string, which may come in parts."""
+        self._strings.append(parts)
+        return self._mark + len(self._strings).to_bytes(4, "little")
+
+    def get(self, value: bytes) -> Buffer:
+        """The string that a field stands for: what it holds, or what its name says. That was put in
+        one part."""
+        parts = self.parts(value)
+        return value if parts is None else parts[0]
+
+    def parts(self, value: Buffer) -> Sequence[Buffer] | None:
+        """The parts of a named string; None where the value is no name."""
+        if len(value) != 20 or value[:16] != self._mark:
+            return None
+        return self._strings[int.from_bytes(value[16:], "little") - 1]
+
+    def within(self, message: bytes) -> bool:
+        """Whether a message has names in it."""
+        return self._mark in message
+
+
+# ---- the wire's format ----
+
+
+def fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """The fields of a message that lies in [at, end): number, wire type, and where it begins, its
+    value begins, and it ends. What is no field is given whole, as number 0: protobuf refuses it."""
+    while at < end:
+        begin = at
+        tag, at = _varint(data, at, end)
+        kind = tag & 7
+        if kind == BYTES:
+            length, at = _varint(data, at, end)
+            stop = at + length
+        elif kind == VARINT:
+            _, stop = _varint(data, at, end)
+        elif kind in (FIXED32, FIXED64):
+            stop = at + (4 if kind == FIXED32 else 8)
+        else:  # a group, which none of our messages has
+            stop = end + 1
+        if stop > end:
+            yield 0, -1, begin, begin, end
+            return
+        yield tag >> 3, kind, begin, at, stop
+        at = stop
+
+
+def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    """A number and where it ends, which is past the end where it is cut off or too long."""
+    value = shift = 0
+    while at < end and shift < 64:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    return 0, end + 1
+
+
+def _number(value: int) -> bytes:
+    """A varint."""
+    found = bytearray()
+    while value >= 0x80:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+def _tagged(number: int, length: int) -> bytes:
+    """What comes before a field of so many bytes."""
+    return _number(number << 3 | BYTES) + _number(length)
+
+
+# ---- reading ----
+
+
+def lift(data: bytes, at: int, end: int, descriptor: Any, lifted: Lifted) -> bytes:
+    """The message in [at, end) without its large byte strings."""
+    known, kept, begin = descriptor.fields_by_number, [], at
+    for number, kind, start, value, stop in fields(data, at, end):
+        field = known.get(number)
+        if kind != BYTES or stop - value < LARGE or field is None:
+            continue
+        if field.type == TYPE_MESSAGE:
+            inner = lift(data, value, stop, field.message_type, lifted)
+        elif field.type == TYPE_BYTES:
+            inner = lifted.put(memoryview(data)[value:stop])
+        else:
+            continue
+        kept += [data[begin:start], _tagged(number, len(inner)), inner]
+        begin = stop
+    kept.append(data[begin:end])
+    return b"".join(kept)
+
+
+def cut(data: bytes, number: int, descriptor: Any, lifted: Lifted) -> Iterator[tuple[bool, bytes]]:
+    """A message in parts of about PIECE bytes: of the field of that number, which repeats
+    messages, and, once, of all others, in their order. Tells of each part whether it is of that
+    field; large byte strings are lifted."""
+    inside = descriptor.fields_by_number[number].message_type
+    others, part, size = [], [], 0
+    for found, kind, start, value, stop in fields(data, 0, len(data)):
+        if found != number or kind != BYTES:
+            others.append(data[start:stop])
+            continue
+        if stop - value < LARGE:
+            part.append(data[start:stop])
+        else:
+            inner = lift(data, value, stop, inside, lifted)
+            part += [_tagged(number, len(inner)), inner]
+        size += len(part[-1])
+        if size >= PIECE:
+            yield True, b"".join(part)
+            part, size = [], 0
+    yield True, b"".join(part)
+    yield False, b"".join(others)
+
+
+# ---- writing ----
+
+
+def fill(message: Any, lifted: Lifted) -> list[Buffer]:
+    """A message as it goes over the wire, its named strings in their places: the parts to send one
+    after another."""
+    data = message.SerializeToString()
+    return _fill(data, 0, len(data), message.DESCRIPTOR, lifted) if lifted.within(data) else [data]
+
+
+def _fill(data: bytes, at: int, end: int, descriptor: Any, lifted: Lifted) -> list[Buffer]:
+    known, parts = descriptor.fields_by_number, list[Buffer]()
+    for number, kind, start, value, stop in fields(data, at, end):
+        field = known.get(number) if kind == BYTES else None
+        inner: Sequence[Buffer] | None = None
+        if field is not None and field.type == TYPE_MESSAGE:
+            inner = _fill(data, value, stop, field.message_type, lifted)
+        elif field is not None and field.type == TYPE_BYTES:
+            inner = lifted.parts(data[value:stop])
+        if inner is None:
+            parts.append(data[start:stop])
+        else:
+            parts += [_tagged(number, sum(map(len, inner))), *inner]
+    return parts

@@ -1,0 +1,256 @@
+"""The server's event loop answers others while one request is large; and what is large goes through
+the same order, retries and refusals as what is small."""
+
+import asyncio
+import gc
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import numpy as np
+import pytest
+import zstandard
+from conftest import CONTEXT, VOCAB, Wire, make_datum
+from small_run import ADAM, make_client
+from tinsmith.server import bodies, wire
+from tinsmith.server.backend import Backend, make_app
+from tinsmith.server.beside import SMALL
+from tinsmith.server.messages import pb
+from tinsmith.server.pieces import PIECE
+
+
+def body_of(model: str, seq: int, count: int, last: int = 1) -> bytes:
+    """A request of so many datums, the last of which has some id."""
+    message = pb.ForwardBackwardRequest(model_id=model, seq_id=seq, loss_fn="cross_entropy")
+    for number in range(count):
+        ids = np.full(CONTEXT, last if number == count - 1 else 1)
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = ids.astype("<i4").tobytes()
+        targets = datum.loss_fn_inputs["target_tokens"]
+        targets.dense, targets.dtype = ids.astype("<i8").tobytes(), pb.DTYPE_INT64
+    return message.SerializeToString()
+
+
+@pytest.fixture
+def large() -> bytes:
+    """Datums whose checks take long, and which are then refused."""
+    return body_of("", 0, 15_000, last=VOCAB)
+
+
+async def gaps_during(backend: Backend, body: bytes, coding: str) -> tuple[float, float, str]:
+    """Posts a request to the server's routes in a loop of this test's own: the longest time that
+    the loop stood still, the seconds of the request, and what came of it."""
+    transport = httpx.ASGITransport(app=make_app(backend._service))
+    http = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120)
+    longest, running = 0.0, True
+
+    async def beat() -> None:
+        nonlocal longest
+        last = time.perf_counter()
+        while running:
+            await asyncio.sleep(0.002)
+            now = time.perf_counter()
+            longest, last = max(longest, now - last), now
+
+    async def pieces():
+        for at in range(0, len(body), 1 << 16):
+            yield body[at : at + (1 << 16)]
+
+    beating = asyncio.create_task(beat())
+    await asyncio.sleep(0.05)
+    longest, start = 0.0, time.perf_counter()
+    headers = {"Content-Encoding": coding, "X-API-Key": "tml-local"}
+    reply = await http.post("/api/v1/forward_backward", content=pieces(), headers=headers)
+    seconds = time.perf_counter() - start
+    running = False
+    await beating
+    if reply.status_code != 200:
+        return longest, seconds, reply.text
+    told = await http.post(
+        "/api/v1/retrieve_future",
+        json={"request_id": reply.json()["request_id"]},
+        headers={"X-API-Key": "tml-local"},
+    )
+    return longest, seconds, told.text
+
+
+@pytest.mark.parametrize("coding", ("identity", "zstd"))
+def test_a_large_request_leaves_the_loop_to_others(server, large: bytes, coding: str) -> None:
+    found = []
+    for _ in range(3):  # a busy machine stops the loop too
+        head = pb.ForwardBackwardRequest(model_id=Wire(server.url).create(), seq_id=1)
+        body = large + head.SerializeToString()
+        body = zstandard.ZstdCompressor().compress(body) if coding == "zstd" else body
+        longest, seconds, told = asyncio.run(gaps_during(server, body, coding))
+        assert f"datum 14999: model_input has id {VOCAB}; ids must be" in told
+        found.append(longest / seconds)
+    assert min(found) < 0.2, found
+
+
+def test_a_body_that_unpacks_to_more_than_the_limit_is_refused(server, monkeypatch) -> None:
+    monkeypatch.setattr(bodies, "BODY_BYTES_MAX", 1 << 20)
+    wire = Wire(server.url)
+    for size, status in (((1 << 20) + 1, 413), (1 << 20, 400)):
+        body = zstandard.ZstdCompressor().compress(b"\0" * size)
+        headers = {"Content-Encoding": "zstd"}
+        assert len(body) < SMALL
+        reply = wire.http.post("/forward_backward", content=body, headers=headers)
+        assert reply.status_code == status
+    assert server.queue.bytes == server.queue.count == 0
+
+
+def test_a_body_that_is_not_zstd_is_refused(server) -> None:
+    wire = Wire(server.url)
+    headers = {"Content-Encoding": "zstd"}
+    reply = wire.http.post("/forward_backward", content=b"plain" * 9000, headers=headers)
+    assert reply.status_code == 400 and "the body is not zstd" in reply.json()["detail"]
+
+
+# ---- order, retries, refusals ----
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Batches are checked when the second event says so; the first says that one came."""
+    came, go, check = threading.Event(), threading.Event(), wire.batch
+
+    def slow(*arguments):
+        came.set()
+        assert go.wait(30)
+        return check(*arguments)
+
+    monkeypatch.setattr(wire, "batch", slow)
+    yield came, go
+    go.set()
+
+
+def post_later(wire: Wire, body: bytes) -> tuple[threading.Thread, list[dict]]:
+    """Posts a request in a thread, which adds the reply to the list."""
+    replies: list[dict] = []
+    sender = Wire(str(wire.http.base_url).removesuffix("/api/v1/"))
+
+    def post() -> None:
+        reply = sender.http.post("/forward_backward", content=body)
+        replies.append(reply.raise_for_status().json())
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    return thread, replies
+
+
+def test_a_retry_while_the_first_is_checked_is_executed_once(server, gate) -> None:
+    wire = Wire(server.url)
+    model, (came, go) = wire.create(), gate
+    body = body_of(model, 1, 2 + SMALL // CONTEXT // 4)
+    posts = [post_later(wire, body)]
+    assert came.wait(10)
+    came.clear()
+    posts.append(post_later(wire, body))
+    assert came.wait(10)
+    go.set()
+    for thread, _ in posts:
+        thread.join()
+    assert posts[0][1] == posts[1][1]
+    assert wire.result(posts[0][1][0]) == {}
+    tokens = wire.result(wire.optim_step(model, 2))["metrics"]["loss_tokens"]
+    assert tokens == CONTEXT * (2 + SMALL // CONTEXT // 4)
+
+
+def test_others_are_answered_and_trained_while_a_request_is_checked(server, gate) -> None:
+    wire = Wire(server.url)
+    model, other, (came, go) = wire.create(), wire.create(), gate
+    thread, replies = post_later(wire, body_of(model, 1, 100))
+    assert came.wait(10)
+    assert wire.http.get("/healthz").json() == {"status": "ok"}
+    assert wire.result(wire.optim_step(other, 1))["metrics"]["grad_norm"] == 0
+    step = wire.optim_step(model, 2)  # waits for request 1, which is being checked
+    go.set()
+    thread.join()
+    assert wire.result(replies[0]) == {}
+    assert wire.result(step)["metrics"]["loss_tokens"] == 100 * CONTEXT
+
+
+def test_a_session_that_ends_while_its_request_is_checked(server, gate) -> None:
+    wire = Wire(server.url)
+    model, (came, go) = wire.create(), gate
+    thread, replies = post_later(wire, body_of(model, 1, 100))
+    assert came.wait(10)
+    session = model.partition(":")[0]
+    assert wire.http.post(f"/sessions/{session}/finish", json={}).status_code == 200
+    go.set()
+    thread.join()
+    assert "there is no model" in wire.result(replies[0])["error"]
+    assert (server.queue.bytes, server.queue.count) == (0, 0)
+
+
+def test_a_refused_request_is_let_go_of_at_once(server, monkeypatch) -> None:
+    """Not when the garbage collector comes, which would hold everyone up to free it."""
+    calls: list[int] = []
+    parse = wire.parse_forward_backward
+
+    class Counted(wire.Call):
+        def __del__(self) -> None:
+            calls.remove(id(self))
+
+    def counted(body: bytes) -> wire.Call:
+        call = parse(body)
+        found = Counted(call.head, call.parts, call.lifted)
+        calls.append(id(found))
+        return found
+
+    monkeypatch.setattr(wire, "parse_forward_backward", counted)
+    client = Wire(server.url)
+    model = client.create()
+    gc.collect()
+    gc.disable()
+    try:
+        for seq, last in enumerate((VOCAB, 1, VOCAB), 1):
+            body = body_of(model, seq, 200, last)
+            promise = client.http.post("/forward_backward", content=body).json()
+            assert ("error" in client.result(promise)) == (last == VOCAB)
+        end = time.monotonic() + 10
+        while calls and time.monotonic() < end:  # the reply is sent before its task has ended
+            time.sleep(0.01)
+        assert not calls
+    finally:
+        gc.enable()
+
+
+# ---- results ----
+
+
+def test_a_result_of_many_pieces_is_that_of_small_requests(service_client) -> None:
+    client = make_client(service_client)
+    ids = np.tile(np.arange(VOCAB), (CONTEXT, 1))
+    data = [make_datum([n] * CONTEXT, ids, weights=np.ones(ids.shape)) for n in range(5)]
+    assert 5 * ids.size * 4 > 2 * PIECE
+    together = client.forward(data, "cross_entropy").result()
+    alone = [client.forward([one], "cross_entropy").result() for one in data]
+    assert len(together.loss_fn_outputs) == 5
+    for one, other in zip(together.loss_fn_outputs, alone, strict=True):
+        expected = other.loss_fn_outputs[0]["logprobs"].to_numpy()
+        np.testing.assert_array_equal(one["logprobs"].to_numpy(), expected)
+    assert client.optim_step(ADAM).result().metrics["grad_norm"] == 0
+
+
+def test_a_large_sample_request_is_the_small_one(server) -> None:
+    """The same prompt, with spaces: its JSON is read elsewhere."""
+    wire = Wire(server.url)
+    model = wire.create()
+    asked = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 0}
+    sampler = wire.post("/create_sampling_session", **asked, base_model="tiny")
+    results = []
+    for seq, spaces in enumerate((0, 4 * SMALL, 1 << 18)):
+        body = {
+            "sampling_session_id": sampler["sampling_session_id"],
+            "seq_id": seq,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(range(60))}]},
+            "sampling_params": {"max_tokens": 8, "seed": 3},
+            "topk_prompt_logprobs": VOCAB,
+        }
+        text = json.dumps(body).replace(", ", "," + " " * spaces, 20)
+        reply = wire.http.post("/asample", content=text)
+        results.append(wire.poll(reply.json()).content)
+    assert results[0] == results[1] == results[2] and len(results[0]) > 60 * VOCAB * 8

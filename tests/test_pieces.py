@@ -1,0 +1,288 @@
+"""Large messages and JSON, read and written in pieces: to the same content as in one, with the same
+refusals, and without a long stretch in which nothing else runs."""
+
+import itertools
+import json
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from conftest import make_datum
+from holds import held
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinsmith.engine.decoding import PromptTargets, Sample, SampleResult
+from tinsmith.engine.training import BatchResult
+from tinsmith.server import bodies, pieces, wire, wire_sampling
+from tinsmith.server.messages import pb
+from tinsmith.server.service import Refusal
+
+MODEL: Any = SimpleNamespace(vocab=1000, context=1 << 20)
+
+
+@pytest.fixture
+def crumbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is large."""
+    monkeypatch.setattr(pieces, "LARGE", 6)
+    monkeypatch.setattr(pieces, "PIECE", 40)
+    monkeypatch.setattr(bodies, "STRETCH", 8)
+
+
+def request(data: list[tinker.Datum]) -> pb.ForwardBackwardRequest:
+    config = {"beta": 0.25, "teacher": "none"}
+    inputs = tinker.types.ForwardBackwardInput(data=data, loss_fn="ppo", loss_fn_config=config)
+    call = tinker.types.ForwardBackwardRequest(
+        forward_backward_input=inputs, model_id="run", seq_id=7
+    )
+    return forward_backward_request_to_proto(call)
+
+
+def some_data() -> list[tinker.Datum]:
+    rng = np.random.default_rng(0)
+    data = []
+    for length in (1, 3, 9, 2, 30):
+        made = rng.random((length, 2), np.float32)
+        data.append(make_datum(list(range(length)), np.ones((length, 2)), weights=made))
+    return data
+
+
+def put_together(call: wire.Call) -> bytes:
+    """The message that a call was, in protobuf's own order."""
+    whole = b"".join(b"".join(pieces.fill(part, call.lifted)) for part in call.parts)
+    return pb.ForwardBackwardRequest.FromString(whole).SerializeToString(deterministic=True)
+
+
+def outcome(read: Any, body: bytes) -> bytes | None:
+    """What a reader makes of a body; None where it refuses it."""
+    try:
+        return read(body)
+    except Exception:
+        return None
+
+
+def at_once(body: bytes) -> bytes:
+    return pb.ForwardBackwardRequest.FromString(body).SerializeToString(deterministic=True)
+
+
+def in_pieces(body: bytes) -> bytes:
+    return put_together(wire.parse_forward_backward(body))
+
+
+@pytest.mark.usefixtures("crumbs")
+def test_a_message_in_pieces_is_the_message() -> None:
+    body = request(some_data()).SerializeToString()
+    call = wire.parse_forward_backward(body)
+    assert len(call) == 5 and len(call.parts) > 3 and len(call.lifted._strings) > 10
+    assert (call.head.model_id, call.head.seq_id, call.head.loss_fn) == ("run", 7, "ppo")
+    assert put_together(call) == at_once(body)
+
+
+@pytest.mark.usefixtures("crumbs")
+def test_fields_that_come_twice_are_merged_as_protobuf_merges_them() -> None:
+    tensor, entry = pb.Tensor(dense=b"12345678", shape=[2]), pb.Datum.LossFnInputsEntry(key="w")
+    parts = [tensor, pb.Tensor(dtype=pb.DTYPE_FLOAT32), pb.Tensor(dense=b"abcdefgh")]
+    value = b"".join(pieces._tagged(2, len(b)) + b for b in (p.SerializeToString() for p in parts))
+    inner = entry.SerializeToString() + value
+    datum = pieces._tagged(2, len(inner)) + inner
+    head = pb.ForwardBackwardRequest(model_id="first", seq_id=5).SerializeToString()
+    zero = bytes([2 << 3, 0])  # seq_id 0, which a message that is made has no field for
+    again = pb.ForwardBackwardRequest(model_id="second").SerializeToString()
+    body = head + pieces._tagged(3, len(datum)) + datum + zero + again
+    call = wire.parse_forward_backward(body)
+    [one] = call.datums()
+    assert call.lifted.get(one.inputs["w"].dense) == b"abcdefgh"
+    assert (call.head.model_id, call.head.seq_id) == ("second", 0)
+    assert put_together(call) == at_once(body)
+
+
+@pytest.mark.usefixtures("crumbs")
+def test_what_protobuf_refuses_is_refused_and_nothing_else() -> None:
+    body, drawn = request(some_data()).SerializeToString(), random.Random(0)
+    refused = 0
+    for _ in range(4000):
+        bad = bytearray(body)
+        for _ in range(drawn.randint(1, 3)):
+            bad[drawn.randrange(len(bad))] = drawn.choice([0, 1, 0x0B, 0x1A, 0x7F, 0x80, 0xFF])
+        bad = bad[: drawn.choice([len(bad), drawn.randrange(len(bad))])]
+        expected = outcome(at_once, bytes(bad))
+        refused += expected is None
+        assert outcome(in_pieces, bytes(bad)) == expected
+    assert 400 < refused < 3900
+
+
+def test_a_request_without_datums_has_a_limit() -> None:
+    body = pb.ForwardBackwardRequest(model_id="x" * (1 << 21)).SerializeToString()
+    with pytest.raises(ValueError, match=r"no ForwardBackwardRequest message: \d+ bytes of it are"):
+        wire.parse_forward_backward(body)
+
+
+def test_a_batch_of_large_arrays_is_the_batch_of_small_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = request(some_data()).SerializeToString().replace(b"ppo", b"cross_entropy"[:3])
+    body = pb.ForwardBackwardRequest.FromString(body)
+    body.loss_fn = "cross_entropy"
+    body.ClearField("loss_fn_config")
+    body.ClearField("loss_fn_config_v2")
+    body = body.SerializeToString()
+    plain = wire.batch(wire.parse_forward_backward(body), MODEL)
+    monkeypatch.setattr(pieces, "LARGE", 6)
+    monkeypatch.setattr(pieces, "PIECE", 40)
+    call = wire.parse_forward_backward(body)
+    lifted = wire.batch(call, MODEL)
+    assert not call.parts  # what has become arrays is let go of
+    for one, other in zip(plain.arrays, lifted.arrays, strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(plain.inputs["weights"], lifted.inputs["weights"])
+    assert plain.shapes == lifted.shapes
+
+
+# ---- results ----
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).random(shape, np.float32)
+
+
+@pytest.mark.parametrize("length", (3, 60_000), ids=("small", "large"))
+def test_results_of_any_size_are_the_sdks_message(length: int) -> None:
+    logprobs = (numbers(length, 2), numbers(5, 2), numbers(4), *(numbers(9) for _ in range(4000)))
+    jsd = tuple(part + 1 for part in logprobs)
+    parts = wire.batch_message(BatchResult(logprobs, 1.5, {"jsd:mean": 2.0}, {"jsd": jsd}))
+    assert max(map(len, parts)) > 1e5 or length == 3
+    message = pb.ForwardBackwardOutput.FromString(b"".join(parts))
+    assert message.loss_fn_output_type == "ArrayRecord"
+    assert dict(message.metrics) == {"loss:sum": 1.5, "jsd:mean": 2.0}
+    found: dict[str, list[np.ndarray]] = {"logprobs": [], "jsd": []}
+    for record in message.loss_fn_outputs:
+        assert record.type_tag == "ArrayRecord"
+        for name, tensor in record.fields.items():
+            ends = np.frombuffer(tensor.offsets, "<i8")
+            assert len(ends) == record.num_datums + 1 and tensor.dtype == pb.DTYPE_FLOAT32
+            for begin, end in itertools.pairwise(ends):
+                flat = np.frombuffer(tensor.data[begin:end], "<f4")
+                found[name].append(flat.reshape(-1, *tensor.trailing_shape))
+    for name, expected in (("logprobs", logprobs), ("jsd", jsd)):
+        assert len(found[name]) == len(expected)
+        for one, other in zip(found[name], expected, strict=True):
+            np.testing.assert_array_equal(one.reshape(other.shape), other)
+
+
+@pytest.mark.parametrize("length", (3, 60_000), ids=("small", "large"))
+def test_samples_of_any_size_are_the_sdks_message(length: int) -> None:
+    ids = np.arange(2 * length, dtype=np.int32).reshape(length, 2)
+    samples = tuple(
+        Sample(ids[:, 0].copy(), numbers(length), reason, ids + n, numbers(length, 2))
+        for n, reason in enumerate(("stop", "length"))
+    )
+    cells = np.arange(1, length)
+    targets = PromptTargets(ids[1:, 0], cells, (length, 1), cells, length)
+    result = SampleResult(
+        samples, numbers(length), ids, numbers(length, 2), targets, numbers(length - 1), ids,
+        numbers(length, 2),
+    )  # fmt: skip
+    message = pb.SampleResponse.FromString(b"".join(wire_sampling.sample_message(result)))
+    for sequence, sample in zip(message.sequences, samples, strict=True):
+        assert sequence.tokens == sample.tokens.tobytes()
+        assert sequence.logprobs == sample.logprobs.tobytes()
+        topk = sequence.topk_sampled_logprobs
+        assert topk.token_ids == sample.topk_ids.tobytes() and (topk.k, topk.length) == (2, length)
+        assert topk.logprobs == sample.topk_logprobs.tobytes()
+    stops = [sequence.stop_reason for sequence in message.sequences]
+    assert stops == [pb.STOP_REASON_STOP, pb.STOP_REASON_LENGTH]
+    assert message.prompt_logprobs == result.prompt_logprobs.tobytes()
+    assert message.topk_prompt_logprobs.token_ids == ids.tobytes()
+    scores = np.frombuffer(message.target_prompt_logprobs.dense, "<f4")
+    np.testing.assert_array_equal(scores[1:], result.target_logprobs)
+    drawn = message.prompt_alt_tokens
+    assert drawn.tokens.dense == ids.astype("<i8").tobytes()
+    assert drawn.logprobs.dense == numbers(length, 2).tobytes()
+    assert wire_sampling.result_bytes(result) >= 4 * 10 * length
+
+
+# ---- JSON ----
+
+DOCUMENTS = [
+    '{"a": [1, 2, 3, -4, 5.5e3, 12345678901234567890, 7], "b": [[1, 2], [], [3]]}',
+    '{"a": [null, true, false, "x,y]", {"c": [1, [2, 3, 4, 5, 6, 7, 8, 9]]}, NaN, -Infinity, 0]}',
+    '{ "a" : [ 1 ,2\n,\t3 ] , "b" : [ ] , "c" : [\n] }',
+    '{"a": [1, 2, 3, 4, 5, 6, 7,]}', '{"a": [,1, 2, 3, 4]}', '{"a": [1, 2, , 3, 4, 5]}',
+    '{"a": [1, 2, 3, 4 5, 6, 7]}', '{"a": [1, 2, 3, 4, 5, 6', '{"a": [1, 2, 3, 4, 5, 6}',
+    '{"a": [01, 2, 3]}', '{"a": [1, 2, 3, 4, x, 5]}', '{"a": [1, 2, 3]', "{} 1", "[1,2,3,4,5,6] ]",
+    '{"a": [1, 2, 3, 4, ]}', '{"a": "[1, 2, 3, 4"}', '{"a": [' + "1" * 5000 + ", 2]}",
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("crumbs")
+@pytest.mark.parametrize("text", DOCUMENTS, ids=range(len(DOCUMENTS)))
+def test_json_in_pieces_is_json(text: str) -> None:
+    def read(**how: Any) -> str:
+        try:
+            return repr(json.loads(text, **how))
+        except json.JSONDecodeError as error:
+            return f"at {error.pos}"
+        except ValueError as error:
+            return str(error)
+
+    assert read(cls=bodies._Decoder) == read()
+
+
+def test_json_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "JSON_BYTES_MAX", 10)
+    with pytest.raises(Refusal, match="JSON of more than 10 bytes"):
+        bodies.parse_json(b'{"a": [1, 2]}')
+
+
+# ---- others have their turns ----
+
+
+def large_body(count: int, length: int, targets: int) -> bytes:
+    ids = np.zeros((length, targets), np.int64)
+    datum = make_datum([0] * length, ids, weights=np.ones((length, targets)))
+    message = request([datum])
+    message.loss_fn = "cross_entropy"
+    message.ClearField("loss_fn_config")
+    message.ClearField("loss_fn_config_v2")
+    one = message.data[0]
+    for _ in range(count - 1):
+        message.data.add().CopyFrom(one)
+    return message.SerializeToString()
+
+
+@pytest.mark.parametrize("form", ((6000, 400, 1), (2, 3000, 1600)), ids=("many", "large"))
+def test_reading_a_request_lets_others_run(form: tuple[int, int, int]) -> None:
+    body = large_body(*form)
+    at_once = held(lambda: pb.ForwardBackwardRequest.FromString(body))
+    assert at_once.longest > 0.002, "too small to tell"
+    call: wire.Call
+
+    def parse() -> None:
+        nonlocal call
+        call = wire.parse_forward_backward(body)
+
+    parsed = held(parse)
+    assert parsed.longest < at_once.longest / 3
+    checked = held(lambda: wire.batch(call, MODEL), tries=1)
+    assert checked.longest < max(checked.total / 5, at_once.longest / 3)
+
+
+def test_writing_a_result_lets_others_run() -> None:
+    result = BatchResult((numbers(20_000_000), *(numbers(100) for _ in range(20_000))), 0.0)
+    message = pb.ForwardBackwardOutput()
+    data = result.logprobs[0].tobytes()
+
+    def at_once() -> None:
+        message.loss_fn_outputs.add().fields["logprobs"].data = data
+        message.SerializeToString()
+
+    expected = held(at_once)
+    assert held(lambda: wire.batch_message(result)).longest < expected.longest / 4
+
+
+def test_reading_json_lets_others_run() -> None:
+    body = json.dumps({"data": list(range(400_000)), "prompt": {"chunks": [{"tokens": [1]}]}})
+    at_once = held(lambda: json.loads(body))
+    assert at_once.longest > 0.005, "too small to tell"
+    assert held(lambda: bodies.parse_json(body.encode())).longest < at_once.longest / 3
