@@ -14,7 +14,7 @@ import pytest
 import zstandard
 from conftest import CONTEXT, VOCAB, Wire, make_datum
 from small_run import ADAM, make_client
-from tinsmith.server import bodies, wire
+from tinsmith.server import bodies, wire, wire_sampling
 from tinsmith.server.backend import Backend, make_app
 from tinsmith.server.beside import SMALL
 from tinsmith.server.messages import pb
@@ -254,3 +254,42 @@ def test_a_large_sample_request_is_the_small_one(server) -> None:
         reply = wire.http.post("/asample", content=text)
         results.append(wire.poll(reply.json()).content)
     assert results[0] == results[1] == results[2] and len(results[0]) > 60 * VOCAB * 8
+
+
+def test_a_sample_result_has_a_limit(server) -> None:
+    wire = Wire(server.url)
+    asked = {"session_id": wire.create().partition(":")[0], "sampling_session_seq_id": 0}
+    sampler = wire.post("/create_sampling_session", **asked, base_model="tiny")
+    body = {
+        "sampling_session_id": sampler["sampling_session_id"],
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
+        "num_samples": 4096,
+        "topk_sample_logprobs": VOCAB,
+    }
+    told = wire.result(wire.post("/asample", seq_id=0, **body))["error"]
+    drawn = 4096 * (CONTEXT - 3) * 8 * (1 + VOCAB)
+    assert told == (
+        f"the result could have {drawn} bytes, at most {1 << 30} are sent: 0 for a prompt of 3 "
+        f"tokens with topk_prompt_logprobs 0 and prompt_alt_tokens_k 0, and {drawn} for 4096 "
+        f"samples of up to {CONTEXT - 3} tokens with topk_sample_logprobs {VOCAB}; ask for less, "
+        "or in several requests"
+    )
+    wanted = body | {"num_samples": 2, "sampling_params": {"max_tokens": 1}}
+    assert wire.result(wire.post("/asample", seq_id=1, **wanted)) == {}
+
+
+def test_scores_of_a_prompt_have_a_limit() -> None:
+    class Large:
+        vocab, context, eos_ids = 150_000, 1 << 18, ()
+
+    for length, fits in (((1 << 30) // 8000, True), ((1 << 30) // 8000 + 1, False)):
+        body = {
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1] * length}]},
+            "sampling_params": {"max_tokens": 1},
+            "topk_prompt_logprobs": 1000,
+        }
+        if fits:
+            assert wire_sampling.sample_request(body, Large(), 0).topk_prompt == 1000
+            continue
+        with pytest.raises(ValueError, match=f"{8000 * length} for a prompt of {length} tokens"):
+            wire_sampling.sample_request(body, Large(), 0)

@@ -21,6 +21,7 @@ from tinsmith.server.wire import chunk_name, maybe, need, optional, seed_of, sho
 SAMPLES_MAX = 4096  # of one request
 DRAWS_MAX = 1024  # at one position of a prompt
 CELLS_MAX = 1 << 22  # of the tensors that score a prompt
+RESULT_BYTES_MAX = 1 << 30  # of one request
 PADDING = -1  # a cell that asks for nothing
 
 T = TypeVar("T")
@@ -51,7 +52,26 @@ def sample_request(body: Mapping[str, Any], model: BaseModel, fresh_seed: int) -
         prompt_draws=_draws(body, len(prompt)),
         targets=_targets(body, len(prompt), model.vocab),
     )
+    _check_size(request, model.context)
     return request
+
+
+def _check_size(request: SampleRequest, context: int) -> None:
+    """ValueError where the result could be larger than one request's may be."""
+    length, samples = len(request.prompt), request.num_samples
+    most = max(context - length, 1)
+    new = most if request.max_tokens < 0 else min(request.max_tokens, most)
+    scores = 4 * request.prompt_logprobs + 8 * request.topk_prompt + 12 * request.prompt_draws
+    prompt = length * scores + (4 * request.targets.values if request.targets else 0)
+    drawn = samples * new * (8 + 8 * request.topk_sample)
+    if prompt + drawn > RESULT_BYTES_MAX:
+        raise ValueError(
+            f"the result could have {prompt + drawn} bytes, at most {RESULT_BYTES_MAX} are sent: "
+            f"{prompt} for a prompt of {length} tokens with topk_prompt_logprobs "
+            f"{request.topk_prompt} and prompt_alt_tokens_k {request.prompt_draws}, and {drawn} "
+            f"for {samples} samples of up to {new} tokens with topk_sample_logprobs "
+            f"{request.topk_sample}; ask for less, or in several requests"
+        )
 
 
 def result_bytes(result: SampleResult) -> int:
