@@ -183,6 +183,8 @@ def c_string(text: str) -> str:
 # watches the C code at run time, with its assertions on.
 strict = ["-Werror"] if os.environ.get("TINSMITH_WERROR") else []
 sanitize = os.environ.get("TINSMITH_SANITIZE")
+# Larger than what a thread's stack is sure to hold is the crew's scratch (csrc/cpu/pool.h).
+shallow = [] if sanitize else ["-Wframe-larger-than=32768"]
 sanitizers = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
 watched = [*sanitizers, "-UNDEBUG", "-O1"] if sanitize else []
 
@@ -199,7 +201,7 @@ core = Extension(
         ("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"),
         ("NPY_TARGET_VERSION", "NPY_1_23_API_VERSION"),
     ],
-    extra_compile_args=FLAGS + WARNINGS + strict + watched,
+    extra_compile_args=FLAGS + WARNINGS + shallow + strict + watched,
     extra_link_args=["-pthread", "-lm", "-ldl"] + (sanitizers if sanitize else []),
 )
 

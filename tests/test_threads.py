@@ -1,6 +1,7 @@
 """The engine's threads: one crew in a process, and the same bits whatever they do."""
 
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -55,6 +56,38 @@ def share(tiny_model_dir: Path) -> None:
         time.sleep(0.01)  # the system takes a moment to forget a thread that was joined
     assert tasks() == before
     assert len(losses(adapter_on(tiny_model_dir, 2))) == 3  # a new one
+
+
+def test_threads_with_small_stacks_compute(tiny_model_dir: Path) -> None:
+    """musl's have 128 KB, and glibc's what the process was started with. Python's own needs more,
+    and so do a sanitizer's frames."""
+    small = (1 << 20) if "TINSMITH_SANITIZE" in os.environ else (256 << 10)
+
+    def limit() -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_STACK)
+        resource.setrlimit(resource.RLIMIT_STACK, (small, most))
+
+    script = "import sys, pathlib, test_threads; test_threads.compute(pathlib.Path(sys.argv[1]))"
+    command = [sys.executable, "-c", script, str(tiny_model_dir)]
+    folder = Path(__file__).parent
+    subprocess.run(command, check=True, cwd=folder, timeout=120, preexec_fn=limit)
+
+
+def compute(tiny_model_dir: Path) -> None:
+    """Training and sampling, in a Python thread and the crew's."""
+    adapter = adapter_on(tiny_model_dir, 3)
+    sampler = _core.Sampler(adapter.model, tokens=256)
+
+    def call() -> None:
+        losses(adapter, 20)
+        sampler.add(0, IDS, adapter, max_tokens=20, num_samples=4, top_p=0.5)
+        while not sampler.step()[1]:
+            pass
+
+    call()
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
 
 
 @pytest.mark.parametrize("threads", [2, 4])

@@ -269,6 +269,7 @@ void CPU(attention)(Device *dev, real *y, float *lse, const real *q, const real 
 /* ---- backward ---- */
 
 typedef struct Backward {
+    const Device *dev;
     float *dq, *dk, *dv;
     const float *dy, *y, *lse, *q, *k, *v;
     const Span *spans;
@@ -276,7 +277,7 @@ typedef struct Backward {
 } Backward;
 
 enum {
-    HEAD_MAX = 256,                      /* widest head: a block's operands live on the stack */
+    HEAD_MAX = 256,                      /* widest head: a block's operands are scratch */
     BLOCK = KV_PAGE,                     /* query rows, and keys, of one block */
     OPERAND = BLOCK * HEAD_MAX + 2 * VL, /* a product reads whole tiles */
 };
@@ -286,8 +287,11 @@ enum {
 typedef struct Operands {
     _Alignas(64) float kt[OPERAND], vt[OPERAND]; /* (E,BLOCK) */
     _Alignas(64) float k[OPERAND], dk[OPERAND], dv[OPERAND], q[OPERAND],
-        dy[OPERAND]; /* (BLOCK,E) */
+        dy[OPERAND];                                            /* (BLOCK,E) */
+    _Alignas(64) float p[BLOCK * KV_PAGE], ds[BLOCK * KV_PAGE]; /* of one block of queries */
 } Operands;
+
+_Static_assert(sizeof(Operands) <= POOL_SCRATCH, "a block's operands");
 
 static void rows_copy(float *to, int64_t to_row, const float *from, int64_t from_row, int rows,
                       int E)
@@ -305,7 +309,7 @@ static void backward_block(const Backward *c, Operands *o, int64_t q_at, int64_t
     int E = c->E;
     int64_t q_row = (int64_t)c->H * E;
     float scale = 1.0f / sqrtf((float)E);
-    _Alignas(64) float p[BLOCK * KV_PAGE], ds[BLOCK * KV_PAGE];
+    float *p = o->p, *ds = o->ds;
     rows_copy(o->q, E, c->q + q_at, q_row, rows, E);
     rows_copy(o->dy, E, c->dy + q_at, q_row, rows, E);
     CPU(product)(p, KV_PAGE, o->q, E, 1, o->kt, KV_PAGE, rows, KV_PAGE, E, scale, 0);
@@ -340,28 +344,28 @@ static void backward_piece(void *context, int64_t piece)
     int g = (int)(piece % c->G), group = c->H / c->G, E = c->E;
     int64_t q_row = (int64_t)c->H * E, k_row = (int64_t)c->G * E;
     size_t block = (size_t)E * BLOCK * sizeof(float);
-    Operands o;
-    memset(o.kt, 0, block);
-    memset(o.vt, 0, block);
+    Operands *o = cpu_scratch(c->dev);
+    memset(o->kt, 0, block);
+    memset(o->vt, 0, block);
     for (int i = 0; i < span.rows; i++)
         memset(c->dq + (span.row + i) * q_row + g * group * E, 0,
                (size_t)group * (size_t)E * sizeof(float));
     for (int j = 0; j < span.rows; j += BLOCK) {
         int keys = span.rows - j < BLOCK ? span.rows - j : BLOCK;
         int64_t k_at = (int64_t)(span.row + j) * k_row + g * E;
-        CPU(transpose)(o.kt, KV_PAGE, c->k + k_at, k_row, keys, E);
-        CPU(transpose)(o.vt, KV_PAGE, c->v + k_at, k_row, keys, E);
-        rows_copy(o.k, E, c->k + k_at, k_row, keys, E);
-        memset(o.dk, 0, block);
-        memset(o.dv, 0, block);
+        CPU(transpose)(o->kt, KV_PAGE, c->k + k_at, k_row, keys, E);
+        CPU(transpose)(o->vt, KV_PAGE, c->v + k_at, k_row, keys, E);
+        rows_copy(o->k, E, c->k + k_at, k_row, keys, E);
+        memset(o->dk, 0, block);
+        memset(o->dv, 0, block);
         for (int i = j; i < span.rows && i - (j + keys) < c->window - 1; i += BLOCK) {
             int rows = span.rows - i < BLOCK ? span.rows - i : BLOCK;
             for (int h = g * group; h < (g + 1) * group; h++)
-                backward_block(c, &o, (int64_t)(span.row + i) * q_row + (int64_t)h * E,
+                backward_block(c, o, (int64_t)(span.row + i) * q_row + (int64_t)h * E,
                                (int64_t)(span.row + i) * c->H + h, rows, keys, i - j);
         }
-        rows_copy(c->dk + k_at, k_row, o.dk, E, keys, E);
-        rows_copy(c->dv + k_at, k_row, o.dv, E, keys, E);
+        rows_copy(c->dk + k_at, k_row, o->dk, E, keys, E);
+        rows_copy(c->dv + k_at, k_row, o->dv, E, keys, E);
     }
 }
 
@@ -376,8 +380,9 @@ void CPU(attention_backward)(Device *dev, real *dq, real *dk, real *dv, const re
                  E, HEAD_MAX);
         return;
     }
-    Backward c = {f32(dq), f32(dk), f32(dv), f32c(dy), f32c(y), lse, f32c(q),
-                  f32c(k), f32c(v), spans,   H,        G,       E,   window_of(window)};
+    Backward c = {dev,     f32(dq), f32(dk), f32(dv), f32c(dy),
+                  f32c(y), lse,     f32c(q), f32c(k), f32c(v),
+                  spans,   H,       G,       E,       window_of(window)};
     cpu_run_uneven(dev, NS * pairs_of(spans, S, c.window) * H * E, (int64_t)S * G, backward_piece,
                    &c);
 }

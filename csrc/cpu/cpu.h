@@ -66,6 +66,12 @@ static inline const float *f32c(const real *x)
     return (const float *)x;
 }
 
+/* The calling thread's scratch (pool.h): for an op's jobs, or, where they use none, its caller. */
+static inline void *cpu_scratch(const Device *dev)
+{
+    return pool_scratch(((const CpuDevice *)dev)->pool);
+}
+
 /* Runs work(context, i) for i in [0, count) on the device's threads: for jobs that are long
  * whenever they have more than one piece. */
 static inline void cpu_run(Device *dev, int64_t count, void (*work)(void *, int64_t), void *context)

@@ -22,6 +22,7 @@ enum {
 };
 
 typedef struct Group {
+    const Device *dev;
     const Lora *list;
     int count;
     const float *x;
@@ -62,14 +63,21 @@ static void multiply(Device *dev, float *c, const float *a, int64_t a_row, const
 
 /* ---- between x and the group's columns ---- */
 
+typedef struct Rows {
+    float packed[ROWS * DEPTH + PACKED_SLACK];
+    _Alignas(64) float b[DEPTH * PANEL], wide[ROWS * COLUMNS];
+} Rows;
+
+_Static_assert((int)COLUMNS == (int)DEPTH && sizeof(Rows) <= POOL_SCRATCH, "a job's scratch");
+
 /* s of all matrices for a block of rows. */
 static void narrow_job(void *context, int64_t job)
 {
     const Group *g = context;
+    Rows *own = cpu_scratch(g->dev);
+    float *packed = own->packed, *b = own->b, *sums = own->wide;
     int t0 = (int)job * g->rows, m = block_of(job, g->rows, g->T), all = g->count * g->R;
-    _Alignas(64) float packed[ROWS * DEPTH + PACKED_SLACK], b[DEPTH * PANEL];
-    _Alignas(64) float sums[ROWS * COLUMNS];
-    memset(b, 0, sizeof b); /* columns that do not exist */
+    memset(b, 0, sizeof own->b); /* columns that do not exist */
     for (int c0 = 0; c0 < all; c0 += COLUMNS) {
         int c1 = all - c0 < COLUMNS ? all : c0 + COLUMNS;
         for (int k0 = 0; k0 == 0 || k0 < g->D; k0 += DEPTH) {
@@ -100,10 +108,10 @@ static void narrow_job(void *context, int64_t job)
 static void widen_job(void *context, int64_t job)
 {
     const Group *g = context;
+    Rows *own = cpu_scratch(g->dev);
+    float *packed = own->packed, *b = own->b, *side_by_side = own->wide;
     int t0 = (int)job * g->rows, m = block_of(job, g->rows, g->T), all = g->count * g->R;
-    _Alignas(64) float packed[ROWS * COLUMNS + PACKED_SLACK], b[COLUMNS * PANEL];
-    _Alignas(64) float side_by_side[ROWS * COLUMNS];
-    memset(b, 0, sizeof b); /* columns that do not exist */
+    memset(b, 0, sizeof own->b); /* columns that do not exist */
     for (int c0 = 0; c0 < all; c0 += COLUMNS) {
         int c1 = all - c0 < COLUMNS ? all : c0 + COLUMNS, k = c1 - c0;
         for (int c = c0; c < c1;) {
@@ -130,14 +138,21 @@ static void widen_job(void *context, int64_t job)
 
 /* ---- sums over rows ---- */
 
+typedef struct Sums {
+    _Alignas(64) float b[DEPTH * PANEL], sums[COLUMNS * PANEL], turned[PANEL * COLUMNS];
+} Sums;
+
+_Static_assert(sizeof(Sums) <= POOL_SCRATCH, "a job's scratch");
+
 /* da_i += xᵀ·ds_i for some columns of x: made as dsᵀ·x, R rows of it at a time, and turned. */
 static void da_job(void *context, int64_t job)
 {
     const Group *g = context;
+    Sums *own = cpu_scratch(g->dev);
+    float *b = own->b, *sums = own->sums, *turned = own->turned;
     int first = (int)job * g->columns, R = g->R;
     int last = first + block_of(job, g->columns, g->D);
-    _Alignas(64) float b[DEPTH * PANEL], sums[COLUMNS * PANEL], turned[PANEL * COLUMNS];
-    memset(b, 0, sizeof b); /* columns that do not exist */
+    memset(b, 0, sizeof own->b); /* columns that do not exist */
     for (int k0 = 0; k0 < g->T; k0 += DEPTH) {
         int depth = g->T - k0 < DEPTH ? g->T - k0 : DEPTH;
         for (int n0 = first; n0 < last; n0 += PANEL) {
@@ -161,6 +176,7 @@ static void da_job(void *context, int64_t job)
 
 /* A block of dy, T rows by `columns`, and the part of db that it makes. */
 typedef struct Db {
+    const Device *dev;
     float *db;
     const float *s, *dy;
     int T, columns, N, R;
@@ -173,8 +189,9 @@ static void db_job(void *context, int64_t job)
     const Db *g = context;
     int first = (int)job * DY_PANELS * PANEL;
     int last = first + block_of(job, DY_PANELS * PANEL, g->columns);
-    _Alignas(64) float b[DEPTH * PANEL];
-    if ((last - first) % PANEL) memset(b, 0, sizeof b); /* columns that do not exist */
+    float *b = ((Sums *)cpu_scratch(g->dev))->b;
+    if ((last - first) % PANEL)
+        memset(b, 0, DEPTH * PANEL * sizeof *b); /* columns that do not exist */
     for (int k0 = 0; k0 < g->T; k0 += DEPTH) {
         int depth = g->T - k0 < DEPTH ? g->T - k0 : DEPTH;
         for (int n0 = first; n0 < last; n0 += PANEL) {
@@ -203,7 +220,8 @@ static void ds_db(Device *dev, const Lora *m, int T, int R, float scale)
             const float *dy = f32c(m->y) + (int64_t)t0 * N + n0;
             int count = T - t0 < rows ? T - t0 : rows;
             int columns = N - n0 < width ? N - n0 : width;
-            Db db = {m->db + n0, f32c(m->s) + (int64_t)t0 * R, dy, count, columns, N, R, scale};
+            Db db = {dev, m->db + n0, f32c(m->s) + (int64_t)t0 * R, dy, count, columns, N,
+                     R,   scale};
             multiply(dev, f32(m->ds) + (int64_t)t0 * R, dy, N, m->b + n0, N, BY_COLUMN, count, R,
                      columns, scale, n0 > 0);
             cpu_run(dev, jobs_of(columns, DY_PANELS * PANEL), db_job, &db);
@@ -215,7 +233,7 @@ static void ds_db(Device *dev, const Lora *m, int T, int R, float scale)
 void CPU(lora)(Device *dev, const Lora *group, int count, const real *x, int T, int D, int R,
                float scale)
 {
-    Group g = {.list = group, .count = count, .x = f32c(x), .T = T, .D = D, .R = R};
+    Group g = {.dev = dev, .list = group, .count = count, .x = f32c(x), .T = T, .D = D, .R = R};
     g.rows = cpu_size_of_piece(dev, T, ROWS, TALL);
     if (count == 1) /* nothing to share: one panel is best met by x as it lies */
         multiply(dev, f32(group->s), g.x, D, group->a, R, BY_ROW, T, R, D, 1.0f, 0);
@@ -228,7 +246,8 @@ void CPU(lora)(Device *dev, const Lora *group, int count, const real *x, int T, 
 void CPU(lora_backward)(Device *dev, real *dx, const Lora *group, int count, const real *x, int T,
                         int D, int R, float scale)
 {
-    Group g = {.list = group,
+    Group g = {.dev = dev,
+               .list = group,
                .count = count,
                .x = f32c(x),
                .dx = dx ? f32(dx) : NULL,

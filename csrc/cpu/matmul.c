@@ -294,9 +294,9 @@ static const float *bring(const Product *p, int k0, int depth, int n0, int width
 /* Few rows, or a single panel: a is taken as it lies. b is not frozen. */
 static void few_rows(const Product *p, int m0, int m, int n_first, int n_last)
 {
-    _Alignas(64) float scratch[DEPTH * PANEL];
+    float *scratch = cpu_scratch(p->dev);
     if ((n_last - n_first) % PANEL)
-        memset(scratch, 0, sizeof scratch); /* columns that do not exist */
+        memset(scratch, 0, DEPTH * PANEL * sizeof *scratch); /* columns that do not exist */
     for (int n0 = n_first; n0 < n_last; n0 += PANEL)
         for (int k0 = 0; k0 == 0 || k0 < p->k; k0 += DEPTH) {
             int depth = p->k - k0 < DEPTH ? p->k - k0 : DEPTH;
@@ -350,18 +350,27 @@ static void many_rows_chunk(const Product *p, Out out, Tiles a, float *scratch, 
     }
 }
 
+/* What a thread needs for many rows; few need the first panel. */
+typedef struct Own {
+    float panels[GROUP * SCRATCH];
+    _Alignas(64) float packed[PACKED + PACKED_SLACK];
+} Own;
+
+_Static_assert(sizeof(Own) <= POOL_SCRATCH, "many rows' scratch");
+_Static_assert((int)DEPTH <= (int)PACKED_DEPTH, "few rows' scratch");
+
 static void many_rows(const Product *p, int m0, int m, int n_first, int n_last)
 {
-    _Alignas(64) float scratch[GROUP * SCRATCH], packed[PACKED + PACKED_SLACK];
+    Own *own = cpu_scratch(p->dev);
     int pairs = in_pairs(p), step = chunk(p);
     for (int k0 = 0; k0 == 0 || k0 < p->k; k0 += step) {
         int depth = p->k - k0 < step ? p->k - k0 : step;
-        CPU(block_pack)(packed, p->a + m0 * p->a_row + k0 * p->a_col, p->a_row, p->a_col, m, depth,
-                        pairs);
+        CPU(block_pack)(own->packed, p->a + m0 * p->a_row + k0 * p->a_col, p->a_row, p->a_col, m,
+                        depth, pairs);
         Out out = out_to(p->c, p->ldc, p->scale, p->accumulate || k0 > 0);
         if (k0 == 0) out.bias = p->bias;
-        many_rows_chunk(p, out_at(out, m0, 0), tiles_packed(packed, depth, pairs), scratch, m, k0,
-                        depth, n_first, n_last);
+        many_rows_chunk(p, out_at(out, m0, 0), tiles_packed(own->packed, depth, pairs), own->panels,
+                        m, k0, depth, n_first, n_last);
     }
 }
 
@@ -423,6 +432,7 @@ void CPU(product_run)(Device *dev, Product *p)
         CPU(product_stream)(dev, p);
         return;
     }
+    p->dev = dev;
     int threads = pool_threads(((CpuDevice *)dev)->pool);
     int shared = threads > 1 && CPU_PRODUCT_NS * p->m * p->n * p->k >= CPU_SHARED_NS;
     cut(p, shared ? 4 * threads : 1);

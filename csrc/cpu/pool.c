@@ -39,13 +39,15 @@ enum { THREADS_MAX = 256, SPINS = 64 /* between two looks at the clock */ };
 struct Pool {
     int threads; /* that a job of this device may have */
     pid_t owner;
+    void *scratch; /* the caller's */
 };
 
 typedef struct Crew {
     pid_t owner; /* the process that the threads are in; 0: none yet */
     int pools, workers;
     pthread_t worker[THREADS_MAX];
-    pthread_mutex_t lock; /* of sleeping and waking */
+    void *scratch[THREADS_MAX]; /* each worker's */
+    pthread_mutex_t lock;       /* of sleeping and waking */
     pthread_cond_t wake, idle;
 
     atomic_int busy;     /* a job is under way */
@@ -61,6 +63,7 @@ typedef struct Crew {
 } Crew;
 
 static Crew crew;
+static _Thread_local void *workers_scratch;                   /* NULL: this thread is no worker */
 static pthread_mutex_t crew_lock = PTHREAD_MUTEX_INITIALIZER; /* of opening and closing */
 
 static inline void relax(void)
@@ -141,6 +144,7 @@ static void *worker_main(void *argument)
 {
     int index = (int)(intptr_t)argument;
     uint64_t seen = 0;
+    workers_scratch = crew.scratch[index];
     for (;;) {
         if (!called_awake(index, seen)) {
             pthread_mutex_lock(&crew.lock);
@@ -187,11 +191,27 @@ static void crew_end(void)
 {
     atomic_store(&crew.stop, 1);
     wake_all();
-    for (int i = 0; i < crew.workers; i++) pthread_join(crew.worker[i], NULL);
+    for (int i = 0; i < crew.workers; i++) {
+        pthread_join(crew.worker[i], NULL);
+        free(crew.scratch[i]);
+    }
     pthread_mutex_destroy(&crew.lock);
     pthread_cond_destroy(&crew.wake);
     pthread_cond_destroy(&crew.idle);
     crew.owner = 0;
+}
+
+/* One worker more; 0 if the system has none. */
+static int crew_grow(void)
+{
+    int index = crew.workers;
+    crew.scratch[index] = aligned_alloc(64, POOL_SCRATCH);
+    if (!crew.scratch[index]) return 0;
+    if (pthread_create(&crew.worker[index], NULL, worker_main, (void *)(intptr_t)index) != 0) {
+        free(crew.scratch[index]);
+        return 0;
+    }
+    return ++crew.workers;
 }
 
 Status pool_open(Pool **out, int threads)
@@ -200,15 +220,16 @@ Status pool_open(Pool **out, int threads)
         return fail(STATUS_INVALID, "threads must be 0 (all cores) to %d, not %d", THREADS_MAX,
                     threads);
     Pool *pool = calloc(1, sizeof *pool);
-    if (!pool) return fail(STATUS_MEMORY, "no memory for the CPU device's threads");
+    if (pool) pool->scratch = aligned_alloc(64, POOL_SCRATCH);
+    if (!pool || !pool->scratch) {
+        free(pool);
+        return fail(STATUS_MEMORY, "no memory for the CPU device's threads");
+    }
     int wanted = threads ? threads : cores();
     if (wanted > THREADS_MAX) wanted = THREADS_MAX;
     pthread_mutex_lock(&crew_lock);
     crew_begin();
-    while (crew.workers < wanted - 1) {
-        void *index = (void *)(intptr_t)crew.workers;
-        if (pthread_create(&crew.worker[crew.workers], NULL, worker_main, index) != 0) break;
-        crew.workers++;
+    while (crew.workers < wanted - 1 && crew_grow()) {
     }
     crew.pools++;
     pool->threads = crew.workers + 1 < wanted ? crew.workers + 1 : wanted;
@@ -224,12 +245,18 @@ void pool_close(Pool *pool)
     pthread_mutex_lock(&crew_lock);
     if (pool->owner == getpid() && --crew.pools == 0) crew_end();
     pthread_mutex_unlock(&crew_lock);
+    free(pool->scratch);
     free(pool);
 }
 
 int pool_threads(const Pool *pool)
 {
     return pool->threads;
+}
+
+void *pool_scratch(const Pool *pool)
+{
+    return workers_scratch ? workers_scratch : pool->scratch;
 }
 
 /* ---- a job ---- */

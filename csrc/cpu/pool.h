@@ -8,10 +8,15 @@
 
 typedef struct Pool Pool;
 
+enum { POOL_SCRATCH = 1536 << 10 }; /* bytes: more than a stack is sure to have */
+
 /* threads = 0: one for each core that this process may use. */
 Status pool_open(Pool **pool, int threads);
 void pool_close(Pool *pool);
 int pool_threads(const Pool *pool);
+/* POOL_SCRATCH bytes for what the calling thread is at work on, 64-byte aligned, their content
+ * undefined: a worker has its own, and a pool some for its caller, of whom it has one at a time. */
+void *pool_scratch(const Pool *pool);
 
 /* Calls work(context, i) once for each i in [0, count) and returns when all are done, on as many of
  * the pool's threads as are not at work for somebody else. Which thread takes which i is left open,

@@ -24,6 +24,7 @@ enum {
 
 #define NS_BYTE 0.018 /* of a byte of a weight in L3 (cpu.h); twice that from memory */
 
+_Static_assert((PACKED_LANES + PACKED_SLACK) * sizeof(float) <= POOL_SCRATCH, "all packed rows");
 _Static_assert(PACKED_LANES / (STREAM_ROWS + TILE_ROWS) >= DEPTH, "a block of all rows is packed");
 
 /* What the 32-bit lanes of the operands hold. */
@@ -160,7 +161,7 @@ static void panel_job(void *context, int64_t panel)
 void CPU(product_stream)(Device *dev, const Product *p)
 {
     assert(p->order == PANELS && p->a_col == 1 && p->m <= STREAM_ROWS);
-    _Alignas(64) float packed[PACKED_LANES + PACKED_SLACK];
+    float *packed = cpu_scratch(dev); /* the caller's: workers only read it */
     Stream s = {.p = p, .packed = packed};
     s.form = ((const frozen *)p->b)->type == DTYPE_F32 ? FLOATS : WIDEN;
 #if defined(__AVX512BF16__)
