@@ -33,7 +33,7 @@ X86 = {
 ISAS = GENERIC | (X86 if platform.machine() in ("x86_64", "AMD64") else {})
 
 ROOMS = ["device", "model", "train", "sample", "arrays", "py"]
-ONCE = ["csrc/cpu/device.c", "csrc/cpu/pool.c"]
+ONCE = ["csrc/cpu/device.c", "csrc/cpu/memory.c", "csrc/cpu/pool.c"]
 
 
 def sources(folder: str) -> list[str]:

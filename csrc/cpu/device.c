@@ -11,7 +11,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include "cpu.h"
 
@@ -30,12 +29,11 @@ enum { BYTES_OF_JOB = 1 << 18 }; /* of a copy */
 
 #define NS 0.04 /* of a byte (cpu.h) */
 
-/* What the machine has. mmap would promise more, and the system kill the process that takes it at
- * its word; what is free just now is no limit, for pages that are never touched cost nothing. */
+/* mmap would promise more, and the system kill the process that takes it at its word. */
 static void cpu_memory(Device *dev, size_t *free_bytes, size_t *all_bytes)
 {
     (void)dev;
-    *free_bytes = *all_bytes = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    host_memory("", free_bytes, all_bytes);
 }
 
 static Status cpu_alloc(Device *dev, void **memory, size_t bytes)

@@ -10,4 +10,9 @@
  * has no instructions for that. */
 Status cpu_open(Device **dev, int threads, int bf16);
 
+/* Bytes of memory that this process can still take, and that it may have in all: the machine's, or
+ * what its control groups allow. `root` is "", or, for tests, a folder with proc and sys of its
+ * own. */
+TINSMITH_EXPORT void host_memory(const char *root, size_t *free_bytes, size_t *all_bytes);
+
 #endif

@@ -117,6 +117,20 @@ static PyObject *core_devices(PyObject *module, PyObject *args)
     return found;
 }
 
+static PyObject *core_memory(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *name;
+    Device *dev;
+    size_t free_bytes, all_bytes;
+    if (!PyArg_ParseTuple(args, "s:memory", &name)) return NULL;
+    Status status = device_open(&dev, name, 1);
+    if (status) return raise_status(status);
+    dev->memory(dev, &free_bytes, &all_bytes);
+    dev->close(dev);
+    return Py_BuildValue("(nn)", (Py_ssize_t)free_bytes, (Py_ssize_t)all_bytes);
+}
+
 static PyMethodDef core_methods[] = {
     {"losses", core_losses, METH_NOARGS,
      "losses() -> list[dict]\n\nThe table of losses: name, multi, taught, inputs, config "
@@ -128,6 +142,8 @@ static PyMethodDef core_methods[] = {
      "devices(name=None) -> dict[str, str]\n\nDevice names, each with '' or the sentence that says "
      "why it "
      "can't be opened."},
+    {"memory", core_memory, METH_VARARGS,
+     "memory(device) -> (int, int)\n\nBytes that a device can give, and that it has in all."},
     {"topk", core_topk, METH_VARARGS,
      "topk(rows, weight or None, k) -> (ids, logprobs)\n\nSee tinsmith.ops."},
     {"gather", core_gather, METH_VARARGS,

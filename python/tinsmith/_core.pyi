@@ -38,6 +38,10 @@ def devices(name: str | None = None, /) -> dict[str, str]:
     """Device names, each with "" when it can be opened, or the sentence that says why it can't. To
     know, each is opened: with a name, that one alone."""
 
+def memory(device: str, /) -> tuple[int, int]:
+    """Bytes that a device can give, and that it has in all. The CPU's are the machine's, or what a
+    container leaves of them. To know, the device is opened."""
+
 def topk(rows: Any, weight: Any, k: int) -> tuple[Any, Any]:
     """(ids, logprobs) of rows that are flattened to (N, ·): tinsmith.ops.topk_logprobs.
 

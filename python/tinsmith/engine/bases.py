@@ -5,15 +5,14 @@ used. Models are read (loading.py) tensor by tensor, between other work and in t
 be is told to those that wait for it, and who comes later tries anew.
 
 Memory is counted in what the engine allocates: weights, caches of keys and values, adapters with a
-step's activations. The limit is given, or nine tenths of the machine's or the card's. A model goes
-only when nothing on it would be lost: no adapter in training, no snapshot that is nowhere on disk,
-no sample under way. What goes comes back on its next use, to the same bits. A failed allocation
-makes room too, where the limit did not foresee it. All of it belongs to the worker's thread.
+step's activations. The limit is given, or nine tenths of what the machine, the container or the
+card has. A model goes only when nothing on it would be lost: no adapter in training, no snapshot
+that is nowhere on disk, no sample under way. What goes comes back on its next use, to the same
+bits. A failed allocation makes room too, where the limit did not foresee it. All of it belongs to
+the worker's thread.
 """
 
-import contextlib
 import ctypes
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ from tinsmith.files.families import BaseModel, LoadedModel, inspect_model
 T = TypeVar("T")
 
 SHARE = 0.9  # of all memory, where no limit is given
-CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
@@ -271,13 +269,7 @@ class Bases:
 
 def memory_of(device: str) -> int | None:
     """What a server on a device may take where nothing is said; None where it can't be told."""
-    if device == "cuda":
-        total = _card_bytes()
-    else:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        for file in CGROUPS:
-            with contextlib.suppress(OSError, ValueError):  # absent, or "max"
-                total = min(total, int(Path(file).read_text()))
+    total = _card_bytes() if device == "cuda" else _core.memory("cpu")[1]
     return None if total is None else int(total * SHARE)
 
 
