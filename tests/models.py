@@ -108,8 +108,8 @@ SPECS = {
     "qwen2-window": Spec(
         "qwen2",
         {"vocab_size": 91, "hidden_size": 28, "intermediate_size": 39, "num_attention_heads": 2,
-         "num_key_value_heads": 2, "tie_word_embeddings": False, "num_hidden_layers": 3,
-         "use_sliding_window": True, "sliding_window": 65, "max_window_layers": 1},
+         "num_key_value_heads": 2, "tie_word_embeddings": False, "use_sliding_window": True,
+         "sliding_window": 65, "max_window_layers": 1},
     ),
 }  # fmt: skip
 disable_progress_bar()

@@ -1,7 +1,7 @@
 """Models whose layers have a window, at the edges of windows and pages, on every device.
 
-One checkpoint of three layers, the second and third with a window, is loaded under windows of many
-lengths: transformers is the oracle, and the sampler's numbers are the trainer's, bit for bit.
+One checkpoint of two layers, the second with a window, is loaded under windows of many lengths.
+transformers is the oracle, and the sampler's numbers are the trainer's, bit for bit.
 """
 
 import functools
@@ -98,7 +98,7 @@ def test_logprobs_equal_transformers_under_every_window(window: int) -> None:
     one = datum(tokens, np.tile(np.arange(91), (LENGTH, 1)))
     (found,), _ = call(_core.Adapter(core_of(window), rank=1), [one], backward=False)
     assert_near(found, functools.partial(table, window, one))
-    assert error(found, table(1 << 20, one, torch.float64)) > 0.02  # the window matters
+    assert error(found, table(1 << 20, one, torch.float64)) > 0.01  # the window matters
 
 
 @pytest.mark.parametrize("window", WINDOWS)
