@@ -7,7 +7,6 @@
  * trace. A snapshot shares the weights, whose next change then goes to another place: it costs no
  * copy, and its memory is taken when it is made. */
 #include <math.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -112,6 +111,13 @@ static Status spare_make(Adapter *adapter)
     return adapter->spare ? STATUS_OK : weights_make(&adapter->spare, adapter, "a snapshot");
 }
 
+/* The weights are others from here on. */
+static void weights_changed(Adapter *adapter)
+{
+    static _Atomic uint64_t stamps;
+    adapter->stamp = ++stamps;
+}
+
 /* Before the weights change: a place that no other adapter reads. *before is what they were, to
  * read until weights_leave(). */
 static Status weights_change(Adapter *adapter, Weights **before)
@@ -124,15 +130,21 @@ static Status weights_change(Adapter *adapter, Weights **before)
     } else {
         atomic_fetch_add(&adapter->weights->owners, 1);
     }
-    adapter_changed(adapter);
+    weights_changed(adapter);
     return STATUS_OK;
 }
 
 size_t adapter_memory(const Adapter *adapter)
 {
-    size_t bytes = adapter->memory.size + adapter->arena.size + adapter->weights->memory.size;
+    size_t bytes = adapter->memory.size + adapter->weights->memory.size;
     if (adapter->spare && !weights_shared(adapter)) bytes += adapter->spare->memory.size;
     return bytes;
+}
+
+Status adapter_trainable(const Adapter *adapter)
+{
+    if (adapter->vector[GRADIENTS]) return STATUS_OK;
+    return fail(STATUS_INVALID, "this adapter is a snapshot: it can be sampled from, not trained");
 }
 
 Status adapter_put(Adapter *adapter, Vector which, const float *values)
@@ -191,13 +203,6 @@ size_t adapter_vector_bytes(const Adapter *adapter)
     return adapter->memory.used + weights.used;
 }
 
-void adapter_changed(Adapter *adapter)
-{
-    static _Atomic uint64_t stamps;
-    adapter_drop_kept(adapter);
-    adapter->stamp = ++stamps;
-}
-
 Status adapter_measure(Adapter **out, Model *model, const AdapterSpec *spec)
 {
     Adapter *adapter = calloc(1, sizeof *adapter);
@@ -207,9 +212,7 @@ Status adapter_measure(Adapter **out, Model *model, const AdapterSpec *spec)
     adapter->groups = spec->groups;
     adapter->alpha = spec->alpha;
     adapter->scale = spec->alpha / (float)spec->rank;
-    adapter->keep_bytes = spec->keep_bytes;
-    adapter->step_most = spec->step_bytes ? spec->step_bytes : budget_step(model, 0);
-    adapter->memory.dev = adapter->arena.dev = model->dev;
+    adapter->memory.dev = model->dev;
     adapter->layer = calloc((size_t)model->shape.layers, sizeof *adapter->layer);
     if (!adapter->layer) {
         free(adapter);
@@ -217,7 +220,6 @@ Status adapter_measure(Adapter **out, Model *model, const AdapterSpec *spec)
     }
     pairs_place(adapter);
     vectors_place(adapter);
-    adapter->step_tokens = spec->step_tokens ? spec->step_tokens : plan_step_tokens(adapter);
     *out = adapter;
     return STATUS_OK;
 }
@@ -238,7 +240,7 @@ static Status adapter_make(Adapter **out, Model *model, const AdapterSpec *spec)
     }
     vectors_place(adapter);
     weights_take(adapter, weights);
-    adapter_changed(adapter);
+    weights_changed(adapter);
     *out = adapter;
     return STATUS_OK;
 }
@@ -257,9 +259,6 @@ Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
     if (!(spec->groups & (ATTN | MLP | UNEMBED)))
         return fail(STATUS_INVALID,
                     "nothing to train: train_attn, train_mlp and train_unembed are all false");
-    if (spec->step_tokens < 0)
-        return fail(STATUS_INVALID, "step_tokens must be 0 (the default) or more, not %d",
-                    spec->step_tokens);
     Adapter *adapter = NULL;
     TRY(adapter_make(&adapter, model, spec));
     float *weights = calloc((size_t)adapter->size, sizeof *weights);
@@ -283,10 +282,7 @@ Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
 
 Status adapter_snapshot(Adapter **copy, Adapter *adapter)
 {
-    AdapterSpec spec = {.rank = adapter->rank,
-                        .groups = adapter->groups,
-                        .alpha = adapter->alpha,
-                        .step_tokens = adapter->step_tokens};
+    AdapterSpec spec = {.rank = adapter->rank, .groups = adapter->groups, .alpha = adapter->alpha};
     Device *dev = adapter->model->dev;
     TRY(dev->sync(dev));
     TRY(spare_make(adapter));
@@ -301,11 +297,9 @@ Status adapter_snapshot(Adapter **copy, Adapter *adapter)
 void adapter_close(Adapter *adapter)
 {
     if (!adapter) return;
-    adapter_drop_kept(adapter);
     weights_leave(adapter->weights);
     weights_leave(adapter->spare);
     arena_release(&adapter->memory);
-    arena_release(&adapter->arena);
     free(adapter->layer);
     free(adapter);
 }

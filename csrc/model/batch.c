@@ -23,6 +23,17 @@ void batch_upload(Batch *batch, Device *dev, const BatchHost *host)
     dev->upload(dev, batch->spans, host->spans, (size_t)host->S * sizeof(Span));
 }
 
+void batch_add(BatchHost *host, int length)
+{
+    host->spans[host->S++] = (Span){host->T, length, 0, host->page_count};
+    for (int t = 0; t < length; t++, host->T++) {
+        host->pos[host->T] = t;
+        host->slot[host->T] = host->page_count * KV_PAGE + t;
+    }
+    for (int t = 0; t < length; t += KV_PAGE, host->page_count++)
+        host->pages[host->page_count] = host->page_count;
+}
+
 int batch_stopped(const Batch *batch)
 {
     return batch->stop && *batch->stop;

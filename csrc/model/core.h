@@ -12,6 +12,8 @@
 #ifndef TINSMITH_CORE_H
 #define TINSMITH_CORE_H
 
+#include <stdatomic.h>
+
 #include "../device/arena.h"
 
 /* ---- layers.c: the kinds of layers, and the layers of a model ---- */
@@ -141,7 +143,6 @@ typedef struct LayerPairs {
 
 typedef enum Vector { WEIGHTS, GRADIENTS, MOMENT_1, MOMENT_2, FRESH, VECTORS } Vector;
 
-typedef struct Kept Kept;       /* step.c */
 typedef struct Weights Weights; /* adapter.c */
 
 typedef struct Adapter {
@@ -161,20 +162,11 @@ typedef struct Adapter {
     int step;                 /* optimizer steps taken */
     double loss;              /* sum of the losses behind the gradients */
     double tokens, sequences; /* behind the gradients: those with a gradient that is not zero */
-    int step_tokens;          /* rows of a micro-batch */
-    size_t step_most;         /* bytes that a step may take */
-    size_t keep_bytes;        /* that a kept forward may hold; one micro-batch in any case */
-    Arena arena;              /* of a step */
-    Kept *kept;               /* the forward that backward may follow, or NULL */
-    int held, held_keep;      /* micro-batches of it whose activations still lie in the arena, and
-                                 what is kept of each */
     double *total;            /* device: a sum */
-    volatile int interrupted; /* set from outside: the step under way stops */
 } Adapter;
 
 typedef struct AdapterSpec {
-    int rank, groups, step_tokens;
-    size_t step_bytes, keep_bytes; /* step_bytes 0: the default of step_most */
+    int rank, groups;
     float alpha;
     uint64_t seed;
 } AdapterSpec;
@@ -185,12 +177,13 @@ Status adapter_measure(Adapter **adapter, Model *model, const AdapterSpec *spec)
 void adapter_close(Adapter *adapter);
 /* What the vectors of one that is trained take. */
 size_t adapter_vector_bytes(const Adapter *adapter);
-/* What it holds: its vectors, and the memory of its steps. Weights that are shared count in each.
- */
+/* What its vectors hold. Weights that are shared count in each. */
 size_t adapter_memory(const Adapter *adapter);
 /* The weights as they are now, without gradients and moments. It shares them: the next change of
  * either goes to memory that is taken now. */
 Status adapter_snapshot(Adapter **copy, Adapter *adapter);
+/* Whether it can have gradients. */
+Status adapter_trainable(const Adapter *adapter);
 /* Puts `size` numbers into a vector. */
 Status adapter_put(Adapter *adapter, Vector which, const float *values);
 /* A trained matrix, number `index` of the layer's in its slot. */
@@ -212,12 +205,6 @@ typedef struct StepReport {
 Status adapter_optim_step(Adapter *adapter, const AdamW *adamw, Normalization by,
                           StepReport *report);
 Status adapter_clear(Adapter *adapter);
-/* Forgets the kept forward: the weights have changed. */
-void adapter_drop_kept(Adapter *adapter);
-/* Rows of a micro-batch: as many as the device has use for, if it has the memory. */
-int plan_step_tokens(Adapter *adapter);
-/* The weights are others from here on: a new stamp, and no kept forward. */
-void adapter_changed(Adapter *adapter);
 Status adapter_norm(Adapter *adapter, Vector which, double *norm);
 /* weights += (1 − decay)·(those of `leader` − weights): an exponential moving average of an adapter
  * of the same layout. */
@@ -237,19 +224,22 @@ typedef struct Batch {
     Span *spans;                          /* device */
     Segment *segment;                     /* host */
     Segment whole;                        /* the one of a batch that has one (batch_whole) */
-    const volatile int *stop;             /* NULL, or, when set from outside: no further layer */
+    const atomic_int *stop;               /* NULL, or, when set from outside: no further layer */
 } Batch;
 
 /* Host arrays that batch_upload sends. */
 typedef struct BatchHost {
     int T, S, page_count;
-    const int32_t *tokens, *pos, *slot, *pages;
-    const Span *spans;
+    const int32_t *tokens;
+    int32_t *pos, *slot, *pages;
+    Span *spans;
 } BatchHost;
 
 /* Places (or measures) the device arrays of a batch. */
 void batch_place(Batch *batch, Arena *arena, int T, int S, int page_count);
 void batch_upload(Batch *batch, Device *dev, const BatchHost *host);
+/* A whole sequence behind the others, on pages of its own; its tokens are the caller's to put. */
+void batch_add(BatchHost *host, int length);
 /* All rows are one adapter's, or nobody's where it is NULL. The batch may not be moved afterwards.
  */
 void batch_whole(Batch *batch, const Adapter *adapter, int rows);

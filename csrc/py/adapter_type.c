@@ -1,4 +1,4 @@
-/* py/adapter_type.c - tinsmith._core.Adapter: LoRA matrices, their training calls, and their flat
+/* py/adapter_type.c - tinsmith._core.Adapter: LoRA matrices, their trainer's calls, and their flat
  * vectors. */
 #include <math.h>
 #include <string.h>
@@ -6,15 +6,21 @@
 #include "arrays.h"
 #include "module.h"
 
-static PyObject *adapter_wrap(PyTypeObject *type, PyModel *model, Adapter *adapter)
+/* Takes the adapter, and gives it a trainer. */
+static PyObject *adapter_wrap(PyTypeObject *type, PyModel *model, Adapter *adapter,
+                              const TrainerLimits *limits)
 {
-    PyAdapter *self = (PyAdapter *)type->tp_alloc(type, 0);
+    Trainer *trainer = NULL;
+    Status status = trainer_open(&trainer, adapter, limits);
+    PyAdapter *self = status ? NULL : (PyAdapter *)type->tp_alloc(type, 0);
     if (!self) {
+        trainer_close(trainer);
         adapter_close(adapter);
-        return NULL;
+        return status ? raise_status(status) : NULL;
     }
     self->model = (PyModel *)Py_NewRef(model);
     self->adapter = adapter;
+    self->trainer = trainer;
     return (PyObject *)self;
 }
 
@@ -27,28 +33,31 @@ static PyObject *adapter_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     int attn = 1, mlp = 1, unembed = 1;
     Py_ssize_t keep_bytes = (Py_ssize_t)4 << 30, step_bytes = 0;
     AdapterSpec spec = {.alpha = 32.0f};
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!|$ifKpppinn:Adapter", names, state_of(type)->model, &model, &spec.rank,
-            &spec.alpha, &seed, &attn, &mlp, &unembed, &spec.step_tokens, &keep_bytes, &step_bytes))
+    TrainerLimits limits = {0};
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$ifKpppinn:Adapter", names,
+                                     state_of(type)->model, &model, &spec.rank, &spec.alpha, &seed,
+                                     &attn, &mlp, &unembed, &limits.step_tokens, &keep_bytes,
+                                     &step_bytes))
         return NULL;
     if (keep_bytes < 0)
         return PyErr_Format(PyExc_ValueError, "keep_bytes must be 0 or more, not %zd", keep_bytes);
     if (step_bytes < 0)
         return PyErr_Format(PyExc_ValueError, "step_bytes must be 0 (the default) or more, not %zd",
                             step_bytes);
-    spec.keep_bytes = (size_t)keep_bytes;
-    spec.step_bytes = (size_t)step_bytes;
+    limits.keep_bytes = (size_t)keep_bytes;
+    limits.step_bytes = (size_t)step_bytes;
     spec.seed = seed;
     spec.groups = (attn ? ATTN : 0) | (mlp ? MLP : 0) | (unembed ? UNEMBED : 0);
     Adapter *adapter;
     Status status = adapter_open(&adapter, ((PyModel *)model)->model, &spec);
-    return status ? raise_status(status) : adapter_wrap(type, (PyModel *)model, adapter);
+    return status ? raise_status(status) : adapter_wrap(type, (PyModel *)model, adapter, &limits);
 }
 
 static void adapter_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
     PyAdapter *self = (PyAdapter *)object;
+    trainer_close(self->trainer);
     adapter_close(self->adapter);
     Py_XDECREF(self->model);
     type->tp_free(object);
@@ -128,14 +137,17 @@ static int call_arrays(Call *call, PyObject *tokens, PyObject *lengths, PyObject
     return 0;
 }
 
-/* ValueError with the names that there are. */
-static void refuse_loss(const char *name)
+/* The loss of that name, or ValueError with the names that there are. */
+static int call_loss(Call *call, const char *name)
 {
+    call->loss = loss_find(name);
+    if (call->loss) return 0;
     PyObject *known = PyUnicode_FromString(loss_at(0)->name);
     for (int i = 1; known && loss_at(i); i++)
         Py_SETREF(known, PyUnicode_FromFormat("%U, %s", known, loss_at(i)->name));
     if (known) PyErr_Format(PyExc_ValueError, "no loss is called '%s'; there are: %U", name, known);
     Py_XDECREF(known);
+    return -1;
 }
 
 /* (logprobs, loss_sum) of a call whose arrays and options have been taken. */
@@ -146,8 +158,8 @@ static PyObject *call_run(PyObject *object, Call *call, Pass pass)
     Status status = STATUS_OK;
     if (logp) {
         float *out = array_data(logp);
-        Py_BEGIN_ALLOW_THREADS status = adapter_forward_backward(
-            ((PyAdapter *)object)->adapter, &call->datums, call->loss, pass, out, &sum);
+        Py_BEGIN_ALLOW_THREADS status = trainer_forward_backward(
+            ((PyAdapter *)object)->trainer, &call->datums, call->loss, pass, out, &sum);
         Py_END_ALLOW_THREADS
     }
     if (status) {
@@ -169,11 +181,7 @@ static PyObject *adapter_forward_backward_method(PyObject *object, PyObject *arg
                                      &lengths, &targets, &counts, &loss, &PyDict_Type, &inputs,
                                      &PyDict_Type, &config, &with_backward, &keep))
         return NULL;
-    call.loss = loss_find(loss);
-    if (!call.loss) {
-        refuse_loss(loss);
-        return NULL;
-    }
+    if (call_loss(&call, loss) < 0) return NULL;
     if (with_backward && keep)
         return PyErr_Format(PyExc_ValueError,
                             "keep=True goes with backward=False: backward() is what it keeps for");
@@ -210,7 +218,7 @@ static PyObject *adapter_backward_method(PyObject *object, PyObject *dlogp)
     double sum = 0.0;
     Status status;
     Py_BEGIN_ALLOW_THREADS status =
-        adapter_backward(((PyAdapter *)object)->adapter, from.data, from.length, &sum);
+        trainer_backward(((PyAdapter *)object)->trainer, from.data, from.length, &sum);
     Py_END_ALLOW_THREADS Py_DECREF(from.owner);
     return status ? raise_status(status) : PyFloat_FromDouble(sum);
 }
@@ -254,11 +262,7 @@ static PyObject *adapter_distill_method(PyObject *object, PyObject *args, PyObje
                                      &lengths, &targets, &counts, &loss, &PyDict_Type, &inputs,
                                      &PyDict_Type, &config, &read, &ends, &teacher, &with_backward))
         return NULL;
-    call.loss = loss_find(loss);
-    if (!call.loss) {
-        refuse_loss(loss);
-        return NULL;
-    }
+    if (call_loss(&call, loss) < 0) return NULL;
     double sum = 0.0;
     Status status = STATUS_OK;
     if (call_arrays(&call, tokens, lengths, targets, counts) == 0 &&
@@ -272,7 +276,7 @@ static PyObject *adapter_distill_method(PyObject *object, PyObject *args, PyObje
     if (logp && divergence) {
         float *out = array_data(logp), *rows = array_data(divergence);
         Py_BEGIN_ALLOW_THREADS status =
-            adapter_distill(((PyAdapter *)object)->adapter, &call.datums, call.loss, &lesson,
+            trainer_distill(((PyAdapter *)object)->trainer, &call.datums, call.loss, &lesson,
                             with_backward, out, rows, &sum);
         Py_END_ALLOW_THREADS
     }
@@ -313,10 +317,8 @@ static PyObject *adapter_optim_step_method(PyObject *object, PyObject *args, PyO
         return NULL;
     if (normalization_from(normalization, &by) < 0) return NULL;
     Adapter *adapter = ((PyAdapter *)object)->adapter;
-    if (!adapter->vector[GRADIENTS])
-        return PyErr_Format(PyExc_ValueError,
-                            "this adapter is a snapshot: it can be sampled from, not trained");
-    Status status;
+    Status status = adapter_trainable(adapter);
+    if (status) return raise_status(status);
     Py_BEGIN_ALLOW_THREADS status = adapter_optim_step(adapter, &o, by, &report);
     Py_END_ALLOW_THREADS if (status) return raise_status(status);
     return Py_BuildValue("{s:d,s:d,s:d,s:d,s:d,s:d}", "grad_norm", report.grad_norm,
@@ -337,7 +339,7 @@ static PyObject *adapter_clear_method(PyObject *object, PyObject *unused)
 static PyObject *adapter_interrupt_method(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    ((PyAdapter *)object)->adapter->interrupted = 1;
+    ((PyAdapter *)object)->trainer->interrupted = 1;
     Py_RETURN_NONE;
 }
 
@@ -404,8 +406,10 @@ static PyObject *adapter_snapshot_method(PyObject *object, PyObject *unused)
     (void)unused;
     PyAdapter *self = (PyAdapter *)object;
     Adapter *copy;
+    TrainerLimits limits = {.step_tokens = self->trainer->limits.step_tokens};
     Status status = adapter_snapshot(&copy, self->adapter);
-    return status ? raise_status(status) : adapter_wrap(Py_TYPE(object), self->model, copy);
+    return status ? raise_status(status)
+                  : adapter_wrap(Py_TYPE(object), self->model, copy, &limits);
 }
 
 static PyObject *adapter_follow_method(PyObject *object, PyObject *args)
@@ -458,24 +462,24 @@ static PyObject *adapter_model(PyObject *object, void *unused)
     static PyObject *adapter_##name(PyObject *object, void *unused) \
     {                                                               \
         (void)unused;                                               \
-        const Adapter *adapter = ((PyAdapter *)object)->adapter;    \
+        const PyAdapter *self = (PyAdapter *)object;                \
         return value;                                               \
     }
 
-GETTER(rank, PyLong_FromLong(adapter->rank))
-GETTER(alpha, PyFloat_FromDouble((double)adapter->alpha))
-GETTER(size, PyLong_FromLongLong(adapter->size))
-GETTER(bytes, PyLong_FromSize_t(adapter_memory(adapter)))
-GETTER(step, PyLong_FromLong(adapter->step))
-GETTER(step_bytes, PyLong_FromSize_t(adapter->step_most))
+GETTER(rank, PyLong_FromLong(self->adapter->rank))
+GETTER(alpha, PyFloat_FromDouble((double)self->adapter->alpha))
+GETTER(size, PyLong_FromLongLong(self->adapter->size))
+GETTER(bytes, PyLong_FromSize_t(adapter_memory(self->adapter) + self->trainer->arena.size))
+GETTER(step, PyLong_FromLong(self->adapter->step))
+GETTER(step_bytes, PyLong_FromSize_t(self->trainer->limits.step_bytes))
 
 static int adapter_set_step_bytes(PyObject *object, PyObject *value, void *unused)
 {
     (void)unused;
-    Adapter *adapter = ((PyAdapter *)object)->adapter;
+    Trainer *trainer = ((PyAdapter *)object)->trainer;
     size_t bytes = value ? PyLong_AsSize_t(value) : 0;
     if (bytes == (size_t)-1 && PyErr_Occurred()) return -1;
-    adapter->step_most = bytes ? bytes : budget_step(adapter->model, 0);
+    trainer->limits.step_bytes = bytes ? bytes : budget_step(trainer->adapter->model, 0);
     return 0;
 }
 

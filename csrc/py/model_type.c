@@ -168,11 +168,9 @@ static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *k
             "rank must be at least 1, and tokens and step_bytes 0 (the default) or more");
     Plan plan;
     Model *model = ((PyModel *)object)->model;
-    AdapterSpec spec = {.rank = rank,
-                        .groups = ATTN | MLP | UNEMBED,
-                        .alpha = 1.0f,
-                        .step_bytes = (size_t)step_bytes};
-    Status status = plan_make(&plan, model, &spec, tokens);
+    AdapterSpec layout = {.rank = rank, .groups = ATTN | MLP | UNEMBED, .alpha = 1.0f};
+    TrainerLimits limits = {.step_bytes = (size_t)step_bytes};
+    Status status = plan_make(&plan, model, &layout, &limits, tokens);
     if (status) return raise_status(status);
 #define SIZE(name) #name, (Py_ssize_t)plan.name
     return Py_BuildValue(

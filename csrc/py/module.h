@@ -19,6 +19,7 @@ typedef struct PyModel {
 typedef struct PyAdapter {
     PyObject_HEAD PyModel *model;
     Adapter *adapter;
+    Trainer *trainer;
 } PyAdapter;
 
 typedef struct PySampler {

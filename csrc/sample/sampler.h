@@ -189,7 +189,7 @@ typedef struct Sampler {
     Line line;
     Drawn *drawn; /* of the newest step */
     int drawn_count, drawn_room;
-    volatile int interrupted; /* set from outside: the step under way stops */
+    atomic_int interrupted; /* set from outside: the step under way stops */
 } Sampler;
 
 Status sampler_open(Sampler **sampler, Model *model, int64_t tokens, int limit_ids);

@@ -16,46 +16,30 @@
  * student's logits, and the head's backward. So nothing of N×V exists, and a pair's numbers do not
  * depend on the others. */
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "step.h"
 
 /* The teacher's sequences, packed for forward, as many at a time as there is room for. */
 typedef struct Side {
-    int room, most; /* rows and sequences of one forward */
-    int T, S, pages;
+    int room; /* rows */
     Batch batch;
     Acts acts;
     Cache cache;
-    int32_t *tokens, *pos, *slot, *page; /* host */
-    Span *spans;                         /* host */
+    BatchHost host;
+    int32_t *tokens; /* host's */
 } Side;
 
-/* A call under way, with the micro-batch at hand. */
 typedef struct Distill {
-    Adapter *adapter;
-    const Datums *datums;
     const Lesson *lesson;
-    const Loss *loss;
-    int with_backward;
-    int *keep; /* of each micro-batch, what the student's forward keeps */
     Jsd how;
-    int64_t teacher0; /* where this micro-batch begins in the teacher's tokens */
-    const Micro *micro;
-    Pack pack;
-    Batch batch;
-    Acts acts;
-    Grads grads;
-    Cache cache;
-    Head head;
     Side side;
     real *taught, *teacher_s;              /* (live,D): the teacher's hidden rows; (chunk,R) */
     float *teacher_logits, *value, *scale; /* (chunk,V), (live), (live) */
     int32_t *teacher_rows;                 /* (live) */
-    float *host_logp, *host_value, *host_scale;
+    float *host_value;
     int32_t *host_rows;
-    double loss_sum, tokens, sequences;
+    float *divergence; /* the result, in the datums' order */
 } Distill;
 
 /* ---- checks ---- */
@@ -161,57 +145,65 @@ static Status lesson_check(const Lesson *lesson, const Datums *d, const Model *s
 
 /* ---- memory ---- */
 
-static const float *weights_of(const Distill *c)
+static const float *weights_of(const TrainStep *step, const Micro *micro)
 {
-    return c->datums->input[0] + c->micro->token0;
+    return step->datums->input[0] + micro->token0;
 }
 
 /* Rows that the teacher runs of datum i: all but the last token, or none if nothing is compared. */
-static int rows_read(const Distill *c, int i, const float *weights)
+static int rows_read(const TrainStep *step, int i, const float *weights)
 {
-    int N = c->datums->lengths[i];
+    const Distill *c = step->own;
+    int N = step->datums->lengths[i];
     return completion_start(weights, N) < N ? c->lesson->lengths[i] - 1 : 0;
 }
 
-/* Sets the room of a micro-batch's teacher: all its rows, or those of a training step. */
-static void side_size(Distill *c)
+/* The room of a micro-batch's teacher: all its rows, or those of a training step. */
+static int room_of(const TrainStep *step, const Micro *micro)
 {
-    const float *weights = weights_of(c);
+    const float *weights = weights_of(step, micro);
     int64_t total = 0;
-    int longest = c->adapter->step_tokens;
-    for (int i = c->micro->first; i < c->micro->last; i++) {
-        int rows = rows_read(c, i, weights);
+    int longest = step->trainer->limits.step_tokens;
+    for (int i = micro->first; i < micro->last; i++) {
+        int rows = rows_read(step, i, weights);
         total += rows;
         longest = rows > longest ? rows : longest;
-        weights += c->datums->lengths[i];
+        weights += step->datums->lengths[i];
     }
-    c->side.room = total < longest ? (int)total : longest;
-    c->side.most = c->micro->S;
+    return total < longest ? (int)total : longest;
 }
 
-static int side_pages(const Side *side)
+static void distill_arrays(TrainStep *step, Arena *host)
 {
-    return side->room / KV_PAGE + side->most;
-}
-
-static Cache cache_place(Arena *arena, const Model *m, int pages)
-{
-    size_t page = (size_t)KV_PAGE * (size_t)m->shape.kv_heads * (size_t)m->shape.head_width;
-    size_t bytes = (size_t)pages * page * m->dev->real_bytes;
-    real *k = arena_take(arena, bytes), *v = arena_take(arena, bytes);
-    return (Cache){k, v, 0};
-}
-
-/* What is compared, then each side's own: the student's lies where the teacher's was. */
-static void distill_place(Distill *c, Arena *arena, int keep)
-{
-    const Model *m = c->adapter->model, *tm = c->lesson->model;
-    const Micro *micro = c->micro;
+    Distill *c = step->own;
     Side *side = &c->side;
-    int R = c->adapter->rank, other = c->lesson->adapter ? c->lesson->adapter->rank : 0;
+    size_t M = (size_t)c->lesson->model->shape.layers, T = (size_t)step->pack.most.T,
+           S = (size_t)step->pack.most.S, U = 0;
+    for (int i = 0; i < step->pack.count; i++) {
+        size_t room = (size_t)room_of(step, &step->pack.micro[i]);
+        if (room > U) U = room;
+    }
+    side->acts.layer = arena_take(host, M * sizeof *side->acts.layer);
+    side->host.tokens = side->tokens = arena_take(host, U * sizeof(int32_t));
+    side->host.pos = arena_take(host, U * sizeof(int32_t));
+    side->host.slot = arena_take(host, U * sizeof(int32_t));
+    side->host.pages = arena_take(host, (U / KV_PAGE + S) * sizeof(int32_t));
+    side->host.spans = arena_take(host, S * sizeof(Span));
+    c->host_rows = arena_take(host, T * sizeof(int32_t));
+    c->host_value = arena_take(host, T * sizeof(float));
+}
+
+/* What is compared, then the teacher's own, where the student's will lie. */
+static size_t distill_place(TrainStep *step, Arena *arena)
+{
+    Distill *c = step->own;
+    Side *side = &c->side;
+    const Model *m = step->trainer->adapter->model, *tm = c->lesson->model;
+    const Micro *micro = step->micro;
+    int other = c->lesson->adapter ? c->lesson->adapter->rank : 0;
     size_t T = (size_t)micro->T, size = m->dev->real_bytes;
-    head_place(&c->head, arena, m, micro->T, R, micro->targets);
-    size_t C = (size_t)c->head.chunk;
+    head_place(&step->head, arena, m, micro->T, step->trainer->adapter->rank, micro->targets);
+    size_t C = (size_t)step->head.chunk;
     c->taught = arena_take(arena, T * (size_t)tm->shape.width * size);
     c->teacher_s = arena_take(arena, C * (size_t)other * size);
     c->teacher_logits = arena_take(arena, C * (size_t)m->shape.vocab * sizeof(float));
@@ -219,292 +211,134 @@ static void distill_place(Distill *c, Arena *arena, int keep)
     c->scale = arena_take(arena, T * sizeof(float));
     c->teacher_rows = arena_take(arena, T * sizeof(int32_t));
     size_t shared = arena->used;
-    batch_place(&side->batch, arena, side->room, side->most, side_pages(side));
-    side->cache = cache_place(arena, tm, side_pages(side));
+    side->room = room_of(step, micro);
+    int pages = side->room / KV_PAGE + micro->S;
+    batch_place(&side->batch, arena, side->room, micro->S, pages);
+    side->cache = cache_place(arena, tm, pages);
     acts_place(&side->acts, arena, tm, side->room, other, 0);
     size_t end = arena->used;
     arena->used = shared;
-    batch_place(&c->batch, arena, micro->T, micro->S, micro->pages);
-    c->cache = cache_place(arena, m, micro->pages);
-    acts_place(&c->acts, arena, m, micro->T, R, keep);
-    if (keep) grads_place(&c->grads, arena, m, micro->T, R);
-    if (arena->used < end) arena->used = end;
-}
-
-/* Host arrays for any micro-batch, in one block that begins with the layers. */
-static Status distill_open(Distill *c)
-{
-    TRY(pack_open(&c->pack, c->datums, c->adapter->step_tokens));
-    size_t L = (size_t)c->adapter->model->shape.layers, M = (size_t)c->lesson->model->shape.layers,
-           T = (size_t)c->pack.most.T, S = (size_t)c->pack.most.S, U = 0;
-    for (int i = 0; i < c->pack.count; i++) {
-        c->micro = &c->pack.micro[i];
-        side_size(c);
-        if ((size_t)c->side.room > U) U = (size_t)c->side.room;
-    }
-    size_t words = (size_t)c->pack.count + 4 * T + 3 * U + U / KV_PAGE + S;
-    char *memory = calloc(1, (L + M) * sizeof(LayerActs) + S * sizeof(Span) + words * 4);
-    if (!memory) {
-        pack_close(&c->pack);
-        return fail(STATUS_MEMORY, "no memory for a batch of %zu tokens", T + U);
-    }
-    c->acts.layer = (LayerActs *)memory;
-    c->side.acts.layer = c->acts.layer + L;
-    c->side.spans = (Span *)(c->side.acts.layer + M);
-    c->keep = (int *)(c->side.spans + S);
-    c->side.tokens = c->keep + c->pack.count;
-    c->side.pos = c->side.tokens + U;
-    c->side.slot = c->side.pos + U;
-    c->side.page = c->side.slot + U;
-    c->host_rows = c->side.page + U / KV_PAGE + S;
-    c->host_logp = (float *)(c->host_rows + T);
-    c->host_value = c->host_logp + T;
-    c->host_scale = c->host_value + T;
-    return STATUS_OK;
-}
-
-static void distill_close(Distill *c)
-{
-    pack_close(&c->pack);
-    free(c->acts.layer);
+    return end;
 }
 
 /* ---- the teacher ---- */
 
-/* Puts a sequence behind the others. */
-static void side_add(Side *side, const int32_t *tokens, int length)
-{
-    side->spans[side->S++] = (Span){side->T, length, 0, side->pages};
-    for (int t = 0; t < length; t++, side->T++) {
-        side->tokens[side->T] = tokens[t];
-        side->pos[side->T] = t;
-        side->slot[side->T] = side->pages * KV_PAGE + t;
-    }
-    for (int t = 0; t < length; t += KV_PAGE, side->pages++) side->page[side->pages] = side->pages;
-}
-
 /* Runs the sequences that are there, and keeps rows [from, to) of those that are compared. */
-static void side_run(Distill *c, int from, int to)
+static void side_run(TrainStep *step, int from, int to)
 {
+    Distill *c = step->own;
+    Side *side = &c->side;
     const Model *m = c->lesson->model;
     Device *dev = m->dev;
-    Side *side = &c->side;
-    size_t D = (size_t)m->shape.width;
-    BatchHost host = {side->T,   side->S,    side->pages, side->tokens,
-                      side->pos, side->slot, side->page,  side->spans};
-    side->batch.T = side->T;
-    side->batch.S = side->S;
-    batch_whole(&side->batch, c->lesson->adapter, side->T);
-    side->batch.stop = &c->adapter->interrupted;
-    batch_upload(&side->batch, dev, &host);
+    BatchHost *host = &side->host;
+    side->batch.T = host->T;
+    side->batch.S = host->S;
+    side->batch.stop = step->batch.stop;
+    batch_whole(&side->batch, c->lesson->adapter, host->T);
+    batch_upload(&side->batch, dev, host);
     forward(m, &side->batch, &side->acts, &side->cache);
     dev->upload(dev, c->teacher_rows, c->host_rows + from, (size_t)(to - from) * sizeof(int32_t));
-    dev->gather(dev, real_at(dev, c->taught, (size_t)from * D), side->acts.hidden, c->teacher_rows,
-                to - from, m->shape.width);
-    side->T = side->S = side->pages = 0;
+    dev->gather(dev, real_at(dev, c->taught, (size_t)from * (size_t)m->shape.width),
+                side->acts.hidden, c->teacher_rows, to - from, m->shape.width);
+    host->T = host->S = host->page_count = 0;
 }
 
-/* The teacher's hidden rows that are compared, in the order of the head. */
-static Status teacher_run(Distill *c)
+/* The teacher's hidden rows that are compared, in the order of the head, and each one's weight. */
+static Status teacher_run(TrainStep *step)
 {
-    const Pack *pack = &c->pack;
-    const int32_t *tokens = c->lesson->tokens + c->teacher0;
-    int begin = 0, at = 0, row = 0;
-    for (int i = c->micro->first; i < c->micro->last; i++) {
-        int N = c->datums->lengths[i], M = c->lesson->lengths[i], next = at;
-        while (next < pack->live && pack->rows[next] < row + N) next++;
-        if (next > at && c->side.T > 0 && c->side.T + M - 1 > c->side.room) {
-            side_run(c, begin, at);
+    Distill *c = step->own;
+    BatchHost *host = &c->side.host;
+    const Lesson *lesson = c->lesson;
+    const int32_t *tokens = lesson->tokens;
+    const float *weights = weights_of(step, step->micro);
+    Device *dev = step_device(step), *own = lesson->model->dev;
+    int begin = 0, at = 0;
+    for (int i = 0; i < step->micro->first; i++) tokens += lesson->lengths[i];
+    for (int i = step->micro->first; i < step->micro->last; i++) {
+        int N = step->datums->lengths[i], M = lesson->lengths[i],
+            rows = rows_read(step, i, weights);
+        if (rows && host->T > 0 && host->T + rows > c->side.room) {
+            side_run(step, begin, at);
             begin = at;
         }
-        for (int k = at; k < next; k++)
-            c->host_rows[k] = c->side.T + M - 1 - N + pack->rows[k] - row;
-        if (next > at) side_add(&c->side, tokens, M - 1);
+        for (int t = 0; t < N; t++) {
+            if (weights[t] == 0.0f) continue;
+            c->host_rows[at] = host->T + M - 1 - N + t;
+            step->dlogp[at++] = weights[t];
+        }
+        memcpy(c->side.tokens + host->T, tokens, (size_t)rows * sizeof *tokens);
+        if (rows) batch_add(host, rows);
         tokens += M;
-        row += N;
-        at = next;
+        weights += N;
     }
-    if (c->side.T > 0) side_run(c, begin, at);
-    const Model *m = c->lesson->model;
-    return m == c->adapter->model ? STATUS_OK : m->dev->sync(m->dev);
+    if (host->T > 0) side_run(step, begin, at);
+    dev->upload(dev, c->scale, step->dlogp, (size_t)at * sizeof(float));
+    return own == dev ? STATUS_OK : own->sync(own);
 }
 
-/* ---- the student, and the head of both ---- */
-
-static void student_run(Distill *c)
-{
-    Device *dev = c->adapter->model->dev;
-    const Model *m = c->adapter->model;
-    batch_whole(&c->batch, c->adapter, c->micro->T);
-    c->batch.stop = &c->adapter->interrupted;
-    pack_rows(&c->pack, c->micro, &c->batch, dev);
-    forward(m, &c->batch, &c->acts, &c->cache);
-    if (c->with_backward)
-        dev->zero(dev, c->grads.dxn,
-                  (size_t)c->micro->T * (size_t)m->shape.width * dev->real_bytes);
-}
+/* ---- the head of both ---- */
 
 /* The divergence of rows [row, row + rows), and in place of their logits its gradient. */
-static Status chunk_compare(Distill *c, int row, int rows)
+static Status chunk_compare(TrainStep *step, int row, int rows)
 {
+    Distill *c = step->own;
     const Model *m = c->lesson->model;
-    Device *dev = c->adapter->model->dev, *own = m->dev;
-    float *logits = c->head.logits;
+    Device *dev = step_device(step), *own = m->dev;
+    float *logits = step->head.logits;
     if (own != dev) TRY(dev->sync(dev)); /* it may still read the teacher's logits */
     rows_logits(m, c->lesson->adapter, c->teacher_logits, c->teacher_s,
                 real_at(own, c->taught, (size_t)row * (size_t)m->shape.width), rows);
     if (own != dev) TRY(own->sync(own));
-    dev->jsd(dev, c->value + row, c->with_backward ? (real *)logits : NULL, logits,
-             c->teacher_logits, c->with_backward ? c->scale + row : NULL, c->how, rows,
+    dev->jsd(dev, c->value + row, step->with_backward ? (real *)logits : NULL, logits,
+             c->teacher_logits, step->with_backward ? c->scale + row : NULL, c->how, rows,
              m->shape.vocab);
     return STATUS_OK;
 }
 
-static Status head_run(Distill *c)
+static Status distill_head(TrainStep *step)
 {
-    const Model *m = c->adapter->model;
-    const Head *h = &c->head;
-    int live = c->pack.live;
+    Adapter *adapter = step->trainer->adapter;
+    Distill *c = step->own;
+    Device *dev = step_device(step);
+    const Head *h = &step->head;
+    int live = step->pack.live;
     for (int row = 0, rows; row < h->T; row += rows) {
         rows = head_chunk(h, row);
         if (row < live && live - row < rows) rows = live - row;
-        TRY(not_interrupted(c->adapter));
-        head_logits(h, c->adapter, c->acts.hidden, row, rows);
-        head_logprob(h, m, row, rows);
+        TRY(step_going(step));
+        head_logits(h, adapter, step->acts.hidden, row, rows);
+        head_logprob(h, adapter->model, row, rows);
         if (row >= live) continue;
-        TRY(chunk_compare(c, row, rows));
-        if (c->with_backward) head_logits_backward(h, c->adapter, c->grads.dxn, row, rows);
+        TRY(chunk_compare(step, row, rows));
+        if (step->with_backward) head_logits_backward(h, adapter, step->grads.dxn, row, rows);
     }
-    return m->dev->sync(m->dev);
+    dev->fetch(dev, step->logp, h->logp, (size_t)h->T * sizeof(float));
+    dev->fetch(dev, c->host_value, c->value, (size_t)live * sizeof(float));
+    return STATUS_OK;
 }
 
-/* Reads a micro-batch's results, each to its place, and adds up its loss. */
-static Status results_read(Distill *c, float *logp, float *divergence)
+static Status distill_tell(TrainStep *step, int from, int to)
 {
-    Device *dev = c->adapter->model->dev;
-    const Pack *pack = &c->pack;
-    dev->download(dev, c->host_logp, c->head.logp, (size_t)c->micro->T * sizeof(float));
-    dev->download(dev, c->host_value, c->value, (size_t)pack->live * sizeof(float));
+    Distill *c = step->own;
     double loss = 0.0;
-    int span = 0, counted = -1;
-    for (int i = 0; i < c->micro->T; i++) {
-        int64_t at = c->micro->token0 + pack->rows[i];
-        logp[at] = c->host_logp[i];
-        divergence[at] = i < pack->live ? c->host_value[i] : 0.0f;
-        if (i >= pack->live) continue;
-        loss += (double)c->host_scale[i] * (double)c->host_value[i];
-        while (span + 1 < c->micro->S && pack->spans[span + 1].row <= pack->rows[i]) span++;
-        c->sequences += span != counted;
-        counted = span;
+    for (int i = from; i < to; i++) {
+        int live = i < step->pack.live;
+        c->divergence[step->micro->token0 + step->pack.rows[i]] = live ? c->host_value[i] : 0.0f;
+        if (live) loss += (double)step->dlogp[i] * (double)c->host_value[i];
     }
-    c->tokens += pack->live;
-    c->loss_sum += loss;
-    if (isfinite(loss)) return STATUS_OK;
-    return fail(STATUS_NUMERIC,
-                "%s is not finite (%g) on this batch; nothing was added to the gradients",
-                c->loss->name, loss);
-}
-
-/* All ops of a micro-batch on the teacher's device and on the student's, for one that rehearses. */
-static void teacher_rehearse(void *context)
-{
-    Distill *c = context;
-    batch_whole(&c->side.batch, c->lesson->adapter, c->side.room);
-    if (c->side.room) forward(c->lesson->model, &c->side.batch, &c->side.acts, &c->side.cache);
-    for (int row = 0; row < c->head.T; row += c->head.chunk)
-        rows_logits(c->lesson->model, c->lesson->adapter, c->teacher_logits, c->teacher_s,
-                    c->taught, head_chunk(&c->head, row));
-}
-
-static void student_rehearse(void *context)
-{
-    Distill *c = context;
-    const Model *m = c->adapter->model;
-    batch_whole(&c->batch, c->adapter, c->micro->T);
-    forward(m, &c->batch, &c->acts, &c->cache);
-    for (int row = 0; row < c->head.T; row += c->head.chunk) {
-        int rows = head_chunk(&c->head, row);
-        head_logits(&c->head, c->adapter, c->acts.hidden, row, rows);
-        head_logprob(&c->head, m, row, rows);
-        m->dev->jsd(m->dev, c->value, c->with_backward ? (real *)c->head.logits : NULL,
-                    c->head.logits, c->teacher_logits, c->with_backward ? c->scale : NULL, c->how,
-                    rows, m->shape.vocab);
-        if (c->with_backward) head_logits_backward(&c->head, c->adapter, c->grads.dxn, row, rows);
-    }
-    if (c->with_backward) backward(m, c->adapter, &c->batch, &c->acts, &c->cache, &c->grads);
-}
-
-/* Bytes of the micro-batch at hand. */
-static size_t distill_bytes(void *context, int keep)
-{
-    Distill *c = context;
-    Arena arena = {.dev = c->adapter->model->dev};
-    distill_place(c, &arena, keep);
-    return arena.used;
-}
-
-/* What the student's forward keeps of each micro-batch, and room for all that is done. */
-static Status distill_reserve(Distill *c)
-{
-    Device *dev = c->adapter->model->dev, *other = c->lesson->model->dev;
-    size_t bytes = 0;
-    for (int i = 0; i < c->pack.count; i++) {
-        c->micro = &c->pack.micro[i];
-        side_size(c);
-        if (c->with_backward) {
-            distill_bytes(c, 1);
-            size_t scratch = device_rehearse(dev, student_rehearse, c) +
-                             device_rehearse(other, teacher_rehearse, c);
-            TRY(step_keep(&c->keep[i], c->adapter, c->micro->T, scratch, distill_bytes, c));
-        }
-        size_t one = distill_bytes(c, c->keep[i]);
-        if (one > bytes) bytes = one;
-    }
-    return arena_reserve(&c->adapter->arena, bytes, "a distillation step");
-}
-
-static Status micro_run(Distill *c, float *logp, float *divergence)
-{
-    Adapter *adapter = c->adapter;
-    const Model *m = adapter->model;
-    Device *dev = m->dev;
-    Pack *pack = &c->pack;
-    adapter->arena.used = 0;
-    side_size(c);
-    distill_place(c, &adapter->arena, c->keep[c->micro - pack->micro]);
-    TRY(device_prepare(c->lesson->model->dev, teacher_rehearse, c));
-    TRY(device_prepare(dev, student_rehearse, c));
-    pack_order(pack, c->micro, c->datums->input[0]);
-    head_upload(&c->head, dev, pack->rows, pack->start, pack->ids, c->micro->targets);
-    for (int i = 0; i < pack->live; i++) c->host_scale[i] = weights_of(c)[pack->rows[i]];
-    dev->upload(dev, c->scale, c->host_scale, (size_t)pack->live * sizeof(float));
-    TRY(teacher_run(c));
-    student_run(c);
-    TRY(head_run(c));
-    TRY(results_read(c, logp, divergence));
-    if (c->with_backward && pack->live)
-        backward(m, adapter, &c->batch, &c->acts, &c->cache, &c->grads);
-    return dev->sync(dev);
+    return step_loss(step, loss);
 }
 
 /* ---- the call ---- */
 
-static Status run_all(Distill *c, float *logp, float *divergence)
-{
-    TRY(distill_reserve(c));
-    for (int i = 0; i < c->pack.count; i++) {
-        c->micro = &c->pack.micro[i];
-        TRY(micro_run(c, logp, divergence));
-        for (int k = c->micro->first; k < c->micro->last; k++) c->teacher0 += c->lesson->lengths[k];
-        TRY(not_interrupted(c->adapter));
-    }
-    return STATUS_OK;
-}
+static const Objective divergences = {"a distillation step", distill_arrays, distill_place,
+                                      teacher_run,           distill_head,   distill_tell};
 
-Status adapter_distill(Adapter *adapter, const Datums *datums, const Loss *loss,
+Status trainer_distill(Trainer *trainer, const Datums *datums, const Loss *loss,
                        const Lesson *lesson, int with_backward, float *logp, float *divergence,
                        double *loss_sum)
 {
+    const Model *m = trainer->adapter->model;
     const double *key = datums->key;
     if (!loss->taught)
         return fail(STATUS_INVALID, "%s is a loss without a teacher: use forward_backward",
@@ -512,25 +346,22 @@ Status adapter_distill(Adapter *adapter, const Datums *datums, const Loss *loss,
     if (datums->input[loss->taught])
         return fail(STATUS_INVALID, "%s has either the teacher's tokens or its %s, not both",
                     loss->name, loss->input[loss->taught].name);
-    TRY(datums_check(datums, adapter->model, loss));
-    TRY(top_k_check(loss, key[JSD_TOP_K], adapter->model->shape.vocab));
-    TRY(lesson_check(lesson, datums, adapter->model));
-    if (with_backward) TRY(trainable(adapter));
-    Distill call = {.adapter = adapter,
-                    .datums = datums,
-                    .lesson = lesson,
-                    .loss = loss,
-                    .with_backward = with_backward,
-                    .how = {.beta = (float)key[JSD_BETA],
-                            .temperature = (float)key[JSD_TEMPERATURE],
-                            .clip = (float)key[JSD_TOKEN_CLIP],
-                            .top_k = (int32_t)key[JSD_TOP_K]}};
-    TRY(distill_open(&call));
-    adapter->held = 0;
-    adapter->interrupted = 0;
-    Status status = run_all(&call, logp, divergence);
-    distill_close(&call);
-    *loss_sum = call.loss_sum;
-    if (!with_backward) return status;
-    return gradients_take(adapter, status, call.loss_sum, call.tokens, call.sequences);
+    TRY(datums_check(datums, m, loss));
+    TRY(top_k_check(loss, key[JSD_TOP_K], m->shape.vocab));
+    TRY(lesson_check(lesson, datums, m));
+    if (with_backward) TRY(adapter_trainable(trainer->adapter));
+    Distill own = {.lesson = lesson,
+                   .how = {.beta = (float)key[JSD_BETA],
+                           .temperature = (float)key[JSD_TEMPERATURE],
+                           .clip = (float)key[JSD_TOKEN_CLIP],
+                           .top_k = (int32_t)key[JSD_TOP_K]},
+                   .divergence = divergence};
+    TrainStep step = {.trainer = trainer,
+                      .datums = datums,
+                      .loss = loss,
+                      .objective = &divergences,
+                      .own = &own,
+                      .other = lesson->model->dev == m->dev ? NULL : lesson->model->dev,
+                      .result = logp};
+    return step_call(&step, with_backward ? FORWARD_BACKWARD : FORWARD, loss_sum);
 }

@@ -59,13 +59,13 @@ Status pack_open(Pack *pack, const Datums *datums, int step_tokens)
     char *memory = malloc(count * sizeof(Micro) + S * sizeof(Span) + ints * sizeof(int32_t));
     if (!memory) return fail(STATUS_MEMORY, "no memory for a batch of %zu targets", targets);
     pack->micro = (Micro *)memory;
-    pack->spans = (Span *)(pack->micro + count);
-    pack->pos = (int32_t *)(pack->spans + S);
-    pack->slot = pack->pos + T;
-    pack->rows = pack->slot + T;
+    pack->host.spans = (Span *)(pack->micro + count);
+    pack->host.pos = (int32_t *)(pack->host.spans + S);
+    pack->host.slot = pack->host.pos + T;
+    pack->host.pages = pack->host.slot + T;
+    pack->rows = pack->host.pages + pages;
     pack->start = pack->rows + T;
-    pack->page = pack->start + T + 1;
-    pack->ids = pack->page + pages;
+    pack->ids = pack->start + T + 1;
     pack->source = pack->ids + targets;
     micro_list(pack->micro, most, datums, step_tokens);
     return STATUS_OK;
@@ -79,20 +79,11 @@ void pack_close(Pack *pack)
 
 void pack_rows(Pack *pack, const Micro *micro, Batch *batch, Device *dev)
 {
-    const Datums *d = pack->datums;
-    int row = 0, page = 0;
-    for (int i = micro->first; i < micro->last; i++) {
-        pack->spans[i - micro->first] = (Span){row, d->lengths[i], 0, page};
-        for (int t = 0; t < d->lengths[i]; t++, row++) {
-            pack->pos[row] = t;
-            pack->slot[row] = page * KV_PAGE + t;
-        }
-        page += (d->lengths[i] + KV_PAGE - 1) / KV_PAGE;
-    }
-    for (int i = 0; i < micro->pages; i++) pack->page[i] = i;
-    BatchHost host = {micro->T,  micro->S,   micro->pages, d->tokens + micro->token0,
-                      pack->pos, pack->slot, pack->page,   pack->spans};
-    batch_upload(batch, dev, &host);
+    BatchHost *host = &pack->host;
+    host->T = host->S = host->page_count = 0;
+    host->tokens = pack->datums->tokens + micro->token0;
+    for (int i = micro->first; i < micro->last; i++) batch_add(host, pack->datums->lengths[i]);
+    batch_upload(batch, dev, host);
 }
 
 static int row_live(const float *gate, int count)

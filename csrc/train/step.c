@@ -1,21 +1,20 @@
-/* train/step.c - forward_backward, and its halves: micro-batches → transformer → head in chunks →
- * loss → gradients.
+/* train/step.c - one training call, whatever its loss: micro-batches → transformer → head → loss →
+ * gradients.
  *
- * Gradients add up over micro-batches. The head sees rows in chunks: logits, log-probabilities, the
- * loss of those targets, and their gradient in place. A loss whose gradient is known beforehand
- * (`linear`) is told at the end, and the host waits once. A loss that needs whole datums is
- * evaluated after the last chunk, and the logits of each are computed once more, to the same bits,
- * for their gradient. Rows that the loss can't give a gradient (their weights are zero) get no
- * backward.
+ * Gradients add up over micro-batches, in a vector of their own that is added to the others at the
+ * end. The head sees rows in chunks, and an objective (step.h) makes their loss, and their gradient
+ * in place. Rows that the loss can't give a gradient (their weights are zero) get no backward.
  *
- * A forward that is kept leaves the activations of the first micro-batches in the adapter's arena:
+ * A forward that is kept leaves the activations of the first micro-batches in the trainer's arena:
  * of one, and of as many more as keep_bytes allow. It therefore begins with the last micro-batch,
  * in the memory that the first ones take at the end, and so keeping one costs no more than a
  * training step. Backward computes the others again.
  *
  * What a micro-batch's layers keep is planned before the call begins (step_plan): all, if that fits
  * in what a step may take, or the most that does. What is not kept is made again, to the same bits,
- * so no result depends on the plan. */
+ * so no result depends on the plan. What ops need for themselves is known by running the
+ * micro-batch on a device that rehearses: micro_work is what runs and what is rehearsed, so no op
+ * of one is missing in the other. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,100 +22,174 @@
 
 #include "step.h"
 
-/* One call under way, with the micro-batch at hand. */
-typedef struct Step {
-    Adapter *adapter;
-    const Datums *datums;
-    const Loss *loss;
-    int with_backward;
-    int held;  /* micro-batches, the first ones, whose activations lie or stay in the arena */
-    int *keep; /* of each micro-batch, what is kept; 0: no backward pass */
-    Pack pack;
-    const Micro *micro;
-    Batch batch;
-    Acts acts;
-    Grads grads;
-    Head head, second; /* second: with logits of its own, where the device is ahead by a chunk */
-    Cache cache;
-    double *losses;                   /* of each micro-batch */
-    float *logp, *dlogp;              /* (targets), in the order of the head */
-    float *input[LOSS_INPUTS], *flat; /* of the targets at hand; flat: dlogp in the datums' order */
-    double tokens, sequences;
-} Step;
+#define MIB (1.0 / 1048576.0)
 
-/* Whether the host needs a chunk's log-probabilities before its gradient can be computed. */
-static int step_waits(const Step *step)
+Device *step_device(const TrainStep *step)
 {
-    const Loss *loss = step->loss; /* NULL: the plan of any */
-    return step->with_backward && !(loss && (loss->linear || loss->whole));
+    return step->trainer->adapter->model->dev;
 }
 
-/* By how many chunks the device then is ahead, so that it does not wait for the host: a chunk's
- * logits take it 100 µs and more, and the way to the host and back some 40. */
-static int step_ahead(const Step *step)
+/* ---- one micro-batch ---- */
+
+Status step_host(TrainStep *step, HostWork *work, int from, int to)
 {
-    return step->adapter->model->dev->async && step_waits(step) && step->head.chunk < step->head.T;
+    return step->rehearsing ? STATUS_OK : work(step, from, to);
 }
 
-/* The head that has the logits of the chunk at `row`. */
-static const Head *head_of(const Step *step, int row)
+Status step_going(const TrainStep *step)
 {
-    return row / step->head.chunk % 2 ? &step->second : &step->head;
+    return batch_stopped(&step->batch)
+               ? fail(STATUS_INTERRUPTED, "forward_backward was interrupted")
+               : STATUS_OK;
 }
 
-/* ---- a chunk of the head ---- */
-
-static void chunk_logits(Step *step, int row)
+Status step_loss(TrainStep *step, double loss)
 {
-    const Head *h = head_of(step, row);
-    int rows = head_chunk(h, row);
-    head_logits(h, step->adapter, step->acts.hidden, row, rows);
-    head_logprob(h, step->adapter->model, row, rows);
+    if (!isfinite(loss))
+        return fail(STATUS_NUMERIC,
+                    "%s is not finite (%g) on this batch; nothing was added to the gradients",
+                    step->loss->name, loss);
+    step->losses[step->micro - step->pack.micro] += loss;
+    return STATUS_OK;
 }
 
-static void chunk_backward(Step *step, int row)
+void step_result(TrainStep *step)
 {
-    const Head *h = head_of(step, row);
-    int rows = head_chunk(h, row);
-    head_logprob_backward(h, step->adapter->model, row, rows);
-    head_logits_backward(h, step->adapter, step->grads.dxn, row, rows);
+    for (int64_t i = 0; step->result && i < step->micro->targets; i++)
+        step->result[step->micro->target0 + step->pack.source[i]] = step->logp[i];
+}
+
+static Status rows_send(TrainStep *step, int from, int to)
+{
+    (void)from, (void)to;
+    Pack *pack = &step->pack;
+    pack_rows(pack, step->micro, &step->batch, step_device(step));
+    head_upload(&step->head, step_device(step), pack->rows, pack->start, pack->ids,
+                step->micro->targets);
+    return STATUS_OK;
+}
+
+/* Counts the tokens and sequences that have a gradient, for grad_accumulation_normalization. The
+ * host's copy of a span loses its rows once its sequence was counted. */
+static void live_count(TrainStep *step)
+{
+    const Pack *pack = &step->pack;
+    for (int i = 0, span = 0; i < pack->live; i++) {
+        int live = 0;
+        for (int32_t k = pack->start[i]; k < pack->start[i + 1]; k++)
+            live |= step->dlogp[k] != 0.0f;
+        if (!live) continue;
+        step->tokens += 1.0;
+        while (span + 1 < step->micro->S && pack->rows[i] >= pack->host.spans[span + 1].row) span++;
+        step->sequences += pack->host.spans[span].rows != 0;
+        pack->host.spans[span].rows = 0;
+    }
+}
+
+/* What is left to tell of the head. */
+static Status head_tell(TrainStep *step, int from, int to)
+{
+    Device *dev = step_device(step);
+    TRY(dev->await(dev, 0));
+    step_result(step);
+    if (step->with_backward) live_count(step);
+    return step->objective->tell(step, from, to);
+}
+
+/* All that is done with a micro-batch that was placed and ordered. */
+static Status micro_work(TrainStep *step)
+{
+    Adapter *adapter = step->trainer->adapter;
+    const Model *m = adapter->model;
+    const Objective *objective = step->objective;
+    int T = step->micro->T;
+    batch_whole(&step->batch, adapter, T);
+    step->batch.stop = step->rehearsing ? NULL : &step->trainer->interrupted;
+    if (objective->before) TRY(objective->before(step));
+    TRY(step_host(step, rows_send, 0, T));
+    if (!step->forwarded) forward(m, &step->batch, &step->acts, &step->cache);
+    if (step->with_backward)
+        m->dev->zero(m->dev, step->grads.dxn,
+                     (size_t)T * (size_t)m->shape.width * m->dev->real_bytes);
+    TRY(objective->head(step));
+    if (step->with_backward && step->pack.live)
+        backward(m, adapter, &step->batch, &step->acts, &step->cache, &step->grads);
+    return step_host(step, head_tell, 0, T);
 }
 
 /* ---- memory ---- */
 
-static void step_place(Step *step, Arena *arena, const Micro *micro, int keep)
+Cache cache_place(Arena *arena, const Model *m, int pages)
 {
-    const Model *m = step->adapter->model;
-    int R = step->adapter->rank;
-    size_t page = (size_t)KV_PAGE * (size_t)m->shape.kv_heads * (size_t)m->shape.head_width *
-                  m->dev->real_bytes;
-    batch_place(&step->batch, arena, micro->T, micro->S, micro->pages);
-    step->cache.k = arena_take(arena, (size_t)micro->pages * page);
-    step->cache.v = arena_take(arena, (size_t)micro->pages * page);
-    acts_place(&step->acts, arena, m, micro->T, R, keep);
-    if (keep) grads_place(&step->grads, arena, m, micro->T, R);
-    Head *h = &step->head;
-    head_place(h, arena, m, micro->T, R, micro->targets);
-    step->second = *h;
-    if (!step_ahead(step)) return;
-    size_t C = (size_t)h->chunk, size = m->dev->real_bytes;
-    step->second.x = arena_take(arena, C * (size_t)m->shape.width * size);
-    step->second.s = arena_take(arena, C * (size_t)R * size);
-    step->second.logits = arena_take(arena, C * (size_t)m->shape.vocab * sizeof(float));
-    step->second.lse = arena_take(arena, C * sizeof(float));
+    size_t page = (size_t)KV_PAGE * (size_t)m->shape.kv_heads * (size_t)m->shape.head_width;
+    size_t bytes = (size_t)pages * page * m->dev->real_bytes;
+    real *k = arena_take(arena, bytes), *v = arena_take(arena, bytes);
+    return (Cache){k, v, 0};
 }
 
-/* Bytes of the micro-batch at hand. */
+/* Places (or measures) the micro-batch at hand. */
+static void micro_place(TrainStep *step, Arena *arena, int keep)
+{
+    const Micro *micro = step->micro;
+    const Adapter *adapter = step->trainer->adapter;
+    const Model *m = adapter->model;
+    size_t end = step->objective->place(step, arena);
+    batch_place(&step->batch, arena, micro->T, micro->S, micro->pages);
+    step->cache = cache_place(arena, m, micro->pages);
+    acts_place(&step->acts, arena, m, micro->T, adapter->rank, keep);
+    if (keep) grads_place(&step->grads, arena, m, micro->T, adapter->rank);
+    if (arena->used < end) arena->used = end;
+}
+
 static size_t micro_bytes(void *context, int keep)
 {
-    Step *step = context;
-    Arena arena = {.dev = step->adapter->model->dev};
-    step_place(step, &arena, step->micro, keep);
+    TrainStep *step = context;
+    Arena arena = {.dev = step_device(step)};
+    micro_place(step, &arena, keep);
     return arena.used;
 }
 
+/* Bytes that the ops of the micro-batch at hand, which is placed, need for themselves, and in
+ * *other those on the other device. */
+static size_t micro_scratch(const TrainStep *step, size_t *other)
+{
+    TrainStep rehearsal = *step;
+    Device *dev = step_device(step), *second = step->other;
+    rehearsal.rehearsing = 1;
+    *other = 0;
+    if (!dev->rehearse) return 0;
+    dev->rehearse(dev);
+    if (second) second->rehearse(second);
+    micro_work(&rehearsal);
+    if (second) *other = second->rehearsed(second);
+    return dev->rehearsed(dev);
+}
+
+/* Makes room for them. */
+static Status micro_prepare(const TrainStep *step)
+{
+    Device *dev = step_device(step);
+    size_t other, own = micro_scratch(step, &other);
+    if (own) TRY(dev->reserve(dev, own));
+    return other ? step->other->reserve(step->other, other) : STATUS_OK;
+}
+
+void step_measure(TrainStep *step, size_t most, StepNeeds *needs)
+{
+    const Model *m = step->trainer->adapter->model;
+    size_t least = micro_bytes(step, 1), other;
+    step->pack.live = step->micro->T;
+    size_t scratch = micro_scratch(step, &other) + other;
+    int keep = most > scratch ? budget_keep(m, most - scratch, micro_bytes, step) : 0;
+    *needs = (StepNeeds){.scratch = scratch,
+                         .least = least + scratch,
+                         .whole = micro_bytes(step, keep_all(m)) + scratch,
+                         .bytes = micro_bytes(step, keep ? keep : 1),
+                         .keep = keep};
+}
+
 /* Bytes of micro-batches [first, end), one after another. */
-static size_t span_bytes(Step *step, int first, int end)
+static size_t span_bytes(TrainStep *step, int first, int end)
 {
     size_t bytes = 0;
     for (int i = first; i < end; i++) {
@@ -127,7 +200,7 @@ static size_t span_bytes(Step *step, int first, int end)
 }
 
 /* Room for those that are held side by side, in which the others come and go. */
-static Status step_reserve(Step *step)
+static Status step_reserve(TrainStep *step)
 {
     size_t bytes = span_bytes(step, 0, step->held);
     for (int i = step->held; i < step->pack.count; i++) {
@@ -135,48 +208,51 @@ static Status step_reserve(Step *step)
         if (one > bytes) bytes = one;
     }
     char purpose[64];
-    snprintf(purpose, sizeof purpose, "a training step of %d tokens", step->pack.most.T);
-    return arena_reserve(&step->adapter->arena, bytes, purpose);
+    snprintf(purpose, sizeof purpose, step->objective->purpose, step->pack.most.T);
+    return arena_reserve(&step->trainer->arena, bytes, purpose);
 }
 
-/* All ops of the micro-batch at hand, for a device that rehearses. */
-static void micro_rehearse(void *context)
+/* The most that fits of the micro-batch at hand, also in what is free just now; fails where it does
+ * not fit at all. */
+static Status micro_keep(int *keep, TrainStep *step)
 {
-    Step *step = context;
-    const Model *m = step->adapter->model;
-    batch_whole(&step->batch, step->adapter, step->micro->T);
-    forward(m, &step->batch, &step->acts, &step->cache);
-    for (int row = 0; row < step->head.T;
-         row += step->head.chunk) { /* the last one has fewer rows */
-        chunk_logits(step, row);
-        if (step->with_backward) chunk_backward(step, row);
-    }
-    if (!step->with_backward) return;
-    backward(m, step->adapter, &step->batch, &step->acts, &step->cache, &step->grads);
+    const Trainer *trainer = step->trainer;
+    Device *dev = step_device(step);
+    size_t free_bytes, all_bytes, limit = trainer->limits.step_bytes;
+    StepNeeds needs;
+    dev->memory(dev, &free_bytes, &all_bytes);
+    free_bytes += trainer->arena.size;
+    step_measure(step, limit < free_bytes ? limit : free_bytes, &needs);
+    *keep = needs.keep ? needs.keep : 1;
+    if (needs.keep || needs.least <= limit) return STATUS_OK; /* the arena says what is not free */
+    return fail(STATUS_MEMORY,
+                "a training step of %d tokens needs at least %.2f MiB on device %s, with nothing "
+                "kept that can be computed again, and may take %.2f MiB: give it shorter datums, "
+                "or more memory",
+                step->micro->T, (double)needs.least * MIB, dev->name, (double)limit * MIB);
 }
 
 /* What is kept of micro-batches [first, end), which backward will see, now or after this call. */
-static Status step_plan(Step *step, int first, int end)
+static Status step_plan(TrainStep *step, int first, int end)
 {
-    Step plan = *step;
+    TrainStep plan = *step;
     plan.with_backward = 1;
     for (int i = first; i < end; i++) {
         plan.micro = &step->pack.micro[i];
-        micro_bytes(&plan, 1);
-        size_t scratch = device_rehearse(step->adapter->model->dev, micro_rehearse, &plan);
-        TRY(step_keep(&step->keep[i], step->adapter, plan.micro->T, scratch, micro_bytes, &plan));
+        TRY(micro_keep(&step->keep[i], &plan));
     }
     return STATUS_OK;
 }
 
 /* How many micro-batches a kept forward holds, with room for them and for the others' backward;
  * none where memory is short. What is held beside others is kept whole. */
-static Status step_reserve_kept(Step *step)
+static Status step_reserve_kept(TrainStep *step)
 {
-    Adapter *adapter = step->adapter;
-    int all = keep_all(adapter->model);
-    size_t most =
-        adapter->keep_bytes < adapter->step_most ? adapter->keep_bytes : adapter->step_most;
+    const Trainer *trainer = step->trainer;
+    int all = keep_all(trainer->adapter->model);
+    size_t most = trainer->limits.keep_bytes < trainer->limits.step_bytes
+                      ? trainer->limits.keep_bytes
+                      : trainer->limits.step_bytes;
     Status status = step_plan(step, 0, step->pack.count);
     if (!status) {
         step->held = 1;
@@ -191,387 +267,105 @@ static Status step_reserve_kept(Step *step)
     return step_reserve(step);
 }
 
-/* Host arrays, in one block. */
-static Status step_open(Step *step)
+/* Places (or measures) the host's arrays. */
+static void host_place(TrainStep *step, Arena *host)
 {
-    TRY(pack_open(&step->pack, step->datums, step->adapter->step_tokens));
-    int inputs = 0;
-    while (inputs < LOSS_INPUTS && step->loss->input[inputs].name) inputs++;
     size_t targets = (size_t)step->pack.most.targets, count = (size_t)step->pack.count,
-           layers = (size_t)step->adapter->model->shape.layers;
-    char *memory = calloc(1, layers * sizeof(LayerActs) + count * (sizeof(double) + sizeof(int)) +
-                                 (3 + (size_t)inputs) * targets * sizeof(float));
-    if (!memory) {
-        pack_close(&step->pack);
-        return fail(STATUS_MEMORY, "no memory for a batch of %zu targets", targets);
-    }
-    step->acts.layer = (LayerActs *)memory;
-    step->losses = (double *)(step->acts.layer + layers);
-    step->keep = (int *)(step->losses + count);
-    step->logp = (float *)(step->keep + count);
-    step->dlogp = step->logp + targets;
-    step->flat = step->dlogp + targets;
-    for (int j = 0; j < inputs; j++) step->input[j] = step->flat + (size_t)(j + 1) * targets;
-    return STATUS_OK;
+           layers = (size_t)step->trainer->adapter->model->shape.layers;
+    step->acts.layer = arena_take(host, layers * sizeof *step->acts.layer);
+    step->losses = arena_take(host, count * sizeof *step->losses);
+    step->keep = arena_take(host, count * sizeof *step->keep);
+    step->logp = arena_take(host, targets * sizeof *step->logp);
+    step->dlogp = arena_take(host, targets * sizeof *step->dlogp);
+    step->objective->arrays(step, host);
 }
 
-static void step_close(Step *step)
+static Status step_open(TrainStep *step)
+{
+    Arena host = {0};
+    TRY(pack_open(&step->pack, step->datums, step->trainer->limits.step_tokens));
+    host_place(step, &host);
+    host = (Arena){.base = calloc(1, host.used), .size = host.used};
+    host_place(step, &host);
+    if (host.base) return STATUS_OK;
+    pack_close(&step->pack);
+    return fail(STATUS_MEMORY, "no memory for a batch of %lld targets",
+                (long long)step->pack.most.targets);
+}
+
+static void step_close(TrainStep *step)
 {
     pack_close(&step->pack);
     free(step->acts.layer);
 }
 
-/* ---- the loss ---- */
+/* ---- the call ---- */
 
-/* Fills a call in: its targets are those that `source` lists, or where it is NULL those from
- * `from`. */
-static void piece_fill(Step *step, LossCall *call, const int32_t *source, int64_t from)
+static Status micro_run(TrainStep *step, int i)
 {
-    call->key = step->datums->key;
-    for (int j = 0; j < LOSS_INPUTS && step->loss->input[j].name; j++) {
-        for (int64_t i = 0; i < call->count; i++)
-            step->input[j][i] = loss_input(step->loss, step->datums, j,
-                                           step->micro->target0 + (source ? source[i] : from + i));
-        call->input[j] = step->input[j];
-    }
-}
-
-/* The call for `rows` rows in the order of the head, from `row` on. */
-static LossCall rows_call(Step *step, int row, int rows)
-{
-    const int32_t *start = step->pack.start + row;
-    LossCall call = {.count = start[rows] - *start,
-                     .logp = step->logp + *start,
-                     .dlogp = step->dlogp + *start,
-                     .rows = rows,
-                     .start = start};
-    piece_fill(step, &call, step->pack.source + *start, 0);
-    return call;
-}
-
-static Status piece_loss(Step *step, const LossCall *call)
-{
-    double loss = step->loss->evaluate(call);
-    if (!isfinite(loss))
-        return fail(STATUS_NUMERIC,
-                    "%s is not finite (%g) on this batch; nothing was added to the gradients",
-                    step->loss->name, loss);
-    step->losses[step->micro - step->pack.micro] += loss;
-    return STATUS_OK;
-}
-
-/* A whole loss, datum by datum; `logp` is in their order. */
-static Status datums_loss(Step *step, const float *logp)
-{
-    const Datums *d = step->datums;
-    int64_t from = 0, targets = step->micro->targets;
-    for (int i = step->micro->first; i < step->micro->last; i++) {
-        LossCall call = {.count = (int64_t)d->lengths[i] * d->counts[i],
-                         .logp = logp + from,
-                         .dlogp = step->flat + from};
-        piece_fill(step, &call, NULL, from);
-        TRY(piece_loss(step, &call));
-        from += call.count;
-    }
-    for (int64_t i = 0; i < targets; i++) step->dlogp[i] = step->flat[step->pack.source[i]];
-    Device *dev = step->adapter->model->dev;
-    dev->upload(dev, step->head.dlogp, step->dlogp, (size_t)targets * sizeof(float));
-    return STATUS_OK;
-}
-
-/* Counts the tokens and sequences that have a gradient, for grad_accumulation_normalization. The
- * host's copy of a span loses its rows once its sequence was counted. */
-static void count_live(Step *step)
-{
-    const Pack *pack = &step->pack;
-    for (int i = 0; i < pack->live; i++) {
-        int live = 0, span = 0;
-        for (int32_t k = pack->start[i]; k < pack->start[i + 1]; k++)
-            live |= step->dlogp[k] != 0.0f;
-        if (!live) continue;
-        step->tokens += 1.0;
-        while (span + 1 < step->micro->S && pack->rows[i] >= pack->spans[span + 1].row) span++;
-        if (pack->spans[span].rows == 0) continue;
-        step->sequences += 1.0;
-        pack->spans[span].rows = 0;
-    }
-}
-
-/* ---- one micro-batch ---- */
-
-/* The targets of a chunk, in the order of the head. */
-static int64_t chunk_targets(const Step *step, int row, int64_t *from)
-{
-    *from = step->pack.start[row];
-    return step->pack.start[row + head_chunk(&step->head, row)] - *from;
-}
-
-static Status chunk_loss(Step *step, int row)
-{
-    LossCall call = rows_call(step, row, head_chunk(&step->head, row));
-    return piece_loss(step, &call);
-}
-
-size_t step_bytes(Adapter *adapter, int T, int keep, size_t *scratch)
-{
-    const Model *model = adapter->model;
-    LayerActs *layers = calloc((size_t)model->shape.layers, sizeof *layers);
-    if (!layers) return 0;
-    Micro micro = {.T = T, .S = 1, .pages = (T + KV_PAGE - 1) / KV_PAGE, .targets = T};
-    Step step = {.adapter = adapter, .with_backward = 1, .micro = &micro, .acts.layer = layers};
-    size_t bytes = micro_bytes(&step, keep);
-    if (scratch) *scratch = device_rehearse(model->dev, micro_rehearse, &step);
-    free(layers);
-    return bytes;
-}
-
-/* Chunks whose gradient needs their loss: the host fetches one's log-probabilities while the device
- * is already at the next one's. */
-static Status chunks_run(Step *step)
-{
-    Device *dev = step->adapter->model->dev;
-    const Head *h = &step->head;
-    int chunks = (h->T + h->chunk - 1) / h->chunk, ahead = step_ahead(step);
-    int64_t from, count;
-    for (int i = 0; i < chunks + ahead; i++) {
-        TRY(not_interrupted(step->adapter));
-        if (i < chunks) {
-            chunk_logits(step, i * h->chunk);
-            count = chunk_targets(step, i * h->chunk, &from);
-            dev->fetch(dev, step->logp + from, h->logp + from, (size_t)count * sizeof(float));
-        }
-        if (i < ahead) continue;
-        int row = (i - ahead) * h->chunk;
-        TRY(dev->await(dev, i < chunks ? ahead : 0));
-        TRY(chunk_loss(step, row));
-        count = chunk_targets(step, row, &from);
-        dev->upload(dev, h->dlogp + from, step->dlogp + from, (size_t)count * sizeof(float));
-        if (row < step->pack.live) chunk_backward(step, row);
-    }
-    return STATUS_OK;
-}
-
-/* All logits, then the loss, then the logits once more for their gradient. */
-static Status whole_run(Step *step, float *logp)
-{
-    Device *dev = step->adapter->model->dev;
-    const Head *h = &step->head;
-    int64_t targets = step->micro->targets;
-    for (int row = 0; row < h->T; row += h->chunk) {
-        TRY(not_interrupted(step->adapter));
-        chunk_logits(step, row);
-    }
-    dev->fetch(dev, step->logp, h->logp, (size_t)targets * sizeof(float));
-    TRY(dev->await(dev, 0));
-    for (int64_t i = 0; i < targets; i++) logp[step->pack.source[i]] = step->logp[i];
-    TRY(datums_loss(step, logp));
-    for (int row = 0; step->with_backward && row < step->pack.live; row += h->chunk) {
-        TRY(not_interrupted(step->adapter));
-        chunk_logits(step, row);
-        chunk_backward(step, row);
-    }
-    return STATUS_OK;
-}
-
-/* Rows [0, end) in chunks of which nothing is asked, or whose dlogp a linear loss knows beforehand:
- * nobody waits. The log-probabilities are on their way when it returns. */
-static Status known_run(Step *step, int end)
-{
-    Device *dev = step->adapter->model->dev;
-    const Head *h = &step->head;
-    int64_t targets = step->micro->targets;
-    if (step->with_backward) {
-        memset(step->logp, 0, (size_t)targets * sizeof(float));
-        LossCall call = rows_call(step, 0, h->T);
-        step->loss->evaluate(&call);
-        dev->upload(dev, h->dlogp, step->dlogp, (size_t)targets * sizeof(float));
-    }
-    for (int row = 0; row < end; row += h->chunk) {
-        TRY(not_interrupted(step->adapter));
-        chunk_logits(step, row);
-        if (step->with_backward && row < step->pack.live) chunk_backward(step, row);
-    }
-    if (end) dev->fetch(dev, step->logp, h->logp, (size_t)step->pack.start[end] * sizeof(float));
-    return STATUS_OK;
-}
-
-/* Rows whose log-probabilities anybody wants: those that are not live have none where logp is NULL.
- * Whole chunks. */
-static int head_end(const Step *step, const float *logp)
-{
-    const Head *h = &step->head;
-    int live = (step->pack.live + h->chunk - 1) / h->chunk * h->chunk;
-    return logp || live > h->T ? h->T : live;
-}
-
-/* Log-probabilities of rows, and their gradient; their loss too, but where it can be told later. */
-static Status head_run(Step *step, float *logp)
-{
-    if (step->loss->whole) return whole_run(step, logp);
-    if (step_waits(step)) return chunks_run(step);
-    return known_run(step, head_end(step, logp));
-}
-
-/* What is left to tell of the head: the log-probabilities, and the loss of those that nobody waited
- * for. */
-static Status head_tell(Step *step, float *logp)
-{
-    Device *dev = step->adapter->model->dev;
-    TRY(dev->await(dev, 0));
-    for (int64_t i = 0; logp && i < step->micro->targets; i++)
-        logp[step->pack.source[i]] = step->logp[i];
-    if (step->loss->whole || step_waits(step)) return STATUS_OK;
-    for (int row = 0, end = head_end(step, logp); row < end; row += step->head.chunk)
-        TRY(chunk_loss(step, row));
-    return STATUS_OK;
-}
-
-static Status micro_run(Step *step, int i, float *logp)
-{
-    Adapter *adapter = step->adapter;
-    const Model *m = adapter->model;
-    Device *dev = m->dev;
+    Device *dev = step_device(step);
+    Arena *arena = &step->trainer->arena;
     int held = i < step->held, gate = step->loss->gate;
-    size_t before = held ? span_bytes(step, 0, i) : 0;
-    const Micro *micro = step->micro = &step->pack.micro[i];
-    adapter->arena.used = before;
-    step_place(step, &adapter->arena, micro, step->keep[i]);
-    TRY(device_prepare(dev, micro_rehearse, step));
-    batch_whole(&step->batch, adapter, micro->T);
-    step->batch.stop = &adapter->interrupted;
-    pack_rows(&step->pack, micro, &step->batch, dev);
-    pack_order(&step->pack, micro, gate == UNGATED ? NULL : step->datums->input[gate]);
-    head_upload(&step->head, dev, (&step->pack)->rows, (&step->pack)->start, (&step->pack)->ids,
-                micro->targets);
+    arena->used = held ? span_bytes(step, 0, i) : 0;
+    step->micro = &step->pack.micro[i];
+    step->forwarded = held && step->with_backward;
+    micro_place(step, arena, step->keep[i]);
+    pack_order(&step->pack, step->micro, gate == UNGATED ? NULL : step->datums->input[gate]);
+    TRY(micro_prepare(step));
     step->losses[i] = 0.0;
-    if (!(held && step->with_backward)) forward(m, &step->batch, &step->acts, &step->cache);
-    if (step->with_backward)
-        dev->zero(dev, step->grads.dxn,
-                  (size_t)micro->T * (size_t)m->shape.width * dev->real_bytes);
-    float *own_logp = logp ? logp + micro->target0 : NULL;
-    Status status = head_run(step, own_logp);
-    if (!status && step->with_backward && step->pack.live) {
-        count_live(step);
-        backward(m, adapter, &step->batch, &step->acts, &step->cache, &step->grads);
-    }
-    if (!status) status = head_tell(step, own_logp);
-    Status last = dev->sync(dev); /* also after a failure: fetches may be under way */
+    Status status = micro_work(step), last = dev->sync(dev); /* fetches may be under way */
     return last ? last : status;
 }
 
-/* ---- the call ---- */
-
-static Status run_all(Step *step, float *logp)
+/* Adds FRESH gradients to the others, with the loss and the counts that are behind them, unless the
+ * call failed or they are not finite; clears them. */
+static Status gradients_take(const TrainStep *step, Status status, double loss)
 {
-    Adapter *adapter = step->adapter;
-    for (int i = 0, count = step->pack.count; i < count; i++) {
-        TRY(micro_run(step, step->with_backward ? i : count - 1 - i, logp));
-        TRY(not_interrupted(adapter));
-    }
-    return STATUS_OK;
-}
-
-static Status fresh_check(Adapter *adapter)
-{
-    double norm;
-    TRY(adapter_norm(adapter, FRESH, &norm));
-    if (isfinite(norm)) return STATUS_OK;
-    return fail(STATUS_NUMERIC, "the gradient of this batch is not finite; it was dropped");
-}
-
-Status gradients_take(Adapter *adapter, Status status, double loss, double tokens, double sequences)
-{
+    Adapter *adapter = step->trainer->adapter;
     Device *dev = adapter->model->dev;
-    if (!status) status = fresh_check(adapter);
+    double norm = 0.0;
+    if (!status) status = adapter_norm(adapter, FRESH, &norm);
+    if (!isfinite(norm))
+        status = fail(STATUS_NUMERIC, "the gradient of this batch is not finite; it was dropped");
     if (!status) {
         dev->accumulate(dev, adapter->vector[GRADIENTS], adapter->vector[FRESH], adapter->size);
         adapter->loss += loss;
-        adapter->tokens += tokens;
-        adapter->sequences += sequences;
+        adapter->tokens += step->tokens;
+        adapter->sequences += step->sequences;
     }
     dev->zero(dev, adapter->vector[FRESH], (size_t)adapter->size * sizeof(float));
     return status;
 }
 
 /* Runs an open step, for which there is memory, and adds up what it gave. */
-static Status step_run(Step *step, float *logp, double *loss_sum)
+static Status step_run(TrainStep *step, double *loss_sum)
 {
-    Adapter *adapter = step->adapter;
-    adapter->interrupted = 0;
-    Status status = run_all(step, logp);
+    Status status = STATUS_OK;
+    int count = step->pack.count;
+    step->trainer->interrupted = 0;
+    for (int i = 0; !status && i < count; i++) {
+        status = micro_run(step, step->with_backward ? i : count - 1 - i);
+        if (!status) status = step_going(step);
+    }
     *loss_sum = 0.0;
-    for (int i = 0; !status && i < step->pack.count; i++) *loss_sum += step->losses[i];
-    if (!step->with_backward) return status;
-    return gradients_take(adapter, status, *loss_sum, step->tokens, step->sequences);
+    for (int i = 0; !status && i < count; i++) *loss_sum += step->losses[i];
+    return step->with_backward ? gradients_take(step, status, *loss_sum) : status;
 }
 
-Status not_interrupted(const Adapter *adapter)
+Status step_call(TrainStep *step, Pass pass, double *loss_sum)
 {
-    return adapter->interrupted ? fail(STATUS_INTERRUPTED, "forward_backward was interrupted")
-                                : STATUS_OK;
-}
-
-Status trainable(const Adapter *adapter)
-{
-    if (adapter->vector[GRADIENTS]) return STATUS_OK;
-    return fail(STATUS_INVALID, "this adapter is a snapshot: it can be sampled from, not trained");
-}
-
-Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Loss *loss, Pass pass,
-                                float *logp, double *loss_sum)
-{
-    int backward = pass == FORWARD_BACKWARD;
-    if (loss->taught && !datums->input[loss->taught])
-        return fail(STATUS_INVALID, "%s needs a teacher: use distill, or give its %s", loss->name,
-                    loss->input[loss->taught].name);
-    TRY(datums_check(datums, adapter->model, loss));
-    if (pass != FORWARD) TRY(trainable(adapter));
-    Step step = {.adapter = adapter, .datums = datums, .loss = loss, .with_backward = backward};
-    Kept *kept = NULL;
-    if (pass == FORWARD_KEEP) TRY(kept_copy(&kept, datums));
-    adapter->held = 0;
-    Status status = step_open(&step);
-    if (!status) {
-        if (backward) status = step_plan(&step, 0, step.pack.count);
-        if (!status) status = pass == FORWARD_KEEP ? step_reserve_kept(&step) : step_reserve(&step);
-        if (!status) status = step_run(&step, logp, loss_sum);
-        adapter->held_keep = step.keep[0];
-        step_close(&step);
-    }
-    if (status || pass != FORWARD_KEEP) {
-        free(kept);
-        return status;
-    }
-    adapter_drop_kept(adapter);
-    adapter->kept = kept;
-    adapter->held = step.held;
-    return STATUS_OK;
-}
-
-Status adapter_backward(Adapter *adapter, const float *dlogp, int64_t count, double *loss_sum)
-{
-    TRY(trainable(adapter));
-    if (!adapter->kept)
-        return fail(STATUS_INVALID, "there is no kept forward to go back from: none was made since "
-                                    "the weights last changed, or backward has used it");
-    Datums datums = adapter->kept->datums;
-    datums.input[0] = dlogp;
-    datums.input_total[0] = count;
-    TRY(datums_check(&datums, adapter->model, &loss_given));
-    Step step = {.adapter = adapter,
-                 .datums = &datums,
-                 .loss = &loss_given,
-                 .with_backward = 1,
-                 .held = adapter->held};
-    TRY(step_open(&step));
-    for (int i = 0; i < step.held; i++) step.keep[i] = adapter->held_keep;
-    adapter->held = 0;
-    size_t size = adapter->arena.size;
-    Status status = step_plan(&step, step.held, step.pack.count);
-    if (!status) status = step_reserve(&step);
-    if (adapter->arena.size != size) step.held = 0; /* it grew, and lost what it held */
-    if (!status) status = step_run(&step, NULL, loss_sum);
-    step_close(&step);
-    if (!status) adapter_drop_kept(adapter);
+    Trainer *trainer = step->trainer;
+    int held = step->held;
+    step->with_backward = pass == FORWARD_BACKWARD;
+    TRY(step_open(step));
+    for (int i = 0; i < held; i++) step->keep[i] = trainer->held_keep;
+    trainer->held = 0;
+    size_t size = trainer->arena.size;
+    Status status = step->with_backward ? step_plan(step, held, step->pack.count) : STATUS_OK;
+    if (!status) status = pass == FORWARD_KEEP ? step_reserve_kept(step) : step_reserve(step);
+    if (held && trainer->arena.size != size) step->held = 0; /* it grew, and lost what it held */
+    if (!status) status = step_run(step, loss_sum);
+    trainer->held_keep = step->keep[0];
+    step_close(step);
     return status;
 }

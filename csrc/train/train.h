@@ -1,5 +1,6 @@
 /* train/train.h - forward_backward: datums, losses, and what a call of them adds to an adapter.
  *
+ *   Trainer  the memory and the limits of an adapter's training calls (trainer.c)
  *   Datums   a call's sequences, targets and the loss's inputs, as flat arrays
  *   Loss     how target log-probabilities become a loss (losses.c)
  *   Lesson   what the teacher of a distillation reads (distill.c)
@@ -57,8 +58,6 @@ const Loss *loss_at(int index); /* NULL past the end */
 /* Not of the table: its one input is d loss / d logp itself. */
 extern const Loss loss_given;
 
-/* ---- losses.c, datums.c, step.c, head.c: forward_backward ---- */
-
 struct Datums {
     int count;
     const int32_t *tokens, *lengths, *targets, *counts;
@@ -70,23 +69,50 @@ struct Datums {
 
 /* Number `target` of the loss's input j, or what stands in for it. */
 float loss_input(const Loss *loss, const Datums *datums, int j, int64_t target);
+
+/* ---- datums.c ---- */
+
 /* Lengths, ids and numbers, against the model and the loss; the sentence names the datum. */
 Status datums_check(const Datums *datums, const Model *model, const Loss *loss);
+
+/* ---- trainer.c ---- */
+
+typedef struct KeptForward KeptForward; /* trainer.c */
+
+typedef struct TrainerLimits {
+    int step_tokens;   /* rows of a micro-batch */
+    size_t step_bytes; /* that a step may take */
+    size_t keep_bytes; /* that a kept forward may hold; one micro-batch in any case */
+} TrainerLimits;
+
+/* What an adapter's training calls have of their own. */
+typedef struct Trainer {
+    Adapter *adapter;
+    TrainerLimits limits;
+    Arena arena;         /* of a step */
+    KeptForward *kept;   /* the forward that backward may follow, or NULL */
+    int held, held_keep; /* micro-batches of it whose activations still lie in the arena, and what
+                            is kept of each */
+    atomic_int interrupted; /* set from outside: the step under way stops */
+} Trainer;
+
+/* For an adapter, which may be a snapshot or have no memory, and must live longer. A limit of 0
+ * rows is as many as the device has use for, if it has the memory; of 0 bytes of a step, the
+ * default. */
+Status trainer_open(Trainer **trainer, Adapter *adapter, const TrainerLimits *limits);
+void trainer_close(Trainer *trainer);
 
 /* How far a call goes: FORWARD_KEEP leaves what backward needs. */
 typedef enum Pass { FORWARD, FORWARD_KEEP, FORWARD_BACKWARD } Pass;
 
 /* logp (target_total) and loss are the results; FORWARD_BACKWARD adds to the gradients. On an error
  * nothing was added. */
-Status adapter_forward_backward(Adapter *adapter, const Datums *datums, const Loss *loss, Pass pass,
+Status trainer_forward_backward(Trainer *trainer, const Datums *datums, const Loss *loss, Pass pass,
                                 float *logp, double *loss_sum);
 /* Adds to the gradients what FORWARD_BACKWARD of the kept forward's datums would have added, if the
  * loss had this dlogp (count numbers, like targets); loss is Σ dlogp·logp. Uses the kept forward
  * up; an error leaves it, to be computed again. */
-Status adapter_backward(Adapter *adapter, const float *dlogp, int64_t count, double *loss_sum);
-/* Bytes of a training step of T rows of one datum with so much kept, and in *scratch (NULL: not
- * asked) those that its ops need for themselves; 0 where the host has no memory. */
-size_t step_bytes(Adapter *adapter, int T, int keep, size_t *scratch);
+Status trainer_backward(Trainer *trainer, const float *dlogp, int64_t count, double *loss_sum);
 
 /* ---- distill.c: a loss between two distributions over the vocabulary ---- */
 
@@ -99,9 +125,9 @@ typedef struct Lesson {
     int64_t token_total, count; /* lengths of the two arrays, as they came */
 } Lesson;
 
-/* As adapter_forward_backward, for a taught loss; also the divergence of each row, (token_total), 0
+/* As trainer_forward_backward, for a taught loss; also the divergence of each row, (token_total), 0
  * where its weight is. */
-Status adapter_distill(Adapter *adapter, const Datums *datums, const Loss *loss,
+Status trainer_distill(Trainer *trainer, const Datums *datums, const Loss *loss,
                        const Lesson *lesson, int with_backward, float *logp, float *divergence,
                        double *loss_sum);
 
@@ -115,11 +141,8 @@ typedef struct Plan {
     int longest; /* tokens of the longest datum that a step can train */
 } Plan;
 
-/* `tokens` of a training step; 0: the default. */
-Status plan_make(Plan *plan, Model *model, const AdapterSpec *spec, int tokens);
-/* The most that fits of a step of T rows before it begins, also in what is free just now; fails
- * where it does not fit at all. `scratch` is what its ops need for themselves. */
-Status step_keep(int *keep, const Adapter *adapter, int T, size_t scratch, KeepBytes *bytes,
-                 void *context);
+/* `tokens` of a training step; 0: the trainer's own. */
+Status plan_make(Plan *plan, Model *model, const AdapterSpec *layout, const TrainerLimits *limits,
+                 int tokens);
 
 #endif

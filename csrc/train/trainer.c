@@ -1,0 +1,152 @@
+/* train/trainer.c - an adapter's training calls: forward_backward and its halves, their memory and
+ * their limits.
+ *
+ * A step's rows are made of the memory that there is in all, not of what is free just now:
+ * gradients are summed step by step, and the same run on the same card gives the same bits. What a
+ * step keeps of its layers (acts.c) changes no result, and is as much as fits in what is free. Rows
+ * are few enough that all of it does: longer datums, or a smaller limit, cost the time that it
+ * takes to make the rest again.
+ *
+ * Of a forward that backward may follow its datums are remembered, whose arrays the caller may
+ * change meanwhile, and the stamp of the weights that it was made with: of other weights it is no
+ * forward. Its activations lie in the arena (step.c). */
+#include <stdlib.h>
+#include <string.h>
+
+#include "step.h"
+
+enum { STEP_TOKENS_MIN = 256 };
+
+/* In one block; of the datums all but the loss's inputs. */
+struct KeptForward {
+    uint64_t stamp;
+    Datums datums;
+};
+
+static Status default_tokens(Trainer *trainer)
+{
+    const Model *model = trainer->adapter->model;
+    size_t most = budget_step(model, 0);
+    StepNeeds needs;
+    for (int tokens = model->dev->step_rows;; tokens /= 2) {
+        trainer->limits.step_tokens = tokens;
+        if (tokens <= STEP_TOKENS_MIN) return STATUS_OK;
+        TRY(targets_needs(trainer, tokens, &needs));
+        if (needs.whole <= most && needs.least <= trainer->limits.step_bytes) return STATUS_OK;
+    }
+}
+
+Status trainer_open(Trainer **out, Adapter *adapter, const TrainerLimits *limits)
+{
+    if (limits->step_tokens < 0)
+        return fail(STATUS_INVALID, "step_tokens must be 0 (the default) or more, not %d",
+                    limits->step_tokens);
+    Trainer *trainer = calloc(1, sizeof *trainer);
+    if (!trainer) return fail(STATUS_MEMORY, "no memory for an adapter");
+    trainer->adapter = adapter;
+    trainer->limits = *limits;
+    trainer->arena.dev = adapter->model->dev;
+    if (!limits->step_bytes) trainer->limits.step_bytes = budget_step(adapter->model, 0);
+    Status status = limits->step_tokens ? STATUS_OK : default_tokens(trainer);
+    if (status)
+        free(trainer);
+    else
+        *out = trainer;
+    return status;
+}
+
+void trainer_close(Trainer *trainer)
+{
+    if (!trainer) return;
+    free(trainer->kept);
+    arena_release(&trainer->arena);
+    free(trainer);
+}
+
+/* ---- the kept forward ---- */
+
+#define COPY(to, from, count)                          \
+    do {                                               \
+        size_t bytes = (size_t)(count) * sizeof *(to); \
+        (to) = memcpy(next, from, bytes);              \
+        next += bytes;                                 \
+    } while (0)
+
+static Status kept_copy(KeptForward **out, const Datums *d, uint64_t stamp)
+{
+    size_t count = (size_t)d->count, tokens = (size_t)d->token_total,
+           targets = (size_t)d->target_total;
+    KeptForward *kept = malloc(sizeof *kept + (tokens + targets + 2 * count) * sizeof(int32_t));
+    if (!kept) return fail(STATUS_MEMORY, "no memory to keep %zu tokens", tokens);
+    char *next = (char *)(kept + 1);
+    *kept = (KeptForward){
+        stamp, {.count = d->count, .token_total = d->token_total, .target_total = d->target_total}};
+    COPY(kept->datums.tokens, d->tokens, tokens);
+    COPY(kept->datums.lengths, d->lengths, count);
+    COPY(kept->datums.targets, d->targets, targets);
+    COPY(kept->datums.counts, d->counts, count);
+    *out = kept;
+    return STATUS_OK;
+}
+
+/* Another one, or none, from here on. */
+static void kept_set(Trainer *trainer, KeptForward *kept, int held)
+{
+    free(trainer->kept);
+    trainer->kept = kept;
+    trainer->held = held;
+}
+
+/* Forgets one of earlier weights. */
+static void kept_check(Trainer *trainer)
+{
+    if (trainer->kept && trainer->kept->stamp != trainer->adapter->stamp)
+        kept_set(trainer, NULL, 0);
+}
+
+/* ---- the calls ---- */
+
+Status trainer_forward_backward(Trainer *trainer, const Datums *datums, const Loss *loss, Pass pass,
+                                float *logp, double *loss_sum)
+{
+    if (loss->taught && !datums->input[loss->taught])
+        return fail(STATUS_INVALID, "%s needs a teacher: use distill, or give its %s", loss->name,
+                    loss->input[loss->taught].name);
+    TRY(datums_check(datums, trainer->adapter->model, loss));
+    if (pass != FORWARD) TRY(adapter_trainable(trainer->adapter));
+    kept_check(trainer);
+    KeptForward *kept = NULL;
+    if (pass == FORWARD_KEEP) TRY(kept_copy(&kept, datums, trainer->adapter->stamp));
+    TrainStep step = {.trainer = trainer,
+                      .datums = datums,
+                      .loss = loss,
+                      .objective = &targets_objective,
+                      .result = logp};
+    Status status = step_call(&step, pass, loss_sum);
+    if (status)
+        free(kept);
+    else if (kept)
+        kept_set(trainer, kept, step.held);
+    return status;
+}
+
+Status trainer_backward(Trainer *trainer, const float *dlogp, int64_t count, double *loss_sum)
+{
+    TRY(adapter_trainable(trainer->adapter));
+    kept_check(trainer);
+    if (!trainer->kept)
+        return fail(STATUS_INVALID, "there is no kept forward to go back from: none was made since "
+                                    "the weights last changed, or backward has used it");
+    Datums datums = trainer->kept->datums;
+    datums.input[0] = dlogp;
+    datums.input_total[0] = count;
+    TRY(datums_check(&datums, trainer->adapter->model, &loss_given));
+    TrainStep step = {.trainer = trainer,
+                      .datums = &datums,
+                      .loss = &loss_given,
+                      .objective = &targets_objective,
+                      .held = trainer->held};
+    TRY(step_call(&step, FORWARD_BACKWARD, loss_sum));
+    kept_set(trainer, NULL, 0);
+    return STATUS_OK;
+}
