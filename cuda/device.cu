@@ -199,6 +199,17 @@ extern "C" TINSMITH_EXPORT int64_t cuda_emulated_waits(void)
     return emulate::card.waits;
 }
 
+/* The sizes of scratch that ops asked for since the last call, those that ran or those that were
+ * rehearsed; returns how many there are. */
+extern "C" TINSMITH_EXPORT int cuda_emulated_scratch(int rehearsed, size_t *sizes, int room)
+{
+    std::set<size_t> asked;
+    asked.swap(emulate::card.asked[rehearsed]);
+    for (size_t size : asked)
+        if (room-- > 0) *sizes++ = size;
+    return (int)asked.size();
+}
+
 /* The card is lost at the launch or copy that comes after so many more; -1: it is as new. */
 extern "C" TINSMITH_EXPORT void cuda_emulated_lose(int64_t after)
 {

@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <set>
 #include <unordered_map>
 
 enum { CUDART_VERSION = 13000, cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
@@ -45,6 +46,7 @@ struct Card {
     bool lost = false;
     int64_t fails_in = -1;          /* likewise the one that fails */
     std::atomic<int64_t> waits = 0; /* of the host for the stream */
+    std::set<size_t> asked[2];      /* scratch's sizes: by ops that ran, and in rehearsals */
     std::mutex lock;                /* of what follows: memory is given back in any thread */
     std::unordered_map<void *, size_t> blocks;
     cudaGraph_t capture = nullptr;    /* where the stream's work is written down */

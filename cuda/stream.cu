@@ -171,6 +171,9 @@ static Status stream_sync(Device *dev)
 
 void *cuda_scratch(CudaDevice *cuda, size_t bytes)
 {
+#ifdef CUDA_EMULATED
+    emulate::card.asked[cuda->rehearsing].insert(bytes);
+#endif
     if (cuda->rehearsing) {
         if (bytes > cuda->rehearsed_bytes) cuda->rehearsed_bytes = bytes;
         return nullptr;

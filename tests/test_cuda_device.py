@@ -11,14 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import logprobs, make_datum
+from distill_cases import distill, pair
 from engine import Device, Unavailable, emulated_library
-from models import call, datum, folder, randomize, tokens_of
+from models import Datum, call, datum, folder, randomize, tokens_of
 from tinsmith import _core
 from tinsmith.engine.worker import plan
 from tinsmith.files.families import LoadedModel, load_model, read_config
 
 MIB = 1 << 20
 CARD = (2048 * MIB, 13000, 9, 0)  # free bytes, driver, compute capability: the emulator's own
+
+ADAM = {
+    "learning_rate": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0,
+    "grad_clip_norm": 0.0,
+}  # fmt: skip
 
 CardMaker = Callable[..., None]
 
@@ -32,6 +38,7 @@ def library() -> ctypes.CDLL:
     library.cuda_emulated_card.argtypes = [ctypes.c_size_t, *[ctypes.c_int] * 3]
     library.cuda_emulated_lose.argtypes = [ctypes.c_int64]
     library.cuda_emulated_waits.restype = ctypes.c_int64
+    library.cuda_emulated_scratch.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
     return library
 
 
@@ -74,6 +81,83 @@ def test_an_op_that_was_not_rehearsed_fails_and_says_so(library: ctypes.CDLL) ->
     dev.c.topk_logprob(*arguments)
     assert dev.c.rehearsed(dev.pointer) == T * 2 * K * 8  # of each of two parts of a row, K ranks
     assert (held[0].read(64) == 0).all()
+
+
+def flat(data: list[Datum]) -> tuple[np.ndarray, ...]:
+    lengths = np.array([len(one.tokens) for one in data], np.int32)
+    ids = [np.concatenate([getattr(one, name) for one in data]) for name in ("tokens", "targets")]
+    return ids[0], lengths, ids[1], np.ones_like(lengths)
+
+
+def both_halves(adapter: _core.Adapter, data: list[Datum]) -> None:
+    adapter.forward(*flat(data), keep=True)
+    adapter.backward(np.ones(sum(len(one.tokens) for one in data), np.float32))
+
+
+def train_with(loss: str) -> Callable[[_core.Adapter, list[Datum]], object]:
+    return lambda adapter, data: call(adapter, data, loss)
+
+
+def taught_by(teacher: str | None) -> Callable[[_core.Adapter, list[Datum]], object]:
+    pairs = [pair("qwen3", 5, 31, 60), pair("qwen3", 40, 9, 0, seed=1)]
+    found = {
+        "an adapter": lambda core: randomize(_core.Adapter(core, rank=7)),
+        "another model": lambda core: load().core,
+    }.get(teacher, lambda core: None)
+    return lambda adapter, data: distill(adapter, pairs, {"top_k": 9}, found(adapter.model))
+
+
+CALLS = {
+    "linear": train_with("cross_entropy"),
+    "chunk by chunk": train_with("importance_sampling"),
+    "whole datums": train_with("gspo"),
+    "halves": both_halves,
+    "its own teacher": taught_by(None),
+    "a teacher": taught_by("an adapter"),
+    "a teacher elsewhere": taught_by("another model"),
+}
+
+
+@pytest.mark.parametrize("room", [0, 250_000], ids=["all is kept", "little is kept"])
+@pytest.mark.parametrize("name", CALLS)
+def test_ops_ask_for_the_scratch_that_was_rehearsed(
+    library: ctypes.CDLL, name: str, room: int
+) -> None:
+    """Whatever is called, and whatever its layers keep: no op runs that no rehearsal has seen."""
+
+    def asked(rehearsed: bool) -> set[int]:
+        sizes = (ctypes.c_size_t * 100)()
+        return set(sizes[: library.cuda_emulated_scratch(rehearsed, sizes, 100)])
+
+    limit = room and room + (2 * MIB if name == "a teacher elsewhere" else MIB)
+    adapter = randomize(_core.Adapter(load().core, rank=4, step_tokens=60, step_bytes=limit))
+    data = [
+        datum(tokens_of("qwen3", length), logprobs=np.zeros(length), advantages=np.ones(length))
+        for length in (30, 11, 50)
+    ]
+    if name in ("linear", "halves"):
+        data = [datum(one.tokens) for one in data]
+    asked(True), asked(False)
+    adapter.write("gradients", np.ones(adapter.size, np.float32))
+    adapter.optim_step(**ADAM)
+    norm = asked(False)  # of all calls: what they add is looked at when it is there
+    CALLS[name](adapter, data)
+    ran = asked(False) - norm
+    assert len(ran) > 3 and ran <= asked(True)
+
+
+def test_a_teacher_in_parts_is_rehearsed_in_those_parts(library: ctypes.CDLL) -> None:
+    """Attention over sequences of one row each takes scratch that it does not take beside a longer
+    one: the second part here is 60 of them, the first a long one that fills a step."""
+    core = load().core
+    pairs = [pair("qwen3", 1, 2, 98), *(pair("qwen3", 1, 1, 0, seed) for seed in range(60))]
+    found = []
+    for rows in (100, 1000):
+        adapter = randomize(_core.Adapter(core, rank=4, step_tokens=rows))
+        *results, loss = distill(adapter, pairs)
+        found.append([*(one.tobytes() for one in results), loss, adapter.read("gradients")])
+    np.testing.assert_array_equal(found[0].pop(), found[1].pop())
+    assert found[0] == found[1]
 
 
 def test_a_plan_is_made_before_anything_is_allocated(card: CardMaker) -> None:
@@ -369,11 +453,10 @@ def test_a_card_lost_in_a_step_is_told_there_and_ever_after(
     with pytest.raises(RuntimeError, match=f"unspecified launch failure. {LOST}"):
         for _ in range(20):
             call(adapter, data)
-    adam = {"learning_rate": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0}
     sampler.add(1, tokens_of("qwen3", 5), max_tokens=3)
     for later in (
         lambda: call(adapter, data, backward=False),
-        lambda: adapter.optim_step(**adam, grad_clip_norm=0.0),
+        lambda: adapter.optim_step(**ADAM),
         lambda: adapter.read("weights"),  # what a checkpoint would be made of
         lambda: adapter.write("weights", np.zeros(adapter.size, np.float32)),
         lambda: adapter.snapshot(),
