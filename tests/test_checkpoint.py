@@ -503,7 +503,7 @@ def test_a_change_of_what_a_checkpoint_says_happens_whole_or_not_at_all(
 ) -> None:
     store, adapter = Store(tmp_path), adapter_of()
     path = store.path("r", "weights", "a")
-    checkpoint.save(store.folder(path), adapter, meta_of(adapter), optimizer=True)
+    save(store.folder(path), adapter, meta_of(adapter), optimizer=True)
     before = checkpoint.load_meta(store.folder(path))
     for number in range(1, 100):
         with monkeypatch.context() as patch:

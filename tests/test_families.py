@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import LLAMA3, PADDING, SPECS, call, datum, folder, loaded, tokens_of
 from tinsmith import _core
-from tinsmith.files import families, weights
+from tinsmith.files import config, families, weights
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -160,7 +160,6 @@ def test_a_config_that_changes_the_maths_is_refused(case: str, tmp_path: Path) -
 
 # Every key of the tables REFUSED and FACTORS, with a value that some model has it with.
 MATHS: dict[str, Any] = {
-    "use_sliding_window": True,
     "mlp_bias": True,
     "quantization_config": {"quant_method": "gptq"},
     "num_experts": 128,
@@ -185,7 +184,7 @@ MATHS: dict[str, Any] = {
 
 
 def test_every_key_of_the_tables_is_tried_here() -> None:
-    assert sorted(MATHS) == sorted((*families.REFUSED, *families.FACTORS))
+    assert sorted(MATHS) == sorted((*config.REFUSED, *config.FACTORS))
 
 
 @pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.name)
