@@ -43,7 +43,9 @@ POINTWISE: dict[str, Case] = {
     "clamp": lambda x, v, i, m, c, y: torch.clamp(x, -1, 0.2) + x.clamp(min=-1) + x.clip(max=v - 1),
     "clamp by tensors": lambda x, v, i, m, c, y: torch.clamp(v, x, v * x) + torch.clip(x, x, v - 1),
     "clamp integers": lambda x, v, i, m, c, y: x * i.clamp(min=2) + x * i.clamp(max=3),
-    "neg": lambda x, v, i, m, c, y: -x + torch.neg(v) * x + torch.negative(x) + torch.positive(x),
+    "neg": lambda x, v, i, m, c, y: (
+        -x + (+v) + torch.neg(v) * x + torch.negative(x) + torch.positive(x)
+    ),
     "abs": lambda x, v, i, m, c, y: abs(x) + torch.absolute(x) + x.abs() + (x - x.detach()).abs(),
     "square": lambda x, v, i, m, c, y: torch.square(x),
     "exp": lambda x, v, i, m, c, y: torch.exp(x) + x.exp2() + torch.expm1(x) + i.double().exp() * x,
@@ -109,6 +111,30 @@ POINTWISE: dict[str, Case] = {
         + x.to("cpu")
         + i.to(v.dtype)
         + x.to(x.device)
+    ),
+    "other types": lambda x, v, i, m, c, y: (
+        x.half() + x.bfloat16() * i.to(torch.bfloat16),
+        x.to(torch.float16) * v,
+    ),
+    "other powers": lambda x, v, i, m, c, y: (
+        torch.rsub(x, v, alpha=2) + torch.fmod(v, x) + x.fmod(0.4) + torch.lerp(x, v, 0.3),
+        torch.addcmul(v, x, x, value=2) + x.addcdiv(x, v) + torch.hypot(x, v),
+        torch.fmax(x, -v) + x.fmin(v) + x.clamp_min(-0.5) + torch.clamp_max(x, 0.1),
+        torch.logaddexp2(x, v) + torch.special.xlog1py(v, x * x) + torch.atan2(x, v),
+        torch.copysign(v, x) * x + x * torch.isclose(x, x + 1e-9),
+    ),
+    "trigonometry": lambda x, v, i, m, c, y: (
+        torch.tan(x) + (x / 9).asin() + torch.acos(x / 9) + torch.sinh(x) + x.cosh(),
+        torch.asinh(x) + torch.acosh(x * x + 2) + torch.atanh(x / 9),
+    ),
+    "other activations": lambda x, v, i, m, c, y: (
+        F.gelu(x) + F.gelu(x, approximate="tanh") + F.elu(x) + F.leaky_relu(x, 0.2),
+        F.softsign(x) + torch.logit(v / 2) * x,
+    ),
+    "special": lambda x, v, i, m, c, y: (
+        torch.erf(x) + torch.erfc(x) + torch.special.erfinv(x / 9) + x.frac() + torch.sgn(x) * x,
+        torch.lgamma(v) * x + torch.special.gammaln(x * x + 1) + torch.digamma(x * x + 1),
+        x * torch.signbit(x) + x * torch.isposinf(v / 0) + x * torch.isneginf(x),
     ),
     "detach": lambda x, v, i, m, c, y: x.detach() * x + x.data * x + x.exp().detach() * v,
 }
@@ -183,6 +209,19 @@ REDUCTIONS: dict[str, Case] = {
         (x * 0).norm(),
         x.norm(math.inf),
         torch.norm(x, dim=0),
+    ),
+    "other reductions": lambda x, v, i, m, c, y: (
+        torch.nanmean(torch.where(v > 1, x, torch.nan)),
+        x.median() + torch.nanmedian(x),
+        y.median(1).values,
+        x.kthvalue(2)[0],
+        torch.aminmax(x).min + x.aminmax().max,
+        torch.var_mean(x)[1] * torch.std_mean(y, 1)[0],
+        F.softmin(x, 0),
+    ),
+    "other sums": lambda x, v, i, m, c, y: (
+        x.cumprod(0) + torch.logcumsumexp(x, 0),
+        torch.cummax(x, 0).values + x.cummin(0)[0],
     ),
     "sort": lambda x, v, i, m, c, y: (
         x.sort().values,
@@ -261,6 +300,20 @@ SHAPES: dict[str, Case] = {
         x.masked_select(v > 1),
         torch.diagonal(y),
     ),
+    "scatter": lambda x, v, i, m, c, y: (
+        torch.zeros(x.shape[0]).scatter_add(0, i, x),
+        v.scatter(0, i[:1], x[:1]),
+        torch.index_add(y, 0, i, m, alpha=2),
+        torch.take_along_dim(y, i[:, None].clamp(max=3), dim=1),
+    ),
+    "moves": lambda x, v, i, m, c, y: (
+        torch.movedim(y, 0, 1),
+        y.moveaxis(1, 0),
+        y.fliplr() + torch.flipud(y),
+        x.tile(2, 3),
+        torch.hstack([x, v]),
+        torch.vstack([x, v]),
+    ),
     "cat": lambda x, v, i, m, c, y: (
         torch.cat([x, v]),
         torch.cat((m, y), dim=1),
@@ -301,12 +354,19 @@ SHAPES: dict[str, Case] = {
         torch.matmul(y.expand(3, 6, 4), m.T),
         torch.matmul(x, m[None].expand(2, 6, 4)),
     ),
+    "other products": lambda x, v, i, m, c, y: (
+        torch.tensordot(y, m, dims=([0], [0])),
+        torch.kron(x, v),
+        x @ torch.eye(x.shape[0]) + x * torch.linspace(0, 1, x.shape[0]),
+    ),
     "einsum": lambda x, v, i, m, c, y: (
         torch.einsum("i,i->", x, v),
         torch.einsum("i,ij->j", x, m),
         torch.einsum("ij->ji", y),
         torch.einsum("ij,kj->ik", y, m),
         torch.einsum("i,j->ji", x, v),
+        torch.einsum("ii->i", x[:, None] * v),
+        torch.einsum("...j,j->...", y, m[0]),
     ),
     "new": lambda x, v, i, m, c, y: (
         x + torch.zeros(x.shape[0]) + torch.ones_like(x) + torch.zeros_like(x) + x.new_zeros(6),
@@ -350,6 +410,17 @@ LOSSES: dict[str, Case] = {
     "bce": lambda x, v, i, m, c, y: (
         F.binary_cross_entropy_with_logits(x, v),
         F.binary_cross_entropy_with_logits(x, v, pos_weight=v),
+    ),
+    "classes": lambda x, v, i, m, c, y: (
+        F.cross_entropy(y, i.clamp(max=3), label_smoothing=0.1),
+        F.nll_loss(y.log_softmax(1), i.clamp(max=3), reduction="none"),
+    ),
+    "other losses": lambda x, v, i, m, c, y: (
+        F.binary_cross_entropy(x.sigmoid(), v / 2, weight=v),
+        F.gaussian_nll_loss(x, v, v) + F.poisson_nll_loss(x, v),
+        F.soft_margin_loss(x, torch.sign(v - 1)) + F.hinge_embedding_loss(x, torch.sign(v - 1)),
+        F.margin_ranking_loss(x, v, torch.ones_like(v), margin=0.5),
+        F.pairwise_distance(y, m) + torch.pairwise_distance(y, m),
     ),
     "normalize": lambda x, v, i, m, c, y: (F.normalize(x, dim=0), F.normalize(y, p=1.0)),
     "cosine": lambda x, v, i, m, c, y: (

@@ -1,4 +1,4 @@
-"""tinsmith.ops as autograd functions: the one module that imports torch.
+"""tinsmith.ops as autograd functions. Beside losses/, this is the one module that imports torch.
 
 The losses make their gradients in the forward pass, while the logits are there, if a gradient will
 be asked for; backward multiplies them. So do log-probabilities under a frozen weight W, whose

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.engine.teaching import LOGPROBS, Teacher, divergences, metrics
-from tinsmith.losses.custom_loss import CustomLoss, evaluate
+from tinsmith.losses.custom_loss import evaluate
+from tinsmith.losses.graph import CustomLoss
 
 
 @dataclass(frozen=True)

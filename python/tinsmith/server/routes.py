@@ -19,6 +19,7 @@ from tinsmith.engine.decoding import SampleRequest
 from tinsmith.engine.errors import explain
 from tinsmith.engine.worker import Batch, StateSpec
 from tinsmith.files import encryption
+from tinsmith.losses import custom_loss
 from tinsmith.server import wire, wire_sampling
 from tinsmith.server.bodies import parse_json, read_body, read_json, reply_of
 from tinsmith.server.overload import Place
@@ -45,8 +46,6 @@ CLIENT_CONFIG = {
     "fwdbwd_max_chunk_bytes_count": 256_000_000,
     "fwdbwd_max_chunk_len": 1_000_000,
     "parallel_fwdbwd_chunks": False,
-    # create_custom_loss sends its graph here instead of running it in the client.
-    "custom_loss_server_side": True,
 }
 DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
 SAMPLE_BYTES = 4096  # what each sample of a request counts for in the queue
@@ -80,7 +79,8 @@ def place(body: dict[str, Any]) -> tuple[str, int]:
 
 
 async def client_config(service: Service, request: Request) -> dict[str, Any]:
-    return CLIENT_CONFIG
+    # Where it is true, create_custom_loss sends its graph here; else the SDK evaluates it.
+    return {**CLIENT_CONFIG, "custom_loss_server_side": custom_loss.available()}
 
 
 async def dynamic_config(service: Service, request: Request) -> dict[str, Any]:
@@ -298,13 +298,13 @@ async def create_custom_loss(service: Service, request: Request) -> dict[str, An
     session = service.session(request, wire.need(body, "session_id", str))
     loss_id = f"{session.id}:loss:{wire.need(body, 'custom_loss_seq_id', int)}"
 
+    async def check() -> None:
+        session.losses[loss_id] = await asyncio.to_thread(wire.uploaded_loss, body)
+
     def start() -> Future[None]:
         if len(session.losses) >= LOSSES_MAX:
             raise ValueError(f"a session has at most {LOSSES_MAX} custom losses")
-        session.losses[loss_id] = wire.uploaded_loss(body)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return asyncio.run_coroutine_threadsafe(check(), asyncio.get_running_loop())
 
     reply = {"type": "create_custom_loss", "loss_id": loss_id}
     return service.promise(request, loss_id, start, lambda _: reply)

@@ -31,7 +31,7 @@ from tinsmith.engine.worker import Worker
 from tinsmith.files import checkpoint, peft
 from tinsmith.files.families import BaseModel, find_model
 from tinsmith.files.lora import LoraSpec
-from tinsmith.losses.custom_loss import CustomLoss
+from tinsmith.losses.graph import CustomLoss
 from tinsmith.server import wire
 from tinsmith.server.beside import Beside
 from tinsmith.server.overload import Place, Queue

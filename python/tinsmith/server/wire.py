@@ -23,7 +23,7 @@ from tinsmith.engine.worker import AdamParams, Batch, BatchResult, losses
 from tinsmith.files.families import BaseModel
 from tinsmith.files.lora import LoraSpec
 from tinsmith.losses import custom_loss
-from tinsmith.losses.custom_loss import CustomLoss
+from tinsmith.losses.graph import CustomLoss
 from tinsmith.server.arrays import Column, array_of, check_ids, elements, field_of
 from tinsmith.server.messages import pb
 from tinsmith.server.pieces import Buffer, Lifted, cut, fill
