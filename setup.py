@@ -2,9 +2,9 @@
 between at run time (csrc/cpu/device.c), so one build runs on any x86-64, and elsewhere with the
 generic set.
 
-Beside it, in the package, the CUDA device: libtinsmith_cuda.so where nvcc is found, and, for tests,
-libtinsmith_cuda_emulated.so with TINSMITH_EMULATE_CUDA=1. What can't be built never fails the
-install: the reason goes into _core, which says it when the device is asked for."""
+Beside it, in the package, the CUDA device: libtinsmith_cuda.so where nvcc is found. What can't be
+built never fails the install: the reason goes into _core, which says it when the device is asked
+for. The emulated device is for tests alone: they build it, with the code here (tests/engine.py)."""
 
 import os
 import platform
@@ -47,6 +47,16 @@ OPS = [path for path in sources("csrc/cpu") if path not in ONCE]
 SEAM = ["csrc/device/ops.inc", "csrc/device/device.h"]
 ABI = f"{zlib.crc32(b''.join((ROOT / path).read_bytes() for path in SEAM))}u"
 
+# For the tests: TINSMITH_WERROR=1 makes warnings errors; TINSMITH_SANITIZE=address,undefined
+# watches the C code at run time, with its assertions on.
+STRICT = ["-Werror"] if os.environ.get("TINSMITH_WERROR") else []
+SANITIZE = os.environ.get("TINSMITH_SANITIZE")
+# Larger than what a thread's stack is sure to hold is the crew's scratch (csrc/cpu/pool.h).
+SHALLOW = [] if SANITIZE else ["-Wframe-larger-than=32768"]
+SANITIZERS = [f"-fsanitize={SANITIZE}"] if SANITIZE else []
+WATCHED = ["-fno-omit-frame-pointer", "-fno-sanitize-recover=all", "-UNDEBUG", "-O1"]
+SANITIZED = [*SANITIZERS, *WATCHED] if SANITIZE else []
+
 NVCC_FLAGS = [
     "-std=c++17",
     "-O3",
@@ -58,7 +68,8 @@ NVCC_FLAGS = [
     "-Xcompiler=-Wall,-Wextra,-fPIC,-fvisibility=hidden",
 ]
 NVCC_LINK = ["-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL", "-ldl"]
-EMULATED_FLAGS = [
+EMULATED = [
+    "g++",
     "-xc++",
     "-std=c++17",
     "-DCUDA_EMULATED",
@@ -70,11 +81,13 @@ EMULATED_FLAGS = [
     "-fPIC",
     "-fvisibility=hidden",
     "-ffp-contract=off",
+    *STRICT,
+    *SANITIZED,
 ]
+EMULATED_LINK = ["-shared", "-pthread", *SANITIZERS]
 NVCC_HOME = "/usr/local/cuda/bin/nvcc"  # where to look when it is not on PATH; TINSMITH_NVCC first
 CUDA_LIBRARY = "libtinsmith_cuda.so"
 CUDA_LOG = "libtinsmith_cuda.log"  # what the compiler said of each kernel; a test reads it
-EMULATED_LIBRARY = "libtinsmith_cuda_emulated.so"
 
 
 def cuda_inputs() -> list[Path]:
@@ -112,54 +125,42 @@ def cuda_build(library: Path, objects: Path, compile_with: list[str], link_with:
     except subprocess.CalledProcessError as error:
         library.unlink(missing_ok=True)
         what = next((arg.name for arg in error.cmd if str(arg).endswith(".cu")), library.name)
-        return (
-            f"{compile_with[0]} could not make {what} when tinsmith was installed; its log says why"
-        )
+        return f"{compile_with[0]} could not make {what}; its log says why"
     except OSError as error:
         return f"{compile_with[0]} can't be run: {error.strerror}"
     return ""
 
 
 class BuildOps(build_ext):
-    """build_ext that also compiles the op files, once for each instruction set, and the device
-    libraries."""
+    """build_ext that also compiles the op files, once for each instruction set, and the CUDA
+    device."""
 
-    def build_libraries(self) -> list[tuple[str, str]]:
-        """Builds the device libraries beside _core; returns the reasons for those that are not."""
+    def cuda_absent(self) -> str:
+        """Builds the CUDA device beside _core; returns why it is not there, or ""."""
         folder = Path(self.get_ext_fullpath("tinsmith._core")).parent
-        objects, absent = Path(self.build_temp), {}
         nvcc = os.environ.get("TINSMITH_NVCC", shutil.which("nvcc") or shutil.which(NVCC_HOME))
-        if sanitize:
-            absent["CUDA_ABSENT"] = "this is a build with sanitizers"
-        elif not nvcc:
-            absent["CUDA_ABSENT"] = "nvcc was not found when tinsmith was installed"
-        else:
-            absent["CUDA_ABSENT"] = cuda_build(
-                folder / CUDA_LIBRARY, objects / "cuda", [nvcc, *NVCC_FLAGS], NVCC_LINK
-            )
-        if os.environ.get("TINSMITH_EMULATE_CUDA"):
-            flags = [*EMULATED_FLAGS, *strict, *watched]
-            link = ["-shared", "-pthread", *(sanitizers if sanitize else [])]
-            absent["CUDA_EMULATED_ABSENT"] = cuda_build(
-                folder / EMULATED_LIBRARY, objects / "emulated", ["g++", *flags], link
-            )
-        for name, reason in absent.items():
-            if reason:
-                self.warn(f"{name}: {reason}")
-        return [(name, c_string(reason)) for name, reason in absent.items() if reason]
+        if SANITIZE:
+            return "this is a build with sanitizers"
+        if not nvcc:
+            return "nvcc was not found when tinsmith was installed"
+        command, objects = [nvcc, *NVCC_FLAGS], Path(self.build_temp) / "cuda"
+        return cuda_build(folder / CUDA_LIBRARY, objects, command, NVCC_LINK)
 
     def copy_extensions_to_source(self) -> None:
-        """What an editable install does with _core, for the libraries beside it."""
+        """What an editable install does with _core, for the library beside it."""
         super().copy_extensions_to_source()
         package = Path(self.get_finalized_command("build_py").get_package_dir("tinsmith"))
-        for name in (CUDA_LIBRARY, CUDA_LOG, EMULATED_LIBRARY):
+        for name in (CUDA_LIBRARY, CUDA_LOG):
             built = Path(self.build_lib) / "tinsmith" / name
             (package / name).unlink(missing_ok=True)
             if built.exists():
                 shutil.copy2(built, package / name)
 
     def build_extension(self, ext: Extension) -> None:
-        ext.define_macros = [*ext.define_macros, ("DEVICE_ABI", ABI), *self.build_libraries()]
+        ext.define_macros = [*ext.define_macros, ("DEVICE_ABI", ABI)]
+        if reason := self.cuda_absent():
+            self.warn(f"no CUDA device: {reason}")
+            ext.define_macros += [("CUDA_ABSENT", c_string(reason))]
         ext.extra_objects = []
         for isa, flags in ISAS.items():
             ext.extra_objects += self.compiler.compile(
@@ -179,15 +180,6 @@ def c_string(text: str) -> str:
     return f'"{escaped}"'
 
 
-# For the tests: TINSMITH_WERROR=1 makes warnings errors; TINSMITH_SANITIZE=address,undefined
-# watches the C code at run time, with its assertions on.
-strict = ["-Werror"] if os.environ.get("TINSMITH_WERROR") else []
-sanitize = os.environ.get("TINSMITH_SANITIZE")
-# Larger than what a thread's stack is sure to hold is the crew's scratch (csrc/cpu/pool.h).
-shallow = [] if sanitize else ["-Wframe-larger-than=32768"]
-sanitizers = [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
-watched = [*sanitizers, "-UNDEBUG", "-O1"] if sanitize else []
-
 core = Extension(
     "tinsmith._core",
     sources=[path for room in ROOMS for path in sources(f"csrc/{room}")] + ONCE,
@@ -201,8 +193,9 @@ core = Extension(
         ("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"),
         ("NPY_TARGET_VERSION", "NPY_1_23_API_VERSION"),
     ],
-    extra_compile_args=FLAGS + WARNINGS + shallow + strict + watched,
-    extra_link_args=["-pthread", "-lm", "-ldl"] + (sanitizers if sanitize else []),
+    extra_compile_args=FLAGS + WARNINGS + SHALLOW + STRICT + SANITIZED,
+    extra_link_args=["-pthread", "-lm", "-ldl", *SANITIZERS],
 )
 
-setup(ext_modules=[core], cmdclass={"build_ext": BuildOps})
+if __name__ == "__main__":  # the tests import this file for its flags and cuda_build
+    setup(ext_modules=[core], cmdclass={"build_ext": BuildOps})

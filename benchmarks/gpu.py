@@ -200,6 +200,8 @@ def main() -> None:
     parser.add_argument("--tflops", type=float, default=790.0, help="of a big bf16 product")
     parser.add_argument("--bandwidth", type=float, default=3350.0, help="GB/s of the card")
     args = parser.parse_args()
+    if args.device == "cuda-emulated":
+        engine.emulated_library()
     reason = _core.devices()[args.device]
     if reason:
         parser.exit(1, f"{reason}\n")

@@ -16,31 +16,29 @@ a0, b0, N0, y1, ...; those from number `count` on are left out.
 Floats become the device's `real` where the row says real, and are rounded to it. Behind every array
 lies a stretch of poison that must survive the call, and const inputs must come back unchanged.
 
-"cpu" is the device in tinsmith._core, "cuda" and "cuda-emulated" are the libraries beside it (with
-TINSMITH_EMULATE_CUDA=1 setup.py builds the second, from the same files). "cpu-generic", "cpu-avx2",
-"cpu-avx512", "cpu-avx512bf16" are the CPU's instruction sets, built here with setup.py's flags into
-a library of their own, because the real one only ever opens the widest; "cpu-bf16", its widest with
-products of bf16 pairs, is in tinsmith._core too.
-TINSMITH_SANITIZE=address,undefined builds that library with sanitizers and gives its devices memory
-whose end they know; then run Python with ASAN_OPTIONS=detect_leaks=0 and
-LD_PRELOAD=$(gcc -print-file-name=libasan.so).
+"cpu" is the device in tinsmith._core and opens the widest of its instruction sets; "cpu-generic",
+"cpu-avx2", "cpu-avx512" and "cpu-avx512bf16" are each of them; "cpu-bf16" is its widest with
+products of bf16 pairs. "cuda" is the library beside _core; "cuda-emulated" is built here when it is
+first asked for, from the same files, and kept in build/ for the next time.
+TINSMITH_SANITIZE=address,undefined, for a _core that was built with it, builds that with sanitizers
+too and gives the instruction sets' devices memory whose end the sanitizer knows; then run Python
+with ASAN_OPTIONS=detect_leaks=0 and LD_PRELOAD=$(gcc -print-file-name=libasan.so).
 """
 
-import ast
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.util
 import os
-import platform
 import re
-import subprocess
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
+import pytest
 
 ROOT = Path(__file__).parent.parent
 GUARD_BYTES = 256  # may be read: a product loads whole tiles (cpu/device.c), but not written
@@ -117,8 +115,7 @@ class Param:
     const: bool
 
 
-class Unavailable(Exception):
-    """A device that this machine does not have; says why."""
+Unavailable = pytest.skip.Exception  # a device that this machine does not have: skips, says why
 
 
 def parse_ops() -> dict[str, list[Param]]:
@@ -275,7 +272,7 @@ class Device:
     def __init__(self, name: str, threads: int = 0):
         isa = name.removeprefix("cpu-") if name.removeprefix("cpu-") in ISAS else None
         self.name = name
-        self.library = ctypes.CDLL(str(isa_library() if isa else core_library()))
+        self.library = ctypes.CDLL(str(core_library()))
         if name == "cuda-emulated":
             emulated_library()
         self.malloc = self.free = None
@@ -286,7 +283,7 @@ class Device:
         self.pointer = VOID()
         opened = "cpu" if isa else name
         if self.library.device_open(ctypes.byref(self.pointer), opened.encode(), threads):
-            raise Unavailable(f"{name}: {self.sentence()}")
+            raise Unavailable(self.sentence())
         if isa:
             self.table(isa)
         self.c = ctypes.cast(self.pointer, ctypes.POINTER(CDevice)).contents
@@ -308,9 +305,7 @@ class Device:
             raise RuntimeError(f"status {status}: {self.sentence()}")
 
     def sentence(self) -> str:
-        """The last failure's sentence, where the library lets it be seen."""
-        if not hasattr(self.library, "status_text"):
-            return "no such device, or it failed (status_text is not exported)"
+        """The last failure's sentence."""
         self.library.status_text.restype = ctypes.c_char_p
         return self.library.status_text().decode()
 
@@ -427,7 +422,7 @@ def core_library() -> Path:
     except ModuleNotFoundError:
         spec = None
     if spec is None or spec.origin is None:
-        raise Unavailable("tinsmith._core is not built: pip install -e .")
+        raise RuntimeError("tinsmith._core is not built: pip install -e .")
     library = Path(spec.origin)
     for path in (ROOT / "csrc/device/ops.inc", ROOT / "csrc/device/device.h"):
         if path.stat().st_mtime > library.stat().st_mtime:  # its struct Device may be another
@@ -435,70 +430,50 @@ def core_library() -> Path:
     return library
 
 
-def emulated_library() -> Path:
-    """The emulated CUDA device's library, beside _core; it must be that of the sources."""
-    library = core_library().parent / "libtinsmith_cuda_emulated.so"
-    if not library.exists():
-        raise Unavailable(f"{library.name} is not built: TINSMITH_EMULATE_CUDA=1 pip install -e .")
-    newer = [
-        p.name for p in (ROOT / "cuda").iterdir() if p.stat().st_mtime > library.stat().st_mtime
-    ]
-    if newer:
-        raise RuntimeError(f"{library.name} is older than {newer}: build it again")
-    return library
-
-
-def setup_constants() -> dict:
-    """The constants of setup.py: the flags that the real library is built with."""
-    names = {"FLAGS", "WARNINGS", "GENERIC", "X86", "ONCE", "EMULATED_FLAGS"}
-    out = {}
-    for node in ast.parse((ROOT / "setup.py").read_text()).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id in names:
-            out[node.targets[0].id] = ast.literal_eval(node.value)
-    return out
+@functools.cache
+def setup_py() -> ModuleType:
+    """setup.py as a module: its flags, and how it builds cuda/*.cu."""
+    spec = importlib.util.spec_from_file_location("tinsmith_setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @functools.cache
-def isa_library() -> Path:
-    """A library with the ops of every instruction set, rebuilt when a source has changed."""
-    csrc, built, sanitize = ROOT / "csrc", setup_constants(), os.environ.get("TINSMITH_SANITIZE")
-    flags = [*built["FLAGS"], *built["WARNINGS"], "-fPIC", "-fvisibility=default"]
-    if sanitize:
-        flags += ["-O1", f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"]
-    x86 = built["X86"] if platform.machine() in ("x86_64", "AMD64") else {}
-    inputs = [
-        p for p in (*csrc.glob("device/*"), *csrc.glob("cpu/*")) if p.suffix in (".c", ".h", ".inc")
-    ]
-    digest = hashlib.sha256(repr((flags, x86)).encode())
-    for path in sorted(inputs):
+def emulated_build() -> tuple[Path, str]:
+    """The emulated CUDA device's library, built where there is none of these sources and flags yet,
+    while other processes of the tests wait; and the sentence of why it could not be."""
+    setup = setup_py()
+    digest = hashlib.sha256(repr(setup.EMULATED).encode())
+    for path in setup.cuda_inputs():
         digest.update(path.read_bytes())
-    name = f"tinsmith-ops-{os.getuid()}-{digest.hexdigest()[:16]}.so"
-    library = Path(tempfile.gettempdir()) / name
-    if library.exists():
-        return library
-    once = [
-        csrc / "device/device.c",
-        csrc / "device/status.c",
-        *(ROOT / path for path in built["ONCE"]),
-    ]
-    ops = [path for path in sorted(csrc.glob("cpu/*.c")) if path not in once]
-    jobs = [(path, "once", []) for path in once]
-    for isa, more in (built["GENERIC"] | x86).items():
-        jobs += [(path, isa, [*more.split(), f"-DCPU_ISA={isa}"]) for path in ops]
-    with tempfile.TemporaryDirectory() as folder:
+    folder = ROOT / "build" / "emulated" / digest.hexdigest()[:16]
+    library, part, objects = (folder / name for name in ("device.so", "part.so", "objects"))
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library.exists():
+            return library, ""
+        reason = setup.cuda_build(part, objects, setup.EMULATED, setup.EMULATED_LINK)
+        if not reason:
+            part.rename(library)
+            shutil.rmtree(objects)
+        return library, reason
 
-        def compile_one(job) -> str:
-            path, isa, more = job
-            out = f"{folder}/{isa}-{path.parent.name}-{path.stem}.o"
-            subprocess.run(["gcc", *flags, *more, "-c", str(path), "-o", out], check=True)
-            return out
 
-        with ThreadPoolExecutor(2) as pool:
-            objects = list(pool.map(compile_one, jobs))
-        part = library.with_suffix(f".{os.getpid()}")
-        link = ["-pthread", "-lm", *flags]
-        subprocess.run(["gcc", "-shared", *objects, "-o", part, *link], check=True)
-        part.rename(library)
+def emulated_library() -> Path:
+    """The emulated CUDA device's library, of which tinsmith._core is told."""
+    core = ctypes.CDLL(str(core_library()))
+    if not shutil.which(setup_py().EMULATED[0]):
+        raise Unavailable("cuda-emulated: the tests build it with g++, which was not found")
+    try:
+        library, reason = emulated_build()
+    except OSError as error:
+        raise Unavailable(f"cuda-emulated: the tests can't build it: {error}") from error
+    if reason:
+        raise RuntimeError(f"cuda-emulated: {reason}")
+    core.device_emulated.argtypes = [ctypes.c_char_p]
+    assert core.device_emulated(os.fsencode(library)) == 0
     return library
 
 

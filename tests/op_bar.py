@@ -4,17 +4,13 @@ A device may err against float64 no more than the same formula in float32 NumPy,
 """
 
 import numpy as np
-import pytest
 import reference
 import torch
 from engine import (
     KV_PAGE,
     OPS,
-    Device,
     Frozen,
     Memory,
-    Unavailable,
-    device,
     from_bf16,
     to_bf16,
 )
@@ -127,14 +123,6 @@ def put_pages(dev, k, v) -> tuple[Memory, Memory]:
         E=E,
     )
     return k_pages, v_pages
-
-
-def device_or_skip(name: str, threads: int = 2) -> Device:
-    """engine.device; where this machine can't have it, the test is skipped, and told why."""
-    try:
-        return device(name, threads)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
 
 
 def run(dev, op, args) -> dict:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import logprobs, make_datum
 from distill_cases import distill, pair
-from engine import Device, Unavailable, emulated_library
+from engine import Device, emulated_library
 from models import Datum, call, datum, folder, randomize, tokens_of
 from tinsmith import _core
 from tinsmith.engine.worker import plan
@@ -31,10 +31,7 @@ CardMaker = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    try:
-        library = ctypes.CDLL(str(emulated_library()))
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    library = ctypes.CDLL(str(emulated_library()))
     library.cuda_emulated_card.argtypes = [ctypes.c_size_t, *[ctypes.c_int] * 3]
     library.cuda_emulated_lose.argtypes = [ctypes.c_int64]
     library.cuda_emulated_waits.restype = ctypes.c_int64

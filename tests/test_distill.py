@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from distill_cases import LOSS, Pair, distill, in_torch, pair
-from engine import Unavailable, device
+from engine import device
 from models import SPECS, call, datum, error, folder, loaded, randomize
 from tinsmith import _core
 from tinsmith.files.families import load_model
@@ -328,10 +328,7 @@ def test_an_interrupt_adds_nothing() -> None:
 
 @pytest.mark.parametrize("device_name", ["cuda", "cuda-emulated"])
 def test_on_the_gpus_device(device_name: str) -> None:
-    try:
-        device(device_name)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    device(device_name)
     data = [pair(NAME, prompt=4, completion=6, hint=9), pair(NAME, 2, 3, 1, seed=1)]
     core = load_model(folder(NAME), device=device_name).core
     adapter = randomize(_core.Adapter(core, rank=4))

@@ -2,7 +2,7 @@
 right numbers, and each planted error (planted.cu) is seen, in every order of warps."""
 
 import ctypes
-import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine import ROOT, setup_constants
+from engine import ROOT, Unavailable, setup_py
 
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 FLOATS, TEXT_BYTES = 4 * 128, 512
@@ -20,14 +20,14 @@ Run = Callable[[str, int], tuple[np.ndarray, str]]
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    """planted.cu, compiled as C++ with setup.py's flags for the emulated device."""
-    flags, sanitize = setup_constants()["EMULATED_FLAGS"], os.environ.get("TINSMITH_SANITIZE")
-    if sanitize:
-        flags = [*flags, "-O1", f"-fsanitize={sanitize}", "-fno-sanitize-recover=all"]
+    """planted.cu, compiled as C++ with setup.py's command for the emulated device."""
+    command = setup_py().EMULATED
+    if not shutil.which(command[0]):
+        raise Unavailable(f"{command[0]} was not found")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "planted.so"
         source = ROOT / "tests/planted.cu"
-        subprocess.run(["g++", *flags, "-Werror", "-shared", source, "-o", out], check=True)
+        subprocess.run([*command, "-shared", source, "-o", out], check=True)
         return ctypes.CDLL(str(out))
 
 

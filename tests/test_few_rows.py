@@ -5,8 +5,8 @@ bits, through every way that the CPU takes for either."""
 
 import numpy as np
 import pytest
-from engine import DEVICES, Device, Span, Unavailable
-from op_bar import compare, device_or_skip, run
+from engine import DEVICES, Device, Span, device
+from op_bar import compare, run
 from op_cases import make_attention, make_linear
 
 MANY = 100  # rows: more than cpu/stream.c takes (STREAM_ROWS, 64)
@@ -15,7 +15,7 @@ FEW = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 27, 40, 53, 63, 64, 65)
 
 @pytest.fixture(params=[name for name in DEVICES if name.startswith("cpu")])
 def dev(request):
-    return device_or_skip(request.param)
+    return device(request.param)
 
 
 def first_rows(args, rows):
@@ -54,10 +54,7 @@ def test_inputs_that_are_packed_in_several_parts(dev, rows, dtype):
 
 @pytest.mark.parametrize("name", ["cpu", "cpu-avx512bf16"])
 def test_few_rows_on_several_threads(name):
-    try:
-        devices = [Device(name, threads=threads) for threads in (1, 2, 3)]
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    devices = [Device(name, threads=threads) for threads in (1, 2, 3)]
     args = make_linear(np.random.default_rng(0), T=5, N=700, D=900, dtype="bf16", bias=1)
     one, two, three = (run(dev, "linear", args)["y"] for dev in devices)
     np.testing.assert_array_equal(two, one)

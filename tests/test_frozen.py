@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from engine import DTYPES, ISAS, Device, Memory
-from op_bar import device_or_skip
+from engine import DTYPES, ISAS, Device, Memory, device
 
 PANEL = 32
 HEADER_BYTES = 64  # struct frozen before its data
@@ -21,7 +20,7 @@ def panels(rows: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(params=ISAS)
 def dev(request: pytest.FixtureRequest) -> Device:
-    return device_or_skip(f"cpu-{request.param}")
+    return device(f"cpu-{request.param}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

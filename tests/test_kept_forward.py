@@ -13,6 +13,7 @@ import pytest
 import tinker
 import torch
 from conftest import logprobs, make_datum
+from engine import emulated_library
 from models import Datum, datum, folder, loaded, randomize, tokens_of
 from tinsmith import _core
 from tinsmith.engine.bases import inspect_models
@@ -91,9 +92,7 @@ def test_forward_and_backward_equal_forward_backward(name: str, options: dict[st
 @pytest.mark.parametrize("options", [{}, {"step_tokens": 8, "keep_bytes": 0}], ids=str)
 def test_the_cuda_kernels_do_the_same(options: dict[str, int]) -> None:
     """On the emulator: bf16 activations, a stream, and memory that is poison when it is new."""
-    reason = _core.devices()["cuda-emulated"]
-    if reason:
-        pytest.skip(reason)
+    emulated_library()
     core = load_model(folder("qwen3"), device="cuda-emulated").core
     data = [datum(tokens_of("qwen3", length)) for length in (5, 1, 7)]
     flat, dlogp = arrays(data), np.linspace(-1, 1, 13, dtype=np.float32)

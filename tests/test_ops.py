@@ -13,14 +13,14 @@ import sys
 import numpy as np
 import pytest
 import reference
-from engine import DEVICES, KV_PAGE, OPS, Span
-from op_bar import compare, device_or_skip, page_size, put_pages, run
+from engine import DEVICES, KV_PAGE, OPS, Span, device
+from op_bar import compare, page_size, put_pages, run
 from op_cases import CASES, causal, make_attention, make_attention_backward, make_lora_backward
 
 
 @pytest.fixture(params=DEVICES)
 def dev(request):
-    return device_or_skip(request.param)
+    return device(request.param)
 
 
 # ---- all ops ----

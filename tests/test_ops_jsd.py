@@ -8,8 +8,7 @@ import opsd
 import pytest
 import reference
 import torch
-from engine import DEVICES
-from op_bar import device_or_skip
+from engine import DEVICES, device
 from op_cases import JSD_KINDS, divergence, make_jsd
 
 INF, NAN = np.inf, np.nan
@@ -17,7 +16,7 @@ INF, NAN = np.inf, np.nan
 
 @pytest.fixture(params=DEVICES)
 def dev(request):
-    return device_or_skip(request.param)
+    return device(request.param)
 
 
 def torchs_terms(student, teacher, how):

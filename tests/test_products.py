@@ -4,8 +4,8 @@ of threads. Each is compared with float64, and with the bits of fewer rows."""
 
 import numpy as np
 import pytest
-from engine import ISAS
-from op_bar import compare, device_or_skip
+from engine import ISAS, device
+from op_bar import compare
 from op_cases import make_linear, make_linear_backward
 
 # rows, outputs, inputs: of four chunks of pairs, or of ten of floats, the last pair half; more
@@ -17,7 +17,7 @@ LONG, TALL, SMALL = (70, 150, 3601), (523, 131, 1000), (66, 35, 1153)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("shape", [LONG, TALL, SMALL], ids=str)
 def test_linear_of_several_chunks(isa, dtype, shape):
-    dev = device_or_skip(f"cpu-{isa}", 0)
+    dev = device(f"cpu-{isa}", 0)
     T, N, D = shape
     args = make_linear(np.random.default_rng(0), T, N, D, dtype, bias=1, accumulate=1)
     many = compare(dev, "linear", args)["y"]
@@ -30,7 +30,7 @@ def test_linear_of_several_chunks(isa, dtype, shape):
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("shape", [LONG, TALL, SMALL], ids=str)
 def test_linear_backward_of_several_chunks(isa, dtype, shape):
-    dev = device_or_skip(f"cpu-{isa}", 0)
+    dev = device(f"cpu-{isa}", 0)
     T, D, N = shape  # the sum is over N
     args = make_linear_backward(np.random.default_rng(0), T, N, D, dtype, accumulate=1)
     many = compare(dev, "linear_backward", args)["dx"]
@@ -50,7 +50,7 @@ def test_any_cut_into_jobs_gives_the_same_bits(name, shape):
         "linear_backward": make_linear_backward(rng, T, D, N, "bf16", accumulate=1),
     }
     for op, args in calls.items():
-        one, *others = (device_or_skip(name, threads).call(op, **args) for threads in (1, 2, 3, 7))
+        one, *others = (device(name, threads).call(op, **args) for threads in (1, 2, 3, 7))
         for other in others:
             for key, value in one.items():
                 np.testing.assert_array_equal(value, other[key], f"{op} {key}")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tinsmith
 from distill_cases import distill, pair
-from engine import Unavailable, emulated_library
+from engine import emulated_library
 from models import DEVICE, Datum, call, cpu_only, datum, folder, randomize, tokens_of
 from tinsmith import _core
 from tinsmith.cli import main
@@ -347,10 +347,7 @@ def card(on: str) -> Iterator[Callable[[int], None]]:
     """Sets how much memory the emulated card has free."""
     if on != "cuda-emulated":
         pytest.skip("only the emulated card's memory can be set")
-    try:
-        library = ctypes.CDLL(str(emulated_library()))
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    library = ctypes.CDLL(str(emulated_library()))
     library.cuda_emulated_card.argtypes = [ctypes.c_size_t, *[ctypes.c_int] * 3]
     yield lambda size: library.cuda_emulated_card(size, *CARD[1:])
     library.cuda_emulated_card(*CARD)

@@ -139,6 +139,10 @@ typedef Status DeviceOpen(Device **dev, int threads, unsigned abi, FailFunction 
  * each core this process may use. */
 TINSMITH_EXPORT Status device_open(Device **dev, const char *name, int threads);
 
+/* Where the emulated GPU's library is, which the tests build: "cuda-emulated" is there from now on.
+ */
+TINSMITH_EXPORT Status device_emulated(const char *path);
+
 /* The function behind a row of ops.inc, or NULL: how the tests call any op of any device. */
 TINSMITH_EXPORT void *device_op(Device *dev, const char *name);
 

@@ -245,7 +245,7 @@ def _doctor(options: argparse.Namespace) -> None:
 
     print(f"tinsmith {_version('tinsmith') or '(not installed)'}, Python {sys.version.split()[0]}")
     for name, reason in devices().items():
-        if name != "cuda-emulated" or not reason:  # a device for tests, of no interest where absent
+        if name != "cuda-emulated":  # which only the tests have
             print(f"device {reason or name + ': ready'}")
     for name in PACKAGES:
         extra = "cookbook" if name == "tinker-cookbook" else "server"
