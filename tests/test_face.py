@@ -310,8 +310,19 @@ def test_stops_are_ids_strings_or_nothing(model) -> None:
         assert (cut.tokens.tolist(), cut.stop_reason) == (free.tokens[:end].tolist(), "stop")
 
 
-def test_a_full_context_can_be_scored_and_trained_on(model, adapter) -> None:
+def test_a_full_context_can_be_scored_and_trained_on(model, adapter, tiny_model_dir: Path) -> None:
     tokens = RNG.integers(3, 280, CONTEXT).astype(np.int32)
-    assert model.topk_logprobs(tokens, 2).ids.shape == (CONTEXT - 1, 2)
-    assert adapter.forward_backward(tokens, tokens).logprobs.shape == (CONTEXT,)
-    assert model.logprobs([7]).shape == (0,)
+    reference = peft_model(tiny_model_dir, adapter)
+    table = models.logprobs(reference, tokens)
+    wanted = table[:-1].topk(2)
+    top = model.topk_logprobs(tokens, 2, adapter=adapter)
+    np.testing.assert_array_equal(top.ids, wanted.indices.numpy())
+    np.testing.assert_allclose(top.logprobs, wanted.values.detach().numpy(), atol=5e-5)
+    chosen = table.gather(1, torch.from_numpy(tokens).long()[:, None])[:, 0]
+    (-chosen.sum()).backward()
+    found = adapter.forward_backward(tokens, tokens)
+    np.testing.assert_allclose(found.logprobs, chosen.detach().numpy(), atol=5e-5)
+    matrices = dict(reference.named_parameters())
+    for name, gradient in adapter.gradients().items():
+        assert models.error(gradient, matrices[torch_name(name)].grad) < 5e-5, name
+    assert model.logprobs([7]).shape == (0,)  # and the shortest there is

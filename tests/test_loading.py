@@ -5,6 +5,7 @@ import itertools
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -243,12 +244,16 @@ def test_closing_fails_what_waits(models, disk) -> None:
 
 
 def test_a_load_gets_on_under_endless_training_and_sampling(models) -> None:
+    """Whatever ends is asked for again: the engine is never without work."""
     with working(models) as worker:
+        expected = drawn(worker.sample("tiny", REQUEST))
         worker.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
-        turns, stop = itertools.count(1), threading.Event()
+        turns, stop, ended = itertools.count(1), threading.Event(), Counter()
 
-        def again(start: Callable[[], Any]) -> Callable[[object], None]:
-            def go(_: object = None) -> None:
+        def again(start: Callable[[], Any], what: str) -> Callable[[object], None]:
+            def go(future: Any = None) -> None:
+                if future and not future.exception():
+                    ended[what] += 1
                 if not stop.is_set():
                     start().add_done_callback(go)
 
@@ -256,11 +261,13 @@ def test_a_load_gets_on_under_endless_training_and_sampling(models) -> None:
 
         try:
             for _ in range(3):
-                again(lambda: worker.forward_backward("run", next(turns), batch()))()
-                again(lambda: worker.sample("tiny", REQUEST))()
-            assert len(drawn(worker.sample("other", REQUEST))) == 20
+                again(lambda: worker.forward_backward("run", next(turns), batch()), "train")()
+                again(lambda: worker.sample("tiny", REQUEST), "sample")()
+            assert drawn(worker.sample("other", REQUEST)) == expected
+            meanwhile = Counter(ended)
         finally:
             stop.set()
+    assert meanwhile["train"] > 0 and meanwhile["sample"] > 0
 
 
 def test_a_checkpoints_sampler_is_read_when_its_model_is(models, disk, tmp_path) -> None:

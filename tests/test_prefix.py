@@ -20,8 +20,11 @@ def core() -> _core.Model:
 
 def finish(sampler: _core.Sampler, *numbers: int) -> list[dict[str, Any]]:
     waiting = set(numbers)
-    while waiting:
+    for _ in range(10_000):
+        if not waiting:
+            break
         waiting -= set(sampler.step()[1])
+    assert not waiting, "the sampler does not get on"
     return [sampler.take(number) for number in numbers]
 
 

@@ -251,7 +251,7 @@ def test_a_server_in_a_read_only_folder_ends_with_a_sentence(folder, tiny_model_
         path.chmod(0o555 if path.is_dir() else 0o444)
     code = (
         "import os, sys\n"
-        "from tinsmith.files.checkpoint import Store\nfrom tinsmith.state import State\n"
+        "from tinsmith.files.checkpoint import Store\nfrom tinsmith.server.state import State\n"
         "from tinsmith.engine.errors import sentence\n"
         "if os.geteuid() == 0: os.setgid(65534); os.setuid(65534)\n"
         "try: State(Store(sys.argv[1]))\n"

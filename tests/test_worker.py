@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -38,11 +39,16 @@ def test_a_request_that_arrives_later_joins_and_may_end_sooner(worker):
 
 
 def test_sampling_goes_on_under_endless_training(worker):
-    """Each training request that ends submits another one: there is always one that waits."""
+    """Each training request that ends submits another one: there is always one that waits. The
+    sample is what it is without."""
+    request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=50, seed=3)
+    expected = worker.sample("base", request).result(timeout=30).samples[0].tokens
     worker.create("endless", "tiny", LoraSpec(rank=4, seed=1)).result()
     turns, stop = itertools.count(1), threading.Event()
+    losses: list[float] = []
 
-    def train_again(_: object = None) -> None:
+    def train_again(ended: Future | None = None) -> None:
+        losses.extend([ended.result().loss] if ended else [])
         if not stop.is_set():
             future = worker.forward_backward("endless", next(turns), small_batch())
             future.add_done_callback(train_again)
@@ -50,10 +56,12 @@ def test_sampling_goes_on_under_endless_training(worker):
     for _ in range(3):
         train_again()
     try:
-        request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=50)
-        assert len(worker.sample("base", request).result(timeout=30).samples[0].tokens) == 50
+        found = worker.sample("base", request).result(timeout=30).samples[0].tokens
+        trained = len(losses)
     finally:
         stop.set()
+    np.testing.assert_array_equal(found, expected)
+    assert len(found) == 50 and trained > 0 and len(set(losses)) == 1
 
 
 def test_training_goes_on_under_endless_sampling(worker):
