@@ -3,9 +3,13 @@
 The model is a Qwen3 in float32 whose vocabulary is larger than its tokenizer's (a padded one, as
 real checkpoints have). Everything is made once a session; a test that changes a server's state uses
 its own run, so that the order of tests does not matter.
+
+`pytest` runs in several processes (pytest-xdist), each of which takes a file at a time: a file's
+tests run in their order, and its fixtures are made once. One file alone runs without others.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +17,8 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TINKER_TELEMETRY", "0")
+# The models are too small for more of torch's threads, and waiting ones take others' time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 VOCAB = 304  # ids from the tokenizer's size on stand for nothing
 TOKENIZER = 290
@@ -22,6 +28,35 @@ TEXT = [
     "A small model learns to answer: the answer is in the question.",
     "stop. Stop! STOP? user: assistant: one two three four five six seven",
 ]
+
+
+# What `pytest -m quick` leaves out: files that take long or begin programs of their own, GPUs'
+# devices, and of the CPU's instruction sets all but the widest.
+SLOW_FILES = (
+    "benchmarks", "block", "cli", "cookbook", "crew", "disk", "dlpack", "export", "face_arrays",
+    "interrupt", "jsd_topk", "kill", "launch", "notebooks", "opsd_recipe", "overload", "recipes",
+    "serve_command", "server_answers", "soak",
+)  # fmt: skip
+SLOW_DEVICES = re.compile("cuda|gpu|emulat|cpu-")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is quick."""
+    for item in items:
+        slow = item.path.stem.removeprefix("test_") in SLOW_FILES
+        if not slow and not SLOW_DEVICES.search(item.nodeid):
+            item.add_marker("quick")
+
+
+WORKERS_MAX = 4  # each takes up to 2 GB
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes run the tests: one for each core, but none beside a single file."""
+    files = {argument.partition("::")[0] for argument in config.args}
+    if len(files) == 1 and Path(*files).is_file():
+        return 0
+    return min(len(os.sched_getaffinity(0)), WORKERS_MAX)
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -114,13 +149,10 @@ def adapter(model):
 @pytest.fixture(params=("cpu", "cuda", "cuda-emulated"))
 def on(request: pytest.FixtureRequest) -> Iterator[str]:
     """The device that a test's models are on (models.py), each in turn; or why there is none."""
-    from engine import Unavailable, device
+    from engine import device
     from models import DEVICE
 
-    try:
-        device(request.param)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
+    device(request.param)
     before = DEVICE.set(request.param)
     yield request.param
     DEVICE.reset(before)

@@ -113,7 +113,6 @@ SPECS = {
     ),
 }  # fmt: skip
 disable_progress_bar()
-torch.set_num_threads(1)  # the models are too small for more, and waiting threads cost the most
 _ROOT = tempfile.TemporaryDirectory(prefix="tinsmith-models-")
 
 
