@@ -1,4 +1,5 @@
-"""A process that has imported what recipes import, and forks for each that is to run.
+"""A process that has imported what recipes import, and forks for each that is to run; and `Host`,
+a test's end of it.
 
 Standard input has one JSON object a line: the command, its folder, its environment, the file for
 its output. Standard output answers with the exit code. A recipe so starts in a tenth of a second
@@ -7,15 +8,57 @@ own. Nothing here starts a thread or a client, so the fork is safe.
 """
 
 import atexit
+import contextlib
 import gc
 import json
 import os
+import subprocess
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tinsmith import launch
+
+
+class Host:
+    """The process, to who asks it to run a recipe."""
+
+    def __init__(self, environment: dict[str, str]):
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+        assert self._answer() == "ready"
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def run(self, **job: object) -> int:
+        """Runs a recipe (`child`); returns its exit code."""
+        assert self.process.stdin is not None
+        print(json.dumps(job), file=self.process.stdin, flush=True)
+        return int(self._answer())
+
+
+@contextlib.contextmanager
+def running_host(datasets: Path) -> Iterator[Host]:
+    """A host whose recipes keep what they make of data in the folder `datasets`."""
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(datasets),
+        "PYTHONWARNINGS": "ignore",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    running = Host(environment)
+    yield running
+    running.process.stdin.close()
+    running.process.wait()
+
+
+# ---- in the process ----
 
 
 def preload() -> None:

@@ -1,19 +1,20 @@
 """Recipes of the cookbook that learn, each on a server of its own, and the demonstration.
 
-Each runs as its user would run it: a process of its own that knows nothing but the SDK's two
-environment variables. What is checked is what the recipe itself logs, not that it ended.
+Each runs as its user would run it: a process of its own (recipe_host.py) that knows nothing but the
+SDK's two environment variables. What is checked is what the recipe itself logs, not that it ended.
 """
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tinsmith
+from recipe_host import Host, running_host
+from tinsmith import launch
 from tinsmith.demo import data, demo
 
 MODEL = ["model_name=" + str(demo.MODEL), "renderer_name=" + demo.RENDERER]
@@ -35,48 +36,64 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(backend: Any, log: Path, recipe: str, *flags: str) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    with running_host(tmp_path_factory.mktemp("datasets")) as running:
+        yield running
+
+
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def run(host: Host, backend: Any, tmp_path: Path) -> Run:
     """Runs a recipe to its end; returns the rows of its metrics.jsonl."""
-    command = [sys.executable, "-m", RECIPES + recipe, *MODEL, f"log_path={log}", *flags]
-    environment = os.environ | {
-        "TINKER_BASE_URL": backend.url,
-        "TINKER_API_KEY": "tml-local",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    ended = subprocess.run(
-        [*command, "behavior_if_log_dir_exists=delete"],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
-    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    log, given, output = (tmp_path / name for name in ("log", "input", "output"))
+    given.touch()
+
+    def start(recipe: str, *flags: str) -> list[dict[str, Any]]:
+        code = host.run(
+            command=["-m", RECIPES + recipe, *MODEL, f"log_path={log}", *flags],
+            folder=str(tmp_path),
+            input=str(given),
+            output=str(output),
+            environment={
+                "TINKER_BASE_URL": backend.url,
+                "TINKER_API_KEY": "tml-local",
+                launch.MODELS: "{}",
+            },
+        )
+        assert code == 0, output.read_text()[-4000:]
+        return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+
+    return start
 
 
-def sdft(backend: Any, log: Path, questions: Path, *flags: str) -> list[dict[str, Any]]:
+def sdft(run: Run, questions: Path, *flags: str) -> list[dict[str, Any]]:
     return run(
-        backend, log, "sdft.train", "dataset=toolalpaca", f"toolalpaca_data_path={questions}",
+        "sdft.train", "dataset=toolalpaca", f"toolalpaca_data_path={questions}",
         "groups_per_batch=16", "max_tokens=24", "topk=20", "lora_rank=8", "learning_rate=1e-3",
         "max_steps=6", "eval_every=0", "save_every=0", *flags,
     )  # fmt: skip
 
 
-def test_sdft_with_the_teachers_top_k(backend: Any, questions: Path, tmp_path: Path) -> None:
-    rows = sdft(backend, tmp_path / "log", questions)
+def test_sdft_with_the_teachers_top_k(run: Run, questions: Path) -> None:
+    rows = sdft(run, questions)
     assert len(rows) == 6
     per_token = [row["loss"] / row["loss_tokens"] for row in rows]
     assert all(row["grad_norm"] > 0 and row["sdft/num_datums"] == 16 for row in rows)
     assert sum(per_token[-2:]) < 0.9 * sum(per_token[:2]), per_token
 
 
-def test_sdft_reverse_through_a_custom_loss(backend: Any, questions: Path, tmp_path: Path) -> None:
-    rows = sdft(backend, tmp_path / "log", questions, "reverse=True", "max_steps=16")
+def test_sdft_reverse_through_a_custom_loss(run: Run, questions: Path) -> None:
+    rows = sdft(run, questions, "reverse=True", "max_steps=16")
     kl = [row["sdft/reverse_kl_mean"] for row in rows]
     assert sum(kl[-4:]) < sum(kl[:4]), kl
     assert all(row["sdft/reverse_kl_positions"] > 0 for row in rows)
 
 
-def test_sdft_without_top_k_has_no_weights(backend: Any, questions: Path, tmp_path: Path) -> None:
-    rows = sdft(backend, tmp_path / "log", questions, "topk=0", "max_steps=3")
+def test_sdft_without_top_k_has_no_weights(run: Run, questions: Path) -> None:
+    rows = sdft(run, questions, "topk=0", "max_steps=3")
     for row in rows:  # missing weights are ones: every token counts, the prompt's too
         observed, acted = (row[f"env/all/total_{side}_tokens"] for side in ("ob", "ac"))
         assert row["loss_tokens"] == observed + acted - row["loss_sequences"]
@@ -85,7 +102,7 @@ def test_sdft_without_top_k_has_no_weights(backend: Any, questions: Path, tmp_pa
         )
 
 
-def test_supervised_training_learns(backend: Any, tmp_path: Path) -> None:
+def test_supervised_training_learns(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "conversations.jsonl"
     with file.open("w") as out:
         for example in data.sdft_examples(48, seed=1):
@@ -95,7 +112,7 @@ def test_supervised_training_learns(backend: Any, tmp_path: Path) -> None:
             ]
             out.write(json.dumps({"messages": messages}) + "\n")
     rows = run(
-        backend, tmp_path / "log", "chat_sl.train", f"dataset={file}", "batch_size=16",
+        "chat_sl.train", f"dataset={file}", "batch_size=16",
         "learning_rate=2e-3", "lora_rank=8", "num_epochs=3", "max_steps=6", "eval_every=0",
         "save_every=0",
     )  # fmt: skip
@@ -125,15 +142,16 @@ def test_a_recipe_that_fails_gives_its_own_exit_code(tmp_path: Path) -> None:
 
 
 def test_the_demo_repeats_and_shows_what_changed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(demo, "PER_SKILL", 5)
     losses = []
     for name in ("first", "again"):
         out = tmp_path / name
-        assert demo.main(["--steps", "4", "--out", str(out), "--device", "cpu"]) == 0
+        assert demo.main(["--steps", "3", "--out", str(out), "--device", "cpu"]) == 0
         losses.append([row["loss"] for row in demo.metrics(out / "sdft")])
         assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert len(losses[0]) == 4
+    assert len(set(losses[0])) == 3
     assert losses[0] == losses[1]  # one seed, one result
     shown = capsys.readouterr().out
     for words in (*data.SKILLS, "student before", "student after", "loss a token"):

@@ -8,13 +8,13 @@ import pytest
 import reference
 import torch
 from engine import DEVICES, device
-from op_bar import check, compare, device_or_skip
+from op_bar import check, compare
 from op_cases import draw, draws_make, make_square_sum
 
 
 @pytest.fixture(params=DEVICES)
 def dev(request):
-    return device_or_skip(request.param)
+    return device(request.param)
 
 
 # ---- logprob ----
@@ -120,10 +120,10 @@ def sample_many(dev, row, T, **changes):
 
 @pytest.mark.parametrize("cut", [dict(), dict(top_k=11), dict(top_p=0.8), dict(limit=20)])
 def test_sample_draws_each_id_as_often_as_it_is_likely(dev, cut):
-    row, T = (
-        (np.random.default_rng(3).standard_normal(37) * 1.2).astype(np.float32).astype(float),
-        20_000,
-    )
+    """Fewer where a draw is slow: which id each one must give is what test_ops.py compares."""
+    T = 20_000 if "emulated" not in dev.name else 5_000
+    row = np.random.default_rng(3).standard_normal(37) * 1.2
+    row = row.astype(np.float32).astype(float)
     got = sample_many(dev, row, T, **cut)
     own = reference.kept(row, draw(37, **cut))
     p = np.exp(row[own]) / np.exp(row[own]).sum()

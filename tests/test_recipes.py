@@ -3,8 +3,6 @@
 import json
 import os
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import recipe_data
 import tinsmith
+from recipe_host import Host, running_host
 from recipes import PATH, QWEN3, RECIPES, SDFT, TOOLS, Ended, Recipe, agrees, learns
 from recipes_md import document, recipe_entry, with_entry
 from starlette.requests import Request
@@ -68,26 +67,6 @@ class Calls:
         return ", ".join(names)
 
 
-class Host:
-    """The process that recipes are forked from: recipe_host.py."""
-
-    def __init__(self, environment: dict[str, str]):
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("recipe_host.py"))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
-        assert self._answer() == "ready"
-
-    def _answer(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def run(self, **job: object) -> int:
-        assert self.process.stdin is not None
-        print(json.dumps(job), file=self.process.stdin, flush=True)
-        return int(self._answer())
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demonstration's model, for longer texts than it was trained on."""
@@ -130,16 +109,8 @@ def backend(
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_CACHE": str(tmp_path_factory.mktemp("datasets")),
-        "PYTHONWARNINGS": "ignore",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    running = Host(environment)
-    yield running
-    running.process.stdin.close()
-    running.process.wait()
+    with running_host(tmp_path_factory.mktemp("datasets")) as running:
+        yield running
 
 
 def test_recipes_md_has_what_the_table_has() -> None:
