@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from engine import ROOT, setup_constants
+from engine import ROOT, setup_py
 
 STATE_BYTES = 320
 ROWS = {
@@ -34,7 +34,7 @@ def test_rows_of_kinds_that_no_family_has_yet(tmp_path: Path) -> None:
         text, undefined = table.read_text(), "\n#undef"
         assert undefined in text
         table.write_text(text.replace(undefined, f"\n{rows}\n{undefined}", 1))
-    flags = [*setup_constants()["WARNINGS"], "-std=c11", "-Werror", "-g", "-fsanitize=address"]
+    flags = [*setup_py().WARNINGS, "-std=c11", "-Werror", "-g", "-fsanitize=address"]
     parts = f"-DSTATE_BYTES={STATE_BYTES}", "-DDELTA=4", "-DEXPERTS=8"
     files = [ROOT / "tests" / "tables.c", *(copy / name for name in SOURCES)]
     program = tmp_path / "tables"

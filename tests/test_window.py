@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import reference
 import torch
-from engine import DEVICES, KV_PAGE, Span
-from op_bar import compare, device_or_skip, run
+from engine import DEVICES, KV_PAGE, Span, device
+from op_bar import compare, run
 from op_cases import make_attention, make_attention_backward
 from test_ops import take_queries
 from transformers.masking_utils import sliding_window_causal_mask_function
@@ -20,7 +20,7 @@ WIDTHS = {4: (34, 64), 2: (34, 64, 128, 256)}  # of a head; by the device's kern
 
 @pytest.fixture(params=DEVICES)
 def dev(request):
-    return device_or_skip(request.param)
+    return device(request.param)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
