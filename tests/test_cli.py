@@ -55,6 +55,45 @@ def test_run_serves_the_recipes_model_and_passes_its_exit_code_on(tiny_model_dir
     assert (done.returncode, done.stdout) == (7, "rank 2\n"), done.stderr
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGABRT, 7), (signal.SIGTERM, 143)])
+def test_run_returns_the_code_of_a_recipe_after_which_python_crashes(
+    number, code, tiny_model_dir, tmp_path, monkeypatch
+):
+    """What it printed is there too. A signal from outside is no crash."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    script = tmp_path / "recipe.py"
+    script.write_text(
+        "import io, os, sys\n"
+        "class Output(io.TextIOWrapper):\n"
+        "    def flush(self):\n"
+        f"        if sys.is_finalizing(): os.kill(os.getpid(), {number})\n"
+        "        super().flush()\n"
+        "sys.stdout = Output(open(1, 'wb'))\n"
+        "print('finished')\n"
+        "sys.exit(7)\n"
+    )
+    done = run_cli("run", f"--model=tiny={tiny_model_dir}", str(script), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (code, "finished\n"), done.stderr
+    crashed = "exit code 7, then Python crashed while shutting down (SIGABRT)" in done.stderr
+    assert crashed == (number == signal.SIGABRT)
+
+
+def test_run_calls_a_recipe_that_crashes_failed(tiny_model_dir, tmp_path):
+    """Also where a child that it forked has ended well, and where all is done but the callbacks."""
+    script = tmp_path / "recipe.py"
+    model = f"--model=tiny={tiny_model_dir}"
+    script.write_text(
+        "import atexit, os, sys\n"
+        "atexit.register(os.abort)\n"
+        "if not os.fork():\n"
+        "    atexit.unregister(os.abort)\n"
+        "    sys.exit(0)\n"
+        "os.wait()\n"
+    )
+    done = run_cli("run", model, str(script), cwd=tmp_path)
+    assert done.returncode == 128 + signal.SIGABRT, done.stderr
+
+
 def test_cli_errors_are_one_sentence(tiny_model_dir, tmp_path, server):
     port = server.url.rpartition(":")[2]
     model = f"--model=tiny={tiny_model_dir}"
@@ -76,7 +115,8 @@ def hear_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_ctrl_c_reaches_the_recipe(tiny_model_dir, tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 5), (signal.SIGTERM, 143)])
+def test_a_signal_reaches_the_recipe(number, code, tiny_model_dir, tmp_path):
     script = tmp_path / "recipe.py"
     script.write_text(
         "import sys, threading\n"
@@ -98,8 +138,8 @@ def test_ctrl_c_reaches_the_recipe(tiny_model_dir, tmp_path):
     assert process.stdout is not None
     with process.stdout:
         assert process.stdout.readline() == "started\n"
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 5
+        process.send_signal(number)
+        assert process.wait(timeout=60) == code
 
 
 def test_auto_is_the_cpu_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,16 +1,22 @@
-"""How `tinsmith run` starts a recipe: as `python` would, and with the tokenizers of its models."""
+"""How `tinsmith run` starts and ends a recipe: as `python` would; and its models' tokenizers."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from tinsmith import launch as launcher
 from tinsmith.demo import demo
 from tinsmith.run import recipe_models
 
+LAUNCH = (sys.executable, "-m", "tinsmith.launch")
+
 
 def launch(*arguments: str, cwd: Path) -> str:
-    command = [sys.executable, "-m", "tinsmith.launch", *arguments]
+    command = [*LAUNCH, *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=True).stdout
 
 
@@ -52,3 +58,113 @@ def test_a_recipes_own_models_are_found_in_its_arguments(tmp_path: Path) -> None
     run.mkdir()
     (run / "config.json").write_text("{}")  # a recipe's log, which is no model
     assert recipe_models([f"log_path={run}", "model_name=nothing/here", "-m"]) == {}
+
+
+THREAD = """
+import threading, time
+def late():
+    time.sleep(0.2)
+    print("from the other")
+threading.Thread(target=late).start()
+print("from the main thread")
+"""
+CALLBACKS = """
+import atexit, logging.handlers, sys
+target = logging.StreamHandler(sys.stdout)
+logging.getLogger().addHandler(logging.handlers.MemoryHandler(100, target=target))
+logging.warning("a record that waits for the end")
+atexit.register(print, "second, and ", end="")
+atexit.register(print, "first", file=sys.stderr)
+sys.exit(4)
+"""
+OBJECTS = """
+import json
+class Last:
+    def __del__(self): print("deleted")
+json.last = Last()
+json.left_open = open("left_open.txt", "w")
+json.left_open.write("a line")
+"""
+FORK = """
+import os, sys
+child = os.fork()
+if not child:
+    sys.exit(5)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+sys.exit(6)
+"""
+PROCESSES = """
+import multiprocessing, sys
+def work(code): sys.exit(code)
+if __name__ == "__main__":
+    for code, method in enumerate(("fork", "spawn", "forkserver"), 1):
+        process = multiprocessing.get_context(method).Process(target=work, args=(code,))
+        process.start()
+        process.join()
+        print(method, process.exitcode)
+"""
+PIPE = """
+import os, sys
+reader, writer = os.pipe()
+os.dup2(writer, 1)
+os.close(reader), os.close(writer)
+print("nobody reads this")
+"""
+ENDS = {  # the recipe, its process's exit code, the reported one, stdout, the end of stderr
+    "a code": ("import sys; sys.exit(3)", 3, "3", "", ""),
+    "a code below zero": ("import sys; sys.exit(-1)", 255, "255", "", ""),
+    "a sentence": ("import sys; sys.exit('a sentence')", 1, "1", "", "a sentence"),
+    "None": ("import sys; print('no line end', end=''); sys.exit()", 0, "0", "no line end", ""),
+    "the last line": ("print('a line')", 0, "0", "a line\n", ""),
+    "an exception": ("open('nothing')", 1, "1", "", "No such file or directory: 'nothing'"),
+    "Ctrl-C": ("raise KeyboardInterrupt", -signal.SIGINT, "130", "", "KeyboardInterrupt"),
+    "SIGTERM": ("import os; os.kill(os.getpid(), 15)", -signal.SIGTERM, None, "", ""),
+    "os._exit": ("import os; os._exit(8)", 8, None, "", ""),
+    "a thread": (THREAD, 0, "0", "from the main thread\nfrom the other\n", ""),
+    "callbacks": (CALLBACKS, 4, "4", "second, and a record that waits for the end\n", "first"),
+    "objects": (OBJECTS, 0, "0", "deleted\n", ""),
+    "a fork": (FORK, 6, "6", "5\n", ""),
+    "processes": (PROCESSES, 0, "0", "fork 1\nspawn 2\nforkserver 3\n", ""),
+    "a closed pipe": (PIPE, 120, "0", "", "BrokenPipeError: [Errno 32] Broken pipe"),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+@pytest.mark.parametrize("command", ["recipe.py", "-m recipe"])
+def test_a_recipe_ends_as_python_ends_it(case: str, command: str, tmp_path: Path) -> None:
+    """And the code that it ended with is reported, unless the process ends before the recipe."""
+    text, code, reported, output, error = ENDS[case]
+    (tmp_path / "recipe.py").write_text(text)
+    report, left_open = tmp_path / "report", tmp_path / "left_open.txt"
+    for python in ((sys.executable,), LAUNCH):
+        left_open.unlink(missing_ok=True)
+        ended = subprocess.run(
+            [*python, *command.split()], capture_output=True, text=True, cwd=tmp_path,
+            env=os.environ | {launcher.EXIT_CODE: str(report), "PYTHONUNBUFFERED": ""},
+        )  # fmt: skip
+        last = ended.stderr.splitlines()[-1] if ended.stderr else ""
+        assert (ended.returncode, ended.stdout) == (code, output), ended.stderr
+        assert last.endswith(error) and bool(last) == bool(error), ended.stderr
+        assert case != "objects" or left_open.read_text() == "a line"
+    assert (report.read_text() if report.exists() else None) == reported
+
+
+NATIVE = """
+import ctypes, sys, threading, time
+inside = threading.Event()
+@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+def work(_):
+    inside.set()
+    time.sleep(0.3)
+    print("back from Python")
+handle = ctypes.c_ulong()
+ctypes.CDLL(None).pthread_create(ctypes.byref(handle), None, work, None)
+inside.wait()
+sys.work = work
+"""
+
+
+def test_a_native_thread_comes_back_from_python_before_the_shutdown(tmp_path: Path) -> None:
+    """As those of the SDK's HTTP client do; the shutdown would end it where Python has it."""
+    (tmp_path / "recipe.py").write_text(NATIVE)
+    assert launch("recipe.py", cwd=tmp_path) == "back from Python\n"

@@ -4,16 +4,37 @@ A server's model may have any name, "Qwen/Qwen3-8B" say, for a folder on this ma
 looks for a name's tokenizer on the Hugging Face hub. Here it is told of the folder, through its own
 register_tokenizer, before the recipe starts. Nothing else differs from `python -m MODULE …` and
 `python SCRIPT …`.
+
+**The exit code survives a crash of Python's own shutdown.** Before 3.14, pthread_exit ends a
+thread that asks for the GIL once the shutdown has begun. The SDK's HTTP client, pyqwest, has native
+threads that call into Python to wake the event loop. A busy machine can interrupt such a call until
+the shutdown. Then pthread_exit finds frames of Rust on the stack, which it can't unwind, and the C
+library aborts the process without a message, though the recipe had finished.
+
+Python's shutdown joins the threads that are not daemons, calls the atexit callbacks, denies the GIL
+to other threads, flushes stdout and stderr, and deletes the objects that are left. The callback
+that is registered first is called last, so ours stands right before the dangerous steps. It
+flushes, reports the exit code, and waits until no native thread is inside Python. So a crash is
+unlikely, and harmless if it comes: run.py returns the code that was reported.
+
+Leaving by os._exit at that point would also avoid the crash. But a file that the recipe left open
+would lose its buffer, which Python writes when it deletes the object.
 """
 
+import atexit
 import json
 import os
 import runpy
+import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 MODELS = "TINSMITH_MODELS"  # in the environment: JSON, a folder for each name
+EXIT_CODE = "TINSMITH_EXIT_CODE"  # in the environment: a file to write the exit code to
 
 
 def register_tokenizers(models: Mapping[str, str | Path]) -> None:
@@ -41,6 +62,50 @@ def launch(command: Sequence[str]) -> None:
         runpy.run_path(str(script.absolute()), run_name="__main__")
 
 
+def exit_code(error: BaseException) -> int:
+    """The code that Python ends with when this exception leaves the program."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT  # as a shell shows it: Python ends by the signal itself
+    if not isinstance(error, SystemExit):
+        return 1
+    if error.code is None:
+        return 0
+    return error.code & 255 if isinstance(error.code, int) else 1
+
+
+def wait_for_native_threads(seconds: float) -> None:
+    """Waits, so long at most, until only threads that Python started are inside Python."""
+    dummy = threading._DummyThread  # what the threading module makes of a native thread
+    ours = {thread.ident for thread in threading.enumerate() if not isinstance(thread, dummy)}
+    end = time.monotonic() + seconds
+    while sys._current_frames().keys() - ours and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def main() -> None:
+    """Runs the recipe that the command line names, and reports how it ended."""
+    process = os.getpid()
+    report = os.environ.pop(EXIT_CODE, None)
+    code = 0
+
+    def leave() -> None:
+        if os.getpid() != process:
+            return  # a child that the recipe forked
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # Python flushes them again, and says what is wrong
+                stream.flush()
+        if report is not None:
+            Path(report).write_text(str(code))
+        wait_for_native_threads(1)
+
+    atexit.register(leave)  # the first to be registered is the last to be called
+    try:
+        register_tokenizers(json.loads(os.environ.get(MODELS, "{}")))
+        launch(sys.argv[1:])
+    except BaseException as error:
+        code = exit_code(error)
+        raise
+
+
 if __name__ == "__main__":
-    register_tokenizers(json.loads(os.environ.get(MODELS, "{}")))
-    launch(sys.argv[1:])
+    main()

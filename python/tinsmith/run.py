@@ -2,7 +2,7 @@
 
 The recipe is a process of its own with the same Python, told of the backend by the two environment
 variables that the SDK reads, and of the models' tokenizers by launch.py. Its exit code is the
-command's; Ctrl-C reaches it first.
+command's, even if Python crashes after the recipe's end (launch.py); Ctrl-C reaches it first.
 """
 
 import json
@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from tinsmith import launch
 from tinsmith.files.families import find_model
 
 API_KEY = "tml-local"  # the SDK insists on the prefix; nothing reads the rest
+# What a process sends itself. A kill from outside is no crash, even if it comes late.
+CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 
 
 def recipe_models(arguments: Sequence[str]) -> dict[str, Path]:
@@ -48,18 +51,31 @@ def run_recipe(
     from tinsmith.server.backend import Backend
 
     options = {"device": device, "dtype": dtype, "threads": threads, "memory": memory, "seed": seed}
-    with Backend(models, checkpoints=checkpoints, **options) as backend:
-        folders = {name: str(folder) for name, folder in models.items()}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Backend(models, checkpoints=checkpoints, **options) as backend,
+    ):
+        report = Path(folder) / "exit_code"
         environment = os.environ | {
             "TINKER_BASE_URL": backend.url,
             "TINKER_API_KEY": API_KEY,
-            launch.MODELS: json.dumps(folders),
+            launch.MODELS: json.dumps({name: str(path) for name, path in models.items()}),
+            launch.EXIT_CODE: str(report),
         }
         process = subprocess.Popen(
             [sys.executable, "-m", "tinsmith.launch", *command], env=environment
         )
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         code = _wait(process)
+        reported = report.read_text() if report.exists() else ""
+    if -code in CRASHES and reported:
+        name = signal.Signals(-code).name
+        print(
+            f"tinsmith: the recipe ended with exit code {reported}, then Python crashed while "
+            f"shutting down ({name})",
+            file=sys.stderr,
+        )
+        return int(reported)
     return code if code >= 0 else 128 - code
 
 
