@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+TRIES = 8
+
 
 @dataclass(frozen=True)
 class Held:
@@ -29,7 +31,7 @@ def impatient() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def held(call: Callable[[], object], tries: int = 3) -> Held:
+def held(call: Callable[[], object], tries: int = TRIES) -> Held:
     """The best of some tries: another thread may also wait for a core."""
     with impatient():
         return min((_held(call) for _ in range(tries)), key=lambda found: found.longest)
@@ -50,10 +52,12 @@ def _held(call: Callable[[], object]) -> Held:
     watcher.start()
     begun.wait()
     start = time.thread_time()
-    call()
-    end = time.thread_time()
-    ended.set()
-    watcher.join()
+    try:
+        call()
+    finally:
+        end = time.thread_time()
+        ended.set()
+        watcher.join()
     turns = [start, *(moment for moment in seen if start < moment < end), end]
     longest = max(after - before for before, after in itertools.pairwise(turns))
     return Held(longest, end - start)

@@ -4,14 +4,15 @@
 #include <string.h>
 
 #include "arrays.h"
-#include "module.h"
+#include "call.h"
 
 /* Takes the adapter, and gives it a trainer. */
 static PyObject *adapter_wrap(PyTypeObject *type, PyModel *model, Adapter *adapter,
                               const TrainerLimits *limits)
 {
     Trainer *trainer = NULL;
-    Status status = trainer_open(&trainer, adapter, limits);
+    Status status;
+    ON_TURN(model, status = trainer_open(&trainer, adapter, limits));
     PyAdapter *self = status ? NULL : (PyAdapter *)type->tp_alloc(type, 0);
     if (!self) {
         trainer_close(trainer);
@@ -49,7 +50,8 @@ static PyObject *adapter_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     spec.seed = seed;
     spec.groups = (attn ? ATTN : 0) | (mlp ? MLP : 0) | (unembed ? UNEMBED : 0);
     Adapter *adapter;
-    Status status = adapter_open(&adapter, ((PyModel *)model)->model, &spec);
+    Status status;
+    ON_TURN((PyModel *)model, status = adapter_open(&adapter, ((PyModel *)model)->model, &spec));
     return status ? raise_status(status) : adapter_wrap(type, (PyModel *)model, adapter, &limits);
 }
 
@@ -57,98 +59,13 @@ static void adapter_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
     PyAdapter *self = (PyAdapter *)object;
-    trainer_close(self->trainer);
-    adapter_close(self->adapter);
+    NO_GIL(trainer_close(self->trainer); adapter_close(self->adapter));
     Py_XDECREF(self->model);
     type->tp_free(object);
     Py_DECREF(type);
 }
 
 /* ---- training ---- */
-
-/* Its arrays are copies: all that a call looks up, or decides by, is checked before it begins. */
-typedef struct Call {
-    Borrowed tokens, lengths, targets, counts, input[LOSS_INPUTS];
-    Datums datums;
-    const Loss *loss;
-} Call;
-
-static void call_release(Call *call)
-{
-    Py_CLEAR(call->tokens.owner);
-    Py_CLEAR(call->lengths.owner);
-    Py_CLEAR(call->targets.owner);
-    Py_CLEAR(call->counts.owner);
-    for (int j = 0; j < LOSS_INPUTS; j++) Py_CLEAR(call->input[j].owner);
-}
-
-/* The loss's own inputs and keys, out of dicts that may hold no others. */
-static int call_options(Call *call, PyObject *inputs, PyObject *config)
-{
-    const Loss *loss = call->loss;
-    Py_ssize_t used = 0;
-    for (int j = 0; j < LOSS_INPUTS && loss->input[j].name; j++) {
-        PyObject *array = PyDict_GetItemString(inputs, loss->input[j].name);
-        if (!array) continue;
-        used++;
-        if (borrow_copy(array, KIND_FLOAT32, loss->input[j].name, &call->input[j]) < 0) return -1;
-        call->datums.input[j] = call->input[j].data;
-        call->datums.input_total[j] = call->input[j].length;
-    }
-    if (used != PyDict_Size(inputs)) {
-        PyErr_Format(PyExc_ValueError, "%s takes no such inputs: %R", loss->name, inputs);
-        return -1;
-    }
-    used = 0;
-    for (int j = 0; j < LOSS_KEYS && loss->key[j].name; j++) {
-        PyObject *value = PyDict_GetItemString(config, loss->key[j].name);
-        call->datums.key[j] = loss->key[j].initial;
-        if (!value) continue;
-        used++;
-        call->datums.key[j] = PyFloat_AsDouble(value);
-        if (PyErr_Occurred()) return -1;
-    }
-    if (used == PyDict_Size(config)) return 0;
-    PyErr_Format(PyExc_ValueError, "%s takes no such configuration: %R", loss->name, config);
-    return -1;
-}
-
-static int call_arrays(Call *call, PyObject *tokens, PyObject *lengths, PyObject *targets,
-                       PyObject *counts)
-{
-    if (borrow_copy(tokens, KIND_INT32, "tokens", &call->tokens) < 0 ||
-        borrow_copy(lengths, KIND_INT32, "lengths", &call->lengths) < 0 ||
-        borrow_copy(targets, KIND_INT32, "targets", &call->targets) < 0 ||
-        borrow_copy(counts, KIND_INT32, "counts", &call->counts) < 0)
-        return -1;
-    if (call->lengths.length != call->counts.length || call->lengths.length > INT32_MAX) {
-        PyErr_Format(PyExc_ValueError, "lengths has %lld datums, counts %lld",
-                     (long long)call->lengths.length, (long long)call->counts.length);
-        return -1;
-    }
-    Datums *d = &call->datums;
-    d->count = (int)call->lengths.length;
-    d->tokens = call->tokens.data;
-    d->lengths = call->lengths.data;
-    d->targets = call->targets.data;
-    d->counts = call->counts.data;
-    d->token_total = call->tokens.length;
-    d->target_total = call->targets.length;
-    return 0;
-}
-
-/* The loss of that name, or ValueError with the names that there are. */
-static int call_loss(Call *call, const char *name)
-{
-    call->loss = loss_find(name);
-    if (call->loss) return 0;
-    PyObject *known = PyUnicode_FromString(loss_at(0)->name);
-    for (int i = 1; known && loss_at(i); i++)
-        Py_SETREF(known, PyUnicode_FromFormat("%U, %s", known, loss_at(i)->name));
-    if (known) PyErr_Format(PyExc_ValueError, "no loss is called '%s'; there are: %U", name, known);
-    Py_XDECREF(known);
-    return -1;
-}
 
 /* (logprobs, loss_sum) of a call whose arrays and options have been taken. */
 static PyObject *call_run(PyObject *object, Call *call, Pass pass)
@@ -158,9 +75,9 @@ static PyObject *call_run(PyObject *object, Call *call, Pass pass)
     Status status = STATUS_OK;
     if (logp) {
         float *out = array_data(logp);
-        Py_BEGIN_ALLOW_THREADS status = trainer_forward_backward(
-            ((PyAdapter *)object)->trainer, &call->datums, call->loss, pass, out, &sum);
-        Py_END_ALLOW_THREADS
+        PyAdapter *self = (PyAdapter *)object;
+        ON_TURN(self->model, status = trainer_forward_backward(self->trainer, &call->datums,
+                                                               call->loss, pass, out, &sum));
     }
     if (status) {
         Py_DECREF(logp);
@@ -217,33 +134,35 @@ static PyObject *adapter_backward_method(PyObject *object, PyObject *dlogp)
     if (borrow_copy(dlogp, KIND_FLOAT32, "dlogprobs", &from) < 0) return NULL;
     double sum = 0.0;
     Status status;
-    Py_BEGIN_ALLOW_THREADS status =
-        trainer_backward(((PyAdapter *)object)->trainer, from.data, from.length, &sum);
-    Py_END_ALLOW_THREADS Py_DECREF(from.owner);
+    PyAdapter *self = (PyAdapter *)object;
+    ON_TURN(self->model, status = trainer_backward(self->trainer, from.data, from.length, &sum));
+    Py_DECREF(from.owner);
     return status ? raise_status(status) : PyFloat_FromDouble(sum);
 }
 
-/* What the teacher reads, and who it is: an adapter, a base model, or None, the student's own. */
-static int lesson_from(PyAdapter *self, PyObject *teacher, const Borrowed *tokens,
-                       const Borrowed *lengths, Lesson *lesson)
+/* What the teacher reads, and who it is: an adapter, a base model, or None, the student's own.
+ * Returns the teacher's model, or NULL with TypeError. */
+static PyModel *lesson_from(PyAdapter *self, PyObject *teacher, const Borrowed *tokens,
+                            const Borrowed *lengths, Lesson *lesson)
 {
     ModuleState *state = state_of(Py_TYPE(self));
-    *lesson = (Lesson){.model = self->model->model,
-                       .tokens = tokens->data,
+    PyModel *model = self->model;
+    *lesson = (Lesson){.tokens = tokens->data,
                        .lengths = lengths->data,
                        .token_total = tokens->length,
                        .count = lengths->length};
     if (Py_IS_TYPE(teacher, state->adapter)) {
+        model = ((PyAdapter *)teacher)->model;
         lesson->adapter = ((PyAdapter *)teacher)->adapter;
-        lesson->model = lesson->adapter->model;
     } else if (Py_IS_TYPE(teacher, state->model)) {
-        lesson->model = ((PyModel *)teacher)->model;
+        model = (PyModel *)teacher;
     } else if (teacher != Py_None) {
         PyErr_Format(PyExc_TypeError, "teacher must be an Adapter, a Model or None, not %s",
                      Py_TYPE(teacher)->tp_name);
-        return -1;
+        return NULL;
     }
-    return 0;
+    lesson->model = model->model;
+    return model;
 }
 
 static PyObject *adapter_distill_method(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -265,20 +184,27 @@ static PyObject *adapter_distill_method(PyObject *object, PyObject *args, PyObje
     if (call_loss(&call, loss) < 0) return NULL;
     double sum = 0.0;
     Status status = STATUS_OK;
+    PyAdapter *self = (PyAdapter *)object;
+    PyModel *model = NULL;
     if (call_arrays(&call, tokens, lengths, targets, counts) == 0 &&
         call_options(&call, inputs, config) == 0 &&
         borrow_copy(read, KIND_INT32, "teacher_tokens", &taught) == 0 &&
-        borrow_copy(ends, KIND_INT32, "teacher_lengths", &taught_lengths) == 0 &&
-        lesson_from((PyAdapter *)object, teacher, &taught, &taught_lengths, &lesson) == 0) {
+        borrow_copy(ends, KIND_INT32, "teacher_lengths", &taught_lengths) == 0)
+        model = lesson_from(self, teacher, &taught, &taught_lengths, &lesson);
+    if (model) {
         logp = array_new(KIND_FLOAT32, call.datums.target_total, -1, NULL);
         divergence = array_new(KIND_FLOAT32, call.datums.target_total, -1, NULL);
     }
     if (logp && divergence) {
         float *out = array_data(logp), *rows = array_data(divergence);
-        Py_BEGIN_ALLOW_THREADS status =
-            trainer_distill(((PyAdapter *)object)->trainer, &call.datums, call.loss, &lesson,
-                            with_backward, out, rows, &sum);
-        Py_END_ALLOW_THREADS
+        /* Two models' turns, in an order that every call keeps. */
+        int student_first = (uintptr_t)self->model < (uintptr_t)model;
+        PyModel *first = student_first ? self->model : model;
+        turn_take(first);
+        ON_TURN(student_first ? model : self->model,
+                status = trainer_distill(self->trainer, &call.datums, call.loss, &lesson,
+                                         with_backward, out, rows, &sum));
+        turn_give(first);
     }
     call_release(&call);
     Py_XDECREF(taught.owner);
@@ -316,11 +242,11 @@ static PyObject *adapter_optim_step_method(PyObject *object, PyObject *args, PyO
                                      &normalization))
         return NULL;
     if (normalization_from(normalization, &by) < 0) return NULL;
-    Adapter *adapter = ((PyAdapter *)object)->adapter;
-    Status status = adapter_trainable(adapter);
+    PyAdapter *self = (PyAdapter *)object;
+    Status status = adapter_trainable(self->adapter);
     if (status) return raise_status(status);
-    Py_BEGIN_ALLOW_THREADS status = adapter_optim_step(adapter, &o, by, &report);
-    Py_END_ALLOW_THREADS if (status) return raise_status(status);
+    ON_TURN(self->model, status = adapter_optim_step(self->adapter, &o, by, &report));
+    if (status) return raise_status(status);
     return Py_BuildValue("{s:d,s:d,s:d,s:d,s:d,s:d}", "grad_norm", report.grad_norm,
                          "grad_norm_clipped", report.clipped_norm, "weight_norm",
                          report.weight_norm, "loss", report.loss, "loss_tokens", report.tokens,
@@ -330,8 +256,10 @@ static PyObject *adapter_optim_step_method(PyObject *object, PyObject *args, PyO
 static PyObject *adapter_clear_method(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    Adapter *adapter = ((PyAdapter *)object)->adapter;
-    Status status = adapter->vector[GRADIENTS] ? adapter_clear(adapter) : STATUS_OK;
+    PyAdapter *self = (PyAdapter *)object;
+    Status status = STATUS_OK;
+    if (self->adapter->vector[GRADIENTS])
+        ON_TURN(self->model, status = adapter_clear(self->adapter));
     if (status) return raise_status(status);
     Py_RETURN_NONE;
 }
@@ -360,17 +288,31 @@ static int vector_named(const Adapter *adapter, const char *name)
     return -1;
 }
 
+static Status vector_get(const Adapter *adapter, Vector which, float *values)
+{
+    Device *dev = adapter->model->dev;
+    dev->download(dev, values, adapter->vector[which], (size_t)adapter->size * sizeof(float));
+    return dev->sync(dev);
+}
+
+/* The first number that is not finite; -1: all are. */
+static int64_t first_bad(const float *values, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++)
+        if (!isfinite(values[i])) return i;
+    return -1;
+}
+
 static PyObject *adapter_read(PyObject *object, PyObject *name)
 {
-    Adapter *adapter = ((PyAdapter *)object)->adapter;
+    PyAdapter *self = (PyAdapter *)object;
     const char *text = PyUnicode_AsUTF8(name);
-    int which = text ? vector_named(adapter, text) : -1;
-    PyObject *array = which >= 0 ? array_new(KIND_FLOAT32, adapter->size, -1, NULL) : NULL;
+    int which = text ? vector_named(self->adapter, text) : -1;
+    PyObject *array = which >= 0 ? array_new(KIND_FLOAT32, self->adapter->size, -1, NULL) : NULL;
     if (!array) return NULL;
-    Device *dev = adapter->model->dev;
-    dev->download(dev, array_data(array), adapter->vector[which],
-                  (size_t)adapter->size * sizeof(float));
-    Status status = dev->sync(dev);
+    float *values = array_data(array);
+    Status status;
+    ON_TURN(self->model, status = vector_get(self->adapter, (Vector)which, values));
     if (!status) return array;
     Py_DECREF(array);
     return raise_status(status);
@@ -378,23 +320,25 @@ static PyObject *adapter_read(PyObject *object, PyObject *name)
 
 static PyObject *adapter_write(PyObject *object, PyObject *args)
 {
-    Adapter *adapter = ((PyAdapter *)object)->adapter;
+    PyAdapter *self = (PyAdapter *)object;
+    Adapter *adapter = self->adapter;
     const char *name;
     PyObject *array;
     Borrowed from;
     if (!PyArg_ParseTuple(args, "sO:write", &name, &array)) return NULL;
     int which = vector_named(adapter, name);
     if (which < 0 || borrow(array, KIND_FLOAT32, name, &from) < 0) return NULL;
-    const float *values = from.data;
     int64_t bad = -1;
-    for (int64_t i = 0; i < from.length && bad < 0; i++)
-        if (!isfinite(values[i])) bad = i;
+    Status status = STATUS_OK;
     if (from.length != adapter->size)
         PyErr_Format(PyExc_ValueError, "%s has %lld numbers, the adapter %lld", name,
                      (long long)from.length, (long long)adapter->size);
-    else if (bad >= 0)
+    else
+        NO_GIL(bad = first_bad(from.data, from.length));
+    if (bad >= 0)
         PyErr_Format(PyExc_ValueError, "%s: number %lld is not finite", name, (long long)bad);
-    Status status = PyErr_Occurred() ? STATUS_OK : adapter_put(adapter, (Vector)which, values);
+    if (!PyErr_Occurred())
+        ON_TURN(self->model, status = adapter_put(adapter, (Vector)which, from.data));
     Py_DECREF(from.owner);
     if (PyErr_Occurred()) return NULL;
     if (status) return raise_status(status);
@@ -406,8 +350,9 @@ static PyObject *adapter_snapshot_method(PyObject *object, PyObject *unused)
     (void)unused;
     PyAdapter *self = (PyAdapter *)object;
     Adapter *copy;
+    Status status;
     TrainerLimits limits = {.step_tokens = self->trainer->limits.step_tokens};
-    Status status = adapter_snapshot(&copy, self->adapter);
+    ON_TURN(self->model, status = adapter_snapshot(&copy, self->adapter));
     return status ? raise_status(status)
                   : adapter_wrap(Py_TYPE(object), self->model, copy, &limits);
 }
@@ -417,8 +362,10 @@ static PyObject *adapter_follow_method(PyObject *object, PyObject *args)
     PyObject *leader;
     double decay;
     if (!PyArg_ParseTuple(args, "O!d:follow", Py_TYPE(object), &leader, &decay)) return NULL;
-    Status status =
-        adapter_follow(((PyAdapter *)object)->adapter, ((PyAdapter *)leader)->adapter, decay);
+    PyAdapter *self = (PyAdapter *)object;
+    const Adapter *ahead = ((PyAdapter *)leader)->adapter;
+    Status status;
+    ON_TURN(self->model, status = adapter_follow(self->adapter, ahead, decay));
     if (status) return raise_status(status);
     Py_RETURN_NONE;
 }
@@ -469,17 +416,28 @@ static PyObject *adapter_model(PyObject *object, void *unused)
 GETTER(rank, PyLong_FromLong(self->adapter->rank))
 GETTER(alpha, PyFloat_FromDouble((double)self->adapter->alpha))
 GETTER(size, PyLong_FromLongLong(self->adapter->size))
-GETTER(bytes, PyLong_FromSize_t(adapter_memory(self->adapter) + self->trainer->arena.size))
 GETTER(step, PyLong_FromLong(self->adapter->step))
 GETTER(step_bytes, PyLong_FromSize_t(self->trainer->limits.step_bytes))
+
+static PyObject *adapter_bytes(PyObject *object, void *unused)
+{
+    (void)unused;
+    PyAdapter *self = (PyAdapter *)object;
+    turn_take(self->model);
+    size_t bytes = adapter_memory(self->adapter) + self->trainer->arena.size;
+    turn_give(self->model);
+    return PyLong_FromSize_t(bytes);
+}
 
 static int adapter_set_step_bytes(PyObject *object, PyObject *value, void *unused)
 {
     (void)unused;
-    Trainer *trainer = ((PyAdapter *)object)->trainer;
+    PyAdapter *self = (PyAdapter *)object;
     size_t bytes = value ? PyLong_AsSize_t(value) : 0;
     if (bytes == (size_t)-1 && PyErr_Occurred()) return -1;
-    trainer->limits.step_bytes = bytes ? bytes : budget_step(trainer->adapter->model, 0);
+    turn_take(self->model);
+    self->trainer->limits.step_bytes = bytes ? bytes : budget_step(self->adapter->model, 0);
+    turn_give(self->model);
     return 0;
 }
 
@@ -493,7 +451,10 @@ static int adapter_set_step(PyObject *object, PyObject *value, void *unused)
         PyErr_SetString(PyExc_ValueError, "step must be a whole number of 0 or more");
         return -1;
     }
-    ((PyAdapter *)object)->adapter->step = (int)step;
+    PyAdapter *self = (PyAdapter *)object;
+    turn_take(self->model);
+    self->adapter->step = (int)step;
+    turn_give(self->model);
     return 0;
 }
 
@@ -517,10 +478,12 @@ static int adapter_set_pending(PyObject *object, PyObject *value, void *unused)
         PyErr_SetString(PyExc_ValueError, "pending must be finite, and its counts 0 or more");
         return -1;
     }
-    Adapter *adapter = ((PyAdapter *)object)->adapter;
-    adapter->loss = loss;
-    adapter->tokens = tokens;
-    adapter->sequences = sequences;
+    PyAdapter *self = (PyAdapter *)object;
+    turn_take(self->model);
+    self->adapter->loss = loss;
+    self->adapter->tokens = tokens;
+    self->adapter->sequences = sequences;
+    turn_give(self->model);
     return 0;
 }
 

@@ -4,6 +4,8 @@
 #define PY_ARRAY_UNIQUE_SYMBOL tinsmith_numpy
 #include <numpy/arrayobject.h>
 
+enum { LARGE = 1 << 20 }; /* bytes that are copied without the GIL */
+
 int arrays_init(void)
 {
     import_array1(-1);
@@ -96,8 +98,12 @@ PyObject *array_new(Kind kind, int64_t rows, int64_t cols, const void *data)
 {
     npy_intp shape[2] = {rows, cols};
     PyObject *array = PyArray_SimpleNew(cols < 0 ? 1 : 2, shape, kinds[kind].typenum);
-    if (array && data)
-        memcpy(array_data(array), data, (size_t)PyArray_NBYTES((PyArrayObject *)array));
+    if (array && data) {
+        size_t bytes = (size_t)PyArray_NBYTES((PyArrayObject *)array);
+        PyThreadState *state = bytes < LARGE ? NULL : PyEval_SaveThread();
+        memcpy(array_data(array), data, bytes);
+        if (state) PyEval_RestoreThread(state);
+    }
     return array;
 }
 

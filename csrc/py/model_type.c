@@ -93,7 +93,9 @@ static PyObject *model_make(PyTypeObject *type, const Shape *shape, const Borrow
                             (long long)freq->length, shape->head_width, shape->head_width / 2);
     PyModel *self = (PyModel *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    Status status = model_open(&self->model, shape, freq->data, weights, device, threads);
+    turn_open(self);
+    Status status;
+    NO_GIL(status = model_open(&self->model, shape, freq->data, weights, device, threads));
     if (!status) return (PyObject *)self;
     Py_DECREF(self);
     return raise_status(status);
@@ -126,7 +128,9 @@ static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static void model_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
-    model_close(((PyModel *)object)->model);
+    PyModel *self = (PyModel *)object;
+    NO_GIL(model_close(self->model));
+    pthread_mutex_destroy(&self->turn);
     type->tp_free(object);
     Py_DECREF(type);
 }
@@ -140,9 +144,10 @@ static PyObject *model_load_method(PyObject *object, PyObject *args)
     if (!PyArg_ParseTuple(args, "siO|i:load", &slot, &layer, &array, &index)) return NULL;
     if (borrow_tensor(array, slot, &tensor) < 0) return NULL;
     Status status;
-    Py_BEGIN_ALLOW_THREADS status = model_load(((PyModel *)object)->model, slot, layer, index,
-                                               tensor.data, tensor.type, tensor.rows, tensor.cols);
-    Py_END_ALLOW_THREADS Py_DECREF(tensor.owner);
+    PyModel *self = (PyModel *)object;
+    ON_TURN(self, status = model_load(self->model, slot, layer, index, tensor.data, tensor.type,
+                                      tensor.rows, tensor.cols));
+    Py_DECREF(tensor.owner);
     if (status) return raise_status(status);
     Py_RETURN_NONE;
 }
@@ -150,7 +155,10 @@ static PyObject *model_load_method(PyObject *object, PyObject *args)
 static PyObject *model_seal_method(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    Status status = model_seal(((PyModel *)object)->model);
+    PyModel *self = (PyModel *)object;
+    turn_take(self);
+    Status status = model_seal(self->model);
+    turn_give(self);
     if (status) return raise_status(status);
     Py_RETURN_NONE;
 }
@@ -167,18 +175,20 @@ static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *k
             PyExc_ValueError,
             "rank must be at least 1, and tokens and step_bytes 0 (the default) or more");
     Plan plan;
-    Model *model = ((PyModel *)object)->model;
+    PyModel *self = (PyModel *)object;
     AdapterSpec layout = {.rank = rank, .groups = ATTN | MLP | UNEMBED, .alpha = 1.0f};
     TrainerLimits limits = {.step_bytes = (size_t)step_bytes};
-    Status status = plan_make(&plan, model, &layout, &limits, tokens);
+    turn_take(self);
+    Status status = plan_make(&plan, self->model, &layout, &limits, tokens);
+    turn_give(self);
     if (status) return raise_status(status);
 #define SIZE(name) #name, (Py_ssize_t)plan.name
     return Py_BuildValue(
         "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", SIZE(weights), SIZE(adapter),
         SIZE(step), SIZE(own), SIZE(kv_token), SIZE(cache), SIZE(free), SIZE(all), SIZE(scratch),
         SIZE(step_most), SIZE(step_tokens), SIZE(longest), "kept",
-        (Py_ssize_t)(plan.keep ? keep_layers(model, CHEAP, plan.keep) : 0), "attention_kept",
-        (Py_ssize_t)(plan.keep ? keep_layers(model, DEAR, plan.keep) : 0));
+        (Py_ssize_t)(plan.keep ? keep_layers(self->model, CHEAP, plan.keep) : 0), "attention_kept",
+        (Py_ssize_t)(plan.keep ? keep_layers(self->model, DEAR, plan.keep) : 0));
 #undef SIZE
 }
 
@@ -191,15 +201,22 @@ static PyObject *model_cache_tokens_method(PyObject *object, PyObject *args, PyO
         return NULL;
     if (all_bytes < 0 || free_bytes < 0)
         return PyErr_Format(PyExc_ValueError, "memory and free must be 0 or more");
-    return PyLong_FromLongLong(
-        budget_cache_tokens(((PyModel *)object)->model, (size_t)all_bytes, (size_t)free_bytes));
+    PyModel *self = (PyModel *)object;
+    turn_take(self);
+    int64_t tokens = budget_cache_tokens(self->model, (size_t)all_bytes, (size_t)free_bytes);
+    turn_give(self);
+    return PyLong_FromLongLong(tokens);
 }
 
 static PyObject *model_step_bytes_method(PyObject *object, PyObject *memory)
 {
     size_t bytes = PyLong_AsSize_t(memory);
     if (bytes == (size_t)-1 && PyErr_Occurred()) return NULL;
-    return PyLong_FromSize_t(budget_step(((PyModel *)object)->model, bytes));
+    PyModel *self = (PyModel *)object;
+    turn_take(self);
+    bytes = budget_step(self->model, bytes);
+    turn_give(self);
+    return PyLong_FromSize_t(bytes);
 }
 
 static PyObject *model_slots(PyObject *object, void *unused)

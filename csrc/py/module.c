@@ -1,5 +1,5 @@
-/* py/module.c - the extension module: its state, its types, its tables, and the one place where a
- * Status becomes an exception. */
+/* py/module.c - the extension module: its state, its types, its tables, whose turn it is, and the
+ * one place where a Status becomes an exception. */
 #include "module.h"
 
 #include <math.h>
@@ -22,6 +22,27 @@ PyObject *raise_status(Status status)
 ModuleState *state_of(PyTypeObject *type)
 {
     return PyType_GetModuleState(type);
+}
+
+/* ---- turns ---- */
+
+void turn_open(PyModel *model)
+{
+    pthread_mutexattr_t again;
+    pthread_mutexattr_init(&again);
+    pthread_mutexattr_settype(&again, PTHREAD_MUTEX_RECURSIVE);
+    pthread_mutex_init(&model->turn, &again);
+    pthread_mutexattr_destroy(&again);
+}
+
+void turn_take(PyModel *model)
+{
+    if (pthread_mutex_trylock(&model->turn) != 0) NO_GIL(pthread_mutex_lock(&model->turn));
+}
+
+void turn_give(PyModel *model)
+{
+    pthread_mutex_unlock(&model->turn);
 }
 
 /* ---- tables ---- */
@@ -108,9 +129,10 @@ static PyObject *core_devices(PyObject *module, PyObject *args)
     for (size_t i = 0; found && i < sizeof names / sizeof *names; i++) {
         if (only && strcmp(only, names[i]) != 0) continue;
         Device *dev;
-        Status status = device_open(&dev, names[i], 1);
+        Status status;
+        NO_GIL(status = device_open(&dev, names[i], 1));
         PyObject *reason = PyUnicode_FromString(status ? status_text() : "");
-        if (!status) dev->close(dev);
+        if (!status) NO_GIL(dev->close(dev));
         if (!reason || PyDict_SetItemString(found, names[i], reason) < 0) Py_CLEAR(found);
         Py_XDECREF(reason);
     }

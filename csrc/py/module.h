@@ -1,9 +1,17 @@
-/* py/module.h - what the binding's files share: the types, and how a Status becomes an exception.
- */
+/* py/module.h - what the binding's files share: the types, how a Status becomes an exception, and
+ * whose turn it is.
+ *
+ * What takes long is done without the GIL, so any thread may come meanwhile. Calls on a model, its
+ * adapters and its samplers take turns: one of them at a time is in the engine. Attributes that are
+ * a number are read at any time, and interrupt() is for another thread's turn. Who waits for a turn
+ * has let go of the GIL, so whoever has the turn can get that; not the other way round. What nobody
+ * refers to any more is closed by the thread that finds out, without a turn: the engine gives
+ * memory back in any thread (device.h). */
 #ifndef TINSMITH_MODULE_H
 #define TINSMITH_MODULE_H
 
 #include <Python.h>
+#include <pthread.h>
 
 #include "../sample/sampler.h"
 #include "../train/train.h"
@@ -14,6 +22,7 @@ typedef struct ModuleState {
 
 typedef struct PyModel {
     PyObject_HEAD Model *model;
+    pthread_mutex_t turn; /* a thread that has it may take it again: freeing garbage runs Python */
 } PyModel;
 
 typedef struct PyAdapter {
@@ -33,6 +42,25 @@ extern PyType_Spec model_spec, adapter_spec, sampler_spec;
 
 /* Sets the exception that the status names, with its sentence; returns NULL. */
 PyObject *raise_status(Status status);
+/* A model's turn: made with the model, waited for, ended. */
+void turn_open(PyModel *model);
+void turn_take(PyModel *model);
+void turn_give(PyModel *model);
+
+/* Makes a call without the GIL, and without a turn or on one. */
+#define NO_GIL(call)            \
+    do {                        \
+        Py_BEGIN_ALLOW_THREADS; \
+        call;                   \
+        Py_END_ALLOW_THREADS;   \
+    } while (0)
+#define ON_TURN(model, call) \
+    do {                     \
+        turn_take(model);    \
+        NO_GIL(call);        \
+        turn_give(model);    \
+    } while (0)
+
 /* The state of the module that `type` belongs to. */
 ModuleState *state_of(PyTypeObject *type);
 

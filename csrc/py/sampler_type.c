@@ -15,8 +15,10 @@ static PyObject *sampler_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (!self) return NULL;
     self->adapters = PyDict_New();
     self->model = (PyModel *)Py_NewRef(model);
-    Status status = self->adapters ? sampler_open(&self->sampler, self->model->model, tokens, limit)
-                                   : STATUS_OK;
+    Status status = STATUS_OK;
+    if (self->adapters)
+        ON_TURN(self->model,
+                status = sampler_open(&self->sampler, self->model->model, tokens, limit));
     if (status) raise_status(status);
     if (!self->sampler)
         Py_CLEAR(self);
@@ -29,7 +31,7 @@ static void sampler_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
     PySampler *self = (PySampler *)object;
-    sampler_close(self->sampler);
+    NO_GIL(sampler_close(self->sampler));
     Py_XDECREF(self->adapters);
     Py_XDECREF(self->model);
     type->tp_free(object);
@@ -109,22 +111,24 @@ static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *
     spec.client = client;
     spec.seed = seed;
     spec.adapter = adapter == Py_None ? NULL : ((PyAdapter *)adapter)->adapter;
-    int borrowed = arrays_borrow(&arrays, &spec);
-    Status status = borrowed < 0 ? STATUS_OK : sampler_add(self->sampler, &spec);
+    int failed = arrays_borrow(&arrays, &spec) < 0;
+    Status status = STATUS_OK;
+    turn_take(self->model);
+    if (!failed) NO_GIL(status = sampler_add(self->sampler, &spec));
+    if (!failed && !status && adapter != Py_None && adapter_keep(self, id, adapter) < 0) {
+        sampler_forget(self->sampler, id);
+        failed = 1;
+    }
+    turn_give(self->model);
     arrays_release(&arrays);
-    if (borrowed < 0) return NULL;
+    if (failed) return NULL;
     if (status) return raise_status(status);
-    if (adapter != Py_None && adapter_keep(self, id, adapter) < 0) return NULL;
     Py_RETURN_NONE;
 }
 
-static PyObject *sampler_step_method(PyObject *object, PyObject *unused)
+/* (what was drawn, which requests are done) by the newest step. */
+static PyObject *step_result(const Sampler *sampler)
 {
-    (void)unused;
-    Sampler *sampler = ((PySampler *)object)->sampler;
-    Status status;
-    Py_BEGIN_ALLOW_THREADS status = sampler_step(sampler);
-    Py_END_ALLOW_THREADS if (status) return raise_status(status);
     PyObject *drawn = PyList_New(0), *done = PyList_New(0);
     for (int i = 0; drawn && i < sampler->drawn_count; i++) {
         const Drawn *one = &sampler->drawn[i];
@@ -145,14 +149,36 @@ static PyObject *sampler_step_method(PyObject *object, PyObject *unused)
     return NULL;
 }
 
+static PyObject *sampler_step_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    PySampler *self = (PySampler *)object;
+    Status status;
+    turn_take(self->model);
+    NO_GIL(status = sampler_step(self->sampler));
+    PyObject *result = status ? raise_status(status) : step_result(self->sampler);
+    turn_give(self->model);
+    return result;
+}
+
 static PyObject *sampler_stop_method(PyObject *object, PyObject *args)
 {
+    PySampler *self = (PySampler *)object;
     long long id;
     int sample;
     if (!PyArg_ParseTuple(args, "Li:stop", &id, &sample)) return NULL;
-    Status status = sampler_stop(((PySampler *)object)->sampler, id, sample);
+    turn_take(self->model);
+    Status status = sampler_stop(self->sampler, id, sample);
+    turn_give(self->model);
     if (status) return raise_status(status);
     Py_RETURN_NONE;
+}
+
+/* Forgets a request, on the caller's turn. */
+static int request_forget(PySampler *self, long long id)
+{
+    NO_GIL(sampler_forget(self->sampler, id));
+    return adapter_keep(self, id, NULL);
 }
 
 static PyObject *sampler_cancel_method(PyObject *object, PyObject *argument)
@@ -160,8 +186,10 @@ static PyObject *sampler_cancel_method(PyObject *object, PyObject *argument)
     PySampler *self = (PySampler *)object;
     long long id = PyLong_AsLongLong(argument);
     if (id == -1 && PyErr_Occurred()) return NULL;
-    sampler_forget(self->sampler, id);
-    if (adapter_keep(self, id, NULL) < 0) return NULL;
+    turn_take(self->model);
+    int failed = request_forget(self, id) < 0;
+    turn_give(self->model);
+    if (failed) return NULL;
     Py_RETURN_NONE;
 }
 
@@ -189,12 +217,9 @@ static PyObject *sequence_result(const Request *r, const Sequence *s)
                          top_array(KIND_FLOAT32, s->drawn, k, s->top_logprobs));
 }
 
-static PyObject *sampler_take_method(PyObject *object, PyObject *argument)
+static PyObject *request_result(Sampler *sampler, long long id)
 {
-    PySampler *self = (PySampler *)object;
-    long long id = PyLong_AsLongLong(argument);
-    if (id == -1 && PyErr_Occurred()) return NULL;
-    const Request *r = sampler_find(self->sampler, id);
+    const Request *r = sampler_find(sampler, id);
     if (!r) return PyErr_Format(PyExc_ValueError, "no request %lld is here", id);
     for (int j = 0; j < r->spec.samples; j++)
         if (r->sequence[j].ending == RUNNING)
@@ -212,24 +237,35 @@ static PyObject *sampler_take_method(PyObject *object, PyObject *argument)
     PyObject *targets = r->spec.targets
                             ? array_new(KIND_FLOAT32, r->spec.target_count, -1, r->target_logprobs)
                             : Py_NewRef(Py_None);
-    PyObject *result = Py_BuildValue(
+    return Py_BuildValue(
         "{s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "samples", samples, "prompt_logprobs", scores, "topk_ids",
         top_array(KIND_INT32, P, k, r->top_ids), "topk_logprobs",
         top_array(KIND_FLOAT32, P, k, r->top_logprobs), "target_logprobs", targets, "drawn_ids",
         top_array(KIND_INT32, P - 1, r->spec.draws, r->drawn_ids), "drawn_logprobs",
         top_array(KIND_FLOAT32, P - 1, r->spec.draws, r->drawn_logprobs));
-    if (!result) return NULL;
-    sampler_forget(self->sampler, id);
-    if (adapter_keep(self, id, NULL) < 0) Py_CLEAR(result);
+}
+
+static PyObject *sampler_take_method(PyObject *object, PyObject *argument)
+{
+    PySampler *self = (PySampler *)object;
+    long long id = PyLong_AsLongLong(argument);
+    if (id == -1 && PyErr_Occurred()) return NULL;
+    turn_take(self->model);
+    PyObject *result = request_result(self->sampler, id);
+    if (result && request_forget(self, id) < 0) Py_CLEAR(result);
+    turn_give(self->model);
     return result;
 }
 
 static PyObject *sampler_active(PyObject *object, void *unused)
 {
     (void)unused;
-    const Sampler *sampler = ((PySampler *)object)->sampler;
+    const PySampler *self = (PySampler *)object;
+    const Sampler *sampler = self->sampler;
     long active = 0;
+    turn_take(self->model);
     for (int i = 0; i < sampler->count; i++) active += !sampler->request[i]->done;
+    turn_give(self->model);
     return PyLong_FromLong(active);
 }
 

@@ -1,7 +1,8 @@
 """The engine: base models, LoRA adapters with their gradients and optimizer, and the sampler.
 
-Every call that computes releases the GIL. One thread at a time may use a model and what was made
-from it (worker.py is that thread). Errors: ValueError, IndexError (a token id out of range),
+Every call that computes, copies or allocates much releases the GIL. Calls on a model and what was
+made from it take turns, from whatever threads they come; attributes that are a number do not wait,
+but for `bytes` and `active`. Errors: ValueError, IndexError (a token id out of range),
 MemoryError, FloatingPointError (a result that is not finite), RuntimeError (the device); after any
 of them the adapter is as it was before the call.
 """

@@ -299,7 +299,7 @@ async def create_custom_loss(service: Service, request: Request) -> dict[str, An
     loss_id = f"{session.id}:loss:{wire.need(body, 'custom_loss_seq_id', int)}"
 
     async def check() -> None:
-        session.losses[loss_id] = await asyncio.to_thread(wire.uploaded_loss, body)
+        session.losses[loss_id] = await service.beside(LARGE, wire.uploaded_loss, body)
 
     def start() -> Future[None]:
         if len(session.losses) >= LOSSES_MAX:

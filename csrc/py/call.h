@@ -1,0 +1,24 @@
+/* py/call.h - the arguments of a training call: borrowed arrays and options as the engine's Datums.
+ */
+#ifndef TINSMITH_CALL_H
+#define TINSMITH_CALL_H
+
+#include "arrays.h"
+#include "module.h"
+
+/* Its arrays are copies: all that a call looks up, or decides by, is checked before it begins. */
+typedef struct Call {
+    Borrowed tokens, lengths, targets, counts, input[LOSS_INPUTS];
+    Datums datums;
+    const Loss *loss;
+} Call;
+
+void call_release(Call *call);
+/* The loss's own inputs and keys, out of dicts that may hold no others. */
+int call_options(Call *call, PyObject *inputs, PyObject *config);
+int call_arrays(Call *call, PyObject *tokens, PyObject *lengths, PyObject *targets,
+                PyObject *counts);
+/* The loss of that name, or ValueError with the names that there are. */
+int call_loss(Call *call, const char *name);
+
+#endif
