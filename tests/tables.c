@@ -89,18 +89,6 @@ Status device_open(Device **dev, const char *name, int threads)
     return STATUS_OK;
 }
 
-/* What adapter.c asks of csrc/train. */
-void adapter_drop_kept(Adapter *adapter)
-{
-    (void)adapter;
-}
-
-int plan_step_tokens(Adapter *adapter)
-{
-    (void)adapter;
-    return 1;
-}
-
 /* ---- the model ---- */
 
 enum { L = 3, D = 10, H = 4, G = 2, E = 6, F = 14, R = 3, EXPERT_COUNT = 5, T = 7, BLOCK = 256 };
@@ -248,7 +236,9 @@ static void activations_lie_where_a_layer_has_them(Model *model)
 
 static void layers_keep_what_their_kinds_keep(const Model *model)
 {
-    Cache cache = {.tokens = 64}, step = {0};
+    Arena arena = {.dev = model->dev};
+    Cache cache = {.tokens = 64}, step = cache_place(&arena, model, 2);
+    CHECK(arena.used == 2 * taken(2 * 64 * G * E) && step.tokens == 0);
     CHECK(cache_at(model, &cache, 0) == 0 && cache_at(model, &cache, 1) == 64 * G * E);
     CHECK(cache_at(model, &cache, 2) == 64 * G * E && cache_at(model, &step, 2) == 0);
     CHECK(kv_token_bytes(model) == 2 * (2 * G * E) * sizeof(float));

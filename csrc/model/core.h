@@ -264,13 +264,15 @@ typedef struct Acts {
 } Acts;
 
 /* The pages that attention reads. Each layer's have room for so many tokens, and lie behind those
- * of the layers below (cache_at). In training `tokens` is 0: one layer's serve all, for each needs
- * them only once. */
+ * of the layers below (cache_at). In training `tokens` is 0: all layers share the pages of one, for
+ * each needs them only once. */
 typedef struct Cache {
     real *k, *v;
     size_t tokens;
 } Cache;
 
+/* A pass's pages, which all layers share. */
+Cache cache_place(Arena *arena, const Model *model, int pages);
 /* Where a layer's pages begin, in k and in v alike: elements. */
 size_t cache_at(const Model *model, const Cache *cache, int layer);
 

@@ -1,4 +1,5 @@
-/* model/layers.c - what layers.inc says of the kinds of layers, and of the layers of a model. */
+/* model/layers.c - what layers.inc says of the kinds of layers, and of a model's layers: what they
+ * have, and where in a cache of pages their keys and values lie. */
 #include <string.h>
 
 #include "core.h"
@@ -51,6 +52,18 @@ size_t layer_sequence(const Shape *s, int l)
     for (Part part = 0; part < PARTS; part++)
         bytes += kind_info(s, s->layer[l].kind[part]).sequence;
     return bytes;
+}
+
+Cache cache_place(Arena *arena, const Model *model, int pages)
+{
+    size_t most = 0;
+    for (int l = 0; l < model->shape.layers; l++) {
+        size_t token = layer_token(&model->shape, l);
+        if (token > most) most = token;
+    }
+    size_t bytes = (size_t)pages * KV_PAGE * (most / 2) * model->dev->real_bytes;
+    real *k = arena_take(arena, bytes), *v = arena_take(arena, bytes);
+    return (Cache){k, v, 0};
 }
 
 size_t cache_at(const Model *model, const Cache *cache, int l)

@@ -119,14 +119,6 @@ static Status micro_work(TrainStep *step)
 
 /* ---- memory ---- */
 
-Cache cache_place(Arena *arena, const Model *m, int pages)
-{
-    size_t page = (size_t)KV_PAGE * (size_t)m->shape.kv_heads * (size_t)m->shape.head_width;
-    size_t bytes = (size_t)pages * page * m->dev->real_bytes;
-    real *k = arena_take(arena, bytes), *v = arena_take(arena, bytes);
-    return (Cache){k, v, 0};
-}
-
 /* Places (or measures) the micro-batch at hand. */
 static void micro_place(TrainStep *step, Arena *arena, int keep)
 {

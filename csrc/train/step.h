@@ -105,8 +105,6 @@ Status step_going(const TrainStep *step);
 Status step_loss(TrainStep *step, double loss);
 /* Log-probabilities that have arrived → result. */
 void step_result(TrainStep *step);
-/* Pages for one layer's keys and values. */
-Cache cache_place(Arena *arena, const Model *model, int pages);
 
 /* ---- targets.c: a loss on the targets' log-probabilities ---- */
 
