@@ -521,5 +521,5 @@ def make_average(rng, n):
 @case(*(size | dict(step=step, alias=step > 1) for size in N for step in (1, 1000)))
 def make_adamw(rng, n, step, alias):
     w, m, g = rng.standard_normal((3, n))
-    scalars = dict(step=step, scale=0.5, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    scalars = dict(step=step, scale=0.5, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1)
     return dict(w="before" if alias else (n,), m=m, v=rng.random(n), before=w, g=g, n=n) | scalars

@@ -67,6 +67,15 @@ def test_a_page_in_the_middle_is_not_taken_for_one_at_the_beginning(core: _core.
     assert sampler.reused == PAGE  # the third prompt's first page is the second's
 
 
+def test_the_same_page_behind_others_is_not_found_where_hashes_meet(core: _core.Model) -> None:
+    sampler = _core.Sampler(core, tokens=16 * PAGE)  # sixteen buckets: many pages share one
+    page = tokens_of("qwen3", PAGE + 3, seed=99)
+    for seed in range(40):
+        prompt = np.concatenate([tokens_of("qwen3", PAGE, seed=seed), page])
+        assert_same(run(sampler, prompt), alone(core, prompt))
+    assert sampler.reused == 0
+
+
 def test_weights_that_change_are_other_weights(core: _core.Model) -> None:
     sampler, prompt = _core.Sampler(core, tokens=2048), tokens_of("qwen3", 80)
     adapter = _core.Adapter(core, rank=2)

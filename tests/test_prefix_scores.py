@@ -231,8 +231,9 @@ def test_what_is_remembered_of_scores_is_bounded(core: _core.Model) -> None:
         found = [room.reused(scored(one, topk_prompt=top)) for one in prompts[-fit:]]
         assert sum(found) == 2 * PAGE * len(found), top
     assert 0 < fit < len(prompts)
-    assert room.reused(scored(prompts[0], topk_prompt=32)) == 0
-    assert room.reused(ask(prompts[0])) == 2 * PAGE  # the page is still there
+    beyond = prompts[-fit - 1]
+    assert room.reused(scored(beyond, topk_prompt=32)) == 0
+    assert room.reused(ask(beyond)) == 2 * PAGE  # the page is still there
     few = Room(core, tokens=3 * PAGE)  # not a page's scores fit
     for _ in range(2):
         assert few.reused(scored(prompts[0], topk_prompt=VOCAB)) == 0

@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from models import (
     tokens_of,
     with_peft,
 )
+from reference import uniform
 from tinsmith import _core
 from tinsmith.files import families
 
@@ -140,6 +142,20 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
     chi = ((found - wanted) ** 2 / wanted).sum()
     freedom = len(found) - 1
     assert chi < freedom + 5 * (2 * freedom) ** 0.5  # five standard deviations
+
+
+def test_a_token_is_drawn_by_its_seed_its_sample_and_its_position() -> None:
+    prompt, seed = tokens_of("qwen3", 12), (3 << 32) + 5
+    asked = {"prompt": prompt, "max_tokens": 40, "num_samples": 3, "seed": seed}
+    (result,) = run("qwen3", [asked])
+    for number, sample in enumerate(result["samples"]):
+        rows = np.exp(table_of("qwen3", None, prompt, sample["tokens"]).numpy())
+        draws = (SimpleNamespace(seed=seed, sample=number, pos=11 + i) for i in range(40))
+        wanted = [
+            np.searchsorted(np.cumsum(row), uniform(draw) * row.sum(), side="right")
+            for row, draw in zip(rows, draws, strict=True)
+        ]
+        np.testing.assert_array_equal(sample["tokens"], wanted)
 
 
 # ---- against the trainer ----
@@ -421,7 +437,7 @@ def test_a_sample_without_max_tokens_ends_where_the_cache_is_full(length: int) -
 def test_a_stop_id_is_the_last_token() -> None:
     asked = request("qwen3", 9, num_samples=3, max_tokens=60)
     (whole,) = run("qwen3", [asked])
-    stops = whole["samples"][0]["tokens"][[7, 30]]
+    stops = whole["samples"][0]["tokens"][[30, 7]]  # the second one comes first
     (result,) = run("qwen3", [asked | {"stop_ids": stops}])
     for sample, long in zip(result["samples"], whole["samples"], strict=True):
         places = np.flatnonzero(np.isin(long["tokens"], stops))
