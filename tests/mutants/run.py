@@ -1,0 +1,324 @@
+"""Plants one slip after the other in a copy of this checkout, and asks the tests whether they
+notice. Run on request; no part of the suite:
+
+    python tests/mutants/run.py [--only PATTERN] [--jobs N] [--check]
+
+A slip is a few lines of one of the *.txt files beside this one:
+
+    == csrc/head.c                      the file: its path, or the end of it
+    the sum runs one row too far        what is wrong
+    - i < count                         the old text, which the file must hold exactly once
+    + i <= count                        the new text; none deletes the old one
+    > test_losses.py::test_a test_b.py  who should notice: tests, or whole files of them
+    ~ nothing reads that row            only where nobody can notice: the reason
+
+Text with several lines has a sign before each, and its own indentation. A row whose old text is not
+there once ends the run before anything is planted: the table then is to be brought up to date. The
+tests that a run asks for are first asked without any slip, and must pass: a failure says nothing
+otherwise.
+
+Copies lie in the folder for temporary files and stay there, built, for the next run; the checkout
+itself is never touched. C is compiled with ccache where there is one: without it every slip in C
+costs a whole build. Slips in cuda/ are seen through the emulated device, in a copy of its own."""
+
+import argparse
+import contextlib
+import fnmatch
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+# For one test, for all that a slip asks, and for a build. What hangs has noticed.
+TEST_SECONDS, RUN_SECONDS, BUILD_SECONDS = 120, 400, 3600
+FAILED = ("FAILED tests", "ERROR tests")  # how pytest's lines of its summary begin
+CCACHE = Path("/usr/lib/ccache")  # its compilers' names, where Debian puts them
+
+
+@dataclass
+class Slip:
+    """One row of the tables."""
+
+    table: str
+    file: Path  # relative to the root
+    name: str
+    old: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)
+    tests: list[str] = field(default_factory=list)
+    harmless: list[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """How it is called."""
+        return f"{self.file}: {self.name}"
+
+    def planted(self, text: str) -> str:
+        """A file's text with the slip in it."""
+        return text.replace("\n".join(self.old), "\n".join(self.new))
+
+    def fault(self) -> str:
+        """Why the row is no slip, or ""."""
+        text = (ROOT / self.file).read_text()
+        count = text.count("\n".join(self.old))
+        if not self.old or not self.tests:
+            return "the row lacks its old text or its tests"
+        if count != 1:
+            return f"its old text is there {count} times"
+        missing = [test for test in self.tests if not (ROOT / test.partition("::")[0]).is_file()]
+        if missing:
+            return f"there is no {missing[0]}"
+        if self.file.suffix == ".py":
+            try:
+                compile(self.planted(text), self.file, "exec")
+            except SyntaxError as error:
+                return f"its new text is no Python: {error}"
+        return ""
+
+
+def known_files() -> list[str]:
+    """The checkout's files as git knows them, new ones too."""
+    command = ["git", "-C", ROOT, "ls-files", "-zco", "--exclude-standard"]
+    listed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return sorted(name for name in set(listed.split("\0")) if name and (ROOT / name).is_file())
+
+
+def read_tables() -> list[Slip]:
+    """All rows of all tables; ValueError for lines that belong to none."""
+    files, slips = known_files(), []
+    for table in sorted(HERE.glob("*.txt")):
+        file, row = None, None
+        for number, line in enumerate(table.read_text().splitlines(), 1):
+            where, sign, text = f"{table.name}:{number}", line[:1], line[2:]
+            if not line.strip() or sign == "#":
+                row = None
+            elif line.startswith("== "):
+                file, row = one_of(files, line.removeprefix("== "), where), None
+            elif file is None or (row is None and sign in "-+>~"):
+                raise ValueError(f"{where}: a row is its file, its name, and what follows them")
+            elif sign not in "-+>~":
+                row = Slip(table.stem, Path(file), line)
+                slips.append(row)
+            elif sign == ">":
+                row.tests += [f"tests/{test}" for test in text.split()]
+            else:
+                {"-": row.old, "+": row.new, "~": row.harmless}[sign].append(text)
+    return slips
+
+
+def one_of(files: list[str], name: str, where: str) -> str:
+    """The one file whose path ends so."""
+    found = [file for file in files if f"/{file}".endswith(f"/{name}")]
+    if name in files:
+        return name
+    if len(found) != 1:
+        raise ValueError(f"{where}: {name} is the end of {len(found)} paths: {found}")
+    return found[0]
+
+
+class Copy:
+    """The checkout once more, with a build of its own."""
+
+    def __init__(self, number: int, *, emulated: bool):
+        kind = "emulated" if emulated else "plain"
+        name = f"tinsmith-mutants-{os.getuid()}-{ROOT.name}-{kind}-{number}"
+        self.root = Path(tempfile.gettempdir()) / name
+        self.temporary = self.root.with_name(f"{name}-tmp")
+        self.built = False  # what is built is what stands there
+        names = known_files()
+        for name in names:
+            source, target = ROOT / name, self.root / name
+            if not target.is_file() or target.read_bytes() != source.read_bytes():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, target)
+        for folder in ("csrc", "cuda", "python", "tests"):  # what the checkout does not have now
+            for path in sorted((self.root / folder).rglob("*")):
+                left = str(path.relative_to(self.root)) not in names and path.suffix != ".so"
+                if path.is_file() and left:
+                    path.unlink()
+        self.environment = os.environ | {
+            "PYTHONPATH": str(self.root / "python"),
+            "PYTHONDONTWRITEBYTECODE": "1",  # two slips within a second may have the same size
+            "TMPDIR": str(self.temporary),
+            "CCACHE_BASEDIR": str(self.root),
+            "CCACHE_NOHASHDIR": "1",
+            "TINSMITH_NVCC": "",  # slips in cuda/ are the emulator's
+        }
+        if CCACHE.is_dir():
+            self.environment["PATH"] = f"{CCACHE}:{os.environ['PATH']}"
+        self.environment.pop("TINSMITH_EMULATE_CUDA", None)
+        if emulated:
+            self.environment["TINSMITH_EMULATE_CUDA"] = "1"
+
+    def put(self, file: Path, text: str) -> None:
+        """Changes a file; what is built of it is to be built again."""
+        (self.root / file).write_text(text)
+        self.built = self.built and file.suffix == ".py"
+
+    def run(self, command: list[str], seconds: float) -> tuple[int, str]:
+        """A command's exit code and what it printed; -9 when it took too long. Whatever it has
+        started ends with it."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.temporary.mkdir()
+        process = subprocess.Popen(
+            command,
+            cwd=self.root,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            said, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            said = f"it took more than {seconds} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return process.wait(), said
+
+    def build(self) -> str:
+        """Builds what has changed; returns what went wrong."""
+        if not self.built:
+            command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", "-j2"]
+            code, said = self.run(command, BUILD_SECONDS)
+            if code:
+                return said
+            self.built = True
+        return ""
+
+    def ask(self, tests: list[str], seconds: float = RUN_SECONDS) -> tuple[int, str]:
+        """pytest's exit code for some tests, the first failure ending it, and its last words."""
+        command = [sys.executable, "-m", "pytest", "-x", "--tb=line", "-p", "no:cacheprovider"]
+        limit = [f"--timeout={TEST_SECONDS}", "--timeout-method=thread"]
+        code, said = self.run([*command, *limit, *tests], seconds)
+        failed = [line for line in said.splitlines() if line.startswith(FAILED)]
+        return code, failed[0].partition(" - ")[0] if failed else said[-2000:]
+
+
+def try_one(copy: Copy, slip: Slip) -> tuple[str, str]:
+    """What becomes of a slip, and who said so."""
+    original = (ROOT / slip.file).read_text()
+    copy.put(slip.file, slip.planted(original))
+    try:
+        said = copy.build()
+        if said:
+            return "not built", said[-2000:]
+        code, said = copy.ask(slip.tests)
+    finally:
+        copy.put(slip.file, original)
+    if code in (3, 4, 5):
+        return "not asked", said
+    if code == 0:
+        return ("harmless", "") if slip.harmless else ("UNNOTICED", "")
+    if slip.harmless:
+        return "NOT HARMLESS", said
+    last = said.strip().splitlines()[-1] if said.strip() else ""
+    return "noticed", said if said.startswith(FAILED) else f"exit code {code}: {last}"
+
+
+class Progress:
+    """The slips that are left, and what became of the others."""
+
+    def __init__(self, slips: list[Slip]):
+        self.left: queue.SimpleQueue[Slip] = queue.SimpleQueue()
+        for slip in slips:
+            self.left.put(slip)
+        self.ends: list[tuple[str, Slip]] = []
+        self.total = len(slips)
+        self._lock = threading.Lock()
+
+    def add(self, end: str, slip: Slip, said: str, seconds: float) -> None:
+        """A slip has been tried."""
+        with self._lock:
+            self.ends.append((end, slip))
+            place = f"{len(self.ends)}/{self.total}"
+            print(f"{place:>8} {end:10} {seconds:6.1f} s  {slip.title}", flush=True)
+            if said:
+                print(" " * 30 + said.replace("\n", "\n" + " " * 30), flush=True)
+
+
+def work(number: int, progress: Progress) -> None:
+    """Tries slips until none is left, in copies of its own."""
+    copies: dict[bool, Copy] = {}
+    while not progress.left.empty():
+        try:
+            slip = progress.left.get_nowait()
+        except queue.Empty:
+            return
+        begin, emulated = time.monotonic(), needs_emulator(slip)
+        if emulated not in copies:
+            copies[emulated] = Copy(number, emulated=emulated)
+        end, said = try_one(copies[emulated], slip)
+        progress.add(end, slip, said, time.monotonic() - begin)
+
+
+def needs_emulator(slip: Slip) -> bool:
+    """Whether only the emulated device can show a slip."""
+    return slip.file.parts[0] == "cuda" or any("test_cuda" in test for test in slip.tests)
+
+
+def check_without(slips: list[Slip]) -> str:
+    """Asks all tests that the slips name, without any of them; returns what went wrong."""
+    for emulated in sorted({needs_emulator(slip) for slip in slips}):
+        own = [slip for slip in slips if needs_emulator(slip) == emulated]
+        copy = Copy(0, emulated=emulated)
+        said = copy.build()
+        if said:
+            return said
+        tests = sorted({test for slip in own for test in slip.tests})
+        files = {test for test in tests if "::" not in test}
+        tests = [*files, *(test for test in tests if test.partition("::")[0] not in files)]
+        code, said = copy.ask(tests, RUN_SECONDS * len(own))
+        if code:
+            return f"without any slip: {said}"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="slips whose title has this")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="copies to work in")
+    parser.add_argument("--check", action="store_true", help="only see whether the rows apply")
+    options = parser.parse_args()
+    slips = read_tables()
+    faults = [(slip, fault) for slip in slips if (fault := slip.fault())]
+    for slip, fault in faults:
+        print(f"{slip.table}.txt: {slip.title}: DOES NOT APPLY: {fault}")
+    if faults or options.check:
+        print(f"{len(slips)} rows, {len(faults)} do not apply")
+        return 1 if faults else 0
+    pattern = f"*{options.only}*"
+    slips = [slip for slip in slips if fnmatch.fnmatch(f"{slip.table} {slip.title}", pattern)]
+    slips.sort(key=needs_emulator)
+    begin, fault = time.monotonic(), check_without(slips)
+    if fault:
+        print(fault)
+        return 1
+    print(f"{len(slips)} slips; their tests pass without any ({time.monotonic() - begin:.0f} s)")
+    progress = Progress(slips)
+    threads = [threading.Thread(target=work, args=(n, progress)) for n in range(options.jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    counts = Counter(end for end, _ in progress.ends)
+    print(", ".join(f"{count} {end}" for end, count in counts.items()))
+    good = ("noticed", "harmless")
+    bad = [f"{end}: {slip.title}" for end, slip in progress.ends if end not in good]
+    print("\n".join(bad))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
