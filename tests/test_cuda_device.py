@@ -57,7 +57,7 @@ def load(name: str = "qwen3") -> LoadedModel:
     return load_model(folder(name), device="cuda-emulated")
 
 
-def wide_config(**sizes: int) -> tuple[dict[str, float], np.ndarray]:
+def wide_config(**sizes: Any) -> tuple[dict[str, float], np.ndarray]:
     """A model's config that is large enough for numbers to matter."""
     config, freq = read_config(folder("qwen3"))
     return config | sizes, freq
@@ -205,7 +205,8 @@ def test_what_the_card_cant_hold_is_told_with_bytes_needed_and_free(card: CardMa
 
 
 def test_defaults_are_made_of_the_cards_memory(card: CardMaker) -> None:
-    config, freq = wide_config(width=512, ffn=2048, layers=12)
+    kinds = {"layers": 12, "mixers": ("full_attention",) * 12, "feeds": ("mlp",) * 12}
+    config, freq = wide_config(width=512, ffn=2048, **kinds)
     sizes = {}
     for gib in (1, 2, 4, 64):
         card(gib * 1024 * MIB)
