@@ -18,6 +18,7 @@ PYTHON_FILES = sorted(
 FILES = [*C_FILES, *PYTHON_FILES, ROOT / "setup.py"]
 
 LINE, FUNCTION, SOURCE_FILE, TEST_FILE = 100, 75, 600, 900
+DOCUMENT_LINE = 120  # of Markdown
 
 
 def name_of(path: Path) -> str:
@@ -35,6 +36,13 @@ def test_lines_and_files_are_short(file: Path) -> None:
     assert not long, f"lines {long} are longer than {LINE} columns"
     limit = TEST_FILE if file.is_relative_to(ROOT / "tests") else SOURCE_FILE
     assert len(lines) <= limit, "split it: a file has one sentence that says what it is"
+
+
+@pytest.mark.parametrize("name", ("README.md", "ARCHITECTURE.md", "STYLE.md", "CHANGELOG.md"))
+def test_lines_of_the_documents_are_short(name: str) -> None:
+    lines = (ROOT / name).read_text().splitlines()
+    long = [number for number, line in enumerate(lines, 1) if len(line) > DOCUMENT_LINE]
+    assert not long, f"lines {long} are longer than {DOCUMENT_LINE} columns"
 
 
 def test_every_file_says_what_it_is(file: Path) -> None:
