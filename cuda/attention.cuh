@@ -182,10 +182,12 @@ __device__ static __forceinline__ void row_store(real *to, const float (&sum)[TI
     }
 }
 
+enum { ALL = 1 << 30 }; /* a window that no sequence is as long as */
+
 /* How many keys a query sees at most, itself among them: an op's window, of which 0 is none. */
 static inline int window_of(int window)
 {
-    return window ? window : 1 << 30;
+    return window ? window : ALL;
 }
 
 /* A span's part of the work: rows [first, first + count) of the packed rows. */

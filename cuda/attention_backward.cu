@@ -113,10 +113,11 @@ __device__ static __forceinline__ void queries_load(const Tiles<S> &tiles, const
     cp_async_commit();
 }
 
-/* Whether a query attends to a key, both by their numbers in a sequence. */
+/* Whether a query attends to a key, both by their numbers in a sequence: 0 <= query - key < window,
+ * as one comparison. */
 __device__ static __forceinline__ bool sees(int query, int key, int window)
 {
-    return key <= query && query - key < window;
+    return (unsigned)(query - key) < (unsigned)window;
 }
 
 /* s = k·qᵀ and ds = v·dyᵀ of 16 keys and WALKED rows become pᵀ and dsᵀ. */
@@ -223,7 +224,7 @@ __device__ static __forceinline__ void keys_load(const Tiles<S> &tiles, const Ba
 }
 
 /* Adds keys [first, first + WALKED) to dq of this warp's 16 rows, of which facts tell. */
-template <class S>
+template <class S, bool WINDOWED>
 __device__ static __forceinline__ void keys_add(float (&dq)[S::TILES][4], const Tiles<S> &tiles,
                                                 int pair, const Fact (&facts)[2], const Backward &c,
                                                 int row, int column, int first)
@@ -239,14 +240,16 @@ __device__ static __forceinline__ void keys_add(float (&dq)[S::TILES][4], const 
             const Fact &fact = facts[i / 2];
             float p = fast_exp2(fmaf(s[j][i], c.scale * LOG2E, -fact.lse));
             int key = first + j * 8 + threadIdx.x % 4 * 2 + i % 2;
-            ds[j][i] = sees(fact.query, key, c.window) ? p * (ds[j][i] - fact.delta) : 0.0f;
+            bool seen = WINDOWED ? sees(fact.query, key, c.window) : key <= fact.query;
+            ds[j][i] = seen ? p * (ds[j][i] - fact.delta) : 0.0f;
         }
     fragments_of<WALKED_TILES>(fragments, ds);
     tile_accumulate<S::E_PAD, S::EXACT>(dq, fragments, tiles.walked(pair, 0), column, c.E);
 }
 
-template <class S>
-static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
+/* What a window takes in registers would spill where three blocks share them. */
+template <class S, bool WINDOWED>
+static __global__ void __launch_bounds__(S::THREADS, WINDOWED ? 1 : S::RESIDENT)
     queries_backward_kernel(Backward c)
 {
     DYNAMIC_SHARED(bytes);
@@ -258,7 +261,7 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     int row = warp / S::COL_WARPS * 16, column = warp % S::COL_WARPS * S::COLUMNS;
     int keys = group_query(c.group, tile.first + tile.count - 1) + 1, pair = 0;
     int before = group_query(c.group, tile.first) + 1 - c.window;
-    int first = max(before, 0) / WALKED * WALKED;
+    int first = WINDOWED ? max(before, 0) / WALKED * WALKED : 0;
     Rows q = rows_of_group(c.q, span.row, span.rows, c.group, g, c.H, c.E), dy = q;
     dy.base = c.dy + (q.base - c.q);
     tile_load<S::E_PAD, S::EXACT, S::ROWS, S::THREADS>(tiles.a, q, tile.first, c.E);
@@ -275,7 +278,7 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
         cp_async_wait<0>();
         __syncthreads(); /* this pair is here, and nobody reads the other one any more */
         if (first + WALKED < keys) keys_load(tiles, c, span, g, first + WALKED, pair ^ 1);
-        if (row < tile.count) keys_add<S>(dq, tiles, pair, facts, c, row, column, first);
+        if (row < tile.count) keys_add<S, WINDOWED>(dq, tiles, pair, facts, c, row, column, first);
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -292,7 +295,9 @@ template <int E_PAD, bool EXACT> static void backward_launch(CudaDevice *cuda, B
     dim3 keys(tile_slots(c.T, c.S, 1, Block::ROWS), c.G);
     dim3 queries(tile_slots(c.T, c.S, c.group.size, Block::ROWS), c.G);
     LAUNCH(cuda, keys_backward_kernel<Block>, keys, Block::THREADS, Block::BYTES, c);
-    LAUNCH(cuda, queries_backward_kernel<Block>, queries, Block::THREADS, Block::BYTES, c);
+    auto queries_kernel = c.window == ALL ? queries_backward_kernel<Block, false>
+                                          : queries_backward_kernel<Block, true>;
+    LAUNCH(cuda, queries_kernel, queries, Block::THREADS, Block::BYTES, c);
 }
 
 void cuda_attention_backward(Device *dev, real *dq, real *dk, real *dv, const real *dy,
