@@ -1,9 +1,9 @@
-"""Arrays in and out of Python: NumPy's, and those of any library that speaks DLPack.
+"""Arrays in and out of Python: NumPy's, and those of any library that supports DLPack.
 
-What comes in is borrowed: nothing is copied when it lies in this machine's memory, one element
-behind the other, in the type that the engine reads. What goes out goes back in the kind that came
-in, on its device: a tensor of torch (CPU or CUDA), CuPy or JAX for such a tensor, a NumPy array for
-NumPy's and for lists. No such library is imported here: who hands us its tensor has done so.
+Input is zero-copy if it lies in this machine's memory, is contiguous, and has the engine's element
+type. Output has the input's kind and device: a tensor of torch (CPU or CUDA), CuPy or JAX for such
+a tensor, a NumPy array for NumPy's and for lists. This module imports no such library: a caller
+that passes its tensor has already imported it.
 """
 
 import operator
