@@ -1,10 +1,10 @@
 """`tinsmith demo`: the cookbook's SDFT recipe, unmodified, on the model that is in the package.
 
 A tiny Qwen3 knows the form of a tool call but not which tool a question wants. Shown a
-demonstration it follows it. SDFT makes the student agree, on its own answers, with itself when it
-has seen the demonstration. What it learned is measured on held-out questions, whose cities, words
-and times are in no question that SDFT trains on; a skill that it had before, and that SDFT does not
-train, shows what that cost. Everything comes from one seed, so the figures repeat.
+demonstration, it follows it. SDFT makes the student agree, on its own answers, with itself when it
+has seen the demonstration. Held-out questions measure the learning; their cities, words and times
+are in no question that SDFT trains on. A skill that it had before, and that SDFT does not train,
+shows the cost. Everything comes from one seed, so the figures repeat.
 """
 
 import argparse

@@ -60,8 +60,7 @@ class Snapshots:
 
     def use(self, sampler: str) -> Snapshot:
         """A session's snapshot, which becomes the most recently used one. If reading a checkpoint
-        fails, this call raises the error and keeps nothing: there may be memory again at the next
-        use."""
+        fails, this call alone raises the error: there may be memory again at the next use."""
         snapshot = self._items.pop(sampler, None)
         if snapshot is None:
             raise RequestError(

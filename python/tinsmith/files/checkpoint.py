@@ -5,8 +5,7 @@ they are; optimizer.safetensors with AdamW's moments, the step, gradients not ye
 average of the weights if the run keeps one; and meta.json, written last, with the size and SHA-256
 of each. All numbers are float32, bit for bit. It appears whole or not at all: written to a folder
 beside its place, every file and folder synced, then renamed. Names with a "~" are such unfinished
-folders, which Store clears when it opens. What is read is checked first, and an adapter is written
-to only after all of it was found good.
+folders, which Store clears when it opens. All files are checked before an adapter is changed.
 """
 
 import contextlib
@@ -42,7 +41,7 @@ PREFIX = "base_model.model."  # of a base model's modules, in PEFT's names
 AVERAGE = "average"  # of the weights, in OPTIMIZER_FILE
 VERSION = 1
 
-# What of a base model's config an adapter's matrices depend on.
+# The keys of a base model's config that an adapter's matrices depend on.
 SHAPE = ("layers", "width", "heads", "kv_heads", "head_width", "ffn", "vocab")
 
 _SCHEME = "tinker://"
@@ -52,7 +51,7 @@ _ASIDE = "~old"  # a checkpoint while its successor takes its place
 
 @dataclass(frozen=True)
 class Meta:
-    """What a checkpoint says of itself."""
+    """A checkpoint's description of itself, in its meta.json."""
 
     base_model: str
     rank: int
@@ -279,7 +278,7 @@ def _digest(path: Path) -> str:
 
 
 def load_meta(folder: Path | str) -> Meta:
-    """What a checkpoint says of itself. FileNotFoundError where there is none."""
+    """A checkpoint's Meta. FileNotFoundError if there is none."""
     return as_meta(_read_meta(Path(folder)))
 
 
@@ -538,7 +537,7 @@ class Store:
         return {name: folder / name for name in sorted(_read_meta(folder)["files"])}
 
     def delete_expired(self) -> list[str]:
-        """Removes the checkpoints whose time is over; returns their paths."""
+        """Removes expired checkpoints; returns their paths."""
         gone = []
         for run in self.runs():
             for path in self.checkpoints(run):

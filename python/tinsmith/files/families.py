@@ -76,7 +76,7 @@ class Family:
         return self.names[slot].format(layer=layer, index=index)
 
     def module(self, slot: str, layer: int, index: int = 0) -> str:
-        """The name of the module whose weight it is."""
+        """The name of the module that has this weight."""
         return self.tensor(slot, layer, index).removesuffix(".weight")
 
 
@@ -106,7 +106,7 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class BaseModel:
-    """What is known of a base model before its weights are read."""
+    """A base model's description, known before its weights are read."""
 
     path: Path
     family: Family
@@ -228,7 +228,7 @@ def read_weights(
 
 
 def close_core(model: BaseModel, core: _core.Model) -> LoadedModel:
-    """The model whose core has all its weights."""
+    """The loaded model, once its core has all weights."""
     core.seal()
     facts = {item.name: getattr(model, item.name) for item in fields(BaseModel)}
     return LoadedModel(**facts, core=core)

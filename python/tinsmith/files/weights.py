@@ -128,8 +128,8 @@ def open_folder(path: Path | str) -> Tensors:
 
 
 def fetch(entry: Entry) -> None:
-    """Reads a tensor's bytes into the system's cache of the file, so that who uses the view of it
-    does not wait for the disk. Other threads go on meanwhile."""
+    """Reads a tensor's bytes into the system's cache of the file, so that a later use of its view
+    does not wait for the disk. Other threads continue meanwhile."""
     buffer = memoryview(bytearray(FETCH_BYTES))
     with entry.file.open("rb", buffering=0) as file:
         file.seek(entry.begin)

@@ -1,4 +1,4 @@
-"""What a node of a custom loss can call, and how much memory a call takes.
+"""The functions that a node of a custom loss can call, and the memory that a call takes.
 
 FUNCTIONS and METHODS hold torch's functions under every name of table.py that this torch has.
 `look` is called before one runs, and raises ValueError where its result, or a tensor on the way to
@@ -85,7 +85,7 @@ def _spread(shapes: set[torch.Size]) -> None:
 
 
 def plain(group: str, value: Any) -> Any:
-    """The arguments of a call whose integers are sizes: torch takes tensors of one integer, too."""
+    """The arguments of a call with integers as sizes: torch takes tensors of one integer, too."""
     if isinstance(value, tuple | list):
         first = int(group == "sized")
         return [*value[:first], *(_plain(item) for item in value[first:])]
@@ -139,7 +139,8 @@ def _measure(run: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def _integers(key: Any) -> tuple[Any, ...]:
-    """An index whose masks are the integers that torch makes of them: as many as are true."""
+    """An index with each mask replaced by the integers that torch makes of it: as many as are
+    true."""
     found: list[Any] = []
     for item in key if isinstance(key, tuple) else (key,):
         if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):

@@ -1,4 +1,4 @@
-"""A custom loss as data: a checked graph of calls, and what evaluating it gives."""
+"""A custom loss as data: a checked graph of calls, and the result of its evaluation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

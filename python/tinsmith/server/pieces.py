@@ -24,7 +24,7 @@ TYPE_MESSAGE, TYPE_BYTES = 11, 12  # of a descriptor's field
 
 class Lifted:
     """Large byte strings that were taken out of messages, by the names that stand there for them. A
-    name begins with 16 bytes that nobody could foresee, so nothing else is taken for one."""
+    name begins with 16 random bytes, so nothing else is taken for one."""
 
     def __init__(self) -> None:
         self._mark = secrets.token_bytes(16)

@@ -1,7 +1,7 @@
 """The Tinker endpoints that clients train and sample with. ROUTES is the table: one row each.
 
 A handler translates: it reads the body with wire.py, submits to the worker through the service, and
-returns a JSON object. Whatever has a place in a run's order uses up that place even when it is
+returns a JSON object. A request with a place in a run's order uses up that place even when it is
 refused, so that the requests after it do not wait for it.
 """
 
@@ -63,7 +63,7 @@ async def enter(service: Service, request: Request, more: int = 0) -> Place:
 
 
 def settle(future: Future[T], function: Callable[..., T], *arguments: Any) -> None:
-    """Calls a function whose result, or failure, a future then has."""
+    """Sets a future to a function's result, or to its failure."""
     try:
         future.set_result(function(*arguments))
     except Exception as error:

@@ -1,8 +1,8 @@
 """Checkpoints on the move: copies, and downloads of their files. ROUTES is the table.
 
-What is downloaded are PEFT's own files, one by one by plain GET as the SDK's external weights, or
-in one tar as SDKs up to 0.34 ask for. The URLs need no key: a checkpoint is whoever's knows its
-path, and the server listens on the loopback unless told otherwise.
+Clients download PEFT's own files: one by one by plain GET, as the SDK's external weights, or in one
+tar, for SDKs up to 0.34. The URLs need no key: the path alone gives access to a checkpoint, and the
+server listens on the loopback unless told otherwise.
 """
 
 import tarfile

@@ -90,7 +90,7 @@ def short(value: Any) -> str:
 
 
 def metadata(body: Mapping[str, Any]) -> dict[str, str]:
-    """user_metadata, whose values the SDK reads back as strings."""
+    """user_metadata; the SDK reads its values back as strings."""
     given = maybe(body, "user_metadata", dict, {})
     return {str(key): str(value) for key, value in given.items()}
 
@@ -298,7 +298,7 @@ def _carries_teacher(call: Call) -> bool:
 
 
 def _without_teacher(head: pb.ForwardBackwardRequest, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a loss whose datums carry their teacher: nothing says who it is."""
+    """The configuration of a loss with the teacher in its datums: it must not name a teacher."""
     given = {*head.loss_fn_config, *head.loss_fn_config_v2}
     refused = sorted(given & {"top_k", *CONFIG})
     if refused:
@@ -315,7 +315,7 @@ def _teacher(
     row: Mapping[str, Any],
     model: BaseModel,
 ) -> Teacher:
-    """Who the teacher is, which is taken out of the configuration, and what it reads."""
+    """The teacher, which is taken out of the configuration, and the tokens that it reads."""
     name, decay = config.pop("teacher"), config.pop("teacher_ema")
     given = {*call.head.loss_fn_config, *call.head.loss_fn_config_v2}
     if name != EMA and "teacher_ema" in given:
