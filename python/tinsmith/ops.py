@@ -60,7 +60,7 @@ class _Loan:
 
 
 def _place(x: Any) -> tuple[int, int]:
-    """Where an array lies; memory that the CPU reads is the CPU's."""
+    """The device of an array; memory that the CPU reads is the CPU's."""
     kind, number = x.__dlpack_device__() if hasattr(x, "__dlpack_device__") else CPU
     return CPU if int(kind) in tensors.HOST else (int(kind), int(number))
 
@@ -289,14 +289,13 @@ def generalized_jsd(student: Any, teacher: Any, labels: Any = None, **settings: 
     OPSD's generalized Jensen-Shannon divergence of two rows of the vocabulary, with its names and
     its meanings. `student` and `teacher` are logits (…, V), or pairs (hidden, weight).
 
-    labels        (…,) whole numbers: rows whose label is -100 are left out.
-    beta          in [0, 1]: 0 is KL(teacher‖student), 1 is KL(student‖teacher), between them
-                  beta·KL(teacher‖m) + (1−beta)·KL(student‖m), m = (1−beta)·student + beta·teacher.
-    reduction     "batchmean": the sum by the number of rows that count, without labels by the first
-                  dimension; "sum"; "mean": by the number of terms; "none": (rows, V) if there are
-                  labels, else (…, V), of top_k instead of V if that is given.
-    top_k         both sides restricted to the teacher's k best and renormalized among them.
-    token_clip    the most that one term, of one row and one id, may be.
+    labels (…,) whole numbers: rows with the label -100 are left out. beta in [0, 1]: 0 is
+    KL(teacher‖student), 1 is KL(student‖teacher), between them beta·KL(teacher‖m) +
+    (1−beta)·KL(student‖m), m = (1−beta)·student + beta·teacher. reduction "batchmean": the sum by
+    the number of rows that count, without labels by the first dimension; "sum"; "mean": by the
+    number of terms; "none": (rows, V) if there are labels, else (…, V), of top_k instead of V if
+    that is given. top_k both sides restricted to the teacher's k best and renormalized among them.
+    token_clip the most that one term, of one row and one id, may be.
 
     Where the teacher's k-th best has equals, the lower ids are taken; a term without mass is 0 also
     where a logit is -inf. The gradient goes to the student alone."""

@@ -18,7 +18,7 @@ from tinsmith import launch
 from tinsmith.files.families import find_model
 
 API_KEY = "tml-local"  # the SDK insists on the prefix; nothing reads the rest
-# What a process sends itself. A kill from outside is no crash, even if it comes late.
+# Signals that a process sends itself. A kill from outside is no crash, even if it comes late.
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 
 

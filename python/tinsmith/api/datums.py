@@ -162,6 +162,6 @@ def _items(values: Any, name: str, datums: Datums) -> Sequence[Any]:
 
 
 def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """One sequence's array as it is, zero-copy; several sequences' arrays copied one after another."""
+    """One sequence's array as it is, zero-copy; or copies of several sequences' arrays, joined."""
     flat = [part.reshape(-1) for part in parts]
     return flat[0] if len(flat) == 1 else np.concatenate(flat)

@@ -296,7 +296,7 @@ def score(answer: str, golden: str) -> bool:
 
 
 def guess_call(rng: random.Random, example: Example) -> Call:
-    """What the base model says without a demonstration of a skill that it has not mastered.
+    """The base model's answer, without a demonstration, for a skill that it has not mastered.
 
     Two times in three it calls for help; one time in six it tries the right tool, one in six any
     tool. An argument of the right tool is right more often than not; else it is whatever the

@@ -168,7 +168,7 @@ def run_sdft(url: str, out: Path, steps: int, seed: int, *, save_every: int = 0)
 
 
 def settings(log: Path, steps: int) -> list[str]:
-    """What any recipe is told here."""
+    """The arguments that every recipe gets here."""
     return [
         f"model_name={MODEL}", f"renderer_name={RENDERER}", f"groups_per_batch={BATCH}",
         f"max_tokens={MAX_TOKENS}", f"lora_rank={RANK}", f"learning_rate={LEARNING_RATE}",
@@ -252,7 +252,7 @@ def metrics(log: Path) -> list[dict[str, Any]]:
 def print_table(
     before: Scores, after: Scores, teacher: Scores, losses: Sequence[float], seconds: float
 ) -> None:
-    """What changed, as a table on the terminal."""
+    """The changes, as a table on the terminal."""
     from rich.console import Console
     from rich.table import Table
 

@@ -109,8 +109,9 @@ class Bases:
         return self._next() is not None
 
     def load(self) -> None:
-        """Begins to read a model that is wanted, or takes in one tensor of the model whose turn it
-        is. After the last tensor, calls those that wait for the model. An error goes to them alone.
+        """Begins to read a model that is wanted, or takes in one tensor of the model that is next
+        in turn. After the last tensor, calls those that wait for the model. An error goes to them
+        alone.
         """
         path = self._next()
         assert path is not None
@@ -161,8 +162,8 @@ class Bases:
 
     def run_bytes(self, loaded: LoadedModel, rank: int) -> tuple[int, int]:
         """The bytes that a run of some rank takes, for its adapter and a step's activations: the
-        most that a step may keep, and the least. Both include a margin for batches that are not one
-        long datum."""
+        most that a step may keep, and the least. The least includes a margin for batches that are
+        not one long datum."""
         core = loaded.core
         rows = core.plan(rank)["step_tokens"]
         most = core.plan(rank, rows, core.step_bytes(self.memory or 0))
@@ -179,7 +180,7 @@ class Bases:
         return max(reserved, min(share, reserved + self.memory - self._used()))
 
     def room(self, need: int) -> int:
-        """Of what is needed, what there is."""
+        """The bytes that there is room for, at most `need`."""
         return need if self.memory is None else min(need, self.memory - self._used())
 
     def cache_tokens(self, loaded: LoadedModel) -> int:
@@ -272,7 +273,7 @@ class Bases:
 
 
 def memory_of(device: str) -> int | None:
-    """What a server on a device may take where nothing is said; None where it can't be told."""
+    """The default memory limit of a server on a device, in bytes; None where it can't be told."""
     total = _card_bytes() if device == "cuda" else _core.memory("cpu")[1]
     return None if total is None else int(total * SHARE)
 

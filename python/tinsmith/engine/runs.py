@@ -42,7 +42,7 @@ class Run:
     failure: RequestError | None = None  # why there is no adapter
     average: Average | None = None  # of the adapter, once a loss has asked for it
     next_seq: int = 0  # 0 is the creation; the SDK's requests start at 1
-    ready: deque[Job] = field(default_factory=deque)  # whose turn has come
+    ready: deque[Job] = field(default_factory=deque)  # their turn has come
     waiting: dict[int, Job] = field(default_factory=dict)  # for those before them
     waiting_since: float = 0.0
     kept: KeptForward | None = None  # the forward that forward_backward_custom began with
@@ -67,8 +67,8 @@ class Run:
 
 
 class Runs(dict[str, Run]):
-    """Runs by name, and whose turn it is. A request waits at most `gap_seconds` for an earlier one
-    that has not arrived."""
+    """Runs by name, and the order of their turns. A request waits at most `gap_seconds` for an
+    earlier one that has not arrived."""
 
     def __init__(self, gap_seconds: float):
         super().__init__()
@@ -106,7 +106,7 @@ class Runs(dict[str, Run]):
         run.ready.append(job)
 
     def next(self) -> Run:
-        """The run whose turn it is; it has none until its first request is over."""
+        """The run that is next in turn; it gets no other turn until its first request is over."""
         return self._turns.popleft()
 
     def over(self, run: Run) -> None:

@@ -32,7 +32,7 @@ class Snapshot:
 
     @property
     def bytes(self) -> int:
-        """What the adapter takes."""
+        """The adapter's bytes."""
         return 0 if self.adapter is None else 4 * self.adapter.size
 
 
@@ -88,7 +88,8 @@ class Snapshots:
         ]
 
     def release(self, path: Path) -> bool:
-        """Drops the adapters on a base model that can be read again; whether there was any."""
+        """Drops the adapters on a base model that can be read again; returns whether there was
+        any."""
         found = [
             name
             for name, item in self._items.items()

@@ -87,7 +87,7 @@ class BatchResult:
 
 @dataclass(frozen=True)
 class KeptForward:
-    """A forward whose activations the engine holds: request `seq` of its run."""
+    """A forward with its activations in the engine: request `seq` of its run."""
 
     seq: int
     batch: Batch
@@ -135,7 +135,7 @@ def forward_backward(
 
 
 def _compared(batch: Batch, logprobs: tuple[NDArray[np.float32], ...], loss: float) -> BatchResult:
-    """The result of a loss whose datums carry their teacher's log-probabilities."""
+    """The result of a loss with the teacher's log-probabilities in its datums."""
     teacher, weights = (_shaped(batch, batch.inputs[key]) for key in (LOGPROBS, "weights"))
     jsd = divergences(logprobs, teacher, weights, batch.config)
     return BatchResult(logprobs, loss, metrics(jsd, weights), {"jsd": tuple(jsd)})
@@ -154,7 +154,7 @@ def _custom(
 def distill(
     adapter: _core.Adapter, batch: Batch, teacher: _core.Adapter | _core.Model, *, backward: bool
 ) -> BatchResult:
-    """A request whose loss has a teacher: its result, with the divergence at each position."""
+    """The result of a loss with a teacher, with the divergence at each position."""
     assert batch.teacher is not None
     logprobs, divergences, loss = adapter.distill(
         *batch.arrays,

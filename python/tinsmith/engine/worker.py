@@ -404,7 +404,7 @@ class Worker:
         )
 
     def _holds(self) -> list[Hold]:
-        """What takes memory beside the base models' weights."""
+        """The uses of memory beside the base models' weights."""
         found = [
             Hold(run.base.path, run.bytes, f"the run {run.name}", pins=True)
             for run in self._runs.values()
@@ -448,7 +448,8 @@ class Worker:
             return
 
     def _train_one(self) -> float:
-        """Executes a training request of the run whose turn it is; returns the seconds it took."""
+        """Executes a training request of the run that is next in turn; returns the seconds it
+        took."""
         if not self._runs.busy:
             return 0.0
         run = self._runs.next()

@@ -105,7 +105,7 @@ def save(
     the run keeps, if it keeps one.
 
     Raises FileExistsError where one exists, unless overwrite; OSError when it can't be written.
-    After an error the place holds what it held, and nothing of the new checkpoint is left.
+    After an error the place is as it was, and nothing of the new checkpoint is left.
     """
     folder = Path(folder)
     if folder.exists() and not overwrite:
@@ -283,7 +283,7 @@ def load_meta(folder: Path | str) -> Meta:
 
 
 def as_meta(content: Mapping[str, Any]) -> Meta:
-    """A Meta from its JSON object; what it does not know is passed over."""
+    """A Meta from its JSON object; unknown keys are ignored."""
     names = (item.name for item in dataclasses.fields(Meta))
     known = {name: content[name] for name in names if name in content}
     return Meta(**known | {"recipients": tuple(known.get("recipients", ()))})
@@ -367,7 +367,7 @@ def _check_model(folder: Path, core: _core.Model) -> None:
 
 
 def _open_checked(folder: Path, name: str) -> weights.Tensors:
-    """One file of a checkpoint, after comparing it with what meta.json says of it."""
+    """One file of a checkpoint, after comparing it with its size and hash in meta.json."""
     said = _read_meta(folder)["files"].get(name)
     if said is None and name + encryption.SUFFIX in _read_meta(folder)["files"]:
         raise ValueError(f"{folder} is encrypted: decrypt its files with age -d, and load those")
@@ -501,15 +501,15 @@ class Store:
         shutil.rmtree(gone, ignore_errors=True)
 
     def update(self, tinker_path: str, **changes: Any) -> None:
-        """Changes what a checkpoint says of itself, and nothing else of it; not its place among
-        the others of its run."""
+        """Changes a checkpoint's Meta and nothing else; its place among its run's checkpoints
+        stays."""
         file = self.folder(tinker_path) / META_FILE
         content = _read_meta(file.parent) | changes
         _replace_json(file, content, file.stat())
 
     def copy(self, tinker_path: str, run: str, **changes: Any) -> str:
-        """A checkpoint once more, in another run under the same name, with changes in what it says
-        of itself. Its files are shared: nothing ever writes to a finished one."""
+        """Copies a checkpoint to another run under the same name, with changes in its Meta. The
+        files are shared: nothing ever writes to a finished one."""
         source = self.folder(tinker_path)
         _, kind, name = _parse(tinker_path)
         path = self.path(run, kind, name)
@@ -532,7 +532,7 @@ class Store:
         return path
 
     def files(self, tinker_path: str) -> dict[str, Path]:
-        """A checkpoint's files by name, without what tinsmith alone reads."""
+        """A checkpoint's files by name, without those that only tinsmith reads."""
         folder = self.folder(tinker_path)
         return {name: folder / name for name in sorted(_read_meta(folder)["files"])}
 
@@ -571,7 +571,8 @@ def _parse(tinker_path: str) -> tuple[str, str, str]:
 
 
 def _recover(left: Path) -> None:
-    """Ends what was interrupted: a checkpoint moved aside goes back if nothing took its place."""
+    """Finishes an interrupted save: a checkpoint moved aside goes back if nothing took its
+    place."""
     place = left.with_name(left.name.partition("~")[0])
     if left.name.endswith(_ASIDE) and not place.exists():
         left.rename(place)

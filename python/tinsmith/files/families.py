@@ -145,8 +145,8 @@ def load_model(
     CPU, and on a GPU bfloat16, which is all it has. Sums are always float32. `report` is called
     with the bytes loaded and the bytes in all.
 
-    Raises FileNotFoundError for what is missing and ValueError for what is not supported or does
-    not fit, each with a sentence that names the file, what was expected and what came.
+    Raises FileNotFoundError for a missing file, and ValueError for content that is not supported or
+    does not fit. Each names the file, what was expected and what came.
     """
     model = inspect_model(path, device=device, dtype=dtype)
     return load_weights(model, threads=threads, report=report)

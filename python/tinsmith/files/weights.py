@@ -42,7 +42,7 @@ _WRITTEN = {
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies: bytes [begin, end) of its file."""
+    """The place of one tensor: bytes [begin, end) of its file."""
 
     file: Path
     dtype: str
@@ -102,7 +102,7 @@ class Tensors(Mapping[str, np.ndarray]):
                 bits.close()
 
     def entry(self, name: str) -> Entry:
-        """What the header says of a tensor; its bytes are not touched."""
+        """A tensor's entry in the header; its bytes are not touched."""
         return self._entries[name]
 
 

@@ -283,7 +283,7 @@ def _divides(function: Run) -> Run:
 
 
 def attribute(value: Any, name: Any) -> Any:
-    """What getattr gives of a tensor, or of the pair that sort returns."""
+    """The result of getattr on a tensor, or on the pair that sort returns."""
     if isinstance(value, torch.Tensor) and name in table.ATTRIBUTES:
         return table.ATTRIBUTES[name](value)
     if type(value).__module__ == "torch.return_types" and name in table.FIELDS:

@@ -50,7 +50,7 @@ class Evaluation:
 
 
 def leaves(value: Any) -> list[Any]:
-    """What is in lists, tuples, dicts and slices."""
+    """The items of lists, tuples, dicts and slices."""
     if isinstance(value, dict):
         value = list(value.values())
     elif isinstance(value, slice):

@@ -71,7 +71,7 @@ def settle(future: Future[T], function: Callable[..., T], *arguments: Any) -> No
 
 
 def place(body: dict[str, Any]) -> tuple[str, int]:
-    """Which run a request is for, and its turn there."""
+    """A request's run, and its turn there."""
     return wire.need(body, "model_id", str), wire.need(body, "seq_id", int)
 
 
@@ -404,7 +404,7 @@ async def asample(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def retrieve_future(service: Service, request: Request) -> dict[str, Any] | Response:
-    """Waits for a result, less than the SDK's 45 s; 408 says that it is to be asked for again."""
+    """Waits for a result, less than the SDK's 45 s; 408 tells the client to ask again."""
     body = await read_json(service, request)
     name = wire.need(body, "request_id", str)
     pending = service.promised(request, name)
@@ -431,8 +431,8 @@ async def retrieve_future(service: Service, request: Request) -> dict[str, Any] 
 
 
 async def retrieve_futures(service: Service, request: Request) -> dict[str, Any]:
-    """Which requests of a sampling session (or of one clone of its client) are done, in one poll
-    for all of them. Each is then read by retrieve_future."""
+    """The completed requests of a sampling session (or of one clone of its client), in one poll for
+    all of them. The client then reads each by retrieve_future."""
     body = await read_json(service, request)
     target = wire.need(body, "target", dict)
     sampler = service.sampler(request, wire.need(target, "sampling_session_id", str, "the target"))

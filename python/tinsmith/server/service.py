@@ -198,8 +198,8 @@ class Service:
         raise ValueError(f"unknown base model {name!r}; this server has {sorted(self.bases)}")
 
     def meta(self, path: str) -> tuple[Path, checkpoint.Meta]:
-        """The folder of a checkpoint's path, and what the checkpoint says of itself. A path that is
-        not tinker:// is a folder of this machine that PEFT wrote."""
+        """The folder of a checkpoint's path, and the checkpoint's Meta. A path that is not
+        tinker:// is a folder of this machine that PEFT wrote."""
         if not path.startswith("tinker://") and (Path(path) / checkpoint.CONFIG_FILE).is_file():
             return Path(path), peft.load_meta(Path(path))
         folder = self.store.folder(path)
@@ -335,7 +335,7 @@ class Service:
     # ---- promises ----
 
     def promised(self, request: Request, request_id: str) -> Pending | None:
-        """What a client's request was promised before, if it was."""
+        """The earlier promise for a client's request, if there is one."""
         return self.pending.get((owner(request), request_id))
 
     def promise(

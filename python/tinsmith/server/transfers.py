@@ -43,7 +43,7 @@ async def get_file(service: Service, request: Request) -> Response:
 
 
 async def archive_url(service: Service, request: Request) -> Response:
-    """Where the tar is: SDKs take it from the redirection or from the body."""
+    """The tar's URL: SDKs take it from the redirection or from the body."""
     expires = _expires(service, _path(service, request))
     url = _url(request, "archive.tar")
     stamp = expires.strftime("%a, %d %b %Y %H:%M:%S GMT")

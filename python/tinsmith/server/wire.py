@@ -2,9 +2,9 @@
 sampling are in wire_sampling.py.
 
 Requests are checked here, completely, before anything is queued: a ValueError's sentence names the
-datum or field, what was expected and what came. What a loss takes is read from the engine's table,
-so a new loss needs no change here. Results become the SDK's own protobuf messages. Nothing here
-knows HTTP, waits or keeps state.
+datum or field, what was expected and what came. The inputs of each loss are read from the engine's
+table, so a new loss needs no change here. Results become the SDK's own protobuf messages. Nothing
+here knows HTTP, waits or keeps state.
 """
 
 import itertools
@@ -196,7 +196,7 @@ class One:
 
     @property
     def inputs(self) -> Mapping[str, pb.Tensor]:
-        """What it has for the loss."""
+        """The datum's loss inputs."""
         return self.datum.loss_fn_inputs
 
     def array(self, key: str) -> NDArray[Any]:
@@ -244,7 +244,7 @@ def batch(
     elif row["taught"]:
         teacher = _teacher(call, config, row, model)
     taken = [item for item in row["inputs"] if carried or item["name"] != LOGPROBS]
-    # What this call's datums may be: targets (N, K), and weights for whole rows of them.
+    # The forms that this call allows: targets (N, K), and weights for whole rows of them.
     row = {**row, "multi": row["multi"] and (carried or not row["taught"]), "rows": carried}
     tokens, targets, shapes = Column(np.int32), Column(np.int32), []
     inputs = {item["name"]: Column(np.float32) for item in taken}
@@ -495,7 +495,7 @@ def _loss_config(
 
 
 def chunk_name(kind: str | None) -> str:
-    """What a chunk that is no text is, and why it is refused."""
+    """The name of a chunk that is no text, and why it is refused."""
     return f"{kind or 'an unknown kind'}; tinsmith takes text tokens only, no images and no audio"
 
 
