@@ -56,7 +56,7 @@ def gather(
     ids: NDArray[np.int32],  # (N·K,)
     K: int,
     dlogprobs: Any,  # float32 of N·K numbers, here or on the CPU, or None: no gradients
-    lse: Any,  # float32 of N numbers that an earlier call told, or None
+    lse: Any,  # float32 of N numbers from an earlier call, or None
     want_rows: bool,
     want_weight: bool,
 ) -> tuple[Any, Any, Any, Any]:

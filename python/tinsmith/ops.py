@@ -66,8 +66,8 @@ def _place(x: Any) -> tuple[int, int]:
 
 
 def _like(like: Any, array: Any, shape: tuple[int, ...]) -> Any:
-    """A result of the core, in this shape, as the kind that `like` is, without a copy where its
-    library can."""
+    """A result of the core, in this shape and in the kind of `like`, zero-copy if its library
+    can."""
     if isinstance(array, np.ndarray):
         array = array.reshape(shape)
         if isinstance(like, np.ndarray):
@@ -124,7 +124,7 @@ class _Ids(NamedTuple):
 
 
 def _floats(x: Any, name: str, rows: Any) -> Any:
-    """Numbers that the core reads: where they lie if that is beside the rows, else as NumPy's."""
+    """Numbers for the core: zero-copy if they are on the rows' device, else as NumPy's."""
     return x if _place(x) != CPU and _place(x) == _place(rows) else _host(x, name, np.float32, rows)
 
 
@@ -268,7 +268,7 @@ class Divergence(NamedTuple):
         top_k: int | None = None,
         token_clip: float | None = None,
     ) -> "Divergence":
-        """The settings of generalized_jsd; ValueError names what is out of its range."""
+        """The settings of generalized_jsd; ValueError names the setting that is out of range."""
         if not 0 <= beta <= 1:
             raise ValueError(f"beta must be in [0, 1], not {beta}")
         if not (temperature > 0 and math.isfinite(temperature)):
@@ -289,16 +289,17 @@ def generalized_jsd(student: Any, teacher: Any, labels: Any = None, **settings: 
     OPSD's generalized Jensen-Shannon divergence of two rows of the vocabulary, with its names and
     its meanings. `student` and `teacher` are logits (…, V), or pairs (hidden, weight).
 
-    labels (…,) whole numbers: rows with the label -100 are left out. beta in [0, 1]: 0 is
-    KL(teacher‖student), 1 is KL(student‖teacher), between them beta·KL(teacher‖m) +
-    (1−beta)·KL(student‖m), m = (1−beta)·student + beta·teacher. reduction "batchmean": the sum by
-    the number of rows that count, without labels by the first dimension; "sum"; "mean": by the
-    number of terms; "none": (rows, V) if there are labels, else (…, V), of top_k instead of V if
-    that is given. top_k both sides restricted to the teacher's k best and renormalized among them.
-    token_clip the most that one term, of one row and one id, may be.
+    labels        (…,) whole numbers: rows with the label -100 are left out.
+    beta          in [0, 1]: 0 is KL(teacher‖student), 1 is KL(student‖teacher), between them
+                  beta·KL(teacher‖m) + (1−beta)·KL(student‖m), m = (1−beta)·student + beta·teacher.
+    reduction     "batchmean": the sum by the number of rows that count, without labels by the first
+                  dimension; "sum"; "mean": by the number of terms; "none": (rows, V) if there are
+                  labels, else (…, V), of top_k instead of V if that is given.
+    top_k         both sides restricted to the teacher's k best and renormalized among them.
+    token_clip    the upper limit of one term, of one row and one id.
 
-    Where the teacher's k-th best has equals, the lower ids are taken; a term without mass is 0 also
-    where a logit is -inf. The gradient goes to the student alone."""
+    Ties at the teacher's k-th best go to the lower ids. A term without mass is 0, even if a logit
+    is -inf. The gradient goes to the student alone."""
     return jsd(student, teacher, labels, Divergence.checked(**settings)).loss
 
 

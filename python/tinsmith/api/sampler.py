@@ -97,7 +97,8 @@ class Sampler:
         return found if batch else found[0]
 
     def _stops(self, stop: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Ids and texts that end a sequence. With texts, the model's end of sequence counts too.
+        """Ids and texts that end a sequence. With texts, the model's end of sequence always ends it
+        too, as it does without `stop`.
         """
         eos, vocab = self.engine.loaded.eos_ids, self.engine.loaded.vocab
         if stop is None:

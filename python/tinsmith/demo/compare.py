@@ -1,4 +1,4 @@
-"""SDFT beside OPSD: `python -m tinsmith.demo.compare`, on the model that is in the package.
+"""SDFT compared with OPSD: `python -m tinsmith.demo.compare`, on the model that is in the package.
 
 The cookbook's SDFT recipe (cross-entropy to the teacher's 20 likeliest tokens) and OPSD's (the
 divergence from the teacher over the whole vocabulary, computed on the server) train on the same

@@ -190,7 +190,7 @@ def split_pools(held_out: bool) -> Pools:
 
 
 def all_pools() -> Pools:
-    """Every value: what the base model is trained on."""
+    """Every value, the base model's training data."""
     return Pools(_CITIES, _PEOPLE, _WORDS, tuple(_times()))
 
 

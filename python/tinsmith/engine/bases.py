@@ -30,12 +30,12 @@ SHARE = 0.9  # of all memory, where no limit is given
 
 @dataclass(frozen=True)
 class Hold:
-    """Memory that something beside the weights takes on a base model."""
+    """Memory on a base model in addition to its weights."""
 
     base: Path
     bytes: int
     what: str
-    pins: bool  # whether it would be lost with the model
+    pins: bool  # whether its data would be lost with the model
 
 
 def inspect_models(
@@ -199,7 +199,7 @@ class Bases:
                     raise MemoryError(f"{what}: {error}; {self._holders()}") from None
 
     def _next(self) -> Path | None:
-        """The model that load() goes on with."""
+        """The model that load() continues with."""
         for path in self._wanted:
             loading = self._loading.get(path)
             if not self._full if loading is None else loading.ready:

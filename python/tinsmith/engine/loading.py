@@ -66,7 +66,7 @@ class Loading:
         return None
 
     def close(self) -> None:
-        """Ends the thread, after the tensor that it reads, and lets go of the engine's memory."""
+        """Ends the thread, after the tensor that it reads, and frees the engine's memory."""
         self._core = None
         with self._changed:
             self._closed = True
@@ -83,7 +83,7 @@ class Loading:
                     self._ahead += piece.array.nbytes
                 self._wake()
             self._ended = True
-        except MemoryError as error:  # the host's: what the engine lacks is told by take()
+        except MemoryError as error:  # the host's; take() raises the engine's
             self._ended = RuntimeError(f"no memory to read {self.model.path}: {error}")
         except Exception as error:
             self._ended = error

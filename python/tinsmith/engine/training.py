@@ -111,8 +111,8 @@ def forward_backward(
     backward: bool,
     keep: bool,
 ) -> tuple[BatchResult, KeptForward | None]:
-    """Request `seq` of a run: returns its result, and the kept forward that the run's next request
-    may go on from. `kept` is the one of the request before."""
+    """Request `seq` of a run: returns its result, and the kept forward for the run's next request.
+    `kept` is the one of the request before."""
     if batch.uploaded is not None:
         return _custom(adapter, batch, batch.uploaded, backward=backward), None
     if backward and kept is not None and kept.serves(seq, batch):

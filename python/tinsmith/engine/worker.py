@@ -53,7 +53,7 @@ GAP_SECONDS = 60.0
 
 
 def losses() -> list[dict[str, Any]]:
-    """The table of losses, with all that they take."""
+    """The table of losses, with all their inputs and configuration."""
     return teaching.losses()
 
 
@@ -101,7 +101,7 @@ class Worker:
             release=self._release,
             wake=lambda: self._put(lambda: None),
         )
-        self._paused: dict[Future[Any], BaseModel] = {}  # those that wait for a model to be read
+        self._paused: dict[Future[Any], BaseModel] = {}  # they wait for a model to be read
         self._keep_forwards = keep_forwards
         self._snapshots = Snapshots(self._bases, snapshot_bytes_max)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -156,7 +156,7 @@ class Worker:
         return self._put(begin, future)
 
     def reject(self, run: str, seq: int, error: BaseException) -> Future[None]:
-        """Uses up a turn for a request that is refused, so that the next ones don't wait for it."""
+        """Uses up the turn of a refused request, so that the next requests don't wait for it."""
 
         def work(lane: Run) -> None:
             raise error
@@ -223,7 +223,7 @@ class Worker:
         return self._submit(run, seq, work)
 
     def load(self, run: str, seq: int, folder: Path, *, optimizer: bool) -> Future[None]:
-        """Replaces a run's weights and, with optimizer, all that the next step depends on."""
+        """Replaces a run's weights and, with optimizer, the whole state of the next step."""
 
         def work(lane: Run) -> None:
             adapter = lane.trained()

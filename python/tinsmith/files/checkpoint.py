@@ -71,7 +71,7 @@ class Meta:
 
     @property
     def lora(self) -> LoraSpec:
-        """The adapter that goes on from it."""
+        """The adapter that continues from it."""
         return LoraSpec(self.rank, self.seed, self.attn, self.mlp, self.unembed, self.alpha)
 
     @property
@@ -306,8 +306,8 @@ def load_into(
     """Gives an adapter the numbers of a checkpoint.
 
     With optimizer also AdamW's moments, its step and the gradients that were not used yet, so that
-    a run goes on bit for bit; without, all of these are as in a new adapter. ValueError for another
-    shape of base model or adapter and for damaged files; the adapter is then as it was.
+    a run continues bit for bit; without, all of these are as in a new adapter. ValueError for
+    another shape of base model or adapter and for damaged files; the adapter is then as it was.
     """
     folder = Path(folder)
     meta = load_meta(folder)
@@ -385,7 +385,7 @@ def _open_checked(folder: Path, name: str) -> weights.Tensors:
 
 
 def open_adapter(folder: Path) -> weights.Tensors:
-    """The matrices of a checkpoint, compared with what it says of them, or of a PEFT folder."""
+    """The matrices of a checkpoint, compared with its meta.json, or of a PEFT folder."""
     if (folder / META_FILE).is_file():
         return _open_checked(folder, ADAPTER_FILE)
     return weights.open_file(folder / ADAPTER_FILE)

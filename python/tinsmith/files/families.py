@@ -59,7 +59,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Family:
-    """One row: an architecture, and in what it differs from plain Llama."""
+    """One row: an architecture, and its differences from plain Llama."""
 
     name: str
     architecture: str
@@ -215,8 +215,8 @@ def open_core(model: BaseModel, *, threads: int) -> _core.Model:
 def read_weights(
     model: BaseModel, slots: Slots, fetch: Callable[[weights.Entry], None] = lambda _: None
 ) -> Iterator[Piece]:
-    """All that a core with these slots is to load, after its files were checked. `fetch` is told of
-    each tensor before it is touched."""
+    """The tensors that a core with these slots loads, after its files were checked. `fetch` is
+    called for each tensor before it is touched."""
     with weights.open_folder(model.path) as tensors:
         names = _check_tensors(model.family, slots, tensors, tied=bool(model.config["tied"]))
         done, total = 0, sum(tensors.entry(name).size for name in names.values())

@@ -4,8 +4,8 @@ A graph is a list of nodes in execution order. Each calls one function of table.
 numbers, types, and the results of earlier nodes. Nothing that a client sends is ever executed,
 imported or looked up as an attribute. A function that is not in a table is refused by name, with
 the node that calls it, before anything runs. evaluation.py then evaluates the graph datum by datum,
-and differentiates it. That takes torch, which is imported with the first graph. Where it is not
-installed, `available` is false, and clients that are told so evaluate their losses themselves.
+and differentiates it. evaluation.py needs torch, which is imported with the first graph. If torch
+is not installed, `available` is false, and clients then evaluate their losses themselves.
 """
 
 import importlib.util

@@ -21,7 +21,7 @@ from tinsmith.losses.graph import leaves
 
 NUMBERS_MAX = 1 << 24  # that one result has
 DIMENSIONS_MAX = 8  # likewise: torch finds what is true in a mask as that many integers each
-LIST_MAX = 64  # entries of a list, where it does not hold what is joined or picked
+LIST_MAX = 64  # entries of a list, except the lists of joins and picks
 PRODUCTS_MAX = 1 << 28  # multiplications of one matrix product
 PARTS_MAX = 1 << 12  # that one tensor is split in
 DIFFERENCES_MAX = 16  # of differences
@@ -77,7 +77,7 @@ def look(group: str, run: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _spread(shapes: set[torch.Size]) -> None:
-    """ValueError where what is broadcast to one shape is too large."""
+    """ValueError if the shapes, broadcast to one, are too large."""
     if len(shapes) > 1:
         most = max(map(len, shapes))
         rows = [(1,) * (most - len(shape)) + tuple(shape) for shape in shapes]
@@ -204,7 +204,7 @@ def eye(n: Any, m: Any = None, *, dtype: Any = None) -> torch.Tensor:
 
 
 def where(condition: Any, input: Any, other: Any) -> torch.Tensor:
-    """Without what torch gives of a condition alone, which is as many integers as it is long."""
+    """torch.where without its form of a condition alone: it gives as many integers as its length."""
     return torch.where(condition, input, other)
 
 
@@ -216,7 +216,7 @@ def one_hot(input: Any, num_classes: Any = -1) -> torch.Tensor:
 
 
 def repeat_interleave(input: Any, repeats: Any, dim: Any = None) -> torch.Tensor:
-    """The sum of the counts is looked at as a float: torch adds integers, which may overflow."""
+    """The sum of the counts is checked as a float: torch adds integers, which may overflow."""
     counts = repeats if isinstance(repeats, torch.Tensor) else torch.tensor(whole(repeats))
     if not _integral(counts.dtype) or counts.ndim > 1 or (counts < 0).any():
         raise ValueError("repeats must be integers of 0 or more")

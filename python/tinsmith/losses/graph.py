@@ -17,8 +17,8 @@ class Ref:
 
 @dataclass(frozen=True)
 class Node:
-    """One call. `says` is what it calls, for sentences; `run` does it, and is of a group of
-    table.py."""
+    """One call. `says` is the name for error messages; `run` executes the call, and belongs to a
+    group of table.py."""
 
     name: str
     says: str

@@ -1,11 +1,11 @@
 """The functions that a custom loss may call, grouped by the bound on a call's memory before it
 runs:
 
-- keeps: what is made is at most a few times as large as the tensors that come.
-- joins: it is as large as all that come, in lists of any length.
-- spreads: it is as large as those tensors, broadcast to one shape.
-- picks and multiplies: it is at most the product of their sizes; of a matrix product, the
-  multiplications count as well.
+- keeps: the result is at most a few times as large as the input tensors.
+- joins: the result is as large as all inputs together, in lists of any length.
+- spreads: the result is as large as the inputs, broadcast to one shape.
+- picks and multiplies: the result is at most the product of the inputs' sizes; of a matrix product,
+  the multiplications count as well.
 - sized: the integers after the first argument are sizes, too. new: all integers are.
 
 A name stands for a function of torch, torch.nn.functional, torch.special or torch.linalg, and for

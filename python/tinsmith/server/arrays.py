@@ -97,7 +97,7 @@ def check_csr(
 
 class Column:
     """Flat arrays that come one after another, as one array of a type. They are joined as they
-    come, some at a time, and let go of: all at once would take long."""
+    come, some at a time, and then freed: all at once would take long."""
 
     def __init__(self, dtype: type[np.generic]):
         self.last: NDArray[Any] = np.empty(0, dtype)

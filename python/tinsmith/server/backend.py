@@ -38,7 +38,7 @@ log = logging.getLogger("tinsmith")
 PREFIX = "/api/v1"
 BACKLOG = 2048  # connections that wait to be accepted: the SDK opens many at once
 STOP_SECONDS = 5.0
-QUEUE_SHARE = 8  # requests that wait take at most one part in so many of the memory, beside it
+QUEUE_SHARE = 8  # requests that wait take at most 1 / QUEUE_SHARE of the memory, in addition
 EXPIRY_SECONDS = 60.0  # between two searches for expired checkpoints
 
 

@@ -35,5 +35,5 @@ class Beside:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def close(self) -> None:
-        """Ends the threads, after what they do."""
+        """Ends the threads, after their current work."""
         self._threads.shutdown(cancel_futures=True)

@@ -36,7 +36,7 @@ class Lifted:
         return self._mark + len(self._strings).to_bytes(4, "little")
 
     def get(self, value: bytes) -> Buffer:
-        """The string that a field stands for: what it holds, or what its name says. That was put in
+        """The string of a field: its value, or the string that its value names, which was put in
         one part."""
         parts = self.parts(value)
         return value if parts is None else parts[0]

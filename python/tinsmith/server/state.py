@@ -67,7 +67,7 @@ CREATE INDEX checkpoint_run ON checkpoint (run);
 
 @dataclass(frozen=True)
 class SessionRow:
-    """One ServiceClient. `owner` stands for the API key and does not tell it."""
+    """One ServiceClient. `owner` stands for the API key and does not reveal it."""
 
     id: str
     owner: str
@@ -135,12 +135,12 @@ class State:
             if version == 0:
                 for statement in SCHEMA.split(";"):
                     self._sql.execute(statement)
-            # Written every time: so a disk that can't be written to is told of at the start.
+            # Written every time: so a disk that can't be written to fails at the start.
             self._sql.execute(f"PRAGMA user_version = {VERSION}")
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Turns what SQLite and the folder raise into a sentence."""
+        """Turns the errors of SQLite and of the folder into a sentence."""
         try:
             with self._lock:
                 yield
@@ -157,7 +157,7 @@ class State:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of it or nothing; told in a sentence if nothing."""
+        """All of it or nothing; a failure is raised with a sentence."""
         with self._told():
             self._sql.execute("BEGIN IMMEDIATE")
             try:

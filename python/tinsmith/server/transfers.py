@@ -89,7 +89,7 @@ def _path(service: Service, request: Request) -> str:
 
 
 def _url(request: Request, last: str) -> str:
-    """A URL beside the one that was asked for, on the host that the client used."""
+    """A URL next to the requested one, on the host that the client used."""
     return f"{str(request.url).partition('?')[0].rpartition('/')[0]}/{last}"
 
 

@@ -162,8 +162,9 @@ def uploaded_loss(body: Mapping[str, Any]) -> CustomLoss:
 
 @dataclass(frozen=True)
 class Call:
-    """A forward_backward as it came: what holds for all its datums, and these, some in each part.
-    A datum is an object only while it is looked at: Python's garbage collector would walk them."""
+    """A forward_backward request: the settings of all its datums, and the datums, some in each
+    part. A datum is an object only while it is in use: Python's garbage collector would walk
+    them."""
 
     head: pb.ForwardBackwardRequest
     parts: deque[pb.ForwardBackwardRequest]
@@ -177,7 +178,7 @@ class Call:
         return self._each(self.parts)
 
     def take(self) -> "Iterator[One]":
-        """Each datum; a part of which all have been given is let go of."""
+        """Each datum; a part is freed when all its datums have been given."""
         return self._each(self.parts.popleft() for _ in range(len(self.parts)))
 
     def _each(self, parts: Iterable[pb.ForwardBackwardRequest]) -> "Iterator[One]":
@@ -278,7 +279,7 @@ def batch(
 
 
 def _carries_teacher(call: Call) -> bool:
-    """Whether datums have their teacher's log-probabilities, which then all must."""
+    """Whether datums have their teacher's log-probabilities; if one has, all must."""
     keys = [sorted({TOKENS, LOGPROBS} & set(one.inputs)) for one in call.datums()]
     if not any(LOGPROBS in found for found in keys):
         return False

@@ -250,7 +250,7 @@ def sample_message(result: SampleResult) -> list[Buffer]:
 
 
 def _scores_message(result: SampleResult, lifted: Lifted) -> pb.SampleResponse:
-    """The part that tells of the prompt."""
+    """The part of the message with the prompt's scores."""
     message = pb.SampleResponse()
     if result.prompt_logprobs is not None:
         message.prompt_logprobs = field_of([result.prompt_logprobs], "<f4", lifted)
