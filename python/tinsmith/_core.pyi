@@ -217,8 +217,9 @@ class Adapter:
         keep: bool = False,
     ) -> NDArray[np.float32]:
         """Log-probabilities of the targets, flat. With keep, backward may follow. The first
-        micro-batch's activations stay in memory until another call needs it; so do those of more
-        micro-batches if keep_bytes suffice. backward computes the rest again, to the same bits."""
+        micro-batch's activations stay in memory until another call needs the memory; so do those of
+        more micro-batches if keep_bytes suffice. backward computes the rest again, to the same
+        bits."""
     def backward(self, dlogprobs: NDArray[np.float32]) -> float:
         """Adds to the gradients as forward_backward of the kept forward's datums would, bit for
         bit, if its loss had this gradient (flat, like targets). Returns Σ dlogprobs·logprobs, which
@@ -282,9 +283,9 @@ class Sampler:
     def __init__(
         self, model: Model, *, tokens: int = 0, vocab_limit: int = 0, graphs: bool = True
     ) -> None:
-        """tokens: the KV cache's size (0: the engine's default). vocab_limit: ids from here on are
-        never sampled (0: the whole vocabulary). graphs: whether a device that can record decoding
-        steps records them."""
+        """tokens: the KV cache's size in tokens (0: the engine's default). vocab_limit: ids from
+        here on are never sampled (0: the whole vocabulary). graphs: whether a device that can
+        record decoding steps records them."""
     def add(
         self,
         request: int,

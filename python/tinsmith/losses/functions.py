@@ -204,7 +204,8 @@ def eye(n: Any, m: Any = None, *, dtype: Any = None) -> torch.Tensor:
 
 
 def where(condition: Any, input: Any, other: Any) -> torch.Tensor:
-    """torch.where without its form of a condition alone: it gives as many integers as its length."""
+    """torch.where without its form of a condition alone, which gives as many integers as it is
+    long."""
     return torch.where(condition, input, other)
 
 
