@@ -1,10 +1,10 @@
 """The engine: base models, LoRA adapters with their gradients and optimizer, and the sampler.
 
-Every call that computes, copies or allocates much releases the GIL. Calls on a model and what was
-made from it take turns, from whatever threads they come; attributes that are a number do not wait,
-but for `bytes` and `active`. Errors: ValueError, IndexError (a token id out of range),
-MemoryError, FloatingPointError (a result that is not finite), RuntimeError (the device); after any
-of them the adapter is as it was before the call.
+Every call that computes, copies or allocates much releases the GIL. Calls on a model and on the
+objects made from it take turns, from any threads. Attributes that are a number do not wait, except
+`bytes` and `active`. Errors: ValueError, IndexError (a token id out of range), MemoryError,
+FloatingPointError (a result that is not finite), RuntimeError (the device). After an error the
+adapter is as it was before the call.
 """
 
 from typing import Any, TypedDict
@@ -36,12 +36,12 @@ def slot_groups() -> dict[str, str]:
     "unembed"."""
 
 def devices(name: str | None = None, /) -> dict[str, str]:
-    """Device names, each with "" when it can be opened, or the sentence that says why it can't. To
-    know, each is opened: with a name, that one alone."""
+    """Device names, each with "" if it can be opened, or with a sentence that says why it can't. To
+    find out, each device is opened; with a name, only that one."""
 
 def memory(device: str, /) -> tuple[int, int]:
-    """Bytes that a device can give, and that it has in all. The CPU's are the machine's, or what a
-    container leaves of them. To know, the device is opened."""
+    """Bytes that a device can give, and that it has in all. The CPU's bytes are the machine's, or
+    what a container leaves of them. The call opens the device."""
 
 def topk(rows: Any, weight: Any, k: int) -> tuple[Any, Any]:
     """(ids, logprobs) of rows that are flattened to (N, ·): tinsmith.ops.topk_logprobs.
@@ -56,7 +56,7 @@ def gather(
     ids: NDArray[np.int32],  # (N·K,)
     K: int,
     dlogprobs: Any,  # float32 of N·K numbers, here or on the CPU, or None: no gradients
-    lse: Any,  # float32 of N numbers that an earlier call told, or None
+    lse: Any,  # float32 of N numbers from an earlier call, or None
     want_rows: bool,
     want_weight: bool,
 ) -> tuple[Any, Any, Any, Any]:
@@ -77,8 +77,8 @@ def jsd(
     """(losses (N, 1), or (N, V or top_k) of single terms, and the gradients of Σ scale·loss)."""
 
 def dlpack_lend(array: Any, bf16: bool, versioned: bool, shape: tuple[int, ...] = ...) -> Any:
-    """A DLPack capsule of a NumPy array, or of a result on a GPU in this shape, which lives until
-    who took it gives it back."""
+    """A DLPack capsule of a NumPy array, or of a result on a GPU in this shape. The memory lives
+    until the consumer releases the capsule."""
 
 def cuda_arrays_through(name: str) -> None:
     """The device that arrays on a GPU are for: "cuda", or "cuda-emulated", for tests that call host
@@ -119,24 +119,24 @@ class Model:
     @property
     def weight_bytes(self) -> int: ...
     def plan(self, rank: int, tokens: int = 0, step_bytes: int = 0) -> dict[str, int]:
-        """Bytes that everything takes, before anything is allocated: weights; adapter, of `rank` on
-        every layer; step, of a datum of `tokens` (0: step_tokens, the default's); own, what the
-        device's ops need for themselves; kv_token, one token in the KV cache; cache, a sampler's by
-        default; free and all, what the device can give and has; scratch, of `own` that of a step;
-        step_most, what a step and its scratch may take: step_bytes, or by default a half of what
-        the weights leave. The step's layers keep what fits in that: `kept`
-        of them everything, attention_kept at least what attention made, and the others only what
-        backward makes the rest from again; 0 of both where the step does not fit at all. longest is
-        the tokens of the longest datum that does, at most the context."""
+        """Bytes of each use of memory, before anything is allocated. weights. adapter: of `rank` on
+        every layer. step: of a datum of `tokens` (0: step_tokens, the default's). own: the ops' own
+        needs on the device. kv_token: one token in the KV cache. cache: a sampler's default. free
+        and all: the bytes that the device can give, and those that it has. scratch: a step's part
+        of `own`. step_most: the limit of a step and its scratch, which is step_bytes, or by default
+        half of what the weights leave. The step's layers keep what fits in that limit: `kept`
+        layers keep everything, attention_kept layers at least attention's results, and the others
+        only the inputs of activation recomputation. Both counts are 0 if the step does not fit at
+        all. longest: the tokens of the longest datum that fits, at most the context."""
 
     def step_bytes(self, memory: int) -> int:
-        """What a training step may take by default: a half of what the weights leave of `memory`,
-        or, where that is 0, of what the device has."""
+        """Bytes that a training step may take by default: half of what the weights leave of
+        `memory`. memory 0 is all memory of the device."""
     def cache_tokens(self, memory: int = 0, free: int = 0) -> int:
-        """Tokens that a sampler's cache of keys and values holds by default: as many as fit in a
-        quarter of what the weights leave of `memory`, and in half of what is free of it, or those
-        of the whole context if they are more. memory 0: what the device has, and no more than half
-        of what it has free."""
+        """Tokens that a sampler's KV cache holds by default: as many as fit in a quarter of what
+        the weights leave of `memory`, and in half of what is free of it. If the whole context is
+        more tokens, the cache holds the whole context. memory 0: what the device has, and no more
+        than half of what it has free."""
 
 class Adapter:
     """LoRA matrices on a model, with gradients and AdamW state. B starts at zero, A as PEFT
@@ -167,12 +167,12 @@ class Adapter:
         """Number of trained parameters."""
     @property
     def bytes(self) -> int:
-        """What it holds of the device's memory: its flat vectors, and what its largest step
-        took."""
+        """Bytes of the device's memory that it holds: its flat vectors, and those of its largest
+        step."""
     @property
     def step_bytes(self) -> int:
-        """What a step may take of it, activations and what ops need for themselves; may be set (0:
-        the default), and changes no result: what does not fit is computed again."""
+        """Bytes that a step may take, for activations and for the ops' own needs. You may set it
+        (0: the default). It changes no result: activations that do not fit are computed again."""
     @step_bytes.setter
     def step_bytes(self, value: int) -> None: ...
     @property
@@ -216,14 +216,15 @@ class Adapter:
         *,
         keep: bool = False,
     ) -> NDArray[np.float32]:
-        """Log-probabilities of the targets, flat. With keep, backward may follow: the first
-        micro-batch's activations stay in memory, and those of more if keep_bytes suffice, until
-        another call needs it; backward computes the rest again, to the same bits."""
+        """Log-probabilities of the targets, flat. With keep, backward may follow. The first
+        micro-batch's activations stay in memory until another call needs the memory; so do those of
+        more micro-batches if keep_bytes suffice. backward computes the rest again, to the same
+        bits."""
     def backward(self, dlogprobs: NDArray[np.float32]) -> float:
-        """Adds to the gradients, bit for bit, what forward_backward of the kept forward's datums
-        would have added if its loss had had this gradient (flat, like targets). Returns
-        Σ dlogprobs·logprobs, what cross_entropy says with weights of -dlogprobs. ValueError if no
-        forward was kept since the weights last changed; it serves one backward."""
+        """Adds to the gradients as forward_backward of the kept forward's datums would, bit for
+        bit, if its loss had this gradient (flat, like targets). Returns Σ dlogprobs·logprobs, which
+        is cross_entropy's loss with weights of -dlogprobs. ValueError if no forward was kept since
+        the weights last changed; a forward serves one backward."""
     def distill(
         self,
         tokens: NDArray[np.int32],
@@ -239,12 +240,12 @@ class Adapter:
         teacher: Adapter | Model | None = None,  # None: the student's base model
         backward: bool = True,
     ) -> tuple[NDArray[np.float32], NDArray[np.float32], float]:
-        """forward_backward for a loss whose row says taught. A datum's teacher_tokens are the
-        teacher's prompt and then the completion: the targets from the first one whose weight is
-        not 0. Where a weight is not 0 the distribution that predicts the target is compared with
-        the one by which the teacher predicts the same token. Returns the log-probabilities of the
-        targets, the divergence of each row (0 where the weight is), and the loss: the sum of
-        weights times divergences. The teacher gets no gradient; it may be the adapter itself."""
+        """forward_backward for a loss with `taught` in its row. A datum's teacher_tokens are the
+        teacher's prompt and then the completion: the targets from the first one with a weight that
+        is not 0. Where a weight is not 0, the student's distribution is compared with the teacher's
+        for the same token. Returns the log-probabilities of the targets, the divergence of each row
+        (0 where the weight is), and the loss: the sum of weights times divergences. The teacher
+        gets no gradient; it may be the adapter itself."""
     def optim_step(
         self,
         *,
@@ -263,8 +264,8 @@ class Adapter:
         if the gradient is not finite: it is cleared, and weights and moments stay as they were."""
     def clear_gradients(self) -> None: ...
     def interrupt(self) -> None:
-        """From another thread: the forward_backward under way stops, within a layer's time, with
-        KeyboardInterrupt, adding nothing."""
+        """Call it from another thread: the current forward_backward stops within a layer's time. It
+        raises KeyboardInterrupt and adds nothing."""
     def read(self, what: str) -> NDArray[np.float32]:
         """A copy of a flat vector, (size,): "weights", "gradients", "m" or "v"."""
     def write(self, what: str, array: NDArray[np.float32]) -> None:
@@ -272,19 +273,19 @@ class Adapter:
     def snapshot(self) -> Adapter:
         """The weights as they are now, for sampling or as a teacher; it can't be trained."""
     def follow(self, leader: Adapter, decay: float) -> None:
-        """weights = decay · weights + (1 - decay) · the leader's, an adapter of the same layout:
-        an exponential moving average where this is a snapshot. decay in [0, 1)."""
+        """weights = decay · weights + (1 - decay) · the leader's, an adapter of the same layout. On
+        a snapshot, this is an exponential moving average. decay is in [0, 1)."""
 
 class Sampler:
-    """Continuous batching over one model: many requests, each with its own adapter or none, decoded
-    together. What a request gets does not depend on the others."""
+    """Continuous batching over one model: many requests, each with its own adapter or none, are
+    decoded together. A request's result does not depend on the others (batch-invariant)."""
 
     def __init__(
         self, model: Model, *, tokens: int = 0, vocab_limit: int = 0, graphs: bool = True
     ) -> None:
-        """tokens: what the KV cache holds in all (0: the engine's default); vocab_limit: ids from
-        here on are never sampled (0: the whole vocabulary); graphs: whether a device that can
-        record decoding steps does."""
+        """tokens: the KV cache's size in tokens (0: the engine's default). vocab_limit: ids from
+        here on are never sampled (0: the whole vocabulary). graphs: whether a device that can
+        record decoding steps records them."""
     def add(
         self,
         request: int,
@@ -306,12 +307,13 @@ class Sampler:
         targets: NDArray[np.int32] | None = None,  # ids to score there: those at position p + 1
         target_starts: NDArray[np.int32] | None = None,  # are targets[starts[p] : starts[p + 1]]
         prompt_from: int = 0,  # prompt positions before it get no log-probabilities
-        client: int = 0,  # who asks: clients share every step, however many requests each has
+        client: int = 0,  # clients share every step, however many requests each has
     ) -> None:
-        """Queues a request under a number of the caller's choice. Checked before it is taken.
+        """Queues a request under a number of the caller's choice. The request is checked first.
 
         Log-probabilities of drawn tokens, topk_sample's too, are those of the distribution that was
-        drawn from: divided by the temperature (1 where it is 0), among what top_k and top_p keep.
+        drawn from: logits divided by the temperature (1 where it is 0), among the tokens that top_k
+        and top_p keep.
         """
     def step(self) -> tuple[list[tuple[int, int, int]], list[int]]:
         """Runs one forward: (request, sample, token) for each token drawn, and the requests that
@@ -319,8 +321,8 @@ class Sampler:
     def stop(self, request: int, sample: int) -> None:
         """Ends a sample after its newest token, with reason "stop" (a stop string was seen)."""
     def interrupt(self) -> None:
-        """From another thread: the step under way stops, within a layer's time, with
-        KeyboardInterrupt, drawing nothing."""
+        """Call it from another thread: the current step stops within a layer's time. It raises
+        KeyboardInterrupt and draws nothing."""
     def cancel(self, request: int) -> None:
         """Forgets a request."""
     def take(self, request: int) -> dict[str, Any]:
@@ -340,10 +342,9 @@ class Sampler:
         """Requests queued or running."""
     @property
     def reused(self) -> int:
-        """Tokens whose keys and values were found in the cache: a prompt that begins like an
-        earlier sequence on the same weights begins with that one's pages. No result depends on
-        it."""
+        """Tokens found in the prefix cache: a prompt that begins like an earlier sequence on the
+        same weights reuses its pages. No result depends on it."""
     @property
     def replays(self) -> tuple[int, int]:
-        """(steps, replays): those that only decoded on a device that records them, and those of
-        them that were replayed."""
+        """(steps, replays): the steps that only decoded, on a device that records them, and how
+        many of these were replayed."""

@@ -303,7 +303,7 @@ def _info(options: argparse.Namespace) -> None:
 
 
 def _kept(sizes: Mapping[str, int], layers: int) -> str:
-    """What a step keeps of its layers' activations, as the end of a sentence."""
+    """The part of its layers' activations that a step keeps, as the end of a sentence."""
     if not sizes["attention_kept"]:
         return "is more than it may take"
     if sizes["kept"] == layers:

@@ -1,9 +1,9 @@
 """`python -m tinsmith.launch`: Python on a recipe, which finds the tokenizers of served models.
 
 A server's model may have any name, "Qwen/Qwen3-8B" say, for a folder on this machine; the cookbook
-looks for a name's tokenizer on the Hugging Face hub. Here it is told of the folder, through its own
-register_tokenizer, before the recipe starts. Nothing else differs from `python -m MODULE …` and
-`python SCRIPT …`.
+looks for a name's tokenizer on the Hugging Face hub. This module registers the folder with the
+cookbook's own register_tokenizer, before the recipe starts. Nothing else differs from `python -m
+MODULE …` and `python SCRIPT …`.
 
 **The exit code survives a crash of Python's own shutdown.** Before 3.14, pthread_exit ends a
 thread that asks for the GIL once the shutdown has begun. The SDK's HTTP client, pyqwest, has native
@@ -75,7 +75,7 @@ def exit_code(error: BaseException) -> int:
 
 def wait_for_native_threads(seconds: float) -> None:
     """Waits, so long at most, until only threads that Python started are inside Python."""
-    dummy = threading._DummyThread  # what the threading module makes of a native thread
+    dummy = threading._DummyThread  # the threading module's object for a native thread
     ours = {thread.ident for thread in threading.enumerate() if not isinstance(thread, dummy)}
     end = time.monotonic() + seconds
     while sys._current_frames().keys() - ours and time.monotonic() < end:

@@ -1,18 +1,19 @@
-"""The engine's operations on one's own arrays, with their gradients: for a loop in a notebook, or
-one piece of another trainer.
+"""The engine's operations on your own arrays, with their gradients: for a loop in a notebook, or
+for one piece of another trainer.
 
-Rows of the vocabulary come as logits (…, V), or as hidden states (…, D) with the head's weight
-(V, D), of which the logits never exist at one time: 128 MiB of them do. Arrays are NumPy's, or
-anything with `__dlpack__` (torch's, CuPy's, JAX's) in the memory of the CPU or of the first NVIDIA
-GPU: float32, bfloat16, or uint16 with bf16's bits; C-contiguous, and then read where they lie,
-never copied. All of a call lie on one device, but ids, labels, weights and gradients may come from
-the CPU. What comes out is of the kind of the first argument and on its device, a gradient in its
-input's type; sums are float32. On a GPU products are of bf16, and so is the gradient of logits:
-float32 is rounded to it on the way.
+You pass rows of the vocabulary as logits (…, V), or as hidden states (…, D) with the head's weight
+(V, D). The second form never holds all logits at once: 128 MiB of them at a time.
 
-`x_backward` takes the gradient of what `x` returned, then x's own arguments, and returns one
-gradient for each differentiable array. tinsmith.torch has them as autograd functions. Calls let go
-of the GIL and take turns.
+Arrays are NumPy's, or anything with `__dlpack__` (torch's, CuPy's, JAX's) in the memory of the CPU
+or of the first NVIDIA GPU. They are float32, bfloat16, or uint16 with bf16's bits, and
+C-contiguous; they are read zero-copy. All arrays of a call lie on one device, but ids, labels,
+weights and gradients may come from the CPU. Results have the kind and the device of the first
+argument; a gradient has its input's type. Sums are float32. On a GPU products are of bf16, and so
+is the gradient of logits: float32 is rounded to it on the way.
+
+`x_backward` takes the gradient of the result of `x`, then x's own arguments, and returns one
+gradient for each differentiable array. tinsmith.torch has them as autograd functions. Calls release
+the GIL and take turns.
 """
 
 import math
@@ -45,7 +46,7 @@ class _Loan:
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
     ) -> object:
-        """On whatever stream it will be read: the work on it is finished."""
+        """The stream does not matter: the work on the array is finished."""
         place = self.__dlpack_device__()
         if stream == 0 and place == CUDA:
             raise ValueError("stream 0 may be either of CUDA's default streams: pass 1 or 2")
@@ -59,14 +60,14 @@ class _Loan:
 
 
 def _place(x: Any) -> tuple[int, int]:
-    """Where an array lies; memory that the CPU reads is the CPU's."""
+    """The device of an array; memory that the CPU reads is the CPU's."""
     kind, number = x.__dlpack_device__() if hasattr(x, "__dlpack_device__") else CPU
     return CPU if int(kind) in tensors.HOST else (int(kind), int(number))
 
 
 def _like(like: Any, array: Any, shape: tuple[int, ...]) -> Any:
-    """A result of the core, in this shape, as the kind that `like` is, without a copy where its
-    library can."""
+    """A result of the core, in this shape and in the kind of `like`, zero-copy if its library
+    can."""
     if isinstance(array, np.ndarray):
         array = array.reshape(shape)
         if isinstance(like, np.ndarray):
@@ -123,7 +124,7 @@ class _Ids(NamedTuple):
 
 
 def _floats(x: Any, name: str, rows: Any) -> Any:
-    """Numbers that the core reads: where they lie if that is beside the rows, else as NumPy's."""
+    """Numbers for the core: zero-copy if they are on the rows' device, else as NumPy's."""
     return x if _place(x) != CPU and _place(x) == _place(rows) else _host(x, name, np.float32, rows)
 
 
@@ -148,9 +149,11 @@ def _gradient(like: Any, array: Any) -> Any:
 def topk_logprobs(rows: Any, *weight_and_k: Any) -> tuple[Any, Any]:
     """topk_logprobs(hidden, weight, k) or topk_logprobs(logits, k) -> (ids, logprobs)
 
-    The k most likely ids of each row, best first and the lower id first among equals, and their
-    log-probabilities: int32 and float32 of shape (…, k). The gradient is gather_logprobs_backward's
-    of these ids. ValueError for a k larger than the vocabulary."""
+    The k most likely ids of each row and their log-probabilities in nats: int32 and float32 of
+    shape (…, k). The best comes first; among equals, the lower id. For the gradient, pass these ids
+    to gather_logprobs_backward. ValueError if k is larger than the vocabulary.
+
+        ids, logprobs = topk_logprobs(logits, 20)"""
     if len(weight_and_k) not in (1, 2):
         raise TypeError("topk_logprobs takes (logits, k) or (hidden, weight, k)")
     weight, k = (None, *weight_and_k)[-2:]
@@ -162,8 +165,8 @@ def topk_logprobs(rows: Any, *weight_and_k: Any) -> tuple[Any, Any]:
 def gather_logprobs(rows: Any, *weight_and_ids: Any) -> Any:
     """gather_logprobs(hidden, weight, ids) or gather_logprobs(logits, ids) -> logprobs
 
-    Log-probabilities of ids (…, K), or of one id a row (…,): float32 of ids' shape. IndexError for
-    an id outside the vocabulary."""
+    Log-probabilities, in nats, of ids (…, K), or of one id a row (…,): float32 of ids' shape.
+    IndexError for an id outside the vocabulary."""
     weight, ids = _two(weight_and_ids, "gather_logprobs")
     return gather(rows, weight, ids).logprobs
 
@@ -177,8 +180,8 @@ def gather_logprobs_backward(grad: Any, rows: Any, *weight_and_ids: Any) -> Any:
 
 
 def linear_cross_entropy(hidden: Any, weight: Any, ids: Any, weights: Any) -> Any:
-    """-Σ weights·logprobs of ids (…, K) or (…,), weights of the same shape: a sum, as Tinker's
-    losses are."""
+    """-Σ weights·logprobs of ids (…, K) or (…,); weights have the same shape. The loss is a sum, in
+    nats, as Tinker's losses are."""
     logprobs = _host(gather(hidden, weight, ids).logprobs, "logprobs", np.float32, hidden)
     w = _weights(weights, logprobs.shape, hidden)
     return _scalar(hidden, -float(np.sum(w * logprobs, dtype=np.float64)))
@@ -209,8 +212,8 @@ def _weights(weights: Any, shape: tuple[int, ...], hidden: Any) -> np.ndarray:
 
 
 class Gathered(NamedTuple):
-    """What gather gives: log-probabilities, the gradients that were wanted, and logΣexp of each
-    row's logits."""
+    """The result of gather: log-probabilities, the requested gradients, and logΣexp of each row's
+    logits."""
 
     logprobs: Any
     drows: Any
@@ -227,8 +230,8 @@ def gather(
     lse: Any = None,
     want: tuple[bool, bool] = (True, True),
 ) -> Gathered:
-    """Log-probabilities, and with `grad` the gradients that are wanted, in one pass. With the lse
-    of an earlier call, the gradients alone, and sooner."""
+    """Log-probabilities, and with `grad` the requested gradients, in one pass. With the lse of an
+    earlier call, the gradients alone, which is faster."""
     own = _ids(ids, _shape(rows, "logits" if weight is None else "hidden")[:-1], rows)
     if grad is not None:
         grad = _floats(grad, "grad", rows)
@@ -246,7 +249,7 @@ def gather(
 
 
 class Divergence(NamedTuple):
-    """What generalized_jsd is told beside its arrays, checked."""
+    """The checked settings of generalized_jsd."""
 
     beta: float
     temperature: float
@@ -265,7 +268,7 @@ class Divergence(NamedTuple):
         top_k: int | None = None,
         token_clip: float | None = None,
     ) -> "Divergence":
-        """The settings of generalized_jsd; ValueError names what is out of its range."""
+        """The settings of generalized_jsd; ValueError names the setting that is out of range."""
         if not 0 <= beta <= 1:
             raise ValueError(f"beta must be in [0, 1], not {beta}")
         if not (temperature > 0 and math.isfinite(temperature)):
@@ -286,17 +289,17 @@ def generalized_jsd(student: Any, teacher: Any, labels: Any = None, **settings: 
     OPSD's generalized Jensen-Shannon divergence of two rows of the vocabulary, with its names and
     its meanings. `student` and `teacher` are logits (…, V), or pairs (hidden, weight).
 
-    labels        (…,) whole numbers: rows whose label is -100 are left out.
+    labels        (…,) whole numbers: rows with the label -100 are left out.
     beta          in [0, 1]: 0 is KL(teacher‖student), 1 is KL(student‖teacher), between them
                   beta·KL(teacher‖m) + (1−beta)·KL(student‖m), m = (1−beta)·student + beta·teacher.
     reduction     "batchmean": the sum by the number of rows that count, without labels by the first
                   dimension; "sum"; "mean": by the number of terms; "none": (rows, V) if there are
                   labels, else (…, V), of top_k instead of V if that is given.
     top_k         both sides restricted to the teacher's k best and renormalized among them.
-    token_clip    the most that one term, of one row and one id, may be.
+    token_clip    the upper limit of one term, of one row and one id.
 
-    Where the teacher's k-th best has equals, the lower ids are taken; a term without mass is 0 also
-    where a logit is -inf. The gradient goes to the student alone."""
+    Ties at the teacher's k-th best go to the lower ids. A term without mass is 0, even if a logit
+    is -inf. The gradient goes to the student alone."""
     return jsd(student, teacher, labels, Divergence.checked(**settings)).loss
 
 
@@ -309,7 +312,7 @@ def generalized_jsd_backward(
 
 
 class JsdResult(NamedTuple):
-    """What jsd gives: the loss in the student's kind, and the gradients that were wanted."""
+    """The result of jsd: the loss in the student's kind, and the requested gradients."""
 
     loss: Any
     drows: Any

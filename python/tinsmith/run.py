@@ -1,7 +1,7 @@
 """`tinsmith run`: a recipe, unmodified, on a backend that lives as long as it does.
 
-The recipe is a process of its own with the same Python, told of the backend by the two environment
-variables that the SDK reads, and of the models' tokenizers by launch.py. Its exit code is the
+The recipe is a process of its own with the same Python. It finds the backend by the two environment
+variables that the SDK reads, and the models' tokenizers by launch.py. Its exit code is the
 command's, even if Python crashes after the recipe's end (launch.py); Ctrl-C reaches it first.
 """
 
@@ -18,7 +18,7 @@ from tinsmith import launch
 from tinsmith.files.families import find_model
 
 API_KEY = "tml-local"  # the SDK insists on the prefix; nothing reads the rest
-# What a process sends itself. A kill from outside is no crash, even if it comes late.
+# Signals that a process sends itself. A kill from outside is no crash, even if it comes late.
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 
 
@@ -32,7 +32,7 @@ def recipe_models(arguments: Sequence[str]) -> dict[str, Path]:
         try:
             found[value] = find_model(value, {})
         except (OSError, ValueError):
-            continue  # one of the recipe's names that means something else; the server will tell
+            continue  # the name means something else here; the server reports a missing model
     return found
 
 

@@ -1,9 +1,9 @@
-"""Arrays in and out of Python: NumPy's, and those of any library that speaks DLPack.
+"""Arrays in and out of Python: NumPy's, and those of any library that supports DLPack.
 
-What comes in is borrowed: nothing is copied when it lies in this machine's memory, one element
-behind the other, in the type that the engine reads. What goes out goes back in the kind that came
-in, on its device: a tensor of torch (CPU or CUDA), CuPy or JAX for such a tensor, a NumPy array for
-NumPy's and for lists. No such library is imported here: who hands us its tensor has done so.
+Input is zero-copy if it lies in this machine's memory, is contiguous, and has the engine's element
+type. Output has the input's kind and device: a tensor of torch (CPU or CUDA), CuPy or JAX for such
+a tensor, a NumPy array for NumPy's and for lists. This module imports no such library: a caller
+that passes its tensor has already imported it.
 """
 
 import operator
@@ -22,8 +22,8 @@ INT32 = np.iinfo(np.int32)
 def to_ids(x: Any, name: str) -> NDArray[np.int32]:
     """Token ids as C-contiguous int32 of x's shape.
 
-    TypeError for what is no array or has no integers, IndexError for ids beyond int32; whether the
-    model has them is the engine's to say.
+    TypeError for a value that is no array or has no integers, IndexError for ids beyond int32. The
+    engine checks that the model has the ids.
     """
     array = _borrow(x, name, "integers")
     if array.dtype.kind not in "iu" and array.size:
@@ -39,8 +39,8 @@ def to_ids(x: Any, name: str) -> NDArray[np.int32]:
 def to_floats(x: Any, name: str) -> NDArray[np.float32]:
     """Numbers as C-contiguous float32 of x's shape; float64 is rounded, integers and bools count.
 
-    TypeError for what is no array or has no real numbers. Whether all are finite is the engine's
-    to say.
+    TypeError for a value that is no array or has no real numbers. The engine checks that all are
+    finite.
     """
     array = _borrow(x, name, "numbers")
     if array.dtype.kind not in "fiub":

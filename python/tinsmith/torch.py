@@ -1,11 +1,11 @@
-"""tinsmith.ops as autograd functions. Beside losses/, this is the one module that imports torch.
+"""tinsmith.ops as autograd functions. Besides losses/, this is the only module that imports torch.
 
-The losses make their gradients in the forward pass, while the logits are there, if a gradient will
-be asked for; backward multiplies them. So do log-probabilities under a frozen weight W, whose
-gradient is Σ_k g_k·(W[ids_k] − p·W): p·W, of the hidden states' shape, is what they keep. Else the
-log-probabilities' backward computes the logits again, from what forward kept of them: a number a
-row, their logΣexp. Tensors are on the CPU or on the first NVIDIA
-GPU, float32 or bfloat16. Gradients of gradients are not to be had.
+If a gradient will be needed, the losses compute it in the forward pass, while the logits are in
+memory; backward multiplies it. Log-probabilities under a frozen weight W do the same. Their
+gradient is Σ_k g_k·(W[ids_k] − p·W), so they keep p·W, which has the hidden states' shape.
+Otherwise the log-probabilities' backward computes the logits again, with the logΣexp that forward
+kept: one number a row. Tensors are on the CPU or on the first NVIDIA GPU, float32 or bfloat16.
+Gradients of gradients are not supported.
 """
 
 from typing import Any
@@ -65,7 +65,7 @@ def _from_first(
 
 
 class _Scaled(torch.autograd.Function):
-    """A scalar loss whose gradients are already there: `make` gives (loss, gradients)."""
+    """A scalar loss with gradients made in the forward pass: `make` gives (loss, gradients)."""
 
     @staticmethod
     def forward(ctx: Any, make: Any, *inputs: torch.Tensor | None) -> torch.Tensor:
@@ -113,7 +113,7 @@ def gather_logprobs(rows: torch.Tensor, *weight_and_ids: torch.Tensor) -> torch.
 
 def topk_logprobs(rows: torch.Tensor, *weight_and_k: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """topk_logprobs(hidden, weight, k) or topk_logprobs(logits, k) -> (ids, logprobs); see
-    tinsmith.ops. With a gradient wanted, the ids are found first and gathered then."""
+    tinsmith.ops. If a gradient is needed, the ids are found first and then gathered."""
     weight, k = (None, *weight_and_k)[-2:]
     arguments = (k,) if weight is None else (weight.detach(), k)
     ids, logprobs = ops.topk_logprobs(rows.detach(), *arguments)
@@ -126,7 +126,7 @@ def topk_logprobs(rows: torch.Tensor, *weight_and_k: Any) -> tuple[torch.Tensor,
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """-Σ weights·logprobs(ids), whose gradient goes to hidden and weight; see tinsmith.ops."""
+    """-Σ weights·logprobs(ids), differentiable in hidden and weight; see tinsmith.ops."""
 
     def make(needs: tuple[bool, ...]) -> tuple[float, tuple]:
         x, w = hidden.detach(), weight.detach()
@@ -144,7 +144,7 @@ def linear_cross_entropy(
 def generalized_jsd(
     student: Any, teacher: Any, labels: Any = None, **settings: Any
 ) -> torch.Tensor:
-    """OPSD's divergence, whose gradient goes to the student: logits or (hidden, weight); see
+    """OPSD's divergence. The gradient goes to the student alone: logits or (hidden, weight). See
     tinsmith.ops.generalized_jsd for all arguments."""
     how = ops.Divergence.checked(**settings)
     rows, weight = student if isinstance(student, tuple) else (student, None)

@@ -1,8 +1,8 @@
 """tinsmith.Adapter: LoRA matrices on a base model, trained in this process.
 
-`forward_backward` adds a loss's gradients, `optim_step` uses them. For a loss of your own, take the
-log-probabilities of `forward`, and give their gradient to `backward`: no second forward is run.
-Whatever a call raises, also KeyboardInterrupt, the adapter is then as it was before it.
+`forward_backward` adds a loss's gradients; `optim_step` uses them. For a loss of your own, take the
+log-probabilities of `forward`, and pass their gradient to `backward`: no second forward is run. If
+a call raises, even KeyboardInterrupt, the adapter is as it was before the call.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ JSD = "generalized_jsd"  # the engine's loss with a teacher
 
 
 def core_of(adapter: "Adapter | None") -> _core.Adapter | None:
-    """The engine's own adapter of ours, or None for the base model."""
+    """The engine's adapter behind ours, or None for the base model."""
     if adapter is not None and not isinstance(adapter, Adapter):
         raise TypeError(f"adapter must be a tinsmith.Adapter, {type(adapter).__name__} came")
     return None if adapter is None else adapter.core
@@ -38,8 +38,10 @@ def core_of(adapter: "Adapter | None") -> _core.Adapter | None:
 
 @dataclass(frozen=True)
 class ForwardBackwardOutput:
-    """loss: the sum over all targets, in nats where the loss is one. logprobs: of the targets, in
-    their shape and kind, float32; a list where lists came."""
+    """The result of `forward_backward`.
+
+    loss: the sum over all targets, in nats if the loss is measured in nats. logprobs: the targets'
+    log-probabilities, in the targets' shape and kind, float32; a list for a list."""
 
     loss: float
     logprobs: Any
@@ -47,16 +49,21 @@ class ForwardBackwardOutput:
 
 @dataclass(frozen=True)
 class DistillOutput(ForwardBackwardOutput):
-    """divergences: of each position, before its weight; (N,) float32, 0 where the weight is."""
+    """The result of `generalized_jsd`.
+
+    divergences: of each position, before its weight; (N,) float32, 0 where the weight is 0."""
 
     divergences: Any
 
 
 @dataclass(frozen=True)
 class OptimStepOutput:
-    """grad_norm: of the gradient before clipping, after normalization; grad_norm_clipped: after
-    both; weight_norm: of the weights after the step. Of the calls behind the step: loss, their sum,
-    and how many tokens and sequences had a gradient that was not zero."""
+    """The result of `optim_step`.
+
+    grad_norm: of the gradient before clipping, after normalization. grad_norm_clipped: after both.
+    weight_norm: of the weights after the step. loss: the sum of the losses of the calls behind the
+    step. loss_tokens and loss_sequences: the tokens and sequences of these calls with a gradient
+    that was not zero."""
 
     grad_norm: float
     grad_norm_clipped: float
@@ -104,11 +111,12 @@ class Adapter(Handle):
 
     @property
     def step_memory(self) -> int:
-        """Bytes that a training step may take: at first half of what the model's weights leave.
+        """Bytes that a training step may take; by default half of what the model's weights leave.
 
-        May be set, to bytes or to text like "6G"; 0 is the default again. No result depends on it:
-        where a step's activations do not fit, those of as many layers as do are kept, and the
-        others are computed again. What does not fit even so is refused with a MemoryError.
+        You may set it, to bytes or to text like "6G"; 0 restores the default. No result depends on
+        it. If a step's activations do not fit, those of as many layers as possible are kept and the
+        others are computed again (activation recomputation). A step that does not fit even so
+        raises MemoryError.
         """
         return self.core.step_bytes
 
@@ -135,15 +143,15 @@ class Adapter(Handle):
     ) -> ForwardBackwardOutput:
         """Runs sequences forward, evaluates a loss, and adds its gradient to the gradients so far.
 
-        tokens: ids (N,), or a list of sequences, each of its own length. targets: ids (N,) or
-        (N, K), at position i to be predicted from tokens[: i + 1]; a list for a list. weights
-        and the loss's other inputs are float arrays of the targets' shape; its configuration,
-        numbers. Losses: cross_entropy (weights), importance_sampling, ppo, cispo, dro, gspo
+        tokens: ids (N,), or a list of sequences, each of its own length. targets: ids (N,) or (N,
+        K); those at position i are predicted from tokens[: i + 1]. Pass a list for a list. weights
+        and the loss's other inputs are float arrays of the targets' shape. The loss's configuration
+        is numbers. Losses: cross_entropy (weights), importance_sampling, ppo, cispo, dro, gspo
         (logprobs, advantages, …): tinsmith._core.losses() lists them. A loss is a sum.
 
-        Arrays are NumPy's, lists, or anything with __dlpack__; int32 and float32 are borrowed,
-        not copied. TypeError, ValueError, IndexError (an id that the model does not have) and
-        FloatingPointError (a result that is not finite) say what was expected and what came.
+        Arrays are NumPy's, lists, or anything with __dlpack__; int32 and float32 are zero-copy.
+        Errors are TypeError, ValueError, IndexError (an id that the model does not have) and
+        FloatingPointError (a result that is not finite). Each says what was expected and what came.
         """
         if loss == JSD:
             raise ValueError(f"{JSD} has a teacher: call adapter.{JSD}(…)")
@@ -171,21 +179,21 @@ class Adapter(Handle):
         """OPSD's loss and its gradient: Σ weights · JSD_β(teacher ‖ student), over the vocabulary.
 
         tokens, targets (N,) and weights are forward_backward's. teacher_tokens (M,): the teacher's
-        prompt and then the completion, which is the targets from the first one whose weight is not
-        0; a list for a list. Where a weight is not 0 the student's distribution is compared
-        with the one by which the teacher predicts the same token. teacher None is the base model;
-        or an adapter, this one, a snapshot of it or another; or another model of the same
-        vocabulary. It gets no gradient.
+        prompt and then the completion. The completion is the targets from the first one with a
+        weight that is not 0. Pass a list for a list. Where a weight is not 0, the student's
+        distribution is compared with the teacher's for the same token. teacher: None is the base
+        model. It may also be an adapter (this one, a snapshot of it or another), or another model
+        of the same vocabulary. The teacher gets no gradient.
 
-        β 0 is KL(teacher ‖ student), β 1 KL(student ‖ teacher). top_k: over the teacher's K
-        likeliest ids alone, each side made to add up to 1. token_clip: an upper limit of each
-        id's part.
+        β 0 is KL(teacher ‖ student), β 1 is KL(student ‖ teacher). top_k: only the teacher's K
+        likeliest ids count, and both sides are renormalized over them. token_clip: an upper limit
+        of each id's term.
 
-        Or teacher_logprobs (N, K) instead of teacher_tokens: the teacher's log-probabilities (up
-        to a constant) of the ids in targets, (N, K) too, as Model.topk_logprobs gives both; then
-        the comparison is over those ids, each side made to add up to 1, and weights are (N,) or
-        each id's. -99999 stands for no id. logprobs are (N, K). No teacher, no top_k. Errors are
-        forward_backward's.
+        Or pass teacher_logprobs (N, K) instead of teacher_tokens: the teacher's log-probabilities
+        (up to a constant) of the ids in targets, (N, K) too. Model.topk_logprobs returns both. Both
+        sides are renormalized over those ids; no teacher model runs. weights are (N,), or (N, K)
+        for one weight an id. -99999 stands for no id. The result's logprobs are (N, K). teacher and
+        top_k must be left out. Errors are forward_backward's.
         """
         options = {"beta": beta, "temperature": temperature, "token_clip": token_clip}
         options |= {"weights": weights, "top_k": top_k}
@@ -240,7 +248,8 @@ class Adapter(Handle):
     def follow(self, leader: "Adapter", decay: float) -> None:
         """weights = decay · weights + (1 - decay) · leader's, of the same layout; decay in [0, 1).
 
-        On a snapshot after each step: an exponential moving average, as a teacher.
+        Call it on a snapshot after each step for an exponential moving average, for example as a
+        teacher.
         """
         decay, core = tensors.to_number(decay, "decay"), core_of(leader)
         if core is None:
@@ -251,8 +260,8 @@ class Adapter(Handle):
         """Log-probabilities of the targets, in their shape and kind; float32, in nats.
 
         tokens and targets are forward_backward's. With keep, `backward` may follow: activations
-        stay in memory until another call needs it, and what has gone is computed again then. A
-        snapshot keeps nothing.
+        stay in memory until another call needs the memory, and `backward` computes the missing ones
+        again. A snapshot keeps nothing.
         """
         given = datums.gather(tokens, targets)
         keep = keep and self._trained
@@ -266,13 +275,14 @@ class Adapter(Handle):
         return given.shaped(self._run(work))
 
     def backward(self, dlogprobs: Any) -> None:
-        """Adds the gradient of a loss, given its derivative by the newest kept forward's
-        log-probabilities: in the form in which forward returned them, every number finite.
+        """Adds the gradient of a loss. dlogprobs is the loss's derivative with respect to the
+        newest kept forward's log-probabilities, in the form that forward returned; every number is
+        finite.
 
-        Bit for bit what forward_backward adds for a loss with this derivative. ValueError where
-        there was no forward, the weights have changed since, or a backward has used it. The newest
-        forward is the adapter's, whichever thread made it: threads that share an adapter hold a
-        lock of their own around such a pair.
+        The result is, bit for bit, the gradient of forward_backward for a loss with this
+        derivative. ValueError if there was no forward, the weights have changed since, or a
+        backward has used it. An adapter has one newest forward, whichever thread made it. If your
+        threads share an adapter, hold a lock of your own around such a pair.
         """
 
         def work() -> None:
@@ -299,9 +309,9 @@ class Adapter(Handle):
         """One AdamW step with the gradients so far, which are then cleared; defaults are Tinker's.
 
         grad_clip_norm 0 clips nothing. grad_accumulation_normalization divides the gradient first:
-        "num_loss_tokens", "num_sequences" or None. Ctrl-C comes after the step, which is short.
-        FloatingPointError for a gradient that is not finite: it is cleared, and weights and moments
-        stay as they were.
+        "num_loss_tokens", "num_sequences" or None. The step is short; Ctrl-C takes effect after it.
+        FloatingPointError for a gradient that is not finite: the gradient is cleared, and weights
+        and moments stay as they were.
         """
         numbers = {
             "learning_rate": learning_rate,
@@ -328,7 +338,7 @@ class Adapter(Handle):
         return self._read("weights")
 
     def gradients(self) -> dict[str, NDArray[np.float32]]:
-        """Copies of the gradients so far, likewise."""
+        """Copies of the gradients so far, with the names and shapes of `parameters`."""
         return self._read("gradients")
 
     def _read(self, what: str) -> dict[str, NDArray[np.float32]]:
@@ -336,15 +346,16 @@ class Adapter(Handle):
         return dict(checkpoint.matrices(self.engine.loaded.family, self.core, flat))
 
     def snapshot(self) -> "Adapter":
-        """The weights as they are now, to sample from and to score with; it can't be trained."""
+        """A copy of the current weights, to sample from and to score with; it can't be trained."""
         core = self.engine.turns.take(self.core.snapshot)
         return Adapter(self.engine, core, self._meta, trained=False)
 
     def save(self, path: str | Path, *, optimizer: bool = True, overwrite: bool = False) -> None:
         """Writes a folder that PEFT loads as it is, whole or not at all.
 
-        With optimizer also what Model.load_lora(path, optimizer=True) needs to go on bit for bit.
-        FileExistsError where one exists, unless overwrite.
+        With optimizer, the folder also contains the state with which Model.load_lora(path,
+        optimizer=True) continues bit for bit. FileExistsError if the folder exists, unless
+        overwrite.
         """
         folder = Path(path).expanduser()
 
@@ -360,7 +371,7 @@ class Adapter(Handle):
         self.engine.turns.take(work)
 
     def _run(self, work: Callable[[], T], other: Handle | None = None) -> T:
-        """Takes this model's turn, and that of another one that the work reads, in one order."""
+        """Takes a turn on this model, and on another one that the work reads, in a fixed order."""
         engines = sorted({self.engine, (other or self).engine}, key=id)
         for engine in engines[1:]:
             work = partial(engine.turns.take, work)

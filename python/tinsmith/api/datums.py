@@ -1,8 +1,8 @@
-"""The sequences of one training call, as a notebook has them, flat as the engine takes them.
+"""The sequences of one training call, flattened for the engine.
 
-A sequence is its tokens (N,), its targets (N,) or (N, K), and whatever else the loss reads, shaped
-like the targets. A call has one, or a list of each. Shapes and types are checked here; ids, lengths
-and numbers by the engine, before any work.
+A sequence has its tokens (N,), its targets (N,) or (N, K), and the loss's other inputs in the
+targets' shape. A call has one sequence, or a list of each of these. Shapes and types are checked
+here; the engine checks ids, lengths and numbers before any work.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ class Datums:
 
     @property
     def arrays(self) -> tuple[NDArray[np.int32], ...]:
-        """What the model sees, and what it is asked for."""
+        """The arrays of the model's input and of its targets."""
         return self.tokens, self.lengths, self.targets, self.counts
 
     def flat(self, values: Any, name: str, *, by_row: bool = False) -> NDArray[np.float32]:
@@ -122,9 +122,9 @@ def _targets(targets: Any, name: str, length: int) -> NDArray[np.int32]:
 def options(
     loss: str, given: Mapping[str, Any], datums: Datums
 ) -> tuple[dict[str, NDArray[np.float32]], dict[str, float]]:
-    """A loss's inputs and configuration out of keyword arguments; None is as good as missing.
+    """A loss's inputs and configuration out of keyword arguments; None means missing.
 
-    A name that is both, a clip threshold, is configuration where it is a number.
+    A clip threshold can be an input or configuration; a number is configuration.
     """
     row = LOSSES.get(loss)
     if row is None:
@@ -162,6 +162,6 @@ def _items(values: Any, name: str, datums: Datums) -> Sequence[Any]:
 
 
 def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """One sequence's array as it is, borrowed; those of several copied behind one another."""
+    """One sequence's array as it is, zero-copy; or copies of several sequences' arrays, joined."""
     flat = [part.reshape(-1) for part in parts]
     return flat[0] if len(flat) == 1 else np.concatenate(flat)

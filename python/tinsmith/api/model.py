@@ -37,8 +37,7 @@ SEED_BITS = 63
 class TopKLogprobs:
     """The K most likely ids at each position, the likeliest first.
 
-    ids (N, K) int32 and logprobs (N, K) float32, natural logarithms, of the kind of array that the
-    tokens were.
+    ids (N, K): int32. logprobs (N, K): float32, in nats. Both have the kind of the tokens' array.
     """
 
     ids: Any
@@ -48,14 +47,14 @@ class TopKLogprobs:
 class Model(Handle):
     """A frozen base model, loaded from a Hugging Face folder.
 
-    name is a folder, or the name of a model in the Hugging Face cache. device is "auto", "cpu" or
-    "cuda". threads 0 takes all cores. dtype is what products with base weights are computed in:
-    "float32", "bfloat16", or "auto": bfloat16 for a bfloat16 model where the processor has the
-    instructions, else float32. progress True draws a bar
-    with tqdm; or a function that is called with (bytes loaded, bytes in all).
+    name: a folder, or the name of a model in the Hugging Face cache. device: "auto", "cpu" or
+    "cuda". threads: 0 takes all cores. dtype: the type of products with base weights: "float32",
+    "bfloat16", or "auto". "auto" is bfloat16 for a bfloat16 model where the processor has the
+    instructions, else float32. progress: True draws a bar with tqdm; or pass a function, called
+    with (bytes loaded, bytes in all).
 
-    Raises FileNotFoundError and ValueError with a sentence for a model that can't be loaded,
-    RuntimeError for a device that can't be used, MemoryError where the model does not fit.
+    Raises FileNotFoundError or ValueError with a sentence for a model that can't be loaded,
+    RuntimeError for a device that can't be used, MemoryError if the model does not fit.
     """
 
     def __init__(
@@ -117,10 +116,10 @@ class Model(Handle):
         mlp: bool = True,
         unembed: bool = True,
     ) -> Adapter:
-        """A new LoRA adapter, which changes nothing until it is trained: B is zero.
+        """A new LoRA adapter. It changes nothing until it is trained: B is zero.
 
-        The scale is alpha / rank. A is drawn from `seed`, afresh where there is none. attn, mlp and
-        unembed say which matrices it is on.
+        The scale is alpha / rank. A is drawn from `seed`, or afresh if seed is None. attn, mlp and
+        unembed select the matrices that it is on.
         """
         rank, alpha = tensors.to_integer(rank, "rank"), tensors.to_number(alpha, "alpha")
         if seed is None:
@@ -147,8 +146,9 @@ class Model(Handle):
     def load_lora(self, path: str | Path, *, optimizer: bool = False) -> Adapter:
         """An adapter from a folder: one of our checkpoints, or one that PEFT has saved.
 
-        With optimizer also AdamW's moments and step, and gradients not yet used: training goes on
-        bit for bit. FileNotFoundError and ValueError say what is missing or does not fit.
+        optimizer: also loads AdamW's moments and step, and gradients not yet used, so that training
+        continues bit for bit. Raises FileNotFoundError or ValueError, with what is missing or does
+        not fit.
         """
         folder = Path(path).expanduser()
         meta = peft.load_meta(folder)
@@ -158,14 +158,14 @@ class Model(Handle):
         return Adapter(self.engine, core, meta)
 
     def sampler(self) -> Sampler:
-        """What draws sequences from the model and its adapters."""
+        """A Sampler that draws sequences from the model and its adapters."""
         return Sampler(self.engine)
 
     def logprobs(self, tokens: Any, *, adapter: Adapter | None = None) -> Any:
-        """Log-probability of each token but the first, given those before it.
+        """Log-probability, in nats, of each token but the first, given the tokens before it.
 
-        tokens: ids (N,), or a list of such. Returns (N - 1,) float32: element i is that of
-        tokens[i + 1], as adapter.forward(tokens[:-1], tokens[1:]) has it; a list for a list.
+        tokens: ids (N,), or a list of such. Returns (N - 1,) float32, or a list for a list. Element
+        i belongs to tokens[i + 1]; it equals that of adapter.forward(tokens[:-1], tokens[1:]).
         """
         results, given = self._score(tokens, adapter, prompt_logprobs=True)
         arrays = [
@@ -178,10 +178,12 @@ class Model(Handle):
     def topk_logprobs(
         self, tokens: Any, k: int, *, adapter: Adapter | None = None
     ) -> TopKLogprobs | list[TopKLogprobs]:
-        """The k most likely ids in the place of each token but the first, given those before it.
+        """The k most likely ids at the place of each token but the first, given the tokens before
+        it.
 
-        tokens: ids (N,), or a list of such. Row i of the result, (N - 1, k), is about
-        tokens[i + 1]: its ids are (N - 1, k) targets for tokens[:-1]. A list for a list.
+        tokens: ids (N,), or a list of such. Returns (N - 1, k) arrays, or a list for a list. Row i
+        belongs to tokens[i + 1]: the ids are (N - 1, k) targets for tokens[:-1]. ValueError unless
+        k is from 1 to the vocabulary's size.
         """
         k = tensors.to_integer(k, "k")
         if not 1 <= k <= self.vocab:
@@ -200,7 +202,7 @@ class Model(Handle):
     def _score(
         self, tokens: Any, adapter: Adapter | None, **wanted: Any
     ) -> tuple[list[SampleResult], Sequence[Any]]:
-        """Scores of each sequence, as the sampler has them, and the sequences as they came."""
+        """Scores of each sequence, as the sampler returns them, and the sequences as given."""
         batch = tensors.is_batch(tokens)
         given = list(tokens) if batch else [tokens]
         requests = [

@@ -1,4 +1,4 @@
-"""A loaded model with the thread that owns it: what Model, Adapter and Sampler share."""
+"""A loaded model with the thread that owns it, shared by Model, Adapter and Sampler."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ class ModelThread:
         adapter: _core.Adapter | None,
         report: "Report | None" = None,
     ) -> list[SampleResult]:
-        """Runs sampling requests together until all are done, in one turn; all or none of them."""
+        """Runs sampling requests together until all are done, in one turn: all of them or none."""
         futures: list[Future[SampleResult]] = [Future() for _ in requests]
         stopped = threading.Event()
 
@@ -60,8 +60,8 @@ class ModelThread:
 
 
 class Handle:
-    """What Model and Adapter share. `core` is the engine's own object, for who needs more: one
-    thread at a time may use it."""
+    """The common part of Model and Adapter. `core` is the engine's own object, for advanced use:
+    one thread at a time may use it."""
 
     engine: ModelThread
     core: Any
@@ -69,7 +69,7 @@ class Handle:
 
 @contextmanager
 def _named(index: int, count: int) -> Iterator[None]:
-    """Says of which of several requests an error is."""
+    """Adds the number of the request to an error, if there are several requests."""
     try:
         yield
     except (ValueError, IndexError) as error:
@@ -79,7 +79,7 @@ def _named(index: int, count: int) -> Iterator[None]:
 
 
 def _result(future: "Future[SampleResult]") -> SampleResult:
-    """A request's result, or what the engine raised, rather than the sentence made of it."""
+    """A request's result. An error is raised as the engine raised it, not as a RequestError."""
     try:
         return future.result()
     except RequestError as error:

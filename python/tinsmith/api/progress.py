@@ -1,4 +1,4 @@
-"""How far a long call has come: told to a function of the caller's, or drawn by tqdm."""
+"""The progress of a long call, passed to a function of the caller's or drawn by tqdm."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,7 +10,8 @@ Progress = bool | Report
 
 @contextmanager
 def reporting(progress: Progress, title: str, *, unit: str) -> Iterator[Report]:
-    """A function to call with (done, total). True: a bar, in notebooks and terminals alike."""
+    """Gives a function to call with (done, total). progress True draws a bar, in notebooks and
+    terminals alike."""
     if callable(progress):
         yield progress
     elif not progress:

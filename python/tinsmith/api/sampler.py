@@ -17,11 +17,11 @@ SEED_BITS = 63
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """One drawn sequence: its n tokens, int32, with the stop token where there is one.
+    """One drawn sequence.
 
-    logprobs (n,) float32, of the distribution that each was drawn from. stop_reason is "stop" or
-    "length". topk_ids and topk_logprobs (n, topk) where they were asked for, else None. Arrays
-    are of the kind that the prompt was.
+    tokens (n,): int32, with the stop token if there is one. logprobs (n,): float32, in nats, of the
+    distribution that each token was drawn from. stop_reason: "stop" or "length". topk_ids and
+    topk_logprobs: (n, topk) if you asked for them, else None. Arrays have the kind of the prompt.
     """
 
     tokens: Any
@@ -32,7 +32,7 @@ class SampledSequence:
 
 
 class Sampler:
-    """See `sample`. Made by Model.sampler."""
+    """Draws sequences; see `sample`. Made by Model.sampler."""
 
     def __init__(self, engine: ModelThread):
         self.engine = engine
@@ -52,17 +52,21 @@ class Sampler:
         topk: int = 0,
         progress: Progress = False,
     ) -> list[SampledSequence] | list[list[SampledSequence]]:
-        """num_samples sequences that go on from a prompt, ids (N,); of each, for a list of prompts.
+        """Draws num_samples continuations of a prompt, ids (N,); for a list of prompts, of each.
 
-        All prompts decode together; what one gives does not depend on the others. adapter None is
-        the base model. max_tokens None: to the end of the context. temperature 0 is greedy. top_k
-        -1 and top_p 1 cut nothing. A seed gives the same tokens each time: an integer, to
-        which a prompt's place in the list is added, or one for each prompt; None draws afresh.
-        stop: ids or strings that end a sequence (strings need the tokenizers package); None: the
-        model's end of sequence; []: nothing. topk also returns the most likely ids at each token.
-        progress True draws a bar with tqdm; or a function called with (prompts done, prompts).
+        All prompts decode together; a prompt's result does not depend on the others.
 
-        TypeError, ValueError and IndexError say what was expected and what came.
+        adapter: None is the base model. max_tokens: None is to the end of the context. temperature:
+        0 is greedy. top_k -1 and top_p 1 cut nothing. seed: the same seed gives the same tokens
+        each time. An integer seed is added to a prompt's place in the list; or pass one seed for
+        each prompt. None draws afresh. stop: ids or strings that end a sequence (strings need the
+        tokenizers package). None is the model's end of sequence; [] is nothing. topk: also returns
+        the topk most likely ids at each token. progress: True draws a bar with tqdm; or pass a
+        function, called with (prompts done, prompts).
+
+            [answer] = model.sampler().sample(prompt, max_tokens=100)
+
+        Raises TypeError, ValueError or IndexError; each says what was expected and what came.
         """
         batch = tensors.is_batch(prompts)
         given = list(prompts) if batch else [prompts]
@@ -93,7 +97,9 @@ class Sampler:
         return found if batch else found[0]
 
     def _stops(self, stop: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Ids and texts that end a sequence: for texts the end of sequence does so too."""
+        """Ids and texts that end a sequence. With texts, the model's end of sequence always ends it
+        too, as it does without `stop`.
+        """
         eos, vocab = self.engine.loaded.eos_ids, self.engine.loaded.vocab
         if stop is None:
             return eos, ()

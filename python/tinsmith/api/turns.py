@@ -1,10 +1,10 @@
 """One thread for an engine's model: calls from any thread take turns, and Ctrl-C ends one.
 
-The engine allows one call at a time. Here a model's calls are made by a thread of its own, one
-after another, while each caller waits for its own; so two threads can't be in the engine at once,
-and the caller, who holds no lock and runs no C code, receives its signals: on KeyboardInterrupt the
-call is told to stop, and the exception goes on only when it has. Callers may have a running event
-loop; it stands still as for any other call (asyncio.to_thread keeps it running).
+The engine allows one call at a time. A thread of this module makes a model's calls, one after
+another, while each caller waits for its own. So two threads can't be in the engine at once. The
+caller holds no lock and runs no C code, so it receives its signals. On KeyboardInterrupt the call
+is told to stop; the exception is raised only when the call has stopped. Callers may have a running
+event loop; it stands still as for any other call (asyncio.to_thread keeps it running).
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-TICK_SECONDS = 0.1  # between two looks at how far a call has come
+TICK_SECONDS = 0.1  # between two calls of `tick`
 AGAIN_SECONDS = 0.05  # between two requests to stop: the first may come before the call has begun
 
 
@@ -32,11 +32,11 @@ class Turns:
         interrupt: Callable[[], None] | None = None,
         tick: Callable[[], None] | None = None,
     ) -> T:
-        """What `work` returns or raises, from the engine's thread.
+        """Runs `work` in the engine's thread; returns its result or raises its exception.
 
-        On KeyboardInterrupt `interrupt` is called, from this thread, until the work has ended; work
-        without it is short, and is waited for: it happens whole or not at all. `tick` is called
-        from this thread, a few times a second and at the end.
+        On KeyboardInterrupt, `interrupt` is called from this thread until the work has ended. Work
+        without `interrupt` is short: the caller waits for it, and it happens whole or not at all.
+        `tick` is called from this thread, a few times a second and at the end.
         """
         if os.getpid() != self._process:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""SDFT beside OPSD: `python -m tinsmith.demo.compare`, on the model that is in the package.
+"""SDFT compared with OPSD: `python -m tinsmith.demo.compare`, on the model that is in the package.
 
 The cookbook's SDFT recipe (cross-entropy to the teacher's 20 likeliest tokens) and OPSD's (the
 divergence from the teacher over the whole vocabulary, computed on the server) train on the same
@@ -80,7 +80,7 @@ def run_opsd(url: str, out: Path, steps: int, seed: int, *, save_every: int = 0)
 
 
 def accuracies(client: Any, log: Path, held_out: Sequence[data.Example]) -> Curve:
-    """What the students that a recipe saved answer right, by steps."""
+    """The share of right answers of a recipe's saved students, by steps."""
     found = {}
     for line in (log / "checkpoints.jsonl").read_text().splitlines():
         saved = json.loads(line)

@@ -190,7 +190,7 @@ def split_pools(held_out: bool) -> Pools:
 
 
 def all_pools() -> Pools:
-    """Every value: what the base model is trained on."""
+    """Every value, the base model's training data."""
     return Pools(_CITIES, _PEOPLE, _WORDS, tuple(_times()))
 
 
@@ -296,7 +296,7 @@ def score(answer: str, golden: str) -> bool:
 
 
 def guess_call(rng: random.Random, example: Example) -> Call:
-    """What the base model says without a demonstration of a skill that it has not mastered.
+    """The base model's answer, without a demonstration, for a skill that it has not mastered.
 
     Two times in three it calls for help; one time in six it tries the right tool, one in six any
     tool. An argument of the right tool is right more often than not; else it is whatever the

@@ -1,10 +1,10 @@
 """`tinsmith demo`: the cookbook's SDFT recipe, unmodified, on the model that is in the package.
 
 A tiny Qwen3 knows the form of a tool call but not which tool a question wants. Shown a
-demonstration it follows it. SDFT makes the student agree, on its own answers, with itself when it
-has seen the demonstration. What it learned is measured on held-out questions, whose cities, words
-and times are in no question that SDFT trains on; a skill that it had before, and that SDFT does not
-train, shows what that cost. Everything comes from one seed, so the figures repeat.
+demonstration, it follows it. SDFT makes the student agree, on its own answers, with itself when it
+has seen the demonstration. Held-out questions measure the learning; their cities, words and times
+are in no question that SDFT trains on. A skill that it had before, and that SDFT does not train,
+shows the cost. Everything comes from one seed, so the figures repeat.
 """
 
 import argparse
@@ -168,7 +168,7 @@ def run_sdft(url: str, out: Path, steps: int, seed: int, *, save_every: int = 0)
 
 
 def settings(log: Path, steps: int) -> list[str]:
-    """What any recipe is told here."""
+    """The arguments that every recipe gets here."""
     return [
         f"model_name={MODEL}", f"renderer_name={RENDERER}", f"groups_per_batch={BATCH}",
         f"max_tokens={MAX_TOKENS}", f"lora_rank={RANK}", f"learning_rate={LEARNING_RATE}",
@@ -252,7 +252,7 @@ def metrics(log: Path) -> list[dict[str, Any]]:
 def print_table(
     before: Scores, after: Scores, teacher: Scores, losses: Sequence[float], seconds: float
 ) -> None:
-    """What changed, as a table on the terminal."""
+    """The changes, as a table on the terminal."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,1 +1,1 @@
-"""What owns the C engine on a server: one worker thread with its models, runs and samplers."""
+"""The owner of the C engine on a server: one worker thread with its models, runs and samplers."""

@@ -1,15 +1,16 @@
-"""The base models that a server holds: read on first use, dropped by least use when room is needed.
+"""The base models that a server holds: read on first use, evicted least recently used first.
 
-Whoever uses one that is not there yet meets NotLoaded, and asks to be called again when it can be
-used. Models are read (loading.py) tensor by tensor, between other work and in turns; why one can't
-be is told to those that wait for it, and who comes later tries anew.
+A caller that uses a model that is not loaded yet gets NotLoaded. It then asks to be called again
+when the model can be used. Models are read (loading.py) tensor by tensor, between other work and in
+turns. If a model can't be loaded, only the requests that wait for it get the error; later requests
+try anew.
 
-Memory is counted in what the engine allocates: weights, caches of keys and values, adapters with a
-step's activations. The limit is given, or nine tenths of what the machine, the container or the
-card has. A model goes only when nothing on it would be lost: no adapter in training, no snapshot
-that is nowhere on disk, no sample under way. What goes comes back on its next use, to the same
-bits. A failed allocation makes room too, where the limit did not foresee it. All of it belongs to
-the worker's thread.
+Memory is counted as the engine allocates it: weights, KV caches, and adapters with a step's
+activations. The limit is given, or nine tenths of the memory of the machine, the container or the
+card. A model is evicted only when nothing on it would be lost: no adapter in training, no snapshot
+that is nowhere on disk, no sample under way. An evicted model is read again on its next use, to the
+same bits. A failed allocation also evicts, where the limit did not foresee it. All of this belongs
+to the worker's thread.
 """
 
 import ctypes
@@ -29,18 +30,19 @@ SHARE = 0.9  # of all memory, where no limit is given
 
 @dataclass(frozen=True)
 class Hold:
-    """Memory that something beside the weights takes on a base model."""
+    """Memory on a base model in addition to its weights."""
 
     base: Path
     bytes: int
     what: str
-    pins: bool  # whether it would be lost with the model
+    pins: bool  # whether its data would be lost with the model
 
 
 def inspect_models(
     paths: Mapping[str, Path], *, device: str = "cpu", dtype: str | None = None
 ) -> dict[str, BaseModel]:
-    """What is known of base models under their names; raises what is wrong with their files."""
+    """Checks the files of base models and returns a description of each by its name. Raises the
+    error of files that are wrong."""
     known: dict[Path, BaseModel] = {}
     for path in paths.values():
         key = Path(path).resolve()
@@ -50,7 +52,7 @@ def inspect_models(
 
 
 class NotLoaded(Exception):
-    """A base model that is used is not in the engine: Bases.want() has it read."""
+    """A base model in use is not in the engine; Bases.want() has it read."""
 
     def __init__(self, model: BaseModel):
         super().__init__(f"the base model in {model.path} is not loaded")
@@ -58,8 +60,8 @@ class NotLoaded(Exception):
 
 
 class Bases:
-    """See the file's header. `holds` tells what else takes memory; `release` drops what can be made
-    again on a base (an idle cache, adapters that are on disk), and tells whether there was any.
+    """See the file's header. `holds` lists what else takes memory. `release` drops what can be made
+    again on a base (an idle cache, adapters that are on disk), and returns whether there was any.
     `wake` is called in another thread when `busy` has become true."""
 
     def __init__(
@@ -81,14 +83,14 @@ class Bases:
         self._release = release
         self._wake = wake
         self._loaded: dict[Path, LoadedModel] = {}  # the least recently used first
-        self._wanted: dict[Path, list[Callable[[], None]]] = {}  # who waits for a model to be read
+        self._wanted: dict[Path, list[Callable[[], None]]] = {}  # calls when a model is read
         self._loading: dict[Path, Loading] = {}  # those of them that are being read
         self._full = False  # the next one has to wait until one of those is done
-        self._failed: dict[Path, Exception] = {}  # while those who waited are called
+        self._failed: dict[Path, Exception] = {}  # while its waiters are called
 
     def use(self, model: BaseModel) -> LoadedModel:
-        """The model in the engine, which becomes the most recently used one; NotLoaded where it is
-        not there. For who is called by want(), why it can't be."""
+        """The model in the engine, which becomes the most recently used one. Raises NotLoaded if it
+        is not loaded. Inside a call that want() makes, raises the reason why it can't be loaded."""
         if model.path in self._failed:
             raise self._failed[model.path]
         loaded = self._loaded.pop(model.path, None)
@@ -98,7 +100,7 @@ class Bases:
         return loaded
 
     def want(self, model: BaseModel, again: Callable[[], None]) -> None:
-        """Has a model read; `again` is called when it was, or when it can't be."""
+        """Has a model read. `again` is called when it is read, or when it can't be."""
         self._wanted.setdefault(model.path, []).append(again)
 
     @property
@@ -107,8 +109,10 @@ class Bases:
         return self._next() is not None
 
     def load(self) -> None:
-        """Begins with a model that is wanted, or takes in one tensor of the model whose turn it is;
-        with the last, calls who waits. What goes wrong is told to those alone."""
+        """Begins to read a model that is wanted, or takes in one tensor of the model that is next
+        in turn. After the last tensor, calls those that wait for the model. An error goes to them
+        alone.
+        """
         path = self._next()
         assert path is not None
         try:
@@ -123,14 +127,14 @@ class Bases:
         self._finish(path)
 
     def waits_for(self, model: BaseModel) -> str:
-        """What keeps a model that is wanted from being used; any thread may ask."""
+        """Why a model that is wanted can't be used yet. Any thread may ask."""
         name, loading = self._names[model.path], self._loading.get(model.path)
         if loading is None:
             return f"the base model {name} is read after another one"
         return f"the base model {name} is being read: {loading.share:.0%}"
 
     def close(self, error: Exception) -> None:
-        """Ends what is being read; who waits is called, and meets the error."""
+        """Ends all reading. Those that wait are called, and get the error."""
         for path in list(self._wanted):
             self._failed[path] = error
             self._finish(path)
@@ -143,10 +147,10 @@ class Bases:
         keep: Path | None = None,
         least: int | None = None,
     ) -> T:
-        """Calls a function that allocates, after making room for what it needs, or, where it can
-        do with less, for as much as there can be.
+        """Calls a function that allocates, after making room for what it needs. If the function can
+        do with less, makes as much room as possible.
 
-        `keep` is a model that may not go. MemoryError where there is no room to be made.
+        `keep` is a model that must not be evicted. Raises MemoryError if no room can be made.
         """
         least = need if least is None else least
         while self.memory is not None and self._used() + need > self.memory:
@@ -157,8 +161,9 @@ class Bases:
         return self._try(what, function, keep)
 
     def run_bytes(self, loaded: LoadedModel, rank: int) -> tuple[int, int]:
-        """What a run of some rank takes, its adapter and a step's activations: as many as a step
-        may keep, and the least, with something for batches that are not one long datum."""
+        """The bytes that a run of some rank takes, for its adapter and a step's activations: the
+        most that a step may keep, and the least. The least includes a margin for batches that are
+        not one long datum."""
         core = loaded.core
         rows = core.plan(rank)["step_tokens"]
         most = core.plan(rank, rows, core.step_bytes(self.memory or 0))
@@ -167,15 +172,15 @@ class Bases:
         return beside + max(most["step"], least), beside + least
 
     def step_bytes(self, adapter: _core.Adapter, reserved: int) -> int:
-        """What an adapter's step may take for which so much is reserved: that, or all that is free
-        within a step's share; 0 where nothing bounds it."""
+        """The bytes that a step of an adapter may take, given the bytes reserved for it: those, or
+        all that is free within a step's share. 0 where nothing bounds it."""
         if self.memory is None:
             return 0
         share = adapter.model.step_bytes(self.memory)
         return max(reserved, min(share, reserved + self.memory - self._used()))
 
     def room(self, need: int) -> int:
-        """Of what is needed, what there is."""
+        """The bytes that there is room for, at most `need`."""
         return need if self.memory is None else min(need, self.memory - self._used())
 
     def cache_tokens(self, loaded: LoadedModel) -> int:
@@ -194,7 +199,7 @@ class Bases:
                     raise MemoryError(f"{what}: {error}; {self._holders()}") from None
 
     def _next(self) -> Path | None:
-        """The model that load() goes on with."""
+        """The model that load() continues with."""
         for path in self._wanted:
             loading = self._loading.get(path)
             if not self._full if loading is None else loading.ready:
@@ -219,7 +224,7 @@ class Bases:
         return None
 
     def _finish(self, path: Path) -> None:
-        """A model was read, or can't be: calls who waits for it."""
+        """Calls those that wait for a model, which was read or can't be."""
         loading = self._loading.pop(path, None)
         if loading is not None:
             loading.close()
@@ -233,8 +238,8 @@ class Bases:
         return sum(model.weight_bytes for model in models) + sum(h.bytes for h in self._holds())
 
     def _evict(self, keep: Path | None) -> bool:
-        """Drops the least recently used model that may go, or else what can be made again on
-        others; whether there was anything."""
+        """Evicts the least recently used model that may go, or else drops what can be made again on
+        others. Returns whether there was anything to drop."""
         pinned = {hold.base for hold in self._holds() if hold.pins}
         for path in self._loaded:
             if path != keep and path not in pinned:
@@ -268,7 +273,7 @@ class Bases:
 
 
 def memory_of(device: str) -> int | None:
-    """What a server on a device may take where nothing is said; None where it can't be told."""
+    """The default memory limit of a server on a device, in bytes; None where it can't be told."""
     total = _card_bytes() if device == "cuda" else _core.memory("cpu")[1]
     return None if total is None else int(total * SHARE)
 

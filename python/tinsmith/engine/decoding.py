@@ -1,8 +1,8 @@
 """Continuous batching of sampling requests: one engine Sampler for each base model.
 
-A request joins the others at the next step and leaves when its samples are done. Stop strings are
-looked for here, in the text decoded after each token, because the engine knows ids only; the text
-that stopped a sample stays in its tokens. Only the worker's thread may use a Decoder.
+A request joins the others at the next step and leaves when its samples are done. This module looks
+for stop strings, in the text decoded after each token, because the engine knows ids only. The stop
+string stays in the sample's tokens. Only the worker's thread may use a Decoder.
 """
 
 import itertools
@@ -73,7 +73,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleResult:
-    """What a request gives; prompt rows that were not scored are NaN, or id 0 at -99999."""
+    """A request's result; prompt rows that were not scored are NaN, or id 0 at -99999."""
 
     samples: tuple[Sample, ...]
     prompt_logprobs: NDArray[np.float32] | None = None
@@ -149,7 +149,7 @@ class Decoder:
         self._lanes[base.path] = _Lane(sampler, cache_tokens * token_bytes)
 
     def shut(self, path: Path) -> bool:
-        """Drops an idle lane with its cache; whether there was one."""
+        """Drops an idle lane with its cache; returns whether there was one."""
         lane = self._lanes.get(path)
         if lane is None or lane.pending:
             return False
@@ -168,8 +168,8 @@ class Decoder:
         future: "Future[SampleResult]",
         client: int = 0,
     ) -> None:
-        """Queues a request on an open lane, of which each client has a fair part; raises what the
-        engine refuses it with."""
+        """Queues a request on an open lane; each client has a fair part of the lane. Raises the
+        engine's error if it refuses the request."""
         lane = self._lanes[base.path]
         left = max(base.context - len(request.prompt), 1)  # a full context still gives one token
         tokenizer = _tokenizer(base.tokenizer_dir) if request.stop_texts else None
@@ -204,7 +204,7 @@ class Decoder:
             try:
                 _step(lane)
             except Exception as error:
-                # The engine's state is not known any more: what it held fails, the rest goes on.
+                # The lane's state is unknown now: its requests fail, the other lanes go on.
                 del self._lanes[path]
                 failure = explain(error)
                 failure.__cause__ = error
@@ -212,7 +212,8 @@ class Decoder:
                     item.future.set_exception(failure)
 
     def interrupt(self) -> None:
-        """From another thread: the step under way ends with KeyboardInterrupt, drawing nothing."""
+        """Call it from another thread: the current step ends with KeyboardInterrupt and draws
+        nothing."""
         for lane in list(self._lanes.values()):
             lane.sampler.interrupt()
 
@@ -282,7 +283,7 @@ def _result(item: _Pending, raw: dict[str, Any]) -> SampleResult:
 
 
 def _scored_from(request: SampleRequest) -> int:
-    """Where log-probabilities of the prompt begin to be wanted, so far as the engine can skip."""
+    """The first prompt position that needs log-probabilities, so far as the engine can skip."""
     if request.last_n is None or request.prompt_draws or request.targets is not None:
         return 0
     return len(request.prompt) - request.last_n

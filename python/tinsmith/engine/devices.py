@@ -1,4 +1,4 @@
-"""Which of the engine's devices to run on."""
+"""Chooses the engine's device to run on."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""How a request's failure is told: a sentence, and whose fault it is.
+"""How a request's failure is reported: a sentence, and whether the user or the server is at fault.
 
-Every exception that a request raises becomes a RequestError here, the one place that knows which
+Every exception that a request raises becomes a RequestError here. Only this module knows which
 exceptions mean bad input ("user") and which mean that the machine failed ("server"). An exception
-that is in neither list is a bug: it is logged with its traceback and told as such.
+in neither list is a bug: it is logged with its traceback and reported as a bug.
 """
 
 import logging

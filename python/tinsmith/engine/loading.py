@@ -1,9 +1,9 @@
-"""A base model on its way into the engine, while the engine works for others.
+"""Loads a base model into the engine while the engine works for others.
 
-A thread reads the files, tensor by tensor, and makes of each what the engine keeps; it never calls
-the engine. The engine's owner takes the tensors in, one at a time, between two pieces of other
-work. So nothing in the engine happens at the same time as anything else, on any device, and what
-others wait for is one tensor's copy, not the disk. The thread stays AHEAD_BYTES ahead at most.
+A thread reads the files tensor by tensor and converts each tensor to the engine's type. It never
+calls the engine. The engine's owner takes the tensors in, one at a time, between two pieces of
+other work. So the engine never does two things at once, on any device, and other requests wait for
+one tensor's copy, not for the disk. The thread stays AHEAD_BYTES ahead at most.
 """
 
 import threading
@@ -26,7 +26,7 @@ AHEAD_BYTES = 1 << 28  # of tensors that were read and not taken
 
 class Loading:
     """See the file's header. `wake` is called, in the thread, whenever there is something to take.
-    What a method raises is why the model can't be loaded."""
+    An exception that a method raises is the reason why the model can't be loaded."""
 
     def __init__(self, model: BaseModel, *, threads: int, wake: Callable[[], None]):
         self.model = model
@@ -66,7 +66,7 @@ class Loading:
         return None
 
     def close(self) -> None:
-        """Ends the thread, after the tensor that it reads, and lets go of the engine's memory."""
+        """Ends the thread, after the tensor that it reads, and frees the engine's memory."""
         self._core = None
         with self._changed:
             self._closed = True
@@ -83,7 +83,7 @@ class Loading:
                     self._ahead += piece.array.nbytes
                 self._wake()
             self._ended = True
-        except MemoryError as error:  # the host's: what the engine lacks is told by take()
+        except MemoryError as error:  # the host's; take() raises the engine's
             self._ended = RuntimeError(f"no memory to read {self.model.path}: {error}")
         except Exception as error:
             self._ended = error

@@ -1,8 +1,9 @@
-"""The runs of a server, and the order in which what is asked of them is executed.
+"""The runs of a server, and the order in which their requests are executed.
 
-Requests of one run come in the order of their sequence numbers, whatever order they arrive in (the
-SDK posts the chunks 2..n of a call before chunk 1): one that comes too early waits for those before
-it, but not for ever. Runs take turns, a request each. All of it belongs to the worker's thread.
+Requests of one run are executed in the order of their sequence numbers, whatever order they arrive
+in (the SDK posts the chunks 2..n of a call before chunk 1). A request that comes too early waits
+for those before it, but not for ever. Runs take turns, one request each. All of this belongs to the
+worker's thread.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tinsmith.files.lora import Average
 
 @dataclass(frozen=True)
 class Job:
-    """A request: what is to be done with its run, and who hears of it."""
+    """A request: the work to do on its run, and the future that gets the result."""
 
     future: Future[Any]
     work: Callable[[Run], Any]
@@ -41,14 +42,14 @@ class Run:
     failure: RequestError | None = None  # why there is no adapter
     average: Average | None = None  # of the adapter, once a loss has asked for it
     next_seq: int = 0  # 0 is the creation; the SDK's requests start at 1
-    ready: deque[Job] = field(default_factory=deque)  # whose turn has come
+    ready: deque[Job] = field(default_factory=deque)  # their turn has come
     waiting: dict[int, Job] = field(default_factory=dict)  # for those before them
     waiting_since: float = 0.0
     kept: KeptForward | None = None  # the forward that forward_backward_custom began with
 
     @property
     def bytes(self) -> int:
-        """What it holds: a step of long datums may have taken more than was reserved."""
+        """The bytes that it holds; a step of long datums may have taken more than was reserved."""
         return max(self.reserved, self.adapter.bytes if self.adapter else 0)
 
     def trained(self) -> _core.Adapter:
@@ -59,15 +60,15 @@ class Run:
         return self.adapter
 
     def fail_waiting(self, error: RequestError) -> None:
-        """Ends the requests that wait for those before them."""
+        """Fails the requests that wait for earlier ones."""
         for job in self.waiting.values():
             fail(job.future, error)
         self.waiting.clear()
 
 
 class Runs(dict[str, Run]):
-    """Runs by name, and whose turn it is. A request waits at most `gap_seconds` for one that should
-    have come before it."""
+    """Runs by name, and the order of their turns. A request waits at most `gap_seconds` for an
+    earlier one that has not arrived."""
 
     def __init__(self, gap_seconds: float):
         super().__init__()
@@ -80,7 +81,7 @@ class Runs(dict[str, Run]):
         return bool(self._turns)
 
     def submit(self, name: str, seq: int, job: Job) -> None:
-        """Takes a request in; it fails where there is no such run, or its turn is over."""
+        """Queues a request. It fails if there is no such run, or if its turn is over."""
         run = self.get(name)
         if run is None:
             gone = f"there is no run {name}: its session has ended, or it was never made"
@@ -99,13 +100,13 @@ class Runs(dict[str, Run]):
             run.waiting_since = time.monotonic()
 
     def make_ready(self, run: Run, job: Job) -> None:
-        """A request that comes after all that are ready, whatever its number."""
+        """Queues a request behind all that are ready, whatever its number."""
         if not run.ready:
             self._turns.append(run)
         run.ready.append(job)
 
     def next(self) -> Run:
-        """The run whose turn it is; it has none until its first request is over."""
+        """The run that is next in turn; it gets no other turn until its first request is over."""
         return self._turns.popleft()
 
     def over(self, run: Run) -> None:
@@ -143,6 +144,6 @@ class Runs(dict[str, Run]):
 
 
 def fail(future: Future[Any], error: BaseException) -> None:
-    """Tells who waits why there is no result, unless they know."""
+    """Fails a future with an error, unless it is already done."""
     if not future.done():
         future.set_exception(explain(error))

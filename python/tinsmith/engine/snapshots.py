@@ -1,10 +1,10 @@
 """The weights that sampling sessions sample from: the base model's, or an adapter's.
 
-An adapter is a run's weights at some step, shared with the run until its next one, or was read from
-a checkpoint, once however many sessions use it. A client doesn't say when it is done with one, and
-training loops make one in each step: where there are too many bytes of them, the least recently
-used go first, and those of checkpoints are read again when they are wanted. Only the worker's
-thread may use this.
+An adapter holds a run's weights at some step, shared with the run until its next step, or was read
+from a checkpoint. A checkpoint is read once, however many sessions use it. A client doesn't say
+when it is done with a session, and training loops make one in each step. So when snapshots take too
+many bytes, the least recently used are evicted first; those of checkpoints are read again at their
+next use. Only the worker's thread may use this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BYTES_MAX = 4 << 30
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one sampling session samples from."""
+    """The weights of one sampling session."""
 
     base: BaseModel
     adapter: _core.Adapter | None = None
@@ -32,7 +32,7 @@ class Snapshot:
 
     @property
     def bytes(self) -> int:
-        """What the adapter takes."""
+        """The adapter's bytes."""
         return 0 if self.adapter is None else 4 * self.adapter.size
 
 
@@ -59,8 +59,8 @@ class Snapshots:
         self._items[sampler] = Snapshot(base, origin=(folder, created))
 
     def use(self, sampler: str) -> Snapshot:
-        """A session's snapshot, which becomes the most recently used one. What goes wrong as a
-        checkpoint is read is told to who meets it: there may be memory again at the next use."""
+        """A session's snapshot, which becomes the most recently used one. If reading a checkpoint
+        fails, this call alone raises the error: there may be memory again at the next use."""
         snapshot = self._items.pop(sampler, None)
         if snapshot is None:
             raise RequestError(
@@ -88,7 +88,8 @@ class Snapshots:
         ]
 
     def release(self, path: Path) -> bool:
-        """Drops the adapters on a base model that can be read again; whether there was any."""
+        """Drops the adapters on a base model that can be read again; returns whether there was
+        any."""
         found = [
             name
             for name, item in self._items.items()

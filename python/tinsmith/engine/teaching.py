@@ -1,13 +1,14 @@
-"""Losses with a teacher, such as generalized_jsd: who the teacher is, and what it reads.
+"""Losses with a teacher, such as generalized_jsd: which teacher, and the tokens that it reads.
 
-A datum names the teacher's tokens, the loss's configuration names the teacher: "base" (the run's
-base model), "current" (the student as it is), "ema" (an exponential moving average of the student,
-kept beside its run and in its checkpoints), the path of a checkpoint, a sampling client's handle,
-or another base model of the same vocabulary. The last three are sampling sessions to the worker.
-The distributions are compared in the engine (csrc/train/distill.c) and never leave it.
+A datum names the teacher's tokens; the loss's configuration names the teacher. The teacher is
+"base" (the run's base model), "current" (the student as it is), "ema" (an exponential moving
+average of the student, kept beside its run and in its checkpoints), the path of a checkpoint, a
+sampling client's handle, or another base model of the same vocabulary. The worker sees the last
+three as sampling sessions. The distributions are compared in the engine (csrc/train/distill.c) and
+never leave it.
 
 Or a datum carries its teacher: some ids at each position, (N, K), with the teacher's
-log-probabilities of them. Then there is nobody else to ask (csrc/train/losses.c).
+log-probabilities of them. Then no teacher model runs (csrc/train/losses.c).
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,8 +41,8 @@ class Teacher:
 
 
 def losses() -> list[dict[str, Any]]:
-    """The engine's table of losses (_core.LossRow). Those with a teacher also take what says who it
-    is, and `tokens`, the key of what it reads, is theirs alone."""
+    """The engine's table of losses (_core.LossRow). Losses with a teacher also take the
+    configuration that names it; only they take `tokens`, the key of the tokens that it reads."""
     return [
         {
             **row,
@@ -83,8 +84,8 @@ def divergences(
 def metrics(
     divergences: Sequence[NDArray[np.float32]], weights: Sequence[NDArray[np.float32]]
 ) -> dict[str, float]:
-    """What a call says of its divergences, by names that clients reduce over the parts of a call:
-    the mean over datums of each one's mean over the positions with a weight, the largest, and the
+    """Metrics of a call's divergences, by names that clients reduce over the parts of a call: the
+    mean over datums of each datum's mean over the positions with a weight, the largest, and the
     number of such positions."""
     compared = [
         part[np.any(weight.reshape(len(part), -1) != 0, axis=1)]

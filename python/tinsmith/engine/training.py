@@ -1,12 +1,13 @@
-"""What training requests ask for, and what a forward_backward does with an adapter.
+"""The data of training requests, and forward_backward on an adapter.
 
-It is one call of the engine, but for the two requests that the SDK's forward_backward_custom
-makes: a forward, and, when the client has evaluated its loss, a forward_backward of the same datums
-with cross_entropy's weights set to minus its gradient. The second one then is a backward from the
-first one's activations, to the same bits. A request is taken for such a second one only where it is
-the run's next and its arrays are the same, so nothing can have changed the weights.
+A forward_backward is one call of the engine, except for the two requests that the SDK's
+forward_backward_custom makes: a forward, and, when the client has evaluated its loss, a
+forward_backward of the same datums with cross_entropy's weights set to minus its gradient. The
+second one is then a backward from the first one's activations, to the same bits. This shortcut is
+taken only if the request is the run's next one and its arrays are the same, so nothing can have
+changed the weights.
 
-A loss that the client has uploaded lies between a forward and a backward in the same way.
+A loss that the client has uploaded is evaluated between a forward and a backward in the same way.
 """
 
 from collections.abc import Mapping
@@ -69,14 +70,14 @@ class Batch:
 
     @property
     def arrays(self) -> tuple[NDArray[np.int32], ...]:
-        """What the model sees, and what it is asked for."""
+        """The arrays of the model's input and of its targets."""
         return self.tokens, self.lengths, self.targets, self.counts
 
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Log-probabilities in each datum's target shape, and the loss's sum; what else a loss tells,
-    by names that end in how they add up, and its other arrays of N rows, by name."""
+    """Log-probabilities in each datum's target shape, and the loss's sum. Also the loss's other
+    metrics, by names that end in how they add up, and its other arrays of N rows, by name."""
 
     logprobs: tuple[NDArray[np.float32], ...]
     loss: float
@@ -86,7 +87,7 @@ class BatchResult:
 
 @dataclass(frozen=True)
 class KeptForward:
-    """A forward whose activations the engine holds: request `seq` of its run."""
+    """A forward with its activations in the engine: request `seq` of its run."""
 
     seq: int
     batch: Batch
@@ -110,8 +111,8 @@ def forward_backward(
     backward: bool,
     keep: bool,
 ) -> tuple[BatchResult, KeptForward | None]:
-    """Request `seq` of a run: its result, and what the run's next request may go on from. `kept` is
-    what the request before left."""
+    """Request `seq` of a run: returns its result, and the kept forward for the run's next request.
+    `kept` is the one of the request before."""
     if batch.uploaded is not None:
         return _custom(adapter, batch, batch.uploaded, backward=backward), None
     if backward and kept is not None and kept.serves(seq, batch):
@@ -134,7 +135,7 @@ def forward_backward(
 
 
 def _compared(batch: Batch, logprobs: tuple[NDArray[np.float32], ...], loss: float) -> BatchResult:
-    """The result of a loss whose datums carry their teacher's log-probabilities."""
+    """The result of a loss with the teacher's log-probabilities in its datums."""
     teacher, weights = (_shaped(batch, batch.inputs[key]) for key in (LOGPROBS, "weights"))
     jsd = divergences(logprobs, teacher, weights, batch.config)
     return BatchResult(logprobs, loss, metrics(jsd, weights), {"jsd": tuple(jsd)})
@@ -153,7 +154,7 @@ def _custom(
 def distill(
     adapter: _core.Adapter, batch: Batch, teacher: _core.Adapter | _core.Model, *, backward: bool
 ) -> BatchResult:
-    """A request whose loss has a teacher: its result, with the divergence at each position."""
+    """The result of a loss with a teacher, with the divergence at each position."""
     assert batch.teacher is not None
     logprobs, divergences, loss = adapter.distill(
         *batch.arrays,

@@ -1,11 +1,11 @@
-"""The one thread that owns the engine: everything else submits to it and gets futures.
+"""The one thread that owns the engine: all other code submits to it and gets futures.
 
-Training requests are executed one at a time, in the order that runs.py says. Between them the
-thread decodes: sampling gets as much time as the training request before it took, so that neither
-starves the other. A request that arrives while others decode joins them, and has its client's part
-of every step.
+Training requests are executed one at a time, in the order of runs.py. Between them the thread
+decodes: sampling gets as much time as the training request before it took, so that neither starves
+the other. A request that arrives while others decode joins them at the next step, and gets its
+client's share of every step.
 
-No exception ends the thread: what a request raises is kept on its future as a RequestError. The
+No exception ends the thread: an exception of a request is kept on its future as a RequestError. The
 worker knows no HTTP and no JSON; the server is a translation above it.
 """
 
@@ -47,13 +47,13 @@ from tinsmith.files.lora import Average, LoraSpec
 
 log = logging.getLogger("tinsmith")
 
-# How long requests wait for one that should have come before them. The SDK's chunks of one call
+# How long requests wait for an earlier one that has not arrived. The SDK's chunks of one call
 # arrive within seconds of each other.
 GAP_SECONDS = 60.0
 
 
 def losses() -> list[dict[str, Any]]:
-    """The table of losses, with all that they take."""
+    """The table of losses, with all their inputs and configuration."""
     return teaching.losses()
 
 
@@ -101,7 +101,7 @@ class Worker:
             release=self._release,
             wake=lambda: self._put(lambda: None),
         )
-        self._paused: dict[Future[Any], BaseModel] = {}  # those that wait for a model to be read
+        self._paused: dict[Future[Any], BaseModel] = {}  # they wait for a model to be read
         self._keep_forwards = keep_forwards
         self._snapshots = Snapshots(self._bases, snapshot_bytes_max)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -156,7 +156,7 @@ class Worker:
         return self._put(begin, future)
 
     def reject(self, run: str, seq: int, error: BaseException) -> Future[None]:
-        """Uses up a turn for a request that is refused, so that the next ones don't wait for it."""
+        """Uses up the turn of a refused request, so that the next requests don't wait for it."""
 
         def work(lane: Run) -> None:
             raise error
@@ -223,7 +223,7 @@ class Worker:
         return self._submit(run, seq, work)
 
     def load(self, run: str, seq: int, folder: Path, *, optimizer: bool) -> Future[None]:
-        """Replaces a run's weights and, with optimizer, all that the next step depends on."""
+        """Replaces a run's weights and, with optimizer, the whole state of the next step."""
 
         def work(lane: Run) -> None:
             adapter = lane.trained()
@@ -252,8 +252,8 @@ class Worker:
         self._put(lambda: self._snapshots.add_base(sampler, self._known[base]))
 
     def open_checkpoint(self, sampler: str, base: str, folder: Path, created: str) -> None:
-        """Makes a sampling session of a checkpoint, which is read now, or else when its model has
-        been. What goes wrong is told to its samples."""
+        """Makes a sampling session of a checkpoint. The checkpoint is read now, or as soon as its
+        model is loaded. An error is reported to its samples."""
         known = self._known[base]
 
         def begin() -> None:
@@ -301,14 +301,14 @@ class Worker:
         self._put(stop)
 
     def waits_for(self, future: Future[Any]) -> str | None:
-        """Why a request does not go on, where that may take long: its model is being read."""
+        """Why a request waits, if the wait may be long: its model is being read."""
         model = self._paused.get(future)
         return None if model is None else self._bases.waits_for(model)
 
     # ---- the end ----
 
     def forget(self, runs: list[str], samplers: list[str]) -> None:
-        """Frees adapters, after what was submitted before."""
+        """Frees adapters, after all requests submitted before."""
 
         def release(lane: Run) -> None:
             self._runs.pop(lane.name, None)
@@ -326,7 +326,7 @@ class Worker:
         self._put(begin)
 
     def close(self) -> None:
-        """Ends the thread after the request it is in; everything that waits fails."""
+        """Ends the thread after the current request; all waiting requests fail."""
 
         def stop() -> None:
             self._running = False
@@ -353,7 +353,7 @@ class Worker:
         return self._put(lambda: self._runs.submit(run, seq, Job(future, work)), future)
 
     def _pause(self, future: Future[Any], model: BaseModel, again: Callable[[], None]) -> None:
-        """Has `again` called when a model was read that a request needs."""
+        """Has `again` called when a model that a request needs is loaded."""
 
         def go_on() -> None:
             self._paused.pop(future, None)
@@ -365,8 +365,8 @@ class Worker:
     def _teacher(
         self, lane: Run, adapter: _core.Adapter, teacher: Teacher
     ) -> tuple[_core.Adapter | _core.Model, Average | None]:
-        """Who a batch's teacher is, and the average that the run then keeps. An average begins
-        where it is first used."""
+        """A batch's teacher, and the average that the run then keeps. An average begins at its
+        first use."""
         if teacher.name == teaching.CURRENT:
             return adapter, lane.average
         if teacher.name == teaching.EMA:
@@ -392,7 +392,7 @@ class Worker:
         return adapter
 
     def _open_lane(self, base: LoadedModel) -> None:
-        """Sees to it that a base model can be sampled from."""
+        """Makes sure that a base model can be sampled from."""
         if self._decoder.is_open(base):
             return
         tokens = self._bases.cache_tokens(base)
@@ -404,7 +404,7 @@ class Worker:
         )
 
     def _holds(self) -> list[Hold]:
-        """What takes memory beside the base models' weights."""
+        """The uses of memory beside the base models' weights."""
         found = [
             Hold(run.base.path, run.bytes, f"the run {run.name}", pins=True)
             for run in self._runs.values()
@@ -416,7 +416,7 @@ class Worker:
         return found
 
     def _release(self, path: Path) -> bool:
-        """Drops what can be made again on a base model; whether there was any."""
+        """Drops what can be made again on a base model; returns whether there was any."""
         shut = self._decoder.shut(path)  # an active one keeps the adapters that it uses
         return self._snapshots.release(path) or shut
 
@@ -448,7 +448,8 @@ class Worker:
             return
 
     def _train_one(self) -> float:
-        """Executes a training request of the run whose turn it is; returns the seconds it took."""
+        """Executes a training request of the run that is next in turn; returns the seconds it
+        took."""
         if not self._runs.busy:
             return 0.0
         run = self._runs.next()
@@ -457,8 +458,9 @@ class Worker:
         return time.monotonic() - start
 
     def _execute(self, run: Run) -> None:
-        """A run's next request; then the run goes to the end of the line. One that needs a model
-        which is not there keeps its place until it is, and its run has no turns."""
+        """Executes a run's next request; then the run goes to the end of the line. A request that
+        needs a model that is not loaded keeps its place; until the model is loaded, its run gets no
+        turns."""
         job = run.ready[0]
         try:
             if not job.future.done():  # it may be cancelled while it waits for a model
@@ -471,8 +473,8 @@ class Worker:
         self._runs.over(run)
 
     def _decode(self, seconds: float) -> None:
-        """Decodes while there is nothing else to do, and at least `seconds` otherwise. A model that
-        is wanted is read between the steps, for as long as the step before took."""
+        """Decodes while there is nothing else to do, and at least `seconds` otherwise. Between the
+        steps, reads a model that is wanted, for as long as the step before took."""
         end = time.monotonic() + seconds
         while (self._decoder.active or self._bases.busy) and self._running:
             start = time.monotonic()
@@ -483,7 +485,7 @@ class Worker:
                 return
 
     def _load(self, seconds: float) -> None:
-        """Takes in what was read of a model: a tensor, and more for some time."""
+        """Takes in one tensor of a model, and more of them for `seconds`."""
         end = time.monotonic() + seconds
         while self._bases.busy:
             self._bases.load()

@@ -1,1 +1,1 @@
-"""What is read from and written to disk: models, checkpoints, PEFT adapters, exports."""
+"""Files on disk: models, checkpoints, PEFT adapters, exports."""

@@ -5,8 +5,7 @@ they are; optimizer.safetensors with AdamW's moments, the step, gradients not ye
 average of the weights if the run keeps one; and meta.json, written last, with the size and SHA-256
 of each. All numbers are float32, bit for bit. It appears whole or not at all: written to a folder
 beside its place, every file and folder synced, then renamed. Names with a "~" are such unfinished
-folders, which Store clears when it opens. What is read is checked first, and an adapter is written
-to only after all of it was found good.
+folders, which Store clears when it opens. All files are checked before an adapter is changed.
 """
 
 import contextlib
@@ -42,7 +41,7 @@ PREFIX = "base_model.model."  # of a base model's modules, in PEFT's names
 AVERAGE = "average"  # of the weights, in OPTIMIZER_FILE
 VERSION = 1
 
-# What of a base model's config an adapter's matrices depend on.
+# The keys of a base model's config that an adapter's matrices depend on.
 SHAPE = ("layers", "width", "heads", "kv_heads", "head_width", "ffn", "vocab")
 
 _SCHEME = "tinker://"
@@ -52,7 +51,7 @@ _ASIDE = "~old"  # a checkpoint while its successor takes its place
 
 @dataclass(frozen=True)
 class Meta:
-    """What a checkpoint says of itself."""
+    """A checkpoint's description of itself, in its meta.json."""
 
     base_model: str
     rank: int
@@ -72,7 +71,7 @@ class Meta:
 
     @property
     def lora(self) -> LoraSpec:
-        """The adapter that goes on from it."""
+        """The adapter that continues from it."""
         return LoraSpec(self.rank, self.seed, self.attn, self.mlp, self.unembed, self.alpha)
 
     @property
@@ -106,7 +105,7 @@ def save(
     the run keeps, if it keeps one.
 
     Raises FileExistsError where one exists, unless overwrite; OSError when it can't be written.
-    After an error the place holds what it held, and nothing of the new checkpoint is left.
+    After an error the place is as it was, and nothing of the new checkpoint is left.
     """
     folder = Path(folder)
     if folder.exists() and not overwrite:
@@ -279,12 +278,12 @@ def _digest(path: Path) -> str:
 
 
 def load_meta(folder: Path | str) -> Meta:
-    """What a checkpoint says of itself. FileNotFoundError where there is none."""
+    """A checkpoint's Meta. FileNotFoundError if there is none."""
     return as_meta(_read_meta(Path(folder)))
 
 
 def as_meta(content: Mapping[str, Any]) -> Meta:
-    """A Meta from its JSON object; what it does not know is passed over."""
+    """A Meta from its JSON object; unknown keys are ignored."""
     names = (item.name for item in dataclasses.fields(Meta))
     known = {name: content[name] for name in names if name in content}
     return Meta(**known | {"recipients": tuple(known.get("recipients", ()))})
@@ -307,8 +306,8 @@ def load_into(
     """Gives an adapter the numbers of a checkpoint.
 
     With optimizer also AdamW's moments, its step and the gradients that were not used yet, so that
-    a run goes on bit for bit; without, all of these are as in a new adapter. ValueError for another
-    shape of base model or adapter and for damaged files; the adapter is then as it was.
+    a run continues bit for bit; without, all of these are as in a new adapter. ValueError for
+    another shape of base model or adapter and for damaged files; the adapter is then as it was.
     """
     folder = Path(folder)
     meta = load_meta(folder)
@@ -368,7 +367,7 @@ def _check_model(folder: Path, core: _core.Model) -> None:
 
 
 def _open_checked(folder: Path, name: str) -> weights.Tensors:
-    """One file of a checkpoint, after comparing it with what meta.json says of it."""
+    """One file of a checkpoint, after comparing it with its size and hash in meta.json."""
     said = _read_meta(folder)["files"].get(name)
     if said is None and name + encryption.SUFFIX in _read_meta(folder)["files"]:
         raise ValueError(f"{folder} is encrypted: decrypt its files with age -d, and load those")
@@ -386,7 +385,7 @@ def _open_checked(folder: Path, name: str) -> weights.Tensors:
 
 
 def open_adapter(folder: Path) -> weights.Tensors:
-    """The matrices of a checkpoint, compared with what it says of them, or of a PEFT folder."""
+    """The matrices of a checkpoint, compared with its meta.json, or of a PEFT folder."""
     if (folder / META_FILE).is_file():
         return _open_checked(folder, ADAPTER_FILE)
     return weights.open_file(folder / ADAPTER_FILE)
@@ -502,15 +501,15 @@ class Store:
         shutil.rmtree(gone, ignore_errors=True)
 
     def update(self, tinker_path: str, **changes: Any) -> None:
-        """Changes what a checkpoint says of itself, and nothing else of it; not its place among
-        the others of its run."""
+        """Changes a checkpoint's Meta and nothing else; its place among its run's checkpoints
+        stays."""
         file = self.folder(tinker_path) / META_FILE
         content = _read_meta(file.parent) | changes
         _replace_json(file, content, file.stat())
 
     def copy(self, tinker_path: str, run: str, **changes: Any) -> str:
-        """A checkpoint once more, in another run under the same name, with changes in what it says
-        of itself. Its files are shared: nothing ever writes to a finished one."""
+        """Copies a checkpoint to another run under the same name, with changes in its Meta. The
+        files are shared: nothing ever writes to a finished one."""
         source = self.folder(tinker_path)
         _, kind, name = _parse(tinker_path)
         path = self.path(run, kind, name)
@@ -533,12 +532,12 @@ class Store:
         return path
 
     def files(self, tinker_path: str) -> dict[str, Path]:
-        """A checkpoint's files by name, without what tinsmith alone reads."""
+        """A checkpoint's files by name, without those that only tinsmith reads."""
         folder = self.folder(tinker_path)
         return {name: folder / name for name in sorted(_read_meta(folder)["files"])}
 
     def delete_expired(self) -> list[str]:
-        """Removes the checkpoints whose time is over; returns their paths."""
+        """Removes expired checkpoints; returns their paths."""
         gone = []
         for run in self.runs():
             for path in self.checkpoints(run):
@@ -572,7 +571,8 @@ def _parse(tinker_path: str) -> tuple[str, str, str]:
 
 
 def _recover(left: Path) -> None:
-    """Ends what was interrupted: a checkpoint moved aside goes back if nothing took its place."""
+    """Finishes an interrupted save: a checkpoint moved aside goes back if nothing took its
+    place."""
     place = left.with_name(left.name.partition("~")[0])
     if left.name.endswith(_ASIDE) and not place.exists():
         left.rename(place)

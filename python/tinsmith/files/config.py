@@ -1,6 +1,6 @@
 """config.json: a model's sizes, the kinds of its layers, and its rotary frequencies.
 
-Whatever in it would change the maths and is not handled is refused by name, rather than computed
+A key that would change the maths and is not handled is refused by name, rather than computed
 wrongly; keys that change nothing are ignored. Kinds of layers have the names that transformers
 gives them in `layer_types`. The frequencies follow its modeling_rope_utils step by step in float32.
 """

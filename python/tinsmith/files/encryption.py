@@ -24,7 +24,7 @@ def recipients(keys: Sequence[Any]) -> tuple[str, ...]:
 
 
 def seal(folder: Path, names: Sequence[str], keys: Sequence[str]) -> list[str]:
-    """Replaces files by encrypted ones, synced, for whoever has one of the keys' identities.
+    """Replaces files by encrypted ones, synced; the identity of any of the keys decrypts them.
 
     Returns their names, which end in .age; with no keys nothing is done.
     """

@@ -59,7 +59,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Family:
-    """One row: an architecture, and in what it differs from plain Llama."""
+    """One row: an architecture, and its differences from plain Llama."""
 
     name: str
     architecture: str
@@ -76,7 +76,7 @@ class Family:
         return self.names[slot].format(layer=layer, index=index)
 
     def module(self, slot: str, layer: int, index: int = 0) -> str:
-        """The name of the module whose weight it is."""
+        """The name of the module that has this weight."""
         return self.tensor(slot, layer, index).removesuffix(".weight")
 
 
@@ -106,7 +106,7 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class BaseModel:
-    """What is known of a base model before its weights are read."""
+    """A base model's description, known before its weights are read."""
 
     path: Path
     family: Family
@@ -145,8 +145,8 @@ def load_model(
     CPU, and on a GPU bfloat16, which is all it has. Sums are always float32. `report` is called
     with the bytes loaded and the bytes in all.
 
-    Raises FileNotFoundError for what is missing and ValueError for what is not supported or does
-    not fit, each with a sentence that names the file, what was expected and what came.
+    Raises FileNotFoundError for a missing file, and ValueError for content that is not supported or
+    does not fit. Each names the file, what was expected and what came.
     """
     model = inspect_model(path, device=device, dtype=dtype)
     return load_weights(model, threads=threads, report=report)
@@ -215,8 +215,8 @@ def open_core(model: BaseModel, *, threads: int) -> _core.Model:
 def read_weights(
     model: BaseModel, slots: Slots, fetch: Callable[[weights.Entry], None] = lambda _: None
 ) -> Iterator[Piece]:
-    """All that a core with these slots is to load, after its files were checked. `fetch` is told of
-    each tensor before it is touched."""
+    """The tensors that a core with these slots loads, after its files were checked. `fetch` is
+    called for each tensor before it is touched."""
     with weights.open_folder(model.path) as tensors:
         names = _check_tensors(model.family, slots, tensors, tied=bool(model.config["tied"]))
         done, total = 0, sum(tensors.entry(name).size for name in names.values())
@@ -228,7 +228,7 @@ def read_weights(
 
 
 def close_core(model: BaseModel, core: _core.Model) -> LoadedModel:
-    """The model whose core has all its weights."""
+    """The loaded model, once its core has all weights."""
     core.seal()
     facts = {item.name: getattr(model, item.name) for item in fields(BaseModel)}
     return LoadedModel(**facts, core=core)

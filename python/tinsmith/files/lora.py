@@ -1,4 +1,4 @@
-"""What a new LoRA adapter is, whoever asks for it: a client, a checkpoint, or a PEFT folder."""
+"""The description of a new LoRA adapter, from a client, a checkpoint, or a PEFT folder."""
 
 from dataclasses import asdict, dataclass
 

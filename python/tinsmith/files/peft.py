@@ -1,11 +1,12 @@
-"""PEFT's LoRA folders, whoever wrote them: as training states, and merged into their base models.
+"""PEFT's LoRA folders, as training states, and merged into their base models.
 
 A folder is adapter_config.json and adapter_model.safetensors; our checkpoints are such folders too.
-A module's weight is W + alpha/r · B·A (alpha/√r with rsLoRA). What else PEFT can do (DoRA, ranks by
-pattern, biases, whole modules) changes the maths, and is refused by name.
+A module's weight is W + alpha/r · B·A (alpha/√r with rsLoRA). PEFT's other features (DoRA, ranks by
+pattern, biases, whole modules) change the maths, and are refused by name.
 
-Imported, an adapter keeps its alpha. The engine trains groups of modules; those of a group that the
-folder lacks get matrices of zeros, A and B both, whose gradients are zero: they stay what they are.
+An imported adapter keeps its alpha. The engine trains groups of modules. If the folder lacks some
+modules of a group, their matrices A and B are both zeros; the gradients are then zero, so they stay
+zero.
 """
 
 import math
@@ -29,7 +30,7 @@ REFUSED = (
 
 @dataclass(frozen=True)
 class Lora:
-    """What a PEFT folder says of itself; scale is alpha / rank."""
+    """The description of a PEFT folder; scale is alpha / rank."""
 
     folder: Path
     base_model: str
@@ -94,7 +95,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def load_meta(folder: Path) -> checkpoint.Meta:
-    """What a checkpoint says of itself, or would, were a PEFT folder one."""
+    """A checkpoint's Meta, or an equivalent one for a PEFT folder."""
     if is_checkpoint(folder):
         return checkpoint.load_meta(folder)
     lora = read(folder)

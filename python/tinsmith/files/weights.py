@@ -42,7 +42,7 @@ _WRITTEN = {
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies: bytes [begin, end) of its file."""
+    """The place of one tensor: bytes [begin, end) of its file."""
 
     file: Path
     dtype: str
@@ -102,7 +102,7 @@ class Tensors(Mapping[str, np.ndarray]):
                 bits.close()
 
     def entry(self, name: str) -> Entry:
-        """What the header says of a tensor; its bytes are not touched."""
+        """A tensor's entry in the header; its bytes are not touched."""
         return self._entries[name]
 
 
@@ -128,8 +128,8 @@ def open_folder(path: Path | str) -> Tensors:
 
 
 def fetch(entry: Entry) -> None:
-    """Reads a tensor's bytes into the system's cache of the file, so that who uses the view of it
-    does not wait for the disk. Other threads go on meanwhile."""
+    """Reads a tensor's bytes into the system's cache of the file, so that a later use of its view
+    does not wait for the disk. Other threads continue meanwhile."""
     buffer = memoryview(bytearray(FETCH_BYTES))
     with entry.file.open("rb", buffering=0) as file:
         file.seek(entry.begin)

@@ -1,11 +1,11 @@
 """Custom losses: a graph that the SDK traced with torch.fx and sent as data, checked here.
 
 A graph is a list of nodes in execution order. Each calls one function of table.py by its name, with
-numbers, types, and the results of earlier nodes. Nothing that comes is ever executed, imported or
-looked up as an attribute: what is not in a table is refused by name, with the node that calls it,
-before anything runs. evaluation.py then evaluates the graph datum by datum, and differentiates it.
-That takes torch, which is imported with the first graph. Where it is not installed, `available` is
-false, and clients that are told so evaluate their losses themselves.
+numbers, types, and the results of earlier nodes. Nothing that a client sends is ever executed,
+imported or looked up as an attribute. A function that is not in a table is refused by name, with
+the node that calls it, before anything runs. evaluation.py then evaluates the graph datum by datum,
+and differentiates it. evaluation.py needs torch, which is imported with the first graph. If torch
+is not installed, `available` is false, and clients then evaluate their losses themselves.
 """
 
 import importlib.util
@@ -192,7 +192,7 @@ def _call(
     args: list[Any],
     kwargs: dict[str, Any],
 ) -> Node:
-    """A node whose operation is in a table, and takes such arguments."""
+    """A node, after checking that its operation is in a table and takes such arguments."""
     where = f"node {name!r} ({target})"
     if found is None:
         plain = target.rpartition(".")[2].removesuffix("_")

@@ -1,8 +1,9 @@
 """A checked custom loss, evaluated and differentiated by torch, datum by datum.
 
 A node's function was looked up when the graph was checked; it gets the results of the nodes before
-it, and nothing else. What a datum's results hold bounds the memory, beside functions.py's bound on
-each; what the nodes of a request read and write counts as work, which bounds its time.
+it, and nothing else. Two limits bound the memory: the numbers that a datum's results hold, and
+functions.py's limit on each. The numbers that the nodes of a request read and write count as work;
+a limit on it bounds the time.
 
 Tensors are on the CPU and have the types that the client's torch would give them: float32 for
 logprobs and other numbers, int64 for integers. A loss runs on one thread: torch's threads would
@@ -141,7 +142,7 @@ def _run(
 
 
 def _refusal(error: Exception, where: str) -> Exception:
-    """What torch says, without the list of what else could have been called."""
+    """Torch's error, without its list of other possible calls."""
     said = PLACE.sub("", (str(error).splitlines() or [type(error).__name__])[0])
     if isinstance(error, MemoryError) or "can't allocate memory" in said:
         return MemoryError(f"{where}: there is not enough memory")

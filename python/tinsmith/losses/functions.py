@@ -1,4 +1,4 @@
-"""What a node of a custom loss can call, and how much memory a call takes.
+"""The functions that a node of a custom loss can call, and the memory that a call takes.
 
 FUNCTIONS and METHODS hold torch's functions under every name of table.py that this torch has.
 `look` is called before one runs, and raises ValueError where its result, or a tensor on the way to
@@ -21,7 +21,7 @@ from tinsmith.losses.graph import leaves
 
 NUMBERS_MAX = 1 << 24  # that one result has
 DIMENSIONS_MAX = 8  # likewise: torch finds what is true in a mask as that many integers each
-LIST_MAX = 64  # entries of a list, where it does not hold what is joined or picked
+LIST_MAX = 64  # entries of a list, except the lists of joins and picks
 PRODUCTS_MAX = 1 << 28  # multiplications of one matrix product
 PARTS_MAX = 1 << 12  # that one tensor is split in
 DIFFERENCES_MAX = 16  # of differences
@@ -77,7 +77,7 @@ def look(group: str, run: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _spread(shapes: set[torch.Size]) -> None:
-    """ValueError where what is broadcast to one shape is too large."""
+    """ValueError if the shapes, broadcast to one, are too large."""
     if len(shapes) > 1:
         most = max(map(len, shapes))
         rows = [(1,) * (most - len(shape)) + tuple(shape) for shape in shapes]
@@ -85,7 +85,7 @@ def _spread(shapes: set[torch.Size]) -> None:
 
 
 def plain(group: str, value: Any) -> Any:
-    """The arguments of a call whose integers are sizes: torch takes tensors of one integer, too."""
+    """The arguments of a call with integers as sizes: torch takes tensors of one integer, too."""
     if isinstance(value, tuple | list):
         first = int(group == "sized")
         return [*value[:first], *(_plain(item) for item in value[first:])]
@@ -139,7 +139,8 @@ def _measure(run: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def _integers(key: Any) -> tuple[Any, ...]:
-    """An index whose masks are the integers that torch makes of them: as many as are true."""
+    """An index with each mask replaced by the integers that torch makes of it: as many as are
+    true."""
     found: list[Any] = []
     for item in key if isinstance(key, tuple) else (key,):
         if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
@@ -203,7 +204,8 @@ def eye(n: Any, m: Any = None, *, dtype: Any = None) -> torch.Tensor:
 
 
 def where(condition: Any, input: Any, other: Any) -> torch.Tensor:
-    """Without what torch gives of a condition alone, which is as many integers as it is long."""
+    """torch.where without its form of a condition alone, which gives as many integers as it is
+    long."""
     return torch.where(condition, input, other)
 
 
@@ -215,7 +217,7 @@ def one_hot(input: Any, num_classes: Any = -1) -> torch.Tensor:
 
 
 def repeat_interleave(input: Any, repeats: Any, dim: Any = None) -> torch.Tensor:
-    """The sum of the counts is looked at as a float: torch adds integers, which may overflow."""
+    """The sum of the counts is checked as a float: torch adds integers, which may overflow."""
     counts = repeats if isinstance(repeats, torch.Tensor) else torch.tensor(whole(repeats))
     if not _integral(counts.dtype) or counts.ndim > 1 or (counts < 0).any():
         raise ValueError("repeats must be integers of 0 or more")
@@ -282,7 +284,7 @@ def _divides(function: Run) -> Run:
 
 
 def attribute(value: Any, name: Any) -> Any:
-    """What getattr gives of a tensor, or of the pair that sort returns."""
+    """The result of getattr on a tensor, or on the pair that sort returns."""
     if isinstance(value, torch.Tensor) and name in table.ATTRIBUTES:
         return table.ATTRIBUTES[name](value)
     if type(value).__module__ == "torch.return_types" and name in table.FIELDS:

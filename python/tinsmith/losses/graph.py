@@ -1,4 +1,4 @@
-"""A custom loss as data: a checked graph of calls, and what evaluating it gives."""
+"""A custom loss as data: a checked graph of calls, and the result of its evaluation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class Ref:
 
 @dataclass(frozen=True)
 class Node:
-    """One call. `says` is what it calls, for sentences; `run` does it, and is of a group of
-    table.py."""
+    """One call. `says` is the name for error messages; `run` executes the call, and belongs to a
+    group of table.py."""
 
     name: str
     says: str
@@ -50,7 +50,7 @@ class Evaluation:
 
 
 def leaves(value: Any) -> list[Any]:
-    """What is in lists, tuples, dicts and slices."""
+    """The items of lists, tuples, dicts and slices."""
     if isinstance(value, dict):
         value = list(value.values())
     elif isinstance(value, slice):

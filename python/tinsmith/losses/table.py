@@ -1,15 +1,16 @@
-"""What a custom loss may call, in groups that say what bounds the memory of a call before it runs:
+"""The functions that a custom loss may call, grouped by the bound on a call's memory before it
+runs:
 
-- keeps: what is made is at most a few times as large as the tensors that come.
-- joins: it is as large as all that come, in lists of any length.
-- spreads: it is as large as those tensors, broadcast to one shape.
-- picks and multiplies: it is at most the product of their sizes; of a matrix product, the
-  multiplications count as well.
+- keeps: the result is at most a few times as large as the input tensors.
+- joins: the result is as large as all inputs together, in lists of any length.
+- spreads: the result is as large as the inputs, broadcast to one shape.
+- picks and multiplies: the result is at most the product of the inputs' sizes; of a matrix product,
+  the multiplications count as well.
 - sized: the integers after the first argument are sizes, too. new: all integers are.
 
 A name stands for a function of torch, torch.nn.functional, torch.special or torch.linalg, and for
-the method of a tensor: whichever exist. What changes a tensor in place, draws random numbers, or
-leaves torch is not here.
+the method of a tensor: whichever exist. Functions that change a tensor in place, draw random
+numbers, or leave torch are not here.
 """
 
 import math
@@ -74,7 +75,7 @@ def power(a: float, b: float) -> float:
     return a**b if exact else found
 
 
-# What is computed where no tensor takes part.
+# The functions of plain numbers, where no tensor takes part.
 NUMBERS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in OPERATORS if name not in ("matmul", "getitem")},
     "pow": power,
@@ -99,7 +100,7 @@ FIELDS = {name: operator.attrgetter(name) for name in ("values", "indices", "min
 DTYPES = ("float32", "float64", "bfloat16", "float16", "bool")
 DTYPES += ("int64", "int32", "int16", "int8", "uint8")
 
-# Keyword arguments that torch takes as they are. What is neither here nor in IDLE is refused.
+# Keyword arguments that torch takes as they are. Any that is neither here nor in IDLE is refused.
 _KEYWORDS = """
     input other tensors operands equation dim dims dim0 dim1 dim2 keepdim dtype correction
     unbiased min max alpha value nan posinf neginf beta threshold negative_slope approximate p ord

@@ -2,8 +2,8 @@
 
     tinsmith run -m tinsmith.recipes.opsd model_name=path/to/Qwen3-1.7B data_path=problems.jsonl
 
-The student answers problems; the teacher, the same model that has also read the solution, says at
-every token of the answer what it would have written; the loss is the generalized Jensen-Shannon
+The student answers problems. The teacher is the same model, but has also read the solution; it
+gives its own distribution at every token of the answer. The loss is the generalized Jensen-Shannon
 divergence of the two distributions over the whole vocabulary, averaged over the answers' tokens.
 Samples, divergences and gradients are made by the server (loss_fn="generalized_jsd"); no
 distribution leaves it. Everything else is the cookbook's: renderers, logging, checkpoints.

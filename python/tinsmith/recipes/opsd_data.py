@@ -1,9 +1,9 @@
-"""What OPSD reads: problems with solutions, the prompts of student and teacher, and datums.
+"""OPSD's data: problems with solutions, the prompts of student and teacher, and datums.
 
 A datum for `generalized_jsd` is the student's sequence as every Tinker loss takes it (model_input,
 target_tokens one position on, weights that mark the completion) and `teacher_tokens`: the teacher's
-prompt and then the same completion. The server compares the rows that predict the same token, and
-refuses a datum whose two sequences do not end alike.
+prompt and then the same completion. The server compares the rows that predict the same token. It
+refuses a datum if its two sequences do not end alike.
 """
 
 import json
@@ -28,7 +28,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Prompts:
-    """What the two see of a problem, as the user's message."""
+    """The prompts of student and teacher for a problem, as the user's message."""
 
     student: str
     teacher: str

@@ -1,6 +1,6 @@
 """Arrays on the wire: protobuf's tensors as NumPy arrays, checked, and arrays as bytes.
 
-A large array is neither copied to be read nor to be sent: see pieces.py.
+Large arrays are zero-copy, both read and sent: see pieces.py.
 """
 
 import math
@@ -97,7 +97,7 @@ def check_csr(
 
 class Column:
     """Flat arrays that come one after another, as one array of a type. They are joined as they
-    come, some at a time, and let go of: all at once would take long."""
+    come, some at a time, and then freed: all at once would take long."""
 
     def __init__(self, dtype: type[np.generic]):
         self.last: NDArray[Any] = np.empty(0, dtype)
@@ -131,7 +131,7 @@ def buffer_of(array: NDArray[Any], dtype: str) -> memoryview:
 
 
 def field_of(arrays: Iterable[NDArray[Any]], dtype: str, lifted: Lifted) -> bytes:
-    """What a field holds of arrays one after another: their elements, or the name of them."""
+    """The bytes of a field for consecutive arrays: their elements, or their name."""
     parts, small, size = list[Buffer](), list[Buffer](), 0
     for array in arrays:
         buffer = buffer_of(array, dtype)

@@ -38,8 +38,8 @@ log = logging.getLogger("tinsmith")
 PREFIX = "/api/v1"
 BACKLOG = 2048  # connections that wait to be accepted: the SDK opens many at once
 STOP_SECONDS = 5.0
-QUEUE_SHARE = 8  # requests that wait take at most one part in so many of the memory, beside it
-EXPIRY_SECONDS = 60.0  # between two looks for checkpoints whose time is over
+QUEUE_SHARE = 8  # requests that wait take at most 1 / QUEUE_SHARE of the memory, in addition
+EXPIRY_SECONDS = 60.0  # between two searches for expired checkpoints
 
 
 def make_app(service: Service) -> Starlette:
@@ -150,7 +150,7 @@ class Backend:
         self.url = f"http://{name}:{self._socket.getsockname()[1]}"
 
     def close(self) -> None:
-        """Ends the server: what is being computed is finished, what waits fails."""
+        """Ends the server: the current computation is finished, waiting requests fail."""
         self._closing.set()
         self._expiry.join()
         self._worker.close()
@@ -161,7 +161,7 @@ class Backend:
         self._state.close()
 
     def _expire(self, store: checkpoint.Store) -> None:
-        """Deletes checkpoints in time, also where no client comes."""
+        """Deletes expired checkpoints, even if no client connects."""
         while True:
             try:
                 for path in store.delete_expired():

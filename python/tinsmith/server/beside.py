@@ -1,9 +1,9 @@
-"""Work that takes long, made in threads beside the event loop, which answers others meanwhile.
+"""Runs long work in threads beside the event loop, which answers other requests meanwhile.
 
-What is small is done at once: a thread's turn would cost more. There are few threads, because
-Python runs one at a time: each that computes makes the event loop wait a little longer for its own.
-A function that is called here must not hold the interpreter for long in one piece: it works on
-parts of what is large, or calls what lets go of the interpreter, as NumPy and zstandard do.
+Small work is done at once: a thread's turn would cost more. There are few threads, because Python
+runs one at a time: each thread that computes makes the event loop wait a little longer for its
+turn. A function that is called here must not hold the GIL for long. It works on large data in
+parts, or calls code that releases the GIL, as NumPy and zstandard do.
 """
 
 import asyncio
@@ -35,5 +35,5 @@ class Beside:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def close(self) -> None:
-        """Ends the threads, after what they do."""
+        """Ends the threads, after their current work."""
         self._threads.shutdown(cancel_futures=True)

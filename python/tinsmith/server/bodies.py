@@ -1,7 +1,7 @@
 """Bodies of requests and of replies, however large, without the event loop standing still.
 
-They are received and sent piece by piece; what lies between (zstd, JSON) is done beside the loop.
-A limit holds for what a body unpacks to, and is looked at before more is unpacked.
+They are received and sent piece by piece; the work between (zstd, JSON) is done beside the loop. A
+limit holds for a body's unpacked size, and is checked before more is unpacked.
 """
 
 import io
@@ -68,8 +68,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 class _Decoder(json.JSONDecoder):
-    """json's own, in Python, between whose steps other threads run, where the one in C is a single
-    step; but a list of plain numbers is read by that one, a stretch at a time."""
+    """json's own decoder in Python, which lets other threads run between its steps; the one in C is
+    a single step. The C decoder still reads a list of plain numbers, a stretch at a time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Starting a server from Python: a notebook, a script, a test.
+"""Starts a server from Python: in a notebook, a script or a test.
 
-`serve` runs the server in threads of the calling process, so it may be used inside a running event
-loop, and hands out the SDK's own ServiceClient. Nothing of the server is imported before it is
-called, so that `import tinsmith` needs NumPy only.
+`serve` runs the server in threads of the calling process, so you may use it inside a running event
+loop. It gives you the SDK's own ServiceClient. The server's modules are imported only when `serve`
+is called, so `import tinsmith` needs NumPy only.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def serve(
 ) -> Backend:
     """Starts a server and returns it when it is ready; use it in a `with` statement.
 
-    models: {name: folder}, or the folder(s) or names in the Hugging Face cache, which are then
-    their names too. port 0 takes a free one: see `.url`. checkpoints is the folder that
-    save_state writes to. dtype is what products with base weights are computed in: "float32",
-    "bfloat16", or "auto": bfloat16 for a bf16 model where the processor has the instructions.
-    threads 0 takes all cores. memory is what models, their caches and runs
-    may take together, in bytes (None: nine tenths of the machine's or the card's); models that
-    nobody uses make room for others. One model alone is loaded before this returns, several are on
-    first use, unless preload says otherwise. With a seed, requests that have none draw the same
-    each time the same run is made, also when it is resumed; without, they draw afresh.
+    models: {name: folder}; or folders or names in the Hugging Face cache, which are then also the
+    models' names. port: 0 takes a free one; see `.url`. checkpoints: the folder that save_state
+    writes to. dtype: the type of products with base weights: "float32", "bfloat16", or "auto",
+    which is bfloat16 for a bf16 model where the processor has the instructions. threads: 0 takes
+    all cores. memory: the bytes that models, their caches and runs may take together; None is nine
+    tenths of the machine's or the card's. When memory runs short, idle models are evicted. preload:
+    whether models are loaded before this returns. By default one model alone is, and several are
+    loaded on first use. seed: requests without a seed of their own draw the same each time the same
+    run is made, also when it is resumed. Without it they draw afresh.
 
         with tinsmith.serve({"Qwen/Qwen3-0.6B": "models/qwen3"}) as backend:
             client = backend.service_client().create_lora_training_client("Qwen/Qwen3-0.6B")

@@ -1,11 +1,12 @@
-"""Back-pressure: how much of what clients asked for may wait in memory at once.
+"""Back-pressure: a limit on the requests that wait in memory at once.
 
-A request's body is let in when it fits beside those that wait already; until then its connection is
-left alone, which holds the client's next one back too. Who waits too long gets 429 with a time to
-come back after: the SDK then tries again, a sampling request for ever and a training request for
-some ten minutes, so nothing is lost. One request alone is always let in, whatever its size. The
-SDK is told to send the pieces of a call in order (see routes.CLIENT_CONFIG), so a request that is
-held back never has to come before one that is inside. The server's event loop alone uses this.
+A request's body is read when it fits beside those that wait already. Until then its connection is
+not read, which also holds the client's next request back. A request that waits too long gets 429
+with a time to come back after. The SDK then tries again, a sampling request for ever and a training
+request for some ten minutes, so nothing is lost. One request alone is always let in, whatever its
+size. The SDK is told to send the pieces of a call in order (see routes.CLIENT_CONFIG), so a request
+that is held back never has to come before one that is inside. Only the server's event loop uses
+this.
 """
 
 import asyncio
@@ -28,8 +29,8 @@ class Overloaded(Exception):
 
 
 class Place:
-    """What one request takes, until it is done. Leaving it as a context manager gives it back,
-    unless `keep` was called: then `leave` must be."""
+    """The memory that one request takes, until it is done. Leaving it as a context manager gives it
+    back, unless `keep` was called: then you must call `leave`."""
 
     def __init__(self, queue: "Queue", size: int):
         self._queue = queue
@@ -109,7 +110,7 @@ class Queue:
         return self.bytes + size <= self.bytes_max and self.count + count <= self.count_max
 
     def change(self, size: int, count: int) -> None:
-        """Counts what came or went, and lets in who waits for it."""
+        """Counts what came or went, and lets in requests that now fit."""
         self.bytes += size
         self.count += count
         self.peak = max(self.peak, self.bytes)
@@ -117,7 +118,7 @@ class Queue:
             self._let_in()
 
     def overloaded(self) -> Overloaded:
-        """What a client is told that finds no room."""
+        """The error for a client if there is no room."""
         return Overloaded(
             f"the server has {self.count} requests of {self.bytes} bytes in its queue, and takes "
             f"{self.count_max} of {self.bytes_max} at once; come again",

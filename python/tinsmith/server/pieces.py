@@ -2,11 +2,11 @@
 
 protobuf reads or writes a whole message in one call and holds the interpreter's lock meanwhile: the
 event loop's thread stands still for a second for every hundred MB. On the wire a message is its
-fields, one after another, so it can be cut between two of them, and its parts are messages too.
-And a large byte string, which is an array's elements, needs no parser: `lift` leaves its name in
-its place, and the message that is left is small; `fill` is the way back. What the fields mean, and
-whether they are right, is still protobuf's business; these functions walk the wire's format, as the
-messages' own descriptors say what lies in what.
+fields, one after another, so it can be cut between two of them, and its parts are messages too. And
+a large byte string, which is an array's elements, needs no parser: `lift` leaves its name in its
+place, and the message that is left is small; `fill` is the way back. protobuf still interprets and
+checks the fields; these functions only walk the wire's format, as the messages' own descriptors
+define it.
 """
 
 import secrets
@@ -24,7 +24,7 @@ TYPE_MESSAGE, TYPE_BYTES = 11, 12  # of a descriptor's field
 
 class Lifted:
     """Large byte strings that were taken out of messages, by the names that stand there for them. A
-    name begins with 16 bytes that nobody could foresee, so nothing else is taken for one."""
+    name begins with 16 random bytes, so nothing else is taken for one."""
 
     def __init__(self) -> None:
         self._mark = secrets.token_bytes(16)
@@ -36,7 +36,7 @@ class Lifted:
         return self._mark + len(self._strings).to_bytes(4, "little")
 
     def get(self, value: bytes) -> Buffer:
-        """The string that a field stands for: what it holds, or what its name says. That was put in
+        """The string of a field: its value, or the string that its value names, which was put in
         one part."""
         parts = self.parts(value)
         return value if parts is None else parts[0]
@@ -57,7 +57,8 @@ class Lifted:
 
 def fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
     """The fields of a message that lies in [at, end): number, wire type, and where it begins, its
-    value begins, and it ends. What is no field is given whole, as number 0: protobuf refuses it."""
+    value begins, and it ends. Bytes that are no field are given whole, as number 0: protobuf
+    refuses them."""
     while at < end:
         begin = at
         tag, at = _varint(data, at, end)
@@ -102,7 +103,7 @@ def _number(value: int) -> bytes:
 
 
 def _tagged(number: int, length: int) -> bytes:
-    """What comes before a field of so many bytes."""
+    """The tag and length before a field of so many bytes."""
     return _number(number << 3 | BYTES) + _number(length)
 
 

@@ -1,7 +1,7 @@
-"""The Tinker endpoints that tell of models, runs, checkpoints and sessions. ROUTES is the table.
+"""The Tinker endpoints that describe models, runs, checkpoints and sessions. ROUTES is the table.
 
-All of it is read from disk, so it is told of after a restart too. What Tinker has
-and a local server can't or doesn't do is refused by name in REFUSED, never left unanswered.
+All of it is read from disk, so it is also there after a restart. Tinker's features that a local
+server does not have are refused by name in REFUSED, never left unanswered.
 """
 
 from datetime import UTC, datetime
@@ -21,7 +21,7 @@ TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights"
 
 
 async def healthz(service: Service, request: Request) -> dict[str, Any]:
-    """A server that listens has checked its models: whoever gets an answer gets "ok"."""
+    """A server that listens has already checked its models, so every answer is "ok"."""
     return {"status": "ok"}
 
 
@@ -84,7 +84,8 @@ async def delete_checkpoint(service: Service, request: Request) -> dict[str, Any
 
 
 async def publish(service: Service, request: Request) -> dict[str, Any]:
-    """A mark on the checkpoint: whoever reaches a local server can read its checkpoints anyway."""
+    """Marks the checkpoint as published. Any client of a local server can read its checkpoints
+    anyway."""
     service.store.update(_path(service, request), public=request.method == "POST")
     return {}
 
@@ -126,7 +127,7 @@ def _run(service: Service, row: RunRow) -> dict[str, Any]:
 
 
 def _checkpoints(service: Service, run: str) -> list[dict[str, Any]]:
-    """A run's checkpoints, the oldest first; without those whose time is over."""
+    """A run's checkpoints, the oldest first; without expired ones."""
     return [_checkpoint(item) for item in service.state.checkpoints(run) if not item.meta.expired]
 
 

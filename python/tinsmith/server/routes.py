@@ -1,7 +1,7 @@
 """The Tinker endpoints that clients train and sample with. ROUTES is the table: one row each.
 
 A handler translates: it reads the body with wire.py, submits to the worker through the service, and
-returns a JSON object. Whatever has a place in a run's order uses up that place even when it is
+returns a JSON object. A request with a place in a run's order uses up that place even when it is
 refused, so that the requests after it do not wait for it.
 """
 
@@ -63,7 +63,7 @@ async def enter(service: Service, request: Request, more: int = 0) -> Place:
 
 
 def settle(future: Future[T], function: Callable[..., T], *arguments: Any) -> None:
-    """Calls a function whose result, or failure, a future then has."""
+    """Sets a future to a function's result, or to its failure."""
     try:
         future.set_result(function(*arguments))
     except Exception as error:
@@ -71,7 +71,7 @@ def settle(future: Future[T], function: Callable[..., T], *arguments: Any) -> No
 
 
 def place(body: dict[str, Any]) -> tuple[str, int]:
-    """Which run a request is for, and its turn there."""
+    """A request's run, and its turn there."""
     return wire.need(body, "model_id", str), wire.need(body, "seq_id", int)
 
 
@@ -404,7 +404,7 @@ async def asample(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def retrieve_future(service: Service, request: Request) -> dict[str, Any] | Response:
-    """Waits for a result, less than the SDK's 45 s; 408 says that it is to be asked for again."""
+    """Waits for a result, less than the SDK's 45 s; 408 tells the client to ask again."""
     body = await read_json(service, request)
     name = wire.need(body, "request_id", str)
     pending = service.promised(request, name)
@@ -431,8 +431,8 @@ async def retrieve_future(service: Service, request: Request) -> dict[str, Any] 
 
 
 async def retrieve_futures(service: Service, request: Request) -> dict[str, Any]:
-    """Which requests of a sampling session (or of one clone of its client) are done, in one poll
-    for all of them. Each is then read by retrieve_future."""
+    """The completed requests of a sampling session (or of one clone of its client), in one poll for
+    all of them. The client then reads each by retrieve_future."""
     body = await read_json(service, request)
     target = wire.need(body, "target", dict)
     sampler = service.sampler(request, wire.need(target, "sampling_session_id", str, "the target"))

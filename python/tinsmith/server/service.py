@@ -1,10 +1,10 @@
-"""What the server knows: sessions, runs, sampling sessions, and the futures it has promised.
+"""The server's state: sessions, runs, sampling sessions, and the futures it has promised.
 
-Everything here is touched by the server's event loop only; the engine's side is the worker's. A
-request is identified by what the client numbered it with, so that a retry finds the promise that
-the first attempt made and nothing is executed twice. A session belongs to the API key that made
-it: to another key its runs and samplers do not exist. Checkpoints are found by their path. What is
-to be told of after a restart is kept in state.py; a session itself does not outlive the server.
+Only the server's event loop uses this module; the worker has the engine's side. A request is
+identified by the number that the client gave it. So a retry finds the promise of the first attempt,
+and nothing is executed twice. A session belongs to the API key that made it: to another key its
+runs and samplers do not exist. Checkpoints are found by their path. state.py keeps the facts that
+the server reports after a restart; a session itself does not outlive the server.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class RunInfo:
     def meta(
         self, kind: checkpoint.Kind, step: int, user_metadata: dict[str, str], ttl: int | None
     ) -> checkpoint.Meta:
-        """What a checkpoint of this run, saved now, says of itself."""
+        """The Meta of a checkpoint of this run, saved now."""
         return checkpoint.Meta(
             base_model=self.base,
             **asdict(self.lora),
@@ -97,8 +97,8 @@ class RunInfo:
 
 @dataclass
 class Completions:
-    """Requests that are done, in that order, and numbered from 1: what a poll for all of them
-    reads. The event loop alone touches it. Where nobody polls, the oldest are forgotten."""
+    """Completed requests in order of completion, numbered from 1; a poll for all requests reads it.
+    Only the event loop uses it. If no client polls, the oldest are forgotten."""
 
     events: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=COMPLETIONS_MAX))
     last: int = 0
@@ -112,7 +112,7 @@ class Completions:
             event.set()
 
     async def after(self, cursor: int, seconds: float) -> list[str]:
-        """Those after a cursor, which are waited for; what came before it is forgotten."""
+        """Waits for requests after a cursor and returns them; those before it are forgotten."""
         while self.events and self.events[0][0] <= cursor:
             self.events.popleft()
         if not self.events and seconds > 0:
@@ -126,8 +126,8 @@ class Completions:
 
 @dataclass
 class SamplerInfo:
-    """One sampling session. What is drawn from a run's weights has its place in the run, whichever
-    session that is resumed in: on a server with a seed it draws what it would have drawn."""
+    """One sampling session. A session of a run's weights has a place in the run, even if the run is
+    resumed in another session. So a server with a seed draws the same tokens again."""
 
     id: str
     session: Session
@@ -198,8 +198,8 @@ class Service:
         raise ValueError(f"unknown base model {name!r}; this server has {sorted(self.bases)}")
 
     def meta(self, path: str) -> tuple[Path, checkpoint.Meta]:
-        """The folder of a checkpoint's path, and what the checkpoint says of itself. A path that is
-        not tinker:// is a folder of this machine that PEFT wrote."""
+        """The folder of a checkpoint's path, and the checkpoint's Meta. A path that is not
+        tinker:// is a folder of this machine that PEFT wrote."""
         if not path.startswith("tinker://") and (Path(path) / checkpoint.CONFIG_FILE).is_file():
             return Path(path), peft.load_meta(Path(path))
         folder = self.store.folder(path)
@@ -257,7 +257,7 @@ class Service:
         return session
 
     def end_session(self, session: Session) -> None:
-        """Frees a session's adapters once what it asked for is done."""
+        """Frees a session's adapters once its requests are done."""
         session.ended = True
         session.losses.clear()
         self.worker.forget(session.runs, session.samplers)
@@ -318,7 +318,7 @@ class Service:
         return session
 
     def add_run(self, run: RunInfo) -> None:
-        """Registers a run, on disk too, so that it can be told of after a restart."""
+        """Registers a run, on disk too, so that the server can report it after a restart."""
         row = RunRow(run.id, run.session.id, run.base, run.lora.rank, run.user_metadata, now())
         self.state.add_run(row)
         self.runs[run.id] = run
@@ -335,7 +335,7 @@ class Service:
     # ---- promises ----
 
     def promised(self, request: Request, request_id: str) -> Pending | None:
-        """What a client's request was promised before, if it was."""
+        """The earlier promise for a client's request, if there is one."""
         return self.pending.get((owner(request), request_id))
 
     def promise(
@@ -391,7 +391,7 @@ class Service:
         return self.promise(request, name, guarded, encode, queued, weigh, model_id=model_id)
 
     def sweep(self) -> None:
-        """Drops results that were read, or that nobody came for, and sessions without a client."""
+        """Drops results that were read or never fetched, and sessions without a client."""
         moment = time.monotonic()
         if moment - self._swept < SWEEP_SECONDS:
             return
@@ -412,7 +412,7 @@ def when_done(future: Future[Any], call: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
 
     def tell(_: Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits
             loop.call_soon_threadsafe(call)
 
     future.add_done_callback(tell)
@@ -424,7 +424,7 @@ def turn_id(model_id: str, seq: int) -> str:
 
 
 def owner(request: Request) -> str:
-    """Who asks: stands for the API key, which a local server takes as it is and never keeps."""
+    """The client: a stand-in for its API key. A local server accepts any key and never keeps it."""
     key = request.headers.get("x-api-key", "")
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
@@ -440,8 +440,8 @@ def handle_session(handle: str) -> str | None:
 
 
 def as_failure(error: BaseException) -> RequestError:
-    """A refusal or any other exception, as a future keeps it: without its traceback, which has all
-    that the request brought."""
+    """A refusal or any other exception in the form that a future keeps: without its traceback,
+    which would hold all the request's data."""
     failure = RequestError(str(error)) if isinstance(error, Refusal) else explain(error)
     return failure.with_traceback(None)
 

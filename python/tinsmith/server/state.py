@@ -1,11 +1,11 @@
-"""What a server remembers across restarts: sessions, runs, samplers, and an index of checkpoints.
+"""The server's state across restarts: sessions, runs, samplers, and an index of checkpoints.
 
-One SQLite file beside the checkpoints' folders, which remain the truth about checkpoints: what a
-folder says of itself stands in its meta.json, and an index row holds for the very file that it was
-read from. So a folder that was copied in, changed or removed by hand is noticed when it is listed,
-and a file that is lost costs the sessions only: runs are found again by their checkpoints, or by
-the run.json of folders that are older than the database. Any thread may call; whatever SQLite can't
-do is told as an OSError with a sentence.
+One SQLite file lies beside the checkpoints' folders. The folders remain the truth about
+checkpoints: each has its meta.json, and an index row is valid only for the very file that it was
+read from. So a folder that was copied in, changed or removed by hand is noticed when it is listed.
+If the SQLite file is lost, only the sessions are lost: runs are found again by their checkpoints,
+or by the run.json of folders that are older than the database. Any thread may call. An SQLite
+failure is raised as an OSError with a sentence.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ CREATE INDEX checkpoint_run ON checkpoint (run);
 
 @dataclass(frozen=True)
 class SessionRow:
-    """One ServiceClient. `owner` stands for the API key and does not tell it."""
+    """One ServiceClient. `owner` stands for the API key and does not reveal it."""
 
     id: str
     owner: str
@@ -135,12 +135,12 @@ class State:
             if version == 0:
                 for statement in SCHEMA.split(";"):
                     self._sql.execute(statement)
-            # Written every time: so a disk that can't be written to is told of at the start.
+            # Written every time: so a disk that can't be written to fails at the start.
             self._sql.execute(f"PRAGMA user_version = {VERSION}")
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Turns what SQLite and the folder raise into a sentence."""
+        """Turns the errors of SQLite and of the folder into a sentence."""
         try:
             with self._lock:
                 yield
@@ -157,7 +157,7 @@ class State:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of it or nothing; told in a sentence if nothing."""
+        """All of it or nothing; a failure is raised with a sentence."""
         with self._told():
             self._sql.execute("BEGIN IMMEDIATE")
             try:
@@ -220,7 +220,7 @@ class State:
         self._insert("run", dataclasses.asdict(row))
 
     def runs(self) -> list[RunRow]:
-        """All runs, the newest first; those too whose folders were put here by hand."""
+        """All runs, the newest first, including those with folders copied in by hand."""
         known = {name for (name,) in self._read("SELECT id FROM run")}
         for name in self._store.runs():
             if name not in known:
@@ -247,7 +247,7 @@ class State:
         ]
 
     def _import(self, name: str) -> None:
-        """A run that only its folder tells of."""
+        """Adds a run that is known only by its folder."""
         items = self.checkpoints(name)
         row = RunRow(
             id=name,

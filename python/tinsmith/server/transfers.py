@@ -1,8 +1,8 @@
 """Checkpoints on the move: copies, and downloads of their files. ROUTES is the table.
 
-What is downloaded are PEFT's own files, one by one by plain GET as the SDK's external weights, or
-in one tar as SDKs up to 0.34 ask for. The URLs need no key: a checkpoint is whoever's knows its
-path, and the server listens on the loopback unless told otherwise.
+Clients download PEFT's own files: one by one by plain GET, as the SDK's external weights, or in one
+tar, for SDKs up to 0.34. The URLs need no key: the path alone gives access to a checkpoint, and the
+server listens on the loopback unless told otherwise.
 """
 
 import tarfile
@@ -43,7 +43,7 @@ async def get_file(service: Service, request: Request) -> Response:
 
 
 async def archive_url(service: Service, request: Request) -> Response:
-    """Where the tar is: SDKs take it from the redirection or from the body."""
+    """The tar's URL: SDKs take it from the redirection or from the body."""
     expires = _expires(service, _path(service, request))
     url = _url(request, "archive.tar")
     stamp = expires.strftime("%a, %d %b %Y %H:%M:%S GMT")
@@ -89,7 +89,7 @@ def _path(service: Service, request: Request) -> str:
 
 
 def _url(request: Request, last: str) -> str:
-    """A URL beside the one that was asked for, on the host that the client used."""
+    """A URL next to the requested one, on the host that the client used."""
     return f"{str(request.url).partition('?')[0].rpartition('/')[0]}/{last}"
 
 

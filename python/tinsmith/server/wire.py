@@ -2,9 +2,9 @@
 sampling are in wire_sampling.py.
 
 Requests are checked here, completely, before anything is queued: a ValueError's sentence names the
-datum or field, what was expected and what came. What a loss takes is read from the engine's table,
-so a new loss needs no change here. Results become the SDK's own protobuf messages. Nothing here
-knows HTTP, waits or keeps state.
+datum or field, what was expected and what came. The inputs of each loss are read from the engine's
+table, so a new loss needs no change here. Results become the SDK's own protobuf messages. Nothing
+here knows HTTP, waits or keeps state.
 """
 
 import itertools
@@ -90,7 +90,7 @@ def short(value: Any) -> str:
 
 
 def metadata(body: Mapping[str, Any]) -> dict[str, str]:
-    """user_metadata, whose values the SDK reads back as strings."""
+    """user_metadata; the SDK reads its values back as strings."""
     given = maybe(body, "user_metadata", dict, {})
     return {str(key): str(value) for key, value in given.items()}
 
@@ -162,8 +162,9 @@ def uploaded_loss(body: Mapping[str, Any]) -> CustomLoss:
 
 @dataclass(frozen=True)
 class Call:
-    """A forward_backward as it came: what holds for all its datums, and these, some in each part.
-    A datum is an object only while it is looked at: Python's garbage collector would walk them."""
+    """A forward_backward request: the settings of all its datums, and the datums, some in each
+    part. A datum is an object only while it is in use: Python's garbage collector would walk
+    them."""
 
     head: pb.ForwardBackwardRequest
     parts: deque[pb.ForwardBackwardRequest]
@@ -177,7 +178,7 @@ class Call:
         return self._each(self.parts)
 
     def take(self) -> "Iterator[One]":
-        """Each datum; a part of which all have been given is let go of."""
+        """Each datum; a part is freed when all its datums have been given."""
         return self._each(self.parts.popleft() for _ in range(len(self.parts)))
 
     def _each(self, parts: Iterable[pb.ForwardBackwardRequest]) -> "Iterator[One]":
@@ -196,7 +197,7 @@ class One:
 
     @property
     def inputs(self) -> Mapping[str, pb.Tensor]:
-        """What it has for the loss."""
+        """The datum's loss inputs."""
         return self.datum.loss_fn_inputs
 
     def array(self, key: str) -> NDArray[Any]:
@@ -244,7 +245,7 @@ def batch(
     elif row["taught"]:
         teacher = _teacher(call, config, row, model)
     taken = [item for item in row["inputs"] if carried or item["name"] != LOGPROBS]
-    # What this call's datums may be: targets (N, K), and weights for whole rows of them.
+    # The forms that this call allows: targets (N, K), and weights for whole rows of them.
     row = {**row, "multi": row["multi"] and (carried or not row["taught"]), "rows": carried}
     tokens, targets, shapes = Column(np.int32), Column(np.int32), []
     inputs = {item["name"]: Column(np.float32) for item in taken}
@@ -278,7 +279,7 @@ def batch(
 
 
 def _carries_teacher(call: Call) -> bool:
-    """Whether datums have their teacher's log-probabilities, which then all must."""
+    """Whether datums have their teacher's log-probabilities; if one has, all must."""
     keys = [sorted({TOKENS, LOGPROBS} & set(one.inputs)) for one in call.datums()]
     if not any(LOGPROBS in found for found in keys):
         return False
@@ -298,7 +299,7 @@ def _carries_teacher(call: Call) -> bool:
 
 
 def _without_teacher(head: pb.ForwardBackwardRequest, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a loss whose datums carry their teacher: nothing says who it is."""
+    """The configuration of a loss with the teacher in its datums: it must not name a teacher."""
     given = {*head.loss_fn_config, *head.loss_fn_config_v2}
     refused = sorted(given & {"top_k", *CONFIG})
     if refused:
@@ -315,7 +316,7 @@ def _teacher(
     row: Mapping[str, Any],
     model: BaseModel,
 ) -> Teacher:
-    """Who the teacher is, which is taken out of the configuration, and what it reads."""
+    """The teacher, which is taken out of the configuration, and the tokens that it reads."""
     name, decay = config.pop("teacher"), config.pop("teacher_ema")
     given = {*call.head.loss_fn_config, *call.head.loss_fn_config_v2}
     if name != EMA and "teacher_ema" in given:
@@ -495,7 +496,7 @@ def _loss_config(
 
 
 def chunk_name(kind: str | None) -> str:
-    """What a chunk that is no text is, and why it is refused."""
+    """The name of a chunk that is no text, and why it is refused."""
     return f"{kind or 'an unknown kind'}; tinsmith takes text tokens only, no images and no audio"
 
 

@@ -1,8 +1,8 @@
 """Sampling requests and results between Tinker's wire and plain values; the other half of wire.py.
 
-The prompt's scores are the one intricate thing: ids to score at each position come as a dense
-tensor with -1 as padding or as compressed sparse rows, are a flat list with row offsets for the
-engine, and go back in the layout in which they came. Row i of the tensor is position i + 1.
+The prompt's scores need care. Ids to score at each position come as a dense tensor with -1 as
+padding or as compressed sparse rows. The engine gets a flat list with row offsets; the scores go
+back in the layout of the ids. Row i of the tensor is position i + 1.
 """
 
 from collections.abc import Mapping
@@ -75,7 +75,7 @@ def _check_size(request: SampleRequest, context: int) -> None:
 
 
 def result_bytes(result: SampleResult) -> int:
-    """What a result takes."""
+    """The bytes that a result takes."""
     arrays = [result.prompt_logprobs, result.topk_ids, result.topk_logprobs]
     arrays += [result.target_logprobs, result.drawn_ids, result.drawn_logprobs]
     for sample in result.samples:
@@ -250,7 +250,7 @@ def sample_message(result: SampleResult) -> list[Buffer]:
 
 
 def _scores_message(result: SampleResult, lifted: Lifted) -> pb.SampleResponse:
-    """The part that tells of the prompt."""
+    """The part of the message with the prompt's scores."""
     message = pb.SampleResponse()
     if result.prompt_logprobs is not None:
         message.prompt_logprobs = field_of([result.prompt_logprobs], "<f4", lifted)
