@@ -345,9 +345,9 @@ size_t budget_step(const Model *model, size_t all_bytes);
 typedef size_t KeepBytes(void *context, int keep);
 /* The largest `keep` that fits in so many bytes, or 0. */
 int budget_keep(const Model *model, size_t most, KeepBytes *bytes, void *context);
-/* Tokens of a sampler's cache in so many bytes of memory, the weights among them, of which so many
- * are free and more can be made free for the context's; 0: in the device's. What STEP_SEQUENCES
- * sequences keep beside the pages comes first. */
+/* Tokens of a sampler's cache in so many bytes of memory, which include the weights; 0: in the
+ * device's. Of them `free_bytes` are free, and more can be freed for the context's cache. The
+ * memory that STEP_SEQUENCES sequences keep beside the pages comes first. */
 int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_bytes);
 /* Bytes that one token keeps in the pages of all layers, and that one sequence keeps beside them.
  */
