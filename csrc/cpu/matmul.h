@@ -6,7 +6,7 @@
 
 enum {
     DEPTH = 384,      /* k of one block: a panel of b is 48 KB */
-    STREAM_ROWS = 64, /* up to so many rows meet a frozen weight as it comes from memory */
+    STREAM_ROWS = 64, /* up to so many rows read a frozen weight as it comes from memory */
 };
 
 /* How b's element (k, n) is found. */
