@@ -1,5 +1,5 @@
-/* cuda/attention.cuh - what the attention kernels share: packed rows, tiles in shared memory, and
- * the products of tiles.
+/* cuda/attention.cuh - code that the attention kernels share: packed rows, tiles in shared memory,
+ * and the products of tiles.
  *
  * The H/G heads that share a key-value head are packed as rows: row r of a span is head r % group
  * of its query r / group. So a tile of keys serves all heads of a group, and in decoding, where a
@@ -19,7 +19,7 @@
 
 enum { PIECE = 8 }; /* elements of 16 bytes: what a cp.async copies and a row of ldmatrix reads */
 
-/* H/G, with what it takes to divide by it: r / size = r·magic >> 32 for r < 2^32 / size. */
+/* H/G, with the constant that divides by it: r / size = r·magic >> 32 for r < 2^32 / size. */
 typedef struct Group {
     int size;
     unsigned magic;
@@ -70,8 +70,8 @@ template <int E_PAD> __device__ static __forceinline__ int tile_at(int r, int p)
     return r * E_PAD + (p ^ (r & 7)) * PIECE;
 }
 
-/* Brings COUNT rows, from row `first` on, to a tile. The copies are under way until cp_async_wait,
- * but for odd widths, whose rows do not begin at multiples of 16 bytes. */
+/* Copies COUNT rows, from row `first` on, to a tile. The copies are under way until cp_async_wait.
+ * For odd widths, whose rows do not begin at multiples of 16 bytes, they are done at once. */
 template <int E_PAD, bool EXACT, int COUNT, int THREADS>
 __device__ static __forceinline__ void tile_load(Shared<real> tile, const Rows &rows, int first,
                                                  int E)

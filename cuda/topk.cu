@@ -226,7 +226,7 @@ __device__ static void row_sort(int32_t *ids, float *logits, int n)
         }
 }
 
-/* A block a row; its place in the answer is all the memory that it needs. */
+/* A block a row; it needs no memory but its place in the answer. */
 static __global__ void __launch_bounds__(LONG_THREADS)
     topk_long_kernel(int32_t *ids, float *logp, const float *logits, const float *lse, int V, int K)
 {
