@@ -17,7 +17,7 @@
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
 
-enum { PIECE = 8 }; /* elements of 16 bytes: what a cp.async copies and a row of ldmatrix reads */
+enum { PIECE = 8 }; /* elements of 16 bytes: the unit of a cp.async copy and of a row of ldmatrix */
 
 /* H/G, with the constant that divides by it: r / size = r·magic >> 32 for r < 2^32 / size. */
 typedef struct Group {
@@ -182,7 +182,7 @@ __device__ static __forceinline__ void row_store(real *to, const float (&sum)[TI
     }
 }
 
-/* How many keys a query sees at most, itself among them: an op's window, of which 0 is none. */
+/* How many keys a query sees at most, itself included. An op's window of 0 means no limit. */
 static inline int window_of(int window)
 {
     return window ? window : 1 << 30;

@@ -278,7 +278,7 @@ __device__ static __forceinline__ uint32_t real_bits(real x)
     return __bfloat16_as_ushort(x.value);
 }
 
-/* Two reals as one register, `low` at the lower address: what mma's operands are made of. */
+/* Two reals as one register, `low` at the lower address: the form of mma's operands. */
 __device__ static __forceinline__ uint32_t pack(float low, float high)
 {
     return real_bits(to_real(low)) | real_bits(to_real(high)) << 16;

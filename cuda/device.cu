@@ -183,8 +183,8 @@ extern "C" TINSMITH_EXPORT void cuda_emulated_order(int order)
     emulate::gpu.order = (emulate::Order)order;
 }
 
-/* A card with so much free memory, a driver for that version of CUDA (13000 is 13.0), and that
- * compute capability. */
+/* Simulates a card with this much free memory, a driver for that version of CUDA (13000 is 13.0),
+ * and that compute capability. */
 extern "C" TINSMITH_EXPORT void cuda_emulated_card(size_t free_bytes, int driver, int major,
                                                    int minor)
 {

@@ -26,7 +26,7 @@ enum {
     AHEAD = 48, /* rows of b to prefetch when few rows of a keep the processor waiting for memory */
     TILE_M = VL == 16 ? 8 : 6, /* rows of a register tile; as many addresses of a fit into
                                   registers, which is why taller tiles need it packed (block.c) */
-    FEW = 2 * TILE_M,          /* packing a does not pay up to so many rows */
+    FEW = 2 * TILE_M,          /* the most rows for which packing a does not pay */
     GROUP = 4, /* panels that stay in L2 while many rows are multiplied with them: 300 KB */
     SCRATCH = (PACKED_DEPTH + PANEL) * PANEL, /* lanes of a panel that is copied there */
 };

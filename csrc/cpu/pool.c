@@ -56,7 +56,7 @@ typedef struct Crew {
     atomic_int sleepers; /* sleeping workers, which a new job must wake */
     atomic_int waiting;  /* the caller sleeps until no worker is inside */
     atomic_int stop;
-    atomic_int limit; /* the first so many workers may come in */
+    atomic_int limit; /* the number of workers that may come in: the first ones */
     _Alignas(64) atomic_uint_fast64_t gate;
     _Alignas(64) atomic_int_fast64_t next; /* next index to draw */
     int64_t count, shares;

@@ -27,7 +27,7 @@ enum {
 _Static_assert((PACKED_LANES + PACKED_SLACK) * sizeof(float) <= POOL_SCRATCH, "all packed rows");
 _Static_assert(PACKED_LANES / (STREAM_ROWS + TILE_ROWS) >= DEPTH, "a block of all rows is packed");
 
-/* What the 32-bit lanes of the operands hold. */
+/* The content of the operands' 32-bit lanes. */
 typedef enum Form {
     FLOATS, /* both: a float */
     WIDEN,  /* a: a float; b: two k of bf16, widened in registers */
@@ -37,7 +37,7 @@ typedef enum Form {
 typedef struct Stream {
     const Product *p;
     Form form;
-    int tiles, height;   /* tiles of so many rows; the last may have fewer */
+    int tiles, height;   /* the tiles, and the rows of each; the last may have fewer */
     const float *packed; /* [tile][lane][height], of the inputs [k0, k0 + depth) */
     int k0, depth;
 } Stream;

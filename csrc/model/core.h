@@ -302,7 +302,7 @@ void backward(const Model *model, Adapter *adapter, const Batch *batch, const Ac
 /* Rows of a chunk whose logits exist at one time. */
 int head_rows(const Model *model);
 
-/* What the head needs on the device for T rows, of which it sees `chunk` at a time. */
+/* The head's arrays on the device for T rows, of which it sees `chunk` at a time. */
 typedef struct Head {
     int T, chunk;
     real *x, *s, *dx, *ds;       /* (chunk,D), (chunk,R) */

@@ -43,7 +43,7 @@ int decode_fits(const Sampler *sampler, const Turn *turns, int count)
 
 /* ---- memory ---- */
 
-/* What is uploaded: the same places on the device and, from another base, on the host. */
+/* The uploaded block: the same places on the device and, from another base, on the host. */
 static void inputs_place(Decode *d, Arena *arena)
 {
     d->draws = arena_take(arena, (size_t)d->rows * sizeof *d->draws);
@@ -161,7 +161,7 @@ static Recording *recording_of(Sampler *sampler, const Decode *d)
     return oldest;
 }
 
-/* Replays the work, if it was recorded; records it, if it ran before; else runs it. */
+/* Replays the work if it was recorded. Otherwise records it if it ran before, or else runs it. */
 static Status decode_run(Decode *d)
 {
     Sampler *sampler = d->sampler;

@@ -14,7 +14,7 @@
 
 #include "sampler.h"
 
-/* What is known of a page's content. number 0: nothing. */
+/* The known content of a page. number 0: none. */
 struct Memory {
     uint64_t number, before, stamp; /* before: the number of the page before it, 0 for the first */
     int32_t next;                   /* in its bucket; -1: the last */

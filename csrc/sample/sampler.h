@@ -177,10 +177,10 @@ typedef struct Sampler {
     Model *model;
     Kv kv;
     Arena arena; /* of a step */
-    int graphs;  /* whether decoding steps may be recorded */
+    int graphs;  /* whether decode steps may be recorded */
     Recording recording[RECORDINGS];
     int64_t steps, replays; /* decoding steps, and those that were replayed */
-    char *inputs;           /* host: what a decoding step uploads */
+    char *inputs;           /* host: the bytes that a decode step uploads */
     size_t inputs_room;
     LayerActs *layers;
     int limit_ids; /* ids from here on are never drawn */
@@ -236,7 +236,7 @@ void line_close(Line *line);
 
 /* The rows of these turns have their keys and values in the cache. */
 void turns_cached(Sampler *sampler, const Turn *turns, int count);
-/* How the token behind a turn's last row is drawn. */
+/* The draw of the token behind a turn's last row. */
 Draw sequence_draw(const Sampler *sampler, const Turn *turn);
 /* A drawn token joins its sequence, and may end it. */
 void sequence_take_token(Sampler *sampler, const Turn *turn, int32_t token, float logp);
