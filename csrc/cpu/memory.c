@@ -102,8 +102,9 @@ static const char *path_of(const Version *version, char *line)
     return NULL;
 }
 
-/* Applies the limits of a group and of all those above it. In a container that shows only its own groups
- * the path may lead nowhere. Then the last folder, the root of the groups, is the container's. */
+/* Applies the limits of a group and of all those above it. In a container that shows only its own
+ * groups the path may lead nowhere. Then the last folder, the root of the groups, is the
+ * container's. */
 static void path_limits(const Version *version, const char *root, const char *path,
                         size_t *free_bytes, size_t *all_bytes)
 {
