@@ -5,17 +5,18 @@
  *
  * A block walks the pages for a tile of packed rows (attention.cuh) with a running maximum; the
  * scores never leave registers. The keys are cut into chunks whose borders depend on nothing but
- * the position of a key, each chunk is summed from nothing, and the chunks are joined in order. So
- * decoding may give chunks to different blocks (few sequences would leave most of the card idle),
- * and still every row is the same bit for bit as in training, where one block does all of them.
- * A tile begins with the first page that one of its windows reaches: what a row does not see of it
- * leaves the row's sums as they were.
- * While a page's scores are computed its values are on their way, and while those are summed, the
- * next page's keys.
+ * the position of a key. Each chunk is summed from zero, and the chunks are joined in order. So
+ * decoding may give chunks to different blocks, because few sequences would leave most of the card
+ * idle. Every row is still the same, bit for bit, as in training, where one block does all of them.
+ * A tile begins with the first page that one of its windows reaches. The keys of it that a row does
+ * not see leave the row's sums as they were.
  *
- * Roofline: 4·E flops a query, head and key. Training is compute bound (mma.sync reaches about
- * half of what Hopper's wgmma would); decoding reads 4·E bytes a key and key-value head, once for
- * all heads of the group; memory bound. */
+ * While a page's scores are computed its values are on their way. While the values are summed, the
+ * next page's keys are on their way.
+ *
+ * Roofline: 4·E flops a query, head and key. Training is compute bound (mma.sync reaches about half
+ * of what Hopper's wgmma would); decoding reads 4·E bytes a key and key-value head, once for all
+ * heads of the group; memory bound. */
 #include "attention.cuh"
 
 enum {
@@ -37,8 +38,8 @@ typedef struct Attention {
     float scale; /* log2(e)/√E: exponentials are powers of 2 */
 } Attention;
 
-/* What a block is: ROW_WARPS warps own 16 rows each, COL_WARPS share the columns of the same rows,
- * and compute their scores each for itself. */
+/* The layout of a block: ROW_WARPS warps own 16 rows each. COL_WARPS warps share the columns of the
+ * same rows, and each of them computes their scores for itself. */
 template <int PAD, bool EXACT_, int ROW_WARPS_, int COL_WARPS_> struct Shape {
     enum {
         E_PAD = PAD,
@@ -64,7 +65,7 @@ template <int TILES> struct Sums {
     float top[2], sum[2], acc[TILES][4];
 };
 
-/* What one thread knows of its block. */
+/* The state that one thread has of its block. */
 template <class S> struct Work {
     Shared<real> keys, values; /* a page of each */
     Shared<float> saved;       /* (SAVED, THREADS) */
@@ -93,8 +94,8 @@ __device__ static __forceinline__ void page_load(Shared<real> tile, const real *
     cp_async_commit();
 }
 
-/* Scores to exponentials against the running maximum, by which what was summed before shrinks: by
- * exactly 1 where the maximum stays, so that a page which a row does not see changes nothing. */
+/* Scores to exponentials against the running maximum, by which the earlier sums shrink: by exactly
+ * 1 where the maximum stays, so that a page which a row does not see changes nothing. */
 template <int TILES>
 __device__ static __forceinline__ void soften(float (&s)[KEY_TILES][4], Sums<TILES> &sums,
                                               float scale)
@@ -147,13 +148,14 @@ __device__ static __forceinline__ void page_scores(float (&s)[KEY_TILES][4], con
     }
 }
 
-/* Adds a page, whose keys are on their way; `next` is the page whose keys to send for, or −1. */
+/* Adds a page, whose keys are on their way. `next` is the page whose keys are copied next, or
+ * −1. */
 template <class S>
 __device__ static __forceinline__ void page_add(Sums<S::TILES> &sums, const Attention &c,
                                                 const Work<S> &w, int page, int next)
 {
     cp_async_wait<0>();
-    __syncthreads(); /* the keys are here, and nobody reads the last page's values any more */
+    __syncthreads(); /* the keys are here, and all have read the last page's values */
     page_load(w.values, c.v_pages, c, w, page);
     uint32_t p[KEY_TILES / 2][4];
     if (w.live) {
@@ -163,7 +165,7 @@ __device__ static __forceinline__ void page_add(Sums<S::TILES> &sums, const Atte
         fragments_of<KEY_TILES>(p, s);
     }
     cp_async_wait<0>();
-    __syncthreads(); /* the values are here, and nobody reads the keys any more */
+    __syncthreads(); /* the values are here, and all have read the keys */
     if (next >= 0) page_load(w.keys, c.k_pages, c, w, next);
     if (w.live)
         tile_accumulate<S::E_PAD, S::EXACT, KEY_TILES / 2>(sums.acc, p, w.values, w.column, c.E);
@@ -183,7 +185,7 @@ template <int TILES> __device__ static __forceinline__ void sums_clear(Sums<TILE
         for (int i = 0; i < 4; i++) sums.acc[j][i] = 0.0f;
 }
 
-/* A chunk is over: every thread of a row learns its whole sum. */
+/* The end of a chunk: every thread of a row gets its whole sum. */
 template <int TILES> __device__ static __forceinline__ void sums_close(Sums<TILES> &sums)
 {
 #pragma unroll
@@ -207,8 +209,8 @@ __device__ static __forceinline__ void sums_save(const Work<S> &w, const Sums<S:
         for (int i = 0; i < 4; i++) saved[(4 + j * 4 + i) * S::THREADS] = sums.acc[j][i];
 }
 
-/* Joins what was saved, the chunks before, with the sums of the chunk behind them. Where a row saw
- * nothing of the chunks before, they count for exactly 0, and this chunk for exactly 1. */
+/* Joins the saved sums, of the chunks before, with the sums of the chunk behind them. Where a row
+ * saw nothing of the chunks before, they count for exactly 0, and this chunk for exactly 1. */
 template <class S>
 __device__ static __forceinline__ void sums_join(Sums<S::TILES> &sums, const Work<S> &w)
 {
@@ -258,7 +260,7 @@ __device__ static __forceinline__ void sums_finish(const Sums<S::TILES> &sums, c
     }
 }
 
-/* A chunk is over: joins the chunks before, and is put aside, or finishes the rows. */
+/* The end of a chunk: joins the chunks before, and is saved, or finishes the rows. */
 template <class S>
 __device__ static __forceinline__ void chunk_close(Sums<S::TILES> &sums, const Attention &c,
                                                    const Work<S> &w, bool first, bool last)
@@ -272,8 +274,8 @@ __device__ static __forceinline__ void chunk_close(Sums<S::TILES> &sums, const A
 
 /* ---- chunks that blocks share ---- */
 
-/* Blocks that have left their chunks' sums in c.parts, of each tile; 0 between launches, of which
- * there is one at a time: all work of a process goes through one stream. */
+/* Of each tile, the number of blocks that have left their chunks' sums in c.parts; 0 between
+ * launches. There is one launch at a time: all work of a process goes through one stream. */
 static __device__ unsigned arrived[SPLIT_TILES];
 
 /* Writes a chunk's sums to c.parts, or reads them. */
@@ -308,13 +310,13 @@ __device__ static __forceinline__ void part_move(Sums<S::TILES> &sums, const Att
     }
 }
 
-/* Whether this block is the last of its tile's, whose parts are then all there to read. */
+/* Whether this block is the last of its tile's, so that all their parts can be read. */
 template <class S> __device__ static __forceinline__ bool is_last(const Work<S> &w, unsigned blocks)
 {
     __syncthreads();
     if (threadIdx.x == 0) {
         unsigned *count = &arrived[blockIdx.y * gridDim.x + blockIdx.x];
-        __threadfence(); /* behind the barrier: what all threads have written comes before it */
+        __threadfence(); /* after the barrier: it covers the writes of all threads */
         unsigned before = atomicAdd(count, 1u);
         __threadfence();
         w.saved[0] = before + 1 == blocks;
@@ -322,12 +324,12 @@ template <class S> __device__ static __forceinline__ bool is_last(const Work<S> 
     }
     __syncthreads();
     bool last = w.saved[0] != 0.0f;
-    __syncthreads(); /* saved is about to be used for what it is */
+    __syncthreads(); /* saved is about to get its own use again */
     return last;
 }
 
-/* This block's of chunks [first, chunks), one at a time to c.parts; the last block to come joins
- * all. */
+/* Writes this block's share of chunks [first, chunks), one at a time, to c.parts. The last block
+ * that arrives joins all. */
 template <class S>
 __device__ static __forceinline__ void chunks_split(const Attention &c, const Work<S> &w, int first,
                                                     int chunks, int page, int pages)
@@ -345,7 +347,7 @@ __device__ static __forceinline__ void chunks_split(const Attention &c, const Wo
         __syncthreads(); /* the values' tile is free again */
     }
     if (!is_last(w, blocks)) return;
-    sums_clear(sums); /* rows that do not exist stay so */
+    sums_clear(sums); /* rows that do not exist stay zero */
     for (int chunk = first; chunk < chunks; chunk++) {
         part_move<S, false>(sums, c, w, chunk);
         chunk_close(sums, c, w, chunk == first, chunk + 1 == chunks);
@@ -354,8 +356,7 @@ __device__ static __forceinline__ void chunks_split(const Attention &c, const Wo
 
 /* ---- the kernel ---- */
 
-/* Fills in what a thread needs to know; Q passes through the values' tile on its way to registers.
- */
+/* Fills in a thread's state. Q passes through the values' tile on its way to registers. */
 template <class S>
 __device__ static __forceinline__ void work_begin(Work<S> &w, const Attention &c,
                                                   Shared<unsigned char> bytes)

@@ -1,5 +1,5 @@
-/* cuda/attention.cuh - what the attention kernels share: packed rows, tiles in shared memory, and
- * the products of tiles.
+/* cuda/attention.cuh - code that the attention kernels share: packed rows, tiles in shared memory,
+ * and the products of tiles.
  *
  * The H/G heads that share a key-value head are packed as rows: row r of a span is head r % group
  * of its query r / group. So a tile of keys serves all heads of a group, and in decoding, where a
@@ -17,9 +17,9 @@
 #define LOG2E 1.4426950408889634f
 #define LN2 0.6931471805599453f
 
-enum { PIECE = 8 }; /* elements of 16 bytes: what a cp.async copies and a row of ldmatrix reads */
+enum { PIECE = 8 }; /* elements of 16 bytes: the unit of a cp.async copy and of a row of ldmatrix */
 
-/* H/G, with what it takes to divide by it: r / size = r·magic >> 32 for r < 2^32 / size. */
+/* H/G, with the constant that divides by it: r / size = r·magic >> 32 for r < 2^32 / size. */
 typedef struct Group {
     int size;
     unsigned magic;
@@ -70,8 +70,8 @@ template <int E_PAD> __device__ static __forceinline__ int tile_at(int r, int p)
     return r * E_PAD + (p ^ (r & 7)) * PIECE;
 }
 
-/* Brings COUNT rows, from row `first` on, to a tile. The copies are under way until cp_async_wait,
- * but for odd widths, whose rows do not begin at multiples of 16 bytes. */
+/* Copies COUNT rows, from row `first` on, to a tile. The copies are under way until cp_async_wait.
+ * For odd widths, whose rows do not begin at multiples of 16 bytes, they are done at once. */
 template <int E_PAD, bool EXACT, int COUNT, int THREADS>
 __device__ static __forceinline__ void tile_load(Shared<real> tile, const Rows &rows, int first,
                                                  int E)
@@ -184,7 +184,7 @@ __device__ static __forceinline__ void row_store(real *to, const float (&sum)[TI
 
 enum { ALL = 1 << 30 }; /* a window that no sequence is as long as */
 
-/* How many keys a query sees at most, itself among them: an op's window, of which 0 is none. */
+/* How many keys a query sees at most, itself included. An op's window of 0 means no limit. */
 static inline int window_of(int window)
 {
     return window ? window : ALL;

@@ -6,10 +6,10 @@
  *
  * Nothing is summed across blocks: one kernel owns a tile of keys and walks the queries and heads
  * that see it, another owns a tile of queries and walks its keys. That computes p and ds twice, but
- * needs no atomics and no f32 copy of dq, and a sequence's gradients are the same bit for bit
- * whatever its neighbours. p and ds go from the result of one mma straight to the left operand of
- * the next, in registers: so the first kernel works on their transposes, keys as rows. What is
- * walked comes in double-buffered tiles.
+ * needs no atomics and no f32 copy of dq. It is also batch-invariant: a sequence's gradients do not
+ * depend on its neighbours, bit for bit. p and ds go from the result of one mma straight to the
+ * left operand of the next, in registers. So the first kernel works on their transposes, with keys
+ * as rows. The tiles that a kernel walks over are double-buffered.
  *
  * Roofline: 14·E flops a query, head and key that it sees (10·E without the repetition); compute
  * bound. */
@@ -85,7 +85,7 @@ static __global__ void delta_kernel(float *delta, const real *dy, const real *y,
 
 /* ---- dk and dv: a tile of keys walks the queries ---- */
 
-/* What is known of a packed row besides its elements. */
+/* The numbers of a packed row besides its elements. */
 typedef struct Fact {
     float lse, delta; /* lse in units of log 2 */
     int query;
@@ -194,7 +194,7 @@ static __global__ void __launch_bounds__(S::THREADS) keys_backward_kernel(Backwa
         Fact fact;
         bool more = first + WALKED < rows, brings = more && threadIdx.x < WALKED;
         cp_async_wait<0>();
-        __syncthreads(); /* this pair is here, and nobody reads the other one any more */
+        __syncthreads(); /* this pair is here, and all have read the other one */
         if (more) queries_load(tiles, c, span, g, first + WALKED, pair ^ 1);
         if (brings) fact = fact_of(c, span, g, first + WALKED + threadIdx.x);
         if (row < tile.count)
@@ -223,7 +223,7 @@ __device__ static __forceinline__ void keys_load(const Tiles<S> &tiles, const Ba
     cp_async_commit();
 }
 
-/* Adds keys [first, first + WALKED) to dq of this warp's 16 rows, of which facts tell. */
+/* Adds keys [first, first + WALKED) to dq of this warp's 16 rows, which `facts` describe. */
 template <class S, bool WINDOWED>
 __device__ static __forceinline__ void keys_add(float (&dq)[S::TILES][4], const Tiles<S> &tiles,
                                                 int pair, const Fact (&facts)[2], const Backward &c,
@@ -276,7 +276,7 @@ static __global__ void __launch_bounds__(S::THREADS, WINDOWED ? 1 : S::RESIDENT)
     clear(dq);
     for (; first < keys; first += WALKED, pair ^= 1) {
         cp_async_wait<0>();
-        __syncthreads(); /* this pair is here, and nobody reads the other one any more */
+        __syncthreads(); /* this pair is here, and all have read the other one */
         if (first + WALKED < keys) keys_load(tiles, c, span, g, first + WALKED, pair ^ 1);
         if (row < tile.count) keys_add<S, WINDOWED>(dq, tiles, pair, facts, c, row, column, first);
     }

@@ -1,10 +1,10 @@
-/* cuda/cublaslt.cuh - what matmul.cu needs of cuBLASLt: the library found at run time, a product's
+/* cuda/cublaslt.cuh - matmul.cu's use of cuBLASLt: the library found at run time, a product's
  * description, and one algorithm for each, picked once.
  *
  * Included by matmul.cu alone. cuBLASLt's header is not needed to build: the dozen entry points and
- * the few numbers below are all that is used, and they have been the same since CUDA 11. A
- * row-major product c = a·b is, to a library that counts in columns, cᵀ = bᵀ·aᵀ: b is its first
- * operand, a its second, and the number of rows T is always a count of columns. */
+ * the few numbers below are all that is used, and they have been the same since CUDA 11. cuBLASLt
+ * counts in columns, so a row-major product c = a·b is cᵀ = bᵀ·aᵀ there. b is its first operand, a
+ * its second, and the number of rows T is always a count of columns. */
 #ifndef TINSMITH_CUBLASLT_CUH
 #define TINSMITH_CUBLASLT_CUH
 
@@ -86,7 +86,7 @@ typedef void *Lt; /* a handle, a description, a layout or a preference */
                const LtAlgorithm *algorithm, void *workspace, size_t workspace_bytes,            \
                cudaStream_t stream))
 
-/* What an algorithm is picked by: everything but the number of rows. */
+/* The key of a picked algorithm: everything but the number of rows. */
 typedef struct PlanKey {
     int64_t a_stride, b_stride;
     int fixed, N;                  /* K of a product of rows; M where the rows are summed over */
@@ -120,7 +120,7 @@ static int lt_check(CudaDevice *cuda, int status, const char *what, int line)
 }
 #define LT(cuda, name, ...) lt_check(cuda, (cuda)->matmul->name(__VA_ARGS__), #name, __LINE__)
 
-/* Where pip puts the library, beside this package. */
+/* The folder where pip installs the library, beside this package. */
 static const char *const lt_folders[] = {"/../nvidia/cu13/lib/", "/../nvidia/cublas/lib/"};
 static const char *const lt_names[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
 
@@ -176,8 +176,7 @@ void matmul_close(CudaDevice *cuda)
     free(m); /* the library stays loaded, as the runtime must */
 }
 
-/* The bytes that all rows `stride` bytes apart are aligned to, at most 16, when the first one is.
- */
+/* The alignment in bytes, at most 16, of rows `stride` bytes apart if the first one has it. */
 static int alignment(uint64_t stride)
 {
     return (int)((stride | 16) & -(stride | 16));
@@ -194,8 +193,8 @@ static PlanKey plan_key(const Gemm &g)
     key.align_a = alignment((uintptr_t)g.a | (uint64_t)g.a_stride * sizeof(real));
     key.align_b = alignment((uintptr_t)g.b | (uint64_t)g.b_stride * sizeof(real));
     key.align_c = alignment((uint64_t)g.N * (g.f32_out ? sizeof(float) : sizeof(real)));
-    /* A gradient lies anywhere in its flat vector, and anybody's tensors (matmul) anywhere; rows of
-     * activations begin where the others do. */
+    /* A gradient, or a caller's tensor (matmul), may lie anywhere; rows of activations begin where
+     * the others do. */
     if (g.a_by_column) key.align_c = alignment((uintptr_t)g.c | (uint64_t)key.align_c);
     key.f32_out = g.f32_out;
     key.a_by_column = g.a_by_column;
@@ -230,7 +229,7 @@ static void plan_pick(CudaDevice *cuda, Plan *plan)
     plan->algorithm = found.algorithm;
 }
 
-/* The plan of a product, made when it is first seen. Its layouts are for PICK_ROWS rows. */
+/* The plan of a product, made at its first use. Its layouts are for PICK_ROWS rows. */
 static Plan *plan_of(CudaDevice *cuda, const Gemm &g)
 {
     Matmul *m = cuda->matmul;
@@ -263,7 +262,7 @@ static Plan *plan_of(CudaDevice *cuda, const Gemm &g)
         LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_EPILOGUE, &epilogue, 4);
         LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_BIAS_POINTER, &g.bias, sizeof g.bias);
     }
-    m->plan_count++; /* from here on closing frees what there is */
+    m->plan_count++; /* from here on closing the device frees a partial plan */
     if (!cuda->status) plan_pick(cuda, plan);
     if (cuda->status) plan->key.N = 0; /* matches nothing: the next call tries again */
     return cuda->status ? nullptr : plan;

@@ -1,4 +1,4 @@
-/* cuda/cuda.cuh - what the CUDA device's files share.
+/* cuda/cuda.cuh - declarations that the CUDA device's files share.
  *
  * `real` is bf16, everything is computed in f32. A frozen weight is a header and row-major bf16
  * rows, each filled up with zeros to a multiple of 8, so that they begin at multiples of 16 bytes.
@@ -50,7 +50,7 @@ __host__ __device__ static inline const real *frozen_data(const frozen *w)
 
 /* ---- the device ---- */
 
-typedef struct Matmul Matmul; /* matmul.cu's own: cuBLASLt and the algorithms it picked */
+typedef struct Matmul Matmul; /* private to matmul.cu: cuBLASLt and the algorithms it picked */
 
 enum {
     WORKSPACE_BYTES = 32
@@ -60,7 +60,7 @@ enum {
     FETCHES = 2,
 };
 
-/* Pinned host memory that uploads pass through, part after part; a part is used again when the
+/* Pinned host memory that uploads pass through, part after part. A part is used again when the
  * copies out of it are done. */
 typedef struct Pinned {
     unsigned char *memory;
@@ -86,10 +86,11 @@ typedef struct CudaDevice {
     void *workspace;  /* cuBLASLt's */
     void *scratch;    /* see cuda_scratch */
     size_t scratch_bytes, rehearsed_bytes;
-    unsigned moves; /* of scratch: graphs that are older use what is gone */
+    unsigned moves; /* of scratch: older graphs use memory that is gone */
     bool rehearsing, recording;
-    pthread_mutex_t recorder; /* held from record() to recorded(), and by who gives back */
-    bool lost;                /* to this process: only a new one can use the card again */
+    pthread_mutex_t
+        recorder; /* held from record() to recorded(), and by a thread that frees memory */
+    bool lost;    /* for this process: only a new one can use the card again */
     Pinned pinned;
     Fetch fetch[FETCHES];
     int fetched, landed; /* fetches begun and ended */
@@ -110,20 +111,21 @@ extern FailFunction *fail_in_core;
 void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* Memory of the card, or the sentence with the bytes that `purpose` needs and that are free. */
+/* Memory of the card. The error's sentence has the bytes that `purpose` needs and the free
+ * bytes. */
 Status cuda_malloc(CudaDevice *cuda, void **memory, size_t bytes, const char *purpose);
 
-/* Device memory for the op that asks, until it returns or asks again: 256-byte aligned, its content
- * undefined. An op that needs several takes one and cuts it. NULL, and a kept failure, where more
- * is asked than the step's rehearsal has reserved; NULL alone in the rehearsal: the op then
- * returns. */
+/* Device memory for one op, until it returns or asks again: 256-byte aligned, its content
+ * undefined. An op that needs several arrays takes one and cuts it. NULL, and a kept failure, if
+ * the op asks for more than the step's rehearsal reserved. In the rehearsal NULL without a failure:
+ * the op then returns. */
 void *cuda_scratch(CudaDevice *cuda, size_t bytes);
 
-/* The services of stream.cu: what goes to the one stream, and what comes back from it. */
+/* The services of stream.cu: copies to the card on its one stream, and back. */
 Status stream_open(CudaDevice *cuda);
 void stream_close(CudaDevice *cuda);
 
-/* Gives back memory of the card, or a recording, when the stream's work is done; in any thread. */
+/* Frees memory of the card, or a recording, when the stream's work is done; in any thread. */
 void cuda_give_back(CudaDevice *cuda, void *memory, cudaGraphExec_t work);
 
 /* A failed call of the runtime, kept with its place; nonzero when it failed. */
@@ -276,7 +278,7 @@ __device__ static __forceinline__ uint32_t real_bits(real x)
     return __bfloat16_as_ushort(x.value);
 }
 
-/* Two reals as one register, `low` at the lower address: what mma's operands are made of. */
+/* Two reals as one register, `low` at the lower address: the form of mma's operands. */
 __device__ static __forceinline__ uint32_t pack(float low, float high)
 {
     return real_bits(to_real(low)) | real_bits(to_real(high)) << 16;
@@ -495,8 +497,8 @@ __device__ static __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], con
 }
 
 /* Starts copying 16 bytes from global to shared memory, both aligned: the first `bytes` of them,
- * zeros behind. They are there when their group has been waited for, for this thread; for others
- * after a barrier on top. */
+ * zeros behind. This thread sees them after it has waited for their group; other threads see them
+ * after a barrier as well. */
 __device__ static __forceinline__ void cp_async(void *to, const void *from, int bytes = 16)
 {
 #ifdef CUDA_EMULATED
@@ -542,9 +544,9 @@ template <int N> __device__ static __forceinline__ void cp_async_wait()
 #endif
 }
 
-/* A flag between blocks. What this thread, and others before a barrier with it, have read and
- * written comes before the flag is up (release); what follows flag_wait comes after (acquire). The
- * block that raises it must be running already, or done. */
+/* A flag between blocks. Reads and writes of this thread, and of others before a barrier with it,
+ * come before the flag is up (release). Those after flag_wait come after it (acquire). The block
+ * that raises the flag must be running already, or done. */
 __device__ static __forceinline__ void flag_raise(unsigned *flag)
 {
 #ifdef CUDA_EMULATED
@@ -572,7 +574,8 @@ __device__ static __forceinline__ void flag_wait(const unsigned *flag)
 #include "../csrc/device/ops.inc"
 #undef OP
 
-/* Live in matmul.cu, which alone knows cuBLASLt. A failure to open is kept on the device. */
+/* Defined in matmul.cu, the only file that uses cuBLASLt. A failure to open is kept on the
+ * device. */
 void matmul_open(CudaDevice *cuda);
 void matmul_close(CudaDevice *cuda);
 

@@ -1,9 +1,9 @@
 /* cuda/device.cu - opens the GPU, or the emulated one: its memory, its frozen weights, and the
  * table.
  *
- * cuda_open is the library's only symbol: it is given the number of the seam it was built for, and
- * core's fail(), so that sentences reach the caller's thread. What goes to the card and comes back
- * is stream.cu's. */
+ * cuda_open is the library's only symbol. It gets the number of the seam it was built for, and
+ * core's fail(), so that sentences reach the caller's thread. Copies to the card and back are in
+ * stream.cu. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -44,7 +44,8 @@ static void device_release(Device *dev, void *memory, size_t bytes)
     cuda_give_back(cuda_of(dev), memory, nullptr);
 }
 
-/* What a lost card would say of its memory would hide that it is lost. */
+/* On a failed query, all memory counts as free. A refusal for lack of memory would otherwise hide
+ * that the card is lost. */
 static void device_memory(Device *dev, size_t *free_bytes, size_t *all_bytes)
 {
     CudaDevice *cuda = cuda_of(dev);
@@ -130,7 +131,7 @@ static void device_close(Device *dev)
     free(cuda);
 }
 
-/* The first GPU, if the driver is there and new enough and the card is one that we build for. */
+/* The first GPU, if the driver exists and is new enough and the build supports the card. */
 static Status card_find(CudaDevice *cuda)
 {
     int count = 0, driver = 0;
@@ -182,8 +183,8 @@ extern "C" TINSMITH_EXPORT void cuda_emulated_order(int order)
     emulate::gpu.order = (emulate::Order)order;
 }
 
-/* A card with so much free memory, a driver for that version of CUDA (13000 is 13.0), and that
- * compute capability. */
+/* Simulates a card with this much free memory, a driver for that version of CUDA (13000 is 13.0),
+ * and that compute capability. */
 extern "C" TINSMITH_EXPORT void cuda_emulated_card(size_t free_bytes, int driver, int major,
                                                    int minor)
 {
@@ -193,14 +194,14 @@ extern "C" TINSMITH_EXPORT void cuda_emulated_card(size_t free_bytes, int driver
     emulate::card.minor = minor;
 }
 
-/* How often the host has waited for the card. */
+/* The number of times that the host has waited for the card. */
 extern "C" TINSMITH_EXPORT int64_t cuda_emulated_waits(void)
 {
     return emulate::card.waits;
 }
 
-/* The sizes of scratch that ops asked for since the last call, those that ran or those that were
- * rehearsed; returns how many there are. */
+/* The scratch sizes of ops since the last call, of those that ran or of those that were rehearsed.
+ * Returns how many there are. */
 extern "C" TINSMITH_EXPORT int cuda_emulated_scratch(int rehearsed, size_t *sizes, int room)
 {
     std::set<size_t> asked;
@@ -210,14 +211,14 @@ extern "C" TINSMITH_EXPORT int cuda_emulated_scratch(int rehearsed, size_t *size
     return (int)asked.size();
 }
 
-/* The card is lost at the launch or copy that comes after so many more; -1: it is as new. */
+/* The card is lost at the launch or copy after so many more; −1: the card works again. */
 extern "C" TINSMITH_EXPORT void cuda_emulated_lose(int64_t after)
 {
     emulate::card.lost_in = after;
     if (after < 0) emulate::card.lost = false;
 }
 
-/* The launch or copy that comes after so many more fails, once; -1: none. */
+/* The launch or copy after so many more fails, once; −1: none. */
 extern "C" TINSMITH_EXPORT void cuda_emulated_fail(int64_t after)
 {
     emulate::card.fails_in = after;

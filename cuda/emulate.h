@@ -3,16 +3,15 @@
  *
  * The same .cu files are compiled as C++ with -DCUDA_EMULATED. Each CUDA thread is a fiber; blocks
  * run one after another. Scheduling is warp-greedy: a warp runs until all its lanes wait, and only
- * then the next one, forward, in reverse or at random (and so the blocks): the largest skew there
- * can be, which is what shows a missing barrier. A warp's collective (shuffle, mma, ldmatrix) runs
- * once, when its last lane arrives, on the operands of all lanes. Shared memory is new and poisoned
- * in every block, and its bounds are known; a cp.async lands when its group is waited for, and
- * until then its target is poison.
+ * then the next one. Warps, and likewise blocks, go forward, in reverse or at random. That is the
+ * largest possible skew, which shows a missing barrier. A warp's collective (shuffle, mma,
+ * ldmatrix) runs once, when its last lane arrives, on the operands of all lanes. Shared memory is
+ * new and poisoned in every block, and its bounds are known. A cp.async lands when its group is
+ * waited for, and until then its target is poison.
  *
- * What goes wrong ends the launch with a sentence: divergent barriers and collectives, lanes that
- * have left, indices outside of shared memory, misaligned vectors, copies nobody waits for. Not
- * seen: races inside a warp between collectives, memory order between blocks, bank conflicts,
- * speed. */
+ * Faults end the launch with a sentence: divergent barriers and collectives, lanes that have left,
+ * indices outside of shared memory, misaligned vectors, copies without a wait. Not detected: races
+ * inside a warp between collectives, memory order between blocks, bank conflicts, speed. */
 #ifndef TINSMITH_EMULATE_H
 #define TINSMITH_EMULATE_H
 
@@ -244,7 +243,7 @@ inline void fibers_drop()
 
 /* ---- shared memory ---- */
 
-/* The region as this block sees it: poisoned by whoever asks first. */
+/* The region in this block: the first use in a block poisons it. */
 inline unsigned char *region_of_block(Region *region, const char *name, size_t bytes)
 {
     if (region->block == gpu.blocks) return region->base;
@@ -293,7 +292,7 @@ inline void run_warp(int warp)
     if (gpu.warps[warp].ready) jump(&gpu.scheduler, next_of(warp));
 }
 
-/* Every thread waits or is done: says why nothing can go on. */
+/* No thread can run: each waits or is done. Reports the reason. */
 inline void stuck()
 {
     int done = 0, barrier = 0, lines[2] = {0, 0};
@@ -348,8 +347,8 @@ inline void run_block(int threads)
     regions_check();
 }
 
-/* The calling thread's stack, which the address sanitizer wants to know. Asked once a thread: for
- * the first one libc reads /proc for it. */
+/* The calling thread's stack, for the address sanitizer. Looked up once a thread, because for the
+ * first one libc reads /proc for it. */
 inline void stack_of_host(Context *host)
 {
     static thread_local void *stack;
@@ -364,7 +363,7 @@ inline void stack_of_host(Context *host)
     host->stack_bytes = bytes;
 }
 
-/* Runs a whole launch; returns NULL or the sentence of what went wrong. */
+/* Runs a whole launch; returns NULL or the sentence of the fault. */
 inline const char *run(const char *kernel, dim3 grid, dim3 block, size_t shared_bytes,
                        std::function<void()> body)
 {

@@ -1,4 +1,4 @@
-/* cuda/emulate_cuda.h - CUDA's own names, answered by the emulator: what kernels use.
+/* cuda/emulate_cuda.h - CUDA's own names that kernels use, implemented by the emulator.
  *
  * Built-in variables, vector types, bf16, barriers, shuffles, votes, atomics, and intrinsics. */
 #ifndef TINSMITH_EMULATE_CUDA_H

@@ -1,10 +1,11 @@
-/* cuda/emulate_runtime.h - the calls of CUDA's runtime, answered for a card that is pretended.
+/* cuda/emulate_runtime.h - the calls of CUDA's runtime, implemented for a simulated card.
  *
- * It has so much memory and no more, a driver of some age, and can be lost in the middle of its
- * work, or fail once (the tests set them through device.cu's cuda_emulated_card, _lose and _fail).
- * The host waits inside each launch and copy, so streams and events are always finished; a stream
- * that is being captured writes its work down instead, and a graph runs it. What a capture can't
- * hold (an allocation, a wait) is refused and spoils it, in whatever thread. */
+ * The card has a fixed amount of memory, and a driver of a given version. It can be lost in the
+ * middle of its work, or fail once (the tests set all this through device.cu's cuda_emulated_card,
+ * _lose and _fail). The host waits inside each launch and copy, so streams and events are always
+ * finished. A stream that is being captured records its work instead, and a graph runs it. A call
+ * that a capture can't hold (an allocation, a wait) is refused and spoils the capture, in any
+ * thread. */
 #ifndef TINSMITH_EMULATE_RUNTIME_H
 #define TINSMITH_EMULATE_RUNTIME_H
 
@@ -47,15 +48,15 @@ struct Card {
     int64_t fails_in = -1;          /* likewise the one that fails */
     std::atomic<int64_t> waits = 0; /* of the host for the stream */
     std::set<size_t> asked[2];      /* scratch's sizes: by ops that ran, and in rehearsals */
-    std::mutex lock;                /* of what follows: memory is given back in any thread */
+    std::mutex lock;                /* of the fields below: any thread may free memory */
     std::unordered_map<void *, size_t> blocks;
-    cudaGraph_t capture = nullptr;    /* where the stream's work is written down */
-    std::atomic<bool> spoilt = false; /* the capture holds what it can't */
+    cudaGraph_t capture = nullptr;    /* the recording of the stream's work */
+    std::atomic<bool> spoilt = false; /* the capture met a call that it can't hold */
 };
 
 inline Card card;
 
-/* A launch or a copy on the stream: done at once, written down, lost with the card, or failed. */
+/* A launch or a copy on the stream: done at once, recorded, lost with the card, or failed. */
 [[nodiscard]] inline cudaError_t enqueue(std::function<void()> work)
 {
     if (card.fails_in >= 0 && card.fails_in-- == 0) return cudaErrorInvalidValue;
@@ -142,7 +143,7 @@ static inline cudaError_t cudaMallocHost(void **memory, size_t bytes)
     return *memory ? emulate::state() : cudaErrorMemoryAllocation;
 }
 
-/* New memory is poison, so that what is never written is seen. */
+/* New memory is poison, so that a read of unwritten memory shows. */
 static inline cudaError_t cudaMalloc(void **memory, size_t bytes)
 {
     *memory = nullptr;

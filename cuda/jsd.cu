@@ -22,7 +22,7 @@ enum {
     ROW_WARPS = 4,         /* rows of a block that joins parts */
 };
 
-#define LEAST 1e-8f /* what probabilities are raised to */
+#define LEAST 1e-8f /* lower bound of probabilities */
 #define NEAR 0.34f  /* |gap| below which the series converge: under ln2/2 */
 
 /* A double as the sum of two floats. */
@@ -30,8 +30,8 @@ typedef struct Wide {
     float high, low;
 } Wide;
 
-/* What all terms of a row share: log p = (logit − base)/τ − rest, and likewise q; the teacher's
- * base and rest less the student's; Σ slope. */
+/* Numbers that all terms of a row share: log p = (logit − base)/τ − rest, and likewise q; the
+ * teacher's base and rest less the student's; Σ slope. */
 typedef struct Row {
     float student_base, teacher_base;
     Wide student_rest, teacher_rest, base, rest;
@@ -51,7 +51,7 @@ typedef struct Term {
     float value, slope, p;
 } Term;
 
-/* What the kernels are given: `scale` and `loss` are those of the op, rows have n logits. */
+/* The kernels' arguments: `scale` and `loss` are those of the op, rows have n logits. */
 typedef struct Divergence {
     float *loss;
     const float *student, *teacher, *scale;
@@ -106,15 +106,16 @@ __device__ static __forceinline__ float larger_of(const Divergence &r, const Row
     }
     float apart = student == teacher ? 0.0f : teacher - student;
     float back = teacher - apart, lost = (teacher - (apart + back)) + (back - student);
-    if (lost != lost) lost = 0.0f; /* what rounding took from apart */
+    if (lost != lost) lost = 0.0f; /* the rounding error of apart */
     apart = (apart - row.base.high) + (lost - row.base.low);
     *gap = fmaf(apart, r.by, -row.rest.high) - row.rest.low;
     return expf(fmaxf(log_share(student, row.student_base, r.by, row.student_rest),
                       log_share(teacher, row.teacher_base, r.by, row.teacher_rest)));
 }
 
-/* A term of KL(weight‖other): weight·log(weight/other). The smaller of the two is larger·e, ey is
- * e·y without the NaN of 0·inf; a larger one over nothing makes inf, however small it is. */
+/* A term of KL(weight‖other): weight·log(weight/other). The smaller of the two is larger·e. ey is
+ * e·y without the NaN of 0·inf. If `other` is 0 and weight is not, the term is inf, however small
+ * weight is. */
 __device__ static __forceinline__ float kl_term(float larger, float y, float ey,
                                                 bool weight_is_larger)
 {
@@ -229,7 +230,7 @@ static __global__ void __launch_bounds__(ROW_WARPS * 32) jsd_row_kernel(Divergen
     r.rows[t] = row;
 }
 
-/* The terms of a part, with their slopes times their weights where each term has one, by fours:
+/* The terms of a part, by fours, with their slopes times their weights where each term has one.
  * `visit` gets their place in the part and the student's logits. */
 template <int W, class Visit>
 __device__ static __forceinline__ void part_terms(const Divergence &r, int64_t t, int from,
@@ -367,7 +368,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* ---- the op ---- */
 
-/* What the op needs for itself, cut from one scratch; with size 0 it only counts. */
+/* The op's own memory, cut from one scratch; with size 0 it only counts. */
 typedef struct Work {
     Row *rows;
     Part *part;

@@ -2,8 +2,8 @@
  *
  *   k_pages[slot[t]] = k[t],  v_pages[slot[t]] = v[t]
  *
- * One layer's pages are [page][G][KV_PAGE][E], keys and values alike: what one head has in a page
- * is one stretch of KV_PAGE·E elements, which attention reads as it lies. Roofline: reads 4·T·G·E
+ * One layer's pages are [page][G][KV_PAGE][E], keys and values alike. One head's part of a page is
+ * one stretch of KV_PAGE·E elements, which attention reads as it lies. Roofline: reads 4·T·G·E
  * bytes and writes as many; memory bound, and next to nothing beside the attention that follows. */
 #include "cuda.cuh"
 

@@ -1,12 +1,12 @@
-/* cuda/logits.cuh - what the kernels over rows of logits share.
+/* cuda/logits.cuh - code that the kernels over rows of logits share.
  *
  * A row is cut into parts, by V alone, and a block of THREADS holds one part in registers: EACH
  * logits a thread, in quads of four that are one load of 16 bytes, all in flight at once.
  *
  * In place, a gradient is bf16 in the memory of f32 logits: element e lands where element e/2 was.
- * So blocks take their parts by ticket, in rising order, say when they have read theirs, and write
- * only once the parts that lie under their output have been read. Those have lower tickets: their
- * blocks are running or done, so nobody waits for a block that has not begun. */
+ * So blocks take their parts by ticket, in rising order, and raise a flag when they have read
+ * theirs. A block writes only once the parts that lie under its output have been read. Those have
+ * lower tickets: their blocks are running or done, so no block waits for one that has not begun. */
 #ifndef TINSMITH_LOGITS_CUH
 #define TINSMITH_LOGITS_CUH
 
@@ -58,8 +58,8 @@ __device__ static __forceinline__ void part_load(float (&x)[EACH], const float *
     }
 }
 
-/* What exponentials are taken against: 0 where the largest is infinite, so that no inf − inf makes
- * a NaN that was not in the row. */
+/* The shift of a row's exponentials: 0 where the largest logit is infinite, so that no inf − inf
+ * makes a NaN that was not in the row. */
 __device__ static __forceinline__ float shift_of(float top)
 {
     return isinf(top) ? 0.0f : top;
@@ -71,11 +71,11 @@ __device__ static __forceinline__ float shift_of(float top)
  * elements [first, first + n) of the output lie over elements [first/2, (first + n + 1)/2).
  *
  * Why no part is written before it has been read: a reader's loads come before the barrier that
- * every caller passes first, the barrier before thread 0's release; whoever acquires what that
- * released comes before the barrier at the end here, and that before this block's stores. Barriers,
- * releases and acquires are links of one chain (PTX's causality order), in which a load can't see a
- * store that comes after it. Why it ends: a block raises its flag before it waits, and waits for
- * lower tickets alone, whose blocks have begun. */
+ * every caller passes first, and that barrier before thread 0's release. A thread that acquires the
+ * released flag comes before the barrier at the end here, and that barrier before this block's
+ * stores. Barriers, releases and acquires are links of one chain (PTX's causality order), in which
+ * a load can't see a store that comes after it. Why it ends: a block raises its flag before it
+ * waits, and waits for lower tickets alone, whose blocks have begun. */
 __device__ static __forceinline__ void part_turn(unsigned *read, unsigned ticket, int64_t first,
                                                  int n, int V, int part)
 {
@@ -90,7 +90,7 @@ __device__ static __forceinline__ void part_turn(unsigned *read, unsigned ticket
 
 /* ---- topk.cu ---- */
 
-/* Bytes that topk_rows works in. */
+/* Bytes of scratch for topk_rows. */
 size_t topk_bytes(int T, int V, int K);
 /* The K best of each row, as topk_logprob gives them; lse = NULL: logits less nothing. */
 void topk_rows(CudaDevice *cuda, int32_t *ids, float *logp, const float *logits, const float *lse,

@@ -1,4 +1,4 @@
-/* cuda/logprob.cu - what is made of rows of logits: log-probabilities and their gradient.
+/* cuda/logprob.cu - log-probabilities of rows of logits, and their gradient.
  *
  *   logprob           lse[t] = logΣ_v exp(logits[t,v]),  logp[i] = logits[t,ids[i]] − lse[t]
  *                     reads 4·T·V bytes; memory bound
@@ -6,8 +6,8 @@
  *                     reads 4·T·V, writes 2·T·V bytes; memory bound
  *
  * A block holds a part of 8192 logits in registers (logits.cuh): eight loads of 16 bytes in flight
- * a thread, and each logit is read once, however few rows there are. A second small kernel puts
- * the parts of a row together in a fixed order. */
+ * a thread, and each logit is read once, however few rows there are. A second small kernel puts the
+ * parts of a row together in a fixed order. */
 #include "logits.cuh"
 
 enum {

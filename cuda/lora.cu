@@ -12,8 +12,8 @@
  * One side is the rank, so all of it is memory bound: forward moves T·(D + 2·N) reals for each
  * matrix. A sum over k is made of slices whose length depends on K alone, added in order. Where
  * there are too few tiles to fill the card (decoding; gradients) a block takes one slice, and a
- * second launch adds them up: the same sums in the same order, so which way was taken shows in the
- * time alone, and no row sees its neighbours. */
+ * second launch adds them up. The sums and their order are the same, so the choice changes only the
+ * time, and the op is batch-invariant. */
 #include "cuda.cuh"
 
 enum {
@@ -207,7 +207,7 @@ __device__ static __forceinline__ const Job &job_of(const Jobs &jobs, int tile, 
     return job;
 }
 
-/* Where a thread's sum `e` of one slice of one tile waits for the others. */
+/* The place of a thread's sum `e` of one slice of one tile, until the slices are added. */
 __device__ static __forceinline__ float *waiting(float *partial, const Jobs &jobs, int slice,
                                                  int tile, int e)
 {

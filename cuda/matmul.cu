@@ -1,15 +1,14 @@
-/* cuda/matmul.cu - every product of the CUDA device, and the only file that knows cuBLASLt.
+/* cuda/matmul.cu - every product of the CUDA device, and the only file that uses cuBLASLt.
  *
  *   c (M,N) = scale·a (M,K)·b (K,N) [+ bias] [+ c], a and b bf16, sums in f32, c bf16 or f32
  *
  * cuBLASLt is found at run time (cublaslt.cuh). For each weight it is asked once for an algorithm,
- * for PICK_ROWS rows, that neither splits k nor reduces between blocks, and this one serves every
- * number of rows: a row is summed in the same order of k whatever its neighbours are. The last tile
- * of rows is filled up inside the kernel, so nothing is copied to pad it; few rows (decoding) cost
- * what a whole tile of rows costs, which is free as long as reading the weight takes longer.
- * Roofline: 2·M·N·K flops, compute bound from about 300 rows on; below, one pass over b, memory
- * bound.
- */
+ * for PICK_ROWS rows, that neither splits k nor reduces between blocks. This one algorithm serves
+ * every number of rows, which makes the product batch-invariant: a row's sums over k have the same
+ * order for any neighbours. The last tile of rows is filled up inside the kernel, so nothing is
+ * copied to pad it. Few rows (decoding) cost the time of a whole tile of rows, which is free as
+ * long as reading the weight takes longer. Roofline: 2·M·N·K flops, compute bound from about 300
+ * rows on; below, one pass over b, memory bound. */
 #include "cuda.cuh"
 
 #include "cublaslt.cuh"
@@ -101,7 +100,7 @@ static Side weight(const frozen *w, int D)
     return {frozen_data(w), frozen_stride(D), false};
 }
 
-/* c (M,N) = a·b in bf16; what else it may be is set afterwards. */
+/* c (M,N) = a·b in bf16; other options are set afterwards. */
 static Gemm gemm_of(void *c, Side a, Side b, int M, int N, int K)
 {
     Gemm g = {};
@@ -143,7 +142,7 @@ void cuda_linear_backward(Device *dev, real *dx, const real *dy, const frozen *w
     gemm(cuda_of(dev), g);
 }
 
-/* An f32 b is rounded to bf16 into scratch; what is bf16 is read where it lies. */
+/* An f32 b is rounded to bf16 into scratch; a bf16 one is read where it lies. */
 void cuda_matmul(Device *dev, float *c, const real *a, const void *b, int a_turned, int b_turned,
                  int b_bf16, int M, int N, int K, int accumulate)
 {

@@ -1,10 +1,10 @@
-/* cuda/rank.cuh - a logit and its id as one number, which the K best and a draw's cuts are sought
- * by.
+/* cuda/rank.cuh - a logit and its id as one number. The K best, and a draw's cuts, are found with
+ * it.
  *
  * A Rank is larger for a larger logit, then for a lower id; NaN is lowest. Ranks are all different,
- * so the best of a row are one set, whatever order finds them. A cut is decided digit by digit, the
- * logit's 32 bits first: a pass counts ranks, or adds up their masses, in a bucket for each digit,
- * and digit_pick finds the digit at which they suffice. */
+ * so the best of a row are one set, in whatever order they are found. A cut is decided digit by
+ * digit, the logit's 32 bits first. A pass counts ranks, or adds up their masses, in a bucket for
+ * each digit, and digit_pick finds the digit at which they suffice. */
 #ifndef TINSMITH_RANK_CUH
 #define TINSMITH_RANK_CUH
 
@@ -55,7 +55,7 @@ __device__ static __forceinline__ int bucket_at(int digit)
 }
 
 /* Warp 0: leaves in `pick` the digit, from the largest down, at which `bucket` reaches `need`, and
- * what is still needed of its ranks. */
+ * the rest of `need` that its ranks must give. */
 template <class N> __device__ static void digit_pick(Shared<N> pick, Shared<N> bucket, N need)
 {
     int lane = threadIdx.x, digit = DIGITS - 1 - lane * BUCKETS_EACH;

@@ -3,19 +3,19 @@
  *   temper  logits[t,:] /= temperature   reads and writes 4·T·V bytes; memory bound
  *   sample  ids[t] ~ softmax(logits[t,:]) among the kept, and its logp[t]
  *           reads 4·T·V bytes; with cuts one pass more where few ids can be kept, else four to
- * eight
+ *           eight
  *
  * The uniform number is the CPU's, Philox4x32-10 of (seed, sample, pos), and is used as there: the
  * token is the one at which the mass of the kept, in id order, passes u of their total. A mass is
- * exp(logit − lse) as an integer of 2⁻⁶⁰: sums of integers are the same in any order, so atomics,
- * blocks and lists may add them as they come, and equal masses are counted exactly against top_p.
+ * exp(logit − lse) as an integer of 2⁻⁶⁰: sums of integers are the same in any order. So atomics,
+ * blocks and lists may add them in any order, and equal masses are counted exactly against top_p.
  * Ids that are less likely than 2⁻⁶⁰ are never drawn.
  *
  * First the row is cut into cells, each with its mass and its best, by as many blocks as there are.
- * Then a block a row does the rest, on the device: without cuts it picks a cell and an id in it. A
- * cut is sought digit by digit (`cut_select`) in a list of the ids that can be kept at all: those
- * that are no worse than the k-th best of the cells' best ones, or too likely to be all cut away.
- * When the list overflows, as on a flat row, it is sought in the row itself.
+ * Then one block for each row does the rest, on the device. Without cuts it picks a cell and an id
+ * in it. A cut is found digit by digit (`cut_select`) in a list of the ids that can be kept at all.
+ * These are no worse than the k-th best of the cells' best ones, or too likely to be all cut away.
+ * When the list overflows, as on a flat row, the cut is found in the row itself.
  *
  * A row without mass (a NaN, or nothing but −inf, or a lse that is not its own) gives its largest
  * logit. Nothing here waits for the host. */
@@ -205,8 +205,8 @@ __device__ static Mass mass_from(const Source *from, Rank bound)
 }
 
 /* A rank below which nothing can be kept. Of top_k: the k-th best of the cells' best, since at
- * least k ids reach it. Of top_p: where all ids below together have no more mass than is cut away,
- * a hundredth lower, whatever the rounding. */
+ * least k ids reach it. Of top_p: the rank at which all ids below together have no more mass than
+ * is cut away; a hundredth lower, to allow for rounding. */
 __device__ static Rank cut_floor(const Source *from, Shared<Cell> cells, int count, int top_k,
                                  float top_p, Mass total)
 {
@@ -247,8 +247,8 @@ __device__ static void source_list(Source *from, Rank bound)
     if (listed[0] <= LIST) from->listed = listed[0];
 }
 
-/* The rank from which on ids are kept; leaves the list in `from` for those who look for the kept.
- */
+/* The rank from which on ids are kept. It leaves the list in `from` for the search among the
+ * kept. */
 __device__ static Rank cut_find(Source *from, Shared<Cell> cells, int count, const Draw *draw,
                                 Mass total)
 {
@@ -319,7 +319,7 @@ __device__ static __forceinline__ Mass warp_before(Mass own, Mass *all)
     return sum - own;
 }
 
-/* Warp 0: the cell in which the mass in id order passes `target`; takes off what lies before it. */
+/* Warp 0: the cell in which the mass in id order passes `target`; subtracts the mass before it. */
 __device__ static int cell_pick(Shared<Cell> cells, int count, Mass *target)
 {
     Mass before = 0;

@@ -1,15 +1,15 @@
-/* cuda/stream.cu - the device's one stream: what is copied to the card and back, rehearsed,
- * recorded and replayed, and what goes wrong on the way.
+/* cuda/stream.cu - the device's one stream: copies to the card and back, rehearsals, recordings and
+ * their replay, and failures.
  *
  * All work goes to one stream, in order. Uploads pass through pinned memory, so they neither wait
- * nor depend on what the caller does with its array afterwards; fetches land in pinned memory and
- * are handed over in await(). The host waits in await, download and sync, in reserve when scratch
- * grows, and in an upload that is PINNED_PARTS megabytes ahead of the card.
+ * nor depend on later changes of the caller's array. Fetches land in pinned memory and are handed
+ * over in await(). The host waits in await, download and sync, in reserve when scratch grows, and
+ * in an upload that is PINNED_PARTS megabytes ahead of the card.
  *
- * The first failure stays here with its file and line until sync() or await() returns it. One after
- * which the runtime refuses everything (an illegal address, a card that fell off the bus) is for
- * ever: each later call gets the same sentence, which says that the server must be started again.
- */
+ * The first failure stays here with its file and line until sync() or await() returns it. After
+ * some failures the runtime refuses everything (an illegal address, a card that fell off the bus).
+ * Such a failure is for ever: each later call gets the same sentence, which says that the server
+ * must be started again. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,7 +18,7 @@
 #include "cuda.cuh"
 
 enum {
-    SCRATCH_FLOOR = 1 << 20, /* for ops that need the same however much there is to do */
+    SCRATCH_FLOOR = 1 << 20, /* for ops whose scratch does not grow with the work */
     PIECE_ALIGN = 64,        /* of pinned memory */
 };
 
@@ -39,7 +39,7 @@ void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
     cuda->status = status;
 }
 
-/* A failed call leaves the context alive, or dead for ever: one that can't even wait is dead. */
+/* After a failed call the context is alive, or dead for ever: one that can't even wait is dead. */
 int cuda_check(CudaDevice *cuda, cudaError_t error, const char *what, const char *file, int line)
 {
     if (error == cudaSuccess) return 0;
@@ -55,7 +55,7 @@ int cuda_check(CudaDevice *cuda, cudaError_t error, const char *what, const char
     return 1;
 }
 
-/* The failure so far, which is then forgotten, unless it is for ever. */
+/* The failure so far. It is then forgotten, unless it is for ever. */
 static Status failure(CudaDevice *cuda)
 {
     Status status = cuda->status;
@@ -63,8 +63,8 @@ static Status failure(CudaDevice *cuda)
     return status ? fail_in_core(status, "%s", cuda->text) : STATUS_OK;
 }
 
-/* Whether a service has nothing to do. One that the host waits for, or whose bytes change from call
- * to call, has no place in a recording. */
+/* Whether a service has nothing to do. A service that the host waits for, or whose bytes change
+ * from call to call, can't be in a recording. */
 static bool idle(CudaDevice *cuda, size_t bytes, bool recordable)
 {
     if (!bytes || cuda->status || cuda->rehearsing) return true;
@@ -89,7 +89,7 @@ static void stream_zero(Device *dev, void *memory, size_t bytes)
     CUDA_CHECK(cuda, cudaMemsetAsync(memory, 0, bytes, cuda->stream));
 }
 
-/* The pinned bytes that are next, at most `most` of them; waits for the copies that used them. */
+/* The next pinned bytes, at most `most` of them; waits for the copies that used them. */
 static unsigned char *pinned_take(CudaDevice *cuda, size_t most, size_t *bytes)
 {
     Pinned *p = &cuda->pinned;
@@ -117,7 +117,7 @@ static void stream_upload(Device *dev, void *to, const void *from, size_t bytes)
     }
 }
 
-/* The oldest fetch is handed over. */
+/* Hands over the oldest fetch. */
 static void fetch_land(CudaDevice *cuda)
 {
     Fetch *fetch = &cuda->fetch[cuda->landed++ % FETCHES];
@@ -125,7 +125,7 @@ static void fetch_land(CudaDevice *cuda)
     if (fetch->bytes <= PART_BYTES) memcpy(fetch->to, fetch->pinned, fetch->bytes);
 }
 
-/* More than a part goes straight to the caller's memory, for which the runtime may wait. */
+/* A fetch of more than a part goes straight to the caller's memory; the runtime may wait for it. */
 static void stream_fetch(Device *dev, void *to, const void *from, size_t bytes)
 {
     CudaDevice *cuda = cuda_of(dev);
@@ -167,7 +167,7 @@ static Status stream_sync(Device *dev)
     return failure(cuda);
 }
 
-/* ---- what ops need for themselves ---- */
+/* ---- scratch of the ops ---- */
 
 void *cuda_scratch(CudaDevice *cuda, size_t bytes)
 {
@@ -215,18 +215,18 @@ static Status stream_reserve(Device *dev, size_t bytes)
     if (cuda->status) return failure(cuda);
     Status status = cuda_malloc(cuda, &cuda->scratch, bytes, "the largest op of a step");
     if (status == STATUS_OK) cuda->scratch_bytes = bytes;
-    if (status && bytes > SCRATCH_FLOOR) /* so that what needs no more goes on */
+    if (status && bytes > SCRATCH_FLOOR) /* so that ops that need no more go on */
         if (cudaMalloc(&cuda->scratch, SCRATCH_FLOOR) == cudaSuccess)
             cuda->scratch_bytes = SCRATCH_FLOOR;
     return status;
 }
 
-/* ---- what other threads may do ---- */
+/* ---- calls from other threads ---- */
 
-/* Garbage is collected in any thread, while the device's own one may be recording: to wait for a
- * stream that is being recorded ends the recording. So this waits for the recording's end, which
- * waits for nothing. A failure is not kept, for the device's own thread keeps its failures without
- * a lock; those of a lost card are told by its next call. */
+/* Garbage is collected in any thread, while the device's own thread may be recording, and waiting
+ * for a stream that is being recorded ends the recording. So this waits for the recording's end,
+ * and the recording itself waits for nothing. A failure is not kept, because the device's own
+ * thread keeps its failures without a lock; the next call on a lost card reports it. */
 void cuda_give_back(CudaDevice *cuda, void *memory, cudaGraphExec_t work)
 {
     pthread_mutex_lock(&cuda->recorder);

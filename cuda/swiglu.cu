@@ -4,8 +4,8 @@
  *   dup = dy·gate·σ,  dgate = dy·up·σ·(1 + gate·(1 − σ)),  σ = σ(gate)
  *
  * Forward reads 2·T·F and writes T·F reals; backward reads 3·T·F and writes 2·T·F; memory bound.
- * Both know no rows. A thread loads all of its elements before it stores any, so that gradients may
- * overwrite their inputs. */
+ * Both work on elements, not rows. A thread loads all of its elements before it stores any, so that
+ * gradients may overwrite their inputs. */
 #include "cuda.cuh"
 
 enum { THREADS = 256 };

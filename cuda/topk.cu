@@ -15,7 +15,7 @@ enum {
     EACH = 32,                /* logits of a thread */
     PART = THREADS * EACH,    /* logits of a block */
     SHORT_K = 64,             /* up to here a part gives its K best */
-    SHORT_LIST = 4 * SHORT_K, /* of which the best are at most so many candidates */
+    SHORT_LIST = 4 * SHORT_K, /* the most candidates for the best of a part */
     PLACE_BITS = 14,          /* of a place in a part, 1 to PART */
     MERGE_LIST = 2048,        /* candidates sorted at once */
     LONG_THREADS = 1024,
@@ -226,7 +226,7 @@ __device__ static void row_sort(int32_t *ids, float *logits, int n)
         }
 }
 
-/* A block a row; its place in the answer is all the memory that it needs. */
+/* A block a row; it needs no memory but its place in the answer. */
 static __global__ void __launch_bounds__(LONG_THREADS)
     topk_long_kernel(int32_t *ids, float *logp, const float *logits, const float *lse, int V, int K)
 {

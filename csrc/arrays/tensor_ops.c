@@ -1,17 +1,17 @@
-/* arrays/tensor_ops.c - log-probabilities and divergences of one's own tensors, chunk by chunk.
+/* arrays/tensor_ops.c - log-probabilities and divergences of a caller's tensors, chunk by chunk.
  *
- * A chunk is as many rows as have CHUNK_BYTES of logits. Hidden states meet the weight where it
- * lies (matmul); the logits turn into their own gradient in place, from which the chunk's rows of
- * d hidden and its part of d weight are made before the next chunk takes the memory. Logits in f32
- * are read where they lie, and a gradient of the device's `real` is written where it belongs: where
- * both hold (f32 on the CPU) there is no chunk at all. What is of the other type is widened or
- * rounded on the way; sums are f32.
+ * A chunk is as many rows as have CHUNK_BYTES of logits. The product of hidden states and weight
+ * (matmul) reads the weight in place. The logits are overwritten with their own gradient. From it
+ * the chunk's rows of d hidden and its part of d weight are computed, before the next chunk reuses
+ * the memory. Logits in f32 are read in place, and a gradient of the device's `real` is written
+ * straight to its result. Where both hold (f32 on the CPU) there is no chunk at all. Data of the
+ * other type are widened or rounded on the way; sums are f32.
  *
- * Where each row's lse is known already, softmax needs no whole row: tensor_gather_backward cuts
- * the vocabulary into stretches too, so that thousands of rows meet a stretch of the weight while
- * it is in a cache, and its gradient's sum over them is written once.
+ * If each row's lse is already known, softmax needs no whole row. tensor_gather_backward then cuts
+ * the vocabulary into stretches too: thousands of rows meet a stretch of the weight while it is in
+ * a cache, and its gradient's sum over them is written once.
  *
- * Each operation is a walk over the rows, which a device that needs memory of its own rehearses. */
+ * Each operation is a walk over the rows. A device whose ops need scratch rehearses it first. */
 #include "tensor_ops.h"
 
 #include <stdlib.h>
@@ -26,7 +26,7 @@ enum {
                           not a multiple of 1024, at which rows would share the sets of a cache */
 };
 
-/* A chunk's memory; what the operation has no need of is not there. */
+/* A chunk's memory; arrays that the operation does not need are absent. */
 typedef struct Chunk {
     Device *dev;
     Arena memory;
@@ -64,7 +64,7 @@ static int are_there(const Rows *rows)
     return !rows->weight && rows->type == DTYPE_F32;
 }
 
-/* The rows' own gradient is the logits': it is written where it belongs. */
+/* The rows' own gradient is that of the logits: it is written straight to its result. */
 static int gets_dlogits(const Device *dev, const Rows *rows)
 {
     return !rows->weight && is_real(dev, rows->type);
@@ -75,7 +75,7 @@ static int64_t rows_bytes(const Rows *rows, int64_t count)
     return count * width_of(rows) * (int64_t)type_bytes(rows->type);
 }
 
-/* Places (or measures) what an operation on these rows, with these gradients wanted, needs. */
+/* Places (or measures) the arrays of an operation on these rows, with these gradients wanted. */
 static void chunk_place(Chunk *chunk, const Rows *rows, const Rows *other, RowsGradient gradient)
 {
     Arena *arena = &chunk->memory;
@@ -135,7 +135,7 @@ static Status chunk_open(Chunk *chunk, Device *dev, const Rows *rows, const Rows
     return status;
 }
 
-/* Makes room for what the walk's ops need for themselves, walks, and waits. */
+/* Reserves the scratch of the walk's ops, walks, and waits. */
 static Status chunk_walk(Chunk *chunk, void (*walk)(void *), void *context)
 {
     Status status = device_prepare(chunk->dev, walk, context);
@@ -166,7 +166,8 @@ static const real *hidden_of(Chunk *chunk, const Rows *rows, int64_t row, int n)
     return chunk->x;
 }
 
-/* The logits of `n` rows from `row` on, and the hidden states that they were made of in *x. */
+/* The logits of `n` rows from `row` on, and in *x the hidden states that they were computed
+ * from. */
 static const float *logits_of(Chunk *chunk, const Rows *rows, float *buffer, int64_t row, int n,
                               const real **x)
 {
@@ -189,7 +190,7 @@ static real *dlogits_at(Chunk *chunk, const Rows *rows, RowsGradient gradient, i
     return (real *)((char *)gradient.rows + rows_bytes(rows, row));
 }
 
-/* The rows with the part of the weight that makes the logits of `V` ids from `first` on. */
+/* The rows with the part of the weight that gives the logits of `V` ids from `first` on. */
 static Rows stretch_of(const Rows *rows, int first, int V)
 {
     Rows part = *rows;
@@ -216,7 +217,7 @@ static void stretch_backward(Chunk *chunk, const Rows *part, RowsGradient gradie
                 part->weight_type == DTYPE_BF16, n, D, V, first > 0);
 }
 
-/* What is left to do for the chunk's rows when all their dlogits have been made. */
+/* Finishes the chunk's rows when all their dlogits have been computed. */
 static void rows_end(Chunk *chunk, const Rows *rows, RowsGradient gradient, const real *dlogits,
                      int64_t row, int n)
 {

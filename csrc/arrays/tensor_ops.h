@@ -1,9 +1,9 @@
-/* arrays/tensor_ops.h - log-probabilities and divergences of one's own tensors, and their
+/* arrays/tensor_ops.h - log-probabilities and divergences of a caller's tensors, and their
  * gradients.
  *
- * Rows are logits (N,V), or hidden states (N,D) with the head's weight (V,D), of which the N·V
- * logits never exist at one time. They lie in the device's memory, as all arrays here do but
- * `keep`, row-major, in f32 or bf16. */
+ * Rows are logits (N,V), or hidden states (N,D) with the head's weight (V,D), whose N·V logits
+ * never exist at one time. All arrays but `keep` lie in the device's memory, row-major, in f32 or
+ * bf16. */
 #ifndef TINSMITH_TENSOR_OPS_H
 #define TINSMITH_TENSOR_OPS_H
 
@@ -28,12 +28,12 @@ Status tensor_topk(Device *dev, int32_t *ids, float *logp, const Rows *rows, int
  * gradient of Σ dlogp·logp. */
 Status tensor_gather(Device *dev, float *logp, float *lse, RowsGradient gradient, const Rows *rows,
                      const int32_t *ids, const float *dlogp, int K);
-/* That gradient alone, where tensor_gather has told the rows' lse. */
+/* That gradient alone, for rows whose lse tensor_gather has computed. */
 Status tensor_gather_backward(Device *dev, RowsGradient gradient, const Rows *rows,
                               const int32_t *ids, const float *dlogp, const float *lse, int K);
-/* Losses of the rows that `keep` (N bytes of the host, NULL: all) says yes to, one behind the
- * other, as the op jsd gives them: one or `how.each` many a row. With `scale`, of the same shape,
- * also the gradient of Σ scale·loss, which is 0 in the other rows. */
+/* Losses of the rows that `keep` selects (N bytes of the host, NULL: all), one behind the other, as
+ * the op jsd gives them: one or `how.each` many a row. With `scale`, of the same shape, also the
+ * gradient of Σ scale·loss, which is 0 in the other rows. */
 Status tensor_jsd(Device *dev, float *loss, RowsGradient gradient, const Rows *student,
                   const Rows *teacher, const unsigned char *keep, const float *scale, Jsd how);
 

@@ -19,7 +19,7 @@
 enum {
     QUERIES = 32,           /* query rows of one block: its scores (8 KB) stay in L1 */
     FEW = VL == 16 ? 4 : 2, /* rows whose sums with four registers of a page stay in registers */
-    AHEAD = 1 << 10,        /* floats of a page from here to what is asked for */
+    AHEAD = 1 << 10,        /* prefetch distance, in floats of a page */
 };
 
 enum { WRITE_ROWS = 64 }; /* of one job that writes keys and values */
@@ -44,7 +44,7 @@ static int window_of(int window)
     return window ? window : 1 << 30;
 }
 
-/* Pairs of a query and a key, at most: those of a long span's first queries are fewer. */
+/* Pairs of a query and a key, at most: the first queries of a long span have fewer. */
 static double pairs_of(const Span *spans, int S, int window)
 {
     double pairs = 0;
@@ -167,7 +167,7 @@ static void page_product(float *c, int64_t c_row, const float *a, int64_t a_row,
 }
 
 /* Turns one row of scores, of which keys [hidden, live) are seen, into probabilities against the
- * running maximum; returns the factor by which what was summed before must shrink. */
+ * running maximum; returns the factor by which the earlier sums must shrink. */
 static float soften(float *score, int hidden, int live, float scale, float *top, float *sum)
 {
     vf tallest = v_set(-INFINITY);

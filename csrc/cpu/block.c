@@ -2,10 +2,10 @@
  *
  * A tile of TALL rows and 2·VL columns of c stays in registers while k runs: two vector loads of b
  * and TALL broadcasts of a for 2·TALL multiply-adds. a is packed first, once for all panels: rows
- * that lie a power of two apart would share a few sets of the cache and a page of the TLB each, and
- * TALL addresses do not fit into registers. The lines of c are asked for before the loop, which
- * hides their way from memory behind it. Each sum is the one that matmul.c's tile of few rows
- * makes, bit for bit. Compute bound: 2·m·width·k flops on m·k + k·width + m·width elements. */
+ * that lie a power of two apart would share a few sets of the cache and take a page of the TLB
+ * each, and TALL addresses do not fit into registers. The lines of c are prefetched before the
+ * loop, which hides their latency. Each sum is that of matmul.c's tile of few rows, bit for bit.
+ * Compute bound: 2·m·width·k flops on m·k + k·width + m·width elements. */
 #include "block.h"
 
 _Static_assert((int)TALL <= (int)TILE_ROWS_MAX, "the last columns' temporary tile");
@@ -34,13 +34,13 @@ static inline vf row_lanes(const float *row, int n, int pairs)
     return n >= VL ? v_load(row) : v_load_part(row, n, 0.0f);
 }
 
-/* k along each row: squares of VL rows are turned, and their columns stored `height` apart, so that
- * each overwrites what the one before had too much. */
+/* k along each row: squares of VL rows are transposed, and their columns stored `height` apart.
+ * Each store overwrites the surplus lanes of the one before. */
 void CPU(tile_pack)(float *to, int height, const float *a, int64_t a_row, int rows, int depth,
                     int pairs)
 {
     int step = pairs ? 2 * VL : VL, lanes = pairs ? (depth + 1) / 2 : depth;
-    if (height == 1) { /* nothing to turn */
+    if (height == 1) { /* nothing to transpose */
         for (int k = 0; k < depth; k += step, to += VL)
             v_store(to, row_lanes(a + k, depth - k < step ? depth - k : step, pairs));
         return;
@@ -65,7 +65,7 @@ void CPU(tile_pack)(float *to, int height, const float *a, int64_t a_row, int ro
         }
 }
 
-/* The same of a turned matrix, whose rows are neighbours. */
+/* The same of a transposed matrix, whose rows are neighbours. */
 static void pack_columns(float *to, const float *a, int64_t a_row, int64_t a_col, int rows,
                          int depth)
 {
@@ -133,8 +133,7 @@ static void tall(Out out, const float *a, int64_t a_step, const float *b, int la
 #undef CASE
 }
 
-/* A tile's sums, block by block: those that are not whole wait in L1, and c is read and written
- * once. */
+/* A tile's sums, block by block: partial sums wait in L1, and c is read and written once. */
 static void tall_blocks(Out out, const float *a, int64_t a_step, const float *b, int lanes,
                         int rows, int pairs)
 {

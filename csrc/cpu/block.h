@@ -34,7 +34,7 @@ typedef struct Tiles {
     int pairs;
 } Tiles;
 
-/* What block_pack has made. */
+/* The matrix that block_pack has made. */
 static inline Tiles tiles_packed(const float *packed, int depth, int pairs)
 {
     return (Tiles){packed, TALL, (int64_t)(pairs ? (depth + 1) / 2 : depth) * TALL, pairs};

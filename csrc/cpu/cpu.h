@@ -1,8 +1,8 @@
-/* cpu/cpu.h - what the CPU's op files share.
+/* cpu/cpu.h - declarations that the CPU's op files share.
  *
  * On the CPU `real` is float and everything is computed in f32. Each op file is compiled once for
  * each instruction set, and CPU(rmsnorm) is that set's name for the op: cpu_avx512_rmsnorm,
- * cpu_avx2_rmsnorm, cpu_generic_rmsnorm; device.c picks a whole set when the device is opened. */
+ * cpu_avx2_rmsnorm, cpu_generic_rmsnorm. device.c picks a whole set when the device is opened. */
 #ifndef TINSMITH_CPU_H
 #define TINSMITH_CPU_H
 
@@ -66,28 +66,29 @@ static inline const float *f32c(const real *x)
     return (const float *)x;
 }
 
-/* The calling thread's scratch (pool.h): for an op's jobs, or, where they use none, its caller. */
+/* The calling thread's scratch (pool.h): for an op's jobs, or for its caller where the jobs use
+ * none. */
 static inline void *cpu_scratch(const Device *dev)
 {
     return pool_scratch(((const CpuDevice *)dev)->pool);
 }
 
-/* Runs work(context, i) for i in [0, count) on the device's threads: for jobs that are long
- * whenever they have more than one piece. */
+/* Runs work(context, i) for i in [0, count) on the device's threads: for jobs that are long even if
+ * they have only two pieces. */
 static inline void cpu_run(Device *dev, int64_t count, void (*work)(void *, int64_t), void *context)
 {
     pool_run(((CpuDevice *)dev)->pool, count, 1, work, context);
 }
 
-/* Nanoseconds of one thread that are worth a second one. A job that is shared takes 0.3 µs more, as
- * long as the workers are awake, and then its results lie in two caches. What an op's elements
- * take, its NS, was measured on one Zen 5 core on operands in L2; what is known to be half of it or
- * twice as much is good enough. */
+/* Nanoseconds of one thread's work that make a second thread worthwhile. Sharing a job costs 0.3
+ * µs, as long as the workers are awake, and then its results lie in two caches. The time of an op's
+ * element, its NS, was measured on one Zen 5 core on operands in L2. A figure that is right within
+ * a factor of two is good enough. */
 #define CPU_SHARED_NS 2.5e3
 #define CPU_PRODUCT_NS 0.01 /* of a multiply-add of a product */
 
-/* The same by the caller alone where all of it, some `ns` of one thread, is less than is worth
- * sharing. */
+/* The same, but the caller works alone if all of the work, some `ns` of one thread, is too little
+ * to share. */
 static inline void cpu_run_of(Device *dev, double ns, int64_t count, void (*work)(void *, int64_t),
                               void *context)
 {
@@ -97,7 +98,7 @@ static inline void cpu_run_of(Device *dev, double ns, int64_t count, void (*work
         cpu_run(dev, count, work, context);
 }
 
-/* The same for pieces of which some may take many times as long as others. */
+/* The same for pieces some of which may take many times as long as others. */
 static inline void cpu_run_uneven(Device *dev, double ns, int64_t count,
                                   void (*work)(void *, int64_t), void *context)
 {
@@ -113,9 +114,9 @@ static inline int cpu_rows_of_job(int grain, int width)
     return width < grain ? grain / (width > 0 ? width : 1) : 1;
 }
 
-/* How many of `all` units, a multiple of `unit` and at most about `most`, make a piece of work, so
- * that several threads have a few pieces each, of one size: who is early then waits for less than a
- * piece. */
+/* How many of `all` units make a piece of work: a multiple of `unit`, at most about `most`. Several
+ * threads then have a few pieces each, of one size, so a thread that finishes early waits for less
+ * than a piece. */
 static inline int cpu_size_of_piece(Device *dev, int all, int most, int unit)
 {
     int threads = pool_threads(((CpuDevice *)dev)->pool), pieces = (all + most - 1) / most;

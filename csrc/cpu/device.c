@@ -29,7 +29,8 @@ enum { BYTES_OF_JOB = 1 << 18 }; /* of a copy */
 
 #define NS 0.04 /* of a byte (cpu.h) */
 
-/* mmap would promise more, and the system kill the process that takes it at its word. */
+/* mmap would promise more memory than there is, and the system would kill a process that uses
+ * it. */
 static void cpu_memory(Device *dev, size_t *free_bytes, size_t *all_bytes)
 {
     (void)dev;
@@ -118,7 +119,7 @@ static Status cpu_sync(Device *dev)
     return status ? fail(status, "%s", cpu->text) : STATUS_OK;
 }
 
-/* Nothing is ever under way here. */
+/* No download is ever under way here. */
 static Status cpu_await(Device *dev, int behind)
 {
     (void)behind;

@@ -1,5 +1,5 @@
-/* cpu/device.h - how device.c gets the CPU device; everything else about it stays in this folder.
- */
+/* cpu/device.h - how device.c gets the CPU device; everything else about it stays in this
+ * folder. */
 #ifndef TINSMITH_CPU_DEVICE_H
 #define TINSMITH_CPU_DEVICE_H
 
@@ -11,8 +11,7 @@
 Status cpu_open(Device **dev, int threads, int bf16);
 
 /* Bytes of memory that this process can still take, and that it may have in all: the machine's, or
- * what its control groups allow. `root` is "", or, for tests, a folder with proc and sys of its
- * own. */
+ * its control groups' limit. `root` is "", or, for tests, a folder with proc and sys of its own. */
 TINSMITH_EXPORT void host_memory(const char *root, size_t *free_bytes, size_t *all_bytes);
 
 #endif

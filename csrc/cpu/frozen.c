@@ -1,9 +1,9 @@
-/* cpu/frozen.c - a base weight as a checkpoint has it, row by row, brought into panels (cpu.h).
+/* cpu/frozen.c - copies a base weight from a checkpoint's row order to panels (cpu.h).
  *
  * A panel is written in order, from 32 rows read side by side. Both types are moved in lanes of 32
- * bits, a float or two bf16, so bringing one there is turning squares of VL rows by VL lanes. f16
- * has no cheap widening in a product, so such weights are kept as f32. Memory bound: one pass over
- * the rows, one over the panels. */
+ * bits, a float or two bf16, so the copy transposes squares of VL rows by VL lanes. f16 has no
+ * cheap widening in a product, so such weights are kept as f32. Memory bound: one pass over the
+ * rows, one over the panels. */
 #include "cpu.h"
 #include "simd.h"
 

@@ -29,7 +29,7 @@ enum { BLOCK = 32 * VL }; /* terms that are summed in f32, 32 in a lane */
 
 #define NS 8.0 /* of a term (cpu.h) */
 
-static const float LEAST = 1e-8f; /* what probabilities are raised to */
+static const float LEAST = 1e-8f; /* lower bound of probabilities */
 static const float NEAR = 0.34f;  /* |gap| below which the series converge: under ln2/2 */
 
 typedef struct Divergence {
@@ -42,13 +42,14 @@ typedef struct Divergence {
     float *best, *student_best;
 } Divergence;
 
-/* A double as the sum of two floats, which leaves what is near it no rounding but its own. */
+/* A double as the sum of two floats. The difference of two near values then has only its own
+ * rounding. */
 typedef struct Wide {
     float high, low;
 } Wide;
 
-/* What all terms of a row share: log p = (logit − base)/τ − rest, and likewise q; and the teacher's
- * base and rest less the student's. */
+/* Numbers that all terms of a row share: log p = (logit − base)/τ − rest, and likewise q; and the
+ * teacher's base and rest less the student's. */
 typedef struct Row {
     float student_base, teacher_base;
     Wide student_rest, teacher_rest, base, rest;
@@ -81,15 +82,16 @@ static inline vf larger_of(const Divergence *r, const Row *row, vf student, vf t
     }
     vf apart = v_select(student == teacher, v_set(0.0f), teacher - student);
     vf back = teacher - apart, lost = (teacher - (apart + back)) + (back - student);
-    lost = v_select(lost == lost, lost, v_set(0.0f)); /* what rounding took from apart */
+    lost = v_select(lost == lost, lost, v_set(0.0f)); /* the rounding error of apart */
     apart = (apart - row->base.high) + (lost - row->base.low);
     *gap = v_fma(apart, v_set(r->by), v_set(-row->rest.high)) - row->rest.low;
     vf log_p = log_share(student, row->student_base, r->by, row->student_rest);
     return v_exp(v_max(log_p, log_share(teacher, row->teacher_base, r->by, row->teacher_rest)));
 }
 
-/* A term of KL(weight‖other): weight·log(weight/other). The smaller of the two is larger·e, ey is
- * e·y without the NaN of 0·inf; a larger one over nothing makes inf, however small it is. */
+/* A term of KL(weight‖other): weight·log(weight/other). The smaller of the two is larger·e. ey is
+ * e·y without the NaN of 0·inf. If `other` is 0 and weight is not, the term is inf, however small
+ * weight is. */
 static inline vf kl_term(vf larger, vf y, vf e, vf ey, vi weight_is_larger, vf *weight)
 {
     *weight = v_select(weight_is_larger, larger, larger * e);
@@ -156,7 +158,7 @@ static inline void put(float *p, vf v, int n)
         v_store_part(p, v, n);
 }
 
-/* What stands behind a row's end: no mass. */
+/* The values behind a row's end: no mass. */
 static float nothing(const Divergence *r)
 {
     return r->how.probs ? 0.0f : -INFINITY;

@@ -1,10 +1,9 @@
-/* cpu/linear.c - the ops that are one product: with frozen weights, and with anybody's own
- * matrices.
+/* cpu/linear.c - the ops that are one product: with frozen weights, and of a caller's own matrices.
  *
  *   linear    y = x·wᵀ + bias          linear_backward  dx = dy·w          head  logits = x·wᵀ
  *   matmul    c = a·b
  *
- * matmul.c says what a product costs; LoRA's narrow ones are in lora.c. */
+ * matmul.c gives the cost of a product; LoRA's narrow ones are in lora.c. */
 #include "matmul.h"
 #include "simd.h"
 

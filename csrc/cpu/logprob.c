@@ -22,7 +22,7 @@ enum {
     GRAIN = 1 << 13, /* logits of one job: some microseconds */
 };
 
-#define NS 0.2 /* of a logit, whatever is made of it (cpu.h) */
+#define NS 0.2 /* of a logit, in any of these ops (cpu.h) */
 
 typedef struct Logprob {
     float *lse, *logp;          // (T), (start[T])

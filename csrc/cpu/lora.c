@@ -5,12 +5,12 @@
  *             dx += Σ ds_i·a_iᵀ
  *
  * The group's columns stand side by side, count·R of them, so that three matrices of rank 8 fill
- * one panel instead of a quarter of three: a block of x is packed once for all a_i, a panel of x is
- * brought once for all da_i, and dx is read and written once. s and ds are k-major for the
- * gradients as they lie. A block of dy that fits into L2 makes its part of ds and then its part of
- * db: whole blocks of DEPTH both ways, so the sums are those of one product. 2·T·R·(D + N) flops a
- * matrix forward, twice that backward, on T·(D + N) elements: compute bound from ranks of about 32
- * on, bound by y's and dy's memory below. */
+ * one panel instead of a quarter of three. A block of x is packed once for all a_i, a panel of x is
+ * copied once for all da_i, and dx is read and written once. s and ds are already k-major for the
+ * gradients. A block of dy that fits into L2 gives its part of ds and then its part of db: whole
+ * blocks of DEPTH both ways, so the sums are those of one product. 2·T·R·(D + N) flops a matrix
+ * forward, twice that backward, on T·(D + N) elements: compute bound from ranks of about 32 on,
+ * bound by y's and dy's memory below. */
 #include "block.h"
 
 enum {
@@ -209,8 +209,8 @@ static int64_t jobs_of(int all, int size)
     return ((int64_t)all + size - 1) / size;
 }
 
-/* ds and db of one matrix, block by block of dy: DEPTH by DEPTH, 590 KB, or one with DEPTH rows for
- * each thread, so wide that it is worth waking them. */
+/* ds and db of one matrix, block by block of dy: DEPTH by DEPTH, 590 KB. With several threads a
+ * block has DEPTH rows for each thread, and is so wide that it is worth waking them. */
 static void ds_db(Device *dev, const Lora *m, int T, int R, float scale)
 {
     int threads = pool_threads(((CpuDevice *)dev)->pool), N = m->N, rows = DEPTH * threads;

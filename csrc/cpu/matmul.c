@@ -1,19 +1,22 @@
-/* cpu/matmul.c - the product that all others of the CPU device are made of, and the way it goes.
+/* cpu/matmul.c - the product that all others of the CPU device are made of, and its three paths.
  *
  *   c (m,n) = scale·a (m,k)·b (k,n) [+ bias] [+ c]
  *
  * Up to STREAM_ROWS rows against a frozen weight read it as it comes from memory (stream.c). Other
  * products with a frozen weight, and those of more than FEW rows with more than one panel of b,
- * pack a for groups of panels to meet (block.c). What is left takes a as it lies, in the register
- * tile that is here. On each way b is brought to panels that are row-major in k: frozen weights are
- * stored so (cpu.h), anything else goes through a scratch block that stays in L1 or L2. bf16
- * weights widen to f32 on the way, which is exact; or, in the set of instructions that has it, a is
- * rounded to bf16 too and the processor's dot product of pairs takes both, for half the
- * instructions: that is the device cpu-bf16. Every element of c is summed over k in the same order
- * with fused multiply-adds, in blocks of DEPTH, whatever m, n, the way, the tile, the thread and
- * the vector width are: a row's result depends on that row alone, bit for bit. That is why this is
- * not a BLAS call; benchmarks/ops.py measures it against oneDNN. Roofline: 2·m·n·k flops, compute
- * bound for m > 16; for m = 1 one pass over b, memory bound. */
+ * pack a once and multiply it with groups of panels (block.c). The remaining products read a as it
+ * lies, in the register tile of this file.
+ *
+ * On each path b is read as panels that are row-major in k. Frozen weights are stored so (cpu.h);
+ * other matrices are copied to a scratch block that stays in L1 or L2. bf16 weights widen to f32 on
+ * the way, which is exact. The device cpu-bf16, for processors with a bf16 dot product, rounds a to
+ * bf16 too and multiplies pairs, for half the instructions.
+ *
+ * Every element of c is summed over k in the same order with fused multiply-adds, in blocks of
+ * DEPTH, for any m, n, path, tile, thread and vector width. So a row's result depends on that row
+ * alone, bit for bit. That is why this is not a BLAS call; benchmarks/ops.py measures it against
+ * oneDNN. Roofline: 2·m·n·k flops, compute bound for m > 16; for m = 1 one pass over b, memory
+ * bound. */
 #include <assert.h>
 
 #include "block.h"
@@ -23,9 +26,9 @@ enum {
     AHEAD = 48, /* rows of b to prefetch when few rows of a keep the processor waiting for memory */
     TILE_M = VL == 16 ? 8 : 6, /* rows of a register tile; as many addresses of a fit into
                                   registers, which is why taller tiles need it packed (block.c) */
-    FEW = 2 * TILE_M,          /* up to so many rows packing a would not pay */
-    GROUP = 4,                 /* panels that stay in L2 while many rows come past: 300 KB */
-    SCRATCH = (PACKED_DEPTH + PANEL) * PANEL, /* lanes of one that has to be brought there */
+    FEW = 2 * TILE_M,          /* the most rows for which packing a does not pay */
+    GROUP = 4, /* panels that stay in L2 while many rows are multiplied with them: 300 KB */
+    SCRATCH = (PACKED_DEPTH + PANEL) * PANEL, /* lanes of a panel that is copied there */
 };
 
 /* ---- the register tile ---- */
@@ -82,7 +85,7 @@ static void rows_strip(Out out, const float *a, int64_t a_row, int64_t a_col, co
     }
 }
 
-/* ---- bringing b to k-major order ---- */
+/* ---- copying b to k-major order ---- */
 
 /* Whether both sides of a product are taken in pairs of bf16. */
 static int in_pairs(const Product *p)
@@ -138,9 +141,9 @@ void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row
     transpose_to_f32(out, out_row, in, in_row, rows, cols, 0);
 }
 
-/* The panel of 32 rows of a weight that begins at `from`, turned: k runs over the rows, and `width`
- * of its columns, from `from` on, become b's. Both sides have PANEL lanes in a row; columns that do
- * not exist become zeros. */
+/* The panel of 32 rows of a weight that begins at `from`, transposed: k runs over the rows, and
+ * `width` of its columns, from `from` on, become b's. Both sides have PANEL lanes in a row; columns
+ * that do not exist become zeros. */
 static void turn_floats(float *to, const float *from, int width)
 {
     for (int x = 0; x < PANEL; x += VL)
@@ -217,7 +220,7 @@ static const float *weight_at(const Product *p, int k0, int n0)
            ((size_t)(row / PANEL) * lanes + (size_t)(halves ? col / 2 : col)) * PANEL;
 }
 
-/* Asks for part number `part` of `parts` of one panel of that, which lies in stretches of lines
+/* Prefetches part number `part` of `parts` of one such panel, which lies in stretches of lines
  * `step` apart. */
 static void weight_ask(const Product *p, int k0, int depth, int n0, int part, int parts)
 {
@@ -318,8 +321,8 @@ static int chunk(const Product *p)
     return blocks ? (blocks + chunks - 1) / chunks * DEPTH : DEPTH;
 }
 
-/* Many rows, k of one chunk: a group of panels stays in L2 while strips of a come past, from L3 if
- * need be, which is 32 KB for twelve blocks. The next group is asked for meanwhile. */
+/* Many rows, k of one chunk: a group of panels stays in L2 while strips of a are read, from L3 if
+ * need be, which is 32 KB for twelve blocks. The next group is prefetched meanwhile. */
 static void many_rows_chunk(const Product *p, Out out, Tiles a, float *scratch, int m, int k0,
                             int depth, int n_first, int n_last)
 {
@@ -350,7 +353,7 @@ static void many_rows_chunk(const Product *p, Out out, Tiles a, float *scratch, 
     }
 }
 
-/* What a thread needs for many rows; few need the first panel. */
+/* The scratch of a thread for many rows; few rows need only the first panel. */
 typedef struct Own {
     float panels[GROUP * SCRATCH];
     _Alignas(64) float packed[PACKED + PACKED_SLACK];
@@ -396,15 +399,15 @@ static void product_piece(void *context, int64_t piece)
     (packs(p, m) ? many_rows : few_rows)(p, m0, m, n_first, n_last);
 }
 
-/* Pieces for `wanted` jobs at least, where there is so much: of all ways to cut, the one on which
- * packing a again for each group of panels, and bringing b again for each block of rows, cost
- * least. */
+/* Pieces for at least `wanted` jobs, if there are so many. Of all ways to cut, it picks the
+ * cheapest: packing a again for each group of panels costs time, and so does copying b again for
+ * each block of rows. */
 static void cut(Product *p, int64_t wanted)
 {
     enum { PACK = 10, READ = 2, TURN = 20 }; /* costs of an element, about */
     int panels = (p->n + PANEL - 1) / PANEL, step = chunk(p), first, last;
     int most = CPU(block_rows)(p->k < step ? p->k : step, in_pairs(p));
-    if (p->order == PANELS && panels <= 2 * GROUP) /* a is soon done with: it stays in L2 */
+    if (p->order == PANELS && panels <= 2 * GROUP) /* a is short: it stays in L2 */
         most = (most / 4 + TALL - 1) / TALL * TALL;
     first = (p->m + most - 1) / most;
     if (first * (int64_t)panels < wanted)

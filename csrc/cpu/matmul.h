@@ -6,7 +6,7 @@
 
 enum {
     DEPTH = 384,      /* k of one block: a panel of b is 48 KB */
-    STREAM_ROWS = 64, /* up to so many rows meet a frozen weight as it comes from memory */
+    STREAM_ROWS = 64, /* the most rows that read a frozen weight as it comes from memory */
 };
 
 /* How b's element (k, n) is found. */
@@ -34,7 +34,7 @@ typedef struct Product {
     const Device *dev;
 } Product;
 
-/* c (m,n) = a·b with c and a by row; what else a product may have is set in it. */
+/* c (m,n) = a·b with c and a by row; other options of a product are set in it. */
 static inline Product product_of(float *c, const float *a, int64_t a_row, const void *b,
                                  int64_t ldb, Order order, int m, int n, int k)
 {

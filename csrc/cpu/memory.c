@@ -1,12 +1,12 @@
-/* cpu/memory.c - what memory this process may have: the machine's, or what its control groups leave
- * it.
+/* cpu/memory.c - the memory that this process may have: the machine's, or the limit of its control
+ * groups.
  *
- * In a container the machine's memory is others' too: who takes more than its group's limit is
- * killed. The process's group and those above it, of version 1 or 2, each may have a limit; above
- * memory.high (version 2) a process is not killed but stopped again and again, which is no better.
- * Of a group's pages those of files are given up for others, so they count as free. Without a limit
- * all memory is free: what is free just now is no limit, for pages that are never touched cost
- * nothing. */
+ * A container shares the machine's memory with others, and a process that exceeds its group's limit
+ * is killed. The process's group and those above it, of version 1 or 2, each may have a limit.
+ * Above memory.high (version 2) a process is not killed but stopped again and again, which is no
+ * better. The system evicts a group's file pages when memory is short, so they count as free.
+ * Without a limit all memory is free: the memory that is free just now is no limit, because pages
+ * that are never touched cost nothing. */
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <string.h>
@@ -16,7 +16,7 @@
 
 enum { PATH = 4096 };
 
-/* Where a version of control groups keeps what, below a group's folder. */
+/* Where a version of control groups keeps its limits and counts, below a group's folder. */
 typedef struct Version {
     const char *controller; /* in /proc/self/cgroup */
     const char *mount, *max, *high, *used, *stat;
@@ -58,7 +58,7 @@ static size_t group_number(const char *folder, const char *name, size_t otherwis
     return number;
 }
 
-/* Bytes of the group's pages that are files'. */
+/* Bytes of the group's file pages. */
 static size_t group_files(const Version *version, const char *folder)
 {
     FILE *file = group_file(folder, version->stat);
@@ -102,8 +102,9 @@ static const char *path_of(const Version *version, char *line)
     return NULL;
 }
 
-/* A group's limit, and those of all above it. In a container that shows its own groups alone the
- * path may lead nowhere, and the last folder, where the groups begin, is the container's. */
+/* Applies the limits of a group and of all those above it. In a container that shows only its own
+ * groups the path may lead nowhere. Then the last folder, the root of the groups, is the
+ * container's. */
 static void path_limits(const Version *version, const char *root, const char *path,
                         size_t *free_bytes, size_t *all_bytes)
 {

@@ -1,22 +1,24 @@
-/* cpu/pool.c - a parallel for over the process's worker threads.
+/* cpu/pool.c - a parallel for over the process's thread pool.
  *
- * There is one crew of workers in a process, however many devices were opened: as many as the
- * device with the most threads wants beside its caller, and a device's jobs are open to no more
- * than it asked for. A caller that finds the crew at work for another one does its job alone, so
- * callers never add up to more threads than there are callers and workers.
+ * There is one crew of workers in a process, for all devices: as many as the device with the most
+ * threads wants beside its caller. A device's jobs use no more threads than it asked for. A caller
+ * that finds the crew busy with another caller's job does its own job alone, so there are never
+ * more busy threads than callers and workers.
  *
  * A job is one word, the gate: its number, whether it is open, and how many workers are inside.
- * Threads draw indices from one atomic counter: of even pieces half of a thread's part of what is
- * left at a time, so that neighbours mostly go to one thread, one after the other, and a weight is
- * read in a few long stretches, while the last ones go singly and even out who is early. Nothing
- * that is computed depends on who drew what. A worker that comes late finds the gate shut and the
- * caller gone on: nobody waits for a thread that the system has not yet woken. Workers that wait
- * stay awake for AWAKE, then sleep: a decoding step is some hundred short jobs in a row, with work
- * of the caller's own between them, and waking a thread takes as long as many of them (50 µs and
- * more on a virtual machine), while an idle server must cost nothing. Awake they yield again and
- * again: who spins uses up the time that the system gives it, and where another program wants the
- * core is stopped inside a job, for which the caller then waits. A child process that was
- * forked has no workers until it opens a device of its own: there the caller does all the work. */
+ * Threads draw indices from one atomic counter. Of even pieces a thread takes half of its share of
+ * the rest at a time. So neighbours mostly go to one thread, one after the other, and a weight is
+ * read in a few long stretches; the last pieces go one by one, which balances threads that finish
+ * early. The results do not depend on which thread takes which piece. A worker that wakes late
+ * skips finished jobs, so the caller never waits for a sleeping thread.
+ *
+ * Idle workers stay awake for AWAKE, then sleep. A decoding step is some hundred short jobs in a
+ * row, with work of the caller's own between them, and waking a thread takes as long as many of
+ * them (50 µs and more on a virtual machine). An idle server must cost nothing, so the workers
+ * sleep in the end. Awake they yield again and again. A worker that spins uses up its time slice;
+ * where another program wants the core, the system then stops the worker inside a job, for which
+ * the caller waits. A child process that was forked has no workers until it opens a device of its
+ * own: there the caller does all the work. */
 #define _GNU_SOURCE
 #include "pool.h"
 
@@ -51,10 +53,10 @@ typedef struct Crew {
     pthread_cond_t wake, idle;
 
     atomic_int busy;     /* a job is under way */
-    atomic_int sleepers; /* workers that have to be woken */
-    atomic_int waiting;  /* the caller sleeps until the workers are out */
+    atomic_int sleepers; /* sleeping workers, which a new job must wake */
+    atomic_int waiting;  /* the caller sleeps until no worker is inside */
     atomic_int stop;
-    atomic_int limit; /* the first so many workers may come in */
+    atomic_int limit; /* the number of workers that may come in: the first ones */
     _Alignas(64) atomic_uint_fast64_t gate;
     _Alignas(64) atomic_int_fast64_t next; /* next index to draw */
     int64_t count, shares;
@@ -118,8 +120,8 @@ static int called_awake(int index, uint64_t seen)
     return 0;
 }
 
-/* Goes into the open job, unless it is shut meanwhile. The limit is that of the gate that lets in.
- */
+/* Enters the open job, unless it is shut meanwhile. The limit is that of the job that was
+ * entered. */
 static int enter(int index, uint64_t *seen)
 {
     uint64_t gate = atomic_load(&crew.gate);
@@ -177,7 +179,7 @@ static int cores(void)
     return 1;
 }
 
-/* In a child that was forked, what the parent's crew left here means nothing. */
+/* In a forked child, the parent's crew left state here that is not valid. */
 static void crew_begin(void)
 {
     if (crew.owner == getpid()) return;
@@ -201,7 +203,7 @@ static void crew_end(void)
     crew.owner = 0;
 }
 
-/* One worker more; 0 if the system has none. */
+/* Starts one more worker; 0 if the system has none. */
 static int crew_grow(void)
 {
     int index = crew.workers;
@@ -293,7 +295,7 @@ void pool_run(Pool *pool, int64_t count, int even, void (*work)(void *context, i
     crew.shares = even ? 2 * pool->threads : count;
     atomic_store(&crew.limit, pool->threads - 1);
     atomic_store(&crew.next, 0);
-    uint64_t gate = atomic_load(&crew.gate); /* shut, and nobody inside */
+    uint64_t gate = atomic_load(&crew.gate); /* shut, with no worker inside */
     atomic_store(&crew.gate, gate / NUMBER * NUMBER + NUMBER + OPEN);
     wake_all();
     draw();

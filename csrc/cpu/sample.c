@@ -5,12 +5,12 @@
  *           reads T·V once or twice, up to five times more where top_k or top_p keeps many ids;
  *           bound by the exponentials
  *
- * The uniform number is Philox4x32-10 of (seed, sample, pos), so a draw knows neither its row
- * nor its neighbours. What top_k and top_p keep is everything above one Cut in the order "larger
- * logit, then lower id": the cut is found first, among the 256 best or else by radix, never by
- * sorting the vocabulary. Then the kept are walked in id order until their mass passes u. The
- * logits come in tempered, and lse is the whole row's. A row that has no mass (a NaN, or nothing
- * but −inf) gives its largest logit. */
+ * The uniform number is Philox4x32-10 of (seed, sample, pos), so a draw depends neither on its row
+ * nor on its neighbours. top_k and top_p keep everything above one Cut in the order "larger logit,
+ * then lower id". The cut is found first, among the 256 best or else by radix, never by sorting the
+ * vocabulary. Then the kept ids are walked in order until their mass passes u. The logits come in
+ * tempered, and lse is the whole row's. A row that has no mass (a NaN, or nothing but −inf) gives
+ * its largest logit. */
 #include <assert.h>
 #include <math.h>
 #include <string.h>
@@ -116,7 +116,7 @@ static int row_argmax(const float *x, int n)
     return 0;
 }
 
-/* What each of VL logits from id `first` on must be above to be kept. */
+/* The bound that each of VL logits from id `first` on must exceed to be kept. */
 static inline vf bar_at(Cut cut, int first)
 {
     if (first > cut.id) return v_set(cut.logit);

@@ -2,9 +2,9 @@
  *
  * The op files are compiled once for each instruction set (cpu.h), and `vf` is as wide as that
  * set's registers: 16 lanes with AVX-512, 8 with AVX2, 4 elsewhere. GCC and clang turn + − × on it
- * into instructions. They must not fuse a·b + c on their own (-ffp-contract=off): they did so in
- * the copy of a loop for 8 rows and not in that for 3, and a row's last bit told how many
- * neighbours it had. v_fma fuses where it is written. */
+ * into instructions. They must not fuse a·b + c on their own (-ffp-contract=off): a compiler may
+ * fuse the copy of a loop for 8 rows and not the one for 3, and a row's last bit then depends on
+ * the number of its neighbours. v_fma fuses where it is written. */
 #ifndef TINSMITH_CPU_SIMD_H
 #define TINSMITH_CPU_SIMD_H
 

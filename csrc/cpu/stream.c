@@ -1,13 +1,13 @@
-/* cpu/stream.c - a few rows against a frozen weight, as decoding has them.
+/* cpu/stream.c - a few rows against a frozen weight, as in decoding.
  *
  *   c (m,n) = scale·a (m,k)·wᵀ [+ bias] [+ c],  m ≤ STREAM_ROWS
  *
- * The weight is read once, in the order in which it lies, and is asked for AHEAD bytes before it is
- * used, across the ends of blocks and panels: the processor's own prefetching stops at each page.
- * A block of DEPTH inputs of one panel (24 KB in bf16) meets all rows while it is in L1. The rows
- * are packed first, once for all panels, each tile of them k-major, so that the inner loop reads
- * two streams whatever the distance of the rows. Sums are matmul.c's, bit for bit: blocks of DEPTH,
- * each from zero in the order of k, then scale, bias, and what c holds.
+ * The weight is read once, in the order in which it lies. It is prefetched AHEAD bytes before it is
+ * used, across the ends of blocks and panels, because the processor's own prefetching stops at each
+ * page. A block of DEPTH inputs of one panel (24 KB in bf16) is multiplied with all rows while it
+ * is in L1. The rows are packed first, once for all panels, each tile of them k-major. So the inner
+ * loop reads two streams, whatever the distance of the rows. Sums are matmul.c's, bit for bit:
+ * blocks of DEPTH, each from zero in the order of k, then scale, bias, and the old c.
  *
  * Roofline: n·k weights, 2·m·n·k flops. Memory bound up to some 14 rows of bf16, compute bound
  * above; 38 GB/s at 1 row and 430 of 474 GFLOP/s at 33 where a core reads 38 GB/s. */
@@ -18,7 +18,7 @@
 
 enum {
     TILE_ROWS = VL == 16 ? 13 : 6,    /* of a tile: 26 of 32 registers hold sums, or 12 of 16 */
-    AHEAD = 24 * 1024 / 4,            /* lanes of the weight from here to what is asked for */
+    AHEAD = 24 * 1024 / 4,            /* prefetch distance, in lanes of the weight */
     PACKED_LANES = STREAM_ROWS << 10, /* of packed rows: a quarter of L2 */
 };
 
@@ -27,7 +27,7 @@ enum {
 _Static_assert((PACKED_LANES + PACKED_SLACK) * sizeof(float) <= POOL_SCRATCH, "all packed rows");
 _Static_assert(PACKED_LANES / (STREAM_ROWS + TILE_ROWS) >= DEPTH, "a block of all rows is packed");
 
-/* What the 32-bit lanes of the operands hold. */
+/* The content of the operands' 32-bit lanes. */
 typedef enum Form {
     FLOATS, /* both: a float */
     WIDEN,  /* a: a float; b: two k of bf16, widened in registers */
@@ -37,7 +37,7 @@ typedef enum Form {
 typedef struct Stream {
     const Product *p;
     Form form;
-    int tiles, height;   /* tiles of so many rows; the last may have fewer */
+    int tiles, height;   /* the tiles, and the rows of each; the last may have fewer */
     const float *packed; /* [tile][lane][height], of the inputs [k0, k0 + depth) */
     int k0, depth;
 } Stream;

@@ -4,8 +4,8 @@
  *   dup = dy·gate·σ,  dgate = dy·up·σ·(1 + gate·(1 − σ)),  σ = σ(gate)
  *
  * Forward reads 2·T·F and writes T·F; backward reads 3·T·F and writes 2·T·F; memory bound. Both
- * know no rows: an element's result is the same in any lane, so jobs are flat stretches of the
- * whole. Everything of a stretch of lanes is loaded before any of it is stored, so that
+ * work on elements, not rows: an element's result is the same in any lane, so jobs are flat
+ * stretches of the whole. Each vector of lanes is loaded before any of it is stored, so that
  * gradients may overwrite their inputs. */
 #include "cpu.h"
 #include "simd.h"

@@ -1,5 +1,5 @@
-/* cpu/table.c - this instruction set's row of function pointers: the ops, from ops.inc, and what
- * brings weights into the order that they read. */
+/* cpu/table.c - this instruction set's row of function pointers: the ops, from ops.inc, and the
+ * function that copies weights to the order that the ops read. */
 #include "cpu.h"
 
 void CPU(table)(Device *dev)

@@ -1,5 +1,5 @@
-/* cpu/tile.h - what the register tiles of matmul.c, block.c and stream.c have in common: 2·VL
- * columns of c, a step of k, and the way out. So each sum is the same on every way. */
+/* cpu/tile.h - code that the register tiles of matmul.c, block.c and stream.c share: 2·VL columns
+ * of c, a step of k, and the store. So each sum is the same on every path. */
 #ifndef TINSMITH_CPU_TILE_H
 #define TINSMITH_CPU_TILE_H
 
@@ -25,7 +25,7 @@ static inline Out out_to(float *c, int64_t ldc, float scale, int accumulate)
     return (Out){c, accumulate ? c : NULL, ldc, ldc, scale, NULL};
 }
 
-/* The same for what begins `rows` and `columns` further on. */
+/* The same for the part that begins `rows` and `columns` further on. */
 static inline Out out_at(Out out, int rows, int columns)
 {
     out.c += rows * out.ldc + columns;

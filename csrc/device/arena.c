@@ -1,9 +1,9 @@
-/* device/arena.c - device memory in one block: the same code that places things first measures
- * them, and the same ops that will run are first rehearsed.
+/* device/arena.c - device memory in one block: the code that places things first measures them, and
+ * the ops that will run are first rehearsed.
  *
- * An arena without a base only counts; a device that rehearses only counts what its ops need for
- * themselves. So what a step will need is known, and refused, before it starts; nothing is
- * allocated while it runs. */
+ * An arena without a base only counts. A device that rehearses only counts the scratch of its ops.
+ * So the memory of a step is known, and refused if it is too much, before the step starts. Nothing
+ * is allocated while it runs. */
 #include <assert.h>
 #include <stdio.h>
 

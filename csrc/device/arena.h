@@ -10,18 +10,18 @@ typedef struct Arena {
     size_t size, used;
 } Arena;
 
-/* Makes room for `bytes`, dropping what was there if it was smaller; takes begin from the start
+/* Makes room for `bytes`. A smaller block is dropped with its content. Takes begin from the start
  * again. */
 Status arena_reserve(Arena *arena, size_t bytes, const char *purpose);
 void arena_release(Arena *arena);
 /* The next `bytes`, aligned; NULL while measuring. Placing more than was measured is a programmer's
  * error. */
 void *arena_take(Arena *arena, size_t bytes);
-/* What a take of so many bytes moves the next one on by. */
+/* The number of bytes by which such a take advances the next one. */
 size_t arena_step(size_t bytes);
-/* Bytes that the ops of `work` need for themselves; nothing is computed. */
+/* Bytes of scratch that the ops of `work` need; nothing is computed. */
 size_t device_rehearse(Device *dev, void (*work)(void *), void *context);
-/* Makes room for them. */
+/* Reserves that scratch. */
 Status device_prepare(Device *dev, void (*work)(void *), void *context);
 
 /* The `index`-th element of a device array of real. */

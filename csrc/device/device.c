@@ -1,7 +1,7 @@
-/* device/device.c - finds a device by its name: the CPU, linked in, or a library, beside this one
- * or, of the emulated GPU, where the tests say.
+/* device/device.c - finds a device by its name: the CPU, linked in, or a library beside this one.
+ * The library of the emulated GPU is in the place that the tests give.
  *
- * Every reason for not having a device is a sentence; nothing falls back. A library stays loaded:
+ * Every reason for not having a device is a sentence; there is no fallback. A library stays loaded:
  * the CUDA runtime does not survive being unloaded. */
 #define _GNU_SOURCE
 #include "device.h"
@@ -20,7 +20,7 @@
 
 enum { PATH_BYTES = 4096 };
 
-static char emulated[PATH_BYTES]; /* the emulated GPU's library; "": nobody has built it */
+static char emulated[PATH_BYTES]; /* the emulated GPU's library; "": it was not built */
 
 Status device_emulated(const char *path)
 {
@@ -30,7 +30,7 @@ Status device_emulated(const char *path)
     return fail(STATUS_DEVICE, "cuda-emulated: its library's path is too long");
 }
 
-/* The CUDA device's path: the folder of the shared object that this code is in. */
+/* The CUDA device's path: in the folder of the shared object that contains this code. */
 static Status cuda_path(char path[PATH_BYTES])
 {
     Status (*self)(Device **, const char *, int) = device_open;

@@ -2,8 +2,8 @@
  *
  * A Device is a struct of function pointers: one per row of ops.inc, and the few services that
  * memory needs. Ops return nothing: the first failure stays on the device, with its file and line,
- * until sync() returns it, so that forward.c reads as maths. Memory that alloc gives may be read
- * for 256 bytes past its end, where nothing means anything: a product loads whole tiles. */
+ * until sync() returns it, so that forward.c reads as maths. Memory from alloc may be read for 256
+ * bytes past its end, where the content is undefined: a product loads whole tiles. */
 #ifndef TINSMITH_DEVICE_H
 #define TINSMITH_DEVICE_H
 
@@ -70,16 +70,16 @@ typedef struct Jsd {
 struct Device {
     const char *name;
     size_t real_bytes; /* bytes of one `real` */
-    size_t own_bytes;  /* that the device took for itself when it was opened */
-    int step_rows;     /* rows of a training step from which on more would not make it faster */
+    size_t own_bytes;  /* that the device allocated for itself when it was opened */
+    int step_rows;     /* rows of a training step above which it would not become faster */
     int async;         /* the host goes on while ops run */
 
     Status (*alloc)(Device *dev, void **memory, size_t bytes);
-    /* In any thread, whatever another one does with the device; so is graph_close(). */
+    /* May be called in any thread, at any time. So may graph_close(). */
     void (*release)(Device *dev, void *memory, size_t bytes);
-    /* Bytes that alloc can still give, and that there are in all. */
+    /* Bytes that alloc can still give, and bytes in all. */
     void (*memory)(Device *dev, size_t *free_bytes, size_t *all_bytes);
-    /* `from` may change when upload returns; `to` is there when download returns. */
+    /* `from` may change when upload returns; download has filled `to` when it returns. */
     void (*upload)(Device *dev, void *to, const void *from, size_t bytes);
     void (*download)(Device *dev, void *to, const void *from, size_t bytes);
     void (*copy)(Device *dev, void *to, const void *from, size_t bytes);
@@ -87,31 +87,31 @@ struct Device {
     size_t (*frozen_bytes)(Device *dev, DType type, int rows, int cols);
     /* Puts a row-major (rows, cols) host array in the device's own order. */
     void (*frozen_load)(Device *dev, frozen *to, const void *from, DType type, int rows, int cols);
-    /* The handle of the stream that all work goes to, as DLPack's `stream` has it; NULL where ops
+    /* The handle of the stream that all work goes to, as DLPack's `stream` has it. NULL where ops
      * are done when they return. */
     uintptr_t (*stream)(Device *dev);
     /* Waits for all work and returns the first failure since the last sync. */
     Status (*sync)(Device *dev);
     void (*close)(Device *dev);
 
-    /* Begins a download, of which the host sees nothing before await(). `to` must live until then,
-     * or until sync(). */
+    /* Begins a download, whose result the host has after await(). `to` must live until then, or
+     * until sync(). */
     void (*fetch)(Device *dev, void *to, const void *from, size_t bytes);
     /* Waits for all fetches but the last `behind`, 0 or 1; returns the first failure, as sync does.
      */
     Status (*await)(Device *dev, int behind);
 
-    /* Between rehearse() and rehearsed(), ops and services do nothing but count the memory that the
-     * ops need for themselves; rehearsed() tells the largest op's, and reserve() makes room for it.
-     * An op that finds less fails. NULL where ops need none. */
+    /* Between rehearse() and rehearsed(), ops and services only count the scratch that the ops
+     * need. rehearsed() returns the largest op's, and reserve() makes room for it. An op that finds
+     * less scratch fails. NULL where ops need none. */
     void (*rehearse)(Device *dev);
     size_t (*rehearsed)(Device *dev);
     Status (*reserve)(Device *dev, size_t bytes);
 
-    /* Between record() and recorded(), ops and copies on the device are written down instead of
-     * done; replay() does them again, on the same addresses and with the same sizes. It returns 0,
-     * and does nothing, where reserve() has moved what they use: the work must be recorded anew.
-     * NULL where starting an op costs nothing that would be saved. */
+    /* Between record() and recorded(), ops and copies on the device are recorded instead of done.
+     * replay() does them again, on the same addresses and with the same sizes. It returns 0, and
+     * does nothing, if reserve() has moved their scratch: the work must be recorded anew. NULL
+     * where a recording would save nothing. */
     Status (*record)(Device *dev);
     Status (*recorded)(Device *dev, Graph **graph);
     int (*replay)(Device *dev, Graph *graph);
@@ -129,7 +129,7 @@ struct Device {
 #define DEVICE_ABI 0u
 #endif
 
-/* core's fail(): the library is given it, so that its sentences reach the caller's thread. */
+/* core's fail(): the library gets it, so that its sentences reach the caller's thread. */
 typedef Status FailFunction(Status code, const char *format, ...);
 
 /* The library's only symbol, `cuda_open`. It refuses an `abi` other than its own. */
@@ -139,8 +139,8 @@ typedef Status DeviceOpen(Device **dev, int threads, unsigned abi, FailFunction 
  * each core this process may use. */
 TINSMITH_EXPORT Status device_open(Device **dev, const char *name, int threads);
 
-/* Where the emulated GPU's library is, which the tests build: "cuda-emulated" is there from now on.
- */
+/* Gives the path of the emulated GPU's library, which the tests build: "cuda-emulated" can be
+ * opened from now on. */
 TINSMITH_EXPORT Status device_emulated(const char *path);
 
 /* The function behind a row of ops.inc, or NULL: how the tests call any op of any device. */

@@ -1,4 +1,4 @@
-/* device/status.c - where a failure's sentence waits, one buffer a thread. */
+/* device/status.c - the sentence of a thread's last failure, one buffer a thread. */
 #include "status.h"
 
 #include <assert.h>

@@ -1,12 +1,12 @@
 /* device/status.h - one list of errors for the whole engine.
  *
- * A Status is 0 when all is well. Whoever knows the facts of a failure writes its sentence once
- * with fail(); the sentence waits in a thread-local buffer until the binding turns it into the
+ * A Status is 0 when all is well. The code that knows the facts of a failure writes its sentence
+ * once with fail(). The sentence waits in a thread-local buffer until the binding turns it into the
  * Python exception named in this list. Programmer errors are assert()s, never a Status. */
 #ifndef TINSMITH_STATUS_H
 #define TINSMITH_STATUS_H
 
-/* What the tests may call from outside the shared object, in which all else is hidden. */
+/* Functions that the tests may call from outside the shared object; all others are hidden. */
 #define TINSMITH_EXPORT __attribute__((visibility("default")))
 
 /*        code            Python exception  when */

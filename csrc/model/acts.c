@@ -1,15 +1,15 @@
 /* model/acts.c - where a forward pass's activations lie, and of how many layers they are kept.
  *
- * One number, `keep`, says it for all three kinds of acts.inc's rows:
+ * The number `keep` sets this for all three kinds of acts.inc's rows:
  *
  *   0        no backward will follow: one set of everything serves all layers
  *   1        ALWAYS of every layer; one set of the others serves all layers
  *   2 … L    one more layer has a set of DEAR of its own, from the top down
- *   … 2L−1   likewise of CHEAP: nothing is made again
+ *   … 2L−1   likewise of CHEAP: nothing is recomputed
  *
  * Layers that share a set are the lowest, and forward leaves the highest of them in it. Backward
  * comes down to that one first, so a shared set keeps one layer too: with n sets, L − n layers are
- * made again, each just before it is used. */
+ * recomputed, each just before it is used. */
 #include "core.h"
 
 int keep_all(const Model *model)
@@ -33,7 +33,7 @@ int keep_layers(const Model *model, Keep kind, int keep)
 typedef struct Row {
     size_t bytes;
     int has, layer;
-    int taken; /* whether `shared` is */
+    int taken; /* whether `shared` is taken */
     void *shared;
 } Row;
 
@@ -42,7 +42,7 @@ static Row row_of(int T, int width, size_t element_bytes, int has)
     return (Row){.bytes = (size_t)T * (size_t)width * element_bytes, .has = has};
 }
 
-/* Memory of the layer at hand, which those up to `again` share; NULL where it has no such row. */
+/* Memory of the current layer, which layers up to `again` share; NULL where it has no such row. */
 static void *row_take(Row *row, Arena *arena, const Shape *s, int again)
 {
     if (!layer_has(s, row->layer, row->has)) return NULL;

@@ -1,11 +1,12 @@
-/* model/adapter.c - LoRA's matrices in flat vectors, their beginning, and AdamW's step over them.
+/* model/adapter.c - LoRA's matrices in flat vectors, their initialization, and AdamW's step over
+ * them.
  *
  * y = x·wᵀ + (alpha/R)·(x·A)·B for every matrix of the groups that are trained. A (D,R) begins
  * uniform in ±1/√D, as PEFT's kaiming_uniform(a=√5) does, B (R,N) at zero. Weights, gradients and
  * both moments lie in one vector each, so a step is one call. A call's gradients gather in a vector
  * of their own and are added when the call has succeeded: a failed or interrupted call leaves no
- * trace. A snapshot shares the weights, whose next change then goes to another place: it costs no
- * copy, and its memory is taken when it is made. */
+ * trace. A snapshot shares the weights, copy-on-write: the next change of the weights goes to other
+ * memory, which is allocated when the snapshot is made. So a snapshot itself copies nothing. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -96,8 +97,8 @@ static int weights_shared(const Adapter *adapter)
     return atomic_load(&adapter->weights->owners) > 1;
 }
 
-/* The adapter reads those from here on; what it read before is the caller's to leave. A recorded
- * step knows where weights lie: it is not found again. */
+/* The adapter uses these weights from here on; the caller leaves the old ones. A recorded step
+ * holds the address of the weights, so no recorded step is found for the new ones. */
 static void weights_take(Adapter *adapter, Weights *weights)
 {
     static _Atomic uint64_t places;
@@ -111,15 +112,15 @@ static Status spare_make(Adapter *adapter)
     return adapter->spare ? STATUS_OK : weights_make(&adapter->spare, adapter, "a snapshot");
 }
 
-/* The weights are others from here on. */
+/* The weights get a new stamp. */
 static void weights_changed(Adapter *adapter)
 {
     static _Atomic uint64_t stamps;
     adapter->stamp = ++stamps;
 }
 
-/* Before the weights change: a place that no other adapter reads. *before is what they were, to
- * read until weights_leave(). */
+/* Called before the weights change: makes sure that no other adapter reads them. *before is the old
+ * weights, to read until weights_leave(). */
 static Status weights_change(Adapter *adapter, Weights **before)
 {
     *before = adapter->weights;
@@ -158,7 +159,7 @@ Status adapter_put(Adapter *adapter, Vector which, const float *values)
     return status;
 }
 
-/* ---- the beginning ---- */
+/* ---- initialization ---- */
 
 /* SplitMix64: a counter-based stream, so that a matrix's numbers depend on (seed, position) alone.
  */

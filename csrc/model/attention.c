@@ -3,8 +3,8 @@
  *
  *   q, k, v = wq·x, wk·x, wv·x;  q, k = rope(norm(q)), rope(norm(k));  out += wo·attention(q, k, v)
  *
- * The norms of heads are there where the model has them. Backward makes q and k again from what is
- * kept before them. */
+ * The head norms exist only in models that have them. Backward recomputes q and k from the kept
+ * q_raw and k_raw. */
 #include "layer.h"
 
 /* Head norms where the model has them, then rope. */
@@ -28,7 +28,7 @@ static void rotate(const Pass *p)
     d->rope(d, acts->k, acts->cosine, acts->sine, T, G, E);
 }
 
-/* dq → dq_raw and dk → dk_raw: the turn back, then the head norms. */
+/* dq → dq_raw and dk → dk_raw: backward of rope, then of the head norms. */
 static void unrotate(const Pass *p)
 {
     Device *d = p->model->dev;

@@ -1,10 +1,10 @@
 /* model/backward.c - forward.c's list, reversed: from d loss / d hidden to the adapter's gradients.
  *
- * Base weights are frozen, so a product needs only its input's gradient, and LoRA's own two. What
- * acts.inc does not keep (norm outputs, rotated q and k, swiglu's output) is computed again by the
- * ops that made it, and a layer whose activations made room for those of another one by
- * layer_forward itself. dx carries the residual stream's gradient down the layers; every norm adds
- * its part to it. */
+ * Base weights are frozen, so a product needs only its input's gradient, and LoRA's own two. Norm
+ * outputs, rotated q and k and swiglu's output, which acts.inc does not keep, are recomputed by the
+ * ops that made them. A layer whose activations were not kept is recomputed by layer_forward
+ * itself. dx carries the residual stream's gradient down the layers; every norm adds its part to
+ * it. */
 #include "layer.h"
 
 static KindBackward *const kind_backward[KINDS] = {

@@ -1,9 +1,9 @@
-/* model/budget.c - of the memory that a device has, how much a training step and a sampler's cache
- * may take where nobody says it.
+/* model/budget.c - the default share of a device's memory that a training step and a sampler's
+ * cache may take.
  *
- * Of what the weights leave, a training step may take a half and a sampler's cache a quarter;
- * adapters, their snapshots and sampling steps share the rest. The cache, whose size changes no
- * result, also leaves room for what is there already. */
+ * Of the memory that the weights leave, a training step may take a half and a sampler's cache a
+ * quarter; adapters, their snapshots and sampling steps share the rest. The cache, whose size
+ * changes no result, also leaves room for everything that is already there. */
 #include "core.h"
 
 enum { STEP_SHARE = 2, CACHE_SHARE = 4 };
@@ -18,7 +18,7 @@ static size_t maximum(size_t a, size_t b)
     return a > b ? a : b;
 }
 
-/* What the weights leave of so much memory. */
+/* The memory that the weights leave of so many bytes. */
 static size_t room(const Model *model, size_t all_bytes)
 {
     return all_bytes - minimum(all_bytes, model_bytes(model));
@@ -65,7 +65,7 @@ int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_by
     if (!all_bytes) {
         least = 0;
         model->dev->memory(model->dev, &free_bytes, &all_bytes);
-        if (!model->weights.base) /* a plan: they will be there */
+        if (!model->weights.base) /* only a plan: the weights will be there later */
             free_bytes -= minimum(free_bytes, model_bytes(model));
     }
     size_t bytes = minimum(room(model, all_bytes) / CACHE_SHARE, maximum(free_bytes / 2, least));

@@ -21,7 +21,7 @@
 /* A layer is x += mixer(norm(x)), then x += feed(norm(x)). */
 typedef enum Part { MIXER, FEED, PARTS } Part;
 
-/* What kinds of layers have, and with it the rows of weights.inc and acts.inc. */
+/* Flags of the kinds of layers. They select the rows of weights.inc and acts.inc. */
 enum { ATTENTION = 1, DENSE = 2, ANY = ~0 };
 
 /* Kinds in the order of layers.inc. */
@@ -114,7 +114,7 @@ typedef struct Model {
     int sealed;
 } Model;
 
-/* `layer` says nothing of a slot that belongs to no layer. */
+/* `layer` is ignored for a slot that belongs to no layer. */
 SlotInfo slot_info(const Shape *shape, Slot slot, int layer);
 Status model_open(Model **model, const Shape *shape, const float *inv_freq, DType type,
                   const char *device, int threads);
@@ -147,14 +147,14 @@ typedef struct Weights Weights; /* adapter.c */
 
 typedef struct Adapter {
     Model *model;
-    uint64_t number; /* from 1; no other weights' place in this process has had it */
+    uint64_t number; /* from 1; no other place of weights in this process has had it */
     int rank, groups;
     float alpha, scale; /* scale = alpha / rank */
     int64_t size;       /* parameters */
     Pair head;
     LayerPairs *layer;
     Weights *weights;         /* shared with the snapshots that were made of them */
-    Weights *spare;           /* where they go when they change meanwhile, or NULL */
+    Weights *spare;           /* where the weights go when they change while shared, or NULL */
     Arena memory;             /* of the other vectors */
     float *vector[VECTORS];   /* FRESH: the gradients of the call under way; a snapshot has WEIGHTS
                                  alone */
@@ -172,15 +172,15 @@ typedef struct AdapterSpec {
 } AdapterSpec;
 
 Status adapter_open(Adapter **adapter, Model *model, const AdapterSpec *spec);
-/* One without memory: its layout. */
+/* One without memory: its layout alone. */
 Status adapter_measure(Adapter **adapter, Model *model, const AdapterSpec *spec);
 void adapter_close(Adapter *adapter);
-/* What the vectors of one that is trained take. */
+/* Bytes of the vectors of a trained adapter. */
 size_t adapter_vector_bytes(const Adapter *adapter);
-/* What its vectors hold. Weights that are shared count in each. */
+/* Bytes that its vectors hold. Weights that are shared count in each. */
 size_t adapter_memory(const Adapter *adapter);
-/* The weights as they are now, without gradients and moments. It shares them: the next change of
- * either goes to memory that is taken now. */
+/* The weights as they are now, without gradients and moments. They are shared, copy-on-write: the
+ * next change of either goes to memory that is allocated now. */
 Status adapter_snapshot(Adapter **copy, Adapter *adapter);
 /* Whether it can have gradients. */
 Status adapter_trainable(const Adapter *adapter);
@@ -240,15 +240,15 @@ void batch_place(Batch *batch, Arena *arena, int T, int S, int page_count);
 void batch_upload(Batch *batch, Device *dev, const BatchHost *host);
 /* A whole sequence behind the others, on pages of its own; its tokens are the caller's to put. */
 void batch_add(BatchHost *host, int length);
-/* All rows are one adapter's, or nobody's where it is NULL. The batch may not be moved afterwards.
- */
+/* All rows belong to one adapter, or to none where it is NULL. The batch may not be moved
+ * afterwards. */
 void batch_whole(Batch *batch, const Adapter *adapter, int rows);
-/* Whether forward and backward end early; what they wrote is then of no use. */
+/* Whether forward and backward ended early; their outputs are then of no use. */
 int batch_stopped(const Batch *batch);
 
 /* ---- forward.c, backward.c: the transformer, once ---- */
 
-/* Of what is made for backward, what is kept of how many layers (acts.inc, acts.c). */
+/* How many layers keep the activations of each kind for backward (acts.inc, acts.c). */
 typedef enum Keep { ALWAYS, DEAR, CHEAP, KEEPS } Keep;
 
 typedef struct LayerActs {
@@ -258,14 +258,14 @@ typedef struct LayerActs {
 
 typedef struct Acts {
     LayerActs *layer; /* host array of L; all alike when nothing is kept */
-    int again[KEEPS]; /* layers below this one share a set with it, and are made again */
+    int again[KEEPS]; /* layers below this one share a set with it, and are recomputed */
 #define SCRATCH(type, name, width, has) type *name;
 #include "acts.inc"
 } Acts;
 
-/* The pages that attention reads. Each layer's have room for so many tokens, and lie behind those
- * of the layers below (cache_at). In training `tokens` is 0: all layers share the pages of one, for
- * each needs them only once. */
+/* The pages that attention reads. Each layer's pages have room for `tokens` tokens, and lie behind
+ * those of the layers below (cache_at). In training `tokens` is 0: all layers share one layer's
+ * pages, because each needs them only once. */
 typedef struct Cache {
     real *k, *v;
     size_t tokens;
@@ -276,9 +276,9 @@ Cache cache_place(Arena *arena, const Model *model, int pages);
 /* Where a layer's pages begin, in k and in v alike: elements. */
 size_t cache_at(const Model *model, const Cache *cache, int layer);
 
-/* `keep` that keeps everything; 0 keeps nothing, and 1 the least that backward can do with. */
+/* The `keep` that keeps everything; 0 keeps nothing, and 1 the least that backward needs. */
 int keep_all(const Model *model);
-/* How many layers then keep what is of this kind. */
+/* How many layers then keep the rows of this kind. */
 int keep_layers(const Model *model, Keep kind, int keep);
 /* acts->layer must have room for L entries. */
 void acts_place(Acts *acts, Arena *arena, const Model *model, int T, int R, int keep);
@@ -302,7 +302,7 @@ void backward(const Model *model, Adapter *adapter, const Batch *batch, const Ac
 /* Rows of a chunk whose logits exist at one time. */
 int head_rows(const Model *model);
 
-/* What the head needs on the device for T rows, of which it sees `chunk` at a time. */
+/* The head's arrays on the device for T rows, of which it sees `chunk` at a time. */
 typedef struct Head {
     int T, chunk;
     real *x, *s, *dx, *ds;       /* (chunk,D), (chunk,R) */
@@ -317,37 +317,37 @@ void head_upload(Head *head, Device *dev, const int32_t *rows, const int32_t *st
                  const int32_t *ids, int64_t targets);
 /* Rows of the chunk that begins at `row`. */
 int head_chunk(const Head *head, int row);
-/* logits (rows,V) of hidden rows x (rows,D), with an adapter's part (NULL: none), which leaves s.
- */
+/* logits (rows,V) of hidden rows x (rows,D), with an adapter's part (NULL: none), which leaves x·A
+ * in s. */
 void rows_logits(const Model *model, const Adapter *adapter, float *logits, real *s, const real *x,
                  int rows);
 /* Logits of rows [row, row + rows) in head order out of hidden (T,D); then lse, and logp of their
  * targets. */
 void head_logits(const Head *head, const Adapter *adapter, const real *hidden, int row, int rows);
 void head_logprob(const Head *head, const Model *model, int row, int rows);
-/* dlogp → d loss / d logits, in the memory of the logits that head_logits has just left. */
+/* dlogp → d loss / d logits, in the memory of the logits that head_logits has just written. */
 void head_logprob_backward(const Head *head, const Model *model, int row, int rows);
 /* d loss / d logits, which lie there → those rows of dhidden (T,D), and the adapter's FRESH
  * gradients. */
 void head_logits_backward(const Head *head, Adapter *adapter, real *dhidden, int row, int rows);
 
-/* ---- budget.c: what a step and a cache may take where nothing else is said ---- */
+/* ---- budget.c: the default memory of a step and a cache ---- */
 
 enum {
     CACHE_TOKENS_MAX = 1 << 20,
-    STEP_SEQUENCES = 256, /* of a sampling step, at most: so many keep something */
+    STEP_SEQUENCES = 256, /* of a sampling step, at most */
 };
 
-/* Bytes that a training step may take, its ops' own among them, in so many bytes of memory; 0: in
+/* Bytes that a training step may take, its ops' scratch included, in so many bytes of memory; 0: in
  * the device's. */
 size_t budget_step(const Model *model, size_t all_bytes);
-/* The bytes of one arena as a function of what is kept in it. */
+/* The bytes of one arena as a function of `keep`. */
 typedef size_t KeepBytes(void *context, int keep);
-/* The most that fits in so many bytes, or 0. */
+/* The largest `keep` that fits in so many bytes, or 0. */
 int budget_keep(const Model *model, size_t most, KeepBytes *bytes, void *context);
-/* Tokens of a sampler's cache in so many bytes of memory, the weights among them, of which so many
- * are free and more can be made free for the context's; 0: in the device's. What STEP_SEQUENCES
- * sequences keep beside the pages comes first. */
+/* Tokens of a sampler's cache in so many bytes of memory, which include the weights; 0: in the
+ * device's. Of them `free_bytes` are free, and more can be freed for the context's cache. The
+ * memory that STEP_SEQUENCES sequences keep beside the pages comes first. */
 int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_bytes);
 /* Bytes that one token keeps in the pages of all layers, and that one sequence keeps beside them.
  */

@@ -2,7 +2,7 @@
  *
  *   x = embed(tokens);  each layer:  x += mixer(norm(x)),  x += feed(norm(x));  hidden = norm(x)
  *
- * What a layer's mixer and feed-forward part are, layers.inc says; each kind has its own file. */
+ * layers.inc lists the kinds of mixers and feed-forward parts; each kind has its own file. */
 #include "layer.h"
 
 static KindForward *const kind_forward[KINDS] = {
@@ -10,7 +10,7 @@ static KindForward *const kind_forward[KINDS] = {
 #include "layers.inc"
 };
 
-/* out = x + kind(norm(x)); where `out` is NULL, what backward needs of it. */
+/* out = x + kind(norm(x)). Where `out` is NULL, recomputes the rows that backward needs. */
 static void part_forward(const Pass *p, LayerKind kind, real *out, float *rstd, const real *x,
                          const float *norm)
 {

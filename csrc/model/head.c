@@ -1,8 +1,8 @@
 /* model/head.c - rows → logits → log-probabilities of their targets, in chunks, and the way back.
  *
- * The N×V logits never exist: a chunk of at most 128 MiB of them lies in one place, where they turn
- * into their own gradient. The order of rows is the caller's (Pack); a row's result does not depend
- * on it, a sum over rows (the gradient of the head's LoRA) does. */
+ * The N×V logits never exist: a chunk of at most 128 MiB of them lies in one place, where their own
+ * gradient overwrites them. The order of rows is the caller's (Pack). A row's result does not
+ * depend on it; a sum over rows (the gradient of the head's LoRA) does. */
 #include "core.h"
 
 int head_rows(const Model *model)

@@ -1,8 +1,8 @@
-/* model/layer.h - what a kind of layer (layers.inc) is written with: its place in a pass, and
- * products with the layer's frozen matrices and their LoRA, forward and back.
+/* model/layer.h - the interface of a kind of layer (layers.inc): its place in a pass, and products
+ * with the layer's frozen matrices and their LoRA, forward and back.
  *
- * A new kind is a row of layers.inc, the rows of weights.inc and acts.inc that it has, and a file
- * with its forward and its backward. */
+ * A new kind is a row of layers.inc, its rows in weights.inc and acts.inc, and a file with its
+ * forward and its backward. */
 #ifndef TINSMITH_LAYER_H
 #define TINSMITH_LAYER_H
 
@@ -20,11 +20,11 @@ typedef struct Pass {
 } Pass;
 
 /* Adds the part's output for its normed input acts->xn to `out`, which holds the residual stream
- * (T,D). Where `out` is NULL it makes again, to the same bits, what backward needs and acts.inc
- * calls CHEAP. */
+ * (T,D). Where `out` is NULL it recomputes, to the same bits, the rows that acts.inc calls CHEAP
+ * and that backward needs. */
 typedef void KindForward(const Pass *pass, real *out);
-/* grads->dx, of the part's output, → dxn, of acts->xn, which is there again, and the adapter's
- * FRESH gradients. dxn NULL: nothing below needs it. */
+/* grads->dx, the gradient of the part's output, → dxn, that of acts->xn, and the adapter's FRESH
+ * gradients. acts->xn has been recomputed. dxn NULL: nothing below needs it. */
 typedef void KindBackward(const Pass *pass, real *dxn);
 
 #define LAYER_KIND(kind, part, has, token, sequence) \
@@ -32,8 +32,8 @@ typedef void KindBackward(const Pass *pass, real *dxn);
     KindBackward kind##_backward;
 #include "layers.inc"
 
-/* One layer, from its x to `next`; or, where that is NULL, what backward needs of it and was not
- * kept (forward.c). */
+/* One layer, from its x to `next`. Where `next` is NULL, recomputes the rows that backward needs
+ * and that were not kept (forward.c). */
 void layer_forward(const Pass *pass, real *next);
 
 /* ---- project.c ---- */

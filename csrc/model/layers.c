@@ -1,5 +1,5 @@
-/* model/layers.c - what layers.inc says of the kinds of layers, and of a model's layers: what they
- * have, and where in a cache of pages their keys and values lie. */
+/* model/layers.c - the properties of the kinds of layers and of a model's layers (layers.inc), and
+ * where in a cache of pages their keys and values lie. */
 #include <string.h>
 
 #include "core.h"

@@ -2,7 +2,7 @@
  *
  *   out += w_down·swiglu(w_gate·x, w_up·x)
  *
- * Backward makes swiglu's output again, and writes the gradients of gate and up where those lay. */
+ * Backward recomputes swiglu's output. The gradients of gate and up overwrite gate and up. */
 #include "layer.h"
 
 void mlp_forward(const Pass *p, real *out)

@@ -1,8 +1,8 @@
 /* model/model.c - a frozen base model: shapes checked, weights placed by weights.inc, tensors put
  * in by name.
  *
- * It knows slots, not checkpoints: which file tensor fills which slot is families.py's business. A
- * slot of which a layer has several matrices (its experts) takes one stretch of memory for them. */
+ * It knows slots, not checkpoints: families.py decides which file tensor fills which slot. A slot
+ * that has several matrices in a layer (its experts) takes one stretch of memory for them. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -59,9 +59,9 @@ static size_t matrix_step(const Model *model, int rows, int cols)
     return arena_step(model->dev->frozen_bytes(model->dev, model->type, rows, cols));
 }
 
-/* Walks weights.inc: measures while the arena has no base, places when it has one. Nothing is
- * reserved before the first tensor comes, so that a plan can be made of a model that fits nowhere.
- */
+/* Walks weights.inc: measures while the arena has no base, places when it has one. No memory is
+ * reserved before the first tensor comes, so a plan can be made for a model that is larger than any
+ * memory. */
 static void model_place(Model *model)
 {
     Arena *arena = &model->weights;
@@ -104,7 +104,7 @@ static void *slot_memory(const Model *model, Slot slot, int layer)
     return NULL;
 }
 
-/* What the host keeps of each layer. */
+/* The host's arrays of each layer. */
 static Status model_tables(Model *model, const Shape *shape)
 {
     size_t L = (size_t)shape->layers;
@@ -183,7 +183,7 @@ void model_close(Model *model)
     free(model);
 }
 
-/* The slot of that name, of which that layer has a matrix of that number. */
+/* The slot with that name. The layer must have a matrix with that number in it. */
 static Status slot_find(const Model *model, const char *name, int layer, int index, Slot *slot)
 {
     const Shape *s = &model->shape;

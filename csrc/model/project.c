@@ -2,8 +2,9 @@
  *
  *   y = x·wᵀ + bias + scale·(x·A)·B;   dx = Σ dy·w + scale·(dy·Bᵀ)·Aᵀ,  and A's and B's gradients
  *
- * Matrices that read the same input come as one list, so that their LoRA shares ops. Forward, each
- * segment of rows has an adapter of its own, or none; backward, all rows have one. */
+ * Matrices that read the same input come as one list, so that their LoRA shares ops. In the forward
+ * pass each segment of rows has an adapter of its own, or none. In the backward pass all rows have
+ * the same one. */
 #include "layer.h"
 
 static Pair pair_of(const Adapter *adapter, int l, const Projection *p)

@@ -140,8 +140,8 @@ static PyObject *adapter_backward_method(PyObject *object, PyObject *dlogp)
     return status ? raise_status(status) : PyFloat_FromDouble(sum);
 }
 
-/* What the teacher reads, and who it is: an adapter, a base model, or None, the student's own.
- * Returns the teacher's model, or NULL with TypeError. */
+/* The teacher's sequences, and the teacher: an adapter, a base model, or None, the student's own
+ * base model. Returns the teacher's model, or NULL with TypeError. */
 static PyModel *lesson_from(PyAdapter *self, PyObject *teacher, const Borrowed *tokens,
                             const Borrowed *lengths, Lesson *lesson)
 {
@@ -197,7 +197,7 @@ static PyObject *adapter_distill_method(PyObject *object, PyObject *args, PyObje
     }
     if (logp && divergence) {
         float *out = array_data(logp), *rows = array_data(divergence);
-        /* Two models' turns, in an order that every call keeps. */
+        /* The turns of two models, always taken in the same order, so that calls can't deadlock. */
         int student_first = (uintptr_t)self->model < (uintptr_t)model;
         PyModel *first = student_first ? self->model : model;
         turn_take(first);
@@ -233,7 +233,7 @@ static PyObject *adapter_optim_step_method(PyObject *object, PyObject *args, PyO
 {
     static char *names[] = {"learning_rate", "beta1",          "beta2",         "eps",
                             "weight_decay",  "grad_clip_norm", "normalization", NULL};
-    AdamW o = {NAN, NAN, NAN, NAN, NAN, NAN}; /* each must be given; AdamW refuses what was not */
+    AdamW o = {NAN, NAN, NAN, NAN, NAN, NAN}; /* each must be given; AdamW refuses a missing one */
     const char *normalization = NULL;
     Normalization by;
     StepReport report;

@@ -1,4 +1,4 @@
-/* py/arrays.c - the only file that knows NumPy. */
+/* py/arrays.c - the only file that uses NumPy. */
 #include "arrays.h"
 
 #define PY_ARRAY_UNIQUE_SYMBOL tinsmith_numpy

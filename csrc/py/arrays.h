@@ -1,4 +1,4 @@
-/* py/arrays.h - arrays in and out of Python, without NumPy's names: only arrays.c knows them. */
+/* py/arrays.h - arrays in and out of Python. Only arrays.c uses NumPy's names. */
 #ifndef TINSMITH_ARRAYS_H
 #define TINSMITH_ARRAYS_H
 
@@ -19,11 +19,11 @@ typedef struct Borrowed {
 } Borrowed;
 
 int arrays_init(void);
-/* A one-dimensional array of exactly this kind; -1 with TypeError or ValueError that says what
- * came. */
+/* A one-dimensional array of exactly this kind; -1 with a TypeError or ValueError that names the
+ * type or shape that came. */
 int borrow(PyObject *object, Kind kind, const char *name, Borrowed *out);
-/* A copy of it, which nobody else can change: what was checked is then what is used, without the
- * GIL too. */
+/* A copy of it, which no other thread can change: the checked values are the used ones, also
+ * without the GIL. */
 int borrow_copy(PyObject *object, Kind kind, const char *name, Borrowed *out);
 /* A weight: float32, float16, or uint16 that holds bf16 bits, of one or two dimensions. */
 int borrow_tensor(PyObject *object, const char *name, Borrowed *out);

@@ -1,5 +1,4 @@
-/* py/call.c - reads the arguments of a training call; what is wrong with one is told by its name.
- */
+/* py/call.c - reads the arguments of a training call; an error names the argument. */
 #include "call.h"
 
 #include <string.h>

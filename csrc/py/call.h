@@ -6,7 +6,8 @@
 #include "arrays.h"
 #include "module.h"
 
-/* Its arrays are copies: all that a call looks up, or decides by, is checked before it begins. */
+/* Its arrays are copies: every value that a call looks up, or decides by, is checked before it
+ * begins. */
 typedef struct Call {
     Borrowed tokens, lengths, targets, counts, input[LOSS_INPUTS];
     Datums datums;
@@ -14,11 +15,11 @@ typedef struct Call {
 } Call;
 
 void call_release(Call *call);
-/* The loss's own inputs and keys, out of dicts that may hold no others. */
+/* The loss's own inputs and keys, from dicts that may hold no others. */
 int call_options(Call *call, PyObject *inputs, PyObject *config);
 int call_arrays(Call *call, PyObject *tokens, PyObject *lengths, PyObject *targets,
                 PyObject *counts);
-/* The loss of that name, or ValueError with the names that there are. */
+/* The loss of that name, or ValueError with the valid names. */
 int call_loss(Call *call, const char *name);
 
 #endif

@@ -1,13 +1,13 @@
-/* py/dlpack.c - arrays of anybody's making, borrowed and lent through DLPack.
+/* py/dlpack.c - arrays of other libraries, borrowed and lent through DLPack, zero-copy.
  *
  * A producer gives a capsule with a pointer to its tensor. Borrowing leaves the capsule as it is
- * and keeps it for as long as the data are read: letting go of it runs its own destructor, which
- * calls the producer's deleter, once. So nothing is ever renamed, and no error path has to give
- * anything back. Both layouts of the standard are read: the versioned one (1.x) is asked for, a
- * producer that doesn't know the question is asked without.
+ * and keeps it for as long as the data are read. Releasing it runs its own destructor, which calls
+ * the producer's deleter, once. So no capsule is renamed, and no error path has to give anything
+ * back. Both layouts of the standard are read. The versioned one (1.x) is requested first; a
+ * producer without that argument is called without it.
  *
- * A producer on a GPU is told the engine's stream, and makes it wait for its own; what is lent
- * there is finished work, so its consumer has nothing to wait for. */
+ * A producer on a GPU gets the engine's stream, and makes it wait for its own. An array that is
+ * lent there is finished work, so its consumer does not have to wait. */
 #include "dlpack.h"
 
 #include <string.h>
@@ -95,7 +95,7 @@ int tensor_place(PyObject *object, const char *name, Place *out)
     return -1;
 }
 
-/* The handle of the engine's stream on the GPU that `name` is on; the device is opened for it. */
+/* The handle of the engine's stream on the GPU of the array `name`; opens the device. */
 static int stream_of(Place place, const char *name, uintptr_t *stream)
 {
     Device *dev;
@@ -111,7 +111,8 @@ static int stream_of(Place place, const char *name, uintptr_t *stream)
     return -1;
 }
 
-/* __dlpack__ of today, of yesterday, and on the CPU of old: without max_version, without stream. */
+/* Calls __dlpack__ in its new form, then in the older forms: without max_version, and on the CPU
+ * without stream. */
 static PyObject *dlpack_call(PyObject *object, const char *name, Place place)
 {
     uintptr_t stream = 0;
@@ -137,7 +138,7 @@ static PyObject *dlpack_call(PyObject *object, const char *name, Place place)
     return capsule;
 }
 
-/* The producer's capsule; its refusal (BufferError: a gradient, a layout) becomes a ValueError. */
+/* The producer's capsule. Its BufferError (for a gradient, or a layout) becomes a ValueError. */
 static PyObject *capsule_of(PyObject *object, const char *name, Place place)
 {
     PyObject *capsule = dlpack_call(object, name, place);
@@ -200,7 +201,7 @@ static int read_tensor(const DLTensor *from, const char *name, Tensor *out)
     return 0;
 }
 
-/* Its destructor may run Python, which must not meet the exception that is on its way. */
+/* The capsule's destructor may run Python, so a pending exception is put aside. */
 void tensor_drop(Tensor *tensor)
 {
     PyObject *type, *value, *trace;
@@ -246,8 +247,8 @@ int tensor_borrow(PyObject *object, const char *name, Place place, Tensor *out)
 
 /* ---- lending ---- */
 
-/* A NumPy array, or the capsule of a device's, on loan: whoever took the content of the loan's own
- * capsule calls the deleter, else that capsule does. */
+/* A lent NumPy array, or the capsule of a device's array. A consumer that took over the loan's
+ * capsule calls the deleter; otherwise that capsule does. */
 typedef struct Loan {
     DLManagedTensorVersioned versioned;
     DLManagedTensor plain;
@@ -284,7 +285,7 @@ static void capsule_destructor(PyObject *capsule)
     }
 }
 
-/* What a device's array is in the given shape. */
+/* The DLPack description of a device's array in the given shape. */
 static int device_tensor(const DeviceArray *array, PyObject *shape, DLTensor *out, int64_t *dims)
 {
     static const DLDataType types[] = {[KIND_INT32] = {DL_INT, 32, 1},

@@ -5,7 +5,7 @@
 #include "arrays.h"
 #include "module.h"
 
-/* Where the config's lists of kinds are: one for each part of a layer. */
+/* The config's keys for its lists of kinds: one for each part of a layer. */
 static const char *const part_key[] = {[MIXER] = "mixers", [FEED] = "feeds"};
 
 /* The value of a key of the config, which must be there. */

@@ -1,4 +1,4 @@
-/* py/module.c - the extension module: its state, its types, its tables, whose turn it is, and the
+/* py/module.c - the extension module: its state, its types, its tables, the models' turns, and the
  * one place where a Status becomes an exception. */
 #include "module.h"
 

@@ -1,12 +1,12 @@
-/* py/module.h - what the binding's files share: the types, how a Status becomes an exception, and
- * whose turn it is.
+/* py/module.h - declarations that the binding's files share: the types, how a Status becomes an
+ * exception, and the models' turns.
  *
- * What takes long is done without the GIL, so any thread may come meanwhile. Calls on a model, its
+ * Long work is done without the GIL, so any thread may run meanwhile. Calls on a model, its
  * adapters and its samplers take turns: one of them at a time is in the engine. Attributes that are
- * a number are read at any time, and interrupt() is for another thread's turn. Who waits for a turn
- * has let go of the GIL, so whoever has the turn can get that; not the other way round. What nobody
- * refers to any more is closed by the thread that finds out, without a turn: the engine gives
- * memory back in any thread (device.h). */
+ * a number can be read at any time, and interrupt() is for another thread's turn. A thread that
+ * waits for a turn has released the GIL, so the thread with the turn can take the GIL; never the
+ * other way round. An object without references is closed by the thread that drops the last one,
+ * without a turn: the engine frees memory in any thread (device.h). */
 #ifndef TINSMITH_MODULE_H
 #define TINSMITH_MODULE_H
 

@@ -1,9 +1,9 @@
-/* py/place.c - where one's own tensors lie, and the engine's device for each place.
+/* py/place.c - the places where a caller's tensors lie, and the engine's device for each.
  *
- * There is one device of each name in a process, opened at its first turn and never closed: its
- * threads, or its stream, belong to the process, and arrays that were lent may outlive any call.
- * Who holds the turn never waits for the GIL, so waiting for the turn is safe, but is done without
- * the GIL: a turn may be long. */
+ * There is one device of each name in a process, opened at its first turn and never closed. Its
+ * threads, or its stream, belong to the process, and lent arrays may outlive any call. A thread
+ * that holds the turn never waits for the GIL, so waiting for the turn is safe. The wait releases
+ * the GIL, because a turn may be long. */
 #include "place.h"
 
 #include <pthread.h>
@@ -17,7 +17,7 @@ static struct {
     Device *dev;
 } engines[] = {{"cpu", NULL}, {"cuda", NULL}, {"cuda-emulated", NULL}};
 
-static size_t cuda_engine = 1; /* which of them arrays on a GPU are for */
+static size_t cuda_engine = 1; /* which of the devices serves arrays on a GPU */
 
 Status turn_begin(Place place, Device **dev)
 {

@@ -1,4 +1,4 @@
-/* py/place.h - where one's own tensors lie, and the engine's device for each place. */
+/* py/place.h - the places where a caller's tensors lie, and the engine's device for each. */
 #ifndef TINSMITH_PLACE_H
 #define TINSMITH_PLACE_H
 
@@ -8,13 +8,13 @@
 
 typedef enum Place { PLACE_CPU, PLACE_CUDA } Place;
 
-/* Takes the turn, without the GIL, and the device, which is opened at its first turn and stays;
- * turn_end gives the turn back, whatever came. */
+/* Takes the turn, without the GIL, and the device, which is opened at its first turn and stays
+ * open. turn_end gives the turn back in every case. */
 Status turn_begin(Place place, Device **dev);
 void turn_end(void);
 
-/* An array of the engine's in a GPU's memory, inside the capsule that owns it: letting go of the
- * capsule gives the memory back. */
+/* An array of the engine's in a GPU's memory, inside the capsule that owns it: dropping the capsule
+ * frees the memory. */
 typedef struct DeviceArray {
     Device *dev;
     void *memory;
@@ -29,8 +29,8 @@ Status device_array_fill(Device *dev, DeviceArray *array);
 /* NULL, without an exception, for anything else. */
 DeviceArray *device_array_of(PyObject *object);
 
-/* cuda_arrays_through(name): the device that arrays on a GPU are for: "cuda", or, for tests that
- * say so of host memory, "cuda-emulated". */
+/* cuda_arrays_through(name): the device that serves arrays on a GPU: "cuda", or "cuda-emulated" for
+ * tests, whose arrays of that kind are in host memory. */
 PyObject *cuda_arrays_through(PyObject *module, PyObject *args);
 
 #endif

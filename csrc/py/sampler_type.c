@@ -126,7 +126,7 @@ static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *
     Py_RETURN_NONE;
 }
 
-/* (what was drawn, which requests are done) by the newest step. */
+/* (the drawn tokens, the finished requests) of the newest step. */
 static PyObject *step_result(const Sampler *sampler)
 {
     PyObject *drawn = PyList_New(0), *done = PyList_New(0);
@@ -174,7 +174,7 @@ static PyObject *sampler_stop_method(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Forgets a request, on the caller's turn. */
+/* Forgets a request, in a turn of the caller's. */
 static int request_forget(PySampler *self, long long id)
 {
     NO_GIL(sampler_forget(self->sampler, id));
@@ -200,7 +200,7 @@ static PyObject *sampler_interrupt_method(PyObject *object, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* (rows, K) of a request's best ids or log-probabilities; None if none were asked for. */
+/* (rows, K) of a request's best ids or log-probabilities; None if the request wanted none. */
 static PyObject *top_array(Kind kind, int rows, int k, const void *data)
 {
     return k ? array_new(kind, rows, k, data) : Py_NewRef(Py_None);

@@ -1,8 +1,8 @@
-/* py/tensor_ops.c - the module's functions on one's own tensors: tinsmith.ops gives them their
+/* py/tensor_ops.c - the module's functions on a caller's tensors. tinsmith.ops gives them their
  * shapes and names.
  *
- * Each borrows its arrays, lets go of the GIL, and takes its turn on the device of the place where
- * they lie. Its results lie there too; small numbers may come from the host's memory. */
+ * Each function borrows its arrays, releases the GIL, and takes its turn on the device of the place
+ * where they lie. Its results lie there too; small numbers may come from the host's memory. */
 #include "tensor_ops.h"
 
 #include "../arrays/tensor_ops.h"
@@ -22,7 +22,7 @@ typedef struct Given {
     Tensor tensor;
     Borrowed array;
     const void *host, *data; /* data: for the device, in its turn */
-    void *memory;            /* of its own: what was sent */
+    void *memory;            /* a copy on the device, where the numbers were uploaded */
     size_t bytes;
 } Given;
 
@@ -61,7 +61,7 @@ static int is_float(const Tensor *tensor, const char *name)
     return 0;
 }
 
-/* The first of a call says where all its arrays are. */
+/* The first array of a call decides the place of all of them. */
 static int source_take(Source *source, Place place, PyObject *rows, PyObject *weight,
                        const char *name, const char *weight_name)
 {
@@ -162,7 +162,7 @@ static RowsGradient gradient_of(const Call *call)
 
 /* ---- a call ---- */
 
-/* Memory of the device's own for results, and for numbers that come from the host. */
+/* The device's memory for results, and for numbers that come from the host. */
 static Status call_place(Call *call, Device *dev)
 {
     for (Result *r = call->result; r < call->result + RESULTS; r++) {
@@ -202,7 +202,7 @@ static void call_drop(Call *call)
     Py_CLEAR(call->keep.owner);
 }
 
-/* Nothing came of it: the exception is set. */
+/* The call failed, and the exception is set. */
 static PyObject *call_refuse(Call *call)
 {
     for (Result *r = call->result; r < call->result + RESULTS; r++) Py_CLEAR(r->object);

@@ -1,4 +1,4 @@
-/* py/tensor_ops.h - the module's functions on one's own tensors. */
+/* py/tensor_ops.h - the module's functions on a caller's tensors. */
 #ifndef TINSMITH_PY_TENSOR_OPS_H
 #define TINSMITH_PY_TENSOR_OPS_H
 

@@ -1,4 +1,5 @@
-/* sample/ask.c - what a request asks of one row of its prompt, and whether it was told yet. */
+/* sample/ask.c - the results that a request wants from one row of its prompt, and whether it has
+ * them. */
 #include "sampler.h"
 
 int row_targets(const RequestSpec *spec, int position)

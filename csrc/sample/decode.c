@@ -1,17 +1,17 @@
-/* sample/decode.c - steps in which every sequence runs one row and draws one token: recorded once,
- * then replayed.
+/* sample/decode.c - decode steps: every sequence runs one row and draws one token. A step is
+ * recorded once, then replayed (a CUDA graph, on a GPU).
  *
- * Such a step is the same work on the same addresses whoever is served, if its number of rows is:
- * so it is filled up to a power of two with rows that are nobody's (token 0, in a page of the cache
- * that no sequence has, a greedy draw that nobody reads), and everything that differs from step to
- * step is one block that is uploaded first. No op lets a row see its neighbours, so the tokens are
- * those of the other path, bit for bit. A token then costs one upload, one replay and one download,
- * instead of the start of some 15 ops a layer.
+ * Such a step does the same work on the same addresses for any set of sequences, if its number of
+ * rows is the same. So it is filled up to a power of two with padding rows: token 0, in a page of
+ * the cache that no sequence has, with a greedy draw whose result is not read. Everything that
+ * differs from step to step is one block, which is uploaded first. The ops are batch-invariant, so
+ * the tokens are those of the other path, bit for bit. A token then costs one upload, one replay
+ * and one download, instead of the start of some 15 ops a layer.
  *
- * A recording belongs to a number of rows, an adapter (or none) and the arena that it was made in;
- * it reads weights where they lie, and so sees them change. Steps that mix adapters are not
- * recorded: training loops sample from one. What is new runs as it is, and is recorded when it
- * comes a second time, with everything loaded that a first run loads. */
+ * A recording belongs to a number of rows, an adapter (or none) and the arena that it was made in.
+ * It reads weights where they lie, and so sees them change. Steps that mix adapters are not
+ * recorded: training loops sample from one. A new kind of step first runs unrecorded, which loads
+ * everything that a first run loads. It is recorded when it comes a second time. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -43,7 +43,7 @@ int decode_fits(const Sampler *sampler, const Turn *turns, int count)
 
 /* ---- memory ---- */
 
-/* What is uploaded: the same places on the device and, from another base, on the host. */
+/* The uploaded block: the same places on the device and, from another base, on the host. */
 static void inputs_place(Decode *d, Arena *arena)
 {
     d->draws = arena_take(arena, (size_t)d->rows * sizeof *d->draws);
@@ -161,7 +161,7 @@ static Recording *recording_of(Sampler *sampler, const Decode *d)
     return oldest;
 }
 
-/* Replays the work, if it was recorded; records it, if it ran before; else runs it. */
+/* Replays the work if it was recorded. Otherwise records it if it ran before, or else runs it. */
 static Status decode_run(Decode *d)
 {
     Sampler *sampler = d->sampler;

@@ -1,9 +1,9 @@
-/* sample/kv.c - the pages of the key-value cache: taken, shared by sequences with a common
- * beginning, forked, dropped; those whose content prefix.c knows are given out anew last.
+/* sample/kv.c - the pages of the key-value cache: allocated, shared by sequences with a common
+ * prefix, forked, freed. Pages whose content is in the prefix cache (prefix.c) are reused last.
  *
- * A page holds KV_PAGE positions of every layer that keeps keys and values, each layer's in a place
- * of its own (cache_at); a page's number is the same in all. How a page looks inside is the
- * device's business. */
+ * A page holds KV_PAGE positions of every layer that keeps keys and values. Each layer has a region
+ * of its own (cache_at), and a page's number is the same in all of them. The layout inside a page
+ * is up to the device. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -13,7 +13,7 @@ Status kv_open(Kv *kv, Model *model, int64_t tokens)
 {
     int64_t pages = (tokens + KV_PAGE - 1) / KV_PAGE;
     *kv = (Kv){.model = model, .arena.dev = model->dev, .pages = (int)pages};
-    kv->cache.tokens = (size_t)(pages + 1) * KV_PAGE; /* and nobody's page */
+    kv->cache.tokens = (size_t)(pages + 1) * KV_PAGE; /* and the page of padding rows */
     size_t bytes = kv->cache.tokens * kv_token_bytes(model) / 2;
     char purpose[64];
     snprintf(purpose, sizeof purpose, "a cache of keys and values of %lld tokens",

@@ -1,20 +1,20 @@
-/* sample/prefix.c - full pages of the cache that outlive their sequences, found again by what is in
- * them.
+/* sample/prefix.c - the prefix cache: full pages that outlive their sequences, found by their
+ * content.
  *
- * A page's keys and values follow from the tokens up to its end and from the weights, to the bit:
- * no op lets a row see its neighbours. So a page is remembered under the weights (an adapter's
- * stamp), the page before it and its own KV_PAGE tokens, and a prompt that begins like an earlier
- * sequence begins with that one's pages. Tokens are compared, not only their hash. A page that no
- * sequence holds stays until kv_take finds nothing free: then the one that has lain longest goes,
- * and what was remembered behind it can't be reached any more, for each number a page gets is new.
- * What its rows told is kept beside it (scores.c). */
+ * A page's keys and values follow from the tokens up to its end and from the weights, to the bit,
+ * because the ops are batch-invariant. So a page is remembered under the weights (an adapter's
+ * stamp), the page before it and its own KV_PAGE tokens. A prompt that begins like an earlier
+ * sequence reuses that one's pages. Tokens are compared, not only their hash. A page that no
+ * sequence holds stays until kv_take finds no free page: then the least recently used one is
+ * evicted. The pages behind an evicted page can't be reached any more, for each page that is
+ * remembered gets a new number. The scores of its rows are kept beside it (scores.c). */
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "sampler.h"
 
-/* What is known of a page's content. number 0: nothing. */
+/* The known content of a page. number 0: none. */
 struct Memory {
     uint64_t number, before, stamp; /* before: the number of the page before it, 0 for the first */
     int32_t next;                   /* in its bucket; -1: the last */
@@ -22,7 +22,9 @@ struct Memory {
     int32_t tokens[KV_PAGE];
 };
 
-enum { SCORES_SHARE = 16 }; /* of the cache's bytes what is remembered of scores may take */
+enum {
+    SCORES_SHARE = 16
+}; /* the share of the cache's bytes that remembered scores may take: 1/16 */
 
 Status prefix_open(Prefix *prefix, int pages, size_t bytes)
 {
@@ -102,7 +104,7 @@ static void forget(Prefix *prefix, int32_t page)
     scores_drop(prefix, page);
 }
 
-/* ---- those that no sequence holds ---- */
+/* ---- pages that no sequence holds ---- */
 
 int prefix_lay(Prefix *prefix, int32_t page)
 {

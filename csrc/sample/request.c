@@ -1,4 +1,4 @@
-/* sample/request.c - what a sampler is asked for: checked, kept, found, ended, forgotten. */
+/* sample/request.c - a sampler's requests: checked, kept, found, ended, forgotten. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -58,8 +58,8 @@ static Status numbers_check(const RequestSpec *spec)
     return STATUS_OK;
 }
 
-/* Tokens that a sequence may come to: the last one that is drawn is never run, so it needs no place
- * in the cache, nor in a context that is full. */
+/* Tokens that a sequence may reach. The last token drawn is never run, so it needs no place in the
+ * cache, nor in a context that is full. */
 static int64_t most_tokens(const Sampler *sampler, const RequestSpec *spec)
 {
     int64_t context = sampler->model->shape.context;
@@ -89,7 +89,7 @@ static Status lengths_check(const Sampler *sampler, const RequestSpec *spec)
     return STATUS_OK;
 }
 
-/* What is to be known of the prompt's positions. */
+/* The log-probabilities that are wanted at the prompt's positions. */
 static Status scores_check(const RequestSpec *spec, int vocab)
 {
     if (spec->draws < 0 || spec->draws > DRAWS_MAX)
@@ -110,7 +110,7 @@ static Status scores_check(const RequestSpec *spec, int vocab)
     return STATUS_OK;
 }
 
-/* All that can be said without a look into the request's arrays, which are not its own yet. */
+/* All checks that need no look into the request's arrays, which are not copied yet. */
 static Status request_check(const Sampler *sampler, const RequestSpec *spec)
 {
     TRY(numbers_check(spec));
@@ -121,7 +121,7 @@ static Status request_check(const Sampler *sampler, const RequestSpec *spec)
     return STATUS_OK;
 }
 
-/* The content of the arrays: the copies', which nobody can change any more. */
+/* The content of the arrays: of the copies, which no other thread can change. */
 static Status ids_check(const RequestSpec *spec, int vocab)
 {
     for (int i = 0; i < spec->prompt_length; i++)
@@ -159,7 +159,7 @@ static void *copy_of(const void *from, size_t bytes)
     return to;
 }
 
-/* The request's arrays become copies; 0 if there is no memory. */
+/* Copies the request's arrays; 0 if there is no memory. */
 static int copies_make(RequestSpec *spec)
 {
     size_t P = (size_t)spec->prompt_length, targets = (size_t)spec->target_count;
@@ -206,7 +206,7 @@ static int sequences_make(Request *r)
     return 1;
 }
 
-/* What the results of a request take: large lists of the K best are most of it. */
+/* The memory for a request's results, most of which large lists of the K best take. */
 static double result_bytes(const Request *r)
 {
     const RequestSpec *spec = &r->spec;
@@ -216,7 +216,7 @@ static double result_bytes(const Request *r)
            token * spec->samples * (r->limit - spec->prompt_length);
 }
 
-/* Row 0 of a prompt's log-probabilities has no token before it; others may not be asked for. */
+/* Row 0 of a prompt's log-probabilities has no token before it. Others may not be wanted. */
 static void scores_begin(Request *r)
 {
     r->scored = r->spec.first_scored > 1 ? r->spec.first_scored - 1 : 0;

@@ -1,10 +1,10 @@
-/* sample/sampler.c - continuous batching: one forward a step for all sequences that want a token or
- * a prompt.
+/* sample/sampler.c - continuous batching: each step is one forward for all sequences that need a
+ * token or run a prompt.
  *
- * The rows of a step are those of the trainer's forward, op for op, and no op lets a row see its
- * neighbours in the batch, so a token's log-probability is the trainer's, whoever else was decoded
- * with it. Logits exist for a chunk of rows at a time, also where a prompt's log-probabilities are
- * asked for. Steps that only decode are decode.c's, where the device records them. */
+ * The rows of a step are those of the trainer's forward, op for op, and the ops are
+ * batch-invariant. So a token's log-probability equals the trainer's, bit for bit, under any load.
+ * Logits exist for a chunk of rows at a time, also for the log-probabilities of a prompt. Steps
+ * that only decode are run by decode.c, where the device can record them. */
 #include "sampler.h"
 
 #include <math.h>
@@ -59,14 +59,14 @@ void sampler_close(Sampler *sampler)
 
 /* ---- a step's memory ---- */
 
-/* One row of the head: what is asked of it. */
+/* One row of the head, and the results that are wanted from it. */
 typedef struct Ask {
     int row; /* in the batch */
     const Turn *turn;
     int position; /* of the row in its sequence */
 } Ask;
 
-/* What a chunk of rows tells, on the host. A row's own ids are [start[i], start[i + 1]). */
+/* A chunk's results, on the host. A row's own ids are [start[i], start[i + 1]). */
 typedef struct Told {
     int32_t start[STEP_ROWS + 1], *ids;
     float *logp;
@@ -76,7 +76,7 @@ typedef struct Told {
 
 typedef struct SampleStep {
     Sampler *sampler;
-    int rehearsing; /* the device computes nothing, so nothing that it tells is kept */
+    int rehearsing; /* the device computes nothing, so no result is kept */
     Turn turns[STEP_SEQUENCES];
     int count, T, pages, chunk, top;
     size_t ids_room; /* ids that a chunk may score */
@@ -132,15 +132,15 @@ static Status step_host(SampleStep *step)
     return STATUS_OK;
 }
 
-/* Ids whose log-probabilities a prompt's row gives: its own next token's, those of the request's
- * lists, and those that are drawn. */
+/* Ids whose log-probabilities a prompt's row gives: the next token, the ids in the request's lists,
+ * and the drawn ids. */
 static int ask_ids(const Ask *ask)
 {
     const RequestSpec *spec = &ask->turn->request->spec;
     return 1 + row_targets(spec, ask->position) + spec->draws;
 }
 
-/* What the step's turns ask of the head, how many pages they have, and their segments. */
+/* The rows of the head that the step's turns need, how many pages they have, and their segments. */
 static void step_plan(SampleStep *step)
 {
     int row = 0, segments = 0, most = head_rows(step->sampler->model);
@@ -205,7 +205,7 @@ static Status step_forward(SampleStep *step)
 
 /* ---- the head ---- */
 
-/* Logits of the rows that are asked for: each row's base product, then its own adapter's. */
+/* Logits of the rows that need them: each row's base product, then its own adapter's. */
 static void ask_logits(SampleStep *step, const Ask *asks, int count)
 {
     const Model *m = step->sampler->model;
@@ -231,7 +231,7 @@ static void ask_logits(SampleStep *step, const Ask *asks, int count)
     }
 }
 
-/* The `top` best of the chunk's rows, of which some ask for fewer, come to the host. */
+/* Copies the `top` best of the chunk's rows to the host. Some rows want fewer. */
 static void tops_fetch(SampleStep *step, int count)
 {
     const Model *m = step->sampler->model;
@@ -253,7 +253,7 @@ static void keep_top(const SampleStep *step, int row, int k, int32_t *to_ids, fl
 
 /* ---- scores of prompts ---- */
 
-/* The ids that a chunk of prompt rows scores; those that are drawn are still to come. */
+/* The ids that a chunk of prompt rows scores. Drawn ids are added later. */
 static void score_ids(SampleStep *step, const Ask *asks, int count)
 {
     Told *told = &step->told;
@@ -271,7 +271,7 @@ static void score_ids(SampleStep *step, const Ask *asks, int count)
     }
 }
 
-/* Draws the tokens that are asked for at prompt positions, at the requests' temperatures, into the
+/* Draws the tokens that are wanted at prompt positions, at the requests' temperatures, into the
  * ends of their rows' ids. */
 static Status draw_prompt(SampleStep *step, const Ask *asks, int count)
 {
@@ -312,7 +312,7 @@ static Status draw_prompt(SampleStep *step, const Ask *asks, int count)
     return STATUS_OK;
 }
 
-/* A chunk's log-probabilities into the arrays of their requests. */
+/* Copies a chunk's log-probabilities into the arrays of their requests. */
 static void keep_scores(const SampleStep *step, const Ask *asks, int count)
 {
     const Told *told = &step->told;
@@ -334,8 +334,8 @@ static void keep_scores(const SampleStep *step, const Ask *asks, int count)
     }
 }
 
-/* Log-probabilities at temperature 1 in prompts' rows; the logits are made anew after draws, which
- * temper them. */
+/* Log-probabilities at temperature 1 in prompts' rows. After draws the logits are computed again,
+ * because a draw scales them by its temperature. */
 static Status score_chunk(SampleStep *step, const Ask *asks, int count)
 {
     const Model *m = step->sampler->model;
@@ -360,8 +360,8 @@ static Status score_chunk(SampleStep *step, const Ask *asks, int count)
 
 /* ---- the next tokens ---- */
 
-/* Draws the tokens of the asks [first, first + count). Their K best may be kept at once: what lies
- * behind the tokens of a sequence means nothing yet. */
+/* Draws the tokens of the asks [first, first + count). Their K best may be stored at once: the
+ * places behind a sequence's tokens have no meaning yet. */
 static void draw_chunk(SampleStep *step, int first, int count)
 {
     const Model *m = step->sampler->model;
@@ -411,7 +411,7 @@ static Status step_work(SampleStep *step)
     return dev->sync(dev);
 }
 
-/* The same on a device that rehearses. Where it ends early, interrupted, the work does so too. */
+/* The same on a device that rehearses. Where the rehearsal is interrupted, the real step is too. */
 static void step_rehearse(void *context)
 {
     SampleStep *step = context;
@@ -420,7 +420,7 @@ static void step_rehearse(void *context)
     step->rehearsing = 0;
 }
 
-/* Until all of a step's work is done, its sequences are what they were before it. */
+/* The sequences do not change until all of a step's work is done. */
 static Status step_run(SampleStep *step)
 {
     Sampler *sampler = step->sampler;
@@ -444,7 +444,7 @@ static Status step_run(SampleStep *step)
     return STATUS_OK;
 }
 
-/* What a failed step has left in the cache is not known: all sequences give their pages back, and
+/* A failed step leaves the cache in an unknown state. So all sequences give their pages back and
  * begin again in the next step, to the same bits. */
 static void sequences_restart(Sampler *sampler)
 {

@@ -1,20 +1,20 @@
 /* sample/sampler.h - requests, and the sequences that a sampler decodes for them.
  *
  * A sequence is its tokens so far and how many of them have their keys and values in the cache. One
- * step runs, for each sequence, the tokens that are missing there (a prompt, a preempted sequence's
- * past, or just the newest token), and draws the next one when none is missing. There is no other
- * state, so joining, preempting and resuming are all the same thing, and none can change a result.
- */
+ * step runs, for each sequence, the tokens that are missing there: a prompt, a preempted sequence's
+ * past, or just the newest token. It draws the next token when none is missing. There is no other
+ * state, so joining, preempting and resuming are the same operation, and none can change a
+ * result. */
 #ifndef TINSMITH_SAMPLER_H
 #define TINSMITH_SAMPLER_H
 
 #include "../model/core.h"
 
-/* ---- prefix.c: full pages of the cache, found again by their content ---- */
+/* ---- prefix.c: the prefix cache, full pages found by their content ---- */
 
-typedef struct Memory Memory; /* prefix.c's own: what is known of a page */
+typedef struct Memory Memory; /* private to prefix.c: the known content of a page */
 
-/* What the last `rows` rows of a page said of the tokens after them; 0: nothing is known. */
+/* The scores of the tokens after the last `rows` rows of a page. 0: nothing is known. */
 typedef struct PageScores {
     int rows, top;       /* of each row the log-probability of its next token, and the `top` best */
     int32_t after;       /* the next token of the page's last row */
@@ -35,14 +35,14 @@ typedef struct Prefix {
     int64_t reused;         /* tokens that were found here instead of computed */
 } Prefix;
 
-/* For a cache of so many pages, of so many bytes in all. */
+/* For a cache of `pages` pages that takes `bytes` bytes in all. */
 Status prefix_open(Prefix *prefix, int pages, size_t bytes);
 void prefix_close(Prefix *prefix);
-/* A page that no sequence holds any more: kept if its content is known, else 0. */
+/* No sequence holds this page any more. It is kept if its content is known, else 0. */
 int prefix_lay(Prefix *prefix, int32_t page);
-/* A page that prefix_lay kept is held again. */
+/* A sequence holds a page again that prefix_lay kept. */
 void prefix_lift(Prefix *prefix, int32_t page);
-/* The page that has lain longest, forgotten; -1 if there is none. */
+/* Evicts the least recently used page, and returns it; -1 if there is none. */
 int32_t prefix_evict(Prefix *prefix);
 /* The page with these KV_PAGE tokens behind the page of number `before` (0: none), under the
  * weights of that stamp; -1 if there is none. */
@@ -58,9 +58,9 @@ typedef struct Kv {
     Model *model;
     Arena arena;
     Cache cache;
-    int pages, free_count; /* page number `pages` is nobody's: rows that only fill up write there */
+    int pages, free_count; /* page number `pages` is for padding rows */
     int32_t *free_list;
-    int32_t *users; /* of each page: sequences that hold it */
+    int32_t *users; /* of each page: how many sequences hold it */
     Prefix prefix;
 } Kv;
 
@@ -70,10 +70,10 @@ void kv_close(Kv *kv);
 int32_t kv_take(Kv *kv);
 void kv_share(Kv *kv, int32_t page);
 void kv_drop(Kv *kv, int32_t page);
-/* Forgets what every page holds that no sequence has. */
+/* Empties the prefix cache: the pages that no sequence holds. */
 void kv_forget(Kv *kv);
-/* A page with the first `count` keys of `page`, for a sequence that goes its own way; -1 if there
- * is none. */
+/* Copy-on-write: a page with the first `count` keys of `page`, for a sequence that diverges from
+ * it; -1 if there is none. */
 int32_t kv_fork(Kv *kv, int32_t page, int count);
 
 /* ---- requests and sequences ---- */
@@ -94,12 +94,12 @@ typedef struct Sequence {
     int page_count, room;
     int kept;        /* full pages that prefix.c knows */
     uint64_t behind; /* its number of the last of them */
-    int waited;      /* for the beginning of a page that another one computed */
+    int waited;      /* for a page that another sequence was computing */
 } Sequence;
 
 typedef struct RequestSpec {
     int64_t id;
-    int64_t client;         /* who asks: clients share each step */
+    int64_t client;         /* the client: clients share each step */
     const Adapter *adapter; /* kept alive by the caller until the request is gone */
     const int32_t *prompt, *stop_ids;
     int prompt_length;
@@ -117,13 +117,13 @@ typedef struct RequestSpec {
     int64_t target_count, start_count; /* lengths, as they came */
 } RequestSpec;
 
-/* Who asks, while a request of theirs is here. */
+/* A client, while it has a request here. */
 typedef struct Client {
     int64_t id;
     int requests;
-    int in_line; /* sequences of theirs, in the step that is picked */
-    int wanted;  /* rows that their prompts lack */
-    int rows;    /* and may yet run */
+    int in_line; /* the client's sequences, in the step that is planned */
+    int wanted;  /* rows that its prompts still need */
+    int rows;    /* rows that it may still run in the step */
 } Client;
 
 typedef struct Request {
@@ -141,7 +141,7 @@ typedef struct Request {
     Sequence *sequence;
 } Request;
 
-/* schedule.c's: the sequences that could run, who is to go on first before the others. */
+/* Private to schedule.c: the sequences that could run, in the order in which they are served. */
 typedef struct Waiter {
     Request *request;
     int sample;
@@ -149,10 +149,10 @@ typedef struct Waiter {
 
 typedef struct Line {
     Waiter *waiter; /* [room] */
-    int *rank;      /* [room + 1]: where the sequences that are so many-th of their clients begin */
+    int *rank;      /* [room + 1]: where the sequences begin that are the n-th of their clients */
     int count, room;
     int sequences;   /* of all requests */
-    Client **client; /* who has the oldest request first */
+    Client **client; /* the one with the oldest request first */
     int clients, client_room;
 } Line;
 
@@ -162,7 +162,7 @@ typedef struct Drawn {
     int32_t token;
 } Drawn;
 
-/* A decoding step as the device has recorded it, and all that it depends on. */
+/* A recorded decode step, and all that it depends on. */
 typedef struct Recording {
     int rows;
     uint64_t adapter; /* its number; 0: none */
@@ -177,10 +177,10 @@ typedef struct Sampler {
     Model *model;
     Kv kv;
     Arena arena; /* of a step */
-    int graphs;  /* whether decoding steps may be recorded */
+    int graphs;  /* whether decode steps may be recorded */
     Recording recording[RECORDINGS];
     int64_t steps, replays; /* decoding steps, and those that were replayed */
-    char *inputs;           /* host: what a decoding step uploads */
+    char *inputs;           /* host: the bytes that a decode step uploads */
     size_t inputs_room;
     LayerActs *layers;
     int limit_ids; /* ids from here on are never drawn */
@@ -198,7 +198,7 @@ Status sampler_add(Sampler *sampler, const RequestSpec *spec);
 /* One forward. sampler->drawn then holds what was drawn. A step that fails, or is interrupted, drew
  * nothing and can be repeated. */
 Status sampler_step(Sampler *sampler);
-/* Ends a sample after its newest token: its stop string was seen. */
+/* Ends a sample after its newest token, because its stop string was seen. */
 Status sampler_stop(Sampler *sampler, int64_t id, int sample);
 Request *sampler_find(Sampler *sampler, int64_t id);
 /* Forgets a request, done or not. */
@@ -207,11 +207,11 @@ void sampler_forget(Sampler *sampler, int64_t id);
 /* request.c: forgets a request's arrays and pages. */
 void request_close(Sampler *sampler, Request *request);
 
-/* ask.c: what is asked of a prompt's row. */
+/* ask.c: the results that are wanted from a prompt's row. */
 
 /* Ids from the request's own lists that are scored in the row of a prompt's position. */
 int row_targets(const RequestSpec *spec, int position);
-/* Whether anything is asked of that row that was not told yet. */
+/* Whether a result of that row is still missing. */
 int row_asked(const Request *request, int position);
 
 /* schedule.c: which rows a step runs. */
@@ -226,39 +226,41 @@ typedef struct Turn {
 
 /* Picks the sequences that run and gives them pages; returns how many. */
 int schedule(Sampler *sampler, Turn *turns);
-/* A request comes: 0 if there is no memory. It goes, whether it could join or not. */
+/* line_join adds a request to the line; 0 if there is no memory. line_leave takes it away, whether
+ * or not it was added. */
 int line_join(Line *line, Request *request);
 void line_leave(Line *line, const Request *request);
 void line_close(Line *line);
 
-/* sequence.c: how a sequence goes on. */
+/* sequence.c: a sequence after its rows have run. */
 
 /* The rows of these turns have their keys and values in the cache. */
 void turns_cached(Sampler *sampler, const Turn *turns, int count);
-/* How the token behind a turn's last row is drawn. */
+/* The draw of the token behind a turn's last row. */
 Draw sequence_draw(const Sampler *sampler, const Turn *turn);
 /* A drawn token joins its sequence, and may end it. */
 void sequence_take_token(Sampler *sampler, const Turn *turn, int32_t token, float logp);
 /* Gives back the pages of a sequence. */
 void sequence_drop(Kv *kv, Sequence *sequence);
 
-/* share.c: sequences that begin alike. */
+/* share.c: sequences with a common prefix. */
 
-/* Remembers the full pages of a sequence, and what their rows told. */
+/* Remembers the full pages of a sequence, and the scores of their rows. */
 void share_keep(Kv *kv, const Request *request, Sequence *s);
-/* A request's first sequence has its prompt in the cache: the others begin from its pages, all but
+/* A request's first sequence has its prompt in the cache. The others begin with its pages, up to
  * the prompt's last token, which each runs for itself. */
 void share_prompt(Sampler *sampler, Request *request);
-/* Gives a sequence what is there of the tokens that it lacks; whether it then waits for what one of
- * this step's turns computes. */
+/* Gives a sequence the pages of its missing tokens that the cache already has. Returns whether it
+ * then waits for a page that one of this step's turns computes. */
 int share_begin(Sampler *sampler, const Turn *turns, int count, Request *request, Sequence *s);
 
 /* scores.c: the log-probabilities that a page's rows gave. */
 
-/* What a request knows of its prompt's page number `page` once its rows have been run. */
+/* The scores that a request has for page number `page` of its prompt, once its rows have been
+ * run. */
 PageScores scores_of(const Request *request, int page);
-/* Whether that is all that a request asks of its own page of that number; and takes it from there.
- */
+/* Whether those scores are all that a request wants from its own page of that number; if so, copies
+ * them into the request. */
 int scores_suffice(const PageScores *known, const Request *request, int page);
 void scores_take(const PageScores *known, Request *request, int page);
 /* Remembers it with a page of the cache; forgets it. */

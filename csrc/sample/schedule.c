@@ -1,21 +1,23 @@
 /* sample/schedule.c - which sequences run in a step, and on which pages.
  *
- * Clients take turns: in line stand the oldest sequence of each, then the second of each, and so
- * on, within a turn the older request first. So who has one sequence runs it in every step, however
- * many wait for others, and one client alone has its requests in the order in which they came. In
- * that order at most STEP_SEQUENCES run. Those that lack one token (they decode) take a row; the
- * rows that are left go to prompts, in pieces, shared equally by the clients that have any.
+ * Clients take turns. The line begins with the oldest sequence of each client, then the second of
+ * each, and so on; within a turn the older request comes first. So a client with one sequence runs
+ * it in every step, under any load, and a lone client's requests run in the order in which they
+ * came. In that order at most STEP_SEQUENCES run. A sequence that lacks one token decodes: it takes
+ * one row. The rows that are left go to prompts, in pieces, shared equally by the clients that have
+ * any.
  *
- * A sequence that finds no free page takes those of the last in line that has any. The first in
- * line is of the oldest request of all until it is done: it always gets on, and each comes to be
- * the first. What was dropped is computed again, to the same bits. Who would compute what another
- * one just computes is let wait (share.c). */
+ * A sequence that finds no free page preempts the last sequence in line that has pages, and takes
+ * them. The first in line belongs to the oldest request of all until it is done, so it always
+ * advances, and each sequence comes to be the first. Preempted pages are computed again, to the
+ * same bits. If an earlier sequence is computing a page that this one needs, this one waits
+ * (share.c). */
 #include <stdlib.h>
 #include <string.h>
 
 #include "sampler.h"
 
-/* ---- who asks ---- */
+/* ---- clients ---- */
 
 static Client *client_find(Line *line, int64_t id)
 {
@@ -83,15 +85,15 @@ static int waits(const Sequence *s)
     return s->ending == RUNNING && s->ready;
 }
 
-/* Whether a sequence lacks its newest token alone. One that has no pages yet counts as a prompt,
- * though its beginning may be known. */
+/* Whether a sequence lacks only its newest token. One that has no pages yet counts as a prompt,
+ * though the prefix cache may have its beginning. */
 static int decodes(const Sequence *s)
 {
     return s->page_count && s->length - s->cached == 1;
 }
 
-/* Counts who waits: clients, in the order of their oldest requests; in rank[k + 1] those that have
- * more than k sequences; returns how many sequences decode. */
+/* Counts what waits: clients, in the order of their oldest requests, and in rank[k + 1] those that
+ * have more than k sequences. Returns how many sequences decode. */
 static int line_count(Line *line, Request *const *requests, int count)
 {
     int decoding = 0, known = 0;
@@ -131,7 +133,7 @@ static int line_form(Line *line, Request *const *requests, int count)
     return decoding;
 }
 
-/* Shares rows among the clients' prompts, to each as many as to any other that wants more. */
+/* Shares rows among the clients' prompts, equally among those that still want more. */
 static void rows_share(Line *line, int rows)
 {
     for (int waiting = 1; rows && waiting;) {
@@ -151,7 +153,8 @@ static void rows_share(Line *line, int rows)
 
 /* ---- pages ---- */
 
-/* The last in line behind a place that has pages. None of those runs in this step yet. */
+/* The last sequence in line, behind a given place, that has pages. None of those runs in this step
+ * yet. */
 static Sequence *last_behind(const Line *line, int place)
 {
     for (int i = line->count - 1; i > place; i--) {

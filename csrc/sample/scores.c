@@ -1,15 +1,15 @@
-/* sample/scores.c - the log-probabilities that a page's rows gave, remembered with the page.
+/* sample/scores.c - the log-probabilities of a page's rows, remembered with the page.
  *
- * What a row says of the token after it follows from the tokens up to it and from the weights, to
- * the bit, as its keys and values do: whatever else is asked, scores are at temperature 1. So a
- * prompt that is to be scored begins with a page that is known, if all that it asks of the page's
- * rows is known too: of each row the log-probability of its next token (that of the last row lies
- * behind the page, and is remembered beside it) and the K best, which are in order, the lower id
- * first among equals, so that every list begins with the shorter ones. Ids of the request's own and
- * draws are not remembered: it runs their rows.
+ * A row's scores for the next token follow from the tokens up to it and from the weights, to the
+ * bit, as its keys and values do: scores are always at temperature 1. A scored prompt reuses a page
+ * only if every score it needs is stored with it. Of each row these are the log-probability of its
+ * next token and the K best. The next token of the last row lies behind the page, so it is
+ * remembered beside it. The K best are in order, the lower id first among equals, so every list
+ * begins with the shorter ones. The scores of a request's own ids, and draws, are not remembered:
+ * such a request runs the rows.
  *
- * A row's K best take 8·K bytes. What is remembered has a bound; where it is reached, the pages
- * that come next in the cache give up theirs: pages are handed out in order, so those are the
+ * A row's K best take 8·K bytes. The remembered scores have a bound. Where it is reached, the pages
+ * that come next in the cache lose their scores: pages are handed out in order, so those are the
  * oldest. */
 #include <assert.h>
 #include <stdlib.h>
@@ -60,7 +60,7 @@ void scores_take(const PageScores *known, Request *r, int page)
     }
 }
 
-/* ---- with the pages ---- */
+/* ---- stored with the pages ---- */
 
 /* Numbers of a page's scores, of 4 bytes each. */
 static size_t numbers(const PageScores *scores)

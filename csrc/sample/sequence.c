@@ -1,5 +1,5 @@
-/* sample/sequence.c - how a sequence goes on: its rows come into the cache, a token is drawn and
- * joins it, its pages are given back. */
+/* sample/sequence.c - a sequence after its rows have run: they count as cached, a token is drawn
+ * and added, its pages are given back. */
 #include "sampler.h"
 
 void sequence_drop(Kv *kv, Sequence *sequence)

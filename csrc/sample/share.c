@@ -1,21 +1,21 @@
-/* sample/share.c - sequences that begin alike compute their beginning once: it waits for who is at
- * it, or copies what is there.
+/* sample/share.c - sequences with a common prefix compute it once: a sequence waits while another
+ * one computes it, or copies the rows that exist.
  *
  * Requests that come together (a group's rollouts, a teacher's prompts with the group's answers)
- * are all at the same page when they start. The first in line computes it; another one would only
- * do the same again. It waits, where the other completes the page in this step, or runs at least as
- * many of its rows as it could itself: then the page is found (prefix.c), and nobody is later than
- * alone. It looks again in every step, so it never waits for one that has been stopped or put off,
- * and the first in line waits for nobody.
+ * all need the same page when they start. The first in line computes it. Another one waits if the
+ * first completes the page in this step, or runs at least as many of its rows as the other could
+ * itself. It then finds the page in the prefix cache (prefix.c), and is never later than if it were
+ * alone. It looks again in every step, so it never waits for a sequence that was stopped or
+ * preempted. The first in line never waits.
  *
- * Where only part of a page is common to both, the rest of a prompt, its rows are copied from a
+ * Where two sequences share only part of a page, the rest of a prompt, its rows are copied from a
  * sequence that goes on in that page. For all of them a sequence waits one step, once: the other
  * may have ended in it. */
 #include "sampler.h"
 
-enum { PART_LEAST = 16 }; /* rows that are worth a step and a copy */
+enum { PART_LEAST = 16 }; /* the fewest rows that are worth a step and a copy */
 
-/* ---- pages that are remembered ---- */
+/* ---- remembered pages ---- */
 
 static uint64_t stamp_of(const Request *request)
 {
@@ -42,7 +42,7 @@ static void known_pages(Kv *kv, Request *request, Sequence *s)
 {
     Prefix *prefix = &kv->prefix;
     if (s->page_count != s->kept) return;
-    while ((s->kept + 1) * KV_PAGE < s->length) { /* the last token is run, for what follows it */
+    while ((s->kept + 1) * KV_PAGE < s->length) { /* the last token is run, for its logits */
         const int32_t *tokens = s->tokens + s->kept * KV_PAGE;
         int32_t page = prefix_find(prefix, stamp_of(request), s->behind, tokens);
         if (page < 0 || !scores_suffice(&prefix->scores[page], request, s->kept)) return;
@@ -68,7 +68,7 @@ static int page_common(const Request *request, const Sequence *s, const Request 
     return n;
 }
 
-/* ---- sequences that are there ---- */
+/* ---- running sequences ---- */
 
 void share_prompt(Sampler *sampler, Request *r)
 {
@@ -93,7 +93,7 @@ static int minimum(int a, int b)
     return a < b ? a : b;
 }
 
-/* Whether a turn's sequence, which has the tokens of s's next page, brings that page. */
+/* Whether a turn's sequence, which has the tokens of s's next page, will complete that page. */
 static int page_comes(const Turn *turn, const Request *r, const Sequence *s)
 {
     int end = s->cached + KV_PAGE;
@@ -103,8 +103,8 @@ static int page_comes(const Turn *turn, const Request *r, const Sequence *s)
     return scores_suffice(&coming, r, s->kept);
 }
 
-/* Rows of s's next page that may be another's: those before its last token, and before the first of
- * which something is asked. */
+/* Rows of s's next page that may be copied from another sequence: those before its last token, and
+ * before the first row whose results are wanted. */
 static int rows_open(const Request *r, const Sequence *s)
 {
     int n = 0, most = minimum(KV_PAGE, s->length - 1 - s->cached);
@@ -112,7 +112,7 @@ static int rows_open(const Request *r, const Sequence *s)
     return n;
 }
 
-/* Whether a turn's sequence is there in the next step, unless a stop token ends it. */
+/* Whether a turn's sequence still runs in the next step, unless a stop token ends it. */
 static int goes_on(const Turn *turn)
 {
     const Sequence *s = &turn->request->sequence[turn->sample];

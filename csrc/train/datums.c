@@ -1,7 +1,7 @@
 /* train/datums.c - a training call's data, checked before any work.
  *
- * Whatever is wrong is said of one datum, with what was expected and what came. After this no id
- * can reach past a table, and no number that is not finite can reach a gradient. */
+ * Each error names the datum, the expected value and the given one. After the checks no id can
+ * reach past a table, and no number that is not finite can reach a gradient. */
 #include <math.h>
 
 #include "train.h"

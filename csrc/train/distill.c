@@ -3,18 +3,18 @@
  *
  *   loss = Σ_t weight_t · JSD_β(softmax(teacher's row / τ), softmax(student's row / τ))
  *
- * A datum is two sequences: the student's, and the teacher's, which reads another prompt and then
- * the same completion. Rows that predict the same token are compared: where a weight is not 0,
- * student row t (of N) with teacher row t + M − 1 − N, for the M tokens of the teacher's sequence
- * end with the same targets; that they do, and that these are the student's tokens, is checked. The
- * teacher may be any adapter or none, on this base model or another one of the same vocabulary, and
- * gets no gradient.
+ * A datum is two sequences: the student's, and the teacher's, which has another prompt and then the
+ * same completion. Rows that predict the same token are compared, where the weight is not 0:
+ * student row t (of N) with teacher row t + M − 1 − N. Here M is the length of the teacher's
+ * sequence, which must end with the same targets; this is checked, and that they are the student's
+ * tokens. The teacher may be any adapter or none, on this base model or another one of the same
+ * vocabulary. It gets no gradient.
  *
- * For each micro-batch the teacher's forward comes first, in parts if its prompts are long, and
- * leaves only the hidden rows that will be compared; the student's takes its memory. The head then
- * sees the pairs in chunks: two products, their divergence, whose gradient takes the place of the
- * student's logits, and the head's backward. So nothing of N×V exists, and a pair's numbers do not
- * depend on the others. */
+ * For each micro-batch the teacher's forward comes first, in parts if its prompts are long. It
+ * leaves only the hidden rows that will be compared; the student's forward reuses its memory. The
+ * head then sees the pairs in chunks: two products, their divergence, whose gradient overwrites the
+ * student's logits, and the head's backward. So no N×V array exists, and a pair's numbers do not
+ * depend on the other pairs. */
 #include <math.h>
 #include <string.h>
 
@@ -150,7 +150,7 @@ static const float *weights_of(const TrainStep *step, const Micro *micro)
     return step->datums->input[0] + micro->token0;
 }
 
-/* Rows that the teacher runs of datum i: all but the last token, or none if nothing is compared. */
+/* Rows of datum i that the teacher runs: all but the last token, or none if nothing is compared. */
 static int rows_read(const TrainStep *step, int i, const float *weights)
 {
     const Distill *c = step->own;
@@ -158,7 +158,7 @@ static int rows_read(const TrainStep *step, int i, const float *weights)
     return completion_start(weights, N) < N ? c->lesson->lengths[i] - 1 : 0;
 }
 
-/* The room of a micro-batch's teacher: all its rows, or those of a training step. */
+/* The rows that a micro-batch's teacher has room for: all of them, or those of a training step. */
 static int room_of(const TrainStep *step, const Micro *micro)
 {
     const float *weights = weights_of(step, micro);
@@ -193,7 +193,7 @@ static void distill_arrays(TrainStep *step, Arena *host)
     c->host_value = arena_take(host, T * sizeof(float));
 }
 
-/* What is compared, then the teacher's own, where the student's will lie. */
+/* The rows that are compared, then the teacher's own arrays, where the student's will lie. */
 static size_t distill_place(TrainStep *step, Arena *arena)
 {
     Distill *c = step->own;
@@ -223,7 +223,7 @@ static size_t distill_place(TrainStep *step, Arena *arena)
 
 /* ---- the teacher ---- */
 
-/* Runs the sequences that are there, and keeps rows [from, to) of those that are compared. */
+/* Runs the sequences that are packed, and keeps rows [from, to) of those that are compared. */
 static void side_run(TrainStep *step, int from, int to)
 {
     Distill *c = step->own;
@@ -278,7 +278,7 @@ static Status teacher_run(TrainStep *step)
 
 /* ---- the head of both ---- */
 
-/* The divergence of rows [row, row + rows), and in place of their logits its gradient. */
+/* The divergence of rows [row, row + rows). Its gradient overwrites their logits. */
 static Status chunk_compare(TrainStep *step, int row, int rows)
 {
     Distill *c = step->own;

@@ -1,14 +1,14 @@
 /* train/losses.c - how target log-probabilities become a loss: one row and one function each.
  *
  * All losses are sums over targets, as Tinker's are. lp = logp (the learner's), q = the sampler's
- * log-probability, A = advantage, w = weight, r = exp(lp − q), sg: held constant by the gradient.
- * A function returns the loss of its piece and writes d loss / d lp. It sees targets one by one, so
- * a batch may be cut anywhere; a `whole` loss couples the targets of a datum, and is given one
- * datum at a time. Where A = 0 a target is masked, whatever its log-probability: 0 times infinity
- * is 0 (but in dro, whose quadratic term has no mask). Clip thresholds are numbers for each target,
- * for which the configuration's key stands in. A `taught` loss is one of whole rows of logits, of
- * the learner's and a teacher's, which distill.c computes; its function here is the same of a row's
- * targets alone, where the teacher's log-probabilities of them came. */
+ * log-probability, A = advantage, w = weight, r = exp(lp − q), sg: held constant by the gradient. A
+ * function returns the loss of its piece and writes d loss / d lp. It sees targets one by one, so a
+ * batch may be cut anywhere. A `whole` loss couples the targets of a datum, and gets one datum at a
+ * time. Where A = 0 a target is masked, whatever its log-probability: 0 times infinity is 0. The
+ * exception is dro, whose quadratic term has no mask. Clip thresholds are numbers for each target;
+ * the configuration's key is their default. A `taught` loss compares whole rows of logits, the
+ * learner's and a teacher's, and is computed by distill.c. Its function here is the same loss over
+ * a row's targets alone, for data that bring the teacher's log-probabilities of them. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -56,15 +56,15 @@ static double importance_sampling(const LossCall *c)
     return loss;
 }
 
-/* What is not a number stays so, and is then told of. */
+/* A NaN stays a NaN, and is then reported. */
 static double clip(double r, double low, double high)
 {
     double raised = r < low ? low : r;
     return raised > high ? high : raised;
 }
 
-/* A target's min(r·A, clip(r, low, high)·A), and its gradient by lp where d r / d lp = r: r·A where
- * the first is the smaller or r is inside, else 0. */
+/* A target's min(r·A, clip(r, low, high)·A), and its gradient by lp where d r / d lp = r. The
+ * gradient is r·A where the first is the smaller or r is inside, else 0. */
 static double clipped_term(double r, double a, double low, double high, float *gradient)
 {
     double free_term = r * a, other = clip(r, low, high) * a;
@@ -118,8 +118,8 @@ static double dro(const LossCall *c)
 }
 
 /* ppo with one ratio for a datum's targets, r = exp(mean over mask ≠ 0 of sg(lp − q) + lp −
- * sg(lp)): its value is the same for all of them, its gradient by each one's lp is r. A mean of no
- * targets is not a number, and neither is then the loss. */
+ * sg(lp)). Its value is the same for all of them; its gradient by each one's lp is r. The mean of
+ * no targets is NaN, and so is then the loss. */
 static double gspo(const LossCall *c)
 {
     const float *q = c->input[0], *advantage = c->input[1], *mask = c->input[2], *low = c->input[3],
@@ -141,7 +141,7 @@ static double gspo(const LossCall *c)
     return loss;
 }
 
-/* mass·log, of which nothing is left without mass, also where the logarithm is infinite. */
+/* mass·log. Without mass it is 0, even where the logarithm is infinite. */
 static double of_mass(double log_mass, double log_ratio)
 {
     double mass = exp(log_mass);
@@ -169,7 +169,7 @@ static double jsd_term(double log_p, double log_q, const double *key, double *sl
     return key[JSD_TOKEN_CLIP];
 }
 
-/* log Σ exp(x / temperature) over a row's ids of which the teacher's log-probability came. */
+/* log Σ exp(x / temperature) over a row's ids that have a log-probability of the teacher's. */
 static double log_total(const float *x, const float *teacher, int count, double temperature)
 {
     double most = -INFINITY, sum = 0.0;
@@ -210,7 +210,7 @@ static double jsd_row(const LossCall *c, int from, int count)
 }
 
 /* Σ w·term, with p and q over a row's targets alone: softmax of lp / temperature and of the
- * teacher's. Targets of which the teacher has none (LOGPROB_NONE) are not there. */
+ * teacher's. Targets without a log-probability of the teacher's (LOGPROB_NONE) are left out. */
 static double generalized_jsd(const LossCall *c)
 {
     double loss = 0.0;
@@ -219,8 +219,8 @@ static double generalized_jsd(const LossCall *c)
     return loss;
 }
 
-/* A row that counts has entries, each of another id. `seen` has a zero for each id, before and
- * after. */
+/* A row with a weight must have targets, all of different ids. `seen` has a zero for each id,
+ * before and after. */
 static Status jsd_row_check(const int32_t *ids, const float *teacher, const float *w, int count,
                             int datum, int row, unsigned char *seen)
 {

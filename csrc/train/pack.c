@@ -1,8 +1,8 @@
 /* train/pack.c - datums → micro-batches: which go together, their rows, and the order for the head.
  *
  * Datums are packed whole, in order, one behind the other without padding, each on pages of its
- * own. Rows that get no gradient come last in the head's order: it need not go back through them.
- * Nothing here depends on what the rows are computed for. */
+ * own. Rows without a gradient come last in the head's order, so the head's backward leaves them
+ * out. Nothing here depends on the objective. */
 #include <stdlib.h>
 
 #include "step.h"

@@ -1,8 +1,8 @@
-/* train/plan.c - what a model, an adapter, a step and a cache take, before anything is allocated.
- */
+/* train/plan.c - the memory of a model, an adapter, a step and a cache, before anything is
+ * allocated. */
 #include "step.h"
 
-/* Tokens of the longest datum that can be trained; the model's context is the most. */
+/* Tokens of the longest datum that can be trained, at most the model's context. */
 static Status longest(Trainer *trainer, int *fits)
 {
     StepNeeds needs;

@@ -1,20 +1,20 @@
 /* train/step.c - one training call, whatever its loss: micro-batches → transformer → head → loss →
  * gradients.
  *
- * Gradients add up over micro-batches, in a vector of their own that is added to the others at the
- * end. The head sees rows in chunks, and an objective (step.h) makes their loss, and their gradient
- * in place. Rows that the loss can't give a gradient (their weights are zero) get no backward.
+ * Gradients add up over micro-batches in a vector of their own, which is added to the others at the
+ * end. The head sees rows in chunks. An objective (step.h) computes their loss, and their gradient
+ * in place. Rows whose weights are zero have no gradient, and so no backward.
  *
- * A forward that is kept leaves the activations of the first micro-batches in the trainer's arena:
- * of one, and of as many more as keep_bytes allow. It therefore begins with the last micro-batch,
- * in the memory that the first ones take at the end, and so keeping one costs no more than a
- * training step. Backward computes the others again.
+ * A forward that is kept for a backward call leaves the activations of the first micro-batches in
+ * the trainer's arena: of one, and of as many more as keep_bytes allow. It therefore begins with
+ * the last micro-batch, in the memory that the first ones take at the end. So keeping one costs no
+ * more memory than a training step. Backward computes the others again.
  *
- * What a micro-batch's layers keep is planned before the call begins (step_plan): all, if that fits
- * in what a step may take, or the most that does. What is not kept is made again, to the same bits,
- * so no result depends on the plan. What ops need for themselves is known by running the
- * micro-batch on a device that rehearses: micro_work is what runs and what is rehearsed, so no op
- * of one is missing in the other. */
+ * Activation recomputation: step_plan decides before the call begins which activations a
+ * micro-batch's layers keep. These are all of them if they fit in the step's memory, or else the
+ * most that fits. The rest is recomputed, to the same bits, so no result depends on the plan. The
+ * scratch of the ops is measured by running the micro-batch on a device that rehearses. micro_work
+ * is both the run and the rehearsal, so no op of one is missing in the other. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -69,8 +69,8 @@ static Status rows_send(TrainStep *step, int from, int to)
     return STATUS_OK;
 }
 
-/* Counts the tokens and sequences that have a gradient, for grad_accumulation_normalization. The
- * host's copy of a span loses its rows once its sequence was counted. */
+/* Counts the tokens and sequences that have a gradient, for grad_accumulation_normalization.
+ * Counting a sequence clears the rows of its span on the host, so that it counts once. */
 static void live_count(TrainStep *step)
 {
     const Pack *pack = &step->pack;
@@ -86,7 +86,7 @@ static void live_count(TrainStep *step)
     }
 }
 
-/* What is left to tell of the head. */
+/* Reports the results of the head that are left. */
 static Status head_tell(TrainStep *step, int from, int to)
 {
     Device *dev = step_device(step);
@@ -96,7 +96,7 @@ static Status head_tell(TrainStep *step, int from, int to)
     return step->objective->tell(step, from, to);
 }
 
-/* All that is done with a micro-batch that was placed and ordered. */
+/* All the work on a micro-batch that was placed and ordered. */
 static Status micro_work(TrainStep *step)
 {
     Adapter *adapter = step->trainer->adapter;
@@ -119,7 +119,7 @@ static Status micro_work(TrainStep *step)
 
 /* ---- memory ---- */
 
-/* Places (or measures) the micro-batch at hand. */
+/* Places (or measures) the current micro-batch. */
 static void micro_place(TrainStep *step, Arena *arena, int keep)
 {
     const Micro *micro = step->micro;
@@ -141,8 +141,8 @@ static size_t micro_bytes(void *context, int keep)
     return arena.used;
 }
 
-/* Bytes that the ops of the micro-batch at hand, which is placed, need for themselves, and in
- * *other those on the other device. */
+/* Bytes of scratch that the ops of the current micro-batch, which is placed, need; *other gets
+ * those on the other device. */
 static size_t micro_scratch(const TrainStep *step, size_t *other)
 {
     TrainStep rehearsal = *step;
@@ -157,7 +157,7 @@ static size_t micro_scratch(const TrainStep *step, size_t *other)
     return dev->rehearsed(dev);
 }
 
-/* Makes room for them. */
+/* Reserves that scratch. */
 static Status micro_prepare(const TrainStep *step)
 {
     Device *dev = step_device(step);
@@ -191,7 +191,8 @@ static size_t span_bytes(TrainStep *step, int first, int end)
     return bytes;
 }
 
-/* Room for those that are held side by side, in which the others come and go. */
+/* The bytes that hold some micro-batches side by side, and the largest of the others, one at a
+ * time. */
 static Status step_reserve(TrainStep *step)
 {
     size_t bytes = span_bytes(step, 0, step->held);
@@ -204,8 +205,8 @@ static Status step_reserve(TrainStep *step)
     return arena_reserve(&step->trainer->arena, bytes, purpose);
 }
 
-/* The most that fits of the micro-batch at hand, also in what is free just now; fails where it does
- * not fit at all. */
+/* The most activations of the current micro-batch that fit, also in the memory that is free just
+ * now. Fails where it does not fit at all. */
 static Status micro_keep(int *keep, TrainStep *step)
 {
     const Trainer *trainer = step->trainer;
@@ -216,7 +217,8 @@ static Status micro_keep(int *keep, TrainStep *step)
     free_bytes += trainer->arena.size;
     step_measure(step, limit < free_bytes ? limit : free_bytes, &needs);
     *keep = needs.keep ? needs.keep : 1;
-    if (needs.keep || needs.least <= limit) return STATUS_OK; /* the arena says what is not free */
+    if (needs.keep || needs.least <= limit)
+        return STATUS_OK; /* the arena reports a lack of free memory */
     return fail(STATUS_MEMORY,
                 "a training step of %d tokens needs at least %.2f MiB on device %s, with nothing "
                 "kept that can be computed again, and may take %.2f MiB: give it shorter datums, "
@@ -224,7 +226,8 @@ static Status micro_keep(int *keep, TrainStep *step)
                 step->micro->T, (double)needs.least * MIB, dev->name, (double)limit * MIB);
 }
 
-/* What is kept of micro-batches [first, end), which backward will see, now or after this call. */
+/* Plans the kept activations of micro-batches [first, end), which backward will see, in this call
+ * or a later one. */
 static Status step_plan(TrainStep *step, int first, int end)
 {
     TrainStep plan = *step;
@@ -236,8 +239,8 @@ static Status step_plan(TrainStep *step, int first, int end)
     return STATUS_OK;
 }
 
-/* How many micro-batches a kept forward holds, with room for them and for the others' backward;
- * none where memory is short. What is held beside others is kept whole. */
+/* How many micro-batches a kept forward holds, with room for them and for the others' backward; 0
+ * where memory is short. Micro-batches that are held side by side are kept whole. */
 static Status step_reserve_kept(TrainStep *step)
 {
     const Trainer *trainer = step->trainer;
@@ -309,8 +312,8 @@ static Status micro_run(TrainStep *step, int i)
     return last ? last : status;
 }
 
-/* Adds FRESH gradients to the others, with the loss and the counts that are behind them, unless the
- * call failed or they are not finite; clears them. */
+/* Adds the FRESH gradients to the others, with their loss and counts, and clears them. It adds
+ * nothing if the call failed or they are not finite. */
 static Status gradients_take(const TrainStep *step, Status status, double loss)
 {
     Adapter *adapter = step->trainer->adapter;
@@ -329,7 +332,7 @@ static Status gradients_take(const TrainStep *step, Status status, double loss)
     return status;
 }
 
-/* Runs an open step, for which there is memory, and adds up what it gave. */
+/* Runs an open step, for which there is memory, and adds its gradients to the others. */
 static Status step_run(TrainStep *step, double *loss_sum)
 {
     Status status = STATUS_OK;

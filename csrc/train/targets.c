@@ -1,10 +1,11 @@
 /* train/targets.c - the objective that is a loss on the targets' log-probabilities (losses.c).
  *
- * A chunk of rows has its logits, then its log-probabilities; the host makes their loss; the logits
- * turn into their gradient in place. A loss whose gradient is known beforehand (`linear`) is told
- * at the end, and the host waits once. A loss that needs whole datums is evaluated after the last
- * chunk, and the logits of each are computed once more, to the same bits, for their gradient. For
- * any other loss the device is a chunk ahead of the host, if it can be. */
+ * For each chunk of rows the device computes logits, then log-probabilities. The host computes
+ * their loss, and the logits are overwritten with their gradient. A loss whose gradient does not
+ * depend on log-probabilities (`linear`) is evaluated at the end, and the host waits once. A loss
+ * that needs whole datums is evaluated after the last chunk; the logits of each chunk are then
+ * computed once more, to the same bits, for their gradient. For any other loss the device is a
+ * chunk ahead of the host, if it can be. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,14 +16,14 @@ typedef struct Targets {
     float *flat, *input[LOSS_INPUTS]; /* of the targets at hand; flat: dlogp in the datums' order */
 } Targets;
 
-/* Whether the host needs a chunk's log-probabilities before its gradient can be computed. */
+/* Whether the host needs a chunk's log-probabilities to compute its gradient. */
 static int waits(const TrainStep *step)
 {
     return step->with_backward && !step->loss->linear && !step->loss->whole;
 }
 
-/* By how many chunks the device then is ahead, so that it does not wait for the host: a chunk's
- * logits take it 100 µs and more, and the way to the host and back some 40. */
+/* How many chunks the device is then ahead, so that it does not wait for the host. A chunk's logits
+ * take it 100 µs and more; the way to the host and back takes some 40. */
 static int chunks_ahead(const TrainStep *step)
 {
     return step_device(step)->async && waits(step) && step->head.chunk < step->head.T;
@@ -57,9 +58,9 @@ static size_t targets_place(TrainStep *step, Arena *arena)
     return arena->used;
 }
 
-/* ---- what the host does ---- */
+/* ---- the host's work ---- */
 
-/* Evaluates a call, whose targets are those that `source` lists, or where it is NULL those from
+/* Evaluates the loss of the targets that `source` lists, or, where it is NULL, of those from
  * `from`. */
 static Status piece_loss(TrainStep *step, LossCall *call, const int32_t *source, int64_t from)
 {
@@ -74,7 +75,7 @@ static Status piece_loss(TrainStep *step, LossCall *call, const int32_t *source,
     return step_loss(step, step->loss->evaluate(call));
 }
 
-/* That of rows [from, to), in the order of the head. */
+/* Evaluates the loss of rows [from, to), in the order of the head. */
 static Status rows_loss(TrainStep *step, int from, int to)
 {
     const int32_t *start = step->pack.start + from;
@@ -109,7 +110,8 @@ static Status rows_answer(TrainStep *step, int from, int to)
     return STATUS_OK;
 }
 
-/* A linear loss's gradient, from log-probabilities of 0, of which it is 0. */
+/* A linear loss's gradient, computed with log-probabilities of 0, because it does not depend on
+ * them. */
 static Status linear_answer(TrainStep *step, int from, int to)
 {
     memset(step->logp, 0, (size_t)step->micro->targets * sizeof(float));
@@ -163,9 +165,9 @@ static void chunk_backward(TrainStep *step, int row)
     head_logits_backward(h, step->trainer->adapter, step->grads.dxn, row, rows);
 }
 
-/* Rows [0, end) in chunks, and if `back` those that are live on to their gradient. Where the host
- * must tell it, it fetches one chunk's log-probabilities while the device is already at the next
- * one's. */
+/* Computes rows [0, end) in chunks, and, if `back`, the gradient of the live ones. Where the host
+ * must compute the loss, it fetches one chunk's log-probabilities while the device already computes
+ * the next chunk. */
 static Status chunks_run(TrainStep *step, int end, int back)
 {
     Device *dev = step_device(step);
@@ -186,8 +188,8 @@ static Status chunks_run(TrainStep *step, int end, int back)
     return STATUS_OK;
 }
 
-/* Rows whose log-probabilities anybody wants: those that are not live have none where there is no
- * place for the result. Whole chunks. */
+/* Rows whose log-probabilities are wanted, in whole chunks. Without a place for the result, rows
+ * that are not live are left out. */
 static int rows_wanted(const TrainStep *step)
 {
     const Head *h = &step->head;
@@ -208,7 +210,7 @@ static Status targets_head(TrainStep *step)
     return waits(step) ? STATUS_OK : step_host(step, rows_fetch, 0, end);
 }
 
-/* The loss of those that nobody waited for. */
+/* Evaluates the loss of rows that no chunk waited for. */
 static Status targets_tell(TrainStep *step, int from, int to)
 {
     (void)to;

@@ -1,10 +1,11 @@
-/* train/train.h - forward_backward: datums, losses, and what a call of them adds to an adapter.
+/* train/train.h - forward_backward: datums, losses, and how a call adds their gradients to an
+ * adapter.
  *
  *   Trainer  the memory and the limits of an adapter's training calls (trainer.c)
  *   Datums   a call's sequences, targets and the loss's inputs, as flat arrays
  *   Loss     how target log-probabilities become a loss (losses.c)
- *   Lesson   what the teacher of a distillation reads (distill.c)
- *   Plan     what all of it takes, before anything is allocated (plan.c) */
+ *   Lesson   the sequences of the teacher in a distillation (distill.c)
+ *   Plan     the memory of all of it, before anything is allocated (plan.c) */
 #ifndef TINSMITH_TRAIN_H
 #define TINSMITH_TRAIN_H
 
@@ -49,13 +50,13 @@ typedef struct Loss {
         double initial; /* NAN: there is none, it must come; INFINITY: no bound */
     } key[LOSS_KEYS];
     int gate; /* input whose zeros mean: no gradient here; or UNGATED */
-    Status (*check)(const Datums *datums);    /* what the row cannot say; NULL: nothing */
+    Status (*check)(const Datums *datums);    /* checks beyond this table; NULL: none */
     double (*evaluate)(const LossCall *call); /* returns the loss, writes dlogp */
 } Loss;
 
 const Loss *loss_find(const char *name);
 const Loss *loss_at(int index); /* NULL past the end */
-/* Not of the table: its one input is d loss / d logp itself. */
+/* Not in the table: its one input is d loss / d logp itself. */
 extern const Loss loss_given;
 
 struct Datums {
@@ -67,12 +68,12 @@ struct Datums {
     double key[LOSS_KEYS];
 };
 
-/* Number `target` of the loss's input j, or what stands in for it. */
+/* Number `target` of the loss's input j, or its default. */
 float loss_input(const Loss *loss, const Datums *datums, int j, int64_t target);
 
 /* ---- datums.c ---- */
 
-/* Lengths, ids and numbers, against the model and the loss; the sentence names the datum. */
+/* Checks lengths, ids and numbers, against the model and the loss; an error names the datum. */
 Status datums_check(const Datums *datums, const Model *model, const Loss *loss);
 
 /* ---- trainer.c ---- */
@@ -81,23 +82,23 @@ typedef struct KeptForward KeptForward; /* trainer.c */
 
 typedef struct TrainerLimits {
     int step_tokens;   /* rows of a micro-batch */
-    size_t step_bytes; /* that a step may take */
-    size_t keep_bytes; /* that a kept forward may hold; one micro-batch in any case */
+    size_t step_bytes; /* the most that a step may take */
+    size_t keep_bytes; /* the most that a kept forward may hold; one micro-batch in any case */
 } TrainerLimits;
 
-/* What an adapter's training calls have of their own. */
+/* The state of an adapter's training calls. */
 typedef struct Trainer {
     Adapter *adapter;
     TrainerLimits limits;
-    Arena arena;         /* of a step */
-    KeptForward *kept;   /* the forward that backward may follow, or NULL */
-    int held, held_keep; /* micro-batches of it whose activations still lie in the arena, and what
-                            is kept of each */
+    Arena arena;            /* of a step */
+    KeptForward *kept;      /* the forward that backward may follow, or NULL */
+    int held, held_keep;    /* micro-batches of it whose activations are still in the arena, and how
+                               much is kept of each */
     atomic_int interrupted; /* set from outside: the step under way stops */
 } Trainer;
 
 /* For an adapter, which may be a snapshot or have no memory, and must live longer. A limit of 0
- * rows is as many as the device has use for, if it has the memory; of 0 bytes of a step, the
+ * rows means as many as make the device faster, if it has the memory. A limit of 0 bytes means the
  * default. */
 Status trainer_open(Trainer **trainer, Adapter *adapter, const TrainerLimits *limits);
 void trainer_close(Trainer *trainer);
@@ -109,15 +110,14 @@ typedef enum Pass { FORWARD, FORWARD_KEEP, FORWARD_BACKWARD } Pass;
  * nothing was added. */
 Status trainer_forward_backward(Trainer *trainer, const Datums *datums, const Loss *loss, Pass pass,
                                 float *logp, double *loss_sum);
-/* Adds to the gradients what FORWARD_BACKWARD of the kept forward's datums would have added, if the
- * loss had this dlogp (count numbers, like targets); loss is Σ dlogp·logp. Uses the kept forward
- * up; an error leaves it, to be computed again. */
+/* Adds to the gradients the same as FORWARD_BACKWARD of the kept forward's datums, for a loss with
+ * this dlogp (count numbers, like targets); loss is Σ dlogp·logp. It uses up the kept forward.
+ * After an error the kept forward stays, to be computed again. */
 Status trainer_backward(Trainer *trainer, const float *dlogp, int64_t count, double *loss_sum);
 
 /* ---- distill.c: a loss between two distributions over the vocabulary ---- */
 
-/* What a teacher reads: a sequence for each datum, its own prompt and then the datum's completion.
- */
+/* The teacher's sequences: one for each datum, its own prompt and then the datum's completion. */
 typedef struct Lesson {
     const Model *model;     /* of the student's vocabulary */
     const Adapter *adapter; /* on that model; NULL: none */
@@ -125,18 +125,19 @@ typedef struct Lesson {
     int64_t token_total, count; /* lengths of the two arrays, as they came */
 } Lesson;
 
-/* As trainer_forward_backward, for a taught loss; also the divergence of each row, (token_total), 0
- * where its weight is. */
+/* As trainer_forward_backward, for a taught loss. Also gives the divergence of each row,
+ * (token_total), 0 where its weight is. */
 Status trainer_distill(Trainer *trainer, const Datums *datums, const Loss *loss,
                        const Lesson *lesson, int with_backward, float *logp, float *divergence,
                        double *loss_sum);
 
-/* ---- plan.c: what is taken where nothing else is said ---- */
+/* ---- plan.c: the memory that is planned by default ---- */
 
-/* Bytes of everything, before anything is allocated. */
+/* All memory in bytes, before anything is allocated. */
 typedef struct Plan {
     size_t weights, adapter, step, own, kv_token, cache, free, all;
-    size_t scratch, step_most; /* of `own`, a step's; what a step may take, that among it */
+    size_t scratch, step_most; /* of `own` the ops' scratch of a step; the most that a step may
+                                  take, which includes it */
     int step_tokens, keep;
     int longest; /* tokens of the longest datum that a step can train */
 } Plan;

@@ -1,15 +1,15 @@
 /* train/trainer.c - an adapter's training calls: forward_backward and its halves, their memory and
  * their limits.
  *
- * A step's rows are made of the memory that there is in all, not of what is free just now:
- * gradients are summed step by step, and the same run on the same card gives the same bits. What a
- * step keeps of its layers (acts.c) changes no result, and is as much as fits in what is free. Rows
- * are few enough that all of it does: longer datums, or a smaller limit, cost the time that it
- * takes to make the rest again.
+ * A step's rows follow from the device's memory in all, not from the memory that is free just now.
+ * Gradients are summed step by step, so the same run on the same card gives the same bits. The
+ * activations that a step keeps (acts.c) change no result, and are as many as fit in the free
+ * memory. Rows are few enough that all activations fit. Longer datums, or a smaller limit, cost the
+ * time of activation recomputation.
  *
- * Of a forward that backward may follow its datums are remembered, whose arrays the caller may
- * change meanwhile, and the stamp of the weights that it was made with: of other weights it is no
- * forward. Its activations lie in the arena (step.c). */
+ * For a kept forward its datums are copied, because the caller may change the arrays before
+ * backward. So is the stamp of the weights that it was computed with: with other weights the kept
+ * forward is not valid. Its activations lie in the arena (step.c). */
 #include <stdlib.h>
 #include <string.h>
 
@@ -17,7 +17,7 @@
 
 enum { STEP_TOKENS_MIN = 256 };
 
-/* In one block; of the datums all but the loss's inputs. */
+/* In one block; the datums without the loss's inputs. */
 struct KeptForward {
     uint64_t stamp;
     Datums datums;
@@ -89,7 +89,7 @@ static Status kept_copy(KeptForward **out, const Datums *d, uint64_t stamp)
     return STATUS_OK;
 }
 
-/* Another one, or none, from here on. */
+/* From here on another kept forward, or none. */
 static void kept_set(Trainer *trainer, KeptForward *kept, int held)
 {
     free(trainer->kept);
@@ -97,7 +97,7 @@ static void kept_set(Trainer *trainer, KeptForward *kept, int held)
     trainer->held = held;
 }
 
-/* Forgets one of earlier weights. */
+/* Forgets a kept forward of earlier weights. */
 static void kept_check(Trainer *trainer)
 {
     if (trainer->kept && trainer->kept->stamp != trainer->adapter->stamp)
