@@ -13,19 +13,21 @@ A slip is a few lines of one of the *.txt files beside this one:
     ~ nothing reads that row            only where nobody can notice: the reason
 
 Text with several lines has a sign before each, and its own indentation. A row whose old text is not
-there once ends the run before anything is planted: the table then is to be brought up to date. The
-tests that a run asks for are first asked without any slip, and must pass: a failure says nothing
-otherwise.
+there once, or whose tests are not there, ends the run before anything is planted: the table then is
+to be brought up to date. The tests that a run asks for are first asked without any slip, and must
+pass: a failure says nothing otherwise. A slip whose tests hang "took too long", which is neither
+noticed nor unnoticed.
 
 Copies lie in the folder for temporary files and stay there, built, for the next run; the checkout
 itself is never touched. C is compiled with ccache where there is one: without it every slip in C
-costs a whole build. Slips in cuda/ are seen through the emulated device, in a copy of its own."""
+costs a whole build. The emulated CUDA device is built before the tests, which would build it
+themselves, in their own time: slips in cuda/ are seen through it."""
 
 import argparse
 import contextlib
 import fnmatch
 import os
-import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -33,15 +35,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-# For one test, for all that a slip asks, and for a build. What hangs has noticed.
+# For one test, for all that a slip asks, and for a build.
 TEST_SECONDS, RUN_SECONDS, BUILD_SECONDS = 120, 400, 3600
 FAILED = ("FAILED tests", "ERROR tests")  # how pytest's lines of its summary begin
+TIMEOUT = re.compile(r"^\++ Timeout \++$|Timeout \(>", re.MULTILINE)  # what pytest-timeout says
+EMULATED = """
+import sys
+sys.path.insert(0, "tests")
+import engine
+sys.exit(engine.emulated_build()[1] or 0)
+"""
 CCACHE = Path("/usr/lib/ccache")  # its compilers' names, where Debian puts them
 
 
@@ -74,7 +84,7 @@ class Slip:
             return "the row lacks its old text or its tests"
         if count != 1:
             return f"its old text is there {count} times"
-        missing = [test for test in self.tests if not (ROOT / test.partition("::")[0]).is_file()]
+        missing = [test for test in self.tests if not is_there(test)]
         if missing:
             return f"there is no {missing[0]}"
         if self.file.suffix == ".py":
@@ -83,6 +93,13 @@ class Slip:
             except SyntaxError as error:
                 return f"its new text is no Python: {error}"
         return ""
+
+
+def is_there(test: str) -> bool:
+    """Whether there is a test's file, and in it the function."""
+    file, _, name = test.partition("::")
+    name, path = name.partition("[")[0], ROOT / file
+    return path.is_file() and (not name or f"def {name}(" in path.read_text())
 
 
 def known_files() -> list[str]:
@@ -125,12 +142,15 @@ def one_of(files: list[str], name: str, where: str) -> str:
     return found[0]
 
 
+class TooLong(Exception):
+    """A command did not end in its time."""
+
+
 class Copy:
     """The checkout once more, with a build of its own."""
 
-    def __init__(self, number: int, *, emulated: bool):
-        kind = "emulated" if emulated else "plain"
-        name = f"tinsmith-mutants-{os.getuid()}-{ROOT.name}-{kind}-{number}"
+    def __init__(self, number: int):
+        name = f"tinsmith-mutants-{os.getuid()}-{ROOT.name}-{number}"
         self.root = Path(tempfile.gettempdir()) / name
         self.temporary = self.root.with_name(f"{name}-tmp")
         self.built = False  # what is built is what stands there
@@ -155,9 +175,6 @@ class Copy:
         }
         if CCACHE.is_dir():
             self.environment["PATH"] = f"{CCACHE}:{os.environ['PATH']}"
-        self.environment.pop("TINSMITH_EMULATE_CUDA", None)
-        if emulated:
-            self.environment["TINSMITH_EMULATE_CUDA"] = "1"
 
     def put(self, file: Path, text: str) -> None:
         """Changes a file; what is built of it is to be built again."""
@@ -165,11 +182,11 @@ class Copy:
         self.built = self.built and file.suffix == ".py"
 
     def run(self, command: list[str], seconds: float) -> tuple[int, str]:
-        """A command's exit code and what it printed; -9 when it took too long. Whatever it has
+        """A command's exit code and what it printed; TooLong without an end. Whatever it has
         started ends with it."""
         shutil.rmtree(self.temporary, ignore_errors=True)
         self.temporary.mkdir()
-        process = subprocess.Popen(
+        with subprocess.Popen(
             command,
             cwd=self.root,
             env=self.environment,
@@ -177,31 +194,34 @@ class Copy:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-        )
-        try:
-            said, _ = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            said = f"it took more than {seconds} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        return process.wait(), said
+        ) as process:
+            try:
+                said, _ = process.communicate(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                raise TooLong(f"it took more than {seconds} s") from None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        return process.returncode, said
 
     def build(self) -> str:
         """Builds what has changed; returns what went wrong."""
-        if not self.built:
-            command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", "-j2"]
-            code, said = self.run(command, BUILD_SECONDS)
+        setup = ["setup.py", "--quiet", "build_ext", "--inplace", "-j2"]
+        for command in () if self.built else (setup, ["-c", EMULATED]):
+            code, said = self.run([sys.executable, *command], BUILD_SECONDS)
             if code:
-                return said
-            self.built = True
+                return said or f"exit code {code}"
+        self.built = True
         return ""
 
     def ask(self, tests: list[str], seconds: float = RUN_SECONDS) -> tuple[int, str]:
-        """pytest's exit code for some tests, the first failure ending it, and its last words."""
+        """pytest's exit code for some tests, the first failure ending it, and its last words;
+        TooLong where a test has no end."""
         command = [sys.executable, "-m", "pytest", "-x", "--tb=line", "-p", "no:cacheprovider"]
         limit = [f"--timeout={TEST_SECONDS}", "--timeout-method=thread"]
         code, said = self.run([*command, *limit, *tests], seconds)
+        if code and TIMEOUT.search(said):
+            raise TooLong(f"a test took more than {TEST_SECONDS} s")
         failed = [line for line in said.splitlines() if line.startswith(FAILED)]
         return code, failed[0].partition(" - ")[0] if failed else said[-2000:]
 
@@ -215,6 +235,8 @@ def try_one(copy: Copy, slip: Slip) -> tuple[str, str]:
         if said:
             return "not built", said[-2000:]
         code, said = copy.ask(slip.tests)
+    except TooLong as error:
+        return "took too long", str(error)
     finally:
         copy.put(slip.file, original)
     if code in (3, 4, 5):
@@ -231,58 +253,58 @@ class Progress:
     """The slips that are left, and what became of the others."""
 
     def __init__(self, slips: list[Slip]):
-        self.left: queue.SimpleQueue[Slip] = queue.SimpleQueue()
-        for slip in slips:
-            self.left.put(slip)
         self.ends: list[tuple[str, Slip]] = []
         self.total = len(slips)
+        self._left = deque(slips)
         self._lock = threading.Lock()
+
+    def next(self) -> Slip | None:
+        """One that is left."""
+        with self._lock:
+            return self._left.popleft() if self._left else None
+
+    def stop(self) -> None:
+        """Leaves none."""
+        with self._lock:
+            self._left.clear()
 
     def add(self, end: str, slip: Slip, said: str, seconds: float) -> None:
         """A slip has been tried."""
         with self._lock:
             self.ends.append((end, slip))
             place = f"{len(self.ends)}/{self.total}"
-            print(f"{place:>8} {end:10} {seconds:6.1f} s  {slip.title}", flush=True)
+            print(f"{place:>8} {end:13} {seconds:6.1f} s  {slip.title}", flush=True)
             if said:
-                print(" " * 30 + said.replace("\n", "\n" + " " * 30), flush=True)
+                print(" " * 33 + said.replace("\n", "\n" + " " * 33), flush=True)
 
 
 def work(number: int, progress: Progress) -> None:
-    """Tries slips until none is left, in copies of its own."""
-    copies: dict[bool, Copy] = {}
-    while not progress.left.empty():
-        try:
-            slip = progress.left.get_nowait()
-        except queue.Empty:
-            return
-        begin, emulated = time.monotonic(), needs_emulator(slip)
-        if emulated not in copies:
-            copies[emulated] = Copy(number, emulated=emulated)
-        end, said = try_one(copies[emulated], slip)
-        progress.add(end, slip, said, time.monotonic() - begin)
-
-
-def needs_emulator(slip: Slip) -> bool:
-    """Whether only the emulated device can show a slip."""
-    return slip.file.parts[0] == "cuda" or any("test_cuda" in test for test in slip.tests)
+    """Tries slips until none is left, in a copy of its own. Where it fails, the others stop."""
+    try:
+        copy = Copy(number)
+        while slip := progress.next():
+            begin = time.monotonic()
+            end, said = try_one(copy, slip)
+            progress.add(end, slip, said, time.monotonic() - begin)
+    except BaseException:
+        progress.stop()
+        raise
 
 
 def check_without(slips: list[Slip]) -> str:
     """Asks all tests that the slips name, without any of them; returns what went wrong."""
-    for emulated in sorted({needs_emulator(slip) for slip in slips}):
-        own = [slip for slip in slips if needs_emulator(slip) == emulated]
-        copy = Copy(0, emulated=emulated)
+    copy = Copy(0)
+    tests = sorted({test for slip in slips for test in slip.tests})
+    files = {test for test in tests if "::" not in test}
+    tests = [*files, *(test for test in tests if test.partition("::")[0] not in files)]
+    try:
         said = copy.build()
         if said:
             return said
-        tests = sorted({test for slip in own for test in slip.tests})
-        files = {test for test in tests if "::" not in test}
-        tests = [*files, *(test for test in tests if test.partition("::")[0] not in files)]
-        code, said = copy.ask(tests, RUN_SECONDS * len(own))
-        if code:
-            return f"without any slip: {said}"
-    return ""
+        code, said = copy.ask(tests, RUN_SECONDS * len(slips))
+    except TooLong as error:
+        return f"without any slip: {error}"
+    return f"without any slip: {said}" if code else ""
 
 
 def main() -> int:
@@ -300,18 +322,19 @@ def main() -> int:
         return 1 if faults else 0
     pattern = f"*{options.only}*"
     slips = [slip for slip in slips if fnmatch.fnmatch(f"{slip.table} {slip.title}", pattern)]
-    slips.sort(key=needs_emulator)
     begin, fault = time.monotonic(), check_without(slips)
     if fault:
         print(fault)
         return 1
     print(f"{len(slips)} slips; their tests pass without any ({time.monotonic() - begin:.0f} s)")
     progress = Progress(slips)
-    threads = [threading.Thread(target=work, args=(n, progress)) for n in range(options.jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        try:
+            for done in as_completed([pool.submit(work, n, progress) for n in range(options.jobs)]):
+                done.result()  # or what a worker failed with, which ends the run
+        except BaseException:
+            progress.stop()
+            raise
     counts = Counter(end for end, _ in progress.ends)
     print(", ".join(f"{count} {end}" for end, count in counts.items()))
     good = ("noticed", "harmless")
