@@ -19,6 +19,12 @@ void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
     cuda->status = status;
 }
 
+int cuda_check(CudaDevice *cuda, cudaError_t error, const char *what, const char *file, int line)
+{
+    if (error != cudaSuccess) cuda_fail(cuda, STATUS_DEVICE, "%s:%d: %s", file, line, what);
+    return error != cudaSuccess;
+}
+
 /* Each round turns the block's numbers round. 1: no barrier between writing and reading; 2: none
  * between reading and the next round's writing. */
 static __global__ void barrier_kernel(float *out, int bug)

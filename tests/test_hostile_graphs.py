@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
+import torch
 from conftest import Wire, make_datum
 from loss_graphs import LARGE, LOGPROBS, X, Y, function, graph_of, method, node
 from tinsmith.losses import custom_loss, evaluation, functions
@@ -543,6 +544,19 @@ def test_no_graph_ends_otherwise() -> None:
             told(refusal)
             ends[type(refusal)] += 1
     assert len(ends) >= 3 and min(ends["value"], ends[ValueError]) > 30
+
+
+def test_many_points_are_refused_where_torch_forgot_that_linspace_makes_a_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers replaces torch.linspace while it loads a model: if torch lists what makes
+    tensors just then, torch.device("meta") no longer knows linspace."""
+    known = torch.utils._device._device_constructors()
+    left = {function for function in known if function is not torch.linspace}
+    monkeypatch.setattr(torch.utils._device, "_device_constructors", lambda: left)
+    nodes, sentence = UNFIT["many points"]
+    with pytest.raises(ValueError, match=sentence):
+        evaluate(custom_loss.check("mine", LOGPROBS, graph_of(*nodes)), [LOGP], [()])
 
 
 def test_a_server_answers_them_all(server: Any, caplog: pytest.LogCaptureFixture) -> None:

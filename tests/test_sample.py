@@ -357,6 +357,7 @@ def mixed_alone(device: str, name: str) -> list[dict[str, Any]]:
 
 JOINS = {
     "llama": {},
+    "qwen2-window": {0: 12, 1: 0, 3: 5},
     "qwen2": {0: 0, 1: 3, 2: 7, 3: 7, 4: 20, 5: 40},
     "qwen3": {0: 40, 1: 20, 2: 9, 3: 2, 4: 1},
 }

@@ -68,7 +68,9 @@ def look(group: str, run: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         if group in ("sized", "new"):
             most *= math.prod(abs(item) + 1 for item in given if isinstance(item, int))
         if most > NUMBERS_MAX:
-            _measure(run, args, kwargs)
+            # Told by name: torch.device("meta") forgets functions that transformers has patched.
+            made = {"device": "meta"} if group == "new" else {}
+            _measure(run, args, {**kwargs, **made})
     if group not in ("joins", "picks"):
         for item in (*args, *kwargs.values()):
             if isinstance(item, tuple | list) and len(item) > LIST_MAX:
