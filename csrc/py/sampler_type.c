@@ -291,7 +291,7 @@ static PyMethodDef methods[] = {
      "request."},
     {"step", sampler_step_method, METH_NOARGS,
      "step() -> (list[(request, sample, token)], list[request])\n\nOne forward: what was drawn, "
-     "and who is done."},
+     "and which requests are done."},
     {"stop", sampler_stop_method, METH_VARARGS,
      "stop(request, sample)\n\nEnds a sample after its newest token."},
     {"interrupt", sampler_interrupt_method, METH_NOARGS,

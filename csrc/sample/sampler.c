@@ -231,6 +231,20 @@ static void ask_logits(SampleStep *step, const Ask *asks, int count)
     }
 }
 
+/* Logits of the rows at their draws' temperatures, and each row's lse. */
+static void temper_logits(SampleStep *step, const Ask *asks, const Draw *draws, int count)
+{
+    const Model *m = step->sampler->model;
+    Device *d = m->dev;
+    int32_t start[STEP_ROWS + 1] = {0}; /* no row scores an id */
+    ask_logits(step, asks, count);
+    d->upload(d, step->draws, draws, (size_t)count * sizeof *draws);
+    d->upload(d, step->start, start, (size_t)(count + 1) * sizeof *start);
+    d->temper(d, step->logits, step->draws, count, m->shape.vocab);
+    d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, count,
+               m->shape.vocab);
+}
+
 /* Copies the `top` best of the chunk's rows to the host. Some rows want fewer. */
 static void tops_fetch(SampleStep *step, int count)
 {
@@ -277,7 +291,7 @@ static Status draw_prompt(SampleStep *step, const Ask *asks, int count)
 {
     const Model *m = step->sampler->model;
     Device *d = m->dev;
-    int32_t ids[STEP_ROWS] = {0}, start[STEP_ROWS + 1] = {0};
+    int32_t ids[STEP_ROWS] = {0};
     Draw draws[STEP_ROWS] = {0};
     int most = 0;
     for (int i = 0; i < count; i++) {
@@ -291,12 +305,7 @@ static Status draw_prompt(SampleStep *step, const Ask *asks, int count)
         if (spec->draws > most) most = spec->draws;
     }
     if (!most) return STATUS_OK;
-    ask_logits(step, asks, count);
-    d->upload(d, step->draws, draws, (size_t)count * sizeof *draws);
-    d->upload(d, step->start, start, (size_t)(count + 1) * sizeof *start);
-    d->temper(d, step->logits, step->draws, count, m->shape.vocab);
-    d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, count,
-               m->shape.vocab);
+    temper_logits(step, asks, draws, count);
     for (int j = 0; j < most; j++) {
         for (int i = 0; i < count; i++) draws[i].sample = (uint32_t)j;
         d->upload(d, step->draws, draws, (size_t)count * sizeof *draws);
@@ -367,19 +376,13 @@ static void draw_chunk(SampleStep *step, int first, int count)
     const Model *m = step->sampler->model;
     Device *d = m->dev;
     const Ask *asks = step->draw_asks + first;
-    int32_t start[STEP_ROWS + 1] = {0};
     Draw draws[STEP_ROWS] = {0};
     int wanted = 0;
     for (int i = 0; i < count; i++) {
         draws[i] = sequence_draw(step->sampler, asks[i].turn);
         wanted |= asks[i].turn->request->spec.topk_sample;
     }
-    ask_logits(step, asks, count);
-    d->upload(d, step->draws, draws, (size_t)count * sizeof *draws);
-    d->upload(d, step->start, start, (size_t)(count + 1) * sizeof *start);
-    d->temper(d, step->logits, step->draws, count, m->shape.vocab);
-    d->logprob(d, step->lse, step->logp, step->logits, step->ids, step->start, count,
-               m->shape.vocab);
+    temper_logits(step, asks, draws, count);
     d->sample(d, step->ids, step->logp, step->logits, step->lse, step->draws, count,
               m->shape.vocab);
     d->download(d, step->drawn + first, step->ids, (size_t)count * sizeof *step->drawn);

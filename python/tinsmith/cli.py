@@ -144,8 +144,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory",
         metavar="SIZE",
-        help="what models, caches and runs may take together, such as 800M or 12G; models that "
-        "nobody uses make room for others, and requests that wait take an eighth more at most "
+        help="what models, caches and runs may take together, such as 800M or 12G; idle "
+        "models make room for others, and waiting requests take an eighth more at most "
         "(default: nine tenths of the machine's or the card's)",
     )
     parser.add_argument(
