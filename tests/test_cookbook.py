@@ -141,18 +141,13 @@ def test_a_recipe_that_fails_gives_its_own_exit_code(tmp_path: Path) -> None:
     assert subprocess.run(command, cwd=tmp_path, timeout=120).returncode == 7
 
 
-def test_the_demo_repeats_and_shows_what_changed(
+def test_the_demo_shows_what_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "PER_SKILL", 5)
-    losses = []
-    for name in ("first", "again"):
-        out = tmp_path / name
-        assert demo.main(["--steps", "3", "--out", str(out), "--device", "cpu"]) == 0
-        losses.append([row["loss"] for row in demo.metrics(out / "sdft")])
-        assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert len(set(losses[0])) == 3
-    assert losses[0] == losses[1]  # one seed, one result
+    monkeypatch.setattr(demo, "PER_SKILL", 2)
+    assert demo.main(["--steps", "3", "--out", str(tmp_path), "--device", "cpu"]) == 0
+    assert len({row["loss"] for row in demo.metrics(tmp_path / "sdft")}) == 3
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     for words in (*data.SKILLS, "student before", "student after", "loss a token"):
         assert words in shown

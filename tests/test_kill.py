@@ -23,7 +23,7 @@ from tinsmith.files import checkpoint
 from tinsmith.files.families import load_model
 from tinsmith.server.state import State
 
-STEPS, SAVE_EVERY, KILLED_AFTER = 8, 2, 5
+STEPS, SAVE_EVERY, KILLED_AFTER = 6, 2, 3
 METRICS = ("loss", "loss_tokens", "grad_norm")
 
 

@@ -114,7 +114,7 @@ def test_a_setting_that_is_none_is_refused(
 def test_the_demo_shows_both_recipes_curves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "PER_SKILL", 5)
+    monkeypatch.setattr(demo, "PER_SKILL", 2)
     arguments = ["--steps", "2", "--out", str(tmp_path), "--device", "cpu"]
     assert compare.main(arguments) == 0
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")

@@ -269,7 +269,7 @@ def test_reading_a_request_lets_others_run(form: tuple[int, int, int]) -> None:
 
 
 def test_writing_a_result_lets_others_run() -> None:
-    result = BatchResult((numbers(20_000_000), *(numbers(100) for _ in range(20_000))), 0.0)
+    result = BatchResult((numbers(10_000_000), *(numbers(100) for _ in range(20_000))), 0.0)
     message = pb.ForwardBackwardOutput()
     data = result.logprobs[0].tobytes()
 
@@ -277,7 +277,7 @@ def test_writing_a_result_lets_others_run() -> None:
         message.loss_fn_outputs.add().fields["logprobs"].data = data
         message.SerializeToString()
 
-    expected = held(at_once)
+    expected = held(at_once, tries=3)
     assert held(lambda: wire.batch_message(result)).longest < expected.longest / 4
 
 

@@ -161,7 +161,7 @@ def test_a_token_is_drawn_by_its_seed_its_sample_and_its_position() -> None:
 # ---- against the trainer ----
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", (*NAMES, "qwen3-tied", "mistral"))
 def test_a_sampled_logprob_is_the_trainers_bit_for_bit(name: str) -> None:
     """All in one batch: greedy samples and others, of three adapters and none."""
     adapters = [None, adapter_of(name, 1), adapter_of(name, 2, rank=1), adapter_of(name, 3)]

@@ -1,11 +1,11 @@
-"""The soak of benchmarks/soak.py for ten seconds: four clients at once, and each result is what
+"""The soak of benchmarks/soak.py for four seconds: four clients at once, and each result is what
 it is alone."""
 
 import importlib.util
 import sys
 from pathlib import Path
 
-SECONDS = 10.0
+SECONDS = 4.0
 
 
 def test_four_clients_at_once_get_what_each_gets_alone(tmp_path: Path) -> None:
@@ -18,4 +18,4 @@ def test_four_clients_at_once_get_what_each_gets_alone(tmp_path: Path) -> None:
     report = soak.soak(tmp_path, SECONDS)
     assert report.differences == []
     assert len(report.rounds) == 4 and min(report.rounds.values()) >= 1
-    assert report.results > 200
+    assert report.results > 100
