@@ -70,9 +70,10 @@ def make_model(folder: Path, width: int, ffn: int, layers: int) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     words = {"type": "WordLevel", "unk_token": "a", "vocab": {"a": VOCAB - 1}}
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "model": words}))
-    slots = _core.Model(*families.read_config(folder)).slots
+    core, family = _core.Model(*families.read_config(folder)), families.read_family(folder)
     forms = {
-        families.NAMES[slot].format(layer=layer): (rows, cols) for slot, layer, rows, cols in slots
+        family.tensor(slot, layer, index): (rows, cols)
+        for slot, layer, index, rows, cols in core.slots
     }
     shapes = {
         name: (np.dtype(np.uint16), form[1:] if form[0] == 1 else form)

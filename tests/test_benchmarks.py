@@ -37,6 +37,7 @@ PROGRAMS = {
         "--shape tiny --batches 1 3 --datums 2 --length 9 --new 2 --clock wall"
     ),
     "start": "",
+    "latency": "--request 1 --adapter 1 --model 1",
 }
 ROWS = {  # case -> sides, "" for any further case of the table
     "ops": {
@@ -64,6 +65,10 @@ ROWS = {  # case -> sides, "" for any further case of the table
     },
     "scaling threads tokens length rank adapters": {
         case: ["tinsmith"] for case in (str(CORES), "4096", "2048", "128", "32", "0")
+    },
+    "latency": {
+        case: ["busy", "idle"]
+        for case in ("request", "its result", "create", "snapshot", "save", "open")
     },
     "start": {
         "first forward_backward": ["tinsmith.Model", "tinsmith serve"],
