@@ -8,7 +8,7 @@ import pytest
 import tinker
 from small_run import PROMPT, make_client, make_data, sample, train
 from tinsmith.engine import bases
-from tinsmith.engine.bases import inspect_models, memory_of, parse_bytes, readable
+from tinsmith.engine.bases import Hold, inspect_models, memory_of, parse_bytes, readable
 from tinsmith.engine.loading import Loading
 from tinsmith.files.families import load_model
 from tinsmith.server.backend import Backend
@@ -184,20 +184,24 @@ def test_a_failed_allocation_makes_room_too(models, tmp_path, expected, monkeypa
             sample(clients["other"], 1, **DRAW)
 
 
-def test_a_cache_takes_a_share_of_the_limit_but_holds_a_context(models, tmp_path):
+def test_a_cache_takes_a_share_of_the_limit_but_holds_a_context(models, tmp_path, monkeypatch):
     memory = int(2.3 * inspect_models(models)["tiny"].weight_bytes)
     with start({"tiny": models["tiny"]}, tmp_path, memory=memory) as backend:
         held = backend._worker._bases
         [model] = held._loaded.values()
         core, room = model.core, held.cache_tokens(model)
-    token, rest = core.plan(1, 1)["kv_token"], memory - core.weight_bytes
+        token, rest = core.plan(1, 1)["kv_token"], memory - core.weight_bytes
+        run = Hold(model.path, rest - rest // 3, "a run", True)
+        with monkeypatch.context() as patch:
+            patch.setattr(held, "_holds", lambda: [run])
+            beside_a_run = held.cache_tokens(model)
     page = 64
 
     def pages(size: int) -> int:
         return size // token // page * page
 
     assert pages(rest // 4) > (context := int(core.config["context"]))
-    assert room == pages(rest // 4)
+    assert room == pages(rest // 4) and beside_a_run == pages(rest // 6)
     assert core.cache_tokens(memory, 0) == context // page * page
     assert core.cache_tokens(memory, rest // 3) == pages(rest // 6)
     assert core.cache_tokens(core.weight_bytes + 4 * 100 * token, rest) == page

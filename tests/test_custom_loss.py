@@ -24,6 +24,7 @@ from tinker.lib.public_interfaces.custom_loss import LossHandle, encode_graph, t
 from tinsmith.losses import custom_loss, table
 from tinsmith.losses.custom_loss import evaluate
 from tinsmith.losses.graph import CustomLoss, Evaluation
+from tinsmith.server import routes
 
 RANKS = {"logprobs": 1, "v": 1, "ids": 1, "m": 2, "c": 0}
 
@@ -412,6 +413,16 @@ def test_a_request_that_does_not_fit_its_loss(
     given = {key: handle.loss_id if value is None else value for key, value in config.items()}
     with pytest.raises(tinker.RequestFailedError, match=sentence):
         run.forward_backward([make_datum([5, 6], targets, **inputs)], "custom", given).result()
+
+
+def test_a_session_has_so_many_losses(
+    client: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "LOSSES_MAX", 1)
+    ranks = {"logprobs": 2, "weights": 2}
+    assert client.create_custom_loss(smoothed, ranks).result().loss_id is not None
+    with pytest.raises(tinker.RequestFailedError, match="a session has at most 1 custom losses"):
+        client.create_custom_loss(smoothed, ranks).result()
 
 
 def test_a_loss_belongs_to_its_session(client: tinker.ServiceClient, server: Any) -> None:

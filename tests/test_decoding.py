@@ -54,3 +54,14 @@ def test_a_stop_text_in_the_last_token_that_there_is_room_for(base) -> None:
     last = decode(base, PAGE, request).samples[0]
     np.testing.assert_array_equal(last.tokens, stopped.tokens)
     assert (last.stop_reason, stopped.stop_reason) == ("stop", "stop")
+
+
+def test_a_cache_that_is_in_use_is_not_dropped(base) -> None:
+    decoder, future = Decoder(), Future[SampleResult]()
+    decoder.open(base, PAGE)
+    decoder.add(base, None, SampleRequest(PROMPT, max_tokens=2), future)
+    assert not decoder.shut(base.path) and decoder.is_open(base)
+    while decoder.active:
+        decoder.step()
+    assert len(future.result(0).samples[0].tokens) == 2
+    assert decoder.shut(base.path) and not decoder.is_open(base)

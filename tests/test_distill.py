@@ -1,7 +1,9 @@
 """Adapter.distill, the engine's loss with a teacher: one step beside transformers, PEFT and OPSD's
 loss in float64, every LoRA gradient included; rows that do not see each other; what is refused."""
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from distill_cases import LOSS, Pair, distill, in_torch, pair
 from engine import device
-from models import SPECS, call, datum, error, folder, loaded, randomize
+from models import SPECS, Spec, call, datum, error, folder, loaded, make, randomize
 from tinsmith import _core
 from tinsmith.files.families import load_model
 
@@ -80,7 +82,7 @@ def test_the_teacher_may_be_the_student_itself_and_gets_no_gradient() -> None:
 
 
 def test_the_teacher_may_be_another_base_model(tmp_path) -> None:
-    from models import Spec, as_double, make
+    from models import as_double
 
     config = dict(SPECS[NAME].config, hidden_size=28, num_attention_heads=2, num_hidden_layers=1)
     path = make(Spec("qwen3", config), tmp_path / "teacher", seed=9)
@@ -321,6 +323,32 @@ def test_an_interrupt_adds_nothing() -> None:
         thread.join()
     assert not adapter.read("gradients").any() and adapter.pending == (0.0, 0.0, 0.0)
     assert distill(adapter, pairs())[2] == distill(student(), pairs())[2]
+
+
+def test_an_interrupt_ends_the_teachers_forward_between_its_layers(tmp_path) -> None:
+    """In seconds of this thread's own: the student's forward, which sees it too, is short."""
+    sizes = {"num_hidden_layers": 16, "max_position_embeddings": 2000}
+    path = make(Spec("qwen3", {**SPECS[NAME].config, **sizes}), tmp_path / "deep")
+    adapter = _core.Adapter(load_model(path, threads=1).core, rank=1)
+    data, done = [pair(NAME, prompt=1, completion=1, hint=1500)], threading.Event()
+
+    def seconds() -> float:
+        start = time.thread_time()
+        with contextlib.suppress(KeyboardInterrupt):
+            distill(adapter, data, backward=False)
+        return time.thread_time() - start
+
+    def interrupt() -> None:
+        while not done.wait(0.001):
+            adapter.interrupt()
+
+    whole, thread = seconds(), threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        assert min(seconds() for _ in range(3)) < 0.5 * whole
+    finally:
+        done.set()
+        thread.join()
 
 
 # ---- the GPU's device ----

@@ -172,3 +172,25 @@ def test_what_can_not_be_borrowed_is_refused_with_a_sentence():
 
     with pytest.raises(TypeError, match="no DLPack capsule"):
         ops.topk_logprobs(NoCapsule(LOGITS), 2)
+
+
+def test_a_version_of_dlpack_that_is_not_known_is_refused():
+    class Newer(Wrapped):
+        def __dlpack__(self, **_):
+            capsule = _core.dlpack_lend(self.array, False, True)
+            pointer = API.PyCapsule_GetPointer(capsule, b"dltensor_versioned")
+            ctypes.c_uint32.from_address(pointer).value = 2
+            return capsule
+
+    with pytest.raises(ValueError, match=r"logits came as DLPack 2\.0, version 1 is known"):
+        ops.topk_logprobs(Newer(LOGITS), 2)
+
+
+@pytest.mark.parametrize("writeable", [False, True])
+def test_what_is_read_only_is_lent_as_read_only(writeable):
+    array = LOGITS.copy()
+    array.flags.writeable = writeable
+    capsule = _core.dlpack_lend(array, False, True)
+    pointer = API.PyCapsule_GetPointer(capsule, b"dltensor_versioned")
+    flags = ctypes.c_uint64.from_address(pointer + 24)  # behind the version and two pointers
+    assert flags.value == (not writeable)

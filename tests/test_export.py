@@ -66,7 +66,10 @@ def made_by_peft(name: str, path: Path, **options: Any) -> PeftModel:
 
 @pytest.mark.parametrize("unembed", (True, False))
 @pytest.mark.parametrize("name", SPECS)
-def test_a_merged_model_gives_the_adapters_logits(name: str, unembed: bool, tmp_path: Path) -> None:
+def test_a_merged_model_gives_the_adapters_logits(
+    name: str, unembed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peft, "ROWS", 50)  # of a matrix at a time, which here has more
     adapter = saved(name, tmp_path / "a", unembed=unembed)
     assert export(folder(name), tmp_path / "a", tmp_path / "out") == len(adapter.layout) // 2
     tokens = tokens_of(name, 40)
@@ -160,6 +163,34 @@ def test_what_pefts_folders_may_not_have(
         with pytest.raises(ValueError, match=sentence):
             use()
     assert sorted(item.name for item in tmp_path.iterdir()) == ["p"]
+
+
+def test_pefts_folder_leaves_nothing_of_an_adapters_training(tmp_path: Path) -> None:
+    made_by_peft("qwen3", tmp_path / "p")
+    wanted, found = (
+        peft.load_adapter(tmp_path / "p", loaded("qwen3"), optimizer=False) for _ in range(2)
+    )
+    for _ in range(2):
+        call(found, [datum(tokens_of("qwen3", 9))])
+        found.optim_step(
+            learning_rate=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0, grad_clip_norm=0
+        )
+    call(found, [datum(tokens_of("qwen3", 9))])
+    peft.load_into(tmp_path / "p", loaded("qwen3").family, found, optimizer=False)
+    for what in ("weights", "gradients", "m", "v"):
+        np.testing.assert_array_equal(found.read(what), wanted.read(what))
+    assert (found.step, found.pending) == (wanted.step, wanted.pending) == (0, (0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize(("rank", "alpha"), [(3, 8.0), (4, 7.0)])
+def test_pefts_folder_of_another_rank_or_alpha_is_refused(
+    rank: int, alpha: float, tmp_path: Path
+) -> None:
+    made_by_peft("qwen3", tmp_path / "p")
+    adapter = _core.Adapter(loaded("qwen3").core, rank=rank, alpha=alpha, mlp=False, unembed=False)
+    told = f"has rank 3 and alpha 7, this adapter has {rank} and {alpha:g}"
+    with pytest.raises(ValueError, match=told):
+        peft.load_into(tmp_path / "p", loaded("qwen3").family, adapter, optimizer=False)
 
 
 def test_an_adapter_of_another_model_is_a_sentence(tmp_path: Path) -> None:

@@ -308,6 +308,10 @@ def test_stops_are_ids_strings_or_nothing(model) -> None:
     for form in (stop, [stop], np.asarray([stop]), torch.tensor([stop])):
         [cut] = sampler.sample(PROMPT, max_tokens=60, seed=11, stop=form)
         assert (cut.tokens.tolist(), cut.stop_reason) == (free.tokens[:end].tolist(), "stop")
+    many = {"num_samples": 16, "max_tokens": 100, "seed": 3}
+    ended, looked = (sampler.sample(PROMPT, stop=stop, **many) for stop in (None, "never seen"))
+    assert "stop" in {one.stop_reason for one in ended}  # strings leave the end of sequence one
+    assert [one.tokens.tolist() for one in looked] == [one.tokens.tolist() for one in ended]
 
 
 def test_a_full_context_can_be_scored_and_trained_on(model, adapter, tiny_model_dir: Path) -> None:

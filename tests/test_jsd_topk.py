@@ -16,6 +16,7 @@ import training
 from distill_cases import distill, logits_of, pair
 from models import SPECS, Datum, call, cpu_only, datum, error, reference, tokens_of
 from test_opsd import ADAM, datums, pairs, saved, trained
+from tinsmith.engine.teaching import divergences
 from tinsmith.files import checkpoint
 from tinsmith.files.families import load_model
 from tinsmith.server.backend import Backend
@@ -157,6 +158,20 @@ def test_it_equals_the_form_in_which_the_teacher_is_run(beta: float) -> None:
     assert call(carried, data, LOSS, config)[1] == pytest.approx(wanted, rel=1e-5)
     assert error(carried.read("gradients"), run.read("gradients")) < 1e-5
     assert carried.pending[1:] == run.pending[1:]
+
+
+def test_what_fills_a_list_up_has_no_divergence() -> None:
+    rng = np.random.default_rng(0)
+    own, teacher = np.log(rng.dirichlet(np.ones(4), (2, 5))).astype(np.float32)
+    weights = np.ones_like(own)
+    filled = [
+        np.pad(array, ((0, 0), (0, 3)), constant_values=value)
+        for array, value in ((own, -1.0), (teacher, NONE), (weights, 1.0))
+    ]
+    [wanted] = divergences([own], [teacher], [weights], {})
+    [found] = divergences(*([one] for one in filled), {})
+    assert (wanted > 0.01).all()
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 # ---- through the SDK ----

@@ -74,11 +74,11 @@ def test_all_of_200_requests_are_answered_right(crowded, tiny_model_dir, tmp_pat
 class Crowd:
     """A request that waits for the one before it, and leaves little room in the queue."""
 
-    def __init__(self, backend: Backend):
+    def __init__(self, backend: Backend, compress: bool = False):
         self.wire = Wire(backend.url)
         self.model = self.wire.create()
         data = [make_datum([5] * 100, [6] * 100) for _ in range(16)]
-        self.waiting = self.wire.forward_backward(self.model, 2, data)
+        self.waiting = self.wire.forward_backward(self.model, 2, data, compress=compress)
         assert LIMIT * 0.8 < backend.queue.bytes < LIMIT
 
     def leave(self) -> None:
@@ -107,6 +107,32 @@ def test_who_waits_too_long_is_told_to_come_again(crowded):
     assert wire.result(wire.optim_step(model, 1))["metrics"]["grad_norm"] == 0
     crowd.leave()
     assert wire.http.post("/asample", json=body).status_code == 200
+
+
+def test_a_compressed_request_counts_for_what_it_unpacks_to(crowded):
+    Crowd(crowded, compress=True).leave()
+    assert (crowded.queue.bytes, crowded.queue.count) == (0, 0)
+
+
+def test_a_request_for_many_samples_counts_for_each_of_them(crowded):
+    wire, go = Wire(crowded.url), threading.Event()
+    session = wire.post("/create_session", tags=[], user_metadata={}, sdk_version="0")
+    asked = {"session_id": session["session_id"], "sampling_session_seq_id": 0}
+    sampler = wire.post("/create_sampling_session", **asked, base_model="tiny")
+    crowded._worker._put(lambda: go.wait(60))
+    try:
+        promise = wire.post(
+            "/asample",
+            **sampler,
+            seq_id=0,
+            num_samples=3,
+            prompt={"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
+            sampling_params={"max_tokens": 2},
+        )
+        assert 3 * SAMPLE_BYTES < crowded.queue.bytes < 4 * SAMPLE_BYTES
+    finally:
+        go.set()
+    assert wire.result(promise) == {}
 
 
 def test_a_training_request_is_sent_again_by_the_sdk(crowded):

@@ -93,6 +93,17 @@ def test_weights_that_change_are_other_weights(core: _core.Model) -> None:
     assert sampler.reused == 2 * PAGE
 
 
+def test_the_same_page_under_other_weights_is_not_found_where_hashes_meet(
+    core: _core.Model,
+) -> None:
+    sampler = _core.Sampler(core, tokens=16 * PAGE)  # sixteen buckets: many pages share one
+    adapter, prompt = _core.Adapter(core, rank=2), tokens_of("qwen3", PAGE + 3)
+    for seed in range(40):
+        randomize(adapter, seed)
+        assert_same(run(sampler, prompt, adapter), alone(core, prompt, adapter))
+    assert sampler.reused == 0
+
+
 def test_scored_positions_are_run_and_the_others_reused(core: _core.Model) -> None:
     sampler, prompt = _core.Sampler(core, tokens=2048), tokens_of("qwen3", 150)
     run(sampler, prompt)

@@ -1,6 +1,7 @@
 """Checkpoints' whole life over REST, sessions, and polls for all of a client's samples: the SDK's
 own calls, and the cookbook's download, against a server."""
 
+import asyncio
 import io
 import tarfile
 from datetime import UTC, datetime, timedelta
@@ -15,6 +16,7 @@ from tinker_cookbook import weights as cookbook
 from tinsmith.files import checkpoint
 from tinsmith.server import routes
 from tinsmith.server.backend import Backend
+from tinsmith.server.service import Completions
 
 Search = tinker.types.SessionSearchRequest
 ADAM = tinker.AdamParams(learning_rate=1e-3)
@@ -57,7 +59,11 @@ def test_rest_tells_of_runs_checkpoints_and_sessions(server, service_client):
     capabilities = rest.get_server_capabilities().result().supported_models
     assert [(m.model_name, m.max_context_length) for m in capabilities] == [("tiny", CONTEXT)]
     client = service_client.create_lora_training_client(
-        "tiny", rank=4, train_unembed=False, user_metadata={"renderer_name": "qwen3"}
+        "tiny",
+        rank=4,
+        train_mlp=False,
+        train_unembed=False,
+        user_metadata={"renderer_name": "qwen3"},
     ).result()
     path = client.save_state("000001").result().path
     weights = client.save_weights_for_sampler("000001").result().path
@@ -67,7 +73,8 @@ def test_rest_tells_of_runs_checkpoints_and_sessions(server, service_client):
     assert run.last_checkpoint.tinker_path == path
     assert run.last_sampler_checkpoint.tinker_path == weights
     info = rest.get_weights_info_by_tinker_path(path).result()
-    assert (info.train_unembed, info.train_mlp, info.lora_rank) == (False, True, 4)
+    assert (info.train_unembed, info.train_mlp, info.train_attn) == (False, False, True)
+    assert info.lora_rank == 4
     runs = rest.list_training_runs(limit=1000).result().training_runs
     assert client.model_id in {item.training_run_id for item in runs}
     listed = rest.list_user_checkpoints(limit=1000).result().checkpoints
@@ -84,9 +91,11 @@ def test_rest_tells_of_runs_checkpoints_and_sessions(server, service_client):
 # ---- ttl, publishing ----
 
 
-def test_a_ttl_is_set_and_cleared(rest, training):
+def test_a_ttl_is_set_and_cleared(rest, training, server):
     first = training.save_state("first").result().path
     second = training.save_state("second").result().path
+    hour = (datetime.now(UTC) - timedelta(hours=1)).isoformat()
+    checkpoint.Store(server.checkpoints).update(first, created=hour)  # a ttl counts from now
     rest.set_checkpoint_ttl_from_tinker_path(first, 7200).result()
     left = told(rest, first).expires_at - datetime.now(UTC)
     assert timedelta(seconds=7100) < left <= timedelta(seconds=7200)
@@ -146,12 +155,13 @@ def test_a_checkpoint_is_marked_as_public_and_not(rest, training):
 def test_a_copy_outlives_its_source(rest, training, service_client, server, monkeypatch):
     monkeypatch.setenv("TINKER_PROJECT_ID", "any")  # the SDK wants one; there is none here
     source = training.save_state("s", ttl_seconds=7200).result().path
+    rest.publish_checkpoint_from_tinker_path(source).result()
     for copy in (
         service_client.copy_weights(source).result(),
         rest.copy_weights(source, "any").result(),
     ):
         assert copy.endswith("/weights/s") and copy != source
-        assert told(rest, copy).expires_at is None
+        assert told(rest, copy).expires_at is None and not told(rest, copy).public
     late = service_client.copy_weights(source, ttl_seconds=3600).result()
     assert told(rest, late).expires_at is not None
     session = training.model_id.partition(":")[0]
@@ -184,7 +194,7 @@ def test_external_weights_are_downloaded_as_the_cookbook_does(
     with pytest.raises(tinker.RequestFailedError, match="exists"):
         training.save_weights_external("final").result()
     urls = rest.get_external_weights_urls(path).result()
-    assert urls.expires > datetime.now(UTC) + timedelta(hours=1)
+    assert urls.expires == told(rest, path).expires_at
     bad = httpx.get(urls.urls[checkpoint.CONFIG_FILE] + "x")
     assert bad.status_code == 404 and "it has" in bad.json()["detail"]
 
@@ -202,6 +212,7 @@ def test_an_archive_is_a_tar_behind_a_redirection(server, training, tmp_path):
     stored = checkpoint.Store(server.checkpoints).folder(path)
     for file in sorted(tmp_path.iterdir()):
         assert file.read_bytes() == (stored / file.name).read_bytes()
+    assert not (stored / checkpoint.OPTIMIZER_FILE).exists()
     assert (tmp_path / checkpoint.ADAPTER_FILE).stat().st_size > 0
 
 
@@ -292,6 +303,17 @@ def test_a_poll_for_all_waits_and_forgets_what_was_seen(server):
     assert [item["request_id"] for item in seen["completions"]] == [second]
     assert poll(seen["cursor"], timeout=0, retrieved_request_ids=[second])["completions"] == []
     assert [item["request_id"] for item in poll(0, 2)["completions"]] == [clones]
+
+
+def test_a_poll_for_all_is_told_of_a_result_when_it_is_there():
+    async def main() -> None:
+        done = Completions()
+        polls = [asyncio.create_task(done.after(0, 600)) for _ in range(2)]
+        await asyncio.sleep(0)  # they wait
+        done.add("one")
+        assert await asyncio.wait_for(asyncio.gather(*polls), 60) == [["one"], ["one"]]
+
+    asyncio.run(main())
 
 
 def test_a_cancelled_sample_stops(service_client, server):

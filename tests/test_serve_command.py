@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tinker
 from small_run import PROMPT, sample
+from tinsmith.cli import main
 
 TINSMITH = [sys.executable, "-m", "tinsmith.cli"]
 
@@ -63,3 +65,26 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
             f"{command} | {reader}", shell=True, capture_output=True, text=True, timeout=60
         )
         assert done.stderr == "" and done.stdout in ("", done.stdout.partition("\n")[0] + "\n")
+
+
+@pytest.mark.parametrize("command", ["serve", "run"])
+def test_each_option_reaches_the_server(
+    command: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, Any] = {}
+
+    def backend(models: dict[str, Path], **options: Any) -> None:
+        told.update(options, models=list(models))
+        raise ValueError("nothing is to be served")
+
+    monkeypatch.setattr("tinsmith.server.backend.Backend", backend)
+    options = f"--model m={tiny_model_dir} --checkpoints {tmp_path} --device cpu --dtype float32"
+    options += " --threads 3 --memory 2G --seed 5"
+    wanted: dict[str, Any] = {"models": ["m"], "checkpoints": tmp_path, "device": "cpu"}
+    wanted |= {"dtype": "float32", "threads": 3, "memory": 2 << 30, "seed": 5}
+    if command == "serve":
+        options += " --host 127.0.0.2 --port 7 --no-preload"
+        wanted |= {"host": "127.0.0.2", "port": 7, "preload": False}
+    rest = ["recipe.py"] if command == "run" else []
+    assert main([command, *options.split(), *rest]) == 1
+    assert told == wanted

@@ -347,6 +347,17 @@ def test_results_stay_a_minute_after_they_were_read_and_else_an_hour(ageing):
     assert wire.poll(never).status_code == 404
 
 
+def test_a_result_that_is_not_there_yet_is_not_forgotten(ageing):
+    wire, later = ageing
+    model = wire.create()
+    waiting = wire.optim_step(model, 2)
+    for _ in range(2):
+        later(2000)
+        wire.post("/session_heartbeat", session_id=model.partition(":")[0])
+    wire.forward_backward(model, 1, make_data())
+    assert wire.result(waiting)["metrics"]["grad_norm"] > 0
+
+
 def test_a_session_ends_after_an_hour_without_a_sign_of_life(ageing):
     wire, later = ageing
     silent, beating, sampling = (make_sampler(wire) for _ in range(3))

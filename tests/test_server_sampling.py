@@ -21,6 +21,8 @@ def test_same_seed_same_tokens_whatever_else_decodes(service_client):
     assert sample(client, 3, max_tokens=12, seed=7, stop=[]) == alone
     assert len({tuple(tokens) for tokens in alone}) == 3
     assert len({str([s.tokens for s in other.result().sequences]) for other in others}) == 1
+    zero = [sample(client, 1, max_tokens=12, seed=0, stop=[]) for _ in range(2)]
+    assert zero[0] == zero[1] != alone[:1]
     drawn = {str(sample(client, 1, max_tokens=12, stop=[])) for _ in range(3)}
     assert len(drawn) == 3  # a missing seed is a fresh one
 
@@ -32,6 +34,7 @@ def test_stops_none_ends_at_the_end_of_sequence_and_an_empty_list_never(service_
     cut = [tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens for tokens in free]
     assert any(len(tokens) < 100 for tokens in cut)
     assert sample(client, 16, max_tokens=100, seed=3) == cut
+    assert sample(client, 16, max_tokens=100, seed=3, stop="never seen") == cut
     assert max(max(tokens) for tokens in free) < TOKENIZER  # padded ids are never drawn
 
 
@@ -216,15 +219,16 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(tiny_model_dir: Path, tmp_
                     path = client.save_state("two").result().path
                 found = []
                 for step in range(3):
-                    sampler = client.save_weights_and_get_sampling_client().result()
+                    samplers = [client.save_weights_and_get_sampling_client().result()]
                     if step == 1:
                         file = client.save_weights_for_sampler(f"s{resumed}").result().path
-                        sampler = service.create_sampling_client(model_path=file).result()
-                    found += [sample(sampler, 2, max_tokens=12, stop=[]) for _ in range(2)]
+                        samplers.append(service.create_sampling_client(model_path=file).result())
+                    for sampler in samplers:
+                        found += [sample(sampler, 2, max_tokens=12, stop=[]) for _ in range(2)]
                     train(client, 1)
                 drawn.append(found)
     assert drawn[0] == drawn[1]
-    assert len({str(tokens) for tokens in drawn[0]}) == 6  # and no two are the same draw
+    assert len({str(tokens) for tokens in drawn[0]}) == 8  # and no two are the same draw
     assert bases[0] != bases[1]
 
 

@@ -42,6 +42,18 @@ def weights(*values: float) -> dict[str, np.ndarray]:
 ONES = np.ones(161, np.int32)
 WIDE = {"counts": ints(2, 1), "targets": np.arange(10, dtype=np.int32)}
 BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "tokens with gaps": (
+        ValueError, "tokens must be C-contiguous", {"tokens": np.arange(12, dtype=np.int32)[::2]},
+    ),
+    "tokens in another byte order": (
+        ValueError, "tokens .* of native byte order", {"tokens": np.arange(6, dtype=">i4")},
+    ),
+    "tokens of another type": (
+        TypeError, "tokens must be a one-dimensional int32", {"tokens": np.arange(6)},
+    ),
+    "tokens of two dimensions": (
+        TypeError, "not 2-dimensional int32", {"tokens": np.zeros((2, 3), np.int32)},
+    ),
     "token too large": (IndexError, "131", {"tokens": ints(0, 1, 131, 3, 4, 5)}),
     "token negative": (IndexError, "-1", {"tokens": ints(0, 1, 2, 3, 4, -1)}),
     "target too large": (IndexError, "500", {"targets": ints(0, 1, 2, 3, 4, 500)}),

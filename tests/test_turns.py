@@ -105,6 +105,21 @@ def adapter_of(core: _core.Model | None = None, rank: int = 4, seed: int = 0) ->
     return randomize(_core.Adapter(core or loaded("qwen3").core, rank=rank), seed)
 
 
+def test_a_call_waits_until_the_one_before_it_has_ended(large) -> None:
+    sampler = _core.Sampler(large.model)
+    sampler.add(0, np.zeros(65, np.int32), max_tokens=1)
+    sampler.step()
+    asked = {"prompt_logprobs": True, "prompt_from": 65, "topk_prompt": 500}
+    sampler.add(1, np.zeros(500, np.int32), max_tokens=1, **asked)
+    thread = threading.Thread(target=sampler.step, daemon=True)
+    assert sampler.reused == 0
+    thread.start()
+    while thread.is_alive() and not sampler.reused:  # the step begins with the page that is known
+        pass
+    assert sampler.active == 0, "it did not wait for the end of the step"
+    thread.join()
+
+
 @pytest.mark.usefixtures("on")
 def test_one_adapter_in_many_threads() -> None:
     adapter, other = adapter_of(), adapter_of(seed=1)

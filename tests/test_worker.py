@@ -3,11 +3,16 @@
 import itertools
 import threading
 from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tinsmith.engine import runs
 from tinsmith.engine.bases import inspect_models
 from tinsmith.engine.decoding import SampleRequest
+from tinsmith.engine.errors import RequestError
+from tinsmith.engine.runs import Job, Run, Runs
 from tinsmith.engine.worker import Batch, Worker
 from tinsmith.files.checkpoint import Meta
 from tinsmith.files.lora import LoraSpec
@@ -99,6 +104,22 @@ def test_snapshots_that_nobody_used_for_long_make_room(tiny_model_dir):
         probe.close()
 
 
+def test_the_snapshot_that_was_used_last_stays(tiny_model_dir):
+    probe = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1)
+    request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=2, seed=1)
+    try:
+        probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
+        for seq, name in enumerate(("first", "second"), 1):
+            probe.snapshot("run", seq, name).result(timeout=60)
+        assert probe.sample("first", request).exception(timeout=60) is None
+        probe._snapshots._bytes_max = 2 * probe._snapshots._items["first"].bytes
+        probe.snapshot("run", 3, "third").result(timeout=60)
+        assert probe.sample("first", request).exception(timeout=60) is None
+        assert "dropped to make room" in str(probe.sample("second", request).exception(timeout=60))
+    finally:
+        probe.close()
+
+
 def test_what_is_forgotten_is_gone_after_what_was_asked_before(worker):
     request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=2)
     worker.create("short", "tiny", LoraSpec(rank=4, seed=1))
@@ -124,32 +145,111 @@ def test_a_cancelled_sample_fails_and_the_rest_goes_on(worker):
     assert len(other.result(timeout=60).samples[0].tokens) == 120
 
 
+def save(worker: Worker, seq: int, folder: Path, created: str) -> None:
+    """Saves the weights of `run`, a run of rank 4."""
+
+    def describe(step: int) -> Meta:
+        fields = dict.fromkeys(("attn", "mlp", "unembed"), True)
+        fields |= {"base_model": "tiny", "rank": 4, "alpha": 32.0, "seed": 1, "step": step}
+        fields |= {"kind": "weights", "user_metadata": {}, "ttl_seconds": None}
+        return Meta(**fields, created=created)
+
+    worker.save("run", seq, folder, describe, optimizer=False, overwrite=True).result(timeout=60)
+
+
+def test_sessions_of_a_checkpoint_share_its_weights(tiny_model_dir, tmp_path):
+    probe, created = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1), "2026-11-21"
+    request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=4, seed=1)
+    try:
+        probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
+        save(probe, 1, tmp_path / "a", created)
+        for name in ("one", "other"):
+            probe.open_checkpoint(name, "tiny", tmp_path / "a", created)
+            assert probe.sample(name, request).exception(timeout=60) is None
+        one, other = probe._snapshots._items.values()
+        assert one.adapter is other.adapter is not None
+        assert [hold.bytes for hold in probe._snapshots.holds()] == [4 * one.adapter.size]
+    finally:
+        probe.close()
+
+
+def test_a_snapshot_that_is_on_no_disk_keeps_its_model(tiny_model_dir):
+    probe = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1)
+    request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=20, seed=1)
+    try:
+        probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
+        probe.snapshot("run", 1, "shot").result(timeout=60)
+        probe.forget(["run"], [])
+        first = probe.sample("shot", request).result(timeout=60).samples[0].tokens
+        while probe._bases._evict(None):  # all that may go
+            pass
+        assert [path.name for path in probe._bases._loaded] == [tiny_model_dir.name]
+        again = probe.sample("shot", request).result(timeout=60).samples[0].tokens
+        np.testing.assert_array_equal(first, again)
+    finally:
+        probe.close()
+
+
 def test_a_sampler_of_a_checkpoint_that_was_replaced_is_refused(tiny_model_dir, tmp_path):
     """Its weights were dropped to make room, and what is read again must be what was there."""
     request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=4, seed=1)
     probe = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1, snapshot_bytes_max=1)
-
-    def save(seq: int, created: str) -> None:
-        def describe(step: int) -> Meta:
-            fields = dict.fromkeys(("attn", "mlp", "unembed"), True)
-            fields |= {"base_model": "tiny", "rank": 4, "alpha": 32.0, "seed": 1, "step": step}
-            fields |= {"kind": "weights", "user_metadata": {}, "ttl_seconds": None}
-            return Meta(**fields, created=created)
-
-        saved = probe.save("run", seq, tmp_path / "a", describe, optimizer=False, overwrite=True)
-        saved.result(timeout=60)
-
     try:
         probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
-        save(1, "2026-11-21T12:00:00+00:00")
+        save(probe, 1, tmp_path / "a", "2026-11-21T12:00:00+00:00")
         probe.open_checkpoint("s", "tiny", tmp_path / "a", "2026-11-21T12:00:00+00:00")
         first = probe.sample("s", request).result(timeout=60).samples[0].tokens
         probe.snapshot("run", 2, "new").result(timeout=60)  # there is room for one
         again = probe.sample("s", request).result(timeout=60).samples[0].tokens
         np.testing.assert_array_equal(first, again)
-        save(3, "2026-11-21T13:00:00+00:00")
+        save(probe, 3, tmp_path / "a", "2026-11-21T13:00:00+00:00")
         probe.snapshot("run", 4, "newer").result(timeout=60)
         refused = probe.sample("s", request).exception(timeout=60)
         assert "is another checkpoint than the one that s was made from" in str(refused)
     finally:
         probe.close()
+
+
+def test_the_end_fails_the_samples_that_are_under_way(tiny_model_dir):
+    probe = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1)
+    probe.open_base("base", "tiny")
+    probe.preload(["tiny"]).result(timeout=60)
+    request = SampleRequest(np.asarray([5, 6], np.int32), num_samples=1000, max_tokens=120)
+    sampled = probe.sample("base", request)
+    probe.close()
+    assert "the server is shutting down" in str(sampled.exception(timeout=60))
+
+
+# ---- the order of requests ----
+
+
+def submitted(made: Runs, seq: int) -> Future:
+    future: Future = Future()
+    made.submit("run", seq, Job(future, lambda run: None))
+    return future
+
+
+def test_a_gaps_time_begins_anew_when_a_part_of_it_is_filled(tiny_model_dir, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: now))
+    made = Runs(gap_seconds=10.0)
+    made["run"] = Run("run", inspect_models({"tiny": tiny_model_dir})["tiny"])
+    last = submitted(made, 2)
+    now = 8.0
+    submitted(made, 0)
+    now = 15.0
+    assert made.gap_timeout() == 3.0
+    made.give_up_gaps()
+    assert not last.done()
+    now = 18.0
+    made.give_up_gaps()
+    assert "waited 10 s for request 1, which never came" in str(last.exception(timeout=0))
+
+
+def test_the_end_fails_requests_before_their_turn_too(tiny_model_dir):
+    made = Runs(gap_seconds=10.0)
+    made["run"] = Run("run", inspect_models({"tiny": tiny_model_dir})["tiny"])
+    ready, waiting = submitted(made, 0), submitted(made, 2)
+    made.close(RequestError("the end"))
+    for future in (ready, waiting):
+        assert str(future.exception(timeout=0)) == "the end"

@@ -21,11 +21,13 @@ noticed nor unnoticed.
 Copies lie in the folder for temporary files and stay there, built, for the next run; the checkout
 itself is never touched. C is compiled with ccache where there is one: without it every slip in C
 costs a whole build. The emulated CUDA device is built before the tests, which would build it
-themselves, in their own time: slips in cuda/ are seen through it."""
+themselves, in their own time: slips in cuda/ are seen through it. A copy's tests run in forks of
+one process that has imported the libraries (asker.py)."""
 
 import argparse
 import contextlib
 import fnmatch
+import json
 import os
 import re
 import shutil
@@ -52,6 +54,10 @@ sys.path.insert(0, "tests")
 import engine
 sys.exit(engine.emulated_build()[1] or 0)
 """
+BUILDS = {
+    "core": ["setup.py", "--quiet", "build_ext", "--inplace", "-j2"],
+    "emulated": ["-c", EMULATED],
+}
 CCACHE = Path("/usr/lib/ccache")  # its compilers' names, where Debian puts them
 
 
@@ -153,7 +159,8 @@ class Copy:
         name = f"tinsmith-mutants-{os.getuid()}-{ROOT.name}-{number}"
         self.root = Path(tempfile.gettempdir()) / name
         self.temporary = self.root.with_name(f"{name}-tmp")
-        self.built = False  # what is built is what stands there
+        self.stale = {"core", "emulated"}  # what is not built of what stands there
+        self.asker: subprocess.Popen[str] | None = None
         names = known_files()
         for name in names:
             source, target = ROOT / name, self.root / name
@@ -179,7 +186,10 @@ class Copy:
     def put(self, file: Path, text: str) -> None:
         """Changes a file; what is built of it is to be built again."""
         (self.root / file).write_text(text)
-        self.built = self.built and file.suffix == ".py"
+        if file.suffix != ".py":
+            self.stale |= {"emulated"} if file.parts[0] == "cuda" else {"core"}
+        if "device" in file.parts:  # both sides of the seam read it
+            self.stale |= {"core", "emulated"}
 
     def run(self, command: list[str], seconds: float) -> tuple[int, str]:
         """A command's exit code and what it printed; TooLong without an end. Whatever it has
@@ -204,22 +214,59 @@ class Copy:
                     os.killpg(process.pid, signal.SIGKILL)
         return process.returncode, said
 
+    def forked(self, arguments: list[str], seconds: float) -> tuple[int, str]:
+        """The same of pytest, in a fork of the copy's asker."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.temporary.mkdir()
+        said = self.root.with_name(f"{self.root.name}-said.txt")
+        said.write_text("")
+        if self.asker is None:
+            self.asker = subprocess.Popen(
+                [sys.executable, self.root / "tests" / "mutants" / "asker.py"],
+                cwd=self.root,
+                env=self.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self.asker.stdin and self.asker.stdout
+        print(json.dumps([str(said), arguments]), file=self.asker.stdin, flush=True)
+        group, late = int(self.asker.stdout.readline()), threading.Event()
+
+        def kill() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+        def end() -> None:
+            late.set()
+            kill()
+
+        timer = threading.Timer(seconds, end)
+        timer.start()
+        code = int(self.asker.stdout.readline())
+        timer.cancel()
+        kill()
+        if late.is_set():
+            raise TooLong(f"it took more than {seconds} s")
+        return code, said.read_text(errors="replace")
+
     def build(self) -> str:
         """Builds what has changed; returns what went wrong."""
-        setup = ["setup.py", "--quiet", "build_ext", "--inplace", "-j2"]
-        for command in () if self.built else (setup, ["-c", EMULATED]):
+        for what, command in BUILDS.items():
+            if what not in self.stale:
+                continue
             code, said = self.run([sys.executable, *command], BUILD_SECONDS)
             if code:
                 return said or f"exit code {code}"
-        self.built = True
+            self.stale.remove(what)
         return ""
 
     def ask(self, tests: list[str], seconds: float = RUN_SECONDS) -> tuple[int, str]:
         """pytest's exit code for some tests, the first failure ending it, and its last words;
         TooLong where a test has no end."""
-        command = [sys.executable, "-m", "pytest", "-x", "--tb=line", "-p", "no:cacheprovider"]
+        options = ["-n0", "-x", "--tb=line", "-p", "no:cacheprovider"]
         limit = [f"--timeout={TEST_SECONDS}", "--timeout-method=thread"]
-        code, said = self.run([*command, *limit, *tests], seconds)
+        code, said = self.forked([*options, *limit, *tests], seconds)
         if code and TIMEOUT.search(said):
             raise TooLong(f"a test took more than {TEST_SECONDS} s")
         failed = [line for line in said.splitlines() if line.startswith(FAILED)]
@@ -278,10 +325,9 @@ class Progress:
                 print(" " * 33 + said.replace("\n", "\n" + " " * 33), flush=True)
 
 
-def work(number: int, progress: Progress) -> None:
+def work(copy: Copy, progress: Progress) -> None:
     """Tries slips until none is left, in a copy of its own. Where it fails, the others stop."""
     try:
-        copy = Copy(number)
         while slip := progress.next():
             begin = time.monotonic()
             end, said = try_one(copy, slip)
@@ -291,9 +337,8 @@ def work(number: int, progress: Progress) -> None:
         raise
 
 
-def check_without(slips: list[Slip]) -> str:
+def check_without(copy: Copy, slips: list[Slip]) -> str:
     """Asks all tests that the slips name, without any of them; returns what went wrong."""
-    copy = Copy(0)
     tests = sorted({test for slip in slips for test in slip.tests})
     files = {test for test in tests if "::" not in test}
     tests = [*files, *(test for test in tests if test.partition("::")[0] not in files)]
@@ -322,7 +367,8 @@ def main() -> int:
         return 1 if faults else 0
     pattern = f"*{options.only}*"
     slips = [slip for slip in slips if fnmatch.fnmatch(f"{slip.table} {slip.title}", pattern)]
-    begin, fault = time.monotonic(), check_without(slips)
+    copies = [Copy(number) for number in range(options.jobs)]
+    begin, fault = time.monotonic(), check_without(copies[0], slips)
     if fault:
         print(fault)
         return 1
@@ -330,7 +376,7 @@ def main() -> int:
     progress = Progress(slips)
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
-            for done in as_completed([pool.submit(work, n, progress) for n in range(options.jobs)]):
+            for done in as_completed([pool.submit(work, copy, progress) for copy in copies]):
                 done.result()  # or what a worker failed with, which ends the run
         except BaseException:
             progress.stop()
