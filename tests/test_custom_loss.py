@@ -422,7 +422,7 @@ def test_a_session_has_so_many_losses(
     ranks = {"logprobs": 2, "weights": 2}
     assert client.create_custom_loss(smoothed, ranks).result().loss_id is not None
     with pytest.raises(tinker.RequestFailedError, match="a session has at most 1 custom losses"):
-        client.create_custom_loss(smoothed, ranks).result()
+        client.create_custom_loss(brier, ranks).result()
 
 
 def test_a_loss_belongs_to_its_session(client: tinker.ServiceClient, server: Any) -> None:

@@ -168,6 +168,14 @@ def test_micro_batches_change_no_row_and_add_up(step_tokens: int) -> None:
     assert parts.pending == pytest.approx(whole.pending)
 
 
+def test_more_rows_than_the_head_sees_at_a_time_add_up() -> None:
+    once, often = student(), student()
+    *_, loss = distill(once, pairs())
+    *_, total = distill(often, pairs() * 20)  # 620 rows, and 512 at a time
+    assert total == pytest.approx(20 * loss)
+    assert error(often.read("gradients"), 20 * once.read("gradients")) < 1e-5
+
+
 def test_forward_alone_gives_the_same_numbers_and_no_gradient() -> None:
     adapter, other = student(), student()
     found, wanted = distill(adapter, pairs(), backward=False), distill(other, pairs())

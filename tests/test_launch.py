@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tinker_cookbook import tokenizer_utils
 from tinsmith import launch as launcher
 from tinsmith.demo import demo
 from tinsmith.run import recipe_models
@@ -49,11 +51,20 @@ def test_a_name_of_another_model_finds_the_tokenizer_of_its_folder(tmp_path: Pat
     assert abs(sum(json.loads(shown).values()) - 1) < 1e-3
 
 
+def test_each_name_has_the_tokenizer_of_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Callable[[], str]] = {}
+    monkeypatch.setattr(tokenizer_utils, "register_tokenizer", made.__setitem__)
+    monkeypatch.setattr(tokenizer_utils, "get_tokenizer", lambda folder: folder)
+    launcher.register_tokenizers({"a/student": "/one", "a/teacher": Path("/other"), "/tmp": "/no"})
+    found = {name: make() for name, make in made.items()}
+    assert found == {"a/student": "/one", "a/teacher": "/other"}
+
+
 def test_a_recipes_own_models_are_found_in_its_arguments(tmp_path: Path) -> None:
     folder = str(demo.MODEL)
-    assert recipe_models(
-        [f"model_name={folder}", f"teacher_model={folder}", f"grader_llm_name={folder}", "a=b"]
-    ) == {folder: demo.MODEL.resolve()}
+    for key in ("model_name", "teacher_model", "--grader_llm_name"):
+        found = recipe_models([f"{key}={folder}", "a=b", f"{key}_path={tmp_path}"])
+        assert found == {folder: demo.MODEL.resolve()}, key
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text("{}")  # a recipe's log, which is no model

@@ -1,10 +1,11 @@
 """Every loss of Tinker against autograd of its formula, on every device."""
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from models import Datum, call, cpu_only, datum, error, tokens_of
+from models import Datum, call, cpu_only, datum, error, loaded, tokens_of
 from tinsmith import _core
 from training import ENDS, KEYS, POLICY, adapter_of, advantaged, batch, check, soft
 
@@ -43,6 +44,35 @@ def test_weights_of_zero_give_no_gradient() -> None:
     data = [replace(one, inputs={"weights": np.zeros(one.targets.shape)}) for one in batch("qwen3")]
     _, loss = call(adapter, data)
     assert loss == 0 and not adapter.read("gradients").any()
+
+
+@cpu_only
+def test_a_weight_of_zero_counts_for_nothing_where_its_logprob_is_infinite() -> None:
+    """The head's adapter alone has overflowed there, to the one side or the other."""
+    adapter = _core.Adapter(loaded("qwen3").core, rank=1, attn=False, mlp=False)
+    one, found = datum([5], [[7, 9]], weights=[[0.0, 1.0]]), []
+    for sign in (1, -1):
+        flat = np.full(adapter.size, 1e3, np.float32)
+        [offset, _, columns] = next(row[4:] for row in adapter.layout if row[3] == "B")
+        flat[offset : offset + columns] = 0
+        flat[offset + 7] = sign * 3e38
+        adapter.write("weights", flat)
+        with contextlib.suppress(FloatingPointError):  # above, not even the others are finite
+            found.append(call(adapter, [one], backward=False))
+    [([logp], loss)] = found
+    assert logp[0, 0] == -np.inf and 0 < loss == -logp[0, 1]
+
+
+@cpu_only
+@pytest.mark.parametrize("loss", sorted({*POLICY} - {"dro"}))
+def test_a_target_without_an_advantage_has_no_ratio(loss: str) -> None:
+    data = advantaged("qwen3", (23,))
+    none = data[0].inputs["advantages"] == 0
+    far = np.where(none, np.float32(-1e4), data[0].inputs["logprobs"])  # the ratio overflows
+    moved = [replace(data[0], inputs=data[0].inputs | {"logprobs": far})]
+    plain, other = adapter_of("qwen3"), adapter_of("qwen3")
+    assert none.any() and call(plain, data, loss)[1] == call(other, moved, loss)[1]
+    np.testing.assert_array_equal(plain.read("gradients"), other.read("gradients"))
 
 
 def test_k_of_one_is_the_plain_loss() -> None:

@@ -12,6 +12,7 @@ from models import (
     Datum,
     assert_near,
     call,
+    cpu_only,
     datum,
     error,
     loaded,
@@ -80,6 +81,20 @@ def test_a_prefix_has_the_same_logprobs_in_a_longer_sequence(name: str) -> None:
     (long,), _ = call(adapter_of(name), [datum(tokens, np.roll(tokens, -1))], backward=False)
     (short,), _ = call(adapter_of(name), [datum(tokens[:23], tokens[1:24])], backward=False)
     np.testing.assert_array_equal(long[:23], short)
+
+
+@cpu_only
+def test_a_model_that_lacks_a_tensor_is_not_sealed() -> None:
+    base = loaded("qwen3")
+    for missing in base.core.slots:
+        core = _core.Model(base.core.config, base.inv_freq, weights="f32", threads=1)
+        for one in core.slots:
+            slot, layer, index, rows, cols = one
+            shape = (rows, cols) if rows > 1 else (cols,)
+            if one != missing:
+                core.load(slot, layer, np.zeros(shape, np.float32), index)
+        with pytest.raises(ValueError, match=r"was not loaded"):
+            core.seal()
 
 
 def test_a_new_adapter_changes_nothing() -> None:

@@ -139,6 +139,17 @@ def test_pages_are_given_up_for_others_and_no_result_changes(core: _core.Model) 
     assert sampler.reused > 0
 
 
+def test_the_page_that_was_not_used_for_longest_is_given_up_first(core: _core.Model) -> None:
+    sampler = _core.Sampler(core, tokens=4 * PAGE)  # each prompt needs one, and one to go on in
+    prompts = [tokens_of("qwen3", PAGE + 3, seed=seed) for seed in range(4)]
+    for prompt in prompts:
+        run(sampler, prompt)
+    for prompt, found in zip(reversed(prompts), (PAGE, PAGE, PAGE, 0), strict=True):
+        before = sampler.reused
+        run(sampler, prompt)
+        assert sampler.reused - before == found
+
+
 def test_requests_at_the_same_time_share_and_do_not_disturb(core: _core.Model) -> None:
     sampler = _core.Sampler(core, tokens=6 * PAGE)  # too small for all: some are put off
     stem = tokens_of("qwen3", 100)

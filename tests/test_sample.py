@@ -520,6 +520,17 @@ def test_a_cancelled_request_is_forgotten_and_others_go_on() -> None:
     assert_same(sampler.take(1), run("qwen3", [requests[1]])[0])
 
 
+def test_cancelled_requests_give_their_pages_back() -> None:
+    sampler, asked = _core.Sampler(loaded("qwen3").core, tokens=128), request("qwen3", 100)
+    for number in range(3):
+        sampler.add(number, **asked)
+        sampler.step()
+        sampler.cancel(number)
+    sampler.add(3, **asked)
+    assert any(sampler.step()[1] for _ in range(100))
+    assert_same(sampler.take(3), run("qwen3", [asked])[0])
+
+
 def test_a_result_is_taken_once_and_not_before_it_is_done() -> None:
     sampler = _core.Sampler(loaded("qwen3").core)
     sampler.add(0, **request("qwen3", 9, max_tokens=2))
@@ -592,6 +603,7 @@ BAD: dict[str, tuple[Request, type[Exception], str]] = {
     "too many draws": ({"prompt_draws": 4097}, ValueError, "prompt_draws"),
     "draws negative": ({"prompt_draws": -1}, ValueError, "prompt_draws"),
     "a target too large": (scored([[131]] * 8), IndexError, "target 0 is 131"),
+    "the last target too large": (scored([[3]] * 7 + [[131]]), IndexError, "target 7 is 131"),
     "a target negative": (scored([[3, -1]] * 8), IndexError, "target 1 is -1"),
     "rows too few": (scored([[3]] * 7), ValueError, "target_starts must be 9 offsets"),
     "rows that fall": (
@@ -622,6 +634,9 @@ def test_a_request_larger_than_the_cache_is_refused() -> None:
     sampler = _core.Sampler(loaded("qwen3").core, tokens=64)
     with pytest.raises(MemoryError, match=r"100.*64"):
         sampler.add(0, **request("qwen3", 100, max_tokens=1))
+    with pytest.raises(MemoryError, match="needs a cache of 65 tokens; the sampler's holds 64"):
+        sampler.add(0, **request("qwen3", 60, max_tokens=6))
+    sampler.add(0, **request("qwen3", 60, max_tokens=5))  # the last one is not read again
 
 
 def test_targets_that_a_step_could_not_count_are_refused() -> None:

@@ -271,6 +271,7 @@ def test_a_finished_session_is_over_and_others_are_not(server):
     assert wire.http.post(f"/sessions/{session}/finish", json={}).status_code == 200
     assert train(kept, 1)[0] > 0
     assert model not in server._worker._runs  # its adapter is freed
+    assert sampler not in server._worker._snapshots._items
     other.close("success").result()
 
 

@@ -232,6 +232,21 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(tiny_model_dir: Path, tmp_
     assert bases[0] != bases[1]
 
 
+def test_each_step_of_a_run_draws_anew(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """On a server with a seed, from weights that a step has left as they were."""
+    drawn = []
+    with (
+        tinsmith.serve({"tiny": tiny_model_dir}, device="cpu", checkpoints=tmp_path, seed=3) as own,
+        own.service_client() as service,
+    ):
+        client = make_client(service)
+        for _ in range(3):
+            sampler = client.save_weights_and_get_sampling_client().result()
+            drawn.append(sample(sampler, 1, max_tokens=12, stop=[]))
+            client.optim_step(tinker.AdamParams(learning_rate=0.0)).result()
+    assert len(set(map(str, drawn))) == 3
+
+
 def test_a_full_context_can_be_scored(service_client: tinker.ServiceClient) -> None:
     sampler = service_client.create_sampling_client(base_model="tiny").result()
     tokens = [5 + i % 90 for i in range(CONTEXT)]

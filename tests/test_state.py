@@ -245,6 +245,15 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(made, state):
     assert state.run(made["run"]).rank == 4
 
 
+def test_a_transaction_that_fails_is_undone_and_the_next_one_goes_on(made, state):
+    with pytest.raises(KeyError), state._transaction() as sql:
+        sql.execute("DELETE FROM run")
+        raise KeyError("which SQLite knows nothing of")
+    assert state.run(made["run"]).rank == 4
+    state.add_sampler("s", made["session"], "tiny", None)
+    assert state.samplers_of(made["session"])[-1] == "s"
+
+
 def test_a_server_in_a_read_only_folder_ends_with_a_sentence(folder, tiny_model_dir):
     """As a user who may only read, which root can become."""
     for path in (folder, *folder.rglob("*")):

@@ -19,7 +19,7 @@ IMPORTED = (
     "transformers.models.mistral.modeling_mistral", "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3", "peft", "tokenizers", "safetensors.torch",
     "tinker", "tinker.proto.request_conv", "starlette.applications", "uvicorn", "httpx",
-    "zstandard", "pyrage", "xdist", "pytest_timeout",
+    "zstandard", "pyrage",
 )  # fmt: skip
 
 
