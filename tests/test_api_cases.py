@@ -124,6 +124,7 @@ def test_an_unloaded_model_is_gone_and_its_neighbour_is_not(server, service_clie
     wanted = {"request_id": promise["request_id"]}
     told = httpx.post(f"{url}/retrieve_future", json=wanted, headers=headers).json()
     assert (told["type"], told["model_id"]) == ("unload_model", gone.model_id)
+    assert httpx.post(f"{url}/get_info", json=body, headers=headers).status_code == 404
     with pytest.raises(tinker.TinkerError, match="there is no"):
         gone.forward(data, "cross_entropy").result()
     assert stays.forward(data, "cross_entropy").result().metrics["loss:sum"] > 0

@@ -113,6 +113,14 @@ def test_the_least_recently_used_makes_room_and_comes_back(narrow, expected):
             assert loaded(narrow)[-1] == name and len(loaded(narrow)) < 3
 
 
+def test_the_least_recently_used_of_two_makes_room(models, tmp_path):
+    memory = int(2.5 * inspect_models(models)["tiny"].weight_bytes)
+    with start(models, tmp_path, memory=memory, preload=False) as backend:
+        for name in ("tiny", "other", "tiny", "third"):
+            backend._worker.preload([name]).result(timeout=60)
+        assert loaded(backend) == ["tiny", "third"]
+
+
 def test_a_checkpoints_sampler_comes_back_to_the_same_bits(models, tmp_path, expected):
     with start(models, tmp_path) as backend, backend.service_client() as service:
         client = make_client(service)

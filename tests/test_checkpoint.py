@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -348,7 +349,8 @@ def test_an_existing_checkpoint_is_kept_unless_overwritten(tmp_path: Path) -> No
 
 
 class Fault:
-    """Fails the n-th of the calls that touch the disk while saving, or all from there on."""
+    """Fails the n-th of the calls that touch the disk while saving, or all from there on; not those
+    of other threads, which a server of other tests may have."""
 
     def __init__(
         self,
@@ -361,6 +363,7 @@ class Fault:
         self.left = number
         self.error = error
         self.lasting = lasting
+        self.thread = threading.get_ident()
         self.done: list[str] = []  # the calls that did not fail
         touching = (os, "fsync"), *((Path, name) for name in ("rename", "replace", "mkdir", "open"))
         for owner, name in touching:
@@ -368,6 +371,8 @@ class Fault:
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **options: Any) -> Any:
+            if threading.get_ident() != self.thread:
+                return function(*arguments, **options)
             self.left -= 1
             if self.left == 0 or (self.left < 0 and self.lasting):
                 raise self.error

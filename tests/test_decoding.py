@@ -5,8 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinsmith.engine.decoding import Decoder, SampleRequest, SampleResult
+from tinsmith.engine.decoding import Decoder, SampleRequest, SampleResult, _Text
 from tinsmith.files.families import LoadedModel, load_model
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
 
 PAGE = 64
 PROMPT = np.arange(5, 15, dtype=np.int32)
@@ -65,3 +67,11 @@ def test_a_cache_that_is_in_use_is_not_dropped(base) -> None:
         decoder.step()
     assert len(future.result(0).samples[0].tokens) == 2
     assert decoder.shut(base.path) and not decoder.is_open(base)
+
+
+def test_a_stop_text_begins_with_the_space_before_a_word() -> None:
+    """Which a tokenizer leaves out at the beginning of what it decodes."""
+    words = {"▁one": 0, "▁two": 1, "▁three": 2}
+    tokenizer, text = Tokenizer(WordLevel(words, unk_token="▁one")), _Text()
+    tokenizer.decoder = decoders.Metaspace()
+    assert [text.read(token, tokenizer, (" three",)) for token in range(3)] == [False, False, True]

@@ -110,6 +110,10 @@ def test_what_protobuf_refuses_is_refused_and_nothing_else() -> None:
         refused += expected is None
         assert outcome(in_pieces, bytes(bad)) == expected
     assert 400 < refused < 3900
+    for at, more in itertools.product(range(len(body)), (1, 255)):  # of each length, one off
+        bad = bytearray(body)
+        bad[at] = (bad[at] + more) % 256
+        assert outcome(in_pieces, bytes(bad)) == outcome(at_once, bytes(bad)), (at, more)
 
 
 def test_a_request_without_datums_has_a_limit() -> None:

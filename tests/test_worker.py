@@ -138,6 +138,7 @@ def test_what_is_forgotten_is_gone_after_what_was_asked_before(worker):
 
 def test_a_cancelled_sample_fails_and_the_rest_goes_on(worker):
     prompt = np.asarray([5, 6], np.int32)
+    worker.preload(["tiny"]).result(timeout=60)  # so that both begin
     cancelled = worker.sample("base", SampleRequest(prompt, num_samples=100, max_tokens=120))
     other = worker.sample("base", SampleRequest(prompt, max_tokens=120))
     worker.cancel(cancelled)
