@@ -38,7 +38,7 @@ Status step_host(TrainStep *step, HostWork *work, int from, int to)
 
 Status step_going(const TrainStep *step)
 {
-    return batch_stopped(&step->batch)
+    return step->trainer->interrupted && !step->rehearsing
                ? fail(STATUS_INTERRUPTED, "forward_backward was interrupted")
                : STATUS_OK;
 }
@@ -207,14 +207,10 @@ static Status step_reserve(TrainStep *step)
 
 /* The most activations of the current micro-batch that fit, also in the memory that is free just
  * now. Fails where it does not fit at all. */
-static Status micro_keep(int *keep, TrainStep *step)
+static Status micro_keep(int *keep, TrainStep *step, size_t free_bytes)
 {
-    const Trainer *trainer = step->trainer;
-    Device *dev = step_device(step);
-    size_t free_bytes, all_bytes, limit = trainer->limits.step_bytes;
+    size_t limit = step->trainer->limits.step_bytes;
     StepNeeds needs;
-    dev->memory(dev, &free_bytes, &all_bytes);
-    free_bytes += trainer->arena.size;
     step_measure(step, limit < free_bytes ? limit : free_bytes, &needs);
     *keep = needs.keep ? needs.keep : 1;
     if (needs.keep || needs.least <= limit)
@@ -223,7 +219,8 @@ static Status micro_keep(int *keep, TrainStep *step)
                 "a training step of %d tokens needs at least %.2f MiB on device %s, with nothing "
                 "kept that can be computed again, and may take %.2f MiB: give it shorter datums, "
                 "or more memory",
-                step->micro->T, (double)needs.least * MIB, dev->name, (double)limit * MIB);
+                step->micro->T, (double)needs.least * MIB, step_device(step)->name,
+                (double)limit * MIB);
 }
 
 /* Plans the kept activations of micro-batches [first, end), which backward will see, in this call
@@ -231,10 +228,14 @@ static Status micro_keep(int *keep, TrainStep *step)
 static Status step_plan(TrainStep *step, int first, int end)
 {
     TrainStep plan = *step;
+    Device *dev = step_device(step);
+    size_t free_bytes, all_bytes;
+    dev->memory(dev, &free_bytes, &all_bytes);
     plan.with_backward = 1;
     for (int i = first; i < end; i++) {
         plan.micro = &step->pack.micro[i];
-        TRY(micro_keep(&step->keep[i], &plan));
+        TRY(step_going(step));
+        TRY(micro_keep(&step->keep[i], &plan, free_bytes + step->trainer->arena.size));
     }
     return STATUS_OK;
 }
@@ -337,7 +338,6 @@ static Status step_run(TrainStep *step, double *loss_sum)
 {
     Status status = STATUS_OK;
     int count = step->pack.count;
-    step->trainer->interrupted = 0;
     for (int i = 0; !status && i < count; i++) {
         status = micro_run(step, step->with_backward ? i : count - 1 - i);
         if (!status) status = step_going(step);
@@ -353,6 +353,7 @@ Status step_call(TrainStep *step, Pass pass, double *loss_sum)
     int held = step->held;
     step->with_backward = pass == FORWARD_BACKWARD;
     TRY(step_open(step));
+    trainer->interrupted = 0;
     for (int i = 0; i < held; i++) step->keep[i] = trainer->held_keep;
     trainer->held = 0;
     size_t size = trainer->arena.size;
