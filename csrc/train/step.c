@@ -2,8 +2,9 @@
  * gradients.
  *
  * Gradients add up over micro-batches in a vector of their own, which is added to the others at the
- * end. The head sees rows in chunks. An objective (step.h) computes their loss, and their gradient
- * in place. Rows whose weights are zero have no gradient, and so no backward.
+ * end. So others may work between two micro-batches, and change no bit of the call. The head sees
+ * rows in chunks. An objective (step.h) computes their loss, and their gradient in place. Rows
+ * whose weights are zero have no gradient, and so no backward.
  *
  * A forward that is kept for a backward call leaves the activations of the first micro-batches in
  * the trainer's arena: of one, and of as many more as keep_bytes allow. It therefore begins with
@@ -333,13 +334,26 @@ static Status gradients_take(const TrainStep *step, Status status, double loss)
     return status;
 }
 
+/* Lets others work: the step has nothing under way, its activations are of no more use (or held in
+ * the arena), and each micro-batch prepares the device's scratch anew. */
+static Status step_pause(const TrainStep *step)
+{
+    const Trainer *trainer = step->trainer;
+    uint64_t stamp = trainer->adapter->stamp;
+    if (trainer->between) TRY(trainer->between(trainer->context));
+    if (trainer->adapter->stamp == stamp) return STATUS_OK;
+    return fail(STATUS_INVALID,
+                "the weights changed between two micro-batches of a call; it was dropped");
+}
+
 /* Runs an open step, for which there is memory, and adds its gradients to the others. */
 static Status step_run(TrainStep *step, double *loss_sum)
 {
     Status status = STATUS_OK;
     int count = step->pack.count;
     for (int i = 0; !status && i < count; i++) {
-        status = micro_run(step, step->with_backward ? i : count - 1 - i);
+        if (i > 0) status = step_pause(step);
+        if (!status) status = micro_run(step, step->with_backward ? i : count - 1 - i);
         if (!status) status = step_going(step);
     }
     *loss_sum = 0.0;
@@ -352,7 +366,10 @@ Status step_call(TrainStep *step, Pass pass, double *loss_sum)
     Trainer *trainer = step->trainer;
     int held = step->held;
     step->with_backward = pass == FORWARD_BACKWARD;
+    if (trainer->busy)
+        return fail(STATUS_INVALID, "another call on this adapter has more micro-batches to run");
     TRY(step_open(step));
+    trainer->busy = 1;
     trainer->interrupted = 0;
     for (int i = 0; i < held; i++) step->keep[i] = trainer->held_keep;
     trainer->held = 0;
@@ -362,6 +379,7 @@ Status step_call(TrainStep *step, Pass pass, double *loss_sum)
     if (held && trainer->arena.size != size) step->held = 0; /* it grew, and lost what it held */
     if (!status) status = step_run(step, loss_sum);
     trainer->held_keep = step->keep[0];
+    trainer->busy = 0;
     step_close(step);
     return status;
 }
