@@ -194,14 +194,14 @@ class Wire:
     def post(self, path: str, /, **body) -> dict:
         return self.http.post(path, json=body).raise_for_status().json()
 
-    def create(self) -> str:
+    def create(self, base: str = "tiny") -> str:
         session = self.post("/create_session", tags=[], user_metadata={}, sdk_version="0")
         lora = {"rank": 4, "seed": 1}
         reply = self.post(
             "/create_model",
             session_id=session["session_id"],
             model_seq_id=0,
-            base_model="tiny",
+            base_model=base,
             lora_config=lora,
         )
         assert self.result(reply)["model_id"] == reply["model_id"]

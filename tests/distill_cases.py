@@ -3,6 +3,7 @@ transformers and PEFT in float64, every LoRA gradient included."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ def distill(
     data: Sequence[Pair],
     config: Mapping[str, float] | None = None,
     teacher: _core.Adapter | _core.Model | None = None,
-    **options: bool,
+    **options: Any,
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Adapter.distill on a list of pairs: log-probabilities and divergences, flat, and the loss."""
     return adapter.distill(

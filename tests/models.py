@@ -284,6 +284,7 @@ def call(
     config: dict[str, float] | None = None,
     *,
     backward: bool = True,
+    between: Callable[[], object] | None = None,
 ) -> tuple[list[np.ndarray], float]:
     """Adapter.forward_backward on a list of datums: log-probabilities in the targets' shapes.
 
@@ -304,6 +305,7 @@ def call(
         inputs,
         config or {},
         backward=backward,
+        between=between,
     )
     ends = np.cumsum([one.targets.size for one in data])
     parts = np.split(flat, ends[:-1])

@@ -16,10 +16,12 @@ import tinker
 from conftest import Wire
 from models import DEVICE, folder, loaded, tokens_of
 from small_run import PROMPT, make_client, sample, train
+from test_worker import long_batch
 from tinsmith import _core
 from tinsmith.engine.bases import inspect_models
 from tinsmith.engine.decoding import SampleRequest
 from tinsmith.engine.loading import AHEAD_BYTES, Loading
+from tinsmith.engine.teaching import Teacher
 from tinsmith.engine.worker import Batch, Worker
 from tinsmith.files import weights
 from tinsmith.files.families import inspect_model
@@ -107,6 +109,54 @@ def test_others_sample_and_train_while_a_model_is_read(models, disk) -> None:
         assert worker.waits_for(losses[0]) is None
         disk.go.set()
         assert drawn(waiting) == expected and worker.waits_for(waiting) is None
+
+
+def taught(worker: Worker, seq: int, copies: int = 1) -> Any:
+    """A loss of the run `taught` whose teacher is the model `other`."""
+    one, length = batch(), np.full(copies, 40, np.int32)
+    ids, weights = np.tile(one.tokens, copies), np.tile(np.eye(40)[39], copies)
+    read = np.tile(np.append(one.tokens[5:], one.tokens[-1]), copies)
+    teacher = Teacher(read, length - 4, "other", 0.0)
+    ones, inputs = np.ones(copies, np.int32), {"weights": weights.astype(np.float32)}
+    shapes = ((40,),) * copies
+    wanted = Batch(ids, length, ids, ones, "generalized_jsd", inputs, {}, shapes, teacher)
+    return worker.forward_backward("taught", seq, wanted)
+
+
+def test_a_model_is_read_during_a_long_batch_and_what_waits_for_it_is_done(models, disk) -> None:
+    """A sample, and a loss of another run whose teacher that model is."""
+    with working(models) as worker:
+        for name in ("long", "taught"):
+            worker.create(name, "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
+        waiting = taught(worker, 1)
+        assert disk.stopped.wait(60)
+        long = worker.forward_backward("long", 1, long_batch())
+        sample = worker.sample("other", REQUEST)
+        expected = drawn(worker.sample("tiny", REQUEST))
+        assert not waiting.done() and not sample.done()
+        disk.go.set()
+        found = waiting.result(timeout=60)
+        assert drawn(sample) == expected and not long.done()
+    with working(models) as worker:
+        worker.preload(["tiny", "other"]).result(timeout=60)
+        worker.create("taught", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
+        assert 0 < found.loss == taught(worker, 1).result(timeout=60).loss
+
+
+def test_a_teachers_model_is_not_evicted_between_two_micro_batches(models, monkeypatch) -> None:
+    seen: list[set[str]] = []
+
+    def watch(worker: Worker) -> None:
+        seen.append({hold.base.name for hold in worker._holds() if hold.pins})
+
+    monkeypatch.setattr(Worker, "_let_others_work", watch)
+    with working(models) as worker:
+        worker.create("taught", "third", LoraSpec(rank=4, seed=1)).result(timeout=60)
+        assert taught(worker, 1, copies=100).result(timeout=60).loss > 0
+        assert len(seen) > 1 and all(names == {"third", "other"} for names in seen)
+        seen.clear()
+        worker.forward_backward("taught", 2, long_batch(4000)).result(timeout=60)
+        assert len(seen) > 1 and all(names == {"third"} for names in seen)
 
 
 def test_what_waits_for_a_model_is_done_in_order(models, disk) -> None:

@@ -1,17 +1,26 @@
-"""`tinsmith serve` as a process: several models, a limit of memory, a reader that goes away."""
+"""`tinsmith serve` as a process: several models, a limit of memory, its end in the middle of work,
+a reader that goes away."""
 
+import contextlib
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tinker
+from conftest import Wire, make_datum
 from small_run import PROMPT, sample
 from tinsmith.cli import main
+from tinsmith.demo.demo import MODEL
 
 TINSMITH = [sys.executable, "-m", "tinsmith.cli"]
 
@@ -44,6 +53,61 @@ def test_models_are_named_one_after_another(tiny_model_dir: Path, tmp_path: Path
                 second.result()
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0
+
+
+@contextlib.contextmanager
+def killed(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Ends a process in any case."""
+    try:
+        yield
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
+def test_a_signal_ends_it_soon_whatever_runs_and_clients_are_told(tmp_path, number) -> None:
+    """Minutes of training, minutes of sampling, clients that wait for both, and one that has
+    promised a body and sends none."""
+    command = [
+        *TINSMITH, "serve", f"demo={MODEL}", "--port", "0", "--device", "cpu", "--threads", "1",
+    ]  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with (
+        ThreadPoolExecutor() as pool,
+        subprocess.Popen(command, cwd=tmp_path, **pipes) as process,
+        killed(process),
+    ):
+        url = re.findall(r"http://\S+", process.stdout.readline())[0]
+        wire, ids = Wire(url), np.full(2000, 7).tolist()
+        run = wire.create("demo")
+        session = run.partition(":")[0]
+        body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "demo"}
+        sampler = wire.post("/create_sampling_session", **body)["sampling_session_id"]
+
+        def sample(seq: int, count: int, tokens: int) -> dict:
+            prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}
+            params = {"max_tokens": tokens, "seed": 1}
+            body = {"sampling_session_id": sampler, "seq_id": seq, "num_samples": count}
+            return wire.post("/asample", **body, prompt=prompt, sampling_params=params)
+
+        training = wire.forward_backward(run, 1, [make_datum(ids, ids)] * 200)
+        wire.result(sample(1, 1, 4))  # does not wait for it
+        polls = [pool.submit(wire.poll, promise) for promise in (training, sample(2, 4000, 900))]
+        assert not any(poll.done() for poll in polls)
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as silent:
+            silent.sendall(b"POST /api/v1/asample HTTP/1.1\r\nContent-Length: 1000\r\n\r\n{")
+            start = time.monotonic()
+            process.send_signal(number)
+            assert process.wait(timeout=60) == 0
+        took = time.monotonic() - start
+        for poll in polls:
+            assert poll.result(timeout=60).json() == {
+                "error": "the server is shutting down", "category": "server"
+            }  # fmt: skip
+        assert took < 10, f"{took:.1f} s"
+        print(f"ended after {took:.2f} s")
+        assert "Traceback" not in process.stderr.read()
 
 
 def test_no_model_and_no_amount_of_memory_are_sentences(tiny_model_dir, tmp_path) -> None:

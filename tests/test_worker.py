@@ -2,7 +2,9 @@
 
 import itertools
 import threading
+import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ from tinsmith.engine.bases import inspect_models
 from tinsmith.engine.decoding import SampleRequest
 from tinsmith.engine.errors import RequestError
 from tinsmith.engine.runs import Job, Run, Runs
-from tinsmith.engine.worker import Batch, Worker
+from tinsmith.engine.worker import AdamParams, Batch, Worker
 from tinsmith.files.checkpoint import Meta
 from tinsmith.files.lora import LoraSpec
 
@@ -85,6 +87,55 @@ def test_training_goes_on_under_endless_sampling(worker):
         assert len({future.result(timeout=30).loss for future in futures}) == 1
     finally:
         stop.set()
+
+
+def long_batch(tokens: int = 4_000_000) -> Batch:
+    """Half a minute's work, at the least."""
+    lengths = np.full(tokens // 100, 100, np.int32)
+    ids, ones = np.resize(np.arange(5, 45, dtype=np.int32), tokens), np.ones(len(lengths), np.int32)
+    return Batch(ids, lengths, ids, ones, "cross_entropy", {}, {}, ((100,),) * len(lengths))
+
+
+@pytest.mark.parametrize("backward", (True, False))
+def test_sampling_does_not_wait_for_a_long_batch_and_closing_ends_it(tiny_model_dir, backward):
+    """The run that is trained is sampled from: its snapshot gives what it gave before."""
+    probe = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1)
+    try:
+        request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=4, seed=3)
+        probe.create("run", "tiny", LoraSpec(rank=4, seed=1))
+        probe.forward_backward("run", 1, small_batch())
+        probe.optim_step("run", 2, AdamParams(learning_rate=0.1))
+        probe.snapshot("run", 3, "shot").result(timeout=60)
+        before = probe.sample("shot", request).result(timeout=60).samples[0]
+        long = probe.forward_backward("run", 4, long_batch(), backward=backward)
+        step = probe.optim_step("run", 5, AdamParams())
+        late = probe.forward_backward("run", 7, small_batch())  # request 6 never came
+        for _ in range(3):
+            found = probe.sample("shot", request).result(timeout=60).samples[0]
+            assert found.tokens.tolist() == before.tokens.tolist()
+            assert found.logprobs.tolist() == before.logprobs.tolist()
+        sampling = probe.sample("shot", replace(request, num_samples=100_000, max_tokens=100))
+        assert not long.done()
+    finally:
+        start = time.monotonic()
+        probe.close()
+    assert time.monotonic() - start < 10
+    for future in (long, step, late, sampling):
+        assert "the server is shutting down" in str(future.exception(timeout=0))
+
+
+def test_closing_ends_a_micro_batch_that_is_under_way(tiny_model_dir, monkeypatch):
+    """As a long one would be: none of these is asked between two of them."""
+    monkeypatch.setattr(Worker, "_let_others_work", lambda self: None)
+    probe, start = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1), time.monotonic()
+    try:
+        probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
+        long = probe.forward_backward("run", 1, long_batch())
+        assert not long.done()
+    finally:
+        probe.close()
+    assert time.monotonic() - start < 10
+    assert "the server is shutting down" in str(long.exception(timeout=0))
 
 
 def test_snapshots_that_nobody_used_for_long_make_room(tiny_model_dir):

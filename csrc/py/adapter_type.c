@@ -68,7 +68,7 @@ static void adapter_dealloc(PyObject *object)
 /* ---- training ---- */
 
 /* (logprobs, loss_sum) of a call whose arrays and options have been taken. */
-static PyObject *call_run(PyObject *object, Call *call, Pass pass)
+static PyObject *call_run(PyObject *object, Call *call, Pass pass, PyObject *between)
 {
     PyObject *logp = array_new(KIND_FLOAT32, call->datums.target_total, -1, NULL);
     double sum = 0.0;
@@ -76,27 +76,31 @@ static PyObject *call_run(PyObject *object, Call *call, Pass pass)
     if (logp) {
         float *out = array_data(logp);
         PyAdapter *self = (PyAdapter *)object;
-        ON_TURN(self->model, status = trainer_forward_backward(self->trainer, &call->datums,
-                                                               call->loss, pass, out, &sum));
+        ON_TURN(self->model,
+                TRAINED(self->trainer, between,
+                        status = trainer_forward_backward(self->trainer, &call->datums, call->loss,
+                                                          pass, out, &sum)));
     }
     if (status) {
         Py_DECREF(logp);
-        return raise_status(status);
+        return call_failed(status);
     }
     return logp ? Py_BuildValue("(Nd)", logp, sum) : NULL;
 }
 
 static PyObject *adapter_forward_backward_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"tokens", "lengths", "targets",  "counts", "loss",
-                            "inputs", "config",  "backward", "keep",   NULL};
+    static char *names[] = {"tokens", "lengths",  "targets", "counts",  "loss", "inputs",
+                            "config", "backward", "keep",    "between", NULL};
     PyObject *tokens, *lengths, *targets, *counts, *inputs, *config, *result = NULL;
+    PyObject *between = Py_None;
     const char *loss;
     int with_backward = 1, keep = 0;
     Call call = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOsO!O!|$pp:forward_backward", names, &tokens,
-                                     &lengths, &targets, &counts, &loss, &PyDict_Type, &inputs,
-                                     &PyDict_Type, &config, &with_backward, &keep))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOsO!O!|$ppO:forward_backward", names,
+                                     &tokens, &lengths, &targets, &counts, &loss, &PyDict_Type,
+                                     &inputs, &PyDict_Type, &config, &with_backward, &keep,
+                                     &between))
         return NULL;
     if (call_loss(&call, loss) < 0) return NULL;
     if (with_backward && keep)
@@ -107,37 +111,44 @@ static PyObject *adapter_forward_backward_method(PyObject *object, PyObject *arg
         result = call_run(object, &call,
                           with_backward ? FORWARD_BACKWARD
                           : keep        ? FORWARD_KEEP
-                                        : FORWARD);
+                                        : FORWARD,
+                          between);
     call_release(&call);
     return result;
 }
 
 static PyObject *adapter_forward_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"tokens", "lengths", "targets", "counts", "keep", NULL};
-    PyObject *tokens, *lengths, *targets, *counts, *result = NULL;
+    static char *names[] = {"tokens", "lengths", "targets", "counts", "keep", "between", NULL};
+    PyObject *tokens, *lengths, *targets, *counts, *between = Py_None, *result = NULL;
     int keep = 0;
     Call call = {.loss = &loss_given};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|$p:forward", names, &tokens, &lengths,
-                                     &targets, &counts, &keep))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO|$pO:forward", names, &tokens, &lengths,
+                                     &targets, &counts, &keep, &between))
         return NULL;
     if (call_arrays(&call, tokens, lengths, targets, counts) == 0)
-        result = call_run(object, &call, keep ? FORWARD_KEEP : FORWARD);
+        result = call_run(object, &call, keep ? FORWARD_KEEP : FORWARD, between);
     call_release(&call);
     if (result) Py_SETREF(result, Py_NewRef(PyTuple_GET_ITEM(result, 0)));
     return result;
 }
 
-static PyObject *adapter_backward_method(PyObject *object, PyObject *dlogp)
+static PyObject *adapter_backward_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
+    static char *names[] = {"dlogprobs", "between", NULL};
+    PyObject *dlogp, *between = Py_None;
     Borrowed from;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|$O:backward", names, &dlogp, &between))
+        return NULL;
     if (borrow_copy(dlogp, KIND_FLOAT32, "dlogprobs", &from) < 0) return NULL;
     double sum = 0.0;
     Status status;
     PyAdapter *self = (PyAdapter *)object;
-    ON_TURN(self->model, status = trainer_backward(self->trainer, from.data, from.length, &sum));
+    ON_TURN(self->model,
+            TRAINED(self->trainer, between,
+                    status = trainer_backward(self->trainer, from.data, from.length, &sum)));
     Py_DECREF(from.owner);
-    return status ? raise_status(status) : PyFloat_FromDouble(sum);
+    return status ? call_failed(status) : PyFloat_FromDouble(sum);
 }
 
 /* The teacher's sequences, and the teacher: an adapter, a base model, or None, the student's own
@@ -167,19 +178,20 @@ static PyModel *lesson_from(PyAdapter *self, PyObject *teacher, const Borrowed *
 
 static PyObject *adapter_distill_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"tokens",   "lengths", "targets",        "counts",          "loss",
-                            "inputs",   "config",  "teacher_tokens", "teacher_lengths", "teacher",
-                            "backward", NULL};
+    static char *names[] = {
+        "tokens",         "lengths",         "targets", "counts",   "loss",    "inputs", "config",
+        "teacher_tokens", "teacher_lengths", "teacher", "backward", "between", NULL};
     PyObject *tokens, *lengths, *targets, *counts, *inputs, *config, *read, *ends;
-    PyObject *teacher = Py_None, *logp = NULL, *divergence = NULL;
+    PyObject *teacher = Py_None, *between = Py_None, *logp = NULL, *divergence = NULL;
     const char *loss;
     int with_backward = 1;
     Call call = {0};
     Borrowed taught = {0}, taught_lengths = {0};
     Lesson lesson;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOsO!O!OO|$Op:distill", names, &tokens,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOsO!O!OO|$OpO:distill", names, &tokens,
                                      &lengths, &targets, &counts, &loss, &PyDict_Type, &inputs,
-                                     &PyDict_Type, &config, &read, &ends, &teacher, &with_backward))
+                                     &PyDict_Type, &config, &read, &ends, &teacher, &with_backward,
+                                     &between))
         return NULL;
     if (call_loss(&call, loss) < 0) return NULL;
     double sum = 0.0;
@@ -202,8 +214,9 @@ static PyObject *adapter_distill_method(PyObject *object, PyObject *args, PyObje
         PyModel *first = student_first ? self->model : model;
         turn_take(first);
         ON_TURN(student_first ? model : self->model,
-                status = trainer_distill(self->trainer, &call.datums, call.loss, &lesson,
-                                         with_backward, out, rows, &sum));
+                TRAINED(self->trainer, between,
+                        status = trainer_distill(self->trainer, &call.datums, call.loss, &lesson,
+                                                 with_backward, out, rows, &sum)));
         turn_give(first);
     }
     call_release(&call);
@@ -212,7 +225,7 @@ static PyObject *adapter_distill_method(PyObject *object, PyObject *args, PyObje
     if (!status && logp && divergence) return Py_BuildValue("(NNd)", logp, divergence, sum);
     Py_XDECREF(logp);
     Py_XDECREF(divergence);
-    return status ? raise_status(status) : NULL;
+    return status ? call_failed(status) : NULL;
 }
 
 static int normalization_from(const char *name, Normalization *by)
@@ -492,16 +505,18 @@ static int adapter_set_pending(PyObject *object, PyObject *value, void *unused)
 static PyMethodDef methods[] = {
     {"forward_backward", KEYWORDS(adapter_forward_backward_method),
      "forward_backward(tokens, lengths, targets, counts, loss, inputs, config, *, backward=True, "
-     "keep=False)\n"
+     "keep=False,\n    between=None)\n"
      "-> (logprobs, loss_sum)\n\nAdds to the gradients; on any error nothing was added."},
     {"forward", KEYWORDS(adapter_forward_method),
-     "forward(tokens, lengths, targets, counts, *, keep=False) -> logprobs\n\nWith keep, backward "
-     "may follow."},
-    {"backward", adapter_backward_method, METH_O,
-     "backward(dlogprobs) -> loss_sum\n\nAdds to the gradients, from the forward that was kept."},
+     "forward(tokens, lengths, targets, counts, *, keep=False, between=None) -> logprobs\n\nWith "
+     "keep, backward may follow."},
+    {"backward", KEYWORDS(adapter_backward_method),
+     "backward(dlogprobs, *, between=None) -> loss_sum\n\nAdds to the gradients, from the forward "
+     "that was kept."},
     {"distill", KEYWORDS(adapter_distill_method),
      "distill(tokens, lengths, targets, counts, loss, inputs, config, teacher_tokens,\n"
-     "teacher_lengths, *, teacher=None, backward=True) -> (logprobs, divergences, loss_sum)\n\n"
+     "teacher_lengths, *, teacher=None, backward=True, between=None)\n"
+     "-> (logprobs, divergences, loss_sum)\n\n"
      "forward_backward for a loss with a teacher."},
     {"optim_step", KEYWORDS(adapter_optim_step_method),
      "optim_step(*, learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm, "

@@ -1,4 +1,5 @@
-/* py/call.c - reads the arguments of a training call; an error names the argument. */
+/* py/call.c - reads the arguments of a training call, an error names the argument; and calls Python
+ * between its micro-batches. */
 #include "call.h"
 
 #include <string.h>
@@ -76,4 +77,27 @@ int call_loss(Call *call, const char *name)
     if (known) PyErr_Format(PyExc_ValueError, "no loss is called '%s'; there are: %U", name, known);
     Py_XDECREF(known);
     return -1;
+}
+
+/* ---- between two micro-batches ---- */
+
+static Status between_run(void *function)
+{
+    PyGILState_STATE state = PyGILState_Ensure();
+    PyObject *result = PyObject_CallNoArgs(function);
+    int failed = !result;
+    Py_XDECREF(result);
+    PyGILState_Release(state);
+    return failed ? fail(STATUS_INTERRUPTED, "a function of Python's ended the call") : STATUS_OK;
+}
+
+void call_between(Trainer *trainer, PyObject *function)
+{
+    trainer->between = function == Py_None ? NULL : between_run;
+    trainer->context = function;
+}
+
+PyObject *call_failed(Status status)
+{
+    return PyErr_Occurred() ? NULL : raise_status(status);
 }

@@ -1,5 +1,5 @@
-/* py/call.h - the arguments of a training call: borrowed arrays and options as the engine's Datums.
- */
+/* py/call.h - the arguments of a training call: borrowed arrays and options as the engine's Datums;
+ * and the call, which may call a function of Python's between its micro-batches. */
 #ifndef TINSMITH_CALL_H
 #define TINSMITH_CALL_H
 
@@ -21,5 +21,19 @@ int call_arrays(Call *call, PyObject *tokens, PyObject *lengths, PyObject *targe
                 PyObject *counts);
 /* The loss of that name, or ValueError with the valid names. */
 int call_loss(Call *call, const char *name);
+
+/* A statement that calls the trainer, in a turn of the caller's and without the GIL. `function`,
+ * unless it is None, is called between two micro-batches: in this thread, which may take the turn
+ * again. */
+#define TRAINED(trainer, function, call) \
+    do {                                 \
+        call_between(trainer, function); \
+        call;                            \
+        call_between(trainer, Py_None);  \
+    } while (0)
+
+void call_between(Trainer *trainer, PyObject *function);
+/* Returns NULL with the exception of a call that failed: the function's, or the status's. */
+PyObject *call_failed(Status status);
 
 #endif

@@ -22,7 +22,8 @@ typedef struct ModuleState {
 
 typedef struct PyModel {
     PyObject_HEAD Model *model;
-    pthread_mutex_t turn; /* a thread that has it may take it again: freeing garbage runs Python */
+    pthread_mutex_t turn; /* a thread that has it may take it again: freeing garbage runs Python,
+                             and so does a training call between its micro-batches */
 } PyModel;
 
 typedef struct PyAdapter {

@@ -2,8 +2,9 @@
  * gradients.
  *
  * Gradients add up over micro-batches in a vector of their own, which is added to the others at the
- * end. The head sees rows in chunks. An objective (step.h) computes their loss, and their gradient
- * in place. Rows whose weights are zero have no gradient, and so no backward.
+ * end. So others may work between two micro-batches, and change no bit of the call. The head sees
+ * rows in chunks. An objective (step.h) computes their loss, and their gradient in place. Rows
+ * whose weights are zero have no gradient, and so no backward.
  *
  * A forward that is kept for a backward call leaves the activations of the first micro-batches in
  * the trainer's arena: of one, and of as many more as keep_bytes allow. It therefore begins with
@@ -38,7 +39,7 @@ Status step_host(TrainStep *step, HostWork *work, int from, int to)
 
 Status step_going(const TrainStep *step)
 {
-    return batch_stopped(&step->batch)
+    return step->trainer->interrupted && !step->rehearsing
                ? fail(STATUS_INTERRUPTED, "forward_backward was interrupted")
                : STATUS_OK;
 }
@@ -207,14 +208,10 @@ static Status step_reserve(TrainStep *step)
 
 /* The most activations of the current micro-batch that fit, also in the memory that is free just
  * now. Fails where it does not fit at all. */
-static Status micro_keep(int *keep, TrainStep *step)
+static Status micro_keep(int *keep, TrainStep *step, size_t free_bytes)
 {
-    const Trainer *trainer = step->trainer;
-    Device *dev = step_device(step);
-    size_t free_bytes, all_bytes, limit = trainer->limits.step_bytes;
+    size_t limit = step->trainer->limits.step_bytes;
     StepNeeds needs;
-    dev->memory(dev, &free_bytes, &all_bytes);
-    free_bytes += trainer->arena.size;
     step_measure(step, limit < free_bytes ? limit : free_bytes, &needs);
     *keep = needs.keep ? needs.keep : 1;
     if (needs.keep || needs.least <= limit)
@@ -223,7 +220,8 @@ static Status micro_keep(int *keep, TrainStep *step)
                 "a training step of %d tokens needs at least %.2f MiB on device %s, with nothing "
                 "kept that can be computed again, and may take %.2f MiB: give it shorter datums, "
                 "or more memory",
-                step->micro->T, (double)needs.least * MIB, dev->name, (double)limit * MIB);
+                step->micro->T, (double)needs.least * MIB, step_device(step)->name,
+                (double)limit * MIB);
 }
 
 /* Plans the kept activations of micro-batches [first, end), which backward will see, in this call
@@ -231,10 +229,14 @@ static Status micro_keep(int *keep, TrainStep *step)
 static Status step_plan(TrainStep *step, int first, int end)
 {
     TrainStep plan = *step;
+    Device *dev = step_device(step);
+    size_t free_bytes, all_bytes;
+    dev->memory(dev, &free_bytes, &all_bytes);
     plan.with_backward = 1;
     for (int i = first; i < end; i++) {
         plan.micro = &step->pack.micro[i];
-        TRY(micro_keep(&step->keep[i], &plan));
+        TRY(step_going(step));
+        TRY(micro_keep(&step->keep[i], &plan, free_bytes + step->trainer->arena.size));
     }
     return STATUS_OK;
 }
@@ -332,14 +334,26 @@ static Status gradients_take(const TrainStep *step, Status status, double loss)
     return status;
 }
 
+/* Lets others work: the step has nothing under way, its activations are of no more use (or held in
+ * the arena), and each micro-batch prepares the device's scratch anew. */
+static Status step_pause(const TrainStep *step)
+{
+    const Trainer *trainer = step->trainer;
+    uint64_t stamp = trainer->adapter->stamp;
+    if (trainer->between) TRY(trainer->between(trainer->context));
+    if (trainer->adapter->stamp == stamp) return STATUS_OK;
+    return fail(STATUS_INVALID,
+                "the weights changed between two micro-batches of a call; it was dropped");
+}
+
 /* Runs an open step, for which there is memory, and adds its gradients to the others. */
 static Status step_run(TrainStep *step, double *loss_sum)
 {
     Status status = STATUS_OK;
     int count = step->pack.count;
-    step->trainer->interrupted = 0;
     for (int i = 0; !status && i < count; i++) {
-        status = micro_run(step, step->with_backward ? i : count - 1 - i);
+        if (i > 0) status = step_pause(step);
+        if (!status) status = micro_run(step, step->with_backward ? i : count - 1 - i);
         if (!status) status = step_going(step);
     }
     *loss_sum = 0.0;
@@ -352,7 +366,11 @@ Status step_call(TrainStep *step, Pass pass, double *loss_sum)
     Trainer *trainer = step->trainer;
     int held = step->held;
     step->with_backward = pass == FORWARD_BACKWARD;
+    if (trainer->busy)
+        return fail(STATUS_INVALID, "another call on this adapter has more micro-batches to run");
     TRY(step_open(step));
+    trainer->busy = 1;
+    trainer->interrupted = 0;
     for (int i = 0; i < held; i++) step->keep[i] = trainer->held_keep;
     trainer->held = 0;
     size_t size = trainer->arena.size;
@@ -361,6 +379,7 @@ Status step_call(TrainStep *step, Pass pass, double *loss_sum)
     if (held && trainer->arena.size != size) step->held = 0; /* it grew, and lost what it held */
     if (!status) status = step_run(step, loss_sum);
     trainer->held_keep = step->keep[0];
+    trainer->busy = 0;
     step_close(step);
     return status;
 }

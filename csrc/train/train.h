@@ -86,6 +86,10 @@ typedef struct TrainerLimits {
     size_t keep_bytes; /* the most that a kept forward may hold; one micro-batch in any case */
 } TrainerLimits;
 
+/* Others' work between two micro-batches of a call: with the same device, even the same model, but
+ * not with the call's adapter. A failure ends the call. */
+typedef Status Between(void *context);
+
 /* The state of an adapter's training calls. */
 typedef struct Trainer {
     Adapter *adapter;
@@ -94,6 +98,9 @@ typedef struct Trainer {
     KeptForward *kept;      /* the forward that backward may follow, or NULL */
     int held, held_keep;    /* micro-batches of it whose activations are still in the arena, and how
                                much is kept of each */
+    Between *between;       /* of the call; NULL: nothing happens there */
+    void *context;          /* its argument */
+    int busy;               /* a call is under way, and has its step in the arena */
     atomic_int interrupted; /* set from outside: the step under way stops */
 } Trainer;
 

@@ -29,6 +29,7 @@ HELP_MODEL = (
     "a base model: NAME=FOLDER serves a Hugging Face model's folder under a name; a name alone is "
     "a folder, or is looked for in the Hugging Face cache"
 )
+LEAVE_SECONDS = 1.5  # after which `serve` ends, whatever it is doing
 EXAMPLES = """examples:
   tinsmith demo
   tinsmith run -m tinker_cookbook.recipes.sdft.train model_name=models/qwen3 ...
@@ -208,6 +209,11 @@ def _serve(options: argparse.Namespace) -> None:
         signal.signal(signal.SIGINT, lambda *_: ended.set())
         ended.wait()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C doesn't wait
+        # What was answered is on disk. A save that takes longer leaves the checkpoint as it was;
+        # the next start clears what there is of it.
+        leave = threading.Timer(LEAVE_SECONDS, os._exit, (0,))
+        leave.daemon = True
+        leave.start()
 
 
 def _run(options: argparse.Namespace) -> int:

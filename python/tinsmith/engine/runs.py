@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tinsmith import _core
@@ -41,6 +42,7 @@ class Run:
     vectors: int = 0  # and those of the adapter alone
     failure: RequestError | None = None  # why there is no adapter
     average: Average | None = None  # of the adapter, once a loss has asked for it
+    teacher: Path | None = None  # the base model of its teacher, in a call that has one
     next_seq: int = 0  # 0 is the creation; the SDK's requests start at 1
     ready: deque[Job] = field(default_factory=deque)  # their turn has come
     waiting: dict[int, Job] = field(default_factory=dict)  # for those before them

@@ -8,9 +8,11 @@ taken only if the request is the run's next one and its arrays are the same, so 
 changed the weights.
 
 A loss that the client has uploaded is evaluated between a forward and a backward in the same way.
+
+`between` is called between two micro-batches of the engine's calls: see _core.pyi.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,14 +112,15 @@ def forward_backward(
     *,
     backward: bool,
     keep: bool,
+    between: Callable[[], None],
 ) -> tuple[BatchResult, KeptForward | None]:
     """Request `seq` of a run: returns its result, and the kept forward for the run's next request.
     `kept` is the one of the request before."""
     if batch.uploaded is not None:
-        return _custom(adapter, batch, batch.uploaded, backward=backward), None
+        return _custom(adapter, batch, batch.uploaded, between, backward=backward), None
     if backward and kept is not None and kept.serves(seq, batch):
         weights = batch.inputs.get("weights", np.ones(len(batch.targets), np.float32))
-        loss = adapter.backward(-weights)
+        loss = adapter.backward(-weights, between=between)
         return BatchResult(_shaped(batch, kept.logprobs), loss), None
     keep = keep and not backward and batch.loss == "cross_entropy"
     logprobs, loss = adapter.forward_backward(
@@ -127,6 +130,7 @@ def forward_backward(
         dict(batch.config),
         backward=backward,
         keep=keep,
+        between=between,
     )
     shaped = _shaped(batch, logprobs)
     if LOGPROBS in batch.inputs:
@@ -142,17 +146,28 @@ def _compared(batch: Batch, logprobs: tuple[NDArray[np.float32], ...], loss: flo
 
 
 def _custom(
-    adapter: _core.Adapter, batch: Batch, uploaded: Uploaded, *, backward: bool
+    adapter: _core.Adapter,
+    batch: Batch,
+    uploaded: Uploaded,
+    between: Callable[[], None],
+    *,
+    backward: bool,
 ) -> BatchResult:
-    logprobs = _shaped(batch, adapter.forward(*batch.arrays, keep=backward))
+    logprobs = _shaped(batch, adapter.forward(*batch.arrays, keep=backward, between=between))
     found = evaluate(uploaded.loss, logprobs, uploaded.inputs)
     if backward:
-        adapter.backward(np.concatenate([part.ravel() for part in found.gradients]))
+        flat = np.concatenate([part.ravel() for part in found.gradients])
+        adapter.backward(flat, between=between)
     return BatchResult(logprobs, found.loss, found.metrics)
 
 
 def distill(
-    adapter: _core.Adapter, batch: Batch, teacher: _core.Adapter | _core.Model, *, backward: bool
+    adapter: _core.Adapter,
+    batch: Batch,
+    teacher: _core.Adapter | _core.Model,
+    *,
+    backward: bool,
+    between: Callable[[], None],
 ) -> BatchResult:
     """The result of a loss with a teacher, with the divergence at each position."""
     assert batch.teacher is not None
@@ -165,6 +180,7 @@ def distill(
         batch.teacher.lengths,
         teacher=teacher,
         backward=backward,
+        between=between,
     )
     jsd = _shaped(batch, divergences)
     told = metrics(jsd, _shaped(batch, batch.inputs["weights"]))

@@ -1,9 +1,9 @@
 """The one thread that owns the engine: all other code submits to it and gets futures.
 
-Training requests are executed one at a time, in the order of runs.py. Between them the thread
-decodes: sampling gets as much time as the training request before it took, so that neither starves
-the other. A request that arrives while others decode joins them at the next step, and gets its
-client's share of every step.
+Training requests are executed one at a time, in the order of runs.py. Between them, and between the
+micro-batches of each, the thread decodes: sampling gets as much time as the micro-batch before it
+took, so that neither starves the other. No bit of either depends on it. A request that arrives
+while others decode joins them at the next step, and gets its client's share of every step.
 
 No exception ends the thread: an exception of a request is kept on its future as a RequestError. The
 worker knows no HTTP and no JSON; the server is a translation above it.
@@ -11,12 +11,13 @@ worker knows no HTTP and no JSON; the server is a translation above it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ log = logging.getLogger("tinsmith")
 # How long requests wait for an earlier one that has not arrived. The SDK's chunks of one call
 # arrive within seconds of each other.
 GAP_SECONDS = 60.0
+AGAIN_SECONDS = 0.05  # between two interrupts: the first may come before the engine listens
 
 
 def losses() -> list[dict[str, Any]]:
@@ -104,12 +106,16 @@ class Worker:
         self._paused: dict[Future[Any], BaseModel] = {}  # they wait for a model to be read
         self._keep_forwards = keep_forwards
         self._snapshots = Snapshots(self._bases, snapshot_bytes_max)
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Future[Any] | None]]
+        self._inbox = queue.SimpleQueue()
         self._runs = Runs(gap_seconds)
         self._decoder = Decoder()
         self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
         self._closed = False
-        self._running = True
+        self._began = 0.0  # when the micro-batch, or other job, that is executed began
+        # The adapters that are in a training call. There are several where a model that a run's
+        # teacher needs is complete while the call of another run lets others work.
+        self._calls: list[_core.Adapter] = []
         self._thread = threading.Thread(target=self._loop, name="tinsmith-worker", daemon=True)
         self._thread.start()
 
@@ -172,15 +178,17 @@ class Worker:
             adapter = lane.trained()
             adapter.step_bytes = self._bases.step_bytes(adapter, lane.bytes - lane.vectors)
             kept, lane.kept = lane.kept, None
-            if batch.teacher is not None:
-                who, average = self._teacher(lane, adapter, batch.teacher)
-                result = distill(adapter, batch, who, backward=backward)
-                lane.average = average
+            with self._call(lane, adapter) as between:
+                if batch.teacher is not None:
+                    who, average = self._teacher(lane, adapter, batch.teacher)
+                    result = distill(adapter, batch, who, backward=backward, between=between)
+                    lane.average = average
+                    return result
+                keep = self._keep_forwards
+                result, lane.kept = forward_backward(
+                    adapter, seq, batch, kept, backward=backward, keep=keep, between=between
+                )
                 return result
-            result, lane.kept = forward_backward(
-                adapter, seq, batch, kept, backward=backward, keep=self._keep_forwards
-            )
-            return result
 
         return self._submit(run, seq, work)
 
@@ -326,27 +334,48 @@ class Worker:
         self._put(begin)
 
     def close(self) -> None:
-        """Ends the thread after the current request; all waiting requests fail."""
-
-        def stop() -> None:
-            self._running = False
-
+        """Ends the thread; all requests that are not done fail. A training call or a sampling step
+        that is under way ends within a layer's time, and nothing of it remains. Other work, such as
+        a save, is finished first."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._inbox.put(stop)
-        self._thread.join()
+            self._closed = True
+            self._inbox.put((lambda: None, None))  # wakes the thread
+        while self._thread.is_alive():
+            for adapter in list(self._calls):
+                adapter.interrupt()
+            self._decoder.interrupt()
+            self._thread.join(AGAIN_SECONDS)
 
     # ---- the thread ----
 
     def _put(self, command: Callable[[], None], future: Future[Any] | None = None) -> Any:
         with self._lock:
             if not self._closed:
-                self._inbox.put(command)
+                self._inbox.put((command, future))
                 return future
         if future is not None:
-            fail(future, RequestError("the server is shutting down", "server"))
+            fail(future, _ending())
         return future
+
+    @contextlib.contextmanager
+    def _call(self, lane: Run, adapter: _core.Adapter) -> Iterator[Callable[[], None]]:
+        """Around a training call of a run; gives what is to be called between micro-batches."""
+        self._calls.append(adapter)
+        try:
+            yield self._let_others_work
+        except KeyboardInterrupt:
+            raise _ending() from None
+        finally:
+            self._calls.remove(adapter)
+            lane.teacher = None
+
+    def _let_others_work(self) -> None:
+        """Decodes between two micro-batches, for as long as the one before took."""
+        self._drain(block=False)
+        self._decode(time.monotonic() - self._began)
+        if self._closed:
+            raise _ending()
+        self._began = time.monotonic()
 
     def _submit(self, run: str, seq: int, work: Callable[[Run], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -373,6 +402,7 @@ class Worker:
             own = lane.average.adapter if lane.average else adapter.snapshot()
             return own, Average(own, teacher.decay)
         snapshot = self._snapshots.use(teacher.name)
+        lane.teacher = snapshot.base.path
         return snapshot.adapter or self._bases.use(snapshot.base).core, lane.average
 
     def _make_adapter(self, lane: Run, spec: LoraSpec | StateSpec) -> _core.Adapter:
@@ -410,6 +440,9 @@ class Worker:
             for run in self._runs.values()
             if run.failure is None
         ]
+        for run in self._runs.values():
+            if run.teacher is not None:
+                found.append(Hold(run.teacher, 0, f"the teacher of {run.name}", pins=True))
         found += self._snapshots.holds()
         for path, size, active in self._decoder.caches():
             found.append(Hold(path, size, f"the cache of {path.name}", pins=active))
@@ -421,41 +454,45 @@ class Worker:
         return self._snapshots.release(path) or shut
 
     def _loop(self) -> None:
-        while self._running:
+        while not self._closed:
             self._drain(
                 block=not self._runs.busy and not self._decoder.active and not self._bases.busy
             )
             self._runs.give_up_gaps()
             spent = self._train_one()
             self._decode(spent)
-        ending = RequestError("the server is shutting down", "server")
+        self._drain(block=False)
+        ending = _ending()
         self._decoder.fail_all(ending)
         self._bases.close(ending)
         self._runs.close(ending)
 
     def _drain(self, *, block: bool) -> None:
-        """Executes the commands that have arrived; waits for one first where there is no work."""
+        """Executes the commands that have arrived; waits for one first where there is no work. At
+        the end their futures fail."""
         timeout = self._runs.gap_timeout() if block else 0.0
         try:
-            command = self._inbox.get(block=block, timeout=timeout)
+            command, future = self._inbox.get(block=block, timeout=timeout)
             while True:
                 try:
-                    command()
+                    if not self._closed:
+                        command()
+                    elif future is not None:
+                        fail(future, _ending())
                 except Exception:
                     log.exception("a command of the worker failed")
-                command = self._inbox.get_nowait()
+                command, future = self._inbox.get_nowait()
         except queue.Empty:
             return
 
     def _train_one(self) -> float:
-        """Executes a training request of the run that is next in turn; returns the seconds it
-        took."""
-        if not self._runs.busy:
+        """Executes a training request of the run that is next in turn; returns the seconds that
+        it, or its last micro-batch, took."""
+        if self._closed or not self._runs.busy:
             return 0.0
-        run = self._runs.next()
-        start = time.monotonic()
-        self._execute(run)
-        return time.monotonic() - start
+        self._began = time.monotonic()
+        self._execute(self._runs.next())
+        return time.monotonic() - self._began
 
     def _execute(self, run: Run) -> None:
         """Executes a run's next request; then the run goes to the end of the line. A request that
@@ -476,18 +513,24 @@ class Worker:
         """Decodes while there is nothing else to do, and at least `seconds` otherwise. Between the
         steps, reads a model that is wanted, for as long as the step before took."""
         end = time.monotonic() + seconds
-        while (self._decoder.active or self._bases.busy) and self._running:
+        while (self._decoder.active or self._bases.busy) and not self._closed:
             start = time.monotonic()
-            self._decoder.step()
+            with contextlib.suppress(KeyboardInterrupt):  # close() has ended the step
+                self._decoder.step()
             self._load(time.monotonic() - start if self._decoder.active else seconds)
             self._drain(block=False)
-            if self._runs.busy and time.monotonic() >= end:
+            if (self._calls or self._runs.busy) and time.monotonic() >= end:
                 return
 
     def _load(self, seconds: float) -> None:
         """Takes in one tensor of a model, and more of them for `seconds`."""
         end = time.monotonic() + seconds
-        while self._bases.busy:
+        while self._bases.busy and not self._closed:
             self._bases.load()
             if time.monotonic() >= end:
                 return
+
+
+def _ending() -> RequestError:
+    """What all that is not done gets at the end."""
+    return RequestError("the server is shutting down", "server")

@@ -5,6 +5,7 @@ minutes, so neither is ever sent. All models' files are checked before it listen
 is loaded then too, several are on first use. It listens on the loopback unless told otherwise.
 """
 
+import asyncio
 import contextlib
 import errno
 import logging
@@ -37,7 +38,7 @@ log = logging.getLogger("tinsmith")
 
 PREFIX = "/api/v1"
 BACKLOG = 2048  # connections that wait to be accepted: the SDK opens many at once
-STOP_SECONDS = 5.0
+STOP_SECONDS = 0.5  # for requests that are on their way, at the end
 QUEUE_SHARE = 8  # requests that wait take at most 1 / QUEUE_SHARE of the memory, in addition
 EXPIRY_SECONDS = 60.0  # between two searches for expired checkpoints
 
@@ -64,6 +65,8 @@ def _endpoint(service: Service, handler: Handler) -> Any:
             return _detail(404, str(error))
         except ClientDisconnect:
             return _detail(400, "the client went away")
+        except asyncio.CancelledError:  # by close(): the client may ask the next server
+            return _detail(429, "the server is shutting down", {"Retry-After": "1"})
         except Exception as error:
             return _detail(400, str(explain(error)))
 
@@ -150,7 +153,8 @@ class Backend:
         self.url = f"http://{name}:{self._socket.getsockname()[1]}"
 
     def close(self) -> None:
-        """Ends the server: the current computation is finished, waiting requests fail."""
+        """Ends the server: all requests that are not done fail, and a computation that is under way
+        ends soon, without a trace. Only what writes a checkpoint, or an adapter, is finished."""
         self._closing.set()
         self._expiry.join()
         self._worker.close()
@@ -202,7 +206,7 @@ def _http(app: Starlette) -> uvicorn.Server:
             ws="none",
             backlog=BACKLOG,
             timeout_keep_alive=120,
-            timeout_graceful_shutdown=int(STOP_SECONDS),
+            timeout_graceful_shutdown=STOP_SECONDS,
         )
     )
 
