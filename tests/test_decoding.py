@@ -75,3 +75,14 @@ def test_a_stop_text_begins_with_the_space_before_a_word() -> None:
     tokenizer, text = Tokenizer(WordLevel(words, unk_token="▁one")), _Text()
     tokenizer.decoder = decoders.Metaspace()
     assert [text.read(token, tokenizer, (" three",)) for token in range(3)] == [False, False, True]
+
+
+def test_only_the_last_n_are_scored_where_draws_need_all_rows(base) -> None:
+    asked = {"prompt_logprobs": True, "topk_prompt": 2, "prompt_draws": 1, "max_tokens": 1}
+    whole = decode(base, PAGE, SampleRequest(PROMPT, **asked))
+    found = decode(base, PAGE, SampleRequest(PROMPT, last_n=3, **asked))
+    assert found.prompt_logprobs is not None and found.topk_ids is not None
+    assert np.isnan(found.prompt_logprobs[:-3]).all() and not found.topk_ids[:-3].any()
+    np.testing.assert_array_equal(found.prompt_logprobs[-3:], whole.prompt_logprobs[-3:])
+    np.testing.assert_array_equal(found.topk_logprobs[-3:], whole.topk_logprobs[-3:])
+    np.testing.assert_array_equal(found.drawn_ids, whole.drawn_ids)

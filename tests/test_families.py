@@ -308,15 +308,15 @@ def test_qwen3_heads_are_128_wide_where_the_file_does_not_say(tmp_path: Path) ->
     assert config["head_width"] == 128 and inv_freq.shape == (64,)
 
 
-@pytest.mark.parametrize("kind", ("default", "llama3"))
+@pytest.mark.parametrize("low", (None, 1.0, 2.0), ids=("default", "llama3", "llama3 from 2"))
 @pytest.mark.parametrize("theta", (1e4, 5e5, 1e6))
 @pytest.mark.parametrize("width", (64, 80, 128))
 def test_rotary_frequencies_equal_transformers(
-    kind: str, theta: float, width: int, tmp_path: Path
+    low: float | None, theta: float, width: int, tmp_path: Path
 ) -> None:
-    rope = {"rope_type": kind, "rope_theta": theta}
-    if kind == "llama3":
-        rope |= {key: LLAMA3[key] for key in ("factor", "low_freq_factor", "high_freq_factor")}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    if low is not None:
+        rope |= LLAMA3 | {"rope_theta": theta, "low_freq_factor": low}
         rope["original_max_position_embeddings"] = 8192
     path = changed(tmp_path, "llama", rope_parameters=rope, head_dim=width)
     _, found = families.read_config(path)

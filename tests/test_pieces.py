@@ -101,7 +101,7 @@ def test_fields_that_come_twice_are_merged_as_protobuf_merges_them() -> None:
 def test_what_protobuf_refuses_is_refused_and_nothing_else() -> None:
     body, drawn = request(some_data()).SerializeToString(), random.Random(0)
     refused = 0
-    for _ in range(4000):
+    for _ in range(2000):
         bad = bytearray(body)
         for _ in range(drawn.randint(1, 3)):
             bad[drawn.randrange(len(bad))] = drawn.choice([0, 1, 0x0B, 0x1A, 0x7F, 0x80, 0xFF])
@@ -109,11 +109,11 @@ def test_what_protobuf_refuses_is_refused_and_nothing_else() -> None:
         expected = outcome(at_once, bytes(bad))
         refused += expected is None
         assert outcome(in_pieces, bytes(bad)) == expected
-    assert 400 < refused < 3900
-    for at, more in itertools.product(range(len(body)), (1, 255)):  # of each length, one off
+    assert 200 < refused < 1950
+    for at in range(len(body)):  # each length is one too large once
         bad = bytearray(body)
-        bad[at] = (bad[at] + more) % 256
-        assert outcome(in_pieces, bytes(bad)) == outcome(at_once, bytes(bad)), (at, more)
+        bad[at] = (bad[at] + 1) % 256
+        assert outcome(in_pieces, bytes(bad)) == outcome(at_once, bytes(bad)), at
 
 
 def test_a_request_without_datums_has_a_limit() -> None:

@@ -90,20 +90,23 @@ def test_a_training_state_is_downloaded_through_an_encrypted_export(
     assert not list(server.checkpoints.glob("*/external_weights/download"))  # it was taken away
 
 
-def test_an_encrypted_export_is_readable_by_its_owner_only(
+def test_an_encrypted_export_is_readable_by_its_owners_only(
     server, service_client, tmp_path: Path
 ) -> None:
     import pyrage
 
-    owner, other = (pyrage.x25519.Identity.generate() for _ in range(2))
+    *owners, other = (pyrage.x25519.Identity.generate() for _ in range(3))
     client = train(service_client)
-    keys = [str(owner.to_public())]
+    keys = [str(owner.to_public()) for owner in owners]
     path = client.save_weights_external("mine", age_encryption_recipients=keys).result().path
     urls = service_client.create_rest_client().get_external_weights_urls(path).result().urls
     assert set(urls) == {name + ".age" for name in (checkpoint.ADAPTER_FILE, "adapter_config.json")}
     sealed = httpx.get(urls["adapter_config.json.age"]).content
     assert b"LORA" not in sealed
-    assert json.loads(pyrage.decrypt(sealed, [owner]))["peft_type"] == "LORA"
+    for owner in owners:
+        assert json.loads(pyrage.decrypt(sealed, [owner]))["peft_type"] == "LORA"
+    folder = checkpoint.Store(server.checkpoints, recover=False).folder(path)
+    assert {file.name for file in folder.iterdir()} == {*urls, checkpoint.META_FILE}
     with pytest.raises(pyrage.DecryptError):
         pyrage.decrypt(sealed, [other])
     with pytest.raises(tinker.RequestFailedError, match="is encrypted: decrypt its files"):

@@ -243,9 +243,11 @@ class Copy:
 
         timer = threading.Timer(seconds, end)
         timer.start()
-        code = int(self.asker.stdout.readline())
-        timer.cancel()
-        kill()
+        try:
+            code = int(self.asker.stdout.readline())
+        finally:
+            timer.cancel()
+            kill()
         if late.is_set():
             raise TooLong(f"it took more than {seconds} s")
         return code, said.read_text(errors="replace")
