@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,11 +27,23 @@ STEPS, SAVE_EVERY, KILLED_AFTER = 6, 2, 3
 METRICS = ("loss", "loss_tokens", "grad_norm")
 
 
+# The command, on a disk that takes for ever once there is a file named slow.
+SLOW_DISK = """
+import os, sys, time
+from tinsmith import cli
+fsync, slow = os.fsync, sys.argv.pop(1)
+os.fsync = lambda file: time.sleep(1000 if os.path.exists(slow) else 0) or fsync(file)
+sys.exit(cli.main())
+"""
+
+
 @contextlib.contextmanager
-def serving(checkpoints: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(
+    checkpoints: Path, program: Sequence[str] = ("-m", "tinsmith.cli")
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`tinsmith serve` as a process of its own, and its URL."""
     command = [
-        sys.executable, "-m", "tinsmith.cli", "serve", str(demo.MODEL), "--port", "0", "--seed",
+        sys.executable, *program, "serve", str(demo.MODEL), "--port", "0", "--seed",
         "7", "--device", "cpu", "--threads", "1", "--checkpoints", str(checkpoints),
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -110,10 +122,10 @@ def test_a_killed_run_is_resumed_bit_for_bit(questions: Path, tmp_path: Path) ->
 
 
 def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> None:
-    """Killed while it writes a checkpoint, over and over: those that were finished load, and the
-    database tells of them."""
+    """Killed or told to end while it writes a checkpoint, over and over: those that were finished
+    load, and the database tells of them."""
     paths: list[str] = []
-    for killed in range(2):
+    for killed, number in enumerate((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)):
         with serving(tmp_path) as (server, url):
             service = tinker.ServiceClient(base_url=url, api_key="tml-local")
             data = {"number": str(killed)}
@@ -123,11 +135,11 @@ def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> No
             client.save_state("late")
             client.save_state("s0", overwrite=True)
             time.sleep(0.05 * killed)
-            server.send_signal(signal.SIGKILL)
-            server.wait()
+            server.send_signal(number)
+            assert server.wait() == (0 if number == signal.SIGTERM else -number)
     store = checkpoint.Store(tmp_path)
     state = State(store)
-    assert [row.user_metadata["number"] for row in state.runs()] == ["1", "0"]
+    assert [row.user_metadata["number"] for row in state.runs()] == ["2", "1", "0"]
     listed = [item for row in state.runs() for item in state.checkpoints(row.id)]
     assert set(paths) <= {item.path for item in listed}
     model = load_model(demo.MODEL, threads=1)
@@ -135,3 +147,27 @@ def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> No
         adapter = checkpoint.load_adapter(store.folder(item.path), model, optimizer=True)
         assert adapter.rank == 64
     state.close()
+
+
+def test_a_save_that_takes_too_long_leaves_the_checkpoint_as_it_was(tmp_path: Path) -> None:
+    """SIGTERM does not wait for a slow disk. What there is of the save, the next start clears."""
+    slow, saved = tmp_path / "slow", tmp_path / "saved"
+    with serving(saved, ["-c", SLOW_DISK, str(slow)]) as (server, url):
+        service = tinker.ServiceClient(base_url=url, api_key="tml-local")
+        client = service.create_lora_training_client(str(demo.MODEL), rank=4).result()
+        path = client.save_state("a").result().path
+        folder = checkpoint.Store(saved, recover=False).folder(path)
+        before = {file.name: file.read_bytes() for file in folder.iterdir()}
+        slow.touch()
+        client.save_state("a", overwrite=True)
+        end = time.monotonic() + 60
+        while len(list(folder.parent.iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.02)
+        start = time.monotonic()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=60) == 0
+    assert time.monotonic() - start < 10
+    assert len(list(folder.parent.iterdir())) == 2
+    with serving(saved):
+        assert [file.name for file in folder.parent.iterdir()] == ["a"]
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == before

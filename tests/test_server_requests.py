@@ -285,14 +285,15 @@ def make_sampler(wire: Wire) -> str:
     return wire.post("/create_sampling_session", **asked, base_model="tiny")["sampling_session_id"]
 
 
-def ask(wire: Wire, sampler: str, seq: int = 0) -> dict:
-    """The promise of a small sample."""
+def ask(wire: Wire, sampler: str, seq: int = 0, count: int = 1, tokens: int = 4) -> dict:
+    """The promise of a sample, by default a small one."""
     return wire.post(
         "/asample",
         sampling_session_id=sampler,
         seq_id=seq,
         prompt={"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
-        sampling_params={"max_tokens": 4, "stop": []},
+        num_samples=count,
+        sampling_params={"max_tokens": tokens, "stop": []},
     )
 
 
@@ -376,3 +377,15 @@ def test_a_session_ends_after_an_hour_without_a_sign_of_life(ageing):
     wire.post("/get_info", model_id=training)
     later(4000)
     assert wire.http.post("/get_info", json={"model_id": training}).status_code == 404
+
+
+def test_samples_of_a_finished_session_do_not_go_on(server):
+    """Of many minutes' work nothing is left to do, and another session's goes on."""
+    wire = Wire(server.url)
+    ended, other = make_sampler(wire), make_sampler(wire)
+    many = [ask(wire, ended, seq, count=4096, tokens=120) for seq in range(20)]
+    few = ask(wire, other)
+    wire.post(f"/sessions/{ended.partition(':')[0]}/finish")
+    for promise in many:
+        assert wire.result(promise)["error"] == "the request was cancelled"
+    assert wire.result(few) == {}  # protobuf, a sample

@@ -257,9 +257,13 @@ class Service:
         return session
 
     def end_session(self, session: Session) -> None:
-        """Frees a session's adapters once its requests are done."""
+        """Cancels a session's samples, and frees its adapters once its training is done."""
         session.ended = True
         session.losses.clear()
+        samplers = set(session.samplers)
+        for (_, name), item in self.pending.items():
+            if name.rpartition(":seq:")[0] in samplers and not item.future.done():
+                self.worker.cancel(item.future)
         self.worker.forget(session.runs, session.samplers)
         for name in session.runs:
             self.runs.pop(name, None)
