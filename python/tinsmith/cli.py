@@ -188,7 +188,9 @@ def _serve(options: argparse.Namespace) -> None:
         raise ValueError("there is no model to serve: name one, as in tinsmith serve NAME=FOLDER")
     require_server()
     from tinsmith.server.backend import Backend
+    from tinsmith.server.connections import allow_files
 
+    allow_files()
     with Backend(
         models,
         checkpoints=options.checkpoints,

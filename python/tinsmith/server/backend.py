@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -29,6 +28,7 @@ from tinsmith.engine.devices import choose_device
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.files import checkpoint
 from tinsmith.server import rest, routes, transfers
+from tinsmith.server.connections import BACKLOG, Listener, Server
 from tinsmith.server.overload import QUEUE_BYTES_MAX, Overloaded, Queue
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service
@@ -37,8 +37,6 @@ from tinsmith.server.state import State
 log = logging.getLogger("tinsmith")
 
 PREFIX = "/api/v1"
-BACKLOG = 2048  # connections that wait to be accepted: the SDK opens many at once
-STOP_SECONDS = 0.5  # for requests that are on their way, at the end
 QUEUE_SHARE = 8  # requests that wait take at most 1 / QUEUE_SHARE of the memory, in addition
 EXPIRY_SECONDS = 60.0  # between two searches for expired checkpoints
 
@@ -137,7 +135,7 @@ class Backend:
             poll_seconds=poll_seconds,
             queue=queue,
         )
-        self._server = _http(make_app(self._service))
+        self._server = Server(make_app(self._service))
         # From here on connections are kept until the server's loop accepts them.
         self._socket.listen(BACKLOG)
         self._thread = threading.Thread(
@@ -195,26 +193,8 @@ class Backend:
         self.close()
 
 
-def _http(app: Starlette) -> uvicorn.Server:
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            lifespan="off",
-            log_config=None,  # the process's logging is its own
-            log_level="warning",
-            access_log=False,
-            ws="none",
-            backlog=BACKLOG,
-            timeout_keep_alive=120,
-            timeout_graceful_shutdown=STOP_SECONDS,
-        )
-    )
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio turns Nagle's delay off: else each reply takes 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+def _bind(host: str, port: int) -> Listener:
+    listener = Listener(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
