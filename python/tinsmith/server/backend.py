@@ -2,7 +2,8 @@
 
 The app turns every exception into a 4xx with {"detail": sentence}: the SDK repeats 5xx and 409 for
 minutes, so neither is ever sent. All models' files are checked before it listens; one model alone
-is loaded then too, several are on first use. It listens on the loopback unless told otherwise.
+is loaded then too, several are on first use. It listens on the loopback unless told otherwise, and
+on another address only with an API key.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import errno
 import logging
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,10 +26,11 @@ from starlette.routing import Route
 from tinsmith.engine import worker
 from tinsmith.engine.bases import inspect_models, memory_of
 from tinsmith.engine.devices import choose_device
-from tinsmith.engine.errors import RequestError, explain
+from tinsmith.engine.errors import RequestError, clipped, explain
 from tinsmith.files import checkpoint
 from tinsmith.server import rest, routes, transfers
 from tinsmith.server.connections import BACKLOG, Listener, Server
+from tinsmith.server.door import PREFIX, Access, Door
 from tinsmith.server.overload import QUEUE_BYTES_MAX, Overloaded, Queue
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service
@@ -36,8 +38,8 @@ from tinsmith.server.state import State
 
 log = logging.getLogger("tinsmith")
 
-PREFIX = "/api/v1"
 QUEUE_SHARE = 8  # requests that wait take at most 1 / QUEUE_SHARE of the memory, in addition
+API_KEY = "tml-local"  # of clients of a server that asks for none: the SDK wants one
 EXPIRY_SECONDS = 60.0  # between two searches for expired checkpoints
 
 
@@ -77,7 +79,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 def _detail(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
-    return JSONResponse({"detail": sentence}, status_code=status, headers=headers)
+    return JSONResponse({"detail": clipped(sentence)}, status_code=status, headers=headers)
 
 
 class Backend:
@@ -90,6 +92,9 @@ class Backend:
         checkpoints: Path,
         host: str = "127.0.0.1",
         port: int = 0,
+        api_key: str | None = None,
+        allow_hosts: Iterable[str] = (),
+        allow_origins: Iterable[str] = (),
         device: str = "auto",
         dtype: str = "auto",
         threads: int = 0,
@@ -102,10 +107,14 @@ class Backend:
     ):
         if not models:
             raise ValueError("there is no model to serve: name at least one")
+        hosts = frozenset(name.lower() for name in allow_hosts)
+        access = Access(host, hosts, frozenset(allow_origins), api_key)
+        self._key = api_key or API_KEY
         self.checkpoints = Path(checkpoints).resolve()
         with contextlib.ExitStack() as undo:
             self._socket = _bind(host, port)
             undo.callback(self._socket.close)
+            access.check_address(self._socket.getsockname()[0])
             store = checkpoint.Store(self.checkpoints)
             self._state = State(store)
             undo.callback(self._state.close)
@@ -133,9 +142,10 @@ class Backend:
             self._state,
             seed=seed,
             poll_seconds=poll_seconds,
+            access=access,
             queue=queue,
         )
-        self._server = Server(make_app(self._service))
+        self._server = Server(Door(make_app(self._service), access))
         # From here on connections are kept until the server's loop accepts them.
         self._socket.listen(BACKLOG)
         self._thread = threading.Thread(
@@ -178,7 +188,7 @@ class Backend:
         import tinker
 
         arguments.setdefault("base_url", self.url)
-        arguments.setdefault("api_key", "tml-local")
+        arguments.setdefault("api_key", self._key)
         return tinker.ServiceClient(**arguments)
 
     def __enter__(self) -> Self:

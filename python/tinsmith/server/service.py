@@ -34,6 +34,7 @@ from tinsmith.files.lora import LoraSpec
 from tinsmith.losses.graph import CustomLoss
 from tinsmith.server import wire
 from tinsmith.server.beside import Beside
+from tinsmith.server.door import Access
 from tinsmith.server.overload import Place, Queue
 from tinsmith.server.pieces import Buffer
 from tinsmith.server.state import RunRow, SessionRow, State
@@ -163,6 +164,7 @@ class Service:
         *,
         seed: int | None = None,
         poll_seconds: float = 20.0,
+        access: Access | None = None,
         queue: Queue | None = None,
     ):
         self.bases = dict(bases)
@@ -170,6 +172,7 @@ class Service:
         self.store = store
         self.state = state
         self.seed = seed
+        self.access = access or Access()
         self.queue = queue or Queue()
         self.beside = Beside()
         self.poll_seconds = poll_seconds  # the SDK gives up a poll after 45 s
