@@ -31,14 +31,16 @@ from tinsmith.files import checkpoint
 from tinsmith.server import rest, routes, transfers
 from tinsmith.server.connections import BACKLOG, Listener, Server
 from tinsmith.server.door import PREFIX, Access, Door
-from tinsmith.server.overload import QUEUE_BYTES_MAX, Overloaded, Queue
+from tinsmith.server.overload import QUEUE_BYTES_MAX, Arrivals, Overloaded, Queue
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service
 from tinsmith.server.state import State
 
 log = logging.getLogger("tinsmith")
 
-QUEUE_SHARE = 8  # requests that wait take at most 1 / QUEUE_SHARE of the memory, in addition
+# In addition to the memory: what waits for the engine, and what waits to be read, take at most
+# 1 / QUEUE_SHARE of it each; what comes in takes half of that.
+QUEUE_SHARE = 8
 API_KEY = "tml-local"  # of clients of a server that asks for none: the SDK wants one
 EXPIRY_SECONDS = 60.0  # between two searches for expired checkpoints
 
@@ -131,10 +133,9 @@ class Backend:
             if preload or (preload is None and len(bases) == 1):
                 self._worker.preload(bases).result()
             undo.pop_all()
-        if queue is None:
-            room = memory_of("cpu") if memory is None else memory
-            queue = Queue(bytes_max=min(QUEUE_BYTES_MAX, (room or QUEUE_BYTES_MAX) // QUEUE_SHARE))
-        self.queue = queue
+        room = memory_of("cpu") if memory is None else memory
+        most = min(QUEUE_BYTES_MAX, (room or QUEUE_BYTES_MAX) // QUEUE_SHARE)
+        self.queue = Queue(bytes_max=most) if queue is None else queue
         self._service = Service(
             bases,
             self._worker,
@@ -143,7 +144,9 @@ class Backend:
             seed=seed,
             poll_seconds=poll_seconds,
             access=access,
-            queue=queue,
+            queue=self.queue,
+            arrivals=Arrivals(bytes_max=most // 2),
+            results_max=most,
         )
         self._server = Server(Door(make_app(self._service), access))
         # From here on connections are kept until the server's loop accepts them.
