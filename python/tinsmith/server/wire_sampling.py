@@ -20,6 +20,7 @@ from tinsmith.server.wire import chunk_name, maybe, need, optional, seed_of, sho
 
 SAMPLES_MAX = 4096  # of one request
 DRAWS_MAX = 1024  # at one position of a prompt
+STOPS_MAX = 1024  # each is looked for after each token
 CELLS_MAX = 1 << 22  # of the tensors that score a prompt
 RESULT_BYTES_MAX = 1 << 30  # of one request
 SAMPLE_BYTES = 4096  # what each sample of a request counts for in the queue
@@ -248,11 +249,17 @@ def _stops(stop: Any, model: BaseModel) -> tuple[tuple[int, ...], tuple[str, ...
     items = [stop] if isinstance(stop, str) else stop
     if not isinstance(items, list):
         raise ValueError(f"stop must be a string, strings, or token ids; {short(stop)} came")
+    if len(items) > STOPS_MAX:
+        raise ValueError(
+            f"stop has {len(items)} strings or ids; at most {STOPS_MAX} are looked for"
+        )
     texts = tuple(item for item in items if isinstance(item, str))
     ids = tuple(item for item in items if type(item) is int)
     if len(texts) + len(ids) < len(items) or "" in texts:
         raise ValueError(f"stop must be non-empty strings or token ids; {short(stop)} came")
-    check_ids(np.asarray(ids, np.int64), model.vocab, "stop")
+    for token in ids:
+        if not 0 <= token < model.vocab:
+            raise ValueError(f"stop has id {token}; ids must be from 0 to {model.vocab - 1}")
     return (ids + model.eos_ids if texts else ids), texts
 
 
