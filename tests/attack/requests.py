@@ -3,20 +3,16 @@
 What the SDK sends in a small run of everything is recorded. An input is one of these requests with
 a fresh number, changed in some places. Its answer must be Tinker's own, and so must its future's:
 a result, or a sentence. Between the inputs a client that means well asks the same again and again,
-and must get the same bits; at the end the server's memory, connections and descriptors must be back
-where they were.
+and must get the same bits; at the end the server's memory and descriptors must be back where they
+were (served.py).
 """
 
 import contextlib
-import gc
 import json
 import random
-import resource
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -36,13 +32,11 @@ from attack.common import (
     changed_bytes,
     json_text,
 )
+from attack.served import SECONDS, Clean, datum, served
 from tinker.proto import tinker_public_pb2 as pb
-from tinsmith.demo.demo import MODEL
 from tinsmith.server.backend import Backend
 
-SECONDS = 50.0  # for an answer
 CLEAN_EVERY = 25  # inputs between two of the clean client's rounds
-MEMORY_BYTES = 300 << 20  # that a process may have grown by at the end: allocators keep some
 KEY = "tml-attack"
 PROTOBUF = "application/x-protobuf"
 
@@ -59,17 +53,6 @@ class Recorded:
 
 
 # ---- what the SDK sends ----
-
-
-def datum(length: int, width: int = 0, seed: int = 0) -> tinker.Datum:
-    rng = np.random.default_rng(seed)
-    shape = (length, width) if width else (length,)
-    inputs: dict[str, Any] = {
-        "target_tokens": rng.integers(3, 200, shape),
-        "weights": np.ones(shape, np.float32),
-    }
-    tokens = tinker.ModelInput.from_ints(rng.integers(3, 200, length).tolist())
-    return tinker.Datum(model_input=tokens, loss_fn_inputs=inputs)
 
 
 def record(url: str) -> tuple[list[Recorded], tinker.ServiceClient]:
@@ -197,20 +180,14 @@ def _numbers(rng: random.Random, count: int) -> bytes:
 class Attacked:
     """A server, the recorded requests, and a client that means well."""
 
-    def __init__(self, backend: Backend):
-        self._backend = backend
+    def __init__(self, backend: Backend, clean: Clean):
+        self._backend, self._clean = backend, clean
         self._http = httpx.Client(base_url=backend.url, timeout=SECONDS)
         self._numbers: dict[str, int] = {}
         self._fresh = 1000
         self._requests: list[Recorded] = []
         self._session = ""
         self._begin()
-        service = backend.service_client(api_key="tml-clean")
-        self._service = service
-        self._clean = service.create_lora_training_client("m", rank=2, seed=7).result()
-        self._sampler = service.create_sampling_client(base_model="m").result()
-        self._expected = self._round()
-        self._memory = _memory()
 
     def _begin(self) -> None:
         """Records; what is recorded is about a session that is open, and its run."""
@@ -227,55 +204,24 @@ class Attacked:
     def _ask(self, path: str, body: dict[str, Any]) -> httpx.Response:
         return self._http.post(f"/api/v1{path}", json=body, headers={"X-API-Key": KEY})
 
-    # ---- the clean client ----
-
-    def _round(self) -> list[bytes]:
-        """What a client gets that asks the same each time."""
-        data = [datum(6, seed=5), datum(4, seed=6)]
-        output = self._clean.forward(data, "cross_entropy").result(timeout=SECONDS)
-        found = [item["logprobs"].to_numpy().tobytes() for item in output.loss_fn_outputs]
-        params = tinker.SamplingParams(max_tokens=5, seed=11, stop=[])
-        prompt = tinker.ModelInput.from_ints([9, 8, 7])
-        drawn = self._sampler.sample(prompt, 2, params).result(timeout=SECONDS)
-        for sequence in drawn.sequences:
-            found += [
-                bytes(str(list(sequence.tokens)), "ascii"),
-                bytes(str(sequence.logprobs), "ascii"),
-            ]
-        return found
-
-    def check(self) -> None:
+    def _check(self) -> None:
         """The clean client's round, and that the session of the attack is there."""
-        if self._round() != self._expected:
-            raise Failure("the clean client got other bits than before")
+        self._clean.check()
         alive = self._ask("/session_heartbeat", {"session_id": self._session}).status_code == 200
         run = {"model_id": next(iter(self._numbers))}
         if self._over or not alive or self._ask("/get_info", run).status_code != 200:
             self._begin()
 
     def close(self) -> None:
-        """Ends it; Failure if the server has kept what it should not have."""
-        self.check()
-        self._service.close("success").result()
+        """Ends it."""
+        self._recorder.close("success").result()
         self._http.close()
-        backend, end = self._backend, time.monotonic() + SECONDS
-        left = lambda: (  # noqa: E731
-            backend.queue.bytes, backend.queue.count, backend._service.arrivals.bytes
-        )  # fmt: skip
-        while any(left()) and time.monotonic() < end:
-            time.sleep(0.05)
-        if any(left()):
-            raise Failure(f"the server still counts {left()} bytes and requests")
-        gc.collect()
-        grown = _memory() - self._memory
-        if grown > MEMORY_BYTES:
-            raise Failure(f"the server's process has grown by {grown >> 20} MiB")
 
     # ---- one input ----
 
     def one(self, attempt: Attempt) -> str:
         if attempt.number % CLEAN_EVERY == 0 or self._over:
-            self.check()
+            self._check()
         rng = attempt.rng
         request = rng.choice(self._requests)
         request = self._change(rng, self._numbered(request))
@@ -384,28 +330,12 @@ def _json(reply: httpx.Response) -> Any:
         return None
 
 
-def _memory() -> int:
-    """Bytes of this process that are in memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
-
-
 @contextlib.contextmanager
 def attack() -> Iterator[One]:
-    """A server on the demonstration's model."""
-    with tempfile.TemporaryDirectory() as folder:
-        before = len(list(Path("/proc/self/fd").iterdir()))
-        with Backend(
-            {"m": MODEL},
-            checkpoints=Path(folder),
-            device="cpu",
-            threads=1,
-            gap_seconds=0.3,
-            poll_seconds=1.0,
-        ) as backend:
-            attacked = Attacked(backend)
+    """A server that loses patience soon."""
+    with served(gap_seconds=0.3, poll_seconds=1.0) as (backend, clean):
+        attacked = Attacked(backend, clean)
+        try:
             yield attacked.one
+        finally:
             attacked.close()
-        left = len(list(Path("/proc/self/fd").iterdir())) - before
-        if left > 8:  # the SDK's own clients keep some
-            raise Failure(f"{left} descriptors are left")
