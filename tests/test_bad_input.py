@@ -379,6 +379,8 @@ SAMPLING = [
     ({"top_k": -2}, "top_k must be at least 1"),
     ({"max_tokens": 0}, "max_tokens must be at least 1, 0 came"),
     ({"stop": [VOCAB]}, f"stop has id {VOCAB}"),
+    ({"stop": [1 << 63]}, f"stop has id {1 << 63}"),
+    ({"stop": [1] * 1025}, "stop has 1025 strings or ids; at most 1024 are looked for"),
     ({"stop": ""}, "stop must be non-empty strings or token ids"),
     ({"prompt": []}, "the prompt is empty"),
     ({"prompt": [1, VOCAB]}, f"the prompt has id {VOCAB}; ids must be from 0 to {VOCAB - 1}"),

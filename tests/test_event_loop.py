@@ -14,7 +14,7 @@ import pytest
 import zstandard
 from conftest import CONTEXT, VOCAB, Wire, make_datum
 from small_run import ADAM, make_client
-from tinsmith.server import bodies, wire, wire_sampling
+from tinsmith.server import routes, wire, wire_sampling
 from tinsmith.server.backend import Backend, make_app
 from tinsmith.server.beside import SMALL
 from tinsmith.server.messages import pb
@@ -90,7 +90,7 @@ def test_a_large_request_leaves_the_loop_to_others(server, large: bytes, coding:
 
 
 def test_a_body_that_unpacks_to_more_than_the_limit_is_refused(server, monkeypatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(routes, "BODY_BYTES_MAX", 1 << 20)
     wire = Wire(server.url)
     for size, status in (((1 << 20) + 1, 413), (1 << 20, 400)):
         body = zstandard.ZstdCompressor().compress(b"\0" * size)
@@ -196,7 +196,7 @@ def test_a_refused_request_is_let_go_of_at_once(server, monkeypatch) -> None:
 
     def counted(body: bytes) -> wire.Call:
         call = parse(body)
-        found = Counted(call.head, call.parts, call.lifted)
+        found = Counted(call.head, call.parts, call.lifted, call.count)
         calls.append(id(found))
         return found
 

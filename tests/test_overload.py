@@ -5,16 +5,18 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tinker
-from conftest import Wire, logprobs, make_datum
+from conftest import CONTEXT, Wire, logprobs, make_datum
 from small_run import make_client
+from tinsmith.engine.decoding import SampleRequest
 from tinsmith.server.backend import Backend
 from tinsmith.server.overload import Overloaded, Queue
-from tinsmith.server.routes import SAMPLE_BYTES
+from tinsmith.server.wire_sampling import SAMPLE_BYTES, held_bytes
 
 LIMIT = 20_000
 
@@ -58,8 +60,8 @@ def ask_for_everything(backend: Backend, crowd: Callable[[], bool]) -> tuple[lis
 
 def test_all_of_200_requests_are_answered_right(crowded, tiny_model_dir, tmp_path, monkeypatch):
     refused: list[int] = []
-    overloaded = Queue.overloaded
-    monkeypatch.setattr(Queue, "overloaded", lambda q: refused.append(q.bytes) or overloaded(q))
+    full = Queue._full
+    monkeypatch.setattr(Queue, "_full", lambda q: refused.append(q.bytes) or full(q))
     with start(tiny_model_dir, tmp_path / "roomy") as backend:
         expected = ask_for_everything(backend, lambda: backend.queue.peak > 4 * LIMIT)
         assert not refused  # though there is more than fits into the crowded one
@@ -97,7 +99,13 @@ def test_the_queue_takes_an_eighth_of_a_small_memory(tiny_model_dir, tmp_path):
 def test_who_waits_too_long_is_told_to_come_again(crowded):
     crowd, wire = Crowd(crowded), Wire(crowded.url)
     model = wire.create()
-    body = {"sampling_session_id": "none", "seq_id": 0}
+    asked = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 0}
+    sampler = wire.post("/create_sampling_session", **asked, base_model="tiny")
+    body = {
+        "sampling_session_id": sampler["sampling_session_id"],
+        "seq_id": 0,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
+    }
     begin = time.monotonic()
     reply = wire.http.post("/asample", json=body)
     assert reply.status_code == 429 and 0.25 < time.monotonic() - begin < 5
@@ -105,8 +113,12 @@ def test_who_waits_too_long_is_told_to_come_again(crowded):
     assert f"in its queue, and takes 8 of {LIMIT} at once" in reply.json()["detail"]
     # A small request that waits for nothing in memory is answered all the same.
     assert wire.result(wire.optim_step(model, 1))["metrics"]["grad_norm"] == 0
+    # What can't be done is refused, whatever the load.
+    told = wire.result(wire.post("/asample", **body | {"num_samples": 10**9}))
+    assert told["error"] == "num_samples must be from 1 to 4096, 1000000000 came"
+    assert told["category"] == "user"
     crowd.leave()
-    assert wire.http.post("/asample", json=body).status_code == 200
+    assert wire.http.post("/asample", json=body | {"seq_id": 1}).status_code == 200
 
 
 def test_a_compressed_request_counts_for_what_it_unpacks_to(crowded):
@@ -160,18 +172,12 @@ def test_a_request_larger_than_the_limit_is_let_in_alone(crowded):
 
 
 def test_many_samples_of_one_request_count_for_what_they_are():
-    async def main() -> None:
-        queue = Queue(bytes_max=10 * SAMPLE_BYTES)
-        with await queue.enter(100) as first:
-            first.grow(100 + 6 * SAMPLE_BYTES)
-            with pytest.raises(Overloaded), await queue.enter(100) as second:
-                second.grow(100 + 5 * SAMPLE_BYTES)
-            assert queue.bytes == 100 + 6 * SAMPLE_BYTES and queue.count == 1
-            with await queue.enter(100) as third:
-                third.grow(100 + 3 * SAMPLE_BYTES)
-        assert (queue.bytes, queue.count) == (0, 0)
-
-    asyncio.run(main())
+    prompt = np.arange(10, dtype=np.int32)
+    plain = SampleRequest(prompt, num_samples=7, max_tokens=50)
+    assert held_bytes(plain, CONTEXT) == prompt.nbytes + 7 * SAMPLE_BYTES
+    scored = replace(plain, topk_sample=20, topk_prompt=5, prompt_logprobs=True, prompt_draws=2)
+    more = 7 * 50 * 20 * 8 + 10 * (4 + 5 * 8 + 2 * 12)
+    assert held_bytes(scored, CONTEXT) == held_bytes(plain, CONTEXT) + more
 
 
 def test_small_requests_are_counted_too():

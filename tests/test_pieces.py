@@ -50,7 +50,8 @@ def some_data() -> list[tinker.Datum]:
 
 def put_together(call: wire.Call) -> bytes:
     """The message that a call was, in protobuf's own order."""
-    whole = b"".join(b"".join(pieces.fill(part, call.lifted)) for part in call.parts)
+    parts = [call.head, *map(wire._parsed, call.parts)]
+    whole = b"".join(b"".join(pieces.fill(part, call.lifted)) for part in parts)
     return pb.ForwardBackwardRequest.FromString(whole).SerializeToString(deterministic=True)
 
 
@@ -230,13 +231,40 @@ def test_json_in_pieces_is_json(text: str) -> None:
         except ValueError as error:
             return str(error)
 
-    assert read(cls=bodies._Decoder) == read()
+    assert read(cls=bodies._Decoder) == read(**bodies._FINITE)
 
 
-def test_json_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "JSON_BYTES_MAX", 10)
-    with pytest.raises(Refusal, match="JSON of more than 10 bytes"):
-        bodies.parse_json(b'{"a": [1, 2]}')
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    (
+        ('{"a": [' + "[]," * (1 << 17) + "[]]}", "131075 of them lists and objects"),
+        ('{"a": [' + "1," * 10_000_000 + "1]}", r"JSON of up to 10000004 values"),
+        ('{"a":' * 65 + "1" + "}" * 65, "more than 64 lists and objects in each other"),
+        ('{"a": ' + "[" * 64 + "]" * 64 + "}", "more than 64 lists and objects in each other"),
+        ('{"a": ' + "[" * 9000 + "]" * 9000 + "}", "not JSON: maximum recursion depth"),
+        ('{"a": NaN}', "not JSON: the number NaN is not finite"),
+        ('{"a": [-Infinity]}', "not JSON: the number -Infinity is not finite"),
+        ('{"a": [1, 2, 1e999]}', "not JSON: the number 1e999 is not finite"),
+        ('{"a": {"b": ["\\ud800"]}}', r"the text '\\ud800', which is no Unicode"),
+        ('{"\\uDFFFx": 1}', r"the text '\\udfffx', which is no Unicode"),
+        (b'{"a": "\xed\xa0\x80"}', "not JSON: byte 7 is no UTF-8"),
+    ),
+)
+def test_json_that_could_do_harm_is_refused(text: str | bytes, sentence: str) -> None:
+    body = text.encode() if isinstance(text, str) else text
+
+    def read() -> None:
+        bodies.count_values(body)
+        bodies.parse_json(body)
+
+    with pytest.raises(Refusal, match=sentence):
+        read()
+
+
+def test_json_that_is_unusual_is_read() -> None:
+    text = '{"a": ' + "[" * 63 + "]" * 63 + ', "b": "\\ud83d\\ude00", "c": "\\\\ud800"}'
+    bodies.count_values(text.encode())
+    assert bodies.parse_json(text.encode()) == json.loads(text)
 
 
 # ---- others have their turns ----

@@ -5,6 +5,7 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ HOUSEKEEPING = {  # what every client does, at times of its own
 }  # fmt: skip
 
 
+async def come(body: bytes) -> dict[str, Any]:
+    """A body as the server's next message."""
+    return {"type": "http.request", "body": body, "more_body": False}
+
+
 class Calls:
     """The routes that are asked for, with the loss of a training call and what a sample scores."""
 
@@ -45,15 +51,15 @@ class Calls:
         name = path.removeprefix("/") if method == "POST" else f"{method} {path.removeprefix('/')}"
 
         async def watched(service: Service, request: Request) -> Any:
-            await request.body()  # which the handler then reads once more
+            body = await request.body()  # which the handler then reads once more
+            request = Request(request.scope, partial(come, body))
             if handler is routes.forward_backward:
-                body = await routes.read_body(service, request)
                 head = wire.parse_forward_backward(body).head
                 verb = "forward" if head.forward_only else name
                 self.seen.add(f"{verb} ({head.loss_fn})")
             elif handler is routes.asample:
-                body = await routes.read_json(service, request)
-                scored = sorted(key for key in SCORES if body.get(key))
+                asked = json.loads(body)
+                scored = sorted(key for key in SCORES if asked.get(key))
                 self.seen.add(f"{name} ({', '.join(scored)})" if scored else name)
             elif handler not in HOUSEKEEPING:
                 self.seen.add(name)

@@ -3,6 +3,7 @@ own calls, and the cookbook's download, against a server."""
 
 import asyncio
 import io
+import json
 import tarfile
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -49,6 +50,84 @@ def told(rest: tinker.RestClient, path: str) -> tinker.Checkpoint:
     run = tinker.ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
     items = rest.list_checkpoints(run).result().checkpoints
     return next(item for item in items if item.tinker_path == path)
+
+
+# ---- what is refused ----
+
+
+def test_half_a_surrogate_pair_is_refused_wherever_it_stands(server):
+    """It can't be sent again, so the server answered with 500, which the SDK repeats."""
+    wire = Wire(server.url)
+    model = wire.create()
+    session, half = model.partition(":")[0], "a\ud800"
+    bodies = {
+        "/create_session": {"user_metadata": {"a": half}, "tags": []},
+        "/create_model": {"session_id": session, "model_seq_id": 1, "base_model": half},
+        "/get_info": {"model_id": half},
+        "/retrieve_future": {"request_id": half},
+        "/retrieve_futures": {"target": {"sampling_session_id": half}},
+        "/cancel_future": {"request_id": half},
+        "/optim_step": {"model_id": model, "seq_id": 1, "adam_params": {half: 1}},
+        "/asample": {"sampling_session_id": half, "seq_id": 1},
+        "/save_weights": {"model_id": model, "seq_id": 1, "path": half},
+        "/weights_info": {"tinker_path": half},
+        "/sessions/search": {"display_name": half},
+        f"/sessions/{session}/finish": {"detail": half},
+    }
+    for path, body in bodies.items():
+        text = json.dumps(body).encode()
+        for sent in (text, text.replace(b"\\ud800", b"\xed\xa0\x80")):
+            reply = wire.http.post(path, content=sent)
+            assert reply.status_code == 400, path
+            assert "no Unicode" in reply.text or "no UTF-8" in reply.text
+    assert wire.result(wire.optim_step(model, 1))["metrics"]["grad_norm"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sentence"),
+    (
+        ("/retrieve_futures", {"timeout": 10**400}, "timeout must be a number of 63 bits, 1000"),
+        (
+            "/retrieve_futures",
+            {"prev_cursor": 1 << 63},
+            "prev_cursor must be an integer of 63 bits",
+        ),
+        ("/sessions/search", {"limit": -(1 << 64)}, "limit must be an integer of 63 bits"),
+        (
+            "/sessions/search",
+            {"statuses": [{"type": "active", "reasons": 3}]},
+            "reasons must be a l",
+        ),
+        ("/sessions/{}/finish", {"reason": {"a": 1}}, "the reason has no type"),
+        ("/create_model", {"lora_config": {"rank": 10**30}}, "rank must be an integer of 63 bits"),
+    ),
+)
+def test_numbers_and_kinds_that_no_field_has_are_told(server, path, body, sentence):
+    wire = Wire(server.url)
+    session = wire.create().partition(":")[0]
+    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    sampler = wire.post("/create_sampling_session", **asked)["sampling_session_id"]
+    more = {"target": {"sampling_session_id": sampler}, "model_seq_id": 7} | asked
+    del more["sampling_session_seq_id"]
+    reply = wire.http.post(path.format(session), json=more | body)
+    told = reply.text if reply.status_code != 200 else wire.result(reply.json())["error"]
+    assert sentence in told and "a bug" not in told
+
+
+def test_sessions_are_found_by_the_reasons_of_their_ends(server):
+    wire = Wire(server.url, key="tml-reasons")
+    made = [wire.post("/create_session", tags=[], user_metadata={})["session_id"] for _ in range(3)]
+    wire.post(f"/sessions/{made[0]}/finish", reason={"type": "success"})
+    wire.post(f"/sessions/{made[1]}/finish", reason={"type": "error"})
+
+    def found(kind: str, *reasons: str) -> list[str]:
+        query = {"type": kind, "reasons": list(reasons)}
+        reply = wire.post("/sessions/search", statuses=[query])
+        return [item["session_id"] for item in reply["sessions"]]
+
+    assert found("client_finished", "error") == [made[1]]
+    assert sorted(found("client_finished")) == sorted(made[:2])
+    assert found("active") == [made[2]] and found("active", "error") == []
 
 
 # ---- runs ----

@@ -147,8 +147,10 @@ def test_each_option_reaches_the_server(
     wanted: dict[str, Any] = {"models": ["m"], "checkpoints": tmp_path, "device": "cpu"}
     wanted |= {"dtype": "float32", "threads": 3, "memory": 2 << 30, "seed": 5}
     if command == "serve":
-        options += " --host 127.0.0.2 --port 7 --no-preload"
-        wanted |= {"host": "127.0.0.2", "port": 7, "preload": False}
+        options += " --host 127.0.0.2 --port 7 --no-preload --api-key tml-0123456789"
+        options += " --allow-host a.example --allow-origin https://b.example"
+        wanted |= {"host": "127.0.0.2", "port": 7, "preload": False, "api_key": "tml-0123456789"}
+        wanted |= {"allow_hosts": ["a.example"], "allow_origins": ["https://b.example"]}
     rest = ["recipe.py"] if command == "run" else []
     assert main([command, *options.split(), *rest]) == 1
     assert told == wanted

@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="serve models until Ctrl-C")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
+    _add_access(serve)
     serve.add_argument("models", nargs="*", metavar="NAME[=FOLDER]", help=HELP_MODEL)
     _add_engine(serve)
     serve.add_argument(
@@ -125,6 +126,31 @@ def _parser() -> argparse.ArgumentParser:
     _add_checkpoints(export)
     export.set_defaults(command=_export)
     return parser
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
+    key = parser.add_mutually_exclusive_group()
+    key.add_argument("--api-key", metavar="KEY", help="clients' TINKER_API_KEY must be this one")
+    key.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="the same, read from a file: other users see a command line",
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name by which clients know this server, beside --host's",
+    )
+    parser.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages that may use this server, like https://notebooks.example",
+    )
 
 
 def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
@@ -187,13 +213,21 @@ def _serve(options: argparse.Namespace) -> None:
     if not models:
         raise ValueError("there is no model to serve: name one, as in tinsmith serve NAME=FOLDER")
     require_server()
-    from tinsmith.server.backend import Backend
+    from tinsmith.server.backend import API_KEY, Backend
+    from tinsmith.server.connections import allow_files
 
+    allow_files()
+    key = options.api_key
+    if options.api_key_file is not None:
+        key = options.api_key_file.read_text().strip()
     with Backend(
         models,
         checkpoints=options.checkpoints,
         host=options.host,
         port=options.port,
+        api_key=key,
+        allow_hosts=options.allow_host,
+        allow_origins=options.allow_origin,
         device=options.device,
         dtype=options.dtype,
         threads=options.threads,
@@ -203,7 +237,8 @@ def _serve(options: argparse.Namespace) -> None:
     ) as backend:
         print(f"tinsmith serves {', '.join(models)} at {backend.url}")
         print(f"checkpoints are in {backend.checkpoints}; in a client's shell:")
-        print(f"  export TINKER_BASE_URL={backend.url} TINKER_API_KEY=tml-local", flush=True)
+        shown = API_KEY if key is None else "(the server's key)"
+        print(f"  export TINKER_BASE_URL={backend.url} TINKER_API_KEY={shown}", flush=True)
         ended = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: ended.set())
         signal.signal(signal.SIGINT, lambda *_: ended.set())

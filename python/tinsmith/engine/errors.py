@@ -11,6 +11,7 @@ log = logging.getLogger("tinsmith")
 
 USER = (ValueError, IndexError, FloatingPointError, FileNotFoundError, FileExistsError)
 SERVER = (MemoryError, OSError, RuntimeError)
+SENTENCE_MAX = 2000  # characters of a sentence for a client, which repeats what came
 
 
 class RequestError(Exception):
@@ -26,6 +27,12 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is None:
         return error.strerror
     return str(error) or type(error).__name__
+
+
+def clipped(text: str) -> str:
+    """A sentence of bounded length, which can be sent whatever came."""
+    text = text.encode(errors="backslashreplace").decode()
+    return text if len(text) <= SENTENCE_MAX else f"{text[:SENTENCE_MAX]} ..."
 
 
 def explain(error: BaseException) -> RequestError:

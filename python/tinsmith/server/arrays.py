@@ -20,6 +20,8 @@ DTYPES = {
     pb.DTYPE_BFLOAT16: ("bfloat16", np.dtype("<u2")),
 }
 TOGETHER = 1024  # arrays that NumPy joins in one call
+AXES_MAX = 8
+DENSE_BYTES_MAX = 1 << 29  # that a request's sparse arrays may become
 
 
 # ---- read ----
@@ -45,6 +47,8 @@ def array_of(tensor: pb.Tensor, lifted: Lifted, where: str) -> NDArray[Any]:
     if tensor.dtype not in DTYPES:
         raise ValueError(f"{where}: unknown dtype {tensor.dtype}")
     label, dtype = DTYPES[tensor.dtype]
+    if len(tensor.shape) > AXES_MAX:
+        raise ValueError(f"{where} has {len(tensor.shape)} axes; at most {AXES_MAX} are read")
     shape = tuple(tensor.shape)
     if any(size < 0 for size in shape):
         raise ValueError(f"{where}: shape {shape} has a negative size")
@@ -73,6 +77,13 @@ def _dense(
     crow = elements(lifted.get(csr.crow_indices), np.dtype("<i8"), where)
     cols = elements(lifted.get(csr.col_indices), np.dtype("<i8"), where)
     check_csr(crow, cols, len(values), shape, where)
+    lifted.dense_bytes += math.prod(shape) * values.itemsize
+    if lifted.dense_bytes > DENSE_BYTES_MAX:
+        raise ValueError(
+            f"{where}: with its sparse rows of shape {shape} the call's arrays would have "
+            f"{lifted.dense_bytes} bytes when dense, at most {DENSE_BYTES_MAX} are made; send its "
+            "datums in several calls"
+        )
     dense = np.zeros(shape, values.dtype)
     dense[np.repeat(np.arange(shape[0]), np.diff(crow)), cols] = values
     return dense

@@ -2,7 +2,8 @@
 
 The app turns every exception into a 4xx with {"detail": sentence}: the SDK repeats 5xx and 409 for
 minutes, so neither is ever sent. All models' files are checked before it listens; one model alone
-is loaded then too, several are on first use. It listens on the loopback unless told otherwise.
+is loaded then too, several are on first use. It listens on the loopback unless told otherwise, and
+on another address only with an API key.
 """
 
 import asyncio
@@ -11,12 +12,11 @@ import errno
 import logging
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -26,20 +26,22 @@ from starlette.routing import Route
 from tinsmith.engine import worker
 from tinsmith.engine.bases import inspect_models, memory_of
 from tinsmith.engine.devices import choose_device
-from tinsmith.engine.errors import RequestError, explain
+from tinsmith.engine.errors import RequestError, clipped, explain
 from tinsmith.files import checkpoint
 from tinsmith.server import rest, routes, transfers
-from tinsmith.server.overload import QUEUE_BYTES_MAX, Overloaded, Queue
+from tinsmith.server.connections import BACKLOG, Listener, Server
+from tinsmith.server.door import PREFIX, Access, Door
+from tinsmith.server.overload import QUEUE_BYTES_MAX, Arrivals, Overloaded, Queue
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service
 from tinsmith.server.state import State
 
 log = logging.getLogger("tinsmith")
 
-PREFIX = "/api/v1"
-BACKLOG = 2048  # connections that wait to be accepted: the SDK opens many at once
-STOP_SECONDS = 0.5  # for requests that are on their way, at the end
-QUEUE_SHARE = 8  # requests that wait take at most 1 / QUEUE_SHARE of the memory, in addition
+# In addition to the memory: what waits for the engine, and what waits to be read, take at most
+# 1 / QUEUE_SHARE of it each; what comes in takes half of that.
+QUEUE_SHARE = 8
+API_KEY = "tml-local"  # of clients of a server that asks for none: the SDK wants one
 EXPIRY_SECONDS = 60.0  # between two searches for expired checkpoints
 
 
@@ -79,7 +81,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 def _detail(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
-    return JSONResponse({"detail": sentence}, status_code=status, headers=headers)
+    return JSONResponse({"detail": clipped(sentence)}, status_code=status, headers=headers)
 
 
 class Backend:
@@ -92,6 +94,9 @@ class Backend:
         checkpoints: Path,
         host: str = "127.0.0.1",
         port: int = 0,
+        api_key: str | None = None,
+        allow_hosts: Iterable[str] = (),
+        allow_origins: Iterable[str] = (),
         device: str = "auto",
         dtype: str = "auto",
         threads: int = 0,
@@ -104,10 +109,14 @@ class Backend:
     ):
         if not models:
             raise ValueError("there is no model to serve: name at least one")
+        hosts = frozenset(name.lower() for name in allow_hosts)
+        access = Access(host, hosts, frozenset(allow_origins), api_key)
+        self._key = api_key or API_KEY
         self.checkpoints = Path(checkpoints).resolve()
         with contextlib.ExitStack() as undo:
             self._socket = _bind(host, port)
             undo.callback(self._socket.close)
+            access.check_address(self._socket.getsockname()[0])
             store = checkpoint.Store(self.checkpoints)
             self._state = State(store)
             undo.callback(self._state.close)
@@ -124,10 +133,9 @@ class Backend:
             if preload or (preload is None and len(bases) == 1):
                 self._worker.preload(bases).result()
             undo.pop_all()
-        if queue is None:
-            room = memory_of("cpu") if memory is None else memory
-            queue = Queue(bytes_max=min(QUEUE_BYTES_MAX, (room or QUEUE_BYTES_MAX) // QUEUE_SHARE))
-        self.queue = queue
+        room = memory_of("cpu") if memory is None else memory
+        most = min(QUEUE_BYTES_MAX, (room or QUEUE_BYTES_MAX) // QUEUE_SHARE)
+        self.queue = Queue(bytes_max=most) if queue is None else queue
         self._service = Service(
             bases,
             self._worker,
@@ -135,9 +143,12 @@ class Backend:
             self._state,
             seed=seed,
             poll_seconds=poll_seconds,
-            queue=queue,
+            access=access,
+            queue=self.queue,
+            arrivals=Arrivals(bytes_max=most // 2),
+            results_max=most,
         )
-        self._server = _http(make_app(self._service))
+        self._server = Server(Door(make_app(self._service), access))
         # From here on connections are kept until the server's loop accepts them.
         self._socket.listen(BACKLOG)
         self._thread = threading.Thread(
@@ -180,7 +191,7 @@ class Backend:
         import tinker
 
         arguments.setdefault("base_url", self.url)
-        arguments.setdefault("api_key", "tml-local")
+        arguments.setdefault("api_key", self._key)
         return tinker.ServiceClient(**arguments)
 
     def __enter__(self) -> Self:
@@ -195,26 +206,8 @@ class Backend:
         self.close()
 
 
-def _http(app: Starlette) -> uvicorn.Server:
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            lifespan="off",
-            log_config=None,  # the process's logging is its own
-            log_level="warning",
-            access_log=False,
-            ws="none",
-            backlog=BACKLOG,
-            timeout_keep_alive=120,
-            timeout_graceful_shutdown=STOP_SECONDS,
-        )
-    )
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio turns Nagle's delay off: else each reply takes 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+def _bind(host: str, port: int) -> Listener:
+    listener = Listener(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

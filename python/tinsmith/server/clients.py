@@ -27,6 +27,9 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
+    api_key: str | None = None,
+    allow_hosts: Sequence[str] = (),
+    allow_origins: Sequence[str] = (),
     device: str = "auto",
     dtype: str = "auto",
     checkpoints: str | Path = CHECKPOINTS,
@@ -38,14 +41,17 @@ def serve(
     """Starts a server and returns it when it is ready; use it in a `with` statement.
 
     models: {name: folder}; or folders or names in the Hugging Face cache, which are then also the
-    models' names. port: 0 takes a free one; see `.url`. checkpoints: the folder that save_state
-    writes to. dtype: the type of products with base weights: "float32", "bfloat16", or "auto",
-    which is bfloat16 for a bf16 model where the processor has the instructions. threads: 0 takes
-    all cores. memory: the bytes that models, their caches and runs may take together; None is nine
-    tenths of the machine's or the card's. When memory runs short, idle models are evicted. preload:
-    whether models are loaded before this returns. By default one model alone is, and several are
-    loaded on first use. seed: requests without a seed of their own draw the same each time the same
-    run is made, also when it is resumed. Without it they draw afresh.
+    models' names. port: 0 takes a free one; see `.url`. api_key: what clients must send; without it
+    any key will do, and `host` must be this machine's loopback. allow_hosts: names by which clients
+    know the server, beside `host`. allow_origins: web pages that may use it. checkpoints: the
+    folder that save_state writes to. dtype: the type of products with base weights: "float32",
+    "bfloat16", or "auto", which is bfloat16 for a bf16 model where the processor has the
+    instructions. threads: 0 takes all cores. memory: the bytes that models, their caches and runs
+    may take together; None is nine tenths of the machine's or the card's. When memory runs short,
+    idle models are evicted. preload: whether models are loaded before this returns. By default one
+    model alone is, and several are loaded on first use. seed: requests without a seed of their own
+    draw the same each time the same run is made, also when it is resumed. Without it they draw
+    afresh.
 
         with tinsmith.serve({"Qwen/Qwen3-0.6B": "models/qwen3"}) as backend:
             client = backend.service_client().create_lora_training_client("Qwen/Qwen3-0.6B")
@@ -60,6 +66,9 @@ def serve(
         checkpoints=Path(checkpoints),
         host=host,
         port=port,
+        api_key=api_key,
+        allow_hosts=allow_hosts,
+        allow_origins=allow_origins,
         device=device,
         dtype=dtype,
         threads=threads,
@@ -71,7 +80,7 @@ def serve(
 
 def require_server() -> None:
     """Raises ImportError with the fix where the server's packages are not installed."""
-    for name in ("starlette", "tinker", "tokenizers", "uvicorn", "zstandard"):
+    for name in ("httptools", "starlette", "tinker", "tokenizers", "uvicorn", "zstandard"):
         if find_spec(name) is None:  # imported where needed; all of tinker never by a server
             fix = f"the server needs {name}: pip install 'tinsmith[server]'"
             raise ImportError(fix, name=name)

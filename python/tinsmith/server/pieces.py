@@ -17,6 +17,9 @@ Buffer = bytes | memoryview
 
 LARGE = 1 << 16  # bytes of a string that is lifted out, and of a message that is looked into
 PIECE = 1 << 18  # about as many bytes are parsed, or sent, at once
+# Bytes of a message of a repeated field without its large strings, and of all other fields: parsed,
+# small fields take some forty times as much.
+INNER_BYTES_MAX, OTHERS_BYTES_MAX = 1 << 22, 1 << 20
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
 TYPE_MESSAGE, TYPE_BYTES = 11, 12  # of a descriptor's field
@@ -29,6 +32,7 @@ class Lifted:
     def __init__(self) -> None:
         self._mark = secrets.token_bytes(16)
         self._strings: list[Sequence[Buffer]] = []
+        self.dense_bytes = 0  # of arrays that were made of sparse ones
 
     def put(self, *parts: Buffer) -> bytes:
         """The name of a string, which may come in parts."""
@@ -114,6 +118,8 @@ def lift(data: bytes, at: int, end: int, descriptor: Any, lifted: Lifted) -> byt
     """The message in [at, end) without its large byte strings."""
     known, kept, begin = descriptor.fields_by_number, [], at
     for number, kind, start, value, stop in fields(data, at, end):
+        if start - begin > INNER_BYTES_MAX:
+            raise ValueError(f"{start - begin} bytes of a message are in small fields")
         field = known.get(number)
         if kind != BYTES or stop - value < LARGE or field is None:
             continue
@@ -129,27 +135,34 @@ def lift(data: bytes, at: int, end: int, descriptor: Any, lifted: Lifted) -> byt
     return b"".join(kept)
 
 
-def cut(data: bytes, number: int, descriptor: Any, lifted: Lifted) -> Iterator[tuple[bool, bytes]]:
+def cut(data: bytes, number: int, descriptor: Any, lifted: Lifted) -> Iterator[tuple[int, bytes]]:
     """A message in parts of about PIECE bytes: of the field of that number, which repeats
-    messages, and, once, of all others, in their order. Tells of each part whether it is of that
-    field; large byte strings are lifted."""
-    inside = descriptor.fields_by_number[number].message_type
-    others, part, size = [], [], 0
+    messages, with how many there are in a part; and at last, with 0, of all others, in their order.
+    Large byte strings are lifted. ValueError where small fields would take too much memory."""
+    field = descriptor.fields_by_number[number]
+    others, part, size, count, rest = [], [], 0, 0, 0
     for found, kind, start, value, stop in fields(data, 0, len(data)):
         if found != number or kind != BYTES:
+            rest += stop - start
+            if rest > OTHERS_BYTES_MAX:
+                raise ValueError(f"{rest} bytes of it are no {field.name}")
             others.append(data[start:stop])
             continue
         if stop - value < LARGE:
             part.append(data[start:stop])
         else:
-            inner = lift(data, value, stop, inside, lifted)
+            inner = lift(data, value, stop, field.message_type, lifted)
+            if len(inner) > INNER_BYTES_MAX:
+                raise ValueError(f"{len(inner)} bytes of a message are in small fields")
             part += [_tagged(number, len(inner)), inner]
+        count += 1
         size += len(part[-1])
         if size >= PIECE:
-            yield True, b"".join(part)
-            part, size = [], 0
-    yield True, b"".join(part)
-    yield False, b"".join(others)
+            yield count, b"".join(part)
+            part, size, count = [], 0, 0
+    if part:
+        yield count, b"".join(part)
+    yield 0, b"".join(others)
 
 
 # ---- writing ----

@@ -207,8 +207,8 @@ def _matches(service: Service, session: SessionRow, body: dict[str, Any]) -> boo
             raise ValueError(f"statuses must be objects, {wire.short(query)} came")
         if status is None or query.get("type") != status["type"]:
             continue
-        reasons = query.get("reasons")
-        if not reasons or status["reason"]["type"] in reasons:
+        reasons = wire.maybe(query, "reasons", list, [])
+        if not reasons or status.get("reason", {}).get("type") in reasons:
             return True
     return False
 

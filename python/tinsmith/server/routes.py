@@ -10,18 +10,26 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tinsmith.engine.decoding import SampleRequest
-from tinsmith.engine.errors import explain
+from tinsmith.engine.errors import clipped, explain
 from tinsmith.engine.worker import Batch, StateSpec
 from tinsmith.files import encryption
 from tinsmith.losses import custom_loss
 from tinsmith.server import wire, wire_sampling
-from tinsmith.server.bodies import parse_json, read_body, read_json, reply_of
+from tinsmith.server.bodies import (
+    BODY_BYTES_MAX,
+    LARGE_JSON_BYTES_MAX,
+    parsed_json,
+    read_body,
+    read_json,
+    reply_of,
+)
 from tinsmith.server.overload import Place
 from tinsmith.server.pieces import LARGE
 from tinsmith.server.service import (
@@ -48,18 +56,11 @@ CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": False,
 }
 DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
-SAMPLE_BYTES = 4096  # what each sample of a request counts for in the queue
 LOSSES_MAX = 256  # custom losses that one session may upload
 CLONE = 1_000_000_000  # a copy of a sampling client counts its requests from its number times this
 
 
 # ---- every request ----
-
-
-async def enter(service: Service, request: Request, more: int = 0) -> Place:
-    """A request's place in the queue, by the size that it says it has; its body is not read yet."""
-    length = request.headers.get("content-length", "")
-    return await service.queue.enter(more + (int(length) if length.isdecimal() else 0))
 
 
 def settle(future: Future[T], function: Callable[..., T], *arguments: Any) -> None:
@@ -68,6 +69,13 @@ def settle(future: Future[T], function: Callable[..., T], *arguments: Any) -> No
         future.set_result(function(*arguments))
     except Exception as error:
         future.set_exception(explain(error))
+
+
+def settled(future: Future[T], name: str) -> T:
+    """What `settle` found for a request to a run or sampler that was there."""
+    if not future.done():
+        raise ValueError(f"{name} was not there when the request came: wait for its creation")
+    return future.result()
 
 
 def place(body: dict[str, Any]) -> tuple[str, int]:
@@ -107,8 +115,9 @@ async def finish_session(service: Service, request: Request) -> dict[str, Any]:
     session = service.sessions.get(name)
     if session is None or not session.ended:  # a finish that is repeated is no error
         session = service.session(request, name)
-        body = await read_json(service, request) if await request.body() else {}
+        body = await read_json(service, request, empty=b"{}")
         reason = wire.maybe(body, "reason", dict, {"type": "success"})
+        wire.need(reason, "type", str, "the reason")
         finish = {"reason": reason, "detail": wire.optional(body, "detail", str)}
         service.state.finish_session(session.id, finish)
         service.end_session(session)
@@ -186,9 +195,8 @@ async def get_info(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def forward_backward(service: Service, request: Request) -> dict[str, Any]:
-    with await enter(service, request) as queued:
-        body = await read_body(service, request)
-        queued.grow(len(body))
+    with service.arrivals.begin() as arrival:
+        body = await read_body(service, request, arrival, BODY_BYTES_MAX)
         call = await service.beside(len(body), wire.parse_forward_backward, body)
         model_id, seq = call.head.model_id, call.head.seq_id
         run, checked = service.runs.get(model_id), Future[Batch]()
@@ -197,15 +205,18 @@ async def forward_backward(service: Service, request: Request) -> dict[str, Any]
             await service.beside(len(body), settle, checked, wire.batch, call, run.model, losses)
 
         def start(run: RunInfo) -> Future[Any]:
-            batch = checked.result(0)
+            batch = settled(checked, model_id)
             if batch.teacher is not None:
                 name = service.teacher(request, run, batch.teacher.name)
                 batch = replace(batch, teacher=replace(batch.teacher, name=name))
             backward = not call.head.forward_only
             return service.worker.forward_backward(run.id, seq, batch, backward=backward)
 
-        encode = wire.batch_message
-        return service.turn(request, model_id, seq, start, encode, queued, weigh=lambda _: LARGE)
+        promise = partial(service.turn, request, model_id, seq, start, wire.batch_message)
+        if not checked.done() or checked.exception() is not None:
+            return promise()
+        with await service.queue.enter(wire.held_bytes(checked.result())) as queued:
+            return promise(queued, wire.batch_bytes)
 
 
 async def optim_step(service: Service, request: Request) -> dict[str, Any]:
@@ -361,43 +372,57 @@ async def join_sampling_session(service: Service, request: Request) -> dict[str,
 
 
 async def asample(service: Service, request: Request) -> dict[str, Any]:
-    with await enter(service, request, SAMPLE_BYTES) as queued:
-        text = await read_body(service, request)
-        body = await service.beside(len(text), parse_json, text)
+    with service.arrivals.begin() as arrival:
+        text = await read_body(service, request, arrival, LARGE_JSON_BYTES_MAX)
+        body = await parsed_json(service, text, arrival)
         name = wire.need(body, "sampling_session_id", str)
         number = wire.need(body, "seq_id", int)
-        samples = max(wire.maybe(body, "num_samples", int, 1), 1)
-        queued.grow(len(text) + samples * SAMPLE_BYTES)
         request_id = f"{name}:seq:{number}"
         sampler, checked = service.samplers.get(name), Future[SampleRequest]()
         if sampler is not None and service.promised(request, request_id) is None:
-            check = wire_sampling.sample_request
+            check = partial(wire_sampling.sample_request, result_bytes_max=service.results_max)
             seed = service.fresh_seed(f"{sampler.place}:seq:{number}")
             await service.beside(len(text), settle, checked, check, body, sampler.model, seed)
-        sequence_ids: list[str] = []
+        if sampler is None or not checked.done() or checked.exception() is not None:
+            return _promise_sample(service, request, name, number, checked, None)
+        wanted = checked.result()
+        held = wire_sampling.held_bytes(wanted, sampler.model.context)
+        with await service.queue.enter(held) as queued:
+            return _promise_sample(service, request, name, number, checked, queued)
 
-        def start() -> Future[Any]:
-            sampler = service.sampler(request, name)
-            wanted = checked.result(0)
-            sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
-            return service.worker.sample(name, wanted, client=sampler.session.number)
 
-        first = service.promised(request, request_id) is None
-        encode = wire_sampling.sample_message
-        promise = service.promise(
-            request,
-            request_id,
-            start,
-            encode,
-            queued,
-            weigh=wire_sampling.result_bytes,
-            sample_sequence_ids=sequence_ids,
-        )
-        if first and name in service.samplers:
-            done = service.samplers[name].done.setdefault(number // CLONE, Completions())
-            pending = service.pending[owner(request), request_id]
-            when_done(pending.future, lambda: done.add(request_id))
-        return promise
+def _promise_sample(
+    service: Service,
+    request: Request,
+    name: str,
+    number: int,
+    checked: Future[SampleRequest],
+    queued: Place | None,
+) -> dict[str, Any]:
+    """The promise of a sample that was checked; what was refused has no place in the queue."""
+    request_id, sequence_ids = f"{name}:seq:{number}", list[str]()
+
+    def start() -> Future[Any]:
+        sampler = service.sampler(request, name)
+        wanted = settled(checked, name)
+        sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
+        return service.worker.sample(name, wanted, client=sampler.session.number)
+
+    first = service.promised(request, request_id) is None
+    promise = service.promise(
+        request,
+        request_id,
+        start,
+        wire_sampling.sample_message,
+        queued,
+        weigh=wire_sampling.result_bytes,
+        sample_sequence_ids=sequence_ids,
+    )
+    if first and name in service.samplers:
+        done = service.samplers[name].done.setdefault(number // CLONE, Completions())
+        pending = service.pending[owner(request), request_id]
+        when_done(pending.future, lambda: done.add(request_id))
+    return promise
 
 
 # ---- results ----
@@ -424,7 +449,7 @@ async def retrieve_future(service: Service, request: Request) -> dict[str, Any] 
     error = pending.future.exception()
     if error is not None:
         failure = explain(error)
-        return {"error": str(failure), "category": failure.category}
+        return {"error": clipped(str(failure)), "category": failure.category}
     found = pending.future.result()
     result = await service.beside(pending.weigh(found), pending.encode, found)
     return reply_of(result) if isinstance(result, list) else result
@@ -448,7 +473,7 @@ async def retrieve_futures(service: Service, request: Request) -> dict[str, Any]
     completions = []
     for name in names:
         pending = service.promised(request, name)
-        failed = pending is None or pending.future.exception() is not None
+        failed = pending is None or (pending.future.done() and pending.future.exception())
         completions.append({"state": "failed" if failed else "finished", "request_id": name})
     return {"completions": completions, "cursor": max(cursor, done.last)}
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ from tinsmith.files.lora import LoraSpec
 from tinsmith.losses.graph import CustomLoss
 from tinsmith.server import wire
 from tinsmith.server.beside import Beside
-from tinsmith.server.overload import Place, Queue
+from tinsmith.server.door import Access
+from tinsmith.server.overload import Arrivals, Place, Queue
 from tinsmith.server.pieces import Buffer
 from tinsmith.server.state import RunRow, SessionRow, State
 
@@ -42,6 +44,8 @@ KEPT_READ_SECONDS = 60.0  # a result stays after it was read, for a client that 
 KEPT_UNREAD_SECONDS = 3600.0
 SESSION_SECONDS = 3600.0  # without a sign of life; the SDK's heartbeat comes every 10 s
 SWEEP_SECONDS = 10.0
+RESULT_BYTES = 1024  # that a result takes, beside its arrays
+RESULTS_BYTES_MAX = 1 << 30  # of all results that are kept
 COMPLETIONS_MAX = 1 << 14  # of one client, which has at most 2,000 requests under way
 
 
@@ -149,6 +153,7 @@ class Pending:
     promise: dict[str, Any]
     created: float
     read: float | None = None
+    bytes: int = 0  # that it is counted with, once it is done
 
 
 class Service:
@@ -163,14 +168,21 @@ class Service:
         *,
         seed: int | None = None,
         poll_seconds: float = 20.0,
+        access: Access | None = None,
         queue: Queue | None = None,
+        arrivals: Arrivals | None = None,
+        results_max: int = RESULTS_BYTES_MAX,
     ):
         self.bases = dict(bases)
         self.worker = worker
         self.store = store
         self.state = state
         self.seed = seed
+        self.access = access or Access()
         self.queue = queue or Queue()
+        self.arrivals = arrivals or Arrivals()
+        self.results_max = results_max
+        self.results_bytes = 0
         self.beside = Beside()
         self.poll_seconds = poll_seconds  # the SDK gives up a poll after 45 s
         self.sessions: dict[str, Session] = {}
@@ -178,6 +190,7 @@ class Service:
         self.runs: dict[str, RunInfo] = {}
         self.samplers: dict[str, SamplerInfo] = {}
         self.pending: dict[tuple[str, str], Pending] = {}  # by owner and request id
+        self._done: dict[tuple[str, str], Pending] = {}  # of these, in order of completion
         self.copies: dict[tuple[str, str], str] = {}  # by owner and idempotency key
         self._swept = time.monotonic()
 
@@ -366,9 +379,43 @@ class Service:
                 queued.keep()
                 when_done(future, queued.leave)
             promise = {"request_id": request_id, **fields}
-            known = Pending(future, encode, weigh, promise, time.monotonic())
-            self.pending[owner(request), request_id] = known
+            key = owner(request), request_id
+            known = self.pending[key] = Pending(future, encode, weigh, promise, time.monotonic())
+            when_done(future, partial(self._keep, key, known))
         return known.promise
+
+    def _keep(self, key: tuple[str, str], item: Pending) -> None:
+        """Counts a result that has come. If all that are kept are too many, the oldest are dropped:
+        of a large one its failure stays, which is small, for a client that comes too late."""
+        failed = item.future.exception() is not None
+        self._count(key, item, RESULT_BYTES + (0 if failed else item.weigh(item.future.result())))
+        while self.results_bytes > self.results_max:
+            oldest, dropped = next(iter(self._done.items()))
+            if oldest == key:
+                return
+            size = dropped.bytes
+            self._forget(oldest)
+            if size > RESULT_BYTES:
+                dropped.future = Future()
+                dropped.future.set_exception(
+                    RequestError(
+                        f"the result of {oldest[1]}, of {size} bytes, came too long ago: the "
+                        f"server keeps {self.results_max} bytes of results and drops the oldest; "
+                        "read results as they come"
+                    )
+                )
+                self.pending[oldest] = dropped
+                self._count(oldest, dropped, RESULT_BYTES)
+
+    def _count(self, key: tuple[str, str], item: Pending, size: int) -> None:
+        item.bytes = size
+        self._done[key] = item
+        self.results_bytes += size
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        """Drops what was promised and is done."""
+        del self.pending[key]
+        self.results_bytes -= self._done.pop(key).bytes
 
     def turn(
         self,
@@ -404,8 +451,8 @@ class Service:
             unread = item.read is None
             since = item.created if item.read is None else item.read
             kept = KEPT_UNREAD_SECONDS if unread else KEPT_READ_SECONDS
-            if item.future.done() and moment - since > kept:
-                del self.pending[key]
+            if key in self._done and moment - since > kept:
+                self._forget(key)
         for session in list(self.sessions.values()):
             if not session.ended and moment - session.seen > SESSION_SECONDS:
                 self.end_session(session)

@@ -1,8 +1,8 @@
 """Checkpoints on the move: copies, and downloads of their files. ROUTES is the table.
 
 Clients download PEFT's own files: one by one by plain GET, as the SDK's external weights, or in one
-tar, for SDKs up to 0.34. The URLs need no key: the path alone gives access to a checkpoint, and the
-server listens on the loopback unless told otherwise.
+tar, for SDKs up to 0.34. The URLs are fetched without the client's key: a server that has one signs
+them (door.py).
 """
 
 import tarfile
@@ -29,7 +29,10 @@ PIECE = 1 << 20
 async def external_weights_urls(service: Service, request: Request) -> dict[str, Any]:
     path = _path(service, request)
     return {
-        "urls": {name: _url(request, f"files/{quote(name)}") for name in service.store.files(path)},
+        "urls": {
+            name: _url(service, request, f"files/{quote(name)}")
+            for name in service.store.files(path)
+        },
         "expires": _expires(service, path).isoformat(),
     }
 
@@ -45,7 +48,7 @@ async def get_file(service: Service, request: Request) -> Response:
 async def archive_url(service: Service, request: Request) -> Response:
     """The tar's URL: SDKs take it from the redirection or from the body."""
     expires = _expires(service, _path(service, request))
-    url = _url(request, "archive.tar")
+    url = _url(service, request, "archive.tar")
     stamp = expires.strftime("%a, %d %b %Y %H:%M:%S GMT")
     headers = {"Location": url, "Expires": stamp}
     return JSONResponse({"url": url, "expires": expires.isoformat()}, 302, headers)
@@ -88,9 +91,10 @@ def _path(service: Service, request: Request) -> str:
     return path
 
 
-def _url(request: Request, last: str) -> str:
+def _url(service: Service, request: Request, last: str) -> str:
     """A URL next to the requested one, on the host that the client used."""
-    return f"{str(request.url).partition('?')[0].rpartition('/')[0]}/{last}"
+    here = str(request.url).partition("?")[0].rpartition("/")[0]
+    return service.access.signed(f"{here}/{last}")
 
 
 def _expires(service: Service, path: str) -> datetime:

@@ -37,8 +37,11 @@ UNAVAILABLE_LOSSES = {
     "stable_reinforce": "its formula is not published",
 }
 NORMALIZATIONS = ("num_loss_tokens", "num_sequences")
-HEAD_BYTES_MAX = 1 << 20  # of a forward_backward without its datums
+MESSAGE = "ForwardBackwardRequest message"
+DATUMS_MAX = 1_000_000  # as many as the SDK sends in one request
 SEED_BITS = 63
+INTEGER_BITS = 63  # more than anything needs, and what SQLite and the engine can hold
+ARRAY_BYTES = 112  # of an array, beside its elements
 
 T = TypeVar("T")
 
@@ -74,7 +77,12 @@ def optional(body: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
 
 def _checked(value: Any, key: str, kind: type[T]) -> T:
     fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    number = isinstance(value, int) and not isinstance(value, bool)
+    if number and kind in (int, float) and abs(value) >> INTEGER_BITS:
+        raise ValueError(
+            f"{key} must be {_KINDS[kind]} of {INTEGER_BITS} bits, {short(value)} came"
+        )
+    if kind is float and number:
         return float(value)  # type: ignore[return-value]
     if not fits:
         raise ValueError(f"{key} must be {_KINDS[kind]}, {short(value)} came")
@@ -163,15 +171,16 @@ def uploaded_loss(body: Mapping[str, Any]) -> CustomLoss:
 @dataclass(frozen=True)
 class Call:
     """A forward_backward request: the settings of all its datums, and the datums, some in each
-    part. A datum is an object only while it is in use: Python's garbage collector would walk
-    them."""
+    part, which is parsed when it is their turn. So a datum is an object only while it is in use:
+    objects take many times their bytes, and Python's garbage collector would walk them."""
 
     head: pb.ForwardBackwardRequest
-    parts: deque[pb.ForwardBackwardRequest]
+    parts: deque[bytes]
     lifted: Lifted
+    count: int
 
     def __len__(self) -> int:
-        return sum(len(part.data) for part in self.parts)
+        return self.count
 
     def datums(self) -> "Iterator[One]":
         """Each datum."""
@@ -181,8 +190,8 @@ class Call:
         """Each datum; a part is freed when all its datums have been given."""
         return self._each(self.parts.popleft() for _ in range(len(self.parts)))
 
-    def _each(self, parts: Iterable[pb.ForwardBackwardRequest]) -> "Iterator[One]":
-        data = (datum for part in parts for datum in part.data)
+    def _each(self, parts: Iterable[bytes]) -> "Iterator[One]":
+        data = (datum for part in parts for datum in _parsed(part).data)
         for index, datum in enumerate(data):
             yield One(datum, f"datum {index}", self.lifted)
 
@@ -206,18 +215,24 @@ class One:
 
 
 def parse_forward_backward(body: bytes) -> Call:
-    """The protobuf message; ValueError where the bytes are none."""
-    head, parts, lifted = pb.ForwardBackwardRequest(), deque[Any](), Lifted()
-    number = head.DATA_FIELD_NUMBER
+    """The protobuf message, but for its datums; ValueError where the bytes are none."""
+    empty, parts, lifted, total = pb.ForwardBackwardRequest(), deque[bytes](), Lifted(), 0
     try:
-        for of_data, part in cut(body, number, head.DESCRIPTOR, lifted):
-            if not of_data and len(part) > HEAD_BYTES_MAX:
-                raise ValueError(f"{len(part)} bytes of it are no datums")
-            head = pb.ForwardBackwardRequest.FromString(part)
-            parts.append(head)
+        for count, part in cut(body, empty.DATA_FIELD_NUMBER, empty.DESCRIPTOR, lifted):
+            total += count
+            if total > DATUMS_MAX:
+                raise ValueError(f"it has more than {DATUMS_MAX} datums")
+            parts.append(part)
+    except ValueError as error:
+        raise ValueError(f"the body is no {MESSAGE}: {error}") from None
+    return Call(_parsed(parts.pop()), parts, lifted, total)  # the last part: all other fields
+
+
+def _parsed(part: bytes) -> pb.ForwardBackwardRequest:
+    try:
+        return pb.ForwardBackwardRequest.FromString(part)
     except Exception as error:  # protobuf's DecodeError differs between its implementations
-        raise ValueError(f"the body is no ForwardBackwardRequest message: {error}") from None
-    return Call(head, parts, lifted)  # the last part is the one of all other fields
+        raise ValueError(f"the body is no {MESSAGE}: {error}") from None
 
 
 def batch(
@@ -507,6 +522,22 @@ def seed_of(params: Mapping[str, Any], fresh_seed: int) -> int:
 
 
 # ---- results ----
+
+
+def held_bytes(batch: Batch) -> int:
+    """The bytes that a batch takes while it waits."""
+    arrays = [*batch.arrays, *batch.inputs.values()]
+    if batch.teacher is not None:
+        arrays += [batch.teacher.tokens, batch.teacher.lengths]
+    if batch.uploaded is not None:
+        arrays += [array for datum in batch.uploaded.inputs for array in datum]
+    return sum(array.nbytes for array in arrays)
+
+
+def batch_bytes(result: BatchResult) -> int:
+    """The bytes that a result takes, about."""
+    columns = [result.logprobs, *result.outputs.values()]
+    return sum(ARRAY_BYTES + array.nbytes for column in columns for array in column)
 
 
 def batch_message(result: BatchResult) -> list[Buffer]:

@@ -20,14 +20,21 @@ from tinsmith.server.wire import chunk_name, maybe, need, optional, seed_of, sho
 
 SAMPLES_MAX = 4096  # of one request
 DRAWS_MAX = 1024  # at one position of a prompt
+STOPS_MAX = 1024  # each is looked for after each token
 CELLS_MAX = 1 << 22  # of the tensors that score a prompt
 RESULT_BYTES_MAX = 1 << 30  # of one request
+SAMPLE_BYTES = 4096  # what each sample of a request counts for in the queue
 PADDING = -1  # a cell that asks for nothing
 
 T = TypeVar("T")
 
 
-def sample_request(body: Mapping[str, Any], model: BaseModel, fresh_seed: int) -> SampleRequest:
+def sample_request(
+    body: Mapping[str, Any],
+    model: BaseModel,
+    fresh_seed: int,
+    result_bytes_max: int = RESULT_BYTES_MAX,
+) -> SampleRequest:
     """A checked request on a base model or an adapter; fresh_seed is used where no seed came."""
     if maybe(body, "record_stability_info", bool, False):
         raise ValueError("record_stability_info is not built: StableReinforce is not published")
@@ -52,26 +59,45 @@ def sample_request(body: Mapping[str, Any], model: BaseModel, fresh_seed: int) -
         prompt_draws=_draws(body, len(prompt)),
         targets=_targets(body, len(prompt), model.vocab),
     )
-    _check_size(request, model.context)
+    _check_size(request, model.context, result_bytes_max)
     return request
 
 
-def _check_size(request: SampleRequest, context: int) -> None:
+def _check_size(request: SampleRequest, context: int, result_bytes_max: int) -> None:
     """ValueError where the result could be larger than one request's may be."""
-    length, samples = len(request.prompt), request.num_samples
-    most = max(context - length, 1)
-    new = most if request.max_tokens < 0 else min(request.max_tokens, most)
-    scores = 4 * request.prompt_logprobs + 8 * request.topk_prompt + 12 * request.prompt_draws
-    prompt = length * scores + (4 * request.targets.values if request.targets else 0)
+    length, samples, new = len(request.prompt), request.num_samples, _new(request, context)
+    prompt = _prompt_bytes(request)
     drawn = samples * new * (8 + 8 * request.topk_sample)
-    if prompt + drawn > RESULT_BYTES_MAX:
+    if prompt + drawn > result_bytes_max:
         raise ValueError(
-            f"the result could have {prompt + drawn} bytes, at most {RESULT_BYTES_MAX} are sent: "
+            f"the result could have {prompt + drawn} bytes, at most {result_bytes_max} are sent: "
             f"{prompt} for a prompt of {length} tokens with topk_prompt_logprobs "
             f"{request.topk_prompt} and prompt_alt_tokens_k {request.prompt_draws}, and {drawn} "
             f"for {samples} samples of up to {new} tokens with topk_sample_logprobs "
             f"{request.topk_sample}; ask for less, or in several requests"
         )
+
+
+def _new(request: SampleRequest, context: int) -> int:
+    """The tokens that each sample may have."""
+    most = max(context - len(request.prompt), 1)
+    return most if request.max_tokens < 0 else min(request.max_tokens, most)
+
+
+def _prompt_bytes(request: SampleRequest) -> int:
+    """The bytes of a prompt's scores."""
+    scores = 4 * request.prompt_logprobs + 8 * request.topk_prompt + 12 * request.prompt_draws
+    return len(request.prompt) * scores + (4 * request.targets.values if request.targets else 0)
+
+
+def held_bytes(request: SampleRequest, context: int) -> int:
+    """The bytes that a request takes until it is done: what came, and the scores that are asked
+    for. Samples usually end long before they could, so their tokens count for little."""
+    came = [request.prompt]
+    if request.targets is not None:
+        came += [request.targets.ids, request.targets.starts, request.targets.cells]
+    topk = request.num_samples * (SAMPLE_BYTES + 8 * request.topk_sample * _new(request, context))
+    return sum(array.nbytes for array in came) + _prompt_bytes(request) + topk
 
 
 def result_bytes(result: SampleResult) -> int:
@@ -124,7 +150,7 @@ def _top_k(params: Mapping[str, Any]) -> int:
     top_k = maybe(params, "top_k", int, -1)
     if top_k == 0 or top_k < -1:
         raise ValueError(f"top_k must be at least 1, or -1 for no limit; {top_k} came")
-    return top_k
+    return top_k if top_k < 1 << 31 else -1
 
 
 def _top_p(params: Mapping[str, Any]) -> float:
@@ -223,11 +249,17 @@ def _stops(stop: Any, model: BaseModel) -> tuple[tuple[int, ...], tuple[str, ...
     items = [stop] if isinstance(stop, str) else stop
     if not isinstance(items, list):
         raise ValueError(f"stop must be a string, strings, or token ids; {short(stop)} came")
+    if len(items) > STOPS_MAX:
+        raise ValueError(
+            f"stop has {len(items)} strings or ids; at most {STOPS_MAX} are looked for"
+        )
     texts = tuple(item for item in items if isinstance(item, str))
     ids = tuple(item for item in items if type(item) is int)
     if len(texts) + len(ids) < len(items) or "" in texts:
         raise ValueError(f"stop must be non-empty strings or token ids; {short(stop)} came")
-    check_ids(np.asarray(ids, np.int64), model.vocab, "stop")
+    for token in ids:
+        if not 0 <= token < model.vocab:
+            raise ValueError(f"stop has id {token}; ids must be from 0 to {model.vocab - 1}")
     return (ids + model.eos_ids if texts else ids), texts
 
 

@@ -1,0 +1,177 @@
+"""Connections that ask for nothing, ask for ever, or do not read: others are answered meanwhile,
+and the server lets go of them."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from tinsmith.server import connections
+from tinsmith.server.connections import Listener, Server
+
+REPLY = 64 << 20
+HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
+
+
+async def app(scope, receive, send) -> None:
+    """Answers with its path; or, slowly read, with much."""
+    long = scope["path"] == "/long"
+    body, count = (bytes(1 << 18), REPLY >> 18) if long else (scope["path"].encode(), 1)
+    length = str(len(body) * count).encode()
+    headers = [(b"content-length", length)]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for index in range(count):
+        await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": body, "more_body": index < count - 1})
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server of the app, whose `address` is where it listens, and which soon loses patience."""
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(connections, "READ_SECONDS", 0.3)
+    server = Server(app)
+    with Listener(socket.AF_INET) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        server.address = listener.getsockname()
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield server
+        server.should_exit = True
+        thread.join()
+    assert not server.server_state.connections
+
+
+def connect(server: Server, data: bytes = b"") -> socket.socket:
+    made = socket.create_connection(server.address, timeout=60)
+    made.sendall(data)
+    return made
+
+
+def is_over(client: socket.socket) -> bool:
+    """Waits until the other side ends the connection."""
+    try:
+        return client.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def reply(client: socket.socket) -> bool:
+    """Reads the reply to HEAD."""
+    came = b""
+    while not came.endswith(b"\r\n\r\n/") and (piece := client.recv(1 << 16)):
+        came += piece
+    return b"200 OK" in came
+
+
+def answers(server: Server) -> bool:
+    return httpx.get("http://{}:{}/path".format(*server.address), timeout=60).text == "/path"
+
+
+@pytest.mark.parametrize("sent", (b"", b"G", HEAD, HEAD + b"\r\n" + HEAD, b"\r\n"))
+def test_a_head_that_does_not_come_ends_the_connection(running: Server, sent: bytes) -> None:
+    with connect(running, sent) as client:
+        if sent.count(b"Host") == 2:  # one was answered
+            assert reply(client)
+        assert is_over(client)
+
+
+def test_a_body_that_nobody_reads_must_end_too(running: Server) -> None:
+    with connect(running, b"POST / HTTP/1.1\r\nContent-Length: 999999\r\n\r\n") as client:
+        assert reply(client)
+        assert is_over(client)
+
+
+def test_a_client_between_two_requests_is_waited_for(running: Server) -> None:
+    with connect(running) as client:
+        for _ in range(2):
+            client.sendall(HEAD + b"\r\n")
+            assert reply(client)
+            time.sleep(1)  # longer than a head may take, and several sweeps
+
+
+@pytest.mark.parametrize("sent", (b"X-A: b\r\n", b"a"), ids=("many", "long"))
+def test_a_head_without_an_end_is_not_kept(running: Server, sent: bytes) -> None:
+    with connect(running, HEAD) as client, pytest.raises(ConnectionError):
+        for _ in range(64):  # 64 MB
+            client.sendall(sent * ((1 << 20) // len(sent)))
+        assert is_over(client)
+        raise ConnectionError
+
+
+def test_a_client_that_does_not_wait_for_replies_is_cut_off(running: Server) -> None:
+    with connect(running, b"GET /long HTTP/1.1\r\nHost: a\r\n\r\n" * 10_000) as client:
+        while not is_over(client):
+            pass
+    assert answers(running)
+
+
+def test_a_client_that_does_not_read_is_let_go_of(running: Server) -> None:
+    with connect(running, b"GET /long HTTP/1.1\r\nHost: a\r\n\r\n") as client:
+        end = time.monotonic() + 60
+        while not running.server_state.connections and time.monotonic() < end:
+            time.sleep(0.01)
+        while running.server_state.connections and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not running.server_state.connections
+        client.close()
+
+
+def test_a_crowd_of_silent_connections_keeps_nobody_out(running: Server, monkeypatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 1000.0)
+    running.server_state.count_max = 8
+    with connect(running, HEAD + b"\r\n") as asked:
+        assert reply(asked)
+        crowd = [connect(running) for _ in range(40)]
+        assert answers(running)
+        for client in crowd[:30]:  # the oldest made room
+            assert is_over(client)
+        asked.sendall(HEAD + b"\r\n")  # not one that had asked something
+        assert reply(asked)
+        for client in crowd:
+            client.close()
+
+
+EXHAUSTED = """
+import logging, resource, socket, time
+from tinsmith.server.connections import Listener
+
+logging.basicConfig(format="%(message)s")
+with Listener(socket.AF_INET) as listener:
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(64)
+    listener.setblocking(False)
+    clients = [socket.create_connection(listener.getsockname()) for _ in range(40)]
+    highest = max(client.fileno() for client in clients)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, 4096))
+    for client in clients:
+        try:
+            listener.accept()
+            raise SystemExit("accepted")
+        except BlockingIOError:
+            pass
+        client.settimeout(60)
+        assert client.recv(1) == b""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+    last = socket.create_connection(listener.getsockname())
+    accepted, _ = listener.accept()
+    accepted.sendall(b"welcome")
+    assert last.recv(100) == b"welcome"
+"""
+
+
+def test_without_descriptors_clients_are_turned_away_and_it_is_said_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", EXHAUSTED],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 1 and "all the files and connections open" in done.stderr
