@@ -17,6 +17,7 @@ import pytest
 import tinker
 from conftest import CONTEXT, VOCAB, Wire, logprobs, make_datum
 from tinsmith.files import checkpoint
+from tinsmith.files.store import Store
 from tinsmith.server.backend import Backend
 
 GOOD = [([11, 12, 13], [12, 13, 14], [1.0, 2.0, 0.5])]
@@ -503,7 +504,7 @@ def test_names_that_leave_the_folder_are_refused(clients, server):
 def test_a_damaged_checkpoint_is_told_of(clients, server):
     saved = clients.training.save_state("damaged").result().path
     weights = clients.training.save_weights_for_sampler("damaged").result().path
-    store = checkpoint.Store(server.checkpoints)
+    store = Store(server.checkpoints)
     for path in (saved, weights):
         file = store.folder(path) / "adapter_model.safetensors"
         file.write_bytes(file.read_bytes()[:-7])

@@ -30,9 +30,10 @@ from models import (
 )
 from peft import PeftModel
 from tinsmith import _core
-from tinsmith.files import checkpoint, weights
-from tinsmith.files.checkpoint import Meta, Store
+from tinsmith.files import checkpoint, disk, weights
 from tinsmith.files.families import FAMILIES, Family
+from tinsmith.files.meta import Meta, load_meta
+from tinsmith.files.store import Store
 
 ADAM = {
     "learning_rate": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01,
@@ -68,7 +69,7 @@ def save(path: Path, adapter: _core.Adapter, meta: Meta, **options: Any) -> None
 
 
 def load_into(path: Path, adapter: _core.Adapter, **options: Any) -> None:
-    checkpoint.load_into(path, family_of(checkpoint.load_meta(path)), adapter, **options)
+    checkpoint.load_into(path, family_of(load_meta(path)), adapter, **options)
 
 
 def family_of(meta: Meta) -> Family:
@@ -103,7 +104,7 @@ def test_a_round_trip_is_bit_for_bit(name: str, tmp_path: Path) -> None:
     call(adapter, [datum(tokens_of(name, 9))])  # gradients that are not used yet
     meta = meta_of(adapter, name)
     save(tmp_path / "a", adapter, meta, optimizer=True)
-    assert checkpoint.load_meta(tmp_path / "a") == meta
+    assert load_meta(tmp_path / "a") == meta
     again = checkpoint.load_adapter(tmp_path / "a", loaded(name), optimizer=True)
     assert_same(vectors(again), vectors(adapter))
     assert again.step == adapter.step == 2
@@ -148,7 +149,7 @@ def test_a_snapshot_is_saved_for_sampling(tmp_path: Path) -> None:
     adapter = adapter_of()
     meta = meta_of(adapter, kind="sampler_weights", ttl_seconds=3600)
     save(tmp_path / "a", adapter.snapshot(), meta, optimizer=False)
-    assert checkpoint.load_meta(tmp_path / "a").ttl_seconds == 3600
+    assert load_meta(tmp_path / "a").ttl_seconds == 3600
     again = checkpoint.load_adapter(tmp_path / "a", loaded("qwen3"), optimizer=False)
     np.testing.assert_array_equal(again.read("weights"), adapter.read("weights"))
     with pytest.raises(ValueError, match=r"was saved without optimizer\.safetensors"):
@@ -286,7 +287,7 @@ def test_numbers_that_are_not_finite_are_refused(what: str, tmp_path: Path) -> N
     tensors[key].flat[3] = np.nan
     weights.write(path / name, tensors, {"step": "2"})
     rehash(path, name)
-    refuses(path, f"its {what} are not all finite")
+    refuses(path, r"has nan at \[.*\]: all of its numbers must be finite")
 
 
 def test_other_matrices_are_refused(tmp_path: Path) -> None:
@@ -365,9 +366,18 @@ class Fault:
         self.lasting = lasting
         self.thread = threading.get_ident()
         self.done: list[str] = []  # the calls that did not fail
-        touching = (os, "fsync"), *((Path, name) for name in ("rename", "replace", "mkdir", "open"))
-        for owner, name in touching:
+        system, path = ("fsync", "open", "rename", "link"), ("rename", "mkdir", "chmod", "open")
+        touching = [(os, name) for name in system] + [(Path, name) for name in path]
+        for owner, name in [*touching, (disk, "_exchange_at_once")]:
             monkeypatch.setattr(owner, name, self.wrap(getattr(owner, name)))
+        remove = disk.remove
+        monkeypatch.setattr(disk, "remove", lambda path: self.unharmed(remove, path))
+
+    def unharmed(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Calls what may fail without any harm."""
+        left, self.left = self.left, 1 << 30
+        function(*arguments)
+        self.left = left
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -382,9 +392,17 @@ class Fault:
         return wrapped
 
 
+@pytest.fixture(params=("exchange", "aside"))
+def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways in which a folder takes another's place."""
+    if request.param == "aside":
+        monkeypatch.setattr(disk, "_exchange_at_once", lambda one, other: False)
+    return request.param
+
+
 @pytest.mark.parametrize("overwrite", (False, True))
 def test_a_full_disk_at_any_point_leaves_what_was_there(
-    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overwrite: bool, swap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = adapter_of(seed=1), adapter_of(seed=2)
     if overwrite:
@@ -411,14 +429,14 @@ def test_a_full_disk_at_any_point_leaves_what_was_there(
 
 @pytest.mark.parametrize("overwrite", (False, True))
 def test_everything_is_synced_before_it_is_moved_and_the_move_after(
-    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overwrite: bool, swap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = adapter_of()
     place = tmp_path / "runs" / "a"
     if overwrite:
         save(place, adapter, meta_of(adapter), optimizer=True)
     log: list[tuple[str, str]] = []
-    fsync, rename = os.fsync, Path.rename
+    fsync, rename, exchange = os.fsync, Path.rename, disk._exchange_at_once
 
     def logged_fsync(descriptor: int) -> None:
         log.append(("sync", Path(f"/proc/self/fd/{descriptor}").readlink().name))
@@ -428,13 +446,22 @@ def test_everything_is_synced_before_it_is_moved_and_the_move_after(
         log.append(("move", path.name))
         return rename(path, target)
 
+    def logged_exchange(one: Path, other: Path) -> bool:
+        done = exchange(one, other)
+        log.extend([("move", one.name)] * done)
+        return done
+
     monkeypatch.setattr(os, "fsync", logged_fsync)
     monkeypatch.setattr(Path, "rename", logged_rename)
+    monkeypatch.setattr(disk, "_exchange_at_once", logged_exchange)
     save(place, adapter, meta_of(adapter), optimizer=True, overwrite=overwrite)
-    temporary = next(name for kind, name in log if kind == "move" and name != "a")
+    moved = [name for kind, name in log if kind == "move"]
+    temporary = next(name for name in moved if name != "a")
     files = ["adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"]
     wanted = [("sync", name) for name in (*files, "meta.json", temporary)]
-    wanted += [("move", "a")] * overwrite + [("move", temporary), ("sync", "runs")]
+    aside = overwrite and swap == "aside"
+    wanted += [("move", "a")] * aside + [("move", temporary)]
+    wanted += [("move", "a~old")] * aside + [("sync", "runs")]
     made = [("sync", tmp_path.name)] * (not overwrite)  # the folder above is new
     assert log == made + wanted
 
@@ -456,8 +483,8 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("overwrite", (False, True))
-def test_a_kill_at_any_point_is_recovered_when_the_store_opens(
-    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_kill_at_any_point_is_recovered_when_the_store_is_claimed(
+    overwrite: bool, swap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = adapter_of(seed=1), adapter_of(seed=2)
     path = "tinker://run:1/weights/a"
@@ -467,7 +494,9 @@ def test_a_kill_at_any_point_is_recovered_when_the_store_opens(
         if overwrite:
             save(place, old, meta_of(old), optimizer=True)
         killed = killed_while_saving(monkeypatch, place, new, number, overwrite)
-        store = Store(root)
+        before = Store(root).checkpoints("run:1")
+        assert before == [path] or not overwrite
+        store = claimed(root)
         left = store.checkpoints("run:1")
         assert left == [path] if overwrite or not killed else left in ([], [path])
         assert [file.name for file in place.parent.glob("*")] == ["a"] * len(left)
@@ -478,6 +507,14 @@ def test_a_kill_at_any_point_is_recovered_when_the_store_opens(
             assert same_weights(found, new)
             break
     assert number > 12
+
+
+def claimed(root: Path) -> Store:
+    """A store as a server opens it, and closes it again."""
+    store = Store(root)
+    store.claim()
+    store.close()
+    return store
 
 
 def same_weights(one: _core.Adapter, other: _core.Adapter) -> bool:
@@ -494,7 +531,7 @@ def killed_while_saving(
     """Saves until the n-th touch of the disk; whether it came to that."""
     with monkeypatch.context() as patch:
         Fault(patch, number, Killed(), lasting=True)
-        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr(disk, "remove", lambda *_: None)
         try:
             save(place, adapter, meta_of(adapter), optimizer=True, overwrite=overwrite)
         except Killed:
@@ -509,13 +546,13 @@ def test_a_change_of_what_a_checkpoint_says_happens_whole_or_not_at_all(
     store, adapter = Store(tmp_path), adapter_of()
     path = store.path("r", "weights", "a")
     save(store.folder(path), adapter, meta_of(adapter), optimizer=True)
-    before = checkpoint.load_meta(store.folder(path))
+    before = load_meta(store.folder(path))
     for number in range(1, 100):
         with monkeypatch.context() as patch:
             error = Killed() if killed else OSError(errno.ENOSPC, "No space left on device")
             fault = Fault(patch, number, error, lasting=killed)
             if killed:
-                patch.setattr(Path, "unlink", lambda *_, **__: None)
+                patch.setattr(os, "unlink", lambda *_, **__: None)
             try:
                 store.update(path, public=True, ttl_seconds=7)
             except (OSError, Killed):
@@ -523,14 +560,14 @@ def test_a_change_of_what_a_checkpoint_says_happens_whole_or_not_at_all(
             else:
                 assert fault.left > 0  # every point was tried
                 break
-        found = checkpoint.load_meta(store.folder(path))
-        changes = {"public": True, "ttl_seconds": 7} if "replace" in fault.done else {}
+        found = load_meta(store.folder(path))
+        changes = {"public": True, "ttl_seconds": 7} if "rename" in fault.done else {}
         assert found == dataclasses.replace(before, **changes)
         names = {file.name for file in store.folder(path).iterdir()}
         assert killed or names == {*FILES, "adapter_config.json", "meta.json"}
         store.update(path, public=False, ttl_seconds=None)
     assert number > 3
-    assert checkpoint.load_meta(store.folder(path)).public
+    assert load_meta(store.folder(path)).public
     found = checkpoint.load_adapter(store.folder(path), loaded("qwen3"), optimizer=True)
     assert_same(vectors(found), vectors(adapter))
 
@@ -573,7 +610,7 @@ def test_a_checkpoint_that_is_being_written_is_not_listed(tmp_path: Path) -> Non
     save(store.folder(path), adapter, meta_of(adapter), optimizer=False)
     shutil.copytree(store.folder(path), store.folder(path).with_name("b~0a1b2c3d"))
     assert store.checkpoints("r") == [path]
-    assert Store(tmp_path).checkpoints("r") == [path]
+    assert claimed(tmp_path).checkpoints("r") == [path]
     assert [file.name for file in store.folder(path).parent.iterdir()] == ["a"]
 
 

@@ -30,6 +30,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tinsmith import _core
 from tinsmith.files import checkpoint, families, peft
 from tinsmith.files.export import export
+from tinsmith.files.store import Store
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TIED = [name for name in SPECS if SPECS[name].config["tie_word_embeddings"]]
@@ -233,7 +234,7 @@ def test_a_trained_run_is_exported_and_comes_back(
         assert bad.returncode == 1 and sentence in bad.stderr, bad.stderr
         assert "Traceback" not in bad.stderr
     # PEFT's two files alone, as they are downloaded, are a training state too.
-    stored = checkpoint.Store(server.checkpoints, recover=False).folder(path)
+    stored = Store(server.checkpoints).folder(path)
     (tmp_path / "peft").mkdir()
     for name in (checkpoint.ADAPTER_FILE, checkpoint.CONFIG_FILE):
         (tmp_path / "peft" / name).write_bytes((stored / name).read_bytes())

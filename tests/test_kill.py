@@ -21,6 +21,7 @@ import tinker
 from tinsmith.demo import demo
 from tinsmith.files import checkpoint
 from tinsmith.files.families import load_model
+from tinsmith.files.store import Store
 from tinsmith.server.state import State
 
 STEPS, SAVE_EVERY, KILLED_AFTER = 6, 2, 3
@@ -137,7 +138,7 @@ def test_what_was_answered_before_a_kill_is_there_after_it(tmp_path: Path) -> No
             time.sleep(0.05 * killed)
             server.send_signal(number)
             assert server.wait() == (0 if number == signal.SIGTERM else -number)
-    store = checkpoint.Store(tmp_path)
+    store = Store(tmp_path)
     state = State(store)
     assert [row.user_metadata["number"] for row in state.runs()] == ["2", "1", "0"]
     listed = [item for row in state.runs() for item in state.checkpoints(row.id)]

@@ -16,6 +16,7 @@ from peft import PeftModel
 from tinsmith import _core
 from tinsmith.files import checkpoint
 from tinsmith.files.families import load_model
+from tinsmith.files.store import Store
 from tinsmith.recipes import opsd_data
 from tinsmith.server.backend import Backend
 
@@ -60,7 +61,7 @@ def trained(service: tinker.ServiceClient, seed: int, steps: int = 2) -> tinker.
 
 
 def folder_of(server: Backend, path: str) -> Path:
-    return checkpoint.Store(server.checkpoints, recover=False).folder(path)
+    return Store(server.checkpoints).folder(path)
 
 
 def saved(server: Backend, client: tinker.TrainingClient, name: str) -> Path:

@@ -18,7 +18,7 @@ from recipes_md import document, recipe_entry, with_entry
 from starlette.requests import Request
 from tinsmith import launch
 from tinsmith.demo import demo
-from tinsmith.files.checkpoint import Store
+from tinsmith.files.store import Store
 from tinsmith.server import rest, routes, transfers, wire
 from tinsmith.server.backend import Backend
 from tinsmith.server.routes import Handler
@@ -209,7 +209,7 @@ def test_rolling_checkpoints_are_made_resumed_from_and_taken_away(
     assert rolling and periodic and saved[-1]["name"] == "final"
     assert all("sampler_path" not in row for row in rolling)
     assert all("sampler_path" in row for row in [*periodic, saved[-1]])
-    store = Store(bench.backend.checkpoints, recover=False)
+    store = Store(bench.backend.checkpoints)
     left = [row for row in rolling if store.folder(row["state_path"]).exists()]
     assert len(left) <= 1, "a rolling checkpoint outlived its successor"
     # As if it had been killed before its end: the last that is left is the one of step 2.

@@ -15,6 +15,7 @@ import tinker
 from conftest import CONTEXT, Wire, logprobs, make_datum
 from tinker_cookbook import weights as cookbook
 from tinsmith.files import checkpoint
+from tinsmith.files.store import Store
 from tinsmith.server import routes
 from tinsmith.server.backend import Backend
 from tinsmith.server.service import Completions
@@ -191,7 +192,7 @@ def test_a_ttl_is_set_and_cleared(rest, training, server):
 def test_an_expired_checkpoint_is_gone(server, rest, training, service_client):
     path = training.save_state("short", ttl_seconds=3600).result().path
     kept = training.save_state("kept", ttl_seconds=7200).result().path
-    store = checkpoint.Store(server.checkpoints)
+    store = Store(server.checkpoints)
     assert path not in store.delete_expired()
     hours = (datetime.now(UTC) - timedelta(seconds=3601)).isoformat()
     for item in (path, kept):
@@ -212,7 +213,7 @@ def test_a_server_deletes_what_expired_while_it_was_down(tiny_model_dir, tmp_pat
     with start() as backend, backend.service_client() as service:
         client = service.create_lora_training_client("tiny", rank=2).result()
         path = client.save_state("a", ttl_seconds=3600).result().path
-    store = checkpoint.Store(tmp_path)
+    store = Store(tmp_path)
     store.update(path, created=(datetime.now(UTC) - timedelta(hours=2)).isoformat())
     with start():
         pass
@@ -267,7 +268,7 @@ def test_external_weights_are_downloaded_as_the_cookbook_does(
     cookbook.download(tinker_path=path, output_dir=str(tmp_path / "a"), base_url=server.url)
     names = {file.name for file in (tmp_path / "a").iterdir()}
     assert names == {checkpoint.ADAPTER_FILE, checkpoint.CONFIG_FILE}
-    stored = checkpoint.Store(server.checkpoints).folder(path)
+    stored = Store(server.checkpoints).folder(path)
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (stored / name).read_bytes()
     with pytest.raises(tinker.RequestFailedError, match="exists"):
@@ -288,7 +289,7 @@ def test_an_archive_is_a_tar_behind_a_redirection(server, training, tmp_path):
     packed = httpx.get(reply.headers["location"]).content
     with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
         tar.extractall(tmp_path, filter="data")
-    stored = checkpoint.Store(server.checkpoints).folder(path)
+    stored = Store(server.checkpoints).folder(path)
     for file in sorted(tmp_path.iterdir()):
         assert file.read_bytes() == (stored / file.name).read_bytes()
     assert not (stored / checkpoint.OPTIMIZER_FILE).exists()

@@ -15,7 +15,8 @@ from conftest import Wire
 from small_run import make_client, train
 from tinsmith.engine.errors import sentence
 from tinsmith.files import checkpoint
-from tinsmith.files.checkpoint import Store
+from tinsmith.files.store import Store
+from tinsmith.server import state as state_file
 from tinsmith.server.backend import Backend
 from tinsmith.server.state import STATE_FILE, State
 
@@ -139,8 +140,8 @@ def test_folders_changed_by_hand_are_noticed(made, folder, state):
 def test_an_index_row_is_read_again_only_when_its_file_changed(made, folder, state, monkeypatch):
     first = state.checkpoints(made["run"])
     read = []
-    load = checkpoint.load_meta
-    monkeypatch.setattr(checkpoint, "load_meta", lambda place: read.append(place) or load(place))
+    load = state_file._read
+    monkeypatch.setattr(state_file, "_read", lambda *it: read.append(it) or load(*it))
     assert state.checkpoints(made["run"]) == first and read == []
     Store(folder).update(made["state"], ttl_seconds=None)
     changed = state.checkpoints(made["run"])
@@ -260,7 +261,7 @@ def test_a_server_in_a_read_only_folder_ends_with_a_sentence(folder, tiny_model_
         path.chmod(0o555 if path.is_dir() else 0o444)
     code = (
         "import os, sys\n"
-        "from tinsmith.files.checkpoint import Store\nfrom tinsmith.server.state import State\n"
+        "from tinsmith.files.store import Store\nfrom tinsmith.server.state import State\n"
         "from tinsmith.engine.errors import sentence\n"
         "if os.geteuid() == 0: os.setgid(65534); os.setuid(65534)\n"
         "try: State(Store(sys.argv[1]))\n"

@@ -15,6 +15,7 @@ from conftest import logprobs, make_datum
 from safetensors.torch import load_file
 from tinker_cookbook import weights
 from tinsmith.files import checkpoint
+from tinsmith.files.store import Store
 from transformers import AutoModelForCausalLM
 
 TOKENS = [5, 17, 40, 41, 9, 77, 120, 3]
@@ -84,7 +85,7 @@ def test_a_training_state_is_downloaded_through_an_encrypted_export(
     client = train(service_client)
     path = client.save_state("state").result().path
     weights.download(tinker_path=path, output_dir=str(tmp_path), base_url=server.url)
-    stored = checkpoint.Store(server.checkpoints, recover=False).folder(path)
+    stored = Store(server.checkpoints).folder(path)
     for name in (checkpoint.ADAPTER_FILE, checkpoint.CONFIG_FILE):
         assert (tmp_path / name).read_bytes() == (stored / name).read_bytes()
     assert not list(server.checkpoints.glob("*/external_weights/download"))  # it was taken away

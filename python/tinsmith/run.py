@@ -53,7 +53,7 @@ def run_recipe(
     options = {"device": device, "dtype": dtype, "threads": threads, "memory": memory, "seed": seed}
     with (
         tempfile.TemporaryDirectory() as folder,
-        Backend(models, checkpoints=checkpoints, **options) as backend,
+        Backend(models, checkpoints=checkpoints, share_checkpoints=True, **options) as backend,
     ):
         report = Path(folder) / "exit_code"
         environment = os.environ | {

@@ -37,8 +37,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
+    return parse_json(path, path.read_bytes())
+
+
+def parse_json(path: Path, text: bytes) -> dict[str, Any]:
+    """The JSON object in a file's text."""
     try:
-        content = json.loads(path.read_bytes(), object_pairs_hook=weights.unique_keys)
+        content = json.loads(text, object_pairs_hook=weights.unique_keys)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):

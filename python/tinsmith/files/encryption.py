@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tinsmith.files import disk
+
 SUFFIX = ".age"
 RECIPIENTS_MAX = 10
 
@@ -37,6 +39,7 @@ def seal(folder: Path, names: Sequence[str], keys: Sequence[str]) -> list[str]:
         sealed = folder / (name + SUFFIX)
         pyrage.encrypt_file(str(folder / name), str(sealed), readers)
         with sealed.open("rb+") as file:
+            os.fchmod(file.fileno(), disk.FILE_MODE)
             os.fsync(file.fileno())
         (folder / name).unlink()
     return [name + SUFFIX for name in names]

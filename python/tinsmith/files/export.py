@@ -6,14 +6,14 @@ becomes a tensor of its own. Everything else in the base model's folder, the tok
 copied. The result appears whole or not at all.
 """
 
-import json
-import secrets
 import shutil
 from pathlib import Path
 
 import numpy as np
 
-from tinsmith.files import checkpoint, config, families, peft, weights
+from tinsmith.files import checkpoint, config, disk, families, peft, weights
+from tinsmith.files.store import Store
+from tinsmith.files.version import read
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
@@ -22,7 +22,7 @@ def find_adapter(name: str, checkpoints: Path) -> Path:
     """The folder of an adapter that is named by its path or by its tinker:// path."""
     if not name.startswith("tinker://"):
         return Path(name)
-    folder = checkpoint.Store(checkpoints, recover=False).folder(name)
+    folder = Store(checkpoints).folder(name)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no checkpoint {name} in {checkpoints}")
     return folder
@@ -32,21 +32,19 @@ def export(model: Path, adapter: Path, out: Path) -> int:
     """Writes the merged model; returns how many of its tensors the adapter changed."""
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another folder")
-    lora = peft.read(adapter)
+    lora, matrices = read(
+        adapter, lambda version: (peft.describe(version), checkpoint.open_adapter(version))
+    )
     family = families.read_family(model)  # refuses what the engine could not have trained on
-    temporary = out.with_name(f"{out.name}~{secrets.token_hex(4)}")
-    temporary.mkdir(parents=True)
-    try:
-        with weights.open_folder(model) as base, checkpoint.open_adapter(adapter) as matrices:
+    with disk.unfinished(out) as temporary:
+        with weights.open_folder(model) as base, matrices:
             _write(temporary, model, family, base, lora, matrices)
         for file in model.iterdir():
             copy = temporary / file.name
             if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not copy.exists():
-                shutil.copyfile(file, copy)
-        temporary.rename(out)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+                with file.open("rb") as source, disk.create(copy) as target:
+                    shutil.copyfileobj(source, target)
+        disk.put(temporary, out, overwrite=False)
     return len(lora.modules)
 
 
@@ -89,6 +87,6 @@ def _write(
     if list(shards) != [weights.SINGLE_FILE]:
         places = {name: shard for shard, names in shards.items() for name in names}
         index = {"metadata": {"total_size": sizes}, "weight_map": places}
-        (folder / weights.INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        disk.write_json(folder / weights.INDEX_FILE, index)
     merged = peft.options(said, untied=untied)
-    (folder / config.CONFIG_FILE).write_text(json.dumps(merged, indent=2) + "\n")
+    disk.write_json(folder / config.CONFIG_FILE, merged)

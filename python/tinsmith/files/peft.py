@@ -19,13 +19,17 @@ from typing import Any
 import numpy as np
 
 from tinsmith import _core
-from tinsmith.files import checkpoint, config, families, weights
+from tinsmith.files import checkpoint, config, families, meta, weights
+from tinsmith.files.meta import Meta
+from tinsmith.files.version import Version, read
 
 # Keys that change the maths when they are set, and that are not handled.
 REFUSED = (
     "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save",
     "layer_replication", "lora_bias", "trainable_token_indices", "target_parameters",
 )  # fmt: skip
+
+CONFIG_BYTES_MAX = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -39,25 +43,28 @@ class Lora:
     modules: tuple[str, ...]  # as the base model names them
 
 
-def read(folder: Path) -> Lora:
+def describe(version: Version) -> Lora:
     """A folder's description. FileNotFoundError and ValueError say what is missing or not known."""
+    folder = version.folder
     for name in (checkpoint.CONFIG_FILE, checkpoint.ADAPTER_FILE):
-        if not (folder / name).is_file():
+        if not version.has(name):
             raise FileNotFoundError(f"{folder} has no {name}: it is no PEFT adapter's folder")
     file = folder / checkpoint.CONFIG_FILE
-    said = config.read_json(file)
+    with version.open(checkpoint.CONFIG_FILE) as opened:
+        said = config.parse_json(file, opened.read(CONFIG_BYTES_MAX))
     if said.get("peft_type") != "LORA":
-        raise ValueError(f"{file}: peft_type is {said.get('peft_type')!r}; only LORA is known")
+        raise ValueError(f"{file}: peft_type is {said.get('peft_type')!r:.60}; only LORA is known")
     for key in REFUSED:
         if said.get(key):
             raise ValueError(f"{file}: {key} is {said[key]!r:.60}, which is not supported")
     if said.get("bias", "none") != "none":
-        raise ValueError(f"{file}: bias is {said['bias']!r}; only none is supported")
+        raise ValueError(f"{file}: bias is {said['bias']!r:.60}; only none is supported")
     rank, alpha = said.get("r"), said.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
-        raise ValueError(f"{file}: r and lora_alpha should be positive, found {rank!r}, {alpha!r}")
+    if not meta.is_count(rank, 1) or not meta.is_positive(alpha):
+        found = f"{rank!r:.40}, {alpha!r:.40}"
+        raise ValueError(f"{file}: r and lora_alpha should be positive, found {found}")
     alpha = alpha * (math.sqrt(rank) if said.get("use_rslora") else 1.0)
-    with weights.open_file(folder / checkpoint.ADAPTER_FILE) as tensors:
+    with version.tensors(checkpoint.ADAPTER_FILE) as tensors:
         modules = _modules(folder, tensors, rank)
     base = str(said.get("base_model_name_or_path") or "")
     return Lora(folder, base, rank, float(np.float32(alpha)), modules)  # as the engine keeps it
@@ -89,23 +96,23 @@ def _trained(tensors: weights.Tensors) -> list[str]:
 # ---- as a training state ----
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is one of our checkpoints, with all that they know of themselves."""
-    return (folder / checkpoint.META_FILE).is_file()
-
-
-def load_meta(folder: Path) -> checkpoint.Meta:
+def load_meta(folder: Path) -> Meta:
     """A checkpoint's Meta, or an equivalent one for a PEFT folder."""
-    if is_checkpoint(folder):
-        return checkpoint.load_meta(folder)
-    lora = read(folder)
+    return read(folder, _meta_of)
+
+
+def _meta_of(version: Version) -> Meta:
+    if version.has(checkpoint.META_FILE):
+        return meta.as_meta(meta.content_of(version))
+    lora = describe(version)
     last = {module.rpartition(".")[2] for module in lora.modules}
     groups = _groups()
     unknown = sorted(last - set(groups))
     if unknown:
-        raise ValueError(f"{folder} trains {', '.join(unknown)}, which tinsmith can't")
-    changed = (folder / checkpoint.ADAPTER_FILE).stat().st_mtime
-    return checkpoint.Meta(
+        names = ", ".join(unknown)
+        raise ValueError(f"{version.folder} trains {names:.200}, which tinsmith can't")
+    changed = version.stat(checkpoint.ADAPTER_FILE).st_mtime
+    return Meta(
         base_model=lora.base_model,
         rank=lora.rank,
         alpha=lora.alpha,
@@ -131,25 +138,34 @@ def _groups() -> dict[str, str]:
 
 def load_adapter(folder: Path, loaded: families.LoadedModel, *, optimizer: bool) -> _core.Adapter:
     """A new adapter with the numbers of a checkpoint or of a PEFT folder."""
-    if is_checkpoint(folder):
-        return checkpoint.load_adapter(folder, loaded, optimizer=optimizer)
-    adapter = load_meta(folder).lora.adapter(loaded.core)
-    load_into(folder, loaded.family, adapter, optimizer=optimizer)
-    return adapter
+
+    def load(version: Version) -> _core.Adapter:
+        adapter = _meta_of(version).lora.adapter(loaded.core)
+        _load_version(version, loaded.family, adapter, optimizer=optimizer)
+        return adapter
+
+    return read(folder, load)
 
 
 def load_into(
     folder: Path, family: families.Family, adapter: _core.Adapter, *, optimizer: bool
 ) -> None:
     """checkpoint.load_into, for a PEFT folder too."""
-    if is_checkpoint(folder):
-        checkpoint.load_into(folder, family, adapter, optimizer=optimizer)
+    read(folder, lambda version: _load_version(version, family, adapter, optimizer=optimizer))
+
+
+def _load_version(
+    version: Version, family: families.Family, adapter: _core.Adapter, *, optimizer: bool
+) -> None:
+    folder = version.folder
+    if version.has(checkpoint.META_FILE):
+        checkpoint.load_version(version, family, adapter, optimizer=optimizer)
         return
     if optimizer:
         raise ValueError(
             f"{folder} is PEFT's, without an optimizer's state: load its weights alone"
         )
-    lora = read(folder)
+    lora = describe(version)
     if (lora.rank, lora.alpha) != (adapter.rank, adapter.alpha):
         raise ValueError(
             f"{folder} has rank {lora.rank} and alpha {lora.alpha:g}, this adapter has "
@@ -157,16 +173,15 @@ def load_into(
         )
     flat = np.zeros(adapter.size, np.float32)
     views = dict(checkpoint.matrices(family, adapter, flat))
-    with checkpoint.open_adapter(folder) as tensors:
+    with version.tensors(checkpoint.ADAPTER_FILE) as tensors:
         for name in _trained(tensors):
             if name not in views:
                 raise ValueError(f"{folder} has {name}, this adapter or base model does not")
             if tensors.entry(name).shape != views[name].shape:
                 found, needed = tensors.entry(name).shape, views[name].shape
                 raise ValueError(f"{name}: file has {found}, the adapter needs {needed}")
+            weights.check_finite(tensors[name], f"{folder}: {name}")
             views[name][:] = weights.widen(tensors[name])
-    if not np.isfinite(flat).all():
-        raise ValueError(f"{folder}: its matrices are not all finite numbers")
     adapter.clear_gradients()
     for what in ("m", "v"):
         adapter.write(what, np.zeros(adapter.size, np.float32))

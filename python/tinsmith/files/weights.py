@@ -16,9 +16,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+
+from tinsmith.files import disk
+
+Opener = Callable[[Path], BinaryIO]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -59,12 +63,12 @@ class Entry:
 class Tensors(Mapping[str, np.ndarray]):
     """The tensors of one or several files, by name; a context manager that unmaps them."""
 
-    def __init__(self, files: list[Path]) -> None:
+    def __init__(self, files: list[Path], opener: Opener | None = None) -> None:
         self._entries: dict[str, Entry] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         self.metadata: dict[str, str] = {}  # of all files together
         for file in files:
-            self._maps[file], entries, metadata = _open_file(file)
+            self._maps[file], entries, metadata = _open_file(file, opener)
             self.metadata |= metadata
             for name, entry in entries.items():
                 if name in self._entries:
@@ -106,9 +110,9 @@ class Tensors(Mapping[str, np.ndarray]):
         return self._entries[name]
 
 
-def open_file(path: Path | str) -> Tensors:
-    """The tensors of one safetensors file."""
-    return Tensors([Path(path)])
+def open_file(path: Path | str, opener: Opener | None = None) -> Tensors:
+    """The tensors of one safetensors file, which `opener` opens if one is given."""
+    return Tensors([Path(path)], opener)
 
 
 def open_folder(path: Path | str) -> Tensors:
@@ -170,7 +174,7 @@ def write_each(
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with Path(path).open("wb") as file:
+    with disk.create(path) as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in names:
@@ -194,6 +198,16 @@ def narrow(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
         return array.astype(dtype)
     bits = array.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def check_finite(array: np.ndarray, what: str) -> None:
+    """ValueError for an array with a NaN or an infinity, which is never a weight; `what` names
+    it."""
+    bad = np.flatnonzero(~np.isfinite(widen(array).reshape(-1)))
+    if len(bad):
+        place = ", ".join(map(str, np.unravel_index(bad[0], array.shape)))
+        found = widen(array.reshape(-1)[bad[0] : bad[0] + 1])[0]
+        raise ValueError(f"{what} has {found} at [{place}]: all of its numbers must be finite")
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -222,8 +236,10 @@ def _read_index(index: Path) -> dict[str, str]:
     return shards
 
 
-def _open_file(path: Path) -> tuple[mmap.mmap, dict[str, Entry], dict[str, str]]:
-    with path.open("rb") as file:
+def _open_file(
+    path: Path, opener: Opener | None
+) -> tuple[mmap.mmap, dict[str, Entry], dict[str, str]]:
+    with opener(path) if opener else path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 10:
             raise ValueError(f"{path}: expected a safetensors file, found {size} bytes")

@@ -27,7 +27,7 @@ from tinsmith.engine import worker
 from tinsmith.engine.bases import inspect_models, memory_of
 from tinsmith.engine.devices import choose_device
 from tinsmith.engine.errors import RequestError, clipped, explain
-from tinsmith.files import checkpoint
+from tinsmith.files.store import Store
 from tinsmith.server import rest, routes, transfers
 from tinsmith.server.connections import BACKLOG, Listener, Server
 from tinsmith.server.door import PREFIX, Access, Door
@@ -92,6 +92,7 @@ class Backend:
         models: Mapping[str, Path],
         *,
         checkpoints: Path,
+        share_checkpoints: bool = False,
         host: str = "127.0.0.1",
         port: int = 0,
         api_key: str | None = None,
@@ -117,7 +118,11 @@ class Backend:
             self._socket = _bind(host, port)
             undo.callback(self._socket.close)
             access.check_address(self._socket.getsockname()[0])
-            store = checkpoint.Store(self.checkpoints)
+            name = f"[{host}]" if ":" in host else host
+            self.url = f"http://{name}:{self._socket.getsockname()[1]}"
+            store = Store(self.checkpoints)
+            undo.callback(store.close)
+            store.claim(self.url, shared=share_checkpoints)
             self._state = State(store)
             undo.callback(self._state.close)
             device = choose_device(device)
@@ -160,8 +165,6 @@ class Backend:
             target=self._expire, args=(store,), name="tinsmith-expiry", daemon=True
         )
         self._expiry.start()
-        name = f"[{host}]" if ":" in host else host
-        self.url = f"http://{name}:{self._socket.getsockname()[1]}"
 
     def close(self) -> None:
         """Ends the server: all requests that are not done fail, and a computation that is under way
@@ -172,10 +175,12 @@ class Backend:
         self._server.should_exit = True
         self._thread.join()
         self._service.beside.close()
+        self._service.disk.close()
         self._socket.close()
         self._state.close()
+        self._service.store.close()
 
-    def _expire(self, store: checkpoint.Store) -> None:
+    def _expire(self, store: Store) -> None:
         """Deletes expired checkpoints, even if no client connects."""
         while True:
             try:

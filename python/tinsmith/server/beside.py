@@ -22,8 +22,8 @@ SMALL = 1 << 14  # bytes that are worked on at once: some milliseconds
 class Beside:
     """See the file's header."""
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tinsmith-beside")
+    def __init__(self, threads: int = THREADS, name: str = "tinsmith-beside") -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def __call__(
         self, size: int, function: Callable[P, T], *arguments: P.args, **named: P.kwargs

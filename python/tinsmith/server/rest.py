@@ -1,7 +1,8 @@
 """The Tinker endpoints that describe models, runs, checkpoints and sessions. ROUTES is the table.
 
-All of it is read from disk, so it is also there after a restart. Tinker's features that a local
-server does not have are refused by name in REFUSED, never left unanswered.
+All of it is read from disk, so it is also there after a restart; threads read it and write to it.
+Tinker's features that a local server does not have are refused by name in REFUSED, never left
+unanswered.
 """
 
 from datetime import UTC, datetime
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from tinsmith.files.meta import Meta
 from tinsmith.server import wire
 from tinsmith.server.bodies import read_json
 from tinsmith.server.routes import Handler
@@ -39,7 +41,8 @@ async def capabilities(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def weights_info(service: Service, request: Request) -> dict[str, Any]:
-    _, meta = service.meta(wire.need(await read_json(service, request), "tinker_path", str))
+    path = wire.need(await read_json(service, request), "tinker_path", str)
+    _, meta = await service.stored(service.meta, path)
     return {
         "base_model": meta.base_model,
         "optimizer_config": {"type": "adamw"},
@@ -56,68 +59,76 @@ async def weights_info(service: Service, request: Request) -> dict[str, Any]:
 
 async def list_runs(service: Service, request: Request) -> dict[str, Any]:
     limit, offset = _window(request, 20)
-    rows, cursor = _page(service.state.runs(), limit, offset)
-    return {"training_runs": [_run(service, row) for row in rows], "cursor": cursor}
+    rows, cursor = _page(await service.stored(service.state.runs), limit, offset)
+    runs = await service.stored(lambda: [_run(service, row) for row in rows])
+    return {"training_runs": runs, "cursor": cursor}
 
 
 async def get_run(service: Service, request: Request) -> dict[str, Any]:
-    return _run(service, service.state.run(request.path_params["run"]))
+    name = request.path_params["run"]
+    return await service.stored(lambda: _run(service, service.state.run(name)))
 
 
 async def list_run_checkpoints(service: Service, request: Request) -> dict[str, Any]:
-    return {"checkpoints": _checkpoints(service, request.path_params["run"])}
+    found = await service.stored(_checkpoints, service, request.path_params["run"])
+    return {"checkpoints": found}
 
 
 async def list_checkpoints(service: Service, request: Request) -> dict[str, Any]:
     limit, offset = _window(request, 100)
-    found = [item for row in service.state.runs() for item in _checkpoints(service, row.id)]
-    found.sort(key=lambda item: item["time"], reverse=True)
-    items, cursor = _page(found, limit, offset)
+
+    def find() -> list[dict[str, Any]]:
+        found = [item for row in service.state.runs() for item in _checkpoints(service, row.id)]
+        return sorted(found, key=lambda item: item["time"], reverse=True)
+
+    items, cursor = _page(await service.stored(find), limit, offset)
     return {"checkpoints": items, "cursor": cursor}
 
 
 async def delete_checkpoint(service: Service, request: Request) -> dict[str, Any]:
     """The id is two segments, weights/<name>."""
-    run, name = request.path_params["run"], request.path_params["checkpoint"]
-    service.store.delete(f"tinker://{run}/{name}")
+    await service.stored(service.store.delete, path_of(request))
     return {}
 
 
 async def publish(service: Service, request: Request) -> dict[str, Any]:
     """Marks the checkpoint as published. Any client of a local server can read its checkpoints
     anyway."""
-    service.store.update(_path(service, request), public=request.method == "POST")
+    path = path_of(request)
+    await service.stored(service.meta, path)
+    await service.stored(service.store.update, path, public=request.method == "POST")
     return {}
 
 
 async def set_ttl(service: Service, request: Request) -> dict[str, Any]:
     """Counted from now; null: for ever."""
-    path = _path(service, request)
-    _, meta = service.meta(path)
+    path = path_of(request)
     seconds = wire.ttl(await read_json(service, request))
-    if seconds is not None:
+
+    def changes(meta: Meta) -> dict[str, Any]:
         age = datetime.now(UTC) - datetime.fromisoformat(meta.created)
-        seconds += int(age.total_seconds())
-    service.store.update(path, ttl_seconds=seconds)
+        return {"ttl_seconds": seconds and seconds + int(age.total_seconds())}
+
+    await service.stored(service.meta, path)
+    await service.stored(service.store.change, path, changes)
     return {}
 
 
-def _path(service: Service, request: Request) -> str:
-    """The path of the checkpoint that a request names, which is there."""
-    path = f"tinker://{request.path_params['run']}/{request.path_params['checkpoint']}"
-    service.meta(path)
-    return path
+def path_of(request: Request) -> str:
+    """The path of the checkpoint that a request names."""
+    return f"tinker://{request.path_params['run']}/{request.path_params['checkpoint']}"
 
 
 def _run(service: Service, row: RunRow) -> dict[str, Any]:
-    items = _checkpoints(service, row.id)
+    listing = service.state.listing(row.id)
+    items = [_checkpoint(item) for item in listing.entries if not item.meta.expired]
     newest: dict[str, Any] = {item["checkpoint_type"]: item for item in items}
     return {
         "training_run_id": row.id,
         "base_model": row.base_model,
         "model_owner": "local",
         "is_lora": True,
-        "corrupted": False,
+        "corrupted": bool(listing.unreadable),
         "lora_rank": row.rank,
         "last_request_time": max([row.created, *(item["time"] for item in items)]),
         "last_checkpoint": newest.get("training"),
@@ -150,18 +161,19 @@ def _checkpoint(item: Entry) -> dict[str, Any]:
 
 async def list_sessions(service: Service, request: Request) -> dict[str, Any]:
     limit, offset = _window(request, 20)
-    own = [row.id for row in service.state.sessions(owner(request))]
-    return {"sessions": own[offset : offset + limit]}
+    rows = await service.stored(service.state.sessions, owner(request))
+    return {"sessions": [row.id for row in rows[offset : offset + limit]]}
 
 
 async def get_session(service: Service, request: Request) -> dict[str, Any]:
     name = request.path_params["session_id"]
-    row = next((item for item in service.state.sessions(owner(request)) if item.id == name), None)
+    rows = await service.stored(service.state.sessions, owner(request))
+    row = next((item for item in rows if item.id == name), None)
     if row is None:
         raise Refusal(404, f"there is no session {name}")
     return {
-        "training_run_ids": service.state.runs_of(name),
-        "sampler_ids": service.state.samplers_of(name),
+        "training_run_ids": await service.stored(service.state.runs_of, name),
+        "sampler_ids": await service.stored(service.state.samplers_of, name),
         "user_metadata": row.user_metadata,
         "display_name": row.display_name,
     }
@@ -174,13 +186,16 @@ async def search_sessions(service: Service, request: Request) -> dict[str, Any]:
     if not 1 <= limit <= 200:
         raise Refusal(400, f"limit must be from 1 to 200, {limit} came")
     cursor = wire.optional(body, "cursor", dict)
-    found = [row for row in service.state.sessions(owner(request)) if _matches(service, row, body)]
+    rows = await service.stored(service.state.sessions, owner(request))
+    found = [row for row in rows if _matches(service, row, body)]
     if cursor is not None:
         last = wire.need(cursor, "last_session_id", str, "the cursor")
         places = [index for index, row in enumerate(found) if row.id == last]
         found = found[places[0] + 1 :] if places else []
     page, left = found[:limit], found[limit:]
-    reply: dict[str, Any] = {"sessions": [_summary(service, row) for row in page]}
+    told = [(row, _status(service, row)) for row in page]
+    summaries = await service.stored(lambda: [_summary(service, *item) for item in told])
+    reply: dict[str, Any] = {"sessions": summaries}
     if page and left:
         reply["next_cursor"] = {
             "last_created_at": page[-1].created,
@@ -220,7 +235,9 @@ def _status(service: Service, session: SessionRow) -> dict[str, Any] | None:
     return {"type": "active"} if here is not None and not here.ended else None
 
 
-def _summary(service: Service, session: SessionRow) -> dict[str, Any]:
+def _summary(
+    service: Service, session: SessionRow, status: dict[str, Any] | None
+) -> dict[str, Any]:
     runs = service.state.runs_of(session.id)
     checkpoints = [item for run in runs for item in _checkpoints(service, run)]
     return {
@@ -228,7 +245,7 @@ def _summary(service: Service, session: SessionRow) -> dict[str, Any]:
         "created_at": session.created,
         "owner": "local",
         "project_id": "local",
-        "status": _status(service, session),
+        "status": status,
         "checkpoints_count": len(checkpoints),
         "display_name": session.display_name,
         "user_metadata": session.user_metadata,

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -20,6 +21,8 @@ from tinsmith.engine.decoding import SampleRequest
 from tinsmith.engine.errors import clipped, explain
 from tinsmith.engine.worker import Batch, StateSpec
 from tinsmith.files import encryption
+from tinsmith.files.lora import LoraSpec
+from tinsmith.files.meta import Meta
 from tinsmith.losses import custom_loss
 from tinsmith.server import wire, wire_sampling
 from tinsmith.server.bodies import (
@@ -38,6 +41,8 @@ from tinsmith.server.service import (
     RunInfo,
     SamplerInfo,
     Service,
+    Session,
+    as_failure,
     owner,
     turn_id,
     when_done,
@@ -78,6 +83,16 @@ def settled(future: Future[T], name: str) -> T:
     return future.result()
 
 
+async def outcome(work: Awaitable[T]) -> Future[T]:
+    """The result of some work, or its failure."""
+    future = Future[T]()
+    try:
+        future.set_result(await work)
+    except Exception as error:
+        future.set_exception(as_failure(error))
+    return future
+
+
 def place(body: dict[str, Any]) -> tuple[str, int]:
     """A request's run, and its turn there."""
     return wire.need(body, "model_id", str), wire.need(body, "seq_id", int)
@@ -101,7 +116,8 @@ async def telemetry(service: Service, request: Request) -> dict[str, Any]:
 
 async def create_session(service: Service, request: Request) -> dict[str, Any]:
     service.sweep()
-    session = service.add_session(owner(request), await read_json(service, request))
+    body = await read_json(service, request)
+    session = await service.once(request, lambda: service.add_session(owner(request), body))
     return {"type": "create_session", "session_id": session.id}
 
 
@@ -116,10 +132,7 @@ async def finish_session(service: Service, request: Request) -> dict[str, Any]:
     if session is None or not session.ended:  # a finish that is repeated is no error
         session = service.session(request, name)
         body = await read_json(service, request, empty=b"{}")
-        reason = wire.maybe(body, "reason", dict, {"type": "success"})
-        wire.need(reason, "type", str, "the reason")
-        finish = {"reason": reason, "detail": wire.optional(body, "detail", str)}
-        service.state.finish_session(session.id, finish)
+        await service.stored(service.state.finish_session, session.id, wire.finish(body))
         service.end_session(session)
     return {}
 
@@ -132,48 +145,83 @@ async def create_model(service: Service, request: Request) -> dict[str, Any]:
     session = service.session(request, wire.need(body, "session_id", str))
     model_id = f"{session.id}:train:{wire.need(body, 'model_seq_id', int)}"
 
-    def start() -> Future[None]:
+    async def describe() -> tuple[RunInfo, LoraSpec]:
         base = service.base(wire.need(body, "base_model", str))
         place = f"{session.number}:train:{wire.need(body, 'model_seq_id', int)}"
         spec = wire.lora_spec(body, service.fresh_seed(place))
         about = wire.metadata(body)
-        service.add_run(RunInfo(model_id, session, base, service.bases[base], spec, about))
-        return service.worker.create(model_id, base, spec)
+        return RunInfo(model_id, session, base, service.bases[base], spec, about), spec
 
     reply = {"type": "create_model", "model_id": model_id}
-    return service.promise(request, f"{model_id}:create", start, lambda _: reply, model_id=model_id)
+    return await _create(service, request, session, model_id, describe, reply)
 
 
 async def load_weights(service: Service, request: Request) -> dict[str, Any]:
     """Into a run that is there (model_id, seq_id), or as a new run's start."""
     body = await read_json(service, request)
     if body.get("model_id") is None:
-        return _create_from_state(service, request, body)
+        return await _create_from_state(service, request, body)
     model_id, seq = place(body)
     reply = {"type": "load_weights", "path": body.get("path"), "model_id": model_id}
 
+    async def find() -> tuple[Path, Meta]:
+        return await service.stored(service.meta, wire.need(body, "path", str))
+
+    found = await outcome(find())
+
     def start(run: RunInfo) -> Future[None]:
-        folder, _ = service.meta(wire.need(body, "path", str))
+        folder, _ = found.result(0)
         optimizer = wire.maybe(body, "optimizer", bool, False)
         return service.worker.load(model_id, seq, folder, optimizer=optimizer)
 
     return service.turn(request, model_id, seq, start, lambda _: reply)
 
 
-def _create_from_state(service: Service, request: Request, body: dict[str, Any]) -> dict[str, Any]:
+async def _create_from_state(
+    service: Service, request: Request, body: dict[str, Any]
+) -> dict[str, Any]:
     session = service.session(request, wire.need(body, "session_id", str))
     model_id = f"{session.id}:train:{wire.need(body, 'model_seq_id', int)}"
 
-    def start() -> Future[None]:
+    async def describe() -> tuple[RunInfo, StateSpec]:
         wire.refuse_optimizer(body)
-        folder, meta = service.meta(wire.need(body, "path", str))
+        folder, meta = await service.stored(service.meta, wire.need(body, "path", str))
         base = service.base(wire.maybe(body, "base_model", str, meta.base_model))
         spec = StateSpec(folder, wire.maybe(body, "optimizer", bool, False))
         about = wire.metadata(body)
-        service.add_run(RunInfo(model_id, session, base, service.bases[base], meta.lora, about))
-        return service.worker.create(model_id, base, spec)
+        return RunInfo(model_id, session, base, service.bases[base], meta.lora, about), spec
 
     reply = {"type": "load_weights", "path": body.get("path"), "model_id": model_id}
+    return await _create(service, request, session, model_id, describe, reply)
+
+
+async def _create(
+    service: Service,
+    request: Request,
+    session: Session,
+    model_id: str,
+    describe: Callable[[], Awaitable[tuple[RunInfo, LoraSpec | StateSpec]]],
+    reply: dict[str, Any],
+) -> dict[str, Any]:
+    """A new run. A repeated request, however late, is answered with the run that is there."""
+
+    async def make() -> tuple[RunInfo, LoraSpec | StateSpec]:
+        if model_id in session.runs:
+            raise ValueError(f"there is a run {model_id} already; choose another model_seq_id")
+        run, spec = await describe()
+        await service.keep_run(run)
+        return run, spec
+
+    made = None if model_id in session.made else await outcome(make())
+
+    def start() -> Future[None]:
+        if made is not None and model_id not in session.made:
+            service.session(request, session.id)  # it may have ended meanwhile
+            run, spec = made.result(0)
+            service.add_run(run)
+            session.made[model_id] = service.worker.create(model_id, run.base, spec)
+        return session.made[model_id]
+
     return service.promise(request, f"{model_id}:create", start, lambda _: reply, model_id=model_id)
 
 
@@ -256,11 +304,15 @@ async def save_weights_for_sampler(service: Service, request: Request) -> dict[s
     model_id, seq = place(body)
     number = wire.optional(body, "sampling_session_seq_id", int)
     reply: dict[str, Any] = {"type": "save_weights_for_sampler"}
+    kept: Future[SamplerInfo] | None = None
+    unnamed = body.get("path") is None and number is not None
+    if unnamed and service.promised(request, turn_id(model_id, seq)) is None:
+        kept = await outcome(_new_sampler(service, request, model_id, number))
 
     def start(run: RunInfo) -> Future[Any]:
-        if body.get("path") is None and number is not None:
-            sampler = f"{run.session.id}:sample:{number}"
-            info = SamplerInfo(sampler, run.session, run.base, run.model)
+        if kept is not None:
+            info = kept.result(0)
+            sampler = info.id
             service.add_sampler(info)
             reply["sampling_session_id"] = sampler
             made = service.worker.snapshot(model_id, seq, sampler)
@@ -280,6 +332,18 @@ async def save_weights_for_sampler(service: Service, request: Request) -> dict[s
         )
 
     return service.turn(request, model_id, seq, start, lambda _: reply)
+
+
+async def _new_sampler(
+    service: Service, request: Request, model_id: str, number: int
+) -> SamplerInfo:
+    """A sampling session of a run that is not there yet, kept on disk."""
+    run = service.run(request, model_id)
+    info = SamplerInfo(f"{run.session.id}:sample:{number}", run.session, run.base, run.model)
+    if info.id in service.samplers:
+        raise ValueError(f"there is a sampling session {info.id} already")
+    await service.keep_sampler(info)
+    return info
 
 
 async def save_weights_external(service: Service, request: Request) -> dict[str, Any]:
@@ -345,17 +409,26 @@ async def create_sampling_session(service: Service, request: Request) -> dict[st
     if name not in service.samplers:
         path = wire.optional(body, "model_path", str)
         if path is None:
-            base = service.base(wire.need(body, "base_model", str))
-            service.worker.open_base(name, base)
-            service.add_sampler(SamplerInfo(name, session, base, service.bases[base]))
+            base, found = service.base(wire.need(body, "base_model", str)), None
         else:
-            folder, meta = service.meta(path)
-            base = service.base(meta.base_model)
-            service.worker.open_checkpoint(name, base, folder, meta.created)
-            info = SamplerInfo(name, session, base, service.bases[base], path)
-            service.add_sampler(info)
-            service.locate(info, path.removeprefix("tinker://").partition("/")[0], meta.step)
+            found = await service.stored(service.meta, path)
+            base = service.base(found[1].base_model)
+        info = SamplerInfo(name, session, base, service.bases[base], path)
+        await service.keep_sampler(info)
+        service.session(request, session.id)  # it may have ended meanwhile
+        if name not in service.samplers:
+            _open_sampler(service, info, found)
     return {"type": "create_sampling_session", "sampling_session_id": name}
+
+
+def _open_sampler(service: Service, info: SamplerInfo, found: tuple[Path, Meta] | None) -> None:
+    service.add_sampler(info)
+    if info.path is None or found is None:
+        service.worker.open_base(info.id, info.base)
+        return
+    folder, meta = found
+    service.worker.open_checkpoint(info.id, info.base, folder, meta.created)
+    service.locate(info, info.path.removeprefix("tinker://").partition("/")[0], meta.step)
 
 
 async def get_sampler(service: Service, request: Request) -> dict[str, Any]:

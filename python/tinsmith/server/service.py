@@ -12,33 +12,41 @@ import base64
 import contextlib
 import hashlib
 import json
+import logging
 import secrets
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.engine.teaching import BASE, CURRENT, EMA
 from tinsmith.engine.worker import Worker
-from tinsmith.files import checkpoint, peft
+from tinsmith.files import peft
 from tinsmith.files.families import BaseModel, find_model
 from tinsmith.files.lora import LoraSpec
+from tinsmith.files.meta import Kind, Meta
+from tinsmith.files.store import Store
 from tinsmith.losses.graph import CustomLoss
 from tinsmith.server import wire
 from tinsmith.server.beside import Beside
 from tinsmith.server.door import Access
 from tinsmith.server.overload import Arrivals, Place, Queue
-from tinsmith.server.pieces import Buffer
-from tinsmith.server.state import RunRow, SessionRow, State
+from tinsmith.server.pieces import LARGE, Buffer
+from tinsmith.server.state import Busy, RunRow, SessionRow, State
+
+log = logging.getLogger("tinsmith")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 KEPT_READ_SECONDS = 60.0  # a result stays after it was read, for a client that lost the reply
 KEPT_UNREAD_SECONDS = 3600.0
@@ -46,6 +54,9 @@ SESSION_SECONDS = 3600.0  # without a sign of life; the SDK's heartbeat comes ev
 SWEEP_SECONDS = 10.0
 RESULT_BYTES = 1024  # that a result takes, beside its arrays
 RESULTS_BYTES_MAX = 1 << 30  # of all results that are kept
+DISK_THREADS = 4
+BUSY_SECONDS, BUSY_TURN_SECONDS = 10.0, 0.05  # for another process that writes to the database
+ONCE_MAX = 1 << 12  # answers that are kept for requests that are sent again
 COMPLETIONS_MAX = 1 << 14  # of one client, which has at most 2,000 requests under way
 
 
@@ -67,6 +78,7 @@ class Session:
     seen: float
     runs: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
+    made: dict[str, Future[Any]] = field(default_factory=dict)  # of its runs, by their ids
     losses: dict[str, CustomLoss] = field(default_factory=dict)  # uploaded, by their ids
     ended: bool = False
     places: Counter[tuple[str, int]] = field(default_factory=Counter)  # samplers of a run's step
@@ -83,11 +95,9 @@ class RunInfo:
     lora: LoraSpec
     user_metadata: dict[str, str]
 
-    def meta(
-        self, kind: checkpoint.Kind, step: int, user_metadata: dict[str, str], ttl: int | None
-    ) -> checkpoint.Meta:
+    def meta(self, kind: Kind, step: int, user_metadata: dict[str, str], ttl: int | None) -> Meta:
         """The Meta of a checkpoint of this run, saved now."""
-        return checkpoint.Meta(
+        return Meta(
             base_model=self.base,
             **asdict(self.lora),
             kind=kind,
@@ -163,7 +173,7 @@ class Service:
         self,
         bases: Mapping[str, BaseModel],
         worker: Worker,
-        store: checkpoint.Store,
+        store: Store,
         state: State,
         *,
         seed: int | None = None,
@@ -184,6 +194,7 @@ class Service:
         self.results_max = results_max
         self.results_bytes = 0
         self.beside = Beside()
+        self.disk = Beside(DISK_THREADS, "tinsmith-disk")
         self.poll_seconds = poll_seconds  # the SDK gives up a poll after 45 s
         self.sessions: dict[str, Session] = {}
         self.session_count = 0
@@ -191,7 +202,7 @@ class Service:
         self.samplers: dict[str, SamplerInfo] = {}
         self.pending: dict[tuple[str, str], Pending] = {}  # by owner and request id
         self._done: dict[tuple[str, str], Pending] = {}  # of these, in order of completion
-        self.copies: dict[tuple[str, str], str] = {}  # by owner and idempotency key
+        self._once: dict[tuple[str, str], asyncio.Future[Any]] = {}  # by owner and idempotency key
         self._swept = time.monotonic()
 
     # ---- names ----
@@ -210,32 +221,64 @@ class Service:
                 return known
         raise ValueError(f"unknown base model {name!r}; this server has {sorted(self.bases)}")
 
-    def meta(self, path: str) -> tuple[Path, checkpoint.Meta]:
+    def meta(self, path: str) -> tuple[Path, Meta]:
         """The folder of a checkpoint's path, and the checkpoint's Meta. A path that is not
-        tinker:// is a folder of this machine that PEFT wrote."""
-        if not path.startswith("tinker://") and (Path(path) / checkpoint.CONFIG_FILE).is_file():
-            return Path(path), peft.load_meta(Path(path))
-        folder = self.store.folder(path)
+        tinker:// is a folder of this machine that PEFT wrote. Of any other folder, a client learns
+        nothing: neither what is in it, nor whether it is there."""
+        if path.startswith("tinker://"):
+            meta = self.store.meta(path)
+            if meta.expired:
+                raise FileNotFoundError(f"there is no checkpoint {path} any more: its ttl is over")
+            return self.store.folder(path), meta
         try:
-            meta = checkpoint.load_meta(folder)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"there is no checkpoint {path}") from None
-        if meta.expired:
-            raise FileNotFoundError(f"there is no checkpoint {path} any more: its ttl is over")
-        return folder, meta
+            return Path(path), peft.load_meta(Path(path))
+        except Exception as error:
+            log.warning("a client named %.300r, which can't be loaded: %.300s", path, error)
+            raise ValueError(
+                f"{path!r:.200} is not a checkpoint's path, tinker://<run>/<kind>/<name>, nor the "
+                "folder of a PEFT adapter that can be loaded (the server's log says why)"
+            ) from None
+
+    # ---- the disk ----
+
+    async def stored(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Calls a function that reads or writes the disk, in a thread. While another process writes
+        to the database it is called again, and no thread waits."""
+        end = time.monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                return await self.disk(LARGE, function, *arguments, **named)
+            except Busy:
+                if time.monotonic() > end:
+                    raise
+            await asyncio.sleep(BUSY_TURN_SECONDS)
+
+    async def once(self, request: Request, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What a request makes. If it is sent again with its idempotency key, it is answered with
+        what the first one made; one that failed is tried again."""
+        key = owner(request), request.headers.get("x-idempotency-key", uuid.uuid4().hex)
+        known = self._once.get(key)
+        if known is None:
+            known = self._once[key] = asyncio.ensure_future(make())
+            known.add_done_callback(
+                lambda done: (done.cancelled() or done.exception()) and self._once.pop(key, None)
+            )
+            while len(self._once) > ONCE_MAX:
+                del self._once[next(iter(self._once))]
+        return await asyncio.shield(known)
 
     # ---- sessions ----
 
-    def add_session(self, owner: str, body: Mapping[str, Any]) -> Session:
+    async def add_session(self, owner: str, body: Mapping[str, Any]) -> Session:
         """A new session."""
         row = SessionRow(
             id=f"s-{uuid.uuid4().hex}",
             owner=owner,
-            display_name=wire.optional(body, "display_name", str),
+            display_name=wire.text(body, "display_name"),
             user_metadata=wire.metadata(body),
             created=now(),
         )
-        self.state.add_session(row)
+        await self.stored(self.state.add_session, row)
         session = Session(row.id, self.session_count, owner, time.monotonic())
         self.sessions[session.id] = session
         self.session_count += 1
@@ -273,6 +316,7 @@ class Service:
         """Cancels a session's samples, and frees its adapters once its training is done."""
         session.ended = True
         session.losses.clear()
+        session.made.clear()
         samplers = set(session.samplers)
         for (_, name), item in self.pending.items():
             if name.rpartition(":seq:")[0] in samplers and not item.future.done():
@@ -334,18 +378,25 @@ class Service:
             self.add_sampler(SamplerInfo(session, run.session, base, self.bases[base]))
         return session
 
-    def add_run(self, run: RunInfo) -> None:
-        """Registers a run, on disk too, so that the server can report it after a restart."""
+    async def keep_run(self, run: RunInfo) -> None:
+        """Writes a run to the disk, so that the server can report it after a restart."""
         row = RunRow(run.id, run.session.id, run.base, run.lora.rank, run.user_metadata, now())
-        self.state.add_run(row)
+        await self.stored(self.state.add_run, row)
+
+    def add_run(self, run: RunInfo) -> None:
+        """Registers a run."""
         self.runs[run.id] = run
         run.session.runs.append(run.id)
 
+    async def keep_sampler(self, sampler: SamplerInfo) -> None:
+        """Writes a sampling session that a client made to the disk."""
+        row = sampler.id, sampler.session.id, sampler.base, sampler.path
+        await self.stored(self.state.add_sampler, *row)
+
     def add_sampler(self, sampler: SamplerInfo) -> None:
-        """Registers a sampling session, on disk too."""
+        """Registers a sampling session."""
         session = sampler.session
         sampler.place = f"{session.number}{sampler.id.removeprefix(session.id)}"
-        self.state.add_sampler(sampler.id, sampler.session.id, sampler.base, sampler.path)
         self.samplers[sampler.id] = sampler
         sampler.session.samplers.append(sampler.id)
 

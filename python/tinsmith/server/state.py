@@ -4,29 +4,48 @@ One SQLite file lies beside the checkpoints' folders. The folders remain the tru
 checkpoints: each has its meta.json, and an index row is valid only for the very file that it was
 read from. So a folder that was copied in, changed or removed by hand is noticed when it is listed.
 If the SQLite file is lost, only the sessions are lost: runs are found again by their checkpoints,
-or by the run.json of folders that are older than the database. Any thread may call. An SQLite
-failure is raised as an OSError with a sentence.
+or by the run.json of folders that are older than the database. A row or a folder that can't be
+understood is left out of the listings, and the log says so once. Any thread may call. An SQLite
+failure is raised as an OSError with a sentence; while another process writes, as Busy, at once.
 """
 
 import contextlib
 import dataclasses
 import json
 import logging
+import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, TypeVar
 
-from tinsmith.files import checkpoint
-from tinsmith.files.checkpoint import Meta, Store
+from tinsmith.files import disk
+from tinsmith.files.meta import (
+    Meta,
+    as_meta,
+    content_of,
+    is_count,
+    is_finish,
+    is_metadata,
+    is_size,
+    is_text,
+    is_time,
+)
+from tinsmith.files.store import Place, Store, place_of
+from tinsmith.files.version import Version
 
 log = logging.getLogger("tinsmith")
 
 STATE_FILE = "state.sqlite"
 RUN_FILE = "run.json"  # in folders that are older than the database
 VERSION = 1
-WAIT_SECONDS = 10.0  # for another process that writes
+WAIT_SECONDS = 10.0  # for another process that writes, when the file is opened
+LOGGED_MAX = 1 << 12
+RUN_BYTES_MAX = 1 << 22
+
+T = TypeVar("T")
 
 SCHEMA = """
 CREATE TABLE session (
@@ -98,6 +117,18 @@ class Entry:
     meta: Meta
 
 
+@dataclass(frozen=True)
+class Listing:
+    """A run's checkpoints, the oldest first; and the paths of those that can't be read."""
+
+    entries: list[Entry]
+    unreadable: list[str]
+
+
+class Busy(OSError):
+    """Another process writes to the database now."""
+
+
 class State:
     """See the file's header."""
 
@@ -105,8 +136,11 @@ class State:
         self._store = store
         self.file = store.root / STATE_FILE
         self._lock = threading.RLock()
+        self._logged: dict[str, str] = {}  # what was left out, and why
         with self._told():
-            store.root.mkdir(parents=True, exist_ok=True)
+            disk.make_folder(store.root)
+            with contextlib.suppress(OSError):  # SQLite says it too, in the sentence below
+                os.close(os.open(self.file, os.O_CREAT | os.O_RDWR, disk.FILE_MODE))
             self._sql = sqlite3.connect(
                 self.file, timeout=WAIT_SECONDS, check_same_thread=False, isolation_level=None
             )
@@ -126,6 +160,7 @@ class State:
         found = self._sql.execute("PRAGMA quick_check(1)").fetchone()[0]
         if found != "ok":
             raise sqlite3.DatabaseError(found.splitlines()[-1])
+        self._sql.text_factory = lambda text: text.decode(errors="replace")
         self._sql.execute("PRAGMA journal_mode = WAL")
         self._sql.execute("PRAGMA synchronous = NORMAL")  # a kill loses nothing
         with self._transaction():
@@ -137,6 +172,7 @@ class State:
                     self._sql.execute(statement)
             # Written every time: so a disk that can't be written to fails at the start.
             self._sql.execute(f"PRAGMA user_version = {VERSION}")
+        self._sql.execute("PRAGMA busy_timeout = 0")
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -145,7 +181,9 @@ class State:
             with self._lock:
                 yield
         except sqlite3.OperationalError as error:
-            raise OSError(
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            busy = code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+            raise (Busy if busy else OSError)(
                 f"{self.file}, where the server keeps its sessions and runs, can't be read and "
                 f"written: {error}"
             ) from None
@@ -172,7 +210,25 @@ class State:
         with self._told():
             return self._sql.execute(query, values).fetchall()
 
-    def _insert(self, table: str, row: dict[str, Any], *, known: str = "REPLACE") -> None:
+    def _rows(self, make: Callable[..., T], query: str, *values: Any) -> list[T]:
+        """What `make` makes of each row; rows that it refuses are left out."""
+        found = []
+        for row in self._read(query, *values):
+            try:
+                found.append(make(*row))
+            except (TypeError, ValueError, RecursionError) as error:
+                self._leave_out(f"a row {row[0]!r:.60} of {self.file}", str(error))
+        return found
+
+    def _leave_out(self, what: str, why: str) -> None:
+        """Says once that something is not listed."""
+        if self._logged.get(what) != why:
+            if len(self._logged) >= LOGGED_MAX:
+                self._logged.clear()
+            self._logged[what] = why
+            log.warning("%s is left out: %s", what, why)
+
+    def _insert(self, table: str, row: dict[str, Any], *, known: str = "IGNORE") -> None:
         columns, marks = ", ".join(row), ", ".join("?" * len(row))
         values = [json.dumps(v) if isinstance(v, dict) else v for v in row.values()]
         with self._transaction() as sql:
@@ -193,15 +249,11 @@ class State:
         """An owner's sessions, the newest first."""
         columns = ", ".join(field.name for field in dataclasses.fields(SessionRow))
         query = f"SELECT {columns} FROM session WHERE owner = ? ORDER BY rowid DESC"
-        return [
-            SessionRow(key, whose, shown, json.loads(data), created, finish and json.loads(finish))
-            for key, whose, shown, data, created, finish in self._read(query, owner)
-        ]
+        return self._rows(_session, query, owner)
 
     def runs_of(self, session: str) -> list[str]:
         """A session's runs, the oldest first."""
-        rows = self._read("SELECT id FROM run WHERE session = ? ORDER BY rowid", session)
-        return [name for (name,) in rows]
+        return self._rows(_text, "SELECT id FROM run WHERE session = ? ORDER BY rowid", session)
 
     def add_sampler(self, name: str, session: str, base_model: str, path: str | None) -> None:
         """Keeps a sampling session."""
@@ -210,99 +262,151 @@ class State:
 
     def samplers_of(self, session: str) -> list[str]:
         """A session's sampling sessions, the oldest first."""
-        rows = self._read("SELECT id FROM sampler WHERE session = ? ORDER BY rowid", session)
-        return [name for (name,) in rows]
+        return self._rows(_text, "SELECT id FROM sampler WHERE session = ? ORDER BY rowid", session)
 
     # ---- runs ----
 
     def add_run(self, row: RunRow) -> None:
-        """Keeps a run."""
+        """Keeps a run; one that is there stays as it is."""
         self._insert("run", dataclasses.asdict(row))
 
     def runs(self) -> list[RunRow]:
         """All runs, the newest first, including those with folders copied in by hand."""
-        known = {name for (name,) in self._read("SELECT id FROM run")}
+        rows = {row.id: row for row in self._runs("ORDER BY created, rowid")}
         for name in self._store.runs():
-            if name not in known:
-                self._import(name)
-        return self._runs("ORDER BY created DESC, rowid DESC")
+            if name not in rows:
+                row = self._import(name)
+                rows |= {name: row} if row else {}
+        return sorted(rows.values(), key=lambda row: row.created)[::-1]
 
     def run(self, name: str) -> RunRow:
         """A run. FileNotFoundError where there is none."""
         rows = self._runs("WHERE id = ?", name)
         if not rows and self._store.run_folder(name).is_dir():
-            self._import(name)
-            rows = self._runs("WHERE id = ?", name)
+            rows = [row for row in [self._import(name)] if row]
         if not rows:
-            raise FileNotFoundError(f"there is no training run {name!r}")
+            raise FileNotFoundError(f"there is no training run {name!r:.200}")
         return rows[0]
 
     def _runs(self, which: str, *values: Any) -> list[RunRow]:
         columns = ", ".join(field.name for field in dataclasses.fields(RunRow))
-        return [
-            RunRow(key, session, base, rank, json.loads(data), created)
-            for key, session, base, rank, data, created in self._read(
-                f"SELECT {columns} FROM run {which}", *values
-            )
-        ]
+        return self._rows(_run, f"SELECT {columns} FROM run {which}", *values)
 
-    def _import(self, name: str) -> None:
-        """Adds a run that is known only by its folder."""
-        items = self.checkpoints(name)
+    def _import(self, name: str) -> RunRow | None:
+        """A run that is known only by its folder."""
+        items, folder = self.checkpoints(name), self._store.run_folder(name)
+        first = items[0].meta if items else None
         row = RunRow(
             id=name,
             session=None,
-            base_model=items[0].meta.base_model if items else "",
-            rank=items[0].meta.rank if items else 0,
-            user_metadata=items[0].meta.run_metadata if items else {},
-            created=items[0].meta.created if items else "",
+            base_model=first.base_model if first else "",
+            rank=first.rank if first else 0,
+            user_metadata=first.run_metadata if first else {},
+            created=first.created if first else _made(folder),
         )
-        file = self._store.run_folder(name) / RUN_FILE
+        file = folder / RUN_FILE
         try:
-            told = json.loads(file.read_bytes())
+            with file.open("rb") as opened:
+                told = json.loads(opened.read(RUN_BYTES_MAX))
             row = dataclasses.replace(
                 row,
-                base_model=str(told["base_model"]),
-                rank=int(told["lora_rank"]),
-                user_metadata=dict(told["user_metadata"]),
-                created=str(told["created"]),
+                base_model=_text(told["base_model"]),
+                rank=_checked(told["lora_rank"], is_count),
+                user_metadata=_checked(told["user_metadata"], is_metadata),
+                created=told["created"] if is_time(told["created"]) else row.created,
             )
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            log.warning("%s can't be read: %s", file, error)
-        if row.base_model:
-            self._insert("run", dataclasses.asdict(row), known="IGNORE")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            self._leave_out(str(file), str(error))
+        if not row.base_model:
+            return None
+        with contextlib.suppress(OSError):  # it is found again by the next listing
+            self._insert("run", dataclasses.asdict(row))
+        return row
 
     # ---- checkpoints ----
 
     def checkpoints(self, run: str) -> list[Entry]:
         """A run's checkpoints as they are on disk, the oldest first; damaged ones are left out."""
+        return self.listing(run).entries
+
+    def listing(self, run: str) -> Listing:
+        """A run's checkpoints as they are on disk."""
         rows = self._read("SELECT path, stamp, bytes, meta FROM checkpoint WHERE run = ?", run)
         known = {path: (stamp, size, meta) for path, stamp, size, meta in rows}
-        found, changed = [], []
-        for path in self._store.checkpoints(run):
-            folder = self._store.folder(path)
-            try:
-                stat = (folder / checkpoint.META_FILE).stat()
-                stamp = f"{stat.st_ino} {stat.st_mtime_ns} {stat.st_size}"
-                kept = known.get(path)
-                if kept is not None and kept[0] == stamp:
-                    del known[path]
-                    found.append(Entry(path, kept[1], checkpoint.as_meta(json.loads(kept[2]))))
+        found, changed, unreadable = [], [], []
+        for place in self._store.places(run):
+            path, kept = place.path, known.pop(place.path, None)
+            entry = _indexed(place, *kept) if kept else None
+            if entry is None:
+                try:
+                    place, entry = self._store.read(
+                        path, lambda version, path=path: _read(path, version)
+                    )
+                except FileNotFoundError:  # deleted meanwhile
                     continue
-                meta = checkpoint.load_meta(folder)
-                size = sum(file.stat().st_size for file in folder.iterdir())
-            except FileNotFoundError:  # deleted meanwhile
-                continue
-            except (OSError, ValueError) as error:
-                log.warning("the checkpoint %s is left out: %s", path, error)
-                continue
-            known.pop(path, None)
-            found.append(Entry(path, size, meta))
-            changed.append((path, run, stamp, size, json.dumps(dataclasses.asdict(meta))))
+                except (OSError, ValueError) as error:
+                    self._leave_out(f"the checkpoint {path!r:.300}", str(error))
+                    unreadable.append(path)
+                    continue
+                meta = json.dumps(dataclasses.asdict(entry.meta))
+                changed.append((path, run, place.stamp, entry.bytes, meta))
+            found.append(entry)
         if changed or known:
-            with self._transaction() as sql:
+            with contextlib.suppress(OSError), self._transaction() as sql:  # only an index
                 sql.executemany("DELETE FROM checkpoint WHERE path = ?", [(k,) for k in known])
                 sql.executemany("INSERT OR REPLACE INTO checkpoint VALUES (?, ?, ?, ?, ?)", changed)
-        return found
+        return Listing(found, unreadable)
+
+
+# ---- rows ----
+
+
+def _checked(value: T, fits: Callable[[Any], bool]) -> T:
+    if not fits(value):
+        raise ValueError(f"{value!r:.80} is none")
+    return value
+
+
+def _text(value: Any) -> str:
+    return _checked(value, is_text)
+
+
+def _metadata(text: Any) -> dict[str, str]:
+    return _checked(json.loads(text), is_metadata)
+
+
+def _session(
+    name: Any, owner: Any, shown: Any, metadata: Any, created: Any, finish: Any
+) -> SessionRow:
+    shown = None if shown is None else _text(shown)
+    told = None if finish is None else _checked(json.loads(finish), is_finish)
+    data = _metadata(metadata)
+    return SessionRow(_text(name), _text(owner), shown, data, _checked(created, is_time), told)
+
+
+def _run(name: Any, session: Any, base: Any, rank: Any, metadata: Any, created: Any) -> RunRow:
+    session = None if session is None else _text(session)
+    data, rank = _metadata(metadata), _checked(rank, is_count)
+    return RunRow(_text(name), session, _text(base), rank, data, _checked(created, is_time))
+
+
+def _made(folder: Any) -> str:
+    return datetime.fromtimestamp(folder.stat().st_mtime, UTC).isoformat()
+
+
+def _read(path: str, version: Version) -> tuple[Place, Entry]:
+    """A checkpoint as it is on disk."""
+    meta = as_meta(content_of(version))
+    return place_of(path, version), Entry(path, version.bytes, meta)
+
+
+def _indexed(place: Place, stamp: Any, size: Any, meta: Any) -> Entry | None:
+    """A checkpoint as it was when its row was written, if it has not changed since."""
+    if stamp != place.stamp:
+        return None
+    try:
+        return Entry(place.path, _checked(size, is_size), as_meta(json.loads(meta)))
+    except (TypeError, ValueError, KeyError, RecursionError):
+        return None
