@@ -135,7 +135,7 @@ class Store:
         try:
             return read(folder, work, links=False)
         except FileNotFoundError:
-            if (folder / META_FILE).is_file():
+            if (folder / META_FILE).is_file() and not folder.is_symlink():
                 raise  # it is another file that is missing
             raise FileNotFoundError(f"there is no checkpoint {tinker_path}") from None
 

@@ -58,11 +58,12 @@ class Version:
             return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
 
     def has(self, name: str) -> bool:
-        """Whether it has a file of that name."""
+        """Whether something in it has that name."""
         try:
-            return stat.S_ISREG(self.stat(name).st_mode)
+            self.stat(name)
         except FileNotFoundError:
             return False
+        return True
 
     def stat(self, name: str) -> os.stat_result:
         """What the system knows of one of its files."""

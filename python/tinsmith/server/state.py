@@ -136,7 +136,7 @@ class State:
         self._store = store
         self.file = store.root / STATE_FILE
         self._lock = threading.RLock()
-        self._logged: dict[str, str] = {}  # what was left out, and why
+        self._logged: set[tuple[str, str]] = set()  # what was left out, and why
         with self._told():
             disk.make_folder(store.root)
             with contextlib.suppress(OSError):  # SQLite says it too, in the sentence below
@@ -222,10 +222,10 @@ class State:
 
     def _leave_out(self, what: str, why: str) -> None:
         """Says once that something is not listed."""
-        if self._logged.get(what) != why:
+        if (what, why) not in self._logged:
             if len(self._logged) >= LOGGED_MAX:
                 self._logged.clear()
-            self._logged[what] = why
+            self._logged.add((what, why))
             log.warning("%s is left out: %s", what, why)
 
     def _insert(self, table: str, row: dict[str, Any], *, known: str = "IGNORE") -> None:
@@ -311,8 +311,8 @@ class State:
             row = dataclasses.replace(
                 row,
                 base_model=_text(told["base_model"]),
-                rank=_checked(told["lora_rank"], is_count),
-                user_metadata=_checked(told["user_metadata"], is_metadata),
+                rank=_checked("lora_rank", told["lora_rank"], is_count),
+                user_metadata=_checked("user_metadata", told["user_metadata"], is_metadata),
                 created=told["created"] if is_time(told["created"]) else row.created,
             )
         except FileNotFoundError:
@@ -363,33 +363,42 @@ class State:
 # ---- rows ----
 
 
-def _checked(value: T, fits: Callable[[Any], bool]) -> T:
+def _checked(name: str, value: T, fits: Callable[[Any], bool]) -> T:
     if not fits(value):
-        raise ValueError(f"{value!r:.80} is none")
+        raise ValueError(f"its {name} is {value!r:.80}")
     return value
 
 
 def _text(value: Any) -> str:
-    return _checked(value, is_text)
+    return _checked("text", value, is_text)
 
 
 def _metadata(text: Any) -> dict[str, str]:
-    return _checked(json.loads(text), is_metadata)
+    return _checked("user_metadata", json.loads(text), is_metadata)
 
 
 def _session(
     name: Any, owner: Any, shown: Any, metadata: Any, created: Any, finish: Any
 ) -> SessionRow:
-    shown = None if shown is None else _text(shown)
-    told = None if finish is None else _checked(json.loads(finish), is_finish)
-    data = _metadata(metadata)
-    return SessionRow(_text(name), _text(owner), shown, data, _checked(created, is_time), told)
+    return SessionRow(
+        id=_text(name),
+        owner=_text(owner),
+        display_name=None if shown is None else _text(shown),
+        user_metadata=_metadata(metadata),
+        created=_checked("time", created, is_time),
+        finish=None if finish is None else _checked("finish", json.loads(finish), is_finish),
+    )
 
 
 def _run(name: Any, session: Any, base: Any, rank: Any, metadata: Any, created: Any) -> RunRow:
-    session = None if session is None else _text(session)
-    data, rank = _metadata(metadata), _checked(rank, is_count)
-    return RunRow(_text(name), session, _text(base), rank, data, _checked(created, is_time))
+    return RunRow(
+        id=_text(name),
+        session=None if session is None else _text(session),
+        base_model=_text(base),
+        rank=_checked("rank", rank, is_count),
+        user_metadata=_metadata(metadata),
+        created=_checked("time", created, is_time),
+    )
 
 
 def _made(folder: Any) -> str:
@@ -407,6 +416,6 @@ def _indexed(place: Place, stamp: Any, size: Any, meta: Any) -> Entry | None:
     if stamp != place.stamp:
         return None
     try:
-        return Entry(place.path, _checked(size, is_size), as_meta(json.loads(meta)))
+        return Entry(place.path, _checked("size", size, is_size), as_meta(json.loads(meta)))
     except (TypeError, ValueError, KeyError, RecursionError):
         return None
