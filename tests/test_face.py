@@ -15,7 +15,7 @@ from conftest import CONTEXT, VOCAB, logprobs, make_datum
 from face import PROMPT, TOKENS, soft_batch, state
 from peft import LoraConfig, PeftModel, get_peft_model
 from tinsmith import _core
-from tinsmith.files import checkpoint
+from tinsmith.files.meta import load_meta
 
 RNG = np.random.default_rng(0)
 
@@ -267,7 +267,7 @@ def test_a_snapshot_knows_the_step_that_it_was_made_at(model, tmp_path: Path) ->
         adapter.optim_step(1e-2)
         assert (snapshot.step, adapter.step) == (step, step + 1)
         snapshot.save(tmp_path / str(step), optimizer=False)
-        assert checkpoint.load_meta(tmp_path / str(step)).step == step
+        assert load_meta(tmp_path / str(step)).step == step
 
 
 # ---- sampling ----

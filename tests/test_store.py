@@ -332,6 +332,16 @@ def test_a_file_that_is_not_a_checkpoints_own_is_refused(name, store):
     assert store.checkpoints("copy") == []
 
 
+def test_a_file_that_was_cut_off_is_not_passed_on(store):
+    file = store.folder(PATH) / checkpoint.OPTIMIZER_FILE
+    size = file.stat().st_size
+    os.truncate(file, size - 1)
+    for use in (store.open, lambda path: store.copy(path, "copy")):
+        with pytest.raises(ValueError, match=f"should be {size} bytes, found {size - 1}"):
+            use(PATH)
+    assert store.checkpoints("copy") == []
+
+
 def test_a_link_is_not_followed(store, tmp_path):
     folder = store.folder(PATH)
     secret = tmp_path / "secret"

@@ -3,9 +3,11 @@ written nonsense to, metadata that can't be kept, and folders that are not a cli
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import sqlite3
+import stat
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -164,6 +166,25 @@ def test_two_runs_of_recipes_share_a_folder(tiny_model_dir, tmp_path):
     with start() as again, again.service_client() as service:  # each finds its own again
         for path in paths:
             service.create_training_client_from_state_with_optimizer(path).result()
+
+
+def test_what_a_server_makes_is_its_owners_alone(tiny_model_dir, tmp_path):
+    before = os.umask(0)
+    try:
+        with (
+            Backend({"tiny": tiny_model_dir}, checkpoints=tmp_path / "root", device="cpu") as made,
+            made.service_client() as service,
+        ):
+            client = make_client(service)
+            client.save_state("a").result()
+            client.save_weights_external("b").result()
+            paths = [made.checkpoints, *made.checkpoints.rglob("*")]
+            modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in paths}
+    finally:
+        os.umask(before)
+    assert {STATE_FILE, "server.lock"} < {path.name for path in modes}
+    for path, mode in modes.items():
+        assert mode == (0o700 if path.is_dir() else 0o600), path
 
 
 # ---- a database that another process keeps ----

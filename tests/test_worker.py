@@ -257,7 +257,7 @@ def test_a_sampler_of_a_checkpoint_that_was_replaced_is_refused(tiny_model_dir, 
         save(probe, 3, tmp_path / "a", "2026-11-21T13:00:00+00:00")
         probe.snapshot("run", 4, "newer").result(timeout=60)
         refused = probe.sample("s", request).exception(timeout=60)
-        assert "is another checkpoint than the one that s was made from" in str(refused)
+        assert "is another checkpoint than the one that was asked for" in str(refused)
     finally:
         probe.close()
 

@@ -102,23 +102,20 @@ class Snapshots:
     def _load(self, sampler: str, wanted: Snapshot) -> Snapshot:
         """Keeps a checkpoint's snapshot, with the adapter of a session that has it already."""
         assert wanted.origin is not None
-        folder = wanted.origin[0]
+        folder, created = wanted.origin
         same = (item.adapter for item in self._items.values() if item.origin == wanted.origin)
         adapter = next((item for item in same if item is not None), None)
         if adapter is None:
             meta = peft.load_meta(folder)
-            if meta.created != wanted.origin[1]:
-                raise ValueError(
-                    f"{folder} is another checkpoint than the one that {sampler} was made from; "
-                    "create a new sampling client"
-                )
             base = self._bases.use(wanted.base)
             adapter = self._bases.make(
                 base.core.plan(meta.rank, 1)[
                     "adapter"
                 ],  # while it is read; the snapshot takes less
                 f"the checkpoint {folder}",
-                lambda: peft.load_adapter(folder, base, optimizer=False).snapshot(),
+                lambda: peft.load_adapter(
+                    folder, base, optimizer=False, created=created
+                ).snapshot(),
                 keep=base.path,
             )
         return self._keep(sampler, replace(wanted, adapter=adapter))

@@ -145,8 +145,6 @@ class Worker:
         def work(lane: Run) -> None:
             try:
                 lane.adapter = self._make_adapter(lane, spec)
-                if isinstance(spec, StateSpec) and spec.optimizer:
-                    lane.average = checkpoint.load_average(spec.folder, lane.adapter)
             except NotLoaded:
                 raise
             except BaseException as error:
@@ -235,9 +233,8 @@ class Worker:
 
         def work(lane: Run) -> None:
             adapter = lane.trained()
-            average = checkpoint.load_average(folder, adapter) if optimizer else None
-            peft.load_into(folder, lane.base.family, adapter, optimizer=optimizer)
-            lane.average = average
+            family = lane.base.family
+            lane.average = peft.load_into(folder, family, adapter, optimizer=optimizer)
 
         return self._submit(run, seq, work)
 
@@ -412,7 +409,8 @@ class Worker:
 
         def make() -> _core.Adapter:
             if isinstance(spec, StateSpec):
-                return peft.load_adapter(spec.folder, base, optimizer=spec.optimizer)
+                adapter, lane.average = peft.load_run(spec.folder, base, optimizer=spec.optimizer)
+                return adapter
             return spec.adapter(base.core)
 
         need, least = self._bases.run_bytes(base, rank)

@@ -258,25 +258,25 @@ def load_version(
 def load_average(folder: Path | str, adapter: _core.Adapter) -> Average | None:
     """The average that a checkpoint's run keeps beside its adapter; None where it keeps none, or
     the folder is PEFT's. Errors as load_into's."""
+    return read(Path(folder), lambda version: average_of(version, adapter))
 
-    def load(version: Version) -> Average | None:
-        if not version.has(META_FILE) and version.has(CONFIG_FILE):
-            return None
-        content = content_of(version)
-        said = content.get("average")
-        if said is None:
-            return None
-        file = version.folder / OPTIMIZER_FILE
-        with _open_checked(version, content, OPTIMIZER_FILE) as tensors:
-            if AVERAGE not in tensors:
-                raise ValueError(f"{file} lacks the average that {META_FILE} names")
-            _read_optimizer(version.folder, tensors, adapter.size)
-            flat = tensors[AVERAGE].copy()
+
+def average_of(version: Version, adapter: _core.Adapter) -> Average | None:
+    """load_average, from an open version."""
+    if not version.has(META_FILE) and version.has(CONFIG_FILE):
+        return None
+    content = content_of(version)
+    said = content.get("average")
+    if said is None:
+        return None
+    file = version.folder / OPTIMIZER_FILE
+    with _open_checked(version, content, OPTIMIZER_FILE) as tensors:
+        if AVERAGE not in tensors:
+            raise ValueError(f"{file} lacks the average that {META_FILE} names")
+        _read_optimizer(version.folder, tensors, adapter.size)
         average = Average(adapter.snapshot(), float(said["decay"]))
-        average.adapter.write("weights", flat)
-        return average
-
-    return read(Path(folder), load)
+        average.adapter.write("weights", tensors[AVERAGE].copy())
+    return average
 
 
 def open_adapter(version: Version) -> weights.Tensors:

@@ -20,6 +20,7 @@ import numpy as np
 
 from tinsmith import _core
 from tinsmith.files import checkpoint, config, families, meta, weights
+from tinsmith.files.lora import Average
 from tinsmith.files.meta import Meta
 from tinsmith.files.version import Version, read
 
@@ -136,31 +137,56 @@ def _groups() -> dict[str, str]:
     }
 
 
-def load_adapter(folder: Path, loaded: families.LoadedModel, *, optimizer: bool) -> _core.Adapter:
-    """A new adapter with the numbers of a checkpoint or of a PEFT folder."""
+def load_adapter(
+    folder: Path, loaded: families.LoadedModel, *, optimizer: bool, created: str | None = None
+) -> _core.Adapter:
+    """A new adapter with the numbers of a checkpoint or of a PEFT folder; ValueError where it was
+    not created when it should have been."""
 
     def load(version: Version) -> _core.Adapter:
-        adapter = _meta_of(version).lora.adapter(loaded.core)
+        found = _meta_of(version)
+        if created not in (None, found.created):
+            raise ValueError(
+                f"{folder} is another checkpoint than the one that was asked for: it was saved "
+                "again since; create a new sampling client"
+            )
+        adapter = found.lora.adapter(loaded.core)
         _load_version(version, loaded.family, adapter, optimizer=optimizer)
         return adapter
 
     return read(folder, load)
 
 
+def load_run(
+    folder: Path, loaded: families.LoadedModel, *, optimizer: bool
+) -> tuple[_core.Adapter, Average | None]:
+    """load_adapter, and with optimizer the average that its run keeps."""
+
+    def load(version: Version) -> tuple[_core.Adapter, Average | None]:
+        adapter = _meta_of(version).lora.adapter(loaded.core)
+        return adapter, _load_version(version, loaded.family, adapter, optimizer=optimizer)
+
+    return read(folder, load)
+
+
 def load_into(
     folder: Path, family: families.Family, adapter: _core.Adapter, *, optimizer: bool
-) -> None:
-    """checkpoint.load_into, for a PEFT folder too."""
-    read(folder, lambda version: _load_version(version, family, adapter, optimizer=optimizer))
+) -> Average | None:
+    """checkpoint.load_into, for a PEFT folder too; with optimizer the average that its run
+    keeps."""
+    return read(
+        folder, lambda version: _load_version(version, family, adapter, optimizer=optimizer)
+    )
 
 
 def _load_version(
     version: Version, family: families.Family, adapter: _core.Adapter, *, optimizer: bool
-) -> None:
+) -> Average | None:
     folder = version.folder
     if version.has(checkpoint.META_FILE):
+        average = checkpoint.average_of(version, adapter) if optimizer else None
         checkpoint.load_version(version, family, adapter, optimizer=optimizer)
-        return
+        return average
     if optimizer:
         raise ValueError(
             f"{folder} is PEFT's, without an optimizer's state: load its weights alone"
@@ -187,6 +213,7 @@ def _load_version(
         adapter.write(what, np.zeros(adapter.size, np.float32))
     adapter.write("weights", flat)
     adapter.step, adapter.pending = 0, (0.0, 0.0, 0.0)
+    return None
 
 
 # ---- merged ----
