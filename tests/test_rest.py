@@ -175,7 +175,7 @@ def test_a_ttl_is_set_and_cleared(rest, training, server):
     first = training.save_state("first").result().path
     second = training.save_state("second").result().path
     hour = (datetime.now(UTC) - timedelta(hours=1)).isoformat()
-    checkpoint.Store(server.checkpoints).update(first, created=hour)  # a ttl counts from now
+    Store(server.checkpoints).update(first, created=hour)  # a ttl counts from now
     rest.set_checkpoint_ttl_from_tinker_path(first, 7200).result()
     left = told(rest, first).expires_at - datetime.now(UTC)
     assert timedelta(seconds=7100) < left <= timedelta(seconds=7200)

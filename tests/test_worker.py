@@ -210,7 +210,10 @@ def save(worker: Worker, seq: int, folder: Path, created: str) -> None:
 
 
 def test_sessions_of_a_checkpoint_share_its_weights(tiny_model_dir, tmp_path):
-    probe, created = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1), "2026-11-21"
+    probe, created = (
+        Worker(inspect_models({"tiny": tiny_model_dir}), threads=1),
+        "2026-11-21T00:00:00+00:00",
+    )
     request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=4, seed=1)
     try:
         probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
