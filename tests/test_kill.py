@@ -157,7 +157,7 @@ def test_a_save_that_takes_too_long_leaves_the_checkpoint_as_it_was(tmp_path: Pa
         service = tinker.ServiceClient(base_url=url, api_key="tml-local")
         client = service.create_lora_training_client(str(demo.MODEL), rank=4).result()
         path = client.save_state("a").result().path
-        folder = checkpoint.Store(saved, recover=False).folder(path)
+        folder = Store(saved).folder(path)
         before = {file.name: file.read_bytes() for file in folder.iterdir()}
         slow.touch()
         client.save_state("a", overwrite=True)

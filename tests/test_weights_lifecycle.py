@@ -106,7 +106,7 @@ def test_an_encrypted_export_is_readable_by_its_owners_only(
     assert b"LORA" not in sealed
     for owner in owners:
         assert json.loads(pyrage.decrypt(sealed, [owner]))["peft_type"] == "LORA"
-    folder = checkpoint.Store(server.checkpoints, recover=False).folder(path)
+    folder = Store(server.checkpoints).folder(path)
     assert {file.name for file in folder.iterdir()} == {*urls, checkpoint.META_FILE}
     with pytest.raises(pyrage.DecryptError):
         pyrage.decrypt(sealed, [other])

@@ -154,7 +154,10 @@ class Backend:
             results_max=most,
         )
         self._server = Server(Door(make_app(self._service), access))
-        # From here on connections are kept until the server's loop accepts them.
+        self._begin(store)
+
+    def _begin(self, store: Store) -> None:
+        """From here on connections are kept until the server's loop accepts them."""
         self._socket.listen(BACKLOG)
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="tinsmith-server", daemon=True

@@ -22,7 +22,7 @@ from tinsmith.engine.training import Uploaded
 from tinsmith.engine.worker import AdamParams, Batch, BatchResult, losses
 from tinsmith.files.families import BaseModel
 from tinsmith.files.lora import LoraSpec
-from tinsmith.files.meta import METADATA_BYTES_MAX, is_finish, is_text
+from tinsmith.files.meta import METADATA_BYTES_MAX, is_finish
 from tinsmith.losses import custom_loss
 from tinsmith.losses.graph import CustomLoss
 from tinsmith.server.arrays import Column, array_of, check_ids, elements, field_of
@@ -44,8 +44,6 @@ SEED_BITS = 63
 INTEGER_BITS = 63  # more than anything needs, and what SQLite and the engine can hold
 ARRAY_BYTES = 112  # of an array, beside its elements
 TEXT_MAX = 10_000  # characters of a name or a remark
-METADATA_DEPTH_MAX = 8
-NUMBER_MAX = 1 << 63
 
 T = TypeVar("T")
 
@@ -102,50 +100,30 @@ def short(value: Any) -> str:
 
 
 def text(body: Mapping[str, Any], key: str) -> str | None:
-    """A field's text, which can be sent again, or None."""
+    """A field's text, which is kept, or None."""
     value = optional(body, key, str)
-    if value is not None and (len(value) > TEXT_MAX or not is_text(value)):
-        raise ValueError(
-            f"{key} must be UTF-8 of at most {TEXT_MAX} characters, {short(value)} came"
-        )
+    if value is not None and len(value) > TEXT_MAX:
+        raise ValueError(f"{key} must have at most {TEXT_MAX} characters, {len(value)} came")
     return value
 
 
 def metadata(body: Mapping[str, Any]) -> dict[str, str]:
     """user_metadata; the SDK reads its values back as strings."""
     given = maybe(body, "user_metadata", dict, {})
-    _check_metadata(given, METADATA_DEPTH_MAX)
-    found = {key: str(value) for key, value in given.items()}
+    found = {str(key): str(value) for key, value in given.items()}
     size = sum(len(part.encode()) for pair in found.items() for part in pair)
     if size > METADATA_BYTES_MAX:
         raise ValueError(f"user_metadata has {size} bytes; at most {METADATA_BYTES_MAX} are kept")
     return found
 
 
-def _check_metadata(value: Any, depth: int) -> None:
-    """Anything of JSON that can be kept and told again, so deep at most."""
-    if isinstance(value, dict | list):
-        if not depth:
-            raise ValueError(
-                f"user_metadata has lists and objects in each other, more than {METADATA_DEPTH_MAX}"
-            )
-        for item in [*value, *value.values()] if isinstance(value, dict) else value:
-            _check_metadata(item, depth - 1)
-    elif isinstance(value, str):
-        if not is_text(value):
-            raise ValueError(f"user_metadata must be UTF-8, {short(value)} came")
-    elif isinstance(value, int | float) and not abs(value) < NUMBER_MAX:
-        raise ValueError(f"a number in user_metadata must be below 2^63, {short(value)} came")
-
-
 def finish(body: Mapping[str, Any]) -> dict[str, Any]:
     """How a client says that its session ended."""
-    told = {
-        "reason": maybe(body, "reason", dict, {"type": "success"}),
-        "detail": text(body, "detail"),
-    }
+    reason = maybe(body, "reason", dict, {"type": "success"})
+    need(reason, "type", str, "the reason")
+    told = {"reason": reason, "detail": text(body, "detail")}
     if not is_finish(told):
-        raise ValueError(f"reason must have a type, and texts alone, {short(told['reason'])} came")
+        raise ValueError(f"the reason must have text alone, {short(reason)} came")
     return told
 
 
