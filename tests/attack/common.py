@@ -274,7 +274,7 @@ def changed(rng: random.Random, value: Any, times: int | None = None) -> Any:
 
 
 def _changed_once(rng: random.Random, value: Any) -> Any:
-    places = list(_places(value))
+    places = _places(value) if isinstance(value, dict | list) else []
     if not places or rng.random() < 0.02:
         return hostile(rng)
     holder, key = rng.choice(places)
