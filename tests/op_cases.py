@@ -523,3 +523,9 @@ def make_adamw(rng, n, step, alias):
     w, m, g = rng.standard_normal((3, n))
     scalars = dict(step=step, scale=0.5, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1)
     return dict(w="before" if alias else (n,), m=m, v=rng.random(n), before=w, g=g, n=n) | scalars
+
+
+@case(*(size | dict(step=step) for size in (*N, dict(n=4_500_001)) for step in (1, 1000)))
+def make_adamw_norm(rng, n, step):
+    same = make_adamw(rng, n, step, True)
+    return {key: value for key, value in same.items() if key != "w"} | dict(total=np.array([0.5]))

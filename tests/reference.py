@@ -371,3 +371,7 @@ def adamw(m, v, before, g, step, scale, lr, beta1, beta2, eps, weight_decay, **_
     v = beta2 * v + (1 - beta2) * g * g
     denominator = np.sqrt(v) / np.sqrt(1 - beta2**step) + eps
     return {"w": w - lr / (1 - beta1**step) * m / denominator, "m": m, "v": v}
+
+
+def adamw_norm(total, **step):
+    return {"total": total + np.sum(adamw(**step)["w"].astype(np.float64) ** 2)}

@@ -171,6 +171,8 @@ typedef struct AdapterSpec {
     uint64_t seed;
 } AdapterSpec;
 
+/* Whether there can be such an adapter, on any model. */
+Status adapter_check(const AdapterSpec *spec);
 Status adapter_open(Adapter **adapter, Model *model, const AdapterSpec *spec);
 /* One without memory: its layout alone. */
 Status adapter_measure(Adapter **adapter, Model *model, const AdapterSpec *spec);
