@@ -1,5 +1,6 @@
 """Model families: what of config.json, weights and tokenizer is read, and what is refused."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -427,6 +428,37 @@ def test_a_bf16_matrix_among_f32_ones_is_widened(tmp_path: Path) -> None:
     np.testing.assert_array_equal(results[0], results[1])
     unchanged = call(_core.Adapter(loaded("qwen3").core, rank=2), [one], backward=False)[0][0]
     assert not np.array_equal(results[0], unchanged)
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf), ids=str)
+@pytest.mark.parametrize("kind", ("F32", "F16", "BF16"))
+@pytest.mark.parametrize("name", ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"))
+def test_a_number_that_is_not_finite_is_refused_by_its_tensors_name(
+    name: str, kind: str, value: float, tmp_path: Path
+) -> None:
+    def spoil(tensors: dict[str, np.ndarray]) -> None:
+        array = tensors[name].copy()
+        array.flat[-1] = value
+        bf16 = weights.narrow(array, np.dtype(np.uint16))
+        tensors[name] = {"F32": array, "F16": array.astype(np.float16), "BF16": bf16}[kind]
+
+    path = rewritten(tmp_path, "qwen3", spoil)
+    at = ", ".join(str(size - 1) for size in weights.open_folder(path).entry(name).shape)
+    with pytest.raises(ValueError, match=rf"safetensors: {name} has {value} at \[{at}\]: all"):
+        families.load_model(path, threads=1)
+
+
+def test_a_number_that_bf16_can_not_hold_is_refused(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def enlarge(tensors: dict[str, np.ndarray]) -> None:
+        tensors[name][2, 1] = -3.4e38
+
+    path = rewritten(tmp_path, "qwen3", enlarge)
+    families.load_model(path, threads=1)
+    model = dataclasses.replace(families.inspect_model(path), kind="bf16")
+    with pytest.raises(ValueError, match=rf"{name}, in bfloat16, has -inf at \[2, 1\]"):
+        list(families.read_weights(model, families.open_core(model, threads=1).slots))
 
 
 def test_bf16_is_kept_only_where_all_matrices_are_bf16() -> None:

@@ -5,6 +5,7 @@
 
 #include "arrays.h"
 #include "call.h"
+#include "finite.h"
 
 /* Takes the adapter, and gives it a trainer. */
 static PyObject *adapter_wrap(PyTypeObject *type, PyModel *model, Adapter *adapter,
@@ -308,14 +309,6 @@ static Status vector_get(const Adapter *adapter, Vector which, float *values)
     return dev->sync(dev);
 }
 
-/* The first number that is not finite; -1: all are. */
-static int64_t first_bad(const float *values, int64_t count)
-{
-    for (int64_t i = 0; i < count; i++)
-        if (!isfinite(values[i])) return i;
-    return -1;
-}
-
 static PyObject *adapter_read(PyObject *object, PyObject *name)
 {
     PyAdapter *self = (PyAdapter *)object;
@@ -347,7 +340,7 @@ static PyObject *adapter_write(PyObject *object, PyObject *args)
         PyErr_Format(PyExc_ValueError, "%s has %lld numbers, the adapter %lld", name,
                      (long long)from.length, (long long)adapter->size);
     else
-        NO_GIL(bad = first_bad(from.data, from.length));
+        NO_GIL(bad = first_bad(from.data, DTYPE_F32, from.length));
     if (bad >= 0)
         PyErr_Format(PyExc_ValueError, "%s: number %lld is not finite", name, (long long)bad);
     if (!PyErr_Occurred())

@@ -8,6 +8,7 @@
 
 #include "arrays.h"
 #include "dlpack.h"
+#include "finite.h"
 #include "place.h"
 #include "tensor_ops.h"
 
@@ -174,6 +175,8 @@ static PyMethodDef core_methods[] = {
     {"jsd", core_jsd, METH_VARARGS,
      "jsd(student, weight, teacher, weight, keep, scale, how, want_rows, want_weight) -> "
      "(loss, drows, dweight)\n\nSee tinsmith.ops."},
+    {"first_bad", core_first_bad, METH_O,
+     "first_bad(array) -> int\n\nThe index of the first number that is not finite, or -1."},
     {"dlpack_lend", dlpack_lend, METH_VARARGS,
      "dlpack_lend(array, bf16, versioned, shape=None) -> capsule\n\nA NumPy array, or one on a GPU "
      "in this shape, as DLPack."},

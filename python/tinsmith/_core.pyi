@@ -77,6 +77,10 @@ def jsd(
 ) -> tuple[Any, Any, Any]:
     """(losses (N, 1), or (N, V or top_k) of single terms, and the gradients of Σ scale·loss)."""
 
+def first_bad(array: NDArray[Any], /) -> int:
+    """The index of the first number, of float32, float16 or bf16's bits in uint16, that is not
+    finite; -1 where all are."""
+
 def dlpack_lend(array: Any, bf16: bool, versioned: bool, shape: tuple[int, ...] = ...) -> Any:
     """A DLPack capsule of a NumPy array, or of a result on a GPU in this shape. The memory lives
     until the consumer releases the capsule."""

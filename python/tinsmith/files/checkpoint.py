@@ -135,18 +135,18 @@ def _write_files(
     optimizer: bool,
     average: Average | None,
 ) -> None:
-    named = dict(matrices(family, adapter, adapter.read("weights")))
+    named = dict(matrices(family, adapter, _read_finite(adapter, "weights")))
     weights.write(folder / ADAPTER_FILE, named, {"format": "pt"})
     _write_json(folder / CONFIG_FILE, _peft_config(family, adapter, meta))
     files = [ADAPTER_FILE, CONFIG_FILE]
     if optimizer:
-        state = {what: adapter.read(what) for what in ("m", "v")}
-        gradients = adapter.read("gradients")
+        state = {what: _read_finite(adapter, what) for what in ("m", "v")}
+        gradients = _read_finite(adapter, "gradients")
         if gradients.any():
             state["gradients"] = gradients
         facts = {"step": str(adapter.step), "pending": json.dumps(adapter.pending)}
         if average is not None:
-            state[AVERAGE] = average.adapter.read("weights")
+            state[AVERAGE] = _read_finite(average.adapter, "weights")
         weights.write(folder / OPTIMIZER_FILE, state, facts)
         files.append(OPTIMIZER_FILE)
     files = encryption.seal(folder, files, meta.recipients)
@@ -162,6 +162,13 @@ def _write_files(
     if optimizer and average is not None:
         content["average"] = {"decay": average.decay}
     _write_json(folder / META_FILE, content)
+
+
+def _read_finite(adapter: _core.Adapter, what: str) -> NDArray[np.float32]:
+    """One of an adapter's vectors; ValueError for one that could not be loaded again."""
+    flat = adapter.read(what)
+    weights.check_finite(flat, f"the checkpoint was not written: the adapter's {what}")
+    return flat
 
 
 def _peft_config(family: families.Family, adapter: _core.Adapter, meta: Meta) -> dict[str, Any]:
@@ -325,9 +332,6 @@ def load_into(
         state |= moments
     zeros = np.zeros(adapter.size, np.float32)
     state = {"m": zeros, "v": zeros} | state
-    for what, flat in state.items():
-        if not np.isfinite(flat).all():
-            raise ValueError(f"{folder}: its {what} are not all finite numbers")
     adapter.clear_gradients()
     for what, flat in state.items():
         adapter.write(what, flat)
@@ -406,6 +410,7 @@ def _read_weights(
             if (entry.dtype, entry.shape) != ("F32", view.shape):
                 found, needed = f"{entry.dtype} {entry.shape}", f"F32 {view.shape}"
                 raise ValueError(f"{name}: file has {found}, the adapter needs {needed}")
+            weights.check_finite(tensors[name], f"{folder}: {name}")
             view[:] = tensors[name]
     return flat
 
@@ -427,6 +432,8 @@ def _read_optimizer(folder: Path, size: int) -> tuple[dict[str, NDArray[np.float
             raise ValueError(f"{folder / OPTIMIZER_FILE} has the step {step!r}")
         loss, tokens, sequences = json.loads(tensors.metadata.get("pending", "[0, 0, 0]"))
         pending = (float(loss), float(tokens), float(sequences))
+        for name in tensors:
+            weights.check_finite(tensors[name], f"{folder}: its {name}")
         state = {name: tensors[name].copy() for name in tensors if name != AVERAGE}
         return state, int(step), pending
 

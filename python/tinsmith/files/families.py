@@ -224,7 +224,12 @@ def read_weights(
             entry = tensors.entry(name)
             fetch(entry)
             done += entry.size
-            yield Piece(slot, layer, index, _as_kept(tensors[name], model.kind), done, total)
+            array = tensors[name]
+            weights.check_finite(array, f"{entry.file}: {name}")
+            kept = _as_kept(array, model.kind)
+            if kept.itemsize < array.itemsize:  # float32's largest numbers are none of bfloat16's
+                weights.check_finite(kept, f"{entry.file}: {name}, in bfloat16,")
+            yield Piece(slot, layer, index, kept, done, total)
 
 
 def close_core(model: BaseModel, core: _core.Model) -> LoadedModel:

@@ -164,9 +164,8 @@ def load_into(
             if tensors.entry(name).shape != views[name].shape:
                 found, needed = tensors.entry(name).shape, views[name].shape
                 raise ValueError(f"{name}: file has {found}, the adapter needs {needed}")
+            weights.check_finite(tensors[name], f"{folder}: {name}")
             views[name][:] = weights.widen(tensors[name])
-    if not np.isfinite(flat).all():
-        raise ValueError(f"{folder}: its matrices are not all finite numbers")
     adapter.clear_gradients()
     for what in ("m", "v"):
         adapter.write(what, np.zeros(adapter.size, np.float32))

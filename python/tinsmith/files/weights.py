@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from tinsmith import _core
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HEADER_BYTES_MAX = 100 * 1000 * 1000
@@ -194,6 +196,16 @@ def narrow(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
         return array.astype(dtype)
     bits = array.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def check_finite(array: np.ndarray, what: str) -> None:
+    """ValueError for an array with a NaN or an infinity, which is never a weight; `what` names
+    it."""
+    bad = _core.first_bad(np.ascontiguousarray(array))
+    if bad >= 0:
+        place = ", ".join(map(str, np.unravel_index(bad, array.shape)))
+        found = widen(array.reshape(-1)[bad : bad + 1])[0]
+        raise ValueError(f"{what} has {found} at [{place}]: all of its numbers must be finite")
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
