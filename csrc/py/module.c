@@ -177,6 +177,9 @@ static PyMethodDef core_methods[] = {
      "(loss, drows, dweight)\n\nSee tinsmith.ops."},
     {"first_bad", core_first_bad, METH_O,
      "first_bad(array) -> int\n\nThe index of the first number that is not finite, or -1."},
+    {"dlpack_check", dlpack_check, METH_VARARGS,
+     "dlpack_check(capsule, name, device_type)\n\nRefuses a capsule that describes no memory there "
+     "can be, or another device's."},
     {"dlpack_lend", dlpack_lend, METH_VARARGS,
      "dlpack_lend(array, bf16, versioned, shape=None) -> capsule\n\nA NumPy array, or one on a GPU "
      "in this shape, as DLPack."},

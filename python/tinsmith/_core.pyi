@@ -81,6 +81,10 @@ def first_bad(array: NDArray[Any], /) -> int:
     """The index of the first number, of float32, float16 or bf16's bits in uint16, that is not
     finite; -1 where all are."""
 
+def dlpack_check(capsule: Any, name: str, device_type: int, /) -> None:
+    """ValueError or TypeError, which calls the capsule `name`, for one that describes no memory
+    there can be, or that says it is of another type of device."""
+
 def dlpack_lend(array: Any, bf16: bool, versioned: bool, shape: tuple[int, ...] = ...) -> Any:
     """A DLPack capsule of a NumPy array, or of a result on a GPU in this shape. The memory lives
     until the consumer releases the capsule."""
