@@ -214,10 +214,12 @@ static PyObject *adapter_distill_method(PyObject *object, PyObject *args, PyObje
         int student_first = (uintptr_t)self->model < (uintptr_t)model;
         PyModel *first = student_first ? self->model : model;
         turn_take(first);
-        ON_TURN(student_first ? model : self->model,
-                TRAINED(self->trainer, between,
-                        status = trainer_distill(self->trainer, &call.datums, call.loss, &lesson,
-                                                 with_backward, out, rows, &sum)));
+        status = turn_check(first);
+        if (!status)
+            ON_TURN(student_first ? model : self->model,
+                    TRAINED(self->trainer, between,
+                            status = trainer_distill(self->trainer, &call.datums, call.loss,
+                                                     &lesson, with_backward, out, rows, &sum)));
         turn_give(first);
     }
     call_release(&call);

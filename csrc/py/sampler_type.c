@@ -114,7 +114,8 @@ static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *
     int failed = arrays_borrow(&arrays, &spec) < 0;
     Status status = STATUS_OK;
     turn_take(self->model);
-    if (!failed) NO_GIL(status = sampler_add(self->sampler, &spec));
+    if (!failed) status = turn_check(self->model);
+    if (!failed && !status) NO_GIL(status = sampler_add(self->sampler, &spec));
     if (!failed && !status && adapter != Py_None && adapter_keep(self, id, adapter) < 0) {
         sampler_forget(self->sampler, id);
         failed = 1;
@@ -155,7 +156,8 @@ static PyObject *sampler_step_method(PyObject *object, PyObject *unused)
     PySampler *self = (PySampler *)object;
     Status status;
     turn_take(self->model);
-    NO_GIL(status = sampler_step(self->sampler));
+    status = turn_check(self->model);
+    if (!status) NO_GIL(status = sampler_step(self->sampler));
     PyObject *result = status ? raise_status(status) : step_result(self->sampler);
     turn_give(self->model);
     return result;
