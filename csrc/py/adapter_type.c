@@ -280,6 +280,16 @@ static PyObject *adapter_clear_method(PyObject *object, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+static PyObject *adapter_trim_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    PyAdapter *self = (PyAdapter *)object;
+    Status status;
+    ON_TURN(self->model, trainer_trim(self->trainer));
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
+}
+
 static PyObject *adapter_interrupt_method(PyObject *object, PyObject *unused)
 {
     (void)unused;
@@ -520,6 +530,8 @@ static PyMethodDef methods[] = {
      "AdamW step; clears the gradients."},
     {"clear_gradients", adapter_clear_method, METH_NOARGS,
      "clear_gradients()\n\nDrops the gradients so far."},
+    {"trim", adapter_trim_method, METH_NOARGS,
+     "trim()\n\nGives a training step's memory back until the next step; no result changes."},
     {"interrupt", adapter_interrupt_method, METH_NOARGS,
      "interrupt()\n\nFrom another thread: the forward_backward under way stops with "
      "KeyboardInterrupt, adding nothing."},

@@ -63,6 +63,12 @@ void trainer_close(Trainer *trainer)
     free(trainer);
 }
 
+void trainer_trim(Trainer *trainer)
+{
+    arena_release(&trainer->arena);
+    trainer->held = 0;
+}
+
 /* ---- the kept forward ---- */
 
 #define COPY(to, from, count)                          \

@@ -280,6 +280,8 @@ class Adapter:
         after the step), and of the calls behind it: loss (their sum), loss_tokens and
         loss_sequences (those with a gradient that is not zero). FloatingPointError
         if the gradient is not finite: it is cleared, and weights and moments stay as they were."""
+    def trim(self) -> None:
+        """Gives a training step's memory back until the next step; no result changes."""
     def clear_gradients(self) -> None: ...
     def interrupt(self) -> None:
         """Call it from another thread: the current forward_backward stops within a layer's time. It
