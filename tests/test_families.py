@@ -78,6 +78,31 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"use_sliding_window": True, "layer_types": ["full_attention"] * 3},
         "layer_types should name 2 layers",
     ),
+    "kinds of wrong types": (
+        "qwen3",
+        {"use_sliding_window": True, "layer_types": [["full_attention"], {}]},
+        "layer_types has .* for layer 0; the other keys say full_attention",
+    ),
+    "a number that no float holds": (
+        "qwen3",
+        {"rms_norm_eps": 10**400},
+        "rms_norm_eps should be a positive number, found 1000",
+    ),
+    "frequencies that are not finite": (
+        "qwen3",
+        {"rope_parameters": None, "rope_theta": 1e-320},
+        "with rope_theta 9.99989e-321 not all frequencies are finite",
+    ),
+    "heads so wide that their frequencies take all memory": (
+        "qwen3",
+        {"head_dim": 2**31 - 2},
+        "head_dim is 2147483646; it should be even, for rotary embeddings, and at most 256",
+    ),
+    "so many layers that their kinds take all memory": (
+        "qwen3",
+        {"num_hidden_layers": 2**31 - 1},
+        "2147483647 layers are more than 65536",
+    ),
     "kinds that are no list": (
         "qwen3",
         {"layer_types": "full_attention"},
@@ -140,7 +165,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_key_value_heads": 3},
         "4 heads can't share 3 key-value heads evenly",
     ),
-    "odd heads": ("llama", {"head_dim": 11}, "head_dim is 11; rotary embeddings need an even one"),
+    "odd heads": ("llama", {"head_dim": 11}, "head_dim is 11; it should be even"),
     "eos beyond the vocabulary": (
         "llama",
         {"eos_token_id": 4000},

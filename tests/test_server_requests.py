@@ -177,7 +177,7 @@ def test_an_unknown_route_or_body_is_a_4xx_with_a_sentence(server):
         404,
         "tinsmith has no GET /api/v1/nothing",
     )
-    assert http.get("/api/v1/healthz").json() == {"status": "ok"}
+    assert http.get("/api/v1/healthz").json()["status"] == "ok"
     for path, body in (
         ("/optim_step", b"{"),
         ("/optim_step", b"[]"),

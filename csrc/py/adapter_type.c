@@ -36,10 +36,10 @@ static PyObject *adapter_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     Py_ssize_t keep_bytes = (Py_ssize_t)4 << 30, step_bytes = 0;
     AdapterSpec spec = {.alpha = 32.0f};
     TrainerLimits limits = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$ifKpppinn:Adapter", names,
-                                     state_of(type)->model, &model, &spec.rank, &spec.alpha, &seed,
-                                     &attn, &mlp, &unembed, &limits.step_tokens, &keep_bytes,
-                                     &step_bytes))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$O&fKpppO&nn:Adapter", names,
+                                     state_of(type)->model, &model, whole_from, &spec.rank,
+                                     &spec.alpha, &seed, &attn, &mlp, &unembed, whole_from,
+                                     &limits.step_tokens, &keep_bytes, &step_bytes))
         return NULL;
     if (keep_bytes < 0)
         return PyErr_Format(PyExc_ValueError, "keep_bytes must be 0 or more, not %zd", keep_bytes);

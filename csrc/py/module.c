@@ -20,6 +20,17 @@ PyObject *raise_status(Status status)
     return NULL;
 }
 
+int whole_from(PyObject *object, void *number)
+{
+    int overflow;
+    long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
+    if (value == -1 && !overflow && PyErr_Occurred()) return 0;
+    if (overflow > 0 || value > INT32_MAX) value = INT32_MAX;
+    if (overflow < 0 || value < INT32_MIN) value = INT32_MIN;
+    *(int *)number = (int)value;
+    return 1;
+}
+
 ModuleState *state_of(PyTypeObject *type)
 {
     return PyType_GetModuleState(type);

@@ -45,6 +45,10 @@ typedef struct PySampler {
 extern struct PyModuleDef core_module;
 extern PyType_Spec model_spec, adapter_spec, sampler_spec;
 
+/* A converter of PyArg_Parse's "O&" for a whole number that the engine checks: what an int can't
+ * hold becomes its nearest int, so that the engine's own sentence refuses it. */
+int whole_from(PyObject *object, void *number);
+
 /* Sets the exception that the status names, with its sentence; returns NULL. */
 PyObject *raise_status(Status status);
 /* A model's turn: made with the model, waited for, ended. */

@@ -99,10 +99,11 @@ static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *
     RequestSpec spec = {
         .samples = 1, .max_tokens = -1, .temperature = 1.0f, .top_k = -1, .top_p = 1.0f};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "LO|O$iififKOipiiOOiL:add", names, &id, &arrays.prompt, &adapter,
-            &spec.samples, &spec.max_tokens, &spec.temperature, &spec.top_k, &spec.top_p, &seed,
-            &arrays.stop_ids, &spec.topk_sample, &spec.prompt_logprobs, &spec.topk_prompt,
-            &spec.draws, &arrays.targets, &arrays.starts, &spec.first_scored, &client))
+            args, kwargs, "LO|O$O&O&fO&fKOO&pO&O&OOO&L:add", names, &id, &arrays.prompt, &adapter,
+            whole_from, &spec.samples, whole_from, &spec.max_tokens, &spec.temperature, whole_from,
+            &spec.top_k, &spec.top_p, &seed, &arrays.stop_ids, whole_from, &spec.topk_sample,
+            &spec.prompt_logprobs, whole_from, &spec.topk_prompt, whole_from, &spec.draws,
+            &arrays.targets, &arrays.starts, whole_from, &spec.first_scored, &client))
         return NULL;
     if (adapter != Py_None && !Py_IS_TYPE(adapter, state_of(Py_TYPE(object))->adapter))
         return PyErr_Format(PyExc_TypeError, "adapter must be an Adapter or None, not %s",

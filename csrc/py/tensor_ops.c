@@ -246,7 +246,7 @@ PyObject *core_topk(PyObject *module, PyObject *args)
     (void)module;
     PyObject *rows, *weight;
     Call call = {0};
-    if (!PyArg_ParseTuple(args, "OOi:topk", &rows, &weight, &call.K)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOO&:topk", &rows, &weight, whole_from, &call.K)) return NULL;
     const char *name = weight == Py_None ? "logits" : "hidden";
     if (tensor_place(rows, name, &call.place) < 0 ||
         source_take(&call.rows, call.place, rows, weight, name, "weight") < 0)
@@ -344,9 +344,9 @@ PyObject *core_jsd(PyObject *module, PyObject *args)
     int want_rows, want_weight;
     Call call = {0};
     Jsd *how = &call.how;
-    if (!PyArg_ParseTuple(args, "OOOOOO(fffipp)pp:jsd", &object[0], &object[1], &object[2],
+    if (!PyArg_ParseTuple(args, "OOOOOO(fffO&pp)pp:jsd", &object[0], &object[1], &object[2],
                           &object[3], &object[4], &object[5], &how->beta, &how->temperature,
-                          &how->clip, &how->top_k, &how->probs, &how->each, &want_rows,
+                          &how->clip, whole_from, &how->top_k, &how->probs, &how->each, &want_rows,
                           &want_weight))
         return NULL;
     if (tensor_place(object[0], "student", &call.place) < 0 ||

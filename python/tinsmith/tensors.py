@@ -185,5 +185,8 @@ def _kind(x: Any) -> str:
 
 
 def _short(x: Any) -> str:
-    text = repr(x)
+    try:
+        text = repr(x)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        text = f"a very long {_kind(x)}"
     return text if len(text) <= 60 else f"{text[:57]}..."

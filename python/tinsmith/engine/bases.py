@@ -22,6 +22,7 @@ from typing import TypeVar
 from tinsmith import _core
 from tinsmith.engine.loading import Loading
 from tinsmith.files.families import BaseModel, LoadedModel, inspect_model
+from tinsmith.tensors import to_integer
 
 T = TypeVar("T")
 
@@ -323,3 +324,11 @@ def parse_bytes(text: str) -> int:
     if count <= 0:
         raise ValueError(f"{text!r} is not an amount of memory; say 800M, 12G or a number of bytes")
     return count
+
+
+def memory_from(given: int | str) -> int:
+    """An amount of memory, given as bytes or as text like "12G"."""
+    size = parse_bytes(given) if isinstance(given, str) else to_integer(given, "memory")
+    if size < 1:
+        raise ValueError(f"memory must be at least 1 byte, {size} came")
+    return size

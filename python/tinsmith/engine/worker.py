@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.engine import snapshots, teaching
-from tinsmith.engine.bases import Bases, Hold, NotLoaded
+from tinsmith.engine.bases import Bases, Hold, NotLoaded, readable
 from tinsmith.engine.decoding import Decoder, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.engine.runs import IDLE_SECONDS, Job, Run, Runs, fail
@@ -314,6 +314,11 @@ class Worker:
         model = self._paused.get(future)
         return None if model is None else self._bases.waits_for(model)
 
+    def caches(self) -> dict[str, int]:
+        """The bytes that the cache of keys and values of each model with one may take, by the
+        model's folder. It fills as sequences are sampled."""
+        return {str(path): size for path, size, _ in self._decoder.caches()}
+
     # ---- the end ----
 
     def forget(self, runs: list[str], samplers: list[str]) -> None:
@@ -427,8 +432,16 @@ class Worker:
         if self._decoder.is_open(base):
             return
         tokens = self._bases.cache_tokens(base)
+        size = tokens * base.core.plan(1, 1)["kv_token"]
+        log.info(
+            "%s: sampling fills a cache of keys and values of up to %s (%d tokens), and keeps it "
+            "for prompts that begin alike; it is part of --memory, and makes room for others",
+            base.path,
+            readable(size),
+            tokens,
+        )
         self._bases.make(
-            tokens * base.core.plan(1, 1)["kv_token"],
+            size,
             "a cache of keys and values",
             lambda: self._decoder.open(base, tokens),
             keep=base.path,

@@ -21,8 +21,9 @@ TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights"
 
 
 async def healthz(service: Service, request: Request) -> dict[str, Any]:
-    """A server that listens has already checked its models, so every answer is "ok"."""
-    return {"status": "ok"}
+    """A server that listens has already checked its models, so every answer is "ok". Also the bytes
+    that caches of keys and values may take, by their models' folders."""
+    return {"status": "ok", "cache_bytes": service.worker.caches()}
 
 
 async def capabilities(service: Service, request: Request) -> dict[str, Any]:
