@@ -274,7 +274,7 @@ def changed(rng: random.Random, value: Any, times: int | None = None) -> Any:
 
 
 def _changed_once(rng: random.Random, value: Any) -> Any:
-    places = list(_places(value))
+    places = _places(value) if isinstance(value, dict | list) else []
     if not places or rng.random() < 0.02:
         return hostile(rng)
     holder, key = rng.choice(places)
@@ -342,6 +342,15 @@ def json_text(rng: random.Random, value: Any) -> bytes:
     if act == 4:
         return text.replace(b"1", b"1" + b"0" * rng.choice((20, 400, 5000)), 1)
     return text
+
+
+def changed_json(rng: random.Random, text: bytes) -> bytes:
+    """JSON text with some of its parts changed, or, where it is none any more, some bytes."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return changed_bytes(rng, text)
+    return json_text(rng, changed(rng, value))
 
 
 def changed_bytes(rng: random.Random, data: bytes, times: int | None = None) -> bytes:
