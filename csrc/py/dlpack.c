@@ -193,12 +193,15 @@ static int adds_too_much(int64_t a, int64_t b, int64_t *sum)
     return __builtin_mul_overflow(a, b, &product) || __builtin_add_overflow(*sum, product, sum);
 }
 
+#define MOST (INT64_C(1) << 56) /* bytes that a processor's addresses reach */
+
 /* What is wrong with a tensor whose numbers describe no memory that there can be; NULL: nothing. */
 static const char *tensor_fault(const DLTensor *from)
 {
     int64_t element = ((int64_t)from->dtype.bits * from->dtype.lanes + 7) / 8;
     int64_t bytes = element, reach = element, step;
-    int empty = 0, vast = from->byte_offset > INT64_MAX;
+    int empty = 0, vast = from->byte_offset > MOST;
+    if (!element) return "has elements without bits";
     if (from->ndim && !from->shape) return "came without its shape";
     for (int i = 0; i < from->ndim; i++) {
         int64_t size = from->shape[i];
@@ -209,7 +212,7 @@ static const char *tensor_fault(const DLTensor *from)
             vast |= __builtin_mul_overflow(from->strides[i], element, &step) ||
                     adds_too_much(step, size - 1, &reach);
     }
-    if (vast) return "has sizes that no memory holds";
+    if (vast || bytes > MOST || reach > MOST) return "has sizes that no memory holds";
     return empty || from->data ? NULL : "came without its data";
 }
 

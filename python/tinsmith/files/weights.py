@@ -28,6 +28,7 @@ HEADER_BYTES_MAX = 100 * 1000 * 1000
 TENSORS_MAX = 1 << 16
 BYTES_MAX = 1 << 62
 FETCH_BYTES = 1 << 22
+NAME_BYTES = 255  # of a file's name
 
 # The sizes of all types are needed to check a file's offsets; only the first three are read.
 _BITS = {
@@ -227,8 +228,11 @@ def _read_index(index: Path) -> dict[str, str]:
     if not isinstance(shards, dict) or not shards:
         raise ValueError(f"{index} has no weight_map of tensor names to files")
     for name, shard in shards.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard:
-            raise ValueError(f"{index}: {name} names the file {shard!r}, not one beside the index")
+        named = isinstance(shard, str) and 0 < len(shard.encode("utf-8", "replace")) <= NAME_BYTES
+        if not named or Path(shard).name != shard:
+            raise ValueError(
+                f"{index}: {name:.200} names the file {shard!r:.200}, not one beside the index"
+            )
         if not (index.parent / shard).is_file():
             raise FileNotFoundError(f"{index}: {name} is in {shard}, which is missing")
     return shards
