@@ -232,6 +232,7 @@ HOSTILE = [
     ({"strides": (-(2**63), 1)}, "has sizes that no memory holds"),
     ({"byte_offset": 2**63}, "has sizes that no memory holds"),
     ({"ndim": -1}, "has -1 dimensions"),
+    ({"lanes": 0}, "has elements without bits"),
     ({"ndim": 9}, "has 9 dimensions"),
 ]
 
@@ -244,7 +245,7 @@ def test_a_hostile_capsule_is_refused_with_a_sentence(model, changes, sentence):
         model.sampler().sample(Hostile(**changes))
 
 
-@pytest.mark.parametrize("changes", [{"code": 1, "bits": 132}, {"lanes": 0}, {"lanes": 2}], ids=str)
+@pytest.mark.parametrize("changes", [{"code": 1, "bits": 132}, {"lanes": 2}], ids=str)
 def test_an_odd_element_is_not_taken_for_another(changes):
     with pytest.raises(TypeError, match=r"logits must be float32.* not \w+\d+ of \d lanes"):
         ops.topk_logprobs(Hostile(**changes), 2)

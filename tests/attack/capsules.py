@@ -228,7 +228,9 @@ def attack() -> Iterator[One]:
             lying.check()
             return word
 
+        gc.freeze()  # check() may have to collect what came after this
         yield one
+        gc.unfreeze()
 
 
 def _near(found: np.ndarray, wanted: np.ndarray) -> bool:
