@@ -308,7 +308,7 @@ int head_rows(const Model *model);
 typedef struct Head {
     int T, chunk;
     real *x, *s, *dx, *ds;       /* (chunk,D), (chunk,R) */
-    float *logits, *lse;         /* (chunk,V), (chunk) */
+    float *logits, *lse;         /* (chunk,V), (chunk,2) */
     int32_t *rows, *start, *ids; /* (T), (T+1), (targets), in the order of the head */
     float *logp, *dlogp;         /* (targets), in the order of the head */
 } Head;

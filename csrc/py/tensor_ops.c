@@ -291,14 +291,14 @@ PyObject *core_gather(PyObject *module, PyObject *args)
         source_take(&call.rows, call.place, rows, weight, name, "weight") < 0 ||
         ids_take(&call, &call.given[0], ids) < 0 ||
         floats_take(&call, &call.given[1], dlogp, "dlogp", call.rows.view.N * call.K) < 0 ||
-        floats_take(&call, &call.given[2], lse, "lse", call.rows.view.N) < 0)
+        floats_take(&call, &call.given[2], lse, "lse", 2 * call.rows.view.N) < 0)
         return call_refuse(&call);
     if (lse != Py_None && dlogp == Py_None) {
         PyErr_SetString(PyExc_ValueError, "with the rows' lse only a gradient is to be had: dlogp");
         return call_refuse(&call);
     }
     if ((lse == Py_None && (result_new(&call, 0, KIND_FLOAT32, call.rows.view.N, call.K) < 0 ||
-                            result_new(&call, 3, KIND_FLOAT32, call.rows.view.N, 1) < 0)) ||
+                            result_new(&call, 3, KIND_FLOAT32, call.rows.view.N, 2) < 0)) ||
         (dlogp != Py_None && gradient_new(&call, want_rows, want_weight) < 0))
         return call_refuse(&call);
     return call_run(&call, gather_work, RESULTS);

@@ -57,11 +57,11 @@ def gather(
     ids: NDArray[np.int32],  # (N·K,)
     K: int,
     dlogprobs: Any,  # float32 of N·K numbers, here or on the CPU, or None: no gradients
-    lse: Any,  # float32 of N numbers from an earlier call, or None
+    lse: Any,  # float32 of 2·N numbers from an earlier call, or None
     want_rows: bool,
     want_weight: bool,
 ) -> tuple[Any, Any, Any, Any]:
-    """(logprobs (N, K), gradient of the rows, of the weight, in their types, lse (N,)); with lse
+    """(logprobs (N, K), gradient of the rows, of the weight, in their types, lse (N, 2)); with lse
     the gradients alone."""
 
 def jsd(

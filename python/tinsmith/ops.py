@@ -215,7 +215,7 @@ def _weights(weights: Any, shape: tuple[int, ...], hidden: Any) -> np.ndarray:
 
 class Gathered(NamedTuple):
     """The result of gather: log-probabilities, the requested gradients, and logΣexp of each row's
-    logits."""
+    logits, (…, 2): the sum of two numbers."""
 
     logprobs: Any
     drows: Any
@@ -244,7 +244,7 @@ def gather(
     if lse is not None:
         return Gathered(None, *gradients, lse)
     lead = tuple(rows.shape)[:-1]
-    return Gathered(_like(rows, logprobs, own.shape), *gradients, _like(rows, found, lead))
+    return Gathered(_like(rows, logprobs, own.shape), *gradients, _like(rows, found, (*lead, 2)))
 
 
 # ---- divergence ----
