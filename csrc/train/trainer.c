@@ -65,6 +65,7 @@ void trainer_close(Trainer *trainer)
 
 void trainer_trim(Trainer *trainer)
 {
+    if (trainer->busy) return;
     arena_release(&trainer->arena);
     trainer->held = 0;
 }
