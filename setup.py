@@ -54,7 +54,10 @@ SANITIZE = os.environ.get("TINSMITH_SANITIZE")
 # Larger than what a thread's stack is sure to hold is the crew's scratch (csrc/cpu/pool.h).
 SHALLOW = [] if SANITIZE else ["-Wframe-larger-than=32768"]
 SANITIZERS = [f"-fsanitize={SANITIZE}"] if SANITIZE else []
-WATCHED = ["-fno-omit-frame-pointer", "-fno-sanitize-recover=all", "-UNDEBUG", "-O1"]
+# Python's own flags have -fwrapv, which makes a signed overflow legal: it would go unseen.
+WATCHED = [
+    *("-fno-omit-frame-pointer", "-fno-sanitize-recover=all", "-fno-wrapv", "-UNDEBUG", "-O1"),
+]
 SANITIZED = [*SANITIZERS, *WATCHED] if SANITIZE else []
 
 NVCC_FLAGS = [

@@ -117,7 +117,7 @@ def head(args: argparse.Namespace) -> None:
     rng, device = np.random.default_rng(0), engine.Device(args.device)
     x, w = rng.standard_normal((rows, D)), rng.standard_normal((V, D)) / D**0.5
     ids, start = rng.integers(0, V, rows), np.arange(rows + 1)
-    logits, lse = device.put(np.zeros((rows, V)), "float"), device.put(np.zeros(rows), "float")
+    logits, lse = (device.put(np.zeros((rows, n)), "float") for n in (V, 2))
     sizes = {"T": rows, "V": V}
     product = prepared(device, "head", logits=logits, x=x, w=engine.Frozen(w), D=D, **sizes)
     logp = prepared(

@@ -110,6 +110,7 @@ def head_ops(report: Report, device: engine.Device) -> None:
     logits = rng.standard_normal((T, V)).astype(np.float32) * 3
     ids, start = rng.integers(0, V, T), np.arange(T + 1)
     lse = np.log(np.exp(logits.astype(float)).sum(1)).astype(np.float32)
+    lse = np.stack([lse, np.zeros_like(lse)], axis=1)  # as the ops have it
     draws = [engine.Draw(1, 0, t, 1.0, 1.0, -1, V) for t in range(T)]
     common = {"logits": logits, "T": T, "V": V}
     tensor, index = torch.from_numpy(logits), torch.from_numpy(ids)[:, None]
@@ -125,7 +126,7 @@ def head_ops(report: Report, device: engine.Device) -> None:
 
     pairs = {
         "logprob": (
-            prepared(device, "logprob", lse=(T,), logp=(T,), ids=ids, start=start, **common),
+            prepared(device, "logprob", lse=(T, 2), logp=(T,), ids=ids, start=start, **common),
             torch_logprob,
         ),
         f"topk_logprob, K = {K}": (

@@ -4,6 +4,7 @@
  *   accumulate  y += x                        reads 2·n, writes n; memory bound
  *   average     y += rate·(x − y)             reads 2·n, writes n; memory bound
  *   adamw       torch.optim.AdamW's one step  reads 4·n, writes 3·n; memory bound
+ *   adamw_norm  Σ w² after such a step        reads 4·n; memory bound
  *
  * AdamW rounds as torch does: moments and weight in f32, fused where torch fuses, the corrections
  * of the step in double and rounded once, on the host. The sum of squares is cut into parts that
@@ -87,6 +88,7 @@ __device__ static __forceinline__ void adamw_one(float *w, float *m, float *v, f
     *m = __fmaf_rn(a.one_beta1, gradient - *m, *m);
     *v = __fmaf_rn(a.one_beta2 * gradient, gradient, *v * a.beta2);
     float denominator = sqrtf(*v) / a.root_correction2 + a.eps;
+    if (*m == 0.0f) denominator = 1.0f; /* 0/0 with eps 0; no other result changes */
     *w = before * a.keep - a.step_size * *m / denominator;
 }
 
@@ -111,12 +113,38 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
+/* Each block adds the squares of its part's weights after the step, as square_sum_kernel does. */
+static __global__ void __launch_bounds__(THREADS)
+    adamw_norm_kernel(double *parts, const float *m, const float *v, const float *before,
+                      const float *g, int64_t n, int64_t part, Step a)
+{
+    SHARED_ARRAY(double, sums, 32);
+    int64_t from = blockIdx.x * part, to = from + part < n ? from + part : n;
+    double sum = 0.0;
+    for (int64_t i = from + threadIdx.x; i < to; i += THREADS) {
+        float wi, mi = m[i], vi = v[i];
+        adamw_one(&wi, &mi, &vi, before[i], g[i], a);
+        wi += 0.0f * mi + 0.0f * vi; /* a NaN if one of them is not finite */
+        sum += (double)wi * (double)wi;
+    }
+    sum = block_sum(sum, sums);
+    if (threadIdx.x == 0) parts[blockIdx.x] = sum;
+}
+
+/* The length of the parts of a sum over n numbers, and how many there are. */
+static int64_t part_of(int64_t n, unsigned *count)
+{
+    int64_t part = PART;
+    while (part * PARTS_MAX < n) part *= 2;
+    *count = cuda_blocks(n, part);
+    return part;
+}
+
 void cuda_square_sum(Device *dev, double *total, const float *g, int64_t n)
 {
     CudaDevice *cuda = cuda_of(dev);
-    int64_t part = PART;
-    while (part * PARTS_MAX < n) part *= 2;
-    unsigned count = cuda_blocks(n, part);
+    unsigned count;
+    int64_t part = part_of(n, &count);
     double *parts = (double *)cuda_scratch(cuda, PARTS_MAX * sizeof(double));
     if (!parts || !count) return;
     LAUNCH(cuda, square_sum_kernel, count, THREADS, 0, parts, g, n, part);
@@ -137,9 +165,8 @@ void cuda_average(Device *dev, float *y, const float *x, int64_t n, float rate)
     LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, y, x, n, rate);
 }
 
-void cuda_adamw(Device *dev, float *w, float *m, float *v, const float *before, const float *g,
-                int64_t n, int step, float scale, double lr, double beta1, double beta2, double eps,
-                double weight_decay)
+static Step step_of(int step, float scale, double lr, double beta1, double beta2, double eps,
+                    double weight_decay)
 {
     Step a;
     a.scale = scale;
@@ -150,7 +177,29 @@ void cuda_adamw(Device *dev, float *w, float *m, float *v, const float *before, 
     a.root_correction2 = (float)sqrt(1.0 - pow(beta2, step));
     a.eps = (float)eps;
     a.step_size = (float)(lr / (1.0 - pow(beta1, step)));
+    return a;
+}
+
+void cuda_adamw(Device *dev, float *w, float *m, float *v, const float *before, const float *g,
+                int64_t n, int step, float scale, double lr, double beta1, double beta2, double eps,
+                double weight_decay)
+{
+    Step a = step_of(step, scale, lr, beta1, beta2, eps, weight_decay);
     int W = aligned(w, m, v, before, g) ? 4 : 1;
     auto kernel = W == 4 ? adamw_kernel<4> : adamw_kernel<1>;
     LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, w, m, v, before, g, n, a);
+}
+
+void cuda_adamw_norm(Device *dev, double *total, const float *m, const float *v,
+                     const float *before, const float *g, int64_t n, int step, float scale,
+                     double lr, double beta1, double beta2, double eps, double weight_decay)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    Step a = step_of(step, scale, lr, beta1, beta2, eps, weight_decay);
+    unsigned count;
+    int64_t part = part_of(n, &count);
+    double *parts = (double *)cuda_scratch(cuda, PARTS_MAX * sizeof(double));
+    if (!parts || !count) return;
+    LAUNCH(cuda, adamw_norm_kernel, count, THREADS, 0, parts, m, v, before, g, n, part, a);
+    LAUNCH(cuda, parts_sum_kernel, 1, THREADS, 0, total, parts, (int)count);
 }

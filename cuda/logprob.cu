@@ -9,6 +9,7 @@
  * a thread, and each logit is read once, however few rows there are. A second small kernel puts the
  * parts of a row together in a fixed order. */
 #include "logits.cuh"
+#include "lse.cuh"
 
 enum {
     EACH = 32,             /* logits of a thread */
@@ -52,10 +53,13 @@ static __global__ void __launch_bounds__(ROW_WARPS * 32)
         float2 one = part[p];
         if (one.y != 0.0f) total += (double)one.y * exp((double)shift_of(one.x) - shift);
     }
-    float value = (float)(shift + log(warp_sum(total)));
-    if (lane == 0) lse[t] = value;
+    float2 own = lse_split(shift, log(warp_sum(total)));
+    if (lane == 0) {
+        lse[2 * t] = own.x;
+        lse[2 * t + 1] = own.y;
+    }
     for (int i = start[t] + lane; i < start[t + 1]; i += 32)
-        logp[i] = logits[t * V + ids[i]] - value;
+        logp[i] = logits[t * V + ids[i]] - own.x - own.y;
 }
 
 /* ---- logprob_backward ---- */
@@ -94,7 +98,8 @@ static __global__ void __launch_bounds__(THREADS)
     int begin = start[t], stop = start[t + 1];
     double sum = 0.0;
     for (int i = begin; i < stop; i++) sum += (double)dlogp[i];
-    float weight = -(float)sum, shift = lse[t];
+    float weight = -(float)sum;
+    float2 own = lse_of(lse, t);
     if (sum == 0.0) { /* no targets, or weights of 0, as all prompts have: whatever the logits */
         for (int i = threadIdx.x; i < PART; i += THREADS) y[i] = 0.0f;
     } else {
@@ -102,7 +107,7 @@ static __global__ void __launch_bounds__(THREADS)
         part_load<W>(x, logits + t * V + from, n, 0.0f);
         for (int j = 0; j < EACH / 4; j++) {
             float quad[4];
-            for (int i = 0; i < 4; i++) quad[i] = weight * expf(x[4 * j + i] - shift);
+            for (int i = 0; i < 4; i++) quad[i] = weight * expf(x[4 * j + i] - own.x - own.y);
             store<4>(shared_range(y, quad_at(j), 4), quad);
         }
     }

@@ -19,6 +19,7 @@
  *
  * A row without mass (a NaN, or nothing but −inf, or a lse that is not its own) gives its largest
  * logit. Nothing here waits for the host. */
+#include "lse.cuh"
 #include "rank.cuh"
 
 typedef unsigned long long Mass; /* of 2⁻⁶⁰ */
@@ -44,7 +45,7 @@ typedef struct Cell {
 /* Where a row's ranks are: in its logits, or in a list of those that matter. */
 typedef struct Source {
     const float *x;
-    float lse;
+    float2 lse;
     Shared<Rank> list;
     int n, listed; /* ids that may be drawn; ranks in the list, or −1 without one */
 } Source;
@@ -52,10 +53,10 @@ typedef struct Source {
 /* ---- masses ---- */
 
 /* A logit may lie above lse by the rounding of both; 4 bounds what a wrong lse does. */
-__device__ static __forceinline__ Mass mass_of(float x, float lse)
+__device__ static __forceinline__ Mass mass_of(float x, float2 lse)
 {
-    if (!isfinite(lse)) return 0;
-    float mass = expf(x - lse);
+    if (!isfinite(lse.x)) return 0;
+    float mass = expf(x - lse.x - lse.y);
     return mass > 0.0f ? (Mass)(fminf(mass, 4.0f) * 0x1p60f) : 0;
 }
 
@@ -107,7 +108,7 @@ static __global__ void __launch_bounds__(THREADS)
     if (cell >= count) return;
     const float *x = logits + t * V;
     int n = min(draws[t].limit, V), from = cell * size, to = min(n, from + size);
-    float own_lse = lse[t];
+    float2 own_lse = lse_of(lse, t);
     Mass mass = 0;
     Rank best = 0;
     for (int at = from + 4 * lane; at < to; at += CELL_STEP) {
@@ -214,8 +215,8 @@ __device__ static Rank cut_floor(const Source *from, Shared<Cell> cells, int cou
     if (top_k <= 0) {
         Mass away = total - (Mass)fmin((double)top_p * (double)total, (double)total);
         double each = fmax((double)away / from->n, 1.0);
-        float margin = 0.01f + 1e-6f * fabsf(from->lse);
-        return (Rank)key_of(from->lse + (float)log(each * 0x1p-60) - margin) << 32;
+        float margin = 0.01f + 1e-6f * fabsf(from->lse.x);
+        return (Rank)key_of(from->lse.x + (float)log(each * 0x1p-60) - margin) << 32;
     }
     if (threadIdx.x == 0) floor[0] = 0;
     __syncthreads();
@@ -369,7 +370,7 @@ static __global__ void __launch_bounds__(COUNT, 1)
     SHARED_ARRAY(Mass, sums, 32);
     int64_t t = blockIdx.x;
     const Draw *draw = &draws[t];
-    Source from = {logits + t * V, lse[t], list, min(draw->limit, V), -1};
+    Source from = {logits + t * V, lse_of(lse, t), list, min(draw->limit, V), -1};
     Mass total = 0;
     Rank best = 0, cut = 0;
     for (int c = threadIdx.x; c < count; c += COUNT) {
@@ -396,9 +397,10 @@ static __global__ void __launch_bounds__(COUNT, 1)
         id = id_pick(&from, cut, cell * size, min(from.n, (cell + 1) * size), target);
     }
     if (threadIdx.x > 0) return;
-    float value = from.x[id] - from.lse;
+    float value = from.x[id] - from.lse.x - from.lse.y;
     if (drawn && cuts)
-        value = (float)((double)from.x[id] - (double)from.lse - log((double)total * 0x1p-60));
+        value = (float)((double)from.x[id] - (double)from.lse.x - (double)from.lse.y -
+                        log((double)total * 0x1p-60));
     ids[t] = id;
     logp[t] = value;
 }
@@ -443,16 +445,16 @@ void cuda_sample(Device *dev, int32_t *ids, float *logp, const float *logits, co
         const float *x = logits + (int64_t)t * V;
         unsigned blocks = rows * cuda_blocks(count, warps);
         if (quads)
-            LAUNCH(cuda, cell_kernel<4>, blocks, THREADS, 0, cells, x, lse + t, draws + t, V, count,
-                   size);
+            LAUNCH(cuda, cell_kernel<4>, blocks, THREADS, 0, cells, x, lse + 2 * t, draws + t, V,
+                   count, size);
         else
-            LAUNCH(cuda, cell_kernel<1>, blocks, THREADS, 0, cells, x, lse + t, draws + t, V, count,
-                   size);
+            LAUNCH(cuda, cell_kernel<1>, blocks, THREADS, 0, cells, x, lse + 2 * t, draws + t, V,
+                   count, size);
         if (V > LONG_ROW)
             LAUNCH(cuda, draw_kernel<LONG_THREADS>, rows, LONG_THREADS, 0, ids + t, logp + t, x,
-                   lse + t, draws + t, cells, V, count, size);
+                   lse + 2 * t, draws + t, cells, V, count, size);
         else
             LAUNCH(cuda, draw_kernel<SHORT_THREADS>, rows, SHORT_THREADS, 0, ids + t, logp + t, x,
-                   lse + t, draws + t, cells, V, count, size);
+                   lse + 2 * t, draws + t, cells, V, count, size);
     }
 }

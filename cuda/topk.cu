@@ -9,6 +9,7 @@
 #include <assert.h>
 
 #include "logits.cuh"
+#include "lse.cuh"
 #include "rank.cuh"
 
 enum {
@@ -166,9 +167,10 @@ static __global__ void __launch_bounds__(THREADS)
         done += n - kept;
         kept = min(n, K);
     } while (done < total);
+    float2 own = lse ? lse_of(lse, t) : make_float2(0.0f, 0.0f);
     for (int k = threadIdx.x; k < K; k += THREADS) {
         ids[t * K + k] = rank_id(list[k]);
-        logp[t * K + k] = rank_logit(list[k]) - (lse ? lse[t] : 0.0f);
+        logp[t * K + k] = rank_logit(list[k]) - own.x - own.y;
     }
 }
 
@@ -245,7 +247,8 @@ static __global__ void __launch_bounds__(LONG_THREADS)
         }
     __syncthreads();
     row_sort(ids, logp, K);
-    for (int k = threadIdx.x; k < K; k += LONG_THREADS) logp[k] -= lse ? lse[t] : 0.0f;
+    float2 own = lse ? lse_of(lse, t) : make_float2(0.0f, 0.0f);
+    for (int k = threadIdx.x; k < K; k += LONG_THREADS) logp[k] = logp[k] - own.x - own.y;
 }
 
 /* ---- the ops ---- */

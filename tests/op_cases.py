@@ -360,7 +360,7 @@ def make_logprob(rng, T, V):
     ids = rng.integers(0, min(V, 3), start[-1]).astype(np.int32)  # few enough to repeat
     logits = rng.standard_normal((T, V)) * 4
     logits[:, 5::7] = -np.inf
-    return dict(lse=(T,), logp=(int(start[-1]),), logits=logits, ids=ids, start=start, T=T, V=V)
+    return dict(lse=(T, 2), logp=(int(start[-1]),), logits=logits, ids=ids, start=start, T=T, V=V)
 
 
 @case(
@@ -391,7 +391,7 @@ def make_topk_logprob(rng, T, V, K, levels=0):
     logits = rng.standard_normal((T, V)).astype(np.float32) * 4
     if levels:  # few values: ties
         logits = np.round(logits * levels / 16) + 0.0
-    lse = reference.logsumexp(logits) if T else np.zeros(0)
+    lse = reference.parts(reference.logsumexp(logits) if T else np.zeros(0))
     return dict(ids=(T, K), logp=(T, K), logits=logits, lse=lse, T=T, V=V, K=K)
 
 
@@ -484,6 +484,7 @@ def make_sample(rng, V, levels):
     if levels:
         logits = np.round(logits * levels / 16) + 0.0
     lse = reference.logsumexp(logits.astype(float)).astype(np.float32) if T else np.zeros(0)
+    lse = reference.parts(lse)
     return dict(ids=(T,), logp=(T,), logits=logits, lse=lse, draws=draws, T=T, V=V)
 
 
@@ -523,3 +524,9 @@ def make_adamw(rng, n, step, alias):
     w, m, g = rng.standard_normal((3, n))
     scalars = dict(step=step, scale=0.5, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1)
     return dict(w="before" if alias else (n,), m=m, v=rng.random(n), before=w, g=g, n=n) | scalars
+
+
+@case(*(size | dict(step=step) for size in (*N, dict(n=4_500_001)) for step in (1, 1000)))
+def make_adamw_norm(rng, n, step):
+    same = make_adamw(rng, n, step, True)
+    return {key: value for key, value in same.items() if key != "w"} | dict(total=np.array([0.5]))

@@ -217,15 +217,20 @@ def logsumexp(logits):
         return top[:, 0] + np.log(np.exp(logits - top).sum(axis=-1))
 
 
+def parts(lse):
+    """logΣexp as the ops have it, (T, 2): here it is the first of the two numbers."""
+    return np.stack([lse, np.zeros_like(lse)], axis=-1)
+
+
 def logprob(logits, ids, start, **_):
     lse = logsumexp(logits) if len(logits) else np.zeros(0, logits.dtype)
     row = np.repeat(np.arange(len(logits)), np.diff(start))
     with np.errstate(invalid="ignore"):
-        return {"lse": lse, "logp": logits[row, ids] - lse[row]}
+        return {"lse": parts(lse), "logp": logits[row, ids] - lse[row]}
 
 
 def logprob_backward(logits, lse, dlogp, ids, start, first=0, **_):
-    dlogits = np.zeros_like(logits)
+    dlogits, lse = np.zeros_like(logits), lse.sum(axis=-1)
     for t in range(len(logits)):
         for i in range(start[t], start[t + 1]):
             dlogits[t] -= dlogp[i] * np.exp(logits[t] - lse[t])
@@ -241,6 +246,7 @@ def ranking(logits):
 
 
 def topk_logprob(logits, lse, K, **_):
+    lse = lse.sum(axis=-1)
     ids = np.array([ranking(row)[:K] for row in logits], np.int32).reshape(len(logits), K)
     with np.errstate(invalid="ignore"):
         return {"ids": ids, "logp": np.take_along_axis(logits, ids, axis=1) - lse[:, None]}
@@ -334,6 +340,7 @@ def kept(logits, draw):
 
 
 def sample(logits, lse, draws, **_):
+    lse = lse.sum(axis=-1)
     ids, logp = np.zeros(len(logits), np.int32), np.zeros(len(logits), logits.dtype)
     for t, draw in enumerate(draws):
         row, limit = logits[t], min(draw.limit, logits.shape[1])
@@ -371,3 +378,7 @@ def adamw(m, v, before, g, step, scale, lr, beta1, beta2, eps, weight_decay, **_
     v = beta2 * v + (1 - beta2) * g * g
     denominator = np.sqrt(v) / np.sqrt(1 - beta2**step) + eps
     return {"w": w - lr / (1 - beta1**step) * m / denominator, "m": m, "v": v}
+
+
+def adamw_norm(total, **step):
+    return {"total": total + np.sum(adamw(**step)["w"].astype(np.float64) ** 2)}

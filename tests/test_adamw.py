@@ -134,14 +134,10 @@ def test_others_do_not_notice_a_gradient_that_is_not_finite() -> None:
         train(adapter, data)
     train(bad, data)
     before = {what: bad.read(what) for what in ("weights", "m", "v")}
-    signs = np.where(bad.read("gradients") < 0, -1, 1)
-    bad.write("gradients", (3.4e38 * signs).astype(np.float32))
-    train(bad, [datum(one.tokens, weights=np.full(20, 1e36)) for one in data])  # finite, alone
-    with pytest.raises(FloatingPointError, match="the gradient is not finite; it was cleared"):
-        bad.optim_step(**ADAM)
+    with pytest.raises(FloatingPointError, match="the gradient of this batch is not finite"):
+        train(bad, [datum(one.tokens, weights=np.full(20, 3e38)) for one in data])
     for what, old in before.items():
         np.testing.assert_array_equal(bad.read(what), old)
-    assert not bad.read("gradients").any()
     for adapter in (alone, beside):
         adapter.optim_step(**ADAM)
     np.testing.assert_array_equal(beside.read("weights"), alone.read("weights"))

@@ -1,16 +1,22 @@
 """Several base models in one server: read on first use, dropped for others, back bit for bit."""
 
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tinker
 from small_run import PROMPT, make_client, make_data, sample, train
 from tinsmith.engine import bases
 from tinsmith.engine.bases import Hold, inspect_models, memory_of, parse_bytes, readable
+from tinsmith.engine.errors import RequestError
 from tinsmith.engine.loading import Loading
+from tinsmith.engine.training import AdamParams, Batch
+from tinsmith.engine.worker import Worker
 from tinsmith.files.families import load_model
+from tinsmith.files.lora import LoraSpec
 from tinsmith.server.backend import Backend
 
 NAMES = ("tiny", "other", "third")
@@ -167,6 +173,78 @@ def test_a_run_keeps_its_model_and_the_refusal_says_what_holds_memory(
                 < losses[0]
             )
         assert sample(other, 2, **DRAW) == expected["other"]  # the trainer's session has ended
+
+
+@pytest.mark.parametrize(
+    ("rank", "sentence"),
+    [(4096, "a run of rank 4096 needs"), (2**30, "rank 1073741824 is more than 4096"),
+     (2**40, "rank .* is more than 4096"), (0, "rank must be at least 1, not 0")],
+)  # fmt: skip
+def test_a_refused_run_evicts_nothing(narrow, expected, rank, sentence):
+    with narrow.service_client() as service:
+        client = service.create_sampling_client(base_model="other").result()
+        assert sample(client, 2, **DRAW) == expected["other"]
+        sample(service.create_sampling_client(base_model="tiny").result(), 1, **DRAW)
+        before, caches = loaded(narrow), narrow._worker._decoder.caches()
+        with pytest.raises(RequestError, match=sentence):
+            narrow._worker.create(f"rank {rank}", "tiny", LoraSpec(rank, 1)).result()
+        assert (loaded(narrow), narrow._worker._decoder.caches()) == (before, caches)
+
+
+IDS = np.arange(3, 43, dtype=np.int32)
+ONE = np.ones(1, np.int32)
+WEIGHTS = {"weights": np.ones(len(IDS), np.float32)}
+BATCH = Batch(IDS, ONE * len(IDS), IDS, ONE, "cross_entropy", WEIGHTS, {}, (IDS.shape,))
+
+
+def until(done: Callable[[], bool]) -> bool:
+    """Waits for what the worker's thread does between two requests."""
+    end = time.monotonic() + 60
+    while not done() and time.monotonic() < end:
+        time.sleep(0.002)
+    return done()
+
+
+def a_run(worker: Worker, *, idle: bool) -> list:
+    """What two steps give, the second from a forward and its backward; between its requests the
+    run is trimmed, or is not."""
+    worker.create("run", "tiny", LoraSpec(4, 1)).result()
+    lane, found = worker._runs["run"], []
+    for seq, backward in enumerate((True, None, False, True, None), 1):
+        if backward is None:
+            found.append(worker.optim_step("run", seq, AdamParams()).result())
+            continue
+        result = worker.forward_backward("run", seq, BATCH, backward=backward).result()
+        found.append((result.loss, result.logprobs[0].tolist()))
+        if idle:
+            assert until(lambda: lane.adapter.bytes == lane.vectors)
+        else:
+            assert lane.adapter.bytes > lane.vectors
+    return found
+
+
+def test_an_idle_run_gives_its_steps_memory_back_and_goes_on(models):
+    bases = inspect_models({"tiny": models["tiny"]})
+    results = []
+    for seconds in (0.0, 1e6):
+        worker = Worker(bases, threads=1, idle_seconds=seconds)
+        try:
+            results.append(a_run(worker, idle=not seconds))
+        finally:
+            worker.close()
+    assert results[0] == results[1]
+
+
+def test_pressure_takes_the_memory_of_idle_steps(models):
+    worker = Worker(inspect_models({"tiny": models["tiny"]}), threads=1)
+    try:
+        a_run(worker, idle=False)
+        lane = worker._runs["run"]
+        assert until(lambda: lane.idle_since > 0)
+        assert worker._release(lane.base.path) and lane.adapter.bytes == lane.vectors
+        assert not worker._release(lane.base.path)
+    finally:
+        worker.close()
 
 
 def test_a_failed_allocation_makes_room_too(models, tmp_path, expected, monkeypatch):

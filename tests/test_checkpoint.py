@@ -287,7 +287,7 @@ def test_numbers_that_are_not_finite_are_refused(what: str, tmp_path: Path) -> N
     tensors[key].flat[3] = np.nan
     weights.write(path / name, tensors, {"step": "2"})
     rehash(path, name)
-    refuses(path, r"has nan at \[.*\]: all of its numbers must be finite")
+    refuses(path, "its m has nan at" if what == "m" else f"{key} has nan at .0, 3.: all of its")
 
 
 def test_other_matrices_are_refused(tmp_path: Path) -> None:

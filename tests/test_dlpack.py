@@ -95,16 +95,24 @@ def test_what_we_lend_others_read(versioned, bf16):
     assert sys.getrefcount(array) == references
 
 
-def managed_tensor(data: np.ndarray, calls: list):
+def managed_tensor(array: np.ndarray, calls: list, **changes):
     """A capsule made by hand, whose deleter counts; with what must outlive it."""
 
-    shape = (ctypes.c_int64 * data.ndim)(*data.shape)
-    tensor = DLTensor(data.ctypes.data - 8, 1, 0, data.ndim, 2, 32, 1, shape, None, 8)
+    shape = (ctypes.c_int64 * array.ndim)(*array.shape)
+    tensor = DLTensor(array.ctypes.data - 8, 1, 0, array.ndim, 2, 32, 1, shape, None, 8)
+    arrays = {
+        name: (ctypes.c_int64 * len(value))(*value)
+        for name, value in changes.items()
+        if isinstance(value, tuple)
+    }
+    for name, value in (changes | arrays).items():
+        setattr(tensor, name, ctypes.addressof(value) if name == "strides" else value)
     destroy = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: calls.append(1))
     address = ctypes.cast(destroy, ctypes.c_void_p)
     return API.PyCapsule_New(ctypes.addressof(tensor), b"dltensor", address), (
         tensor,
         shape,
+        arrays,
         destroy,
     )
 
@@ -194,3 +202,61 @@ def test_what_is_read_only_is_lent_as_read_only(writeable):
     pointer = API.PyCapsule_GetPointer(capsule, b"dltensor_versioned")
     flags = ctypes.c_uint64.from_address(pointer + 24)  # behind the version and two pointers
     assert flags.value == (not writeable)
+
+
+class Hostile:
+    """A producer of LOGITS whose capsule has some fields of its own."""
+
+    shape, dtype = LOGITS.shape, LOGITS.dtype
+
+    def __init__(self, device: object = (1, 0), **changes):
+        self.changes, self.device = changes, device
+
+    def __dlpack__(self, **_):
+        capsule, self.keep = managed_tensor(LOGITS, [], **self.changes)
+        return capsule
+
+    def __dlpack_device__(self):
+        return self.device
+
+
+HOSTILE = [
+    ({"device_type": 2}, "is in the memory of CUDA.*, but its __dlpack_device__ "),
+    ({"device_type": 8}, r"is in the memory of Metal"),
+    ({"data": None}, "came without its data"),
+    ({"shape": None}, "came without its shape"),
+    ({"shape": (4, -33)}, "has a dimension below 0"),
+    ({"shape": (2**40, 2**40)}, "has sizes that no memory holds"),
+    ({"shape": (2**62, 1)}, "has sizes that no memory holds"),
+    ({"strides": (2**62, 1)}, "has sizes that no memory holds"),
+    ({"strides": (-(2**63), 1)}, "has sizes that no memory holds"),
+    ({"byte_offset": 2**63}, "has sizes that no memory holds"),
+    ({"ndim": -1}, "has -1 dimensions"),
+    ({"lanes": 0}, "has elements without bits"),
+    ({"ndim": 9}, "has 9 dimensions"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), HOSTILE, ids=str)
+def test_a_hostile_capsule_is_refused_with_a_sentence(model, changes, sentence):
+    with pytest.raises(ValueError, match=f"logits {sentence}"):
+        ops.topk_logprobs(Hostile(**changes), 2)
+    with pytest.raises(ValueError, match=f"(?s)prompt .*({sentence})"):  # which NumPy would read
+        model.sampler().sample(Hostile(**changes))
+
+
+@pytest.mark.parametrize("changes", [{"code": 1, "bits": 132}, {"lanes": 2}], ids=str)
+def test_an_odd_element_is_not_taken_for_another(changes):
+    with pytest.raises(TypeError, match=r"logits must be float32.* not \w+\d+ of \d lanes"):
+        ops.topk_logprobs(Hostile(**changes), 2)
+
+
+@pytest.mark.parametrize("device", [7, None, (1,), (1, 0, 0), ("cpu", 0), (10**400, 0), [1, 0]])
+def test_a_device_that_is_no_pair_is_refused(model, device):
+    sentence = "__dlpack_device__ of {} must give a pair of whole numbers"
+    with pytest.raises(TypeError, match=sentence.format("logits")):
+        ops.topk_logprobs(Hostile(device), 2)
+    with pytest.raises(TypeError, match=sentence.format("ids")):
+        ops.gather_logprobs(LOGITS, Hostile(device))
+    with pytest.raises(TypeError, match=sentence.format("prompt")):
+        model.sampler().sample(Hostile(device))

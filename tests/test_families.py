@@ -1,5 +1,6 @@
 """Model families: what of config.json, weights and tokenizer is read, and what is refused."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -77,6 +78,31 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"use_sliding_window": True, "layer_types": ["full_attention"] * 3},
         "layer_types should name 2 layers",
     ),
+    "kinds of wrong types": (
+        "qwen3",
+        {"use_sliding_window": True, "layer_types": [["full_attention"], {}]},
+        "layer_types has .* for layer 0; the other keys say full_attention",
+    ),
+    "a number that no float holds": (
+        "qwen3",
+        {"rms_norm_eps": 10**400},
+        "rms_norm_eps should be a positive number, found 1000",
+    ),
+    "frequencies that are not finite": (
+        "qwen3",
+        {"rope_parameters": None, "rope_theta": 1e-320},
+        "with rope_theta 9.99989e-321 not all frequencies are finite",
+    ),
+    "heads so wide that their frequencies take all memory": (
+        "qwen3",
+        {"head_dim": 2**31 - 2},
+        "head_dim is 2147483646; it should be even, for rotary embeddings, and at most 256",
+    ),
+    "so many layers that their kinds take all memory": (
+        "qwen3",
+        {"num_hidden_layers": 2**31 - 1},
+        "2147483647 layers are more than 65536",
+    ),
     "kinds that are no list": (
         "qwen3",
         {"layer_types": "full_attention"},
@@ -139,7 +165,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_key_value_heads": 3},
         "4 heads can't share 3 key-value heads evenly",
     ),
-    "odd heads": ("llama", {"head_dim": 11}, "head_dim is 11; rotary embeddings need an even one"),
+    "odd heads": ("llama", {"head_dim": 11}, "head_dim is 11; it should be even"),
     "eos beyond the vocabulary": (
         "llama",
         {"eos_token_id": 4000},
@@ -427,6 +453,37 @@ def test_a_bf16_matrix_among_f32_ones_is_widened(tmp_path: Path) -> None:
     np.testing.assert_array_equal(results[0], results[1])
     unchanged = call(_core.Adapter(loaded("qwen3").core, rank=2), [one], backward=False)[0][0]
     assert not np.array_equal(results[0], unchanged)
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf), ids=str)
+@pytest.mark.parametrize("kind", ("F32", "F16", "BF16"))
+@pytest.mark.parametrize("name", ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"))
+def test_a_number_that_is_not_finite_is_refused_by_its_tensors_name(
+    name: str, kind: str, value: float, tmp_path: Path
+) -> None:
+    def spoil(tensors: dict[str, np.ndarray]) -> None:
+        array = tensors[name].copy()
+        array.flat[-1] = value
+        bf16 = weights.narrow(array, np.dtype(np.uint16))
+        tensors[name] = {"F32": array, "F16": array.astype(np.float16), "BF16": bf16}[kind]
+
+    path = rewritten(tmp_path, "qwen3", spoil)
+    at = ", ".join(str(size - 1) for size in weights.open_folder(path).entry(name).shape)
+    with pytest.raises(ValueError, match=rf"safetensors: {name} has {value} at \[{at}\]: all"):
+        families.load_model(path, threads=1)
+
+
+def test_a_number_that_bf16_can_not_hold_is_refused(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def enlarge(tensors: dict[str, np.ndarray]) -> None:
+        tensors[name][2, 1] = -3.4e38
+
+    path = rewritten(tmp_path, "qwen3", enlarge)
+    families.load_model(path, threads=1)
+    model = dataclasses.replace(families.inspect_model(path), kind="bf16")
+    with pytest.raises(ValueError, match=rf"{name}, in bfloat16, has -inf at \[2, 1\]"):
+        list(families.read_weights(model, families.open_core(model, threads=1).slots))
 
 
 def test_bf16_is_kept_only_where_all_matrices_are_bf16() -> None:

@@ -11,10 +11,24 @@ from engine import DEVICES, device
 from op_bar import check, compare
 from op_cases import draw, draws_make, make_square_sum
 
+NO_LSE = np.zeros((1, 2))
+
 
 @pytest.fixture(params=DEVICES)
 def dev(request):
     return device(request.param)
+
+
+def logprobs_of(dev, logits, ids, what="logp"):
+    """The log-probability of an id in each row, or what else logprob writes."""
+    (T, V), start = logits.shape, np.arange(len(logits) + 1, dtype=np.int32)
+    return dev.call(
+        "logprob", lse=(T, 2), logp=(T,), logits=logits, ids=ids, start=start, T=T, V=V
+    )[what]
+
+
+def lse_of(dev, logits):
+    return logprobs_of(dev, logits, np.zeros(len(logits), np.int32), "lse")
 
 
 # ---- logprob ----
@@ -27,8 +41,9 @@ def test_lse_of_a_large_vocabulary_is_exact_to_rounding(dev):
     args = dict(
         logits=logits, ids=np.zeros(0, np.int32), start=np.zeros(4, np.int32), T=3, V=151_936
     )
-    got = dev.call("logprob", lse=(3,), logp=(0,), **args)["lse"]
-    np.testing.assert_allclose(got, reference.logsumexp(logits.astype(float)), rtol=1.2e-7)
+    got = dev.call("logprob", lse=(3, 2), logp=(0,), **args)["lse"]
+    np.testing.assert_allclose(got[:, 0], reference.logsumexp(logits.astype(float)), rtol=1.2e-7)
+    assert not got[:, 1].any()
 
 
 def test_logprob_of_infinite_and_nan_logits_is_torchs(dev):
@@ -44,14 +59,54 @@ def test_logprob_of_infinite_and_nan_logits_is_torchs(dev):
     logits[7], logits[7, 9] = -inf, nan
     start = np.arange(9, dtype=np.int32)
     ids = np.array([0, 2000, 7, 0, 0, 2400, 0, 0], np.int32)
-    got = dev.call("logprob", lse=(8,), logp=(8,), logits=logits, ids=ids, start=start, T=8, V=V)
+    got = dev.call("logprob", lse=(8, 2), logp=(8,), logits=logits, ids=ids, start=start, T=8, V=V)
     lse = torch.logsumexp(torch.from_numpy(logits).double(), -1).numpy()
-    np.testing.assert_allclose(got["lse"], lse, rtol=1e-6)
+    np.testing.assert_allclose(got["lse"].sum(axis=1), lse, rtol=1e-6)
     np.testing.assert_array_equal(got["logp"][[0, 1, 2, 5, 6]], [nan, 0.0, nan, 0.0, -inf])
 
 
+HUGE = (0.0, 90.0, 240.0, 300.0, -1e3, 1e6, -1e6, 1e8, -1e20, 1e30)
+
+
+def test_logprobs_of_huge_logits_lose_no_digits(dev):
+    rng, V = np.random.default_rng(0), 3001
+    steps = np.maximum(np.abs(np.array(HUGE)) * 1e-7, 0.5)[:, None]
+    logits = (np.array(HUGE)[:, None] + rng.standard_normal((len(HUGE), V)) * steps).astype("f4")
+    T, ids = len(HUGE), rng.integers(0, V, len(HUGE)).astype(np.int32)
+    relative = logits.astype(float) - logits.max(axis=1, keepdims=True).astype(float)
+    exact = reference.log_softmax(relative)
+    own = np.arange(T)
+    bar = {"rtol": 1e-6, "atol": 1.6e-5}  # below 256, half of lse's last place
+    lse, logp = (logprobs_of(dev, logits, ids, what) for what in ("lse", "logp"))
+    np.testing.assert_allclose(logp, exact[own, ids], **bar)
+    assert (lse[:, 1] != 0).any() and not lse[:3, 1].any()  # ordinary logits keep their bits
+    shape = {"logits": logits, "lse": lse, "T": T, "V": V}
+    top = dev.call("topk_logprob", ids=(T, 5), logp=(T, 5), K=5, **shape)
+    np.testing.assert_allclose(top["logp"], exact[own[:, None], top["ids"]], **bar)
+    many = dev.call("topk_logprob", ids=(T, V), logp=(T, V), K=V, **shape)
+    np.testing.assert_allclose(many["logp"], exact[own[:, None], many["ids"]], **bar)
+    for kind in ({}, {"top_p": 0.6}, {"top_k": 40}, {"temperature": 0.0}):
+        draws = [draw(V, sample=t, **kind) for t in range(T)]
+        drawn = dev.call("sample", ids=(T,), logp=(T,), draws=draws, **shape)
+        train = logprobs_of(dev, logits, drawn["ids"])
+        if not {"top_p", "top_k"} & set(kind):  # the sampler's are the trainer's, bit for bit
+            np.testing.assert_array_equal(drawn["logp"], train)
+        kept = [reference.kept(row, one) for row, one in zip(relative, draws, strict=True)]
+        mass = [np.exp(exact[t, ids]).sum() if kind else 1.0 for t, ids in enumerate(kept)]
+        if kind.get("temperature") != 0.0:
+            wanted = exact[own, drawn["ids"]] - np.log(mass)
+            np.testing.assert_allclose(drawn["logp"], wanted, rtol=1e-5, atol=5e-5)
+    start, dlogp = np.arange(T + 1, dtype=np.int32), np.ones(T)
+    call = {"dlogits": (T, V), "dlogp": dlogp, "ids": ids, "start": start, "first": 0}
+    got = dev.call("logprob_backward", **call, **shape)["dlogits"]
+    wanted = -np.exp(exact)
+    wanted[own, ids] += 1.0
+    limit = 5e-5 if dev.real == np.float32 else 5e-3
+    np.testing.assert_allclose(got, wanted, rtol=limit, atol=1e-9)
+
+
 def test_logprob_backward_of_a_row_without_weight_is_zero_whatever_its_logits(dev):
-    logits, lse = np.full((3, 37), np.nan), np.full(3, np.nan)
+    logits, lse = np.full((3, 37), np.nan), np.full((3, 2), np.nan)
     start = np.array([0, 0, 2, 3], np.int32)
     args = dict(
         logits=logits,
@@ -68,14 +123,21 @@ def test_topk_puts_nan_last_and_the_lower_id_first(dev):
     nan, inf = np.nan, np.inf
     logits = np.array([[nan, 1, 2, 2, nan, -inf, 0.0, -0.0, 2, inf]], np.float32)
     got = dev.call(
-        "topk_logprob", ids=(1, 10), logp=(1, 10), logits=logits, lse=np.zeros(1), T=1, V=10, K=10
+        "topk_logprob",
+        ids=(1, 10),
+        logp=(1, 10),
+        logits=logits,
+        lse=np.zeros((1, 2)),
+        T=1,
+        V=10,
+        K=10,
     )
     np.testing.assert_array_equal(got["ids"], [[9, 2, 3, 8, 1, 6, 7, 5, 0, 4]])
     np.testing.assert_array_equal(got["logp"], logits[:, got["ids"][0]])
     many = np.full((1, 1000), nan, np.float32)
     many[0, [700, 300]] = 1, 1
     got = dev.call(
-        "topk_logprob", ids=(1, 3), logp=(1, 3), logits=many, lse=np.zeros(1), T=1, V=1000, K=3
+        "topk_logprob", ids=(1, 3), logp=(1, 3), logits=many, lse=np.zeros((1, 2)), T=1, V=1000, K=3
     )
     np.testing.assert_array_equal(got["ids"], [[300, 700, 0]])
 
@@ -83,7 +145,7 @@ def test_topk_puts_nan_last_and_the_lower_id_first(dev):
 def test_topk_equals_torchs_on_a_large_vocabulary(dev):
     logits = np.random.default_rng(0).standard_normal((2, 151_936)).astype(np.float32)
     logits[1].sort()  # every logit gets into the heap
-    lse = np.zeros(2)
+    lse = np.zeros((2, 2))
     got = dev.call(
         "topk_logprob", ids=(2, 32), logp=(2, 32), logits=logits, lse=lse, T=2, V=151_936, K=32
     )
@@ -113,7 +175,7 @@ def sample_many(dev, row, T, **changes):
     """T draws from one row of logits."""
     V = len(row)
     logits = np.repeat(row[None].astype(np.float32), T, axis=0)
-    lse = np.repeat(reference.logsumexp(logits[:1].astype(float)), T)
+    lse = reference.parts(np.repeat(reference.logsumexp(logits[:1].astype(float)), T))
     draws = [draw(V, sample=t % 256, pos=t // 256, **changes) for t in range(T)]
     return dev.call("sample", ids=(T,), logp=(T,), logits=logits, lse=lse, draws=draws, T=T, V=V)
 
@@ -156,7 +218,7 @@ def test_sample_of_a_large_vocabulary(dev):
     kinds = [dict(), dict(top_k=50), dict(top_k=9000), dict(top_p=0.4), dict(temperature=0.0)]
     draws, T = draws_make(V, kinds, [V]), len(kinds)
     logits = np.repeat(row[None].astype(np.float32), T, axis=0)
-    lse = reference.logsumexp(logits.astype(float)).astype(np.float32)
+    lse = reference.parts(reference.logsumexp(logits.astype(float)).astype(np.float32))
     compare(dev, "sample", dict(ids=(T,), logp=(T,), logits=logits, lse=lse, draws=draws, T=T, V=V))
 
 
@@ -168,7 +230,14 @@ def test_sample_greedy_takes_the_lowest_of_equals_and_never_nan(dev):
     rows[3] = -np.inf
     draws = [draw(99, temperature=0.0, top_k=2) for _ in rows]
     got = dev.call(
-        "sample", ids=(4,), logp=(4,), logits=rows, lse=np.full(4, 5.0), draws=draws, T=4, V=100
+        "sample",
+        ids=(4,),
+        logp=(4,),
+        logits=rows,
+        lse=reference.parts(np.full(4, 5.0)),
+        draws=draws,
+        T=4,
+        V=100,
     )
     np.testing.assert_array_equal(got["ids"], [40, 0, 0, 0])
     np.testing.assert_array_equal(got["logp"], [-2.0, np.nan, -5.0, -np.inf])
@@ -178,13 +247,13 @@ def test_sample_without_cuts_gives_the_trainers_logp_bit_for_bit(dev):
     logits, T, V = np.random.default_rng(0).standard_normal((9, 301)).astype(np.float32), 9, 301
     draws = [draw(V, sample=t, limit=V - t, top_k=V if t % 2 else -1) for t in range(T)]
     none, start = np.zeros(0, np.int32), np.zeros(T + 1, np.int32)
-    lse = dev.call("logprob", lse=(T,), logp=(0,), logits=logits, ids=none, start=start, T=T, V=V)[
-        "lse"
-    ]
+    lse = dev.call(
+        "logprob", lse=(T, 2), logp=(0,), logits=logits, ids=none, start=start, T=T, V=V
+    )["lse"]
     drawn = dev.call("sample", ids=(T,), logp=(T,), logits=logits, lse=lse, draws=draws, T=T, V=V)
     start = np.arange(T + 1, dtype=np.int32)
     train = dev.call(
-        "logprob", lse=(T,), logp=(T,), logits=logits, ids=drawn["ids"], start=start, T=T, V=V
+        "logprob", lse=(T, 2), logp=(T,), logits=logits, ids=drawn["ids"], start=start, T=T, V=V
     )
     np.testing.assert_array_equal(drawn["logp"], train["logp"])
 
@@ -195,7 +264,7 @@ def test_sample_of_a_row_without_mass_gives_its_largest(dev):
     rows[2, [4, 5]] = np.nan, 1.0
     for changes in (dict(), dict(top_k=5), dict(top_p=0.5), dict(top_k=5, top_p=0.5)):
         draws = [draw(50, **changes) for _ in rows]
-        lse = np.array([-np.inf, np.inf, np.nan])
+        lse = reference.parts(np.array([-np.inf, np.inf, np.nan]))
         got = dev.call("sample", ids=(3,), logp=(3,), logits=rows, lse=lse, draws=draws, T=3, V=50)
         np.testing.assert_array_equal(got["ids"], [0, 9, 5])
 

@@ -111,3 +111,93 @@ def test_a_bad_optimizer_setting_is_named(key: str, value: float) -> None:
     for old, new in zip(before, after, strict=True):
         np.testing.assert_array_equal(old, new)
     assert adapter.step == 0
+
+
+KEPT = ("weights", "gradients", "m", "v")
+
+
+def state_of(adapter) -> list:
+    """All that a step may change."""
+    return [adapter.read(what).tobytes() for what in KEPT] + [adapter.step, adapter.pending]
+
+
+def spoilt(adapter, options: dict) -> None:
+    """Gives the last parameter the gradient or the first moment that the options name."""
+    for what, key in (("gradients", "gradient"), ("m", "m")):
+        if key in options:
+            values = adapter.read(what)
+            values[-1] = options[key]
+            adapter.write(what, values)
+            adapter.write("v", np.zeros_like(values))
+
+
+@pytest.mark.parametrize("shared", (False, True), ids=("alone", "beside a snapshot"))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learning_rate": 1e38},
+        {"learning_rate": 1e300},
+        {"weight_decay": 1e300},
+        {"eps": 0.0, "gradient": 1e-30},  # its square is 0 in float32
+        {"gradient": 1e25},  # its square is not finite, and it would not move the weight
+        {"m": 3e38},
+        {"m": -3e38, "gradient": 3e38},
+    ],
+    ids=str,
+)
+def test_a_step_that_is_not_finite_leaves_all_as_it_was(options: dict, shared: bool) -> None:
+    adapter, other = adapter_of("qwen3"), adapter_of("qwen3")
+    for one in (adapter, other):
+        call(one, batch("qwen3"))
+        one.optim_step(**ADAM)
+        call(one, batch("qwen3"))
+    spoilt(adapter, options)
+    before, settings = state_of(adapter), ADAM | {k: v for k, v in options.items() if k in ADAM}
+    copy = adapter.snapshot() if shared else None
+    with pytest.raises(FloatingPointError, match=r"learning_rate .* was not taken"):
+        adapter.optim_step(**settings)
+    assert state_of(adapter) == before
+    if copy is not None:
+        assert copy.read("weights").tobytes() == before[0]
+    if not {"gradient", "m"} & set(options):  # and it goes on as if it had not been asked
+        assert adapter.optim_step(**ADAM) == other.optim_step(**ADAM)
+        assert state_of(adapter) == state_of(other)
+
+
+def test_eps_zero_leaves_a_weight_alone_that_never_had_a_gradient() -> None:
+    adapter = adapter_of("qwen3")
+    call(adapter, batch("qwen3"))
+    gradient, before = adapter.read("gradients"), adapter.read("weights")
+    gradient[::2] = 0.0
+    adapter.write("gradients", gradient)
+    report = adapter.optim_step(**ADAM | {"eps": 0.0})
+    after = adapter.read("weights")
+    np.testing.assert_array_equal(after[::2], before[::2])
+    moved = gradient != 0
+    np.testing.assert_allclose(
+        (after - before)[moved], -ADAM["learning_rate"] * np.sign(gradient[moved]), rtol=1e-3
+    )
+    assert report["weight_norm"] == pytest.approx(np.linalg.norm(after.astype(float)), rel=1e-9)
+
+
+def test_gradients_whose_sum_overflows_are_dropped_by_the_call_that_brings_them() -> None:
+    adapter, data = adapter_of("qwen3"), batch("qwen3")
+    call(adapter, data)
+    signs = np.where(adapter.read("gradients") < 0, -1, 1)
+    adapter.write("gradients", (3.4e38 * signs).astype(np.float32))
+    before = state_of(adapter)
+    huge = [datum(one.tokens, weights=np.full(len(one.tokens), 1e36)) for one in data]
+    with pytest.raises(FloatingPointError, match="the sum of this batch's gradient and"):
+        call(adapter, huge)
+    assert state_of(adapter) == before
+    call(adapter, data)  # a small one brings no finite number to infinity
+    assert np.isfinite(adapter.read("gradients")).all()
+
+
+def test_a_run_of_the_most_steps_takes_no_other() -> None:
+    adapter = adapter_of("qwen3")
+    adapter.step = 2**31 - 1
+    before = state_of(adapter)
+    with pytest.raises(ValueError, match="2147483647 steps"):
+        adapter.optim_step(**ADAM)
+    assert state_of(adapter) == before

@@ -25,6 +25,24 @@ def test_forward_backward_and_optim_step_train(service_client):
     assert losses[-1] < losses[0] < output.metrics["loss:sum"]
 
 
+def test_a_step_that_is_not_finite_fails_and_the_run_and_its_checkpoint_go_on(service_client):
+    client, other = make_client(service_client), make_client(service_client)
+    for one in (client, other):
+        train(one, 2)
+        one.forward_backward(make_data(), "cross_entropy").result()
+    path = client.save_state("good").result().path
+    for bad in (ADAM.model_copy(update={"learning_rate": 1e38}), tinker.AdamParams(beta2=1.0)):
+        with pytest.raises(tinker.RequestFailedError) as failed:
+            client.optim_step(bad).result()
+        assert "as they were" in str(failed.value) or "beta2 must be in" in str(failed.value)
+        assert failed.value.category == tinker.types.RequestErrorCategory.User
+    assert client.save_state("good", overwrite=True).result().path == path
+    steps = [one.optim_step(ADAM).result().metrics for one in (client, other)]
+    assert steps[0] == steps[1]
+    client.load_state_with_optimizer(path).result()
+    assert client.optim_step(ADAM).result().metrics == steps[0]
+
+
 def test_forward_leaves_no_gradients(service_client):
     client = make_client(service_client)
     forward = client.forward(make_data(), "cross_entropy").result()

@@ -1,16 +1,19 @@
 """The engine's threads: one crew in a process, and the same bits whatever they do."""
 
+import multiprocessing
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tinsmith import _core
+from tinsmith import _core, ops
 from tinsmith.files import families
 
 IDS = np.arange(7, 107, dtype=np.int32)
@@ -123,6 +126,77 @@ def test_a_forked_child_computes_with_and_without_threads_of_its_own(tiny_model_
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert losses(parents) == expected
+
+
+CHILD_SECONDS = 60  # after which it hangs
+
+
+def child_of_a_busy_process(work: Callable[[], None], child: Callable[[], int]) -> int:
+    """The exit code of a process that is forked while another thread is in `work`; that thread
+    works on until then."""
+    ended = threading.Event()
+    begun = threading.Event()
+
+    def busy() -> None:
+        while not ended.is_set():
+            begun.set()
+            work()
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    begun.wait()
+    time.sleep(0.02)
+    pid = os.fork()
+    if not pid:
+        code = 99
+        try:
+            code = child()
+        finally:
+            os._exit(code)
+    ended.set()
+    thread.join()
+    deadline = time.monotonic() + CHILD_SECONDS
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    pytest.fail("the child hangs")
+
+
+def test_a_child_that_was_forked_while_another_thread_was_in_ops_computes() -> None:
+    logits = np.random.default_rng(0).standard_normal((256, 30_000)).astype(np.float32)
+    expected = ops.topk_logprobs(logits[:3], 4)[1]
+
+    def child() -> int:
+        return 0 if np.array_equal(ops.topk_logprobs(logits[:3], 4)[1], expected) else 1
+
+    for _ in range(3):
+        assert child_of_a_busy_process(lambda: ops.topk_logprobs(logits, 4), child) == 0
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        found = pool.map(ops_in_a_pool, [logits[:3]] * 4)
+    assert all(np.array_equal(one, expected) for one in found)
+
+
+def ops_in_a_pool(logits: np.ndarray) -> np.ndarray:
+    return ops.topk_logprobs(logits, 4)[1]
+
+
+def test_a_model_in_a_call_at_a_fork_is_refused_in_the_child(tiny_model_dir: Path) -> None:
+    adapter = adapter_on(tiny_model_dir, 2)
+    expected = losses(adapter)
+
+    def child() -> int:
+        try:
+            found = losses(adapter)
+        except RuntimeError as error:
+            return 2 if "when the process was forked: load the model again" in str(error) else 3
+        return 0 if found == expected else 1
+
+    codes = [child_of_a_busy_process(lambda: losses(adapter, 20), child) for _ in range(5)]
+    assert set(codes) <= {0, 2} and 2 in codes
 
 
 def test_an_idle_crew_uses_no_time(tiny_model_dir: Path) -> None:

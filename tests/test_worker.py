@@ -293,7 +293,7 @@ def test_a_gaps_time_begins_anew_when_a_part_of_it_is_filled(tiny_model_dir, mon
     now = 8.0
     submitted(made, 0)
     now = 15.0
-    assert made.gap_timeout() == 3.0
+    assert made.timeout() == 3.0
     made.give_up_gaps()
     assert not last.done()
     now = 18.0

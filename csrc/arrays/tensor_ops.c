@@ -39,7 +39,7 @@ typedef struct Chunk {
     float *dx;      /* (most,D) */
     float *dweight; /* (V,D) */
     int begun;      /* it holds the part of some rows */
-    float *lse;     /* (most) */
+    float *lse;     /* (most,2) */
     int32_t *start; /* (most + 1): K targets a row */
 } Chunk;
 
@@ -100,7 +100,7 @@ static void chunk_place(Chunk *chunk, const Rows *rows, const Rows *other, RowsG
         chunk->dweight = rows->weight_type == DTYPE_F32
                              ? gradient.weight
                              : arena_take(arena, (size_t)rows->V * D * sizeof(float));
-    chunk->lse = arena_take(arena, n * sizeof(float));
+    chunk->lse = arena_take(arena, 2 * n * sizeof(float));
     chunk->start = arena_take(arena, (n + 1) * sizeof(int32_t));
 }
 
@@ -307,7 +307,7 @@ static void gather_walk(void *context)
         int n = rows_left(chunk, rows, row);
         int64_t at = row * call->K;
         const float *logits = logits_of(chunk, rows, chunk->logits, row, n, &x);
-        float *lse = call->lse + row;
+        float *lse = call->lse + 2 * row;
         dev->logprob(dev, lse, call->logp + at, logits, call->ids + at, chunk->start, n, rows->V);
         if (!call->dlogp) continue;
         real *dlogits = dlogits_at(chunk, rows, call->gradient, row);
@@ -348,7 +348,7 @@ static void gather_backward_walk(void *context)
             int V = rows->V - first < chunk->width ? rows->V - first : chunk->width;
             Rows part = stretch_of(rows, first, V);
             const float *logits = logits_of(chunk, &part, chunk->logits, row, n, &x);
-            dev->logprob_backward(dev, dlogits, logits, call->known + row, call->dlogp + at,
+            dev->logprob_backward(dev, dlogits, logits, call->known + 2 * row, call->dlogp + at,
                                   call->ids + at, chunk->start, n, V, first);
             if (rows->weight)
                 stretch_backward(chunk, &part, call->gradient, dlogits, x, row, n, first);

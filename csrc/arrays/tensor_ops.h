@@ -24,8 +24,8 @@ typedef struct RowsGradient {
 
 /* The K best of each row: ids and logp (N,K). */
 Status tensor_topk(Device *dev, int32_t *ids, float *logp, const Rows *rows, int K);
-/* logp (N,K) of ids (N,K), all in [0, V), each row's lse (N), its logΣexp, and with dlogp (N,K) the
- * gradient of Σ dlogp·logp. */
+/* logp (N,K) of ids (N,K), all in [0, V), each row's lse (N,2), its logΣexp, and with dlogp (N,K)
+ * the gradient of Σ dlogp·logp. */
 Status tensor_gather(Device *dev, float *logp, float *lse, RowsGradient gradient, const Rows *rows,
                      const int32_t *ids, const float *dlogp, int K);
 /* That gradient alone, for rows whose lse tensor_gather has computed. */

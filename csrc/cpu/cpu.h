@@ -6,6 +6,7 @@
 #ifndef TINSMITH_CPU_H
 #define TINSMITH_CPU_H
 
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -143,6 +144,15 @@ void CPU(transpose)(float *out, int64_t out_row, const float *in, int64_t in_row
 /* logΣ exp(scale·(x[v] − base)) of one row, scale > 0, where base is its largest logit, or 0 if
  * that is infinite (logprob.c). */
 double CPU(row_lse)(const float *x, int V, float scale, float *base);
+
+/* A row's logΣexp = base + rest as the ops have it: lse[0] + lse[1]. */
+static inline void lse_split(float *lse, float base, double rest)
+{
+    float nearest = (float)((double)base + rest);
+    int whole = fabsf(nearest) < LSE_WHOLE || !isfinite(nearest);
+    lse[0] = nearest;
+    lse[1] = whole ? 0.0f : (float)((double)base - (double)nearest + rest);
+}
 
 /* The K largest of one row and their ids, best first, the lower id first among equals (logprob.c).
  */

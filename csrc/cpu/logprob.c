@@ -25,7 +25,7 @@ enum {
 #define NS 0.2 /* of a logit, in any of these ops (cpu.h) */
 
 typedef struct Logprob {
-    float *lse, *logp;          // (T), (start[T])
+    float *lse, *logp;          // (T, 2), (start[T])
     const float *logits;        // (T, V)
     const int32_t *ids, *start; // (start[T]), (T + 1)
     int T, V, grain;
@@ -33,7 +33,7 @@ typedef struct Logprob {
 
 typedef struct LogprobBackward {
     float *dlogits;                    // (T, V)
-    const float *logits, *lse, *dlogp; // (T, V), (T), (start[T])
+    const float *logits, *lse, *dlogp; // (T, V), (T, 2), (start[T])
     const int32_t *ids, *start;
     int T, V, first, grain;
 } LogprobBackward;
@@ -41,7 +41,7 @@ typedef struct LogprobBackward {
 typedef struct TopK {
     int32_t *ids;              // (T, K)
     float *logp;               // (T, K)
-    const float *logits, *lse; // (T, V), (T)
+    const float *logits, *lse; // (T, V), (T, 2)
     int T, V, K, grain;
 } TopK;
 
@@ -104,11 +104,11 @@ static void logprob_job(void *context, int64_t job)
     int from = (int)job * r->grain, to = r->T - from < r->grain ? r->T : from + r->grain;
     for (int t = from; t < to; t++) {
         const float *logits = r->logits + (int64_t)t * r->V;
-        float base, lse;
+        float base, *lse = r->lse + (int64_t)2 * t;
         double rest = CPU(row_lse)(logits, r->V, 1.0f, &base);
-        lse = (float)((double)base + rest);
-        r->lse[t] = lse;
-        for (int i = r->start[t]; i < r->start[t + 1]; i++) r->logp[i] = logits[r->ids[i]] - lse;
+        lse_split(lse, base, rest);
+        for (int i = r->start[t]; i < r->start[t + 1]; i++)
+            r->logp[i] = logits[r->ids[i]] - lse[0] - lse[1];
     }
 }
 
@@ -118,7 +118,8 @@ static void logprob_backward_job(void *context, int64_t job)
     int V = r->V, from = (int)job * r->grain, to = r->T - from < r->grain ? r->T : from + r->grain;
     for (int t = from; t < to; t++) {
         const float *x = r->logits + (int64_t)t * V;
-        float *y = r->dlogits + (int64_t)t * V, lse = r->lse[t];
+        float *y = r->dlogits + (int64_t)t * V;
+        const float *lse = r->lse + (int64_t)2 * t;
         double sum = 0.0;
         for (int i = r->start[t]; i < r->start[t + 1]; i++) sum += (double)r->dlogp[i];
         if (sum == 0.0) { /* a row without targets, or with weights of 0, as all prompts have */
@@ -126,10 +127,11 @@ static void logprob_backward_job(void *context, int64_t job)
         } else {
             float weight = -(float)sum;
             int v = 0;
-            for (; v + VL <= V; v += VL) v_store(y + v, weight * v_exp(v_load(x + v) - lse));
+            for (; v + VL <= V; v += VL)
+                v_store(y + v, weight * v_exp(v_load(x + v) - lse[0] - lse[1]));
             if (v < V) {
                 vf rest = v_load_part(x + v, V - v, 0.0f);
-                v_store_part(y + v, weight * v_exp(rest - lse), V - v);
+                v_store_part(y + v, weight * v_exp(rest - lse[0] - lse[1]), V - v);
             }
         }
         for (int i = r->start[t]; i < r->start[t + 1]; i++) {
@@ -224,7 +226,8 @@ static void topk_job(void *context, int64_t job)
     for (int t = from; t < to; t++) {
         float *logp = r->logp + (int64_t)t * K;
         CPU(row_topk)(r->ids + (int64_t)t * K, logp, r->logits + (int64_t)t * r->V, r->V, K);
-        for (int k = 0; k < K; k++) logp[k] -= r->lse[t];
+        const float *lse = r->lse + (int64_t)2 * t;
+        for (int k = 0; k < K; k++) logp[k] = logp[k] - lse[0] - lse[1];
     }
 }
 

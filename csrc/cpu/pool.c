@@ -67,6 +67,7 @@ typedef struct Crew {
 static Crew crew;
 static _Thread_local void *workers_scratch;                   /* NULL: this thread is no worker */
 static pthread_mutex_t crew_lock = PTHREAD_MUTEX_INITIALIZER; /* of opening and closing */
+static pthread_once_t forks_watched = PTHREAD_ONCE_INIT;
 
 static inline void relax(void)
 {
@@ -179,6 +180,17 @@ static int cores(void)
     return 1;
 }
 
+/* A child may be forked while another thread of its parent's, which it lacks, has the lock. */
+static void child_begin(void)
+{
+    pthread_mutex_init(&crew_lock, NULL);
+}
+
+static void forks_watch(void)
+{
+    pthread_atfork(NULL, NULL, child_begin);
+}
+
 /* In a forked child, the parent's crew left state here that is not valid. */
 static void crew_begin(void)
 {
@@ -227,6 +239,7 @@ Status pool_open(Pool **out, int threads)
         free(pool);
         return fail(STATUS_MEMORY, "no memory for the CPU device's threads");
     }
+    pthread_once(&forks_watched, forks_watch);
     int wanted = threads ? threads : cores();
     if (wanted > THREADS_MAX) wanted = THREADS_MAX;
     pthread_mutex_lock(&crew_lock);

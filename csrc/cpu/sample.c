@@ -47,7 +47,7 @@ static const Cut NO_CUT = {-INFINITY, -INFINITY, INT32_MAX};
 typedef struct Row {
     const float *x;
     int n;
-    float lse;
+    const float *lse; // (2)
 } Row;
 
 typedef struct Temper {
@@ -60,7 +60,7 @@ typedef struct Sample {
     Device *dev;
     int32_t *ids;              // (T)
     float *logp;               // (T)
-    const float *logits, *lse; // (T, V), (T)
+    const float *logits, *lse; // (T, V), (T, 2)
     const Draw *draws;         // (T)
     int V;
 } Sample;
@@ -127,9 +127,15 @@ static inline vf bar_at(Cut cut, int first)
 }
 
 /* The masses exp(x − lse) of VL logits, 0 for those that are not kept. */
-static inline vf masses(vf x, vf bar, float lse)
+static inline vf masses(vf x, vf bar, const float *lse)
 {
-    return v_select(x > bar, v_exp(x - lse), v_set(0.0f));
+    return v_select(x > bar, v_exp(x - lse[0] - lse[1]), v_set(0.0f));
+}
+
+/* The same of one logit that is kept. */
+static inline float mass_of(const Row *row, float x)
+{
+    return f_exp(x - row->lse[0] - row->lse[1]);
 }
 
 /* Whether none of VL logits is kept: then their exponentials are not worth computing. */
@@ -209,12 +215,12 @@ static void buckets_fill(double *bucket, const Row *row, int by_mass, uint32_t p
         if (by_mass && !decided)
             for (int i = 0; i < n; i += VL) {
                 vf part = n - i < VL ? v_load_part(x + i, n - i, -INFINITY) : v_load(x + i);
-                v_store(mass + i, v_exp(part - row->lse));
+                v_store(mass + i, v_exp(part - row->lse[0] - row->lse[1]));
             }
         for (int i = 0; i < n; i++) key[i] = sort_key(x[i]);
         for (int i = 0; i < n; i++) {
             if ((key[i] & decided) != prefix) continue;
-            float one = !by_mass ? 1.0f : decided ? f_exp(x[i] - row->lse) : mass[i];
+            float one = !by_mass ? 1.0f : decided ? mass_of(row, x[i]) : mass[i];
             bucket[key[i] >> shift & digits] += (double)one;
         }
     }
@@ -244,7 +250,7 @@ static Cut cut_by_radix(const Row *row, int by_mass, double need)
         shift = shift > RADIX_BITS ? shift - RADIX_BITS : 0;
     }
     Cut cut = cut_after(key_logit(prefix), row->n - 1);
-    double mass = by_mass ? (double)f_exp(cut.logit - row->lse) : 1.0;
+    double mass = by_mass ? (double)mass_of(row, cut.logit) : 1.0;
     for (int i = 0; i < row->n; i++) {
         if (row->x[i] != cut.logit) continue;
         above += mass;
@@ -262,7 +268,7 @@ static Cut cut_find(Device *dev, const Row *row, int top_k, float top_p)
     int listed = wanted < SHORT_LIST ? wanted : SHORT_LIST;
     int32_t id[SHORT_LIST];
     float logp[SHORT_LIST];
-    CPU(topk_logprob)(dev, id, logp, row->x, &row->lse, 1, row->n, listed);
+    CPU(topk_logprob)(dev, id, logp, row->x, row->lse, 1, row->n, listed);
 
     Cut bound = cut_after(row->x[id[listed - 1]], id[listed - 1]);
     if (listed < wanted) bound = wanted < row->n ? cut_by_radix(row, 0, wanted) : NO_CUT;
@@ -326,7 +332,7 @@ static void sample_job(void *context, int64_t t)
     const Sample *s = context;
     const Draw *draw = &s->draws[t];
     const float *x = s->logits + t * s->V;
-    Row row = {x, draw->limit < s->V ? draw->limit : s->V, s->lse[t]};
+    Row row = {x, draw->limit < s->V ? draw->limit : s->V, s->lse + 2 * t};
     assert(row.n > 0);
     int cuts = (draw->top_k > 0 && draw->top_k < row.n) || draw->top_p < 1.0f, id = -1;
     double kept = 1.0;
@@ -339,7 +345,9 @@ static void sample_job(void *context, int64_t t)
         cuts = 0;
     }
     s->ids[t] = id;
-    s->logp[t] = cuts ? (float)((double)x[id] - (double)row.lse - log(kept)) : x[id] - row.lse;
+    const float *lse = row.lse;
+    s->logp[t] = cuts ? (float)((double)x[id] - (double)lse[0] - (double)lse[1] - log(kept))
+                      : x[id] - lse[0] - lse[1];
 }
 
 static void temper_job(void *context, int64_t job)

@@ -50,6 +50,9 @@ typedef struct Lora {
     int32_t N;
 } Lora;
 
+/* A row's logΣexp whose f32 is below this is used as it was rounded, to 2^-17 at most. */
+#define LSE_WHOLE 256.0f
+
 /* The generalized Jensen-Shannon divergence of two rows of logits. With p and q the softmax of the
  * student's and the teacher's logits / temperature, and m = (1−beta)·p + beta·q, its terms are
  *

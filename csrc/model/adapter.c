@@ -248,10 +248,8 @@ static Status adapter_make(Adapter **out, Model *model, const AdapterSpec *spec)
 
 enum { RANK_MAX = 4096 };
 
-Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
+Status adapter_check(const AdapterSpec *spec)
 {
-    if (!model->sealed)
-        return fail(STATUS_INVALID, "the model is not sealed: load every slot, then seal it");
     if (spec->rank < 1) return fail(STATUS_INVALID, "rank must be at least 1, not %d", spec->rank);
     if (spec->rank > RANK_MAX)
         return fail(STATUS_INVALID, "rank %d is more than %d", spec->rank, RANK_MAX);
@@ -260,6 +258,14 @@ Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
     if (!(spec->groups & (ATTN | MLP | UNEMBED)))
         return fail(STATUS_INVALID,
                     "nothing to train: train_attn, train_mlp and train_unembed are all false");
+    return STATUS_OK;
+}
+
+Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
+{
+    if (!model->sealed)
+        return fail(STATUS_INVALID, "the model is not sealed: load every slot, then seal it");
+    TRY(adapter_check(spec));
     Adapter *adapter = NULL;
     TRY(adapter_make(&adapter, model, spec));
     float *weights = calloc((size_t)adapter->size, sizeof *weights);
@@ -315,17 +321,24 @@ Status adapter_clear(Adapter *adapter)
     return dev->sync(dev);
 }
 
+/* The root of the device's total, which ops were told to add to. */
+static Status total_root(const Adapter *adapter, double *root)
+{
+    Device *dev = adapter->model->dev;
+    double sum;
+    TRY(dev->sync(dev));
+    dev->download(dev, &sum, adapter->total, sizeof(double));
+    *root = sqrt(sum);
+    return STATUS_OK;
+}
+
 /* √Σ g² of one of the flat vectors. */
 Status adapter_norm(Adapter *adapter, Vector which, double *norm)
 {
     Device *dev = adapter->model->dev;
-    double sum;
     dev->zero(dev, adapter->total, sizeof(double));
     dev->square_sum(dev, adapter->total, adapter->vector[which], adapter->size);
-    TRY(dev->sync(dev));
-    dev->download(dev, &sum, adapter->total, sizeof(double));
-    *norm = sqrt(sum);
-    return STATUS_OK;
+    return total_root(adapter, norm);
 }
 
 Status adapter_follow(Adapter *average, const Adapter *leader, double decay)
@@ -366,6 +379,29 @@ static Status adamw_check(const AdamW *o)
     return STATUS_OK;
 }
 
+/* A norm below this leaves the difference of any two weights finite, for an average of them. */
+#define WEIGHT_NORM_MAX 0x1p126
+
+/* The norm of the weights after a step with gradient scale·g, or a refusal: nothing is changed. */
+static Status step_norm(Adapter *adapter, const AdamW *o, float scale, double *norm)
+{
+    Device *dev = adapter->model->dev;
+    if (adapter->step == INT32_MAX)
+        return fail(STATUS_INVALID, "the adapter has taken %d steps, which is the most",
+                    adapter->step);
+    dev->zero(dev, adapter->total, sizeof(double));
+    dev->adamw_norm(dev, adapter->total, adapter->vector[MOMENT_1], adapter->vector[MOMENT_2],
+                    adapter->vector[WEIGHTS], adapter->vector[GRADIENTS], adapter->size,
+                    adapter->step + 1, scale, o->lr, o->beta1, o->beta2, o->eps, o->weight_decay);
+    TRY(total_root(adapter, norm));
+    if (*norm < WEIGHT_NORM_MAX) return STATUS_OK;
+    return fail(STATUS_NUMERIC,
+                "the step with learning_rate %g, beta1 %g, beta2 %g, eps %g and weight_decay %g "
+                "would leave numbers that float32 can't hold: it was not taken, and weights, "
+                "moments and gradients are as they were",
+                o->lr, o->beta1, o->beta2, o->eps, o->weight_decay);
+}
+
 Status adapter_optim_step(Adapter *adapter, const AdamW *o, Normalization by, StepReport *report)
 {
     Device *dev = adapter->model->dev;
@@ -376,11 +412,6 @@ Status adapter_optim_step(Adapter *adapter, const AdamW *o, Normalization by, St
     double scale = divisor > 0.0 ? 1.0 / divisor : 1.0;
     TRY(adapter_norm(adapter, GRADIENTS, &norm));
     norm *= scale;
-    if (!isfinite(norm)) {
-        TRY(adapter_clear(adapter));
-        return fail(STATUS_NUMERIC,
-                    "the gradient is not finite; it was cleared, and no step was taken");
-    }
     *report = (StepReport){.grad_norm = norm,
                            .clipped_norm = norm,
                            .loss = adapter->loss,
@@ -390,12 +421,13 @@ Status adapter_optim_step(Adapter *adapter, const AdamW *o, Normalization by, St
         scale *= o->clip_norm / (norm + 1e-6);
         report->clipped_norm *= o->clip_norm / (norm + 1e-6);
     }
+    TRY(step_norm(adapter, o, (float)scale, &report->weight_norm));
     Weights *before;
     TRY(weights_change(adapter, &before));
     dev->adamw(dev, adapter->vector[WEIGHTS], adapter->vector[MOMENT_1], adapter->vector[MOMENT_2],
                (const float *)before->memory.base, adapter->vector[GRADIENTS], adapter->size,
                ++adapter->step, (float)scale, o->lr, o->beta1, o->beta2, o->eps, o->weight_decay);
-    Status status = adapter_norm(adapter, WEIGHTS, &report->weight_norm);
+    Status status = dev->sync(dev);
     weights_leave(before);
     return status ? status : adapter_clear(adapter);
 }

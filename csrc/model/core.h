@@ -171,6 +171,8 @@ typedef struct AdapterSpec {
     uint64_t seed;
 } AdapterSpec;
 
+/* Whether there can be such an adapter, on any model. */
+Status adapter_check(const AdapterSpec *spec);
 Status adapter_open(Adapter **adapter, Model *model, const AdapterSpec *spec);
 /* One without memory: its layout alone. */
 Status adapter_measure(Adapter **adapter, Model *model, const AdapterSpec *spec);
@@ -306,7 +308,7 @@ int head_rows(const Model *model);
 typedef struct Head {
     int T, chunk;
     real *x, *s, *dx, *ds;       /* (chunk,D), (chunk,R) */
-    float *logits, *lse;         /* (chunk,V), (chunk) */
+    float *logits, *lse;         /* (chunk,V), (chunk,2) */
     int32_t *rows, *start, *ids; /* (T), (T+1), (targets), in the order of the head */
     float *logp, *dlogp;         /* (targets), in the order of the head */
 } Head;

@@ -23,7 +23,7 @@ void head_place(Head *h, Arena *arena, const Model *model, int T, int R, int64_t
     h->s = arena_take(arena, C * (size_t)R * size);
     h->ds = arena_take(arena, C * (size_t)R * size);
     h->logits = arena_take(arena, C * (size_t)model->shape.vocab * sizeof(float));
-    h->lse = arena_take(arena, C * sizeof(float));
+    h->lse = arena_take(arena, 2 * C * sizeof(float));
     h->rows = arena_take(arena, (size_t)T * sizeof(int32_t));
     h->start = arena_take(arena, (size_t)(T + 1) * sizeof(int32_t));
     h->ids = arena_take(arena, count * sizeof(int32_t));

@@ -3,6 +3,7 @@
  *
  * It knows slots, not checkpoints: families.py decides which file tensor fills which slot. A slot
  * that has several matrices in a layer (its experts) takes one stretch of memory for them. */
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -30,21 +31,21 @@ static Status shape_check(const Shape *s)
 {
     struct {
         const char *name;
-        int value;
-    } positive[] = {{"layers", s->layers},     {"width", s->width},           {"heads", s->heads},
-                    {"kv_heads", s->kv_heads}, {"head_width", s->head_width}, {"ffn", s->ffn},
-                    {"vocab", s->vocab},       {"context", s->context}};
-    for (size_t i = 0; i < sizeof positive / sizeof *positive; i++)
-        if (positive[i].value < 1)
-            return fail(STATUS_INVALID, "a model's %s must be at least 1, not %d", positive[i].name,
-                        positive[i].value);
+        int value, most; /* so large that no sum of bytes overflows */
+    } size[] = {{"layers", s->layers, 1 << 16},     {"width", s->width, 1 << 20},
+                {"heads", s->heads, 1 << 16},       {"kv_heads", s->kv_heads, 1 << 16},
+                {"head_width", s->head_width, 256}, {"ffn", s->ffn, 1 << 20},
+                {"vocab", s->vocab, 1 << 24},       {"context", s->context, INT32_MAX - KV_PAGE}};
+    for (size_t i = 0; i < sizeof size / sizeof *size; i++)
+        if (size[i].value < 1 || size[i].value > size[i].most)
+            return fail(STATUS_INVALID, "a model's %s must be at least 1 and at most %d, not %d",
+                        size[i].name, size[i].most, size[i].value);
     if (s->heads % s->kv_heads)
         return fail(STATUS_INVALID, "heads (%d) must be a multiple of kv_heads (%d)", s->heads,
                     s->kv_heads);
-    if (s->head_width % 2 || s->head_width > 256)
-        return fail(STATUS_INVALID, "head_width must be even and at most 256, not %d",
-                    s->head_width);
-    if (!(s->norm_eps > 0.0f))
+    if (s->head_width % 2)
+        return fail(STATUS_INVALID, "head_width must be even, not %d", s->head_width);
+    if (!(s->norm_eps > 0.0f) || !isfinite(s->norm_eps))
         return fail(STATUS_INVALID, "norm_eps must be positive, not %g", (double)s->norm_eps);
     for (int l = 0; l < s->layers; l++)
         if (s->layer[l].kind[MIXER] == KIND_sliding_attention && s->window < 1)

@@ -5,6 +5,7 @@
 
 #include "arrays.h"
 #include "call.h"
+#include "finite.h"
 
 /* Takes the adapter, and gives it a trainer. */
 static PyObject *adapter_wrap(PyTypeObject *type, PyModel *model, Adapter *adapter,
@@ -35,10 +36,10 @@ static PyObject *adapter_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     Py_ssize_t keep_bytes = (Py_ssize_t)4 << 30, step_bytes = 0;
     AdapterSpec spec = {.alpha = 32.0f};
     TrainerLimits limits = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$ifKpppinn:Adapter", names,
-                                     state_of(type)->model, &model, &spec.rank, &spec.alpha, &seed,
-                                     &attn, &mlp, &unembed, &limits.step_tokens, &keep_bytes,
-                                     &step_bytes))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$O&fKpppO&nn:Adapter", names,
+                                     state_of(type)->model, &model, whole_from, &spec.rank,
+                                     &spec.alpha, &seed, &attn, &mlp, &unembed, whole_from,
+                                     &limits.step_tokens, &keep_bytes, &step_bytes))
         return NULL;
     if (keep_bytes < 0)
         return PyErr_Format(PyExc_ValueError, "keep_bytes must be 0 or more, not %zd", keep_bytes);
@@ -213,10 +214,12 @@ static PyObject *adapter_distill_method(PyObject *object, PyObject *args, PyObje
         int student_first = (uintptr_t)self->model < (uintptr_t)model;
         PyModel *first = student_first ? self->model : model;
         turn_take(first);
-        ON_TURN(student_first ? model : self->model,
-                TRAINED(self->trainer, between,
-                        status = trainer_distill(self->trainer, &call.datums, call.loss, &lesson,
-                                                 with_backward, out, rows, &sum)));
+        status = turn_check(first);
+        if (!status)
+            ON_TURN(student_first ? model : self->model,
+                    TRAINED(self->trainer, between,
+                            status = trainer_distill(self->trainer, &call.datums, call.loss,
+                                                     &lesson, with_backward, out, rows, &sum)));
         turn_give(first);
     }
     call_release(&call);
@@ -277,6 +280,16 @@ static PyObject *adapter_clear_method(PyObject *object, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+static PyObject *adapter_trim_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    PyAdapter *self = (PyAdapter *)object;
+    Status status;
+    ON_TURN(self->model, trainer_trim(self->trainer));
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
+}
+
 static PyObject *adapter_interrupt_method(PyObject *object, PyObject *unused)
 {
     (void)unused;
@@ -306,14 +319,6 @@ static Status vector_get(const Adapter *adapter, Vector which, float *values)
     Device *dev = adapter->model->dev;
     dev->download(dev, values, adapter->vector[which], (size_t)adapter->size * sizeof(float));
     return dev->sync(dev);
-}
-
-/* The first number that is not finite; -1: all are. */
-static int64_t first_bad(const float *values, int64_t count)
-{
-    for (int64_t i = 0; i < count; i++)
-        if (!isfinite(values[i])) return i;
-    return -1;
 }
 
 static PyObject *adapter_read(PyObject *object, PyObject *name)
@@ -347,7 +352,7 @@ static PyObject *adapter_write(PyObject *object, PyObject *args)
         PyErr_Format(PyExc_ValueError, "%s has %lld numbers, the adapter %lld", name,
                      (long long)from.length, (long long)adapter->size);
     else
-        NO_GIL(bad = first_bad(from.data, from.length));
+        NO_GIL(bad = first_bad(from.data, DTYPE_F32, from.length));
     if (bad >= 0)
         PyErr_Format(PyExc_ValueError, "%s: number %lld is not finite", name, (long long)bad);
     if (!PyErr_Occurred())
@@ -525,6 +530,8 @@ static PyMethodDef methods[] = {
      "AdamW step; clears the gradients."},
     {"clear_gradients", adapter_clear_method, METH_NOARGS,
      "clear_gradients()\n\nDrops the gradients so far."},
+    {"trim", adapter_trim_method, METH_NOARGS,
+     "trim()\n\nGives a training step's memory back until the next step; no result changes."},
     {"interrupt", adapter_interrupt_method, METH_NOARGS,
      "interrupt()\n\nFrom another thread: the forward_backward under way stops with "
      "KeyboardInterrupt, adding nothing."},

@@ -63,35 +63,42 @@ int borrow_copy(PyObject *object, Kind kind, const char *name, Borrowed *out)
     return 0;
 }
 
-int borrow_tensor(PyObject *object, const char *name, Borrowed *out)
+int borrow_numbers(PyObject *object, const char *name, Borrowed *out)
 {
     PyArrayObject *array = as_array(object, name, "a NumPy array");
     if (!array) return -1;
-    int dims = PyArray_NDIM(array), type = PyArray_TYPE(array);
+    int type = PyArray_TYPE(array);
     if (type != NPY_FLOAT32 && type != NPY_FLOAT16 && type != NPY_UINT16) {
         PyErr_Format(PyExc_TypeError,
                      "%s must be float32, float16, or uint16 with bf16 bits, not %S", name,
                      (PyObject *)PyArray_DESCR(array));
         return -1;
     }
-    if (dims != 1 && dims != 2) {
-        PyErr_Format(PyExc_ValueError, "%s must have one or two dimensions, not %d", name, dims);
-        return -1;
-    }
-    npy_intp rows = dims == 2 ? PyArray_DIM(array, 0) : 1, cols = PyArray_DIM(array, dims - 1);
-    if (rows > INT32_MAX || cols > INT32_MAX) {
-        PyErr_Format(PyExc_ValueError, "%s is too large", name);
-        return -1;
-    }
     *out = (Borrowed){.owner = Py_NewRef(object),
                       .data = PyArray_DATA(array),
                       .length = PyArray_SIZE(array),
-                      .rows = (int)rows,
-                      .cols = (int)cols,
                       .type = type == NPY_FLOAT32   ? DTYPE_F32
                               : type == NPY_FLOAT16 ? DTYPE_F16
                                                     : DTYPE_BF16};
     return 0;
+}
+
+int borrow_tensor(PyObject *object, const char *name, Borrowed *out)
+{
+    if (borrow_numbers(object, name, out) < 0) return -1;
+    PyArrayObject *array = (PyArrayObject *)object;
+    int dims = PyArray_NDIM(array), fits = dims == 1 || dims == 2;
+    npy_intp rows = dims == 2 ? PyArray_DIM(array, 0) : 1;
+    npy_intp cols = fits ? PyArray_DIM(array, dims - 1) : 0;
+    if (!fits)
+        PyErr_Format(PyExc_ValueError, "%s must have one or two dimensions, not %d", name, dims);
+    else if (rows > INT32_MAX || cols > INT32_MAX)
+        PyErr_Format(PyExc_ValueError, "%s is too large", name);
+    out->rows = (int)rows;
+    out->cols = (int)cols;
+    if (!PyErr_Occurred()) return 0;
+    Py_CLEAR(out->owner);
+    return -1;
 }
 
 PyObject *array_new(Kind kind, int64_t rows, int64_t cols, const void *data)

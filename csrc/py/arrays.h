@@ -15,7 +15,7 @@ typedef struct Borrowed {
     const void *data;
     int64_t length;
     int rows, cols; /* borrow_tensor: a vector has one row */
-    DType type;     /* borrow_tensor */
+    DType type;     /* borrow_numbers, borrow_tensor */
 } Borrowed;
 
 int arrays_init(void);
@@ -25,7 +25,9 @@ int borrow(PyObject *object, Kind kind, const char *name, Borrowed *out);
 /* A copy of it, which no other thread can change: the checked values are the used ones, also
  * without the GIL. */
 int borrow_copy(PyObject *object, Kind kind, const char *name, Borrowed *out);
-/* A weight: float32, float16, or uint16 that holds bf16 bits, of one or two dimensions. */
+/* float32, float16, or uint16 that holds bf16 bits, of any shape. */
+int borrow_numbers(PyObject *object, const char *name, Borrowed *out);
+/* A weight: the same, of one or two dimensions. */
 int borrow_tensor(PyObject *object, const char *name, Borrowed *out);
 /* A new array; cols < 0: one dimension. `data` may be NULL (left for the caller to fill). */
 PyObject *array_new(Kind kind, int64_t rows, int64_t cols, const void *data);

@@ -74,6 +74,17 @@ static const char *device_name(long type)
     return type >= 0 && type < (long)(sizeof names / sizeof *names) ? names[type] : "a device";
 }
 
+/* The place that a device of DLPack is; ValueError where the engine has none. */
+static int place_of(long type, long id, const char *name, Place *out)
+{
+    *out = type == DL_CUDA ? PLACE_CUDA : PLACE_CPU;
+    if (type == DL_CPU || type == DL_CUDA_HOST || (type == DL_CUDA && id == 0)) return 0;
+    PyErr_Format(PyExc_ValueError,
+                 "%s is in the memory of %s (device %ld), not of the CPU or of CUDA (device 0)",
+                 name, device_name(type), id);
+    return -1;
+}
+
 int tensor_place(PyObject *object, const char *name, Place *out)
 {
     if (!PyObject_HasAttrString(object, "__dlpack__")) {
@@ -83,15 +94,16 @@ int tensor_place(PyObject *object, const char *name, Place *out)
     }
     PyObject *device = PyObject_CallMethod(object, "__dlpack_device__", NULL);
     if (!device) return -1;
-    long type, id;
-    int ok = PyArg_ParseTuple(device, "ll:__dlpack_device__", &type, &id);
+    long part[2] = {0, 0};
+    int ok = PyTuple_Check(device) && PyTuple_GET_SIZE(device) == 2;
+    for (int i = 0; ok && i < 2; i++) {
+        part[i] = PyLong_AsLong(PyTuple_GET_ITEM(device, i));
+        ok = !PyErr_Occurred();
+    }
     Py_DECREF(device);
-    if (!ok) return -1;
-    *out = type == DL_CUDA ? PLACE_CUDA : PLACE_CPU;
-    if (type == DL_CPU || type == DL_CUDA_HOST || (type == DL_CUDA && id == 0)) return 0;
-    PyErr_Format(PyExc_ValueError,
-                 "%s is in the memory of %s (device %ld), not of the CPU or of CUDA (device 0)",
-                 name, device_name(type), id);
+    if (ok) return place_of(part[0], part[1], name, out);
+    PyErr_Format(PyExc_TypeError, "__dlpack_device__ of %s must give a pair of whole numbers",
+                 name);
     return -1;
 }
 
@@ -155,30 +167,87 @@ static PyObject *capsule_of(PyObject *object, const char *name, Place place)
 
 static int element_of(DLDataType type, const char *name, Element *out)
 {
-    int kind = type.lanes == 1 ? type.code * 100 + type.bits : -1;
+    int kind = type.lanes == 1 ? type.code << 8 | type.bits : -1;
     switch (kind) {
-    case DL_FLOAT * 100 + 32: *out = ELEMENT_F32; return 0;
-    case DL_BFLOAT * 100 + 16:
-    case DL_UINT * 100 + 16: *out = ELEMENT_BF16; return 0;
-    case DL_INT * 100 + 32: *out = ELEMENT_I32; return 0;
-    case DL_INT * 100 + 64: *out = ELEMENT_I64; return 0;
+    case DL_FLOAT << 8 | 32: *out = ELEMENT_F32; return 0;
+    case DL_BFLOAT << 8 | 16:
+    case DL_UINT << 8 | 16: *out = ELEMENT_BF16; return 0;
+    case DL_INT << 8 | 32: *out = ELEMENT_I32; return 0;
+    case DL_INT << 8 | 64: *out = ELEMENT_I64; return 0;
     }
     static const char *const codes[] = {"int",    "uint",    "float", "opaque",
                                         "bfloat", "complex", "bool"};
     PyErr_Format(PyExc_TypeError,
                  "%s must be float32, bfloat16, or uint16 with bf16's bits (ids: int32 or int64), "
-                 "not %s%d",
-                 name, type.code < 7 ? codes[type.code] : "type ", (int)type.bits);
+                 "not %s%d of %d lanes",
+                 name, type.code < 7 ? codes[type.code] : "another type of ", (int)type.bits,
+                 (int)type.lanes);
     return -1;
+}
+
+/* Adds |a·b| to *sum; whether that is beyond an int64. */
+static int adds_too_much(int64_t a, int64_t b, int64_t *sum)
+{
+    int64_t product;
+    if (a < 0) a = a == INT64_MIN ? INT64_MAX : -a;
+    return __builtin_mul_overflow(a, b, &product) || __builtin_add_overflow(*sum, product, sum);
+}
+
+#define MOST (INT64_C(1) << 56) /* bytes that a processor's addresses reach */
+
+/* What is wrong with a tensor whose numbers describe no memory that there can be; NULL: nothing. */
+static const char *tensor_fault(const DLTensor *from)
+{
+    int64_t element = ((int64_t)from->dtype.bits * from->dtype.lanes + 7) / 8;
+    int64_t bytes = element, reach = element, step;
+    int empty = 0, vast = from->byte_offset > MOST;
+    if (!element) return "has elements without bits";
+    if (from->ndim && !from->shape) return "came without its shape";
+    for (int i = 0; i < from->ndim; i++) {
+        int64_t size = from->shape[i];
+        if (size < 0) return "has a dimension below 0";
+        empty |= size == 0;
+        vast |= __builtin_mul_overflow(bytes, size ? size : 1, &bytes);
+        if (from->strides && size > 1)
+            vast |= __builtin_mul_overflow(from->strides[i], element, &step) ||
+                    adds_too_much(step, size - 1, &reach);
+    }
+    if (vast || bytes > MOST || reach > MOST) return "has sizes that no memory holds";
+    return empty || from->data ? NULL : "came without its data";
+}
+
+/* The tensor of a capsule, checked for what any tensor must be, whatever its type and its order;
+ * NULL with an exception. */
+static const DLTensor *capsule_tensor(PyObject *capsule, const char *name, int *readonly)
+{
+    const DLTensor *tensor = NULL;
+    if (PyCapsule_IsValid(capsule, VERSIONED)) {
+        const DLManagedTensorVersioned *managed = PyCapsule_GetPointer(capsule, VERSIONED);
+        *readonly = (managed->flags & READ_ONLY) != 0;
+        if (managed->major == 1)
+            tensor = &managed->tensor;
+        else
+            PyErr_Format(PyExc_ValueError, "%s came as DLPack %u.%u, version 1 is known", name,
+                         managed->major, managed->minor);
+    } else if (PyCapsule_IsValid(capsule, PLAIN)) {
+        const DLManagedTensor *managed = PyCapsule_GetPointer(capsule, PLAIN);
+        tensor = &managed->tensor;
+    } else {
+        PyErr_Format(PyExc_TypeError, "__dlpack__ of %s gave no DLPack capsule but a %s", name,
+                     Py_TYPE(capsule)->tp_name);
+    }
+    if (!tensor) return NULL;
+    const char *fault = NULL;
+    if (tensor->ndim < 0 || tensor->ndim > TENSOR_DIMS)
+        PyErr_Format(PyExc_ValueError, "%s has %d dimensions, at most %d are taken", name,
+                     (int)tensor->ndim, TENSOR_DIMS);
+    else if ((fault = tensor_fault(tensor)))
+        PyErr_Format(PyExc_ValueError, "%s %s", name, fault);
+    return PyErr_Occurred() ? NULL : tensor;
 }
 
 static int read_tensor(const DLTensor *from, const char *name, Tensor *out)
 {
-    if (from->ndim < 0 || from->ndim > TENSOR_DIMS) {
-        PyErr_Format(PyExc_ValueError, "%s has %d dimensions, at most %d are taken", name,
-                     (int)from->ndim, TENSOR_DIMS);
-        return -1;
-    }
     if (element_of(from->dtype, name, &out->element) < 0) return -1;
     out->dims = from->ndim;
     out->length = 1;
@@ -193,7 +262,7 @@ static int read_tensor(const DLTensor *from, const char *name, Tensor *out)
                      "%s must be C-contiguous: its rows one behind the other, without gaps", name);
         return -1;
     }
-    out->data = (char *)from->data + from->byte_offset;
+    out->data = from->data ? (char *)from->data + from->byte_offset : NULL;
     if (out->length > 0 && (uintptr_t)out->data % (uintptr_t)element_bytes(out->element)) {
         PyErr_Format(PyExc_ValueError, "%s must begin at a multiple of its element's size", name);
         return -1;
@@ -223,26 +292,34 @@ int tensor_borrow(PyObject *object, const char *name, Place place, Tensor *out)
                      name, places[own], places[place]);
         return -1;
     }
-    PyObject *capsule = out->capsule = capsule_of(object, name, place);
-    if (!capsule) return -1;
-    int status = -1;
-    if (PyCapsule_IsValid(capsule, VERSIONED)) {
-        const DLManagedTensorVersioned *managed = PyCapsule_GetPointer(capsule, VERSIONED);
-        out->readonly = (managed->flags & READ_ONLY) != 0;
-        if (managed->major == 1)
-            status = read_tensor(&managed->tensor, name, out);
-        else
-            PyErr_Format(PyExc_ValueError, "%s came as DLPack %u.%u, version 1 is known", name,
-                         managed->major, managed->minor);
-    } else if (PyCapsule_IsValid(capsule, PLAIN)) {
-        const DLManagedTensor *managed = PyCapsule_GetPointer(capsule, PLAIN);
-        status = read_tensor(&managed->tensor, name, out);
-    } else {
-        PyErr_Format(PyExc_TypeError, "__dlpack__ of %s gave no DLPack capsule but %R", name,
-                     capsule);
+    out->capsule = capsule_of(object, name, place);
+    if (!out->capsule) return -1;
+    const DLTensor *tensor = capsule_tensor(out->capsule, name, &out->readonly);
+    int status = tensor ? place_of(tensor->device.type, tensor->device.id, name, &own) : -1;
+    if (!status && own != place) {
+        PyErr_Format(PyExc_ValueError, "%s is in the memory of %s, but its __dlpack_device__ is %s",
+                     name, places[own], places[place]);
+        status = -1;
     }
+    if (!status) status = read_tensor(tensor, name, out);
     if (status < 0) tensor_drop(out);
     return status;
+}
+
+PyObject *dlpack_check(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *capsule;
+    const char *name;
+    long type;
+    int readonly;
+    if (!PyArg_ParseTuple(args, "Osl:dlpack_check", &capsule, &name, &type)) return NULL;
+    const DLTensor *tensor = capsule_tensor(capsule, name, &readonly);
+    if (!tensor) return NULL;
+    if (tensor->device.type == type) Py_RETURN_NONE;
+    return PyErr_Format(PyExc_ValueError,
+                        "%s is in the memory of %s, but its __dlpack_device__ is %s", name,
+                        device_name(tensor->device.type), device_name(type));
 }
 
 /* ---- lending ---- */

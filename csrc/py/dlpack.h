@@ -32,6 +32,10 @@ void tensor_drop(Tensor *tensor);
 /* Bytes of one element. */
 int64_t element_bytes(Element element);
 
+/* dlpack_check(capsule, name, type): refuses, as tensor_borrow does, a capsule that says it is of
+ * another type of device, or whose numbers describe no memory that there can be. */
+PyObject *dlpack_check(PyObject *module, PyObject *args);
+
 /* dlpack_lend(array, bf16, versioned, shape) -> capsule: a NumPy array, or one of the engine's on a
  * GPU in this shape, as DLPack, for another library's from_dlpack. With bf16 a uint16 array is lent
  * as bf16. */

@@ -109,8 +109,8 @@ static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     int threads = 0;
     Shape shape = {0};
     Borrowed freq;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|$ssi:Model", names, &PyDict_Type, &config,
-                                     &inv_freq, &weights, &device, &threads))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|$ssO&:Model", names, &PyDict_Type, &config,
+                                     &inv_freq, &weights, &device, whole_from, &threads))
         return NULL;
     int bf16 = strcmp(weights, "bf16") == 0;
     if (!bf16 && strcmp(weights, "f32") != 0)
@@ -168,12 +168,12 @@ static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *k
     static char *names[] = {"rank", "tokens", "step_bytes", NULL};
     int rank, tokens = 0;
     Py_ssize_t step_bytes = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "i|in:plan", names, &rank, &tokens, &step_bytes))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|O&n:plan", names, whole_from, &rank,
+                                     whole_from, &tokens, &step_bytes))
         return NULL;
-    if (rank < 1 || tokens < 0 || step_bytes < 0)
-        return PyErr_Format(
-            PyExc_ValueError,
-            "rank must be at least 1, and tokens and step_bytes 0 (the default) or more");
+    if (tokens < 0 || step_bytes < 0)
+        return PyErr_Format(PyExc_ValueError,
+                            "tokens and step_bytes must be 0 (the default) or more");
     Plan plan;
     PyModel *self = (PyModel *)object;
     AdapterSpec layout = {.rank = rank, .groups = ATTN | MLP | UNEMBED, .alpha = 1.0f};

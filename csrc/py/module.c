@@ -8,6 +8,7 @@
 
 #include "arrays.h"
 #include "dlpack.h"
+#include "finite.h"
 #include "place.h"
 #include "tensor_ops.h"
 
@@ -19,6 +20,17 @@ PyObject *raise_status(Status status)
     return NULL;
 }
 
+int whole_from(PyObject *object, void *number)
+{
+    int overflow;
+    long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
+    if (value == -1 && !overflow && PyErr_Occurred()) return 0;
+    if (overflow > 0 || value > INT32_MAX) value = INT32_MAX;
+    if (overflow < 0 || value < INT32_MIN) value = INT32_MIN;
+    *(int *)number = (int)value;
+    return 1;
+}
+
 ModuleState *state_of(PyTypeObject *type)
 {
     return PyType_GetModuleState(type);
@@ -26,8 +38,25 @@ ModuleState *state_of(PyTypeObject *type)
 
 /* ---- turns ---- */
 
+/* How many forks lie between this process and the one that loaded the module. A child is forked
+ * while the GIL is held, by a thread that is in no turn. */
+static unsigned forks;
+
+static void child_begin(void)
+{
+    forks++;
+}
+
+static void forks_watch(void)
+{
+    pthread_atfork(NULL, NULL, child_begin);
+}
+
 void turn_open(PyModel *model)
 {
+    static pthread_once_t watched = PTHREAD_ONCE_INIT;
+    pthread_once(&watched, forks_watch);
+    model->forks = forks;
     pthread_mutexattr_t again;
     pthread_mutexattr_init(&again);
     pthread_mutexattr_settype(&again, PTHREAD_MUTEX_RECURSIVE);
@@ -37,12 +66,26 @@ void turn_open(PyModel *model)
 
 void turn_take(PyModel *model)
 {
+    if (model->forks != forks) {
+        model->torn |= model->inside > 0;
+        model->inside = 0;
+        turn_open(model);
+    }
     if (pthread_mutex_trylock(&model->turn) != 0) NO_GIL(pthread_mutex_lock(&model->turn));
+    model->inside++;
 }
 
 void turn_give(PyModel *model)
 {
+    model->inside--;
     pthread_mutex_unlock(&model->turn);
+}
+
+Status turn_check(const PyModel *model)
+{
+    if (!model->torn) return STATUS_OK;
+    return fail(STATUS_DEVICE, "another thread was in a call of this model when the process was "
+                               "forked: load the model again in the child");
 }
 
 /* ---- tables ---- */
@@ -174,6 +217,11 @@ static PyMethodDef core_methods[] = {
     {"jsd", core_jsd, METH_VARARGS,
      "jsd(student, weight, teacher, weight, keep, scale, how, want_rows, want_weight) -> "
      "(loss, drows, dweight)\n\nSee tinsmith.ops."},
+    {"first_bad", core_first_bad, METH_O,
+     "first_bad(array) -> int\n\nThe index of the first number that is not finite, or -1."},
+    {"dlpack_check", dlpack_check, METH_VARARGS,
+     "dlpack_check(capsule, name, device_type)\n\nRefuses a capsule that describes no memory there "
+     "can be, or another device's."},
     {"dlpack_lend", dlpack_lend, METH_VARARGS,
      "dlpack_lend(array, bf16, versioned, shape=None) -> capsule\n\nA NumPy array, or one on a GPU "
      "in this shape, as DLPack."},

@@ -5,8 +5,9 @@
  * adapters and its samplers take turns: one of them at a time is in the engine. Attributes that are
  * a number can be read at any time, and interrupt() is for another thread's turn. A thread that
  * waits for a turn has released the GIL, so the thread with the turn can take the GIL; never the
- * other way round. An object without references is closed by the thread that drops the last one,
- * without a turn: the engine frees memory in any thread (device.h). */
+ * other way round. A forked child has no turns but its own; a model that was in the middle of a
+ * call at the fork is refused there. An object without references is closed by the thread that
+ * drops the last one, without a turn: the engine frees memory in any thread (device.h). */
 #ifndef TINSMITH_MODULE_H
 #define TINSMITH_MODULE_H
 
@@ -24,6 +25,9 @@ typedef struct PyModel {
     PyObject_HEAD Model *model;
     pthread_mutex_t turn; /* a thread that has it may take it again: freeing garbage runs Python,
                              and so does a training call between its micro-batches */
+    int inside;           /* how often it is taken */
+    int torn;             /* a fork has cut a call of the parent's off */
+    unsigned forks;       /* of the process that the turn belongs to (module.c) */
 } PyModel;
 
 typedef struct PyAdapter {
@@ -41,12 +45,18 @@ typedef struct PySampler {
 extern struct PyModuleDef core_module;
 extern PyType_Spec model_spec, adapter_spec, sampler_spec;
 
+/* A converter of PyArg_Parse's "O&" for a whole number that the engine checks: what an int can't
+ * hold becomes its nearest int, so that the engine's own sentence refuses it. */
+int whole_from(PyObject *object, void *number);
+
 /* Sets the exception that the status names, with its sentence; returns NULL. */
 PyObject *raise_status(Status status);
 /* A model's turn: made with the model, waited for, ended. */
 void turn_open(PyModel *model);
 void turn_take(PyModel *model);
 void turn_give(PyModel *model);
+/* Refuses a model that a fork has torn. */
+Status turn_check(const PyModel *model);
 
 /* Makes a call without the GIL, and without a turn or on one. */
 #define NO_GIL(call)            \
@@ -55,11 +65,13 @@ void turn_give(PyModel *model);
         call;                   \
         Py_END_ALLOW_THREADS;   \
     } while (0)
-#define ON_TURN(model, call) \
-    do {                     \
-        turn_take(model);    \
-        NO_GIL(call);        \
-        turn_give(model);    \
+/* Sets the variable `status`, as each such call does. */
+#define ON_TURN(model, call)        \
+    do {                            \
+        turn_take(model);           \
+        status = turn_check(model); \
+        if (!status) NO_GIL(call);  \
+        turn_give(model);           \
     } while (0)
 
 /* The state of the module that `type` belongs to. */

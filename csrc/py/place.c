@@ -3,13 +3,15 @@
  * There is one device of each name in a process, opened at its first turn and never closed. Its
  * threads, or its stream, belong to the process, and lent arrays may outlive any call. A thread
  * that holds the turn never waits for the GIL, so waiting for the turn is safe. The wait releases
- * the GIL, because a turn may be long. */
+ * the GIL, because a turn may be long. In a forked child nobody has the turn, whoever had it in the
+ * parent; what a call leaves on the CPU's device harms no later one. */
 #include "place.h"
 
 #include <pthread.h>
 #include <string.h>
 
 static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t forks_watched = PTHREAD_ONCE_INIT;
 static const char *const ARRAY = "tinsmith.array";
 
 static struct {
@@ -19,8 +21,19 @@ static struct {
 
 static size_t cuda_engine = 1; /* which of the devices serves arrays on a GPU */
 
+static void child_begin(void)
+{
+    pthread_mutex_init(&turn, NULL);
+}
+
+static void forks_watch(void)
+{
+    pthread_atfork(NULL, NULL, child_begin);
+}
+
 Status turn_begin(Place place, Device **dev)
 {
+    pthread_once(&forks_watched, forks_watch);
     pthread_mutex_lock(&turn);
     size_t i = place == PLACE_CPU ? 0 : cuda_engine;
     Status status = STATUS_OK;

@@ -99,10 +99,11 @@ static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *
     RequestSpec spec = {
         .samples = 1, .max_tokens = -1, .temperature = 1.0f, .top_k = -1, .top_p = 1.0f};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "LO|O$iififKOipiiOOiL:add", names, &id, &arrays.prompt, &adapter,
-            &spec.samples, &spec.max_tokens, &spec.temperature, &spec.top_k, &spec.top_p, &seed,
-            &arrays.stop_ids, &spec.topk_sample, &spec.prompt_logprobs, &spec.topk_prompt,
-            &spec.draws, &arrays.targets, &arrays.starts, &spec.first_scored, &client))
+            args, kwargs, "LO|O$O&O&fO&fKOO&pO&O&OOO&L:add", names, &id, &arrays.prompt, &adapter,
+            whole_from, &spec.samples, whole_from, &spec.max_tokens, &spec.temperature, whole_from,
+            &spec.top_k, &spec.top_p, &seed, &arrays.stop_ids, whole_from, &spec.topk_sample,
+            &spec.prompt_logprobs, whole_from, &spec.topk_prompt, whole_from, &spec.draws,
+            &arrays.targets, &arrays.starts, whole_from, &spec.first_scored, &client))
         return NULL;
     if (adapter != Py_None && !Py_IS_TYPE(adapter, state_of(Py_TYPE(object))->adapter))
         return PyErr_Format(PyExc_TypeError, "adapter must be an Adapter or None, not %s",
@@ -114,7 +115,8 @@ static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *
     int failed = arrays_borrow(&arrays, &spec) < 0;
     Status status = STATUS_OK;
     turn_take(self->model);
-    if (!failed) NO_GIL(status = sampler_add(self->sampler, &spec));
+    if (!failed) status = turn_check(self->model);
+    if (!failed && !status) NO_GIL(status = sampler_add(self->sampler, &spec));
     if (!failed && !status && adapter != Py_None && adapter_keep(self, id, adapter) < 0) {
         sampler_forget(self->sampler, id);
         failed = 1;
@@ -155,7 +157,8 @@ static PyObject *sampler_step_method(PyObject *object, PyObject *unused)
     PySampler *self = (PySampler *)object;
     Status status;
     turn_take(self->model);
-    NO_GIL(status = sampler_step(self->sampler));
+    status = turn_check(self->model);
+    if (!status) NO_GIL(status = sampler_step(self->sampler));
     PyObject *result = status ? raise_status(status) : step_result(self->sampler);
     turn_give(self->model);
     return result;

@@ -246,7 +246,7 @@ PyObject *core_topk(PyObject *module, PyObject *args)
     (void)module;
     PyObject *rows, *weight;
     Call call = {0};
-    if (!PyArg_ParseTuple(args, "OOi:topk", &rows, &weight, &call.K)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOO&:topk", &rows, &weight, whole_from, &call.K)) return NULL;
     const char *name = weight == Py_None ? "logits" : "hidden";
     if (tensor_place(rows, name, &call.place) < 0 ||
         source_take(&call.rows, call.place, rows, weight, name, "weight") < 0)
@@ -291,14 +291,14 @@ PyObject *core_gather(PyObject *module, PyObject *args)
         source_take(&call.rows, call.place, rows, weight, name, "weight") < 0 ||
         ids_take(&call, &call.given[0], ids) < 0 ||
         floats_take(&call, &call.given[1], dlogp, "dlogp", call.rows.view.N * call.K) < 0 ||
-        floats_take(&call, &call.given[2], lse, "lse", call.rows.view.N) < 0)
+        floats_take(&call, &call.given[2], lse, "lse", 2 * call.rows.view.N) < 0)
         return call_refuse(&call);
     if (lse != Py_None && dlogp == Py_None) {
         PyErr_SetString(PyExc_ValueError, "with the rows' lse only a gradient is to be had: dlogp");
         return call_refuse(&call);
     }
     if ((lse == Py_None && (result_new(&call, 0, KIND_FLOAT32, call.rows.view.N, call.K) < 0 ||
-                            result_new(&call, 3, KIND_FLOAT32, call.rows.view.N, 1) < 0)) ||
+                            result_new(&call, 3, KIND_FLOAT32, call.rows.view.N, 2) < 0)) ||
         (dlogp != Py_None && gradient_new(&call, want_rows, want_weight) < 0))
         return call_refuse(&call);
     return call_run(&call, gather_work, RESULTS);
@@ -344,9 +344,9 @@ PyObject *core_jsd(PyObject *module, PyObject *args)
     int want_rows, want_weight;
     Call call = {0};
     Jsd *how = &call.how;
-    if (!PyArg_ParseTuple(args, "OOOOOO(fffipp)pp:jsd", &object[0], &object[1], &object[2],
+    if (!PyArg_ParseTuple(args, "OOOOOO(fffO&pp)pp:jsd", &object[0], &object[1], &object[2],
                           &object[3], &object[4], &object[5], &how->beta, &how->temperature,
-                          &how->clip, &how->top_k, &how->probs, &how->each, &want_rows,
+                          &how->clip, whole_from, &how->top_k, &how->probs, &how->each, &want_rows,
                           &want_weight))
         return NULL;
     if (tensor_place(object[0], "student", &call.place) < 0 ||

@@ -60,7 +60,7 @@ static void decode_place(Decode *d, Arena *arena)
     acts_place(&d->acts, arena, m, d->rows, rank, 0);
     d->s = arena_take(arena, C * (size_t)rank * m->dev->real_bytes);
     d->logits = arena_take(arena, C * (size_t)m->shape.vocab * sizeof(float));
-    d->lse = arena_take(arena, C * sizeof(float));
+    d->lse = arena_take(arena, 2 * C * sizeof(float));
     d->ids = arena_take(arena, B * (sizeof(int32_t) + sizeof(float)));
     d->logp = (float *)(d->ids + d->rows);
 }

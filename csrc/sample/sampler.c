@@ -104,7 +104,7 @@ static void step_place(SampleStep *step, Arena *arena, int rank)
     step->x = arena_take(arena, C * (size_t)m->shape.width * size);
     step->s = arena_take(arena, C * (size_t)rank * size);
     step->logits = arena_take(arena, C * (size_t)m->shape.vocab * sizeof(float));
-    step->lse = arena_take(arena, C * sizeof(float));
+    step->lse = arena_take(arena, 2 * C * sizeof(float));
     step->logp = arena_take(arena, step->ids_room * sizeof(float));
     step->ids = arena_take(arena, step->ids_room * sizeof(int32_t));
     step->rows = arena_take(arena, C * sizeof(int32_t));

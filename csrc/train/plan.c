@@ -41,6 +41,7 @@ Status plan_make(Plan *plan, Model *model, const AdapterSpec *layout, const Trai
 {
     Adapter *adapter = NULL;
     Trainer *trainer = NULL;
+    TRY(adapter_check(layout));
     TRY(adapter_measure(&adapter, model, layout));
     Status status = trainer_open(&trainer, adapter, limits);
     if (!status) status = plan_of(plan, trainer, tokens);

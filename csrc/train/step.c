@@ -16,6 +16,7 @@
  * most that fits. The rest is recomputed, to the same bits, so no result depends on the plan. The
  * scratch of the ops is measured by running the micro-batch on a device that rehearses. micro_work
  * is both the run and the rehearsal, so no op of one is missing in the other. */
+#include <float.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -314,6 +315,19 @@ static Status micro_run(TrainStep *step, int i)
     return last ? last : status;
 }
 
+/* Whether the sum of the gradients so far and the FRESH ones, of this norm, is finite. A number
+ * below 2^103, half of the last place of f32's largest, brings no finite number to infinity. */
+static Status sum_check(const TrainStep *step, double norm)
+{
+    double before = 0.0;
+    if (norm >= 0x1p103) TRY(adapter_norm(step->trainer->adapter, GRADIENTS, &before));
+    if (norm + before <= FLT_MAX) return STATUS_OK;
+    return fail(STATUS_NUMERIC, isfinite(norm)
+                                    ? "the sum of this batch's gradient and those before it is not "
+                                      "finite; this batch's was dropped"
+                                    : "the gradient of this batch is not finite; it was dropped");
+}
+
 /* Adds the FRESH gradients to the others, with their loss and counts, and clears them. It adds
  * nothing if the call failed or they are not finite. */
 static Status gradients_take(const TrainStep *step, Status status, double loss)
@@ -322,8 +336,7 @@ static Status gradients_take(const TrainStep *step, Status status, double loss)
     Device *dev = adapter->model->dev;
     double norm = 0.0;
     if (!status) status = adapter_norm(adapter, FRESH, &norm);
-    if (!isfinite(norm))
-        status = fail(STATUS_NUMERIC, "the gradient of this batch is not finite; it was dropped");
+    if (!status) status = sum_check(step, norm);
     if (!status) {
         dev->accumulate(dev, adapter->vector[GRADIENTS], adapter->vector[FRESH], adapter->size);
         adapter->loss += loss;

@@ -54,7 +54,7 @@ static size_t targets_place(TrainStep *step, Arena *arena)
     second->x = arena_take(arena, C * (size_t)m->shape.width * size);
     second->s = arena_take(arena, C * (size_t)R * size);
     second->logits = arena_take(arena, C * (size_t)m->shape.vocab * sizeof(float));
-    second->lse = arena_take(arena, C * sizeof(float));
+    second->lse = arena_take(arena, 2 * C * sizeof(float));
     return arena->used;
 }
 

@@ -109,6 +109,9 @@ typedef struct Trainer {
  * default. */
 Status trainer_open(Trainer **trainer, Adapter *adapter, const TrainerLimits *limits);
 void trainer_close(Trainer *trainer);
+/* Gives the memory of its steps back until the next one, unless one is under way. A kept forward is
+ * then computed again. */
+void trainer_trim(Trainer *trainer);
 
 /* How far a call goes: FORWARD_KEEP leaves what backward needs. */
 typedef enum Pass { FORWARD, FORWARD_KEEP, FORWARD_BACKWARD } Pass;

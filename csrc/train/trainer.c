@@ -63,6 +63,13 @@ void trainer_close(Trainer *trainer)
     free(trainer);
 }
 
+void trainer_trim(Trainer *trainer)
+{
+    if (trainer->busy) return;
+    arena_release(&trainer->arena);
+    trainer->held = 0;
+}
+
 /* ---- the kept forward ---- */
 
 #define COPY(to, from, count)                          \

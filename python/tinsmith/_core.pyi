@@ -57,11 +57,11 @@ def gather(
     ids: NDArray[np.int32],  # (N·K,)
     K: int,
     dlogprobs: Any,  # float32 of N·K numbers, here or on the CPU, or None: no gradients
-    lse: Any,  # float32 of N numbers from an earlier call, or None
+    lse: Any,  # float32 of 2·N numbers from an earlier call, or None
     want_rows: bool,
     want_weight: bool,
 ) -> tuple[Any, Any, Any, Any]:
-    """(logprobs (N, K), gradient of the rows, of the weight, in their types, lse (N,)); with lse
+    """(logprobs (N, K), gradient of the rows, of the weight, in their types, lse (N, 2)); with lse
     the gradients alone."""
 
 def jsd(
@@ -76,6 +76,14 @@ def jsd(
     want_weight: bool,
 ) -> tuple[Any, Any, Any]:
     """(losses (N, 1), or (N, V or top_k) of single terms, and the gradients of Σ scale·loss)."""
+
+def first_bad(array: NDArray[Any], /) -> int:
+    """The index of the first number, of float32, float16 or bf16's bits in uint16, that is not
+    finite; -1 where all are."""
+
+def dlpack_check(capsule: Any, name: str, device_type: int, /) -> None:
+    """ValueError or TypeError, which calls the capsule `name`, for one that describes no memory
+    there can be, or that says it is of another type of device."""
 
 def dlpack_lend(array: Any, bf16: bool, versioned: bool, shape: tuple[int, ...] = ...) -> Any:
     """A DLPack capsule of a NumPy array, or of a result on a GPU in this shape. The memory lives
@@ -272,6 +280,8 @@ class Adapter:
         after the step), and of the calls behind it: loss (their sum), loss_tokens and
         loss_sequences (those with a gradient that is not zero). FloatingPointError
         if the gradient is not finite: it is cleared, and weights and moments stay as they were."""
+    def trim(self) -> None:
+        """Gives a training step's memory back until the next step; no result changes."""
     def clear_gradients(self) -> None: ...
     def interrupt(self) -> None:
         """Call it from another thread: the current forward_backward stops within a layer's time. It

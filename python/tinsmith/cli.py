@@ -236,6 +236,10 @@ def _serve(options: argparse.Namespace) -> None:
         seed=options.seed,
     ) as backend:
         print(f"tinsmith serves {', '.join(models)} at {backend.url}")
+        print(
+            "sampling fills a model's cache of keys and values, up to a quarter of the memory that "
+            "its weights leave (tinsmith info says how much; --memory bounds all of it)"
+        )
         print(f"checkpoints are in {backend.checkpoints}; in a client's shell:")
         shown = API_KEY if key is None else "(the server's key)"
         print(f"  export TINKER_BASE_URL={backend.url} TINKER_API_KEY={shown}", flush=True)
@@ -337,6 +341,10 @@ def _info(options: argparse.Namespace) -> None:
     )
     bound = ", the model's context" if sizes["longest"] == int(config["context"]) else ""
     longest = f"the longest datum that can be trained has {sizes['longest']} tokens{bound}"
+    print(
+        "Sampling fills the KV cache and keeps it for prompts that begin alike (prefix cache): "
+        "by default a quarter of what the weights leave; of serve's --memory, if that is given."
+    )
     print(
         f"A training step may take {readable(sizes['step_most'])}; "
         f"{longest if sizes['longest'] else 'no datum can be trained in that'}."

@@ -59,10 +59,10 @@ class _Loan:
         return CPU if isinstance(self.array, np.ndarray) else CUDA
 
 
-def _place(x: Any) -> tuple[int, int]:
+def _place(x: Any, name: str = "the array") -> tuple[int, int]:
     """The device of an array; memory that the CPU reads is the CPU's."""
-    kind, number = x.__dlpack_device__() if hasattr(x, "__dlpack_device__") else CPU
-    return CPU if int(kind) in tensors.HOST else (int(kind), int(number))
+    place = tensors.device_of(x, name) if hasattr(x, "__dlpack_device__") else CPU
+    return CPU if place[0] in tensors.HOST else place
 
 
 def _like(like: Any, array: Any, shape: tuple[int, ...]) -> Any:
@@ -102,11 +102,12 @@ def _shape(x: Any, name: str) -> tuple[int, ...]:
 
 def _host(x: Any, name: str, dtype: type, rows: Any) -> np.ndarray:
     """A small array (ids, labels, weights) as NumPy's, fetched and converted if need be."""
-    if _place(x) not in (CPU, _place(rows)):
+    place = _place(x, name)
+    if place not in (CPU, _place(rows)):
         other = "" if _place(rows) == CPU else ", nor where the rows are"
         raise ValueError(f"{name} is not in the memory of the CPU{other}")
-    x = x if _place(x) == CPU else tensors.fetched(x)
-    array = np.asarray(x if isinstance(x, np.ndarray | list) else np.from_dlpack(x))
+    x = x if place == CPU else tensors.fetched(x)
+    array = np.asarray(x if isinstance(x, np.ndarray | list) else tensors.from_dlpack(x, name))
     whole = np.issubdtype(array.dtype, np.integer) or array.dtype == bool
     if np.issubdtype(dtype, np.integer) and not whole:
         raise TypeError(f"{name} must be whole numbers, not {array.dtype}")
@@ -125,7 +126,8 @@ class _Ids(NamedTuple):
 
 def _floats(x: Any, name: str, rows: Any) -> Any:
     """Numbers for the core: zero-copy if they are on the rows' device, else as NumPy's."""
-    return x if _place(x) != CPU and _place(x) == _place(rows) else _host(x, name, np.float32, rows)
+    there = _place(x, name) != CPU and _place(x) == _place(rows)
+    return x if there else _host(x, name, np.float32, rows)
 
 
 def _ids(ids: Any, lead: tuple[int, ...], rows: Any, name: str = "ids") -> _Ids:
@@ -213,7 +215,7 @@ def _weights(weights: Any, shape: tuple[int, ...], hidden: Any) -> np.ndarray:
 
 class Gathered(NamedTuple):
     """The result of gather: log-probabilities, the requested gradients, and logΣexp of each row's
-    logits."""
+    logits, (…, 2): the sum of two numbers."""
 
     logprobs: Any
     drows: Any
@@ -242,7 +244,7 @@ def gather(
     if lse is not None:
         return Gathered(None, *gradients, lse)
     lead = tuple(rows.shape)[:-1]
-    return Gathered(_like(rows, logprobs, own.shape), *gradients, _like(rows, found, lead))
+    return Gathered(_like(rows, logprobs, own.shape), *gradients, _like(rows, found, (*lead, 2)))
 
 
 # ---- divergence ----

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tinsmith import _core
+
 CPU = 1  # kDLCPU
 HOST = (CPU, 3, 11, 13)  # memory that the CPU reads: CUDA's and ROCm's pinned, CUDA's managed
 INT32 = np.iinfo(np.int32)
@@ -63,6 +65,34 @@ def like(x: Any, array: NDArray[Any]) -> Any:
         return namespace.asarray(array)
 
 
+def device_of(x: Any, name: str) -> tuple[int, int]:
+    """The type and the number of the device that an array with __dlpack__ is on, in DLPack's
+    numbers."""
+    place = x.__dlpack_device__()
+    try:
+        kind, number = map(operator.index, place) if isinstance(place, tuple) else ()
+        if max(abs(kind), abs(number)) <= INT32.max:
+            return kind, number
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"__dlpack_device__ of {name} must give a pair of whole numbers")
+
+
+class _Checked:
+    """A producer for NumPy, which reads whatever a capsule says: the engine checks it first."""
+
+    def __init__(self, x: Any, name: str):
+        self._x, self._name, self._device = x, name, device_of(x, name)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = self._x.__dlpack__(**options)
+        _core.dlpack_check(capsule, self._name, self._device[0])
+        return capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device
+
+
 def fetched(x: Any) -> Any:
     """A copy in the host's memory: each library has its own word for it."""
     for word in ("cpu", "get"):  # torch's, CuPy's
@@ -106,7 +136,7 @@ def _borrow(x: Any, name: str, what: str) -> NDArray[Any]:
     if isinstance(x, np.ndarray):
         return x
     if hasattr(x, "__dlpack__"):
-        return _from_dlpack(x, name)
+        return from_dlpack(x, name)
     if isinstance(x, list | tuple | range):
         return _from_list(x, name, what)
     raise TypeError(f"{name} must be an array, a tensor or a list of {what}, {_kind(x)} came")
@@ -122,16 +152,16 @@ def _from_list(x: ArrayLike, name: str, what: str) -> NDArray[Any]:
     return array
 
 
-def _from_dlpack(x: Any, name: str) -> NDArray[Any]:
+def from_dlpack(x: Any, name: str) -> NDArray[Any]:
     """A view of a tensor's memory; its producer copies one that lies on another device here."""
     if getattr(x, "requires_grad", False):
         raise ValueError(
             f"{name} requires a gradient, but none flows through tinsmith: pass {name}.detach()"
         )
     try:
-        if x.__dlpack_device__()[0] not in HOST:
+        if device_of(x, name)[0] not in HOST:
             x = fetched(x)
-        return x if isinstance(x, np.ndarray) else np.from_dlpack(x)
+        return x if isinstance(x, np.ndarray) else np.from_dlpack(_Checked(x, name))
     except (BufferError, RuntimeError, TypeError) as error:
         found = getattr(x, "dtype", None)
         raise TypeError(
@@ -155,5 +185,8 @@ def _kind(x: Any) -> str:
 
 
 def _short(x: Any) -> str:
-    text = repr(x)
+    try:
+        text = repr(x)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        text = f"a very long {_kind(x)}"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -22,6 +22,7 @@ from typing import TypeVar
 from tinsmith import _core
 from tinsmith.engine.loading import Loading
 from tinsmith.files.families import BaseModel, LoadedModel, inspect_model
+from tinsmith.tensors import to_integer
 
 T = TypeVar("T")
 
@@ -150,14 +151,15 @@ class Bases:
         """Calls a function that allocates, after making room for what it needs. If the function can
         do with less, makes as much room as possible.
 
-        `keep` is a model that must not be evicted. Raises MemoryError if no room can be made.
+        `keep` is a model that must not be evicted. Raises MemoryError if no room can be made; then
+        nothing was evicted for it.
         """
         least = need if least is None else least
+        if self.memory is not None and self._stays(keep) + least > self.memory:
+            raise MemoryError(self._no_room(least, what, self.memory - self._stays(keep)))
         while self.memory is not None and self._used() + need > self.memory:
             if not self._evict(keep):
-                if self._used() + least <= self.memory:
-                    break
-                raise MemoryError(self._no_room(least, what))
+                break
         return self._try(what, function, keep)
 
     def run_bytes(self, loaded: LoadedModel, rank: int) -> tuple[int, int]:
@@ -237,6 +239,14 @@ class Bases:
         models = (*self._loaded.values(), *(item.model for item in self._loading.values()))
         return sum(model.weight_bytes for model in models) + sum(h.bytes for h in self._holds())
 
+    def _stays(self, keep: Path | None) -> int:
+        """The bytes that no eviction frees."""
+        holds = [hold for hold in self._holds() if hold.pins]
+        pinned = {keep, *(hold.base for hold in holds)}
+        models = [model for path, model in self._loaded.items() if path in pinned]
+        models += [item.model for item in self._loading.values()]
+        return sum(model.weight_bytes for model in models) + sum(hold.bytes for hold in holds)
+
     def _evict(self, keep: Path | None) -> bool:
         """Evicts the least recently used model that may go, or else drops what can be made again on
         others. Returns whether there was anything to drop."""
@@ -248,12 +258,12 @@ class Bases:
                 return True
         return any(self._release(path) for path in self._loaded)
 
-    def _no_room(self, need: int, what: str) -> str:
+    def _no_room(self, need: int, what: str, free: int) -> str:
         assert self.memory is not None
-        free = max(self.memory - self._used(), 0)
+        left = readable(max(free, 0))
         return (
             f"{what} needs {readable(need)}, and of the {readable(self.memory)} that the server "
-            f"may use {readable(free)} are free; {self._holders()}; end a client that is not "
+            f"may use {left} are free; {self._holders()}; end a client that is not "
             "needed, or start the server with more --memory"
         )
 
@@ -314,3 +324,11 @@ def parse_bytes(text: str) -> int:
     if count <= 0:
         raise ValueError(f"{text!r} is not an amount of memory; say 800M, 12G or a number of bytes")
     return count
+
+
+def memory_from(given: int | str) -> int:
+    """An amount of memory, given as bytes or as text like "12G"."""
+    size = parse_bytes(given) if isinstance(given, str) else to_integer(given, "memory")
+    if size < 1:
+        raise ValueError(f"memory must be at least 1 byte, {size} came")
+    return size

@@ -158,7 +158,8 @@ class Decoder:
 
     def caches(self) -> list[tuple[Path, int, bool]]:
         """Of each open lane: its base model's path, its cache's bytes, and whether it is active."""
-        return [(path, lane.cache_bytes, bool(lane.pending)) for path, lane in self._lanes.items()]
+        lanes = list(self._lanes.items())  # at once: any thread may ask
+        return [(path, lane.cache_bytes, bool(lane.pending)) for path, lane in lanes]
 
     def add(
         self,

@@ -22,6 +22,9 @@ from tinsmith.engine.training import KeptForward
 from tinsmith.files.families import BaseModel
 from tinsmith.files.lora import Average
 
+# After so long without a request, a run gives the memory of its steps back.
+IDLE_SECONDS = 60.0
+
 
 @dataclass(frozen=True)
 class Job:
@@ -48,6 +51,7 @@ class Run:
     waiting: dict[int, Job] = field(default_factory=dict)  # for those before them
     waiting_since: float = 0.0
     kept: KeptForward | None = None  # the forward that forward_backward_custom began with
+    idle_since: float = 0.0  # when its newest request was over; 0: it holds no step's memory
 
     @property
     def bytes(self) -> int:
@@ -61,6 +65,19 @@ class Run:
             raise RequestError(f"{self.name} can't be used: {reason}", reason.category)
         return self.adapter
 
+    @property
+    def idle(self) -> bool:
+        """Whether it holds a step's memory, and no request of its is ready or under way."""
+        return self.idle_since > 0 and not self.ready
+
+    def trim(self) -> bool:
+        """Gives a step's memory back until the next step; whether there was any. The run's part of
+        the memory stays reserved."""
+        held, self.idle_since = self.adapter.bytes if self.adapter else 0, 0.0
+        if self.adapter is not None:
+            self.adapter.trim()
+        return self.adapter is not None and self.adapter.bytes < held
+
     def fail_waiting(self, error: RequestError) -> None:
         """Fails the requests that wait for earlier ones."""
         for job in self.waiting.values():
@@ -70,11 +87,12 @@ class Run:
 
 class Runs(dict[str, Run]):
     """Runs by name, and the order of their turns. A request waits at most `gap_seconds` for an
-    earlier one that has not arrived."""
+    earlier one that has not arrived. A run without requests is trimmed after `idle_seconds`."""
 
-    def __init__(self, gap_seconds: float):
+    def __init__(self, gap_seconds: float, idle_seconds: float = IDLE_SECONDS):
         super().__init__()
         self._gap_seconds = gap_seconds
+        self._idle_seconds = idle_seconds
         self._turns: deque[Run] = deque()  # the runs that have something ready
 
     @property
@@ -114,15 +132,23 @@ class Runs(dict[str, Run]):
     def over(self, run: Run) -> None:
         """A run's first request is done: the run goes to the end of the line."""
         run.ready.popleft()
+        run.idle_since = time.monotonic()
         if run.ready:
             self._turns.append(run)
 
-    def gap_timeout(self) -> float | None:
-        """Seconds until a request has waited long enough; None where none waits."""
-        gaps = [run.waiting_since for run in self.values() if run.waiting]
-        if not gaps:
-            return None
-        return max(0.0, min(gaps) + self._gap_seconds - time.monotonic())
+    def timeout(self) -> float | None:
+        """Seconds until a request has waited long enough, or a run has been idle for long; None
+        where there is no such."""
+        ends = [run.waiting_since + self._gap_seconds for run in self.values() if run.waiting]
+        ends += [run.idle_since + self._idle_seconds for run in self.values() if run.idle]
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
+
+    def trim(self) -> None:
+        """Trims the runs that have been idle for long."""
+        now = time.monotonic()
+        for run in self.values():
+            if run.idle and now - run.idle_since >= self._idle_seconds:
+                run.trim()
 
     def give_up_gaps(self) -> None:
         """Fails the requests that have waited long enough."""

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.engine import snapshots, teaching
-from tinsmith.engine.bases import Bases, Hold, NotLoaded
+from tinsmith.engine.bases import Bases, Hold, NotLoaded, readable
 from tinsmith.engine.decoding import Decoder, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError, explain
-from tinsmith.engine.runs import Job, Run, Runs, fail
+from tinsmith.engine.runs import IDLE_SECONDS, Job, Run, Runs, fail
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.engine.teaching import Teacher
 from tinsmith.engine.training import (
@@ -90,6 +90,7 @@ class Worker:
         threads: int = 0,
         memory: int | None = None,  # bytes; None: most of the machine's or the card's
         gap_seconds: float = GAP_SECONDS,
+        idle_seconds: float = IDLE_SECONDS,
         snapshot_bytes_max: int = snapshots.BYTES_MAX,
         keep_forwards: bool = True,
     ):
@@ -108,7 +109,7 @@ class Worker:
         self._snapshots = Snapshots(self._bases, snapshot_bytes_max)
         self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Future[Any] | None]]
         self._inbox = queue.SimpleQueue()
-        self._runs = Runs(gap_seconds)
+        self._runs = Runs(gap_seconds, idle_seconds)
         self._decoder = Decoder()
         self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
         self._closed = False
@@ -424,8 +425,16 @@ class Worker:
         if self._decoder.is_open(base):
             return
         tokens = self._bases.cache_tokens(base)
+        size = tokens * base.core.plan(1, 1)["kv_token"]
+        log.info(
+            "%s: sampling fills a cache of keys and values of up to %s (%d tokens), and keeps it "
+            "for prompts that begin alike; it is part of --memory, and makes room for others",
+            base.path,
+            readable(size),
+            tokens,
+        )
         self._bases.make(
-            tokens * base.core.plan(1, 1)["kv_token"],
+            size,
             "a cache of keys and values",
             lambda: self._decoder.open(base, tokens),
             keep=base.path,
@@ -449,7 +458,9 @@ class Worker:
     def _release(self, path: Path) -> bool:
         """Drops what can be made again on a base model; returns whether there was any."""
         shut = self._decoder.shut(path)  # an active one keeps the adapters that it uses
-        return self._snapshots.release(path) or shut
+        idle = [run for run in self._runs.values() if run.base.path == path and run.idle]
+        trimmed = [run.trim() for run in idle]
+        return self._snapshots.release(path) or shut or any(trimmed)
 
     def _loop(self) -> None:
         while not self._closed:
@@ -457,6 +468,7 @@ class Worker:
                 block=not self._runs.busy and not self._decoder.active and not self._bases.busy
             )
             self._runs.give_up_gaps()
+            self._runs.trim()
             spent = self._train_one()
             self._decode(spent)
         self._drain(block=False)
@@ -468,7 +480,7 @@ class Worker:
     def _drain(self, *, block: bool) -> None:
         """Executes the commands that have arrived; waits for one first where there is no work. At
         the end their futures fail."""
-        timeout = self._runs.gap_timeout() if block else 0.0
+        timeout = self._runs.timeout() if block else 0.0
         try:
             command, future = self._inbox.get(block=block, timeout=timeout)
             while True:

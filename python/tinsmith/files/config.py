@@ -32,6 +32,8 @@ FACTORS = (
     "embedding_multiplier", "residual_multiplier",
 )  # fmt: skip
 
+F32_MAX = float(np.finfo(np.float32).max)
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -80,7 +82,7 @@ def number(file: Path, content: dict[str, Any], key: str, default: float | None 
     value = content.get(key)
     value = default if value is None else value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:
+    if not is_number or not 0 < value <= F32_MAX:
         raise ValueError(f"{file}: {key} should be a positive number, found {value!r:.60}")
     return float(value)
 
@@ -111,7 +113,8 @@ def some_sliding(file: Path, content: dict[str, Any], layers: int) -> Mixers:
     full = count(file, content, "max_window_layers", default=28, least=0) if window else layers
     kinds = tuple(SLIDING if layer >= full else FULL for layer in range(layers))
     named = content.get("layer_types")
-    if window and isinstance(named, list) and len(named) == layers and {*named} <= {FULL, SLIDING}:
+    both = isinstance(named, list) and all(kind in (FULL, SLIDING) for kind in named)
+    if window and both and len(named) == layers:
         kinds = tuple(named)
     return _agreed(file, content, kinds, window if SLIDING in kinds else 0)
 
@@ -133,6 +136,7 @@ def _agreed(file: Path, content: dict[str, Any], kinds: tuple[str, ...], window:
 # ---- rotary frequencies ----
 
 
+@np.errstate(all="ignore")
 def frequencies(file: Path, content: dict[str, Any], head_width: int) -> NDArray[np.float32]:
     """The angle by which a position turns each pair of a head's elements."""
     # transformers 4 writes rope_theta beside rope_scaling, transformers 5 both in rope_parameters.
@@ -148,12 +152,16 @@ def frequencies(file: Path, content: dict[str, Any], head_width: int) -> NDArray
     powers = (float(np.float32(theta)) ** exponents.astype(np.float64)).astype(np.float32)
     plain = np.float32(1.0) / powers
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return plain
+    if kind not in ("default", "llama3"):
+        raise ValueError(
+            f"{file}: the rope type is {kind!r:.60}; tinsmith knows default and llama3"
+        )
     if kind == "llama3":
         rope = {"original_max_position_embeddings": content.get("max_position_embeddings")} | rope
-        return _llama3(file, rope, plain)
-    raise ValueError(f"{file}: the rope type is {kind!r}; tinsmith knows default and llama3")
+        plain = _llama3(file, rope, plain)
+    if not np.isfinite(plain).all():
+        raise ValueError(f"{file}: with rope_theta {theta:g} not all frequencies are finite")
+    return plain
 
 
 def _llama3(file: Path, rope: dict[str, Any], inv_freq: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -5,6 +5,7 @@ behind each of the engine's slots; no code anywhere asks for a family's name. We
 from the mapped files one tensor at a time, after all names and shapes have been checked.
 """
 
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -55,6 +56,7 @@ SIZES = {
     "vocab": "vocab_size",
     "context": "max_position_embeddings",
 }
+LAYERS_MAX, HEAD_WIDTH_MAX = 1 << 16, 256  # which the engine has too (csrc/model/model.c)
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,12 @@ def read_weights(
             entry = tensors.entry(name)
             fetch(entry)
             done += entry.size
-            yield Piece(slot, layer, index, _as_kept(tensors[name], model.kind), done, total)
+            array = tensors[name]
+            weights.check_finite(array, f"{entry.file}: {name}")
+            kept = _as_kept(array, model.kind)
+            if kept.itemsize < array.itemsize:  # float32's largest numbers are none of bfloat16's
+                weights.check_finite(kept, f"{entry.file}: {name}, in bfloat16,")
+            yield Piece(slot, layer, index, kept, done, total)
 
 
 def close_core(model: BaseModel, core: _core.Model) -> LoadedModel:
@@ -311,10 +318,15 @@ def _read_model(folder: Path) -> tuple[Family, dict[str, Any], NDArray[np.float3
     heads, width, layers = config["heads"], config["width"], config["layers"]
     kv_heads = count(file, content, "num_key_value_heads", default=heads)
     head_width = count(file, content, "head_dim", default=family.head_width or width // heads)
+    if layers > LAYERS_MAX:
+        raise ValueError(f"{file}: {layers} layers are more than {LAYERS_MAX}")
     if heads % kv_heads:
         raise ValueError(f"{file}: {heads} heads can't share {kv_heads} key-value heads evenly")
-    if head_width % 2:
-        raise ValueError(f"{file}: head_dim is {head_width}; rotary embeddings need an even one")
+    if head_width % 2 or not 2 <= head_width <= HEAD_WIDTH_MAX:
+        raise ValueError(
+            f"{file}: head_dim is {head_width}; it should be even, for rotary embeddings, and at "
+            f"most {HEAD_WIDTH_MAX}"
+        )
     inv_freq = hugging_face.frequencies(file, content, head_width)
     mixers, window = family.mixers(file, content, layers)
     config |= {
@@ -340,7 +352,7 @@ def _find_family(file: Path, content: dict[str, Any]) -> Family:
             return family
     known = ", ".join(family.architecture for family in FAMILIES)
     found = ", ".join(map(str, named)) or "no architecture"
-    raise ValueError(f"{file} names {found}; tinsmith knows {known}")
+    raise ValueError(f"{file} names {found:.200}; tinsmith knows {known}")
 
 
 # ---- tensors ----
@@ -408,11 +420,11 @@ def _read_tokenizer(folder: Path) -> dict[str, int]:
         if isinstance(vocab, list):  # Unigram: pairs of a token and its score, in the order of ids
             vocab = {token: index for index, (token, _score) in enumerate(vocab)}
         added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
-        tokens = {str(token): int(index) for token, index in (vocab | added).items()}
+        tokens = {str(token): operator.index(index) for token, index in (vocab | added).items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is not a tokenizer: {error!r}") from None
-    if not tokens:
-        raise ValueError(f"{file} has no tokens")
+        raise ValueError(f"{file} is not a tokenizer: {error!r:.200}") from None
+    if not tokens or min(tokens.values()) < 0:
+        raise ValueError(f"{file} has {'an id below 0' if tokens else 'no tokens'}")
     return tokens
 
 
@@ -429,4 +441,5 @@ def _read_eos(folder: Path, tokenizer: dict[str, int], vocab: int) -> tuple[int,
     file = folder / "tokenizer_config.json"
     token = read_json(file).get("eos_token") if file.is_file() else None
     token = token.get("content") if isinstance(token, dict) else token
-    return (tokenizer[token],) if token in tokenizer else ()
+    found = tokenizer.get(token, vocab) if isinstance(token, str) else vocab
+    return (found,) if found < vocab else ()

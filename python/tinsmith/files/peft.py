@@ -60,15 +60,13 @@ def describe(version: Version) -> Lora:
             raise ValueError(f"{file}: {key} is {said[key]!r:.60}, which is not supported")
     if said.get("bias", "none") != "none":
         raise ValueError(f"{file}: bias is {said['bias']!r:.60}; only none is supported")
-    rank, alpha = said.get("r"), said.get("lora_alpha")
-    if not meta.is_count(rank, 1) or not meta.is_positive(alpha):
-        found = f"{rank!r:.40}, {alpha!r:.40}"
-        raise ValueError(f"{file}: r and lora_alpha should be positive, found {found}")
+    rank, alpha = config.count(file, said, "r"), config.number(file, said, "lora_alpha")
     alpha = alpha * (math.sqrt(rank) if said.get("use_rslora") else 1.0)
     with version.tensors(checkpoint.ADAPTER_FILE) as tensors:
         modules = _modules(folder, tensors, rank)
     base = str(said.get("base_model_name_or_path") or "")
-    return Lora(folder, base, rank, float(np.float32(alpha)), modules)  # as the engine keeps it
+    with np.errstate(over="ignore"):  # the engine refuses an infinite one
+        return Lora(folder, base, rank, float(np.float32(alpha)), modules)  # as the engine keeps it
 
 
 def _modules(folder: Path, tensors: weights.Tensors, rank: int) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from tinsmith import _core
 from tinsmith.files import disk
 
 Opener = Callable[[Path], BinaryIO]
@@ -30,6 +31,7 @@ HEADER_BYTES_MAX = 100 * 1000 * 1000
 TENSORS_MAX = 1 << 16
 BYTES_MAX = 1 << 62
 FETCH_BYTES = 1 << 22
+NAME_BYTES = 255  # of a file's name
 
 # The sizes of all types are needed to check a file's offsets; only the first three are read.
 _BITS = {
@@ -203,10 +205,10 @@ def narrow(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
 def check_finite(array: np.ndarray, what: str) -> None:
     """ValueError for an array with a NaN or an infinity, which is never a weight; `what` names
     it."""
-    bad = np.flatnonzero(~np.isfinite(widen(array).reshape(-1)))
-    if len(bad):
-        place = ", ".join(map(str, np.unravel_index(bad[0], array.shape)))
-        found = widen(array.reshape(-1)[bad[0] : bad[0] + 1])[0]
+    bad = _core.first_bad(np.ascontiguousarray(array))
+    if bad >= 0:
+        place = ", ".join(map(str, np.unravel_index(bad, array.shape)))
+        found = widen(array.reshape(-1)[bad : bad + 1])[0]
         raise ValueError(f"{what} has {found} at [{place}]: all of its numbers must be finite")
 
 
@@ -229,8 +231,11 @@ def _read_index(index: Path) -> dict[str, str]:
     if not isinstance(shards, dict) or not shards:
         raise ValueError(f"{index} has no weight_map of tensor names to files")
     for name, shard in shards.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or not shard:
-            raise ValueError(f"{index}: {name} names the file {shard!r}, not one beside the index")
+        named = isinstance(shard, str) and 0 < len(shard.encode("utf-8", "replace")) <= NAME_BYTES
+        if not named or Path(shard).name != shard:
+            raise ValueError(
+                f"{index}: {name:.200} names the file {shard!r:.200}, not one beside the index"
+            )
         if not (index.parent / shard).is_file():
             raise FileNotFoundError(f"{index}: {name} is in {shard}, which is missing")
     return shards

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinsmith.engine.bases import memory_from
 from tinsmith.files.families import find_model
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def serve(
     dtype: str = "auto",
     checkpoints: str | Path = CHECKPOINTS,
     threads: int = 0,
-    memory: int | None = None,
+    memory: int | str | None = None,
     preload: bool | None = None,
     seed: int | None = None,
 ) -> Backend:
@@ -47,11 +48,12 @@ def serve(
     folder that save_state writes to. dtype: the type of products with base weights: "float32",
     "bfloat16", or "auto", which is bfloat16 for a bf16 model where the processor has the
     instructions. threads: 0 takes all cores. memory: the bytes that models, their caches and runs
-    may take together; None is nine tenths of the machine's or the card's. When memory runs short,
-    idle models are evicted. preload: whether models are loaded before this returns. By default one
-    model alone is, and several are loaded on first use. seed: requests without a seed of their own
-    draw the same each time the same run is made, also when it is resumed. Without it they draw
-    afresh.
+    may take together, also as text like "12G"; None is nine tenths of the machine's or the card's.
+    When memory runs short, idle models are evicted. A model's cache of keys and values fills up to
+    a quarter of what its weights leave, and keeps what prompts may begin with again (prefix cache).
+    preload: whether models are loaded before this returns. By default one model alone is, and
+    several are loaded on first use. seed: requests without a seed of their own draw the same each
+    time the same run is made, also when it is resumed. Without it they draw afresh.
 
         with tinsmith.serve({"Qwen/Qwen3-0.6B": "models/qwen3"}) as backend:
             client = backend.service_client().create_lora_training_client("Qwen/Qwen3-0.6B")
@@ -72,7 +74,7 @@ def serve(
         device=device,
         dtype=dtype,
         threads=threads,
-        memory=memory,
+        memory=None if memory is None else memory_from(memory),
         preload=preload,
         seed=seed,
     )
