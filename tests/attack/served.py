@@ -39,13 +39,13 @@ class Clean:
 
     def __init__(self, backend: Backend):
         self._service = backend.service_client(api_key="tml-clean")
-        self._training = self._service.create_lora_training_client("m", rank=2, seed=7).result()
+        self.training = self._service.create_lora_training_client("m", rank=2, seed=7).result()
         self._sampler = self._service.create_sampling_client(base_model="m").result()
         self._expected = self._ask()
 
     def _ask(self) -> list[bytes]:
         data = [datum(6, seed=5), datum(4, seed=6)]
-        output = self._training.forward(data, "cross_entropy").result(timeout=SECONDS)
+        output = self.training.forward(data, "cross_entropy").result(timeout=SECONDS)
         found = [item["logprobs"].to_numpy().tobytes() for item in output.loss_fn_outputs]
         params = tinker.SamplingParams(max_tokens=5, seed=11, stop=[])
         prompt = tinker.ModelInput.from_ints([9, 8, 7])

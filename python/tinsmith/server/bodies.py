@@ -34,7 +34,7 @@ BRACKETS_MAX = 1 << 17  # lists and objects in JSON
 DEPTH_MAX = 64  # of lists and objects in each other
 VALUE_BYTES = 40  # that a value takes, about
 WINDOW_BYTES_MAX = 1 << 23  # of zstd, which needs as much memory; RFC 8878 asks for no more
-UNPACKED = 1 << 22  # bytes that are unpacked at once
+UNPACKED = 1 << 22  # bytes that are unpacked, or looked through, at once
 STRETCH = 1 << 16  # characters of a list that are parsed at once
 
 PACE_SECONDS = 10.0  # in which PACE_BYTES must come
@@ -149,14 +149,19 @@ async def parsed_json(service: Service, body: bytes, arrival: Arrival) -> dict[s
 
 def count_values(body: bytes) -> int:
     """At most so many values are in a JSON text; a Refusal if they could be too many."""
-    brackets = body.count(b"[") + body.count(b"{")
-    values = brackets + body.count(b",") + body.count(b":") + 1
-    if brackets > BRACKETS_MAX or values > VALUES_MAX:
-        raise Refusal(
-            413,
-            f"the body is JSON of up to {values} values, {brackets} of them lists and objects; at "
-            f"most {VALUES_MAX} and {BRACKETS_MAX} are read",
-        )
+    brackets, values = 0, 1
+    for at in range(0, len(body), UNPACKED):
+        part = at, at + UNPACKED
+        new = body.count(b"[", *part) + body.count(b"{", *part)
+        brackets += new
+        values += new + body.count(b",", *part) + body.count(b":", *part)
+        if brackets > BRACKETS_MAX or values > VALUES_MAX:
+            raise Refusal(
+                413,
+                f"the body's JSON has up to {values} values in its first {part[1]} bytes, "
+                f"{brackets} of them lists and objects; at most {VALUES_MAX} and {BRACKETS_MAX} "
+                "are read",
+            )
     return values
 
 
@@ -175,7 +180,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise Refusal(400, f"the body must be a JSON object, {type(content).__name__} came")
     if body.count(b"[") + body.count(b"{") > DEPTH_MAX:
         _check_depth(content)
-    if _ESCAPED_SURROGATE.search(body):
+    if b"\\u" in body and _ESCAPED_SURROGATE.search(body):
         _check_texts(content)
     return content
 
