@@ -127,12 +127,15 @@ def test_sampling_does_not_wait_for_a_long_batch_and_closing_ends_it(tiny_model_
 def test_closing_ends_a_micro_batch_that_is_under_way(tiny_model_dir, monkeypatch):
     """As a long one would be: none of these is asked between two of them."""
     monkeypatch.setattr(Worker, "_let_others_work", lambda self: None)
-    probe, start = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1), time.monotonic()
+    probe = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1)
     try:
         probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
         long = probe.forward_backward("run", 1, long_batch())
+        while not probe._calls:  # before it has begun it would not be in the engine
+            time.sleep(0.001)
         assert not long.done()
     finally:
+        start = time.monotonic()
         probe.close()
     assert time.monotonic() - start < 10
     assert "the server is shutting down" in str(long.exception(timeout=0))
