@@ -212,3 +212,11 @@ def test_others_may_not_use_the_adapter_of_the_call() -> None:
             call(adapter, data, between=work)
         assert adapter.read("gradients").tobytes() == before
     assert call(adapter, data)[1] == call(adapter_of(NAME), data)[1]
+
+
+@pytest.mark.parametrize(("step_tokens", "count"), [(136, 1), (135, 2), (30, 4), (23, 5)])
+def test_a_micro_batch_has_as_many_tokens_as_it_may(step_tokens: int, count: int) -> None:
+    seen: list[int] = []
+    adapter = adapter_of(NAME, step_tokens=step_tokens)
+    call(adapter, batch(NAME, (23, 1, 40, 7, 65)), between=lambda: seen.append(1))
+    assert len(seen) == count - 1

@@ -105,7 +105,7 @@ def test_work_is_asked_to_stop_until_it_does() -> None:
 
     interrupt_soon(0.1)
     with pytest.raises(KeyboardInterrupt):
-        turns.take(stop.wait, interrupt=interrupt)
+        turns.take(lambda: stop.wait(20), interrupt=interrupt)
     assert len(asked) == 3
 
 

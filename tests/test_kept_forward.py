@@ -151,8 +151,9 @@ def test_the_arrays_may_change_after_the_forward() -> None:
     found.forward(*flat, keep=True)
     for array in flat:
         array[:] = 1
+    ones = [np.ones_like(array) for array in flat for _ in range(100)]  # where copies of them were
     found.backward(dlogp)
-    assert state(found) == state(wanted)
+    assert state(found) == state(wanted) and len(ones) == 400
 
 
 def test_the_newest_kept_forward_counts() -> None:

@@ -39,14 +39,15 @@ def drawn(sampler: _core.Sampler, adapter: _core.Adapter) -> list[int]:
     return sampler.take(0)["samples"][0]["tokens"].tolist()
 
 
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("change", [train, write, follow])
 def test_what_changes_the_adapter_leaves_its_snapshots(
-    change: Callable[[_core.Adapter], None],
+    change: Callable[[_core.Adapter], None], count: int
 ) -> None:
     adapter, lone = adapter_of(), adapter_of()
     for _ in range(3):
         before = adapter.read("weights")
-        snapshots = [adapter.snapshot(), adapter.snapshot()]
+        snapshots = [adapter.snapshot() for _ in range(count)]
         change(adapter)
         change(lone)
         for snapshot in snapshots:

@@ -113,10 +113,13 @@ def test_chunks_change_no_bit_and_bound_the_memory():
     whole = ops.gather_logprobs(x, w, ids)
     some = [70, 3, 129]
     np.testing.assert_array_equal(ops.gather_logprobs(x[some], w, ids[some]), whole[some])
-    grad = np.ones(n, np.float32)
-    dx, _ = ops.gather_logprobs_backward(grad, x, w, ids)
-    alone, _ = ops.gather_logprobs_backward(grad[some], x[some], w, ids[some])
+    grad = np.zeros(n, np.float32)
+    grad[some] = 1  # in each chunk one
+    dx, dw = ops.gather_logprobs_backward(grad, x, w, ids)
+    alone, part = ops.gather_logprobs_backward(grad[some], x[some], w, ids[some])
     np.testing.assert_array_equal(alone, dx[some])
+    assert part.any(axis=1).all()
+    np.testing.assert_allclose(dw, part, rtol=1e-4, atol=1e-9)
 
 
 @pytest.mark.parametrize("n", [0, 1])

@@ -111,6 +111,21 @@ def test_a_frozen_weight_gets_no_gradient():
     assert w.grad is None and x.grad is not None
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_no_gradient_is_computed_for_a_frozen_weight(frozen, monkeypatch):
+    (x, w), _ = leaves((N, D), (V, D), dtype=torch.bfloat16)
+    w.requires_grad_(not frozen)
+    out, asked, gather = tt.gather_logprobs(x, w, torch.arange(N)), [], tt.ops.gather
+
+    def told(*arguments, **options):
+        asked.append(options["want"])
+        return gather(*arguments, **options)
+
+    monkeypatch.setattr(tt.ops, "gather", told)
+    out.sum().backward()
+    assert asked == [(True, not frozen)]
+
+
 def test_backward_twice_is_refused():
     (x,), _ = leaves((N, V))
     loss = tt.generalized_jsd(x, x.detach().flip(0))
