@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from attack import saves
 from attack.common import Attempt, Failure, One
@@ -56,8 +57,8 @@ class Operation:
 
 
 def _no_exchange(store: Store) -> None:
-    disk._exchange_at_once = lambda one, other: False  # type: ignore[assignment]
-    saves.save(store.folder(PATH), 2)
+    with patch.object(disk, "_exchange_at_once", lambda one, other: False):
+        saves.save(store.folder(PATH), 2)
 
 
 def _serve(store: Store) -> None:
