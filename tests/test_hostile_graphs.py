@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -573,7 +574,11 @@ def test_a_server_answers_them_all(server: Any, caplog: pytest.LogCaptureFixture
                 wire.post("/create_custom_loss", **body, inputs=LOGPROBS, graph=graph)
             )
 
-        for graph, sentence in UNCHECKED.values():
+        for name, (graph, sentence) in UNCHECKED.items():
+            if name == "many arguments":  # its body is refused before it is parsed
+                with pytest.raises(httpx.HTTPStatusError, match="413"):
+                    upload(graph)
+                continue
             answer = upload(graph)
             assert answer["category"] == "user" and re.search(sentence, answer["error"]), answer
         data = [make_datum([5, 6, 7], [6, 7, 8])]
