@@ -224,6 +224,7 @@ def test_scores_of_a_page_are_not_those_of_the_one_in_its_place(core: _core.Mode
         prompt[[PAGE, 2 * PAGE]] = 7  # the token behind a page is compared
         assert room.reused(ask(prompt)) == 0
         assert room.reused(scored(prompt, topk_prompt=0)) == 0
+        assert room.reused(scored(prompt, topk_prompt=0)) == 2 * PAGE
 
 
 def test_what_is_remembered_of_scores_is_bounded(core: _core.Model) -> None:
