@@ -157,6 +157,14 @@ def test_a_small_cache_is_shared_and_the_oldest_is_never_put_off(pages: int) -> 
         assert_same(room.results[number], alone(one, tokens)[0])
 
 
+def test_the_last_in_line_gives_its_pages_to_the_first() -> None:
+    room = Room(6 * PAGE)  # for two of them
+    for number in range(3):
+        room.add(number, ask(60, number, 90))
+    room.run(*range(3))
+    assert room.ended[0] == room.ended[1] == 90 < room.ended[2]
+
+
 def test_who_came_first_ends_though_others_never_stop_coming() -> None:
     """Each request of the greedy clients is followed by another one at once."""
     room, number = Room(6 * PAGE), 10

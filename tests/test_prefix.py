@@ -69,11 +69,14 @@ def test_a_page_in_the_middle_is_not_taken_for_one_at_the_beginning(core: _core.
 
 def test_the_same_page_behind_others_is_not_found_where_hashes_meet(core: _core.Model) -> None:
     sampler = _core.Sampler(core, tokens=16 * PAGE)  # sixteen buckets: many pages share one
-    page = tokens_of("qwen3", PAGE + 3, seed=99)
-    for seed in range(40):
-        prompt = np.concatenate([tokens_of("qwen3", PAGE, seed=seed), page])
+    page, other = (tokens_of("qwen3", PAGE, seed=seed) for seed in (98, 99))
+    for seed in range(60):
+        first = tokens_of("qwen3", PAGE, seed=seed)
+        run(sampler, np.concatenate([other, page, page[:3]]))
+        run(sampler, np.concatenate([first, page[:3]]))
+        before, prompt = sampler.reused, np.concatenate([first, page, page[:3]])
         assert_same(run(sampler, prompt), alone(core, prompt))
-    assert sampler.reused == 0
+        assert sampler.reused - before == PAGE
 
 
 def test_weights_that_change_are_other_weights(core: _core.Model) -> None:

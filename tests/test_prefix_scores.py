@@ -217,6 +217,16 @@ def test_scores_go_with_their_page(core: _core.Model) -> None:
     assert room.reused(scored(prompt, topk_prompt=0)) == 2 * PAGE
 
 
+def test_scores_of_a_page_are_not_those_of_the_one_in_its_place(core: _core.Model) -> None:
+    room = Room(core, tokens=4 * PAGE)
+    for seed in range(6):
+        prompt = text(150, seed)
+        prompt[[PAGE, 2 * PAGE]] = 7  # the token behind a page is compared
+        assert room.reused(ask(prompt)) == 0
+        assert room.reused(scored(prompt, topk_prompt=0)) == 0
+        assert room.reused(scored(prompt, topk_prompt=0)) == 2 * PAGE
+
+
 def test_what_is_remembered_of_scores_is_bounded(core: _core.Model) -> None:
     """A page's scores, 256 bytes and 512 for each of the best, against 1/16 of the cache."""
     if emulated(core):
