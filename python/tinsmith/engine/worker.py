@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -51,6 +52,7 @@ log = logging.getLogger("tinsmith")
 # How long requests wait for an earlier one that has not arrived. The SDK's chunks of one call
 # arrive within seconds of each other.
 GAP_SECONDS = 60.0
+SAVE_SECONDS = 1.0  # that the end leaves a save
 AGAIN_SECONDS = 0.05  # between two interrupts: the first may come before the engine listens
 
 
@@ -113,6 +115,7 @@ class Worker:
         self._decoder = Decoder()
         self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
         self._closed = False
+        self._save_until = math.inf
         self._began = 0.0  # when the micro-batch, or other job, that is executed began
         # The adapters that are in a training call. There are several where a model that a run's
         # teacher needs is complete while the call of another run lets others work.
@@ -225,6 +228,7 @@ class Worker:
                 optimizer=optimizer,
                 average=lane.average,
                 overwrite=overwrite,
+                going=self._hurry,
             )
 
         return self._submit(run, seq, work)
@@ -333,10 +337,12 @@ class Worker:
 
     def close(self) -> None:
         """Ends the thread; all requests that are not done fail. A training call or a sampling step
-        that is under way ends within a layer's time, and nothing of it remains. Other work, such as
-        a save, is finished first."""
+        that is under way ends within a layer's time, and nothing of it remains. A save has
+        SAVE_SECONDS, and the time of one more file, to be done; else the checkpoint is as it was.
+        Other work is finished first."""
         with self._lock:
             self._closed = True
+            self._save_until = min(self._save_until, time.monotonic() + SAVE_SECONDS)
             self._inbox.put((lambda: None, None))  # wakes the thread
         while self._thread.is_alive():
             for adapter in list(self._calls):
@@ -354,6 +360,11 @@ class Worker:
         if future is not None:
             fail(future, _ending())
         return future
+
+    def _hurry(self) -> None:
+        """Ends a save for which the end can't wait any longer."""
+        if time.monotonic() > self._save_until:
+            raise _ending()
 
     @contextlib.contextmanager
     def _call(self, lane: Run, adapter: _core.Adapter) -> Iterator[Callable[[], None]]:
