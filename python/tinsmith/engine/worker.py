@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,7 @@ class Worker:
         self._closed = False
         self._save_until = math.inf
         self._began = 0.0  # when the micro-batch, or other job, that is executed began
-        # The adapters that are in a training call. There are several where a model that a run's
-        # teacher needs is complete while the call of another run lets others work.
-        self._calls: list[_core.Adapter] = []
+        self._trained: _core.Adapter | None = None  # it is in a training call
         self._thread = threading.Thread(target=self._loop, name="tinsmith-worker", daemon=True)
         self._thread.start()
 
@@ -345,7 +344,7 @@ class Worker:
             self._save_until = min(self._save_until, time.monotonic() + SAVE_SECONDS)
             self._inbox.put((lambda: None, None))  # wakes the thread
         while self._thread.is_alive():
-            for adapter in list(self._calls):
+            if (adapter := self._trained) is not None:
                 adapter.interrupt()
             self._decoder.interrupt()
             self._thread.join(AGAIN_SECONDS)
@@ -369,14 +368,13 @@ class Worker:
     @contextlib.contextmanager
     def _call(self, lane: Run, adapter: _core.Adapter) -> Iterator[Callable[[], None]]:
         """Around a training call of a run; gives what is to be called between micro-batches."""
-        self._calls.append(adapter)
+        self._trained = adapter
         try:
             yield self._let_others_work
         except KeyboardInterrupt:
             raise _ending() from None
         finally:
-            self._calls.remove(adapter)
-            lane.teacher = None
+            self._trained = lane.teacher = None
 
     def _let_others_work(self) -> None:
         """Decodes between two micro-batches, for as long as the one before took."""
@@ -518,13 +516,22 @@ class Worker:
     def _execute(self, run: Run) -> None:
         """Executes a run's next request; then the run goes to the end of the line. A request that
         needs a model that is not loaded keeps its place; until the model is loaded, its run gets no
-        turns."""
+        turns, and then the next."""
         job = run.ready[0]
+
+        def go_on(model: BaseModel) -> None:
+            try:
+                self._bases.use(model)
+            except Exception:
+                self._execute(run)  # it fails, for the same reason
+            else:
+                self._runs.resume(run)
+
         try:
             if not job.future.done():  # it may be cancelled while it waits for a model
                 job.future.set_result(job.work(run))
         except NotLoaded as missing:
-            self._pause(job.future, missing.model, lambda: self._execute(run))
+            self._pause(job.future, missing.model, partial(go_on, missing.model))
             return
         except BaseException as error:
             fail(job.future, error)
@@ -540,7 +547,7 @@ class Worker:
                 self._decoder.step()
             self._load(time.monotonic() - start if self._decoder.active else seconds)
             self._drain(block=False)
-            if (self._calls or self._runs.busy) and time.monotonic() >= end:
+            if (self._trained or self._runs.busy) and time.monotonic() >= end:
                 return
 
     def _load(self, seconds: float) -> None:
