@@ -123,8 +123,9 @@ def taught(worker: Worker, seq: int, copies: int = 1) -> Any:
     return worker.forward_backward("taught", seq, wanted)
 
 
-def test_a_model_is_read_during_a_long_batch_and_what_waits_for_it_is_done(models, disk) -> None:
-    """A sample, and a loss of another run whose teacher that model is."""
+def test_a_model_is_read_during_a_long_batch(models, disk) -> None:
+    """A sample that waited for it is drawn. Another run, whose teacher it is, waits for its turn:
+    one training call at a time."""
     with working(models) as worker:
         for name in ("long", "taught"):
             worker.create(name, "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
@@ -133,14 +134,34 @@ def test_a_model_is_read_during_a_long_batch_and_what_waits_for_it_is_done(model
         long = worker.forward_backward("long", 1, long_batch())
         sample = worker.sample("other", REQUEST)
         expected = drawn(worker.sample("tiny", REQUEST))
-        assert not waiting.done() and not sample.done()
+        assert not sample.done()
         disk.go.set()
-        found = waiting.result(timeout=60)
-        assert drawn(sample) == expected and not long.done()
+        assert drawn(sample) == expected and not long.done() and not waiting.done()
+    assert "the server is shutting down" in message(waiting)
+
+
+def test_a_sample_does_not_wait_for_a_long_batch_that_waited_for_the_same_model(
+    models, disk
+) -> None:
     with working(models) as worker:
-        worker.preload(["tiny", "other"]).result(timeout=60)
         worker.create("taught", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
-        assert 0 < found.loss == taught(worker, 1).result(timeout=60).loss
+        long, then = taught(worker, 1, copies=50_000), taught(worker, 2)
+        sample = worker.sample("other", REQUEST)
+        assert disk.stopped.wait(60)
+        disk.go.set()
+        assert len(drawn(sample)) == 20 and not long.done()
+    assert all("the server is shutting down" in message(future) for future in (long, then))
+
+
+def test_a_loss_that_waited_for_its_teachers_model_is_what_it_is_without_waiting(models) -> None:
+    losses = []
+    for preloaded in ([], ["tiny", "other"]):
+        with working(models) as worker:
+            worker.preload(preloaded).result(timeout=60)
+            worker.create("taught", "tiny", LoraSpec(rank=4, seed=1))
+            found = [taught(worker, seq, copies=2) for seq in (1, 2)]
+            losses.append([future.result(timeout=60).loss for future in found])
+    assert losses[0] == losses[1] and losses[0][0] > 0
 
 
 def test_a_teachers_model_is_not_evicted_between_two_micro_batches(models, monkeypatch) -> None:

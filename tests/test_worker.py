@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from tinsmith.engine.decoding import SampleRequest
 from tinsmith.engine.errors import RequestError
 from tinsmith.engine.runs import Job, Run, Runs
 from tinsmith.engine.worker import AdamParams, Batch, Worker
-from tinsmith.files.checkpoint import Meta
+from tinsmith.files import weights
 from tinsmith.files.lora import LoraSpec
+from tinsmith.files.meta import Meta, load_meta
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +140,53 @@ def test_closing_ends_a_micro_batch_that_is_under_way(tiny_model_dir, monkeypatc
     assert "the server is shutting down" in str(long.exception(timeout=0))
 
 
+def saving(worker: Worker, seq: int, folder: Path, created: str) -> Future[None]:
+    """A save of the weights of `run`, a run of rank 4."""
+
+    def describe(step: int) -> Meta:
+        fields = dict.fromkeys(("attn", "mlp", "unembed"), True)
+        fields |= {"base_model": "tiny", "rank": 4, "alpha": 32.0, "seed": 1, "step": step}
+        fields |= {"kind": "weights", "user_metadata": {}, "ttl_seconds": None}
+        return Meta(**fields, created=created)
+
+    return worker.save("run", seq, folder, describe, optimizer=False, overwrite=True)
+
+
+def save(worker: Worker, seq: int, folder: Path, created: str) -> None:
+    saving(worker, seq, folder, created).result(timeout=60)
+
+
+@pytest.mark.parametrize("seconds", (0.0, 600.0))
+def test_closing_leaves_a_save_some_time(tiny_model_dir, tmp_path, monkeypatch, seconds):
+    """A save that takes longer leaves what was there; else it is whole."""
+    monkeypatch.setattr("tinsmith.engine.worker.SAVE_SECONDS", seconds)
+    begun, go, write = threading.Event(), threading.Event(), weights.write
+    probe = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1)
+    closing = threading.Thread(target=probe.close)
+
+    def slow(*arguments: Any) -> None:
+        begun.set()
+        assert go.wait(60)
+        write(*arguments)
+
+    try:
+        probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
+        save(probe, 1, tmp_path / "a", "2026-11-21T00:00:00+00:00")
+        monkeypatch.setattr(weights, "write", slow)
+        late = saving(probe, 2, tmp_path / "a", "2026-11-22T00:00:00+00:00")
+        assert begun.wait(60)
+        closing.start()
+        while not probe._closed:
+            time.sleep(0.001)
+    finally:
+        go.set()
+        probe.close()
+    closing.join()
+    assert [file.name for file in tmp_path.iterdir()] == ["a"]
+    day, told = load_meta(tmp_path / "a").created[8:10], str(late.exception(timeout=0))
+    assert (day, told) == (("22", "None") if seconds else ("21", "the server is shutting down"))
+
+
 def test_snapshots_that_nobody_used_for_long_make_room(tiny_model_dir):
     probe = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1, snapshot_bytes_max=1)
     try:
@@ -195,18 +244,6 @@ def test_a_cancelled_sample_fails_and_the_rest_goes_on(worker):
     worker.cancel(cancelled)
     assert "cancelled" in str(cancelled.exception(timeout=60))
     assert len(other.result(timeout=60).samples[0].tokens) == 120
-
-
-def save(worker: Worker, seq: int, folder: Path, created: str) -> None:
-    """Saves the weights of `run`, a run of rank 4."""
-
-    def describe(step: int) -> Meta:
-        fields = dict.fromkeys(("attn", "mlp", "unembed"), True)
-        fields |= {"base_model": "tiny", "rank": 4, "alpha": 32.0, "seed": 1, "step": step}
-        fields |= {"kind": "weights", "user_metadata": {}, "ttl_seconds": None}
-        return Meta(**fields, created=created)
-
-    worker.save("run", seq, folder, describe, optimizer=False, overwrite=True).result(timeout=60)
 
 
 def test_sessions_of_a_checkpoint_share_its_weights(tiny_model_dir, tmp_path):

@@ -129,6 +129,10 @@ class Runs(dict[str, Run]):
         """The run that is next in turn; it gets no other turn until its first request is over."""
         return self._turns.popleft()
 
+    def resume(self, run: Run) -> None:
+        """A run has the next turn again: its first request is not over, but could not be done."""
+        self._turns.appendleft(run)
+
     def over(self, run: Run) -> None:
         """A run's first request is done: the run goes to the end of the line."""
         run.ready.popleft()

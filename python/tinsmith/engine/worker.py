@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ log = logging.getLogger("tinsmith")
 # How long requests wait for an earlier one that has not arrived. The SDK's chunks of one call
 # arrive within seconds of each other.
 GAP_SECONDS = 60.0
+SAVE_SECONDS = 1.0  # that the end leaves a save
 AGAIN_SECONDS = 0.05  # between two interrupts: the first may come before the engine listens
 
 
@@ -113,10 +116,9 @@ class Worker:
         self._decoder = Decoder()
         self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
         self._closed = False
+        self._save_until = math.inf
         self._began = 0.0  # when the micro-batch, or other job, that is executed began
-        # The adapters that are in a training call. There are several where a model that a run's
-        # teacher needs is complete while the call of another run lets others work.
-        self._calls: list[_core.Adapter] = []
+        self._trained: _core.Adapter | None = None  # it is in a training call
         self._thread = threading.Thread(target=self._loop, name="tinsmith-worker", daemon=True)
         self._thread.start()
 
@@ -225,6 +227,7 @@ class Worker:
                 optimizer=optimizer,
                 average=lane.average,
                 overwrite=overwrite,
+                going=self._hurry,
             )
 
         return self._submit(run, seq, work)
@@ -333,13 +336,15 @@ class Worker:
 
     def close(self) -> None:
         """Ends the thread; all requests that are not done fail. A training call or a sampling step
-        that is under way ends within a layer's time, and nothing of it remains. Other work, such as
-        a save, is finished first."""
+        that is under way ends within a layer's time, and nothing of it remains. A save has
+        SAVE_SECONDS, and the time of one more file, to be done; else the checkpoint is as it was.
+        Other work is finished first."""
         with self._lock:
             self._closed = True
+            self._save_until = min(self._save_until, time.monotonic() + SAVE_SECONDS)
             self._inbox.put((lambda: None, None))  # wakes the thread
         while self._thread.is_alive():
-            for adapter in list(self._calls):
+            if (adapter := self._trained) is not None:
                 adapter.interrupt()
             self._decoder.interrupt()
             self._thread.join(AGAIN_SECONDS)
@@ -355,17 +360,21 @@ class Worker:
             fail(future, _ending())
         return future
 
+    def _hurry(self) -> None:
+        """Ends a save for which the end can't wait any longer."""
+        if time.monotonic() > self._save_until:
+            raise _ending()
+
     @contextlib.contextmanager
     def _call(self, lane: Run, adapter: _core.Adapter) -> Iterator[Callable[[], None]]:
         """Around a training call of a run; gives what is to be called between micro-batches."""
-        self._calls.append(adapter)
+        self._trained = adapter
         try:
             yield self._let_others_work
         except KeyboardInterrupt:
             raise _ending() from None
         finally:
-            self._calls.remove(adapter)
-            lane.teacher = None
+            self._trained = lane.teacher = None
 
     def _let_others_work(self) -> None:
         """Decodes between two micro-batches, for as long as the one before took."""
@@ -507,13 +516,22 @@ class Worker:
     def _execute(self, run: Run) -> None:
         """Executes a run's next request; then the run goes to the end of the line. A request that
         needs a model that is not loaded keeps its place; until the model is loaded, its run gets no
-        turns."""
+        turns, and then the next."""
         job = run.ready[0]
+
+        def go_on(model: BaseModel) -> None:
+            try:
+                self._bases.use(model)
+            except Exception:
+                self._execute(run)  # it fails, for the same reason
+            else:
+                self._runs.resume(run)
+
         try:
             if not job.future.done():  # it may be cancelled while it waits for a model
                 job.future.set_result(job.work(run))
         except NotLoaded as missing:
-            self._pause(job.future, missing.model, lambda: self._execute(run))
+            self._pause(job.future, missing.model, partial(go_on, missing.model))
             return
         except BaseException as error:
             fail(job.future, error)
@@ -529,7 +547,7 @@ class Worker:
                 self._decoder.step()
             self._load(time.monotonic() - start if self._decoder.active else seconds)
             self._drain(block=False)
-            if (self._calls or self._runs.busy) and time.monotonic() >= end:
+            if (self._trained or self._runs.busy) and time.monotonic() >= end:
                 return
 
     def _load(self, seconds: float) -> None:

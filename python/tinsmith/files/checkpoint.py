@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,15 @@ def save(
     optimizer: bool,
     average: Average | None = None,
     overwrite: bool = False,
+    going: Callable[[], object] = lambda: None,
 ) -> None:
     """Writes a checkpoint, its matrices under the names of the base model's family; when it
     returns, the checkpoint is on disk whole. With optimizer, also the average of the weights that
     the run keeps, if it keeps one.
 
     Raises FileExistsError where one exists, unless overwrite; ValueError for numbers that are not
-    finite; OSError when it can't be written. After an error the place is as it was, and nothing of
-    the new checkpoint is left.
+    finite; OSError when it can't be written; and what `going`, which is called between two files,
+    raises. After an error the place is as it was, and nothing of the new checkpoint is left.
     """
     folder = Path(folder)
     if folder.exists() and not overwrite:
@@ -75,7 +76,9 @@ def save(
     if optimizer:
         vectors |= _optimizer_vectors(adapter, average)
     with disk.unfinished(folder) as temporary:
-        _write_files(temporary, family, adapter, meta, vectors, average if optimizer else None)
+        used = average if optimizer else None
+        _write_files(temporary, family, adapter, meta, vectors, used, going)
+        going()
         disk.sync(temporary)
         disk.put(temporary, folder, overwrite=overwrite)
 
@@ -107,7 +110,9 @@ def _write_files(
     meta: Meta,
     vectors: Vectors,
     average: Average | None,
+    going: Callable[[], object],
 ) -> None:
+    going()
     named = dict(matrices(family, adapter, vectors["weights"]))
     weights.write(folder / ADAPTER_FILE, named, {"format": "pt"})
     disk.write_json(folder / CONFIG_FILE, _peft_config(family, adapter, meta))
@@ -115,9 +120,12 @@ def _write_files(
     state = {what: flat for what, flat in vectors.items() if what != "weights"}
     if state:
         facts = {"step": str(adapter.step), "pending": json.dumps(adapter.pending)}
+        going()
         weights.write(folder / OPTIMIZER_FILE, state, facts)
         files.append(OPTIMIZER_FILE)
+    going()
     _check_written(folder, family, adapter, vectors)
+    going()
     files = encryption.seal(folder, files, meta.recipients)
     content = {
         "version": VERSION,

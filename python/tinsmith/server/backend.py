@@ -171,7 +171,7 @@ class Backend:
 
     def close(self) -> None:
         """Ends the server: all requests that are not done fail, and a computation that is under way
-        ends soon, without a trace. Only what writes a checkpoint, or an adapter, is finished."""
+        ends soon, without a trace. A save that takes longer leaves the checkpoint as it was."""
         self._closing.set()
         self._expiry.join()
         self._worker.close()
