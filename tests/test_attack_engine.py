@@ -8,7 +8,7 @@ import pytest
 from attack import common
 
 # Inputs of each: about two seconds on an idle core.
-PROGRAMS = {"models": 300, "adapters": 150, "capsules": 500}
+PROGRAMS = {"models": 300, "adapters": 150, "capsules": 500, "calls": 150}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -18,6 +18,7 @@ from tinsmith.engine.worker import Worker
 from tinsmith.files.families import load_model
 from tinsmith.files.lora import LoraSpec
 from tinsmith.server.backend import Backend
+from tinsmith.server.clients import serve
 
 NAMES = ("tiny", "other", "third")
 DRAW = {"max_tokens": 12, "seed": 5, "stop": []}
@@ -298,6 +299,30 @@ def test_a_cache_takes_a_share_of_the_limit_but_holds_a_context(models, tmp_path
 def test_a_limit_that_no_model_fits_in_is_a_sentence(models, tmp_path):
     with pytest.raises(Exception, match=r"the base model tiny needs .* 100.00 KiB are free"):
         start({"tiny": models["tiny"]}, tmp_path, memory=100 << 10)
+
+
+@pytest.mark.parametrize(
+    ("given", "bytes_", "sentence"),
+    [("3G", 3 << 30, None), (1 << 30, 1 << 30, None), ("4 apples", 0, "not an amount of memory"),
+     (0, 0, "memory must be at least 1 byte, 0 came"), (1.5, 0, "memory must be an integer")],
+)  # fmt: skip
+def test_serve_takes_memory_as_a_number_or_as_text(given, bytes_, sentence, models, tmp_path):
+    options = {"checkpoints": tmp_path, "device": "cpu", "threads": 1, "preload": False}
+    if sentence is None:
+        with serve({"tiny": models["tiny"]}, memory=given, **options) as backend:
+            assert backend._worker._bases.memory == bytes_
+        return
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        serve({"tiny": models["tiny"]}, memory=given, **options)
+
+
+def test_the_log_says_what_a_cache_takes(models, tmp_path, caplog):
+    with start(models, tmp_path) as backend, backend.service_client() as service:
+        with caplog.at_level("INFO", logger="tinsmith"):
+            sample(service.create_sampling_client(base_model="other").result(), 1, **DRAW)
+        [(path, size, _)] = backend._worker._decoder.caches()
+        assert f"{path}: sampling fills a cache of keys and values of up to" in caplog.text
+        assert f"of up to {readable(size)}" in caplog.text
 
 
 def test_amounts_of_memory():

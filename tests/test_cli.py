@@ -111,6 +111,7 @@ def test_cli_errors_are_one_sentence(tiny_model_dir, tmp_path, server):
         assert sentence in done.stderr and "Traceback" not in done.stderr
     done = run_cli("info", str(tiny_model_dir), "--tokens", "64", "--rank", "4", cwd=tmp_path)
     assert done.returncode == 0 and "base weights" in done.stdout, done.stderr
+    assert "fills the KV cache and keeps it for prompts that begin alike" in done.stdout
 
 
 def hear_ctrl_c() -> None:

@@ -292,7 +292,8 @@ def test_a_models_own_adapter_is_told_its_memory() -> None:
         found.append((adapter.core.bytes - before, adapter.core.read("gradients").tobytes()))
         assert found[-1][0] <= adapter.step_memory
     assert found[0][0] > found[1][0] > found[2][0] and len({bits for _, bits in found}) == 1
-    for wrong, error in ((-1, ValueError), ("6 apples", ValueError), (None, TypeError)):
+    wrongs = ((-1, ValueError), (2**64, ValueError), ("6 apples", ValueError), (None, TypeError))
+    for wrong, error in wrongs:
         with pytest.raises(error, match=r"step_memory|amount of memory"):
             adapter.step_memory = wrong
     assert adapter.step_memory == least

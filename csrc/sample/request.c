@@ -6,6 +6,7 @@
 #include "sampler.h"
 
 enum {
+    SAMPLES_MAX = 1 << 16,
     DRAWS_MAX = 4096,
     /* so that a step's ids can be counted in 32 bits */
     ROW_TARGETS_MAX = INT32_MAX / STEP_ROWS - 1 - DRAWS_MAX,
@@ -41,8 +42,9 @@ void request_close(Sampler *sampler, Request *r)
 
 static Status numbers_check(const RequestSpec *spec)
 {
-    if (spec->samples < 1)
-        return fail(STATUS_INVALID, "num_samples must be at least 1, not %d", spec->samples);
+    if (spec->samples < 1 || spec->samples > SAMPLES_MAX)
+        return fail(STATUS_INVALID, "num_samples must be at least 1 and at most %d, not %d",
+                    SAMPLES_MAX, spec->samples);
     if (spec->max_tokens < 1 && spec->max_tokens != -1)
         return fail(STATUS_INVALID,
                     "max_tokens must be at least 1, or None for the whole context, not %d",

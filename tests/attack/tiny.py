@@ -34,7 +34,11 @@ CONFIG: dict[str, Any] = {
 }
 TOKENIZER: dict[str, Any] = {
     "version": "1.0",
-    "model": {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(VOCAB - 2)}},
+    "model": {
+        "type": "WordLevel",
+        "unk_token": "t0",
+        "vocab": {f"t{i}": i for i in range(VOCAB - 2)},
+    },
     "added_tokens": [{"id": 2, "content": "<end>", "special": True}],
 }
 MORE: dict[str, dict[str, Any]] = {  # other files of a folder that are read

@@ -6,6 +6,7 @@ a call raises, even KeyboardInterrupt, the adapter is as it was before the call.
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -124,8 +125,8 @@ class Adapter(Handle):
     def step_memory(self, value: int | str) -> None:
         size = parse_bytes(value) if isinstance(value, str) else value
         size = tensors.to_integer(size, "step_memory")
-        if size < 0:
-            raise ValueError(f"step_memory must be 0 (the default) or more, {size} came")
+        if not 0 <= size <= sys.maxsize:
+            raise ValueError(f"step_memory must be 0 (the default) or more bytes, {size} came")
         self.engine.turns.take(lambda: setattr(self.core, "step_bytes", size))
 
     def __repr__(self) -> str:

@@ -300,4 +300,8 @@ def _tokenizer(folder: Path) -> "Tokenizer":
         from tokenizers import Tokenizer
     except ImportError:
         raise RuntimeError("stop strings need tokenizers: pip install 'tinsmith[server]'") from None
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    file = folder / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library's own, of that very class
+        raise ValueError(f"stop strings need {file}, which can't be read: {error}") from None
