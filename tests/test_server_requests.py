@@ -140,9 +140,9 @@ def test_the_sdk_waits_through_several_polls(hasty_server, monkeypatch):
     """The engine begins when three of them were answered with "try again"."""
     finished, again, go = routes._finished, [], threading.Event()
 
-    async def counted(future, seconds):
-        done = await finished(future, seconds)
-        again.extend([] if done else [future])
+    async def counted(request, pending, seconds):
+        done = await finished(request, pending, seconds)
+        again.extend([] if done else [pending])
         if len(again) >= 3:
             go.set()
         return done

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from tinsmith.engine.decoding import SampleRequest
@@ -36,7 +36,7 @@ from tinsmith.server.bodies import (
 from tinsmith.server.overload import Place
 from tinsmith.server.pieces import LARGE
 from tinsmith.server.service import (
-    Completions,
+    Pending,
     Refusal,
     RunInfo,
     SamplerInfo,
@@ -61,6 +61,7 @@ CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": False,
 }
 DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
+LOOK_SECONDS = 1.0  # between two looks for the client of a poll
 LOSSES_MAX = 256  # custom losses that one session may upload
 CLONE = 1_000_000_000  # a copy of a sampling client counts its requests from its number times this
 
@@ -481,7 +482,8 @@ def _promise_sample(
         sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
         return service.worker.sample(name, wanted, client=sampler.session.number)
 
-    first = service.promised(request, request_id) is None
+    first, sampler = service.promised(request, request_id) is None, service.samplers.get(name)
+    done = None if sampler is None else sampler.completions(number // CLONE)
     promise = service.promise(
         request,
         request_id,
@@ -491,8 +493,7 @@ def _promise_sample(
         weigh=wire_sampling.result_bytes,
         sample_sequence_ids=sequence_ids,
     )
-    if first and name in service.samplers:
-        done = service.samplers[name].done.setdefault(number // CLONE, Completions())
+    if first and done is not None:
         pending = service.pending[owner(request), request_id]
         when_done(pending.future, lambda: done.add(request_id))
     return promise
@@ -512,7 +513,7 @@ async def retrieve_future(service: Service, request: Request) -> dict[str, Any] 
             f"there is no request {name}: its result was read before and is not kept any longer, "
             "or the server was started again since",
         )
-    if not await _finished(pending.future, service.poll_seconds):
+    if not await _finished(request, pending, service.poll_seconds):
         again = {"type": "try_again", "request_id": name, "queue_state": "active"}
         reason = service.worker.waits_for(pending.future)
         if reason is not None:
@@ -524,7 +525,7 @@ async def retrieve_future(service: Service, request: Request) -> dict[str, Any] 
         failure = explain(error)
         return {"error": clipped(str(failure)), "category": failure.category}
     found = pending.future.result()
-    result = await service.beside(pending.weigh(found), pending.encode, found)
+    result = await service.beside(pending.bytes, pending.encode, found)
     return reply_of(result) if isinstance(result, list) else result
 
 
@@ -541,8 +542,12 @@ async def retrieve_futures(service: Service, request: Request) -> dict[str, Any]
         pending = service.promised(request, name) if isinstance(name, str) else None
         if pending is not None and pending.read is None:
             pending.read = asyncio.get_running_loop().time()
-    done = sampler.done.setdefault(clone, Completions())
-    names = await done.after(cursor, seconds)
+    done, end = sampler.completions(clone), asyncio.get_running_loop().time() + seconds
+    while not (names := await done.after(cursor, min(seconds, LOOK_SECONDS))):
+        seconds = end - asyncio.get_running_loop().time()
+        if seconds <= 0:
+            break
+        await _look_for(request)
     completions = []
     for name in names:
         pending = service.promised(request, name)
@@ -559,13 +564,24 @@ async def cancel_future(service: Service, request: Request) -> dict[str, Any]:
     return {}
 
 
-async def _finished(future: Future[Any], seconds: float) -> bool:
-    """Waits until a future is done; False when that took too long."""
-    event = asyncio.Event()
-    when_done(future, event.set)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
-    return event.is_set()
+async def _finished(request: Request, pending: Pending, seconds: float) -> bool:
+    """Waits until a result is there; False when that took too long."""
+    end = asyncio.get_running_loop().time() + seconds
+    while not pending.here.is_set():
+        left = end - asyncio.get_running_loop().time()
+        if left <= 0:
+            return False
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(pending.here.wait(), min(left, LOOK_SECONDS))
+            return True
+        await _look_for(request)
+    return True
+
+
+async def _look_for(request: Request) -> None:
+    """Ends a poll whose client has gone: each takes memory."""
+    if await request.is_disconnected():
+        raise ClientDisconnect
 
 
 # A request is matched with one row after the other: those of every step come first.
