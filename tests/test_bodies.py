@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import zstandard
 from conftest import CONTEXT, VOCAB, Wire, make_datum
-from tinsmith.server import arrays, bodies, pieces, routes, service, wire
+from tinsmith.server import arrays, bodies, pieces, results, routes, service, wire
 from tinsmith.server.backend import Backend
 from tinsmith.server.messages import pb
 from tinsmith.server.overload import FREE_BYTES, Arrivals, Overloaded
@@ -95,7 +95,7 @@ def test_a_body_that_comes_at_a_walk_is_read_and_one_that_never_ends_is_not(
 
 
 def test_a_poll_whose_client_has_gone_ends(tiny_model_dir, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(routes, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(results, "LOOK_SECONDS", 0.05)
     with Backend(
         {"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu", threads=1, poll_seconds=1000.0
     ) as backend:

@@ -6,7 +6,6 @@ refused, so that the requests after it do not wait for it.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -14,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from tinsmith.engine.decoding import SampleRequest
-from tinsmith.engine.errors import clipped, explain
+from tinsmith.engine.errors import explain
 from tinsmith.engine.worker import Batch, StateSpec
 from tinsmith.files import encryption
 from tinsmith.files.lora import LoraSpec
@@ -31,13 +30,10 @@ from tinsmith.server.bodies import (
     parsed_json,
     read_body,
     read_json,
-    reply_of,
 )
 from tinsmith.server.overload import Place
 from tinsmith.server.pieces import LARGE
 from tinsmith.server.service import (
-    Pending,
-    Refusal,
     RunInfo,
     SamplerInfo,
     Service,
@@ -61,7 +57,6 @@ CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": False,
 }
 DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
-LOOK_SECONDS = 1.0  # between two looks for the client of a poll
 LOSSES_MAX = 256  # custom losses that one session may upload
 CLONE = 1_000_000_000  # a copy of a sampling client counts its requests from its number times this
 
@@ -499,94 +494,8 @@ def _promise_sample(
     return promise
 
 
-# ---- results ----
-
-
-async def retrieve_future(service: Service, request: Request) -> dict[str, Any] | Response:
-    """Waits for a result, less than the SDK's 45 s; 408 tells the client to ask again."""
-    body = await read_json(service, request)
-    name = wire.need(body, "request_id", str)
-    pending = service.promised(request, name)
-    if pending is None:
-        raise Refusal(
-            404,
-            f"there is no request {name}: its result was read before and is not kept any longer, "
-            "or the server was started again since",
-        )
-    if not await _finished(request, pending, service.poll_seconds):
-        again = {"type": "try_again", "request_id": name, "queue_state": "active"}
-        reason = service.worker.waits_for(pending.future)
-        if reason is not None:
-            again |= {"queue_state": "paused_capacity", "queue_state_reason": reason}
-        return JSONResponse(again, status_code=408)
-    pending.read = asyncio.get_running_loop().time()
-    error = pending.future.exception()
-    if error is not None:
-        failure = explain(error)
-        return {"error": clipped(str(failure)), "category": failure.category}
-    found = pending.future.result()
-    result = await service.beside(pending.bytes, pending.encode, found)
-    return reply_of(result) if isinstance(result, list) else result
-
-
-async def retrieve_futures(service: Service, request: Request) -> dict[str, Any]:
-    """The completed requests of a sampling session (or of one clone of its client), in one poll for
-    all of them. The client then reads each by retrieve_future."""
-    body = await read_json(service, request)
-    target = wire.need(body, "target", dict)
-    sampler = service.sampler(request, wire.need(target, "sampling_session_id", str, "the target"))
-    clone = wire.maybe(target, "cloned_sampler_id", int, 0)
-    cursor = wire.maybe(body, "prev_cursor", int, 0)
-    seconds = min(wire.maybe(body, "timeout", float, service.poll_seconds), service.poll_seconds)
-    for name in wire.maybe(body, "retrieved_request_ids", list, []):
-        pending = service.promised(request, name) if isinstance(name, str) else None
-        if pending is not None and pending.read is None:
-            pending.read = asyncio.get_running_loop().time()
-    done, end = sampler.completions(clone), asyncio.get_running_loop().time() + seconds
-    while not (names := await done.after(cursor, min(seconds, LOOK_SECONDS))):
-        seconds = end - asyncio.get_running_loop().time()
-        if seconds <= 0:
-            break
-        await _look_for(request)
-    completions = []
-    for name in names:
-        pending = service.promised(request, name)
-        failed = pending is None or (pending.future.done() and pending.future.exception())
-        completions.append({"state": "failed" if failed else "finished", "request_id": name})
-    return {"completions": completions, "cursor": max(cursor, done.last)}
-
-
-async def cancel_future(service: Service, request: Request) -> dict[str, Any]:
-    name = wire.need(await read_json(service, request), "request_id", str)
-    pending = service.promised(request, name)
-    if pending is not None:
-        service.worker.cancel(pending.future)
-    return {}
-
-
-async def _finished(request: Request, pending: Pending, seconds: float) -> bool:
-    """Waits until a result is there; False when that took too long."""
-    end = asyncio.get_running_loop().time() + seconds
-    while not pending.here.is_set():
-        left = end - asyncio.get_running_loop().time()
-        if left <= 0:
-            return False
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(pending.here.wait(), min(left, LOOK_SECONDS))
-            return True
-        await _look_for(request)
-    return True
-
-
-async def _look_for(request: Request) -> None:
-    """Ends a poll whose client has gone: each takes memory."""
-    if await request.is_disconnected():
-        raise ClientDisconnect
-
-
 # A request is matched with one row after the other: those of every step come first.
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/retrieve_future", retrieve_future),
     ("POST", "/asample", asample),
     ("POST", "/forward_backward", forward_backward),
     ("POST", "/optim_step", optim_step),
@@ -607,6 +516,4 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/create_sampling_session", create_sampling_session),
     ("POST", "/join_sampling_session", join_sampling_session),
     ("GET", "/samplers/{sampler_id}", get_sampler),
-    ("POST", "/retrieve_futures", retrieve_futures),
-    ("POST", "/cancel_future", cancel_future),
 )
