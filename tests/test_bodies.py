@@ -4,6 +4,7 @@ they take memory, while others are answered; and results that nobody reads."""
 import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import zstandard
 from conftest import CONTEXT, VOCAB, Wire, make_datum
-from tinsmith.server import arrays, bodies, pieces, routes, service, wire
+from tinsmith.server import arrays, bodies, pieces, results, routes, service, wire
 from tinsmith.server.backend import Backend
 from tinsmith.server.messages import pb
 from tinsmith.server.overload import FREE_BYTES, Arrivals, Overloaded
@@ -91,6 +92,29 @@ def test_a_body_that_comes_at_a_walk_is_read_and_one_that_never_ends_is_not(
                     continue
         finally:
             client.settimeout(60)
+
+
+def test_a_poll_whose_client_has_gone_ends(tiny_model_dir, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(results, "LOOK_SECONDS", 0.05)
+    with Backend(
+        {"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu", threads=1, poll_seconds=1000.0
+    ) as backend:
+        wire, tasks, go = Wire(backend.url), backend._server.server_state.tasks, threading.Event()
+        model = wire.create()
+        backend._worker._put(lambda: go.wait(60))
+        body = json.dumps(wire.optim_step(model, 1)).encode()
+        length = f"Content-Length: {len(body)}"
+        key = head(backend, "/retrieve_future", length).replace(b"tml-a", b"tml-local")
+        asked = [connect(backend, key + body) for _ in range(5)]
+        end = time.monotonic() + 60
+        while len(tasks) < 5 and time.monotonic() < end:
+            time.sleep(0.01)
+        for client in asked:
+            client.close()
+        while tasks and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not tasks
+        go.set()
 
 
 # ---- in size ----
@@ -259,6 +283,17 @@ def _varint(value: int) -> bytes:
     return bytes([*found, value])
 
 
+def test_a_sampling_session_has_a_bounded_number_of_clones(server, monkeypatch) -> None:
+    monkeypatch.setattr(service, "CLONES_MAX", 3)
+    wire = Wire(server.url)
+    asked = {"session_id": wire.create().partition(":")[0], "sampling_session_seq_id": 0}
+    sampler = wire.post("/create_sampling_session", **asked, base_model="tiny")
+    target = {"sampling_session_id": sampler["sampling_session_id"]}
+    for clone, status in ((1, 200), (2, 200), (3, 200), (1 << 40, 400), (2, 200)):
+        body = {"target": target | {"cloned_sampler_id": clone}, "timeout": 0}
+        assert wire.http.post("/retrieve_futures", json=body).status_code == status
+
+
 def test_a_shape_of_thousands_of_axes_is_refused_at_once() -> None:
     call = pb.ForwardBackwardRequest(loss_fn="cross_entropy")
     datum = call.data.add()
@@ -279,7 +314,7 @@ def test_results_that_nobody_reads_make_room_for_new_ones(server, monkeypatch) -
     data = [make_datum([1] * CONTEXT, np.ones((CONTEXT, 20))) for _ in range(4)]
     size = 4 * CONTEXT * 20 * 4
     kept = server._service
-    monkeypatch.setattr(kept, "results_max", int(2.5 * size))  # older ones go first
+    monkeypatch.setattr(kept, "results_max", int(2.9 * size))  # older ones go first
     asked = [wire.forward_backward(model, seq, data) for seq in range(1, 5)]
     last = wire.result(wire.optim_step(model, 5))
     assert last["metrics"]["grad_norm"] > 0

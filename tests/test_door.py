@@ -205,10 +205,8 @@ def test_another_address_than_the_loopback_needs_a_key(tiny_model_dir, tmp_path)
     assert process.stdout is not None
     with process.stdout:
         told = ""
-        for line in process.stdout:
+        while "TINKER_API_KEY" not in told and (line := process.stdout.readline()):
             told += line
-            if "TINKER_API_KEY" in line:
-                break
         url = re.findall(r"http://\S+", told)[0].replace("0.0.0.0", "127.0.0.1")
         assert KEY not in told and "TINKER_API_KEY=(the server's key)" in told
         assert httpx.get(f"{url}{LISTING}").status_code == 401

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from tinsmith import launch
 from tinsmith.demo import demo
 from tinsmith.files.store import Store
-from tinsmith.server import rest, routes, transfers, wire
+from tinsmith.server import rest, results, routes, transfers, wire
 from tinsmith.server.backend import Backend
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Service
@@ -31,8 +31,8 @@ NAMES = sorted({name for recipe in RECIPES for name in recipe.models} - {"MODEL"
 SCORES = ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs")
 HOUSEKEEPING = {  # what every client does, at times of its own
     routes.client_config, routes.dynamic_config, routes.telemetry, routes.create_session,
-    routes.heartbeat, routes.finish_session, routes.retrieve_future, routes.retrieve_futures,
-    routes.cancel_future, rest.healthz,
+    routes.heartbeat, routes.finish_session, results.retrieve_future, results.retrieve_futures,
+    results.cancel_future, rest.healthz,
 }  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def calls() -> Iterator[Calls]:
     """Watches all of the server's routes."""
     calls = Calls()
     with pytest.MonkeyPatch.context() as patch:
-        for table in (routes, rest, transfers):
+        for table in (routes, results, rest, transfers):
             rows = [(m, path, calls.watch(m, path, handler)) for m, path, handler in table.ROUTES]
             patch.setattr(table, "ROUTES", tuple(rows))
         yield calls

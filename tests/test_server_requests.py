@@ -13,7 +13,7 @@ import pytest
 import tinker
 from conftest import Wire, logprobs, make_datum
 from small_run import ADAM, make_client, make_data, read, train
-from tinsmith.server import routes
+from tinsmith.server import results
 from tinsmith.server.backend import Backend
 from tinsmith.server.service import Service
 
@@ -138,11 +138,11 @@ def test_all_that_waited_behind_a_gap_are_given_up_and_what_follows_goes_on(hast
 
 def test_the_sdk_waits_through_several_polls(hasty_server, monkeypatch):
     """The engine begins when three of them were answered with "try again"."""
-    finished, again, go = routes._finished, [], threading.Event()
+    finished, again, go = results._finished, [], threading.Event()
 
-    async def counted(future, seconds):
-        done = await finished(future, seconds)
-        again.extend([] if done else [future])
+    async def counted(request, pending, seconds):
+        done = await finished(request, pending, seconds)
+        again.extend([] if done else [pending])
         if len(again) >= 3:
             go.set()
         return done
@@ -151,7 +151,7 @@ def test_the_sdk_waits_through_several_polls(hasty_server, monkeypatch):
     with hasty_server.service_client() as service:
         client = make_client(service)
         expected = client.forward_backward(data, "cross_entropy").result()
-        monkeypatch.setattr(routes, "_finished", counted)
+        monkeypatch.setattr(results, "_finished", counted)
         hasty_server._worker._put(lambda: go.wait(60))
         found = client.forward_backward(data, "cross_entropy").result()
     assert len(again) >= 3 and found.metrics == expected.metrics

@@ -172,7 +172,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--memory",
         metavar="SIZE",
         help="what models, caches and runs may take together, such as 800M or 12G; idle "
-        "models make room for others, and waiting requests take an eighth more at most "
+        "models make room for others; requests and results that wait take a third more at most "
         "(default: nine tenths of the machine's or the card's)",
     )
     parser.add_argument(

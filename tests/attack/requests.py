@@ -187,11 +187,14 @@ class Attacked:
         self._fresh = 1000
         self._requests: list[Recorded] = []
         self._session = ""
+        self._recorder: tinker.ServiceClient | None = None
         self._begin()
 
     def _begin(self) -> None:
         """Records; what is recorded is about a session that is open, and its run."""
         self._over = False
+        if self._recorder is not None:
+            self._recorder.close("success").result()
         self._requests, self._recorder = record(self._backend.url)
         turns = [json.loads(r.body) for r in self._requests if r.path.endswith("/optim_step")]
         run = turns[0]["model_id"]
@@ -214,7 +217,8 @@ class Attacked:
 
     def close(self) -> None:
         """Ends it."""
-        self._recorder.close("success").result()
+        if self._recorder is not None:
+            self._recorder.close("success").result()
         self._http.close()
 
     # ---- one input ----

@@ -6,7 +6,6 @@ refused, so that the requests after it do not wait for it.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from tinsmith.engine.decoding import SampleRequest
-from tinsmith.engine.errors import clipped, explain
+from tinsmith.engine.errors import explain
 from tinsmith.engine.worker import Batch, StateSpec
 from tinsmith.files import encryption
 from tinsmith.files.lora import LoraSpec
@@ -31,13 +30,10 @@ from tinsmith.server.bodies import (
     parsed_json,
     read_body,
     read_json,
-    reply_of,
 )
 from tinsmith.server.overload import Place
 from tinsmith.server.pieces import LARGE
 from tinsmith.server.service import (
-    Completions,
-    Refusal,
     RunInfo,
     SamplerInfo,
     Service,
@@ -481,7 +477,8 @@ def _promise_sample(
         sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
         return service.worker.sample(name, wanted, client=sampler.session.number)
 
-    first = service.promised(request, request_id) is None
+    first, sampler = service.promised(request, request_id) is None, service.samplers.get(name)
+    done = None if sampler is None else sampler.completions(number // CLONE)
     promise = service.promise(
         request,
         request_id,
@@ -491,86 +488,14 @@ def _promise_sample(
         weigh=wire_sampling.result_bytes,
         sample_sequence_ids=sequence_ids,
     )
-    if first and name in service.samplers:
-        done = service.samplers[name].done.setdefault(number // CLONE, Completions())
+    if first and done is not None:
         pending = service.pending[owner(request), request_id]
         when_done(pending.future, lambda: done.add(request_id))
     return promise
 
 
-# ---- results ----
-
-
-async def retrieve_future(service: Service, request: Request) -> dict[str, Any] | Response:
-    """Waits for a result, less than the SDK's 45 s; 408 tells the client to ask again."""
-    body = await read_json(service, request)
-    name = wire.need(body, "request_id", str)
-    pending = service.promised(request, name)
-    if pending is None:
-        raise Refusal(
-            404,
-            f"there is no request {name}: its result was read before and is not kept any longer, "
-            "or the server was started again since",
-        )
-    if not await _finished(pending.future, service.poll_seconds):
-        again = {"type": "try_again", "request_id": name, "queue_state": "active"}
-        reason = service.worker.waits_for(pending.future)
-        if reason is not None:
-            again |= {"queue_state": "paused_capacity", "queue_state_reason": reason}
-        return JSONResponse(again, status_code=408)
-    pending.read = asyncio.get_running_loop().time()
-    error = pending.future.exception()
-    if error is not None:
-        failure = explain(error)
-        return {"error": clipped(str(failure)), "category": failure.category}
-    found = pending.future.result()
-    result = await service.beside(pending.weigh(found), pending.encode, found)
-    return reply_of(result) if isinstance(result, list) else result
-
-
-async def retrieve_futures(service: Service, request: Request) -> dict[str, Any]:
-    """The completed requests of a sampling session (or of one clone of its client), in one poll for
-    all of them. The client then reads each by retrieve_future."""
-    body = await read_json(service, request)
-    target = wire.need(body, "target", dict)
-    sampler = service.sampler(request, wire.need(target, "sampling_session_id", str, "the target"))
-    clone = wire.maybe(target, "cloned_sampler_id", int, 0)
-    cursor = wire.maybe(body, "prev_cursor", int, 0)
-    seconds = min(wire.maybe(body, "timeout", float, service.poll_seconds), service.poll_seconds)
-    for name in wire.maybe(body, "retrieved_request_ids", list, []):
-        pending = service.promised(request, name) if isinstance(name, str) else None
-        if pending is not None and pending.read is None:
-            pending.read = asyncio.get_running_loop().time()
-    done = sampler.done.setdefault(clone, Completions())
-    names = await done.after(cursor, seconds)
-    completions = []
-    for name in names:
-        pending = service.promised(request, name)
-        failed = pending is None or (pending.future.done() and pending.future.exception())
-        completions.append({"state": "failed" if failed else "finished", "request_id": name})
-    return {"completions": completions, "cursor": max(cursor, done.last)}
-
-
-async def cancel_future(service: Service, request: Request) -> dict[str, Any]:
-    name = wire.need(await read_json(service, request), "request_id", str)
-    pending = service.promised(request, name)
-    if pending is not None:
-        service.worker.cancel(pending.future)
-    return {}
-
-
-async def _finished(future: Future[Any], seconds: float) -> bool:
-    """Waits until a future is done; False when that took too long."""
-    event = asyncio.Event()
-    when_done(future, event.set)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
-    return event.is_set()
-
-
 # A request is matched with one row after the other: those of every step come first.
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/retrieve_future", retrieve_future),
     ("POST", "/asample", asample),
     ("POST", "/forward_backward", forward_backward),
     ("POST", "/optim_step", optim_step),
@@ -591,6 +516,4 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/create_sampling_session", create_sampling_session),
     ("POST", "/join_sampling_session", join_sampling_session),
     ("GET", "/samplers/{sampler_id}", get_sampler),
-    ("POST", "/retrieve_futures", retrieve_futures),
-    ("POST", "/cancel_future", cancel_future),
 )

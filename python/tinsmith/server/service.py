@@ -52,7 +52,8 @@ KEPT_READ_SECONDS = 60.0  # a result stays after it was read, for a client that 
 KEPT_UNREAD_SECONDS = 3600.0
 SESSION_SECONDS = 3600.0  # without a sign of life; the SDK's heartbeat comes every 10 s
 SWEEP_SECONDS = 10.0
-RESULT_BYTES = 1024  # that a result takes, beside its arrays
+CLONES_MAX = 4096  # of a sampling session
+RESULT_BYTES = 4096  # that a result takes, beside its arrays
 RESULTS_BYTES_MAX = 1 << 30  # of all results that are kept
 DISK_THREADS = 4
 BUSY_SECONDS, BUSY_TURN_SECONDS = 10.0, 0.05  # for another process that writes to the database
@@ -152,6 +153,12 @@ class SamplerInfo:
     clones: int = 0
     done: dict[int, Completions] = field(default_factory=dict)  # of each clone's requests
 
+    def completions(self, clone: int) -> Completions:
+        """Those of a clone."""
+        if clone not in self.done and len(self.done) >= CLONES_MAX:
+            raise ValueError(f"a sampling session has at most {CLONES_MAX} clones")
+        return self.done.setdefault(clone, Completions())
+
 
 @dataclass
 class Pending:
@@ -164,6 +171,7 @@ class Pending:
     created: float
     read: float | None = None
     bytes: int = 0  # that it is counted with, once it is done
+    here: asyncio.Event = field(default_factory=asyncio.Event)  # it is done
 
 
 class Service:
@@ -438,6 +446,7 @@ class Service:
     def _keep(self, key: tuple[str, str], item: Pending) -> None:
         """Counts a result that has come. If all that are kept are too many, the oldest are dropped:
         of a large one its failure stays, which is small, for a client that comes too late."""
+        item.here.set()
         failed = item.future.exception() is not None
         self._count(key, item, RESULT_BYTES + (0 if failed else item.weigh(item.future.result())))
         while self.results_bytes > self.results_max:

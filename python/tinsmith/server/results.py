@@ -1,0 +1,109 @@
+"""The Tinker endpoints that clients wait for results with. ROUTES is the table.
+
+A poll waits for less than the SDK does. It ends when its client has gone, and is answered with 408
+when the result is not there in time: the client then asks again.
+"""
+
+import asyncio
+import contextlib
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from tinsmith.engine.errors import clipped, explain
+from tinsmith.server import wire
+from tinsmith.server.bodies import read_json, reply_of
+from tinsmith.server.routes import Handler
+from tinsmith.server.service import Pending, Refusal, Service
+
+LOOK_SECONDS = 1.0  # between two looks for the client of a poll
+
+
+async def retrieve_future(service: Service, request: Request) -> dict[str, Any] | Response:
+    """Waits for a result, less than the SDK's 45 s; 408 tells the client to ask again."""
+    body = await read_json(service, request)
+    name = wire.need(body, "request_id", str)
+    pending = service.promised(request, name)
+    if pending is None:
+        raise Refusal(
+            404,
+            f"there is no request {name}: its result was read before and is not kept any longer, "
+            "or the server was started again since",
+        )
+    if not await _finished(request, pending, service.poll_seconds):
+        again = {"type": "try_again", "request_id": name, "queue_state": "active"}
+        reason = service.worker.waits_for(pending.future)
+        if reason is not None:
+            again |= {"queue_state": "paused_capacity", "queue_state_reason": reason}
+        return JSONResponse(again, status_code=408)
+    pending.read = asyncio.get_running_loop().time()
+    error = pending.future.exception()
+    if error is not None:
+        failure = explain(error)
+        return {"error": clipped(str(failure)), "category": failure.category}
+    found = pending.future.result()
+    result = await service.beside(pending.bytes, pending.encode, found)
+    return reply_of(result) if isinstance(result, list) else result
+
+
+async def retrieve_futures(service: Service, request: Request) -> dict[str, Any]:
+    """The completed requests of a sampling session (or of one clone of its client), in one poll for
+    all of them. The client then reads each by retrieve_future."""
+    body = await read_json(service, request)
+    target = wire.need(body, "target", dict)
+    sampler = service.sampler(request, wire.need(target, "sampling_session_id", str, "the target"))
+    clone = wire.maybe(target, "cloned_sampler_id", int, 0)
+    cursor = wire.maybe(body, "prev_cursor", int, 0)
+    seconds = min(wire.maybe(body, "timeout", float, service.poll_seconds), service.poll_seconds)
+    for name in wire.maybe(body, "retrieved_request_ids", list, []):
+        pending = service.promised(request, name) if isinstance(name, str) else None
+        if pending is not None and pending.read is None:
+            pending.read = asyncio.get_running_loop().time()
+    done, end = sampler.completions(clone), asyncio.get_running_loop().time() + seconds
+    while not (names := await done.after(cursor, min(seconds, LOOK_SECONDS))):
+        seconds = end - asyncio.get_running_loop().time()
+        if seconds <= 0:
+            break
+        await _look_for(request)
+    completions = []
+    for name in names:
+        pending = service.promised(request, name)
+        failed = pending is None or (pending.future.done() and pending.future.exception())
+        completions.append({"state": "failed" if failed else "finished", "request_id": name})
+    return {"completions": completions, "cursor": max(cursor, done.last)}
+
+
+async def cancel_future(service: Service, request: Request) -> dict[str, Any]:
+    name = wire.need(await read_json(service, request), "request_id", str)
+    pending = service.promised(request, name)
+    if pending is not None:
+        service.worker.cancel(pending.future)
+    return {}
+
+
+async def _finished(request: Request, pending: Pending, seconds: float) -> bool:
+    """Waits until a result is there; False when that took too long."""
+    end = asyncio.get_running_loop().time() + seconds
+    while not pending.here.is_set():
+        left = end - asyncio.get_running_loop().time()
+        if left <= 0:
+            return False
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(pending.here.wait(), min(left, LOOK_SECONDS))
+            return True
+        await _look_for(request)
+    return True
+
+
+async def _look_for(request: Request) -> None:
+    """Ends a poll whose client has gone: each takes memory."""
+    if await request.is_disconnected():
+        raise ClientDisconnect
+
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/retrieve_future", retrieve_future),
+    ("POST", "/retrieve_futures", retrieve_futures),
+    ("POST", "/cancel_future", cancel_future),
+)
