@@ -87,8 +87,15 @@ def test_a_load_that_is_overtaken_by_a_save_is_of_one_version(store, swap, monke
 
 
 def test_a_change_that_is_overtaken_by_a_save_is_of_one_version(store, swap, monkeypatch):
-    """Its meta.json must not land in the folder that took the place."""
-    before_first(monkeypatch, disk, "alone", lambda: overwrite(store, 2))
+    """Its meta.json must land in the folder that took the place, though the other is still there."""
+    remove = disk.remove
+
+    def save_slowly() -> None:
+        monkeypatch.setattr(disk, "remove", lambda path: None)
+        overwrite(store, 2)
+        monkeypatch.setattr(disk, "remove", remove)
+
+    before_first(monkeypatch, disk, "alone", save_slowly)
     store.update(PATH, public=True)
     assert load_meta(store.folder(PATH)).public and seed_of(store.folder(PATH)) == 2
 
