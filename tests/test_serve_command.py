@@ -151,6 +151,8 @@ def test_each_option_reaches_the_server(
         options += " --allow-host a.example --allow-origin https://b.example"
         wanted |= {"host": "127.0.0.2", "port": 7, "preload": False, "api_key": "tml-0123456789"}
         wanted |= {"allow_hosts": ["a.example"], "allow_origins": ["https://b.example"]}
+    else:
+        wanted |= {"share_checkpoints": True}
     rest = ["recipe.py"] if command == "run" else []
     assert main([command, *options.split(), *rest]) == 1
     assert told == wanted

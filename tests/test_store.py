@@ -87,8 +87,15 @@ def test_a_load_that_is_overtaken_by_a_save_is_of_one_version(store, swap, monke
 
 
 def test_a_change_that_is_overtaken_by_a_save_is_of_one_version(store, swap, monkeypatch):
-    """Its meta.json must not land in the folder that took the place."""
-    before_first(monkeypatch, disk, "alone", lambda: overwrite(store, 2))
+    """Its meta.json must land in the folder that took the place, though the other is still there."""
+    remove = disk.remove
+
+    def save_slowly() -> None:
+        monkeypatch.setattr(disk, "remove", lambda path: None)
+        overwrite(store, 2)
+        monkeypatch.setattr(disk, "remove", remove)
+
+    before_first(monkeypatch, disk, "alone", save_slowly)
     store.update(PATH, public=True)
     assert load_meta(store.folder(PATH)).public and seed_of(store.folder(PATH)) == 2
 
@@ -163,6 +170,33 @@ def test_a_save_that_does_not_read_back_replaces_nothing(store, monkeypatch):
     monkeypatch.undo()
     assert seed_of(store.folder(PATH)) == 1
     assert [file.name for file in store.folder(PATH).parent.iterdir()] == ["a"]
+
+
+def test_a_run_that_begins_with_a_checkpoint_that_was_overtaken_is_a_sentence(store):
+    """It was described with the rank of the one that was there."""
+    created = store.meta(PATH).created
+    adapter = adapter_of(seed=2, rank=8)
+    meta = meta_of(adapter, created="2026-11-23T00:00:00+00:00")
+    save(store.folder(PATH), adapter, meta, optimizer=True, overwrite=True)
+    with pytest.raises(ValueError, match="is another checkpoint than the one that was asked for"):
+        peft.load(store.folder(PATH), loaded("qwen3"), optimizer=True, created=created)
+    found = peft.load(store.folder(PATH), loaded("qwen3"), optimizer=True, created=meta.created)
+    assert (found.adapter.rank, found.meta) == (8, meta)
+
+
+def test_what_is_no_adapters_folder_is_not_overwritten(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("one")
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "empty").mkdir()
+    adapter = adapter_of()
+    for name in ("thesis", "file"):
+        with pytest.raises(FileExistsError, match="is no adapter's folder: it has neither"):
+            save(tmp_path / name, adapter, meta_of(adapter), optimizer=False, overwrite=True)
+    assert (tmp_path / "thesis" / "chapter").read_text() == "one"
+    for _ in range(2):
+        save(tmp_path / "empty", adapter, meta_of(adapter), optimizer=False, overwrite=True)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_numbers_that_could_not_be_loaded_replace_nothing(store):

@@ -168,8 +168,9 @@ def test_two_runs_of_recipes_share_a_folder(tiny_model_dir, tmp_path):
             service.create_training_client_from_state_with_optimizer(path).result()
 
 
-def test_what_a_server_makes_is_its_owners_alone(tiny_model_dir, tmp_path):
-    before = os.umask(0)
+@pytest.mark.parametrize("mask", (0, 0o777))
+def test_what_a_server_makes_is_its_owners_alone(mask, tiny_model_dir, tmp_path):
+    before = os.umask(mask)
     try:
         with (
             Backend({"tiny": tiny_model_dir}, checkpoints=tmp_path / "root", device="cpu") as made,

@@ -151,11 +151,10 @@ class Model(Handle):
         not fit.
         """
         folder = Path(path).expanduser()
-        meta = peft.load_meta(folder)
-        core = self.engine.turns.take(
-            lambda: peft.load_adapter(folder, self.engine.loaded, optimizer=optimizer)
+        found = self.engine.turns.take(
+            lambda: peft.load(folder, self.engine.loaded, optimizer=optimizer)
         )
-        return Adapter(self.engine, core, meta)
+        return Adapter(self.engine, found.adapter, found.meta)
 
     def sampler(self) -> Sampler:
         """A Sampler that draws sequences from the model and its adapters."""

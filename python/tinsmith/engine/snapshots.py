@@ -113,9 +113,9 @@ class Snapshots:
                     "adapter"
                 ],  # while it is read; the snapshot takes less
                 f"the checkpoint {folder}",
-                lambda: peft.load_adapter(
+                lambda: peft.load(
                     folder, base, optimizer=False, created=created
-                ).snapshot(),
+                ).adapter.snapshot(),
                 keep=base.path,
             )
         return self._keep(sampler, replace(wanted, adapter=adapter))

@@ -40,6 +40,7 @@ class StateSpec:
 
     folder: Path
     optimizer: bool
+    created: str | None = None  # when the checkpoint was saved; another one is refused
 
 
 @dataclass(frozen=True)

@@ -419,8 +419,9 @@ class Worker:
 
         def make() -> _core.Adapter:
             if isinstance(spec, StateSpec):
-                adapter, lane.average = peft.load_run(spec.folder, base, optimizer=spec.optimizer)
-                return adapter
+                found = peft.load(spec.folder, base, optimizer=spec.optimizer, created=spec.created)
+                lane.average = found.average
+                return found.adapter
             return spec.adapter(base.core)
 
         need, least = self._bases.run_bytes(base, rank)

@@ -68,10 +68,7 @@ def save(
     raises. After an error the place is as it was, and nothing of the new checkpoint is left.
     """
     folder = Path(folder)
-    if folder.exists() and not overwrite:
-        raise FileExistsError(
-            f"the checkpoint {folder} exists; choose another name or overwrite it"
-        )
+    _check_place(folder, overwrite)
     vectors = {"weights": _read_finite(adapter, "weights")}
     if optimizer:
         vectors |= _optimizer_vectors(adapter, average)
@@ -81,6 +78,21 @@ def save(
         going()
         disk.sync(temporary)
         disk.put(temporary, folder, overwrite=overwrite)
+
+
+def _check_place(folder: Path, overwrite: bool) -> None:
+    """Only an adapter's folder is overwritten: never a home folder that was named by mistake."""
+    if folder.exists() and not overwrite:
+        raise FileExistsError(
+            f"the checkpoint {folder} exists; choose another name or overwrite it"
+        )
+    if not folder.exists() or (folder / META_FILE).exists() or (folder / CONFIG_FILE).exists():
+        return
+    if not folder.is_dir() or any(folder.iterdir()):
+        raise FileExistsError(
+            f"{folder} is no adapter's folder: it has neither {META_FILE} nor {CONFIG_FILE}, and "
+            "is not overwritten"
+        )
 
 
 def _optimizer_vectors(adapter: _core.Adapter, average: Average | None) -> Vectors:

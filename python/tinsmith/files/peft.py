@@ -135,36 +135,38 @@ def _groups() -> dict[str, str]:
     }
 
 
-def load_adapter(
+@dataclass(frozen=True)
+class Loaded:
+    """What a folder holds, all of one version; with the optimizer also its run's average."""
+
+    meta: Meta
+    adapter: _core.Adapter
+    average: Average | None
+
+
+def load(
     folder: Path, loaded: families.LoadedModel, *, optimizer: bool, created: str | None = None
-) -> _core.Adapter:
+) -> Loaded:
     """A new adapter with the numbers of a checkpoint or of a PEFT folder; ValueError where it was
     not created when it should have been."""
 
-    def load(version: Version) -> _core.Adapter:
+    def load_one(version: Version) -> Loaded:
         found = _meta_of(version)
         if created not in (None, found.created):
             raise ValueError(
                 f"{folder} is another checkpoint than the one that was asked for: it was saved "
-                "again since; create a new sampling client"
+                "again since; ask for it again"
             )
         adapter = found.lora.adapter(loaded.core)
-        _load_version(version, loaded.family, adapter, optimizer=optimizer)
-        return adapter
+        average = _load_version(version, loaded.family, adapter, optimizer=optimizer)
+        return Loaded(found, adapter, average)
 
-    return read(folder, load)
+    return read(folder, load_one)
 
 
-def load_run(
-    folder: Path, loaded: families.LoadedModel, *, optimizer: bool
-) -> tuple[_core.Adapter, Average | None]:
-    """load_adapter, and with optimizer the average that its run keeps."""
-
-    def load(version: Version) -> tuple[_core.Adapter, Average | None]:
-        adapter = _meta_of(version).lora.adapter(loaded.core)
-        return adapter, _load_version(version, loaded.family, adapter, optimizer=optimizer)
-
-    return read(folder, load)
+def load_adapter(folder: Path, loaded: families.LoadedModel, *, optimizer: bool) -> _core.Adapter:
+    """The adapter of `load`."""
+    return load(folder, loaded, optimizer=optimizer).adapter
 
 
 def load_into(

@@ -183,7 +183,7 @@ async def _create_from_state(
         wire.refuse_optimizer(body)
         folder, meta = await service.stored(service.meta, wire.need(body, "path", str))
         base = service.base(wire.maybe(body, "base_model", str, meta.base_model))
-        spec = StateSpec(folder, wire.maybe(body, "optimizer", bool, False))
+        spec = StateSpec(folder, wire.maybe(body, "optimizer", bool, False), meta.created)
         about = wire.metadata(body)
         return RunInfo(model_id, session, base, service.bases[base], meta.lora, about), spec
 

@@ -139,8 +139,10 @@ class State:
         self._logged: set[tuple[str, str]] = set()  # what was left out, and why
         with self._told():
             disk.make_folder(store.root)
-            with contextlib.suppress(OSError):  # SQLite says it too, in the sentence below
-                os.close(os.open(self.file, os.O_CREAT | os.O_RDWR, disk.FILE_MODE))
+            with contextlib.suppress(OSError):  # it is there; or SQLite says why it can't be made
+                descriptor = os.open(self.file, os.O_CREAT | os.O_EXCL, disk.FILE_MODE)
+                os.fchmod(descriptor, disk.FILE_MODE)
+                os.close(descriptor)
             self._sql = sqlite3.connect(
                 self.file, timeout=WAIT_SECONDS, check_same_thread=False, isolation_level=None
             )
