@@ -7,8 +7,8 @@ from attack import common, crowd, requests
 
 
 @pytest.mark.filterwarnings("ignore")  # of the SDK's, that a call is old or new
-@pytest.mark.parametrize(("program", "count"), ((requests, 60), (crowd, 3)))
+@pytest.mark.parametrize(("program", "count"), ((requests, 40), (crowd, 3)))
 def test_a_server_answers_whatever_comes(program: ModuleType, count: int) -> None:
-    report = common.run(program, count=count, seed=0, seconds=10)
+    report = common.run(program, count=count, seed=0)
     assert not report.failures, "\n".join(report.failures)
-    assert report.count > 0, report
+    assert report.count == count
