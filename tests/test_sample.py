@@ -656,9 +656,9 @@ def test_results_that_memory_cant_hold_are_refused_with_their_bytes() -> None:
     most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (size + (256 << 20), most[1]))
     try:
-        with pytest.raises(MemoryError, match=r"results take 302124\.0 MiB"):
+        with pytest.raises(MemoryError, match=r"results take 9900\.0 MiB"):
             sampler.add(
-                0, **request("qwen3", 9, max_tokens=150, num_samples=2_000_000), topk_sample=131
+                0, **request("qwen3", 9, max_tokens=150, num_samples=65_536), topk_sample=131
             )
     finally:
         resource.setrlimit(resource.RLIMIT_AS, most)
