@@ -160,3 +160,19 @@ def test_other_bad_calls_are_refused(model, adapter, tiny_model_dir: Path, tmp_p
     ):
         with pytest.raises(kind, match=sentence):
             call()
+
+
+def test_weights_that_overflow_are_told_by_a_sentence_and_others_are_not_disturbed(model) -> None:
+    good, bad = model.lora(rank=2, seed=1), model.lora(rank=2, seed=2)
+    bad.core.write("weights", np.full(bad.size, 1e36, np.float32))
+    expected = model.sampler().sample(PROMPT, adapter=good, max_tokens=4, seed=3)[0].tokens
+    for call in (
+        lambda: model.sampler().sample(PROMPT, adapter=bad, max_tokens=4, seed=3),
+        lambda: model.logprobs(PROMPT, adapter=bad),
+        lambda: bad.forward_backward(PROMPT, PROMPT),
+    ):
+        with pytest.raises(FloatingPointError, match=r"sums overflow|not finite"):
+            call()
+    again = model.sampler().sample(PROMPT, adapter=good, max_tokens=4, seed=3)[0].tokens
+    np.testing.assert_array_equal(again, expected)
+    assert np.isfinite(model.logprobs(PROMPT)).all()

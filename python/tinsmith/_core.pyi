@@ -278,8 +278,8 @@ class Adapter:
         """One AdamW step with the gradients so far, which are then cleared. Returns grad_norm
         (before clipping, after normalization), grad_norm_clipped, weight_norm (of all matrices,
         after the step), and of the calls behind it: loss (their sum), loss_tokens and
-        loss_sequences (those with a gradient that is not zero). FloatingPointError
-        if the gradient is not finite: it is cleared, and weights and moments stay as they were."""
+        loss_sequences (those with a gradient that is not zero). FloatingPointError if the step
+        would leave numbers that are not finite: it is not taken, and all stays as it was."""
     def trim(self) -> None:
         """Gives a training step's memory back until the next step; no result changes."""
     def clear_gradients(self) -> None: ...

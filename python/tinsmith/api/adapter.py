@@ -311,8 +311,9 @@ class Adapter(Handle):
 
         grad_clip_norm 0 clips nothing. grad_accumulation_normalization divides the gradient first:
         "num_loss_tokens", "num_sequences" or None. The step is short; Ctrl-C takes effect after it.
-        FloatingPointError for a gradient that is not finite: the gradient is cleared, and weights
-        and moments stay as they were.
+        FloatingPointError for a step that would leave numbers which are not finite, as a learning
+        rate of 1e38 does: then no step is taken, and weights, moments and gradients stay as they
+        were. eps may be 0: a weight that never had a gradient then stays where it is.
         """
         numbers = {
             "learning_rate": learning_rate,

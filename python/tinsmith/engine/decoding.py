@@ -247,7 +247,28 @@ def _step(lane: _Lane) -> None:
     for number in done:
         result = lane.sampler.take(number)
         item = lane.pending.pop(number)
-        item.future.set_result(_result(item, result))
+        try:
+            _check(item.request, result)
+        except FloatingPointError as error:
+            failure = explain(error)
+            failure.__cause__ = error
+            item.future.set_exception(failure)
+        else:
+            item.future.set_result(_result(item, result))
+
+
+def _check(request: SampleRequest, raw: dict[str, Any]) -> None:
+    """FloatingPointError for log-probabilities that are no numbers, of weights so large that the
+    model's rows overflow. Such a row draws nothing but its first id."""
+    found = [sample["logprobs"] for sample in raw["samples"]]
+    scored = max(1, _scored_from(request))  # the first token has none
+    found += [raw["prompt_logprobs"][scored:]] if raw["prompt_logprobs"] is not None else []
+    found += [raw[key] for key in ("target_logprobs", "drawn_logprobs") if raw[key] is not None]
+    if any(np.isnan(array).any() for array in found):
+        raise FloatingPointError(
+            "the model's log-probabilities are not numbers here: its weights, or the adapter's, "
+            "are so large that sums overflow"
+        )
 
 
 def _result(item: _Pending, raw: dict[str, Any]) -> SampleResult:
