@@ -2,6 +2,7 @@
 they take memory, while others are answered; and results that nobody reads."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -81,17 +82,13 @@ def test_a_body_that_comes_at_a_walk_is_read_and_one_that_never_ends_is_not(
         assert status == 400 and "the body is not JSON" in told
     monkeypatch.setattr(bodies, "BODY_SECONDS_MAX", 0.1)
     with connect(server, head(server, "/create_session", "Content-Length: 9999")) as client:
-        try:
-            for _ in range(1000):
+        end, told = time.monotonic() + 20, b""
+        client.settimeout(0.02)
+        while not told and time.monotonic() < end:
+            with contextlib.suppress(TimeoutError):
                 client.sendall(b" ")
-                client.settimeout(0.02)
-                try:
-                    assert b" 408 " in client.recv(1 << 16)
-                    break
-                except TimeoutError:
-                    continue
-        finally:
-            client.settimeout(60)
+                told = client.recv(1 << 16)
+        assert b" 408 " in told
 
 
 def test_a_poll_whose_client_has_gone_ends(tiny_model_dir, tmp_path, monkeypatch) -> None:
@@ -339,7 +336,7 @@ def test_what_is_kept_of_many_small_results_has_a_limit(server, monkeypatch) -> 
 
 def test_a_result_may_be_as_large_as_the_server_keeps(tiny_model_dir, tmp_path) -> None:
     with Backend(
-        {"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu", threads=1, memory=24 << 20
+        {"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu", threads=1, memory=1 << 30
     ) as backend:
         wire = Wire(backend.url)
         asked = {"session_id": wire.create().partition(":")[0], "sampling_session_seq_id": 0}
@@ -349,7 +346,7 @@ def test_a_result_may_be_as_large_as_the_server_keeps(tiny_model_dir, tmp_path) 
             "seq_id": 0,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
             "topk_sample_logprobs": VOCAB,
-            "num_samples": 64,
+            "num_samples": 4096,
         }
         told = wire.result(wire.post("/asample", **body))["error"]
-        assert f"at most {3 << 20} are sent" in told
+        assert f"at most {1 << 27} are sent" in told

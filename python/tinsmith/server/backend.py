@@ -41,6 +41,7 @@ log = logging.getLogger("tinsmith")
 # In addition to the memory: what waits for the engine, and what waits to be read, take at most
 # 1 / QUEUE_SHARE of it each; what comes in takes half of that.
 QUEUE_SHARE = 8
+RESULTS_BYTES_MIN = 1 << 26  # of some 16,000 small results, however small the memory is
 API_KEY = "tml-local"  # of clients of a server that asks for none: the SDK wants one
 EXPIRY_SECONDS = 60.0  # between two searches for expired checkpoints
 
@@ -152,7 +153,7 @@ class Backend:
             access=access,
             queue=self.queue,
             arrivals=Arrivals(bytes_max=most // 2),
-            results_max=most,
+            results_max=max(most, RESULTS_BYTES_MIN),
         )
         self._server = Server(Door(make_app(self._service), access))
         self._begin(store)
