@@ -87,7 +87,7 @@ def test_a_load_that_is_overtaken_by_a_save_is_of_one_version(store, swap, monke
 
 
 def test_a_change_that_is_overtaken_by_a_save_is_of_one_version(store, swap, monkeypatch):
-    """Its meta.json must land in the folder that took the place, though the other is still there."""
+    """Its meta.json must land in the folder that took the place; the other is there for a while."""
     remove = disk.remove
 
     def save_slowly() -> None:

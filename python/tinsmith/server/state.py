@@ -292,7 +292,12 @@ class State:
 
     def _runs(self, which: str, *values: Any) -> list[RunRow]:
         columns = ", ".join(field.name for field in dataclasses.fields(RunRow))
-        return self._rows(_run, f"SELECT {columns} FROM run {which}", *values)
+
+        def make(name: Any, *rest: Any) -> RunRow:
+            self._store.run_folder(_text(name))  # one that has no place there is no run's name
+            return _run(name, *rest)
+
+        return self._rows(make, f"SELECT {columns} FROM run {which}", *values)
 
     def _import(self, name: str) -> RunRow | None:
         """A run that is known only by its folder."""
