@@ -267,6 +267,9 @@ def test_odd_rows_of_the_database_are_left_out(backend, caplog):
         sql.execute(
             "INSERT INTO run VALUES (?, ?, CAST(x'ff' AS TEXT), 4, '{}', ?)", ("b", "", good)
         )
+        for name in ("", "..", "x" * 5000):  # the names of no folder
+            row = (name, session, good)
+            sql.execute("INSERT INTO run VALUES (?, ?, 'tiny', 4, '{}', ?)", row)
         sql.execute("UPDATE checkpoint SET meta = '{', bytes = 'many'")
         sql.close()
         for route in ("/training_runs", "/checkpoints", "/sessions", f"/sessions/{session}"):

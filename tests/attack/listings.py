@@ -47,13 +47,13 @@ LISTINGS: tuple[Ask, ...] = (
     ("GET", f"{API}/checkpoints", None),
     ("GET", f"{API}/training_runs", None),
     ("GET", f"{API}/training_runs/run/checkpoints", None),
+    ("GET", f"{API}/sessions", None),
+    ("POST", f"{API}/sessions/search", {}),
 )
 SINGLE: tuple[Ask, ...] = (
     ("GET", f"{BASE}/archive.tar", None),
     ("GET", f"{API}/training_runs/run", None),
-    ("GET", f"{API}/sessions", None),
     ("GET", f"{API}/sessions/s", None),
-    ("POST", f"{API}/sessions/search", {}),
     ("POST", f"{API}/sessions/search", {"statuses": [{"type": "client_finished"}]}),
     ("GET", f"{BASE}/archive", None),
     ("GET", f"{BASE}/external_weights_urls", None),

@@ -255,7 +255,8 @@ class State:
 
     def runs_of(self, session: str) -> list[str]:
         """A session's runs, the oldest first."""
-        return self._rows(_text, "SELECT id FROM run WHERE session = ? ORDER BY rowid", session)
+        query = "SELECT id FROM run WHERE session = ? ORDER BY rowid"
+        return self._rows(self._run_name, query, session)
 
     def add_sampler(self, name: str, session: str, base_model: str, path: str | None) -> None:
         """Keeps a sampling session."""
@@ -292,7 +293,16 @@ class State:
 
     def _runs(self, which: str, *values: Any) -> list[RunRow]:
         columns = ", ".join(field.name for field in dataclasses.fields(RunRow))
-        return self._rows(_run, f"SELECT {columns} FROM run {which}", *values)
+        return self._rows(
+            lambda name, *rest: _run(self._run_name(name), *rest),
+            f"SELECT {columns} FROM run {which}",
+            *values,
+        )
+
+    def _run_name(self, name: Any) -> str:
+        """A run's id, for which there can be a folder."""
+        self._store.run_folder(_text(name))
+        return name
 
     def _import(self, name: str) -> RunRow | None:
         """A run that is known only by its folder."""
@@ -392,9 +402,9 @@ def _session(
     )
 
 
-def _run(name: Any, session: Any, base: Any, rank: Any, metadata: Any, created: Any) -> RunRow:
+def _run(name: str, session: Any, base: Any, rank: Any, metadata: Any, created: Any) -> RunRow:
     return RunRow(
-        id=_text(name),
+        id=name,
         session=None if session is None else _text(session),
         base_model=_text(base),
         rank=_checked("rank", rank, is_count),
