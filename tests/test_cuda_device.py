@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import logprobs, make_datum
 from distill_cases import distill, pair
-from engine import Device, emulated_library
+from engine import Device, Memory, emulated_library
 from models import Datum, call, datum, folder, randomize, tokens_of
 from tinsmith import _core
 from tinsmith.engine.worker import plan
@@ -354,6 +354,19 @@ def test_a_replay_after_scratch_has_moved_is_recorded_anew(library: ctypes.CDLL)
             64 * 6 * 64 * 12 * 4 - MIB if graphs else 0
         )  # of scratch, and nothing else
     assert_same(*found)
+
+
+def test_a_recording_is_not_replayed_when_scratch_has_moved(library: ctypes.CDLL) -> None:
+    dev, graph = Device("cuda-emulated"), ctypes.c_void_p()
+    memory = Memory(dev, 64)
+    dev.check(dev.c.record(dev.pointer))
+    dev.c.zero(dev.pointer, memory.pointer, 64)
+    dev.check(dev.c.recorded(dev.pointer, ctypes.byref(graph)))
+    assert dev.c.replay(dev.pointer, graph) == 1
+    assert not memory.read(64).any()
+    dev.check(dev.c.reserve(dev.pointer, 1 << 24))
+    assert dev.c.replay(dev.pointer, graph) == 0
+    dev.c.graph_close(dev.pointer, graph)
 
 
 # ---- what is given back in another thread ----
