@@ -457,7 +457,7 @@ def test_everything_is_synced_before_it_is_moved_and_the_move_after(
     save(place, adapter, meta_of(adapter), optimizer=True, overwrite=overwrite)
     moved = [name for kind, name in log if kind == "move"]
     temporary = next(name for name in moved if name != "a")
-    files = ["adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"]
+    files = ["adapter_model.safetensors", "optimizer.safetensors", "adapter_config.json"]
     wanted = [("sync", name) for name in (*files, "meta.json", temporary)]
     aside = overwrite and swap == "aside"
     wanted += [("move", "a")] * aside + [("move", temporary)]

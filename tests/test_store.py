@@ -165,7 +165,7 @@ def test_a_save_that_does_not_read_back_replaces_nothing(store, monkeypatch):
             file.write(b"\0\0\0\1")
 
     monkeypatch.setattr(checkpoint.weights, "write", write_wrongly)
-    with pytest.raises(OSError, match="does not give back the weights that were written"):
+    with pytest.raises(OSError, match="does not give back what was written"):
         overwrite(store, 2)
     monkeypatch.undo()
     assert seed_of(store.folder(PATH)) == 1

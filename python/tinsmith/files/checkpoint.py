@@ -42,6 +42,7 @@ PREFIX = "base_model.model."  # of a base model's modules, in PEFT's names
 AVERAGE = "average"  # of the weights, in OPTIMIZER_FILE
 
 Vectors = dict[str, NDArray[np.float32]]
+File = tuple[Mapping[str, NDArray[np.float32]], dict[str, str]]  # tensors, and facts about them
 Pending = tuple[float, float, float]  # _core.Adapter.pending
 
 
@@ -124,28 +125,27 @@ def _write_files(
     average: Average | None,
     going: Callable[[], object],
 ) -> None:
-    going()
     named = dict(matrices(family, adapter, vectors["weights"]))
-    weights.write(folder / ADAPTER_FILE, named, {"format": "pt"})
-    disk.write_json(folder / CONFIG_FILE, _peft_config(family, adapter, meta))
-    files = [ADAPTER_FILE, CONFIG_FILE]
     state = {what: flat for what, flat in vectors.items() if what != "weights"}
+    facts = {"step": str(adapter.step), "pending": json.dumps(adapter.pending)}
+    files: dict[str, File] = {ADAPTER_FILE: (named, {"format": "pt"})}
     if state:
-        facts = {"step": str(adapter.step), "pending": json.dumps(adapter.pending)}
+        files[OPTIMIZER_FILE] = (state, facts)
+    for name, (tensors, about) in files.items():
         going()
-        weights.write(folder / OPTIMIZER_FILE, state, facts)
-        files.append(OPTIMIZER_FILE)
+        weights.write(folder / name, tensors, about)
     going()
-    _check_written(folder, family, adapter, vectors)
+    _check_written(folder, files)
+    disk.write_json(folder / CONFIG_FILE, _peft_config(family, adapter, meta))
     going()
-    files = encryption.seal(folder, files, meta.recipients)
+    sealed = encryption.seal(folder, [*files, CONFIG_FILE], meta.recipients)
     content = {
         "version": VERSION,
         **dataclasses.asdict(meta),
         "model": {key: adapter.model.config[key] for key in SHAPE},
         "files": {
             name: {"bytes": (folder / name).stat().st_size, "sha256": _digest(folder / name)}
-            for name in files
+            for name in sealed
         },
     }
     if average is not None:
@@ -154,20 +154,19 @@ def _write_files(
     disk.write_json(folder / META_FILE, content)
 
 
-def _check_written(
-    folder: Path, family: families.Family, adapter: _core.Adapter, vectors: Vectors
-) -> None:
-    """Reads the files as a load does: they must hold what was to be written, bit for bit."""
+def _check_written(folder: Path, files: Mapping[str, File]) -> None:
+    """Reads files as a load does: they must give back what was to be written, bit for bit."""
     with Version(folder) as version:
-        with version.tensors(ADAPTER_FILE) as tensors:
-            found = {"weights": _read_weights(folder, tensors, family, adapter)}
-        if vectors.keys() - found:
-            with version.tensors(OPTIMIZER_FILE) as tensors:
-                _read_optimizer(folder, tensors, adapter.size)
-                found |= {name: tensors[name].copy() for name in tensors}
-    for what, flat in vectors.items():
-        if not np.array_equal(found[what].view(np.uint32), flat.view(np.uint32)):
-            raise OSError(f"{folder} does not give back the {what} that were written to it")
+        for name, (written, about) in files.items():
+            with version.tensors(name) as tensors:
+                same = set(tensors) == set(written) and tensors.metadata == about
+                if not same or not all(_same(tensors[key], written[key]) for key in written):
+                    raise OSError(f"{folder / name} does not give back what was written to it")
+
+
+def _same(one: NDArray[np.float32], other: NDArray[np.float32]) -> bool:
+    bits = (np.ascontiguousarray(array).view(np.uint32) for array in (one, other))
+    return np.array_equal(*bits)
 
 
 def _peft_config(family: families.Family, adapter: _core.Adapter, meta: Meta) -> dict[str, Any]:
