@@ -139,7 +139,7 @@ def test_a_capsule_is_given_back_once_and_its_byte_offset_counts():
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "torch bf16"])
-def test_a_thousand_calls_leave_memory_and_references_as_they_were(kind):
+def test_hundreds_of_calls_leave_memory_and_references_as_they_were(kind):
     x, w = np.zeros((64, 48), np.float32), np.zeros((3000, 48), np.float32)
     ids = np.arange(64)
     if kind != "numpy":
@@ -155,7 +155,7 @@ def test_a_thousand_calls_leave_memory_and_references_as_they_were(kind):
     gc.collect()
     references = [sys.getrefcount(a) for a in (x, w, ids)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    calls(1000)
+    calls(300)
     gc.collect()
     assert [sys.getrefcount(a) for a in (x, w, ids)] == references
     # a leaked gradient or capsule would be 0.6 MB a call
