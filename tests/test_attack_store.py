@@ -1,21 +1,10 @@
 """A short part of the attacks on the folder of checkpoints (tests/attack): readers beside saves,
 kills and full disks, and what anyone may have written to it."""
 
-import logging
 import shutil
-from collections.abc import Iterator
 
 import pytest
 from attack import common, kills, listings, readers
-
-
-@pytest.fixture(autouse=True)
-def log() -> Iterator[None]:
-    """The programs make it silent; other tests read it."""
-    logger = logging.getLogger("tinsmith")
-    level = logger.level
-    yield
-    logger.setLevel(level)
 
 
 def run(program, count: int) -> None:

@@ -7,7 +7,6 @@ and then all numbers are finite and the adapter can be trained on. meta.json is 
 import hashlib
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,8 +29,7 @@ VECTORS = ("weights", "gradients", "m", "v")
 @contextmanager
 def attack() -> Iterator[One]:
     """The program."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
-        folder = Path(name)
+    with common.workplace() as folder:
         loaded = tiny.load(tiny.make(folder / "model"))
         ours = _saved(folder / "ours", loaded)
         sources = [ours, {key: ours[key] for key in ours if key.startswith("adapter_")}]

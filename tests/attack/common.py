@@ -17,14 +17,17 @@ import argparse
 import copy
 import faulthandler
 import json
+import logging
 import random
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -53,6 +56,22 @@ class Attempt:
 
 
 One = Callable[[Attempt], str]
+
+
+@contextmanager
+def workplace(level: int | None = None) -> Iterator[Path]:
+    """A folder for a program, in memory where there is such. Meanwhile tinsmith logs nothing below
+    `level`, if one is given."""
+    log = logging.getLogger("tinsmith")
+    before = log.level
+    fast = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=fast) as name:
+        try:
+            if level is not None:
+                log.setLevel(level)
+            yield Path(name)
+        finally:
+            log.setLevel(before)
 
 
 class Failure(Exception):

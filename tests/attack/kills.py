@@ -16,7 +16,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from attack import saves
+from attack import common, saves
 from attack.common import Attempt, Failure, One
 from tinsmith.files import disk
 from tinsmith.files.store import Store
@@ -132,9 +131,8 @@ def _ended(work: Callable[[], None]) -> list[str]:
 @contextmanager
 def attack() -> Iterator[One]:
     """The program."""
-    fast = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(dir=fast) as name, _forker(Path(name)) as ask:
-        templates = Path(name) / "templates"
+    with common.workplace(logging.ERROR) as folder, _forker(folder) as ask:
+        templates = folder / "templates"
         inputs = []
         for key, operation in OPERATIONS.items():
             template = Store(templates / key)
@@ -142,18 +140,16 @@ def attack() -> Iterator[One]:
             ttl = 0 if key == "expire" else None
             if operation.before[0] is not None:
                 saves.save(template.folder(PATH), operation.before[0], ttl_seconds=ttl)
-            place = _fresh(template.root, Path(name) / "place")
+            place = _fresh(template.root, folder / "place")
             said, _ = ask(place, key, "count", 0)
             count = json.loads(said)[1]
             faults = FAULTS[1:]
             inputs += [(key, fault, at) for at in range(1, count + 1) for fault in faults]
 
-        logging.getLogger("tinsmith").setLevel(logging.ERROR)
-
         def one(attempt: Attempt) -> str:
             key, fault, at = inputs[attempt.number * STRIDE % len(inputs)]
             attempt.note(f"{key}: {fault} at write {at}")
-            place = _fresh(templates / key, Path(name) / "place")
+            place = _fresh(templates / key, folder / "place")
             said, status = ask(place, key, fault, at)
             return _judge(Store(place), key, fault, said, status)
 

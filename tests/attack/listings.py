@@ -16,7 +16,6 @@ import os
 import shutil
 import sqlite3
 import tarfile
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from datetime import datetime
@@ -68,11 +67,9 @@ SINGLE: tuple[Ask, ...] = (
 @contextmanager
 def attack() -> Iterator[One]:
     """The program."""
-    logging.getLogger("tinsmith").setLevel(logging.CRITICAL)
-    fast = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(dir=fast) as name:
-        template, root = Path(name) / "template", Path(name) / "root"
-        (Path(name) / "secret.txt").write_text(SECRET)
+    with common.workplace(logging.CRITICAL) as folder:
+        template, root = folder / "template", folder / "root"
+        (folder / "secret.txt").write_text(SECRET)
         _make(Store(template))
 
         def one(attempt: Attempt) -> str:

@@ -8,7 +8,6 @@ import json
 import random
 import shutil
 import struct
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,8 +35,7 @@ NAMES = (
 @contextmanager
 def attack() -> Iterator[One]:
     """The program."""
-    with tempfile.TemporaryDirectory(dir=_memory()) as name:
-        folder = Path(name)
+    with common.workplace() as folder:
         single = tiny.make(folder / "single", extra=True)
         shards = _sharded(tiny.make(folder / "shards"))
         sources = [
@@ -74,11 +72,6 @@ def use(folder: Path) -> str:
     if not np.isfinite(logprobs).all():
         raise common.Failure(f"log-probabilities {logprobs}")
     return "taken"
-
-
-def _memory() -> str | None:
-    """A folder in memory, where there is one."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def _sharded(folder: Path) -> Path:

@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import numpy as np
-from attack import saves
+from attack import common, saves
 from attack.common import Attempt, Failure, One
 from attack.listings import API, ask
 from tinsmith.files import checkpoint
@@ -49,10 +49,8 @@ SECONDS = 60.0
 @contextmanager
 def attack() -> Iterator[One]:
     """The program."""
-    logging.getLogger("tinsmith").setLevel(logging.CRITICAL)
-    fast = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(dir=fast) as name, ExitStack() as undo:
-        stores = {way: Store(Path(name) / way) for way in ("exchange", "aside")}
+    with common.workplace(logging.CRITICAL) as folder, ExitStack() as undo:
+        stores = {way: Store(folder / way) for way in ("exchange", "aside")}
         services = {}
         for way, store in stores.items():
             saves.save(store.folder(PATH), 1)

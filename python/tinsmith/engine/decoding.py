@@ -93,7 +93,6 @@ class _Text:
     tail: str = ""  # decoded text that a stop string may have begun in
     start: int = 0  # tokens from here on give the context that decoding needs
     settled: int = 0  # tokens before this one are in `tail`
-    hit: bool = False
 
     def read(self, token: int, tokenizer: "Tokenizer", stops: tuple[str, ...]) -> bool:
         """Takes the newest token; whether a stop string has just been completed."""
@@ -101,11 +100,10 @@ class _Text:
         known = _decode(tokenizer, self.tokens[self.start : self.settled])
         text = _decode(tokenizer, self.tokens[self.start :])[len(known) :]
         seen = self.tail + text
-        self.hit = any(stop in seen for stop in stops)
         if text and not text.endswith(UNKNOWN):
             self.start, self.settled = self.settled, len(self.tokens)
             self.tail = seen[-max(len(stop) for stop in stops) :]
-        return self.hit
+        return any(stop in seen for stop in stops)
 
 
 @dataclass
@@ -158,8 +156,7 @@ class Decoder:
 
     def caches(self) -> list[tuple[Path, int, bool]]:
         """Of each open lane: its base model's path, its cache's bytes, and whether it is active."""
-        lanes = list(self._lanes.items())  # at once: any thread may ask
-        return [(path, lane.cache_bytes, bool(lane.pending)) for path, lane in lanes]
+        return [(path, lane.cache_bytes, bool(lane.pending)) for path, lane in self._lanes.items()]
 
     def add(
         self,
@@ -272,19 +269,16 @@ def _check(request: SampleRequest, raw: dict[str, Any]) -> None:
 
 
 def _result(item: _Pending, raw: dict[str, Any]) -> SampleResult:
-    samples = []
-    for index, sample in enumerate(raw["samples"]):
-        text = item.texts.get(index)
-        reason = "stop" if text is not None and text.hit else sample["stop_reason"]
-        samples.append(
-            Sample(
-                sample["tokens"],
-                sample["logprobs"],
-                reason,
-                sample["topk_ids"],
-                sample["topk_logprobs"],
-            )
+    samples = [
+        Sample(
+            sample["tokens"],
+            sample["logprobs"],
+            sample["stop_reason"],
+            sample["topk_ids"],
+            sample["topk_logprobs"],
         )
+        for sample in raw["samples"]
+    ]
     logprobs, ids, topk = raw["prompt_logprobs"], raw["topk_ids"], raw["topk_logprobs"]
     if item.request.last_n is not None:
         skipped = slice(0, len(item.request.prompt) - item.request.last_n)

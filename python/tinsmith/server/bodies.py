@@ -21,6 +21,7 @@ import zstandard
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
+from tinsmith.files.meta import is_text
 from tinsmith.server.overload import Arrival
 from tinsmith.server.pieces import PIECE, Buffer
 from tinsmith.server.service import Refusal, Service
@@ -222,20 +223,12 @@ def _check_texts(content: dict[str, Any]) -> None:
         for found in level:
             texts = [*found, *found.values()] if isinstance(found, dict) else found
             for text in texts:
-                if isinstance(text, str) and not _is_unicode(text):
+                if isinstance(text, str) and not is_text(text):
                     raise Refusal(
                         400,
                         f"the body has the text {text[:40]!a}, which is no Unicode: half of a "
                         "surrogate pair stands alone in it",
                     )
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class _Decoder(json.JSONDecoder):

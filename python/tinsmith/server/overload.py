@@ -17,7 +17,6 @@ is held back never has to come before one that is inside. Only the server's even
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 QUEUE_BYTES_MAX = 1 << 30
@@ -99,12 +98,7 @@ class Arrival:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._arrivals.change(self, -self.size)
         self._arrivals.yield_first(self)
 
@@ -191,12 +185,7 @@ class Place:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._kept:
             self.leave()
 
