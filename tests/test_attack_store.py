@@ -4,7 +4,7 @@ kills and full disks, and what anyone may have written to it."""
 import shutil
 
 import pytest
-from attack import common, kills, listings, readers
+from attack import common, kills, listings, parse_listings, readers
 
 
 def run(program, count: int) -> None:
@@ -24,3 +24,4 @@ def test_kills_and_full_disks_lose_nothing_that_was_answered() -> None:
 
 def test_what_anyone_may_have_written_harms_no_other() -> None:
     run(listings, 25)
+    run(parse_listings, 3000)

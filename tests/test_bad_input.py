@@ -259,7 +259,14 @@ TRAINING = [
         [rl([1, 2], logprobs=[0, 0], advantages=[1, 1])],
         "ppo",
         {"clip_high_threshold": math.inf},
-        r"clip_high_threshold must be a finite number, inf came",
+        r"clip_high_threshold must be a finite number of f32, inf came",
+    ),
+    (
+        "config beyond float32",
+        [rl([1, 2], logprobs=[0, 0], advantages=[1, 1])],
+        "cispo",
+        {"clip_low_threshold": 1e300},
+        r"clip_low_threshold must be a finite number of f32, 1e\+300 came",
     ),
     (
         "longer than the context",

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import zstandard
 from conftest import CONTEXT, VOCAB, Wire, make_datum
+from starlette.requests import Request
 from tinsmith.server import arrays, bodies, pieces, results, routes, service, wire
 from tinsmith.server.backend import Backend
 from tinsmith.server.messages import pb
@@ -92,7 +93,14 @@ def test_a_body_that_comes_at_a_walk_is_read_and_one_that_never_ends_is_not(
 
 
 def test_a_poll_whose_client_has_gone_ends(tiny_model_dir, tmp_path, monkeypatch) -> None:
+    looked, look = set[int](), results._look_for
+
+    async def look_for(request: Request) -> None:
+        looked.add(id(request))
+        await look(request)
+
     monkeypatch.setattr(results, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(results, "_look_for", look_for)
     with Backend(
         {"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu", threads=1, poll_seconds=1000.0
     ) as backend:
@@ -104,7 +112,7 @@ def test_a_poll_whose_client_has_gone_ends(tiny_model_dir, tmp_path, monkeypatch
         key = head(backend, "/retrieve_future", length).replace(b"tml-a", b"tml-local")
         asked = [connect(backend, key + body) for _ in range(5)]
         end = time.monotonic() + 60
-        while len(tasks) < 5 and time.monotonic() < end:
+        while len(looked) < 5 and time.monotonic() < end:  # all of them wait
             time.sleep(0.01)
         for client in asked:
             client.close()

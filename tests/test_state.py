@@ -1,6 +1,7 @@
 """What a server remembers across restarts, and that the folders remain the truth about it."""
 
 import json
+import math
 import os
 import shutil
 import sqlite3
@@ -161,6 +162,15 @@ def test_runs_are_found_again_without_the_database(made, folder):
     assert [item.id for item in state.runs()] == [made["run"]]
     assert len(state.checkpoints(made["run"])) == 2
     state.close()
+
+
+def test_what_a_row_says_beside_a_finish_is_not_told(made, folder, state):
+    """Nor is it a reason for any client to get no list: JSON has no NaN."""
+    (owner,) = state._read("SELECT owner FROM session WHERE id = ?", made["session"])[0]
+    finish = {"reason": {"type": "success"}, "detail": "done"}
+    state.finish_session(made["session"], finish | {"more": math.nan})
+    (row,) = [row for row in state.sessions(owner) if row.id == made["session"]]
+    assert row.finish == finish
 
 
 def test_an_older_folder_is_imported(made, folder):

@@ -31,16 +31,16 @@ def attack() -> Iterator[One]:
     """The program."""
     with common.workplace() as folder:
         loaded = tiny.load(tiny.make(folder / "model"))
-        ours = _saved(folder / "ours", loaded)
+        ours = saved(folder / "ours", loaded)
         sources = [ours, {key: ours[key] for key in ours if key.startswith("adapter_")}]
         place = folder / "adapter"
 
         def one(attempt: Attempt) -> str:
             files = dict(attempt.rng.choice(sources))
             for _ in range(attempt.rng.choice((1, 1, 2))):
-                _mutate(attempt, files)
+                mutate(attempt, files)
             if attempt.rng.random() < 0.8:
-                _rehash(files)
+                rehash(files)
             shutil.rmtree(place, ignore_errors=True)
             place.mkdir()
             for file, content in files.items():
@@ -50,7 +50,7 @@ def attack() -> Iterator[One]:
         yield one
 
 
-def _saved(folder: Path, loaded: families.LoadedModel) -> dict[str, bytes]:
+def saved(folder: Path, loaded: families.LoadedModel) -> dict[str, bytes]:
     """The files of a checkpoint with an optimizer's state, gradients and an average."""
     adapter = _core.Adapter(loaded.core, rank=2, seed=1)
     adapter.forward_backward(*tiny.batch())
@@ -100,14 +100,14 @@ def _state(adapter: _core.Adapter) -> list[Any]:
     return [*(adapter.read(what).tobytes() for what in VECTORS), adapter.step, adapter.pending]
 
 
-def _mutate(attempt: Attempt, files: dict[str, bytes]) -> None:
+def mutate(attempt: Attempt, files: dict[str, bytes]) -> None:
     name = attempt.rng.choice(sorted(set(files) - {checkpoint.META_FILE}))
     change = common.changed_json if name.endswith(".json") else changed_file
     files[name] = change(attempt.rng, files[name])
     attempt.note(name, files[name])
 
 
-def _rehash(files: dict[str, bytes]) -> None:
+def rehash(files: dict[str, bytes]) -> None:
     """Makes meta.json, where it is one, agree with the files."""
     try:
         meta = json.loads(files[checkpoint.META_FILE])

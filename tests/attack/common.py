@@ -14,15 +14,17 @@ input is then reported, and the rest goes on. It exits with 1 if there was a fai
 """
 
 import argparse
-import copy
 import faulthandler
 import json
 import logging
+import marshal
 import random
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -36,6 +38,7 @@ from typing import Any
 FOLDER = Path(__file__).parent
 HANG_SECONDS = 60.0  # of one input; a machine under load is slow
 MEMORY_BYTES = 1 << 30  # by which one input may raise the most that the process ever had
+LOOK_SECONDS = 0.02  # an input that is quicker can't have touched so much
 SHOWN = 4000  # characters of a failure's input
 
 USER = (ValueError, IndexError, OSError, FloatingPointError)  # a sentence: engine/errors.py
@@ -48,11 +51,17 @@ class Attempt:
 
     number: int
     rng: random.Random
-    notes: list[str] = field(default_factory=list)
+    notes: list[tuple[object, ...]] = field(default_factory=list)
 
     def note(self, *what: object) -> None:
-        """Adds to the description."""
-        self.notes.append(" ".join(item if isinstance(item, str) else repr(item) for item in what))
+        """Adds to the description, which is written only where it is asked for."""
+        self.notes.append(what)
+
+    @property
+    def described(self) -> str:
+        """The description."""
+        texts = ((item if isinstance(item, str) else repr(item) for item in n) for n in self.notes)
+        return "\n".join(map(" ".join, texts))
 
 
 One = Callable[[Attempt], str]
@@ -111,6 +120,17 @@ def refusal(error: BaseException, *names: str, kinds: tuple[type, ...] = USER) -
     return "refused"
 
 
+def where(error: BaseException) -> str:
+    """The function of tinsmith that raised it: how deep an input got."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if "/tinsmith/" in code.co_filename:
+            found = f"{Path(code.co_filename).stem}.{code.co_qualname}"
+        trace = trace.tb_next
+    return found.replace("<locals>.", "")
+
+
 # ---- running ----
 
 
@@ -121,44 +141,46 @@ def run(
     seed: int = 0,
     seconds: float = 1e9,
     first: int = 0,
-    under_way: Callable[[int], object] = lambda number: None,
+    under_way: Callable[[int], bool] = lambda number: True,
 ) -> Report:
     """Runs a program's inputs [first, first + count) in this process, for `seconds` at most.
-    `under_way` is told each number before it is tried."""
+    `under_way` is told each number before it is tried, and says whether it is to be tried."""
     name = program.__name__.rpartition(".")[2]
     report, begin = Report(name, seed, first), time.monotonic()
     with program.attack() as one:
+        most = _most_memory()
         for number in range(first, first + count):
-            if time.monotonic() - begin > seconds:
+            if time.monotonic() - begin > seconds or not under_way(number):
                 break
-            under_way(number)
             attempt = Attempt(number, random.Random(f"{name}:{seed}:{number}"))
             report.count += 1
-            problem = _problem(one, attempt, report.outcomes)
+            problem, took = _problem(one, attempt, report.outcomes)
+            if took > LOOK_SECONDS:
+                before, most = most, _most_memory()
+                if not problem and most - before > MEMORY_BYTES:
+                    problem = f"input {number} took {(most - before) / 2**20:.0f} MiB"
             if problem:
                 again = f"python tests/attack {name} --seed {seed} --first {number} --count 1"
-                notes = "\n".join(attempt.notes)
+                notes = attempt.described
                 shown = notes if len(notes) <= SHOWN else notes[:SHOWN] + " …"
                 report.failures.append(f"{problem}\n{shown}\nagain: {again}")
     report.seconds = time.monotonic() - begin
     return report
 
 
-def _problem(one: One, attempt: Attempt, outcomes: Counter[str]) -> str | None:
-    """Tries one input; what is wrong with it, or None."""
-    begin, before = time.monotonic(), _most_memory()
+def _problem(one: One, attempt: Attempt, outcomes: Counter[str]) -> tuple[str | None, float]:
+    """Tries one input; what is wrong with it, or None, and the seconds that it took."""
+    begin = time.monotonic()
     try:
         outcomes[one(attempt)] += 1
     except Failure as failure:
-        return f"input {attempt.number}: {failure}"
+        return f"input {attempt.number}: {failure}", time.monotonic() - begin
     except Exception:
-        return f"input {attempt.number}:\n{traceback.format_exc()}"
-    seconds, grown = time.monotonic() - begin, _most_memory() - before
-    if seconds > HANG_SECONDS:
-        return f"input {attempt.number} took {seconds:.1f} s"
-    if grown > MEMORY_BYTES:
-        return f"input {attempt.number} took {grown / 2**20:.0f} MiB"
-    return None
+        trace = traceback.format_exc()
+        return f"input {attempt.number}:\n{trace}", time.monotonic() - begin
+    seconds = time.monotonic() - begin
+    slow = f"input {attempt.number} took {seconds:.1f} s" if seconds > HANG_SECONDS else None
+    return slow, seconds
 
 
 def _most_memory() -> int:
@@ -191,11 +213,21 @@ def main(load: Callable[[str], ModuleType], arguments: list[str]) -> int:
 
 
 def _inside(program: ModuleType, options: argparse.Namespace) -> int:
-    """A program's own process: says each number before it tries it, then what came of all."""
+    """A program's own process: says each number before it tries it, then what came of all.
+    SIGTERM ends it before the next input, with its report."""
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    watched = 0.0
 
-    def under_way(number: int) -> None:
+    def under_way(number: int) -> bool:
+        nonlocal watched
+        if ended.is_set():
+            return False
         print(number, flush=True)
-        faulthandler.dump_traceback_later(2 * HANG_SECONDS, exit=True)
+        if time.monotonic() - watched > 1.0:  # not each time: it starts a thread
+            watched = time.monotonic()
+            faulthandler.dump_traceback_later(2 * HANG_SECONDS, exit=True)
+        return True
 
     faulthandler.enable()
     report = run(
@@ -286,10 +318,15 @@ def hostile(rng: random.Random) -> Any:
 
 def changed(rng: random.Random, value: Any, times: int | None = None) -> Any:
     """A copy of a JSON value with a few (`times`) of its parts changed."""
-    value = copy.deepcopy(value)
+    value = _copy(value)
     for _ in range(rng.choice((1, 1, 1, 2, 3, 5)) if times is None else times):
         value = _changed_once(rng, value)
     return value
+
+
+def _copy(value: Any) -> Any:
+    """A copy of a JSON value; copy.deepcopy takes ten times as long."""
+    return marshal.loads(marshal.dumps(value))
 
 
 def _changed_once(rng: random.Random, value: Any) -> Any:
@@ -306,9 +343,9 @@ def _changed_once(rng: random.Random, value: Any) -> Any:
         holder[key] = _nudged(rng, holder[key])
     elif act == 7:  # another part of the whole, here
         other, name = rng.choice(places)
-        holder[key] = copy.deepcopy(other[name])
+        holder[key] = _copy(other[name])
     elif isinstance(holder, list):
-        holder.insert(key, copy.deepcopy(holder[key]))
+        holder.insert(key, _copy(holder[key]))
     elif act == 8:
         holder[rng.choice((*STRINGS, *map(str, holder)))] = holder[key]
     else:

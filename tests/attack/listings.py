@@ -70,7 +70,7 @@ def attack() -> Iterator[One]:
     with common.workplace(logging.CRITICAL) as folder:
         template, root = folder / "template", folder / "root"
         (folder / "secret.txt").write_text(SECRET)
-        _make(Store(template))
+        make(Store(template))
 
         def one(attempt: Attempt) -> str:
             shutil.rmtree(root, ignore_errors=True)
@@ -90,7 +90,7 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
-def _make(store: Store) -> None:
+def make(store: Store) -> None:
     for path in (CLEAN, ODD):
         saves.save(store.folder(path), 1)
     with closing(State(store)) as state:
@@ -153,25 +153,25 @@ def _change_rows(attempt: Attempt, store: Store) -> None:
             table = rng.choice(sorted(TABLES))
             column = rng.choice(TABLES[table])
             (value,) = sql.execute(f"SELECT {column} FROM {table}").fetchone() or (None,)
-            odd = _odd(rng, value)
-            attempt.note(table, column, odd)
+            found = odd(rng, value)
+            attempt.note(table, column, found)
             try:
-                sql.execute(f"UPDATE OR REPLACE {table} SET {column} = ?", (odd,))
+                sql.execute(f"UPDATE OR REPLACE {table} SET {column} = ?", (found,))
             except sqlite3.IntegrityError:  # a column that may not be null
                 continue
 
 
-def _odd(rng: Any, value: Any) -> Any:
+def odd(rng: Any, value: Any) -> Any:
     """Something else for a column; now and then text that is no UTF-8, which SQLite keeps."""
     if isinstance(value, str) and value.startswith("{") and rng.random() < 0.7:
         text = common.json_text(rng, common.changed(rng, json.loads(value)))
         return text.decode(errors="replace")
-    odd = common.hostile(rng)
-    if isinstance(odd, int) and abs(odd) >> 63:
+    found = common.hostile(rng)
+    if isinstance(found, int) and abs(found) >> 63:
         return float(2**70)
-    if isinstance(odd, str):
-        return odd.encode(errors="surrogatepass").decode(errors="replace")
-    return json.dumps(odd) if isinstance(odd, list | dict) else odd
+    if isinstance(found, str):
+        return found.encode(errors="surrogatepass").decode(errors="replace")
+    return json.dumps(found) if isinstance(found, list | dict) else found
 
 
 def _change_bytes(attempt: Attempt, store: Store) -> None:

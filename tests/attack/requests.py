@@ -11,7 +11,7 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
@@ -124,15 +124,15 @@ def _use_everything(url: str) -> tinker.ServiceClient:
 # ---- changes ----
 
 
-def changed_message(rng: random.Random, body: bytes) -> bytes:
-    """A forward_backward with other fields than its own."""
+def changed_message(rng: random.Random, body: bytes, copies: Sequence[int] = (1, 20, 300)) -> bytes:
+    """A forward_backward with other fields than its own, some of them that often."""
     message = pb.ForwardBackwardRequest.FromString(body)
     for _ in range(rng.choice((1, 1, 2, 4))):
-        _change_field(rng, message)
+        _change_field(rng, message, copies)
     return message.SerializeToString()
 
 
-def _change_field(rng: random.Random, message: Any) -> None:
+def _change_field(rng: random.Random, message: Any, copies: Sequence[int]) -> None:
     act = rng.randrange(12)
     one = rng.choice(message.data) if message.data else message.data.add()
     keys = sorted(one.loss_fn_inputs) or ["weights"]
@@ -166,7 +166,7 @@ def _change_field(rng: random.Random, message: Any) -> None:
     elif act == 9 and one.model_input:
         del one.model_input[:]
     elif act == 10:
-        message.data.extend([one] * rng.choice((1, 20, 300)))
+        message.data.extend([one] * rng.choice(copies))
     else:
         del message.data[:]
 
@@ -248,10 +248,10 @@ class Attacked:
             return f"{reply.status_code}"
         answer = _json(reply)
         if isinstance(answer, dict) and "request_id" in answer and "completions" not in answer:
-            return self._answer(answer, attempt.notes)
+            return self._answer(answer)
         return "taken"
 
-    def _answer(self, promise: dict[str, Any], notes: list[str]) -> str:
+    def _answer(self, promise: dict[str, Any]) -> str:
         """Waits for a future."""
         name = promise["request_id"]
         run, found, number = name.rpartition(":seq:")

@@ -322,7 +322,8 @@ def _open_checked(version: Version, content: Mapping[str, Any], name: str) -> we
     if said is None:
         raise ValueError(f"{folder} was saved without {name}")
     with version.open(name) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
         if size != said["bytes"]:
             raise ValueError(f"{folder / name} should be {said['bytes']} bytes, found {size}")
         if hashlib.file_digest(file, "sha256").hexdigest() != said["sha256"]:

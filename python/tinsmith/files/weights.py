@@ -245,7 +245,8 @@ def _open_file(
     path: Path, opener: Opener | None
 ) -> tuple[mmap.mmap, dict[str, Entry], dict[str, str]]:
     with opener(path) if opener else path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
         if size < 10:
             raise ValueError(f"{path}: expected a safetensors file, found {size} bytes")
         length = int.from_bytes(file.read(8), "little")
@@ -256,7 +257,11 @@ def _open_file(
             found = size - 8
             raise ValueError(f"{path}: the header should be {length} bytes, the file has {found}")
         entries, metadata = _read_header(path, file.read(length), size - 8 - length)
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), entries, metadata
+        return _map(file), entries, metadata
+
+
+def _map(file: BinaryIO) -> mmap.mmap:
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _read_header(

@@ -14,6 +14,7 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -210,15 +211,24 @@ def _call(
     if text is not None and target.rpartition(".")[2] not in table.TAKE_TEXT:
         raise ValueError(f"{where}: a tensor or a number is needed, {text!r:.60} came")
     run, group = found
+    signature = _signature(run)
     try:
-        bound = inspect.signature(run).bind(*args, **kwargs).arguments
+        bound = signature.bind(*args, **kwargs).arguments if signature else {}
     except TypeError as error:
         raise ValueError(f"{where}: {error}") from None
-    except ValueError:
-        bound = {}  # torch's functions in C have no signature, and take neither of these
     if bound.get("inplace") or bound.get("out"):
         raise ValueError(f"{where}: the result is a new tensor, without inplace and out")
     return Node(name, target, run, group, tuple(args), kwargs)
+
+
+@cache
+def _signature(run: Callable[..., Any]) -> inspect.Signature | None:
+    """How a function of a table is called. Torch's in C tell nothing, and take neither inplace nor
+    out."""
+    try:
+        return inspect.signature(run)
+    except ValueError:
+        return None
 
 
 def _output(output: Any) -> tuple[Ref, dict[str, Ref]]:

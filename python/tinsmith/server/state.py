@@ -389,6 +389,12 @@ def _metadata(text: Any) -> dict[str, str]:
     return _checked("user_metadata", json.loads(text), is_metadata)
 
 
+def _finish(text: Any) -> dict[str, Any]:
+    """How a client's session ended, without anything else that a row may say."""
+    told = _checked("finish", json.loads(text), is_finish)
+    return {"reason": told["reason"], "detail": told.get("detail")}
+
+
 def _session(
     name: Any, owner: Any, shown: Any, metadata: Any, created: Any, finish: Any
 ) -> SessionRow:
@@ -398,7 +404,7 @@ def _session(
         display_name=None if shown is None else _text(shown),
         user_metadata=_metadata(metadata),
         created=_checked("time", created, is_time),
-        finish=None if finish is None else _checked("finish", json.loads(finish), is_finish),
+        finish=None if finish is None else _finish(finish),
     )
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tinsmith.engine.teaching import CONFIG, EMA, LOGPROBS, TOKENS, Teacher
 from tinsmith.engine.training import Uploaded
 from tinsmith.engine.worker import AdamParams, Batch, BatchResult, losses
+from tinsmith.files.config import F32_MAX
 from tinsmith.files.families import BaseModel
 from tinsmith.files.lora import LoraSpec
 from tinsmith.files.meta import METADATA_BYTES_MAX, is_finish
@@ -523,8 +524,8 @@ def _loss_config(
         wanted = "text" if isinstance(defaults[key], str) else "a number"
         if isinstance(value, str) != (wanted == "text"):
             raise ValueError(f"loss_fn_config {key} must be {wanted}, {value!r} came")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"loss_fn_config {key} must be a finite number, {value} came")
+        if isinstance(value, float) and not abs(value) <= F32_MAX:
+            raise ValueError(f"loss_fn_config {key} must be a finite number of f32, {value} came")
     found = {**defaults, **given}
     for key, value in found.items():
         if value is None:

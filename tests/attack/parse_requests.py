@@ -1,0 +1,153 @@
+"""Requests that the SDK sent, changed, straight into what parses them: protobuf through wire.py's
+batch, and JSON through bodies.py into what each route reads of it, some thousand a second.
+requests.py sends the same to a server.
+
+A request is refused with a sentence, and the report says by which function; or what is read is
+whole: finite numbers, ids of the vocabulary, text that can be stored and sent again.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from attack.common import USER, Attempt, Failure, One, changed, changed_bytes, json_text, refusal
+from attack.common import where as raised_by
+from attack.requests import PROTOBUF, changed_message, record
+from tinsmith.demo.demo import MODEL
+from tinsmith.engine.worker import Batch
+from tinsmith.files import families, meta
+from tinsmith.files.families import BaseModel
+from tinsmith.files.store import Store
+from tinsmith.server import bodies, rest, wire, wire_sampling
+from tinsmith.server.backend import Backend
+from tinsmith.server.service import Refusal
+from tinsmith.server.state import SessionRow
+
+SESSION = SessionRow("s", "", "a b", {"a": "b"}, "", {"reason": {"type": "success"}})
+SESSIONS = SimpleNamespace(sessions={})
+# What a run that ends well doesn't send.
+MORE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/finish", {"reason": {"type": "error", "code": "a"}, "detail": "b"}),
+    ("/sessions/search", {"display_name": "a", "user_metadata": {"a": "b"}, "limit": 9,
+                          "statuses": [{"type": "client_finished", "reasons": ["success"]}]}),
+)  # fmt: skip
+Read = Callable[[dict[str, Any], BaseModel], Any]
+
+
+def _save(body: dict[str, Any], _: BaseModel) -> Any:
+    store = Store(Path("/nowhere"))
+    path = store.path(*(wire.need(body, key, str) for key in ("model_id", "kind", "path")))
+    return path, wire.metadata(body), wire.ttl(body), wire.maybe(body, "overwrite", bool, False)
+
+
+def _sample(body: dict[str, Any], model: BaseModel) -> Any:
+    request = wire_sampling.sample_request(body, model, 1)
+    if request.prompt.min() < 0 or request.prompt.max() >= model.vocab:
+        raise Failure(f"the prompt is {request.prompt}")
+    scores = request.targets
+    if scores is not None and (scores.ids.min() < 0 or scores.ids.max() >= model.vocab):
+        raise Failure(f"the ids to score are {scores.ids}")
+    if wire_sampling.held_bytes(request, model.context) < 0:
+        raise Failure("it holds less than nothing")
+    return request
+
+
+# What the routes read of a body, by the end of their paths.
+READERS: dict[str, Read] = {
+    "/create_model": lambda body, _: (
+        wire.need(body, "session_id", str), wire.need(body, "model_seq_id", int),
+        wire.need(body, "base_model", str), asdict(wire.lora_spec(body, 1)), wire.metadata(body),
+    ),
+    "/optim_step": lambda body, _: (
+        wire.need(body, "model_id", str), wire.need(body, "seq_id", int), wire.adam_params(body)
+    ),
+    "/save_weights": lambda body, _: _save({**body, "kind": "weights"}, _),
+    "/save_weights_for_sampler": lambda body, _: _save({**body, "kind": "sampler_weights"}, _),
+    "/load_weights": lambda body, _: (
+        wire.need(body, "path", str), wire.maybe(body, "optimizer", bool, False)
+    ),
+    "/asample": _sample,
+    "/create_session": lambda body, _: (wire.metadata(body), wire.text(body, "display_name")),
+    "/finish": lambda body, _: wire.finish(body),
+    "/ttl": lambda body, _: wire.ttl(body),
+    "/sessions/search": lambda body, _: rest._matches(SESSIONS, SESSION, body),  # type: ignore
+}  # fmt: skip
+
+
+@contextmanager
+def attack() -> Iterator[One]:
+    """The program."""
+    found, model = _recorded(), families.inspect_model(MODEL)
+    messages = [one.body for one in found if one.headers.get("content-type") == PROTOBUF]
+    texts = [
+        *MORE,
+        *(
+            (end, json.loads(one.body))
+            for one in found
+            for end in READERS
+            if one.path.endswith(end) and one.body.startswith(b"{")
+        ),
+    ]
+    missing = set(READERS) - {end for end, _ in texts}
+    assert messages and not missing, missing
+
+    def one(attempt: Attempt) -> str:
+        rng = attempt.rng
+        try:
+            if rng.random() < 0.5:
+                body = _message(rng, rng.choice(messages))
+                attempt.note(body[:3000])
+                _check_batch(wire.batch(wire.parse_forward_backward(body), model), model)
+                return "protobuf: taken"
+            end, sent = rng.choice(texts)
+            body = json_text(rng, changed(rng, sent))
+            attempt.note(end, body[:3000])
+            bodies.count_values(body)
+            content = bodies.parse_json(body)
+            if not meta.is_text(json.dumps(content, allow_nan=False, ensure_ascii=False)):
+                raise Failure("its text can't be sent again")
+            READERS[end](content, model)
+        except Failure:
+            raise
+        except Exception as error:
+            refusal(error, kinds=(*USER, Refusal))
+            return f"refused by {raised_by(error)}"
+        return "JSON: taken"
+
+    yield one
+
+
+def _message(rng: Random, body: bytes) -> bytes:
+    if rng.random() < 1 / 3:
+        return changed_bytes(rng, body)
+    return changed_message(rng, body, (1, 2, 8))
+
+
+def _recorded() -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {"checkpoints": Path(folder), "device": "cpu", "threads": 1}
+        with Backend({"m": MODEL}, **options) as backend:
+            found, client = record(backend.url)
+            client.close("success").result()
+    return found
+
+
+def _check_batch(batch: Batch, model: BaseModel) -> None:
+    for ids in (batch.tokens, batch.targets):
+        if ids.dtype != np.int32 or ids.min() < 0 or ids.max() >= model.vocab:
+            raise Failure(f"the ids are {ids}")
+    rows = int(batch.lengths.sum())
+    if rows != len(batch.tokens) or int((batch.lengths * batch.counts).sum()) != len(batch.targets):
+        raise Failure(f"{rows} rows of {len(batch.tokens)} tokens, {len(batch.targets)} targets")
+    for key, array in batch.inputs.items():
+        if array.shape != batch.targets.shape or not np.isfinite(array).all():
+            raise Failure(f"{key} is {array}")
+    if wire.held_bytes(batch) <= 0:
+        raise Failure("it holds nothing")
