@@ -8,13 +8,16 @@ import re
 
 from recipes import RECIPES, REFUSED, Recipe
 
-HEADER = """\
+VERSION = "0.6.1"  # of tinker_cookbook, whose calls the document shows
+
+HEADER = f"""\
 # Recipes
 
-Every recipe of `tinker_cookbook` 0.5.8 runs here, unmodified, unless it needs images, sound or
+Every recipe of `tinker_cookbook` {VERSION} runs here, unmodified, unless it needs images, sound or
 somebody's service. This file is written by `tests/test_recipes.py`, which runs each of these
-commands and compares the calls that the server saw; where a recipe's packages are not installed,
-its test is skipped. To write it again, with the extras `math-rl`, `multiplayer-rl` and `inspect` of
+commands with that version and compares the calls that the server saw; where a recipe's packages
+are not installed, its test is skipped. With 0.5.8 the tests run the same commands, whose calls may
+differ a little. To write it again, with the extras `math-rl`, `multiplayer-rl` and `inspect` of
 tinker-cookbook: `TINSMITH_UPDATE_RECIPES=1 pytest tests/test_recipes.py`.
 
 `MODEL` is the folder of a Hugging Face model. `--model NAME=MODEL` serves it under a name, and the

@@ -12,7 +12,6 @@ import pytest
 from tinker_cookbook import tokenizer_utils
 from tinsmith import launch as launcher
 from tinsmith.demo import demo
-from tinsmith.run import recipe_models
 
 LAUNCH = (sys.executable, "-m", "tinsmith.launch")
 
@@ -58,17 +57,6 @@ def test_each_name_has_the_tokenizer_of_its_own_folder(monkeypatch: pytest.Monke
     launcher.register_tokenizers({"a/student": "/one", "a/teacher": Path("/other"), "/tmp": "/no"})
     found = {name: make() for name, make in made.items()}
     assert found == {"a/student": "/one", "a/teacher": "/other"}
-
-
-def test_a_recipes_own_models_are_found_in_its_arguments(tmp_path: Path) -> None:
-    folder = str(demo.MODEL)
-    for key in ("model_name", "teacher_model", "--grader_llm_name"):
-        found = recipe_models([f"{key}={folder}", "a=b", f"{key}_path={tmp_path}"])
-        assert found == {folder: demo.MODEL.resolve()}, key
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.json").write_text("{}")  # a recipe's log, which is no model
-    assert recipe_models([f"log_path={run}", "model_name=nothing/here", "-m"]) == {}
 
 
 THREAD = """

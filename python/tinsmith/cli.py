@@ -85,7 +85,8 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         help="run a recipe on a backend of its own",
         description="Starts a backend, runs a recipe that uses the Tinker SDK, and stops. The "
-        "models that its model_name=... and the like name are served, and those of --model.",
+        "models that its model_name=... and the like name are served, or else its defaults; and "
+        "those of --model. With the recipe's --help it shows the recipe's own help.",
     )
     _add_engine(run)
     run.add_argument(
@@ -256,17 +257,18 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from tinsmith.run import recipe_models, run_recipe
+    from tinsmith.run import run_recipe, show_help
+    from tinsmith.wanted import asks_for_help, refusal, wanted_models
 
     command = ["-m", *options.module] if options.module else options.script
     if not command:
         raise ValueError("say what to run: tinsmith run -m MODULE ..., or tinsmith run SCRIPT ...")
-    models = recipe_models(command) | _models(options)
+    if asks_for_help(command):
+        return show_help(command)
+    wanted = wanted_models(command)
+    models = wanted.found | _models(options)
     if not models:
-        raise ValueError(
-            "there is no model to serve: give --model NAME=FOLDER, or the recipe a model_name=... "
-            "that is a folder or is in the Hugging Face cache"
-        )
+        raise ValueError(refusal(command, wanted.missing))
     require_server()
     return run_recipe(
         command,

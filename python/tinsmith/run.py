@@ -17,25 +17,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tinsmith import launch
-from tinsmith.files.families import find_model
 
 API_KEY = "tml-local"  # the SDK insists on the prefix; nothing reads the rest
 # Signals that a process sends itself. A kill from outside is no crash, even if it comes late.
 CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 
 
-def recipe_models(arguments: Sequence[str]) -> dict[str, Path]:
-    """The models that a recipe's own arguments name: model_name=…, teacher_model=… and the like."""
-    found: dict[str, Path] = {}
-    for argument in arguments:
-        key, equals, value = argument.lstrip("-").partition("=")
-        if not equals or not key.endswith(("model", "model_name", "llm_name")):
-            continue
-        try:
-            found[value] = find_model(value, {})
-        except (OSError, ValueError):
-            continue  # the name means something else here; the server reports a missing model
-    return found
+def show_help(command: Sequence[str]) -> int:
+    """A recipe's own help, which no backend is started for; returns the exit code."""
+    return subprocess.call([sys.executable, *command])
 
 
 def run_recipe(

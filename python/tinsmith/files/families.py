@@ -7,6 +7,7 @@ from the mapped files one tensor at a time, after all names and shapes have been
 
 import operator
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -266,6 +267,17 @@ def element_type(path: Path | str) -> str:
     """ "bf16" or "f32": how the engine will keep a folder's matrices. Only headers are read."""
     with weights.open_folder(path) as tensors:
         return _element_type(tensors)
+
+
+# Tinker's names of a model at a context of so many tokens end so.
+_CONTEXT = re.compile(r"(.+):peft:([0-9]{1,9})", re.DOTALL)
+
+
+def split_context(name: str) -> tuple[str, int | None]:
+    """A model's name without Tinker's suffix, and the tokens that the suffix says:
+    "Qwen/Qwen3-8B:peft:32768" is ("Qwen/Qwen3-8B", 32768)."""
+    found = _CONTEXT.fullmatch(name)
+    return (name, None) if found is None else (found[1], int(found[2]))
 
 
 def find_model(name: str, models: Mapping[str, Path]) -> Path:
