@@ -12,10 +12,10 @@ from tinsmith.wanted import asks_for_help, refusal, wanted_models
 HERE = demo.MODEL.resolve()
 RECIPE = """
 import chz
-DEFAULT_MODEL_NAME = "org/student"
+STUDENT = "org/student"
 @chz.chz
 class Config:
-    model_name: str = DEFAULT_MODEL_NAME
+    model_name: str = STUDENT
     teacher_model: str = "org/teacher:peft:262144"
     grader_llm_name: str = chz.field(default="org/grader", doc="a/b")
     embedding_model: str = "no-name-of-a-hub"

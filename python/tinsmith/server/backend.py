@@ -27,7 +27,7 @@ from tinsmith.engine.bases import inspect_models, memory_of
 from tinsmith.engine.devices import choose_device
 from tinsmith.engine.errors import RequestError, clipped, explain
 from tinsmith.files.store import Store
-from tinsmith.server import rest, results, routes, transfers
+from tinsmith.server import rest, results, routes, transfers, uploads
 from tinsmith.server.connections import BACKLOG, Listener, Server
 from tinsmith.server.door import PREFIX, Access, Door
 from tinsmith.server.overload import QUEUE_BYTES_MAX, Arrivals, Overloaded, Queue
@@ -46,8 +46,9 @@ EXPIRY_SECONDS = 60.0  # between two searches for expired checkpoints
 
 
 def make_app(service: Service) -> Starlette:
-    """The ASGI app: the four tables of routes."""
-    rows = (*results.ROUTES, *routes.ROUTES, *rest.ROUTES, *transfers.ROUTES)
+    """The ASGI app: the tables of routes."""
+    tables = (results, routes, rest, transfers, uploads)
+    rows = [row for table in tables for row in table.ROUTES]
     table = [
         Route(PREFIX + path, _endpoint(service, handler), methods=[method])
         for method, path, handler in rows

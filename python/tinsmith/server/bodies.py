@@ -13,7 +13,7 @@ import json
 import json.scanner
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from json.decoder import JSONArray
 from typing import Any
 
@@ -51,7 +51,8 @@ async def read_body(service: Service, request: Request, arrival: Arrival, bytes_
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("identity", "zstd"):
         raise Refusal(415, f"the body's Content-Encoding must be zstd or none, {coding!r:.80} came")
-    body = await _joined(service, await _received(request, arrival, bytes_max))
+    pieces = [piece async for piece in received(request, bytes_max, arrival.take)]
+    body = await _joined(service, pieces)
     if coding == "zstd":
         body = await _joined(service, await _unpacked(service, body, arrival, bytes_max))
     arrival.complete()
@@ -64,16 +65,18 @@ async def _joined(service: Service, pieces: Sequence[bytes]) -> bytes:
     return await service.beside(sum(map(len, pieces)) >> 6, b"".join, pieces)  # copying is quick
 
 
-async def _received(request: Request, arrival: Arrival, bytes_max: int) -> list[bytes]:
-    """The body in pieces, each counted before the next one is read. While there is no room for them
-    the client's time does not run."""
+async def received(
+    request: Request, bytes_max: int, take: Callable[[int], Awaitable[None]]
+) -> AsyncIterator[bytes]:
+    """The body in pieces. Each is counted by `take` before the next one is read; while there is no
+    room for it, or whoever gets the pieces works, the client's time does not run."""
     said = request.headers.get("content-length", "")
     if said.isdecimal() and len(said) < 20 and int(said) > bytes_max:
         raise _too_large(bytes_max)
     clock = asyncio.get_running_loop().time
     begin = mark = clock()
     came, marked, more = 0, 0, True
-    pieces, last = list[bytes](), bytearray()  # however small the pieces are that come
+    last = bytearray()  # of pieces that come, however small they are
     while more:
         piece = b""
         with contextlib.suppress(TimeoutError):
@@ -90,14 +93,13 @@ async def _received(request: Request, arrival: Arrival, bytes_max: int) -> list[
             if came - marked < PACE_BYTES or now - begin > BODY_SECONDS_MAX:
                 raise _too_slow(came, now - begin)
             mark, marked = now, came
-        await arrival.take(len(piece))
-        waited = clock() - now
-        begin, mark = begin + waited, mark + waited
+        await take(len(piece))
         last += piece
         if len(last) >= PIECE or not more:
-            pieces.append(bytes(last))
+            yield bytes(last)
             last.clear()
-    return pieces
+        waited = clock() - now
+        begin, mark = begin + waited, mark + waited
 
 
 def _too_large(bytes_max: int) -> Refusal:

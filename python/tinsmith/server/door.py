@@ -116,29 +116,30 @@ class Access:
         for name, value in scope["headers"]:
             if name == b"x-api-key" and hmac.compare_digest(value, self.key.encode()):
                 return True
-        if scope["method"] not in ("GET", "HEAD"):
+        if scope["method"] not in ("GET", "HEAD", "PUT"):
             return False
+        method = "PUT" if scope["method"] == "PUT" else "GET"
         given = parse_qs(scope["query_string"].decode("latin-1"))
         expires, signature = given.get("expires", [""])[0], given.get("signature", [""])[0]
         if not (expires.isdecimal() and len(expires) < 20 and int(expires) > time.time()):
             return False
         return hmac.compare_digest(
-            self._signature(scope["path"], expires).encode(), signature.encode()
+            self._signature(method, scope["path"], expires).encode(), signature.encode()
         )
 
     # ---- URLs ----
 
-    def signed(self, url: str) -> str:
-        """A URL that can be fetched without a key for a day."""
+    def signed(self, url: str, method: str = "GET") -> str:
+        """A URL that can be used without a key for a day, to fetch it or to PUT."""
         if self.key is None:
             return url
         expires = str(int(time.time()) + URL_SECONDS)
-        signature = self._signature(unquote(urlsplit(url).path), expires)
+        signature = self._signature(method, unquote(urlsplit(url).path), expires)
         return f"{url}?{urlencode({'expires': expires, 'signature': signature})}"
 
-    def _signature(self, path: str, expires: str) -> str:
+    def _signature(self, method: str, path: str, expires: str) -> str:
         assert self.key is not None
-        text = f"GET {path} {expires}"
+        text = f"{method} {path} {expires}"
         return hmac.new(self.key.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 

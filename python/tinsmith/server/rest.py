@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from tinsmith.files.meta import Meta
+from tinsmith.files.meta import Meta, is_time
 from tinsmith.server import wire
 from tinsmith.server.bodies import read_json
 from tinsmith.server.routes import Handler
@@ -19,6 +19,10 @@ from tinsmith.server.state import Entry, RunRow, SessionRow
 
 T = TypeVar("T")
 
+LOCAL = "local"  # the owner of all that is here, and its project
+SEARCHED = (
+    "project_ids", "user_metadata", "checkpoint_type", "owner", "base_models", "limit", "cursor",
+)  # fmt: skip
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
@@ -85,6 +89,59 @@ async def list_checkpoints(service: Service, request: Request) -> dict[str, Any]
     return {"checkpoints": items, "cursor": cursor}
 
 
+async def search_checkpoints(service: Service, request: Request) -> dict[str, Any]:
+    """Those that match all that is asked for, the newest first."""
+    body = await read_json(service, request)
+    unknown = sorted(set(body) - set(SEARCHED))
+    if unknown:
+        raise Refusal(400, f"a search of checkpoints has no {unknown[0]!r:.80}; it has {SEARCHED}")
+    limit, anything = _limit(body), _own(body)
+    kind = wire.optional(body, "checkpoint_type", str)
+    if kind is not None and kind not in TYPES.values():
+        kinds = " or ".join(TYPES.values())
+        raise Refusal(400, f"checkpoint_type must be {kinds}, {kind!r:.80} came")
+    bases = None if body.get("base_models") is None else wire.need(body, "base_models", list)
+    wanted = wire.maybe(body, "user_metadata", dict, {})
+
+    def matches(meta: Meta) -> bool:
+        return (
+            anything
+            and not meta.expired
+            and kind in (None, TYPES[meta.kind])
+            and (bases is None or meta.base_model in bases)
+            and all(meta.user_metadata.get(key) == value for key, value in wanted.items())
+        )
+
+    def find() -> list[tuple[datetime, str, Entry]]:
+        runs = service.state.runs()
+        entries = [entry for run in runs for entry in service.state.checkpoints(run.id)]
+        found = [entry for entry in entries if matches(entry.meta)]
+        dated = [(datetime.fromisoformat(e.meta.created), e.path, e) for e in found]
+        return sorted(dated, key=lambda item: item[:2], reverse=True)
+
+    found = await service.stored(find)
+    cursor = wire.optional(body, "cursor", dict)
+    if cursor is not None:
+        last = _time(cursor), wire.need(cursor, "last_checkpoint_uuid", str, "the cursor")
+        found = [item for item in found if item[:2] < last]
+    page, left = found[:limit], found[limit:]
+    reply: dict[str, Any] = {"checkpoints": [_checkpoint(entry) for _, _, entry in page]}
+    if page and left:
+        created, path, _ = page[-1]
+        reply["next_cursor"] = {
+            "last_created_at": created.isoformat(),
+            "last_checkpoint_uuid": path,
+        }
+    return reply
+
+
+def _time(cursor: dict[str, Any]) -> datetime:
+    text = wire.need(cursor, "last_created_at", str, "the cursor")
+    if not is_time(text):
+        raise Refusal(400, f"last_created_at must be a time with its zone, {text!r:.80} came")
+    return datetime.fromisoformat(text)
+
+
 async def delete_checkpoint(service: Service, request: Request) -> dict[str, Any]:
     """The id is two segments, weights/<name>."""
     await service.stored(service.store.delete, path_of(request))
@@ -126,7 +183,7 @@ def _run(service: Service, row: RunRow) -> dict[str, Any]:
     return {
         "training_run_id": row.id,
         "base_model": row.base_model,
-        "model_owner": "local",
+        "model_owner": LOCAL,
         "is_lora": True,
         "corrupted": bool(listing.unreadable),
         "lora_rank": row.rank,
@@ -153,6 +210,7 @@ def _checkpoint(item: Entry) -> dict[str, Any]:
         "public": meta.public,
         "user_metadata": meta.user_metadata or None,
         "expires_at": meta.expires and meta.expires.isoformat(),
+        "base_model": meta.base_model,
     }
 
 
@@ -182,12 +240,10 @@ async def get_session(service: Service, request: Request) -> dict[str, Any]:
 async def search_sessions(service: Service, request: Request) -> dict[str, Any]:
     """The client's own sessions, the newest first."""
     body = await read_json(service, request)
-    limit = wire.maybe(body, "limit", int, 50)
-    if not 1 <= limit <= 200:
-        raise Refusal(400, f"limit must be from 1 to 200, {limit} came")
+    limit, anything = _limit(body), _own(body)
     cursor = wire.optional(body, "cursor", dict)
     rows = await service.stored(service.state.sessions, owner(request))
-    found = [row for row in rows if _matches(service, row, body)]
+    found = [row for row in rows if anything and _matches(service, row, body)]
     if cursor is not None:
         last = wire.need(cursor, "last_session_id", str, "the cursor")
         places = [index for index, row in enumerate(found) if row.id == last]
@@ -202,6 +258,28 @@ async def search_sessions(service: Service, request: Request) -> dict[str, Any]:
             "last_session_id": page[-1].id,
         }
     return reply
+
+
+def _limit(body: dict[str, Any]) -> int:
+    limit = wire.maybe(body, "limit", int, 50)
+    if not 1 <= limit <= 200:
+        raise Refusal(400, f"limit must be from 1 to 200, {limit} came")
+    return limit
+
+
+def _own(body: dict[str, Any]) -> bool:
+    """Whether a search is for what this server has: of its one project, and its one owner."""
+    projects = body.get("project_ids")
+    if projects is not None:
+        for name in wire.need(body, "project_ids", list):
+            if name != LOCAL:
+                raise Refusal(400, f"there is no project {name!r:.80}; all here is {LOCAL!r}")
+    asked = wire.maybe(body, "owner", dict, {"type": "own"})
+    kind = wire.need(asked, "type", str, "the owner")
+    if kind not in ("own", "accessible", "user"):
+        raise Refusal(400, f"the owner's type must be own, accessible or user, {kind!r:.80} came")
+    mine = kind != "user" or LOCAL in wire.need(asked, "owner_urns", list, "the owner")
+    return mine and projects != []
 
 
 def _matches(service: Service, session: SessionRow, body: dict[str, Any]) -> bool:
@@ -243,8 +321,8 @@ def _summary(
     return {
         "session_id": session.id,
         "created_at": session.created,
-        "owner": "local",
-        "project_id": "local",
+        "owner": LOCAL,
+        "project_id": LOCAL,
         "status": status,
         "checkpoints_count": len(checkpoints),
         "display_name": session.display_name,
@@ -297,6 +375,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("PUT", "/training_runs/{run}/checkpoints/{checkpoint:path}/ttl", set_ttl),
     ("DELETE", "/training_runs/{run}/checkpoints/{checkpoint:path}", delete_checkpoint),
     ("GET", "/checkpoints", list_checkpoints),
+    ("POST", "/checkpoints/search", search_checkpoints),
     ("GET", "/sessions", list_sessions),
     ("POST", "/sessions/search", search_sessions),
     ("GET", "/sessions/{session_id}", get_session),

@@ -142,11 +142,12 @@ async def create_model(service: Service, request: Request) -> dict[str, Any]:
     model_id = f"{session.id}:train:{wire.need(body, 'model_seq_id', int)}"
 
     async def describe() -> tuple[RunInfo, LoraSpec]:
-        base = service.base(wire.need(body, "base_model", str))
+        asked = wire.need(body, "base_model", str)
+        base, model = service.base(asked), service.model(asked)
         place = f"{session.number}:train:{wire.need(body, 'model_seq_id', int)}"
         spec = wire.lora_spec(body, service.fresh_seed(place))
         about = wire.metadata(body)
-        return RunInfo(model_id, session, base, service.bases[base], spec, about), spec
+        return RunInfo(model_id, session, base, model, spec, about), spec
 
     reply = {"type": "create_model", "model_id": model_id}
     return await _create(service, request, session, model_id, describe, reply)
@@ -182,10 +183,11 @@ async def _create_from_state(
     async def describe() -> tuple[RunInfo, StateSpec]:
         wire.refuse_optimizer(body)
         folder, meta = await service.stored(service.meta, wire.need(body, "path", str))
-        base = service.base(wire.maybe(body, "base_model", str, meta.base_model))
+        asked = wire.maybe(body, "base_model", str, meta.base_model)
+        base, model = service.base(asked), service.model(asked)
         spec = StateSpec(folder, wire.maybe(body, "optimizer", bool, False), meta.created)
         about = wire.metadata(body)
-        return RunInfo(model_id, session, base, service.bases[base], meta.lora, about), spec
+        return RunInfo(model_id, session, base, model, meta.lora, about), spec
 
     reply = {"type": "load_weights", "path": body.get("path"), "model_id": model_id}
     return await _create(service, request, session, model_id, describe, reply)
@@ -405,11 +407,11 @@ async def create_sampling_session(service: Service, request: Request) -> dict[st
     if name not in service.samplers:
         path = wire.optional(body, "model_path", str)
         if path is None:
-            base, found = service.base(wire.need(body, "base_model", str)), None
+            asked, found = wire.need(body, "base_model", str), None
         else:
             found = await service.stored(service.meta, path)
-            base = service.base(found[1].base_model)
-        info = SamplerInfo(name, session, base, service.bases[base], path)
+            asked = found[1].base_model
+        info = SamplerInfo(name, session, service.base(asked), service.model(asked), path)
         await service.keep_sampler(info)
         service.session(request, session.id)  # it may have ended meanwhile
         if name not in service.samplers:

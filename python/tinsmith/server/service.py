@@ -19,7 +19,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from tinsmith.engine.errors import RequestError, explain
 from tinsmith.engine.teaching import BASE, CURRENT, EMA
 from tinsmith.engine.worker import Worker
 from tinsmith.files import peft
-from tinsmith.files.families import BaseModel, find_model
+from tinsmith.files.families import BaseModel, find_model, split_context
 from tinsmith.files.lora import LoraSpec
 from tinsmith.files.meta import Kind, Meta
 from tinsmith.files.store import Store
@@ -216,7 +216,11 @@ class Service:
     # ---- names ----
 
     def base(self, name: str) -> str:
-        """The registered name of a base model that is named, or given by its path."""
+        """The registered name of a base model that is named, or given by its path; a suffix that
+        says its context is left out."""
+        if name in self.bases:
+            return name
+        given, (name, _) = name, split_context(name)
         if name in self.bases:
             return name
         paths = {known: model.path for known, model in self.bases.items()}
@@ -227,7 +231,20 @@ class Service:
         for known, model in self.bases.items():
             if model.path.resolve() == path:
                 return known
-        raise ValueError(f"unknown base model {name!r}; this server has {sorted(self.bases)}")
+        raise ValueError(f"unknown base model {given!r}; this server has {sorted(self.bases)}")
+
+    def model(self, name: str) -> BaseModel:
+        """A base model that is named, at the context that its name says: "NAME:peft:32768"."""
+        model = self.bases[self.base(name)]
+        _, context = (name, None) if name in self.bases else split_context(name)
+        if context is None:
+            return model
+        if not 1 <= context <= model.context:
+            raise ValueError(
+                f"{name!r:.200} asks for a context of {context} tokens; the model's is "
+                f"{model.context}"
+            )
+        return replace(model, context=context)
 
     def meta(self, path: str) -> tuple[Path, Meta]:
         """The folder of a checkpoint's path, and the checkpoint's Meta. A path that is not
@@ -370,7 +387,7 @@ class Service:
         session = f"{run.session.id}:teacher:{name}"
         if name.startswith("tinker://"):
             folder, meta = self.meta(name)
-            base = self.base(meta.base_model)
+            base, model = self.base(meta.base_model), self.model(meta.base_model)
             self.worker.open_checkpoint(session, base, folder, meta.created)
         else:
             try:
@@ -381,9 +398,10 @@ class Service:
                     f"{EMA!r}, no tinker:// path, no sampler's handle, and no model of this "
                     f"server, which has {sorted(self.bases)}"
                 ) from None
+            model = run.model if name == BASE else self.model(name)
             self.worker.open_base(session, base)
         if session not in self.samplers:
-            self.add_sampler(SamplerInfo(session, run.session, base, self.bases[base]))
+            self.add_sampler(SamplerInfo(session, run.session, base, model))
         return session
 
     async def keep_run(self, run: RunInfo) -> None:

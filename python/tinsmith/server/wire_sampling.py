@@ -45,7 +45,7 @@ def sample_request(
     request = SampleRequest(
         prompt=prompt,
         num_samples=_num_samples(body),
-        max_tokens=_max_tokens(params),
+        max_tokens=_within(_max_tokens(params), len(prompt), model),
         temperature=_at_least(0.0, maybe(params, "temperature", float, 1.0), "temperature"),
         top_k=_top_k(params),
         top_p=_top_p(params),
@@ -61,6 +61,14 @@ def sample_request(
     )
     _check_size(request, model.context, result_bytes_max)
     return request
+
+
+def _within(max_tokens: int, length: int, model: BaseModel) -> int:
+    """At most the tokens that a name's context leaves, where it is not the model's own."""
+    if model.context == model.config["context"]:
+        return max_tokens
+    most = max(model.context - length, 1)
+    return most if max_tokens < 0 else min(max_tokens, most)
 
 
 def _check_size(request: SampleRequest, context: int, result_bytes_max: int) -> None:

@@ -1,0 +1,221 @@
+"""An adapter's files that come in through the API, and become a checkpoint. ROUTES is the table.
+
+A client says what it has (a base model and a LoRA configuration), puts each file at the URL that
+it is given, and finishes. Then the files are read as any PEFT folder is, into an adapter on the
+base model, and that adapter is saved: so what is kept has been checked, tensor by tensor, and has
+our format. Until then they lie beside the later checkpoint under an unfinished name, which no path
+leads to and the next server clears. An upload that nobody finishes is removed after a day.
+"""
+
+import asyncio
+import contextlib
+import errno
+import json
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+
+from tinsmith import _core
+from tinsmith.engine.errors import explain
+from tinsmith.engine.worker import StateSpec
+from tinsmith.files import disk, peft
+from tinsmith.files.lora import LoraSpec
+from tinsmith.files.meta import ADAPTER_FILE, CONFIG_FILE, Meta
+from tinsmith.server import wire
+from tinsmith.server.bodies import read_json, received
+from tinsmith.server.routes import Handler
+from tinsmith.server.service import Refusal, Service, now, owner
+from tinsmith.server.state import RunRow
+from tinsmith.server.transfers import URL_TIME
+
+UPLOADS_MAX = 64  # that are not finished
+ABOUT_FILE = "upload.json"  # of an upload's folder: who began it, and what it is to be
+NAME = "uploaded"  # of the checkpoint, in a run of its own
+UNFINISHED = f"{NAME}~upload"
+EXTRA_BYTES = 1 << 20  # that a file of tensors may have beside their numbers
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What a client said that it would bring."""
+
+    id: str
+    folder: Path
+    owner: str
+    base: str
+    lora: LoraSpec
+    bytes: int  # of its tensors, at most
+
+
+async def start(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(service, request)
+    wire.optional(body, "destination_project_id", str)  # all that is here is one project
+    base = service.base(wire.need(body, "base_model", str))
+    wire.need(body, "lora_config", dict)
+    spec = wire.lora_spec(body, 0)
+    size = await service.beside(1 << 20, _tensor_bytes, service, base, spec)
+    told = owner(request), base, spec, size
+    run = await service.once(request, lambda: service.stored(_begin, service, *told))
+    expires = datetime.now(UTC) + URL_TIME
+    here = str(request.url).partition("?")[0]
+    return {
+        "upload_id": run,
+        "urls": {
+            name: service.access.signed(f"{here}/{run}/{name}", "PUT")
+            for name in (CONFIG_FILE, ADAPTER_FILE)
+        },
+        "expires": expires.isoformat(),
+    }
+
+
+async def put_file(service: Service, request: Request) -> dict[str, Any]:
+    """One file, written as it comes; one that is there already is replaced when it is complete."""
+    name = request.path_params["file"]
+    if name not in (CONFIG_FILE, ADAPTER_FILE):
+        raise FileNotFoundError(f"an upload has no file {name!r:.80}")
+    upload = await service.stored(_find, service, request.path_params["upload_id"])
+    most = peft.CONFIG_BYTES_MAX if name == CONFIG_FILE else upload.bytes
+    part = upload.folder / f"{name}~{secrets.token_hex(4)}"
+    try:
+        await _write(service, part, received(request, most, _uncounted))
+        await service.stored(part.replace, upload.folder / name)
+    except BaseException as error:
+        disk.remove(part)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OSError(error.errno, f"the disk is full: {name} was not kept") from None
+        if isinstance(error, FileNotFoundError):
+            raise FileNotFoundError(f"the upload {upload.id} has ended") from None
+        raise
+    return {}
+
+
+async def _uncounted(size: int) -> None:
+    """What is written to the disk at once takes no memory."""
+
+
+async def _write(service: Service, path: Path, pieces: AsyncIterator[bytes]) -> None:
+    with await service.stored(disk.create, path) as file:
+        async for piece in pieces:
+            await service.stored(file.write, piece)
+        await service.stored(file.flush)
+
+
+async def finish(service: Service, request: Request) -> dict[str, Any]:
+    """A retry finds the checkpoint of the first."""
+    body = await read_json(service, request)
+    run = wire.need(body, "upload_id", str)
+    return {"tinker_path": await service.once(request, lambda: _finish(service, request, run))}
+
+
+async def _finish(service: Service, request: Request, run: str) -> str:
+    try:
+        upload = await service.stored(_find, service, run)
+    except FileNotFoundError:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            path = service.store.path(run, "external_weights", NAME)
+            await service.stored(service.meta, path)
+            return path
+        raise
+    path = service.store.path(run, "external_weights", NAME)
+    if upload.owner != owner(request):
+        raise FileNotFoundError(f"there is no upload {run!r:.80}")
+    try:
+        meta = await service.stored(_checked, upload)
+        await _save(service, upload, meta, service.store.folder(path))
+    except Exception as error:  # which names the folder of this machine
+        told = str(explain(error)).replace(str(upload.folder), "the upload")
+        raise Refusal(400, told) from None
+    row = RunRow(run, None, upload.base, meta.rank, {}, now())
+    await service.stored(service.state.add_run, row)
+    await service.stored(disk.remove, upload.folder)
+    return path
+
+
+async def _save(service: Service, upload: Upload, meta: Meta, folder: Path) -> None:
+    """Reads the files into an adapter, as a run that starts from them, and saves that."""
+    run = f"{upload.id}:{secrets.token_hex(4)}"
+    spec = StateSpec(upload.folder, False, meta.created)
+    kept = replace(meta, base_model=upload.base, kind="external_weights", created=now())
+    made = service.worker.create(run, upload.base, spec)
+    saved = service.worker.save(run, 1, folder, lambda _: kept, optimizer=False)
+    service.worker.forget([run], [])
+    await asyncio.gather(asyncio.wrap_future(made), asyncio.wrap_future(saved))
+
+
+# ---- on disk ----
+
+
+def _folder(service: Service, run: str) -> Path:
+    return service.store.run_folder(run) / "external_weights" / UNFINISHED
+
+
+def _begin(service: Service, owner: str, base: str, lora: LoraSpec, size: int) -> str:
+    """Makes an upload's folder, and removes those whose day is over; returns the upload's id."""
+    ended, left = time.time() - URL_TIME.total_seconds(), 0
+    for folder in service.store.root.glob(f"upload-*/external_weights/{UNFINISHED}"):
+        with contextlib.suppress(FileNotFoundError):
+            if (folder / ABOUT_FILE).stat().st_mtime < ended:
+                disk.remove(folder)
+            else:
+                left += 1
+    if left >= UPLOADS_MAX:
+        raise ValueError(f"{UPLOADS_MAX} uploads are not finished; finish one, or wait a day")
+    run = f"upload-{uuid.uuid4().hex}"
+    folder = _folder(service, run)
+    disk.make_folder(folder)
+    said = {"owner": owner, "base": base, "bytes": size}
+    disk.write_json(folder / ABOUT_FILE, asdict(lora) | said)
+    return run
+
+
+def _find(service: Service, run: str) -> Upload:
+    """An upload that is not finished. FileNotFoundError where there is none."""
+    with contextlib.suppress(FileNotFoundError, ValueError):  # no run's name
+        folder = _folder(service, run)
+        about = json.loads((folder / ABOUT_FILE).read_bytes())
+        said = {key: about.pop(key) for key in ("owner", "base", "bytes")}
+        return Upload(run, folder, lora=LoraSpec(**about), **said)
+    raise FileNotFoundError(f"there is no upload {run!r:.80}")
+
+
+def _checked(upload: Upload) -> Meta:
+    """The Meta of an upload's files, where they are what was said."""
+    for name in (CONFIG_FILE, ADAPTER_FILE):
+        if not (upload.folder / name).is_file():
+            raise ValueError(f"the upload lacks {name}: put it at its URL, then finish")
+    meta = peft.load_meta(upload.folder)
+    for key in ("rank", "attn", "mlp", "unembed"):
+        said, found = getattr(upload.lora, key), getattr(meta, key)
+        if said != found:
+            shown = key if key == "rank" else f"train_{key}"
+            raise ValueError(
+                f"the lora_config of the upload has {shown} {said}, its files have {found}"
+            )
+    return meta
+
+
+def _tensor_bytes(service: Service, base: str, spec: LoraSpec) -> int:
+    """The most bytes that an adapter's file of tensors can have."""
+    model = service.bases[base]
+    core = _core.Model(dict(model.config), model.inv_freq, weights=model.kind, threads=1)
+    groups = _core.slot_groups()
+    sizes = [
+        spec.rank * (rows + cols)
+        for slot, _, _, rows, cols in core.slots
+        if slot in groups and getattr(spec, groups[slot])
+    ]
+    return 4 * sum(sizes) + EXTRA_BYTES
+
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/external_weights_upload_start", start),
+    ("PUT", "/external_weights_upload_start/{upload_id}/{file}", put_file),
+    ("POST", "/external_weights_upload_finish", finish),
+)
