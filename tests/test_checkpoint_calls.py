@@ -52,6 +52,7 @@ def search(wire: Wire, **asked: Any) -> list[str]:
         reply = wire.post("/checkpoints/search", **asked, **({"cursor": cursor} if cursor else {}))
         assert len(reply["checkpoints"]) <= asked.get("limit", 50)
         paths += [item["tinker_path"] for item in reply["checkpoints"]]
+        assert len(set(paths)) == len(paths)
         cursor = reply.get("next_cursor")
         if cursor is None:
             return paths

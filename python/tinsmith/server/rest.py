@@ -358,6 +358,8 @@ REFUSED = (
     ("GET", "/sessions/{session_id}/trace_export", "exporting a session's trace"),
     ("PUT", "/sessions/{session_id}/project", "assigning projects"),
     ("POST", "/auth/token", "exchanging credentials"),
+    ("GET", "/auth/apikey/me", "logging in (set TINKER_API_KEY instead)"),
+    ("DELETE", "/auth/apikey/me", "revoking API keys"),
     ("GET", "/audit", "the audit log"),
     ("GET", "/billing/{path:path}", "billing"),
 )
