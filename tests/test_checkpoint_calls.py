@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tinker
 from conftest import CONTEXT, Wire, logprobs, make_datum
+from safetensors.numpy import load_file, save_file
 from tinsmith.files import checkpoint
 from tinsmith.server import uploads
 from tinsmith.server.backend import Backend
@@ -154,6 +155,24 @@ def test_an_adapter_that_is_uploaded_computes_what_it_did(
     late = httpx.put(begun["urls"][FILES[0]], content=b"{}")
     assert late.status_code == 404 and "there is no upload" in late.text
     assert not list(Path(server.checkpoints).glob(f"{run}/*/*~*"))
+
+
+def test_an_adapter_of_the_hosted_service_has_another_name_for_the_head(
+    service_client, wire: Wire, exported: tuple[np.ndarray, Path]
+) -> None:
+    expected, folder = exported
+    file = folder / checkpoint.ADAPTER_FILE
+    renamed = {
+        name.replace("base_model.model.lm_head.", "base_model.model.model.unembed_tokens."): array
+        for name, array in load_file(file).items()
+    }
+    assert sum("unembed_tokens" in name for name in renamed) == 2
+    save_file(renamed, file)
+    begun = begin(wire)
+    put(begun, folder)
+    path = finish(wire, begun).json()["tinker_path"]
+    again = service_client.create_training_client_from_state(path).result()
+    np.testing.assert_array_equal(read(again), expected)
 
 
 def changed(folder: Path, **said: Any) -> None:

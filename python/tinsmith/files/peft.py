@@ -6,7 +6,7 @@ pattern, biases, whole modules) change the maths, and are refused by name.
 
 An imported adapter keeps its alpha. The engine trains groups of modules. If the folder lacks some
 modules of a group, their matrices A and B are both zeros; the gradients are then zero, so they stay
-zero.
+zero. The hosted service's adapters are such folders as well, with a name of their own for the head.
 """
 
 import math
@@ -31,6 +31,7 @@ REFUSED = (
 )  # fmt: skip
 
 CONFIG_BYTES_MAX = 1 << 24
+HOSTED_HEAD = "unembed_tokens"  # the head's module in adapters of the hosted service
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,11 @@ def _meta_of(version: Version) -> Meta:
 
 def _groups() -> dict[str, str]:
     """The switch (attn, mlp, unembed) that trains the modules of a name, of all families."""
-    return {
+    groups = _core.slot_groups()
+    return {HOSTED_HEAD: groups["head"]} | {
         family.module(slot, 0).rpartition(".")[2]: group
         for family in families.FAMILIES
-        for slot, group in _core.slot_groups().items()
+        for slot, group in groups.items()
         if slot in family.names
     }
 
@@ -200,14 +202,16 @@ def _load_version(
     flat = np.zeros(adapter.size, np.float32)
     views = dict(checkpoint.matrices(family, adapter, flat))
     with version.tensors(checkpoint.ADAPTER_FILE) as tensors:
+        head = f"{family.module('head', -1)}.lora_"
         for name in _trained(tensors):
-            if name not in views:
+            view = views.get(name.replace(f"model.{HOSTED_HEAD}.lora_", head))
+            if view is None:
                 raise ValueError(f"{folder} has {name}, this adapter or base model does not")
-            if tensors.entry(name).shape != views[name].shape:
-                found, needed = tensors.entry(name).shape, views[name].shape
+            if tensors.entry(name).shape != view.shape:
+                found, needed = tensors.entry(name).shape, view.shape
                 raise ValueError(f"{name}: file has {found}, the adapter needs {needed}")
             weights.check_finite(tensors[name], f"{folder}: {name}")
-            views[name][:] = weights.widen(tensors[name])
+            view[:] = weights.widen(tensors[name])
     adapter.clear_gradients()
     for what in ("m", "v"):
         adapter.write(what, np.zeros(adapter.size, np.float32))
