@@ -227,11 +227,11 @@ TRAINING = [
         r"unknown loss 'hinge'; there are \['cispo', 'cross_entropy'",
     ),
     (
-        "unpublished loss",
-        good_data(),
+        "datum without provenance",
+        [rl([1, 2], logprobs=[0, 0], advantages=[1, 1])],
         "stable_reinforce",
         None,
-        r"'stable_reinforce' is not available: its formula is not published",
+        r"datum 0 has no provenance: .* record_stability_info=True",
     ),
     (
         "unknown config key",

@@ -139,6 +139,10 @@ def test_a_policy_losses_gradient_is_its_slope(loss: str) -> None:
                 "gspo": np.minimum(ratio * advantage, ratio.clip(low, high) * advantage),
                 "cispo": np.exp(then - q).clip(low, high) * now * advantage,
                 "dro": now * advantage - 0.15 * (now - q) ** 2,
+                "stable_reinforce": np.where(advantage < 0, np.exp(then - q).clip(None, 1), 1.0)
+                * now
+                * advantage
+                - (advantage != 0) * 0.05 * (now - q) ** 2,
             }[loss].sum()
         return total
 
@@ -226,6 +230,51 @@ def test_ppo_clips_on_both_sides_and_only_there() -> None:
     call(free, data, "ppo", wide)
     call(importance, data, "importance_sampling")
     np.testing.assert_array_equal(free.read("gradients"), importance.read("gradients"))
+
+
+@pytest.mark.parametrize("kl_coeff", (0.0, 2.5))
+def test_stable_reinforce_with_its_coefficient(kl_coeff: float) -> None:
+    check(
+        "qwen3",
+        adapter_of("qwen3"),
+        advantaged("qwen3"),
+        "stable_reinforce",
+        {"kl_coeff": kl_coeff},
+    )
+
+
+@cpu_only
+def test_stable_reinforce_is_importance_sampling_where_the_sampler_is_the_learner() -> None:
+    data = advantaged("qwen3", (60,))
+    now, _ = call(adapter_of("qwen3"), data, "importance_sampling", backward=False)
+    data = [replace(data[0], inputs=data[0].inputs | {"logprobs": now[0]})]
+    stable, importance = adapter_of("qwen3"), adapter_of("qwen3")
+    call(stable, data, "stable_reinforce")
+    call(importance, data, "importance_sampling")
+    np.testing.assert_array_equal(stable.read("gradients"), importance.read("gradients"))
+
+
+@cpu_only
+def test_no_target_pulls_stable_reinforce_harder_than_its_advantage_and_the_divergence() -> None:
+    """However far the learner is from the sampler, on either side."""
+    for gap in (-80.0, -3.0, 3.0, 80.0):
+        for sign in (-1.0, 1.0):
+            data = advantaged("qwen3", (1,))
+            (logp,), _ = call(adapter_of("qwen3"), data, "ppo", backward=False)
+            inputs = {
+                "logprobs": logp - np.float32(gap),
+                "advantages": np.full(1, sign, np.float32),
+            }
+            moved = [replace(data[0], inputs=inputs)]
+            _, loss = call(adapter_of("qwen3"), moved, "stable_reinforce", {"kl_coeff": 0.25})
+            weight = min(1.0, np.exp(gap)) if sign < 0 else 1.0
+            assert loss == pytest.approx(0.125 * gap**2 - weight * sign * float(logp[0]), rel=1e-5)
+
+
+@cpu_only
+def test_a_negative_kl_coefficient_is_refused() -> None:
+    with pytest.raises(ValueError, match="kl_coeff must be at least 0, not -1"):
+        call(adapter_of("qwen3"), advantaged("qwen3"), "stable_reinforce", {"kl_coeff": -1.0})
 
 
 @cpu_only

@@ -37,7 +37,7 @@ KEYS = {
     "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
     "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
 }
-POLICY = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
+POLICY = ("importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce")
 
 
 def adapter_of(name: str, *, seed: int = 0, **options: Any) -> _core.Adapter:
@@ -107,6 +107,10 @@ def loss_of(
         assert config is not None
         return -(logp * advantage - 0.5 * config["beta"] * (logp - q) ** 2).sum()
     ratio = torch.exp(logp - q)
+    if loss == "stable_reinforce":
+        weight = torch.where(advantage < 0, ratio.clamp(max=1.0), 1.0).detach()
+        kl = (config or {}).get("kl_coeff", 0.1) * 0.5 * (logp - q) ** 2
+        return (kl - weight * advantage * logp)[advantage != 0].sum()
     if loss == "importance_sampling":
         return -(ratio * advantage).sum()
     if loss == "gspo":

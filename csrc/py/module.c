@@ -119,9 +119,10 @@ static PyObject *loss_row(const Loss *loss)
         }
         Py_DECREF(value);
     }
-    return Py_BuildValue("{s:s,s:N,s:N,s:N,s:N}", "name", loss->name, "multi",
+    return Py_BuildValue("{s:s,s:N,s:N,s:N,s:N,s:N}", "name", loss->name, "multi",
                          PyBool_FromLong(loss->multi), "taught", PyBool_FromLong(loss->taught),
-                         "inputs", inputs, "config", config);
+                         "recorded", PyBool_FromLong(loss->recorded), "inputs", inputs, "config",
+                         config);
 failed:
     Py_XDECREF(inputs);
     Py_XDECREF(config);
@@ -198,8 +199,8 @@ static PyObject *core_memory(PyObject *module, PyObject *args)
 
 static PyMethodDef core_methods[] = {
     {"losses", core_losses, METH_NOARGS,
-     "losses() -> list[dict]\n\nThe table of losses: name, multi, taught, inputs, config "
-     "(csrc/train/losses.c)."},
+     "losses() -> list[dict]\n\nThe table of losses: name, multi, taught, recorded, inputs, "
+     "config (csrc/train/losses.c)."},
     {"slot_groups", core_slot_groups, METH_NOARGS,
      "slot_groups() -> dict[str, str]\n\nThe switch that trains beside each matrix's slot "
      "(csrc/model/weights.inc)."},

@@ -15,7 +15,7 @@
 
 #include "train.h"
 
-enum { MULTI = 1, WHOLE = 1, LINEAR = 1, REQUIRED = 1 };
+enum { MULTI = 1, WHOLE = 1, LINEAR = 1, REQUIRED = 1, RECORDED = 1 };
 enum { JSD_WEIGHTS, JSD_TEACHER }; /* generalized_jsd's inputs */
 
 /* −Σ w·lp */
@@ -115,6 +115,38 @@ static double dro(const LossCall *c)
         c->dlogp[i] = (float)(beta * gap - a);
     }
     return loss;
+}
+
+/* −Σ sg(w)·A·lp − ½·kl_coeff·(lp − q)², with w = 1 where A > 0 and min(r, 1) where A < 0;
+ * d/dlp = −w·A + kl_coeff·(lp − q)
+ *
+ * Thinking Machines has not published its own; this one is tinsmith's. It is the tapered REINFORCE
+ * of Le Roux et al., 2025 (arXiv 2503.14286), with the ratio of each token rather than of the
+ * sequence. A bad token's weight falls with its probability, so nothing is pushed down without end;
+ * a good token keeps its weight, which the paper allows because log-likelihood has a maximum. No
+ * weight exceeds 1, however far the learner is from the sampler. Where the two agree, the gradient
+ * is importance_sampling's. The second term is Schulman's estimator k2 of their divergence: it
+ * pulls in proportion to the logarithm of the ratio, so it can't explode either. */
+static double stable_reinforce(const LossCall *c)
+{
+    const float *q = c->input[0], *advantage = c->input[1];
+    double kl = c->key[0], loss = 0.0;
+    for (int64_t i = 0; i < c->count; i++) {
+        double a = (double)advantage[i], lp = (double)c->logp[i], gap = lp - (double)q[i];
+        double pull = a < 0.0 && !(gap >= 0.0) ? exp(gap) * a : a,
+               back = kl == 0.0 ? 0.0 : kl * gap;
+        if (a == 0.0) pull = back = 0.0;
+        if (pull != 0.0) loss -= pull * lp;
+        if (back != 0.0) loss += 0.5 * back * gap;
+        c->dlogp[i] = (float)(back - pull);
+    }
+    return loss;
+}
+
+static Status stable_reinforce_check(const Datums *d)
+{
+    if (d->key[0] >= 0.0) return STATUS_OK;
+    return fail(STATUS_INVALID, "stable_reinforce: kl_coeff must be at least 0, not %g", d->key[0]);
 }
 
 /* ppo with one ratio for a datum's targets, r = exp(mean over mask ≠ 0 of sg(lp − q) + lp −
@@ -337,6 +369,16 @@ static const Loss losses[] = {
         .key = {{.name = "beta", .initial = NAN}},
         .gate = UNGATED,
         .evaluate = dro,
+    },
+    {
+        .name = "stable_reinforce",
+        .recorded = RECORDED,
+        .input = {{.name = "logprobs", .required = REQUIRED},
+                  {.name = "advantages", .required = REQUIRED}},
+        .key = {{.name = "kl_coeff", .initial = 0.1}},
+        .gate = 1,
+        .check = stable_reinforce_check,
+        .evaluate = stable_reinforce,
     },
     {
         .name = "gspo",

@@ -34,11 +34,13 @@ typedef struct Datums Datums;
 
 typedef struct Loss {
     const char *name;
-    int multi;  /* targets may be (N, K) */
-    int whole;  /* evaluate needs all targets of a datum in one call */
-    int taught; /* compares whole rows with a teacher's: distill.c; or, where this input is there,
-                   a row's targets with the teacher's log-probabilities of them: evaluate */
-    int linear; /* dlogp does not depend on logp: it is known before the forward */
+    int multi;    /* targets may be (N, K) */
+    int whole;    /* evaluate needs all targets of a datum in one call */
+    int taught;   /* compares whole rows with a teacher's: distill.c; or, where this input is there,
+                     a row's targets with the teacher's log-probabilities of them: evaluate */
+    int recorded; /* its first input is what was recorded when the targets were sampled: a server
+                     reads it from its own records, not from the datum */
+    int linear;   /* dlogp does not depend on logp: it is known before the forward */
     struct {
         const char *name;
         int required;

@@ -25,6 +25,7 @@ class LossRow(TypedDict):
     # Whether it compares rows with a teacher's: Adapter.distill; or, where teacher_logprobs came,
     # targets (N, K) with the teacher's log-probabilities of them: Adapter.forward_backward
     taught: bool
+    recorded: bool  # whether a server takes its first input from what it recorded when it sampled
     inputs: list[LossInput]  # float arrays of the targets' shape
     # loss_fn_config keys and their defaults; None: it must come, infinity: there is no bound
     config: dict[str, float | None]

@@ -91,6 +91,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
     "dro": {"beta": 0.1},
     "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "stable_reinforce": {"kl_coeff": 0.1},
 }
 TAUGHT = {
     "tokens": IDS[:-1], "targets": IDS[1:], "weights": ONES[1:], "teacher": None,

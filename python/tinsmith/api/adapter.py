@@ -147,8 +147,9 @@ class Adapter(Handle):
         tokens: ids (N,), or a list of sequences, each of its own length. targets: ids (N,) or (N,
         K); those at position i are predicted from tokens[: i + 1]. Pass a list for a list. weights
         and the loss's other inputs are float arrays of the targets' shape. The loss's configuration
-        is numbers. Losses: cross_entropy (weights), importance_sampling, ppo, cispo, dro, gspo
-        (logprobs, advantages, …): tinsmith._core.losses() lists them. A loss is a sum.
+        is numbers. Losses: cross_entropy (weights), importance_sampling, ppo, cispo, dro, gspo,
+        stable_reinforce (logprobs, advantages, …): tinsmith._core.losses() lists them. A loss is a
+        sum.
 
         Arrays are NumPy's, lists, or anything with __dlpack__; int32 and float32 are zero-copy.
         Errors are TypeError, ValueError, IndexError (an id that the model does not have) and

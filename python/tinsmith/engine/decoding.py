@@ -58,6 +58,7 @@ class SampleRequest:
     last_n: int | None = None  # score the prompt's last n tokens only
     prompt_draws: int = 0  # tokens to draw at each prompt position after the first
     targets: PromptTargets | None = None
+    record: bool = False  # whether the server remembers its samples, for losses that need that
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ class Run:
     waiting: dict[int, Job] = field(default_factory=dict)  # for those before them
     waiting_since: float = 0.0
     kept: KeptForward | None = None  # the forward that forward_backward_custom began with
+    told: bool = False  # whether the log says that its loss is tinsmith's own
     idle_since: float = 0.0  # when its newest request was over; 0: it holds no step's memory
 
     @property

@@ -25,6 +25,8 @@ from tinsmith.engine.teaching import LOGPROBS, Teacher, divergences, metrics
 from tinsmith.losses.custom_loss import evaluate
 from tinsmith.losses.graph import CustomLoss
 
+GAP_MAX = 700.0  # of log-probabilities, in a metric: its exponential is finite
+
 
 @dataclass(frozen=True)
 class Uploaded:
@@ -70,6 +72,7 @@ class Batch:
     shapes: tuple[tuple[int, ...], ...]  # of each datum's targets: (N,) or (N, K)
     teacher: Teacher | None = None  # of a loss that has one
     uploaded: Uploaded | None = None  # where loss is "custom"
+    recorded: bool = False  # whether its logprobs are the sampler's, on record
 
     @property
     def arrays(self) -> tuple[NDArray[np.int32], ...]:
@@ -136,6 +139,8 @@ def forward_backward(
     shaped = _shaped(batch, logprobs)
     if LOGPROBS in batch.inputs:
         return _compared(batch, shaped, loss), None
+    if batch.recorded:
+        return BatchResult(shaped, loss, _off_policy(batch, shaped)), None
     return BatchResult(shaped, loss), KeptForward(seq, batch, logprobs) if keep else None
 
 
@@ -144,6 +149,25 @@ def _compared(batch: Batch, logprobs: tuple[NDArray[np.float32], ...], loss: flo
     teacher, weights = (_shaped(batch, batch.inputs[key]) for key in (LOGPROBS, "weights"))
     jsd = divergences(logprobs, teacher, weights, batch.config)
     return BatchResult(logprobs, loss, metrics(jsd, weights), {"jsd": tuple(jsd)})
+
+
+def _off_policy(batch: Batch, logprobs: tuple[NDArray[np.float32], ...]) -> dict[str, float]:
+    """How far the learner is from the sampler, at targets with an advantage: the largest ratio, and
+    the mean over datums of Schulman's estimator of KL(sampler ‖ learner). The first metric says
+    that the loss is not the hosted service's, whose formula is not published."""
+    past, advantages = (_shaped(batch, batch.inputs[key]) for key in ("logprobs", "advantages"))
+    gaps = [
+        np.minimum(now.astype(np.float64) - then, GAP_MAX)[advantage != 0]
+        for now, then, advantage in zip(logprobs, past, advantages, strict=True)
+    ]
+    kls = [float(np.mean(np.expm1(gap) - gap)) if gap.size else 0.0 for gap in gaps]
+    return {
+        f"{batch.loss}_as_tinsmith_defines_it:max": 1.0,
+        "sampler_ratio:max": max(
+            (float(np.exp(gap.max())) for gap in gaps if gap.size), default=1.0
+        ),
+        "sampler_kl:mean": sum(kls) / len(kls),
+    }
 
 
 def _custom(

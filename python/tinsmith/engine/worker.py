@@ -185,6 +185,14 @@ class Worker:
                     result = distill(adapter, batch, who, backward=backward, between=between)
                     lane.average = average
                     return result
+                if batch.recorded and not lane.told:
+                    lane.told = True
+                    log.info(
+                        "%s trains with %s: Thinking Machines has not published its formula; "
+                        "tinsmith's own is in csrc/train/losses.c and in the README",
+                        run,
+                        batch.loss,
+                    )
                 keep = self._keep_forwards
                 result, lane.kept = forward_backward(
                     adapter, seq, batch, kept, backward=backward, keep=keep, between=between

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.engine.decoding import SampleRequest
+from tinsmith.engine.decoding import SampleRequest, SampleResult
 from tinsmith.engine.errors import explain
 from tinsmith.engine.worker import Batch, StateSpec
 from tinsmith.files import encryption
@@ -247,8 +247,9 @@ async def forward_backward(service: Service, request: Request) -> dict[str, Any]
         model_id, seq = call.head.model_id, call.head.seq_id
         run, checked = service.runs.get(model_id), Future[Batch]()
         if run is not None and service.promised(request, turn_id(model_id, seq)) is None:
-            losses = dict(run.session.losses)
-            await service.beside(len(body), settle, checked, wire.batch, call, run.model, losses)
+            losses, find = dict(run.session.losses), partial(service.sequences.find, run.session.id)
+            check = partial(wire.batch, call, run.model, losses, find)
+            await service.beside(len(body), settle, checked, check)
 
         def start(run: RunInfo) -> Future[Any]:
             batch = settled(checked, model_id)
@@ -477,7 +478,10 @@ def _promise_sample(
         sampler = service.sampler(request, name)
         wanted = settled(checked, name)
         sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
-        return service.worker.sample(name, wanted, client=sampler.session.number)
+        future = service.worker.sample(name, wanted, client=sampler.session.number)
+        if wanted.record:  # before its result can be read
+            when_done(future, partial(_record, service, sampler, request_id, wanted, future))
+        return future
 
     first, sampler = service.promised(request, request_id) is None, service.samplers.get(name)
     done = None if sampler is None else sampler.completions(number // CLONE)
@@ -494,6 +498,17 @@ def _promise_sample(
         pending = service.pending[owner(request), request_id]
         when_done(pending.future, lambda: done.add(request_id))
     return promise
+
+
+def _record(
+    service: Service,
+    sampler: SamplerInfo,
+    request_id: str,
+    wanted: SampleRequest,
+    done: Future[SampleResult],
+) -> None:
+    if done.exception() is None and not sampler.session.ended:
+        service.sequences.add(sampler.session.id, request_id, wanted.prompt, done.result())
 
 
 # A request is matched with one row after the other: those of every step come first.

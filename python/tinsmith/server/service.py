@@ -41,6 +41,7 @@ from tinsmith.server.beside import Beside
 from tinsmith.server.door import Access
 from tinsmith.server.overload import Arrivals, Place, Queue
 from tinsmith.server.pieces import LARGE, Buffer
+from tinsmith.server.sequences import Sequences
 from tinsmith.server.state import Busy, RunRow, SessionRow, State
 
 log = logging.getLogger("tinsmith")
@@ -201,6 +202,7 @@ class Service:
         self.arrivals = arrivals or Arrivals()
         self.results_max = results_max
         self.results_bytes = 0
+        self.sequences = Sequences(results_max)
         self.beside = Beside()
         self.disk = Beside(DISK_THREADS, "tinsmith-disk")
         self.poll_seconds = poll_seconds  # the SDK gives up a poll after 45 s
@@ -342,6 +344,7 @@ class Service:
         session.ended = True
         session.losses.clear()
         session.made.clear()
+        self.sequences.forget(session.id)
         samplers = set(session.samplers)
         for (_, name), item in self.pending.items():
             if name.rpartition(":seq:")[0] in samplers and not item.future.done():

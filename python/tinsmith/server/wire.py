@@ -29,15 +29,13 @@ from tinsmith.losses.graph import CustomLoss
 from tinsmith.server.arrays import Column, array_of, check_ids, elements, field_of
 from tinsmith.server.messages import pb
 from tinsmith.server.pieces import Buffer, Lifted, cut, fill
+from tinsmith.server.sequences import Find, recorded_logprobs
 
 LOSSES = {row["name"]: row for row in losses()}
 TARGETS = "target_tokens"
 # Keys that recipes send with every loss: read where the loss takes them, passed over where not.
 TOLERATED = {"mask"} | {item["name"] for row in LOSSES.values() for item in row["inputs"]}
 TOLERATED |= {row["tokens"] for row in LOSSES.values() if row["tokens"]}
-UNAVAILABLE_LOSSES = {
-    "stable_reinforce": "its formula is not published",
-}
 NORMALIZATIONS = ("num_loss_tokens", "num_sequences")
 MESSAGE = "ForwardBackwardRequest message"
 DATUMS_MAX = 1_000_000  # as many as the SDK sends in one request
@@ -264,16 +262,16 @@ def batch(
     call: Call,
     model: BaseModel,
     uploaded: Mapping[str, CustomLoss] | None = None,
+    find: Find = lambda _: None,
 ) -> Batch:
     """A checked batch: every shape agrees, every id is in the vocabulary, every number finite. The
-    call's datums are taken. `uploaded` are the session's custom losses by their ids."""
+    call's datums are taken. `uploaded` are the session's custom losses by their ids; `find` gives
+    the sequences that it has sampled."""
     name = call.head.loss_fn
     if name == "custom":
         return _custom_batch(call, model, uploaded or {})
     if name not in LOSSES:
-        reason = UNAVAILABLE_LOSSES.get(name)
-        why = f"loss {name!r} is not available: {reason}" if reason else f"unknown loss {name!r}"
-        raise ValueError(f"{why}; there are {sorted(LOSSES)}")
+        raise ValueError(f"unknown loss {name!r}; there are {sorted(LOSSES)}")
     if not len(call):
         raise ValueError("forward_backward needs at least 1 datum, none came")
     row = LOSSES[name]
@@ -296,7 +294,7 @@ def batch(
         tokens.add(row_tokens)
         targets.add(row_targets.ravel())
         shapes.append(row_targets.shape)
-        for item in taken:
+        for item in taken[row["recorded"] :]:
             if item["required"] or item["name"] in one.inputs:
                 array = _datum_input(one, item["name"], row_targets.shape, row)
             elif item["fallback"] in inputs and item["fallback"] not in config:
@@ -304,6 +302,12 @@ def batch(
             else:
                 array = np.full(row_targets.size, config.get(item["fallback"], item["default"]))
             inputs[item["name"]].add(array)
+        if row["recorded"]:
+            advantages = inputs["advantages"].last
+            array = recorded_logprobs(
+                one.datum, one.where, row_tokens, row_targets, advantages, find
+            )
+            inputs["logprobs"].add(array)
     counts = [shape[1] if len(shape) == 2 else 1 for shape in shapes]
     return Batch(
         tokens=tokens.whole(),
@@ -315,6 +319,7 @@ def batch(
         config=config,
         shapes=tuple(shapes),
         teacher=teacher,
+        recorded=row["recorded"],
     )
 
 

@@ -36,8 +36,6 @@ def sample_request(
     result_bytes_max: int = RESULT_BYTES_MAX,
 ) -> SampleRequest:
     """A checked request on a base model or an adapter; fresh_seed is used where no seed came."""
-    if maybe(body, "record_stability_info", bool, False):
-        raise ValueError("record_stability_info is not built: StableReinforce is not published")
     prompt = _prompt(body, model)
     params = maybe(body, "sampling_params", dict, {})
     stop_ids, stop_texts = _stops(params.get("stop"), model)
@@ -58,6 +56,7 @@ def sample_request(
         last_n=_last_n(body, len(prompt), score),
         prompt_draws=_draws(body, len(prompt)),
         targets=_targets(body, len(prompt), model.vocab),
+        record=maybe(body, "record_stability_info", bool, False),
     )
     _check_size(request, model.context, result_bytes_max)
     return request
