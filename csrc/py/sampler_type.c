@@ -90,20 +90,20 @@ static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *
                             "max_tokens",  "temperature",  "top_k",       "top_p",
                             "seed",        "stop_ids",     "topk_sample", "prompt_logprobs",
                             "topk_prompt", "prompt_draws", "targets",     "target_starts",
-                            "prompt_from", "client",       NULL};
+                            "prompt_from", "client",       "session",     NULL};
     PySampler *self = (PySampler *)object;
     PyObject *adapter = Py_None;
     Arrays arrays = {0};
     long long id, client = 0;
-    unsigned long long seed = 0;
+    unsigned long long seed = 0, session = 0;
     RequestSpec spec = {
         .samples = 1, .max_tokens = -1, .temperature = 1.0f, .top_k = -1, .top_p = 1.0f};
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "LO|O$O&O&fO&fKOO&pO&O&OOO&L:add", names, &id, &arrays.prompt, &adapter,
+            args, kwargs, "LO|O$O&O&fO&fKOO&pO&O&OOO&LK:add", names, &id, &arrays.prompt, &adapter,
             whole_from, &spec.samples, whole_from, &spec.max_tokens, &spec.temperature, whole_from,
             &spec.top_k, &spec.top_p, &seed, &arrays.stop_ids, whole_from, &spec.topk_sample,
             &spec.prompt_logprobs, whole_from, &spec.topk_prompt, whole_from, &spec.draws,
-            &arrays.targets, &arrays.starts, whole_from, &spec.first_scored, &client))
+            &arrays.targets, &arrays.starts, whole_from, &spec.first_scored, &client, &session))
         return NULL;
     if (adapter != Py_None && !Py_IS_TYPE(adapter, state_of(Py_TYPE(object))->adapter))
         return PyErr_Format(PyExc_TypeError, "adapter must be an Adapter or None, not %s",
@@ -111,6 +111,7 @@ static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *
     spec.id = id;
     spec.client = client;
     spec.seed = seed;
+    spec.session = session;
     spec.adapter = adapter == Py_None ? NULL : ((PyAdapter *)adapter)->adapter;
     int failed = arrays_borrow(&arrays, &spec) < 0;
     Status status = STATUS_OK;
@@ -162,6 +163,26 @@ static PyObject *sampler_step_method(PyObject *object, PyObject *unused)
     PyObject *result = status ? raise_status(status) : step_result(self->sampler);
     turn_give(self->model);
     return result;
+}
+
+/* The request keeps its old adapter alive until it has the new one. */
+static PyObject *sampler_follow_method(PyObject *object, PyObject *args)
+{
+    PySampler *self = (PySampler *)object;
+    PyObject *adapter;
+    long long id;
+    if (!PyArg_ParseTuple(args, "LO!:follow", &id, state_of(Py_TYPE(object))->adapter, &adapter))
+        return NULL;
+    turn_take(self->model);
+    const Request *r = sampler_find(self->sampler, id);
+    const Adapter *before = r ? r->spec.adapter : NULL;
+    Status status = sampler_follow(self->sampler, id, ((PyAdapter *)adapter)->adapter);
+    int failed = !status && adapter_keep(self, id, adapter) < 0;
+    if (failed) sampler_follow(self->sampler, id, before);
+    turn_give(self->model);
+    if (failed) return NULL;
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
 }
 
 static PyObject *sampler_stop_method(PyObject *object, PyObject *args)
@@ -241,10 +262,10 @@ static PyObject *request_result(Sampler *sampler, long long id)
                             ? array_new(KIND_FLOAT32, r->spec.target_count, -1, r->target_logprobs)
                             : Py_NewRef(Py_None);
     return Py_BuildValue(
-        "{s:N,s:N,s:N,s:N,s:N,s:N,s:N}", "samples", samples, "prompt_logprobs", scores, "topk_ids",
-        top_array(KIND_INT32, P, k, r->top_ids), "topk_logprobs",
-        top_array(KIND_FLOAT32, P, k, r->top_logprobs), "target_logprobs", targets, "drawn_ids",
-        top_array(KIND_INT32, P - 1, r->spec.draws, r->drawn_ids), "drawn_logprobs",
+        "{s:N,s:i,s:N,s:N,s:N,s:N,s:N,s:N}", "samples", samples, "prompt_reused", r->reused,
+        "prompt_logprobs", scores, "topk_ids", top_array(KIND_INT32, P, k, r->top_ids),
+        "topk_logprobs", top_array(KIND_FLOAT32, P, k, r->top_logprobs), "target_logprobs", targets,
+        "drawn_ids", top_array(KIND_INT32, P - 1, r->spec.draws, r->drawn_ids), "drawn_logprobs",
         top_array(KIND_FLOAT32, P - 1, r->spec.draws, r->drawn_logprobs));
 }
 
@@ -290,11 +311,13 @@ static PyMethodDef methods[] = {
      "add(request, prompt, adapter=None, *, num_samples=1, max_tokens=-1, temperature=1.0, "
      "top_k=-1, top_p=1.0,\n"
      "    seed=0, stop_ids=…, topk_sample=0, prompt_logprobs=False, topk_prompt=0,\n"
-     "    prompt_draws=0, targets=None, target_starts=None, prompt_from=0, client=0)\n\nQueues a "
-     "request."},
+     "    prompt_draws=0, targets=None, target_starts=None, prompt_from=0, client=0,\n"
+     "    session=0)\n\nQueues a request."},
     {"step", sampler_step_method, METH_NOARGS,
      "step() -> (list[(request, sample, token)], list[request])\n\nOne forward: what was drawn, "
      "and which requests are done."},
+    {"follow", sampler_follow_method, METH_VARARGS,
+     "follow(request, adapter)\n\nA session's request goes on with other weights."},
     {"stop", sampler_stop_method, METH_VARARGS,
      "stop(request, sample)\n\nEnds a sample after its newest token."},
     {"interrupt", sampler_interrupt_method, METH_NOARGS,

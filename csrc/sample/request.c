@@ -279,6 +279,17 @@ Request *sampler_find(Sampler *sampler, int64_t id)
     return NULL;
 }
 
+Status sampler_follow(Sampler *sampler, int64_t id, const Adapter *adapter)
+{
+    Request *r = sampler_find(sampler, id);
+    if (!r || !r->spec.session)
+        return fail(STATUS_INVALID, "no request %lld of a session is here", (long long)id);
+    if (adapter && adapter->model != sampler->model)
+        return fail(STATUS_INVALID, "the adapter belongs to another model than the sampler");
+    r->spec.adapter = adapter;
+    return STATUS_OK;
+}
+
 Status sampler_stop(Sampler *sampler, int64_t id, int sample)
 {
     Request *r = sampler_find(sampler, id);

@@ -101,6 +101,8 @@ typedef struct RequestSpec {
     int64_t id;
     int64_t client;         /* the client: clients share each step */
     const Adapter *adapter; /* kept alive by the caller until the request is gone */
+    uint64_t session;       /* not 0: its weights may change under way (sampler_follow), and pages
+                               are shared by the session's requests alone */
     const int32_t *prompt, *stop_ids;
     int prompt_length;
     int64_t stop_count;
@@ -129,8 +131,10 @@ typedef struct Client {
 typedef struct Request {
     RequestSpec spec; /* its arrays are copies */
     Client *client;
-    int limit;  /* tokens at which a sequence is full */
-    int scored; /* prompt positions whose log-probabilities are known */
+    int limit;           /* tokens at which a sequence is full */
+    int scored;          /* prompt positions whose log-probabilities are known */
+    int reached, reused; /* the first sample's tokens that were ever in the cache; of the prompt's,
+                            those that were found there */
     float *prompt_logprobs;
     int32_t *top_ids;
     float *top_logprobs;
@@ -198,6 +202,9 @@ Status sampler_add(Sampler *sampler, const RequestSpec *spec);
 /* One forward. sampler->drawn then holds what was drawn. A step that fails, or is interrupted, drew
  * nothing and can be repeated. */
 Status sampler_step(Sampler *sampler);
+/* A request of a session goes on with these weights from its next token. What it has in the cache
+ * stays. */
+Status sampler_follow(Sampler *sampler, int64_t id, const Adapter *adapter);
 /* Ends a sample after its newest token, because its stop string was seen. */
 Status sampler_stop(Sampler *sampler, int64_t id, int sample);
 Request *sampler_find(Sampler *sampler, int64_t id);

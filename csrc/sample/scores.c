@@ -6,7 +6,8 @@
  * next token and the K best. The next token of the last row lies behind the page, so it is
  * remembered beside it. The K best are in order, the lower id first among equals, so every list
  * begins with the shorter ones. The scores of a request's own ids, and draws, are not remembered:
- * such a request runs the rows.
+ * such a request runs the rows. So does one of a session whose weights may change: it gets the
+ * scores of those that run them.
  *
  * A row's K best take 8·K bytes. The remembered scores have a bound. Where it is reached, the pages
  * that come next in the cache lose their scores: pages are handed out in order, so those are the
@@ -23,7 +24,8 @@ PageScores scores_of(const Request *r, int page)
     int begin = page * KV_PAGE, end = begin + KV_PAGE;
     int first = spec->first_scored > 1 ? spec->first_scored - 1 : 0;
     int every = spec->prompt_logprobs || spec->topk_prompt || spec->draws;
-    if (!every || first >= end || end >= spec->prompt_length) return (PageScores){0};
+    if (!every || spec->session || first >= end || end >= spec->prompt_length)
+        return (PageScores){0};
     size_t at = (size_t)begin + 1, k = (size_t)spec->topk_prompt;
     return (PageScores){.rows = end - (first > begin ? first : begin),
                         .top = spec->topk_prompt,

@@ -14,6 +14,8 @@ void turns_cached(Sampler *sampler, const Turn *turns, int count)
     for (const Turn *turn = turns; turn < turns + count; turn++) {
         Sequence *s = &turn->request->sequence[turn->sample];
         s->cached += turn->rows;
+        if (turn->sample == 0 && s->cached > turn->request->reached)
+            turn->request->reached = s->cached;
         share_keep(&sampler->kv, turn->request, s);
     }
 }

@@ -17,9 +17,25 @@ enum { PART_LEAST = 16 }; /* the fewest rows that are worth a step and a copy */
 
 /* ---- remembered pages ---- */
 
+/* What a request's pages are remembered under: its weights, which count up, or, where they may
+ * change under way, its session, which counts down. So pages of several weights are found in their
+ * session alone. */
 static uint64_t stamp_of(const Request *request)
 {
+    if (request->spec.session) return ~request->spec.session;
     return request->spec.adapter ? request->spec.adapter->stamp : 0;
+}
+
+/* The next `tokens` of a sequence were found in the cache. */
+static void tokens_found(Prefix *prefix, Request *request, Sequence *s, int tokens)
+{
+    int end = s->cached += tokens, from = end - tokens;
+    prefix->reused += tokens;
+    if (s != request->sequence) return;
+    if (from < request->reached) from = request->reached; /* it was preempted, and finds its own */
+    if (end > request->reached) request->reached = end;
+    if (end > request->spec.prompt_length) end = request->spec.prompt_length;
+    if (end > from) request->reused += end - from;
 }
 
 void share_keep(Kv *kv, const Request *request, Sequence *s)
@@ -51,8 +67,7 @@ static void known_pages(Kv *kv, Request *request, Sequence *s)
         s->pages[s->page_count++] = page;
         s->behind = prefix_number(prefix, page);
         s->kept++;
-        s->cached += KV_PAGE;
-        prefix->reused += KV_PAGE;
+        tokens_found(prefix, request, s, KV_PAGE);
     }
 }
 
@@ -141,7 +156,6 @@ int share_begin(Sampler *sampler, const Turn *turns, int count, Request *r, Sequ
     int32_t page = kv_fork(&sampler->kv, source->pages[s->kept], copied);
     if (page < 0) return 0;
     s->pages[s->page_count++] = page;
-    s->cached += copied;
-    sampler->kv.prefix.reused += copied;
+    tokens_found(&sampler->kv.prefix, r, s, copied);
     return 0;
 }

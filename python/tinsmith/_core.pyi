@@ -329,6 +329,9 @@ class Sampler:
         target_starts: NDArray[np.int32] | None = None,  # are targets[starts[p] : starts[p + 1]]
         prompt_from: int = 0,  # prompt positions before it get no log-probabilities
         client: int = 0,  # clients share every step, however many requests each has
+        # 0: pages of the cache are shared by all requests on the same weights. Else by the requests
+        # of this session alone, whatever weights computed them; see follow
+        session: int = 0,
     ) -> None:
         """Queues a request under a number of the caller's choice. The request is checked first.
 
@@ -339,6 +342,10 @@ class Sampler:
     def step(self) -> tuple[list[tuple[int, int, int]], list[int]]:
         """Runs one forward: (request, sample, token) for each token drawn, and the requests that
         are now done."""
+    def follow(self, request: int, adapter: Adapter) -> None:
+        """A request of a session goes on with other weights from its next token. Each token's
+        log-probability is that of the weights that drew it; keys and values that are in the cache
+        stay."""
     def stop(self, request: int, sample: int) -> None:
         """Ends a sample after its newest token, with reason "stop" (a stop string was seen)."""
     def interrupt(self) -> None:
@@ -351,6 +358,7 @@ class Sampler:
         samples: list of {"tokens": int32 (n,), "logprobs": float32 (n,), "stop_reason": "stop" |
         "length",
                           "topk_ids": int32 (n, K) | None, "topk_logprobs": float32 (n, K) | None}
+        prompt_reused: how many of the prompt's tokens were found in the cache
         prompt_logprobs: float32 (N,) with NaN at 0, or None
         topk_ids: int32 (N, K) | None, topk_logprobs: float32 (N, K) | None; row 0 is id 0, logprob
         -99999.

@@ -84,6 +84,7 @@ class SampleResult:
     target_logprobs: NDArray[np.float32] | None = None  # like targets.ids
     drawn_ids: NDArray[np.int32] | None = None  # (prompt - 1, draws)
     drawn_logprobs: NDArray[np.float32] | None = None
+    prompt_reused: int = 0  # of the prompt's tokens, those that were found in the cache
 
 
 @dataclass
@@ -112,6 +113,7 @@ class _Pending:
     request: SampleRequest
     future: "Future[SampleResult]"
     tokenizer: "Tokenizer | None"
+    run: str | None = None  # whose newest weights it follows
     texts: dict[int, _Text] = field(default_factory=dict)
 
 
@@ -166,9 +168,11 @@ class Decoder:
         request: SampleRequest,
         future: "Future[SampleResult]",
         client: int = 0,
+        follows: tuple[str | None, int] = (None, 0),
     ) -> None:
-        """Queues a request on an open lane; each client has a fair part of the lane. Raises the
-        engine's error if it refuses the request."""
+        """Queues a request on an open lane; each client has a fair part of the lane. One of an
+        inflight session `follows` a run, and has the session's number. Raises the engine's error if
+        it refuses the request."""
         lane = self._lanes[base.path]
         left = max(base.context - len(request.prompt), 1)  # a full context still gives one token
         tokenizer = _tokenizer(base.tokenizer_dir) if request.stop_texts else None
@@ -192,8 +196,16 @@ class Decoder:
             target_starts=None if request.targets is None else request.targets.starts,
             prompt_from=_scored_from(request),
             client=client,
+            session=follows[1],
         )
-        lane.pending[number] = _Pending(request, future, tokenizer)
+        lane.pending[number] = _Pending(request, future, tokenizer, follows[0])
+
+    def follow(self, run: str, weights: _core.Adapter) -> None:
+        """The requests that follow a run go on with these weights from their next token."""
+        for lane in self._lanes.values():
+            for number, item in lane.pending.items():
+                if item.run == run:
+                    lane.sampler.follow(number, weights)
 
     def step(self) -> None:
         """One forward of every base model that has requests."""
@@ -296,6 +308,7 @@ def _result(item: _Pending, raw: dict[str, Any]) -> SampleResult:
         raw["target_logprobs"],
         raw["drawn_ids"],
         raw["drawn_logprobs"],
+        raw["prompt_reused"],
     )
 
 

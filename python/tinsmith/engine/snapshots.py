@@ -1,10 +1,11 @@
 """The weights that sampling sessions sample from: the base model's, or an adapter's.
 
 An adapter holds a run's weights at some step, shared with the run until its next step, or was read
-from a checkpoint. A checkpoint is read once, however many sessions use it. A client doesn't say
-when it is done with a session, and training loops make one in each step. So when snapshots take too
-many bytes, the least recently used are evicted first; those of checkpoints are read again at their
-next use. Only the worker's thread may use this.
+from a checkpoint. A checkpoint is read once, however many sessions use it. The inflight sessions of
+a run share one adapter: a new one of them brings the run's weights of that moment to all. A client
+doesn't say when it is done with a session, and training loops make one in each step. So when
+snapshots take too many bytes, the least recently used are evicted first; those of checkpoints are
+read again at their next use. Only the worker's thread may use this.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Snapshot:
     adapter: _core.Adapter | None = None
     failure: RequestError | None = None
     origin: tuple[Path, str] | None = None  # the checkpoint's folder and creation time
+    run: str | None = None  # which an inflight session follows
+    number: int = 0  # of an inflight session, from 1: it shares no cache with others
 
     @property
     def bytes(self) -> int:
@@ -43,6 +46,7 @@ class Snapshots:
         self._bases = bases
         self._bytes_max = bytes_max
         self._items: dict[str, Snapshot] = {}  # the least recently used first
+        self._inflight = 0  # sessions so far
 
     def add_base(self, sampler: str, base: BaseModel) -> None:
         """A session of a base model."""
@@ -50,9 +54,19 @@ class Snapshots:
 
     def add_run(self, sampler: str, base: BaseModel, adapter: _core.Adapter) -> None:
         """A session of a run's weights as they are now."""
-        need = 4 * adapter.size
-        copy = self._bases.make(need, "a snapshot", adapter.snapshot, keep=base.path)
-        self._keep(sampler, Snapshot(base, copy))
+        self._keep(sampler, Snapshot(base, self._copy(base, adapter)))
+
+    def add_inflight(
+        self, sampler: str, run: str, base: BaseModel, adapter: _core.Adapter
+    ) -> _core.Adapter:
+        """An inflight session of a run. Returns its weights, which those before it have now too."""
+        copy = self._copy(base, adapter)
+        for name, item in self._items.items():
+            if item.run == run:
+                self._items[name] = replace(item, adapter=copy, failure=None)
+        self._inflight += 1
+        self._keep(sampler, Snapshot(base, copy, run=run, number=self._inflight))
+        return copy
 
     def add_checkpoint(self, sampler: str, base: BaseModel, folder: Path, created: str) -> None:
         """A session of a saved checkpoint, which is read on its next use."""
@@ -99,6 +113,10 @@ class Snapshots:
             self._items[name] = replace(self._items[name], adapter=None)
         return bool(found)
 
+    def _copy(self, base: BaseModel, adapter: _core.Adapter) -> _core.Adapter:
+        need = 4 * adapter.size
+        return self._bases.make(need, "a snapshot", adapter.snapshot, keep=base.path)
+
     def _load(self, sampler: str, wanted: Snapshot) -> Snapshot:
         """Keeps a checkpoint's snapshot, with the adapter of a session that has it already."""
         assert wanted.origin is not None
@@ -128,7 +146,7 @@ class Snapshots:
         for name, item in list(self._items.items()):
             if total <= self._bytes_max:
                 break
-            if name == sampler or item.adapter is None:
+            if item.adapter is None or item.adapter is snapshot.adapter:
                 continue
             total -= adapters.pop(id(item.adapter), 0)
             dropped = RequestError(

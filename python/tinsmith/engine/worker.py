@@ -250,13 +250,17 @@ class Worker:
 
         return self._submit(run, seq, work)
 
-    def snapshot(self, run: str, seq: int, sampler: str) -> Future[int]:
+    def snapshot(self, run: str, seq: int, sampler: str, *, inflight: bool = False) -> Future[int]:
         """Makes a sampling session with the run's weights as they are at its turn; gives the number
-        of steps that the run has taken."""
+        of steps that the run has taken. The run's inflight sessions go on with these weights."""
 
         def work(lane: Run) -> int:
             adapter = lane.trained()
-            self._snapshots.add_run(sampler, lane.base, adapter)
+            if inflight:
+                weights = self._snapshots.add_inflight(sampler, run, lane.base, adapter)
+                self._decoder.follow(run, weights)
+            else:
+                self._snapshots.add_run(sampler, lane.base, adapter)
             return adapter.step
 
         return self._submit(run, seq, work)
@@ -299,7 +303,8 @@ class Worker:
                 snapshot = self._snapshots.use(sampler)
                 base = self._bases.use(snapshot.base)
                 self._open_lane(base)
-                self._decoder.add(base, snapshot.adapter, request, future, client)
+                follows = (snapshot.run, snapshot.number)
+                self._decoder.add(base, snapshot.adapter, request, future, client, follows)
             except NotLoaded as missing:
                 self._pause(future, missing.model, begin)
             except BaseException as error:

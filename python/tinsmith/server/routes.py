@@ -23,7 +23,7 @@ from tinsmith.files import encryption
 from tinsmith.files.lora import LoraSpec
 from tinsmith.files.meta import Meta
 from tinsmith.losses import custom_loss
-from tinsmith.server import wire, wire_sampling
+from tinsmith.server import fields, wire, wire_sampling
 from tinsmith.server.bodies import (
     BODY_BYTES_MAX,
     LARGE_JSON_BYTES_MAX,
@@ -162,6 +162,7 @@ async def load_weights(service: Service, request: Request) -> dict[str, Any]:
     reply = {"type": "load_weights", "path": body.get("path"), "model_id": model_id}
 
     async def find() -> tuple[Path, Meta]:
+        fields.check("load_weights", body)
         return await service.stored(service.meta, wire.need(body, "path", str))
 
     found = await outcome(find())
@@ -181,6 +182,7 @@ async def _create_from_state(
     model_id = f"{session.id}:train:{wire.need(body, 'model_seq_id', int)}"
 
     async def describe() -> tuple[RunInfo, StateSpec]:
+        fields.check("load_weights", body)
         wire.refuse_optimizer(body)
         folder, meta = await service.stored(service.meta, wire.need(body, "path", str))
         asked = wire.maybe(body, "base_model", str, meta.base_model)
@@ -281,6 +283,7 @@ async def save_weights(service: Service, request: Request) -> dict[str, Any]:
     model_id, seq = place(body)
 
     def start(run: RunInfo) -> Future[Any]:
+        fields.check("save_weights", body)
         name = wire.need(body, "path", str)
         user_metadata, ttl = wire.metadata(body), wire.ttl(body)
         return service.worker.save(
@@ -298,7 +301,8 @@ async def save_weights(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def save_weights_for_sampler(service: Service, request: Request) -> dict[str, Any]:
-    """Under a name, on disk; or without one, as a new sampling session."""
+    """Under a name, on disk; or without one, as a new sampling session, which keeps these weights
+    or, inflight, follows the run."""
     body = await read_json(service, request)
     model_id, seq = place(body)
     number = wire.optional(body, "sampling_session_seq_id", int)
@@ -309,12 +313,13 @@ async def save_weights_for_sampler(service: Service, request: Request) -> dict[s
         kept = await outcome(_new_sampler(service, request, model_id, number))
 
     def start(run: RunInfo) -> Future[Any]:
+        inflight = _inflight(body)
         if kept is not None:
             info = kept.result(0)
             sampler = info.id
             service.add_sampler(info)
             reply["sampling_session_id"] = sampler
-            made = service.worker.snapshot(model_id, seq, sampler)
+            made = service.worker.snapshot(model_id, seq, sampler, inflight=inflight)
             when_done(
                 made, lambda: made.exception() or service.locate(info, model_id, made.result())
             )
@@ -331,6 +336,22 @@ async def save_weights_for_sampler(service: Service, request: Request) -> dict[s
         )
 
     return service.turn(request, model_id, seq, start, lambda _: reply)
+
+
+def _inflight(body: dict[str, Any]) -> bool:
+    """Whether a sampling session follows its run; ValueError for what does not go together."""
+    fields.check("save_weights_for_sampler", body)
+    kind, named = wire.maybe(body, "kind", str, "snapshot"), body.get("path") is not None
+    if kind not in ("snapshot", "inflight"):
+        raise ValueError(f"kind must be 'snapshot' or 'inflight', {wire.short(kind)} came")
+    if named and kind == "inflight":
+        raise ValueError(
+            "inflight weights change, so they are not saved under a path: leave it out"
+        )
+    told = [key for key in ("ttl_seconds", "user_metadata") if body.get(key)]
+    if told and not named:
+        raise ValueError(f"{told[0]} needs a path: a sampling session alone is no checkpoint")
+    return kind == "inflight"
 
 
 async def _new_sampler(
@@ -351,6 +372,7 @@ async def save_weights_external(service: Service, request: Request) -> dict[str,
     model_id, seq = place(body)
 
     def start(run: RunInfo) -> Future[Any]:
+        fields.check("save_weights_external", body)
         keys = encryption.recipients(wire.maybe(body, "age_encryption_recipients", list, []))
         path = service.store.path(model_id, "external_weights", wire.need(body, "path", str))
         ttl = wire.ttl(body)
@@ -403,6 +425,7 @@ async def unload_model(service: Service, request: Request) -> dict[str, Any]:
 
 async def create_sampling_session(service: Service, request: Request) -> dict[str, Any]:
     body = await read_json(service, request)
+    fields.check("create_sampling_session", body)
     session = service.session(request, wire.need(body, "session_id", str))
     name = f"{session.id}:sample:{wire.need(body, 'sampling_session_seq_id', int)}"
     if name not in service.samplers:

@@ -26,6 +26,7 @@ from tinsmith.files.lora import LoraSpec
 from tinsmith.files.meta import METADATA_BYTES_MAX, is_finish
 from tinsmith.losses import custom_loss
 from tinsmith.losses.graph import CustomLoss
+from tinsmith.server import fields
 from tinsmith.server.arrays import Column, array_of, check_ids, elements, field_of
 from tinsmith.server.messages import pb
 from tinsmith.server.pieces import Buffer, Lifted, cut, fill
@@ -139,8 +140,10 @@ def ttl(body: Mapping[str, Any]) -> int | None:
 
 def lora_spec(body: Mapping[str, Any], fresh_seed: int) -> LoraSpec:
     """create_model's adapter; fresh_seed is used where none came."""
+    fields.check("create_model", body)
     refuse_optimizer(body)
     given = maybe(body, "lora_config", dict, {})
+    fields.check("lora_config", given)
     rank = maybe(given, "rank", int, 32)
     if rank < 1:
         raise ValueError(f"rank must be at least 1, {rank} came")
@@ -161,14 +164,10 @@ def refuse_optimizer(body: Mapping[str, Any]) -> None:
 
 def adam_params(body: Mapping[str, Any]) -> AdamParams:
     """optim_step's parameters; unknown ones are refused, so that none silently does nothing."""
-    if body.get("optimizer_params") is not None:
-        kind = maybe(body, "optimizer_params", dict, {}).get("type")
-        raise ValueError(f"the optimizer {kind!r} is not built; tinsmith has adamw")
+    fields.check("optim_step", body)
     given = maybe(body, "adam_params", dict, {})
-    names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
-    unknown = sorted(set(given) - set(names) - {"type"})
-    if unknown:
-        raise ValueError(f"unknown Adam parameters {unknown}; there are {list(names)}")
+    fields.check("adam_params", given)
+    names = fields.FIELDS["adam_params"].read
     values = {name: _checked(given[name], name, float) for name in names if name in given}
     for name, value in values.items():
         if value < 0 or (name in ("beta1", "beta2") and value >= 1):
@@ -267,6 +266,7 @@ def batch(
     """A checked batch: every shape agrees, every id is in the vocabulary, every number finite. The
     call's datums are taken. `uploaded` are the session's custom losses by their ids; `find` gives
     the sequences that it has sampled."""
+    fields.check_message("forward_backward", call.head)
     name = call.head.loss_fn
     if name == "custom":
         return _custom_batch(call, model, uploaded or {})
@@ -440,6 +440,7 @@ def _ranked(one: One, key: str, rank: int, loss: str) -> NDArray[Any]:
 
 
 def _datum_tokens(one: One, model: BaseModel) -> NDArray[np.int32]:
+    fields.check_message("datum", one.datum, one.where)
     parts, where = [], f"{one.where}: model_input"
     for chunk in one.datum.model_input:
         kind = chunk.WhichOneof("chunk")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tinsmith.engine.decoding import PromptTargets, SampleRequest, SampleResult
 from tinsmith.files.families import BaseModel
+from tinsmith.server import fields
 from tinsmith.server.arrays import TOGETHER, check_csr, check_ids, field_of
 from tinsmith.server.messages import pb
 from tinsmith.server.pieces import Buffer, Lifted, fill
@@ -36,8 +37,10 @@ def sample_request(
     result_bytes_max: int = RESULT_BYTES_MAX,
 ) -> SampleRequest:
     """A checked request on a base model or an adapter; fresh_seed is used where no seed came."""
+    fields.check("sample", body)
     prompt = _prompt(body, model)
     params = maybe(body, "sampling_params", dict, {})
+    fields.check("sampling_params", params)
     stop_ids, stop_texts = _stops(params.get("stop"), model)
     score = maybe(body, "prompt_logprobs", bool, False)
     request = SampleRequest(
@@ -290,7 +293,7 @@ def sample_message(result: SampleResult) -> list[Buffer]:
 
 def _scores_message(result: SampleResult, lifted: Lifted) -> pb.SampleResponse:
     """The part of the message with the prompt's scores."""
-    message = pb.SampleResponse()
+    message = pb.SampleResponse(prompt_cache_hit_tokens=result.prompt_reused)
     if result.prompt_logprobs is not None:
         message.prompt_logprobs = field_of([result.prompt_logprobs], "<f4", lifted)
     if result.topk_ids is not None and result.topk_logprobs is not None:

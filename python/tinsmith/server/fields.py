@@ -1,0 +1,114 @@
+"""The fields of the SDK's requests, and what becomes of each: FIELDS is the table.
+
+A field is read, or it changes nothing here (for the reason in `idle`), or it is refused by name
+(for the reason in `refused`). One that is not in the table, of a newer SDK, is refused too where it
+asks for something: no setting is ignored. A test walks the SDK's types and compares them with the
+table.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import Message
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A request's fields by what becomes of them; `idle` and `refused` say why."""
+
+    read: tuple[str, ...]
+    idle: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def known(self) -> list[str]:
+        """Those that are not refused."""
+        return sorted({*self.read, *self.idle})
+
+
+KIND = {"type": "the route says what a request is"}
+SESSION = "name a sampling_session_id, which create_sampling_session makes of it"
+TOKEN = "a checkpoint here is open to every client of this server"
+
+FIELDS: dict[str, Fields] = {
+    "sample": Fields(
+        (
+            "num_samples", "prompt", "sampling_params", "sampling_session_id", "seq_id",
+            "prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs",
+            "target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n",
+            "record_stability_info",
+        ),
+        idle=KIND,
+        refused={"base_model": SESSION, "model_path": SESSION},
+    ),
+    "sampling_params": Fields(("max_tokens", "seed", "stop", "temperature", "top_k", "top_p")),
+    "optim_step": Fields(
+        ("adam_params", "model_id", "seq_id", "grad_accumulation_normalization"),
+        idle=KIND,
+        refused={"optimizer_params": "tinsmith has adamw, in adam_params"},
+    ),
+    "create_model": Fields(
+        (
+            "session_id", "model_seq_id", "base_model", "user_metadata", "lora_config",
+            "optimizer_config",
+        ),
+        idle=KIND,
+    ),
+    "adam_params": Fields(
+        ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"), idle=KIND
+    ),
+    "lora_config": Fields(("rank", "seed", "train_unembed", "train_mlp", "train_attn")),
+    "load_weights": Fields(
+        (
+            "model_id", "seq_id", "session_id", "model_seq_id", "base_model", "user_metadata",
+            "path", "optimizer", "optimizer_config",
+        ),
+        idle=KIND,
+        refused={"weights_access_token": TOKEN},
+    ),
+    "save_weights": Fields(
+        ("model_id", "path", "seq_id", "ttl_seconds", "overwrite", "user_metadata"), idle=KIND
+    ),
+    "save_weights_for_sampler": Fields(
+        (
+            "model_id", "path", "sampling_session_seq_id", "kind", "seq_id", "ttl_seconds",
+            "user_metadata",
+        ),
+        idle=KIND,
+    ),
+    "save_weights_external": Fields(
+        ("model_id", "path", "seq_id", "ttl_seconds", "age_encryption_recipients"), idle=KIND
+    ),
+    "create_sampling_session": Fields(
+        ("session_id", "sampling_session_seq_id", "base_model", "model_path"), idle=KIND
+    ),
+    # Of protobuf messages
+    "forward_backward": Fields(
+        ("model_id", "seq_id", "data", "loss_fn", "loss_fn_config", "loss_fn_config_v2",
+         "forward_only")
+    ),
+    "datum": Fields(
+        ("model_input", "loss_fn_inputs", "model_input_spans", "loss_fn_input_spans")
+    ),
+}  # fmt: skip
+
+
+def check(kind: str, body: Mapping[str, Any]) -> None:
+    """ValueError, with a sentence, for a field of a request that is refused and asks for something:
+    null, false, 0 and what is empty ask for nothing."""
+    _refuse(kind, (key for key, value in body.items() if value))
+
+
+def check_message(kind: str, message: Message, where: str = "") -> None:
+    """The same for a protobuf message, which a sentence calls `where`."""
+    _refuse(kind, (descriptor.name for descriptor, _ in message.ListFields()), where)
+
+
+def _refuse(kind: str, came: Iterable[str], where: str = "") -> None:
+    fields, where = FIELDS[kind], where or kind
+    for key in came:
+        if key in fields.refused:
+            raise ValueError(f"{where} with {key} is not supported here: {fields.refused[key]}")
+        if key not in fields.read and key not in fields.idle:
+            raise ValueError(f"unknown field {key!r:.100} in {where}; there are {fields.known}")
