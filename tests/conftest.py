@@ -40,9 +40,9 @@ SLOW_FILES = (
 )  # fmt: skip
 # Left out of it too, but too short to come first.
 OTHER_SLOW_FILES = (
-    "attack_engine", "attack_server", "attack_store", "connections", "foreign_page",
-    "gather_backward", "hostile_graphs", "opsd", "server_sampling", "store_server", "turns",
-    "weights_lifecycle",
+    "anthropic", "attack_engine", "attack_server", "attack_store", "connections", "foreign_page",
+    "gather_backward", "hostile_graphs", "openai", "opsd", "server_sampling", "store_server",
+    "turns", "weights_lifecycle",
 )  # fmt: skip
 SLOW_DEVICES = re.compile("cuda|gpu|emulat|cpu-")
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinsmith.engine.decoding import Decoder, SampleRequest, SampleResult, _Text
+from tinsmith import _core
+from tinsmith.engine.decoding import Decoder, Part, SampleRequest, SampleResult, _Search
+from tinsmith.engine.errors import RequestError
 from tinsmith.files.families import LoadedModel, load_model
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
@@ -72,9 +74,10 @@ def test_a_cache_that_is_in_use_is_not_dropped(base) -> None:
 def test_a_stop_text_begins_with_the_space_before_a_word() -> None:
     """Which a tokenizer leaves out at the beginning of what it decodes."""
     words = {"▁one": 0, "▁two": 1, "▁three": 2}
-    tokenizer, text = Tokenizer(WordLevel(words, unk_token="▁one")), _Text()
+    tokenizer = Tokenizer(WordLevel(words, unk_token="▁one"))
     tokenizer.decoder = decoders.Metaspace()
-    assert [text.read(token, tokenizer, (" three",)) for token in range(3)] == [False, False, True]
+    search = _Search(tokenizer, (" three",))
+    assert [search.add(token) for token in range(3)] == [False, False, True]
 
 
 def test_only_the_last_n_are_scored_where_draws_need_all_rows(base) -> None:
@@ -86,3 +89,53 @@ def test_only_the_last_n_are_scored_where_draws_need_all_rows(base) -> None:
     np.testing.assert_array_equal(found.prompt_logprobs[-3:], whole.prompt_logprobs[-3:])
     np.testing.assert_array_equal(found.topk_logprobs[-3:], whole.topk_logprobs[-3:])
     np.testing.assert_array_equal(found.drawn_ids, whole.drawn_ids)
+
+
+def test_a_listener_hears_of_each_token_as_it_is_drawn(base) -> None:
+    asked = {"num_samples": 3, "topk_sample": 2, "max_tokens": 20}
+    request = SampleRequest(PROMPT, seed=4, stop_texts=("e", "t"), **asked)
+    decoder, future, heard = Decoder(), Future[SampleResult](), list[list[Part]]()
+    decoder.open(base)
+    decoder.add(base, None, request, future, listener=lambda parts: heard.append(list(parts)))
+    silent = Future[SampleResult]()
+    decoder.add(base, None, request, silent)
+    while decoder.active:
+        before = len(heard)
+        decoder.step()
+        assert len(heard) <= before + 1
+    assert all(len(part.tokens) == 1 for parts in heard for part in parts)
+    for number, sample in enumerate(future.result(0).samples):
+        own = [part for parts in heard for part in parts if part.number == number]
+        for key in ("tokens", "logprobs", "topk_ids", "topk_logprobs"):
+            joined = np.concatenate([getattr(part, key) for part in own])
+            np.testing.assert_array_equal(joined, getattr(sample, key))
+            np.testing.assert_array_equal(joined, getattr(silent.result(0).samples[number], key))
+        reasons = [part.stop_reason for part in own]
+        assert reasons == [None] * (len(own) - 1) + [sample.stop_reason]
+    assert len({len(sample.tokens) for sample in future.result(0).samples}) > 1
+
+
+def test_a_listener_that_fails_ends_its_own_request_alone(base) -> None:
+    def fail(parts: object) -> None:
+        raise ValueError("nobody listens")
+
+    decoder, futures = Decoder(), [Future[SampleResult]() for _ in range(2)]
+    decoder.open(base)
+    for future, listener in zip(futures, (fail, None), strict=True):
+        request = SampleRequest(PROMPT, seed=4, max_tokens=1)  # drawn and done in one step
+        decoder.add(base, None, request, future, listener=listener)
+    while decoder.active:
+        decoder.step()
+    with pytest.raises(RequestError, match="nobody listens"):
+        futures[0].result(0)
+    assert len(futures[1].result(0).samples[0].tokens) == 1
+
+
+def test_what_a_sample_has_drawn_can_be_looked_at_within_its_bounds(base) -> None:
+    lane = _core.Sampler(base.core)
+    lane.add(7, PROMPT, max_tokens=3, seed=1)
+    lane.step()
+    assert lane.look(7, 0, 1)["tokens"].shape == (0,) and lane.look(7, 0, 0)["stop_reason"] is None
+    for wrong in ((7, 0, 2), (7, 0, -1), (7, 1, 0), (7, -1, 0), (8, 0, 0)):
+        with pytest.raises(ValueError, match="has no sample"):
+            lane.look(*wrong)

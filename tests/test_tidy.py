@@ -192,12 +192,13 @@ MAY_IMPORT = {
     "kernels": set(),
     "files": set(),
     "losses": set(),
-    "engine": {"files", "losses", "kernels"},
+    "chat": {"files"},
+    "engine": {"files", "losses", "kernels", "chat"},
     "api": {"engine", "files", "kernels"},
-    "server": {"engine", "files", "losses"},
+    "server": {"engine", "files", "losses", "chat"},
     "demo": {"server", "commands"},
     "recipes": {"demo", "commands"},
-    "commands": {"engine", "files", "api", "server"},
+    "commands": {"engine", "files", "api", "server", "chat"},
 }
 KERNELS = ("tensors", "ops", "torch")
 

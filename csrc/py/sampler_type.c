@@ -230,15 +230,37 @@ static PyObject *top_array(Kind kind, int rows, int k, const void *data)
     return k ? array_new(kind, rows, k, data) : Py_NewRef(Py_None);
 }
 
-static PyObject *sequence_result(const Request *r, const Sequence *s)
+/* What a sequence drew after its first `from` tokens. */
+static PyObject *sequence_result(const Request *r, const Sequence *s, int from)
 {
-    int k = r->spec.topk_sample;
-    return Py_BuildValue("{s:N,s:N,s:s,s:N,s:N}", "tokens",
-                         array_new(KIND_INT32, s->drawn, -1, s->tokens + r->spec.prompt_length),
-                         "logprobs", array_new(KIND_FLOAT32, s->drawn, -1, s->logprobs),
-                         "stop_reason", s->ending == STOPPED ? "stop" : "length", "topk_ids",
-                         top_array(KIND_INT32, s->drawn, k, s->top_ids), "topk_logprobs",
-                         top_array(KIND_FLOAT32, s->drawn, k, s->top_logprobs));
+    static const char *const reasons[] = {[RUNNING] = NULL, [STOPPED] = "stop", [FULL] = "length"};
+    int k = r->spec.topk_sample, rows = s->drawn - from;
+    int64_t top = (int64_t)from * k;
+    return Py_BuildValue(
+        "{s:N,s:N,s:z,s:N,s:N}", "tokens",
+        array_new(KIND_INT32, rows, -1, s->tokens + r->spec.prompt_length + from), "logprobs",
+        array_new(KIND_FLOAT32, rows, -1, s->logprobs + from), "stop_reason", reasons[s->ending],
+        "topk_ids", top_array(KIND_INT32, rows, k, k ? s->top_ids + top : NULL), "topk_logprobs",
+        top_array(KIND_FLOAT32, rows, k, k ? s->top_logprobs + top : NULL));
+}
+
+static PyObject *sampler_look_method(PyObject *object, PyObject *args)
+{
+    PySampler *self = (PySampler *)object;
+    PyObject *result = NULL;
+    long long id;
+    int sample, from;
+    if (!PyArg_ParseTuple(args, "Lii:look", &id, &sample, &from)) return NULL;
+    turn_take(self->model);
+    const Request *r = sampler_find(self->sampler, id);
+    if (!r || sample < 0 || sample >= r->spec.samples || from < 0 ||
+        from > r->sequence[sample].drawn)
+        PyErr_Format(PyExc_ValueError, "request %lld has no sample %d with %d tokens", id, sample,
+                     from);
+    else
+        result = sequence_result(r, &r->sequence[sample], from);
+    turn_give(self->model);
+    return result;
 }
 
 static PyObject *request_result(Sampler *sampler, long long id)
@@ -250,7 +272,7 @@ static PyObject *request_result(Sampler *sampler, long long id)
             return PyErr_Format(PyExc_ValueError, "request %lld is not done", id);
     PyObject *samples = PyList_New(0);
     for (int j = 0; samples && j < r->spec.samples; j++) {
-        PyObject *one = sequence_result(r, &r->sequence[j]);
+        PyObject *one = sequence_result(r, &r->sequence[j], 0);
         if (!one || PyList_Append(samples, one) < 0) Py_CLEAR(samples);
         Py_XDECREF(one);
     }
@@ -324,6 +346,8 @@ static PyMethodDef methods[] = {
      "interrupt()\n\nFrom another thread: the step under way stops with KeyboardInterrupt, drawing "
      "nothing."},
     {"cancel", sampler_cancel_method, METH_O, "cancel(request)\n\nForgets a request."},
+    {"look", sampler_look_method, METH_VARARGS,
+     "look(request, sample, first) -> dict\n\nWhat a sample has drawn after its first tokens."},
     {"take", sampler_take_method, METH_O,
      "take(request) -> dict\n\nA done request's result, which is then forgotten."},
     {NULL, NULL, 0, NULL},

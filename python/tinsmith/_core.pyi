@@ -353,6 +353,9 @@ class Sampler:
         KeyboardInterrupt and draws nothing."""
     def cancel(self, request: int) -> None:
         """Forgets a request."""
+    def look(self, request: int, sample: int, first: int) -> dict[str, Any]:
+        """What a sample has drawn after its first `first` tokens, in the form of take()'s samples;
+        stop_reason is None while it goes on."""
     def take(self, request: int) -> dict[str, Any]:
         """A done request's result, which is then forgotten:
         samples: list of {"tokens": int32 (n,), "logprobs": float32 (n,), "stop_reason": "stop" |

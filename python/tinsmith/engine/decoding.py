@@ -6,9 +6,9 @@ string stays in the sample's tokens. Only the worker's thread may use a Decoder.
 """
 
 import itertools
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core
+from tinsmith.chat.text import Text, load_tokenizer
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.files.families import BaseModel, LoadedModel
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-UNKNOWN = "\ufffd"  # what the tokenizer writes for bytes that don't (yet) make up a character
 
 
 @dataclass(frozen=True)
@@ -73,6 +72,22 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What a sample has drawn in a step; the stop reason is there when it has ended."""
+
+    number: int  # of the sample in its request
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    stop_reason: str | None
+    topk_ids: NDArray[np.int32] | None
+    topk_logprobs: NDArray[np.float32] | None
+
+
+# Is called in the worker's thread with what a request's samples drew in a step. It must be quick.
+Listener = Callable[[Sequence[Part]], None]
+
+
+@dataclass(frozen=True)
 class SampleResult:
     """A request's result; prompt rows that were not scored are NaN, or id 0 at -99999."""
 
@@ -87,25 +102,20 @@ class SampleResult:
     prompt_reused: int = 0  # of the prompt's tokens, those that were found in the cache
 
 
-@dataclass
-class _Text:
-    """One sample's text, decoded as its tokens come."""
+class _Search:
+    """Looks for stop strings in one sample's text, as its tokens come."""
 
-    tokens: list[int] = field(default_factory=list)
-    tail: str = ""  # decoded text that a stop string may have begun in
-    start: int = 0  # tokens from here on give the context that decoding needs
-    settled: int = 0  # tokens before this one are in `tail`
+    def __init__(self, tokenizer: "Tokenizer", stops: Sequence[str]):
+        self._text = Text(tokenizer)
+        self._stops = stops
+        self._tail = max(map(len, stops)) - 1  # characters that a stop string may begin with
+        self._seen = ""
 
-    def read(self, token: int, tokenizer: "Tokenizer", stops: tuple[str, ...]) -> bool:
-        """Takes the newest token; whether a stop string has just been completed."""
-        self.tokens.append(token)
-        known = _decode(tokenizer, self.tokens[self.start : self.settled])
-        text = _decode(tokenizer, self.tokens[self.start :])[len(known) :]
-        seen = self.tail + text
-        if text and not text.endswith(UNKNOWN):
-            self.start, self.settled = self.settled, len(self.tokens)
-            self.tail = seen[-max(len(stop) for stop in stops) :]
-        return any(stop in seen for stop in stops)
+    def add(self, token: int) -> bool:
+        """Whether a stop string has just been completed."""
+        self._seen = self._seen[-self._tail :] if self._tail else ""
+        self._seen += self._text.add(token)
+        return any(stop in self._seen for stop in self._stops)
 
 
 @dataclass
@@ -113,8 +123,10 @@ class _Pending:
     request: SampleRequest
     future: "Future[SampleResult]"
     tokenizer: "Tokenizer | None"
-    run: str | None = None  # whose newest weights it follows
-    texts: dict[int, _Text] = field(default_factory=dict)
+    run: str | None  # whose newest weights it follows
+    listener: Listener | None
+    searches: dict[int, _Search] = field(default_factory=dict)
+    told: dict[int, int] = field(default_factory=dict)  # tokens of each sample, to the listener
 
 
 @dataclass
@@ -169,13 +181,14 @@ class Decoder:
         future: "Future[SampleResult]",
         client: int = 0,
         follows: tuple[str | None, int] = (None, 0),
+        listener: Listener | None = None,
     ) -> None:
         """Queues a request on an open lane; each client has a fair part of the lane. One of an
-        inflight session `follows` a run, and has the session's number. Raises the engine's error if
-        it refuses the request."""
+        inflight session `follows` a run, and has the session's number. The listener hears of each
+        token before the future is done. Raises the engine's error if it refuses the request."""
         lane = self._lanes[base.path]
         left = max(base.context - len(request.prompt), 1)  # a full context still gives one token
-        tokenizer = _tokenizer(base.tokenizer_dir) if request.stop_texts else None
+        tokenizer = load_tokenizer(base.tokenizer_dir) if request.stop_texts else None
         number = next(self._numbers)
         lane.sampler.add(
             number,
@@ -198,7 +211,7 @@ class Decoder:
             client=client,
             session=follows[1],
         )
-        lane.pending[number] = _Pending(request, future, tokenizer, follows[0])
+        lane.pending[number] = _Pending(request, future, tokenizer, follows[0], listener)
 
     def follow(self, run: str, weights: _core.Adapter) -> None:
         """The requests that follow a run go on with these weights from their next token."""
@@ -217,10 +230,8 @@ class Decoder:
             except Exception as error:
                 # The lane's state is unknown now: its requests fail, the other lanes go on.
                 del self._lanes[path]
-                failure = explain(error)
-                failure.__cause__ = error
                 for item in lane.pending.values():
-                    item.future.set_exception(failure)
+                    _fail(item, error)
 
     def interrupt(self) -> None:
         """Call it from another thread: the current step ends with KeyboardInterrupt and draws
@@ -247,24 +258,57 @@ class Decoder:
 
 def _step(lane: _Lane) -> None:
     drawn, done = lane.sampler.step()
+    heard: dict[int, list[Part]] = {}
     for number, sample, token in drawn:
         item = lane.pending[number]
-        if item.tokenizer is None:
-            continue
-        text = item.texts.setdefault(sample, _Text())
-        if text.read(token, item.tokenizer, item.request.stop_texts):
-            lane.sampler.stop(number, sample)
+        if item.tokenizer is not None:
+            search = item.searches.get(sample)
+            if search is None:
+                search = item.searches[sample] = _Search(item.tokenizer, item.request.stop_texts)
+            if search.add(token):
+                lane.sampler.stop(number, sample)
+        if item.listener is not None:
+            heard.setdefault(number, []).append(_look(lane, number, sample))
+    for number, parts in heard.items():
+        _tell(lane, number, parts)
     for number in done:
+        if number not in lane.pending:  # the listener's failure has ended it
+            continue
         result = lane.sampler.take(number)
         item = lane.pending.pop(number)
         try:
             _check(item.request, result)
         except FloatingPointError as error:
-            failure = explain(error)
-            failure.__cause__ = error
-            item.future.set_exception(failure)
+            _fail(item, error)
         else:
             item.future.set_result(_result(item, result))
+
+
+def _fail(item: _Pending, error: Exception) -> None:
+    failure = explain(error)
+    failure.__cause__ = error
+    item.future.set_exception(failure)
+
+
+def _look(lane: _Lane, number: int, sample: int) -> Part:
+    """What a sample has drawn that its listener has not heard of."""
+    told = lane.pending[number].told
+    part = Part(sample, **lane.sampler.look(number, sample, told.get(sample, 0)))
+    told[sample] = told.get(sample, 0) + len(part.tokens)
+    return part
+
+
+def _tell(lane: _Lane, number: int, parts: Sequence[Part]) -> None:
+    """Calls a request's listener. Where there is something wrong the request ends at once."""
+    item = lane.pending[number]
+    try:
+        _check_numbers([part.logprobs for part in parts])
+        assert item.listener is not None
+        item.listener(parts)
+    except Exception as error:
+        lane.sampler.cancel(number)
+        del lane.pending[number]
+        _fail(item, error)
 
 
 def _check(request: SampleRequest, raw: dict[str, Any]) -> None:
@@ -274,6 +318,10 @@ def _check(request: SampleRequest, raw: dict[str, Any]) -> None:
     scored = max(1, _scored_from(request))  # the first token has none
     found += [raw["prompt_logprobs"][scored:]] if raw["prompt_logprobs"] is not None else []
     found += [raw[key] for key in ("target_logprobs", "drawn_logprobs") if raw[key] is not None]
+    _check_numbers(found)
+
+
+def _check_numbers(found: Sequence[NDArray[np.float32]]) -> None:
     if any(np.isnan(array).any() for array in found):
         raise FloatingPointError(
             "the model's log-probabilities are not numbers here: its weights, or the adapter's, "
@@ -317,20 +365,3 @@ def _scored_from(request: SampleRequest) -> int:
     if request.last_n is None or request.prompt_draws or request.targets is not None:
         return 0
     return len(request.prompt) - request.last_n
-
-
-def _decode(tokenizer: "Tokenizer", tokens: list[int]) -> str:
-    return tokenizer.decode(tokens, skip_special_tokens=False)
-
-
-@cache
-def _tokenizer(folder: Path) -> "Tokenizer":
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise RuntimeError("stop strings need tokenizers: pip install 'tinsmith[server]'") from None
-    file = folder / "tokenizer.json"
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library's own, of that very class
-        raise ValueError(f"stop strings need {file}, which can't be read: {error}") from None

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from tinsmith import _core
 from tinsmith.engine import snapshots, teaching
 from tinsmith.engine.bases import Bases, Hold, NotLoaded, readable
-from tinsmith.engine.decoding import Decoder, SampleRequest, SampleResult
+from tinsmith.engine.decoding import Decoder, Listener, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.engine.runs import IDLE_SECONDS, Job, Run, Runs, fail
 from tinsmith.engine.snapshots import Snapshots
@@ -291,9 +291,15 @@ class Worker:
 
         self._put(begin)
 
-    def sample(self, sampler: str, request: SampleRequest, client: int = 0) -> Future[SampleResult]:
+    def sample(
+        self,
+        sampler: str,
+        request: SampleRequest,
+        client: int = 0,
+        listener: Listener | None = None,
+    ) -> Future[SampleResult]:
         """Queues a request on a sampling session; it decodes together with all others. The clients
-        share each step, however many requests one has."""
+        share each step, however many requests one has. The listener hears of each token."""
         future: Future[SampleResult] = Future()
 
         def begin() -> None:
@@ -304,7 +310,9 @@ class Worker:
                 base = self._bases.use(snapshot.base)
                 self._open_lane(base)
                 follows = (snapshot.run, snapshot.number)
-                self._decoder.add(base, snapshot.adapter, request, future, client, follows)
+                self._decoder.add(
+                    base, snapshot.adapter, request, future, client, follows, listener
+                )
             except NotLoaded as missing:
                 self._pause(future, missing.model, begin)
             except BaseException as error:

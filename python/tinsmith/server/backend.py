@@ -1,9 +1,9 @@
 """The HTTP server: the app that answers for a Service, and the threads it runs in.
 
-The app turns every exception into a 4xx with {"detail": sentence}: the SDK repeats 5xx and 409 for
-minutes, so neither is ever sent. All models' files are checked before it listens; one model alone
-is loaded then too, several are on first use. It listens on the loopback unless told otherwise, and
-on another address only with an API key.
+The app turns every exception into a 4xx with a sentence, in the shape of the API that was asked
+(shapes.py): the SDK repeats 5xx and 409 for minutes, so neither is ever sent. All models' files are
+checked before it listens; one model alone is loaded then too, several are on first use. It listens
+on the loopback unless told otherwise, and on another address only with an API key.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,14 +26,23 @@ from starlette.routing import Route
 from tinsmith.engine import worker
 from tinsmith.engine.bases import inspect_models, memory_of
 from tinsmith.engine.devices import choose_device
-from tinsmith.engine.errors import RequestError, clipped, explain
+from tinsmith.engine.errors import RequestError, explain
 from tinsmith.files.store import Store
-from tinsmith.server import rest, results, routes, transfers, uploads
+from tinsmith.server import (
+    anthropic_messages,
+    openai_text,
+    rest,
+    results,
+    routes,
+    transfers,
+    uploads,
+)
 from tinsmith.server.connections import BACKLOG, Listener, Server
 from tinsmith.server.door import PREFIX, Access, Door
 from tinsmith.server.overload import QUEUE_BYTES_MAX, Arrivals, Overloaded, Queue
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service
+from tinsmith.server.shapes import OPENAI_PREFIXES, refusal
 from tinsmith.server.state import State
 
 log = logging.getLogger("tinsmith")
@@ -46,11 +56,14 @@ EXPIRY_SECONDS = 60.0  # between two searches for expired checkpoints
 
 
 def make_app(service: Service) -> Starlette:
-    """The ASGI app: the tables of routes."""
-    tables = (results, routes, rest, transfers, uploads)
-    rows = [row for table in tables for row in table.ROUTES]
+    """The ASGI app: the tables of routes, each under its prefixes."""
+    ours = (results, routes, rest, transfers, uploads)
+    tinker = [row for rows in ours for row in rows.ROUTES]
+    tables = [(PREFIX, tinker), ("", anthropic_messages.ROUTES)]
+    tables += [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]
     table = [
-        Route(PREFIX + path, _endpoint(service, handler), methods=[method])
+        Route(prefix + path, _endpoint(service, handler), methods=[method])
+        for prefix, rows in tables
         for method, path, handler in rows
     ]
     return Starlette(routes=table, exception_handlers={HTTPException: _no_route})
@@ -58,32 +71,30 @@ def make_app(service: Service) -> Starlette:
 
 def _endpoint(service: Service, handler: Handler) -> Any:
     async def endpoint(request: Request) -> Response:
+        refused = partial(refusal, request.scope["path"])
         try:
             reply = await handler(service, request)
             return reply if isinstance(reply, Response) else JSONResponse(reply)
         except Refusal as error:
-            return _detail(error.status, str(error))
+            return refused(error.status, str(error), error=error)
         except Overloaded as error:
-            return _detail(429, str(error), {"Retry-After": f"{error.again_seconds:g}"})
+            return refused(429, str(error), {"Retry-After": f"{error.again_seconds:g}"})
         except FileNotFoundError as error:
-            return _detail(404, str(error))
+            return refused(404, str(error))
         except ClientDisconnect:
-            return _detail(400, "the client went away")
+            return refused(400, "the client went away")
         except asyncio.CancelledError:  # by close(): the client may ask the next server
-            return _detail(429, "the server is shutting down", {"Retry-After": "1"})
+            return refused(429, "the server is shutting down", {"Retry-After": "1"})
         except Exception as error:
-            return _detail(400, str(explain(error)))
+            return refused(400, str(explain(error)))
 
     return endpoint
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 400
-    return _detail(status, f"tinsmith has no {request.method} {request.url.path}")
-
-
-def _detail(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
-    return JSONResponse({"detail": clipped(sentence)}, status_code=status, headers=headers)
+    path = request.scope["path"]
+    return refusal(path, status, f"tinsmith has no {request.method} {path}")
 
 
 class Backend:

@@ -82,7 +82,8 @@ def serve(
 
 def require_server() -> None:
     """Raises ImportError with the fix where the server's packages are not installed."""
-    for name in ("httptools", "starlette", "tinker", "tokenizers", "uvicorn", "zstandard"):
+    packages = "httptools", "jinja2", "starlette", "tinker", "tokenizers", "uvicorn", "zstandard"
+    for name in packages:
         if find_spec(name) is None:  # imported where needed; all of tinker never by a server
             fix = f"the server needs {name}: pip install 'tinsmith[server]'"
             raise ImportError(fix, name=name)

@@ -19,9 +19,9 @@ from urllib.parse import parse_qs, unquote, urlencode, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
 
-from tinsmith.engine.errors import RequestError, clipped
+from tinsmith.engine.errors import RequestError
+from tinsmith.server.shapes import refusal
 
 KEY_PREFIX = "tml-"  # the SDK insists on it
 KEY_LENGTH_MIN = 12
@@ -97,7 +97,7 @@ class Access:
         if self.key is not None and scope["path"] != OPEN and not self._has_key(scope):
             return 401, (
                 "this server needs the API key that it was started with: set TINKER_API_KEY, or "
-                "send it as X-API-Key"
+                "send it as X-API-Key or as Authorization: Bearer"
             )
         return None
 
@@ -113,9 +113,9 @@ class Access:
 
     def _has_key(self, scope: Mapping[str, Any]) -> bool:
         assert self.key is not None
-        for name, value in scope["headers"]:
-            if name == b"x-api-key" and hmac.compare_digest(value, self.key.encode()):
-                return True
+        given = given_key(Headers(scope=scope))  # type: ignore[arg-type]
+        if hmac.compare_digest(given.encode(), self.key.encode()):
+            return True
         if scope["method"] not in ("GET", "HEAD", "PUT"):
             return False
         method = "PUT" if scope["method"] == "PUT" else "GET"
@@ -157,12 +157,20 @@ class Door:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         preflight = scope["method"] == "OPTIONS" and bool(self._access.origins)
-        refusal = self._access.refusal(scope)
-        if refusal is None or (preflight and refusal[0] == 401):  # a browser sends no key with it
+        refused = self._access.refusal(scope)
+        if refused is None or (preflight and refused[0] == 401):  # a browser sends no key with it
             await self._app(scope, receive, send)
             return
-        status, detail = refusal
-        await JSONResponse({"detail": clipped(detail)}, status)(scope, receive, send)
+        status, detail = refused
+        await refusal(scope["path"], status, detail)(scope, receive, send)
+
+
+def given_key(headers: Headers) -> str:
+    """The API key that came with a request: as the SDK and Anthropic's clients send it, or as
+    OpenAI's do."""
+    kind, _, token = headers.get("authorization", "").partition(" ")
+    bearer = token.strip() if kind.lower() == "bearer" else ""
+    return headers.get("x-api-key") or bearer
 
 
 def _is_address(name: str) -> bool:

@@ -38,11 +38,12 @@ from tinsmith.files.store import Store
 from tinsmith.losses.graph import CustomLoss
 from tinsmith.server import wire
 from tinsmith.server.beside import Beside
-from tinsmith.server.door import Access
+from tinsmith.server.door import Access, given_key
 from tinsmith.server.overload import Arrivals, Place, Queue
 from tinsmith.server.pieces import LARGE, Buffer
 from tinsmith.server.sequences import Sequences
 from tinsmith.server.state import Busy, RunRow, SessionRow, State
+from tinsmith.server.targets import Targets
 
 log = logging.getLogger("tinsmith")
 
@@ -194,6 +195,8 @@ class Service:
     ):
         self.bases = dict(bases)
         self.worker = worker
+        self.targets = Targets(worker)
+        self.started = now()
         self.store = store
         self.state = state
         self.seed = seed
@@ -557,7 +560,7 @@ def turn_id(model_id: str, seq: int) -> str:
 
 def owner(request: Request) -> str:
     """The client: a stand-in for its API key. A local server accepts any key and never keeps it."""
-    key = request.headers.get("x-api-key", "")
+    key = given_key(request.headers)
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
 

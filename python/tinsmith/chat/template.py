@@ -1,0 +1,145 @@
+"""A model's own chat template: messages to the prompt's text, as transformers renders it.
+
+The template is Jinja in the model's folder. It runs in Jinja's sandbox for immutable values, with
+the functions and settings that transformers gives it, so that both make the same text of the same
+messages (Transformers, "Chat templates"). A template comes with a model from elsewhere, so what it
+raises is a sentence for whoever asked, never a failure of the server.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinsmith.files.config import read_json
+
+if TYPE_CHECKING:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+TEMPLATE_FILE = "chat_template.jinja"
+CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_FILE = "special_tokens_map.json"
+SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # each with _token behind it
+OWN = ("messages", "tools", "add_generation_prompt")  # what a template's settings can't replace
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """See the file's header. `source` is its text, `where` the file that it is from."""
+
+    def __init__(self, source: str, where: Path, tokens: Mapping[str, str] | None = None):
+        import jinja2
+
+        self.source = source
+        self._where = where
+        self._tokens = dict(tokens or {})
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"{where}: the chat template can't be read: {error}") from None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template writes tools at all."""
+        return "tools" in self.source
+
+    @property
+    def takes_developer(self) -> bool:
+        """Whether the template knows the role `developer`; others know `system`."""
+        return "developer" in self.source
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text, up to where the assistant's answer begins. `settings` are variables of
+        the template's own, such as Qwen3's enable_thinking. ValueError with what the template says
+        where it refuses the messages."""
+        if wrong := sorted(set(settings or {}) & {*OWN, *self._tokens}):
+            raise ValueError(f"the chat template's {wrong[0]} is no setting of a request")
+        named = {**self._tokens, "documents": None, **(settings or {})}
+        try:
+            return self._template.render(
+                messages=list(messages), tools=tools, add_generation_prompt=True, **named
+            )
+        except Exception as error:  # whatever the template's expressions raise
+            raise ValueError(f"the model's chat template refuses this: {error}") from None
+
+
+@cache
+def load_template(folder: Path, *, tools: bool = False) -> ChatTemplate:
+    """The chat template of a model's folder: the one for tools where there is one and they are
+    wanted. ValueError where there is none."""
+    config = folder / CONFIG_FILE
+    content = read_json(config) if config.is_file() else {}
+    tokens = _special_tokens(folder, content)
+    file = folder / TEMPLATE_FILE
+    if file.is_file():
+        return ChatTemplate(file.read_text(encoding="utf-8"), file, tokens)
+    found = content.get("chat_template")
+    if isinstance(found, list):
+        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+        found = named.get("tool_use", named.get("default")) if tools else named.get("default")
+    if not isinstance(found, str):
+        raise ValueError(
+            f"the model in {folder.name} has no chat template: neither {TEMPLATE_FILE} nor "
+            f"chat_template in {CONFIG_FILE}; it can complete a text, which is the prompt as it is"
+        )
+    return ChatTemplate(found, config, tokens)
+
+
+def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of bos_token, eos_token and so on, where there are any."""
+    file = folder / SPECIAL_FILE
+    known = (read_json(file) if file.is_file() else {}) | dict(config)
+    found = {f"{name}_token": known.get(f"{name}_token") for name in SPECIAL}
+    texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in found.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+@cache
+def _environment() -> "ImmutableSandboxedEnvironment":
+    """Jinja's sandbox with what transformers adds to it."""
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks what the assistant wrote: its content is the text as it is."""
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    made.filters["tojson"] = _to_json
+    made.globals["raise_exception"] = refuse
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter writes <, > and & for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

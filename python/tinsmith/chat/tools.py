@@ -1,0 +1,255 @@
+"""Tool calls in an answer's text, as the model's chat template has taught it to write them.
+
+FORMATS is the table, one row for each way. A template says which it is by what it contains. Text
+comes in pieces; what belongs to a call is held back until the call is complete, and is then given
+out as a ToolCall. What begins like a call and is none is given out as the text that it is.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tinsmith.chat.text import Stops
+
+Schemas = Mapping[str, Mapping[str, Any]]  # of each tool's parameters, by its name
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model makes; `arguments` is a JSON object's text."""
+
+    name: str
+    arguments: str
+
+
+Piece = str | ToolCall
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to write calls. A template that writes so contains `marks`. A call stands between
+    `begin` and `end`, or, without an end, takes the rest of the text. `first`: it can only be the
+    first of an answer. `parse` raises ValueError for what is no call."""
+
+    marks: tuple[str, ...]
+    begin: tuple[str, ...]
+    end: str | None
+    parse: Callable[[str, Schemas], list[ToolCall]]
+    first: bool = False
+    inner: tuple[str, ...] = ()  # tokens that stand inside
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """What may be a special token, and yet belongs to the text."""
+        return self.begin + self.inner + ((self.end,) if self.end else ())
+
+
+def _json(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("too many lists and objects in each other") from None
+
+
+def _call(item: Any) -> ToolCall:
+    """A call out of its JSON object."""
+    name = item.get("name") if isinstance(item, dict) else None
+    if not isinstance(name, str) or not name:
+        raise ValueError("a call has no name")
+    arguments = item.get("arguments", item.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = _json(arguments)
+    if not isinstance(arguments, dict):
+        raise ValueError("a call's arguments are no object")
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _tagged_json(text: str, schemas: Schemas) -> list[ToolCall]:
+    """{"name": …, "arguments": {…}}"""
+    return [_call(_json(text))]
+
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*\Z", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+
+
+def _tagged_xml(text: str, schemas: Schemas) -> list[ToolCall]:
+    """<function=name><parameter=key>value</parameter>…</function>; the tool's schema says which
+    values are texts, and which are JSON."""
+    found = _FUNCTION.match(text)
+    if found is None:
+        raise ValueError("a call has no <function=name>")
+    name, properties = found[1], schemas.get(found[1], {}).get("properties")
+    known = properties if isinstance(properties, dict) else {}
+    arguments: dict[str, Any] = {}
+    for key, value in _PARAMETER.findall(found[2]):
+        value = value.removeprefix("\n").removesuffix("\n")
+        about = known.get(key)
+        arguments[key] = value
+        if not (isinstance(about, dict) and about.get("type") == "string"):
+            try:
+                arguments[key] = _json(value)
+            except ValueError:
+                continue  # it is a text
+    return [ToolCall(name, json.dumps(arguments, ensure_ascii=False))]
+
+
+def _array(text: str, schemas: Schemas) -> list[ToolCall]:
+    """[{"name": …, "arguments": {…}}, …], or name[ARGS]{…} behind each mark."""
+    if text.lstrip().startswith("["):
+        items = _json(text)
+        return [_call(item) for item in items]
+    calls = []
+    for part in text.split("[TOOL_CALLS]"):
+        name, _, arguments = part.partition("[ARGS]")
+        calls.append(_call({"name": name.strip(), "arguments": _json(arguments)}))
+    return calls
+
+
+def _objects(text: str, schemas: Schemas) -> list[ToolCall]:
+    """{"name": …, "parameters": {…}}, several with ; or a space between them."""
+    calls, at, decoder = [], 0, json.JSONDecoder()
+    text = text.strip()
+    while at < len(text):
+        try:
+            item, at = decoder.raw_decode(text, at)
+        except RecursionError:
+            raise ValueError("too many lists and objects in each other") from None
+        calls.append(_call(item))
+        while at < len(text) and text[at] in "; \n":
+            at += 1
+    return calls
+
+
+# The first row whose marks are all in the template is its way.
+FORMATS = (
+    Format(("<tool_call>", "<function="), ("<tool_call>",), "</tool_call>", _tagged_xml),
+    Format(("<tool_call>",), ("<tool_call>",), "</tool_call>", _tagged_json),
+    Format(("[TOOL_CALLS]",), ("[TOOL_CALLS]",), None, _array, inner=("[ARGS]",)),
+    Format(('"parameters"',), ("<|python_tag|>", "{"), None, _objects, first=True),
+)
+
+
+def format_of(template: str) -> Format | None:
+    """The way in which a chat template writes calls; None where it is none that is known."""
+    return next((row for row in FORMATS if all(mark in template for mark in row.marks)), None)
+
+
+class ToolReader:
+    """An answer's text, in pieces, with its calls taken out. Space around a call is left out."""
+
+    def __init__(self, form: Format, schemas: Schemas):
+        self._form = form
+        self._schemas = schemas
+        self._search = Stops(form.begin)
+        self._begun: str | None = None  # what a call began with whose end has not come
+        self._inside = ""
+        self._space = ""  # that a call may follow
+        self._behind_call = False
+        self._plain = False  # no call can come any more
+        self.calls = 0
+
+    def add(self, text: str) -> list[Piece]:
+        """The pieces of which it is certain what they are."""
+        found: list[Piece] = []
+        while text:
+            step = self._look if self._begun is None else self._go_on
+            text = step(text, found)
+        return found
+
+    def end(self) -> list[Piece]:
+        """What was held back, now that nothing follows."""
+        found: list[Piece] = []
+        if self._begun is not None:
+            self._close(found, "")
+        else:
+            self._show(self._search.end(), found)
+        if self._space:
+            found.append(self._space)
+        self._space = ""
+        return found
+
+    def _look(self, text: str, found: list[Piece]) -> str:
+        """Text outside of calls; returns what is behind the beginning of one."""
+        if self._plain:
+            found.append(text)
+            return ""
+        shown = self._search.add(text)
+        if self._form.first and (shown + self._space).strip():
+            search, self._plain = self._search, True
+            found.append(self._space + shown + (search.found or search.end()) + search.rest)
+            self._space = ""
+            return ""
+        self._show(shown, found)
+        if self._search.found is None:
+            return ""
+        self._begun, rest = self._search.found, self._search.rest
+        self._search = Stops(self._form.begin)
+        if self._form.first and self._begun == "{":
+            rest = "{" + rest
+        return rest
+
+    def _show(self, text: str, found: list[Piece]) -> None:
+        """Gives text out, but not yet the space at its end, and not the space behind a call."""
+        text = self._space + text
+        if self._behind_call:
+            text = text.lstrip()
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if kept:
+            self._behind_call = False
+            found.append(kept)
+
+    def _go_on(self, text: str, found: list[Piece]) -> str:
+        """Text inside of a call; returns what is behind its end."""
+        before = len(self._inside)
+        self._inside += text
+        if self._form.end is None:
+            return ""
+        at = self._inside.find(self._form.end, max(0, before - len(self._form.end)))
+        if at < 0:
+            return ""
+        rest = self._inside[at + len(self._form.end) :]
+        self._inside = self._inside[:at]
+        self._close(found, self._form.end)
+        return rest
+
+    def _close(self, found: list[Piece], end: str) -> None:
+        """A call is complete; or it was none, and is text."""
+        begun, inside = self._begun or "", self._inside
+        self._begun, self._inside = None, ""
+        try:
+            calls = self._form.parse(inside, self._schemas)
+        except (ValueError, TypeError):
+            begun = "" if self._form.first and begun == "{" else begun
+            self._show(begun + inside + end, found)
+            return
+        self._space, self._behind_call = "", True
+        self.calls += len(calls)
+        found += calls
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]]) -> Schemas:
+    """The schemas of tools in the form that templates take, {"type": "function", "function": {…}}.
+    ValueError for one that has another."""
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for number, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name or tool.get("type") != "function":
+            raise ValueError(
+                f'tool {number} must be {{"type": "function", "function": {{"name": …, '
+                '"parameters": {…}}}'
+            )
+        parameters = function.get("parameters") or {}
+        if not isinstance(parameters, Mapping):
+            raise ValueError(f"tool {number}: parameters must be a JSON schema")
+        if name in schemas:
+            raise ValueError(f"two tools are called {name!r:.100}")
+        schemas[name] = parameters
+    return schemas

@@ -1,0 +1,320 @@
+"""Anthropic's messages: the same conversations in another form. ROUTES is the table.
+
+https://docs.anthropic.com/en/api/messages. System texts, messages, tools and results become the
+messages that chat templates take. A conversation that ends with the assistant's own words is gone
+on with from there.
+"""
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinsmith.chat.tools import Piece
+from tinsmith.engine.decoding import Part
+from tinsmith.engine.errors import RequestError, clipped
+from tinsmith.server import inference, shapes, wire
+from tinsmith.server.bodies import read_json
+from tinsmith.server.inference import Choice, Drawing, Generation, Streamed, Target, Wrong
+from tinsmith.server.routes import Handler
+from tinsmith.server.service import Service
+from tinsmith.server.shapes import MESSAGES
+
+# What is known of a prompt is reused anyway: cache_control asks for what is always done.
+PROMPT = {
+    "model", "messages", "system", "tools", "tool_choice", "chat_template_kwargs", "cache_control",
+}  # fmt: skip
+SETTINGS = PROMPT | {
+    "max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k", "seed", "metadata",
+}  # fmt: skip
+NEUTRAL: dict[str, Sequence[Any]] = {
+    "thinking": ({"type": "disabled"},),
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+    "mcp_servers": ([],),
+    "container": (),
+    "context_management": (),
+    "output_config": (),
+    "output_format": (),
+}
+TOOL = {"name", "description", "input_schema", "type", "cache_control"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
+
+
+@dataclass
+class Asked:
+    """A request for a message, checked."""
+
+    target: Target
+    prompt: list[int]
+    drawing: Drawing
+    tools: list[dict[str, Any]]
+    stream: bool
+    id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
+
+    @property
+    def choice(self) -> Choice:
+        """A new answer."""
+        answer = self.target.chat.answer(self.tools, self.drawing.stops)
+        return Choice(answer, self.target.model.eos_ids)
+
+
+# ---- the request ----
+
+
+async def messages(service: Service, request: Request) -> Response | dict[str, Any]:
+    body = await read_json(service, request)
+    inference.check_fields(body, SETTINGS, NEUTRAL)
+    target = await inference.find_target(service, body)
+    asked = await service.beside(1 << 15, _asked, body, target)
+    wanted = inference.sample_request(service, target, asked.prompt, asked.drawing)
+    generation = await inference.start(service, request, target, [wanted], streams=asked.stream)
+    if asked.stream:
+        first = await inference.first_parts(generation, request)
+        return Streamed(_events(asked, generation, first), generation)
+    parts = await inference.all_parts(generation, request)
+    return _reply(asked, generation, parts[0])
+
+
+async def count_tokens(service: Service, request: Request) -> dict[str, Any]:
+    body = await read_json(service, request)
+    inference.check_fields(body, PROMPT, NEUTRAL)
+    target = await inference.find_target(service, body)
+    prompt = await service.beside(1 << 15, _prompt, body, target, _tools(body))
+    return {"input_tokens": len(prompt)}
+
+
+def _asked(body: Mapping[str, Any], target: Target) -> Asked:
+    tools = _tools(body)
+    return Asked(
+        target=target,
+        prompt=_prompt(body, target, tools),
+        drawing=Drawing(
+            max_tokens=wire.need(body, "max_tokens", int),
+            temperature=inference.between(body, "temperature", float, 0.0, 2.0, 1.0),
+            top_p=wire.maybe(body, "top_p", float, 1.0),
+            top_k=wire.maybe(body, "top_k", int, -1),
+            seed=wire.optional(body, "seed", int),
+            stops=inference.stops_of(body, "stop_sequences"),
+        ),
+        tools=tools,
+        stream=wire.maybe(body, "stream", bool, False),
+    )
+
+
+def _prompt(
+    body: Mapping[str, Any], target: Target, tools: Sequence[Mapping[str, Any]]
+) -> list[int]:
+    given = wire.need(body, "messages", list)
+    if not given:
+        raise Wrong("messages is empty: it needs at least one")
+    found: list[dict[str, Any]] = []
+    if system := _text(body.get("system"), "system"):
+        found.append({"role": "system", "content": system})
+    names: dict[str, str] = {}
+    for number, item in enumerate(given):
+        found += _messages(item, f"messages[{number}]", names)
+    last = found[-1]
+    prefix = ""
+    if last["role"] == "assistant":
+        if last.get("tool_calls"):
+            raise Wrong("the last message calls a tool: the tool's result has to follow")
+        prefix = found.pop()["content"]
+    settings = wire.maybe(body, "chat_template_kwargs", dict, {})
+    return target.chat.prompt(found, tools, settings, prefix=prefix)
+
+
+def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Tools in the form that templates take."""
+    choice = wire.maybe(body, "tool_choice", dict, {"type": "auto"})
+    if choice.get("type") not in ("auto", "none"):
+        raise Wrong(
+            f'tool_choice can have the type "auto" or "none", {wire.short(choice.get("type"))} '
+            "came: the model alone decides what it calls"
+        )
+    inference.check_fields(
+        choice, {"type"}, {"disable_parallel_tool_use": (False,)}, "tool_choice."
+    )
+    found = []
+    for number, tool in enumerate(wire.maybe(body, "tools", list, [])):
+        where = f"tools[{number}]"
+        if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
+            raise Wrong(f"{where} is no tool of the client's own; this server has no others")
+        inference.check_fields(tool, TOOL, {"strict": (False,)}, f"{where}.")
+        function = {
+            "name": wire.need(tool, "name", str, where),
+            "description": wire.maybe(tool, "description", str, ""),
+            "parameters": wire.need(tool, "input_schema", dict, where),
+        }
+        found.append({"type": "function", "function": function})
+    return [] if choice["type"] == "none" else found
+
+
+def _text(content: Any, where: str) -> str:
+    """A text, or text blocks."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(block["text"] for block in _blocks(content, where, ("text",)))
+
+
+BLOCK = {
+    "text": {"text"},
+    "tool_use": {"id", "name", "input"},
+    "tool_result": {"tool_use_id", "content", "is_error"},
+}
+
+
+def _blocks(content: Any, where: str, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    if not isinstance(content, list):
+        raise Wrong(f"{where} must be a text or a list of blocks")
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind not in kinds:
+            raise Wrong(
+                f"{where} has a block of type {wire.short(kind)}; this server reads "
+                f"{', '.join(kinds)} there"
+            )
+        known = BLOCK[kind] | {"type", "cache_control"}
+        inference.check_fields(block, known, {"citations": ([],)}, f"{where}.")
+        if kind == "text":
+            wire.need(block, "text", str, where)
+    return content
+
+
+def _messages(item: Any, where: str, names: dict[str, str]) -> list[dict[str, Any]]:
+    """One message as templates take it: each tool's result is a message of its own."""
+    role = item.get("role") if isinstance(item, dict) else None
+    if role not in ("user", "assistant"):
+        raise Wrong(f"{where}.role must be user or assistant, {wire.short(role)} came")
+    inference.check_fields(item, {"role", "content"}, {}, f"{where}.")
+    content = item.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    kinds = ("text", "tool_use") if role == "assistant" else ("text", "tool_result")
+    blocks = _blocks(content, f"{where}.content", kinds)
+    texts = "\n".join(block["text"] for block in blocks if block["type"] == "text")
+    if role == "assistant":
+        calls = [_past_call(b, where, names) for b in blocks if b["type"] == "tool_use"]
+        return [{"role": role, "content": texts, **({"tool_calls": calls} if calls else {})}]
+    found = [_result(b, where, names) for b in blocks if b["type"] == "tool_result"]
+    return found + ([{"role": role, "content": texts}] if texts or not found else [])
+
+
+def _past_call(block: Mapping[str, Any], where: str, names: dict[str, str]) -> dict[str, Any]:
+    name = wire.need(block, "name", str, where)
+    key = wire.need(block, "id", str, where)
+    names[key] = name
+    function = {"name": name, "arguments": wire.need(block, "input", dict, where)}
+    return {"id": key, "type": "function", "function": function}
+
+
+def _result(block: Mapping[str, Any], where: str, names: dict[str, str]) -> dict[str, Any]:
+    key = wire.need(block, "tool_use_id", str, where)
+    text = _text(block.get("content"), f"{where}.content")
+    if wire.maybe(block, "is_error", bool, False):
+        text = f"Error: {text}"
+    named = {"name": names[key]} if key in names else {}
+    return {"role": "tool", "tool_call_id": key, "content": text, **named}
+
+
+# ---- the reply ----
+
+
+def _envelope(asked: Asked, generation: Generation) -> dict[str, Any]:
+    return {
+        "id": asked.id,
+        "type": "message",
+        "role": "assistant",
+        "model": asked.target.name,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": generation.prompt_tokens, "output_tokens": 0},
+    }
+
+
+def _end(choice: Choice) -> dict[str, Any]:
+    if choice.stopped is not None and choice.ended == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": choice.stopped}
+    return {"stop_reason": STOP_REASONS[choice.ended or "stop"], "stop_sequence": None}
+
+
+def _block(piece: Piece) -> dict[str, Any]:
+    if isinstance(piece, str):
+        return {"type": "text", "text": piece}
+    given = json.loads(piece.arguments)
+    return {"type": "tool_use", "id": _call_id(), "name": piece.name, "input": given}
+
+
+def _call_id() -> str:
+    return f"toolu_{secrets.token_hex(12)}"
+
+
+def _reply(asked: Asked, generation: Generation, part: Part) -> dict[str, Any]:
+    choice = asked.choice
+    content = [_block(piece) for piece in choice.add(part)]
+    found = {**_envelope(asked, generation), "content": content, **_end(choice)}
+    found["usage"]["output_tokens"] = choice.tokens
+    return found
+
+
+async def _events(
+    asked: Asked, generation: Generation, first: Sequence[Part] | None
+) -> AsyncIterator[str]:
+    """Blocks one after the other: a text in deltas, a call as a whole."""
+    choice, blocks, is_open = asked.choice, 0, False
+    begun = {"type": "message_start", "message": _envelope(asked, generation)}
+    yield inference.event(begun, "message_start")
+    async for parts in inference.parts_from(generation, first):
+        if isinstance(parts, RequestError):
+            error = shapes.anthropic(400, clipped(str(parts)), None, None)
+            yield inference.event(error, "error")
+            return
+        if not parts:
+            yield inference.event({"type": "ping"}, "ping")
+        for piece in [piece for part in parts for piece in choice.add(part)]:
+            if is_open and not isinstance(piece, str):
+                yield _stop(blocks)
+                blocks, is_open = blocks + 1, False
+            if isinstance(piece, str):
+                if not is_open:
+                    yield _start(blocks, {"type": "text", "text": ""})
+                    is_open = True
+                yield _delta(blocks, {"type": "text_delta", "text": piece})
+                continue
+            yield _start(blocks, {**_block(piece), "input": {}})
+            yield _delta(blocks, {"type": "input_json_delta", "partial_json": piece.arguments})
+            yield _stop(blocks)
+            blocks += 1
+    if is_open:
+        yield _stop(blocks)
+    total = {"output_tokens": choice.tokens}
+    yield inference.event(
+        {"type": "message_delta", "delta": _end(choice), "usage": total}, "message_delta"
+    )
+    yield inference.event({"type": "message_stop"}, "message_stop")
+
+
+def _start(index: int, block: dict[str, Any]) -> str:
+    data = {"type": "content_block_start", "index": index, "content_block": block}
+    return inference.event(data, "content_block_start")
+
+
+def _delta(index: int, delta: dict[str, Any]) -> str:
+    data = {"type": "content_block_delta", "index": index, "delta": delta}
+    return inference.event(data, "content_block_delta")
+
+
+def _stop(index: int) -> str:
+    data = {"type": "content_block_stop", "index": index}
+    return inference.event(data, "content_block_stop")
+
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", MESSAGES, messages),
+    ("POST", f"{MESSAGES}/count_tokens", count_tokens),
+)

@@ -1,0 +1,389 @@
+"""Sampling for APIs that send a conversation or a text and want text back: OpenAI's, Anthropic's.
+
+A request says which weights, what prompt and how to draw. It becomes the same SampleRequest as the
+SDK's, so its tokens are the SDK's. What is drawn comes back in parts: as the tokens come where the
+client reads a stream, else all at once. A client that goes away cancels its request.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from tinsmith.chat.chat import Answer, Chat
+from tinsmith.chat.tools import Piece
+from tinsmith.engine.decoding import Part, SampleRequest, SampleResult
+from tinsmith.engine.errors import RequestError, explain
+from tinsmith.files.families import BaseModel
+from tinsmith.server import wire, wire_sampling
+from tinsmith.server.service import Refusal, Service, owner, when_done
+
+LOOK_SECONDS = 1.0  # between two looks for a client that waits for its answer
+FIRST_SECONDS = 5.0  # that a stream's status waits for a failure
+PING_SECONDS = 10.0  # of silence in a stream
+PROMPTS_MAX = 4096  # answers of one request
+STOPS_MAX, STOP_MAX = 64, 1000  # stop strings, and characters of each
+
+T = TypeVar("T")
+
+
+class Wrong(Refusal):
+    """A refusal that names the setting that is at fault, or what went wrong in a word."""
+
+    def __init__(
+        self, detail: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ):
+        super().__init__(status, detail)
+        self.param = param
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Target:
+    """The weights that a request names."""
+
+    name: str
+    session: str  # the worker's
+    model: BaseModel
+
+    @property
+    def chat(self) -> Chat:
+        """The model's conversations."""
+        return Chat(self.model.tokenizer_dir)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How to draw. None: the model's own limit, a fresh seed."""
+
+    count: int = 1
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int | None = None
+    stops: tuple[str, ...] = ()
+    top_logprobs: int = 0
+
+
+# ---- what is asked ----
+
+
+def check_fields(
+    body: Mapping[str, Any],
+    known: Collection[str],
+    neutral: Mapping[str, Sequence[Any]],
+    where: str = "",
+) -> None:
+    """Refuses by name a setting that nobody reads. One in `neutral` may have these values, with
+    which it changes nothing."""
+    for key, value in body.items():
+        if key in known or value is None:
+            continue
+        name = f"{where}{key}"
+        if key not in neutral:
+            raise Wrong(f"{name:.200} is no setting of this server; leave it out", param=name[:200])
+        if value not in neutral[key]:
+            rest = f"; it can be {json.dumps(neutral[key][0])}" if neutral[key] else ""
+            raise Wrong(
+                f"{name} is {wire.short(value)}, which this server does not have: leave it out"
+                + rest,
+                param=name,
+            )
+
+
+def between(body: Mapping[str, Any], key: str, kind: type[T], low: T, high: T, default: T) -> T:
+    """A number with bounds."""
+    value = wire.maybe(body, key, kind, default)
+    if not low <= value <= high:  # type: ignore[operator]
+        raise Wrong(f"{key} must be from {low} to {high}, {value} came", param=key)
+    return value
+
+
+def stops_of(body: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Stop strings: one, or a list."""
+    given = body.get(key)
+    items = [] if given is None else [given] if isinstance(given, str) else given
+    if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
+        raise Wrong(f"{key} must be strings that are not empty", param=key)
+    if len(items) > STOPS_MAX or any(len(item) > STOP_MAX for item in items):
+        raise Wrong(
+            f"{key} can have {STOPS_MAX} strings of {STOP_MAX} characters; {len(items)} came",
+            param=key,
+        )
+    return tuple(items)
+
+
+async def find_target(service: Service, body: Mapping[str, Any]) -> Target:
+    """The weights of a request's `model`: a base model's name, a checkpoint's tinker:// path, or
+    both with ; between them."""
+    name = wire.need(body, "model", str)
+    base, _, path = ("", "", name) if name.startswith("tinker://") else name.partition(";")
+    wanted = None
+    if base:
+        try:
+            wanted = service.base(base)
+        except ValueError as error:
+            raise Wrong(str(error), status=404, param="model", code="model_not_found") from None
+    if not path and wanted is not None:
+        return Target(name, service.targets.base(wanted), service.bases[wanted])
+    try:
+        folder, meta = await service.stored(service.meta, path)
+    except FileNotFoundError as error:
+        raise Wrong(str(error), status=404, param="model", code="model_not_found") from None
+    own = service.base(meta.base_model)
+    if wanted not in (None, own):
+        raise Wrong(f"{path} is a checkpoint of {own}, not of {wanted}", param="model")
+    session = service.targets.checkpoint(path, own, folder, meta)
+    return Target(name, session, service.bases[own])
+
+
+def sample_request(
+    service: Service, target: Target, prompt: Sequence[int], drawing: Drawing
+) -> SampleRequest:
+    """The SDK's request for the same."""
+    if len(prompt) > target.model.context:
+        raise Wrong(
+            f"the prompt has {len(prompt)} tokens; the model's context is {target.model.context}",
+            code="context_length_exceeded",
+        )
+    params = {
+        "max_tokens": drawing.max_tokens,
+        "temperature": drawing.temperature,
+        "top_p": drawing.top_p,
+        "top_k": drawing.top_k,
+        "seed": drawing.seed,
+        "stop": list(drawing.stops) or None,
+    }
+    body = {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]},
+        "num_samples": drawing.count,
+        "sampling_params": params,
+        "topk_sample_logprobs": drawing.top_logprobs,
+    }
+    seed = service.fresh_seed(f"inference:{service.targets.requests}")
+    service.targets.requests += 1
+    return wire_sampling.sample_request(body, target.model, seed, service.results_max)
+
+
+# ---- what is drawn ----
+
+
+class Generation:
+    """Requests of one client that are under way. The samples of all are numbered through."""
+
+    def __init__(self, service: Service, client: int, target: Target, streams: bool):
+        self._service = service
+        self._client = client
+        self._target = target
+        self._streams = streams
+        self._came: asyncio.Queue[Sequence[Part] | Future[SampleResult]] = asyncio.Queue()
+        self.futures: list[Future[SampleResult]] = []
+        self._left = 0
+        self.prompt_tokens = 0
+
+    def begin(self, wanted: Sequence[SampleRequest]) -> None:
+        """Submits the requests."""
+        loop, first = asyncio.get_running_loop(), 0
+        for request in wanted:
+            listener = self._listener(loop, first) if self._streams else None
+            future = self._service.worker.sample(
+                self._target.session, request, self._client, listener
+            )
+            self.futures.append(future)
+            future.add_done_callback(self._teller(loop, first))
+            self.prompt_tokens += len(request.prompt)
+            first += request.num_samples
+        self._left = len(wanted)
+
+    def _listener(
+        self, loop: asyncio.AbstractEventLoop, first: int
+    ) -> Callable[[Sequence[Part]], None]:
+        def hear(parts: Sequence[Part]) -> None:
+            numbered = [Part(first + part.number, *_values(part)) for part in parts]
+            loop.call_soon_threadsafe(self._came.put_nowait, numbered)
+
+        return hear
+
+    def _teller(
+        self, loop: asyncio.AbstractEventLoop, first: int
+    ) -> Callable[[Future[SampleResult]], None]:
+        def tell(future: Future[SampleResult]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                if not self._streams and future.exception() is None:
+                    samples = enumerate(future.result().samples, first)
+                    parts = [Part(number, *_values(sample)) for number, sample in samples]
+                    loop.call_soon_threadsafe(self._came.put_nowait, parts)
+                loop.call_soon_threadsafe(self._came.put_nowait, future)
+
+        return tell
+
+    async def next(self, seconds: float) -> Sequence[Part] | None:
+        """What was drawn since; nothing where it took too long; None at the end. Raises what a
+        request failed with."""
+        while self._left:
+            try:
+                item = await asyncio.wait_for(self._came.get(), seconds)
+            except TimeoutError:
+                return ()
+            if not isinstance(item, Future):
+                return item
+            self._left -= 1
+            if (error := item.exception()) is not None:
+                raise explain(error)
+        return None
+
+    def close(self) -> None:
+        """Cancels what is not done."""
+        for future in self.futures:
+            if not future.done():
+                self._service.worker.cancel(future)
+
+
+def _values(part: Any) -> tuple[Any, ...]:
+    """The fields that a Part and a Sample share, in Part's order."""
+    return part.tokens, part.logprobs, part.stop_reason, part.topk_ids, part.topk_logprobs
+
+
+async def start(
+    service: Service,
+    request: Request,
+    target: Target,
+    wanted: Sequence[SampleRequest],
+    *,
+    streams: bool,
+) -> Generation:
+    """Requests under way, once there is room for them."""
+    context = target.model.context
+    held = sum(wire_sampling.held_bytes(one, context) for one in wanted)
+    client = -1 - int(owner(request)[:15], 16)
+    with await service.queue.enter(held) as queued:
+        generation = Generation(service, client, target, streams)
+        generation.begin(wanted)
+        queued.keep()
+        left = len(wanted)
+
+        def one_less() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                queued.leave()
+
+        for future in generation.futures:
+            when_done(future, one_less)
+        return generation
+
+
+async def all_parts(generation: Generation, request: Request) -> list[Part]:
+    """Everything that is drawn, for a client that waits for it."""
+    found: list[Part] = []
+    try:
+        while (parts := await generation.next(LOOK_SECONDS)) is not None:
+            found += parts
+            if not parts and await request.is_disconnected():
+                raise ClientDisconnect
+    finally:
+        generation.close()
+    return found
+
+
+class Choice:
+    """One sample on its way from tokens to text and tool calls."""
+
+    def __init__(self, answer: Answer, eos_ids: Collection[int]):
+        self._answer = answer
+        self._eos_ids = eos_ids
+        self.tokens = 0
+        self.ended: str | None = None  # "stop", "length" or "calls"
+        self.kept: list[int] = []  # of the newest part: without the token that ended it
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended it."""
+        return self._answer.stopped
+
+    def add(self, part: Part) -> list[Piece]:
+        """The pieces that are certain now; texts are not empty, and no two are neighbours."""
+        self.kept = part.tokens.tolist()
+        self.tokens += len(self.kept)
+        if part.stop_reason == "stop" and self.kept and self.kept[-1] in self._eos_ids:
+            self.kept = self.kept[:-1]
+        pieces = [piece for token in self.kept for piece in self._answer.add(token)]
+        if part.stop_reason is not None:
+            pieces += self._answer.end()
+            cut = part.stop_reason == "length" and self.stopped is None
+            self.ended = "length" if cut else "calls" if self._answer.calls else "stop"
+        return joined(pieces)
+
+
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Pieces with neighbouring texts made one."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if isinstance(piece, str) and found and isinstance(found[-1], str):
+            found[-1] += piece
+        elif piece:
+            found.append(piece)
+    return found
+
+
+# ---- streams ----
+
+
+class Streamed(StreamingResponse):
+    """Server-sent events of a generation, which ends with them, or with the connection."""
+
+    def __init__(self, events: AsyncIterator[str], generation: Generation):
+        super().__init__(
+            events, media_type="text/event-stream", headers={"cache-control": "no-store"}
+        )
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.close()
+
+
+async def first_parts(generation: Generation, request: Request) -> Sequence[Part] | None:
+    """What comes first, for a failure to be told with a status of its own."""
+    waited = 0.0
+    try:
+        while not (parts := await generation.next(LOOK_SECONDS)) and parts is not None:
+            waited += LOOK_SECONDS
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            if waited >= FIRST_SECONDS:
+                break
+    except BaseException:
+        generation.close()
+        raise
+    return parts
+
+
+async def parts_from(
+    generation: Generation, first: Sequence[Part] | None
+) -> AsyncIterator[Sequence[Part] | RequestError]:
+    """The parts from the first ones on; empty ones after a time of silence, and a failure last."""
+    parts = first
+    while parts is not None:
+        yield parts
+        try:
+            parts = await generation.next(PING_SECONDS)
+        except RequestError as error:
+            yield error
+            return
+
+
+def event(data: Mapping[str, Any], name: str | None = None) -> str:
+    """One server-sent event."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return f"data: {text}\n\n" if name is None else f"event: {name}\ndata: {text}\n\n"

@@ -1,0 +1,70 @@
+"""Refusals as each API writes them: Tinker's {"detail": …}, OpenAI's and Anthropic's {"error": …}.
+
+The path says which API was meant. SHAPES is the table: the first row whose prefix fits.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from tinsmith.engine.errors import clipped
+
+MESSAGES = "/v1/messages"
+OPENAI_PREFIXES = ("/oai/api/v1", "/v1")
+
+
+def tinker(status: int, sentence: str, param: str | None, code: str | None) -> dict[str, Any]:
+    """Tinker's own."""
+    return {"detail": sentence}
+
+
+_OPENAI = {
+    401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", None),
+    404: ("invalid_request_error", "not_found"),
+    429: ("rate_limit_error", "rate_limit_exceeded"),
+}
+
+
+def openai(status: int, sentence: str, param: str | None, code: str | None) -> dict[str, Any]:
+    """https://platform.openai.com/docs/guides/error-codes"""
+    kind, usual = _OPENAI.get(status, ("invalid_request_error", None))
+    return {"error": {"message": sentence, "type": kind, "param": param, "code": code or usual}}
+
+
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+def anthropic(status: int, sentence: str, param: str | None, code: str | None) -> dict[str, Any]:
+    """https://docs.anthropic.com/en/api/errors"""
+    kind = _ANTHROPIC.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": sentence}}
+
+
+Shape = Callable[[int, str, str | None, str | None], dict[str, Any]]
+SHAPES: tuple[tuple[str, Shape], ...] = (
+    (MESSAGES, anthropic),
+    *((prefix, openai) for prefix in OPENAI_PREFIXES),
+    ("", tinker),
+)
+
+
+def refusal(
+    path: str,
+    status: int,
+    sentence: str,
+    headers: Mapping[str, str] | None = None,
+    error: Exception | None = None,
+) -> Response:
+    """The reply that refuses a request for a path."""
+    shape = next(row[1] for row in SHAPES if path == row[0] or path.startswith(f"{row[0]}/"))
+    param, code = getattr(error, "param", None), getattr(error, "code", None)
+    content = shape(status, clipped(sentence), param, code)
+    return JSONResponse(content, status_code=status, headers=headers)

@@ -1,0 +1,45 @@
+"""The weights that requests without a session sample from: each names a base model or a checkpoint.
+
+The worker samples from sampling sessions. Here each name gets one, which is opened with its first
+request. A checkpoint's adapter is read then, and evicted by least use as every snapshot is. Only
+the server's event loop uses this.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tinsmith.engine.worker import Worker
+from tinsmith.files.meta import Meta
+
+
+class Targets:
+    """See the file's header. `requests` counts them, for the seeds of those that have none."""
+
+    def __init__(self, worker: Worker):
+        self._worker = worker
+        self._open: dict[str, tuple[str, str]] = {}  # the session, and the checkpoint's creation
+        self._count = 0
+        self.requests = 0
+
+    def base(self, base: str) -> str:
+        """The session of a base model."""
+        return self._session(base, "", lambda name: self._worker.open_base(name, base))
+
+    def checkpoint(self, path: str, base: str, folder: Path, meta: Meta) -> str:
+        """The session of a checkpoint; another one where it was written again."""
+        return self._session(
+            f"{base};{path}",
+            meta.created,
+            lambda name: self._worker.open_checkpoint(name, base, folder, meta.created),
+        )
+
+    def _session(self, key: str, created: str, begin: Callable[[str], None]) -> str:
+        known = self._open.get(key)
+        if known is not None and known[1] == created:
+            return known[0]
+        if known is not None:
+            self._worker.forget([], [known[0]])
+        name, self._count = f"inference:{self._count}", self._count + 1
+        begin(name)
+        self._open[key] = name, created
+        return name

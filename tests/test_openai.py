@@ -1,0 +1,333 @@
+"""OpenAI's API through its own client: the SDK's tokens, streams, tools, refusals."""
+
+import json
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from chat_models import WEATHER
+from inference_server import ASKED, SAID, drawn, serve
+from tinsmith.chat.chat import Chat
+from tinsmith.engine.errors import RequestError
+from tinsmith.server.backend import Backend
+
+SETTINGS = {"max_tokens": 60, "seed": 5, "temperature": 1.3}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory):
+    with serve(tmp_path_factory.mktemp("openai")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module", params=("/oai/api/v1", "/v1"))
+def client(place, request) -> openai.OpenAI:
+    return openai.OpenAI(base_url=place[0].url + request.param, api_key="any", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def one(place) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{place[0].url}/v1", api_key="any", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def chat(place) -> Chat:
+    return Chat(place[0]._service.bases["tiny"].tokenizer_dir)
+
+
+def ask(client: openai.OpenAI, **settings: Any):
+    given = {"model": "tiny", "messages": ASKED, **SETTINGS, **settings}
+    return client.chat.completions.create(**given)
+
+
+def shown(chat: Chat, sequence) -> str:
+    return chat.tokenizer.decode(list(sequence.tokens))
+
+
+# ---- the same tokens ----
+
+
+@pytest.mark.parametrize("model", ("tiny", "the checkpoint", "both"))
+def test_a_chats_tokens_are_the_sdks(place, client, chat, model: str) -> None:
+    backend, path = place
+    name = {"tiny": "tiny", "the checkpoint": path, "both": f"tiny;{path}"}[model]
+    sdk = "tiny" if model == "tiny" else path
+    wanted = drawn(backend, sdk, chat.prompt(ASKED), 3, **SETTINGS)
+    reply = ask(client, model=name, n=3, logprobs=True, top_logprobs=2)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    total = 0
+    for choice, sequence in zip(reply.choices, wanted, strict=True):
+        ended = list(sequence.tokens)[-1:] == [2]
+        count = len(sequence.tokens) - ended
+        total += len(sequence.tokens)
+        assert choice.finish_reason == ("stop" if ended else "length")
+        assert choice.message.content == shown(chat, sequence)
+        rows = choice.logprobs.content
+        assert [row.logprob for row in rows] == list(sequence.logprobs)[:count]
+        text = b"".join(bytes(row.bytes) for row in rows).decode(errors="replace")
+        assert text == chat.tokenizer.decode(sequence.tokens[:count], skip_special_tokens=False)
+        assert all(len(row.top_logprobs) == 2 for row in rows)
+        best = [max(entry.logprob for entry in row.top_logprobs) for row in rows]
+        assert all(top >= row.logprob for top, row in zip(best, rows, strict=True))
+    usage, prompt = reply.usage, len(chat.prompt(ASKED))
+    found = usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
+    assert found == (prompt, total, prompt + total) and reply.model == name
+
+
+def test_a_completions_tokens_are_the_sdks(place, client, chat) -> None:
+    ids = chat.encode("The weather")
+    wanted = drawn(place[0], "tiny", ids, 2, **SETTINGS, top_p=0.8, top_k=50)
+    given = {"model": "tiny", **SETTINGS, "top_p": 0.8, "logprobs": 1, "n": 2}
+    extra = {"top_k": 50}
+    for prompt in ("The weather", ids):
+        reply = client.completions.create(prompt=prompt, **given, extra_body=extra)
+        assert [c.text for c in reply.choices] == [shown(chat, one) for one in wanted]
+        for choice, sequence in zip(reply.choices, wanted, strict=True):
+            ended = list(sequence.tokens)[-1:] == [2]
+            kept = list(sequence.logprobs)[: len(sequence.tokens) - ended]
+            assert choice.logprobs.token_logprobs == kept
+            assert (
+                "".join(choice.logprobs.tokens[:2]) == choice.text[: choice.logprobs.text_offset[2]]
+            )
+    several = client.completions.create(prompt=["a", "The weather"], **given, extra_body=extra)
+    assert [c.text for c in several.choices[2:]] == [shown(chat, one) for one in wanted]
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+
+
+def test_a_stream_says_what_the_reply_says(one, chat) -> None:
+    """Random weights write bytes that are no text, and characters spread over tokens."""
+    given = {"n": 3, "logprobs": True, "stop": ["e", "zz"]}
+    whole = ask(one, **given)
+    texts, scored, ends = [""] * 3, [[], [], []], [None] * 3
+    usage = None
+    for chunk in ask(one, **given, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            assert ends[choice.index] is None  # nothing follows the end
+            texts[choice.index] += choice.delta.content or ""
+            scored[choice.index] += choice.logprobs.content if choice.logprobs else []
+            ends[choice.index] = choice.finish_reason
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert scored == [choice.logprobs.content for choice in whole.choices]
+    assert ends == [choice.finish_reason for choice in whole.choices] and "stop" in ends
+    assert usage == whole.usage
+    assert not any("e" in text for text in texts)
+
+
+def test_a_completion_streams_what_it_replies(one) -> None:
+    given = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "logprobs": 0, **SETTINGS}
+    whole = one.completions.create(**given)
+    texts, offsets = [""] * 4, [[], [], [], []]
+    for chunk in one.completions.create(**given, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            offsets[choice.index] += choice.logprobs.text_offset
+    assert texts == [choice.text for choice in whole.choices]
+    assert offsets == [choice.logprobs.text_offset for choice in whole.choices]
+    assert len(one.completions.create(model="tiny", prompt="a", seed=1).choices[0].text) > 0
+
+
+# ---- tools ----
+
+
+def test_a_checkpoint_calls_a_tool(place, one) -> None:
+    given = {"model": place[1], "temperature": 0, "tools": [WEATHER], "max_tokens": 200}
+    choice = ask(one, **given).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I look 你 😀.")
+    [call] = choice.message.tool_calls
+    assert call.function.name == "weather" and call.type == "function"
+    assert json.loads(call.function.arguments) == {"town": "Zürich"}
+    text, found = "", []
+    for chunk in ask(one, **given, stream=True):
+        for part in chunk.choices:
+            text += part.delta.content or ""
+            found += part.delta.tool_calls or []
+            end = part.finish_reason
+    assert (text, end) == ("I look 你 😀.", "tool_calls")
+    [streamed] = found
+    assert streamed.index == 0 and streamed.function == found[0].function
+    assert streamed.function.arguments == call.function.arguments
+    results = [
+        *ASKED,
+        choice.message,
+        {"role": "tool", "tool_call_id": call.id, "content": "rain"},
+    ]
+    again = ask(one, model=place[1], messages=results, tools=[WEATHER], max_tokens=5)
+    assert again.usage.completion_tokens <= 5
+
+
+def test_without_tools_a_call_is_text(place, one, chat) -> None:
+    prompt = chat.prompt(ASKED, [WEATHER])
+    given = {"model": place[1], "temperature": 0, "max_tokens": 200}
+    text = one.completions.create(prompt=prompt, **given).choices[0].text
+    assert text == SAID.removesuffix("<|im_end|>")
+    none = ask(one, **given, tools=[WEATHER], tool_choice="none").choices[0]
+    assert none.finish_reason != "tool_calls" and none.message.tool_calls is None
+
+
+# ---- refusals ----
+
+BAD: tuple[tuple[dict[str, Any], str | None, str], ...] = (
+    ({"frequency_penalty": 0.5}, "frequency_penalty", "does not have: leave it out; it can be 0"),
+    ({"presence_penalty": 1}, "presence_penalty", "does not have"),
+    ({"logit_bias": {"5": 3}}, "logit_bias", "does not have"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "does not have"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls", "does not have"),
+    ({"reasoning_effort": "low"}, "reasoning_effort", "does not have"),
+    ({"min_p": 0.1}, "min_p", "is no setting of this server"),
+    ({"tool_choice": "required"}, "tool_choice", 'can be "auto" or "none"'),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, None, "tool 0 must be"),
+    (
+        {"tools": [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}]},
+        "tools",
+        "held",
+    ),
+    ({"n": 0}, "n", "n must be from 1 to 128, 0 came"),
+    ({"n": 129}, "n", "n must be from 1 to 128"),
+    ({"n": True}, None, "n must be an integer"),
+    ({"temperature": 2.5}, "temperature", "from 0.0 to 2.0"),
+    ({"top_p": 0}, None, "top_p must be in (0, 1]"),
+    ({"top_k": 0}, None, "top_k must be at least 1"),
+    ({"max_tokens": 0}, None, "max_tokens must be at least 1"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ: send one"),
+    ({"stop": ["a", ""]}, "stop", "must be strings that are not empty"),
+    ({"stop": ["a"] * 65}, "stop", "64 strings"),
+    ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+    ({"messages": []}, "messages", "is empty"),
+    ({"messages": ["hi"]}, "messages[0]", "must be an object"),
+    ({"messages": [{"role": "critic", "content": "x"}]}, "messages[0]", "must be one of system"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0]", "a text or text parts"),
+    ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood", "no setting"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0]",
+        "a part of type 'image_url'; this server reads text",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}
+            ]
+        },
+        "messages[0].tool_calls",
+        "the arguments of 'f' are no JSON object",
+    ),
+    (
+        {"messages": [*ASKED, {"role": "system", "content": "x"}]},
+        None,
+        "system message comes first",
+    ),
+    ({"messages": [{"role": "user", "content": "x " * 2000}]}, None, "the model's context is 1024"),
+    ({"chat_template_kwargs": {"messages": []}}, None, "messages is no setting"),
+    ({"model": f"tiny;{'/nowhere'}"}, None, "is not a checkpoint's path"),
+)
+
+
+@pytest.mark.parametrize(("change", "param", "sentence"), BAD)
+def test_what_can_not_be_done_is_refused_by_name(place, change, param, sentence) -> None:
+    body = {"model": "tiny", "messages": ASKED, **change}
+    reply = httpx.post(f"{place[0].url}/v1/chat/completions", json=body)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["type"] == "invalid_request_error", reply.text
+    assert sentence in error["message"] and error["param"] == param
+    assert ("context" in sentence) == (error["code"] == "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    (
+        ({"echo": True}, "echo is True"),
+        ({"best_of": 2}, "best_of is 2"),
+        ({"suffix": "end"}, "suffix is"),
+        ({"prompt": ""}, "not empty"),
+        ({"prompt": []}, "must be a text or token ids"),
+        ({"prompt": [["a"]]}, "must be a text, or token ids"),
+        ({"prompt": [100000]}, "ids must be from 0 to"),
+        ({"prompt": ["a"] * 100, "n": 100}, "more than 4096 answers"),
+        ({"logprobs": 21}, "logprobs must be from 0 to 20"),
+        ({"messages": ASKED}, "messages is no setting"),
+    ),
+)
+def test_a_completion_that_can_not_be_is_refused(place, change, sentence) -> None:
+    body = {"model": "tiny", "prompt": "a", **change}
+    reply = httpx.post(f"{place[0].url}/v1/completions", json=body)
+    assert reply.status_code == 400 and sentence in reply.json()["error"]["message"]
+
+
+def test_models_that_are_not_there(place, one) -> None:
+    for name in ("nobody", "tinker://s-0:train:0/sampler_weights/x", f"nobody;{place[1]}"):
+        with pytest.raises(openai.NotFoundError) as told:
+            ask(one, model=name)
+        assert (told.value.code, told.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError, match="tinsmith has no POST /v1/embeddings"):
+        one.embeddings.create(model="tiny", input="x")
+
+
+def test_models_are_listed(place, client) -> None:
+    names = [model.id for model in client.models.list()]
+    assert names == ["tiny", place[1]]
+    assert client.models.retrieve("tiny").id == "tiny"
+    assert client.models.retrieve(place[1]).id == place[1]
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("nobody")
+
+
+# ---- who asks, and who goes away ----
+
+
+def test_a_key_is_asked_for_as_a_bearers(tiny_model_dir, tmp_path) -> None:
+    key = "tml-the-right-one"
+    with Backend({"tiny": tiny_model_dir}, checkpoints=tmp_path, api_key=key) as backend:
+        url = f"{backend.url}/v1"
+        assert openai.OpenAI(base_url=url, api_key=key).models.list().data[0].id == "tiny"
+        wrong = openai.OpenAI(base_url=url, api_key="wrong", max_retries=0)
+        with pytest.raises(openai.AuthenticationError, match="needs the API key") as told:
+            wrong.models.list()
+        assert told.value.code == "invalid_api_key"
+        with pytest.raises(openai.BadRequestError, match="has no chat template"):
+            ask(openai.OpenAI(base_url=url, api_key=key))
+
+
+@pytest.mark.parametrize("stream", (True, False))
+def test_a_client_that_goes_away_frees_its_sequences(place, monkeypatch, stream: bool) -> None:
+    backend, futures = place[0], list[Future]()
+    submit = backend._worker.sample
+
+    def sample(*arguments: Any) -> Future:
+        futures.append(submit(*arguments))
+        return futures[-1]
+
+    monkeypatch.setattr(backend._worker, "sample", sample)
+    body = {"model": "tiny", "prompt": ["a"] * 8, "n": 128, "max_tokens": 1000, "stream": stream}
+    url, before = f"{backend.url}/v1/completions", backend.queue.count
+    with httpx.Client(timeout=30 if stream else 0.5) as http:
+        if stream:
+            with http.stream("POST", url, json=body) as reply:
+                assert next(reply.iter_lines()).startswith("data: ")
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                http.post(url, json=body)
+    assert len(futures) == 8
+    for future in futures:
+        with pytest.raises(RequestError, match="was cancelled"):
+            future.result(10)
+    end = time.monotonic() + 10
+    while backend.queue.count != before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert backend.queue.count == before and not backend._worker._decoder.active
+
+
+def test_a_failure_within_a_stream_is_told_there(place, one, monkeypatch) -> None:
+    decoder = place[0]._worker._decoder
+    stream = ask(one, stream=True, max_tokens=900, n=64)
+    next(iter(stream))
+    with pytest.raises(openai.APIError, match="the request was cancelled"):
+        for _ in stream:
+            for lane in decoder._lanes.values():
+                for item in list(lane.pending.values()):
+                    place[0]._worker.cancel(item.future)
