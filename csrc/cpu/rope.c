@@ -24,17 +24,17 @@ enum {
 #define NS_TABLE 4.0
 
 typedef struct Table {
-    float *cosine, *sine;  // (T, E/2)
+    float *cosine, *sine;  // (T, W/2)
     const int32_t *pos;    // (T)
-    const float *inv_freq; // (E/2)
+    const float *inv_freq; // (W/2)
     int T, half, grain;
     float scale;
 } Table;
 
 typedef struct Rope {
     float *x;                   // (T, H, E)
-    const float *cosine, *sine; // (T, E/2)
-    int T, H, half, grain;
+    const float *cosine, *sine; // (T, W/2)
+    int T, H, E, half, grain;
     float sign; /* of the sine: −1 turns back */
 } Rope;
 
@@ -60,7 +60,7 @@ static void rope_job(void *context, int64_t job)
         const float *restrict cosine = r->cosine + (int64_t)t * half;
         const float *restrict sine = r->sine + (int64_t)t * half;
         for (int h = 0; h < r->H; h++) {
-            float *restrict u = r->x + ((int64_t)t * r->H + h) * 2 * half, *restrict v = u + half;
+            float *restrict u = r->x + ((int64_t)t * r->H + h) * r->E, *restrict v = u + half;
             for (int e = 0; e < half; e++) {
                 float a = u[e], b = v[e], c = cosine[e], s = r->sign * sine[e];
                 u[e] = a * c - b * s;
@@ -71,26 +71,27 @@ static void rope_job(void *context, int64_t job)
 }
 
 static void rotate(Device *dev, float *x, const float *cosine, const float *sine, int T, int H,
-                   int E, float sign)
+                   int E, int W, float sign)
 {
-    Rope r = {x, cosine, sine, T, H, E / 2, cpu_rows_of_job(GRAIN, H * E), sign};
-    cpu_run_of(dev, NS * T * H * E, ((int64_t)T + r.grain - 1) / r.grain, rope_job, &r);
+    Rope r = {x, cosine, sine, T, H, E, W / 2, cpu_rows_of_job(GRAIN, H * W), sign};
+    cpu_run_of(dev, NS * T * H * W, ((int64_t)T + r.grain - 1) / r.grain, rope_job, &r);
 }
 
 void CPU(rope_table)(Device *dev, float *cosine, float *sine, const int32_t *pos,
-                     const float *inv_freq, int T, int E, float scale)
+                     const float *inv_freq, int T, int W, float scale)
 {
-    Table r = {cosine, sine, pos, inv_freq, T, E / 2, cpu_rows_of_job(GRAIN_TABLE, E / 2), scale};
+    Table r = {cosine, sine, pos, inv_freq, T, W / 2, cpu_rows_of_job(GRAIN_TABLE, W / 2), scale};
     cpu_run_of(dev, NS_TABLE * T * r.half, ((int64_t)T + r.grain - 1) / r.grain, table_job, &r);
 }
 
-void CPU(rope)(Device *dev, real *x, const float *cosine, const float *sine, int T, int H, int E)
+void CPU(rope)(Device *dev, real *x, const float *cosine, const float *sine, int T, int H, int E,
+               int W)
 {
-    rotate(dev, f32(x), cosine, sine, T, H, E, 1.0f);
+    rotate(dev, f32(x), cosine, sine, T, H, E, W, 1.0f);
 }
 
 void CPU(rope_backward)(Device *dev, real *dx, const float *cosine, const float *sine, int T, int H,
-                        int E)
+                        int E, int W)
 {
-    rotate(dev, f32(dx), cosine, sine, T, H, E, -1.0f);
+    rotate(dev, f32(dx), cosine, sine, T, H, E, W, -1.0f);
 }

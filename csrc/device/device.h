@@ -19,6 +19,23 @@ typedef struct frozen frozen; /* a base weight, in the device's own order and el
 
 enum { KV_PAGE = 64 }; /* keys a page of the KV cache holds */
 
+/* What a sequence keeps of a gated delta network, in floats. It belongs to one page: that of the
+ * newest row. `start` and `state` are those at the page's beginning; `ring` and `open` are the
+ * rest, with which the sequence goes on inside the page.
+ *
+ *   start (CONV - 1, C)   the convolution's inputs before the page
+ *   ring (CONV, C)        its newest inputs: that of position p at p % CONV
+ *   state                 of each value head the page's number, as an int32 and DELTA_HEAD floats
+ *                         apart; behind all of them each head's state (N,E)
+ *   open                  of each key head the page's keys, turned (N, KV_PAGE); of each value head
+ *                         u (KV_PAGE, E); of each value head the sums of decays (KV_PAGE) */
+enum { CONV = 4, DELTA_HEAD = 16, DELTA_UNIT = 32, DELTA_MOST = 256 };
+#define CONV_START(C) ((size_t)(CONV - 1) * (size_t)(C))
+#define CONV_RING(C) ((size_t)CONV * (size_t)(C))
+#define DELTA_STATE(H, N, E) ((size_t)(H) * (DELTA_HEAD + (size_t)(N) * (size_t)(E)))
+#define DELTA_OPEN(G, H, N, E) \
+    ((size_t)KV_PAGE * ((size_t)(G) * (size_t)(N) + (size_t)(H) * (size_t)((E) + 1)))
+
 /* Element types of arrays that cross the seam. */
 typedef enum DType { DTYPE_F32, DTYPE_BF16, DTYPE_F16 } DType;
 
@@ -27,6 +44,8 @@ typedef struct Span {
     int32_t row, rows; /* its rows are [row, row + rows) */
     int32_t pos;       /* position of its first row */
     int32_t first;     /* where its pages begin in the list of pages */
+    int32_t state;     /* number of what the sequence keeps beside them; -1: nothing is kept, and it
+                          begins at position 0 */
 } Span;
 
 /* How to draw one token. The number drawn depends on (seed, sample, pos) and on nothing else. */
@@ -39,7 +58,7 @@ typedef struct Draw {
     int32_t limit;     /* ids from here on (a padded vocabulary) are never drawn */
 } Draw;
 
-enum { LORA_GROUP = 3 }; /* matrices that read one input, at most: q, k, v */
+enum { LORA_GROUP = 4 }; /* matrices that read one input, at most: q, k, v, z */
 
 /* LoRA's part beside one frozen matrix (N,D) of a group that reads the same x (T,D). */
 typedef struct Lora {

@@ -25,7 +25,7 @@ void batch_upload(Batch *batch, Device *dev, const BatchHost *host)
 
 void batch_add(BatchHost *host, int length)
 {
-    host->spans[host->S++] = (Span){host->T, length, 0, host->page_count};
+    host->spans[host->S++] = (Span){host->T, length, 0, host->page_count, -1};
     for (int t = 0; t < length; t++, host->T++) {
         host->pos[host->T] = t;
         host->slot[host->T] = host->page_count * KV_PAGE + t;

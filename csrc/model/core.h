@@ -22,7 +22,7 @@
 typedef enum Part { MIXER, FEED, PARTS } Part;
 
 /* Flags of the kinds of layers. They select the rows of weights.inc and acts.inc. */
-enum { ATTENTION = 1, DENSE = 2, ANY = ~0 };
+enum { ATTENTION = 1, DENSE = 2, DELTA = 4, ANY = ~0 };
 
 /* Kinds in the order of layers.inc. */
 typedef enum LayerKind {
@@ -40,7 +40,10 @@ typedef struct LayerKinds {
     X(layers)         \
     X(width)          \
     X(heads)          \
-    X(kv_heads) X(head_width) X(ffn) X(vocab) X(context) X(window) X(qkv_bias) X(qk_norm) X(tied)
+    X(kv_heads)       \
+    X(head_width)     \
+    X(rotary) X(ffn) X(vocab) X(context) X(window) X(qkv_bias) X(qk_norm) X(q_gate) X(tied) \
+    X(key_heads) X(value_heads) X(key_width) X(value_width)
 
 typedef struct Shape {
 #define X(name) int name;
@@ -58,6 +61,11 @@ typedef struct KindInfo {
     int has;
     size_t token, sequence; /* elements a token keeps in the pages, bytes a sequence keeps */
 } KindInfo;
+
+/* Channels of a gated delta network's convolution: of q, of k, of v. */
+int delta_channels(const Shape *shape);
+/* Bytes that a sequence keeps of such a layer. */
+size_t delta_bytes(const Shape *shape);
 
 KindInfo kind_info(const Shape *shape, LayerKind kind);
 Status kind_find(Part part, const char *name, LayerKind *kind);
@@ -271,12 +279,18 @@ typedef struct Acts {
 typedef struct Cache {
     real *k, *v;
     size_t tokens;
+    char *states;       /* what sequences keep beside their pages; NULL in training */
+    size_t state_bytes; /* of one sequence: all layers */
 } Cache;
 
 /* A pass's pages, which all layers share. */
 Cache cache_place(Arena *arena, const Model *model, int pages);
 /* Where a layer's pages begin, in k and in v alike: elements. */
 size_t cache_at(const Model *model, const Cache *cache, int layer);
+
+/* What sequence number 0 keeps of a layer; that of the next is state_bytes behind. NULL in training.
+ */
+float *cache_state(const Model *model, const Cache *cache, int layer);
 
 /* The `keep` that keeps everything; 0 keeps nothing, and 1 the least that backward needs. */
 int keep_all(const Model *model);

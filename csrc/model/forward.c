@@ -37,7 +37,7 @@ void forward(const Model *m, const Batch *batch, const Acts *acts, const Cache *
     const Shape *s = &m->shape;
     int T = batch->T, L = s->layers;
     Pass p = {.model = m, .batch = batch, .acts = acts, .cache = cache};
-    d->rope_table(d, acts->cosine, acts->sine, batch->pos, m->inv_freq, T, s->head_width,
+    d->rope_table(d, acts->cosine, acts->sine, batch->pos, m->inv_freq, T, s->rotary,
                   s->rope_scale);
     d->embed(d, acts->layer[0].x, batch->tokens, m->embed, T, s->vocab, s->width);
     for (p.l = 0; p.l < L && !batch_stopped(batch); p.l++)

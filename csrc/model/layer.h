@@ -51,6 +51,9 @@ typedef struct Projection {
 /* The matrix in a slot of weights.inc; `w` is the layer's LayerWeights, `a` its LayerActs. */
 #define PROJECTION(y, slot, bias, N) {y, a->s_##slot, w->slot, bias, N, offsetof(LayerPairs, slot)}
 
+/* One that is never trained. */
+#define FROZEN(y, slot, N) {y, NULL, w->slot, NULL, N, offsetof(LayerPairs, slot)}
+
 /* y = x·wᵀ + bias, or +=, for each in the list, and on top each segment's LoRA. */
 void project(const Pass *pass, const Projection *list, int count, const real *x, int D,
              int accumulate);

@@ -6,6 +6,19 @@
 
 /* ---- kinds ---- */
 
+int delta_channels(const Shape *s)
+{
+    return 2 * s->key_heads * s->key_width + s->value_heads * s->value_width;
+}
+
+size_t delta_bytes(const Shape *s)
+{
+    int C = delta_channels(s), G = s->key_heads, H = s->value_heads, N = s->key_width,
+        E = s->value_width;
+    return sizeof(float) *
+           (CONV_START(C) + CONV_RING(C) + DELTA_STATE(H, N, E) + DELTA_OPEN(G, H, N, E));
+}
+
 KindInfo kind_info(const Shape *s, LayerKind kind)
 {
     switch (kind) {
@@ -63,7 +76,7 @@ Cache cache_place(Arena *arena, const Model *model, int pages)
     }
     size_t bytes = (size_t)pages * KV_PAGE * (most / 2) * model->dev->real_bytes;
     real *k = arena_take(arena, bytes), *v = arena_take(arena, bytes);
-    return (Cache){k, v, 0};
+    return (Cache){.k = k, .v = v};
 }
 
 size_t cache_at(const Model *model, const Cache *cache, int l)
@@ -71,4 +84,11 @@ size_t cache_at(const Model *model, const Cache *cache, int l)
     size_t below = 0;
     while (l-- > 0) below += layer_token(&model->shape, l);
     return below / 2 * cache->tokens;
+}
+
+float *cache_state(const Model *model, const Cache *cache, int l)
+{
+    size_t below = 0;
+    while (l-- > 0) below += layer_sequence(&model->shape, l);
+    return cache->states ? (float *)(void *)(cache->states + below) : NULL;
 }

@@ -27,6 +27,21 @@ SlotInfo slot_info(const Shape *s, Slot slot, int l)
     return (SlotInfo){0};
 }
 
+static Status delta_check(const Shape *s)
+{
+    int most = 1 << 16;
+    if (s->key_heads < 1 || s->value_heads < 1 || s->value_heads > most ||
+        s->value_heads % s->key_heads)
+        return fail(STATUS_INVALID, "value_heads (%d) must be a multiple of key_heads (%d), up to %d",
+                    s->value_heads, s->key_heads, most);
+    int widths[] = {s->key_width, s->value_width};
+    for (int i = 0; i < 2; i++)
+        if (widths[i] < 1 || widths[i] % DELTA_UNIT || widths[i] > DELTA_MOST)
+            return fail(STATUS_INVALID, "%s must be a multiple of %d up to %d, not %d",
+                        i ? "value_width" : "key_width", DELTA_UNIT, DELTA_MOST, widths[i]);
+    return STATUS_OK;
+}
+
 static Status shape_check(const Shape *s)
 {
     struct {
@@ -43,14 +58,18 @@ static Status shape_check(const Shape *s)
     if (s->heads % s->kv_heads)
         return fail(STATUS_INVALID, "heads (%d) must be a multiple of kv_heads (%d)", s->heads,
                     s->kv_heads);
-    if (s->head_width % 2)
-        return fail(STATUS_INVALID, "head_width must be even, not %d", s->head_width);
+    if (s->rotary % 2 || s->rotary > s->head_width)
+        return fail(STATUS_INVALID, "rotary must be even and at most head_width (%d), not %d",
+                    s->head_width, s->rotary);
+    if (s->q_gate > 1) return fail(STATUS_INVALID, "q_gate must be 0 or 1, not %d", s->q_gate);
     if (!(s->norm_eps > 0.0f) || !isfinite(s->norm_eps))
         return fail(STATUS_INVALID, "norm_eps must be positive, not %g", (double)s->norm_eps);
-    for (int l = 0; l < s->layers; l++)
+    for (int l = 0; l < s->layers; l++) {
         if (s->layer[l].kind[MIXER] == KIND_sliding_attention && s->window < 1)
             return fail(STATUS_INVALID, "layer %d has a sliding window, which must be at least 1",
                         l);
+        if (s->layer[l].kind[MIXER] == KIND_linear_attention) TRY(delta_check(s));
+    }
     return STATUS_OK;
 }
 
@@ -67,7 +86,7 @@ static void model_place(Model *model)
 {
     Arena *arena = &model->weights;
     const Shape *s = &model->shape;
-    model->inv_freq = arena_take(arena, (size_t)s->head_width / 2 * sizeof(float));
+    model->inv_freq = arena_take(arena, (size_t)s->rotary / 2 * sizeof(float));
 #define MATRIX(count, rows, cols, present) \
     (present) ? arena_take(arena, (size_t)(count) * matrix_step(model, rows, cols)) : NULL
 #define VECTOR(length, present) \
@@ -144,7 +163,7 @@ Status model_open(Model **out, const Shape *shape, const float *inv_freq, DType 
     if (status) goto failed;
     model->type = type;
     model->weights.dev = model->dev;
-    size_t freq_bytes = (size_t)shape->head_width / 2 * sizeof(float);
+    size_t freq_bytes = (size_t)shape->rotary / 2 * sizeof(float);
     model->host_freq = malloc(freq_bytes);
     if (!model->host_freq) {
         status = fail(STATUS_MEMORY, "no memory for a model of %d layers", shape->layers);
@@ -166,7 +185,7 @@ static Status model_reserve(Model *model)
     TRY(arena_reserve(&model->weights, model->bytes, "the base model"));
     model_place(model);
     model->dev->upload(model->dev, model->inv_freq, model->host_freq,
-                       (size_t)model->shape.head_width / 2 * sizeof(float));
+                       (size_t)model->shape.rotary / 2 * sizeof(float));
     return STATUS_OK;
 }
 

@@ -88,9 +88,9 @@ static int shape_from(PyObject *config, Shape *shape, LayerKinds **kinds)
 static PyObject *model_make(PyTypeObject *type, const Shape *shape, const Borrowed *freq,
                             DType weights, const char *device, int threads)
 {
-    if (freq->length != shape->head_width / 2)
-        return PyErr_Format(PyExc_ValueError, "inv_freq has %lld numbers, head_width %d needs %d",
-                            (long long)freq->length, shape->head_width, shape->head_width / 2);
+    if (freq->length != shape->rotary / 2)
+        return PyErr_Format(PyExc_ValueError, "inv_freq has %lld numbers, rotary %d needs %d",
+                            (long long)freq->length, shape->rotary, shape->rotary / 2);
     PyModel *self = (PyModel *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     turn_open(self);

@@ -79,7 +79,7 @@ static size_t inputs_fill(Decode *d, Arena *host, const Turn *turns, int count)
         to.batch.tokens[i] = s->tokens[turn->from];
         to.batch.pos[i] = turn->from;
         to.batch.slot[i] = s->pages[turn->from / KV_PAGE] * KV_PAGE + turn->from % KV_PAGE;
-        to.batch.spans[i] = (Span){i, 1, turn->from, first};
+        to.batch.spans[i] = (Span){i, 1, turn->from, first, -1};
         for (int j = 0; j < s->page_count; j++) to.batch.pages[first++] = s->pages[j];
     }
     to.batch.pages[first] = nobody;
@@ -87,7 +87,7 @@ static size_t inputs_fill(Decode *d, Arena *host, const Turn *turns, int count)
         to.draws[i] = (Draw){.top_p = 1.0f, .limit = sampler->limit_ids};
         to.batch.tokens[i] = to.batch.pos[i] = 0;
         to.batch.slot[i] = nobody * KV_PAGE;
-        to.batch.spans[i] = (Span){i, 1, 0, first};
+        to.batch.spans[i] = (Span){i, 1, 0, first, -1};
     }
     for (int i = 0; i <= d->rows; i++) to.start[i] = 0;
     return (size_t)((char *)(to.batch.pages + first + 1) - host->base);

@@ -185,7 +185,7 @@ static Status step_forward(SampleStep *step)
     for (int i = 0; i < step->count; i++) {
         const Turn *turn = &step->turns[i];
         const Sequence *s = &turn->request->sequence[turn->sample];
-        spans[i] = (Span){row, turn->rows, turn->from, first};
+        spans[i] = (Span){row, turn->rows, turn->from, first, -1};
         for (int j = 0; j < turn->rows; j++, row++) {
             int at = turn->from + j;
             tokens[row] = s->tokens[at];
