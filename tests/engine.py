@@ -58,7 +58,7 @@ KV_PAGE = 64
 class Span(ctypes.Structure):
     """device.h's Span."""
 
-    _fields_ = [(name, ctypes.c_int32) for name in ("row", "rows", "pos", "first")]
+    _fields_ = [(name, ctypes.c_int32) for name in ("row", "rows", "pos", "first", "state")]
 
 
 class Draw(ctypes.Structure):
@@ -139,7 +139,7 @@ LORA_FIELDS = {
         **{"a": ("float", 1), "b": ("float", 1), "da": ("float", 0), "db": ("float", 0)},
     },
 }
-LORA_GROUP = 3
+LORA_GROUP = 4
 
 
 def flatten(op: str, params: list[Param]) -> list[Param]:

@@ -102,16 +102,14 @@ def rope_table(pos, inv_freq, scale, **_):
     return {"cosine": np.cos(angle) * scale, "sine": np.sin(angle) * scale}
 
 
-def rope(x, cosine, sine, **_):
-    u, v = np.split(x, 2, axis=-1)
+def rope(x, cosine, sine, W, **_):
+    u, v, rest = np.split(x, (W // 2, W), axis=-1)
     c, s = cosine[:, None, :], sine[:, None, :]
-    return {"x": np.concatenate([u * c - v * s, v * c + u * s], axis=-1)}
+    return {"x": np.concatenate([u * c - v * s, v * c + u * s, rest], axis=-1)}
 
 
-def rope_backward(dx, cosine, sine, **_):
-    u, v = np.split(dx, 2, axis=-1)
-    c, s = cosine[:, None, :], sine[:, None, :]
-    return {"dx": np.concatenate([u * c + v * s, v * c - u * s], axis=-1)}
+def rope_backward(dx, cosine, sine, W, **_):
+    return {"dx": rope(dx, cosine, -sine, W)["x"]}
 
 
 def sigmoid(x):
@@ -126,6 +124,112 @@ def swiglu(gate, up, **_):
 def swiglu_backward(dy, gate, up, **_):
     s = sigmoid(gate)
     return {"dgate": dy * up * (s + gate * s * (1 - s)), "dup": dy * gate * s}
+
+
+def halve(x, E, **_):
+    return {"a": x[:, :E], "b": x[:, E:]}
+
+
+def join(a, b, **_):
+    return {"x": np.concatenate([a, b], axis=-1)}
+
+
+def gate(x, gate, **_):
+    return {"y": x * sigmoid(gate)}
+
+
+def gate_backward(dy, x, gate, **_):
+    s = sigmoid(gate)
+    return {"dx": dy * s, "dgate": dy * x * s * (1 - s)}
+
+
+# ---- gated delta networks ----
+
+CONV = 4
+
+
+def conv_sums(x, w, spans):
+    """The convolution before its silu, of torch tensors or arrays: x (T,C), w (C,CONV)."""
+    out = [None] * len(x)
+    for span in spans:
+        for i in range(span.rows):
+            seen = range(max(0, i - CONV + 1), i + 1)
+            out[span.row + i] = sum(w[:, CONV - 1 - i + j] * x[span.row + j] for j in seen)
+    return out
+
+
+def conv(x, w, spans, **_):
+    sums = np.array(conv_sums(x, w.reshape(-1, CONV), spans)).reshape(x.shape)
+    return {"y": sums * sigmoid(sums)}
+
+
+def conv_backward(dy, x, w, spans, **_):
+    x, w = torch.from_numpy(x).requires_grad_(), torch.from_numpy(w.reshape(-1, CONV))
+    if not len(x):
+        return {"dx": dy}
+    y = torch.nn.functional.silu(torch.stack(conv_sums(x, w, spans)))
+    return {"dx": torch.autograd.grad(y, x, torch.from_numpy(dy))[0].numpy()}
+
+
+def softplus(x):
+    return np.logaddexp(x, x.dtype.type(0))
+
+
+def delta_gates(b, a, rate, bias, **_):
+    return {"beta": sigmoid(b), "decay": -np.exp(rate) * softplus(a + bias)}
+
+
+def delta_gates_backward(dbeta, ddecay, b, a, rate, bias, **_):
+    s = sigmoid(b)
+    return {"db": dbeta * s * (1 - s), "da": ddecay * -np.exp(rate) * sigmoid(a + bias)}
+
+
+def delta_rule(q, k, v, beta, decay):
+    """y and w (rows,H,E) of one sequence, and the states behind its full pages; torch tensors, q and
+    k (rows,H,N)."""
+    state = q.new_zeros(*q.shape[1:], v.shape[-1])
+    y, w, pages = [], [], []
+    for i in range(len(q)):
+        state = state * decay[i].exp()[:, None, None]
+        w.append(v[i] - torch.einsum("hne,hn->he", state, k[i]))
+        state = state + torch.einsum("hn,he->hne", k[i], beta[i][:, None] * w[i])
+        y.append(torch.einsum("hne,hn->he", state, q[i]))
+        if (i + 1) % KV_PAGE == 0:
+            pages.append(state)
+    return torch.stack(y), torch.stack(w), pages
+
+
+def delta_inputs(q, k, v, beta, decay, H):
+    """Torch tensors of a whole batch; q and k once for each value head."""
+    q, k, v, beta, decay = (torch.from_numpy(x).requires_grad_() for x in (q, k, v, beta, decay))
+    repeats = H // q.shape[1]
+    return (q, k, v, beta, decay), tuple(x.repeat_interleave(repeats, dim=1) for x in (q, k))
+
+
+def delta(q, k, v, beta, decay, spans, T, H, N, E, **_):
+    (_, _, *rest), (q, k) = delta_inputs(q, k, v, beta, decay, H)
+    y, w, pages = np.full_like(v, np.nan), np.full_like(v, np.nan), []
+    pages = np.full((T // KV_PAGE, H, N, E), np.nan, v.dtype)
+    for span in spans:
+        rows = slice(span.row, span.row + span.rows)
+        found = delta_rule(*(x[rows].detach() for x in (q, k, *rest)))
+        y[rows], w[rows] = (x.numpy() for x in found[:2])
+        for i, state in enumerate(found[2]):
+            pages[(span.row + i * KV_PAGE) // KV_PAGE] = state.numpy()
+    return {"y": y, "w": w, "pages": pages}
+
+
+def delta_backward(dy, q, k, v, beta, decay, spans, H, **_):
+    names = ("dq", "dk", "dv", "dbeta", "ddecay")
+    leaves, (q, k) = delta_inputs(q, k, v, beta, decay, H)
+    total = dict(zip(names, (np.zeros(x.shape, dy.dtype) for x in leaves), strict=True))
+    for span in spans:
+        rows = slice(span.row, span.row + span.rows)
+        y, _, _ = delta_rule(*(x[rows] for x in (q, k, *leaves[2:])))
+        gradients = torch.autograd.grad(y, leaves, torch.from_numpy(dy[rows]), retain_graph=True)
+        for name, gradient in zip(names, gradients, strict=True):
+            total[name] += gradient.numpy()
+    return total
 
 
 # ---- attention ----
