@@ -185,8 +185,8 @@ def delta_gates_backward(dbeta, ddecay, b, a, rate, bias, **_):
 
 
 def delta_rule(q, k, v, beta, decay):
-    """y and w (rows,H,E) of one sequence, and the states behind its full pages; torch tensors, q and
-    k (rows,H,N)."""
+    """y and w (rows,H,E) of one sequence, and the states behind its full pages; of torch tensors, q
+    and k (rows,H,N)."""
     state = q.new_zeros(*q.shape[1:], v.shape[-1])
     y, w, pages = [], [], []
     for i in range(len(q)):
