@@ -75,6 +75,20 @@ static inline void v_store_part(float *p, vf v, int n)
     for (int i = 0; i < n; i++) p[i] = lane[i];
 }
 
+/* The same of the first n floats, of which there may be VL or more. */
+static inline vf v_load_upto(const float *p, int n)
+{
+    return n >= VL ? v_load(p) : v_load_part(p, n, 0.0f);
+}
+
+static inline void v_store_upto(float *p, vf v, int n)
+{
+    if (n >= VL)
+        v_store(p, v);
+    else
+        v_store_part(p, v, n);
+}
+
 /* VL of bf16, widened. */
 static inline vf v_load_bf16(const void *p)
 {

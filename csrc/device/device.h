@@ -28,13 +28,14 @@ enum { KV_PAGE = 64 }; /* keys a page of the KV cache holds */
  *   state                 of each value head the page's number, as an int32 and DELTA_HEAD floats
  *                         apart; behind all of them each head's state (N,E)
  *   open                  of each key head the page's keys, turned (N, KV_PAGE); of each value head
- *                         u (KV_PAGE, E); of each value head the sums of decays (KV_PAGE) */
+ *                         u (KV_PAGE, E); of each value head the sums of decays (KV_PAGE), and
+ *                         what they lack: their differences must not lose digits (KV_PAGE) */
 enum { CONV = 4, DELTA_HEAD = 16, DELTA_UNIT = 32, DELTA_MOST = 256 };
 #define CONV_START(C) ((size_t)(CONV - 1) * (size_t)(C))
 #define CONV_RING(C) ((size_t)CONV * (size_t)(C))
 #define DELTA_STATE(H, N, E) ((size_t)(H) * (DELTA_HEAD + (size_t)(N) * (size_t)(E)))
 #define DELTA_OPEN(G, H, N, E) \
-    ((size_t)KV_PAGE * ((size_t)(G) * (size_t)(N) + (size_t)(H) * (size_t)((E) + 1)))
+    ((size_t)KV_PAGE * ((size_t)(G) * (size_t)(N) + (size_t)(H) * (size_t)((E) + 2)))
 
 /* Element types of arrays that cross the seam. */
 typedef enum DType { DTYPE_F32, DTYPE_BF16, DTYPE_F16 } DType;

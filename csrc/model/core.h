@@ -36,14 +36,17 @@ typedef struct LayerKinds {
 } LayerKinds;
 
 /* The dimensions of a model, as numbers that arrive by name. */
-#define SHAPE_LIST(X) \
-    X(layers)         \
-    X(width)          \
-    X(heads)          \
-    X(kv_heads)       \
-    X(head_width)     \
-    X(rotary) X(ffn) X(vocab) X(context) X(window) X(qkv_bias) X(qk_norm) X(q_gate) X(tied) \
-    X(key_heads) X(value_heads) X(key_width) X(value_width)
+#define SHAPE_LIST(X)                                                                         \
+    X(layers)                                                                                 \
+    X(width)                                                                                  \
+    X(heads)                                                                                  \
+    X(kv_heads)                                                                               \
+    X(head_width)                                                                             \
+    X(rotary)                                                                                 \
+    X(ffn)                                                                                    \
+    X(vocab)                                                                                  \
+    X(context) X(window) X(qkv_bias) X(qk_norm) X(q_gate) X(tied) X(key_heads) X(value_heads) \
+        X(key_width) X(value_width)
 
 typedef struct Shape {
 #define X(name) int name;
@@ -114,7 +117,7 @@ typedef struct Model {
     size_t bytes; /* that the weights take, also before they are there */
     float *inv_freq, *host_freq;
     frozen *embed, *head; /* the same where they are tied */
-    float *final_norm;
+    float *final_norm, *delta_q_unit, *delta_k_unit;
     LayerWeights *layer;
     LayerKinds *kinds;     /* the shape's */
     int most;              /* of all slots' counts */
@@ -288,7 +291,8 @@ Cache cache_place(Arena *arena, const Model *model, int pages);
 /* Where a layer's pages begin, in k and in v alike: elements. */
 size_t cache_at(const Model *model, const Cache *cache, int layer);
 
-/* What sequence number 0 keeps of a layer; that of the next is state_bytes behind. NULL in training.
+/* What sequence number 0 keeps of a layer; that of the next is state_bytes behind. NULL in
+ * training.
  */
 float *cache_state(const Model *model, const Cache *cache, int layer);
 

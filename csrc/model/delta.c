@@ -82,12 +82,10 @@ void linear_attention_forward(const Pass *p, real *out)
     const LayerActs *a = &acts->layer[p->l];
     Sizes z = sizes_of(p);
 
-    const Projection in[] = {PROJECTION(a->delta_q, delta_q, NULL, z.Q),
-                             PROJECTION(a->delta_k, delta_k, NULL, z.Q),
-                             PROJECTION(a->delta_v, delta_v, NULL, z.V),
-                             PROJECTION(a->delta_z, delta_z, NULL, z.V),
-                             FROZEN(a->delta_b, delta_b, z.H),
-                             FROZEN(a->delta_a, delta_a, z.H)};
+    const Projection in[] = {
+        PROJECTION(a->delta_q, delta_q, NULL, z.Q), PROJECTION(a->delta_k, delta_k, NULL, z.Q),
+        PROJECTION(a->delta_v, delta_v, NULL, z.V), PROJECTION(a->delta_z, delta_z, NULL, z.V),
+        FROZEN(a->delta_b, delta_b, z.H),           FROZEN(a->delta_a, delta_a, z.H)};
     const Projection last[] = {PROJECTION(out, delta_out, NULL, z.D)};
 
     project(p, in, 6, acts->xn, z.D, 0);
@@ -133,12 +131,10 @@ void linear_attention_backward(const Pass *p, real *dxn)
     Sizes z = sizes_of(p);
 
     const Projection last[] = {PROJECTION(g->dx, delta_out, NULL, z.D)};
-    const Projection in[] = {PROJECTION(g->ddelta_q, delta_q, NULL, z.Q),
-                             PROJECTION(g->ddelta_k, delta_k, NULL, z.Q),
-                             PROJECTION(g->ddelta_v, delta_v, NULL, z.V),
-                             PROJECTION(g->ddelta_z, delta_z, NULL, z.V),
-                             FROZEN(g->ddelta_b, delta_b, z.H),
-                             FROZEN(g->ddelta_a, delta_a, z.H)};
+    const Projection in[] = {
+        PROJECTION(g->ddelta_q, delta_q, NULL, z.Q), PROJECTION(g->ddelta_k, delta_k, NULL, z.Q),
+        PROJECTION(g->ddelta_v, delta_v, NULL, z.V), PROJECTION(g->ddelta_z, delta_z, NULL, z.V),
+        FROZEN(g->ddelta_b, delta_b, z.H),           FROZEN(g->ddelta_a, delta_a, z.H)};
 
     prepare(p);
     gated(p);

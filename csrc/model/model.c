@@ -32,7 +32,8 @@ static Status delta_check(const Shape *s)
     int most = 1 << 16;
     if (s->key_heads < 1 || s->value_heads < 1 || s->value_heads > most ||
         s->value_heads % s->key_heads)
-        return fail(STATUS_INVALID, "value_heads (%d) must be a multiple of key_heads (%d), up to %d",
+        return fail(STATUS_INVALID,
+                    "value_heads (%d) must be a multiple of key_heads (%d), up to %d",
                     s->value_heads, s->key_heads, most);
     int widths[] = {s->key_width, s->value_width};
     for (int i = 0; i < 2; i++)
