@@ -11,6 +11,7 @@ can hold: of the CPU float32's error, of a GPU no more than the same model errs 
 
 import copy
 import functools
+import json
 import tempfile
 import types
 import warnings
@@ -22,13 +23,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tinsmith import _core
 from tinsmith.files.families import LoadedModel, load_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.utils.logging import disable_progress_bar
 
 PADDING = 5  # ids at the vocabulary's end that stand for no token
@@ -39,18 +47,24 @@ LLAMA3 = {
 MODULES = {
     "wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj",
     "wo": "self_attn.o_proj", "w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj",
-    "w_down": "mlp.down_proj",
+    "w_down": "mlp.down_proj", "delta_q": "linear_attn.in_proj_q",
+    "delta_k": "linear_attn.in_proj_k", "delta_v": "linear_attn.in_proj_v",
+    "delta_z": "linear_attn.in_proj_z", "delta_out": "linear_attn.out_proj",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One model: a family, what differs from the sizes below, and how its files are written."""
+    """One model: a family, what differs from the sizes below, and how its files are written.
+    `kind` is transformers' model_type, where that is not the family's name; `seeing` models have a
+    vision tower beside the text's."""
 
     family: str
     config: Mapping[str, Any]
     dtype: torch.dtype = torch.float32
     shard: str = "1GB"
+    kind: str = ""
+    seeing: bool = False
 
 
 SIZES = {"num_hidden_layers": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 160}
@@ -111,6 +125,31 @@ SPECS = {
          "num_key_value_heads": 2, "tie_word_embeddings": False, "use_sliding_window": True,
          "sliding_window": 65, "max_window_layers": 1},
     ),
+    "qwen3_5": Spec(
+        "qwen3_5",
+        {"vocab_size": 109, "hidden_size": 34, "intermediate_size": 47, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 24, "tie_word_embeddings": False,
+         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+         "linear_value_head_dim": 64, "layer_types": ["linear_attention", "full_attention"],
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True,
+                             "mrope_section": [1, 1, 1], "partial_rotary_factor": 0.25}},
+        seeing=True,
+    ),
+    "qwen3_5-tied": Spec(
+        "qwen3_5",
+        {"vocab_size": 93, "hidden_size": 32, "intermediate_size": 39, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True,
+         "num_hidden_layers": 3, "linear_num_key_heads": 1, "linear_num_value_heads": 3,
+         "linear_key_head_dim": 64, "linear_value_head_dim": 32, "full_attention_interval": 3,
+         "partial_rotary_factor": 0.5},
+        torch.bfloat16,
+        "40KB",
+        kind="qwen3_5_text",
+    ),
+}  # fmt: skip
+VISION = {
+    "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "patch_size": 2,
+    "num_position_embeddings": 4,
 }  # fmt: skip
 disable_progress_bar()
 _ROOT = tempfile.TemporaryDirectory(prefix="tinsmith-models-")
@@ -118,23 +157,56 @@ _ROOT = tempfile.TemporaryDirectory(prefix="tinsmith-models-")
 
 def make(spec: Spec, folder: Path, seed: int = 0) -> Path:
     """Writes a random model with its tokenizer as transformers does."""
-    config = AutoConfig.for_model(spec.family, **{**SIZES, "eos_token_id": 7, **spec.config})
+    config: dict[str, Any] = {**SIZES, "eos_token_id": 7, **spec.config}
+    vocab, loader = config["vocab_size"], AutoModelForCausalLM
+    if spec.seeing:
+        vision = VISION | {"out_hidden_size": config["hidden_size"]}
+        tied = {"tie_word_embeddings": config["tie_word_embeddings"]}
+        config = {"text_config": config, "vision_config": vision, **tied}
+        loader = AutoModelForImageTextToText
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = loader.from_config(AutoConfig.for_model(spec.kind or spec.family, **config))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 noise = torch.randn(parameter.shape)
                 if parameter.dim() == 2:
                     parameter.copy_(noise * (1.3 / parameter.shape[1] ** 0.5))
                 elif name.endswith("norm.weight"):
-                    parameter.copy_(1 + 0.3 * noise)
+                    parameter.add_(0.3 * noise)  # to ones, or to zeros where 1 + w multiplies
+                elif name.endswith("A_log"):
+                    parameter.copy_(noise - 3)  # some heads forget within a page, some do not
                 else:
                     parameter.copy_(0.4 * noise)
     model.to(spec.dtype).save_pretrained(folder, max_shard_size=spec.shard)
-    words = {f"w{index}": index for index in range(config.vocab_size - PADDING)}
+    if spec.family == "qwen3_5":
+        lay_out(folder, "model.language_model." if spec.seeing else "model.")
+    words = {f"w{index}": index for index in range(vocab - PADDING)}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
     return folder
+
+
+def lay_out(folder: Path, prefix: str) -> None:
+    """Gives a Qwen3.5's tensors the names of published folders, which transformers 5.5 does not
+    write, and one a vision tower has beside them the tensors of a speculative head."""
+    nested = "model.language_model."
+    index = folder / "model.safetensors.index.json"
+    for file in folder.glob("*.safetensors"):
+        tensors = {}
+        for name, tensor in safetensors.torch.load_file(file).items():
+            inner = name.removeprefix(nested)
+            seen = inner.startswith("visual.")
+            tensors["model." + inner if seen else prefix + inner if inner != name else name] = (
+                tensor
+            )
+        if "model.visual.pos_embed.weight" in tensors:
+            tensors["mtp.fc.weight"] = torch.ones(3, 6)
+        safetensors.torch.save_file(tensors, file, {"format": "pt"})
+    if index.is_file():
+        content = json.loads(index.read_text())
+        places = content["weight_map"].items()
+        content["weight_map"] = {prefix + k.removeprefix(nested): v for k, v in places}
+        index.write_text(json.dumps(content))
 
 
 @functools.cache
@@ -164,16 +236,70 @@ def reference(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
 
 def as_double(path: Path) -> PreTrainedModel:
     """A model's folder in transformers, in float64 throughout."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
+    return in_double(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)).eval()
+
+
+def in_double(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, without the parts that compute in float32 whatever the type."""
+    for module in model.modules():  # also those of a copied model, whose methods are the original's
+        name = type(module).__name__
+        if name.endswith(("RMSNorm", "RMSNormGated")):
             module.forward = types.MethodType(_rmsnorm, module)
-    return model.eval()
+        if isinstance(module, Qwen3_5GatedDeltaNet):
+            module.chunk_gated_delta_rule = recurrence
+    return model
 
 
-def _rmsnorm(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    variance = x.pow(2).mean(-1, keepdim=True)
-    return module.weight * (x * torch.rsqrt(variance + module.variance_epsilon))
+def _rmsnorm(
+    module: torch.nn.Module, x: torch.Tensor, gate: torch.Tensor | None = None
+) -> torch.Tensor:
+    eps = getattr(module, "variance_epsilon", None) or module.eps
+    weight = module.weight + (type(module).__name__ == "Qwen3_5RMSNorm")  # multiplies by 1 + w
+    normed = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+    return normed if gate is None else normed * torch.nn.functional.silu(gate)
+
+
+def recurrence(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gated delta rule, token by token, in the type of its inputs: q, k (1, T, H, N), v
+    (1, T, H, E), g and beta (1, T, H)."""
+    q, k = (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    state, rows = torch.zeros((*k.shape[2:], v.shape[-1]), dtype=v.dtype), []
+    for t in range(v.shape[1]):
+        state = state * g[0, t, :, None, None].exp()
+        u = beta[0, t, :, None] * (v[0, t] - torch.einsum("hne,hn->he", state, k[0, t]))
+        state = state + k[0, t, :, :, None] * u[:, None]
+        rows.append(torch.einsum("hne,hn->he", state, q[0, t]) / q.shape[-1] ** 0.5)
+    return torch.stack(rows)[None], state[None]
+
+
+class SplitDeltaNet(Qwen3_5GatedDeltaNet):
+    """One whose products of q, k and v are three modules, as the hosted service trains them."""
+
+    def in_proj_qkv(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.in_proj_q(x), self.in_proj_k(x), self.in_proj_v(x)], dim=-1)
+
+
+def split(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with a module for each matrix that the engine trains."""
+    for module in model.modules():
+        if type(module) is Qwen3_5GatedDeltaNet:
+            whole = module.in_proj_qkv.weight
+            del module.in_proj_qkv
+            sizes = (module.key_dim, module.key_dim, module.value_dim)
+            for letter, part in zip("qkv", whole.detach().split(sizes), strict=True):
+                linear = torch.nn.Linear(*part.shape[::-1], bias=False, dtype=part.dtype)
+                linear.weight.data = part.clone()
+                module.add_module(f"in_proj_{letter}", linear)
+            module.__class__ = SplitDeltaNet
+    return model
 
 
 # ---- devices ----
@@ -233,10 +359,8 @@ def with_peft(name: str, adapter: _core.Adapter, dtype: torch.dtype = torch.floa
         target_modules=sorted({module_of(*slot).rpartition(".")[2] for slot in slots}),
         task_type="CAUSAL_LM",
     )
-    base = copy.deepcopy(reference(name, dtype))
-    for module in base.modules() if dtype == torch.float64 else ():
-        if type(module).__name__.endswith("RMSNorm"):  # a copied method is the original's
-            module.forward = types.MethodType(_rmsnorm, module)
+    base = split(copy.deepcopy(reference(name, dtype)))
+    base = in_double(base) if dtype == torch.float64 else base
     matrices = torch.float64 if dtype == torch.float64 else torch.float32
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")

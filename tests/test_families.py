@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from folders import changed, rewritten
 from models import LLAMA3, PADDING, SPECS, call, datum, folder, loaded, tokens_of
 from tinsmith import _core
 from tinsmith.files import config, families, weights
@@ -28,15 +28,6 @@ def test_every_family_has_models_here() -> None:
 
 
 # ---- config.json ----
-
-
-def changed(tmp_path: Path, name: str, /, **config: Any) -> Path:
-    """A copy of a model's folder with other values in config.json; None removes a key."""
-    shutil.copytree(folder(name), tmp_path / "model")
-    file = tmp_path / "model" / "config.json"
-    content = json.loads(file.read_text()) | config
-    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
-    return tmp_path / "model"
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -200,7 +191,6 @@ MATHS: dict[str, Any] = {
     "no_rope_layers": [1, 1, 1, 0],
     "attention_chunk_size": 8192,
     "use_mrope": True,
-    "partial_rotary_factor": 0.5,
     "rotary_pct": 0.25,
     "logit_scale": 0.0625,
     "logits_scaling": 8.0,
@@ -355,18 +345,6 @@ def test_rotary_frequencies_equal_transformers(
 
 
 # ---- files ----
-
-
-def rewritten(tmp_path: Path, name: str, change: Any) -> Path:
-    """A copy of a model's folder as one safetensors file, after `change` was called on its dict."""
-    shutil.copytree(folder(name), tmp_path / "model")
-    with weights.open_folder(folder(name)) as found:
-        tensors = {key: found[key].copy() for key in found}
-    for file in (tmp_path / "model").glob("model*"):
-        file.unlink()
-    change(tensors)
-    weights.write(tmp_path / "model" / "model.safetensors", tensors)
-    return tmp_path / "model"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ gives them in `layer_types`. The frequencies follow its modeling_rope_utils step
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,14 @@ REFUSED = (
 
 # Factors that change the maths unless they are one.
 FACTORS = (
-    "partial_rotary_factor", "rotary_pct", "logit_scale", "logits_scaling",
-    "embedding_multiplier", "residual_multiplier",
+    "rotary_pct", "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier",
 )  # fmt: skip
+PARTIAL = "partial_rotary_factor"
 
+TIED = "tie_word_embeddings"
 F32_MAX = float(np.finfo(np.float32).max)
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -53,14 +54,25 @@ def parse_json(path: Path, text: bytes) -> dict[str, Any]:
     return content
 
 
-def refuse(file: Path, content: dict[str, Any], keys: Sequence[str]) -> None:
-    """ValueError for what changes the maths and is not handled: REFUSED, `keys`, and FACTORS."""
+def section(file: Path, content: dict[str, Any], name: str) -> dict[str, Any]:
+    """The object under a key of a model of several parts, which says itself whether it is tied."""
+    found = content.get(name)
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: {name} should be an object, found {found!r:.60}")
+    return found | {TIED: content.get(TIED, False)}
+
+
+def refuse(
+    file: Path, content: dict[str, Any], keys: Sequence[str], fixed: Mapping[str, Any]
+) -> None:
+    """ValueError for what changes the maths and is not handled: REFUSED, `keys`, other values than
+    the `fixed` ones, and FACTORS."""
     for key in (*REFUSED, *keys):
         if content.get(key):
             raise ValueError(f"{file}: {key} is {content[key]!r:.60}, which is not supported")
-    for key in FACTORS:
-        if content.get(key) not in (None, 1):
-            raise ValueError(f"{file}: {key} is {content[key]!r:.60}; only 1 is supported")
+    for key, value in (fixed | dict.fromkeys(FACTORS, 1)).items():
+        if content.get(key) not in (None, value):
+            raise ValueError(f"{file}: {key} is {content[key]!r:.60}; only {value} is supported")
     if content.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(f"{file}: hidden_act is {content['hidden_act']!r}; only silu is supported")
 
@@ -119,6 +131,24 @@ def some_sliding(file: Path, content: dict[str, Any], layers: int) -> Mixers:
     return _agreed(file, content, kinds, window if SLIDING in kinds else 0)
 
 
+def some_linear(file: Path, content: dict[str, Any], layers: int) -> Mixers:
+    """Every full_attention_interval-th layer attends to all keys, or those that layer_types names;
+    the others keep a state."""
+    named = content.get("layer_types")
+    if named is None:
+        every = count(file, content, "full_attention_interval", default=4)
+        return tuple(LINEAR if (layer + 1) % every else FULL for layer in range(layers)), 0
+    if not isinstance(named, list) or len(named) != layers:
+        raise ValueError(f"{file}: layer_types should name {layers} layers: {named!r:.60}")
+    for layer, kind in enumerate(named):
+        if kind not in (FULL, LINEAR):
+            raise ValueError(
+                f"{file}: layer_types has {kind!s:.60} for layer {layer}; it should be {LINEAR} or "
+                f"{FULL}"
+            )
+    return tuple(named), 0
+
+
 def _agreed(file: Path, content: dict[str, Any], kinds: tuple[str, ...], window: int) -> Mixers:
     """These kinds, which layer_types must not contradict."""
     named = content.get("layer_types")
@@ -136,18 +166,41 @@ def _agreed(file: Path, content: dict[str, Any], kinds: tuple[str, ...], window:
 # ---- rotary frequencies ----
 
 
-@np.errstate(all="ignore")
-def frequencies(file: Path, content: dict[str, Any], head_width: int) -> NDArray[np.float32]:
-    """The angle by which a position turns each pair of a head's elements."""
+def rotary_width(
+    file: Path, content: dict[str, Any], head_width: int, partial: float | None
+) -> int:
+    """How many of a head's elements positions turn: the first ones. `partial` is their share where
+    config.json has none; None: all of them are turned, and a share is refused."""
+    given = _rope(file, content).get(PARTIAL)
+    given = content.get(PARTIAL) if given is None else given
+    if partial is None:
+        if given not in (None, 1):
+            raise ValueError(f"{file}: {PARTIAL} is {given!r:.60}; only 1 is supported")
+        return head_width
+    width = int(head_width * number(file, {PARTIAL: given}, PARTIAL, default=partial))
+    if width % 2 or not 2 <= width <= head_width:
+        raise ValueError(
+            f"{file}: {PARTIAL} {given or partial} of head_dim {head_width} is {width} elements; "
+            f"it should be an even number of them, from 2 to all"
+        )
+    return width
+
+
+def _rope(file: Path, content: dict[str, Any]) -> dict[str, Any]:
     # transformers 4 writes rope_theta beside rope_scaling, transformers 5 both in rope_parameters.
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(f"{file}: rope_parameters per layer are not supported, found {rope!r:.60}")
-    if rope.get("partial_rotary_factor") not in (None, 1):
-        found = rope["partial_rotary_factor"]
-        raise ValueError(f"{file}: partial_rotary_factor is {found!r}; only 1 is supported")
+    return rope
+
+
+@np.errstate(all="ignore")
+def frequencies(file: Path, content: dict[str, Any], rotary: int) -> NDArray[np.float32]:
+    """The angle by which a position turns each pair of a head's `rotary` first elements. Sections
+    for the axes of an image (mrope) say nothing about text, whose positions are all alike."""
+    rope = _rope(file, content)
     theta = number(file, {"rope_theta": 10000.0} | content | rope, "rope_theta")
-    exponents = np.arange(0, head_width, 2).astype(np.float32) / np.float32(head_width)
+    exponents = np.arange(0, rotary, 2).astype(np.float32) / np.float32(rotary)
     # A float64 power, rounded, is torch's float32 power but for the last bit of one in a hundred.
     powers = (float(np.float32(theta)) ** exponents.astype(np.float64)).astype(np.float32)
     plain = np.float32(1.0) / powers

@@ -5,11 +5,11 @@ behind each of the engine's slots; no code anywhere asks for a family's name. We
 from the mapped files one tensor at a time, after all names and shapes have been checked.
 """
 
-import operator
+import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.files import config as hugging_face
-from tinsmith.files import weights
+from tinsmith.files import tokenizer, weights
 from tinsmith.files.config import CONFIG_FILE, Mixers, read_json
 
 Slots = Sequence[tuple[str, int, int, int, int]]  # of a core: slot, layer or -1, index, rows, cols
 
 DTYPES = ("auto", "float32", "bfloat16")
-TOKENIZER_FILE = "tokenizer.json"
 
 # The tensor behind each slot, in Llama's naming. Where a layer has several matrices in one slot,
 # {index} is the matrix's number.
@@ -57,12 +56,31 @@ SIZES = {
     "vocab": "vocab_size",
     "context": "max_position_embeddings",
 }
-LAYERS_MAX, HEAD_WIDTH_MAX = 1 << 16, 256  # which the engine has too (csrc/model/model.c)
+# What the engine has too (csrc/model/model.c).
+LAYERS_MAX, HEAD_WIDTH_MAX = 1 << 16, 256
+DELTA_UNIT, DELTA_MOST = 32, 256
+
+PREFIX = "model."  # of all tensors but the head
 
 
 @dataclass(frozen=True)
 class Family:
-    """One row: an architecture, and its differences from plain Llama."""
+    """One row: an architecture, and its differences from plain Llama.
+
+    Of config.json: `section` is the key of the text model's part, "" where that is all of it;
+    `defaults` are the values of keys that are missing; `fixed` are the only values that some keys
+    may have; `refused` are keys that this architecture reads and the engine doesn't handle; `delta`
+    are the keys of a delta network's sizes; `partial` is the share of a head that is rotated where
+    the file names none, None where it may name none but all.
+
+    Of tensors: `prefixes` are what their names may have in the place of PREFIX, and `prefix` what
+    those of one folder have (`of`); slots of one name lie in that tensor behind one another;
+    `tails` are the axes that a vector has behind its first; `plus_one` are norms that multiply by
+    1 + w; `constants` are slots of no tensor, each filled with one number, a function of its
+    length; `aside` are prefixes of tensors that text does not need.
+
+    `modules` are the names of modules in an adapter's file, where these are not the tensors'.
+    """
 
     name: str
     architecture: str
@@ -70,18 +88,88 @@ class Family:
     feed: str = "mlp"
     qkv_bias: bool = False
     qk_norm: bool = False
-    head_width: int | None = None  # where config.json has no head_dim; None: width / heads
-    refused: tuple[str, ...] = ()  # keys that this architecture reads and the engine doesn't handle
+    q_gate: bool = False
+    section: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    fixed: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    refused: tuple[str, ...] = ()
+    delta: Mapping[str, str] = field(default_factory=dict, repr=False)
+    partial: float | None = None
+    prefixes: tuple[str, ...] = (PREFIX,)
+    prefix: str = PREFIX
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES, repr=False)
+    tails: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    plus_one: tuple[str, ...] = ()
+    constants: Mapping[str, Callable[[int], float]] = field(default_factory=dict, repr=False)
+    aside: tuple[str, ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def of(self, tensors: Iterable[str]) -> "Family":
+        """The row for a folder with these tensors."""
+        names = tuple(tensors)
+        found = (one for one in self.prefixes if any(name.startswith(one) for name in names))
+        return replace(self, prefix=next(found, PREFIX))
 
     def tensor(self, slot: str, layer: int, index: int = 0) -> str:
-        """The checkpoint's name of the tensor in a slot."""
-        return self.names[slot].format(layer=layer, index=index)
+        """The checkpoint's name of the tensor in which a slot lies."""
+        name = self.names[slot].format(layer=layer, index=index)
+        inside = name.startswith(PREFIX)
+        return self.prefix + name.removeprefix(PREFIX) if inside else name
 
     def module(self, slot: str, layer: int, index: int = 0) -> str:
-        """The name of the module that has this weight."""
-        return self.tensor(slot, layer, index).removesuffix(".weight")
+        """The name of a slot's module in an adapter's file."""
+        name = self.modules.get(slot, self.names[slot].removesuffix(".weight"))
+        return name.format(layer=layer, index=index)
 
+    def is_aside(self, name: str) -> bool:
+        """Whether a tensor is one that text does not need."""
+        return name.startswith(self.aside)
+
+
+QWEN3_5 = Family(
+    "qwen3_5",
+    "Qwen3_5ForCausalLM",
+    mixers=hugging_face.some_linear,
+    qk_norm=True,
+    q_gate=True,
+    defaults={
+        "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    },
+    fixed={"linear_conv_kernel_dim": 4, "attn_output_gate": True},
+    refused=("attention_bias",),
+    delta={
+        "key_heads": "linear_num_key_heads", "value_heads": "linear_num_value_heads",
+        "key_width": "linear_key_head_dim", "value_width": "linear_value_head_dim",
+    },
+    partial=0.25,
+    prefixes=("model.language_model.", PREFIX),
+    names=LLAMA_NAMES | {
+        "delta_q": "model.layers.{layer}.linear_attn.in_proj_qkv.weight",
+        "delta_k": "model.layers.{layer}.linear_attn.in_proj_qkv.weight",
+        "delta_v": "model.layers.{layer}.linear_attn.in_proj_qkv.weight",
+        "delta_z": "model.layers.{layer}.linear_attn.in_proj_z.weight",
+        "delta_b": "model.layers.{layer}.linear_attn.in_proj_b.weight",
+        "delta_a": "model.layers.{layer}.linear_attn.in_proj_a.weight",
+        "delta_conv": "model.layers.{layer}.linear_attn.conv1d.weight",
+        "delta_rate": "model.layers.{layer}.linear_attn.A_log",
+        "delta_bias": "model.layers.{layer}.linear_attn.dt_bias",
+        "delta_norm": "model.layers.{layer}.linear_attn.norm.weight",
+        "delta_out": "model.layers.{layer}.linear_attn.out_proj.weight",
+    },
+    tails={"delta_conv": (1, 4)},
+    plus_one=("final_norm", "attn_norm", "q_norm", "k_norm", "mlp_norm"),
+    # rmsnorm with these weights divides by a length: x / (|x| / √N) · 1/√N; q also by √N.
+    constants={"delta_q_unit": lambda width: 1 / width, "delta_k_unit": lambda width: width**-0.5},
+    aside=("model.visual.", "model.language_model.visual.", "mtp."),
+    # As the hosted service names them: it trains matrices of their own on q, k and v.
+    modules={
+        "delta_q": "model.layers.{layer}.linear_attn.in_proj_q",
+        "delta_k": "model.layers.{layer}.linear_attn.in_proj_k",
+        "delta_v": "model.layers.{layer}.linear_attn.in_proj_v",
+        "head": "model.unembed_tokens",
+    },
+)  # fmt: skip
 
 FAMILIES = (
     Family(
@@ -89,7 +177,7 @@ FAMILIES = (
         "Qwen3ForCausalLM",
         mixers=hugging_face.some_sliding,
         qk_norm=True,
-        head_width=128,
+        defaults={"head_dim": 128},
         refused=("attention_bias",),
     ),
     Family("qwen2", "Qwen2ForCausalLM", mixers=hugging_face.some_sliding, qkv_bias=True),
@@ -104,6 +192,8 @@ FAMILIES = (
         mixers=hugging_face.all_sliding,
         refused=("use_sliding_window",),
     ),
+    QWEN3_5,
+    replace(QWEN3_5, architecture="Qwen3_5ForConditionalGeneration", section="text_config"),
 )
 
 
@@ -160,10 +250,11 @@ def inspect_model(path: Path | str, *, device: str = "cpu", dtype: str | None = 
     folder = Path(path).resolve()
     family, config, inv_freq = _read_model(folder)
     vocab = int(config["vocab"])
-    tokenizer = _read_tokenizer(folder)
-    eos_ids = _read_eos(folder, tokenizer, vocab)
+    known = tokenizer.read(folder)
+    eos_ids = tokenizer.read_eos(folder, family.section, known, vocab)
     with weights.open_folder(folder) as tensors:
-        kind, device = _choose_type(_element_type(tensors), device, dtype)
+        family = family.of(tensors)
+        kind, device = _choose_type(_element_type(family, tensors), device, dtype)
         core = _core.Model(config, inv_freq, weights=kind, threads=1)
         _check_tensors(family, core.slots, tensors, tied=bool(config["tied"]))
     return BaseModel(
@@ -171,7 +262,7 @@ def inspect_model(path: Path | str, *, device: str = "cpu", dtype: str | None = 
         family=family,
         context=int(config["context"]),
         vocab=vocab,
-        tokenizer_vocab=min(max(tokenizer.values()) + 1, vocab),
+        tokenizer_vocab=min(max(known.values()) + 1, vocab),
         eos_ids=eos_ids,
         tokenizer_dir=folder,
         weight_bytes=core.weight_bytes,
@@ -220,19 +311,29 @@ def read_weights(
 ) -> Iterator[Piece]:
     """The tensors that a core with these slots loads, after its files were checked. `fetch` is
     called for each tensor before it is touched."""
+    family = model.family
     with weights.open_folder(model.path) as tensors:
-        names = _check_tensors(model.family, slots, tensors, tied=bool(model.config["tied"]))
-        done, total = 0, sum(tensors.entry(name).size for name in names.values())
-        for (slot, layer, index), name in names.items():
+        places = _check_tensors(family, slots, tensors, tied=bool(model.config["tied"]))
+        done, total = 0, sum(tensors.entry(name).size for name in places)
+        for name, held in places.items():
             entry = tensors.entry(name)
             fetch(entry)
             done += entry.size
             array = tensors[name]
             weights.check_finite(array, f"{entry.file}: {name}")
-            kept = _as_kept(array, model.kind)
+            kept = _as_kept(array.ravel() if held[0][0] in family.tails else array, model.kind)
             if kept.itemsize < array.itemsize:  # float32's largest numbers are none of bfloat16's
                 weights.check_finite(kept, f"{entry.file}: {name}, in bfloat16,")
-            yield Piece(slot, layer, index, kept, done, total)
+            row = 0
+            for slot, layer, index, rows, _ in held:
+                part = kept if len(held) == 1 else kept[row : row + rows]
+                part = part + np.float32(1) if slot in family.plus_one else part
+                row += rows
+                yield Piece(slot, layer, index, part, done, total)
+        for slot, layer, index, _, length in slots:
+            if slot in family.constants:
+                constant = np.full(length, family.constants[slot](length), np.float32)
+                yield Piece(slot, layer, index, constant, done, total)
 
 
 def close_core(model: BaseModel, core: _core.Model) -> LoadedModel:
@@ -266,7 +367,15 @@ def read_family(path: Path | str) -> Family:
 def element_type(path: Path | str) -> str:
     """ "bf16" or "f32": how the engine will keep a folder's matrices. Only headers are read."""
     with weights.open_folder(path) as tensors:
-        return _element_type(tensors)
+        return _element_type(read_family(path), tensors)
+
+
+def left_aside(path: Path | str) -> dict[str, int]:
+    """How many of a folder's tensors begin with each prefix whose tensors text does not need."""
+    family = read_family(path)
+    with weights.open_folder(path) as tensors:
+        counts = {one: sum(name.startswith(one) for name in tensors) for one in family.aside}
+    return {prefix: count for prefix, count in counts.items() if count}
 
 
 # Tinker's names of a model at a context of so many tokens end so.
@@ -324,12 +433,17 @@ def _read_model(folder: Path) -> tuple[Family, dict[str, Any], NDArray[np.float3
         raise FileNotFoundError(f"{folder} has no {CONFIG_FILE}")
     content = read_json(file)
     family = _find_family(file, content)
-    hugging_face.refuse(file, content, family.refused)
+    if family.section:
+        hugging_face.refuse(file, content, (), {})
+        content = hugging_face.section(file, content, family.section)
+    hugging_face.refuse(file, content, family.refused, family.fixed)
+    missing = {key for key in family.defaults if content.get(key) is None}
+    content = content | {key: family.defaults[key] for key in missing}
     count, number = hugging_face.count, hugging_face.number
     config: dict[str, Any] = {engine: count(file, content, key) for engine, key in SIZES.items()}
     heads, width, layers = config["heads"], config["width"], config["layers"]
     kv_heads = count(file, content, "num_key_value_heads", default=heads)
-    head_width = count(file, content, "head_dim", default=family.head_width or width // heads)
+    head_width = count(file, content, "head_dim", default=width // heads)
     if layers > LAYERS_MAX:
         raise ValueError(f"{file}: {layers} layers are more than {LAYERS_MAX}")
     if heads % kv_heads:
@@ -339,7 +453,8 @@ def _read_model(folder: Path) -> tuple[Family, dict[str, Any], NDArray[np.float3
             f"{file}: head_dim is {head_width}; it should be even, for rotary embeddings, and at "
             f"most {HEAD_WIDTH_MAX}"
         )
-    inv_freq = hugging_face.frequencies(file, content, head_width)
+    rotary = hugging_face.rotary_width(file, content, head_width, family.partial)
+    inv_freq = hugging_face.frequencies(file, content, rotary)
     mixers, window = family.mixers(file, content, layers)
     config |= {
         "mixers": mixers,
@@ -349,17 +464,29 @@ def _read_model(folder: Path) -> tuple[Family, dict[str, Any], NDArray[np.float3
         "head_width": head_width,
         "norm_eps": number(file, content, "rms_norm_eps", default=1e-6),
         "rope_scale": 1.0,
-        "rotary": head_width,
-        "q_gate": 0,
-        "key_heads": 0,
-        "value_heads": 0,
-        "key_width": 0,
-        "value_width": 0,
+        "rotary": rotary,
         "qkv_bias": int(family.qkv_bias),
         "qk_norm": int(family.qk_norm),
-        "tied": int(bool(content.get("tie_word_embeddings", False))),
+        "q_gate": int(family.q_gate),
+        "tied": int(bool(content.get(hugging_face.TIED, False))),
     }
-    return family, config, inv_freq
+    return family, config | _delta_sizes(file, content, family), inv_freq
+
+
+def _delta_sizes(file: Path, content: dict[str, Any], family: Family) -> dict[str, int]:
+    """The sizes of a delta network; zeros where the family has none."""
+    sizes = dict.fromkeys(("key_heads", "value_heads", "key_width", "value_width"), 0)
+    sizes |= {size: hugging_face.count(file, content, key) for size, key in family.delta.items()}
+    for size in ("key_width", "value_width"):
+        if sizes[size] % DELTA_UNIT or sizes[size] > DELTA_MOST:
+            raise ValueError(
+                f"{file}: {family.delta[size]} is {sizes[size]}; it should be a multiple of "
+                f"{DELTA_UNIT}, at most {DELTA_MOST}"
+            )
+    keys, values = sizes["key_heads"], sizes["value_heads"]
+    if keys and values % keys:
+        raise ValueError(f"{file}: {values} value heads can't share {keys} key heads evenly")
+    return sizes
 
 
 def _find_family(file: Path, content: dict[str, Any]) -> Family:
@@ -376,8 +503,8 @@ def _find_family(file: Path, content: dict[str, Any]) -> Family:
 # ---- tensors ----
 
 
-def _element_type(tensors: weights.Tensors) -> str:
-    entries = [tensors.entry(name) for name in tensors]
+def _element_type(family: Family, tensors: weights.Tensors) -> str:
+    entries = [tensors.entry(name) for name in tensors if not family.is_aside(name)]
     matrices = {entry.dtype for entry in entries if len(entry.shape) == 2}
     return "bf16" if matrices == {"BF16"} else "f32"
 
@@ -398,66 +525,32 @@ def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
 
 def _check_tensors(
     family: Family, slots: Slots, tensors: weights.Tensors, *, tied: bool
-) -> dict[tuple[str, int, int], str]:
-    """The tensor name of each (slot, layer, index), after checking that all fit and none is left
-    over."""
-    names: dict[tuple[str, int, int], str] = {}
-    for slot, layer, index, rows, cols in slots:
-        name = family.tensor(slot, layer, index)
+) -> dict[str, list[tuple[str, int, int, int, int]]]:
+    """The slots that each tensor holds, behind one another, after checking that all fit and none is
+    left over."""
+    held: dict[str, list[tuple[str, int, int, int, int]]] = {}
+    for one in slots:
+        if one[0] not in family.constants:
+            held.setdefault(family.tensor(*one[:3]), []).append(one)
+    for name, (first, *others) in held.items():
+        slot, layer, _, rows, cols = first
         place = slot if layer < 0 else f"layer {layer} {slot}"
         if name not in tensors:
             raise ValueError(f"{place}: the file has no {name}")
+        rows += sum(other[3] for other in others)
+        tail = family.tails.get(slot, ())
         shape, needed = tensors.entry(name).shape, (rows, cols) if rows > 1 else (cols,)
-        if shape not in (needed, (rows, cols)):
+        needed = (cols // math.prod(tail), *tail) if tail else needed
+        if shape != needed and (tail or shape != (rows, cols)):
             raise ValueError(f"{place}: file has {shape}, the model needs {needed}")
-        names[slot, layer, index] = name
     # A tied head may be stored all the same; old Llama files keep their rotary frequencies.
     ignored = {family.tensor("head", -1)} if tied else set()
     surplus = [
         name
-        for name in set(tensors) - set(names.values()) - ignored
-        if not name.endswith("rotary_emb.inv_freq")
+        for name in set(tensors) - set(held) - ignored
+        if not name.endswith("rotary_emb.inv_freq") and not family.is_aside(name)
     ]
     if surplus:
         more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
         raise ValueError(f"the file has {min(surplus)}{more}, which {family.name} does not use")
-    return names
-
-
-# ---- the tokenizer ----
-
-
-def _read_tokenizer(folder: Path) -> dict[str, int]:
-    """Every token of tokenizer.json with its id."""
-    file = folder / TOKENIZER_FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"{folder} has no {TOKENIZER_FILE}")
-    content = read_json(file)
-    try:
-        vocab = content["model"]["vocab"]
-        if isinstance(vocab, list):  # Unigram: pairs of a token and its score, in the order of ids
-            vocab = {token: index for index, (token, _score) in enumerate(vocab)}
-        added = {token["content"]: token["id"] for token in content.get("added_tokens") or ()}
-        tokens = {str(token): operator.index(index) for token, index in (vocab | added).items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is not a tokenizer: {error!r:.200}") from None
-    if not tokens or min(tokens.values()) < 0:
-        raise ValueError(f"{file} has {'an id below 0' if tokens else 'no tokens'}")
-    return tokens
-
-
-def _read_eos(folder: Path, tokenizer: dict[str, int], vocab: int) -> tuple[int, ...]:
-    """The ids that end a sequence, from the first file that names any."""
-    for name in ("generation_config.json", CONFIG_FILE):
-        file = folder / name
-        found = read_json(file).get("eos_token_id") if file.is_file() else None
-        ids = found if isinstance(found, list) else [] if found is None else [found]
-        if any(type(item) is not int or not 0 <= item < vocab for item in ids):
-            raise ValueError(f"{file}: eos_token_id {found!r:.60} is not an id below {vocab}")
-        if ids:
-            return tuple(ids)
-    file = folder / "tokenizer_config.json"
-    token = read_json(file).get("eos_token") if file.is_file() else None
-    token = token.get("content") if isinstance(token, dict) else token
-    found = tokenizer.get(token, vocab) if isinstance(token, str) else vocab
-    return (found,) if found < vocab else ()
+    return held
