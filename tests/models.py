@@ -188,25 +188,23 @@ def make(spec: Spec, folder: Path, seed: int = 0) -> Path:
 
 def lay_out(folder: Path, prefix: str) -> None:
     """Gives a Qwen3.5's tensors the names of published folders, which transformers 5.5 does not
-    write, and one a vision tower has beside them the tensors of a speculative head."""
-    nested = "model.language_model."
-    index = folder / "model.safetensors.index.json"
+    write, and one with a vision tower the tensors of a speculative head."""
+    nested, index = "model.language_model.", folder / "model.safetensors.index.json"
+
+    def published(name: str) -> str:
+        inner = name.removeprefix(nested)
+        return name if inner == name else ("model." if "visual." in inner else prefix) + inner
+
+    places = {}
     for file in folder.glob("*.safetensors"):
-        tensors = {}
-        for name, tensor in safetensors.torch.load_file(file).items():
-            inner = name.removeprefix(nested)
-            seen = inner.startswith("visual.")
-            tensors["model." + inner if seen else prefix + inner if inner != name else name] = (
-                tensor
-            )
+        tensors = safetensors.torch.load_file(file)
+        tensors = {published(name): tensor for name, tensor in tensors.items()}
         if "model.visual.pos_embed.weight" in tensors:
             tensors["mtp.fc.weight"] = torch.ones(3, 6)
         safetensors.torch.save_file(tensors, file, {"format": "pt"})
+        places |= dict.fromkeys(tensors, file.name)
     if index.is_file():
-        content = json.loads(index.read_text())
-        places = content["weight_map"].items()
-        content["weight_map"] = {prefix + k.removeprefix(nested): v for k, v in places}
-        index.write_text(json.dumps(content))
+        index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
 @functools.cache
@@ -300,6 +298,17 @@ def split(model: PreTrainedModel) -> PreTrainedModel:
                 module.add_module(f"in_proj_{letter}", linear)
             module.__class__ = SplitDeltaNet
     return model
+
+
+def joined(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The parameters of a model that was split, as they are without."""
+    found = dict(state)
+    for name in state:
+        if name.endswith(".in_proj_q.weight"):
+            parts = [name.replace(".in_proj_q.", f".in_proj_{one}.") for one in "qkv"]
+            whole = torch.cat([found.pop(part) for part in parts])
+            found[name.replace(".in_proj_q.", ".in_proj_qkv.")] = whole
+    return found
 
 
 # ---- devices ----

@@ -64,6 +64,10 @@ def meta_of(adapter: _core.Adapter, name: str = "qwen3", **changes: Any) -> Meta
     return Meta(**fields | changes)
 
 
+# Models whose modules have PEFT's names in our checkpoints.
+AS_PEFT = [name for name, spec in SPECS.items() if spec.family != "qwen3_5"]
+
+
 def save(path: Path, adapter: _core.Adapter, meta: Meta, **options: Any) -> None:
     checkpoint.save(path, family_of(meta), adapter, meta, **options)
 
@@ -170,7 +174,7 @@ def test_a_snapshot_is_saved_for_sampling(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", AS_PEFT)
 def test_peft_loads_it_and_gives_the_same(
     name: str, groups: dict[str, bool], tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from models import (
     datum,
     error,
     folder,
+    joined,
     loaded,
     logprobs,
     randomize,
@@ -84,7 +85,7 @@ def test_a_merged_model_gives_the_adapters_logits(
     assert merged.config.tie_word_embeddings == (name in TIED and not unembed)
     # Each tensor is the exact sum, rounded once; what has no matrices is bit for bit the same.
     base = AutoModelForCausalLM.from_pretrained(folder(name), dtype="auto").state_dict()
-    exact = with_peft(name, adapter).merge_and_unload().state_dict()
+    exact = joined(with_peft(name, adapter).merge_and_unload().state_dict())
     if name in TIED:  # PEFT merges a head's matrices into the embedding too, which it shares
         exact["model.embed_tokens.weight"] = base["model.embed_tokens.weight"].double()
     for key, tensor in merged.state_dict().items():

@@ -310,7 +310,7 @@ def _version(package: str) -> str | None:
 def _info(options: argparse.Namespace) -> None:
     from tinsmith.engine.bases import parse_bytes, readable
     from tinsmith.engine.worker import plan
-    from tinsmith.files.families import element_type, find_model, read_config
+    from tinsmith.files.families import element_type, find_model, left_aside, read_config
 
     folder = find_model(options.model, {})
     config, inv_freq = read_config(folder)
@@ -325,6 +325,9 @@ def _info(options: argparse.Namespace) -> None:
         device=options.device,
     )
     print(f"{folder}: {int(config['layers'])} layers, width {int(config['width'])}, {kind}")
+    if aside := left_aside(folder):
+        tensors = ", ".join(f"{count} tensors of {prefix}*" for prefix, count in aside.items())
+        print(f"left aside, because text does not need them: {tensors}")
     cached = sizes["cache"] // sizes["kv_token"]
     kept = _kept(sizes, int(config["layers"]))
     labels = {

@@ -7,6 +7,7 @@ copied. The result appears whole or not at all.
 """
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +36,10 @@ def export(model: Path, adapter: Path, out: Path) -> int:
     lora, matrices = read(
         adapter, lambda version: (peft.describe(version), checkpoint.open_adapter(version))
     )
-    family = families.read_family(model)  # refuses what the engine could not have trained on
+    family, places = families.read_places(model)  # refuses what could not have been trained on
     with disk.unfinished(out) as temporary:
         with weights.open_folder(model) as base, matrices:
-            _write(temporary, model, family, base, lora, matrices)
+            _write(temporary, model, family, places, base, lora, matrices)
         for file in model.iterdir():
             copy = temporary / file.name
             if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not copy.exists():
@@ -52,26 +53,32 @@ def _write(
     folder: Path,
     model: Path,
     family: families.Family,
+    places: Mapping[str, families.Place],
     base: weights.Tensors,
     lora: peft.Lora,
     matrices: weights.Tensors,
 ) -> None:
     said = config.read_json(model / config.CONFIG_FILE)
     head, embed = family.tensor("head", -1), family.tensor("embed", -1)
-    changed = {f"{module}.weight" for module in lora.modules}
+    changed: dict[str, list[tuple[str, families.Place | None]]] = {}
+    for module in lora.modules:
+        name = families.plain(module)
+        place = places.get(name)
+        tensor = place.tensor if place else family.spelled(f"{name}.weight")
+        changed.setdefault(tensor, []).append((module, place))
     tied = bool(said.get("tie_word_embeddings", False))
     sources = {name: name for name in base if not (tied and name == head)}
     untied = tied and head in changed
     if untied:
         sources[head] = embed
-    missing = sorted(changed - set(sources))
+    missing = sorted(changed.keys() - sources.keys())
     if missing:
         raise ValueError(f"{model} has no {missing[0]}: the adapter belongs to another model")
 
     def make(name: str) -> np.ndarray:
         source = base[sources[name]]
-        scale = lora.alpha / lora.rank
-        return peft.merge(name, source, matrices, scale) if name in changed else source
+        parts = changed.get(name, ())
+        return peft.merge(source, matrices, parts, lora.alpha / lora.rank) if parts else source
 
     shards: dict[str, list[str]] = {}
     for name, source in sources.items():

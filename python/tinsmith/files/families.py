@@ -61,6 +61,9 @@ LAYERS_MAX, HEAD_WIDTH_MAX = 1 << 16, 256
 DELTA_UNIT, DELTA_MOST = 32, 256
 
 PREFIX = "model."  # of all tensors but the head
+NESTED = "model.language_model."  # in a model of several parts
+# How names of modules begin in adapters' files, beside how they do here.
+SPELLINGS = {"lm_head": (NESTED + "unembed_tokens", "model.unembed_tokens"), PREFIX: (NESTED,)}
 
 
 @dataclass(frozen=True)
@@ -112,9 +115,11 @@ class Family:
 
     def tensor(self, slot: str, layer: int, index: int = 0) -> str:
         """The checkpoint's name of the tensor in which a slot lies."""
-        name = self.names[slot].format(layer=layer, index=index)
-        inside = name.startswith(PREFIX)
-        return self.prefix + name.removeprefix(PREFIX) if inside else name
+        return self.spelled(self.names[slot].format(layer=layer, index=index))
+
+    def spelled(self, name: str) -> str:
+        """A tensor's name as this folder has it."""
+        return self.prefix + name.removeprefix(PREFIX) if name.startswith(PREFIX) else name
 
     def module(self, slot: str, layer: int, index: int = 0) -> str:
         """The name of a slot's module in an adapter's file."""
@@ -124,6 +129,15 @@ class Family:
     def is_aside(self, name: str) -> bool:
         """Whether a tensor is one that text does not need."""
         return name.startswith(self.aside)
+
+
+def plain(module: str) -> str:
+    """One name of a module for all that PEFT, the hosted service and we give it."""
+    for ours, others in SPELLINGS.items():
+        for other in others:
+            if module.startswith(other):
+                return ours + module.removeprefix(other)
+    return module
 
 
 QWEN3_5 = Family(
@@ -143,7 +157,7 @@ QWEN3_5 = Family(
         "key_width": "linear_key_head_dim", "value_width": "linear_value_head_dim",
     },
     partial=0.25,
-    prefixes=("model.language_model.", PREFIX),
+    prefixes=(NESTED, PREFIX),
     names=LLAMA_NAMES | {
         "delta_q": "model.layers.{layer}.linear_attn.in_proj_qkv.weight",
         "delta_k": "model.layers.{layer}.linear_attn.in_proj_qkv.weight",
@@ -161,7 +175,7 @@ QWEN3_5 = Family(
     plus_one=("final_norm", "attn_norm", "q_norm", "k_norm", "mlp_norm"),
     # rmsnorm with these weights divides by a length: x / (|x| / √N) · 1/√N; q also by √N.
     constants={"delta_q_unit": lambda width: 1 / width, "delta_k_unit": lambda width: width**-0.5},
-    aside=("model.visual.", "model.language_model.visual.", "mtp."),
+    aside=("model.visual.", NESTED + "visual.", "mtp."),
     # As the hosted service names them: it trains matrices of their own on q, k and v.
     modules={
         "delta_q": "model.layers.{layer}.linear_attn.in_proj_q",
@@ -360,8 +374,7 @@ def read_config(path: Path | str) -> tuple[dict[str, Any], NDArray[np.float32]]:
 
 def read_family(path: Path | str) -> Family:
     """The row of a model's folder; ValueError where config.json asks for what no row computes."""
-    family, _, _ = _read_model(Path(path))
-    return family
+    return _read_model(Path(path))[0]
 
 
 def element_type(path: Path | str) -> str:
@@ -501,6 +514,34 @@ def _find_family(file: Path, content: dict[str, Any]) -> Family:
 
 
 # ---- tensors ----
+
+
+@dataclass(frozen=True)
+class Place:
+    """The rows [first, first + rows) of a tensor, which has `cols` columns."""
+
+    tensor: str
+    first: int
+    rows: int
+    cols: int
+
+
+def read_places(path: Path | str) -> tuple[Family, dict[str, Place]]:
+    """The row of a model's folder, and where each module's weight lies, by its plain name: that of
+    every slot, and that of a tensor with several slots."""
+    family, config, inv_freq = _read_model(Path(path))
+    with weights.open_folder(path) as tensors:
+        family = family.of(tensors)
+        slots = _core.Model(config, inv_freq, weights="f32", threads=1).slots
+        held = _check_tensors(family, slots, tensors, tied=bool(config["tied"]))
+    found = {}
+    for name, parts in held.items():
+        first = 0
+        for slot, layer, index, rows, cols in parts:
+            found[plain(family.module(slot, layer, index))] = Place(name, first, rows, cols)
+            first += rows
+        found[plain(name.removesuffix(".weight"))] = Place(name, 0, first, parts[0][4])
+    return family, found
 
 
 def _element_type(family: Family, tensors: weights.Tensors) -> str:

@@ -10,16 +10,18 @@ zero. The hosted service's adapters are such folders as well, with a name of the
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.files import checkpoint, config, families, meta, weights
+from tinsmith.files.config import TIED
 from tinsmith.files.lora import Average
 from tinsmith.files.meta import Meta
 from tinsmith.files.version import Version, read
@@ -31,7 +33,6 @@ REFUSED = (
 )  # fmt: skip
 
 CONFIG_BYTES_MAX = 1 << 24
-HOSTED_HEAD = "unembed_tokens"  # the head's module in adapters of the hosted service
 
 
 @dataclass(frozen=True)
@@ -128,13 +129,14 @@ def _meta_of(version: Version) -> Meta:
 
 def _groups() -> dict[str, str]:
     """The switch (attn, mlp, unembed) that trains the modules of a name, of all families."""
-    groups = _core.slot_groups()
-    return {HOSTED_HEAD: groups["head"]} | {
-        family.module(slot, 0).rpartition(".")[2]: group
-        for family in families.FAMILIES
-        for slot, group in groups.items()
-        if slot in family.names
-    }
+    found = {}
+    for family in families.FAMILIES:
+        for slot, group in _core.slot_groups().items():
+            if slot in family.names:
+                tensor = family.tensor(slot, 0).removesuffix(".weight")
+                for module in (family.module(slot, 0), tensor):
+                    found[module.rpartition(".")[2]] = group
+    return found
 
 
 @dataclass(frozen=True)
@@ -199,19 +201,8 @@ def _load_version(
             f"{folder} has rank {lora.rank} and alpha {lora.alpha:g}, this adapter has "
             f"{adapter.rank} and {adapter.alpha:g}"
         )
-    flat = np.zeros(adapter.size, np.float32)
-    views = dict(checkpoint.matrices(family, adapter, flat))
     with version.tensors(checkpoint.ADAPTER_FILE) as tensors:
-        head = f"{family.module('head', -1)}.lora_"
-        for name in _trained(tensors):
-            view = views.get(name.replace(f"model.{HOSTED_HEAD}.lora_", head))
-            if view is None:
-                raise ValueError(f"{folder} has {name}, this adapter or base model does not")
-            if tensors.entry(name).shape != view.shape:
-                found, needed = tensors.entry(name).shape, view.shape
-                raise ValueError(f"{name}: file has {found}, the adapter needs {needed}")
-            weights.check_finite(tensors[name], f"{folder}: {name}")
-            view[:] = weights.widen(tensors[name])
+        flat = _read_matrices(folder, tensors, family, adapter)
     adapter.clear_gradients()
     for what in ("m", "v"):
         adapter.write(what, np.zeros(adapter.size, np.float32))
@@ -220,30 +211,88 @@ def _load_version(
     return None
 
 
+def _read_matrices(
+    folder: Path, tensors: weights.Tensors, family: families.Family, adapter: _core.Adapter
+) -> NDArray[np.float32]:
+    """An adapter's weights out of a folder's matrices. Where modules share a tensor of the base
+    model, a matrix A of the whole is that of each, and a B is theirs behind one another."""
+    flat = np.zeros(adapter.size, np.float32)
+    filled: dict[int, str] = {}
+    views = _views(family, adapter, flat)
+    for name in _trained(tensors):
+        module, _, letter = name.removeprefix(checkpoint.PREFIX).rpartition(".lora_")
+        into = views.get((families.plain(module), letter[:1]), {})
+        if not into:
+            raise ValueError(f"{folder} has {name}, this adapter or base model does not")
+        shapes = [view.shape for view in into.values()]
+        rows = sum(shape[0] for shape in shapes) if letter[:1] == "B" else shapes[0][0]
+        array, needed = tensors[name], (rows, shapes[0][1])
+        if array.shape != needed:
+            raise ValueError(f"{name}: file has {array.shape}, the adapter needs {needed}")
+        weights.check_finite(array, f"{folder}: {name}")
+        row = 0
+        for offset, view in into.items():
+            if offset in filled:
+                raise ValueError(f"{folder} has {filled[offset]} and {name}, which are one matrix")
+            filled[offset] = name
+            view[:] = weights.widen(array[row : row + len(view)])
+            row += len(view) if letter[:1] == "B" else 0
+    return flat
+
+
+def _views(
+    family: families.Family, adapter: _core.Adapter, flat: NDArray[np.float32]
+) -> dict[tuple[str, str], dict[int, NDArray[np.float32]]]:
+    """The matrices, in PEFT's shape and by their offset, that a folder's matrix fills, by its
+    module's plain name and its letter: one, or those of all modules that share a tensor."""
+    found: dict[tuple[str, str], dict[int, NDArray[np.float32]]] = {}
+    for slot, layer, index, letter, offset, rows, cols in adapter.layout:
+        view = flat[offset : offset + rows * cols].reshape(rows, cols).T
+        tensor = family.tensor(slot, layer, index).removesuffix(".weight")
+        for name in (family.module(slot, layer, index), tensor):
+            found.setdefault((families.plain(name), letter), {})[offset] = view
+    return found
+
+
 # ---- merged ----
 
 ROWS = 1024  # of a matrix that are merged at a time
 
 
 def merge(
-    name: str, base: np.ndarray, adapter: Mapping[str, np.ndarray], scale: float
+    base: np.ndarray,
+    adapter: Mapping[str, np.ndarray],
+    parts: Sequence[tuple[str, families.Place | None]],
+    scale: float,
 ) -> np.ndarray:
-    """A module's weight with its matrices added, in the weight's type."""
-    module = name.removesuffix(".weight")
-    a, b = (weights.widen(adapter[checkpoint.matrix_name(module, letter)]) for letter in "AB")
-    if base.shape != (b.shape[0], a.shape[1]):
-        raise ValueError(
-            f"{module} is {base.shape} in the base model, but {(b.shape[0], a.shape[1])} in the "
-            "adapter: it belongs to another model"
-        )
-    merged = np.empty_like(base)
-    for row in range(0, len(base), ROWS):
-        rows = slice(row, row + ROWS)
-        whole = weights.widen(base[rows]) + np.float32(scale) * (b[rows] @ a)
-        merged[rows] = weights.narrow(whole, base.dtype)
+    """A tensor with the matrices of modules added, in its type; each module's weight is at its
+    place in the tensor, or all of it."""
+    merged, end = np.array(base), 0
+    for module, place in sorted(parts, key=lambda part: part[1].first if part[1] else 0):
+        a, b = (weights.widen(adapter[checkpoint.matrix_name(module, letter)]) for letter in "AB")
+        shape = (place.rows, place.cols) if place else base.shape
+        if shape != (b.shape[0], a.shape[1]):
+            raise ValueError(
+                f"{module} is {shape} in the base model, but {(b.shape[0], a.shape[1])} in the "
+                "adapter: it belongs to another model"
+            )
+        first = place.first if place else 0
+        if first < end:
+            raise ValueError(f"the adapter has matrices for {module} and others for rows of it")
+        end = first + len(b)
+        for row in range(0, len(b), ROWS):
+            some = b[row : row + ROWS]
+            rows = slice(first + row, first + row + len(some))
+            whole = weights.widen(base[rows]) + np.float32(scale) * (some @ a)
+            merged[rows] = weights.narrow(whole, base.dtype)
     return merged
 
 
 def options(config: Mapping[str, Any], *, untied: bool) -> dict[str, Any]:
-    """config.json of a merged model: a head that was trained is not the embedding any more."""
-    return {**config, "tie_word_embeddings": False} if untied else dict(config)
+    """config.json of a merged model: a head that was trained is not the embedding any more, in any
+    part of it that says so."""
+    content = dict(config)
+    for key, part in config.items():
+        if untied and isinstance(part, dict) and part.get(TIED):
+            content[key] = {**part, TIED: False}
+    return {**content, TIED: False} if untied else content
