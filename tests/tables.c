@@ -243,9 +243,14 @@ static void layers_keep_what_their_kinds_keep(const Model *model)
     CHECK(cache_at(model, &cache, 2) == 64 * G * E && cache_at(model, &step, 2) == 0);
     CHECK(kv_token_bytes(model) == 2 * (2 * G * E) * sizeof(float));
     CHECK(kv_sequence_bytes(model) == STATE_BYTES);
-    size_t room = ((size_t)1 << 20) + model_bytes(model), token = kv_token_bytes(model);
-    int64_t left = ((int64_t)1 << 18) - (int64_t)STEP_SEQUENCES * STATE_BYTES;
-    CHECK(budget_cache_tokens(model, room, (size_t)1 << 30) == left / (int64_t)token / 64 * 64);
+    size_t room = ((size_t)1 << 18) + model_bytes(model), token = kv_token_bytes(model);
+    int64_t tokens = budget_cache_tokens(model, room, (size_t)1 << 30);
+    CHECK(tokens == 128 && budget_states(model, tokens) == (int)(tokens * token / STATE_BYTES));
+    CHECK(budget_cache_bytes(model, 192) > (1 << 16) && budget_cache_bytes(model, 128) < (1 << 16));
+    CHECK(budget_states(model, 0) == 4 && budget_states(model, 1 << 20) == 2 * STEP_SEQUENCES);
+    size_t many = ((size_t)1 << 24) - 2 * STEP_SEQUENCES * STATE_BYTES;
+    tokens = budget_cache_tokens(model, ((size_t)1 << 26) + model_bytes(model), (size_t)1 << 30);
+    CHECK(tokens == (int64_t)(many / token / 64 * 64));
 }
 
 int main(void)

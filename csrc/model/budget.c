@@ -6,7 +6,7 @@
  * changes no result, also leaves room for everything that is already there. */
 #include "core.h"
 
-enum { STEP_SHARE = 2, CACHE_SHARE = 4 };
+enum { STEP_SHARE = 2, CACHE_SHARE = 4, STATES_LEAST = 4, STATES_MOST = 2 * STEP_SEQUENCES };
 
 static size_t minimum(size_t a, size_t b)
 {
@@ -59,9 +59,21 @@ size_t kv_sequence_bytes(const Model *model)
     return bytes;
 }
 
+int budget_states(const Model *model, int64_t tokens)
+{
+    size_t state = kv_sequence_bytes(model), pages = (size_t)tokens * kv_token_bytes(model);
+    return state ? (int)maximum(STATES_LEAST, minimum(pages / state, STATES_MOST)) : 0;
+}
+
+size_t budget_cache_bytes(const Model *model, int64_t tokens)
+{
+    return (size_t)tokens * kv_token_bytes(model) +
+           (size_t)budget_states(model, tokens) * kv_sequence_bytes(model);
+}
+
 int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_bytes)
 {
-    size_t token = kv_token_bytes(model), least = (size_t)model->shape.context * token;
+    size_t least = budget_cache_bytes(model, model->shape.context);
     if (!all_bytes) {
         least = 0;
         model->dev->memory(model->dev, &free_bytes, &all_bytes);
@@ -69,7 +81,10 @@ int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_by
             free_bytes -= minimum(free_bytes, model_bytes(model));
     }
     size_t bytes = minimum(room(model, all_bytes) / CACHE_SHARE, maximum(free_bytes / 2, least));
-    bytes -= minimum(bytes, STEP_SEQUENCES * kv_sequence_bytes(model));
-    int64_t tokens = (int64_t)(bytes / token) / KV_PAGE * KV_PAGE;
-    return tokens < KV_PAGE ? KV_PAGE : tokens < CACHE_TOKENS_MAX ? tokens : CACHE_TOKENS_MAX;
+    int64_t pages = 1, above = CACHE_TOKENS_MAX / KV_PAGE + 1;
+    while (above - pages > 1) {
+        int64_t middle = pages + (above - pages) / 2;
+        *(budget_cache_bytes(model, middle * KV_PAGE) <= bytes ? &pages : &above) = middle;
+    }
+    return pages * KV_PAGE;
 }

@@ -295,6 +295,9 @@ size_t cache_at(const Model *model, const Cache *cache, int layer);
  * training.
  */
 float *cache_state(const Model *model, const Cache *cache, int layer);
+/* Takes what a sequence keeps of all layers back to the beginning of the page of its newest row:
+ * the next row that it runs is that page's first. */
+void cache_rewind(const Model *model, const Cache *cache, int number);
 
 /* The `keep` that keeps everything; 0 keeps nothing, and 1 the least that backward needs. */
 int keep_all(const Model *model);
@@ -365,9 +368,14 @@ size_t budget_step(const Model *model, size_t all_bytes);
 typedef size_t KeepBytes(void *context, int keep);
 /* The largest `keep` that fits in so many bytes, or 0. */
 int budget_keep(const Model *model, size_t most, KeepBytes *bytes, void *context);
+/* Sequences whose states a sampler's cache of so many tokens has room for. Their states take as
+ * many bytes as the pages do, but there are a few in any case, and twice as many as a step runs at
+ * most: those of the running sequences, and others that are kept. 0: the layers keep none. */
+int budget_states(const Model *model, int64_t tokens);
+/* Bytes of such a cache: its pages and states. */
+size_t budget_cache_bytes(const Model *model, int64_t tokens);
 /* Tokens of a sampler's cache in so many bytes of memory, which include the weights; 0: in the
- * device's. Of them `free_bytes` are free, and more can be freed for the context's cache. The
- * memory that STEP_SEQUENCES sequences keep beside the pages comes first. */
+ * device's. Of them `free_bytes` are free, and more can be freed for the context's cache. */
 int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_bytes);
 /* Bytes that one token keeps in the pages of all layers, and that one sequence keeps beside them.
  */

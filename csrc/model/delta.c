@@ -104,6 +104,24 @@ void linear_attention_forward(const Pass *p, real *out)
     project(p, last, 1, acts->delta_gated, z.V, 1);
 }
 
+void cache_rewind(const Model *m, const Cache *cache, int number)
+{
+    Device *d = m->dev;
+    const Shape *s = &m->shape;
+    int Q = s->key_heads * s->key_width, parts[] = {Q, Q, s->value_heads * s->value_width};
+    for (int l = 0; l < s->layers; l++) {
+        if (!HAS(DELTA)) continue;
+        float *start =
+                  cache_state(m, cache, l) + (size_t)number * cache->state_bytes / sizeof *start,
+              *ring = start + CONV_START(delta_channels(s));
+        for (int i = 0; i < 3; i++) { /* the rows at p % CONV = 1, 2, 3 */
+            d->copy(d, ring + parts[i], start, CONV_START(parts[i]) * sizeof *start);
+            start += CONV_START(parts[i]);
+            ring += CONV_RING(parts[i]);
+        }
+    }
+}
+
 /* dunit → dconv of one of q and k, through the division by its length, then through the
  * convolution. */
 static void unprepare(const Pass *p, real *dx, real *dconv, const real *dunit, const real *x,

@@ -184,9 +184,10 @@ static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *k
     if (status) return raise_status(status);
 #define SIZE(name) #name, (Py_ssize_t)plan.name
     return Py_BuildValue(
-        "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", SIZE(weights), SIZE(adapter),
-        SIZE(step), SIZE(own), SIZE(kv_token), SIZE(cache), SIZE(free), SIZE(all), SIZE(scratch),
-        SIZE(step_most), SIZE(step_tokens), SIZE(longest), "kept",
+        "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", SIZE(weights),
+        SIZE(adapter), SIZE(step), SIZE(own), SIZE(cache), SIZE(cache_tokens), SIZE(kv_token),
+        SIZE(states), SIZE(kv_sequence), SIZE(free), SIZE(all), SIZE(scratch), SIZE(step_most),
+        SIZE(step_tokens), SIZE(longest), "kept",
         (Py_ssize_t)(plan.keep ? keep_layers(self->model, CHEAP, plan.keep) : 0), "attention_kept",
         (Py_ssize_t)(plan.keep ? keep_layers(self->model, DEAR, plan.keep) : 0));
 #undef SIZE
@@ -206,6 +207,17 @@ static PyObject *model_cache_tokens_method(PyObject *object, PyObject *args, PyO
     int64_t tokens = budget_cache_tokens(self->model, (size_t)all_bytes, (size_t)free_bytes);
     turn_give(self);
     return PyLong_FromLongLong(tokens);
+}
+
+static PyObject *model_cache_bytes_method(PyObject *object, PyObject *argument)
+{
+    PyModel *self = (PyModel *)object;
+    long long tokens = PyLong_AsLongLong(argument);
+    if (tokens == -1 && PyErr_Occurred()) return NULL;
+    if (tokens < 0 || tokens > CACHE_TOKENS_MAX)
+        return PyErr_Format(PyExc_ValueError, "a cache can hold 0 to %d tokens, not %lld",
+                            CACHE_TOKENS_MAX, tokens);
+    return PyLong_FromSize_t(tokens ? budget_cache_bytes(self->model, tokens) : 0);
 }
 
 static PyObject *model_step_bytes_method(PyObject *object, PyObject *memory)
@@ -308,6 +320,8 @@ static PyMethodDef methods[] = {
     {"cache_tokens", (PyCFunction)(void (*)(void))model_cache_tokens_method,
      METH_VARARGS | METH_KEYWORDS,
      "cache_tokens(memory=0, free=0) -> int\n\nTokens that a sampler's cache holds by default."},
+    {"cache_bytes", model_cache_bytes_method, METH_O,
+     "cache_bytes(tokens) -> int\n\nBytes of a sampler's cache for so many tokens."},
     {"step_bytes", model_step_bytes_method, METH_O,
      "step_bytes(memory) -> int\n\nBytes that a training step may take by default."},
     {NULL, NULL, 0, NULL},

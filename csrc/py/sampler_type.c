@@ -321,6 +321,13 @@ static PyObject *sampler_reused(PyObject *object, void *unused)
     return PyLong_FromLongLong(((PySampler *)object)->sampler->kv.prefix.reused);
 }
 
+static PyObject *sampler_states(PyObject *object, void *unused)
+{
+    (void)unused;
+    const States *states = &((PySampler *)object)->sampler->kv.states;
+    return Py_BuildValue("(ii)", states->count, states->kept);
+}
+
 static PyObject *sampler_replays(PyObject *object, void *unused)
 {
     (void)unused;
@@ -356,6 +363,8 @@ static PyMethodDef methods[] = {
 static PyGetSetDef getset[] = {
     {"active", sampler_active, NULL, "Requests queued or running.", NULL},
     {"reused", sampler_reused, NULL, "Tokens that were found in the cache, not computed.", NULL},
+    {"states", sampler_states, NULL,
+     "(slots, kept): sequences whose states have room, and states kept for later requests.", NULL},
     {"replays", sampler_replays, NULL,
      "(steps, replays): those that only decoded on a device that records them, and replayed ones.",
      NULL},

@@ -79,7 +79,7 @@ static size_t inputs_fill(Decode *d, Arena *host, const Turn *turns, int count)
         to.batch.tokens[i] = s->tokens[turn->from];
         to.batch.pos[i] = turn->from;
         to.batch.slot[i] = s->pages[turn->from / KV_PAGE] * KV_PAGE + turn->from % KV_PAGE;
-        to.batch.spans[i] = (Span){i, 1, turn->from, first, -1};
+        to.batch.spans[i] = (Span){i, 1, turn->from, first, s->state};
         for (int j = 0; j < s->page_count; j++) to.batch.pages[first++] = s->pages[j];
     }
     to.batch.pages[first] = nobody;

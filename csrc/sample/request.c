@@ -17,7 +17,7 @@ void request_close(Sampler *sampler, Request *r)
     line_leave(&sampler->line, r);
     for (int j = 0; r->sequence && j < r->spec.samples; j++) {
         Sequence *s = &r->sequence[j];
-        sequence_drop(&sampler->kv, s);
+        sequence_drop(&sampler->kv, r, s);
         free(s->tokens);
         free(s->logprobs);
         free(s->top_ids);
@@ -185,6 +185,7 @@ static int results_make(Request *r)
     r->drawn_ids = calloc(draws + 1, sizeof(int32_t));
     r->drawn_logprobs = calloc(draws + 1, sizeof(float));
     r->sequence = calloc((size_t)spec->samples, sizeof *r->sequence);
+    for (int j = 0; r->sequence && j < spec->samples; j++) r->sequence[j].state = -1;
     return r->prompt_logprobs && r->top_ids && r->top_logprobs && r->target_logprobs &&
            r->drawn_ids && r->drawn_logprobs && r->sequence;
 }
@@ -297,7 +298,7 @@ Status sampler_stop(Sampler *sampler, int64_t id, int sample)
         return fail(STATUS_INVALID, "no sample %d of request %lld is here", sample, (long long)id);
     Sequence *s = &r->sequence[sample];
     s->ending = STOPPED;
-    sequence_drop(&sampler->kv, s);
+    sequence_drop(&sampler->kv, r, s);
     return STATUS_OK;
 }
 

@@ -185,7 +185,7 @@ static Status step_forward(SampleStep *step)
     for (int i = 0; i < step->count; i++) {
         const Turn *turn = &step->turns[i];
         const Sequence *s = &turn->request->sequence[turn->sample];
-        spans[i] = (Span){row, turn->rows, turn->from, first, -1};
+        spans[i] = (Span){row, turn->rows, turn->from, first, s->state};
         for (int j = 0; j < turn->rows; j++, row++) {
             int at = turn->from + j;
             tokens[row] = s->tokens[at];
@@ -453,7 +453,7 @@ static void sequences_restart(Sampler *sampler)
 {
     for (int i = 0; i < sampler->count; i++)
         for (int j = 0; j < sampler->request[i]->spec.samples; j++)
-            sequence_drop(&sampler->kv, &sampler->request[i]->sequence[j]);
+            sequence_forget(&sampler->kv, &sampler->request[i]->sequence[j]);
     kv_forget(&sampler->kv);
 }
 

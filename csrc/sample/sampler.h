@@ -52,7 +52,39 @@ void prefix_add(Prefix *prefix, int32_t page, uint64_t stamp, uint64_t before,
                 const int32_t *tokens);
 uint64_t prefix_number(const Prefix *prefix, int32_t page);
 
-/* ---- kv.c: pages of the cache ---- */
+/* ---- states.c: what sequences keep beside their pages ---- */
+
+/* Of a slot that is kept. */
+typedef struct StateSlot {
+    int32_t page;         /* behind whose last token it is the state */
+    int32_t older, newer; /* used before it and after it; -1: the end */
+} StateSlot;
+
+typedef struct States {
+    int count; /* slots; 0: the model's layers keep nothing beside the pages */
+    int free_count, kept;
+    int32_t *free_list;
+    StateSlot *slot;        /* [count] */
+    int32_t *of_page;       /* [pages] the slot that is kept for a page, or -1 */
+    int32_t oldest, newest; /* kept ones */
+} States;
+
+/* Even a failed one is closed. */
+Status states_open(States *states, int count, int pages);
+void states_close(States *states);
+/* A slot for a sequence: a free one, or the kept one that was not used for longest; -1: none. */
+int32_t states_take(States *states);
+void states_give(States *states, int32_t slot);
+/* The slot that is kept for a page, or -1. */
+int32_t states_find(const States *states, int32_t page);
+/* A kept slot is used now. */
+void states_use(States *states, int32_t slot);
+/* Keeps a slot that was taken for a page that has none. */
+void states_keep(States *states, int32_t slot, int32_t page);
+/* The page is forgotten, so is the slot that was kept for it. */
+void states_forget(States *states, int32_t page);
+
+/* ---- kv.c: pages of the cache, and states beside them ---- */
 
 typedef struct Kv {
     Model *model;
@@ -62,6 +94,7 @@ typedef struct Kv {
     int32_t *free_list;
     int32_t *users; /* of each page: how many sequences hold it */
     Prefix prefix;
+    States states;
 } Kv;
 
 Status kv_open(Kv *kv, Model *model, int64_t tokens);
@@ -75,6 +108,9 @@ void kv_forget(Kv *kv);
 /* Copy-on-write: a page with the first `count` keys of `page`, for a sequence that diverges from
  * it; -1 if there is none. */
 int32_t kv_fork(Kv *kv, int32_t page, int count);
+/* Copies the state in a slot to another. `rewinds`: the copy is taken back to the beginning of the
+ * page of its newest row. */
+void kv_state_copy(Kv *kv, int32_t from, int32_t to, int rewinds);
 
 /* ---- requests and sequences ---- */
 
@@ -95,6 +131,10 @@ typedef struct Sequence {
     int kept;        /* full pages that prefix.c knows */
     uint64_t behind; /* its number of the last of them */
     int waited;      /* for a page that another sequence was computing */
+    int32_t state;   /* the slot of its state; -1: none */
+    int low;         /* the state is good for rows from here on, up to those that are cached */
+    int shared_end;  /* tokens of whole pages that it had in common with an earlier one, behind
+                        which no state was kept; 0: none */
 } Sequence;
 
 typedef struct RequestSpec {
@@ -239,6 +279,28 @@ int line_join(Line *line, Request *request);
 void line_leave(Line *line, const Request *request);
 void line_close(Line *line);
 
+/* room.c: the sequence in a place of the line gets what it needs to run, if need be by preemption;
+ * 0: it has to wait. */
+
+/* A slot for its state, where the model's layers keep one. */
+int room_state(Sampler *sampler, int place);
+/* Pages for `length` tokens. */
+int room_pages(Sampler *sampler, int place, int length);
+
+/* keep.c: which states are kept. */
+
+/* Of the next `rows` rows of a sequence those that its turn runs: it ends where a state is to be
+ * kept. */
+int keep_rows(const Sequence *s, int rows);
+/* The rows of a sequence's turn have run. */
+void keep_ran(Kv *kv, const Request *request, Sequence *s);
+/* Keeps a copy of a sequence's state as it was at the beginning of the page of its newest row,
+ * unless there is one or no slot can be had. */
+void keep_copy(Kv *kv, const Request *request, const Sequence *s);
+/* A sequence gives its state up: it is kept at the end of its last full page, unless there is one
+ * or the page is not known. */
+void keep_own(Kv *kv, const Request *request, Sequence *s);
+
 /* sequence.c: a sequence after its rows have run. */
 
 /* The rows of these turns have their keys and values in the cache. */
@@ -247,19 +309,32 @@ void turns_cached(Sampler *sampler, const Turn *turns, int count);
 Draw sequence_draw(const Sampler *sampler, const Turn *turn);
 /* A drawn token joins its sequence, and may end it. */
 void sequence_take_token(Sampler *sampler, const Turn *turn, int32_t token, float logp);
-/* Gives back the pages of a sequence. */
-void sequence_drop(Kv *kv, Sequence *sequence);
+/* Gives back what a sequence holds. Its state may be kept for others (keep.c). */
+void sequence_drop(Kv *kv, const Request *request, Sequence *sequence);
+/* The same, of a sequence whose content is not known. */
+void sequence_forget(Kv *kv, Sequence *sequence);
 
 /* share.c: sequences with a common prefix. */
 
 /* Remembers the full pages of a sequence, and the scores of their rows. */
 void share_keep(Kv *kv, const Request *request, Sequence *s);
 /* A request's first sequence has its prompt in the cache. The others begin with its pages, up to
- * the prompt's last token, which each runs for itself. */
+ * the prompt's last token, which each runs for itself. (Where there are states, resume_begin sees
+ * to that.) */
 void share_prompt(Sampler *sampler, Request *request);
 /* Gives a sequence the pages of its missing tokens that the cache already has. Returns whether it
  * then waits for a page that one of this step's turns computes. */
 int share_begin(Sampler *sampler, const Turn *turns, int count, Request *request, Sequence *s);
+/* The stamp of a request's weights. */
+uint64_t share_stamp(const Request *request);
+/* Whether a turn's sequence still runs in the next step, unless a stop token ends it. */
+int share_goes_on(const Turn *turn);
+
+/* resume.c: the same where the model's layers keep a state. */
+
+/* As share_begin, for the sequence in a place of the line, which also gets a slot. If there is none
+ * it waits, and those behind it that have none will too: `full` is set. */
+int resume_begin(Sampler *sampler, const Turn *turns, int count, int place, int *full);
 
 /* scores.c: the log-probabilities that a page's rows gave. */
 

@@ -1,4 +1,4 @@
-/* sample/schedule.c - which sequences run in a step, and on which pages.
+/* sample/schedule.c - which sequences run in a step, and which of their rows.
  *
  * Clients take turns. The line begins with the oldest sequence of each client, then the second of
  * each, and so on; within a turn the older request comes first. So a client with one sequence runs
@@ -7,11 +7,8 @@
  * one row. The rows that are left go to prompts, in pieces, shared equally by the clients that have
  * any.
  *
- * A sequence that finds no free page preempts the last sequence in line that has pages, and takes
- * them. The first in line belongs to the oldest request of all until it is done, so it always
- * advances, and each sequence comes to be the first. Preempted pages are computed again, to the
- * same bits. If an earlier sequence is computing a page that this one needs, this one waits
- * (share.c). */
+ * A sequence that finds no free page preempts the last in line (room.c). If an earlier sequence is
+ * computing a page that this one needs, this one waits (share.c, resume.c). */
 #include <stdlib.h>
 #include <string.h>
 
@@ -151,36 +148,7 @@ static void rows_share(Line *line, int rows)
     }
 }
 
-/* ---- pages ---- */
-
-/* The last sequence in line, behind a given place, that has pages. None of those runs in this step
- * yet. */
-static Sequence *last_behind(const Line *line, int place)
-{
-    for (int i = line->count - 1; i > place; i--) {
-        Sequence *s = &line->waiter[i].request->sequence[line->waiter[i].sample];
-        if (s->page_count) return s;
-    }
-    return NULL;
-}
-
-/* Gives the sequence in a place pages for `length` tokens; 0 if it has to wait. */
-static int make_room(Sampler *sampler, int place, int length)
-{
-    const Waiter *at = &sampler->line.waiter[place];
-    Sequence *sequence = &at->request->sequence[at->sample];
-    while (sequence->page_count * KV_PAGE < length) {
-        int32_t page = kv_take(&sampler->kv);
-        if (page < 0) {
-            Sequence *victim = last_behind(&sampler->line, place);
-            if (!victim) return 0;
-            sequence_drop(&sampler->kv, victim);
-            continue;
-        }
-        sequence->pages[sequence->page_count++] = page;
-    }
-    return 1;
-}
+/* ---- the turns ---- */
 
 static void order_by_adapter(Turn *turns, int count)
 {
@@ -196,17 +164,21 @@ static void order_by_adapter(Turn *turns, int count)
 int schedule(Sampler *sampler, Turn *turns)
 {
     Line *line = &sampler->line;
-    int count = 0, decoding = line_form(line, sampler->request, sampler->count);
+    int count = 0, states = sampler->kv.states.count, full = 0,
+        decoding = line_form(line, sampler->request, sampler->count);
     rows_share(line, STEP_ROWS - (decoding < STEP_SEQUENCES ? decoding : STEP_SEQUENCES));
     for (int i = 0; i < line->count && count < STEP_SEQUENCES; i++) {
         Request *r = line->waiter[i].request;
         int j = line->waiter[i].sample, prompt = !decodes(&r->sequence[j]);
         Sequence *s = &r->sequence[j];
         if (prompt && !r->client->rows) continue;
-        if (share_begin(sampler, turns, count, r, s)) continue;
+        if (states ? resume_begin(sampler, turns, count, i, &full)
+                   : share_begin(sampler, turns, count, r, s))
+            continue;
         int missing = s->length - s->cached;
         int take = prompt && missing > r->client->rows ? r->client->rows : missing;
-        if (!make_room(sampler, i, s->cached + take)) continue;
+        take = keep_rows(s, take);
+        if (!room_pages(sampler, i, s->cached + take)) continue;
         turns[count++] = (Turn){r, j, s->cached, take, take == missing};
         if (prompt) r->client->rows -= take;
     }

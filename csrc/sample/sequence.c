@@ -2,11 +2,19 @@
  * and added, its pages are given back. */
 #include "sampler.h"
 
-void sequence_drop(Kv *kv, Sequence *sequence)
+void sequence_forget(Kv *kv, Sequence *sequence)
 {
     for (int i = 0; i < sequence->page_count; i++) kv_drop(kv, sequence->pages[i]);
-    sequence->page_count = sequence->cached = sequence->kept = 0;
+    if (sequence->state >= 0) states_give(&kv->states, sequence->state);
+    sequence->page_count = sequence->cached = sequence->kept = sequence->shared_end = 0;
     sequence->behind = 0;
+    sequence->state = -1;
+}
+
+void sequence_drop(Kv *kv, const Request *request, Sequence *sequence)
+{
+    keep_own(kv, request, sequence);
+    sequence_forget(kv, sequence);
 }
 
 void turns_cached(Sampler *sampler, const Turn *turns, int count)
@@ -17,6 +25,7 @@ void turns_cached(Sampler *sampler, const Turn *turns, int count)
         if (turn->sample == 0 && s->cached > turn->request->reached)
             turn->request->reached = s->cached;
         share_keep(&sampler->kv, turn->request, s);
+        keep_ran(&sampler->kv, turn->request, s);
     }
 }
 
@@ -36,12 +45,15 @@ void sequence_take_token(Sampler *sampler, const Turn *turn, int32_t token, floa
 {
     Request *r = turn->request;
     Sequence *s = &r->sequence[turn->sample];
-    if (turn->sample == 0 && s->drawn == 0) share_prompt(sampler, r);
+    if (turn->sample == 0 && s->drawn == 0) {
+        share_prompt(sampler, r);
+        keep_copy(&sampler->kv, r, s);
+    }
     s->tokens[s->length++] = token;
     s->logprobs[s->drawn++] = logp;
     if (s->length == r->limit) s->ending = FULL;
     for (int64_t i = 0; i < r->spec.stop_count; i++)
         if (token == r->spec.stop_ids[i]) s->ending = STOPPED;
     sampler->drawn[sampler->drawn_count++] = (Drawn){r->spec.id, turn->sample, token};
-    if (s->ending != RUNNING) sequence_drop(&sampler->kv, s);
+    if (s->ending != RUNNING) sequence_drop(&sampler->kv, r, s);
 }

@@ -20,7 +20,7 @@ enum { PART_LEAST = 16 }; /* the fewest rows that are worth a step and a copy */
 /* What a request's pages are remembered under: its weights, which count up, or, where they may
  * change under way, its session, which counts down. So pages of several weights are found in their
  * session alone. */
-static uint64_t stamp_of(const Request *request)
+uint64_t share_stamp(const Request *request)
 {
     if (request->spec.session) return ~request->spec.session;
     return request->spec.adapter ? request->spec.adapter->stamp : 0;
@@ -43,10 +43,10 @@ void share_keep(Kv *kv, const Request *request, Sequence *s)
     Prefix *prefix = &kv->prefix;
     while ((s->kept + 1) * KV_PAGE <= s->cached) {
         const int32_t *tokens = s->tokens + s->kept * KV_PAGE;
-        int32_t page = prefix_find(prefix, stamp_of(request), s->behind, tokens);
+        int32_t page = prefix_find(prefix, share_stamp(request), s->behind, tokens);
         if (page < 0) {
             page = s->pages[s->kept];
-            prefix_add(prefix, page, stamp_of(request), s->behind, tokens);
+            prefix_add(prefix, page, share_stamp(request), s->behind, tokens);
         }
         scores_keep(prefix, page, request, s->kept);
         s->behind = prefix_number(prefix, page);
@@ -60,7 +60,7 @@ static void known_pages(Kv *kv, Request *request, Sequence *s)
     if (s->page_count != s->kept) return;
     while ((s->kept + 1) * KV_PAGE < s->length) { /* the last token is run, for its logits */
         const int32_t *tokens = s->tokens + s->kept * KV_PAGE;
-        int32_t page = prefix_find(prefix, stamp_of(request), s->behind, tokens);
+        int32_t page = prefix_find(prefix, share_stamp(request), s->behind, tokens);
         if (page < 0 || !scores_suffice(&prefix->scores[page], request, s->kept)) return;
         scores_take(&prefix->scores[page], request, s->kept);
         kv_share(kv, page);
@@ -75,7 +75,7 @@ static int page_common(const Request *request, const Sequence *s, const Request 
                        const Sequence *theirs)
 {
     if (theirs->kept != s->kept || theirs->behind != s->behind) return 0;
-    if (stamp_of(other) != stamp_of(request)) return 0;
+    if (share_stamp(other) != share_stamp(request)) return 0;
     int from = s->kept * KV_PAGE, n = 0, end = from + KV_PAGE;
     if (s->length < end) end = s->length;
     if (theirs->length < end) end = theirs->length;
@@ -91,6 +91,7 @@ void share_prompt(Sampler *sampler, Request *r)
     for (int j = 1; j < r->spec.samples; j++) {
         Sequence *from = &r->sequence[0], *to = &r->sequence[j];
         to->ready = 1;
+        if (sampler->kv.states.count) continue;
         for (int i = 0; i < whole; i++) {
             kv_share(&sampler->kv, from->pages[i]);
             to->pages[to->page_count++] = from->pages[i];
@@ -127,8 +128,7 @@ static int rows_open(const Request *r, const Sequence *s)
     return n;
 }
 
-/* Whether a turn's sequence still runs in the next step, unless a stop token ends it. */
-static int goes_on(const Turn *turn)
+int share_goes_on(const Turn *turn)
 {
     const Sequence *s = &turn->request->sequence[turn->sample];
     return !turn->draws || s->length + 1 < turn->request->limit;
@@ -150,7 +150,7 @@ int share_begin(Sampler *sampler, const Turn *turns, int count, Request *r, Sequ
             source = theirs;
         }
         int there = turn->from + turn->rows - s->cached; /* after this step */
-        comes |= part >= PART_LEAST && there >= part && goes_on(turn);
+        comes |= part >= PART_LEAST && there >= part && share_goes_on(turn);
     }
     if (!source) return comes && !s->waited ? s->waited = 1 : 0;
     int32_t page = kv_fork(&sampler->kv, source->pages[s->kept], copied);

@@ -18,7 +18,7 @@ static Status longest(Trainer *trainer, int *fits)
 static Status plan_of(Plan *plan, Trainer *trainer, int tokens)
 {
     const Model *model = trainer->adapter->model;
-    size_t kv_token = kv_token_bytes(model);
+    int64_t cached = budget_cache_tokens(model, 0, 0);
     StepNeeds step;
     if (!tokens) tokens = trainer->limits.step_tokens;
     TRY(targets_needs(trainer, tokens, &step));
@@ -26,8 +26,11 @@ static Status plan_of(Plan *plan, Trainer *trainer, int tokens)
                    .adapter = adapter_vector_bytes(trainer->adapter),
                    .step = step.bytes,
                    .own = model->dev->own_bytes + step.scratch,
-                   .kv_token = kv_token,
-                   .cache = (size_t)budget_cache_tokens(model, 0, 0) * kv_token,
+                   .cache = budget_cache_bytes(model, cached),
+                   .cache_tokens = (size_t)cached,
+                   .kv_token = kv_token_bytes(model),
+                   .states = (size_t)budget_states(model, cached),
+                   .kv_sequence = kv_sequence_bytes(model),
                    .scratch = step.scratch,
                    .step_most = trainer->limits.step_bytes,
                    .step_tokens = tokens,

@@ -147,7 +147,9 @@ Status trainer_distill(Trainer *trainer, const Datums *datums, const Loss *loss,
 
 /* All memory in bytes, before anything is allocated. */
 typedef struct Plan {
-    size_t weights, adapter, step, own, kv_token, cache, free, all;
+    size_t weights, adapter, step, own, free, all;
+    size_t cache, cache_tokens, kv_token; /* a sampler's cache: its tokens, one token's bytes */
+    size_t states, kv_sequence;           /* in it, of how many sequences the states, and one's */
     size_t scratch, step_most; /* of `own` the ops' scratch of a step; the most that a step may
                                   take, which includes it */
     int step_tokens, keep;

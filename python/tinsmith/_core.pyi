@@ -131,13 +131,14 @@ class Model:
     def plan(self, rank: int, tokens: int = 0, step_bytes: int = 0) -> dict[str, int]:
         """Bytes of each use of memory, before anything is allocated. weights. adapter: of `rank` on
         every layer. step: of a datum of `tokens` (0: step_tokens, the default's). own: the ops' own
-        needs on the device. kv_token: one token in the KV cache. cache: a sampler's default. free
-        and all: the bytes that the device can give, and those that it has. scratch: a step's part
-        of `own`. step_most: the limit of a step and its scratch, which is step_bytes, or by default
-        half of what the weights leave. The step's layers keep what fits in that limit: `kept`
-        layers keep everything, attention_kept layers at least attention's results, and the others
-        only the inputs of activation recomputation. Both counts are 0 if the step does not fit at
-        all. longest: the tokens of the longest datum that fits, at most the context."""
+        needs on the device. cache: a sampler's default, of cache_tokens tokens, kv_token bytes
+        each, and the states of `states` sequences, kv_sequence bytes each. free and all: the bytes
+        that the device can give, and those that it has. scratch: a step's part of `own`. step_most:
+        the limit of a step and its scratch, which is step_bytes, or by default half of what the
+        weights leave. The step's layers keep what fits in that limit: `kept` layers keep
+        everything, attention_kept layers at least attention's results, and the others only the
+        inputs of activation recomputation. Both counts are 0 if the step does not fit at all.
+        longest: the tokens of the longest datum that fits, at most the context."""
 
     def step_bytes(self, memory: int) -> int:
         """Bytes that a training step may take by default: half of what the weights leave of
@@ -147,6 +148,10 @@ class Model:
         the weights leave of `memory`, and in half of what is free of it. If the whole context is
         more tokens, the cache holds the whole context. memory 0: what the device has, and no more
         than half of what it has free."""
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of a sampler's cache for so many tokens: their keys and values, and, if the model's
+        layers keep a state for a sequence, as many states as take the same bytes, but at least 4
+        and at most 512."""
 
 class Adapter:
     """LoRA matrices on a model, with gradients and AdamW state. B starts at zero, A as PEFT
@@ -376,6 +381,11 @@ class Sampler:
     def reused(self) -> int:
         """Tokens found in the prefix cache: a prompt that begins like an earlier sequence on the
         same weights reuses its pages. No result depends on it."""
+    @property
+    def states(self) -> tuple[int, int]:
+        """(slots, kept), where the model's layers keep a state for a sequence: how many sequences
+        there is room for, and how many states are kept for prompts that begin alike. Else (0, 0).
+        """
     @property
     def replays(self) -> tuple[int, int]:
         """(steps, replays): the steps that only decoded, on a device that records them, and how

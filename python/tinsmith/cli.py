@@ -328,14 +328,13 @@ def _info(options: argparse.Namespace) -> None:
     if aside := left_aside(folder):
         tensors = ", ".join(f"{count} tensors of {prefix}*" for prefix, count in aside.items())
         print(f"left aside, because text does not need them: {tensors}")
-    cached = sizes["cache"] // sizes["kv_token"]
     kept = _kept(sizes, int(config["layers"]))
     labels = {
         "weights": "base weights",
         "adapter": f"one adapter of rank {options.rank}, with gradients and optimizer",
         "step": f"a training step of {sizes['step_tokens']} tokens, which {kept}",
         "own": "what the device's ops need for themselves",
-        "cache": f"a KV cache of {cached} tokens, {readable(sizes['kv_token'])} each",
+        "cache": _cache(sizes),
     }
     for key, label in labels.items():
         print(f"{readable(sizes[key]):>12}  {label}")
@@ -366,6 +365,17 @@ def _kept(sizes: Mapping[str, int], layers: int) -> str:
         f"keeps {sizes['kept']} of its {layers} layers, attention's part of "
         f"{sizes['attention_kept']}, and makes the rest again"
     )
+
+
+def _cache(sizes: Mapping[str, int]) -> str:
+    """What a sampler's cache holds."""
+    from tinsmith.engine.bases import readable
+
+    pages = f"a KV cache of {sizes['cache_tokens']} tokens, {readable(sizes['kv_token'])} each"
+    if not sizes["states"]:
+        return pages
+    one = readable(sizes["kv_sequence"])
+    return f"{pages}, and the states of {sizes['states']} sequences, {one} each"
 
 
 def _export(options: argparse.Namespace) -> None:

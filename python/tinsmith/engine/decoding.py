@@ -158,8 +158,7 @@ class Decoder:
         """Makes what requests for a base model need, with a cache for so many tokens (0: the
         engine's default)."""
         sampler = _core.Sampler(base.core, tokens=cache_tokens, vocab_limit=base.tokenizer_vocab)
-        token_bytes = base.core.plan(1, 1)["kv_token"]
-        self._lanes[base.path] = _Lane(sampler, cache_tokens * token_bytes)
+        self._lanes[base.path] = _Lane(sampler, base.core.cache_bytes(cache_tokens))
 
     def shut(self, path: Path) -> bool:
         """Drops an idle lane with its cache; returns whether there was one."""

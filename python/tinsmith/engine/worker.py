@@ -456,7 +456,7 @@ class Worker:
         if self._decoder.is_open(base):
             return
         tokens = self._bases.cache_tokens(base)
-        size = tokens * base.core.plan(1, 1)["kv_token"]
+        size = base.core.cache_bytes(tokens)
         log.info(
             "%s: sampling fills a cache of keys and values of up to %s (%d tokens), and keeps it "
             "for prompts that begin alike; it is part of --memory, and makes room for others",
