@@ -50,8 +50,8 @@ template <int PAD, bool EXACT_, int ROW_WARPS_, int COL_WARPS_> struct Shape {
         COLUMNS = PAD / COL_WARPS_,
         TILES = COLUMNS / 8,
         KEYS_BYTES = KV_PAGE * PAD * 2,
-        SAVED = TILES * 4 + 4, /* floats that a thread puts aside between chunks */
-        BYTES = 2 * KEYS_BYTES + SAVED * THREADS * 4,
+        SAVED = (TILES * 4 + 1) * THREADS,  /* floats that a block puts aside between chunks */
+        BYTES = 2 * KEYS_BYTES + SAVED * 4, /* 97 KB at most: sm_86 and sm_89 have 99 */
         RESIDENT = PAD == 64 ? 3
         : PAD == 128         ? 2
                              : 1, /* blocks that registers must leave room for */
@@ -68,7 +68,7 @@ template <int TILES> struct Sums {
 /* The state that one thread has of its block. */
 template <class S> struct Work {
     Shared<real> keys, values; /* a page of each */
-    Shared<float> saved;       /* (SAVED, THREADS) */
+    Shared<float> saved;       /* each thread's acc, then top and sum of each warp's rows */
     Tile tile;
     int g, seen; /* key-value head; keys that the tile's last row sees */
     int row, column;
@@ -195,18 +195,28 @@ template <int TILES> __device__ static __forceinline__ void sums_close(Sums<TILE
     }
 }
 
+/* Where top and, 16 floats behind it, sum of a thread's upper row are saved; the lower row's are 8
+ * floats on. A warp has 32 floats: its own copy of its 16 rows' pairs. */
+template <class S> __device__ static __forceinline__ Shared<float> saved_row(const Work<S> &w)
+{
+    return w.saved + S::TILES * 4 * S::THREADS + threadIdx.x / 32 * 32 + threadIdx.x % 32 / 4;
+}
+
 template <class S>
 __device__ static __forceinline__ void sums_save(const Work<S> &w, const Sums<S::TILES> &sums)
 {
-    Shared<float> saved = w.saved + threadIdx.x;
+    Shared<float> saved = w.saved + threadIdx.x, row = saved_row(w);
+    __syncwarp(); /* all have read what is overwritten */
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        saved[i * S::THREADS] = sums.top[i];
-        saved[(2 + i) * S::THREADS] = sums.sum[i];
+        if (threadIdx.x % 4) continue;
+        row[8 * i] = sums.top[i];
+        row[8 * i + 16] = sums.sum[i];
     }
 #pragma unroll
     for (int j = 0; j < S::TILES; j++)
-        for (int i = 0; i < 4; i++) saved[(4 + j * 4 + i) * S::THREADS] = sums.acc[j][i];
+        for (int i = 0; i < 4; i++) saved[(j * 4 + i) * S::THREADS] = sums.acc[j][i];
+    __syncwarp();
 }
 
 /* Joins the saved sums, of the chunks before, with the sums of the chunk behind them. Where a row
@@ -214,23 +224,22 @@ __device__ static __forceinline__ void sums_save(const Work<S> &w, const Sums<S:
 template <class S>
 __device__ static __forceinline__ void sums_join(Sums<S::TILES> &sums, const Work<S> &w)
 {
-    Shared<float> saved = w.saved + threadIdx.x;
+    Shared<float> saved = w.saved + threadIdx.x, row = saved_row(w);
     float before[2], behind[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        float top = fmaxf(saved[i * S::THREADS], sums.top[i]);
+        float top = fmaxf(row[8 * i], sums.top[i]);
         float base = top == -INFINITY ? 0.0f : top;
-        before[i] = fast_exp2(saved[i * S::THREADS] - base);
+        before[i] = fast_exp2(row[8 * i] - base);
         behind[i] = fast_exp2(sums.top[i] - base);
         sums.top[i] = top;
-        sums.sum[i] =
-            fmaf(sums.sum[i], behind[i], __fmul_rn(saved[(2 + i) * S::THREADS], before[i]));
+        sums.sum[i] = fmaf(sums.sum[i], behind[i], __fmul_rn(row[8 * i + 16], before[i]));
     }
 #pragma unroll
     for (int j = 0; j < S::TILES; j++)
         for (int i = 0; i < 4; i++)
             sums.acc[j][i] = fmaf(sums.acc[j][i], behind[i / 2],
-                                  __fmul_rn(saved[(4 + j * 4 + i) * S::THREADS], before[i / 2]));
+                                  __fmul_rn(saved[(j * 4 + i) * S::THREADS], before[i / 2]));
 }
 
 /* Which row of (T,H) this thread's upper (0) or lower (1) row is, or −1. */
@@ -363,7 +372,7 @@ __device__ static __forceinline__ void work_begin(Work<S> &w, const Attention &c
 {
     w.keys = shared_part<real>(bytes, 0, KV_PAGE * S::E_PAD);
     w.values = shared_part<real>(bytes, S::KEYS_BYTES, KV_PAGE * S::E_PAD);
-    w.saved = shared_part<float>(bytes, 2 * S::KEYS_BYTES, S::SAVED * S::THREADS);
+    w.saved = shared_part<float>(bytes, 2 * S::KEYS_BYTES, S::SAVED);
     int warp = threadIdx.x / 32;
     w.g = blockIdx.y;
     w.row = warp / S::COL_WARPS * 16;
@@ -460,6 +469,8 @@ void cuda_attention(Device *dev, real *y, float *lse, const real *q, const real 
         attention_launch<64, true>(cuda, c);
     else if (E == 128)
         attention_launch<128, true>(cuda, c);
+    else if (E == 256)
+        attention_launch<256, true>(cuda, c);
     else if (E < 64)
         attention_launch<64, false>(cuda, c);
     else if (E < 128)

@@ -41,7 +41,7 @@ template <int PAD, bool EXACT_, int ROW_WARPS_, int COL_WARPS_> struct Shape {
         OWNED = ROWS * PAD,     /* elements of a tile that stays */
         PASSING = WALKED * PAD, /* elements of a tile that is walked over */
         FACTS_AT = (2 * OWNED + 4 * PASSING) * 2,
-        BYTES = FACTS_AT + 2 * WALKED * 12,
+        BYTES = FACTS_AT + 2 * WALKED * 12, /* 97 KB at most: sm_86 and sm_89 have 99 */
         RESIDENT = PAD == 256 ? 1 : 3, /* blocks of queries that registers must leave room for */
     };
     static constexpr bool EXACT = EXACT_;
@@ -338,6 +338,8 @@ void cuda_attention_backward(Device *dev, real *dq, real *dk, real *dv, const re
         backward_launch<64, true>(cuda, c);
     else if (E == 128)
         backward_launch<128, true>(cuda, c);
+    else if (E == 256)
+        backward_launch<256, true>(cuda, c);
     else if (E < 64)
         backward_launch<64, false>(cuda, c);
     else if (E < 128)

@@ -54,7 +54,7 @@ namespace emulate {
 
 enum { LANES = 32, ALIGN = 128, GUARD = 1024, STACK = 256 << 10, PAGE = 4096 };
 enum { POISON = 0xFF, GUARD_BYTE = 0xA5 }; /* poison is NaN as bf16, f32 and f64, and -1 */
-enum { SHARED_MAX = 163 << 10 };           /* bytes a block may have on sm_80; sm_90 has 227 KB */
+enum { SHARED_MAX = 99 << 10 }; /* bytes a block may have on sm_86 and sm_89; sm_80 has 163 KB */
 enum Order { FORWARD, REVERSE, RANDOM, ROTATE /* one of the three, by launch and block */ };
 enum State { READY, AT_COLLECTIVE, AT_BARRIER, DONE };
 
@@ -258,7 +258,7 @@ inline unsigned char *region_of_block(Region *region, const char *name, size_t b
     gpu.regions.push_back(region);
     size_t total = 0;
     for (Region *other : gpu.regions) total += other->bytes;
-    if (total > SHARED_MAX) complain("%zu bytes of shared memory, sm_80 has %d", total, SHARED_MAX);
+    if (total > SHARED_MAX) complain("%zu bytes of shared memory, sm_86 has %d", total, SHARED_MAX);
     return region->base;
 }
 

@@ -7,7 +7,7 @@ Their spans keep nothing; test_delta.py has those that do.
 
 import numpy as np
 import reference
-from engine import KV_PAGE, Span
+from engine import KV_PAGE, Span, from_bf16, to_bf16
 from op_cases import case
 
 LENGTHS = ((), (1,), (5, 1, 9), (63, 64, 65), (2, 128, 3), (200,))
@@ -69,6 +69,9 @@ def make_delta(rng, lengths, G, H, N, E):
     T = sum(lengths)
     q, k = rng.standard_normal((2, T, G, N))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    # exact in any device's real, so that w and pages, which backward is given, belong to them
+    whole_v = rng.standard_normal((T, H, E))
+    q, k, v = (from_bf16(to_bf16(x)).astype(float) for x in (q / N**0.5, k, whole_v))
     sizes = dict(spans=whole(lengths), S=len(lengths), T=T, G=G, H=H, N=N, E=E, step=0)
     return dict(
         y=(T, H, E),
@@ -76,9 +79,9 @@ def make_delta(rng, lengths, G, H, N, E):
         pages=(T // KV_PAGE, H, N, E),
         state=None,
         open=None,
-        q=q / N**0.5,
+        q=q,
         k=k,
-        v=rng.standard_normal((T, H, E)),
+        v=v,
         beta=rng.uniform(0, 1, (T, H)),
         decay=-(rng.uniform(0, 1.5, (T, H)) ** 4),
         **sizes,

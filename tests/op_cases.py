@@ -310,6 +310,8 @@ def make_pages(rng, seen, G, E):
     dict(spans=((1, 200), (1, 63), (1, 64)), H=6, G=2, E=34, window=65),
     dict(spans=((5, 0), (1, 70), (3, 62)), H=4, G=4, E=16, window=1),
     dict(spans=((133, 0), (37, 100)), H=4, G=2, E=32, window=50),
+    dict(spans=((3, 300), (1, 5)), H=4, G=2, E=256),  # several chunks of the widest head
+    dict(spans=((1, 300), (1, 5)), H=4, G=2, E=256),
 )
 def make_attention(rng, spans, H, G, E, window=0):
     k, v, pages, first = make_pages(rng, [rows + pos for rows, pos in spans], G, E)
@@ -358,6 +360,7 @@ def causal(q, k, v, lengths, G, window=0):
     dict(lengths=(5, 1, 9), H=6, G=2, E=34, window=3),
     dict(lengths=(71, 33), H=4, G=4, E=16, window=2),
     dict(lengths=(200,), H=4, G=2, E=32, window=65),
+    dict(lengths=(37, 5), H=2, G=1, E=256),
 )
 def make_attention_backward(rng, lengths, H, G, E, window=0):
     T = sum(lengths)

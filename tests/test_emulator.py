@@ -92,7 +92,7 @@ SEEN_IN_WORDS = {
     "two barriers in one block": ("divergence", 5, "others at that of line"),
     "ldmatrix off its alignment": ("address", 1, "ldmatrix: the address is not a multiple of 16"),
     "ldmatrix from elsewhere": ("address", 2, "ldmatrix: the address is outside of shared memory"),
-    "more shared memory than a block may have": ("large", 1, "bytes of shared memory, sm_80 has"),
+    "more shared memory than a block may have": ("large", 1, "bytes of shared memory, sm_86 has"),
 }
 
 

@@ -1,0 +1,108 @@
+/* cuda/gate.cu - gates beside a matrix: rows cut into halves, joined again, and the product with a
+ * sigmoid.
+ *
+ *   halve  a[t,:], b[t,:] = the halves of x[t,:];  join  its reverse
+ *   gate   y = x·σ(g);  dx = dy·σ,  dg = dy·x·σ·(1 − σ),  σ = σ(g)
+ *
+ * halve and join read and write 2·T·E reals; gate reads 2·T·D and writes T·D, its backward reads
+ * 3·T·D and writes 2·T·D; memory bound. A thread moves 16 bytes where rows allow it, and loads all
+ * of its elements before it stores any, so that dx may be dy's memory. */
+#include "cuda.cuh"
+
+enum { THREADS = 256 };
+
+/* Moves pieces between whole rows (T,2E) and their halves: TO_HALVES out of x, else into it. */
+template <int W, bool TO_HALVES>
+static __global__ void __launch_bounds__(THREADS)
+    halves_kernel(real *x, real *a, real *b, int64_t pieces, int per_half)
+{
+    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= pieces) return;
+    int64_t row = i / (2 * per_half), at = i - row * 2 * per_half;
+    real *half =
+        at < per_half ? a + (row * per_half + at) * W : b + (row * per_half + at - per_half) * W;
+    real *to = TO_HALVES ? half : x + i * W;
+    const real *from = TO_HALVES ? x + i * W : half;
+    if constexpr (W == 8)
+        *reinterpret_cast<uint4 *>(to) = *reinterpret_cast<const uint4 *>(from);
+    else
+        *to = *from;
+}
+
+template <bool TO_HALVES>
+static void halves_move(Device *dev, real *x, real *a, real *b, int T, int E)
+{
+    int W = E % 8 ? 1 : 8, per_half = E / W;
+    int64_t pieces = (int64_t)T * 2 * per_half;
+    auto kernel = W == 8 ? halves_kernel<8, TO_HALVES> : halves_kernel<1, TO_HALVES>;
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks(pieces, THREADS), THREADS, 0, x, a, b, pieces,
+           per_half);
+}
+
+void cuda_halve(Device *dev, real *a, real *b, const real *x, int T, int E)
+{
+    halves_move<true>(dev, const_cast<real *>(x), a, b, T, E);
+}
+
+void cuda_join(Device *dev, real *x, const real *a, const real *b, int T, int E)
+{
+    halves_move<false>(dev, x, const_cast<real *>(a), const_cast<real *>(b), T, E);
+}
+
+/* ---- the product with a sigmoid ---- */
+
+__device__ static __forceinline__ float sigmoid(float x)
+{
+    return 1.0f / (1.0f + fast_exp(-x));
+}
+
+template <int W>
+static __global__ void __launch_bounds__(THREADS)
+    gate_kernel(real *y, const real *x, const real *gate, int64_t n)
+{
+    int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W;
+    if (i >= n) return;
+    float v[W], g[W];
+    load<W>(v, x + i);
+    load<W>(g, gate + i);
+    for (int j = 0; j < W; j++) v[j] *= sigmoid(g[j]);
+    store<W>(y + i, v);
+}
+
+template <int W>
+static __global__ void __launch_bounds__(THREADS)
+    gate_backward_kernel(real *dx, real *dgate, const real *dy, const real *x, const real *gate,
+                         int64_t n)
+{
+    int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W;
+    if (i >= n) return;
+    float d[W], v[W], g[W];
+    load<W>(d, dy + i);
+    load<W>(v, x + i);
+    load<W>(g, gate + i);
+    for (int j = 0; j < W; j++) {
+        float s = sigmoid(g[j]), of_x = d[j] * s;
+        g[j] = of_x * v[j] * (1.0f - s);
+        d[j] = of_x;
+    }
+    store<W>(dx + i, d);
+    store<W>(dgate + i, g);
+}
+
+void cuda_gate(Device *dev, real *y, const real *x, const real *gate, int T, int D)
+{
+    int64_t n = (int64_t)T * D;
+    int W = n % 8 ? 1 : 8;
+    auto kernel = W == 8 ? gate_kernel<8> : gate_kernel<1>;
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, y, x, gate, n);
+}
+
+void cuda_gate_backward(Device *dev, real *dx, real *dgate, const real *dy, const real *x,
+                        const real *gate, int T, int D)
+{
+    int64_t n = (int64_t)T * D;
+    int W = n % 8 ? 1 : 8;
+    auto kernel = W == 8 ? gate_backward_kernel<8> : gate_backward_kernel<1>;
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, dx, dgate, dy, x, gate,
+           n);
+}
