@@ -229,7 +229,8 @@ def reference(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """One of SPECS in transformers, in float64 or as it computes in bf16; copy it to change it."""
     if dtype == torch.float64:
         return as_double(folder(name))
-    return AutoModelForCausalLM.from_pretrained(folder(name), dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder(name), dtype=dtype)
+    return model.to(dtype).eval()  # a model with a part that sees takes its parts' own types
 
 
 def as_double(path: Path) -> PreTrainedModel:
