@@ -94,7 +94,7 @@ Status device_open(Device **dev, const char *name, int threads)
 enum { L = 3, D = 10, H = 4, G = 2, E = 6, F = 14, R = 3, EXPERT_COUNT = 5, T = 7, BLOCK = 256 };
 
 static const LayerKinds kinds[L] = {{{KIND_full_attention, KIND_mlp}},
-                                    {{KIND_linear_attention, KIND_experts}},
+                                    {{KIND_recurrent, KIND_experts}},
                                     {{KIND_sliding_attention, KIND_experts}}};
 static const Shape shape = {.layers = L,
                             .width = D,
@@ -102,6 +102,7 @@ static const Shape shape = {.layers = L,
                             .kv_heads = G,
                             .head_width = E,
                             .ffn = F,
+                            .rotary = E,
                             .vocab = 20,
                             .context = 64,
                             .window = 8,

@@ -89,9 +89,8 @@ def test_sampled_logprob_equals_the_trainers_in_bf16(spec: str) -> None:
     prompts = [tokens_of(model, length, length) for length in (3, 70, 11, 1, 25)]
     for number, prompt in enumerate(prompts):
         sampler.add(number, prompt, num_samples=3, max_tokens=20, seed=number)
-    done: list[int] = []
-    while len(done) < len(prompts):
-        done += sampler.step()[1]
+    while len(sampler.step()[1]) < len(prompts):
+        pass
     for number, prompt in enumerate(prompts):
         for sample in sampler.take(number)["samples"]:
             whole = np.concatenate([prompt, sample["tokens"]])

@@ -12,12 +12,12 @@ from engine import ROOT, setup_py
 STATE_BYTES = 320
 ROWS = {
     "layers.inc": f"""
-        LAYER_KIND(linear_attention, MIXER, DELTA, 0, {STATE_BYTES})
+        LAYER_KIND(recurrent, MIXER, RECURRENT, 0, {STATE_BYTES})
         LAYER_KIND(experts, FEED, EXPERTS, 0, 0)""",
     "weights.inc": """
-        LAYER_VECTOR(decay, s->heads, HAS(DELTA))
+        LAYER_VECTOR(decay, s->heads, HAS(RECURRENT))
         LAYER_MATRIX(expert_up, 5, s->ffn, s->width, HAS(EXPERTS), MLP)""",
-    "acts.inc": "KEPT(DEAR, float, state, 2 * s->heads, DELTA)",
+    "acts.inc": "KEPT(DEAR, float, state, 2 * s->heads, RECURRENT)",
 }
 SOURCES = (
     "device/arena.c", "device/status.c", "model/acts.c", "model/adapter.c", "model/budget.c",
@@ -35,7 +35,7 @@ def test_rows_of_kinds_that_no_family_has_yet(tmp_path: Path) -> None:
         assert undefined in text
         table.write_text(text.replace(undefined, f"\n{rows}\n{undefined}", 1))
     flags = [*setup_py().WARNINGS, "-std=c11", "-Werror", "-g", "-fsanitize=address"]
-    parts = f"-DSTATE_BYTES={STATE_BYTES}", "-DDELTA=4", "-DEXPERTS=8"
+    parts = f"-DSTATE_BYTES={STATE_BYTES}", "-DRECURRENT=16", "-DEXPERTS=8"
     files = [ROOT / "tests" / "tables.c", *(copy / name for name in SOURCES)]
     program = tmp_path / "tables"
     command = ["gcc", *flags, *parts, f"-I{copy}", *files, "-o", program, "-lm"]

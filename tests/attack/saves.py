@@ -15,7 +15,9 @@ FAMILY = FAMILIES[0]
 SHAPE: dict[str, Any] = {
     "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "head_width": 8, "ffn": 24, "vocab": 24,
     "context": 64, "window": 0, "qkv_bias": 0, "qk_norm": 1, "tied": 0, "norm_eps": 1e-6,
-    "rope_scale": 1.0, "mixers": ("full_attention",), "feeds": ("mlp",),
+    "rope_scale": 1.0, "rotary": 8, "q_gate": 0, "key_heads": 0, "value_heads": 0,
+    "key_width": 0, "value_width": 0,
+    "mixers": ("full_attention",), "feeds": ("mlp",),
 }  # fmt: skip
 
 

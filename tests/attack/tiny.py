@@ -57,7 +57,8 @@ def tensors(config: dict[str, Any] | None = None) -> dict[str, np.ndarray]:
         "layers": layers, "width": width, "heads": 2, "kv_heads": 1, "head_width": 8, "ffn": 24,
         "vocab": VOCAB, "context": CONTEXT, "window": 0, "qkv_bias": 0, "qk_norm": 1, "tied": 0,
         "norm_eps": 1e-6, "rope_scale": 1.0, "mixers": ("full_attention",) * layers,
-        "feeds": ("mlp",) * layers,
+        "feeds": ("mlp",) * layers, "rotary": 8, "q_gate": 0, "key_heads": 0, 
+        "value_heads": 0, "key_width": 0, "value_width": 0,
     }  # fmt: skip
     core = _core.Model(shape, np.ones(4, np.float32), weights="f32", threads=1)
     return {
