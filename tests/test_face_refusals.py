@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import tinsmith
 import torch
+from attack import tiny
 from conftest import CONTEXT, VOCAB
 from face import PROMPT, TOKENS, state
+from tinsmith.files import weights
 
 ONE, TWO, X = np.asarray([5, 6, 7]), np.asarray([[5, 6], [7, 8], [9, 10]]), np.ones(3)
 TRAINING = {
@@ -176,3 +178,22 @@ def test_weights_that_overflow_are_told_by_a_sentence_and_others_are_not_disturb
     again = model.sampler().sample(PROMPT, adapter=good, max_tokens=4, seed=3)[0].tokens
     np.testing.assert_array_equal(again, expected)
     assert np.isfinite(model.logprobs(PROMPT)).all()
+
+
+def test_log_probabilities_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    """Even where no loss counts them. The weights are finite, and sums of them are not."""
+    tensors = tiny.tensors()
+    tensors["lm_head.weight"] *= np.float32(1e38)
+    tensors["model.norm.weight"] *= np.float32(1e20)
+    weights.write(tiny.make(tmp_path / "m") / weights.SINGLE_FILE, tensors, {"format": "pt"})
+    model = tinsmith.Model(tmp_path / "m", device="cpu", threads=1)
+    adapter, ids = model.lora(rank=1, seed=1), np.arange(9)
+    before = state(adapter)
+    for call in (
+        lambda: adapter.forward(ids, ids),
+        lambda: adapter.forward_backward(ids, ids, np.zeros(9)),
+        lambda: model.logprobs(ids, adapter=adapter),
+    ):
+        with pytest.raises(FloatingPointError, match="not numbers here: its weights"):
+            call()
+        assert state(adapter) == before

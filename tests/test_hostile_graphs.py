@@ -223,6 +223,7 @@ def test_a_graph_is_refused_before_it_is_used(name: str) -> None:
         [{"name": "logprobs", "rank": 3}],
         [{"name": "logprobs", "rank": 1}] * 2,
         [{"name": "logprobs", "rank": 1}, {"name": "a.b", "rank": 1}],
+        [{"name": "logprobs", "rank": 1}, {"name": "__class__", "rank": 1}],
         [{"name": "logprobs", "rank": True}],
         [{"name": "logprobs", "rank": 1.0}],
         [{"name": ["logprobs"], "rank": 1}],

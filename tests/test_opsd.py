@@ -1,6 +1,7 @@
 """OPSD through the unmodified SDK: one step beside transformers, PEFT and OPSD's loss, every LoRA
 gradient included, for each kind of teacher; and what is refused, by a sentence."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,21 @@ def test_a_step_with_a_checkpoint_or_a_sampler_as_teacher(
         output = client.forward(datums(pairs()), LOSS, {**config, "teacher": teacher}).result()
         losses.append(output.metrics["loss:sum"])
     assert len(set(losses)) == 1, losses
+
+
+def test_a_teachers_checkpoint_is_looked_up_beside_the_event_loop(
+    server: Backend, service: tinker.ServiceClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = trained(service, seed=1)
+    path, meta, found = client.save_state("taught").result().path, Store.meta, list[str]()
+
+    def noted(store: Store, name: str) -> Any:
+        found.append(threading.current_thread().name)
+        return meta(store, name)
+
+    monkeypatch.setattr(Store, "meta", noted)
+    client.forward(datums(pairs()), LOSS, {"teacher": path}).result()
+    assert found and all(name.startswith("tinsmith-disk") for name in found), found
 
 
 def test_a_step_with_the_student_itself_as_teacher(

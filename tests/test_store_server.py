@@ -20,6 +20,7 @@ import tinker
 from conftest import Wire
 from small_run import make_client, make_data, read, train
 from tinsmith.files import checkpoint
+from tinsmith.files import store as store_file
 from tinsmith.files.store import Store
 from tinsmith.server import service as service_file
 from tinsmith.server.backend import Backend
@@ -406,6 +407,33 @@ def test_other_folders_tell_nothing(server, tmp_path):
         told |= {reply.replace(repr(path)[:200], "PATH") for reply in replies}
     assert len(told) == 1, told
     assert "is not a checkpoint's path" in told.pop()
+
+
+def test_a_folder_that_is_named_again_and_again_is_warned_of_once(server, tmp_path, caplog):
+    wire = Wire(server.url)
+    for name in ("one", "other") * 5:
+        reply = wire.http.post("/weights_info", json={"tinker_path": str(tmp_path / name)})
+        assert "the server's log says why" in reply.json()["detail"]
+    warned = [item.message for item in caplog.records if str(tmp_path) in item.message]
+    assert len(warned) == 2 and "one" in warned[0] and "other" in warned[1]
+
+
+def test_meta_is_read_once_by_what_changes_it(backend, monkeypatch):
+    """So that what is checked is what is changed."""
+    wire, read, reads = Wire(backend.url), store_file.content_of, []
+    monkeypatch.setattr(store_file, "content_of", lambda v: reads.append(v) or read(v))
+    model = wire.create()
+    wire.result(wire.post("/save_weights", model_id=model, seq_id=1, path="a"))
+    checkpoint = f"/training_runs/{model}/checkpoints/weights/a"
+    for method, path, body in (
+        ("POST", "publish", None),
+        ("DELETE", "publish", None),
+        ("PUT", "ttl", {"ttl_seconds": 7200}),
+        ("GET", "archive.tar", None),
+    ):
+        reads.clear()
+        reply = wire.http.request(method, f"{checkpoint}/{path}", json=body)
+        assert reply.status_code == 200 and len(reads) == 1, (path, reply.text)
 
 
 def test_an_url_of_a_version_that_was_replaced_leads_nowhere(backend):

@@ -88,6 +88,17 @@ static void live_count(TrainStep *step)
     }
 }
 
+/* Log-probabilities that no loss counted may be NaN. */
+static Status logp_check(const TrainStep *step)
+{
+    for (int64_t i = 0; step->result && i < step->micro->targets; i++)
+        if (isnan(step->logp[i]))
+            return fail(STATUS_NUMERIC,
+                        "the model's log-probabilities are not numbers here: its weights, or the "
+                        "adapter's, are so large that sums overflow");
+    return STATUS_OK;
+}
+
 /* Reports the results of the head that are left. */
 static Status head_tell(TrainStep *step, int from, int to)
 {
@@ -95,7 +106,8 @@ static Status head_tell(TrainStep *step, int from, int to)
     TRY(dev->await(dev, 0));
     step_result(step);
     if (step->with_backward) live_count(step);
-    return step->objective->tell(step, from, to);
+    TRY(step->objective->tell(step, from, to));
+    return logp_check(step);
 }
 
 /* All the work on a micro-batch that was placed and ordered. */

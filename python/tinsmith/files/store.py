@@ -28,7 +28,7 @@ log = logging.getLogger("tinsmith")
 
 T = TypeVar("T")
 
-_SCHEME = "tinker://"
+SCHEME = "tinker://"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _RUN_BYTES_MAX = 200
 
@@ -78,7 +78,7 @@ class Store:
 
     def path(self, run: str, kind: str, name: str) -> str:
         """The tinker:// path of a checkpoint, checked."""
-        path = f"{_SCHEME}{run}/{kind}/{name}"
+        path = f"{SCHEME}{run}/{kind}/{name}"
         _parse(path)
         return path
 
@@ -140,8 +140,8 @@ class Store:
             raise FileNotFoundError(f"there is no checkpoint {tinker_path}") from None
 
     def meta(self, tinker_path: str) -> Meta:
-        """A checkpoint's Meta. FileNotFoundError if there is none."""
-        return as_meta(self.read(tinker_path, content_of))
+        """A checkpoint's Meta. FileNotFoundError if there is none, or its ttl is over."""
+        return as_meta(self.read(tinker_path, _alive(tinker_path)))
 
     def delete(self, tinker_path: str) -> None:
         """Removes a checkpoint, readable or not. FileNotFoundError where there is none."""
@@ -189,7 +189,7 @@ class Store:
             with disk.alone(version.folder.parent):
                 if version.replaced():
                     raise FileNotFoundError(f"{version.folder / META_FILE} was replaced")
-                content = content_of(version)
+                content = _alive(tinker_path)(version)
                 content |= changes(as_meta(content))
                 as_meta(content)
                 version.replace_json(META_FILE, content)
@@ -209,7 +209,7 @@ class Store:
             def share(version: Version) -> None:
                 for file in temporary.iterdir():  # of a version that was replaced meanwhile
                     file.unlink()
-                content = content_of(version) | changes
+                content = _alive(tinker_path)(version) | changes
                 as_meta(content)
                 for file in content["files"]:
                     _check_size(version, content, file)
@@ -224,14 +224,14 @@ class Store:
     def files(self, tinker_path: str) -> tuple[str, list[str]]:
         """A name for a checkpoint's version, and the names of its files, without those that only
         tinsmith reads."""
-        content = self.read(tinker_path, content_of)
+        content = self.read(tinker_path, _alive(tinker_path))
         return _version(content), sorted(content["files"])
 
     def open(self, tinker_path: str) -> tuple[str, dict[str, BinaryIO]]:
         """The same with the files opened, all of one version; whoever takes them closes them."""
 
         def take(version: Version) -> tuple[str, dict[str, BinaryIO]]:
-            content = content_of(version)
+            content = _alive(tinker_path)(version)
             with contextlib.ExitStack() as undo:
                 found = {}
                 for name in sorted(content["files"]):
@@ -241,6 +241,20 @@ class Store:
             return _version(content), found
 
         return self.read(tinker_path, take)
+
+
+def _alive(tinker_path: str) -> Callable[[Version], dict[str, Any]]:
+    """content_of, for a checkpoint whose ttl is not over."""
+
+    def read_alive(version: Version) -> dict[str, Any]:
+        content = content_of(version)
+        if as_meta(content).expired:
+            raise FileNotFoundError(
+                f"there is no checkpoint {tinker_path} any more: its ttl is over"
+            )
+        return content
+
+    return read_alive
 
 
 def _version(content: dict[str, Any]) -> str:
@@ -277,9 +291,9 @@ def _names(folder: Path) -> Iterator[str]:
 
 
 def _parse(tinker_path: str) -> tuple[str, str, str]:
-    form = f"{_SCHEME}<run>/<kind>/<name>"
-    parts = tinker_path.removeprefix(_SCHEME).split("/")
-    if not tinker_path.startswith(_SCHEME) or len(parts) != 3 or not all(parts):
+    form = f"{SCHEME}<run>/<kind>/<name>"
+    parts = tinker_path.removeprefix(SCHEME).split("/")
+    if not tinker_path.startswith(SCHEME) or len(parts) != 3 or not all(parts):
         raise ValueError(f"{tinker_path!r:.200} is not a checkpoint's path, {form}")
     run, kind, name = parts
     if kind not in get_args(Kind):

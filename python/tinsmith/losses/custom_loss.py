@@ -29,7 +29,7 @@ DEPTH_MAX = 8  # of lists in lists
 INPUTS_MAX = 16
 
 METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
-INPUT = re.compile(r"[a-z_][a-z0-9_]{0,63}")
+INPUT = re.compile(r"(?!__)[a-z_][a-z0-9_]{0,63}")
 TEXT = re.compile(r"[\w.]{1,200}", re.ASCII)
 FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 ADVICE = (
@@ -108,7 +108,8 @@ def _inputs(inputs: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, int], ...]:
         named = isinstance(name, str) and INPUT.fullmatch(name)
         if not named or type(rank) is not int or not 0 <= rank <= 2:
             raise ValueError(
-                f"an input needs a name and a rank of 0, 1 or 2, {reprlib.repr(item)} came"
+                f"an input needs a name and a rank of 0, 1 or 2, {reprlib.repr(item)} came (names "
+                "are in lowercase, and don't begin with __)"
             )
         found.append((name, rank))
     names = [name for name, _ in found]

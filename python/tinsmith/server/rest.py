@@ -151,23 +151,20 @@ async def delete_checkpoint(service: Service, request: Request) -> dict[str, Any
 async def publish(service: Service, request: Request) -> dict[str, Any]:
     """Marks the checkpoint as published. Any client of a local server can read its checkpoints
     anyway."""
-    path = path_of(request)
-    await service.stored(service.meta, path)
-    await service.stored(service.store.update, path, public=request.method == "POST")
+    public = request.method == "POST"
+    await service.stored(service.store.update, path_of(request), public=public)
     return {}
 
 
 async def set_ttl(service: Service, request: Request) -> dict[str, Any]:
     """Counted from now; null: for ever."""
-    path = path_of(request)
     seconds = wire.ttl(await read_json(service, request))
 
     def changes(meta: Meta) -> dict[str, Any]:
         age = datetime.now(UTC) - datetime.fromisoformat(meta.created)
         return {"ttl_seconds": seconds and seconds + int(age.total_seconds())}
 
-    await service.stored(service.meta, path)
-    await service.stored(service.store.change, path, changes)
+    await service.stored(service.store.change, path_of(request), changes)
     return {}
 
 

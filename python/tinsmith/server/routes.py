@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -21,7 +20,6 @@ from tinsmith.engine.errors import explain
 from tinsmith.engine.worker import Batch, StateSpec
 from tinsmith.files import encryption
 from tinsmith.files.lora import LoraSpec
-from tinsmith.files.meta import Meta
 from tinsmith.losses import custom_loss
 from tinsmith.server import fields, wire, wire_sampling
 from tinsmith.server.bodies import (
@@ -34,6 +32,7 @@ from tinsmith.server.bodies import (
 from tinsmith.server.overload import Place
 from tinsmith.server.pieces import LARGE
 from tinsmith.server.service import (
+    Found,
     RunInfo,
     SamplerInfo,
     Service,
@@ -161,7 +160,7 @@ async def load_weights(service: Service, request: Request) -> dict[str, Any]:
     model_id, seq = place(body)
     reply = {"type": "load_weights", "path": body.get("path"), "model_id": model_id}
 
-    async def find() -> tuple[Path, Meta]:
+    async def find() -> Found:
         fields.check("load_weights", body)
         return await service.stored(service.meta, wire.need(body, "path", str))
 
@@ -247,16 +246,18 @@ async def forward_backward(service: Service, request: Request) -> dict[str, Any]
         body = await read_body(service, request, arrival, BODY_BYTES_MAX)
         call = await service.beside(len(body), wire.parse_forward_backward, body)
         model_id, seq = call.head.model_id, call.head.seq_id
-        run, checked = service.runs.get(model_id), Future[Batch]()
+        run, checked, found = service.runs.get(model_id), Future[Batch](), Future[Found | None]()
         if run is not None and service.promised(request, turn_id(model_id, seq)) is None:
             losses, find = dict(run.session.losses), partial(service.sequences.find, run.session.id)
             check = partial(wire.batch, call, run.model, losses, find)
             await service.beside(len(body), settle, checked, check)
+            if checked.exception() is None and (teacher := checked.result().teacher) is not None:
+                found = await outcome(service.teacher_checkpoint(teacher.name))
 
         def start(run: RunInfo) -> Future[Any]:
             batch = settled(checked, model_id)
             if batch.teacher is not None:
-                name = service.teacher(request, run, batch.teacher.name)
+                name = service.teacher(request, run, batch.teacher.name, found.result(0))
                 batch = replace(batch, teacher=replace(batch.teacher, name=name))
             backward = not call.head.forward_only
             return service.worker.forward_backward(run.id, seq, batch, backward=backward)
@@ -443,7 +444,7 @@ async def create_sampling_session(service: Service, request: Request) -> dict[st
     return {"type": "create_sampling_session", "sampling_session_id": name}
 
 
-def _open_sampler(service: Service, info: SamplerInfo, found: tuple[Path, Meta] | None) -> None:
+def _open_sampler(service: Service, info: SamplerInfo, found: Found | None) -> None:
     service.add_sampler(info)
     if info.path is None or found is None:
         service.worker.open_base(info.id, info.base)

@@ -12,7 +12,6 @@ import base64
 import contextlib
 import hashlib
 import json
-import logging
 import secrets
 import time
 import uuid
@@ -34,7 +33,7 @@ from tinsmith.files import peft
 from tinsmith.files.families import BaseModel, find_model, split_context
 from tinsmith.files.lora import LoraSpec
 from tinsmith.files.meta import Kind, Meta
-from tinsmith.files.store import Store
+from tinsmith.files.store import SCHEME, Store
 from tinsmith.losses.graph import CustomLoss
 from tinsmith.server import wire
 from tinsmith.server.beside import Beside
@@ -42,13 +41,12 @@ from tinsmith.server.door import Access, given_key
 from tinsmith.server.overload import Arrivals, Place, Queue
 from tinsmith.server.pieces import LARGE, Buffer
 from tinsmith.server.sequences import Sequences
-from tinsmith.server.state import Busy, RunRow, SessionRow, State
+from tinsmith.server.state import Busy, Once, RunRow, SessionRow, State
 from tinsmith.server.targets import Targets
-
-log = logging.getLogger("tinsmith")
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Found = tuple[Path, Meta]  # a checkpoint: its folder, and what it says of itself
 
 KEPT_READ_SECONDS = 60.0  # a result stays after it was read, for a client that lost the reply
 KEPT_UNREAD_SECONDS = 3600.0
@@ -217,6 +215,7 @@ class Service:
         self._done: dict[tuple[str, str], Pending] = {}  # of these, in order of completion
         self._once: dict[tuple[str, str], asyncio.Future[Any]] = {}  # by owner and idempotency key
         self._swept = time.monotonic()
+        self._warned = Once()
 
     # ---- names ----
 
@@ -251,19 +250,16 @@ class Service:
             )
         return replace(model, context=context)
 
-    def meta(self, path: str) -> tuple[Path, Meta]:
+    def meta(self, path: str) -> Found:
         """The folder of a checkpoint's path, and the checkpoint's Meta. A path that is not
         tinker:// is a folder of this machine that PEFT wrote. Of any other folder, a client learns
         nothing: neither what is in it, nor whether it is there."""
-        if path.startswith("tinker://"):
-            meta = self.store.meta(path)
-            if meta.expired:
-                raise FileNotFoundError(f"there is no checkpoint {path} any more: its ttl is over")
-            return self.store.folder(path), meta
+        if path.startswith(SCHEME):
+            return self.store.folder(path), self.store.meta(path)
         try:
             return Path(path), peft.load_meta(Path(path))
         except Exception as error:
-            log.warning("a client named %.300r, which can't be loaded: %.300s", path, error)
+            self._warned.say(f"a client named {path!r:.300}, which can't be loaded: {error!s:.300}")
             raise ValueError(
                 f"{path!r:.200} is not a checkpoint's path, tinker://<run>/<kind>/<name>, nor the "
                 "folder of a PEFT adapter that can be loaded (the server's log says why)"
@@ -382,17 +378,22 @@ class Service:
         sampler.session.seen = time.monotonic()
         return sampler
 
-    def teacher(self, request: Request, run: RunInfo, name: str) -> str:
+    async def teacher_checkpoint(self, name: str) -> Found | None:
+        """The checkpoint that a loss's teacher is, if it is one."""
+        return await self.stored(self.meta, name) if name.startswith(SCHEME) else None
+
+    def teacher(self, request: Request, run: RunInfo, name: str, found: Found | None) -> str:
         """The name that the worker has for a loss's teacher: a sampling session's, which is made
-        here for a base model or a checkpoint, or, where it is the run itself, the name it has."""
+        here for a base model or for the checkpoint that was found, or, where it is the run itself,
+        the name it has."""
         if name in (CURRENT, EMA):
             return name
         known = handle_session(name) or name
         if known in self.samplers:
             return self.sampler(request, known).id
         session = f"{run.session.id}:teacher:{name}"
-        if name.startswith("tinker://"):
-            folder, meta = self.meta(name)
+        if found is not None:
+            folder, meta = found
             base, model = self.base(meta.base_model), self.model(meta.base_model)
             self.worker.open_checkpoint(session, base, folder, meta.created)
         else:

@@ -129,6 +129,21 @@ class Busy(OSError):
     """Another process writes to the database now."""
 
 
+class Once:
+    """Warnings in the log, each once, whatever repeats them."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def say(self, text: str) -> None:
+        """Warns, if it has not yet."""
+        if text not in self._said:
+            if len(self._said) >= LOGGED_MAX:
+                self._said.clear()
+            self._said.add(text)
+            log.warning("%s", text)
+
+
 class State:
     """See the file's header."""
 
@@ -136,7 +151,7 @@ class State:
         self._store = store
         self.file = store.root / STATE_FILE
         self._lock = threading.RLock()
-        self._logged: set[tuple[str, str]] = set()  # what was left out, and why
+        self._warned = Once()
         with self._told():
             disk.make_folder(store.root)
             with contextlib.suppress(OSError):  # it is there; or SQLite says why it can't be made
@@ -223,12 +238,8 @@ class State:
         return found
 
     def _leave_out(self, what: str, why: str) -> None:
-        """Says once that something is not listed."""
-        if (what, why) not in self._logged:
-            if len(self._logged) >= LOGGED_MAX:
-                self._logged.clear()
-            self._logged.add((what, why))
-            log.warning("%s is left out: %s", what, why)
+        """Says that something is not listed."""
+        self._warned.say(f"{what} is left out: {why}")
 
     def _insert(self, table: str, row: dict[str, Any], *, known: str = "IGNORE") -> None:
         columns, marks = ", ".join(row), ", ".join("?" * len(row))

@@ -40,7 +40,7 @@ async def external_weights_urls(service: Service, request: Request) -> dict[str,
 
 
 async def get_file(service: Service, request: Request) -> Response:
-    version, files = await service.stored(_open, service, path_of(request))
+    version, files = await service.stored(service.store.open, path_of(request))
     name = request.path_params["file"]
     wanted = files.pop(name, None)
     for file in files.values():
@@ -64,7 +64,7 @@ async def archive_url(service: Service, request: Request) -> Response:
 
 
 async def get_archive(service: Service, request: Request) -> Response:
-    _, files = await service.stored(_open, service, path_of(request))
+    _, files = await service.stored(service.store.open, path_of(request))
     return StreamingResponse(_tar(files), media_type="application/x-tar")
 
 
@@ -103,12 +103,6 @@ async def _copy(service: Service, request: Request, body: dict[str, Any]) -> str
             session.runs.remove(run)
         raise
     return path
-
-
-def _open(service: Service, path: str) -> tuple[str, dict[str, BinaryIO]]:
-    """The opened files of one version of a checkpoint that has not expired."""
-    service.meta(path)
-    return service.store.open(path)
 
 
 def _url(service: Service, request: Request, last: str) -> str:
