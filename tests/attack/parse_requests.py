@@ -25,7 +25,7 @@ from tinsmith.engine.worker import Batch
 from tinsmith.files import families, meta
 from tinsmith.files.families import BaseModel
 from tinsmith.files.store import Store
-from tinsmith.server import bodies, rest, wire, wire_sampling
+from tinsmith.server import bodies, fields, rest, wire, wire_sampling
 from tinsmith.server.backend import Backend
 from tinsmith.server.service import Refusal
 from tinsmith.server.state import SessionRow
@@ -41,9 +41,10 @@ MORE: tuple[tuple[str, dict[str, Any]], ...] = (
 Read = Callable[[dict[str, Any], BaseModel], Any]
 
 
-def _save(body: dict[str, Any], _: BaseModel) -> Any:
-    store = Store(Path("/nowhere"))
-    path = store.path(*(wire.need(body, key, str) for key in ("model_id", "kind", "path")))
+def _save(route: str, kind: str, body: dict[str, Any]) -> Any:
+    fields.check(route, body)
+    run, name = (wire.need(body, key, str) for key in ("model_id", "path"))
+    path = Store(Path("/nowhere")).path(run, kind, name)
     return path, wire.metadata(body), wire.ttl(body), wire.maybe(body, "overwrite", bool, False)
 
 
@@ -68,10 +69,13 @@ READERS: dict[str, Read] = {
     "/optim_step": lambda body, _: (
         wire.need(body, "model_id", str), wire.need(body, "seq_id", int), wire.adam_params(body)
     ),
-    "/save_weights": lambda body, _: _save({**body, "kind": "weights"}, _),
-    "/save_weights_for_sampler": lambda body, _: _save({**body, "kind": "sampler_weights"}, _),
+    "/save_weights": lambda body, _: _save("save_weights", "weights", body),
+    "/save_weights_for_sampler": lambda body, _: _save(
+        "save_weights_for_sampler", "sampler_weights", body
+    ),
     "/load_weights": lambda body, _: (
-        wire.need(body, "path", str), wire.maybe(body, "optimizer", bool, False)
+        fields.check("load_weights", body), wire.need(body, "path", str),
+        wire.maybe(body, "optimizer", bool, False),
     ),
     "/asample": _sample,
     "/create_session": lambda body, _: (wire.metadata(body), wire.text(body, "display_name")),
