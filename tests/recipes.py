@@ -146,7 +146,6 @@ TOOLS = "dataset=toolalpaca toolalpaca_data_path=questions"
 RL = "lora_rank=4 max_steps=2"
 GAME = f"{NAMED} renderer_name=qwen3_disable_thinking max_tokens=4 eval_every=0 max_steps=2"
 STREAM = "stream_minibatch_config"
-LOSS = "loss_fn=importance_sampling"
 
 RECIPES: Sequence[Recipe] = (
     Recipe(
@@ -192,7 +191,7 @@ RECIPES: Sequence[Recipe] = (
     ),
     Recipe(
         "recipes.rl_loop",
-        f"{NAMED} batch_size=2 group_size=2 max_tokens=8 {LOSS} {RL}",
+        f"{NAMED} batch_size=2 group_size=2 max_tokens=8 {RL}",
         "hub: openai/gsm8k (without a reward, as from the test's model, it takes no step)",
         logs("reward/total", 2),
         models=(QWEN3,),
@@ -201,7 +200,7 @@ RECIPES: Sequence[Recipe] = (
     ),
     Recipe(
         "recipes.math_rl.train",
-        f"{PATH} env=arithmetic groups_per_batch=2 group_size=2 {LOSS} {RL}",
+        f"{PATH} env=arithmetic groups_per_batch=2 group_size=2 {RL}",
         "none: env=arithmetic makes its own",
         agrees(2),
         packages=("math_verify", "pylatexenc"),
@@ -209,7 +208,7 @@ RECIPES: Sequence[Recipe] = (
     ),
     Recipe(
         "recipes.math_rl.train (asynchronous)",
-        f"{PATH} env=arithmetic groups_per_batch=2 group_size=2 max_steps_off_policy=2 {LOSS} {RL}",
+        f"{PATH} env=arithmetic groups_per_batch=2 group_size=2 max_steps_off_policy=2 {RL}",
         "none",
         logs("optim/kl_sample_train_v1", 2),
         packages=("math_verify", "pylatexenc"),
@@ -218,7 +217,7 @@ RECIPES: Sequence[Recipe] = (
     Recipe(
         "recipes.math_rl.train (streamed)",
         f"{PATH} env=arithmetic groups_per_batch=4 group_size=2 "
-        f"{STREAM}.groups_per_batch=4 {STREAM}.num_minibatches=2 {LOSS} {RL}",
+        f"{STREAM}.groups_per_batch=4 {STREAM}.num_minibatches=2 {RL}",
         "none",
         agrees(2),
         packages=("math_verify", "pylatexenc"),
@@ -327,14 +326,14 @@ RECIPES: Sequence[Recipe] = (
     Recipe(
         "recipes.rubric.train",
         f"{PATH} grader_llm_name=MODEL grader_renderer_name=qwen3_disable_thinking "
-        f"groups_per_batch=2 train_group_size=2 max_tokens=8 eval_every=0 {LOSS} {RL}",
+        f"groups_per_batch=2 train_group_size=2 max_tokens=8 eval_every=0 {RL}",
         "recipes.rubric.generate_data",
         agrees(2),
     ),
     Recipe(
         "recipes.rubric.prometheus_experimental",
         f"{PATH} grader_llm_name=MODEL grader_renderer_name=qwen3_disable_thinking "
-        f"groups_per_batch=2 train_group_size=2 max_tokens=8 {LOSS} {RL}",
+        f"groups_per_batch=2 train_group_size=2 max_tokens=8 {RL}",
         "hub: prometheus-eval/Feedback-Collection",
         agrees(2),
     ),

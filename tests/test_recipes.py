@@ -14,7 +14,7 @@ import pytest
 import recipe_data
 import tinsmith
 from recipe_host import Host, running_host
-from recipes import LOSS, PATH, QWEN3, RECIPES, SDFT, TOOLS, Ended, Recipe, agrees, learns
+from recipes import PATH, QWEN3, RECIPES, SDFT, TOOLS, Ended, Recipe, agrees, learns
 from recipes_md import VERSION, document, recipe_entry, with_entry
 from starlette.requests import Request
 from tinsmith import launch
@@ -299,7 +299,7 @@ def test_rl_raises_the_reward_of_a_supervised_start(bench: Bench, tmp_path: Path
     ended, _ = bench.run(
         "tinker_cookbook.recipes.math_rl.train",
         f"{PATH} env=arithmetic groups_per_batch=16 group_size=8 lora_rank=8 learning_rate=2e-3 "
-        f"{LOSS} max_steps=4 eval_every=0 load_checkpoint_path={saved['state_path']}",
+        f"max_steps=4 eval_every=0 load_checkpoint_path={saved['state_path']}",
         tmp_path / "b",
     )
     agrees(4)(ended)

@@ -9,10 +9,22 @@ from pathlib import Path
 import pytest
 import tinker
 from starlette.routing import compile_path
+from test_sdk_fields import TYPES
 from test_tinker_cli import subcommands
 from tinker import types
 from tinker.cli.__main__ import main_cli
-from tinsmith.server import rest, results, routes, transfers, uploads, wire
+from tinsmith.server import (
+    anthropic_messages,
+    openai_text,
+    rest,
+    results,
+    routes,
+    transfers,
+    uploads,
+    wire,
+)
+from tinsmith.server.fields import FIELDS
+from tinsmith.server.shapes import OPENAI_PREFIXES
 
 DOCUMENT = Path(__file__).parent.parent / "TINKER.md"
 SDK = Path(tinker.__file__).parent
@@ -78,6 +90,15 @@ def test_each_field_that_the_sdk_sends_is_decided_on() -> None:
     assert set(rows("Fields")) == set(fields()) | newer
 
 
+def test_the_fields_that_the_server_refuses_are_told() -> None:
+    table = rows("Fields")
+    for kind, known in FIELDS.items():
+        type_name = TYPES[kind].__name__
+        said = {name for name in table if name.startswith(f"{type_name}.")}
+        refused = {f"{type_name}.{name}" for name in known.refused} & said
+        assert {name for name in said if table[name] == "not here"} == refused
+
+
 @of_this_sdk
 def test_each_loss_is_there_or_is_said_not_to_be() -> None:
     table = rows("Losses")
@@ -98,6 +119,13 @@ def test_each_endpoint_of_the_server_is_told_and_no_other() -> None:
     assert set(table) == served
     refused = {f"{method} {path}" for method, path, _ in rest.REFUSED}
     assert {name for name, status in table.items() if status == "not here"} == refused
+
+
+def test_each_inference_endpoint_of_the_server_is_told_and_no_other() -> None:
+    tables = [("", anthropic_messages.ROUTES)]
+    tables += [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]
+    served = {f"{row[0]} {prefix}{row[1]}" for prefix, routes in tables for row in routes}
+    assert set(rows("Inference endpoints")) == served
 
 
 def test_the_server_has_every_path_that_the_sdk_asks_for() -> None:
