@@ -8,8 +8,8 @@ call, and 0.5 where it names the right tool; an advantage is the reward less its
 losses see the same questions, learning rate and seeds. A row has what the answers that the weights
 of that step sample lack of a reward of 1, and the divergence of the weights that are trained from
 those that had sampled the step's data: the mean over tokens of Schulman's estimator k3. Where a
-step's result is not finite it is refused, and the weights stay; the last lines say how often. They
-also have the worst seed's loss of reward over the last quarter.
+step's result is not finite it is refused, and the weights stay; the last lines say how often, and
+what each seed misses over the last quarter.
 
 Rounds are seeds, and a row is their mean, of some steps together. Two CPU minutes with three
 rounds."""
@@ -162,7 +162,8 @@ def main() -> None:
                 for loss in args.losses:
                     with backend.service_client() as service:
                         found[loss].append(list(run(service, task, loss, seed, args)))
-        table = report.table(title, "step", {"missed reward": ".3f", "divergence": ".3g"})
+        columns = {"missed reward": ".3f", "divergence": ".3g"}
+        table = report.table(title, "step", columns, plot="missed reward")
         every = max(1, args.steps // 12)
         for step in range(0, args.steps, every):
             sides = {}

@@ -37,6 +37,7 @@ PROGRAMS = {
         "--shape tiny --batches 1 3 --datums 2 --length 9 --new 2 --clock wall"
     ),
     "start": "",
+    "off_policy": "--steps 3 --groups 1 --group-size 2 --stale 1",
     "latency": "--request 1 --adapter 1 --model 1",
 }
 ROWS = {  # case -> sides, "" for any further case of the table
@@ -70,6 +71,7 @@ ROWS = {  # case -> sides, "" for any further case of the table
         case: ["busy", "idle"]
         for case in ("request", "its result", "create", "snapshot", "save", "open")
     },
+    "off_policy": {str(step): ["stable_reinforce", "importance_sampling"] for step in range(3)},
     "start": {
         "first forward_backward": ["tinsmith.Model", "tinsmith serve"],
         "import": ["tinsmith", "tinsmith.server.backend", "numpy", "tinker"],
