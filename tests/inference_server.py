@@ -31,6 +31,7 @@ def serve(root: Path) -> Iterator[tuple[Backend, str]]:
             for _ in range(80):
                 trainer.forward_backward([datum], "cross_entropy")
                 trainer.optim_step(tinker.AdamParams(learning_rate=5e-3)).result()
+            trainer.save_state("weather").result()
             path = trainer.save_weights_for_sampler("weather").result().path
         yield backend, path
 

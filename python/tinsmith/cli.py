@@ -21,6 +21,7 @@ PACKAGES = (
     "starlette",
     "uvicorn",
     "tokenizers",
+    "jinja2",
     "zstandard",
     "pyrage",
 )
