@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module, metadata
 from pathlib import Path
 
+from tinsmith import talk
 from tinsmith.engine.errors import sentence
 from tinsmith.server.clients import CHECKPOINTS, require_server
 
@@ -35,6 +36,8 @@ EXAMPLES = """examples:
   tinsmith demo
   tinsmith run -m tinker_cookbook.recipes.sdft.train model_name=models/qwen3 ...
   tinsmith serve Qwen/Qwen3-0.6B=models/qwen3 teacher=models/qwen3-8b --memory 40G
+  tinsmith chat models/qwen3 --adapter tinker://RUN/sampler_weights/final
+  tinsmith sample models/qwen3 --chat "What is LoRA?" --temperature 0
   tinsmith info models/qwen3 --tokens 8192 --rank 32
   tinsmith export models/qwen3 tinker://RUN/weights/final models/qwen3-tuned
 """
@@ -101,6 +104,8 @@ def _parser() -> argparse.ArgumentParser:
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="or a script's path and its"
     )
     run.set_defaults(command=_run)
+
+    talk.add_parsers(commands)
 
     commands.add_parser("demo", help="watch a small model learn from demonstrations")
 

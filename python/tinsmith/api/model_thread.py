@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinsmith import _core
 from tinsmith.api.turns import Turns
-from tinsmith.engine.decoding import Decoder, SampleRequest, SampleResult
+from tinsmith.engine.decoding import Decoder, Listener, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError
 from tinsmith.files.families import LoadedModel
 
@@ -29,8 +29,10 @@ class ModelThread:
         requests: Sequence[SampleRequest],
         adapter: _core.Adapter | None,
         report: "Report | None" = None,
+        listener: Listener | None = None,
     ) -> list[SampleResult]:
-        """Runs sampling requests together until all are done, in one turn: all of them or none."""
+        """Runs sampling requests together until all are done, in one turn: all of them or none. The
+        listener hears of each token, in the model's own thread."""
         futures: list[Future[SampleResult]] = [Future() for _ in requests]
         stopped = threading.Event()
 
@@ -40,7 +42,7 @@ class ModelThread:
                     self._decoder.open(self.loaded)
                 for index, (request, future) in enumerate(zip(requests, futures, strict=True)):
                     with _named(index, len(requests)):
-                        self._decoder.add(self.loaded, adapter, request, future)
+                        self._decoder.add(self.loaded, adapter, request, future, listener=listener)
                 while self._decoder.active and not stopped.is_set():
                     self._decoder.step()
             finally:

@@ -31,14 +31,12 @@ class ChatTemplate:
     """See the file's header. `source` is its text, `where` the file that it is from."""
 
     def __init__(self, source: str, where: Path, tokens: Mapping[str, str] | None = None):
-        import jinja2
-
         self.source = source
-        self._where = where
         self._tokens = dict(tokens or {})
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+            self._template = environment.from_string(source)
+        except Exception as error:  # Jinja's own, and those of constants that it computes
             raise ValueError(f"{where}: the chat template can't be read: {error}") from None
 
     @property
@@ -105,7 +103,10 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 @cache
 def _environment() -> "ImmutableSandboxedEnvironment":
     """Jinja's sandbox with what transformers adds to it."""
-    import jinja2
+    try:
+        import jinja2
+    except ImportError:
+        raise RuntimeError("chat templates need jinja2: pip install 'tinsmith[server]'") from None
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser

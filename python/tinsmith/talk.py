@@ -1,0 +1,368 @@
+"""`tinsmith chat`, a conversation in the terminal, and `tinsmith sample`, one prompt in a script.
+
+Both load the model in this process, with an adapter or without. An answer is shown as its tokens
+come; Ctrl-C ends it, and what was shown stays in the conversation. COMMANDS is the table of what a
+line that begins with / can do.
+"""
+
+import argparse
+import json
+import math
+import queue
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tinsmith.server.clients import CHECKPOINTS
+
+if TYPE_CHECKING:
+    from tinsmith.api.adapter import Adapter
+    from tinsmith.api.model import Model
+    from tinsmith.engine.decoding import Part, SampleRequest, SampleResult
+
+QUOTES = '"""'  # around what has several lines
+CHAT_EXAMPLE = "example:\n  tinsmith chat models/qwen3 --adapter tinker://RUN/sampler_weights/final"
+SAMPLE_EXAMPLE = """examples:
+  tinsmith sample models/qwen3 "The capital of France is" --max-tokens 5 --temperature 0
+  tinsmith sample models/qwen3 --chat "What is LoRA?" -n 4 --seed 1 | jq .samples[].text
+"""
+
+
+def add_parsers(commands: Any) -> None:
+    """Adds both subcommands to a command line."""
+    shape = argparse.RawDescriptionHelpFormatter
+    chat = commands.add_parser(
+        "chat", help="talk to a model in the terminal", epilog=CHAT_EXAMPLE, formatter_class=shape
+    )
+    _add_options(chat)
+    chat.set_defaults(command=_chat)
+    sample = commands.add_parser(
+        "sample",
+        help="continue one prompt, as JSON",
+        epilog=SAMPLE_EXAMPLE,
+        formatter_class=shape,
+    )
+    _add_options(sample)
+    sample.add_argument("prompt", help="a text; - reads it from the standard input")
+    sample.add_argument("--chat", action="store_true", help="it is a user's message, not a text")
+    sample.add_argument("-n", type=int, default=1, metavar="N", help="samples (%(default)s)")
+    sample.set_defaults(command=_sample)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a folder, or a name in the Hugging Face cache")
+    parser.add_argument("--adapter", help="a checkpoint's or PEFT's folder, or a tinker:// path")
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        default=Path(CHECKPOINTS),
+        metavar="FOLDER",
+        help="where tinker:// paths are looked for (./%(default)s)",
+    )
+    parser.add_argument("--system", help="the system message of a conversation")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (%(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, help="the same seed draws the same (afresh)")
+    parser.add_argument("--max-tokens", type=int, help="of an answer (to the context's end)")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--threads", type=int, default=0, help="0: one for each core")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How answers are drawn. seed None: afresh."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = None
+
+    def request(self, model: "Model", prompt: Sequence[int], count: int = 1) -> "SampleRequest":
+        """A request for answers to a prompt; ValueError for settings that are none."""
+        from tinsmith.engine.decoding import SampleRequest
+
+        if not prompt or len(prompt) > model.context:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens; the model reads from 1 to {model.context}"
+            )
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, {self.max_tokens} came")
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or count < 1:
+            raise ValueError(
+                f"temperature must be at least 0, top_p in (0, 1] and n at least 1; "
+                f"{self.temperature}, {self.top_p} and {count} came"
+            )
+        return SampleRequest(
+            np.asarray(prompt, np.int32),
+            num_samples=count,
+            max_tokens=-1 if self.max_tokens is None else self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=(secrets.randbits(63) if self.seed is None else self.seed) % (1 << 63),
+            stop_ids=model.eos_ids,
+        )
+
+
+class Speaker:
+    """A model that is loaded, with or without an adapter, and its chat template."""
+
+    def __init__(self, model: "Model", adapter: "Adapter | None" = None):
+        from tinsmith.chat.chat import Chat
+
+        self.model = model
+        self.adapter = adapter
+        self.chat = Chat(model.path)
+
+    def draw(
+        self,
+        request: "SampleRequest",
+        *,
+        base: bool = False,
+        show: Callable[[str], None] = lambda text: None,
+    ) -> "SampleResult":
+        """A request's result; the first sample's text is shown as it comes, in this thread. `base`:
+        without the adapter."""
+        answer = self.chat.answer()
+        parts: queue.SimpleQueue[Sequence[Part]] = queue.SimpleQueue()
+
+        def show_pieces(pieces: Sequence[Any]) -> None:
+            if text := "".join(map(str, pieces)):
+                show(text)
+
+        def show_new(done: int, total: int) -> None:
+            while not parts.empty():
+                for part in (part for part in parts.get() if part.number == 0):
+                    for token in self.shown(part.tokens.tolist(), part.stop_reason):
+                        show_pieces(answer.add(token))
+
+        adapter = None if base or self.adapter is None else self.adapter.core
+        try:
+            [result] = self.model.engine.decode([request], adapter, show_new, parts.put)
+        finally:
+            show_new(0, 0)
+            show_pieces(answer.end())
+        return result
+
+    def shown(self, tokens: list[int], stop_reason: str | None) -> list[int]:
+        """A sample's tokens without the one that ended it."""
+        ended = stop_reason == "stop" and tokens and tokens[-1] in self.model.eos_ids
+        return tokens[:-1] if ended else tokens
+
+
+def load(options: argparse.Namespace) -> Speaker:
+    """The model that a command line names."""
+    from tinsmith.api.model import Model
+    from tinsmith.files.export import find_adapter
+
+    model = Model(
+        options.model, device=options.device, threads=options.threads, dtype=options.dtype
+    )
+    if options.adapter is None:
+        return Speaker(model)
+    return Speaker(model, model.load_lora(find_adapter(options.adapter, options.checkpoints)))
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    """How a command line wants answers drawn."""
+    return Settings(options.temperature, options.top_p, options.seed, options.max_tokens)
+
+
+# ---- sample ----
+
+
+def _sample(options: argparse.Namespace) -> None:
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if options.system is not None and not options.chat:
+        raise ValueError("a system message is a conversation's: add --chat")
+    speaker = load(options)
+    prompt = speaker.chat.encode(text, special=True)
+    if options.chat:
+        messages = [{"role": "user", "content": text}]
+        if options.system is not None:
+            messages.insert(0, {"role": "system", "content": options.system})
+        prompt = speaker.chat.prompt(messages)
+    result = speaker.draw(settings_of(options).request(speaker.model, prompt, options.n))
+    samples = []
+    for sample in result.samples:
+        tokens = sample.tokens.tolist()
+        answer = speaker.chat.answer()
+        pieces = [p for t in speaker.shown(tokens, sample.stop_reason) for p in answer.add(t)]
+        samples.append(
+            {
+                "text": "".join(map(str, pieces + answer.end())),
+                "stop_reason": sample.stop_reason,
+                "tokens": tokens,
+                "logprobs": sample.logprobs.tolist(),
+            }
+        )
+    found = {"model": options.model, "adapter": options.adapter, "prompt_tokens": prompt}
+    print(json.dumps({**found, "samples": samples}, ensure_ascii=False))
+
+
+# ---- chat ----
+
+
+@dataclass
+class Conversation:
+    """A conversation under way. `write` shows text."""
+
+    speaker: Speaker
+    settings: Settings
+    write: Callable[[str], None]
+    system: str | None = None
+    compare: bool = False
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        """The user's words, and the answer to them."""
+        self.messages.append({"role": "user", "content": text})
+        try:
+            if self.compare:
+                self.write("without the adapter: ")
+                self._answer(base=True)
+                self.write("with it: ")
+            answer = self._answer(base=False)
+        except Exception:
+            self.messages.pop()  # what can't be answered was not said
+            raise
+        self.messages.append({"role": "assistant", "content": answer})
+
+    def _answer(self, *, base: bool) -> str:
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        prompt = self.speaker.chat.prompt(system + self.messages)
+        shown: list[str] = []
+
+        def show(text: str) -> None:
+            shown.append(text)
+            self.write(text)
+
+        request = self.settings.request(self.speaker.model, prompt)
+        try:
+            self.speaker.draw(request, base=base, show=show)
+        except KeyboardInterrupt:
+            self.write(" …")
+        self.write("\n")
+        return "".join(shown)
+
+    def command(self, line: str) -> bool:
+        """Does what a line with / says; whether the conversation goes on."""
+        name, _, rest = line.strip().partition(" ")
+        if name in ("/exit", "/quit", "/bye"):
+            return False
+        if name not in COMMANDS:
+            raise ValueError(f"there is no {name}; /help shows what there is")
+        COMMANDS[name][1](self, rest.strip())
+        return True
+
+
+def _number(key: str, kind: Callable[[str], Any]) -> Callable[[Conversation, str], None]:
+    """A command that sets a number, or with nothing behind it shows it."""
+
+    def change(talk: Conversation, text: str) -> None:
+        if text:
+            value = None if text == "none" else kind(text)
+            changed = replace(talk.settings, **{key: value})
+            changed.request(talk.speaker.model, [0])
+            talk.settings = changed
+        talk.write(f"{key}: {getattr(talk.settings, key)}\n")
+
+    return change
+
+
+def _set_system(talk: Conversation, text: str) -> None:
+    talk.system = text or None
+    talk.write(f"system: {talk.system}\n")
+
+
+def _reset(talk: Conversation, text: str) -> None:
+    talk.messages.clear()
+    talk.write("the conversation is empty\n")
+
+
+def _save(talk: Conversation, text: str) -> None:
+    if not text:
+        raise ValueError("say where to: /save FILE")
+    system = [] if talk.system is None else [{"role": "system", "content": talk.system}]
+    messages = {"messages": system + talk.messages}
+    Path(text).write_text(json.dumps(messages, ensure_ascii=False) + "\n", encoding="utf-8")
+    talk.write(f"{text}: {len(talk.messages)} messages\n")
+
+
+def _compare(talk: Conversation, text: str) -> None:
+    if talk.speaker.adapter is None:
+        raise ValueError("there is no adapter to compare with: start with --adapter")
+    talk.compare = not talk.compare
+    talk.write(f"compare with base: {'on' if talk.compare else 'off'}\n")
+
+
+def _help(talk: Conversation, text: str) -> None:
+    for name, (what, _) in COMMANDS.items():
+        talk.write(f"{name:14}{what}\n")
+    talk.write(f"{'/exit':14}ends\n{QUOTES} around several lines; Ctrl-C ends an answer\n")
+
+
+COMMANDS: dict[str, tuple[str, Callable[[Conversation, str], None]]] = {
+    "/help": ("shows this", _help),
+    "/temperature": ("sets it; 0 is greedy", _number("temperature", float)),
+    "/top_p": ("sets it", _number("top_p", float)),
+    "/seed": ("draws the same each time; none: afresh", _number("seed", int)),
+    "/max_tokens": ("of an answer; none: to the end of the context", _number("max_tokens", int)),
+    "/system": ("sets the system message; nothing: none", _set_system),
+    "/compare": ("answers without the adapter too, or no more", _compare),
+    "/reset": ("forgets what was said", _reset),
+    "/save": ("FILE writes the conversation as JSON", _save),
+}
+
+
+def inputs(read: Callable[[str], str]) -> Iterator[str]:
+    """What the user says: a line, or several between quotes. Ctrl-C drops what was begun, the end
+    of the input ends."""
+    while True:
+        try:
+            text = read("> ")
+            if text.lstrip().startswith(QUOTES):
+                text = text.lstrip().removeprefix(QUOTES)
+                while not text.rstrip().endswith(QUOTES):
+                    text += "\n" + read("… ")
+                text = text.rstrip().removesuffix(QUOTES)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            continue
+        if text.strip():
+            yield text
+
+
+def converse(talk: Conversation, read: Callable[[str], str]) -> None:
+    """The whole conversation; what goes wrong in it is a sentence there."""
+    for text in inputs(read):
+        try:
+            if not text.startswith("/"):
+                talk.say(text)
+            elif not talk.command(text):
+                return
+        except (ValueError, OSError, MemoryError, FloatingPointError) as error:
+            talk.write(f"{error}\n")
+
+
+def _chat(options: argparse.Namespace) -> None:
+    speaker, settings = load(options), settings_of(options)
+    settings.request(speaker.model, [0])
+    speaker.chat.prompt([{"role": "user", "content": "Hello"}])  # it has a template, or says so
+    if sys.stdin.isatty():
+        import readline  # noqa: F401 - input() then edits lines and remembers them
+
+        print(f"{options.model}: /help shows what there is, /exit ends")
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    talk = Conversation(speaker, settings, write, system=options.system)
+    converse(talk, input if sys.stdin.isatty() else lambda prompt: input())
