@@ -75,6 +75,43 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 151936,
     },
 }
+# Qwen3.5: one layer in four attends. The 0.8B's, four layers of the 4B's, and a small one.
+DELTA = {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+SHAPES |= {
+    "3.5-small": DELTA
+    | {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 768,
+        "vocab_size": 4096,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "3.5-0.8b": DELTA
+    | {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 3584,
+        "vocab_size": 248320,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+    },
+    "3.5-4b-4": DELTA
+    | {
+        "hidden_size": 2560,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "intermediate_size": 9216,
+        "vocab_size": 32768,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+}
 SHAPES["small-qwen"] = SHAPES["small"] | {"vocab_size": SHAPES["0.6b"]["vocab_size"]}
 UNTIED = {"8b"}  # shapes whose head is a matrix of its own
 DTYPES = {"f32": "float32", "bf16": "auto"}  # what a model of each type is computed in
@@ -96,7 +133,12 @@ def parser(
     )
     add = options.add_argument
     if shape:
-        add("--shape", choices=SHAPES, default=shape, help=f"a Qwen3's; {shape} if not given")
+        add(
+            "--shape",
+            choices=SHAPES,
+            default=shape,
+            help=f"a Qwen3's or, 3.5-…, a Qwen3.5's; {shape} if not given",
+        )
     if dtype:
         add("--dtype", choices=DTYPES, default=dtype, help=f"of the model; {dtype} if not given")
     add("--rounds", type=int, default=rounds, help=f"of both sides; {rounds} if not given")
@@ -136,18 +178,48 @@ def parse(options: argparse.ArgumentParser) -> argparse.Namespace:
 # ---- models ----
 
 
+def attending(shape: str) -> int:
+    """Layers that attend; the others, of a Qwen3.5, keep a state."""
+    layers = SHAPES[shape]["num_hidden_layers"]
+    return layers // 4 if "linear_key_head_dim" in SHAPES[shape] else layers
+
+
+def matrices(shape: str) -> tuple[int, int]:
+    """Weights of all layers' matrices, and of the head."""
+    s = SHAPES[shape]
+    heads, kv = s["num_attention_heads"] * s["head_dim"], s["num_key_value_heads"] * s["head_dim"]
+    delta = s["num_hidden_layers"] - attending(shape)
+    outputs = 2 * heads + 2 * kv + (heads if delta else 0)  # q has a gate beside it
+    total = attending(shape) * outputs + s["num_hidden_layers"] * 3 * s["intermediate_size"]
+    if delta:
+        key = s["linear_num_key_heads"] * s["linear_key_head_dim"]
+        value = s["linear_num_value_heads"] * s["linear_value_head_dim"]
+        total += delta * (2 * key + 3 * value + 2 * s["linear_num_value_heads"])
+    return s["hidden_size"] * total, s["vocab_size"] * s["hidden_size"]
+
+
+def state_numbers(shape: str) -> int:
+    """Numbers of all layers' states that a sequence keeps and a token reads."""
+    s = SHAPES[shape]
+    if "linear_key_head_dim" not in s:
+        return 0
+    head = s["linear_key_head_dim"] * s["linear_value_head_dim"]
+    return (s["num_hidden_layers"] - attending(shape)) * s["linear_num_value_heads"] * head
+
+
 def hf_model(shape: str, dtype: str, device: str = "cpu") -> Any:
-    """A random Qwen3 of this shape, as transformers has it."""
+    """A random Qwen3 or Qwen3.5 of this shape, as transformers has it."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    tied = shape not in UNTIED
-    config = Qwen3Config(**SHAPES[shape], max_position_embeddings=4096, tie_word_embeddings=tied)
+    options = SHAPES[shape] | {"tie_word_embeddings": shape not in UNTIED}
+    kind = "qwen3_5_text" if "linear_key_head_dim" in options else "qwen3"
+    config = AutoConfig.for_model(kind, **options, max_position_embeddings=1 << 14)
     torch.manual_seed(0)
     with torch.device(device):
-        model = Qwen3ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     return model.to({"f32": torch.float32, "bf16": torch.bfloat16}[dtype])
 
 

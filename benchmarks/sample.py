@@ -27,11 +27,14 @@ from peers import (
     DTYPES,
     SHAPES,
     alternate,
+    attending,
     checkpoint,
     hf_model,
+    matrices,
     medians,
     parse,
     parser,
+    state_numbers,
 )
 from report import Report
 from tinsmith import _core
@@ -105,14 +108,6 @@ def sampler_side(
     return run
 
 
-def matrices(shape: str) -> tuple[int, int]:
-    """Weights of all layers, and of the head."""
-    s = SHAPES[shape]
-    heads, kv = s["num_attention_heads"] * s["head_dim"], s["num_key_value_heads"] * s["head_dim"]
-    layer = s["hidden_size"] * (2 * heads + 2 * kv + 3 * s["intermediate_size"])
-    return s["num_hidden_layers"] * layer, s["vocab_size"] * s["hidden_size"]
-
-
 class Comparison:
     """The sides of one model, and what was measured of them."""
 
@@ -175,7 +170,7 @@ class Comparison:
         heads = self.shape["num_attention_heads"] * self.shape["head_dim"]
         for length in args.prefill:
             times = self.times(1, length, 1)
-            attention = 2 * length * heads * self.shape["num_hidden_layers"]  # half of T×T, twice
+            attention = 2 * length * heads * attending(args.shape)  # half of T×T, twice
             flops = 2 * (length * layers + head) + length * attention
             table.add(
                 str(length),
@@ -192,7 +187,7 @@ class Comparison:
         layers, head = matrices(args.shape)
         size = {"f32": 4, "bf16": 2}[args.dtype]
         s = self.shape
-        cache = 2 * s["num_hidden_layers"] * s["num_key_value_heads"] * s["head_dim"]
+        cache = 2 * attending(args.shape) * s["num_key_value_heads"] * s["head_dim"]
         for batch in args.batches:
             times = self.times(batch, args.prompt, args.new)
             tokens = batch * (args.new - 1)
@@ -201,7 +196,8 @@ class Comparison:
                 seconds[name] = drawn
                 if sampler:
                     seconds[f"{name} + sampler"] = drawn + sampler[0]
-            read = layers + head + batch * cache * (args.prompt + args.new / 2)
+            states = 4 * state_numbers(args.shape) / size  # in f32
+            read = layers + head + batch * (cache * (args.prompt + args.new / 2) + states)
             read = read if size * (layers + head) > CACHED else 0
             table.add(
                 str(batch),

@@ -16,7 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from peers import DTYPES, SHAPES, checkpoint, hf_model, interleave, parse, parser
+from peers import (
+    DTYPES,
+    SHAPES,
+    attending,
+    checkpoint,
+    hf_model,
+    interleave,
+    matrices,
+    parse,
+    parser,
+    state_numbers,
+)
 from report import Report
 from tinsmith import _core
 from tinsmith.files import families
@@ -30,6 +41,7 @@ def peft_side(model: Any, tokens: np.ndarray, targets: np.ndarray, device: str =
 
     warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+    names += ["in_proj_qkv", "in_proj_z", "out_proj"]
     lora = get_peft_model(
         model,
         LoraConfig(r=RANK, lora_alpha=32, target_modules=names),
@@ -50,11 +62,9 @@ def peft_side(model: Any, tokens: np.ndarray, targets: np.ndarray, device: str =
 def flops(shape: str, tokens: int, length: int) -> float:
     """Products of a LoRA step: forward, input gradients of the frozen weights, attention."""
     s = SHAPES[shape]
-    heads, kv = s["num_attention_heads"] * s["head_dim"], s["num_key_value_heads"] * s["head_dim"]
-    layer = s["hidden_size"] * (2 * heads + 2 * kv + 3 * s["intermediate_size"])
-    weights = s["num_hidden_layers"] * layer + s["vocab_size"] * s["hidden_size"]
-    attention = s["num_hidden_layers"] * heads * length / 2 * 7
-    return 2.0 * tokens * (2 * weights + attention)
+    attention = attending(shape) * s["num_attention_heads"] * s["head_dim"] * length / 2 * 7
+    states = 3 * 3 * state_numbers(shape)  # read twice and written once, and each with a gradient
+    return 2.0 * tokens * (2 * sum(matrices(shape)) + attention + states)
 
 
 def custom_sides(adapter: _core.Adapter, data: tuple[np.ndarray, ...]) -> dict[str, Any]:
