@@ -74,12 +74,12 @@ typedef struct Work {
     Shared<float> tile;  /* of k or q */
     Shared<float> pairs; /* of k, then of q */
     Shared<float> u, r;  /* (KV_PAGE, UNIT); r: what w lacks, then u decayed to the page's end */
-    Shared<float> sums;  /* (KV_PAGE) */
+    Shared<float> sums;  /* (SUMS) */
 } Work;
 
 static size_t work_bytes(int N)
 {
-    return (size_t)(N * UNIT + TILE + PAIRS + 2 * KV_PAGE * UNIT + KV_PAGE) * sizeof(float);
+    return (size_t)(N * UNIT + TILE + PAIRS + 2 * KV_PAGE * UNIT + SUMS) * sizeof(float);
 }
 
 __device__ static __forceinline__ Work work_of(Shared<unsigned char> bytes, int N)
@@ -90,7 +90,7 @@ __device__ static __forceinline__ Work work_of(Shared<unsigned char> bytes, int 
             shared_part<float>(bytes, (int64_t)(N * UNIT + TILE) * 4, PAIRS),
             shared_part<float>(bytes, (int64_t)u * 4, KV_PAGE * UNIT),
             shared_part<float>(bytes, (int64_t)(u + KV_PAGE * UNIT) * 4, KV_PAGE * UNIT),
-            shared_part<float>(bytes, (int64_t)(u + 2 * KV_PAGE * UNIT) * 4, KV_PAGE)};
+            shared_part<float>(bytes, (int64_t)(u + 2 * KV_PAGE * UNIT) * 4, SUMS)};
 }
 
 /* Columns [n, n + UNIT) of the piece's rows of k or q; with `open`, of those before it too. */
@@ -126,7 +126,7 @@ __device__ static __forceinline__ void state_read(Sums &total, const Work &work,
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
         int row = i * BLOCK + row_of_thread();
-        float scale = piece_has(piece, row) ? expf(work.sums[row]) : 0.0f;
+        float scale = piece_has(piece, row) ? decay_whole(work.sums, row) : 0.0f;
         for (int e = 0; e < FOUR; e++) total[i][e] *= scale;
     }
 }
@@ -225,9 +225,9 @@ __device__ static __forceinline__ void state_advance(const Work &work, const Del
                                                      const Head &head, const Piece &piece)
 {
     int column = column_of_thread();
-    float last = work.sums[KV_PAGE - 1], whole = expf(last);
+    float whole = decay_whole(work.sums, KV_PAGE - 1);
     for (int i = threadIdx.x; i < KV_PAGE * UNIT; i += THREADS)
-        work.r[i] = expf(last - work.sums[i / UNIT]) * work.u[i];
+        work.r[i] = decay_between(work.sums, KV_PAGE - 1, i / UNIT) * work.u[i];
     for (int n = 0; n < c.N; n += UNIT) {
         __syncthreads();
         rows_fill(work, c, head, piece, c.k, n, true);
@@ -266,7 +266,7 @@ __device__ static __forceinline__ bool state_begin(const Work &work, const Delta
         work.m[i] = kept ? head.state[(int64_t)(i / UNIT) * c.E + i % UNIT] : 0.0f;
     if (!is_behind(head)) return !kept;
     open_load(work, c, head, KV_PAGE);
-    if (threadIdx.x < KV_PAGE) work.sums[threadIdx.x] = head.sums[threadIdx.x];
+    work.sums[threadIdx.x] = head.sums[threadIdx.x];
     __syncthreads();
     state_advance(work, c, head, {head.span, 0, KV_PAGE, KV_PAGE, false});
     return true;
@@ -279,7 +279,7 @@ __device__ static __forceinline__ void state_store(float *to, const Work &work, 
         to[(int64_t)(i / UNIT) * c.E + i % UNIT] = work.m[i];
 }
 
-static __global__ void __launch_bounds__(THREADS) delta_pages_kernel(Delta c)
+static __global__ void __launch_bounds__(THREADS, 3) delta_pages_kernel(Delta c)
 {
     DYNAMIC_SHARED(bytes);
     Work work = work_of(bytes, c.N);
@@ -330,9 +330,10 @@ typedef struct Parts {
 __device__ static __forceinline__ void row_advance(const Delta &c, const Head &head,
                                                    Shared<float> u)
 {
-    float last = head.sums[KV_PAGE - 1], whole = expf(last);
+    float whole = decay_whole(head.sums, KV_PAGE - 1);
     for (int i = threadIdx.x; i < KV_PAGE * UNIT; i += THREADS)
-        u[i] = expf(last - head.sums[i / UNIT]) * head.u[(int64_t)(i / UNIT) * c.E + i % UNIT];
+        u[i] = decay_between(head.sums, KV_PAGE - 1, i / UNIT) *
+               head.u[(int64_t)(i / UNIT) * c.E + i % UNIT];
     __syncthreads();
     int lane = threadIdx.x % UNIT;
     for (int n = threadIdx.x / UNIT; n < c.N; n += THREADS / UNIT) {
@@ -347,14 +348,14 @@ __device__ static __forceinline__ void row_advance(const Delta &c, const Head &h
 
 /* The first warp: w, u and y of a row, one lane a column. */
 __device__ static __forceinline__ void row_finish(const Delta &c, const Head &head,
-                                                  const Parts &parts, float sum, float own)
+                                                  const Parts &parts, float whole, float own)
 {
     int lane = threadIdx.x, at = head.span.pos % KV_PAGE;
-    float read[2], scale = expf(sum);
+    float read[2];
     for (int which = 0; which < 2; which++) {
         float total = 0.0f;
         for (int n = 0; n < c.N / UNIT; n++) total += parts.of_state[(n * 2 + which) * UNIT + lane];
-        total *= scale;
+        total *= whole;
         for (int p = 0; p < at / BLOCK; p++) total += parts.of_rows[(p * 2 + which) * UNIT + lane];
         read[which] = total;
     }
@@ -378,15 +379,17 @@ static __global__ void __launch_bounds__(THREADS) delta_row_kernel(Delta c)
     int64_t t = head.span.row;
     int at = head.span.pos % KV_PAGE, lane = threadIdx.x % UNIT, warp = threadIdx.x / UNIT;
     if (is_behind(head)) row_advance(c, head, decayed);
-    float sum = (at ? head.sums[at - 1] : 0.0f) + c.decay[t * c.H + head.h];
+    float sum, lack;
+    decay_add(sum, lack, head.sums, at, c.decay[t * c.H + head.h]);
     for (int i = threadIdx.x; i < c.N; i += THREADS) {
         kq[i] = f32(c.k[(t * c.G + head.g) * c.N + i]);
         kq[c.N + i] = f32(c.q[(t * c.G + head.g) * c.N + i]);
     }
     int which = threadIdx.x / KV_PAGE, j = threadIdx.x % KV_PAGE;
     if (j < at + which)
-        weights[threadIdx.x] = expf(sum - (j < at ? head.sums[j] : sum)) *
-                               c.scores[((t * c.G + head.g) * 2 + which) * KV_PAGE + j];
+        weights[threadIdx.x] =
+            (j < at ? expf((sum - head.sums[j]) + (lack - head.sums[KV_PAGE + j])) : 1.0f) *
+            c.scores[((t * c.G + head.g) * 2 + which) * KV_PAGE + j];
     __syncthreads();
     for (int n = warp * UNIT; n < c.N; n += THREADS) {
         float k = 0.0f, q = 0.0f;
@@ -412,7 +415,8 @@ static __global__ void __launch_bounds__(THREADS) delta_row_kernel(Delta c)
     of_rows[warp * 2 * UNIT + lane] = k;
     of_rows[warp * 2 * UNIT + UNIT + lane] = q;
     __syncthreads();
-    if (warp == 0) row_finish(c, head, {of_state, of_rows}, sum, weights[KV_PAGE + at]);
+    if (warp == 0)
+        row_finish(c, head, {of_state, of_rows}, expf(sum + lack), weights[KV_PAGE + at]);
 }
 
 /* ---- what a sequence keeps ---- */
@@ -421,14 +425,14 @@ static __global__ void __launch_bounds__(THREADS) delta_row_kernel(Delta c)
  * launch before reads the older ones any more. */
 static __global__ void __launch_bounds__(THREADS) delta_leave_kernel(Delta c)
 {
-    SHARED_ARRAY(float, sums, KV_PAGE);
+    SHARED_ARRAY(float, sums, SUMS);
     Head head = head_of(c, blockIdx.x, blockIdx.y, 0);
     if (!head.header) return;
     Piece piece = piece_of(head.span, (head.span.pos + head.span.rows - 1) / KV_PAGE);
     decay_sums(sums, head.sums, c.decay, piece, c.H, head.h);
     int i = threadIdx.x, rows = piece.end - piece.first;
     if (i == 0) *head.header = piece.page;
-    if (i < KV_PAGE && piece_has(piece, i)) head.sums[i] = sums[i];
+    if (piece_has(piece, i % KV_PAGE)) head.sums[i] = sums[i];
     if (head.h % (c.H / c.G)) return;
     for (; i < c.N * rows; i += THREADS) {
         int n = i / rows, row = piece.first + i % rows;

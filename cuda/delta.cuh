@@ -24,6 +24,7 @@ enum {
     TILE = KV_PAGE * TILE_ROW, /* floats of a tile of a page's rows */
     PAIRS_ROW = KV_PAGE + 4,
     PAIRS = KV_PAGE * PAIRS_ROW,
+    SUMS = 2 * KV_PAGE, /* of a page's decays: see decay_sums */
 };
 
 typedef float Sums[BLOCKS][FOUR]; /* a thread's share of a page's rows: [i][e] */
@@ -84,7 +85,7 @@ __device__ static __forceinline__ int64_t open_u(int G, int N, int E, int h)
 
 __device__ static __forceinline__ int64_t open_sums(int G, int H, int N, int E, int h)
 {
-    return open_u(G, N, E, H) + h * KV_PAGE;
+    return open_u(G, N, E, H) + h * SUMS;
 }
 
 /* Fills a tile of `rows` rows: get(v, row, column) gives eight of its floats. */
@@ -139,21 +140,49 @@ __device__ static __forceinline__ void tile_product(Sums &sums, Shared<float> a,
     }
 }
 
-/* Sums of decays from the page's first row on, in order: to `sums` (KV_PAGE) go those of rows
- * before the piece from `before`, then its own. All threads come; the sums are there when they
- * leave. */
+/* A page's sums of decays G, each the nearest f32 and, KV_PAGE behind it, what that lacks: a large
+ * decay early in a page must not cost the small ones behind it their digits. These are sums[i] and
+ * sums[KV_PAGE + i] from those of the row before. */
+template <class P>
+__device__ static __forceinline__ void decay_add(float &sum, float &lack, P sums, int i,
+                                                 float decay)
+{
+    float before = i ? sums[i - 1] : 0.0f;
+    sum = before + decay;
+    float added = sum - before;
+    lack = (i ? sums[KV_PAGE + i - 1] : 0.0f) + ((before - (sum - added)) + (decay - added));
+}
+
+/* The sums of a piece's rows, in order, behind those of the rows before it, which come from
+ * `before`. All threads come; the sums are there when they leave. */
 __device__ static __forceinline__ void decay_sums(Shared<float> sums, const float *before,
                                                   const float *decay, const Piece &piece, int H,
                                                   int h)
 {
-    int i = threadIdx.x;
-    if (i < piece.end) sums[i] = i < piece.first ? before[i] : decay[piece_row(piece, i) * H + h];
+    int i = threadIdx.x % KV_PAGE, part = threadIdx.x / KV_PAGE * KV_PAGE;
+    if (i < piece.first)
+        sums[part + i] = before[part + i];
+    else if (i < piece.end && part == 0)
+        sums[i] = decay[piece_row(piece, i) * H + h];
     __syncthreads();
-    if (i == 0) {
-        float sum = piece.first ? sums[piece.first - 1] : 0.0f;
-        for (int j = piece.first; j < piece.end; j++) sums[j] = sum += sums[j];
+    for (i = piece.first; threadIdx.x == 0 && i < piece.end; i++) {
+        float sum, lack;
+        decay_add(sum, lack, sums, i, sums[i]);
+        sums[i] = sum;
+        sums[KV_PAGE + i] = lack;
     }
     __syncthreads();
+}
+
+/* e^(G_i − G_j), and e^(G_i). */
+template <class P> __device__ static __forceinline__ float decay_between(P sums, int i, int j)
+{
+    return expf((sums[i] - sums[j]) + (sums[KV_PAGE + i] - sums[KV_PAGE + j]));
+}
+
+template <class P> __device__ static __forceinline__ float decay_whole(P sums, int i)
+{
+    return expf(sums[i] + sums[KV_PAGE + i]);
 }
 
 /* e^(G_i − G_j) times the products of row i with the page's keys j, as pairs; 0 where j > i − own.
@@ -166,7 +195,7 @@ __device__ static __forceinline__ void pairs_fill(Shared<float> pairs, const flo
         int i = at / KV_PAGE, j = at % KV_PAGE;
         float weight = 0.0f;
         if (piece_has(piece, i) && j < i + which)
-            weight = expf(sums[i] - sums[j]) *
+            weight = decay_between(sums, i, j) *
                      scores[((piece_row(piece, i) * G + g) * 2 + which) * KV_PAGE + j];
         pairs[i * PAIRS_ROW + j] = weight;
     }

@@ -94,7 +94,7 @@ static __global__ void __launch_bounds__(THREADS) delta_pairs_kernel(DeltaBackwa
     Shared<float> u = shared_part<float>(bytes, 0, TILE);
     Shared<float> rows = shared_part<float>(bytes, TILE * 4, TILE);
     Shared<float> cross = shared_part<float>(bytes, 2 * TILE * 4, PAIRS);
-    Shared<float> sums = shared_part<float>(bytes, (2 * TILE + PAIRS) * 4, KV_PAGE);
+    Shared<float> sums = shared_part<float>(bytes, (2 * TILE + PAIRS) * 4, SUMS);
     Piece piece;
     if (!piece_find(&piece, c.spans, c.S, blockIdx.x)) return;
     int local = blockIdx.y, g = c.g + local / (c.H / c.G);
@@ -139,7 +139,7 @@ static __global__ void __launch_bounds__(THREADS) delta_pairs_kernel(DeltaBackwa
             for (int j = 0; j < 8; j++) {
                 int column = threadIdx.x % 8 + 8 * j;
                 bool seen = column < row + 2 - which;
-                float value = seen ? sum[i][j] * expf(sums[row] - sums[column]) : 0.0f;
+                float value = seen ? sum[i][j] * decay_between(sums, row, column) : 0.0f;
                 float term = seen ? value * score[column] : 0.0f;
                 to[column] = value;
                 if (which == 1)
@@ -161,7 +161,7 @@ typedef struct Heads {
     Shared<float> pairs, sums, total;
 } Heads;
 
-enum { TURNED = UNIT * TILE_ROW, HEADS_FLOATS = 3 * TILE + 2 * TURNED + PAIRS + KV_PAGE };
+enum { TURNED = UNIT * TILE_ROW, HEADS_FLOATS = 3 * TILE + 2 * TURNED + PAIRS + SUMS };
 
 __device__ static __forceinline__ Heads heads_of(Shared<unsigned char> bytes, Shared<float> total)
 {
@@ -172,7 +172,7 @@ __device__ static __forceinline__ Heads heads_of(Shared<unsigned char> bytes, Sh
             shared_part<float>(bytes, TILE * 4, TILE),
             shared_part<float>(bytes, 2 * TILE * 4, TILE),
             shared_part<float>(bytes, pairs * 4, PAIRS),
-            shared_part<float>(bytes, (pairs + PAIRS) * 4, KV_PAGE),
+            shared_part<float>(bytes, (pairs + PAIRS) * 4, SUMS),
             total};
 }
 
@@ -227,17 +227,17 @@ __device__ static __forceinline__ void states_add(Sums &dq, Sums &dk, const Head
         }
     }
     int units = c.N / UNIT;
-    float last = work.sums[piece.end - 1];
     product = block_sum(product, work.total);
     if (dm && threadIdx.x == 0)
         c.of_pages[(piece_row(piece, 0) / KV_PAGE * c.heads + local) * units + n / UNIT] =
-            expf(last) * product;
+            decay_whole(work.sums, piece.end - 1) * product;
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
         int row = i * BLOCK + row_of_thread();
         bool inside = row < piece.end;
-        float begin = inside ? expf(work.sums[row]) : 0.0f;
-        float end = inside ? expf(last - work.sums[row]) : 0.0f, of_begin = 0.0f, of_end = 0.0f;
+        float begin = inside ? decay_whole(work.sums, row) : 0.0f;
+        float end = inside ? decay_between(work.sums, piece.end - 1, row) : 0.0f, of_begin = 0.0f,
+              of_end = 0.0f;
 #pragma unroll
         for (int e = 0; e < FOUR; e++) {
             int at = row * TILE_ROW + column_of_thread() + e;
@@ -372,7 +372,7 @@ static void backward_launch(CudaDevice *cuda, DeltaBackward c, int key_heads, fl
     c.of_pages = c.of_rows + T * heads * (c.N / UNIT) * 2;
     unsigned slots = piece_slots(c.T, c.S), units = (unsigned)(c.N / UNIT);
     dim3 all(slots, (unsigned)heads);
-    size_t pairs_bytes = (size_t)(2 * TILE + PAIRS + KV_PAGE) * sizeof(float);
+    size_t pairs_bytes = (size_t)(2 * TILE + PAIRS + SUMS) * sizeof(float);
     delta_walk(cuda, c);
     LAUNCH(cuda, delta_pairs_kernel, all, THREADS, pairs_bytes, c);
     LAUNCH(cuda, delta_heads_kernel, dim3(slots, (unsigned)key_heads, units), THREADS,

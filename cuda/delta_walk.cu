@@ -22,7 +22,7 @@ typedef struct Walk {
 
 static size_t walk_bytes(int N)
 {
-    return (size_t)(N * UNIT + 3 * TILE + PAIRS + KV_PAGE) * sizeof(float);
+    return (size_t)(N * UNIT + 3 * TILE + PAIRS + SUMS) * sizeof(float);
 }
 
 __device__ static __forceinline__ Walk walk_of(Shared<unsigned char> bytes, int N)
@@ -33,7 +33,7 @@ __device__ static __forceinline__ Walk walk_of(Shared<unsigned char> bytes, int 
             shared_part<float>(bytes, pairs, PAIRS),
             shared_part<float>(bytes, dy, TILE),
             shared_part<float>(bytes, dy + TILE * 4, TILE),
-            shared_part<float>(bytes, dy + 2 * TILE * 4, KV_PAGE)};
+            shared_part<float>(bytes, dy + 2 * TILE * 4, SUMS)};
 }
 
 /* x = du but for what later rows' x add: of dy, and of dM′. */
@@ -52,7 +52,7 @@ __device__ static __forceinline__ void slopes_begin(const Walk &work, const Delt
 #pragma unroll
     for (int i = 0; i < BLOCKS; i++) {
         int row = i * BLOCK + row_of_thread();
-        float scale = piece.last ? 0.0f : expf(work.sums[KV_PAGE - 1] - work.sums[row]);
+        float scale = piece.last ? 0.0f : decay_between(work.sums, KV_PAGE - 1, row);
         for (int e = 0; e < FOUR; e++) sums[i][e] *= scale;
         columns_sum(sums[i], work.pairs, work.dy, row, i * BLOCK, piece.end);
         store<FOUR>(shared_range(work.x, row * TILE_ROW + column_of_thread(), FOUR), sums[i]);
@@ -130,11 +130,11 @@ __device__ static __forceinline__ void slope_retreat(const Walk &work, const Del
 {
     for (int i = threadIdx.x; i < piece.end * UNIT; i += THREADS) {
         int row = i / UNIT, at = row * TILE_ROW + i % UNIT;
-        float scale = expf(work.sums[row]);
+        float scale = decay_whole(work.sums, row);
         work.dy[at] *= scale;
         work.x[at] *= -scale;
     }
-    float whole = expf(work.sums[piece.end - 1]);
+    float whole = decay_whole(work.sums, piece.end - 1);
     for (int n = 0; n < c.N; n += UNIT) {
         __syncthreads();
         rows_fill(work.tile, c, piece, c.q, g, n);

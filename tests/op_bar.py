@@ -53,15 +53,8 @@ PRODUCTS = {"linear", "linear_backward", "lora", "lora_backward", "head", "head_
 SUMMED = ("T", "D", "N", "V", "K", *(f"N{i}" for i in range(3)))
 
 
-# A page's decays are summed in f32 and reach −60 in the tests: the exponentials of their sums'
-# differences err by those roundings.
-DECAYED = {"delta": 2.0**-18, "delta_backward": 2.0**-18}
-
-
 def sum_error(op, args) -> float:
     """What a product's longest sum may err by: half a unit of f32 times the root of its length."""
-    if op in DECAYED:
-        return DECAYED[op]
     longest = max((args.get(name, 0) for name in SUMMED), default=0) if op in PRODUCTS else 0
     return 2.0**-25 * float(longest) ** 0.5
 

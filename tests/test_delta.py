@@ -37,7 +37,7 @@ class Delta:
     def __init__(self, dev: Device):
         self.dev = dev
         head, matrix = H * DELTA_HEAD, H * N * E
-        self.step = KV_PAGE * (G * N + H * (E + 1)) + head + matrix
+        self.step = KV_PAGE * (G * N + H * (E + 2)) + head + matrix
         self.kept = {name: Memory(dev, 4 * SLOTS * self.step) for name in ("state", "open")}
 
     def inputs(self, seed: int) -> dict[str, np.ndarray]:
