@@ -85,6 +85,25 @@ def test_weights_that_come_before_the_first_step_are_the_requests_alone(core, we
     assert_same(second, alone(core, prompt, old))
 
 
+@pytest.mark.usefixtures("on")
+def test_recorded_steps_follow_too() -> None:
+    """Where a device records decoding steps, they belong to the weights that they read."""
+    core, prompt, found = loaded("qwen3").core, tokens_of("qwen3", 20), []
+    old, new = (randomize(_core.Adapter(core, rank=4), seed).snapshot() for seed in (1, 2))
+    for graphs in (True, False):
+        sampler = _core.Sampler(core, tokens=512, graphs=graphs)
+        sampler.add(0, prompt, old, max_tokens=12, seed=3, session=1)
+        for _ in range(6):
+            sampler.step()
+        sampler.follow(0, new)
+        found += finish(sampler, 0)
+    assert_same(*found)
+    kept = draw(_core.Sampler(core, tokens=512), prompt, old, max_tokens=12)["samples"][0]
+    [sample] = found[0]["samples"]
+    np.testing.assert_array_equal(sample["logprobs"][:6], kept["logprobs"][:6])
+    assert not np.array_equal(sample["logprobs"][6:], kept["logprobs"][6:])
+
+
 def test_pages_of_older_weights_are_found_in_their_session_alone(core, weights) -> None:
     old, new = weights
     sampler, prompt = _core.Sampler(core, tokens=4096), tokens_of("qwen3", 2 * PAGE + 9)
@@ -150,10 +169,18 @@ def test_a_request_keeps_its_newer_weights_alive(core) -> None:
     assert_same(finish(sampler, 0)[0], wanted)
 
 
-@pytest.mark.parametrize(("samples", "tokens"), ((1, 4096), (3, 4096), (2, 192)))
-def test_a_prompts_tokens_in_the_cache_are_counted_once(core, samples: int, tokens: int) -> None:
-    """With room for one sequence alone, too: the other is preempted, and finds its own pages."""
-    sampler, prompt = _core.Sampler(core, tokens=tokens), tokens_of("qwen3", 2 * PAGE + 9)
+def test_a_preempted_prompt_that_finds_its_own_pages_found_nothing(core) -> None:
+    """The first request needs a second page, of which the other one gives up its three."""
+    sampler = _core.Sampler(core, tokens=4 * PAGE)
+    sampler.add(0, tokens_of("qwen3", PAGE - 4), None, max_tokens=20, seed=3)
+    sampler.add(1, tokens_of("qwen3", 2 * PAGE + 9), None, max_tokens=20, seed=3)
+    found = finish(sampler, 0, 1)
+    assert sampler.reused == 2 * PAGE and [one["prompt_reused"] for one in found] == [0, 0]
+
+
+@pytest.mark.parametrize("samples", (1, 3))
+def test_a_prompts_tokens_in_the_cache_are_counted_once(core, samples: int) -> None:
+    sampler, prompt = _core.Sampler(core, tokens=4096), tokens_of("qwen3", 2 * PAGE + 9)
     options = {"num_samples": samples, "max_tokens": 20}
     assert draw(sampler, prompt, None, **options)["prompt_reused"] == 0
     again = draw(sampler, prompt, None, **options)
