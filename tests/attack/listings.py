@@ -48,12 +48,14 @@ LISTINGS: tuple[Ask, ...] = (
     ("GET", f"{API}/training_runs/run/checkpoints", None),
     ("GET", f"{API}/sessions", None),
     ("POST", f"{API}/sessions/search", {}),
+    ("POST", f"{API}/checkpoints/search", {}),
 )
 SINGLE: tuple[Ask, ...] = (
     ("GET", f"{BASE}/archive.tar", None),
     ("GET", f"{API}/training_runs/run", None),
     ("GET", f"{API}/sessions/s", None),
     ("POST", f"{API}/sessions/search", {"statuses": [{"type": "client_finished"}]}),
+    ("POST", f"{API}/checkpoints/search", {"checkpoint_type": "training", "base_models": ["a"]}),
     ("GET", f"{BASE}/archive", None),
     ("GET", f"{BASE}/external_weights_urls", None),
     ("GET", f"{BASE}/files/adapter_config.json", None),

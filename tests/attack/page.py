@@ -36,7 +36,8 @@ class Attacked:
         self._paths = (
             "/create_session", "/training_runs", "/checkpoints", "/sessions", "/optim_step",
             "/asample", "/forward_backward", "/copy_weights", "/sessions/search", "/telemetry",
-            kept, f"{kept}/archive.tar", f"{kept}/archive", f"{kept}/publish", f"{kept}/ttl",
+            "/checkpoints/search", "/external_weights_upload_start", kept, f"{kept}/archive.tar",
+            f"{kept}/archive", f"{kept}/publish", f"{kept}/ttl",
         )  # fmt: skip
         port = backend.url.rpartition(":")[2]
         names = ("127.0.0.1", "localhost", NAME, "a.localhost", "0.0.0.0", "127.1")
