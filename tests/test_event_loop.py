@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from types import MappingProxyType
 
 import httpx
 import numpy as np
@@ -281,6 +282,7 @@ def test_a_sample_result_has_a_limit(server) -> None:
 def test_scores_of_a_prompt_have_a_limit() -> None:
     class Large:
         vocab, context, eos_ids = 150_000, 1 << 18, ()
+        config = MappingProxyType({"context": context})
 
     for length, fits in (((1 << 30) // 8000, True), ((1 << 30) // 8000 + 1, False)):
         body = {
