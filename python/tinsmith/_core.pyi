@@ -97,10 +97,12 @@ def cuda_arrays_through(name: str) -> None:
 class Model:
     """A frozen base model. Shapes come from `config`; weights are put in with `load`, then `seal`.
 
-    config keys: layers, width, heads, kv_heads, head_width, ffn, vocab, context, norm_eps,
-    rope_scale, window (of sliding_attention), qkv_bias (0/1), qk_norm (0/1), tied (0/1), and of
-    each layer's parts their kinds (csrc/model/layers.inc): mixers, full_attention or
-    sliding_attention, and feeds, mlp. inv_freq is (head_width/2,) float32.
+    config keys: layers, width, heads, kv_heads, head_width, rotary (numbers of a head that are
+    rotated), ffn, vocab, context, norm_eps, rope_scale, window (of sliding_attention), qkv_bias
+    (0/1), qk_norm (0/1), q_gate (0/1: wq has a gate beside each head's q), tied (0/1); of
+    linear_attention key_heads, value_heads, key_width and value_width, 0 where no layer is that;
+    and of each layer's parts their kinds (csrc/model/layers.inc): mixers, full_attention,
+    sliding_attention or linear_attention, and feeds, mlp. inv_freq is (rotary/2,) float32.
     weights is the element type that matrices are kept in; the products are exact for either.
     """
 
