@@ -16,7 +16,11 @@ Rows = list[dict[str, Any]]
 
 QWEN3 = "Qwen/Qwen3-8B"  # a name that the cookbook knows a renderer for
 NAMED = f"model_name={QWEN3}"
-PATH = "model_name=MODEL renderer_name=qwen3_disable_thinking"
+RENDERER = "renderer_name=qwen3_disable_thinking"
+PATH = f"model_name=MODEL {RENDERER}"
+# The names that recipes take where none is given: MODEL is then a small random Qwen3.5.
+HYBRIDS = ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-9B-Base")
+SMALL, CHAT, BASE = HYBRIDS
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ def probabilities(ended: Ended) -> None:
 SDFT = f"{PATH} groups_per_batch=4 max_tokens=12 lora_rank=4 max_steps=2 eval_every=0"
 TOOLS = "dataset=toolalpaca toolalpaca_data_path=questions"
 RL = "lora_rank=4 max_steps=2"
-GAME = f"{NAMED} renderer_name=qwen3_disable_thinking max_tokens=4 eval_every=0 max_steps=2"
+GAME = f"{RENDERER} max_tokens=4 eval_every=0 max_steps=2"
 STREAM = "stream_minibatch_config"
 
 RECIPES: Sequence[Recipe] = (
@@ -157,16 +161,17 @@ RECIPES: Sequence[Recipe] = (
     ),
     Recipe(
         "recipes.sl_loop",
-        f"{NAMED} batch_size=4 lora_rank=4 max_steps=2",
+        "batch_size=4 lora_rank=4 max_steps=2",
         "hub: HuggingFaceH4/no_robots",
         learns(2),
-        models=(QWEN3,),
+        models=(BASE,),
     ),
     Recipe(
         "recipes.chat_sl.train",
-        f"{PATH} dataset=conversations.jsonl batch_size=4 lora_rank=4 max_steps=2",
+        f"{RENDERER} dataset=conversations.jsonl batch_size=4 lora_rank=4 max_steps=2",
         "a file of conversations; or hub: HuggingFaceH4/no_robots, allenai/tulu-3-sft-mixture",
         learns(2),
+        models=(BASE,),
     ),
     Recipe(
         "recipes.prompt_distillation.train",
@@ -245,10 +250,10 @@ RECIPES: Sequence[Recipe] = (
     ),
     Recipe(
         "recipes.distillation.on_policy_distillation",
-        f"{PATH} teacher_model=MODEL dataset=deepmath groups_per_batch=2 group_size=2 "
-        f"max_tokens=8 {RL}",
+        f"{RENDERER} dataset=deepmath groups_per_batch=2 group_size=2 max_tokens=8 {RL}",
         "hub: zwhe99/DeepMath-103K or allenai/tulu-3-sft-mixture",
         both(agrees(2), starts_at("teacher_kl", 0, 2)),
+        models=(BASE, CHAT),
     ),
     Recipe(
         "recipes.distillation.on_policy_multi_teacher",
@@ -296,21 +301,21 @@ RECIPES: Sequence[Recipe] = (
         f"batch_size=1 group_size=2 {GAME}",
         "none",
         agrees(2),
-        models=(QWEN3,),
+        models=(SMALL,),
     ),
     Recipe(
         "recipes.multiplayer_rl.twenty_questions.train",
         f"batch_size=1 group_size=2 {GAME}",
         "none",
         agrees(2),
-        models=(QWEN3, "Qwen/Qwen3.5-9B"),
+        models=(SMALL, CHAT),
     ),
     Recipe(
         "recipes.multiplayer_rl.text_arena.train",
         f"batch_size=4 num_train_datapoints=8 num_test_datapoints=2 {GAME}",
         "none",
         agrees(2),
-        models=(QWEN3,),
+        models=(SMALL,),
         packages=("textarena",),
         extra="multiplayer-rl",
     ),
@@ -379,7 +384,7 @@ RECIPES: Sequence[Recipe] = (
         "",
         "none",
         leaves("tts_results.json", lambda text: '"error"' not in text),
-        models=("Qwen/Qwen3.5-4B",),
+        models=(SMALL,),
     ),
     Recipe(
         "recipes.prompt_distillation.create_data",
@@ -402,7 +407,7 @@ RECIPES: Sequence[Recipe] = (
         "",
         "in the module",
         says(r"\{'accuracy': [01]\.\d"),
-        models=("Qwen/Qwen3.5-9B",),
+        models=(CHAT,),
     ),
     Recipe(
         "eval.run_inspect_evals",
@@ -410,7 +415,7 @@ RECIPES: Sequence[Recipe] = (
         "tasks=tinker_cookbook.eval.custom_inspect_task:example_lm_as_judge",
         "in the task, here; hub for most of inspect's own",
         says(r"Inspect evaluation completed. Metrics: \{'qa_dataset/accuracy'"),
-        models=("Qwen/Qwen3.5-9B",),
+        models=(CHAT,),
         packages=("inspect_ai",),
         extra="inspect",
     ),

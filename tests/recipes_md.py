@@ -22,8 +22,10 @@ tinker-cookbook: `TINSMITH_UPDATE_RECIPES=1 pytest tests/test_recipes.py`.
 
 `MODEL` is the folder of a Hugging Face model. `--model NAME=MODEL` serves it under a name, and the
 recipe finds its tokenizer under that name: some recipes have a model's name in their code, others
-look a name up to choose the chat format (`Qwen/Qwen3-8B` stands for all of Qwen3). Sizes
-(`batch_size`, `max_tokens`, `max_steps` …) are the test's: leave them out for the recipe's own.
+look a name up to choose the chat format (`Qwen/Qwen3-8B` stands for all of Qwen3). Where a recipe's
+own default is a Qwen3.5, `MODEL` is a small one of that family in the tests, otherwise the
+demonstration's. Sizes (`batch_size`, `max_tokens`, `max_steps` …) are the test's: leave them out
+for the recipe's own.
 
 What comes from the hub is downloaded by the recipe. Without a network, make a folder of that name
 with files of the same columns in the current one (`openai/gsm8k/train.jsonl`), as the tests do,
