@@ -49,8 +49,11 @@ def error(got, exact) -> float:
 
 # Products, whose sums run over one of these sizes, one term after another: each rounds, at random,
 # which no library's f32 is bound to do as often.
-PRODUCTS = {"linear", "linear_backward", "lora", "lora_backward", "head", "head_lora", "matmul"}
-SUMMED = ("T", "D", "N", "V", "K", *(f"N{i}" for i in range(3)))
+PRODUCTS = {
+    *("linear", "linear_backward", "lora", "lora_backward", "head", "head_lora", "matmul"),
+    "attention",  # a query and a key
+}
+SUMMED = ("T", "D", "N", "V", "K", "E", *(f"N{i}" for i in range(3)))
 
 
 def sum_error(op, args) -> float:

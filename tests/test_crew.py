@@ -39,7 +39,7 @@ def sleeps(op: str, *sizes: int) -> list[int]:
     arguments = {
         "swiglu": (*x[:3], *sizes),
         "rmsnorm": (*x, *sizes, 1e-6),
-        "rope": (*x[:3], *sizes),
+        "rope": (*x[:3], *sizes, sizes[-1]),
         "sample": (*x, draws.pointer, *sizes),
     }[op]
     found = []

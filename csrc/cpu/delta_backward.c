@@ -35,7 +35,8 @@ typedef struct Work {
     _Alignas(64) Rows q, k, keys, u, u_turned, dy, du, dq, dk,
         read; /* keys and u_turned: columns */
     _Alignas(64) Square decays, kk, kq, dkk, dkq;
-    _Alignas(64) float sums[SUMS], dsums[KV_PAGE], from_start[KV_PAGE], to_end[KV_PAGE];
+    _Alignas(64) float sums[SUMS], from_start[KV_PAGE], to_end[KV_PAGE];
+    double dsums[KV_PAGE]; /* what a row gains, another loses: of large numbers little is left */
 } Work;
 
 _Static_assert(sizeof(Work) <= POOL_SCRATCH, "a piece's scratch");
@@ -90,7 +91,7 @@ static void page_open(const Backward *c, Work *o, const Page *p)
     sums_add(o->sums, c->decay + gate, c->H, 0, rows);
     for (int i = 0; i < rows; i++) {
         o->from_start[i] = sums_factor(o->sums, i);
-        o->dsums[i] = 0.0f;
+        o->dsums[i] = 0.0;
         for (int j = 0; j < KV_PAGE; j += VL)
             v_store(o->decays + i * KV_PAGE + j, sums_decay(o->sums, i, j));
         memset(o->decays + i * KV_PAGE + i + 1, 0, (size_t)(KV_PAGE - i - 1) * sizeof *o->decays);
@@ -145,7 +146,7 @@ static void pairs(const Backward *c, Work *o, const Page *p)
         for (int j = 0; j < KV_PAGE; j++) {
             int at = i * KV_PAGE + j;
             if (j < i) {
-                float slope = o->kq[at] * o->dkq[at] + o->kk[at] * o->dkk[at];
+                double slope = (double)o->kq[at] * o->dkq[at] + (double)o->kk[at] * o->dkk[at];
                 o->dsums[i] += slope;
                 o->dsums[j] -= slope;
             }
@@ -216,9 +217,9 @@ static void page_leave(const Backward *c, const Work *o, const Page *p, int add)
             v_store(c->dk + at + n, add ? v_load(c->dk + at + n) + dk : dk);
         }
     }
-    float sum = 0.0f;
+    double sum = 0.0;
     for (int i = p->rows - 1; i >= 0; i--)
-        c->ddecay[(int64_t)(p->t + i) * c->H + p->h] = sum += o->dsums[i];
+        c->ddecay[(int64_t)(p->t + i) * c->H + p->h] = (float)(sum += o->dsums[i]);
 }
 
 static void backward_piece(void *context, int64_t piece)
