@@ -36,19 +36,18 @@ typedef struct LayerKinds {
 } LayerKinds;
 
 /* The dimensions of a model, as numbers that arrive by name. */
-#define SHAPE_LIST(X)                                                                 \
-    X(layers)                                                                         \
-    X(width)                                                                          \
-    X(heads)                                                                          \
-    X(kv_heads)                                                                       \
-    X(head_width)                                                                     \
-    X(rotary)                                                                         \
-    X(ffn)                                                                            \
-    X(vocab)                                                                          \
-    X(context)                                                                        \
-    X(window)                                                                         \
-    X(qkv_bias) X(qk_norm) X(q_gate) X(tied) X(key_heads) X(value_heads) X(key_width) \
-        X(value_width)
+#define SHAPE_LIST(X) \
+    X(layers)         \
+    X(width)          \
+    X(heads)          \
+    X(kv_heads)       \
+    X(head_width)     \
+    X(rotary)         \
+    X(ffn)            \
+    X(vocab)          \
+    X(context)        \
+    X(window)         \
+    X(qkv_bias) X(qk_norm) X(q_gate) X(tied) X(key_heads) X(value_heads) X(key_width) X(value_width)
 
 typedef struct Shape {
 #define X(name) int name;
