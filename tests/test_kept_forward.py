@@ -72,7 +72,7 @@ def two_forwards(
 
 
 @pytest.mark.parametrize("options", KEPT.values(), ids=KEPT)
-@pytest.mark.parametrize("name", ["qwen3", "llama-tied"])
+@pytest.mark.parametrize("name", ["qwen3", "llama-tied", "qwen3_5"])
 def test_forward_and_backward_equal_forward_backward(name: str, options: dict[str, int]) -> None:
     flat, dlogp = batch(name)
     once = adapter_of(name, **options)
