@@ -394,6 +394,10 @@ SAMPLING = [
     ({"prompt": [1, VOCAB]}, f"the prompt has id {VOCAB}; ids must be from 0 to {VOCAB - 1}"),
     ({"prompt": [-1]}, "the prompt has id -1"),
     (
+        {"prompt": tinker.types.ImageChunk(data=b"x", format="png", expected_tokens=2)},
+        "the prompt has a chunk of image; tinsmith takes text tokens only",
+    ),
+    (
         {"prompt": [5] * (CONTEXT + 1)},
         f"the prompt has {CONTEXT + 1} tokens; the context is {CONTEXT}",
     ),
@@ -417,7 +421,9 @@ def test_bad_sampling_requests(clients, change, sentence):
     change = dict(change)
     names = ("temperature", "top_p", "top_k", "max_tokens", "stop")
     params = {name: change.pop(name) for name in names if name in change}
-    prompt = tinker.ModelInput.from_ints(change.pop("prompt", [5, 6, 7]))
+    given = change.pop("prompt", [5, 6, 7])
+    chunk = tinker.EncodedTextChunk(tokens=given) if isinstance(given, list) else given
+    prompt = tinker.ModelInput(chunks=[chunk])
     asked = {"num_samples": 1, **change}
     with pytest.raises(tinker.RequestFailedError, match=sentence):
         sampler.sample(
