@@ -204,7 +204,8 @@ def test_without_a_compiler_there_is_a_sentence(
 def test_the_roofline_is_one_of_a_processor() -> None:
     found = measured()
     assert isinstance(found, machine.Roofline), found
-    assert found.flops["bf16"] >= found.flops["f32"] / 1.5
+    # AMD's cores make twice as many multiply-adds of bf16 pairs as of f32, Intel's half as many.
+    assert found.flops["f32"] / 3 < found.flops["bf16"] < found.flops["f32"] * 3
     assert 1e9 < found.flops["f32"] < 1e13 and 1e8 < found.bytes < 1e12
 
 
