@@ -136,7 +136,7 @@ template <int W> static __global__ void __launch_bounds__(THREADS) conv_backward
 #pragma unroll
         for (int e = 0; e < W; e++) {
             for (int j = CONV - 1; j > 0; j--) slope[j][e] = slope[j - 1][e];
-            float s = inside ? 1.0f / (1.0f + fast_exp(-sum[e])) : 0.0f;
+            float s = inside ? fast_sigmoid(sum[e]) : 0.0f;
             slope[0][e] = inside ? dy[e] * (s * (1.0f + sum[e] * (1.0f - s))) : 0.0f;
         }
         if (i < tile.first + CONV - 1) continue;

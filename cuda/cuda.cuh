@@ -365,6 +365,12 @@ __device__ static __forceinline__ float fast_exp(float x)
     return fast_exp2(x * 1.4426950408889634f);
 }
 
+/* 1 / (1 + e^-x), as exact as fast_exp. */
+__device__ static __forceinline__ float fast_sigmoid(float x)
+{
+    return 1.0f / (1.0f + fast_exp(-x));
+}
+
 /* ---- warps and blocks: the same order of sums in every lane, so all get the same bits ---- */
 
 template <class T> __device__ static __forceinline__ T warp_sum(T x)

@@ -51,11 +51,6 @@ void cuda_join(Device *dev, real *x, const real *a, const real *b, int T, int E)
 
 /* ---- the product with a sigmoid ---- */
 
-__device__ static __forceinline__ float sigmoid(float x)
-{
-    return 1.0f / (1.0f + fast_exp(-x));
-}
-
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
     gate_kernel(real *y, const real *x, const real *gate, int64_t n)
@@ -65,7 +60,7 @@ static __global__ void __launch_bounds__(THREADS)
     float v[W], g[W];
     load<W>(v, x + i);
     load<W>(g, gate + i);
-    for (int j = 0; j < W; j++) v[j] *= sigmoid(g[j]);
+    for (int j = 0; j < W; j++) v[j] *= fast_sigmoid(g[j]);
     store<W>(y + i, v);
 }
 
@@ -81,7 +76,7 @@ static __global__ void __launch_bounds__(THREADS)
     load<W>(v, x + i);
     load<W>(g, gate + i);
     for (int j = 0; j < W; j++) {
-        float s = sigmoid(g[j]), of_x = d[j] * s;
+        float s = fast_sigmoid(g[j]), of_x = d[j] * s;
         g[j] = of_x * v[j] * (1.0f - s);
         d[j] = of_x;
     }

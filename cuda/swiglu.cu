@@ -10,11 +10,6 @@
 
 enum { THREADS = 256 };
 
-__device__ static __forceinline__ float sigmoid(float x)
-{
-    return 1.0f / (1.0f + fast_exp(-x));
-}
-
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
     swiglu_kernel(real *y, const real *gate, const real *up, int64_t n)
@@ -24,7 +19,7 @@ static __global__ void __launch_bounds__(THREADS)
     float g[W], u[W];
     load<W>(g, gate + i);
     load<W>(u, up + i);
-    for (int j = 0; j < W; j++) u[j] = g[j] * sigmoid(g[j]) * u[j];
+    for (int j = 0; j < W; j++) u[j] = g[j] * fast_sigmoid(g[j]) * u[j];
     store<W>(y + i, u);
 }
 
@@ -40,7 +35,7 @@ static __global__ void __launch_bounds__(THREADS)
     load<W>(g, gate + i);
     load<W>(u, up + i);
     for (int j = 0; j < W; j++) {
-        float s = sigmoid(g[j]), of_up = d[j] * (g[j] * s);
+        float s = fast_sigmoid(g[j]), of_up = d[j] * (g[j] * s);
         g[j] = d[j] * u[j] * (s * (1.0f + g[j] * (1.0f - s)));
         u[j] = of_up;
     }

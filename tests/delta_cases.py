@@ -8,6 +8,7 @@ Their spans keep nothing; test_delta.py has those that do.
 import numpy as np
 import reference
 from engine import KV_PAGE, Span, from_bf16, to_bf16
+from op_cases import CASES as CASES  # with those below
 from op_cases import case
 
 LENGTHS = ((), (1,), (5, 1, 9), (63, 64, 65), (2, 128, 3), (200,))

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from delta_cases import CASES
 from engine import device, emulated_library
 from op_bar import run
-from op_cases import CASES
 
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}  # emulate::Order
 IN_TURN = 3

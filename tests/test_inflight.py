@@ -14,6 +14,7 @@ import tinker
 import torch
 from conftest import Wire, make_datum
 from models import assert_same, loaded, randomize, tokens_of, with_peft
+from sampling import finish, run
 from tinsmith import _core
 
 PAGE = 64
@@ -31,20 +32,8 @@ def weights(core: _core.Model) -> list[_core.Adapter]:
     return [randomize(_core.Adapter(core, rank=4), seed).snapshot() for seed in (1, 2)]
 
 
-def finish(sampler: _core.Sampler, *numbers: int) -> list[dict[str, Any]]:
-    waiting = set(numbers)
-    while waiting:
-        waiting -= set(sampler.step()[1])
-    return [sampler.take(number) for number in numbers]
-
-
-def draw(sampler: _core.Sampler, prompt: np.ndarray, adapter: Any, **options: Any) -> Any:
-    sampler.add(0, prompt, adapter, **{"max_tokens": 5, "seed": 3} | options)
-    return finish(sampler, 0)[0]
-
-
 def alone(core: _core.Model, prompt: np.ndarray, adapter: Any, **options: Any) -> Any:
-    return draw(_core.Sampler(core, tokens=512), prompt, adapter, **options)
+    return run(_core.Sampler(core, tokens=512), prompt, adapter, **options)
 
 
 def test_each_tokens_logprob_is_that_of_the_weights_that_drew_it(core, weights) -> None:
@@ -98,7 +87,7 @@ def test_recorded_steps_follow_too() -> None:
         sampler.follow(0, new)
         found += finish(sampler, 0)
     assert_same(*found)
-    kept = draw(_core.Sampler(core, tokens=512), prompt, old, max_tokens=12)["samples"][0]
+    kept = run(_core.Sampler(core, tokens=512), prompt, old, max_tokens=12)["samples"][0]
     [sample] = found[0]["samples"]
     np.testing.assert_array_equal(sample["logprobs"][:6], kept["logprobs"][:6])
     assert not np.array_equal(sample["logprobs"][6:], kept["logprobs"][6:])
@@ -111,10 +100,10 @@ def test_pages_of_older_weights_are_found_in_their_session_alone(core, weights) 
     sampler.step()
     sampler.follow(0, new)  # the pages of the prompt are the old weights'
     finish(sampler, 0)
-    same = draw(sampler, prompt, new, session=1)
+    same = run(sampler, prompt, new, session=1)
     assert same["prompt_reused"] == 2 * PAGE
     for adapter, session in ((new, 0), (new, 2), (old, 0), (None, 0), (old, 3)):
-        found = draw(sampler, prompt, adapter, session=session)
+        found = run(sampler, prompt, adapter, session=session)
         assert found["prompt_reused"] == 0, (session, "found what other weights computed")
         assert_same(found, alone(core, prompt, adapter))
     assert not np.array_equal(
@@ -125,9 +114,9 @@ def test_pages_of_older_weights_are_found_in_their_session_alone(core, weights) 
 def test_pages_without_a_session_are_not_found_in_one(core, weights) -> None:
     old, _ = weights
     sampler, prompt = _core.Sampler(core, tokens=4096), tokens_of("qwen3", PAGE + 9)
-    draw(sampler, prompt, old)
-    assert draw(sampler, prompt, old, session=1)["prompt_reused"] == 0
-    assert draw(sampler, prompt, old)["prompt_reused"] == PAGE
+    run(sampler, prompt, old)
+    assert run(sampler, prompt, old, session=1)["prompt_reused"] == 0
+    assert run(sampler, prompt, old)["prompt_reused"] == PAGE
 
 
 def test_a_prompt_is_scored_by_the_weights_that_run_it(core, weights) -> None:
@@ -136,10 +125,10 @@ def test_a_prompt_is_scored_by_the_weights_that_run_it(core, weights) -> None:
     sampler, prompt = _core.Sampler(core, tokens=4096), tokens_of("qwen3", PAGE + 30)
     options = {"prompt_logprobs": True, "topk_prompt": 3, "max_tokens": 1}
     assert_same(
-        draw(sampler, prompt, old, session=1, **options), alone(core, prompt, old, **options)
+        run(sampler, prompt, old, session=1, **options), alone(core, prompt, old, **options)
     )
     assert_same(
-        draw(sampler, prompt, new, session=1, **options), alone(core, prompt, new, **options)
+        run(sampler, prompt, new, session=1, **options), alone(core, prompt, new, **options)
     )
 
 
@@ -182,11 +171,11 @@ def test_a_preempted_prompt_that_finds_its_own_pages_found_nothing(core) -> None
 def test_a_prompts_tokens_in_the_cache_are_counted_once(core, samples: int) -> None:
     sampler, prompt = _core.Sampler(core, tokens=4096), tokens_of("qwen3", 2 * PAGE + 9)
     options = {"num_samples": samples, "max_tokens": 20}
-    assert draw(sampler, prompt, None, **options)["prompt_reused"] == 0
-    again = draw(sampler, prompt, None, **options)
+    assert run(sampler, prompt, None, **options)["prompt_reused"] == 0
+    again = run(sampler, prompt, None, **options)
     assert again["prompt_reused"] == 2 * PAGE
     longer = np.concatenate([prompt[: PAGE + 5], tokens_of("qwen3", 70, seed=4)])
-    assert draw(sampler, longer, None, **options)["prompt_reused"] == PAGE
+    assert run(sampler, longer, None, **options)["prompt_reused"] == PAGE
 
 
 # ---- through the SDK ----

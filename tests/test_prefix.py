@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from models import assert_same, loaded, randomize, tokens_of
+from sampling import finish, run
 from tinsmith import _core
 
 PAGE = 64
@@ -16,21 +17,6 @@ PAGE = 64
 @pytest.fixture(scope="module")
 def core() -> _core.Model:
     return loaded("qwen3").core
-
-
-def finish(sampler: _core.Sampler, *numbers: int) -> list[dict[str, Any]]:
-    waiting = set(numbers)
-    for _ in range(10_000):
-        if not waiting:
-            break
-        waiting -= set(sampler.step()[1])
-    assert not waiting, "the sampler does not get on"
-    return [sampler.take(number) for number in numbers]
-
-
-def run(sampler: _core.Sampler, prompt: np.ndarray, adapter: Any = None, **options: Any) -> Any:
-    sampler.add(0, prompt, adapter, **{"max_tokens": 5, "seed": 3} | options)
-    return finish(sampler, 0)[0]
 
 
 def alone(core: _core.Model, prompt: np.ndarray, adapter: Any = None, **options: Any) -> Any:

@@ -21,8 +21,8 @@ from starlette.requests import Request
 from tinsmith import launch
 from tinsmith.demo import demo
 from tinsmith.files.store import Store
-from tinsmith.server import rest, results, routes, transfers, uploads, wire
-from tinsmith.server.backend import Backend
+from tinsmith.server import rest, results, routes, wire
+from tinsmith.server.backend import TINKER, Backend
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Service
 
@@ -118,7 +118,7 @@ def calls() -> Iterator[Calls]:
     """Watches all of the server's routes."""
     calls = Calls()
     with pytest.MonkeyPatch.context() as patch:
-        for table in (routes, results, rest, transfers, uploads):
+        for table in TINKER:
             rows = [(m, path, calls.watch(m, path, handler)) for m, path, handler in table.ROUTES]
             patch.setattr(table, "ROUTES", tuple(rows))
         yield calls

@@ -8,25 +8,11 @@ import numpy as np
 import pytest
 from delta_model import core, tokens_of
 from models import assert_same, call, datum, loaded, randomize
+from sampling import finish, run
 from tinsmith import _core
 
 PAGE = 64
 PHASES = (0, 1, 62, 63, 64, 65, 127, 128, 1000)  # positions of the first token that is drawn
-
-
-def finish(sampler: _core.Sampler, *numbers: int) -> list[dict[str, Any]]:
-    waiting = set(numbers)
-    for _ in range(10_000):
-        if not waiting:
-            break
-        waiting -= set(sampler.step()[1])
-    assert not waiting, "the sampler does not get on"
-    return [sampler.take(number) for number in numbers]
-
-
-def run(sampler: _core.Sampler, prompt: np.ndarray, adapter: Any = None, **options: Any) -> Any:
-    sampler.add(0, prompt, adapter, **{"max_tokens": 5, "seed": 3} | options)
-    return finish(sampler, 0)[0]
 
 
 def alone(prompt: np.ndarray, adapter: Any = None, **options: Any) -> Any:

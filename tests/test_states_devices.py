@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from delta_model import core, tokens_of
 from models import DEVICE, assert_same, call, datum
+from sampling import finish
 from tinsmith import _core
 
 pytestmark = pytest.mark.usefixtures("on")
@@ -15,12 +16,7 @@ pytestmark = pytest.mark.usefixtures("on")
 def run(sampler: _core.Sampler, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for number, options in enumerate(asked):
         sampler.add(number, **options)
-    done: set[int] = set()
-    for _ in range(1000):
-        done |= set(sampler.step()[1])
-        if len(done) == len(asked):
-            return [sampler.take(number) for number in range(len(asked))]
-    raise AssertionError("the sampler does not get on")
+    return finish(sampler, *range(len(asked)))
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -13,23 +13,14 @@ from test_sdk_fields import TYPES
 from test_tinker_cli import subcommands
 from tinker import types
 from tinker.cli.__main__ import main_cli
-from tinsmith.server import (
-    anthropic_messages,
-    openai_text,
-    rest,
-    results,
-    routes,
-    transfers,
-    uploads,
-    wire,
-)
+from tinsmith.server import anthropic_messages, openai_text, rest, wire
+from tinsmith.server.backend import TINKER
 from tinsmith.server.fields import FIELDS
 from tinsmith.server.shapes import OPENAI_PREFIXES
 
 DOCUMENT = Path(__file__).parent.parent / "TINKER.md"
 SDK = Path(tinker.__file__).parent
 CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "AdminClient")
-TABLES = (results, routes, rest, transfers, uploads)
 SENT = {
     "AdamParams", "Datum", "DimuonParams", "ForwardBackwardInput", "LoraConfig", "ModelInput",
     "SamplingParams", "TensorData",
@@ -114,7 +105,7 @@ def test_each_command_is_decided_on() -> None:
 
 
 def test_each_endpoint_of_the_server_is_told_and_no_other() -> None:
-    served = {f"{method} {path}" for table in TABLES for method, path, _ in table.ROUTES}
+    served = {f"{method} {path}" for table in TINKER for method, path, _ in table.ROUTES}
     table = rows("Endpoints")
     assert set(table) == served
     refused = {f"{method} {path}" for method, path, _ in rest.REFUSED}
@@ -129,7 +120,7 @@ def test_each_inference_endpoint_of_the_server_is_told_and_no_other() -> None:
 
 
 def test_the_server_has_every_path_that_the_sdk_asks_for() -> None:
-    paths = {path for table in TABLES for _, path, _ in table.ROUTES}
+    paths = {path for table in TINKER for _, path, _ in table.ROUTES}
     known = [compile_path(path)[0] for path in paths]
     files = [file for file in SDK.rglob("*.py") if not file.name.endswith("_test.py")]
     asked = {path for file in files for path in re.findall(r'"/api/v1(/[^"]+)"', file.read_text())}

@@ -29,6 +29,7 @@ from models import (
     targets_of,
     tokens_of,
 )
+from sampling import finish
 from tinsmith import _core
 from tinsmith.files.families import load_model
 from transformers import AutoModelForCausalLM
@@ -75,10 +76,7 @@ def trainer(adapter: _core.Adapter, prompt: np.ndarray, more: np.ndarray) -> np.
 def run(sampler: _core.Sampler, *requests: dict[str, Any]) -> list[dict[str, Any]]:
     for number, asked in enumerate(requests):
         sampler.add(number, **asked)
-    left = set(range(len(requests)))
-    while left:
-        left -= set(sampler.step()[1])
-    return [sampler.take(number) for number in range(len(requests))]
+    return finish(sampler, *range(len(requests)))
 
 
 @torch.no_grad()

@@ -112,7 +112,7 @@ static void conv_backward_job(void *context, int64_t job)
         int64_t row = (int64_t)(span.row + i) * c->C + first;
         for (int k = 0; k < channels; k += VL) {
             int rest = channels - k;
-            vf s = sum_of(at, &taps, k, rest), sigma = 1.0f / (1.0f + v_exp(-s));
+            vf s = sum_of(at, &taps, k, rest), sigma = v_sigmoid(s);
             vf dy = v_load_upto(c->dy + row + k, rest);
             v_store(slopes[i % CONV] + k, dy * (sigma * (1.0f + s * (1.0f - sigma))));
             vf dx = v_set(0.0f);

@@ -19,11 +19,6 @@ enum { GRAIN = 1 << 13 }; /* elements of one job */
 #define NS_BACKWARD 0.3
 #define NS_DELTA 5.0
 
-static inline vf sigmoid(vf x)
-{
-    return 1.0f / (1.0f + v_exp(-x));
-}
-
 /* ---- a gate ---- */
 
 typedef struct Gate {
@@ -39,7 +34,7 @@ static void gate_job(void *context, int64_t job)
     for (; i < to; i += VL) {
         int rest = to - i < VL ? (int)(to - i) : VL;
         vf x = v_load_upto(g->x + i, rest), gate = v_load_upto(g->gate + i, rest);
-        v_store_upto(g->y + i, x * sigmoid(gate), rest);
+        v_store_upto(g->y + i, x * v_sigmoid(gate), rest);
     }
 }
 
@@ -50,7 +45,7 @@ static void gate_backward_job(void *context, int64_t job)
     for (; i < to; i += VL) {
         int rest = to - i < VL ? (int)(to - i) : VL;
         vf dy = v_load_upto(g->dy + i, rest), x = v_load_upto(g->x + i, rest);
-        vf s = sigmoid(v_load_upto(g->gate + i, rest));
+        vf s = v_sigmoid(v_load_upto(g->gate + i, rest));
         v_store_upto(g->y + i, dy * s, rest);
         v_store_upto(g->dgate + i, dy * x * (s * (1.0f - s)), rest);
     }

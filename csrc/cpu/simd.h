@@ -327,6 +327,12 @@ static inline vf v_exp(vf x)
     return v_zero_below(y, x, v_set(-87.33654f));
 }
 
+/* 1 / (1 + e⁻ˣ). */
+static inline vf v_sigmoid(vf x)
+{
+    return 1.0f / (1.0f + v_exp(-x));
+}
+
 /* (f − log(1 + f)) / f² for √½ ≤ 1 + f ≤ √2, by the polynomial of Cephes' logf. */
 static inline vf v_log_rest(vf f)
 {

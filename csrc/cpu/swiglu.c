@@ -28,29 +28,24 @@ typedef struct GluBackward {
     int64_t n;
 } GluBackward;
 
-static inline vf sigmoid(vf x)
-{
-    return 1.0f / (1.0f + v_exp(-x));
-}
-
 static void glu_job(void *context, int64_t job)
 {
     const Glu *g = context;
     int64_t i = job * GRAIN, to = g->n - i < GRAIN ? g->n : i + GRAIN;
     for (; i + VL <= to; i += VL) {
         vf gate = v_load(g->gate + i);
-        v_store(g->y + i, gate * sigmoid(gate) * v_load(g->up + i));
+        v_store(g->y + i, gate * v_sigmoid(gate) * v_load(g->up + i));
     }
     if (i < to) {
         int rest = (int)(to - i);
         vf gate = v_load_part(g->gate + i, rest, 0.0f);
-        v_store_part(g->y + i, gate * sigmoid(gate) * v_load_part(g->up + i, rest, 0.0f), rest);
+        v_store_part(g->y + i, gate * v_sigmoid(gate) * v_load_part(g->up + i, rest, 0.0f), rest);
     }
 }
 
 static inline void gradients(vf *dgate, vf *dup, vf dy, vf gate, vf up)
 {
-    vf s = sigmoid(gate);
+    vf s = v_sigmoid(gate);
     *dup = dy * (gate * s);
     *dgate = dy * up * (s * (1.0f + gate * (1.0f - s)));
 }

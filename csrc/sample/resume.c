@@ -29,12 +29,6 @@ static int minimum(int a, int b)
     return a < b ? a : b;
 }
 
-static Sequence *sequence_at(const Sampler *sampler, int place)
-{
-    const Waiter *at = &sampler->line.waiter[place];
-    return &at->request->sequence[at->sample];
-}
-
 /* ---- states that are kept ---- */
 
 /* How many whole pages of the sequence's tokens the prefix cache knows, at least the sequence's
@@ -140,11 +134,12 @@ static int last_is_wanted(Sampler *sampler, int place)
     States *states = &sampler->kv.states;
     const Line *line = &sampler->line;
     if (states->free_count || !states->kept) return 0;
-    while (++place < line->count && sequence_at(sampler, place)->state >= 0) {
+    while (++place < line->count && waiter_sequence(&line->waiter[place])->state >= 0) {
     }
     if (place == line->count) return 0;
     Place next = {.state = -1};
-    pages_known(&sampler->kv, line->waiter[place].request, sequence_at(sampler, place), &next);
+    const Waiter *after = &line->waiter[place];
+    pages_known(&sampler->kv, after->request, waiter_sequence(after), &next);
     if (next.state < 0) return 0;
     states_use(states, next.state);
     return states->oldest == next.state;
@@ -182,8 +177,9 @@ static void go_to(Kv *kv, Request *r, Sequence *s, const Place *place)
 
 int resume_begin(Sampler *sampler, const Turn *turns, int count, int place, int *full)
 {
-    Request *r = sampler->line.waiter[place].request;
-    Sequence *s = sequence_at(sampler, place);
+    const Waiter *waiter = &sampler->line.waiter[place];
+    Request *r = waiter->request;
+    Sequence *s = waiter_sequence(waiter);
     Place best = {0};
     if (s->state < 0 && *full) return 1;
     if (s->length - s->cached > 1 && look(sampler, turns, count, r, s, &best)) return 1;

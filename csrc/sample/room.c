@@ -6,18 +6,13 @@
  * bits. */
 #include "sampler.h"
 
-static Sequence *sequence_at(const Line *line, int place)
-{
-    return &line->waiter[place].request->sequence[line->waiter[place].sample];
-}
-
 /* Preempts the last sequence in line, behind a given place, that holds anything; 0 if there is
  * none. None of those runs in this step yet. */
 static int preempt(Sampler *sampler, int place)
 {
     const Line *line = &sampler->line;
     for (int i = line->count - 1; i > place; i--) {
-        Sequence *s = sequence_at(line, i);
+        Sequence *s = waiter_sequence(&line->waiter[i]);
         if (!s->page_count && s->state < 0) continue;
         sequence_drop(&sampler->kv, line->waiter[i].request, s);
         return 1;
@@ -28,7 +23,7 @@ static int preempt(Sampler *sampler, int place)
 int room_state(Sampler *sampler, int place)
 {
     States *states = &sampler->kv.states;
-    Sequence *s = sequence_at(&sampler->line, place);
+    Sequence *s = waiter_sequence(&sampler->line.waiter[place]);
     while (states->count && s->state < 0) {
         s->state = states_take(states);
         if (s->state < 0 && !preempt(sampler, place)) return 0;
@@ -38,7 +33,7 @@ int room_state(Sampler *sampler, int place)
 
 int room_pages(Sampler *sampler, int place, int length)
 {
-    Sequence *s = sequence_at(&sampler->line, place);
+    Sequence *s = waiter_sequence(&sampler->line.waiter[place]);
     while (s->page_count * KV_PAGE < length) {
         int32_t page = kv_take(&sampler->kv);
         if (page >= 0)

@@ -191,6 +191,12 @@ typedef struct Waiter {
     int sample;
 } Waiter;
 
+/* Its sequence. */
+static inline Sequence *waiter_sequence(const Waiter *waiter)
+{
+    return &waiter->request->sequence[waiter->sample];
+}
+
 typedef struct Line {
     Waiter *waiter; /* [room] */
     int *rank;      /* [room + 1]: where the sequences begin that are the n-th of their clients */

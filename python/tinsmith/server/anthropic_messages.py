@@ -9,6 +9,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -19,7 +20,7 @@ from tinsmith.engine.decoding import Part
 from tinsmith.engine.errors import RequestError, clipped
 from tinsmith.server import inference, shapes, wire
 from tinsmith.server.bodies import read_json
-from tinsmith.server.inference import Choice, Drawing, Generation, Streamed, Target, Wrong
+from tinsmith.server.inference import Choice, Drawing, Generation, Target, Wrong
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Service
 from tinsmith.server.shapes import MESSAGES
@@ -72,12 +73,15 @@ async def messages(service: Service, request: Request) -> Response | dict[str, A
     target = await inference.find_target(service, body)
     asked = await service.beside(1 << 15, _asked, body, target)
     wanted = inference.sample_request(service, target, asked.prompt, asked.drawing)
-    generation = await inference.start(service, request, target, [wanted], streams=asked.stream)
-    if asked.stream:
-        first = await inference.first_parts(generation, request)
-        return Streamed(_events(asked, generation, first), generation)
-    parts = await inference.all_parts(generation, request)
-    return _reply(asked, generation, parts[0])
+    return await inference.respond(
+        service,
+        request,
+        target,
+        [wanted],
+        streams=asked.stream,
+        events=partial(_events, asked),
+        reply=partial(_reply, asked),
+    )
 
 
 async def count_tokens(service: Service, request: Request) -> dict[str, Any]:
@@ -254,9 +258,9 @@ def _call_id() -> str:
     return f"toolu_{secrets.token_hex(12)}"
 
 
-def _reply(asked: Asked, generation: Generation, part: Part) -> dict[str, Any]:
+def _reply(asked: Asked, generation: Generation, parts: Sequence[Part]) -> dict[str, Any]:
     choice = asked.choice
-    content = [_block(piece) for piece in choice.add(part)]
+    content = [_block(piece) for piece in choice.add(parts[0])]
     found = {**_envelope(asked, generation), "content": content, **_end(choice)}
     found["usage"]["output_tokens"] = choice.tokens
     return found

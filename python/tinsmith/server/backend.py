@@ -55,10 +55,13 @@ API_KEY = "tml-local"  # of clients of a server that asks for none: the SDK want
 EXPIRY_SECONDS = 60.0  # between two searches for expired checkpoints
 
 
+# The modules whose ROUTES are Tinker's.
+TINKER = (results, routes, rest, transfers, uploads)
+
+
 def make_app(service: Service) -> Starlette:
     """The ASGI app: the tables of routes, each under its prefixes."""
-    ours = (results, routes, rest, transfers, uploads)
-    tinker = [row for rows in ours for row in rows.ROUTES]
+    tinker = [row for table in TINKER for row in table.ROUTES]
     tables = [(PREFIX, tinker), ("", anthropic_messages.ROUTES)]
     tables += [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]
     table = [

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tinsmith.chat.chat import Answer, Chat
@@ -279,6 +279,27 @@ async def start(
         for future in generation.futures:
             when_done(future, one_less)
         return generation
+
+
+async def respond(
+    service: Service,
+    request: Request,
+    target: Target,
+    wanted: Sequence[SampleRequest],
+    *,
+    streams: bool,
+    events: Callable[[Generation, Sequence[Part] | None], AsyncIterator[str]],
+    reply: Callable[[Generation, Sequence[Part]], dict[str, Any]],
+) -> Response | dict[str, Any]:
+    """What the requests draw: as a stream of `events` from the first parts on, or as one `reply`,
+    which is made beside the event loop."""
+    generation = await start(service, request, target, wanted, streams=streams)
+    if streams:
+        first = await first_parts(generation, request)
+        return Streamed(events(generation, first), generation)
+    parts = await all_parts(generation, request)
+    size = sum(len(part.tokens) for part in parts) << 6
+    return await service.beside(size, reply, generation, parts)
 
 
 async def all_parts(generation: Generation, request: Request) -> list[Part]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -20,7 +21,7 @@ from tinsmith.engine.decoding import Part
 from tinsmith.engine.errors import RequestError, clipped
 from tinsmith.server import inference, shapes, wire
 from tinsmith.server.bodies import read_json
-from tinsmith.server.inference import Choice, Drawing, Generation, Streamed, Target, Wrong
+from tinsmith.server.inference import Choice, Drawing, Generation, Target, Wrong
 from tinsmith.server.openai_chat import (
     FINISH,
     LEAST,
@@ -79,13 +80,15 @@ async def completions(service: Service, request: Request) -> Response | dict[str
     wanted = [
         inference.sample_request(service, target, prompt, asked.drawing) for prompt in asked.prompts
     ]
-    generation = await inference.start(service, request, target, wanted, streams=asked.stream)
-    if asked.stream:
-        first = await inference.first_parts(generation, request)
-        return Streamed(_events(asked, generation, first), generation)
-    parts = await inference.all_parts(generation, request)
-    size = sum(len(part.tokens) for part in parts) << 6
-    return await service.beside(size, _reply, asked, generation, parts)
+    return await inference.respond(
+        service,
+        request,
+        target,
+        wanted,
+        streams=asked.stream,
+        events=partial(_events, asked),
+        reply=partial(_reply, asked),
+    )
 
 
 def _asked(body: Mapping[str, Any], target: Target) -> Asked:
