@@ -419,7 +419,7 @@ def call(
     config: dict[str, float] | None = None,
     *,
     backward: bool = True,
-    between: Callable[[], object] | None = None,
+    between: Callable[[int, int], object] | None = None,
 ) -> tuple[list[np.ndarray], float]:
     """Adapter.forward_backward on a list of datums: log-probabilities in the targets' shapes.
 

@@ -48,7 +48,7 @@ def start(models: dict[str, Path], folder: Path, **options) -> Backend:
 
 def loaded(backend: Backend) -> list[str]:
     """The models that are in memory, the least recently used first."""
-    return [backend._worker._bases._names[path] for path in backend._worker._bases._loaded]
+    return [backend.worker._bases._names[path] for path in backend.worker._bases._loaded]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_one_folder_under_two_names_is_read_once(models, tmp_path):
     with start(twice, tmp_path) as backend, backend.service_client() as service:
         for name in twice:
             sample(service.create_sampling_client(base_model=name).result(), 1, **DRAW)
-        assert len(backend._worker._bases._loaded) == 1
+        assert len(backend.worker._bases._loaded) == 1
 
 
 def test_the_least_recently_used_makes_room_and_comes_back(narrow, expected):
@@ -124,7 +124,7 @@ def test_the_least_recently_used_of_two_makes_room(models, tmp_path):
     memory = int(2.5 * inspect_models(models)["tiny"].weight_bytes)
     with start(models, tmp_path, memory=memory, preload=False) as backend:
         for name in ("tiny", "other", "tiny", "third"):
-            backend._worker.preload([name]).result(timeout=60)
+            backend.worker.preload([name]).result(timeout=60)
         assert loaded(backend) == ["tiny", "third"]
 
 
@@ -186,10 +186,10 @@ def test_a_refused_run_evicts_nothing(narrow, expected, rank, sentence):
         client = service.create_sampling_client(base_model="other").result()
         assert sample(client, 2, **DRAW) == expected["other"]
         sample(service.create_sampling_client(base_model="tiny").result(), 1, **DRAW)
-        before, caches = loaded(narrow), narrow._worker._decoder.caches()
+        before, caches = loaded(narrow), narrow.worker._decoder.caches()
         with pytest.raises(RequestError, match=sentence):
-            narrow._worker.create(f"rank {rank}", "tiny", LoraSpec(rank, 1)).result()
-        assert (loaded(narrow), narrow._worker._decoder.caches()) == (before, caches)
+            narrow.worker.create(f"rank {rank}", "tiny", LoraSpec(rank, 1)).result()
+        assert (loaded(narrow), narrow.worker._decoder.caches()) == (before, caches)
 
 
 IDS = np.arange(3, 43, dtype=np.int32)
@@ -242,8 +242,8 @@ def test_pressure_takes_the_memory_of_idle_steps(models):
         a_run(worker, idle=False)
         lane = worker._runs["run"]
         assert until(lambda: lane.idle_since > 0)
-        assert worker._release(lane.base.path) and lane.adapter.bytes == lane.vectors
-        assert not worker._release(lane.base.path)
+        assert worker._uses.release(lane.base.path) and lane.adapter.bytes == lane.vectors
+        assert not worker._uses.release(lane.base.path)
     finally:
         worker.close()
 
@@ -266,7 +266,7 @@ def test_a_failed_allocation_makes_room_too(models, tmp_path, expected, monkeypa
         assert failures == [0, 1] and loaded(backend) == ["other"]
         failures.clear()
         make_client(service)
-        backend._worker._bases._loaded.pop(models["other"].resolve())
+        backend.worker._bases._loaded.pop(models["other"].resolve())
         with pytest.raises(tinker.RequestFailedError, match=r"other: the GPU has no .* held by"):
             sample(clients["other"], 1, **DRAW)
 
@@ -274,7 +274,7 @@ def test_a_failed_allocation_makes_room_too(models, tmp_path, expected, monkeypa
 def test_a_cache_takes_a_share_of_the_limit_but_holds_a_context(models, tmp_path, monkeypatch):
     memory = int(2.3 * inspect_models(models)["tiny"].weight_bytes)
     with start({"tiny": models["tiny"]}, tmp_path, memory=memory) as backend:
-        held = backend._worker._bases
+        held = backend.worker._bases
         [model] = held._loaded.values()
         core, room = model.core, held.cache_tokens(model)
         token, rest = core.plan(1, 1)["kv_token"], memory - core.weight_bytes
@@ -310,7 +310,7 @@ def test_serve_takes_memory_as_a_number_or_as_text(given, bytes_, sentence, mode
     options = {"checkpoints": tmp_path, "device": "cpu", "threads": 1, "preload": False}
     if sentence is None:
         with serve({"tiny": models["tiny"]}, memory=given, **options) as backend:
-            assert backend._worker._bases.memory == bytes_
+            assert backend.worker._bases.memory == bytes_
         return
     with pytest.raises((ValueError, TypeError), match=sentence):
         serve({"tiny": models["tiny"]}, memory=given, **options)
@@ -320,7 +320,7 @@ def test_the_log_says_what_a_cache_takes(models, tmp_path, caplog):
     with start(models, tmp_path) as backend, backend.service_client() as service:
         with caplog.at_level("INFO", logger="tinsmith"):
             sample(service.create_sampling_client(base_model="other").result(), 1, **DRAW)
-        [(path, size, _)] = backend._worker._decoder.caches()
+        [(path, size, _)] = backend.worker._decoder.caches()
         assert f"{path}: sampling fills a cache of keys and values of up to" in caplog.text
         assert f"of up to {readable(size)}" in caplog.text
 

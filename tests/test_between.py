@@ -40,14 +40,14 @@ class Others:
                 options |= {"prompt_logprobs": True, "topk_prompt": 3, "topk_sample": 2}
             self.sampler.add(number, prompt, adapter, **options)
 
-    def __call__(self) -> None:
+    def __call__(self, *_: int) -> None:
         self.calls += 1
         self.step()
         call(self.other, batch(NAME, (5, 30, 4)), between=self.step)
         self.other.optim_step(**ADAM)
         assert np.isfinite(self.trained.read("gradients")).all() and self.trained.bytes > 0
 
-    def step(self) -> None:
+    def step(self, *_: int) -> None:
         for number in self.sampler.step()[1]:
             self.results[number] = self.sampler.take(number)
 
@@ -139,7 +139,7 @@ def test_no_bit_of_a_forward_and_its_backward_depends_on_others(keep_bytes: int)
     )
     weights = np.concatenate([one.inputs["weights"] for one in data])
 
-    def work(adapter: _core.Adapter, between: Callable[[], None] | None = None) -> Any:
+    def work(adapter: _core.Adapter, between: Callable[..., None] | None = None) -> Any:
         logprobs = adapter.forward(*arrays, keep=True, between=between)
         if between is not None:
             between()
@@ -154,7 +154,7 @@ def test_an_exception_of_others_ends_the_call_which_has_not_happened(at: int) ->
     call(adapter, data)
     before = state(adapter)
 
-    def between() -> None:
+    def between(*_: int) -> None:
         calls.append(1)
         if len(calls) == at + 1:
             raise LookupError("enough")
@@ -174,7 +174,7 @@ def test_an_interrupt_between_two_micro_batches_ends_the_call() -> None:
     adapter = adapter_of(NAME, step_tokens=1)
     before = state(adapter)
     with pytest.raises(KeyboardInterrupt, match="interrupted"):
-        call(adapter, batch(NAME, (9, 3)), between=adapter.interrupt)
+        call(adapter, batch(NAME, (9, 3)), between=lambda *_: adapter.interrupt())
     assert state(adapter) == before
 
 
@@ -195,7 +195,7 @@ def test_a_kept_forward_outlives_a_backward_that_others_ended() -> None:
     for one in (adapter, wanted):
         one.forward(ids, lengths, ids, np.ones(2, np.int32), keep=True)
     with pytest.raises(ZeroDivisionError):
-        adapter.backward(gradient, between=lambda: 1 // 0)
+        adapter.backward(gradient, between=lambda *_: 1 // 0)
     assert adapter.backward(gradient) == wanted.backward(gradient)
     assert state(adapter) == state(wanted)
 
@@ -204,9 +204,9 @@ def test_others_may_not_use_the_adapter_of_the_call() -> None:
     adapter, data = adapter_of(NAME, step_tokens=1), batch(NAME, (9, 3))
     before = adapter.read("gradients").tobytes()
     for work, told in (
-        (lambda: call(adapter, data), "another call on this adapter"),
-        (lambda: distill(adapter, [pair(NAME, 3, 2, 2)]), "another call on this adapter"),
-        (lambda: adapter.write("weights", adapter.read("weights")), "the weights changed"),
+        (lambda *_: call(adapter, data), "another call on this adapter"),
+        (lambda *_: distill(adapter, [pair(NAME, 3, 2, 2)]), "another call on this adapter"),
+        (lambda *_: adapter.write("weights", adapter.read("weights")), "the weights changed"),
     ):
         with pytest.raises(ValueError, match=told):
             call(adapter, data, between=work)
@@ -216,7 +216,7 @@ def test_others_may_not_use_the_adapter_of_the_call() -> None:
 
 @pytest.mark.parametrize(("step_tokens", "count"), [(136, 1), (135, 2), (30, 4), (23, 5)])
 def test_a_micro_batch_has_as_many_tokens_as_it_may(step_tokens: int, count: int) -> None:
-    seen: list[int] = []
+    seen: list[tuple[int, int]] = []
     adapter = adapter_of(NAME, step_tokens=step_tokens)
-    call(adapter, batch(NAME, (23, 1, 40, 7, 65)), between=lambda: seen.append(1))
-    assert len(seen) == count - 1
+    call(adapter, batch(NAME, (23, 1, 40, 7, 65)), between=lambda *done: seen.append(done))
+    assert seen == [(done, count) for done in range(1, count)]

@@ -106,7 +106,7 @@ def test_a_poll_whose_client_has_gone_ends(tiny_model_dir, tmp_path, monkeypatch
     ) as backend:
         wire, tasks, go = Wire(backend.url), backend._server.server_state.tasks, threading.Event()
         model = wire.create()
-        backend._worker._put(lambda: go.wait(120))  # longer than the polls have to end
+        backend.worker._put(lambda: go.wait(120))  # longer than the polls have to end
         body = json.dumps(wire.optim_step(model, 1)).encode()
         length = f"Content-Length: {len(body)}"
         key = head(backend, "/retrieve_future", length).replace(b"tml-a", b"tml-local")

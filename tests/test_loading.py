@@ -168,8 +168,8 @@ def test_a_loss_that_waited_for_its_teachers_model_is_what_it_is_without_waiting
 def test_a_teachers_model_is_not_evicted_between_two_micro_batches(models, monkeypatch) -> None:
     seen: list[set[str]] = []
 
-    def watch(worker: Worker) -> None:
-        seen.append({hold.base.name for hold in worker._holds() if hold.pins})
+    def watch(worker: Worker, *_: int) -> None:
+        seen.append({hold.base.name for hold in worker._uses.holds() if hold.pins})
 
     monkeypatch.setattr(Worker, "_let_others_work", watch)
     with working(models) as worker:

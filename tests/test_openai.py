@@ -296,13 +296,13 @@ def test_a_key_is_asked_for_as_a_bearers(tiny_model_dir, tmp_path) -> None:
 @pytest.mark.parametrize("stream", (True, False))
 def test_a_client_that_goes_away_frees_its_sequences(place, monkeypatch, stream: bool) -> None:
     backend, futures = place[0], list[Future]()
-    submit = backend._worker.sample
+    submit = backend.worker.sample
 
     def sample(*arguments: Any) -> Future:
         futures.append(submit(*arguments))
         return futures[-1]
 
-    monkeypatch.setattr(backend._worker, "sample", sample)
+    monkeypatch.setattr(backend.worker, "sample", sample)
     body = {"model": "tiny", "prompt": ["a"] * 8, "n": 128, "max_tokens": 1000, "stream": stream}
     url, before = f"{backend.url}/v1/completions", backend.queue.count
     with httpx.Client(timeout=30 if stream else 0.5) as http:
@@ -319,15 +319,15 @@ def test_a_client_that_goes_away_frees_its_sequences(place, monkeypatch, stream:
     end = time.monotonic() + 10
     while backend.queue.count != before and time.monotonic() < end:
         time.sleep(0.01)
-    assert backend.queue.count == before and not backend._worker._decoder.active
+    assert backend.queue.count == before and not backend.worker._decoder.active
 
 
 def test_a_failure_within_a_stream_is_told_there(place, one, monkeypatch) -> None:
-    decoder = place[0]._worker._decoder
+    decoder = place[0].worker._decoder
     stream = ask(one, stream=True, max_tokens=900, n=64)
     next(iter(stream))
     with pytest.raises(openai.APIError, match="the request was cancelled"):
         for _ in stream:
             for lane in decoder._lanes.values():
                 for item in list(lane.pending.values()):
-                    place[0]._worker.cancel(item.future)
+                    place[0].worker.cancel(item.future)

@@ -42,7 +42,7 @@ def ask_for_everything(backend: Backend, crowd: Callable[[], bool]) -> tuple[lis
         params = [tinker.SamplingParams(max_tokens=24, seed=seed, stop=[]) for seed in range(100)]
         prompt = tinker.ModelInput.from_ints(list(range(5, 45)))
         go = threading.Event()
-        backend._worker._put(lambda: go.wait(60))
+        backend.worker._put(lambda: go.wait(60))
         drawn = [sampler.sample(prompt, 1, one) for one in params]
         data = [make_datum([n + 3] * 90, [n + 4] * 90, weights=[1] * 90) for n in range(25)]
         trained = [c.forward([one], "cross_entropy") for c in trainers for one in data]
@@ -131,7 +131,7 @@ def test_a_request_for_many_samples_counts_for_each_of_them(crowded):
     session = wire.post("/create_session", tags=[], user_metadata={}, sdk_version="0")
     asked = {"session_id": session["session_id"], "sampling_session_seq_id": 0}
     sampler = wire.post("/create_sampling_session", **asked, base_model="tiny")
-    crowded._worker._put(lambda: go.wait(60))
+    crowded.worker._put(lambda: go.wait(60))
     try:
         promise = wire.post(
             "/asample",

@@ -152,7 +152,7 @@ def test_the_sdk_waits_through_several_polls(hasty_server, monkeypatch):
         client = make_client(service)
         expected = client.forward_backward(data, "cross_entropy").result()
         monkeypatch.setattr(results, "_finished", counted)
-        hasty_server._worker._put(lambda: go.wait(60))
+        hasty_server.worker._put(lambda: go.wait(60))
         found = client.forward_backward(data, "cross_entropy").result()
     assert len(again) >= 3 and found.metrics == expected.metrics
     assert len(set(map(bytes, logprobs(expected)))) == 40
@@ -245,7 +245,7 @@ def test_another_key_can_not_use_a_session(server):
 def test_another_key_can_neither_read_nor_cancel_a_sample(server):
     owner, stranger = Wire(server.url), Wire(server.url, key="tml-other")
     sampler, go = make_sampler(owner), threading.Event()
-    server._worker._put(go.wait)  # the sample has not begun when it is to be cancelled
+    server.worker._put(go.wait)  # the sample has not begun when it is to be cancelled
     try:
         asked = ask(owner, sampler)
         stranger.post("/cancel_future", request_id=asked["request_id"])
@@ -270,8 +270,8 @@ def test_a_finished_session_is_over_and_others_are_not(server):
     assert wire.http.post("/session_heartbeat", json={"session_id": session}).status_code == 410
     assert wire.http.post(f"/sessions/{session}/finish", json={}).status_code == 200
     assert train(kept, 1)[0] > 0
-    assert model not in server._worker._runs  # its adapter is freed
-    assert sampler not in server._worker._snapshots._items
+    assert model not in server.worker._runs  # its adapter is freed
+    assert sampler not in server.worker._snapshots._items
     other.close("success").result()
 
 

@@ -427,6 +427,11 @@ def test_a_pipe_is_not_waited_for(store):
         ({"created": "2026-11-21"}, "created should be a time"),
         ({"created": "9999-12-31T23:59:59+00:00"}, "created should be a time"),
         ({"created": 7}, "created should be a time"),
+        *(
+            ({"created": f"2026-01-01{sign}00:00:00+00:00"}, "created should be a time")
+            for sign in ("x", "\ud800", "\U0001f600")
+        ),
+        ({"created": "2026-W01-1T00:00:00+00:00"}, "created should be a time"),
         ({"kind": ["weights"]}, "kind should be weights or"),
         ({"rank": 0}, "rank should be a whole number"),
         ({"rank": True}, "rank should be a whole number"),

@@ -15,6 +15,7 @@ from tinsmith.engine import runs
 from tinsmith.engine.bases import inspect_models
 from tinsmith.engine.decoding import SampleRequest
 from tinsmith.engine.errors import RequestError
+from tinsmith.engine.events import Call
 from tinsmith.engine.runs import Job, Run, Runs
 from tinsmith.engine.worker import AdamParams, Batch, Worker
 from tinsmith.files import weights
@@ -129,7 +130,7 @@ def test_sampling_does_not_wait_for_a_long_batch_and_closing_ends_it(tiny_model_
 def test_closing_ends_a_micro_batch_that_is_under_way(tiny_model_dir, monkeypatch):
     """As a long one would be: between two of these nothing is asked."""
     begun = threading.Event()
-    monkeypatch.setattr(Worker, "_let_others_work", lambda self: begun.set())
+    monkeypatch.setattr(Worker, "_let_others_work", lambda *_: begun.set())
     probe = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1)
     try:
         probe.create("run", "tiny", LoraSpec(rank=4, seed=1)).result(timeout=60)
@@ -317,7 +318,7 @@ def test_the_end_fails_the_samples_that_are_under_way(tiny_model_dir):
 
 def submitted(made: Runs, seq: int) -> Future:
     future: Future = Future()
-    made.submit("run", seq, Job(future, lambda run: None))
+    made.submit("run", seq, Job(future, lambda run: None, Call("test")))
     return future
 
 

@@ -81,10 +81,10 @@ int call_loss(Call *call, const char *name)
 
 /* ---- between two micro-batches ---- */
 
-static Status between_run(void *function)
+static Status between_run(void *function, int done, int count)
 {
     PyGILState_STATE state = PyGILState_Ensure();
-    PyObject *result = PyObject_CallNoArgs(function);
+    PyObject *result = PyObject_CallFunction(function, "ii", done, count);
     int failed = !result;
     Py_XDECREF(result);
     PyGILState_Release(state);

@@ -361,11 +361,11 @@ static Status gradients_take(const TrainStep *step, Status status, double loss)
 
 /* Lets others work: the step has nothing under way, its activations are of no more use (or held in
  * the arena), and each micro-batch prepares the device's scratch anew. */
-static Status step_pause(const TrainStep *step)
+static Status step_pause(const TrainStep *step, int done)
 {
     const Trainer *trainer = step->trainer;
     uint64_t stamp = trainer->adapter->stamp;
-    if (trainer->between) TRY(trainer->between(trainer->context));
+    if (trainer->between) TRY(trainer->between(trainer->context, done, step->pack.count));
     if (trainer->adapter->stamp == stamp) return STATUS_OK;
     return fail(STATUS_INVALID,
                 "the weights changed between two micro-batches of a call; it was dropped");
@@ -377,7 +377,7 @@ static Status step_run(TrainStep *step, double *loss_sum)
     Status status = STATUS_OK;
     int count = step->pack.count;
     for (int i = 0; !status && i < count; i++) {
-        if (i > 0) status = step_pause(step);
+        if (i > 0) status = step_pause(step, i);
         if (!status) status = micro_run(step, step->with_backward ? i : count - 1 - i);
         if (!status) status = step_going(step);
     }

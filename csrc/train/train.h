@@ -89,8 +89,8 @@ typedef struct TrainerLimits {
 } TrainerLimits;
 
 /* Others' work between two micro-batches of a call: with the same device, even the same model, but
- * not with the call's adapter. A failure ends the call. */
-typedef Status Between(void *context);
+ * not with the call's adapter. `done` of `count` micro-batches are. A failure ends the call. */
+typedef Status Between(void *context, int done, int count);
 
 /* The state of an adapter's training calls. */
 typedef struct Trainer {

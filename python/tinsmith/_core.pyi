@@ -221,14 +221,15 @@ class Adapter:
         *,
         backward: bool = True,  # False: no gradients
         keep: bool = False,  # with backward=False: as forward(keep=True)
-        between: Callable[[], object] | None = None,
+        between: Callable[[int, int], object] | None = None,
     ) -> tuple[NDArray[np.float32], float]:
         """Log-probabilities of the targets (flat, like targets) and the loss's sum; adds to the
         gradients. Every id, length, and number is checked first; on any error nothing was added.
 
-        `between` is called between two micro-batches, in this thread. It may use the model and
-        everything on it but this adapter, and changes no bit of the call. Its exception ends the
-        call, and is raised. Other threads' calls on the model still wait for this one."""
+        `between(done, total)` is called between two micro-batches, in this thread, with how many
+        are done, and how many there are. It may use the model and everything on it but this
+        adapter, and changes no bit of the call. Its exception ends the call, and is raised. Other
+        threads' calls on the model still wait for this one."""
     def forward(
         self,
         tokens: NDArray[np.int32],
@@ -237,14 +238,14 @@ class Adapter:
         counts: NDArray[np.int32],
         *,
         keep: bool = False,
-        between: Callable[[], object] | None = None,
+        between: Callable[[int, int], object] | None = None,
     ) -> NDArray[np.float32]:
         """Log-probabilities of the targets, flat. With keep, backward may follow. The first
         micro-batch's activations stay in memory until another call needs the memory; so do those of
         more micro-batches if keep_bytes suffice. backward computes the rest again, to the same
         bits."""
     def backward(
-        self, dlogprobs: NDArray[np.float32], *, between: Callable[[], object] | None = None
+        self, dlogprobs: NDArray[np.float32], *, between: Callable[[int, int], object] | None = None
     ) -> float:
         """Adds to the gradients as forward_backward of the kept forward's datums would, bit for
         bit, if its loss had this gradient (flat, like targets). Returns Σ dlogprobs·logprobs, which
@@ -264,7 +265,7 @@ class Adapter:
         *,
         teacher: Adapter | Model | None = None,  # None: the student's base model
         backward: bool = True,
-        between: Callable[[], object] | None = None,
+        between: Callable[[int, int], object] | None = None,
     ) -> tuple[NDArray[np.float32], NDArray[np.float32], float]:
         """forward_backward for a loss with `taught` in its row. A datum's teacher_tokens are the
         teacher's prompt and then the completion: the targets from the first one with a weight that

@@ -134,6 +134,16 @@ class Bases:
             return f"the base model {name} is read after another one"
         return f"the base model {name} is being read: {loading.share:.0%}"
 
+    def name(self, path: Path) -> str:
+        """The name of the model in a folder."""
+        return self._names[path]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the models that are loaded, or being read."""
+        models = (*self._loaded.values(), *(item.model for item in self._loading.values()))
+        return sum(model.weight_bytes for model in models)
+
     def close(self, error: Exception) -> None:
         """Ends all reading. Those that wait are called, and get the error."""
         for path in list(self._wanted):
@@ -236,8 +246,7 @@ class Bases:
         self._full = False
 
     def _used(self) -> int:
-        models = (*self._loaded.values(), *(item.model for item in self._loading.values()))
-        return sum(model.weight_bytes for model in models) + sum(h.bytes for h in self._holds())
+        return self.weight_bytes + sum(hold.bytes for hold in self._holds())
 
     def _stays(self, keep: Path | None) -> int:
         """The bytes that no eviction frees."""

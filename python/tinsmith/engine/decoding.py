@@ -6,6 +6,8 @@ string stays in the sample's tokens. Only the worker's thread may use a Decoder.
 """
 
 import itertools
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from tinsmith import _core
 from tinsmith.chat.text import Text, load_tokenizer
 from tinsmith.engine.errors import RequestError, explain
+from tinsmith.engine.events import Call
 from tinsmith.files.families import BaseModel, LoadedModel
 
 if TYPE_CHECKING:
@@ -125,6 +128,7 @@ class _Pending:
     tokenizer: "Tokenizer | None"
     run: str | None  # whose newest weights it follows
     listener: Listener | None
+    call: Call
     searches: dict[int, _Search] = field(default_factory=dict)
     told: dict[int, int] = field(default_factory=dict)  # tokens of each sample, to the listener
 
@@ -142,6 +146,8 @@ class Decoder:
     """Every sampling request that is under way."""
 
     def __init__(self) -> None:
+        self.steps: Counter[int] = Counter()  # how many steps drew so many tokens
+        self.seconds = 0.0  # that they took
         self._lanes: dict[Path, _Lane] = {}
         self._numbers = itertools.count()
 
@@ -168,6 +174,11 @@ class Decoder:
         del self._lanes[path]
         return True
 
+    @property
+    def under_way(self) -> dict[Path, int]:
+        """The requests of each open lane. Any thread may ask."""
+        return {path: len(lane.pending) for path, lane in list(self._lanes.items())}
+
     def caches(self) -> list[tuple[Path, int, bool]]:
         """Of each open lane: its base model's path, its cache's bytes, and whether it is active."""
         return [(path, lane.cache_bytes, bool(lane.pending)) for path, lane in self._lanes.items()]
@@ -181,10 +192,12 @@ class Decoder:
         client: int = 0,
         follows: tuple[str | None, int] = (None, 0),
         listener: Listener | None = None,
+        call: Call | None = None,
     ) -> None:
         """Queues a request on an open lane; each client has a fair part of the lane. One of an
         inflight session `follows` a run, and has the session's number. The listener hears of each
-        token before the future is done. Raises the engine's error if it refuses the request."""
+        token before the future is done, and the call is told of it. Raises the engine's error if it
+        refuses the request."""
         lane = self._lanes[base.path]
         left = max(base.context - len(request.prompt), 1)  # a full context still gives one token
         tokenizer = load_tokenizer(base.tokenizer_dir) if request.stop_texts else None
@@ -210,7 +223,8 @@ class Decoder:
             client=client,
             session=follows[1],
         )
-        lane.pending[number] = _Pending(request, future, tokenizer, follows[0], listener)
+        call = call or Call("sample")
+        lane.pending[number] = _Pending(request, future, tokenizer, follows[0], listener, call)
 
     def follow(self, run: str, weights: _core.Adapter) -> None:
         """The requests that follow a run go on with these weights from their next token."""
@@ -224,13 +238,15 @@ class Decoder:
         for path, lane in list(self._lanes.items()):
             if not lane.pending:
                 continue
+            began = time.monotonic()
             try:
-                _step(lane)
+                self.steps[_step(lane)] += 1
             except Exception as error:
                 # The lane's state is unknown now: its requests fail, the other lanes go on.
                 del self._lanes[path]
                 for item in lane.pending.values():
                     _fail(item, error)
+            self.seconds += time.monotonic() - began
 
     def interrupt(self) -> None:
         """Call it from another thread: the current step ends with KeyboardInterrupt and draws
@@ -255,11 +271,15 @@ class Decoder:
         self._lanes.clear()
 
 
-def _step(lane: _Lane) -> None:
+def _step(lane: _Lane) -> int:
+    """A step of a lane; returns how many tokens it drew."""
     drawn, done = lane.sampler.step()
     heard: dict[int, list[Part]] = {}
+    now = time.monotonic()
     for number, sample, token in drawn:
         item = lane.pending[number]
+        item.call.drawn += 1
+        item.call.first = item.call.first or now
         if item.tokenizer is not None:
             search = item.searches.get(sample)
             if search is None:
@@ -275,12 +295,14 @@ def _step(lane: _Lane) -> None:
             continue
         result = lane.sampler.take(number)
         item = lane.pending.pop(number)
+        item.call.cached = result["prompt_reused"]
         try:
             _check(item.request, result)
         except FloatingPointError as error:
             _fail(item, error)
         else:
             item.future.set_result(_result(item, result))
+    return len(drawn)
 
 
 def _fail(item: _Pending, error: Exception) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from tinsmith import _core
 from tinsmith.engine.errors import RequestError, explain
+from tinsmith.engine.events import Call
 from tinsmith.engine.training import KeptForward
 from tinsmith.files.families import BaseModel
 from tinsmith.files.lora import Average
@@ -28,10 +29,11 @@ IDLE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Job:
-    """A request: the work to do on its run, and the future that gets the result."""
+    """A request: the work to do on its run, the future that gets the result, and its Call."""
 
     future: Future[Any]
     work: Callable[[Run], Any]
+    call: Call
 
 
 @dataclass

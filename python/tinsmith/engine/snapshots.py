@@ -30,8 +30,9 @@ class Snapshot:
     adapter: _core.Adapter | None = None
     failure: RequestError | None = None
     origin: tuple[Path, str] | None = None  # the checkpoint's folder and creation time
-    run: str | None = None  # which an inflight session follows
-    number: int = 0  # of an inflight session, from 1: it shares no cache with others
+    run: str = ""  # whose weights it has, after so many optimizer steps
+    step: int = 0
+    number: int = 0  # of an inflight session, from 1: it follows its run, and shares no cache
 
     @property
     def bytes(self) -> int:
@@ -52,20 +53,20 @@ class Snapshots:
         """A session of a base model."""
         self._items[sampler] = Snapshot(base)
 
-    def add_run(self, sampler: str, base: BaseModel, adapter: _core.Adapter) -> None:
+    def add_run(self, sampler: str, run: str, base: BaseModel, adapter: _core.Adapter) -> None:
         """A session of a run's weights as they are now."""
-        self._keep(sampler, Snapshot(base, self._copy(base, adapter)))
+        self._keep(sampler, Snapshot(base, self._copy(base, adapter), run=run, step=adapter.step))
 
     def add_inflight(
         self, sampler: str, run: str, base: BaseModel, adapter: _core.Adapter
     ) -> _core.Adapter:
         """An inflight session of a run. Returns its weights, which those before it have now too."""
-        copy = self._copy(base, adapter)
+        copy, step = self._copy(base, adapter), adapter.step
         for name, item in self._items.items():
-            if item.run == run:
-                self._items[name] = replace(item, adapter=copy, failure=None)
+            if item.run == run and item.number:
+                self._items[name] = replace(item, adapter=copy, step=step, failure=None)
         self._inflight += 1
-        self._keep(sampler, Snapshot(base, copy, run=run, number=self._inflight))
+        self._keep(sampler, Snapshot(base, copy, run=run, step=step, number=self._inflight))
         return copy
 
     def add_checkpoint(self, sampler: str, base: BaseModel, folder: Path, created: str) -> None:

@@ -25,6 +25,9 @@ from tinsmith.engine.teaching import LOGPROBS, Teacher, divergences, metrics
 from tinsmith.losses.custom_loss import evaluate
 from tinsmith.losses.graph import CustomLoss
 
+# Is called with the number of micro-batches that are done, and of all.
+Between = Callable[[int, int], None]
+
 GAP_MAX = 700.0  # of log-probabilities, in a metric: its exponential is finite
 
 
@@ -116,7 +119,7 @@ def forward_backward(
     *,
     backward: bool,
     keep: bool,
-    between: Callable[[], None],
+    between: Between,
 ) -> tuple[BatchResult, KeptForward | None]:
     """Request `seq` of a run: returns its result, and the kept forward for the run's next request.
     `kept` is the one of the request before."""
@@ -174,7 +177,7 @@ def _custom(
     adapter: _core.Adapter,
     batch: Batch,
     uploaded: Uploaded,
-    between: Callable[[], None],
+    between: Between,
     *,
     backward: bool,
 ) -> BatchResult:
@@ -192,7 +195,7 @@ def distill(
     teacher: _core.Adapter | _core.Model,
     *,
     backward: bool,
-    between: Callable[[], None],
+    between: Between,
 ) -> BatchResult:
     """The result of a loss with a teacher, with the divergence at each position."""
     assert batch.teacher is not None

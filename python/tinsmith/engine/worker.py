@@ -29,23 +29,25 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.engine import snapshots, teaching
-from tinsmith.engine.bases import Bases, Hold, NotLoaded, readable
+from tinsmith.engine.bases import Bases, NotLoaded
 from tinsmith.engine.decoding import Decoder, Listener, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError, explain
+from tinsmith.engine.events import Call, Memory, Now, Watch
 from tinsmith.engine.runs import IDLE_SECONDS, Job, Run, Runs, fail
-from tinsmith.engine.snapshots import Snapshots
 from tinsmith.engine.teaching import Teacher
 from tinsmith.engine.training import (
     AdamParams,
     Batch,
     BatchResult,
+    Between,
     StateSpec,
     distill,
     forward_backward,
     optim_step,
 )
+from tinsmith.engine.uses import Uses
 from tinsmith.files import checkpoint, peft
-from tinsmith.files.families import BaseModel, LoadedModel
+from tinsmith.files.families import BaseModel
 from tinsmith.files.lora import Average, LoraSpec
 
 log = logging.getLogger("tinsmith")
@@ -96,29 +98,33 @@ class Worker:
         idle_seconds: float = IDLE_SECONDS,
         snapshot_bytes_max: int = snapshots.BYTES_MAX,
         keep_forwards: bool = True,
+        watch: Watch = lambda call: None,
     ):
         self._known = dict(bases)
+        self._runs = Runs(gap_seconds, idle_seconds)
+        self._decoder = Decoder()
+        self._uses = Uses(self._runs, self._decoder, snapshot_bytes_max)
         self._bases = Bases(
             bases,
             device=device,
             threads=threads,
             memory=memory,
-            holds=self._holds,
-            release=self._release,
+            holds=self._uses.holds,
+            release=self._uses.release,
             wake=lambda: self._put(lambda: None),
         )
+        self._snapshots = self._uses.open(self._bases)
         self._paused: dict[Future[Any], BaseModel] = {}  # they wait for a model to be read
         self._keep_forwards = keep_forwards
-        self._snapshots = Snapshots(self._bases, snapshot_bytes_max)
         self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Future[Any] | None]]
         self._inbox = queue.SimpleQueue()
-        self._runs = Runs(gap_seconds, idle_seconds)
-        self._decoder = Decoder()
         self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
         self._closed = False
         self._save_until = math.inf
         self._began = 0.0  # when the micro-batch, or other job, that is executed began
         self._trained: _core.Adapter | None = None  # it is in a training call
+        self._training: Call | None = None
+        self._watch = watch
         self._thread = threading.Thread(target=self._loop, name="tinsmith-worker", daemon=True)
         self._thread.start()
 
@@ -154,13 +160,10 @@ class Worker:
                 lane.failure = explain(error)
                 raise
 
-        future: Future[None] = Future()
-
         def begin() -> None:
             self._runs[run] = Run(run, self._known[base])
-            self._runs.submit(run, 0, Job(future, work))
 
-        return self._put(begin, future)
+        return self._submit(run, 0, Call("create", run, request=spec), work, begin)
 
     def reject(self, run: str, seq: int, error: BaseException) -> Future[None]:
         """Uses up the turn of a refused request, so that the next requests don't wait for it."""
@@ -168,7 +171,7 @@ class Worker:
         def work(lane: Run) -> None:
             raise error
 
-        return self._submit(run, seq, work)
+        return self._submit(run, seq, Call("reject", run), work)
 
     def forward_backward(
         self, run: str, seq: int, batch: Batch, *, backward: bool = True
@@ -199,7 +202,9 @@ class Worker:
                 )
                 return result
 
-        return self._submit(run, seq, work)
+        kind = "forward_backward" if backward else "forward"
+        call = Call(kind, run, request=batch, tokens=len(batch.tokens))
+        return self._submit(run, seq, call, work)
 
     def optim_step(self, run: str, seq: int, params: AdamParams) -> Future[dict[str, float]]:
         """One AdamW step; returns its metrics."""
@@ -211,7 +216,7 @@ class Worker:
                 lane.average.follow(adapter)
             return report
 
-        return self._submit(run, seq, work)
+        return self._submit(run, seq, Call("optim_step", run, request=params), work)
 
     def save(
         self,
@@ -238,7 +243,7 @@ class Worker:
                 going=self._hurry,
             )
 
-        return self._submit(run, seq, work)
+        return self._submit(run, seq, Call("save", run, request=folder), work)
 
     def load(self, run: str, seq: int, folder: Path, *, optimizer: bool) -> Future[None]:
         """Replaces a run's weights and, with optimizer, the whole state of the next step."""
@@ -248,7 +253,7 @@ class Worker:
             family = lane.base.family
             lane.average = peft.load_into(folder, family, adapter, optimizer=optimizer)
 
-        return self._submit(run, seq, work)
+        return self._submit(run, seq, Call("load", run, request=folder), work)
 
     def snapshot(self, run: str, seq: int, sampler: str, *, inflight: bool = False) -> Future[int]:
         """Makes a sampling session with the run's weights as they are at its turn; gives the number
@@ -260,10 +265,10 @@ class Worker:
                 weights = self._snapshots.add_inflight(sampler, run, lane.base, adapter)
                 self._decoder.follow(run, weights)
             else:
-                self._snapshots.add_run(sampler, lane.base, adapter)
+                self._snapshots.add_run(sampler, run, lane.base, adapter)
             return adapter.step
 
-        return self._submit(run, seq, work)
+        return self._submit(run, seq, Call("snapshot", run, sampler), work)
 
     # ---- sampling ----
 
@@ -301,17 +306,21 @@ class Worker:
         """Queues a request on a sampling session; it decodes together with all others. The clients
         share each step, however many requests one has. The listener hears of each token."""
         future: Future[SampleResult] = Future()
+        call = Call("sample", sampler=sampler, request=request, tokens=len(request.prompt))
+        call.follow(future, self._watch)
 
         def begin() -> None:
             if future.done():  # it was cancelled while it waited
                 return
             try:
                 snapshot = self._snapshots.use(sampler)
+                call.run, call.base = snapshot.run, self._bases.name(snapshot.base.path)
                 base = self._bases.use(snapshot.base)
-                self._open_lane(base)
-                follows = (snapshot.run, snapshot.number)
+                self._uses.open_cache(base)
+                follows = (snapshot.run if snapshot.number else None, snapshot.number)
+                call.turn(call.base, snapshot.step)
                 self._decoder.add(
-                    base, snapshot.adapter, request, future, client, follows, listener
+                    base, snapshot.adapter, request, future, client, follows, listener, call
                 )
             except NotLoaded as missing:
                 self._pause(future, missing.model, begin)
@@ -335,6 +344,25 @@ class Worker:
         model = self._paused.get(future)
         return None if model is None else self._bases.waits_for(model)
 
+    # ---- what it does, for any thread ----
+
+    @property
+    def now(self) -> Now:
+        """What is under way, and what waits."""
+        waiting = {run.name: len(run.ready) + len(run.waiting) for run in list(self._runs.values())}
+        sampling = {self._bases.name(p): n for p, n in self._decoder.under_way.items()}
+        return Now(self._training, waiting, sampling)
+
+    @property
+    def drawn(self) -> tuple[dict[int, int], float]:
+        """How many sampling steps drew so many tokens, and the seconds that all of them took."""
+        return dict(self._decoder.steps), self._decoder.seconds
+
+    def memory(self) -> Future[Memory]:
+        """What holds memory. The answer comes after the micro-batch or step that is under way."""
+        future: Future[Memory] = Future()
+        return self._put(lambda: future.set_result(self._uses.memory()), future)
+
     # ---- the end ----
 
     def forget(self, runs: list[str], samplers: list[str]) -> None:
@@ -351,7 +379,8 @@ class Worker:
                 self._snapshots.forget(name)
             for name in runs:
                 if name in self._runs:
-                    self._runs.make_ready(self._runs[name], Job(Future(), release))
+                    job = Job(Future(), release, Call("forget", name))
+                    self._runs.make_ready(self._runs[name], job)
 
         self._put(begin)
 
@@ -387,7 +416,7 @@ class Worker:
             raise _ending()
 
     @contextlib.contextmanager
-    def _call(self, lane: Run, adapter: _core.Adapter) -> Iterator[Callable[[], None]]:
+    def _call(self, lane: Run, adapter: _core.Adapter) -> Iterator[Between]:
         """Around a training call of a run; gives what is to be called between micro-batches."""
         self._trained = adapter
         try:
@@ -397,17 +426,32 @@ class Worker:
         finally:
             self._trained = lane.teacher = None
 
-    def _let_others_work(self) -> None:
+    def _let_others_work(self, done: int, count: int) -> None:
         """Decodes between two micro-batches, for as long as the one before took."""
+        if self._training is not None:
+            self._training.progress(done, count)
         self._drain(block=False)
         self._decode(time.monotonic() - self._began)
         if self._closed:
             raise _ending()
         self._began = time.monotonic()
 
-    def _submit(self, run: str, seq: int, work: Callable[[Run], Any]) -> Future[Any]:
+    def _submit(
+        self,
+        run: str,
+        seq: int,
+        call: Call,
+        work: Callable[[Run], Any],
+        before: Callable[[], None] = lambda: None,
+    ) -> Future[Any]:
         future: Future[Any] = Future()
-        return self._put(lambda: self._runs.submit(run, seq, Job(future, work)), future)
+        call.follow(future, self._watch)
+
+        def submit() -> None:
+            before()
+            self._runs.submit(run, seq, Job(future, work, call))
+
+        return self._put(submit, future)
 
     def _pause(self, future: Future[Any], model: BaseModel, again: Callable[[], None]) -> None:
         """Has `again` called when a model that a request needs is loaded."""
@@ -450,48 +494,6 @@ class Worker:
         adapter = self._bases.make(need, what, make, keep=base.path, least=least)
         lane.reserved, lane.vectors = self._bases.room(need), adapter.bytes
         return adapter
-
-    def _open_lane(self, base: LoadedModel) -> None:
-        """Makes sure that a base model can be sampled from."""
-        if self._decoder.is_open(base):
-            return
-        tokens = self._bases.cache_tokens(base)
-        size = base.core.cache_bytes(tokens)
-        log.info(
-            "%s: sampling fills a cache of keys and values of up to %s (%d tokens), and keeps it "
-            "for prompts that begin alike; it is part of --memory, and makes room for others",
-            base.path,
-            readable(size),
-            tokens,
-        )
-        self._bases.make(
-            size,
-            "a cache of keys and values",
-            lambda: self._decoder.open(base, tokens),
-            keep=base.path,
-        )
-
-    def _holds(self) -> list[Hold]:
-        """The uses of memory beside the base models' weights."""
-        found = [
-            Hold(run.base.path, run.bytes, f"the run {run.name}", pins=True)
-            for run in self._runs.values()
-            if run.failure is None
-        ]
-        for run in self._runs.values():
-            if run.teacher is not None:
-                found.append(Hold(run.teacher, 0, f"the teacher of {run.name}", pins=True))
-        found += self._snapshots.holds()
-        for path, size, active in self._decoder.caches():
-            found.append(Hold(path, size, f"the cache of {path.name}", pins=active))
-        return found
-
-    def _release(self, path: Path) -> bool:
-        """Drops what can be made again on a base model; returns whether there was any."""
-        shut = self._decoder.shut(path)  # an active one keeps the adapters that it uses
-        idle = [run for run in self._runs.values() if run.base.path == path and run.idle]
-        trimmed = [run.trim() for run in idle]
-        return self._snapshots.release(path) or shut or any(trimmed)
 
     def _loop(self) -> None:
         while not self._closed:
@@ -549,6 +551,8 @@ class Worker:
             else:
                 self._runs.resume(run)
 
+        job.call.turn(self._bases.name(run.base.path), run.adapter.step if run.adapter else 0)
+        self._training = job.call
         try:
             if not job.future.done():  # it may be cancelled while it waits for a model
                 job.future.set_result(job.work(run))
@@ -557,6 +561,8 @@ class Worker:
             return
         except BaseException as error:
             fail(job.future, error)
+        finally:
+            self._training = None
         self._runs.over(run)
 
     def _decode(self, seconds: float) -> None:

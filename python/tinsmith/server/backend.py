@@ -13,7 +13,6 @@ import logging
 import socket
 import threading
 from collections.abc import Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,6 +43,7 @@ from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service
 from tinsmith.server.shapes import OPENAI_PREFIXES, refusal
 from tinsmith.server.state import State
+from tinsmith.server.watch import Refused, Watch
 
 log = logging.getLogger("tinsmith")
 
@@ -65,16 +65,19 @@ def make_app(service: Service) -> Starlette:
     tables = [(PREFIX, tinker), ("", anthropic_messages.ROUTES)]
     tables += [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]
     table = [
-        Route(prefix + path, _endpoint(service, handler), methods=[method])
+        Route(prefix + path, _endpoint(service, prefix + path, handler), methods=[method])
         for prefix, rows in tables
         for method, path, handler in rows
     ]
     return Starlette(routes=table, exception_handlers={HTTPException: _no_route})
 
 
-def _endpoint(service: Service, handler: Handler) -> Any:
+def _endpoint(service: Service, route: str, handler: Handler) -> Any:
     async def endpoint(request: Request) -> Response:
-        refused = partial(refusal, request.scope["path"])
+        def refused(status: int, detail: str, *headers: Any, **more: Any) -> Response:
+            service.watch(Refused(f"{request.method} {route}", status, detail))
+            return refusal(request.scope["path"], status, detail, *headers, **more)
+
         try:
             reply = await handler(service, request)
             return reply if isinstance(reply, Response) else JSONResponse(reply)
@@ -143,25 +146,29 @@ class Backend:
             undo.callback(self._state.close)
             device = choose_device(device)
             bases = inspect_models(models, device=device, dtype=dtype)
-            self._worker = worker.Worker(
+            self.watch = Watch()
+            undo.callback(self.watch.close)
+            self.worker = worker.Worker(
                 bases,
                 device=device,
                 threads=threads,
                 memory=memory,
                 gap_seconds=gap_seconds,
+                watch=self.watch,
             )
-            undo.callback(self._worker.close)
+            undo.callback(self.worker.close)
             if preload or (preload is None and len(bases) == 1):
-                self._worker.preload(bases).result()
+                self.worker.preload(bases).result()
             undo.pop_all()
         room = memory_of("cpu") if memory is None else memory
         most = min(QUEUE_BYTES_MAX, (room or QUEUE_BYTES_MAX) // QUEUE_SHARE)
         self.queue = Queue(bytes_max=most) if queue is None else queue
         self._service = Service(
             bases,
-            self._worker,
+            self.worker,
             store,
             self._state,
+            watch=self.watch,
             seed=seed,
             poll_seconds=poll_seconds,
             access=access,
@@ -169,7 +176,7 @@ class Backend:
             arrivals=Arrivals(bytes_max=most // 2),
             results_max=max(most, RESULTS_BYTES_MIN),
         )
-        self._server = Server(Door(make_app(self._service), access))
+        self._server = Server(Door(make_app(self._service), access, self.watch))
         self._begin(store)
 
     def _begin(self, store: Store) -> None:
@@ -190,9 +197,10 @@ class Backend:
         ends soon, without a trace. A save that takes longer leaves the checkpoint as it was."""
         self._closing.set()
         self._expiry.join()
-        self._worker.close()
+        self.worker.close()
         self._server.should_exit = True
         self._thread.join()
+        self.watch.close()
         self._service.beside.close()
         self._service.disk.close()
         self._socket.close()

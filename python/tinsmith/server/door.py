@@ -22,6 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from tinsmith.engine.errors import RequestError
 from tinsmith.server.shapes import refusal
+from tinsmith.server.watch import Listener, Refused
 
 KEY_PREFIX = "tml-"  # the SDK insists on it
 KEY_LENGTH_MIN = 12
@@ -147,8 +148,9 @@ class Door:
     """The ASGI app in front of another. Pages of allowed origins get the headers that let them read
     replies."""
 
-    def __init__(self, app: Any, access: Access):
+    def __init__(self, app: Any, access: Access, watch: Listener):
         self._access = access
+        self._watch = watch
         self._app = app
         if access.origins:
             self._app = CORSMiddleware(
@@ -162,6 +164,7 @@ class Door:
             await self._app(scope, receive, send)
             return
         status, detail = refused
+        self._watch(Refused("at the door", status, detail))
         await refusal(scope["path"], status, detail)(scope, receive, send)
 
 

@@ -43,6 +43,7 @@ from tinsmith.server.pieces import LARGE, Buffer
 from tinsmith.server.sequences import Sequences
 from tinsmith.server.state import Busy, Once, RunRow, SessionRow, State
 from tinsmith.server.targets import Targets
+from tinsmith.server.watch import Listener
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -184,6 +185,7 @@ class Service:
         store: Store,
         state: State,
         *,
+        watch: Listener = lambda happened: None,
         seed: int | None = None,
         poll_seconds: float = 20.0,
         access: Access | None = None,
@@ -194,6 +196,7 @@ class Service:
         self.bases = dict(bases)
         self.worker = worker
         self.targets = Targets(worker)
+        self.watch = watch
         self.started = now()
         self.store = store
         self.state = state

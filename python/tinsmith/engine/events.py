@@ -1,0 +1,98 @@
+"""What the worker's thread tells of its work: the calls that have ended, and what is under way.
+
+A Call is noted when a request comes, and followed to its end, whatever that is. Then whoever
+watches the worker is given it; the console, the metrics and the page are made of these. Nothing
+here changes what the worker does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Call:
+    """A request to the worker. Times are time.monotonic()'s; nothing changes after the end.
+
+    `kind` is create, forward, forward_backward, optim_step, save, load, snapshot, sample, or reject
+    for a request that was refused before its turn."""
+
+    kind: str
+    run: str = ""  # its id; of a sample, the run whose weights it draws from
+    sampler: str = ""  # the sampling session's id
+    request: Any = None  # a Batch, AdamParams or SampleRequest; the folder of a save or load
+    tokens: int = 0  # of its datums, or of its prompt
+    at: float = field(default_factory=time.time)  # when it came, in seconds since 1970
+    arrived: float = field(default_factory=time.monotonic)
+    base: str = ""  # the base model's name
+    step: int = 0  # the optimizer steps that the weights have behind them when its turn comes
+    began: float = 0.0  # when its turn came; 0: it did not
+    first: float = 0.0  # when its first token was drawn
+    ended: float = 0.0
+    done: int = 0  # of `count` micro-batches
+    count: int = 1
+    cached: int = 0  # of the prompt's tokens, those that were found in the cache
+    drawn: int = 0  # tokens
+    result: Any = None  # a BatchResult, the optimizer's metrics, or a SampleResult
+    error: str = ""  # the sentence of its failure
+
+    @property
+    def queued(self) -> float:
+        """Seconds until its turn, or until now or its end where that has not come."""
+        return (self.began or self.ended or time.monotonic()) - self.arrived
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from its turn to its end, or until now."""
+        return (self.ended or time.monotonic()) - self.began if self.began else 0.0
+
+    def turn(self, base: str, step: int) -> None:
+        """Its turn has come. One that has to wait for its model takes its turn again."""
+        self.base, self.step, self.began = base, step, time.monotonic()
+
+    def progress(self, done: int, count: int) -> None:
+        """So many micro-batches are done."""
+        self.done, self.count = done, count
+
+    def follow(self, future: Future[Any], watch: Watch) -> None:
+        """Tells `watch` of its end, in the thread in which it ends."""
+
+        def end(future: Future[Any]) -> None:
+            self.ended = time.monotonic()
+            failure = future.exception()
+            if failure is None:
+                self.result = future.result()
+            else:
+                self.error = str(failure)
+            watch(self)
+
+        future.add_done_callback(end)
+
+
+# Is told of each call that has ended, mostly in the worker's thread. It must be quick.
+Watch = Callable[[Call], None]
+
+
+@dataclass(frozen=True)
+class Now:
+    """What a worker does at this moment."""
+
+    training: Call | None  # the training call that is under way
+    waiting: Mapping[str, int]  # requests of each run whose turn has not come
+    sampling: Mapping[str, int]  # requests under way, on each base model
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The bytes that a worker's parts hold."""
+
+    limit: int | None  # of all together; None: nothing bounds them
+    weights: int  # of base models
+    adapters: int  # of runs, with gradients and the optimizer's moments
+    arenas: int  # of training steps
+    snapshots: int  # adapters of sampling sessions
+    cache: int  # keys and values

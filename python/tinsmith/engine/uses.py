@@ -1,0 +1,90 @@
+"""What uses memory beside the base models: runs, sampling sessions, and caches of keys and values.
+
+Bases asks it before it makes room, and has it drop what can be made again. Only the worker's thread
+may use this.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from tinsmith.engine.bases import Bases, Hold, readable
+from tinsmith.engine.decoding import Decoder
+from tinsmith.engine.events import Memory
+from tinsmith.engine.runs import Runs
+from tinsmith.engine.snapshots import Snapshots
+from tinsmith.files.families import LoadedModel
+
+log = logging.getLogger("tinsmith")
+
+
+class Uses:
+    """See the file's header. `open` comes first."""
+
+    def __init__(self, runs: Runs, decoder: Decoder, snapshot_bytes_max: int):
+        self._runs = runs
+        self._decoder = decoder
+        self._snapshot_bytes_max = snapshot_bytes_max
+        self._bases: Bases
+        self._snapshots: Snapshots
+
+    def open(self, bases: Bases) -> Snapshots:
+        """The sampling sessions on the base models."""
+        self._bases = bases
+        self._snapshots = Snapshots(bases, self._snapshot_bytes_max)
+        return self._snapshots
+
+    def open_cache(self, base: LoadedModel) -> None:
+        """Makes sure that a base model can be sampled from."""
+        if self._decoder.is_open(base):
+            return
+        tokens = self._bases.cache_tokens(base)
+        size = base.core.cache_bytes(tokens)
+        log.info(
+            "%s: sampling fills a cache of keys and values of up to %s (%d tokens), and keeps it "
+            "for prompts that begin alike; it is part of --memory, and makes room for others",
+            base.path,
+            readable(size),
+            tokens,
+        )
+        self._bases.make(
+            size,
+            "a cache of keys and values",
+            lambda: self._decoder.open(base, tokens),
+            keep=base.path,
+        )
+
+    def holds(self) -> list[Hold]:
+        """The uses of memory beside the base models' weights."""
+        found = [
+            Hold(run.base.path, run.bytes, f"the run {run.name}", pins=True)
+            for run in self._runs.values()
+            if run.failure is None
+        ]
+        for run in self._runs.values():
+            if run.teacher is not None:
+                found.append(Hold(run.teacher, 0, f"the teacher of {run.name}", pins=True))
+        found += self._snapshots.holds()
+        for path, size, active in self._decoder.caches():
+            found.append(Hold(path, size, f"the cache of {path.name}", pins=active))
+        return found
+
+    def release(self, path: Path) -> bool:
+        """Drops what can be made again on a base model; returns whether there was any."""
+        shut = self._decoder.shut(path)  # an active one keeps the adapters that it uses
+        idle = [run for run in self._runs.values() if run.base.path == path and run.idle]
+        trimmed = [run.trim() for run in idle]
+        return self._snapshots.release(path) or shut or any(trimmed)
+
+    def memory(self) -> Memory:
+        """The bytes of each kind of use."""
+        runs = self._runs.values()
+        return Memory(
+            limit=self._bases.memory,
+            weights=self._bases.weight_bytes,
+            adapters=sum(run.vectors for run in runs),
+            arenas=sum(run.bytes - run.vectors for run in runs),
+            snapshots=sum(hold.bytes for hold in self._snapshots.holds()),
+            cache=sum(size for _, size, _ in self._decoder.caches()),
+        )
