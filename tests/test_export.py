@@ -150,6 +150,7 @@ def test_peft_and_we_agree_on_pefts_own_folder(rslora: bool, tmp_path: Path) -> 
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
         ({"r": 5}, "not of rank 5"),
         ({"lora_alpha": None}, "should be a positive"),
+        ({"lora_alpha": 1e-320}, "should be a positive"),
     ],
 )
 def test_what_pefts_folders_may_not_have(

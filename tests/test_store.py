@@ -438,6 +438,7 @@ def test_a_pipe_is_not_waited_for(store):
         ({"rank": 10**30}, "rank should be a whole number"),
         ({"alpha": 10**400}, "alpha should be a positive number"),
         ({"alpha": float("nan")}, "alpha should be a positive number"),
+        ({"alpha": 1e-320}, "alpha should be a positive number"),
         ({"user_metadata": {"a": "\ud800"}}, "user_metadata should be an object of text"),
         ({"user_metadata": {"a": 1}}, "user_metadata should be an object of text"),
         ({"run_metadata": []}, "run_metadata should be an object of text"),

@@ -33,6 +33,7 @@ FACTORS = (
 PARTIAL = "partial_rotary_factor"
 
 TIED = "tie_word_embeddings"
+F32_MIN = 2.0**-126  # the smallest float32 with all its digits
 F32_MAX = float(np.finfo(np.float32).max)
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -94,7 +95,7 @@ def number(file: Path, content: dict[str, Any], key: str, default: float | None 
     value = content.get(key)
     value = default if value is None else value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= F32_MAX:
+    if not is_number or not F32_MIN <= value <= F32_MAX:
         raise ValueError(f"{file}: {key} should be a positive number, found {value!r:.60}")
     return float(value)
 

@@ -116,7 +116,7 @@ def is_time(value: object) -> bool:
 
 def is_positive(value: object) -> bool:
     """Whether it is a finite number above 0 that float32 holds."""
-    return type(value) in (int, float) and 0 < value <= 3e38  # type: ignore[operator]
+    return type(value) in (int, float) and 2e-38 < value <= 3e38  # type: ignore[operator]
 
 
 def is_finish(value: Any) -> bool:
