@@ -25,6 +25,7 @@ PACKAGES = (
     "jinja2",
     "zstandard",
     "pyrage",
+    "prometheus-client",
 )
 
 HELP_MODEL = (

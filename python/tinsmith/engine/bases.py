@@ -88,6 +88,7 @@ class Bases:
         self._loading: dict[Path, Loading] = {}  # those of them that are being read
         self._full = False  # the next one has to wait until one of those is done
         self._failed: dict[Path, Exception] = {}  # while its waiters are called
+        self.evictions = 0
 
     def use(self, model: BaseModel) -> LoadedModel:
         """The model in the engine, which becomes the most recently used one. Raises NotLoaded if it
@@ -260,12 +261,13 @@ class Bases:
         """Evicts the least recently used model that may go, or else drops what can be made again on
         others. Returns whether there was anything to drop."""
         pinned = {hold.base for hold in self._holds() if hold.pins}
-        for path in self._loaded:
-            if path != keep and path not in pinned:
-                self._release(path)
-                del self._loaded[path]
-                return True
-        return any(self._release(path) for path in self._loaded)
+        idle = [path for path in self._loaded if path != keep and path not in pinned]
+        if idle:
+            self._release(idle[0])
+            del self._loaded[idle[0]]
+        dropped = bool(idle) or any(self._release(path) for path in self._loaded)
+        self.evictions += dropped
+        return dropped
 
     def _no_room(self, need: int, what: str, free: int) -> str:
         assert self.memory is not None

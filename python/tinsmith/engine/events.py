@@ -96,3 +96,4 @@ class Memory:
     arenas: int  # of training steps
     snapshots: int  # adapters of sampling sessions
     cache: int  # keys and values
+    evictions: int  # how often something was dropped for room, so far

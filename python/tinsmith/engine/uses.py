@@ -87,4 +87,5 @@ class Uses:
             arenas=sum(run.bytes - run.vectors for run in runs),
             snapshots=sum(hold.bytes for hold in self._snapshots.holds()),
             cache=sum(size for _, size, _ in self._decoder.caches()),
+            evictions=self._bases.evictions,
         )

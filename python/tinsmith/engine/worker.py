@@ -347,6 +347,11 @@ class Worker:
     # ---- what it does, for any thread ----
 
     @property
+    def alive(self) -> bool:
+        """Whether it executes requests."""
+        return self._thread.is_alive() and not self._closed
+
+    @property
     def now(self) -> Now:
         """What is under way, and what waits."""
         waiting = {run.name: len(run.ready) + len(run.waiting) for run in list(self._runs.values())}

@@ -29,6 +29,7 @@ from tinsmith.engine.errors import RequestError, explain
 from tinsmith.files.store import Store
 from tinsmith.server import (
     anthropic_messages,
+    metrics,
     openai_text,
     rest,
     results,
@@ -38,11 +39,13 @@ from tinsmith.server import (
 )
 from tinsmith.server.connections import BACKLOG, Listener, Server
 from tinsmith.server.door import PREFIX, Access, Door
+from tinsmith.server.metrics import Metrics
 from tinsmith.server.overload import QUEUE_BYTES_MAX, Arrivals, Overloaded, Queue
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service
 from tinsmith.server.shapes import OPENAI_PREFIXES, refusal
 from tinsmith.server.state import State
+from tinsmith.server.traces import tracing
 from tinsmith.server.watch import Refused, Watch
 
 log = logging.getLogger("tinsmith")
@@ -62,7 +65,7 @@ TINKER = (results, routes, rest, transfers, uploads)
 def make_app(service: Service) -> Starlette:
     """The ASGI app: the tables of routes, each under its prefixes."""
     tinker = [row for table in TINKER for row in table.ROUTES]
-    tables = [(PREFIX, tinker), ("", anthropic_messages.ROUTES)]
+    tables = [(PREFIX, tinker), ("", anthropic_messages.ROUTES), ("", metrics.ROUTES)]
     tables += [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]
     table = [
         Route(prefix + path, _endpoint(service, prefix + path, handler), methods=[method])
@@ -146,7 +149,8 @@ class Backend:
             undo.callback(self._state.close)
             device = choose_device(device)
             bases = inspect_models(models, device=device, dtype=dtype)
-            self.watch = Watch()
+            self._metrics = Metrics()
+            self.watch = Watch(self._metrics, *tracing())
             undo.callback(self.watch.close)
             self.worker = worker.Worker(
                 bases,
@@ -176,11 +180,14 @@ class Backend:
             arrivals=Arrivals(bytes_max=most // 2),
             results_max=max(most, RESULTS_BYTES_MIN),
         )
-        self._server = Server(Door(make_app(self._service), access, self.watch))
-        self._begin(store)
+        self._begin(store, access)
 
-    def _begin(self, store: Store) -> None:
+    def _begin(self, store: Store, access: Access) -> None:
         """From here on connections are kept until the server's loop accepts them."""
+        self._metrics.service = self._service
+        app = make_app(self._service)
+        app.state.metrics = self._metrics
+        self._server = Server(Door(app, access, self.watch))
         self._socket.listen(BACKLOG)
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="tinsmith-server", daemon=True

@@ -31,7 +31,7 @@ URL_SECONDS = 86400
 # application/x-www-form-urlencoded, is left out: a form can't make JSON of it.
 FOREIGN_TYPES = ("text/plain", "multipart/form-data")
 PREFIX = "/api/v1"
-OPEN = f"{PREFIX}/healthz"  # needs no key
+OPEN = ("/healthz", "/readyz", f"{PREFIX}/healthz")  # need no key
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Access:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind in FOREIGN_TYPES:
             return 415, f"the body must be application/json or protobuf, {kind} came"
-        if self.key is not None and scope["path"] != OPEN and not self._has_key(scope):
+        if self.key is not None and scope["path"] not in OPEN and not self._has_key(scope):
             return 401, (
                 "this server needs the API key that it was started with: set TINKER_API_KEY, or "
                 "send it as X-API-Key or as Authorization: Bearer"

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from tinsmith.files.meta import Meta, is_time
 from tinsmith.server import wire
 from tinsmith.server.bodies import read_json
+from tinsmith.server.metrics import healthz
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service, owner
 from tinsmith.server.state import Entry, RunRow, SessionRow
@@ -24,11 +25,6 @@ SEARCHED = (
     "project_ids", "user_metadata", "checkpoint_type", "owner", "base_models", "limit", "cursor",
 )  # fmt: skip
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-
-
-async def healthz(service: Service, request: Request) -> dict[str, Any]:
-    """A server that listens has already checked its models, so every answer is "ok"."""
-    return {"status": "ok"}
 
 
 async def capabilities(service: Service, request: Request) -> dict[str, Any]:

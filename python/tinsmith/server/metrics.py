@@ -1,0 +1,208 @@
+"""/metrics for Prometheus, and the two questions that a supervisor asks: /healthz and /readyz.
+
+Counters and histograms grow as the watch tells of calls; GAUGES are read when somebody asks. Each
+server has a registry of its own, so that several may live in one process. A new figure is a row of
+CALLS or GAUGES.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tinsmith.engine.events import Call, Memory
+from tinsmith.server.routes import Handler
+from tinsmith.server.service import Service
+from tinsmith.server.watch import Refused
+
+# From a small decoding step to a long training call.
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+MEMORY_SECONDS = 0.5  # that the engine has to say what holds memory; else its last answer is shown
+
+Amount = Callable[[Call], float | None]
+
+
+def _of_samples(amount: Amount) -> Amount:
+    return lambda call: amount(call) if call.kind == "sample" else None
+
+
+def _trained(call: Call) -> float | None:
+    return call.tokens if call.kind in ("forward", "forward_backward") and not call.error else None
+
+
+def _first(call: Call) -> float | None:
+    return call.first - call.arrived if call.first else None
+
+
+# The kind of a figure, its name, its help, its labels, and what a call adds to it (None: nothing).
+CALLS: tuple[tuple[type[Counter] | type[Histogram], str, str, tuple[str, ...], Amount], ...] = (
+    (Counter, "calls", "calls that ended", ("kind", "base", "outcome"), lambda call: 1),
+    (Histogram, "call_seconds", "from a call's turn to its end", ("kind",), lambda c: c.seconds),
+    (
+        Histogram,
+        "queue_seconds",
+        "from a call's arrival to its turn",
+        ("kind",),
+        lambda c: c.queued,
+    ),
+    (Histogram, "first_token_seconds", "from a sample's arrival to its first token", (), _first),
+    (Counter, "trained_tokens", "tokens of datums of calls that succeeded", ("base",), _trained),
+    (Counter, "prompt_tokens", "prompts' tokens", ("base",), _of_samples(lambda c: c.tokens)),
+    (
+        Counter,
+        "cached_tokens",
+        "of these, found cached",
+        ("base",),
+        _of_samples(lambda c: c.cached),
+    ),
+    (Counter, "drawn_tokens", "tokens sampled", ("base",), _of_samples(lambda c: c.drawn)),
+)
+
+# A gauge, its help, and its value.
+GAUGES: tuple[tuple[str, str, Callable[[Service], float]], ...] = (
+    (
+        "queue_requests",
+        "requests that wait for the engine or are under way",
+        lambda s: s.queue.count,
+    ),
+    ("queue_bytes", "their bytes", lambda s: s.queue.bytes),
+    ("arriving_bytes", "bytes of requests that come in", lambda s: s.arrivals.bytes),
+    ("result_bytes", "bytes of results that wait to be read", lambda s: s.results_bytes),
+    ("sessions", "clients", lambda s: sum(not one.ended for one in s.sessions.values())),
+    ("runs", "runs that are open", lambda s: len(s.runs)),
+    (
+        "training",
+        "1 while a training call is under way",
+        lambda s: float(bool(s.worker.now.training)),
+    ),
+    ("training_waiting", "training calls that wait", lambda s: sum(s.worker.now.waiting.values())),
+    ("sampling", "sampling requests under way", lambda s: sum(s.worker.now.sampling.values())),
+)
+
+
+class Metrics:
+    """A server's figures: a listener of its watch, and a collector of what is read when asked."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.service: Service | None = None  # whose gauges are read, once there is one
+        self.memory: Memory | None = None
+        self._calls = [
+            (self._make(kind, name, about, labels), labels, amount)
+            for kind, name, about, labels, amount in CALLS
+        ]
+        self._refused = self._make(Counter, "refused", "requests refused", ("route", "status"))
+        ProcessCollector(registry=self.registry)
+        self.registry.register(self)
+
+    def _make(self, kind: Any, name: str, about: str, labels: tuple[str, ...]) -> Any:
+        more = {"buckets": SECONDS} if kind is Histogram else {}
+        return kind(f"tinsmith_{name}", about, labels, registry=self.registry, **more)
+
+    def __call__(self, happened: Call | Refused) -> None:
+        """Something has happened."""
+        if isinstance(happened, Refused):
+            self._refused.labels(happened.route, happened.status).inc()
+            return
+        facts = {
+            "kind": happened.kind,
+            "base": happened.base,
+            "outcome": "failed" if happened.error else "done",
+        }
+        for figure, labels, amount in self._calls:
+            value = amount(happened)
+            if value is None:
+                continue
+            one = figure.labels(*(facts[label] for label in labels)) if labels else figure
+            one.observe(value) if hasattr(one, "observe") else one.inc(value)
+
+    def collect(self) -> Iterator[Metric]:
+        """The gauges, and what the engine counts itself."""
+        service = self.service
+        if service is None:
+            return
+        for name, about, value in GAUGES:
+            yield GaugeMetricFamily(f"tinsmith_{name}", about, value=value(service))
+        yield from self._drawing(*service.worker.drawn)
+        if self.memory is not None:
+            held = GaugeMetricFamily("tinsmith_memory_bytes", "memory by its use", labels=["use"])
+            for use, size in asdict(self.memory).items():
+                if use not in ("limit", "evictions"):
+                    held.add_metric([use], size)
+            yield held
+            yield GaugeMetricFamily(
+                "tinsmith_memory_limit_bytes",
+                "the most that all of it may take",
+                value=self.memory.limit or float("inf"),
+            )
+            yield CounterMetricFamily(
+                "tinsmith_evictions", "what was dropped for room", value=self.memory.evictions
+            )
+
+    @staticmethod
+    def _drawing(steps: dict[int, int], seconds: float) -> Iterator[Metric]:
+        """How many tokens a sampling step draws: one for each sequence that decodes in it."""
+        counts = [
+            (str(top), sum(n for size, n in steps.items() if size <= top)) for top in STEP_TOKENS
+        ]
+        yield HistogramMetricFamily(
+            "tinsmith_step_tokens",
+            "tokens that a sampling step draws",
+            buckets=[*counts, ("+Inf", sum(steps.values()))],
+            sum_value=sum(size * count for size, count in steps.items()),
+        )
+        yield CounterMetricFamily("tinsmith_sampling_seconds", "of sampling steps", value=seconds)
+
+
+async def figures(service: Service, request: Request) -> Response:
+    """The figures, as Prometheus reads them."""
+    metrics: Metrics = request.app.state.metrics
+    asked = asyncio.wrap_future(service.worker.memory())
+    with contextlib.suppress(TimeoutError):
+        metrics.memory = await asyncio.wait_for(asked, MEMORY_SECONDS)
+    return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+async def healthz(service: Service, request: Request) -> dict[str, Any]:
+    """A server that listens has already checked its models, so every answer is "ok"."""
+    return {"status": "ok"}
+
+
+async def readyz(service: Service, request: Request) -> dict[str, Any] | Response:
+    """Whether requests would be served: the engine's thread lives, and saves can be written."""
+    if not service.worker.alive:
+        reason = "the engine's thread has ended"
+    elif not await service.stored(os.access, service.store.root, os.W_OK):
+        reason = f"checkpoints can't be written to {service.store.root}"
+    else:
+        return {"status": "ready"}
+    return JSONResponse({"status": "not ready", "detail": reason}, 503)
+
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/metrics", figures),
+    ("GET", "/healthz", healthz),
+    ("GET", "/readyz", readyz),
+)
