@@ -81,8 +81,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "frequencies that are not finite": (
         "qwen3",
-        {"rope_parameters": None, "rope_theta": 1e-320},
-        "with rope_theta 9.99989e-321 not all frequencies are finite",
+        {
+            "rope_parameters": LLAMA3
+            | {"rope_theta": 1e-30, "factor": 2e-38, "original_max_position_embeddings": 2e-38}
+        },
+        "with rope_theta 1e-30 not all frequencies are finite",
     ),
     "heads so wide that their frequencies take all memory": (
         "qwen3",

@@ -9,10 +9,11 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 
-from tinsmith import talk
+from tinsmith import console, talk
 from tinsmith.engine.errors import sentence
 from tinsmith.server.clients import CHECKPOINTS, require_server
 
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="load the models before listening, not on first use (default: if there is but one)",
     )
+    console.add_options(serve)
     serve.set_defaults(command=_serve)
 
     run = commands.add_parser(
@@ -104,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="or a script's path and its"
     )
+    console.add_options(run)
     run.set_defaults(command=_run)
 
     talk.add_parsers(commands)
@@ -225,6 +228,7 @@ def _serve(options: argparse.Namespace) -> None:
     from tinsmith.server.connections import allow_files
 
     allow_files()
+    console.start_log(options)
     key = options.api_key
     if options.api_key_file is not None:
         key = options.api_key_file.read_text().strip()
@@ -244,17 +248,14 @@ def _serve(options: argparse.Namespace) -> None:
         seed=options.seed,
     ) as backend:
         print(f"tinsmith serves {', '.join(models)} at {backend.url}")
-        print(
-            "sampling fills a model's cache of keys and values, up to a quarter of the memory that "
-            "its weights leave (tinsmith info says how much; --memory bounds all of it)"
-        )
         print(f"checkpoints are in {backend.checkpoints}; in a client's shell:")
         shown = API_KEY if key is None else "(the server's key)"
         print(f"  export TINKER_BASE_URL={backend.url} TINKER_API_KEY={shown}", flush=True)
         ended = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: ended.set())
         signal.signal(signal.SIGINT, lambda *_: ended.set())
-        ended.wait()
+        with console.console(options, backend):
+            ended.wait()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C doesn't wait
         # What was answered is on disk. A save that takes longer leaves the checkpoint as it was;
         # the next start clears what there is of it.
@@ -277,9 +278,11 @@ def _run(options: argparse.Namespace) -> int:
     if not models:
         raise ValueError(refusal(command, wanted.missing))
     require_server()
+    console.start_log(options)
     return run_recipe(
         command,
         models,
+        partial(console.console, options),
         checkpoints=options.checkpoints,
         device=options.device,
         dtype=options.dtype,

@@ -13,10 +13,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tinsmith import launch
+
+if TYPE_CHECKING:
+    from tinsmith.server.backend import Backend
 
 API_KEY = "tml-local"  # the SDK insists on the prefix; nothing reads the rest
 # Signals that a process sends itself. A kill from outside is no crash, even if it comes late.
@@ -31,6 +36,7 @@ def show_help(command: Sequence[str]) -> int:
 def run_recipe(
     command: Sequence[str],
     models: Mapping[str, Path],
+    console: "Callable[[Backend, int], AbstractContextManager[None]]",
     *,
     checkpoints: Path,
     device: str,
@@ -39,7 +45,8 @@ def run_recipe(
     memory: int | None,
     seed: int | None,
 ) -> int:
-    """Runs Python with `command` as its arguments; returns the exit code."""
+    """Runs Python with `command` as its arguments; returns the exit code. The console shows what
+    the backend does for the recipe's process."""
     from tinsmith.server.backend import Backend
 
     options = {"device": device, "dtype": dtype, "threads": threads, "memory": memory, "seed": seed}
@@ -58,7 +65,8 @@ def run_recipe(
             [sys.executable, "-m", "tinsmith.launch", *command], env=environment
         )
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        code = _wait(process)
+        with console(backend, process.pid):
+            code = _wait(process)
         reported = report.read_text() if report.exists() else ""
     if -code in CRASHES and reported:
         name = signal.Signals(-code).name

@@ -47,6 +47,10 @@ class Watch:
         """Has a listener told of what happens from now on."""
         self._listeners.append(listener)
 
+    def forget(self, listener: Listener) -> None:
+        """Ends that."""
+        self._listeners.remove(listener)
+
     def __call__(self, happened: Call | Refused) -> None:
         """Something has happened."""
         try:
@@ -65,7 +69,7 @@ class Watch:
 
     def _run(self) -> None:
         while (happened := self._waiting.get()) is not None:
-            for listener in self._listeners:
+            for listener in tuple(self._listeners):
                 try:
                     listener(happened)
                 except Exception:
