@@ -11,6 +11,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -81,15 +82,15 @@ class Probe:
     be built. Each work takes (thread, threads), and returns the flops or bytes that it did."""
 
     def __init__(self, threads: int) -> None:
-        compiler = shutil.which(os.environ.get("CC", "cc"))
-        if not compiler:
+        compiler = shlex.split(os.environ.get("CC") or "cc")
+        if not shutil.which(compiler[0]):
             raise OSError("a C compiler (cc, or what CC names) was not found")
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder) / "roofline.so"
-            command = [compiler, *FLAGS, SOURCE, "-o", library]
+            command = [*compiler, *FLAGS, SOURCE, "-o", library]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                raise OSError(f"{compiler} can't build roofline.c: {done.stderr.strip()}")
+                raise OSError(f"{compiler[0]} can't build roofline.c: {done.stderr.strip()}")
             c = self._c = ctypes.CDLL(str(library))
         for name in ("f32_flops", "bf16_flops"):
             getattr(c, name).restype, getattr(c, name).argtypes = ctypes.c_double, [ctypes.c_long]

@@ -150,10 +150,12 @@ class Report:
         self, *, flops: float = 0, bytes: float = 0, dtype: str = "f32", scale: float = 1
     ) -> Floor | None:
         """The least time for so many flops, of products in f32 or bf16, and bytes read from memory,
-        in seconds times `scale` (1e3: ms); None without a roofline."""
+        in seconds times `scale` (1e3: ms); None without a roofline. A product with a bf16 weight
+        may be computed in f32 too."""
         if not self.roofline:
             return None
-        compute, memory = flops / self.roofline.flops[dtype], bytes / self.roofline.bytes
+        most = {"f32": self.roofline.flops["f32"], "bf16": max(self.roofline.flops.values())}
+        compute, memory = flops / most[dtype], bytes / self.roofline.bytes
         return Floor(scale * max(compute, memory), "compute" if compute >= memory else "memory")
 
     def __enter__(self) -> "Report":

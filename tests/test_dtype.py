@@ -5,6 +5,7 @@ transformers when it computes in bf16, on the same weights.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def distance(got: np.ndarray, exact: np.ndarray) -> float:
 
 @needs_bf16
 def test_bf16_products_err_less_than_transformers_in_bf16(spec: str) -> None:
-    fast, exact = load_model(folder(spec), dtype="auto"), load_model(folder(spec))
+    fast, exact = load_model(folder(spec), dtype="bfloat16"), load_model(folder(spec))
     assert (fast.core.device, exact.core.device) == ("cpu-bf16", "cpu")
     ours, theirs, floats = [], [], []
     for seed in range(5):
@@ -84,7 +85,7 @@ def test_float32_checkpoint_is_rounded_when_bfloat16_is_asked_for() -> None:
 
 @needs_bf16
 def test_sampled_logprob_equals_the_trainers_in_bf16(spec: str) -> None:
-    model = load_model(folder(spec), dtype="auto", threads=2)
+    model = load_model(folder(spec), dtype="bfloat16", threads=2)
     sampler = _core.Sampler(model.core, tokens=4096)
     prompts = [tokens_of(model, length, length) for length in (3, 70, 11, 1, 25)]
     for number, prompt in enumerate(prompts):
@@ -103,7 +104,7 @@ def test_threads_change_nothing_in_bf16(spec: str) -> None:
     tokens = tokens_of(load_model(folder(spec)), 60)
     results = []
     for threads in (1, 2, 3):
-        model = load_model(folder(spec), dtype="auto", threads=threads)
+        model = load_model(folder(spec), dtype="bfloat16", threads=threads)
         adapter = _core.Adapter(model.core, rank=3, seed=1)
         weights = adapter.read("weights")
         adapter.write("weights", weights + np.float32(0.01))
@@ -113,6 +114,14 @@ def test_threads_change_nothing_in_bf16(spec: str) -> None:
     for flat, gradients in results[1:]:
         np.testing.assert_array_equal(flat, results[0][0])
         np.testing.assert_array_equal(gradients, results[0][1])
+
+
+def test_auto_takes_bf16_where_it_is_faster(spec: str) -> None:
+    words = set(Path("/proc/cpuinfo").read_text().split())
+    fast = "AuthenticAMD" in words and not NEEDS
+    assert fast == _core.bf16_is_fast()
+    model = load_model(folder(spec), dtype="auto")
+    assert model.core.device == ("cpu-bf16" if fast else "cpu")
 
 
 def test_dtype_that_cant_be_had_is_refused_by_name() -> None:

@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def core(request: pytest.FixtureRequest, checkpoint: Path) -> _core.Model:
     """It on every device; on the CPU with both types of products."""
     if request.param == BF16:
-        return load_model(checkpoint, dtype="auto", threads=1).core
+        return load_model(checkpoint, dtype="bfloat16", threads=1).core
     device(request.param)
     return load_model(checkpoint, device=request.param, threads=1).core
 

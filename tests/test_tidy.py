@@ -107,7 +107,7 @@ MAY_INCLUDE = {
     "arrays": {"device"},
     "train": {"device", "model"},
     "sample": {"device", "model"},
-    "py": {"device", "model", "arrays", "train", "sample"},
+    "py": {"device", "cpu", "model", "arrays", "train", "sample"},
 }
 
 

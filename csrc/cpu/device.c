@@ -145,6 +145,15 @@ static int has_bf16(void)
 #endif
 }
 
+int cpu_bf16_is_fast(void)
+{
+#if defined(__x86_64__)
+    return has_bf16() && __builtin_cpu_is("amd");
+#else
+    return 0;
+#endif
+}
+
 static void choose_table(Device *dev, int bf16)
 {
 #if defined(__x86_64__)

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "../cpu/device.h"
 #include "arrays.h"
 #include "dlpack.h"
 #include "finite.h"
@@ -197,6 +198,13 @@ static PyObject *core_memory(PyObject *module, PyObject *args)
     return Py_BuildValue("(nn)", (Py_ssize_t)free_bytes, (Py_ssize_t)all_bytes);
 }
 
+static PyObject *core_bf16_is_fast(PyObject *module, PyObject *args)
+{
+    (void)module;
+    (void)args;
+    return PyBool_FromLong(cpu_bf16_is_fast());
+}
+
 static PyMethodDef core_methods[] = {
     {"losses", core_losses, METH_NOARGS,
      "losses() -> list[dict]\n\nThe table of losses: name, multi, taught, recorded, inputs, "
@@ -208,6 +216,8 @@ static PyMethodDef core_methods[] = {
      "devices(name=None) -> dict[str, str]\n\nDevice names, each with '' or the sentence that says "
      "why it "
      "can't be opened."},
+    {"bf16_is_fast", core_bf16_is_fast, METH_NOARGS,
+     "bf16_is_fast() -> bool\n\nWhether this processor's products are faster in bf16 than in f32."},
     {"memory", core_memory, METH_VARARGS,
      "memory(device) -> (int, int)\n\nBytes that a device can give, and that it has in all."},
     {"topk", core_topk, METH_VARARGS,

@@ -41,6 +41,10 @@ def devices(name: str | None = None, /) -> dict[str, str]:
     """Device names, each with "" if it can be opened, or with a sentence that says why it can't. To
     find out, each device is opened; with a name, only that one."""
 
+def bf16_is_fast() -> bool:
+    """Whether this processor's products are faster in bf16 than in f32: it depends on nothing but
+    the processor."""
+
 def memory(device: str, /) -> tuple[int, int]:
     """Bytes that a device can give, and that it has in all. The CPU's bytes are the machine's, or
     what a container leaves of them. The call opens the device."""

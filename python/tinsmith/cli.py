@@ -194,7 +194,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         default="auto",
         choices=("auto", "float32", "bfloat16"),
         help="what products with base weights are computed in; auto: bfloat16 for a bf16 model "
-        "where the processor has the instructions, else float32",
+        "where that is faster on this processor, else float32",
     )
     _add_checkpoints(parser)
     parser.add_argument("--threads", type=int, default=0, help="0: one for each core")

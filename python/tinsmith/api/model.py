@@ -49,8 +49,8 @@ class Model(Handle):
 
     name: a folder, or the name of a model in the Hugging Face cache. device: "auto", "cpu" or
     "cuda". threads: 0 takes all cores. dtype: the type of products with base weights: "float32",
-    "bfloat16", or "auto". "auto" is bfloat16 for a bfloat16 model where the processor has the
-    instructions, else float32. progress: True draws a bar with tqdm; or pass a function, called
+    "bfloat16", or "auto". "auto" is bfloat16 for a bfloat16 model where that is faster on this
+    processor, else float32. progress: True draws a bar with tqdm; or pass a function, called
     with (bytes loaded, bytes in all).
 
     Raises FileNotFoundError or ValueError with a sentence for a model that can't be loaded,

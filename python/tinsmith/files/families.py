@@ -248,7 +248,7 @@ def load_model(
 
     dtype is what products with base weights are computed in: "float32", which is exact for bf16
     checkpoints too; "bfloat16", which also rounds the weights of others; "auto": bfloat16 for a
-    bf16 checkpoint where the processor has the instructions, else float32; None: float32 on the
+    bf16 checkpoint where that is faster on this processor, else float32; None: float32 on the
     CPU, and on a GPU bfloat16, which is all it has. Sums are always float32. `report` is called
     with the bytes loaded and the bytes in all.
 
@@ -560,7 +560,7 @@ def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
         return ("bf16" if dtype == "bfloat16" else kind), device
     if dtype == "bfloat16":
         return "bf16", "cpu-bf16"
-    fast = dtype == "auto" and kind == "bf16" and not _core.devices("cpu-bf16")["cpu-bf16"]
+    fast = dtype == "auto" and kind == "bf16" and _core.bf16_is_fast()
     return kind, "cpu-bf16" if fast else "cpu"
 
 

@@ -46,8 +46,8 @@ def serve(
     any key will do, and `host` must be this machine's loopback. allow_hosts: names by which clients
     know the server, beside `host`. allow_origins: web pages that may use it. checkpoints: the
     folder that save_state writes to. dtype: the type of products with base weights: "float32",
-    "bfloat16", or "auto", which is bfloat16 for a bf16 model where the processor has the
-    instructions. threads: 0 takes all cores. memory: the bytes that models, their caches and runs
+    "bfloat16", or "auto", which is bfloat16 for a bf16 model where that is faster on
+    this processor. threads: 0 takes all cores. memory: the bytes that models, their caches and runs
     may take together, also as text like "12G"; None is nine tenths of the machine's or the card's.
     When memory runs short, idle models are evicted. A model's cache of keys and values fills up to
     a quarter of what its weights leave, and keeps what prompts may begin with again (prefix cache).
