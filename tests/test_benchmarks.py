@@ -29,6 +29,8 @@ PROGRAMS = {
     "train": "--shape tiny --datums 2 --length 9",
     "train --custom": "--shape tiny --datums 2 --length 9 --dtype bf16",
     "sample": "--shape tiny --batches 1 3 --prompt 5 --new 4 --prefill 11",
+    "dtypes": "--shape tiny --length 9 --new 3 --batches 2",
+    "chunks": "--tokens 70",
     "head": "jsd topk gather --vocab 400 --rows 9 --width 16 --positions 5",
     "distill": "--shape tiny --datums 2 --prompt 3 --hint 3 --completion 4",
     "memory tokens keep start": "--shape tiny --tokens 256 --peer-tokens 0",
@@ -57,6 +59,11 @@ ROWS = {  # case -> sides, "" for any further case of the table
         "frozen": ["gather_logprobs", "torch eager", "torch chunked", "NumPy"],
         "trained": ["gather_logprobs", "linear_cross_entropy", "torch eager", "torch chunked"],
     },
+    "dtypes": {
+        case: ["float32", "bfloat16"]
+        for case in ("forward_backward 1×9", "prefill of 9", "decoding, batch 2")
+    },
+    "chunks": {f"{size}, 70": ["pages", "chunks"] for size in ("0.8B", "4B", "27B")},
     "distill": {"2 × (3 + 4)": ["tinsmith", "torch"]},
     "memory tokens keep start": {"256": ["tinsmith", "HF + PEFT", "2 / 2"]},
     "recipe": {
