@@ -154,10 +154,10 @@ STREAM = "stream_minibatch_config"
 RECIPES: Sequence[Recipe] = (
     Recipe(
         "recipes.sl_basic",
-        f"{NAMED} lora_rank=4 max_steps=2 eval_every=1",
+        "lora_rank=4 max_steps=2 eval_every=1",
         "hub: HuggingFaceH4/no_robots",
         both(learns(2), logs("test/nll", 2)),
-        models=(QWEN3,),
+        models=(BASE,),
     ),
     Recipe(
         "recipes.sl_loop",
@@ -187,10 +187,10 @@ RECIPES: Sequence[Recipe] = (
     ),
     Recipe(
         "recipes.rl_basic",
-        f"{NAMED} max_tokens=4 remove_constant_reward_groups=True {RL}",
+        f"max_tokens=4 remove_constant_reward_groups=True {RL}",
         "hub: openai/gsm8k",
         agrees(1),
-        models=(QWEN3,),
+        models=(BASE,),
         packages=("math_verify", "pylatexenc"),
         extra="math-rl",
     ),
@@ -205,9 +205,10 @@ RECIPES: Sequence[Recipe] = (
     ),
     Recipe(
         "recipes.math_rl.train",
-        f"{PATH} env=arithmetic groups_per_batch=2 group_size=2 {RL}",
+        f"{RENDERER} env=arithmetic groups_per_batch=2 group_size=2 {RL}",
         "none: env=arithmetic makes its own",
         agrees(2),
+        models=(CHAT,),
         packages=("math_verify", "pylatexenc"),
         extra="math-rl",
     ),
@@ -230,9 +231,10 @@ RECIPES: Sequence[Recipe] = (
     ),
     Recipe(
         "recipes.preference.dpo.train",
-        f"{PATH} dataset=hhh batch_size=4 max_steps=2",
+        f"{RENDERER} dataset=hhh batch_size=4 max_steps=2",
         "hub: Anthropic/hh-rlhf, nvidia/HelpSteer3 or argilla/ultrafeedback-binarized-preferences",
         starts_at("dpo_loss", math.log(2), 2),
+        models=(BASE,),
     ),
     Recipe(
         "recipes.preference.shorter.train",
