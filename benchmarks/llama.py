@@ -2,7 +2,7 @@
 
 The parent's half is Llama, which answers with what the child measured of itself. The child is this
 file under an interpreter that has the packages llama-cpp-python and gguf; it needs neither torch
-nor tinsmith. It writes the GGUF (architecture qwen3, matrices in the checkpoint's own type), and
+nor tinsmith. It writes the GGUF (qwen3 or qwen35, matrices in the checkpoint's own type), and
 decodes many sequences in one batch through llama.cpp's C interface, a context for each number of
 sequences, all its settings as they come. Commands and answers are lines of JSON."""
 
@@ -24,6 +24,13 @@ MODULES = {
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }  # fmt: skip
+HYBRID = MODULES | {
+    "post_attention_layernorm": "post_attention_norm", "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+}  # fmt: skip
+SECTIONS = [11, 11, 10, 0]  # of a head's rotary pairs, for text all alike
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 
@@ -89,22 +96,45 @@ def tensors(folder: Path) -> Iterator[tuple[str, str, np.ndarray]]:
             yield name, entry["dtype"], bits.reshape(entry["shape"])
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, modules: dict[str, str] = MODULES) -> str:
     """llama.cpp's name of one of transformers' tensors."""
-    module = name.removesuffix(".weight")
+    module = name.removesuffix(".weight").replace("language_model.", "")
     if module in WHOLE:
         return f"{WHOLE[module]}.weight"
     layer, _, rest = module.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{MODULES[rest]}.weight"
+    plain = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
+    return f"blk.{layer}.{plain.get(rest) or modules[rest] + '.weight'}"
+
+
+def hybrid(config: dict[str, Any], name: str, bits: np.ndarray) -> np.ndarray:
+    """A tensor of a Qwen3.5 as llama.cpp has it: value heads lie beside those of other key heads,
+    norms hold 1 + weight, A is -exp(A_log)."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    width = config["linear_value_head_dim"]
+    rest = name.partition(".linear_attn.")[2].removesuffix(".weight")
+    if not rest or rest == "norm":
+        return bits + np.float32(1) if name.endswith("norm.weight") and not rest else bits
+    if rest == "conv1d":
+        bits = bits.reshape(len(bits), -1)
+    if rest == "A_log":
+        bits = -np.exp(bits)
+    each = 1 if rest in ("in_proj_a", "in_proj_b", "A_log", "dt_bias") else width
+    heads = np.arange(values).reshape(keys, -1).T.ravel()
+    order = (heads[:, None] * each + np.arange(each)).ravel()
+    if rest == "out_proj":
+        return bits[:, order]
+    first = len(bits) - len(order)  # what lies before them is of keys
+    return bits[np.concatenate([np.arange(first), first + order])]
 
 
 def write_gguf(folder: Path) -> Path:
-    """The checkpoint as a GGUF file beside it; norms in f32, as llama.cpp wants them."""
+    """The checkpoint as a GGUF file beside it; all but matrices in f32, as llama.cpp wants it."""
     import gguf
 
     config = json.loads((folder / "config.json").read_text())
+    is_hybrid = "linear_num_key_heads" in config
     file = folder / "model.gguf"
-    writer = gguf.GGUFWriter(file, "qwen3")
+    writer = gguf.GGUFWriter(file, "qwen35" if is_hybrid else "qwen3")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -116,14 +146,28 @@ def write_gguf(folder: Path) -> Path:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or config
     writer.add_rope_freq_base(rope["rope_theta"])
+    if is_hybrid:
+        value = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        part = rope.get("partial_rotary_factor", 0.25)
+        writer.add_rope_dimension_count(int(config["head_dim"] * part))
+        writer.add_rope_dimension_sections(SECTIONS)
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(value)
+        writer.add_full_attention_interval(4)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
     for name, dtype, bits in tensors(folder):
-        if bits.ndim == 1 and dtype == "BF16":
+        if dtype == "BF16" and (bits.ndim != 2 or 1 in bits.shape):
             bits = (bits.astype(np.uint32) << 16).view(np.float32)
+        bits = hybrid(config, name, bits) if is_hybrid else bits
         bf16 = gguf.GGMLQuantizationType.BF16 if bits.dtype == np.uint16 else None
+        bits = np.ascontiguousarray(bits)
         raw = bits.view(np.uint8) if bf16 else bits
-        writer.add_tensor(gguf_name(name), np.ascontiguousarray(raw), raw_dtype=bf16)
+        place = gguf_name(name, HYBRID if is_hybrid else MODULES)
+        writer.add_tensor(place, raw, raw_dtype=bf16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -227,6 +227,20 @@ def test_numpy_makes_the_gradient_that_torch_makes() -> None:
     np.testing.assert_allclose(found, rows.grad.numpy(), rtol=1e-12, atol=1e-12)
 
 
+def test_gguf_of_a_hybrid_has_the_value_heads_of_one_key_head_apart() -> None:
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 2}
+    layer = "model.layers.0.linear_attn."
+    bias = llama.hybrid(sizes, f"{layer}dt_bias", np.float32([0, 1, 2, 3]))
+    assert bias.tolist() == [0, 2, 1, 3]
+    # q and k of 2 heads, 1 wide, then v's rows
+    rows = llama.hybrid(sizes, f"{layer}in_proj_qkv.weight", np.arange(12)[:, None])
+    assert rows[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 8, 9, 6, 7, 10, 11]
+    columns = llama.hybrid(sizes, f"{layer}out_proj.weight", np.arange(8)[None])
+    assert columns[0].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    norm = llama.hybrid(sizes, "model.layers.0.input_layernorm.weight", np.float32([0.5]))
+    assert norm.tolist() == [1.5]
+
+
 def test_gguf_names() -> None:
     names = ("model.layers.3.self_attn.q_norm.weight", "model.embed_tokens.weight")
     assert [llama.gguf_name(name) for name in names] == [
