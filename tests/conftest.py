@@ -10,6 +10,7 @@ tests run in their order, and its fixtures are made once. One file alone runs wi
 
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 # The models are too small for more of torch's threads, and waiting ones take others' time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What is saved without a folder being named must not end in the user's own data.
+DATA_HOME = tempfile.TemporaryDirectory()
+os.environ["XDG_DATA_HOME"] = DATA_HOME.name
 
 VOCAB = 304  # ids from the tokenizer's size on stand for nothing
 TOKENIZER = 290

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tinsmith
 from recipe_host import Host, running_host
-from tinsmith import launch
+from tinsmith import cli, launch
 from tinsmith.demo import data, demo
 
 MODEL = ["model_name=" + str(demo.MODEL), "renderer_name=" + demo.RENDERER]
@@ -145,7 +145,7 @@ def test_the_demo_shows_what_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "PER_SKILL", 2)
-    assert demo.main(["--steps", "3", "--out", str(tmp_path), "--device", "cpu"]) == 0
+    assert cli.main(["demo", "--steps", "3", "--out", str(tmp_path), "--device", "cpu"]) == 0
     assert len({row["loss"] for row in demo.metrics(tmp_path / "sdft")}) == 3
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out

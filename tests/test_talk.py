@@ -169,7 +169,6 @@ def test_the_commands_lines(folder, speaker, tmp_path, capsys, monkeypatch) -> N
     assert capsys.readouterr().out == answer(speaker, [{"role": "user", "content": "Hello"}]) + "\n"
     for arguments, sentence in (
         (["sample", str(folder), "x", "--system", "y"], "add --chat"),
-        (["sample", str(folder), "x", "-n", "0", "--device", "cpu"], "n at least 1"),
         (["chat", str(folder), "--adapter", str(tmp_path / "no")], "no"),
         (["chat", str(tmp_path / "none")], "there is no model"),
     ):

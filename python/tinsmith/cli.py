@@ -1,6 +1,7 @@
 """The `tinsmith` command. An error is one sentence on stderr and exit code 1 (2: wrong usage).
 
-Each subcommand imports what it needs when it runs, so that `doctor` can tell what is missing.
+COMMANDS is the table of the subcommands. Each imports what it needs when it runs, so that `doctor`
+can tell what is missing.
 """
 
 import argparse
@@ -8,53 +9,46 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 
-from tinsmith import console, talk
+from tinsmith import console, doctor, talk, usage
 from tinsmith.engine.errors import sentence
-from tinsmith.server.clients import CHECKPOINTS, require_server
-
-PACKAGES = (
-    "tinker",
-    "tinker-cookbook",
-    "starlette",
-    "uvicorn",
-    "tokenizers",
-    "jinja2",
-    "zstandard",
-    "pyrage",
-    "prometheus-client",
-)
+from tinsmith.files.home import checkpoints_folder
+from tinsmith.server.clients import require_server
 
 HELP_MODEL = (
     "a base model: NAME=FOLDER serves a Hugging Face model's folder under a name; a name alone is "
     "a folder, or is looked for in the Hugging Face cache"
 )
 LEAVE_SECONDS = 1.5  # after which `serve` ends, whatever it is doing
-EXAMPLES = """examples:
-  tinsmith demo
-  tinsmith run -m tinker_cookbook.recipes.sdft.train model_name=models/qwen3 ...
-  tinsmith serve Qwen/Qwen3-0.6B=models/qwen3 teacher=models/qwen3-8b --memory 40G
-  tinsmith chat models/qwen3 --adapter tinker://RUN/sampler_weights/final
-  tinsmith sample models/qwen3 --chat "What is LoRA?" --temperature 0
-  tinsmith info models/qwen3 --tokens 8192 --rank 32
-  tinsmith export models/qwen3 tinker://RUN/weights/final models/qwen3-tuned
-"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A row of COMMANDS: what --help says of it, its options, and what it does with them. `run`
+    returns the exit code, or None for 0."""
+
+    help: str
+    examples: tuple[str, ...]
+    options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int | None]
+    description: str | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if given[:1] == ["demo"]:  # it has options of its own
-            return _demo(given[1:])
-        options = _parser().parse_args(given)
-        code = int(options.command(options) or 0)
+        options = _parser().parse_args(given or ["--help"])
+        code = int(options.run(options) or 0)
         sys.stdout.flush()
         return code
+    except SystemExit as ended:  # a help was shown, or the command line was wrong
+        return int(ended.code or 0)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # as in `tinsmith doctor | head`: what is left has no reader
@@ -66,77 +60,89 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = usage.Parser(
         prog="tinsmith",
         description="A local backend for the Tinker API: trains and samples on this machine.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=usage.epilog(row.examples[0] for row in COMMANDS.values()),
     )
+    shown = f"tinsmith {doctor.version('tinsmith') or '(not installed)'}"
+    parser.add_argument("--version", action="version", version=shown, help="show it")
     commands = parser.add_subparsers(required=True, metavar="command")
+    for name, row in COMMANDS.items():
+        one = commands.add_parser(
+            name, help=row.help, description=row.description, epilog=usage.epilog(row.examples)
+        )
+        row.options(one)
+        one.set_defaults(run=row.run)
+    return parser
 
-    serve = commands.add_parser("serve", help="serve models until Ctrl-C")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
-    _add_access(serve)
-    serve.add_argument("models", nargs="*", metavar="NAME[=FOLDER]", help=HELP_MODEL)
-    _add_engine(serve)
-    serve.add_argument(
+
+# ---- options ----
+
+
+def _serve_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument(
+        "--port",
+        type=usage.whole(0, usage.PORT_MAX),
+        default=8000,
+        help="0 takes a free one (%(default)s)",
+    )
+    _add_access(parser)
+    parser.add_argument("models", nargs="*", metavar="NAME[=FOLDER]", help=HELP_MODEL)
+    _add_engine(parser)
+    parser.add_argument(
         "--preload",
         action=argparse.BooleanOptionalAction,
         help="load the models before listening, not on first use (default: if there is but one)",
     )
-    console.add_options(serve)
-    serve.set_defaults(command=_serve)
+    console.add_options(parser)
 
-    run = commands.add_parser(
-        "run",
-        help="run a recipe on a backend of its own",
-        description="Starts a backend, runs a recipe that uses the Tinker SDK, and stops. The "
-        "models that its model_name=... and the like name are served, or else its defaults; and "
-        "those of --model. With the recipe's --help it shows the recipe's own help.",
-    )
-    _add_engine(run)
-    run.add_argument(
+
+def _run_options(parser: argparse.ArgumentParser) -> None:
+    _add_engine(parser)
+    parser.add_argument(
         "-m",
         dest="module",
         nargs=argparse.REMAINDER,
         metavar="MODULE ...",
         help="a module and its arguments, as in python -m",
     )
-    run.add_argument(
+    parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="or a script's path and its"
     )
-    console.add_options(run)
-    run.set_defaults(command=_run)
+    console.add_options(parser)
 
-    talk.add_parsers(commands)
 
-    commands.add_parser("demo", help="watch a small model learn from demonstrations")
-
-    doctor = commands.add_parser("doctor", help="what this installation can do, and why not more")
-    doctor.set_defaults(command=_doctor)
-
-    info = commands.add_parser("info", help="the memory that a model would take")
-    info.add_argument("model", help="a folder, or a name in the Hugging Face cache")
-    info.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(%(default)s)")
-    info.add_argument("--tokens", type=int, default=0, help="of a training step (0: the default)")
-    info.add_argument("--rank", type=int, default=32, help="of a LoRA adapter (%(default)s)")
-    info.add_argument(
-        "--step-memory", help="that a training step may take, like 6G (half the rest)"
+def _info_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a folder, or a name in the Hugging Face cache")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(%(default)s)")
+    parser.add_argument(
+        "--tokens",
+        type=usage.whole(0, usage.TOKENS_MAX),
+        default=0,
+        help="of a training step (0: the default)",
     )
-    info.set_defaults(command=_info)
-
-    export = commands.add_parser(
-        "export",
-        help="merge an adapter into its base model",
-        description="Writes a Hugging Face folder of the base model with the adapter merged in.",
+    parser.add_argument(
+        "--rank",
+        type=usage.whole(1, usage.RANK_MAX),
+        default=32,
+        help="of a LoRA adapter (%(default)s)",
     )
-    export.add_argument("model", help="a folder, or a name in the Hugging Face cache")
-    export.add_argument("adapter", help="a checkpoint's or PEFT's folder, or a tinker:// path")
-    export.add_argument("out", type=Path, help="the folder to write, which may not exist")
-    _add_checkpoints(export)
-    export.set_defaults(command=_export)
-    return parser
+    parser.add_argument(
+        "--step-memory",
+        type=usage.memory,
+        default=0,
+        metavar="SIZE",
+        help="that a training step may take, like 6G (half the rest)",
+    )
+
+
+def _export_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a folder, or a name in the Hugging Face cache")
+    parser.add_argument("adapter", help="a checkpoint's or PEFT's folder, or a tinker:// path")
+    parser.add_argument("out", type=Path, help="the folder to write, which may not exist")
+    usage.add_checkpoints(parser, "where tinker:// paths are looked for")
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:
@@ -164,16 +170,6 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--checkpoints",
-        type=Path,
-        default=Path(CHECKPOINTS),
-        metavar="FOLDER",
-        help="where save_state writes to (./%(default)s)",
-    )
-
-
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", action="append", default=[], metavar="NAME[=FOLDER]",
@@ -181,26 +177,21 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--memory",
+        type=usage.memory,
         metavar="SIZE",
         help="what models, caches and runs may take together, such as 800M or 12G; idle "
         "models make room for others; requests and results that wait take a third more at most "
         "(default: nine tenths of the machine's or the card's)",
     )
+    usage.add_device(parser)
+    usage.add_dtype(parser)
+    usage.add_checkpoints(parser, "where save_state writes to")
     parser.add_argument(
-        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="(%(default)s)"
+        "--seed", type=usage.seed, help="requests without a seed then draw the same in each run"
     )
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16"),
-        help="what products with base weights are computed in; auto: bfloat16 for a bf16 model "
-        "where that is faster on this processor, else float32",
-    )
-    _add_checkpoints(parser)
-    parser.add_argument("--threads", type=int, default=0, help="0: one for each core")
-    parser.add_argument(
-        "--seed", type=int, help="requests without a seed then draw the same in each run"
-    )
+
+
+# ---- commands ----
 
 
 def _models(options: argparse.Namespace) -> dict[str, Path]:
@@ -209,14 +200,12 @@ def _models(options: argparse.Namespace) -> dict[str, Path]:
     models = {}
     for text in [*getattr(options, "models", []), *options.model]:
         name, equals, folder = text.partition("=")
-        models[name] = find_model(folder if equals else name, {})
+        if not name or (equals and not folder):
+            raise ValueError(f"{text!r:.200} names no model; say NAME=FOLDER, or a name alone")
+        if name in models:
+            raise ValueError(f"two models can't have the same name, {name!r:.200}")
+        models[name] = find_model(folder or name, {})
     return models
-
-
-def _memory(options: argparse.Namespace) -> int | None:
-    from tinsmith.engine.bases import parse_bytes
-
-    return None if options.memory is None else parse_bytes(options.memory)
 
 
 def _serve(options: argparse.Namespace) -> None:
@@ -231,10 +220,11 @@ def _serve(options: argparse.Namespace) -> None:
     console.start_log(options)
     key = options.api_key
     if options.api_key_file is not None:
-        key = options.api_key_file.read_text().strip()
+        key = options.api_key_file.read_text(errors="replace").strip()
     with Backend(
         models,
-        checkpoints=options.checkpoints,
+        checkpoints=checkpoints_folder(options.checkpoints),
+        share_checkpoints=options.checkpoints is None,
         host=options.host,
         port=options.port,
         api_key=key,
@@ -243,7 +233,7 @@ def _serve(options: argparse.Namespace) -> None:
         device=options.device,
         dtype=options.dtype,
         threads=options.threads,
-        memory=_memory(options),
+        memory=options.memory,
         preload=options.preload,
         seed=options.seed,
     ) as backend:
@@ -271,6 +261,8 @@ def _run(options: argparse.Namespace) -> int:
     command = ["-m", *options.module] if options.module else options.script
     if not command:
         raise ValueError("say what to run: tinsmith run -m MODULE ..., or tinsmith run SCRIPT ...")
+    if command[0] != "-m" and not Path(command[0]).exists():
+        raise FileNotFoundError(f"there is no script {command[0]!r:.200}")
     if asks_for_help(command):
         return show_help(command)
     wanted = wanted_models(command)
@@ -283,42 +275,22 @@ def _run(options: argparse.Namespace) -> int:
         command,
         models,
         partial(console.console, options),
-        checkpoints=options.checkpoints,
+        checkpoints=checkpoints_folder(options.checkpoints),
         device=options.device,
         dtype=options.dtype,
         threads=options.threads,
-        memory=_memory(options),
+        memory=options.memory,
         seed=options.seed,
     )
 
 
-def _demo(arguments: Sequence[str]) -> int:
+def _demo(options: argparse.Namespace) -> None:
     require_server()
-    return int(import_module("tinsmith.demo.demo").main(arguments) or 0)
-
-
-def _doctor(options: argparse.Namespace) -> None:
-    from tinsmith.engine.worker import devices
-
-    print(f"tinsmith {_version('tinsmith') or '(not installed)'}, Python {sys.version.split()[0]}")
-    for name, reason in devices().items():
-        if name != "cuda-emulated":  # which only the tests have
-            print(f"device {reason or name + ': ready'}")
-    for name in PACKAGES:
-        extra = "cookbook" if name == "tinker-cookbook" else "server"
-        missing = f"is not installed: pip install 'tinsmith[{extra}]'"
-        print(f"{name} {_version(name) or missing}")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    import_module("tinsmith.demo.demo").run(options)
 
 
 def _info(options: argparse.Namespace) -> None:
-    from tinsmith.engine.bases import parse_bytes, readable
+    from tinsmith.engine.bases import readable
     from tinsmith.engine.worker import plan
     from tinsmith.files.families import element_type, find_model, left_aside, read_config
 
@@ -331,7 +303,7 @@ def _info(options: argparse.Namespace) -> None:
         kind,
         rank=options.rank,
         tokens=options.tokens,
-        step_bytes=parse_bytes(options.step_memory) if options.step_memory else 0,
+        step_bytes=options.step_memory,
         device=options.device,
     )
     print(f"{folder}: {int(config['layers'])} layers, width {int(config['width'])}, {kind}")
@@ -349,9 +321,12 @@ def _info(options: argparse.Namespace) -> None:
     for key, label in labels.items():
         print(f"{readable(sizes[key]):>12}  {label}")
     total, free = sum(sizes[key] for key in labels), sizes["free"]
+    if options.device == "cpu":
+        free = doctor.free_memory(free)
     print(
-        f"{readable(total):>12}  in all; device {options.device} can give {readable(free)} of its "
-        f"{readable(sizes['all'])}{'' if total <= free else ', which is too little'}"
+        f"{readable(total):>12}  in all; of the {readable(sizes['all'])} of device "
+        f"{options.device} {readable(free)} are free now"
+        f"{'' if total <= free else ', which is too little'}"
     )
     bound = ", the model's context" if sizes["longest"] == int(config["context"]) else ""
     longest = f"the longest datum that can be trained has {sizes['longest']} tokens{bound}"
@@ -395,6 +370,67 @@ def _export(options: argparse.Namespace) -> None:
     folder = find_adapter(options.adapter, options.checkpoints)
     count = export(find_model(options.model, {}), folder, options.out)
     print(f"{options.out}: {count} matrices of {options.model} changed by {folder}")
+
+
+COMMANDS = {
+    "serve": Command(
+        "serve models until Ctrl-C",
+        ("tinsmith serve Qwen/Qwen3-0.6B=models/qwen3 teacher=models/qwen3-8b --memory 40G",),
+        _serve_options,
+        _serve,
+    ),
+    "run": Command(
+        "run a recipe on a backend of its own",
+        ("tinsmith run -m tinker_cookbook.recipes.sl_basic model_name=models/qwen3",),
+        _run_options,
+        _run,
+        "Starts a backend, runs a recipe that uses the Tinker SDK, and stops. The models that its "
+        "model_name=... and the like name are served, or else its defaults; and those of --model. "
+        "With the recipe's --help it shows the recipe's own help.",
+    ),
+    "chat": Command(
+        "talk to a model in the terminal",
+        ("tinsmith chat models/qwen3 --adapter tinker://RUN/sampler_weights/final",),
+        talk.add_options,
+        talk.run_chat,
+    ),
+    "sample": Command(
+        "continue one prompt, as JSON",
+        (
+            'tinsmith sample models/qwen3 --chat "What is LoRA?" --temperature 0',
+            "tinsmith sample models/qwen3 - -n 4 --seed 1 < prompt.txt | jq .samples[].text",
+        ),
+        talk.add_sample_options,
+        talk.run_sample,
+    ),
+    "demo": Command(
+        "watch a small model learn from demonstrations",
+        ("tinsmith demo --steps 30 --out demo",),
+        partial(usage.add_demo, steps=100, out="tinsmith-demo"),
+        _demo,
+        "A small model learns four tool-use skills from demonstrations by the cookbook's SDFT "
+        "recipe, on this machine. Ends with a table and a picture.",
+    ),
+    "doctor": Command(
+        "what this installation can do, and why not more",
+        ("tinsmith doctor",),
+        lambda parser: None,
+        doctor.show,
+    ),
+    "info": Command(
+        "the memory that a model would take",
+        ("tinsmith info models/qwen3 --tokens 8192 --rank 32",),
+        _info_options,
+        _info,
+    ),
+    "export": Command(
+        "merge an adapter into its base model",
+        ("tinsmith export models/qwen3 tinker://RUN/weights/final models/qwen3-tuned",),
+        _export_options,
+        _export,
+        "Writes a Hugging Face folder of the base model with the adapter merged in.",
+    ),
+}
 
 
 if __name__ == "__main__":

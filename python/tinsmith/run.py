@@ -3,8 +3,8 @@
 The recipe is a process of its own with the same Python. It finds the backend by the two environment
 variables that the SDK reads, and the models' tokenizers by launch.py. Its exit code is the
 command's, even if Python crashes after the recipe's end (launch.py); Ctrl-C reaches it first.
-Recipes that run at the same time may share a folder of checkpoints, as they do in one directory: a
-recipe that is resumed there later finds its own, whatever ran beside it.
+Recipes that run at the same time may share a folder of checkpoints: one that is resumed there later
+finds its own, whatever ran beside it.
 """
 
 import json

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinsmith.server.clients import CHECKPOINTS
+from tinsmith import usage
 
 if TYPE_CHECKING:
     from tinsmith.api.adapter import Adapter
@@ -26,52 +26,38 @@ if TYPE_CHECKING:
     from tinsmith.engine.decoding import Part, SampleRequest, SampleResult
 
 QUOTES = '"""'  # around what has several lines
-CHAT_EXAMPLE = "example:\n  tinsmith chat models/qwen3 --adapter tinker://RUN/sampler_weights/final"
-SAMPLE_EXAMPLE = """examples:
-  tinsmith sample models/qwen3 "The capital of France is" --max-tokens 5 --temperature 0
-  tinsmith sample models/qwen3 --chat "What is LoRA?" -n 4 --seed 1 | jq .samples[].text
-"""
 
 
-def add_parsers(commands: Any) -> None:
-    """Adds both subcommands to a command line."""
-    shape = argparse.RawDescriptionHelpFormatter
-    chat = commands.add_parser(
-        "chat", help="talk to a model in the terminal", epilog=CHAT_EXAMPLE, formatter_class=shape
-    )
-    _add_options(chat)
-    chat.set_defaults(command=_chat)
-    sample = commands.add_parser(
-        "sample",
-        help="continue one prompt, as JSON",
-        epilog=SAMPLE_EXAMPLE,
-        formatter_class=shape,
-    )
-    _add_options(sample)
-    sample.add_argument("prompt", help="a text; - reads it from the standard input")
-    sample.add_argument("--chat", action="store_true", help="it is a user's message, not a text")
-    sample.add_argument("-n", type=int, default=1, metavar="N", help="samples (%(default)s)")
-    sample.set_defaults(command=_sample)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of both commands."""
     parser.add_argument("model", help="a folder, or a name in the Hugging Face cache")
     parser.add_argument("--adapter", help="a checkpoint's or PEFT's folder, or a tinker:// path")
-    parser.add_argument(
-        "--checkpoints",
-        type=Path,
-        default=Path(CHECKPOINTS),
-        metavar="FOLDER",
-        help="where tinker:// paths are looked for (./%(default)s)",
-    )
+    usage.add_checkpoints(parser, "where tinker:// paths are looked for")
     parser.add_argument("--system", help="the system message of a conversation")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (%(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="(%(default)s)")
-    parser.add_argument("--seed", type=int, help="the same seed draws the same (afresh)")
-    parser.add_argument("--max-tokens", type=int, help="of an answer (to the context's end)")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
-    parser.add_argument("--threads", type=int, default=0, help="0: one for each core")
+    parser.add_argument(
+        "--temperature", type=usage.temperature, default=1.0, help="0 is greedy (%(default)s)"
+    )
+    parser.add_argument("--top-p", type=usage.share, default=1.0, help="(%(default)s)")
+    parser.add_argument("--seed", type=usage.seed, help="the same seed draws the same (afresh)")
+    parser.add_argument(
+        "--max-tokens", type=usage.whole(1), help="of an answer (to the context's end)"
+    )
+    usage.add_device(parser)
+    usage.add_dtype(parser)
+
+
+def add_sample_options(parser: argparse.ArgumentParser) -> None:
+    """Adds those of sample."""
+    add_options(parser)
+    parser.add_argument("prompt", help="a text; - reads it from the standard input")
+    parser.add_argument("--chat", action="store_true", help="it is a user's message, not a text")
+    parser.add_argument(
+        "-n",
+        type=usage.whole(1, usage.SAMPLES_MAX),
+        default=1,
+        metavar="N",
+        help="samples (%(default)s)",
+    )
 
 
 @dataclass(frozen=True)
@@ -176,7 +162,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
 # ---- sample ----
 
 
-def _sample(options: argparse.Namespace) -> None:
+def run_sample(options: argparse.Namespace) -> None:
+    """Continues one prompt, and prints JSON."""
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     if options.system is not None and not options.chat:
         raise ValueError("a system message is a conversation's: add --chat")
@@ -351,7 +338,8 @@ def converse(talk: Conversation, read: Callable[[str], str]) -> None:
             talk.write(f"{error}\n")
 
 
-def _chat(options: argparse.Namespace) -> None:
+def run_chat(options: argparse.Namespace) -> None:
+    """Talks until the input ends."""
     speaker, settings = load(options), settings_of(options)
     settings.request(speaker.model, [0])
     speaker.chat.prompt([{"role": "user", "content": "Hello"}])  # it has a template, or says so

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tinsmith import usage
 from tinsmith.demo import data, demo
 
 Curve = dict[int, float]  # held-out accuracy after so many steps
@@ -48,15 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = usage.Parser(
         prog="python -m tinsmith.demo.compare",
         description="SDFT and OPSD on the same questions, on this machine.",
+        epilog=usage.epilog(["python -m tinsmith.demo.compare --steps 20 --out compare"]),
     )
-    parser.add_argument("--steps", type=int, default=40, help="of each (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of all data (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("tinsmith-compare"), help="(%(default)s)")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--threads", type=int, default=0, help="0: one for each core")
+    usage.add_demo(parser, steps=40, out="tinsmith-compare")
     return parser
 
 

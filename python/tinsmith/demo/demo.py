@@ -54,9 +54,8 @@ def serve_model(options: argparse.Namespace, out: Path) -> "Backend":
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the demonstration; returns the exit code."""
-    options = _parser().parse_args(arguments)
+def run(options: argparse.Namespace) -> None:
+    """Runs the demonstration."""
     require_cookbook()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -78,21 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_table(before, after, teacher, losses, seconds)
     draw(before, after, teacher, losses, out / "demo.png")
     print(f"The picture is {out / 'demo.png'}; the recipe's own log is in {log}.")
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tinsmith demo",
-        description="A small model learns four tool-use skills from demonstrations by the "
-        "cookbook's SDFT recipe, on this machine. Ends with a table and a picture.",
-    )
-    parser.add_argument("--steps", type=int, default=100, help="of SDFT (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of all data (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("tinsmith-demo"), help="(%(default)s)")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--threads", type=int, default=0, help="0: one for each core")
-    return parser
 
 
 def require_cookbook() -> None:

@@ -24,8 +24,8 @@ class RequestError(Exception):
 
 def sentence(error: BaseException) -> str:
     """An exception's message, without the number that Python puts before an OSError's."""
-    if isinstance(error, OSError) and error.strerror and error.filename is None:
-        return error.strerror
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
 
 

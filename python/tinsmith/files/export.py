@@ -13,16 +13,18 @@ from pathlib import Path
 import numpy as np
 
 from tinsmith.files import checkpoint, config, disk, families, peft, weights
+from tinsmith.files.home import checkpoints_folder
 from tinsmith.files.store import Store
 from tinsmith.files.version import read
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
-def find_adapter(name: str, checkpoints: Path) -> Path:
+def find_adapter(name: str, checkpoints: Path | None) -> Path:
     """The folder of an adapter that is named by its path or by its tinker:// path."""
     if not name.startswith("tinker://"):
         return Path(name)
+    checkpoints = checkpoints_folder(checkpoints)
     folder = Store(checkpoints).folder(name)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no checkpoint {name} in {checkpoints}")

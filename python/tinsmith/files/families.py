@@ -6,7 +6,6 @@ from the mapped files one tensor at a time, after all names and shapes have been
 """
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.files import config as hugging_face
-from tinsmith.files import tokenizer, weights
+from tinsmith.files import home, tokenizer, weights
 from tinsmith.files.config import CONFIG_FILE, Mixers, read_json
 
 Slots = Sequence[tuple[str, int, int, int, int]]  # of a core: slot, layer or -1, index, rows, cols
@@ -414,22 +413,15 @@ def find_model(name: str, models: Mapping[str, Path]) -> Path:
     registered = ", ".join(sorted(models)) or "none"
     raise FileNotFoundError(
         f"there is no model {name!r}: not registered (those are: {registered}), not a folder with "
-        f"a {CONFIG_FILE}, and not in the Hugging Face cache {_cache_folder()}"
+        f"a {CONFIG_FILE}, and not in the Hugging Face cache {home.cache_folder()}"
     )
-
-
-def _cache_folder() -> Path:
-    if os.environ.get("HF_HUB_CACHE"):
-        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
-    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
-    return Path(home).expanduser() / "hub"
 
 
 def _find_cached(name: str) -> Path | None:
     parts = name.split("/")
     if len(parts) > 2 or any(part in ("", ".", "..") or "\0" in part for part in parts):
         return None
-    folder = _cache_folder() / "--".join(["models", *parts])
+    folder = home.cache_folder() / "--".join(["models", *parts])
     revision = folder / "refs" / "main"
     if not revision.is_file():
         return None

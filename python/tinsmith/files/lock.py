@@ -2,9 +2,9 @@
 
 A file in the folder is locked (flock) for as long as a server runs; the kernel releases the lock
 when the process ends, however it ends. The file says who holds it, for the refusal of a second
-server. Those that share it, as `tinsmith run` does, hold the lock together: each writes to runs of
-its own. A process that is forked gives its copy up, so that no child holds a lock of its parent's.
-On a file system without locks there is none, and the log says so.
+server. Those that share it, as recipes do and all on the default folder, hold the lock together:
+each writes to runs of its own. A process that is forked gives its copy up, so that no child holds
+a lock of its parent's. On a file system without locks there is none, and the log says so.
 """
 
 import contextlib

@@ -25,7 +25,7 @@ from starlette.routing import Route
 from tinsmith.engine import worker
 from tinsmith.engine.bases import inspect_models, memory_of
 from tinsmith.engine.devices import choose_device
-from tinsmith.engine.errors import RequestError, explain
+from tinsmith.engine.errors import RequestError, explain, sentence
 from tinsmith.files.store import Store
 from tinsmith.server import (
     anthropic_messages,
@@ -248,6 +248,6 @@ def _bind(host: str, port: int) -> Listener:
     except (OSError, OverflowError) as error:
         listener.close()
         busy = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        reason = "the port is in use; choose another" if busy else str(error)
+        reason = "the port is in use; choose another" if busy else sentence(error)
         raise RequestError(f"can't listen on {host}:{port}: {reason}", "server") from None
     return listener

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 from tinsmith.engine.bases import memory_from
 from tinsmith.files.families import find_model
+from tinsmith.files.home import checkpoints_folder
 
 if TYPE_CHECKING:
     from tinsmith.server.backend import Backend
-
-CHECKPOINTS = "tinsmith-checkpoints"  # in the current folder, where none is named
 
 Models = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
 
@@ -33,7 +32,7 @@ def serve(
     allow_origins: Sequence[str] = (),
     device: str = "auto",
     dtype: str = "auto",
-    checkpoints: str | Path = CHECKPOINTS,
+    checkpoints: str | Path | None = None,
     threads: int = 0,
     memory: int | str | None = None,
     preload: bool | None = None,
@@ -45,10 +44,11 @@ def serve(
     models' names. port: 0 takes a free one; see `.url`. api_key: what clients must send; without it
     any key will do, and `host` must be this machine's loopback. allow_hosts: names by which clients
     know the server, beside `host`. allow_origins: web pages that may use it. checkpoints: the
-    folder that save_state writes to. dtype: the type of products with base weights: "float32",
-    "bfloat16", or "auto", which is bfloat16 for a bf16 model where that is faster on
-    this processor. threads: 0 takes all cores. memory: the bytes that models, their caches and runs
-    may take together, also as text like "12G"; None is nine tenths of the machine's or the card's.
+    folder that save_state writes to, this server's alone; by default that of the user's data, which
+    servers share. dtype: the type of products with base weights: "float32", "bfloat16", or "auto",
+    which is bfloat16 for a bf16 model where that is faster on this processor. threads: 0 takes all
+    cores. memory: the bytes that models, their caches and runs may take together, also as text like
+    "12G"; None is nine tenths of the machine's or the card's.
     When memory runs short, idle models are evicted. A model's cache of keys and values fills up to
     a quarter of what its weights leave, and keeps what prompts may begin with again (prefix cache).
     preload: whether models are loaded before this returns. By default one model alone is, and
@@ -65,7 +65,8 @@ def serve(
 
     return Backend(
         find_models(models),
-        checkpoints=Path(checkpoints),
+        checkpoints=checkpoints_folder(checkpoints),
+        share_checkpoints=checkpoints is None,
         host=host,
         port=port,
         api_key=api_key,

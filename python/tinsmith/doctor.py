@@ -1,0 +1,116 @@
+"""`tinsmith doctor`: what this installation can do, why not more, and where its files are.
+
+Nothing is started or changed. A file that several names lead to (a copied checkpoint, a model of
+Hugging Face's cache) is counted once.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = (
+    "tinker",
+    "tinker-cookbook",
+    "starlette",
+    "uvicorn",
+    "tokenizers",
+    "jinja2",
+    "zstandard",
+    "pyrage",
+    "prometheus-client",
+)
+MEMINFO = Path("/proc/meminfo")
+
+
+def show(options: argparse.Namespace) -> None:
+    """Prints it."""
+    from tinsmith import _core
+    from tinsmith.engine.bases import readable
+    from tinsmith.engine.worker import devices
+
+    print(f"tinsmith {version('tinsmith') or '(not installed)'}, Python {sys.version.split()[0]}")
+    for name, reason in devices().items():
+        if name != "cuda-emulated":  # which only the tests have
+            print(f"device {reason or name + ': ready'}")
+    for name in PACKAGES:
+        extra = "cookbook" if name == "tinker-cookbook" else "server"
+        missing = f"is not installed: pip install 'tinsmith[{extra}]'"
+        print(f"{name} {version(name) or missing}")
+    free, total = _core.memory("cpu")
+    print(f"memory: {readable(free_memory(free))} of {readable(total)} are free")
+    for line in _files():
+        print(line)
+
+
+def version(package: str) -> str | None:
+    """The version of a package; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def free_memory(most: int) -> int:
+    """The bytes of the machine's memory that are free now, of those that this process may have."""
+    try:
+        for line in MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return min(most, 1024 * int(line.split()[1]))
+    except (OSError, ValueError, IndexError):
+        pass
+    return most
+
+
+# ---- files ----
+
+
+def _files() -> Iterator[str]:
+    """The folders, what is in them, and the room that there is."""
+    from tinsmith.engine.bases import readable
+    from tinsmith.files.home import cache_folder, checkpoints_folder
+    from tinsmith.files.store import Store
+
+    checkpoints, cache = checkpoints_folder(), cache_folder()
+    store = Store(checkpoints)
+    runs = [len(store.checkpoints(run)) for run in store.runs()]
+    held = f"{readable(bytes_in(checkpoints))}, {_count(sum(runs), 'checkpoint')}"
+    held += f" of {_count(len(runs), 'run')}"
+    yield f"checkpoints in {checkpoints}: {held}; {_room(checkpoints)}"
+    models = {path.name: bytes_in(path) for path in cache.glob("models--*")}
+    held = f"{readable(sum(models.values()))}, {_count(len(models), 'model')}"
+    yield f"models in {cache}: {held}; {_room(cache)}"
+    for name, size in sorted(models.items(), key=lambda item: -item[1]):
+        yield f"  {readable(size):>12}  {name.removeprefix('models--').replace('--', '/')}"
+
+
+def bytes_in(folder: Path) -> int:
+    """The bytes of all files in a folder and below."""
+    sizes = {}
+    for above, _, names in os.walk(folder):
+        for name in names:
+            try:
+                found = (Path(above) / name).lstat()
+            except OSError:  # gone meanwhile
+                continue
+            sizes[found.st_dev, found.st_ino] = found.st_size
+    return sum(sizes.values())
+
+
+def _count(count: int, thing: str) -> str:
+    return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
+def _room(folder: Path) -> str:
+    """What is free on the disk that a folder is on, or will be."""
+    from tinsmith.engine.bases import readable
+
+    try:
+        place = next(place for place in (folder, *folder.parents) if place.exists())
+        disk = shutil.disk_usage(place)
+    except (OSError, StopIteration) as error:
+        return f"its disk can't be looked at: {error}"
+    return f"{readable(disk.free)} of {readable(disk.total)} of the disk are free"

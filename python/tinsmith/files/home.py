@@ -1,0 +1,58 @@
+"""Where files are when nobody says where: checkpoints in the user's data folder, as XDG has it.
+
+tinsmith-checkpoints in the working directory was the default before, and is still used where it is:
+a recipe that is resumed there looks for its own checkpoints. It is said each time, with the way to
+move it. https://specifications.freedesktop.org/basedir-spec
+"""
+
+import logging
+import os
+from pathlib import Path
+
+log = logging.getLogger("tinsmith")
+
+FORMER = "tinsmith-checkpoints"
+
+
+def data_folder() -> Path:
+    """$XDG_DATA_HOME/tinsmith. A relative one is passed over, as the specification says."""
+    return _base("XDG_DATA_HOME", ".local/share") / "tinsmith"
+
+
+def cache_folder() -> Path:
+    """Where Hugging Face keeps its models."""
+    if given := os.environ.get("HF_HUB_CACHE"):
+        return Path(given).expanduser()
+    if given := os.environ.get("HF_HOME"):
+        return Path(given).expanduser() / "hub"
+    return _base("XDG_CACHE_HOME", ".cache") / "huggingface" / "hub"
+
+
+def checkpoints_folder(given: Path | str | None = None) -> Path:
+    """The folder of checkpoints: the one that was given, the one that was the default before if it
+    is in the working directory, or the default."""
+    if given is not None:
+        return Path(given)
+    folder = data_folder() / "checkpoints"
+    former = Path(FORMER).absolute()
+    if not former.is_dir() or former == folder:
+        return folder
+    log.warning(
+        "%s is used, which was the default; the default is now %s: move it there, or name it with "
+        "--checkpoints",
+        former,
+        folder,
+    )
+    return former
+
+
+def _base(variable: str, otherwise: str) -> Path:
+    given = Path(os.environ.get(variable, ""))
+    if given.is_absolute():
+        return given
+    try:
+        return Path.home() / otherwise
+    except RuntimeError:
+        raise FileNotFoundError(
+            f"this user has no home folder: set {variable} to a folder"
+        ) from None

@@ -1,0 +1,166 @@
+"""Options of the command line: what a value may be, and the sentence for one that may not.
+
+A wrong command line is refused before anything is read or started, in one line on stderr with exit
+code 2. A type here turns an argument's text into its value; argparse names the option.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+DTYPE_HELP = (
+    "what products with base weights are computed in; auto: bfloat16 for a bf16 model where that "
+    "is faster on this processor, else float32"
+)
+SAMPLES_MAX = 1 << 16
+RANK_MAX = 4096
+TOKENS_MAX = 1 << 30
+THREADS_MAX = 256
+PORT_MAX = (1 << 16) - 1
+DEMO_STEPS_MAX = 1000  # there are not many more different questions
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line. Its texts with several lines stay as they are,
+    the examples at the end of a help above all."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **({"formatter_class": _Shape} | options))
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with exit code 2."""
+        text = message.removeprefix("argument ")
+        self.exit(2, f"{self.prog}: {text}; see {self.prog} --help\n")
+
+
+class _Shape(argparse.HelpFormatter):
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
+def epilog(examples: Iterable[str]) -> str:
+    """What a help ends with."""
+    lines = [f"  {example}" for example in examples]
+    return "\n".join(["example:" if len(lines) == 1 else "examples:", *lines])
+
+
+# ---- values ----
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A type: a whole number, within bounds that are allowed themselves."""
+    bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+
+    def read(text: str) -> int:
+        value = _number(int, text)
+        if value is None or value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(
+                f"it should be a whole number, {bounds}; {text!r:.60} came"
+            )
+        return value
+
+    return read
+
+
+def seed(text: str) -> int:
+    """A type: any whole number."""
+    value = _number(int, text)
+    if value is None:
+        raise argparse.ArgumentTypeError(f"it should be a whole number; {text!r:.60} came")
+    return value
+
+
+def temperature(text: str) -> float:
+    """A type: a number from 0 on."""
+    value = _number(float, text)
+    if value is None or not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"it should be a number, at least 0; {text!r:.60} came")
+    return value
+
+
+def share(text: str) -> float:
+    """A type: a number above 0 and at most 1."""
+    value = _number(float, text)
+    if value is None or not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(
+            f"it should be a number above 0, at most 1; {text!r:.60} came"
+        )
+    return value
+
+
+def memory(text: str) -> int:
+    """A type: an amount of memory in bytes."""
+    from tinsmith.engine.bases import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def folder(text: str) -> Path:
+    """A type: a folder that is there, or could be made."""
+    path = Path(text)
+    taken = next((place for place in (path, *path.parents) if _exists(place)), path)
+    if not text or "\0" in text or (_exists(taken) and not taken.is_dir()):
+        raise argparse.ArgumentTypeError(f"{text!r:.200} can't be a folder")
+    return path
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def _number(kind: Callable[[str], Any], text: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        return None
+
+
+# ---- options that several commands have ----
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Adds what the engine runs on."""
+    parser.add_argument(
+        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="(%(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=whole(0, THREADS_MAX), default=0, help="0: one for each core"
+    )
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """Adds the type of the products with base weights."""
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help=DTYPE_HELP
+    )
+
+
+def add_checkpoints(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds the folder of checkpoints; `what` says what becomes of it."""
+    parser.add_argument(
+        "--checkpoints",
+        type=folder,
+        metavar="FOLDER",
+        help=f"{what} (default: ~/.local/share/tinsmith/checkpoints; `tinsmith doctor` shows it)",
+    )
+
+
+def add_demo(parser: argparse.ArgumentParser, *, steps: int, out: str) -> None:
+    """Adds the options of a demonstration, with their defaults."""
+    parser.add_argument(
+        "--steps",
+        type=whole(1, DEMO_STEPS_MAX),
+        default=steps,
+        help="of each training (%(default)s)",
+    )
+    parser.add_argument("--seed", type=seed, default=0, help="of all data (%(default)s)")
+    parser.add_argument("--out", type=folder, default=Path(out), help="(%(default)s)")
+    add_device(parser)
