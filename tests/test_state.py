@@ -166,7 +166,7 @@ def test_runs_are_found_again_without_the_database(made, folder):
 
 def test_what_a_row_says_beside_a_finish_is_not_told(made, folder, state):
     """Nor is it a reason for any client to get no list: JSON has no NaN."""
-    (owner,) = state._read("SELECT owner FROM session WHERE id = ?", made["session"])[0]
+    (owner,) = state.read("SELECT owner FROM session WHERE id = ?", made["session"])[0]
     finish = {"reason": {"type": "success"}, "detail": "done"}
     state.finish_session(made["session"], finish | {"more": math.nan})
     (row,) = [row for row in state.sessions(owner) if row.id == made["session"]]
@@ -257,7 +257,7 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(made, state):
 
 
 def test_a_transaction_that_fails_is_undone_and_the_next_one_goes_on(made, state):
-    with pytest.raises(KeyError), state._transaction() as sql:
+    with pytest.raises(KeyError), state.transaction() as sql:
         sql.execute("DELETE FROM run")
         raise KeyError("which SQLite knows nothing of")
     assert state.run(made["run"]).rank == 4

@@ -96,10 +96,10 @@ def make(store: Store) -> None:
     for path in (CLEAN, ODD):
         saves.save(store.folder(path), 1)
     with closing(State(store)) as state:
-        service = Service({}, None, store, state)  # type: ignore[arg-type]
+        service = Service({}, None, store, state, history=None)  # type: ignore[arg-type]
         with closing(service.beside), closing(service.disk):
             asyncio.run(ask(service, [("POST", f"{API}/create_session", {"tags": []})]))
-        ((owner,),) = state._read("SELECT owner FROM session")
+        ((owner,),) = state.read("SELECT owner FROM session")
         state.add_session(SessionRow("s", owner, "a b", {"a": "b"}, TIME))
         state.finish_session("s", {"reason": {"type": "success"}, "detail": None})
         state.add_run(RunRow("run", "s", "tiny", 2, {"a": "b"}, TIME))
@@ -115,7 +115,7 @@ def _attempt(attempt: Attempt, store: Store) -> str:
     except Exception as error:
         return f"{act} {common.refusal(error)} at the start"
     with closing(state):
-        service = Service({}, None, store, state)  # type: ignore[arg-type]
+        service = Service({}, None, store, state, history=None)  # type: ignore[arg-type]
         with closing(service.beside), closing(service.disk):
             return f"{act} {_judge(service, whole=act != 'bytes')}"
 

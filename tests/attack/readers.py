@@ -55,7 +55,8 @@ def attack() -> Iterator[One]:
         for way, store in stores.items():
             saves.save(store.folder(PATH), 1)
             state = undo.enter_context(closing(State(store)))
-            service = services[way] = Service({}, None, store, state)  # type: ignore[arg-type]
+            made = {"history": None, "worker": None, "bases": {}, "store": store, "state": state}
+            service = services[way] = Service(**made)
             undo.callback(service.beside.close)
             undo.callback(service.disk.close)
         writers = [

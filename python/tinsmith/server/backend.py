@@ -13,6 +13,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +27,7 @@ from tinsmith.engine import worker
 from tinsmith.engine.bases import inspect_models, memory_of
 from tinsmith.engine.devices import choose_device
 from tinsmith.engine.errors import RequestError, explain, sentence
-from tinsmith.files.store import Store
+from tinsmith.files.store import SCHEME, Store
 from tinsmith.server import (
     anthropic_messages,
     metrics,
@@ -39,6 +40,7 @@ from tinsmith.server import (
 )
 from tinsmith.server.connections import BACKLOG, Listener, Server
 from tinsmith.server.door import PREFIX, Access, Door
+from tinsmith.server.history import History
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.overload import QUEUE_BYTES_MAX, Arrivals, Overloaded, Queue
 from tinsmith.server.routes import Handler
@@ -147,6 +149,8 @@ class Backend:
             store.claim(self.url, shared=share_checkpoints)
             self._state = State(store)
             undo.callback(self._state.close)
+            self.history = History(self._state, self._settings, self._origin)
+            undo.callback(self.history.close)
             device = choose_device(device)
             bases = inspect_models(models, device=device, dtype=dtype)
             self._metrics = Metrics()
@@ -173,6 +177,7 @@ class Backend:
             store,
             self._state,
             watch=self.watch,
+            history=self.history,
             seed=seed,
             poll_seconds=poll_seconds,
             access=access,
@@ -187,6 +192,7 @@ class Backend:
         self._metrics.service = self._service
         app = make_app(self._service)
         app.state.metrics = self._metrics
+        self.watch.listen(self.history)
         self._server = Server(Door(app, access, self.watch))
         self._socket.listen(BACKLOG)
         self._thread = threading.Thread(
@@ -208,11 +214,26 @@ class Backend:
         self._server.should_exit = True
         self._thread.join()
         self.watch.close()
+        self.history.close()
         self._service.beside.close()
         self._service.disk.close()
         self._socket.close()
         self._state.close()
         self._service.store.close()
+
+    def _settings(self, run: str) -> dict[str, Any]:
+        """What is told of a run beside its steps."""
+        info = self._service.runs.get(run)
+        if info is None:
+            return {}
+        about = {"base": info.base, "user_metadata": info.user_metadata, "session": info.session.id}
+        return {**asdict(info.lora), **about}
+
+    def _origin(self, sampler: str) -> str:
+        """The run that is here and has saved the checkpoint that a sampling session is of."""
+        info = self._service.samplers.get(sampler)
+        run = ((info and info.path) or "").removeprefix(SCHEME).partition("/")[0]
+        return run if run in self._service.runs else ""
 
     def _expire(self, store: Store) -> None:
         """Deletes expired checkpoints, even if no client connects."""

@@ -38,6 +38,7 @@ from tinsmith.losses.graph import CustomLoss
 from tinsmith.server import wire
 from tinsmith.server.beside import Beside
 from tinsmith.server.door import Access, given_key
+from tinsmith.server.history import History
 from tinsmith.server.overload import Arrivals, Place, Queue
 from tinsmith.server.pieces import LARGE, Buffer
 from tinsmith.server.sequences import Sequences
@@ -185,6 +186,7 @@ class Service:
         store: Store,
         state: State,
         *,
+        history: History,
         watch: Listener = lambda happened: None,
         seed: int | None = None,
         poll_seconds: float = 20.0,
@@ -197,6 +199,7 @@ class Service:
         self.worker = worker
         self.targets = Targets(worker)
         self.watch = watch
+        self.history = history
         self.started = now()
         self.store = store
         self.state = state

@@ -180,7 +180,7 @@ class State:
         self._sql.text_factory = lambda text: text.decode(errors="replace")
         self._sql.execute("PRAGMA journal_mode = WAL")
         self._sql.execute("PRAGMA synchronous = NORMAL")  # a kill loses nothing
-        with self._transaction():
+        with self.transaction():
             version = self._sql.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, VERSION):
                 raise ValueError(f"{self.file} has version {version}; this tinsmith has {VERSION}")
@@ -211,7 +211,7 @@ class State:
             ) from None
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self) -> Iterator[sqlite3.Connection]:
         """All of it or nothing; a failure is raised with a sentence."""
         with self._told():
             self._sql.execute("BEGIN IMMEDIATE")
@@ -223,14 +223,15 @@ class State:
                 raise
             self._sql.execute("COMMIT")
 
-    def _read(self, query: str, *values: Any) -> list[Any]:
+    def read(self, query: str, *values: Any) -> list[Any]:
+        """The rows of a query; a failure is raised with a sentence."""
         with self._told():
             return self._sql.execute(query, values).fetchall()
 
     def _rows(self, make: Callable[..., T], query: str, *values: Any) -> list[T]:
         """What `make` makes of each row; rows that it refuses are left out."""
         found = []
-        for row in self._read(query, *values):
+        for row in self.read(query, *values):
             try:
                 found.append(make(*row))
             except (TypeError, ValueError, RecursionError) as error:
@@ -244,7 +245,7 @@ class State:
     def _insert(self, table: str, row: dict[str, Any], *, known: str = "IGNORE") -> None:
         columns, marks = ", ".join(row), ", ".join("?" * len(row))
         values = [json.dumps(v) if isinstance(v, dict) else v for v in row.values()]
-        with self._transaction() as sql:
+        with self.transaction() as sql:
             sql.execute(f"INSERT OR {known} INTO {table} ({columns}) VALUES ({marks})", values)
 
     # ---- sessions and samplers ----
@@ -255,7 +256,7 @@ class State:
 
     def finish_session(self, name: str, finish: dict[str, Any]) -> None:
         """Keeps how a client said that its session ended."""
-        with self._transaction() as sql:
+        with self.transaction() as sql:
             sql.execute("UPDATE session SET finish = ? WHERE id = ?", (json.dumps(finish), name))
 
     def sessions(self, owner: str) -> list[SessionRow]:
@@ -356,7 +357,7 @@ class State:
 
     def listing(self, run: str) -> Listing:
         """A run's checkpoints as they are on disk."""
-        rows = self._read("SELECT path, stamp, bytes, meta FROM checkpoint WHERE run = ?", run)
+        rows = self.read("SELECT path, stamp, bytes, meta FROM checkpoint WHERE run = ?", run)
         known = {path: (stamp, size, meta) for path, stamp, size, meta in rows}
         found, changed, unreadable = [], [], []
         for place in self._store.places(run):
@@ -377,7 +378,7 @@ class State:
                 changed.append((path, run, place.stamp, entry.bytes, meta))
             found.append(entry)
         if changed or known:
-            with contextlib.suppress(OSError), self._transaction() as sql:  # only an index
+            with contextlib.suppress(OSError), self.transaction() as sql:  # only an index
                 sql.executemany("DELETE FROM checkpoint WHERE path = ?", [(k,) for k in known])
                 sql.executemany("INSERT OR REPLACE INTO checkpoint VALUES (?, ?, ?, ?, ?)", changed)
         return Listing(found, unreadable)

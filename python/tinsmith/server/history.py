@@ -1,0 +1,350 @@
+"""What runs have done: their steps, last samples and settings, kept across restarts.
+
+It listens to the calls that have ended (watch.py). Every FLUSH_SECONDS what is new is written to
+the server's database in one transaction, in a thread of its own, so that neither the engine nor the
+event loop waits. All of it is bounded: a run that has more than STEPS_MAX steps keeps every second
+one, then every fourth; the oldest runs give way to new ones. If the tables are lost, only curves
+are.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinsmith.engine.events import Call
+from tinsmith.server.samples import Row, datum_of, key_of, samples_of, taught
+from tinsmith.server.state import Busy, State
+from tinsmith.server.steps import Step, finite
+from tinsmith.server.watch import Refused
+
+log = logging.getLogger("tinsmith")
+
+FLUSH_SECONDS = 2.0
+FORGET_FLUSHES = 50  # between two looks for what is too old
+STEPS_MAX = 2000  # of a run
+RUNS_MAX = 200
+ROWS_MAX = 100_000  # steps of all runs
+SAMPLES_MAX = 24  # of a run
+DATUMS_MAX = 6
+SPARK_MAX = 48  # points of the small curve in the list of runs
+REFUSED_MAX = 100
+OPEN_MAX = 256  # runs whose step under way is known
+SCORED_MAX = 4096  # samples that a teacher may still score
+
+TABLES = (
+    """CREATE TABLE IF NOT EXISTS history_run (
+        run TEXT PRIMARY KEY, seen REAL NOT NULL, about TEXT NOT NULL)""",
+    """CREATE TABLE IF NOT EXISTS history_step (
+        place INTEGER PRIMARY KEY AUTOINCREMENT, run TEXT NOT NULL, step INTEGER NOT NULL,
+        row TEXT NOT NULL, UNIQUE (run, step))""",
+    """CREATE TABLE IF NOT EXISTS history_sample (
+        run TEXT NOT NULL, place INTEGER NOT NULL, row TEXT NOT NULL, PRIMARY KEY (run, place))""",
+)
+COUNT = "SELECT count(*) FROM history_step"
+
+
+@dataclass
+class Track:
+    """A run as this server has seen it. `about` is what is kept of it beside its rows."""
+
+    about: dict[str, Any]
+    step: Step
+    seen: float = 0.0  # seconds since 1970
+    changed: bool = True
+    rows: dict[int, Row] = field(default_factory=dict)  # that are not written yet
+    samples: dict[int, Row] = field(default_factory=dict)  # the same, by their places
+    drawn: int = 0  # samples so far
+    trained: int = 0  # datums so far
+    stride: int = 1  # of the steps that are kept
+
+    def spark(self, value: float | None) -> None:
+        """Adds a point to the small curve, which keeps its length."""
+        points = self.about.setdefault("spark", [])
+        stride = self.about.setdefault("spark_stride", 1)
+        if value is not None and self.about["steps"] % stride == 0:
+            points.append(value)
+            if len(points) > SPARK_MAX:
+                del points[1::2]
+                self.about["spark_stride"] = 2 * stride
+
+
+def loss_of(row: Row) -> float | None:
+    """A step's loss for each token that was trained on, or its sum where none is counted."""
+    report = row.get("optimizer") or {}
+    loss, tokens = report.get("loss"), report.get("loss_tokens")
+    if loss is None:
+        return None
+    return loss / tokens if tokens else loss
+
+
+class History:
+    """See the file's header. `describe` tells a new run's settings, `origin` the run whose weights
+    a sampling session has that was opened from a checkpoint ("" where there is none)."""
+
+    def __init__(
+        self,
+        state: State,
+        describe: Callable[[str], dict[str, Any]] = lambda run: {},
+        origin: Callable[[str], str] = lambda sampler: "",
+    ):
+        self.refused: deque[dict[str, Any]] = deque(maxlen=REFUSED_MAX)
+        self._state = state
+        self._describe = describe
+        self._origin = origin
+        self._lock = threading.Lock()
+        self._open: dict[str, Track] = {}  # the longest unheard of first
+        self._scored: dict[bytes, tuple[str, int, Row]] = {}  # by key_of prompt and sample
+        with state.transaction() as sql:
+            for table in TABLES:
+                sql.execute(table)
+        self._flushes = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tinsmith-history", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Writes what is left, and ends the thread."""
+        self._end.set()
+        self._thread.join()
+
+    # ---- what happens ----
+
+    def __call__(self, happened: Call | Refused) -> None:
+        """Something has happened."""
+        with self._lock:
+            if isinstance(happened, Refused):
+                self._refuse(happened.at, happened.route, happened.status, happened.detail)
+                return
+            if happened.error:
+                what = f"{happened.kind} {happened.run or happened.sampler}".strip()
+                self._refuse(happened.at, what, None, happened.error)
+            if happened.kind == "sample":
+                self._sampled(happened)
+            elif happened.run:
+                self._trained(happened)
+
+    def _refuse(self, at: float, what: str, status: int | None, detail: str) -> None:
+        last = self.refused[-1] if self.refused else None
+        if last and (last["what"], last["detail"]) == (what, detail[:500]):
+            last["at"], last["count"] = at, last["count"] + 1
+            return
+        told = {"at": at, "what": what, "status": status, "detail": detail[:500], "count": 1}
+        self.refused.append(told)
+
+    def _trained(self, call: Call) -> None:
+        track = self._track(call.run, call)
+        if call.error:
+            track.about["error"] = {"at": call.at, "what": call.kind, "detail": call.error[:500]}
+        if not call.began or call.kind == "reject":
+            return
+        if call.step != track.step.number:  # a checkpoint was loaded
+            track.step = Step(call.step, track.step.end or None)
+        track.step.add(call)
+        if call.error:
+            return
+        if call.kind == "forward_backward":
+            datum = datum_of(call, track.step.number)
+            track.about["loss"] = call.request.loss
+            track.about["loss_config"] = finite(dict(call.request.config))
+            if (teacher := call.request.teacher) is not None:
+                track.about["teacher"] = teacher.name
+            if datum is not None:
+                track.samples[SAMPLES_MAX + track.trained % DATUMS_MAX] = datum
+                track.trained += 1
+        elif call.kind == "optim_step":
+            self._stepped(track)
+
+    def _stepped(self, track: Track) -> None:
+        """A step is over."""
+        row = track.step.row
+        about = track.about
+        for key in ("tokens", "drawn", "seconds"):
+            about[key] = about.get(key, 0) + row[key]
+        about |= {"last": row, "adam": row["adam"], "steps": about.get("steps", 0) + 1}
+        track.spark(loss_of(row))
+        if row["step"] % track.stride == 0:
+            track.rows[row["step"]] = row
+        track.step = Step(row["step"] + 1, track.step.end)
+
+    def _sampled(self, call: Call) -> None:
+        if call.error:
+            return
+        run = call.run or self._origin(call.sampler)
+        scores = call.result.prompt_logprobs is not None
+        if scores:
+            student, place, row = self._scored.get(key_of(call.request.prompt), ("", 0, {}))
+            if student and student != run:  # the call is a teacher's, in the student's step
+                run = student
+                self._track(run, call).samples[place] = taught(row, call)
+        if not run:
+            return
+        track = self._track(run, call)
+        track.step.add(call)
+        if scores and call.request.max_tokens == 1:  # compute_logprobs draws a token in passing
+            return
+        for key, row in samples_of(call):
+            place = track.drawn % SAMPLES_MAX
+            track.drawn += 1
+            track.samples[place] = row
+            self._scored[key] = run, place, row
+            if len(self._scored) > SCORED_MAX:
+                del self._scored[next(iter(self._scored))]
+
+    def _track(self, run: str, call: Call) -> Track:
+        """What is known of a run, which becomes the newest."""
+        track = self._open.pop(run, None)
+        if track is None:
+            about = self._known(run) or {}
+            about |= {key: value for key, value in self._describe(run).items() if value is not None}
+            about.setdefault("created", call.at)
+            step = call.step if call.kind != "sample" else about.get("last", {}).get("step", -1) + 1
+            track = Track(about, Step(step), stride=about.get("stride", 1))
+        self._open[run] = track
+        if len(self._open) > OPEN_MAX:
+            first = next(iter(self._open))
+            if not (self._open[first].rows or self._open[first].samples):
+                del self._open[first]
+        track.seen, track.changed = call.at + call.ended - call.arrived, True
+        track.about["base"] = track.about.get("base") or call.base
+        return track
+
+    def _known(self, run: str) -> dict[str, Any] | None:
+        found = self._state.read("SELECT about FROM history_run WHERE run = ?", run)
+        return _json(found[0][0]) if found else None
+
+    # ---- to the disk ----
+
+    def _run(self) -> None:
+        while not self._end.wait(FLUSH_SECONDS):
+            self._flush_told()
+        self._flush_told()
+
+    def _flush_told(self) -> None:
+        try:
+            self.flush()
+        except Busy:  # another process writes: next time
+            return
+        except Exception as error:
+            log.warning("the history of runs was not written: %s", error)
+
+    def flush(self) -> None:
+        """Writes what is new. What can't be written stays for the next time."""
+        with self._lock:
+            changed = {name: track for name, track in self._open.items() if track.changed}
+            new = {
+                name: (dict(track.rows), dict(track.samples), track.seen, json.dumps(track.about))
+                for name, track in changed.items()
+            }
+        if not new:
+            return
+        with self._state.transaction() as sql:
+            for name, (rows, samples, seen, about) in new.items():
+                sql.execute(
+                    "INSERT OR REPLACE INTO history_run VALUES (?, ?, ?)", (name, seen, about)
+                )
+                sql.executemany(
+                    "INSERT OR REPLACE INTO history_step (run, step, row) VALUES (?, ?, ?)",
+                    [(name, step, json.dumps(row)) for step, row in rows.items()],
+                )
+                sql.executemany(
+                    "INSERT OR REPLACE INTO history_sample VALUES (?, ?, ?)",
+                    [(name, place, json.dumps(row)) for place, row in samples.items()],
+                )
+            strides = {name: _thin(sql, name, changed[name].stride) for name in new}
+            if self._flushes % FORGET_FLUSHES == 0:
+                _forget(sql)
+            self._flushes += 1
+        with self._lock:
+            for name, (rows, samples, seen, _) in new.items():
+                track = changed[name]
+                for step, row in rows.items():
+                    if track.rows.get(step) is row:
+                        del track.rows[step]
+                for place, row in samples.items():
+                    if track.samples.get(place) is row:
+                        del track.samples[place]
+                track.changed = bool(track.rows or track.samples or track.seen != seen)
+                if strides[name] != track.stride:
+                    track.stride = track.about["stride"] = strides[name]
+                    track.changed = True
+
+    # ---- for the page ----
+
+    def runs(self) -> dict[str, tuple[float, dict[str, Any]]]:
+        """Of each run, the newest first: when it was heard of, and what is known of it."""
+        self.flush()
+        rows = self._state.read("SELECT run, seen, about FROM history_run ORDER BY seen DESC")
+        return {run: (seen, _json(about) or {}) for run, seen, about in rows}
+
+    def steps(self, run: str, after: int = 0) -> tuple[list[Row], int]:
+        """A run's steps that were written behind a place, and the place of the last."""
+        self.flush()
+        query = "SELECT place, row FROM history_step WHERE run = ? AND place > ? ORDER BY step"
+        found = self._state.read(query, run, after)
+        rows = [row for _, text in found if (row := _json(text))]
+        return rows, max((place for place, _ in found), default=after)
+
+    def samples(self, run: str) -> list[Row]:
+        """A run's last samples and datums, the newest first."""
+        self.flush()
+        found = self._state.read("SELECT row FROM history_sample WHERE run = ?", run)
+        rows = [row for (text,) in found if (row := _json(text))]
+        return sorted(rows, key=lambda row: -row.get("at", 0.0))
+
+    def about(self, run: str) -> tuple[float, dict[str, Any]] | None:
+        """When a run was heard of, and what is known of it."""
+        self.flush()
+        found = self._state.read("SELECT seen, about FROM history_run WHERE run = ?", run)
+        return (found[0][0], _json(found[0][1]) or {}) if found else None
+
+    def under_way(self, run: str) -> Row | None:
+        """The step that a run is in: its number, and what it has had so far."""
+        with self._lock:
+            track = self._open.get(run)
+            if track is None or not track.step.calls:
+                return None
+            step = track.step
+            return {"step": step.number, "calls": dict(step.calls), "failed": step.failed}
+
+    def refusals(self) -> list[dict[str, Any]]:
+        """Requests that were refused or failed since the start, the newest first."""
+        with self._lock:
+            return [dict(item) for item in reversed(self.refused)]
+
+
+def _thin(sql: Any, run: str, stride: int) -> int:
+    """Drops steps of a run that has too many; returns how far apart those are that it keeps."""
+    (count,) = sql.execute(f"{COUNT} WHERE run = ?", (run,)).fetchone()
+    while count > STEPS_MAX:
+        stride *= 2
+        sql.execute("DELETE FROM history_step WHERE run = ? AND step % ? != 0", (run, stride))
+        (count,) = sql.execute(f"{COUNT} WHERE run = ?", (run,)).fetchone()
+    return stride
+
+
+def _forget(sql: Any) -> None:
+    """Drops the oldest runs where there are too many, or too many steps of all."""
+    counts = dict(sql.execute("SELECT run, count(*) FROM history_step GROUP BY run").fetchall())
+    left = 0
+    for place, (run,) in enumerate(
+        sql.execute("SELECT run FROM history_run ORDER BY seen DESC").fetchall()
+    ):
+        left += counts.get(run, 0)
+        if place >= RUNS_MAX or (place and left > ROWS_MAX):
+            for table in ("history_run", "history_step", "history_sample"):
+                sql.execute(f"DELETE FROM {table} WHERE run = ?", (run,))
+
+
+def _json(text: Any) -> dict[str, Any] | None:
+    """A row's content; None for what is none."""
+    try:
+        found = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
