@@ -118,10 +118,12 @@ def locked(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         yield backend
 
 
-def test_without_the_key_there_is_nothing_but_healthz(locked: Backend) -> None:
+def test_without_the_key_there_is_nothing_but_health_and_the_pages_files(locked: Backend) -> None:
     assert ask(locked, {}, "/api/v1/healthz").json() == {"status": "ok"}
+    assert ask(locked, {}, "/").status_code == ask(locked, {}, "/readyz").status_code == 200
     for headers in ({}, {"X-API-Key": "tml-local"}, {"X-API-Key": KEY + "x"}, {"X-API-Key": ""}):
-        for path in (LISTING, "/api/v1/nothing", f"{LISTING}/a/checkpoints/weights/healthz", "/"):
+        longer = f"{LISTING}/a/checkpoints/weights/healthz"
+        for path in (LISTING, "/api/v1/nothing", longer, "/page/data/runs", "/metrics"):
             reply = ask(locked, headers, path)
             assert reply.status_code == 401 and "set TINKER_API_KEY" in reply.json()["detail"]
     assert ask(locked, {"X-API-Key": KEY}).status_code == 200

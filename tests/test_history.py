@@ -187,6 +187,20 @@ def test_a_long_run_keeps_every_second_step_then_every_fourth(
     assert [row["step"] for row in history.steps("r")[0]] == list(range(0, 33, 8))
 
 
+def test_how_far_apart_the_steps_are_is_there_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_file, "STEPS_MAX", 8)
+    with opened(tmp_path) as history:
+        for step in range(12):
+            history(stepped("r", step))
+    with opened(tmp_path) as history:
+        assert history.about("r")[1]["stride"] == 2
+        history(stepped("r", 13))
+        history(stepped("r", 14))
+        assert [row["step"] for row in history.steps("r")[0]] == [0, 2, 4, 6, 8, 10, 14]
+
+
 def test_the_oldest_runs_give_way(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history_file, "FORGET_FLUSHES", 1)
     monkeypatch.setattr(history_file, "RUNS_MAX", 3)
@@ -270,6 +284,20 @@ def test_a_teachers_list_stands_beside_the_students(history: History) -> None:
     assert row["best"][1] == [[11, 10, 9], [-5.0, -4.0, -0.1], [-0.2, -1.0, -3.0]]
     assert row["divergence"] == [0.1, 0.4]
     assert shown(row, None)["best"][0][0] == ["⟨6⟩", -1.0, -0.5]
+
+
+def test_weights_of_several_targets_are_what_the_teacher_thinks(history: History) -> None:
+    made = batch("cross_entropy", weights=[0.5, 0.25, 0.0, 0.0, 0.0, 0.0])
+    own = np.array([[-1.0, -2.5, -7.0], [-0.1, -4.0, -5.0]], np.float32)
+    result = BatchResult((own,), 0.5, {"loss:sum": 0.25})
+    history(call("forward_backward", request=made, result=result, tokens=2))
+    (row,) = history.samples("r")
+    assert row["teacher"] == [pytest.approx(np.log(2 / 3), abs=1e-4), None]
+    assert row["student"] == [-1.0, None] and row["live"] == [True, False]
+    names, mine, theirs = row["best"][0]
+    assert (names, mine) == ([6, 7], [-1.0, -2.5])
+    assert theirs == pytest.approx(np.log([2 / 3, 1 / 3]), abs=1e-4)
+    assert row["best"][1] == [[], [], []]
 
 
 def test_each_moment_counts_once() -> None:

@@ -15,9 +15,12 @@ C_FILES += CUDA_FILES
 PYTHON_FILES = sorted(
     p for folder in ("python", "tests", "benchmarks") for p in (ROOT / folder).rglob("*.py")
 )
+PAGE_FILES = sorted(
+    p for p in (ROOT / "python/tinsmith/page").iterdir() if p.suffix in (".js", ".css", ".html")
+)
 FILES = [*C_FILES, *PYTHON_FILES, ROOT / "setup.py"]
 
-LINE, FUNCTION, SOURCE_FILE, TEST_FILE = 100, 75, 600, 900
+LINE, FUNCTION, SOURCE_FILE, TEST_FILE, PAGE_FILE = 100, 75, 600, 900, 400
 DOCUMENT_LINE = 120  # of Markdown
 
 
@@ -36,6 +39,15 @@ def test_lines_and_files_are_short(file: Path) -> None:
     assert not long, f"lines {long} are longer than {LINE} columns"
     limit = TEST_FILE if file.is_relative_to(ROOT / "tests") else SOURCE_FILE
     assert len(lines) <= limit, "split it: a file has one sentence that says what it is"
+
+
+@pytest.mark.parametrize("path", PAGE_FILES, ids=name_of)
+def test_the_pages_files_are_short(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    long = [number for number, line in enumerate(lines, 1) if len(line) > LINE]
+    assert not long, f"lines {long} are longer than {LINE} columns"
+    assert len(lines) <= PAGE_FILE
+    assert path.suffix == ".html" or lines[0].startswith(("// ", "/* ")), "no header comment"
 
 
 @pytest.mark.parametrize(

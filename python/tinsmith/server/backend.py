@@ -32,6 +32,7 @@ from tinsmith.server import (
     anthropic_messages,
     metrics,
     openai_text,
+    page,
     rest,
     results,
     routes,
@@ -67,7 +68,8 @@ TINKER = (results, routes, rest, transfers, uploads)
 def make_app(service: Service) -> Starlette:
     """The ASGI app: the tables of routes, each under its prefixes."""
     tinker = [row for table in TINKER for row in table.ROUTES]
-    tables = [(PREFIX, tinker), ("", anthropic_messages.ROUTES), ("", metrics.ROUTES)]
+    tables = [(PREFIX, tinker)]
+    tables += [("", rows.ROUTES) for rows in (anthropic_messages, metrics, page)]
     tables += [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]
     table = [
         Route(prefix + path, _endpoint(service, prefix + path, handler), methods=[method])
@@ -227,7 +229,7 @@ class Backend:
         if info is None:
             return {}
         about = {"base": info.base, "user_metadata": info.user_metadata, "session": info.session.id}
-        return {**asdict(info.lora), **about}
+        return {**asdict(info.lora), **about, "seed": str(info.lora.seed)}  # JavaScript would round
 
     def _origin(self, sampler: str) -> str:
         """The run that is here and has saved the checkpoint that a sampling session is of."""

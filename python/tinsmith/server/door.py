@@ -31,7 +31,8 @@ URL_SECONDS = 86400
 # application/x-www-form-urlencoded, is left out: a form can't make JSON of it.
 FOREIGN_TYPES = ("text/plain", "multipart/form-data")
 PREFIX = "/api/v1"
-OPEN = ("/healthz", "/readyz", f"{PREFIX}/healthz")  # need no key
+OPEN = ("/", "/healthz", "/readyz", f"{PREFIX}/healthz")  # need no key
+FILES = "/page/static/"  # nor does what is under it
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class Access:
             )
         origin = headers.get("origin")
         own = origin == f"{scope['scheme']}://{hosts[0]}"
-        if origin is None and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+        foreign = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+        if origin is None and foreign and not _opens_page(scope, headers):
             return 403, "a web page of another origin may not use this server"
         if origin is not None and not own and origin not in self.origins:
             return 403, (
@@ -95,7 +97,9 @@ class Access:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind in FOREIGN_TYPES:
             return 415, f"the body must be application/json or protobuf, {kind} came"
-        if self.key is not None and scope["path"] not in OPEN and not self._has_key(scope):
+        path = scope["path"]
+        open_ = path in OPEN or path.startswith(FILES)
+        if self.key is not None and not open_ and not self._has_key(scope):
             return 401, (
                 "this server needs the API key that it was started with: set TINKER_API_KEY, or "
                 "send it as X-API-Key or as Authorization: Bearer"
@@ -174,6 +178,12 @@ def given_key(headers: Headers) -> str:
     kind, _, token = headers.get("authorization", "").partition(" ")
     bearer = token.strip() if kind.lower() == "bearer" else ""
     return headers.get("x-api-key") or bearer
+
+
+def _opens_page(scope: Mapping[str, Any], headers: Headers) -> bool:
+    """Whether somebody follows a link to the page, which opens in a tab of its own."""
+    opened = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
+    return (scope["method"], scope["path"], *opened) == ("GET", "/", "navigate", "document")
 
 
 def _is_address(name: str) -> bool:

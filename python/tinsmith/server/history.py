@@ -74,15 +74,6 @@ class Track:
                 self.about["spark_stride"] = 2 * stride
 
 
-def loss_of(row: Row) -> float | None:
-    """A step's loss for each token that was trained on, or its sum where none is counted."""
-    report = row.get("optimizer") or {}
-    loss, tokens = report.get("loss"), report.get("loss_tokens")
-    if loss is None:
-        return None
-    return loss / tokens if tokens else loss
-
-
 class History:
     """See the file's header. `describe` tells a new run's settings, `origin` the run whose weights
     a sampling session has that was opened from a checkpoint ("" where there is none)."""
@@ -122,7 +113,8 @@ class History:
                 self._refuse(happened.at, happened.route, happened.status, happened.detail)
                 return
             if happened.error:
-                what = f"{happened.kind} {happened.run or happened.sampler}".strip()
+                kind = "request" if happened.kind == "reject" else happened.kind
+                what = f"{kind} {happened.run or happened.sampler}".strip()
                 self._refuse(happened.at, what, None, happened.error)
             if happened.kind == "sample":
                 self._sampled(happened)
@@ -167,7 +159,7 @@ class History:
         for key in ("tokens", "drawn", "seconds"):
             about[key] = about.get(key, 0) + row[key]
         about |= {"last": row, "adam": row["adam"], "steps": about.get("steps", 0) + 1}
-        track.spark(loss_of(row))
+        track.spark(row["loss_mean"])
         if row["step"] % track.stride == 0:
             track.rows[row["step"]] = row
         track.step = Step(row["step"] + 1, track.step.end)
@@ -257,6 +249,10 @@ class History:
                     [(name, place, json.dumps(row)) for place, row in samples.items()],
                 )
             strides = {name: _thin(sql, name, changed[name].stride) for name in new}
+            for name, stride in strides.items():
+                if stride != changed[name].stride:
+                    about = json.dumps({**json.loads(new[name][3]), "stride": stride})
+                    sql.execute("UPDATE history_run SET about = ? WHERE run = ?", (about, name))
             if self._flushes % FORGET_FLUSHES == 0:
                 _forget(sql)
             self._flushes += 1
@@ -272,7 +268,6 @@ class History:
                 track.changed = bool(track.rows or track.samples or track.seen != seen)
                 if strides[name] != track.stride:
                     track.stride = track.about["stride"] = strides[name]
-                    track.changed = True
 
     # ---- for the page ----
 

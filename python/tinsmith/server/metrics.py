@@ -176,12 +176,19 @@ class Metrics:
         yield CounterMetricFamily("tinsmith_sampling_seconds", "of sampling steps", value=seconds)
 
 
+async def memory_now(service: Service, request: Request) -> Memory | None:
+    """What holds memory, or held it when the engine last had time to say."""
+    metrics: Metrics = request.app.state.metrics
+    asked = asyncio.shield(asyncio.wrap_future(service.worker.memory()))
+    with contextlib.suppress(TimeoutError):
+        metrics.memory = await asyncio.wait_for(asked, MEMORY_SECONDS)
+    return metrics.memory
+
+
 async def figures(service: Service, request: Request) -> Response:
     """The figures, as Prometheus reads them."""
     metrics: Metrics = request.app.state.metrics
-    asked = asyncio.wrap_future(service.worker.memory())
-    with contextlib.suppress(TimeoutError):
-        metrics.memory = await asyncio.wait_for(asked, MEMORY_SECONDS)
+    await memory_now(service, request)
     return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 def numbers(values: NDArray[Any]) -> list[float | None]:
     """Log-probabilities for JSON, to four digits; None for those that are none."""
-    return [finite(round(value, 4)) for value in values.tolist()]
+    return [finite(round(value, 4) + 0.0) for value in values.tolist()]  # no minus before a zero
 
 
 def key_of(tokens: NDArray[np.int32]) -> bytes:
@@ -117,8 +117,19 @@ def _datum(
         past = batch.inputs.get("logprobs")
         return row | own | ({} if past is None else {"sampler": numbers(past[cells][window])})
     teacher = batch.inputs.get(LOGPROBS)
-    both = [None if teacher is None else teacher[cells].reshape(shape)[window], logprobs[window]]
-    return row | _listed(targets[window], *both, tokens[window.start + 1 :])
+    told = None if teacher is None else teacher[cells].reshape(shape)
+    if told is None and weights is not None and np.all(weights >= 0):
+        told = _shares(weights.reshape(shape))
+    both = [None if told is None else told[window], logprobs[window]]
+    return row | _listed(targets[window], *both, tokens[window.start + 1 :], live[window])
+
+
+def _shares(weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Log-probabilities that several weighted targets of a position stand for: what a teacher who
+    names its likeliest ids thinks of them."""
+    sums = np.maximum(weights.sum(1, keepdims=True), np.finfo(np.float32).tiny)
+    with np.errstate(divide="ignore"):
+        return np.maximum(np.log(weights / sums), NO_LOGPROB)
 
 
 def _listed(
@@ -126,16 +137,18 @@ def _listed(
     teacher: NDArray[np.float32] | None,
     student: NDArray[np.float32],
     following: NDArray[np.int32],
+    live: NDArray[np.bool_],
 ) -> Row:
     """Positions with several ids each: of the token that follows, what both sides say of it; and
-    the ids that the teacher (or the student, where there is none) thinks likeliest."""
+    the ids that the teacher (or the student, where there is none) thinks likeliest. Of positions
+    without a weight nothing is said: their ids are padding."""
     ids, mine, theirs, best = [], [], [], []
     for place, names in enumerate(targets):
         judge = student[place] if teacher is None else teacher[place]
         order = np.argsort(-judge, kind="stable")[:BEST_MAX]
-        order = order[judge[order] > NO_LOGPROB]
+        order = order[(judge[order] > NO_LOGPROB) & live[place]]
         token = int(following[place]) if place < len(following) else int(names[np.argmax(judge)])
-        found = np.flatnonzero(names == token)[:1]
+        found = np.flatnonzero((names == token) & live[place])[:1]
         ids.append(token)
         mine += numbers(student[place][found]) or [None]
         theirs += [None] if teacher is None else numbers(teacher[place][found]) or [None]

@@ -6,7 +6,9 @@ rest is the client's own time. Metrics of several calls are reduced as the SDK r
 one call, by the end of their names. Where datums carry the sampler's log-probabilities, the gap
 between sampler and trainer is estimated as tinker_cookbook's compute_kl_sample_train does it, over
 the targets that have one, or an advantage: v1 is the mean of sampler - trainer, v2 half the mean of
-its square, and the entropy minus the mean of the sampler's.
+its square, and the entropy minus the mean of the sampler's. The mean loss is the sum over that of
+the weights' sizes, so that it is one token's also where a recipe's weights are divided by a count;
+where datums have no weights, it is the sum over the tokens that were trained on.
 """
 
 from __future__ import annotations
@@ -138,6 +140,7 @@ class Step:
         self._trained, self._scored = Metrics(), Metrics()
         self._gap = Gap()
         self._tokens: Counter[str] = Counter()
+        self._weight = 0.0
         self._facts: dict[str, Any] = {}
 
     def add(self, call: Call) -> None:
@@ -174,7 +177,14 @@ class Step:
         self._tokens["tokens" if trains else "scored"] += call.tokens
         if trains:
             self._facts["loss"] = batch.loss
+            self._weight += float(np.abs(batch.inputs.get("weights", ())).sum())
             self._gap.add(batch, result)
+
+    @property
+    def _mean(self) -> float | None:
+        report = self._facts.get("optimizer") or {}
+        loss, over = report.get("loss"), self._weight or report.get("loss_tokens")
+        return None if loss is None else loss / (over or 1.0)
 
     @property
     def row(self) -> dict[str, Any]:
@@ -193,6 +203,7 @@ class Step:
                 "metrics": self._trained.values,
                 "forward": self._scored.values,
                 "kl": self._gap.row,
+                "loss_mean": self._mean,
                 **self._facts,
             }
         )

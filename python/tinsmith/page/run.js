@@ -1,0 +1,175 @@
+// One run, or several compared: what it does now, its curves, samples, checkpoints and settings.
+
+import {baseOf, checkpoints, nameOf, settings} from './about.js';
+import {get, runPath} from './api.js';
+import {Curves, per} from './curves.js';
+import {ago, count, el, seconds, short} from './dom.js';
+import {Samples} from './samples.js';
+
+export const TABS = ['curves', 'samples', 'checkpoints', 'settings'];
+
+const tile = (label, value, unit = '') =>
+    el('div', {className: 'tile card'}, el('div', {className: 'label'}, label),
+       el('div', {className: 'value'}, value, unit && el('small', {}, unit)));
+
+export class RunView {
+  constructor(ids, tab, shared, list) {
+    [this.ids, this.list] = [ids, list];
+    this.data = new Map(ids.map(id => [id, {steps: new Map(), place: 0}]));
+    this.curves = new Curves(shared);
+    this.samples = new Samples(ids[0]);
+    this.drawn = '';
+    this.head = el('div', {});
+    this.tiles = el('div', {className: 'tiles'});
+    this.doing = el('div', {className: 'doing card', role: 'status'});
+    this.error = el('div', {className: 'note card', hidden: true});
+    this.checkpoints = el('div', {});
+    this.settings = el('div', {className: 'columns'});
+    this.body = el('div', {role: 'tabpanel', id: 'panel'});
+    this.tabs =
+        el('div', {className: 'tabs', role: 'tablist'}, TABS.map(name => this.button(name)));
+    this.tabs.addEventListener('keydown', event => this.key(event));
+    this.root = el('div', {}, this.head, this.error, this.tiles, this.doing, this.tabs, this.body);
+    this.open(TABS.includes(tab) ? tab : 'curves');
+  }
+
+  button(name) {
+    const open = () => this.open(name);
+    const facts = {type: 'button', role: 'tab', 'data-tab': name, 'aria-controls': 'panel'};
+    return el('button', {...facts, onclick: open}, name[0].toUpperCase() + name.slice(1));
+  }
+
+  key(event) {
+    const by = {ArrowLeft: -1, ArrowRight: 1}[event.key];
+    if (!by) return;
+    const next = (TABS.indexOf(this.tab) + by + TABS.length) % TABS.length;
+    this.open(TABS[next]);
+    this.tabs.children[next].focus();
+  }
+
+  open(tab) {
+    this.tab = tab;
+    for (const button of this.tabs.children) {
+      const here = button.dataset.tab === tab;
+      button.setAttribute('aria-selected', here);
+      button.tabIndex = here ? 0 : -1;
+    }
+    const parts = {
+      curves: this.curves.root,
+      samples: this.samples.root,
+      checkpoints: this.checkpoints,
+      settings: this.settings,
+    };
+    this.body.replaceChildren(parts[tab]);
+    this.fill().catch(() => {});  // the next refresh tells of it
+    this.draw(true);
+  }
+
+  async fill() {
+    if (this.tab === 'samples') await this.samples.refresh();
+    if (this.tab === 'checkpoints') {
+      const told = await get(runPath(this.ids[0], '/checkpoints'));
+      this.checkpoints.replaceChildren(checkpoints(told.checkpoints));
+    }
+  }
+
+  async refresh() {
+    await Promise.all(this.ids.map(id => this.ask(id)));
+    const run = this.list.get(this.ids[0]) ?? {id: this.ids[0]};
+    const {about} = this.main;
+    this.drawHead(run, this.main);
+    this.drawTiles(about);
+    this.drawDoing(this.main);
+    this.settings.replaceChildren(...settings(run.id, about, run.created));
+    this.draw();
+    await this.fill();
+  }
+
+  // Asks for a run's new steps. Of a long run the server keeps every second step, and so on.
+  async ask(id) {
+    const known = this.data.get(id);
+    const told = await get(runPath(id, `?after=${known.place}`));
+    const stride = told.about.stride ?? 1;
+    if (stride !== (known.about?.stride ?? 1))
+      for (const step of known.steps.keys())
+        if (step % stride) known.steps.delete(step);
+    for (const row of told.steps) known.steps.set(row.step, row);
+    Object.assign(known, told, {steps: known.steps});
+  }
+
+  get main() {
+    return this.data.get(this.ids[0]);
+  }
+
+  drawHead(run, {about, status, seen}) {
+    const others = this.ids.length > 1 ? `and ${this.ids.length - 1} more` : '';
+    const told = [
+      about.base && baseOf(about.base),
+      about.rank && `rank ${about.rank}`,
+      about.loss,
+      seen && `last call ${ago(seen)}`,
+      ...Object.entries(about.user_metadata ?? {}).slice(0, 6).map(pair => pair.join(': ')),
+    ];
+    this.head.replaceChildren(
+        el('div', {className: 'head'}, el('h1', {title: run.id}, nameOf(run)),
+           el('span', {className: `pill ${status}`, id: 'status'}, status),
+           el('span', {className: 'quiet'}, others)),
+        el('p', {className: 'facts'}, told.filter(Boolean).map(text => el('span', {}, text))));
+    this.error.hidden = !about.error;
+    if (about.error) {
+      const what = el('b', {}, `${about.error.what} failed ${ago(about.error.at)}: `);
+      this.error.replaceChildren(what, about.error.detail);
+    }
+  }
+
+  drawTiles({steps = 0, tokens = 0, drawn = 0, last = {}}) {
+    const {grad_norm: norm} = last.optimizer ?? {};
+    const speed = per((last.tokens ?? 0) + (last.drawn ?? 0), last.seconds);
+    this.tiles.replaceChildren(
+        ...[tile('Steps', count(steps)),
+            tile('Loss per token', short(last.loss_mean), 'nats'),
+            tile('Tokens a second', short(speed, 3)),
+            tile('Last step', seconds(last.seconds)),
+            tile('Gradient norm', short(norm, 3)),
+            last.kl && tile('KL sampler–trainer', short(last.kl.v1, 3), 'nats'),
+            tile('Trained on', count(tokens), 'tokens'),
+            drawn && tile('Sampled', count(drawn), 'tokens'),
+    ].filter(Boolean));
+  }
+
+  drawDoing({doing, waiting, under_way: now, status}) {
+    const dot = of => el('span', {className: `dot ${of}`});
+    const quiet = text => el('span', {className: 'quiet num'}, text);
+    const parts = [];
+    if (doing) {
+      const tokens = doing.tokens ? `, ${count(doing.tokens)} tokens` : '';
+      parts.push(
+          el('span', {}, dot('training'), `${doing.kind}, ${seconds(doing.seconds)}`),
+          el('progress', {max: doing.count, value: doing.done, 'aria-label': 'micro-batches'}),
+          quiet(`${doing.done} of ${doing.count} micro-batches${tokens}`));
+    } else {
+      const calls = Object.entries(now?.calls ?? {}).map(([kind, times]) => `${times} × ${kind}`);
+      const text = status === 'ended' ? 'This run has ended. Its history stays.' :
+          calls.length                ? `Step ${now.step} so far: ${calls.join(', ')}` :
+                                        'Nothing under way';
+      parts.push(el('span', {}, dot(status), text));
+    }
+    if (waiting > (doing ? 1 : 0)) parts.push(quiet(`${waiting} requests wait their turn`));
+    this.doing.replaceChildren(...parts);
+  }
+
+  draw(again = false) {
+    if (this.tab !== 'curves' || !this.main.about) return;
+    const key = this.ids.map(id => this.data.get(id).place).join(' ');
+    if (!again && key === this.drawn) return;
+    this.drawn = key;
+    this.curves.draw(this.ids.map(id => {
+      const rows = [...this.data.get(id).steps.values()].sort((a, b) => a.step - b.step);
+      return {name: nameOf(this.list.get(id) ?? {id}), rows};
+    }));
+  }
+
+  close() {
+    this.curves.close();
+  }
+}

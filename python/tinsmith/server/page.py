@@ -1,0 +1,317 @@
+"""The page at `/`: its files, and what it asks for as JSON. ROUTES is the table.
+
+The files lie in tinsmith/page and say nothing about this server, so they need no key; the routes
+under /page/data do. POLICY lets the page run its own files only: what a model has said can't become
+script there. plotly.js is served from where pip has put it.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from tinsmith.chat.text import load_tokenizer
+from tinsmith.engine.events import Now
+from tinsmith.server.metrics import memory_now
+from tinsmith.server.rest import TYPES
+from tinsmith.server.routes import Handler
+from tinsmith.server.samples import shown
+from tinsmith.server.service import Refusal, Service
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+FOLDER = Path(__file__).parent.parent / "page"
+KINDS = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+# The hash is that of nothing: plotly.js fills an empty style sheet with its own rules.
+POLICY = (
+    "default-src 'none'; script-src 'self'; "
+    "style-src 'self' 'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+FRESH_SECONDS = 30.0  # since a run was heard of, for it to be called live
+RUNS_SHOWN = 300
+
+
+# ---- files ----
+
+
+@cache
+def plotly() -> tuple[Path, str] | None:
+    """plotly.js and its version; None where pip has not put it anywhere."""
+    found = find_spec("plotly")
+    if found is None or found.origin is None:
+        return None
+    path = Path(found.origin).parent / "package_data" / "plotly.min.js"
+    return (path, metadata.version("plotly")) if path.is_file() else None
+
+
+async def index(service: Service, request: Request) -> Response:
+    return _file(FOLDER / "index.html")
+
+
+async def static(service: Service, request: Request) -> Response:
+    known = {path.name: path for path in FOLDER.iterdir() if path.suffix in KINDS}
+    name = request.path_params["name"]
+    if name not in known:
+        raise FileNotFoundError(f"the page has no file {name!r:.80}")
+    return _file(known[name])
+
+
+def _file(path: Path) -> Response:
+    return Response(path.read_bytes(), media_type=KINDS[path.suffix], headers=HEADERS)
+
+
+async def plotly_file(service: Service, request: Request) -> Response:
+    found = plotly()
+    if found is None:
+        raise FileNotFoundError("plotly is not installed: pip install 'tinsmith[page]'")
+    headers = {**HEADERS, "cache-control": "max-age=86400"}
+    return FileResponse(found[0], media_type=KINDS[".js"], headers=headers)
+
+
+# ---- data ----
+
+
+def _told(content: Any) -> Response:
+    headers = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
+    return JSONResponse(content, headers=headers)
+
+
+async def hello(service: Service, request: Request) -> Response:
+    """What the page needs to begin."""
+    found = plotly()
+    return _told({"started": service.started, "plotly": found and found[1]})
+
+
+def _status(service: Service, now: Now, run: str, seen: float) -> str:
+    if run not in service.runs:
+        return "ended"
+    if now.training is not None and now.training.run == run:
+        return "training"
+    if now.waiting.get(run):
+        return "waiting"
+    return "live" if time.time() - seen < FRESH_SECONDS else "idle"
+
+
+async def list_runs(service: Service, request: Request) -> Response:
+    """The runs, the newest first: those with a history, and those that are only on the disk."""
+    now = service.worker.now
+
+    def find() -> list[dict[str, Any]]:
+        names = dict(service.state.read("SELECT id, display_name FROM session"))
+        known, rows = service.history.runs(), service.state.runs()
+        found = {row.id: {"base": row.base_model, "rank": row.rank} for row in rows}
+        made = {row.id: row for row in rows}
+        for run, (seen, about) in known.items():
+            found[run] = {**found.get(run, {}), **about, "seen": seen}
+        told = []
+        for run, about in found.items():
+            row, last = made.get(run), about.get("last") or {}
+            session = run.partition(":")[0]
+            told.append(
+                {
+                    "id": run,
+                    "name": names.get(session),
+                    "base": about.get("base") or "",
+                    "rank": about.get("rank"),
+                    "status": _status(service, now, run, about.get("seen", 0.0)),
+                    "steps": about.get("steps", 0),
+                    "step": last.get("step"),
+                    "loss_mean": last.get("loss_mean"),
+                    "loss": about.get("loss"),
+                    "spark": about.get("spark", []),
+                    "seen": about.get("seen", 0.0),
+                    "created": row.created if row else None,
+                    "user_metadata": row.user_metadata if row else {},
+                    "failed": bool(about.get("error")),
+                }
+            )
+        # Equal times, of runs that were only found on the disk, stand in the order they were made.
+        told.sort(key=lambda item: (item["seen"], item["created"] or ""), reverse=True)
+        return told[:RUNS_SHOWN]
+
+    return _told({"runs": await service.stored(find), "now": time.time()})
+
+
+def _after(request: Request) -> int:
+    text = request.query_params.get("after", "0")
+    if not text.isdecimal() or len(text) > 18:
+        raise Refusal(400, f"after must be a whole number, {text!r:.80} came")
+    return int(text)
+
+
+def _about(service: Service, run: str) -> tuple[float, dict[str, Any]]:
+    """When a run was heard of, and what is known of it. FileNotFoundError where there is none."""
+    seen, about = service.history.about(run) or (0.0, {})
+    if not about:
+        row = service.state.run(run)
+        about = {"base": row.base_model, "rank": row.rank, "user_metadata": row.user_metadata}
+    return seen, about
+
+
+async def get_run(service: Service, request: Request) -> Response:
+    """A run's settings, and its steps behind a place; what it does now."""
+    run, after = request.path_params["run"], _after(request)
+    now = service.worker.now
+
+    def find() -> dict[str, Any]:
+        seen, about = _about(service, run)
+        steps, place = service.history.steps(run, after)
+        return {"about": about, "seen": seen, "steps": steps, "place": place}
+
+    found = await service.stored(find)
+    call = now.training if now.training is not None and now.training.run == run else None
+    doing = call and {
+        "kind": call.kind, "done": call.done, "count": call.count, "seconds": call.seconds,
+        "tokens": call.tokens,
+    }  # fmt: skip
+    return _told(
+        {
+            **found,
+            "status": _status(service, now, run, found["seen"]),
+            "under_way": service.history.under_way(run),
+            "doing": doing,
+            "waiting": now.waiting.get(run, 0),
+        }
+    )
+
+
+def _tokenizer(service: Service, base: str) -> Tokenizer | None:
+    """That of a base model that is served, if it can be read."""
+    model = service.bases.get(base)
+    try:
+        return None if model is None else load_tokenizer(model.tokenizer_dir)
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+async def get_samples(service: Service, request: Request) -> Response:
+    """A run's last samples and datums, as text."""
+    run = request.path_params["run"]
+
+    def find() -> list[dict[str, Any]]:
+        _about(service, run)
+        rows = service.history.samples(run)
+        return [shown(row, _tokenizer(service, row.get("base", ""))) for row in rows]
+
+    return _told({"samples": await service.stored(find)})
+
+
+def _checkpoints(service: Service, run: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "path": item.path,
+            "run": run,
+            "kind": TYPES[item.meta.kind],
+            "base": item.meta.base_model,
+            "step": item.meta.step,
+            "bytes": item.bytes,
+            "created": item.meta.created,
+            "expires": item.meta.expires and item.meta.expires.isoformat(),
+            "user_metadata": item.meta.user_metadata,
+        }
+        for item in service.state.checkpoints(run)
+        if not item.meta.expired
+    ]
+
+
+async def get_checkpoints(service: Service, request: Request) -> Response:
+    """A run's checkpoints, the oldest first."""
+    run = request.path_params["run"]
+
+    def find() -> list[dict[str, Any]]:
+        _about(service, run)
+        return _checkpoints(service, run)
+
+    return _told({"checkpoints": await service.stored(find)})
+
+
+async def list_models(service: Service, request: Request) -> Response:
+    """What one can talk to: base models, and checkpoints of those, the newest first."""
+
+    def find() -> list[dict[str, Any]]:
+        rows = [item for run in service.state.runs() for item in _checkpoints(service, run.id)]
+        fit = [row for row in rows if row["kind"] != "external" and row["base"] in service.bases]
+        return sorted(fit, key=lambda row: row["created"], reverse=True)[:RUNS_SHOWN]
+
+    return _told({"bases": sorted(service.bases), "checkpoints": await service.stored(find)})
+
+
+async def machine(service: Service, request: Request) -> Response:
+    """What holds memory, who waits for what, and what was refused."""
+    memory = await memory_now(service, request)
+    now, (steps, seconds) = service.worker.now, service.worker.drawn
+    waits = {
+        text
+        for item in list(service.pending.values())
+        if not item.future.done() and (text := service.worker.waits_for(item.future))
+    }
+    call = now.training
+    return _told(
+        {
+            "memory": memory and vars(memory),
+            "training": call and {
+                "run": call.run, "kind": call.kind, "done": call.done, "count": call.count,
+                "seconds": call.seconds, "tokens": call.tokens,
+            },
+            "waiting": dict(now.waiting),
+            "sampling": dict(now.sampling),
+            "loading": sorted(waits),
+            "queue": {
+                "count": service.queue.count,
+                "bytes": service.queue.bytes,
+                "bytes_max": service.queue.bytes_max,
+            },
+            "arriving": {"bytes": service.arrivals.bytes, "bytes_max": service.arrivals.bytes_max},
+            "results": {"bytes": service.results_bytes, "bytes_max": service.results_max},
+            "sampler": {
+                "steps": sum(steps.values()),
+                "tokens": sum(size * count for size, count in steps.items()),
+                "seconds": seconds,
+            },
+            "refused": service.history.refusals(),
+            "models": [
+                {"name": name, "bytes": model.weight_bytes, "context": model.context}
+                for name, model in sorted(service.bases.items())
+            ],
+            "sessions": sum(not one.ended for one in service.sessions.values()),
+            "runs": len(service.runs),
+            "started": service.started,
+        }
+    )  # fmt: skip
+
+
+DATA = "/page/data"
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/", index),
+    ("GET", "/page/static/plotly.min.js", plotly_file),
+    ("GET", "/page/static/{name}", static),
+    ("GET", f"{DATA}/hello", hello),
+    ("GET", f"{DATA}/runs", list_runs),
+    ("GET", f"{DATA}/runs/{{run}}", get_run),
+    ("GET", f"{DATA}/runs/{{run}}/samples", get_samples),
+    ("GET", f"{DATA}/runs/{{run}}/checkpoints", get_checkpoints),
+    ("GET", f"{DATA}/models", list_models),
+    ("GET", f"{DATA}/machine", machine),
+)

@@ -1,0 +1,192 @@
+"""What the page at / is made of, without a browser: its files and headers, its JSON, and who may
+have which. test_page.py looks at it in a browser."""
+
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from small_run import PROMPT, make_client, sample, train
+from tinsmith.server import page
+from tinsmith.server.backend import Backend
+
+KEY = "tml-the-right-one"
+FILES = sorted(path for path in page.FOLDER.iterdir() if not path.name.startswith("."))
+
+
+def data(server: Backend, path: str) -> Any:
+    return httpx.get(f"{server.url}/page/data/{path}").raise_for_status().json()
+
+
+@pytest.fixture(scope="module")
+def run(server: Backend) -> Iterator[str]:
+    """A run of two steps, a sample, two checkpoints, and a call that was refused."""
+    with server.service_client() as service:
+        client = make_client(service)
+        train(client, 2)
+        sample(client.save_weights_and_get_sampling_client().result(), max_tokens=4, seed=1)
+        client.save_state("kept").result()
+        client.save_weights_for_sampler("gone", ttl_seconds=3600).result()
+        httpx.get(f"{server.url}/api/v1/training_runs/nobody")
+        server.watch.flush()
+        yield client.model_id
+
+
+# ---- files ----
+
+
+def test_the_pages_files_are_served_with_a_strict_policy(server: Backend) -> None:
+    for path in (page.FOLDER / "index.html", *FILES):
+        at = "/" if path.name == "index.html" else f"/page/static/{path.name}"
+        reply = httpx.get(server.url + at).raise_for_status()
+        assert reply.content == path.read_bytes()
+        assert reply.headers["content-type"].startswith(page.KINDS[path.suffix])
+        policy = reply.headers["content-security-policy"]
+        assert "default-src 'none'; script-src 'self'; " in policy
+        assert (
+            "unsafe" not in policy and "http" not in policy and "frame-ancestors 'none'" in policy
+        )
+        assert reply.headers["x-content-type-options"] == "nosniff"
+
+
+def test_plotly_is_served_from_its_package(server: Backend) -> None:
+    reply = httpx.get(f"{server.url}/page/static/plotly.min.js").raise_for_status()
+    version = data(server, "hello")["plotly"]
+    assert version == metadata.version("plotly") and b"plotly.js v" in reply.content[:200]
+    assert reply.headers["content-type"].startswith("text/javascript")
+
+
+def test_without_plotly_a_sentence_says_how_to_get_it(
+    server: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "plotly", lambda: None)
+    assert data(server, "hello")["plotly"] is None
+    reply = httpx.get(f"{server.url}/page/static/plotly.min.js")
+    assert reply.status_code == 404 and "pip install 'tinsmith[page]'" in reply.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "name", ("nothing.js", "..%2fserver%2fpage.py", "%2e%2e%2fcli.py", ".clang-format")
+)
+def test_nothing_else_is_served(server: Backend, name: str) -> None:
+    reply = httpx.get(f"{server.url}/page/static/{name}")
+    assert reply.status_code == 404 and "detail" in reply.json()
+
+
+def test_all_addresses_are_relative_and_every_module_is_there() -> None:
+    names = {path.name for path in FILES}
+    assert {"index.html", "app.js", "page.css"} <= names
+    for path in FILES:
+        text = path.read_text()
+        assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), path.name
+        assert not re.search(r"""(?:src|href|from|url\()\s*=?\s*["'(]/""", text), path.name
+        for found in re.findall(r"""from '\./(.+?)'|page/static/([\w.]+)""", text):
+            assert "".join(found) in names | {"plotly.min.js"}
+        assert "innerHTML" not in text and "insertAdjacentHTML" not in text
+
+
+# ---- data ----
+
+
+def test_a_run_is_told_with_its_steps(server: Backend, run: str) -> None:
+    (row,) = (row for row in data(server, "runs")["runs"] if row["id"] == run)
+    assert row["steps"] == 2 and row["step"] == 1 and len(row["spark"]) == 2
+    assert row["base"] == "tiny" and row["status"] == "live" and not row["failed"]
+    told = data(server, f"runs/{run}")
+    assert [step["step"] for step in told["steps"]] == [0, 1]
+    assert told["about"]["rank"] == 4 and told["about"]["seed"] == "1"
+    later = data(server, f"runs/{run}?after={told['place']}")
+    assert later["steps"] == [] and later["place"] == told["place"]
+    weights = 3.5 + 4  # the sizes of make_data's
+    loss = told["steps"][0]["metrics"]["loss:sum"]
+    assert row["loss_mean"] == told["steps"][1]["loss_mean"]
+    assert told["steps"][0]["loss_mean"] == pytest.approx(loss / weights)
+
+
+def test_samples_come_as_text(server: Backend, run: str) -> None:
+    rows = data(server, f"runs/{run}/samples")["samples"]
+    assert {row["kind"] for row in rows} == {"sample", "datum"}
+    (row,) = (row for row in rows if row["kind"] == "sample")
+    assert len(row["tokens"]) == len(row["student"]) == 4
+    assert all(isinstance(text, str) for text in row["tokens"]) and "ids" not in row
+    assert PROMPT.length == 5 and isinstance(row["prompt"], str)
+
+
+def test_checkpoints_have_sizes_and_ends(server: Backend, run: str) -> None:
+    rows = {row["path"]: row for row in data(server, f"runs/{run}/checkpoints")["checkpoints"]}
+    kept, gone = rows[f"tinker://{run}/weights/kept"], rows[f"tinker://{run}/sampler_weights/gone"]
+    assert kept["expires"] is None and gone["expires"] > gone["created"]
+    assert (kept["kind"], gone["kind"], gone["step"]) == ("training", "sampler", 2)
+    assert kept["bytes"] > gone["bytes"] > 0
+    told = data(server, "models")
+    assert told["bases"] == ["tiny"]
+    assert {kept["path"], gone["path"]} <= {row["path"] for row in told["checkpoints"]}
+
+
+def test_the_machine_is_told(server: Backend, run: str) -> None:
+    told = data(server, "machine")
+    assert told["memory"]["weights"] > 0 and told["memory"]["limit"] > told["memory"]["weights"]
+    assert told["training"] is None and told["sampler"]["tokens"] >= 4
+    assert [model["name"] for model in told["models"]] == ["tiny"]
+    refused = [row for row in told["refused"] if "training_runs/{" in row["what"]]
+    assert refused[0]["status"] == 404 and "nobody" in refused[0]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "sentence"),
+    (
+        ("runs/nobody", 404, "there is no training run 'nobody'"),
+        ("runs/nobody/samples", 404, "there is no training run"),
+        ("runs/nobody/checkpoints", 404, "there is no training run"),
+        ("runs/..%2f..%2fetc", 404, ""),
+        ("runs/nobody?after=-1", 400, "after must be a whole number, '-1' came"),
+        ("runs/nobody?after=", 400, "after must be a whole number"),
+        ("runs/nobody?after=1e3", 400, "after must be a whole number"),
+        ("runs/nobody?after=" + "9" * 40, 400, "after must be a whole number"),
+        ("runs/%00", 404, ""),
+        ("nothing", 404, ""),
+    ),
+)
+def test_what_is_not_there_gets_a_sentence(
+    server: Backend, path: str, status: int, sentence: str
+) -> None:
+    reply = httpx.get(f"{server.url}/page/data/{path}")
+    assert reply.status_code == status
+    assert sentence in reply.json()["detail"] and reply.json()["detail"]
+
+
+# ---- who may have it ----
+
+
+def test_the_data_needs_the_key_and_the_files_do_not(tiny_model_dir: Path, tmp_path: Path) -> None:
+    with Backend(
+        {"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu", threads=1, api_key=KEY
+    ) as server:
+        for path in ("/", "/page/static/app.js", "/page/static/plotly.min.js"):
+            assert httpx.get(server.url + path).status_code == 200
+        for path in ("hello", "runs", "runs/x", "models", "machine", "nothing"):
+            reply = httpx.get(f"{server.url}/page/data/{path}")
+            assert reply.status_code == 401 and "API key" in reply.json()["detail"]
+        for path in ("/page/static/../data/runs", "/page/static/..%2fdata%2fruns"):
+            assert httpx.get(server.url + path).status_code in (401, 404)
+        reply = httpx.get(f"{server.url}/page/data/runs", headers={"X-API-Key": KEY})
+        assert reply.status_code == 200 and reply.json()["runs"] == []
+
+
+def test_a_page_of_another_origin_may_only_lead_here(server: Backend) -> None:
+    cross = {"Sec-Fetch-Site": "cross-site"}
+    opened = cross | {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    framed = opened | {"Sec-Fetch-Dest": "iframe"}
+    assert httpx.get(f"{server.url}/", headers=opened).status_code == 200
+    for path, headers in (
+        ("/", cross),
+        ("/", framed),
+        ("/page/static/app.js", cross),
+        ("/page/data/runs", opened),
+        ("/page/data/runs", {"Origin": "http://evil.example"}),
+        ("/", {"Origin": "http://evil.example"}),
+    ):
+        assert httpx.get(server.url + path, headers=headers).status_code == 403, (path, headers)
