@@ -34,6 +34,8 @@ playwright = pytest.importorskip(
     "playwright.sync_api", reason="no playwright: pip install 'tinsmith[test]'"
 )
 Page, expect = playwright.Page, playwright.expect
+PATIENCE = 60_000  # milliseconds: for a machine that is busy with other tests
+expect.set_options(timeout=PATIENCE)
 KEY = "tml-the-right-one"
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 800}
 TABS = ("curves", "samples", "checkpoints", "settings")
@@ -84,12 +86,12 @@ def opened(browser: Any, url: str, **settings: Any) -> Iterator[Any]:
     """A page in a profile of its own, which may say nothing on its console."""
     settings = {"viewport": WIDE, "color_scheme": "light", "locale": "en-GB", **settings}
     context = browser.new_context(**settings)
-    context.set_default_timeout(10_000)
+    context.set_default_timeout(PATIENCE)
     page, said = context.new_page(), []
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
     page.goto(url)
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(PATIENCE)
     yield page
     context.close()
     refused = re.compile(r"the server responded with a status of 40[01]")
