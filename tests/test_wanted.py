@@ -91,7 +91,7 @@ def test_a_recipe_without_its_model_says_which_and_the_two_ways_on(tmp_path: Pat
     ended, name = run(sl_basic.__name__, cwd=tmp_path), sl_basic.DEFAULT_MODEL_NAME
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1
     assert f"the recipe wants {name}, " in ended.stderr
-    assert f"hf download {name})" in ended.stderr
+    assert f"tinsmith pull {name}, or run --pull)" in ended.stderr
     assert f"tinsmith run --model {name}=FOLDER -m {sl_basic.__name__} ..." in ended.stderr
     assert not list(tmp_path.glob("*checkpoints*"))
 

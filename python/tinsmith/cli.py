@@ -15,14 +15,14 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from tinsmith import console, doctor, talk, usage
+from tinsmith import console, doctor, pull, talk, usage
 from tinsmith.engine.errors import sentence
 from tinsmith.files.home import checkpoints_folder
 from tinsmith.server.clients import require_server
 
 HELP_MODEL = (
     "a base model: NAME=FOLDER serves a Hugging Face model's folder under a name; a name alone is "
-    "a folder, or is looked for in the Hugging Face cache"
+    "a folder, or is looked for in the Hugging Face cache; FOLDER may be a name there too"
 )
 LEAVE_SECONDS = 1.5  # after which `serve` ends, whatever it is doing
 
@@ -115,7 +115,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _info_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a folder, or a name in the Hugging Face cache")
+    usage.add_model(parser)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(%(default)s)")
     parser.add_argument(
         "--tokens",
@@ -138,8 +138,14 @@ def _info_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _pull_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="NAME[@REVISION]", help="as on the hub; a branch, a tag or a commit"
+    )
+
+
 def _export_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a folder, or a name in the Hugging Face cache")
+    usage.add_model(parser)
     parser.add_argument("adapter", help="a checkpoint's or PEFT's folder, or a tinker:// path")
     parser.add_argument("out", type=Path, help="the folder to write, which may not exist")
     usage.add_checkpoints(parser, "where tinker:// paths are looked for")
@@ -175,6 +181,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--model", action="append", default=[], metavar="NAME[=FOLDER]",
         help=HELP_MODEL + ". May be given several times.",
     )  # fmt: skip
+    usage.add_pull(parser)
     parser.add_argument(
         "--memory",
         type=usage.memory,
@@ -195,8 +202,6 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def _models(options: argparse.Namespace) -> dict[str, Path]:
-    from tinsmith.files.families import find_model
-
     models = {}
     for text in [*getattr(options, "models", []), *options.model]:
         name, equals, folder = text.partition("=")
@@ -204,7 +209,7 @@ def _models(options: argparse.Namespace) -> dict[str, Path]:
             raise ValueError(f"{text!r:.200} names no model; say NAME=FOLDER, or a name alone")
         if name in models:
             raise ValueError(f"two models can't have the same name, {name!r:.200}")
-        models[name] = find_model(folder or name, {})
+        models[name] = pull.find(folder or name, fetch=options.pull)
     return models
 
 
@@ -266,7 +271,8 @@ def _run(options: argparse.Namespace) -> int:
     if asks_for_help(command):
         return show_help(command)
     wanted = wanted_models(command)
-    models = wanted.found | _models(options)
+    missing = wanted.missing if options.pull else ()
+    models = wanted.found | {name: pull.pull(name) for name in missing} | _models(options)
     if not models:
         raise ValueError(refusal(command, wanted.missing))
     require_server()
@@ -292,9 +298,9 @@ def _demo(options: argparse.Namespace) -> None:
 def _info(options: argparse.Namespace) -> None:
     from tinsmith.engine.bases import readable
     from tinsmith.engine.worker import plan
-    from tinsmith.files.families import element_type, find_model, left_aside, read_config
+    from tinsmith.files.families import element_type, left_aside, read_config
 
-    folder = find_model(options.model, {})
+    folder = pull.find(options.model, fetch=options.pull)
     config, inv_freq = read_config(folder)
     kind = element_type(folder)
     sizes = plan(
@@ -363,12 +369,20 @@ def _cache(sizes: Mapping[str, int]) -> str:
     return f"{pages}, and the states of {sizes['states']} sequences, {one} each"
 
 
+def _pull(options: argparse.Namespace) -> None:
+    from tinsmith.engine.bases import readable
+
+    folder = pull.pull(options.model)
+    size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+    print(f"{options.model}: {readable(size)} in {folder}")
+    print(f"serve it: tinsmith serve {options.model}")
+
+
 def _export(options: argparse.Namespace) -> None:
     from tinsmith.files.export import export, find_adapter
-    from tinsmith.files.families import find_model
 
     folder = find_adapter(options.adapter, options.checkpoints)
-    count = export(find_model(options.model, {}), folder, options.out)
+    count = export(pull.find(options.model, fetch=options.pull), folder, options.out)
     print(f"{options.out}: {count} matrices of {options.model} changed by {folder}")
 
 
@@ -410,6 +424,18 @@ COMMANDS = {
         _demo,
         "A small model learns four tool-use skills from demonstrations by the cookbook's SDFT "
         "recipe, on this machine. Ends with a table and a picture.",
+    ),
+    "pull": Command(
+        "fetch a model from the Hugging Face hub",
+        (
+            "tinsmith pull Qwen/Qwen3-0.6B",
+            "tinsmith pull Qwen/Qwen3-0.6B@refs/pr/1",
+        ),
+        _pull_options,
+        _pull,
+        "Fetches a model's safetensors, configuration, tokenizer and chat template into the "
+        "Hugging Face cache, where serve, run, chat and the others find it by its name. Files that "
+        "are there are not fetched again. Gated models need a token: HF_TOKEN, or `hf auth login`.",
     ),
     "doctor": Command(
         "what this installation can do, and why not more",

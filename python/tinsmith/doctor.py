@@ -22,6 +22,7 @@ PACKAGES = (
     "zstandard",
     "pyrage",
     "prometheus-client",
+    "huggingface-hub",
 )
 MEMINFO = Path("/proc/meminfo")
 

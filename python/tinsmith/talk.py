@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinsmith import usage
+from tinsmith import pull, usage
 
 if TYPE_CHECKING:
     from tinsmith.api.adapter import Adapter
@@ -30,7 +30,7 @@ QUOTES = '"""'  # around what has several lines
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of both commands."""
-    parser.add_argument("model", help="a folder, or a name in the Hugging Face cache")
+    usage.add_model(parser)
     parser.add_argument("--adapter", help="a checkpoint's or PEFT's folder, or a tinker:// path")
     usage.add_checkpoints(parser, "where tinker:// paths are looked for")
     parser.add_argument("--system", help="the system message of a conversation")
@@ -146,9 +146,8 @@ def load(options: argparse.Namespace) -> Speaker:
     from tinsmith.api.model import Model
     from tinsmith.files.export import find_adapter
 
-    model = Model(
-        options.model, device=options.device, threads=options.threads, dtype=options.dtype
-    )
+    folder = pull.find(options.model, fetch=options.pull)
+    model = Model(folder, device=options.device, threads=options.threads, dtype=options.dtype)
     if options.adapter is None:
         return Speaker(model)
     return Speaker(model, model.load_lora(find_adapter(options.adapter, options.checkpoints)))

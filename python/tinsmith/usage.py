@@ -126,6 +126,23 @@ def _number(kind: Callable[[str], Any], text: str) -> Any:
 # ---- options that several commands have ----
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds the model that a command is about."""
+    parser.add_argument(
+        "model", help="a folder, or a name in the Hugging Face cache, which may end in @REVISION"
+    )
+    add_pull(parser)
+
+
+def add_pull(parser: argparse.ArgumentParser) -> None:
+    """Adds whether models that are not here are fetched."""
+    parser.add_argument(
+        "--pull",
+        action="store_true",
+        help="fetch a model that is not on this machine from the Hugging Face hub",
+    )
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Adds what the engine runs on."""
     parser.add_argument(

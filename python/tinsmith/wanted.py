@@ -64,8 +64,8 @@ def refusal(command: Sequence[str], missing: Sequence[str]) -> str:
     also = f" (and {', '.join(missing[1:])})" if len(missing) > 1 else ""
     return (
         f"there is no model to serve: the recipe wants {name}{also}, which is not in the Hugging "
-        f"Face cache; fetch it (hf download {name}), or serve a model's folder under that name "
-        f"(tinsmith run --model {name}=FOLDER {shown} ...)"
+        f"Face cache; fetch it (tinsmith pull {name}, or run --pull), or serve a model's folder "
+        f"under that name (tinsmith run --model {name}=FOLDER {shown} ...)"
     )
 
 

@@ -407,26 +407,15 @@ def find_model(name: str, models: Mapping[str, Path]) -> Path:
         return Path(models[name])
     if "\0" not in name and (Path(name).expanduser() / CONFIG_FILE).is_file():
         return Path(name).expanduser().resolve()
-    cached = _find_cached(name)
-    if cached is not None:
+    cached = home.cached_model(name)
+    if cached is not None and (cached / CONFIG_FILE).is_file():
         return cached
-    registered = ", ".join(sorted(models)) or "none"
+    registered = f"not registered (those are: {', '.join(sorted(models))}), " if models else ""
+    fetch = f"; `tinsmith pull {name}` fetches it" if home.is_hub_name(name) else ""
     raise FileNotFoundError(
-        f"there is no model {name!r}: not registered (those are: {registered}), not a folder with "
-        f"a {CONFIG_FILE}, and not in the Hugging Face cache {home.cache_folder()}"
+        f"there is no model {name!r}: {registered}not a folder with a {CONFIG_FILE}, and not in "
+        f"the Hugging Face cache {home.cache_folder()}{fetch}"
     )
-
-
-def _find_cached(name: str) -> Path | None:
-    parts = name.split("/")
-    if len(parts) > 2 or any(part in ("", ".", "..") or "\0" in part for part in parts):
-        return None
-    folder = home.cache_folder() / "--".join(["models", *parts])
-    revision = folder / "refs" / "main"
-    if not revision.is_file():
-        return None
-    snapshot = folder / "snapshots" / revision.read_text().strip()
-    return snapshot if (snapshot / CONFIG_FILE).is_file() else None
 
 
 # ---- config.json ----

@@ -1,4 +1,5 @@
-"""Where files are when nobody says where: checkpoints in the user's data folder, as XDG has it.
+"""Where files are when nobody says where: checkpoints in the user's data folder, as XDG has it, and
+models in Hugging Face's cache.
 
 tinsmith-checkpoints in the working directory was the default before, and is still used where it is:
 a recipe that is resumed there looks for its own checkpoints. It is said each time, with the way to
@@ -7,11 +8,14 @@ move it. https://specifications.freedesktop.org/basedir-spec
 
 import logging
 import os
+import re
 from pathlib import Path
 
 log = logging.getLogger("tinsmith")
 
 FORMER = "tinsmith-checkpoints"
+MAIN = "main"  # the branch of a model that is named without one
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 def data_folder() -> Path:
@@ -26,6 +30,33 @@ def cache_folder() -> Path:
     if given := os.environ.get("HF_HOME"):
         return Path(given).expanduser() / "hub"
     return _base("XDG_CACHE_HOME", ".cache") / "huggingface" / "hub"
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a text is like the hub's names, organization/model, maybe with @revision."""
+    model, at, revision = name.partition("@")
+    return (
+        _HUB_NAME.fullmatch(model) is not None and ".." not in name and bool(revision) == bool(at)
+    )
+
+
+def model_folder(model: str) -> Path:
+    """The folder of all that the cache has of a model."""
+    return cache_folder() / "--".join(["models", *model.split("/")])
+
+
+def cached_model(name: str) -> Path | None:
+    """The folder of a model in the cache, by its name or NAME@REVISION: a branch, a tag or a
+    commit. It need not be whole."""
+    model, at, revision = name.partition("@")
+    revision = revision if at else MAIN
+    parts = [*model.split("/"), *revision.split("/")]
+    if model.count("/") > 1 or any(part in ("", ".", "..") or "\0" in part for part in parts):
+        return None
+    folder = model_folder(model)
+    named = folder / "refs" / revision
+    commit = named.read_text().strip() if named.is_file() else revision
+    return folder / "snapshots" / commit
 
 
 def checkpoints_folder(given: Path | str | None = None) -> Path:
