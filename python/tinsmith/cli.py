@@ -21,8 +21,8 @@ from tinsmith.files.home import checkpoints_folder
 from tinsmith.server.clients import require_server
 
 HELP_MODEL = (
-    "a base model: NAME=FOLDER serves a Hugging Face model's folder under a name; a name alone is "
-    "a folder, or is looked for in the Hugging Face cache"
+    "a base model: NAME=FOLDER serves a Hugging Face model's folder, or a GGUF file, under a name; "
+    "a name alone is a folder or a file, or is looked for in the Hugging Face cache"
 )
 LEAVE_SECONDS = 1.5  # after which `serve` ends, whatever it is doing
 
@@ -115,7 +115,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _info_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a folder, or a name in the Hugging Face cache")
+    parser.add_argument("model", help="a folder, a GGUF file, or a name in the Hugging Face cache")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(%(default)s)")
     parser.add_argument(
         "--tokens",
@@ -139,7 +139,7 @@ def _info_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _export_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a folder, or a name in the Hugging Face cache")
+    parser.add_argument("model", help="a folder, a GGUF file, or a name in the Hugging Face cache")
     parser.add_argument("adapter", help="a checkpoint's or PEFT's folder, or a tinker:// path")
     parser.add_argument("out", type=Path, help="the folder to write, which may not exist")
     usage.add_checkpoints(parser, "where tinker:// paths are looked for")
@@ -293,6 +293,7 @@ def _info(options: argparse.Namespace) -> None:
     from tinsmith.engine.bases import readable
     from tinsmith.engine.worker import plan
     from tinsmith.files.families import element_type, find_model, left_aside, read_config
+    from tinsmith.files.gguf_model import source_of
 
     folder = find_model(options.model, {})
     config, inv_freq = read_config(folder)
@@ -306,7 +307,9 @@ def _info(options: argparse.Namespace) -> None:
         step_bytes=options.step_memory,
         device=options.device,
     )
-    print(f"{folder}: {int(config['layers'])} layers, width {int(config['width'])}, {kind}")
+    print(
+        f"{source_of(folder)}: {int(config['layers'])} layers, width {int(config['width'])}, {kind}"
+    )
     if aside := left_aside(folder):
         tensors = ", ".join(f"{count} tensors of {prefix}*" for prefix, count in aside.items())
         print(f"left aside, because text does not need them: {tensors}")

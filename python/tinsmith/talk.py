@@ -30,7 +30,7 @@ QUOTES = '"""'  # around what has several lines
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of both commands."""
-    parser.add_argument("model", help="a folder, or a name in the Hugging Face cache")
+    parser.add_argument("model", help="a folder, a GGUF file, or a name in the Hugging Face cache")
     parser.add_argument("--adapter", help="a checkpoint's or PEFT's folder, or a tinker:// path")
     usage.add_checkpoints(parser, "where tinker:// paths are looked for")
     parser.add_argument("--system", help="the system message of a conversation")
