@@ -21,8 +21,9 @@ from tinsmith.files.home import checkpoints_folder
 from tinsmith.server.clients import require_server
 
 HELP_MODEL = (
-    "a base model: NAME=FOLDER serves a Hugging Face model's folder under a name; a name alone is "
-    "a folder, or is looked for in the Hugging Face cache; FOLDER may be a name there too"
+    "a base model: NAME=FOLDER serves a Hugging Face model's folder, or a GGUF file, under a name; "
+    "a name alone is a folder or a file, or is looked for in the Hugging Face cache; FOLDER may be "
+    "a name there too"
 )
 LEAVE_SECONDS = 1.5  # after which `serve` ends, whatever it is doing
 
@@ -299,6 +300,7 @@ def _info(options: argparse.Namespace) -> None:
     from tinsmith.engine.bases import readable
     from tinsmith.engine.worker import plan
     from tinsmith.files.families import element_type, left_aside, read_config
+    from tinsmith.files.gguf_model import source_of
 
     folder = pull.find(options.model, fetch=options.pull)
     config, inv_freq = read_config(folder)
@@ -312,7 +314,9 @@ def _info(options: argparse.Namespace) -> None:
         step_bytes=options.step_memory,
         device=options.device,
     )
-    print(f"{folder}: {int(config['layers'])} layers, width {int(config['width'])}, {kind}")
+    print(
+        f"{source_of(folder)}: {int(config['layers'])} layers, width {int(config['width'])}, {kind}"
+    )
     if aside := left_aside(folder):
         tensors = ", ".join(f"{count} tensors of {prefix}*" for prefix, count in aside.items())
         print(f"left aside, because text does not need them: {tensors}")

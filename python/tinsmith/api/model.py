@@ -45,10 +45,10 @@ class TopKLogprobs:
 
 
 class Model(Handle):
-    """A frozen base model, loaded from a Hugging Face folder.
+    """A frozen base model, loaded from a Hugging Face folder or a GGUF file.
 
-    name: a folder, or the name of a model in the Hugging Face cache. device: "auto", "cpu" or
-    "cuda". threads: 0 takes all cores. dtype: the type of products with base weights: "float32",
+    name: a folder, a file, or the name of a model in the Hugging Face cache. device: "auto", "cpu"
+    or "cuda". threads: 0 takes all cores. dtype: the type of products with base weights: "float32",
     "bfloat16", or "auto". "auto" is bfloat16 for a bfloat16 model where that is faster on this
     processor, else float32. progress: True draws a bar with tqdm; or pass a function, called
     with (bytes loaded, bytes in all).
@@ -80,7 +80,7 @@ class Model(Handle):
 
     @property
     def path(self) -> Path:
-        """The folder of the model, and of its tokenizer."""
+        """The folder of the model, and of its tokenizer; a GGUF file's is in the user's cache."""
         return self.engine.loaded.path
 
     @property

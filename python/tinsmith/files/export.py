@@ -1,23 +1,27 @@
 """`tinsmith export`: an adapter merged into its base model, as a Hugging Face folder.
 
 The merge works tensor by tensor, each in its own type (bfloat16 stays so, rounded once) and in the
-base model's files, so memory holds one matrix at a time. A tied head that the adapter trained
-becomes a tensor of its own. Everything else in the base model's folder, the tokenizer above all, is
-copied. The result appears whole or not at all.
+base model's files, so memory holds one matrix at a time. Quantised tensors of a GGUF file become
+bfloat16. A tied head that the adapter trained becomes a tensor of its own. Everything else in the
+base model's folder, the tokenizer above all, is copied. The result appears whole or not at all.
 """
 
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from tinsmith.files import checkpoint, config, disk, families, peft, weights
+from tinsmith.files import checkpoint, config, disk, families, gguf_model, peft, weights
 from tinsmith.files.home import checkpoints_folder
 from tinsmith.files.store import Store
 from tinsmith.files.version import read
 
+# What is not copied, by the ends of names: weights, and where they are.
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+WEIGHT_FILES += (gguf_model.SOURCE_FILE,)
 
 
 def find_adapter(name: str, checkpoints: Path | None) -> Path:
@@ -40,7 +44,7 @@ def export(model: Path, adapter: Path, out: Path) -> int:
     )
     family, places = families.read_places(model)  # refuses what could not have been trained on
     with disk.unfinished(out) as temporary:
-        with weights.open_folder(model) as base, matrices:
+        with gguf_model.open_tensors(model) as base, matrices:
             _write(temporary, model, family, places, base, lora, matrices)
         for file in model.iterdir():
             copy = temporary / file.name
@@ -77,21 +81,26 @@ def _write(
     if missing:
         raise ValueError(f"{model} has no {missing[0]}: the adapter belongs to another model")
 
+    def form(name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        entry = base.entry(sources[name])
+        return np.dtype(weights.READ.get(entry.dtype, weights.READ["BF16"])), entry.shape
+
     def make(name: str) -> np.ndarray:
         source = base[sources[name]]
         parts = changed.get(name, ())
-        return peft.merge(source, matrices, parts, lora.alpha / lora.rank) if parts else source
+        merged = peft.merge(source, matrices, parts, lora.alpha / lora.rank) if parts else source
+        dtype = form(name)[0]
+        return merged if merged.dtype == dtype else weights.narrow(merged, dtype)
 
     shards: dict[str, list[str]] = {}
     for name, source in sources.items():
-        shards.setdefault(base.entry(source).file.name, []).append(name)
+        file = base.entry(source).file
+        shard = weights.SINGLE_FILE if file.suffix == gguf_model.SUFFIX else file.name
+        shards.setdefault(shard, []).append(name)
     sizes = 0
     for shard, names in shards.items():
-        forms = {}
-        for name in names:
-            array = base[sources[name]]
-            forms[name] = array.dtype, array.shape
-            sizes += array.nbytes
+        forms = {name: form(name) for name in names}
+        sizes += sum(dtype.itemsize * math.prod(shape) for dtype, shape in forms.values())
         weights.write_each(folder / shard, forms, make, {"format": "pt"})
     if list(shards) != [weights.SINGLE_FILE]:
         places = {name: shard for shard, names in shards.items() for name in names}

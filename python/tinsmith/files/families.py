@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.files import config as hugging_face
-from tinsmith.files import home, tokenizer, weights
+from tinsmith.files import gguf_model, home, tokenizer, weights
 from tinsmith.files.config import CONFIG_FILE, Mixers, read_json
+from tinsmith.files.gguf_model import HALVES, PAIRS
 
 Slots = Sequence[tuple[str, int, int, int, int]]  # of a core: slot, layer or -1, index, rows, cols
 
@@ -82,6 +83,7 @@ class Family:
     length; `aside` are prefixes of tensors that text does not need.
 
     `modules` are the names of modules in an adapter's file, where these are not the tensors'.
+    `gguf` says how rows of q and k lie in a GGUF file, "" where such files are not read.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Family:
     constants: Mapping[str, Callable[[int], float]] = field(default_factory=dict, repr=False)
     aside: tuple[str, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict, repr=False)
+    gguf: str = ""
 
     def of(self, tensors: Iterable[str]) -> "Family":
         """The row for a folder with these tensors."""
@@ -192,12 +195,14 @@ FAMILIES = (
         qk_norm=True,
         defaults={"head_dim": 128},
         refused=("attention_bias",),
+        gguf=HALVES,
     ),
-    Family("qwen2", "Qwen2ForCausalLM", mixers=hugging_face.some_sliding, qkv_bias=True),
+    Family("qwen2", "Qwen2ForCausalLM", hugging_face.some_sliding, qkv_bias=True, gguf=HALVES),
     Family(
         "llama",
         "LlamaForCausalLM",
         refused=("attention_bias", "sliding_window", "use_sliding_window"),
+        gguf=PAIRS,
     ),
     Family(
         "mistral",
@@ -265,7 +270,7 @@ def inspect_model(path: Path | str, *, device: str = "cpu", dtype: str | None = 
     vocab = int(config["vocab"])
     known = tokenizer.read(folder)
     eos_ids = tokenizer.read_eos(folder, family.section, known, vocab)
-    with weights.open_folder(folder) as tensors:
+    with gguf_model.open_tensors(folder) as tensors:
         family = family.of(tensors)
         kind, device = _choose_type(_element_type(family, tensors), device, dtype)
         core = _core.Model(config, inv_freq, weights=kind, threads=1)
@@ -325,7 +330,7 @@ def read_weights(
     """The tensors that a core with these slots loads, after its files were checked. `fetch` is
     called for each tensor before it is touched."""
     family = model.family
-    with weights.open_folder(model.path) as tensors:
+    with gguf_model.open_tensors(model.path) as tensors:
         places = _check_tensors(family, slots, tensors, tied=bool(model.config["tied"]))
         done, total = 0, sum(tensors.entry(name).size for name in places)
         for name, held in places.items():
@@ -378,14 +383,14 @@ def read_family(path: Path | str) -> Family:
 
 def element_type(path: Path | str) -> str:
     """ "bf16" or "f32": how the engine will keep a folder's matrices. Only headers are read."""
-    with weights.open_folder(path) as tensors:
+    with gguf_model.open_tensors(path) as tensors:
         return _element_type(read_family(path), tensors)
 
 
 def left_aside(path: Path | str) -> dict[str, int]:
     """How many of a folder's tensors begin with each prefix whose tensors text does not need."""
     family = read_family(path)
-    with weights.open_folder(path) as tensors:
+    with gguf_model.open_tensors(path) as tensors:
         counts = {one: sum(name.startswith(one) for name in tensors) for one in family.aside}
     return {prefix: count for prefix, count in counts.items() if count}
 
@@ -401,20 +406,23 @@ def split_context(name: str) -> tuple[str, int | None]:
     return (name, None) if found is None else (found[1], int(found[2]))
 
 
-def find_model(name: str, models: Mapping[str, Path]) -> Path:
-    """The folder of a base model: registered under its name, a path, or in Hugging Face's cache."""
+def find_model(name: str, models: Mapping[str, Path], *, make: bool = True) -> Path:
+    """A base model's folder: registered, a path, a GGUF file's, or in Hugging Face's cache."""
     if name in models:
         return Path(models[name])
     if "\0" not in name and (Path(name).expanduser() / CONFIG_FILE).is_file():
         return Path(name).expanduser().resolve()
+    if (file := gguf_model.find_file(name)) is not None:
+        rows = {one.name: (one.architecture, one.gguf) for one in FAMILIES if one.gguf}
+        return gguf_model.make_folder(file, rows) if make else gguf_model.folder_of(file)
     cached = home.cached_model(name)
     if cached is not None and (cached / CONFIG_FILE).is_file():
         return cached
     registered = f"not registered (those are: {', '.join(sorted(models))}), " if models else ""
     fetch = f"; `tinsmith pull {name}` fetches it" if home.is_hub_name(name) else ""
     raise FileNotFoundError(
-        f"there is no model {name!r}: {registered}not a folder with a {CONFIG_FILE}, and not in "
-        f"the Hugging Face cache {home.cache_folder()}{fetch}"
+        f"there is no model {name!r}: {registered}neither a folder with a {CONFIG_FILE} nor a GGUF "
+        f"file, and not in the Hugging Face cache {home.cache_folder()}{fetch}"
     )
 
 
@@ -511,7 +519,7 @@ def read_places(path: Path | str) -> tuple[Family, dict[str, Place]]:
     """The row of a model's folder, and where each module's weight lies, by its plain name: that of
     every slot, and that of a tensor with several slots."""
     family, config, inv_freq = _read_model(Path(path))
-    with weights.open_folder(path) as tensors:
+    with gguf_model.open_tensors(path) as tensors:
         family = family.of(tensors)
         slots = _core.Model(config, inv_freq, weights="f32", threads=1).slots
         held = _check_tensors(family, slots, tensors, tied=bool(config["tied"]))

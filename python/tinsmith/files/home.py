@@ -59,6 +59,11 @@ def cached_model(name: str) -> Path | None:
     return folder / "snapshots" / commit
 
 
+def gguf_folder() -> Path:
+    """Where GGUF files get the folders of their models: $XDG_CACHE_HOME/tinsmith/gguf."""
+    return _base("XDG_CACHE_HOME", ".cache") / "tinsmith" / "gguf"
+
+
 def checkpoints_folder(given: Path | str | None = None) -> Path:
     """The folder of checkpoints: the one that was given, the one that was the default before if it
     is in the working directory, or the default."""

@@ -39,7 +39,7 @@ _BITS = {
     "I32": 32, "U32": 32, "I64": 64, "U64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4, "C64": 64,
 }  # fmt: skip
-_READ = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
+READ = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 _WRITTEN = {
     "float64": "F64", "float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64",
     "int32": "I32", "uint8": "U8", "bool": "BOOL",
@@ -80,10 +80,10 @@ class Tensors(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         entry = self._entries[name]
-        if entry.dtype not in _READ:
-            known = ", ".join(_READ)
+        if entry.dtype not in READ:
+            known = ", ".join(READ)
             raise ValueError(f"{entry.file}: {name} is {entry.dtype}; tinsmith reads {known}")
-        dtype = np.dtype(_READ[entry.dtype])
+        dtype = np.dtype(READ[entry.dtype])
         bits = self._maps[entry.file]
         count = math.prod(entry.shape)
         begin = entry.begin if count else 0  # NumPy refuses an empty view at the buffer's end

@@ -235,7 +235,7 @@ class Service:
             return name
         paths = {known: model.path for known, model in self.bases.items()}
         try:
-            path = find_model(name, paths).resolve()
+            path = find_model(name, paths, make=False).resolve()
         except (OSError, ValueError):
             path = None
         for known, model in self.bases.items():

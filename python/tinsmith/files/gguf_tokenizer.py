@@ -1,0 +1,218 @@
+"""The tokenizer of a GGUF file, as tokenizer.json and tokenizer_config.json.
+
+Two kinds are read. "gpt2" is byte-level BPE: tokens and merges are in the file, and `pre` names how
+text is cut before; PRE is the table of these names. "llama" is SentencePiece's BPE: each token has
+a score, and neighbours merge whose union has the highest. That is BPE whose merges are all pairs of
+tokens that make up a token, by falling score (as transformers converts sentencepiece's files).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tinsmith.files.gguf_header import Header
+
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED = 1, 2, 3, 4, 5  # of tokenizer.ggml.token_type
+SPACE = "\u2581"  # how SentencePiece writes a space
+
+# Words with the character before them, numbers of so many digits, punctuation, white space.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _bytes(*, regex: bool) -> dict[str, Any]:
+    kind = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    return kind | {"use_regex": regex}
+
+
+def _split(pattern: str) -> tuple[dict[str, Any], ...]:
+    cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return cut, _bytes(regex=False)
+
+
+@dataclass(frozen=True)
+class Pre:
+    """How text is cut before BPE: the steps as tokenizer.json has them. nfc: Unicode's composed
+    form comes first. whole: a word that is a token needs no merges. bos: by default a text begins
+    with that token."""
+
+    steps: tuple[dict[str, Any], ...]
+    nfc: bool = False
+    whole: bool = False
+    bos: bool = False
+
+
+PRE = {
+    "gpt-2": Pre((_bytes(regex=True),)),
+    "smollm": Pre(({"type": "Digits", "individual_digits": True}, _bytes(regex=True))),
+    "qwen2": Pre(_split(_WORDS % ""), nfc=True),
+    "llama-bpe": Pre(_split(_WORDS % "{1,3}"), whole=True, bos=True),
+}
+ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+
+
+def read_tokenizer(header: Header) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The contents of tokenizer.json and tokenizer_config.json; ValueError for a tokenizer that is
+    not supported, or not whole."""
+    tokens = header.items("tokenizer.ggml.tokens", str)
+    types = header.items("tokenizer.ggml.token_type", int, [NORMAL] * len(tokens))
+    kind = header.get("tokenizer.ggml.model", str, ...)
+    if kind not in MODELS:
+        known = " and ".join(MODELS)
+        raise ValueError(f"{header.file}: the tokenizer {kind!r:.60} is not supported; {known} are")
+    if not tokens or len(types) != len(tokens):
+        raise ValueError(f"{header.file}: {len(tokens)} tokens have {len(types)} types")
+    vocab = {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
+    if len(vocab) + types.count(UNUSED) != len(tokens):
+        raise ValueError(f"{header.file}: a token is there twice")
+    parts, begins = MODELS[kind](header, vocab, types)
+    added = [
+        {
+            "id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, "special": types[index] != USER,
+        }
+        for token, index in vocab.items()
+        if types[index] in (UNKNOWN, CONTROL, USER)
+    ]  # fmt: skip
+    content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    special = special_ids(header, tokens)
+    return content | parts | _ends(header, special, tokens, begins), _config(header, special)
+
+
+def special_ids(header: Header, tokens: Sequence[str]) -> dict[str, int]:
+    """The ids that the file names, by "bos", "eos" and so on."""
+    names = {"bos": "bos", "eos": "eos", "eot": "eot", "eom": "eom", "unknown": "unk"}
+    found = {}
+    for key, name in (names | {"padding": "pad"}).items():
+        index = header.get(f"tokenizer.ggml.{key}_token_id", int)
+        if index is None:
+            continue
+        if not 0 <= index < len(tokens):
+            raise ValueError(f"{header.file}: {key}_token_id {index} is not below {len(tokens)}")
+        found[name] = index
+    return found
+
+
+def _byte_level(
+    header: Header, vocab: Mapping[str, int], types: Sequence[int]
+) -> tuple[dict[str, Any], bool]:
+    """tokenizer.json's parts for byte-level BPE; and whether a text begins with bos by default."""
+    name = header.get("tokenizer.ggml.pre", str, "default")
+    pre = PRE.get(ALIASES.get(name, name))
+    if pre is None:
+        known = ", ".join(sorted({*PRE, *ALIASES}))
+        raise ValueError(
+            f"{header.file}: the pre-tokenizer {name!r:.60} is not supported; {known} are"
+        )
+    merges = [merge.split(" ") for merge in header.items("tokenizer.ggml.merges", str)]
+    for merge in merges:
+        if len(merge) != 2 or not {*merge, "".join(merge)} <= vocab.keys():
+            raise ValueError(f"{header.file}: the merge {' '.join(merge)!r:.60} is none of tokens")
+    steps = list(pre.steps)
+    return {
+        "normalizer": {"type": "NFC"} if pre.nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if steps[1:] else steps[0],
+        "decoder": _bytes(regex=True),
+        "model": _bpe(vocab, merges, whole=pre.whole),
+    }, pre.bos
+
+
+def _sentencepiece(
+    header: Header, vocab: Mapping[str, int], types: Sequence[int]
+) -> tuple[dict[str, Any], bool]:
+    """The same for SentencePiece's BPE."""
+    scores = header.items("tokenizer.ggml.scores", float)
+    if len(scores) != len(types):
+        raise ValueError(f"{header.file}: {len(types)} tokens have {len(scores)} scores")
+    ranked = []
+    for token, index in vocab.items():
+        if types[index] == NORMAL:
+            cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+            pairs = [(left, right) for left, right in cuts if left in vocab and right in vocab]
+            pairs.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+            ranked += [(-scores[index], *pair) for pair in pairs]
+    ranked.sort(key=lambda item: item[0])
+    unknown = next((token for token, index in vocab.items() if types[index] == UNKNOWN), None)
+    spaced = header.get("tokenizer.ggml.add_space_prefix", bool, True)
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    return {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "Prepend", "prepend": SPACE}] * spaced + [replace],
+        },
+        "pre_tokenizer": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}] + [strip] * spaced,
+        },
+        "model": _bpe(vocab, [list(pair) for _, *pair in ranked])
+        | {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True},
+    }, True
+
+
+MODELS = {"gpt2": _byte_level, "llama": _sentencepiece}  # tokenizer.ggml.model
+
+
+def _bpe(
+    vocab: Mapping[str, int], merges: Sequence[Sequence[str]], *, whole: bool = False
+) -> dict[str, Any]:
+    return {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+        "ignore_merges": whole, "vocab": vocab, "merges": merges,
+    }  # fmt: skip
+
+
+def _ends(
+    header: Header, special: Mapping[str, int], tokens: Sequence[str], begins: bool
+) -> dict[str, Any]:
+    """What a text has around it."""
+    wanted = {
+        "bos": header.get("tokenizer.ggml.add_bos_token", bool, begins),
+        "eos": header.get("tokenizer.ggml.add_eos_token", bool, False),
+    }
+    used = {name: tokens[special[name]] for name in wanted if wanted[name] and name in special}
+
+    def around(*texts: str) -> list[dict[str, Any]]:
+        parts = []
+        for number, text in enumerate(texts):
+            ends = {name: {"SpecialToken": {"id": used[name], "type_id": number}} for name in used}
+            one = [ends.get("bos"), {"Sequence": {"id": text, "type_id": number}}, ends.get("eos")]
+            parts += [part for part in one if part]
+        return parts
+
+    known = {
+        token: {"id": token, "ids": [special[name]], "tokens": [token]}
+        for name, token in used.items()
+    }
+    kind = {"type": "TemplateProcessing", "single": around("A"), "pair": around("A", "B")}
+    return {"post_processor": kind | {"special_tokens": known}}
+
+
+def _config(header: Header, special: Mapping[str, int]) -> dict[str, Any]:
+    """tokenizer_config.json: the special tokens and the chat templates."""
+    tokens = header.values["tokenizer.ggml.tokens"]
+    named: dict[str, Any] = {
+        f"{name}_token": tokens[special[name]]
+        for name in ("bos", "eos", "unk", "pad")
+        if name in special
+    }
+    prefix = "tokenizer.chat_template"
+    templates = {
+        key.removeprefix(prefix + ".") if key != prefix else "default": header.get(key, str)
+        for key in header.values
+        if key == prefix or key.startswith(prefix + ".")
+    }
+    if templates.keys() == {"default"}:
+        named["chat_template"] = templates["default"]
+    elif templates:
+        listed = [{"name": name, "template": text} for name, text in templates.items()]
+        named["chat_template"] = listed
+    return named | {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }

@@ -1,0 +1,156 @@
+"""GGUF files made of small models, with gguf's own writer and names: what the reader is held to."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from tinsmith.files import gguf_header, weights
+
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+}
+TYPES = {
+    "float32": gguf.GGMLQuantizationType.F32,
+    "float16": gguf.GGMLQuantizationType.F16,
+    "uint16": gguf.GGMLQuantizationType.BF16,
+}
+
+
+def paired(rows: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of q's and k's rows, element by element: those that turn together are
+    neighbours."""
+    out, width = np.empty_like(rows), len(rows) // heads
+    for head in range(heads):
+        for pair in range(width // 2):
+            for side in range(2):
+                out[head * width + 2 * pair + side] = rows[head * width + side * width // 2 + pair]
+    return out
+
+
+def words(vocab: int, used: int) -> dict[str, Any]:
+    """A tokenizer of words w0, w1, ..., one of which is a merge of the last two tokens; and unused
+    ids up to the vocabulary's end."""
+    tokens = [*(f"w{index}" for index in range(used - 2)), "w", "1"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens + [f"[PAD{index}]" for index in range(used, vocab)],
+        "tokenizer.ggml.token_type": [1] * used + [5] * (vocab - used),
+        "tokenizer.ggml.merges": ["w 1"],
+        "tokenizer.ggml.eos_token_id": 7,
+    }
+
+
+def write(
+    file: Path,
+    folder: Path,
+    tokenizer: dict[str, Any],
+    *,
+    kind: gguf.GGMLQuantizationType | None = None,
+    factors: Sequence[float] = (),
+    keys: dict[str, Any] | None = None,
+    drop: Sequence[str] = (),
+    tensors: dict[str, np.ndarray] | None = None,
+) -> Path:
+    """A folder's model as a GGUF file: its matrices in a quantised type, if one is given; with
+    `factors` of rotary frequencies, other `keys`, without some keys or tensors, or with more."""
+    config = json.loads((folder / "config.json").read_text())
+    arch, layers = config["model_type"], config["num_hidden_layers"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head = config.get("head_dim") or config["hidden_size"] // heads
+    writer = gguf.GGUFWriter(file, arch)
+    rope = config.get("rope_parameters") or config
+    values = {
+        f"{arch}.block_count": layers,
+        f"{arch}.context_length": config["max_position_embeddings"],
+        f"{arch}.embedding_length": config["hidden_size"],
+        f"{arch}.feed_forward_length": config["intermediate_size"],
+        f"{arch}.attention.head_count": heads,
+        f"{arch}.attention.head_count_kv": kv_heads,
+        f"{arch}.attention.key_length": head,
+        f"{arch}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        f"{arch}.rope.freq_base": float(rope["rope_theta"]),
+    }
+    for key, value in (values | tokenizer | (keys or {})).items():
+        if key not in drop:
+            add(writer, key, value)
+    names = gguf.get_tensor_name_map(ARCHITECTURES[arch], layers)
+    with weights.open_folder(folder) as found:
+        for name in found:
+            array = np.array(found[name])
+            if arch == "llama" and ".q_proj" in name:
+                array = paired(array, heads)
+            if arch == "llama" and ".k_proj" in name:
+                array = paired(array, kv_heads)
+            ours = names.get_name(name, (".weight", ".bias"))
+            if ours not in drop:
+                put(writer, ours, array, kind if array.ndim == 2 else None)
+    if len(factors):
+        put(writer, "rope_freqs.weight", np.asarray(factors, np.float32))
+    for name, array in (tensors or {}).items():
+        put(writer, name, array)
+    return finish(writer, file)
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """A key in the type that llama.cpp expects of its kind."""
+    if key == "general.architecture":
+        writer.kv_data[0][key].value = value
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def put(
+    writer: gguf.GGUFWriter,
+    name: str,
+    array: np.ndarray,
+    kind: gguf.GGMLQuantizationType | None = None,
+) -> None:
+    """A tensor as it is, or a vector in float32, or quantised."""
+    if kind is not None or array.ndim == 1:
+        array = weights.widen(array)
+    if kind is not None:
+        array = gguf.quantize(array, kind)
+    raw = kind or TYPES[array.dtype.name]
+    if raw == gguf.GGMLQuantizationType.BF16:
+        array = array.view(np.uint8)
+    writer.add_tensor(name, array, raw_dtype=raw)
+
+
+def without_tokenizer(file: Path, out: Path) -> Path:
+    """The same model without a tokenizer, whose lists gguf's own reader takes seconds for."""
+    header = gguf_header.read_header(file)
+    writer = gguf.GGUFWriter(out, header.values["general.architecture"])
+    for key, value in header.values.items():
+        if not key.startswith(("tokenizer.", "general.")):
+            writer.add_key_value(key, value, gguf.GGUFValueType(header.types[key][0]))
+    for name, info in header.tensors.items():
+        bits = np.fromfile(file, np.uint8, info.end - info.begin, offset=info.begin)
+        raw = gguf.GGMLQuantizationType[info.dtype]
+        array = bits.view(np.float32) if info.dtype == "F32" else bits
+        rows = info.shape[:-1]
+        writer.add_tensor(name, array.reshape(*rows, array.size // math.prod(rows)), raw_dtype=raw)
+    return finish(writer, out)
+
+
+def finish(writer: gguf.GGUFWriter, file: Path) -> Path:
+    """Writes what a writer was told."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
