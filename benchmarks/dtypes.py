@@ -42,6 +42,8 @@ def main() -> None:
     options.add_argument("--new", type=int, default=16)
     options.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     args = parse(options)
+    if reason := _core.devices()["cpu-bf16"]:
+        options.error(f"nothing to compare: {reason}")
     clock, vocab = CLOCKS[args.clock][1], SHAPES[args.shape]["vocab_size"]
     tokens = np.random.default_rng(0).integers(0, vocab, args.length + 1).astype(np.int32)
     with checkpoint(hf_model(args.shape, "bf16")) as folder:

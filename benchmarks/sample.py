@@ -83,27 +83,36 @@ def sampler_side(
     prompts: Iterator[np.ndarray],
     new: int,
     clock: Callable[[], float] = time.process_time,
+    state: float = 0,
 ) -> Callable[[], Times]:
-    """The same with the engine: one request a row."""
+    """The same with the engine: one request a row. Rows begin one after the other while prompts
+    are run, so a new token's time is that of the steps in which all of them decode. A sequence's
+    states take as much as `state` tokens."""
     samplers: list[_core.Sampler] = []
 
     def run() -> Times:
         rows = next(prompts)
         if not samplers:
-            samplers.append(_core.Sampler(core, tokens=2 * len(rows) * (rows.shape[1] + new + 64)))
+            each = rows.shape[1] + new + 64 + 2 * int(state)
+            samplers.append(_core.Sampler(core, tokens=2 * len(rows) * each))
         sampler, start = samplers[0], clock()
         for number, prompt in enumerate(rows):
             sampler.add(number, prompt, max_tokens=new, seed=number)
         begun: set[int] = set()
         while len(begun) < len(rows):
             begun |= {request for request, *_ in sampler.step()[0]}
-        first = clock()
+        first, steps = clock(), 0
+        while sampler.active == len(rows):
+            sampler.step()
+            steps += 1
+        each = (clock() - first) / max(steps, 1)
         while sampler.active:
             sampler.step()
-        end = clock()
         for number in range(len(rows)):
             sampler.take(number)
-        return first - start, end - first
+        if new > 1 and not steps:
+            raise ValueError(f"--new {new} is too small: a row ends before all decode")
+        return first - start, each * (new - 1)
 
     return run
 
@@ -153,7 +162,10 @@ class Comparison:
         def source() -> Iterator[np.ndarray]:
             return prompt_source(self.shape["vocab_size"], batch, prompt)
 
-        sides = {"tinsmith": sampler_side(self.core, source(), new, clock)}
+        s = self.shape
+        keys = 2 * attending(self.args.shape) * s["num_key_value_heads"] * s["head_dim"]
+        state = state_numbers(self.args.shape) / keys
+        sides = {"tinsmith": sampler_side(self.core, source(), new, clock, state)}
         if self.llama:
             sides["llama.cpp"] = llama.side(self.llama, source(), new)
         if "HF" not in self.args.without:

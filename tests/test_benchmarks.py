@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from tinsmith import _core
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(FOLDER))
@@ -23,6 +24,8 @@ llama, machine, reports = map(importlib.import_module, ("llama", "machine", "rep
 
 CORES = machine.cores()  # with all of them a program need not begin anew
 measured = functools.cache(machine.measure)  # once for all programs
+REASON = _core.devices()["cpu-bf16"]
+NEEDS_BF16 = pytest.mark.skipif(bool(REASON), reason=REASON)
 HAS_LLAMA = importlib.util.find_spec("llama_cpp") is not None
 PROGRAMS = {
     "ops": "--head 4 512 3 --product 5 16 24 --product 1 16 24 --flops 1e4",
@@ -103,7 +106,10 @@ def rows_of(printed: str) -> list[tuple[str, str, list[str]]]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[NEEDS_BF16] if name == "dtypes" else []) for name in PROGRAMS],
+)
 def test_program_has_every_row_and_a_plot(
     name: str,
     tmp_path: Path,
