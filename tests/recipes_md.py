@@ -49,6 +49,9 @@ OWN = {
     "test_math_rl_stream_minibatch": 181,
     "test_math_rl_sync": 363,
     "test_off_policy_reasoning": 177,
+    "test_on_policy_distillation": 1122,
+    "test_on_policy_multi_teacher": 163,
+    "test_rolling_checkpoint_resume": 68,
 }
 OWN_TESTS = f"""\
 ## The cookbook's own tests
