@@ -205,6 +205,31 @@ def test_a_conversation_begins_with_a_running_one() -> None:
     assert_same(second, alone(more, max_tokens=5, seed=2))
 
 
+def test_scores_that_are_asked_for_are_computed_beside_a_sequence_that_runs() -> None:
+    sampler, prompt = _core.Sampler(core(), tokens=1408), tokens_of(100)
+    sampler.add(0, prompt, max_tokens=40, seed=1)
+    for _ in range(3):
+        sampler.step()
+    asked = {"prompt_logprobs": True, "prompt_from": 70, "max_tokens": 3, "seed": 2}
+    sampler.add(1, prompt, **asked)
+    _, scored = finish(sampler, 0, 1)
+    assert_same(scored, alone(prompt, **asked))
+
+
+def test_of_two_that_run_the_longer_common_beginning_is_taken() -> None:
+    sampler, prompt = _core.Sampler(core(), tokens=2816), tokens_of(150)
+    for number, common in enumerate((149, 40)):
+        beginning = np.concatenate([prompt[:common], tokens_of(9, 5 + number)])
+        sampler.add(number, beginning, client=number, max_tokens=60, seed=1)
+    for _ in range(4):
+        sampler.step()
+    before = sampler.reused
+    sampler.add(2, prompt, client=2, max_tokens=3, seed=2)
+    found = finish(sampler, 0, 1, 2)[2]
+    assert sampler.reused - before >= 128
+    assert_same(found, alone(prompt, max_tokens=3, seed=2))
+
+
 # ---- too little memory ----
 
 
@@ -270,6 +295,36 @@ def test_a_kept_state_is_given_up_with_its_page_or_for_others() -> None:
         run(sampler, tokens_of(70, seed), max_tokens=2)
         assert sampler.reused - before == reused
         before = sampler.reused
+
+
+def test_states_that_are_given_up_with_their_pages_are_free_again() -> None:
+    sampler = _core.Sampler(core(), tokens=512)
+    for seed in range(12):  # each takes half of the pages, so the page before gives its state up
+        run(sampler, tokens_of(200, seed), max_tokens=2)
+    for number in range(4):
+        sampler.add(number, tokens_of(9, number), max_tokens=4)
+    drawn = [len(sampler.step()[0]) for _ in range(4)]
+    assert drawn == [4] * 4
+
+
+def test_a_state_that_is_used_again_is_not_the_next_to_go() -> None:
+    sampler = _core.Sampler(core(), tokens=512)
+    for seed in (0, 1, 2, 0, 3):  # three are kept beside the one that runs
+        run(sampler, tokens_of(70, seed), max_tokens=2)
+    before = sampler.reused
+    run(sampler, tokens_of(70, 0), max_tokens=2)
+    assert sampler.reused - before == 64
+
+
+def test_a_cache_in_a_plan_has_room_for_its_states() -> None:
+    model, tokens = core(), 1024
+    states, _ = _core.Sampler(model, tokens=tokens).states
+    token = model.plan(1, 1)["kv_token"]
+    assert states and model.cache_bytes(tokens) > tokens * token
+    more = model.cache_bytes(tokens + PAGE) - model.cache_bytes(tokens)
+    assert more >= PAGE * token
+    memory = model.weight_bytes + 4 * model.cache_bytes(tokens)
+    assert model.cache_bytes(model.cache_tokens(memory, memory)) <= model.cache_bytes(tokens)
 
 
 def test_models_without_states_have_none() -> None:
