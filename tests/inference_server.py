@@ -18,9 +18,11 @@ SAID = f"I look 你 😀.\n{CALL}<|im_end|>"
 
 @contextmanager
 def serve(root: Path) -> Iterator[tuple[Backend, str]]:
-    """A server on the model `tiny`, and the path of a checkpoint trained to say SAID to ASKED."""
+    """A server on one model by the names `tiny` and `other`, and the path of a checkpoint trained
+    to say SAID to ASKED."""
     folder = make_model(root / "model")
-    with Backend({"tiny": folder}, checkpoints=root / "saved", device="cpu", threads=1) as backend:
+    models = {"tiny": folder, "other": folder}
+    with Backend(models, checkpoints=root / "saved", device="cpu", threads=1) as backend:
         with backend.service_client() as client:
             trainer = client.create_lora_training_client("tiny", rank=16, seed=1).result()
             chat = Chat(folder)

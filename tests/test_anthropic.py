@@ -170,4 +170,4 @@ def test_other_refusals_have_anthropics_shape(place, client) -> None:
     reply = httpx.post(f"{place[0].url}/v1/messages", headers={"Host": "evil.example"}, json={})
     assert reply.status_code == 403
     assert json.loads(reply.text)["error"]["type"] == "permission_error"
-    assert [model.id for model in client.models.list()] == ["tiny", place[1]]
+    assert [model.id for model in client.models.list()] == ["tiny", "other", place[1]]

@@ -1,6 +1,7 @@
 """/metrics, /healthz, /readyz and OpenTelemetry's spans, against what the clients saw."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,8 @@ def test_metrics_count_what_clients_did(backend: Backend, spans: InMemorySpanExp
     assert grown("trained_tokens_total", base="tiny") == trained
     assert grown("prompt_tokens_total", base="tiny") == 4
     assert grown("drawn_tokens_total", base="tiny") == drawn == grown("step_tokens_sum")
+    assert 'tinsmith_memory_bytes{"use": "limit"}' not in after
+    assert grown("step_tokens_bucket", le="1") < grown("step_tokens_count")  # two at once
     assert grown("first_token_seconds_count") == 1
     assert 0 < grown("sampling_seconds_total") < 60
     assert grown("refused_total", route="GET /api/v1/training_runs/{run}", status="404") == 1
@@ -123,7 +126,9 @@ def _words(text: str) -> list[str]:
     return "".join(sign if sign.isalnum() or sign == "_" else " " for sign in text).split()
 
 
-def test_health_and_readiness_need_no_key_and_metrics_do(tmp_path: Path) -> None:
+def test_health_and_readiness_need_no_key_and_metrics_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     models, key = {"tiny": folder("qwen3")}, "tml-secret-key"
     with Backend(models, checkpoints=tmp_path / "c", device="cpu", api_key=key) as locked:
         assert httpx.get(f"{locked.url}/healthz").json() == {"status": "ok"}
@@ -131,6 +136,10 @@ def test_health_and_readiness_need_no_key_and_metrics_do(tmp_path: Path) -> None
         assert httpx.get(f"{locked.url}/metrics").status_code == 401
         bearer = {"Authorization": f"Bearer {key}"}
         assert "tinsmith_calls" in httpx.get(f"{locked.url}/metrics", headers=bearer).text
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+            reply = httpx.get(f"{locked.url}/readyz")
+        assert reply.status_code == 503 and "can't be written to" in reply.json()["detail"]
         locked.worker.close()
         reply = httpx.get(f"{locked.url}/readyz")
         assert reply.status_code == 503 and "engine's thread" in reply.json()["detail"]

@@ -11,7 +11,9 @@ import pytest
 from chat_models import WEATHER
 from inference_server import ASKED, SAID, drawn, serve
 from tinsmith.chat.chat import Chat
+from tinsmith.chat.tools import ToolCall
 from tinsmith.engine.errors import RequestError
+from tinsmith.server import openai_chat
 from tinsmith.server.backend import Backend
 
 SETTINGS = {"max_tokens": 60, "seed": 5, "temperature": 1.3}
@@ -159,6 +161,27 @@ def test_a_checkpoint_calls_a_tool(place, one) -> None:
     assert again.usage.completion_tokens <= 5
 
 
+def test_calls_of_earlier_answers_are_the_templates(one, chat) -> None:
+    def asked(arguments: Any) -> list[dict[str, Any]]:
+        call = {"name": "weather", "arguments": arguments}
+        called = {"id": "call12345", "type": "function", "function": call}
+        said = {"role": "assistant", "content": "", "tool_calls": [called]}
+        result = {"role": "tool", "tool_call_id": "call12345", "content": "rain"}
+        return [*ASKED, said, result]
+
+    reply = ask(one, messages=asked('{"town": "Zürich"}'), tools=[WEATHER], max_tokens=1)
+    prompt = chat.prompt(asked({"town": "Zürich"}), [WEATHER])
+    assert reply.usage.prompt_tokens == len(prompt)
+
+
+def test_each_call_of_a_stream_has_a_number() -> None:
+    sent, numbers = 0, []
+    for name in ("first", "second"):
+        delta, sent = openai_chat._delta(ToolCall(name, "{}"), sent)
+        numbers.append(delta["tool_calls"][0]["index"])
+    assert numbers == [0, 1] and openai_chat._delta("text", sent) == ({"content": "text"}, 2)
+
+
 def test_without_tools_a_call_is_text(place, one, chat) -> None:
     prompt = chat.prompt(ASKED, [WEATHER])
     given = {"model": place[1], "temperature": 0, "max_tokens": 200}
@@ -264,13 +287,15 @@ def test_models_that_are_not_there(place, one) -> None:
         with pytest.raises(openai.NotFoundError) as told:
             ask(one, model=name)
         assert (told.value.code, told.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError, match="is a checkpoint of tiny, not of other"):
+        ask(one, model=f"other;{place[1]}")
     with pytest.raises(openai.NotFoundError, match="tinsmith has no POST /v1/embeddings"):
         one.embeddings.create(model="tiny", input="x")
 
 
 def test_models_are_listed(place, client) -> None:
     names = [model.id for model in client.models.list()]
-    assert names == ["tiny", place[1]]
+    assert names == ["tiny", "other", place[1]]
     assert client.models.retrieve("tiny").id == "tiny"
     assert client.models.retrieve(place[1]).id == place[1]
     with pytest.raises(openai.NotFoundError):

@@ -206,19 +206,20 @@ def test_a_conversation_begins_with_a_running_one() -> None:
 
 
 def test_scores_that_are_asked_for_are_computed_beside_a_sequence_that_runs() -> None:
-    sampler, prompt = _core.Sampler(core(), tokens=1408), tokens_of(100)
+    sampler, prompt = _core.Sampler(core(), tokens=1408), tokens_of(70)
     sampler.add(0, prompt, max_tokens=40, seed=1)
-    for _ in range(3):
-        sampler.step()
-    asked = {"prompt_logprobs": True, "prompt_from": 70, "max_tokens": 3, "seed": 2}
-    sampler.add(1, prompt, **asked)
+    drawn = [token for _ in range(10) for _, _, token in sampler.step()[0]]
+    more = np.concatenate([prompt, np.array(drawn[:9], np.int32), tokens_of(3)])
+    asked = {"prompt_logprobs": True, "prompt_from": 72, "max_tokens": 3, "seed": 2}
+    sampler.add(1, more, **asked)
     _, scored = finish(sampler, 0, 1)
-    assert_same(scored, alone(prompt, **asked))
+    assert sampler.reused == 64  # rows 72 to 78 are run again
+    assert_same(scored, alone(more, **asked))
 
 
 def test_of_two_that_run_the_longer_common_beginning_is_taken() -> None:
     sampler, prompt = _core.Sampler(core(), tokens=2816), tokens_of(150)
-    for number, common in enumerate((149, 40)):
+    for number, common in enumerate((149, 100)):
         beginning = np.concatenate([prompt[:common], tokens_of(9, 5 + number)])
         sampler.add(number, beginning, client=number, max_tokens=60, seed=1)
     for _ in range(4):
