@@ -6,7 +6,8 @@ a score, and neighbours merge whose union has the highest. That is BPE whose mer
 tokens that make up a token, by falling score (as transformers converts sentencepiece's files).
 
 The other way, `tokenizer_keys` finds a tokenizer.json's row of PRE by what the file spells out. It
-writes byte-level BPE, and refuses what llama.cpp would not compute alike.
+writes byte-level BPE, and refuses what llama.cpp would not compute alike. (llama.cpp has no Unicode
+forms: text that is not composed can have other tokens there, where a row has nfc.)
 """
 
 from collections.abc import Mapping, Sequence
