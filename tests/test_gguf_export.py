@@ -322,6 +322,7 @@ def test_what_the_command_refuses(tmp_path: Path, capsys: Any) -> None:
         ((tmp_path / "out", "--gguf"), 1, "a GGUF file's name should end in .gguf"),
         ((taken, "--gguf"), 1, f"{taken} exists; choose another name"),
         ((tmp_path / "out", "--type", "f16"), 1, "--type is a GGUF file's: add --gguf"),
+        ((tmp_path / "out.gguf",), 1, "out.gguf would be a folder: add --gguf, or choose"),
         ((tmp_path / "out.gguf", "--gguf", "--type", "q8_0"), 2, "invalid choice"),
     ):
         command = ["export", str(folder), str(adapter), *map(str, arguments)]

@@ -394,6 +394,8 @@ def _export(options: argparse.Namespace) -> None:
 
     if options.type and not options.gguf:
         raise ValueError("--type is a GGUF file's: add --gguf; a folder has the base model's types")
+    if options.out.suffix == ".gguf" and not options.gguf:
+        raise ValueError(f"{options.out} would be a folder: add --gguf, or choose another name")
     folder = find_adapter(options.adapter, options.checkpoints)
     model = pull.find(options.model, fetch=options.pull)
     if options.gguf:
