@@ -2,9 +2,10 @@
 
 The parent's half is Llama, which answers with what the child measured of itself. The child is this
 file under an interpreter that has the packages llama-cpp-python and gguf; it needs neither torch
-nor tinsmith. It writes the GGUF (qwen3 or qwen35, matrices in the checkpoint's own type), and
-decodes many sequences in one batch through llama.cpp's C interface, a context for each number of
-sequences, all its settings as they come. Commands and answers are lines of JSON."""
+nor tinsmith. It writes the GGUF (qwen3 or qwen35, matrices in the checkpoint's own type; the parent
+says the tensors' names), and decodes many sequences in one batch through llama.cpp's C interface, a
+context for each number of sequences, all its settings as they come. Commands and answers are lines
+of JSON."""
 
 import ctypes
 import json
@@ -17,21 +18,18 @@ from typing import Any
 
 import numpy as np
 
-MODULES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-HYBRID = MODULES | {
-    "post_attention_layernorm": "post_attention_norm", "linear_attn.in_proj_qkv": "attn_qkv",
-    "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+# The names of a hybrid's tensors that other models do not have, or have otherwise.
+HYBRID = {
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
+    "linear_attn.in_proj_z.weight": "attn_gate.weight",
+    "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
+    "linear_attn.in_proj_b.weight": "ssm_beta.weight",
+    "linear_attn.conv1d.weight": "ssm_conv1d.weight", "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.norm.weight": "ssm_norm.weight",
+    "linear_attn.out_proj.weight": "ssm_out.weight",
 }  # fmt: skip
 SECTIONS = [11, 11, 10, 0]  # of a head's rotary pairs, for text all alike
-WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 
 
@@ -43,6 +41,10 @@ class Llama:
         self.child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        is_hybrid = "linear_num_key_heads" in read_config(folder)
+        names = {name: gguf_name(name, hybrid=is_hybrid) for name, _, _ in tensors(folder)}
+        self.child.stdin.write(json.dumps(names) + "\n")
+        self.child.stdin.flush()
         self.version = self._answer()
 
     def _answer(self) -> Any:
@@ -74,12 +76,27 @@ class Llama:
         self.child.wait()
 
 
+def gguf_name(name: str, *, hybrid: bool = False) -> str:
+    """llama.cpp's name of one of transformers' tensors."""
+    from tinsmith.files import gguf_model  # which the child does not have
+
+    plain = name.replace("language_model.", "")
+    layer, _, rest = plain.removeprefix(gguf_model.LAYERS).partition(".")
+    found = HYBRID.get(rest) if hybrid else None
+    return gguf_model.gguf_name(plain) if found is None else f"blk.{layer}.{found}"
+
+
 def side(llama: Llama, prompts: Iterator[np.ndarray], new: int) -> Callable[[], tuple]:
     """A call that decodes the next prompts, and what the child measured of it."""
     return lambda: llama.generate(next(prompts), new)
 
 
-# ---- the child: the GGUF file ----
+# ---- the GGUF file ----
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json."""
+    return json.loads((folder / "config.json").read_text())
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, str, np.ndarray]]:
@@ -94,16 +111,6 @@ def tensors(folder: Path) -> Iterator[tuple[str, str, np.ndarray]]:
             begin, end = entry["data_offsets"]
             bits = data[begin:end].view({"F32": np.float32, "BF16": np.uint16}[entry["dtype"]])
             yield name, entry["dtype"], bits.reshape(entry["shape"])
-
-
-def gguf_name(name: str, modules: dict[str, str] = MODULES) -> str:
-    """llama.cpp's name of one of transformers' tensors."""
-    module = name.removesuffix(".weight").replace("language_model.", "")
-    if module in WHOLE:
-        return f"{WHOLE[module]}.weight"
-    layer, _, rest = module.removeprefix("model.layers.").partition(".")
-    plain = {"linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}
-    return f"blk.{layer}.{plain.get(rest) or modules[rest] + '.weight'}"
 
 
 def hybrid(config: dict[str, Any], name: str, bits: np.ndarray) -> np.ndarray:
@@ -127,11 +134,12 @@ def hybrid(config: dict[str, Any], name: str, bits: np.ndarray) -> np.ndarray:
     return bits[np.concatenate([np.arange(first), first + order])]
 
 
-def write_gguf(folder: Path) -> Path:
-    """The checkpoint as a GGUF file beside it; all but matrices in f32, as llama.cpp wants it."""
+def write_gguf(folder: Path, names: dict[str, str]) -> Path:
+    """The checkpoint as a GGUF file beside it, its tensors under these names; all but matrices in
+    f32, as llama.cpp wants it."""
     import gguf
 
-    config = json.loads((folder / "config.json").read_text())
+    config = read_config(folder)
     is_hybrid = "linear_num_key_heads" in config
     file = folder / "model.gguf"
     writer = gguf.GGUFWriter(file, "qwen35" if is_hybrid else "qwen3")
@@ -166,8 +174,7 @@ def write_gguf(folder: Path) -> Path:
         bf16 = gguf.GGMLQuantizationType.BF16 if bits.dtype == np.uint16 else None
         bits = np.ascontiguousarray(bits)
         raw = bits.view(np.uint8) if bf16 else bits
-        place = gguf_name(name, HYBRID if is_hybrid else MODULES)
-        writer.add_tensor(place, raw, raw_dtype=bf16)
+        writer.add_tensor(names[name], raw, raw_dtype=bf16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -271,10 +278,11 @@ class Engine:
 def main() -> None:
     """Answers each line of the standard input with one on the standard output."""
     folder, threads, clock = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    names = json.loads(sys.stdin.readline())
     try:
         import llama_cpp
 
-        engine = Engine(write_gguf(folder), threads, clock)
+        engine = Engine(write_gguf(folder, names), threads, clock)
     except (ImportError, RuntimeError) as error:
         print(json.dumps({"error": f"llama.cpp is absent: {error}"}), flush=True)
         return

@@ -45,8 +45,8 @@ SLOW_FILES = (
 # Left out of it too, but too short to come first.
 OTHER_SLOW_FILES = (
     "anthropic", "attack_engine", "attack_server", "attack_store", "connections", "foreign_page",
-    "gather_backward", "gguf", "hostile_graphs", "openai", "opsd", "page", "server_sampling",
-    "store_server", "turns", "weights_lifecycle",
+    "gather_backward", "gguf", "gguf_export", "hostile_graphs", "openai", "opsd", "page",
+    "server_sampling", "store_server", "turns", "weights_lifecycle",
 )  # fmt: skip
 SLOW_DEVICES = re.compile("cuda|gpu|emulat|cpu-")
 

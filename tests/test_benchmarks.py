@@ -249,7 +249,9 @@ def test_gguf_of_a_hybrid_has_the_value_heads_of_one_key_head_apart() -> None:
 
 def test_gguf_names() -> None:
     names = ("model.layers.3.self_attn.q_norm.weight", "model.embed_tokens.weight")
-    assert [llama.gguf_name(name) for name in names] == [
-        "blk.3.attn_q_norm.weight",
-        "token_embd.weight",
-    ]
+    wanted = ["blk.3.attn_q_norm.weight", "token_embd.weight"]
+    assert [llama.gguf_name(name) for name in names] == wanted
+    nested = [name.replace("model.", "model.language_model.", 1) for name in names]
+    assert [llama.gguf_name(name, hybrid=True) for name in nested] == wanted
+    bias = llama.gguf_name("model.layers.2.linear_attn.dt_bias", hybrid=True)
+    assert bias == "blk.2.ssm_dt.bias"

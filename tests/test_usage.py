@@ -32,6 +32,7 @@ BAD = {
     "--rank": (*NUMBERS, "0", "4097"),
     "--steps": (*NUMBERS, "0", "-1", "3000"),
     "--out": ("/dev/null",),
+    "--type": ("q8_0", "BF16", ""),
 }
 # Those whose value is a name, which is looked for when the command runs; or any text.
 NAMES = {"--host", "--api-key", "--api-key-file", "--allow-host", "--allow-origin", "--model"}

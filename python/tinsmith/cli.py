@@ -148,7 +148,13 @@ def _pull_options(parser: argparse.ArgumentParser) -> None:
 def _export_options(parser: argparse.ArgumentParser) -> None:
     usage.add_model(parser)
     parser.add_argument("adapter", help="a checkpoint's or PEFT's folder, or a tinker:// path")
-    parser.add_argument("out", type=Path, help="the folder to write, which may not exist")
+    parser.add_argument("out", type=Path, help="the folder or file to write, which may not exist")
+    parser.add_argument(
+        "--gguf", action="store_true", help="write one GGUF file, for llama.cpp, not a folder"
+    )
+    parser.add_argument(
+        "--type", choices=("bf16", "f16", "f32"), help="of a GGUF file's matrices (bf16)"
+    )
     usage.add_checkpoints(parser, "where tinker:// paths are looked for")
 
 
@@ -384,9 +390,18 @@ def _pull(options: argparse.Namespace) -> None:
 
 def _export(options: argparse.Namespace) -> None:
     from tinsmith.files.export import export, find_adapter
+    from tinsmith.files.gguf_export import export_gguf
 
+    if options.type and not options.gguf:
+        raise ValueError("--type is a GGUF file's: add --gguf; a folder has the base model's types")
+    if options.out.suffix == ".gguf" and not options.gguf:
+        raise ValueError(f"{options.out} would be a folder: add --gguf, or choose another name")
     folder = find_adapter(options.adapter, options.checkpoints)
-    count = export(pull.find(options.model, fetch=options.pull), folder, options.out)
+    model = pull.find(options.model, fetch=options.pull)
+    if options.gguf:
+        count = export_gguf(model, folder, options.out, options.type or "bf16")
+    else:
+        count = export(model, folder, options.out)
     print(f"{options.out}: {count} matrices of {options.model} changed by {folder}")
 
 
@@ -455,10 +470,14 @@ COMMANDS = {
     ),
     "export": Command(
         "merge an adapter into its base model",
-        ("tinsmith export models/qwen3 tinker://RUN/weights/final models/qwen3-tuned",),
+        (
+            "tinsmith export models/qwen3 tinker://RUN/weights/final models/qwen3-tuned",
+            "tinsmith export models/qwen3 tinker://RUN/weights/final qwen3-tuned.gguf --gguf",
+        ),
         _export_options,
         _export,
-        "Writes a Hugging Face folder of the base model with the adapter merged in.",
+        "Writes the base model with the adapter merged in: a Hugging Face folder, or with --gguf "
+        "one file that llama.cpp runs.",
     ),
 }
 

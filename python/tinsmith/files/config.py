@@ -195,12 +195,17 @@ def _rope(file: Path, content: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
+def rope_theta(file: Path, content: dict[str, Any]) -> float:
+    """The base of the frequencies' powers."""
+    return number(file, {"rope_theta": 10000.0} | content | _rope(file, content), "rope_theta")
+
+
 @np.errstate(all="ignore")
 def frequencies(file: Path, content: dict[str, Any], rotary: int) -> NDArray[np.float32]:
     """The angle by which a position turns each pair of a head's `rotary` first elements. Sections
     for the axes of an image (mrope) say nothing about text, whose positions are all alike."""
     rope = _rope(file, content)
-    theta = number(file, {"rope_theta": 10000.0} | content | rope, "rope_theta")
+    theta = rope_theta(file, content)
     exponents = np.arange(0, rotary, 2).astype(np.float32) / np.float32(rotary)
     # A float64 power, rounded, is torch's float32 power but for the last bit of one in a hundred.
     powers = (float(np.float32(theta)) ** exponents.astype(np.float64)).astype(np.float32)

@@ -72,9 +72,9 @@ def _make(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def unfinished(place: Path) -> Iterator[Path]:
+def unfinished(place: Path, what: str = "checkpoint") -> Iterator[Path]:
     """A new folder beside its later place. It is removed unless it was moved there; a full disk is
-    told with a sentence."""
+    told with a sentence, which says what was to be there."""
     folder = place.with_name(f"{place.name}~{secrets.token_hex(4)}")
     try:
         make_folder(place.parent)
@@ -83,7 +83,7 @@ def unfinished(place: Path) -> Iterator[Path]:
     except BaseException as error:
         remove(folder)
         if isinstance(error, OSError) and error.errno in FULL:
-            message = f"the disk is full: the checkpoint {place} was not written"
+            message = f"the disk is full: the {what} {place} was not written"
             raise OSError(error.errno, message) from None
         raise
 

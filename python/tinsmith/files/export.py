@@ -6,9 +6,10 @@ bfloat16. A tied head that the adapter trained becomes a tensor of its own. Ever
 base model's folder, the tokenizer above all, is copied. The result appears whole or not at all.
 """
 
+import contextlib
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,76 +36,94 @@ def find_adapter(name: str, checkpoints: Path | None) -> Path:
     return folder
 
 
+class Merged:
+    """A base model's tensors with an adapter merged in, by their names. Each is made when it is
+    asked for. `config` is the merged model's config.json, `count` how many modules are changed."""
+
+    def __init__(
+        self, model: Path, base: weights.Tensors, lora: peft.Lora, matrices: weights.Tensors
+    ) -> None:
+        family, places = families.read_places(model)  # refuses what could not have been trained on
+        said = config.read_json(model / config.CONFIG_FILE)
+        head, embed = family.tensor("head", -1), family.tensor("embed", -1)
+        self._base, self._matrices, self._scale = base, matrices, lora.alpha / lora.rank
+        self._changed: dict[str, list[tuple[str, families.Place | None]]] = {}
+        for module in lora.modules:
+            name = families.plain(module)
+            place = places.get(name)
+            tensor = place.tensor if place else family.spelled(f"{name}.weight")
+            self._changed.setdefault(tensor, []).append((module, place))
+        tied = bool(said.get(config.TIED, False))
+        self._sources = {name: name for name in base if not (tied and name == head)}
+        untied = tied and head in self._changed
+        if untied:
+            self._sources[head] = embed
+        missing = sorted(self._changed.keys() - self._sources.keys())
+        if missing:
+            raise ValueError(f"{model} has no {missing[0]}: the adapter belongs to another model")
+        self.config = peft.options(said, untied=untied)
+        self.count = len(lora.modules)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def entry(self, name: str) -> weights.Entry:
+        """Where the base model has the tensor."""
+        return self._base.entry(self._sources[name])
+
+    def make(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
+        """A tensor in a type, rounded once."""
+        source, parts = self._base[self._sources[name]], self._changed.get(name, ())
+        return peft.merge(source, self._matrices, parts, self._scale, dtype)
+
+
+@contextlib.contextmanager
+def open_merged(model: Path, adapter: Path) -> Iterator[Merged]:
+    """The merged model while its files are open."""
+    lora, matrices = read(
+        adapter, lambda version: (peft.describe(version), checkpoint.open_adapter(version))
+    )
+    with matrices, gguf_model.open_tensors(model) as base:
+        yield Merged(model, base, lora, matrices)
+
+
 def export(model: Path, adapter: Path, out: Path) -> int:
     """Writes the merged model; returns how many of its tensors the adapter changed."""
     if out.exists():
         raise FileExistsError(f"{out} exists; choose another folder")
-    lora, matrices = read(
-        adapter, lambda version: (peft.describe(version), checkpoint.open_adapter(version))
-    )
-    family, places = families.read_places(model)  # refuses what could not have been trained on
-    with disk.unfinished(out) as temporary:
-        with gguf_model.open_tensors(model) as base, matrices:
-            _write(temporary, model, family, places, base, lora, matrices)
+    with (
+        open_merged(model, adapter) as merged,
+        disk.unfinished(out, "model") as temporary,
+    ):
+        _write(temporary, merged)
         for file in model.iterdir():
             copy = temporary / file.name
             if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not copy.exists():
                 with file.open("rb") as source, disk.create(copy) as target:
                     shutil.copyfileobj(source, target)
         disk.put(temporary, out, overwrite=False)
-    return len(lora.modules)
+        return merged.count
 
 
-def _write(
-    folder: Path,
-    model: Path,
-    family: families.Family,
-    places: Mapping[str, families.Place],
-    base: weights.Tensors,
-    lora: peft.Lora,
-    matrices: weights.Tensors,
-) -> None:
-    said = config.read_json(model / config.CONFIG_FILE)
-    head, embed = family.tensor("head", -1), family.tensor("embed", -1)
-    changed: dict[str, list[tuple[str, families.Place | None]]] = {}
-    for module in lora.modules:
-        name = families.plain(module)
-        place = places.get(name)
-        tensor = place.tensor if place else family.spelled(f"{name}.weight")
-        changed.setdefault(tensor, []).append((module, place))
-    tied = bool(said.get("tie_word_embeddings", False))
-    sources = {name: name for name in base if not (tied and name == head)}
-    untied = tied and head in changed
-    if untied:
-        sources[head] = embed
-    missing = sorted(changed.keys() - sources.keys())
-    if missing:
-        raise ValueError(f"{model} has no {missing[0]}: the adapter belongs to another model")
-
+def _write(folder: Path, merged: Merged) -> None:
     def form(name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        entry = base.entry(sources[name])
+        entry = merged.entry(name)
         return np.dtype(weights.READ.get(entry.dtype, weights.READ["BF16"])), entry.shape
 
-    def make(name: str) -> np.ndarray:
-        source = base[sources[name]]
-        parts = changed.get(name, ())
-        merged = peft.merge(source, matrices, parts, lora.alpha / lora.rank) if parts else source
-        dtype = form(name)[0]
-        return merged if merged.dtype == dtype else weights.narrow(merged, dtype)
-
     shards: dict[str, list[str]] = {}
-    for name, source in sources.items():
-        file = base.entry(source).file
+    for name in merged:
+        file = merged.entry(name).file
         shard = weights.SINGLE_FILE if file.suffix == gguf_model.SUFFIX else file.name
         shards.setdefault(shard, []).append(name)
     sizes = 0
     for shard, names in shards.items():
         forms = {name: form(name) for name in names}
         sizes += sum(dtype.itemsize * math.prod(shape) for dtype, shape in forms.values())
-        weights.write_each(folder / shard, forms, make, {"format": "pt"})
+        weights.write_each(
+            folder / shard, forms, lambda name: merged.make(name, form(name)[0]), {"format": "pt"}
+        )
     if list(shards) != [weights.SINGLE_FILE]:
         places = {name: shard for shard, names in shards.items() for name in names}
         index = {"metadata": {"total_size": sizes}, "weight_map": places}
         disk.write_json(folder / weights.INDEX_FILE, index)
-    merged = peft.options(said, untied=untied)
-    disk.write_json(folder / config.CONFIG_FILE, merged)
+    disk.write_json(folder / config.CONFIG_FILE, merged.config)

@@ -49,6 +49,7 @@ INNER = {
     "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }  # fmt: skip
+LAYERS = "model.layers."  # at Hugging Face, before a layer's number
 PAIRED = "self_attn.q_proj", "self_attn.k_proj"  # where an architecture has PAIRS
 ROPE = "rope_freqs.weight"
 # The only factors that are known: Llama 3.1's.
@@ -144,8 +145,7 @@ def _files(header: Header, known: Architectures) -> dict[str, Any]:
     ends = [special[name] for name in ("eos", "eot", "eom") if name in special]
     ends = list(dict.fromkeys(ends))
     said = _config(header, arch) | {"architectures": [architecture]}
-    heads = said["num_attention_heads"], said["num_key_value_heads"]
-    paired = dict(zip(PAIRED, heads, strict=True)) if order == PAIRS else {}
+    paired = heads_in_pairs(order, said["num_attention_heads"], said["num_key_value_heads"])
     ids = {f"{name}_token_id": special[name] for name in ("bos", "pad") if name in special}
     ids |= {"eos_token_id": ends} if ends else {}
     return {
@@ -287,12 +287,29 @@ def hugging_face_name(name: str) -> str:
     block, _, inner = stem.partition(".")[2].partition(".")
     if not name.startswith("blk.") or inner not in INNER:
         return name
-    return f"model.layers.{block}.{INNER[inner]}.{end}"
+    return f"{LAYERS}{block}.{INNER[inner]}.{end}"
+
+
+def gguf_name(name: str) -> str:
+    """A tensor's name in a GGUF file, from that at Hugging Face."""
+    stem, _, end = name.rpartition(".")
+    outer = {ours: theirs for theirs, ours in OUTER.items()}
+    if stem in outer:
+        return f"{outer[stem]}.{end}"
+    inner = {ours: theirs for theirs, ours in INNER.items()}
+    if not name.startswith(LAYERS) or module_of(name) not in inner:
+        raise ValueError(f"GGUF files have no name for the tensor {name:.200}")
+    return f"blk.{name.split('.')[2]}.{inner[module_of(name)]}.{end}"
 
 
 def module_of(name: str) -> str:
     """A tensor's place in its layer: "self_attn.q_proj"."""
     return ".".join(name.split(".")[3:-1])
+
+
+def heads_in_pairs(order: str, heads: int, kv_heads: int) -> dict[str, int]:
+    """How many heads the modules have whose rows lie in pairs."""
+    return dict(zip(PAIRED, (heads, kv_heads), strict=True)) if order == PAIRS else {}
 
 
 def in_halves(rows: np.ndarray, heads: int) -> np.ndarray:

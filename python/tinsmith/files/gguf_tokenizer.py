@@ -4,12 +4,19 @@ Two kinds are read. "gpt2" is byte-level BPE: tokens and merges are in the file,
 text is cut before; PRE is the table of these names. "llama" is SentencePiece's BPE: each token has
 a score, and neighbours merge whose union has the highest. That is BPE whose merges are all pairs of
 tokens that make up a token, by falling score (as transformers converts sentencepiece's files).
+
+The other way, `tokenizer_keys` finds a tokenizer.json's row of PRE by what the file spells out. It
+writes byte-level BPE, and refuses what llama.cpp would not compute alike. (llama.cpp has no Unicode
+forms: text that is not composed can have other tokens there, where a row has nfc.)
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from tinsmith.files import tokenizer
+from tinsmith.files.config import CONFIG_FILE, read_json
 from tinsmith.files.gguf_header import Header
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED = 1, 2, 3, 4, 5  # of tokenizer.ggml.token_type
@@ -50,6 +57,8 @@ PRE = {
     "qwen2": Pre(_split(_WORDS % ""), nfc=True),
     "llama-bpe": Pre(_split(_WORDS % "{1,3}"), whole=True, bos=True),
 }
+# What steps are where tokenizer.json leaves it out; offsets are of no interest.
+_DEFAULTS = {"add_prefix_space": True, "use_regex": True}
 ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
 
 
@@ -216,3 +225,191 @@ def _config(header: Header, special: Mapping[str, int]) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
     }
+
+
+# ---- the other way: a folder's tokenizer as the keys of a file ----
+
+KEYS = "tokenizer.ggml."
+TEMPLATE_FILE, TEMPLATE = "chat_template.jinja", "tokenizer.chat_template"
+ENDS = ("eos", "eot", "eom")  # the tokens that a file can name as ends of a sequence
+
+
+def tokenizer_keys(folder: Path, vocab: int, ends: Sequence[int]) -> dict[str, Any]:
+    """The keys of a GGUF file for a folder's tokenizer, with as many tokens as the embedding has
+    rows. `ends` are the ids that end a sequence. ValueError for a tokenizer that llama.cpp does not
+    have."""
+    file = folder / tokenizer.TOKENIZER_FILE
+    known, content = tokenizer.read(folder), read_json(file)
+    try:
+        return _keys(folder, file, content, known, vocab, ends)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is not a tokenizer: {error!r:.200}") from None
+
+
+def _keys(
+    folder: Path,
+    file: Path,
+    content: Mapping[str, Any],
+    known: Mapping[str, int],
+    vocab: int,
+    ends: Sequence[int],
+) -> dict[str, Any]:
+    pre = _pre_of(file, content)
+    added = [token for token in content.get("added_tokens") or () if isinstance(token, dict)]
+    for token in added:
+        for key in ("lstrip", "rstrip", "single_word"):
+            if token.get(key):
+                raise ValueError(
+                    f"{file}: the token {token['content']!r:.60} has {key}, which llama.cpp does "
+                    "not know"
+                )
+    tokens = _tokens(file, known, vocab)
+    kinds = {token["id"]: CONTROL if token.get("special") else USER for token in added}
+    unused = set(range(vocab)) - set(known.values())
+    types = [UNUSED if index in unused else kinds.get(index, NORMAL) for index in range(vocab)]
+    settings = _settings(folder)
+    special, around = _special(folder, settings, known), _around(file, content)
+    special |= {name: known[token] for name, token in around.items()}
+    special |= _named_ends(folder, special.pop("eos", None), ends, fixed="eos" in around)
+    names = {"unk": "unknown", "pad": "padding"}
+    return {
+        KEYS + "model": "gpt2",
+        KEYS + "pre": pre,
+        KEYS + "tokens": tokens,
+        KEYS + "token_type": types,
+        KEYS + "merges": _merges(file, content),
+        **{f"{KEYS}{names.get(name, name)}_token_id": index for name, index in special.items()},
+        **{f"{KEYS}add_{name}_token": name in around for name in ("bos", "eos")},
+        **_templates(folder, settings),
+    }
+
+
+def _pre_of(file: Path, content: Mapping[str, Any]) -> str:
+    """The name in PRE of how a tokenizer.json cuts texts."""
+    model = content["model"]
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        raise ValueError(
+            f"{file}: the tokenizer is {model.get('type')!r:.60}, not byte-level BPE, which alone "
+            "can be written to a GGUF file"
+        )
+
+    def listed(key: str, inner: str) -> list[Any]:
+        part = content.get(key) or {}
+        return part[inner] if part.get("type") == "Sequence" else [part] if part else []
+
+    def plain(step: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {key: value for key, value in step.items() if key != "trim_offsets"}
+        return (_DEFAULTS if step.get("type") == "ByteLevel" else {}) | kept
+
+    steps = [plain(step) for step in listed("pre_tokenizer", "pretokenizers")]
+    normal = [step.get("type") for step in listed("normalizer", "normalizers")]
+    for name, pre in PRE.items():
+        same = steps == [plain(step) for step in pre.steps] and normal == ["NFC"] * pre.nfc
+        if same and bool(model.get("ignore_merges")) == pre.whole:
+            return name
+    raise ValueError(
+        f"{file}: texts are cut in a way that has no name here that llama.cpp knows; "
+        f"{', '.join(sorted(PRE))} are known"
+    )
+
+
+def _tokens(file: Path, known: Mapping[str, int], vocab: int) -> list[str]:
+    """All tokens by their ids; ids without a token get one of which nothing is made."""
+    tokens: list[str] = [f"[PAD{index}]" for index in range(vocab)]
+    seen = set()
+    for token, index in known.items():
+        if index >= vocab:
+            raise ValueError(f"{file}: {token!r:.60} has the id {index}, the model {vocab} rows")
+        if index in seen:
+            raise ValueError(f"{file}: {token!r:.60} and {tokens[index]!r:.60} have one id")
+        seen.add(index)
+        tokens[index] = token
+    if "" in known or len(set(tokens)) < vocab:
+        raise ValueError(f"{file}: a token is empty, or is called [PAD...] as those without a name")
+    return tokens
+
+
+def _merges(file: Path, content: Mapping[str, Any]) -> list[str]:
+    merges = []
+    for merge in content["model"].get("merges") or ():
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if len(parts) != 2 or any(" " in part for part in parts):
+            raise ValueError(f"{file}: the merge {merge!r:.60} is not of two tokens without spaces")
+        merges.append(" ".join(parts))
+    if not merges:
+        raise ValueError(f"{file} has no merges, which llama.cpp needs")
+    return merges
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, above the older special_tokens_map.json."""
+    files = folder / "special_tokens_map.json", folder / "tokenizer_config.json"
+    found: dict[str, Any] = {}
+    for file in files:
+        found |= read_json(file) if file.is_file() else {}
+    return found
+
+
+def _special(folder: Path, settings: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, int]:
+    """The ids of bos, eos, unk and pad, where a folder names them."""
+    said = read_json(folder / CONFIG_FILE)
+    found = {}
+    for name in ("bos", "eos", "unk", "pad"):
+        token = settings.get(f"{name}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        index = known.get(token) if isinstance(token, str) else said.get(f"{name}_token_id")
+        if type(index) is int and index in known.values():
+            found[name] = index
+    return found
+
+
+def _around(file: Path, content: Mapping[str, Any]) -> dict[str, str]:
+    """The tokens that a text gets before it (bos) and behind it (eos)."""
+    processor = content.get("post_processor") or {"type": "ByteLevel"}
+    sequence = processor.get("type") == "Sequence"
+    found: dict[str, str] = {}
+    for part in processor["processors"] if sequence else [processor]:
+        if part.get("type") == "ByteLevel":
+            continue
+        names, place = [], "bos"
+        for item in part.get("single", ()) if part.get("type") == "TemplateProcessing" else "?":
+            if "SpecialToken" in item:
+                names.append(place)
+                found[place] = item["SpecialToken"]["id"]
+            elif "Sequence" in item:
+                place = "eos"
+            else:
+                names += [place] * 2
+        if len(names) != len(set(names)):
+            raise ValueError(f"{file}: llama.cpp can't have what is put around a text here")
+    return found
+
+
+def _named_ends(
+    folder: Path, eos: int | None, ends: Sequence[int], *, fixed: bool
+) -> dict[str, int]:
+    """The ids that end a sequence by the names that a file has for them. eos is the tokenizer's, if
+    it is one of them; `fixed` if it comes behind every text too."""
+    eos = eos if eos is not None and (eos in ends or fixed) else next(iter(ends), None)
+    if eos is None:
+        raise ValueError(f"{folder} names no token that ends a sequence, as a GGUF file has to")
+    found = list(dict.fromkeys([eos, *ends]))
+    if len(found) > len(ENDS):
+        raise ValueError(
+            f"{folder} has {len(found)} tokens that end a sequence; a GGUF file names at most "
+            f"{len(ENDS)}"
+        )
+    return dict(zip(ENDS, found, strict=False))
+
+
+def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat templates."""
+    found = settings.get("chat_template")
+    if (folder / TEMPLATE_FILE).is_file():
+        found = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+    if not isinstance(found, list):
+        return {TEMPLATE: found} if isinstance(found, str) else {}
+    named = {item["name"]: item["template"] for item in found}
+    keys = {TEMPLATE: named.pop("default")} if "default" in named else {}
+    keys |= {f"{TEMPLATE}.{name}": text for name, text in named.items()}
+    return keys | ({f"{TEMPLATE}s": list(named)} if named else {})

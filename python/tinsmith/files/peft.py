@@ -264,10 +264,11 @@ def merge(
     adapter: Mapping[str, np.ndarray],
     parts: Sequence[tuple[str, families.Place | None]],
     scale: float,
+    dtype: np.dtype[Any],
 ) -> np.ndarray:
-    """A tensor with the matrices of modules added, in its type; each module's weight is at its
-    place in the tensor, or all of it."""
-    merged, end = np.array(base), 0
+    """A tensor with the matrices of modules added, in a type; each module's weight is at its place
+    in the tensor, or all of it."""
+    merged, end = weights.convert(base, dtype), 0
     for module, place in sorted(parts, key=lambda part: part[1].first if part[1] else 0):
         a, b = (weights.widen(adapter[checkpoint.matrix_name(module, letter)]) for letter in "AB")
         shape = (place.rows, place.cols) if place else base.shape
@@ -284,7 +285,7 @@ def merge(
             some = b[row : row + ROWS]
             rows = slice(first + row, first + row + len(some))
             whole = weights.widen(base[rows]) + np.float32(scale) * (some @ a)
-            merged[rows] = weights.narrow(whole, base.dtype)
+            merged[rows] = weights.narrow(whole, dtype)
     return merged
 
 

@@ -202,6 +202,11 @@ def narrow(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
+def convert(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    """A copy in another type, rounded once."""
+    return np.array(array) if array.dtype == dtype else narrow(widen(array), dtype)
+
+
 def check_finite(array: np.ndarray, what: str) -> None:
     """ValueError for an array with a NaN or an infinity, which is never a weight; `what` names
     it."""
