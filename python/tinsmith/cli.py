@@ -195,6 +195,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     usage.add_dtype(parser)
     usage.add_checkpoints(parser, "where save_state writes to")
     parser.add_argument(
+        "--expire",
+        action="store_true",
+        help="delete checkpoints whose ttl is over (default: a ttl is a mark, nothing is deleted)",
+    )
+    parser.add_argument(
         "--seed", type=usage.seed, help="requests without a seed then draw the same in each run"
     )
 
@@ -242,6 +247,7 @@ def _serve(options: argparse.Namespace) -> None:
         memory=options.memory,
         preload=options.preload,
         seed=options.seed,
+        expire=options.expire,
     ) as backend:
         print(f"tinsmith serves {', '.join(models)} at {backend.url}")
         print(f"checkpoints are in {backend.checkpoints}; in a client's shell:")
@@ -288,6 +294,7 @@ def _run(options: argparse.Namespace) -> int:
         threads=options.threads,
         memory=options.memory,
         seed=options.seed,
+        expire=options.expire,
     )
 
 

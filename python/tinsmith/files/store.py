@@ -3,7 +3,8 @@
 Reading needs nothing but the folder. A server claims it first: it takes the folder's lock, and
 clears what a process that was killed has left unfinished. Every change happens whole or not at all
 (disk.py) and is on disk when it is answered; every reader sees one version (version.py). Folders
-that no path can name are passed over. A checkpoint's own folder and its files are never links.
+that no path can name are passed over. A checkpoint's own folder and its files are never links. A
+ttl is a mark alone, unless the store is told to let checkpoints expire.
 """
 
 import contextlib
@@ -45,8 +46,9 @@ class Place:
 class Store:
     """See the file's header."""
 
-    def __init__(self, root: Path | str) -> None:
+    def __init__(self, root: Path | str, *, expire: bool = False) -> None:
         self.root = Path(root).resolve()
+        self.expire = expire
         self._lock: FolderLock | None = None
 
     def claim(self, address: str = "", *, shared: bool = False) -> None:
@@ -140,8 +142,25 @@ class Store:
             raise FileNotFoundError(f"there is no checkpoint {tinker_path}") from None
 
     def meta(self, tinker_path: str) -> Meta:
-        """A checkpoint's Meta. FileNotFoundError if there is none, or its ttl is over."""
-        return as_meta(self.read(tinker_path, _alive(tinker_path)))
+        """A checkpoint's Meta. FileNotFoundError if there is none, or it has ended."""
+        return as_meta(self.read(tinker_path, self._alive(tinker_path)))
+
+    def has_ended(self, meta: Meta) -> bool:
+        """Whether a checkpoint is to be found no more: its ttl is over, and that counts here."""
+        return self.expire and meta.expired
+
+    def _alive(self, tinker_path: str) -> Callable[[Version], dict[str, Any]]:
+        """content_of, for a checkpoint that is still to be found."""
+
+        def read_alive(version: Version) -> dict[str, Any]:
+            content = content_of(version)
+            if self.has_ended(as_meta(content)):
+                raise FileNotFoundError(
+                    f"there is no checkpoint {tinker_path} any more: its ttl is over"
+                )
+            return content
+
+        return read_alive
 
     def delete(self, tinker_path: str) -> None:
         """Removes a checkpoint, readable or not. FileNotFoundError where there is none."""
@@ -150,11 +169,12 @@ class Store:
             raise FileNotFoundError(f"there is no checkpoint {tinker_path}")
 
     def delete_expired(self) -> list[str]:
-        """Removes expired checkpoints; returns their paths."""
+        """Removes checkpoints whose ttl is over; returns their paths, which the log has too."""
         gone = []
         for path in [path for run in self.runs() for path in self.checkpoints(run)]:
             with contextlib.suppress(OSError, ValueError):  # damaged, or deleted meanwhile
                 if self.read(path, self._remove_expired):
+                    log.info("the checkpoint %s has expired", path)
                     gone.append(path)
         return gone
 
@@ -189,7 +209,7 @@ class Store:
             with disk.alone(version.folder.parent):
                 if version.replaced():
                     raise FileNotFoundError(f"{version.folder / META_FILE} was replaced")
-                content = _alive(tinker_path)(version)
+                content = self._alive(tinker_path)(version)
                 content |= changes(as_meta(content))
                 as_meta(content)
                 version.replace_json(META_FILE, content)
@@ -209,7 +229,7 @@ class Store:
             def share(version: Version) -> None:
                 for file in temporary.iterdir():  # of a version that was replaced meanwhile
                     file.unlink()
-                content = _alive(tinker_path)(version) | changes
+                content = self._alive(tinker_path)(version) | changes
                 as_meta(content)
                 for file in content["files"]:
                     _check_size(version, content, file)
@@ -224,14 +244,14 @@ class Store:
     def files(self, tinker_path: str) -> tuple[str, list[str]]:
         """A name for a checkpoint's version, and the names of its files, without those that only
         tinsmith reads."""
-        content = self.read(tinker_path, _alive(tinker_path))
+        content = self.read(tinker_path, self._alive(tinker_path))
         return _version(content), sorted(content["files"])
 
     def open(self, tinker_path: str) -> tuple[str, dict[str, BinaryIO]]:
         """The same with the files opened, all of one version; whoever takes them closes them."""
 
         def take(version: Version) -> tuple[str, dict[str, BinaryIO]]:
-            content = _alive(tinker_path)(version)
+            content = self._alive(tinker_path)(version)
             with contextlib.ExitStack() as undo:
                 found = {}
                 for name in sorted(content["files"]):
@@ -241,20 +261,6 @@ class Store:
             return _version(content), found
 
         return self.read(tinker_path, take)
-
-
-def _alive(tinker_path: str) -> Callable[[Version], dict[str, Any]]:
-    """content_of, for a checkpoint whose ttl is not over."""
-
-    def read_alive(version: Version) -> dict[str, Any]:
-        content = content_of(version)
-        if as_meta(content).expired:
-            raise FileNotFoundError(
-                f"there is no checkpoint {tinker_path} any more: its ttl is over"
-            )
-        return content
-
-    return read_alive
 
 
 def _version(content: dict[str, Any]) -> str:

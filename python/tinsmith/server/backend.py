@@ -119,6 +119,7 @@ class Backend:
         *,
         checkpoints: Path,
         share_checkpoints: bool = False,
+        expire: bool = False,
         host: str = "127.0.0.1",
         port: int = 0,
         api_key: str | None = None,
@@ -146,7 +147,7 @@ class Backend:
             access.check_address(self._socket.getsockname()[0])
             name = f"[{host}]" if ":" in host else host
             self.url = f"http://{name}:{self._socket.getsockname()[1]}"
-            store = Store(self.checkpoints)
+            store = Store(self.checkpoints, expire=expire)
             undo.callback(store.close)
             store.claim(self.url, shared=share_checkpoints)
             self._state = State(store)
@@ -238,11 +239,10 @@ class Backend:
         return run if run in self._service.runs else ""
 
     def _expire(self, store: Store) -> None:
-        """Deletes expired checkpoints, even if no client connects."""
-        while True:
+        """Deletes expired checkpoints where that was asked for, even if no client connects."""
+        while store.expire:
             try:
-                for path in store.delete_expired():
-                    log.info("the checkpoint %s has expired", path)
+                store.delete_expired()
             except Exception:
                 log.exception("expired checkpoints could not be deleted")
             if self._closing.wait(EXPIRY_SECONDS):

@@ -37,6 +37,7 @@ def serve(
     memory: int | str | None = None,
     preload: bool | None = None,
     seed: int | None = None,
+    expire: bool = False,
 ) -> Backend:
     """Starts a server and returns it when it is ready; use it in a `with` statement.
 
@@ -54,6 +55,7 @@ def serve(
     preload: whether models are loaded before this returns. By default one model alone is, and
     several are loaded on first use. seed: requests without a seed of their own draw the same each
     time the same run is made, also when it is resumed. Without it they draw afresh.
+    expire: whether checkpoints are deleted when their ttl is over; by default a ttl is only a mark.
 
         with tinsmith.serve({"Qwen/Qwen3-0.6B": "models/qwen3"}) as backend:
             client = backend.service_client().create_lora_training_client("Qwen/Qwen3-0.6B")
@@ -78,6 +80,7 @@ def serve(
         memory=None if memory is None else memory_from(memory),
         preload=preload,
         seed=seed,
+        expire=expire,
     )
 
 
