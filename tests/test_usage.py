@@ -16,6 +16,7 @@ MEMORY = ("nonsense", "0", "-5", "G", "inf", "nan", "")
 BAD = {
     "--port": (*NUMBERS, "-1", "65536", "99999"),
     "--memory": MEMORY,
+    "--checkpoints-max": MEMORY,
     "--step-memory": MEMORY,
     "--device": ("tpu", ""),
     "--dtype": ("int8", ""),

@@ -195,6 +195,13 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     usage.add_dtype(parser)
     usage.add_checkpoints(parser, "where save_state writes to")
     parser.add_argument(
+        "--checkpoints-max",
+        type=usage.memory,
+        metavar="SIZE",
+        help="what all checkpoints there may take on the disk, such as 50G; a save that would pass "
+        "it is refused (default: no limit)",
+    )
+    parser.add_argument(
         "--expire",
         action="store_true",
         help="delete checkpoints whose ttl is over (default: a ttl is a mark, nothing is deleted)",
@@ -248,6 +255,7 @@ def _serve(options: argparse.Namespace) -> None:
         preload=options.preload,
         seed=options.seed,
         expire=options.expire,
+        checkpoints_max=options.checkpoints_max,
     ) as backend:
         print(f"tinsmith serves {', '.join(models)} at {backend.url}")
         print(f"checkpoints are in {backend.checkpoints}; in a client's shell:")
@@ -295,6 +303,7 @@ def _run(options: argparse.Namespace) -> int:
         memory=options.memory,
         seed=options.seed,
         expire=options.expire,
+        checkpoints_max=options.checkpoints_max,
     )
 
 

@@ -45,6 +45,7 @@ def run_recipe(
     memory: int | None,
     seed: int | None,
     expire: bool,
+    checkpoints_max: int | None,
 ) -> int:
     """Runs Python with `command` as its arguments; returns the exit code. The console shows what
     the backend does for the recipe's process."""
@@ -57,6 +58,7 @@ def run_recipe(
         "memory": memory,
         "seed": seed,
         "expire": expire,
+        "checkpoints_max": checkpoints_max,
     }
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -16,6 +16,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, get_args
 from urllib.parse import quote, unquote
@@ -23,6 +24,7 @@ from urllib.parse import quote, unquote
 from tinsmith.files import disk
 from tinsmith.files.lock import FolderLock
 from tinsmith.files.meta import META_FILE, Kind, Meta, as_meta, content_of, is_text
+from tinsmith.files.room import Room
 from tinsmith.files.version import Version, read
 
 log = logging.getLogger("tinsmith")
@@ -32,6 +34,7 @@ T = TypeVar("T")
 SCHEME = "tinker://"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _RUN_BYTES_MAX = 200
+CHANGED_BYTES = 1 << 10  # by which a copy's meta.json may be longer
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,12 @@ class Place:
 class Store:
     """See the file's header."""
 
-    def __init__(self, root: Path | str, *, expire: bool = False) -> None:
+    def __init__(
+        self, root: Path | str, *, expire: bool = False, bytes_max: int | None = None
+    ) -> None:
         self.root = Path(root).resolve()
         self.expire = expire
+        self.room = Room(self.root, bytes_max, lambda: expire and self.delete_expired())
         self._lock: FolderLock | None = None
 
     def claim(self, address: str = "", *, shared: bool = False) -> None:
@@ -218,22 +224,24 @@ class Store:
 
     def copy(self, tinker_path: str, run: str, **changes: Any) -> str:
         """Copies a checkpoint to another run under the same name, with changes in its Meta. The
-        files are shared: nothing ever writes to a finished one."""
+        files are shared: nothing ever writes to a finished one. OSError where there is no room."""
         _, kind, name = _parse(tinker_path)
         path = self.path(run, kind, name)
         folder = self.folder(path)
         if folder.exists():
             raise FileExistsError(f"the checkpoint {path} exists")
-        with disk.unfinished(folder) as temporary:
+        check = partial(self.room.check, place=folder)
+        with self.room.take(0, folder), disk.unfinished(folder) as temporary:
 
             def share(version: Version) -> None:
                 for file in temporary.iterdir():  # of a version that was replaced meanwhile
                     file.unlink()
                 content = self._alive(tinker_path)(version) | changes
                 as_meta(content)
+                check(version.stat(META_FILE).st_size + CHANGED_BYTES)
                 for file in content["files"]:
                     _check_size(version, content, file)
-                    version.share(file, temporary / file)
+                    version.share(file, temporary / file, check)
                 disk.write_json(temporary / META_FILE, content)
 
             self.read(tinker_path, share)
