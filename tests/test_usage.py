@@ -31,12 +31,14 @@ BAD = {
     "-n": (*NUMBERS, "0", "65537"),
     "--tokens": (*NUMBERS, "-5", "99999999999999999999"),
     "--rank": (*NUMBERS, "0", "4097"),
+    "--older-than": ("", "x", "d", "30", "nand", "infd", "-1d", "0d", "30 x", "1e30d"),
+    "--keep": (*NUMBERS, "0", "-1"),
     "--steps": (*NUMBERS, "0", "-1", "3000"),
     "--out": ("/dev/null",),
 }
 # Those whose value is a name, which is looked for when the command runs; or any text.
 NAMES = {"--host", "--api-key", "--api-key-file", "--allow-host", "--allow-origin", "--model"}
-NAMES |= {"--adapter", "--system", "-m"}
+NAMES |= {"--adapter", "--system", "-m", "--run"}
 
 
 TOP = cli._parser()

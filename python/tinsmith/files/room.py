@@ -11,7 +11,7 @@ own limit, so two that save in the same moment may pass it by what one of them s
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 Files = dict[tuple[int, int], int]  # the bytes of each file, by what is the same for all its names
@@ -58,7 +58,7 @@ class Room:
         """The bytes of all checkpoints but the one at `place`, whether they are finished or not."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self._root) as entries:
             runs = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-            return sum(files_in(*runs, without=place).values())
+            return sum(files_in(*runs, without=[place]).values())
         return 0
 
 
@@ -67,17 +67,18 @@ def bytes_in(*folders: Path) -> int:
     return sum(files_in(*folders).values())
 
 
-def files_in(*folders: Path, without: Path | None = None) -> Files:
-    """All files in some folders and below. Those are left out whose only names are that of
-    `without`, or below it."""
+def files_in(*folders: Path, without: Iterable[Path] = ()) -> Files:
+    """All files in some folders and below. Those are left out whose only names are among
+    `without`, or below."""
     found: Files = {}
+    others = {str(path) for path in without}
     for folder in folders:
         for above, below, names in os.walk(folder):
-            below[:] = [name for name in below if f"{above}/{name}" != str(without)]
+            below[:] = [name for name in below if f"{above}/{name}" not in others]
             for place in (f"{above}/{name}" for name in names):
                 with contextlib.suppress(OSError):  # gone meanwhile
                     stat = os.lstat(place)
-                    if place != str(without):
+                    if place not in others:
                         found[stat.st_dev, stat.st_ino] = stat.st_size
     return found
 

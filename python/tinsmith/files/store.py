@@ -64,9 +64,8 @@ class Store:
             disk.make_folder(self.root)
         self._lock = FolderLock(self.root, address, shared=shared)
         if self._lock.first:
-            for kind in get_args(Kind):
-                for left in sorted(self.root.glob(f"*/{kind}/*~*")):
-                    _recover(left)
+            for left in self._left():
+                _recover(left)
         if shared:
             self._lock.share()
         mode = self.root.stat().st_mode & 0o777 if self.root.is_dir() else 0
@@ -76,6 +75,14 @@ class Store:
                 self.root,
                 mode,
             )
+
+    def unfinished(self) -> list[Path]:
+        """What `claim` removes: the rest of saves whose process was killed; and, where a server has
+        the folder, what it writes now."""
+        return [left for left in self._left() if not _goes_back(left)]
+
+    def _left(self) -> list[Path]:
+        return sorted(left for kind in get_args(Kind) for left in self.root.glob(f"*/{kind}/*~*"))
 
     def close(self) -> None:
         """Gives the folder back."""
@@ -126,9 +133,7 @@ class Store:
             for name in _names(self.run_folder(run) / kind):
                 path = self.path(run, kind, name)
                 try:
-                    found.append(
-                        self.read(path, lambda version, path=path: place_of(path, version))
-                    )
+                    found.append(self.place(path))
                 except FileNotFoundError:  # deleted meanwhile
                     continue
                 except OSError:
@@ -136,6 +141,10 @@ class Store:
         return sorted(found, key=lambda place: (place.changed, place.path))
 
     # ---- one checkpoint ----
+
+    def place(self, tinker_path: str) -> Place:
+        """A checkpoint's place in a listing. FileNotFoundError where there is none."""
+        return self.read(tinker_path, lambda version: place_of(tinker_path, version))
 
     def read(self, tinker_path: str, work: Callable[[Version], T]) -> T:
         """What `work` finds in one version of a checkpoint. FileNotFoundError if there is none."""
@@ -168,10 +177,15 @@ class Store:
 
         return read_alive
 
-    def delete(self, tinker_path: str) -> None:
-        """Removes a checkpoint, readable or not. FileNotFoundError where there is none."""
+    def delete(self, tinker_path: str, stamp: str | None = None) -> None:
+        """Removes a checkpoint, readable or not; with the stamp of its Place, that version alone.
+        FileNotFoundError where there is none."""
         folder = self.folder(tinker_path)
-        if not folder.is_dir() or not self._remove(folder, lambda: True):
+
+        def wanted() -> bool:
+            return stamp is None or self.place(tinker_path).stamp == stamp
+
+        if not folder.is_dir() or not self._remove(folder, wanted):
             raise FileNotFoundError(f"there is no checkpoint {tinker_path}")
 
     def delete_expired(self) -> list[str]:
@@ -320,11 +334,18 @@ def _parse(tinker_path: str) -> tuple[str, str, str]:
 
 
 def _recover(left: Path) -> None:
-    """Finishes an interrupted save: a checkpoint moved aside goes back if nothing took its
-    place."""
-    place = left.with_name(left.name.partition("~")[0])
-    if left.name.endswith(disk.ASIDE) and not place.exists():
-        left.rename(place)
-        disk.sync(place.parent)
+    """Finishes an interrupted save."""
+    if _goes_back(left):
+        left.rename(_place_of(left))
+        disk.sync(left.parent)
         return
     disk.remove(left)
+
+
+def _goes_back(left: Path) -> bool:
+    """Whether it is a checkpoint that was moved aside, and nothing took its place."""
+    return left.name.endswith(disk.ASIDE) and not _place_of(left).exists()
+
+
+def _place_of(left: Path) -> Path:
+    return left.with_name(left.name.partition("~")[0])
