@@ -295,6 +295,7 @@ def test_checkpoints_have_sizes_and_a_time_to_live(page: Any, site: Site) -> Non
     expect(rows.filter(has_text="kept")).to_contain_text("never")
     gone = rows.filter(has_text="gone-soon")
     expect(gone).not_to_contain_text("never")
+    expect(gone).to_contain_text("only a mark")
     told = httpx.get(f"{site.url}/page/data/runs/{site.before.taught}/checkpoints").json()
     sizes = {row["path"].rpartition("/")[2]: row["bytes"] for row in told["checkpoints"]}
     assert f"{sizes['kept'] / 2**20:.2f} MiB" in rows.filter(has_text="kept").inner_text()

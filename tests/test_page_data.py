@@ -118,7 +118,8 @@ def test_samples_come_as_text(server: Backend, run: str) -> None:
 def test_checkpoints_have_sizes_and_ends(server: Backend, run: str) -> None:
     rows = {row["path"]: row for row in data(server, f"runs/{run}/checkpoints")["checkpoints"]}
     kept, gone = rows[f"tinker://{run}/weights/kept"], rows[f"tinker://{run}/sampler_weights/gone"]
-    assert kept["expires"] is None and gone["expires"] > gone["created"]
+    assert kept["ttl_ends"] is None and gone["ttl_ends"] > gone["created"]
+    assert kept["expires"] is gone["expires"] is False  # the server lets nothing expire
     assert (kept["kind"], gone["kind"], gone["step"]) == ("training", "sampler", 2)
     assert kept["bytes"] > gone["bytes"] > 0
     told = data(server, "models")

@@ -190,35 +190,87 @@ def test_a_ttl_is_set_and_cleared(rest, training, server):
         rest.set_checkpoint_ttl_from_tinker_path(first + "x", 7200).result()
 
 
-def test_an_expired_checkpoint_is_gone(server, rest, training, service_client):
+def make_old(folder: Path, *paths: str) -> None:
+    """Lets checkpoints have been saved a little more than an hour ago."""
+    for path in paths:
+        created = (datetime.now(UTC) - timedelta(seconds=3601)).isoformat()
+        Store(folder).update(path, created=created)
+
+
+def test_a_ttl_that_is_over_is_only_a_mark(server, rest, training, service_client):
+    """All of it is found, listed, changed and downloaded as before."""
     path = training.save_state("short", ttl_seconds=3600).result().path
-    kept = training.save_state("kept", ttl_seconds=7200).result().path
-    store = Store(server.checkpoints)
-    assert path not in store.delete_expired()
-    hours = (datetime.now(UTC) - timedelta(seconds=3601)).isoformat()
-    for item in (path, kept):
-        store.update(item, created=hours)
-    with pytest.raises(tinker.RequestFailedError, match="any more: its ttl is over"):
-        service_client.create_training_client_from_state(path).result()
+    sampler = training.save_weights_for_sampler("short", ttl_seconds=3600).result().path
+    external = training.save_weights_external("short", ttl_seconds=3600).result().path
+    make_old(server.checkpoints, path, sampler, external)
+    now = datetime.now(UTC)
     listed = rest.list_checkpoints(training.model_id).result().checkpoints
-    assert [item.tinker_path for item in listed] == [kept]
-    assert store.folder(path).is_dir()
-    assert store.delete_expired() == [path]
-    assert not store.folder(path).exists() and store.folder(kept).is_dir()
+    assert [item.tinker_path for item in listed] == [path, sampler, external]
+    assert all(item.expires_at < now for item in listed)
+    newest = rest.get_training_run(training.model_id).result().last_checkpoint
+    assert newest.tinker_path == path
+    search = Wire(server.url).post("/checkpoints/search", limit=200)["checkpoints"]
+    assert {path, sampler, external} <= {item["tinker_path"] for item in search}
+    models = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert sampler in {item["id"] for item in models}
+    page = f"{server.url}/page/data/runs/{training.model_id}/checkpoints"
+    assert len(httpx.get(page).json()["checkpoints"]) == 3
+    loaded = service_client.create_training_client_from_state(path).result()
+    np.testing.assert_array_equal(read(loaded), read(training))
+    urls = rest.get_external_weights_urls(external).result()
+    assert urls.expires - now > timedelta(hours=23)  # not in the past
+    assert httpx.get(urls.urls[checkpoint.CONFIG_FILE]).status_code == 200
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+    assert told(rest, path).expires_at is None
 
 
-def test_a_server_deletes_what_expired_while_it_was_down(tiny_model_dir, tmp_path):
+def test_an_expired_checkpoint_is_gone_where_that_was_asked_for(tiny_model_dir, tmp_path):
+    """Also before the server next looks for such, and those that ended while it was down."""
+
     def start() -> Backend:
-        return Backend({"tiny": tiny_model_dir}, checkpoints=tmp_path, device="cpu", threads=1)
+        return Backend(
+            {"tiny": tiny_model_dir}, checkpoints=tmp_path, expire=True, device="cpu", threads=1
+        )
 
-    with start() as backend, backend.service_client() as service:
-        client = service.create_lora_training_client("tiny", rank=2).result()
-        path = client.save_state("a", ttl_seconds=3600).result().path
     store = Store(tmp_path)
-    store.update(path, created=(datetime.now(UTC) - timedelta(hours=2)).isoformat())
+    with start() as backend, backend.service_client() as service:
+        rest = tinker.RestClient(base_url=backend.url, api_key="tml-local")
+        client = service.create_lora_training_client("tiny", rank=2).result()
+        path = client.save_state("short", ttl_seconds=3600).result().path
+        kept = client.save_state("kept", ttl_seconds=7200).result().path
+        sampler = client.save_weights_for_sampler("short", ttl_seconds=3600).result().path
+        external = client.save_weights_external("short", ttl_seconds=3600).result().path
+        urls = rest.get_external_weights_urls(external).result()
+        assert urls.expires == told(rest, external).expires_at
+        page = f"{backend.url}/page/data/runs/{client.model_id}/checkpoints"
+        assert all(row["expires"] for row in httpx.get(page).json()["checkpoints"])
+        make_old(tmp_path, path, kept, sampler, external)
+        with pytest.raises(tinker.RequestFailedError, match="any more: its ttl is over"):
+            service.create_training_client_from_state(path).result()
+        listed = rest.list_checkpoints(client.model_id).result().checkpoints
+        assert [item.tinker_path for item in listed] == [kept]
+        run = rest.get_training_run(client.model_id).result()
+        assert (run.last_checkpoint.tinker_path, run.last_sampler_checkpoint) == (kept, None)
+        search = Wire(backend.url).post("/checkpoints/search")["checkpoints"]
+        assert [item["tinker_path"] for item in search] == [kept]
+        assert sampler not in httpx.get(f"{backend.url}/v1/models").text
+        assert len(httpx.get(page).json()["checkpoints"]) == 1
+        assert store.folder(path).is_dir()
     with start():
         pass
-    assert not store.folder(path).exists()
+    assert store.checkpoints(client.model_id) == [kept] and not store.folder(path).exists()
+
+
+def test_a_server_that_lets_nothing_expire_deletes_nothing(tiny_model_dir, tmp_path):
+    models = {"tiny": tiny_model_dir}
+    options = {"checkpoints": tmp_path, "device": "cpu", "threads": 1}
+    with Backend(models, **options) as backend, backend.service_client() as service:
+        client = service.create_lora_training_client("tiny", rank=2).result()
+        path = client.save_state("a", ttl_seconds=3600).result().path
+    make_old(tmp_path, path)
+    with Backend(models, **options):
+        pass
+    assert Store(tmp_path).checkpoints(client.model_id) == [path]
 
 
 def test_a_checkpoint_is_marked_as_public_and_not(rest, training):
@@ -275,7 +327,7 @@ def test_external_weights_are_downloaded_as_the_cookbook_does(
     with pytest.raises(tinker.RequestFailedError, match="exists"):
         training.save_weights_external("final").result()
     urls = rest.get_external_weights_urls(path).result()
-    assert urls.expires == told(rest, path).expires_at
+    assert urls.expires > told(rest, path).expires_at  # which is only a mark
     bad = httpx.get(urls.urls[checkpoint.CONFIG_FILE] + "x")
     assert bad.status_code == 404 and "it has" in bad.json()["detail"]
 

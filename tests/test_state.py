@@ -230,14 +230,6 @@ def test_a_damaged_database_is_a_sentence(damage, made, folder):
     assert before == {f: f.read_bytes() for f in before}
 
 
-def test_a_newer_database_is_a_sentence(folder):
-    with sqlite3.connect(folder / STATE_FILE) as sql:
-        sql.execute("PRAGMA user_version = 9")
-    sql.close()
-    with pytest.raises(ValueError, match="has version 9; this tinsmith has 1"):
-        State(Store(folder))
-
-
 def test_a_database_that_another_process_keeps_is_a_sentence(folder, monkeypatch):
     monkeypatch.setattr("tinsmith.server.state.WAIT_SECONDS", 0.1)
     other = sqlite3.connect(folder / STATE_FILE, isolation_level=None)

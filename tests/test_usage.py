@@ -16,6 +16,7 @@ MEMORY = ("nonsense", "0", "-5", "G", "inf", "nan", "")
 BAD = {
     "--port": (*NUMBERS, "-1", "65536", "99999"),
     "--memory": MEMORY,
+    "--checkpoints-max": MEMORY,
     "--step-memory": MEMORY,
     "--device": ("tpu", ""),
     "--dtype": ("int8", ""),
@@ -30,13 +31,15 @@ BAD = {
     "-n": (*NUMBERS, "0", "65537"),
     "--tokens": (*NUMBERS, "-5", "99999999999999999999"),
     "--rank": (*NUMBERS, "0", "4097"),
+    "--older-than": ("", "x", "d", "30", "nand", "infd", "-1d", "0d", "30 x", "1e30d"),
+    "--keep": (*NUMBERS, "0", "-1"),
     "--steps": (*NUMBERS, "0", "-1", "3000"),
     "--out": ("/dev/null",),
     "--type": ("q8_0", "BF16", ""),
 }
 # Those whose value is a name, which is looked for when the command runs; or any text.
 NAMES = {"--host", "--api-key", "--api-key-file", "--allow-host", "--allow-origin", "--model"}
-NAMES |= {"--adapter", "--system", "-m"}
+NAMES |= {"--adapter", "--system", "-m", "--run"}
 
 
 TOP = cli._parser()

@@ -145,6 +145,30 @@ def _pull_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _prune_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--older-than", type=usage.age, metavar="AGE", help="those saved before, like 12h, 30d, 8w"
+    )
+    parser.add_argument("--expired", action="store_true", help="those whose ttl is over")
+    parser.add_argument(
+        "--run",
+        dest="runs",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="those of a run; may be given several times",
+    )
+    parser.add_argument(
+        "--keep",
+        type=usage.whole(1, usage.KEPT_MAX),
+        metavar="N",
+        help="all but the newest N of each run: N training states, N for sampling, N exports",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="list them, and delete nothing")
+    parser.add_argument("--yes", action="store_true", help="delete them without being asked")
+    usage.add_checkpoints(parser, "the folder to prune")
+
+
 def _export_options(parser: argparse.ArgumentParser) -> None:
     usage.add_model(parser)
     parser.add_argument("adapter", help="a checkpoint's or PEFT's folder, or a tinker:// path")
@@ -201,6 +225,18 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     usage.add_dtype(parser)
     usage.add_checkpoints(parser, "where save_state writes to")
     parser.add_argument(
+        "--checkpoints-max",
+        type=usage.memory,
+        metavar="SIZE",
+        help="what all checkpoints there may take on the disk, such as 50G; a save that would pass "
+        "it is refused (default: no limit)",
+    )
+    parser.add_argument(
+        "--expire",
+        action="store_true",
+        help="delete checkpoints whose ttl is over (default: a ttl is a mark, nothing is deleted)",
+    )
+    parser.add_argument(
         "--seed", type=usage.seed, help="requests without a seed then draw the same in each run"
     )
 
@@ -248,6 +284,8 @@ def _serve(options: argparse.Namespace) -> None:
         memory=options.memory,
         preload=options.preload,
         seed=options.seed,
+        expire=options.expire,
+        checkpoints_max=options.checkpoints_max,
     ) as backend:
         print(f"tinsmith serves {', '.join(models)} at {backend.url}")
         print(f"checkpoints are in {backend.checkpoints}; in a client's shell:")
@@ -294,6 +332,8 @@ def _run(options: argparse.Namespace) -> int:
         threads=options.threads,
         memory=options.memory,
         seed=options.seed,
+        expire=options.expire,
+        checkpoints_max=options.checkpoints_max,
     )
 
 
@@ -388,6 +428,12 @@ def _pull(options: argparse.Namespace) -> None:
     print(f"serve it: tinsmith serve {options.model}")
 
 
+def _prune(options: argparse.Namespace) -> int:
+    from tinsmith import prune
+
+    return prune.run(options)
+
+
 def _export(options: argparse.Namespace) -> None:
     from tinsmith.files.export import export, find_adapter
     from tinsmith.files.gguf_export import export_gguf
@@ -455,6 +501,18 @@ COMMANDS = {
         "Fetches a model's safetensors, configuration, tokenizer and chat template into the "
         "Hugging Face cache, where serve, run, chat and the others find it by its name. Files that "
         "are there are not fetched again. Gated models need a token: HF_TOKEN, or `hf auth login`.",
+    ),
+    "prune": Command(
+        "delete checkpoints, to free room",
+        (
+            "tinsmith prune --older-than 30d --keep 1 --dry-run",
+            "tinsmith prune --run RUN --yes",
+        ),
+        _prune_options,
+        _prune,
+        "Deletes the checkpoints that every option given fits, after it has listed them and asked; "
+        "and what saves have left whose process was killed. Where a server has the folder, it is "
+        "asked to delete them (with TINKER_API_KEY, if it has a key).",
     ),
     "doctor": Command(
         "what this installation can do, and why not more",

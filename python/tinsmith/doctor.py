@@ -5,7 +5,6 @@ Hugging Face's cache) is counted once.
 """
 
 import argparse
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -73,6 +72,7 @@ def _files() -> Iterator[str]:
     """The folders, what is in them, and the room that there is."""
     from tinsmith.engine.bases import readable
     from tinsmith.files.home import cache_folder, checkpoints_folder
+    from tinsmith.files.room import bytes_in
     from tinsmith.files.store import Store
 
     checkpoints, cache = checkpoints_folder(), cache_folder()
@@ -86,19 +86,6 @@ def _files() -> Iterator[str]:
     yield f"models in {cache}: {held}; {_room(cache)}"
     for name, size in sorted(models.items(), key=lambda item: -item[1]):
         yield f"  {readable(size):>12}  {name.removeprefix('models--').replace('--', '/')}"
-
-
-def bytes_in(folder: Path) -> int:
-    """The bytes of all files in a folder and below."""
-    sizes = {}
-    for above, _, names in os.walk(folder):
-        for name in names:
-            try:
-                found = (Path(above) / name).lstat()
-            except OSError:  # gone meanwhile
-                continue
-            sizes[found.st_dev, found.st_ino] = found.st_size
-    return sum(sizes.values())
 
 
 def _count(count: int, thing: str) -> str:

@@ -44,12 +44,22 @@ def run_recipe(
     threads: int,
     memory: int | None,
     seed: int | None,
+    expire: bool,
+    checkpoints_max: int | None,
 ) -> int:
     """Runs Python with `command` as its arguments; returns the exit code. The console shows what
     the backend does for the recipe's process."""
     from tinsmith.server.backend import Backend
 
-    options = {"device": device, "dtype": dtype, "threads": threads, "memory": memory, "seed": seed}
+    options = {
+        "device": device,
+        "dtype": dtype,
+        "threads": threads,
+        "memory": memory,
+        "seed": seed,
+        "expire": expire,
+        "checkpoints_max": checkpoints_max,
+    }
     with (
         tempfile.TemporaryDirectory() as folder,
         Backend(models, checkpoints=checkpoints, share_checkpoints=True, **options) as backend,

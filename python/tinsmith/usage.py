@@ -19,6 +19,9 @@ RANK_MAX = 4096
 TOKENS_MAX = 1 << 30
 THREADS_MAX = 256
 PORT_MAX = (1 << 16) - 1
+KEPT_MAX = 1 << 30
+UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}  # in seconds
+AGE_MAX = 1e10  # some 300 years
 DEMO_STEPS_MAX = 1000  # there are not many more different questions
 
 
@@ -88,6 +91,16 @@ def share(text: str) -> float:
             f"it should be a number above 0, at most 1; {text!r:.60} came"
         )
     return value
+
+
+def age(text: str) -> float:
+    """A type: a length of time in seconds."""
+    value, unit = _number(float, text[:-1]), UNITS.get(text[-1:])
+    if unit is None or value is None or not 0 < value * unit < AGE_MAX:
+        raise argparse.ArgumentTypeError(
+            f"it should be a length of time like 90m, 12h, 30d or 8w; {text!r:.60} came"
+        )
+    return value * unit
 
 
 def memory(text: str) -> int:

@@ -22,6 +22,7 @@ from typing import TypeVar
 from tinsmith import _core
 from tinsmith.engine.loading import Loading
 from tinsmith.files.families import BaseModel, LoadedModel, inspect_model
+from tinsmith.files.room import readable
 from tinsmith.tensors import to_integer
 
 T = TypeVar("T")
@@ -312,14 +313,6 @@ def _card_bytes() -> int | None:
         or driver.cuDeviceTotalMem_v2(ctypes.byref(total), card)
     )
     return None if failed else total.value
-
-
-def readable(count: int) -> str:
-    """A number of bytes for people."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count} bytes"
 
 
 def parse_bytes(text: str) -> int:

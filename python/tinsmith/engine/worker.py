@@ -99,6 +99,7 @@ class Worker:
         snapshot_bytes_max: int = snapshots.BYTES_MAX,
         keep_forwards: bool = True,
         watch: Watch = lambda call: None,
+        room: checkpoint.Room = checkpoint.anywhere,  # for what is saved
     ):
         self._known = dict(bases)
         self._runs = Runs(gap_seconds, idle_seconds)
@@ -125,6 +126,7 @@ class Worker:
         self._trained: _core.Adapter | None = None  # it is in a training call
         self._training: Call | None = None
         self._watch = watch
+        self._room = room
         self._thread = threading.Thread(target=self._loop, name="tinsmith-worker", daemon=True)
         self._thread.start()
 
@@ -241,6 +243,7 @@ class Worker:
                 average=lane.average,
                 overwrite=overwrite,
                 going=self._hurry,
+                room=self._room,
             )
 
         return self._submit(run, seq, Call("save", run, request=folder), work)

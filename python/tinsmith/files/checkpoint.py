@@ -8,6 +8,7 @@ beside its place, read back, every file and folder synced, then moved (disk.py).
 version (version.py), and all of it is checked before an adapter is changed.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -40,10 +41,18 @@ from tinsmith.files.version import Version, read
 
 PREFIX = "base_model.model."  # of a base model's modules, in PEFT's names
 AVERAGE = "average"  # of the weights, in OPTIMIZER_FILE
+SMALL_BYTES = 1 << 14  # that the JSON files may have, beside what their Meta says
 
 Vectors = dict[str, NDArray[np.float32]]
 File = tuple[Mapping[str, NDArray[np.float32]], dict[str, str]]  # tensors, and facts about them
 Pending = tuple[float, float, float]  # _core.Adapter.pending
+# A context in which so many bytes may be written, for what will be at a place.
+Room = Callable[[int, Path], contextlib.AbstractContextManager[None]]
+
+
+def anywhere(size: int, place: Path) -> contextlib.AbstractContextManager[None]:
+    """The Room of a disk without a limit."""
+    return contextlib.nullcontext()
 
 
 # ---- saving ----
@@ -59,23 +68,26 @@ def save(
     average: Average | None = None,
     overwrite: bool = False,
     going: Callable[[], object] = lambda: None,
+    room: Room = anywhere,
 ) -> None:
     """Writes a checkpoint, its matrices under the names of the base model's family; when it
     returns, the checkpoint is on disk whole. With optimizer, also the average of the weights that
     the run keeps, if it keeps one.
 
     Raises FileExistsError where one exists, unless overwrite; ValueError for numbers that are not
-    finite; OSError when it can't be written; and what `going`, which is called between two files,
-    raises. After an error the place is as it was, and nothing of the new checkpoint is left.
+    finite; OSError when it can't be written; what `room` raises, which is asked before anything is
+    written; and what `going`, which is called between two files, raises. After an error the place
+    is as it was, and nothing of the new checkpoint is left.
     """
     folder = Path(folder)
     _check_place(folder, overwrite)
     vectors = {"weights": _read_finite(adapter, "weights")}
     if optimizer:
         vectors |= _optimizer_vectors(adapter, average)
-    with disk.unfinished(folder) as temporary:
+    files = _files(family, adapter, vectors)
+    with room(_size(files, meta), folder), disk.unfinished(folder) as temporary:
         used = average if optimizer else None
-        _write_files(temporary, family, adapter, meta, vectors, used, going)
+        _write_files(temporary, family, adapter, meta, files, used, going)
         going()
         disk.sync(temporary)
         disk.put(temporary, folder, overwrite=overwrite)
@@ -116,21 +128,33 @@ def _read_finite(adapter: _core.Adapter, what: str) -> NDArray[np.float32]:
     return flat
 
 
-def _write_files(
-    folder: Path,
-    family: families.Family,
-    adapter: _core.Adapter,
-    meta: Meta,
-    vectors: Vectors,
-    average: Average | None,
-    going: Callable[[], object],
-) -> None:
+def _files(family: families.Family, adapter: _core.Adapter, vectors: Vectors) -> dict[str, File]:
+    """The files of tensors that a checkpoint has."""
     named = dict(matrices(family, adapter, vectors["weights"]))
     state = {what: flat for what, flat in vectors.items() if what != "weights"}
     facts = {"step": str(adapter.step), "pending": json.dumps(adapter.pending)}
     files: dict[str, File] = {ADAPTER_FILE: (named, {"format": "pt"})}
     if state:
         files[OPTIMIZER_FILE] = (state, facts)
+    return files
+
+
+def _size(files: Mapping[str, File], meta: Meta) -> int:
+    """The most bytes that a checkpoint takes, a little more than it will."""
+    sizes = [weights.size(tensors, about) for tensors, about in files.values()]
+    said = SMALL_BYTES + 2 * len(json.dumps(dataclasses.asdict(meta), indent=2))
+    return said + sum(encryption.sealed_size(size, meta.recipients) for size in (*sizes, 0))
+
+
+def _write_files(
+    folder: Path,
+    family: families.Family,
+    adapter: _core.Adapter,
+    meta: Meta,
+    files: Mapping[str, File],
+    average: Average | None,
+    going: Callable[[], object],
+) -> None:
     for name, (tensors, about) in files.items():
         going()
         weights.write(folder / name, tensors, about)

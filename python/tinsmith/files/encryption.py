@@ -14,6 +14,8 @@ from tinsmith.files import disk
 
 SUFFIX = ".age"
 RECIPIENTS_MAX = 10
+CHUNK_BYTES, TAG_BYTES = 1 << 16, 16  # age's: what is authenticated at once, and by how much
+HEADER_BYTES = 4096  # of a sealed file, beside two lengths of each key
 
 
 def recipients(keys: Sequence[Any]) -> tuple[str, ...]:
@@ -43,6 +45,14 @@ def seal(folder: Path, names: Sequence[str], keys: Sequence[str]) -> list[str]:
             os.fsync(file.fileno())
         (folder / name).unlink()
     return [name + SUFFIX for name in names]
+
+
+def sealed_size(size: int, keys: Sequence[str]) -> int:
+    """The most bytes that a file of a size has once it is sealed."""
+    if not keys:
+        return size
+    chunks = size // CHUNK_BYTES + 1
+    return size + chunks * TAG_BYTES + HEADER_BYTES + sum(2 * len(key) for key in keys)
 
 
 def _read(key: Any) -> Any:

@@ -15,6 +15,7 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,16 @@ LOCK_FILE = "server.lock"
 LINES_MAX = 1 << 16  # bytes of the file that are read
 WAIT_SECONDS = 5.0  # for one who opens the folder at the same time, to share it
 TURN_SECONDS = 0.02
+
+
+class Held(OSError):
+    """A folder is used by others: the sentence says by whom. `addresses` are those of the servers
+    among them that run on this machine."""
+
+    def __init__(self, sentence: str, addresses: Sequence[str]) -> None:
+        super().__init__(sentence)
+        self.addresses = list(addresses)
+
 
 _held: weakref.WeakSet["FolderLock"] = weakref.WeakSet()
 
@@ -111,32 +122,53 @@ class FolderLock:
                 os.ftruncate(self._descriptor, 0)
             os.write(self._descriptor, json.dumps(line).encode() + b"\n")
 
-    def _refusal(self) -> OSError:
-        holders = self._holders()
+    def _refusal(self) -> Held:
+        holders = list(self._holders())
         self.close()
-        return OSError(
-            f"the folder {self._file.parent} is used by another tinsmith server: {holders}; stop "
-            "it, or choose another folder with --checkpoints"
+        who = " and ".join(said for said, _ in holders) or "an unknown process"
+        return Held(
+            f"the folder {self._file.parent} is used by another tinsmith server: {who}; stop it, "
+            "or choose another folder with --checkpoints",
+            [address for _, address in holders if address],
         )
 
-    def _holders(self) -> str:
-        """Those who said that they hold it and still live."""
-        found = []
+    def _holders(self) -> Iterator[tuple[str, str]]:
+        """Those who said that they hold it and still live; and the address at which this machine
+        reaches them, if there is one."""
         for line in self._file.read_bytes()[:LINES_MAX].splitlines():
             try:
                 told: dict[str, Any] = json.loads(line)
+                here = told["host"] == socket.gethostname()
                 who = f"process {int(told['pid'])}"
                 if told["pid"] == os.getpid():
                     who = "this process"
-                if told["host"] != socket.gethostname():
+                if not here:
                     who += f" on {told['host']:.100}"
                 elif not _lives(int(told["pid"])):
                     continue
                 where = f" at {told['address']:.100}" if told["address"] else ""
-                found.append(f"{who}{where} since {told['since']:.40}")
+                said = f"{who}{where} since {told['since']:.40}"
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue
-        return " and ".join(found) or "an unknown process"
+            yield said, str(told["address"]) if here else ""
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a server uses a folder now. It looks for a moment as if this process did."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    except BlockingIOError:
+        return True
+    except OSError:  # no locks here
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _lives(process: int) -> bool:

@@ -67,14 +67,14 @@ class Meta:
 
     @property
     def expires(self) -> datetime | None:
-        """When the checkpoint is to be gone."""
+        """When its ttl is over."""
         if self.ttl_seconds is None:
             return None
         return datetime.fromisoformat(self.created) + timedelta(seconds=self.ttl_seconds)
 
     @property
     def expired(self) -> bool:
-        """Whether it should be gone."""
+        """Whether its ttl is over."""
         return self.expires is not None and self.expires <= datetime.now(UTC)
 
 

@@ -3,7 +3,8 @@
 Reading needs nothing but the folder. A server claims it first: it takes the folder's lock, and
 clears what a process that was killed has left unfinished. Every change happens whole or not at all
 (disk.py) and is on disk when it is answered; every reader sees one version (version.py). Folders
-that no path can name are passed over. A checkpoint's own folder and its files are never links.
+that no path can name are passed over. A checkpoint's own folder and its files are never links. A
+ttl is a mark alone, unless the store is told to let checkpoints expire.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, get_args
 from urllib.parse import quote, unquote
@@ -22,6 +24,7 @@ from urllib.parse import quote, unquote
 from tinsmith.files import disk
 from tinsmith.files.lock import FolderLock
 from tinsmith.files.meta import META_FILE, Kind, Meta, as_meta, content_of, is_text
+from tinsmith.files.room import Room
 from tinsmith.files.version import Version, read
 
 log = logging.getLogger("tinsmith")
@@ -31,6 +34,7 @@ T = TypeVar("T")
 SCHEME = "tinker://"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _RUN_BYTES_MAX = 200
+CHANGED_BYTES = 1 << 10  # by which a copy's meta.json may be longer
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,12 @@ class Place:
 class Store:
     """See the file's header."""
 
-    def __init__(self, root: Path | str) -> None:
+    def __init__(
+        self, root: Path | str, *, expire: bool = False, bytes_max: int | None = None
+    ) -> None:
         self.root = Path(root).resolve()
+        self.expire = expire
+        self.room = Room(self.root, bytes_max, lambda: expire and self.delete_expired())
         self._lock: FolderLock | None = None
 
     def claim(self, address: str = "", *, shared: bool = False) -> None:
@@ -56,9 +64,8 @@ class Store:
             disk.make_folder(self.root)
         self._lock = FolderLock(self.root, address, shared=shared)
         if self._lock.first:
-            for kind in get_args(Kind):
-                for left in sorted(self.root.glob(f"*/{kind}/*~*")):
-                    _recover(left)
+            for left in self._left():
+                _recover(left)
         if shared:
             self._lock.share()
         mode = self.root.stat().st_mode & 0o777 if self.root.is_dir() else 0
@@ -68,6 +75,14 @@ class Store:
                 self.root,
                 mode,
             )
+
+    def unfinished(self) -> list[Path]:
+        """What `claim` removes: the rest of saves whose process was killed; and, where a server has
+        the folder, what it writes now."""
+        return [left for left in self._left() if not _goes_back(left)]
+
+    def _left(self) -> list[Path]:
+        return sorted(left for kind in get_args(Kind) for left in self.root.glob(f"*/{kind}/*~*"))
 
     def close(self) -> None:
         """Gives the folder back."""
@@ -118,9 +133,7 @@ class Store:
             for name in _names(self.run_folder(run) / kind):
                 path = self.path(run, kind, name)
                 try:
-                    found.append(
-                        self.read(path, lambda version, path=path: place_of(path, version))
-                    )
+                    found.append(self.place(path))
                 except FileNotFoundError:  # deleted meanwhile
                     continue
                 except OSError:
@@ -128,6 +141,10 @@ class Store:
         return sorted(found, key=lambda place: (place.changed, place.path))
 
     # ---- one checkpoint ----
+
+    def place(self, tinker_path: str) -> Place:
+        """A checkpoint's place in a listing. FileNotFoundError where there is none."""
+        return self.read(tinker_path, lambda version: place_of(tinker_path, version))
 
     def read(self, tinker_path: str, work: Callable[[Version], T]) -> T:
         """What `work` finds in one version of a checkpoint. FileNotFoundError if there is none."""
@@ -140,21 +157,44 @@ class Store:
             raise FileNotFoundError(f"there is no checkpoint {tinker_path}") from None
 
     def meta(self, tinker_path: str) -> Meta:
-        """A checkpoint's Meta. FileNotFoundError if there is none, or its ttl is over."""
-        return as_meta(self.read(tinker_path, _alive(tinker_path)))
+        """A checkpoint's Meta. FileNotFoundError if there is none, or it has ended."""
+        return as_meta(self.read(tinker_path, self._alive(tinker_path)))
 
-    def delete(self, tinker_path: str) -> None:
-        """Removes a checkpoint, readable or not. FileNotFoundError where there is none."""
+    def has_ended(self, meta: Meta) -> bool:
+        """Whether a checkpoint is to be found no more: its ttl is over, and that counts here."""
+        return self.expire and meta.expired
+
+    def _alive(self, tinker_path: str) -> Callable[[Version], dict[str, Any]]:
+        """content_of, for a checkpoint that is still to be found."""
+
+        def read_alive(version: Version) -> dict[str, Any]:
+            content = content_of(version)
+            if self.has_ended(as_meta(content)):
+                raise FileNotFoundError(
+                    f"there is no checkpoint {tinker_path} any more: its ttl is over"
+                )
+            return content
+
+        return read_alive
+
+    def delete(self, tinker_path: str, stamp: str | None = None) -> None:
+        """Removes a checkpoint, readable or not; with the stamp of its Place, that version alone.
+        FileNotFoundError where there is none."""
         folder = self.folder(tinker_path)
-        if not folder.is_dir() or not self._remove(folder, lambda: True):
+
+        def wanted() -> bool:
+            return stamp is None or self.place(tinker_path).stamp == stamp
+
+        if not folder.is_dir() or not self._remove(folder, wanted):
             raise FileNotFoundError(f"there is no checkpoint {tinker_path}")
 
     def delete_expired(self) -> list[str]:
-        """Removes expired checkpoints; returns their paths."""
+        """Removes checkpoints whose ttl is over; returns their paths, which the log has too."""
         gone = []
         for path in [path for run in self.runs() for path in self.checkpoints(run)]:
             with contextlib.suppress(OSError, ValueError):  # damaged, or deleted meanwhile
                 if self.read(path, self._remove_expired):
+                    log.info("the checkpoint %s has expired", path)
                     gone.append(path)
         return gone
 
@@ -189,7 +229,7 @@ class Store:
             with disk.alone(version.folder.parent):
                 if version.replaced():
                     raise FileNotFoundError(f"{version.folder / META_FILE} was replaced")
-                content = _alive(tinker_path)(version)
+                content = self._alive(tinker_path)(version)
                 content |= changes(as_meta(content))
                 as_meta(content)
                 version.replace_json(META_FILE, content)
@@ -198,22 +238,24 @@ class Store:
 
     def copy(self, tinker_path: str, run: str, **changes: Any) -> str:
         """Copies a checkpoint to another run under the same name, with changes in its Meta. The
-        files are shared: nothing ever writes to a finished one."""
+        files are shared: nothing ever writes to a finished one. OSError where there is no room."""
         _, kind, name = _parse(tinker_path)
         path = self.path(run, kind, name)
         folder = self.folder(path)
         if folder.exists():
             raise FileExistsError(f"the checkpoint {path} exists")
-        with disk.unfinished(folder) as temporary:
+        check = partial(self.room.check, place=folder)
+        with self.room.take(0, folder), disk.unfinished(folder) as temporary:
 
             def share(version: Version) -> None:
                 for file in temporary.iterdir():  # of a version that was replaced meanwhile
                     file.unlink()
-                content = _alive(tinker_path)(version) | changes
+                content = self._alive(tinker_path)(version) | changes
                 as_meta(content)
+                check(version.stat(META_FILE).st_size + CHANGED_BYTES)
                 for file in content["files"]:
                     _check_size(version, content, file)
-                    version.share(file, temporary / file)
+                    version.share(file, temporary / file, check)
                 disk.write_json(temporary / META_FILE, content)
 
             self.read(tinker_path, share)
@@ -224,14 +266,14 @@ class Store:
     def files(self, tinker_path: str) -> tuple[str, list[str]]:
         """A name for a checkpoint's version, and the names of its files, without those that only
         tinsmith reads."""
-        content = self.read(tinker_path, _alive(tinker_path))
+        content = self.read(tinker_path, self._alive(tinker_path))
         return _version(content), sorted(content["files"])
 
     def open(self, tinker_path: str) -> tuple[str, dict[str, BinaryIO]]:
         """The same with the files opened, all of one version; whoever takes them closes them."""
 
         def take(version: Version) -> tuple[str, dict[str, BinaryIO]]:
-            content = _alive(tinker_path)(version)
+            content = self._alive(tinker_path)(version)
             with contextlib.ExitStack() as undo:
                 found = {}
                 for name in sorted(content["files"]):
@@ -241,20 +283,6 @@ class Store:
             return _version(content), found
 
         return self.read(tinker_path, take)
-
-
-def _alive(tinker_path: str) -> Callable[[Version], dict[str, Any]]:
-    """content_of, for a checkpoint whose ttl is not over."""
-
-    def read_alive(version: Version) -> dict[str, Any]:
-        content = content_of(version)
-        if as_meta(content).expired:
-            raise FileNotFoundError(
-                f"there is no checkpoint {tinker_path} any more: its ttl is over"
-            )
-        return content
-
-    return read_alive
 
 
 def _version(content: dict[str, Any]) -> str:
@@ -306,11 +334,18 @@ def _parse(tinker_path: str) -> tuple[str, str, str]:
 
 
 def _recover(left: Path) -> None:
-    """Finishes an interrupted save: a checkpoint moved aside goes back if nothing took its
-    place."""
-    place = left.with_name(left.name.partition("~")[0])
-    if left.name.endswith(disk.ASIDE) and not place.exists():
-        left.rename(place)
-        disk.sync(place.parent)
+    """Finishes an interrupted save."""
+    if _goes_back(left):
+        left.rename(_place_of(left))
+        disk.sync(left.parent)
         return
     disk.remove(left)
+
+
+def _goes_back(left: Path) -> bool:
+    """Whether it is a checkpoint that was moved aside, and nothing took its place."""
+    return left.name.endswith(disk.ASIDE) and not _place_of(left).exists()
+
+
+def _place_of(left: Path) -> Path:
+    return left.with_name(left.name.partition("~")[0])

@@ -87,14 +87,16 @@ class Version:
         """The tensors of one of its safetensors files."""
         return weights.open_file(self.folder / name, lambda path: self.open(path.name))
 
-    def share(self, name: str, target: Path) -> None:
-        """Gives one of its files a second name, or copies it where that can't be done."""
+    def share(self, name: str, target: Path, room: Callable[[int], object]) -> None:
+        """Gives one of its files a second name, or copies it where that can't be done. `room` is
+        told the bytes of a copy before it is written."""
         with self.open(name) as file:
             with contextlib.suppress(OSError):
                 os.link(name, target, src_dir_fd=self.descriptor, follow_symlinks=False)
                 if os.path.samestat(os.fstat(file.fileno()), os.lstat(target)):
                     return
                 target.unlink()
+            room(os.fstat(file.fileno()).st_size)
             with disk.create(target) as copy:
                 shutil.copyfileobj(file, copy, 1 << 20)
                 copy.flush()

@@ -159,6 +159,29 @@ def write_each(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """write() where a tensor of the given type and shape is made only when its turn comes."""
+    names, text, _ = _header(forms, metadata)
+    with disk.create(path) as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name in names:
+            array = make(name)
+            assert (array.dtype, array.shape) == forms[name], name
+            file.write(np.ascontiguousarray(array).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def size(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> int:
+    """The bytes of the file that write() would write."""
+    forms = {name: (array.dtype, array.shape) for name, array in tensors.items()}
+    _, text, size = _header(forms, metadata)
+    return 8 + len(text) + size
+
+
+def _header(
+    forms: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], metadata: Mapping[str, str] | None
+) -> tuple[list[str], bytes, int]:
+    """The names of tensors in the order of the file, its header, and the tensors' bytes."""
     # The widest elements first, so that every tensor is aligned to its own element.
     names = sorted(forms, key=lambda name: -forms[name][0].itemsize)
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -175,16 +198,7 @@ def write_each(
         }
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with disk.create(path) as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for name in names:
-            array = make(name)
-            assert (array.dtype, array.shape) == forms[name], name
-            file.write(np.ascontiguousarray(array).data)
-        file.flush()
-        os.fsync(file.fileno())
+    return names, text + b" " * (-len(text) % 8), offset
 
 
 def widen(array: np.ndarray) -> np.ndarray:

@@ -21,7 +21,10 @@ const CHECKPOINT = [
   ['Step', row => String(row.step), 'right'],
   ['Size', row => bytes(row.bytes), 'right'],
   ['Saved', row => moment(row.created)],
-  ['Expires', row => row.expires ? moment(row.expires) : 'never'],
+  [
+    'Ttl ends',
+    row => row.ttl_ends ? moment(row.ttl_ends) + (row.expires ? '' : ', only a mark') : 'never',
+  ],
   ['Path', row => el('code', {}, row.path), 'long'],
   [
     '',

@@ -119,6 +119,8 @@ class Backend:
         *,
         checkpoints: Path,
         share_checkpoints: bool = False,
+        expire: bool = False,
+        checkpoints_max: int | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         api_key: str | None = None,
@@ -144,9 +146,8 @@ class Backend:
             self._socket = _bind(host, port)
             undo.callback(self._socket.close)
             access.check_address(self._socket.getsockname()[0])
-            name = f"[{host}]" if ":" in host else host
-            self.url = f"http://{name}:{self._socket.getsockname()[1]}"
-            store = Store(self.checkpoints)
+            self.url = _url(host, self._socket.getsockname()[1])
+            store = Store(self.checkpoints, expire=expire, bytes_max=checkpoints_max)
             undo.callback(store.close)
             store.claim(self.url, shared=share_checkpoints)
             self._state = State(store)
@@ -165,13 +166,13 @@ class Backend:
                 memory=memory,
                 gap_seconds=gap_seconds,
                 watch=self.watch,
+                room=store.room.take,
             )
             undo.callback(self.worker.close)
             if preload or (preload is None and len(bases) == 1):
                 self.worker.preload(bases).result()
             undo.pop_all()
-        room = memory_of("cpu") if memory is None else memory
-        most = min(QUEUE_BYTES_MAX, (room or QUEUE_BYTES_MAX) // QUEUE_SHARE)
+        most = _queue_bytes(memory)
         self.queue = Queue(bytes_max=most) if queue is None else queue
         self._service = Service(
             bases,
@@ -238,11 +239,10 @@ class Backend:
         return run if run in self._service.runs else ""
 
     def _expire(self, store: Store) -> None:
-        """Deletes expired checkpoints, even if no client connects."""
-        while True:
+        """Deletes expired checkpoints where that was asked for, even if no client connects."""
+        while store.expire:
             try:
-                for path in store.delete_expired():
-                    log.info("the checkpoint %s has expired", path)
+                store.delete_expired()
             except Exception:
                 log.exception("expired checkpoints could not be deleted")
             if self._closing.wait(EXPIRY_SECONDS):
@@ -261,6 +261,16 @@ class Backend:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _queue_bytes(memory: int | None) -> int:
+    """What may wait for the engine, of the memory that a server may take."""
+    room = memory_of("cpu") if memory is None else memory
+    return min(QUEUE_BYTES_MAX, (room or QUEUE_BYTES_MAX) // QUEUE_SHARE)
 
 
 def _bind(host: str, port: int) -> Listener:

@@ -37,6 +37,8 @@ def serve(
     memory: int | str | None = None,
     preload: bool | None = None,
     seed: int | None = None,
+    expire: bool = False,
+    checkpoints_max: int | str | None = None,
 ) -> Backend:
     """Starts a server and returns it when it is ready; use it in a `with` statement.
 
@@ -54,6 +56,9 @@ def serve(
     preload: whether models are loaded before this returns. By default one model alone is, and
     several are loaded on first use. seed: requests without a seed of their own draw the same each
     time the same run is made, also when it is resumed. Without it they draw afresh.
+    expire: whether checkpoints are deleted when their ttl is over; by default a ttl is only a mark.
+    checkpoints_max: the bytes that all checkpoints in the folder may take, also as text like "50G";
+    a save that would pass it is refused.
 
         with tinsmith.serve({"Qwen/Qwen3-0.6B": "models/qwen3"}) as backend:
             client = backend.service_client().create_lora_training_client("Qwen/Qwen3-0.6B")
@@ -78,6 +83,8 @@ def serve(
         memory=None if memory is None else memory_from(memory),
         preload=preload,
         seed=seed,
+        expire=expire,
+        checkpoints_max=None if checkpoints_max is None else memory_from(checkpoints_max),
     )
 
 

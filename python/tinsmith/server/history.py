@@ -37,15 +37,6 @@ REFUSED_MAX = 100
 OPEN_MAX = 256  # runs whose step under way is known
 SCORED_MAX = 4096  # samples that a teacher may still score
 
-TABLES = (
-    """CREATE TABLE IF NOT EXISTS history_run (
-        run TEXT PRIMARY KEY, seen REAL NOT NULL, about TEXT NOT NULL)""",
-    """CREATE TABLE IF NOT EXISTS history_step (
-        place INTEGER PRIMARY KEY AUTOINCREMENT, run TEXT NOT NULL, step INTEGER NOT NULL,
-        row TEXT NOT NULL, UNIQUE (run, step))""",
-    """CREATE TABLE IF NOT EXISTS history_sample (
-        run TEXT NOT NULL, place INTEGER NOT NULL, row TEXT NOT NULL, PRIMARY KEY (run, place))""",
-)
 COUNT = "SELECT count(*) FROM history_step"
 
 
@@ -91,9 +82,6 @@ class History:
         self._lock = threading.Lock()
         self._open: dict[str, Track] = {}  # the longest unheard of first
         self._scored: dict[bytes, tuple[str, int, Row]] = {}  # by key_of prompt and sample
-        with state.transaction() as sql:
-            for table in TABLES:
-                sql.execute(table)
         self._flushes = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tinsmith-history", daemon=True)

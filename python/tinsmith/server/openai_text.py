@@ -222,8 +222,11 @@ async def models(service: Service, request: Request) -> dict[str, Any]:
 
     def saved() -> list[dict[str, Any]]:
         rows = [row for run in service.state.runs() for row in service.state.checkpoints(run.id)]
-        fresh = [row for row in rows if row.meta.kind == "sampler_weights" and not row.meta.expired]
-        return [_model(row.path, row.meta.created) for row in fresh]
+        return [
+            _model(row.path, row.meta.created)
+            for row in rows
+            if row.meta.kind == "sampler_weights" and not service.store.has_ended(row.meta)
+        ]
 
     found = [_model(name, service.started) for name in service.bases]
     found += await service.stored(saved)

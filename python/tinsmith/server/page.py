@@ -228,11 +228,12 @@ def _checkpoints(service: Service, run: str) -> list[dict[str, Any]]:
             "step": item.meta.step,
             "bytes": item.bytes,
             "created": item.meta.created,
-            "expires": item.meta.expires and item.meta.expires.isoformat(),
+            "ttl_ends": item.meta.expires and item.meta.expires.isoformat(),
+            "expires": service.store.expire and item.meta.expires is not None,
             "user_metadata": item.meta.user_metadata,
         }
         for item in service.state.checkpoints(run)
-        if not item.meta.expired
+        if not service.store.has_ended(item.meta)
     ]
 
 

@@ -102,7 +102,7 @@ async def search_checkpoints(service: Service, request: Request) -> dict[str, An
     def matches(meta: Meta) -> bool:
         return (
             anything
-            and not meta.expired
+            and not service.store.has_ended(meta)
             and kind in (None, TYPES[meta.kind])
             and (bases is None or meta.base_model in bases)
             and all(meta.user_metadata.get(key) == value for key, value in wanted.items())
@@ -153,7 +153,7 @@ async def publish(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def set_ttl(service: Service, request: Request) -> dict[str, Any]:
-    """Counted from now; null: for ever."""
+    """Counted from now; null: for ever. It is a mark alone on a server that lets nothing expire."""
     seconds = wire.ttl(await read_json(service, request))
 
     def changes(meta: Meta) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def path_of(request: Request) -> str:
 
 def _run(service: Service, row: RunRow) -> dict[str, Any]:
     listing = service.state.listing(row.id)
-    items = [_checkpoint(item) for item in listing.entries if not item.meta.expired]
+    items = [_checkpoint(item) for item in _alive(service, listing.entries)]
     newest: dict[str, Any] = {item["checkpoint_type"]: item for item in items}
     return {
         "training_run_id": row.id,
@@ -188,8 +188,13 @@ def _run(service: Service, row: RunRow) -> dict[str, Any]:
 
 
 def _checkpoints(service: Service, run: str) -> list[dict[str, Any]]:
-    """A run's checkpoints, the oldest first; without expired ones."""
-    return [_checkpoint(item) for item in service.state.checkpoints(run) if not item.meta.expired]
+    """A run's checkpoints, the oldest first."""
+    return [_checkpoint(item) for item in _alive(service, service.state.checkpoints(run))]
+
+
+def _alive(service: Service, entries: list[Entry]) -> list[Entry]:
+    """Those that have not ended."""
+    return [item for item in entries if not service.store.has_ended(item.meta)]
 
 
 def _checkpoint(item: Entry) -> dict[str, Any]:

@@ -6,7 +6,8 @@ read from. So a folder that was copied in, changed or removed by hand is noticed
 If the SQLite file is lost, only the sessions are lost: runs are found again by their checkpoints,
 or by the run.json of folders that are older than the database. A row or a folder that can't be
 understood is left out of the listings, and the log says so once. Any thread may call. An SQLite
-failure is raised as an OSError with a sentence; while another process writes, as Busy, at once.
+failure is raised as an OSError with a sentence; while another process writes, as Busy, at once. The
+tables are in schema.py.
 """
 
 import contextlib
@@ -35,53 +36,17 @@ from tinsmith.files.meta import (
 )
 from tinsmith.files.store import Place, Store, place_of
 from tinsmith.files.version import Version
+from tinsmith.server import schema
 
 log = logging.getLogger("tinsmith")
 
 STATE_FILE = "state.sqlite"
 RUN_FILE = "run.json"  # in folders that are older than the database
-VERSION = 1
 WAIT_SECONDS = 10.0  # for another process that writes, when the file is opened
 LOGGED_MAX = 1 << 12
 RUN_BYTES_MAX = 1 << 22
 
 T = TypeVar("T")
-
-SCHEMA = """
-CREATE TABLE session (
-    id TEXT PRIMARY KEY,
-    owner TEXT NOT NULL,
-    display_name TEXT,
-    user_metadata TEXT NOT NULL,
-    created TEXT NOT NULL,
-    finish TEXT
-);
-CREATE INDEX session_owner ON session (owner);
-CREATE TABLE run (
-    id TEXT PRIMARY KEY,
-    session TEXT,
-    base_model TEXT NOT NULL,
-    rank INTEGER NOT NULL,
-    user_metadata TEXT NOT NULL,
-    created TEXT NOT NULL
-);
-CREATE INDEX run_session ON run (session);
-CREATE TABLE sampler (
-    id TEXT PRIMARY KEY,
-    session TEXT NOT NULL,
-    base_model TEXT NOT NULL,
-    path TEXT
-);
-CREATE INDEX sampler_session ON sampler (session);
-CREATE TABLE checkpoint (
-    path TEXT PRIMARY KEY,
-    run TEXT NOT NULL,
-    stamp TEXT NOT NULL,
-    bytes INTEGER NOT NULL,
-    meta TEXT NOT NULL
-);
-CREATE INDEX checkpoint_run ON checkpoint (run);
-"""
 
 
 @dataclass(frozen=True)
@@ -173,22 +138,16 @@ class State:
             self._sql.close()
 
     def _open(self) -> None:
-        """Checks the file, and makes its tables where it is new."""
+        """Checks the file, and gives it the tables of this version."""
         found = self._sql.execute("PRAGMA quick_check(1)").fetchone()[0]
         if found != "ok":
             raise sqlite3.DatabaseError(found.splitlines()[-1])
         self._sql.text_factory = lambda text: text.decode(errors="replace")
+        schema.version_of(self._sql, self.file)  # one that is newer is not touched
         self._sql.execute("PRAGMA journal_mode = WAL")
         self._sql.execute("PRAGMA synchronous = NORMAL")  # a kill loses nothing
-        with self.transaction():
-            version = self._sql.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, VERSION):
-                raise ValueError(f"{self.file} has version {version}; this tinsmith has {VERSION}")
-            if version == 0:
-                for statement in SCHEMA.split(";"):
-                    self._sql.execute(statement)
-            # Written every time: so a disk that can't be written to fails at the start.
-            self._sql.execute(f"PRAGMA user_version = {VERSION}")
+        with self.transaction() as sql:
+            schema.migrate(sql, self.file)
         self._sql.execute("PRAGMA busy_timeout = 0")
 
     @contextlib.contextmanager

@@ -114,7 +114,7 @@ def _url(service: Service, request: Request, last: str) -> str:
 async def _expires(service: Service, path: str) -> datetime:
     _, meta = await service.stored(service.meta, path)
     day = datetime.now(UTC) + URL_TIME
-    return day if meta.expires is None else min(day, meta.expires)
+    return min(day, meta.expires) if service.store.expire and meta.expires else day
 
 
 def _size(file: BinaryIO) -> int:

@@ -82,6 +82,9 @@ async def put_file(service: Service, request: Request) -> dict[str, Any]:
         raise FileNotFoundError(f"an upload has no file {name!r:.80}")
     upload = await service.stored(_find, service, request.path_params["upload_id"])
     most = peft.CONFIG_BYTES_MAX if name == CONFIG_FILE else upload.bytes
+    said = request.headers.get("content-length", "")
+    size = min(most, int(said)) if said.isdecimal() and len(said) < 20 else most
+    await service.stored(service.store.room.check, size, upload.folder / name)
     part = upload.folder / f"{name}~{secrets.token_hex(4)}"
     try:
         await _write(service, part, received(request, most, _uncounted))

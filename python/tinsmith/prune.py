@@ -1,0 +1,221 @@
+"""`tinsmith prune`: frees room in a folder of checkpoints.
+
+Those go that every option given fits. All of it is listed first, with sizes and ages, and nothing
+goes that was not agreed to: a checkpoint that was saved again meanwhile stays, and so does one that
+can't be read. A folder that no server has is taken alone, and what killed saves left there goes
+too. Where servers have it, one of them is asked to delete, so that its clients see one order.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from urllib.parse import quote
+
+from tinsmith.engine.errors import sentence
+from tinsmith.files.home import checkpoints_folder
+from tinsmith.files.lock import Held, is_held
+from tinsmith.files.meta import Meta
+from tinsmith.files.room import bytes_in, files_in, readable
+from tinsmith.files.store import SCHEME, Place, Store
+
+API_KEY = "tml-local"  # for a server that asks for none
+ASK_SECONDS = 60.0  # that a server may take for one checkpoint
+HINT = "say which checkpoints: --older-than, --expired, --run and --keep; all that are given count"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A checkpoint that can be read."""
+
+    place: Place
+    run: str
+    meta: Meta
+
+    @property
+    def created(self) -> float:
+        """When it was saved, in seconds since 1970."""
+        return datetime.fromisoformat(self.meta.created).timestamp()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Lists, asks and deletes; returns the exit code."""
+    store = Store(checkpoints_folder(options.checkpoints))
+    items, odd = _items(store)
+    chosen = _chosen(items, options)
+    left = [] if is_held(store.root) else store.unfinished()
+    for item in chosen:
+        print(_line(store.folder(item.place.path), item.created, item.place.path))
+    for folder in left:
+        print(_line(folder, folder.lstat().st_mtime, f"{folder}, which was never finished"))
+    if odd:
+        print(f"{len(odd)} that can't be read stay: {', '.join(odd)}", file=sys.stderr)
+    told = f"{_count(len(items))}, {readable(_bytes(store))}, in {store.root}"
+    if not chosen and not left:
+        print(f"nothing to delete: {told}" if _given(options) else f"{told}; {HINT}")
+        return 0
+    gone = [*(store.folder(item.place.path) for item in chosen), *left]
+    room = readable(_freed(store, gone))
+    if options.dry_run:
+        print(f"{room} would be freed; of {told}")
+        return 0
+    if not options.yes and not _agreed(f"delete them, and free {room}? [y/N] "):
+        print("nothing was deleted")
+        return 1
+    before = files_in(*gone)
+    _delete(store, [item.place for item in chosen])
+    after = files_in(*_runs(store))
+    freed = sum(size for file, size in before.items() if file not in after)
+    items, _ = _items(store)
+    told = f"{_count(len(items))}, {readable(_bytes(store))}"
+    print(f"{readable(freed)} ({freed} bytes) freed; {told} are left in {store.root}")
+    return 0
+
+
+# ---- what is there ----
+
+
+def _items(store: Store) -> tuple[list[Item], list[str]]:
+    """All checkpoints, a run's oldest first; and the paths of those that can't be read."""
+    found, odd = [], []
+    for name in store.runs():
+        for place in store.places(name):
+            try:
+                found.append(Item(place, name, store.meta(place.path)))
+            except FileNotFoundError:  # deleted meanwhile
+                continue
+            except (OSError, ValueError):
+                odd.append(place.path)
+    return sorted(found, key=lambda item: (item.run, item.created, item.place.path)), odd
+
+
+def _chosen(items: Sequence[Item], options: argparse.Namespace) -> list[Item]:
+    """Those that every option given fits; none where none is given."""
+    if missing := set(options.runs) - {item.run for item in items}:
+        raise FileNotFoundError(f"no checkpoint is of a run {sorted(missing)[0]!r:.200}")
+    found = list(items)
+    if options.runs:
+        found = [item for item in found if item.run in options.runs]
+    if options.expired:
+        found = [item for item in found if item.meta.expired]
+    if options.older_than is not None:
+        end = time.time() - options.older_than
+        found = [item for item in found if item.created < end]
+    if options.keep is not None:
+        newest = _newest(items, options.keep)
+        found = [item for item in found if item.place.path not in newest]
+    return found if _given(options) else []
+
+
+def _given(options: argparse.Namespace) -> bool:
+    """Whether any option says which checkpoints go."""
+    return any((options.older_than, options.expired, options.runs, options.keep))
+
+
+def _newest(items: Iterable[Item], count: int) -> set[str]:
+    """The paths of the newest of each kind of each run."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for item in items:  # a run's oldest first
+        groups.setdefault((item.run, item.meta.kind), []).append(item.place.path)
+    return {path for paths in groups.values() for path in paths[-count:]}
+
+
+def _runs(store: Store) -> list[Path]:
+    return [store.run_folder(name) for name in store.runs()]
+
+
+def _bytes(store: Store) -> int:
+    return bytes_in(*_runs(store))
+
+
+def _freed(store: Store, gone: Sequence[Path]) -> int:
+    """The bytes that are freed with some folders: files that others share stay."""
+    kept = files_in(*_runs(store), without=gone)
+    return sum(size for file, size in files_in(*gone).items() if file not in kept)
+
+
+# ---- deleting ----
+
+
+def _delete(store: Store, places: Sequence[Place]) -> None:
+    try:
+        store.claim()  # which clears what killed saves have left
+    except Held as held:
+        if not held.addresses:
+            raise
+        for place in places:
+            with contextlib.suppress(FileNotFoundError):
+                if store.place(place.path).stamp == place.stamp:
+                    _ask(held.addresses[0], place.path)
+        return
+    try:
+        for place in places:
+            with contextlib.suppress(FileNotFoundError):  # deleted or saved again meanwhile
+                store.delete(place.path, place.stamp)
+    finally:
+        store.close()
+
+
+def _ask(address: str, path: str) -> None:
+    """Has a server delete a checkpoint. OSError with a sentence where it does not."""
+    name, kind, checkpoint = path.removeprefix(SCHEME).split("/")
+    url = f"{address}/api/v1/training_runs/{quote(name, safe='')}/checkpoints/{kind}/{checkpoint}"
+    headers = {"X-API-Key": os.environ.get("TINKER_API_KEY", API_KEY)}
+    request = urllib.request.Request(url, headers=headers, method="DELETE")
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(request, timeout=ASK_SECONDS):
+            return
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            return
+        told = _detail(error.read())
+        raise OSError(f"the server at {address} did not delete {path}: {told}") from None
+    except OSError as error:
+        reason = getattr(error, "reason", error)  # which urllib wraps
+        told = sentence(reason) if isinstance(reason, OSError) else reason
+        raise OSError(f"the server at {address} has the folder, and is silent: {told}") from None
+
+
+def _detail(body: bytes) -> str:
+    """The sentence in a refusal."""
+    try:
+        return str(json.loads(body)["detail"])
+    except (ValueError, KeyError, TypeError):
+        return "it gave no reason"
+
+
+def _agreed(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise ValueError("nothing was deleted: say --yes, where nobody can be asked")
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+# ---- words ----
+
+
+def _line(folder: Path, made: float, what: str) -> str:
+    return f"{readable(bytes_in(folder)):>12}  {_age(time.time() - made):>8}  {what}"
+
+
+def _age(seconds: float) -> str:
+    """An age in its largest unit."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{int(seconds / size)} {unit}"
+    return f"{max(0, int(seconds))} s"
+
+
+def _count(count: int) -> str:
+    return f"{count} checkpoint{'' if count == 1 else 's'}"
