@@ -184,6 +184,17 @@ def test_a_folder_that_is_not_there_stays_so(tmp_path: Path, capsys) -> None:
     assert not (tmp_path / "nothing").exists()
 
 
+def test_the_default_folder_is_the_users(folder, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    default = tmp_path / "data" / "tinsmith" / "checkpoints"
+    default.parent.mkdir(parents=True)
+    folder.rename(default)
+    assert cli.main(["prune", "--run", "two:train:0", "--yes"]) == 0
+    assert f"are left in {default}" in capsys.readouterr().out
+    assert left(default) == {name for name in MADE if name.startswith("one")}
+
+
 # ---- what is not to go ----
 
 
