@@ -97,3 +97,14 @@ def test_what_is_free_is_said_and_not_what_is_there(tmp_path, monkeypatch, capsy
     assert "memory: 1.00 MiB of " in capsys.readouterr().out
     found.unlink()
     assert doctor.free_memory(7) == 7
+
+
+def test_doctor_names_the_extra_of_each_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(doctor, "version", lambda package: None)
+    doctor.show(argparse.Namespace())
+    shown = capsys.readouterr().out
+    for name in doctor.PACKAGES:
+        extra = {"tinker-cookbook": "cookbook", "gguf": "gguf"}.get(name, "server")
+        assert f"\n{name} is not installed: pip install 'tinsmith[{extra}]'\n" in shown

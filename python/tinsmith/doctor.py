@@ -22,7 +22,9 @@ PACKAGES = (
     "pyrage",
     "prometheus-client",
     "huggingface-hub",
+    "gguf",
 )
+EXTRAS = {"tinker-cookbook": "cookbook", "gguf": "gguf"}  # of those that `server` does not have
 MEMINFO = Path("/proc/meminfo")
 
 
@@ -37,8 +39,7 @@ def show(options: argparse.Namespace) -> None:
         if name != "cuda-emulated":  # which only the tests have
             print(f"device {reason or name + ': ready'}")
     for name in PACKAGES:
-        extra = "cookbook" if name == "tinker-cookbook" else "server"
-        missing = f"is not installed: pip install 'tinsmith[{extra}]'"
+        missing = f"is not installed: pip install 'tinsmith[{EXTRAS.get(name, 'server')}]'"
         print(f"{name} {version(name) or missing}")
     free, total = _core.memory("cpu")
     print(f"memory: {readable(free_memory(free))} of {readable(total)} are free")
