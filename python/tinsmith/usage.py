@@ -130,7 +130,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """Adds the model that a command is about."""
     parser.add_argument(
         "model",
-        help="a folder, a GGUF file, or a name in the Hugging Face cache, which may end in @REVISION",
+        help="a folder, a GGUF file, or a name in the Hugging Face cache (NAME or NAME@REVISION)",
     )
     add_pull(parser)
 

@@ -5,6 +5,8 @@ import {get, runPath} from './api.js';
 import {ago, byId, el} from './dom.js';
 import {TokenText} from './tokens.js';
 
+const ASK_MS = 5000;
+
 // What a text may be coloured by: a name, and what no colour and the full one mean.
 const COLOURS = {
   own: ['log-probability', 'likely', 'surprising'],
@@ -64,7 +66,8 @@ export class Samples {
   constructor(run) {
     this.run = run;
     this.rows = [];
-    this.seen = '';
+    this.seen = '';  // what the server calls these rows
+    this.asked = 0;
     const choice = (label, names) =>
         el('select', {'aria-label': label, onchange: () => this.draw()},
            Object.entries(names).map(([value, name]) => el('option', {value}, [name].flat()[0])));
@@ -79,12 +82,11 @@ export class Samples {
   }
 
   async refresh() {
-    const {samples} = await get(runPath(this.run, '/samples'));
-    const seen = samples.map(row => `${row.at}/${row.step}/${row.teacher_name ?? ''}`).join(' ');
-    if (seen === this.seen && this.list.childElementCount) return;
-    if (!byId('tip').hidden) return;  // somebody reads
-    this.seen = seen;
-    this.rows = samples;
+    if (Date.now() - this.asked < ASK_MS || !byId('tip').hidden) return;  // or somebody reads
+    this.asked = Date.now();
+    const {samples, seen} = await get(runPath(this.run, `/samples?seen=${this.seen}`));
+    if (!samples || !byId('tip').hidden) return;
+    [this.rows, this.seen] = [samples, seen];
     this.draw();
   }
 

@@ -8,7 +8,8 @@ tokens, and gets the teacher's log-probabilities beside its own. So do datums th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,13 +28,15 @@ TOKENS_MAX = 512  # of a sample or datum, from its beginning
 PROMPT_MAX = 128  # of a prompt, from its end
 CALL_MAX = 2  # samples of one call
 BEST_MAX = 5  # of the ids that a teacher names for a position
+TEXTS_MAX = 128  # texts that are kept, of at most 40 KB: the page asks for a run's again and again
 
 Row = dict[str, Any]
 
 
 def numbers(values: NDArray[Any]) -> list[float | None]:
     """Log-probabilities for JSON, to four digits; None for those that are none."""
-    return [finite(round(value, 4) + 0.0) for value in values.tolist()]  # no minus before a zero
+    rounded = np.round(values.astype(np.float64), 4) + 0.0  # no minus before a zero
+    return rounded.tolist() if np.isfinite(rounded).all() else finite(rounded.tolist())
 
 
 def key_of(tokens: NDArray[np.int32]) -> bytes:
@@ -161,23 +164,24 @@ def _listed(
 # ---- as text ----
 
 
-def pieces(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
+@lru_cache(TEXTS_MAX)
+def pieces(tokenizer: Tokenizer | None, ids: tuple[int, ...]) -> tuple[str, ...]:
     """The text of each token; together they are the text of all. Where there is no tokenizer, the
     ids."""
     if tokenizer is None:
-        return [f"⟨{token}⟩" for token in ids]
+        return tuple(f"⟨{token}⟩" for token in ids)
     text = Text(tokenizer)
     found = [text.add(token) for token in ids]
     if found:
         found[-1] += text.end()
-    return found
+    return tuple(found)
 
 
 def shown(row: Row, tokenizer: Tokenizer | None) -> Row:
     """A row with the texts of its tokens instead of their ids."""
     told = {key: value for key, value in row.items() if key not in ("ids", "prompt", "best")}
-    told["prompt"] = "".join(pieces(tokenizer, row["prompt"]))
-    told["tokens"] = pieces(tokenizer, row["ids"])
+    told["prompt"] = "".join(pieces(tokenizer, tuple(row["prompt"])))
+    told["tokens"] = list(pieces(tokenizer, tuple(row["ids"])))
     if best := row.get("best"):
         told["best"] = [
             [[_alone(tokenizer, token), *both] for token, *both in zip(*place, strict=True)]
