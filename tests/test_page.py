@@ -206,7 +206,7 @@ def test_one_cursor_is_in_all_charts(page: Any, site: Site) -> None:
 
 def test_a_steps_seconds_are_split(page: Any, site: Site) -> None:
     page.goto(site.run(site.before.taught))
-    legend = page.locator(".legend").first
+    legend = chart(page, "Seconds of a step").locator(".legend")
     for part in ("forward and backward", "optimizer", "sampling", "saving", "waiting", "client"):
         expect(legend).to_contain_text(part)
     (rows, _) = site.backend.history.steps(site.before.taught)

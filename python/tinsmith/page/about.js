@@ -3,7 +3,7 @@
 import {bytes, el, facts, moment, seconds, table} from './dom.js';
 
 // A run's id is its session's, "train" and a number; the session's first digits tell runs apart.
-const briefly = id => id.replace(/^s-([^:]{1,6})[^:]*:train:/, '$1:');
+export const briefly = id => id.replace(/^s-([^:]{1,6})[^:]*:train:/, '$1:');
 export const nameOf = run => run.name || run.user_metadata?.name || briefly(run.id);
 
 // A base model's name; of a folder, what it is called.

@@ -32,21 +32,25 @@ const tokensOf = row => row.tokens.map((text, i) => {
   };
 });
 
-function side(row, label, by) {
-  const text = new TokenText(label, by, `${row.prompt_cut ? '… ' : ''}${row.prompt}`);
+const promptOf = row => `${row.prompt_cut ? '… ' : ''}${row.prompt}`;
+
+function side(row, label, by, prompt = '') {
+  const text = new TokenText(label, by, prompt);
   for (const token of tokensOf(row)) text.add(token);
   if (row.cut) text.root.append(el('span', {className: 'prompt'}, ` … ${row.cut} more tokens`));
   return text.root;
 }
 
-// Where a teacher has scored the tokens too, both sides stand beside each other.
+// Where a teacher has scored the tokens too, both sides stand beside each other, behind the prompt.
 function body(row, by) {
-  if (!row.teacher || by !== 'own') return side(row, 'The text', by);
+  if (!row.teacher || by !== 'own') return side(row, 'The text', by, promptOf(row));
   const {teacher_name: name} = row;
   const titled = (title, text) => el('div', {}, el('h4', {}, title), text);
-  return el(
-      'div', {className: 'pair'}, titled('student', side(row, 'The student', 'own')),
-      titled(name ? `teacher · ${baseOf(name)}` : 'teacher', side(row, 'The teacher', 'teacher')));
+  return [
+    el('div', {className: 'before'}, promptOf(row)),
+    el('div', {className: 'pair'}, titled('student', side(row, 'The student', 'own')),
+       titled(name ? `teacher · ${baseOf(name)}` : 'teacher', side(row, 'The teacher', 'teacher'))),
+  ];
 }
 
 function card(row, by) {
