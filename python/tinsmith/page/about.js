@@ -12,7 +12,7 @@ export const baseOf = name => name.startsWith('/') ? name.split('/').pop() : nam
 // How a checkpoint is called where its run is not shown beside it.
 export function checkpointName(row) {
   const [run, , name] = row.path.replace('tinker://', '').split('/');
-  return `${name} · step ${row.step} · ${row.kind} · ${briefly(run)}`;
+  return `${row.name || briefly(run)} · ${name} · step ${row.step} · ${row.kind}`;
 }
 
 const CHECKPOINT = [

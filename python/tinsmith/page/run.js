@@ -131,12 +131,12 @@ export class RunView {
     this.tiles.replaceChildren(
         ...[tile('Steps', count(steps)),
             tile('Loss per token', short(last.loss_mean, 3), 'nats'),
-            tile('Tokens a second', short(speed, 3)),
+            tile('Tokens / s', short(speed, 3)),
             tile('Last step', seconds(last.seconds)),
             tile('Gradient norm', short(norm, 3)),
             last.kl && tile('Sampler KL', short(last.kl.v1, 3), 'KL sampler–trainer, nats'),
-            tile('Trained tokens', count(tokens)),
-            drawn && tile('Sampled tokens', count(drawn)),
+            tile('Trained on', count(tokens)),
+            drawn && tile('Sampled', count(drawn)),
     ].filter(Boolean));
   }
 

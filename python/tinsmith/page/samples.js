@@ -47,7 +47,7 @@ function body(row, by) {
   const {teacher_name: name} = row;
   const titled = (title, text) => el('div', {}, el('h4', {}, title), text);
   return [
-    el('div', {className: 'before'}, promptOf(row)),
+    el('div', {className: 'before'}, promptOf(row).trimEnd()),
     el('div', {className: 'pair'}, titled('student', side(row, 'The student', 'own')),
        titled(name ? `teacher · ${baseOf(name)}` : 'teacher', side(row, 'The teacher', 'teacher'))),
   ];

@@ -239,6 +239,7 @@ def _checkpoints(service: Service, run: str) -> list[dict[str, Any]]:
         {
             "path": item.path,
             "run": run,
+            "name": item.meta.run_metadata.get("name"),
             "kind": TYPES[item.meta.kind],
             "base": item.meta.base_model,
             "step": item.meta.step,
