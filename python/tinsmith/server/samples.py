@@ -8,14 +8,13 @@ tokens, and gets the teacher's log-probabilities beside its own. So do datums th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith.chat.text import Text, token_bytes
+from tinsmith.chat import text
 from tinsmith.engine.events import Call
 from tinsmith.engine.teaching import LOGPROBS, NO_LOGPROB
 from tinsmith.engine.training import Batch, BatchResult
@@ -28,7 +27,6 @@ TOKENS_MAX = 512  # of a sample or datum, from its beginning
 PROMPT_MAX = 128  # of a prompt, from its end
 CALL_MAX = 2  # samples of one call
 BEST_MAX = 5  # of the ids that a teacher names for a position
-TEXTS_MAX = 128  # texts that are kept, of at most 40 KB: the page asks for a run's again and again
 
 Row = dict[str, Any]
 
@@ -164,24 +162,19 @@ def _listed(
 # ---- as text ----
 
 
-@lru_cache(TEXTS_MAX)
-def pieces(tokenizer: Tokenizer | None, ids: tuple[int, ...]) -> tuple[str, ...]:
+def pieces(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
     """The text of each token; together they are the text of all. Where there is no tokenizer, the
     ids."""
     if tokenizer is None:
-        return tuple(f"⟨{token}⟩" for token in ids)
-    text = Text(tokenizer)
-    found = [text.add(token) for token in ids]
-    if found:
-        found[-1] += text.end()
-    return tuple(found)
+        return [f"⟨{token}⟩" for token in ids]
+    return text.pieces(tokenizer, ids)
 
 
 def shown(row: Row, tokenizer: Tokenizer | None) -> Row:
     """A row with the texts of its tokens instead of their ids."""
     told = {key: value for key, value in row.items() if key not in ("ids", "prompt", "best")}
-    told["prompt"] = "".join(pieces(tokenizer, tuple(row["prompt"])))
-    told["tokens"] = list(pieces(tokenizer, tuple(row["ids"])))
+    told["prompt"] = "".join(pieces(tokenizer, row["prompt"]))
+    told["tokens"] = pieces(tokenizer, row["ids"])
     if best := row.get("best"):
         told["best"] = [
             [[_alone(tokenizer, token), *both] for token, *both in zip(*place, strict=True)]
@@ -193,4 +186,4 @@ def shown(row: Row, tokenizer: Tokenizer | None) -> Row:
 def _alone(tokenizer: Tokenizer | None, token: int) -> str:
     if tokenizer is None:
         return f"⟨{token}⟩"
-    return token_bytes(tokenizer, token).decode(errors="replace")
+    return text.token_bytes(tokenizer, token).decode(errors="replace")
