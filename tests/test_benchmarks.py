@@ -44,6 +44,7 @@ PROGRAMS = {
     "start": "",
     "off_policy": "--steps 3 --groups 1 --group-size 2 --stale 1",
     "latency": "--request 1 --adapter 1 --model 1",
+    "page": "--steps 1 --datums 1 --runs 2",
 }
 ROWS = {  # case -> sides, "" for any further case of the table
     "ops": {
@@ -80,6 +81,13 @@ ROWS = {  # case -> sides, "" for any further case of the table
     "latency": {
         case: ["busy", "idle"]
         for case in ("request", "its result", "create", "snapshot", "save", "open")
+    },
+    "page": {
+        "trains and samples": ["page closed", "curves", "samples", "machine", "no history"],
+        **{
+            case: ["tinsmith"]
+            for case in ("history, of a step", "list", "samples, all new", "samples open")
+        },
     },
     "off_policy": {str(step): ["stable_reinforce", "importance_sampling"] for step in range(3)},
     "start": {

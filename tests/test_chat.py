@@ -11,7 +11,7 @@ import pytest
 from chat_models import CALL, CONVERSATION, TEMPLATES, WEATHER, make_tokenizer
 from tinsmith.chat.chat import Chat
 from tinsmith.chat.template import ChatTemplate
-from tinsmith.chat.text import Stops, Text, token_bytes
+from tinsmith.chat.text import Stops, Text, pieces, token_bytes
 from tinsmith.chat.tools import FORMATS, Piece, ToolCall, ToolReader, format_of
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
@@ -132,6 +132,9 @@ def test_text_comes_in_whole_characters_as_soon_as_they_are_there(folder, said: 
         certain = come.decode(errors="ignore")
         assert shown == certain.rstrip("\ufffd")  # a real one could yet be another's beginning
     assert shown + text.end() == said
+    text, parts = Text(tokenizer), pieces(tokenizer, tokens)
+    assert "".join(parts) == said
+    assert "\ufffd" in said or parts == [text.add(token) for token in tokens]
     assert len(tokens) > len(said) or said.isascii()  # characters are spread over tokens
 
 
@@ -147,14 +150,17 @@ def test_text_in_pieces_is_the_text_of_all_tokens(folder) -> None:
                 tokens, skip_special_tokens=False
             )
             assert whole(Text(tokenizer, shown=()), tokens) == tokenizer.decode(tokens)
+            shown = pieces(tokenizer, tokens)
+            assert len(shown) == count
+            assert "".join(shown) == tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def test_bytes_that_are_no_text_do_not_hold_a_stream_back(folder) -> None:
     tokenizer = Chat(folder("qwen")).tokenizer
     bad = next(t for t in range(400) if token_bytes(tokenizer, t) == b"\xff")
     text = Text(tokenizer)
-    pieces = [text.add(bad) for _ in range(100)]
-    assert all(pieces[4:]) and len("".join(pieces)) >= 98
+    found = [text.add(bad) for _ in range(100)]
+    assert all(found[4:]) and len("".join(found)) >= 98
 
 
 def test_bytes_of_a_sentencepiece_tokenizer() -> None:
@@ -164,6 +170,7 @@ def test_bytes_of_a_sentencepiece_tokenizer() -> None:
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     text = Text(tokenizer)
     assert [text.add(token) for token in (3, 0, 1, 2, 4, 5)] == ["well", "", "", "你", " you", "!"]
+    assert pieces(tokenizer, (3, 0, 1, 2, 4)) == ["well", "", "", "你", " you"]
     assert [token_bytes(tokenizer, t) for t in (0, 3)] == [b"\xe4", b" well"]
 
 
@@ -230,9 +237,9 @@ CASES: tuple[tuple[int, str, list[Piece]], ...] = (
 
 @pytest.mark.parametrize(("row", "said", "wanted"), CASES)
 def test_calls_are_found_however_the_text_is_cut(row: int, said: str, wanted: list[Piece]) -> None:
-    for pieces in cuts(said):
+    for parts in cuts(said):
         reader, found = ToolReader(FORMATS[row], SCHEMAS), list[Piece]()
-        for piece in pieces:
+        for piece in parts:
             found += reader.add(piece)
         found += reader.end()
         texts = "".join(piece for piece in found if isinstance(piece, str))

@@ -1,6 +1,7 @@
 """The ways in: the command line, `tinsmith run`, and `tinsmith.serve` in a notebook."""
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
@@ -56,6 +57,7 @@ def test_run_serves_the_recipes_model_and_passes_its_exit_code_on(tiny_model_dir
     )
     done = run_cli("run", str(script), f"model_name={tiny_model_dir}", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (7, "rank 2\n"), done.stderr
+    assert re.search(r"the page at http://127\.0\.0\.1:\d+/ shows the run", done.stderr)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGABRT, 7), (signal.SIGTERM, 143)])

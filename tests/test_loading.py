@@ -106,7 +106,7 @@ def test_others_sample_and_train_while_a_model_is_read(models, disk) -> None:
         assert len(drawn(worker.sample("snapshot", REQUEST))) == 20
         assert not waiting.done()
         assert worker.waits_for(waiting).startswith("the base model other is being read: ")
-        assert worker.waits_for(losses[0]) is None
+        assert worker.waits_for(losses[0]) is None and waiting in worker.now.paused
         disk.go.set()
         assert drawn(waiting) == expected and worker.waits_for(waiting) is None
 

@@ -4,8 +4,10 @@ A first server has trained and ended; the second, on the same folder, shows what
 and makes one of its own. test_page_data.py asks for the same without a browser.
 """
 
+import importlib
 import math
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -36,6 +38,8 @@ playwright = pytest.importorskip(
 Page, expect = playwright.Page, playwright.expect
 PATIENCE = 60_000  # milliseconds: for a machine that is busy with other tests
 expect.set_options(timeout=PATIENCE)
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+bench = importlib.import_module("page")  # benchmarks/page.py
 KEY = "tml-the-right-one"
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 800}
 TABS = ("curves", "samples", "checkpoints", "settings")
@@ -202,7 +206,7 @@ def test_one_cursor_is_in_all_charts(page: Any, site: Site) -> None:
 
 def test_a_steps_seconds_are_split(page: Any, site: Site) -> None:
     page.goto(site.run(site.before.taught))
-    legend = page.locator(".legend").first
+    legend = chart(page, "Seconds of a step").locator(".legend")
     for part in ("forward and backward", "optimizer", "sampling", "saving", "waiting", "client"):
         expect(legend).to_contain_text(part)
     (rows, _) = site.backend.history.steps(site.before.taught)
@@ -491,6 +495,24 @@ def test_a_server_with_a_key_asks_for_it(browser: Any, tmp_path: Path) -> None:
         page.reload()
         expect(page.locator("#pulse")).to_have_text("live")
         expect(dialog).to_be_hidden()
+
+
+@pytest.mark.parametrize("view", bench.VIEWS)
+def test_the_benchmark_asks_what_the_page_asks(browser: Any, site: Site, view: str) -> None:
+    run = site.client.model_id
+    visitor, mine, theirs = bench.Visitor(site.url, run), [], []
+    visitor.client.event_hooks["request"].append(lambda request: mine.append(str(request.url)))
+    for what in bench.asked(view):
+        visitor.ask(what)
+    with opened(browser, "about:blank") as page:
+        page.on("request", lambda request: theirs.append(request.url))
+        page.goto(f"{site.url}/#/machine" if view == "machine" else site.run(run, view))
+        deadline = time.monotonic() + 60
+        while sum("/runs?after=" in url for url in theirs) < 2 and time.monotonic() < deadline:
+            page.wait_for_timeout(100)
+    data = {url.partition("?")[0] for url in theirs if "/page/data/" in url}
+    assert {url.partition("?")[0] for url in mine} == data - {f"{site.url}/page/data/hello"}
+    assert any("/runs?after=" in url for url in theirs)
 
 
 @contextmanager

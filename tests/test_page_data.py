@@ -2,7 +2,9 @@
 have which. test_page.py looks at it in a browser."""
 
 import re
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,10 @@ from typing import Any
 import httpx
 import pytest
 from small_run import PROMPT, make_client, sample, train
+from tinker import ModelInput
+from tinsmith.engine.events import Call, Now
+from tinsmith.engine.training import AdamParams
+from tinsmith.files.meta import Meta
 from tinsmith.server import page
 from tinsmith.server.backend import Backend
 
@@ -106,6 +112,36 @@ def test_a_run_is_told_with_its_steps(server: Backend, run: str) -> None:
     assert told["steps"][0]["loss_mean"] == pytest.approx(loss / weights)
 
 
+def test_the_list_is_told_again_where_it_may_differ(server: Backend, run: str) -> None:
+    old, report = "s-old:train:0", {"loss": 1.0, "loss_tokens": 2.0}
+    facts = {"at": 1e9, "arrived": 1.0, "began": 2.0, "ended": 3.0}
+    server.history(Call("optim_step", old, request=AdamParams(), result=report, **facts))
+    told = data(server, "runs")
+    assert {old, run} <= {row["id"] for row in told["runs"]}
+    later = data(server, f"runs?after={int(told['now'])}")["runs"]
+    assert run in {row["id"] for row in later} and old not in {row["id"] for row in later}
+    service = server._service
+    (row,) = page._find_runs(service, service.worker.now, time.time(), {old})  # it does something
+    assert row["id"] == old and row["steps"] == 1 and row["spark"] == [0.5]
+    soon = page._find_runs(service, service.worker.now, time.time() - 600, ())
+    assert run in {row["id"] for row in soon} and old not in {row["id"] for row in soon}
+
+
+def test_samples_come_once(server: Backend, run: str) -> None:
+    told = data(server, f"runs/{run}/samples")
+    again = data(server, f"runs/{run}/samples?seen={told['seen']}")
+    assert again == {"seen": told["seen"], "samples": None}
+    sampler = server.service_client().create_sampling_client(base_model="tiny").result()
+    (row,) = (row for row in server.history.samples(run) if row["kind"] == "sample")
+    both = [*row["prompt"], *row["ids"]]
+    sampler.compute_logprobs(ModelInput.from_ints(both)).result()  # a teacher, of the same tokens
+    server.watch.flush()
+    again = data(server, f"runs/{run}/samples?seen={told['seen']}")
+    assert again["seen"] != told["seen"] and len(again["samples"]) == len(told["samples"])
+    (row,) = (row for row in again["samples"] if row["kind"] == "sample")
+    assert len(row["teacher"]) == 4
+
+
 def test_samples_come_as_text(server: Backend, run: str) -> None:
     rows = data(server, f"runs/{run}/samples")["samples"]
     assert {row["kind"] for row in rows} == {"sample", "datum"}
@@ -127,6 +163,35 @@ def test_checkpoints_have_sizes_and_ends(server: Backend, run: str) -> None:
     assert {kept["path"], gone["path"]} <= {row["path"] for row in told["checkpoints"]}
 
 
+def test_an_expired_checkpoint_is_not_told(
+    server: Backend, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server._service.store, "expire", True)
+    monkeypatch.setattr(Meta, "expired", property(lambda meta: meta.ttl_seconds is not None))
+    paths = [row["path"] for row in data(server, f"runs/{run}/checkpoints")["checkpoints"]]
+    assert paths == [f"tinker://{run}/weights/kept"]
+
+
+def test_one_talks_to_checkpoints_of_models_that_are_served(
+    server: Backend, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server._service, "bases", {})
+    assert data(server, "models") == {"bases": [], "checkpoints": []}
+
+
+def test_a_runs_status_is_what_it_does(server: Backend, run: str) -> None:
+    mine, others = Call("optim_step", run), Call("optim_step", "another")
+    for wanted, training, waiting, ago in (
+        ("training", mine, {run: 1}, 0),
+        ("waiting", others, {run: 1}, 0),
+        ("live", others, {run: 0}, 5),
+        ("idle", None, {}, 60),
+    ):
+        now = Now(training, waiting, {})
+        assert page._status(server._service, now, run, time.time() - ago) == wanted
+    assert page._status(server._service, Now(None, {}, {}), "nobody", time.time()) == "ended"
+
+
 def test_the_machine_is_told(server: Backend, run: str) -> None:
     told = data(server, "machine")
     assert told["memory"]["weights"] > 0 and told["memory"]["limit"] > told["memory"]["weights"]
@@ -134,6 +199,22 @@ def test_the_machine_is_told(server: Backend, run: str) -> None:
     assert [model["name"] for model in told["models"]] == ["tiny"]
     refused = [row for row in told["refused"] if "training_runs/{" in row["what"]]
     assert refused[0]["status"] == 404 and "nobody" in refused[0]["detail"]
+
+
+def test_an_adapter_of_two_sampling_sessions_counts_once(server: Backend, run: str) -> None:
+    path, held = f"tinker://{run}/sampler_weights/gone", [0]
+    with server.service_client() as service:
+        for _ in range(2):
+            sampler = service.create_sampling_client(model_path=path).result()
+            sample(sampler, max_tokens=1, seed=1)
+            held.append(data(server, "machine")["memory"]["snapshots"])
+    assert held[2] == held[1] > 0
+
+
+def test_who_waits_for_a_model_is_told(server: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = server._service.bases["tiny"]
+    monkeypatch.setattr(server.worker, "_paused", {Future(): model})
+    assert data(server, "machine")["loading"] == ["the base model tiny is read after another one"]
 
 
 @pytest.mark.parametrize(
@@ -148,6 +229,7 @@ def test_the_machine_is_told(server: Backend, run: str) -> None:
         ("runs/nobody?after=1e3", 400, "after must be a whole number"),
         ("runs/nobody?after=" + "9" * 40, 400, "after must be a whole number"),
         ("runs/%00", 404, ""),
+        ("runs?after=yesterday", 400, "after must be a whole number"),
         ("nothing", 404, ""),
     ),
 )

@@ -51,7 +51,11 @@ def test_the_pages_files_are_short(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ("README.md", "ARCHITECTURE.md", "STYLE.md", "CHANGELOG.md", "SECURITY.md")
+    "name",
+    (
+        *("README.md", "ARCHITECTURE.md", "STYLE.md", "CHANGELOG.md", "SECURITY.md"),
+        *(name_of(path) for path in sorted((ROOT / "docs").glob("*.md"))),
+    ),
 )
 def test_lines_of_the_documents_are_short(name: str) -> None:
     lines = (ROOT / name).read_text().splitlines()

@@ -8,6 +8,7 @@ finds its own, whatever ran beside it.
 """
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from tinsmith import launch
 
 if TYPE_CHECKING:
     from tinsmith.server.backend import Backend
+
+log = logging.getLogger("tinsmith")
 
 API_KEY = "tml-local"  # the SDK insists on the prefix; nothing reads the rest
 # Signals that a process sends itself. A kill from outside is no crash, even if it comes late.
@@ -75,6 +78,7 @@ def run_recipe(
             [sys.executable, "-m", "tinsmith.launch", *command], env=environment
         )
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        log.info("the page at %s/ shows the run", backend.url)
         with console(backend, process.pid):
             code = _wait(process)
         reported = report.read_text() if report.exists() else ""

@@ -7,8 +7,9 @@ makes of all tokens at once.
 """
 
 import json
+from codecs import getincrementaldecoder
 from collections.abc import Collection, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 UNKNOWN = "\ufffd"  # what the tokenizer writes for bytes that don't (yet) make up a character
 CHARACTER_TOKENS = 4  # the most that one character can have: it has at most 4 bytes in UTF-8
+TOKENS_KEPT = 1 << 16  # whose bytes are known, and the tokenizers whose kind is
+TOKENIZERS_KEPT = 16
 WINDOW_TOKENS = 16  # that are decoded again with each new one, where there is no whole character
 
 
@@ -132,13 +135,14 @@ class Stops:
 # ---- one token ----
 
 
+@lru_cache(TOKENS_KEPT)
 def token_bytes(tokenizer: "Tokenizer", token: int) -> bytes:
     """The bytes of a token alone, which need not be whole characters."""
     text = tokenizer.id_to_token(token)
     added = tokenizer.get_added_tokens_decoder()
     if text is None or token in added:
         return tokenizer.decode([token], skip_special_tokens=False).encode()
-    if _is_byte_level(tokenizer):
+    if "ByteLevel" in _decoders(tokenizer):
         letters = _letters()
         return bytes(letters[letter] for letter in text if letter in letters)
     if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
@@ -146,11 +150,28 @@ def token_bytes(tokenizer: "Tokenizer", token: int) -> bytes:
     return text.replace("\u2581", " ").encode()
 
 
-def _is_byte_level(tokenizer: "Tokenizer") -> bool:
+@lru_cache(TOKENIZERS_KEPT)
+def _decoders(tokenizer: "Tokenizer") -> tuple[str, ...]:
+    """The kinds of the decoders that turn tokens into text, in their order."""
     state = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b"{}"
     decoder = json.loads(state)
-    parts = decoder.get("decoders", [decoder])
-    return any(part.get("type") == "ByteLevel" for part in parts)
+    return tuple(str(part.get("type")) for part in decoder.get("decoders", [decoder]))
+
+
+def pieces(tokenizer: "Tokenizer", tokens: Sequence[int]) -> list[str]:
+    """What each token adds to the text of all, special tokens included; bytes without the rest of
+    their character are U+FFFD."""
+    if _decoders(tokenizer) == ("ByteLevel",):  # the text is that of the tokens' bytes
+        decoder = getincrementaldecoder("utf-8")(errors="replace")
+        found = [decoder.decode(token_bytes(tokenizer, token)) for token in tokens]
+        rest = decoder.decode(b"", final=True)
+    else:
+        text = Text(tokenizer)
+        found = [text.add(token) for token in tokens]
+        rest = text.end()
+    if found:
+        found[-1] += rest
+    return found
 
 
 @cache

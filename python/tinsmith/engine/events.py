@@ -8,7 +8,7 @@ here changes what the worker does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,6 +84,7 @@ class Now:
     training: Call | None  # the training call that is under way
     waiting: Mapping[str, int]  # requests of each run whose turn has not come
     sampling: Mapping[str, int]  # requests under way, on each base model
+    paused: Sequence[Future[Any]] = ()  # those that wait for a model that is being read
 
 
 @dataclass(frozen=True)

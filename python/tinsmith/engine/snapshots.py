@@ -102,6 +102,11 @@ class Snapshots:
             for name, item in items
         ]
 
+    @property
+    def bytes(self) -> int:
+        """Of all adapters, each once."""
+        return sum({id(item.adapter): item.bytes for item in self._items.values()}.values())
+
     def release(self, path: Path) -> bool:
         """Drops the adapters on a base model that can be read again; returns whether there was
         any."""

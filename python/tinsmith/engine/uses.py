@@ -85,7 +85,7 @@ class Uses:
             weights=self._bases.weight_bytes,
             adapters=sum(run.vectors for run in runs),
             arenas=sum(run.bytes - run.vectors for run in runs),
-            snapshots=sum(hold.bytes for hold in self._snapshots.holds()),
+            snapshots=self._snapshots.bytes,
             cache=sum(size for _, size, _ in self._decoder.caches()),
             evictions=self._bases.evictions,
         )

@@ -359,7 +359,7 @@ class Worker:
         """What is under way, and what waits."""
         waiting = {run.name: len(run.ready) + len(run.waiting) for run in list(self._runs.values())}
         sampling = {self._bases.name(p): n for p, n in self._decoder.under_way.items()}
-        return Now(self._training, waiting, sampling)
+        return Now(self._training, waiting, sampling, list(self._paused))
 
     @property
     def drawn(self) -> tuple[dict[int, int], float]:

@@ -3,7 +3,7 @@
 import {bytes, el, facts, moment, seconds, table} from './dom.js';
 
 // A run's id is its session's, "train" and a number; the session's first digits tell runs apart.
-const briefly = id => id.replace(/^s-([^:]{1,6})[^:]*:train:/, '$1:');
+export const briefly = id => id.replace(/^s-([^:]{1,6})[^:]*:train:/, '$1:');
 export const nameOf = run => run.name || run.user_metadata?.name || briefly(run.id);
 
 // A base model's name; of a folder, what it is called.
@@ -12,7 +12,7 @@ export const baseOf = name => name.startsWith('/') ? name.split('/').pop() : nam
 // How a checkpoint is called where its run is not shown beside it.
 export function checkpointName(row) {
   const [run, , name] = row.path.replace('tinker://', '').split('/');
-  return `${name} · step ${row.step} · ${row.kind} · ${briefly(run)}`;
+  return `${row.name || briefly(run)} · ${name} · step ${row.step} · ${row.kind}`;
 }
 
 const CHECKPOINT = [
@@ -23,7 +23,7 @@ const CHECKPOINT = [
   ['Saved', row => moment(row.created)],
   [
     'Ttl ends',
-    row => row.ttl_ends ? moment(row.ttl_ends) + (row.expires ? '' : ', only a mark') : 'never',
+    row => row.ttl_ends ? moment(row.ttl_ends) + (row.expires ? '' : ', only a mark') : 'no ttl',
   ],
   ['Path', row => el('code', {}, row.path), 'long'],
   [

@@ -11,7 +11,7 @@ import {RunView, TABS} from './run.js';
 import {loadPlotly} from './plots.js';
 import {hideTip} from './tokens.js';
 
-const LIVE_MS = 1000, LIST_MS = 2500, IDLE_MS = 4000;
+const LIVE_MS = 1000, LIST_MS = 2500, IDLE_MS = 4000, WHOLE_MS = 60000;
 const BUSY = ['training', 'waiting', 'live'];
 const THEME = 'tinsmith-theme';
 const KEYS = [
@@ -31,7 +31,7 @@ const settings = {
   log: false,
 };
 const runs = new Map();
-let chat = null, view = null, shown = '', order = [], timer = 0, listed = 0;
+let chat = null, view = null, shown = '', order = [], timer = 0, listed = 0, whole = 0, after = 0;
 
 // ---- the address ----
 
@@ -100,11 +100,19 @@ function lost(error) {
   byId('pulse').textContent = error?.status ? error.message.slice(0, 80) : 'no answer';
 }
 
+// Asks for the runs that are new or may have changed; now and then for all, the newest first.
 async function listRuns() {
-  const told = await get('page/data/runs');
-  runs.clear();
+  const all = Date.now() - whole > WHOLE_MS;
+  const told = await get(all ? 'page/data/runs' : `page/data/runs?after=${after}`);
+  if (all) runs.clear();
   for (const run of told.runs) runs.set(run.id, run);
-  listed = Date.now();
+  const made = run => run.created ?? '';
+  const found =
+      [...runs.values()].sort((a, b) => b.seen - a.seen || made(b).localeCompare(made(a)));
+  runs.clear();
+  for (const run of found) runs.set(run.id, run);
+  [listed, after] = [Date.now(), Math.floor(told.now)];
+  if (all) whole = listed;
   list();
 }
 

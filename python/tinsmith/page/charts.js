@@ -11,6 +11,10 @@ const COLORS = {
 
 export const color = index => COLORS[document.documentElement.dataset.theme][index % 8];
 
+// A name behind its colour.
+export const swatch = (ink, name) =>
+    el('span', {}, el('i', {className: 'swatch', style: {background: ink}}), name);
+
 // An exponential moving average whose beginning is not drawn to zero, as TensorBoard has it.
 export function smoothed(values, weight) {
   if (!weight) return values;
@@ -41,6 +45,7 @@ export class Chart {
     this.series = [];
     this.at = null;
     this.readout = el('output', {'aria-live': 'off'});
+    this.names = el('div', {className: 'legend', hidden: !stacked});
     this.face = el('div', {className: 'face'});
     this.line = el('div', {className: 'cursor', hidden: true});
     this.plot =
@@ -55,7 +60,7 @@ export class Chart {
         'section',
         {className: `chart card${large ? ' large' : ''}`, title: about, 'data-chart': title},
         el('header', {}, el('h3', {}, title), el('span', {className: 'unit'}, unit), this.readout),
-        this.plot);
+        this.plot, this.names);
     this.drawer = drawer(this.face, group);
     this.plot.addEventListener('pointermove', event => this.point(event), {capture: true});
     this.plot.addEventListener('pointerleave', () => group.cursor(null));
@@ -92,6 +97,7 @@ export class Chart {
     this.log = log;
     this.series = this.stacked ? binned(series) : series;
     this.drawer.draw(this.series, {log, stacked: this.stacked});
+    if (this.stacked) this.names.replaceChildren(...series.map(one => swatch(one.color, one.name)));
     this.cursor(this.at);
   }
 

@@ -1,6 +1,6 @@
 // A run's curves, or those of several: one chart for each figure of a step, drawn from rows.
 
-import {Charts, color, smoothed} from './charts.js';
+import {Charts, color, smoothed, swatch} from './charts.js';
 import {el, inkOf, short} from './dom.js';
 
 const PARTS = [
@@ -114,11 +114,8 @@ export class Curves {
     ];
     for (const figure of figures) this.line(all, shown, figure);
     this.charts.keep(shown);
-    const item = (ink, name) =>
-        el('span', {}, el('i', {className: 'swatch', style: {background: ink}}), name);
     this.legend.replaceChildren(
-        ...(all.length > 1 ? all.map(one => item(one.ink, one.name)) : []),
-        ...(shown.has(SPLIT) ? PARTS.map(([part, name]) => item(inkOf(part), name)) : []));
+        ...(all.length > 1 ? all.map(one => swatch(one.ink, one.name)) : []));
   }
 
   line(all, shown, [title, unit, of, about], large = false) {

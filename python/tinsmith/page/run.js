@@ -1,6 +1,6 @@
 // One run, or several compared: what it does now, its curves, samples, checkpoints and settings.
 
-import {baseOf, checkpoints, nameOf, settings} from './about.js';
+import {baseOf, briefly, checkpoints, nameOf, settings} from './about.js';
 import {get, runPath} from './api.js';
 import {Curves, per} from './curves.js';
 import {ago, count, el, seconds, short} from './dom.js';
@@ -8,9 +8,9 @@ import {Samples} from './samples.js';
 
 export const TABS = ['curves', 'samples', 'checkpoints', 'settings'];
 
-const tile = (label, value, unit = '') =>
-    el('div', {className: 'tile card'}, el('div', {className: 'label'}, label),
-       el('div', {className: 'value'}, value, unit && el('small', {}, unit)));
+const tile = (label, value, about = '') =>
+    el('div', {className: 'tile card', title: about}, el('div', {className: 'label'}, label),
+       el('div', {className: 'value'}, value));
 
 export class RunView {
   constructor(ids, tab, shared, list) {
@@ -108,7 +108,10 @@ export class RunView {
       about.rank && `rank ${about.rank}`,
       about.loss,
       seen && `last call ${ago(seen)}`,
-      ...Object.entries(about.user_metadata ?? {}).slice(0, 6).map(pair => pair.join(': ')),
+      ...Object.entries(about.user_metadata ?? {})
+          .filter(([key]) => key !== 'name')
+          .slice(0, 6)
+          .map(pair => pair.join(': ')),
     ];
     this.head.replaceChildren(
         el('div', {className: 'head'}, el('h1', {title: run.id}, nameOf(run)),
@@ -127,13 +130,13 @@ export class RunView {
     const speed = per((last.tokens ?? 0) + (last.drawn ?? 0), last.seconds);
     this.tiles.replaceChildren(
         ...[tile('Steps', count(steps)),
-            tile('Loss per token', short(last.loss_mean), 'nats'),
-            tile('Tokens a second', short(speed, 3)),
+            tile('Loss per token', short(last.loss_mean, 3), 'nats'),
+            tile('Tokens / s', short(speed, 3)),
             tile('Last step', seconds(last.seconds)),
             tile('Gradient norm', short(norm, 3)),
-            last.kl && tile('KL sampler–trainer', short(last.kl.v1, 3), 'nats'),
-            tile('Trained on', count(tokens), 'tokens'),
-            drawn && tile('Sampled', count(drawn), 'tokens'),
+            last.kl && tile('Sampler KL', short(last.kl.v1, 3), 'KL sampler–trainer, nats'),
+            tile('Trained on', count(tokens)),
+            drawn && tile('Sampled', count(drawn)),
     ].filter(Boolean));
   }
 
@@ -163,9 +166,11 @@ export class RunView {
     const key = this.ids.map(id => this.data.get(id).place).join(' ');
     if (!again && key === this.drawn) return;
     this.drawn = key;
-    this.curves.draw(this.ids.map(id => {
+    const names = this.ids.map(id => nameOf(this.list.get(id) ?? {id}));
+    this.curves.draw(this.ids.map((id, i) => {
       const rows = [...this.data.get(id).steps.values()].sort((a, b) => a.step - b.step);
-      return {name: nameOf(this.list.get(id) ?? {id}), rows};
+      const alone = names.indexOf(names[i]) === names.lastIndexOf(names[i]);
+      return {name: alone ? names[i] : `${names[i]} ${briefly(id)}`, rows};
     }));
   }
 

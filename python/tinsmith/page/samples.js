@@ -5,6 +5,8 @@ import {get, runPath} from './api.js';
 import {ago, byId, el} from './dom.js';
 import {TokenText} from './tokens.js';
 
+const ASK_MS = 5000;
+
 // What a text may be coloured by: a name, and what no colour and the full one mean.
 const COLOURS = {
   own: ['log-probability', 'likely', 'surprising'],
@@ -30,21 +32,25 @@ const tokensOf = row => row.tokens.map((text, i) => {
   };
 });
 
-function side(row, label, by) {
-  const text = new TokenText(label, by, `${row.prompt_cut ? '… ' : ''}${row.prompt}`);
+const promptOf = row => `${row.prompt_cut ? '… ' : ''}${row.prompt}`;
+
+function side(row, label, by, prompt = '') {
+  const text = new TokenText(label, by, prompt);
   for (const token of tokensOf(row)) text.add(token);
   if (row.cut) text.root.append(el('span', {className: 'prompt'}, ` … ${row.cut} more tokens`));
   return text.root;
 }
 
-// Where a teacher has scored the tokens too, both sides stand beside each other.
+// Where a teacher has scored the tokens too, both sides stand beside each other, behind the prompt.
 function body(row, by) {
-  if (!row.teacher || by !== 'own') return side(row, 'The text', by);
+  if (!row.teacher || by !== 'own') return side(row, 'The text', by, promptOf(row));
   const {teacher_name: name} = row;
   const titled = (title, text) => el('div', {}, el('h4', {}, title), text);
-  return el(
-      'div', {className: 'pair'}, titled('student', side(row, 'The student', 'own')),
-      titled(name ? `teacher · ${baseOf(name)}` : 'teacher', side(row, 'The teacher', 'teacher')));
+  return [
+    el('div', {className: 'before'}, promptOf(row).trimEnd()),
+    el('div', {className: 'pair'}, titled('student', side(row, 'The student', 'own')),
+       titled(name ? `teacher · ${baseOf(name)}` : 'teacher', side(row, 'The teacher', 'teacher'))),
+  ];
 }
 
 function card(row, by) {
@@ -64,7 +70,8 @@ export class Samples {
   constructor(run) {
     this.run = run;
     this.rows = [];
-    this.seen = '';
+    this.seen = '';  // what the server calls these rows
+    this.asked = 0;
     const choice = (label, names) =>
         el('select', {'aria-label': label, onchange: () => this.draw()},
            Object.entries(names).map(([value, name]) => el('option', {value}, [name].flat()[0])));
@@ -79,12 +86,11 @@ export class Samples {
   }
 
   async refresh() {
-    const {samples} = await get(runPath(this.run, '/samples'));
-    const seen = samples.map(row => `${row.at}/${row.step}/${row.teacher_name ?? ''}`).join(' ');
-    if (seen === this.seen && this.list.childElementCount) return;
-    if (!byId('tip').hidden) return;  // somebody reads
-    this.seen = seen;
-    this.rows = samples;
+    if (Date.now() - this.asked < ASK_MS || !byId('tip').hidden) return;  // or somebody reads
+    this.asked = Date.now();
+    const {samples, seen} = await get(runPath(this.run, `/samples?seen=${this.seen}`));
+    if (!samples || !byId('tip').hidden) return;
+    [this.rows, this.seen] = [samples, seen];
     this.draw();
   }
 

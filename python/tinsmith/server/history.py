@@ -9,11 +9,12 @@ are.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -259,10 +260,15 @@ class History:
 
     # ---- for the page ----
 
-    def runs(self) -> dict[str, tuple[float, dict[str, Any]]]:
-        """Of each run, the newest first: when it was heard of, and what is known of it."""
+    def runs(
+        self, since: float = 0.0, also: Collection[str] = ()
+    ) -> dict[str, tuple[float, dict[str, Any]]]:
+        """Of each run, the newest first: when it was heard of, and what is known of it. Of those
+        alone that were heard of since a time, and of some others."""
         self.flush()
-        rows = self._state.read("SELECT run, seen, about FROM history_run ORDER BY seen DESC")
+        which = f"seen >= ? OR run IN ({', '.join('?' * len(also))})"
+        query = f"SELECT run, seen, about FROM history_run WHERE {which} ORDER BY seen DESC"
+        rows = self._state.read(query, since, *also)
         return {run: (seen, _json(about) or {}) for run, seen, about in rows}
 
     def steps(self, run: str, after: int = 0) -> tuple[list[Row], int]:
@@ -279,6 +285,15 @@ class History:
         found = self._state.read("SELECT row FROM history_sample WHERE run = ?", run)
         rows = [row for (text,) in found if (row := _json(text))]
         return sorted(rows, key=lambda row: -row.get("at", 0.0))
+
+    def samples_mark(self, run: str) -> str:
+        """What changes with a run's samples and datums."""
+        self.flush()
+        query = "SELECT row FROM history_sample WHERE run = ? ORDER BY place"
+        mark = hashlib.blake2b(digest_size=16)
+        for (text,) in self._state.read(query, run):
+            mark.update(text.encode(errors="replace"))
+        return mark.hexdigest()
 
     def about(self, run: str) -> tuple[float, dict[str, Any]] | None:
         """When a run was heard of, and what is known of it."""

@@ -8,6 +8,8 @@ script there. plotly.js is served from where pip has put it.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
+from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -50,6 +52,7 @@ HEADERS = {
     "cache-control": "no-cache",
 }
 FRESH_SECONDS = 30.0  # since a run was heard of, for it to be called live
+AGAIN_SECONDS = 2 * FRESH_SECONDS  # in which a run is told again, for it may no longer be live
 RUNS_SHOWN = 300
 
 
@@ -114,44 +117,53 @@ def _status(service: Service, now: Now, run: str, seen: float) -> str:
     return "live" if time.time() - seen < FRESH_SECONDS else "idle"
 
 
+def _find_runs(
+    service: Service, now: Now, since: float, busy: Collection[str]
+) -> list[dict[str, Any]]:
+    """The runs that were made or heard of since a time, and those that do something."""
+    names = dict(service.state.read("SELECT id, display_name FROM session"))
+    known = service.history.runs(since, busy)
+    made = {row.id: row for row in service.state.runs()}
+    begun = datetime.fromtimestamp(since, UTC).isoformat() if since else ""
+    new = [run for run, row in made.items() if row.created >= begun or run in busy]
+    told = []
+    for run in dict.fromkeys([*known, *new]):
+        seen, about = known.get(run, (0.0, {}))
+        row, last = made.get(run), about.get("last") or {}
+        told.append(
+            {
+                "id": run,
+                "name": names.get(run.partition(":")[0]),
+                "base": about.get("base", row.base_model if row else "") or "",
+                "rank": about.get("rank", row.rank if row else None),
+                "status": _status(service, now, run, seen),
+                "steps": about.get("steps", 0),
+                "step": last.get("step"),
+                "loss_mean": last.get("loss_mean"),
+                "loss": about.get("loss"),
+                "spark": about.get("spark", []),
+                "seen": seen,
+                "created": row.created if row else None,
+                "user_metadata": row.user_metadata if row else {},
+                "failed": bool(about.get("error")),
+            }
+        )
+    # Equal times, of runs that were only found on the disk, stand in the order they were made.
+    told.sort(key=lambda item: (item["seen"], item["created"] or ""), reverse=True)
+    return told[:RUNS_SHOWN]
+
+
 async def list_runs(service: Service, request: Request) -> Response:
-    """The runs, the newest first: those with a history, and those that are only on the disk."""
-    now = service.worker.now
-
-    def find() -> list[dict[str, Any]]:
-        names = dict(service.state.read("SELECT id, display_name FROM session"))
-        known, rows = service.history.runs(), service.state.runs()
-        found = {row.id: {"base": row.base_model, "rank": row.rank} for row in rows}
-        made = {row.id: row for row in rows}
-        for run, (seen, about) in known.items():
-            found[run] = {**found.get(run, {}), **about, "seen": seen}
-        told = []
-        for run, about in found.items():
-            row, last = made.get(run), about.get("last") or {}
-            session = run.partition(":")[0]
-            told.append(
-                {
-                    "id": run,
-                    "name": names.get(session),
-                    "base": about.get("base") or "",
-                    "rank": about.get("rank"),
-                    "status": _status(service, now, run, about.get("seen", 0.0)),
-                    "steps": about.get("steps", 0),
-                    "step": last.get("step"),
-                    "loss_mean": last.get("loss_mean"),
-                    "loss": about.get("loss"),
-                    "spark": about.get("spark", []),
-                    "seen": about.get("seen", 0.0),
-                    "created": row.created if row else None,
-                    "user_metadata": row.user_metadata if row else {},
-                    "failed": bool(about.get("error")),
-                }
-            )
-        # Equal times, of runs that were only found on the disk, stand in the order they were made.
-        told.sort(key=lambda item: (item["seen"], item["created"] or ""), reverse=True)
-        return told[:RUNS_SHOWN]
-
-    return _told({"runs": await service.stored(find), "now": time.time()})
+    """The runs, the newest first: those with a history, and those that are only on the disk. With
+    `after`, the time of an earlier answer, those alone that may be told otherwise now: to tell
+    hundreds of runs takes 20 ms, which a page in view asks for all the time."""
+    now, after = service.worker.now, _after(request)
+    busy = {run for run, waiting in now.waiting.items() if waiting}
+    if now.training is not None:
+        busy.add(now.training.run)
+    since = max(0.0, min(after, time.time()) - AGAIN_SECONDS)
+    runs = await service.stored(_find_runs, service, now, since, busy)
+    return _told({"runs": runs, "now": time.time()})
 
 
 def _after(request: Request) -> int:
@@ -207,15 +219,19 @@ def _tokenizer(service: Service, base: str) -> Tokenizer | None:
 
 
 async def get_samples(service: Service, request: Request) -> Response:
-    """A run's last samples and datums, as text."""
-    run = request.path_params["run"]
+    """A run's last samples and datums, as text; None where the page has `seen` these."""
+    run, seen = request.path_params["run"], request.query_params.get("seen")
 
-    def find() -> list[dict[str, Any]]:
+    def find() -> dict[str, Any]:
         _about(service, run)
+        mark = service.history.samples_mark(run)
+        if mark == seen:
+            return {"seen": mark, "samples": None}
         rows = service.history.samples(run)
-        return [shown(row, _tokenizer(service, row.get("base", ""))) for row in rows]
+        told = [shown(row, _tokenizer(service, row.get("base", ""))) for row in rows]
+        return {"seen": mark, "samples": told}
 
-    return _told({"samples": await service.stored(find)})
+    return _told(await service.stored(find))
 
 
 def _checkpoints(service: Service, run: str) -> list[dict[str, Any]]:
@@ -223,6 +239,7 @@ def _checkpoints(service: Service, run: str) -> list[dict[str, Any]]:
         {
             "path": item.path,
             "run": run,
+            "name": item.meta.run_metadata.get("name"),
             "kind": TYPES[item.meta.kind],
             "base": item.meta.base_model,
             "step": item.meta.step,
@@ -263,11 +280,7 @@ async def machine(service: Service, request: Request) -> Response:
     """What holds memory, who waits for what, and what was refused."""
     memory = await memory_now(service, request)
     now, (steps, seconds) = service.worker.now, service.worker.drawn
-    waits = {
-        text
-        for item in list(service.pending.values())
-        if not item.future.done() and (text := service.worker.waits_for(item.future))
-    }
+    waits = {text for future in now.paused if (text := service.worker.waits_for(future))}
     call = now.training
     return _told(
         {

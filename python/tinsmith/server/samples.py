@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith.chat.text import Text, token_bytes
+from tinsmith.chat import text
 from tinsmith.engine.events import Call
 from tinsmith.engine.teaching import LOGPROBS, NO_LOGPROB
 from tinsmith.engine.training import Batch, BatchResult
@@ -33,7 +33,8 @@ Row = dict[str, Any]
 
 def numbers(values: NDArray[Any]) -> list[float | None]:
     """Log-probabilities for JSON, to four digits; None for those that are none."""
-    return [finite(round(value, 4) + 0.0) for value in values.tolist()]  # no minus before a zero
+    rounded = np.round(values.astype(np.float64), 4) + 0.0  # no minus before a zero
+    return rounded.tolist() if np.isfinite(rounded).all() else finite(rounded.tolist())
 
 
 def key_of(tokens: NDArray[np.int32]) -> bytes:
@@ -166,11 +167,7 @@ def pieces(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
     ids."""
     if tokenizer is None:
         return [f"⟨{token}⟩" for token in ids]
-    text = Text(tokenizer)
-    found = [text.add(token) for token in ids]
-    if found:
-        found[-1] += text.end()
-    return found
+    return text.pieces(tokenizer, ids)
 
 
 def shown(row: Row, tokenizer: Tokenizer | None) -> Row:
@@ -189,4 +186,4 @@ def shown(row: Row, tokenizer: Tokenizer | None) -> Row:
 def _alone(tokenizer: Tokenizer | None, token: int) -> str:
     if tokenizer is None:
         return f"⟨{token}⟩"
-    return token_bytes(tokenizer, token).decode(errors="replace")
+    return text.token_bytes(tokenizer, token).decode(errors="replace")
