@@ -296,9 +296,9 @@ def test_checkpoints_have_sizes_and_a_time_to_live(page: Any, site: Site) -> Non
     page.goto(site.run(site.before.taught, "checkpoints"))
     rows = page.locator("table.list tbody tr")
     expect(rows).to_have_count(2)
-    expect(rows.filter(has_text="kept")).to_contain_text("never")
+    expect(rows.filter(has_text="kept")).to_contain_text("no ttl")
     gone = rows.filter(has_text="gone-soon")
-    expect(gone).not_to_contain_text("never")
+    expect(gone).not_to_contain_text("no ttl")
     expect(gone).to_contain_text("only a mark")
     told = httpx.get(f"{site.url}/page/data/runs/{site.before.taught}/checkpoints").json()
     sizes = {row["path"].rpartition("/")[2]: row["bytes"] for row in told["checkpoints"]}
