@@ -17,7 +17,7 @@ The second table says what each request takes on a server that has nothing else 
 history's own threads took in the first table; times its rate, that is its share of a core. An open
 view is all that it asks for in a second, of samples the worst: each time all of them are new.
 
-Three minutes with the demo model."""
+Some minutes with the demo model."""
 
 import argparse
 import multiprocessing

@@ -75,7 +75,7 @@ def test_without_plotly_a_sentence_says_how_to_get_it(
 
 
 @pytest.mark.parametrize(
-    "name", ("nothing.js", "..%2fserver%2fpage.py", "%2e%2e%2fcli.py", ".clang-format")
+    "name", ("nothing.js", "..%2fserver%2fpage.py", "%2e%2e%2fcli.py", "cli.py", "tokenizer.json")
 )
 def test_nothing_else_is_served(server: Backend, name: str) -> None:
     reply = httpx.get(f"{server.url}/page/static/{name}")
