@@ -270,6 +270,7 @@ def test_samples_are_coloured_and_the_teacher_stands_beside(page: Any, site: Sit
     page.goto(site.run(site.before.taught, "samples"))
     card = page.locator('.sample[data-kind="sample"]', has=page.locator(".pair"))
     expect(card).to_have_count(1)
+    expect(card.locator(".before")).to_contain_text("How do I get from Porto to Lima?")
     student, teacher = card.locator(".text").all()
     sample, scores = site.before.samples[0], site.before.teacher
     text = load_tokenizer(MODEL).decode(list(sample.tokens), skip_special_tokens=False)
