@@ -164,16 +164,19 @@ class BuildOps(build_ext):
         if reason := self.cuda_absent():
             self.warn(f"no CUDA device: {reason}")
             ext.define_macros += [("CUDA_ABSENT", c_string(reason))]
-        ext.extra_objects = []
-        for isa, flags in ISAS.items():
-            ext.extra_objects += self.compiler.compile(
+
+        def compile_ops(isa: str) -> list[str]:
+            return self.compiler.compile(
                 OPS,
                 output_dir=str(Path(self.build_temp) / isa),
                 macros=[("CPU_ISA", isa)],
                 debug=self.debug,
-                extra_postargs=ext.extra_compile_args + flags.split(),
+                extra_postargs=ext.extra_compile_args + ISAS[isa].split(),
                 depends=ext.depends,
             )
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            ext.extra_objects = [one for made in pool.map(compile_ops, ISAS) for one in made]
         super().build_extension(ext)
 
 

@@ -5,7 +5,7 @@ bits, through every way that the CPU takes for either."""
 
 import numpy as np
 import pytest
-from engine import DEVICES, Device, Span, device
+from engine import DEVICES, Span, device
 from op_bar import compare, run
 from op_cases import make_attention, make_linear
 
@@ -54,7 +54,7 @@ def test_inputs_that_are_packed_in_several_parts(dev, rows, dtype):
 
 @pytest.mark.parametrize("name", ["cpu", "cpu-avx512bf16"])
 def test_few_rows_on_several_threads(name):
-    devices = [Device(name, threads=threads) for threads in (1, 2, 3)]
+    devices = [device(name, threads) for threads in (1, 2, 3)]
     args = make_linear(np.random.default_rng(0), T=5, N=700, D=900, dtype="bf16", bias=1)
     one, two, three = (run(dev, "linear", args)["y"] for dev in devices)
     np.testing.assert_array_equal(two, one)
