@@ -45,6 +45,7 @@ OWN = {
     "test_chat_sl": 60,
     "test_chat_sl_resume": 21,
     "test_dpo": 172,
+    "test_guess_number": 1135,
     "test_math_rl_async": 55,
     "test_math_rl_stream_minibatch": 181,
     "test_math_rl_sync": 363,
@@ -52,6 +53,8 @@ OWN = {
     "test_on_policy_distillation": 1122,
     "test_on_policy_multi_teacher": 163,
     "test_rolling_checkpoint_resume": 68,
+    "test_shorter": 63,
+    "test_text_arena, test_text_arena_random_opponent": 117,
 }
 OWN_TESTS = f"""\
 ## The cookbook's own tests
