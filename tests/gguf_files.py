@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from tinsmith.files import gguf_header, weights
+from tinsmith.files import gguf_export, gguf_header, weights
 
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -102,16 +102,8 @@ def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     """A key in the type that llama.cpp expects of its kind."""
     if key == "general.architecture":
         writer.kv_data[0][key].value = value
-    elif isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
     else:
-        writer.add_array(key, value)
+        gguf_export.add_key(gguf, writer, key, value)
 
 
 def put(

@@ -10,13 +10,14 @@ import pytest
 import tinker
 from small_run import PROMPT, make_client, make_data, sample, train
 from tinsmith.engine import bases
-from tinsmith.engine.bases import Hold, inspect_models, memory_of, parse_bytes, readable
+from tinsmith.engine.bases import Hold, inspect_models, memory_of, parse_bytes
 from tinsmith.engine.errors import RequestError
 from tinsmith.engine.loading import Loading
 from tinsmith.engine.training import AdamParams, Batch
 from tinsmith.engine.worker import Worker
 from tinsmith.files.families import load_model
 from tinsmith.files.lora import LoraSpec
+from tinsmith.files.words import readable
 from tinsmith.server.backend import Backend
 from tinsmith.server.clients import serve
 

@@ -1,8 +1,10 @@
 """`tinsmith chat` and `tinsmith sample`: the answers are the sampler's, however they are shown."""
 
 import io
+import itertools
 import json
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -84,12 +86,20 @@ def test_the_base_answers_beside_the_adapter(speaker) -> None:
 def test_an_interrupt_ends_the_answer_and_not_the_conversation(speaker, monkeypatch) -> None:
     talk, written = begin(speaker, max_tokens=900)
     decoder = speaker.model.engine._decoder
-    step = decoder.step
-    monkeypatch.setattr(decoder, "step", lambda: (time.sleep(0.01), step()))
+    step, steps, interrupted = decoder.step, itertools.count(), threading.Event()
+
+    def slow() -> None:
+        time.sleep(0.01)
+        if next(steps) > 20:  # never at the end before the interrupt, however busy the machine is
+            interrupted.wait(60)
+        step()
+
+    monkeypatch.setattr(decoder, "step", slow)
 
     def write(text: str) -> None:
         written.append(text)
         if len(written) == 3:
+            interrupted.set()
             signal.raise_signal(signal.SIGINT)
 
     talk.write = write

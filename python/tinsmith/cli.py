@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from tinsmith import console, doctor, pull, talk, usage
 from tinsmith.engine.errors import sentence
@@ -241,6 +242,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _engine(options: argparse.Namespace) -> dict[str, Any]:
+    """What those say that a Backend has by the same names."""
+    names = "device", "dtype", "threads", "memory", "seed", "expire", "checkpoints_max"
+    return {name: getattr(options, name) for name in names}
+
+
 # ---- commands ----
 
 
@@ -278,14 +285,8 @@ def _serve(options: argparse.Namespace) -> None:
         api_key=key,
         allow_hosts=options.allow_host,
         allow_origins=options.allow_origin,
-        device=options.device,
-        dtype=options.dtype,
-        threads=options.threads,
-        memory=options.memory,
         preload=options.preload,
-        seed=options.seed,
-        expire=options.expire,
-        checkpoints_max=options.checkpoints_max,
+        **_engine(options),
     ) as backend:
         print(f"tinsmith serves {', '.join(models)} at {backend.url}")
         print(f"checkpoints are in {backend.checkpoints}; in a client's shell:")
@@ -327,13 +328,7 @@ def _run(options: argparse.Namespace) -> int:
         models,
         partial(console.console, options),
         checkpoints=checkpoints_folder(options.checkpoints),
-        device=options.device,
-        dtype=options.dtype,
-        threads=options.threads,
-        memory=options.memory,
-        seed=options.seed,
-        expire=options.expire,
-        checkpoints_max=options.checkpoints_max,
+        **_engine(options),
     )
 
 
@@ -343,10 +338,10 @@ def _demo(options: argparse.Namespace) -> None:
 
 
 def _info(options: argparse.Namespace) -> None:
-    from tinsmith.engine.bases import readable
     from tinsmith.engine.worker import plan
     from tinsmith.files.families import element_type, left_aside, read_config
     from tinsmith.files.gguf_model import source_of
+    from tinsmith.files.words import readable
 
     folder = pull.find(options.model, fetch=options.pull)
     config, inv_freq = read_config(folder)
@@ -410,7 +405,7 @@ def _kept(sizes: Mapping[str, int], layers: int) -> str:
 
 def _cache(sizes: Mapping[str, int]) -> str:
     """What a sampler's cache holds."""
-    from tinsmith.engine.bases import readable
+    from tinsmith.files.words import readable
 
     pages = f"a KV cache of {sizes['cache_tokens']} tokens, {readable(sizes['kv_token'])} each"
     if not sizes["states"]:
@@ -420,7 +415,7 @@ def _cache(sizes: Mapping[str, int]) -> str:
 
 
 def _pull(options: argparse.Namespace) -> None:
-    from tinsmith.engine.bases import readable
+    from tinsmith.files.words import readable
 
     folder = pull.pull(options.model)
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
@@ -437,10 +432,11 @@ def _prune(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> None:
     from tinsmith.files.export import export, find_adapter
     from tinsmith.files.gguf_export import export_gguf
+    from tinsmith.files.gguf_model import SUFFIX
 
     if options.type and not options.gguf:
         raise ValueError("--type is a GGUF file's: add --gguf; a folder has the base model's types")
-    if options.out.suffix == ".gguf" and not options.gguf:
+    if options.out.suffix == SUFFIX and not options.gguf:
         raise ValueError(f"{options.out} would be a folder: add --gguf, or choose another name")
     folder = find_adapter(options.adapter, options.checkpoints)
     model = pull.find(options.model, fetch=options.pull)

@@ -153,7 +153,7 @@ class Status:
 
     def line(self) -> str:
         """What happens now, in one line."""
-        from tinsmith.engine.bases import readable
+        from tinsmith.files.words import readable
 
         now, parts = self._worker.now, []
         if (last := self._last) is not None:

@@ -31,8 +31,8 @@ MEMINFO = Path("/proc/meminfo")
 def show(options: argparse.Namespace) -> None:
     """Prints it."""
     from tinsmith import _core
-    from tinsmith.engine.bases import readable
     from tinsmith.engine.worker import devices
+    from tinsmith.files.words import readable
 
     print(f"tinsmith {version('tinsmith') or '(not installed)'}, Python {sys.version.split()[0]}")
     for name, reason in devices().items():
@@ -71,31 +71,27 @@ def free_memory(most: int) -> int:
 
 def _files() -> Iterator[str]:
     """The folders, what is in them, and the room that there is."""
-    from tinsmith.engine.bases import readable
     from tinsmith.files.home import cache_folder, checkpoints_folder
     from tinsmith.files.room import bytes_in
     from tinsmith.files.store import Store
+    from tinsmith.files.words import counted, readable
 
     checkpoints, cache = checkpoints_folder(), cache_folder()
     store = Store(checkpoints)
     runs = [len(store.checkpoints(run)) for run in store.runs()]
-    held = f"{readable(bytes_in(checkpoints))}, {_count(sum(runs), 'checkpoint')}"
-    held += f" of {_count(len(runs), 'run')}"
+    held = f"{readable(bytes_in(checkpoints))}, {counted(sum(runs), 'checkpoint')}"
+    held += f" of {counted(len(runs), 'run')}"
     yield f"checkpoints in {checkpoints}: {held}; {_room(checkpoints)}"
     models = {path.name: bytes_in(path) for path in cache.glob("models--*")}
-    held = f"{readable(sum(models.values()))}, {_count(len(models), 'model')}"
+    held = f"{readable(sum(models.values()))}, {counted(len(models), 'model')}"
     yield f"models in {cache}: {held}; {_room(cache)}"
     for name, size in sorted(models.items(), key=lambda item: -item[1]):
         yield f"  {readable(size):>12}  {name.removeprefix('models--').replace('--', '/')}"
 
 
-def _count(count: int, thing: str) -> str:
-    return f"{count} {thing}{'' if count == 1 else 's'}"
-
-
 def _room(folder: Path) -> str:
     """What is free on the disk that a folder is on, or will be."""
-    from tinsmith.engine.bases import readable
+    from tinsmith.files.words import readable
 
     try:
         place = next(place for place in (folder, *folder.parents) if place.exists())

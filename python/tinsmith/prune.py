@@ -24,10 +24,11 @@ from tinsmith.engine.errors import sentence
 from tinsmith.files.home import checkpoints_folder
 from tinsmith.files.lock import Held, is_held
 from tinsmith.files.meta import Meta
-from tinsmith.files.room import bytes_in, files_in, readable
+from tinsmith.files.room import bytes_in, files_in
 from tinsmith.files.store import SCHEME, Place, Store
+from tinsmith.files.words import counted, readable
+from tinsmith.run import API_KEY
 
-API_KEY = "tml-local"  # for a server that asks for none
 ASK_SECONDS = 60.0  # that a server may take for one checkpoint
 HINT = "say which checkpoints: --older-than, --expired, --run and --keep; all that are given count"
 
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         print(_line(folder, folder.lstat().st_mtime, f"{folder}, which was never finished"))
     if odd:
         print(f"{len(odd)} that can't be read stay: {', '.join(odd)}", file=sys.stderr)
-    told = f"{_count(len(items))}, {readable(_bytes(store))}, in {store.root}"
+    told = f"{counted(len(items), 'checkpoint')}, {readable(_bytes(store))}, in {store.root}"
     if not chosen and not left:
         print(f"nothing to delete: {told}" if _given(options) else f"{told}; {HINT}")
         return 0
@@ -75,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     after = files_in(*_runs(store))
     freed = sum(size for file, size in before.items() if file not in after)
     items, _ = _items(store)
-    told = f"{_count(len(items))}, {readable(_bytes(store))}"
+    told = f"{counted(len(items), 'checkpoint')}, {readable(_bytes(store))}"
     print(f"{readable(freed)} ({freed} bytes) freed; {told} are left in {store.root}")
     return 0
 
@@ -215,7 +216,3 @@ def _age(seconds: float) -> str:
         if seconds >= size:
             return f"{int(seconds / size)} {unit}"
     return f"{max(0, int(seconds))} s"
-
-
-def _count(count: int) -> str:
-    return f"{count} checkpoint{'' if count == 1 else 's'}"

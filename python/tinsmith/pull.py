@@ -101,7 +101,7 @@ def _weight_files(model: str, sizes: Mapping[str, int], fetch: Callable[[str], P
 
 def _check_room(model: str, sizes: Mapping[str, int], commit: str) -> None:
     """OSError where the disk has no room for the files that are not there yet."""
-    from tinsmith.engine.bases import readable
+    from tinsmith.files.words import readable
 
     there = home.model_folder(model) / "snapshots" / commit
     needed = sum(size for file, size in sizes.items() if not (there / file).exists())

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinsmith import launch
 
@@ -42,27 +42,12 @@ def run_recipe(
     console: "Callable[[Backend, int], AbstractContextManager[None]]",
     *,
     checkpoints: Path,
-    device: str,
-    dtype: str,
-    threads: int,
-    memory: int | None,
-    seed: int | None,
-    expire: bool,
-    checkpoints_max: int | None,
+    **options: Any,
 ) -> int:
     """Runs Python with `command` as its arguments; returns the exit code. The console shows what
-    the backend does for the recipe's process."""
+    the backend does for the recipe's process; the options are the backend's."""
     from tinsmith.server.backend import Backend
 
-    options = {
-        "device": device,
-        "dtype": dtype,
-        "threads": threads,
-        "memory": memory,
-        "seed": seed,
-        "expire": expire,
-        "checkpoints_max": checkpoints_max,
-    }
     with (
         tempfile.TemporaryDirectory() as folder,
         Backend(models, checkpoints=checkpoints, share_checkpoints=True, **options) as backend,

@@ -13,14 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinsmith.files.config import read_json
+from tinsmith.files import tokenizer
+from tinsmith.files.tokenizer import SETTINGS_FILE, TEMPLATE_FILE
 
 if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-TEMPLATE_FILE = "chat_template.jinja"
-CONFIG_FILE = "tokenizer_config.json"
-SPECIAL_FILE = "special_tokens_map.json"
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # each with _token behind it
 OWN = ("messages", "tools", "add_generation_prompt")  # what a template's settings can't replace
 
@@ -73,31 +71,23 @@ class ChatTemplate:
 def load_template(folder: Path, *, tools: bool = False) -> ChatTemplate:
     """The chat template of a model's folder: the one for tools where there is one and they are
     wanted. ValueError where there is none."""
-    config = folder / CONFIG_FILE
-    content = read_json(config) if config.is_file() else {}
-    tokens = _special_tokens(folder, content)
+    settings = tokenizer.settings(folder)
+    texts = {f"{name}_token": tokenizer.special_text(settings, name) for name in SPECIAL}
+    tokens = {name: text for name, text in texts.items() if text is not None}
     file = folder / TEMPLATE_FILE
     if file.is_file():
         return ChatTemplate(file.read_text(encoding="utf-8"), file, tokens)
-    found = content.get("chat_template")
+    found = settings.get("chat_template")
     if isinstance(found, list):
         named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
         found = named.get("tool_use", named.get("default")) if tools else named.get("default")
     if not isinstance(found, str):
         raise ValueError(
             f"the model in {folder.name} has no chat template: neither {TEMPLATE_FILE} nor "
-            f"chat_template in {CONFIG_FILE}; it can complete a text, which is the prompt as it is"
+            f"chat_template in {SETTINGS_FILE}; it can complete a text, which is the prompt as it "
+            "is"
         )
-    return ChatTemplate(found, config, tokens)
-
-
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of bos_token, eos_token and so on, where there are any."""
-    file = folder / SPECIAL_FILE
-    known = (read_json(file) if file.is_file() else {}) | dict(config)
-    found = {f"{name}_token": known.get(f"{name}_token") for name in SPECIAL}
-    texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in found.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+    return ChatTemplate(found, folder / SETTINGS_FILE, tokens)
 
 
 @cache

@@ -22,7 +22,7 @@ from typing import TypeVar
 from tinsmith import _core
 from tinsmith.engine.loading import Loading
 from tinsmith.files.families import BaseModel, LoadedModel, inspect_model
-from tinsmith.files.room import readable
+from tinsmith.files.words import readable
 from tinsmith.tensors import to_integer
 
 T = TypeVar("T")

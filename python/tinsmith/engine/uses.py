@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from tinsmith.engine.bases import Bases, Hold, readable
+from tinsmith.engine.bases import Bases, Hold
 from tinsmith.engine.decoding import Decoder
 from tinsmith.engine.events import Memory
 from tinsmith.engine.runs import Runs
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.files.families import LoadedModel
+from tinsmith.files.words import readable
 
 log = logging.getLogger("tinsmith")
 

@@ -60,6 +60,7 @@ SIZES = {
 LAYERS_MAX, HEAD_WIDTH_MAX = 1 << 16, 256
 DELTA_UNIT, DELTA_MOST = 32, 256
 
+FREQUENCIES = "rotary_emb.inv_freq"  # of old Llama files, which config.json says too
 PREFIX = "model."  # of all tensors but the head
 NESTED = "model.language_model."  # in a model of several parts
 # How names of modules begin in adapters' files, beside how they do here.
@@ -578,7 +579,7 @@ def _check_tensors(
     surplus = [
         name
         for name in set(tensors) - set(held) - ignored
-        if not name.endswith("rotary_emb.inv_freq") and not family.is_aside(name)
+        if not name.endswith(FREQUENCIES) and not family.is_aside(name)
     ]
     if surplus:
         more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""

@@ -150,7 +150,7 @@ def _write(gguf: Any, file: Path, words: Words, merged: Merged, kind: str) -> No
         writer.add_name(file.stem)
         writer.add_file_type(gguf.LlamaFileType[TYPES[kind][2]])
         for key, value in words.values.items():
-            _add(gguf, writer, key, value, words.types.get(key, ()))
+            add_key(gguf, writer, key, value, words.types.get(key, ()))
         for part in parts:
             size = part.dtype.itemsize * math.prod(part.shape)
             ggml = gguf.GGMLQuantizationType[part.ggml]
@@ -177,7 +177,7 @@ def _parts(words: Words, merged: Merged, kind: str) -> list[_Part]:
     if (factors := words.factors) is not None:
         parts.append(_Part(gguf_model.ROPE, factors.shape, factors.dtype, "F32", lambda: factors))
     for name in merged:
-        if name.endswith("rotary_emb.inv_freq"):  # old files have what config.json says
+        if name.endswith(families.FREQUENCIES):  # old files have what config.json says
             continue
         shape = merged.entry(name).shape
         dtype, ggml, _ = TYPES[kind if len(shape) == 2 else "f32"]
@@ -197,7 +197,7 @@ def _maker(
     return make
 
 
-def _add(gguf: Any, writer: Any, key: str, value: Any, types: tuple[int, ...]) -> None:
+def add_key(gguf: Any, writer: Any, key: str, value: Any, types: tuple[int, ...] = ()) -> None:
     """A key in the type that it had, or that llama.cpp expects of its kind."""
     if types:
         writer.add_key_value(key, value, *map(gguf.GGUFValueType, types))

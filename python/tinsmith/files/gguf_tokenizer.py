@@ -230,7 +230,7 @@ def _config(header: Header, special: Mapping[str, int]) -> dict[str, Any]:
 # ---- the other way: a folder's tokenizer as the keys of a file ----
 
 KEYS = "tokenizer.ggml."
-TEMPLATE_FILE, TEMPLATE = "chat_template.jinja", "tokenizer.chat_template"
+TEMPLATE = "tokenizer.chat_template"
 ENDS = ("eos", "eot", "eom")  # the tokens that a file can name as ends of a sequence
 
 
@@ -267,7 +267,7 @@ def _keys(
     kinds = {token["id"]: CONTROL if token.get("special") else USER for token in added}
     unused = set(range(vocab)) - set(known.values())
     types = [UNUSED if index in unused else kinds.get(index, NORMAL) for index in range(vocab)]
-    settings = _settings(folder)
+    settings = tokenizer.settings(folder)
     special, around = _special(folder, settings, known), _around(file, content)
     special |= {name: known[token] for name, token in around.items()}
     special |= _named_ends(folder, special.pop("eos", None), ends, fixed="eos" in around)
@@ -341,23 +341,13 @@ def _merges(file: Path, content: Mapping[str, Any]) -> list[str]:
     return merges
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, above the older special_tokens_map.json."""
-    files = folder / "special_tokens_map.json", folder / "tokenizer_config.json"
-    found: dict[str, Any] = {}
-    for file in files:
-        found |= read_json(file) if file.is_file() else {}
-    return found
-
-
 def _special(folder: Path, settings: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, int]:
     """The ids of bos, eos, unk and pad, where a folder names them."""
     said = read_json(folder / CONFIG_FILE)
     found = {}
     for name in ("bos", "eos", "unk", "pad"):
-        token = settings.get(f"{name}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        index = known.get(token) if isinstance(token, str) else said.get(f"{name}_token_id")
+        text = tokenizer.special_text(settings, name)
+        index = said.get(f"{name}_token_id") if text is None else known.get(text)
         if type(index) is int and index in known.values():
             found[name] = index
     return found
@@ -405,8 +395,8 @@ def _named_ends(
 def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The chat templates."""
     found = settings.get("chat_template")
-    if (folder / TEMPLATE_FILE).is_file():
-        found = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+    if (folder / tokenizer.TEMPLATE_FILE).is_file():
+        found = (folder / tokenizer.TEMPLATE_FILE).read_text(encoding="utf-8")
     if not isinstance(found, list):
         return {TEMPLATE: found} if isinstance(found, str) else {}
     named = {item["name"]: item["template"] for item in found}

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from tinsmith.files.words import readable
+
 Files = dict[tuple[int, int], int]  # the bytes of each file, by what is the same for all its names
 
 
@@ -83,11 +85,3 @@ def files_in(*folders: Path, without: Iterable[Path] = ()) -> Files:
                     if place not in others:
                         found[stat.st_dev, stat.st_ino] = stat.st_size
     return found
-
-
-def readable(count: int) -> str:
-    """A number of bytes for people."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count} bytes"

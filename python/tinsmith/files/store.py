@@ -336,7 +336,7 @@ def _parse(tinker_path: str) -> tuple[str, str, str]:
 def _recover(left: Path) -> None:
     """Finishes an interrupted save."""
     if _goes_back(left):
-        left.rename(_place_of(left))
+        left.rename(_aim_of(left))
         disk.sync(left.parent)
         return
     disk.remove(left)
@@ -344,8 +344,9 @@ def _recover(left: Path) -> None:
 
 def _goes_back(left: Path) -> bool:
     """Whether it is a checkpoint that was moved aside, and nothing took its place."""
-    return left.name.endswith(disk.ASIDE) and not _place_of(left).exists()
+    return left.name.endswith(disk.ASIDE) and not _aim_of(left).exists()
 
 
-def _place_of(left: Path) -> Path:
+def _aim_of(left: Path) -> Path:
+    """Where it was to be."""
     return left.with_name(left.name.partition("~")[0])

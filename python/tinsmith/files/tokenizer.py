@@ -1,11 +1,17 @@
-"""tokenizer.json, read without the tokenizers package: its ids, and those that end a sequence."""
+"""tokenizer.json and the files beside it, read without the tokenizers package: the ids, those that
+end a sequence, and the settings."""
 
 import operator
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tinsmith.files.config import CONFIG_FILE, read_json
 
 TOKENIZER_FILE = "tokenizer.json"
+SETTINGS_FILE = "tokenizer_config.json"
+SPECIAL_FILE = "special_tokens_map.json"  # of older folders
+TEMPLATE_FILE = "chat_template.jinja"
 
 
 def read(folder: Path) -> dict[str, int]:
@@ -40,8 +46,22 @@ def read_eos(folder: Path, section: str, tokenizer: dict[str, int], vocab: int) 
             raise ValueError(f"{file}: eos_token_id {found!r:.60} is not an id below {vocab}")
         if ids:
             return tuple(ids)
-    file = folder / "tokenizer_config.json"
-    token = read_json(file).get("eos_token") if file.is_file() else None
-    token = token.get("content") if isinstance(token, dict) else token
-    found = tokenizer.get(token, vocab) if isinstance(token, str) else vocab
+    file = folder / SETTINGS_FILE
+    token = special_text(read_json(file), "eos") if file.is_file() else None
+    found = vocab if token is None else tokenizer.get(token, vocab)
     return (found,) if found < vocab else ()
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, above the older special_tokens_map.json."""
+    found: dict[str, Any] = {}
+    for file in (folder / SPECIAL_FILE, folder / SETTINGS_FILE):
+        found |= read_json(file) if file.is_file() else {}
+    return found
+
+
+def special_text(said: Mapping[str, Any], name: str) -> str | None:
+    """The text of the special token `name` (bos, eos, ...), where settings have one."""
+    token = said.get(f"{name}_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None

@@ -65,13 +65,18 @@ async def _joined(service: Service, pieces: Sequence[bytes]) -> bytes:
     return await service.beside(sum(map(len, pieces)) >> 6, b"".join, pieces)  # copying is quick
 
 
+def promised(request: Request) -> int | None:
+    """The bytes that a body has as its header says, if it does."""
+    said = request.headers.get("content-length", "")
+    return int(said) if said.isdecimal() and len(said) < 20 else None
+
+
 async def received(
     request: Request, bytes_max: int, take: Callable[[int], Awaitable[None]]
 ) -> AsyncIterator[bytes]:
     """The body in pieces. Each is counted by `take` before the next one is read; while there is no
     room for it, or whoever gets the pieces works, the client's time does not run."""
-    said = request.headers.get("content-length", "")
-    if said.isdecimal() and len(said) < 20 and int(said) > bytes_max:
+    if (promised(request) or 0) > bytes_max:
         raise _too_large(bytes_max)
     clock = asyncio.get_running_loop().time
     begin = mark = clock()

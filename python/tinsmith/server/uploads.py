@@ -29,7 +29,7 @@ from tinsmith.files import disk, peft
 from tinsmith.files.lora import LoraSpec
 from tinsmith.files.meta import ADAPTER_FILE, CONFIG_FILE, Meta
 from tinsmith.server import wire
-from tinsmith.server.bodies import read_json, received
+from tinsmith.server.bodies import promised, read_json, received
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service, now, owner
 from tinsmith.server.state import RunRow
@@ -82,8 +82,8 @@ async def put_file(service: Service, request: Request) -> dict[str, Any]:
         raise FileNotFoundError(f"an upload has no file {name!r:.80}")
     upload = await service.stored(_find, service, request.path_params["upload_id"])
     most = peft.CONFIG_BYTES_MAX if name == CONFIG_FILE else upload.bytes
-    said = request.headers.get("content-length", "")
-    size = min(most, int(said)) if said.isdecimal() and len(said) < 20 else most
+    said = promised(request)
+    size = most if said is None else min(most, said)
     await service.stored(service.store.room.check, size, upload.folder / name)
     part = upload.folder / f"{name}~{secrets.token_hex(4)}"
     try:

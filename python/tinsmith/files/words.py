@@ -1,0 +1,14 @@
+"""Numbers as people read them."""
+
+
+def readable(count: int) -> str:
+    """A number of bytes."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count} bytes"
+
+
+def counted(count: int, thing: str) -> str:
+    """A number of things."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
