@@ -131,7 +131,7 @@ def gather(report: Report, columns: dict[str, str]) -> None:
 
         sides = {
             "gather_logprobs": lambda x=x, w=w, i=ids: tt.gather_logprobs(x, w, i).sum().backward(),
-            "linear_cross_entropy": lambda x=x, w=w, i=ids, o=ones: tt.linear_cross_entropy(
+            "weighted_cross_entropy": lambda x=x, w=w, i=ids, o=ones: tt.weighted_cross_entropy(
                 x, w, i, o
             ).backward(),
             "torch eager": lambda x=x, w=w, chunk=chunk: chunk(slice(0, n), x @ w.T),

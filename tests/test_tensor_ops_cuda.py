@@ -319,7 +319,7 @@ def test_torchs_own_tensors_and_gradients_stay_on_their_device(device, dtype):
     gx, gw = (torch.tensor(a, dtype=dtype, device=device).requires_grad_() for a in (x, w))
     there, other = ids.to(device), torch.tensor(teacher, dtype=dtype, device=device)
     logp = tt.gather_logprobs(gx, gw, there)
-    loss = tt.linear_cross_entropy(gx, gw, there, weights.to(device)) + logp.sum()
+    loss = tt.weighted_cross_entropy(gx, gw, there, weights.to(device)) + logp.sum()
     (loss + tt.generalized_jsd((gx, gw), other, reduction="sum")).backward()
     frozen = tt.gather_logprobs(gx, gw.detach(), there)
     ours = (logp, gx.grad, gw.grad)

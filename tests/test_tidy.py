@@ -264,7 +264,12 @@ def test_python_folders_import_one_way(module: str) -> None:
 
 # The modules that import torch: for its users, and to evaluate custom losses. Who imports one of
 # these has torch, so the others import them in a function that is called when it is wanted.
-TORCH = {"tinsmith.torch", "tinsmith.losses.evaluation", "tinsmith.losses.functions"}
+TORCH = {
+    "tinsmith.torch",
+    "tinsmith.torch_ops",
+    "tinsmith.losses.evaluation",
+    "tinsmith.losses.functions",
+}
 
 
 def test_the_engine_needs_neither_torch_nor_transformers() -> None:

@@ -266,8 +266,9 @@ static Status gather_work(Device *dev, Call *call)
 {
     const Rows *rows = &call->rows.view;
     const int32_t *ids = call->given[0].host;
+    int least = call->given[2].data ? -1 : 0; /* in a gradient -1 stands for −lse: no logit's */
     for (int64_t i = 0; i < rows->N * call->K; i++)
-        if (ids[i] < 0 || ids[i] >= rows->V)
+        if (ids[i] < least || ids[i] >= rows->V)
             return fail(STATUS_INDEX, "ids[%lld] is %d, the vocabulary has %d ids", (long long)i,
                         (int)ids[i], rows->V);
     if (call->given[2].data)

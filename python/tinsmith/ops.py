@@ -12,7 +12,7 @@ argument; a gradient has its input's type. Sums are float32. On a GPU products a
 is the gradient of logits: float32 is rounded to it on the way.
 
 `x_backward` takes the gradient of the result of `x`, then x's own arguments, and returns one
-gradient for each differentiable array. tinsmith.torch has them as autograd functions. Calls release
+gradient for each differentiable array. tinsmith.torch has them as operators of torch. Calls release
 the GIL and take turns.
 """
 

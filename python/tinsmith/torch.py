@@ -1,160 +1,277 @@
-"""tinsmith.ops as autograd functions. Besides losses/, this is the only module that imports torch.
+"""tinsmith.ops for torch: losses and log-probabilities with gradients, without the logits.
 
-If a gradient will be needed, the losses compute it in the forward pass, while the logits are in
-memory; backward multiplies it. Log-probabilities under a frozen weight W do the same. Their
-gradient is Σ_k g_k·(W[ids_k] − p·W), so they keep p·W, which has the hidden states' shape.
-Otherwise the log-probabilities' backward computes the logits again, with the logΣexp that forward
-kept: one number a row. Tensors are on the CPU or on the first NVIDIA GPU, float32 or bfloat16.
-Gradients of gradients are not supported.
+Each is made of torch.library.custom_ops (torch_ops.py), so torch.compile, activation checkpointing,
+autocast and DDP treat it as one of torch's own. Tensors are on the CPU or on the first NVIDIA GPU,
+of any strides: what is not contiguous is copied. float32 and bfloat16 are read as they are; float16
+and float64 are copied and computed in float32. Gradients have their input's dtype.
+Log-probabilities and divergences are float32, of float64 input float64. Gradients of gradients are
+refused. linear_cross_entropy and LinearCrossEntropyLoss have torch's signatures.
 """
 
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
 
-from tinsmith import ops
+from tinsmith import ops, torch_ops
+from tinsmith.torch_ops import gathered, precise, wants
 
-
-def _plain(x: Any) -> Any:
-    return x.detach() if isinstance(x, torch.Tensor) else x
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, weight: torch.Tensor | None, ids: torch.Tensor
-    ) -> Any:
-        ctx.first, grad = None, None
-        frozen = weight is not None and ctx.needs_input_grad[:2] == (True, False)
-        if frozen and ids.numel() and rows.dtype == weight.dtype == torch.float32:
-            grad = torch.zeros(ids.shape, device=rows.device).reshape(rows[..., 0].numel(), -1)
-            grad[:, 0] = 1
-            grad = grad.reshape(ids.shape)
-        out = ops.gather(rows.detach(), _plain(weight), ids, grad, want=(True, False))
-        if grad is not None:
-            ctx.first = out.drows  # W[ids_0] − p·W
-        ctx.save_for_backward(rows, weight, ids, out.lse)
-        return out.logprobs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        rows, weight, ids, lse = ctx.saved_tensors
-        if ctx.first is not None:
-            return _from_first(ctx.first, weight, ids, grad), None, None
-        want = ctx.needs_input_grad[:2]
-        out = ops.gather(rows.detach(), _plain(weight), ids, grad.contiguous(), lse=lse, want=want)
-        return out.drows, out.dweight, None
+REDUCTIONS = ("none", "mean", "sum")
 
 
-def _from_first(
-    first: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, grad: torch.Tensor
-) -> torch.Tensor:
-    """Σ_k g_k·(W[ids_k] − p·W) from the one of k = 0."""
-    rows = first.reshape(-1, first.shape[-1])
-    g = grad.reshape(len(rows), -1)
-    targets = ids.reshape(len(rows), -1).to(weight.device, torch.long)
-    total = g.sum(-1, keepdim=True)
-    drows = total * rows
-    if g.shape[1] > 1:
-        bag = torch.nn.functional.embedding_bag
-        drows += bag(targets, weight, per_sample_weights=g.contiguous(), mode="sum")
-        drows -= total * weight[targets[:, 0]]
-    return drows.reshape(first.shape)
+def _floating(x: Any, name: str) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{name} must be a tensor of floating-point numbers, not {kind}")
+    if not x.dim():
+        raise ValueError(f"{name} must have at least one dimension: (…, V) or (…, D)")
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "torch.func (grad, vmap and the like) goes through no custom operator of torch's: use "
+            "torch.autograd.grad, and pass a batch's dimensions as they are"
+        )
 
 
-class _Scaled(torch.autograd.Function):
-    """A scalar loss with gradients made in the forward pass: `make` gives (loss, gradients)."""
+def gather_logprobs(rows: Tensor, *weight_and_ids: Tensor) -> Tensor:
+    """gather_logprobs(hidden, weight, ids) or gather_logprobs(logits, ids) -> logprobs
 
-    @staticmethod
-    def forward(ctx: Any, make: Any, *inputs: torch.Tensor | None) -> torch.Tensor:
-        loss, ctx.gradients = make(ctx.needs_input_grad[1:])
-        return torch.tensor(loss, dtype=torch.float32, device=inputs[0].device)
+    Log-probabilities, in nats, of ids (…, K) or (…,): ids' shape, differentiable in hidden
+    (…, D) and weight (V, D), or in logits (…, V). IndexError for an id outside the vocabulary.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if ctx.gradients is None:
-            raise RuntimeError("backward a second time: the gradients of this loss were given away")
-        gradients, ctx.gradients = ctx.gradients, None
-        by = float(grad)
-        return None, *(g if g is None or by == 1 else g.mul_(by) for g in gradients)
-
-
-class _JsdTerms(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: Any, rest: tuple) -> torch.Tensor:
-        ctx.save_for_backward(rows, weight)
-        ctx.rest = rest
-        return _jsd(rows, weight, rest).loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        rows, weight = ctx.saved_tensors
-        out = _jsd(rows, weight, ctx.rest, grad.contiguous(), ctx.needs_input_grad[:2])
-        return out.drows, out.dweight, None
-
-
-def _jsd(
-    rows: torch.Tensor, weight: Any, rest: tuple, grad: Any = None, want: Any = (True, True)
-) -> ops.JsdResult:
-    teacher, labels, how = rest
-    student = rows.detach() if weight is None else (rows.detach(), weight.detach())
-    return ops.jsd(student, teacher, labels, how, grad=grad, want=tuple(want))
-
-
-def gather_logprobs(rows: torch.Tensor, *weight_and_ids: torch.Tensor) -> torch.Tensor:
-    """gather_logprobs(hidden, weight, ids) or gather_logprobs(logits, ids); see tinsmith.ops."""
+        nll = -tt.gather_logprobs(hidden[:, :-1], head.weight, tokens[:, 1:])"""
     weight, ids = (None, *weight_and_ids)[-2:]
-    return _Gather.apply(rows, weight, ids)
+    _floating(rows, "logits" if weight is None else "hidden")
+    return gathered(rows, weight, ids)[0]
 
 
-def topk_logprobs(rows: torch.Tensor, *weight_and_k: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """topk_logprobs(hidden, weight, k) or topk_logprobs(logits, k) -> (ids, logprobs); see
-    tinsmith.ops. If a gradient is needed, the ids are found first and then gathered."""
+def topk_logprobs(rows: Tensor, *weight_and_k: Any) -> tuple[Tensor, Tensor]:
+    """topk_logprobs(hidden, weight, k) or topk_logprobs(logits, k) -> (ids, logprobs)
+
+    The k best ids of each row, int32 (…, k), and their log-probabilities (…, k), which have a
+    gradient. If one is needed, the ids are found first and then gathered.
+
+        ids, logprobs = tt.topk_logprobs(teacher_hidden, teacher_head.weight, 32)"""
     weight, k = (None, *weight_and_k)[-2:]
-    arguments = (k,) if weight is None else (weight.detach(), k)
-    ids, logprobs = ops.topk_logprobs(rows.detach(), *arguments)
-    wanted = rows.requires_grad or (weight is not None and weight.requires_grad)
-    if torch.is_grad_enabled() and wanted:
-        logprobs = _Gather.apply(rows, weight, ids)
+    _floating(rows, "logits" if weight is None else "hidden")
+    ids, logprobs = torch_ops.topk(rows.detach(), None if weight is None else weight.detach(), k)
+    if any(wants(rows, weight)):
+        logprobs = gathered(rows, weight, ids)[0]
     return ids, logprobs
 
 
+# ---- cross-entropy ----
+
+
+def weighted_cross_entropy(hidden: Tensor, weight: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """-Σ weights·logprobs(ids), as Tinker's cross_entropy: one number, in nats.
+
+    hidden (…, D), weight (V, D), ids (…,) or (…, K), weights of ids' shape. Differentiable in
+    hidden and weight. ValueError if weights and ids differ in shape.
+
+        loss = tt.weighted_cross_entropy(hidden, head.weight, ids, mask.float())"""
+    _floating(hidden, "hidden")
+    if weights.shape != ids.shape:
+        shapes = tuple(ids.shape), tuple(weights.shape)
+        raise ValueError("weights must be of ids' shape {}, not {}".format(*shapes))
+    return torch_ops.cross_entropy(hidden, weight, ids, weights, *wants(hidden, weight))[0]
+
+
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """-Σ weights·logprobs(ids), differentiable in hidden and weight; see tinsmith.ops."""
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """torch.nn.functional.linear_cross_entropy without the logits.
 
-    def make(needs: tuple[bool, ...]) -> tuple[float, tuple]:
-        x, w = hidden.detach(), weight.detach()
-        by = weights.detach().to(x.device, torch.float32).contiguous()
-        if by.shape != ids.shape:
-            raise ValueError(f"weights must be of ids' shape {tuple(ids.shape)}, not {by.shape}")
-        grad = -by if any(needs) else None
-        out = ops.gather(x, w, ids, grad, want=needs)
-        loss = -(by.double() * out.logprobs).sum()
-        return float(loss), (out.drows, out.dweight)
+    input          (…, D) hidden states
+    linear_weight  (V, D); linear_bias (V,) costs a copy of it
+    target         (…,) ids, or (…, V) probabilities of a floating-point dtype
+    weight         (V,) a factor for each id, without a gradient
+    reduction      "none" (…,), "mean" (by the weights of the targets that count), or "sum"
 
-    return _Scaled.apply(make, hidden, weight)
+    The loss is in input's dtype, under autocast float32. Targets equal to ignore_index (None:
+    -100) are left out. ValueError says which argument does not fit; IndexError which id no
+    vocabulary has. torch's `options` and weights of more dimensions are not supported.
+
+        loss = tt.linear_cross_entropy(hidden[:, :-1], head.weight, tokens[:, 1:])"""
+    soft = _check(input, linear_weight, target, linear_bias, weight, reduction, label_smoothing)
+    if soft and ignore_index is not None:
+        raise ValueError("ignore_index is for targets that are ids; these are probabilities")
+    hidden, matrix = input, linear_weight
+    if linear_bias is not None:
+        hidden = torch.cat([input, input.new_ones((*input.shape[:-1], 1))], -1)
+        matrix = torch.cat([linear_weight, linear_bias[:, None]], -1)
+    autocast = torch.is_autocast_enabled(input.device.type)
+    with torch.autocast(input.device.type, enabled=False):
+        if soft:
+            each = _soft(hidden, matrix, target, weight, label_smoothing)
+            loss = {"none": lambda: each, "sum": each.sum, "mean": each.mean}[reduction]()
+        else:
+            ignored = -100 if ignore_index is None else ignore_index
+            loss = _hard(hidden, matrix, target, weight, reduction, ignored, label_smoothing)
+    return loss.float() if autocast else loss.to(input.dtype)
+
+
+def _check(
+    hidden: Tensor,
+    matrix: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    weight: Tensor | None,
+    reduction: str,
+    smoothing: float,
+) -> bool:
+    """Whether the targets are probabilities."""
+    _floating(hidden, "input")
+    _floating(matrix, "linear_weight")
+    lead, D, V = tuple(hidden.shape[:-1]), hidden.shape[-1], matrix.shape[0]
+    if matrix.dim() != 2 or matrix.shape[1] != D:
+        raise ValueError(f"linear_weight must be (V, {D}), not {tuple(matrix.shape)}")
+    for name, x in (("linear_bias", bias), ("weight", weight)):
+        if x is not None and tuple(x.shape) != (V,):
+            raise ValueError(f"{name} must be ({V},), not {tuple(x.shape)}")
+    if weight is not None and weight.requires_grad:
+        raise ValueError("weight gets no gradient: pass weight.detach()")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"label_smoothing must be in [0, 1], not {smoothing}")
+    soft = target.is_floating_point()
+    expected = (*lead, V) if soft else lead
+    if tuple(target.shape) != expected:
+        what = "probabilities" if soft else "ids"
+        raise ValueError(f"target of {what} must be {expected}, not {tuple(target.shape)}")
+    return soft
+
+
+def _hard(
+    hidden: Tensor,
+    matrix: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    ignored: int,
+    smoothing: float,
+) -> Tensor:
+    """Of ids: (1−ε)·w[y]·nll − ε/V·Σ_v w[v]·logp[v], where Σ_v w·logp = h·Σ_v w·W[v] − Σw·lse."""
+    counts = target != ignored
+    ids = torch.where(counts, target, 0)
+    if weight is None:
+        by = counts.to(torch.float32)
+    else:
+        by = torch.where(counts, weight.to(torch.float32)[ids], 0.0)
+    if not smoothing and reduction != "none":
+        total = weighted_cross_entropy(hidden, matrix, ids, by)
+        return total / by.sum() if reduction == "mean" else total
+    logp, lse = gathered(hidden, matrix, ids)
+    each = -by * logp
+    if smoothing:
+        to, V = precise(hidden), matrix.shape[0]
+        factors = matrix.new_ones(V, dtype=to) if weight is None else weight.to(to)
+        mean = matrix.sum(0, dtype=to) if weight is None else factors @ matrix.to(to)
+        smooth = factors.sum() * lse - (hidden.to(to) * mean).sum(-1)
+        smooth = torch.where(counts, smooth, 0.0)
+        each = (1 - smoothing) * each + smoothing / V * smooth
+    if reduction == "none":
+        return each
+    return each.sum() / by.sum() if reduction == "mean" else each.sum()
+
+
+def _soft(
+    hidden: Tensor, matrix: Tensor, target: Tensor, weight: Tensor | None, smoothing: float
+) -> Tensor:
+    """Of probabilities t: -Σ_v t·w·logp = Σ(t·w)·lse − h·Σ_v t·w·W[v] for each row."""
+    to, V = precise(hidden), matrix.shape[0]
+    shares = target.to(to) * (1 - smoothing) + smoothing / V
+    if weight is not None:
+        shares = shares * weight.to(to)
+    none = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    lse = gathered(hidden, matrix, none)[1]
+    return shares.sum(-1) * lse - (hidden.to(to) * (shares @ matrix.to(to))).sum(-1)
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """torch.nn.LinearCrossEntropyLoss without the logits: a Linear and the loss of its output.
+
+    Input (…, in_features), target (…,) ids or (…, num_classes) probabilities; the rest as in
+    linear_cross_entropy. The weight is `linear.weight`.
+
+        criterion = tt.LinearCrossEntropyLoss(1024, 151_936)
+        criterion.linear.weight = model.lm_head.weight
+        criterion(hidden[:, :-1], tokens[:, 1:]).backward()"""
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        reduction: str = "mean",
+        weight: Tensor | None = None,
+        ignore_index: int | None = None,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
+        self.register_buffer("weight", weight)
+        self.reduction, self.ignore_index = reduction, ignore_index
+        self.label_smoothing = label_smoothing
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss of input (…, in_features): one number, or (…,) for "none"."""
+        return linear_cross_entropy(
+            input,
+            self.linear.weight,
+            target,
+            linear_bias=self.linear.bias,
+            weight=self.weight,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+        )
+
+
+# ---- divergence ----
 
 
 def generalized_jsd(
-    student: Any, teacher: Any, labels: Any = None, **settings: Any
-) -> torch.Tensor:
-    """OPSD's divergence. The gradient goes to the student alone: logits or (hidden, weight). See
-    tinsmith.ops.generalized_jsd for all arguments."""
-    how = ops.Divergence.checked(**settings)
-    rows, weight = student if isinstance(student, tuple) else (student, None)
-    teacher = tuple(map(_plain, teacher)) if isinstance(teacher, tuple) else _plain(teacher)
-    rest = (teacher, labels, how)
-    if how.reduction == "none":
-        return _JsdTerms.apply(rows, weight, rest)
+    student: Tensor | tuple[Tensor, Tensor],
+    teacher: Tensor | tuple[Tensor, Tensor],
+    labels: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    logits_are_probs: bool = False,
+    top_k: int | None = None,
+    token_clip: float | None = None,
+) -> Tensor:
+    """OPSD's divergence of student and teacher: logits (…, V) or pairs (hidden, weight).
 
-    def make(needs: tuple[bool, ...]) -> tuple[float, tuple]:
-        out = _jsd(rows, weight, rest, 1.0 if any(needs) else None, needs)
-        return float(out.loss), (out.drows, out.dweight)
+    One number, or the terms for reduction "none". The gradient goes to the student alone. The
+    settings, their errors and the source are those of tinsmith.ops.generalized_jsd.
 
-    return _Scaled.apply(make, rows, weight)
+        loss = tt.generalized_jsd((x, head.weight), (y, teacher.weight), labels, top_k=32)"""
+    how = ops.Divergence.checked(beta, temperature, reduction, logits_are_probs, top_k, token_clip)
+    (rows, weight), (other, other_weight) = (
+        side if isinstance(side, tuple) else (side, None) for side in (student, teacher)
+    )
+    _floating(rows, "student")
+    _floating(other, "teacher")
+    other = other.detach()
+    other_weight = None if other_weight is None else other_weight.detach()
+    sides = rows, weight, other, other_weight, labels
+    beta, temperature, reduction, probs, k, clip = how
+    if reduction == "none":
+        return torch_ops.jsd_terms(*sides, beta, temperature, probs, k, clip)
+    needs = wants(rows, weight)
+    return torch_ops.jsd_loss(*sides, beta, temperature, reduction, probs, k, clip, *needs)[0]
