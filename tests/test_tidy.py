@@ -216,7 +216,7 @@ MAY_IMPORT = {
     "recipes": {"demo", "commands"},
     "commands": {"engine", "files", "api", "server", "chat"},
 }
-KERNELS = ("tensors", "ops", "torch")
+KERNELS = ("tensors", "ops", "torch", "torch_ops")
 
 
 def room_of(module: str) -> str:

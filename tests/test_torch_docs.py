@@ -43,3 +43,19 @@ def test_a_trainer_has_the_loss_it_had(counted, tmp_path):
     ours = torch.autograd.grad(loss, tuple(model.parameters()))
     for a, b in zip(ours, torch.autograd.grad(exact, tuple(model.parameters())), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [None, 9])
+def test_gkds_loss_is_trls(count):
+    pytest.importorskip("trl", reason="TRL is not installed")
+    found = {"tt": tt}
+    exec(SNIPPETS[2], found)
+    torch.manual_seed(0)
+    student, teacher = torch.randn(2, 5, 40, requires_grad=True), torch.randn(2, 5, 40)
+    labels = torch.tensor([-100, 1, 1, -100, 1]).expand(2, 5)
+    losses = [
+        trainer.generalized_jsd_loss(student, teacher, labels, 0.3, 1.3, num_items_in_batch=count)
+        for trainer in (found["DistillTrainer"], found["GKDTrainer"])
+    ]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, student)[0] for loss in losses))

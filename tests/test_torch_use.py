@@ -132,6 +132,14 @@ def test_compiled_without_a_graph_break(name, frozen):
         torch.testing.assert_close(a, b)
 
 
+def test_compiled_by_inductor():
+    torch.compiler.reset()
+    call = cases()["smoothed"]
+    compiled = torch.compile(call, fullgraph=True)
+    for a, b in zip(gradients(compiled), gradients(call), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("name", cases())
 def test_checkpointed(name):
     call = cases()[name]
