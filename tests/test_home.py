@@ -10,6 +10,7 @@ import tinsmith
 from tinsmith import cli, doctor
 from tinsmith.demo.demo import MODEL
 from tinsmith.files import home
+from tinsmith.files.extras import pip_install
 
 
 @pytest.fixture(autouse=True)
@@ -107,4 +108,4 @@ def test_doctor_names_the_extra_of_each_package(
     shown = capsys.readouterr().out
     for name in doctor.PACKAGES:
         extra = {"tinker-cookbook": "cookbook", "gguf": "gguf"}.get(name, "server")
-        assert f"\n{name} is not installed: pip install 'tinsmith[{extra}]'\n" in shown
+        assert f"\n{name} is not installed: {pip_install(extra)}\n" in shown

@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tinsmith.cli import _parser
+from tinsmith.files import extras
 
 ROOT = Path(__file__).parent.parent
 UNIT, DOCKERFILE = ROOT / "packaging" / "tinsmith.service", ROOT / "packaging" / "Dockerfile"
@@ -248,3 +249,62 @@ def test_a_source_distribution_has_what_is_built_and_nothing_else(tmp_path: Path
     unwanted = {name for name in files if name.endswith((".so", ".log", ".pyc"))}
     assert wanted - unwanted <= names, sorted(wanted - unwanted - names)
     assert not any(name.startswith("tests") for name in names) and not unwanted & names
+
+
+# ---- what is installed ----
+
+
+def core_says(isa: str) -> dict[str, str]:
+    """The devices of a process with TINSMITH_ISA: "" or why not."""
+    code = "import json; from tinsmith import _core; print(json.dumps(_core.devices()))"
+    environment = os.environ | {"TINSMITH_ISA": isa}
+    command = [sys.executable, "-c", code]
+    return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE).stdout)
+
+
+def test_an_instruction_set_can_be_chosen_and_a_bad_one_is_refused() -> None:
+    assert core_says("generic")["cpu"] == core_says("")["cpu"] == ""
+    assert "TINSMITH_ISA is generic, which has no bf16" in core_says("generic")["cpu-bf16"]
+    refused = core_says("sse9")["cpu"]
+    assert refused.startswith("TINSMITH_ISA is 'sse9', but must be one of: generic")
+
+
+@pytest.mark.parametrize(
+    ("record", "command"),
+    (
+        (None, "pip install 'tinsmith[gguf]'"),
+        ({"url": "file:///a%20b/t", "dir_info": {}}, "pip install '/a b/t[gguf]'"),
+        ({"url": "file:///t", "dir_info": {"editable": True}}, "pip install -e '/t[gguf]'"),
+        (
+            {"url": "file:///t.whl", "archive_info": {}},
+            "pip install 'tinsmith[gguf] @ file:///t.whl'",
+        ),
+        (
+            {"url": "https://h/t", "vcs_info": {"vcs": "git", "commit_id": "12"}},
+            "pip install 'tinsmith[gguf] @ git+https://h/t@12'",
+        ),
+        (["bad"], "pip install 'tinsmith[gguf]'"),
+    ),
+)
+def test_an_extra_is_named_as_this_tinsmith_was_installed(
+    record: object, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Installed:
+        def read_text(self, name: str) -> str | None:
+            return record and json.dumps(record)
+
+    monkeypatch.setattr(extras.metadata, "distribution", lambda name: Installed())
+    assert extras.pip_install("gguf") == command
+
+
+def test_an_extra_of_a_checkout_on_the_path_is_named_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise extras.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(extras.metadata, "distribution", absent)
+    assert extras.pip_install("server") == "pip install '.[server]'"
+
+
+def test_the_citation_has_the_packages_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()

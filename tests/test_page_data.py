@@ -15,6 +15,7 @@ from small_run import PROMPT, make_client, sample, train
 from tinker import ModelInput
 from tinsmith.engine.events import Call, Now
 from tinsmith.engine.training import AdamParams
+from tinsmith.files.extras import pip_install
 from tinsmith.files.meta import Meta
 from tinsmith.server import page
 from tinsmith.server.backend import Backend
@@ -71,7 +72,7 @@ def test_without_plotly_a_sentence_says_how_to_get_it(
     monkeypatch.setattr(page, "plotly", lambda: None)
     assert data(server, "hello")["plotly"] is None
     reply = httpx.get(f"{server.url}/page/static/plotly.min.js")
-    assert reply.status_code == 404 and "pip install 'tinsmith[page]'" in reply.json()["detail"]
+    assert reply.status_code == 404 and pip_install("page") in reply.json()["detail"]
 
 
 @pytest.mark.parametrize(

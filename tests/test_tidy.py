@@ -212,7 +212,7 @@ MAY_IMPORT = {
     "engine": {"files", "losses", "kernels", "chat"},
     "api": {"engine", "files", "kernels"},
     "server": {"engine", "files", "losses", "chat"},
-    "demo": {"server", "commands"},
+    "demo": {"server", "files", "commands"},
     "recipes": {"demo", "commands"},
     "commands": {"engine", "files", "api", "server", "chat"},
 }

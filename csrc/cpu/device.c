@@ -133,51 +133,106 @@ static void cpu_close(Device *dev)
     free(cpu);
 }
 
-/* Whether the bf16 set can run here: it holds both sides of a product with a bf16 weight in bf16.
- */
-static int has_bf16(void)
+/* ---- instruction sets ---- */
+
+static int has_generic(void)
 {
+    return 1;
+}
+
 #if defined(__x86_64__)
-    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-#else
-    return 0;
+static int has_avx2(void)
+{
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+static int has_avx512(void)
+{
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+
+static int has_avx512bf16(void)
+{
+    return has_avx512() && __builtin_cpu_supports("avx512bf16");
+}
 #endif
+
+/* The sets of this build, the widest last. The last is for products with bf16 weights alone. */
+static const struct {
+    const char *name;
+    int (*here)(void);
+    void (*table)(Device *dev);
+    int bf16;
+} sets[] = {
+    {"generic", has_generic, cpu_generic_table, 0},
+#if defined(__x86_64__)
+    {"avx2", has_avx2, cpu_avx2_table, 0},
+    {"avx512", has_avx512, cpu_avx512_table, 0},
+    {"avx512bf16", has_avx512bf16, cpu_avx512bf16_table, 1},
+#endif
+};
+
+enum { SETS = sizeof sets / sizeof *sets, WIDEST_BYTES = 64 };
+
+static char widest[WIDEST_BYTES]; /* the widest set that may be used; "": any */
+
+void cpu_widest(const char *name)
+{
+    snprintf(widest, sizeof widest, "%s", name);
+}
+
+/* How many of the sets may be used; 0, with a sentence, if the widest is unknown or not here. */
+static int sets_allowed(void)
+{
+    if (!widest[0]) return SETS;
+    for (int i = 0; i < SETS; i++) {
+        if (strcmp(widest, sets[i].name) != 0) continue;
+        if (sets[i].here()) return i + 1;
+        fail(STATUS_DEVICE,
+             "TINSMITH_ISA is %s, which this processor has not: leave it unset, or "
+             "choose a narrower set",
+             widest);
+        return 0;
+    }
+    char names[WIDEST_BYTES] = "";
+    for (int i = 0; i < SETS; i++) {
+        size_t used = strlen(names);
+        snprintf(names + used, sizeof names - used, "%s%s", i ? ", " : "", sets[i].name);
+    }
+    fail(STATUS_DEVICE, "TINSMITH_ISA is '%s', but must be one of: %s", widest, names);
+    return 0;
 }
 
 int cpu_bf16_is_fast(void)
 {
 #if defined(__x86_64__)
-    return has_bf16() && __builtin_cpu_is("amd");
+    if (widest[0]) return strcmp(widest, "avx512bf16") == 0 && has_avx512bf16();
+    return has_avx512bf16() && __builtin_cpu_is("amd");
 #else
     return 0;
 #endif
 }
 
-static void choose_table(Device *dev, int bf16)
+/* The widest set that is allowed, here, and for this kind of products; -1: none. */
+static int choose_set(int allowed, int bf16)
 {
-#if defined(__x86_64__)
-    if (bf16) {
-        cpu_avx512bf16_table(dev);
-        return;
-    }
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-        cpu_avx512_table(dev);
-        return;
-    }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-        cpu_avx2_table(dev);
-        return;
-    }
-#endif
-    (void)bf16;
-    cpu_generic_table(dev);
+    int i = allowed - 1;
+    while (i >= 0 && (sets[i].bf16 != bf16 || !sets[i].here())) i--;
+    return i;
 }
 
 Status cpu_open(Device **dev, int threads, int bf16)
 {
-    if (bf16 && !has_bf16())
+    int allowed = sets_allowed();
+    if (!allowed) return STATUS_DEVICE;
+    int set = choose_set(allowed, bf16);
+    if (set < 0 && widest[0])
+        return fail(STATUS_DEVICE,
+                    "cpu-bf16: TINSMITH_ISA is %s, which has no bf16 products; the "
+                    "device cpu does the same in f32",
+                    widest);
+    if (set < 0)
         return fail(STATUS_DEVICE, "cpu-bf16: this processor has no AVX512_BF16; the device cpu "
                                    "does the same in f32");
     CpuDevice *cpu = calloc(1, sizeof *cpu);
@@ -204,7 +259,7 @@ Status cpu_open(Device **dev, int threads, int bf16)
         .await = cpu_await,
         .close = cpu_close,
     };
-    choose_table(&cpu->base, bf16);
+    sets[set].table(&cpu->base);
     *dev = &cpu->base;
     return STATUS_OK;
 }

@@ -14,7 +14,7 @@ static PyObject *adapter_wrap(PyTypeObject *type, PyModel *model, Adapter *adapt
     Trainer *trainer = NULL;
     Status status;
     ON_TURN(model, status = trainer_open(&trainer, adapter, limits));
-    PyAdapter *self = status ? NULL : (PyAdapter *)type->tp_alloc(type, 0);
+    PyAdapter *self = status ? NULL : (PyAdapter *)PyType_GenericAlloc(type, 0);
     if (!self) {
         trainer_close(trainer);
         adapter_close(adapter);
@@ -62,7 +62,7 @@ static void adapter_dealloc(PyObject *object)
     PyAdapter *self = (PyAdapter *)object;
     NO_GIL(trainer_close(self->trainer); adapter_close(self->adapter));
     Py_XDECREF(self->model);
-    type->tp_free(object);
+    PyObject_Free(object);
     Py_DECREF(type);
 }
 
@@ -130,8 +130,9 @@ static PyObject *adapter_forward_method(PyObject *object, PyObject *args, PyObje
     if (call_arrays(&call, tokens, lengths, targets, counts) == 0)
         result = call_run(object, &call, keep ? FORWARD_KEEP : FORWARD, between);
     call_release(&call);
-    if (result) Py_SETREF(result, Py_NewRef(PyTuple_GET_ITEM(result, 0)));
-    return result;
+    PyObject *logprobs = result ? Py_NewRef(PyTuple_GetItem(result, 0)) : NULL;
+    Py_XDECREF(result);
+    return logprobs;
 }
 
 static PyObject *adapter_backward_method(PyObject *object, PyObject *args, PyObject *kwargs)
@@ -169,9 +170,7 @@ static PyModel *lesson_from(PyAdapter *self, PyObject *teacher, const Borrowed *
     } else if (Py_IS_TYPE(teacher, state->model)) {
         model = (PyModel *)teacher;
     } else if (teacher != Py_None) {
-        PyErr_Format(PyExc_TypeError, "teacher must be an Adapter, a Model or None, not %s",
-                     Py_TYPE(teacher)->tp_name);
-        return NULL;
+        return wrong_type(teacher, "teacher must be an Adapter, a Model or None, not ");
     }
     lesson->model = model->model;
     return model;
@@ -324,7 +323,7 @@ static Status vector_get(const Adapter *adapter, Vector which, float *values)
 static PyObject *adapter_read(PyObject *object, PyObject *name)
 {
     PyAdapter *self = (PyAdapter *)object;
-    const char *text = PyUnicode_AsUTF8(name);
+    const char *text = PyUnicode_AsUTF8AndSize(name, NULL);
     int which = text ? vector_named(self->adapter, text) : -1;
     PyObject *array = which >= 0 ? array_new(KIND_FLOAT32, self->adapter->size, -1, NULL) : NULL;
     if (!array) return NULL;

@@ -3,6 +3,7 @@
 
 #define PY_ARRAY_UNIQUE_SYMBOL tinsmith_numpy
 #include <numpy/arrayobject.h>
+#include <stdarg.h>
 
 enum { LARGE = 1 << 20 }; /* bytes that are copied without the GIL */
 
@@ -22,11 +23,23 @@ static const struct {
     [KIND_UINT8] = {NPY_UINT8, "uint8"},
 };
 
+void *wrong_type(PyObject *object, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    PyObject *text = PyUnicode_FromFormatV(format, args);
+    va_end(args);
+    PyObject *name = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
+    if (text && name) PyErr_Format(PyExc_TypeError, "%U%S", text, name);
+    Py_XDECREF(text);
+    Py_XDECREF(name);
+    return NULL;
+}
+
 static PyArrayObject *as_array(PyObject *object, const char *name, const char *wanted)
 {
     if (!PyArray_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "%s must be %s, not %s", name, wanted,
-                     Py_TYPE(object)->tp_name);
+        wrong_type(object, "%s must be %s, not ", name, wanted);
         return NULL;
     }
     PyArrayObject *array = (PyArrayObject *)object;
@@ -57,7 +70,9 @@ int borrow(PyObject *object, Kind kind, const char *name, Borrowed *out)
 int borrow_copy(PyObject *object, Kind kind, const char *name, Borrowed *out)
 {
     if (borrow(object, kind, name, out) < 0) return -1;
-    Py_SETREF(out->owner, array_new(kind, out->length, -1, out->data));
+    PyObject *copy = array_new(kind, out->length, -1, out->data);
+    Py_DECREF(out->owner);
+    out->owner = copy;
     if (!out->owner) return -1;
     out->data = array_data(out->owner);
     return 0;

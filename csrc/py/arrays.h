@@ -35,4 +35,7 @@ void *array_data(PyObject *array);
 /* Bytes of one element. */
 size_t kind_bytes(Kind kind);
 
+/* TypeError: the format's text, and behind it the name of an object's type; returns NULL. */
+void *wrong_type(PyObject *object, const char *format, ...);
+
 #endif

@@ -72,8 +72,11 @@ int call_loss(Call *call, const char *name)
     call->loss = loss_find(name);
     if (call->loss) return 0;
     PyObject *known = PyUnicode_FromString(loss_at(0)->name);
-    for (int i = 1; known && loss_at(i); i++)
-        Py_SETREF(known, PyUnicode_FromFormat("%U, %s", known, loss_at(i)->name));
+    for (int i = 1; known && loss_at(i); i++) {
+        PyObject *longer = PyUnicode_FromFormat("%U, %s", known, loss_at(i)->name);
+        Py_DECREF(known);
+        known = longer;
+    }
     if (known) PyErr_Format(PyExc_ValueError, "no loss is called '%s'; there are: %U", name, known);
     Py_XDECREF(known);
     return -1;

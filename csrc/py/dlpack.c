@@ -10,6 +10,9 @@
  * lent there is finished work, so its consumer does not have to wait. */
 #include "dlpack.h"
 
+#include "arrays.h"
+
+#include <stdlib.h>
 #include <string.h>
 
 /* ---- the standard's structures (dmlc/dlpack, dlpack.h) ---- */
@@ -88,16 +91,15 @@ static int place_of(long type, long id, const char *name, Place *out)
 int tensor_place(PyObject *object, const char *name, Place *out)
 {
     if (!PyObject_HasAttrString(object, "__dlpack__")) {
-        PyErr_Format(PyExc_TypeError, "%s must be a NumPy array or have __dlpack__, not %s", name,
-                     Py_TYPE(object)->tp_name);
+        wrong_type(object, "%s must be a NumPy array or have __dlpack__, not ", name);
         return -1;
     }
     PyObject *device = PyObject_CallMethod(object, "__dlpack_device__", NULL);
     if (!device) return -1;
     long part[2] = {0, 0};
-    int ok = PyTuple_Check(device) && PyTuple_GET_SIZE(device) == 2;
+    int ok = PyTuple_Check(device) && PyTuple_Size(device) == 2;
     for (int i = 0; ok && i < 2; i++) {
-        part[i] = PyLong_AsLong(PyTuple_GET_ITEM(device, i));
+        part[i] = PyLong_AsLong(PyTuple_GetItem(device, i));
         ok = !PyErr_Occurred();
     }
     Py_DECREF(device);
@@ -233,8 +235,7 @@ static const DLTensor *capsule_tensor(PyObject *capsule, const char *name, int *
         const DLManagedTensor *managed = PyCapsule_GetPointer(capsule, PLAIN);
         tensor = &managed->tensor;
     } else {
-        PyErr_Format(PyExc_TypeError, "__dlpack__ of %s gave no DLPack capsule but a %s", name,
-                     Py_TYPE(capsule)->tp_name);
+        wrong_type(capsule, "__dlpack__ of %s gave no DLPack capsule but a ", name);
     }
     if (!tensor) return NULL;
     const char *fault = NULL;
@@ -337,7 +338,7 @@ static void loan_end(Loan *loan)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
     Py_DECREF(loan->array);
-    PyMem_RawFree(loan);
+    free(loan);
     PyGILState_Release(gil);
 }
 
@@ -368,10 +369,10 @@ static int device_tensor(const DeviceArray *array, PyObject *shape, DLTensor *ou
     static const DLDataType types[] = {[KIND_INT32] = {DL_INT, 32, 1},
                                        [KIND_FLOAT32] = {DL_FLOAT, 32, 1},
                                        [KIND_UINT16] = {DL_BFLOAT, 16, 1}};
-    Py_ssize_t count = shape ? PyTuple_GET_SIZE(shape) : -1;
+    Py_ssize_t count = shape ? PyTuple_Size(shape) : -1;
     int64_t length = 1;
     for (Py_ssize_t i = 0; i < count && count <= TENSOR_DIMS; i++) {
-        dims[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
+        dims[i] = PyLong_AsLongLong(PyTuple_GetItem(shape, i));
         if (dims[i] == -1 && PyErr_Occurred()) return -1;
         length *= dims[i];
     }
@@ -408,12 +409,12 @@ PyObject *dlpack_lend(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "Opp|O!:dlpack_lend", &array, &bf16, &versioned, &PyTuple_Type,
                           &shape))
         return NULL;
-    Loan *loan = PyMem_RawCalloc(1, sizeof *loan);
+    Loan *loan = calloc(1, sizeof *loan);
     if (!loan) return PyErr_NoMemory();
     const DeviceArray *device = device_array_of(array);
     if (device ? device_tensor(device, shape, &tensor, loan->shape) < 0
                : host_tensor(array, bf16, &tensor, loan->shape, &readonly) < 0) {
-        PyMem_RawFree(loan);
+        free(loan);
         return NULL;
     }
     loan->array = Py_NewRef(array);

@@ -27,7 +27,7 @@ static int kinds_from(PyObject *config, Part part, int layers, LayerKinds *kinds
         PyErr_Format(PyExc_ValueError, "%s names %zd layers, the model has %d", part_key[part],
                      PyTuple_Size(names), layers);
     for (int l = 0; ok && l < layers; l++) {
-        const char *name = PyUnicode_AsUTF8(PyTuple_GetItem(names, l));
+        const char *name = PyUnicode_AsUTF8AndSize(PyTuple_GetItem(names, l), NULL);
         ok = name != NULL;
         if (!name) break;
         Status status = kind_find(part, name, &kinds[l].kind[part]);
@@ -91,7 +91,7 @@ static PyObject *model_make(PyTypeObject *type, const Shape *shape, const Borrow
     if (freq->length != shape->rotary / 2)
         return PyErr_Format(PyExc_ValueError, "inv_freq has %lld numbers, rotary %d needs %d",
                             (long long)freq->length, shape->rotary, shape->rotary / 2);
-    PyModel *self = (PyModel *)type->tp_alloc(type, 0);
+    PyModel *self = (PyModel *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
     turn_open(self);
     Status status;
@@ -131,7 +131,7 @@ static void model_dealloc(PyObject *object)
     PyModel *self = (PyModel *)object;
     NO_GIL(model_close(self->model));
     pthread_mutex_destroy(&self->turn);
-    type->tp_free(object);
+    PyObject_Free(object);
     Py_DECREF(type);
 }
 

@@ -250,9 +250,23 @@ static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
     return *type ? PyModule_AddType(module, *type) : -1;
 }
 
+/* TINSMITH_ISA limits the CPU's instruction sets, for debugging. A bad value is refused when the
+ * device is opened, where every refusal is a sentence. */
+static int isa_init(void)
+{
+    PyObject *os = PyImport_ImportModule("os");
+    PyObject *value = os ? PyObject_CallMethod(os, "getenv", "ss", "TINSMITH_ISA", "") : NULL;
+    const char *name = value ? PyUnicode_AsUTF8AndSize(value, NULL) : NULL;
+    if (name) cpu_widest(name);
+    Py_XDECREF(value);
+    Py_XDECREF(os);
+    return name ? 0 : -1;
+}
+
 static int core_exec(PyObject *module)
 {
     ModuleState *state = PyModule_GetState(module);
+    if (isa_init() < 0) return -1;
     if (arrays_init() < 0) return -1;
     if (add_type(module, &model_spec, &state->model) < 0) return -1;
     if (add_type(module, &adapter_spec, &state->adapter) < 0) return -1;

@@ -8,6 +8,7 @@
 #include "place.h"
 
 #include <pthread.h>
+#include <stdlib.h>
 #include <string.h>
 
 static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
@@ -75,18 +76,18 @@ static void device_array_end(PyObject *capsule)
         turn_end();
         Py_END_ALLOW_THREADS;
     }
-    PyMem_RawFree(array);
+    free(array);
 }
 
 PyObject *device_array_new(Kind kind, int64_t length)
 {
-    DeviceArray *array = PyMem_RawCalloc(1, sizeof *array);
+    DeviceArray *array = calloc(1, sizeof *array);
     if (!array) return PyErr_NoMemory();
     array->kind = kind;
     array->length = length;
     array->bytes = (size_t)length * kind_bytes(kind);
     PyObject *capsule = PyCapsule_New(array, ARRAY, device_array_end);
-    if (!capsule) PyMem_RawFree(array);
+    if (!capsule) free(array);
     return capsule;
 }
 

@@ -11,7 +11,7 @@ static PyObject *sampler_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$Lip:Sampler", names, state_of(type)->model,
                                      &model, &tokens, &limit, &graphs))
         return NULL;
-    PySampler *self = (PySampler *)type->tp_alloc(type, 0);
+    PySampler *self = (PySampler *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
     self->adapters = PyDict_New();
     self->model = (PyModel *)Py_NewRef(model);
@@ -34,7 +34,7 @@ static void sampler_dealloc(PyObject *object)
     NO_GIL(sampler_close(self->sampler));
     Py_XDECREF(self->adapters);
     Py_XDECREF(self->model);
-    type->tp_free(object);
+    PyObject_Free(object);
     Py_DECREF(type);
 }
 
@@ -106,8 +106,7 @@ static PyObject *sampler_add_method(PyObject *object, PyObject *args, PyObject *
             &arrays.targets, &arrays.starts, whole_from, &spec.first_scored, &client, &session))
         return NULL;
     if (adapter != Py_None && !Py_IS_TYPE(adapter, state_of(Py_TYPE(object))->adapter))
-        return PyErr_Format(PyExc_TypeError, "adapter must be an Adapter or None, not %s",
-                            Py_TYPE(adapter)->tp_name);
+        return wrong_type(adapter, "adapter must be an Adapter or None, not ");
     spec.id = id;
     spec.client = client;
     spec.seed = seed;

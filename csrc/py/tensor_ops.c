@@ -227,7 +227,7 @@ static PyObject *call_run(Call *call, Work *work, int count)
     for (int i = 0; i < count; i++) {
         PyObject *object = call->result[i].object;
         if (out)
-            PyTuple_SET_ITEM(out, i, object ? object : Py_NewRef(Py_None));
+            PyTuple_SetItem(out, i, object ? object : Py_NewRef(Py_None));
         else
             Py_XDECREF(object);
     }

@@ -32,6 +32,7 @@ def show(options: argparse.Namespace) -> None:
     """Prints it."""
     from tinsmith import _core
     from tinsmith.engine.worker import devices
+    from tinsmith.files.extras import pip_install
     from tinsmith.files.words import readable
 
     print(f"tinsmith {version('tinsmith') or '(not installed)'}, Python {sys.version.split()[0]}")
@@ -39,7 +40,7 @@ def show(options: argparse.Namespace) -> None:
         if name != "cuda-emulated":  # which only the tests have
             print(f"device {reason or name + ': ready'}")
     for name in PACKAGES:
-        missing = f"is not installed: pip install 'tinsmith[{EXTRAS.get(name, 'server')}]'"
+        missing = f"is not installed: {pip_install(EXTRAS.get(name, 'server'))}"
         print(f"{name} {version(name) or missing}")
     free, total = _core.memory("cpu")
     print(f"memory: {readable(free_memory(free))} of {readable(total)} are free")

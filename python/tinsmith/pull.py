@@ -17,6 +17,7 @@ from typing import Any
 
 from tinsmith.files import home, weights
 from tinsmith.files.config import CONFIG_FILE, read_json
+from tinsmith.files.extras import pip_install
 from tinsmith.files.families import find_model
 
 TEXT_FILES = (
@@ -58,7 +59,7 @@ def pull(name: str) -> Path:
         import huggingface_hub as hub
     except ImportError:
         raise ImportError(
-            "fetching a model needs huggingface_hub: pip install 'tinsmith[server]'"
+            f"fetching a model needs huggingface_hub: {pip_install('server')}"
         ) from None
     with _told(model, revision):
         info = hub.HfApi().model_info(model, revision=revision or None, files_metadata=True)

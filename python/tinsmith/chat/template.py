@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinsmith.files import tokenizer
+from tinsmith.files.extras import pip_install
 from tinsmith.files.tokenizer import SETTINGS_FILE, TEMPLATE_FILE
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def _environment() -> "ImmutableSandboxedEnvironment":
     try:
         import jinja2
     except ImportError:
-        raise RuntimeError("chat templates need jinja2: pip install 'tinsmith[server]'") from None
+        raise RuntimeError(f"chat templates need jinja2: {pip_install('server')}") from None
     from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser

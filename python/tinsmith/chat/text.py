@@ -13,6 +13,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinsmith.files.extras import pip_install
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -30,7 +32,7 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise RuntimeError("text needs tokenizers: pip install 'tinsmith[server]'") from None
+        raise RuntimeError(f"text needs tokenizers: {pip_install('server')}") from None
     file = folder / "tokenizer.json"
     try:
         return Tokenizer.from_file(str(file))

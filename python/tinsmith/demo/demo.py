@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinsmith.demo import data
+from tinsmith.files.extras import pip_install
 
 if TYPE_CHECKING:
     from tinsmith.server.backend import Backend
@@ -88,7 +89,7 @@ def require_cookbook() -> None:
         import tinker_cookbook  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"the demo needs {error.name}: pip install 'tinsmith[cookbook]'", name=error.name
+            f"the demo needs {error.name}: {pip_install('cookbook')}", name=error.name
         ) from None
 
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from tinsmith.files.extras import pip_install
+
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 HEADER_BYTES_MAX = 1 << 26
@@ -79,7 +81,7 @@ def require_gguf() -> Any:
     try:
         import gguf
     except ImportError:
-        raise RuntimeError("GGUF files need gguf: pip install 'tinsmith[gguf]'") from None
+        raise RuntimeError(f"GGUF files need gguf: {pip_install('gguf')}") from None
     return gguf
 
 

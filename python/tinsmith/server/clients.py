@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinsmith.engine.bases import memory_from
+from tinsmith.files.extras import pip_install
 from tinsmith.files.families import find_model
 from tinsmith.files.home import checkpoints_folder
 
@@ -93,7 +94,7 @@ def require_server() -> None:
     packages = "httptools", "jinja2", "starlette", "tinker", "tokenizers", "uvicorn", "zstandard"
     for name in packages:
         if find_spec(name) is None:  # imported where needed; all of tinker never by a server
-            fix = f"the server needs {name}: pip install 'tinsmith[server]'"
+            fix = f"the server needs {name}: {pip_install('server')}"
             raise ImportError(fix, name=name)
 
 

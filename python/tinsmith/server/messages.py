@@ -10,6 +10,8 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinsmith.files.extras import pip_install
+
 if TYPE_CHECKING:
     from tinker.proto import tinker_public_pb2 as pb
 else:
@@ -20,7 +22,7 @@ else:
             return known
         package = find_spec("tinker")  # found, not imported
         if package is None or not package.submodule_search_locations:
-            raise ImportError("the server needs tinker: pip install 'tinsmith[server]'")
+            raise ImportError(f"the server needs tinker: {pip_install('server')}")
         file = Path(package.submodule_search_locations[0]) / "proto" / "tinker_public_pb2.py"
         spec = spec_from_file_location("tinker_public_pb2", file)
         assert spec is not None and spec.loader is not None

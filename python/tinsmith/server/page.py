@@ -21,6 +21,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from tinsmith.chat.text import load_tokenizer
 from tinsmith.engine.events import Now
+from tinsmith.files.extras import pip_install
 from tinsmith.server.metrics import memory_now
 from tinsmith.server.rest import TYPES
 from tinsmith.server.routes import Handler
@@ -88,7 +89,7 @@ def _file(path: Path) -> Response:
 async def plotly_file(service: Service, request: Request) -> Response:
     found = plotly()
     if found is None:
-        raise FileNotFoundError("plotly is not installed: pip install 'tinsmith[page]'")
+        raise FileNotFoundError(f"plotly is not installed: {pip_install('page')}")
     headers = {**HEADERS, "cache-control": "max-age=86400"}
     return FileResponse(found[0], media_type=KINDS[".js"], headers=headers)
 
