@@ -61,7 +61,7 @@ ROWS = {  # case -> sides, "" for any further case of the table
         "5, gradient 0.00 GiB": ["tinsmith", "torch eager"],
         "9 × 16 × 400": ["tinsmith", "torch eager", "torch chunked", "NumPy"],
         "frozen": ["gather_logprobs", "torch eager", "torch chunked", "NumPy"],
-        "trained": ["gather_logprobs", "linear_cross_entropy", "torch eager", "torch chunked"],
+        "trained": ["gather_logprobs", "weighted_cross_entropy", "torch eager", "torch chunked"],
     },
     "dtypes": {
         case: ["float32", "bfloat16"]
