@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tinsmith.cli import _parser
+from tinsmith.cli import command_line
 from tinsmith.files import extras
 
 ROOT = Path(__file__).parent.parent
@@ -88,7 +88,7 @@ def started_unit(root: Path, *models: str) -> tuple[list[str], dict[str, str]]:
 def test_the_unit_is_understood_by_the_command_line(tmp_path: Path) -> None:
     words, environment = started_unit(tmp_path)
     assert words[0] == BINARY
-    options = _parser().parse_args(words[1:])
+    options = command_line().parse_args(words[1:])
     assert (options.host, options.port, options.models) == ("127.0.0.1", 8000, ["smollm2"])
     assert options.api_key_file == tmp_path / "key"
     values = unit()
@@ -116,7 +116,7 @@ def test_the_unit_is_verified_and_exposes_little(tmp_path: Path) -> None:
 
 def test_the_image_is_understood_by_the_command_line() -> None:
     program, *words = entry()
-    options = _parser().parse_args([*words, "smollm2"])
+    options = command_line().parse_args([*words, "smollm2"])
     assert program == "tinsmith" and options.host == "0.0.0.0" and options.models == ["smollm2"]
     assert instruction("EXPOSE") == str(options.port)
     assert f"127.0.0.1:{options.port}/healthz" in instruction("HEALTHCHECK")
@@ -159,7 +159,8 @@ def test_hadolint_finds_nothing() -> None:
 @pytest.mark.parametrize("file", DOCS, ids=lambda path: path.name)
 def test_the_documents_name_what_there_is(file: Path) -> None:
     text = DOCS[file].read_text()
-    known = _parser()._subparsers._group_actions[0].choices["serve"].format_help()  # type: ignore
+    commands = command_line()._subparsers._group_actions[0].choices  # type: ignore
+    known = commands["serve"].format_help()  # type: ignore
     for option in set(
         re.findall(r"(?<![\w-])--(?:memory|host|port|device|pull|allow|api)[\w-]*", text)
     ):

@@ -42,7 +42,7 @@ NAMES = {"--host", "--api-key", "--api-key-file", "--allow-host", "--allow-origi
 NAMES |= {"--adapter", "--system", "-m", "--run"}
 
 
-TOP = cli._parser()
+TOP = cli.command_line()
 [ROWS] = [a.choices for a in TOP._actions if isinstance(a, argparse._SubParsersAction)]
 COMMANDS = {"": TOP, **ROWS}
 
