@@ -54,7 +54,6 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         **os.environ,
         "PATH": f"{root / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "HF_HUB_CACHE": str(root / "hub"),
         "HF_HUB_OFFLINE": "1",
         "XDG_DATA_HOME": str(root / "data"),
@@ -161,7 +160,8 @@ def test_the_quickstart_prints_what_it_shows(shell: dict[str, str], tmp_path: Pa
             assert len(said[-1]) > 20 and len(wanted[-1]) > 20
             continue
         assert [row for row in wanted if row in said] == said, line
-        assert set(wanted) - set(said) <= set(plain(error)), line
+        noted = {row for row in wanted if not row.startswith("tinsmith computes on")} - set(said)
+        assert noted <= set(plain(error)), line
 
 
 def test_what_the_quickstart_trains_is_what_it_says() -> None:
