@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -228,28 +227,6 @@ def test_the_image_starts_a_healthy_server(tmp_path: Path, tiny_model_dir: Path)
     ended = subprocess.run([sys.executable, *healthy[1:]], capture_output=True)
     assert ended.returncode == 1
     assert (tmp_path / "tinsmith" / "checkpoints" / "state.sqlite").is_file()
-
-
-# ---- a source distribution ----
-
-
-def test_a_source_distribution_has_what_is_built_and_nothing_else(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
-    for name in ("csrc", "cuda", "python", "tests"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.egg-info"))
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree / name)
-    command = [sys.executable, "setup.py", "-q", "sdist", "-d", str(tmp_path)]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (archive,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(archive) as opened:
-        names = {name.partition("/")[2] for name in opened.getnames()}
-    files = {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
-    wanted = {name for name in files if name.startswith(("csrc/", "cuda/", "python/tinsmith/"))}
-    unwanted = {name for name in files if name.endswith((".so", ".log", ".pyc"))}
-    assert wanted - unwanted <= names, sorted(wanted - unwanted - names)
-    assert not any(name.startswith("tests") for name in names) and not unwanted & names
 
 
 # ---- what is installed ----
