@@ -34,7 +34,6 @@ def test_a_model_says_what_it_is(model: tinsmith.Model, tiny_model_dir: Path) ->
     assert (model.context, model.vocab, model.eos_ids) == (CONTEXT, VOCAB, (2,))
     assert (model.name, model.path) == (str(tiny_model_dir), tiny_model_dir.resolve())
     assert model.device == "cpu"
-    assert str(tiny_model_dir) in repr(model)
     adapter = model.lora(rank=4)
     assert (adapter.rank, adapter.alpha, adapter.step) == (4, 32.0, 0)
     assert adapter.size == sum(matrix.size for matrix in adapter.parameters().values())

@@ -14,7 +14,6 @@ threads take turns (turns.py); Ctrl-C ends the one under way.
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,27 +23,18 @@ from tinsmith.api import datums
 from tinsmith.api.adapter import Adapter, core_of
 from tinsmith.api.model_thread import Handle, ModelThread
 from tinsmith.api.progress import Progress, reporting
+from tinsmith.api.results import TopKLogprobs
 from tinsmith.api.sampler import Sampler
 from tinsmith.engine.decoding import SampleRequest, SampleResult
 from tinsmith.engine.devices import choose_device
-from tinsmith.files import checkpoint, peft
+from tinsmith.files import peft
 from tinsmith.files.families import find_model, load_model
+from tinsmith.files.meta import Meta
 
 SEED_BITS = 63
 
 
-@dataclass(frozen=True)
-class TopKLogprobs:
-    """The K most likely ids at each position, the likeliest first.
-
-    ids (N, K): int32. logprobs (N, K): float32, in nats. Both have the kind of the tokens' array.
-    """
-
-    ids: Any
-    logprobs: Any
-
-
-class Model(Handle):
+class Model(Handle[_core.Model]):
     """A frozen base model, loaded from a Hugging Face folder or a GGUF file.
 
     name: a folder, a file, or the name of a model in the Hugging Face cache. device: "auto", "cpu"
@@ -71,7 +61,7 @@ class Model(Handle):
         with reporting(progress, f"loading {folder.name}", unit="B") as report:
             loaded = load_model(folder, device=chosen, threads=threads, dtype=dtype, report=report)
         self._name = str(name)
-        self.engine, self.core = ModelThread(loaded), loaded.core
+        super().__init__(ModelThread(loaded, Path(name).name or folder.name), loaded.core)
 
     @property
     def name(self) -> str:
@@ -104,7 +94,19 @@ class Model(Handle):
         return self.engine.loaded.eos_ids
 
     def __repr__(self) -> str:
-        return f"<tinsmith.Model {self.name} on {self.device}>"
+        if self.closed:
+            return f"<tinsmith.Model {self.engine.title}, closed>"
+        layers, width = (self.core.config[key] for key in ("layers", "width"))
+        sizes = f"{layers} layers, width {width}, vocab {self.vocab}, context {self.context}"
+        return f"<tinsmith.Model {self.engine.title}: {sizes}, on {self.device}>"
+
+    def close(self) -> None:
+        """Gives the model's memory back, and that of all adapters and samplers made from it.
+
+        A call under way ends first. Then using any of them raises ValueError. Closing twice does
+        nothing. `with tinsmith.Model(…) as model:` closes at the end.
+        """
+        self.engine.close()
 
     def lora(
         self,
@@ -125,16 +127,20 @@ class Model(Handle):
         if seed is None:
             seed = secrets.randbits(SEED_BITS)
         seed = tensors.to_integer(seed, "seed") % (1 << SEED_BITS)
-        switches = {"attn": bool(attn), "mlp": bool(mlp), "unembed": bool(unembed)}
+        attn, mlp, unembed = bool(attn), bool(mlp), bool(unembed)
         core = self.engine.turns.take(
-            lambda: _core.Adapter(self.core, rank=rank, alpha=alpha, seed=seed, **switches)
+            lambda: _core.Adapter(
+                self.core, rank=rank, alpha=alpha, seed=seed, attn=attn, mlp=mlp, unembed=unembed
+            )
         )
-        meta = checkpoint.Meta(
+        meta = Meta(
             base_model=self.name,
             rank=rank,
             alpha=core.alpha,
             seed=seed,
-            **switches,
+            attn=attn,
+            mlp=mlp,
+            unembed=unembed,
             kind="weights",
             step=0,
             user_metadata={},

@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tinsmith import tensors
@@ -10,32 +9,20 @@ from tinsmith.api import datums
 from tinsmith.api.adapter import Adapter, core_of
 from tinsmith.api.model_thread import ModelThread
 from tinsmith.api.progress import Progress, reporting
+from tinsmith.api.results import Public, SampledSequence
 from tinsmith.engine.decoding import Sample, SampleRequest
 
 SEED_BITS = 63
 
 
-@dataclass(frozen=True)
-class SampledSequence:
-    """One drawn sequence.
-
-    tokens (n,): int32, with the stop token if there is one. logprobs (n,): float32, in nats, of the
-    distribution that each token was drawn from. stop_reason: "stop" or "length". topk_ids and
-    topk_logprobs: (n, topk) if you asked for them, else None. Arrays have the kind of the prompt.
-    """
-
-    tokens: Any
-    logprobs: Any
-    stop_reason: str
-    topk_ids: Any = None
-    topk_logprobs: Any = None
-
-
-class Sampler:
+class Sampler(Public):
     """Draws sequences; see `sample`. Made by Model.sampler."""
 
     def __init__(self, engine: ModelThread):
         self.engine = engine
+
+    def __repr__(self) -> str:
+        return f"<tinsmith.Sampler of {self.engine.title}>"
 
     def sample(
         self,
