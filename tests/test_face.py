@@ -273,7 +273,9 @@ def test_a_snapshot_knows_the_step_that_it_was_made_at(model, tmp_path: Path) ->
 
 
 def test_a_sampled_tokens_logprob_is_the_trainers(model, adapter) -> None:
-    [drawn] = model.sampler().sample(PROMPT, adapter=adapter, max_tokens=30, seed=5, topk=4)
+    [drawn] = model.sampler().sample(
+        PROMPT, adapter=adapter, max_tokens=30, seed=5, topk_logprobs=4
+    )
     tokens = np.concatenate([PROMPT, drawn.tokens]).astype(np.int32)
     scored = adapter.forward(tokens[:-1], tokens[1:])[len(PROMPT) - 1 :]
     limited = drawn.logprobs  # among the tokenizer's ids: a little more than among all

@@ -13,6 +13,7 @@ from tinsmith import ops
 from tinsmith.api.adapter import Adapter
 from tinsmith.api.model import Model
 from tinsmith.api.results import (
+    ChatAnswer,
     DistillOutput,
     ForwardBackwardOutput,
     OptimStepOutput,
@@ -20,18 +21,21 @@ from tinsmith.api.results import (
     TopKLogprobs,
 )
 from tinsmith.api.sampler import Sampler
+from tinsmith.api.tokenizer import Tokenizer
 from tinsmith.server.clients import serve
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Adapter",
+    "ChatAnswer",
     "DistillOutput",
     "ForwardBackwardOutput",
     "Model",
     "OptimStepOutput",
     "SampledSequence",
     "Sampler",
+    "Tokenizer",
     "TopKLogprobs",
     "__version__",
     "ops",

@@ -4,11 +4,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from weakref import WeakSet
 
 from tinsmith import _core
 from tinsmith.api.results import Public
+from tinsmith.api.tokenizer import Tokenizer
 from tinsmith.api.turns import CLOSED, Turns
 from tinsmith.engine.decoding import Decoder, Listener, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError
@@ -28,6 +30,7 @@ class ModelThread:
         self.title = title  # what a repr calls the model
         self.turns = Turns()
         self._loaded: LoadedModel | None = loaded
+        self._path = loaded.path
         self._decoder = Decoder()
         self._handles: WeakSet[Handle[Any]] = WeakSet()
 
@@ -42,6 +45,15 @@ class ModelThread:
     def closed(self) -> bool:
         """Whether the model's memory was given back."""
         return self._loaded is None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, also once it is closed."""
+        return Tokenizer(self._path, self.title)
+
+    def ids(self, prompt: Any) -> Any:
+        """A text's ids, with those that the tokenizer puts around it; anything else as it is."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
     def add(self, handle: "Handle[Any]") -> None:
         """Remembers what holds memory of the model's."""

@@ -1,13 +1,26 @@
 """What the in-process API's calls return. A repr shows the shapes of arrays, not their numbers."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic
+
+from tinsmith.chat.text import Stops, load_tokenizer
+from tinsmith.tensors import to_ids
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    # an array, or for a list of sequences a list of them
+    Arrays = TypeVar("Arrays", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    Arrays = TypeVar("Arrays", covariant=True)
 
 SHOWN_MAX = 3  # arrays of a list in a repr
-INTERNAL = frozenset({"core", "engine"})  # for advanced use: not offered by dir
-
-Arrays = TypeVar("Arrays", covariant=True)  # an array, or for a list of sequences a list of them
+REPR_MAX = 80  # letters of anything else
+INTERNAL = frozenset({"chat", "core", "ending", "engine"})  # for advanced use: not offered by dir
 
 
 def shape_of(value: Any) -> str:
@@ -19,9 +32,14 @@ def shape_of(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if not hasattr(value, "shape"):
-        return repr(value)
+        return shorten(repr(value), REPR_MAX)
     dtype = str(value.dtype).rpartition(".")[2]  # torch.float32
     return f"{dtype}[{', '.join(map(str, value.shape))}]"
+
+
+def shorten(text: str, limit: int) -> str:
+    """The beginning of a text that is longer."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 class Public:
@@ -89,6 +107,27 @@ class TopKLogprobs(Result):
     logprobs: Any
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a sequence's text is read: by the tokenizer of a folder, without the id or the string
+    that has ended it."""
+
+    folder: Path
+    ids: tuple[int, ...]
+    texts: tuple[str, ...]
+
+    def text(self, tokens: list[int], stop_reason: str) -> str:
+        """The text of a sequence's tokens."""
+        stops, shown = Stops(self.texts), self.without_id(tokens, stop_reason)
+        text = load_tokenizer(self.folder).decode(shown, skip_special_tokens=True)
+        return stops.add(text) + stops.end()
+
+    def without_id(self, tokens: list[int], stop_reason: str | None) -> list[int]:
+        """A sequence's last tokens without the one that has ended it."""
+        ended = stop_reason == "stop" and tokens and tokens[-1] in self.ids
+        return tokens[:-1] if ended else tokens
+
+
 @dataclass(frozen=True, repr=False)
 class SampledSequence(Result):
     """One drawn sequence.
@@ -103,3 +142,27 @@ class SampledSequence(Result):
     stop_reason: str
     topk_ids: Any = None
     topk_logprobs: Any = None
+    ending: Ending | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def text(self) -> str:
+        """The tokens' text, without special tokens and without what has ended it.
+
+        RuntimeError where the package tokenizers is not installed, ValueError where the model has
+        no tokenizer that can be read.
+        """
+        if self.ending is None:
+            raise ValueError("this sequence was not drawn by a model: it has no tokenizer")
+        return self.ending.text(to_ids(self.tokens, "tokens").tolist(), self.stop_reason)
+
+
+@dataclass(frozen=True, repr=False)
+class ChatAnswer(SampledSequence):
+    """The result of `Model.chat`: a sampled sequence, with what it answers.
+
+    prompt (N,): the ids that it was drawn after, int32. message: the answer as a message, to append
+    to the conversation: its role, content, and tool_calls if it has any.
+    """
+
+    prompt: Any = None
+    message: dict[str, Any] = field(default_factory=dict)
