@@ -1,7 +1,6 @@
 """`tinsmith compare`: its options, the checks before anything starts, and what it leaves behind."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -323,8 +322,11 @@ def _do_missing(options: argparse.Namespace, plan: Plan, out: Path, model: Path)
 
 def show(out: Path, found: Sequence[report.Group], about: str) -> None:
     """Prints the table, and writes it, the CSV and the picture."""
+    from tinsmith.compare.picture import draw
+
     text = report.markdown(report.table(found))
     print(f"\n{text}")
     (out / "results.csv").write_text(report.csv_text(found), encoding="utf-8")
-    (out / "report.md").write_text(f"{about}\n{text}", encoding="utf-8")
-    print(f"{out}: report.md, results.csv; each run's answers in runs/", file=sys.stdout)
+    (out / "report.md").write_text(f"{about}\n{text}\n![](compare.png)\n", encoding="utf-8")
+    draw(found, out / "compare.png")
+    print(f"{out}: report.md, compare.png, results.csv; in runs/ the answers of each")

@@ -1,4 +1,4 @@
-"""What came of a comparison: a table with intervals, a CSV with a row for each run, a picture.
+"""What came of a comparison: a table with intervals, and a CSV with a row for each run.
 
 A figure is the mean over a method's seeds at one learning rate. Its interval is Student's 95 %
 interval of that mean, t·s/√n with the seeds' sample standard deviation s. So it says how far the
@@ -85,10 +85,14 @@ def measures_of(found: Sequence[Group]) -> list[str]:
 
 
 def shown(measure: str, value: float, half: float | None = None) -> str:
-    """A figure for people: of exact in percent, of logprob in nats, with its interval."""
-    scale, unit, digits = (100, " %", 1) if measure == "exact" else (1, "", 3)
-    around = "" if half is None else f" ± {scale * half:.{digits}f}"
-    return f"{scale * value:.{digits}f}{around}{unit}"
+    """A figure for people: of exact in percent, of others as they are, with its interval.
+
+    shown("exact", 0.9, 0.248)  # "90.0 ± 24.8 %"
+    """
+    if measure == "exact":
+        around = "" if half is None else f" ± {100 * half:.1f}"
+        return f"{100 * value:.1f}{around} %"
+    return f"{value:.3g}" if half is None else f"{value:.3g} ± {half:.2g}"
 
 
 # ---- what is written ----
