@@ -97,7 +97,8 @@ def test_a_comparison_leaves_a_table_a_csv_and_a_picture(
         assert float(row["kept_logprob"]) == result["kept"]["logprob"] < 0
         assert row["sampler_path"].startswith("tinker://")
     text = (out / "report.md").read_text()
-    assert text.split("![]")[0] in f"{compared.stdout}\n"
+    about, _, table = text.split("![]")[0].partition("\n\n")
+    assert about in compared.stdout and table in f"{compared.stdout}\n"
     for words in (
         "OPSD: divergence",
         "beta 0.5",
@@ -133,14 +134,17 @@ def test_a_run_keeps_its_answers_and_steps(
 
 
 def test_the_same_command_again_starts_nothing_and_more_methods_are_added(
-    folder: Path, compared: subprocess.CompletedProcess[str], capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    compared: subprocess.CompletedProcess[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    before = results(folder / "out")
-    again = compare(folder, "out", *BOTH)
-    assert again.returncode == 0 and "the page at" not in again.stderr
-    assert "9 of the 9 runs are in" in again.stdout
-    table = (folder / "out" / "report.md").read_text()
-    assert table.split("![]")[0] in f"{again.stdout}\n"
+    before, table = results(folder / "out"), (folder / "out" / "report.md").read_text()
+    monkeypatch.chdir(folder)
+    assert cli.main(arguments("out", *BOTH)) == 0
+    again = capsys.readouterr()
+    assert "9 of the 9 runs are in" in again.out and "the page at" not in again.err
+    assert (folder / "out" / "report.md").read_text() == table
     more = compare(
         folder, "out", "--methods", "sdft", "--lr", "1e-3", "--seeds", "1", "--scorer",
         "scorers:starts",
@@ -154,8 +158,12 @@ def test_the_same_command_again_starts_nothing_and_more_methods_are_added(
 
 
 def test_a_changed_setting_is_refused_by_its_name(
-    folder: Path, compared: subprocess.CompletedProcess[str]
+    folder: Path,
+    compared: subprocess.CompletedProcess[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(folder)
     for more, sentence in (
         (("--batch", "4"), "--batch was 3, and is 4"),
         (("--rank", "3"), "--rank was 2, and is 3"),
@@ -163,9 +171,9 @@ def test_a_changed_setting_is_refused_by_its_name(
         (("--retain", "test.jsonl"), "--retain had another content"),
         (("--scorer", "scorers:words"), "--scorer was scorers:starts, and is scorers:words"),
     ):
-        done = compare(folder, "out", *BOTH, *more)
-        assert done.returncode == 1 and done.stdout == ""
-        assert sentence in done.stderr and "Choose another --out" in done.stderr
+        assert cli.main(arguments("out", *BOTH, *more)) == 1
+        told = capsys.readouterr()
+        assert told.out == "" and sentence in told.err and "Choose another --out" in told.err
 
 
 def test_a_comparison_that_is_killed_goes_on_and_ends_as_one_that_is_not(
@@ -248,13 +256,16 @@ def test_a_question_that_does_not_fit_the_context_is_refused_with_its_line(
         options.run(options)
 
 
-def test_a_folder_that_another_command_works_in_is_refused(folder: Path) -> None:
+def test_a_folder_that_another_command_works_in_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
     out = folder / "held"
     out.mkdir()
     with (out / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        done = compare(folder, out, "--methods", "sft")
-    assert done.returncode == 1 and f"another tinsmith compare works in {out}" in done.stderr
+        assert cli.main(arguments(out)) == 1
+    assert f"another tinsmith compare works in {out}" in capsys.readouterr().err
 
 
 def test_the_renderer_is_known_by_the_models_name_or_must_be_given() -> None:
