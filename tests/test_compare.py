@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ import numpy as np
 import pytest
 import tinker
 import tinsmith
-from tinsmith import cli
-from tinsmith.compare import command, example, measure, methods, plan, runner
+from tinsmith import cli, launch
+from tinsmith.compare import command, example, measure, methods, plan, runner, training
 from tinsmith.compare.data import Record, read_records
 from tinsmith.compare.plan import Plan, Run
 from tinsmith.compare.prompts import Prompts, renderer_of
@@ -32,6 +33,8 @@ def starts(answer, expected, row):
     return answer[:6] == expected[:6]
 def words(answer, expected, row):
     return "many"
+def telling(answer, expected, row):
+    return answer == expected, "look again: " + answer
 number = 3
 """
 
@@ -208,7 +211,7 @@ def test_a_comparison_that_is_killed_goes_on_and_ends_as_one_that_is_not(
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (("--methods", "sft,dpo"), "there is no method 'dpo'; there are sft, sdft, opsd"),
+        (("--methods", "sft,dpo"), "there is no method 'dpo'; there are sft, sdft, opsd, sdpo"),
         (("--methods", "sft,sft"), "'sft,sft' names something twice"),
         (("--lr", "1e-3,fast"), "a learning rate should be a number above 0, at most 1; 'fast'"),
         (("--lr", "nan"), "a learning rate should be a number above 0"),
@@ -311,10 +314,17 @@ def records(folder: Path) -> list[Record]:
     return read_records(folder / "new.jsonl")
 
 
+@pytest.fixture(autouse=True)
+def tokenizers() -> None:
+    """The cookbook finds the tokenizer of the name, as `tinsmith run` has it."""
+    launch.register_tokenizers({"demo": demo.MODEL})
+
+
 @pytest.fixture
 def student(service: tinker.ServiceClient, prompts: Prompts) -> methods.Student:
     base = service.create_sampling_client(base_model="demo").result()
-    return methods.Student(base, base, prompts, 8, "0/0")
+    judge = partial(measure.judge, None)
+    return methods.Student(base, base, prompts, 8, 1024, judge, "0/0")
 
 
 def defaults(name: str) -> dict[str, Any]:
@@ -345,7 +355,7 @@ def test_sdfts_targets_are_the_teachers_likeliest_tokens(
     answers = student.answers(records[:2], 1.0)
     assert student.answers(records[:2], 1.0) == answers, "an answer is drawn by its place"
     assert replace(student, draw="1/0").answers(records[:2], 1.0) != answers
-    for record, answer, datum in zip(records, answers, batch.data, strict=False):
+    for record, (answer,), datum in zip(records, answers, batch.data, strict=False):
         prompt = prompts.student(record).length
         weights = np.asarray(datum.loss_fn_inputs["weights"].data).reshape(-1, 4)
         targets = np.asarray(datum.loss_fn_inputs["target_tokens"].data).reshape(-1, 4)
@@ -381,18 +391,67 @@ def test_opsds_datums_weigh_the_tokens_of_a_batch_alike(
 def test_a_batch_whose_answers_are_empty_takes_no_step(
     student: methods.Student, records: list[Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(methods.Student, "answers", lambda self, records, _: [[]] * len(records))
-    for name in ("sdft", "opsd"):
+    monkeypatch.setattr(methods.Student, "answers", lambda self, asked, *_: [[[]]] * len(asked))
+    for name in ("sdft", "opsd", "sdpo"):
         assert methods.METHODS[name].batch(student, defaults(name), records[:2]).data == []
+
+
+def test_sdpos_teacher_has_read_a_right_attempt_and_what_was_said_of_a_wrong_one(
+    student: methods.Student,
+    records: list[Record],
+    prompts: Prompts,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of three questions one has two right attempts and a wrong one, one has one right attempt,
+    and one has none."""
+    monkeypatch.chdir(folder)
+    asked, wrong = records[:3], prompts.tokenizer.encode("Action: no<|im_end|>")
+    right = [prompts.tokenizer.encode(record.answer + "<|im_end|>") for record in asked]
+    groups = [[wrong, right[0], right[0]], [right[1], wrong, []], [wrong, wrong, wrong]]
+    monkeypatch.setattr(methods.Student, "answers", lambda self, asked, _, count: groups)
+    batch = methods.METHODS["sdpo"].batch
+    settings = defaults("sdpo")
+
+    def taught(made: methods.Batch) -> list[str]:
+        decode = prompts.tokenizer.decode
+        return [decode(list(datum.loss_fn_inputs["teacher_tokens"].data)) for datum in made.data]
+
+    silent = batch(student, settings, asked)
+    assert silent.loss_fn_config["teacher"] == "ema" and silent.loss_fn == "generalized_jsd"
+    weights = np.concatenate([datum.loss_fn_inputs["weights"].data for datum in silent.data])
+    assert weights.sum() == pytest.approx(1)
+    first, second, third, fourth = taught(silent)  # the right one alone has nobody to learn from
+    shown = data.demonstration_prompt(asked[0].question, asked[0].answer)
+    for text, answer in (
+        (first, "Action: no"),
+        (second, asked[0].answer),
+        (third, asked[0].answer),
+    ):
+        assert shown in text and text.endswith(f"{answer}<|im_end|>")
+    shown = data.demonstration_prompt(asked[1].question, asked[1].answer)
+    assert shown in fourth and fourth.endswith("Action: no<|im_end|>")
+
+    judge = partial(measure.judge, measure.find_scorer("scorers:telling"))
+    told = taught(batch(replace(student, judge=judge), settings, asked))
+    assert len(told) == 7 and [text.count("look again: Action: no") for text in told] == [
+        *(1, 0, 0), 1, *(1, 1, 1),
+    ]  # fmt: skip
+    assert asked[0].answer in told[0] and asked[2].answer not in told[-1]
+    assert batch(replace(student, judge=judge, context=40), settings, asked).data == []
+
+
+def test_without_feedback_sdpos_prompt_is_sdfts() -> None:
+    assert methods.retry_prompt("why?", "so.", "no", "") == data.demonstration_prompt("why?", "so.")
 
 
 def test_the_log_probability_is_that_of_the_trainers_cross_entropy(
     service: tinker.ServiceClient, student: methods.Student, records: list[Record], prompts: Prompts
 ) -> None:
     found = measure.measure(student.base, prompts, records[:4], max_tokens=32, scorer=None)
-    training = service.create_lora_training_client("demo", rank=1).result()
+    client = service.create_lora_training_client("demo", rank=1).result()
     data = [prompts.supervised_datum(record) for record in records[:4]]
-    forward = training.forward(data, "cross_entropy").result()
+    forward = client.forward(data, "cross_entropy").result()
     for row, output, datum in zip(found.rows, forward.loss_fn_outputs, data, strict=True):
         logprobs = np.asarray(output["logprobs"].data)
         weights = np.asarray(datum.loss_fn_inputs["weights"].data)
@@ -410,12 +469,32 @@ def test_what_the_base_model_knows_is_measured_as_right(
     assert cut.measures["exact"] == 0 and cut.measures["logprob"] == found.measures["logprob"]
 
 
+def test_sdpo_takes_steps_with_an_average_of_its_weights(
+    service: tinker.ServiceClient, folder: Path, tmp_path: Path
+) -> None:
+    """With a scorer that says something of every answer, each is trained on."""
+    settings = defaults("sdpo") | {"group_size": 2, "success": 2.0}
+    made = Plan(
+        model="demo", data=str(folder / "new.jsonl"), test=None, retain=str(folder / "old.jsonl"),
+        hold_out=4, renderer=demo.RENDERER, scorer=None, steps=2, batch=2, rank=2, max_tokens=8,
+        context=1024, methods={"sdpo": settings}, digests={}, wanted=["sdpo"],
+        learning_rates=[1e-3], seeds=1,
+    )  # fmt: skip
+    train_on, _ = runner.questions(made)
+    trained = training.train(
+        service, made, Run("sdpo", 1e-3, 0), Prompts(demo.MODEL, demo.RENDERER), train_on,
+        lambda text, record: (0.0, "no"),
+    )  # fmt: skip
+    assert [step["datums"] for step in trained.steps] == [4, 4]
+    assert all(step["loss:sum"] > 0 and step["grad_norm"] > 0 for step in trained.steps)
+
+
 def test_a_scorer_must_return_a_number(
     student: methods.Student, folder: Path, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     known = read_records(folder / "old.jsonl")
-    with pytest.raises(ValueError, match="should return a number; for the answer to line 1 it ret"):
+    with pytest.raises(ValueError, match=r"should return a number, .* the answer to line 1 it ret"):
         measure.measure(
             student.base, prompts, known, max_tokens=4, scorer=measure.find_scorer("scorers:words")
         )
@@ -438,11 +517,9 @@ def test_a_run_that_fails_is_told_and_the_others_are_done(
     made = Plan(
         model="demo", data=str(folder / "new.jsonl"), test=None, retain=str(folder / "old.jsonl"),
         hold_out=4, renderer=demo.RENDERER, scorer=None, steps=1, batch=2, rank=2, max_tokens=8,
-        methods={"sft": {}}, digests={}, wanted=["sft"], learning_rates=[1e-3], seeds=2,
+        context=1024, methods={"sft": {}}, digests={}, wanted=["sft"], learning_rates=[1e-3],
+        seeds=2,
     )  # fmt: skip
-    monkeypatch.setattr(
-        Prompts, "__init__", lambda self, model, name: start(self, demo.MODEL, name)
-    )
     plan.begin(tmp_path, made)
     real = runner.train
 
@@ -455,6 +532,3 @@ def test_a_run_that_fails_is_told_and_the_others_are_done(
     told = capsys.readouterr()
     assert "sft, learning rate 0.001, seed 0 failed: " in told.err and "rank" in told.err
     assert "[3/3] sft, learning rate 0.001, seed 1: learned exact" in told.out
-
-
-start = Prompts.__init__

@@ -145,8 +145,8 @@ def test_runs_that_are_not_whole_are_no_results(folder: Path) -> None:
 def test_settings_of_methods_that_are_not_asked_for_again_are_kept(tmp_path: Path) -> None:
     made = Plan(
         model="m", data="d", test=None, retain="r", hold_out=4, renderer="qwen3", scorer=None,
-        steps=1, batch=2, rank=2, max_tokens=8, methods={"sdft": {"topk": 20}}, digests={},
-        wanted=["sdft"], learning_rates=[1e-3], seeds=1,
+        steps=1, batch=2, rank=2, max_tokens=8, context=9, methods={"sdft": {"topk": 20}},
+        digests={}, wanted=["sdft"], learning_rates=[1e-3], seeds=1,
     )  # fmt: skip
     plan.begin(tmp_path, made)
     with plan.making(tmp_path, plan.Run("sdft", 1e-3, 0)) as place:

@@ -14,6 +14,7 @@ from tinsmith.compare.measure import find_scorer
 from tinsmith.compare.methods import METHODS, with_settings
 from tinsmith.compare.plan import Plan, alone, begin, missing, read_plan
 from tinsmith.files.extras import pip_install
+from tinsmith.files.families import read_config
 from tinsmith.files.home import checkpoints_folder
 from tinsmith.server.clients import require_server
 
@@ -88,7 +89,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         "--scorer",
         metavar="MODULE:FUNCTION",
         help="a function of one's own for both measurements: of the model's answer, the file's "
-        "answer and the line's object; returns a number",
+        "answer and the line's object; returns a number, or a number and what to say of the answer",
     )
     add(
         "--renderer",
@@ -103,9 +104,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add(
         "--methods",
         type=_methods,
-        default=list(METHODS),
+        default=["sft", "sdft", "opsd"],
         metavar="LIST",
-        help=f"of {', '.join(METHODS)}, with commas between them (all)",
+        help=f"of {', '.join(METHODS)}, with commas between them (sft,sdft,opsd)",
     )
     add(
         "--lr",
@@ -240,6 +241,7 @@ def run(options: argparse.Namespace) -> int:
         batch=options.batch,
         rank=options.rank,
         max_tokens=options.max_tokens,
+        context=int(read_config(model)[0]["context"]),
         methods=methods,
         digests={
             key: digest(path)
@@ -284,16 +286,14 @@ def _check_lengths(
 ) -> None:
     """Raises ValueError with the file and line of what doesn't fit the model's context."""
     from tinsmith.compare.prompts import Prompts
-    from tinsmith.files.families import read_config
 
-    context = int(read_config(model)[0]["context"])
     prompts = Prompts(model, plan.renderer)
     for path, records in (
         (plan.data, train),
         (plan.test or plan.data, sides["learned"]),
         (plan.retain, sides["kept"]),
     ):
-        prompts.check(path, records, plan.max_tokens, context)
+        prompts.check(path, records, plan.max_tokens, plan.context)
 
 
 def _do_missing(options: argparse.Namespace, plan: Plan, out: Path, model: Path) -> int:

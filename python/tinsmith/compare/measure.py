@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tinsmith.compare.prompts import Prompts
 
 MEASURES = ("exact", "score", "logprob")
-Scorer = Callable[[str, str, Mapping[str, Any]], float]
+Scorer = Callable[[str, str, Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Measured:
 
 def find_scorer(name: str) -> Scorer:
     """The function that `module:function` names. It is called with the model's answer, the file's,
-    and the line's object, and returns a number; True is 1. The working directory is looked in.
+    and the line's object. It returns a number (True is 1), or a number and a text: what is said of
+    the answer, which SDPO's teacher reads. The working directory is looked in.
 
     Raises ValueError with a sentence if there is none.
 
@@ -87,7 +88,7 @@ def measure(
             "tokens": len(marked),
         }
         if scorer is not None:
-            row["score"] = _score(scorer, text, record)
+            row["score"], row["said"] = judge(scorer, text, record)
         rows.append(row)
         total, tokens = total + row["logprob"], tokens + row["tokens"]
     found = {"exact": _mean(rows, "exact"), "logprob": total / tokens}
@@ -107,18 +108,27 @@ def _marked(logprobs: Sequence[float | None], marks: Sequence[bool]) -> list[flo
     return [logprob for logprob, mark in pairs if mark and logprob is not None]
 
 
-def _score(scorer: Scorer, text: str, record: Record) -> float:
+def judge(scorer: Scorer | None, text: str, record: Record) -> tuple[float, str]:
+    """A scorer's number for an answer, and what it says of it; without a scorer 1 or 0, and "".
+
+    Raises ValueError if it returns something else.
+
+        judge(None, "2", record)  # (1.0, "")
+    """
+    if scorer is None:
+        return float(is_exact(text, record.answer)), ""
     value = scorer(text, record.answer, record.row)
+    score, said = value if isinstance(value, tuple) and len(value) == 2 else (value, "")
     try:
-        number = float(value)
+        number = float(score)
     except (TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number):
+    if not math.isfinite(number) or not isinstance(said, str):
         raise ValueError(
-            f"the scorer should return a number; for the answer to line {record.line} it returned "
-            f"{value!r:.80}"
+            "the scorer should return a number, or a number and a text; for the answer to line "
+            f"{record.line} it returned {value!r:.80}"
         )
-    return number
+    return number, said
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float:

@@ -1,8 +1,10 @@
 """The methods, a row of METHODS each: its settings, and how a batch of questions becomes datums.
 
-All take the same questions in the same order, one answer to each, and AdamW with the cookbook's
-betas. They differ in whose tokens are trained on, and in what their targets are. Where there is a
-teacher, it is the base model that has read the answer, in the prompt of the cookbook's SDFT recipe.
+All take the same questions in the same order, and AdamW with the cookbook's betas. They differ in
+whose tokens are trained on, and in what their targets are. A teacher is the same model with more in
+its prompt. SDFT's and OPSD's has read the file's answer, in the words of the cookbook's SDFT
+recipe. SDPO's has read a right answer of the student's own, and what was said of the wrong one: it
+never sees the file's answer, which serves to tell right from wrong.
 """
 
 import asyncio
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from tinsmith.compare.prompts import Prompts
 
 Value = int | float
+# A text and its question → its score, and what is said of it ("" for nothing).
+Judge = Callable[[str, Record], tuple[float, str]]
 
 
 @dataclass(frozen=True)
@@ -49,28 +53,33 @@ class Setting:
 
 @dataclass(frozen=True)
 class Student:
-    """What a method works with in a step: the student's sampler and the teacher's (the base
-    model's), prompts, the longest answer in tokens, and a text that is the run's seed and step."""
+    """What a method works with in a step: the student's sampler and the base model's, prompts, the
+    longest answer and the model's context in tokens, a judge of answers, and a text that is the
+    run's seed and step."""
 
     sampler: "tinker.SamplingClient"
     base: "tinker.SamplingClient"
     prompts: "Prompts"
     max_tokens: int
+    context: int
+    judge: Judge
     draw: str
 
-    def answers(self, records: Sequence[Record], temperature: float) -> list[list[int]]:
-        """An answer to each question, its tokens, all asked at once."""
+    def answers(
+        self, records: Sequence[Record], temperature: float, count: int = 1
+    ) -> list[list[list[int]]]:
+        """So many answers to each question, their tokens, all asked at once."""
         futures = [
             self.sampler.sample(
                 self.prompts.student(record),
-                1,
+                count,
                 self.prompts.sampling(
                     self.max_tokens, temperature=temperature, seed=seed_of(self.draw, index)
                 ),
             )
             for index, record in enumerate(records)
         ]
-        return [list(future.result().sequences[0].tokens) for future in futures]
+        return [[list(one.tokens) for one in future.result().sequences] for future in futures]
 
 
 @dataclass(frozen=True)
@@ -159,24 +168,63 @@ def _sdft(student: Student, settings: Settings, records: Sequence[Record]) -> Ba
 
 
 def _opsd(student: Student, settings: Settings, records: Sequence[Record]) -> Batch:
-    """The generalized Jensen-Shannon divergence from the teacher over the whole vocabulary, which
-    the server computes: a mean over the tokens of the batch's answers."""
+    """The generalized Jensen-Shannon divergence from the teacher over the whole vocabulary."""
+    pairs = _answered(student, records, settings["temperature"])
+    taught = [(record, student.prompts.teacher(record), answer) for record, answer in pairs]
+    return _divergence(student, settings, taught, {"teacher": "base"})
+
+
+def _sdpo(student: Student, settings: Settings, records: Sequence[Record]) -> Batch:
+    """The same divergence. The teacher is an average of the student's own weights, and has read
+    another attempt that was right, and what was said of this one if it was wrong. An attempt of
+    which there is neither is not trained on."""
+    groups = student.answers(records, float(settings["temperature"]), int(settings["group_size"]))
+    taught = []
+    for record, group in zip(records, groups, strict=True):
+        texts = [student.prompts.text(answer) for answer in group]
+        judged = [student.judge(text, record) for text in texts]
+        right = [index for index, (score, _) in enumerate(judged) if score >= settings["success"]]
+        for index, answer in enumerate(group):
+            example = next((texts[other] for other in right if other != index), "")
+            said = "" if index in right else judged[index][1]
+            if answer and (example or said):
+                question = retry_prompt(record.question, example, texts[index], said)
+                taught.append((record, student.prompts.after(record, question), answer))
+    average = {"teacher": "ema", "teacher_ema": settings["teacher_ema"]}
+    return _divergence(student, settings, taught, average)
+
+
+def retry_prompt(question: str, example: str, attempt: str, said: str) -> str:
+    """The user's message that SDPO's teacher sees; without what was said, SDFT's."""
+    parts = [question]
+    if said:
+        parts.append(f"An earlier answer of yours was:\n{attempt}")
+        parts.append(f"It was not right:\n{said}")
+    if example:
+        parts.append(f"This is an example for a response to the question:\n{example}")
+    parts.append("Now answer with a response of your own, including the thinking process.")
+    return "\n\n".join(parts)
+
+
+def _divergence(
+    student: Student,
+    settings: Settings,
+    taught: "Sequence[tuple[Record, tinker.ModelInput, list[int]]]",
+    teacher: dict[str, Any],
+) -> Batch:
+    """Answers with the teacher's prompts for generalized_jsd: a mean over all their tokens. One
+    that doesn't fit the context behind the teacher's prompt is left out."""
     from tinsmith.recipes.opsd_data import make_datum
 
-    pairs = _answered(student, records, settings["temperature"])
-    total = sum(len(answer) for _, answer in pairs)
-    prompts = student.prompts
+    fitting = [row for row in taught if row[1].length + len(row[2]) <= student.context]
+    total = sum(len(answer) for _, _, answer in fitting)
     data = [
         make_datum(
-            prompts.student(record).to_ints(),
-            prompts.teacher(record).to_ints(),
-            answer,
-            weight=1 / total,
+            student.prompts.student(record).to_ints(), prompt.to_ints(), answer, weight=1 / total
         )
-        for record, answer in pairs
+        for record, prompt, answer in fitting
     ]
-    config = {
-        "teacher": "base",
+    config = teacher | {
         "beta": settings["beta"],
         "top_k": int(settings["top_k_loss"]),
         "temperature": settings["temperature_loss"],
@@ -189,7 +237,7 @@ def _answered(
 ) -> list[tuple[Record, list[int]]]:
     """The questions with the student's answers, less the empty answers."""
     answers = student.answers(records, float(temperature))
-    return [pair for pair in zip(records, answers, strict=True) if pair[1]]
+    return [(record, one) for record, (one,) in zip(records, answers, strict=True) if one]
 
 
 def _rollout(prompt: "tinker.ModelInput", answer: Sequence[int]) -> "tinker.Datum":
@@ -207,6 +255,13 @@ def _rollout(prompt: "tinker.ModelInput", answer: Sequence[int]) -> "tinker.Datu
 
 
 _TEMPERATURE = Setting(1.0, 0.0, 10.0, "of the student's answers")
+_DIVERGENCE = {
+    "beta": Setting(0.5, 0.0, 1.0, "of the divergence; 0: KL(teacher‖student), 1: the reverse"),
+    "top_k_loss": Setting(0, 0, 1_000_000, "of the teacher's tokens that it is over; 0: all"),
+    "temperature_loss": Setting(1.0, 0.01, 100.0, "of both distributions in it"),
+    "grad_clip_norm": Setting(1.0, 0.0, 1e6, "of the gradients; 0: none"),
+    "temperature": _TEMPERATURE,
+}
 
 METHODS = {
     "sft": Method("SFT", "cross-entropy to the file's answers", False, _sft, {}),
@@ -218,7 +273,7 @@ METHODS = {
         _sdft,
         {
             "topk": Setting(20, 1, 1000, "of the teacher's tokens that are targets"),
-            "skip_first_tokens": Setting(3, 0, 1000, "of an answer, without loss"),
+            "skip_first_tokens": Setting(3, 0, 1000, "of an answer, which have no loss"),
             "temperature": _TEMPERATURE,
         },
     ),
@@ -227,12 +282,19 @@ METHODS = {
         "divergence from that teacher over the whole vocabulary, on the student's own answers",
         True,
         _opsd,
+        _DIVERGENCE,
+    ),
+    "sdpo": Method(
+        "SDPO",
+        "the same divergence from a teacher that has read a right answer of the student's own, "
+        "and what the scorer says of a wrong one",
+        True,
+        _sdpo,
         {
-            "beta": Setting(0.5, 0.0, 1.0, "0: KL(teacher‖student), 1: KL(student‖teacher)"),
-            "top_k_loss": Setting(0, 0, 1_000_000, "of the teacher's tokens; 0: all"),
-            "temperature_loss": Setting(1.0, 0.01, 100.0, "of both distributions in the loss"),
-            "grad_clip_norm": Setting(1.0, 0.0, 1e6, "0: none"),
-            "temperature": _TEMPERATURE,
+            "group_size": Setting(8, 2, 64, "answers to a question"),
+            "success": Setting(1.0, -1e6, 1e6, "the score from which an answer is right"),
+            "teacher_ema": Setting(0.95, 0.0, 1.0, "decay of the teacher's average of weights"),
+            **_DIVERGENCE,
         },
     ),
 }

@@ -53,7 +53,8 @@ BASE = Run("base")
 @dataclass(frozen=True)
 class Plan:
     """A comparison's settings. model: the name that it is served under. test: a file, or None where
-    hold_out rows of data are the questions to measure with. steps: of each training. methods: each
+    hold_out rows of data are the questions to measure with. steps: of each training. context: the
+    model's, in tokens. methods: each
     one's own settings. digests: of the files, by their options. wanted: the methods to run now."""
 
     model: str
@@ -67,6 +68,7 @@ class Plan:
     batch: int
     rank: int
     max_tokens: int
+    context: int
     methods: dict[str, dict[str, Value]]
     digests: dict[str, str]
     wanted: list[str] = field(default_factory=list)
@@ -109,7 +111,7 @@ def _refuse_changes(folder: Path, before: Plan, plan: Plan) -> None:
     if not ran:
         return
     old, new, changed = asdict(before), asdict(plan), []
-    free = {"methods", "digests", "wanted", "learning_rates", "seeds", *FILES}
+    free = {"context", "methods", "digests", "wanted", "learning_rates", "seeds", *FILES}
     for name in sorted(old.keys() - free):
         if old[name] != new[name]:
             changed.append(f"--{name.replace('_', '-')} was {old[name]}, and is {new[name]}")

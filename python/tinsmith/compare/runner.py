@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tinker
 
 from tinsmith.compare.data import Record, hold_out, read_records
-from tinsmith.compare.measure import Measured, Scorer, find_scorer, measure
+from tinsmith.compare.measure import Measured, Scorer, find_scorer, judge, measure
 from tinsmith.compare.plan import BASE, RESULT, Plan, Run, making, missing, read_plan, write_json
 from tinsmith.compare.prompts import Prompts
 from tinsmith.compare.report import SIDES, shown
@@ -54,7 +55,13 @@ class Bench:
             sampler = self.service.create_sampling_client(base_model=self.plan.model).result()
         else:
             trained = train(
-                self.service, self.plan, run, self.prompts, self.train, Progress(run, self.plan)
+                self.service,
+                self.plan,
+                run,
+                self.prompts,
+                self.train,
+                partial(judge, self.scorer),
+                Progress(run, self.plan),
             )
             sampler = trained.sampler
         measured = self.measure(sampler)

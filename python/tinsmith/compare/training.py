@@ -8,7 +8,7 @@ from typing import Any
 import tinker
 
 from tinsmith.compare.data import Record
-from tinsmith.compare.methods import METHODS, Student, Value, seed_of
+from tinsmith.compare.methods import METHODS, Judge, Student, Value, seed_of
 from tinsmith.compare.plan import Plan, Run
 from tinsmith.compare.prompts import Prompts
 from tinsmith.recipes.opsd_data import batch_of
@@ -32,13 +32,14 @@ def train(
     run: Run,
     prompts: Prompts,
     records: Sequence[Record],
+    judge: Judge,
     tell: Callable[[int], None] = lambda step: None,
 ) -> Trained:
     """Trains a new adapter as a run says; calls `tell` with the number of steps that are done.
 
     Everything random follows from the run's seed: the adapter, the batches, the answers.
 
-        train(service, plan, Run("sft", 1e-4, 0), prompts, records).path
+        train(service, plan, Run("sft", 1e-4, 0), prompts, records, judge).path
     """
     method, settings = METHODS[run.method], plan.methods[run.method]
     rate, seed = float(run.learning_rate or 0), int(run.seed or 0)
@@ -51,7 +52,8 @@ def train(
         began = time.perf_counter()
         if method.on_policy and step:  # the first answers are the base model's: B is 0
             sampler = training.save_weights_and_get_sampling_client().result()
-        student = Student(sampler, base, prompts, plan.max_tokens, f"{seed}/{step}")
+        draw = f"{seed}/{step}"
+        student = Student(sampler, base, prompts, plan.max_tokens, plan.context, judge, draw)
         picked = batch_of(records, step, plan.batch, seed)
         steps.append({"step": step} | _step(training, student, method, settings, picked, rate))
         steps[-1]["seconds"] = round(time.perf_counter() - began, 3)
