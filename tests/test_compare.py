@@ -215,7 +215,7 @@ def test_a_comparison_that_is_killed_goes_on_and_ends_as_one_that_is_not(
         (("--methods", "sft,sft"), "'sft,sft' names something twice"),
         (("--lr", "1e-3,fast"), "a learning rate should be a number above 0, at most 1; 'fast'"),
         (("--lr", "nan"), "a learning rate should be a number above 0"),
-        (("--data", "none.jsonl"), "there is no file 'none.jsonl'"),
+        (("--data", "none.jsonl"), "none.jsonl: No such file"),
         (("--data", "scorers.py"), "scorers.py, line 2 is not JSON"),
         (("--seeds", "31"), "from 1 to 30; '31' came"),
         (("--hold-out", "2"), "--hold-out is for a comparison without --test"),
@@ -498,6 +498,19 @@ def test_a_scorer_must_return_a_number(
         measure.measure(
             student.base, prompts, known, max_tokens=4, scorer=measure.find_scorer("scorers:words")
         )
+
+
+def test_the_scorer_of_the_docs_works() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "compare.md").read_text()
+    found: dict[str, Any] = {}
+    exec(page.split("```python\n")[1].split("```")[0], found)
+    record = Record(({"role": "user", "content": "1 + 6?"},), "It is 7.", 1, {})
+    said = {text: measure.judge(found["last_number"], text, record) for text in ("7.0", "8", "?")}
+    assert said == {
+        "7.0": (1.0, ""),
+        "8": (0.0, "8 is not the number."),
+        "?": (0.0, "There is no number in it."),
+    }
 
 
 def test_exact_is_the_last_box_where_there_is_one() -> None:

@@ -58,9 +58,13 @@ def test_a_question_with_choices_has_the_recipes_words(tmp_path: Path) -> None:
     assert record.answer == "B"
 
 
-def test_the_forms_are_all_walked_here() -> None:
-    """A new row of FORMS needs a line above."""
+def test_the_forms_are_all_walked_here_and_in_the_docs() -> None:
+    """A new row of FORMS needs a line above, and one in docs/compare.md."""
     assert len(data.FORMS) == 11
+    lines = (Path(__file__).parent.parent / "docs" / "compare.md").read_text().splitlines()
+    for form in data.FORMS:
+        columns = " and ".join(f"`{column}`" for column in form.columns)
+        assert f"| {columns} | {form.where} |" in lines
 
 
 GOOD = {"problem": "a", "solution": "b"}

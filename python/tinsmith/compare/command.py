@@ -26,6 +26,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     _add_questions(parser)
     _add_training(parser)
+    group = parser.add_argument_group("methods and their settings", _settings_help())
+    group.add_argument(
+        "--set",
+        dest="changes",
+        action="append",
+        default=[],
+        metavar="METHOD.SETTING=VALUE",
+        help="a method's own setting; may be given several times; they are listed here",
+    )
     parser.add_argument(
         "--out",
         type=usage.folder,
@@ -43,7 +52,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     usage.add_dtype(parser)
     usage.add_checkpoints(parser, "where the trained adapters are saved")
     console.add_options(parser)
-    parser.epilog = f"{parser.epilog or ''}\n\n{_settings_help()}"
 
 
 def _add_questions(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +67,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     usage.add_pull(parser)
     add(
         "--data",
-        type=_file,
+        type=Path,
         required=True,
         metavar="FILE",
         help="what is to be learned: JSONL with a question and its answer on each line, such as "
@@ -67,7 +75,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--test",
-        type=_file,
+        type=Path,
         metavar="FILE",
         help="questions that measure what was learned, in the same forms (default: --hold-out)",
     )
@@ -80,7 +88,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--retain",
-        type=_file,
+        type=Path,
         required=True,
         metavar="FILE",
         help="questions that measure what is kept of what the model could do before",
@@ -149,18 +157,10 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of an answer, in training and in measuring (%(default)s)",
     )
-    add(
-        "--set",
-        dest="changes",
-        action="append",
-        default=[],
-        metavar="METHOD.SETTING=VALUE",
-        help="a method's own setting; may be given several times; they are listed below",
-    )
 
 
 def _settings_help() -> str:
-    """Each method and its settings, as the end of the help."""
+    """Each method and its settings."""
     lines = []
     for name, method in METHODS.items():
         lines += [f"{name}:"]
@@ -168,17 +168,7 @@ def _settings_help() -> str:
             f"  --set {name}.{key}={setting.default:g}  {setting.help}"
             for key, setting in method.settings.items()
         ] or ["  no settings of its own"]
-    return "\n".join(["methods and their settings, with the defaults:", *lines])
-
-
-def _file(text: str) -> Path:
-    path = Path(text)
-    try:
-        if path.is_file():
-            return path.resolve()
-    except (OSError, ValueError):
-        pass
-    raise argparse.ArgumentTypeError(f"there is no file {text!r:.200}")
+    return "\n".join(["with their defaults", *lines])
 
 
 def _methods(text: str) -> list[str]:
@@ -220,6 +210,11 @@ def run(options: argparse.Namespace) -> int:
     if options.test and options.hold_out:
         raise ValueError("--hold-out is for a comparison without --test: give one of the two")
     methods = with_settings(options.methods, options.changes)
+    files = {
+        key: path.resolve()
+        for key in ("data", "test", "retain")
+        if (path := getattr(options, key)) is not None
+    }
     train, sides = _read(options)
     if options.scorer:
         find_scorer(options.scorer)
@@ -231,9 +226,9 @@ def run(options: argparse.Namespace) -> int:
 
     plan = Plan(
         model=name,
-        data=str(options.data),
-        test=str(options.test) if options.test else None,
-        retain=str(options.retain),
+        data=str(files["data"]),
+        test=str(files["test"]) if "test" in files else None,
+        retain=str(files["retain"]),
         hold_out=None if options.test else len(sides["learned"]),
         renderer=renderer_of(name, options.renderer),
         scorer=options.scorer,
@@ -243,11 +238,7 @@ def run(options: argparse.Namespace) -> int:
         max_tokens=options.max_tokens,
         context=int(read_config(model)[0]["context"]),
         methods=methods,
-        digests={
-            key: digest(path)
-            for key in ("data", "test", "retain")
-            if (path := getattr(options, key)) is not None
-        },
+        digests={key: digest(path) for key, path in files.items()},
         wanted=options.methods,
         learning_rates=options.lr,
         seeds=options.seeds,

@@ -152,12 +152,13 @@ def csv_text(found: Sequence[Group]) -> str:
 def settings_text(plan: Plan, train: int, sizes: Mapping[str, int]) -> str:
     """What all runs have in common, and each method's own, in a few lines. train: the rows that
     are trained on; sizes: of each side's questions."""
-    held = f" of {plan.test}" if plan.test else ", held out of the same file"
+    data, retain = Path(plan.data).name, Path(plan.retain).name
+    held = f" of {Path(plan.test).name}" if plan.test else f", held out of {data}"
     lines = [
         f"model {plan.model}, renderer {plan.renderer}, LoRA rank {plan.rank}",
-        f"{train} rows of {plan.data}: {plan.steps} steps of {plan.batch}, answers of at most "
+        f"{train} rows of {data}: {plan.steps} steps of {plan.batch}, answers of at most "
         f"{plan.max_tokens} tokens",
-        f"learned: {sizes['learned']} rows{held}; kept: {sizes['kept']} rows of {plan.retain}",
+        f"learned: {sizes['learned']} rows{held}; kept: {sizes['kept']} rows of {retain}",
     ]
     if plan.scorer:
         lines.append(f"score: {plan.scorer}")

@@ -142,8 +142,14 @@ def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def main() -> int:
     """Does what is missing in the folder that the command line names; returns the exit code."""
-    with tinker.ServiceClient() as service:
-        return 1 if do(service, Path(sys.argv[1])) else 0
+    try:
+        with tinker.ServiceClient() as service:
+            return 1 if do(service, Path(sys.argv[1])) else 0
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, tinker.TinkerError) as error:
+        print(f"tinsmith: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def train(
     method, settings = METHODS[run.method], plan.methods[run.method]
     rate, seed = float(run.learning_rate or 0), int(run.seed or 0)
     training = service.create_lora_training_client(
-        plan.model, rank=plan.rank, seed=seed_of("adapter", seed), user_metadata={"run": run.told}
+        plan.model, rank=plan.rank, seed=seed_of("adapter", seed), user_metadata={"name": run.told}
     ).result()
     base = service.create_sampling_client(base_model=plan.model).result()
     sampler, steps = base, []
