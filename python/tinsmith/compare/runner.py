@@ -8,7 +8,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,12 +24,13 @@ from tinsmith.compare.prompts import Prompts
 from tinsmith.compare.report import SIDES, shown
 from tinsmith.compare.training import train
 
+Connect = Callable[[], AbstractContextManager[tinker.ServiceClient]]
+
 
 @dataclass(frozen=True)
 class Bench:
-    """What all runs of a comparison have: the service, prompts, the questions of each side."""
+    """What all runs of a comparison have: the plan, prompts, the questions of each side."""
 
-    service: tinker.ServiceClient
     plan: Plan
     prompts: Prompts
     train: Sequence[Record]
@@ -48,14 +50,14 @@ class Bench:
             for side, records in self.sides.items()
         }
 
-    def run(self, run: Run, folder: Path) -> dict[str, Any]:
+    def run(self, service: tinker.ServiceClient, run: Run, folder: Path) -> dict[str, Any]:
         """Does a run, and leaves what came of it in a folder; returns the result."""
         began, trained = time.perf_counter(), None
         if run == BASE:
-            sampler = self.service.create_sampling_client(base_model=self.plan.model).result()
+            sampler = service.create_sampling_client(base_model=self.plan.model).result()
         else:
             trained = train(
-                self.service,
+                service,
                 self.plan,
                 run,
                 self.prompts,
@@ -103,19 +105,20 @@ def questions(plan: Plan) -> tuple[list[Record], dict[str, Sequence[Record]]]:
     return train, {"learned": test, "kept": retain}
 
 
-def do(service: tinker.ServiceClient, folder: Path) -> int:
-    """Does the runs that are missing in a folder; returns how many of them failed."""
+def do(connect: Connect, folder: Path) -> int:
+    """Does the runs that are missing in a folder; returns how many of them failed. Each has a
+    session of its own, so that the server forgets it when it is done."""
     plan = read_plan(folder)
     train_on, sides = questions(plan)
     scorer = find_scorer(plan.scorer) if plan.scorer else None
     prompts = Prompts(plan.model, plan.renderer)
-    bench, failed = Bench(service, plan, prompts, train_on, sides, scorer), 0
+    bench, failed = Bench(plan, prompts, train_on, sides, scorer), 0
     todo = missing(folder, plan.runs())
     for number, run in enumerate(todo, 1):
         told = f"[{number}/{len(todo)}] {run.told}"
         try:
-            with making(folder, run) as place:
-                result = bench.run(run, place)
+            with making(folder, run) as place, connect() as service:
+                result = bench.run(service, run, place)
         except (tinker.BadRequestError, tinker.RequestFailedError) as error:
             failed += 1  # a loss that is not finite, say: the other runs are none the worse
             print(f"{told} failed: {error}", file=sys.stderr, flush=True)
@@ -143,8 +146,8 @@ def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def main() -> int:
     """Does what is missing in the folder that the command line names; returns the exit code."""
     try:
-        with tinker.ServiceClient() as service:
-            return 1 if do(service, Path(sys.argv[1])) else 0
+        failed = do(tinker.ServiceClient, Path(sys.argv[1]))
+        return 1 if failed else 0
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError, tinker.TinkerError) as error:
