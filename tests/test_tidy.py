@@ -215,6 +215,7 @@ MAY_IMPORT = {
     "server": {"engine", "files", "losses", "chat"},
     "demo": {"server", "files", "commands"},
     "recipes": {"demo", "commands"},
+    "compare": {"recipes", "demo", "files", "server", "commands"},
     "commands": {"engine", "files", "api", "server", "chat", "kernels"},
 }
 KERNELS = ("tensors", "ops", "torch", "torch_ops")
