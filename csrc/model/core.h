@@ -22,7 +22,7 @@
 typedef enum Part { MIXER, FEED, PARTS } Part;
 
 /* Flags of the kinds of layers. They select the rows of weights.inc and acts.inc. */
-enum { ATTENTION = 1, DENSE = 2, DELTA = 4, ANY = ~0 };
+enum { ATTENTION = 1, DENSE = 2, DELTA = 4, EXPERTS = 8, SHARED = 16, ANY = ~0 };
 
 /* Kinds in the order of layers.inc. */
 typedef enum LayerKind {
@@ -47,7 +47,17 @@ typedef struct LayerKinds {
     X(vocab)          \
     X(context)        \
     X(window)         \
-    X(qkv_bias) X(qk_norm) X(q_gate) X(tied) X(key_heads) X(value_heads) X(key_width) X(value_width)
+    X(qkv_bias)       \
+    X(qk_norm)        \
+    X(q_gate)         \
+    X(tied)           \
+    X(key_heads)      \
+    X(value_heads)    \
+    X(key_width)      \
+    X(value_width)    \
+    X(experts)        \
+    X(chosen)         \
+    X(expert_ffn) X(norm_shares)
 
 typedef struct Shape {
 #define X(name) int name;
@@ -84,12 +94,13 @@ size_t layer_sequence(const Shape *shape, int layer);
 /* ---- model.c ---- */
 
 typedef enum Group { NONE = 0, ATTN = 1, MLP = 2, UNEMBED = 4 } Group;
+typedef enum Factors { EACH, ONE_A, ONE_B } Factors;
 
 /* Slots in the order of weights.inc. */
 typedef enum Slot {
 #define MODEL_MATRIX(slot, rows, cols, present, group) SLOT_##slot,
 #define MODEL_VECTOR(slot, length, present) SLOT_##slot,
-#define LAYER_MATRIX(slot, count, rows, cols, present, group) SLOT_##slot,
+#define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) SLOT_##slot,
 #define LAYER_VECTOR(slot, length, present) SLOT_##slot,
 #include "weights.inc"
     SLOT_COUNT
@@ -102,10 +113,11 @@ typedef struct SlotInfo {
     int count;      /* matrices of the layer in this slot, one behind the other */
     int rows, cols; /* a vector has one row */
     Group group;
+    Factors factors;
 } SlotInfo;
 
 typedef struct LayerWeights {
-#define LAYER_MATRIX(slot, count, rows, cols, present, group) frozen *slot; /* the first */
+#define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) frozen *slot; /* the first */
 #define LAYER_VECTOR(slot, length, present) float *slot;
 #include "weights.inc"
 } LayerWeights;
@@ -143,13 +155,13 @@ size_t model_bytes(const Model *model);
 /* ---- adapter.c ---- */
 
 /* Where a matrix's A (D,R) and B (R,N) lie in the flat vectors; a = -1: not trained. Those of the
- * next matrix of the same slot lie `step` further. */
+ * next matrix of the same slot lie so many numbers further; 0: it has the same. */
 typedef struct Pair {
-    int64_t a, b, step;
+    int64_t a, b, a_step, b_step;
 } Pair;
 
 typedef struct LayerPairs {
-#define LAYER_MATRIX(slot, count, rows, cols, present, group) Pair slot; /* the first */
+#define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) Pair slot; /* the first */
 #include "weights.inc"
 } LayerPairs;
 
@@ -274,6 +286,7 @@ typedef struct Acts {
     LayerActs *layer; /* host array of L; all alike when nothing is kept */
     int again[KEEPS]; /* layers below this one share a set with it, and are recomputed */
 #define SCRATCH(type, name, width, has) type *name;
+#define FIXED(type, name, count, has) type *name;
 #include "acts.inc"
 } Acts;
 

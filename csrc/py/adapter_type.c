@@ -398,8 +398,10 @@ static void list_matrix(void *context, const SlotInfo *info, int layer, int inde
 {
     Listing *listing = context;
     for (int part = 0; part < 2 && listing->list; part++) {
+        int common = info->factors == (part ? ONE_B : ONE_A);
+        if (common && index > 0) continue;
         PyObject *row =
-            Py_BuildValue("(siisLii)", info->name, layer, index, part ? "B" : "A",
+            Py_BuildValue("(siisLii)", info->name, layer, common ? -1 : index, part ? "B" : "A",
                           (long long)(part ? pair.b : pair.a), part ? listing->rank : info->cols,
                           part ? info->rows : listing->rank);
         if (!row || PyList_Append(listing->list, row) < 0) Py_CLEAR(listing->list);
@@ -556,7 +558,8 @@ static PyGetSetDef getset[] = {
     {"pending", adapter_pending, adapter_set_pending,
      "(loss, tokens, sequences) of the calls behind the gradients.", NULL},
     {"layout", adapter_layout, NULL,
-     "(slot, layer or -1, index, 'A' or 'B', offset, rows, cols) in the flat vectors.", NULL},
+     "(slot, layer or -1, index, 'A' or 'B', offset, rows, cols) in the flat vectors; index -1: one "
+     "for all matrices of the layer's slot.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
