@@ -296,7 +296,8 @@ def _rmsnorm(
     module: torch.nn.Module, x: torch.Tensor, gate: torch.Tensor | None = None
 ) -> torch.Tensor:
     eps = getattr(module, "variance_epsilon", None) or module.eps
-    weight = module.weight + (type(module).__name__ == "Qwen3_5RMSNorm")  # multiplies by 1 + w
+    plus_one = type(module).__name__ in ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
+    weight = module.weight + plus_one
     normed = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
     return normed if gate is None else normed * torch.nn.functional.silu(gate)
 
@@ -434,6 +435,7 @@ def with_peft(name: str, adapter: _core.Adapter, dtype: torch.dtype = torch.floa
     base = in_double(base) if dtype == torch.float64 else base
     matrices = torch.float64 if dtype == torch.float64 else torch.float32
     if any(slot == "e_gate" for slot, *_ in adapter.layout):
+        base.config.model_type = "one whose modules PEFT leaves as they are"
         for layer in base.model.layers:
             if hasattr(layer.mlp, "experts"):
                 layer.mlp.experts = LoraExperts(
@@ -445,6 +447,7 @@ def with_peft(name: str, adapter: _core.Adapter, dtype: torch.dtype = torch.floa
     parameters = dict(model.named_parameters())
     for key, matrix in cut(adapter, adapter.read("weights")).items():
         parameters[key].data = torch.from_numpy(matrix.T.copy()).to(matrices)
+        parameters[key].requires_grad_()  # which PEFT takes from all but its own layers
     return model
 
 
