@@ -1,12 +1,14 @@
-/* cuda/gate.cu - gates beside a matrix: rows cut into halves, joined again, and the product with a
- * sigmoid.
+/* cuda/gate.cu - gates beside a matrix: rows cut into halves, joined again, the product with a
+ * sigmoid, and a sigmoid alone.
  *
- *   halve  a[t,:], b[t,:] = the halves of x[t,:];  join  its reverse
- *   gate   y = x·σ(g);  dx = dy·σ,  dg = dy·x·σ·(1 − σ),  σ = σ(g)
+ *   halve    a[t,:], b[t,:] = the halves of x[t,:];  join  its reverse
+ *   gate     y = x·σ(g);  dx = dy·σ,  dg = dy·x·σ·(1 − σ),  σ = σ(g)
+ *   sigmoid  y = σ(x);  dx = dy·y·(1 − y)
  *
  * halve and join read and write 2·T·E reals; gate reads 2·T·D and writes T·D, its backward reads
- * 3·T·D and writes 2·T·D; memory bound. A thread moves 16 bytes where rows allow it, and loads all
- * of its elements before it stores any, so that dx may be dy's memory. */
+ * 3·T·D and writes 2·T·D; memory bound. sigmoid has one number a row, so it takes one a thread. A
+ * thread moves 16 bytes where rows allow it, and loads all of its elements before it stores any, so
+ * that dx may be dy's memory. */
 #include "cuda.cuh"
 
 enum { THREADS = 256 };
@@ -99,5 +101,31 @@ void cuda_gate_backward(Device *dev, real *dx, real *dgate, const real *dy, cons
     int W = n % 8 ? 1 : 8;
     auto kernel = W == 8 ? gate_backward_kernel<8> : gate_backward_kernel<1>;
     LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, dx, dgate, dy, x, gate,
+           n);
+}
+
+/* ---- a sigmoid alone ---- */
+
+static __global__ void __launch_bounds__(THREADS) sigmoid_kernel(float *y, const real *x, int64_t n)
+{
+    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i < n) y[i] = fast_sigmoid(f32(x[i]));
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    sigmoid_backward_kernel(real *dx, const float *dy, const float *y, int64_t n)
+{
+    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i < n) dx[i] = to_real(dy[i] * (y[i] * (1.0f - y[i])));
+}
+
+void cuda_sigmoid(Device *dev, float *y, const real *x, int64_t n)
+{
+    LAUNCH(cuda_of(dev), sigmoid_kernel, cuda_blocks(n, THREADS), THREADS, 0, y, x, n);
+}
+
+void cuda_sigmoid_backward(Device *dev, real *dx, const float *dy, const float *y, int64_t n)
+{
+    LAUNCH(cuda_of(dev), sigmoid_backward_kernel, cuda_blocks(n, THREADS), THREADS, 0, dx, dy, y,
            n);
 }
