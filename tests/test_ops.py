@@ -14,8 +14,8 @@ import sys
 import numpy as np
 import pytest
 import reference
-from delta_cases import CASES
 from engine import DEVICES, KV_PAGE, OPS, Span, device
+from expert_cases import CASES
 from op_bar import compare, page_size, put_pages, run
 from op_cases import causal, make_attention, make_attention_backward, make_lora_backward
 

@@ -1,5 +1,5 @@
-/* cpu/gate.c - what a sigmoid lets through: attention's output behind its gate, and the two gates
- * of the delta rule.
+/* cpu/gate.c - what a sigmoid lets through: attention's output behind its gate, the two gates of
+ * the delta rule, and the shared expert's share.
  *
  *   gate         y = x·σ(g);  dx = dy·σ,  dg = dy·x·σ·(1 − σ)
  *   delta_gates  beta = σ(b);  decay = −exp(rate)·softplus(a + bias)
@@ -133,4 +133,18 @@ void CPU(delta_gates_backward)(Device *dev, real *db, real *da, const float *dbe
                     cpu_rows_of_job(GRAIN / 8, H)};
     cpu_run_of(dev, NS_DELTA * T * H, ((int64_t)T + g.grain - 1) / g.grain,
                delta_gates_backward_job, &g);
+}
+
+/* ---- a sigmoid alone, of one number a row: few ---- */
+
+void CPU(sigmoid)(Device *dev, float *y, const real *x, int64_t n)
+{
+    (void)dev;
+    for (int64_t i = 0; i < n; i++) y[i] = sigmoid_of(f32c(x)[i]);
+}
+
+void CPU(sigmoid_backward)(Device *dev, real *dx, const float *dy, const float *y, int64_t n)
+{
+    (void)dev;
+    for (int64_t i = 0; i < n; i++) f32(dx)[i] = dy[i] * (y[i] * (1.0f - y[i]));
 }

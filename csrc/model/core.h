@@ -149,6 +149,8 @@ Status model_load(Model *model, const char *slot, int layer, int index, const vo
                   DType type, int rows, int cols);
 /* Ends loading; an error names what is missing. */
 Status model_seal(Model *model);
+/* Bytes from one matrix of a slot to the next of the same. */
+size_t matrix_step(const Model *model, int rows, int cols);
 /* Bytes that the weights of such a model take. */
 size_t model_bytes(const Model *model);
 

@@ -91,8 +91,7 @@ static Status shape_check(const Shape *s)
     return STATUS_OK;
 }
 
-/* Bytes from one matrix of a slot to the next. */
-static size_t matrix_step(const Model *model, int rows, int cols)
+size_t matrix_step(const Model *model, int rows, int cols)
 {
     return arena_step(model->dev->frozen_bytes(model->dev, model->type, rows, cols));
 }
