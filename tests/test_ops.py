@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import reference
 from engine import DEVICES, KV_PAGE, OPS, Span, device
-from expert_cases import CASES
+from expert_cases import CASES, bounds_of
 from op_bar import compare, page_size, put_pages, run
 from op_cases import causal, make_attention, make_attention_backward, make_lora_backward
 
@@ -148,6 +148,29 @@ def test_row_is_the_same_bit_for_bit_whatever_its_neighbours(dev, op):
             )
 
 
+GROUPED = ("grouped_linear", "grouped_linear_backward", "grouped_matmul")
+
+
+@pytest.mark.parametrize("op", GROUPED)
+def test_pair_is_the_same_bit_for_bit_whoever_shares_its_expert(dev, op):
+    sizes = dict(load=(5, 0, 70, 17), N=131, D=515)
+    args = CASES[op][0](np.random.default_rng(0), **sizes)
+    whole = dev.call(op, **args)
+    name, given = ("dx", "dy") if "dx" in whole else ("y", "x")
+    rng = np.random.default_rng(1)
+    for counts in ((1, 0, 0, 0), (0, 0, 1, 1), (3, 0, 40, 2), (2, 0, 69, 17)):
+        rows = [
+            first + rng.permutation(last - first)[:count]
+            for (first, last), count in zip(args["bounds"], counts, strict=True)
+        ]
+        rows = np.concatenate(rows).astype(int)
+        some = args | {given: args[given][rows], "bounds": bounds_of(counts), "P": len(rows)}
+        some[name] = (
+            args[name][rows] if isinstance(args[name], np.ndarray) else (len(rows), args[name][1])
+        )
+        np.testing.assert_array_equal(dev.call(op, **some)[name], whole[name][rows])
+
+
 def test_attention_backward_of_a_sequence_is_the_same_whatever_its_neighbours(dev):
     lengths = (5, 71, 1, 33)
     args = make_attention_backward(np.random.default_rng(0), lengths, H=6, G=2, E=34)
@@ -207,6 +230,30 @@ def test_reference_swiglu_backward_is_the_gradient():
         dict(gate=gate, up=up),
         gradients,
     )
+
+
+@pytest.mark.parametrize("norm", (0, 1))
+def test_reference_route_backward_is_the_gradient(norm):
+    rng = np.random.default_rng(0)
+    logits, dshare = rng.standard_normal((4, 9)), rng.standard_normal((4, 3))
+    out = reference.route(logits, 3, norm)
+    dlogits = reference.route_backward(dshare, out["chosen"], logits, norm)["dlogits"]
+    assert_slope(
+        lambda logits: np.sum(dshare * reference.route(logits, 3, norm)["share"]),
+        dict(logits=logits),
+        dict(logits=dlogits),
+    )
+
+
+@pytest.mark.parametrize("pair", (None, np.array([2, 0, 3, 1])))
+def test_reference_swiglu_share_backward_is_the_gradient(pair):
+    rng = np.random.default_rng(0)
+    gate, up, dy = rng.standard_normal((3, 4, 9))
+    inputs = dict(gate=gate, up=up, share=rng.random(4))
+    out = reference.swiglu_share_backward(dy=dy, pair=pair, P=4, **inputs)
+    gradients = {name: out[f"d{name}"] for name in inputs}
+    forward = functools.partial(reference.swiglu_share, pair=pair, P=4)
+    assert_slope(lambda **given: np.sum(dy * forward(**given)["y"]), inputs, gradients)
 
 
 def test_reference_linear_and_lora_backward_are_the_gradients():

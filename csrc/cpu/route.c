@@ -22,11 +22,11 @@ enum { GRAIN = 1 << 12, GRAIN_ROUTE = 1 << 9 }; /* elements of one job */
 #define NS_UNITE 0.15
 
 typedef struct Route {
-    int32_t *chosen;      // (T, K); backward only reads it
-    float *share;         // (T, K); likewise
-    const float *dshare;  // (T, K)
-    const float *logits;  // (T, X)
-    float *dlogits;       // (T, X)
+    int32_t *chosen;     // (T, K); backward only reads it
+    float *share;        // (T, K); likewise
+    const float *dshare; // (T, K)
+    const float *logits; // (T, X)
+    float *dlogits;      // (T, X)
     int T, X, K, norm, grain;
 } Route;
 
@@ -99,8 +99,8 @@ void CPU(route)(Device *dev, int32_t *chosen, float *share, const real *logits, 
 void CPU(route_backward)(Device *dev, real *dlogits, const float *dshare, const int32_t *chosen,
                          const float *share, const real *logits, int T, int X, int K, int norm)
 {
-    Route g = {(int32_t *)chosen, (float *)share, dshare, f32c(logits), f32(dlogits), T, X, K, norm,
-               0};
+    Route g = {
+        (int32_t *)chosen, (float *)share, dshare, f32c(logits), f32(dlogits), T, X, K, norm, 0};
     route_run(dev, &g, route_backward_job);
 }
 

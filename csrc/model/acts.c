@@ -69,10 +69,11 @@ void acts_place(Acts *acts, Arena *arena, const Model *model, int T, int R, int 
 #define KEPT(kind, type, name, width, has)                                                 \
     for (Row row = row_of(T, width, SIZE_##type, has); row.layer < s->layers; row.layer++) \
         acts->layer[row.layer].name = row_take(&row, arena, s, acts->again[kind]);
+#define FIXED(type, name, count, has)                                                      \
+    for (Row row = row_of(1, count, SIZE_##type, has); row.layer < s->layers; row.layer++) \
+        acts->layer[row.layer].name = row_take(&row, arena, s, -1);
 #define SCRATCH(type, name, width, has) \
     acts->name = row_take_once(row_of(T, width, SIZE_##type, has), arena, s);
-#define FIXED(type, name, count, has) \
-    acts->name = row_take_once(row_of(1, count, SIZE_##type, has), arena, s);
 #include "acts.inc"
 }
 

@@ -117,7 +117,8 @@ typedef struct SlotInfo {
 } SlotInfo;
 
 typedef struct LayerWeights {
-#define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) frozen *slot; /* the first */
+#define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) frozen *slot; /* the first \
+                                                                                      */
 #define LAYER_VECTOR(slot, length, present) float *slot;
 #include "weights.inc"
 } LayerWeights;
@@ -281,6 +282,7 @@ typedef enum Keep { ALWAYS, DEAR, CHEAP, KEEPS } Keep;
 
 typedef struct LayerActs {
 #define KEPT(keep, type, name, width, has) type *name;
+#define FIXED(type, name, count, has) type *name;
 #include "acts.inc"
 } LayerActs;
 
@@ -288,7 +290,6 @@ typedef struct Acts {
     LayerActs *layer; /* host array of L; all alike when nothing is kept */
     int again[KEEPS]; /* layers below this one share a set with it, and are recomputed */
 #define SCRATCH(type, name, width, has) type *name;
-#define FIXED(type, name, count, has) type *name;
 #include "acts.inc"
 } Acts;
 
@@ -321,6 +322,10 @@ int keep_all(const Model *model);
 int keep_layers(const Model *model, Keep kind, int keep);
 /* acts->layer must have room for L entries. */
 void acts_place(Acts *acts, Arena *arena, const Model *model, int T, int R, int keep);
+/* Whether any layer has experts. */
+int has_experts(const Model *model);
+/* Adds to counts (L,X) how many rows of the last forward pass went to each expert. */
+void acts_count(const Model *model, const Acts *acts, int64_t *counts);
 /* batch → acts->hidden (T,D), through the cache. */
 void forward(const Model *model, const Batch *batch, const Acts *acts, const Cache *cache);
 

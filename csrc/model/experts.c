@@ -55,7 +55,7 @@ static void choose(const Mix *m)
     const Acts *acts = m->acts;
     m->d->route(m->d, acts->chosen, acts->share, m->a->router_logits, m->T, m->X, m->K,
                 m->pass->model->shape.norm_shares);
-    m->d->group(m->d, acts->e_pair, acts->e_row, acts->e_place, acts->e_bounds, acts->chosen, m->T,
+    m->d->group(m->d, acts->e_pair, acts->e_row, acts->e_place, m->a->e_bounds, acts->chosen, m->T,
                 m->K, m->X);
 }
 
@@ -72,7 +72,7 @@ static void add_wide_lora(const Mix *m, const Segment *g, Pair pair, real *y, re
     d->grouped_matmul(d, real_at(d, s, row * (size_t)R), real_at(d, acts->xn, row * (size_t)m->D),
                       weights + pair.a, 0, 0, NULL, 1, g->rows, R, m->D, 1.0f, 0);
     d->gather(d, acts->e_s, s, acts->e_row, m->P, R);
-    d->grouped_matmul(d, y, acts->e_s, weights + pair.b, pair.b_step, 0, acts->e_part, m->X, m->P,
+    d->grouped_matmul(d, y, acts->e_s, weights + pair.b, pair.b_step, 0, m->a->e_part, m->X, m->P,
                       m->F, R, g->adapter->scale, 1);
 }
 
@@ -85,19 +85,19 @@ static void add_narrow_lora(const Mix *m, const Segment *g, Pair pair, real *out
     int R = g->adapter->rank;
     size_t row = (size_t)g->row;
     real *own = real_at(d, s, row * (size_t)R);
-    d->grouped_matmul(d, acts->e_s, acts->e_act, weights + pair.a, pair.a_step, 0, acts->e_part,
+    d->grouped_matmul(d, acts->e_s, acts->e_act, weights + pair.a, pair.a_step, 0, m->a->e_part,
                       m->X, m->P, R, m->F, 1.0f, 0);
     d->unite(d, own, acts->e_s, acts->e_place + row * (size_t)m->K, g->rows, m->K, R, 0);
     d->grouped_matmul(d, real_at(d, out, row * (size_t)m->D), own, weights + pair.b, 0, 0, NULL, 1,
                       g->rows, m->D, R, g->adapter->scale, 1);
 }
 
-/* The segment's LoRA that is trained, and its pairs in acts->e_part. */
+/* The segment's LoRA that is trained, and its pairs in m->a->e_part. */
 static int segment_begin(const Mix *m, const Segment *g)
 {
     const Acts *acts = m->acts;
     if (!g->adapter || pairs_of(m, g->adapter)->e_gate.a < 0) return 0;
-    m->d->group_part(m->d, acts->e_part, acts->e_bounds, acts->e_row, m->X, g->row, g->rows);
+    m->d->group_part(m->d, m->a->e_part, m->a->e_bounds, acts->e_row, m->X, g->row, g->rows);
     return 1;
 }
 
@@ -114,9 +114,8 @@ void experts_forward(const Pass *p, real *out)
     project(p, router, 1, acts->xn, m.D, 0);
     choose(&m);
     d->gather(d, acts->e_x, acts->xn, acts->e_row, m.P, m.D);
-    d->grouped_linear(d, a->e_gate, acts->e_x, w->e_gate, m.wide, acts->e_bounds, m.X, m.P, m.F,
-                      m.D);
-    d->grouped_linear(d, a->e_up, acts->e_x, w->e_up, m.wide, acts->e_bounds, m.X, m.P, m.F, m.D);
+    d->grouped_linear(d, a->e_gate, acts->e_x, w->e_gate, m.wide, a->e_bounds, m.X, m.P, m.F, m.D);
+    d->grouped_linear(d, a->e_up, acts->e_x, w->e_up, m.wide, a->e_bounds, m.X, m.P, m.F, m.D);
     for (const Segment *g = batch->segment; g < batch->segment + batch->segments; g++) {
         if (!segment_begin(&m, g)) continue;
         add_wide_lora(&m, g, pairs_of(&m, g->adapter)->e_gate, a->e_gate, a->s_e_gate);
@@ -124,7 +123,7 @@ void experts_forward(const Pass *p, real *out)
     }
     if (!out) return;
     d->swiglu_share(d, acts->e_act, a->e_gate, a->e_up, acts->share, acts->e_pair, m.P, m.F);
-    d->grouped_linear(d, acts->e_x, acts->e_act, w->e_down, m.narrow, acts->e_bounds, m.X, m.P, m.D,
+    d->grouped_linear(d, acts->e_x, acts->e_act, w->e_down, m.narrow, a->e_bounds, m.X, m.P, m.D,
                       m.F);
     d->unite(d, out, acts->e_x, acts->e_place, m.T, m.K, m.D, 1);
     for (const Segment *g = batch->segment; g < batch->segment + batch->segments; g++)
@@ -149,9 +148,9 @@ static void narrow_lora_backward(const Mix *m, Pair pair, real *dact, const real
     d->grouped_gradient(d, fresh + pair.b, 0, m->a->s_e_down, dy, NULL, 1, m->T, m->D, R,
                         adapter->scale);
     d->gather(d, grads->de_s, grads->ds, acts->e_row, m->P, R);
-    d->grouped_gradient(d, fresh + pair.a, pair.a_step, acts->e_act, grads->de_s, acts->e_bounds,
+    d->grouped_gradient(d, fresh + pair.a, pair.a_step, acts->e_act, grads->de_s, m->a->e_bounds,
                         m->X, m->P, R, m->F, 1.0f);
-    d->grouped_matmul(d, dact, grads->de_s, weights + pair.a, pair.a_step, 1, acts->e_bounds, m->X,
+    d->grouped_matmul(d, dact, grads->de_s, weights + pair.a, pair.a_step, 1, m->a->e_bounds, m->X,
                       m->P, m->F, R, 1.0f, 1);
 }
 
@@ -167,9 +166,9 @@ static void wide_lora_backward(const Mix *m, Pair pair, real *dx, const real *dy
     float *fresh = adapter->vector[FRESH];
     int R = adapter->rank;
     d->gather(d, acts->e_s, s, acts->e_row, m->P, R);
-    d->grouped_gradient(d, fresh + pair.b, pair.b_step, acts->e_s, dy, acts->e_bounds, m->X, m->P,
+    d->grouped_gradient(d, fresh + pair.b, pair.b_step, acts->e_s, dy, m->a->e_bounds, m->X, m->P,
                         m->F, R, adapter->scale);
-    d->grouped_matmul(d, grads->de_s, dy, weights + pair.b, pair.b_step, 1, acts->e_bounds, m->X,
+    d->grouped_matmul(d, grads->de_s, dy, weights + pair.b, pair.b_step, 1, m->a->e_bounds, m->X,
                       m->P, R, m->F, adapter->scale, 0);
     d->unite(d, grads->ds, grads->de_s, acts->e_place, m->T, m->K, R, 0);
     d->grouped_gradient(d, fresh + pair.a, 0, acts->xn, grads->ds, NULL, 1, m->T, R, m->D, 1.0f);
@@ -193,7 +192,7 @@ static void pairs_backward(const Pass *p, real *dxn, int accumulate)
     choose(&m);
     d->swiglu_share(d, acts->e_act, a->e_gate, a->e_up, acts->share, acts->e_pair, m.P, m.F);
     d->gather(d, g->de_x, g->dx, acts->e_row, m.P, m.D);
-    d->grouped_linear_backward(d, g->de_act, g->de_x, w->e_down, m.narrow, acts->e_bounds, m.X, m.P,
+    d->grouped_linear_backward(d, g->de_act, g->de_x, w->e_down, m.narrow, a->e_bounds, m.X, m.P,
                                m.D, m.F, 0);
     if (trained) narrow_lora_backward(&m, pairs->e_down, g->de_act, g->dx);
     d->swiglu_share_backward(d, a->e_gate, a->e_up, g->dshare, g->de_act, a->e_gate, a->e_up,
@@ -202,10 +201,10 @@ static void pairs_backward(const Pass *p, real *dxn, int accumulate)
         d->route_backward(d, g->drouter_logits, g->dshare, acts->chosen, acts->share,
                           a->router_logits, m.T, m.X, m.K, p->model->shape.norm_shares);
         d->linear_backward(d, dxn, g->drouter_logits, w->router, m.T, m.X, m.D, accumulate);
-        d->grouped_linear_backward(d, g->de_x, a->e_gate, w->e_gate, m.wide, acts->e_bounds, m.X,
-                                   m.P, m.F, m.D, 0);
-        d->grouped_linear_backward(d, g->de_x, a->e_up, w->e_up, m.wide, acts->e_bounds, m.X, m.P,
-                                   m.F, m.D, 1);
+        d->grouped_linear_backward(d, g->de_x, a->e_gate, w->e_gate, m.wide, a->e_bounds, m.X, m.P,
+                                   m.F, m.D, 0);
+        d->grouped_linear_backward(d, g->de_x, a->e_up, w->e_up, m.wide, a->e_bounds, m.X, m.P, m.F,
+                                   m.D, 1);
         d->unite(d, dxn, g->de_x, acts->e_place, m.T, m.K, m.D, 1);
     }
     if (!trained) return;
@@ -261,4 +260,24 @@ void experts_with_shared_backward(const Pass *p, real *dxn)
     d->sigmoid_backward(d, g->dshared_logit, g->dshared_share, acts->shared_share, T);
     unproject(p, in, 3, dxn, acts->xn, D);
     pairs_backward(p, dxn, 1);
+}
+
+/* ---- who is chosen ---- */
+
+int has_experts(const Model *m)
+{
+    int found = 0;
+    for (int l = 0; l < m->shape.layers; l++) found |= layer_has(&m->shape, l, EXPERTS);
+    return found != 0;
+}
+
+void acts_count(const Model *m, const Acts *acts, int64_t *counts)
+{
+    int32_t bounds[2 * EXPERTS_MOST];
+    int X = m->shape.experts;
+    for (int l = 0; l < m->shape.layers; l++, counts += X) {
+        if (!layer_has(&m->shape, l, EXPERTS)) continue;
+        m->dev->download(m->dev, bounds, acts->layer[l].e_bounds, 2 * (size_t)X * sizeof *bounds);
+        for (int e = 0; e < X; e++) counts[e] += bounds[2 * e + 1] - bounds[2 * e];
+    }
 }

@@ -418,6 +418,19 @@ static PyObject *adapter_layout(PyObject *object, void *unused)
     return listing.list;
 }
 
+static PyObject *adapter_routed(PyObject *object, void *unused)
+{
+    (void)unused;
+    const Trainer *trainer = ((PyAdapter *)object)->trainer;
+    if (!trainer->routed) Py_RETURN_NONE;
+    const Shape *shape = &trainer->adapter->model->shape;
+    PyObject *array = array_new(KIND_INT32, shape->layers, shape->experts, NULL);
+    int32_t *counts = array ? array_data(array) : NULL;
+    for (int64_t i = 0; counts && i < (int64_t)shape->layers * shape->experts; i++)
+        counts[i] = (int32_t)trainer->routed[i];
+    return array;
+}
+
 static PyObject *adapter_model(PyObject *object, void *unused)
 {
     (void)unused;
@@ -557,9 +570,15 @@ static PyGetSetDef getset[] = {
     {"step", adapter_step, adapter_set_step, "Optimizer steps taken.", NULL},
     {"pending", adapter_pending, adapter_set_pending,
      "(loss, tokens, sequences) of the calls behind the gradients.", NULL},
+    {"routed", adapter_routed, NULL,
+     "(layers, experts) int32: how many rows of the last training call went to each expert; zeros "
+     "for a layer without, None where no layer has any.",
+     NULL},
     {"layout", adapter_layout, NULL,
-     "(slot, layer or -1, index, 'A' or 'B', offset, rows, cols) in the flat vectors; index -1: one "
-     "for all matrices of the layer's slot.", NULL},
+     "(slot, layer or -1, index, 'A' or 'B', offset, rows, cols) in the flat vectors; index -1: "
+     "one "
+     "for all matrices of the layer's slot.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -210,7 +210,12 @@ class Adapter:
     @property
     def layout(self) -> list[tuple[str, int, int, str, int, int, int]]:
         """(slot, layer or -1, index, "A" or "B", offset, rows, cols) of each matrix in the flat
-        vectors. A is stored (fan_in, rank) and B (rank, fan_out): PEFT's matrices transposed."""
+        vectors. A is stored (fan_in, rank) and B (rank, fan_out): PEFT's matrices transposed. Index
+        -1 is one factor for all matrices of the layer's slot."""
+    @property
+    def routed(self) -> NDArray[np.int32] | None:
+        """(layers, experts): how many rows of the last training call went to each expert; zeros for
+        a layer without, None where no layer has any."""
     def forward_backward(
         self,
         tokens: NDArray[np.int32],  # all datums' tokens, one after another
