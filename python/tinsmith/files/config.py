@@ -7,7 +7,7 @@ gives them in `layer_types`. The frequencies follow its modeling_rope_utils step
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tinsmith.files import weights
 
 CONFIG_FILE = "config.json"
 
-# Keys that change the maths when they are set, and that no family handles.
+# Keys that change the maths when they are set, where a family does not read them as a size.
 REFUSED = (
     "mlp_bias", "quantization_config", "num_experts", "num_local_experts",
     "n_routed_experts", "moe_intermediate_size", "final_logit_softcapping",
@@ -37,6 +37,10 @@ F32_MIN = 2.0**-126  # the smallest float32 with all its digits
 F32_MAX = float(np.finfo(np.float32).max)
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+DENSE, EXPERTS, WITH_SHARED = "mlp", "experts", "experts_with_shared"
+
+# Names that transformers gives to one key.
+OTHER_NAMES = {"num_local_experts": "num_experts"}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -63,13 +67,33 @@ def section(file: Path, content: dict[str, Any], name: str) -> dict[str, Any]:
     return found | {TIED: content.get(TIED, False)}
 
 
+def one_name(file: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """The content with OTHER_NAMES replaced; ValueError where two names say different things."""
+    found = dict(content)
+    for other, name in OTHER_NAMES.items():
+        value = found.pop(other, None)
+        if value is None:
+            continue
+        if found.get(name) not in (None, value):
+            raise ValueError(
+                f"{file}: {name} is {found[name]!r:.60}, but {other} is {value!r:.60}; they are "
+                "one number"
+            )
+        found[name] = value
+    return found
+
+
 def refuse(
-    file: Path, content: dict[str, Any], keys: Sequence[str], fixed: Mapping[str, Any]
+    file: Path,
+    content: dict[str, Any],
+    keys: Sequence[str],
+    fixed: Mapping[str, Any],
+    sizes: Collection[str] = (),
 ) -> None:
-    """ValueError for what changes the maths and is not handled: REFUSED, `keys`, other values than
-    the `fixed` ones, and FACTORS."""
+    """ValueError for what changes the maths and is not handled: REFUSED but for the keys of
+    `sizes`, `keys`, other values than the `fixed` ones, and FACTORS."""
     for key in (*REFUSED, *keys):
-        if content.get(key):
+        if content.get(key) and key not in sizes:
             raise ValueError(f"{file}: {key} is {content[key]!r:.60}, which is not supported")
     for key, value in (fixed | dict.fromkeys(FACTORS, 1)).items():
         if content.get(key) not in (None, value):
@@ -162,6 +186,43 @@ def _agreed(file: Path, content: dict[str, Any], kinds: tuple[str, ...], window:
     raise ValueError(
         f"{file}: layer_types has {found!s:.60} for layer {layer}; the other keys say {wanted}"
     )
+
+
+# ---- the feeds of the layers: their kinds ----
+
+
+def all_dense(file: Path, content: dict[str, Any], layers: int) -> tuple[str, ...]:
+    """Every layer has one MLP."""
+    return (DENSE,) * layers
+
+
+def some_experts(file: Path, content: dict[str, Any], layers: int) -> tuple[str, ...]:
+    """Every decoder_sparse_step-th layer has experts, but for those that mlp_only_layers names."""
+    every = count(file, content, "decoder_sparse_step", default=1)
+    named = content.get("mlp_only_layers")
+    named = [] if named is None else named
+    if not isinstance(named, list) or any(type(layer) is not int for layer in named):
+        raise ValueError(f"{file}: mlp_only_layers should be a list of layers, found {named!r:.60}")
+    for layer in named:
+        if not 0 <= layer < layers:
+            raise ValueError(
+                f"{file}: mlp_only_layers has {layer}; the {layers} layers are numbered from 0"
+            )
+    sparse = (layer not in named and (layer + 1) % every == 0 for layer in range(layers))
+    return tuple(EXPERTS if one else DENSE for one in sparse)
+
+
+def all_experts_with_shared(file: Path, content: dict[str, Any], layers: int) -> tuple[str, ...]:
+    """Every layer has experts, and an expert that every token takes."""
+    return (WITH_SHARED,) * layers
+
+
+def flag(file: Path, content: dict[str, Any], key: str) -> bool:
+    """A key's true or false."""
+    value = content.get(key)
+    if type(value) is not bool:
+        raise ValueError(f"{file}: {key} should be true or false, found {value!r:.60}")
+    return value
 
 
 # ---- rotary frequencies ----
