@@ -1,6 +1,6 @@
 /* cuda/grouped.cu - products of pairs with their own expert's base weights.
  *
- *   grouped_linear           y (P,N) = x (P,D)·w_eᵀ
+ *   grouped_linear           y (P,N) = x (P,D)·w_eᵀ + b_e
  *   grouped_linear_backward  dx (P,D) = or += dy (P,N)·w_e
  *
  * A block makes a tile of pairs of one expert by columns. It finds its expert from `bounds` on the
@@ -36,13 +36,14 @@ typedef Tiling<16, 64, 64, 1, 4, 4> Few;
 
 enum { FEW_PAIRS = 8 }; /* of an expert, on average: up to here tiles are FEW */
 
-/* y (P,N) = x (P,K)·b_e; the weight's rows are `stride` apart, those of b's columns (along k), or
- * of its k (across). */
+/* y (P,N) = x (P,K)·b_e [+ bias_e] [+ y]; the weight's rows are `stride` apart, those of b's
+ * columns (along k), or of its k (across). */
 struct Product {
     real *y;
     const real *x;
     const unsigned char *w;
     int64_t step;
+    const float *bias; /* (X,N) or NULL */
     const int32_t *bounds;
     int X, N, K;
     int64_t stride;
@@ -143,14 +144,20 @@ __device__ static __forceinline__ void sums_keep(Shared<float> out, const Sums<S
 
 /* W elements of y. */
 template <int W>
-__device__ static __forceinline__ void put(real *y, const float *sum, int accumulate)
+__device__ static __forceinline__ void put(real *y, const float *sum, const float *bias,
+                                           int accumulate)
 {
-    float v[W], before[W];
+    float v[W], more[W];
     load<W>(v, sum);
-    if (accumulate) {
-        load<W>(before, y);
+    if (bias) {
+        load<W>(more, bias);
 #pragma unroll
-        for (int e = 0; e < W; e++) v[e] += before[e];
+        for (int e = 0; e < W; e++) v[e] += more[e];
+    }
+    if (accumulate) {
+        load<W>(more, y);
+#pragma unroll
+        for (int e = 0; e < W; e++) v[e] += more[e];
     }
     store<W>(y, v);
 }
@@ -158,18 +165,19 @@ __device__ static __forceinline__ void put(real *y, const float *sum, int accumu
 /* Puts the tile at column j0 into y, which begins at the tile's first pair. */
 template <class S>
 __device__ static __forceinline__ void tile_put(real *y, Shared<float> out, const Product &p,
-                                                int rows, int j0)
+                                                const float *bias, int rows, int j0)
 {
     for (int piece = threadIdx.x; piece < S::ROWS * S::COLUMNS / PIECE; piece += S::THREADS) {
         int row = piece / (S::COLUMNS / PIECE), col = piece % (S::COLUMNS / PIECE) * PIECE;
-        if (row >= rows || j0 + col >= p.N) continue;
-        real *to = y + (int64_t)row * p.N + j0 + col;
+        int j = j0 + col;
+        if (row >= rows || j >= p.N) continue;
+        real *to = y + (int64_t)row * p.N + j;
         const float *sum = shared_range(out, row * S::OUT + col, PIECE);
         if (p.wide_out) {
-            put<PIECE>(to, sum, p.accumulate);
+            put<PIECE>(to, sum, bias ? bias + j : nullptr, p.accumulate);
         } else {
-            for (int e = 0; e < PIECE && j0 + col + e < p.N; e++)
-                put<1>(to + e, sum + e, p.accumulate);
+            for (int e = 0; e < PIECE && j + e < p.N; e++)
+                put<1>(to + e, sum + e, bias ? bias + j + e : nullptr, p.accumulate);
         }
     }
 }
@@ -211,7 +219,8 @@ static __global__ void __launch_bounds__(S::THREADS, 2)
     Shared<float> out = shared_part<float>(bytes, 0, S::ROWS * S::OUT);
     if (i < rows) sums_keep<S>(out, sum, i, j);
     __syncthreads();
-    tile_put<S>(p.y + (int64_t)own.begin * p.N, out, p, rows, j0);
+    const float *bias = p.bias ? p.bias + (int64_t)own.e * p.N : nullptr;
+    tile_put<S>(p.y + (int64_t)own.begin * p.N, out, p, bias, rows, j0);
 }
 
 /* ---- launching ---- */
@@ -230,7 +239,7 @@ template <class S, bool IS_ACROSS> static void launch(CudaDevice *cuda, const Pr
 template <bool IS_ACROSS> static void run(Device *dev, Product p, int P)
 {
     if (P == 0) return;
-    p.wide_out = p.N % PIECE == 0 && (uintptr_t)p.y % 16 == 0;
+    p.wide_out = p.N % PIECE == 0 && ((uintptr_t)p.y | (uintptr_t)p.bias) % 16 == 0;
     if ((int64_t)P > (int64_t)FEW_PAIRS * p.X)
         launch<Wide, IS_ACROSS>(cuda_of(dev), p, P);
     else
@@ -238,19 +247,18 @@ template <bool IS_ACROSS> static void run(Device *dev, Product p, int P)
 }
 
 void cuda_grouped_linear(Device *dev, real *y, const real *x, const frozen *w, int64_t step,
-                         const int32_t *bounds, int X, int P, int N, int D)
+                         const float *bias, const int32_t *bounds, int X, int P, int N, int D)
 {
-    run<false>(dev,
-               {y, x, (const unsigned char *)w, step, bounds, X, N, D, frozen_stride(D), 0, false},
-               P);
+    const unsigned char *first = (const unsigned char *)w;
+    Product p = {y, x, first, step, bias, bounds, X, N, D, frozen_stride(D), 0, false};
+    run<false>(dev, p, P);
 }
 
 void cuda_grouped_linear_backward(Device *dev, real *dx, const real *dy, const frozen *w,
                                   int64_t step, const int32_t *bounds, int X, int P, int N, int D,
                                   int accumulate)
 {
-    run<true>(dev,
-              {dx, dy, (const unsigned char *)w, step, bounds, X, D, N, frozen_stride(D),
-               accumulate, false},
-              P);
+    const unsigned char *first = (const unsigned char *)w;
+    Product p = {dx, dy, first, step, NULL, bounds, X, D, N, frozen_stride(D), accumulate, false};
+    run<true>(dev, p, P);
 }

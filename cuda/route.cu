@@ -4,18 +4,20 @@
  *   route       the K largest logits; shares e^l / Σ e^l, over those K (norm) or over all X
  *   group       pairs (row, expert) by expert: a stable counting sort
  *   unite       y[t,:] = Σ_k x[place[t·K+k],:]
+ *   share_bias  y[t,:] += Σ_k share[t,k]·bias[chosen[t,k],:];  dshare[t,k] += dy[t,:]·bias[…]
  *
  * A warp routes a row: its lanes hold the logits, and each of K turns takes the best that is left.
  * group is one block, because P keys are few beside the products that wait for them: each warp
  * counts the experts of a stretch of pairs and later puts that stretch in place, 32 pairs at a
  * time, so that neither atomics nor the order of warps show. Its bound is latency, two passes over
- * 4·P bytes. unite reads P·D and writes T·D reals; memory bound. */
+ * 4·P bytes. unite reads P·D and writes T·D reals; share_bias reads and writes T·D, with biases
+ * that stay in the cache; memory bound. A warp takes a pair of share_bias_backward. */
 #include "rank.cuh"
 #include "tiles.cuh"
 
 enum {
     THREADS = 256,
-    ROUTE_WARPS = THREADS / 32,
+    WARPS = THREADS / 32,
     GROUP_WARPS = 32,
     GROUP_COUNTS = 1 << 14, /* of the warps together: 64 KiB */
     GROUP_PAIRS = 64,       /* of a warp, at least */
@@ -54,7 +56,7 @@ static __global__ void __launch_bounds__(THREADS)
     route_kernel(int32_t *chosen, float *share, const real *logits, int T, int X, int K, int norm)
 {
     int lane = threadIdx.x % 32;
-    int64_t t = (int64_t)blockIdx.x * ROUTE_WARPS + threadIdx.x / 32;
+    int64_t t = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
     if (t >= T) return;
     float x[EACH], own = -INFINITY, sum = 0.0f;
     row_load<EACH>(x, logits + t * X, X);
@@ -83,7 +85,7 @@ static __global__ void __launch_bounds__(THREADS)
                           const float *share, const real *logits, int T, int X, int K, int norm)
 {
     int lane = threadIdx.x % 32, e = 0;
-    int64_t t = (int64_t)blockIdx.x * ROUTE_WARPS + threadIdx.x / 32;
+    int64_t t = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
     if (t >= T) return;
     float s = 0.0f, d = 0.0f;
     if (lane < K) {
@@ -109,15 +111,15 @@ void cuda_route(Device *dev, int32_t *chosen, float *share, const real *logits, 
                   : X <= 256 ? route_kernel<8>
                   : X <= 512 ? route_kernel<16>
                              : route_kernel<EXPERTS_MOST / 32>;
-    LAUNCH(cuda_of(dev), kernel, cuda_blocks(T, ROUTE_WARPS), THREADS, 0, chosen, share, logits, T,
-           X, K, norm);
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks(T, WARPS), THREADS, 0, chosen, share, logits, T, X, K,
+           norm);
 }
 
 void cuda_route_backward(Device *dev, real *dlogits, const float *dshare, const int32_t *chosen,
                          const float *share, const real *logits, int T, int X, int K, int norm)
 {
-    LAUNCH(cuda_of(dev), route_backward_kernel, cuda_blocks(T, ROUTE_WARPS), THREADS, 0, dlogits,
-           dshare, chosen, share, logits, T, X, K, norm);
+    LAUNCH(cuda_of(dev), route_backward_kernel, cuda_blocks(T, WARPS), THREADS, 0, dlogits, dshare,
+           chosen, share, logits, T, X, K, norm);
 }
 
 /* ---- pairs by expert ---- */
@@ -263,4 +265,57 @@ void cuda_unite(Device *dev, real *y, const real *x, const int32_t *place, int T
     auto kernel = aligned ? unite_kernel<PIECE> : unite_kernel<1>;
     LAUNCH(cuda_of(dev), kernel, cuda_blocks((int64_t)T * (D / W), THREADS), THREADS, 0, y, x,
            place, T, K, D, accumulate);
+}
+
+/* ---- a bias of each expert ---- */
+
+template <int W>
+static __global__ void __launch_bounds__(THREADS)
+    share_bias_kernel(real *y, const float *share, const int32_t *chosen, const float *bias, int T,
+                      int K, int D)
+{
+    int per_row = D / W;
+    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (i >= (int64_t)T * per_row) return;
+    int64_t t = i / per_row, at = i % per_row * W;
+    float sum[W], v[W];
+    y += t * D + at;
+    load<W>(sum, y);
+    for (int64_t k = t * K; k < (t + 1) * K; k++) {
+        load<W>(v, bias + (int64_t)chosen[k] * D + at);
+        for (int j = 0; j < W; j++) sum[j] += share[k] * v[j];
+    }
+    store<W>(y, sum);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    share_bias_backward_kernel(float *dshare, const real *dy, const int32_t *chosen,
+                               const float *bias, int64_t P, int K, int D)
+{
+    int64_t p = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    if (p >= P) return;
+    float sum = 0.0f;
+    dy += p / K * D;
+    bias += (int64_t)chosen[p] * D;
+    for (int i = threadIdx.x % 32; i < D; i += 32) sum += f32(dy[i]) * bias[i];
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) dshare[p] += sum;
+}
+
+void cuda_share_bias(Device *dev, real *y, const float *share, const int32_t *chosen,
+                     const float *bias, int T, int K, int D)
+{
+    bool aligned = D % PIECE == 0 && ((uintptr_t)y | (uintptr_t)bias) % 16 == 0;
+    int W = aligned ? PIECE : 1;
+    auto kernel = aligned ? share_bias_kernel<PIECE> : share_bias_kernel<1>;
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks((int64_t)T * (D / W), THREADS), THREADS, 0, y, share,
+           chosen, bias, T, K, D);
+}
+
+void cuda_share_bias_backward(Device *dev, float *dshare, const real *dy, const int32_t *chosen,
+                              const float *bias, int T, int K, int D)
+{
+    int64_t P = (int64_t)T * K;
+    LAUNCH(cuda_of(dev), share_bias_backward_kernel, cuda_blocks(P, WARPS), THREADS, 0, dshare, dy,
+           chosen, bias, P, K, D);
 }

@@ -3,7 +3,8 @@
  *   y = gate·σ(gate)·up
  *   dup = dy·gate·σ,  dgate = dy·up·σ·(1 + gate·(1 − σ)),  σ = σ(gate)
  *
- * and the same times a share that each row has, whose gradient is Σ dy·gate·σ·up.
+ * and the same times a share that each row has, whose gradient is Σ dy·gate·σ·up. With a limit the
+ * unit is gpt-oss's: gate·σ(1.702·gate)·(up + 1), of gate up to the limit and up within ± it.
  *
  * Forward reads 2·T·F and writes T·F reals; backward reads 3·T·F and writes 2·T·F; memory bound.
  * They work on elements, not rows, but for the backward with shares: a block takes a row there. A
@@ -13,17 +14,35 @@
 
 enum { THREADS = 256, ROW_THREADS = 128 };
 
-/* Of d, the gradient of share·gate·σ·up: u becomes dup and g dgate; returns Σ d·gate·σ·up. */
-template <int W>
-__device__ static __forceinline__ float gradients(float (&g)[W], float (&u)[W], const float (&d)[W],
-                                                  float share)
+#define SLOPE 1.702f /* of gpt-oss's sigmoid */
+
+/* gate·σ·up, or gpt-oss's unit where it is LIMITED. */
+template <bool LIMITED> __device__ static __forceinline__ float unit(float g, float u, float limit)
 {
+    if constexpr (LIMITED) {
+        g = fminf(g, limit);
+        return g * fast_sigmoid(SLOPE * g) * (fmaxf(fminf(u, limit), -limit) + 1.0f);
+    } else {
+        return g * fast_sigmoid(g) * u;
+    }
+}
+
+/* Of d, the gradient of share·unit: u becomes dup and g dgate; returns Σ d·unit. A number beyond
+ * the limit has none. */
+template <int W, bool LIMITED>
+__device__ static __forceinline__ float gradients(float (&g)[W], float (&u)[W], const float (&d)[W],
+                                                  float share, float limit)
+{
+    constexpr float slope = LIMITED ? SLOPE : 1.0f;
     float sum = 0.0f;
     for (int j = 0; j < W; j++) {
-        float s = fast_sigmoid(g[j]), act = g[j] * s, own = d[j] * share;
-        sum += d[j] * (act * u[j]);
-        g[j] = own * u[j] * (s * (1.0f + g[j] * (1.0f - s)));
-        u[j] = own * act;
+        float x = LIMITED ? fminf(g[j], limit) : g[j];
+        float factor = LIMITED ? fmaxf(fminf(u[j], limit), -limit) + 1.0f : u[j];
+        float s = fast_sigmoid(slope * x), act = x * s, own = d[j] * share;
+        bool over = LIMITED && g[j] > limit, outside = LIMITED && fabsf(u[j]) > limit;
+        sum += d[j] * (act * factor);
+        g[j] = over ? 0.0f : own * factor * (s * (1.0f + slope * x * (1.0f - s)));
+        u[j] = outside ? 0.0f : own * act;
     }
     return sum;
 }
@@ -52,7 +71,7 @@ static __global__ void __launch_bounds__(THREADS)
     load<W>(d, dy + i);
     load<W>(g, gate + i);
     load<W>(u, up + i);
-    gradients<W>(g, u, d, 1.0f);
+    gradients<W, false>(g, u, d, 1.0f, 0.0f);
     store<W>(dgate + i, g);
     store<W>(dup + i, u);
 }
@@ -77,25 +96,25 @@ void cuda_swiglu_backward(Device *dev, real *dgate, real *dup, const real *dy, c
 
 /* ---- with a share of each row ---- */
 
-template <int W>
+template <int W, bool LIMITED>
 static __global__ void __launch_bounds__(THREADS)
     swiglu_share_kernel(real *y, const real *gate, const real *up, const float *share,
-                        const int32_t *pair, int P, int F)
+                        const int32_t *pair, int P, int F, float limit)
 {
     int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W, row = i / F;
     if (row >= P) return;
     float g[W], u[W], own = share[pair ? pair[row] : row];
     load<W>(g, gate + i);
     load<W>(u, up + i);
-    for (int j = 0; j < W; j++) u[j] = own * (g[j] * fast_sigmoid(g[j]) * u[j]);
+    for (int j = 0; j < W; j++) u[j] = own * unit<LIMITED>(g[j], u[j], limit);
     store<W>(y + i, u);
 }
 
-template <int W>
+template <int W, bool LIMITED>
 static __global__ void __launch_bounds__(ROW_THREADS)
     swiglu_share_backward_kernel(real *dgate, real *dup, float *dshare, const real *dy,
                                  const real *gate, const real *up, const float *share,
-                                 const int32_t *pair, int F)
+                                 const int32_t *pair, int F, float limit)
 {
     SHARED_ARRAY(float, sums, 32);
     int64_t row = blockIdx.x, at = pair ? pair[row] : row;
@@ -105,7 +124,7 @@ static __global__ void __launch_bounds__(ROW_THREADS)
         load<W>(d, dy + i);
         load<W>(g, gate + i);
         load<W>(u, up + i);
-        sum += gradients<W>(g, u, d, own);
+        sum += gradients<W, LIMITED>(g, u, d, own, limit);
         store<W>(dgate + i, g);
         store<W>(dup + i, u);
     }
@@ -114,19 +133,25 @@ static __global__ void __launch_bounds__(ROW_THREADS)
 }
 
 void cuda_swiglu_share(Device *dev, real *y, const real *gate, const real *up, const float *share,
-                       const int32_t *pair, int P, int F)
+                       const int32_t *pair, int P, int F, float limit)
 {
     int W = F % 8 ? 1 : 8;
-    auto kernel = W == 8 ? swiglu_share_kernel<8> : swiglu_share_kernel<1>;
+    auto plain = W == 8 ? swiglu_share_kernel<8, false> : swiglu_share_kernel<1, false>;
+    auto limited = W == 8 ? swiglu_share_kernel<8, true> : swiglu_share_kernel<1, true>;
+    auto kernel = limit == 0.0f ? plain : limited;
     LAUNCH(cuda_of(dev), kernel, cuda_blocks((int64_t)P * F, THREADS * W), THREADS, 0, y, gate, up,
-           share, pair, P, F);
+           share, pair, P, F, limit);
 }
 
 void cuda_swiglu_share_backward(Device *dev, real *dgate, real *dup, float *dshare, const real *dy,
                                 const real *gate, const real *up, const float *share,
-                                const int32_t *pair, int P, int F)
+                                const int32_t *pair, int P, int F, float limit)
 {
-    auto kernel = F % 8 ? swiglu_share_backward_kernel<1> : swiglu_share_backward_kernel<8>;
+    auto plain =
+        F % 8 ? swiglu_share_backward_kernel<1, false> : swiglu_share_backward_kernel<8, false>;
+    auto limited =
+        F % 8 ? swiglu_share_backward_kernel<1, true> : swiglu_share_backward_kernel<8, true>;
+    auto kernel = limit == 0.0f ? plain : limited;
     LAUNCH(cuda_of(dev), kernel, P, ROW_THREADS, 0, dgate, dup, dshare, dy, gate, up, share, pair,
-           F);
+           F, limit);
 }
