@@ -14,7 +14,10 @@ from op_cases import case, frozen
 ROUTES = tuple(
     dict(T=T, X=X, K=K, norm=norm)
     for norm in (0, 1)
-    for T, X, K in ((0, 4, 2), (1, 1, 1), (3, 8, 3), (17, 128, 8), (5, 67, 32))
+    for T, X, K in (
+        *((0, 4, 2), (1, 1, 1), (3, 8, 3), (17, 128, 8), (5, 67, 32)),
+        *((9, 200, 8), (2, 511, 4), (3, 1000, 6)),
+    )
 )
 
 
@@ -45,7 +48,10 @@ def chosen_of(rng, T, X, K):
     return np.array(rows, np.int32).reshape(T, K)
 
 
-GROUPS = (dict(T=0, K=2, X=4), dict(T=1, K=1, X=1), dict(T=7, K=3, X=8), dict(T=300, K=8, X=128))
+GROUPS = (
+    *(dict(T=0, K=2, X=4), dict(T=1, K=1, X=1), dict(T=7, K=3, X=8)),
+    *(dict(T=300, K=8, X=128), dict(T=301, K=5, X=1024)),
+)
 
 
 @case(*GROUPS)
@@ -76,8 +82,14 @@ def make_unite(rng, T, K, D, accumulate):
     return dict(y=y, x=x, place=place, T=T, K=K, D=D, accumulate=accumulate)
 
 
-LOADS = ((0, 0), (1,), (0, 3, 0, 1), (5, 70, 0, 17, 2), (0, 0, 41), (1,) * 9)
-SIZES = ((64, 64), (1, 1), (97, 67), (33, 801), (130, 65), (64, 400))
+LOADS = (
+    *((0, 0), (1,), (0, 3, 0, 1), (5, 70, 0, 17, 2), (0, 0, 41), (1,) * 9),
+    *((5, 150, 0, 17), (0, 35, 0, 0, 0, 2)),
+)
+SIZES = (
+    *((64, 64), (1, 1), (97, 67), (33, 801), (130, 65), (64, 400)),
+    *((136, 200), (328, 136)),
+)
 
 
 def bounds_of(load):

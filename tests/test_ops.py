@@ -55,8 +55,9 @@ def test_op_matches_its_formula(dev, op):
 
 
 def take_rows(op, args, rows):
-    """The arguments with those rows of T, in that order: everything whose first size is T."""
-    T, out = args["T"], dict(args)
+    """The arguments with those rows of T, or P, in that order: everything of that first size."""
+    size = "T" if "T" in args else "P"
+    T, out = args[size], dict(args)
     for p in OPS[op]:
         value = args.get(p.name)
         if isinstance(value, tuple) and value[0] == T:
@@ -65,7 +66,7 @@ def take_rows(op, args, rows):
             out[p.name] = value[rows]
         elif isinstance(value, list) and len(value) == T:
             out[p.name] = [value[t] for t in rows]
-    return out | dict(T=len(rows))
+    return out | {size: len(rows)}
 
 
 def take_targets(op, args, rows):
@@ -106,6 +107,14 @@ ROW_OPS = {
     "rope_backward": dict(T=7, H=3, E=34, W=34),
     "swiglu": dict(T=7, F=67),
     "swiglu_backward": dict(T=7, F=67),
+    "route": dict(T=7, X=67, K=5, norm=0),
+    "route_backward": dict(T=7, X=67, K=5, norm=0),
+    "unite": dict(T=7, K=3, D=67, accumulate=1),
+    "swiglu_share": dict(P=7, F=67, paired=0, limit=0.0),
+    "swiglu_share_backward": dict(P=7, F=667, paired=0, limit=7.0),
+    "share_bias": dict(T=7, K=3, X=8, D=67),
+    "share_bias_backward": dict(T=7, K=3, X=8, D=667),
+    "sink": dict(T=7, H=3, E=34),
     "attention": dict(spans=((3, 100), (3, 0), (1, 65)), H=6, G=2, E=34),
     "head": dict(T=7, V=131, D=900, dtype="bf16"),
     "head_lora": dict(T=7, V=131, D=65, R=5),
@@ -131,8 +140,8 @@ def rows_of(args, name, value, rows):
 @pytest.mark.parametrize("op", ROW_OPS)
 def test_row_is_the_same_bit_for_bit_whatever_its_neighbours(dev, op):
     args = CASES[op][0](np.random.default_rng(0), **ROW_OPS[op])
-    whole, T = run(dev, op, args), args["T"]
-    some = list(range(T))
+    whole = run(dev, op, args)
+    some = list(range(args["T"] if "T" in args else args["P"]))
     batches = [[t] for t in some[:7]] + [
         some[::-1],
         some[1::2],
@@ -152,9 +161,9 @@ GROUPED = ("grouped_linear", "grouped_linear_backward", "grouped_matmul")
 
 
 @pytest.mark.parametrize("op", GROUPED)
-def test_pair_is_the_same_bit_for_bit_whoever_shares_its_expert(dev, op):
-    sizes = dict(load=(5, 0, 70, 17), N=131, D=515)
-    args = CASES[op][0](np.random.default_rng(0), **sizes)
+@pytest.mark.parametrize(("N", "D"), [(131, 515), (136, 1032)])
+def test_pair_is_the_same_bit_for_bit_whoever_shares_its_expert(dev, op, N, D):
+    args = CASES[op][0](np.random.default_rng(0), load=(5, 0, 70, 17), N=N, D=D)
     whole = dev.call(op, **args)
     name, given = ("dx", "dy") if "dx" in whole else ("y", "x")
     rng = np.random.default_rng(1)
