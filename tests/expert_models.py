@@ -84,15 +84,25 @@ class LoraExperts(torch.nn.Module):
             module = getattr(module, part)
         module.weight = torch.nn.Parameter(weight)
 
+    def delta(self, name: str, index: int) -> torch.Tensor:
+        """scale · B·A of one expert, which its weight would be larger by."""
+        a, b = self.pair(name, index)
+        return self.scale * b @ a
+
     def change(self, name: str, index: int, x: torch.Tensor) -> torch.Tensor:
         """scale · x·Aᵀ·Bᵀ of one expert."""
+        a, b = self.pair(name, index)
+        return (self.scale * (x.to(a.dtype) @ a.T @ b.T)).to(x.dtype)
+
+    def pair(self, name: str, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B of one expert."""
         found = dict(self.named_parameters())
         a, b = (
             found.get(f"{name}.{index}.lora_{letter}.default.weight",
                       found.get(f"{name}.all.lora_{letter}.default.weight"))
             for letter in "AB"
         )  # fmt: skip
-        return (self.scale * (x.to(a.dtype) @ a.T @ b.T)).to(x.dtype)
+        return a, b
 
     def forward(self, x: torch.Tensor, index: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         total = torch.zeros_like(x)
@@ -105,3 +115,19 @@ class LoraExperts(torch.nn.Module):
             taken = torch.where(index == number, share, 0.0).sum(-1, keepdim=True)
             total = total + y * taken.to(y.dtype)
         return total
+
+
+def united(model: torch.nn.Module) -> torch.nn.Module:
+    """The model with LoRA on experts added to their weights."""
+    for module in model.modules():
+        if isinstance(module, LoraExperts):
+            half = module.gate_up_proj.shape[1] // 2
+            with torch.no_grad():
+                for index, (first, last) in enumerate(
+                    zip(module.gate_up_proj, module.down_proj, strict=True)
+                ):
+                    first[:half] += module.delta("w1", index)
+                    first[half:] += module.delta("w3", index)
+                    last += module.delta("w2", index)
+            del module.w1, module.w2, module.w3
+    return model

@@ -184,6 +184,18 @@ SPECS = {
          "shared_expert_intermediate_size": 23},
         seeing=True,
     ),
+    "qwen3_5_moe-tied": Spec(
+        "qwen3_5_moe",
+        {"vocab_size": 92, "hidden_size": 28, "num_attention_heads": 2, "num_key_value_heads": 2,
+         "head_dim": 16, "tie_word_embeddings": True, "linear_num_key_heads": 1,
+         "linear_num_value_heads": 1, "linear_key_head_dim": 32, "linear_value_head_dim": 64,
+         "full_attention_interval": 2, "max_position_embeddings": 200, "num_experts": 6,
+         "num_experts_per_tok": 1, "moe_intermediate_size": 17,
+         "shared_expert_intermediate_size": 31},
+        torch.float16,
+        "40KB",
+        kind="qwen3_5_moe_text",
+    ),
 }  # fmt: skip
 VISION = {
     "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "patch_size": 2,

@@ -215,8 +215,23 @@ def test_every_key_of_the_tables_is_tried_here() -> None:
     assert sorted(MATHS) == sorted((*config.REFUSED, *config.FACTORS))
 
 
-@pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.name)
-@pytest.mark.parametrize("key", MATHS)
+def names_of_sizes(family: families.Family) -> set[str]:
+    """The keys that are sizes to a family, by all of their names."""
+    read = set(family.sizes.values())
+    return read | {other for other, name in config.OTHER_NAMES.items() if name in read}
+
+
+NOT_READ = [
+    (key, family)
+    for key in MATHS
+    for family in families.FAMILIES
+    if key not in names_of_sizes(family)
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "family"), NOT_READ, ids=[f"{key}-{family.name}" for key, family in NOT_READ]
+)
 def test_a_key_that_changes_the_maths_is_refused_by_every_family(
     key: str, family: families.Family, tmp_path: Path
 ) -> None:
@@ -322,7 +337,7 @@ def test_a_model_of_an_unknown_kind_of_layer_is_refused() -> None:
     freq = np.ones(5, np.float32)
     for changes, sentence in (
         ({"mixers": ("full_attention", "mlp")}, "no kind of mixer is called 'mlp'"),
-        ({"feeds": ("mlp", "experts")}, "no kind of feed-forward part is called 'experts'"),
+        ({"feeds": ("mlp", "expert")}, "no kind of feed-forward part is called 'expert'"),
         ({"feeds": ("mlp",)}, "feeds names 1 layers, the model has 2"),
         ({"mixers": ("sliding_attention",) * 2}, "layer 0 has a sliding window, which must be at"),
     ):
