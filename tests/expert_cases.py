@@ -100,7 +100,10 @@ PRODUCTS = tuple(
 def make_grouped_linear(rng, load, N, D, dtype="f32"):
     P, X = sum(load), len(load)
     w, x = experts(rng, X, N, D, dtype), rng.standard_normal((P, D))
-    return dict(y=(P, N), x=x, w=w, step=0, bounds=bounds_of(load), X=X, P=P, N=N, D=D)
+    bias = rng.standard_normal((X, N)) if dtype == "bf16" else None
+    return dict(y=(P, N), x=x, w=w, step=0, bias=bias, bounds=bounds_of(load)) | dict(
+        X=X, P=P, N=N, D=D
+    )
 
 
 @case(*(size | dict(accumulate=accumulate) for size in PRODUCTS for accumulate in (0, 1)))
@@ -155,22 +158,50 @@ def share_of(rng, P, paired):
     return dict(share=share, pair=pair)
 
 
-SHARED = tuple(size | dict(paired=paired) for size in PF for paired in (0, 1) if not size["P"] % 2)
+SHARED = tuple(
+    size | dict(paired=paired, limit=limit)
+    for size in PF
+    for paired in (0, 1)
+    for limit in (0.0, 7.0)
+    if not (paired and size["P"] % 2)
+)
 
 
-@case(*SHARED, dict(P=1, F=1, paired=0))
-def make_swiglu_share(rng, P, F, paired):
+@case(*SHARED)
+def make_swiglu_share(rng, P, F, paired, limit):
     gate, up = rng.standard_normal((2, P, F)) * 8
-    return dict(y=(P, F), gate=gate, up=up, P=P, F=F) | share_of(rng, P, paired)
+    sizes = dict(P=P, F=F, limit=limit)
+    return dict(y=(P, F), gate=gate, up=up) | sizes | share_of(rng, P, paired)
 
 
 @case(*(size | dict(alias=alias) for size in SHARED for alias in (False, True)))
-def make_swiglu_share_backward(rng, P, F, paired, alias=False):
-    dy, gate, up = rng.standard_normal((3, P, F)) * 3
+def make_swiglu_share_backward(rng, P, F, paired, limit, alias=False):
+    dy, gate, up = rng.standard_normal((3, P, F)) * 5
     own = share_of(rng, P, paired)
     outputs = dict(dgate="gate", dup="up") if alias else dict(dgate=(P, F), dup=(P, F))
     outputs |= dict(dshare=own["share"].shape)
-    return outputs | dict(dy=dy, gate=gate, up=up, P=P, F=F) | own
+    return outputs | dict(dy=dy, gate=gate, up=up, P=P, F=F, limit=limit) | own
+
+
+BIASES = tuple(dict(T=T, K=K, X=8, D=D) for T, K, D in ((0, 2, 8), (1, 1, 1), (7, 3, 515)))
+
+
+@case(*BIASES)
+def make_share_bias(rng, T, K, X, D):
+    args = dict(chosen=chosen_of(rng, T, X, K), bias=rng.standard_normal((X, D)), T=T, K=K, D=D)
+    return args | dict(y=rng.standard_normal((T, D)), share=rng.random((T, K)))
+
+
+@case(*BIASES)
+def make_share_bias_backward(rng, T, K, X, D):
+    args = dict(chosen=chosen_of(rng, T, X, K), bias=rng.standard_normal((X, D)), T=T, K=K, D=D)
+    return args | dict(dy=rng.standard_normal((T, D)), dshare=rng.standard_normal((T, K)))
+
+
+@case(dict(T=0, H=2, E=8), dict(T=1, H=1, E=1), dict(T=7, H=6, E=34))
+def make_sink(rng, T, H, E):
+    y, lse = rng.standard_normal((T, H, E)), rng.standard_normal((T, H)) * 30
+    return dict(y=y, lse=lse, sinks=rng.standard_normal(H) * 10, T=T, H=H, E=E)
 
 
 @case(dict(n=0), dict(n=1), dict(n=67))

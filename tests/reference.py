@@ -282,10 +282,12 @@ def by_expert(bounds, P):
     return [(e, slice(first, last)) for e, (first, last) in enumerate(every)]
 
 
-def grouped_linear(x, w, bounds, P, N, **_):
+def grouped_linear(x, w, bias, bounds, P, N, **_):
     y = np.zeros((P, N), x.dtype)
     for e, own in by_expert(bounds, P):
         y[own] = x[own] @ w[e].T
+        if bias is not None:
+            y[own] += bias[e]
     return {"y": y}
 
 
@@ -311,17 +313,42 @@ def grouped_gradient(dw, x, dy, bounds, P, scale, **_):
     return {"dw": dw}
 
 
-def swiglu_share(gate, up, share, pair, P, **_):
+def unit(gate, up, limit):
+    """What an expert makes of gate and up: swiglu, or gpt-oss's own."""
+    if not limit:
+        return swiglu(gate, up)["y"]
+    gate = np.minimum(gate, limit)
+    return gate * logistic(1.702 * gate) * (np.clip(up, -limit, limit) + 1)
+
+
+def unit_backward(dy, gate, up, limit):
+    if not limit:
+        return swiglu_backward(dy, gate, up)
+    g, u = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    s = logistic(1.702 * g)
+    slope = s * (1 + 1.702 * g * (1 - s))
+    return {"dgate": (gate == g) * dy * (u + 1) * slope, "dup": (up == u) * dy * g * s}
+
+
+def swiglu_share(gate, up, share, pair, P, limit, **_):
     share = share.ravel()[np.arange(P) if pair is None else pair][:, None]
-    return {"y": share * swiglu(gate, up)["y"]}
+    return {"y": share * unit(gate, up, limit)}
 
 
-def swiglu_share_backward(dy, gate, up, share, pair, P, **_):
+def swiglu_share_backward(dy, gate, up, share, pair, P, limit, **_):
     place = np.arange(P) if pair is None else pair
     own = share.ravel()[place][:, None]
     dshare = np.zeros(share.size, dy.dtype)
-    dshare[place] = (dy * swiglu(gate, up)["y"]).sum(-1)
-    return swiglu_backward(own * dy, gate, up) | {"dshare": dshare.reshape(share.shape)}
+    dshare[place] = (dy * unit(gate, up, limit)).sum(-1)
+    return unit_backward(own * dy, gate, up, limit) | {"dshare": dshare.reshape(share.shape)}
+
+
+def share_bias(y, share, chosen, bias, **_):
+    return {"y": y + (share[..., None] * bias[chosen]).sum(1)}
+
+
+def share_bias_backward(dshare, dy, chosen, bias, **_):
+    return {"dshare": dshare + (dy[:, None] * bias[chosen]).sum(-1)}
 
 
 def sigmoid(x, **_):
@@ -378,6 +405,11 @@ def attention(q, k_pages, v_pages, spans, pages, H, G, window=0, **_):
                     q[span.row + i, h], k[:, g], v[:, g]
                 )
     return {"y": y, "lse": lse}
+
+
+def sink(y, lse, sinks, **_):
+    both = np.logaddexp(lse, sinks)
+    return {"y": y * np.exp(lse - both)[..., None], "lse": both}
 
 
 def attention_backward(dy, y, lse, q, k, v, spans, H, G, E, window=0, **_):

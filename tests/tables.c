@@ -108,6 +108,7 @@ static const Shape shape = {.layers = L,
                             .window = 8,
                             .tied = 1,
                             .norm_eps = 1e-6f,
+                            .rope_scale = 1.0f,
                             .layer = kinds};
 
 /* What so many numbers take, as the arena hands them out. */

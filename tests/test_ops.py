@@ -246,13 +246,14 @@ def test_reference_route_backward_is_the_gradient(norm):
 
 
 @pytest.mark.parametrize("pair", (None, np.array([2, 0, 3, 1])))
-def test_reference_swiglu_share_backward_is_the_gradient(pair):
+@pytest.mark.parametrize("limit", (0.0, 1.0))
+def test_reference_swiglu_share_backward_is_the_gradient(pair, limit):
     rng = np.random.default_rng(0)
     gate, up, dy = rng.standard_normal((3, 4, 9))
     inputs = dict(gate=gate, up=up, share=rng.random(4))
-    out = reference.swiglu_share_backward(dy=dy, pair=pair, P=4, **inputs)
+    out = reference.swiglu_share_backward(dy=dy, pair=pair, P=4, limit=limit, **inputs)
     gradients = {name: out[f"d{name}"] for name in inputs}
-    forward = functools.partial(reference.swiglu_share, pair=pair, P=4)
+    forward = functools.partial(reference.swiglu_share, pair=pair, P=4, limit=limit)
     assert_slope(lambda **given: np.sum(dy * forward(**given)["y"]), inputs, gradients)
 
 
@@ -284,6 +285,18 @@ def test_reference_attention_backward_is_the_gradient(window):
 
     out = reference.attention_backward(**args)
     assert_slope(loss, {k: args[k] for k in "qkv"}, dict(q=out["dq"], k=out["dk"], v=out["dv"]))
+
+
+def test_reference_sink_is_one_more_logit():
+    rng = np.random.default_rng(0)
+    logits, v = rng.standard_normal((3, 2, 5)), rng.standard_normal((5, 4))
+    sinks, lse = rng.standard_normal(2), np.logaddexp.reduce(logits, -1)
+    y = np.exp(logits - lse[..., None]) @ v
+    both = np.concatenate([logits, np.broadcast_to(sinks[:, None], (3, 2, 1))], -1)
+    whole = np.logaddexp.reduce(both, -1)
+    got = reference.sink(y, lse, sinks)
+    np.testing.assert_allclose(got["lse"], whole, rtol=1e-12)
+    np.testing.assert_allclose(got["y"], np.exp(logits - whole[..., None]) @ v, rtol=1e-12)
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 64, 66])

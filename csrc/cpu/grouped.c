@@ -1,7 +1,7 @@
 /* cpu/grouped.c - products of pairs with their own expert's matrices: one product for each expert
  * that has pairs.
  *
- *   grouped_linear    y = x·w_eᵀ         grouped_linear_backward  dx = dy·w_e
+ *   grouped_linear    y = x·w_eᵀ + b_e   grouped_linear_backward  dx = dy·w_e
  *   grouped_matmul    y = scale·x·w_e    grouped_gradient         dw_e += scale·xᵀ·dy
  *
  * An element's sum doesn't depend on how many rows there are (matmul.c), so neither does a pair's
@@ -27,13 +27,14 @@ static const frozen *expert(const frozen *w, int64_t step, int e)
 }
 
 void CPU(grouped_linear)(Device *dev, real *y, const real *x, const frozen *w, int64_t step,
-                         const int32_t *bounds, int X, int P, int N, int D)
+                         const float *bias, const int32_t *bounds, int X, int P, int N, int D)
 {
     for (int e = 0; e < X; e++) {
         Part part = part_of(bounds, e, P);
         if (!part.count) continue;
         Product p = product_of(f32(y) + part.first * N, f32c(x) + part.first * D, D,
                                expert(w, step, e), 0, PANELS, part.count, N, D);
+        p.bias = bias ? bias + (int64_t)e * N : NULL;
         CPU(product_run)(dev, &p);
     }
 }

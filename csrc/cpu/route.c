@@ -4,11 +4,12 @@
  *   route       the K largest logits; shares e^l / Σ e^l, over those K (norm) or over all X
  *   group       pairs (row, expert) by expert: a counting sort, stable
  *   unite       y[t,:] = Σ_k x[place[t·K+k],:]
+ *   share_bias  y[t,:] += Σ_k share[t,k]·bias[chosen[t,k],:];  dshare[t,k] += dy[t,:]·bias[…]
  *
  * A softmax over all experts, divided by the sum of those kept, is a softmax over those kept: the
  * other logits don't matter then. Rows are short (X is 8 to 512) beside the products that follow,
  * so route works number by number. group makes two passes over P pairs on one thread. unite reads
- * P·D and writes T·D; memory bound. */
+ * P·D and writes T·D, and so does share_bias; memory bound. */
 #include <math.h>
 #include <string.h>
 
@@ -180,4 +181,64 @@ void CPU(unite)(Device *dev, real *y, const real *x, const int32_t *place, int T
 {
     Unite g = {f32(y), f32c(x), place, T, K, D, accumulate, cpu_rows_of_job(GRAIN, K * D)};
     cpu_run_of(dev, NS_UNITE * T * K * D, ((int64_t)T + g.grain - 1) / g.grain, unite_job, &g);
+}
+
+/* ---- a bias of each expert ---- */
+
+typedef struct Bias {
+    float *y, *dshare;       /* (T,D), (T,K) */
+    const float *dy, *share; /* (T,D), (T,K) */
+    const int32_t *chosen;
+    const float *bias;
+    int T, K, D, grain;
+} Bias;
+
+static void bias_job(void *context, int64_t job)
+{
+    const Bias *g = context;
+    int from = (int)job * g->grain, to = g->T - from < g->grain ? g->T : from + g->grain;
+    for (int64_t t = from; t < to; t++)
+        for (int i = 0; i < g->D; i += VL) {
+            int rest = g->D - i < VL ? g->D - i : VL;
+            float *y = g->y + t * g->D + i;
+            vf sum = v_load_upto(y, rest);
+            for (int k = 0; k < g->K; k++) {
+                const float *bias = g->bias + (int64_t)g->chosen[t * g->K + k] * g->D + i;
+                sum = v_fma(v_set(g->share[t * g->K + k]), v_load_upto(bias, rest), sum);
+            }
+            v_store_upto(y, sum, rest);
+        }
+}
+
+static void bias_backward_job(void *context, int64_t job)
+{
+    const Bias *g = context;
+    int from = (int)job * g->grain, to = g->T - from < g->grain ? g->T : from + g->grain;
+    for (int64_t p = (int64_t)from * g->K; p < (int64_t)to * g->K; p++) {
+        const float *dy = g->dy + p / g->K * g->D, *bias = g->bias + (int64_t)g->chosen[p] * g->D;
+        double total = g->dshare[p];
+        for (int i = 0; i < g->D; i++) total += (double)dy[i] * (double)bias[i];
+        g->dshare[p] = (float)total;
+    }
+}
+
+static void bias_run(Device *dev, Bias *g, void (*work)(void *, int64_t))
+{
+    g->grain = cpu_rows_of_job(GRAIN, g->K * g->D);
+    cpu_run_of(dev, NS_UNITE * g->T * g->K * g->D, ((int64_t)g->T + g->grain - 1) / g->grain, work,
+               g);
+}
+
+void CPU(share_bias)(Device *dev, real *y, const float *share, const int32_t *chosen,
+                     const float *bias, int T, int K, int D)
+{
+    Bias g = {f32(y), NULL, NULL, share, chosen, bias, T, K, D, 0};
+    bias_run(dev, &g, bias_job);
+}
+
+void CPU(share_bias_backward)(Device *dev, float *dshare, const real *dy, const int32_t *chosen,
+                              const float *bias, int T, int K, int D)
+{
+    Bias g = {NULL, dshare, f32c(dy), NULL, chosen, bias, T, K, D, 0};
+    bias_run(dev, &g, bias_backward_job);
 }

@@ -94,7 +94,32 @@ typedef struct Shared {
     const float *dy, *gate, *up, *share;
     const int32_t *pair; /* where a row's share is; NULL: at its own number */
     int P, F, grain;
+    float limit;
 } Shared;
+
+#define SLOPE 1.702f /* of gpt-oss's sigmoid */
+
+/* The unit of a vector of elements; where `limit` is not 0, gpt-oss's. */
+static inline vf unit(vf gate, vf up, float limit)
+{
+    if (limit == 0.0f) return gate * v_sigmoid(gate) * up;
+    vf most = v_set(limit);
+    gate = v_min(gate, most);
+    return gate * v_sigmoid(SLOPE * gate) * (v_max(v_min(up, most), -most) + 1.0f);
+}
+
+/* Its gradients. A number beyond the limit has none. */
+static inline void unit_gradients(vf *dgate, vf *dup, vf dy, vf gate, vf up, float limit)
+{
+    if (limit == 0.0f) {
+        gradients(dgate, dup, dy, gate, up);
+        return;
+    }
+    vf most = v_set(limit), g = v_min(gate, most), u = v_max(v_min(up, most), -most);
+    vf s = v_sigmoid(SLOPE * g), none = v_set(0.0f);
+    *dgate = v_select(gate == g, dy * (u + 1.0f) * (s * (1.0f + SLOPE * g * (1.0f - s))), none);
+    *dup = v_select(up == u, dy * (g * s), none);
+}
 
 static void shared_job(void *context, int64_t job)
 {
@@ -105,7 +130,7 @@ static void shared_job(void *context, int64_t job)
         for (int64_t i = t * g->F, end = i + g->F; i < end; i += VL) {
             int rest = end - i < VL ? (int)(end - i) : VL;
             vf gate = v_load_upto(g->gate + i, rest);
-            vf act = gate * v_sigmoid(gate) * v_load_upto(g->up + i, rest);
+            vf act = unit(gate, v_load_upto(g->up + i, rest), g->limit);
             v_store_upto(g->y + i, share * act, rest);
         }
     }
@@ -128,8 +153,8 @@ static void shared_backward_job(void *context, int64_t job)
             }
             vf gate = v_load_upto(g->gate + i, rest), up = v_load_upto(g->up + i, rest);
             vf dy = v_load_upto(g->dy + i, rest);
-            sum = v_fma(dy, gate * v_sigmoid(gate) * up, sum);
-            gradients(&dgate, &dup, share * dy, gate, up);
+            sum = v_fma(dy, unit(gate, up, g->limit), sum);
+            unit_gradients(&dgate, &dup, share * dy, gate, up, g->limit);
             v_store_upto(g->dgate + i, dgate, rest);
             v_store_upto(g->dup + i, dup, rest);
         }
@@ -138,7 +163,7 @@ static void shared_backward_job(void *context, int64_t job)
 }
 
 void CPU(swiglu_share)(Device *dev, real *y, const real *gate, const real *up, const float *share,
-                       const int32_t *pair, int P, int F)
+                       const int32_t *pair, int P, int F, float limit)
 {
     Shared g = {.y = f32(y),
                 .gate = f32c(gate),
@@ -147,13 +172,14 @@ void CPU(swiglu_share)(Device *dev, real *y, const real *gate, const real *up, c
                 .pair = pair,
                 .P = P,
                 .F = F,
-                .grain = cpu_rows_of_job(GRAIN, F)};
+                .grain = cpu_rows_of_job(GRAIN, F),
+                .limit = limit};
     cpu_run_of(dev, NS * P * F, ((int64_t)P + g.grain - 1) / g.grain, shared_job, &g);
 }
 
 void CPU(swiglu_share_backward)(Device *dev, real *dgate, real *dup, float *dshare, const real *dy,
                                 const real *gate, const real *up, const float *share,
-                                const int32_t *pair, int P, int F)
+                                const int32_t *pair, int P, int F, float limit)
 {
     Shared g = {.dgate = f32(dgate),
                 .dup = f32(dup),
@@ -165,7 +191,8 @@ void CPU(swiglu_share_backward)(Device *dev, real *dgate, real *dup, float *dsha
                 .pair = pair,
                 .P = P,
                 .F = F,
-                .grain = cpu_rows_of_job(GRAIN, F)};
+                .grain = cpu_rows_of_job(GRAIN, F),
+                .limit = limit};
     cpu_run_of(dev, NS_BACKWARD * P * F, ((int64_t)P + g.grain - 1) / g.grain, shared_backward_job,
                &g);
 }

@@ -57,7 +57,11 @@ typedef struct LayerKinds {
     X(value_width)    \
     X(experts)        \
     X(chosen)         \
-    X(expert_ffn) X(norm_shares)
+    X(expert_ffn)     \
+    X(norm_shares)    \
+    X(expert_bias)    \
+    X(o_bias)         \
+    X(sinks)
 
 typedef struct Shape {
 #define X(name) int name;
@@ -65,6 +69,7 @@ typedef struct Shape {
 #undef X
     float norm_eps;
     float rope_scale;        /* factor of rope's cosine and sine */
+    float expert_limit;      /* of experts' gate and up (swiglu_share); 0: none */
     const LayerKinds *layer; /* host array of L */
 } Shape;
 
@@ -117,8 +122,9 @@ typedef struct SlotInfo {
 } SlotInfo;
 
 typedef struct LayerWeights {
-#define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) frozen *slot; /* the first \
-                                                                                      */
+#define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) \
+    frozen *slot; /* the first                                         \
+                   */
 #define LAYER_VECTOR(slot, length, present) float *slot;
 #include "weights.inc"
 } LayerWeights;

@@ -21,6 +21,7 @@ typedef struct Mix {
     const LayerActs *a;
     const LayerWeights *w;
     int T, P, D, F, X, K;
+    float limit;
     int64_t wide, narrow; /* bytes from one expert's matrix to the next: (F,D), (D,F) */
 } Mix;
 
@@ -40,6 +41,7 @@ static Mix mix_of(const Pass *p)
                  .F = s->expert_ffn,
                  .X = s->experts,
                  .K = K,
+                 .limit = s->expert_limit,
                  .wide = (int64_t)matrix_step(m, s->expert_ffn, s->width),
                  .narrow = (int64_t)matrix_step(m, s->width, s->expert_ffn)};
 }
@@ -110,22 +112,28 @@ void experts_forward(const Pass *p, real *out)
     const LayerWeights *w = m.w;
     const Batch *batch = p->batch;
 
-    const Projection router[] = {FROZEN(a->router_logits, router, m.X)};
+    const Projection router[] = {
+        {a->router_logits, NULL, w->router, w->router_bias, m.X, offsetof(LayerPairs, router)}};
     project(p, router, 1, acts->xn, m.D, 0);
     choose(&m);
     d->gather(d, acts->e_x, acts->xn, acts->e_row, m.P, m.D);
-    d->grouped_linear(d, a->e_gate, acts->e_x, w->e_gate, m.wide, a->e_bounds, m.X, m.P, m.F, m.D);
-    d->grouped_linear(d, a->e_up, acts->e_x, w->e_up, m.wide, a->e_bounds, m.X, m.P, m.F, m.D);
+    d->grouped_linear(d, a->e_gate, acts->e_x, w->e_gate, m.wide, w->e_gate_bias, a->e_bounds, m.X,
+                      m.P, m.F, m.D);
+    d->grouped_linear(d, a->e_up, acts->e_x, w->e_up, m.wide, w->e_up_bias, a->e_bounds, m.X, m.P,
+                      m.F, m.D);
     for (const Segment *g = batch->segment; g < batch->segment + batch->segments; g++) {
         if (!segment_begin(&m, g)) continue;
         add_wide_lora(&m, g, pairs_of(&m, g->adapter)->e_gate, a->e_gate, a->s_e_gate);
         add_wide_lora(&m, g, pairs_of(&m, g->adapter)->e_up, a->e_up, a->s_e_up);
     }
     if (!out) return;
-    d->swiglu_share(d, acts->e_act, a->e_gate, a->e_up, acts->share, acts->e_pair, m.P, m.F);
-    d->grouped_linear(d, acts->e_x, acts->e_act, w->e_down, m.narrow, a->e_bounds, m.X, m.P, m.D,
-                      m.F);
+    d->swiglu_share(d, acts->e_act, a->e_gate, a->e_up, acts->share, acts->e_pair, m.P, m.F,
+                    m.limit);
+    d->grouped_linear(d, acts->e_x, acts->e_act, w->e_down, m.narrow, NULL, a->e_bounds, m.X, m.P,
+                      m.D, m.F);
     d->unite(d, out, acts->e_x, acts->e_place, m.T, m.K, m.D, 1);
+    if (w->e_down_bias)
+        d->share_bias(d, out, acts->share, acts->chosen, w->e_down_bias, m.T, m.K, m.D);
     for (const Segment *g = batch->segment; g < batch->segment + batch->segments; g++)
         if (segment_begin(&m, g))
             add_narrow_lora(&m, g, pairs_of(&m, g->adapter)->e_down, out, a->s_e_down);
@@ -190,13 +198,16 @@ static void pairs_backward(const Pass *p, real *dxn, int accumulate)
     int trained = pairs->e_gate.a >= 0;
 
     choose(&m);
-    d->swiglu_share(d, acts->e_act, a->e_gate, a->e_up, acts->share, acts->e_pair, m.P, m.F);
+    d->swiglu_share(d, acts->e_act, a->e_gate, a->e_up, acts->share, acts->e_pair, m.P, m.F,
+                    m.limit);
     d->gather(d, g->de_x, g->dx, acts->e_row, m.P, m.D);
     d->grouped_linear_backward(d, g->de_act, g->de_x, w->e_down, m.narrow, a->e_bounds, m.X, m.P,
                                m.D, m.F, 0);
     if (trained) narrow_lora_backward(&m, pairs->e_down, g->de_act, g->dx);
     d->swiglu_share_backward(d, a->e_gate, a->e_up, g->dshare, g->de_act, a->e_gate, a->e_up,
-                             acts->share, acts->e_pair, m.P, m.F);
+                             acts->share, acts->e_pair, m.P, m.F, m.limit);
+    if (w->e_down_bias)
+        d->share_bias_backward(d, g->dshare, g->dx, acts->chosen, w->e_down_bias, m.T, m.K, m.D);
     if (dxn) {
         d->route_backward(d, g->drouter_logits, g->dshare, acts->chosen, acts->share,
                           a->router_logits, m.T, m.X, m.K, p->model->shape.norm_shares);
@@ -235,7 +246,7 @@ void experts_with_shared_forward(const Pass *p, real *out)
     project(p, in, 3, acts->xn, D, 0);
     if (!out) return;
     d->sigmoid(d, acts->shared_share, a->shared_logit, T);
-    d->swiglu_share(d, acts->act, a->gate, a->up, acts->shared_share, NULL, T, F);
+    d->swiglu_share(d, acts->act, a->gate, a->up, acts->shared_share, NULL, T, F, 0.0f);
     project(p, down, 1, acts->act, F, 1);
 }
 
@@ -253,10 +264,10 @@ void experts_with_shared_backward(const Pass *p, real *dxn)
                              FROZEN(g->dshared_logit, shared_gate, 1)};
 
     d->sigmoid(d, acts->shared_share, a->shared_logit, T);
-    d->swiglu_share(d, acts->act, a->gate, a->up, acts->shared_share, NULL, T, F);
+    d->swiglu_share(d, acts->act, a->gate, a->up, acts->shared_share, NULL, T, F, 0.0f);
     unproject(p, down, 1, g->dact, acts->act, F);
     d->swiglu_share_backward(d, a->gate, a->up, g->dshared_share, g->dact, a->gate, a->up,
-                             acts->shared_share, NULL, T, F);
+                             acts->shared_share, NULL, T, F, 0.0f);
     d->sigmoid_backward(d, g->dshared_logit, g->dshared_share, acts->shared_share, T);
     unproject(p, in, 3, dxn, acts->xn, D);
     pairs_backward(p, dxn, 1);

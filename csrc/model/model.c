@@ -56,6 +56,9 @@ static Status experts_check(const Shape *s)
                     s->expert_ffn);
     if (s->norm_shares > 1)
         return fail(STATUS_INVALID, "norm_shares must be 0 or 1, not %d", s->norm_shares);
+    if (!(s->expert_limit >= 0.0f) || !isfinite(s->expert_limit))
+        return fail(STATUS_INVALID, "expert_limit must be 0 (none) or more, not %g",
+                    (double)s->expert_limit);
     return STATUS_OK;
 }
 
@@ -81,6 +84,8 @@ static Status shape_check(const Shape *s)
     if (s->q_gate > 1) return fail(STATUS_INVALID, "q_gate must be 0 or 1, not %d", s->q_gate);
     if (!(s->norm_eps > 0.0f) || !isfinite(s->norm_eps))
         return fail(STATUS_INVALID, "norm_eps must be positive, not %g", (double)s->norm_eps);
+    if (!(s->rope_scale > 0.0f) || !isfinite(s->rope_scale))
+        return fail(STATUS_INVALID, "rope_scale must be positive, not %g", (double)s->rope_scale);
     for (int l = 0; l < s->layers; l++) {
         if (s->layer[l].kind[MIXER] == KIND_sliding_attention && s->window < 1)
             return fail(STATUS_INVALID, "layer %d has a sliding window, which must be at least 1",

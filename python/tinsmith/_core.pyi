@@ -104,9 +104,12 @@ class Model:
     config keys: layers, width, heads, kv_heads, head_width, rotary (numbers of a head that are
     rotated), ffn, vocab, context, norm_eps, rope_scale, window (of sliding_attention), qkv_bias
     (0/1), qk_norm (0/1), q_gate (0/1: wq has a gate beside each head's q), tied (0/1); of
-    linear_attention key_heads, value_heads, key_width and value_width, 0 where no layer is that;
-    and of each layer's parts their kinds (csrc/model/layers.inc): mixers, full_attention,
-    sliding_attention or linear_attention, and feeds, mlp. inv_freq is (rotary/2,) float32.
+    linear_attention key_heads, value_heads, key_width and value_width; of layers with experts
+    experts, chosen (experts of a token), expert_ffn, norm_shares (0/1: the chosen ones' shares add
+    up to 1), expert_bias (0/1) and expert_limit (of gpt-oss's unit); o_bias (0/1) and sinks (0/1)
+    of attention; and of each layer's parts their kinds (csrc/model/layers.inc): mixers,
+    full_attention, sliding_attention or linear_attention, and feeds, mlp, experts or
+    experts_with_shared. What is missing is 0. inv_freq is (rotary/2,) float32.
     weights is the element type that matrices are kept in; the products are exact for either.
     """
 
