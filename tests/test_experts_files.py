@@ -217,6 +217,16 @@ def test_experts_one_by_one_and_in_one_tensor_are_the_same_model(name: str, tmp_
     np.testing.assert_array_equal(table(model.core, name), table(loaded(name).core, name))
 
 
+def test_the_layout_of_a_speculative_head_says_nothing(tmp_path: Path) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        take_apart(tensors)
+        tensors["mtp.layers.0.mlp.experts.down_proj"] = np.ones((8, 32, 19), np.float32)
+
+    model = families.load_model(rewritten(tmp_path, "qwen3_5_moe", change), threads=1)
+    wanted = table(loaded("qwen3_5_moe").core, "qwen3_5_moe")
+    np.testing.assert_array_equal(table(model.core, "qwen3_5_moe"), wanted)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
 @pytest.mark.parametrize("name", ("qwen3_moe", "qwen3_5_moe"))
 def test_every_type_of_weights_is_read(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
