@@ -289,7 +289,8 @@ def reference(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
 
 def as_double(path: Path) -> PreTrainedModel:
     """A model's folder in transformers, in float64 throughout."""
-    return in_double(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    return in_double(model.double()).eval()  # parts of a model that sees have their own type
 
 
 def in_double(model: PreTrainedModel) -> PreTrainedModel:
