@@ -271,17 +271,76 @@ def frequencies(file: Path, content: dict[str, Any], rotary: int) -> NDArray[np.
     # A float64 power, rounded, is torch's float32 power but for the last bit of one in a hundred.
     powers = (float(np.float32(theta)) ** exponents.astype(np.float64)).astype(np.float32)
     plain = np.float32(1.0) / powers
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "llama3"):
-        raise ValueError(
-            f"{file}: the rope type is {kind!r:.60}; tinsmith knows default and llama3"
-        )
+    kind = _rope_kind(file, rope)
+    rope = {"original_max_position_embeddings": content.get("max_position_embeddings")} | rope
     if kind == "llama3":
-        rope = {"original_max_position_embeddings": content.get("max_position_embeddings")} | rope
         plain = _llama3(file, rope, plain)
+    if kind == "yarn":
+        plain = _yarn(file, rope, powers, float(theta))
     if not np.isfinite(plain).all():
         raise ValueError(f"{file}: with rope_theta {theta:g} not all frequencies are finite")
     return plain
+
+
+def _rope_kind(file: Path, rope: Mapping[str, Any]) -> str:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "llama3", "yarn"):
+        raise ValueError(
+            f"{file}: the rope type is {kind!r:.60}; tinsmith knows default, llama3 and yarn"
+        )
+    return str(kind)
+
+
+def rope_scale(file: Path, content: dict[str, Any]) -> float:
+    """What multiplies rope's cosines and sines: YaRN's attention factor, else 1."""
+    rope = _rope(file, content)
+    if _rope_kind(file, rope) != "yarn":
+        return 1.0
+    given = rope.get("attention_factor")
+    if given is not None:
+        return number(file, rope, "attention_factor")
+    factor = number(file, rope, "factor")
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        both = (number(file, rope, key) for key in ("mscale", "mscale_all_dim"))
+        own, all_dim = (_longer(factor, scale) for scale in both)
+        return own / all_dim
+    return _longer(factor, 1.0)
+
+
+def _longer(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _yarn(
+    file: Path, rope: dict[str, Any], powers: NDArray[np.float32], theta: float
+) -> NDArray[np.float32]:
+    """YaRN's frequencies: pairs that turn seldom within the original context are slowed by a
+    factor, those that turn often are not, with a straight passage between."""
+    fast, slow = (
+        number(file, rope, key, default=default)
+        for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    )
+    factor, original = (
+        number(file, rope, key) for key in ("factor", "original_max_position_embeddings")
+    )
+    whole = rope.get("truncate", True)
+    if type(whole) is not bool:
+        raise ValueError(f"{file}: truncate should be true or false, found {whole!r:.60}")
+    if theta == 1.0:
+        raise ValueError(f"{file}: with rope_theta 1 all pairs turn alike, which YaRN can't slow")
+    pairs = len(powers)
+    first, last = (
+        2 * pairs * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (fast, slow)
+    )
+    if whole:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    last += 0.001 if first == last else 0
+    line = (np.arange(pairs, dtype=np.float32) - np.float32(first)) / np.float32(last - first)
+    kept = 1 - np.clip(line, 0, 1)
+    slowed = np.float32(1) / (np.float32(factor) * powers)
+    return (slowed * (1 - kept) + np.float32(1) / powers * kept).astype(np.float32)
 
 
 def _llama3(file: Path, rope: dict[str, Any], inv_freq: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -443,7 +443,7 @@ def _read_model(folder: Path) -> tuple[Family, dict[str, Any], NDArray[np.float3
         "kv_heads": kv_heads,
         "head_width": head_width,
         "norm_eps": number(file, content, "rms_norm_eps", default=1e-6),
-        "rope_scale": 1.0,
+        "rope_scale": hugging_face.rope_scale(file, content),
         "rotary": rotary,
         "qkv_bias": int(family.qkv_bias),
         "qk_norm": int(family.qk_norm),
