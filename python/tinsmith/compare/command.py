@@ -253,10 +253,9 @@ def run(options: argparse.Namespace) -> int:
         code = _do_missing(options, plan, out, model)
         if found := report.groups(out):
             show(out, found, about)
-        if left := missing(out, plan.runs()):
-            print(
-                f"{len(left)} of the {len(plan.runs())} runs are missing: the same command does them"
-            )
+        wanted = plan.runs()
+        if left := missing(out, wanted):
+            print(f"{len(left)} of the {len(wanted)} runs are missing: the same command does them")
     return code
 
 
