@@ -38,7 +38,8 @@ TEXT = [
 # devices, and of the CPU's instruction sets all but the widest.
 SLOW_FILES = (
     "benchmarks", "block", "changed_arrays", "cli", "compare", "cookbook", "crew",
-    "custom_loss", "disk", "dlpack", "event_loop", "export", "face_arrays", "failed_step",
+    "custom_loss", "disk", "dlpack", "docs", "docs_snippets", "event_loop", "export",
+    "face_arrays", "failed_step",
     "interrupt", "jsd_topk", "kill", "launch", "notebooks", "opsd_recipe", "overload", "pieces",
     "recipes", "serve_command", "server_answers", "soak",
 )  # fmt: skip

@@ -48,7 +48,7 @@ NAMES |= {"--adapter", "--system", "-m", "--run"}
 NAMES |= {"--data", "--test", "--retain", "--renderer", "--scorer", "--set"}
 
 
-TOP = cli._parser()
+TOP = cli.command_line()
 [ROWS] = [a.choices for a in TOP._actions if isinstance(a, argparse._SubParsersAction)]
 COMMANDS = {"": TOP, **ROWS}
 

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        options = _parser().parse_args(given or ["--help"])
+        options = command_line().parse_args(given or ["--help"])
         code = int(options.run(options) or 0)
         sys.stdout.flush()
         return code
@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """The parser of `tinsmith`, with one below it for each row of COMMANDS."""
     parser = usage.Parser(
         prog="tinsmith",
         description="A local backend for the Tinker API: trains and samples on this machine.",
