@@ -113,7 +113,7 @@ def test_a_bad_optim_step_is_refused_and_changes_nothing(adapter, name: str) -> 
 
 SAMPLING = {
     "no prompt": (([],), {}, ValueError, "the prompt is empty"),
-    "a text": (("hello",), {}, TypeError, "prompt must be an array.*str came"),
+    "a set": (({1},), {}, TypeError, "prompt must be an array.*set came"),
     "an id": (([PROMPT, [VOCAB]],), {}, IndexError, "number 1 of 2.*position 0 is 304"),
     "samples": ((PROMPT,), {"num_samples": 0}, ValueError, "num_samples must be at least 1"),
     "too many": ((PROMPT,), {"num_samples": 2**40}, ValueError, "at least 1 and at most 65536"),
@@ -126,7 +126,9 @@ SAMPLING = {
     "top_p": ((PROMPT,), {"top_p": 0.0}, ValueError, r"top_p must be in \(0, 1\]"),
     "top_k": ((PROMPT,), {"top_k": 0}, ValueError, "top_k must be at least 1"),
     "a huge top_k": ((PROMPT,), {"top_k": -(2**70)}, ValueError, "top_k must be at least 1"),
-    "topk": ((PROMPT,), {"topk": VOCAB + 1}, ValueError, "must be 0 to 304"),
+    "topk": ((PROMPT,), {"topk_logprobs": VOCAB + 1}, ValueError, "must be 0 to 304"),
+    "its old name": ((PROMPT,), {"topk": 5}, TypeError, "'topk': topk_logprobs=K reports.*top_k="),
+    "no argument": ((PROMPT,), {"temperatur": 5}, TypeError, "no argument 'temperatur'"),
     "seeds": (([PROMPT],), {"seed": [1, 2]}, ValueError, "seed has 2 numbers for 1 prompts"),
     "stop": ((PROMPT,), {"stop": [VOCAB]}, IndexError, "stop has id 304"),
     "no stop": ((PROMPT,), {"stop": ""}, ValueError, "an empty string came"),

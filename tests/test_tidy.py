@@ -211,11 +211,12 @@ MAY_IMPORT = {
     "losses": set(),
     "chat": {"files"},
     "engine": {"files", "losses", "kernels", "chat"},
-    "api": {"engine", "files", "kernels"},
+    "api": {"engine", "files", "kernels", "chat"},
     "server": {"engine", "files", "losses", "chat"},
     "demo": {"server", "files", "commands"},
     "recipes": {"demo", "commands"},
-    "commands": {"engine", "files", "api", "server", "chat"},
+    "compare": {"recipes", "demo", "files", "server", "commands"},
+    "commands": {"engine", "files", "api", "server", "chat", "kernels"},
 }
 KERNELS = ("tensors", "ops", "torch", "torch_ops")
 

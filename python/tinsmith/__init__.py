@@ -9,19 +9,39 @@
 `import tinsmith` needs NumPy only. The engine alone is `tinsmith._core`.
 """
 
-from tinsmith.api.adapter import Adapter, DistillOutput, ForwardBackwardOutput, OptimStepOutput
-from tinsmith.api.model import Model, TopKLogprobs
-from tinsmith.api.sampler import SampledSequence, Sampler
+from tinsmith import ops
+from tinsmith.api.adapter import Adapter
+from tinsmith.api.model import Model
+from tinsmith.api.results import (
+    ChatAnswer,
+    DistillOutput,
+    ForwardBackwardOutput,
+    OptimStepOutput,
+    SampledSequence,
+    TopKLogprobs,
+)
+from tinsmith.api.sampler import Sampler
+from tinsmith.api.tokenizer import Tokenizer
 from tinsmith.server.clients import serve
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Adapter",
+    "ChatAnswer",
     "DistillOutput",
     "ForwardBackwardOutput",
     "Model",
     "OptimStepOutput",
     "SampledSequence",
     "Sampler",
+    "Tokenizer",
     "TopKLogprobs",
+    "__version__",
+    "ops",
     "serve",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -80,7 +80,7 @@ ADAM = {
 }  # fmt: skip
 SAMPLE = {
     "prompts": IDS, "num_samples": 1, "max_tokens": 3, "temperature": 1.0, "top_k": -1,
-    "top_p": 1.0, "seed": 1, "stop": None, "topk": 0,
+    "top_p": 1.0, "seed": 1, "stop": None, "topk_logprobs": 0,
 }  # fmt: skip
 LORA = {"rank": 2, "alpha": 32.0, "seed": 1, "attn": True, "mlp": True, "unembed": True}
 TRAIN = {"tokens": IDS, "targets": IDS, "weights": ONES, "loss": "cross_entropy"}

@@ -8,7 +8,6 @@ a call raises, even KeyboardInterrupt, the adapter is as it was before the call.
 import dataclasses
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -20,9 +19,11 @@ from numpy.typing import NDArray
 from tinsmith import _core, tensors
 from tinsmith.api import datums
 from tinsmith.api.model_thread import Handle, ModelThread
+from tinsmith.api.results import DistillOutput, ForwardBackwardOutput, OptimStepOutput
 from tinsmith.engine import teaching
 from tinsmith.engine.bases import parse_bytes
 from tinsmith.files import checkpoint
+from tinsmith.files.meta import Meta
 
 T = TypeVar("T")
 
@@ -37,55 +38,18 @@ def core_of(adapter: "Adapter | None") -> _core.Adapter | None:
     return None if adapter is None else adapter.core
 
 
-@dataclass(frozen=True)
-class ForwardBackwardOutput:
-    """The result of `forward_backward`.
-
-    loss: the sum over all targets, in nats if the loss is measured in nats. logprobs: the targets'
-    log-probabilities, in the targets' shape and kind, float32; a list for a list."""
-
-    loss: float
-    logprobs: Any
-
-
-@dataclass(frozen=True)
-class DistillOutput(ForwardBackwardOutput):
-    """The result of `generalized_jsd`.
-
-    divergences: of each position, before its weight; (N,) float32, 0 where the weight is 0."""
-
-    divergences: Any
-
-
-@dataclass(frozen=True)
-class OptimStepOutput:
-    """The result of `optim_step`.
-
-    grad_norm: of the gradient before clipping, after normalization. grad_norm_clipped: after both.
-    weight_norm: of the weights after the step. loss: the sum of the losses of the calls behind the
-    step. loss_tokens and loss_sequences: the tokens and sequences of these calls with a gradient
-    that was not zero."""
-
-    grad_norm: float
-    grad_norm_clipped: float
-    weight_norm: float
-    loss: float
-    loss_tokens: float
-    loss_sequences: float
-
-
-class Adapter(Handle):
+class Adapter(Handle[_core.Adapter]):
     """See the file's header. Made by Model.lora and Model.load_lora."""
 
     def __init__(
         self,
         engine: ModelThread,
         core: _core.Adapter,
-        meta: checkpoint.Meta,
+        meta: Meta,
         *,
         trained: bool = True,
     ):
-        self.engine, self.core = engine, core
+        super().__init__(engine, core)
         self._meta = meta
         self._trained = trained
         self._kept: datums.Datums | None = None  # of the newest forward that was kept
@@ -130,7 +94,11 @@ class Adapter(Handle):
         self.engine.turns.take(lambda: setattr(self.core, "step_bytes", size))
 
     def __repr__(self) -> str:
-        return f"<tinsmith.Adapter of rank {self.rank}, {self.size:,} parameters, step {self.step}>"
+        if self.closed:
+            return "<tinsmith.Adapter, closed>"
+        what = f"{'' if self._trained else 'snapshot of '}rank {self.rank}"
+        shown = f"{what}, {self.size:,} parameters, step {self.step}"
+        return f"<tinsmith.Adapter of {self.engine.title}: {shown}>"
 
     # ---- training ----
 
@@ -172,7 +140,7 @@ class Adapter(Handle):
         teacher_tokens: Any = None,
         *,
         teacher_logprobs: Any = None,
-        teacher: Handle | None = None,
+        teacher: Handle[Any] | None = None,
         beta: float = 0.5,
         temperature: float = 1.0,
         top_k: int | None = None,
@@ -373,7 +341,7 @@ class Adapter(Handle):
 
         self.engine.turns.take(work)
 
-    def _run(self, work: Callable[[], T], other: Handle | None = None) -> T:
+    def _run(self, work: Callable[[], T], other: Handle[Any] | None = None) -> T:
         """Takes a turn on this model, and on another one that the work reads, in a fixed order."""
         engines = sorted({self.engine, (other or self).engine}, key=id)
         for engine in engines[1:]:

@@ -13,38 +13,33 @@ threads take turns (turns.py); Ctrl-C ends the one under way.
 """
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex, overload
+
+import numpy as np
 
 from tinsmith import _core, tensors
 from tinsmith.api import datums
 from tinsmith.api.adapter import Adapter, core_of
+from tinsmith.api.answers import AnswerReader
+from tinsmith.api.kinds import Prompt, SomePrompt
 from tinsmith.api.model_thread import Handle, ModelThread
 from tinsmith.api.progress import Progress, reporting
-from tinsmith.api.sampler import Sampler
+from tinsmith.api.results import ChatAnswer, TopKLogprobs
+from tinsmith.api.sampler import Sampler, Stop, drawing, ending_of, seeds, values
+from tinsmith.api.tokenizer import Messages, Tokenizer, Tools, as_messages
 from tinsmith.engine.decoding import SampleRequest, SampleResult
 from tinsmith.engine.devices import choose_device
-from tinsmith.files import checkpoint, peft
+from tinsmith.files import peft
 from tinsmith.files.families import find_model, load_model
+from tinsmith.files.meta import Meta
 
 SEED_BITS = 63
 
 
-@dataclass(frozen=True)
-class TopKLogprobs:
-    """The K most likely ids at each position, the likeliest first.
-
-    ids (N, K): int32. logprobs (N, K): float32, in nats. Both have the kind of the tokens' array.
-    """
-
-    ids: Any
-    logprobs: Any
-
-
-class Model(Handle):
+class Model(Handle[_core.Model]):
     """A frozen base model, loaded from a Hugging Face folder or a GGUF file.
 
     name: a folder, a file, or the name of a model in the Hugging Face cache. device: "auto", "cpu"
@@ -71,7 +66,7 @@ class Model(Handle):
         with reporting(progress, f"loading {folder.name}", unit="B") as report:
             loaded = load_model(folder, device=chosen, threads=threads, dtype=dtype, report=report)
         self._name = str(name)
-        self.engine, self.core = ModelThread(loaded), loaded.core
+        super().__init__(ModelThread(loaded, Path(name).name or folder.name), loaded.core)
 
     @property
     def name(self) -> str:
@@ -99,12 +94,29 @@ class Model(Handle):
         return self.engine.loaded.vocab
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer and chat template; needs the package tokenizers."""
+        return self.engine.tokenizer
+
+    @property
     def eos_ids(self) -> tuple[int, ...]:
         """The ids that end a sampled sequence, unless `stop` says otherwise."""
         return self.engine.loaded.eos_ids
 
     def __repr__(self) -> str:
-        return f"<tinsmith.Model {self.name} on {self.device}>"
+        if self.closed:
+            return f"<tinsmith.Model {self.engine.title}, closed>"
+        layers, width = (self.core.config[key] for key in ("layers", "width"))
+        sizes = f"{layers} layers, width {width}, vocab {self.vocab}, context {self.context}"
+        return f"<tinsmith.Model {self.engine.title}: {sizes}, on {self.device}>"
+
+    def close(self) -> None:
+        """Gives the model's memory back, and that of all adapters and samplers made from it.
+
+        A call under way ends first. Then using any of them raises ValueError. Closing twice does
+        nothing. `with tinsmith.Model(…) as model:` closes at the end.
+        """
+        self.engine.close()
 
     def lora(
         self,
@@ -125,16 +137,20 @@ class Model(Handle):
         if seed is None:
             seed = secrets.randbits(SEED_BITS)
         seed = tensors.to_integer(seed, "seed") % (1 << SEED_BITS)
-        switches = {"attn": bool(attn), "mlp": bool(mlp), "unembed": bool(unembed)}
+        attn, mlp, unembed = bool(attn), bool(mlp), bool(unembed)
         core = self.engine.turns.take(
-            lambda: _core.Adapter(self.core, rank=rank, alpha=alpha, seed=seed, **switches)
+            lambda: _core.Adapter(
+                self.core, rank=rank, alpha=alpha, seed=seed, attn=attn, mlp=mlp, unembed=unembed
+            )
         )
-        meta = checkpoint.Meta(
+        meta = Meta(
             base_model=self.name,
             rank=rank,
             alpha=core.alpha,
             seed=seed,
-            **switches,
+            attn=attn,
+            mlp=mlp,
+            unembed=unembed,
             kind="weights",
             step=0,
             user_metadata={},
@@ -160,13 +176,86 @@ class Model(Handle):
         """A Sampler that draws sequences from the model and its adapters."""
         return Sampler(self.engine)
 
-    def logprobs(self, tokens: Any, *, adapter: Adapter | None = None) -> Any:
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        adapter: Adapter | None = None,
+        tools: Tools = (),
+        max_tokens: SupportsIndex | None = None,
+        temperature: SupportsFloat = 1.0,
+        top_k: SupportsIndex = -1,
+        top_p: SupportsFloat = 1.0,
+        seed: SupportsIndex | None = None,
+        stop: Stop = None,
+        on_text: Callable[[str], object] | None = None,
+        **settings: Any,
+    ) -> ChatAnswer:
+        """The assistant's answer to a conversation, in the form of the model's chat template.
+
+        messages: role and content of each, as OpenAI and transformers have them; a str is a user's
+        message. tools: functions that the model may call; calls are in the answer's message. The
+        sampling settings are those of Sampler.sample. on_text is called with each new piece of the
+        answer's text, as its tokens come. settings: the template's own variables, such as Qwen3's
+        enable_thinking.
+
+            >>> messages = [{"role": "user", "content": "What time is it?"}]
+            >>> answer = model.chat(messages, max_tokens=8, enable_thinking=False)
+            >>> messages.append(answer.message)
+            >>> [message["role"] for message in messages], type(answer.text)
+            (['user', 'assistant'], <class 'str'>)
+
+        ValueError where the model has no chat template, or where it refuses the messages;
+        RuntimeError where the packages tokenizers or jinja2 are not installed.
+        """
+        if seed is not None:
+            seed = tensors.to_integer(seed, "seed")
+        chat, ending = self.tokenizer.chat, ending_of(self.engine, stop)
+        prompt = np.asarray(chat.prompt(as_messages(messages), tools, settings), np.int32)
+        request = SampleRequest(
+            prompt,
+            seed=seeds(seed, 1)[0],
+            **drawing(ending, max_tokens, temperature, top_k, top_p),
+        )
+        reader = AnswerReader(chat.answer(tools, ending.texts), ending, on_text)
+        [result] = self.engine.decode(
+            [request],
+            core_of(adapter),
+            reader.tell if on_text else None,
+            reader.parts.put if on_text else None,
+        )
+        [sample] = result.samples
+        message = reader.message(sample)
+        return ChatAnswer(*values(sample, prompt), ending, prompt, message)
+
+    @overload
+    def logprobs(
+        self, tokens: Prompt, *, adapter: Adapter | None = None, progress: Progress = False
+    ) -> Any: ...
+    @overload
+    def logprobs(
+        self,
+        tokens: list[SomePrompt] | tuple[SomePrompt, ...],
+        *,
+        adapter: Adapter | None = None,
+        progress: Progress = False,
+    ) -> list[Any]: ...
+    def logprobs(
+        self, tokens: Any, *, adapter: Adapter | None = None, progress: Progress = False
+    ) -> Any:
         """Log-probability, in nats, of each token but the first, given the tokens before it.
 
-        tokens: ids (N,), or a list of such. Returns (N - 1,) float32, or a list for a list. Element
-        i belongs to tokens[i + 1]; it equals that of adapter.forward(tokens[:-1], tokens[1:]).
+        tokens: ids (N,), a text, or a list of such. Returns (N - 1,) float32, or a list for a list.
+        Element i belongs to tokens[i + 1]; it equals that of adapter.forward(tokens[:-1],
+        tokens[1:]). A text's ids are those of `tokenizer.encode`. progress: True draws a bar with
+        tqdm; or pass a function, called with (sequences done, sequences).
+
+            >>> model.logprobs([55, 73, 327]).shape
+            (2,)
+            >>> [scores.shape for scores in model.logprobs(["What time", "What"])]
+            [(3,), (2,)]
         """
-        results, given = self._score(tokens, adapter, prompt_logprobs=True)
+        results, given = self._score(tokens, adapter, progress, prompt_logprobs=True)
         arrays = [
             tensors.like(item, result.prompt_logprobs[1:])
             for item, result in zip(given, results, strict=True)
@@ -174,20 +263,46 @@ class Model(Handle):
         ]
         return arrays if tensors.is_batch(tokens) else arrays[0]
 
+    @overload
     def topk_logprobs(
-        self, tokens: Any, k: int, *, adapter: Adapter | None = None
+        self,
+        tokens: Prompt,
+        k: SupportsIndex,
+        *,
+        adapter: Adapter | None = None,
+        progress: Progress = False,
+    ) -> TopKLogprobs: ...
+    @overload
+    def topk_logprobs(
+        self,
+        tokens: list[SomePrompt] | tuple[SomePrompt, ...],
+        k: SupportsIndex,
+        *,
+        adapter: Adapter | None = None,
+        progress: Progress = False,
+    ) -> list[TopKLogprobs]: ...
+    def topk_logprobs(
+        self,
+        tokens: Any,
+        k: SupportsIndex,
+        *,
+        adapter: Adapter | None = None,
+        progress: Progress = False,
     ) -> TopKLogprobs | list[TopKLogprobs]:
         """The k most likely ids at the place of each token but the first, given the tokens before
         it.
 
-        tokens: ids (N,), or a list of such. Returns (N - 1, k) arrays, or a list for a list. Row i
-        belongs to tokens[i + 1]: the ids are (N - 1, k) targets for tokens[:-1]. ValueError unless
-        k is from 1 to the vocabulary's size.
+        tokens: ids (N,), a text, or a list of such. Returns (N - 1, k) arrays, or a list for a
+        list. Row i belongs to tokens[i + 1]: the ids are (N - 1, k) targets for tokens[:-1].
+        progress is that of `logprobs`. ValueError unless k is from 1 to the vocabulary's size.
+
+            >>> model.topk_logprobs([55, 73, 327], 5)
+            TopKLogprobs(ids=int32[2, 5], logprobs=float32[2, 5])
         """
         k = tensors.to_integer(k, "k")
         if not 1 <= k <= self.vocab:
             raise ValueError(f"k must be from 1 to the vocabulary's {self.vocab}, {k} came")
-        results, given = self._score(tokens, adapter, topk_prompt=k)
+        results, given = self._score(tokens, adapter, progress, topk_prompt=k)
         found = [
             TopKLogprobs(
                 tensors.like(item, result.topk_ids[1:]),
@@ -199,13 +314,16 @@ class Model(Handle):
         return found if tensors.is_batch(tokens) else found[0]
 
     def _score(
-        self, tokens: Any, adapter: Adapter | None, **wanted: Any
+        self, tokens: Any, adapter: Adapter | None, progress: Progress, **wanted: Any
     ) -> tuple[list[SampleResult], Sequence[Any]]:
         """Scores of each sequence, as the sampler returns them, and the sequences as given."""
         batch = tensors.is_batch(tokens)
         given = list(tokens) if batch else [tokens]
+        rows = [self.engine.ids(item) for item in given]
         requests = [
             SampleRequest(row, max_tokens=1, **wanted)
-            for row in datums.sequences(given, "tokens", batch)
+            for row in datums.sequences(rows, "tokens", batch)
         ]
-        return self.engine.decode(requests, core_of(adapter)), given
+        with reporting(progress, "scoring", unit=" sequences") as report:
+            watched = report if progress else None
+            return self.engine.decode(requests, core_of(adapter), watched), given

@@ -4,10 +4,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from weakref import WeakSet
 
 from tinsmith import _core
-from tinsmith.api.turns import Turns
+from tinsmith.api.results import Public
+from tinsmith.api.tokenizer import Tokenizer
+from tinsmith.api.turns import CLOSED, Turns
 from tinsmith.engine.decoding import Decoder, Listener, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError
 from tinsmith.files.families import LoadedModel
@@ -16,13 +20,56 @@ if TYPE_CHECKING:
     from tinsmith.api.progress import Report
 
 
+Core = TypeVar("Core")
+
+
 class ModelThread:
     """One base model, and the turns that calls on it take."""
 
-    def __init__(self, loaded: LoadedModel):
-        self.loaded = loaded
+    def __init__(self, loaded: LoadedModel, title: str):
+        self.title = title  # what a repr calls the model
         self.turns = Turns()
+        self._loaded: LoadedModel | None = loaded
+        self._path = loaded.path
         self._decoder = Decoder()
+        self._handles: WeakSet[Handle[Any]] = WeakSet()
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model; ValueError once it is closed."""
+        if self._loaded is None:
+            raise ValueError(CLOSED)
+        return self._loaded
+
+    @property
+    def closed(self) -> bool:
+        """Whether the model's memory was given back."""
+        return self._loaded is None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, also once it is closed."""
+        return Tokenizer(self._path, self.title)
+
+    def ids(self, prompt: Any) -> Any:
+        """A text's ids, with those that the tokenizer puts around it; anything else as it is."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+    def add(self, handle: "Handle[Any]") -> None:
+        """Remembers what holds memory of the model's."""
+        self._handles.add(handle)
+
+    def close(self) -> None:
+        """Drops the model, its cache and its adapters, in a turn of its own."""
+
+        def work() -> None:
+            self._decoder, self._loaded = Decoder(), None
+            for handle in list(self._handles):
+                handle._drop()
+
+        if not self.closed:
+            self.turns.take(work)
+            self.turns.close()
 
     def decode(
         self,
@@ -61,12 +108,43 @@ class ModelThread:
         return [_result(future) for future in futures]
 
 
-class Handle:
-    """The common part of Model and Adapter. `core` is the engine's own object, for advanced use:
-    one thread at a time may use it."""
+class Handle(Public, Generic[Core]):
+    """The common part of Model and Adapter."""
 
-    engine: ModelThread
-    core: Any
+    def __init__(self, engine: ModelThread, core: Core):
+        self.engine = engine
+        self._core: Core | None = core
+        engine.add(self)
+
+    @property
+    def core(self) -> Core:
+        """The engine's own object, for advanced use: one thread at a time may use it."""
+        core, _ = self._core, self.engine.loaded  # a closed model says so
+        if core is None:
+            raise ValueError("the adapter is closed: load it again, or make a new one")
+        return core
+
+    @property
+    def closed(self) -> bool:
+        """Whether its memory was given back."""
+        return self._core is None
+
+    def _drop(self) -> None:
+        """Drops the engine's object, in the model's thread."""
+        self._core = None
+
+    def close(self) -> None:
+        """Gives its memory back. A call under way ends first; using it then raises ValueError.
+        Closing twice does nothing. In a `with` statement it is closed at the end."""
+        if not self.closed:
+            self.engine.turns.take(self._drop)
+
+    def __enter__(self) -> Self:
+        self.core  # noqa: B018 - what is closed can't be entered
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 @contextmanager

@@ -2,146 +2,196 @@
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex, TypeAlias, overload
 
 from tinsmith import tensors
 from tinsmith.api import datums
 from tinsmith.api.adapter import Adapter, core_of
+from tinsmith.api.kinds import Ids, Prompt, SomePrompt
 from tinsmith.api.model_thread import ModelThread
 from tinsmith.api.progress import Progress, reporting
+from tinsmith.api.results import Ending, Public, SampledSequence
 from tinsmith.engine.decoding import Sample, SampleRequest
 
 SEED_BITS = 63
 
-
-@dataclass(frozen=True)
-class SampledSequence:
-    """One drawn sequence.
-
-    tokens (n,): int32, with the stop token if there is one. logprobs (n,): float32, in nats, of the
-    distribution that each token was drawn from. stop_reason: "stop" or "length". topk_ids and
-    topk_logprobs: (n, topk) if you asked for them, else None. Arrays have the kind of the prompt.
-    """
-
-    tokens: Any
-    logprobs: Any
-    stop_reason: str
-    topk_ids: Any = None
-    topk_logprobs: Any = None
+Stop: TypeAlias = str | SupportsIndex | Sequence[str] | Ids | None
 
 
-class Sampler:
+class Sampler(Public):
     """Draws sequences; see `sample`. Made by Model.sampler."""
 
     def __init__(self, engine: ModelThread):
         self.engine = engine
 
+    def __repr__(self) -> str:
+        return f"<tinsmith.Sampler of {self.engine.title}>"
+
+    @overload
+    def sample(
+        self,
+        prompts: Prompt,
+        *,
+        adapter: Adapter | None = None,
+        num_samples: SupportsIndex = 1,
+        max_tokens: SupportsIndex | None = None,
+        temperature: SupportsFloat = 1.0,
+        top_k: SupportsIndex = -1,
+        top_p: SupportsFloat = 1.0,
+        seed: SupportsIndex | Sequence[int] | None = None,
+        stop: Stop = None,
+        topk_logprobs: SupportsIndex = 0,
+        progress: Progress = False,
+    ) -> list[SampledSequence]: ...
+    @overload
+    def sample(
+        self,
+        prompts: list[SomePrompt] | tuple[SomePrompt, ...],
+        *,
+        adapter: Adapter | None = None,
+        num_samples: SupportsIndex = 1,
+        max_tokens: SupportsIndex | None = None,
+        temperature: SupportsFloat = 1.0,
+        top_k: SupportsIndex = -1,
+        top_p: SupportsFloat = 1.0,
+        seed: SupportsIndex | Sequence[int] | None = None,
+        stop: Stop = None,
+        topk_logprobs: SupportsIndex = 0,
+        progress: Progress = False,
+    ) -> list[list[SampledSequence]]: ...
     def sample(
         self,
         prompts: Any,
         *,
         adapter: Adapter | None = None,
-        num_samples: int = 1,
-        max_tokens: int | None = None,
-        temperature: float = 1.0,
-        top_k: int = -1,
-        top_p: float = 1.0,
-        seed: int | Sequence[int] | None = None,
-        stop: str | Sequence[str] | Sequence[int] | None = None,
-        topk: int = 0,
+        num_samples: SupportsIndex = 1,
+        max_tokens: SupportsIndex | None = None,
+        temperature: SupportsFloat = 1.0,
+        top_k: SupportsIndex = -1,
+        top_p: SupportsFloat = 1.0,
+        seed: SupportsIndex | Sequence[int] | None = None,
+        stop: Stop = None,
+        topk_logprobs: SupportsIndex = 0,
         progress: Progress = False,
+        **unknown: Any,
     ) -> list[SampledSequence] | list[list[SampledSequence]]:
-        """Draws num_samples continuations of a prompt, ids (N,); for a list of prompts, of each.
-
-        All prompts decode together; a prompt's result does not depend on the others.
+        """Draws num_samples continuations of a prompt, ids (N,) or a text; for a list of prompts,
+        of each. All prompts decode together; a prompt's result does not depend on the others.
 
         adapter: None is the base model. max_tokens: None is to the end of the context. temperature:
-        0 is greedy. top_k -1 and top_p 1 cut nothing. seed: the same seed gives the same tokens
-        each time. An integer seed is added to a prompt's place in the list; or pass one seed for
-        each prompt. None draws afresh. stop: ids or strings that end a sequence (strings need the
-        tokenizers package). None is the model's end of sequence; [] is nothing. topk: also returns
-        the topk most likely ids at each token. progress: True draws a bar with tqdm; or pass a
-        function, called with (prompts done, prompts).
+        0 is greedy. top_k: how many of the likeliest ids may be drawn; top_p: how much probability;
+        -1 and 1 cut nothing. seed: the same seed gives the same tokens each time. An integer seed
+        is added to a prompt's place in the list; or pass one seed for each prompt. None draws
+        afresh. stop: ids or strings that end a sequence (strings need the tokenizers package). None
+        is the model's end of sequence; [] is nothing. topk_logprobs: how many of the likeliest ids
+        are reported at each token, with their log-probabilities; it changes nothing of what is
+        drawn. progress: True draws a bar with tqdm; or pass a function, called with (prompts done,
+        prompts).
 
-            [answer] = model.sampler().sample(prompt, max_tokens=100)
+            >>> sampler = model.sampler()
+            >>> [answer] = sampler.sample("What time is it?", max_tokens=5, stop=[])
+            >>> answer
+            SampledSequence(tokens=int32[5], logprobs=float32[5], stop_reason='length')
+            >>> pairs = sampler.sample([[55, 73], [327]], num_samples=2, seed=1, topk_logprobs=3)
+            >>> [len(samples) for samples in pairs], pairs[1][0].topk_ids.shape[1]
+            ([2, 2], 3)
 
         Raises TypeError, ValueError or IndexError; each says what was expected and what came.
         """
+        _refuse(unknown)
         batch = tensors.is_batch(prompts)
         given = list(prompts) if batch else [prompts]
-        stop_ids, stop_texts = self._stops(stop)
+        ending = ending_of(self.engine, stop)
+        settings = {
+            "num_samples": tensors.to_integer(num_samples, "num_samples"),
+            "topk_sample": tensors.to_integer(topk_logprobs, "topk_logprobs"),
+            **drawing(ending, max_tokens, temperature, top_k, top_p),
+        }
+        rows = [
+            datums.sequence(self.engine.ids(item), f"prompts[{n}]" if batch else "prompt")
+            for n, item in enumerate(given)
+        ]
         requests = [
-            SampleRequest(
-                datums.sequence(prompt, f"prompts[{index}]" if batch else "prompt"),
-                num_samples=tensors.to_integer(num_samples, "num_samples"),
-                max_tokens=-1 if max_tokens is None else _positive(max_tokens, "max_tokens"),
-                temperature=tensors.to_number(temperature, "temperature"),
-                top_k=tensors.to_integer(top_k, "top_k"),
-                top_p=tensors.to_number(top_p, "top_p"),
-                seed=drawn,
-                stop_ids=stop_ids,
-                stop_texts=stop_texts,
-                topk_sample=tensors.to_integer(topk, "topk"),
-            )
-            for index, (prompt, drawn) in enumerate(
-                zip(given, _seeds(seed, len(given)), strict=True)
-            )
+            SampleRequest(row, seed=drawn, **settings)
+            for row, drawn in zip(rows, seeds(seed, len(rows)), strict=True)
         ]
         with reporting(progress, "sampling", unit=" prompts") as report:
             results = self.engine.decode(requests, core_of(adapter), report if progress else None)
         found = [
-            [_sequence(sample, prompt) for sample in result.samples]
+            [SampledSequence(*values(sample, prompt), ending) for sample in result.samples]
             for prompt, result in zip(given, results, strict=True)
         ]
         return found if batch else found[0]
 
-    def _stops(self, stop: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Ids and texts that end a sequence. With texts, the model's end of sequence always ends it
-        too, as it does without `stop`.
-        """
-        eos, vocab = self.engine.loaded.eos_ids, self.engine.loaded.vocab
-        if stop is None:
-            return eos, ()
-        items = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else [stop]
-        texts = tuple(item for item in items if isinstance(item, str))
-        ids = tuple(item for item in items if not isinstance(item, str))
-        if "" in texts:
-            raise ValueError("stop must be strings or token ids; an empty string came")
-        found = tuple(tensors.to_integer(item, "stop") for item in ids)
-        for item in found:
-            if not 0 <= item < vocab:
-                raise IndexError(f"stop has id {item}; the model's ids are 0 to {vocab - 1}")
-        return (found + eos if texts else found), texts
+
+def ending_of(engine: ModelThread, stop: Any) -> Ending:
+    """Ids and texts that end a sequence. With texts, the model's end of sequence always ends it
+    too, as it does without `stop`."""
+    loaded = engine.loaded
+    if stop is None:
+        return Ending(loaded.path, loaded.eos_ids, ())
+    items = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else [stop]
+    texts = tuple(item for item in items if isinstance(item, str))
+    if "" in texts:
+        raise ValueError("stop must be strings or token ids; an empty string came")
+    ids = tuple(tensors.to_integer(item, "stop") for item in items if not isinstance(item, str))
+    for item in ids:
+        if not 0 <= item < loaded.vocab:
+            raise IndexError(f"stop has id {item}; the model's ids are 0 to {loaded.vocab - 1}")
+    return Ending(loaded.path, ids + loaded.eos_ids if texts else ids, texts)
 
 
-def _positive(value: Any, name: str) -> int:
-    number = tensors.to_integer(value, name)
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1, or None, {value} came")
-    return number
+def drawing(
+    ending: Ending, max_tokens: Any, temperature: Any, top_k: Any, top_p: Any
+) -> dict[str, Any]:
+    """The fields of a SampleRequest that say how tokens are drawn."""
+    limit = -1 if max_tokens is None else tensors.to_integer(max_tokens, "max_tokens")
+    if max_tokens is not None and limit < 1:
+        raise ValueError(f"max_tokens must be at least 1, or None, {limit} came")
+    return {
+        "max_tokens": limit,
+        "temperature": tensors.to_number(temperature, "temperature"),
+        "top_k": tensors.to_integer(top_k, "top_k"),
+        "top_p": tensors.to_number(top_p, "top_p"),
+        "stop_ids": ending.ids,
+        "stop_texts": ending.texts,
+    }
 
 
-def _seeds(seed: Any, count: int) -> list[int]:
+def seeds(seed: Any, count: int) -> list[int]:
+    """The seed of each of so many prompts."""
     if seed is None:
         return [secrets.randbits(SEED_BITS) for _ in range(count)]
     if isinstance(seed, Sequence):
         if len(seed) != count:
             raise ValueError(f"seed has {len(seed)} numbers for {count} prompts")
-        seeds = [tensors.to_integer(item, "seed") for item in seed]
+        found = [tensors.to_integer(item, "seed") for item in seed]
     else:
-        seeds = [tensors.to_integer(seed, "seed") + index for index in range(count)]
-    return [item % (1 << SEED_BITS) for item in seeds]
+        found = [tensors.to_integer(seed, "seed") + index for index in range(count)]
+    return [item % (1 << SEED_BITS) for item in found]
 
 
-def _sequence(sample: Sample, prompt: Any) -> SampledSequence:
+def values(sample: Sample, prompt: Any) -> tuple[Any, Any, str, Any, Any]:
+    """A sample's values, with arrays of the prompt's kind."""
+
     def like(array: Any) -> Any:
         return None if array is None else tensors.like(prompt, array)
 
-    return SampledSequence(
+    return (
         like(sample.tokens),
         like(sample.logprobs),
         sample.stop_reason,
         like(sample.topk_ids),
         like(sample.topk_logprobs),
     )
+
+
+def _refuse(unknown: dict[str, Any]) -> None:
+    """TypeError for arguments that sample does not have."""
+    if "topk" in unknown:
+        raise TypeError(
+            "sample has no argument 'topk': topk_logprobs=K reports the K likeliest ids at each "
+            "token, and top_k=K draws from the K likeliest only"
+        )
+    if unknown:
+        raise TypeError(f"sample has no argument {next(iter(unknown))!r}")

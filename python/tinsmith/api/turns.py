@@ -14,6 +14,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+CLOSED = "the model is closed: load it again"
 TICK_SECONDS = 0.1  # between two calls of `tick`
 AGAIN_SECONDS = 0.05  # between two requests to stop: the first may come before the call has begun
 
@@ -23,7 +24,13 @@ class Turns:
 
     def __init__(self) -> None:
         self._process = os.getpid()
+        self._closed = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tinsmith")
+
+    def close(self) -> None:
+        """Ends the thread; what waits for a turn still gets it."""
+        self._closed = True
+        self._pool.shutdown(wait=False)
 
     def take(
         self,
@@ -36,7 +43,8 @@ class Turns:
 
         On KeyboardInterrupt, `interrupt` is called from this thread until the work has ended. Work
         without `interrupt` is short: the caller waits for it, and it happens whole or not at all.
-        `tick` is called from this thread, a few times a second and at the end.
+        `tick` is called from this thread, a few times a second and at the end. ValueError once
+        closed.
         """
         if os.getpid() != self._process:
             raise RuntimeError(
@@ -45,7 +53,7 @@ class Turns:
             )
         future: Future[T] = Future()  # made before anything is queued: it is never lost
         try:
-            self._pool.submit(_execute, future, work)
+            self._submit(future, work)
             while tick is not None and not wait([future], TICK_SECONDS).done:
                 tick()
             result = future.result()
@@ -55,6 +63,14 @@ class Turns:
         except BaseException:
             if not future.done() and not future.cancel():
                 _stop(future, interrupt)
+            raise
+
+    def _submit(self, future: Future[T], work: Callable[[], T]) -> None:
+        try:
+            self._pool.submit(_execute, future, work)
+        except RuntimeError:
+            if self._closed:
+                raise ValueError(CLOSED) from None
             raise
 
 

@@ -73,8 +73,20 @@ class Chat:
         prefix: str = "",
     ) -> list[int]:
         """The prompt's tokens, after which the assistant's answer comes; `prefix` is how the answer
-        begins. Messages are those of OpenAI and of chat templates: role and content, and tool_calls
-        whose arguments are objects. ValueError where the template refuses them."""
+        begins. The rest is `text`'s."""
+        return self.encode(self.text(messages, tools, settings) + prefix)
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        settings: Mapping[str, Any] | None = None,
+        *,
+        answer: bool = True,
+    ) -> str:
+        """The conversation's text, with `answer` up to where the assistant's next one begins.
+        Messages are those of OpenAI and of chat templates: role and content, and tool_calls whose
+        arguments are objects. ValueError where the template refuses them."""
         template = load_template(self._folder, tools=bool(tools))
         if tools:
             check_tools(tools)
@@ -92,8 +104,7 @@ class Chat:
                 {**item, "role": "system"} if item.get("role") == "developer" else item
                 for item in messages
             ]
-        text = template.render(messages, list(tools) or None, settings)
-        return self.encode(text + prefix)
+        return template.render(messages, list(tools) or None, settings, answer=answer)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """A text's tokens; `special`: with those that the tokenizer adds, such as the first."""

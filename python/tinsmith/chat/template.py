@@ -53,16 +53,18 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         settings: Mapping[str, Any] | None = None,
+        *,
+        answer: bool = True,
     ) -> str:
-        """The prompt's text, up to where the assistant's answer begins. `settings` are variables of
-        the template's own, such as Qwen3's enable_thinking. ValueError with what the template says
-        where it refuses the messages."""
+        """The messages' text, with `answer` up to where the assistant's next one begins. `settings`
+        are variables of the template's own, such as Qwen3's enable_thinking. ValueError with what
+        the template says where it refuses the messages."""
         if wrong := sorted(set(settings or {}) & {*OWN, *self._tokens}):
             raise ValueError(f"the chat template's {wrong[0]} is no setting of a request")
         named = {**self._tokens, "documents": None, **(settings or {})}
         try:
             return self._template.render(
-                messages=list(messages), tools=tools, add_generation_prompt=True, **named
+                messages=list(messages), tools=tools, add_generation_prompt=answer, **named
             )
         except Exception as error:  # whatever the template's expressions raise
             raise ValueError(f"the model's chat template refuses this: {error}") from None

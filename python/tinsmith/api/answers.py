@@ -1,0 +1,56 @@
+"""The answer of Model.chat: its text as its tokens come, and the message that it makes."""
+
+import json
+import queue
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tinsmith.api.results import Ending
+from tinsmith.chat.chat import Answer
+from tinsmith.chat.tools import Piece, ToolCall
+from tinsmith.engine.decoding import Part, Sample
+
+
+class AnswerReader:
+    """Reads one answer. `parts.put` is its listener, in the model's thread; `tell` passes what has
+    come to on_text, in the caller's."""
+
+    def __init__(self, answer: Answer, ending: Ending, on_text: Callable[[str], object] | None):
+        self.parts: queue.SimpleQueue[Sequence[Part]] = queue.SimpleQueue()
+        self._answer, self._ending = answer, ending
+        self._on_text = on_text
+        self._read = 0  # tokens
+        self._pieces: list[Piece] = []
+
+    def tell(self, done: int = 0, total: int = 0) -> None:
+        """Passes the text on that has come since."""
+        while not self.parts.empty():
+            for part in self.parts.get():
+                self._add(part.tokens.tolist(), part.stop_reason)
+
+    def message(self, sample: Sample) -> dict[str, Any]:
+        """The whole answer as a message, with its tool calls if there are any."""
+        self._add(sample.tokens[self._read :].tolist(), sample.stop_reason)
+        self._take(self._answer.end())
+        text = "".join(piece for piece in self._pieces if isinstance(piece, str))
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        calls = [piece for piece in self._pieces if isinstance(piece, ToolCall)]
+        if calls:
+            message["tool_calls"] = [_call(item) for item in calls]
+        return message
+
+    def _add(self, tokens: list[int], stop_reason: str | None) -> None:
+        self._read += len(tokens)
+        for token in self._ending.without_id(tokens, stop_reason):
+            self._take(self._answer.add(token))
+
+    def _take(self, pieces: Sequence[Piece]) -> None:
+        self._pieces += pieces
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        if text and self._on_text is not None:
+            self._on_text(text)
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.loads(call.arguments)}
+    return {"type": "function", "function": function}

@@ -1,0 +1,30 @@
+"""The types of the arguments: texts, ids and numbers, of one sequence and of several.
+
+One sequence is an array (anything with __dlpack__) or a list of numbers; several are a list or a
+tuple of these. A result is of the arguments' own kind of array, which no type can say: it is Any.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, SupportsFloat, TypeAlias, TypeVar
+
+
+class Tensor(Protocol):
+    """An array of NumPy, torch, CuPy, JAX: what DLPack can read."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __dlpack_device__(self) -> Any: ...
+
+
+Ids: TypeAlias = Sequence[int] | Tensor  # (N,)
+Targets: TypeAlias = Ids | Sequence[Sequence[int]]  # (N,) or (N, K)
+Numbers: TypeAlias = Sequence[float] | Sequence[Sequence[float]] | Tensor  # shaped like Targets
+Prompt: TypeAlias = str | Ids
+Threshold: TypeAlias = SupportsFloat | Numbers  # one for all targets, or one for each
+
+SomeIds = TypeVar("SomeIds", bound=Ids)  # list[SomeIds] takes a list of any one of them
+SomePrompt = TypeVar("SomePrompt", bound=Prompt)
+
+Loss: TypeAlias = Literal[
+    "cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"
+]
+Normalization: TypeAlias = Literal["num_loss_tokens", "num_sequences"]

@@ -1,0 +1,168 @@
+"""What the in-process API's calls return. A repr shows the shapes of arrays, not their numbers."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic
+
+from tinsmith.chat.text import Stops, load_tokenizer
+from tinsmith.tensors import to_ids
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    # an array, or for a list of sequences a list of them
+    Arrays = TypeVar("Arrays", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    Arrays = TypeVar("Arrays", covariant=True)
+
+SHOWN_MAX = 3  # arrays of a list in a repr
+REPR_MAX = 80  # letters of anything else
+INTERNAL = frozenset({"chat", "core", "ending", "engine"})  # for advanced use: not offered by dir
+
+
+def shape_of(value: Any) -> str:
+    """An array's type and shape, float32[16, 20]; of a list, those of its first arrays."""
+    if isinstance(value, list | tuple):
+        shown = [shape_of(item) for item in value[:SHOWN_MAX]]
+        more = len(value) - len(shown)
+        return f"[{', '.join(shown)}{f', … {more} more' if more else ''}]"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if not hasattr(value, "shape"):
+        return shorten(repr(value), REPR_MAX)
+    dtype = str(value.dtype).rpartition(".")[2]  # torch.float32
+    return f"{dtype}[{', '.join(map(str, value.shape))}]"
+
+
+def shorten(text: str, limit: int) -> str:
+    """The beginning of a text that is longer."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+class Public:
+    """What dir offers: a class's public names, without what is inside."""
+
+    def __dir__(self) -> Iterable[str]:
+        return [name for name in super().__dir__() if name[0] != "_" and name not in INTERNAL]
+
+
+@dataclass(frozen=True, repr=False)
+class Result(Public):
+    """The common part of the dataclasses below."""
+
+    def __repr__(self) -> str:
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.repr}
+        shown = [f"{name}={shape_of(one)}" for name, one in values.items() if one is not None]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, repr=False)
+class ForwardBackwardOutput(Result, Generic[Arrays]):
+    """The result of `forward_backward`.
+
+    loss: the sum over all targets, in nats if the loss is measured in nats. logprobs: the targets'
+    log-probabilities, in the targets' shape and kind, float32; a list for a list."""
+
+    loss: float
+    logprobs: Arrays
+
+
+@dataclass(frozen=True, repr=False)
+class DistillOutput(ForwardBackwardOutput[Arrays]):
+    """The result of `generalized_jsd`.
+
+    divergences: of each position, before its weight; (N,) float32, 0 where the weight is 0."""
+
+    divergences: Arrays
+
+
+@dataclass(frozen=True, repr=False)
+class OptimStepOutput(Result):
+    """The result of `optim_step`.
+
+    grad_norm: of the gradient before clipping, after normalization. grad_norm_clipped: after both.
+    weight_norm: of the weights after the step. loss: the sum of the losses of the calls behind the
+    step. loss_tokens and loss_sequences: the tokens and sequences of these calls with a gradient
+    that was not zero."""
+
+    grad_norm: float
+    grad_norm_clipped: float
+    weight_norm: float
+    loss: float
+    loss_tokens: float
+    loss_sequences: float
+
+
+@dataclass(frozen=True, repr=False)
+class TopKLogprobs(Result):
+    """The K most likely ids at each position, the likeliest first.
+
+    ids (N, K): int32. logprobs (N, K): float32, in nats. Both have the kind of the tokens' array.
+    """
+
+    ids: Any
+    logprobs: Any
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a sequence's text is read: by the tokenizer of a folder, without the id or the string
+    that has ended it."""
+
+    folder: Path
+    ids: tuple[int, ...]
+    texts: tuple[str, ...]
+
+    def text(self, tokens: list[int], stop_reason: str) -> str:
+        """The text of a sequence's tokens."""
+        stops, shown = Stops(self.texts), self.without_id(tokens, stop_reason)
+        text = load_tokenizer(self.folder).decode(shown, skip_special_tokens=True)
+        return stops.add(text) + stops.end()
+
+    def without_id(self, tokens: list[int], stop_reason: str | None) -> list[int]:
+        """A sequence's last tokens without the one that has ended it."""
+        ended = stop_reason == "stop" and tokens and tokens[-1] in self.ids
+        return tokens[:-1] if ended else tokens
+
+
+@dataclass(frozen=True, repr=False)
+class SampledSequence(Result):
+    """One drawn sequence.
+
+    tokens (n,): int32, with the stop token if there is one. logprobs (n,): float32, in nats, of the
+    distribution that each token was drawn from. stop_reason: "stop" or "length". topk_ids and
+    topk_logprobs: (n, K) if you asked for them, else None. Arrays have the kind of the prompt.
+    """
+
+    tokens: Any
+    logprobs: Any
+    stop_reason: str
+    topk_ids: Any = None
+    topk_logprobs: Any = None
+    ending: Ending | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def text(self) -> str:
+        """The tokens' text, without special tokens and without what has ended it.
+
+        RuntimeError where the package tokenizers is not installed, ValueError where the model has
+        no tokenizer that can be read.
+        """
+        if self.ending is None:
+            raise ValueError("this sequence was not drawn by a model: it has no tokenizer")
+        return self.ending.text(to_ids(self.tokens, "tokens").tolist(), self.stop_reason)
+
+
+@dataclass(frozen=True, repr=False)
+class ChatAnswer(SampledSequence):
+    """The result of `Model.chat`: a sampled sequence, with what it answers.
+
+    prompt (N,): the ids that it was drawn after, int32. message: the answer as a message, to append
+    to the conversation: its role, content, and tool_calls if it has any.
+    """
+
+    prompt: Any = None
+    message: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,168 @@
+"""tinsmith.Tokenizer: a model's own tokenizer and chat template, by transformers' names."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from tinsmith import tensors
+from tinsmith.api.kinds import Ids, SomeIds
+from tinsmith.api.results import Public
+from tinsmith.chat.chat import Chat
+from tinsmith.chat.text import pieces
+
+if TYPE_CHECKING:
+    import tokenizers
+
+Messages = str | Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+
+class Tokenizer(Public):
+    """A model's own tokenizer, tokenizer.json in its folder; `Model.tokenizer` is one.
+
+    Names and defaults are those of transformers. Needs the package tokenizers, and jinja2 for
+    chat templates.
+
+        >>> model.tokenizer.decode(model.tokenizer.encode("What time is it?"))
+        'What time is it?'
+    """
+
+    def __init__(self, folder: Path, title: str):
+        self._folder, self._title = folder, title
+
+    def __repr__(self) -> str:
+        return f"<tinsmith.Tokenizer of {self._title}>"
+
+    def __len__(self) -> int:
+        return self.backend.get_vocab_size()
+
+    @cached_property
+    def chat(self) -> Chat:
+        """Its chat template, and the reader of answers, for advanced use."""
+        return Chat(self._folder)
+
+    @property
+    def backend(self) -> "tokenizers.Tokenizer":
+        """The object of the tokenizers package behind it.
+
+        >>> model.tokenizer.backend.token_to_id("<|im_end|>")
+        1159
+        """
+        return self.chat.tokenizer
+
+    @overload
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    @overload
+    def encode(self, text: list[str], *, add_special_tokens: bool = True) -> list[list[int]]: ...
+    def encode(
+        self, text: str | list[str], *, add_special_tokens: bool = True
+    ) -> list[int] | list[list[int]]:
+        """A text's ids; those of each for a list of texts.
+
+        add_special_tokens: with those that the tokenizer puts around a text, such as Llama's first.
+
+            >>> model.tokenizer.encode("What time is it?")
+            [55, 73, 327, 310, 284, 309, 31]
+        """
+        if isinstance(text, list):
+            return [self._encode(item, add_special_tokens) for item in text]
+        return self._encode(text, add_special_tokens)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError(f"text must be a str or a list of str, {type(text).__name__} came")
+        return self.chat.encode(text, special=special)
+
+    @overload
+    def decode(self, ids: Ids, *, skip_special_tokens: bool = False) -> str: ...
+    @overload
+    def decode(self, ids: list[SomeIds], *, skip_special_tokens: bool = False) -> list[str]: ...
+    def decode(
+        self, ids: Ids | list[SomeIds], *, skip_special_tokens: bool = False
+    ) -> str | list[str]:
+        """The text of ids (N,), an array or a list; a list of texts for a list of these.
+
+        skip_special_tokens: without the end of sequence and others that are no text.
+
+            >>> model.tokenizer.decode([55, 73, 327, 310, 1159], skip_special_tokens=True)
+            'What time'
+        """
+        if tensors.is_batch(ids):
+            rows: Any = ids
+            return [self._decode(r, f"ids[{n}]", skip_special_tokens) for n, r in enumerate(rows)]
+        return self._decode(ids, "ids", skip_special_tokens)
+
+    def _decode(self, ids: Any, name: str, skip: bool) -> str:
+        return self.backend.decode(_listed(ids, name), skip_special_tokens=skip)
+
+    def pieces(self, ids: Ids) -> list[str]:
+        """What each of the ids (N,) adds to their text; special tokens are text too.
+
+        >>> model.tokenizer.pieces([55, 73, 327, 310])
+        ['W', 'h', 'at', ' time']
+        """
+        return pieces(self.backend, _listed(ids, "ids"))
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools = (),
+        add_generation_prompt: bool = False,
+        tokenize: Literal[True] = True,
+        **settings: Any,
+    ) -> list[int]: ...
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools = (),
+        add_generation_prompt: bool = False,
+        tokenize: Literal[False],
+        **settings: Any,
+    ) -> str: ...
+    def apply_chat_template(
+        self,
+        messages: Messages,
+        *,
+        tools: Tools = (),
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        **settings: Any,
+    ) -> list[int] | str:
+        """A conversation's ids, as the model's chat template writes it.
+
+        messages: role and content of each, as OpenAI and transformers have them; a str is a user's
+        message. tools: functions that the model may call. add_generation_prompt: up to where the
+        assistant's answer begins. tokenize False: the text. settings: the template's own variables,
+        such as Qwen3's enable_thinking. ValueError where the template refuses the messages.
+
+            >>> model.tokenizer.apply_chat_template("Hello", tokenize=False)
+            '<|im_start|>user\\nHello<|im_end|>\\n'
+        """
+        text = self.chat.text(
+            as_messages(messages), tools, settings, answer=bool(add_generation_prompt)
+        )
+        return self.chat.encode(text) if tokenize else text
+
+
+def as_messages(messages: Messages) -> Sequence[Mapping[str, Any]]:
+    """Messages as they are, or a text as the only one."""
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if not isinstance(messages, list | tuple) or not all(isinstance(m, Mapping) for m in messages):
+        raise TypeError('messages must be a text, or a list of {"role": …, "content": …}')
+    if not messages:
+        raise ValueError("messages is empty: at least one is needed")
+    return messages
+
+
+def _listed(ids: Any, name: str) -> list[int]:
+    """Ids for the tokenizer; IndexError for one below 0."""
+    array = tensors.to_ids(ids, name).reshape(-1)
+    if array.size and array.min() < 0:
+        raise IndexError(f"{name} has id {array.min()}: ids are from 0 on")
+    return [int(item) for item in array]
