@@ -64,16 +64,16 @@ def compare(
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tinsmith.cli", *arguments(out, *more)],
-        cwd=folder, capture_output=True, text=True, timeout=240, **options,
+        cwd=folder, capture_output=True, text=True, timeout=500, **options,
     )  # fmt: skip
 
 
-BOTH = ("--methods", "sft,opsd", "--lr", "1e-3,1e-2", "--seeds", "2", "--scorer", "scorers:starts")
+BOTH = ("--methods", "sft,opsd", "--lr", "1e-2", "--seeds", "2", "--scorer", "scorers:starts")
 
 
 @pytest.fixture(scope="module")
 def compared(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Two methods, two rates, two seeds."""
+    """Two methods, two seeds."""
     done = compare(folder, "out", *BOTH)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
@@ -91,10 +91,10 @@ def test_a_comparison_leaves_a_table_a_csv_and_a_picture(
 ) -> None:
     out = folder / "out"
     found = results(out)
-    names = {f"{m}-lr{r}-seed{s}" for m in ("sft", "opsd") for r in ("0.001", "0.01") for s in "01"}
+    names = {f"{method}-lr0.01-seed{seed}" for method in ("sft", "opsd") for seed in (0, 1)}
     assert found.keys() == names | {"base"}
     rows = list(csv.DictReader((out / "results.csv").open()))
-    assert len(rows) == 9 and rows[0]["method"] == "base"
+    assert len(rows) == 5 and rows[0]["method"] == "base"
     for row in rows[1:]:
         result = found[f"{row['method']}-lr{row['learning_rate']}-seed{row['seed']}"]
         assert float(row["learned_score"]) == result["learned"]["score"]
@@ -113,7 +113,7 @@ def test_a_comparison_leaves_a_table_a_csv_and_a_picture(
     ):
         assert words in text
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
-    assert compared.stdout.count("[9/9] ") == 1
+    assert compared.stdout.count("[5/5] ") == 1
 
 
 def test_a_run_keeps_its_answers_and_steps(
@@ -147,7 +147,7 @@ def test_the_same_command_again_starts_nothing_and_more_methods_are_added(
     monkeypatch.chdir(folder)
     assert cli.main(arguments("out", *BOTH)) == 0
     again = capsys.readouterr()
-    assert "9 of the 9 runs are in" in again.out and "the page at" not in again.err
+    assert "5 of the 5 runs are in" in again.out and "the page at" not in again.err
     assert (folder / "out" / "report.md").read_text() == table
     more = compare(
         folder, "out", "--methods", "sdft", "--lr", "1e-3", "--seeds", "1", "--scorer",
@@ -189,19 +189,19 @@ def test_a_comparison_that_is_killed_goes_on_and_ends_as_one_that_is_not(
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         start_new_session=True,
     )  # fmt: skip
-    end = time.monotonic() + 200
-    while len(results(out)) < 3 and process.poll() is None and time.monotonic() < end:
+    end = time.monotonic() + 400
+    while len(results(out)) < 2 and process.poll() is None and time.monotonic() < end:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     there = results(out)
-    assert 3 <= len(there) < 9
+    assert 2 <= len(there) < 5
     left = out / "runs" / "opsd-lr0.01-seed1~part"
     left.mkdir(exist_ok=True)  # as a kill leaves one, wherever it came
     (left / "result.json").write_text("{")
     done = compare(folder, out, *BOTH)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert f"{len(there)} of the 9 runs are in {out}: {9 - len(there)} to do" in done.stdout
+    assert f"{len(there)} of the 5 runs are in {out}: {5 - len(there)} to do" in done.stdout
     whole, resumed = results(folder / "out"), results(out)
     for name in resumed:
         for side in ("learned", "kept"):
