@@ -152,7 +152,7 @@ def loss(report: Report, columns: dict[str, str]) -> None:
     """The cross-entropy of a training step, under a frozen and a trained weight."""
     args, V, n, d = report.args, report.args.vocab, report.args.rows, report.args.width
     title = f"Linear cross-entropy, forward and backward, {n} × {d} × {V}"
-    table = report.table(title, "weight", columns)
+    table = report.table(title, "rows and weight", columns)
     chunks = torch.nn.LinearCrossEntropyOptions()
     for trained in (kind == "trained" for kind in args.weights):
         x = (torch.randn(n, d) * 0.5).requires_grad_()
@@ -168,7 +168,8 @@ def loss(report: Report, columns: dict[str, str]) -> None:
             "torch, its chunks": lambda torchs=torchs: torchs(options=chunks),
         }
         floor = report.floor(flops=(3 if trained else 2) * 2.0 * n * d * V)
-        compare(table, "trained" if trained else "frozen", sides, args, floor, (x, w))
+        case = f"{n} rows, {'trained' if trained else 'frozen'}"
+        compare(table, case, sides, args, floor, (x, w))
 
 
 def main() -> None:
