@@ -210,7 +210,7 @@ class Model(Handle[_core.Model]):
         """
         if seed is not None:
             seed = tensors.to_integer(seed, "seed")
-        chat, ending = self.tokenizer.chat, ending_of(self.engine, stop)
+        chat, ending = self.tokenizer.core, ending_of(self.engine, stop)
         prompt = np.asarray(chat.prompt(as_messages(messages), tools, settings), np.int32)
         request = SampleRequest(
             prompt,

@@ -20,7 +20,7 @@ else:
 
 SHOWN_MAX = 3  # arrays of a list in a repr
 REPR_MAX = 80  # letters of anything else
-INTERNAL = frozenset({"chat", "core", "ending", "engine"})  # for advanced use: not offered by dir
+INTERNAL = frozenset({"core", "ending", "engine"})  # for advanced use: not offered by dir
 
 
 def shape_of(value: Any) -> str:
