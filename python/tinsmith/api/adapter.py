@@ -41,7 +41,18 @@ def core_of(adapter: "Adapter | None") -> _core.Adapter | None:
 
 
 class Adapter(Handle[_core.Adapter]):
-    """See the file's header. Made by Model.lora and Model.load_lora."""
+    """LoRA matrices on a base model, with their gradients and optimizer. Made by Model.lora and
+    Model.load_lora.
+
+    If a call raises, even KeyboardInterrupt, the adapter is as it was before the call.
+
+        >>> adapter = model.lora(rank=8, seed=0)
+        >>> out = adapter.forward_backward([55, 73, 327], [73, 327, 310])
+        >>> adapter.optim_step(learning_rate=1e-3).loss == out.loss
+        True
+        >>> adapter
+        <tinsmith.Adapter of Qwen3-0.6B: rank 8, 105,840 parameters, step 1>
+    """
 
     def __init__(
         self,
@@ -58,22 +69,38 @@ class Adapter(Handle[_core.Adapter]):
 
     @property
     def rank(self) -> int:
-        """LoRA's rank."""
+        """LoRA's rank.
+
+        >>> model.lora(rank=8).rank
+        8
+        """
         return self.core.rank
 
     @property
     def alpha(self) -> float:
-        """LoRA's alpha; the scale is alpha / rank."""
+        """LoRA's alpha; the scale is alpha / rank.
+
+        >>> model.lora(rank=8, alpha=16).alpha
+        16.0
+        """
         return self.core.alpha
 
     @property
     def size(self) -> int:
-        """Number of trained parameters."""
+        """Number of trained parameters.
+
+        >>> adapter.size == sum(matrix.size for matrix in adapter.parameters().values())
+        True
+        """
         return self.core.size
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken."""
+        """Optimizer steps taken.
+
+        >>> adapter.step
+        0
+        """
         return self.core.step
 
     @property
@@ -84,6 +111,10 @@ class Adapter(Handle[_core.Adapter]):
         it. If a step's activations do not fit, those of as many layers as possible are kept and the
         others are computed again (activation recomputation). A step that does not fit even so
         raises MemoryError.
+
+            >>> adapter.step_memory = "2G"
+            >>> adapter.step_memory
+            2147483648
         """
         return self.core.step_bytes
 
@@ -350,7 +381,10 @@ class Adapter(Handle[_core.Adapter]):
         """weights = decay · weights + (1 - decay) · leader's, of the same layout; decay in [0, 1).
 
         Call it on a snapshot after each step for an exponential moving average, for example as a
-        teacher.
+        teacher. ValueError for another layout or another model.
+
+            >>> teacher = adapter.snapshot()
+            >>> teacher.follow(adapter, 0.99)
         """
         decay, core = tensors.to_number(decay, "decay"), core_of(leader)
         if core is None:
@@ -437,6 +471,11 @@ class Adapter(Handle[_core.Adapter]):
         FloatingPointError for a step that would leave numbers which are not finite, as a learning
         rate of 1e38 does: then no step is taken, and weights, moments and gradients stay as they
         were. eps may be 0: a weight that never had a gradient then stays where it is.
+
+            >>> out = adapter.forward_backward([55, 73, 327], [73, 327, 310])
+            >>> step = adapter.optim_step(learning_rate=1e-3, grad_clip_norm=1.0)
+            >>> step.grad_norm_clipped <= 1.0001, step.loss_tokens
+            (True, 3.0)
         """
         given = [
             ("learning_rate", learning_rate),
@@ -453,17 +492,33 @@ class Adapter(Handle[_core.Adapter]):
         return OptimStepOutput(**report)
 
     def zero_grad(self) -> None:
-        """Drops the gradients so far."""
+        """Drops the gradients so far.
+
+        >>> out = adapter.forward_backward([55, 73, 327], [73, 327, 310])
+        >>> adapter.zero_grad()
+        >>> any(gradient.any() for gradient in adapter.gradients().values())
+        False
+        """
         self.engine.turns.take(self.core.clear_gradients)
 
     # ---- its numbers ----
 
     def parameters(self) -> dict[str, NDArray[np.float32]]:
-        """Copies of the matrices by PEFT's names, in its shapes: A (rank, in), B (out, rank)."""
+        """Copies of the matrices by PEFT's names, in its shapes: A (rank, in), B (out, rank);
+        float32.
+
+        >>> name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+        >>> adapter.parameters()[name].shape
+        (4, 160)
+        """
         return self._read("weights")
 
     def gradients(self) -> dict[str, NDArray[np.float32]]:
-        """Copies of the gradients so far, with the names and shapes of `parameters`."""
+        """Copies of the gradients so far, with the names and shapes of `parameters`.
+
+        >>> adapter.gradients().keys() == adapter.parameters().keys()
+        True
+        """
         return self._read("gradients")
 
     def _read(self, what: str) -> dict[str, NDArray[np.float32]]:
@@ -471,7 +526,11 @@ class Adapter(Handle[_core.Adapter]):
         return dict(checkpoint.matrices(self.engine.loaded.family, self.core, flat))
 
     def snapshot(self) -> "Adapter":
-        """A copy of the current weights, to sample from and to score with; it can't be trained."""
+        """A copy of the current weights, to sample from and to score with; it can't be trained.
+
+        >>> before = adapter.snapshot()
+        >>> [answer] = model.sampler().sample([55, 73, 327], adapter=before, max_tokens=5)
+        """
         core = self.engine.turns.take(self.core.snapshot)
         return Adapter(self.engine, core, self._meta, trained=False)
 
@@ -481,6 +540,10 @@ class Adapter(Handle[_core.Adapter]):
         With optimizer, the folder also contains the state with which Model.load_lora(path,
         optimizer=True) continues bit for bit. FileExistsError if the folder exists, unless
         overwrite.
+
+            >>> adapter.save("my-adapter")
+            >>> model.load_lora("my-adapter").rank
+            4
         """
         folder = Path(path).expanduser()
 

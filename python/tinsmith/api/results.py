@@ -64,7 +64,12 @@ class ForwardBackwardOutput(Result, Generic[Arrays]):
     """The result of `forward_backward`.
 
     loss: the sum over all targets, in nats if the loss is measured in nats. logprobs: the targets'
-    log-probabilities, in the targets' shape and kind, float32; a list for a list."""
+    log-probabilities, in the targets' shape and kind, float32; a list for a list.
+
+        >>> out = adapter.forward_backward([55, 73, 327], [73, 327, 310])
+        >>> round(out.loss, 3) == round(-float(out.logprobs.sum()), 3)
+        True
+    """
 
     loss: float
     logprobs: Arrays
@@ -74,7 +79,12 @@ class ForwardBackwardOutput(Result, Generic[Arrays]):
 class DistillOutput(ForwardBackwardOutput[Arrays]):
     """The result of `generalized_jsd`.
 
-    divergences: of each position, before its weight; (N,) float32, 0 where the weight is 0."""
+    divergences: of each position, before its weight; (N,) float32, 0 where the weight is 0.
+
+        >>> row = [55, 73, 327]
+        >>> adapter.generalized_jsd(row[:-1], row[1:], [1, 1], row).divergences.shape
+        (2,)
+    """
 
     divergences: Arrays
 
@@ -86,7 +96,13 @@ class OptimStepOutput(Result):
     grad_norm: of the gradient before clipping, after normalization. grad_norm_clipped: after both.
     weight_norm: of the weights after the step. loss: the sum of the losses of the calls behind the
     step. loss_tokens and loss_sequences: the tokens and sequences of these calls with a gradient
-    that was not zero."""
+    that was not zero.
+
+        >>> out = adapter.forward_backward([[55, 73], [327]], [[73, 327], [310]])
+        >>> step = adapter.optim_step()
+        >>> step.loss_tokens, step.loss_sequences
+        (3.0, 2.0)
+    """
 
     grad_norm: float
     grad_norm_clipped: float
@@ -101,6 +117,10 @@ class TopKLogprobs(Result):
     """The K most likely ids at each position, the likeliest first.
 
     ids (N, K): int32. logprobs (N, K): float32, in nats. Both have the kind of the tokens' array.
+
+        >>> top = model.topk_logprobs("What time is it?", 3)
+        >>> top.ids.shape, bool((top.logprobs[:, 0] >= top.logprobs[:, 1]).all())
+        ((4, 3), True)
     """
 
     ids: Any
@@ -135,6 +155,10 @@ class SampledSequence(Result):
     tokens (n,): int32, with the stop token if there is one. logprobs (n,): float32, in nats, of the
     distribution that each token was drawn from. stop_reason: "stop" or "length". topk_ids and
     topk_logprobs: (n, K) if you asked for them, else None. Arrays have the kind of the prompt.
+
+        >>> [answer] = model.sampler().sample("What time is it?", max_tokens=5, stop=[])
+        >>> len(answer.tokens), answer.logprobs.shape, answer.stop_reason
+        (5, (5,), 'length')
     """
 
     tokens: Any
@@ -150,6 +174,10 @@ class SampledSequence(Result):
 
         RuntimeError where the package tokenizers is not installed, ValueError where the model has
         no tokenizer that can be read.
+
+            >>> [answer] = model.sampler().sample("What time is it?", max_tokens=5, stop=[])
+            >>> answer.text == model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            True
         """
         if self.ending is None:
             raise ValueError("this sequence was not drawn by a model: it has no tokenizer")
@@ -162,6 +190,11 @@ class ChatAnswer(SampledSequence):
 
     prompt (N,): the ids that it was drawn after, int32. message: the answer as a message, to append
     to the conversation: its role, content, and tool_calls if it has any.
+
+        >>> answer = model.chat("What time is it?", max_tokens=8)
+        >>> tokens = [*answer.prompt, *answer.tokens]  # to score, or to train on
+        >>> model.logprobs(tokens).shape == (len(tokens) - 1,)
+        True
     """
 
     prompt: Any = None

@@ -63,7 +63,7 @@ class Tokenizer(Public):
         add_special_tokens: with those that the tokenizer puts around a text, such as Llama's first.
 
             >>> model.tokenizer.encode("What time is it?")
-            [55, 73, 327, 310, 284, 309, 31]
+            [420, 438, 308, 403, 30]
         """
         if isinstance(text, list):
             return [self._encode(item, add_special_tokens) for item in text]
@@ -85,7 +85,7 @@ class Tokenizer(Public):
 
         skip_special_tokens: without the end of sequence and others that are no text.
 
-            >>> model.tokenizer.decode([55, 73, 327, 310, 1159], skip_special_tokens=True)
+            >>> model.tokenizer.decode([420, 438, 1159], skip_special_tokens=True)
             'What time'
         """
         if tensors.is_batch(ids):
@@ -99,8 +99,8 @@ class Tokenizer(Public):
     def pieces(self, ids: Ids) -> list[str]:
         """What each of the ids (N,) adds to their text; special tokens are text too.
 
-        >>> model.tokenizer.pieces([55, 73, 327, 310])
-        ['W', 'h', 'at', ' time']
+        >>> model.tokenizer.pieces([420, 438, 308])
+        ['What', ' time', ' is']
         """
         return pieces(self.backend, _listed(ids, "ids"))
 
