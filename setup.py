@@ -2,9 +2,10 @@
 between at run time (csrc/cpu/device.c), so one build runs on any x86-64, and elsewhere with the
 generic set.
 
-Beside it, in the package, the CUDA device: libtinsmith_cuda.so where nvcc is found. What can't be
-built never fails the install: the reason goes into _core, which says it when the device is asked
-for. The emulated device is for tests alone: they build it, with the code here (tests/engine.py)."""
+Beside it, in the package, the CUDA device: libtinsmith_cuda.so where nvcc is found (nvcc_found). If
+it can't be built, the install does not fail: the reason goes into _core, which says it when the
+device is asked for. Without a C compiler it fails with a sentence, before anything is compiled. The
+emulated device is for tests alone: they build it, with the code here (tests/engine.py)."""
 
 import os
 import platform
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent
 WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi"]
@@ -77,7 +79,10 @@ NVCC_FLAGS = [
     "-gencode=arch=compute_90,code=compute_90",
     "-Xcompiler=-Wall,-Wextra,-fPIC,-fvisibility=hidden",
 ]
-NVCC_LINK = ["-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL", "-ldl"]
+NVCC_LINK = [
+    *("-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL", "-ldl"),
+    *(["-Xlinker=--strip-all"] if STRIPPED else []),
+]
 EMULATED = [
     "g++",
     "-xc++",
@@ -95,9 +100,34 @@ EMULATED = [
     *SANITIZED,
 ]
 EMULATED_LINK = ["-shared", "-pthread", *SANITIZERS]
-NVCC_HOME = "/usr/local/cuda/bin/nvcc"  # where to look when it is not on PATH; TINSMITH_NVCC first
+NVCC_HOME = "/usr/local/cuda/bin/nvcc"
+NVCC_OF_PIP = "nvidia/cu13/bin/nvcc"  # in the folder of packages: pip install nvidia-cuda-nvcc
 CUDA_LIBRARY = "libtinsmith_cuda.so"
 CUDA_LOG = "libtinsmith_cuda.log"  # what the compiler said of each kernel; a test reads it
+
+# What the compiler must be able to read, and the sentence where it is not.
+NEEDED = {
+    "#include <stdio.h>": "tinsmith is built from C, and the C compiler {compiler} does not work "
+    "here ({said}). Install one (Debian, Ubuntu: apt install gcc libc6-dev; Fedora: dnf install "
+    "gcc), name it in CC, or install a wheel of tinsmith, which needs none",
+    "#include <Python.h>": "tinsmith is built from C, and the headers of Python {version} were not "
+    "found ({said}). Install them (Debian, Ubuntu: apt install python3-dev; Fedora: dnf install "
+    "python3-devel), or install a wheel of tinsmith, which needs none",
+}
+
+
+def nvcc_found() -> str | None:
+    """The nvcc that TINSMITH_NVCC names ("": none), or that of PATH, of NVIDIA's installer, or of
+    pip's packages, which a build in isolation does not see on its own path."""
+    packages = [sysconfig.get_path("purelib"), *sys.path]
+    places = ["nvcc", NVCC_HOME, *(str(Path(folder) / NVCC_OF_PIP) for folder in packages)]
+    return os.environ.get("TINSMITH_NVCC", next(filter(None, map(shutil.which, places)), None))
+
+
+def nvcc_libraries(nvcc: str) -> list[str]:
+    """Where pip's packages have the CUDA runtime: nvcc itself looks into lib64 alone."""
+    folder = Path(nvcc).parent.parent / "lib"
+    return [f"-L{folder}"] if (folder / "libcudart_static.a").exists() else []
 
 
 def cuda_inputs() -> list[Path]:
@@ -130,7 +160,7 @@ def cuda_build(library: Path, objects: Path, compile_with: list[str], link_with:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             built = list(pool.map(compile_one, sorted((ROOT / "cuda").glob("*.cu"))))
         logs = [out.with_suffix(".log").read_text() for out in built]
-        library.with_suffix(".log").write_text("".join(logs))
+        (objects / CUDA_LOG).write_text("".join(logs))
         subprocess.run([compile_with[0], *built, "-o", library, *link_with], check=True)
     except subprocess.CalledProcessError as error:
         library.unlink(missing_ok=True)
@@ -148,13 +178,38 @@ class BuildOps(build_ext):
     def cuda_absent(self) -> str:
         """Builds the CUDA device beside _core; returns why it is not there, or ""."""
         folder = Path(self.get_ext_fullpath("tinsmith._core")).parent
-        nvcc = os.environ.get("TINSMITH_NVCC", shutil.which("nvcc") or shutil.which(NVCC_HOME))
+        nvcc = nvcc_found()
         if SANITIZE:
             return "this is a build with sanitizers"
         if not nvcc:
             return "nvcc was not found when tinsmith was installed"
-        command, objects = [nvcc, *NVCC_FLAGS], Path(self.build_temp) / "cuda"
-        return cuda_build(folder / CUDA_LIBRARY, objects, command, NVCC_LINK)
+        command, link = [nvcc, *NVCC_FLAGS], [*NVCC_LINK, *nvcc_libraries(nvcc)]
+        return cuda_build(folder / CUDA_LIBRARY, self.cuda_objects(), command, link)
+
+    def cuda_objects(self) -> Path:
+        """Where the CUDA device's parts and nvcc's log are: not in the package."""
+        return Path(self.build_temp) / "cuda"
+
+    def check_compiler(self) -> None:
+        """CompileError with the sentence of what is missing, if C can't be compiled."""
+        compiler = self.compiler.compiler_so
+        command = [*compiler, *(f"-I{path}" for path in self.include_dirs), "-fsyntax-only"]
+        for text, sentence in NEEDED.items():
+            try:
+                done = subprocess.run(
+                    [*command, "-xc", "-"], input=f"{text}\n", capture_output=True, text=True
+                )
+                said = done.stderr.strip().partition("\n")[0] or f"exit code {done.returncode}"
+                said = said if done.returncode else ""
+            except OSError as error:
+                said = str(error.strerror)
+            if said:
+                facts = {"compiler": compiler[0], "version": platform.python_version()}
+                raise CompileError(sentence.format(said=said, **facts))
+
+    def build_extensions(self) -> None:
+        self.check_compiler()
+        super().build_extensions()
 
     def copy_extensions_to_source(self) -> None:
         """What an editable install does with _core, for the library beside it."""
@@ -163,11 +218,13 @@ class BuildOps(build_ext):
         for other in package.glob("_core.*.so"):  # of one Python alone: it would be imported first
             if other.name != Path(self.get_ext_filename("tinsmith._core")).name:
                 other.unlink()
-        for name in (CUDA_LIBRARY, CUDA_LOG):
-            built = Path(self.build_lib) / "tinsmith" / name
-            (package / name).unlink(missing_ok=True)
+        for built in (
+            Path(self.build_lib) / "tinsmith" / CUDA_LIBRARY,
+            self.cuda_objects() / CUDA_LOG,
+        ):
+            (package / built.name).unlink(missing_ok=True)
             if built.exists():
-                shutil.copy2(built, package / name)
+                shutil.copy2(built, package / built.name)
 
     def build_extension(self, ext: Extension) -> None:
         ext.define_macros = [*ext.define_macros, ("DEVICE_ABI", ABI)]

@@ -125,6 +125,15 @@ static inline int __all_sync(unsigned mask, int predicate)
     return emulate::ballot("__all_sync", mask, predicate != 0) == ~0u;
 }
 
+/* The lanes that bring the same value. */
+template <class T> static inline unsigned __match_any_sync(unsigned mask, T value)
+{
+    unsigned same = 0;
+    for (int lane = 0; lane < 32; lane++)
+        same |= (unsigned)(__shfl_sync(mask, value, lane) == value) << lane;
+    return same;
+}
+
 /* The block's votes, each a barrier of its own; two more, so that the count is read before it is
  * used again. */
 static inline int syncthreads_count(int predicate, int line)

@@ -1,9 +1,11 @@
-/* cuda/lora.cu - LoRA's narrow products, for all matrices that read the same input in one launch.
+/* cuda/lora.cu - LoRA's narrow products, for all matrices that read the same input in one launch,
+ * and those of pairs with their own expert's matrix.
  *
  *   c (M,N) = or += scale·Σ_p a_p (M,K)·b_p (K,N)
  *
  *   forward    s = x·a                        y += scale·s·b
  *   backward   ds = scale·dy·bᵀ               db += scale·sᵀ·dy and da += xᵀ·ds       dx += Σ ds·aᵀ
+ *   grouped    y = or += scale·x·w_e          dw_e += scale·xᵀ·dy
  *
  * Each is a list of jobs whose tiles share a grid, so a layer's seven matrices cost eight launches
  * forward and twelve backward. x, s and dy are bf16; LoRA's matrices are f32 in memory and rounded
@@ -13,22 +15,23 @@
  * matrix. A sum over k is made of slices whose length depends on K alone, added in order. Where
  * there are too few tiles to fill the card (decoding; gradients) a block takes one slice, and a
  * second launch adds them up. The sums and their order are the same, so the choice changes only the
- * time, and the op is batch-invariant. */
-#include "cuda.cuh"
+ * time, and the op is batch-invariant.
+ *
+ * In a grouped product a tile belongs to one expert, which its block finds on the card (tiles.cuh);
+ * from there on it is a job of that expert's pairs alone. */
+#include "tiles.cuh"
 
 enum {
     TILE = 64,     /* rows and columns of c that a block makes */
     STEP = 32,     /* of k, from one barrier to the next */
     THREADS = 128, /* four warps, each with a quarter of the tile: 32 by 32 */
-    PIECE = 8,     /* reals of one 16-byte access */
     SLICE = 512,   /* k of a slice, at least ... */
     SLICES = 16,   /* ... and there are no more than these, which bounds the scratch */
     JOBS = 2 * LORA_GROUP,
     SUMS = 32, /* elements of c that a thread holds */
-    /* reals of a row in shared memory: the 80 or 144 bytes put the eight rows that ldmatrix reads
-     * together into different banks */
-    ALONG = STEP + PIECE,
-    ACROSS = TILE + PIECE,
+    /* reals of a row in shared memory */
+    ALONG = STEP + APART,
+    ACROSS = TILE + APART,
 };
 
 /* Where an operand's element (i, k) is: at[i·stride + k], or at[k·stride + i] where the kernel says
@@ -49,6 +52,11 @@ struct Job {
     int first;         /* this job's first tile */
     float scale;
     Result result;
+    /* Of a grouped product: the bounds of X experts, and how far it is from one's matrix, b or c,
+     * to the next one's; else NULL. */
+    const int32_t *bounds;
+    int64_t step;
+    int X;
 };
 
 struct Jobs {
@@ -110,20 +118,6 @@ __device__ static __forceinline__ void tile_keep(Shared<real> tile, const uint4 
     }
 }
 
-/* Four 8×8 matrices that cover 16 of i from `i` on and 16 of k from `k` on. mma wants them, for its
- * left operand, by i first; for its right one, by k first. */
-template <bool IS_ACROSS, bool IS_RIGHT>
-__device__ static __forceinline__ void fragment(uint32_t (&r)[4], Shared<real> tile, int i, int k)
-{
-    int lane = threadIdx.x % 32, matrix = lane / 8;
-    i += (IS_RIGHT ? matrix / 2 : matrix % 2) * 8;
-    k += (IS_RIGHT ? matrix % 2 : matrix / 2) * 8;
-    if constexpr (IS_ACROSS)
-        ldmatrix_transposed(r, shared_range(tile, (k + lane % 8) * ACROSS + i, PIECE));
-    else
-        ldmatrix(r, shared_range(tile, (i + lane % 8) * ALONG + k, PIECE));
-}
-
 /* ---- a tile of c ---- */
 
 /* Where element `e` of a thread's sums is in the block's tile: row and column. */
@@ -134,13 +128,21 @@ __device__ static __forceinline__ void place(int e, int *row, int *col)
     *col = warp % 2 * 32 + e / 4 % 4 * 8 + lane % 4 * 2 + e % 2;
 }
 
-/* sum = this thread's part of one slice of the tile at (i0, j0). */
-template <bool A_ACROSS, bool B_ACROSS, class B>
+/* k of a slice. */
+__host__ __device__ static __forceinline__ int slice_of(int K)
+{
+    int even = (K + SLICES - 1) / SLICES;
+    return even > SLICE ? (even + STEP - 1) / STEP * STEP : SLICE;
+}
+
+/* sum = this thread's part of one slice of the tile at (i0, j0). A grouped job has one part. */
+template <bool A_ACROSS, bool B_ACROSS, class B, bool GROUPED>
 __device__ static __forceinline__ void slice_sum(float (&sum)[SUMS / 4][4], const Job &job,
                                                  int slice, int i0, int j0, Shared<real> a,
                                                  Shared<real> b)
 {
-    int pieces = job.slices / job.parts, part = slice / pieces, begin = slice % pieces * job.slice;
+    int pieces = GROUPED ? job.slices : job.slices / job.parts;
+    int part = GROUPED ? 0 : slice / pieces, begin = slice % pieces * job.slice;
     int end = begin + job.slice < job.K ? begin + job.slice : job.K;
     int warp = threadIdx.x / 32;
     uint4 next_a[EACH], next_b[EACH];
@@ -163,8 +165,10 @@ __device__ static __forceinline__ void slice_sum(float (&sum)[SUMS / 4][4], cons
             uint32_t left[2][4], right[2][4];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                fragment<A_ACROSS, false>(left[h], a, warp / 2 * 32 + h * 16, k);
-                fragment<B_ACROSS, true>(right[h], b, warp % 2 * 32 + h * 16, k);
+                fragment<A_ACROSS, false>(left[h], a, A_ACROSS ? ACROSS : ALONG,
+                                          warp / 2 * 32 + h * 16, k);
+                fragment<B_ACROSS, true>(right[h], b, B_ACROSS ? ACROSS : ALONG,
+                                         warp % 2 * 32 + h * 16, k);
             }
 #pragma unroll
             for (int t = 0; t < SUMS / 4; t++)
@@ -207,55 +211,120 @@ __device__ static __forceinline__ const Job &job_of(const Jobs &jobs, int tile, 
     return job;
 }
 
-/* The place of a thread's sum `e` of one slice of one tile, until the slices are added. */
-__device__ static __forceinline__ float *waiting(float *partial, const Jobs &jobs, int slice,
-                                                 int tile, int e)
+/* A grouped job's part of one expert, which the tile belongs to: some of its rows; or, where k goes
+ * over rows, all of them. False where that expert has none. */
+template <bool OVER_ROWS, class B>
+__device__ static __forceinline__ bool job_of_expert(Job *own, const Jobs &jobs, int tile, int *i0,
+                                                     int *j0)
 {
-    return partial + (((int64_t)slice * jobs.tiles + tile) * SUMS + e) * THREADS + threadIdx.x;
+    *own = jobs.job[0];
+    int columns = (own->N + TILE - 1) / TILE, across = tile / columns;
+    *i0 = 0;
+    *j0 = tile % columns * TILE;
+    const real *a = (const real *)own->a[0].at;
+    const B *b = (const B *)own->b[0].at;
+    if constexpr (OVER_ROWS) {
+        int rows = (own->M + TILE - 1) / TILE, e = across / rows, begin = own->bounds[2 * e];
+        *i0 = across % rows * TILE;
+        own->K = own->bounds[2 * e + 1] - begin;
+        own->slice = slice_of(own->K);
+        own->slices = (own->K + own->slice - 1) / own->slice;
+        own->a[0].at = a + begin * own->a[0].stride;
+        own->b[0].at = b + begin * own->b[0].stride;
+        own->c = (float *)own->c + e * own->step;
+        return own->K > 0;
+    } else {
+        ExpertTile pairs;
+        if (!expert_tile(&pairs, own->bounds, own->X, TILE, across)) return false;
+        own->M = pairs.end - pairs.begin;
+        own->a[0].at = a + pairs.begin * own->a[0].stride;
+        own->b[0].at = b + pairs.e * own->step;
+        own->c = (real *)own->c + (int64_t)pairs.begin * own->N;
+        return true;
+    }
+}
+
+/* The place of a thread's sum `e` of one slice of one tile, until the slices are added. */
+__device__ static __forceinline__ float *waiting(float *partial, int tiles, int slice, int e)
+{
+    int64_t tile = (int64_t)slice * tiles + blockIdx.x;
+    return partial + (tile * SUMS + e) * THREADS + threadIdx.x;
 }
 
 /* One tile of c; or, with `partial`, one slice of it. */
-template <bool A_ACROSS, bool B_ACROSS, class B>
-static __global__ void __launch_bounds__(THREADS)
-    product_kernel(__grid_constant__ const Jobs jobs, float *partial)
+template <bool A_ACROSS, bool B_ACROSS, class B, bool GROUPED>
+__device__ static __forceinline__ void tile_product(const Job &job, int tiles, float *partial,
+                                                    int i0, int j0)
 {
     SHARED_ARRAY(real, a, (A_ACROSS ? STEP * ACROSS : TILE * ALONG));
     SHARED_ARRAY(real, b, (B_ACROSS ? STEP * ACROSS : TILE * ALONG));
-    int tile = (int)blockIdx.x, i0, j0;
-    const Job &job = job_of(jobs, tile, &i0, &j0);
     float sum[SUMS / 4][4], total[SUMS / 4][4];
     if (partial) {
         if ((int)blockIdx.y >= job.slices) return;
-        slice_sum<A_ACROSS, B_ACROSS, B>(sum, job, (int)blockIdx.y, i0, j0, a, b);
+        slice_sum<A_ACROSS, B_ACROSS, B, GROUPED>(sum, job, (int)blockIdx.y, i0, j0, a, b);
 #pragma unroll
         for (int e = 0; e < SUMS; e++)
-            *waiting(partial, jobs, (int)blockIdx.y, tile, e) = sum[e / 4][e % 4];
+            *waiting(partial, tiles, (int)blockIdx.y, e) = sum[e / 4][e % 4];
         return;
     }
 #pragma unroll
     for (int e = 0; e < SUMS; e++) total[e / 4][e % 4] = 0.0f;
     for (int slice = 0; slice < job.slices; slice++) {
-        slice_sum<A_ACROSS, B_ACROSS, B>(sum, job, slice, i0, j0, a, b);
+        slice_sum<A_ACROSS, B_ACROSS, B, GROUPED>(sum, job, slice, i0, j0, a, b);
 #pragma unroll
         for (int e = 0; e < SUMS; e++) total[e / 4][e % 4] += sum[e / 4][e % 4];
     }
     finish(job, total, i0, j0);
 }
 
-/* c from the slices that product_kernel left. */
+template <bool A_ACROSS, bool B_ACROSS, class B>
 static __global__ void __launch_bounds__(THREADS)
-    slices_kernel(__grid_constant__ const Jobs jobs, float *partial)
+    product_kernel(__grid_constant__ const Jobs jobs, float *partial)
 {
-    int tile = (int)blockIdx.x, i0, j0;
-    const Job &job = job_of(jobs, tile, &i0, &j0);
+    int i0, j0;
+    const Job &job = job_of(jobs, (int)blockIdx.x, &i0, &j0);
+    tile_product<A_ACROSS, B_ACROSS, B, false>(job, jobs.tiles, partial, i0, j0);
+}
+
+/* The same for the one job of a grouped product: over k as product_kernel, or over rows. */
+template <bool OVER_ROWS, bool B_ACROSS, class B>
+static __global__ void __launch_bounds__(THREADS)
+    grouped_product_kernel(__grid_constant__ const Jobs jobs, float *partial)
+{
+    Job own;
+    int i0, j0;
+    if (!job_of_expert<OVER_ROWS, B>(&own, jobs, (int)blockIdx.x, &i0, &j0)) return;
+    tile_product<OVER_ROWS, B_ACROSS, B, true>(own, jobs.tiles, partial, i0, j0);
+}
+
+/* c from the slices that a product's kernel left. */
+__device__ static __forceinline__ void slices_add(const Job &job, int tiles, float *partial, int i0,
+                                                  int j0)
+{
     float total[SUMS / 4][4];
 #pragma unroll
     for (int e = 0; e < SUMS; e++) total[e / 4][e % 4] = 0.0f;
     for (int slice = 0; slice < job.slices; slice++)
 #pragma unroll
-        for (int e = 0; e < SUMS; e++)
-            total[e / 4][e % 4] += *waiting(partial, jobs, slice, tile, e);
+        for (int e = 0; e < SUMS; e++) total[e / 4][e % 4] += *waiting(partial, tiles, slice, e);
     finish(job, total, i0, j0);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    slices_kernel(__grid_constant__ const Jobs jobs, float *partial)
+{
+    int i0, j0;
+    const Job &job = job_of(jobs, (int)blockIdx.x, &i0, &j0);
+    slices_add(job, jobs.tiles, partial, i0, j0);
+}
+
+static __global__ void __launch_bounds__(THREADS)
+    grouped_slices_kernel(__grid_constant__ const Jobs jobs, float *partial)
+{
+    Job own;
+    int i0, j0;
+    if (!job_of_expert<false, float>(&own, jobs, (int)blockIdx.x, &i0, &j0)) return;
+    slices_add(own, jobs.tiles, partial, i0, j0);
 }
 
 /* ---- launching ---- */
@@ -279,24 +348,16 @@ static Job *add_job(Jobs *jobs, void *c, Result result, Operand a, Operand b, in
     job->M = M;
     job->N = N;
     job->K = K;
-    int even = (K + SLICES - 1) / SLICES;
-    job->slice = even > SLICE ? (even + STEP - 1) / STEP * STEP : SLICE;
+    job->slice = slice_of(K);
     job->scale = scale;
     job->result = result;
     return job;
 }
 
-/* Runs the jobs: in one launch, or in two where they don't fill the card. */
-template <bool A_ACROSS, bool B_ACROSS, class B> static void run(CudaDevice *cuda, Jobs *jobs)
+/* One launch, or two where the tiles don't fill the card. */
+static void launch(CudaDevice *cuda, void (*kernel)(Jobs, float *), void (*add)(Jobs, float *),
+                   const Jobs *jobs)
 {
-    for (int i = 0; i < jobs->count; i++) {
-        Job *job = &jobs->job[i];
-        job->first = jobs->tiles;
-        job->slices = (job->K + job->slice - 1) / job->slice * job->parts;
-        jobs->tiles += (int)(cuda_blocks(job->M, TILE) * cuda_blocks(job->N, TILE));
-        if (job->slices > jobs->slices) jobs->slices = job->slices;
-    }
-    auto kernel = product_kernel<A_ACROSS, B_ACROSS, B>;
     unsigned tiles = (unsigned)jobs->tiles, slices = (unsigned)jobs->slices;
     if (jobs->slices == 1 || jobs->tiles * 2 > cuda->processors) {
         LAUNCH(cuda, kernel, tiles, THREADS, 0, *jobs, (float *)nullptr);
@@ -306,7 +367,37 @@ template <bool A_ACROSS, bool B_ACROSS, class B> static void run(CudaDevice *cud
     float *partial = (float *)cuda_scratch(cuda, bytes);
     if (!partial) return;
     LAUNCH(cuda, kernel, dim3(tiles, slices), THREADS, 0, *jobs, partial);
-    LAUNCH(cuda, slices_kernel, tiles, THREADS, 0, *jobs, partial);
+    LAUNCH(cuda, add, tiles, THREADS, 0, *jobs, partial);
+}
+
+/* Runs the jobs. */
+template <bool A_ACROSS, bool B_ACROSS, class B> static void run(CudaDevice *cuda, Jobs *jobs)
+{
+    for (int i = 0; i < jobs->count; i++) {
+        Job *job = &jobs->job[i];
+        job->first = jobs->tiles;
+        job->slices = (job->K + job->slice - 1) / job->slice * job->parts;
+        jobs->tiles += (int)(cuda_blocks(job->M, TILE) * cuda_blocks(job->N, TILE));
+        if (job->slices > jobs->slices) jobs->slices = job->slices;
+    }
+    launch(cuda, product_kernel<A_ACROSS, B_ACROSS, B>, slices_kernel, jobs);
+}
+
+/* Runs the one job of a grouped product of P pairs. A sum over an expert's pairs is not cut: how
+ * many there are is known on the card alone. */
+template <bool OVER_ROWS, bool B_ACROSS, class B>
+static void run_grouped(CudaDevice *cuda, Jobs *jobs, const int32_t *bounds, int64_t step, int X,
+                        int P)
+{
+    Job *job = &jobs->job[0];
+    job->bounds = bounds;
+    job->step = step;
+    job->X = X;
+    if (step * (int64_t)sizeof(B) % 16 && !OVER_ROWS) job->b[0].aligned = false;
+    int64_t across = OVER_ROWS ? (int64_t)X * cuda_blocks(job->M, TILE) : expert_tiles(X, P, TILE);
+    jobs->tiles = (int)(across * cuda_blocks(job->N, TILE));
+    jobs->slices = job->slices = OVER_ROWS ? 1 : (job->K + job->slice - 1) / job->slice;
+    launch(cuda, grouped_product_kernel<OVER_ROWS, B_ACROSS, B>, grouped_slices_kernel, jobs);
 }
 
 /* ---- the ops ---- */
@@ -365,4 +456,42 @@ void cuda_lora_backward(Device *dev, real *dx, const Lora *group, int count, con
         job->b[job->parts] = operand(group[job->parts].a, R);
     }
     run<false, false, float>(cuda, &up);
+}
+
+/* ---- with each expert's own matrices ---- */
+
+template <bool B_ACROSS>
+static void grouped_run(CudaDevice *cuda, Jobs *jobs, const int32_t *bounds, int64_t step, int X,
+                        int P)
+{
+    if (bounds)
+        run_grouped<false, B_ACROSS, float>(cuda, jobs, bounds, step, X, P);
+    else
+        run<false, B_ACROSS, float>(cuda, jobs);
+}
+
+void cuda_grouped_matmul(Device *dev, real *y, const real *x, const float *w, int64_t step,
+                         int turned, const int32_t *bounds, int X, int P, int N, int D, float scale,
+                         int accumulate)
+{
+    if (P == 0) return;
+    Jobs jobs = {};
+    add_job(&jobs, y, accumulate ? ADD_REAL : SET_REAL, operand(x, D), operand(w, turned ? D : N),
+            P, N, D, scale);
+    if (turned)
+        grouped_run<false>(cuda_of(dev), &jobs, bounds, step, X, P);
+    else
+        grouped_run<true>(cuda_of(dev), &jobs, bounds, step, X, P);
+}
+
+void cuda_grouped_gradient(Device *dev, float *dw, int64_t step, const real *x, const real *dy,
+                           const int32_t *bounds, int X, int P, int N, int D, float scale)
+{
+    if (P == 0) return;
+    Jobs jobs = {};
+    add_job(&jobs, dw, ADD_F32, operand(x, D), operand(dy, N), D, N, P, scale);
+    if (bounds)
+        run_grouped<true, true, real>(cuda_of(dev), &jobs, bounds, step, X, P);
+    else
+        run<true, true, real>(cuda_of(dev), &jobs);
 }

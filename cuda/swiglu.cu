@@ -3,12 +3,49 @@
  *   y = gate·σ(gate)·up
  *   dup = dy·gate·σ,  dgate = dy·up·σ·(1 + gate·(1 − σ)),  σ = σ(gate)
  *
+ * and the same times a share that each row has, whose gradient is Σ dy·gate·σ·up. With a limit the
+ * unit is gpt-oss's: gate·σ(1.702·gate)·(up + 1), of gate up to the limit and up within ± it.
+ *
  * Forward reads 2·T·F and writes T·F reals; backward reads 3·T·F and writes 2·T·F; memory bound.
- * Both work on elements, not rows. A thread loads all of its elements before it stores any, so that
- * gradients may overwrite their inputs. */
+ * They work on elements, not rows, but for the backward with shares: a block takes a row there. A
+ * thread loads all of its elements before it stores any, so that gradients may overwrite their
+ * inputs. */
 #include "cuda.cuh"
 
-enum { THREADS = 256 };
+enum { THREADS = 256, ROW_THREADS = 128 };
+
+#define SLOPE 1.702f /* of gpt-oss's sigmoid */
+
+/* gate·σ·up, or gpt-oss's unit where it is LIMITED. */
+template <bool LIMITED> __device__ static __forceinline__ float unit(float g, float u, float limit)
+{
+    if constexpr (LIMITED) {
+        g = fminf(g, limit);
+        return g * fast_sigmoid(SLOPE * g) * (fmaxf(fminf(u, limit), -limit) + 1.0f);
+    } else {
+        return g * fast_sigmoid(g) * u;
+    }
+}
+
+/* Of d, the gradient of share·unit: u becomes dup and g dgate; returns Σ d·unit. A number beyond
+ * the limit has none. */
+template <int W, bool LIMITED>
+__device__ static __forceinline__ float gradients(float (&g)[W], float (&u)[W], const float (&d)[W],
+                                                  float share, float limit)
+{
+    constexpr float slope = LIMITED ? SLOPE : 1.0f;
+    float sum = 0.0f;
+    for (int j = 0; j < W; j++) {
+        float x = LIMITED ? fminf(g[j], limit) : g[j];
+        float factor = LIMITED ? fmaxf(fminf(u[j], limit), -limit) + 1.0f : u[j];
+        float s = fast_sigmoid(slope * x), act = x * s, own = d[j] * share;
+        bool over = LIMITED && g[j] > limit, outside = LIMITED && fabsf(u[j]) > limit;
+        sum += d[j] * (act * factor);
+        g[j] = over ? 0.0f : own * factor * (s * (1.0f + slope * x * (1.0f - s)));
+        u[j] = outside ? 0.0f : own * act;
+    }
+    return sum;
+}
 
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
@@ -34,11 +71,7 @@ static __global__ void __launch_bounds__(THREADS)
     load<W>(d, dy + i);
     load<W>(g, gate + i);
     load<W>(u, up + i);
-    for (int j = 0; j < W; j++) {
-        float s = fast_sigmoid(g[j]), of_up = d[j] * (g[j] * s);
-        g[j] = d[j] * u[j] * (s * (1.0f + g[j] * (1.0f - s)));
-        u[j] = of_up;
-    }
+    gradients<W, false>(g, u, d, 1.0f, 0.0f);
     store<W>(dgate + i, g);
     store<W>(dup + i, u);
 }
@@ -59,4 +92,66 @@ void cuda_swiglu_backward(Device *dev, real *dgate, real *dup, const real *dy, c
     auto kernel = W == 8 ? swiglu_backward_kernel<8> : swiglu_backward_kernel<1>;
     LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, dgate, dup, dy, gate, up,
            n);
+}
+
+/* ---- with a share of each row ---- */
+
+template <int W, bool LIMITED>
+static __global__ void __launch_bounds__(THREADS)
+    swiglu_share_kernel(real *y, const real *gate, const real *up, const float *share,
+                        const int32_t *pair, int P, int F, float limit)
+{
+    int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W, row = i / F;
+    if (row >= P) return;
+    float g[W], u[W], own = share[pair ? pair[row] : row];
+    load<W>(g, gate + i);
+    load<W>(u, up + i);
+    for (int j = 0; j < W; j++) u[j] = own * unit<LIMITED>(g[j], u[j], limit);
+    store<W>(y + i, u);
+}
+
+template <int W, bool LIMITED>
+static __global__ void __launch_bounds__(ROW_THREADS)
+    swiglu_share_backward_kernel(real *dgate, real *dup, float *dshare, const real *dy,
+                                 const real *gate, const real *up, const float *share,
+                                 const int32_t *pair, int F, float limit)
+{
+    SHARED_ARRAY(float, sums, 32);
+    int64_t row = blockIdx.x, at = pair ? pair[row] : row;
+    float own = share[at], sum = 0.0f;
+    for (int64_t i = row * F + threadIdx.x * W; i < (row + 1) * F; i += ROW_THREADS * W) {
+        float d[W], g[W], u[W];
+        load<W>(d, dy + i);
+        load<W>(g, gate + i);
+        load<W>(u, up + i);
+        sum += gradients<W, LIMITED>(g, u, d, own, limit);
+        store<W>(dgate + i, g);
+        store<W>(dup + i, u);
+    }
+    sum = block_sum(sum, sums);
+    if (threadIdx.x == 0) dshare[at] = sum;
+}
+
+void cuda_swiglu_share(Device *dev, real *y, const real *gate, const real *up, const float *share,
+                       const int32_t *pair, int P, int F, float limit)
+{
+    int W = F % 8 ? 1 : 8;
+    auto plain = W == 8 ? swiglu_share_kernel<8, false> : swiglu_share_kernel<1, false>;
+    auto limited = W == 8 ? swiglu_share_kernel<8, true> : swiglu_share_kernel<1, true>;
+    auto kernel = limit == 0.0f ? plain : limited;
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks((int64_t)P * F, THREADS * W), THREADS, 0, y, gate, up,
+           share, pair, P, F, limit);
+}
+
+void cuda_swiglu_share_backward(Device *dev, real *dgate, real *dup, float *dshare, const real *dy,
+                                const real *gate, const real *up, const float *share,
+                                const int32_t *pair, int P, int F, float limit)
+{
+    auto plain =
+        F % 8 ? swiglu_share_backward_kernel<1, false> : swiglu_share_backward_kernel<8, false>;
+    auto limited =
+        F % 8 ? swiglu_share_backward_kernel<1, true> : swiglu_share_backward_kernel<8, true>;
+    auto kernel = limit == 0.0f ? plain : limited;
+    LAUNCH(cuda_of(dev), kernel, P, ROW_THREADS, 0, dgate, dup, dshare, dy, gate, up, share, pair,
+           F, limit);
 }

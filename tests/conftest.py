@@ -37,10 +37,11 @@ TEXT = [
 # What `pytest -m quick` leaves out: files that take long or begin programs of their own, GPUs'
 # devices, and of the CPU's instruction sets all but the widest.
 SLOW_FILES = (
-    "benchmarks", "block", "changed_arrays", "cli", "cookbook", "crew", "custom_loss", "disk",
-    "dlpack", "event_loop", "export", "face_arrays", "failed_step", "interrupt", "jsd_topk", "kill",
-    "launch", "notebooks", "opsd_recipe", "overload", "pieces", "recipes", "serve_command",
-    "server_answers", "soak",
+    "benchmarks", "block", "changed_arrays", "cli", "compare", "cookbook", "crew",
+    "custom_loss", "disk", "dlpack", "docs", "docs_snippets", "event_loop", "export",
+    "face_arrays", "failed_step",
+    "interrupt", "jsd_topk", "kill", "launch", "notebooks", "opsd_recipe", "overload", "pieces",
+    "recipes", "serve_command", "server_answers", "soak",
 )  # fmt: skip
 # Left out of it too, but too short to come first.
 OTHER_SLOW_FILES = (

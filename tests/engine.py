@@ -53,6 +53,7 @@ ISA_NEEDS = {
 DEVICES = ("cpu", *(f"cpu-{isa}" for isa in ISAS), "cuda", "cuda-emulated")
 DTYPES = {"f32": 0, "bf16": 1, "f16": 2}
 KV_PAGE = 64
+ARENA_STEP = 256
 
 
 class Span(ctypes.Structure):
@@ -99,7 +100,8 @@ class Jsd(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Frozen:
-    """A base weight (rows, cols) in float64, exact in `dtype`: f32, bf16 or f16."""
+    """A base weight (rows, cols) in float64, exact in `dtype`: f32, bf16 or f16; or several of
+    them, (count, rows, cols), which an op finds `step` bytes apart."""
 
     value: np.ndarray
     dtype: str = "f32"
@@ -342,15 +344,24 @@ class Device:
         memory.write(data)
         return memory
 
+    def frozen_step(self, frozen: Frozen) -> int:
+        """Bytes from one base weight of several to the next."""
+        rows, cols = frozen.value.shape[-2:]
+        one = self.c.frozen_bytes(self.pointer, DTYPES[frozen.dtype], rows, cols)
+        return -(-one // ARENA_STEP) * ARENA_STEP
+
     def put_frozen(self, frozen: Frozen) -> Memory:
         """A base weight in the device's own order."""
-        rows, cols = frozen.value.shape
+        rows, cols = frozen.value.shape[-2:]
         dtype = np.float16 if frozen.dtype == "f16" else np.float32
-        host = np.ascontiguousarray(frozen.value, dtype)
+        host = np.ascontiguousarray(frozen.value, dtype).reshape(-1, rows, cols)
         host = to_bf16(host) if frozen.dtype == "bf16" else host
-        kind = DTYPES[frozen.dtype]
-        memory = Memory(self, self.c.frozen_bytes(self.pointer, kind, rows, cols))
-        self.c.frozen_load(self.pointer, memory.pointer, host.ctypes.data, kind, rows, cols)
+        kind, step = DTYPES[frozen.dtype], self.frozen_step(frozen)
+        size = self.c.frozen_bytes(self.pointer, kind, rows, cols)
+        memory = Memory(self, size + (len(host) - 1) * step)
+        for i, one in enumerate(host):
+            at = memory.pointer.value + i * step
+            self.c.frozen_load(self.pointer, at, one.ctypes.data, kind, rows, cols)
         self.check(self.c.sync(self.pointer))
         return memory
 
@@ -389,6 +400,8 @@ class Device:
             if p.pointer and p.const and memory[p.name] and p.name not in shared
         }
         values = args | {name: m and m.pointer for name, m in memory.items()}
+        if "step" in args and isinstance(args.get("w"), Frozen):
+            values["step"] = self.frozen_step(args["w"])
         if op in LORA_FIELDS:
             fields = (*LORA_FIELDS[op], "N")
             group = [Lora(**{k: values[f"{k}{i}"] for k in fields}) for i in range(args["count"])]

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from expert_models import LoraExperts, every_expert, fuse, route
 from peft import LoraConfig, PeftModel, get_peft_model
 from tinsmith import _core
 from tinsmith.files.families import LoadedModel, load_model
@@ -37,6 +38,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet
 from transformers.utils.logging import disable_progress_bar
 
 PADDING = 5  # ids at the vocabulary's end that stand for no token
@@ -44,12 +46,16 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 48,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40,
+}  # fmt: skip
 MODULES = {
     "wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj",
     "wo": "self_attn.o_proj", "w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj",
     "w_down": "mlp.down_proj", "delta_q": "linear_attn.in_proj_q",
     "delta_k": "linear_attn.in_proj_k", "delta_v": "linear_attn.in_proj_v",
     "delta_z": "linear_attn.in_proj_z", "delta_out": "linear_attn.out_proj",
+    "e_gate": "mlp.experts.w1", "e_up": "mlp.experts.w3", "e_down": "mlp.experts.w2",
 }  # fmt: skip
 
 
@@ -57,7 +63,8 @@ MODULES = {
 class Spec:
     """One model: a family, what differs from the sizes below, and how its files are written.
     `kind` is transformers' model_type, where that is not the family's name; `seeing` models have a
-    vision tower beside the text's."""
+    vision tower beside the text's; `fused` ones have all experts in one tensor, whatever
+    transformers writes."""
 
     family: str
     config: Mapping[str, Any]
@@ -65,6 +72,7 @@ class Spec:
     shard: str = "1GB"
     kind: str = ""
     seeing: bool = False
+    fused: bool = False
 
 
 SIZES = {"num_hidden_layers": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 160}
@@ -147,6 +155,47 @@ SPECS = {
         "40KB",
         kind="qwen3_5_text",
     ),
+    "qwen3_moe": Spec(
+        "qwen3_moe",
+        {"vocab_size": 105, "hidden_size": 34, "intermediate_size": 45, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 12, "tie_word_embeddings": False,
+         "num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 8, "num_experts_per_tok": 3,
+         "moe_intermediate_size": 21, "norm_topk_prob": True},
+    ),
+    "qwen3_moe-tied": Spec(
+        "qwen3_moe",
+        {"vocab_size": 99, "hidden_size": 30, "intermediate_size": 26, "num_attention_heads": 3,
+         "num_key_value_heads": 3, "head_dim": 10, "tie_word_embeddings": True,
+         "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 18,
+         "norm_topk_prob": False},
+        torch.bfloat16,
+        "30KB",
+        fused=True,
+    ),
+    "qwen3_5_moe": Spec(
+        "qwen3_5_moe",
+        {"vocab_size": 95, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1,
+         "head_dim": 16, "tie_word_embeddings": False, "linear_num_key_heads": 1,
+         "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+         "layer_types": ["linear_attention", "full_attention"], "max_position_embeddings": 200,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                             "partial_rotary_factor": 0.5},
+         "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 19,
+         "shared_expert_intermediate_size": 23},
+        seeing=True,
+    ),
+    "qwen3_5_moe-tied": Spec(
+        "qwen3_5_moe",
+        {"vocab_size": 92, "hidden_size": 28, "num_attention_heads": 2, "num_key_value_heads": 2,
+         "head_dim": 16, "tie_word_embeddings": True, "linear_num_key_heads": 1,
+         "linear_num_value_heads": 1, "linear_key_head_dim": 32, "linear_value_head_dim": 64,
+         "full_attention_interval": 2, "max_position_embeddings": 200, "num_experts": 6,
+         "num_experts_per_tok": 1, "moe_intermediate_size": 17,
+         "shared_expert_intermediate_size": 31},
+        torch.float16,
+        "40KB",
+        kind="qwen3_5_moe_text",
+    ),
 }  # fmt: skip
 VISION = {
     "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "patch_size": 2,
@@ -173,6 +222,8 @@ def make(spec: Spec, folder: Path, seed: int = 0) -> Path:
                 noise = torch.randn(parameter.shape)
                 if parameter.dim() == 2:
                     parameter.copy_(noise * (1.3 / parameter.shape[1] ** 0.5))
+                elif ".experts." in name:
+                    parameter.copy_(noise * (1.3 / parameter.shape[2] ** 0.5))
                 elif name.endswith("norm.weight"):
                     parameter.add_(0.3 * noise)  # to ones, or to zeros where 1 + w multiplies
                 elif name.endswith("A_log"):
@@ -180,8 +231,10 @@ def make(spec: Spec, folder: Path, seed: int = 0) -> Path:
                 else:
                     parameter.copy_(0.4 * noise)
     model.to(spec.dtype).save_pretrained(folder, max_shard_size=spec.shard)
-    if spec.family == "qwen3_5":
+    if spec.family.startswith("qwen3_5"):
         lay_out(folder, "model.language_model." if spec.seeing else "model.")
+    if spec.fused:
+        fuse(folder)
     words = {f"w{index}": index for index in range(vocab - PADDING)}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
     return folder
@@ -240,13 +293,17 @@ def as_double(path: Path) -> PreTrainedModel:
 
 
 def in_double(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, without the parts that compute in float32 whatever the type."""
+    """The model, without the parts that compute in float32 whatever the type, or not in float64."""
     for module in model.modules():  # also those of a copied model, whose methods are the original's
         name = type(module).__name__
         if name.endswith(("RMSNorm", "RMSNormGated")):
             module.forward = types.MethodType(_rmsnorm, module)
-        if isinstance(module, Qwen3_5GatedDeltaNet):
+        if isinstance(module, Qwen3_5GatedDeltaNet | Qwen3_5MoeGatedDeltaNet):
             module.chunk_gated_delta_rule = recurrence
+        if name.endswith("TopKRouter"):
+            module.forward = types.MethodType(route, module)
+        if name.endswith("MoeExperts"):
+            module.forward = types.MethodType(every_expert, module)
     return model
 
 
@@ -254,7 +311,8 @@ def _rmsnorm(
     module: torch.nn.Module, x: torch.Tensor, gate: torch.Tensor | None = None
 ) -> torch.Tensor:
     eps = getattr(module, "variance_epsilon", None) or module.eps
-    weight = module.weight + (type(module).__name__ == "Qwen3_5RMSNorm")  # multiplies by 1 + w
+    plus_one = type(module).__name__ in ("Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")
+    weight = module.weight + plus_one
     normed = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
     return normed if gate is None else normed * torch.nn.functional.silu(gate)
 
@@ -280,17 +338,28 @@ def recurrence(
     return torch.stack(rows)[None], state[None]
 
 
-class SplitDeltaNet(Qwen3_5GatedDeltaNet):
+class Split:
     """One whose products of q, k and v are three modules, as the hosted service trains them."""
 
     def in_proj_qkv(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([self.in_proj_q(x), self.in_proj_k(x), self.in_proj_v(x)], dim=-1)
 
 
+class SplitDeltaNet(Split, Qwen3_5GatedDeltaNet):
+    """Of a model with one feed a layer."""
+
+
+class SplitMoeDeltaNet(Split, Qwen3_5MoeGatedDeltaNet):
+    """Of one with experts."""
+
+
+SPLIT = {Qwen3_5GatedDeltaNet: SplitDeltaNet, Qwen3_5MoeGatedDeltaNet: SplitMoeDeltaNet}
+
+
 def split(model: PreTrainedModel) -> PreTrainedModel:
     """The model with a module for each matrix that the engine trains."""
     for module in model.modules():
-        if type(module) is Qwen3_5GatedDeltaNet:
+        if type(module) in SPLIT:
             whole = module.in_proj_qkv.weight
             del module.in_proj_qkv
             sizes = (module.key_dim, module.key_dim, module.value_dim)
@@ -298,7 +367,7 @@ def split(model: PreTrainedModel) -> PreTrainedModel:
                 linear = torch.nn.Linear(*part.shape[::-1], bias=False, dtype=part.dtype)
                 linear.weight.data = part.clone()
                 module.add_module(f"in_proj_{letter}", linear)
-            module.__class__ = SplitDeltaNet
+            module.__class__ = SPLIT[type(module)]
     return model
 
 
@@ -344,9 +413,15 @@ def assert_near(
 # ---- LoRA ----
 
 
-def module_of(slot: str, layer: int) -> str:
-    """transformers' name of the module behind a slot."""
-    return "lm_head" if layer < 0 else f"model.layers.{layer}.{MODULES[slot]}"
+def module_of(slot: str, layer: int, index: int = 0, feed: str = "mlp") -> str:
+    """transformers' name of the module behind a slot, in a layer with this feed; of experts, that
+    of `LoraExperts`."""
+    name = MODULES.get(slot, "")
+    if slot.startswith("e_"):
+        name += f".{index}" if index >= 0 else ".all"
+    elif feed == "experts_with_shared":
+        name = name.replace("mlp.", "mlp.shared_expert.")
+    return "lm_head" if layer < 0 else f"model.layers.{layer}.{name}"
 
 
 def randomize(adapter: _core.Adapter, seed: int = 0, scale: float = 0.1) -> _core.Adapter:
@@ -363,33 +438,42 @@ def randomize(adapter: _core.Adapter, seed: int = 0, scale: float = 0.1) -> _cor
 def with_peft(name: str, adapter: _core.Adapter, dtype: torch.dtype = torch.float64) -> PeftModel:
     """The reference model with the adapter's matrices in PEFT's layers, in float64; or in bf16 with
     matrices in float32, as PEFT trains it."""
-    slots = {(slot, layer) for slot, layer, *_ in adapter.layout}
+    slots = {slot for slot, *_ in adapter.layout if not slot.startswith("e_")}
+    names = {"lm_head" if slot == "head" else MODULES[slot].rpartition(".")[2] for slot in slots}
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,
-        target_modules=sorted({module_of(*slot).rpartition(".")[2] for slot in slots}),
+        target_modules=sorted(names),
         task_type="CAUSAL_LM",
     )
     base = split(copy.deepcopy(reference(name, dtype)))
     base = in_double(base) if dtype == torch.float64 else base
     matrices = torch.float64 if dtype == torch.float64 else torch.float32
+    if any(slot == "e_gate" for slot, *_ in adapter.layout):
+        base.config.model_type = "one whose modules PEFT leaves as they are"
+        for layer in base.model.layers:
+            if hasattr(layer.mlp, "experts"):
+                layer.mlp.experts = LoraExperts(
+                    layer.mlp.experts, adapter.rank, adapter.alpha / adapter.rank, matrices
+                )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
         model = get_peft_model(base, config, autocast_adapter_dtype=False).eval()
     parameters = dict(model.named_parameters())
     for key, matrix in cut(adapter, adapter.read("weights")).items():
         parameters[key].data = torch.from_numpy(matrix.T.copy()).to(matrices)
+        parameters[key].requires_grad_()  # which PEFT takes from all but its own layers
     return model
 
 
 def cut(adapter: _core.Adapter, flat: np.ndarray) -> dict[str, np.ndarray]:
     """A flat vector as PEFT's parameter names and the engine's matrices."""
-    return {
-        f"base_model.model.{module_of(slot, layer)}.lora_{letter}.default.weight": flat[
-            offset : offset + rows * cols
-        ].reshape(rows, cols)
-        for slot, layer, _, letter, offset, rows, cols in adapter.layout
-    }
+    feeds, found = adapter.model.config["feeds"], {}
+    for slot, layer, index, letter, offset, rows, cols in adapter.layout:
+        module = module_of(slot, layer, index, feeds[layer])
+        name = f"base_model.model.{module}.lora_{letter}.default.weight"
+        found[name] = flat[offset : offset + rows * cols].reshape(rows, cols)
+    return found
 
 
 # ---- calls ----

@@ -51,9 +51,10 @@ def error(got, exact) -> float:
 # which no library's f32 is bound to do as often.
 PRODUCTS = {
     *("linear", "linear_backward", "lora", "lora_backward", "head", "head_lora", "matmul"),
+    *("grouped_linear", "grouped_linear_backward", "grouped_matmul", "grouped_gradient"),
     "attention",  # a query and a key
 }
-SUMMED = ("T", "D", "N", "V", "K", "E", *(f"N{i}" for i in range(3)))
+SUMMED = ("T", "P", "D", "N", "V", "K", "E", *(f"N{i}" for i in range(3)))
 
 
 def sum_error(op, args) -> float:

@@ -112,17 +112,17 @@ def rope_backward(dx, cosine, sine, W, **_):
     return {"dx": rope(dx, cosine, -sine, W)["x"]}
 
 
-def sigmoid(x):
+def logistic(x):
     with np.errstate(over="ignore"):
         return 1 / (1 + np.exp(-x))
 
 
 def swiglu(gate, up, **_):
-    return {"y": gate * sigmoid(gate) * up}
+    return {"y": gate * logistic(gate) * up}
 
 
 def swiglu_backward(dy, gate, up, **_):
-    s = sigmoid(gate)
+    s = logistic(gate)
     return {"dgate": dy * up * (s + gate * s * (1 - s)), "dup": dy * gate * s}
 
 
@@ -135,11 +135,11 @@ def join(a, b, **_):
 
 
 def gate(x, gate, **_):
-    return {"y": x * sigmoid(gate)}
+    return {"y": x * logistic(gate)}
 
 
 def gate_backward(dy, x, gate, **_):
-    s = sigmoid(gate)
+    s = logistic(gate)
     return {"dx": dy * s, "dgate": dy * x * s * (1 - s)}
 
 
@@ -172,12 +172,12 @@ def softplus(x):
 
 
 def delta_gates(b, a, rate, bias, **_):
-    return {"beta": sigmoid(b), "decay": -np.exp(rate) * softplus(a + bias)}
+    return {"beta": logistic(b), "decay": -np.exp(rate) * softplus(a + bias)}
 
 
 def delta_gates_backward(dbeta, ddecay, b, a, rate, bias, **_):
-    s = sigmoid(b)
-    return {"db": dbeta * s * (1 - s), "da": ddecay * -np.exp(rate) * sigmoid(a + bias)}
+    s = logistic(b)
+    return {"db": dbeta * s * (1 - s), "da": ddecay * -np.exp(rate) * logistic(a + bias)}
 
 
 def delta_rule(q, k, v, beta, decay):
@@ -228,6 +228,137 @@ def delta_backward(dy, q, k, v, beta, decay, spans, H, **_):
     return total
 
 
+# ---- mixtures of experts ----
+
+
+def shares_of_all(logits):
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True)
+
+
+def route(logits, K, norm, **_):
+    chosen = np.argsort(-logits, axis=-1, kind="stable")[:, :K]
+    share = np.take_along_axis(shares_of_all(logits), chosen, -1)
+    if norm:
+        share = share / share.sum(-1, keepdims=True)
+    return {"chosen": chosen, "share": share}
+
+
+def route_backward(dshare, chosen, logits, norm, **_):
+    p, dp = shares_of_all(logits), np.zeros_like(logits)
+    kept = np.take_along_axis(p, chosen, -1)
+    if norm:
+        total = kept.sum(-1, keepdims=True)
+        dshare = (dshare - (dshare * kept).sum(-1, keepdims=True) / total) / total
+    np.put_along_axis(dp, chosen, dshare, -1)
+    return {"dlogits": p * (dp - (p * dp).sum(-1, keepdims=True))}
+
+
+def group(chosen, K, X, **_):
+    pair = np.argsort(chosen.ravel(), kind="stable")
+    place = np.empty_like(pair)
+    place[pair] = np.arange(len(pair))
+    last = np.cumsum(np.bincount(chosen.ravel(), minlength=X))
+    bounds = np.stack([np.concatenate([[0], last[:-1]]), last], -1)
+    return {"pair": pair, "row": pair // K, "place": place, "bounds": bounds}
+
+
+def group_part(bounds, row, first, count, **_):
+    part = [
+        first_row + np.searchsorted(row[first_row:last_row], (first, first + count))
+        for first_row, last_row in bounds
+    ]
+    return {"part": np.array(part)}
+
+
+def unite(x, place, T, K, accumulate, y=None, **_):
+    out = x[place.reshape(T, K)].sum(1)
+    return {"y": y + out if accumulate else out}
+
+
+def by_expert(bounds, P):
+    """Each expert and its pairs."""
+    every = [(0, P)] if bounds is None else bounds
+    return [(e, slice(first, last)) for e, (first, last) in enumerate(every)]
+
+
+def grouped_linear(x, w, bias, bounds, P, N, **_):
+    y = np.zeros((P, N), x.dtype)
+    for e, own in by_expert(bounds, P):
+        y[own] = x[own] @ w[e].T
+        if bias is not None:
+            y[own] += bias[e]
+    return {"y": y}
+
+
+def grouped_linear_backward(dy, w, bounds, P, D, accumulate, dx=None, **_):
+    out = dx.copy() if accumulate else np.zeros((P, D), dy.dtype)
+    for e, own in by_expert(bounds, P):
+        out[own] += dy[own] @ w[e]
+    return {"dx": out}
+
+
+def grouped_matmul(y, x, w, turned, bounds, P, scale, accumulate, **_):
+    y = y.copy()
+    for e, own in by_expert(bounds, P):
+        product = np.asarray(scale, x.dtype) * (x[own] @ (w[e].T if turned else w[e]))
+        y[own] = y[own] + product if accumulate else product
+    return {"y": y}
+
+
+def grouped_gradient(dw, x, dy, bounds, P, scale, **_):
+    dw = dw.copy()
+    for e, own in by_expert(bounds, P):
+        dw[e] += np.asarray(scale, x.dtype) * (x[own].T @ dy[own])
+    return {"dw": dw}
+
+
+def unit(gate, up, limit):
+    """What an expert makes of gate and up: swiglu, or gpt-oss's own."""
+    if not limit:
+        return swiglu(gate, up)["y"]
+    gate = np.minimum(gate, limit)
+    return gate * logistic(1.702 * gate) * (np.clip(up, -limit, limit) + 1)
+
+
+def unit_backward(dy, gate, up, limit):
+    if not limit:
+        return swiglu_backward(dy, gate, up)
+    g, u = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    s = logistic(1.702 * g)
+    slope = s * (1 + 1.702 * g * (1 - s))
+    return {"dgate": (gate == g) * dy * (u + 1) * slope, "dup": (up == u) * dy * g * s}
+
+
+def swiglu_share(gate, up, share, pair, P, limit, **_):
+    share = share.ravel()[np.arange(P) if pair is None else pair][:, None]
+    return {"y": share * unit(gate, up, limit)}
+
+
+def swiglu_share_backward(dy, gate, up, share, pair, P, limit, **_):
+    place = np.arange(P) if pair is None else pair
+    own = share.ravel()[place][:, None]
+    dshare = np.zeros(share.size, dy.dtype)
+    dshare[place] = (dy * unit(gate, up, limit)).sum(-1)
+    return unit_backward(own * dy, gate, up, limit) | {"dshare": dshare.reshape(share.shape)}
+
+
+def share_bias(y, share, chosen, bias, **_):
+    return {"y": y + (share[..., None] * bias[chosen]).sum(1)}
+
+
+def share_bias_backward(dshare, dy, chosen, bias, **_):
+    return {"dshare": dshare + (dy[:, None] * bias[chosen]).sum(-1)}
+
+
+def sigmoid(x, **_):
+    return {"y": logistic(x)}
+
+
+def sigmoid_backward(dy, y, **_):
+    return {"dx": dy * y * (1 - y)}
+
+
 # ---- attention ----
 
 
@@ -274,6 +405,11 @@ def attention(q, k_pages, v_pages, spans, pages, H, G, window=0, **_):
                     q[span.row + i, h], k[:, g], v[:, g]
                 )
     return {"y": y, "lse": lse}
+
+
+def sink(y, lse, sinks, **_):
+    both = np.logaddexp(lse, sinks)
+    return {"y": y * np.exp(lse - both)[..., None], "lse": both}
 
 
 def attention_backward(dy, y, lse, q, k, v, spans, H, G, E, window=0, **_):

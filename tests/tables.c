@@ -91,11 +91,11 @@ Status device_open(Device **dev, const char *name, int threads)
 
 /* ---- the model ---- */
 
-enum { L = 3, D = 10, H = 4, G = 2, E = 6, F = 14, R = 3, EXPERT_COUNT = 5, T = 7, BLOCK = 256 };
+enum { L = 3, D = 10, H = 4, G = 2, E = 6, F = 14, R = 3, PART_COUNT = 5, T = 7, BLOCK = 256 };
 
 static const LayerKinds kinds[L] = {{{KIND_full_attention, KIND_mlp}},
-                                    {{KIND_recurrent, KIND_experts}},
-                                    {{KIND_sliding_attention, KIND_experts}}};
+                                    {{KIND_recurrent, KIND_parted}},
+                                    {{KIND_sliding_attention, KIND_parted}}};
 static const Shape shape = {.layers = L,
                             .width = D,
                             .heads = H,
@@ -108,6 +108,7 @@ static const Shape shape = {.layers = L,
                             .window = 8,
                             .tied = 1,
                             .norm_eps = 1e-6f,
+                            .rope_scale = 1.0f,
                             .layer = kinds};
 
 /* What so many numbers take, as the arena hands them out. */
@@ -130,13 +131,13 @@ static void slots_belong_to_the_layers_that_have_them(const Model *model)
     CHECK(slot_info(s, SLOT_wq, 0).present && !slot_info(s, SLOT_wq, 1).present);
     CHECK(slot_info(s, SLOT_wq, 2).present && slot_info(s, SLOT_attn_norm, 1).present);
     CHECK(slot_info(s, SLOT_decay, 1).present && !slot_info(s, SLOT_decay, 2).present);
-    CHECK(!slot_info(s, SLOT_expert_up, 0).present && slot_info(s, SLOT_expert_up, 1).present);
-    CHECK(slot_info(s, SLOT_expert_up, 2).count == EXPERT_COUNT);
+    CHECK(!slot_info(s, SLOT_part_up, 0).present && slot_info(s, SLOT_part_up, 1).present);
+    CHECK(slot_info(s, SLOT_part_up, 2).count == PART_COUNT);
     CHECK(slot_info(s, SLOT_wq, 0).count == 1);
     size_t attention = 2 * taken(H * E * D) + 2 * taken(G * E * D), norms = 2 * taken(D);
     size_t layers[L] = {norms + attention + 3 * taken(F * D),
-                        norms + taken(H) + EXPERT_COUNT * taken(F * D),
-                        norms + attention + EXPERT_COUNT * taken(F * D)};
+                        norms + taken(H) + PART_COUNT * taken(F * D),
+                        norms + attention + PART_COUNT * taken(F * D)};
     size_t bytes = taken(E / 2) + taken(20 * D) + taken(D);
     for (int l = 0; l < L; l++) bytes += layers[l];
     CHECK(model_bytes(model) == bytes);
@@ -145,22 +146,22 @@ static void slots_belong_to_the_layers_that_have_them(const Model *model)
 static void matrices_of_a_slot_are_loaded_by_number(Model *model)
 {
     static float array[F * D];
-    for (int i = EXPERT_COUNT - 1; i >= 0; i--) {
+    for (int i = PART_COUNT - 1; i >= 0; i--) {
         for (int j = 0; j < F * D; j++) array[j] = (float)(i + 1);
-        CHECK(!model_load(model, "expert_up", 2, i, array, DTYPE_F32, F, D));
+        CHECK(!model_load(model, "part_up", 2, i, array, DTYPE_F32, F, D));
     }
-    const char *first = (const char *)model->layer[2].expert_up;
-    for (int i = 0; i < EXPERT_COUNT; i++) {
+    const char *first = (const char *)model->layer[2].part_up;
+    for (int i = 0; i < PART_COUNT; i++) {
         const float *found = (const float *)(first + (size_t)i * taken(F * D));
         CHECK(found[0] == (float)(i + 1) && found[F * D - 1] == (float)(i + 1));
     }
-    CHECK(!model->layer[0].expert_up && !model->layer[1].wq);
-    CHECK(model_load(model, "expert_up", 2, EXPERT_COUNT, array, DTYPE_F32, F, D));
-    CHECK(strcmp(status_text(), "expert_up: number 5, but there are 5") == 0);
-    CHECK(model_load(model, "expert_up", 0, 0, array, DTYPE_F32, F, D));
-    CHECK(strcmp(status_text(), "layer 0 has no expert_up") == 0);
-    CHECK(model_load(model, "expert_up", 1, 3, array, DTYPE_F32, D, F));
-    CHECK(strstr(status_text(), "layer 1 expert_up 3: file has (10, 14)"));
+    CHECK(!model->layer[0].part_up && !model->layer[1].wq);
+    CHECK(model_load(model, "part_up", 2, PART_COUNT, array, DTYPE_F32, F, D));
+    CHECK(strcmp(status_text(), "part_up: number 5, but there are 5") == 0);
+    CHECK(model_load(model, "part_up", 0, 0, array, DTYPE_F32, F, D));
+    CHECK(strcmp(status_text(), "layer 0 has no part_up") == 0);
+    CHECK(model_load(model, "part_up", 1, 3, array, DTYPE_F32, D, F));
+    CHECK(strstr(status_text(), "layer 1 part_up 3: file has (10, 14)"));
 }
 
 static void what_is_missing_is_named(Model *model)
@@ -170,13 +171,13 @@ static void what_is_missing_is_named(Model *model)
         for (int l = 0; l < L; l++) {
             SlotInfo info = slot_info(&model->shape, slot, l);
             for (int i = 0; info.present && i < info.count; i++)
-                if (slot != SLOT_expert_up || l == 2 || i != 3)
+                if (slot != SLOT_part_up || l == 2 || i != 3)
                     CHECK(!model_load(model, info.name, info.per_layer ? l : -1, i, array,
                                       DTYPE_F32, info.rows, info.cols));
         }
     CHECK(model_seal(model));
-    CHECK(strcmp(status_text(), "layer 1 expert_up 3 was not loaded") == 0);
-    CHECK(!model_load(model, "expert_up", 1, 3, array, DTYPE_F32, F, D));
+    CHECK(strcmp(status_text(), "layer 1 part_up 3 was not loaded") == 0);
+    CHECK(!model_load(model, "part_up", 1, 3, array, DTYPE_F32, F, D));
     CHECK(!model_seal(model));
 }
 
@@ -188,11 +189,11 @@ typedef struct Seen {
 static void see(void *context, const SlotInfo *info, int layer, int index, Pair pair)
 {
     Seen *seen = context;
-    int expert = strcmp(info->name, "expert_up") == 0;
+    int expert = strcmp(info->name, "part_up") == 0;
     CHECK(pair.a == seen->size && pair.b == pair.a + info->cols * R);
     seen->size = pair.b + info->rows * R;
-    CHECK(index == (expert ? seen->experts % EXPERT_COUNT : 0));
-    CHECK(!expert || layer == 1 + seen->experts / EXPERT_COUNT);
+    CHECK(index == (expert ? seen->experts % PART_COUNT : 0));
+    CHECK(!expert || layer == 1 + seen->experts / PART_COUNT);
     seen->experts += expert;
     seen->wq += strcmp(info->name, "wq") == 0;
     seen->others += !expert;
@@ -207,8 +208,8 @@ static void lora_has_a_pair_for_each_matrix(Model *model)
     Seen seen = {0};
     adapter_visit(adapter, see, &seen);
     CHECK(seen.size == adapter->size && seen.wq == 2);
-    CHECK(seen.experts == 2 * EXPERT_COUNT && seen.others == 4 + 3 + 4);
-    CHECK(adapter->layer[1].expert_up.step == (F + D) * R && adapter->layer[1].wq.a == -1);
+    CHECK(seen.experts == 2 * PART_COUNT && seen.others == 4 + 3 + 4);
+    CHECK(adapter->layer[1].part_up.a_step == (F + D) * R && adapter->layer[1].wq.a == -1);
     adapter_close(adapter);
 }
 

@@ -280,7 +280,7 @@ def test_an_answer_ends_at_a_stop_string_and_its_call_is_whole(folder) -> None:
 @pytest.mark.parametrize("module", ("openai_chat", "openai_text", "anthropic_messages"))
 def test_the_page_names_every_setting(module: str) -> None:
     tables = importlib.import_module(f"tinsmith.server.{module}")
-    page = (Path(__file__).parent.parent / "INFERENCE.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "inference.md").read_text()
     remarks = getattr(tables, "REMARKS", set())
     single = {name for name, values in tables.NEUTRAL.items() if values}
     for name in tables.SETTINGS | remarks | single:

@@ -65,7 +65,8 @@ def meta_of(adapter: _core.Adapter, name: str = "qwen3", **changes: Any) -> Meta
 
 
 # Models whose modules have PEFT's names in our checkpoints.
-AS_PEFT = [name for name, spec in SPECS.items() if spec.family != "qwen3_5"]
+OWN_NAMES = {family.name for family in FAMILIES if family.modules}
+AS_PEFT = [name for name, spec in SPECS.items() if spec.family not in OWN_NAMES]
 
 
 def save(path: Path, adapter: _core.Adapter, meta: Meta, **options: Any) -> None:

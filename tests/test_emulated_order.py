@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from delta_cases import CASES
 from engine import device, emulated_library
+from expert_cases import CASES
 from op_bar import run
 
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}  # emulate::Order

@@ -13,6 +13,7 @@ import tinker
 import torch
 from conftest import logprobs as returned
 from conftest import make_datum
+from expert_models import united
 from models import (
     SPECS,
     as_double,
@@ -20,6 +21,7 @@ from models import (
     datum,
     error,
     folder,
+    in_double,
     joined,
     loaded,
     logprobs,
@@ -31,6 +33,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tinsmith import _core
 from tinsmith.files import checkpoint, families, peft
 from tinsmith.files.export import export
+from tinsmith.files.lora import factors
 from tinsmith.files.store import Store
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -73,7 +76,7 @@ def test_a_merged_model_gives_the_adapters_logits(
 ) -> None:
     monkeypatch.setattr(peft, "ROWS", 50)  # of a matrix at a time, which here has more
     adapter = saved(name, tmp_path / "a", unembed=unembed)
-    assert export(folder(name), tmp_path / "a", tmp_path / "out") == len(adapter.layout) // 2
+    assert export(folder(name), tmp_path / "a", tmp_path / "out") == len(factors(adapter)) // 2
     tokens = tokens_of(name, 40)
     wanted = logprobs(with_peft(name, adapter), tokens).detach()
     found = logprobs(as_double(tmp_path / "out"), tokens).detach()
@@ -85,7 +88,7 @@ def test_a_merged_model_gives_the_adapters_logits(
     assert merged.config.tie_word_embeddings == (name in TIED and not unembed)
     # Each tensor is the exact sum, rounded once; what has no matrices is bit for bit the same.
     base = AutoModelForCausalLM.from_pretrained(folder(name), dtype="auto").state_dict()
-    exact = joined(with_peft(name, adapter).merge_and_unload().state_dict())
+    exact = joined(united(with_peft(name, adapter).merge_and_unload()).state_dict())
     if name in TIED:  # PEFT merges a head's matrices into the embedding too, which it shares
         exact["model.embed_tokens.weight"] = base["model.embed_tokens.weight"].double()
     for key, tensor in merged.state_dict().items():
@@ -99,7 +102,7 @@ def test_a_merged_model_gives_the_adapters_logits(
     plain = _core.Adapter(again.core, rank=1)
     one = datum(tokens)
     (engine,), _ = call(plain, [one], backward=False)
-    assert error(engine, logprobs(merged.double(), tokens).detach().gather(
+    assert error(engine, logprobs(in_double(merged.double()), tokens).detach().gather(
         1, torch.from_numpy(one.targets.astype(np.int64))[:, None])[:, 0]) < 1e-4  # fmt: skip
 
 

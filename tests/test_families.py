@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from folders import changed, rewritten
-from models import LLAMA3, PADDING, SPECS, call, datum, folder, loaded, tokens_of
+from models import LLAMA3, PADDING, SPECS, YARN, call, datum, folder, loaded, tokens_of
 from tinsmith import _core
 from tinsmith.files import config, families, weights
-from transformers import AutoConfig, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import AutoConfig
 
 
 def test_every_family_has_models_here() -> None:
@@ -107,10 +106,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"layer_types": ["full_attention", "sliding_attention"]},
         "layer_types has full_attention for layer 0; the other keys say sliding_attention",
     ),
-    "yarn": (
+    "longrope": (
         "qwen3",
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-        "the rope type is 'yarn'; tinsmith knows default and llama3",
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}},
+        "the rope type is 'longrope'; tinsmith knows default, llama3 and yarn",
+    ),
+    "yarn without a factor": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        "factor should be a positive number, found None",
+    ),
+    "yarn's truncate that is no flag": (
+        "qwen3",
+        {"rope_parameters": YARN | {"truncate": "no"}},
+        "truncate should be true or false, found 'no'",
     ),
     "transformers 4's linear": (
         "llama",
@@ -206,8 +215,23 @@ def test_every_key_of_the_tables_is_tried_here() -> None:
     assert sorted(MATHS) == sorted((*config.REFUSED, *config.FACTORS))
 
 
-@pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.name)
-@pytest.mark.parametrize("key", MATHS)
+def names_of_sizes(family: families.Family) -> set[str]:
+    """The keys that are sizes to a family, by all of their names."""
+    read = set(family.sizes.values())
+    return read | {other for other, name in config.OTHER_NAMES.items() if name in read}
+
+
+NOT_READ = [
+    (key, family)
+    for key in MATHS
+    for family in families.FAMILIES
+    if key not in names_of_sizes(family)
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "family"), NOT_READ, ids=[f"{key}-{family.name}" for key, family in NOT_READ]
+)
 def test_a_key_that_changes_the_maths_is_refused_by_every_family(
     key: str, family: families.Family, tmp_path: Path
 ) -> None:
@@ -313,7 +337,7 @@ def test_a_model_of_an_unknown_kind_of_layer_is_refused() -> None:
     freq = np.ones(5, np.float32)
     for changes, sentence in (
         ({"mixers": ("full_attention", "mlp")}, "no kind of mixer is called 'mlp'"),
-        ({"feeds": ("mlp", "experts")}, "no kind of feed-forward part is called 'experts'"),
+        ({"feeds": ("mlp", "expert")}, "no kind of feed-forward part is called 'expert'"),
         ({"feeds": ("mlp",)}, "feeds names 1 layers, the model has 2"),
         ({"mixers": ("sliding_attention",) * 2}, "layer 0 has a sliding window, which must be at"),
     ):
@@ -325,26 +349,6 @@ def test_a_model_of_an_unknown_kind_of_layer_is_refused() -> None:
 def test_qwen3_heads_are_128_wide_where_the_file_does_not_say(tmp_path: Path) -> None:
     config, inv_freq = families.read_config(changed(tmp_path, "qwen3", head_dim=None))
     assert config["head_width"] == 128 and inv_freq.shape == (64,)
-
-
-@pytest.mark.parametrize("low", (None, 1.0, 2.0), ids=("default", "llama3", "llama3 from 2"))
-@pytest.mark.parametrize("theta", (1e4, 5e5, 1e6))
-@pytest.mark.parametrize("width", (64, 80, 128))
-def test_rotary_frequencies_equal_transformers(
-    low: float | None, theta: float, width: int, tmp_path: Path
-) -> None:
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    if low is not None:
-        rope |= LLAMA3 | {"rope_theta": theta, "low_freq_factor": low}
-        rope["original_max_position_embeddings"] = 8192
-    path = changed(tmp_path, "llama", rope_parameters=rope, head_dim=width)
-    _, found = families.read_config(path)
-    config = LlamaConfig(head_dim=width, max_position_embeddings=131072, rope_parameters=dict(rope))
-    wanted = LlamaRotaryEmbedding(config).inv_freq.numpy()
-    assert found.dtype == np.float32 and found.shape == (width // 2,)
-    # torch's own power is off in the last bit here and there; everything after it is the same.
-    assert (found != wanted).sum() <= 2
-    np.testing.assert_allclose(found, wanted, rtol=2e-7)
 
 
 # ---- files ----

@@ -14,8 +14,8 @@ import sys
 import numpy as np
 import pytest
 import reference
-from delta_cases import CASES
 from engine import DEVICES, KV_PAGE, OPS, Span, device
+from expert_cases import CASES, bounds_of
 from op_bar import compare, page_size, put_pages, run
 from op_cases import causal, make_attention, make_attention_backward, make_lora_backward
 
@@ -55,8 +55,9 @@ def test_op_matches_its_formula(dev, op):
 
 
 def take_rows(op, args, rows):
-    """The arguments with those rows of T, in that order: everything whose first size is T."""
-    T, out = args["T"], dict(args)
+    """The arguments with those rows of T, or P, in that order: everything of that first size."""
+    size = "T" if "T" in args else "P"
+    T, out = args[size], dict(args)
     for p in OPS[op]:
         value = args.get(p.name)
         if isinstance(value, tuple) and value[0] == T:
@@ -65,7 +66,7 @@ def take_rows(op, args, rows):
             out[p.name] = value[rows]
         elif isinstance(value, list) and len(value) == T:
             out[p.name] = [value[t] for t in rows]
-    return out | dict(T=len(rows))
+    return out | {size: len(rows)}
 
 
 def take_targets(op, args, rows):
@@ -106,6 +107,14 @@ ROW_OPS = {
     "rope_backward": dict(T=7, H=3, E=34, W=34),
     "swiglu": dict(T=7, F=67),
     "swiglu_backward": dict(T=7, F=67),
+    "route": dict(T=7, X=67, K=5, norm=0),
+    "route_backward": dict(T=7, X=67, K=5, norm=0),
+    "unite": dict(T=7, K=3, D=67, accumulate=1),
+    "swiglu_share": dict(P=7, F=67, paired=0, limit=0.0),
+    "swiglu_share_backward": dict(P=7, F=667, paired=0, limit=7.0),
+    "share_bias": dict(T=7, K=3, X=8, D=67),
+    "share_bias_backward": dict(T=7, K=3, X=8, D=667),
+    "sink": dict(T=7, H=3, E=34),
     "attention": dict(spans=((3, 100), (3, 0), (1, 65)), H=6, G=2, E=34),
     "head": dict(T=7, V=131, D=900, dtype="bf16"),
     "head_lora": dict(T=7, V=131, D=65, R=5),
@@ -131,8 +140,8 @@ def rows_of(args, name, value, rows):
 @pytest.mark.parametrize("op", ROW_OPS)
 def test_row_is_the_same_bit_for_bit_whatever_its_neighbours(dev, op):
     args = CASES[op][0](np.random.default_rng(0), **ROW_OPS[op])
-    whole, T = run(dev, op, args), args["T"]
-    some = list(range(T))
+    whole = run(dev, op, args)
+    some = list(range(args["T"] if "T" in args else args["P"]))
     batches = [[t] for t in some[:7]] + [
         some[::-1],
         some[1::2],
@@ -146,6 +155,29 @@ def test_row_is_the_same_bit_for_bit_whatever_its_neighbours(dev, op):
             np.testing.assert_array_equal(
                 part[name], rows_of(args, name, whole[name], rows), f"{op}: {name} {rows}"
             )
+
+
+GROUPED = ("grouped_linear", "grouped_linear_backward", "grouped_matmul")
+
+
+@pytest.mark.parametrize("op", GROUPED)
+@pytest.mark.parametrize(("N", "D"), [(131, 515), (136, 1032)])
+def test_pair_is_the_same_bit_for_bit_whoever_shares_its_expert(dev, op, N, D):
+    args = CASES[op][0](np.random.default_rng(0), load=(5, 0, 70, 17), N=N, D=D)
+    whole = dev.call(op, **args)
+    name, given = ("dx", "dy") if "dx" in whole else ("y", "x")
+    rng = np.random.default_rng(1)
+    for counts in ((1, 0, 0, 0), (0, 0, 1, 1), (3, 0, 40, 2), (2, 0, 69, 17)):
+        rows = [
+            first + rng.permutation(last - first)[:count]
+            for (first, last), count in zip(args["bounds"], counts, strict=True)
+        ]
+        rows = np.concatenate(rows).astype(int)
+        some = args | {given: args[given][rows], "bounds": bounds_of(counts), "P": len(rows)}
+        some[name] = (
+            args[name][rows] if isinstance(args[name], np.ndarray) else (len(rows), args[name][1])
+        )
+        np.testing.assert_array_equal(dev.call(op, **some)[name], whole[name][rows])
 
 
 def test_attention_backward_of_a_sequence_is_the_same_whatever_its_neighbours(dev):
@@ -209,6 +241,31 @@ def test_reference_swiglu_backward_is_the_gradient():
     )
 
 
+@pytest.mark.parametrize("norm", (0, 1))
+def test_reference_route_backward_is_the_gradient(norm):
+    rng = np.random.default_rng(0)
+    logits, dshare = rng.standard_normal((4, 9)), rng.standard_normal((4, 3))
+    out = reference.route(logits, 3, norm)
+    dlogits = reference.route_backward(dshare, out["chosen"], logits, norm)["dlogits"]
+    assert_slope(
+        lambda logits: np.sum(dshare * reference.route(logits, 3, norm)["share"]),
+        dict(logits=logits),
+        dict(logits=dlogits),
+    )
+
+
+@pytest.mark.parametrize("pair", (None, np.array([2, 0, 3, 1])))
+@pytest.mark.parametrize("limit", (0.0, 1.0))
+def test_reference_swiglu_share_backward_is_the_gradient(pair, limit):
+    rng = np.random.default_rng(0)
+    gate, up, dy = rng.standard_normal((3, 4, 9))
+    inputs = dict(gate=gate, up=up, share=rng.random(4))
+    out = reference.swiglu_share_backward(dy=dy, pair=pair, P=4, limit=limit, **inputs)
+    gradients = {name: out[f"d{name}"] for name in inputs}
+    forward = functools.partial(reference.swiglu_share, pair=pair, P=4, limit=limit)
+    assert_slope(lambda **given: np.sum(dy * forward(**given)["y"]), inputs, gradients)
+
+
 def test_reference_linear_and_lora_backward_are_the_gradients():
     args = make_lora_backward(np.random.default_rng(0), T=4, widths=(5, 3), D=6, R=3)
     w = np.random.default_rng(1).standard_normal((5, 6))
@@ -237,6 +294,18 @@ def test_reference_attention_backward_is_the_gradient(window):
 
     out = reference.attention_backward(**args)
     assert_slope(loss, {k: args[k] for k in "qkv"}, dict(q=out["dq"], k=out["dk"], v=out["dv"]))
+
+
+def test_reference_sink_is_one_more_logit():
+    rng = np.random.default_rng(0)
+    logits, v = rng.standard_normal((3, 2, 5)), rng.standard_normal((5, 4))
+    sinks, lse = rng.standard_normal(2), np.logaddexp.reduce(logits, -1)
+    y = np.exp(logits - lse[..., None]) @ v
+    both = np.concatenate([logits, np.broadcast_to(sinks[:, None], (3, 2, 1))], -1)
+    whole = np.logaddexp.reduce(both, -1)
+    got = reference.sink(y, lse, sinks)
+    np.testing.assert_allclose(got["lse"], whole, rtol=1e-12)
+    np.testing.assert_allclose(got["y"], np.exp(logits - whole[..., None]) @ v, rtol=1e-12)
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 64, 66])

@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 import tinsmith
-from tinsmith.cli import _parser
+from tinsmith.cli import command_line
 from tinsmith.files import extras
 
 ROOT = Path(__file__).parent.parent
@@ -89,7 +88,7 @@ def started_unit(root: Path, *models: str) -> tuple[list[str], dict[str, str]]:
 def test_the_unit_is_understood_by_the_command_line(tmp_path: Path) -> None:
     words, environment = started_unit(tmp_path)
     assert words[0] == BINARY
-    options = _parser().parse_args(words[1:])
+    options = command_line().parse_args(words[1:])
     assert (options.host, options.port, options.models) == ("127.0.0.1", 8000, ["smollm2"])
     assert options.api_key_file == tmp_path / "key"
     values = unit()
@@ -117,7 +116,7 @@ def test_the_unit_is_verified_and_exposes_little(tmp_path: Path) -> None:
 
 def test_the_image_is_understood_by_the_command_line() -> None:
     program, *words = entry()
-    options = _parser().parse_args([*words, "smollm2"])
+    options = command_line().parse_args([*words, "smollm2"])
     assert program == "tinsmith" and options.host == "0.0.0.0" and options.models == ["smollm2"]
     assert instruction("EXPOSE") == str(options.port)
     assert f"127.0.0.1:{options.port}/healthz" in instruction("HEALTHCHECK")
@@ -160,7 +159,8 @@ def test_hadolint_finds_nothing() -> None:
 @pytest.mark.parametrize("file", DOCS, ids=lambda path: path.name)
 def test_the_documents_name_what_there_is(file: Path) -> None:
     text = DOCS[file].read_text()
-    known = _parser()._subparsers._group_actions[0].choices["serve"].format_help()  # type: ignore
+    commands = command_line()._subparsers._group_actions[0].choices  # type: ignore
+    known = commands["serve"].format_help()  # type: ignore
     for option in set(
         re.findall(r"(?<![\w-])--(?:memory|host|port|device|pull|allow|api)[\w-]*", text)
     ):
@@ -228,28 +228,6 @@ def test_the_image_starts_a_healthy_server(tmp_path: Path, tiny_model_dir: Path)
     ended = subprocess.run([sys.executable, *healthy[1:]], capture_output=True)
     assert ended.returncode == 1
     assert (tmp_path / "tinsmith" / "checkpoints" / "state.sqlite").is_file()
-
-
-# ---- a source distribution ----
-
-
-def test_a_source_distribution_has_what_is_built_and_nothing_else(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
-    for name in ("csrc", "cuda", "python", "tests"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.egg-info"))
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree / name)
-    command = [sys.executable, "setup.py", "-q", "sdist", "-d", str(tmp_path)]
-    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (archive,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(archive) as opened:
-        names = {name.partition("/")[2] for name in opened.getnames()}
-    files = {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
-    wanted = {name for name in files if name.startswith(("csrc/", "cuda/", "python/tinsmith/"))}
-    unwanted = {name for name in files if name.endswith((".so", ".log", ".pyc"))}
-    assert wanted - unwanted <= names, sorted(wanted - unwanted - names)
-    assert not any(name.startswith("tests") for name in names) and not unwanted & names
 
 
 # ---- what is installed ----

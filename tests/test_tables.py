@@ -13,10 +13,10 @@ STATE_BYTES = 320
 ROWS = {
     "layers.inc": f"""
         LAYER_KIND(recurrent, MIXER, RECURRENT, 0, {STATE_BYTES})
-        LAYER_KIND(experts, FEED, EXPERTS, 0, 0)""",
+        LAYER_KIND(parted, FEED, PARTED, 0, 0)""",
     "weights.inc": """
         LAYER_VECTOR(decay, s->heads, HAS(RECURRENT))
-        LAYER_MATRIX(expert_up, 5, s->ffn, s->width, HAS(EXPERTS), MLP)""",
+        LAYER_MATRIX(part_up, 5, s->ffn, s->width, HAS(PARTED), MLP, EACH)""",
     "acts.inc": "KEPT(DEAR, float, state, 2 * s->heads, RECURRENT)",
 }
 SOURCES = (
@@ -35,7 +35,7 @@ def test_rows_of_kinds_that_no_family_has_yet(tmp_path: Path) -> None:
         assert undefined in text
         table.write_text(text.replace(undefined, f"\n{rows}\n{undefined}", 1))
     flags = [*setup_py().WARNINGS, "-std=c11", "-Werror", "-g", "-fsanitize=address"]
-    parts = f"-DSTATE_BYTES={STATE_BYTES}", "-DRECURRENT=16", "-DEXPERTS=8"
+    parts = f"-DSTATE_BYTES={STATE_BYTES}", "-DRECURRENT=32", "-DPARTED=64"
     files = [ROOT / "tests" / "tables.c", *(copy / name for name in SOURCES)]
     program = tmp_path / "tables"
     command = ["gcc", *flags, *parts, f"-I{copy}", *files, "-o", program, "-lm"]

@@ -58,9 +58,10 @@ def test_the_pages_files_are_short(path: Path) -> None:
     ),
 )
 def test_lines_of_the_documents_are_short(name: str) -> None:
-    lines = (ROOT / name).read_text().splitlines()
-    long = [number for number, line in enumerate(lines, 1) if len(line) > DOCUMENT_LINE]
-    assert not long, f"lines {long} are longer than {DOCUMENT_LINE} columns"
+    """But for what a program has printed, which stands as it was."""
+    text = re.sub(r"^```console\n.*?^```", "", (ROOT / name).read_text(), flags=re.M | re.S)
+    long = [line for line in text.splitlines() if len(line) > DOCUMENT_LINE]
+    assert not long, f"longer than {DOCUMENT_LINE} columns: {long}"
 
 
 def test_every_file_says_what_it_is(file: Path) -> None:
@@ -214,6 +215,7 @@ MAY_IMPORT = {
     "server": {"engine", "files", "losses", "chat"},
     "demo": {"server", "files", "commands"},
     "recipes": {"demo", "commands"},
+    "compare": {"recipes", "demo", "files", "server", "commands"},
     "commands": {"engine", "files", "api", "server", "chat", "kernels"},
 }
 KERNELS = ("tensors", "ops", "torch", "torch_ops")

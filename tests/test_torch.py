@@ -2,6 +2,7 @@
 
 # ruff: noqa: C408 - settings are keyword arguments, and read as such
 
+import inspect
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import opsd
 import pytest
 import tinsmith.torch as tt
 import torch
+from tinsmith import ops
 
 N, V, D = 11, 203, 17
 
@@ -102,6 +104,16 @@ def test_generalized_jsd(settings, fused):
     (exact**2).sum().backward()
     same((x, w), (x64, w64))
     assert y.grad is None
+
+
+def test_every_generalized_jsd_has_opsds_parameters_in_its_order():
+    def parameters(function):
+        found = inspect.signature(function).parameters.values()
+        return [(each.name, each.kind, each.default) for each in found]
+
+    theirs = parameters(opsd.generalized_jsd_loss)
+    assert parameters(tt.generalized_jsd) == parameters(ops.generalized_jsd) == theirs
+    assert parameters(ops.generalized_jsd_backward)[1:] == theirs
 
 
 def test_a_frozen_weight_gets_no_gradient():

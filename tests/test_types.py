@@ -1,4 +1,5 @@
-"""mypy --strict and pyright pass on the in-process API, on calls of it, and on README's snippets.
+"""mypy --strict and pyright pass on the in-process API, on calls of it, and on the snippets of
+README and of docs/in_process.md.
 
 mypy takes minutes to read the SDK and openai, so it takes their objects as they come; pyright reads
 them all.
@@ -20,16 +21,19 @@ from tinsmith import _core
 from tinsmith.api import kinds
 
 ROOT = Path(__file__).parent.parent
-SNIPPETS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+FENCE = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+README = FENCE.findall((ROOT / "README.md").read_text())
+PAGE = FENCE.findall((ROOT / "docs" / "in_process.md").read_text())  # one program
+SNIPPETS = [*README, "".join(PAGE)]
 CALLS = ROOT / "tests" / "typed_calls.py"
 LARGE = ["openai.*", "tinker.*"]
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with each of README's snippets as a file, and the calls."""
+    """A folder with the snippets, and the calls."""
     folder = tmp_path_factory.mktemp("types")
-    assert len(SNIPPETS) > 3
+    assert README and PAGE
     for number, snippet in enumerate(SNIPPETS):
         (folder / f"snippet_{number}.py").write_text(snippet)
     (folder / CALLS.name).write_text(CALLS.read_text())

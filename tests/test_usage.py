@@ -33,16 +33,22 @@ BAD = {
     "--rank": (*NUMBERS, "0", "4097"),
     "--older-than": ("", "x", "d", "30", "nand", "infd", "-1d", "0d", "30 x", "1e30d"),
     "--keep": (*NUMBERS, "0", "-1"),
-    "--steps": (*NUMBERS, "0", "-1", "3000"),
+    "--steps": (*NUMBERS, "0", "-1", "9999999999"),
+    "--batch": (*NUMBERS, "0", "-1", "5000"),
+    "--seeds": (*NUMBERS, "0", "31"),
+    "--hold-out": (*NUMBERS, "0", "-1"),
+    "--methods": ("", "dpo", "sft,", "sft,sft", "SFT"),
+    "--lr": ("", "x", "nan", "inf", "0", "-1e-4", "2", "1e-4,", "1e-4,0.0001"),
     "--out": ("/dev/null",),
     "--type": ("q8_0", "BF16", ""),
 }
 # Those whose value is a name, which is looked for when the command runs; or any text.
 NAMES = {"--host", "--api-key", "--api-key-file", "--allow-host", "--allow-origin", "--model"}
 NAMES |= {"--adapter", "--system", "-m", "--run"}
+NAMES |= {"--data", "--test", "--retain", "--renderer", "--scorer", "--set"}
 
 
-TOP = cli._parser()
+TOP = cli.command_line()
 [ROWS] = [a.choices for a in TOP._actions if isinstance(a, argparse._SubParsersAction)]
 COMMANDS = {"": TOP, **ROWS}
 
@@ -83,8 +89,11 @@ def test_the_examples_are_command_lines() -> None:
             assert TOP.parse_args(given).run is not None, line
 
 
-@pytest.mark.parametrize("value", BAD["--steps"])
+@pytest.mark.parametrize("value", (*BAD["--steps"], "3000"))
 def test_the_comparison_refuses_too(value: str, capsys) -> None:
+    """The demonstration has not so many questions."""
+    assert cli.main(["demo", f"--steps={value}"]) == 2
+    assert "--steps: it should be" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         compare.main([f"--steps={value}"])
     assert "--steps: it should be" in capsys.readouterr().err

@@ -1,9 +1,11 @@
-/* cpu/gate.c - what a sigmoid lets through: attention's output behind its gate, and the two gates
- * of the delta rule.
+/* cpu/gate.c - what a sigmoid lets through: attention's output behind its gate, the two gates of
+ * the delta rule, and the shared expert's share; and what a sink lets through.
  *
  *   gate         y = x·σ(g);  dx = dy·σ,  dg = dy·x·σ·(1 − σ)
  *   delta_gates  beta = σ(b);  decay = −exp(rate)·softplus(a + bias)
  *                db = dbeta·σ·(1 − σ);  da = −ddecay·exp(rate)·σ(a + bias)
+ *
+ *   sink         y ← y·σ(lse − sink);  lse ← log(e^lse + e^sink)
  *
  * Forward reads 2·T·D and writes T·D, backward reads 3·T·D and writes 2·T·D; memory bound. Elements
  * are alone, so jobs of `gate` are flat stretches; each vector is loaded before any of it is
@@ -133,4 +135,48 @@ void CPU(delta_gates_backward)(Device *dev, real *db, real *da, const float *dbe
                     cpu_rows_of_job(GRAIN / 8, H)};
     cpu_run_of(dev, NS_DELTA * T * H, ((int64_t)T + g.grain - 1) / g.grain,
                delta_gates_backward_job, &g);
+}
+
+/* ---- a sigmoid alone, of one number a row: few ---- */
+
+void CPU(sigmoid)(Device *dev, float *y, const real *x, int64_t n)
+{
+    (void)dev;
+    for (int64_t i = 0; i < n; i++) y[i] = sigmoid_of(f32c(x)[i]);
+}
+
+void CPU(sigmoid_backward)(Device *dev, real *dx, const float *dy, const float *y, int64_t n)
+{
+    (void)dev;
+    for (int64_t i = 0; i < n; i++) f32(dx)[i] = dy[i] * (y[i] * (1.0f - y[i]));
+}
+
+/* ---- a sink of each head ---- */
+
+typedef struct Sink {
+    float *y, *lse;
+    const float *sinks;
+    int64_t rows; /* of all heads */
+    int H, E, grain;
+} Sink;
+
+static void sink_job(void *context, int64_t job)
+{
+    const Sink *g = context;
+    int64_t from = job * g->grain, to = g->rows - from < g->grain ? g->rows : from + g->grain;
+    for (int64_t r = from; r < to; r++) {
+        float lse = g->lse[r], sink = g->sinks[r % g->H], top = lse > sink ? lse : sink;
+        vf kept = v_set(sigmoid_of(lse - sink));
+        g->lse[r] = top + log1pf(expf((lse < sink ? lse : sink) - top));
+        for (int64_t i = r * g->E, end = i + g->E; i < end; i += VL) {
+            int rest = end - i < VL ? (int)(end - i) : VL;
+            v_store_upto(g->y + i, kept * v_load_upto(g->y + i, rest), rest);
+        }
+    }
+}
+
+void CPU(sink)(Device *dev, real *y, float *lse, const float *sinks, int T, int H, int E)
+{
+    Sink g = {f32(y), lse, sinks, (int64_t)T * H, H, E, cpu_rows_of_job(GRAIN, E)};
+    cpu_run_of(dev, NS * (double)g.rows * E, (g.rows + g.grain - 1) / g.grain, sink_job, &g);
 }

@@ -37,6 +37,8 @@ enum { CONV = 4, DELTA_HEAD = 16, DELTA_UNIT = 32, DELTA_MOST = 256 };
 #define DELTA_OPEN(G, H, N, E) \
     ((size_t)KV_PAGE * ((size_t)(G) * (size_t)(N) + (size_t)(H) * (size_t)((E) + 2)))
 
+enum { EXPERTS_MOST = 1024, CHOSEN_MOST = 32 }; /* of a layer, and of them for one token */
+
 /* Element types of arrays that cross the seam. */
 typedef enum DType { DTYPE_F32, DTYPE_BF16, DTYPE_F16 } DType;
 

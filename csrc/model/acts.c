@@ -28,6 +28,7 @@ int keep_layers(const Model *model, Keep kind, int keep)
 /* Bytes of one element of each type. */
 #define SIZE_real model->dev->real_bytes
 #define SIZE_float sizeof(float)
+#define SIZE_int32_t sizeof(int32_t)
 
 /* A row of acts.inc, on its way through the layers. */
 typedef struct Row {
@@ -68,6 +69,9 @@ void acts_place(Acts *acts, Arena *arena, const Model *model, int T, int R, int 
 #define KEPT(kind, type, name, width, has)                                                 \
     for (Row row = row_of(T, width, SIZE_##type, has); row.layer < s->layers; row.layer++) \
         acts->layer[row.layer].name = row_take(&row, arena, s, acts->again[kind]);
+#define FIXED(type, name, count, has)                                                      \
+    for (Row row = row_of(1, count, SIZE_##type, has); row.layer < s->layers; row.layer++) \
+        acts->layer[row.layer].name = row_take(&row, arena, s, -1);
 #define SCRATCH(type, name, width, has) \
     acts->name = row_take_once(row_of(T, width, SIZE_##type, has), arena, s);
 #include "acts.inc"

@@ -15,11 +15,27 @@
 
 /* ---- layout ---- */
 
-static Pair pair_place(int64_t *size, int rank, int count, int rows, int cols, int trained)
+/* Of `count` matrices: all their As, then all their Bs; or pair by pair, where each has both of its
+ * own. */
+static Pair pair_place(int64_t *size, int rank, int count, int rows, int cols, Factors factors,
+                       int trained)
 {
-    if (!trained) return (Pair){-1, -1, 0};
-    Pair pair = {*size, *size + (int64_t)cols * rank, (int64_t)(rows + cols) * rank};
-    *size += count * pair.step;
+    if (!trained) return (Pair){-1, -1, 0, 0};
+    int64_t a = (int64_t)cols * rank, b = (int64_t)rows * rank;
+    Pair pair = {*size, *size + a, a + b, a + b};
+    int64_t all = count * (a + b);
+    if (factors == ONE_A) {
+        pair.a_step = 0;
+        pair.b_step = b;
+        all = a + count * b;
+    }
+    if (factors == ONE_B) {
+        pair.a_step = a;
+        pair.b_step = 0;
+        pair.b = *size + count * a;
+        all = count * a + b;
+    }
+    *size += all;
     return pair;
 }
 
@@ -29,20 +45,21 @@ static void pairs_place(Adapter *adapter)
     int64_t *size = &adapter->size;
     for (int l = 0; l < s->layers; l++) {
         LayerPairs *p = &adapter->layer[l];
-#define LAYER_MATRIX(slot, count, rows, cols, present, group)    \
-    p->slot = pair_place(size, adapter->rank, count, rows, cols, \
+#define LAYER_MATRIX(slot, count, rows, cols, present, group, factors)    \
+    p->slot = pair_place(size, adapter->rank, count, rows, cols, factors, \
                          (present) && (adapter->groups & group));
 #include "weights.inc"
     }
     adapter->head =
-        pair_place(size, adapter->rank, 1, s->vocab, s->width, adapter->groups & UNEMBED);
+        pair_place(size, adapter->rank, 1, s->vocab, s->width, EACH, adapter->groups & UNEMBED);
 }
 
 static void slot_visit(const Adapter *adapter, VisitMatrix *visit, void *context, Slot slot,
                        int layer, Pair pair)
 {
     SlotInfo info = slot_info(&adapter->model->shape, slot, layer);
-    for (int i = 0; pair.a >= 0 && i < info.count; i++, pair.a += pair.step, pair.b += pair.step)
+    if (pair.a < 0) return;
+    for (int i = 0; i < info.count; i++, pair.a += pair.a_step, pair.b += pair.b_step)
         visit(context, &info, layer, i, pair);
 }
 
@@ -50,7 +67,7 @@ void adapter_visit(const Adapter *adapter, VisitMatrix *visit, void *context)
 {
     for (int l = 0; l < adapter->model->shape.layers; l++) {
         const LayerPairs *p = &adapter->layer[l];
-#define LAYER_MATRIX(slot, count, rows, cols, present, group) \
+#define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) \
     slot_visit(adapter, visit, context, SLOT_##slot, l, p->slot);
 #include "weights.inc"
     }
@@ -181,8 +198,8 @@ typedef struct Beginning {
 static void begin_matrix(void *context, const SlotInfo *info, int layer, int index, Pair pair)
 {
     (void)layer;
-    (void)index;
     const Beginning *c = context;
+    if (index > 0 && pair.a_step == 0) return; /* the same A as the one before */
     double bound = 1.0 / sqrt((double)info->cols);
     for (int64_t i = 0; i < (int64_t)info->cols * c->rank; i++)
         c->weights[pair.a + i] =

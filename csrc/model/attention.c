@@ -3,8 +3,8 @@
  *
  *   q, k, v = wq·x, wk·x, wv·x;  q, k = rope(norm(q)), rope(norm(k));  out += wo·attention(q, k, v)
  *
- * Head norms, and a gate on attention's output (which wq gives beside q), exist only in models that
- * have them. Backward recomputes q and k from the kept q_raw and k_raw. */
+ * Head norms, sinks, and a gate on attention's output (which wq gives beside q), exist only in
+ * models that have them. Backward recomputes q and k from the kept q_raw and k_raw. */
 #include "layer.h"
 
 /* Head norms where the model has them, then rope. */
@@ -81,7 +81,7 @@ static void attention_forward(const Pass *p, real *out, int window)
     const Projection qkv[] = {PROJECTION(q, wq, w->bq, H * E * (1 + s->q_gate)),
                               PROJECTION(a->k_raw, wk, w->bk, G * E),
                               PROJECTION(a->v, wv, w->bv, G * E)};
-    const Projection wo[] = {PROJECTION(out, wo, NULL, D)};
+    const Projection wo[] = {PROJECTION(out, wo, w->bo, D)};
 
     project(p, qkv, 3, acts->xn, D, 0);
     if (s->q_gate) d->halve(d, a->q_raw, a->q_gate, acts->q_wide, T * H, E);
@@ -90,6 +90,7 @@ static void attention_forward(const Pass *p, real *out, int window)
     d->kv_write(d, k_pages, v_pages, acts->k, a->v, batch->slot, T, G, E);
     d->attention(d, a->att, a->lse, acts->q, k_pages, v_pages, batch->spans, batch->pages, batch->S,
                  T, H, G, E, window);
+    if (s->sinks) d->sink(d, a->att, a->lse, w->sinks, T, H, E);
     project(p, wo, 1, gated(p), H * E, 1);
 }
 

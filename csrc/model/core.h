@@ -22,7 +22,7 @@
 typedef enum Part { MIXER, FEED, PARTS } Part;
 
 /* Flags of the kinds of layers. They select the rows of weights.inc and acts.inc. */
-enum { ATTENTION = 1, DENSE = 2, DELTA = 4, ANY = ~0 };
+enum { ATTENTION = 1, DENSE = 2, DELTA = 4, EXPERTS = 8, SHARED = 16, ANY = ~0 };
 
 /* Kinds in the order of layers.inc. */
 typedef enum LayerKind {
@@ -47,7 +47,21 @@ typedef struct LayerKinds {
     X(vocab)          \
     X(context)        \
     X(window)         \
-    X(qkv_bias) X(qk_norm) X(q_gate) X(tied) X(key_heads) X(value_heads) X(key_width) X(value_width)
+    X(qkv_bias)       \
+    X(qk_norm)        \
+    X(q_gate)         \
+    X(tied)           \
+    X(key_heads)      \
+    X(value_heads)    \
+    X(key_width)      \
+    X(value_width)    \
+    X(experts)        \
+    X(chosen)         \
+    X(expert_ffn)     \
+    X(norm_shares)    \
+    X(expert_bias)    \
+    X(o_bias)         \
+    X(sinks)
 
 typedef struct Shape {
 #define X(name) int name;
@@ -55,6 +69,7 @@ typedef struct Shape {
 #undef X
     float norm_eps;
     float rope_scale;        /* factor of rope's cosine and sine */
+    float expert_limit;      /* of experts' gate and up (swiglu_share); 0: none */
     const LayerKinds *layer; /* host array of L */
 } Shape;
 
@@ -84,12 +99,13 @@ size_t layer_sequence(const Shape *shape, int layer);
 /* ---- model.c ---- */
 
 typedef enum Group { NONE = 0, ATTN = 1, MLP = 2, UNEMBED = 4 } Group;
+typedef enum Factors { EACH, ONE_A, ONE_B } Factors;
 
 /* Slots in the order of weights.inc. */
 typedef enum Slot {
 #define MODEL_MATRIX(slot, rows, cols, present, group) SLOT_##slot,
 #define MODEL_VECTOR(slot, length, present) SLOT_##slot,
-#define LAYER_MATRIX(slot, count, rows, cols, present, group) SLOT_##slot,
+#define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) SLOT_##slot,
 #define LAYER_VECTOR(slot, length, present) SLOT_##slot,
 #include "weights.inc"
     SLOT_COUNT
@@ -102,10 +118,13 @@ typedef struct SlotInfo {
     int count;      /* matrices of the layer in this slot, one behind the other */
     int rows, cols; /* a vector has one row */
     Group group;
+    Factors factors;
 } SlotInfo;
 
 typedef struct LayerWeights {
-#define LAYER_MATRIX(slot, count, rows, cols, present, group) frozen *slot; /* the first */
+#define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) \
+    frozen *slot; /* the first                                         \
+                   */
 #define LAYER_VECTOR(slot, length, present) float *slot;
 #include "weights.inc"
 } LayerWeights;
@@ -137,19 +156,21 @@ Status model_load(Model *model, const char *slot, int layer, int index, const vo
                   DType type, int rows, int cols);
 /* Ends loading; an error names what is missing. */
 Status model_seal(Model *model);
+/* Bytes from one matrix of a slot to the next of the same. */
+size_t matrix_step(const Model *model, int rows, int cols);
 /* Bytes that the weights of such a model take. */
 size_t model_bytes(const Model *model);
 
 /* ---- adapter.c ---- */
 
 /* Where a matrix's A (D,R) and B (R,N) lie in the flat vectors; a = -1: not trained. Those of the
- * next matrix of the same slot lie `step` further. */
+ * next matrix of the same slot lie so many numbers further; 0: it has the same. */
 typedef struct Pair {
-    int64_t a, b, step;
+    int64_t a, b, a_step, b_step;
 } Pair;
 
 typedef struct LayerPairs {
-#define LAYER_MATRIX(slot, count, rows, cols, present, group) Pair slot; /* the first */
+#define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) Pair slot; /* the first */
 #include "weights.inc"
 } LayerPairs;
 
@@ -267,6 +288,7 @@ typedef enum Keep { ALWAYS, DEAR, CHEAP, KEEPS } Keep;
 
 typedef struct LayerActs {
 #define KEPT(keep, type, name, width, has) type *name;
+#define FIXED(type, name, count, has) type *name;
 #include "acts.inc"
 } LayerActs;
 
@@ -306,6 +328,10 @@ int keep_all(const Model *model);
 int keep_layers(const Model *model, Keep kind, int keep);
 /* acts->layer must have room for L entries. */
 void acts_place(Acts *acts, Arena *arena, const Model *model, int T, int R, int keep);
+/* Whether any layer has experts. */
+int has_experts(const Model *model);
+/* Adds to counts (L,X) how many rows of the last forward pass went to each expert. */
+void acts_count(const Model *model, const Acts *acts, int64_t *counts);
 /* batch → acts->hidden (T,D), through the cache. */
 void forward(const Model *model, const Batch *batch, const Acts *acts, const Cache *cache);
 

@@ -14,13 +14,13 @@ SlotInfo slot_info(const Shape *s, Slot slot, int l)
 {
     switch (slot) {
 #define MODEL_MATRIX(slot, rows, cols, present, group) \
-    case SLOT_##slot: return (SlotInfo){#slot, 0, 1, present, 1, rows, cols, group};
+    case SLOT_##slot: return (SlotInfo){#slot, 0, 1, present, 1, rows, cols, group, EACH};
 #define MODEL_VECTOR(slot, length, present) \
-    case SLOT_##slot: return (SlotInfo){#slot, 0, 0, present, 1, 1, length, NONE};
-#define LAYER_MATRIX(slot, count, rows, cols, present, group) \
-    case SLOT_##slot: return (SlotInfo){#slot, 1, 1, present, count, rows, cols, group};
+    case SLOT_##slot: return (SlotInfo){#slot, 0, 0, present, 1, 1, length, NONE, EACH};
+#define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) \
+    case SLOT_##slot: return (SlotInfo){#slot, 1, 1, present, count, rows, cols, group, factors};
 #define LAYER_VECTOR(slot, length, present) \
-    case SLOT_##slot: return (SlotInfo){#slot, 1, 0, present, 1, 1, length, NONE};
+    case SLOT_##slot: return (SlotInfo){#slot, 1, 0, present, 1, 1, length, NONE, EACH};
 #include "weights.inc"
     case SLOT_COUNT: break;
     }
@@ -40,6 +40,25 @@ static Status delta_check(const Shape *s)
         if (widths[i] < 1 || widths[i] % DELTA_UNIT || widths[i] > DELTA_MOST)
             return fail(STATUS_INVALID, "%s must be a multiple of %d up to %d, not %d",
                         i ? "value_width" : "key_width", DELTA_UNIT, DELTA_MOST, widths[i]);
+    return STATUS_OK;
+}
+
+static Status experts_check(const Shape *s)
+{
+    if (s->experts < 1 || s->experts > EXPERTS_MOST)
+        return fail(STATUS_INVALID, "experts must be at least 1 and at most %d, not %d",
+                    EXPERTS_MOST, s->experts);
+    if (s->chosen < 1 || s->chosen > s->experts || s->chosen > CHOSEN_MOST)
+        return fail(STATUS_INVALID, "chosen must be at least 1 and at most %d, not %d",
+                    s->experts < CHOSEN_MOST ? s->experts : CHOSEN_MOST, s->chosen);
+    if (s->expert_ffn < 1 || s->expert_ffn > 1 << 20)
+        return fail(STATUS_INVALID, "expert_ffn must be at least 1 and at most %d, not %d", 1 << 20,
+                    s->expert_ffn);
+    if (s->norm_shares > 1)
+        return fail(STATUS_INVALID, "norm_shares must be 0 or 1, not %d", s->norm_shares);
+    if (!(s->expert_limit >= 0.0f) || !isfinite(s->expert_limit))
+        return fail(STATUS_INVALID, "expert_limit must be 0 (none) or more, not %g",
+                    (double)s->expert_limit);
     return STATUS_OK;
 }
 
@@ -65,17 +84,19 @@ static Status shape_check(const Shape *s)
     if (s->q_gate > 1) return fail(STATUS_INVALID, "q_gate must be 0 or 1, not %d", s->q_gate);
     if (!(s->norm_eps > 0.0f) || !isfinite(s->norm_eps))
         return fail(STATUS_INVALID, "norm_eps must be positive, not %g", (double)s->norm_eps);
+    if (!(s->rope_scale > 0.0f) || !isfinite(s->rope_scale))
+        return fail(STATUS_INVALID, "rope_scale must be positive, not %g", (double)s->rope_scale);
     for (int l = 0; l < s->layers; l++) {
         if (s->layer[l].kind[MIXER] == KIND_sliding_attention && s->window < 1)
             return fail(STATUS_INVALID, "layer %d has a sliding window, which must be at least 1",
                         l);
         if (s->layer[l].kind[MIXER] == KIND_linear_attention) TRY(delta_check(s));
+        if (layer_has(s, l, EXPERTS)) TRY(experts_check(s));
     }
     return STATUS_OK;
 }
 
-/* Bytes from one matrix of a slot to the next. */
-static size_t matrix_step(const Model *model, int rows, int cols)
+size_t matrix_step(const Model *model, int rows, int cols)
 {
     return arena_step(model->dev->frozen_bytes(model->dev, model->type, rows, cols));
 }
@@ -97,7 +118,7 @@ static void model_place(Model *model)
 #include "weights.inc"
     for (int l = 0; l < s->layers; l++) {
         LayerWeights *w = &model->layer[l];
-#define LAYER_MATRIX(slot, count, rows, cols, present, group) \
+#define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) \
     w->slot = MATRIX(count, rows, cols, present);
 #define LAYER_VECTOR(slot, length, present) w->slot = VECTOR(length, present);
 #include "weights.inc"
@@ -115,7 +136,7 @@ static void *slot_memory(const Model *model, Slot slot, int layer)
     case SLOT_##slot: return model->slot;
 #define MODEL_VECTOR(slot, length, present) \
     case SLOT_##slot: return model->slot;
-#define LAYER_MATRIX(slot, count, rows, cols, present, group) \
+#define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) \
     case SLOT_##slot: return model->layer[layer].slot;
 #define LAYER_VECTOR(slot, length, present) \
     case SLOT_##slot: return model->layer[layer].slot;

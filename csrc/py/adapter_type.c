@@ -398,8 +398,10 @@ static void list_matrix(void *context, const SlotInfo *info, int layer, int inde
 {
     Listing *listing = context;
     for (int part = 0; part < 2 && listing->list; part++) {
+        int common = info->factors == (part ? ONE_B : ONE_A);
+        if (common && index > 0) continue;
         PyObject *row =
-            Py_BuildValue("(siisLii)", info->name, layer, index, part ? "B" : "A",
+            Py_BuildValue("(siisLii)", info->name, layer, common ? -1 : index, part ? "B" : "A",
                           (long long)(part ? pair.b : pair.a), part ? listing->rank : info->cols,
                           part ? info->rows : listing->rank);
         if (!row || PyList_Append(listing->list, row) < 0) Py_CLEAR(listing->list);
@@ -414,6 +416,19 @@ static PyObject *adapter_layout(PyObject *object, void *unused)
     Listing listing = {PyList_New(0), adapter->rank};
     adapter_visit(adapter, list_matrix, &listing);
     return listing.list;
+}
+
+static PyObject *adapter_routed(PyObject *object, void *unused)
+{
+    (void)unused;
+    const Trainer *trainer = ((PyAdapter *)object)->trainer;
+    if (!trainer->routed) Py_RETURN_NONE;
+    const Shape *shape = &trainer->adapter->model->shape;
+    PyObject *array = array_new(KIND_INT32, shape->layers, shape->experts, NULL);
+    int32_t *counts = array ? array_data(array) : NULL;
+    for (int64_t i = 0; counts && i < (int64_t)shape->layers * shape->experts; i++)
+        counts[i] = (int32_t)trainer->routed[i];
+    return array;
 }
 
 static PyObject *adapter_model(PyObject *object, void *unused)
@@ -555,8 +570,15 @@ static PyGetSetDef getset[] = {
     {"step", adapter_step, adapter_set_step, "Optimizer steps taken.", NULL},
     {"pending", adapter_pending, adapter_set_pending,
      "(loss, tokens, sequences) of the calls behind the gradients.", NULL},
+    {"routed", adapter_routed, NULL,
+     "(layers, experts) int32: how many rows of the last training call went to each expert; zeros "
+     "for a layer without, None where no layer has any.",
+     NULL},
     {"layout", adapter_layout, NULL,
-     "(slot, layer or -1, index, 'A' or 'B', offset, rows, cols) in the flat vectors.", NULL},
+     "(slot, layer or -1, index, 'A' or 'B', offset, rows, cols) in the flat vectors; index -1: "
+     "one "
+     "for all matrices of the layer's slot.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

@@ -38,8 +38,8 @@ static int kinds_from(PyObject *config, Part part, int layers, LayerKinds *kinds
     return ok ? 0 : -1;
 }
 
-/* Reads every key of the shape from a dict; each must be there, and nothing else. The caller frees
- * the kinds of its layers. */
+/* Reads the keys of the shape from a dict, where it may have no others. Numbers that are missing
+ * are 0, which model_open refuses where it must. The caller frees the kinds of its layers. */
 static int shape_from(PyObject *config, Shape *shape, LayerKinds **kinds)
 {
     struct {
@@ -52,11 +52,14 @@ static int shape_from(PyObject *config, Shape *shape, LayerKinds **kinds)
 #undef X
             {"norm_eps", NULL, &shape->norm_eps},
         {"rope_scale", NULL, &shape->rope_scale},
+        {"expert_limit", NULL, &shape->expert_limit},
     };
     size_t count = sizeof fields / sizeof *fields;
+    Py_ssize_t known = PARTS;
     for (size_t i = 0; i < count; i++) {
-        PyObject *value = config_item(config, fields[i].name);
-        if (!value) return -1;
+        PyObject *value = PyDict_GetItemString(config, fields[i].name);
+        if (!value) continue;
+        known++;
         double number = PyFloat_AsDouble(value);
         if (number == -1.0 && PyErr_Occurred()) return -1;
         if (fields[i].real) {
@@ -70,9 +73,9 @@ static int shape_from(PyObject *config, Shape *shape, LayerKinds **kinds)
         }
         *fields[i].whole = (int)number;
     }
-    if ((size_t)PyDict_Size(config) != count + PARTS) {
-        PyErr_Format(PyExc_ValueError, "the model's config has %zd keys, %zu are known",
-                     PyDict_Size(config), count + PARTS);
+    if (PyDict_Size(config) > known) {
+        PyErr_Format(PyExc_ValueError, "the model's config has %zd keys, of which %zd are known",
+                     PyDict_Size(config), known);
         return -1;
     }
     shape->layer = *kinds = calloc((size_t)shape->layers + 1, sizeof **kinds);
@@ -276,8 +279,9 @@ static PyObject *model_config(PyObject *object, void *unused)
 {
     (void)unused;
     const Shape *s = &((PyModel *)object)->model->shape;
-    PyObject *config = Py_BuildValue("{s:d,s:d}", "norm_eps", (double)s->norm_eps, "rope_scale",
-                                     (double)s->rope_scale);
+    PyObject *config =
+        Py_BuildValue("{s:d,s:d,s:d}", "norm_eps", (double)s->norm_eps, "rope_scale",
+                      (double)s->rope_scale, "expert_limit", (double)s->expert_limit);
     if (!config) return NULL;
     struct {
         const char *name;

@@ -151,7 +151,7 @@ static PyObject *core_slot_groups(PyObject *module, PyObject *unused)
         Group group;
     } matrix[] = {
 #define MODEL_MATRIX(slot, rows, cols, present, group) {#slot, group},
-#define LAYER_MATRIX(slot, count, rows, cols, present, group) {#slot, group},
+#define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) {#slot, group},
 #include "../model/weights.inc"
     };
     PyObject *found = PyDict_New();

@@ -103,8 +103,10 @@ static Status logp_check(const TrainStep *step)
 static Status head_tell(TrainStep *step, int from, int to)
 {
     Device *dev = step_device(step);
+    const Trainer *trainer = step->trainer;
     TRY(dev->await(dev, 0));
     step_result(step);
+    if (trainer->routed) acts_count(trainer->adapter->model, &step->acts, trainer->routed);
     if (step->with_backward) live_count(step);
     TRY(step->objective->tell(step, from, to));
     return logp_check(step);
@@ -386,6 +388,13 @@ static Status step_run(TrainStep *step, double *loss_sum)
     return step->with_backward ? gradients_take(step, status, *loss_sum) : status;
 }
 
+static void routed_clear(Trainer *trainer)
+{
+    const Shape *s = &trainer->adapter->model->shape;
+    size_t count = (size_t)s->layers * (size_t)s->experts;
+    if (trainer->routed) memset(trainer->routed, 0, count * sizeof *trainer->routed);
+}
+
 Status step_call(TrainStep *step, Pass pass, double *loss_sum)
 {
     Trainer *trainer = step->trainer;
@@ -396,6 +405,7 @@ Status step_call(TrainStep *step, Pass pass, double *loss_sum)
     TRY(step_open(step));
     trainer->busy = 1;
     trainer->interrupted = 0;
+    routed_clear(trainer);
     for (int i = 0; i < held; i++) step->keep[i] = trainer->held_keep;
     trainer->held = 0;
     size_t size = trainer->arena.size;

@@ -102,6 +102,8 @@ typedef struct Trainer {
                                much is kept of each */
     Between *between;       /* of the call; NULL: nothing happens there */
     void *context;          /* its argument */
+    int64_t *routed;        /* (L,X): rows of the last call that went to each expert; NULL: the
+                               model has none */
     int busy;               /* a call is under way, and has its step in the arena */
     atomic_int interrupted; /* set from outside: the step under way stops */
 } Trainer;

@@ -36,6 +36,14 @@ static Status default_tokens(Trainer *trainer)
     }
 }
 
+static Status routed_open(Trainer *trainer)
+{
+    const Shape *s = &trainer->adapter->model->shape;
+    if (!has_experts(trainer->adapter->model)) return STATUS_OK;
+    trainer->routed = calloc((size_t)s->layers * (size_t)s->experts, sizeof *trainer->routed);
+    return trainer->routed ? STATUS_OK : fail(STATUS_MEMORY, "no memory for an adapter");
+}
+
 Status trainer_open(Trainer **out, Adapter *adapter, const TrainerLimits *limits)
 {
     if (limits->step_tokens < 0)
@@ -48,6 +56,7 @@ Status trainer_open(Trainer **out, Adapter *adapter, const TrainerLimits *limits
     trainer->arena.dev = adapter->model->dev;
     if (!limits->step_bytes) trainer->limits.step_bytes = budget_step(adapter->model, 0);
     Status status = limits->step_tokens ? STATUS_OK : default_tokens(trainer);
+    if (!status) status = routed_open(trainer);
     if (status)
         free(trainer);
     else
@@ -59,6 +68,7 @@ void trainer_close(Trainer *trainer)
 {
     if (!trainer) return;
     free(trainer->kept);
+    free(trainer->routed);
     arena_release(&trainer->arena);
     free(trainer);
 }

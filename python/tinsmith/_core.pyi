@@ -104,9 +104,12 @@ class Model:
     config keys: layers, width, heads, kv_heads, head_width, rotary (numbers of a head that are
     rotated), ffn, vocab, context, norm_eps, rope_scale, window (of sliding_attention), qkv_bias
     (0/1), qk_norm (0/1), q_gate (0/1: wq has a gate beside each head's q), tied (0/1); of
-    linear_attention key_heads, value_heads, key_width and value_width, 0 where no layer is that;
-    and of each layer's parts their kinds (csrc/model/layers.inc): mixers, full_attention,
-    sliding_attention or linear_attention, and feeds, mlp. inv_freq is (rotary/2,) float32.
+    linear_attention key_heads, value_heads, key_width and value_width; of layers with experts
+    experts, chosen (experts of a token), expert_ffn, norm_shares (0/1: the chosen ones' shares add
+    up to 1), expert_bias (0/1) and expert_limit (of gpt-oss's unit); o_bias (0/1) and sinks (0/1)
+    of attention; and of each layer's parts their kinds (csrc/model/layers.inc): mixers,
+    full_attention, sliding_attention or linear_attention, and feeds, mlp, experts or
+    experts_with_shared. What is missing is 0. inv_freq is (rotary/2,) float32.
     weights is the element type that matrices are kept in; the products are exact for either.
     """
 
@@ -210,7 +213,12 @@ class Adapter:
     @property
     def layout(self) -> list[tuple[str, int, int, str, int, int, int]]:
         """(slot, layer or -1, index, "A" or "B", offset, rows, cols) of each matrix in the flat
-        vectors. A is stored (fan_in, rank) and B (rank, fan_out): PEFT's matrices transposed."""
+        vectors. A is stored (fan_in, rank) and B (rank, fan_out): PEFT's matrices transposed. Index
+        -1 is one factor for all matrices of the layer's slot."""
+    @property
+    def routed(self) -> NDArray[np.int32] | None:
+        """(layers, experts): how many rows of the last training call went to each expert; zeros for
+        a layer without, None where no layer has any."""
     def forward_backward(
         self,
         tokens: NDArray[np.int32],  # all datums' tokens, one after another

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        options = _parser().parse_args(given or ["--help"])
+        options = command_line().parse_args(given or ["--help"])
         code = int(options.run(options) or 0)
         sys.stdout.flush()
         return code
@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """The parser of `tinsmith`, with one below it for each row of COMMANDS."""
     parser = usage.Parser(
         prog="tinsmith",
         description="A local backend for the Tinker API: trains and samples on this machine.",
@@ -337,6 +338,14 @@ def _demo(options: argparse.Namespace) -> None:
     import_module("tinsmith.demo.demo").run(options)
 
 
+def _compare_options(parser: argparse.ArgumentParser) -> None:
+    import_module("tinsmith.compare.command").add_options(parser)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    return import_module("tinsmith.compare.command").run(options)
+
+
 def _info(options: argparse.Namespace) -> None:
     from tinsmith.engine.worker import plan
     from tinsmith.files.families import element_type, left_aside, read_config
@@ -485,6 +494,19 @@ COMMANDS = {
         _demo,
         "A small model learns four tool-use skills from demonstrations by the cookbook's SDFT "
         "recipe, on this machine. Ends with a table and a picture.",
+    ),
+    "compare": Command(
+        "train by several methods, and compare what was learned and kept",
+        (
+            "tinsmith compare --model Qwen/Qwen3-0.6B --data new.jsonl --retain old.jsonl",
+            "tinsmith compare --model models/qwen3 --renderer qwen3 --data new.jsonl "
+            "--retain old.jsonl --methods sft,sdft --lr 1e-4,1e-3 --seeds 5 --out compare",
+        ),
+        _compare_options,
+        _compare,
+        "Trains the model on the data by each method, at each learning rate, with each seed, "
+        "through the Tinker API on a server of its own. Measures what was learned and what was "
+        "kept. Leaves a table, a picture and a CSV. If it is ended, the same command goes on.",
     ),
     "pull": Command(
         "fetch a model from the Hugging Face hub",

@@ -300,12 +300,12 @@ class Divergence(NamedTuple):
     @classmethod
     def checked(
         cls,
-        beta: float = 0.5,
-        temperature: float = 1.0,
-        reduction: str = "batchmean",
-        logits_are_probs: bool = False,
-        top_k: int | None = None,
-        token_clip: float | None = None,
+        beta: float,
+        temperature: float,
+        reduction: str,
+        logits_are_probs: bool,
+        top_k: int | None,
+        token_clip: float | None,
     ) -> "Divergence":
         """The settings of generalized_jsd; ValueError names the setting that is out of range."""
         if not 0 <= beta <= 1:
@@ -321,44 +321,72 @@ class Divergence(NamedTuple):
         return cls(float(beta), float(temperature), reduction, bool(logits_are_probs), k, clip)
 
 
-def generalized_jsd(student: Any, teacher: Any, labels: Any = None, **settings: Any) -> Any:
-    """generalized_jsd(student, teacher, labels=None, beta=0.5, temperature=1.0,
-    reduction="batchmean", logits_are_probs=False, top_k=None, token_clip=None) -> loss
+def generalized_jsd(
+    student: Any,
+    teacher: Any,
+    labels: Any = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    logits_are_probs: bool = False,
+    top_k: int | None = None,
+    token_clip: float | None = None,
+) -> Any:
+    """OPSD's generalized Jensen-Shannon divergence of two rows of the vocabulary, with its names
+    and its meanings: one number in nats, or the terms for reduction "none". `student` and `teacher`
+    are logits (…, V), or pairs (hidden, weight) of (…, D) and (V, D).
 
-    OPSD's generalized Jensen-Shannon divergence of two rows of the vocabulary, with its names and
-    its meanings. `student` and `teacher` are logits (…, V), or pairs (hidden, weight).
-
-    labels        (…,) whole numbers: rows with the label -100 are left out.
+    labels        (…,) whole numbers: rows with the label -100 are left out. None: all rows count.
     beta          in [0, 1]: 0 is KL(teacher‖student), 1 is KL(student‖teacher), between them
                   beta·KL(teacher‖m) + (1−beta)·KL(student‖m), m = (1−beta)·student + beta·teacher.
+    temperature   both sides' logits are divided by it. Above 0.
     reduction     "batchmean": the sum by the number of rows that count, without labels by the first
                   dimension; "sum"; "mean": by the number of terms; "none": (rows, V) if there are
                   labels, else (…, V), of top_k instead of V if that is given.
-    top_k         both sides restricted to the teacher's k best and renormalized among them.
-    token_clip    the upper limit of one term, of one row and one id.
+    logits_are_probs
+                  both sides are probabilities already: neither temperature nor top_k is applied.
+    top_k         both sides restricted to the teacher's k best and renormalized among them. None
+                  or 0: the whole vocabulary.
+    token_clip    the upper limit of one term, of one row and one id. None: no limit.
 
     Ties at the teacher's k-th best go to the lower ids. A term without mass is 0, even if a logit
-    is -inf. The gradient goes to the student alone.
+    is -inf. Where no row counts, a mean is NaN. The gradient goes to the student alone.
 
-        >>> student, teacher = np.zeros((2, 4), np.float32), np.eye(2, 4, dtype=np.float32)
-        >>> tinsmith.ops.generalized_jsd(student, student)
-        0.0
-        >>> tinsmith.ops.generalized_jsd(student, teacher, reduction="none").shape
-        (2, 4)
+    ValueError for a setting that is out of range, and for shapes that do not fit; TypeError for
+    what is no array.
+
+        >>> hidden, weight = np.ones((2, 8), np.float32), np.ones((4, 8), np.float32)
+        >>> teacher, labels = np.zeros((2, 4), np.float32), [-100, 1]
+        >>> loss = tinsmith.ops.generalized_jsd((hidden, weight), teacher, labels, top_k=3)
+        >>> round(loss, 6), tinsmith.ops.generalized_jsd(teacher, teacher, reduction="none").shape
+        (0.0, (2, 4))
     """
-    return jsd(student, teacher, labels, Divergence.checked(**settings)).loss
+    how = Divergence.checked(beta, temperature, reduction, logits_are_probs, top_k, token_clip)
+    return jsd(student, teacher, labels, how).loss
 
 
 def generalized_jsd_backward(
-    grad: Any, student: Any, teacher: Any, labels: Any = None, **settings: Any
+    grad: Any,
+    student: Any,
+    teacher: Any,
+    labels: Any = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    logits_are_probs: bool = False,
+    top_k: int | None = None,
+    token_clip: float | None = None,
 ) -> Any:
-    """dlogits of the student, or (dhidden, dweight); grad is of the loss's shape, 1.0 for most.
+    """The gradient of grad·generalized_jsd of the same arguments, and its errors: dlogits of the
+    student, or (dhidden, dweight) where it is a pair. grad is of the loss's shape: a number, or an
+    array (as the terms) for reduction "none".
 
-    >>> student, teacher = np.zeros((2, 4), np.float32), np.eye(2, 4, dtype=np.float32)
-    >>> tinsmith.ops.generalized_jsd_backward(1.0, student, teacher).shape
-    (2, 4)
+        >>> student, teacher = np.zeros((2, 4), np.float32), np.eye(2, 4, dtype=np.float32)
+        >>> tinsmith.ops.generalized_jsd_backward(1.0, student, teacher).shape
+        (2, 4)
     """
-    out = jsd(student, teacher, labels, Divergence.checked(**settings), grad=grad)
+    how = Divergence.checked(beta, temperature, reduction, logits_are_probs, top_k, token_clip)
+    out = jsd(student, teacher, labels, how, grad=grad)
     return out.drows if not isinstance(student, tuple) else (out.drows, out.dweight)
 
 

@@ -13,7 +13,7 @@ A loss that the client has uploaded is evaluated between a forward and a backwar
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core
+from tinsmith.engine import routing
 from tinsmith.engine.teaching import LOGPROBS, Teacher, divergences, metrics
 from tinsmith.losses.custom_loss import evaluate
 from tinsmith.losses.graph import CustomLoss
@@ -123,6 +124,27 @@ def forward_backward(
 ) -> tuple[BatchResult, KeptForward | None]:
     """Request `seq` of a run: returns its result, and the kept forward for the run's next request.
     `kept` is the one of the request before."""
+    result, kept = _call(adapter, seq, batch, kept, backward=backward, keep=keep, between=between)
+    return _routed(adapter, result), kept
+
+
+def _routed(adapter: _core.Adapter, result: BatchResult) -> BatchResult:
+    """The result with what is told of a mixture's experts."""
+    if (counts := adapter.routed) is None:
+        return result
+    return replace(result, metrics=dict(result.metrics) | routing.metrics(counts))
+
+
+def _call(
+    adapter: _core.Adapter,
+    seq: int,
+    batch: Batch,
+    kept: KeptForward | None,
+    *,
+    backward: bool,
+    keep: bool,
+    between: Between,
+) -> tuple[BatchResult, KeptForward | None]:
     if batch.uploaded is not None:
         return _custom(adapter, batch, batch.uploaded, between, backward=backward), None
     if backward and kept is not None and kept.serves(seq, batch):
@@ -212,7 +234,7 @@ def distill(
     )
     jsd = _shaped(batch, divergences)
     told = metrics(jsd, _shaped(batch, batch.inputs["weights"]))
-    return BatchResult(_shaped(batch, logprobs), loss, told, {"jsd": jsd})
+    return _routed(adapter, BatchResult(_shaped(batch, logprobs), loss, told, {"jsd": jsd}))
 
 
 def _shaped(batch: Batch, flat: NDArray[np.float32]) -> tuple[NDArray[np.float32], ...]:

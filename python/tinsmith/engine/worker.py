@@ -194,7 +194,7 @@ class Worker:
                     lane.told = True
                     log.info(
                         "%s trains with %s: Thinking Machines has not published its formula; "
-                        "tinsmith's own is in csrc/train/losses.c and in the README",
+                        "tinsmith's own is in csrc/train/losses.c and docs/losses.md",
                         run,
                         batch.loss,
                     )

@@ -1,11 +1,12 @@
 """Adapters on disk: PEFT's files and the optimizer's state, written and read whole.
 
-A checkpoint is a folder: adapter_model.safetensors and adapter_config.json, which PEFT loads as
-they are; optimizer.safetensors with AdamW's moments, the step, gradients not yet used, and the
-average of the weights if the run keeps one; and meta.json, written last, with the size and SHA-256
-of each. All numbers are float32, bit for bit. It appears whole or not at all: written to a folder
-beside its place, read back, every file and folder synced, then moved (disk.py). It is read in one
-version (version.py), and all of it is checked before an adapter is changed.
+A checkpoint is a folder: adapter_model.safetensors and adapter_config.json, named as the hosted
+service names them, which PEFT loads as they are where no experts are trained; optimizer.safetensors
+with AdamW's moments, the step, gradients not yet used, and the average of the weights if the run
+keeps one; and meta.json, written last, with the size and SHA-256 of each. All numbers are float32,
+bit for bit. It appears whole or not at all: written to a folder beside its place, read back, every
+file and folder synced, then moved (disk.py). It is read in one version (version.py), and all of it
+is checked before an adapter is changed.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.files import disk, encryption, families, weights
-from tinsmith.files.lora import Average
+from tinsmith.files.lora import Average, factors
 from tinsmith.files.meta import (
     ADAPTER_FILE,
     CONFIG_FILE,
@@ -221,10 +222,9 @@ def _peft_config(family: families.Family, adapter: _core.Adapter, meta: Meta) ->
 def matrices(
     family: families.Family, adapter: _core.Adapter, flat: NDArray[np.float32]
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """PEFT's name of each matrix and a view of it in PEFT's shape, which is the engine's turned."""
-    for slot, layer, index, letter, offset, rows, cols in adapter.layout:
-        matrix = flat[offset : offset + rows * cols].reshape(rows, cols)
-        yield matrix_name(family.module(slot, layer, index), letter), matrix.T
+    """The name of each matrix in an adapter's file, and a view of it in its shape there."""
+    for one in factors(adapter):
+        yield matrix_name(family.module(one.slot, one.layer, one.index), one.letter), one.view(flat)
 
 
 def matrix_name(module: str, letter: str) -> str:

@@ -7,7 +7,7 @@ gives them in `layer_types`. The frequencies follow its modeling_rope_utils step
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tinsmith.files import weights
 
 CONFIG_FILE = "config.json"
 
-# Keys that change the maths when they are set, and that no family handles.
+# Keys that change the maths when they are set, where a family does not read them as a size.
 REFUSED = (
     "mlp_bias", "quantization_config", "num_experts", "num_local_experts",
     "n_routed_experts", "moe_intermediate_size", "final_logit_softcapping",
@@ -37,6 +37,10 @@ F32_MIN = 2.0**-126  # the smallest float32 with all its digits
 F32_MAX = float(np.finfo(np.float32).max)
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+DENSE, EXPERTS, WITH_SHARED = "mlp", "experts", "experts_with_shared"
+
+# Names that transformers gives to one key.
+OTHER_NAMES = {"num_local_experts": "num_experts"}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -63,13 +67,33 @@ def section(file: Path, content: dict[str, Any], name: str) -> dict[str, Any]:
     return found | {TIED: content.get(TIED, False)}
 
 
+def one_name(file: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """The content with OTHER_NAMES replaced; ValueError where two names say different things."""
+    found = dict(content)
+    for other, name in OTHER_NAMES.items():
+        value = found.pop(other, None)
+        if value is None:
+            continue
+        if found.get(name) not in (None, value):
+            raise ValueError(
+                f"{file}: {name} is {found[name]!r:.60}, but {other} is {value!r:.60}; they are "
+                "one number"
+            )
+        found[name] = value
+    return found
+
+
 def refuse(
-    file: Path, content: dict[str, Any], keys: Sequence[str], fixed: Mapping[str, Any]
+    file: Path,
+    content: dict[str, Any],
+    keys: Sequence[str],
+    fixed: Mapping[str, Any],
+    sizes: Collection[str] = (),
 ) -> None:
-    """ValueError for what changes the maths and is not handled: REFUSED, `keys`, other values than
-    the `fixed` ones, and FACTORS."""
+    """ValueError for what changes the maths and is not handled: REFUSED but for the keys of
+    `sizes`, `keys`, other values than the `fixed` ones, and FACTORS."""
     for key in (*REFUSED, *keys):
-        if content.get(key):
+        if content.get(key) and key not in sizes:
             raise ValueError(f"{file}: {key} is {content[key]!r:.60}, which is not supported")
     for key, value in (fixed | dict.fromkeys(FACTORS, 1)).items():
         if content.get(key) not in (None, value):
@@ -164,6 +188,43 @@ def _agreed(file: Path, content: dict[str, Any], kinds: tuple[str, ...], window:
     )
 
 
+# ---- the feeds of the layers: their kinds ----
+
+
+def all_dense(file: Path, content: dict[str, Any], layers: int) -> tuple[str, ...]:
+    """Every layer has one MLP."""
+    return (DENSE,) * layers
+
+
+def some_experts(file: Path, content: dict[str, Any], layers: int) -> tuple[str, ...]:
+    """Every decoder_sparse_step-th layer has experts, but for those that mlp_only_layers names."""
+    every = count(file, content, "decoder_sparse_step", default=1)
+    named = content.get("mlp_only_layers")
+    named = [] if named is None else named
+    if not isinstance(named, list) or any(type(layer) is not int for layer in named):
+        raise ValueError(f"{file}: mlp_only_layers should be a list of layers, found {named!r:.60}")
+    for layer in named:
+        if not 0 <= layer < layers:
+            raise ValueError(
+                f"{file}: mlp_only_layers has {layer}; the {layers} layers are numbered from 0"
+            )
+    sparse = (layer not in named and (layer + 1) % every == 0 for layer in range(layers))
+    return tuple(EXPERTS if one else DENSE for one in sparse)
+
+
+def all_experts_with_shared(file: Path, content: dict[str, Any], layers: int) -> tuple[str, ...]:
+    """Every layer has experts, and an expert that every token takes."""
+    return (WITH_SHARED,) * layers
+
+
+def flag(file: Path, content: dict[str, Any], key: str) -> bool:
+    """A key's true or false."""
+    value = content.get(key)
+    if type(value) is not bool:
+        raise ValueError(f"{file}: {key} should be true or false, found {value!r:.60}")
+    return value
+
+
 # ---- rotary frequencies ----
 
 
@@ -210,17 +271,76 @@ def frequencies(file: Path, content: dict[str, Any], rotary: int) -> NDArray[np.
     # A float64 power, rounded, is torch's float32 power but for the last bit of one in a hundred.
     powers = (float(np.float32(theta)) ** exponents.astype(np.float64)).astype(np.float32)
     plain = np.float32(1.0) / powers
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ("default", "llama3"):
-        raise ValueError(
-            f"{file}: the rope type is {kind!r:.60}; tinsmith knows default and llama3"
-        )
+    kind = _rope_kind(file, rope)
+    rope = {"original_max_position_embeddings": content.get("max_position_embeddings")} | rope
     if kind == "llama3":
-        rope = {"original_max_position_embeddings": content.get("max_position_embeddings")} | rope
         plain = _llama3(file, rope, plain)
+    if kind == "yarn":
+        plain = _yarn(file, rope, powers, float(theta))
     if not np.isfinite(plain).all():
         raise ValueError(f"{file}: with rope_theta {theta:g} not all frequencies are finite")
     return plain
+
+
+def _rope_kind(file: Path, rope: Mapping[str, Any]) -> str:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ("default", "llama3", "yarn"):
+        raise ValueError(
+            f"{file}: the rope type is {kind!r:.60}; tinsmith knows default, llama3 and yarn"
+        )
+    return str(kind)
+
+
+def rope_scale(file: Path, content: dict[str, Any]) -> float:
+    """What multiplies rope's cosines and sines: YaRN's attention factor, else 1."""
+    rope = _rope(file, content)
+    if _rope_kind(file, rope) != "yarn":
+        return 1.0
+    given = rope.get("attention_factor")
+    if given is not None:
+        return number(file, rope, "attention_factor")
+    factor = number(file, rope, "factor")
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        both = (number(file, rope, key) for key in ("mscale", "mscale_all_dim"))
+        own, all_dim = (_longer(factor, scale) for scale in both)
+        return own / all_dim
+    return _longer(factor, 1.0)
+
+
+def _longer(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _yarn(
+    file: Path, rope: dict[str, Any], powers: NDArray[np.float32], theta: float
+) -> NDArray[np.float32]:
+    """YaRN's frequencies: pairs that turn seldom within the original context are slowed by a
+    factor, those that turn often are not, with a straight passage between."""
+    fast, slow = (
+        number(file, rope, key, default=default)
+        for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
+    )
+    factor, original = (
+        number(file, rope, key) for key in ("factor", "original_max_position_embeddings")
+    )
+    whole = rope.get("truncate", True)
+    if type(whole) is not bool:
+        raise ValueError(f"{file}: truncate should be true or false, found {whole!r:.60}")
+    if theta == 1.0:
+        raise ValueError(f"{file}: with rope_theta 1 all pairs turn alike, which YaRN can't slow")
+    pairs = len(powers)
+    first, last = (
+        2 * pairs * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (fast, slow)
+    )
+    if whole:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    last += 0.001 if first == last else 0
+    line = (np.arange(pairs, dtype=np.float32) - np.float32(first)) / np.float32(last - first)
+    kept = 1 - np.clip(line, 0, 1)
+    slowed = np.float32(1) / (np.float32(factor) * powers)
+    return (slowed * (1 - kept) + np.float32(1) / powers * kept).astype(np.float32)
 
 
 def _llama3(file: Path, rope: dict[str, Any], inv_freq: NDArray[np.float32]) -> NDArray[np.float32]:

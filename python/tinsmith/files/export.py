@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tinsmith.files import checkpoint, config, disk, families, gguf_model, peft, weights
+from tinsmith.files.family import plain
 from tinsmith.files.home import checkpoints_folder
 from tinsmith.files.store import Store
 from tinsmith.files.version import read
@@ -36,6 +37,15 @@ def find_adapter(name: str, checkpoints: Path | None) -> Path:
     return folder
 
 
+def _check_count(model: Path, module: str, count: int, needed: int) -> None:
+    """That a module has so many matrices in one tensor as the base model has experts."""
+    if count != needed:
+        raise ValueError(
+            f"{module} is {count or 1} matrices in the adapter, and {needed} in {model}: it "
+            "belongs to another model"
+        )
+
+
 class Merged:
     """A base model's tensors with an adapter merged in, by their names. Each is made when it is
     asked for. `config` is the merged model's config.json, `count` how many modules are changed."""
@@ -47,12 +57,17 @@ class Merged:
         said = config.read_json(model / config.CONFIG_FILE)
         head, embed = family.tensor("head", -1), family.tensor("embed", -1)
         self._base, self._matrices, self._scale = base, matrices, lora.alpha / lora.rank
-        self._changed: dict[str, list[tuple[str, families.Place | None]]] = {}
-        for module in lora.modules:
-            name = families.plain(module)
-            place = places.get(name)
-            tensor = place.tensor if place else family.spelled(f"{name}.weight")
-            self._changed.setdefault(tensor, []).append((module, place))
+        self._changed: dict[str, list[peft.Part]] = {}
+        for module, count in lora.modules.items():
+            found = places.get(plain(module), [])
+            if len(found) > 1 or count:
+                _check_count(model, module, count, len(found))
+            tensors = [place.tensor for place in found] or [
+                family.spelled(f"{plain(module)}.weight")
+            ]
+            for index, tensor in enumerate(tensors):
+                part = peft.Part(module, index, found[index] if found else None)
+                self._changed.setdefault(tensor, []).append(part)
         tied = bool(said.get(config.TIED, False))
         self._sources = {name: name for name in base if not (tied and name == head)}
         untied = tied and head in self._changed

@@ -1,13 +1,14 @@
 """Model families: how a Hugging Face checkpoint becomes an engine's model. One row per family.
 
 A row names the architecture, what its layers have and are (config.py reads which), and the tensor
-behind each of the engine's slots; no code anywhere asks for a family's name. Weights are streamed
-from the mapped files one tensor at a time, after all names and shapes have been checked.
+behind each of the engine's slots (family.py); no code anywhere asks for a family's name. Weights
+are streamed from the mapped files one matrix at a time, after all names and shapes have been
+checked.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,34 +19,13 @@ from numpy.typing import NDArray
 from tinsmith import _core
 from tinsmith.files import config as hugging_face
 from tinsmith.files import gguf_model, home, tokenizer, weights
-from tinsmith.files.config import CONFIG_FILE, Mixers, read_json
+from tinsmith.files.config import CONFIG_FILE, read_json
+from tinsmith.files.family import LLAMA_NAMES, NESTED, PREFIX, Family, plain
 from tinsmith.files.gguf_model import HALVES, PAIRS
 
 Slots = Sequence[tuple[str, int, int, int, int]]  # of a core: slot, layer or -1, index, rows, cols
 
 DTYPES = ("auto", "float32", "bfloat16")
-
-# The tensor behind each slot, in Llama's naming. Where a layer has several matrices in one slot,
-# {index} is the matrix's number.
-LLAMA_NAMES = {
-    "embed": "model.embed_tokens.weight",
-    "final_norm": "model.norm.weight",
-    "head": "lm_head.weight",
-    "attn_norm": "model.layers.{layer}.input_layernorm.weight",
-    "wq": "model.layers.{layer}.self_attn.q_proj.weight",
-    "wk": "model.layers.{layer}.self_attn.k_proj.weight",
-    "wv": "model.layers.{layer}.self_attn.v_proj.weight",
-    "bq": "model.layers.{layer}.self_attn.q_proj.bias",
-    "bk": "model.layers.{layer}.self_attn.k_proj.bias",
-    "bv": "model.layers.{layer}.self_attn.v_proj.bias",
-    "q_norm": "model.layers.{layer}.self_attn.q_norm.weight",
-    "k_norm": "model.layers.{layer}.self_attn.k_norm.weight",
-    "wo": "model.layers.{layer}.self_attn.o_proj.weight",
-    "mlp_norm": "model.layers.{layer}.post_attention_layernorm.weight",
-    "w_gate": "model.layers.{layer}.mlp.gate_proj.weight",
-    "w_up": "model.layers.{layer}.mlp.up_proj.weight",
-    "w_down": "model.layers.{layer}.mlp.down_proj.weight",
-}
 
 # config.json's key of each of the engine's sizes.
 SIZES = {
@@ -59,89 +39,34 @@ SIZES = {
 # What the engine has too (csrc/model/model.c).
 LAYERS_MAX, HEAD_WIDTH_MAX = 1 << 16, 256
 DELTA_UNIT, DELTA_MOST = 32, 256
+EXPERTS_MOST, CHOSEN_MOST = 1024, 32
+# Sizes that only some families have; the others' are 0.
+SOME_SIZES = (
+    "key_heads", "value_heads", "key_width", "value_width", "experts", "chosen", "expert_ffn",
+    "norm_shares",
+)  # fmt: skip
+
+# A mixture of experts' keys, and its tensors, one for each matrix or one for all experts.
+EXPERT_SIZES = {
+    "experts": "num_experts", "chosen": "num_experts_per_tok",
+    "expert_ffn": "moe_intermediate_size",
+}  # fmt: skip
+EXPERTS = "model.layers.{layer}.mlp.experts."
+APART = {
+    "router": "model.layers.{layer}.mlp.gate.weight",
+    "e_gate": EXPERTS + "{index}.gate_proj.weight",
+    "e_up": EXPERTS + "{index}.up_proj.weight",
+    "e_down": EXPERTS + "{index}.down_proj.weight",
+}
+FUSED = {
+    "e_gate": EXPERTS + "gate_up_proj",
+    "e_up": EXPERTS + "gate_up_proj",
+    "e_down": EXPERTS + "down_proj",
+}
+# As the hosted service names all experts' matrices, which share one factor.
+EXPERT_MODULES = {"e_gate": EXPERTS + "w1", "e_up": EXPERTS + "w3", "e_down": EXPERTS + "w2"}
 
 FREQUENCIES = "rotary_emb.inv_freq"  # of old Llama files, which config.json says too
-PREFIX = "model."  # of all tensors but the head
-NESTED = "model.language_model."  # in a model of several parts
-# How names of modules begin in adapters' files, beside how they do here.
-SPELLINGS = {"lm_head": (NESTED + "unembed_tokens", "model.unembed_tokens"), PREFIX: (NESTED,)}
-
-
-@dataclass(frozen=True)
-class Family:
-    """One row: an architecture, and its differences from plain Llama.
-
-    Of config.json: `section` is the key of the text model's part, "" where that is all of it;
-    `defaults` are the values of keys that are missing; `fixed` are the only values that some keys
-    may have; `refused` are keys that this architecture reads and the engine doesn't handle; `delta`
-    are the keys of a delta network's sizes; `partial` is the share of a head that is rotated where
-    the file names none, None where it may name none but all.
-
-    Of tensors: `prefixes` are what their names may have in the place of PREFIX, and `prefix` what
-    those of one folder have (`of`); slots of one name lie in that tensor behind one another;
-    `tails` are the axes that a vector has behind its first; `plus_one` are norms that multiply by
-    1 + w; `constants` are slots of no tensor, each filled with one number, a function of its
-    length; `aside` are prefixes of tensors that text does not need.
-
-    `modules` are the names of modules in an adapter's file, where these are not the tensors'.
-    `gguf` says how rows of q and k lie in a GGUF file, "" where such files are not read.
-    """
-
-    name: str
-    architecture: str
-    mixers: Callable[[Path, dict[str, Any], int], Mixers] = hugging_face.all_full
-    feed: str = "mlp"
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    q_gate: bool = False
-    section: str = ""
-    defaults: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    fixed: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    refused: tuple[str, ...] = ()
-    delta: Mapping[str, str] = field(default_factory=dict, repr=False)
-    partial: float | None = None
-    prefixes: tuple[str, ...] = (PREFIX,)
-    prefix: str = PREFIX
-    names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES, repr=False)
-    tails: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
-    plus_one: tuple[str, ...] = ()
-    constants: Mapping[str, Callable[[int], float]] = field(default_factory=dict, repr=False)
-    aside: tuple[str, ...] = ()
-    modules: Mapping[str, str] = field(default_factory=dict, repr=False)
-    gguf: str = ""
-
-    def of(self, tensors: Iterable[str]) -> "Family":
-        """The row for a folder with these tensors."""
-        names = tuple(tensors)
-        found = (one for one in self.prefixes if any(name.startswith(one) for name in names))
-        return replace(self, prefix=next(found, PREFIX))
-
-    def tensor(self, slot: str, layer: int, index: int = 0) -> str:
-        """The checkpoint's name of the tensor in which a slot lies."""
-        return self.spelled(self.names[slot].format(layer=layer, index=index))
-
-    def spelled(self, name: str) -> str:
-        """A tensor's name as this folder has it."""
-        return self.prefix + name.removeprefix(PREFIX) if name.startswith(PREFIX) else name
-
-    def module(self, slot: str, layer: int, index: int = 0) -> str:
-        """The name of a slot's module in an adapter's file."""
-        name = self.modules.get(slot, self.names[slot].removesuffix(".weight"))
-        return name.format(layer=layer, index=index)
-
-    def is_aside(self, name: str) -> bool:
-        """Whether a tensor is one that text does not need."""
-        return name.startswith(self.aside)
-
-
-def plain(module: str) -> str:
-    """One name of a module for all that PEFT, the hosted service and we give it."""
-    for ours, others in SPELLINGS.items():
-        for other in others:
-            if module.startswith(other):
-                return ours + module.removeprefix(other)
-    return module
-
 
 QWEN3_5 = Family(
     "qwen3_5",
@@ -155,7 +80,7 @@ QWEN3_5 = Family(
     },
     fixed={"linear_conv_kernel_dim": 4, "attn_output_gate": True},
     refused=("attention_bias",),
-    delta={
+    sizes={
         "key_heads": "linear_num_key_heads", "value_heads": "linear_num_value_heads",
         "key_width": "linear_key_head_dim", "value_width": "linear_value_head_dim",
     },
@@ -188,6 +113,31 @@ QWEN3_5 = Family(
     },
 )  # fmt: skip
 
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen3_5_moe",
+    architecture="Qwen3_5MoeForCausalLM",
+    feeds=hugging_face.all_experts_with_shared,
+    defaults=QWEN3_5.defaults | {
+        "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+    fixed=QWEN3_5.fixed | {"norm_topk_prob": True},
+    sizes={
+        **QWEN3_5.sizes, **EXPERT_SIZES, "ffn": "shared_expert_intermediate_size",
+    },
+    names={
+        **QWEN3_5.names, **APART,
+        "w_gate": "model.layers.{layer}.mlp.shared_expert.gate_proj.weight",
+        "w_up": "model.layers.{layer}.mlp.shared_expert.up_proj.weight",
+        "w_down": "model.layers.{layer}.mlp.shared_expert.down_proj.weight",
+        "shared_gate": "model.layers.{layer}.mlp.shared_expert_gate.weight",
+    },
+    others=FUSED,
+    modules={**QWEN3_5.modules, **EXPERT_MODULES},
+)  # fmt: skip
+
 FAMILIES = (
     Family(
         "qwen3",
@@ -213,7 +163,24 @@ FAMILIES = (
     ),
     QWEN3_5,
     replace(QWEN3_5, architecture="Qwen3_5ForConditionalGeneration", section="text_config"),
-)
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        feeds=hugging_face.some_experts,
+        qk_norm=True,
+        defaults={
+            "num_key_value_heads": 4, "intermediate_size": 6144, "num_experts": 128,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+        },
+        refused=("attention_bias", "use_sliding_window"),
+        sizes=EXPERT_SIZES,
+        names={**LLAMA_NAMES, **APART},
+        others=FUSED,
+        modules=EXPERT_MODULES,
+    ),
+    QWEN3_5_MOE,
+    replace(QWEN3_5_MOE, architecture="Qwen3_5MoeForConditionalGeneration", section="text_config"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -340,15 +307,17 @@ def read_weights(
             done += entry.size
             array = tensors[name]
             weights.check_finite(array, f"{entry.file}: {name}")
-            kept = _as_kept(array.ravel() if held[0][0] in family.tails else array, model.kind)
-            if kept.itemsize < array.itemsize:  # float32's largest numbers are none of bfloat16's
-                weights.check_finite(kept, f"{entry.file}: {name}, in bfloat16,")
+            whole = array.ravel() if held[0][0] in family.tails or array.ndim == 1 else _rows(array)
             row = 0
-            for slot, layer, index, rows, _ in held:
-                part = kept if len(held) == 1 else kept[row : row + rows]
-                part = part + np.float32(1) if slot in family.plus_one else part
+            for slot, layer, index, rows, cols in held:
+                part = whole[row : row + rows] if whole.ndim == 2 else whole
+                kept = _as_kept(part, model.kind)
+                if kept.itemsize < array.itemsize:  # float32's largest are none of bfloat16's
+                    what = f"{entry.file}: {name}, in bfloat16,"
+                    weights.check_finite(kept, what, array.shape, row * cols)
                 row += rows
-                yield Piece(slot, layer, index, part, done, total)
+                kept = kept + np.float32(1) if slot in family.plus_one else kept
+                yield Piece(slot, layer, index, kept, done, total)
         for slot, layer, index, _, length in slots:
             if slot in family.constants:
                 constant = np.full(length, family.constants[slot](length), np.float32)
@@ -360,6 +329,11 @@ def close_core(model: BaseModel, core: _core.Model) -> LoadedModel:
     core.seal()
     facts = {item.name: getattr(model, item.name) for item in fields(BaseModel)}
     return LoadedModel(**facts, core=core)
+
+
+def _rows(array: np.ndarray) -> np.ndarray:
+    """A tensor's matrices, behind one another: a view."""
+    return array.reshape(-1, array.shape[-1])
 
 
 def _as_kept(array: np.ndarray, kind: str) -> np.ndarray:
@@ -439,11 +413,14 @@ def _read_model(folder: Path) -> tuple[Family, dict[str, Any], NDArray[np.float3
     if family.section:
         hugging_face.refuse(file, content, (), {})
         content = hugging_face.section(file, content, family.section)
-    hugging_face.refuse(file, content, family.refused, family.fixed)
+    content = hugging_face.one_name(file, content) if "experts" in family.sizes else content
+    sizes = {**SIZES, **family.sizes}
+    hugging_face.refuse(file, content, family.refused, family.fixed, sizes.values())
     missing = {key for key in family.defaults if content.get(key) is None}
     content = content | {key: family.defaults[key] for key in missing}
     count, number = hugging_face.count, hugging_face.number
-    config: dict[str, Any] = {engine: count(file, content, key) for engine, key in SIZES.items()}
+    config: dict[str, Any] = dict.fromkeys(SOME_SIZES, 0)
+    config |= {size: count(file, content, key) for size, key in sizes.items()}
     heads, width, layers = config["heads"], config["width"], config["layers"]
     kv_heads = count(file, content, "num_key_value_heads", default=heads)
     head_width = count(file, content, "head_dim", default=width // heads)
@@ -461,35 +438,47 @@ def _read_model(folder: Path) -> tuple[Family, dict[str, Any], NDArray[np.float3
     mixers, window = family.mixers(file, content, layers)
     config |= {
         "mixers": mixers,
-        "feeds": (family.feed,) * layers,
+        "feeds": family.feeds(file, content, layers),
         "window": window,
         "kv_heads": kv_heads,
         "head_width": head_width,
         "norm_eps": number(file, content, "rms_norm_eps", default=1e-6),
-        "rope_scale": 1.0,
+        "rope_scale": hugging_face.rope_scale(file, content),
         "rotary": rotary,
         "qkv_bias": int(family.qkv_bias),
         "qk_norm": int(family.qk_norm),
         "q_gate": int(family.q_gate),
         "tied": int(bool(content.get(hugging_face.TIED, False))),
     }
-    return family, config | _delta_sizes(file, content, family), inv_freq
+    if config["experts"]:
+        config["norm_shares"] = int(hugging_face.flag(file, content, "norm_topk_prob"))
+        _check_experts(file, config, sizes)
+    _check_delta(file, config, sizes)
+    return family, config, inv_freq
 
 
-def _delta_sizes(file: Path, content: dict[str, Any], family: Family) -> dict[str, int]:
-    """The sizes of a delta network; zeros where the family has none."""
-    sizes = dict.fromkeys(("key_heads", "value_heads", "key_width", "value_width"), 0)
-    sizes |= {size: hugging_face.count(file, content, key) for size, key in family.delta.items()}
+def _check_delta(file: Path, config: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+    """The sizes of a delta network, which are zeros where the family has none."""
     for size in ("key_width", "value_width"):
-        if sizes[size] % DELTA_UNIT or sizes[size] > DELTA_MOST:
+        if config[size] % DELTA_UNIT or config[size] > DELTA_MOST:
             raise ValueError(
-                f"{file}: {family.delta[size]} is {sizes[size]}; it should be a multiple of "
+                f"{file}: {keys[size]} is {config[size]}; it should be a multiple of "
                 f"{DELTA_UNIT}, at most {DELTA_MOST}"
             )
-    keys, values = sizes["key_heads"], sizes["value_heads"]
-    if keys and values % keys:
-        raise ValueError(f"{file}: {values} value heads can't share {keys} key heads evenly")
-    return sizes
+    heads, values = config["key_heads"], config["value_heads"]
+    if heads and values % heads:
+        raise ValueError(f"{file}: {values} value heads can't share {heads} key heads evenly")
+
+
+def _check_experts(file: Path, config: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+    experts, chosen = config["experts"], config["chosen"]
+    if experts > EXPERTS_MOST:
+        raise ValueError(
+            f"{file}: {keys['experts']} is {experts}; it should be at most {EXPERTS_MOST}"
+        )
+    if chosen > min(experts, CHOSEN_MOST):
+        most = f"{CHOSEN_MOST}" if experts > CHOSEN_MOST else f"{experts}, the number of experts"
+        raise ValueError(f"{file}: {keys['chosen']} is {chosen}; it should be at most {most}")
 
 
 def _find_family(file: Path, content: dict[str, Any]) -> Family:
@@ -516,27 +505,33 @@ class Place:
     cols: int
 
 
-def read_places(path: Path | str) -> tuple[Family, dict[str, Place]]:
-    """The row of a model's folder, and where each module's weight lies, by its plain name: that of
-    every slot, and that of a tensor with several slots."""
+def read_places(path: Path | str) -> tuple[Family, dict[str, list[Place]]]:
+    """The row of a model's folder, and where the weights of each module lie, by its plain name. A
+    module of several matrices has a place for each; one of a tensor with several slots, all of
+    it."""
     family, config, inv_freq = _read_model(Path(path))
     with gguf_model.open_tensors(path) as tensors:
         family = family.of(tensors)
         slots = _core.Model(config, inv_freq, weights="f32", threads=1).slots
         held = _check_tensors(family, slots, tensors, tied=bool(config["tied"]))
-    found = {}
+    found: dict[str, list[Place]] = {}
     for name, parts in held.items():
         first = 0
         for slot, layer, index, rows, cols in parts:
-            found[plain(family.module(slot, layer, index))] = Place(name, first, rows, cols)
+            place = Place(name, first, rows, cols)
+            found.setdefault(plain(family.module(slot, layer, index)), []).append(place)
+            if family.stacked(slot) or len(parts) == 1:
+                found[plain(family.matrix(slot, layer, index))] = [place]
             first += rows
-        found[plain(name.removesuffix(".weight"))] = Place(name, 0, first, parts[0][4])
+        if not family.stacked(parts[0][0]):
+            found[plain(name.removesuffix(".weight"))] = [Place(name, 0, first, parts[0][4])]
     return family, found
 
 
 def _element_type(family: Family, tensors: weights.Tensors) -> str:
-    entries = [tensors.entry(name) for name in tensors if not family.is_aside(name)]
-    matrices = {entry.dtype for entry in entries if len(entry.shape) == 2}
+    used = (name for name in tensors if not family.is_aside(name) and not family.is_vector(name))
+    entries = [tensors.entry(name) for name in used]
+    matrices = {entry.dtype for entry in entries if len(entry.shape) > 1}
     return "bf16" if matrices == {"BF16"} else "f32"
 
 
@@ -563,16 +558,19 @@ def _check_tensors(
     for one in slots:
         if one[0] not in family.constants:
             held.setdefault(family.tensor(*one[:3]), []).append(one)
-    for name, (first, *others) in held.items():
-        slot, layer, _, rows, cols = first
+    for name, parts in held.items():
+        parts.sort(key=lambda part: part[2])  # all slots of one expert, then those of the next
+        slot, layer, index, _, cols = parts[0]
         place = slot if layer < 0 else f"layer {layer} {slot}"
+        place += f" {index}" if index else ""
         if name not in tensors:
             raise ValueError(f"{place}: the file has no {name}")
-        rows += sum(other[3] for other in others)
+        rows, count = sum(part[3] for part in parts), len({part[2] for part in parts})
         tail = family.tails.get(slot, ())
         shape, needed = tensors.entry(name).shape, (rows, cols) if rows > 1 else (cols,)
         needed = (cols // math.prod(tail), *tail) if tail else needed
-        if shape != needed and (tail or shape != (rows, cols)):
+        needed = (count, rows // count, cols) if family.stacked(slot) else needed
+        if shape != needed and (len(needed) > 2 or shape != (rows, cols)):
             raise ValueError(f"{place}: file has {shape}, the model needs {needed}")
     # A tied head may be stored all the same; old Llama files keep their rotary frequencies.
     ignored = {family.tensor("head", -1)} if tied else set()

@@ -75,6 +75,8 @@ def _words(model: Path) -> Words:
     file = model / config.CONFIG_FILE
     if sizes["window"]:
         raise ValueError(f"{file}: the sliding window can't be written to a GGUF file")
+    if sizes["rope_scale"] != 1:
+        raise ValueError(f"{file}: YaRN's attention factor can't be written to a GGUF file")
     theta, head = config.rope_theta(file, config.read_json(file)), sizes["head_width"]
     named = {
         **{gguf_model.SIZES[key]: sizes[name] for name, key in families.SIZES.items()

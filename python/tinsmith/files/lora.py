@@ -1,6 +1,10 @@
-"""The description of a new LoRA adapter, from a client, a checkpoint, or a PEFT folder."""
+"""The description of a new LoRA adapter, from a client, a checkpoint, or a PEFT folder; and where
+the matrices of one lie in its flat vectors."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tinsmith import _core
 
@@ -31,3 +35,39 @@ class Average:
     def follow(self, leader: _core.Adapter) -> None:
         """One step of the average, after one of the optimizer's."""
         self.adapter.follow(leader, self.decay)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A matrix A or B of a module in an adapter's flat vectors, by a row of its layout. Where the
+    experts of a layer have A or B in common, the other's `count` matrices, one an expert, are one
+    Factor; so is the common one, of count 1. All others have count 0."""
+
+    slot: str
+    layer: int
+    index: int
+    letter: str
+    offset: int
+    rows: int
+    cols: int
+    count: int
+
+    def view(self, flat: NDArray[np.float32]) -> NDArray[np.float32]:
+        """It in PEFT's shape, which is the engine's turned: (rank, in) for A, (out, rank) for B;
+        with a first axis of `count`, if that is not 0."""
+        shape = (self.count, self.rows, self.cols) if self.count else (self.rows, self.cols)
+        size = max(self.count, 1) * self.rows * self.cols
+        return flat[self.offset : self.offset + size].reshape(shape).swapaxes(-1, -2)
+
+
+def factors(adapter: _core.Adapter) -> list[Factor]:
+    """All of an adapter's, in the order of its layout."""
+    layout = adapter.layout
+    sharing = {(slot, layer) for slot, layer, index, *_ in layout if index < 0}
+    found: dict[tuple[str, int, int, str], Factor] = {}
+    for slot, layer, index, letter, *place in layout:
+        stacked = (slot, layer) in sharing
+        key = (slot, layer, -1 if stacked else index, letter)
+        one = found.get(key) or Factor(*key, *place, 0)
+        found[key] = replace(one, count=one.count + stacked)
+    return list(found.values())

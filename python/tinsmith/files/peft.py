@@ -6,7 +6,8 @@ pattern, biases, whole modules) change the maths, and are refused by name.
 
 An imported adapter keeps its alpha. The engine trains groups of modules. If the folder lacks some
 modules of a group, their matrices A and B are both zeros; the gradients are then zero, so they stay
-zero. The hosted service's adapters are such folders as well, with a name of their own for the head.
+zero. The hosted service's adapters are such folders as well, with names of their own for the head
+and for experts: those of a layer are one tensor, and have A (of w1, w3) or B (of w2) in common.
 """
 
 import math
@@ -22,7 +23,8 @@ from numpy.typing import NDArray
 from tinsmith import _core
 from tinsmith.files import checkpoint, config, families, meta, weights
 from tinsmith.files.config import TIED
-from tinsmith.files.lora import Average
+from tinsmith.files.family import plain
+from tinsmith.files.lora import Average, factors
 from tinsmith.files.meta import Meta
 from tinsmith.files.version import Version, read
 
@@ -43,7 +45,7 @@ class Lora:
     base_model: str
     rank: int
     alpha: float
-    modules: tuple[str, ...]  # as the base model names them
+    modules: Mapping[str, int]  # by their names, how many matrices each has in one tensor, or 0
 
 
 def describe(version: Version) -> Lora:
@@ -71,10 +73,10 @@ def describe(version: Version) -> Lora:
         return Lora(folder, base, rank, float(np.float32(alpha)), modules)  # as the engine keeps it
 
 
-def _modules(folder: Path, tensors: weights.Tensors, rank: int) -> tuple[str, ...]:
+def _modules(folder: Path, tensors: weights.Tensors, rank: int) -> dict[str, int]:
     names = _trained(tensors)
     modules = (name.partition(".lora_")[0] for name in names)
-    found = dict.fromkeys(module.removeprefix(checkpoint.PREFIX) for module in modules)
+    found = dict.fromkeys((module.removeprefix(checkpoint.PREFIX) for module in modules), 0)
     wanted = {checkpoint.matrix_name(module, letter) for module in found for letter in "AB"}
     odd = sorted(wanted ^ set(names))
     if odd:
@@ -82,11 +84,13 @@ def _modules(folder: Path, tensors: weights.Tensors, rank: int) -> tuple[str, ..
         raise ValueError(f"{folder} {what} {odd[0]}: each module should have a lora_A and a lora_B")
     for module in found:
         a, b = (tensors.entry(checkpoint.matrix_name(module, letter)).shape for letter in "AB")
-        if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank:
+        together = len(a) == len(b) and (len(a) == 2 or (len(a) == 3 and 1 in (a[0], b[0])))
+        if not together or a[-2] != rank or b[-1] != rank:
             raise ValueError(f"{folder}: {module} has {a} and {b}, which are not of rank {rank}")
+        found[module] = max(a[0], b[0]) if len(a) == 3 else 0
     if not found:
         raise ValueError(f"{folder} has no matrices")
-    return tuple(found)
+    return found
 
 
 def _trained(tensors: weights.Tensors) -> list[str]:
@@ -133,8 +137,7 @@ def _groups() -> dict[str, str]:
     for family in families.FAMILIES:
         for slot, group in _core.slot_groups().items():
             if slot in family.names:
-                tensor = family.tensor(slot, 0).removesuffix(".weight")
-                for module in (family.module(slot, 0), tensor):
+                for module in (family.module(slot, 0), family.matrix(slot, 0)):
                     found[module.rpartition(".")[2]] = group
     return found
 
@@ -211,46 +214,94 @@ def _load_version(
     return None
 
 
+@dataclass
+class _Target:
+    """One matrix of an adapter in PEFT's shape; `common`: of all experts of its `layer`, (slot,
+    layer). `source` is the tensor that has filled it."""
+
+    view: NDArray[np.float32]
+    layer: tuple[str, int]
+    common: bool
+    source: str = ""
+
+
 def _read_matrices(
     folder: Path, tensors: weights.Tensors, family: families.Family, adapter: _core.Adapter
 ) -> NDArray[np.float32]:
     """An adapter's weights out of a folder's matrices. Where modules share a tensor of the base
-    model, a matrix A of the whole is that of each, and a B is theirs behind one another."""
+    model, a matrix A of the whole is that of each, and a B is theirs behind one another. Experts
+    come one by one, or those of a layer in one tensor."""
     flat = np.zeros(adapter.size, np.float32)
-    filled: dict[int, str] = {}
-    views = _views(family, adapter, flat)
+    targets = _targets(family, adapter, flat)
     for name in _trained(tensors):
         module, _, letter = name.removeprefix(checkpoint.PREFIX).rpartition(".lora_")
-        into = views.get((families.plain(module), letter[:1]), {})
+        array = tensors[name]
+        into = targets.get((plain(module), letter[:1], array.ndim), [])
         if not into:
             raise ValueError(f"{folder} has {name}, this adapter or base model does not")
-        shapes = [view.shape for view in into.values()]
-        rows = sum(shape[0] for shape in shapes) if letter[:1] == "B" else shapes[0][0]
-        array, needed = tensors[name], (rows, shapes[0][1])
+        first = into[0].view.shape
+        split = array.ndim == 2 and letter[:1] == "B"
+        rows = sum(one.view.shape[0] for one in into) if split else first[0]
+        needed = (len(into), *first) if array.ndim == 3 else (rows, first[1])
         if array.shape != needed:
             raise ValueError(f"{name}: file has {array.shape}, the adapter needs {needed}")
         weights.check_finite(array, f"{folder}: {name}")
         row = 0
-        for offset, view in into.items():
-            if offset in filled:
-                raise ValueError(f"{folder} has {filled[offset]} and {name}, which are one matrix")
-            filled[offset] = name
-            view[:] = weights.widen(array[row : row + len(view)])
-            row += len(view) if letter[:1] == "B" else 0
+        for index, one in enumerate(into):
+            part = array[index] if array.ndim == 3 else array[row : row + len(one.view)]
+            row += len(one.view) if split else 0
+            _fill(folder, name, one, weights.widen(part))
+    _check_whole(folder, [one for into in targets.values() for one in into])
     return flat
 
 
-def _views(
+def _fill(folder: Path, name: str, target: _Target, matrix: NDArray[np.float32]) -> None:
+    if target.source and not target.common:
+        raise ValueError(f"{folder} has {target.source} and {name}, which are one matrix")
+    if target.source and not np.array_equal(target.view, matrix):
+        raise ValueError(
+            f"{folder} has {target.source} and {name}, which differ: all experts of a layer have "
+            "this matrix in common"
+        )
+    target.view[:], target.source = matrix, name
+
+
+def _check_whole(folder: Path, targets: Sequence[_Target]) -> None:
+    """ValueError where a layer's experts have their common matrix, but not all have their own: it
+    would give those a gradient that lacks them."""
+    filled = {one.layer: one.source for one in targets if one.common and one.source}
+    for one in targets:
+        if one.layer in filled and not one.source:
+            raise ValueError(
+                f"{folder} has {filled[one.layer]}, but not all experts of layer {one.layer[1]}: "
+                "tinsmith trains all or none"
+            )
+
+
+def _targets(
     family: families.Family, adapter: _core.Adapter, flat: NDArray[np.float32]
-) -> dict[tuple[str, str], dict[int, NDArray[np.float32]]]:
-    """The matrices, in PEFT's shape and by their offset, that a folder's matrix fills, by its
-    module's plain name and its letter: one, or those of all modules that share a tensor."""
-    found: dict[tuple[str, str], dict[int, NDArray[np.float32]]] = {}
-    for slot, layer, index, letter, offset, rows, cols in adapter.layout:
-        view = flat[offset : offset + rows * cols].reshape(rows, cols).T
-        tensor = family.tensor(slot, layer, index).removesuffix(".weight")
-        for name in (family.module(slot, layer, index), tensor):
-            found.setdefault((families.plain(name), letter), {})[offset] = view
+) -> dict[tuple[str, str, int], list[_Target]]:
+    """The matrices that a folder's tensor fills, by its module's plain name, its letter and its
+    axes: one, or those of all modules that share a tensor, or one of all experts, or each of
+    theirs."""
+    found: dict[tuple[str, str, int], list[_Target]] = {}
+    experts: dict[tuple[str, int], int] = {}
+    every = factors(adapter)
+    for one in every:
+        experts[one.slot, one.layer] = max(one.count, experts.get((one.slot, one.layer), 0))
+    for one in every:
+        where, view = (one.slot, one.layer), one.view(flat)
+        module = plain(family.module(one.slot, one.layer, one.index))
+        if not one.count:
+            target = _Target(view, where, False)
+            for name in {module, plain(family.matrix(one.slot, one.layer, one.index))}:
+                found.setdefault((name, one.letter, 2), []).append(target)
+            continue
+        own = [_Target(part, where, common=one.count < experts[where]) for part in view]
+        found[module, one.letter, 3] = own
+        for index in range(experts[where]):
+            name = plain(family.matrix(one.slot, one.layer, index))
+            found[name, one.letter, 2] = [own[index if one.count > 1 else 0]]
     return found
 
 
@@ -259,34 +310,53 @@ def _views(
 ROWS = 1024  # of a matrix that are merged at a time
 
 
+@dataclass(frozen=True)
+class Part:
+    """The matrix number `index` of a module, whose weight is at its place in a tensor, or all."""
+
+    module: str
+    index: int
+    place: families.Place | None
+
+
 def merge(
     base: np.ndarray,
     adapter: Mapping[str, np.ndarray],
-    parts: Sequence[tuple[str, families.Place | None]],
+    parts: Sequence[Part],
     scale: float,
     dtype: np.dtype[Any],
 ) -> np.ndarray:
-    """A tensor with the matrices of modules added, in a type; each module's weight is at its place
-    in the tensor, or all of it."""
+    """A tensor with the matrices of modules added, in a type."""
     merged, end = weights.convert(base, dtype), 0
-    for module, place in sorted(parts, key=lambda part: part[1].first if part[1] else 0):
-        a, b = (weights.widen(adapter[checkpoint.matrix_name(module, letter)]) for letter in "AB")
+    whole, sums = (array.reshape(-1, array.shape[-1]) for array in (base, merged))
+    for part in sorted(parts, key=lambda part: part.place.first if part.place else 0):
+        a, b = (_matrix(adapter, part, letter) for letter in "AB")
+        place = part.place
         shape = (place.rows, place.cols) if place else base.shape
         if shape != (b.shape[0], a.shape[1]):
             raise ValueError(
-                f"{module} is {shape} in the base model, but {(b.shape[0], a.shape[1])} in the "
-                "adapter: it belongs to another model"
+                f"{part.module} is {shape} in the base model, but {(b.shape[0], a.shape[1])} in "
+                "the adapter: it belongs to another model"
             )
         first = place.first if place else 0
         if first < end:
-            raise ValueError(f"the adapter has matrices for {module} and others for rows of it")
+            raise ValueError(
+                f"the adapter has matrices for {part.module} and others for rows of it"
+            )
         end = first + len(b)
         for row in range(0, len(b), ROWS):
             some = b[row : row + ROWS]
             rows = slice(first + row, first + row + len(some))
-            whole = weights.widen(base[rows]) + np.float32(scale) * (some @ a)
-            merged[rows] = weights.narrow(whole, dtype)
+            summed = weights.widen(whole[rows]) + np.float32(scale) * (some @ a)
+            sums[rows] = weights.narrow(summed, dtype)
     return merged
+
+
+def _matrix(adapter: Mapping[str, np.ndarray], part: Part, letter: str) -> np.ndarray:
+    array = adapter[checkpoint.matrix_name(part.module, letter)]
+    if array.ndim == 3:
+        array = array[part.index if len(array) > 1 else 0]
+    return weights.widen(array)
 
 
 def options(config: Mapping[str, Any], *, untied: bool) -> dict[str, Any]:

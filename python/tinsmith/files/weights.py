@@ -221,12 +221,14 @@ def convert(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
     return np.array(array) if array.dtype == dtype else narrow(widen(array), dtype)
 
 
-def check_finite(array: np.ndarray, what: str) -> None:
+def check_finite(
+    array: np.ndarray, what: str, shape: tuple[int, ...] | None = None, first: int = 0
+) -> None:
     """ValueError for an array with a NaN or an infinity, which is never a weight; `what` names
-    it."""
+    it. An array may be a part of one of another shape, from its number `first` on."""
     bad = _core.first_bad(np.ascontiguousarray(array))
     if bad >= 0:
-        place = ", ".join(map(str, np.unravel_index(bad, array.shape)))
+        place = ", ".join(map(str, np.unravel_index(first + bad, shape or array.shape)))
         found = widen(array.reshape(-1)[bad : bad + 1])[0]
         raise ValueError(f"{what} has {found} at [{place}]: all of its numbers must be finite")
 

@@ -11,11 +11,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import tinker
 
 from tinsmith.demo.data import DEMONSTRATION
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def read_problems(path: str | Path) -> list[Problem]:
     return rows
 
 
-def batch_of(problems: Sequence[Problem], index: int, size: int, seed: int) -> list[Problem]:
+def batch_of(problems: Sequence[Row], index: int, size: int, seed: int) -> list[Row]:
     """Batch `index` of endless epochs, each shuffled by itself, so that a resumed run goes on."""
     picked = []
     for place in range(index * size, (index + 1) * size):

@@ -1,0 +1,137 @@
+"""mkdocs' hooks: pages that lie outside docs/ or are written from the program's tables, and links.
+
+The sources read well on GitHub as they are: a link leads from file to file of the checkout. In the
+site it leads to the page that the file became. A link to a file that is no page (a source) becomes
+its text. A page of docs/ that mkdocs.yml's nav does not name is added under "How to".
+"""
+
+import argparse
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+# Files of the checkout that are pages of the site.
+ELSEWHERE = {
+    "ARCHITECTURE.md": "architecture.md",
+    "CHANGELOG.md": "changelog.md",
+    "RECIPES.md": "recipes.md",
+    "SECURITY.md": "security.md",
+    "TINKER.md": "tinker.md",
+    "benchmarks/RESULTS.md": "benchmarks.md",
+}
+COMMANDS = "commands.md"  # written from the command line's parsers
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
+FENCE = re.compile(r"^(```.*?^```)", re.M | re.S)
+OTHERS = "How to"  # the section of pages that the nav does not name
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Adds the pages that the nav does not name."""
+    nav = config.nav or []
+    named = set(_named(nav))
+    found = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    section = next(entry[OTHERS] for entry in nav if isinstance(entry, dict) and OTHERS in entry)
+    section.extend(name for name in found if name not in named)
+    return config
+
+
+def _named(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    values = nav.values() if isinstance(nav, dict) else nav
+    return [name for value in values for name in _named(value)]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that lie elsewhere, the plots, and the command line's reference."""
+    for source, name in ELSEWHERE.items():
+        files.append(File.generated(config, name, content=(ROOT / source).read_text()))
+    for plot in sorted((ROOT / "benchmarks/plots").glob("*.svg")):
+        files.append(File.generated(config, f"plots/{plot.name}", abs_src_path=str(plot)))
+    files.append(File.generated(config, COMMANDS, content=commands()))
+    return files
+
+
+# ---- links ----
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Makes a page's links lead to pages."""
+    own = next((a for a, b in ELSEWHERE.items() if b == page.file.src_uri), None)
+    folder = Path(own or f"docs/{page.file.src_uri}").parent
+    known = {file.src_uri for file in files}
+
+    def there(found: re.Match[str]) -> str:
+        mark, text, target = found.groups()
+        if target.startswith(("#", "http:", "https:", "mailto:")):
+            return found[0]
+        path, sharp, anchor = target.partition("#")
+        name = site_path(os.path.normpath(folder / path))
+        if name in known:
+            return f"{mark}[{text}]({name}{sharp}{anchor})"
+        if not (ROOT / folder / path).exists():
+            raise FileNotFoundError(f"{page.file.src_uri} links to {target}, which is not there")
+        return text
+
+    parts = FENCE.split(markdown)
+    return "".join(part if part.startswith("```") else LINK.sub(there, part) for part in parts)
+
+
+def site_path(path: str) -> str:
+    """Where a file of the checkout is in the site."""
+    if path in ELSEWHERE:
+        return ELSEWHERE[path]
+    return path.removeprefix("docs/").removeprefix("benchmarks/")
+
+
+# ---- the command line ----
+
+
+def commands() -> str:
+    """The reference of the command line, from its parsers."""
+    from tinsmith import cli
+
+    rows = [
+        "# Command line",
+        "`tinsmith COMMAND …`. Each command's `--help` says the same. An error is one sentence on "
+        "stderr: exit code 1, or 2 for a wrong command line, which is refused before anything is "
+        "read or started. A size is like `800M` or `12G`.",
+    ]
+    top = cli.command_line()
+    [actions] = [a for a in top._actions if isinstance(a, argparse._SubParsersAction)]
+    for name, parser in actions.choices.items():
+        rows += [f"## {name}", _sentence(parser.description or cli.COMMANDS[name].help)]
+        rows += ["```\n" + "\n".join(cli.COMMANDS[name].examples) + "\n```"]
+        table = ["| argument | meaning |", "|---|---|"]
+        table += [_row(parser, action) for action in parser._actions if action.dest != "help"]
+        rows += ["\n".join(table)] if len(table) > 2 else []
+    return "\n\n".join(rows) + "\n"
+
+
+def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    value = action.metavar or (
+        "\\|".join(map(str, action.choices)) if action.choices else action.dest.upper()
+    )
+    if action.option_strings:
+        shown = ", ".join(f"`{option}`" for option in action.option_strings)
+        shown += "" if action.nargs == 0 else f" `{value}`".replace("\\|", "` or `")
+    else:
+        shown = f"`{action.metavar or action.dest}`"
+    text = parser._get_formatter()._expand_help(action) if action.help else ""
+    return f"| {shown} | {_code(text)} |"
+
+
+def _code(text: str) -> str:
+    """A help's text as Markdown: what argparse would print as it is, is not taken for markup."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def _sentence(text: str) -> str:
+    text = text[0].upper() + text[1:]
+    return text if text.endswith(".") else text + "."

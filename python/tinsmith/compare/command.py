@@ -1,0 +1,323 @@
+"""`tinsmith compare`: its options, the checks before anything starts, and what it leaves behind."""
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tinsmith import console, pull, usage
+from tinsmith.compare import report
+from tinsmith.compare.data import Record, digest, hold_out, read_records
+from tinsmith.compare.measure import find_scorer
+from tinsmith.compare.methods import METHODS, with_settings
+from tinsmith.compare.plan import Plan, alone, begin, missing, read_plan
+from tinsmith.files.extras import pip_install
+from tinsmith.files.families import read_config
+from tinsmith.files.home import checkpoints_folder
+from tinsmith.server.clients import require_server
+
+EPOCHS = 3  # over the data, where --steps is not given
+STEPS_MAX, BATCH_MAX, RATE_MAX = 1 << 20, 1 << 12, 1.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    _add_questions(parser)
+    _add_training(parser)
+    group = parser.add_argument_group("methods and their settings", _settings_help())
+    group.add_argument(
+        "--set",
+        dest="changes",
+        action="append",
+        default=[],
+        metavar="METHOD.SETTING=VALUE",
+        help="a method's own setting; may be given several times; they are listed here",
+    )
+    parser.add_argument(
+        "--out",
+        type=usage.folder,
+        default=Path("tinsmith-compare"),
+        metavar="FOLDER",
+        help="for results; where it has some of the runs, the others are done (%(default)s)",
+    )
+    parser.add_argument(
+        "--memory",
+        type=usage.memory,
+        metavar="SIZE",
+        help="what the model, its caches and runs may take together, such as 12G",
+    )
+    usage.add_device(parser)
+    usage.add_dtype(parser)
+    usage.add_checkpoints(parser, "where the trained adapters are saved")
+    console.add_options(parser)
+
+
+def _add_questions(parser: argparse.ArgumentParser) -> None:
+    """The model, and what it is asked."""
+    add = parser.add_argument
+    add(
+        "--model",
+        required=True,
+        metavar="NAME[=FOLDER]",
+        help="the base model: a folder, a GGUF file, a name in the Hugging Face cache, or a name "
+        "and the folder that is served under it",
+    )
+    usage.add_pull(parser)
+    add(
+        "--data",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="what is to be learned: JSONL with a question and its answer on each line, such as "
+        "messages (the last one the answer), problem and solution, or prompt and golden_response",
+    )
+    add(
+        "--test",
+        type=Path,
+        metavar="FILE",
+        help="questions that measure what was learned, in the same forms (default: --hold-out)",
+    )
+    add(
+        "--hold-out",
+        type=usage.whole(1),
+        metavar="N",
+        help="rows of --data that are measured with and not trained on (default: a fifth, at most "
+        "100)",
+    )
+    add(
+        "--retain",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="questions that measure what is kept of what the model could do before",
+    )
+    add(
+        "--scorer",
+        metavar="MODULE:FUNCTION",
+        help="a function of one's own for both measurements: of the model's answer, the file's "
+        "answer and the line's object; returns a number, or a number and what to say of the answer",
+    )
+    add(
+        "--renderer",
+        metavar="NAME",
+        help="the cookbook's renderer, such as qwen3 (default: by the model's name)",
+    )
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    """What is trained, and how."""
+    add = parser.add_argument
+    add(
+        "--methods",
+        type=_methods,
+        default=["sft", "sdft", "opsd"],
+        metavar="LIST",
+        help=f"of {', '.join(METHODS)}, with commas between them (sft,sdft,opsd)",
+    )
+    add(
+        "--lr",
+        type=_rates,
+        default=[5e-4],
+        metavar="LIST",
+        help="learning rates, with commas between them; each method is trained with each (5e-4)",
+    )
+    add(
+        "--seeds",
+        type=usage.whole(1, report.SEEDS_MAX),
+        default=3,
+        metavar="N",
+        help="trainings of each method at each rate; intervals need two (%(default)s)",
+    )
+    add(
+        "--steps",
+        type=usage.whole(1, STEPS_MAX),
+        metavar="N",
+        help="of each training (default: three times over the data)",
+    )
+    add(
+        "--batch",
+        type=usage.whole(1, BATCH_MAX),
+        default=16,
+        metavar="N",
+        help="questions a step (%(default)s)",
+    )
+    add(
+        "--rank",
+        type=usage.whole(1, usage.RANK_MAX),
+        default=32,
+        metavar="N",
+        help="of the LoRA adapters (%(default)s)",
+    )
+    add(
+        "--max-tokens",
+        type=usage.whole(1, usage.TOKENS_MAX),
+        default=512,
+        metavar="N",
+        help="of an answer, in training and in measuring (%(default)s)",
+    )
+
+
+def _settings_help() -> str:
+    """Each method and its settings."""
+    lines = []
+    for name, method in METHODS.items():
+        lines += [f"{name}:"]
+        lines += [
+            f"  --set {name}.{key}={setting.default:g}  {setting.help}"
+            for key, setting in method.settings.items()
+        ] or ["  no settings of its own"]
+    return "\n".join(["with their defaults", *lines])
+
+
+def _methods(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in METHODS:
+            known = ", ".join(METHODS)
+            raise argparse.ArgumentTypeError(f"there is no method {name!r:.60}; there are {known}")
+    return _once(names, text)
+
+
+def _rates(text: str) -> list[float]:
+    rates = []
+    for part in text.split(","):
+        try:
+            rate = float(part)
+        except ValueError:
+            rate = 0.0
+        if not 0 < rate <= RATE_MAX:
+            raise argparse.ArgumentTypeError(
+                f"a learning rate should be a number above 0, at most {RATE_MAX:g}; "
+                f"{part!r:.60} came"
+            )
+        rates.append(rate)
+    return _once(rates, text)
+
+
+def _once(values: list[Any], text: str) -> list[Any]:
+    if len(set(values)) < len(values):
+        raise argparse.ArgumentTypeError(f"{text!r:.200} names something twice")
+    return values
+
+
+# ---- the command ----
+
+
+def run(options: argparse.Namespace) -> int:
+    """Does what is missing of a comparison, and shows all of it; returns the exit code."""
+    if options.test and options.hold_out:
+        raise ValueError("--hold-out is for a comparison without --test: give one of the two")
+    methods = with_settings(options.methods, options.changes)
+    files = {
+        key: path.resolve()
+        for key in ("data", "test", "retain")
+        if (path := getattr(options, key)) is not None
+    }
+    train, sides = _read(options)
+    if options.scorer:
+        find_scorer(options.scorer)
+    name, _, folder = options.model.partition("=")
+    model = pull.find(folder or name, fetch=options.pull)
+    require_server()
+    require_cookbook()
+    from tinsmith.compare.prompts import renderer_of
+
+    plan = Plan(
+        model=name,
+        data=str(files["data"]),
+        test=str(files["test"]) if "test" in files else None,
+        retain=str(files["retain"]),
+        hold_out=None if options.test else len(sides["learned"]),
+        renderer=renderer_of(name, options.renderer),
+        scorer=options.scorer,
+        steps=options.steps or -(-EPOCHS * len(train) // options.batch),
+        batch=options.batch,
+        rank=options.rank,
+        max_tokens=options.max_tokens,
+        context=int(read_config(model)[0]["context"]),
+        methods=methods,
+        digests={key: digest(path) for key, path in files.items()},
+        wanted=options.methods,
+        learning_rates=options.lr,
+        seeds=options.seeds,
+    )
+    _check_lengths(plan, model, train, sides)
+    out = options.out.resolve()
+    with alone(out):
+        begin(out, plan)
+        plan = read_plan(out)
+        about = report.settings_text(plan, len(train), {k: len(v) for k, v in sides.items()})
+        print(about, flush=True)
+        code = _do_missing(options, plan, out, model)
+        if found := report.groups(out):
+            show(out, found, about)
+    return code
+
+
+def require_cookbook() -> None:
+    """Raises ImportError with the fix where the cookbook or matplotlib is not installed."""
+    for name in ("tinker_cookbook", "matplotlib"):
+        if find_spec(name) is None:
+            raise ImportError(f"compare needs {name}: {pip_install('cookbook')}", name=name)
+
+
+def _read(options: argparse.Namespace) -> tuple[list[Record], dict[str, list[Record]]]:
+    """What is trained on, and the questions of each side; all files are checked."""
+    train, retain = read_records(options.data), read_records(options.retain)
+    if options.test:
+        return train, {"learned": read_records(options.test), "kept": retain}
+    train, test = hold_out(train, options.hold_out)
+    return train, {"learned": test, "kept": retain}
+
+
+def _check_lengths(
+    plan: Plan, model: Path, train: Sequence[Record], sides: dict[str, list[Record]]
+) -> None:
+    """Raises ValueError with the file and line of what doesn't fit the model's context."""
+    from tinsmith.compare.prompts import Prompts
+
+    prompts = Prompts(model, plan.renderer)
+    for path, records in (
+        (plan.data, train),
+        (plan.test or plan.data, sides["learned"]),
+        (plan.retain, sides["kept"]),
+    ):
+        prompts.check(path, records, plan.max_tokens, plan.context)
+
+
+def _do_missing(options: argparse.Namespace, plan: Plan, out: Path, model: Path) -> int:
+    """Starts a server and the runner beside it, unless nothing is missing."""
+    from tinsmith.run import run_recipe
+
+    wanted = plan.runs()
+    todo = missing(out, wanted)
+    if len(todo) < len(wanted):
+        there = len(wanted) - len(todo)
+        print(f"{there} of the {len(wanted)} runs are in {out}: {len(todo)} to do", flush=True)
+    if not todo:
+        return 0
+    console.start_log(options)
+    return run_recipe(
+        ["-m", "tinsmith.compare.runner", str(out)],
+        {plan.model: model},
+        partial(console.console, options),
+        checkpoints=checkpoints_folder(options.checkpoints),
+        device=options.device,
+        dtype=options.dtype,
+        threads=options.threads,
+        memory=options.memory,
+    )
+
+
+def show(out: Path, found: Sequence[report.Group], about: str) -> None:
+    """Prints the table, and writes it, the CSV and the picture."""
+    from tinsmith.compare.picture import draw
+
+    text = report.markdown(report.table(found))
+    print(f"\n{text}")
+    (out / "results.csv").write_text(report.csv_text(found), encoding="utf-8")
+    (out / "report.md").write_text(f"{about}\n{text}\n![](compare.png)\n", encoding="utf-8")
+    draw(found, out / "compare.png")
+    print(f"{out}: report.md, compare.png, results.csv; in runs/ the answers of each")

@@ -1,0 +1,259 @@
+"""Data for all methods: JSONL, a question with its answer on each line, in one of several forms.
+
+FORMS is the table of the forms. The first whose columns a line has is the line's; other columns are
+passed over, and a scorer of one's own sees them. A file is read whole and checked before anything
+starts. What is wrong is told in one sentence, with the file and the line's number.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Message = dict[str, str]  # role and content
+ROLES = ("system", "user", "assistant", "tool")
+SHOWN_MAX = 200  # characters of a value that an error shows
+HELD_OUT_MAX = 100  # rows, where no file of held-out questions is given
+
+
+@dataclass(frozen=True)
+class Record:
+    """A question and its answer, from one line of a file.
+
+    messages: the conversation up to the question, which is a user's message and the last one.
+    answer: what the assistant should say next. line: the line's number in its file, from 1.
+    row: the line's object as it is in the file.
+
+        Record(({"role": "user", "content": "1 + 1?"},), "2", 1, {"problem": "1 + 1?", ...})
+    """
+
+    messages: tuple[Message, ...]
+    answer: str
+    line: int
+    row: Mapping[str, Any]
+
+    @property
+    def question(self) -> str:
+        """The last user's message."""
+        return self.messages[-1]["content"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A row of FORMS: the columns that a line has, whose form this is, and how they are read. The
+    functions get the line's object; ValueError with the end of a sentence if it is wrong."""
+
+    columns: tuple[str, ...]
+    messages: Callable[[Mapping[str, Any]], tuple[Message, ...]]
+    answer: Callable[[Mapping[str, Any]], str]
+    where: str  # who writes such lines
+
+
+def read_records(path: Path) -> list[Record]:
+    """A file's records, in its order; empty lines are passed over.
+
+    Raises ValueError with the file, the line's number and what is wrong with it; OSError for a file
+    that can't be read.
+
+        read_records(Path("questions.jsonl"))[0].answer
+    """
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            if text:
+                records.append(_record(json.loads(text), number))
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}, line {number} is not UTF-8") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+        except RecursionError:
+            raise ValueError(f"{path}, line {number} is nested too deeply") from None
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+    if not records:
+        raise ValueError(f"{path} has no rows")
+    return records
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def hold_out(records: Sequence[Record], count: int | None) -> tuple[list[Record], list[Record]]:
+    """Records to train on, and `count` others to measure with (None: a fifth, at most
+    HELD_OUT_MAX), both in the file's order. Every method and seed gets the same.
+
+    Raises ValueError if nothing would be left on one side.
+
+        train, test = hold_out(records, 50)
+    """
+    if count is None:
+        count = min(HELD_OUT_MAX, max(1, len(records) // 5))
+    if count >= len(records):
+        raise ValueError(f"{count} rows can't be held out of {len(records)}: none would be left")
+    picked = set(random.Random("hold-out").sample(range(len(records)), count))
+    sides = ([r for i, r in enumerate(records) if (i in picked) == side] for side in (False, True))
+    train, test = sides
+    return train, test
+
+
+# ---- a line ----
+
+
+def _record(row: Any, line: int) -> Record:
+    if not isinstance(row, dict):
+        raise ValueError(f"it should be an object; {_shown(row)} came")
+    for form in FORMS:
+        if all(column in row for column in form.columns):
+            messages, answer = form.messages(row), form.answer(row)
+            break
+    else:
+        known = "; ".join(" and ".join(form.columns) for form in FORMS)
+        raise ValueError(f"it has the columns {sorted(row)}; it needs one of: {known}")
+    if messages[-1]["role"] != "user":
+        role = messages[-1]["role"]
+        raise ValueError(f"the message before the answer should be the user's, not role {role!r}")
+    if not answer.strip():
+        raise ValueError("the answer is empty")
+    return Record(messages, answer, line, row)
+
+
+def _shown(value: Any) -> str:
+    return f"{json.dumps(value, ensure_ascii=False):.{SHOWN_MAX}}"
+
+
+def _text(row: Mapping[str, Any], column: str) -> str:
+    value = row[column]
+    if not isinstance(value, str):
+        raise ValueError(f"{column} should be text; {_shown(value)} came")
+    if not value.strip():
+        raise ValueError(f"{column} is empty")
+    return value
+
+
+def _lines(row: Mapping[str, Any], column: str) -> str:
+    """Text, or a list of texts that are its lines."""
+    value = row[column]
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    return _text(row, column)
+
+
+def _content(value: Any, where: str) -> str:
+    """A message's content: text, or a list of parts that are all text."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError(f"the content of {where} should be text; {_shown(value)} came")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"the content of {where} has a part that is not text: {_shown(part)}")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _chat(row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
+    """A column's conversation."""
+    value = row[column]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{column} should be a list of messages; {_shown(value)} came")
+    messages = []
+    for number, message in enumerate(value, 1):
+        where = f"message {number}"
+        if not isinstance(message, dict):
+            raise ValueError(f"{where} should be an object; {_shown(message)} came")
+        if message.get("role") not in ROLES:
+            roles = ", ".join(ROLES)
+            raise ValueError(
+                f"the role of {where} should be one of {roles}; {_shown(message.get('role'))} came"
+            )
+        # A key that says nothing (null, an empty list) is left aside, as hub data sets have many.
+        more = sorted(key for key in message.keys() - {"role", "content"} if message[key])
+        if more:
+            raise ValueError(f"{where} has {more[0]!r}, which is not supported: say it in content")
+        content = _content(message.get("content"), where)
+        messages.append({"role": message["role"], "content": content})
+    return tuple(messages)
+
+
+def _conversation(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    """All of `messages` but the answer, its last."""
+    messages = _chat(row, "messages")
+    if messages[-1]["role"] != "assistant":
+        role = messages[-1]["role"]
+        raise ValueError(f"the last message should be the assistant's answer, not role {role!r}")
+    if len(messages) == 1:
+        raise ValueError("there is no question before the assistant's answer")
+    return messages[:-1]
+
+
+def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    """`prompt`: text or a conversation."""
+    return _chat(row, "prompt") if isinstance(row["prompt"], list) else _asked(row, "prompt")
+
+
+def _asked(row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
+    return ({"role": "user", "content": _text(row, column)},)
+
+
+def _choices(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    """A question with its choices, in the words of the cookbook's SDFT recipe."""
+    choices = row["choices"]
+    parts = [choices.get(key) for key in ("label", "text")] if isinstance(choices, dict) else [0]
+    if not all(isinstance(part, list) for part in parts) or len({len(p) for p in parts}) != 1:
+        raise ValueError(f"choices should have as many of label as of text; {_shown(choices)} came")
+    lines = "\n".join(f"{label}: {text}" for label, text in zip(*parts, strict=True))
+    content = (
+        f"{_text(row, 'question')}\n\n{lines}\n"
+        "Please reason step by step, then give your answer as <answer>X</answer> "
+        "where X is the letter of the correct option."
+    )
+    return ({"role": "user", "content": content},)
+
+
+def _pair(question: str, answer: str, where: str) -> Form:
+    return Form(
+        (question, answer), lambda row: _asked(row, question), lambda row: _text(row, answer), where
+    )
+
+
+FORMS = (
+    Form(
+        ("messages", "output_text"),
+        lambda row: _chat(row, "messages"),
+        lambda row: _text(row, "output_text"),
+        "the SDFT paper's science questions",
+    ),
+    Form(
+        ("messages",),
+        _conversation,
+        lambda row: _chat(row, "messages")[-1]["content"],
+        "chats; the cookbook's conversation files",
+    ),
+    Form(
+        ("prompt", "golden_response"),
+        _prompt,
+        lambda row: _lines(row, "golden_response"),
+        "the cookbook's SDFT recipe, tool use",
+    ),
+    Form(("prompt", "answer"), _prompt, lambda row: _text(row, "answer"), "the same, to measure"),
+    Form(("prompt", "completion"), _prompt, lambda row: _text(row, "completion"), "TRL"),
+    _pair("problem", "solution", "the OPSD recipe"),
+    _pair("problem", "answer", "the cookbook's math recipes"),
+    Form(
+        ("question", "choices", "answerKey"),
+        _choices,
+        lambda row: _text(row, "answerKey"),
+        "the cookbook's SDFT recipe, SciKnowEval",
+    ),
+    _pair("question", "answer", "GSM8K"),
+    _pair("question", "final_answer", "the cookbook's math recipes, DeepMath"),
+    _pair("instruction", "output", "the cookbook's SDFT recipe, ToolAlpaca"),
+)

@@ -1,0 +1,135 @@
+"""What a model can do: its greedy answers to a file's questions, and how likely the file's are.
+
+Three measures, each a mean over the file. `exact`: the answer is the file's, character by character
+(of the last \\boxed{…}, where there is one). `score`: what a scorer of one's own says of it.
+`logprob`: the log-probability of a token of the file's answers, in nats.
+"""
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tinsmith.compare.data import Record
+
+if TYPE_CHECKING:
+    import tinker
+
+    from tinsmith.compare.prompts import Prompts
+
+MEASURES = ("exact", "score", "logprob")
+Scorer = Callable[[str, str, Mapping[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measures of a file, by their names, and a row for each question: its line, the answer,
+    what is said of it."""
+
+    measures: dict[str, float]
+    rows: list[dict[str, Any]]
+
+
+def find_scorer(name: str) -> Scorer:
+    """The function that `module:function` names. It is called with the model's answer, the file's,
+    and the line's object. It returns a number (True is 1), or a number and a text: what is said of
+    the answer, which SDPO's teacher reads. The working directory is looked in.
+
+    Raises ValueError with a sentence if there is none.
+
+        find_scorer("my_scorers:same_number")
+    """
+    module, colon, function = name.partition(":")
+    if not module or not colon or not function:
+        raise ValueError(f"--scorer should be module:function; {name!r:.80} came")
+    sys.path.insert(0, "")
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except Exception as error:
+        raise ValueError(
+            f"--scorer: module {module!r:.80} can't be imported: {type(error).__name__}: {error}"
+        ) from None
+    finally:
+        sys.path.remove("")
+    if not callable(found):
+        raise ValueError(f"--scorer: module {module!r:.80} has no function {function!r:.80}")
+    return found
+
+
+def measure(
+    sampler: "tinker.SamplingClient",
+    prompts: "Prompts",
+    records: Sequence[Record],
+    *,
+    max_tokens: int,
+    scorer: Scorer | None,
+) -> Measured:
+    """All measures of a model on a file's records; all is asked at once.
+
+    Raises ValueError for a scorer's answer that is no number.
+
+        measure(sampler, prompts, records, max_tokens=64, scorer=None).measures["exact"]
+    """
+    params = prompts.sampling(max_tokens, temperature=0.0)
+    asked = [sampler.sample(prompts.student(record), 1, params) for record in records]
+    examples = [prompts.supervised(record) for record in records]
+    scored = [sampler.compute_logprobs(tokens) for tokens, _ in examples]
+    rows, total, tokens = [], 0.0, 0
+    for record, answer, example, scores in zip(records, asked, examples, scored, strict=True):
+        text = prompts.text(list(answer.result().sequences[0].tokens))
+        marked = _marked(scores.result(), example[1])
+        row = {
+            "line": record.line,
+            "answer": text,
+            "exact": is_exact(text, record.answer),
+            "logprob": sum(marked),
+            "tokens": len(marked),
+        }
+        if scorer is not None:
+            row["score"], row["said"] = judge(scorer, text, record)
+        rows.append(row)
+        total, tokens = total + row["logprob"], tokens + row["tokens"]
+    found = {"exact": _mean(rows, "exact"), "logprob": total / tokens}
+    return Measured(found if scorer is None else found | {"score": _mean(rows, "score")}, rows)
+
+
+def is_exact(answer: str, expected: str) -> bool:
+    """Whether an answer is the file's, or its last \\boxed{…} the file's."""
+    from tinsmith.recipes.opsd_data import answer_of
+
+    return answer_of(answer) == answer_of(expected)
+
+
+def _marked(logprobs: Sequence[float | None], marks: Sequence[bool]) -> list[float]:
+    """The log-probabilities of the marked tokens; the first token of all has none."""
+    pairs = zip(logprobs, marks, strict=True)
+    return [logprob for logprob, mark in pairs if mark and logprob is not None]
+
+
+def judge(scorer: Scorer | None, text: str, record: Record) -> tuple[float, str]:
+    """A scorer's number for an answer, and what it says of it; without a scorer 1 or 0, and "".
+
+    Raises ValueError if it returns something else.
+
+        judge(None, "2", record)  # (1.0, "")
+    """
+    if scorer is None:
+        return float(is_exact(text, record.answer)), ""
+    value = scorer(text, record.answer, record.row)
+    score, said = value if isinstance(value, tuple) and len(value) == 2 else (value, "")
+    try:
+        number = float(score)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or not isinstance(said, str):
+        raise ValueError(
+            "the scorer should return a number, or a number and a text; for the answer to line "
+            f"{record.line} it returned {value!r:.80}"
+        )
+    return number, said
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float:
+    return sum(float(row[key]) for row in rows) / len(rows)

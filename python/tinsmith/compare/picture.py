@@ -1,0 +1,113 @@
+"""The picture of a comparison: what was learned against what was kept, with intervals.
+
+Up is learned, right is kept, so the best corner is the upper right one. A large mark is the mean
+over the seeds, its bars Student's 95 % intervals, and the small marks are the seeds. A method has a
+colour, a learning rate a shape; a line joins a method's rates.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tinsmith.compare.report import Group, measures_of, title
+
+COLORS = ("#2a6f97", "#e9a23b", "#4f9d69", "#a23b72")
+SHAPES = "osv^PX*hdp"  # of learning rates, in their order
+AXES = {
+    "exact": "answers exactly right, %",
+    "score": "score",
+    "logprob": "log-probability of a token of the answers",
+}
+
+
+def draw(found: Sequence[Group], path: Path) -> None:
+    """Writes the picture as a PNG: against each measure of what was kept, that which counts for
+    what was learned.
+
+        draw(groups(folder), folder / "compare.png")
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
+
+    first, *_ = measures_of(found)
+    against = [first, "logprob"]
+    figure, panels = plt.subplots(1, 2, figsize=(10.8, 4.6), layout="constrained")
+    for axes, measure in zip(panels, against, strict=True):
+        _panel(axes, found, first, measure)
+    marks = [
+        Line2D([], [], linestyle="", label=title(method), **_mark(found, method, None))
+        for method in dict.fromkeys(group.method for group in found)
+    ]
+    marks += [
+        Line2D([], [], linestyle="", marker=_shape(found, rate), color="0.5", label=f"lr {rate:g}")
+        for rate in _rates(found)
+    ]
+    figure.legend(handles=marks, loc="outside upper center", ncols=len(marks), frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _panel(axes: Any, found: Sequence[Group], learned: str, kept: str) -> None:
+    """One pair of measures."""
+    for method in dict.fromkeys(group.method for group in found):
+        groups = [group for group in found if group.method == method]
+        points = [_points(group, learned, kept) for group in groups]
+        means = [(sum(x) / len(x), sum(y) / len(y)) for x, y in points]
+        color = _mark(found, method, None)["color"]
+        axes.plot(*zip(*means, strict=True), color=color, linewidth=1, alpha=0.5, zorder=1)
+        for group, (x, y), mean in zip(groups, points, means, strict=True):
+            half = [
+                (group.estimate(side, name).half or 0) * _scale(name)
+                for side, name in (("kept", kept), ("learned", learned))
+            ]
+            mark = _mark(found, method, group.learning_rate)
+            axes.errorbar(*mean, xerr=half[0], yerr=half[1], zorder=3, capsize=3, **mark)
+            if len(x) > 1:
+                axes.scatter(x, y, s=14, color=color, alpha=0.45, linewidths=0, zorder=2)
+    axes.set_xlabel(f"kept: {AXES[kept]}")
+    axes.set_ylabel(f"learned: {AXES[learned]}")
+    axes.margins(0.08)
+    if learned == "exact":
+        axes.set_ylim(-4, 104)  # an interval may reach further; a share can't
+    if kept == "exact":
+        axes.set_xlim(-4, 104)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _mark(found: Sequence[Group], method: str, rate: float | None) -> dict[str, Any]:
+    """How a method's mark looks. Each is smaller than the one before, so that marks in the same
+    place show as rings."""
+    methods = list(dict.fromkeys(group.method for group in found if group.learning_rate))
+    if method not in methods:
+        return {"color": "black", "marker": "D", "markersize": 12, "markeredgecolor": "white"}
+    place = methods.index(method)
+    return {
+        "color": COLORS[place],
+        "marker": _shape(found, rate),
+        "markersize": 14 - 3 * place,
+        "markeredgecolor": "white",
+    }
+
+
+def _rates(found: Sequence[Group]) -> list[float]:
+    """The learning rates, in order."""
+    return sorted({group.learning_rate for group in found if group.learning_rate is not None})
+
+
+def _shape(found: Sequence[Group], rate: float | None) -> str:
+    return SHAPES[_rates(found).index(rate) % len(SHAPES)] if rate is not None else SHAPES[0]
+
+
+def _points(group: Group, learned: str, kept: str) -> tuple[list[float], list[float]]:
+    """Each run's place: kept to the right, learned up."""
+    return (
+        [value * _scale(kept) for value in group.values("kept", kept)],
+        [value * _scale(learned) for value in group.values("learned", learned)],
+    )
+
+
+def _scale(measure: str) -> float:
+    return 100 if measure == "exact" else 1

@@ -1,0 +1,181 @@
+"""What a comparison is: its settings, as they lie in its folder, and which of its runs are there.
+
+    OUT/settings.json     the settings that all runs share, and each method's own
+    OUT/runs/NAME/        a run that is whole: result.json, answers.jsonl, steps.jsonl
+
+A run's folder takes its name in one step once everything is in it, so what has a name is whole. A
+command that goes on in a folder may add methods, learning rates and seeds. Any other setting that
+differs is refused by name, because its figures would stand beside others that mean something else.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tinsmith.compare.methods import Value
+
+SETTINGS, RESULT, PART = "settings.json", "result.json", "~part"
+FILES = ("data", "test", "retain")  # whose content counts, not their place
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training: a method's name, a learning rate and a seed. The base model's has neither."""
+
+    method: str
+    learning_rate: float | None = None
+    seed: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Its folder's."""
+        if self.learning_rate is None:
+            return self.method
+        return f"{self.method}-lr{self.learning_rate:g}-seed{self.seed}"
+
+    @property
+    def told(self) -> str:
+        """Its name for people."""
+        if self.learning_rate is None:
+            return "the base model"
+        return f"{self.method}, learning rate {self.learning_rate:g}, seed {self.seed}"
+
+
+BASE = Run("base")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A comparison's settings. model: the name that it is served under. test: a file, or None where
+    hold_out rows of data are the questions to measure with. steps: of each training. context: the
+    model's, in tokens. methods: each
+    one's own settings. digests: of the files, by their options. wanted: the methods to run now."""
+
+    model: str
+    data: str
+    test: str | None
+    retain: str
+    hold_out: int | None
+    renderer: str
+    scorer: str | None
+    steps: int
+    batch: int
+    rank: int
+    max_tokens: int
+    context: int
+    methods: dict[str, dict[str, Value]]
+    digests: dict[str, str]
+    wanted: list[str] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
+    seeds: int = 1
+
+    def runs(self) -> list[Run]:
+        """All that it asks for, the base model first; then a seed of each, then the next."""
+        made = [
+            Run(method, rate, seed)
+            for seed in range(self.seeds)
+            for method in self.wanted
+            for rate in self.learning_rates
+        ]
+        return [BASE, *made]
+
+
+def read_plan(folder: Path) -> Plan:
+    """The plan in a folder. ValueError with a sentence if it can't be read."""
+    try:
+        return Plan(**json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{folder / SETTINGS} is not tinsmith's: {error}") from None
+
+
+def begin(folder: Path, plan: Plan) -> None:
+    """Writes a plan into its folder, where the methods that earlier ones had keep their settings.
+
+    Raises ValueError that names each setting in which the runs that are there differ.
+    """
+    if (folder / SETTINGS).exists():
+        before = read_plan(folder)
+        _refuse_changes(folder, before, plan)
+        plan = replace(plan, methods=before.methods | plan.methods)
+    write_json(folder / SETTINGS, asdict(plan))
+
+
+def _refuse_changes(folder: Path, before: Plan, plan: Plan) -> None:
+    ran = {result["method"] for result in finished(folder).values()}
+    if not ran:
+        return
+    old, new, changed = asdict(before), asdict(plan), []
+    free = {"context", "methods", "digests", "wanted", "learning_rates", "seeds", *FILES}
+    for name in sorted(old.keys() - free):
+        if old[name] != new[name]:
+            changed.append(f"--{name.replace('_', '-')} was {old[name]}, and is {new[name]}")
+    for name in FILES:
+        if before.digests.get(name) != plan.digests.get(name):
+            changed.append(f"--{name} had another content")
+    for method in sorted(ran & before.methods.keys() & plan.methods.keys()):
+        for key, value in before.methods[method].items():
+            if (now := plan.methods[method].get(key)) != value:
+                changed.append(f"{method}.{key} was {value}, and is {now}")
+    if changed:
+        raise ValueError(
+            f"the runs in {folder} have other settings: {'; '.join(changed)}. Choose another "
+            "--out, or the settings that they have"
+        )
+
+
+# ---- the folder ----
+
+
+def finished(folder: Path) -> dict[str, dict[str, Any]]:
+    """The results of the runs that are whole, by their names."""
+    found = {}
+    for path in sorted((folder / "runs").glob(f"*/{RESULT}")):
+        if not path.parent.name.endswith(PART):
+            found[path.parent.name] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def missing(folder: Path, runs: Sequence[Run]) -> list[Run]:
+    """Those of the runs that are not there yet."""
+    there = finished(folder)
+    return [run for run in runs if run.name not in there]
+
+
+@contextlib.contextmanager
+def making(folder: Path, run: Run) -> Iterator[Path]:
+    """A new folder for what a run leaves; it takes the run's name when all went well."""
+    place = folder / "runs" / run.name
+    part = place.with_name(run.name + PART)
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    yield part
+    part.rename(place)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes a file whole or not at all."""
+    part = path.with_name(path.name + PART)
+    with part.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Holds a folder, so that no second command works in it. ValueError if one does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another tinsmith compare works in {folder}") from None
+        yield

