@@ -15,7 +15,7 @@ from tinsmith.demo.demo import MODEL
 
 def public() -> Iterator[tuple[str, Any]]:
     """Every public name of tinsmith with what it is; of a class its public members too."""
-    for name in tinsmith.__all__:
+    for name in dir(tinsmith):
         item = getattr(tinsmith, name)
         if inspect.ismodule(item):
             yield from ((f"{name}.{key}", getattr(item, key)) for key in item.__all__)
@@ -24,11 +24,8 @@ def public() -> Iterator[tuple[str, Any]]:
         if inspect.isclass(item):
             for key in sorted(dir(item)):
                 member = inspect.getattr_static(item, key)
-                if (
-                    key[0] != "_"
-                    and key not in INTERNAL
-                    and (inspect.isroutine(member) or hasattr(member, "__get__"))
-                ):
+                made_by = getattr(getattr(member, "fget", member), "__module__", "")
+                if key[0] != "_" and key not in INTERNAL and made_by.startswith("tinsmith"):
                     yield f"{name}.{key}", member
 
 

@@ -21,7 +21,7 @@ from tinsmith.api import datums
 from tinsmith.api.kinds import Ids, Loss, Normalization, Numbers, SomeIds, Targets, Threshold
 from tinsmith.api.model_thread import Handle, ModelThread
 from tinsmith.api.progress import Progress, reporting
-from tinsmith.api.results import DistillOutput, ForwardBackwardOutput, OptimStepOutput
+from tinsmith.api.results import DistillOutput, ForwardBackwardOutput, History, OptimStepOutput
 from tinsmith.engine import teaching
 from tinsmith.engine.bases import parse_bytes
 from tinsmith.files import checkpoint
@@ -65,6 +65,7 @@ class Adapter(Handle[_core.Adapter]):
         super().__init__(engine, core)
         self._meta = meta
         self._trained = trained
+        self._steps: list[OptimStepOutput] = []
         self._kept: datums.Datums | None = None  # of the newest forward that was kept
 
     @property
@@ -102,6 +103,15 @@ class Adapter(Handle[_core.Adapter]):
         0
         """
         return self.core.step
+
+    @property
+    def history(self) -> History:
+        """The steps that this object has taken; a notebook shows their loss and gradient norm.
+
+        >>> len(adapter.history)
+        0
+        """
+        return History(self._steps)
 
     @property
     def step_memory(self) -> int:
@@ -489,7 +499,9 @@ class Adapter(Handle[_core.Adapter]):
         report = self.engine.turns.take(
             lambda: self.core.optim_step(**numbers, normalization=grad_accumulation_normalization)
         )
-        return OptimStepOutput(**report)
+        step = OptimStepOutput(**report)
+        self._steps.append(step)
+        return step
 
     def zero_grad(self) -> None:
         """Drops the gradients so far.

@@ -1,11 +1,12 @@
 """What the in-process API's calls return. A repr shows the shapes of arrays, not their numbers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, overload
 
-from tinsmith.chat.text import Stops, load_tokenizer
+from tinsmith.api import plots
+from tinsmith.chat.text import Stops, load_tokenizer, pieces
 from tinsmith.tensors import to_ids
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
+def _several(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 class Public:
     """What dir offers: a class's public names, without what is inside."""
 
@@ -74,6 +79,9 @@ class ForwardBackwardOutput(Result, Generic[Arrays]):
     loss: float
     logprobs: Arrays
 
+    def _repr_html_(self) -> str | None:
+        return plots.curves(repr(self), {"log-probability": _several(self.logprobs)}, "position")
+
 
 @dataclass(frozen=True, repr=False)
 class DistillOutput(ForwardBackwardOutput[Arrays]):
@@ -87,6 +95,9 @@ class DistillOutput(ForwardBackwardOutput[Arrays]):
     """
 
     divergences: Arrays
+
+    def _repr_html_(self) -> str | None:
+        return plots.curves(repr(self), {"divergence": _several(self.divergences)}, "position")
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,6 +121,43 @@ class OptimStepOutput(Result):
     loss: float
     loss_tokens: float
     loss_sequences: float
+
+
+class History(Public, Sequence[OptimStepOutput]):
+    """The optimizer steps of an adapter, the first one first; a notebook shows their curves.
+
+    >>> for _ in range(3):
+    ...     out = adapter.forward_backward([55, 73, 327], [73, 327, 310])
+    ...     step = adapter.optim_step(learning_rate=1e-2)
+    >>> adapter.history
+    <tinsmith.History: 3 steps, loss from ... to ...>
+    >>> adapter.history[-1] == step
+    True
+    """
+
+    def __init__(self, steps: Sequence[OptimStepOutput]):
+        self._steps = tuple(steps)
+
+    @overload
+    def __getitem__(self, index: int) -> OptimStepOutput: ...
+    @overload
+    def __getitem__(self, index: slice) -> "History": ...
+    def __getitem__(self, index: int | slice) -> "OptimStepOutput | History":
+        return History(self._steps[index]) if isinstance(index, slice) else self._steps[index]
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __repr__(self) -> str:
+        if not self._steps:
+            return "<tinsmith.History: no steps>"
+        first, last = (shape_of(self._steps[place].loss) for place in (0, -1))
+        return f"<tinsmith.History: {len(self)} steps, loss from {first} to {last}>"
+
+    def _repr_html_(self) -> str | None:
+        losses = [step.loss / max(step.loss_tokens, 1.0) for step in self]
+        norms = [step.grad_norm for step in self]
+        return plots.curves(repr(self), {"loss a token": [losses], "grad_norm": [norms]}, "step")
 
 
 @dataclass(frozen=True, repr=False)
@@ -182,6 +230,16 @@ class SampledSequence(Result):
         if self.ending is None:
             raise ValueError("this sequence was not drawn by a model: it has no tokenizer")
         return self.ending.text(to_ids(self.tokens, "tokens").tolist(), self.stop_reason)
+
+    def _repr_html_(self) -> str | None:
+        if self.ending is None:
+            return None
+        try:
+            tokenizer = load_tokenizer(self.ending.folder)
+        except (RuntimeError, ValueError):  # the repr needs none
+            return None
+        shown = pieces(tokenizer, to_ids(self.tokens, "tokens").tolist())
+        return plots.shaded(repr(self), shown, self.logprobs)
 
 
 @dataclass(frozen=True, repr=False)
