@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import SPECS, folder
+from models import SPECS, as_double, folder
 from tinsmith import _core
 from tinsmith.files.families import LoadedModel, load_model
 from transformers import AutoModelForCausalLM
@@ -40,7 +40,11 @@ def logprobs(model: LoadedModel, tokens: np.ndarray) -> np.ndarray:
 
 
 def in_torch(name: str, tokens: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    model = AutoModelForCausalLM.from_pretrained(folder(name), dtype=dtype)
+    if dtype == torch.float64:
+        model = as_double(folder(name))
+    else:
+        eager = {"experts_implementation": "eager"}  # its grouped product wants other strides
+        model = AutoModelForCausalLM.from_pretrained(folder(name), dtype=dtype, **eager)
     ids = torch.from_numpy(tokens.astype(np.int64))
     with torch.no_grad():
         found = model(ids[None]).logits[0, :-1].double().log_softmax(-1)
