@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+import tinker
 import torch
 from models import (
     SPECS,
@@ -32,6 +33,7 @@ from tinsmith import _core, cli
 from tinsmith.files import checkpoint, families, peft, weights
 from tinsmith.files.export import export
 from tinsmith.files.words import readable
+from tinsmith.server.backend import Backend
 
 NAMES = [name for name in SPECS if "_moe" in name]
 
@@ -110,6 +112,24 @@ def test_info_says_what_an_adapter_takes(
     adapter = _core.Adapter(loaded("qwen3_moe").core, rank=32)
     assert adapter.bytes >= 5 * 4 * adapter.size
     assert f"{readable(adapter.bytes):>12}  one adapter of rank 32, with gradients" in shown
+
+
+def test_a_run_that_can_not_fit_is_refused_with_its_sum(tmp_path: Path) -> None:
+    path = folder("qwen3_moe")
+    core = loaded("qwen3_moe").core
+    plan = core.plan(32, core.plan(32)["step_tokens"], 1)
+    need = plan["adapter"] + plan["scratch"] + plan["step"] * 9 // 8
+    memory = 3 * core.weight_bytes
+    options = {"device": "cpu", "threads": 1, "memory": memory}
+    with (
+        Backend({"m": path}, checkpoints=tmp_path, **options) as backend,
+        backend.service_client() as service,
+        pytest.raises(tinker.RequestFailedError) as caught,
+    ):
+        service.create_lora_training_client("m", rank=32).result()
+    told = str(caught.value)
+    assert f"a run of rank 32 needs {readable(need)}, and of the {readable(memory)} that" in told
+    assert f"the base model m ({readable(core.weight_bytes)})" in told
 
 
 # ---- files ----

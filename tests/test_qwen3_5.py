@@ -101,10 +101,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"partial_rotary_factor": "all"}},
         "partial_rotary_factor should be a positive number, found 'all'",
     ),
-    "qwen3.5's longrope": (
+    "qwen3.5's dynamic rope": (
         "qwen3_5",
-        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e7, "factor": 4.0}},
-        "the rope type is 'longrope'; tinsmith knows default, llama3 and yarn",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e7, "factor": 4.0}},
+        "the rope type is 'dynamic'; tinsmith knows default, llama3 and yarn",
     ),
     "qwen3.5's experts": ("qwen3_5", {"num_experts": 256}, "num_experts is 256"),
 }

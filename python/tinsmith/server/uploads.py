@@ -39,7 +39,8 @@ UPLOADS_MAX = 64  # that are not finished
 ABOUT_FILE = "upload.json"  # of an upload's folder: who began it, and what it is to be
 NAME = "uploaded"  # of the checkpoint, in a run of its own
 UNFINISHED = f"{NAME}~upload"
-EXTRA_BYTES = 1 << 20  # that a file of tensors may have beside their numbers
+EXTRA_BYTES = 1 << 20  # that a file of tensors may have beside their numbers and their names
+ENTRY_BYTES = 512  # of both matrices of a module
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ def _tensor_bytes(service: Service, base: str, spec: LoraSpec) -> int:
         for slot, _, _, rows, cols in core.slots
         if slot in groups and getattr(spec, groups[slot])
     ]
-    return 4 * sum(sizes) + EXTRA_BYTES
+    return 4 * sum(sizes) + ENTRY_BYTES * len(sizes) + EXTRA_BYTES
 
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
