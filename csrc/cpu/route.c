@@ -55,8 +55,9 @@ static void route_job(void *context, int64_t job)
         float top = x[chosen[0]];
         for (int k = 0; k < g->K; k++) sum += share[k] = expf(x[chosen[k]] - top);
         if (!g->norm) {
-            sum = 0.0f;
-            for (int e = 0; e < g->X; e++) sum += expf(x[e] - top);
+            double all = 0.0; /* of up to EXPERTS_MOST: f32 would lose digits */
+            for (int e = 0; e < g->X; e++) all += (double)expf(x[e] - top);
+            sum = (float)all;
         }
         for (int k = 0; k < g->K; k++) share[k] /= sum;
     }
