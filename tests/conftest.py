@@ -47,7 +47,7 @@ SLOW_FILES = (
 OTHER_SLOW_FILES = (
     "anthropic", "attack_engine", "attack_server", "attack_store", "connections", "foreign_page",
     "gather_backward", "gguf", "gguf_export", "hostile_graphs", "openai", "opsd", "page",
-    "server_sampling", "store_server", "turns", "weights_lifecycle",
+    "server_sampling", "store_server", "turns", "types", "weights_lifecycle",
 )  # fmt: skip
 SLOW_DEVICES = re.compile("cuda|gpu|emulat|cpu-")
 

@@ -209,6 +209,18 @@ def test_a_comparison_that_is_killed_goes_on_and_ends_as_one_that_is_not(
     assert not list((out / "runs").glob("*~part"))
 
 
+def test_a_comparison_that_is_ended_says_what_is_missing(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("tinsmith.run.run_recipe", lambda *_, **__: 130)
+    assert cli.main(arguments(tmp_path / "out", *BOTH)) == 130
+    assert "5 of the 5 runs are missing: the same command does them" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
@@ -512,6 +524,27 @@ def test_the_scorer_of_the_docs_works() -> None:
         "8": (0.0, "8 is not the number."),
         "?": (0.0, "There is no number in it."),
     }
+
+
+def test_a_scorer_that_returns_no_number_ends_the_runner_with_a_sentence(
+    service: tinker.ServiceClient,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    made = Plan(
+        model="demo", data="new.jsonl", test=None, retain="old.jsonl", hold_out=4,
+        renderer=demo.RENDERER, scorer="scorers:words", steps=1, batch=2, rank=2, max_tokens=8,
+        context=1024, methods={"sft": {}}, digests={}, wanted=["sft"], learning_rates=[1e-3],
+    )  # fmt: skip
+    plan.begin(tmp_path, made)
+    monkeypatch.setattr(sys, "argv", ["runner", str(tmp_path)])
+    monkeypatch.setattr(tinker, "ServiceClient", lambda: contextlib.nullcontext(service))
+    assert runner.main() == 1 and results(tmp_path) == {}
+    told = capsys.readouterr().err
+    assert told.startswith("tinsmith: the scorer should return a number") and told.count("\n") == 1
 
 
 def test_exact_is_the_last_box_where_there_is_one() -> None:

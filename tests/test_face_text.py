@@ -182,7 +182,7 @@ def test_a_message_has_the_calls_that_were_written(talker, told: int) -> None:
     sample = Sample(np.asarray([*ids, 2], np.int32), np.zeros(len(ids) + 1, np.float32), "stop")
     shown: list[str] = []
     ending = Ending(talker.path, (2,), ())
-    reader = AnswerReader(talker.tokenizer.chat.answer([CLOCK]), ending, shown.append)
+    reader = AnswerReader(talker.tokenizer.core.answer([CLOCK]), ending, shown.append)
     reader._add(ids[:told], None)
     message = reader.message(sample)
     [call] = message["tool_calls"]

@@ -9,13 +9,14 @@
 `import tinsmith` needs NumPy only. The engine alone is `tinsmith._core`.
 """
 
-from tinsmith import ops
+from tinsmith import ops as ops
 from tinsmith.api.adapter import Adapter
 from tinsmith.api.model import Model
 from tinsmith.api.results import (
     ChatAnswer,
     DistillOutput,
     ForwardBackwardOutput,
+    History,
     OptimStepOutput,
     SampledSequence,
     TopKLogprobs,
@@ -31,6 +32,7 @@ __all__ = [
     "ChatAnswer",
     "DistillOutput",
     "ForwardBackwardOutput",
+    "History",
     "Model",
     "OptimStepOutput",
     "SampledSequence",
@@ -38,10 +40,9 @@ __all__ = [
     "Tokenizer",
     "TopKLogprobs",
     "__version__",
-    "ops",
     "serve",
 ]
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, "ops"]

@@ -24,6 +24,16 @@ import numpy as np
 
 from tinsmith import _core, tensors
 
+__all__ = [
+    "gather_logprobs",
+    "gather_logprobs_backward",
+    "generalized_jsd",
+    "generalized_jsd_backward",
+    "linear_cross_entropy",
+    "linear_cross_entropy_backward",
+    "topk_logprobs",
+]
+
 IGNORED = -100  # a label that leaves its row out, as Hugging Face writes it
 REDUCTIONS = ("batchmean", "sum", "mean", "none")
 CPU, CUDA = (1, 0), (2, 0)  # DLPack's names of the places where arrays may lie
@@ -155,7 +165,10 @@ def topk_logprobs(rows: Any, *weight_and_k: Any) -> tuple[Any, Any]:
     shape (…, k). The best comes first; among equals, the lower id. For the gradient, pass these ids
     to gather_logprobs_backward. ValueError if k is larger than the vocabulary.
 
-        ids, logprobs = topk_logprobs(logits, 20)"""
+        >>> ids, logprobs = tinsmith.ops.topk_logprobs(np.ones((3, 50), np.float32), 2)
+        >>> ids[0].tolist(), logprobs.shape
+        ([0, 1], (3, 2))
+    """
     if len(weight_and_k) not in (1, 2):
         raise TypeError("topk_logprobs takes (logits, k) or (hidden, weight, k)")
     weight, k = (None, *weight_and_k)[-2:]
@@ -168,14 +181,24 @@ def gather_logprobs(rows: Any, *weight_and_ids: Any) -> Any:
     """gather_logprobs(hidden, weight, ids) or gather_logprobs(logits, ids) -> logprobs
 
     Log-probabilities, in nats, of ids (…, K), or of one id a row (…,): float32 of ids' shape.
-    IndexError for an id outside the vocabulary."""
+    IndexError for an id outside the vocabulary.
+
+        >>> hidden, weight = np.ones((3, 8), np.float32), np.ones((50, 8), np.float32)
+        >>> tinsmith.ops.gather_logprobs(hidden, weight, [0, 1, 2]).round(3).tolist()
+        [-3.9119999408721924, -3.9119999408721924, -3.9119999408721924]
+    """
     weight, ids = _two(weight_and_ids, "gather_logprobs")
     return gather(rows, weight, ids).logprobs
 
 
 def gather_logprobs_backward(grad: Any, rows: Any, *weight_and_ids: Any) -> Any:
     """gather_logprobs_backward(grad, hidden, weight, ids) -> (dhidden, dweight), or
-    gather_logprobs_backward(grad, logits, ids) -> dlogits; grad is of ids' shape."""
+    gather_logprobs_backward(grad, logits, ids) -> dlogits; grad is of ids' shape.
+
+        >>> logits, ids = np.zeros((2, 4), np.float32), [3, 0]
+        >>> tinsmith.ops.gather_logprobs_backward([1.0, 0.0], logits, ids).tolist()
+        [[-0.25, -0.25, -0.25, 0.75], [0.0, 0.0, 0.0, 0.0]]
+    """
     weight, ids = _two(weight_and_ids, "gather_logprobs_backward")
     out = gather(rows, weight, ids, grad)
     return out.drows if weight is None else (out.drows, out.dweight)
@@ -183,7 +206,13 @@ def gather_logprobs_backward(grad: Any, rows: Any, *weight_and_ids: Any) -> Any:
 
 def linear_cross_entropy(hidden: Any, weight: Any, ids: Any, weights: Any) -> Any:
     """-Σ weights·logprobs of ids (…, K) or (…,); weights have the same shape. The loss is a sum, in
-    nats, as Tinker's losses are."""
+    nats, as Tinker's losses are.
+
+        >>> hidden, weight = np.ones((3, 8), np.float32), np.ones((50, 8), np.float32)
+        >>> weights = [1.0, 0.0, 1.0]
+        >>> round(tinsmith.ops.linear_cross_entropy(hidden, weight, [0, 1, 2], weights), 3)
+        7.824
+    """
     logprobs = _host(gather(hidden, weight, ids).logprobs, "logprobs", np.float32, hidden)
     w = _weights(weights, logprobs.shape, hidden)
     return _scalar(hidden, -float(np.sum(w * logprobs, dtype=np.float64)))
@@ -192,7 +221,15 @@ def linear_cross_entropy(hidden: Any, weight: Any, ids: Any, weights: Any) -> An
 def linear_cross_entropy_backward(
     grad: float, hidden: Any, weight: Any, ids: Any, weights: Any
 ) -> tuple[Any, Any]:
-    """(dhidden, dweight) of grad·linear_cross_entropy."""
+    """(dhidden, dweight) of grad·linear_cross_entropy.
+
+    >>> hidden, weight = np.ones((3, 8), np.float32), np.ones((50, 8), np.float32)
+    >>> dhidden, dweight = tinsmith.ops.linear_cross_entropy_backward(
+    ...     1.0, hidden, weight, [0, 1, 2], [1.0, 0.0, 1.0]
+    ... )
+    >>> dhidden.shape, dweight.shape
+    ((3, 8), (50, 8))
+    """
     lead = _shape(hidden, "hidden")[:-1]
     w = _weights(weights, _ids(ids, lead, hidden).shape, hidden)
     out = gather(hidden, weight, ids, -float(grad) * w)
@@ -318,7 +355,12 @@ def generalized_jsd(
     ValueError for a setting that is out of range, and for shapes that do not fit; TypeError for
     what is no array.
 
-        loss = generalized_jsd((hidden, weight), teacher_logits, labels, beta=0.3, top_k=32)"""
+        >>> hidden, weight = np.ones((2, 8), np.float32), np.ones((4, 8), np.float32)
+        >>> teacher, labels = np.zeros((2, 4), np.float32), [-100, 1]
+        >>> loss = tinsmith.ops.generalized_jsd((hidden, weight), teacher, labels, top_k=3)
+        >>> round(loss, 6), tinsmith.ops.generalized_jsd(teacher, teacher, reduction="none").shape
+        (0.0, (2, 4))
+    """
     how = Divergence.checked(beta, temperature, reduction, logits_are_probs, top_k, token_clip)
     return jsd(student, teacher, labels, how).loss
 
@@ -339,7 +381,10 @@ def generalized_jsd_backward(
     student, or (dhidden, dweight) where it is a pair. grad is of the loss's shape: a number, or an
     array (as the terms) for reduction "none".
 
-        dlogits = generalized_jsd_backward(1.0, student, teacher, labels)"""
+        >>> student, teacher = np.zeros((2, 4), np.float32), np.eye(2, 4, dtype=np.float32)
+        >>> tinsmith.ops.generalized_jsd_backward(1.0, student, teacher).shape
+        (2, 4)
+    """
     how = Divergence.checked(beta, temperature, reduction, logits_are_probs, top_k, token_clip)
     out = jsd(student, teacher, labels, how, grad=grad)
     return out.drows if not isinstance(student, tuple) else (out.drows, out.dweight)

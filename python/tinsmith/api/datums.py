@@ -7,13 +7,14 @@ here; the engine checks ids, lengths and numbers before any work.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core, tensors
 
+Ids: TypeAlias = NDArray[np.int32]
 LOSSES = {row["name"]: row for row in _core.losses()}
 
 
@@ -30,7 +31,7 @@ class Datums:
     batch: bool  # whether lists came
 
     @property
-    def arrays(self) -> tuple[NDArray[np.int32], ...]:
+    def arrays(self) -> tuple[Ids, Ids, Ids, Ids]:
         """The arrays of the model's input and of its targets."""
         return self.tokens, self.lengths, self.targets, self.counts
 

@@ -7,6 +7,8 @@ tuple of these. A result is of the arguments' own kind of array, which no type c
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, SupportsFloat, TypeAlias, TypeVar
 
+from numpy.typing import NDArray
+
 
 class Tensor(Protocol):
     """An array of NumPy, torch, CuPy, JAX: what DLPack can read."""
@@ -15,9 +17,10 @@ class Tensor(Protocol):
     def __dlpack_device__(self) -> Any: ...
 
 
-Ids: TypeAlias = Sequence[int] | Tensor  # (N,)
+Array: TypeAlias = Tensor | NDArray[Any]  # of bools too, which numpy does not type as a Tensor
+Ids: TypeAlias = Sequence[int] | Array  # (N,)
 Targets: TypeAlias = Ids | Sequence[Sequence[int]]  # (N,) or (N, K)
-Numbers: TypeAlias = Sequence[float] | Sequence[Sequence[float]] | Tensor  # shaped like Targets
+Numbers: TypeAlias = Sequence[float] | Sequence[Sequence[float]] | Array  # shaped like Targets
 Prompt: TypeAlias = str | Ids
 Threshold: TypeAlias = SupportsFloat | Numbers  # one for all targets, or one for each
 

@@ -50,6 +50,10 @@ class Model(Handle[_core.Model]):
 
     Raises FileNotFoundError or ValueError with a sentence for a model that can't be loaded,
     RuntimeError for a device that can't be used, MemoryError if the model does not fit.
+
+        >>> model = tinsmith.Model("path/to/Qwen3-0.6B", device="cpu")
+        >>> model.chat("What time is it?", max_tokens=8).message["role"]
+        'assistant'
     """
 
     def __init__(
@@ -70,37 +74,65 @@ class Model(Handle[_core.Model]):
 
     @property
     def name(self) -> str:
-        """The folder or name that the model was loaded by."""
+        """The folder or name that the model was loaded by.
+
+        >>> model.name
+        'path/to/Qwen3-0.6B'
+        """
         return self._name
 
     @property
     def path(self) -> Path:
-        """The folder of the model, and of its tokenizer; a GGUF file's is in the user's cache."""
+        """The folder of the model, and of its tokenizer; a GGUF file's is in the user's cache.
+
+        >>> (model.path / "config.json").is_file()
+        True
+        """
         return self.engine.loaded.path
 
     @property
     def device(self) -> str:
-        """The device that it is on."""
+        """The device that it is on, and the type of its products where that is not float32.
+
+        >>> model.device in ("cpu", "cpu-bf16")
+        True
+        """
         return self.core.device
 
     @property
     def context(self) -> int:
-        """The most tokens that a sequence may have."""
+        """The most tokens that a sequence may have.
+
+        >>> model.context
+        2048
+        """
         return self.engine.loaded.context
 
     @property
     def vocab(self) -> int:
-        """Token ids are from 0 to vocab - 1."""
+        """Token ids are from 0 to vocab - 1.
+
+        >>> model.vocab
+        1166
+        """
         return self.engine.loaded.vocab
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Its tokenizer and chat template; needs the package tokenizers."""
+        """Its tokenizer and chat template; needs the package tokenizers.
+
+        >>> model.tokenizer.encode("What time is it?")
+        [420, 438, 308, 403, 30]
+        """
         return self.engine.tokenizer
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The ids that end a sampled sequence, unless `stop` says otherwise."""
+        """The ids that end a sampled sequence, unless `stop` says otherwise.
+
+        >>> model.eos_ids
+        (1159,)
+        """
         return self.engine.loaded.eos_ids
 
     def __repr__(self) -> str:
@@ -115,6 +147,11 @@ class Model(Handle[_core.Model]):
 
         A call under way ends first. Then using any of them raises ValueError. Closing twice does
         nothing. `with tinsmith.Model(…) as model:` closes at the end.
+
+            >>> with tinsmith.Model("path/to/Qwen3-0.6B", device="cpu") as other:
+            ...     scores = other.logprobs("What time is it?")
+            >>> other
+            <tinsmith.Model Qwen3-0.6B, closed>
         """
         self.engine.close()
 
@@ -131,7 +168,10 @@ class Model(Handle[_core.Model]):
         """A new LoRA adapter. It changes nothing until it is trained: B is zero.
 
         The scale is alpha / rank. A is drawn from `seed`, or afresh if seed is None. attn, mlp and
-        unembed select the matrices that it is on.
+        unembed select the matrices that it is on. ValueError for a rank below 1, or no matrices.
+
+            >>> model.lora(rank=16, unembed=False).rank
+            16
         """
         rank, alpha = tensors.to_integer(rank, "rank"), tensors.to_number(alpha, "alpha")
         if seed is None:
@@ -165,6 +205,9 @@ class Model(Handle[_core.Model]):
         optimizer: also loads AdamW's moments and step, and gradients not yet used, so that training
         continues bit for bit. Raises FileNotFoundError or ValueError, with what is missing or does
         not fit.
+
+            >>> adapter.save("my-adapter")
+            >>> resumed = model.load_lora("my-adapter", optimizer=True)
         """
         folder = Path(path).expanduser()
         found = self.engine.turns.take(
@@ -173,7 +216,10 @@ class Model(Handle[_core.Model]):
         return Adapter(self.engine, found.adapter, found.meta)
 
     def sampler(self) -> Sampler:
-        """A Sampler that draws sequences from the model and its adapters."""
+        """A Sampler that draws sequences from the model and its adapters.
+
+        >>> [answer] = model.sampler().sample("What time is it?", max_tokens=5)
+        """
         return Sampler(self.engine)
 
     def chat(
@@ -210,7 +256,7 @@ class Model(Handle[_core.Model]):
         """
         if seed is not None:
             seed = tensors.to_integer(seed, "seed")
-        chat, ending = self.tokenizer.chat, ending_of(self.engine, stop)
+        chat, ending = self.tokenizer.core, ending_of(self.engine, stop)
         prompt = np.asarray(chat.prompt(as_messages(messages), tools, settings), np.int32)
         request = SampleRequest(
             prompt,
@@ -252,8 +298,8 @@ class Model(Handle[_core.Model]):
 
             >>> model.logprobs([55, 73, 327]).shape
             (2,)
-            >>> [scores.shape for scores in model.logprobs(["What time", "What"])]
-            [(3,), (2,)]
+            >>> [scores.shape for scores in model.logprobs(["What time is it?", "What time"])]
+            [(4,), (1,)]
         """
         results, given = self._score(tokens, adapter, progress, prompt_logprobs=True)
         arrays = [

@@ -126,7 +126,11 @@ class Handle(Public, Generic[Core]):
 
     @property
     def closed(self) -> bool:
-        """Whether its memory was given back."""
+        """Whether its memory was given back.
+
+        >>> model.closed, adapter.closed
+        (False, False)
+        """
         return self._core is None
 
     def _drop(self) -> None:
@@ -135,7 +139,13 @@ class Handle(Public, Generic[Core]):
 
     def close(self) -> None:
         """Gives its memory back. A call under way ends first; using it then raises ValueError.
-        Closing twice does nothing. In a `with` statement it is closed at the end."""
+        Closing twice does nothing. In a `with` statement it is closed at the end.
+
+            >>> with model.lora(rank=2) as adapter:
+            ...     score = adapter.forward([55, 73], [73, 327])
+            >>> adapter
+            <tinsmith.Adapter, closed>
+        """
         if not self.closed:
             self.engine.turns.take(self._drop)
 

@@ -1,11 +1,12 @@
 """What the in-process API's calls return. A repr shows the shapes of arrays, not their numbers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Any, Generic, overload
 
-from tinsmith.chat.text import Stops, load_tokenizer
+from tinsmith.api import plots
+from tinsmith.chat.text import Stops, load_tokenizer, pieces
 from tinsmith.tensors import to_ids
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ else:
 
 SHOWN_MAX = 3  # arrays of a list in a repr
 REPR_MAX = 80  # letters of anything else
-INTERNAL = frozenset({"chat", "core", "ending", "engine"})  # for advanced use: not offered by dir
+INTERNAL = frozenset({"core", "ending", "engine"})  # for advanced use: not offered by dir
 
 
 def shape_of(value: Any) -> str:
@@ -40,6 +41,10 @@ def shape_of(value: Any) -> str:
 def shorten(text: str, limit: int) -> str:
     """The beginning of a text that is longer."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def _several(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 class Public:
@@ -64,19 +69,35 @@ class ForwardBackwardOutput(Result, Generic[Arrays]):
     """The result of `forward_backward`.
 
     loss: the sum over all targets, in nats if the loss is measured in nats. logprobs: the targets'
-    log-probabilities, in the targets' shape and kind, float32; a list for a list."""
+    log-probabilities, in the targets' shape and kind, float32; a list for a list.
+
+        >>> out = adapter.forward_backward([55, 73, 327], [73, 327, 310])
+        >>> round(out.loss, 3) == round(-float(out.logprobs.sum()), 3)
+        True
+    """
 
     loss: float
     logprobs: Arrays
+
+    def _repr_html_(self) -> str | None:
+        return plots.curves(repr(self), {"log-probability": _several(self.logprobs)}, "position")
 
 
 @dataclass(frozen=True, repr=False)
 class DistillOutput(ForwardBackwardOutput[Arrays]):
     """The result of `generalized_jsd`.
 
-    divergences: of each position, before its weight; (N,) float32, 0 where the weight is 0."""
+    divergences: of each position, before its weight; (N,) float32, 0 where the weight is 0.
+
+        >>> row = [55, 73, 327]
+        >>> adapter.generalized_jsd(row[:-1], row[1:], [1, 1], row).divergences.shape
+        (2,)
+    """
 
     divergences: Arrays
+
+    def _repr_html_(self) -> str | None:
+        return plots.curves(repr(self), {"divergence": _several(self.divergences)}, "position")
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,7 +107,13 @@ class OptimStepOutput(Result):
     grad_norm: of the gradient before clipping, after normalization. grad_norm_clipped: after both.
     weight_norm: of the weights after the step. loss: the sum of the losses of the calls behind the
     step. loss_tokens and loss_sequences: the tokens and sequences of these calls with a gradient
-    that was not zero."""
+    that was not zero.
+
+        >>> out = adapter.forward_backward([[55, 73], [327]], [[73, 327], [310]])
+        >>> step = adapter.optim_step()
+        >>> step.loss_tokens, step.loss_sequences
+        (3.0, 2.0)
+    """
 
     grad_norm: float
     grad_norm_clipped: float
@@ -96,11 +123,52 @@ class OptimStepOutput(Result):
     loss_sequences: float
 
 
+class History(Public, Sequence[OptimStepOutput]):
+    """The optimizer steps of an adapter, the first one first; a notebook shows their curves.
+
+    >>> for _ in range(3):
+    ...     out = adapter.forward_backward([55, 73, 327], [73, 327, 310])
+    ...     step = adapter.optim_step(learning_rate=1e-2)
+    >>> adapter.history
+    <tinsmith.History: 3 steps, loss from ... to ...>
+    >>> adapter.history[-1] == step
+    True
+    """
+
+    def __init__(self, steps: Sequence[OptimStepOutput]):
+        self._steps = tuple(steps)
+
+    @overload
+    def __getitem__(self, index: int) -> OptimStepOutput: ...
+    @overload
+    def __getitem__(self, index: slice) -> "History": ...
+    def __getitem__(self, index: int | slice) -> "OptimStepOutput | History":
+        return History(self._steps[index]) if isinstance(index, slice) else self._steps[index]
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __repr__(self) -> str:
+        if not self._steps:
+            return "<tinsmith.History: no steps>"
+        first, last = (shape_of(self._steps[place].loss) for place in (0, -1))
+        return f"<tinsmith.History: {len(self)} steps, loss from {first} to {last}>"
+
+    def _repr_html_(self) -> str | None:
+        losses = [step.loss / max(step.loss_tokens, 1.0) for step in self]
+        norms = [step.grad_norm for step in self]
+        return plots.curves(repr(self), {"loss a token": [losses], "grad_norm": [norms]}, "step")
+
+
 @dataclass(frozen=True, repr=False)
 class TopKLogprobs(Result):
     """The K most likely ids at each position, the likeliest first.
 
     ids (N, K): int32. logprobs (N, K): float32, in nats. Both have the kind of the tokens' array.
+
+        >>> top = model.topk_logprobs("What time is it?", 3)
+        >>> top.ids.shape, bool((top.logprobs[:, 0] >= top.logprobs[:, 1]).all())
+        ((4, 3), True)
     """
 
     ids: Any
@@ -135,6 +203,10 @@ class SampledSequence(Result):
     tokens (n,): int32, with the stop token if there is one. logprobs (n,): float32, in nats, of the
     distribution that each token was drawn from. stop_reason: "stop" or "length". topk_ids and
     topk_logprobs: (n, K) if you asked for them, else None. Arrays have the kind of the prompt.
+
+        >>> [answer] = model.sampler().sample("What time is it?", max_tokens=5, stop=[])
+        >>> len(answer.tokens), answer.logprobs.shape, answer.stop_reason
+        (5, (5,), 'length')
     """
 
     tokens: Any
@@ -150,10 +222,24 @@ class SampledSequence(Result):
 
         RuntimeError where the package tokenizers is not installed, ValueError where the model has
         no tokenizer that can be read.
+
+            >>> [answer] = model.sampler().sample("What time is it?", max_tokens=5, stop=[])
+            >>> answer.text == model.tokenizer.decode(answer.tokens, skip_special_tokens=True)
+            True
         """
         if self.ending is None:
             raise ValueError("this sequence was not drawn by a model: it has no tokenizer")
         return self.ending.text(to_ids(self.tokens, "tokens").tolist(), self.stop_reason)
+
+    def _repr_html_(self) -> str | None:
+        if self.ending is None:
+            return None
+        try:
+            tokenizer = load_tokenizer(self.ending.folder)
+        except (RuntimeError, ValueError):  # the repr needs none
+            return None
+        shown = pieces(tokenizer, to_ids(self.tokens, "tokens").tolist())
+        return plots.shaded(repr(self), shown, self.logprobs)
 
 
 @dataclass(frozen=True, repr=False)
@@ -162,6 +248,11 @@ class ChatAnswer(SampledSequence):
 
     prompt (N,): the ids that it was drawn after, int32. message: the answer as a message, to append
     to the conversation: its role, content, and tool_calls if it has any.
+
+        >>> answer = model.chat("What time is it?", max_tokens=8)
+        >>> tokens = [*answer.prompt, *answer.tokens]  # to score, or to train on
+        >>> model.logprobs(tokens).shape == (len(tokens) - 1,)
+        True
     """
 
     prompt: Any = None

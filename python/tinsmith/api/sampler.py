@@ -19,7 +19,11 @@ Stop: TypeAlias = str | SupportsIndex | Sequence[str] | Ids | None
 
 
 class Sampler(Public):
-    """Draws sequences; see `sample`. Made by Model.sampler."""
+    """Draws sequences; see `sample`. Made by Model.sampler.
+
+    >>> model.sampler()
+    <tinsmith.Sampler of Qwen3-0.6B>
+    """
 
     def __init__(self, engine: ModelThread):
         self.engine = engine

@@ -35,11 +35,11 @@ class Tokenizer(Public):
         return f"<tinsmith.Tokenizer of {self._title}>"
 
     def __len__(self) -> int:
-        return self.backend.get_vocab_size()
+        return int(self.backend.get_vocab_size())
 
     @cached_property
-    def chat(self) -> Chat:
-        """Its chat template, and the reader of answers, for advanced use."""
+    def core(self) -> Chat:
+        """What reads the model's folder and its chat template, for advanced use."""
         return Chat(self._folder)
 
     @property
@@ -49,7 +49,7 @@ class Tokenizer(Public):
         >>> model.tokenizer.backend.token_to_id("<|im_end|>")
         1159
         """
-        return self.chat.tokenizer
+        return self.core.tokenizer
 
     @overload
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
@@ -63,7 +63,7 @@ class Tokenizer(Public):
         add_special_tokens: with those that the tokenizer puts around a text, such as Llama's first.
 
             >>> model.tokenizer.encode("What time is it?")
-            [55, 73, 327, 310, 284, 309, 31]
+            [420, 438, 308, 403, 30]
         """
         if isinstance(text, list):
             return [self._encode(item, add_special_tokens) for item in text]
@@ -72,7 +72,7 @@ class Tokenizer(Public):
     def _encode(self, text: str, special: bool) -> list[int]:
         if not isinstance(text, str):
             raise TypeError(f"text must be a str or a list of str, {type(text).__name__} came")
-        return self.chat.encode(text, special=special)
+        return self.core.encode(text, special=special)
 
     @overload
     def decode(self, ids: Ids, *, skip_special_tokens: bool = False) -> str: ...
@@ -85,7 +85,7 @@ class Tokenizer(Public):
 
         skip_special_tokens: without the end of sequence and others that are no text.
 
-            >>> model.tokenizer.decode([55, 73, 327, 310, 1159], skip_special_tokens=True)
+            >>> model.tokenizer.decode([420, 438, 1159], skip_special_tokens=True)
             'What time'
         """
         if tensors.is_batch(ids):
@@ -94,13 +94,13 @@ class Tokenizer(Public):
         return self._decode(ids, "ids", skip_special_tokens)
 
     def _decode(self, ids: Any, name: str, skip: bool) -> str:
-        return self.backend.decode(_listed(ids, name), skip_special_tokens=skip)
+        return str(self.backend.decode(_listed(ids, name), skip_special_tokens=skip))
 
     def pieces(self, ids: Ids) -> list[str]:
         """What each of the ids (N,) adds to their text; special tokens are text too.
 
-        >>> model.tokenizer.pieces([55, 73, 327, 310])
-        ['W', 'h', 'at', ' time']
+        >>> model.tokenizer.pieces([420, 438, 308])
+        ['What', ' time', ' is']
         """
         return pieces(self.backend, _listed(ids, "ids"))
 
@@ -143,10 +143,10 @@ class Tokenizer(Public):
             >>> model.tokenizer.apply_chat_template("Hello", tokenize=False)
             '<|im_start|>user\\nHello<|im_end|>\\n'
         """
-        text = self.chat.text(
+        text = self.core.text(
             as_messages(messages), tools, settings, answer=bool(add_generation_prompt)
         )
-        return self.chat.encode(text) if tokenize else text
+        return self.core.encode(text) if tokenize else text
 
 
 def as_messages(messages: Messages) -> Sequence[Mapping[str, Any]]:

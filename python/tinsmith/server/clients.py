@@ -61,8 +61,11 @@ def serve(
     checkpoints_max: the bytes that all checkpoints in the folder may take, also as text like "50G";
     a save that would pass it is refused.
 
-        with tinsmith.serve({"Qwen/Qwen3-0.6B": "models/qwen3"}) as backend:
-            client = backend.service_client().create_lora_training_client("Qwen/Qwen3-0.6B")
+        >>> with tinsmith.serve({"Qwen/Qwen3-0.6B": "path/to/Qwen3-0.6B"}) as backend:
+        ...     service = backend.service_client()
+        ...     client = service.create_lora_training_client("Qwen/Qwen3-0.6B").result()
+        ...     client.get_info().model_data.model_name
+        'Qwen/Qwen3-0.6B'
 
     Raises FileNotFoundError and ValueError with a sentence for a model that can't be served.
     """
