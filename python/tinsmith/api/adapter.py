@@ -338,16 +338,7 @@ class Adapter(Handle[_core.Adapter]):
             return self._jsd_of_targets(given, options, progress)
         if teacher_tokens is None:
             raise TypeError(f"{JSD} needs teacher_tokens or teacher_logprobs")
-        batch = tensors.is_batch(teacher_tokens)
-        read = datums.sequences(
-            teacher_tokens if batch else [teacher_tokens], "teacher_tokens", batch
-        )
-        if (batch, len(read)) != (given.batch, len(given.lengths)):
-            raise ValueError(
-                f"tokens has {len(given.lengths)} sequences, teacher_tokens {len(read)}: a list "
-                "for a list, of as many"
-            )
-        flat, lengths = datums.joined(read), np.asarray([len(row) for row in read], np.int32)
+        read, lengths = datums.teachers(teacher_tokens, given)
         inputs, config = datums.options(JSD, options, given)
         if teacher is not None and not isinstance(teacher, Handle):
             found = type(teacher).__name__
@@ -356,7 +347,7 @@ class Adapter(Handle[_core.Adapter]):
 
         logprobs, divergences, total = self._step(
             lambda between: self.core.distill(
-                *given.arrays, JSD, inputs, config, flat, lengths, teacher=core, between=between
+                *given.arrays, JSD, inputs, config, read, lengths, teacher=core, between=between
             ),
             JSD,
             progress,
