@@ -2,15 +2,19 @@
 
     python benchmarks/head.py jsd --positions 512 1024
     python benchmarks/head.py topk gather --rounds 2 --plot head.svg
+    python benchmarks/head.py loss --rows 2048
 
 `jsd`: generalized_jsd of logits (positions, V) at beta 0.5 with the student's gradient, beside
 OPSD's loss in torch (tests/opsd.py). `topk` and `gather`: the 32 best, and the log-probabilities of
 20 ids a row with their gradient, of hidden states (1024, 1024) and a weight (V, 1024) that is
-frozen or trained. V is Qwen3's 151,936. All sides run in turn in one process; peak is what the
-resident set grew by above the inputs during a call, gradients included. The roofline of the
-products is their flops, that of jsd its logits and its gradient moved once.
+frozen or trained. `loss`: linear_cross_entropy of them with its gradients, beside torch's, without
+and with its own chunks (LinearCrossEntropyOptions). V is Qwen3's 151,936. All sides run in turn in
+one process; peak is what the resident set grew by above the inputs during a call, gradients
+included. The roofline of the products is their flops, that of jsd its logits and its gradient moved
+once.
 
-At two rounds jsd takes two minutes and 12 GiB, topk and gather three each and 5 GiB."""
+At two rounds jsd takes two minutes and 12 GiB, topk and gather three each and 5 GiB, and loss of
+2,048 rows six and 8 GiB."""
 
 import argparse
 import sys
@@ -121,7 +125,7 @@ def gather(report: Report, columns: dict[str, str]) -> None:
     args, V, n, d = report.args, report.args.vocab, report.args.rows, report.args.width
     title = f"Log-probabilities of 20 ids a row with gradient, {n} × {d} × {V}"
     table = report.table(title, "weight", columns)
-    for trained in (False, True):
+    for trained in (kind == "trained" for kind in args.weights):
         x = (torch.randn(n, d) * 0.5).requires_grad_()
         w = (torch.randn(V, d) * 0.05).requires_grad_(trained)
         ids, ones = torch.randint(0, V, (n, 20)), torch.ones(n, 20)
@@ -144,15 +148,41 @@ def gather(report: Report, columns: dict[str, str]) -> None:
         compare(table, "trained" if trained else "frozen", sides, args, floor, (x, w))
 
 
+def loss(report: Report, columns: dict[str, str]) -> None:
+    """The cross-entropy of a training step, under a frozen and a trained weight."""
+    args, V, n, d = report.args, report.args.vocab, report.args.rows, report.args.width
+    title = f"Linear cross-entropy, forward and backward, {n} × {d} × {V}"
+    table = report.table(title, "rows and weight", columns)
+    chunks = torch.nn.LinearCrossEntropyOptions()
+    for trained in (kind == "trained" for kind in args.weights):
+        x = (torch.randn(n, d) * 0.5).requires_grad_()
+        w = (torch.randn(V, d) * 0.05).requires_grad_(trained)
+        given = x, w, torch.randint(0, V, (n,))
+
+        def torchs(given: tuple = given, **options: object) -> None:
+            torch.nn.functional.linear_cross_entropy(*given, **options).backward()
+
+        sides = {
+            "tinsmith": lambda given=given: tt.linear_cross_entropy(*given).backward(),
+            "torch": torchs,
+            "torch, its chunks": lambda torchs=torchs: torchs(options=chunks),
+        }
+        floor = report.floor(flops=(3 if trained else 2) * 2.0 * n * d * V)
+        case = f"{n} rows, {'trained' if trained else 'frozen'}"
+        compare(table, case, sides, args, floor, (x, w))
+
+
 def main() -> None:
     """A table for each part."""
     options = parser(__doc__, rounds=3)
     add = options.add_argument
-    parts = {"jsd": jsd, "topk": topk, "gather": gather}
+    parts = {"jsd": jsd, "topk": topk, "gather": gather, "loss": loss}
     add("parts", nargs="+", choices=parts, help="what to compare")
     add("--positions", type=int, nargs="+", default=[512, 1024], help="of jsd")
-    add("--rows", type=int, default=1024, help="of topk and gather")
+    add("--rows", type=int, default=1024, help="of topk, gather and loss")
     add("--width", type=int, default=1024, help="of their hidden states")
+    kinds = ["frozen", "trained"]
+    add("--weights", nargs="+", choices=kinds, default=kinds, help="of gather and loss")
     add("--vocab", type=int, default=151_936)
     add("--alone", action="store_true", help="jsd without torch's side")
     args = parse(options)

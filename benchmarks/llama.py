@@ -9,6 +9,7 @@ of JSON."""
 
 import ctypes
 import json
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,9 @@ from typing import Any
 
 import numpy as np
 
+EXPERT = re.compile(r"mlp\.experts\.[0-9]+\.(gate|up|down)_proj\.weight")
+EXPERT_NUMBER = re.compile(r"\.experts\.([0-9]+)\.")
+ROUTER = "ffn_gate_inp.weight"
 # The names of a hybrid's tensors that other models do not have, or have otherwise.
 HYBRID = {
     "post_attention_layernorm.weight": "post_attention_norm.weight",
@@ -83,6 +87,10 @@ def gguf_name(name: str, *, hybrid: bool = False) -> str:
     plain = name.replace("language_model.", "")
     layer, _, rest = plain.removeprefix(gguf_model.LAYERS).partition(".")
     found = HYBRID.get(rest) if hybrid else None
+    if expert := EXPERT.fullmatch(rest):
+        found = f"ffn_{expert[1]}_exps.weight"
+    if rest == "mlp.gate.weight":
+        found = "ffn_gate_inp.weight"
     return gguf_model.gguf_name(plain) if found is None else f"blk.{layer}.{found}"
 
 
@@ -111,6 +119,25 @@ def tensors(folder: Path) -> Iterator[tuple[str, str, np.ndarray]]:
             begin, end = entry["data_offsets"]
             bits = data[begin:end].view({"F32": np.float32, "BF16": np.uint16}[entry["dtype"]])
             yield name, entry["dtype"], bits.reshape(entry["shape"])
+
+
+def stacked(
+    parts: Iterator[tuple[str, str, np.ndarray]], names: dict[str, str], experts: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors under llama.cpp's names, which has a layer's experts in one."""
+    found: dict[str, dict[int, np.ndarray]] = {}
+    for name, dtype, bits in parts:
+        if dtype == "BF16" and (bits.ndim != 2 or 1 in bits.shape or names[name].endswith(ROUTER)):
+            bits = (bits.astype(np.uint32) << 16).view(np.float32)
+        number = EXPERT_NUMBER.search(name)
+        if number is None:
+            yield name, bits
+            continue
+        some = found.setdefault(names[name], {})
+        some[int(number[1])] = bits
+        if len(some) == experts:
+            yield name, np.stack([some[index] for index in range(experts)])
+            del found[names[name]]
 
 
 def hybrid(config: dict[str, Any], name: str, bits: np.ndarray) -> np.ndarray:
@@ -142,7 +169,13 @@ def write_gguf(folder: Path, names: dict[str, str]) -> Path:
     config = read_config(folder)
     is_hybrid = "linear_num_key_heads" in config
     file = folder / "model.gguf"
-    writer = gguf.GGUFWriter(file, "qwen35" if is_hybrid else "qwen3")
+    experts = config.get("num_experts", 0)
+    kind = "qwen35" if is_hybrid else "qwen3moe" if experts else "qwen3"
+    writer = gguf.GGUFWriter(file, kind)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -167,9 +200,7 @@ def write_gguf(folder: Path, names: dict[str, str]) -> Path:
         writer.add_full_attention_interval(4)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
-    for name, dtype, bits in tensors(folder):
-        if dtype == "BF16" and (bits.ndim != 2 or 1 in bits.shape):
-            bits = (bits.astype(np.uint32) << 16).view(np.float32)
+    for name, bits in stacked(tensors(folder), names, experts):
         bits = hybrid(config, name, bits) if is_hybrid else bits
         bf16 = gguf.GGMLQuantizationType.BF16 if bits.dtype == np.uint16 else None
         bits = np.ascontiguousarray(bits)

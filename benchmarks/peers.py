@@ -112,6 +112,35 @@ SHAPES |= {
         "linear_num_value_heads": 32,
     },
 }
+# Mixtures of experts: two layers of Qwen3-30B-A3B's, and a small one.
+SHAPES |= {
+    "moe-small": {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "intermediate_size": 768,
+        "vocab_size": 4096,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 192,
+        "norm_topk_prob": True,
+    },
+    "30b-a3b-2": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "vocab_size": 32768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+}
 SHAPES["small-qwen"] = SHAPES["small"] | {"vocab_size": SHAPES["0.6b"]["vocab_size"]}
 UNTIED = {"8b"}  # shapes whose head is a matrix of its own
 DTYPES = {"f32": "float32", "bf16": "auto"}  # what a model of each type is computed in
@@ -137,7 +166,7 @@ def parser(
             "--shape",
             choices=SHAPES,
             default=shape,
-            help=f"a Qwen3's or, 3.5-…, a Qwen3.5's; {shape} if not given",
+            help=f"a Qwen3's, 3.5-… a Qwen3.5's, moe-… and 30b-a3b-… with experts; {shape} if none",
         )
     if dtype:
         add("--dtype", choices=DTYPES, default=dtype, help=f"of the model; {dtype} if not given")
@@ -184,13 +213,18 @@ def attending(shape: str) -> int:
     return layers // 4 if "linear_key_head_dim" in SHAPES[shape] else layers
 
 
-def matrices(shape: str) -> tuple[int, int]:
-    """Weights of all layers' matrices, and of the head."""
+def matrices(shape: str, rows: int = 1) -> tuple[int, int]:
+    """Weights of all layers' matrices, and of the head. Of experts, those that so many rows choose:
+    for one row what it multiplies, for several what is read, if each chooses at random."""
     s = SHAPES[shape]
     heads, kv = s["num_attention_heads"] * s["head_dim"], s["num_key_value_heads"] * s["head_dim"]
     delta = s["num_hidden_layers"] - attending(shape)
     outputs = 2 * heads + 2 * kv + (heads if delta else 0)  # q has a gate beside it
-    total = attending(shape) * outputs + s["num_hidden_layers"] * 3 * s["intermediate_size"]
+    feed = float(3 * s["intermediate_size"])
+    if experts := s.get("num_experts"):
+        missed = 1 - s["num_experts_per_tok"] / experts
+        feed = experts + 3 * s["moe_intermediate_size"] * experts * (1 - missed**rows)
+    total = attending(shape) * outputs + s["num_hidden_layers"] * round(feed)
     if delta:
         key = s["linear_num_key_heads"] * s["linear_key_head_dim"]
         value = s["linear_num_value_heads"] * s["linear_value_head_dim"]
@@ -208,7 +242,7 @@ def state_numbers(shape: str) -> int:
 
 
 def hf_model(shape: str, dtype: str, device: str = "cpu") -> Any:
-    """A random Qwen3 or Qwen3.5 of this shape, as transformers has it."""
+    """A random Qwen3, Qwen3.5 or Qwen3-MoE of this shape, as transformers has it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -216,6 +250,7 @@ def hf_model(shape: str, dtype: str, device: str = "cpu") -> Any:
     disable_progress_bar()
     options = SHAPES[shape] | {"tie_word_embeddings": shape not in UNTIED}
     kind = "qwen3_5_text" if "linear_key_head_dim" in options else "qwen3"
+    kind = "qwen3_moe" if "num_experts" in options else kind
     config = AutoConfig.for_model(kind, **options, max_position_embeddings=1 << 14)
     torch.manual_seed(0)
     with torch.device(device):

@@ -209,8 +209,9 @@ class Comparison:
                 if sampler:
                     seconds[f"{name} + sampler"] = drawn + sampler[0]
             states = 4 * state_numbers(args.shape) / size  # in f32
-            read = layers + head + batch * (cache * (args.prompt + args.new / 2) + states)
-            read = read if size * (layers + head) > CACHED else 0
+            weights = matrices(args.shape, batch)[0] + head
+            read = weights + batch * (cache * (args.prompt + args.new / 2) + states)
+            read = read if size * weights > CACHED else 0
             table.add(
                 str(batch),
                 {name: (1e3 * v / tokens, tokens / v) for name, v in seconds.items()},

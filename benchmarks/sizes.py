@@ -33,6 +33,11 @@ COLUMNS = (
     "model", "weights, bf16", "float32", "adapter", "step, all kept", "the least", "KV of 8,192",
     "in all, bf16",
 )  # fmt: skip
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "head_dim": 128,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}  # fmt: skip
 TIED = {"tie_word_embeddings": True}
 # By name: what its config.json says.
 MODELS: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int]]] = {
@@ -51,6 +56,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int]]] = {
     "Llama-3.1-8B": (LLAMA | {"vocab_size": 128256}, (4096, 14336, 32, 32, 8)),
     "Qwen3-8B": (QWEN3, (4096, 12288, 36, 32, 8)),
     "Qwen3-14B": (QWEN3, (5120, 17408, 40, 40, 8)),
+    "Qwen3-30B-A3B": (MOE, (2048, 6144, 48, 32, 4)),
     "Qwen3-32B": (QWEN3, (5120, 25600, 64, 64, 8)),
 }
 

@@ -40,11 +40,17 @@ def peft_side(model: Any, tokens: np.ndarray, targets: np.ndarray, device: str =
     from peft import LoraConfig, get_peft_model
 
     warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
+    experts = "num_experts" in model.config.to_dict()
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
     names += ["in_proj_qkv", "in_proj_z", "out_proj"]
     lora = get_peft_model(
         model,
-        LoraConfig(r=RANK, lora_alpha=32, target_modules=names),
+        LoraConfig(
+            r=RANK,
+            lora_alpha=32,
+            target_modules=names,
+            target_parameters=["experts.gate_up_proj", "experts.down_proj"] if experts else None,
+        ),
         autocast_adapter_dtype=device != "cpu",  # on a GPU matrices in f32, as PEFT trains them
     )
     ids, labels = (torch.from_numpy(array).long().to(device) for array in (tokens, targets))

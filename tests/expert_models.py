@@ -54,7 +54,7 @@ def every_expert(
         gate, up = (x @ first.T).chunk(2, -1)
         y = (torch.nn.functional.silu(gate) * up) @ last.T
         total = total + y * torch.where(index == number, share, 0.0).sum(-1, keepdim=True)
-    return total
+    return total.to(x.dtype)  # shares are f32 where a router computes so
 
 
 class LoraExperts(torch.nn.Module):

@@ -21,6 +21,8 @@ PATH = f"model_name=MODEL {RENDERER}"
 # The names that recipes take where none is given: MODEL is then a small random Qwen3.5.
 HYBRIDS = ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-9B-Base")
 SMALL, CHAT, BASE = HYBRIDS
+MIXTURE = "Qwen/Qwen3.6-35B-A3B"  # likewise: a small random one with experts
+LONG_MIXTURE = f"{MIXTURE}:peft:262144"
 
 
 @dataclass(frozen=True)
@@ -175,9 +177,10 @@ RECIPES: Sequence[Recipe] = (
     ),
     Recipe(
         "recipes.prompt_distillation.train",
-        f"{PATH} file_path=conversations.jsonl batch_size=4 lora_rank=4 max_steps=2",
+        f"{RENDERER} file_path=conversations.jsonl batch_size=4 lora_rank=4 max_steps=2",
         "a file of conversations",
         learns(2),
+        models=(MIXTURE,),
     ),
     Recipe(
         "recipes.distillation.off_policy_reasoning",
@@ -368,10 +371,11 @@ RECIPES: Sequence[Recipe] = (
     ),
     Recipe(
         "recipes.rl_numerics_check.train",
-        f"{PATH} groups_per_batch=1 group_size=1 max_tokens=8 task.num_pages_min=2 "
+        f"{RENDERER} groups_per_batch=1 group_size=1 max_tokens=8 task.num_pages_min=2 "
         f"task.num_pages_max=2 task.page_chars=100 {RL}",
         "hub: Salesforce/wikitext",
         agrees(2),
+        models=(LONG_MIXTURE,),
     ),
     Recipe(
         "recipes.true_thinking_score.analyze",
@@ -393,7 +397,7 @@ RECIPES: Sequence[Recipe] = (
         "output_file=made.jsonl",
         "the cookbook's multilingual.txt, in the current folder's tinker_cookbook/example_data",
         leaves("made.jsonl", lambda text: True),
-        models=("Qwen/Qwen3.6-35B-A3B",),
+        models=(MIXTURE,),
     ),
     Recipe(
         "recipes.chat_sl.sweep",

@@ -34,7 +34,7 @@ PROGRAMS = {
     "sample": "--shape tiny --batches 1 3 --prompt 5 --new 4 --prefill 11",
     "dtypes": "--shape tiny --length 9 --new 3 --batches 2",
     "chunks": "--tokens 70",
-    "head": "jsd topk gather --vocab 400 --rows 9 --width 16 --positions 5",
+    "head": "jsd topk gather loss --vocab 400 --rows 9 --width 16 --positions 5",
     "distill": "--shape tiny --datums 2 --prompt 3 --hint 3 --completion 4",
     "memory tokens keep start": "--shape tiny --tokens 256 --peer-tokens 0",
     "recipe": "--groups 2 --max-tokens 3",
@@ -62,6 +62,8 @@ ROWS = {  # case -> sides, "" for any further case of the table
         "9 × 16 × 400": ["tinsmith", "torch eager", "torch chunked", "NumPy"],
         "frozen": ["gather_logprobs", "torch eager", "torch chunked", "NumPy"],
         "trained": ["gather_logprobs", "weighted_cross_entropy", "torch eager", "torch chunked"],
+        "9 rows, frozen": ["tinsmith", "torch", "torch, its chunks"],
+        "9 rows, trained": ["tinsmith", "torch", "torch, its chunks"],
     },
     "dtypes": {
         case: ["float32", "bfloat16"]

@@ -13,7 +13,7 @@ import torch
 from models import SPECS, Datum, call, cut, datum, error, folder, loaded_on, randomize, tokens_of
 from tinsmith import _core
 from tinsmith.files.families import load_model
-from training import ADAM, autograd, torch_losses
+from training import ADAM, autograd, compared, torch_losses
 
 on_gpus = pytest.mark.parametrize("on", ("cuda", "cuda-emulated"), indirect=True)
 
@@ -21,6 +21,7 @@ SEEDS = range(8)
 # How much more than torch a device may err: as a whole, and a matrix's gradient by itself, whose
 # eight draws still differ by luck.
 WHOLE, EACH = 1.05, 1.25
+MIXED = 1.3  # times more of a mixture: a row near a tie goes to another expert in bf16, by luck
 LOSSES = 1.5  # a loss is one number, in which errors of either sign meet: luck again, of four draws
 LENGTHS = (37, 1, 70)
 
@@ -62,15 +63,13 @@ def errors(device_name: str, spec: str, seed: int) -> dict[str, tuple[float, flo
     arguments = (spec, adapter, data, found, "cross_entropy", None)
     exact, torchs = (autograd(*arguments, dtype) for dtype in (torch.float64, torch.bfloat16))
     gradients = cut(adapter, adapter.read("gradients"))
-    sides = {
-        key: (gradients[key], torchs[2][key].ravel(), exact[2][key].ravel()) for key in gradients
-    }
-    sides["logits"] = (flat, torchs[0], exact[0])
-    whole = list(zip(*(sides[key] for key in gradients), strict=True))
-    sides["gradient"] = tuple(np.concatenate([part.ravel() for part in side]) for side in whole)
+    compares = {"logits": (flat, torchs[0], exact[0])}
+    for what, keys in (compared(list(gradients)) | {"gradient": list(gradients)}).items():
+        sides = (gradients, torchs[2], exact[2])
+        compares[what] = [np.concatenate([side[key].ravel() for key in keys]) for side in sides]
     return {
-        key: (error(ours.ravel(), truth), error(theirs, truth))
-        for key, (ours, theirs, truth) in sides.items()
+        what: (error(ours, truth), error(theirs, truth))
+        for what, (ours, theirs, truth) in compares.items()
     }
 
 
@@ -78,10 +77,11 @@ def errors(device_name: str, spec: str, seed: int) -> dict[str, tuple[float, flo
 @pytest.mark.parametrize("spec", SPECS)
 def test_logits_and_every_gradient_err_no_more_than_torchs_in_bf16(on: str, spec: str) -> None:
     draws = [errors(on, spec, seed) for seed in SEEDS]
+    more = MIXED if any(".experts." in key for key in draws[0]) else 1.0
     for key in draws[0]:
         ratios = [np.log(draw[key][0] / draw[key][1]) for draw in draws]
         bar = WHOLE if key in ("logits", "gradient") else EACH
-        assert np.exp(np.mean(ratios)) <= bar, key
+        assert np.exp(np.mean(ratios)) <= bar * more, key
 
 
 @on_gpus

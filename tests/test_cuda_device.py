@@ -286,7 +286,7 @@ def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> No
             assert sample["stop_reason"] == as_sample["stop_reason"]
 
 
-@pytest.mark.parametrize("spec", ("qwen3", "llama-tied"))
+@pytest.mark.parametrize("spec", ("qwen3", "llama-tied", "qwen3_moe"))
 def test_replayed_steps_give_the_same_bits(library: ctypes.CDLL, spec: str) -> None:
     """One, three and six sequences, so that rows are nobody's; one joins late with a prompt that
     makes the arena grow, and one crosses a page."""

@@ -169,17 +169,14 @@ def fences(kind: str) -> Iterator[tuple[str, str]]:
 
 def command_lines() -> Iterator[tuple[str, list[str]]]:
     """Each `tinsmith …` in a block of commands, as words."""
-    for kind in ("", "console"):
+    for kind, prompt in (("", ""), ("console", "$ ")):
         for name, text in fences(kind):
             for line in text.replace("\\\n", " ").splitlines():
-                for command in re.split(r"&&|\|(?!\|)", line.removeprefix("$ ")):
-                    words = (
-                        shlex.split(command.partition(" #")[0], posix=True)
-                        if (command.strip().startswith("tinsmith "))
-                        else []
-                    )
-                    if words:
-                        yield name, words
+                if not line.startswith(prompt):
+                    continue  # what a command has printed
+                for command in re.split(r"&&|\|", line.removeprefix(prompt)):
+                    if command.strip().startswith("tinsmith "):
+                        yield name, shlex.split(command.partition(" #")[0])
 
 
 @pytest.mark.parametrize(("name", "words"), list(command_lines()), ids=lambda item: str(item)[:40])

@@ -15,7 +15,20 @@ import recipe_data
 import tinsmith
 from models import Spec, make
 from recipe_host import Host, running_host
-from recipes import HYBRIDS, PATH, QWEN3, RECIPES, SDFT, TOOLS, Ended, Recipe, agrees, learns
+from recipes import (
+    HYBRIDS,
+    LONG_MIXTURE,
+    MIXTURE,
+    PATH,
+    QWEN3,
+    RECIPES,
+    SDFT,
+    TOOLS,
+    Ended,
+    Recipe,
+    agrees,
+    learns,
+)
 from recipes_md import VERSION, document, recipe_entry, with_entry
 from starlette.requests import Request
 from tinsmith import launch
@@ -87,23 +100,37 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def hybrid(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random Qwen3.5 with the demonstration's tokenizer."""
+def drawn(model: Path, folder: Path, family: str, **more: int) -> Path:
+    """A small random model of a hybrid family with the demonstration's tokenizer."""
     content = json.loads((model / "config.json").read_text())
     sizes = {
-        "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 32,
+        "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32,
         "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 32, "linear_value_head_dim": 32, "num_hidden_layers": 4,
         "full_attention_interval": 4, "tie_word_embeddings": True,
-        "vocab_size": content["vocab_size"], "max_position_embeddings": 16384,
+        "vocab_size": content["vocab_size"], **more,
     }  # fmt: skip
-    spec = Spec("qwen3_5", sizes, kind="qwen3_5_text")
-    folder = make(spec, tmp_path_factory.mktemp("hybrid") / "small")
+    make(Spec(family, sizes, kind=f"{family}_text"), folder)
     for file in model.iterdir():
         if file.name not in ("config.json", "model.safetensors"):
             (folder / file.name).write_bytes(file.read_bytes())
     return folder
+
+
+@pytest.fixture(scope="module")
+def hybrid(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid") / "small"
+    return drawn(model, folder, "qwen3_5", intermediate_size=96, max_position_embeddings=16384)
+
+
+@pytest.fixture(scope="module")
+def mixture(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the context that the names of recipes say."""
+    return drawn(
+        model, tmp_path_factory.mktemp("mixture") / "small", "qwen3_5_moe",
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
+        shared_expert_intermediate_size=24, max_position_embeddings=262144,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +153,14 @@ def calls() -> Iterator[Calls]:
 
 @pytest.fixture(scope="module")
 def backend(
-    model: Path, hybrid: Path, calls: Calls, tmp_path_factory: pytest.TempPathFactory
+    model: Path,
+    hybrid: Path,
+    mixture: Path,
+    calls: Calls,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Backend]:
-    models = {str(model): model} | {n: hybrid if n in HYBRIDS else model for n in NAMES}
+    own = dict.fromkeys(HYBRIDS, hybrid) | dict.fromkeys((MIXTURE, LONG_MIXTURE), mixture)
+    models = {str(model): model} | {name: own.get(name, model) for name in NAMES}
     checkpoints = tmp_path_factory.mktemp("checkpoints")
     with tinsmith.serve(models, device="cpu", checkpoints=checkpoints, seed=0) as running:
         yield running

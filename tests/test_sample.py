@@ -35,7 +35,8 @@ from tinsmith.files import families
 
 pytestmark = pytest.mark.usefixtures("on")  # every test on every device
 Request = dict[str, Any]  # the arguments of Sampler.add after the request's number
-NAMES = ("qwen3", "qwen2", "llama", "qwen2-window")  # of each type of weights, and kind of layer
+# Of each type of weights, and kind of layer.
+NAMES = ("qwen3", "qwen2", "llama", "qwen2-window", "qwen3_moe")
 
 
 def adapter_of(name: str, seed: int, **options: Any) -> _core.Adapter:
@@ -360,6 +361,7 @@ JOINS = {
     "qwen2-window": {0: 12, 1: 0, 3: 5},
     "qwen2": {0: 0, 1: 3, 2: 7, 3: 7, 4: 20, 5: 40},
     "qwen3": {0: 40, 1: 20, 2: 9, 3: 2, 4: 1},
+    "qwen3_moe": {0: 3, 2: 1, 4: 8, 6: 30},
 }
 
 

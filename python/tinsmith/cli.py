@@ -498,7 +498,7 @@ COMMANDS = {
     "compare": Command(
         "train by several methods, and compare what was learned and kept",
         (
-            "tinsmith compare --model Qwen/Qwen3-0.6B --data new.jsonl --retain old.jsonl",
+            "tinsmith compare --model Qwen/Qwen3-8B --data new.jsonl --retain old.jsonl",
             "tinsmith compare --model models/qwen3 --renderer qwen3 --data new.jsonl "
             "--retain old.jsonl --methods sft,sdft --lr 1e-4,1e-3 --seeds 5 --out compare",
         ),

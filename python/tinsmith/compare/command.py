@@ -184,7 +184,7 @@ def _rates(text: str) -> list[float]:
     rates = []
     for part in text.split(","):
         try:
-            rate = float(part)
+            rate = float(f"{float(part):g}")  # as it is shown, and in a run's name
         except ValueError:
             rate = 0.0
         if not 0 < rate <= RATE_MAX:
@@ -253,6 +253,9 @@ def run(options: argparse.Namespace) -> int:
         code = _do_missing(options, plan, out, model)
         if found := report.groups(out):
             show(out, found, about)
+        wanted = plan.runs()
+        if left := missing(out, wanted):
+            print(f"{len(left)} of the {len(wanted)} runs are missing: the same command does them")
     return code
 
 

@@ -86,12 +86,13 @@ def read_problems(path: str | Path) -> list[Problem]:
 
 def batch_of(problems: Sequence[Row], index: int, size: int, seed: int) -> list[Row]:
     """Batch `index` of endless epochs, each shuffled by itself, so that a resumed run goes on."""
-    picked = []
+    picked, orders = [], {}
     for place in range(index * size, (index + 1) * size):
         epoch, at = divmod(place, len(problems))
-        order = list(range(len(problems)))
-        random.Random(f"{seed}-{epoch}").shuffle(order)
-        picked.append(problems[order[at]])
+        if epoch not in orders:
+            orders[epoch] = list(range(len(problems)))
+            random.Random(f"{seed}-{epoch}").shuffle(orders[epoch])
+        picked.append(problems[orders[epoch][at]])
     return picked
 
 
