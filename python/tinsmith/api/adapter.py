@@ -7,6 +7,7 @@ a call raises, even KeyboardInterrupt, the adapter is as it was before the call.
 
 import dataclasses
 import sys
+from array import array
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -65,7 +66,7 @@ class Adapter(Handle[_core.Adapter]):
         super().__init__(engine, core)
         self._meta = meta
         self._trained = trained
-        self._steps: list[OptimStepOutput] = []
+        self._steps = array("d")  # their numbers, one step after another
         self._kept: datums.Datums | None = None  # of the newest forward that was kept
 
     @property
@@ -111,7 +112,9 @@ class Adapter(Handle[_core.Adapter]):
         >>> len(adapter.history)
         0
         """
-        return History(self._steps)
+        count = len(dataclasses.fields(OptimStepOutput))
+        rows = zip(*[iter(self._steps)] * count, strict=True)
+        return History([OptimStepOutput(*row) for row in rows])
 
     @property
     def step_memory(self) -> int:
@@ -491,7 +494,7 @@ class Adapter(Handle[_core.Adapter]):
             lambda: self.core.optim_step(**numbers, normalization=grad_accumulation_normalization)
         )
         step = OptimStepOutput(**report)
-        self._steps.append(step)
+        self._steps.extend(dataclasses.astuple(step))
         return step
 
     def zero_grad(self) -> None:
