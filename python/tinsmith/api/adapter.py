@@ -7,6 +7,7 @@ a call raises, even KeyboardInterrupt, the adapter is as it was before the call.
 
 import dataclasses
 import sys
+from array import array
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -65,7 +66,7 @@ class Adapter(Handle[_core.Adapter]):
         super().__init__(engine, core)
         self._meta = meta
         self._trained = trained
-        self._steps: list[OptimStepOutput] = []
+        self._steps = array("d")  # their numbers, one step after another
         self._kept: datums.Datums | None = None  # of the newest forward that was kept
 
     @property
@@ -111,7 +112,9 @@ class Adapter(Handle[_core.Adapter]):
         >>> len(adapter.history)
         0
         """
-        return History(self._steps)
+        count = len(dataclasses.fields(OptimStepOutput))
+        rows = zip(*[iter(self._steps)] * count, strict=True)
+        return History([OptimStepOutput(*row) for row in rows])
 
     @property
     def step_memory(self) -> int:
@@ -338,16 +341,7 @@ class Adapter(Handle[_core.Adapter]):
             return self._jsd_of_targets(given, options, progress)
         if teacher_tokens is None:
             raise TypeError(f"{JSD} needs teacher_tokens or teacher_logprobs")
-        batch = tensors.is_batch(teacher_tokens)
-        read = datums.sequences(
-            teacher_tokens if batch else [teacher_tokens], "teacher_tokens", batch
-        )
-        if (batch, len(read)) != (given.batch, len(given.lengths)):
-            raise ValueError(
-                f"tokens has {len(given.lengths)} sequences, teacher_tokens {len(read)}: a list "
-                "for a list, of as many"
-            )
-        flat, lengths = datums.joined(read), np.asarray([len(row) for row in read], np.int32)
+        read, lengths = datums.teachers(teacher_tokens, given)
         inputs, config = datums.options(JSD, options, given)
         if teacher is not None and not isinstance(teacher, Handle):
             found = type(teacher).__name__
@@ -356,7 +350,7 @@ class Adapter(Handle[_core.Adapter]):
 
         logprobs, divergences, total = self._step(
             lambda between: self.core.distill(
-                *given.arrays, JSD, inputs, config, flat, lengths, teacher=core, between=between
+                *given.arrays, JSD, inputs, config, read, lengths, teacher=core, between=between
             ),
             JSD,
             progress,
@@ -500,7 +494,7 @@ class Adapter(Handle[_core.Adapter]):
             lambda: self.core.optim_step(**numbers, normalization=grad_accumulation_normalization)
         )
         step = OptimStepOutput(**report)
-        self._steps.append(step)
+        self._steps.extend(dataclasses.astuple(step))
         return step
 
     def zero_grad(self) -> None:

@@ -110,6 +110,18 @@ def sequence(tokens: Any, name: str) -> NDArray[np.int32]:
     return array
 
 
+def teachers(tokens: Any, datums: Datums) -> tuple[Ids, Ids]:
+    """The ids that a teacher reads, a sequence for each of the student's, and their lengths."""
+    batch = tensors.is_batch(tokens)
+    read = sequences(tokens if batch else [tokens], "teacher_tokens", batch)
+    if (batch, len(read)) != (datums.batch, len(datums.lengths)):
+        raise ValueError(
+            f"tokens has {len(datums.lengths)} sequences, teacher_tokens {len(read)}: a list for a "
+            "list, of as many"
+        )
+    return joined(read), np.asarray([len(row) for row in read], np.int32)
+
+
 def _targets(targets: Any, name: str, length: int) -> NDArray[np.int32]:
     array = tensors.to_ids(targets, name)
     if array.ndim not in (1, 2) or len(array) != length:
