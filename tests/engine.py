@@ -354,7 +354,8 @@ class Device:
         """A base weight in the device's own order."""
         rows, cols = frozen.value.shape[-2:]
         dtype = np.float16 if frozen.dtype == "f16" else np.float32
-        host = np.ascontiguousarray(frozen.value, dtype).reshape(-1, rows, cols)
+        host = np.ascontiguousarray(frozen.value, dtype)
+        host = host[None] if host.ndim == 2 else host
         host = to_bf16(host) if frozen.dtype == "bf16" else host
         kind, step = DTYPES[frozen.dtype], self.frozen_step(frozen)
         size = self.c.frozen_bytes(self.pointer, kind, rows, cols)

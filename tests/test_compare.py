@@ -267,7 +267,7 @@ def test_a_question_that_does_not_fit_the_context_is_refused_with_its_line(
     monkeypatch.chdir(folder)
     command_line = arguments(tmp_path / "out")
     command_line[2], command_line[4] = str(tiny_model_dir), "role_colon"
-    options = cli._parser().parse_args(command_line)
+    options = cli.command_line().parse_args(command_line)
     with pytest.raises(ValueError, match=r"new.jsonl, line 1 needs \d+ tokens .* context is 128"):
         options.run(options)
 
@@ -299,7 +299,7 @@ def test_the_example_says_a_command_that_parses(
     import shlex
 
     told = capsys.readouterr().out.splitlines()[1]
-    options = cli._parser().parse_args(shlex.split(told)[1:])
+    options = cli.command_line().parse_args(shlex.split(told)[1:])
     train, sides = command._read(options)
     assert (len(train), len(sides["learned"]), len(sides["kept"])) == (400, 100, 100)
 

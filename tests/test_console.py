@@ -40,6 +40,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Begins the log as a command does; gives a function that returns the lines of stderr."""
     stream, level = io.StringIO(), console.log.level
     before = list(console.log.handlers)
+    monkeypatch.setattr(console.log, "propagate", False)  # others' handlers may be closed
 
     def begin(*given: str) -> Any:
         monkeypatch.setattr(sys, "stderr", stream)

@@ -98,9 +98,16 @@ class _Once(logging.Filter):
         return True
 
 
+class _Stderr(logging.StreamHandler[TextIO]):
+    """The log of a command."""
+
+
 def start_log(options: argparse.Namespace) -> None:
-    """Has tinsmith's log written to stderr, as a command's options say."""
-    handler = logging.StreamHandler()
+    """Has tinsmith's log written to stderr, as a command's options say, and no longer as those of
+    an earlier command in this process said."""
+    for earlier in [one for one in log.handlers if isinstance(one, _Stderr)]:
+        log.removeHandler(earlier)
+    handler = _Stderr()
     text = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
     handler.setFormatter(_Json() if options.log_format == "json" else text)
     handler.addFilter(_Once())
