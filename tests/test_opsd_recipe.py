@@ -343,11 +343,18 @@ def test_a_family_of_renderers_switches_thinking(
 
 
 def test_the_renderers_that_switch_are_the_cookbooks() -> None:
-    known = inspect.getsource(opsd.renderers.get_renderer)
-    for pair in opsd_config.THINKING.items():
-        assert all(f'"{name}"' in known for name in pair)
-    listed = {name for name in known.split('"') if name.endswith("_disable_thinking")}
-    assert listed == set(opsd_config.THINKING)
+    known = set(inspect.getsource(opsd.renderers.get_renderer).split('"'))
+    listed = {name for name in known if name.endswith(opsd_config.OFF)}
+    assert len(listed) > 3 and listed <= set(opsd_config.THINKING)
+    assert {opsd_config.switched(name, thinking=True) for name in listed} <= known - listed
+
+
+def test_the_page_has_the_defaults() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "opsd.md").read_text(encoding="utf-8")
+    march, february = opsd_config.DEFAULTS.values()
+    for name in march:
+        assert f"| `{name}` | `{march[name]}` | `{february[name]}` |" in text
+    assert all(f"`{name}`" in text for name in opsd_data.PROMPTS)
 
 
 def test_every_option_has_a_help_text() -> None:

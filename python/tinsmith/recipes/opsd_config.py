@@ -34,18 +34,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 TEACHERS = {"fixed": "base", "base": "base", "ema": "ema", "current": "current"}
 PERIODIC = re.compile(r"periodic:([1-9][0-9]*)")
 
-# The cookbook's renderers that have a switch: without thinking → with thinking.
+# The cookbook's renderers without thinking that have one with it: what its name ends on instead.
+OFF = "_disable_thinking"
 THINKING = {
-    "deepseekv3_disable_thinking": "deepseekv3_thinking",
-    "deepseekv4_1_disable_thinking": "deepseekv4_1",
-    "kimi_k25_disable_thinking": "kimi_k25",
-    "kimi_k26_disable_thinking": "kimi_k26",
-    "kimi_k31_pro_disable_thinking": "kimi_k31_pro_high_reasoning",
-    "nemotron3_disable_thinking": "nemotron3",
-    "nemotron3_ultra_disable_thinking": "nemotron3_ultra",
-    "qwen3_disable_thinking": "qwen3",
-    "qwen3_5_disable_thinking": "qwen3_5",
-    "qwen3_8_disable_thinking": "qwen3_8_xhigh_reasoning",
+    "deepseekv3_disable_thinking": "_thinking",
+    "deepseekv4_1_disable_thinking": "",
+    "kimi_k25_disable_thinking": "",
+    "kimi_k26_disable_thinking": "",
+    "kimi_k31_pro_disable_thinking": "_high_reasoning",
+    "nemotron3_disable_thinking": "",
+    "nemotron3_ultra_disable_thinking": "",
+    "qwen3_disable_thinking": "",
+    "qwen3_5_disable_thinking": "",
+    "qwen3_8_disable_thinking": "_xhigh_reasoning",
 }
 # What follows a family's name in those that think more, less, or keep earlier thoughts.
 VARIANT = re.compile(r"(|_thinking|_[a-z]+_thinking|_[a-z]+_reasoning(_effort)?)")
@@ -236,13 +237,13 @@ def switched(renderer_name: str, thinking: bool) -> str | None:
 
         switched("qwen3", thinking=False)  # "qwen3_disable_thinking"
     """
-    for off, on in THINKING.items():
-        family = off.removesuffix("_disable_thinking")
+    for off, ending in THINKING.items():
+        family = off.removesuffix(OFF)
         rest = renderer_name.removeprefix(family)
         if rest == renderer_name or not VARIANT.fullmatch(rest):
             continue
-        thinks = renderer_name != off and (rest != "" or family == on)
-        return renderer_name if thinks == thinking else (on if thinking else off)
+        thinks = rest != OFF and (rest != "" or ending == "")
+        return renderer_name if thinks == thinking else family + (ending if thinking else OFF)
     return None
 
 
@@ -260,7 +261,7 @@ def renderer_names(config: Config, renderer_name: str) -> tuple[str, str]:
         if name is None and given is not None:
             raise ValueError(
                 f"{option}={given}: the renderer {renderer_name!r} cannot switch thinking on or "
-                f"off; leave {option} out, or name one of {sorted(THINKING.values())}"
+                f"off; leave {option} out, or name one that can: {sorted(THINKING)}"
             )
         if name is None:
             logger.info("%s has no switch for %s; it is left as is.", renderer_name, option)
