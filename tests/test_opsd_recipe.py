@@ -196,11 +196,32 @@ def test_defaults_are_the_authors_of_march_and_the_old_ones_by_name(
 def test_an_option_goes_before_the_defaults(
     backend: Any, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {**AUTHORS, "beta": 0.25, "token_clip": 0.0, "student_thinking": True}
+    given = {**AUTHORS, "beta": 0.25, "token_clip": 0.0}
     made = config(backend, files, tmp_path, monkeypatch, **given)
     assert opsd.loss_config(made)["beta"] == 0.25 and "token_clip" not in opsd.loss_config(made)
-    assert opsd_config.renderer_names(made, "qwen3_5") == ("qwen3_5", "qwen3_5")
     assert made.learning_rate == 5e-6
+    given = {**AUTHORS, "student_thinking": True, "teacher_thinking": False}
+    recipe = opsd.Recipe(config(backend, files, tmp_path, monkeypatch, **given), "qwen3")
+    student, teacher = map(text_of, recipe.prompts_of(recipe.problems[0]))
+    assert student.endswith("assistant\n") and teacher.endswith("assistant\n" + NO_THOUGHT)
+
+
+@pytest.mark.parametrize(
+    ("options", "teacher"),
+    [
+        ({}, {"teacher": "base"}),
+        ({"teacher": "current"}, {"teacher": "current"}),
+        ({"teacher": "ema", "teacher_ema": 0.5}, {"teacher": "ema", "teacher_ema": 0.5}),
+        ({"teacher": "tinker://run/weights/1"}, {"teacher": "tinker://run/weights/1"}),
+        ({"teacher_model": "larger"}, {"teacher": "larger"}),
+    ],
+)
+def test_each_teacher_goes_by_its_name(
+    backend: Any, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], teacher: dict[str, Any],
+) -> None:  # fmt: skip
+    sent = opsd.loss_config(config(backend, files, tmp_path, monkeypatch, **options))
+    assert {key: sent[key] for key in sent if key.startswith("teacher")} == teacher
 
 
 def test_the_learning_rate_of_each_step_follows_the_schedule(
@@ -293,6 +314,11 @@ def test_prompts_of_ones_own_and_several_pairs_are_what_is_sent(
         ({"prompts": "poem.json"}, r"prompts: there is no file 'poem.json'"),
         ({"teacher": "emma"}, "teacher must be fixed, ema, current, periodic:N .* not 'emma'"),
         ({"teacher": "periodic:0"}, "teacher must be .* not 'periodic:0'"),
+        (
+            {"teacher": "ema", "teacher_model": "x"},
+            "teacher_model=x teaches instead of teacher=ema",
+        ),
+        ({"beta": 1.5}, "beta must be from 0 to 1, not 1.5"),
         ({"lr_schedule": "step"}, "lr_schedule must be constant, linear or cosine, not 'step'"),
         ({"lr_warmup_steps": 3}, r"lr_warmup_steps must be from 0 to max_steps \(2\), not 3"),
         ({"token_clip": -1.0}, r"token_clip must be 0 \(none\) or more, not -1.0"),

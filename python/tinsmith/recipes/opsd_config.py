@@ -3,7 +3,7 @@ what follows from the options alone: the loss's configuration, the learning rate
 renderers of student and teacher.
 
 The authors changed their defaults on 2026-03-18. `defaults` names the set that is used for each
-option that is left out. An option that would have no effect is refused by name.
+option that is left out. What cannot be is refused by name, before anything is written.
 """
 
 import logging
@@ -179,6 +179,11 @@ class Config:
                 f"teacher must be fixed, ema, current, periodic:N (N from 1) or a tinker:// path, "
                 f"not {self.teacher!r}; another base model is teacher_model"
             )
+        if self.teacher_model and self.teacher != "fixed":
+            raise ValueError(
+                f"teacher_model={self.teacher_model} teaches instead of teacher={self.teacher}: "
+                "give one of the two"
+            )
         if self.lr_schedule not in ("constant", "linear", "cosine"):
             raise ValueError(
                 f"lr_schedule must be constant, linear or cosine, not {self.lr_schedule!r}"
@@ -188,6 +193,8 @@ class Config:
                 f"lr_warmup_steps must be from 0 to max_steps ({self.max_steps}), "
                 f"not {self.lr_warmup_steps}"
             )
+        if not 0 <= self.beta <= 1:
+            raise ValueError(f"beta must be from 0 to 1, not {self.beta}")
         if not self.token_clip >= 0:
             raise ValueError(f"token_clip must be 0 (none) or more, not {self.token_clip}")
         if self.bare_student and self.student_thinking is not None:
@@ -217,7 +224,7 @@ def loss_config(config: Config, snapshot: str | None = None) -> dict[str, float 
 def period_of(config: Config) -> int:
     """The N of teacher=periodic:N; 0 for other teachers."""
     match = PERIODIC.fullmatch(config.teacher)
-    return int(match[1]) if match and not config.teacher_model else 0
+    return int(match[1]) if match else 0
 
 
 def learning_rate_at(config: Config, step: int) -> float:
