@@ -450,6 +450,7 @@ def test_a_file_of_prompts_that_is_none_is_refused_with_its_pair_and_key(tmp_pat
         ),
         ('{"student": "{problem} {0}", "teacher": "{problem} {solution}"}', r"may not have \{0\}"),
         ('{"student": "{problem} {", "teacher": "{problem} {solution}"}', "student: .* is written"),
+        ('{"student": "{problem}", "teacher": "{problem} {solutoin}"}', r"not have \{solutoin\}"),
         ("student: x", "is neither JSON nor JSONL"),
         ("[]", "has no pairs of prompts"),
     ):

@@ -125,9 +125,10 @@ def _pair(row: Any, where: str) -> Prompts:
             used = {name for _, name, _, _ in Formatter().parse(row[key]) if name is not None}
         except ValueError as error:
             raise ValueError(f"{where}, {key}: {error}; a brace is written {{{{") from None
-        for name in sorted(used.symmetric_difference(fields)):
-            said = "has no" if name in fields else "may not have"
-            raise ValueError(f"{where}, {key} {said} {{{name}}}; a brace is written {{{{")
+        for name in sorted(used.difference(fields)):
+            raise ValueError(f"{where}, {key} may not have {{{name}}}; a brace is written {{{{")
+        for name in sorted(set(fields) - used):
+            raise ValueError(f"{where}, {key} has no {{{name}}}")
     return Prompts(row["student"], row["teacher"])
 
 
