@@ -70,8 +70,9 @@ def run_opsd(url: str, out: Path, steps: int, seed: int, *, save_every: int = 0)
     write_problems(problems, data.sdft_examples(data.rows_for_steps(steps, demo.BATCH), seed))
     arguments = [
         "tinsmith.recipes.opsd", f"data_path={problems}", "prompts=demonstration",
-        "temperature=1.0", "top_p=1.0", "top_k=-1", f"seed={seed}", *demo.settings(log, steps),
-        f"save_every={save_every}",
+        "defaults=february-2026", "bare_student=False", "student_thinking=False",
+        "teacher_thinking=False", "temperature=1.0", "top_p=1.0", "top_k=-1", f"seed={seed}",
+        *demo.settings(log, steps), f"save_every={save_every}",
     ]  # fmt: skip
     demo.run_recipe(url, arguments, log, steps, lambda row: row["loss"])
     return log

@@ -9,7 +9,10 @@ Samples, divergences and gradients are made by the server (loss_fn="generalized_
 distribution leaves it. Everything else is the cookbook's: renderers, logging, checkpoints.
 """
 
+import json
 import logging
+import math
+import re
 import time
 from datetime import datetime
 from pathlib import Path
@@ -22,103 +25,51 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinker_cookbook.utils import ml_log
 from tinker_cookbook.utils.git_rev import recipe_user_metadata
 
+from tinsmith.recipes.opsd_config import (
+    Config,
+    learning_rate_at,
+    loss_config,
+    period_of,
+    renderer_names,
+)
 from tinsmith.recipes.opsd_data import (
-    PROMPTS,
     Problem,
     batch_of,
     is_correct,
     make_datum,
+    pair_of,
     read_problems,
+    read_prompts,
 )
 
 logger = logging.getLogger(__name__)
 
 LOSS: Any = "generalized_jsd"  # which the SDK passes on, but does not list
-TEACHERS = {"fixed": "base", "ema": "ema", "current": "current"}
-
-
-@chz.chz
-class Config:
-    """The command line, key=value."""
-
-    # Model
-    model_name: str
-    renderer_name: str | None = None
-    lora_rank: int = 64
-    load_checkpoint_path: str | None = None
-
-    # Data: JSONL with the columns problem and solution
-    data_path: str
-    test_path: str | None = None
-    prompts: str = "math"  # math | demonstration
-    bare_student: bool = False  # the student's prompt without the renderer's template
-    seed: int = 0
-
-    # Sampling
-    groups_per_batch: int = 32
-    group_size: int = 1
-    max_tokens: int = 1024
-    temperature: float = 1.1
-    top_p: float = 0.95
-    top_k: int = 20
-    max_context_length: int = 32768  # of the teacher; longer answers are cut, for both
-
-    # Loss
-    teacher: str = "fixed"  # fixed (the base model) | ema | current | tinker://…
-    teacher_model: str | None = None  # another base model of the server, instead
-    teacher_ema: float = 0.999
-    beta: float = 0.5  # 0: KL(teacher‖student), 1: KL(student‖teacher)
-    temperature_loss: float = 1.0
-    top_k_loss: int = 0  # of the teacher's tokens; 0: the whole vocabulary
-    token_clip: float | None = None  # of each token's term
-
-    # Optimizer
-    learning_rate: float = 2e-4
-    grad_clip_norm: float = 1.0
-    max_steps: int = 100
-
-    # Logging, evaluation, checkpoints
-    log_path: str | None = None
-    wandb_project: str | None = None
-    wandb_name: str | None = None
-    eval_every: int = 20
-    save_every: int = 20
-    behavior_if_log_dir_exists: cli_utils.LogdirBehavior = "ask"
-
-    base_url: str | None = None
-
-
-def loss_config(config: Config) -> dict[str, float | str]:
-    """loss_fn_config of generalized_jsd."""
-    teacher = config.teacher_model or TEACHERS.get(config.teacher, config.teacher)
-    found: dict[str, float | str] = {
-        "beta": config.beta,
-        "temperature": config.temperature_loss,
-        "top_k": config.top_k_loss,
-        "teacher": teacher,
-    }
-    if config.token_clip is not None:
-        found["token_clip"] = config.token_clip
-    if teacher == "ema":
-        found["teacher_ema"] = config.teacher_ema
-    return found
+SNAPSHOT_TTL_SECONDS = 604800  # of the teacher's snapshots, as the cookbook's checkpoints
 
 
 class Recipe:
-    """A run: its clients, its data, and what a step does with them."""
+    """A run: its data, its clients, and what a step does with them. What it reads is checked when
+    it is made; `connect` begins the work."""
 
-    def __init__(self, config: Config, renderer_name: str, log_path: str):
-        if config.prompts not in PROMPTS:
-            raise ValueError(f"prompts must be one of {sorted(PROMPTS)}, not {config.prompts!r}")
-        self.config = config
+    def __init__(self, config: Config, renderer_name: str):
+        self.config, self.renderer_name = config, renderer_name
+        self.pairs = read_prompts(config.prompts)
         self.problems = read_problems(config.data_path)
         self.test = read_problems(config.test_path) if config.test_path else []
         self.tokenizer = get_tokenizer(config.model_name)
-        self.renderer = renderers.get_renderer(renderer_name, tokenizer=self.tokenizer)
-        self.service = tinker.ServiceClient(
-            base_url=config.base_url, user_metadata=recipe_user_metadata("recipe_opsd")
+        self.student, self.teacher = (
+            renderers.get_renderer(name, tokenizer=self.tokenizer)
+            for name in renderer_names(config, renderer_name)
         )
-        self.start, self.training = self._training_client(renderer_name, log_path)
+        self.snapshot: str | None = None  # path of the teacher's weights, if it is periodic
+
+    def connect(self, log_path: str) -> None:
+        """Makes the clients, resumed where the log has a checkpoint."""
+        self.service = tinker.ServiceClient(
+            base_url=self.config.base_url, user_metadata=recipe_user_metadata("recipe_opsd")
+        )
+        self.start, self.training = self._training_client(self.renderer_name, log_path)
         self.sampler = self._new_sampler()
 
     def _training_client(self, renderer_name: str, log_path: str) -> tuple[int, Any]:
@@ -128,6 +79,7 @@ class Recipe:
         last = checkpoint_utils.get_last_checkpoint(log_path)
         if last is not None:
             logger.info("Resuming from %s", last.state_path)
+            self.snapshot = last.get("teacher")
             make = self.service.create_training_client_from_state_with_optimizer
             return last.batch or 0, make(last.state_path, user_metadata=metadata).result()
         if self.config.load_checkpoint_path:
@@ -141,14 +93,34 @@ class Recipe:
     def _new_sampler(self) -> Any:
         return self.training.save_weights_and_get_sampling_client().result()
 
+    # ---- the teacher ----
+
+    def renew_teacher(self, index: int) -> None:
+        """Before step `index`: a snapshot of the student as teacher, if one is due. It is saved,
+        so that a resumed run has the same teacher."""
+        period = period_of(self.config)
+        if period and (self.snapshot is None or index % period == 0):
+            saved = self.training.save_weights_for_sampler(
+                f"teacher-{index:06d}", ttl_seconds=SNAPSHOT_TTL_SECONDS
+            )
+            self.snapshot = saved.result().path
+
+    def loss_config(self) -> dict[str, float | str]:
+        """loss_fn_config, with the teacher of the moment."""
+        return loss_config(self.config, self.snapshot if period_of(self.config) else None)
+
+    def state(self, done: int) -> dict[str, Any]:
+        """What a checkpoint after `done` steps keeps beside the weights."""
+        return {"batch": done} | ({"teacher": self.snapshot} if period_of(self.config) else {})
+
     # ---- answers ----
 
     def prompts_of(self, row: Problem) -> tuple[list[int], list[int]]:
         """The tokens that student and teacher see before the answer."""
-        texts = PROMPTS[self.config.prompts].of(row)
+        texts = pair_of(self.pairs, row, self.config.seed).of(row)
         student, teacher = (
-            self.renderer.build_generation_prompt([{"role": "user", "content": text}]).to_ints()
-            for text in texts
+            renderer.build_generation_prompt([{"role": "user", "content": text}]).to_ints()
+            for renderer, text in zip((self.student, self.teacher), texts, strict=True)
         )
         if self.config.bare_student:
             student = self.tokenizer.encode(texts[0], add_special_tokens=False)
@@ -157,7 +129,7 @@ class Recipe:
     def answers(self, rows: list[Problem], count: int, **params: Any) -> list[list[list[int]]]:
         """`count` answers of the student to each problem, all asked at once."""
         params = tinker.SamplingParams(
-            max_tokens=self.config.max_tokens, stop=self.renderer.get_stop_sequences(), **params
+            max_tokens=self.config.max_tokens, stop=self.student.get_stop_sequences(), **params
         )
         futures = [
             self.sampler.sample(tinker.ModelInput.from_ints(self.prompts_of(row)[0]), count, params)
@@ -181,6 +153,7 @@ class Recipe:
     def step(self, index: int) -> dict[str, float]:
         """Samples, one step of the optimizer, and a new sampler; returns the metrics."""
         config, start = self.config, time.perf_counter()
+        learning_rate = learning_rate_at(config, index)
         rows = batch_of(self.problems, index, config.groups_per_batch, config.seed)
         answers = self.answers(
             rows,
@@ -194,17 +167,17 @@ class Recipe:
         metrics: dict[str, float] = {
             "opsd/num_datums": len(data),
             "opsd/left_out": config.group_size * len(rows) - len(data),
-            "optim/lr": config.learning_rate,
+            "optim/lr": learning_rate,
         }
         if data:
             adam = tinker.AdamParams(
-                learning_rate=config.learning_rate,
+                learning_rate=learning_rate,
                 beta1=0.9,
                 beta2=0.95,
                 eps=1e-8,
                 grad_clip_norm=config.grad_clip_norm,
             )
-            future = self.training.forward_backward(data, LOSS, loss_config(config))
+            future = self.training.forward_backward(data, LOSS, self.loss_config())
             optim = self.training.optim_step(adam)
             metrics |= future.result().metrics
             metrics |= optim.result().metrics or {}
@@ -225,7 +198,7 @@ class Recipe:
         metrics = {"test/correct": sum(right) / len(right)}
         data = self.datums(self.test, answers)
         if data:
-            scored = self.training.forward(data, LOSS, loss_config(self.config)).result()
+            scored = self.training.forward(data, LOSS, self.loss_config()).result()
             metrics["test/jsd"] = scored.metrics["loss:sum"]
         return metrics
 
@@ -238,6 +211,7 @@ def run(config: Config) -> None:
         load_checkpoint_path=config.load_checkpoint_path,
         base_url=config.base_url,
     )
+    recipe = Recipe(config, renderer_name)
     log_path = str(Path(config.log_path or default_log_path(config)).expanduser())
     cli_utils.check_log_dir(log_path, behavior_if_exists=config.behavior_if_log_dir_exists)
     ml_logger = ml_log.setup_logging(
@@ -246,7 +220,8 @@ def run(config: Config) -> None:
         wandb_name=config.wandb_name or Path(log_path).name,
         config=config,
     )
-    recipe = Recipe(config, renderer_name, log_path)
+    recipe.connect(log_path)
+    drop_metrics(Path(log_path) / "metrics.jsonl", recipe.start)
     manager = checkpoint_utils.CheckpointManager(
         training_client=recipe.training,
         service_client=recipe.service,
@@ -256,25 +231,46 @@ def run(config: Config) -> None:
     )
     for index in range(recipe.start, config.max_steps):
         metrics: dict[str, float] = {"progress/batch": index}
+        recipe.renew_teacher(index)
         if config.eval_every > 0 and index % config.eval_every == 0:
             metrics |= recipe.evaluate()
         metrics |= recipe.step(index)
         metrics["progress/done_frac"] = (index + 1) / config.max_steps
         if index + 1 < config.max_steps:
-            manager.maybe_save(index + 1, {"batch": index + 1})
+            manager.maybe_save(index + 1, recipe.state(index + 1))
         elif config.eval_every > 0:
             metrics |= {f"final/{key}": value for key, value in recipe.evaluate().items()}
         ml_logger.log_metrics(metrics, step=index)
     if recipe.start < config.max_steps:
-        manager.save_final({"batch": config.max_steps})
+        manager.save_final(recipe.state(config.max_steps))
     ml_logger.close()
+
+
+def drop_metrics(path: Path, start: int) -> None:
+    """Takes the rows of step `start` and later out of metrics.jsonl: a run that was cut off after
+    its last checkpoint takes those steps again, and its log should tell each once."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    kept = [line for line in lines if _step_of(line) < start]
+    if len(kept) < len(lines):
+        beside = path.with_name(path.name + "~part")
+        beside.write_bytes(b"".join(line + b"\n" for line in kept))
+        beside.replace(path)
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return math.inf  # the end of the run has cut it
+    return float(row.get("step", -math.inf))
 
 
 def default_log_path(config: Config) -> str:
     """A folder of the cookbook's, named for the run."""
     model = config.model_name.strip("/").replace("/", "-")
+    teacher = re.sub(r"\W+", "-", config.teacher)
     moment = datetime.now().strftime("%Y-%m-%d-%H-%M")
-    return cli_utils.runs_path("opsd", f"opsd-{model}-{config.teacher}-beta{config.beta}-{moment}")
+    return cli_utils.runs_path("opsd", f"opsd-{model}-{teacher}-beta{config.beta}-{moment}")
 
 
 if __name__ == "__main__":

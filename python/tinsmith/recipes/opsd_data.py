@@ -11,7 +11,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from string import Formatter
+from typing import Any, TypeVar
 
 import numpy as np
 import tinker
@@ -49,8 +50,19 @@ PROMPTS = {
         student="Problem: {problem}\n\n" + _INSTRUCTION,
         teacher="Problem: {problem}\n\n"
         "Here is a reference solution:\n{solution}\n\n"
-        "Now that you have understood it, solve the problem yourself, in your own words.\n"
-        + _INSTRUCTION,
+        "Now that you have understood it, solve the problem yourself, in your own words: neither "
+        "repeat the solution nor reword it.\n" + _INSTRUCTION,
+    ),
+    "math-february": Prompts(
+        student="Problem: {problem}\n\n" + _INSTRUCTION,
+        teacher="{problem}\n\n"
+        "Here is a reference solution:\n{solution}\n\n"
+        "Now that you have followed each of its steps, reach the same answer by steps of your "
+        "own.\n" + _INSTRUCTION,
+    ),
+    "plain": Prompts(
+        student="{problem}",
+        teacher="{problem}\n\nA reference answer:\n{solution}\n\nNow answer in your own words.",
     ),
     "demonstration": Prompts(  # the two of the cookbook's SDFT recipe
         student="{problem}",
@@ -59,6 +71,70 @@ PROMPTS = {
         ),
     ),
 }
+_FIELDS = {"student": ("problem",), "teacher": ("problem", "solution")}  # of a template
+
+
+def read_prompts(prompts: str) -> list[Prompts]:
+    """Pairs of prompts: by names of PROMPTS, with commas between them, or those of a file. A JSON
+    file is one pair or a list of them, a JSONL file one pair a line: {"student": …, "teacher": …},
+    with {problem} in both, {solution} in the teacher's, and {{ for a brace.
+
+    Raises ValueError that names the file, the pair and the key of what is not so.
+
+        read_prompts("math,plain")
+    """
+    names = prompts.split(",")
+    if all(name in PROMPTS for name in names):
+        return [PROMPTS[name] for name in names]
+    path = Path(prompts)
+    if path.is_file():
+        return [_pair(row, f"{path}, pair {at}") for at, row in enumerate(_rows(path), 1)]
+    if path.suffix in (".json", ".jsonl"):
+        raise ValueError(f"prompts: there is no file {prompts!r}")
+    raise ValueError(
+        f"prompts must be one of {sorted(PROMPTS)}, several with commas between them, or a JSON "
+        f"or JSONL file, not {prompts!r}"
+    )
+
+
+def _rows(path: Path) -> list[Any]:
+    text = path.read_text(encoding="utf-8")
+    try:
+        found = json.loads(text)
+        rows = found if isinstance(found, list) else [found]
+    except ValueError:
+        try:
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        except ValueError as error:
+            raise ValueError(f"{path} is neither JSON nor JSONL: {error}") from None
+    if not rows:
+        raise ValueError(f"{path} has no pairs of prompts")
+    return rows
+
+
+def _pair(row: Any, where: str) -> Prompts:
+    if not isinstance(row, dict) or set(row) != set(_FIELDS):
+        found = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(
+            f"{where} needs the keys student and teacher, and no others; found {found}"
+        )
+    for key, fields in _FIELDS.items():
+        if not isinstance(row[key], str):
+            raise ValueError(f"{where}, {key} should be text, not {type(row[key]).__name__}")
+        try:
+            used = {name for _, name, _, _ in Formatter().parse(row[key]) if name is not None}
+        except ValueError as error:
+            raise ValueError(f"{where}, {key}: {error}; a brace is written {{{{") from None
+        for name in sorted(used.difference(fields)):
+            raise ValueError(f"{where}, {key} may not have {{{name}}}; a brace is written {{{{")
+        for name in sorted(set(fields) - used):
+            raise ValueError(f"{where}, {key} has no {{{name}}}")
+    return Prompts(row["student"], row["teacher"])
+
+
+def pair_of(pairs: Sequence[Prompts], row: Problem, seed: int) -> Prompts:
+    """The pair of prompts that a problem always gets, drawn by the seed."""
+    return random.Random(f"{seed}-{row.problem}").choice(pairs)
 
 
 def read_problems(path: str | Path) -> list[Problem]:
