@@ -21,8 +21,8 @@ SEEDS = range(8)
 # How much more than torch a device may err: as a whole, and a matrix's gradient by itself, whose
 # eight draws still differ by luck.
 WHOLE, EACH = 1.05, 1.25
-# A mixture's row near a tie goes to another expert in bf16, by luck: so much more, of the median.
-MIXED = 1.3
+# A mixture's row near a tie goes to another expert in bf16, by luck: then all gradients differ.
+MIXED_WHOLE, MIXED_EACH = 1.4, 2.0  # of the median
 LOSSES = 1.5  # a loss is one number, in which errors of either sign meet: luck again, of four draws
 LENGTHS = (37, 1, 70)
 
@@ -79,11 +79,13 @@ def errors(device_name: str, spec: str, seed: int) -> dict[str, tuple[float, flo
 def test_logits_and_every_gradient_err_no_more_than_torchs_in_bf16(on: str, spec: str) -> None:
     draws = [errors(on, spec, seed) for seed in SEEDS]
     mixture = any(".experts." in key for key in draws[0])
-    more, middle = (MIXED, np.median) if mixture else (1.0, np.mean)
+    whole, each, middle = (
+        (MIXED_WHOLE, MIXED_EACH, np.median) if mixture else (WHOLE, EACH, np.mean)
+    )
     for key in draws[0]:
         ratios = [np.log(draw[key][0] / draw[key][1]) for draw in draws]
-        bar = WHOLE if key in ("logits", "gradient") else EACH
-        assert np.exp(middle(ratios)) <= bar * more, key
+        bar = whole if key in ("logits", "gradient") else each
+        assert np.exp(middle(ratios)) <= bar, key
 
 
 @on_gpus
