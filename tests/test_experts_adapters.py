@@ -13,6 +13,7 @@ import safetensors.numpy
 import tinker
 import torch
 from models import (
+    MIXTURES,
     SPECS,
     Spec,
     as_double,
@@ -35,7 +36,7 @@ from tinsmith.files.export import export
 from tinsmith.files.words import readable
 from tinsmith.server.backend import Backend
 
-NAMES = [name for name in SPECS if "_moe" in name]
+NAMES = MIXTURES
 
 # ---- how many numbers ----
 

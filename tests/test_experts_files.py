@@ -12,6 +12,7 @@ import torch
 from expert_models import fuse
 from folders import changed, rewritten
 from models import (
+    MIXTURES,
     SPECS,
     Spec,
     as_double,
@@ -28,7 +29,7 @@ from tinsmith import _core
 from tinsmith.files import families
 from transformers import AutoConfig, AutoModelForCausalLM
 
-NAMES = [name for name in SPECS if "_moe" in name]
+NAMES = [name for name in MIXTURES if "_moe" in name]  # whose experts have tensors of two kinds
 
 # ---- config.json ----
 
@@ -112,7 +113,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "quantised experts": (
         "qwen3_moe",
         {"quantization_config": {"quant_method": "fp8"}},
-        "quantization_config is {'quant_method",
+        "quantization_config is 'fp8', which is not supported",
     ),
 }
 
