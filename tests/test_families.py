@@ -212,9 +212,7 @@ MATHS: dict[str, Any] = {
 
 
 def test_every_key_of_the_tables_is_tried_here() -> None:
-    assert sorted(MATHS) == sorted(
-        (*config.REFUSED, config.QUANTIZATION, *config.FACTORS)
-    )
+    assert sorted(MATHS) == sorted((*config.REFUSED, config.QUANTIZATION, *config.FACTORS))
 
 
 def names_of_sizes(family: families.Family) -> set[str]:

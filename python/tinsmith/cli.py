@@ -349,7 +349,7 @@ def _compare(options: argparse.Namespace) -> int:
 def _info(options: argparse.Namespace) -> None:
     from tinsmith.engine.worker import plan
     from tinsmith.files.families import element_type, left_aside, read_config
-    from tinsmith.files.gguf_model import source_of
+    from tinsmith.files.gguf_model import open_tensors, source_of
     from tinsmith.files.words import readable
 
     folder = pull.find(options.model, fetch=options.pull)
@@ -367,6 +367,10 @@ def _info(options: argparse.Namespace) -> None:
     print(
         f"{source_of(folder)}: {int(config['layers'])} layers, width {int(config['width'])}, {kind}"
     )
+    with open_tensors(folder) as tensors:
+        packed = tensors.widened()
+    for kept, size in packed.items():
+        print(f"{readable(size)} of the files are {kept}, which is widened to {kind} in memory")
     if aside := left_aside(folder):
         tensors = ", ".join(f"{count} tensors of {prefix}*" for prefix, count in aside.items())
         print(f"left aside, because text does not need them: {tensors}")
@@ -441,7 +445,7 @@ def _prune(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> None:
     from tinsmith.files.export import export, find_adapter
     from tinsmith.files.gguf_export import export_gguf
-    from tinsmith.files.gguf_model import SUFFIX
+    from tinsmith.files.gguf_model import SUFFIX, open_tensors
 
     if options.type and not options.gguf:
         raise ValueError("--type is a GGUF file's: add --gguf; a folder has the base model's types")
@@ -454,6 +458,9 @@ def _export(options: argparse.Namespace) -> None:
     else:
         count = export(model, folder, options.out)
     print(f"{options.out}: {count} matrices of {options.model} changed by {folder}")
+    with open_tensors(model) as tensors:
+        for kept in tensors.widened():
+            print(f"what {options.model} has in {kept} is in {options.type or 'bf16'} there")
 
 
 COMMANDS = {

@@ -39,6 +39,7 @@ def show(options: argparse.Namespace) -> None:
     for name, reason in devices().items():
         if name != "cuda-emulated":  # which only the tests have
             print(f"device {reason or name + ': ready'}")
+    print("weights are bf16 or f32 in memory: files in MXFP4 or GGUF's types are widened when read")
     for name in PACKAGES:
         missing = f"is not installed: {pip_install(EXTRAS.get(name, 'server'))}"
         print(f"{name} {version(name) or missing}")

@@ -6,9 +6,8 @@ are streamed from the mapped files one matrix at a time, after all names and sha
 checked.
 """
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any

@@ -3,7 +3,7 @@
 A tensor `x` of several matrices is there as two of bytes: `x_blocks` (matrices, rows, cols/32, 16),
 two numbers a byte, the first in the lower half; and `x_scales` (matrices, rows, cols/32), powers of
 two from 2^-127 on. A number is E2M1: a sign, two bits of exponent, and one more. bfloat16 has each
-of them exactly; what exceeds float32 becomes infinite, or 0·∞ = NaN, and is refused by who reads.
+of them exactly, as transformers widens them; what exceeds it is infinite, and refused by who reads.
 Rows are outputs, so a matrix is what transformers computes with, turned.
 
 `packed` gives the bytes of one matrix, `part` its numbers, from a table of all bytes and scales.
@@ -24,6 +24,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 BLOCK, BLOCK_BYTES = 32, 16
 CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same, negative
 BIAS = 127  # of a scale's exponent
+ROWS = 64  # that are widened at a time, so that what is between stays in the cache
 
 Packed = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # (rows, cols/32, 16) and (rows, cols/32)
 
@@ -93,18 +94,22 @@ def _stems(names: Iterable[str]) -> list[str]:
 
 
 def unpack(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.uint16]:
-    """(…, n, 16) blocks with (…, n) scales as bfloat16's bits (…, 32·n)."""
-    pairs = _table()[scales[..., None].astype(np.uint16) << 8 | blocks]
-    return pairs.view(np.uint16).reshape(*scales.shape[:-1], BLOCK * scales.shape[-1])
+    """(rows, n, 16) blocks with (rows, n) scales as bfloat16's bits (rows, 32·n)."""
+    table, pairs = _table(), np.empty(blocks.shape, np.uint32)
+    for row in range(0, len(blocks), ROWS):
+        rows = slice(row, row + ROWS)
+        places = scales[rows, :, None].astype(np.intp) << 8 | blocks[rows]
+        np.take(table, places, out=pairs[rows], mode="clip")
+    return pairs.view(np.uint16).reshape(len(blocks), BLOCK * scales.shape[1])
 
 
 @functools.cache
 def _table() -> NDArray[np.uint32]:
     """The two numbers of a byte, the first one's bits below, at 256·scale + byte."""
-    codes = np.array([sign * code for sign in (1, -1) for code in CODES], np.float32)
-    scales = np.ldexp(np.float32(1), np.arange(256) - BIAS)
-    with np.errstate(all="ignore"):
-        bits = weights.narrow(codes * scales[:, None], np.dtype(np.uint16)).astype(np.uint32)
+    codes = np.array([sign * code for sign in (1, -1) for code in CODES])
+    with np.errstate(over="ignore"):
+        numbers = np.ldexp(codes, np.arange(256)[:, None] - BIAS).astype(np.float32)
+    bits = weights.narrow(numbers, np.dtype(np.uint16)).astype(np.uint32)
     byte = np.arange(256)
     return (bits[:, byte >> 4] << 16 | bits[:, byte & 15]).ravel()
 

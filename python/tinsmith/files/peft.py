@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.files import checkpoint, config, families, meta, weights
-from tinsmith.files.config import TIED
+from tinsmith.files.config import QUANTIZATION, TIED
 from tinsmith.files.family import plain
 from tinsmith.files.lora import Average, factors
 from tinsmith.files.meta import Meta
@@ -361,8 +361,8 @@ def _matrix(adapter: Mapping[str, np.ndarray], part: Part, letter: str) -> np.nd
 
 def options(config: Mapping[str, Any], *, untied: bool) -> dict[str, Any]:
     """config.json of a merged model: a head that was trained is not the embedding any more, in any
-    part of it that says so."""
-    content = dict(config)
+    part of it that says so, and nothing is quantised."""
+    content = {key: part for key, part in config.items() if key != QUANTIZATION}
     for key, part in config.items():
         if untied and isinstance(part, dict) and part.get(TIED):
             content[key] = {**part, TIED: False}

@@ -108,9 +108,7 @@ def _shapes(
     return [(rows, cols)] if rows > 1 else [(cols,), (1, cols)]
 
 
-def _places(
-    family: Family, name: str, parts: Sequence[Slot], shape: tuple[int, ...]
-) -> list[Held]:
+def _places(family: Family, name: str, parts: Sequence[Slot], shape: tuple[int, ...]) -> list[Held]:
     """The parts of a tensor of this shape, in their order."""
     stacked, found, begin = family.stacked(parts[0][0]), [], 0
     flat = len(shape) == 1 or parts[0][0] in family.tails or parts[0][0] in family.heads

@@ -94,6 +94,9 @@ class Tensors(Mapping[str, np.ndarray]):
             array.flags.writeable = False
         return array
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # Mapping's would make the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
@@ -115,6 +118,15 @@ class Tensors(Mapping[str, np.ndarray]):
     def sources(self, name: str) -> tuple[Entry, ...]:
         """The entries of all bytes that a tensor is made of."""
         return (self.entry(name),)
+
+    def widened(self) -> dict[str, int]:
+        """The bytes of types that no device computes from: they are widened when they are read."""
+        found: dict[str, int] = {}
+        for name, entry in self._entries.items():
+            if entry.dtype not in READ:
+                size = sum(one.size for one in self.sources(name))
+                found[entry.dtype] = found.get(entry.dtype, 0) + size
+        return found
 
     def part(self, name: str, matrix: int | None) -> np.ndarray:
         """One matrix of a tensor of several; None: the tensor."""
