@@ -38,6 +38,7 @@ MOE = {
     "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     "norm_topk_prob": True,
 }  # fmt: skip
+OSS = {"architectures": ["GptOssForCausalLM"], "vocab_size": 201088, "head_dim": 64}
 TIED = {"tie_word_embeddings": True}
 # By name: what its config.json says.
 MODELS: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int]]] = {
@@ -56,8 +57,10 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, int, int, int, int]]] = {
     "Llama-3.1-8B": (LLAMA | {"vocab_size": 128256}, (4096, 14336, 32, 32, 8)),
     "Qwen3-8B": (QWEN3, (4096, 12288, 36, 32, 8)),
     "Qwen3-14B": (QWEN3, (5120, 17408, 40, 40, 8)),
+    "gpt-oss-20b": (OSS | {"num_local_experts": 32}, (2880, 2880, 24, 64, 8)),
     "Qwen3-30B-A3B": (MOE, (2048, 6144, 48, 32, 4)),
     "Qwen3-32B": (QWEN3, (5120, 25600, 64, 64, 8)),
+    "gpt-oss-120b": (OSS | {"num_local_experts": 128}, (2880, 2880, 36, 64, 8)),
 }
 
 

@@ -88,7 +88,8 @@ HARMONY = """\
     {%- if message.role == 'assistant' %}
         {%- for call in message.tool_calls or [] %}
             {{- '<|start|>assistant to=functions.' + call.function.name }}
-            {{- '<|channel|>commentary <|constrain|>json<|message|>' + call.function.arguments | tojson + '<|call|>' }}
+            {{- '<|channel|>commentary <|constrain|>json<|message|>' }}
+            {{- call.function.arguments | tojson + '<|call|>' }}
         {%- else %}
             {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
         {%- endfor %}
