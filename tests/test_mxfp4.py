@@ -24,8 +24,9 @@ from models import (
     targets_of,
     tokens_of,
 )
+from tinker_cookbook import weights as cookbook
 from tinsmith import _core, cli
-from tinsmith.files import checkpoint, families, mxfp4, weights
+from tinsmith.files import checkpoint, families, mxfp4, peft, weights
 from tinsmith.files.export import export
 from tinsmith.files.words import readable
 from transformers import AutoModelForCausalLM, Mxfp4Config
@@ -189,6 +190,32 @@ def test_an_exact_merge_is_the_adapters_own_sum(base: Path, tmp_path: Path) -> N
                 for tensors in (before, merged)
             )
             np.testing.assert_allclose(new, old + np.float32(8 / 3) * (b @ a), rtol=2**-8)
+
+
+def test_the_cookbooks_tools_take_its_adapters(base: Path, tmp_path: Path) -> None:
+    """Its PEFT adapter is the adapter. Its merge is ours, rounded to MXFP4 again."""
+    adapter = adapter_on(base, tmp_path / "a")
+    for build, out in ((cookbook.build_lora_adapter, "peft"), (cookbook.build_hf_model, "merged")):
+        paths = {"base_model": base, "adapter_path": tmp_path / "a", "output_path": tmp_path / out}
+        build(**{key: str(path) for key, path in paths.items()})
+    model = families.load_model(base, threads=1)
+    again = peft.load_adapter(tmp_path / "peft", model, optimizer=False)
+    np.testing.assert_array_equal(again.read("weights"), adapter.read("weights"))
+    export(base, tmp_path / "a", tmp_path / "ours")
+    families.load_model(tmp_path / "merged", threads=1)
+    with (
+        mxfp4.open_folder(tmp_path / "merged") as theirs,
+        weights.open_folder(tmp_path / "ours") as ours,
+        mxfp4.open_folder(base) as before,
+    ):
+        assert set(theirs) == set(ours)
+        for name in (f"{STEM}gate_up_proj", f"{STEM}down_proj"):
+            assert theirs.entry(name).dtype == "MXFP4"
+            wanted = weights.widen(ours[name])
+            off, moved = (
+                np.linalg.norm(weights.widen(one[name]) - wanted) for one in (theirs, before)
+            )
+            assert off < moved and off < 0.15 * np.linalg.norm(wanted), name
 
 
 def test_info_and_doctor_say_that_it_is_widened(
