@@ -68,6 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 WORKERS_MAX = 4  # each takes up to 2 GB
 
 
+@pytest.hookimpl(optionalhook=True)  # where xdist is not installed, nobody asks
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many processes run the tests: one for each core, but none beside a single file."""
     files = {argument.partition("::")[0] for argument in config.args}
