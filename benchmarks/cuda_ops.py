@@ -117,9 +117,9 @@ def whole_spans(rows: int, length: int) -> list[engine.Span]:
     return [engine.Span(i * length, length, 0, i * pages, -1) for i in range(count)]
 
 
-def training(shape: str, rows: int, length: int) -> Iterator[Case]:
-    """What a layer does with the rows of a training step, forward and backward."""
-    D, H, G, E, F = SHAPES[shape]
+def pointwise(shape: str, rows: int) -> Iterator[Case]:
+    """Norms, the gated unit and the optimizer, of a layer."""
+    D, _, _, _, F = SHAPES[shape]
     T, one = rows, REAL * rows
     x, wide = normal(T, D), normal(T, F)
     ones, rstd = np.ones(D, np.float32), np.ones(T, np.float32)
@@ -139,6 +139,34 @@ def training(shape: str, rows: int, length: int) -> Iterator[Case]:
         2 * both,
         {"dx": x, "dy": x, "x": x, "w": ones, "rstd": rstd, **size},
     )
+    gated = {"gate": wide, "up": wide, "T": T, "F": F}
+    yield Case("swiglu", "swiglu", 5.0 * T * F, 3.0 * one * F, {"y": (T, F), **gated})
+    yield Case(
+        "swiglu, backward",
+        "swiglu_backward",
+        10.0 * T * F,
+        5.0 * one * F,
+        {"dgate": (T, F), "dup": (T, F), "dy": wide, **gated},
+    )
+    moments = normal(RANK * 7 * (D + F))
+    n = len(moments)
+    yield Case(
+        "AdamW of a layer's LoRA",
+        "adamw",
+        12.0 * n,
+        7.0 * F32 * n,
+        {
+            **{"w": moments, "m": moments * 0.1, "v": moments**2, "before": "w", "g": moments},
+            **{"n": n, "step": 3, "scale": 1.0, "lr": 1e-4, "beta1": 0.9, "beta2": 0.95},
+            **{"eps": 1e-8, "weight_decay": 0.0},
+        },
+    )
+
+
+def products(shape: str, rows: int) -> Iterator[Case]:
+    """A layer's products with base weights, forward and backward."""
+    D, H, G, E, F = SHAPES[shape]
+    T = rows
     matrices = {"q": (H * E, D), "k": (G * E, D), "o": (D, H * E), "gate": (F, D), "down": (D, F)}
     for name, (N, K) in matrices.items():
         sizes = {"T": T, "N": N, "D": K, "accumulate": 0}
@@ -157,6 +185,12 @@ def training(shape: str, rows: int, length: int) -> Iterator[Case]:
             moved,
             {"dx": (T, K), "dy": normal(T, N), "w": weight(N, K), **sizes},
         )
+
+
+def lora(shape: str, rows: int) -> Iterator[Case]:
+    """LoRA beside q, k and v, forward and backward."""
+    D, H, G, E, _ = SHAPES[shape]
+    T, one, x = rows, REAL * rows, normal(rows, D)
     widths = (H * E, G * E, G * E)
     fields: dict = {}
     back: dict = {}
@@ -182,6 +216,12 @@ def training(shape: str, rows: int, length: int) -> Iterator[Case]:
         one * (3.0 * D + columns),
         {**back, "dx": normal(T, D), **sizes},
     )
+
+
+def attention(shape: str, rows: int, length: int) -> Iterator[Case]:
+    """Rotating, the pages of keys and values, and attention of sequences, forward and backward."""
+    _, H, G, E, _ = SHAPES[shape]
+    T, one = rows, REAL * rows
     table = normal(T, E // 2)
     rope = {"cosine": table, "sine": table, "T": T, "H": H, "E": E, "W": E}
     yield Case(
@@ -224,28 +264,6 @@ def training(shape: str, rows: int, length: int) -> Iterator[Case]:
             **{"dq": (T, H, E), "dk": (T, G, E), "dv": (T, G, E), "dy": q * 0.1, "y": q * 0.1},
             **{"lse": np.full((T, H), 9.0, np.float32), "q": q, "k": k, "v": v, "spans": spans},
             **heads,
-        },
-    )
-    gated = {"gate": wide, "up": wide, "T": T, "F": F}
-    yield Case("swiglu", "swiglu", 5.0 * T * F, 3.0 * one * F, {"y": (T, F), **gated})
-    yield Case(
-        "swiglu, backward",
-        "swiglu_backward",
-        10.0 * T * F,
-        5.0 * one * F,
-        {"dgate": (T, F), "dup": (T, F), "dy": wide, **gated},
-    )
-    moments = normal(RANK * 7 * (D + F))
-    n = len(moments)
-    yield Case(
-        "AdamW of a layer's LoRA",
-        "adamw",
-        12.0 * n,
-        7.0 * F32 * n,
-        {
-            **{"w": moments, "m": moments * 0.1, "v": moments**2, "before": "w", "g": moments},
-            **{"n": n, "step": 3, "scale": 1.0, "lr": 1e-4, "beta1": 0.9, "beta2": 0.95},
-            **{"eps": 1e-8, "weight_decay": 0.0},
         },
     )
 
@@ -390,7 +408,9 @@ def main() -> int:
     clock = Clock(device)
     flops, moved = ceilings(device, clock, args)
     for shape in args.shapes:
-        parts = [training(shape, args.rows, args.length), head(shape, args.vocab)]
+        layer = (shape, args.rows)
+        parts = [pointwise(*layer), products(*layer), lora(*layer)]
+        parts += [attention(*layer, args.length), head(shape, args.vocab)]
         parts += [decoding(shape, args.vocab, batch, args.length) for batch in args.batches]
         for case in (case for part in parts for case in part):
             sets = min(SETS_MOST, 1 + int(CACHED_BYTES / case.bytes)) if not args.tiny else 1
