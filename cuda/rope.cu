@@ -34,14 +34,17 @@ struct Heads {
     int count;      /* a token's */
 };
 
-/* The head of this warp: its number among those of `heads`, and which they are. */
-__device__ static __forceinline__ const Heads &heads_of(const Heads &q, const Heads &k,
-                                                        int64_t warp, int64_t *t, int64_t *head)
+/* Those of this warp's head, field by field, so that they stay in registers; its token, and its
+ * number among all tokens' heads. */
+__device__ static __forceinline__ Heads heads_of(const Heads &q, const Heads &k, int64_t warp,
+                                                 int64_t *t, int64_t *head)
 {
     int both = q.count + k.count, h = (int)(warp % both);
+    bool query = h < q.count;
+    Heads heads = {query ? q.y : k.y, query ? q.rstd : k.rstd, query ? q.x : k.x, query ? q.w : k.w,
+                   query ? q.count : k.count};
     *t = warp / both;
-    const Heads &heads = h < q.count ? q : k;
-    *head = *t * heads.count + (h < q.count ? h : h - q.count);
+    *head = *t * heads.count + (query ? h : h - q.count);
     return heads;
 }
 
@@ -70,13 +73,16 @@ static __global__ void __launch_bounds__(THREADS)
     SHARED_ARRAY(float, rows, HEADS *WIDEST);
     int64_t warp = (int64_t)blockIdx.x * HEADS + threadIdx.x / 32, t, head;
     if (warp >= (int64_t)T * (q.count + k.count)) return; /* a whole warp */
-    const Heads &heads = heads_of(q, k, warp, &t, &head);
+    Heads heads = heads_of(q, k, warp, &t, &head);
     int first = (int)threadIdx.x % 32 * W;
     Shared<float> row = rows + (int)(threadIdx.x / 32) * WIDEST;
     const real *x = heads.x + head * E;
     real *y = heads.y + head * E;
+    cosine += t * half;
+    sine += t * half;
     float v[W], scale[W], sum = 0.0f, r = 1.0f;
     if (heads.w) {
+#pragma unroll 1
         for (int e = first; e < E; e += 32 * W) {
             load<W>(v, x + e);
             for (int j = 0; j < W; j++) sum = fmaf(v[j], v[j], sum);
@@ -84,6 +90,7 @@ static __global__ void __launch_bounds__(THREADS)
         r = 1.0f / sqrtf(warp_sum(sum) / (float)E + eps);
         if (first == 0) heads.rstd[head] = r;
     }
+#pragma unroll 1
     for (int e = first; e < E; e += 32 * W) {
         load<W>(v, x + e);
         if (heads.w) {
@@ -93,8 +100,9 @@ static __global__ void __launch_bounds__(THREADS)
         for (int j = 0; j < W; j++) row[e + j] = v[j];
     }
     __syncwarp();
+#pragma unroll 1
     for (int e = first; e < E; e += 32 * W) {
-        turn<W>(v, row, cosine + t * half, sine + t * half, e, half, 1.0f);
+        turn<W>(v, row, cosine, sine, e, half, 1.0f);
         store<W>(y + e, v);
     }
 }
@@ -108,12 +116,15 @@ static __global__ void __launch_bounds__(THREADS)
     const int groups = WIDEST / 32 / W; /* of W numbers a lane */
     int64_t warp = (int64_t)blockIdx.x * HEADS + threadIdx.x / 32, t, head;
     if (warp >= (int64_t)T * (q.count + k.count)) return; /* a whole warp */
-    const Heads &heads = heads_of(q, k, warp, &t, &head);
+    Heads heads = heads_of(q, k, warp, &t, &head);
     int first = (int)threadIdx.x % 32 * W;
     Shared<float> row = rows + (int)(threadIdx.x / 32) * WIDEST;
     const real *x = heads.x + head * E;
     real *d = heads.y + head * E;
+    cosine += t * half;
+    sine += t * half;
     float g[groups][W], v[W], scale[W], sum = 0.0f;
+#pragma unroll 1
     for (int e = first; e < E; e += 32 * W) {
         load<W>(v, d + e);
         for (int j = 0; j < W; j++) row[e + j] = v[j];
@@ -123,7 +134,7 @@ static __global__ void __launch_bounds__(THREADS)
     for (int i = 0; i < groups; i++) {
         int e = first + i * 32 * W;
         if (e >= E) continue;
-        turn<W>(g[i], row, cosine + t * half, sine + t * half, e, half, -1.0f);
+        turn<W>(g[i], row, cosine, sine, e, half, -1.0f);
         if (!heads.w) {
             store<W>(d + e, g[i]);
             continue;
