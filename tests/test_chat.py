@@ -310,6 +310,8 @@ def test_a_final_answer_is_given_out_as_it_comes() -> None:
     assert reader.add(f"{SEEN}<|channel|>final<|message|>It ra") == [Thought("Rain?"), "It ra"]
     assert reader.add("ins <|en") == ["ins "]
     assert (reader.end(), reader.calls) == (["<|en"], 0)
+    reader = ChannelReader(FORMATS[3], SCHEMAS, wanted=False)
+    assert reader.add("It ra") == ["It ra"]  # without channels
 
 
 def test_an_answer_in_channels_is_read_without_tools_too(folder) -> None:
