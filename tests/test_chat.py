@@ -337,6 +337,8 @@ def test_thoughts_are_reasoning_content_to_openai_and_nothing_to_anthropic() -> 
     assert deltas[:2] == [{"reasoning_content": "Rain?"}, {"content": "It rains."}]
     assert deltas[2]["tool_calls"][0]["function"]["name"] == "weather"
     assert anthropic_messages._said(pieces) == pieces[1:]
+    past = {"role": "assistant", "content": "It rains.", "reasoning_content": "Rain?"}
+    assert openai_chat.template_messages([past]) == [{**past, "thinking": "Rain?"}]
 
 
 def test_an_answer_ends_at_a_stop_string_and_its_call_is_whole(folder) -> None:

@@ -39,6 +39,7 @@ class Answer {
     this.text = text;
     this.whole = this.end = '';
     this.waiting = [];
+    this.thinks = false;
     this.tokens = this.sum = this.first = 0;
     this.began = performance.now();
   }
@@ -48,8 +49,11 @@ class Answer {
     this.tokens += entries.length;
     this.sum += entries.reduce((total, entry) => total + entry.logprob, 0);
     if (entries.length) this.first ||= performance.now();
+    const thought = delta.reasoning_content;
     let shown;
-    [shown, this.waiting] = tokensOf(delta.content, entries, this.waiting);
+    [shown, this.waiting] = tokensOf(thought ?? delta.content, entries, this.waiting);
+    if (this.thinks && delta.content) this.text.add({text: '\n\n'});
+    this.thinks = Boolean(thought) || (this.thinks && !delta.content);
     for (const token of shown) this.text.add(token);
     this.whole += delta.content ?? '';
     this.end = reason ?? this.end;

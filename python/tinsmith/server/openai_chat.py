@@ -197,6 +197,8 @@ def _message(item: Any, where: str, names: dict[str, str]) -> dict[str, Any]:
     for key in ("name", "tool_call_id", "reasoning_content"):
         if (value := wire.optional(item, key, str)) is not None:
             found[key] = value
+    if "reasoning_content" in found:  # as gpt-oss's template calls it
+        found["thinking"] = found["reasoning_content"]
     if calls := wire.maybe(item, "tool_calls", list, []):
         found["tool_calls"] = [_past_call(call, f"{where}.tool_calls") for call in calls]
         names |= {call["id"]: call["function"]["name"] for call in found["tool_calls"]}
