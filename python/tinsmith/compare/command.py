@@ -26,6 +26,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     _add_questions(parser)
     _add_training(parser)
+    parser.add_argument(
+        "--demonstration",
+        choices=("words", "turn"),
+        default="words",
+        help="how SDFT's and OPSD's teacher reads the answer: in the words of the cookbook's SDFT "
+        "recipe, or as an earlier turn, which small models follow better (%(default)s)",
+    )
     group = parser.add_argument_group("methods and their settings", _settings_help())
     group.add_argument(
         "--set",
@@ -91,7 +98,8 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FILE",
-        help="questions that measure what is kept of what the model could do before",
+        help="questions, and plain texts, that measure what is kept of what the model could do "
+        "before",
     )
     add(
         "--scorer",
@@ -239,6 +247,7 @@ def run(options: argparse.Namespace) -> int:
         context=int(read_config(model)[0]["context"]),
         methods=methods,
         digests={key: digest(path) for key, path in files.items()},
+        demonstration=options.demonstration,
         wanted=options.methods,
         learning_rates=options.lr,
         seeds=options.seeds,
@@ -268,7 +277,7 @@ def require_cookbook() -> None:
 
 def _read(options: argparse.Namespace) -> tuple[list[Record], dict[str, list[Record]]]:
     """What is trained on, and the questions of each side; all files are checked."""
-    train, retain = read_records(options.data), read_records(options.retain)
+    train, retain = read_records(options.data), read_records(options.retain, texts=True)
     if options.test:
         return train, {"learned": read_records(options.test), "kept": retain}
     train, test = hold_out(train, options.hold_out)
@@ -281,7 +290,7 @@ def _check_lengths(
     """Raises ValueError with the file and line of what doesn't fit the model's context."""
     from tinsmith.compare.prompts import Prompts
 
-    prompts = Prompts(model, plan.renderer)
+    prompts = Prompts(model, plan.renderer, plan.demonstration)
     for path, records in (
         (plan.data, train),
         (plan.test or plan.data, sides["learned"]),

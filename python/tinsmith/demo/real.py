@@ -1,0 +1,251 @@
+"""`tinsmith demo --real`: SFT and SDFT on a real language model, what each learns and keeps.
+
+SmolLM2-135M-Instruct learns three notations (real_data.py) from the same demonstrations by SFT and
+by SDFT. This module writes the questions, asks the base model the instructions that it should go on
+to follow, and hands all of it to `tinsmith compare`, whose command it shows. What follows from the
+figures is said in sentences that are computed from them.
+"""
+
+import argparse
+import json
+import shlex
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tinsmith import usage
+from tinsmith.compare import command, report
+from tinsmith.compare.report import Estimate, Group
+from tinsmith.demo import real_data
+from tinsmith.files.extras import pip_install
+from tinsmith.files.families import find_model
+from tinsmith.server.clients import require_server
+
+FILES = ("new.jsonl", "test.jsonl", "old.jsonl")
+TEACHER_FILE = "teacher.json"
+KEPT = {"score": ("instructions", 100, " points"), "text": ("text", 1, " nats a token")}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, and with what. Its defaults were chosen on questions of another seed than
+    that of the demonstration.
+
+    model: the name. folder: of the model, if the name does not say it. renderer: the cookbook's
+    for ChatML without thoughts, which is the model's form. rows: demonstrations; per_skill:
+    held-out questions of each skill. The others are options of `tinsmith compare`.
+    """
+
+    model: str = "smollm2"
+    folder: Path | None = None
+    renderer: str = "qwen3_instruct"
+    rows: int = 96
+    per_skill: int = 8
+    steps: int = 16
+    batch: int = 6
+    rank: int = 16
+    max_tokens: int = 24
+    rates: Sequence[float] = (3e-4, 1e-3)
+
+
+SETUP = Setup()
+
+
+def run(options: argparse.Namespace, setup: Setup = SETUP) -> int:
+    """Runs the demonstration, or what is missing of it; returns the exit code."""
+    require_server()
+    command.require_cookbook()
+    folder = setup.folder or find_model(setup.model, {})
+    out = options.out.resolve()
+    teacher = prepare(options, setup, folder, out / "questions")
+    arguments = compare_arguments(options, setup, out)
+    print(f"Running: tinsmith compare {shlex.join(arguments)}\n", flush=True)
+    parser = usage.Parser(prog="tinsmith compare")
+    command.add_options(parser)
+    code = command.run(parser.parse_args(arguments))
+    found = report.groups(out)
+    if {group.method for group in found} >= {"base", "sft", "sdft"}:
+        table = report.markdown(skills_table(out, found, teacher))
+        told = "\n".join(verdict(found))
+        print(f"\nHeld-out questions answered right, by skill:\n\n{table}\n{told}")
+        with (out / "report.md").open("a", encoding="utf-8") as file:
+            file.write(f"\n{table}\n{told}\n")
+    return code
+
+
+def compare_arguments(options: argparse.Namespace, setup: Setup, out: Path) -> list[str]:
+    """The arguments of `tinsmith compare` that do the demonstration."""
+    model = setup.model if setup.folder is None else f"{setup.model}={setup.folder}"
+    new, test, old = (str(out / "questions" / name) for name in FILES)
+    return [
+        "--model", model, "--renderer", setup.renderer, "--data", new, "--test", test,
+        "--retain", old, "--scorer", "tinsmith.demo.real_data:score", "--methods", "sft,sdft",
+        "--demonstration", "turn", "--set", "sdft.skip_first_tokens=0",
+        "--lr", ",".join(f"{rate:g}" for rate in setup.rates), "--seeds", str(options.seeds),
+        "--steps", str(setup.steps), "--batch", str(setup.batch), "--rank", str(setup.rank),
+        "--max-tokens", str(setup.max_tokens), "--device", options.device,
+        "--threads", str(options.threads), "--checkpoints", str(out / "checkpoints"),
+        "--out", str(out),
+    ]  # fmt: skip
+
+
+# ---- before the trainings ----
+
+
+def prepare(
+    options: argparse.Namespace, setup: Setup, folder: Path, place: Path
+) -> dict[str, float]:
+    """Writes the questions. Returns the share that the teacher answers right of each skill's
+    held-out questions, when it has read their answers."""
+    place.mkdir(parents=True, exist_ok=True)
+    test = real_data.held_out_rows(setup.per_skill, options.seed)
+    real_data.write_rows(place / "new.jsonl", real_data.training_rows(setup.rows, options.seed))
+    real_data.write_rows(place / "test.jsonl", test)
+    told = place / TEACHER_FILE
+    mark = {"seed": options.seed, "per_skill": setup.per_skill, "model": setup.model}
+    if told.exists():
+        found = json.loads(told.read_text(encoding="utf-8"))
+        if found["of"] == mark:
+            return dict(found["right"])
+    print("Asking the base model what it should keep, and the teacher what is to be learned.")
+    answers, right = ask_base(options, setup, folder, place / "test.jsonl")
+    if not (place / "old.jsonl").exists():
+        real_data.write_rows(place / "old.jsonl", real_data.kept_rows(answers))
+    told.write_text(json.dumps({"of": mark, "right": right}), encoding="utf-8")
+    return right
+
+
+def ask_base(
+    options: argparse.Namespace, setup: Setup, folder: Path, test: Path
+) -> tuple[list[str], dict[str, float]]:
+    """The base model's greedy answers to the instructions, and the teacher's share of right ones
+    of each skill."""
+    from tinsmith.api.model import Model
+    from tinsmith.compare.data import read_records
+    from tinsmith.compare.prompts import Prompts
+
+    prompts = Prompts(folder, setup.renderer, "turn")
+    records = read_records(test)
+    asked = [real_data.chat(text, "?")["messages"][:1] for text in real_data.CHECKS]
+    inputs = [prompts.renderer.build_generation_prompt(messages) for messages in asked]
+    inputs += [prompts.teacher(record) for record in records]
+    with Model(folder, device=options.device, threads=options.threads) as model:
+        drawn = model.sampler().sample(
+            [one.to_ints() for one in inputs],
+            max_tokens=setup.max_tokens,
+            temperature=0.0,
+            stop=prompts.renderer.get_stop_sequences(),
+        )
+    texts = [prompts.text([*map(int, answer.tokens)]) for [answer] in drawn]
+    right = defaultdict(list)
+    for record, text in zip(records, texts[len(asked) :], strict=True):
+        right[record.row["skill"]].append(real_data.score(text, record.answer, record.row))
+    return texts[: len(asked)], {skill: sum(some) / len(some) for skill, some in right.items()}
+
+
+# ---- after them ----
+
+
+def skills_table(
+    out: Path, found: Sequence[Group], teacher: dict[str, float]
+) -> list[list[str]]:
+    """The share of right answers of each skill: of the base model, of the teacher, and of each
+    method at each rate, the mean over its seeds."""
+    rows = [["", "learning rate", *real_data.SKILLS]]
+    lines = (out / "questions" / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    skills = [json.loads(line)["skill"] for line in lines]
+    for group in found:
+        shares = [_by_skill(out, run, skills) for run in group.runs]
+        means = {skill: sum(one[skill] for one in shares) / len(shares) for skill in teacher}
+        rate = "" if group.learning_rate is None else f"{group.learning_rate:g}"
+        rows.append([report.title(group.method), rate, *_percents(means)])
+    rows.insert(2, ["teacher, has read the answer", "", *_percents(teacher)])
+    return rows
+
+
+def _by_skill(out: Path, run: report.Result, skills: Sequence[str]) -> dict[str, float]:
+    """A run's share of right answers of each skill."""
+    from tinsmith.compare.plan import Run
+
+    place = out / "runs" / Run(run["method"], run["learning_rate"], run["seed"]).name
+    right = defaultdict(list)
+    for line in (place / "answers.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["side"] == "learned":
+            right[skills[row["line"] - 1]].append(row["score"])
+    return {skill: sum(some) / len(some) for skill, some in right.items()}
+
+
+def _percents(shares: dict[str, float]) -> list[str]:
+    return [f"{shares[skill]:.0%}" for skill in real_data.SKILLS]
+
+
+def verdict(found: Sequence[Group]) -> list[str]:
+    """What the figures say, a sentence each: of SFT and of SDFT at the rates at which they learn
+    most, and whether SDFT keeps more there.
+
+        verdict(report.groups(folder))[-1]
+    """
+    base = next(group for group in found if group.method == "base")
+    sft, sdft = (best(found, method) for method in ("sft", "sdft"))
+    kept = [_kept(base)]
+    lines = [f"Before, the model learned nothing yet: {_learned(base)}; {kept[0]}."]
+    lines += [
+        f"{report.title(group.method)} learns most at the learning rate "
+        f"{group.learning_rate:g}: {_learned(group)}; {_kept(group)}."
+        for group in (sft, sdft)
+    ]
+    told = {name: gain(sdft, sft, name) for name in KEPT}
+    seeds = min(len(sft.runs), len(sdft.runs))
+    over = "one seed" if seeds == 1 else f"{seeds} seeds"
+    words = ", ".join(_difference(name, one) for name, one in told.items())
+    more = [name for name, one in told.items() if one.mean - (one.half or 0) > 0]
+    if len(more) == len(told):
+        lines.append(f"SDFT keeps more than SFT, each at its best rate: {words} ({over}).")
+    elif more:
+        names = " and ".join(KEPT[name][0] for name in more)
+        lines.append(f"SDFT keeps more than SFT of {names} only: {words} ({over}).")
+    else:
+        lines.append(
+            f"SDFT does NOT keep more than SFT, each at its best rate: {words} ({over})."
+        )
+    return lines
+
+
+def best(found: Sequence[Group], method: str) -> Group:
+    """A method's group at the rate at which it learns most; of equals, where it keeps most."""
+    mine = [group for group in found if group.method == method]
+    return max(
+        mine,
+        key=lambda group: (
+            group.estimate("learned", "score").mean, group.estimate("kept", "score").mean,
+        ),
+    )  # fmt: skip
+
+
+def gain(group: Group, other: Group, measure: str) -> Estimate:
+    """How much more a group keeps than another: the mean over the seeds that both have, whose
+    trainings saw the same questions in the same order, and half its 95 % interval."""
+    sides = [
+        {run["seed"]: float(run["kept"][measure]) for run in one.runs} for one in (group, other)
+    ]
+    common = sorted(sides[0].keys() & sides[1].keys())
+    return report.estimate([sides[0][seed] - sides[1][seed] for seed in common])
+
+
+def _learned(group: Group) -> str:
+    return f"{group.estimate('learned', 'score').mean:.0%} of the held-out questions right"
+
+
+def _kept(group: Group) -> str:
+    checks, text = (group.estimate("kept", name).mean for name in KEPT)
+    return f"{checks:.0%} of the instructions followed, text at {text:.3f} nats a token"
+
+
+def _difference(name: str, one: Estimate) -> str:
+    title, scale, unit = KEPT[name]
+    digits = 0 if scale == 100 else 3
+    half = "" if one.half is None else f" ± {scale * one.half:.{digits}f}"
+    return f"{title} {scale * one.mean:+.{digits}f}{half}{unit}"
