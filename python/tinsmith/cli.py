@@ -488,12 +488,13 @@ COMMANDS = {
         talk.run_sample,
     ),
     "demo": Command(
-        "watch a small model learn from demonstrations",
-        ("tinsmith demo --steps 30 --out demo",),
-        partial(usage.add_demo, steps=100, out="tinsmith-demo"),
+        "watch what a small model learns from demonstrations, and what it keeps",
+        ("tinsmith demo --lr 1e-3,3e-3 --out demo",),
+        usage.add_demo,
         _demo,
-        "A small model learns four tool-use skills from demonstrations by the cookbook's SDFT "
-        "recipe, on this machine. Ends with a table and a picture.",
+        "A small model with three tool-use skills learns four others from demonstrations, by the "
+        "cookbook's SFT and SDFT recipes at several learning rates, on this machine. Ends with a "
+        "table and a picture of what was learned and what was kept.",
     ),
     "compare": Command(
         "train by several methods, and compare what was learned and kept",

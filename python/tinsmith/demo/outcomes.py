@@ -62,8 +62,8 @@ def verdict(outcomes: Sequence[Outcome], ours: str, other: str) -> list[str]:
     """
     mine, theirs = best(outcomes, ours), best(outcomes, other)
     at_best = [
-        f"{one.method} (learning rate {one.learning_rate:g}) learned {one.learned:.0%} and kept "
-        f"{one.kept:.0%}"
+        f"{one.method} (learning rate {shown_rate(one.learning_rate)}) learned "
+        f"{one.learned:.0%} and kept {one.kept:.0%}"
         for one in (mine, theirs)
     ]
     least = {
@@ -88,17 +88,29 @@ def _more(ours: str, other: str, mine: float, theirs: float) -> str:
     return f"{ours} kept no more than {other}"
 
 
-def table(before: Outcome, teacher: Outcome | None, outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """The table's cells, its titles first: a row for the model before, one for the teacher, then
-    one for each training.
+def shown_rate(rate: float) -> str:
+    """A learning rate as it is written in recipes.
 
-    before and teacher: their methods are their titles, and their learning rates are not shown.
+    shown_rate(0.0003)  # "3e-4"
     """
-    learned, kept = list(before.learned_skills), list(before.kept_skills)
-    rows = [["", "learning rate", *learned, "learned", *kept, "kept"]]
-    for one in filter(None, (before, teacher, *outcomes)):
-        rate = f"{one.learning_rate:g}" if one in outcomes else ""
-        figures = [one.learned_skills[skill] for skill in learned] + [one.learned]
-        figures += [one.kept_skills[skill] for skill in kept] + [one.kept]
-        rows.append([one.method, rate, *(f"{figure:.0%}" for figure in figures)])
+    digits, _, power = f"{rate:e}".partition("e")
+    return f"{float(digits):g}e{int(power)}"
+
+
+def table(columns: Sequence[Outcome]) -> list[list[str]]:
+    """The table's cells, its titles first: a column for each outcome, a row for each skill and one
+    for the mean of each side. What is no training (learning rate 0) has its method as its title.
+    """
+    first = columns[0]
+    titles = [
+        f"{one.method}\n{shown_rate(one.learning_rate)}" if one.learning_rate else one.method
+        for one in columns
+    ]
+    rows = [["", *titles]]
+    for skill in first.learned_skills:
+        rows.append([skill, *(f"{one.learned_skills[skill]:.0%}" for one in columns)])
+    rows.append(["learned", *(f"{one.learned:.0%}" for one in columns)])
+    for skill in first.kept_skills:
+        rows.append([skill, *(f"{one.kept_skills[skill]:.0%}" for one in columns)])
+    rows.append(["kept", *(f"{one.kept:.0%}" for one in columns)])
     return rows

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tinsmith.demo.outcomes import shown_rate
+
 COLORS = ("#e9a23b", "#2a6f97", "#4f9d69", "#a23b72")
 Curve = Mapping[float, float]  # a figure at each learning rate
 
@@ -65,7 +67,7 @@ def _panel(axes: Any, panel: Panel, names: Sequence[str]) -> None:
         axes.plot(*_line(panel.curves[name]), color=color, linewidth=2.4, label=name, **marks)
         rates |= set(panel.curves[name])
     axes.set_xscale("log")
-    axes.set_xticks(sorted(rates), [f"{rate:g}" for rate in sorted(rates)])
+    axes.set_xticks(sorted(rates), [shown_rate(rate) for rate in sorted(rates)])
     axes.minorticks_off()
     if panel.limits is not None:
         room = 0.04 * (panel.limits[1] - panel.limits[0])
