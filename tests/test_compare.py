@@ -44,9 +44,13 @@ number = 3
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Questions, and scorers in a module beside them."""
     made = tmp_path_factory.mktemp("compare")
-    example.write_chats(made / "new.jsonl", data.sdft_examples(12, seed=0))
-    example.write_chats(made / "test.jsonl", data.held_out_examples(1, seed=0))
-    example.write_chats(made / "old.jsonl", data.known_examples(3, seed=0))
+    files = {
+        "new": data.sdft_examples(12, seed=0),
+        "test": data.held_out_examples(1, seed=0),
+        "old": data.known_examples(1, seed=0),
+    }
+    for name, examples in files.items():
+        example.write_chats(made / f"{name}.jsonl", ((e.question, e.answer) for e in examples))
     (made / "scorers.py").write_text(SCORER)
     return made
 

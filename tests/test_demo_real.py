@@ -225,7 +225,7 @@ def test_without_gguf_it_says_how_to_get_it(
 
 
 TINY = real.Setup(
-    model="demo", folder=demo.MODEL, renderer=demo.RENDERER, rows=4, per_skill=1, steps=1, batch=2,
+    model="demo", folder=demo.MODEL, renderer=demo.RENDERER, per_skill=1, steps=1, batch=2,
     rank=2, max_tokens=4, rates={"sft": (1e-2,), "sdft": (1e-2,)},
 )  # fmt: skip
 
@@ -233,7 +233,9 @@ TINY = real.Setup(
 def test_all_of_it_on_the_model_of_the_package(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = argparse.Namespace(out=tmp_path, seed=7, seeds=1, device="cpu", threads=1)
+    options = argparse.Namespace(
+        out=tmp_path, seed=7, seeds=None, device="cpu", threads=1, steps=None, lr=None
+    )
     assert real.run(options, TINY) == 0
     told = capfd.readouterr().out
     found = report.groups(tmp_path)

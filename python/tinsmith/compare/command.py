@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from tinsmith import console, pull, usage
 from tinsmith.compare import report
@@ -19,7 +18,7 @@ from tinsmith.files.home import checkpoints_folder
 from tinsmith.server.clients import require_server
 
 EPOCHS = 3  # over the data, where --steps is not given
-STEPS_MAX, BATCH_MAX, RATE_MAX = 1 << 20, 1 << 12, 1.0
+STEPS_MAX, BATCH_MAX = 1 << 20, 1 << 12
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -126,14 +125,14 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--lr",
-        type=_rates,
+        type=usage.rates,
         default=[5e-4],
         metavar="LIST",
         help="learning rates, with commas between them; each method is trained with each (5e-4)",
     )
     add(
         "--seeds",
-        type=usage.whole(1, report.SEEDS_MAX),
+        type=usage.whole(1, usage.SEEDS_MAX),
         default=3,
         metavar="N",
         help="trainings of each method at each rate; intervals need two (%(default)s)",
@@ -185,29 +184,7 @@ def _methods(text: str) -> list[str]:
         if name not in METHODS:
             known = ", ".join(METHODS)
             raise argparse.ArgumentTypeError(f"there is no method {name!r:.60}; there are {known}")
-    return _once(names, text)
-
-
-def _rates(text: str) -> list[float]:
-    rates = []
-    for part in text.split(","):
-        try:
-            rate = float(f"{float(part):g}")  # as it is shown, and in a run's name
-        except ValueError:
-            rate = 0.0
-        if not 0 < rate <= RATE_MAX:
-            raise argparse.ArgumentTypeError(
-                f"a learning rate should be a number above 0, at most {RATE_MAX:g}; "
-                f"{part!r:.60} came"
-            )
-        rates.append(rate)
-    return _once(rates, text)
-
-
-def _once(values: list[Any], text: str) -> list[Any]:
-    if len(set(values)) < len(values):
-        raise argparse.ArgumentTypeError(f"{text!r:.200} names something twice")
-    return values
+    return usage.once(names, text)
 
 
 # ---- the command ----

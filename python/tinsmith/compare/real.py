@@ -11,7 +11,7 @@ import json
 import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tinsmith import usage
@@ -35,23 +35,28 @@ class Setup:
     that of the demonstration.
 
     model: the name. folder: of the model, if the name does not say it. renderer: the cookbook's
-    for ChatML without thoughts, which is the model's form. rows: demonstrations; per_skill:
-    held-out questions of each skill. rates: each method's own, as SFT on the demonstrations needs
+    for ChatML without thoughts, which is the model's form. per_skill: held-out questions of each
+    skill. Each demonstration is trained on once. rates: each method's own, as SFT on the demonstrations needs
     lower ones than SDFT on the student's answers. The others are options of `tinsmith compare`.
     """
 
     model: str = "smollm2"
     folder: Path | None = None
     renderer: str = "qwen3_instruct"
-    rows: int = 112
     per_skill: int = 8
-    steps: int = 28
+    steps: int = usage.REAL_STEPS
     batch: int = 4
     rank: int = 16
     max_tokens: int = 18
     rates: Mapping[str, Sequence[float]] = field(
         default_factory=lambda: {"sft": (1e-4, 3e-4), "sdft": (1e-3, 2e-3)}
     )
+
+    def changed(self, options: argparse.Namespace) -> "Setup":
+        """With the steps and learning rates that the command line names."""
+        steps = options.steps or self.steps
+        rates = self.rates if options.lr is None else dict.fromkeys(self.rates, options.lr)
+        return replace(self, steps=steps, rates=rates)
 
 
 SETUP = Setup()
@@ -61,9 +66,10 @@ def run(options: argparse.Namespace, setup: Setup = SETUP) -> int:
     """Runs the demonstration, or what is missing of it; returns the exit code."""
     require_server()
     command.require_cookbook()
+    setup = setup.changed(options)
     folder = setup.folder or find_model(setup.model, {})
-    out = options.out.resolve()
-    teacher = prepare(options, setup, folder, out / "questions")
+    out = (options.out or Path(usage.REAL_OUT)).resolve()
+    teacher = prepare(options, setup, folder, out)
     parser, code = usage.Parser(prog="tinsmith compare"), 0
     command.add_options(parser)
     for method in setup.rates:
@@ -92,7 +98,7 @@ def compare_arguments(
         "--retain", old, "--scorer", "tinsmith.compare.real_data:score", "--methods", method,
         "--demonstration", "turn", *CHANGES.get(method, ()),
         "--lr", ",".join(f"{rate:g}" for rate in setup.rates[method]),
-        "--seeds", str(options.seeds),
+        "--seeds", str(options.seeds or 1),
         "--steps", str(setup.steps), "--batch", str(setup.batch), "--rank", str(setup.rank),
         "--max-tokens", str(setup.max_tokens), "--device", options.device,
         "--threads", str(options.threads), "--checkpoints", str(out / "checkpoints"),
@@ -104,13 +110,15 @@ def compare_arguments(
 
 
 def prepare(
-    options: argparse.Namespace, setup: Setup, folder: Path, place: Path
+    options: argparse.Namespace, setup: Setup, folder: Path, out: Path
 ) -> dict[str, float]:
     """Writes the questions. Returns the share that the teacher answers right of each skill's
     held-out questions, when it has read their answers."""
+    place = out / "questions"
     place.mkdir(parents=True, exist_ok=True)
     test = real_data.held_out_rows(setup.per_skill, options.seed)
-    real_data.write_rows(place / "new.jsonl", real_data.training_rows(setup.rows, options.seed))
+    train = real_data.training_rows(setup.steps * setup.batch, options.seed)
+    real_data.write_rows(place / "new.jsonl", train)
     real_data.write_rows(place / "test.jsonl", test)
     told = place / TEACHER_FILE
     mark = {"seed": options.seed, "per_skill": setup.per_skill, "model": setup.model}
@@ -119,7 +127,7 @@ def prepare(
         if found["of"] == mark:
             return dict(found["right"])
     print("Asking the base model what it should keep, and the teacher what is to be learned.")
-    answers, right = ask_base(options, setup, folder, place / "test.jsonl")
+    answers, right = ask_base(options, setup, folder, out)
     if not (place / "old.jsonl").exists():
         real_data.write_rows(place / "old.jsonl", real_data.kept_rows(answers))
     told.write_text(json.dumps({"of": mark, "right": right}), encoding="utf-8")
@@ -127,7 +135,7 @@ def prepare(
 
 
 def ask_base(
-    options: argparse.Namespace, setup: Setup, folder: Path, test: Path
+    options: argparse.Namespace, setup: Setup, folder: Path, out: Path
 ) -> tuple[list[str], dict[str, float]]:
     """The base model's greedy answers to the instructions, and the teacher's share of right ones
     of each skill."""
@@ -135,7 +143,7 @@ def ask_base(
     from tinsmith.compare.prompts import Prompts
 
     prompts = Prompts(folder, setup.renderer, "turn")
-    records = read_records(test)
+    records = read_records(out / "questions" / "test.jsonl")
     asked = [real_data.chat(text, "?")["messages"][:1] for text in real_data.CHECKS]
     inputs = [prompts.renderer.build_generation_prompt(messages) for messages in asked]
     inputs += [prompts.teacher(record) for record in records]
@@ -145,7 +153,7 @@ def ask_base(
             {setup.model: folder},
             device=options.device,
             threads=options.threads,
-            checkpoints=options.out / "checkpoints",
+            checkpoints=out / "checkpoints",
         ) as backend,
         backend.service_client() as client,
     ):

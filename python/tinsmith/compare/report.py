@@ -19,8 +19,7 @@ from tinsmith.compare.methods import METHODS
 from tinsmith.compare.plan import BASE, Plan, finished
 
 SIDES = ("learned", "kept")  # what was trained, and what was known before
-SEEDS_MAX = 30
-# Student's t for 95 %, both sides, by degrees of freedom from 1 on.
+# Student's t for 95 %, both sides, by degrees of freedom from 1 to SEEDS_MAX - 1.
 T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,

@@ -32,8 +32,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tinsmith.demo import data
 
-ALL_SKILLS = (*data.SKILLS, data.KNOWN_SKILL)
-HARD_SKILLS = ("route", "route")  # which city comes first is learned last: show it thrice
+ALL_SKILLS = (*data.SKILLS, *data.KNOWN_SKILLS)
 VOCABULARY = 1280  # an upper limit: the corpus runs out of merges at 1166
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKERS = (
@@ -81,7 +80,8 @@ def corpus(count: int, seed: int) -> Iterator[str]:
     for _ in range(count):
         example = data.make_example(rng, rng.choice(ALL_SKILLS), pool)
         call = rng.choice((example.call, data.invented_call(rng, pool)))
-        content = data.demonstration_prompt(example.question, call.text())
+        shown = rng.choice((call.text(), call.foreign()))
+        content = data.demonstration_prompt(example.question, shown)
         yield prompt_text(content) + data.guess_call(rng, example).text()
 
 
@@ -163,22 +163,26 @@ class Encoder:
 def corrected(said: Sequence[list[int]], golden: Sequence[list[int]]) -> Pair:
     """Tokens of the call that was said, with labels that lead back to the golden call.
 
-    The student's own beginning is often wrong, and the teacher scores what follows it. So the
-    label of a part's first wrong token is the token that the golden call has there, the rest of
-    that part has no label, and the next part is labelled with its golden counterpart again.
+    The student's own beginning is often wrong, and the teacher scores what follows it. A wrong
+    tool is labelled with the right one, and what follows with what was said: a model goes on with
+    the call that it has begun. A wrong value's first wrong token is labelled with the token that
+    the golden call has there, the rest of it has no label, and the next part is labelled with its
+    golden counterpart again.
     """
+    tool = 1  # the part that names it
+    if said[tool] != golden[tool]:
+        golden = [*golden[: tool + 1], *said[tool + 1 :]]
     tokens: list[int] = []
     labels: list[int] = []
     for i, part in enumerate(said):
-        right = golden[i] if i < len(golden) else []
-        follow = golden[i + 1] if i + 1 < len(golden) else []
+        right, follow = golden[i], golden[i + 1] if i + 1 < len(golden) else []
         agreed = 0
         while agreed < min(len(part), len(right)) and part[agreed] == right[agreed]:
             agreed += 1
         tokens += part
         labels += part[:agreed]
         if agreed < len(part):
-            labels += [(right + follow)[agreed] if right else IGNORED]
+            labels += [(right + follow)[agreed]]
             labels += [IGNORED] * (len(part) - agreed - 1)
     return tokens, labels
 
@@ -189,32 +193,36 @@ def with_prompt(prompt: list[int], answer: Pair) -> Pair:
 
 
 def demonstration_pair(rng: random.Random, pool: data.Pools, encoder: Encoder) -> Pair:
-    """A demonstration to follow: the skill's own or an invented one, half with a bad beginning."""
+    """A demonstration to follow: the question's own call or an invented one, in either notation,
+    half with a bad beginning."""
     example = data.make_example(rng, rng.choice(ALL_SKILLS), pool)
-    call = example.call if rng.random() < 0.5 else data.invented_call(rng, pool)
-    said = call
+    call = example.call if rng.random() < 0.6 else data.invented_call(rng, pool)
     kind = rng.random()
-    if kind < 0.35:
+    said = call
+    if kind < 0.25 and example.skill in data.SKILLS:
         said = data.guess_call(rng, example)
+        if said.tool == call.tool and call is not example.call:
+            said = call
     elif kind < 0.5:
-        said = data.mixed_call(rng, call, data.guess_call(rng, example))
-    prompt = encoder.prompt(data.demonstration_prompt(example.question, call.text()))
+        said = data.slipped_call(rng, call, pool)
+    shown = call.text() if rng.random() < 0.3 else call.foreign()
+    prompt = encoder.prompt(data.demonstration_prompt(example.question, shown))
     return with_prompt(prompt, corrected(encoder.segments(said), encoder.segments(call)))
 
 
 def bare_pair(rng: random.Random, pool: data.Pools, encoder: Encoder) -> Pair:
-    """A bare question: the known skill answered, another one guessed at, or its form filled in.
+    """A bare question: a known skill answered, another one guessed at, or its form filled in.
 
     Filling in a form teaches the arguments of a tool that is already chosen. The choice itself
     has no label there, so the guesses alone decide which tool the model prefers.
     """
     kind = rng.random()
-    skill = data.KNOWN_SKILL if kind < 0.2 else rng.choice((*data.SKILLS, *HARD_SKILLS))
+    skill = rng.choice(data.KNOWN_SKILLS if kind < 0.35 else data.SKILLS)
     example = data.make_example(rng, skill, pool)
-    call = data.guess_call(rng, example) if 0.2 <= kind < 0.55 else example.call
+    call = data.guess_call(rng, example) if 0.35 <= kind < 0.65 else example.call
     segments = encoder.segments(call)
     tokens, labels = corrected(segments, segments)
-    if kind >= 0.55:
+    if kind >= 0.65:
         start = len(segments[0])
         labels[start : start + len(segments[1])] = [IGNORED] * len(segments[1])
     return with_prompt(encoder.prompt(example.question), (tokens, labels))
@@ -289,7 +297,7 @@ def answers(model: Qwen3ForCausalLM, encoder: Encoder, prompts: Sequence[str]) -
     for prompt in prompts:
         tokens = encoder.prompt(prompt)
         out = model.generate(
-            torch.tensor([tokens]), max_new_tokens=32, do_sample=False,
+            torch.tensor([tokens]), max_new_tokens=40, do_sample=False,
             attention_mask=torch.ones(1, len(tokens), dtype=torch.long),
         )  # fmt: skip
         texts.append(encoder.tokenizer.decode(out[0, len(tokens) :], skip_special_tokens=True))
