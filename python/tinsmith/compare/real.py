@@ -36,8 +36,9 @@ class Setup:
 
     model: the name. folder: of the model, if the name does not say it. renderer: the cookbook's
     for ChatML without thoughts, which is the model's form. per_skill: held-out questions of each
-    skill. Each demonstration is trained on once. rates: each method's own, as SFT on the demonstrations needs
-    lower ones than SDFT on the student's answers. The others are options of `tinsmith compare`.
+    skill. Each demonstration is trained on once. rates: each method's own, as SFT on the
+    demonstrations needs lower ones than SDFT on the student's answers. The others are options of
+    `tinsmith compare`.
     """
 
     model: str = "smollm2"
@@ -109,9 +110,7 @@ def compare_arguments(
 # ---- before the trainings ----
 
 
-def prepare(
-    options: argparse.Namespace, setup: Setup, folder: Path, out: Path
-) -> dict[str, float]:
+def prepare(options: argparse.Namespace, setup: Setup, folder: Path, out: Path) -> dict[str, float]:
     """Writes the questions. Returns the share that the teacher answers right of each skill's
     held-out questions, when it has read their answers."""
     place = out / "questions"
@@ -169,9 +168,7 @@ def ask_base(
 # ---- after them ----
 
 
-def skills_table(
-    out: Path, found: Sequence[Group], teacher: dict[str, float]
-) -> list[list[str]]:
+def skills_table(out: Path, found: Sequence[Group], teacher: dict[str, float]) -> list[list[str]]:
     """The share of right answers of each skill: of the base model, of the teacher, and of each
     method at each rate, the mean over its seeds."""
     rows = [["", "learning rate", *real_data.SKILLS]]
@@ -227,9 +224,7 @@ def verdict(found: Sequence[Group]) -> list[str]:
         names = " and ".join(KEPT[name][0] for name in more)
         lines.append(f"SDFT keeps more than SFT of {names} only: {words} ({over}).")
     else:
-        lines.append(
-            f"SDFT does NOT keep more than SFT, each at its best rate: {words} ({over})."
-        )
+        lines.append(f"SDFT does NOT keep more than SFT, each at its best rate: {words} ({over}).")
     return lines
 
 

@@ -22,19 +22,27 @@ MONTHS = (
     "January", "February", "March", "April", "May", "June", "July", "August", "September",
     "October", "November", "December",
 )  # fmt: skip
-NAMES = tuple(
+
+
+def _listed(words: str) -> tuple[str, ...]:
+    return tuple(words.split())
+
+
+NAMES = _listed(
     "Anna Ben Clara David Elena Frank Greta Hugo Ines Jonas Karim Lena Marco Nadia Oscar Paula "
-    "Rosa Samir Tara Vera Adam Bella Carlo Dora Emil Fiona Leo Maria Nora Peter Simon Theo".split()
+    "Rosa Samir Tara Vera Adam Bella Carlo Dora Emil Fiona Leo Maria Nora Peter Simon Theo"
 )
-GOODS = tuple(
+GOODS = _listed(
     "apples pears plums eggs rolls lemons onions carrots tomatoes potatoes bananas grapes peppers "
-    "beans cherries melons peaches olives cakes pies buns nuts leeks limes".split()
+    "beans cherries melons peaches olives cakes pies buns nuts leeks limes"
 )
 # By a unit's sign: its name, what is said before and after the number, and what has that measure.
 UNITS = {
     "km": ("kilometres", "is", "long", ("road", "river", "track", "coast", "canal", "border")),
     "m": ("metres", "is", "high", ("tower", "wall", "tree", "mast", "bridge", "fence")),
-    "kg": ("kilograms", "has a weight of", "", ("box", "stone", "sack", "trunk", "anchor", "crate")),
+    "kg": (
+        "kilograms", "has a weight of", "", ("box", "stone", "sack", "trunk", "anchor", "crate"),
+    ),
     "min": ("minutes", "takes", "", ("trip", "lesson", "film", "song", "speech", "match")),
 }  # fmt: skip
 DATES = (
