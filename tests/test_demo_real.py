@@ -1,7 +1,6 @@
 """`tinsmith demo --real`: its questions, the judges of what is kept, the sentences that it computes
 from figures, what it refuses; and all of it, small, on the model that ships with the package."""
 
-import argparse
 import importlib.util
 import json
 import re
@@ -235,10 +234,8 @@ TINY = real.Setup(
 def test_all_of_it_on_the_model_of_the_package(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = argparse.Namespace(
-        out=tmp_path, seed=7, seeds=None, device="cpu", threads=1, steps=None, lr=None
-    )
-    assert real.run(options, TINY) == 0
+    machine = {"device": "cpu", "threads": 1}
+    assert real.demonstrate(tmp_path, TINY, seed=7, **machine) == 0
     told = capfd.readouterr().out
     found = report.groups(tmp_path)
     assert [group.method for group in found] == ["base", "sft", "sdft"]
@@ -253,7 +250,7 @@ def test_all_of_it_on_the_model_of_the_package(
     records = read_records(tmp_path / "questions" / "old.jsonl", texts=True)
     assert [record.answer for record in records[-6:]] == list(real_data.TEXTS)
     before = {path: path.read_bytes() for path in (tmp_path / "questions").iterdir()}
-    assert real.run(options, TINY) == 0
+    assert real.demonstrate(tmp_path, TINY, seed=7, **machine) == 0
     assert capfd.readouterr().out.count("2 of the 2 runs are in") == 2
     assert before == {path: path.read_bytes() for path in (tmp_path / "questions").iterdir()}
     assert (tmp_path / "report.md").read_text() == text

@@ -13,11 +13,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from tinsmith import usage
 from tinsmith.compare import command, real_data, report
-from tinsmith.compare.data import read_records
-from tinsmith.compare.plan import Run
+from tinsmith.compare.data import digest, read_records
+from tinsmith.compare.plan import Run, write_json
 from tinsmith.compare.report import Estimate, Group
 from tinsmith.files.families import find_model
 from tinsmith.server.clients import require_server
@@ -26,6 +27,7 @@ FILES = ("new.jsonl", "test.jsonl", "old.jsonl")
 TEACHER_FILE = "teacher.json"
 # The first tokens of so short an answer are what is to be learned.
 CHANGES = {"sdft": ("--set", "sdft.skip_first_tokens=0")}
+Machine = Mapping[str, Any]  # device and threads, as the command line has them
 KEPT = {"score": ("instructions", 100, " points"), "text": ("text", 1, " nats a token")}
 
 
@@ -53,43 +55,62 @@ class Setup:
         default_factory=lambda: {"sft": (1e-4, 3e-4), "sdft": (1e-3, 2e-3)}
     )
 
-    def changed(self, options: argparse.Namespace) -> "Setup":
-        """With the steps and learning rates that the command line names."""
-        steps = options.steps or self.steps
-        rates = self.rates if options.lr is None else dict.fromkeys(self.rates, options.lr)
-        return replace(self, steps=steps, rates=rates)
-
 
 SETUP = Setup()
 
 
-def run(options: argparse.Namespace, setup: Setup = SETUP) -> int:
-    """Runs the demonstration, or what is missing of it; returns the exit code."""
+def run(options: argparse.Namespace) -> int:
+    """The command `tinsmith demo --real`; returns the exit code."""
+    steps = options.steps or SETUP.steps
+    rates = SETUP.rates if options.lr is None else dict.fromkeys(SETUP.rates, options.lr)
+    return demonstrate(
+        options.out or Path(usage.REAL_OUT),
+        replace(SETUP, steps=steps, rates=rates),
+        seed=options.seed,
+        seeds=options.seeds or 1,
+        device=options.device,
+        threads=options.threads,
+    )
+
+
+def demonstrate(
+    out: Path,
+    setup: Setup = SETUP,
+    *,
+    seed: int = 0,
+    seeds: int = 1,
+    device: str = "auto",
+    threads: int = 0,
+) -> int:
+    """Does the demonstration, or what is missing of it in its folder; returns the exit code.
+
+    seed: of the questions. seeds: trainings of each method at each rate.
+
+        demonstrate(Path("tinsmith-demo-real"), seeds=3)
+    """
     require_server()
     command.require_cookbook()
-    setup = setup.changed(options)
-    folder = setup.folder or find_model(setup.model, {})
-    out = (options.out or Path(usage.REAL_OUT)).resolve()
-    teacher = prepare(options, setup, folder, out)
+    find_model(setup.model, {setup.model: setup.folder} if setup.folder else {})
+    machine, out = {"device": device, "threads": threads}, out.resolve()
+    prepare(out, setup, seed, machine)
     parser, code = usage.Parser(prog="tinsmith compare"), 0
     command.add_options(parser)
     for method in setup.rates:
-        arguments = compare_arguments(options, setup, out, method)
+        arguments = compare_arguments(out, setup, method, seeds, machine)
         print(f"Running: tinsmith compare {shlex.join(arguments)}\n", flush=True)
         if code := command.run(parser.parse_args(arguments)):
-            break
-    if code == 0:
-        found = report.groups(out)
-        table = report.markdown(skills_table(out, found, teacher))
-        told = "\n".join(verdict(found))
-        print(f"\nHeld-out questions answered right, by skill:\n\n{table}\n{told}")
-        with (out / "report.md").open("a", encoding="utf-8") as file:
-            file.write(f"\n{table}\n{told}\n")
+            return code
+    found = report.groups(out)
+    table = report.markdown(skills_table(out, found))
+    told = "\n".join(verdict(found))
+    print(f"\nHeld-out questions answered right, by skill:\n\n{table}\n{told}")
+    with (out / "report.md").open("a", encoding="utf-8") as file:
+        file.write(f"\n{table}\n{told}\n")
     return code
 
 
 def compare_arguments(
-    options: argparse.Namespace, setup: Setup, out: Path, method: str
+    out: Path, setup: Setup, method: str, seeds: int, machine: Machine
 ) -> list[str]:
     """The arguments of `tinsmith compare` that train by a method."""
     model = setup.model if setup.folder is None else f"{setup.model}={setup.folder}"
@@ -98,49 +119,41 @@ def compare_arguments(
         "--model", model, "--renderer", setup.renderer, "--data", new, "--test", test,
         "--retain", old, "--scorer", "tinsmith.compare.real_data:score", "--methods", method,
         "--demonstration", "turn", *CHANGES.get(method, ()),
-        "--lr", ",".join(f"{rate:g}" for rate in setup.rates[method]),
-        "--seeds", str(options.seeds or 1),
+        "--lr", ",".join(f"{rate:g}" for rate in setup.rates[method]), "--seeds", str(seeds),
         "--steps", str(setup.steps), "--batch", str(setup.batch), "--rank", str(setup.rank),
-        "--max-tokens", str(setup.max_tokens), "--device", options.device,
-        "--threads", str(options.threads), "--checkpoints", str(out / "checkpoints"),
-        "--out", str(out),
+        "--max-tokens", str(setup.max_tokens), "--checkpoints", str(out / "checkpoints"),
+        *(f"--{name}={value}" for name, value in machine.items()), "--out", str(out),
     ]  # fmt: skip
 
 
 # ---- before the trainings ----
 
 
-def prepare(options: argparse.Namespace, setup: Setup, folder: Path, out: Path) -> dict[str, float]:
-    """Writes the questions. Returns the share that the teacher answers right of each skill's
-    held-out questions, when it has read their answers."""
+def prepare(out: Path, setup: Setup, seed: int, machine: Machine) -> None:
+    """Writes the questions, what the base model answers to those it should keep, and the share
+    that the teacher answers right of each skill's held-out questions, whose answers it has read."""
     place = out / "questions"
     place.mkdir(parents=True, exist_ok=True)
-    test = real_data.held_out_rows(setup.per_skill, options.seed)
-    train = real_data.training_rows(setup.steps * setup.batch, options.seed)
+    train = real_data.training_rows(setup.steps * setup.batch, seed)
     real_data.write_rows(place / "new.jsonl", train)
-    real_data.write_rows(place / "test.jsonl", test)
-    told = place / TEACHER_FILE
-    mark = {"seed": options.seed, "per_skill": setup.per_skill, "model": setup.model}
-    if told.exists():
-        found = json.loads(told.read_text(encoding="utf-8"))
-        if found["of"] == mark:
-            return dict(found["right"])
+    real_data.write_rows(place / "test.jsonl", real_data.held_out_rows(setup.per_skill, seed))
+    mark = digest(place / "test.jsonl")
+    if (place / TEACHER_FILE).exists() and _read(place / TEACHER_FILE)["of"] == mark:
+        return
     print("Asking the base model what it should keep, and the teacher what is to be learned.")
-    answers, right = ask_base(options, setup, folder, out)
+    answers, right = ask_base(out, setup, machine)
     if not (place / "old.jsonl").exists():
         real_data.write_rows(place / "old.jsonl", real_data.kept_rows(answers))
-    told.write_text(json.dumps({"of": mark, "right": right}), encoding="utf-8")
-    return right
+    write_json(place / TEACHER_FILE, {"of": mark, "right": right})
 
 
-def ask_base(
-    options: argparse.Namespace, setup: Setup, folder: Path, out: Path
-) -> tuple[list[str], dict[str, float]]:
+def ask_base(out: Path, setup: Setup, machine: Machine) -> tuple[list[str], dict[str, float]]:
     """The base model's greedy answers to the instructions, and the teacher's share of right ones
     of each skill."""
     import tinsmith
     from tinsmith.compare.prompts import Prompts
 
+    folder = setup.folder or find_model(setup.model, {})
     prompts = Prompts(folder, setup.renderer, "turn")
     records = read_records(out / "questions" / "test.jsonl")
     asked = [real_data.chat(text, "?")["messages"][:1] for text in real_data.CHECKS]
@@ -149,10 +162,7 @@ def ask_base(
     params = prompts.sampling(setup.max_tokens, temperature=0.0)
     with (
         tinsmith.serve(
-            {setup.model: folder},
-            device=options.device,
-            threads=options.threads,
-            checkpoints=out / "checkpoints",
+            {setup.model: folder}, checkpoints=out / "checkpoints", **machine
         ) as backend,
         backend.service_client() as client,
     ):
@@ -165,15 +175,20 @@ def ask_base(
     return texts[: len(asked)], {skill: sum(some) / len(some) for skill, some in right.items()}
 
 
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 # ---- after them ----
 
 
-def skills_table(out: Path, found: Sequence[Group], teacher: dict[str, float]) -> list[list[str]]:
+def skills_table(out: Path, found: Sequence[Group]) -> list[list[str]]:
     """The share of right answers of each skill: of the base model, of the teacher, and of each
     method at each rate, the mean over its seeds."""
     rows = [["", "learning rate", *real_data.SKILLS]]
     lines = (out / "questions" / "test.jsonl").read_text(encoding="utf-8").splitlines()
     skills = [json.loads(line)["skill"] for line in lines]
+    teacher = _read(out / "questions" / TEACHER_FILE)["right"]
     for group in found:
         shares = [_by_skill(out, run, skills) for run in group.runs]
         means = {skill: sum(one[skill] for one in shares) / len(shares) for skill in teacher}
