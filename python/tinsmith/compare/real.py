@@ -141,9 +141,9 @@ def prepare(out: Path, setup: Setup, seed: int, machine: Machine) -> None:
     if (place / TEACHER_FILE).exists() and _read(place / TEACHER_FILE)["of"] == mark:
         return
     print("Asking the base model what it should keep, and the teacher what is to be learned.")
-    answers, right = ask_base(out, setup, machine)
+    said, right = ask_base(out, setup, machine)
     if not (place / "old.jsonl").exists():
-        real_data.write_rows(place / "old.jsonl", real_data.kept_rows(answers))
+        real_data.write_rows(place / "old.jsonl", real_data.kept_rows(said))
     write_json(place / TEACHER_FILE, {"of": mark, "right": right})
 
 
@@ -198,14 +198,24 @@ def skills_table(out: Path, found: Sequence[Group]) -> list[list[str]]:
     return rows
 
 
-def _by_skill(out: Path, run: report.Result, skills: Sequence[str]) -> dict[str, float]:
-    """A run's share of right answers of each skill."""
+def answers(out: Path, run: report.Result) -> dict[str, list[dict[str, Any]]]:
+    """What a run answered: its rows of answers.jsonl, by the sides "learned" and "kept".
+
+    answers(folder, group.runs[0])["kept"][0]["answer"]
+    """
     place = out / "runs" / Run(run["method"], run["learning_rate"], run["seed"]).name
-    right = defaultdict(list)
+    sides: dict[str, list[dict[str, Any]]] = {side: [] for side in report.SIDES}
     for line in (place / "answers.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        if row["side"] == "learned":
-            right[skills[row["line"] - 1]].append(row["score"])
+        sides[row["side"]].append(row)
+    return sides
+
+
+def _by_skill(out: Path, run: report.Result, skills: Sequence[str]) -> dict[str, float]:
+    """A run's share of right answers of each skill."""
+    right = defaultdict(list)
+    for row in answers(out, run)["learned"]:
+        right[skills[row["line"] - 1]].append(row["score"])
     return {skill: sum(some) / len(some) for skill, some in right.items()}
 
 
@@ -214,51 +224,47 @@ def _percents(shares: dict[str, float]) -> list[str]:
 
 
 def verdict(found: Sequence[Group]) -> list[str]:
-    """What the figures say, a sentence each: of SFT and of SDFT at the rates at which they learn
-    most, and whether SDFT keeps more there.
+    """What the figures say, a sentence each: of the base model, of SFT and SDFT, each at its best
+    rate, and whether SDFT keeps more there.
 
         verdict(report.groups(folder))[-1]
     """
     base = next(group for group in found if group.method == "base")
     sft, sdft = (best(found, method) for method in ("sft", "sdft"))
-    kept = [_kept(base)]
-    lines = [f"Before, the model learned nothing yet: {_learned(base)}; {kept[0]}."]
+    lines = [f"Before training: {_figures(base)}."]
     lines += [
-        f"{report.title(group.method)} learns most at the learning rate "
-        f"{group.learning_rate:g}: {_learned(group)}; {_kept(group)}."
+        f"{report.title(group.method)} is best at the learning rate {group.learning_rate:g}: "
+        f"{_figures(group)}."
         for group in (sft, sdft)
     ]
-    told = {name: gain(sdft, sft, name) for name in KEPT}
-    seeds = len(_seeds(sft) & _seeds(sdft))
-    over = "one seed" if seeds == 1 else f"{seeds} seeds"
-    words = ", ".join(_difference(name, one) for name, one in told.items())
-    more = [name for name, one in told.items() if one.mean - (one.half or 0) > 0]
+    told = {name: gain(sdft, sft, "kept", name) for name in KEPT}
+    more = [KEPT[name][0] for name, one in told.items() if one.mean - (one.half or 0) > 0]
     if len(more) == len(told):
-        lines.append(f"SDFT keeps more than SFT, each at its best rate: {words} ({over}).")
+        what = "SDFT keeps more than SFT, each at its best rate"
     elif more:
-        names = " and ".join(KEPT[name][0] for name in more)
-        lines.append(f"SDFT keeps more than SFT of {names} only: {words} ({over}).")
+        what = f"SDFT keeps more of {' and '.join(more)} than SFT, and no more of the rest"
     else:
-        lines.append(f"SDFT does NOT keep more than SFT, each at its best rate: {words} ({over}).")
-    return lines
+        what = "SDFT does NOT keep more than SFT, each at its best rate"
+    seeds = len(_seeds(sft) & _seeds(sdft))
+    differences = [_difference(*KEPT[name], one) for name, one in told.items()]
+    learned = gain(sdft, sft, "learned", "score")
+    differences.append(_difference("new skills", 100, " points", learned))
+    over = "one seed" if seeds == 1 else f"{seeds} seeds"
+    return [*lines, f"{what} ({over}, SDFT less SFT): {', '.join(differences)}."]
 
 
 def best(found: Sequence[Group], method: str) -> Group:
-    """A method's group at the rate at which it learns most; of equals, where it keeps most."""
+    """A method's group at its best rate: where the shares of new skills that it learned and of
+    instructions that it kept add up to most."""
     mine = [group for group in found if group.method == method]
-    return max(
-        mine,
-        key=lambda group: (
-            group.estimate("learned", "score").mean, group.estimate("kept", "score").mean,
-        ),
-    )  # fmt: skip
+    return max(mine, key=lambda group: sum(group.estimate(s, "score").mean for s in report.SIDES))
 
 
-def gain(group: Group, other: Group, measure: str) -> Estimate:
-    """How much more a group keeps than another: the mean over the seeds that both have, whose
+def gain(group: Group, other: Group, side: str, measure: str) -> Estimate:
+    """How much more a group has than another: the mean over the seeds that both have, whose
     trainings saw the same questions in the same order, and half its 95 % interval."""
     mine, theirs = (
-        {run["seed"]: float(run["kept"][measure]) for run in one.runs} for one in (group, other)
+        {run["seed"]: float(run[side][measure]) for run in one.runs} for one in (group, other)
     )
     return report.estimate([mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()])
 
@@ -267,17 +273,16 @@ def _seeds(group: Group) -> set[int]:
     return {run["seed"] for run in group.runs}
 
 
-def _learned(group: Group) -> str:
-    return f"{group.estimate('learned', 'score').mean:.0%} of the held-out questions right"
+def _figures(group: Group) -> str:
+    learned, kept = (group.estimate(side, "score").mean for side in report.SIDES)
+    text = group.estimate("kept", "text").mean
+    return (
+        f"{learned:.0%} of the held-out questions right, {kept:.0%} of the instructions followed, "
+        f"text at {text:.3f} nats a token"
+    )
 
 
-def _kept(group: Group) -> str:
-    checks, text = (group.estimate("kept", name).mean for name in KEPT)
-    return f"{checks:.0%} of the instructions followed, text at {text:.3f} nats a token"
-
-
-def _difference(name: str, one: Estimate) -> str:
-    title, scale, unit = KEPT[name]
+def _difference(title: str, scale: int, unit: str, one: Estimate) -> str:
     digits = 0 if scale == 100 else 3
     half = "" if one.half is None else f" ± {scale * one.half:.{digits}f}"
     return f"{title} {scale * one.mean:+.{digits}f}{half}{unit}"
