@@ -242,6 +242,16 @@ TINY = real.Setup(
 )  # fmt: skip
 
 
+def test_methods_of_the_same_rates_share_a_command(tmp_path: Path) -> None:
+    machine = {"device": "cpu", "threads": 2}
+    alone = real.compare_arguments(tmp_path, real.SETUP, real.SETUP.rates["sft"], 3, machine)
+    assert alone[alone.index("--methods") + 1] == "sft" and "--set" not in alone
+    assert alone[alone.index("--lr") + 1] == "0.0001,0.0003"
+    both = real.compare_arguments(tmp_path, TINY, (1e-2,), 1, machine)
+    assert both[both.index("--methods") + 1] == "sft,sdft"
+    assert both[both.index("--set") + 1] == "sdft.skip_first_tokens=0"
+
+
 def test_all_of_it_on_the_model_of_the_package(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,7 +272,7 @@ def test_all_of_it_on_the_model_of_the_package(
     assert [record.answer for record in records[-6:]] == list(real_data.TEXTS)
     before = {path: path.read_bytes() for path in (tmp_path / "questions").iterdir()}
     assert real.demonstrate(tmp_path, TINY, seed=7, **machine) == 0
-    assert capfd.readouterr().out.count("2 of the 2 runs are in") == 2
+    assert capfd.readouterr().out.count("3 of the 3 runs are in") == 1
     assert before == {path: path.read_bytes() for path in (tmp_path / "questions").iterdir()}
     assert (tmp_path / "report.md").read_text() == text
     rows = [json.loads(line) for line in (tmp_path / "runs" / "sft-lr0.01-seed0" / "answers.jsonl")

@@ -95,8 +95,8 @@ def demonstrate(
     prepare(out, setup, seed, machine)
     parser, code = usage.Parser(prog="tinsmith compare"), 0
     command.add_options(parser)
-    for method in setup.rates:
-        arguments = compare_arguments(out, setup, method, seeds, machine)
+    for rates in dict.fromkeys(map(tuple, setup.rates.values())):
+        arguments = compare_arguments(out, setup, rates, seeds, machine)
         print(f"Running: tinsmith compare {shlex.join(arguments)}\n", flush=True)
         if code := command.run(parser.parse_args(arguments)):
             return code
@@ -110,16 +110,18 @@ def demonstrate(
 
 
 def compare_arguments(
-    out: Path, setup: Setup, method: str, seeds: int, machine: Machine
+    out: Path, setup: Setup, rates: Sequence[float], seeds: int, machine: Machine
 ) -> list[str]:
-    """The arguments of `tinsmith compare` that train by a method."""
+    """The arguments of `tinsmith compare` that train by the methods that have these rates."""
+    methods = [method for method, theirs in setup.rates.items() if tuple(theirs) == tuple(rates)]
+    changes = [change for method in methods for change in CHANGES.get(method, ())]
     model = setup.model if setup.folder is None else f"{setup.model}={setup.folder}"
     new, test, old = (str(out / "questions" / name) for name in FILES)
     return [
         "--model", model, "--renderer", setup.renderer, "--data", new, "--test", test,
-        "--retain", old, "--scorer", "tinsmith.compare.real_data:score", "--methods", method,
-        "--demonstration", "turn", *CHANGES.get(method, ()),
-        "--lr", ",".join(f"{rate:g}" for rate in setup.rates[method]), "--seeds", str(seeds),
+        "--retain", old, "--scorer", "tinsmith.compare.real_data:score", "--methods",
+        ",".join(methods), "--demonstration", "turn", *changes,
+        "--lr", ",".join(f"{rate:g}" for rate in rates), "--seeds", str(seeds),
         "--steps", str(setup.steps), "--batch", str(setup.batch), "--rank", str(setup.rank),
         "--max-tokens", str(setup.max_tokens), "--checkpoints", str(out / "checkpoints"),
         *(f"--{name}={value}" for name, value in machine.items()), "--out", str(out),
