@@ -226,6 +226,11 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
         help="learning rates, with commas between them; each method is trained with each "
         "(5e-4,1e-3,2e-3)",
     )
+    parser.add_argument(
+        "--own-notation",
+        action="store_true",
+        help="demonstrate in the model's own notation, not in another author's",
+    )
     parser.add_argument("--seed", type=seed, default=0, help="of all data (%(default)s)")
     parser.add_argument("--out", type=folder, default=Path("tinsmith-demo"), help="(%(default)s)")
     add_device(parser)
