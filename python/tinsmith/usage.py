@@ -226,6 +226,11 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
         help="learning rates, with commas between them; each method is trained with each "
         f"({','.join(f'{rate:g}' for rate in DEMO_RATES)}; with --real each has its own)",
     )
+    parser.add_argument(
+        "--own-notation",
+        action="store_true",
+        help="demonstrate in the model's own notation, not in another author's",
+    )
     parser.add_argument("--seed", type=seed, default=0, help="of all data (%(default)s)")
     parser.add_argument("--out", type=folder, help=f"({DEMO_OUT}; with --real {REAL_OUT})")
     parser.add_argument(

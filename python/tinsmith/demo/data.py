@@ -11,9 +11,9 @@ times, words), as old and new skills of a model do.
 
 Calls are written in two ways. The model writes `Action: get_time` and a line of JSON. The
 demonstrations are another author's, who writes `get_time(city="Oslo")`, as real demonstrations are
-seldom in the model's own words. The base model has read that notation, never written it; shown a
-demonstration in it, it makes the same call in its own. An answer is right in either notation, with
-its arguments in any order.
+seldom in the model's own words. The base model has read that notation in its prompts, of tools that
+it knows and of invented ones, and has never answered in it; shown a demonstration in it, it makes
+the same call in its own. An answer is right in either notation, with its arguments in any order.
 
 Every call of the model begins with the same three tokens (`Action`, `:`, ` get`), because the SDFT
 recipe puts no loss on the first three tokens of a completion: what distinguishes the tools comes
@@ -295,11 +295,12 @@ def rows_for_steps(steps: int, groups_per_batch: int) -> int:
     return -(-steps * groups_per_batch * 10 // 9) + 1
 
 
-def dataset_columns(examples: Sequence[Example]) -> dict[str, list[str]]:
-    """The columns of the recipe's tool-use data set, for `datasets.Dataset.from_dict`."""
+def dataset_columns(examples: Sequence[Example], *, own: bool = False) -> dict[str, list[str]]:
+    """The columns of the recipe's tool-use data set, for `datasets.Dataset.from_dict`. own: the
+    answers are in the model's own notation."""
     return {
         "prompt": [example.question for example in examples],
-        "golden_response": [example.demonstration for example in examples],
+        "golden_response": [one.answer if own else one.demonstration for one in examples],
     }
 
 

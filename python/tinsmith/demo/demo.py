@@ -8,6 +8,7 @@ the figures repeat.
 """
 
 import argparse
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,19 +54,20 @@ def run(options: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     questions = data.held_out_examples(PER_SKILL, options.seed)
     questions += data.known_examples(PER_SKILL, options.seed)
+    shown = [demonstrated(one, own=options.own_notation) for one in questions]
     trainings = [
         Training(method, rate, options.steps, out) for method in METHODS for rate in options.lr
     ]
     start = time.perf_counter()
     with serve_model(options, out) as backend:
-        write_questions(out, options.steps, options.seed)
+        write_questions(out, options.steps, options.seed, own=options.own_notation)
         print_commands(trainings)
         run_trainings(backend.url, trainings)
         client = backend.service_client()
         base = client.create_sampling_client(base_model=str(MODEL)).result()
         print(f"Asking {len(questions)} held-out questions before and after.")
         before = Outcome("before", 0.0, *evaluate(base, questions))
-        teacher = Outcome("teacher", 0.0, *evaluate(base, questions, demonstrated=True))
+        teacher = Outcome("teacher", 0.0, *evaluate(base, shown))
         outcomes = [
             Outcome(one.method, one.learning_rate, *evaluate(sampler, questions))
             for one in trainings
@@ -93,14 +95,18 @@ def require_cookbook() -> None:
 # ---- measuring ----
 
 
+def demonstrated(example: data.Example, *, own: bool) -> data.Example:
+    """The example with the question that SDFT's teacher sees."""
+    demonstration = example.answer if own else example.demonstration
+    question = data.demonstration_prompt(example.question, demonstration)
+    return dataclasses.replace(example, question=question)
+
+
 def evaluate(
-    sampler: Any, examples: Sequence[data.Example], *, demonstrated: bool = False
+    sampler: Any, examples: Sequence[data.Example]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The share of right answers of each skill, of the new ones and of the known: greedy answers to
-    the examples' questions, all asked at once through the SDK.
-
-    With demonstrated, the prompt is the one that SDFT's teacher sees.
-    """
+    the examples' questions, all asked at once through the SDK."""
     import tinker
     from tinker_cookbook.renderers import get_renderer
     from tinker_cookbook.tokenizer_utils import get_tokenizer
@@ -112,10 +118,8 @@ def evaluate(
     )
     futures = []
     for example in examples:
-        text = example.question
-        if demonstrated:
-            text = data.demonstration_prompt(example.question, example.demonstration)
-        prompt = renderer.build_generation_prompt([{"role": "user", "content": text}])
+        message = {"role": "user", "content": example.question}
+        prompt = renderer.build_generation_prompt([message])
         futures.append(sampler.sample(prompt=prompt, num_samples=1, sampling_params=params))
     right: dict[str, list[bool]] = {}
     for example, future in zip(examples, futures, strict=True):

@@ -80,22 +80,24 @@ def metrics(log: Path) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, complete) if "loss" in row]
 
 
-def write_dataset(folder: Path, steps: int, seed: int) -> None:
-    """The training questions in the format of the SDFT recipe's tool-use data."""
+def write_dataset(folder: Path, steps: int, seed: int, *, own: bool = False) -> None:
+    """The training questions in the format of the SDFT recipe's tool-use data. own: demonstrated in
+    the model's own notation."""
     import datasets
 
     examples = data.sdft_examples(data.rows_for_steps(steps, BATCH), seed)
     datasets.disable_progress_bars()
-    datasets.Dataset.from_dict(data.dataset_columns(examples)).save_to_disk(str(folder))
+    datasets.Dataset.from_dict(data.dataset_columns(examples, own=own)).save_to_disk(str(folder))
 
 
-def write_questions(folder: Path, steps: int, seed: int) -> None:
+def write_questions(folder: Path, steps: int, seed: int, *, own: bool = False) -> None:
     """The same questions and demonstrations for both recipes, each in its format."""
-    write_dataset(folder / "questions", steps, seed)
+    write_dataset(folder / "questions", steps, seed, own=own)
     examples = data.sdft_examples(data.rows_for_steps(steps, BATCH), seed)
+    columns = data.dataset_columns(examples, own=own)
     lines = []
-    for one in examples:
-        turns = (("user", one.question), ("assistant", one.demonstration))
+    for question, answer in zip(columns["prompt"], columns["golden_response"], strict=True):
+        turns = (("user", question), ("assistant", answer))
         messages = [{"role": role, "content": content} for role, content in turns]
         lines.append(json.dumps({"messages": messages}) + "\n")
     (folder / "questions.jsonl").write_text("".join(lines), encoding="utf-8")
