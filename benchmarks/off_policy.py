@@ -28,7 +28,7 @@ import tinker
 import tinsmith
 from peers import parse, parser
 from report import Report
-from tinsmith.demo import data, demo
+from tinsmith.demo import data, demo, trainings
 
 OURS = "stable_reinforce"
 LOSSES = (OURS, "importance_sampling")
@@ -79,7 +79,7 @@ class Task:
     ) -> tuple[list[tinker.Datum], float]:
         """The datums of a step's groups, and the mean reward."""
         params = tinker.SamplingParams(
-            max_tokens=demo.MAX_TOKENS + 8, seed=seed, stop=self.renderer.get_stop_sequences()
+            max_tokens=trainings.MAX_TOKENS + 8, seed=seed, stop=self.renderer.get_stop_sequences()
         )
         asked = []
         for example in examples:
@@ -106,7 +106,7 @@ def run(
 ) -> Iterator[tuple[float, float, bool]]:
     """Of each step: the reward, the divergence of what it trains on, and whether it was refused."""
     client = service.create_lora_training_client(
-        str(demo.MODEL), rank=demo.RANK, seed=seed
+        str(demo.MODEL), rank=trainings.RANK, seed=seed
     ).result()
     questions = data.sdft_examples(args.steps * args.groups, seed)
     random.Random(seed).shuffle(questions)

@@ -43,7 +43,7 @@ import tinsmith
 from peers import SHAPES, checkpoint, hf_model, parse, parser
 from report import Report
 from tinsmith import _core, launch
-from tinsmith.demo import data, demo
+from tinsmith.demo import data, demo, trainings
 from tinsmith.engine import decoding, runs
 
 CLIENT = "TINSMITH_RECIPE_CLIENT"  # in the recipe's environment: the file that it tells its spans
@@ -224,7 +224,7 @@ def run(options: argparse.Namespace, folder: Path, model: Path) -> float:
         f"toolalpaca_data_path={folder / 'questions'}", "topk=20", f"model_name={model}",
         f"renderer_name={demo.RENDERER}", f"groups_per_batch={options.groups}",
         f"group_size={options.group_size}", f"max_tokens={options.max_tokens}",
-        f"lora_rank={options.rank}", f"learning_rate={demo.LEARNING_RATE}",
+        f"lora_rank={options.rank}", "learning_rate=1e-3",
         f"max_steps={steps}", "eval_every=0", "save_every=0", f"log_path={folder / 'log'}",
         "behavior_if_log_dir_exists=delete",
     ]  # fmt: skip
@@ -331,12 +331,12 @@ def main() -> None:
     options = parser(__doc__, rounds=7, dtype="bf16")
     add = options.add_argument
     add("--shape", choices=("demo", *SHAPES), default="demo", help="demo if not given")
-    add("--groups", type=int, default=demo.BATCH, help="questions in a step")
+    add("--groups", type=int, default=trainings.BATCH, help="questions in a step")
     add("--group-size", type=int, default=1, help="answers to a question")
-    add("--max-tokens", type=int, default=demo.MAX_TOKENS)
+    add("--max-tokens", type=int, default=trainings.MAX_TOKENS)
     add("--epochs", type=int, default=1, help="times that each question comes")
     add("--document", type=int, default=0, metavar="WORDS", help="before each question")
-    add("--rank", type=int, default=demo.RANK)
+    add("--rank", type=int, default=trainings.RANK)
     args = parse(options)
     meter = Meter()
     with Report(args, __doc__, roofline=False) as report, attached(meter):

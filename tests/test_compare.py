@@ -44,9 +44,13 @@ number = 3
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Questions, and scorers in a module beside them."""
     made = tmp_path_factory.mktemp("compare")
-    example.write_chats(made / "new.jsonl", data.sdft_examples(12, seed=0))
-    example.write_chats(made / "test.jsonl", data.held_out_examples(1, seed=0))
-    example.write_chats(made / "old.jsonl", data.known_examples(3, seed=0))
+    files = {
+        "new": data.sdft_examples(12, seed=0),
+        "test": data.held_out_examples(1, seed=0),
+        "old": data.known_examples(1, seed=0),
+    }
+    for name, examples in files.items():
+        example.write_chats(made / f"{name}.jsonl", ((e.question, e.answer) for e in examples))
     (made / "scorers.py").write_text(SCORER)
     return made
 
@@ -173,6 +177,7 @@ def test_a_changed_setting_is_refused_by_its_name(
         (("--rank", "3"), "--rank was 2, and is 3"),
         (("--set", "opsd.beta=0.25"), "opsd.beta was 0.5, and is 0.25"),
         (("--retain", "test.jsonl"), "--retain had another content"),
+        (("--demonstration", "turn"), "--demonstration was words, and is turn"),
         (("--scorer", "scorers:words"), "--scorer was scorers:starts, and is scorers:words"),
     ):
         assert cli.main(arguments("out", *BOTH, *more)) == 1
@@ -470,6 +475,38 @@ def test_the_log_probability_is_that_of_the_trainers_cross_entropy(
         weights = np.asarray(datum.loss_fn_inputs["weights"].data)
         assert row["logprob"] == pytest.approx(float(logprobs[weights > 0].sum()), abs=1e-4)
         assert row["tokens"] == int((weights > 0).sum())
+
+
+def test_a_plain_text_has_a_log_probability_and_nothing_else(
+    service: tinker.ServiceClient, student: methods.Student, records: list[Record], prompts: Prompts
+) -> None:
+    text = Record((), records[5].question, 7, {})
+    both = measure.measure(student.base, prompts, [text, records[0]], max_tokens=8, scorer=None)
+    alone = measure.measure(student.base, prompts, [text], max_tokens=8, scorer=None)
+    asked = measure.measure(student.base, prompts, records[:1], max_tokens=8, scorer=None)
+    assert alone.measures.keys() == {"text"}
+    assert both.measures == asked.measures | alone.measures
+    assert both.rows[0].keys() == {"line", "logprob", "tokens"} and both.rows[0]["line"] == 7
+    tokens = np.asarray(prompts.tokenizer.encode(text.answer))
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(tokens[:-1].tolist()),
+        loss_fn_inputs={
+            "target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)
+        },
+    )  # fmt: skip
+    client = service.create_lora_training_client("demo", rank=1).result()
+    loss = client.forward([datum], "cross_entropy").result().metrics["loss:sum"]
+    assert alone.measures["text"] == pytest.approx(-loss / (len(tokens) - 1), rel=1e-4)
+
+
+def test_a_teacher_may_read_the_answer_as_an_earlier_turn(
+    records: list[Record], prompts: Prompts
+) -> None:
+    (question,) = records[0].messages
+    turns = [question, {"role": "assistant", "content": records[0].answer}, question]
+    expected = prompts.renderer.build_generation_prompt(turns).to_ints()
+    assert Prompts(demo.MODEL, demo.RENDERER, "turn").teacher(records[0]).to_ints() == expected
+    assert prompts.teacher(records[0]).to_ints() != expected
 
 
 def test_what_the_base_model_knows_is_measured_as_right(

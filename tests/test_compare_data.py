@@ -60,11 +60,25 @@ def test_a_question_with_choices_has_the_recipes_words(tmp_path: Path) -> None:
 
 def test_the_forms_are_all_walked_here_and_in_the_docs() -> None:
     """A new row of FORMS needs a line above, and one in docs/compare.md."""
-    assert len(data.FORMS) == 11
+    assert len(data.FORMS) == 12
     lines = (Path(__file__).parent.parent / "docs" / "compare.md").read_text().splitlines()
     for form in data.FORMS:
         columns = " and ".join(f"`{column}`" for column in form.columns)
         assert f"| {columns} | {form.where} |" in lines
+
+
+def test_a_plain_text_is_an_answer_to_nothing_where_texts_may_be(tmp_path: Path) -> None:
+    rows = ({"text": "It rained."}, GOOD, {"text": "too", "problem": "a", "solution": "b"})
+    path = write(tmp_path / "old.jsonl", *rows)
+    found = read_records(path, texts=True)
+    assert found[0] == Record((), "It rained.", 1, rows[0])
+    assert [bool(record.messages) for record in found] == [False, True, True]
+    with pytest.raises(ValueError, match="line 1: a plain text has no question: only --retain"):
+        read_records(path)
+    with pytest.raises(ValueError, match="line 1: text is empty"):
+        read_records(write(path, {"text": " "}), texts=True)
+    with pytest.raises(ValueError, match=r"it needs one of: messages .*; text$"):
+        read_records(write(path, {"no": "form"}), texts=True)
 
 
 GOOD = {"problem": "a", "solution": "b"}

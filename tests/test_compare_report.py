@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tinsmith import usage
 from tinsmith.compare import picture, plan, report
 from tinsmith.compare.plan import Plan
 
@@ -50,7 +51,7 @@ def test_students_t_by_integration() -> None:
         scale = math.gamma((degrees + 1) / 2) / math.gamma(degrees / 2)
         share = float(np.sum(density) * step) * scale / math.sqrt(degrees * math.pi)
         assert share == pytest.approx(0.95, abs=1e-4), degrees
-    assert len(report.T95) == report.SEEDS_MAX - 1
+    assert len(report.T95) == usage.SEEDS_MAX - 1
 
 
 def test_an_estimate_by_hand() -> None:
@@ -102,7 +103,7 @@ def test_a_scorers_figure_comes_first(folder: Path) -> None:
             content[side]["score"] = 1.5
         plan.write_json(path, content)
     found = report.groups(folder)
-    assert report.measures_of(found) == ["score", "exact", "logprob"]
+    assert report.measures_of(found, "kept") == ["score", "exact", "logprob"]
     assert report.table(found)[2][3] == "1.5 ± 0"
 
 

@@ -15,7 +15,7 @@ import pytest
 import tinsmith
 from recipe_host import Host, running_host
 from tinsmith import cli, launch
-from tinsmith.demo import data, demo
+from tinsmith.demo import data, demo, trainings
 
 MODEL = ["model_name=" + str(demo.MODEL), "renderer_name=" + demo.RENDERER]
 RECIPES = "tinker_cookbook.recipes."
@@ -32,7 +32,7 @@ def backend(tmp_path: Path) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("questions")
-    demo.write_dataset(folder, 18, seed=0)
+    trainings.write_dataset(folder, 18, seed=0)
     return folder
 
 
@@ -145,9 +145,12 @@ def test_the_demo_shows_what_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "PER_SKILL", 2)
-    assert cli.main(["demo", "--steps", "3", "--out", str(tmp_path), "--device", "cpu"]) == 0
-    assert len({row["loss"] for row in demo.metrics(tmp_path / "sdft")}) == 3
+    out = ["--out", str(tmp_path), "--device", "cpu"]
+    assert cli.main(["demo", "--steps", "3", "--lr", "1e-3", *out]) == 0
+    for method in ("sft", "sdft"):
+        rows = trainings.metrics(tmp_path / f"{method}-0.001")
+        assert len({row["loss"] for row in rows}) == 3, rows
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
-    for words in (*data.SKILLS, "student before", "student after", "loss a token"):
+    for words in ("before", "teacher", "learned", "kept", "SFT", "SDFT", "at its best rate"):
         assert words in shown

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import tinker
-from tinsmith.demo import demo
+from tinsmith.demo import demo, trainings
 from tinsmith.files import checkpoint
 from tinsmith.files.families import load_model
 from tinsmith.files.store import Store
@@ -91,7 +91,7 @@ def finish(process: subprocess.Popen[str]) -> None:
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("questions")
-    demo.write_dataset(folder, 12, seed=0)
+    trainings.write_dataset(folder, 12, seed=0)
     return folder
 
 

@@ -4,7 +4,7 @@ prompts."""
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import chz
 import pytest
 import tinker
 import tinsmith
-from tinsmith.demo import compare, data, demo
+from tinsmith.demo import data, demo
 from tinsmith.recipes import opsd, opsd_config, opsd_data
 from tinsmith.recipes.opsd_data import Problem
 
@@ -25,11 +25,17 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield running
 
 
+def write_problems(path: Path, examples: Sequence[data.Example]) -> None:
+    """Questions in the OPSD recipe's format."""
+    rows = ({"problem": one.question, "solution": one.answer} for one in examples)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("problems")
-    compare.write_problems(folder / "train.jsonl", data.sdft_examples(64, seed=0))
-    compare.write_problems(folder / "test.jsonl", data.held_out_examples(2, seed=0))
+    write_problems(folder / "train.jsonl", data.sdft_examples(64, seed=0))
+    write_problems(folder / "test.jsonl", data.held_out_examples(2, seed=0))
     return {"data_path": str(folder / "train.jsonl"), "test_path": str(folder / "test.jsonl")}
 
 
@@ -388,21 +394,6 @@ def test_every_option_has_a_help_text() -> None:
     for line in shown.split("Arguments:")[1].strip().splitlines():
         assert len(line.split("  ")[-1].strip()) > 10, line
     assert "(march-2026: 5e-06; february-2026: 0.0002)" in shown
-
-
-def test_the_demo_shows_both_recipes_curves(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "PER_SKILL", 2)
-    arguments = ["--steps", "2", "--out", str(tmp_path), "--device", "cpu"]
-    assert compare.main(arguments) == 0
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
-    shown = capsys.readouterr().out
-    for words in ("SDFT, top 20", "OPSD, whole vocabulary", "after steps", "0%"):
-        assert words in shown
-    for name in ("sdft", "opsd"):
-        saved = (tmp_path / name / "checkpoints.jsonl").read_text().splitlines()
-        assert {json.loads(line)["batch"] for line in saved} == {1, 2}
 
 
 # ---- data ----

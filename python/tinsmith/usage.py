@@ -22,7 +22,11 @@ PORT_MAX = (1 << 16) - 1
 KEPT_MAX = 1 << 30
 UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}  # in seconds
 AGE_MAX = 1e10  # some 300 years
-DEMO_STEPS_MAX = 1000  # there are not many more different questions
+DEMO_STEPS_MAX = 300  # there are not many more different questions
+DEMO_STEPS, DEMO_RATES, DEMO_OUT = 24, [3e-4, 1e-3, 3e-3], "tinsmith-demo"
+REAL_STEPS, REAL_OUT = 28, "tinsmith-demo-real"
+SEEDS_MAX = 30
+RATE_MAX = 1.0
 
 
 class Parser(argparse.ArgumentParser):
@@ -91,6 +95,30 @@ def share(text: str) -> float:
             f"it should be a number above 0, at most 1; {text!r:.60} came"
         )
     return value
+
+
+def rates(text: str) -> list[float]:
+    """Learning rates with commas between them, none of them twice."""
+    found = []
+    for part in text.split(","):
+        try:
+            rate = float(f"{float(part):g}")  # as it is shown, and in a run's name
+        except ValueError:
+            rate = 0.0
+        if not 0 < rate <= RATE_MAX:
+            raise argparse.ArgumentTypeError(
+                f"a learning rate should be a number above 0, at most {RATE_MAX:g}; "
+                f"{part!r:.60} came"
+            )
+        found.append(rate)
+    return once(found, text)
+
+
+def once(values: list[Any], text: str) -> list[Any]:
+    """The values of a list, if none of them is there twice."""
+    if len(set(values)) < len(values):
+        raise argparse.ArgumentTypeError(f"{text!r:.200} names something twice")
+    return values
 
 
 def age(text: str) -> float:
@@ -184,14 +212,36 @@ def add_checkpoints(parser: argparse.ArgumentParser, what: str) -> None:
     )
 
 
-def add_demo(parser: argparse.ArgumentParser, *, steps: int, out: str) -> None:
-    """Adds the options of a demonstration, with their defaults."""
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    """Adds the demonstration's options."""
     parser.add_argument(
         "--steps",
         type=whole(1, DEMO_STEPS_MAX),
-        default=steps,
-        help="of each training (%(default)s)",
+        help=f"of each training ({DEMO_STEPS}; with --real {REAL_STEPS})",
+    )
+    parser.add_argument(
+        "--lr",
+        type=rates,
+        metavar="LIST",
+        help="learning rates, with commas between them; each method is trained with each "
+        f"({','.join(f'{rate:g}' for rate in DEMO_RATES)}; with --real each has its own)",
+    )
+    parser.add_argument(
+        "--own-notation",
+        action="store_true",
+        help="demonstrate in the model's own notation, not in another author's",
     )
     parser.add_argument("--seed", type=seed, default=0, help="of all data (%(default)s)")
-    parser.add_argument("--out", type=folder, default=Path(out), help="(%(default)s)")
+    parser.add_argument("--out", type=folder, help=f"({DEMO_OUT}; with --real {REAL_OUT})")
+    parser.add_argument(
+        "--real",
+        action="store_true",
+        help="SFT and SDFT on a real model, by `tinsmith compare`; it goes on where it was ended",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=whole(1, SEEDS_MAX),
+        metavar="N",
+        help="with --real: trainings of each method at each rate; intervals need two (1)",
+    )
     add_device(parser)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from tinsmith import console, pull, usage
 from tinsmith.compare import report
@@ -19,13 +18,20 @@ from tinsmith.files.home import checkpoints_folder
 from tinsmith.server.clients import require_server
 
 EPOCHS = 3  # over the data, where --steps is not given
-STEPS_MAX, BATCH_MAX, RATE_MAX = 1 << 20, 1 << 12, 1.0
+STEPS_MAX, BATCH_MAX = 1 << 20, 1 << 12
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     _add_questions(parser)
     _add_training(parser)
+    parser.add_argument(
+        "--demonstration",
+        choices=("words", "turn"),
+        default="words",
+        help="how SDFT's and OPSD's teacher reads the answer: in the words of the cookbook's SDFT "
+        "recipe, or as an earlier turn, which small models follow better (%(default)s)",
+    )
     group = parser.add_argument_group("methods and their settings", _settings_help())
     group.add_argument(
         "--set",
@@ -91,7 +97,8 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FILE",
-        help="questions that measure what is kept of what the model could do before",
+        help="questions, and plain texts, that measure what is kept of what the model could do "
+        "before",
     )
     add(
         "--scorer",
@@ -118,14 +125,14 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--lr",
-        type=_rates,
+        type=usage.rates,
         default=[5e-4],
         metavar="LIST",
         help="learning rates, with commas between them; each method is trained with each (5e-4)",
     )
     add(
         "--seeds",
-        type=usage.whole(1, report.SEEDS_MAX),
+        type=usage.whole(1, usage.SEEDS_MAX),
         default=3,
         metavar="N",
         help="trainings of each method at each rate; intervals need two (%(default)s)",
@@ -177,29 +184,7 @@ def _methods(text: str) -> list[str]:
         if name not in METHODS:
             known = ", ".join(METHODS)
             raise argparse.ArgumentTypeError(f"there is no method {name!r:.60}; there are {known}")
-    return _once(names, text)
-
-
-def _rates(text: str) -> list[float]:
-    rates = []
-    for part in text.split(","):
-        try:
-            rate = float(f"{float(part):g}")  # as it is shown, and in a run's name
-        except ValueError:
-            rate = 0.0
-        if not 0 < rate <= RATE_MAX:
-            raise argparse.ArgumentTypeError(
-                f"a learning rate should be a number above 0, at most {RATE_MAX:g}; "
-                f"{part!r:.60} came"
-            )
-        rates.append(rate)
-    return _once(rates, text)
-
-
-def _once(values: list[Any], text: str) -> list[Any]:
-    if len(set(values)) < len(values):
-        raise argparse.ArgumentTypeError(f"{text!r:.200} names something twice")
-    return values
+    return usage.once(names, text)
 
 
 # ---- the command ----
@@ -239,6 +224,7 @@ def run(options: argparse.Namespace) -> int:
         context=int(read_config(model)[0]["context"]),
         methods=methods,
         digests={key: digest(path) for key, path in files.items()},
+        demonstration=options.demonstration,
         wanted=options.methods,
         learning_rates=options.lr,
         seeds=options.seeds,
@@ -268,7 +254,7 @@ def require_cookbook() -> None:
 
 def _read(options: argparse.Namespace) -> tuple[list[Record], dict[str, list[Record]]]:
     """What is trained on, and the questions of each side; all files are checked."""
-    train, retain = read_records(options.data), read_records(options.retain)
+    train, retain = read_records(options.data), read_records(options.retain, texts=True)
     if options.test:
         return train, {"learned": read_records(options.test), "kept": retain}
     train, test = hold_out(train, options.hold_out)
@@ -281,7 +267,7 @@ def _check_lengths(
     """Raises ValueError with the file and line of what doesn't fit the model's context."""
     from tinsmith.compare.prompts import Prompts
 
-    prompts = Prompts(model, plan.renderer)
+    prompts = Prompts(model, plan.renderer, plan.demonstration)
     for path, records in (
         (plan.data, train),
         (plan.test or plan.data, sides["learned"]),

@@ -23,7 +23,8 @@ HELD_OUT_MAX = 100  # rows, where no file of held-out questions is given
 class Record:
     """A question and its answer, from one line of a file.
 
-    messages: the conversation up to the question, which is a user's message and the last one.
+    messages: the conversation up to the question, which is a user's message and the last one; none
+    of a plain text, which is the answer to nothing.
     answer: what the assistant should say next. line: the line's number in its file, from 1.
     row: the line's object as it is in the file.
 
@@ -52,8 +53,9 @@ class Form:
     where: str  # who writes such lines
 
 
-def read_records(path: Path) -> list[Record]:
-    """A file's records, in its order; empty lines are passed over.
+def read_records(path: Path, *, texts: bool = False) -> list[Record]:
+    """A file's records, in its order; empty lines are passed over. texts: whether a line may be a
+    plain text, without a question.
 
     Raises ValueError with the file, the line's number and what is wrong with it; OSError for a file
     that can't be read.
@@ -65,7 +67,7 @@ def read_records(path: Path) -> list[Record]:
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
             if text:
-                records.append(_record(json.loads(text), number))
+                records.append(_record(json.loads(text), number, texts))
         except UnicodeDecodeError:
             raise ValueError(f"{path}, line {number} is not UTF-8") from None
         except json.JSONDecodeError as error:
@@ -105,17 +107,19 @@ def hold_out(records: Sequence[Record], count: int | None) -> tuple[list[Record]
 # ---- a line ----
 
 
-def _record(row: Any, line: int) -> Record:
+def _record(row: Any, line: int, texts: bool) -> Record:
     if not isinstance(row, dict):
         raise ValueError(f"it should be an object; {_shown(row)} came")
-    for form in FORMS:
+    for form in FORMS if texts else FORMS[:-1]:
         if all(column in row for column in form.columns):
             messages, answer = form.messages(row), form.answer(row)
             break
     else:
-        known = "; ".join(" and ".join(form.columns) for form in FORMS)
+        if row.keys() & set(FORMS[-1].columns):
+            raise ValueError("a plain text has no question: only --retain takes it")
+        known = "; ".join(" and ".join(form.columns) for form in FORMS[: None if texts else -1])
         raise ValueError(f"it has the columns {sorted(row)}; it needs one of: {known}")
-    if messages[-1]["role"] != "user":
+    if messages and messages[-1]["role"] != "user":
         role = messages[-1]["role"]
         raise ValueError(f"the message before the answer should be the user's, not role {role!r}")
     if not answer.strip():
@@ -256,4 +260,5 @@ FORMS = (
     _pair("question", "answer", "GSM8K"),
     _pair("question", "final_answer", "the cookbook's math recipes, DeepMath"),
     _pair("instruction", "output", "the cookbook's SDFT recipe, ToolAlpaca"),
+    Form(("text",), lambda row: (), lambda row: _text(row, "text"), "plain text; --retain only"),
 )

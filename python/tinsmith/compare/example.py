@@ -1,26 +1,36 @@
 """Questions to try `tinsmith compare` with: `python -m tinsmith.compare.example FOLDER`.
 
 They are the demonstration's, for the model that is in the package: four skills to learn, held-out
-questions of them with values that no training question has, and one skill that it has already.
+questions of them with values that no training question has, and three skills that it has already.
+The answers to learn are in another author's notation, so a scorer says which calls are right.
 """
 
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tinsmith import usage
 from tinsmith.demo import data, demo
 
-TRAIN, PER_SKILL, KNOWN = 400, 25, 100
+TRAIN, PER_SKILL = 400, 25
 
 
-def write_chats(path: Path, examples: Sequence[data.Example]) -> None:
-    """Questions and answers as chats, one on each line."""
+def right_call(answer: str, expected: str, row: Mapping[str, Any]) -> bool:
+    """The scorer: whether an answer makes the expected call, in whichever notation.
+
+    right_call('get_time(city="Oslo")', 'Action: get_time\nAction Input: {"city": "Oslo"}', {})
+    """
+    return data.score(answer, expected)
+
+
+def write_chats(path: Path, pairs: Iterable[tuple[str, str]]) -> None:
+    """Questions and their answers as chats, one on each line."""
     lines = []
-    for one in examples:
-        messages = [("user", one.question), ("assistant", one.answer)]
+    for question, answer in pairs:
+        messages = [("user", question), ("assistant", answer)]
         chat = [{"role": role, "content": content} for role, content in messages]
         lines.append(json.dumps({"messages": chat}) + "\n")
     path.write_text("".join(lines), encoding="utf-8")
@@ -37,15 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=usage.folder, help="which is made if it isn't there")
     folder = parser.parse_args(arguments).folder
     folder.mkdir(parents=True, exist_ok=True)
-    write_chats(folder / "new.jsonl", data.sdft_examples(TRAIN, 0))
-    write_chats(folder / "test.jsonl", data.held_out_examples(PER_SKILL, 0))
-    write_chats(folder / "old.jsonl", data.known_examples(KNOWN, 0))
+    new, test = data.sdft_examples(TRAIN, 0), data.held_out_examples(PER_SKILL, 0)
+    old = data.known_examples(PER_SKILL, 0)
+    write_chats(folder / "new.jsonl", ((one.question, one.demonstration) for one in new))
+    write_chats(folder / "test.jsonl", ((one.question, one.demonstration) for one in test))
+    write_chats(folder / "old.jsonl", ((one.question, one.answer) for one in old))
     files = {name: shlex.quote(str(folder / f"{name}.jsonl")) for name in ("new", "test", "old")}
-    print(f"{folder}: {TRAIN} new questions, {4 * PER_SKILL} to test, {KNOWN} of what is known")
+    print(f"{folder}: {len(new)} new questions, {len(test)} to test, {len(old)} of what is known")
     print(
         f"tinsmith compare --model {shlex.quote(f'demo={demo.MODEL}')} --renderer {demo.RENDERER} "
         f"--data {files['new']} --test {files['test']} --retain {files['old']} "
-        "--max-tokens 32 --lr 1e-3"
+        "--scorer tinsmith.compare.example:right_call --max-tokens 32 --lr 1e-3"
     )
     return 0
 

@@ -1,8 +1,9 @@
 """What a model can do: its greedy answers to a file's questions, and how likely the file's are.
 
-Three measures, each a mean over the file. `exact`: the answer is the file's, character by character
+Four measures, each a mean over the file. `exact`: the answer is the file's, character by character
 (of the last \\boxed{…}, where there is one). `score`: what a scorer of one's own says of it.
-`logprob`: the log-probability of a token of the file's answers, in nats.
+`logprob`: the log-probability of a token of the file's answers, in nats. `text`: the same of the
+file's plain texts, which nothing is asked about.
 """
 
 import importlib
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from tinsmith.compare.prompts import Prompts
 
-MEASURES = ("exact", "score", "logprob")
+MEASURES = ("score", "exact", "logprob", "text")  # the one that counts comes first
 Scorer = Callable[[str, str, Mapping[str, Any]], Any]
 
 
@@ -73,26 +74,35 @@ def measure(
         measure(sampler, prompts, records, max_tokens=64, scorer=None).measures["exact"]
     """
     params = prompts.sampling(max_tokens, temperature=0.0)
-    asked = [sampler.sample(prompts.student(record), 1, params) for record in records]
+    asked = [
+        sampler.sample(prompts.student(record), 1, params) if record.messages else None
+        for record in records
+    ]
     examples = [prompts.supervised(record) for record in records]
     scored = [sampler.compute_logprobs(tokens) for tokens, _ in examples]
-    rows, total, tokens = [], 0.0, 0
+    rows: list[dict[str, Any]] = []
     for record, answer, example, scores in zip(records, asked, examples, scored, strict=True):
-        text = prompts.text(list(answer.result().sequences[0].tokens))
         marked = _marked(scores.result(), example[1])
-        row = {
-            "line": record.line,
-            "answer": text,
-            "exact": is_exact(text, record.answer),
-            "logprob": sum(marked),
-            "tokens": len(marked),
-        }
-        if scorer is not None:
-            row["score"], row["said"] = judge(scorer, text, record)
+        row = {"line": record.line, "logprob": sum(marked), "tokens": len(marked)}
+        if answer is not None:
+            text = prompts.text(list(answer.result().sequences[0].tokens))
+            row |= {"answer": text, "exact": is_exact(text, record.answer)}
+            if scorer is not None:
+                row["score"], row["said"] = judge(scorer, text, record)
         rows.append(row)
-        total, tokens = total + row["logprob"], tokens + row["tokens"]
-    found = {"exact": _mean(rows, "exact"), "logprob": total / tokens}
-    return Measured(found if scorer is None else found | {"score": _mean(rows, "score")}, rows)
+    return Measured(_measures(rows), rows)
+
+
+def _measures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The means of a file's rows: those with an answer, and the plain texts."""
+    answered = [row for row in rows if "answer" in row]
+    texts = [row for row in rows if "answer" not in row]
+    named = [name for name in ("exact", "score") if answered and name in answered[0]]
+    found = {name: _mean(answered, name) for name in named}
+    for name, some in (("logprob", answered), ("text", texts)):
+        if tokens := sum(row["tokens"] for row in some):
+            found[name] = sum(row["logprob"] for row in some) / tokens
+    return found
 
 
 def is_exact(answer: str, expected: str) -> bool:

@@ -17,6 +17,7 @@ AXES = {
     "exact": "answers exactly right, %",
     "score": "score",
     "logprob": "log-probability of a token of the answers",
+    "text": "log-probability of a token of plain text",
 }
 
 
@@ -32,10 +33,13 @@ def draw(found: Sequence[Group], path: Path) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
 
-    first, *_ = measures_of(found)
-    against = [first, "logprob"]
-    figure, panels = plt.subplots(1, 2, figsize=(10.8, 4.6), layout="constrained")
-    for axes, measure in zip(panels, against, strict=True):
+    first, *_ = measures_of(found, "learned")
+    kept = measures_of(found, "kept")
+    against = list(dict.fromkeys((kept[0], kept[-1])))
+    figure, panels = plt.subplots(
+        1, len(against), figsize=(5.4 * len(against), 4.6), layout="constrained", squeeze=False
+    )
+    for axes, measure in zip(panels[0], against, strict=True):
         _panel(axes, found, first, measure)
     marks = [
         Line2D([], [], linestyle="", label=title(method), **_mark(found, method, None))

@@ -54,8 +54,9 @@ BASE = Run("base")
 class Plan:
     """A comparison's settings. model: the name that it is served under. test: a file, or None where
     hold_out rows of data are the questions to measure with. steps: of each training. context: the
-    model's, in tokens. methods: each
-    one's own settings. digests: of the files, by their options. wanted: the methods to run now."""
+    model's, in tokens. methods: each one's own settings. digests: of the files, by their options.
+    wanted: the methods to run now. demonstration: how SDFT's and OPSD's teacher reads the file's
+    answer (prompts.py)."""
 
     model: str
     data: str
@@ -74,6 +75,7 @@ class Plan:
     wanted: list[str] = field(default_factory=list)
     learning_rates: list[float] = field(default_factory=list)
     seeds: int = 1
+    demonstration: str = "words"
 
     def runs(self) -> list[Run]:
         """All that it asks for, the base model first; then a seed of each, then the next."""

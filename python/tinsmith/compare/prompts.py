@@ -36,21 +36,26 @@ def renderer_of(model: str, name: str | None) -> str:
 
 
 class Prompts:
-    """A model's renderer and tokenizer. `model` is its name or its folder."""
+    """A model's renderer and tokenizer. `model` is its name or its folder; `demonstration`, how a
+    teacher reads the file's answer."""
 
-    def __init__(self, model: str | Path, renderer: str):
+    def __init__(self, model: str | Path, renderer: str, demonstration: str = "words"):
         self.tokenizer: Any = get_tokenizer(str(model))
         try:
             self.renderer = renderers.get_renderer(renderer, self.tokenizer)
         except (AssertionError, ConfigurationError, KeyError, ValueError) as error:
             raise ValueError(f"there is no renderer {renderer!r:.80}: {error}") from None
+        self.demonstration = demonstration
 
     def student(self, record: Record) -> tinker.ModelInput:
         """The tokens before the answer, for who has not read it."""
         return self.renderer.build_generation_prompt(list(record.messages))
 
     def teacher(self, record: Record) -> tinker.ModelInput:
-        """The same with the answer as an example, in the words of the cookbook's SDFT recipe."""
+        """The same with the answer as an example: in the words of the cookbook's SDFT recipe, or as
+        an earlier turn of the conversation, in which the same was asked."""
+        if self.demonstration == "turn":
+            return self.renderer.build_generation_prompt([*_whole(record), record.messages[-1]])
         return self.after(record, demonstration_prompt(record.question, record.answer))
 
     def after(self, record: Record, question: str) -> tinker.ModelInput:
@@ -64,7 +69,10 @@ class Prompts:
 
     def supervised(self, record: Record) -> tuple[tinker.ModelInput, list[bool]]:
         """The tokens of the conversation with the file's answer, and which of them are the
-        answer's."""
+        answer's; of a plain text, all."""
+        if not record.messages:
+            ids = self.tokenizer.encode(record.answer)
+            return tinker.ModelInput.from_ints(ids), [True] * len(ids)
         tokens, weights = self.renderer.build_supervised_example(_whole(record), LAST)
         return tokens, [weight > 0 for weight in weights.tolist()]
 
@@ -81,8 +89,10 @@ class Prompts:
     def check(self, path: str, records: Iterable[Record], max_tokens: int, context: int) -> None:
         """Raises ValueError with the line's number for a record that doesn't fit the context."""
         for record in records:
-            prompt = max(self.student(record).length, self.teacher(record).length)
-            needed = max(prompt + max_tokens, self.supervised(record)[0].length)
+            needed = self.supervised(record)[0].length
+            if record.messages:
+                prompt = max(self.student(record).length, self.teacher(record).length)
+                needed = max(prompt + max_tokens, needed)
             if needed > context:
                 raise ValueError(
                     f"{path}, line {record.line} needs {needed:,} tokens with the teacher's prompt "

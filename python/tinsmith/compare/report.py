@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tinsmith.compare.measure import MEASURES
 from tinsmith.compare.methods import METHODS
 from tinsmith.compare.plan import BASE, Plan, finished
 
 SIDES = ("learned", "kept")  # what was trained, and what was known before
-SEEDS_MAX = 30
-# Student's t for 95 %, both sides, by degrees of freedom from 1 on.
+# Student's t for 95 %, both sides, by degrees of freedom from 1 to SEEDS_MAX - 1.
 T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
@@ -78,10 +78,10 @@ def groups(folder: Path) -> list[Group]:
     ]
 
 
-def measures_of(found: Sequence[Group]) -> list[str]:
-    """The measures that all runs have, in one order, the one that counts first: a scorer's, where
-    there is one."""
-    return [name for name in ("score", "exact", "logprob") if name in found[0].runs[0]["kept"]]
+def measures_of(found: Sequence[Group], side: str) -> list[str]:
+    """The measures that all runs have of a side, in one order, the one that counts first: a
+    scorer's, where there is one."""
+    return [name for name in MEASURES if name in found[0].runs[0][side]]
 
 
 def shown(measure: str, value: float, half: float | None = None) -> str:
@@ -100,17 +100,16 @@ def shown(measure: str, value: float, half: float | None = None) -> str:
 
 def table(found: Sequence[Group]) -> list[list[str]]:
     """The table's cells, its titles first."""
-    measures = measures_of(found)
+    measures = [(side, name) for side in SIDES for name in measures_of(found, side)]
     titles = ["method", "learning rate", "seeds"]
-    titles += [f"{side}: {name}" for side in SIDES for name in measures]
+    titles += [f"{side}: {name}" for side, name in measures]
     rows = [[*titles, "seconds a run"]]
     for group in found:
         rate = "" if group.learning_rate is None else f"{group.learning_rate:g}"
         seeds = "" if group.learning_rate is None else str(len(group.runs))
         cells = [
             shown(name, one.mean, one.half)
-            for side in SIDES
-            for name in measures
+            for side, name in measures
             for one in [group.estimate(side, name)]
         ]
         seconds = statistics.fmean(run["seconds"] for run in group.runs)
@@ -136,7 +135,7 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def csv_text(found: Sequence[Group]) -> str:
     """A row for each run: exact as a share from 0 to 1, logprob in nats a token."""
-    measures = [(side, name) for side in SIDES for name in measures_of(found)]
+    measures = [(side, name) for side in SIDES for name in measures_of(found, side)]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     names = [f"{side}_{name}" for side, name in measures]
@@ -160,6 +159,8 @@ def settings_text(plan: Plan, train: int, sizes: Mapping[str, int]) -> str:
         f"{plan.max_tokens} tokens",
         f"learned: {sizes['learned']} rows{held}; kept: {sizes['kept']} rows of {retain}",
     ]
+    if plan.demonstration != "words":
+        lines.append(f"the teacher reads the answer as an earlier {plan.demonstration}")
     if plan.scorer:
         lines.append(f"score: {plan.scorer}")
     for name, settings in plan.methods.items():

@@ -98,7 +98,7 @@ class Progress:
 
 def questions(plan: Plan) -> tuple[list[Record], dict[str, Sequence[Record]]]:
     """What is trained on, and what each side is measured with."""
-    train, retain = read_records(Path(plan.data)), read_records(Path(plan.retain))
+    train, retain = read_records(Path(plan.data)), read_records(Path(plan.retain), texts=True)
     if plan.test is not None:
         return train, {"learned": read_records(Path(plan.test)), "kept": retain}
     train, test = hold_out(train, plan.hold_out)
@@ -111,7 +111,7 @@ def do(connect: Connect, folder: Path) -> int:
     plan = read_plan(folder)
     train_on, sides = questions(plan)
     scorer = find_scorer(plan.scorer) if plan.scorer else None
-    prompts = Prompts(plan.model, plan.renderer)
+    prompts = Prompts(plan.model, plan.renderer, plan.demonstration)
     bench, failed = Bench(plan, prompts, train_on, sides, scorer), 0
     todo = missing(folder, plan.runs())
     for number, run in enumerate(todo, 1):

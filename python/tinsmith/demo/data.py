@@ -3,27 +3,35 @@
 Everything comes out of a seeded `random.Random`, with nothing but the standard library, so the
 demo and the script that trained the shipped model (make_model.py) agree on every byte.
 
-The base model has mastered one skill (`time`): it answers the bare question with the right call. Of
-the other four (`weather`, `route`, `table`, `translation`) it has a vague idea: without a
-demonstration it mostly calls `get_help`, sometimes the right tool, sometimes any tool, and its
-arguments are often wrong. Shown a demonstration in the SDFT recipe's prompt, it follows the
-demonstration. SDFT teaches the student to answer the bare question as the teacher would.
+The base model has mastered three skills (KNOWN_SKILLS): it answers the bare question with the right
+call. Of four others (SKILLS) it has a vague idea: without a demonstration it mostly calls
+`get_help`, sometimes the right tool, sometimes one it knows, and its arguments are often wrong.
+Both sets have tools of one, two and three arguments, and share kinds of values (cities, days,
+times, words), as old and new skills of a model do.
 
-Every call begins with the same three tokens (`Action`, `:`, ` get`), because the recipe puts no
-loss on the first three tokens of a completion: what distinguishes the tools comes after them.
+Calls are written in two ways. The model writes `Action: get_time` and a line of JSON. The
+demonstrations are another author's, who writes `get_time(city="Oslo")`, as real demonstrations are
+seldom in the model's own words. The base model has read that notation in its prompts, of tools that
+it knows and of invented ones, and has never answered in it; shown a demonstration in it, it makes
+the same call in its own. An answer is right in either notation, with its arguments in any order.
 
-Cities, names, words and times are split once: no SDFT question mentions a held-out value. The base
-model has met all values, since it must be able to spell them. Days, languages and numbers of seats
-are small closed sets, which both sides use.
+Every call of the model begins with the same three tokens (`Action`, `:`, ` get`), because the SDFT
+recipe puts no loss on the first three tokens of a completion: what distinguishes the tools comes
+after them.
+
+Cities, names, words and times are split once: no training question mentions a held-out value. The
+base model has met all values, since it must be able to spell them. Days, languages and numbers of
+seats are small closed sets, which both sides use.
 """
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SKILLS = ("weather", "route", "table", "translation")
-KNOWN_SKILL = "time"
+SKILLS = ("meaning", "weather", "translation", "table")  # of 1, 2, 2 and 3 arguments
+KNOWN_SKILLS = ("time", "alarm", "message")  # of 1, 2 and 3
 FALLBACK_TOOL = "help"
 
 # Equal to tinker_cookbook.distillation.sdft.DEFAULT_DEMO_TEMPLATE, which this module must not
@@ -37,15 +45,25 @@ DEMONSTRATION = (
 
 # The tools' arguments, in the order in which a call names them.
 ARGUMENTS = {
+    "meaning": ("text",),
     "weather": ("city", "day"),
-    "route": ("from", "to"),
-    "table": ("seats", "time"),
     "translation": ("text", "to"),
+    "table": ("seats", "day", "time"),
     "time": ("city",),
+    "alarm": ("day", "time"),
+    "message": ("name", "text", "time"),
     "help": ("about",),
 }
 
 TEMPLATES = {
+    "meaning": (
+        'What does "{text}" mean?',
+        'Explain "{text}" to me.',
+        '{person} does not know what "{text}" is.',
+        'Look up "{text}", please.',
+        'I never heard of "{text}". What is it?',
+        'What is meant by "{text}"?',
+    ),
     "weather": (
         "What will the weather be in {city} on {day}?",
         "Will it rain in {city} on {day}?",
@@ -53,22 +71,6 @@ TEMPLATES = {
         "{person} asks how warm {city} is on {day}.",
         "How cold does it get on {day} in {city}?",
         "Is {day} a sunny day in {city}?",
-    ),
-    "route": (
-        "How do I get from {from} to {to}?",
-        "Which train goes to {to} from {from}?",
-        "I am in {from} and must be in {to}. Which way?",
-        "{person} travels to {to}, starting in {from}. Which way?",
-        "What is the way from {from} to {to}?",
-        "Show me the road to {to} if I start in {from}.",
-    ),
-    "table": (
-        "Is there a table for {seats} at {time}?",
-        "At {time} we are {seats} people. Can we eat?",
-        "We want to eat at {time} with {seats} people.",
-        "{person} needs {seats} seats for dinner at {time}.",
-        "Book dinner for {seats} at {time}.",
-        "Do you have {seats} seats free at {time}?",
     ),
     "translation": (
         'How do you say "{text}" in {language}?',
@@ -78,11 +80,31 @@ TEMPLATES = {
         'In {language}, what is "{text}"?',
         'I need "{text}" in {language}, please.',
     ),
+    "table": (
+        "Is there a table for {seats} on {day} at {time}?",
+        "At {time} on {day} we are {seats} people. Can we eat?",
+        "We want to eat on {day} at {time} with {seats} people.",
+        "{person} needs {seats} seats for dinner on {day} at {time}.",
+        "Book dinner for {seats} at {time} on {day}.",
+        "Do you have {seats} seats free on {day} at {time}?",
+    ),
     "time": (
         "What time is it in {city}?",
         "Tell me the time in {city}.",
         "{person} is in {city}. How late is it there?",
         "How late is it now in {city}?",
+    ),
+    "alarm": (
+        "Wake me at {time} on {day}.",
+        "On {day} I must get up at {time}.",
+        "I want to sleep until {time} on {day}.",
+        "Let the clock ring on {day} at {time}.",
+    ),
+    "message": (
+        'Tell {name} "{text}" at {time}.',
+        'At {time}, write "{text}" to {name}.',
+        'Let {name} know "{text}" at {time}.',
+        'Send "{text}" at {time}. It is for {name}.',
     ),
 }
 
@@ -125,8 +147,8 @@ _WORDS = _listed(
 
 # Tools and arguments of the invented calls that teach the base model to follow a demonstration.
 _TOOL_WORDS = _listed(
-    "weather route table translation time help news music score stock movie recipe flight hotel "
-    "song price photo map game book"
+    "meaning weather table translation time alarm message help route news music score stock movie "
+    "recipe flight hotel song price photo map game book"
 )
 _KEY_WORDS = _listed(
     "city day from to seats time text about name title item date place team line word color size "
@@ -145,6 +167,11 @@ class Call:
         """The call as the model writes it."""
         return f"Action: get_{self.tool}\nAction Input: {json.dumps(dict(self.arguments))}"
 
+    def foreign(self) -> str:
+        """The call as the demonstrations' author writes it."""
+        arguments = ", ".join(f'{key}="{value}"' for key, value in self.arguments)
+        return f"get_{self.tool}({arguments})"
+
 
 @dataclass(frozen=True)
 class Example:
@@ -157,8 +184,13 @@ class Example:
 
     @property
     def answer(self) -> str:
-        """The golden answer as text."""
+        """The golden answer in the model's notation."""
         return self.call.text()
+
+    @property
+    def demonstration(self) -> str:
+        """The golden answer in the other author's notation."""
+        return self.call.foreign()
 
 
 @dataclass(frozen=True)
@@ -196,26 +228,28 @@ def all_pools() -> Pools:
 
 def _slots(rng: random.Random, skill: str, pool: Pools) -> dict[str, str]:
     """Values for the templates of a skill, as the question writes them."""
-    if skill == "weather":
-        return {"city": rng.choice(pool.cities), "day": rng.choice(list(DAYS))}
-    if skill == "route":
-        start, end = rng.sample(pool.cities, 2)
-        return {"from": start, "to": end}
-    if skill == "table":
-        return {"seats": str(rng.randint(2, 9)), "time": rng.choice(pool.times)}
-    if skill == "translation":
-        return {"text": rng.choice(pool.words), "language": rng.choice(list(LANGUAGES))}
-    return {"city": rng.choice(pool.cities)}
+    made = {
+        "city": lambda: rng.choice(pool.cities),
+        "day": lambda: rng.choice(list(DAYS)),
+        "language": lambda: rng.choice(list(LANGUAGES)),
+        "name": lambda: rng.choice(pool.people),
+        "seats": lambda: str(rng.randint(2, 9)),
+        "text": lambda: rng.choice(pool.words),
+        "time": lambda: rng.choice(pool.times),
+    }
+    return {slot: made[slot]() for slot in map(_slot, ARGUMENTS[skill])}
+
+
+def _slot(key: str) -> str:
+    """The slot of the templates that an argument comes from."""
+    return "language" if key == "to" else key
 
 
 def _golden(skill: str, slots: dict[str, str]) -> Call:
     """The right call for a question that was made from these slots."""
-    values = dict(slots)
-    if skill == "weather":
-        values["day"] = DAYS[slots["day"]]
-    if skill == "translation":
-        values["to"] = LANGUAGES[slots["language"]]
-    return Call(skill, tuple((key, values[key]) for key in ARGUMENTS[skill]))
+    codes = {"day": DAYS, "to": LANGUAGES}
+    values = {key: slots[_slot(key)] for key in ARGUMENTS[skill]}
+    return Call(skill, tuple((key, codes.get(key, {}).get(v, v)) for key, v in values.items()))
 
 
 def make_example(rng: random.Random, skill: str, pool: Pools) -> Example:
@@ -240,7 +274,7 @@ def _distinct(rng: random.Random, skills: Sequence[str], count: int, pool: Pools
 
 
 def sdft_examples(count: int, seed: int) -> list[Example]:
-    """Training questions for SDFT: the four new skills, values of the training side."""
+    """Training questions: the four new skills, values of the training side."""
     return _distinct(random.Random(f"sdft-{seed}"), SKILLS, count, split_pools(held_out=False))
 
 
@@ -250,11 +284,10 @@ def held_out_examples(per_skill: int, seed: int) -> list[Example]:
     return _distinct(rng, SKILLS, per_skill * len(SKILLS), split_pools(held_out=True))
 
 
-def known_examples(count: int, seed: int) -> list[Example]:
-    """Held-out questions of the skill that the base model already has."""
-    return _distinct(
-        random.Random(f"known-{seed}"), (KNOWN_SKILL,), count, split_pools(held_out=True)
-    )
+def known_examples(per_skill: int, seed: int) -> list[Example]:
+    """Held-out questions of the skills that the base model already has."""
+    rng = random.Random(f"known-{seed}")
+    return _distinct(rng, KNOWN_SKILLS, per_skill * len(KNOWN_SKILLS), split_pools(held_out=True))
 
 
 def rows_for_steps(steps: int, groups_per_batch: int) -> int:
@@ -262,11 +295,12 @@ def rows_for_steps(steps: int, groups_per_batch: int) -> int:
     return -(-steps * groups_per_batch * 10 // 9) + 1
 
 
-def dataset_columns(examples: Sequence[Example]) -> dict[str, list[str]]:
-    """The columns of the recipe's tool-use data set, for `datasets.Dataset.from_dict`."""
+def dataset_columns(examples: Sequence[Example], *, own: bool = False) -> dict[str, list[str]]:
+    """The columns of the recipe's tool-use data set, for `datasets.Dataset.from_dict`. own: the
+    answers are in the model's own notation."""
     return {
         "prompt": [example.question for example in examples],
-        "golden_response": [example.answer for example in examples],
+        "golden_response": [one.answer if own else one.demonstration for one in examples],
     }
 
 
@@ -276,8 +310,12 @@ def demonstration_prompt(question: str, golden_answer: str) -> str:
 
 
 def parse_answer(text: str) -> tuple[str, dict[str, str]] | None:
-    """The tool and the arguments that an answer names, or None if it is not a call."""
-    head, separator, tail = text.strip().partition("\nAction Input: ")
+    """The tool and the arguments that an answer names in either notation, or None if it is no
+    call."""
+    text = text.strip()
+    if found := re.fullmatch(r'(get_\w+)\((\w+="[^"]*"(?:, ?\w+="[^"]*")*)\)', text):
+        return found[1], dict(re.findall(r'(\w+)="([^"]*)"', found[2]))
+    head, separator, tail = text.partition("\nAction Input: ")
     if not separator or not head.startswith("Action: "):
         return None
     try:
@@ -298,38 +336,36 @@ def score(answer: str, golden: str) -> bool:
 def guess_call(rng: random.Random, example: Example) -> Call:
     """The base model's answer, without a demonstration, for a skill that it has not mastered.
 
-    Two times in three it calls for help; one time in six it tries the right tool, one in six any
-    tool. An argument of the right tool is right more often than not; else it is whatever the
-    question mentions.
+    Half of the time it calls for help; one time in four it tries the right tool, one in four one
+    that it knows. An argument of the right tool is right more often than not; else it is whatever
+    the question mentions.
     """
-    tool = rng.choices(
-        (FALLBACK_TOOL, example.skill, rng.choice((*SKILLS, KNOWN_SKILL))), weights=(4, 1, 1)
-    )[0]
+    tools = (FALLBACK_TOOL, example.skill, rng.choice(KNOWN_SKILLS))
+    tool = rng.choices(tools, weights=(2, 1, 1))[0]
     return Call(tool, tuple((key, _guess(rng, tool, key, example)) for key in ARGUMENTS[tool]))
 
 
 def _guess(rng: random.Random, tool: str, key: str, example: Example) -> str:
-    if tool == example.skill and rng.random() < 0.6:
+    if tool == example.skill and rng.random() < 0.7:
         return dict(example.call.arguments)[key]
-    codes = {("weather", "day"): DAYS, ("translation", "to"): LANGUAGES}.get((tool, key))
+    codes = {"day": DAYS, "to": LANGUAGES}.get(key)
     if codes is not None and rng.random() < 0.7:
         return rng.choice(list(codes.values()))
     return rng.choice(example.mentioned)
 
 
-def mixed_call(rng: random.Random, call: Call, other: Call) -> Call:
-    """`call` with some words of `other`: a beginning that is partly right."""
-    tool = rng.choice((call.tool, other.tool))
+def slipped_call(rng: random.Random, call: Call, pool: Pools) -> Call:
+    """`call` with some of its values wrong: a beginning that is partly right."""
     arguments = [
-        (rng.choice((mine[0], theirs[0])), rng.choice((mine[1], theirs[1])))
-        for mine, theirs in zip(call.arguments, other.arguments, strict=False)
+        (key, _any_value(rng, pool) if rng.random() < 0.4 else value)
+        for key, value in call.arguments
     ]
-    return Call(tool, tuple(arguments))
+    return Call(call.tool, tuple(arguments))
 
 
 def invented_call(rng: random.Random, pool: Pools) -> Call:
     """A call of random words: only a demonstration can tell the model to make it."""
-    keys = rng.sample(_KEY_WORDS, rng.choice((1, 2, 2, 2)))
+    keys = rng.sample(_KEY_WORDS, rng.choice((1, 2, 3)))
     return Call(rng.choice(_TOOL_WORDS), tuple((key, _any_value(rng, pool)) for key in keys))
 
 
