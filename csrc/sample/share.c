@@ -85,7 +85,8 @@ static void known_pages(Kv *kv, Request *request, Sequence *s)
     Prefix *prefix = &kv->prefix;
     if (s->page_count != s->kept) return;
     int known, furthest = pages_find(kv, request, s, &known);
-    if (known > furthest) s->shared_end = known * KV_PAGE;
+    if (known == s->kept) return;
+    s->shared_end = known * KV_PAGE;
     if (furthest == s->kept) return;
     int first = leave_first(kv, furthest * KV_PAGE);
     leave_pages(kv, request, s, first);
