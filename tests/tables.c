@@ -241,7 +241,8 @@ static void layers_keep_what_their_kinds_keep(const Model *model)
     Arena arena = {.dev = model->dev};
     Cache cache = {.tokens = 64}, step = cache_place(&arena, model, 2);
     CHECK(arena.used == 2 * taken(2 * 64 * G * E) && step.tokens == 0);
-    CHECK(cache_at(model, &cache, 0) == 0 && cache_at(model, &cache, 1) == 64 * G * E);
+    CHECK(cache_at(model, &cache, 0) == 0 && cache_list(model, &cache, 2) == 0);
+    CHECK(model->lists.windowed == 0 && model->lists.layers == 2 && kv_window_bytes(model) == 0);
     CHECK(cache_at(model, &cache, 2) == 64 * G * E && cache_at(model, &step, 2) == 0);
     CHECK(kv_token_bytes(model) == 2 * (2 * G * E) * sizeof(float));
     CHECK(kv_sequence_bytes(model) == STATE_BYTES);

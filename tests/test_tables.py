@@ -12,8 +12,8 @@ from engine import ROOT, setup_py
 STATE_BYTES = 320
 ROWS = {
     "layers.inc": f"""
-        LAYER_KIND(recurrent, MIXER, RECURRENT, 0, {STATE_BYTES})
-        LAYER_KIND(parted, FEED, PARTED, 0, 0)""",
+        LAYER_KIND(recurrent, MIXER, RECURRENT, 0, 0, {STATE_BYTES})
+        LAYER_KIND(parted, FEED, PARTED, 0, 0, 0)""",
     "weights.inc": """
         LAYER_VECTOR(decay, s->heads, HAS(RECURRENT))
         LAYER_MATRIX(part_up, 5, s->ffn, s->width, HAS(PARTED), MLP, EACH)""",

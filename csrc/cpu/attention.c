@@ -188,9 +188,10 @@ static float soften(float *score, int hidden, int live, float scale, float *top,
     return shrink;
 }
 
-/* `rows` ≤ QUERIES queries; row i is q + i·q_row, writes y + i·q_row and lse + i·lse_row, and sees
- * the `window` keys up to position pos + i·pos_step. */
-static void attend(const Attention *c, const int32_t *pages, int g, int rows, int pos, int pos_step,
+/* `rows` ≤ QUERIES queries of a span whose pages begin at `at` in the list; row i is q + i·q_row,
+ * writes y + i·q_row and lse + i·lse_row, and sees the `window` keys up to position pos +
+ * i·pos_step. */
+static void attend(const Attention *c, int at, int g, int rows, int pos, int pos_step,
                    const float *q, float *y, int64_t q_row, float *lse, int64_t lse_row)
 {
     int E = c->E, last = pos + (rows - 1) * pos_step, before = pos + 1 - c->window;
@@ -203,7 +204,7 @@ static void attend(const Attention *c, const int32_t *pages, int g, int rows, in
         memset(y + i * q_row, 0, (size_t)E * 4);
     }
     for (int first = before > 0 ? before / KV_PAGE * KV_PAGE : 0; first <= last; first += KV_PAGE) {
-        int64_t block = ((int64_t)pages[first / KV_PAGE] * c->G + g) * KV_PAGE * E;
+        int64_t block = ((int64_t)c->pages[at + first / KV_PAGE] * c->G + g) * KV_PAGE * E;
         int keys = last - first + 1 < KV_PAGE ? last - first + 1 : KV_PAGE;
         int scored = (keys + 2 * VL - 1) / (2 * VL) * (2 * VL); /* whole tiles of a product */
         page_product(scores, KV_PAGE, q, q_row, c->k_pages + block, KV_PAGE, rows, scored, E, 0);
@@ -235,12 +236,11 @@ static void attention_piece(void *context, int64_t piece)
     Span span = c->spans[piece / c->G];
     int g = (int)(piece % c->G), group = c->H / c->G;
     int64_t row = (int64_t)c->H * c->E;
-    const int32_t *pages = c->pages + span.first;
     if (span.rows == 1) {
         for (int h = 0; h < group; h += QUERIES) {
             int rows = group - h < QUERIES ? group - h : QUERIES;
             int64_t at = ((int64_t)span.row * c->H + g * group + h) * c->E;
-            attend(c, pages, g, rows, span.pos, 0, c->q + at, c->y + at, c->E,
+            attend(c, span.first, g, rows, span.pos, 0, c->q + at, c->y + at, c->E,
                    c->lse + (int64_t)span.row * c->H + g * group + h, 1);
         }
         return;
@@ -249,7 +249,7 @@ static void attention_piece(void *context, int64_t piece)
         int rows = span.rows - i < QUERIES ? span.rows - i : QUERIES;
         for (int h = g * group; h < (g + 1) * group; h++) {
             int64_t at = ((int64_t)(span.row + i) * c->H + h) * c->E;
-            attend(c, pages, g, rows, span.pos + i, 1, c->q + at, c->y + at, row,
+            attend(c, span.first, g, rows, span.pos + i, 1, c->q + at, c->y + at, row,
                    c->lse + (int64_t)(span.row + i) * c->H + h, c->H);
         }
     }

@@ -46,9 +46,10 @@ typedef enum DType { DTYPE_F32, DTYPE_BF16, DTYPE_F16 } DType;
 typedef struct Span {
     int32_t row, rows; /* its rows are [row, row + rows) */
     int32_t pos;       /* position of its first row */
-    int32_t first;     /* where its pages begin in the list of pages */
-    int32_t state;     /* number of what the sequence keeps beside them; -1: nothing is kept, and it
-                          begins at position 0 */
+    int32_t first; /* where its pages begin in the list of pages, which may lack those that no row
+                      reads because of a window */
+    int32_t state; /* number of what the sequence keeps beside them; -1: nothing is kept, and it
+                      begins at position 0 */
 } Span;
 
 /* How to draw one token. The number drawn depends on (seed, sample, pos) and on nothing else. */

@@ -40,7 +40,9 @@ static void attention_forward(const Pass *p, real *out, int window)
     const LayerWeights *w = &m->layer[p->l];
     const LayerActs *a = &acts->layer[p->l];
     int T = batch->T, D = s->width, H = s->heads, G = s->kv_heads, E = s->head_width;
-    size_t at = cache_at(m, p->cache, p->l);
+    size_t at = cache_at(m, p->cache, p->l), list = (size_t)cache_list(m, p->cache, p->l);
+    const int32_t *slot = batch->slot + list * (size_t)T;
+    const Span *spans = batch->spans + list * (size_t)batch->S;
     real *k_pages = real_at(d, p->cache->k, at), *v_pages = real_at(d, p->cache->v, at);
 
     real *q = s->q_gate ? acts->q_wide : a->q_raw;
@@ -53,9 +55,9 @@ static void attention_forward(const Pass *p, real *out, int window)
     if (s->q_gate) d->halve(d, a->q_raw, a->q_gate, acts->q_wide, T * H, E);
     if (!out) return;
     rotate(p);
-    d->kv_write(d, k_pages, v_pages, acts->k, a->v, batch->slot, T, G, E);
-    d->attention(d, a->att, a->lse, acts->q, k_pages, v_pages, batch->spans, batch->pages, batch->S,
-                 T, H, G, E, window);
+    d->kv_write(d, k_pages, v_pages, acts->k, a->v, slot, T, G, E);
+    d->attention(d, a->att, a->lse, acts->q, k_pages, v_pages, spans, batch->pages, batch->S, T, H,
+                 G, E, window);
     if (s->sinks) d->sink(d, a->att, a->lse, w->sinks, T, H, E);
     project(p, wo, 1, gated(p), H * E, 1);
 }

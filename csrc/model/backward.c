@@ -8,7 +8,7 @@
 #include "layer.h"
 
 static KindBackward *const kind_backward[KINDS] = {
-#define LAYER_KIND(kind, part, has, token, sequence) [KIND_##kind] = kind##_backward,
+#define LAYER_KIND(kind, part, has, token, window, sequence) [KIND_##kind] = kind##_backward,
 #include "layers.inc"
 };
 

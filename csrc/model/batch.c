@@ -3,24 +3,28 @@
  */
 #include "core.h"
 
-void batch_place(Batch *batch, Arena *arena, int T, int S, int page_count)
+void batch_place(Batch *batch, Arena *arena, int T, int S, int lists, int page_count)
 {
+    size_t slots = (size_t)lists * (size_t)T, spans = (size_t)lists * (size_t)S;
     batch->T = T;
     batch->S = S;
+    batch->lists = lists;
     batch->tokens = arena_take(arena, (size_t)T * sizeof(int32_t));
     batch->pos = arena_take(arena, (size_t)T * sizeof(int32_t));
-    batch->slot = arena_take(arena, (size_t)T * sizeof(int32_t));
-    batch->spans = arena_take(arena, (size_t)S * sizeof(Span));
+    batch->slot = arena_take(arena, slots * sizeof(int32_t));
+    batch->spans = arena_take(arena, spans * sizeof(Span));
     batch->pages = arena_take(arena, (size_t)page_count * sizeof(int32_t));
 }
 
 void batch_upload(Batch *batch, Device *dev, const BatchHost *host)
 {
+    size_t slots = (size_t)host->lists * (size_t)host->T,
+           spans = (size_t)host->lists * (size_t)host->S;
     dev->upload(dev, batch->tokens, host->tokens, (size_t)host->T * sizeof(int32_t));
     dev->upload(dev, batch->pos, host->pos, (size_t)host->T * sizeof(int32_t));
-    dev->upload(dev, batch->slot, host->slot, (size_t)host->T * sizeof(int32_t));
+    dev->upload(dev, batch->slot, host->slot, slots * sizeof(int32_t));
     dev->upload(dev, batch->pages, host->pages, (size_t)host->page_count * sizeof(int32_t));
-    dev->upload(dev, batch->spans, host->spans, (size_t)host->S * sizeof(Span));
+    dev->upload(dev, batch->spans, host->spans, spans * sizeof(Span));
 }
 
 void batch_add(BatchHost *host, int length)

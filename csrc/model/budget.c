@@ -45,11 +45,38 @@ int budget_keep(const Model *model, size_t most, KeepBytes *bytes, void *context
     return fits;
 }
 
+size_t frame_bytes(const Model *model)
+{
+    const Lists *lists = &model->lists;
+    return (size_t)lists->layers * lists->token * KV_PAGE * model->dev->real_bytes;
+}
+
+int budget_window_pages(const Model *model, int rows)
+{
+    /* A sequence holds what the first row of its newest row's page reads, and its last rows' pages
+     * (window.c). */
+    int before = (model->lists.window + KV_PAGE - 2) / KV_PAGE;
+    return before + 1 + (rows + KV_PAGE - 1) / KV_PAGE;
+}
+
+int64_t budget_frames(const Model *model, int64_t tokens)
+{
+    const Lists *lists = &model->lists;
+    int64_t pages = (tokens + KV_PAGE - 1) / KV_PAGE, most = budget_window_pages(model, STEP_ROWS);
+    if (!lists->full) return pages * lists->windowed;
+    return pages * lists->full + (pages < most ? pages : most) * lists->windowed;
+}
+
 size_t kv_token_bytes(const Model *model)
 {
-    size_t elements = 0;
-    for (int l = 0; l < model->shape.layers; l++) elements += layer_token(&model->shape, l);
-    return elements * model->dev->real_bytes;
+    const Lists *lists = &model->lists;
+    return (size_t)(lists->full ? lists->full : lists->windowed) * (frame_bytes(model) / KV_PAGE);
+}
+
+size_t kv_window_bytes(const Model *model)
+{
+    return (size_t)model->lists.windowed * frame_bytes(model) *
+           (size_t)budget_window_pages(model, 1);
 }
 
 size_t kv_sequence_bytes(const Model *model)
@@ -67,8 +94,8 @@ int budget_states(const Model *model, int64_t tokens)
 
 size_t budget_cache_bytes(const Model *model, int64_t tokens)
 {
-    return (size_t)tokens * kv_token_bytes(model) +
-           (size_t)budget_states(model, tokens) * kv_sequence_bytes(model);
+    size_t pages = (size_t)budget_frames(model, tokens) * frame_bytes(model);
+    return pages + (size_t)budget_states(model, tokens) * kv_sequence_bytes(model);
 }
 
 int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_bytes)

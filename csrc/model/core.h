@@ -26,7 +26,7 @@ enum { ATTENTION = 1, DENSE = 2, DELTA = 4, EXPERTS = 8, SHARED = 16, ANY = ~0 }
 
 /* Kinds in the order of layers.inc. */
 typedef enum LayerKind {
-#define LAYER_KIND(kind, part, has, token, sequence) KIND_##kind,
+#define LAYER_KIND(kind, part, has, token, window, sequence) KIND_##kind,
 #include "layers.inc"
     KINDS
 } LayerKind;
@@ -79,6 +79,7 @@ typedef struct KindInfo {
     Part part;
     int has;
     size_t token, sequence; /* elements a token keeps in the pages, bytes a sequence keeps */
+    int window;             /* for how many tokens the former are kept; 0: for all */
 } KindInfo;
 
 /* Channels of a gated delta network's convolution: of q, of k, of v. */
@@ -95,6 +96,26 @@ int layer_has(const Shape *shape, int layer, int what);
 /* The same of both of its kinds together. */
 size_t layer_token(const Shape *shape, int layer);
 size_t layer_sequence(const Shape *shape, int layer);
+
+/* The layers that keep keys and values, dealt to lists of at most `layers` each: `full` lists of
+ * those that read all tokens before a row, then `windowed` lists of those that read a window. A
+ * page of a sequence has a frame for each list, the memory for its tokens in the list's layers.
+ * Those of the windowed lists are given back when no later row reads them. */
+enum { LISTS_MOST = 8 };
+typedef struct Lists {
+    int full, windowed, layers;
+    size_t token; /* elements of a token in one layer */
+    int window;   /* of the windowed lists */
+} Lists;
+
+/* Where a layer's keys and values are: its list, and its number there. */
+typedef struct Region {
+    int list, at;
+} Region;
+
+/* The lists of a model, and the region of each layer (L). A window that the context does not fill
+ * is none. Where layers keep states too, all lists are full: a state needs all pages before it. */
+Lists lists_of(const Shape *shape, Region *region);
 
 /* ---- model.c ---- */
 
@@ -140,6 +161,8 @@ typedef struct Model {
     float *final_norm, *delta_q_unit, *delta_k_unit;
     LayerWeights *layer;
     LayerKinds *kinds;     /* the shape's */
+    Lists lists;           /* of the layers that keep keys and values */
+    Region *region;        /* [layers] */
     int most;              /* of all slots' counts */
     unsigned char *loaded; /* [(slot · layers + layer) · most + index] */
     int sealed;
@@ -254,24 +277,27 @@ typedef struct Segment {
 } Segment;
 
 typedef struct Batch {
-    int T, S, segments;
-    int32_t *tokens, *pos, *slot, *pages; /* device */
-    Span *spans;                          /* device */
-    Segment *segment;                     /* host */
-    Segment whole;                        /* the one of a batch that has one (batch_whole) */
-    const atomic_int *stop;               /* NULL, or, when set from outside: no further layer */
+    int T, S, lists, segments;
+    int32_t *tokens, *pos;  /* device */
+    int32_t *slot;          /* device, of each list in turn: (lists,T) */
+    Span *spans;            /* device, the same: (lists,S), alike but for their pages */
+    int32_t *pages;         /* device: the pages' frames */
+    Segment *segment;       /* host */
+    Segment whole;          /* the one of a batch that has one (batch_whole) */
+    const atomic_int *stop; /* NULL, or, when set from outside: no further layer */
 } Batch;
 
 /* Host arrays that batch_upload sends. */
 typedef struct BatchHost {
-    int T, S, page_count;
+    int T, S, lists, page_count;
     const int32_t *tokens;
     int32_t *pos, *slot, *pages;
     Span *spans;
 } BatchHost;
 
-/* Places (or measures) the device arrays of a batch. */
-void batch_place(Batch *batch, Arena *arena, int T, int S, int page_count);
+/* Places (or measures) the device arrays of a batch, whose layers are dealt to so many lists: in
+ * training to one. */
+void batch_place(Batch *batch, Arena *arena, int T, int S, int lists, int page_count);
 void batch_upload(Batch *batch, Device *dev, const BatchHost *host);
 /* A whole sequence behind the others, on pages of its own; its tokens are the caller's to put. */
 void batch_add(BatchHost *host, int length);
@@ -299,9 +325,9 @@ typedef struct Acts {
 #include "acts.inc"
 } Acts;
 
-/* The pages that attention reads. Each layer's pages have room for `tokens` tokens, and lie behind
- * those of the layers below (cache_at). In training `tokens` is 0: all layers share one layer's
- * pages, because each needs them only once. */
+/* The pages that attention reads. A frame is memory for a page in the layers of one list, each of
+ * which has a region with room for `tokens` tokens of all frames (cache_at). In training `tokens`
+ * is 0: all layers share one list and one region, because each needs them only once. */
 typedef struct Cache {
     real *k, *v;
     size_t tokens;
@@ -311,8 +337,10 @@ typedef struct Cache {
 
 /* A pass's pages, which all layers share. */
 Cache cache_place(Arena *arena, const Model *model, int pages);
-/* Where a layer's pages begin, in k and in v alike: elements. */
+/* Where a layer's region begins, in k and in v alike: elements. */
 size_t cache_at(const Model *model, const Cache *cache, int layer);
+/* The list of its frames. */
+int cache_list(const Model *model, const Cache *cache, int layer);
 
 /* What sequence number 0 keeps of a layer; that of the next is state_bytes behind. NULL in
  * training.
@@ -386,6 +414,7 @@ void head_logits_backward(const Head *head, Adapter *adapter, real *dhidden, int
 enum {
     CACHE_TOKENS_MAX = 1 << 20,
     STEP_SEQUENCES = 256, /* of a sampling step, at most */
+    STEP_ROWS = 512,
 };
 
 /* Bytes that a training step may take, its ops' scratch included, in so many bytes of memory; 0: in
@@ -399,14 +428,23 @@ int budget_keep(const Model *model, size_t most, KeepBytes *bytes, void *context
  * many bytes as the pages do, but there are a few in any case, and twice as many as a step runs at
  * most: those of the running sequences, and others that are kept. 0: the layers keep none. */
 int budget_states(const Model *model, int64_t tokens);
-/* Bytes of such a cache: its pages and states. */
+/* Pages of a sequence that have frames in the windowed lists, at most, while a step runs so many of
+ * its rows. */
+int budget_window_pages(const Model *model, int rows);
+/* Bytes of such a cache: its pages and states. Where layers of both kinds are, a windowed list has
+ * as many frames as one sequence needs, because the lists share all frames. */
 size_t budget_cache_bytes(const Model *model, int64_t tokens);
+/* Frames in the pages of so many tokens. */
+int64_t budget_frames(const Model *model, int64_t tokens);
+size_t frame_bytes(const Model *model);
 /* Tokens of a sampler's cache in so many bytes of memory, which include the weights; 0: in the
  * device's. Of them `free_bytes` are free, and more can be freed for the context's cache. */
 int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_bytes);
-/* Bytes that one token keeps in the pages of all layers, and that one sequence keeps beside them.
- */
+/* Bytes that one token keeps in the pages: in full lists, or, where there are none, in the windowed
+ * ones. kv_window_bytes: those that one sequence has in the windowed lists while it decodes, at
+ * most. kv_sequence_bytes: those that it keeps beside its pages. */
 size_t kv_token_bytes(const Model *model);
+size_t kv_window_bytes(const Model *model);
 size_t kv_sequence_bytes(const Model *model);
 
 #endif

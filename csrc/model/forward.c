@@ -6,7 +6,7 @@
 #include "layer.h"
 
 static KindForward *const kind_forward[KINDS] = {
-#define LAYER_KIND(kind, part, has, token, sequence) [KIND_##kind] = kind##_forward,
+#define LAYER_KIND(kind, part, has, token, window, sequence) [KIND_##kind] = kind##_forward,
 #include "layers.inc"
 };
 

@@ -27,8 +27,8 @@ typedef void KindForward(const Pass *pass, real *out);
  * gradients. acts->xn has been recomputed. dxn NULL: nothing below needs it. */
 typedef void KindBackward(const Pass *pass, real *dxn);
 
-#define LAYER_KIND(kind, part, has, token, sequence) \
-    KindForward kind##_forward;                      \
+#define LAYER_KIND(kind, part, has, token, window, sequence) \
+    KindForward kind##_forward;                              \
     KindBackward kind##_backward;
 #include "layers.inc"
 

@@ -22,8 +22,8 @@ size_t delta_bytes(const Shape *s)
 KindInfo kind_info(const Shape *s, LayerKind kind)
 {
     switch (kind) {
-#define LAYER_KIND(kind, part, has, token, sequence) \
-    case KIND_##kind: return (KindInfo){#kind, part, has, (size_t)(token), sequence};
+#define LAYER_KIND(kind, part, has, token, window, sequence) \
+    case KIND_##kind: return (KindInfo){#kind, part, has, (size_t)(token), sequence, window};
 #include "layers.inc"
     case KINDS: break;
     }
@@ -67,23 +67,73 @@ size_t layer_sequence(const Shape *s, int l)
     return bytes;
 }
 
+/* ---- lists ---- */
+
+static int least(int a, int b)
+{
+    return a < b ? a : b;
+}
+
+static int quotient_up(int a, int b)
+{
+    return (a + b - 1) / b;
+}
+
+/* The window of a layer whose keys are not kept for all tokens. */
+static int layer_window(const Shape *s, int l)
+{
+    int window = 0;
+    for (Part part = 0; part < PARTS; part++) {
+        KindInfo info = kind_info(s, s->layer[l].kind[part]);
+        if (info.window) window = info.window;
+    }
+    return window < s->context ? window : 0;
+}
+
+Lists lists_of(const Shape *s, Region *region)
+{
+    Lists lists = {0};
+    int count[2] = {0}, states = 0, windowed = 0;
+    for (int l = 0; l < s->layers; l++) states |= layer_sequence(s, l) != 0;
+    for (int l = 0; l < s->layers; l++) {
+        if (!layer_token(s, l)) continue;
+        count[!states && layer_window(s, l)]++;
+        if (layer_token(s, l) > lists.token) lists.token = layer_token(s, l);
+    }
+    lists.layers = count[0] && count[1] ? least(count[0], count[1]) : count[0] + count[1];
+    int few = quotient_up(count[0] + count[1], LISTS_MOST - 1); /* else there would be more lists */
+    if (lists.layers < few) lists.layers = few;
+    if (!lists.layers) return (Lists){.full = 1};
+    lists.full = quotient_up(count[0], lists.layers);
+    lists.windowed = quotient_up(count[1], lists.layers);
+    if (lists.windowed) lists.window = s->window;
+    count[0] = count[1] = 0;
+    for (int l = 0; l < s->layers; l++) {
+        if (!layer_token(s, l)) continue;
+        windowed = !states && layer_window(s, l);
+        int at = count[windowed]++;
+        region[l] = (Region){windowed * lists.full + at / lists.layers, at % lists.layers};
+    }
+    return lists;
+}
+
+/* ---- caches ---- */
+
 Cache cache_place(Arena *arena, const Model *model, int pages)
 {
-    size_t most = 0;
-    for (int l = 0; l < model->shape.layers; l++) {
-        size_t token = layer_token(&model->shape, l);
-        if (token > most) most = token;
-    }
-    size_t bytes = (size_t)pages * KV_PAGE * (most / 2) * model->dev->real_bytes;
+    size_t bytes = (size_t)pages * KV_PAGE * (model->lists.token / 2) * model->dev->real_bytes;
     real *k = arena_take(arena, bytes), *v = arena_take(arena, bytes);
     return (Cache){.k = k, .v = v};
 }
 
 size_t cache_at(const Model *model, const Cache *cache, int l)
 {
-    size_t below = 0;
-    while (l-- > 0) below += layer_token(&model->shape, l);
-    return below / 2 * cache->tokens;
+    return (size_t)model->region[l].at * (model->lists.token / 2) * cache->tokens;
+}
+
+int cache_list(const Model *model, const Cache *cache, int l)
+{
+    return cache->tokens ? model->region[l].list : 0;
 }
 
 float *cache_state(const Model *model, const Cache *cache, int l)

@@ -152,10 +152,12 @@ static Status model_tables(Model *model, const Shape *shape)
     size_t L = (size_t)shape->layers;
     model->layer = calloc(L, sizeof *model->layer);
     model->kinds = calloc(L, sizeof *model->kinds);
-    if (!model->layer || !model->kinds) goto failed;
+    model->region = calloc(L, sizeof *model->region);
+    if (!model->layer || !model->kinds || !model->region) goto failed;
     memcpy(model->kinds, shape->layer, L * sizeof *model->kinds);
     model->shape = *shape;
     model->shape.layer = model->kinds;
+    model->lists = lists_of(&model->shape, model->region);
     for (Slot slot = 0; slot < SLOT_COUNT; slot++)
         for (int l = 0; l < shape->layers; l++) {
             SlotInfo info = slot_info(&model->shape, slot, l);
@@ -220,6 +222,7 @@ void model_close(Model *model)
     }
     free(model->layer);
     free(model->kinds);
+    free(model->region);
     free(model->loaded);
     free(model->host_freq);
     free(model);

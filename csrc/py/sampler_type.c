@@ -204,6 +204,16 @@ static int request_forget(PySampler *self, long long id)
     return adapter_keep(self, id, NULL);
 }
 
+static PyObject *sampler_spoil_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    PySampler *self = (PySampler *)object;
+    turn_take(self->model);
+    NO_GIL(kv_spoil(&self->sampler->kv));
+    turn_give(self->model);
+    Py_RETURN_NONE;
+}
+
 static PyObject *sampler_cancel_method(PyObject *object, PyObject *argument)
 {
     PySampler *self = (PySampler *)object;
@@ -320,6 +330,20 @@ static PyObject *sampler_reused(PyObject *object, void *unused)
     return PyLong_FromLongLong(((PySampler *)object)->sampler->kv.prefix.reused);
 }
 
+static PyObject *sampler_cache(PyObject *object, void *unused)
+{
+    (void)unused;
+    PySampler *self = (PySampler *)object;
+    turn_take(self->model);
+    const Kv *kv = &self->sampler->kv;
+    KvCount count = kv_count(kv);
+    turn_give(self->model);
+    return Py_BuildValue("{s:i,s:i,s:i,s:i,s:i,s:i,s:i,s:i}", "frames", count.frames, "free",
+                         count.free, "held", count.held, "windows", count.windows, "known",
+                         count.known, "kept", count.kept, "full", kv->lists.full, "windowed",
+                         kv->lists.windowed);
+}
+
 static PyObject *sampler_states(PyObject *object, void *unused)
 {
     (void)unused;
@@ -351,6 +375,8 @@ static PyMethodDef methods[] = {
     {"interrupt", sampler_interrupt_method, METH_NOARGS,
      "interrupt()\n\nFrom another thread: the step under way stops with KeyboardInterrupt, drawing "
      "nothing."},
+    {"spoil", sampler_spoil_method, METH_NOARGS,
+     "spoil()\n\nFor tests: fills the cache's free memory with NaN."},
     {"cancel", sampler_cancel_method, METH_O, "cancel(request)\n\nForgets a request."},
     {"look", sampler_look_method, METH_VARARGS,
      "look(request, sample, first) -> dict\n\nWhat a sample has drawn after its first tokens."},
@@ -362,6 +388,7 @@ static PyMethodDef methods[] = {
 static PyGetSetDef getset[] = {
     {"active", sampler_active, NULL, "Requests queued or running.", NULL},
     {"reused", sampler_reused, NULL, "Tokens that were found in the cache, not computed.", NULL},
+    {"cache", sampler_cache, NULL, "What the cache's frames are used for.", NULL},
     {"states", sampler_states, NULL,
      "(slots, kept): sequences whose states have room, and states kept for later requests.", NULL},
     {"replays", sampler_replays, NULL,

@@ -48,7 +48,8 @@ static void inputs_place(Decode *d, Arena *arena)
 {
     d->draws = arena_take(arena, (size_t)d->rows * sizeof *d->draws);
     d->start = arena_take(arena, (size_t)(d->rows + 1) * sizeof *d->start);
-    batch_place(&d->batch, arena, d->rows, d->rows, d->pages);
+    const Lists *lists = &d->sampler->kv.lists;
+    batch_place(&d->batch, arena, d->rows, d->rows, lists->full + lists->windowed, d->pages);
 }
 
 static void decode_place(Decode *d, Arena *arena)
@@ -71,26 +72,32 @@ static size_t inputs_fill(Decode *d, Arena *host, const Turn *turns, int count)
     Sampler *sampler = d->sampler;
     Decode to = *d;
     inputs_place(&to, host);
-    int32_t first = 0, nobody = sampler->kv.pages;
-    for (int i = 0; i < count; i++) {
+    const Kv *kv = &sampler->kv;
+    int32_t used = 1, nobody = kv->frames;
+    for (int i = 0; i < d->rows; i++) {
         const Turn *turn = &turns[i];
-        const Sequence *s = &turn->request->sequence[turn->sample];
-        to.draws[i] = sequence_draw(sampler, turn);
-        to.batch.tokens[i] = s->tokens[turn->from];
-        to.batch.pos[i] = turn->from;
-        to.batch.slot[i] = s->pages[turn->from / KV_PAGE] * KV_PAGE + turn->from % KV_PAGE;
-        to.batch.spans[i] = (Span){i, 1, turn->from, first, s->state};
-        for (int j = 0; j < s->page_count; j++) to.batch.pages[first++] = s->pages[j];
+        to.draws[i] = i < count ? sequence_draw(sampler, turn)
+                                : (Draw){.top_p = 1.0f, .limit = sampler->limit_ids};
+        to.batch.pos[i] = i < count ? turn->from : 0;
+        to.batch.tokens[i] = i < count ? turn_sequence(turn)->tokens[turn->from] : 0;
     }
-    to.batch.pages[first] = nobody;
-    for (int i = count; i < d->rows; i++) {
-        to.draws[i] = (Draw){.top_p = 1.0f, .limit = sampler->limit_ids};
-        to.batch.tokens[i] = to.batch.pos[i] = 0;
-        to.batch.slot[i] = nobody * KV_PAGE;
-        to.batch.spans[i] = (Span){i, 1, 0, first, -1};
+    to.batch.pages[0] = nobody;
+    for (int list = 0; list < to.batch.lists; list++) {
+        int32_t *slot = to.batch.slot + list * d->rows;
+        Span *spans = to.batch.spans + list * d->rows;
+        for (int i = 0; i < count; i++) {
+            const Sequence *s = turn_sequence(&turns[i]);
+            slot[i] = table_slot(kv, s, list, turns[i].from);
+            spans[i] = (Span){i, 1, turns[i].from, 0, s->state};
+            used = table_add(kv, s, list, to.batch.pages, used, &spans[i].first);
+        }
+        for (int i = count; i < d->rows; i++) {
+            slot[i] = nobody * KV_PAGE;
+            spans[i] = (Span){i, 1, 0, 0, -1};
+        }
     }
     for (int i = 0; i <= d->rows; i++) to.start[i] = 0;
-    return (size_t)((char *)(to.batch.pages + first + 1) - host->base);
+    return (size_t)((char *)(to.batch.pages + used) - host->base);
 }
 
 static Status inputs_upload(Decode *d, const Turn *turns, int count)
@@ -190,12 +197,13 @@ Status decode_step(Sampler *sampler, const Turn *turns, int count)
 {
     const Model *m = sampler->model;
     Device *dev = m->dev;
-    int64_t longest = (int64_t)sampler->kv.pages;
+    const Lists *lists = &sampler->kv.lists;
+    int64_t longest = (int64_t)sampler->kv.longest;
     if (longest > m->shape.context / KV_PAGE + 1) longest = m->shape.context / KV_PAGE + 1;
     int rows = 1, ids[STEP_SEQUENCES * 2];
     while (rows < count) rows *= 2;
     Decode d = {.sampler = sampler, .adapter = turns[0].request->spec.adapter, .rows = rows};
-    d.pages = rows * (int)longest + 1;
+    d.pages = rows * (int)longest * (lists->full + lists->windowed) + 1;
     d.acts.layer = sampler->layers;
     d.segment = (Segment){d.adapter, 0, rows};
     d.batch.segment = &d.segment;

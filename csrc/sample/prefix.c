@@ -79,10 +79,28 @@ int32_t prefix_find(const Prefix *prefix, uint64_t stamp, uint64_t before, const
     return -1;
 }
 
+/* What leads to a page in its bucket. */
+static int32_t *link_to(const Prefix *prefix, int32_t page)
+{
+    const Memory *m = &prefix->memory[page];
+    int32_t *link = bucket_of(prefix, m->stamp, m->before, m->tokens);
+    while (*link != page) link = &prefix->memory[*link].next;
+    return link;
+}
+
+static void forget(Prefix *prefix, int32_t page)
+{
+    Memory *m = &prefix->memory[page];
+    *link_to(prefix, page) = m->next;
+    m->number = 0;
+    scores_drop(prefix, page);
+}
+
 void prefix_add(Prefix *prefix, int32_t page, uint64_t stamp, uint64_t before,
                 const int32_t *tokens)
 {
     Memory *m = &prefix->memory[page];
+    if (m->number) forget(prefix, page); /* behind a page that was given up */
     int32_t *bucket = bucket_of(prefix, stamp, before, tokens);
     *m = (Memory){++prefix->numbers, before, stamp, *bucket, -1, -1, {0}};
     memcpy(m->tokens, tokens, sizeof m->tokens);
@@ -94,14 +112,14 @@ uint64_t prefix_number(const Prefix *prefix, int32_t page)
     return prefix->memory[page].number;
 }
 
-static void forget(Prefix *prefix, int32_t page)
+void prefix_move(Prefix *prefix, int32_t from, int32_t to)
 {
-    Memory *m = &prefix->memory[page];
-    int32_t *link = bucket_of(prefix, m->stamp, m->before, m->tokens);
-    while (*link != page) link = &prefix->memory[*link].next;
-    *link = m->next;
-    m->number = 0;
-    scores_drop(prefix, page);
+    if (prefix->memory[to].number) forget(prefix, to);
+    *link_to(prefix, from) = to;
+    prefix->memory[to] = prefix->memory[from];
+    prefix->scores[to] = prefix->scores[from];
+    prefix->memory[from].number = 0;
+    prefix->scores[from] = (PageScores){0};
 }
 
 /* ---- pages that no sequence holds ---- */

@@ -66,7 +66,7 @@ static int64_t most_tokens(const Sampler *sampler, const RequestSpec *spec)
 {
     int64_t context = sampler->model->shape.context;
     int64_t most = spec->prompt_length < context ? context : context + 1;
-    int64_t cached = (int64_t)sampler->kv.pages * KV_PAGE + 1;
+    int64_t cached = (int64_t)sampler->kv.longest * KV_PAGE + 1;
     return most < cached ? most : cached;
 }
 
@@ -87,7 +87,7 @@ static Status lengths_check(const Sampler *sampler, const RequestSpec *spec)
     if (spec->prompt_length + drawn > most_tokens(sampler, spec))
         return fail(
             STATUS_MEMORY, "the request needs a cache of %lld tokens; the sampler's holds %lld",
-            (long long)(spec->prompt_length + drawn - 1), (long long)sampler->kv.pages * KV_PAGE);
+            (long long)(spec->prompt_length + drawn - 1), (long long)sampler->kv.longest * KV_PAGE);
     return STATUS_OK;
 }
 

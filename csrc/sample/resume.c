@@ -158,13 +158,13 @@ static void go_to(Kv *kv, Request *r, Sequence *s, const Place *place)
 {
     Prefix *prefix = &kv->prefix;
     int whole = place->at / KV_PAGE, rest = place->at % KV_PAGE, before = s->cached;
-    while (s->page_count > s->kept) kv_drop(kv, s->pages[--s->page_count]);
+    while (s->page_count > s->kept) kv_drop(kv, s->pages[--s->page_count], 1);
     for (; s->kept < whole; s->kept++) {
         const int32_t *tokens = s->tokens + s->kept * KV_PAGE;
         int32_t page = prefix_find(prefix, share_stamp(r), s->behind, tokens);
         assert(page >= 0);
         scores_take(&prefix->scores[page], r, s->kept);
-        kv_share(kv, page);
+        kv_share(kv, page, 1);
         s->pages[s->page_count++] = page;
         s->behind = prefix_number(prefix, page);
     }

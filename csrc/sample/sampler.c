@@ -78,7 +78,7 @@ typedef struct SampleStep {
     Sampler *sampler;
     int rehearsing; /* the device computes nothing, so no result is kept */
     Turn turns[STEP_SEQUENCES];
-    int count, T, pages, chunk, top;
+    int count, T, lists, pages, chunk, top;
     size_t ids_room; /* ids that a chunk may score */
     Batch batch;
     Acts acts;
@@ -89,7 +89,8 @@ typedef struct SampleStep {
     Segment segments[STEP_SEQUENCES];
     Ask draw_asks[STEP_SEQUENCES], score_asks[STEP_ROWS];
     int draw_count, score_count;
-    int32_t *page; /* host, as told's arrays are: the list of pages */
+    Span *spans; /* host, as told's arrays and the next two are: (lists,count) */
+    int32_t *slot, *page;
     Told told;
     int32_t drawn[STEP_SEQUENCES];
     float drawn_logp[STEP_SEQUENCES];
@@ -99,7 +100,7 @@ static void step_place(SampleStep *step, Arena *arena, int rank)
 {
     const Model *m = step->sampler->model;
     size_t C = (size_t)step->chunk, size = m->dev->real_bytes, top = C * (size_t)step->top;
-    batch_place(&step->batch, arena, step->T, step->count, step->pages);
+    batch_place(&step->batch, arena, step->T, step->count, step->lists, step->pages);
     acts_place(&step->acts, arena, m, step->T, rank, 0);
     step->x = arena_take(arena, C * (size_t)m->shape.width * size);
     step->s = arena_take(arena, C * (size_t)rank * size);
@@ -114,17 +115,21 @@ static void step_place(SampleStep *step, Arena *arena, int rank)
     step->top_logp = arena_take(arena, top * sizeof(float));
 }
 
-/* The host's memory, in one block that begins with the list of pages. */
+/* The host's memory, in one block that begins with the spans. */
 static Status step_host(SampleStep *step)
 {
     Told *told = &step->told;
-    size_t pages = (size_t)step->pages, ids = step->ids_room,
-           top = (size_t)step->chunk * (size_t)step->top;
-    step->page = malloc((pages + 2 * (ids + top)) * sizeof *step->page);
-    if (!step->page)
+    size_t pages = (size_t)step->pages, ids = step->ids_room, lists = (size_t)step->lists,
+           top = (size_t)step->chunk * (size_t)step->top, slots = lists * (size_t)step->T,
+           spans = lists * (size_t)step->count;
+    step->spans = malloc(spans * sizeof *step->spans +
+                         (slots + pages + 2 * (ids + top)) * sizeof *step->page);
+    if (!step->spans)
         return fail(STATUS_MEMORY,
                     "no memory for a sampling step's %zu pages, %zu log-probabilities and %zu best",
                     pages, ids, top);
+    step->slot = (int32_t *)(void *)(step->spans + spans);
+    step->page = step->slot + slots;
     told->ids = step->page + pages;
     told->logp = (float *)(told->ids + ids);
     told->top_ids = (int32_t *)(told->logp + ids);
@@ -144,12 +149,14 @@ static int ask_ids(const Ask *ask)
 static void step_plan(SampleStep *step)
 {
     int row = 0, segments = 0, most = head_rows(step->sampler->model);
+    const Kv *kv = &step->sampler->kv;
     step->T = step->pages = step->draw_count = step->score_count = step->top = 0;
     step->ids_room = 0;
+    step->lists = kv->lists.full + kv->lists.windowed;
     for (int i = 0; i < step->count; i++) {
         const Turn *turn = &step->turns[i];
         const RequestSpec *spec = &turn->request->spec;
-        step->pages += turn->request->sequence[turn->sample].page_count;
+        step->pages += table_size(kv, turn_sequence(turn));
         if (segments && step->segments[segments - 1].adapter == spec->adapter)
             step->segments[segments - 1].rows += turn->rows;
         else
@@ -176,26 +183,37 @@ static void step_plan(SampleStep *step)
 
 /* ---- running the transformer ---- */
 
+/* Where each list of layers finds the rows' pages. */
+static void step_tables(SampleStep *step)
+{
+    const Kv *kv = &step->sampler->kv;
+    Span *span = step->spans;
+    int32_t *slot = step->slot;
+    int used = 0;
+    for (int list = 0; list < step->lists; list++)
+        for (int i = 0, row = 0; i < step->count; row += step->turns[i++].rows, span++) {
+            const Turn *turn = &step->turns[i];
+            const Sequence *s = turn_sequence(turn);
+            *span = (Span){row, turn->rows, turn->from, 0, s->state};
+            used = table_add(kv, s, list, step->page, used, &span->first);
+            for (int j = 0; j < turn->rows; j++) *slot++ = table_slot(kv, s, list, turn->from + j);
+        }
+}
+
 static Status step_forward(SampleStep *step)
 {
     Sampler *sampler = step->sampler;
-    int32_t tokens[STEP_ROWS] = {0}, pos[STEP_ROWS] = {0}, slot[STEP_ROWS] = {0};
-    Span spans[STEP_SEQUENCES] = {0};
-    int row = 0, first = 0;
-    for (int i = 0; i < step->count; i++) {
+    int32_t tokens[STEP_ROWS] = {0}, pos[STEP_ROWS] = {0};
+    for (int i = 0, row = 0; i < step->count; i++) {
         const Turn *turn = &step->turns[i];
-        const Sequence *s = &turn->request->sequence[turn->sample];
-        spans[i] = (Span){row, turn->rows, turn->from, first, s->state};
         for (int j = 0; j < turn->rows; j++, row++) {
-            int at = turn->from + j;
-            tokens[row] = s->tokens[at];
-            pos[row] = at;
-            slot[row] = s->pages[at / KV_PAGE] * KV_PAGE + at % KV_PAGE;
+            tokens[row] = turn_sequence(turn)->tokens[turn->from + j];
+            pos[row] = turn->from + j;
         }
-        memcpy(step->page + first, s->pages, (size_t)s->page_count * sizeof *step->page);
-        first += s->page_count;
     }
-    BatchHost host = {step->T, step->count, step->pages, tokens, pos, slot, step->page, spans};
+    step_tables(step);
+    BatchHost host = {step->T, step->count, step->lists, step->pages, tokens,
+                      pos,     step->slot,  step->page,  step->spans};
     batch_upload(&step->batch, sampler->model->dev, &host);
     step->batch.stop = &sampler->interrupted;
     forward(sampler->model, &step->batch, &step->acts, &sampler->kv.cache);
@@ -479,7 +497,7 @@ Status sampler_step(Sampler *sampler)
                     : step->count ? step_run(step)
                                   : STATUS_OK;
     if (status) sequences_restart(sampler);
-    free(step->page);
+    free(step->spans);
     free(step);
     mark_done(sampler);
     return status;

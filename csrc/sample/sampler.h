@@ -51,6 +51,9 @@ int32_t prefix_find(const Prefix *prefix, uint64_t stamp, uint64_t before, const
 void prefix_add(Prefix *prefix, int32_t page, uint64_t stamp, uint64_t before,
                 const int32_t *tokens);
 uint64_t prefix_number(const Prefix *prefix, int32_t page);
+/* What is known of a page, its number too, is known of another from now on, which a sequence holds
+ * and whose content is the same. */
+void prefix_move(Prefix *prefix, int32_t from, int32_t to);
 
 /* ---- states.c: what sequences keep beside their pages ---- */
 
@@ -84,25 +87,74 @@ void states_keep(States *states, int32_t slot, int32_t page);
 /* The page is forgotten, so is the slot that was kept for it. */
 void states_forget(States *states, int32_t page);
 
-/* ---- kv.c: pages of the cache, and states beside them ---- */
+/* ---- windows.c: frames in the windowed lists that no sequence reads any more ---- */
+
+typedef struct Windows {
+    struct WindowPage *page; /* [pages] private to windows.c */
+    int32_t oldest, newest;  /* those laid aside */
+} Windows;
+
+Status windows_open(Windows *windows, int pages);
+void windows_close(Windows *windows);
+/* A sequence holds the frames of a page; it does not any more: returns whether it was the last. */
+void windows_hold(Windows *windows, int32_t page);
+int windows_leave(Windows *windows, int32_t page);
+/* Lays the frames of a page aside that nobody holds. Those that are not wanted are the first to be
+ * given up. */
+void windows_lay(Windows *windows, int32_t page, int wanted);
+/* They are laid aside no more, if they were. */
+void windows_lift(Windows *windows, int32_t page);
+/* The page whose frames are to be given up next; -1: there is none, or, unless `wanted`, none that
+ * is not wanted. */
+int32_t windows_oldest(const Windows *windows, int wanted);
+int windows_users(const Windows *windows, int32_t page);
+
+/* ---- kv.c: pages of the cache, their frames, and states beside them ---- */
 
 typedef struct Kv {
     Model *model;
     Arena arena;
     Cache cache;
-    int pages, free_count; /* page number `pages` is for padding rows */
+    Lists lists;
+    int pages, free_count; /* numbers of pages */
+    int longest;           /* pages that one sequence can have */
     int32_t *free_list;
-    int32_t *users; /* of each page: how many sequences hold it */
+    int32_t *users;          /* of each page: how many sequences hold it */
+    int frames, free_frames; /* frame number `frames` is for padding rows */
+    int32_t *frame_list;     /* the free ones */
+    int32_t *frame;          /* [pages · lists] of each page, -1: none; the windowed ones last */
+    Windows windows;
     Prefix prefix;
     States states;
 } Kv;
 
+/* Pages and frames, by what they are for. */
+typedef struct KvCount {
+    int frames, free;  /* in all, and free */
+    int held, windows; /* pages that sequences hold, and those of them whose windowed
+                          frames they hold */
+    int known, kept;   /* pages that no sequence holds, and pages whose windowed frames
+                          none holds */
+} KvCount;
+
 Status kv_open(Kv *kv, Model *model, int64_t tokens);
 void kv_close(Kv *kv);
-/* A page for new content, or -1. */
+/* A page for new content, with a frame in each list, or -1. */
 int32_t kv_take(Kv *kv);
-void kv_share(Kv *kv, int32_t page);
-void kv_drop(Kv *kv, int32_t page);
+/* A sequence holds a page, or holds it no more: with its frames in the windowed lists, or without.
+ */
+void kv_share(Kv *kv, int32_t page, int windowed);
+void kv_drop(Kv *kv, int32_t page, int windowed);
+/* A sequence that holds a page holds its windowed frames no more. They are kept if the page is
+ * known; where they are wanted they are the last to be given up. */
+void kv_leave(Kv *kv, int32_t page, int wanted);
+/* Whether a page has a frame in every list. */
+int kv_whole(const Kv *kv, int32_t page);
+/* A known page is replaced by one with the same content, which a sequence holds. */
+void kv_replace(Kv *kv, int32_t page, int32_t by);
+KvCount kv_count(const Kv *kv);
+/* For tests: fills the memory of all free frames with NaN. */
+void kv_spoil(Kv *kv);
 /* Empties the prefix cache: the pages that no sequence holds. */
 void kv_forget(Kv *kv);
 /* Copy-on-write: a page with the first `count` keys of `page`, for a sequence that diverges from
@@ -128,13 +180,14 @@ typedef struct Sequence {
     float *top_logprobs;
     int32_t *pages;
     int page_count, room;
+    int seen;        /* pages before this one are held without their windowed frames */
     int kept;        /* full pages that prefix.c knows */
     uint64_t behind; /* its number of the last of them */
     int waited;      /* for a page that another sequence was computing */
     int32_t state;   /* the slot of its state; -1: none */
     int low;         /* the state is good for rows from here on, up to those that are cached */
     int shared_end;  /* tokens of whole pages that it had in common with an earlier one, behind
-                        which no state was kept; 0: none */
+                        which no state was kept, or no window; 0: none */
 } Sequence;
 
 typedef struct RequestSpec {
@@ -269,13 +322,16 @@ int row_asked(const Request *request, int position);
 
 /* schedule.c: which rows a step runs. */
 
-enum { STEP_ROWS = 512 };
-
 typedef struct Turn {
     Request *request;
     int sample, from, rows; /* tokens [from, from + rows) */
     int draws;              /* its last row is followed by a draw */
 } Turn;
+
+static inline Sequence *turn_sequence(const Turn *turn)
+{
+    return &turn->request->sequence[turn->sample];
+}
 
 /* Picks the sequences that run and gives them pages; returns how many. */
 int schedule(Sampler *sampler, Turn *turns);
@@ -306,6 +362,25 @@ void keep_copy(Kv *kv, const Request *request, const Sequence *s);
 /* A sequence gives its state up: it is kept at the end of its last full page, unless there is one
  * or the page is not known. */
 void keep_own(Kv *kv, const Request *request, Sequence *s);
+
+/* leave.c: which pages a sequence leaves behind in the windowed lists. */
+
+/* The first page that rows read there from this one on. */
+int leave_first(const Kv *kv, int row);
+/* A sequence leaves its pages before this one. */
+void leave_pages(Kv *kv, const Request *request, Sequence *s, int first);
+/* The rows of a sequence's turn have run. */
+void leave_ran(Kv *kv, const Request *request, Sequence *s);
+
+/* page_table.c: a step's pages, as the device sees them. */
+
+/* Frames of a sequence in all lists. */
+int table_size(const Kv *kv, const Sequence *s);
+/* Where a sequence's token is put in a list. */
+int32_t table_slot(const Kv *kv, const Sequence *s, int list, int position);
+/* Writes a sequence's frames in a list behind the `at` that are in the table, and returns how many
+ * are in it then. *first is where the sequence's pages begin (Span). */
+int table_add(const Kv *kv, const Sequence *s, int list, int32_t *table, int at, int32_t *first);
 
 /* sequence.c: a sequence after its rows have run. */
 

@@ -177,7 +177,7 @@ int schedule(Sampler *sampler, Turn *turns)
             continue;
         int missing = s->length - s->cached;
         int take = prompt && missing > r->client->rows ? r->client->rows : missing;
-        take = keep_rows(s, take);
+        if (states) take = keep_rows(s, take);
         if (!room_pages(sampler, i, s->cached + take)) continue;
         turns[count++] = (Turn){r, j, s->cached, take, take == missing};
         if (prompt) r->client->rows -= take;

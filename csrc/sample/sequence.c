@@ -4,9 +4,11 @@
 
 void sequence_forget(Kv *kv, Sequence *sequence)
 {
-    for (int i = 0; i < sequence->page_count; i++) kv_drop(kv, sequence->pages[i]);
+    for (int i = 0; i < sequence->page_count; i++)
+        kv_drop(kv, sequence->pages[i], i >= sequence->seen);
     if (sequence->state >= 0) states_give(&kv->states, sequence->state);
     sequence->page_count = sequence->cached = sequence->kept = sequence->shared_end = 0;
+    sequence->seen = 0;
     sequence->behind = 0;
     sequence->state = -1;
 }
@@ -25,7 +27,8 @@ void turns_cached(Sampler *sampler, const Turn *turns, int count)
         if (turn->sample == 0 && s->cached > turn->request->reached)
             turn->request->reached = s->cached;
         share_keep(&sampler->kv, turn->request, s);
-        keep_ran(&sampler->kv, turn->request, s);
+        leave_ran(&sampler->kv, turn->request, s);
+        if (sampler->kv.states.count) keep_ran(&sampler->kv, turn->request, s);
     }
 }
 

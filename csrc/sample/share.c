@@ -8,6 +8,10 @@
  * alone. It looks again in every step, so it never waits for a sequence that was stopped or
  * preempted. The first in line never waits.
  *
+ * Where layers have a window, a page is of use only together with those that the rows behind it
+ * read there. A sequence goes on at the furthest place where these have all their frames (leave.c
+ * says which are kept), and computes the rest again.
+ *
  * Where two sequences share only part of a page, the rest of a prompt, its rows are copied from a
  * sequence that goes on in that page. For all of them a sequence waits one step, once: the other
  * may have ended in it. */
@@ -43,30 +47,54 @@ void share_keep(Kv *kv, const Request *request, Sequence *s)
     Prefix *prefix = &kv->prefix;
     while ((s->kept + 1) * KV_PAGE <= s->cached) {
         const int32_t *tokens = s->tokens + s->kept * KV_PAGE;
-        int32_t page = prefix_find(prefix, share_stamp(request), s->behind, tokens);
-        if (page < 0) {
-            page = s->pages[s->kept];
-            prefix_add(prefix, page, share_stamp(request), s->behind, tokens);
-        }
+        int32_t own = s->pages[s->kept],
+                page = prefix_find(prefix, share_stamp(request), s->behind, tokens);
+        if (page < 0)
+            prefix_add(prefix, page = own, share_stamp(request), s->behind, tokens);
+        else if (!kv_whole(kv, page) && kv_whole(kv, own))
+            kv_replace(kv, page, own), page = own;
         scores_keep(prefix, page, request, s->kept);
         s->behind = prefix_number(prefix, page);
         s->kept++;
     }
 }
 
+/* Looks for the pages of a sequence's next tokens, and puts those that are known behind its own.
+ * Returns behind how many pages it can go on: where all have their frames that are read from there
+ * on. `known` says how many are known. */
+static int pages_find(const Kv *kv, const Request *request, const Sequence *s, int *known)
+{
+    const Prefix *prefix = &kv->prefix;
+    uint64_t behind = s->behind;
+    int n = s->kept, whole = s->seen, furthest = n;
+    while ((n + 1) * KV_PAGE < s->length) { /* the last token is run, for its logits */
+        const int32_t *tokens = s->tokens + n * KV_PAGE;
+        int32_t page = prefix_find(prefix, share_stamp(request), behind, tokens);
+        if (page < 0 || !scores_suffice(&prefix->scores[page], request, n)) break;
+        s->pages[n++] = page;
+        if (!kv_whole(kv, page)) whole = n;
+        if (whole <= leave_first(kv, n * KV_PAGE)) furthest = n;
+        behind = prefix_number(prefix, page);
+    }
+    *known = n;
+    return furthest;
+}
+
 static void known_pages(Kv *kv, Request *request, Sequence *s)
 {
     Prefix *prefix = &kv->prefix;
     if (s->page_count != s->kept) return;
-    while ((s->kept + 1) * KV_PAGE < s->length) { /* the last token is run, for its logits */
-        const int32_t *tokens = s->tokens + s->kept * KV_PAGE;
-        int32_t page = prefix_find(prefix, share_stamp(request), s->behind, tokens);
-        if (page < 0 || !scores_suffice(&prefix->scores[page], request, s->kept)) return;
+    int known, furthest = pages_find(kv, request, s, &known);
+    if (known == s->kept) return;
+    s->shared_end = known * KV_PAGE;
+    if (furthest == s->kept) return;
+    int first = leave_first(kv, furthest * KV_PAGE);
+    leave_pages(kv, request, s, first);
+    for (; s->kept < furthest; s->kept++) {
+        int32_t page = s->pages[s->page_count++];
         scores_take(&prefix->scores[page], request, s->kept);
-        kv_share(kv, page);
-        s->pages[s->page_count++] = page;
+        kv_share(kv, page, s->kept >= first);
         s->behind = prefix_number(prefix, page);
-        s->kept++;
         tokens_found(prefix, request, s, KV_PAGE);
     }
 }
@@ -92,8 +120,9 @@ void share_prompt(Sampler *sampler, Request *r)
         Sequence *from = &r->sequence[0], *to = &r->sequence[j];
         to->ready = 1;
         if (sampler->kv.states.count) continue;
+        to->seen = from->seen; /* what is read from the page of the prompt's last token on */
         for (int i = 0; i < whole; i++) {
-            kv_share(&sampler->kv, from->pages[i]);
+            kv_share(&sampler->kv, from->pages[i], i >= to->seen);
             to->pages[to->page_count++] = from->pages[i];
         }
         to->cached = whole * KV_PAGE;

@@ -213,7 +213,7 @@ static size_t distill_place(TrainStep *step, Arena *arena)
     size_t shared = arena->used;
     side->room = room_of(step, micro);
     int pages = side->room / KV_PAGE + micro->S;
-    batch_place(&side->batch, arena, side->room, micro->S, pages);
+    batch_place(&side->batch, arena, side->room, micro->S, 1, pages);
     side->cache = cache_place(arena, tm, pages);
     acts_place(&side->acts, arena, tm, side->room, other, 0);
     size_t end = arena->used;
@@ -241,6 +241,7 @@ static void side_run(TrainStep *step, int from, int to)
     dev->gather(dev, real_at(dev, c->taught, (size_t)from * (size_t)m->shape.width),
                 side->acts.hidden, c->teacher_rows, to - from, m->shape.width);
     host->T = host->S = host->page_count = 0;
+    host->lists = 1;
 }
 
 /* The teacher's hidden rows that are compared, in the order of the head, and each one's weight. */

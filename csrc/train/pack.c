@@ -81,6 +81,7 @@ void pack_rows(Pack *pack, const Micro *micro, Batch *batch, Device *dev)
 {
     BatchHost *host = &pack->host;
     host->T = host->S = host->page_count = 0;
+    host->lists = 1;
     host->tokens = pack->datums->tokens + micro->token0;
     for (int i = micro->first; i < micro->last; i++) batch_add(host, pack->datums->lengths[i]);
     batch_upload(batch, dev, host);

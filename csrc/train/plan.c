@@ -29,6 +29,7 @@ static Status plan_of(Plan *plan, Trainer *trainer, int tokens)
                    .cache = budget_cache_bytes(model, cached),
                    .cache_tokens = (size_t)cached,
                    .kv_token = kv_token_bytes(model),
+                   .kv_window = kv_window_bytes(model),
                    .states = (size_t)budget_states(model, cached),
                    .kv_sequence = kv_sequence_bytes(model),
                    .scratch = step.scratch,

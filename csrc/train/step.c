@@ -142,7 +142,7 @@ static void micro_place(TrainStep *step, Arena *arena, int keep)
     const Adapter *adapter = step->trainer->adapter;
     const Model *m = adapter->model;
     size_t end = step->objective->place(step, arena);
-    batch_place(&step->batch, arena, micro->T, micro->S, micro->pages);
+    batch_place(&step->batch, arena, micro->T, micro->S, 1, micro->pages);
     step->cache = cache_place(arena, m, micro->pages);
     acts_place(&step->acts, arena, m, micro->T, adapter->rank, keep);
     if (keep) grads_place(&step->grads, arena, m, micro->T, adapter->rank);

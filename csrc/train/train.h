@@ -151,6 +151,7 @@ Status trainer_distill(Trainer *trainer, const Datums *datums, const Loss *loss,
 typedef struct Plan {
     size_t weights, adapter, step, own, free, all;
     size_t cache, cache_tokens, kv_token; /* a sampler's cache: its tokens, one token's bytes */
+    size_t kv_window;                     /* what one sequence keeps of its window, at most */
     size_t states, kv_sequence;           /* in it, of how many sequences the states, and one's */
     size_t scratch, step_most; /* of `own` the ops' scratch of a step; the most that a step may
                                   take, which includes it */

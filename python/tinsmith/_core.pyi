@@ -141,7 +141,9 @@ class Model:
         """Bytes of each use of memory, before anything is allocated. weights. adapter: of `rank` on
         every layer. step: of a datum of `tokens` (0: step_tokens, the default's). own: the ops' own
         needs on the device. cache: a sampler's default, of cache_tokens tokens, kv_token bytes
-        each, and the states of `states` sequences, kv_sequence bytes each. free and all: the bytes
+        each, and the states of `states` sequences, kv_sequence bytes each. Layers with a window add
+        at most kv_window bytes for a sequence that decodes; if all layers have one, a sequence
+        takes no more than that, and kv_token is a token's part of it. free and all: the bytes
         that the device can give, and those that it has. scratch: a step's part of `own`. step_most:
         the limit of a step and its scratch, which is step_bytes, or by default half of what the
         weights leave. The step's layers keep what fits in that limit: `kept` layers keep
@@ -158,8 +160,8 @@ class Model:
         more tokens, the cache holds the whole context. memory 0: what the device has, and no more
         than half of what it has free."""
     def cache_bytes(self, tokens: int) -> int:
-        """Bytes of a sampler's cache for so many tokens: their keys and values, and, if the model's
-        layers keep a state for a sequence, as many states as take the same bytes, but at least 4
+        """Bytes of a sampler's cache for so many tokens: their keys and values, in layers that have
+        a window those of one sequence's, and, if the model's layers keep a state for a sequence, as many states as take the same bytes, but at least 4
         and at most 512."""
 
 class Adapter:
@@ -371,6 +373,8 @@ class Sampler:
     def interrupt(self) -> None:
         """Call it from another thread: the current step stops within a layer's time. It raises
         KeyboardInterrupt and draws nothing."""
+    def spoil(self) -> None:
+        """For tests: fills the cache's free memory with NaN."""
     def cancel(self, request: int) -> None:
         """Forgets a request."""
     def look(self, request: int, sample: int, first: int) -> dict[str, Any]:
@@ -396,6 +400,14 @@ class Sampler:
     def reused(self) -> int:
         """Tokens found in the prefix cache: a prompt that begins like an earlier sequence on the
         same weights reuses its pages. No result depends on it."""
+    @property
+    def cache(self) -> dict[str, int]:
+        """What the cache's memory is used for. A page is 64 tokens of a sequence, with a frame in
+        each of `full` lists of layers and, for layers with a window, of `windowed` lists.
+        frames: all there are, and `free` ones. held: pages that sequences hold, of which they hold
+        windowed frames in `windows`. known: pages that no sequence holds, remembered for prompts
+        that begin alike; kept: pages whose windowed frames are there though no sequence holds them.
+        """
     @property
     def states(self) -> tuple[int, int]:
         """(slots, kept), where the model's layers keep a state for a sequence: how many sequences

@@ -429,6 +429,8 @@ def _cache(sizes: Mapping[str, int]) -> str:
     from tinsmith.files.words import readable
 
     pages = f"a KV cache of {sizes['cache_tokens']} tokens, {readable(sizes['kv_token'])} each"
+    if sizes["kv_window"]:
+        pages += f", and for a sequence's window at most {readable(sizes['kv_window'])}"
     if not sizes["states"]:
         return pages
     one = readable(sizes["kv_sequence"])
