@@ -2,10 +2,10 @@
 
 The parent's half is Llama, which answers with what the child measured of itself. The child is this
 file under an interpreter that has the packages llama-cpp-python and gguf; it needs neither torch
-nor tinsmith. It writes the GGUF (qwen3 or qwen35, matrices in the checkpoint's own type; the parent
-says the tensors' names), and decodes many sequences in one batch through llama.cpp's C interface, a
-context for each number of sequences, all its settings as they come. Commands and answers are lines
-of JSON."""
+nor tinsmith. It writes the GGUF (qwen3, qwen3moe or qwen35, matrices in the checkpoint's own type;
+the parent says the tensors' names), and decodes many sequences in one batch through llama.cpp's C
+interface, a context for each number of sequences, all its settings as they come. Commands and
+answers are lines of JSON."""
 
 import ctypes
 import json
@@ -169,7 +169,7 @@ def write_gguf(folder: Path, names: dict[str, str]) -> Path:
     config = read_config(folder)
     is_hybrid = "linear_num_key_heads" in config
     file = folder / "model.gguf"
-    experts = config.get("num_experts", 0)
+    experts = config.get("num_experts") or config.get("num_local_experts", 0)
     kind = "qwen35" if is_hybrid else "qwen3moe" if experts else "qwen3"
     writer = gguf.GGUFWriter(file, kind)
     if experts:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from engine import DEVICES, Span, device
 from op_bar import compare, run
-from op_cases import make_attention, make_linear
+from op_cases import make_attention, make_linear, make_linear_backward
 
-MANY = 100  # rows: more than cpu/stream.c takes (STREAM_ROWS, 64)
+MANY = 100  # rows: more than cpu/stream.c and stream_back.c take (64)
 FEW = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 27, 40, 53, 63, 64, 65)
 
 
@@ -57,6 +57,53 @@ def test_few_rows_on_several_threads(name):
     devices = [device(name, threads) for threads in (1, 2, 3)]
     args = make_linear(np.random.default_rng(0), T=5, N=700, D=900, dtype="bf16", bias=1)
     one, two, three = (run(dev, "linear", args)["y"] for dev in devices)
+    np.testing.assert_array_equal(two, one)
+    np.testing.assert_array_equal(three, one)
+
+
+# Rows that fill one, two, three and four vectors of each instruction set, or nearly.
+BACK = (1, 3, 4, 7, 8, 12, 14, 16, 17, 23, 24, 30, 32, 33, 40, 45, 48, 63, 64, 65)
+
+
+def first_rows_back(args, rows):
+    """The arguments of linear_backward with so many of its rows."""
+    dx = args["dx"][:rows] if isinstance(args["dx"], np.ndarray) else (rows, args["D"])
+    return args | dict(dy=args["dy"][:rows], dx=dx, T=rows)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(N=900, D=131, dtype="bf16"),  # three blocks of outputs, the last panel of 4
+        dict(N=401, D=83, dtype="bf16", accumulate=1),  # an odd output: half a pair
+        dict(N=768, D=64, dtype="f32", accumulate=1),
+        dict(N=3, D=49, dtype="f32"),
+        dict(N=385, D=33, dtype="f16"),
+    ],
+    ids=str,
+)
+def test_a_gradient_of_few_rows_has_the_bits_of_many(dev, shape):
+    args = make_linear_backward(np.random.default_rng(0), T=MANY, **shape)
+    many = compare(dev, "linear_backward", args)["dx"]
+    for rows in BACK:
+        few = run(dev, "linear_backward", first_rows_back(args, rows))["dx"]
+        np.testing.assert_array_equal(few, many[:rows], str(rows))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_outputs_that_are_packed_in_several_parts(dev, dtype):
+    # with AVX-512, 64 rows of 5,760 outputs are packed at once, or of twice as many in pairs
+    args = make_linear_backward(np.random.default_rng(0), T=66, N=12300, D=17, dtype=dtype)
+    few = compare(dev, "linear_backward", first_rows_back(args, 64))["dx"]
+    np.testing.assert_array_equal(few, run(dev, "linear_backward", args)["dx"][:64])
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu-avx512bf16"])
+def test_a_gradient_of_few_rows_on_several_threads(name):
+    args = make_linear_backward(np.random.default_rng(0), T=30, N=500, D=701, dtype="bf16")
+    one, two, three = (
+        run(device(name, threads), "linear_backward", args)["dx"] for threads in (1, 2, 3)
+    )
     np.testing.assert_array_equal(two, one)
     np.testing.assert_array_equal(three, one)
 

@@ -1,11 +1,12 @@
-/* cpu/matmul.c - the product that all others of the CPU device are made of, and its three paths.
+/* cpu/matmul.c - the product that all others of the CPU device are made of, and its four paths.
  *
  *   c (m,n) = scale·a (m,k)·b (k,n) [+ bias] [+ c]
  *
- * Up to STREAM_ROWS rows against a frozen weight read it as it comes from memory (stream.c). Other
- * products with a frozen weight, and those of more than FEW rows with more than one panel of b,
- * pack a once and multiply it with groups of panels (block.c). The remaining products read a as it
- * lies, in the register tile of this file.
+ * Up to STREAM_ROWS rows against a frozen weight read it as it comes from memory (stream.c), the
+ * other way too where that is faster (stream_back.c). Other products with a frozen weight, and
+ * those of more than FEW rows with more than one panel of b, pack a once and multiply it with
+ * groups of panels (block.c). The remaining products read a as it lies, in the register tile of
+ * this file.
  *
  * On each path b is read as panels that are row-major in k. Frozen weights are stored so (cpu.h);
  * other matrices are copied to a scratch block that stays in L1 or L2. bf16 weights widen to f32 on
@@ -433,6 +434,10 @@ void CPU(product_run)(Device *dev, Product *p)
     if (p->m <= 0 || p->n <= 0) return;
     if (p->order == PANELS && p->m <= STREAM_ROWS) {
         CPU(product_stream)(dev, p);
+        return;
+    }
+    if (CPU(streams_back)(p)) {
+        CPU(product_stream_back)(dev, p);
         return;
     }
     p->dev = dev;

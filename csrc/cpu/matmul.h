@@ -7,6 +7,7 @@
 enum {
     DEPTH = 384,      /* k of one block: a panel of b is 48 KB */
     STREAM_ROWS = 64, /* the most rows that read a frozen weight as it comes from memory */
+    BACK_ROWS = 64,   /* the same where it is read in PANELS_T */
 };
 
 /* How b's element (k, n) is found. */
@@ -58,5 +59,11 @@ void CPU(product_run)(Device *dev, Product *p);
 
 /* The same for a frozen weight in PANELS and m ≤ STREAM_ROWS rows, to the same bits (stream.c). */
 void CPU(product_stream)(Device *dev, const Product *p);
+
+/* Whether a product has a frozen weight in PANELS_T and so few rows that turning its panels costs
+ * more than the lanes that these rows leave empty; and the product, to the same bits
+ * (stream_back.c). */
+int CPU(streams_back)(const Product *p);
+void CPU(product_stream_back)(Device *dev, const Product *p);
 
 #endif

@@ -63,6 +63,9 @@ static inline vf v_fma(vf a, vf b, vf c)
 /* The n < VL floats at p, the other lanes filled with `rest`. */
 static inline vf v_load_part(const float *p, int n, float rest)
 {
+#if defined(__AVX512F__)
+    return (vf)_mm512_mask_loadu_ps(_mm512_set1_ps(rest), (__mmask16)((1u << n) - 1), p);
+#endif
     float lane[VL];
     for (int i = 0; i < VL; i++) lane[i] = i < n ? p[i] : rest;
     return v_load(lane);
@@ -70,6 +73,10 @@ static inline vf v_load_part(const float *p, int n, float rest)
 
 static inline void v_store_part(float *p, vf v, int n)
 {
+#if defined(__AVX512F__)
+    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
+    return;
+#endif
     float lane[VL];
     v_store(lane, v);
     for (int i = 0; i < n; i++) p[i] = lane[i];
