@@ -34,7 +34,6 @@ SHAPES = {  # width, heads, key-value heads, head width, ffn
     "8b": (4096, 32, 8, 128, 12288),
 }
 VOCAB, RANK, TOPK = 151_936, 32, 32
-CHUNK_BYTES = 128 << 20  # of logits
 F32, REAL = 4, 2
 PRODUCT = 8192  # rows, columns and depth of the product that is the ceiling
 COPY_BYTES = 1 << 30
@@ -287,10 +286,10 @@ def attention(shape: str, rows: int, length: int) -> Iterator[Case]:
     )
 
 
-def head(shape: str, vocab: int) -> Iterator[Case]:
+def head(shape: str, vocab: int, chunk_bytes: int) -> Iterator[Case]:
     """A chunk of the head's rows."""
     D = SHAPES[shape][0]
-    T = min(512, max(1, CHUNK_BYTES // (F32 * vocab)))
+    T = min(2048, max(1, chunk_bytes // (F32 * vocab)))
     logits, ids = normal(T, vocab), np.arange(T, dtype=np.int32)
     lse = np.stack([np.log(np.exp(logits.astype(float)).sum(1)), np.zeros(T)], 1)
     start = np.arange(T + 1, dtype=np.int32)
@@ -424,12 +423,13 @@ def main() -> int:
     except engine.Unavailable as reason:
         print(reason)
         return 1
+    chunk = 1 << 20 if args.tiny else device.c.chunk_bytes
     clock = Clock(device)
     flops, moved = ceilings(device, clock, args)
     for shape in args.shapes:
         layer = (shape, args.rows)
         parts = [pointwise(*layer), products(*layer), lora(*layer)]
-        parts += [attention(*layer, args.length), head(shape, args.vocab)]
+        parts += [attention(*layer, args.length), head(shape, args.vocab, chunk)]
         parts += [decoding(shape, args.vocab, batch, args.length) for batch in args.batches]
         for case in (case for part in parts for case in part):
             sets = min(SETS_MOST, 1 + int(CACHED_BYTES / case.bytes)) if not args.tiny else 1

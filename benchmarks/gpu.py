@@ -22,8 +22,6 @@ from tinsmith import _core
 from tinsmith.files import families
 from train import RANK, flops, peft_side
 
-CHUNK_BYTES = 128 << 20  # of logits: what the engine shows the head at once
-
 
 def here(device: str) -> str:
     """Where torch's side runs: the GPU, or the CPU beside the emulated one."""
@@ -113,8 +111,8 @@ def decode(args: argparse.Namespace, shape: str, core: _core.Model, model: torch
 def head(args: argparse.Namespace) -> None:
     """Log-probabilities of one target a row, and the K best, of T rows, a chunk at a time."""
     T, D, V = args.head
-    K, rows = args.topk, max(1, min(T, CHUNK_BYTES // (4 * V)))
     rng, device = np.random.default_rng(0), engine.Device(args.device)
+    K, rows = args.topk, max(1, min(T, device.c.chunk_bytes // (4 * V)))
     x, w = rng.standard_normal((rows, D)), rng.standard_normal((V, D)) / D**0.5
     ids, start = rng.integers(0, V, rows), np.arange(rows + 1)
     logits, lse = (device.put(np.zeros((rows, n)), "float") for n in (V, 2))

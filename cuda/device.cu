@@ -12,7 +12,8 @@
 #include "cuda.cuh"
 
 /* Rows of a step that keep a Hopper busy while the host starts the next ones, also at 0.6B. */
-enum { STEP_ROWS = 8192, ENCODE_BYTES = 1 << 20 };
+enum { STEP_ROWS = 8192, ENCODE_BYTES = 1 << 20, CHUNK_MOST = 1 << 30 };
+enum { CHUNKS = 64 }; /* of logits that would fill the card, at least */
 
 FailFunction *fail_in_core;
 
@@ -162,6 +163,8 @@ static Status card_find(CudaDevice *cuda)
                             card.name, card.major, card.minor);
     cuda->processors = card.multiProcessorCount;
     cuda->all_bytes = card.totalGlobalMem;
+    size_t chunk = cuda->all_bytes / CHUNKS;
+    cuda->base.chunk_bytes = chunk < CHUNK_MOST ? chunk : CHUNK_MOST;
     return STATUS_OK;
 }
 

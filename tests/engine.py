@@ -191,6 +191,7 @@ class CDevice(ctypes.Structure):
         ("real_bytes", SIZE),
         ("own_bytes", SIZE),
         ("step_rows", INT),
+        ("chunk_bytes", SIZE),
         ("async_", INT),
         ("alloc", ctypes.CFUNCTYPE(INT, VOID, ctypes.POINTER(VOID), SIZE)),
         ("release", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),

@@ -1,6 +1,6 @@
 /* arrays/tensor_ops.c - log-probabilities and divergences of a caller's tensors, chunk by chunk.
  *
- * A chunk is as many rows as have CHUNK_BYTES of logits. The product of hidden states and weight
+ * A chunk is as many rows as have the device's chunk_bytes of logits. The product of hidden states and weight
  * (matmul) reads the weight in place. The logits are overwritten with their own gradient. From it
  * the chunk's rows of d hidden and its part of d weight are computed, before the next chunk reuses
  * the memory. Logits in f32 are read in place, and a gradient of the device's `real` is written
@@ -19,7 +19,6 @@
 #include "../device/arena.h"
 
 enum {
-    CHUNK_BYTES = 128 << 20,
     ROWS_MOST = 4096,  /* of a chunk that needs no memory */
     STRETCH = 9 * 384, /* ids: the same for any number of rows, and whole blocks of the CPU's sums
                           over them, so that a row's gradient is the same bits however it is cut;
@@ -120,7 +119,7 @@ static Status chunk_starts(Chunk *chunk, int K)
 static Status chunk_open(Chunk *chunk, Device *dev, const Rows *rows, const Rows *other,
                          RowsGradient gradient, int width, int K)
 {
-    int64_t fit = CHUNK_BYTES / ((int64_t)width * 4), N = rows->N;
+    int64_t fit = (int64_t)dev->chunk_bytes / ((int64_t)width * 4), N = rows->N;
     int backward = gradient.rows || gradient.weight;
     if (are_there(rows) && (!other || are_there(other)) && (!backward || gets_dlogits(dev, rows)))
         fit = ROWS_MOST;

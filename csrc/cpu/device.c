@@ -246,6 +246,7 @@ Status cpu_open(Device **dev, int threads, int bf16)
         .name = bf16 ? "cpu-bf16" : "cpu",
         .real_bytes = sizeof(struct real),
         .step_rows = STEP_ROWS_MAX,
+        .chunk_bytes = (size_t)128 << 20,
         .alloc = cpu_alloc,
         .release = cpu_release,
         .memory = cpu_memory,

@@ -95,10 +95,11 @@ typedef struct Jsd {
 
 struct Device {
     const char *name;
-    size_t real_bytes; /* bytes of one `real` */
-    size_t own_bytes;  /* that the device allocated for itself when it was opened */
-    int step_rows;     /* rows of a training step above which it would not become faster */
-    int async;         /* the host goes on while ops run */
+    size_t real_bytes;  /* bytes of one `real` */
+    size_t own_bytes;   /* that the device allocated for itself when it was opened */
+    int step_rows;      /* rows of a training step above which it would not become faster */
+    size_t chunk_bytes; /* of logits that are in memory at once, which a weight is read for */
+    int async;          /* the host goes on while ops run */
 
     Status (*alloc)(Device *dev, void **memory, size_t bytes);
     /* May be called in any thread, at any time. So may graph_close(). */

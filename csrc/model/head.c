@@ -1,14 +1,16 @@
 /* model/head.c - rows → logits → log-probabilities of their targets, in chunks, and the way back.
  *
- * The N×V logits never exist: a chunk of at most 128 MiB of them lies in one place, where their own
- * gradient overwrites them. The order of rows is the caller's (Pack). A row's result does not
- * depend on it; a sum over rows (the gradient of the head's LoRA) does. */
+ * The N×V logits never exist: a chunk of them, as large as the device likes it, lies in one place,
+ * where their own gradient overwrites them. The order of rows is the caller's (Pack). A row's
+ * result does not depend on it; a sum over rows (the gradient of the head's LoRA) does. */
 #include "core.h"
 
 int head_rows(const Model *model)
 {
-    int64_t rows = ((int64_t)1 << 27) / ((int64_t)model->shape.vocab * 4);
-    return rows < 32 ? 32 : rows > 512 ? 512 : (int)rows;
+    const Device *d = model->dev;
+    size_t rows = d->chunk_bytes / ((size_t)model->shape.vocab * sizeof(float));
+    size_t most = (size_t)d->step_rows;
+    return (int)(rows < 32 ? 32 : rows > most ? most : rows);
 }
 
 void head_place(Head *h, Arena *arena, const Model *model, int T, int R, int64_t targets)

@@ -2,7 +2,7 @@
 for one piece of another trainer.
 
 You pass rows of the vocabulary as logits (…, V), or as hidden states (…, D) with the head's weight
-(V, D). The second form never holds all logits at once: 128 MiB of them at a time.
+(V, D). The second form never holds all logits at once: 128 MiB of them at a time, or 1 GiB on a GPU.
 
 Arrays are NumPy's, or anything with `__dlpack__` (torch's, CuPy's, JAX's) in the memory of the CPU
 or of the first NVIDIA GPU. They are float32, bfloat16, or uint16 with bf16's bits, and
