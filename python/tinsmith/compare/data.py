@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinsmith.files.meta import is_text
+from tinsmith.files.meta import check_text
 from tinsmith.files.weights import unique_keys
 
 Message = dict[str, str]  # role and content
@@ -125,8 +125,8 @@ def _check_texts(value: Any) -> None:
     elif isinstance(value, list):
         for item in value:
             _check_texts(item)
-    elif isinstance(value, str) and not is_text(value):
-        raise ValueError(f"half of a surrogate pair stands alone in the text {value!a:.{SHOWN_MAX}}")
+    elif isinstance(value, str):
+        check_text(value, f"the text {value!a:.{SHOWN_MAX}}")
 
 
 def _record(row: Any, line: int) -> Record:

@@ -353,8 +353,14 @@ def merge(
 
 
 def _matrix(adapter: Mapping[str, np.ndarray], part: Part, letter: str) -> np.ndarray:
-    array = adapter[checkpoint.matrix_name(part.module, letter)]
+    name = checkpoint.matrix_name(part.module, letter)
+    array = adapter[name]
     if array.ndim == 3:
+        if len(array) != 1 and part.index >= len(array):
+            raise ValueError(
+                f"{name} is {array.shape}, of {len(array)} experts, but the base model has an "
+                f"expert {part.index}: it belongs to another model"
+            )
         array = array[part.index if len(array) > 1 else 0]
     return weights.widen(array)
 
