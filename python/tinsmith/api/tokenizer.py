@@ -164,8 +164,8 @@ def check_settings(
     near = difflib.get_close_matches(unknown[0], [*own[:-1], *known], 1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise TypeError(
-        f"{function.__name__}() has no argument {unknown[0]!r}{hint}, and the model's chat template "
-        f"reads no such variable: it reads {', '.join(sorted(known)) or 'none of its own'}"
+        f"{function.__name__}() has no argument {unknown[0]!r}{hint}, and the model's chat "
+        f"template reads no such variable: it reads {', '.join(sorted(known)) or 'none of its own'}"
     )
 
 

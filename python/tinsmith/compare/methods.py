@@ -45,7 +45,8 @@ class Setting:
             value = type(self.default)(text)
         except ValueError:
             value = None
-        if value is None or not self.least <= value <= self.most or self.open and value == self.most:
+        inside = value is not None and self.least <= value <= self.most
+        if value is None or not inside or (self.open and value == self.most):
             to = "to below" if self.open else "to"
             raise ValueError(
                 f"it should be a {kind} from {self.least:g} {to} {self.most:g}; {text!r:.60} came"

@@ -84,6 +84,8 @@ def _modules(folder: Path, tensors: weights.Tensors, rank: int) -> dict[str, int
         raise ValueError(f"{folder} {what} {odd[0]}: each module should have a lora_A and a lora_B")
     for module in found:
         a, b = (tensors.entry(checkpoint.matrix_name(module, letter)).shape for letter in "AB")
+        if 0 in (*a, *b):
+            raise ValueError(f"{folder}: {module} has {a} and {b}: one of them is empty")
         together = len(a) == len(b) and (len(a) == 2 or (len(a) == 3 and 1 in (a[0], b[0])))
         if not together or a[-2] != rank or b[-1] != rank:
             raise ValueError(f"{folder}: {module} has {a} and {b}, which are not of rank {rank}")
@@ -353,14 +355,8 @@ def merge(
 
 
 def _matrix(adapter: Mapping[str, np.ndarray], part: Part, letter: str) -> np.ndarray:
-    name = checkpoint.matrix_name(part.module, letter)
-    array = adapter[name]
+    array = adapter[checkpoint.matrix_name(part.module, letter)]
     if array.ndim == 3:
-        if len(array) != 1 and part.index >= len(array):
-            raise ValueError(
-                f"{name} is {array.shape}, of {len(array)} experts, but the base model has an "
-                f"expert {part.index}: it belongs to another model"
-            )
         array = array[part.index if len(array) > 1 else 0]
     return weights.widen(array)
 
