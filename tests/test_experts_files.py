@@ -317,32 +317,21 @@ def test_a_tensor_that_does_not_fit_is_named(
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "said"),
+    ("name", "config"),
     [
-        (
-            "qwen3_moe",
-            {"num_hidden_layers": 1 << 16, "num_local_experts": 1024, "mlp_only_layers": []},
-            "65,536 layers, 65,536 of them with 1,024 experts: that is at least 67,108,864 matric",
-        ),
-        (
-            "qwen3_5_moe",
-            {"num_hidden_layers": 1 << 16, "num_experts": 1024, "layer_types": None},
-            "65,536 layers, 65,536 of them with 1,024 experts: that is at least 67,108,864 matric",
-        ),
+        ("qwen3_moe", {"num_local_experts": 1024, "mlp_only_layers": []}),
+        ("qwen3_5_moe", {"num_experts": 1024, "layer_types": None}),
     ],
 )
 def test_a_config_that_asks_for_more_matrices_than_there_are_makes_no_table_of_them(
-    name: str,
-    config: dict[str, Any],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It took gigabytes before any tensor was looked at."""
-    path = changed(tmp_path, name, **config)
+    path = changed(tmp_path, name, num_hidden_layers=1 << 16, **config)
     monkeypatch.setattr(families._core, "Model", lambda *_, **__: pytest.fail("it made a table"))
+    said = r"asks for at least 67,108,864 matrices: of 65,536 of its 65,536 layers 1,024 experts; t"
     for read in (families.inspect_model, families.read_places):
-        with pytest.raises(ValueError, match=rf"config\.json says {said}"):
+        with pytest.raises(ValueError, match=rf"config\.json {said}"):
             read(path)
 
 

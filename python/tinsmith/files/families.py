@@ -552,17 +552,15 @@ def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
 
 
 def _check_count(folder: Path, config: Mapping[str, Any], tensors: weights.Tensors) -> None:
-    """Raises ValueError where config.json asks for more matrices than the files have, before the
-    engine makes its tables of them: a short file may ask for 65,536 layers of 1,024 experts."""
-    experts = sum(kind != hugging_face.DENSE for kind in config["feeds"])
-    needed = config["layers"] - experts + experts * config["experts"]
+    """Refuses to ask for more matrices than the files have: their table could take gigabytes."""
+    sparse = sum(kind != hugging_face.DENSE for kind in config["feeds"])
+    needed = config["layers"] - sparse + sparse * config["experts"]
     shapes = (tensors.entry(name).shape for name in tensors)
     there = sum(shape[0] if len(shape) > 2 else 1 for shape in shapes)
     if needed > there:
         raise ValueError(
-            f"{folder / CONFIG_FILE} says {config['layers']:,} layers"
-            + (f", {experts:,} of them with {config['experts']:,} experts" if experts else "")
-            + f": that is at least {needed:,} matrices, but the files have {there:,}"
+            f"{folder / CONFIG_FILE} asks for at least {needed:,} matrices: of {sparse:,} of its "
+            f"{config['layers']:,} layers {config['experts']:,} experts; the files have {there:,}"
         )
 
 
