@@ -197,7 +197,11 @@ class BuildOps(build_ext):
         for text, sentence in NEEDED.items():
             try:
                 done = subprocess.run(
-                    [*command, "-xc", "-"], input=f"{text}\n", capture_output=True, text=True
+                    [*command, "-xc", "-"],
+                    input=f"{text}\n",
+                    capture_output=True,
+                    encoding="utf-8",
+                    errors="replace",  # a compiler may speak in the old encoding of its locale
                 )
                 said = done.stderr.strip().partition("\n")[0] or f"exit code {done.returncode}"
                 said = said if done.returncode else ""

@@ -7,6 +7,7 @@
  *   share_bias  y[t,:] += Σ_k share[t,k]·bias[chosen[t,k],:];  dshare[t,k] += dy[t,:]·bias[…]
  *
  * A warp routes a row: its lanes hold the logits, and each of K turns takes the best that is left.
+ * A NaN among the logits makes the row's shares NaN, whoever is chosen.
  * group is one block, because P keys are few beside the products that wait for them: each warp
  * counts the experts of a stretch of pairs and later puts that stretch in place, 32 pairs at a
  * time, so that neither atomics nor the order of warps show. Its bound is latency, two passes over
@@ -66,7 +67,10 @@ static __global__ void __launch_bounds__(THREADS)
         if (lane == 0) chosen[t * K + k] = rank_id(best);
         if (lane == k) own = rank_logit(best);
     }
-    float top = __shfl_sync(~0u, own, 0), e = expf(own - top);
+    bool none = false;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) none |= x[i] != x[i];
+    float top = __any_sync(~0u, none) ? NAN : __shfl_sync(~0u, own, 0), e = expf(own - top);
     if (norm) {
         sum = e;
     } else {

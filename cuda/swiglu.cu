@@ -16,12 +16,24 @@ enum { THREADS = 256, ROW_THREADS = 128 };
 
 #define SLOPE 1.702f /* of gpt-oss's sigmoid */
 
+/* x, at most `limit`; NaN stays NaN, which fminf would make the limit. */
+__device__ static __forceinline__ float upto(float x, float limit)
+{
+    return x > limit ? limit : x;
+}
+
+/* x within ± limit; NaN stays NaN. */
+__device__ static __forceinline__ float within(float x, float limit)
+{
+    return x < -limit ? -limit : upto(x, limit);
+}
+
 /* gate·σ·up, or gpt-oss's unit where it is LIMITED. */
 template <bool LIMITED> __device__ static __forceinline__ float unit(float g, float u, float limit)
 {
     if constexpr (LIMITED) {
-        g = fminf(g, limit);
-        return g * fast_sigmoid(SLOPE * g) * (fmaxf(fminf(u, limit), -limit) + 1.0f);
+        g = upto(g, limit);
+        return g * fast_sigmoid(SLOPE * g) * (within(u, limit) + 1.0f);
     } else {
         return g * fast_sigmoid(g) * u;
     }
@@ -36,8 +48,8 @@ __device__ static __forceinline__ float gradients(float (&g)[W], float (&u)[W], 
     constexpr float slope = LIMITED ? SLOPE : 1.0f;
     float sum = 0.0f;
     for (int j = 0; j < W; j++) {
-        float x = LIMITED ? fminf(g[j], limit) : g[j];
-        float factor = LIMITED ? fmaxf(fminf(u[j], limit), -limit) + 1.0f : u[j];
+        float x = LIMITED ? upto(g[j], limit) : g[j];
+        float factor = LIMITED ? within(u[j], limit) + 1.0f : u[j];
         float s = fast_sigmoid(slope * x), act = x * s, own = d[j] * share;
         bool over = LIMITED && g[j] > limit, outside = LIMITED && fabsf(u[j]) > limit;
         sum += d[j] * (act * factor);

@@ -26,8 +26,12 @@ ELSEWHERE = {
     "benchmarks/RESULTS.md": "benchmarks.md",
 }
 COMMANDS = "commands.md"  # written from the command line's parsers
-LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
-FENCE = re.compile(r"^(```.*?^```)", re.M | re.S)
+# A fence, a code span, which ends in its paragraph, or a link. What begins first is the one.
+LINK_OR_CODE = re.compile(
+    r"^ *```.*?^ *```|(?<!`)(?P<ticks>`+)(?!`)(?:(?!\n\n).)+?(?<!`)(?P=ticks)(?!`)"
+    r"|(?P<mark>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<target>[^()\s]+)\)",
+    re.M | re.S,
+)
 OTHERS = "How to"  # the section of pages that the nav does not name
 
 
@@ -68,8 +72,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     known = {file.src_uri for file in files}
 
     def there(found: re.Match[str]) -> str:
-        mark, text, target = found.groups()
-        if target.startswith(("#", "http:", "https:", "mailto:")):
+        mark, text, target = found.group("mark", "text", "target")
+        if target is None or target.startswith(("#", "http:", "https:", "mailto:")):
             return found[0]
         path, sharp, anchor = target.partition("#")
         name = site_path(os.path.normpath(folder / path))
@@ -79,8 +83,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             raise FileNotFoundError(f"{page.file.src_uri} links to {target}, which is not there")
         return text
 
-    parts = FENCE.split(markdown)
-    return "".join(part if part.startswith("```") else LINK.sub(there, part) for part in parts)
+    return LINK_OR_CODE.sub(there, markdown)
 
 
 def site_path(path: str) -> str:

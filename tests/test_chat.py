@@ -223,6 +223,7 @@ XML = (
 OBJECT = '{"name": "weather", "parameters": {"town": "Zürich"}}'
 ARRAY = '[{"name": "weather", "arguments": {"town": "Zürich"}}]'
 NAMED = 'weather[ARGS]{"town": "Zürich"}'
+HUGE, NO_JSON = '{"name": "f", "arguments": {"x": %s}}', ("1e999", "-1e999", "NaN", '"\\ud800"')
 CASES: tuple[tuple[int, str, list[Piece]], ...] = (
     (1, CALL, [ZURICH]),
     (1, f"I look.\n{CALL}\n{CALL}\n", ["I look.", ZURICH, ZURICH]),
@@ -242,6 +243,10 @@ CASES: tuple[tuple[int, str, list[Piece]], ...] = (
     (4, f"Look: {OBJECT} ", [f"Look: {OBJECT} "]),
     (4, '{"a": [1, 2]}', ['{"a": [1, 2]}']),
     (4, "<|pyth", ["<|pyth"]),
+    # What JSON can't say again, and no Unicode, are no calls.
+    *((1, said, [said]) for said in (f"<tool_call>{HUGE % x}</tool_call>" for x in NO_JSON)),
+    *((4, said, [said]) for said in (HUGE % x for x in NO_JSON)),
+    (0, XML.replace("3", "1e999"), [ToolCall("weather", '{"town": "7", "days": "1e999"}')]),
 )
 
 

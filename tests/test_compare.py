@@ -6,6 +6,7 @@ import csv
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +37,16 @@ def words(answer, expected, row):
     return "many"
 def telling(answer, expected, row):
     return answer == expected, "look again: " + answer
+def failing(answer, expected, row):
+    return row["no such column"]
+def leaving(answer, expected, row):
+    raise SystemExit("enough")
+def huge(answer, expected, row):
+    return 10 ** 400
+def unwritable(answer, expected, row):
+    return 10 ** 5000
+def half_a_pair(answer, expected, row):
+    return 0, "\\ud800"
 number = 3
 """
 
@@ -52,6 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, examples in files.items():
         example.write_chats(made / f"{name}.jsonl", ((e.question, e.answer) for e in examples))
     (made / "scorers.py").write_text(SCORER)
+    (made / "leaves.py").write_text("import sys\nsys.exit(3)\n")
     return made
 
 
@@ -246,6 +258,11 @@ def test_a_comparison_that_is_ended_says_what_is_missing(
         (("--scorer", "no_such:f"), "module 'no_such' can't be imported: ModuleNotFoundError"),
         (("--scorer", "scorers:none"), "module 'scorers' has no function 'none'"),
         (("--scorer", "scorers:number"), "module 'scorers' has no function 'number'"),
+        (("--scorer", "leaves:f"), "module 'leaves' can't be imported: SystemExit: 3"),
+        (
+            ("--methods", "sdpo", "--set", "sdpo.teacher_ema=1"),
+            "--set sdpo.teacher_ema: it should be a number from 0 to below 1; '1' came",
+        ),
         (("--renderer", "poem"), "there is no renderer 'poem'"),
         (("--model", "nothing"), "nothing"),
     ],
@@ -264,6 +281,58 @@ def test_what_is_wrong_is_one_sentence_before_anything_starts(
     told = capsys.readouterr()
     assert told.out == "" and told.err.startswith("tinsmith") and told.err.count("\n") == 1
     assert sentence in told.err and not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, r"runs/sft-lr0.01-seed0 has no result.json.* move it away"),
+        ("{", r"runs/sft-lr0.01-seed0/result.json is damaged: Expecting"),
+        ("[1]", r"result.json is damaged: it should be an object; \[1\] came"),
+        ('{"method": "sft", "seconds": "long"}', r"result.json is damaged: seconds is 'long'"),
+        ('{"method": "sft", "seconds": 1, "learned": {"exact": NaN}}', r"damaged: learned is {'ex"),
+    ],
+)
+def test_a_runs_folder_that_is_not_whole_is_named_before_anything_is_trained(
+    content: str | None,
+    sentence: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It was trained, and then could not take its name; a damaged result was not named."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("tinsmith.run.run_recipe", lambda *_, **__: pytest.fail("it was started"))
+    place = tmp_path / "runs" / "sft-lr0.01-seed0"
+    place.mkdir(parents=True)
+    (place / "answers.jsonl").touch()
+    if content is not None:
+        (place / "result.json").write_text(content)
+    assert cli.main(arguments(tmp_path, *BOTH)) == 1
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1 and re.search(sentence, told.err)
+    assert not (tmp_path / "settings.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("failing", r"failed on the answer to line 1: KeyError: 'no such column' .*scorers.py:\d+"),
+        ("leaving", r"failed on the answer to line 1: SystemExit: enough"),
+        ("words", r"for the answer to line 1 it returned 'many'"),
+        ("huge", r"for the answer to line 1 it returned 1000"),
+        ("unwritable", r"for the answer to line 1 it returned int that can't be shown"),
+        ("half_a_pair", r"for the answer to line 1 it returned \(0, "),
+    ],
+)
+def test_a_scorer_that_fails_is_told_in_a_sentence(
+    name: str, sentence: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    record = read_records(folder / "new.jsonl")[0]
+    with pytest.raises(ValueError, match=sentence):
+        measure.judge(measure.find_scorer(f"scorers:{name}"), "so.", record)
 
 
 def test_a_question_that_does_not_fit_the_context_is_refused_with_its_line(

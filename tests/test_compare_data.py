@@ -116,6 +116,22 @@ GOOD = {"problem": "a", "solution": "b"}
         ),
         ({"question": "a", "choices": 3, "answerKey": "A"}, "line 3: choices should have as many"),
         ("[" * 100_000, "line 3 is nested too deeply"),
+        (
+            '{"problem": "a", "solution": "b", "problem": "c"}',
+            "line 3: the key 'problem' is there twice",
+        ),
+        (
+            '{"problem": "a", "solution": "b", "more": [{"x": 1, "x": 1}]}',
+            "line 3: the key 'x' is there twice",
+        ),
+        (
+            '{"problem": "a\\ud800", "solution": "b"}',
+            "line 3: the text 'a.* is no Unicode: half of a surrogate pair, .* at character 1",
+        ),
+        (
+            '{"problem": "a", "solution": "b", "more": [{"\\udc00": 1}]}',
+            "line 3: the text .* is no Unicode",
+        ),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number(line: Any, sentence: str, tmp_path: Path) -> None:

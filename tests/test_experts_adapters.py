@@ -338,6 +338,19 @@ def test_experts_of_another_shape_are_refused(
         peft.load_adapter(tmp_path / "a", loaded("qwen3_moe"), optimizer=False)
 
 
+def test_an_adapter_whose_stack_is_empty_is_not_merged(tmp_path: Path) -> None:
+    """It raised IndexError."""
+    saved(folder("qwen3_moe"), tmp_path / "a")
+    (tmp_path / "a" / "meta.json").unlink()
+    file = tmp_path / "a" / checkpoint.ADAPTER_FILE
+    tensors = safetensors.numpy.load_file(file)
+    tensors[f"{STEM}.w1.lora_B.weight"] = tensors[f"{STEM}.w1.lora_B.weight"][:0]
+    safetensors.numpy.save_file(tensors, file)
+    path = make(Spec("qwen3_moe", SPECS["qwen3_moe"].config | {"num_experts": 1}), tmp_path / "one")
+    with pytest.raises(ValueError, match=r"w1 has \(1, .*\) and \(0, .*\): one of them is empty"):
+        export(path, tmp_path / "a", tmp_path / "out")
+
+
 def test_an_adapter_of_another_number_of_experts_is_not_merged(tmp_path: Path) -> None:
     path = make(
         Spec("qwen3_moe", SPECS["qwen3_moe"].config | {"num_experts": 6}), tmp_path / "other"

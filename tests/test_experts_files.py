@@ -26,6 +26,7 @@ from models import (
     tokens_of,
 )
 from tinsmith import _core
+from tinsmith.files import config as hugging_face
 from tinsmith.files import families
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssRotaryEmbedding
@@ -407,6 +408,51 @@ def test_a_tensor_that_does_not_fit_is_named(
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         families.load_model(rewritten(tmp_path, name, shaped(key, shape)))
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("qwen3_moe", {"num_local_experts": 1024, "mlp_only_layers": []}),
+        ("qwen3_5_moe", {"num_experts": 1024, "layer_types": None}),
+    ],
+)
+def test_a_config_that_asks_for_more_matrices_than_there_are_makes_no_table_of_them(
+    name: str, config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took gigabytes before any tensor was looked at."""
+    path = changed(tmp_path, name, num_hidden_layers=1 << 16, **config)
+    monkeypatch.setattr(families._core, "Model", lambda *_, **__: pytest.fail("it made a table"))
+    said = r"asks for at least 67,108,864 matrices: of 65,536 of its 65,536 layers 1,024 experts; t"
+    for read in (families.inspect_model, families.read_places):
+        with pytest.raises(ValueError, match=rf"config\.json {said}"):
+            read(path)
+
+
+def test_sums_of_bytes_do_not_overflow() -> None:
+    sizes = dict.fromkeys(("width", "expert_ffn"), 1 << 20)
+    config = {"layers": 1 << 16, "experts": 1024, "mixers": ("full_attention",) * (1 << 16)}
+    config |= {"feeds": ("experts",) * (1 << 16)}
+    plain = dict(families.inspect_model(folder("qwen3_moe")).config)
+    with pytest.raises(ValueError, match=r"a model of \d+ TiB is more than 1024"):
+        _core.Model(plain | config | sizes, np.ones(plain["rotary"] // 2, np.float32))
+
+
+def test_a_long_list_of_dense_layers_is_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer was looked for in the whole list: 4 billion steps at 65,536 layers."""
+    looked = 0
+
+    class Counted(list[int]):
+        def __contains__(self, item: object) -> bool:
+            nonlocal looked
+            looked += 1
+            return super().__contains__(item)
+
+    layers = Counted(range(64))
+    made = hugging_face.some_experts(tmp_path, {"mlp_only_layers": layers}, 128)
+    assert made == ("mlp",) * 64 + ("experts",) * 64 and looked == 0
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,33 @@ def test_close_waits_for_the_call_under_way(opened: tinsmith.Model) -> None:
     assert seen == ["the model is closed: load it again"] * 3
 
 
+def test_a_model_and_its_adapter_may_be_closed_by_several_threads_at_once(
+    opened: tinsmith.Model,
+) -> None:
+    """The second found the turns ended that it had just seen open."""
+    adapter, failures = opened.lora(rank=2), []
+    slow = opened.engine.turns.take
+    both = threading.Barrier(4)
+
+    def late(work, **options):
+        both.wait(60)  # all have seen it open
+        return slow(work, **options)
+
+    def close(one) -> None:
+        try:
+            one.close()
+        except BaseException as error:
+            failures.append(error)
+
+    opened.engine.turns.take = late
+    threads = [threading.Thread(target=close, args=(one,)) for one in (opened, adapter) * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures and opened.closed and adapter.closed
+
+
 def test_a_closed_models_thread_ends(opened: tinsmith.Model) -> None:
     opened.logprobs(ROW)
     [thread] = opened.engine.turns._pool._threads

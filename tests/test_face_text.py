@@ -192,6 +192,29 @@ def test_a_message_has_the_calls_that_were_written(talker, told: int) -> None:
     assert '"arguments": {"city": "Rome"}' in again
 
 
+def test_a_misspelled_argument_is_no_variable_of_the_template(talker) -> None:
+    """It was passed to the template, which reads no such thing, and so passed over."""
+    wanted = (
+        r"chat\(\) has no argument 'max_token' \(did you mean max_tokens\?\), and the model's chat "
+        r"template reads no such variable: it reads enable_thinking"
+    )
+    with pytest.raises(TypeError, match=wanted):
+        talker.chat("Hi", max_token=2)
+    with pytest.raises(TypeError, match=r"'thinking' \(did you mean enable_thinking\?\)"):
+        talker.tokenizer.apply_chat_template("Hi", thinking=False)
+    with pytest.raises(TypeError, match="'add_generation_promt'"):
+        talker.tokenizer.apply_chat_template("Hi", add_generation_promt=True)
+
+
+def test_no_tools_may_be_said_as_none(talker) -> None:
+    options = {"seed": 1, "max_tokens": 4}
+    assert talker.chat("Hi", tools=None, **options).tokens.tolist() == (
+        talker.chat("Hi", **options).tokens.tolist()
+    )
+    render = talker.tokenizer.apply_chat_template
+    assert render(MESSAGES, tools=None) == render(MESSAGES)
+
+
 def test_bad_texts_are_refused(talker, model) -> None:
     for call, kind, sentence in (
         (lambda: talker.tokenizer.encode(5), TypeError, "text must be a str .* int came"),
@@ -204,7 +227,10 @@ def test_bad_texts_are_refused(talker, model) -> None:
         (lambda: talker.chat(["Hi"]), TypeError, "messages must be a text, or a list"),
         (lambda: talker.chat(MESSAGES[::-1]), ValueError, "a system message comes first"),
         (lambda: talker.chat("Hi", messages=1), TypeError, "multiple values"),
-        (lambda: talker.chat("Hi", bos_token="x"), ValueError, "bos_token"),
+        (lambda: talker.chat("Hi", bos_token="x"), TypeError, "no argument 'bos_token'"),
+        (lambda: talker.tokenizer.encode("a\ud800"), ValueError, "stands alone at character 1"),
+        (lambda: talker.chat("a\udc00"), ValueError, "half of a surrogate pair"),
+        (lambda: talker.sampler().sample("\ud800"), ValueError, "half of a surrogate pair"),
         (lambda: talker.chat("Hi", seed=[1, 2]), TypeError, "seed must be an integer"),
         (lambda: talker.chat("Hi", max_tokens=0), ValueError, "max_tokens must be at least 1"),
         (lambda: model.chat("Hi"), ValueError, "has no chat template"),

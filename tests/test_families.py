@@ -121,6 +121,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": YARN | {"truncate": "no"}},
         "truncate should be true or false, found 'no'",
     ),
+    "yarn's mscale that is too large": (
+        "qwen3",
+        {"rope_parameters": YARN | {"factor": 1e30, "mscale": 3e38, "mscale_all_dim": 1e-3}},
+        "YaRN would multiply rope's cosines by .*, which should be a positive float32",
+    ),
     "transformers 4's linear": (
         "llama",
         {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},

@@ -15,6 +15,7 @@ from tinsmith.engine.events import Call
 from tinsmith.engine.training import AdamParams, Batch, BatchResult
 from tinsmith.files.store import Store
 from tinsmith.server import history as history_file
+from tinsmith.server import steps as history_steps
 from tinsmith.server.backend import Backend
 from tinsmith.server.history import History
 from tinsmith.server.samples import shown
@@ -316,6 +317,24 @@ def test_each_moment_counts_once() -> None:
         "client": 1.0,
     }
     assert joined([(3, 4), (0, 1), (1, 2)]) == [(0, 2), (3, 4)]
+
+
+def test_spans_that_do_not_touch_are_not_joined_at_each_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step of 40,000 samples took minutes of the thread that watches."""
+    seen = 0
+
+    def counted(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        nonlocal seen
+        seen += len(spans)
+        return joined(spans)
+
+    monkeypatch.setattr(history_steps, "joined", counted)
+    step = history_steps.Step(1)
+    for number in range(8192):
+        step._span("sampling", (2.0 * number, 2.0 * number + 1))
+    assert len(step._spans["sampling"]) == 8192 and seen < 4 * 8192
 
 
 def test_metrics_of_several_calls_are_reduced_by_their_names() -> None:

@@ -55,8 +55,20 @@ def test_each_name_has_the_tokenizer_of_its_own_folder(monkeypatch: pytest.Monke
     monkeypatch.setattr(tokenizer_utils, "register_tokenizer", made.__setitem__)
     monkeypatch.setattr(tokenizer_utils, "get_tokenizer", lambda folder: folder)
     launcher.register_tokenizers({"a/student": "/one", "a/teacher": Path("/other"), "/tmp": "/no"})
-    found = {name: make() for name, make in made.items()}
+    found = {name: make() for name, make in made.items() if ":" not in name}
     assert found == {"a/student": "/one", "a/teacher": "/other"}
+
+
+def test_a_name_with_a_suffix_has_the_tokenizer_of_the_name_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`--model NAME=FOLDER` was not enough for a recipe that says NAME:peft:262144."""
+    made: dict[str, Callable[[], str]] = {}
+    monkeypatch.setattr(tokenizer_utils, "register_tokenizer", made.__setitem__)
+    monkeypatch.setattr(tokenizer_utils, "get_tokenizer", lambda folder: folder)
+    launcher.register_tokenizers({"a/b": "/one", "a/b:peft:65536": "/other"})
+    assert made["a/b:peft:262144"]() == made["a/b:peft:32768"]() == made["a/b"]() == "/one"
+    assert made["a/b:peft:65536"]() == "/other"
 
 
 THREAD = """

@@ -196,6 +196,40 @@ def test_attention_backward_of_a_sequence_is_the_same_whatever_its_neighbours(de
             np.testing.assert_array_equal(value, whole[name][rows], f"{name} {order}")
 
 
+# ---- what is not a number ----
+
+
+@pytest.mark.parametrize("norm", (0, 1))
+def test_a_nan_among_the_routers_logits_reaches_the_shares_whoever_is_chosen(dev, norm):
+    T, X, K = 6, 67, 3
+    args = CASES["route"][0](np.random.default_rng(0), T=T, X=X, K=K, norm=norm)
+    whole = dev.call("route", **args)
+    for row, column in ((1, 0), (2, X - 1), (4, int(whole["chosen"][4][0]))):
+        args["logits"][row, column] = np.nan
+    got = dev.call("route", **args)
+    assert np.isnan(got["share"][[1, 2, 4]]).all()
+    assert all(len({*row}) == K and 0 <= min(row) <= max(row) < X for row in got["chosen"])
+    for name in ("chosen", "share"):
+        np.testing.assert_array_equal(got[name][[0, 3, 5]], whole[name][[0, 3, 5]], name)
+
+
+@pytest.mark.parametrize("limit", (0.0, 7.0))
+@pytest.mark.parametrize("name", ("gate", "up"))
+def test_a_nan_in_the_gated_unit_stays_nan_and_does_not_become_the_limit(dev, name, limit):
+    P, F = 3, 40
+    sizes = dict(P=P, F=F, paired=0, limit=limit)
+    args = CASES["swiglu_share_backward"][0](np.random.default_rng(0), **sizes)
+    args[name][1, 20] = np.nan
+    inputs = ("gate", "up", "share", "pair", "P", "F", "limit")
+    got = dev.call("swiglu_share", y=(P, F), **{key: args[key] for key in inputs})["y"]
+    back = dev.call("swiglu_share_backward", **args)
+    at = np.zeros((P, F), bool)
+    at[1, 20] = True
+    for array in (got, back["dgate"]):
+        np.testing.assert_array_equal(np.isnan(array), at)
+    np.testing.assert_array_equal(np.isnan(back["dshare"]).ravel(), [False, True, False])
+
+
 # ---- the reference's own gradients, by finite differences in float64 ----
 
 

@@ -147,9 +147,13 @@ def test_a_wheel_alone_answers_and_learns(wheel: Path, tmp_path: Path) -> None:
     (
         (None, r"the C compiler {} does not work here (No such file or directory). Install one"),
         ("exit 1", "the C compiler {} does not work here (exit code 1). Install one"),
+        (
+            r"printf '\351chec\n' >&2; exit 1",  # in Latin-1
+            "the C compiler {} does not work here (\ufffdchec). Install one",
+        ),
         ("! grep Python.h", f"the headers of Python {sys.version.split()[0]} were not found"),
     ),
-    ids=("none", "broken", "no headers"),
+    ids=("none", "broken", "another encoding", "no headers"),
 )
 def test_a_machine_without_a_compiler_is_told_so(
     compiler: str | None, sentence: str, sources: Path, tmp_path: Path

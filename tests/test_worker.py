@@ -346,3 +346,44 @@ def test_the_end_fails_requests_before_their_turn_too(tiny_model_dir):
     made.close(RequestError("the end"))
     for future in (ready, waiting):
         assert str(future.exception(timeout=0)) == "the end"
+
+
+# ---- failures of nobody's request ----
+
+
+def test_a_command_that_fails_fails_its_future(worker, caplog: pytest.LogCaptureFixture):
+    """It was logged, and whoever waited for it waited for ever, on a server that did nothing."""
+    future: Future[None] = Future()
+
+    def command() -> None:
+        raise ZeroDivisionError("planted")
+
+    worker._put(command, future)
+    with pytest.raises(RequestError, match="planted"):
+        future.result(timeout=30)
+    assert "a command of the worker failed" in caplog.text
+    assert worker.sample("base", SampleRequest(np.asarray([5], np.int32), max_tokens=1)).result(30)
+
+
+def test_all_that_waits_is_told_when_the_engines_thread_fails(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The thread ended without a word, and every client waited for ever."""
+    broken = Worker(inspect_models({"tiny": tiny_model_dir}), threads=1)
+    broken.create("run", "tiny", LoraSpec(rank=2, seed=1)).result(30)
+    waits = broken.optim_step("run", 2, AdamParams(1e-3))  # for request 1, which does not come
+
+    def trim() -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(broken._runs, "trim", trim)
+    later = [broken.optim_step("run", 4, AdamParams(1e-3))]
+    broken._thread.join(30)
+    later.append(broken.optim_step("run", 1, AdamParams(1e-3)))
+    for future in (waits, *later):
+        with pytest.raises(
+            RequestError, match=r"failed \(ZeroDivisionError.*start the server again"
+        ):
+            future.result(timeout=30)
+    assert "the engine's thread has failed" in caplog.text
+    broken.close()

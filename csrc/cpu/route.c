@@ -7,7 +7,8 @@
  *   share_bias  y[t,:] += Σ_k share[t,k]·bias[chosen[t,k],:];  dshare[t,k] += dy[t,:]·bias[…]
  *
  * A softmax over all experts, divided by the sum of those kept, is a softmax over those kept: the
- * other logits don't matter then. Rows are short (X is 8 to 512) beside the products that follow,
+ * other logits don't matter then. But a NaN among them makes the row's shares NaN, for it has no
+ * place in the order. Rows are short (X is 8 to 512) beside the products that follow,
  * so route works number by number. group makes two passes over P pairs on one thread. unite reads
  * P·D and writes T·D, and so does share_bias; memory bound. */
 #include <math.h>
@@ -53,6 +54,7 @@ static void route_job(void *context, int64_t job)
         float *share = g->share + t * g->K, sum = 0.0f;
         row_choose(chosen, x, g->X, g->K);
         float top = x[chosen[0]];
+        for (int e = 0; e < g->X; e++) top = x[e] == x[e] ? top : x[e];
         for (int k = 0; k < g->K; k++) sum += share[k] = expf(x[chosen[k]] - top);
         if (!g->norm) {
             double all = 0.0; /* of up to EXPERTS_MOST: f32 would lose digits */

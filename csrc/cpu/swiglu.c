@@ -99,13 +99,25 @@ typedef struct Shared {
 
 #define SLOPE 1.702f /* of gpt-oss's sigmoid */
 
+/* x, at most `most`; NaN stays NaN, for v_min returns its second argument then. */
+static inline vf v_upto(vf x, vf most)
+{
+    return v_min(most, x);
+}
+
+/* x within ± most; NaN stays NaN. */
+static inline vf v_within(vf x, vf most)
+{
+    return v_max(-most, v_upto(x, most));
+}
+
 /* The unit of a vector of elements; where `limit` is not 0, gpt-oss's. */
 static inline vf unit(vf gate, vf up, float limit)
 {
     if (limit == 0.0f) return gate * v_sigmoid(gate) * up;
     vf most = v_set(limit);
-    gate = v_min(gate, most);
-    return gate * v_sigmoid(SLOPE * gate) * (v_max(v_min(up, most), -most) + 1.0f);
+    gate = v_upto(gate, most);
+    return gate * v_sigmoid(SLOPE * gate) * (v_within(up, most) + 1.0f);
 }
 
 /* Its gradients. A number beyond the limit has none. */
@@ -115,10 +127,10 @@ static inline void unit_gradients(vf *dgate, vf *dup, vf dy, vf gate, vf up, flo
         gradients(dgate, dup, dy, gate, up);
         return;
     }
-    vf most = v_set(limit), g = v_min(gate, most), u = v_max(v_min(up, most), -most);
+    vf most = v_set(limit), g = v_upto(gate, most), u = v_within(up, most);
     vf s = v_sigmoid(SLOPE * g), none = v_set(0.0f);
-    *dgate = v_select(gate == g, dy * (u + 1.0f) * (s * (1.0f + SLOPE * g * (1.0f - s))), none);
-    *dup = v_select(up == u, dy * (g * s), none);
+    *dgate = v_select(gate > most, none, dy * (u + 1.0f) * (s * (1.0f + SLOPE * g * (1.0f - s))));
+    *dup = v_select((up > most) | (up < -most), none, dy * (g * s));
 }
 
 static void shared_job(void *context, int64_t job)

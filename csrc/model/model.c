@@ -62,11 +62,27 @@ static Status experts_check(const Shape *s)
     return STATUS_OK;
 }
 
+/* Sums of bytes are size_t: the weights of a shape with all sizes at their most would overflow it.
+ * The sum is made in double here. */
+static Status bytes_check(const Shape *s)
+{
+    double bytes = 0.0, most = 0x1p50;
+    for (Slot slot = 0; slot < SLOT_COUNT; slot++)
+        for (int l = 0; l < s->layers; l++) {
+            SlotInfo info = slot_info(s, slot, l);
+            if (!info.per_layer && l > 0) break;
+            if (info.present) bytes += (double)info.count * info.rows * info.cols * sizeof(float);
+        }
+    if (bytes <= most) return STATUS_OK;
+    return fail(STATUS_INVALID, "a model of %.0f TiB is more than %.0f", bytes / 0x1p40,
+                most / 0x1p40);
+}
+
 static Status shape_check(const Shape *s)
 {
     struct {
         const char *name;
-        int value, most; /* so large that no sum of bytes overflows */
+        int value, most;
     } size[] = {{"layers", s->layers, 1 << 16},     {"width", s->width, 1 << 20},
                 {"heads", s->heads, 1 << 16},       {"kv_heads", s->kv_heads, 1 << 16},
                 {"head_width", s->head_width, 256}, {"ffn", s->ffn, 1 << 20},
@@ -93,7 +109,7 @@ static Status shape_check(const Shape *s)
         if (s->layer[l].kind[MIXER] == KIND_linear_attention) TRY(delta_check(s));
         if (layer_has(s, l, EXPERTS)) TRY(experts_check(s));
     }
-    return STATUS_OK;
+    return bytes_check(s);
 }
 
 size_t matrix_step(const Model *model, int rows, int cols)

@@ -2,8 +2,9 @@
 
 A server's model may have any name, "Qwen/Qwen3-8B" say, for a folder on this machine; the cookbook
 looks for a name's tokenizer on the Hugging Face hub. This module registers the folder with the
-cookbook's own register_tokenizer, before the recipe starts. Nothing else differs from `python -m
-MODULE …` and `python SCRIPT …`.
+cookbook's own register_tokenizer, before the recipe starts: under the name, and with Tinker's
+suffixes behind it, NAME:peft:32768. Nothing else differs from `python -m MODULE …` and `python
+SCRIPT …`.
 
 **The exit code survives a crash of Python's own shutdown.** Before 3.14, pthread_exit ends a
 thread that asks for the GIL once the shutdown has begun. The SDK's HTTP client, pyqwest, has native
@@ -35,6 +36,7 @@ from pathlib import Path
 
 MODELS = "TINSMITH_MODELS"  # in the environment: JSON, a folder for each name
 EXIT_CODE = "TINSMITH_EXIT_CODE"  # in the environment: a file to write the exit code to
+CONTEXTS = tuple(1 << power for power in range(10, 22))  # of Tinker's suffixes, in tokens
 
 
 def register_tokenizers(models: Mapping[str, str | Path]) -> None:
@@ -46,7 +48,10 @@ def register_tokenizers(models: Mapping[str, str | Path]) -> None:
         from tinker_cookbook.tokenizer_utils import get_tokenizer, register_tokenizer
     except ImportError:
         return  # a script that needs the SDK only
-    for name, folder in names.items():
+    suffixed = {
+        f"{name}:peft:{context}": folder for name, folder in names.items() for context in CONTEXTS
+    }
+    for name, folder in (suffixed | names).items():
         register_tokenizer(name, lambda folder=folder: get_tokenizer(folder))
 
 

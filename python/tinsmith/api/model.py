@@ -29,7 +29,7 @@ from tinsmith.api.model_thread import Handle, ModelThread
 from tinsmith.api.progress import Progress, reporting
 from tinsmith.api.results import ChatAnswer, TopKLogprobs
 from tinsmith.api.sampler import Sampler, Stop, drawing, ending_of, seeds, values
-from tinsmith.api.tokenizer import Messages, Tokenizer, Tools, as_messages
+from tinsmith.api.tokenizer import Messages, Tokenizer, Tools, as_messages, check_settings
 from tinsmith.engine.decoding import SampleRequest, SampleResult
 from tinsmith.engine.devices import choose_device
 from tinsmith.files import peft
@@ -227,7 +227,7 @@ class Model(Handle[_core.Model]):
         messages: Messages,
         *,
         adapter: Adapter | None = None,
-        tools: Tools = (),
+        tools: Tools = None,
         max_tokens: SupportsIndex | None = None,
         temperature: SupportsFloat = 1.0,
         top_k: SupportsIndex = -1,
@@ -243,7 +243,7 @@ class Model(Handle[_core.Model]):
         message. tools: functions that the model may call; calls are in the answer's message. The
         sampling settings are those of Sampler.sample. on_text is called with each new piece of the
         answer's text, as its tokens come. settings: the template's own variables, such as Qwen3's
-        enable_thinking.
+        enable_thinking; TypeError for a name that it does not read.
 
             >>> messages = [{"role": "user", "content": "What time is it?"}]
             >>> answer = model.chat(messages, max_tokens=8, enable_thinking=False)
@@ -257,6 +257,7 @@ class Model(Handle[_core.Model]):
         if seed is not None:
             seed = tensors.to_integer(seed, "seed")
         chat, ending = self.tokenizer.core, ending_of(self.engine, stop)
+        check_settings(chat, settings, tools, self.chat)
         prompt = np.asarray(chat.prompt(as_messages(messages), tools, settings), np.int32)
         request = SampleRequest(
             prompt,

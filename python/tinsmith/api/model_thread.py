@@ -67,9 +67,18 @@ class ModelThread:
             for handle in list(self._handles):
                 handle._drop()
 
-        if not self.closed:
+        with self.unless_closed():
             self.turns.take(work)
             self.turns.close()
+
+    @contextmanager
+    def unless_closed(self) -> Iterator[None]:
+        """Nothing is wrong where another thread has closed the model meanwhile."""
+        try:
+            yield
+        except ValueError:
+            if not self.closed:
+                raise
 
     def decode(
         self,
@@ -147,7 +156,8 @@ class Handle(Public, Generic[Core]):
             <tinsmith.Adapter, closed>
         """
         if not self.closed:
-            self.engine.turns.take(self._drop)
+            with self.engine.unless_closed():
+                self.engine.turns.take(self._drop)
 
     def __enter__(self) -> Self:
         self.core  # noqa: B018 - what is closed can't be entered

@@ -1,6 +1,8 @@
 """tinsmith.Tokenizer: a model's own tokenizer and chat template, by transformers' names."""
 
-from collections.abc import Mapping, Sequence
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 Messages = str | Sequence[Mapping[str, Any]]
-Tools = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]] | None
 
 
 class Tokenizer(Public):
@@ -109,7 +111,7 @@ class Tokenizer(Public):
         self,
         messages: Messages,
         *,
-        tools: Tools = (),
+        tools: Tools = None,
         add_generation_prompt: bool = False,
         tokenize: Literal[True] = True,
         **settings: Any,
@@ -119,7 +121,7 @@ class Tokenizer(Public):
         self,
         messages: Messages,
         *,
-        tools: Tools = (),
+        tools: Tools = None,
         add_generation_prompt: bool = False,
         tokenize: Literal[False],
         **settings: Any,
@@ -128,7 +130,7 @@ class Tokenizer(Public):
         self,
         messages: Messages,
         *,
-        tools: Tools = (),
+        tools: Tools = None,
         add_generation_prompt: bool = False,
         tokenize: bool = True,
         **settings: Any,
@@ -138,15 +140,33 @@ class Tokenizer(Public):
         messages: role and content of each, as OpenAI and transformers have them; a str is a user's
         message. tools: functions that the model may call. add_generation_prompt: up to where the
         assistant's answer begins. tokenize False: the text. settings: the template's own variables,
-        such as Qwen3's enable_thinking. ValueError where the template refuses the messages.
+        such as Qwen3's enable_thinking; TypeError for a name that it does not read. ValueError
+        where the template refuses the messages.
 
             >>> model.tokenizer.apply_chat_template("Hello", tokenize=False)
             '<|im_start|>user\\nHello<|im_end|>\\n'
         """
+        check_settings(self.core, settings, tools, self.apply_chat_template)
         text = self.core.text(
             as_messages(messages), tools, settings, answer=bool(add_generation_prompt)
         )
         return self.core.encode(text) if tokenize else text
+
+
+def check_settings(
+    chat: Chat, settings: Mapping[str, Any], tools: Tools, function: Callable[..., Any]
+) -> None:
+    """Raises TypeError for a setting that the chat template does not read: it is a misspelled
+    argument of the function, or of another model's template."""
+    if not settings or not (unknown := sorted(settings.keys() - (known := chat.variables(tools)))):
+        return
+    own = [one.name for one in inspect.signature(function).parameters.values()]
+    near = difflib.get_close_matches(unknown[0], [*own[:-1], *known], 1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    raise TypeError(
+        f"{function.__name__}() has no argument {unknown[0]!r}{hint}, and the model's chat "
+        f"template reads no such variable: it reads {', '.join(sorted(known)) or 'none of its own'}"
+    )
 
 
 def as_messages(messages: Messages) -> Sequence[Mapping[str, Any]]:

@@ -19,6 +19,7 @@ from typing import Any
 from tinsmith.chat.template import Message, load_template
 from tinsmith.chat.text import Stops, Text, load_tokenizer
 from tinsmith.chat.tools import ChannelReader, Format, Piece, ToolReader, check_tools, format_of
+from tinsmith.files.meta import check_text
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -67,7 +68,7 @@ class Chat:
     def prompt(
         self,
         messages: Sequence[Message],
-        tools: Tools = (),
+        tools: Tools | None = None,
         settings: Mapping[str, Any] | None = None,
         *,
         prefix: str = "",
@@ -79,7 +80,7 @@ class Chat:
     def text(
         self,
         messages: Sequence[Message],
-        tools: Tools = (),
+        tools: Tools | None = None,
         settings: Mapping[str, Any] | None = None,
         *,
         answer: bool = True,
@@ -104,20 +105,26 @@ class Chat:
                 {**item, "role": "system"} if item.get("role") == "developer" else item
                 for item in messages
             ]
-        return template.render(messages, list(tools) or None, settings, answer=answer)
+        return template.render(messages, list(tools or ()) or None, settings, answer=answer)
+
+    def variables(self, tools: Tools | None = None) -> frozenset[str]:
+        """The template's own variables, such as Qwen3's enable_thinking."""
+        return load_template(self._folder, tools=bool(tools)).variables
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """A text's tokens; `special`: with those that the tokenizer adds, such as the first."""
+        """A text's tokens; `special`: with those that the tokenizer adds, such as the first.
+        ValueError for a text that is no Unicode."""
+        check_text(text, "the text")
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
-    def answer(self, tools: Tools = (), stops: Sequence[str] = ()) -> Answer:
+    def answer(self, tools: Tools | None = None, stops: Sequence[str] = ()) -> Answer:
         """A new answer. Its calls are looked for where tools are given."""
         form = self._format() if not tools else format_of(self._source(tools=True))
         if form is None or not (tools or form.channels):
             return self.continuation(stops)
         ids = (self.tokenizer.token_to_id(token) for token in form.tokens)
         shown = frozenset(token for token in ids if token is not None)
-        text, schemas = Text(self.tokenizer, shown), check_tools(tools)
+        text, schemas = Text(self.tokenizer, shown), check_tools(tools or ())
         if form.channels:
             return Answer(text, stops, ChannelReader(form, schemas, wanted=bool(tools)))
         return Answer(text, stops, ToolReader(form, schemas))

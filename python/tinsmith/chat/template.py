@@ -9,7 +9,7 @@ raises is a sentence for whoever asked, never a failure of the server.
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,15 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except Exception as error:  # Jinja's own, and those of constants that it computes
             raise ValueError(f"{where}: the chat template can't be read: {error}") from None
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The names that a setting can have: what the template reads, but for what it is always
+        given."""
+        from jinja2.meta import find_undeclared_variables
+
+        found = find_undeclared_variables(_environment().parse(self.source))
+        return frozenset(found - {*OWN, *(f"{name}_token" for name in SPECIAL)})
 
     @property
     def takes_tools(self) -> bool:

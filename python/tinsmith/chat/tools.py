@@ -7,12 +7,14 @@ each part of an answer has a channel (gpt-oss), the thoughts before it are given
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tinsmith.chat.text import Stops
+from tinsmith.files.meta import check_text
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of each tool's parameters, by its name
 
@@ -56,14 +58,32 @@ class Format:
         return self.begin + self.inner + ((self.end,) if self.end else ())
 
 
-def _json(text: str) -> Any:
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON")
+def _constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
+
+def _number(text: str) -> float:
+    """Python makes infinity of 1e999, which JSON can't say again."""
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text:.20} is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_constant, parse_float=_number)
+
+
+def _json(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=refuse)
+        return _DECODER.decode(text)
     except RecursionError:
         raise ValueError("too many lists and objects in each other") from None
+
+
+def _tool_call(name: str, arguments: dict[str, Any]) -> ToolCall:
+    """ValueError where half of a surrogate pair stands alone in it."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    check_text(name + text, "a call")
+    return ToolCall(name, text)
 
 
 def _call(item: Any) -> ToolCall:
@@ -76,7 +96,7 @@ def _call(item: Any) -> ToolCall:
         arguments = _json(arguments)
     if not isinstance(arguments, dict):
         raise ValueError("a call's arguments are no object")
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    return _tool_call(name, arguments)
 
 
 def _tagged_json(text: str, schemas: Schemas) -> list[ToolCall]:
@@ -106,7 +126,7 @@ def _tagged_xml(text: str, schemas: Schemas) -> list[ToolCall]:
                 arguments[key] = _json(value)
             except ValueError:
                 continue  # it is a text
-    return [ToolCall(name, json.dumps(arguments, ensure_ascii=False))]
+    return [_tool_call(name, arguments)]
 
 
 def _array(text: str, schemas: Schemas) -> list[ToolCall]:
@@ -123,11 +143,11 @@ def _array(text: str, schemas: Schemas) -> list[ToolCall]:
 
 def _objects(text: str, schemas: Schemas) -> list[ToolCall]:
     """{"name": …, "parameters": {…}}, several with ; or a space between them."""
-    calls, at, decoder = [], 0, json.JSONDecoder()
+    calls, at = [], 0
     text = text.strip()
     while at < len(text):
         try:
-            item, at = decoder.raw_decode(text, at)
+            item, at = _DECODER.raw_decode(text, at)
         except RecursionError:
             raise ValueError("too many lists and objects in each other") from None
         calls.append(_call(item))

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tinsmith.files.meta import check_text
+from tinsmith.files.weights import unique_keys
+
 Message = dict[str, str]  # role and content
 ROLES = ("system", "user", "assistant", "tool")
 SHOWN_MAX = 200  # characters of a value that an error shows
@@ -67,7 +70,7 @@ def read_records(path: Path, *, texts: bool = False) -> list[Record]:
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
             if text:
-                records.append(_record(json.loads(text), number, texts))
+                records.append(_record(_object(text), number, texts))
         except UnicodeDecodeError:
             raise ValueError(f"{path}, line {number} is not UTF-8") from None
         except json.JSONDecodeError as error:
@@ -105,6 +108,27 @@ def hold_out(records: Sequence[Record], count: int | None) -> tuple[list[Record]
 
 
 # ---- a line ----
+
+
+def _object(text: str) -> Any:
+    """A line's JSON. ValueError for a key that is there twice, and for a text that is no Unicode,
+    which no tokenizer takes."""
+    found = json.loads(text, object_pairs_hook=unique_keys)
+    if "\\u" in text:  # how JSON writes half of a surrogate pair
+        _check_texts(found)
+    return found
+
+
+def _check_texts(value: Any) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_texts(key)
+            _check_texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            _check_texts(item)
+    elif isinstance(value, str):
+        check_text(value, f"the text {value!a:.{SHOWN_MAX}}")
 
 
 def _record(row: Any, line: int, texts: bool) -> Record:

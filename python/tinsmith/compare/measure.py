@@ -9,11 +9,13 @@ file's plain texts, which nothing is asked about.
 import importlib
 import math
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinsmith.compare.data import Record
+from tinsmith.files.meta import is_text
 
 if TYPE_CHECKING:
     import tinker
@@ -48,7 +50,7 @@ def find_scorer(name: str) -> Scorer:
     sys.path.insert(0, "")
     try:
         found = getattr(importlib.import_module(module), function, None)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(
             f"--scorer: module {module!r:.80} can't be imported: {type(error).__name__}: {error}"
         ) from None
@@ -69,7 +71,7 @@ def measure(
 ) -> Measured:
     """All measures of a model on a file's records; all is asked at once.
 
-    Raises ValueError for a scorer's answer that is no number.
+    Raises ValueError for a scorer that fails, or whose answer is no number.
 
         measure(sampler, prompts, records, max_tokens=64, scorer=None).measures["exact"]
     """
@@ -121,24 +123,44 @@ def _marked(logprobs: Sequence[float | None], marks: Sequence[bool]) -> list[flo
 def judge(scorer: Scorer | None, text: str, record: Record) -> tuple[float, str]:
     """A scorer's number for an answer, and what it says of it; without a scorer 1 or 0, and "".
 
-    Raises ValueError if it returns something else.
+    Raises ValueError if it returns something else, or raises something itself.
 
         judge(None, "2", record)  # (1.0, "")
     """
     if scorer is None:
         return float(is_exact(text, record.answer)), ""
-    value = scorer(text, record.answer, record.row)
+    try:
+        value = scorer(text, record.answer, record.row)
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"the scorer failed on the answer to line {record.line}: {_raised(error)}"
+        ) from None
     score, said = value if isinstance(value, tuple) and len(value) == 2 else (value, "")
     try:
         number = float(score)
-    except (TypeError, ValueError):
+    except Exception:  # an int that is too large, say, or what a class of the scorer's raises
         number = math.nan
-    if not math.isfinite(number) or not isinstance(said, str):
+    if not math.isfinite(number) or not is_text(said):
         raise ValueError(
             "the scorer should return a number, or a number and a text; for the answer to line "
-            f"{record.line} it returned {value!r:.80}"
+            f"{record.line} it returned {_shown(value)}"
         )
     return number, said
+
+
+def _raised(error: BaseException) -> str:
+    """An exception of the scorer's in a line, with the place in its files that it comes from."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    places = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call here
+    return f"{text:.300}" + (f" ({places[-1].filename}:{places[-1].lineno})" if places else "")
+
+
+def _shown(value: object) -> str:
+    """A value's beginning; the type's name where Python can't write the value."""
+    try:
+        return f"{value!r:.80}"
+    except Exception:  # an int of more digits than Python writes, say
+        return f"{type(value).__name__} that can't be shown"
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], key: str) -> float:

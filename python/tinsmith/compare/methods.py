@@ -29,13 +29,14 @@ Judge = Callable[[str, Record], tuple[float, str]]
 
 @dataclass(frozen=True)
 class Setting:
-    """A number that a method has of its own: its default, its bounds (allowed themselves), and what
-    it is. A default without a point wants a whole number."""
+    """A number that a method has of its own: its default, its bounds (allowed themselves; of an
+    open one the upper is not), and what it is. A default without a point wants a whole number."""
 
     default: Value
     least: Value
     most: Value
     help: str
+    open: bool = False
 
     def read(self, text: str) -> Value:
         """The value that a text gives. ValueError with the end of a sentence if it is none."""
@@ -44,9 +45,11 @@ class Setting:
             value = type(self.default)(text)
         except ValueError:
             value = None
-        if value is None or not self.least <= value <= self.most:
+        inside = value is not None and self.least <= value <= self.most
+        if value is None or not inside or (self.open and value == self.most):
+            to = "to below" if self.open else "to"
             raise ValueError(
-                f"it should be a {kind} from {self.least:g} to {self.most:g}; {text!r:.60} came"
+                f"it should be a {kind} from {self.least:g} {to} {self.most:g}; {text!r:.60} came"
             )
         return value
 
@@ -293,7 +296,9 @@ METHODS = {
         {
             "group_size": Setting(8, 2, 64, "answers to a question"),
             "success": Setting(1.0, -1e6, 1e6, "the score from which an answer is right"),
-            "teacher_ema": Setting(0.95, 0.0, 1.0, "decay of the teacher's average of weights"),
+            "teacher_ema": Setting(
+                0.95, 0.0, 1.0, "decay of the teacher's average of weights", open=True
+            ),
             **_DIVERGENCE,
         },
     ),

@@ -11,14 +11,15 @@ differs is refused by name, because its figures would stand beside others that m
 import contextlib
 import fcntl
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from tinsmith.compare.methods import Value
+from tinsmith.compare.methods import METHODS, Value
 
 SETTINGS, RESULT, PART = "settings.json", "result.json", "~part"
 FILES = ("data", "test", "retain")  # whose content counts, not their place
@@ -101,6 +102,7 @@ def begin(folder: Path, plan: Plan) -> None:
 
     Raises ValueError that names each setting in which the runs that are there differ.
     """
+    missing(folder, plan.runs())  # refuses a folder with something in a run's place
     if (folder / SETTINGS).exists():
         before = read_plan(folder)
         _refuse_changes(folder, before, plan)
@@ -135,18 +137,67 @@ def _refuse_changes(folder: Path, before: Plan, plan: Plan) -> None:
 
 
 def finished(folder: Path) -> dict[str, dict[str, Any]]:
-    """The results of the runs that are whole, by their names."""
+    """The results of the runs that are whole, by their names.
+
+    Raises ValueError with the file's name for a result that is damaged.
+    """
     found = {}
     for path in sorted((folder / "runs").glob(f"*/{RESULT}")):
         if not path.parent.name.endswith(PART):
-            found[path.parent.name] = json.loads(path.read_text(encoding="utf-8"))
+            found[path.parent.name] = _read_result(path)
     return found
 
 
+def _read_result(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(result, dict):
+            raise ValueError(f"it should be an object; {result!r:.80} came")
+        if wrong := [name for name, right in FIELDS.items() if not right(result.get(name))]:
+            raise ValueError(f"{wrong[0]} is {result.get(wrong[0])!r:.80}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is damaged: {error}. Remove its folder, and the same command does the run "
+            "again"
+        ) from None
+    return result
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(cast("float", value))
+
+
+def _are_measures(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return {"exact", "logprob"} <= value.keys() and all(map(_is_number, value.values()))
+
+
+FIELDS: dict[str, Callable[[object], bool]] = {  # of a result, which report.py reads
+    "method": lambda value: value in (BASE.method, *METHODS),
+    "learning_rate": lambda value: value is None or _is_number(value),
+    "seed": lambda value: value is None or type(value) is int,
+    "seconds": _is_number,
+    "sampler_path": lambda value: value is None or isinstance(value, str),
+    "learned": _are_measures,
+    "kept": _are_measures,
+}
+
+
 def missing(folder: Path, runs: Sequence[Run]) -> list[Run]:
-    """Those of the runs that are not there yet."""
+    """Those of the runs that are not there yet.
+
+    Raises ValueError for a run whose name something else has: the run could not take it.
+    """
     there = finished(folder)
-    return [run for run in runs if run.name not in there]
+    left = [run for run in runs if run.name not in there]
+    for run in left:
+        if os.path.lexists(place := folder / "runs" / run.name):
+            raise ValueError(
+                f"{place} has no {RESULT}, so it is no run that is whole: move it away, and the "
+                "same command does the run"
+            )
+    return left
 
 
 @contextlib.contextmanager

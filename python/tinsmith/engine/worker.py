@@ -5,8 +5,8 @@ micro-batches of each, the thread decodes: sampling gets as much time as the mic
 took, so that neither starves the other. No bit of either depends on it. A request that arrives
 while others decode joins them at the next step, and gets its client's share of every step.
 
-No exception ends the thread: an exception of a request is kept on its future as a RequestError. The
-worker knows no HTTP and no JSON; the server is a translation above it.
+An exception of a request is kept on its future as a RequestError. One of the thread itself ends it,
+and with it all that waits. It knows no HTTP and no JSON; the server is a translation above it.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ from tinsmith.files.lora import Average, LoraSpec
 
 log = logging.getLogger("tinsmith")
 
-# How long requests wait for an earlier one that has not arrived. The SDK's chunks of one call
-# arrive within seconds of each other.
-GAP_SECONDS = 60.0
+GAP_SECONDS = 60.0  # for an earlier request; the SDK's chunks of one call take a few
 SAVE_SECONDS = 1.0  # that the end leaves a save
 AGAIN_SECONDS = 0.05  # between two interrupts: the first may come before the engine listens
 
@@ -120,7 +118,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Future[Any] | None]]
         self._inbox = queue.SimpleQueue()
         self._lock = threading.Lock()  # orders put() and close(): nothing is queued after the end
-        self._closed = False
+        self._closed, self._reason = False, "the server is shutting down"
         self._save_until = math.inf
         self._began = 0.0  # when the micro-batch, or other job, that is executed began
         self._trained: _core.Adapter | None = None  # it is in a training call
@@ -393,10 +391,9 @@ class Worker:
         self._put(begin)
 
     def close(self) -> None:
-        """Ends the thread; all requests that are not done fail. A training call or a sampling step
-        that is under way ends within a layer's time, and nothing of it remains. A save has
-        SAVE_SECONDS, and the time of one more file, to be done; else the checkpoint is as it was.
-        Other work is finished first."""
+        """Ends the thread; all requests that are not done fail. A call under way ends within a
+        layer's time, and nothing of it remains. A save has SAVE_SECONDS, and the time of one more
+        file, to be done; else the checkpoint is as it was. Other work is finished first."""
         with self._lock:
             self._closed = True
             self._save_until = min(self._save_until, time.monotonic() + SAVE_SECONDS)
@@ -409,19 +406,23 @@ class Worker:
 
     # ---- the thread ----
 
+    def _ending(self) -> RequestError:
+        """What all that is not done gets at the end."""
+        return RequestError(self._reason, "server")
+
     def _put(self, command: Callable[[], None], future: Future[Any] | None = None) -> Any:
         with self._lock:
-            if not self._closed:
+            closed = self._closed
+            if not closed:
                 self._inbox.put((command, future))
-                return future
-        if future is not None:
-            fail(future, _ending())
+        if closed and future is not None:
+            fail(future, self._ending())
         return future
 
     def _hurry(self) -> None:
         """Ends a save for which the end can't wait any longer."""
         if time.monotonic() > self._save_until:
-            raise _ending()
+            raise self._ending()
 
     @contextlib.contextmanager
     def _call(self, lane: Run, adapter: _core.Adapter) -> Iterator[Between]:
@@ -430,7 +431,7 @@ class Worker:
         try:
             yield self._let_others_work
         except KeyboardInterrupt:
-            raise _ending() from None
+            raise self._ending() from None
         finally:
             self._trained = lane.teacher = None
 
@@ -441,7 +442,7 @@ class Worker:
         self._drain(block=False)
         self._decode(time.monotonic() - self._began)
         if self._closed:
-            raise _ending()
+            raise self._ending()
         self._began = time.monotonic()
 
     def _submit(
@@ -504,37 +505,40 @@ class Worker:
         return adapter
 
     def _loop(self) -> None:
-        while not self._closed:
-            self._drain(
-                block=not self._runs.busy and not self._decoder.active and not self._bases.busy
-            )
-            self._runs.give_up_gaps()
-            self._runs.trim()
-            spent = self._train_one()
-            self._decode(spent)
+        try:
+            while not self._closed:
+                busy = self._runs.busy or self._decoder.active or self._bases.busy
+                self._drain(block=not busy)
+                self._runs.give_up_gaps()
+                self._runs.trim()
+                self._decode(self._train_one())
+        except BaseException as error:  # of no request: else all would wait for ever
+            log.exception("the engine's thread has failed")
+            self._reason = f"the engine has failed ({error!r:.200}): start the server again"
+        with self._lock:
+            self._closed = True
         self._drain(block=False)
-        ending = _ending()
+        ending = self._ending()
         self._decoder.fail_all(ending)
         self._bases.close(ending)
         self._runs.close(ending)
 
     def _drain(self, *, block: bool) -> None:
-        """Executes the commands that have arrived; waits for one first where there is no work. At
-        the end their futures fail."""
+        """Executes the commands that have arrived, after waiting for one where there is no work."""
         timeout = self._runs.timeout() if block else 0.0
-        try:
+        with contextlib.suppress(queue.Empty):
             command, future = self._inbox.get(block=block, timeout=timeout)
             while True:
                 try:
                     if not self._closed:
                         command()
                     elif future is not None:
-                        fail(future, _ending())
-                except Exception:
+                        fail(future, self._ending())
+                except Exception as error:
                     log.exception("a command of the worker failed")
+                    if future is not None:
+                        fail(future, error)
                 command, future = self._inbox.get_nowait()
-        except queue.Empty:
-            return
 
     def _train_one(self) -> float:
         """Executes a training request of the run that is next in turn; returns the seconds that
@@ -593,8 +597,3 @@ class Worker:
             self._bases.load()
             if time.monotonic() >= end:
                 return
-
-
-def _ending() -> RequestError:
-    """What all that is not done gets at the end."""
-    return RequestError("the server is shutting down", "server")

@@ -248,7 +248,8 @@ def some_experts(file: Path, content: dict[str, Any], layers: int) -> tuple[str,
             raise ValueError(
                 f"{file}: mlp_only_layers has {layer}; the {layers} layers are numbered from 0"
             )
-    sparse = (layer not in named and (layer + 1) % every == 0 for layer in range(layers))
+    dense = set(named)
+    sparse = (layer not in dense and (layer + 1) % every == 0 for layer in range(layers))
     return tuple(EXPERTS if one else DENSE for one in sparse)
 
 
@@ -338,7 +339,16 @@ def _rope_kind(file: Path, rope: Mapping[str, Any]) -> str:
 
 def rope_scale(file: Path, content: dict[str, Any]) -> float:
     """What multiplies rope's cosines and sines: YaRN's attention factor, else 1."""
-    rope = _rope(file, content)
+    scale = _rope_scale(file, _rope(file, content))
+    if not F32_MIN <= scale <= F32_MAX:
+        raise ValueError(
+            f"{file}: YaRN would multiply rope's cosines by {scale:g}, which should be a positive "
+            "float32"
+        )
+    return scale
+
+
+def _rope_scale(file: Path, rope: dict[str, Any]) -> float:
     if _rope_kind(file, rope) != "yarn":
         return 1.0
     given = rope.get("attention_factor")

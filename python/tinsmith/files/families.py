@@ -290,6 +290,7 @@ def inspect_model(path: Path | str, *, device: str = "cpu", dtype: str | None = 
     known = tokenizer.read(folder)
     eos_ids = tokenizer.read_eos(folder, family.section, known, vocab)
     with gguf_model.open_tensors(folder) as tensors:
+        _check_count(folder, config, tensors)
         family = family.of(tensors)
         kind, device = _choose_type(_element_type(family, tensors), device, dtype)
         core = _core.Model(config, inv_freq, weights=kind, threads=1)
@@ -554,6 +555,7 @@ def read_places(path: Path | str) -> tuple[Family, dict[str, list[Place]]]:
     it."""
     family, config, inv_freq = _read_model(Path(path))
     with gguf_model.open_tensors(path) as tensors:
+        _check_count(Path(path), config, tensors)
         family = family.of(tensors)
         slots = _core.Model(config, inv_freq, weights="f32", threads=1).slots
         held = find_slots(family, slots, tensors, config)
@@ -590,3 +592,16 @@ def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
         return "bf16", "cpu-bf16"
     fast = dtype == "auto" and kind == "bf16" and _core.bf16_is_fast()
     return kind, "cpu-bf16" if fast else "cpu"
+
+
+def _check_count(folder: Path, config: Mapping[str, Any], tensors: weights.Tensors) -> None:
+    """Refuses to ask for more matrices than the files have: their table could take gigabytes."""
+    sparse = sum(kind != hugging_face.DENSE for kind in config["feeds"])
+    needed = config["layers"] - sparse + sparse * config["experts"]
+    shapes = (tensors.entry(name).shape for name in tensors)
+    there = sum(shape[0] if len(shape) > 2 else 1 for shape in shapes)
+    if needed > there:
+        raise ValueError(
+            f"{folder / CONFIG_FILE} asks for at least {needed:,} matrices: of {sparse:,} of its "
+            f"{config['layers']:,} layers {config['experts']:,} experts; the files have {there:,}"
+        )

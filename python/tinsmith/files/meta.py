@@ -92,6 +92,18 @@ def is_text(value: object) -> bool:
     return True
 
 
+def check_text(text: str, name: str) -> None:
+    """Raises ValueError with the place of half a surrogate pair that stands alone in a text: it is
+    no Unicode, and neither a tokenizer nor a file takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} is no Unicode: half of a surrogate pair, {text[error.start]!a}, stands alone "
+            f"at character {error.start}"
+        ) from None
+
+
 def is_metadata(value: object) -> bool:
     """Whether it maps text to text."""
     return isinstance(value, dict) and all(map(is_text, (*value, *value.values())))

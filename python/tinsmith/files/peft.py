@@ -85,6 +85,8 @@ def _modules(folder: Path, tensors: weights.Tensors, rank: int) -> dict[str, int
         raise ValueError(f"{folder} {what} {odd[0]}: each module should have a lora_A and a lora_B")
     for module in found:
         a, b = (tensors.entry(checkpoint.matrix_name(module, letter)).shape for letter in "AB")
+        if 0 in (*a, *b):
+            raise ValueError(f"{folder}: {module} has {a} and {b}: one of them is empty")
         together = len(a) == len(b) and (len(a) == 2 or (len(a) == 3 and 1 in (a[0], b[0])))
         if not together or a[-2] != rank or b[-1] != rank:
             raise ValueError(f"{folder}: {module} has {a} and {b}, which are not of rank {rank}")

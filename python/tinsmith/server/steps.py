@@ -38,7 +38,7 @@ KINDS = {
     "sample": "sampling",
 }
 PARTS = ("optimizer", "forward_backward", "saving", "sampling", "waiting", "client")
-SPANS_MAX = 256  # before those that touch are joined
+SPANS_MIN = 256  # before those that touch are joined
 
 
 def joined(spans: Sequence[Span]) -> list[Span]:
@@ -137,6 +137,7 @@ class Step:
         self.failed = 0
         self._at = 0.0
         self._spans: dict[str, list[Span]] = {part: [] for part in PARTS}
+        self._spans_max = dict.fromkeys(PARTS, SPANS_MIN)
         self._trained, self._scored = Metrics(), Metrics()
         self._gap = Gap()
         self._tokens: Counter[str] = Counter()
@@ -167,8 +168,11 @@ class Step:
     def _span(self, part: str, span: Span) -> None:
         spans = self._spans[part]
         spans.append(span)
-        if len(spans) > SPANS_MAX:
+        if len(spans) > self._spans_max[part]:
             spans[:] = joined(spans)
+            # Where few touch, joining them again at each call would take the square of their
+            # number: a step of 40,000 samples would take minutes.
+            self._spans_max[part] = max(SPANS_MIN, 2 * len(spans))
 
     def _add_batch(self, call: Call, batch: Batch, result: BatchResult) -> None:
         trains = call.kind == "forward_backward"
