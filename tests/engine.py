@@ -33,6 +33,7 @@ import importlib.util
 import os
 import re
 import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
+STAND_IN = ROOT / "tests/cublaslt.cpp"  # for cuBLASLt, which the emulated device loads
 GUARD_BYTES = 256  # may be read: a product loads whole tiles (cpu/device.c), but not written
 POISON = 0x7F  # f32 3.4e38 in bf16 and f32, a huge id in int32
 ISAS = ("generic", "avx2", "avx512", "avx512bf16")
@@ -438,9 +440,9 @@ def core_library() -> Path:
     if spec is None or spec.origin is None:
         raise RuntimeError("tinsmith._core is not built: pip install -e .")
     library = Path(spec.origin)
-    for path in (ROOT / "csrc/device/ops.inc", ROOT / "csrc/device/device.h"):
-        if path.stat().st_mtime > library.stat().st_mtime:  # its struct Device may be another
-            raise RuntimeError(f"{library.name} is older than {path.name}: pip install -e . again")
+    seam = getattr(ctypes.CDLL(str(library)), "device_abi", lambda: 0)() & 0xFFFFFFFF
+    if seam != int(setup_py().ABI.rstrip("u")):  # its struct Device is another
+        raise RuntimeError(f"{library.name} was built for another seam: pip install -e . again")
     return library
 
 
@@ -458,9 +460,7 @@ def emulated_build() -> tuple[Path, str]:
     """The emulated CUDA device's library, built where there is none of these sources and flags yet,
     while other processes of the tests wait; and the sentence of why it could not be."""
     setup = setup_py()
-    digest = hashlib.sha256(repr(setup.EMULATED).encode())
-    for path in setup.cuda_inputs():
-        digest.update(path.read_bytes())
+    digest = hashlib.sha256(setup.cuda_digest(setup.EMULATED).encode() + STAND_IN.read_bytes())
     folder = ROOT / "build" / "emulated" / digest.hexdigest()[:16]
     library, part, objects = (folder / name for name in ("device.so", "part.so", "objects"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -470,6 +470,9 @@ def emulated_build() -> tuple[Path, str]:
             return library, ""
         reason = setup.cuda_build(part, objects, setup.EMULATED, setup.EMULATED_LINK)
         if not reason:
+            beside = folder / "libcublasLt_stand_in.so"  # where cuda/cublaslt.cuh looks for it
+            command = [*setup.EMULATED, "-shared", STAND_IN, "-o", beside]
+            subprocess.run(command, check=True)
             part.rename(library)
             shutil.rmtree(objects)
         return library, reason
@@ -488,7 +491,20 @@ def emulated_library() -> Path:
         raise RuntimeError(f"cuda-emulated: {reason}")
     core.device_emulated.argtypes = [ctypes.c_char_p]
     assert core.device_emulated(os.fsencode(library)) == 0
+    emulated_environment(library)
     return library
+
+
+# What the emulator shows beyond a kernel's own errors: (work waits until the host waits for it,
+# tensor cores cut their sums).
+MODES = {"": (0, 0), "lazy": (1, 0), "truncating": (0, 1), "lazy,truncating": (1, 1)}
+
+
+@functools.cache
+def emulated_environment(library: Path) -> None:
+    """TINSMITH_EMULATE=lazy (or truncating, or both with a comma) runs all tests of the device in
+    that mode: TINSMITH_EMULATE=lazy pytest -k "cuda or emulat"."""
+    ctypes.CDLL(str(library)).cuda_emulated_mode(*MODES[os.environ.get("TINSMITH_EMULATE", "")])
 
 
 def cpu_has(isa: str) -> bool:
