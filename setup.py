@@ -212,7 +212,9 @@ class BuildOps(build_ext):
             return cuda_is(library, cuda_digest(NVCC_FLAGS))
         for name, place in ((CUDA_LIBRARY, library), (CUDA_LOG, self.cuda_objects() / CUDA_LOG)):
             place.parent.mkdir(parents=True, exist_ok=True)
-            if (package / name).exists() and not (place.exists() and place.samefile(package / name)):
+            if (package / name).exists() and not (
+                place.exists() and place.samefile(package / name)
+            ):
                 shutil.copy2(package / name, place)
         return True
 

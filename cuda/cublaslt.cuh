@@ -76,28 +76,28 @@ typedef struct LtHeuristic {
 typedef void *Lt; /* a handle, a description, a layout or a preference */
 
 /* The entry points: X(name, arguments), each cublasLt<name> returning a cublasStatus_t. */
-#define LT_FUNCTIONS(X)                                                                          \
-    X(Create, (Lt * handle))                                                                     \
-    X(Destroy, (Lt handle))                                                                      \
-    X(MatmulDescCreate, (Lt * desc, int compute, int scale_type))                                \
-    X(MatmulDescDestroy, (Lt desc))                                                              \
-    X(MatmulDescSetAttribute, (Lt desc, int attribute, const void *value, size_t bytes))         \
-    X(MatrixLayoutCreate, (Lt * layout, int type, uint64_t rows, uint64_t cols, int64_t ld))     \
-    X(MatrixLayoutDestroy, (Lt layout))                                                          \
-    X(MatrixLayoutSetAttribute, (Lt layout, int attribute, const void *value, size_t bytes))     \
-    X(MatmulPreferenceCreate, (Lt * preference))                                                 \
-    X(MatmulPreferenceDestroy, (Lt preference))                                                  \
-    X(MatmulPreferenceSetAttribute,                                                              \
-      (Lt preference, int attribute, const void *value, size_t bytes))                           \
-    X(MatmulAlgoCheck, (Lt handle, Lt desc, Lt a, Lt b, Lt c, Lt d,                              \
-                        const LtAlgorithm *algorithm, LtHeuristic *result))                      \
-    X(MatmulAlgoConfigGetAttribute, (const LtAlgorithm *algorithm, int attribute, void *value,   \
-                                     size_t bytes, size_t *written))                             \
-    X(MatmulAlgoGetHeuristic, (Lt handle, Lt desc, Lt a, Lt b, Lt c, Lt d, Lt preference,        \
-                               int wanted, LtHeuristic *found, int *count))                      \
-    X(Matmul, (Lt handle, Lt desc, const void *alpha, const void *a, Lt a_layout, const void *b, \
-               Lt b_layout, const void *beta, const void *c, Lt c_layout, void *d, Lt d_layout,  \
-               const LtAlgorithm *algorithm, void *workspace, size_t workspace_bytes,            \
+#define LT_FUNCTIONS(X)                                                                           \
+    X(Create, (Lt * handle))                                                                      \
+    X(Destroy, (Lt handle))                                                                       \
+    X(MatmulDescCreate, (Lt * desc, int compute, int scale_type))                                 \
+    X(MatmulDescDestroy, (Lt desc))                                                               \
+    X(MatmulDescSetAttribute, (Lt desc, int attribute, const void *value, size_t bytes))          \
+    X(MatrixLayoutCreate, (Lt * layout, int type, uint64_t rows, uint64_t cols, int64_t ld))      \
+    X(MatrixLayoutDestroy, (Lt layout))                                                           \
+    X(MatrixLayoutSetAttribute, (Lt layout, int attribute, const void *value, size_t bytes))      \
+    X(MatmulPreferenceCreate, (Lt * preference))                                                  \
+    X(MatmulPreferenceDestroy, (Lt preference))                                                   \
+    X(MatmulPreferenceSetAttribute,                                                               \
+      (Lt preference, int attribute, const void *value, size_t bytes))                            \
+    X(MatmulAlgoCheck, (Lt handle, Lt desc, Lt a, Lt b, Lt c, Lt d, const LtAlgorithm *algorithm, \
+                        LtHeuristic *result))                                                     \
+    X(MatmulAlgoConfigGetAttribute,                                                               \
+      (const LtAlgorithm *algorithm, int attribute, void *value, size_t bytes, size_t *written))  \
+    X(MatmulAlgoGetHeuristic, (Lt handle, Lt desc, Lt a, Lt b, Lt c, Lt d, Lt preference,         \
+                               int wanted, LtHeuristic *found, int *count))                       \
+    X(Matmul, (Lt handle, Lt desc, const void *alpha, const void *a, Lt a_layout, const void *b,  \
+               Lt b_layout, const void *beta, const void *c, Lt c_layout, void *d, Lt d_layout,   \
+               const LtAlgorithm *algorithm, void *workspace, size_t workspace_bytes,             \
                cudaStream_t stream))
 
 /* The key of a picked algorithm: everything but the number of rows. */
@@ -202,8 +202,9 @@ static void *lt_open(CudaDevice *cuda, const DeviceLibraries *where)
         where->cublaslt ? dlopen(where->cublaslt, RTLD_NOW | RTLD_LOCAL) : lt_find(where);
     if (library) return library;
     if (where->cublaslt)
-        cuda_fail(cuda, STATUS_DEVICE, "%s: TINSMITH_CUBLASLT names a file that can't be loaded: %s",
-                  cuda->name, dlerror());
+        cuda_fail(cuda, STATUS_DEVICE,
+                  "%s: TINSMITH_CUBLASLT names a file that can't be loaded: %s", cuda->name,
+                  dlerror());
     else
         cuda_fail(cuda, STATUS_DEVICE,
                   "%s: %s was not found: pip install 'tinsmith[cuda]' (or nvidia-cublas), or name "

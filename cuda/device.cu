@@ -27,10 +27,9 @@ Status cuda_malloc(CudaDevice *cuda, void **memory, size_t bytes, const char *pu
         return CUDA_CHECK(cuda, error) ? cuda->base.sync(&cuda->base) : STATUS_OK;
     cudaGetLastError();
     CUDA_CHECK(cuda, cudaMemGetInfo(&free_bytes, &all_bytes));
-    return fail_in_core(STATUS_MEMORY,
-                        "%s: %s needs %.1f MiB, and the card can give %.1f of its %.1f MiB",
-                        cuda->name, purpose, bytes / 1048576.0, free_bytes / 1048576.0,
-                        all_bytes / 1048576.0);
+    return fail_in_core(
+        STATUS_MEMORY, "%s: %s needs %.1f MiB, and the card can give %.1f of its %.1f MiB",
+        cuda->name, purpose, bytes / 1048576.0, free_bytes / 1048576.0, all_bytes / 1048576.0);
 }
 
 static Status device_alloc(Device *dev, void **memory, size_t bytes)

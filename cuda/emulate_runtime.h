@@ -110,8 +110,8 @@ struct Machine {
     bool lazy = false;
     std::mutex lock; /* of the memory: any thread may free some */
     std::map<const char *, Block> blocks;
-    std::vector<void *> freed;       /* in the lazy mode, while work is queued */
-    std::recursive_mutex work;       /* of the streams and their queues */
+    std::map<void *, size_t> freed; /* in the lazy mode, while work is queued */
+    std::recursive_mutex work;      /* of the streams and their queues */
     std::vector<CardStream *> streams;
 };
 
@@ -150,9 +150,17 @@ inline bool card_works(int number)
     return !card.lost;
 }
 
+/* Freed memory that queued work may still use: nothing that was written there is found again. */
+inline void freed_poison()
+{
+    std::lock_guard<std::mutex> guard(machine.lock);
+    for (auto &freed : machine.freed) memset(freed.first, POISON, freed.second);
+}
+
 inline void work_do(int number, const Work &work)
 {
     if (!card_works(number)) return;
+    freed_poison();
     if (work.is_kernel)
         run(work.kernel);
     else
@@ -192,12 +200,13 @@ inline void stream_drive(CardStream *stream, uint64_t until)
             continue;
         }
         Work beside = work_take(other);
+        freed_poison();
         if (card_works(stream->card) && card_works(stream->card)) run(work.kernel, &beside.kernel);
     }
     for (CardStream *any : machine.streams)
         if (!any->queue.empty()) return;
     std::lock_guard<std::mutex> memory(machine.lock);
-    for (void *freed : machine.freed) free(freed);
+    for (auto &freed : machine.freed) free(freed.first);
     machine.freed.clear();
 }
 
@@ -259,8 +268,7 @@ inline void memory_free(void *memory)
     machine.blocks.erase(block);
     for (CardStream *stream : machine.streams)
         if (!stream->queue.empty()) { /* it may still be read: that must not go unseen */
-            memset(memory, POISON, bytes);
-            machine.freed.push_back(memory);
+            machine.freed[memory] = bytes;
             return;
         }
     free(memory);

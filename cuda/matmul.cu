@@ -8,8 +8,8 @@
  * order for any neighbours. The last tile of rows is filled up inside the kernel, so nothing is
  * copied to pad it. Few rows (decoding) cost the time of a whole tile of rows, which is free as
  * long as reading the weight takes longer. Where it has no such algorithm (odd widths and
- * addresses, sums without terms), a plain kernel makes the product. Roofline: 2·M·N·K flops, compute bound from about 300
- * rows on; below, one pass over b, memory bound. */
+ * addresses, sums without terms), a plain kernel makes the product. Roofline: 2·M·N·K flops,
+ * compute bound from about 300 rows on; below, one pass over b, memory bound. */
 #include "cuda.cuh"
 
 #include "cublaslt.cuh"
@@ -38,10 +38,8 @@ static __global__ void __launch_bounds__(TILE_THREADS) product_kernel(Gemm g)
     int64_t col = (int64_t)(blockIdx.x % tiles) * TILE + x;
     float sum = 0.0f;
     for (int first = 0; first < g.K; first += TILE) {
-        a[y * TILE_STRIDE + x] =
-            element(g.a, g.a_stride, g.a_by_column, row, first + x, g.M, g.K);
-        b[y * TILE_STRIDE + x] =
-            element(g.b, g.b_stride, g.b_by_column, first + y, col, g.K, g.N);
+        a[y * TILE_STRIDE + x] = element(g.a, g.a_stride, g.a_by_column, row, first + x, g.M, g.K);
+        b[y * TILE_STRIDE + x] = element(g.b, g.b_stride, g.b_by_column, first + y, col, g.K, g.N);
         __syncthreads();
         for (int k = 0; k < TILE; k++)
             sum = fmaf(a[y * TILE_STRIDE + k], b[k * TILE_STRIDE + x], sum);

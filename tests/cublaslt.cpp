@@ -378,7 +378,7 @@ EXPORT int cublasLtMatmul(void *, void *desc, const float *alpha, const void *a,
         if (ld[i] * size[i] % algorithm->align[i])
             return refuse("columns of %c are %ld bytes apart, not a multiple of the %d that were "
                           "promised",
-                          "ABC"[i], (long)(ld[i] * size[i]), algorithm->align[i]);
+                          "ABC"[i], (long)(ld[i] *size[i]), algorithm->align[i]);
     if (algorithm->workspace > (int64_t)workspace_bytes || (workspace_bytes && !workspace))
         return refuse("%ld bytes of workspace are needed, %zu came", (long)algorithm->workspace,
                       workspace_bytes);

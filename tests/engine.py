@@ -313,6 +313,11 @@ class Device:
         self.library.status_text.restype = ctypes.c_char_p
         return self.library.status_text().decode()
 
+    @property
+    def truncates(self) -> bool:
+        """Whether long sums are cut, as tensor cores cut them."""
+        return self.name == "cuda" or (self.name == "cuda-emulated" and modes[0].truncating)
+
     def element(self, kind: str) -> np.dtype:
         """The element that a pointer type of ops.inc has in this device's memory."""
         return self.real if kind == "real" else np.dtype(ELEMENTS[kind])
@@ -491,20 +496,30 @@ def emulated_library() -> Path:
         raise RuntimeError(f"cuda-emulated: {reason}")
     core.device_emulated.argtypes = [ctypes.c_char_p]
     assert core.device_emulated(os.fsencode(library)) == 0
-    emulated_environment(library)
+    if not modes:
+        set_mode()
     return library
 
 
-# What the emulator shows beyond a kernel's own errors: (work waits until the host waits for it,
-# tensor cores cut their sums).
-MODES = {"": (0, 0), "lazy": (1, 0), "truncating": (0, 1), "lazy,truncating": (1, 1)}
+@dataclass(frozen=True)
+class Mode:
+    """What the emulator shows beyond a kernel's own errors."""
+
+    lazy: bool = False  # work waits until the host waits for it
+    truncating: bool = False  # tensor cores cut their sums
 
 
-@functools.cache
-def emulated_environment(library: Path) -> None:
-    """TINSMITH_EMULATE=lazy (or truncating, or both with a comma) runs all tests of the device in
-    that mode: TINSMITH_EMULATE=lazy pytest -k "cuda or emulat"."""
-    ctypes.CDLL(str(library)).cuda_emulated_mode(*MODES[os.environ.get("TINSMITH_EMULATE", "")])
+MODES = {"": Mode(), "lazy": Mode(lazy=True), "truncating": Mode(truncating=True)}
+MODES["lazy,truncating"] = Mode(lazy=True, truncating=True)
+modes: list[Mode] = []  # what the emulator was set to, the last one now
+
+
+def set_mode(mode: Mode | None = None) -> None:
+    """Sets the emulator's mode; by default TINSMITH_EMULATE's, which so runs all tests of the
+    device in it: TINSMITH_EMULATE=lazy pytest -k "cuda or emulat"."""
+    mode = MODES[os.environ.get("TINSMITH_EMULATE", "")] if mode is None else mode
+    ctypes.CDLL(str(emulated_build()[0])).cuda_emulated_mode(mode.lazy, mode.truncating)
+    modes[:] = [mode]
 
 
 def cpu_has(isa: str) -> bool:

@@ -144,15 +144,20 @@ static __global__ void address_kernel(float *out, int bug)
     out[lane] = low_of(r[0]);
 }
 
-/* The first element of a·b, all whose elements are a third: 1: one sum for all K, which tensor cores
- * cut at each step; 0: 64 terms at a time, added up by themselves. */
+/* The first element of a·b (K = 4096), where b is a third and a is 1/3 to 1/9 by turns of 16 k. 1:
+ * one sum for all K, which tensor cores cut at each step; 0: 64 terms at a time, added up by
+ * themselves. */
 static __global__ void cut_kernel(float *out, int bug)
 {
-    uint32_t third = pack(1.0f / 3.0f, 1.0f / 3.0f), a[4] = {third, third, third, third};
+    uint32_t third = pack(1.0f / 3.0f, 1.0f / 3.0f);
     float sum = 0.0f;
-    for (int k = 0; k < 4096; k += bug ? 4096 : 64) {
+    for (int k = 0; k < 4096;) {
         float d[4] = {0, 0, 0, 0};
-        for (int step = 0; step < (bug ? 4096 : 64); step += 16) mma(d, a, third, third);
+        for (int end = k + (bug ? 4096 : 64); k < end; k += 16) {
+            float turn = 1.0f / (float)(3 + k / 16 % 7);
+            uint32_t pair = pack(turn, turn), a[4] = {pair, pair, pair, pair};
+            mma(d, a, third, third);
+        }
         sum += d[0];
     }
     out[threadIdx.x] = sum;
@@ -211,7 +216,8 @@ extern "C" TINSMITH_EXPORT int planted(const char *name, int bug, int order, flo
     if (!strcmp(name, "divergence")) LAUNCH(cuda, divergence_kernel, 2, THREADS, 0, y, bug);
     if (!strcmp(name, "address")) LAUNCH(cuda, address_kernel, 1, 32, 0, y, bug);
     if (!strcmp(name, "cut")) LAUNCH(cuda, cut_kernel, 1, 32, 0, y, bug);
-    if (!strcmp(name, "large")) LAUNCH(cuda, bounds_kernel, 1, THREADS, bug ? 100 << 10 : 1024, y, 0);
+    if (!strcmp(name, "large"))
+        LAUNCH(cuda, bounds_kernel, 1, THREADS, bug ? 100 << 10 : 1024, y, 0);
     if (!strcmp(name, "address")) n = 32;
     if (!strcmp(name, "copy")) {
         LAUNCH(cuda, copy_kernel, 2, THREADS, 0, y, (const float *)in, bug);

@@ -36,7 +36,10 @@ __all__ = [
 
 IGNORED = -100  # a label that leaves its row out, as Hugging Face writes it
 REDUCTIONS = ("batchmean", "sum", "mean", "none")
-CPU, CUDA = (1, 0), 2  # DLPack's names of the places where arrays may lie: the second has an ordinal
+CPU, CUDA = (
+    (1, 0),
+    2,
+)  # DLPack's names of the places where arrays may lie: the second has an ordinal
 
 
 # ---- arrays in and out ----

@@ -35,8 +35,8 @@ def choose_device(name: str) -> str:
         return "cpu"
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"there is no device {name!r}: it is auto, cpu, cpu-bf16, cuda, or cuda:1 and so on for "
-            "another card"
+            f"there is no device {name!r}: it is auto, cpu, cpu-bf16, cuda, or cuda:1 and so on "
+            "for another card"
         )
     if reason := _core.devices(name)[name]:
         raise RuntimeError(f"the device {name} can't be used: {reason}")
