@@ -48,7 +48,7 @@ def test_doctor_shows_each_card() -> None:
     from tinsmith.doctor import card_lines
 
     assert card_lines(FIRST) == [
-        f"  {name}: an emulated card, 2.0 GiB, compute capability 9.0" for name in (FIRST, SECOND)
+        f"  {name}: an emulated card, 2.00 GiB, compute capability 9.0" for name in (FIRST, SECOND)
     ]
 
 

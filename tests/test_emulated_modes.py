@@ -20,7 +20,7 @@ from training import autograd
 
 EAGER, LAZY, TRUNCATING = (MODES[name] for name in ("", "lazy", "truncating"))
 OPS = {
-    LAZY: ("attention", "lora_backward", "topk_logprob", "adamw_norm", "group", "sample"),
+    LAZY: ("attention", "lora_backward", "topk_logprob", "jsd", "group", "sample"),
     TRUNCATING: (
         *("attention", "attention_backward", "lora", "lora_backward", "linear", "head"),
         *("grouped_linear", "grouped_gradient"),
