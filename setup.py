@@ -7,6 +7,7 @@ it can't be built, the install does not fail: the reason goes into _core, which 
 device is asked for. Without a C compiler it fails with a sentence, before anything is compiled. The
 emulated device is for tests alone: they build it, with the code here (tests/engine.py)."""
 
+import hashlib
 import os
 import platform
 import shutil
@@ -133,16 +134,31 @@ def nvcc_libraries(nvcc: str) -> list[str]:
 def cuda_inputs() -> list[Path]:
     """Everything that the CUDA device is made of."""
     shared = [ROOT / "csrc" / "device" / name for name in ("ops.inc", "device.h", "status.h")]
-    return [*sorted((ROOT / "cuda").iterdir()), *shared, ROOT / "setup.py"]
+    return [*sorted((ROOT / "cuda").iterdir()), *shared]
+
+
+def cuda_digest(flags: list[str]) -> str:
+    """What a CUDA device is made of, as 40 hexadecimal digits: the library's build ID. So one that
+    was built elsewhere is known by its content, whatever the files' times are."""
+    digest = hashlib.sha256(repr(flags).encode())
+    for path in cuda_inputs():
+        digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
+    return digest.hexdigest()[:40]
+
+
+def cuda_is(library: Path, digest: str) -> bool:
+    """Whether a library is made of what has that digest."""
+    return library.exists() and bytes.fromhex(digest) in library.read_bytes()
 
 
 def cuda_build(library: Path, objects: Path, compile_with: list[str], link_with: list[str]) -> str:
     """Builds cuda/*.cu into a shared library; returns "" or the sentence of what went wrong."""
+    digest = cuda_digest(compile_with[1:])
+    if cuda_is(library, digest):
+        return ""
+    link_with = [*link_with, "-Xlinker", f"--build-id=0x{digest}"]
     objects.mkdir(parents=True, exist_ok=True)
     library.parent.mkdir(parents=True, exist_ok=True)
-    newest = max(path.stat().st_mtime for path in cuda_inputs())
-    if library.exists() and library.stat().st_mtime > newest:
-        return ""
 
     def compile_one(path: Path) -> Path:
         out = objects / f"{path.stem}.o"
@@ -177,14 +193,30 @@ class BuildOps(build_ext):
 
     def cuda_absent(self) -> str:
         """Builds the CUDA device beside _core; returns why it is not there, or ""."""
-        folder = Path(self.get_ext_fullpath("tinsmith._core")).parent
+        library = Path(self.get_ext_fullpath("tinsmith._core")).parent / CUDA_LIBRARY
         nvcc = nvcc_found()
         if SANITIZE:
             return "this is a build with sanitizers"
+        if self.cuda_kept(library):
+            return ""
         if not nvcc:
             return "nvcc was not found when tinsmith was installed"
         command, link = [nvcc, *NVCC_FLAGS], [*NVCC_LINK, *nvcc_libraries(nvcc)]
-        return cuda_build(folder / CUDA_LIBRARY, self.cuda_objects(), command, link)
+        return cuda_build(library, self.cuda_objects(), command, link)
+
+    def cuda_kept(self, library: Path) -> bool:
+        """Whether the library is there already, or in the source tree (built elsewhere, say), made
+        of the files as they are now. It needs no compiler then."""
+        package = ROOT / "python" / "tinsmith"
+        if not cuda_is(package / CUDA_LIBRARY, cuda_digest(NVCC_FLAGS)):
+            return cuda_is(library, cuda_digest(NVCC_FLAGS))
+        for name, place in ((CUDA_LIBRARY, library), (CUDA_LOG, self.cuda_objects() / CUDA_LOG)):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if (package / name).exists() and not (
+                place.exists() and place.samefile(package / name)
+            ):
+                shutil.copy2(package / name, place)
+        return True
 
     def cuda_objects(self) -> Path:
         """Where the CUDA device's parts and nvcc's log are: not in the package."""

@@ -23,7 +23,7 @@ enum {
     CHUNK_PAGES = 4, /* pages of a chunk; up to 8 chunks, then 8 for each doubling of the keys */
     CHUNKS = 64,     /* the last begins at key 245,760, and has all that follow */
     KEY_TILES = KV_PAGE / 8,
-    SPLIT_TILES = 256, /* grids with fewer blocks than this give chunks to blocks of their own */
+    SPLIT_TILES = ARRIVALS, /* grids with fewer blocks give chunks to blocks of their own */
 };
 
 typedef struct Attention {
@@ -33,6 +33,7 @@ typedef struct Attention {
     const Span *spans;
     const int32_t *pages;
     float *parts; /* (T, H, CHUNKS, E + 2), where chunks have blocks of their own: sums, top, sum */
+    unsigned *arrived; /* of each tile, the blocks that have left their chunks' sums in parts */
     int S, T, H, G, E, window;
     Group group;
     float scale; /* log2(e)/√E: exponentials are powers of 2 */
@@ -283,10 +284,6 @@ __device__ static __forceinline__ void chunk_close(Sums<S::TILES> &sums, const A
 
 /* ---- chunks that blocks share ---- */
 
-/* Of each tile, the number of blocks that have left their chunks' sums in c.parts; 0 between
- * launches. There is one launch at a time: all work of a process goes through one stream. */
-static __device__ unsigned arrived[SPLIT_TILES];
-
 /* Writes a chunk's sums to c.parts, or reads them. */
 template <class S, bool WRITE>
 __device__ static __forceinline__ void part_move(Sums<S::TILES> &sums, const Attention &c,
@@ -320,11 +317,13 @@ __device__ static __forceinline__ void part_move(Sums<S::TILES> &sums, const Att
 }
 
 /* Whether this block is the last of its tile's, so that all their parts can be read. */
-template <class S> __device__ static __forceinline__ bool is_last(const Work<S> &w, unsigned blocks)
+template <class S>
+__device__ static __forceinline__ bool is_last(const Attention &c, const Work<S> &w,
+                                               unsigned blocks)
 {
     __syncthreads();
     if (threadIdx.x == 0) {
-        unsigned *count = &arrived[blockIdx.y * gridDim.x + blockIdx.x];
+        unsigned *count = &c.arrived[blockIdx.y * gridDim.x + blockIdx.x];
         __threadfence(); /* after the barrier: it covers the writes of all threads */
         unsigned before = atomicAdd(count, 1u);
         __threadfence();
@@ -355,7 +354,7 @@ __device__ static __forceinline__ void chunks_split(const Attention &c, const Wo
         part_move<S, true>(sums, c, w, chunk);
         __syncthreads(); /* the values' tile is free again */
     }
-    if (!is_last(w, blocks)) return;
+    if (!is_last(c, w, blocks)) return;
     sums_clear(sums); /* rows that do not exist stay zero */
     for (int chunk = first; chunk < chunks; chunk++) {
         part_move<S, false>(sums, c, w, chunk);
@@ -457,6 +456,7 @@ void cuda_attention(Device *dev, real *y, float *lse, const real *q, const real 
                    spans,
                    pages,
                    NULL,
+                   cuda->arrived,
                    S,
                    T,
                    H,

@@ -1,10 +1,16 @@
 /* cuda/cublaslt.cuh - matmul.cu's use of cuBLASLt: the library found at run time, a product's
  * description, and one algorithm for each, picked once.
  *
- * Included by matmul.cu alone. cuBLASLt's header is not needed to build: the dozen entry points and
- * the few numbers below are all that is used, and they have been the same since CUDA 11. cuBLASLt
+ * Included by matmul.cu alone. cuBLASLt's header is not needed to build: the entry points and the
+ * few numbers below are all that is used, and they have been the same since CUDA 11. cuBLASLt
  * counts in columns, so a row-major product c = a·b is cᵀ = bᵀ·aᵀ there. b is its first operand, a
- * its second, and the number of rows T is always a count of columns. */
+ * its second, and the number of rows T is always a count of columns.
+ *
+ * An algorithm is taken if it needs no workspace, sums all of k in one block, and is accepted for
+ * few rows as for many: then it serves every number of rows, with the same bits. Where there is
+ * none, plan_of returns a plan without an algorithm, and the product is matmul.cu's own kernel.
+ *
+ * The emulated device loads the tests' stand-in (tests/cublaslt.cpp), which lies beside it. */
 #ifndef TINSMITH_CUBLASLT_CUH
 #define TINSMITH_CUBLASLT_CUH
 
@@ -22,8 +28,6 @@ typedef struct Gemm {
     float scale;
     int accumulate;
 } Gemm;
-
-#ifndef CUDA_EMULATED
 
 #include <dlfcn.h>
 #include <stdio.h>
@@ -44,12 +48,18 @@ enum {
     PREF_WORKSPACE_BYTES = 1,   /* CUBLASLT_MATMUL_PREF_… */
     PREF_REDUCTION_SCHEMES = 3, /* a mask; 0: no reduction between blocks */
     PREF_ALIGNMENT_A = 5,       /* and B, C, D behind it */
+    ALGO_SPLITS = 2,            /* CUBLASLT_ALGO_CONFIG_SPLITK_NUM */
+    NOT_SUPPORTED = 15,         /* CUBLAS_STATUS_… */
 };
 
 enum {
     PICK_ROWS = 256,   /* the number of rows an algorithm is picked for */
     PICK_DEPTH = 2048, /* the same where the rows are summed over */
+    CANDIDATES = 16,   /* algorithms that are looked at for a product */
 };
+
+/* Numbers of rows that an algorithm must be accepted for. */
+static const uint64_t lt_rows[] = {1, 2, 16, 64, PICK_ROWS, 1024, PICK_DEPTH, 8192};
 
 typedef struct LtAlgorithm {
     uint64_t data[8];
@@ -66,24 +76,28 @@ typedef struct LtHeuristic {
 typedef void *Lt; /* a handle, a description, a layout or a preference */
 
 /* The entry points: X(name, arguments), each cublasLt<name> returning a cublasStatus_t. */
-#define LT_FUNCTIONS(X)                                                                          \
-    X(Create, (Lt * handle))                                                                     \
-    X(Destroy, (Lt handle))                                                                      \
-    X(MatmulDescCreate, (Lt * desc, int compute, int scale_type))                                \
-    X(MatmulDescDestroy, (Lt desc))                                                              \
-    X(MatmulDescSetAttribute, (Lt desc, int attribute, const void *value, size_t bytes))         \
-    X(MatrixLayoutCreate, (Lt * layout, int type, uint64_t rows, uint64_t cols, int64_t ld))     \
-    X(MatrixLayoutDestroy, (Lt layout))                                                          \
-    X(MatrixLayoutSetAttribute, (Lt layout, int attribute, const void *value, size_t bytes))     \
-    X(MatmulPreferenceCreate, (Lt * preference))                                                 \
-    X(MatmulPreferenceDestroy, (Lt preference))                                                  \
-    X(MatmulPreferenceSetAttribute,                                                              \
-      (Lt preference, int attribute, const void *value, size_t bytes))                           \
-    X(MatmulAlgoGetHeuristic, (Lt handle, Lt desc, Lt a, Lt b, Lt c, Lt d, Lt preference,        \
-                               int wanted, LtHeuristic *found, int *count))                      \
-    X(Matmul, (Lt handle, Lt desc, const void *alpha, const void *a, Lt a_layout, const void *b, \
-               Lt b_layout, const void *beta, const void *c, Lt c_layout, void *d, Lt d_layout,  \
-               const LtAlgorithm *algorithm, void *workspace, size_t workspace_bytes,            \
+#define LT_FUNCTIONS(X)                                                                           \
+    X(Create, (Lt * handle))                                                                      \
+    X(Destroy, (Lt handle))                                                                       \
+    X(MatmulDescCreate, (Lt * desc, int compute, int scale_type))                                 \
+    X(MatmulDescDestroy, (Lt desc))                                                               \
+    X(MatmulDescSetAttribute, (Lt desc, int attribute, const void *value, size_t bytes))          \
+    X(MatrixLayoutCreate, (Lt * layout, int type, uint64_t rows, uint64_t cols, int64_t ld))      \
+    X(MatrixLayoutDestroy, (Lt layout))                                                           \
+    X(MatrixLayoutSetAttribute, (Lt layout, int attribute, const void *value, size_t bytes))      \
+    X(MatmulPreferenceCreate, (Lt * preference))                                                  \
+    X(MatmulPreferenceDestroy, (Lt preference))                                                   \
+    X(MatmulPreferenceSetAttribute,                                                               \
+      (Lt preference, int attribute, const void *value, size_t bytes))                            \
+    X(MatmulAlgoCheck, (Lt handle, Lt desc, Lt a, Lt b, Lt c, Lt d, const LtAlgorithm *algorithm, \
+                        LtHeuristic *result))                                                     \
+    X(MatmulAlgoConfigGetAttribute,                                                               \
+      (const LtAlgorithm *algorithm, int attribute, void *value, size_t bytes, size_t *written))  \
+    X(MatmulAlgoGetHeuristic, (Lt handle, Lt desc, Lt a, Lt b, Lt c, Lt d, Lt preference,         \
+                               int wanted, LtHeuristic *found, int *count))                       \
+    X(Matmul, (Lt handle, Lt desc, const void *alpha, const void *a, Lt a_layout, const void *b,  \
+               Lt b_layout, const void *beta, const void *c, Lt c_layout, void *d, Lt d_layout,   \
+               const LtAlgorithm *algorithm, void *workspace, size_t workspace_bytes,             \
                cudaStream_t stream))
 
 /* The key of a picked algorithm: everything but the number of rows. */
@@ -97,6 +111,7 @@ typedef struct PlanKey {
 typedef struct Plan {
     PlanKey key;
     Lt desc, a, b, c;
+    bool picked; /* else the product is our own kernel's */
     LtAlgorithm algorithm;
 } Plan;
 
@@ -114,49 +129,101 @@ struct Matmul {
 static int lt_check(CudaDevice *cuda, int status, const char *what, int line)
 {
     if (status)
-        cuda_fail(cuda, STATUS_DEVICE, "cuda: %s:%d: cublasLt%s failed with status %d", __FILE__,
-                  line, what, status);
+        cuda_fail(cuda, STATUS_DEVICE, "%s: %s:%d: cublasLt%s failed with status %d", cuda->name,
+                  __FILE__, line, what, status);
     return status;
 }
 #define LT(cuda, name, ...) lt_check(cuda, (cuda)->matmul->name(__VA_ARGS__), #name, __LINE__)
 
-/* The folder where pip installs the library, beside this package. */
-static const char *const lt_folders[] = {"/../nvidia/cu13/lib/", "/../nvidia/cublas/lib/"};
-static const char *const lt_names[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
+/* ---- finding the library ---- */
 
-/* The system's library, or one that torch has already loaded; then that of pip's nvidia-cublas. */
-static void *lt_find(void)
+#ifdef CUDA_EMULATED
+
+static const char *const lt_name = "libcublasLt_stand_in.so";
+
+/* Beside the library that this code is in. */
+static void *lt_find(const DeviceLibraries *)
+{
+    Dl_info info;
+    char path[4096];
+    if (!dladdr((void *)lt_find, &info) || !info.dli_fname) return nullptr;
+    const char *slash = strrchr(info.dli_fname, '/');
+    snprintf(path, sizeof path, "%.*s/%s", slash ? (int)(slash - info.dli_fname) : 1,
+             slash ? info.dli_fname : ".", lt_name);
+    return dlopen(path, RTLD_NOW | RTLD_LOCAL);
+}
+
+#else
+
+static const char *const lt_name = "libcublasLt.so.13";
+static const char *const lt_names[] = {lt_name, "libcublasLt.so.12"};
+
+/* Where pip puts it in a folder of packages, and NVIDIA's installer on the disk. */
+static const char *const lt_of_pip[] = {"nvidia/cu13/lib", "nvidia/cublas/lib"};
+static const char *const lt_of_system = "/usr/local/cuda/lib64";
+
+static void *lt_in(const char *folder, int length, const char *below)
+{
+    for (const char *name : lt_names) {
+        char path[4096];
+        snprintf(path, sizeof path, "%.*s/%s/%s", length, folder, below, name);
+        void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+        if (library) return library;
+    }
+    return nullptr;
+}
+
+/* One that the loader finds, or that torch has already loaded; then that of pip's nvidia-cublas,
+ * then of the CUDA toolkit. */
+static void *lt_find(const DeviceLibraries *where)
 {
     for (const char *name : lt_names) {
         void *library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
         if (library) return library;
     }
-    Dl_info info;
-    if (!dladdr((void *)lt_find, &info) || !info.dli_fname) return nullptr;
-    const char *slash = strrchr(info.dli_fname, '/');
-    for (const char *folder : lt_folders)
-        for (const char *name : lt_names) {
-            char path[4096];
-            snprintf(path, sizeof path, "%.*s%s%s", slash ? (int)(slash - info.dli_fname) : 1,
-                     slash ? info.dli_fname : ".", folder, name);
-            void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    for (const char *folder = where->packages; *folder;) {
+        int length = (int)strcspn(folder, ":");
+        for (const char *below : lt_of_pip) {
+            void *library = lt_in(folder, length, below);
             if (library) return library;
         }
+        folder += length + (folder[length] == ':');
+    }
+    return lt_in(lt_of_system, (int)strlen(lt_of_system), ".");
+}
+
+#endif
+
+/* The library that the user named, or else one that is found; or the sentence of where was looked.
+ */
+static void *lt_open(CudaDevice *cuda, const DeviceLibraries *where)
+{
+    void *library =
+        where->cublaslt ? dlopen(where->cublaslt, RTLD_NOW | RTLD_LOCAL) : lt_find(where);
+    if (library) return library;
+    if (where->cublaslt)
+        cuda_fail(cuda, STATUS_DEVICE,
+                  "%s: TINSMITH_CUBLASLT names a file that can't be loaded: %s", cuda->name,
+                  dlerror());
+    else
+        cuda_fail(cuda, STATUS_DEVICE,
+                  "%s: %s was not found: pip install 'tinsmith[cuda]' (or nvidia-cublas), or name "
+                  "its file in TINSMITH_CUBLASLT. Looked for it where the loader does, in "
+                  "/usr/local/cuda, and in nvidia/cu13/lib and nvidia/cublas/lib of %.220s",
+                  cuda->name, lt_name, where->packages);
     return nullptr;
 }
 
-void matmul_open(CudaDevice *cuda)
+void matmul_open(CudaDevice *cuda, const DeviceLibraries *libraries)
 {
     Matmul *m = cuda->matmul = (Matmul *)calloc(1, sizeof *m);
     if (!m) return cuda_fail(cuda, STATUS_MEMORY, "no memory for the CUDA device");
-    m->library = lt_find();
-    if (!m->library)
-        return cuda_fail(cuda, STATUS_DEVICE,
-                         "cuda: libcublasLt.so.13 was not found: pip install 'tinsmith[cuda]' (or "
-                         "nvidia-cublas)");
-#define X(name, args)                                         \
-    *(void **)&m->name = dlsym(m->library, "cublasLt" #name); \
-    if (!m->name) return cuda_fail(cuda, STATUS_DEVICE, "cuda: libcublasLt has no cublasLt" #name);
+    m->library = lt_open(cuda, libraries);
+    if (!m->library) return;
+#define X(entry, args)                                          \
+    *(void **)&m->entry = dlsym(m->library, "cublasLt" #entry); \
+    if (!m->entry)                                              \
+        return cuda_fail(cuda, STATUS_DEVICE, "%s: libcublasLt has no cublasLt" #entry, cuda->name);
     LT_FUNCTIONS(X)
 #undef X
     LT(cuda, Create, &m->handle);
@@ -203,15 +270,46 @@ static PlanKey plan_key(const Gemm &g)
     return key;
 }
 
-/* Asks cuBLASLt for an algorithm; its operands a and b are our b and a. */
+/* Describes the plan's product for so many rows: of all but the weight, or of what is summed. */
+static void plan_rows(CudaDevice *cuda, const Plan *plan, uint64_t rows)
+{
+    Lt other = plan->key.a_by_column ? plan->b : plan->c;
+    LT(cuda, MatrixLayoutSetAttribute, plan->a, LAYOUT_COLS, &rows, sizeof rows);
+    LT(cuda, MatrixLayoutSetAttribute, other, LAYOUT_COLS, &rows, sizeof rows);
+}
+
+/* Whether a candidate's rows have the same bits for any number of them. */
+static bool plan_accepts(CudaDevice *cuda, const Plan *plan, const LtHeuristic *found)
+{
+    Matmul *m = cuda->matmul;
+    int32_t splits = 0;
+    size_t written = 0;
+    if (found->state || found->workspace) return false;
+    if (m->MatmulAlgoConfigGetAttribute(&found->algorithm, ALGO_SPLITS, &splits, sizeof splits,
+                                        &written) ||
+        splits > 1)
+        return false;
+    for (uint64_t rows : lt_rows) {
+        LtHeuristic checked;
+        plan_rows(cuda, plan, rows);
+        if (m->MatmulAlgoCheck(m->handle, plan->desc, plan->b, plan->a, plan->c, plan->c,
+                               &found->algorithm, &checked) ||
+            checked.workspace)
+            return false;
+    }
+    return true;
+}
+
+/* Asks cuBLASLt for algorithms, the fastest first, and takes the first that is accepted. Its
+ * operands a and b are our b and a. */
 static void plan_pick(CudaDevice *cuda, Plan *plan)
 {
     Matmul *m = cuda->matmul;
     const PlanKey &key = plan->key;
     Lt preference = nullptr;
-    LtHeuristic found;
+    LtHeuristic found[CANDIDATES];
     int count = 0, none = 0;
-    uint64_t workspace = WORKSPACE_BYTES;
+    uint64_t workspace = 0;
     const int align[4] = {key.align_b, key.align_a, key.align_c, key.align_c};
     if (LT(cuda, MatmulPreferenceCreate, &preference)) return;
     LT(cuda, MatmulPreferenceSetAttribute, preference, PREF_WORKSPACE_BYTES, &workspace, 8);
@@ -219,14 +317,12 @@ static void plan_pick(CudaDevice *cuda, Plan *plan)
     for (int i = 0; i < 4; i++)
         LT(cuda, MatmulPreferenceSetAttribute, preference, PREF_ALIGNMENT_A + i, &align[i], 4);
     int status = m->MatmulAlgoGetHeuristic(m->handle, plan->desc, plan->b, plan->a, plan->c,
-                                           plan->c, preference, 1, &found, &count);
+                                           plan->c, preference, CANDIDATES, found, &count);
     m->MatmulPreferenceDestroy(preference);
-    if (status || count == 0)
-        cuda_fail(cuda, STATUS_DEVICE,
-                  "cuda: cuBLASLt has no algorithm for a product of width %d and depth %d (status "
-                  "%d)",
-                  key.N, key.fixed, status);
-    plan->algorithm = found.algorithm;
+    for (int i = 0; !status && i < count && !plan->picked; i++) {
+        plan->picked = plan_accepts(cuda, plan, &found[i]);
+        plan->algorithm = found[i].algorithm;
+    }
 }
 
 /* The plan of a product, made at its first use. Its layouts are for PICK_ROWS rows. */
@@ -268,23 +364,23 @@ static Plan *plan_of(CudaDevice *cuda, const Gemm &g)
     return cuda->status ? nullptr : plan;
 }
 
-static void gemm(CudaDevice *cuda, const Gemm &g)
+/* Whether cuBLASLt takes the product. If not, it is our own kernel's from now on. */
+static bool lt_product(CudaDevice *cuda, const Gemm &g)
 {
-    if (cuda->status || cuda->rehearsing) return;
     Plan *plan = plan_of(cuda, g);
-    if (!plan) return;
+    if (!plan) return true; /* a failure, which is kept */
+    if (!plan->picked) return false;
     Matmul *m = cuda->matmul;
-    uint64_t rows = (uint64_t)(g.a_by_column ? g.K : g.M);
-    LT(cuda, MatrixLayoutSetAttribute, plan->a, LAYOUT_COLS, &rows, sizeof rows);
-    LT(cuda, MatrixLayoutSetAttribute, g.a_by_column ? plan->b : plan->c, LAYOUT_COLS, &rows,
-       sizeof rows);
+    plan_rows(cuda, plan, (uint64_t)(g.a_by_column ? g.K : g.M));
     if (g.bias)
         LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_BIAS_POINTER, &g.bias, sizeof g.bias);
+    if (cuda->status) return true;
     float beta = g.accumulate ? 1.0f : 0.0f;
-    LT(cuda, Matmul, m->handle, plan->desc, &g.scale, g.b, plan->b, g.a, plan->a, &beta, g.c,
-       plan->c, g.c, plan->c, &plan->algorithm, cuda->workspace, WORKSPACE_BYTES, cuda->stream);
+    int status = m->Matmul(m->handle, plan->desc, &g.scale, g.b, plan->b, g.a, plan->a, &beta, g.c,
+                           plan->c, g.c, plan->c, &plan->algorithm, nullptr, 0, cuda->stream);
+    plan->picked = status != NOT_SUPPORTED;
+    if (plan->picked) lt_check(cuda, status, "Matmul", __LINE__);
+    return plan->picked;
 }
-
-#endif
 
 #endif

@@ -53,8 +53,7 @@ __host__ __device__ static inline const real *frozen_data(const frozen *w)
 typedef struct Matmul Matmul; /* private to matmul.cu: cuBLASLt and the algorithms it picked */
 
 enum {
-    WORKSPACE_BYTES = 32
-        << 20, /* that cuBLASLt's algorithms may use, as NVIDIA advises for sm_90 */
+    ARRIVALS = 256, /* counters */
     PINNED_PARTS = 4,
     PART_BYTES = 1 << 20,
     FETCHES = 2,
@@ -77,20 +76,32 @@ typedef struct Fetch {
     cudaEvent_t landed;
 } Fetch;
 
+/* Memory of the card, or a recording, that was given back and that work may still use. */
+typedef struct Returned {
+    void *memory;
+    cudaGraphExec_t work;
+    struct Returned *next;
+} Returned;
+
 typedef struct CudaDevice {
     Device base; /* first: a Device* is a CudaDevice* */
+    int ordinal; /* of the card; every entry makes it the thread's current one (ENTRY) */
+    char name[32];
     cudaStream_t stream;
     Matmul *matmul;
-    int processors;   /* streaming multiprocessors: how many blocks fill the card */
-    size_t all_bytes; /* of the card's memory */
-    void *workspace;  /* cuBLASLt's */
-    void *scratch;    /* see cuda_scratch */
+    int processors;      /* streaming multiprocessors: how many blocks fill the card */
+    size_t all_bytes;    /* of the card's memory */
+    size_t shared_bytes; /* that a block may have */
+    unsigned *arrived;   /* blocks that are done, of a kernel whose last block ends the work: zeros
+                            between launches. The stream's own, because kernels of other streams run
+                            at the same time */
+    void *scratch;       /* see cuda_scratch */
     size_t scratch_bytes, rehearsed_bytes;
     unsigned moves; /* of scratch: older graphs use memory that is gone */
     bool rehearsing, recording;
-    pthread_mutex_t
-        recorder; /* held from record() to recorded(), and by a thread that frees memory */
-    bool lost;    /* for this process: only a new one can use the card again */
+    pthread_mutex_t returning; /* of the list that follows, to which any thread may add */
+    Returned *returned;
+    bool lost; /* for this process: only a new one can use the card again */
     Pinned pinned;
     Fetch fetch[FETCHES];
     int fetched, landed; /* fetches begun and ended */
@@ -99,7 +110,7 @@ typedef struct CudaDevice {
 } CudaDevice;
 
 #ifdef CUDA_EMULATED
-#define CUDA_NAME "cuda-emulated"
+#define CUDA_NAME "cuda-emulated" /* of the first card; others have ":" and their ordinal */
 #else
 #define CUDA_NAME "cuda"
 #endif
@@ -125,8 +136,10 @@ void *cuda_scratch(CudaDevice *cuda, size_t bytes);
 Status stream_open(CudaDevice *cuda);
 void stream_close(CudaDevice *cuda);
 
-/* Frees memory of the card, or a recording, when the stream's work is done; in any thread. */
+/* Takes memory of the card, or a recording, in any thread and without a wait. It is freed by
+ * cuda_clear, in the device's own thread, when the stream's work is done. */
 void cuda_give_back(CudaDevice *cuda, void *memory, cudaGraphExec_t work);
+void cuda_clear(CudaDevice *cuda);
 
 /* A failed call of the runtime, kept with its place; nonzero when it failed. */
 int cuda_check(CudaDevice *cuda, cudaError_t error, const char *what, const char *file, int line);
@@ -136,6 +149,38 @@ static inline CudaDevice *cuda_of(Device *dev)
 {
     return (CudaDevice *)dev;
 }
+
+/* ---- entering ----
+ *
+ * A thread has one current card, which other libraries in it choose too. ENTRY(function) is
+ * function, with its device's card current meanwhile: whatever core calls is called through it. */
+
+struct Current {
+    int before = -1;
+    explicit Current(int ordinal)
+    {
+        int now = ordinal;
+        if (cudaGetDevice(&now) != cudaSuccess || now == ordinal) return;
+        if (cudaSetDevice(ordinal) == cudaSuccess)
+            before = now;
+        else
+            cudaGetLastError(); /* the next launch would show it */
+    }
+    ~Current()
+    {
+        if (before >= 0) cudaSetDevice(before);
+    }
+};
+
+template <auto Function> struct Entry;
+template <class R, class... A, R (*Function)(Device *, A...)> struct Entry<Function> {
+    static R call(Device *dev, A... args)
+    {
+        Current current(cuda_of(dev)->ordinal);
+        return Function(dev, args...);
+    }
+};
+#define ENTRY(function) Entry<function>::call
 
 /* Blocks of `size` that cover n. */
 static inline unsigned cuda_blocks(int64_t n, int64_t size)
@@ -155,12 +200,18 @@ static void cuda_launch(CudaDevice *cuda, const char *name, const char *file, in
                         void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, A... args)
 {
     if (cuda->status || cuda->rehearsing || !grid.x || !grid.y || !grid.z) return;
+    if (shared_bytes > cuda->shared_bytes)
+        return cuda_fail(cuda, STATUS_DEVICE,
+                         "%s:%d: %s asks for %zu bytes of shared memory, a block of this card has "
+                         "%zu",
+                         file, line, name, shared_bytes, cuda->shared_bytes);
 #ifdef CUDA_EMULATED
-    cudaError_t error = emulate::enqueue([=] {
-        const char *text = emulate::run(name, grid, block, shared_bytes, [=] { kernel(args...); });
-        if (text) cuda_fail(cuda, STATUS_DEVICE, "%s:%d: %s", file, line, text);
-    });
-    cuda_check(cuda, error, name, file, line);
+    auto failed = [=](const char *text) {
+        cuda_fail(cuda, STATUS_DEVICE, "%s:%d: %s", file, line, text);
+    };
+    emulate::Launch launch = {
+        name, grid, block, shared_bytes, cuda->shared_bytes, [=] { kernel(args...); }, failed};
+    cuda_check(cuda, emulate::enqueue(cuda->stream, {{}, true, launch}), name, file, line);
 #else
     if (shared_bytes > 48 << 10 &&
         cuda_check(cuda,
@@ -438,6 +489,9 @@ __device__ static __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4]
                     b[i + r * 8][g] = half ? high_of(all[lane]->b[r]) : low_of(all[lane]->b[r]);
             }
         for (int row = 0; row < 16; row++)
+            for (int col = 0; emulate::gpu.truncates && col < 8; col++)
+                d[row][col] = emulate::tensor_core_sum(d[row][col], a[row], 1, &b[0][col], 8, 16);
+        for (int row = 0; row < 16 && !emulate::gpu.truncates; row++)
             for (int k = 0; k < 16; k++)
                 for (int col = 0; col < 8; col++) d[row][col] += a[row][k] * b[k][col];
         for (int lane = 0; lane < 32; lane++)
@@ -582,7 +636,7 @@ __device__ static __forceinline__ void flag_wait(const unsigned *flag)
 
 /* Defined in matmul.cu, the only file that uses cuBLASLt. A failure to open is kept on the
  * device. */
-void matmul_open(CudaDevice *cuda);
+void matmul_open(CudaDevice *cuda, const DeviceLibraries *libraries);
 void matmul_close(CudaDevice *cuda);
 
 #endif

@@ -1,9 +1,9 @@
 /* cuda/device.cu - opens the GPU, or the emulated one: its memory, its frozen weights, and the
  * table.
  *
- * cuda_open is the library's only symbol. It gets the number of the seam it was built for, and
- * core's fail(), so that sentences reach the caller's thread. Copies to the card and back are in
- * stream.cu. */
+ * cuda_open and cuda_card are the library's only symbols. They get the number of the seam that core
+ * was built for, and core's fail(), so that sentences reach the caller's thread. Copies to the card
+ * and back are in stream.cu. */
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,14 +22,15 @@ FailFunction *fail_in_core;
 Status cuda_malloc(CudaDevice *cuda, void **memory, size_t bytes, const char *purpose)
 {
     size_t free_bytes = 0, all_bytes = 0;
+    cuda_clear(cuda);
     cudaError_t error = cudaMalloc(memory, bytes);
     if (error != cudaErrorMemoryAllocation)
         return CUDA_CHECK(cuda, error) ? cuda->base.sync(&cuda->base) : STATUS_OK;
     cudaGetLastError();
     CUDA_CHECK(cuda, cudaMemGetInfo(&free_bytes, &all_bytes));
-    return fail_in_core(STATUS_MEMORY,
-                        CUDA_NAME ": %s needs %.1f MiB, and the card can give %.1f of its %.1f MiB",
-                        purpose, bytes / 1048576.0, free_bytes / 1048576.0, all_bytes / 1048576.0);
+    return fail_in_core(
+        STATUS_MEMORY, "%s: %s needs %.1f MiB, and the card can give %.1f of its %.1f MiB",
+        cuda->name, purpose, bytes / 1048576.0, free_bytes / 1048576.0, all_bytes / 1048576.0);
 }
 
 static Status device_alloc(Device *dev, void **memory, size_t bytes)
@@ -50,6 +51,7 @@ static void device_release(Device *dev, void *memory, size_t bytes)
 static void device_memory(Device *dev, size_t *free_bytes, size_t *all_bytes)
 {
     CudaDevice *cuda = cuda_of(dev);
+    cuda_clear(cuda);
     if (CUDA_CHECK(cuda, cudaMemGetInfo(free_bytes, all_bytes)))
         *free_bytes = *all_bytes = cuda->all_bytes;
 }
@@ -127,16 +129,17 @@ static void device_close(Device *dev)
     CudaDevice *cuda = cuda_of(dev);
     if (cuda->matmul) matmul_close(cuda);
     stream_close(cuda);
-    cudaFree(cuda->workspace);
-    pthread_mutex_destroy(&cuda->recorder);
+    pthread_mutex_destroy(&cuda->returning);
     free(cuda);
 }
 
-/* The first GPU, if the driver exists and is new enough and the build supports the card. */
-static Status card_find(CudaDevice *cuda)
+/* Whether there is a driver that is new enough and a card; says how many there are. A driver serves
+ * the programs of its own CUDA's major version and of older ones. */
+static Status cards_count(int *count)
 {
-    int count = 0, driver = 0;
-    cudaError_t error = cudaGetDeviceCount(&count);
+    int driver = 0;
+    *count = 0;
+    cudaError_t error = cudaGetDeviceCount(count);
     cudaDriverGetVersion(&driver);
     if (driver == 0)
         return fail_in_core(STATUS_DEVICE, CUDA_NAME
@@ -144,124 +147,126 @@ static Status card_find(CudaDevice *cuda)
     if (error == cudaErrorInsufficientDriver)
         return fail_in_core(STATUS_DEVICE,
                             CUDA_NAME ": the NVIDIA driver is for CUDA %d.%d, and tinsmith was "
-                                      "built with %d.%d: update the driver",
+                                      "built with %d.%d: it needs driver %d or newer (nvidia-smi "
+                                      "shows which is there)",
                             driver / 1000, driver % 100 / 10, CUDART_VERSION / 1000,
-                            CUDART_VERSION % 100 / 10);
-    if (error == cudaErrorNoDevice || (!error && count == 0))
+                            CUDART_VERSION % 100 / 10, CUDART_VERSION < 13000 ? 525 : 580);
+    if (error == cudaErrorNoDevice || (!error && *count == 0))
         return fail_in_core(STATUS_DEVICE,
                             CUDA_NAME ": this machine has no NVIDIA GPU that it may use");
+    if (!error) return STATUS_OK;
+    return fail_in_core(STATUS_DEVICE, CUDA_NAME ": the GPUs can't be looked at: %s",
+                        cudaGetErrorString(error));
+}
+
+/* What the card with this ordinal is. */
+static Status card_find(int ordinal, cudaDeviceProp *card)
+{
+    int count;
+    TRY(cards_count(&count));
+    if (ordinal >= count)
+        return fail_in_core(STATUS_DEVICE,
+                            CUDA_NAME ":%d: there is no such GPU: this machine has %d that it may "
+                                      "use, counted from 0",
+                            ordinal, count);
+    cudaError_t error = cudaGetDeviceProperties(card, ordinal);
+    if (!error) return STATUS_OK;
+    return fail_in_core(STATUS_DEVICE, CUDA_NAME ":%d: the GPU can't be looked at: %s", ordinal,
+                        cudaGetErrorString(error));
+}
+
+/* The card, if the build supports it; it is the thread's current one. */
+static Status card_take(CudaDevice *cuda)
+{
     cudaDeviceProp card;
-    if (!error) error = cudaSetDevice(0);
-    if (!error) error = cudaGetDeviceProperties(&card, 0);
-    if (error)
-        return fail_in_core(STATUS_DEVICE, CUDA_NAME ": the GPU can't be opened: %s",
-                            cudaGetErrorString(error));
+    TRY(card_find(cuda->ordinal, &card));
     if (card.major < 8)
         return fail_in_core(STATUS_DEVICE,
-                            CUDA_NAME
-                            ": %s has compute capability %d.%d, and tinsmith needs 8.0 or more",
-                            card.name, card.major, card.minor);
+                            "%s: %s has compute capability %d.%d, and tinsmith needs 8.0 or more",
+                            cuda->name, card.name, card.major, card.minor);
+    if (cudaError_t error = cudaSetDevice(cuda->ordinal))
+        return fail_in_core(STATUS_DEVICE, "%s: the GPU can't be opened: %s", cuda->name,
+                            cudaGetErrorString(error));
     cuda->processors = card.multiProcessorCount;
     cuda->all_bytes = card.totalGlobalMem;
     size_t chunk = cuda->all_bytes / CHUNKS;
     cuda->base.chunk_bytes = chunk < CHUNK_MOST ? chunk : CHUNK_MOST;
+    cuda->shared_bytes = card.sharedMemPerBlockOptin;
     return STATUS_OK;
 }
 
-static Status device_prepare(CudaDevice *cuda)
+static Status device_prepare(CudaDevice *cuda, const DeviceLibraries *libraries)
 {
-    TRY(card_find(cuda));
+    TRY(card_take(cuda));
     TRY(stream_open(cuda));
-    TRY(cuda_malloc(cuda, &cuda->workspace, WORKSPACE_BYTES, "the workspace of products"));
-    cuda->base.own_bytes += WORKSPACE_BYTES;
-    if (!cuda->status) matmul_open(cuda);
+    matmul_open(cuda, libraries);
     return cuda->status ? fail_in_core(cuda->status, "%s", cuda->text) : STATUS_OK;
 }
 
-#ifdef CUDA_EMULATED
-
-/* How the tests choose the order of warps and blocks: emulate::Order. */
-extern "C" TINSMITH_EXPORT void cuda_emulated_order(int order)
+static Status seam_check(unsigned abi)
 {
-    emulate::gpu.order = (emulate::Order)order;
+    if (abi == DEVICE_ABI) return STATUS_OK;
+    return fail_in_core(STATUS_DEVICE,
+                        CUDA_NAME ": its library was built for another version of tinsmith (%08x, "
+                                  "this is %08x): install tinsmith again",
+                        DEVICE_ABI, abi);
 }
 
-/* Simulates a card with this much free memory, a driver for that version of CUDA (13000 is 13.0),
- * and that compute capability. */
-extern "C" TINSMITH_EXPORT void cuda_emulated_card(size_t free_bytes, int driver, int major,
-                                                   int minor)
+static void device_fill(CudaDevice *cuda)
 {
-    emulate::card.bytes = emulate::card.used + free_bytes;
-    emulate::card.driver = driver;
-    emulate::card.major = major;
-    emulate::card.minor = minor;
-}
-
-/* The number of times that the host has waited for the card. */
-extern "C" TINSMITH_EXPORT int64_t cuda_emulated_waits(void)
-{
-    return emulate::card.waits;
-}
-
-/* The scratch sizes of ops since the last call, of those that ran or of those that were rehearsed.
- * Returns how many there are. */
-extern "C" TINSMITH_EXPORT int cuda_emulated_scratch(int rehearsed, size_t *sizes, int room)
-{
-    std::set<size_t> asked;
-    asked.swap(emulate::card.asked[rehearsed]);
-    for (size_t size : asked)
-        if (room-- > 0) *sizes++ = size;
-    return (int)asked.size();
-}
-
-/* The card is lost at the launch or copy after so many more; −1: the card works again. */
-extern "C" TINSMITH_EXPORT void cuda_emulated_lose(int64_t after)
-{
-    emulate::card.lost_in = after;
-    if (after < 0) emulate::card.lost = false;
-}
-
-/* The launch or copy after so many more fails, once; −1: none. */
-extern "C" TINSMITH_EXPORT void cuda_emulated_fail(int64_t after)
-{
-    emulate::card.fails_in = after;
-}
-
-#endif
-
-extern "C" TINSMITH_EXPORT Status cuda_open(Device **dev, int threads, unsigned abi,
-                                            FailFunction *core_fail)
-{
-    (void)threads; /* the host only starts work */
-    fail_in_core = core_fail;
-    if (abi != DEVICE_ABI)
-        return core_fail(STATUS_DEVICE,
-                         CUDA_NAME
-                         ": its library was built for another version of tinsmith (%08x, this "
-                         "is %08x): install tinsmith again",
-                         DEVICE_ABI, abi);
-    CudaDevice *cuda = (CudaDevice *)calloc(1, sizeof *cuda);
-    if (!cuda) return core_fail(STATUS_MEMORY, "no memory for the CUDA device");
-    pthread_mutex_init(&cuda->recorder, nullptr);
     Device *d = &cuda->base;
-    d->name = CUDA_NAME;
+    d->name = cuda->name;
     d->real_bytes = sizeof(real);
     d->step_rows = STEP_ROWS;
     d->async = 1;
-    d->alloc = device_alloc;
+    d->alloc = ENTRY(device_alloc);
     d->release = device_release;
-    d->memory = device_memory;
+    d->memory = ENTRY(device_memory);
     d->frozen_bytes = device_frozen_bytes;
-    d->frozen_load = device_frozen_load;
+    d->frozen_load = ENTRY(device_frozen_load);
     d->close = device_close;
-#define OP(name, args) d->name = cuda_##name;
+#define OP(name, args) d->name = ENTRY(cuda_##name);
 #include "../csrc/device/ops.inc"
 #undef OP
-    Status status = device_prepare(cuda);
+}
+
+extern "C" TINSMITH_EXPORT Status cuda_open(Device **dev, int ordinal, unsigned abi,
+                                            FailFunction *core_fail,
+                                            const DeviceLibraries *libraries)
+{
+    fail_in_core = core_fail;
+    TRY(seam_check(abi));
+    CudaDevice *cuda = (CudaDevice *)calloc(1, sizeof *cuda);
+    if (!cuda) return core_fail(STATUS_MEMORY, "no memory for the CUDA device");
+    pthread_mutex_init(&cuda->returning, nullptr);
+    cuda->ordinal = ordinal;
+    snprintf(cuda->name, sizeof cuda->name, ordinal ? CUDA_NAME ":%d" : CUDA_NAME, ordinal);
+    device_fill(cuda);
+    Current current(ordinal);
+    Status status = device_prepare(cuda, libraries);
     if (status) {
-        device_close(d);
+        device_close(&cuda->base);
         return status;
     }
-    *dev = d;
+    *dev = &cuda->base;
     return STATUS_OK;
 }
+
+extern "C" TINSMITH_EXPORT Status cuda_card(DeviceCard *card, int ordinal, unsigned abi,
+                                            FailFunction *core_fail)
+{
+    cudaDeviceProp found;
+    fail_in_core = core_fail;
+    TRY(seam_check(abi));
+    TRY(cards_count(&card->count));
+    TRY(card_find(ordinal, &found));
+    snprintf(card->name, sizeof card->name, "%s", found.name);
+    card->bytes = found.totalGlobalMem;
+    card->major = found.major;
+    card->minor = found.minor;
+    return STATUS_OK;
+}
+
+#ifdef CUDA_EMULATED
+#include "emulate_controls.h"
+#endif

@@ -7,7 +7,8 @@
  * largest possible skew, which shows a missing barrier. A warp's collective (shuffle, mma,
  * ldmatrix) runs once, when its last lane arrives, on the operands of all lanes. Shared memory is
  * new and poisoned in every block, and its bounds are known. A cp.async lands when its group is
- * waited for, and until then its target is poison.
+ * waited for, and until then its target is poison. Launches of several streams may take turns,
+ * block by block (emulate_runtime.h).
  *
  * Faults end the launch with a sentence: divergent barriers and collectives, lanes that have left,
  * indices outside of shared memory, misaligned vectors, copies without a wait. Not detected: races
@@ -54,7 +55,6 @@ namespace emulate {
 
 enum { LANES = 32, ALIGN = 128, GUARD = 1024, STACK = 256 << 10, PAGE = 4096 };
 enum { POISON = 0xFF, GUARD_BYTE = 0xA5 }; /* poison is NaN as bf16, f32 and f64, and -1 */
-enum { SHARED_MAX = 99 << 10 }; /* bytes a block may have on sm_86 and sm_89; sm_80 has 163 KB */
 enum Order { FORWARD, REVERSE, RANDOM, ROTATE /* one of the three, by launch and block */ };
 enum State { READY, AT_COLLECTIVE, AT_BARRIER, DONE };
 
@@ -107,6 +107,8 @@ struct Gpu {
     std::function<void()> body;
     const char *kernel = "";
     dim3 grid, block, block_index;
+    size_t shared_most = 0; /* bytes that a block of this card may have */
+    bool truncates = false; /* tensor cores cut their sums (emulate_stream.h) */
     Context scheduler{};
     Fiber *now = nullptr; /* the running thread, or NULL: the scheduler */
     bool failed = false;
@@ -258,7 +260,9 @@ inline unsigned char *region_of_block(Region *region, const char *name, size_t b
     gpu.regions.push_back(region);
     size_t total = 0;
     for (Region *other : gpu.regions) total += other->bytes;
-    if (total > SHARED_MAX) complain("%zu bytes of shared memory, sm_86 has %d", total, SHARED_MAX);
+    if (total > gpu.shared_most)
+        complain("%zu bytes of shared memory, a block of this card has %zu", total,
+                 gpu.shared_most);
     return region->base;
 }
 
@@ -363,42 +367,84 @@ inline void stack_of_host(Context *host)
     host->stack_bytes = bytes;
 }
 
-/* Runs a whole launch; returns NULL or the sentence of the fault. */
-inline const char *run(const char *kernel, dim3 grid, dim3 block, size_t shared_bytes,
-                       std::function<void()> body)
+/* A kernel with its arguments, and what hears of its fault. */
+struct Launch {
+    const char *kernel;
+    dim3 grid, block;
+    size_t shared_bytes, shared_most;
+    std::function<void()> body;
+    std::function<void(const char *)> failed;
+};
+
+/* A launch under way: its blocks in their order. */
+struct Course {
+    const Launch *launch;
+    uint64_t number;
+    std::vector<unsigned> blocks;
+    size_t next;
+    bool failed;
+};
+
+inline Course course_of(const Launch &launch)
 {
-    std::lock_guard<std::mutex> lock(gpu.mutex);
-    gpu.kernel = kernel;
-    gpu.body = body;
-    gpu.grid = grid;
-    gpu.block = block;
-    gpu.block_index = dim3(0, 0, 0);
-    gpu.now = nullptr;
-    gpu.failed = false;
-    gpu.dynamic.bytes = shared_bytes;
-    stack_of_host(&gpu.scheduler);
-    unsigned threads = block.x * block.y * block.z;
-    if (threads == 0 || threads > 1024 || threads % LANES)
-        complain("blocks of %u threads: whole warps, at most 1024", threads);
-    if (grid.y > 65535 || grid.z > 65535) complain("a grid's y and z reach to 65535");
-    uint64_t launch = gpu.launches++;
-    std::vector<unsigned> blocks((size_t)grid.x * grid.y * grid.z);
+    const dim3 &grid = launch.grid;
+    Course course = {&launch, gpu.launches++, {}, 0, false};
+    std::vector<unsigned> &blocks = course.blocks;
+    blocks.resize((size_t)grid.x * grid.y * grid.z);
     for (size_t i = 0; i < blocks.size(); i++) blocks[i] = (unsigned)i;
-    Order order = gpu.order == ROTATE ? (Order)(launch % ROTATE) : gpu.order;
+    Order order = gpu.order == ROTATE ? (Order)(course.number % ROTATE) : gpu.order;
     if (order == REVERSE) std::reverse(blocks.begin(), blocks.end());
     for (size_t i = blocks.size(); order == RANDOM && i > 1; i--)
         std::swap(blocks[i - 1], blocks[random_next() % i]);
-    for (unsigned i : blocks) {
-        if (gpu.failed) break;
-        gpu.order_now = gpu.order == ROTATE ? (Order)((launch + i) % ROTATE) : gpu.order;
-        gpu.block_index = dim3(i % grid.x, i / grid.x % grid.y, i / (grid.x * grid.y));
+    return course;
+}
+
+/* Runs the next block; a fault is told, and is the launch's end. */
+inline void run_next(Course *course)
+{
+    const Launch &launch = *course->launch;
+    const dim3 &grid = launch.grid, &block = launch.block;
+    unsigned i = course->blocks[course->next++];
+    gpu.kernel = launch.kernel;
+    gpu.body = launch.body;
+    gpu.grid = grid;
+    gpu.block = block;
+    gpu.block_index = dim3(i % grid.x, i / grid.x % grid.y, i / (grid.x * grid.y));
+    gpu.now = nullptr;
+    gpu.failed = false;
+    gpu.dynamic.bytes = launch.shared_bytes;
+    gpu.shared_most = launch.shared_most;
+    gpu.order_now = gpu.order == ROTATE ? (Order)((course->number + i) % ROTATE) : gpu.order;
+    unsigned threads = block.x * block.y * block.z;
+    if (threads == 0 || threads > 1024 || threads % LANES)
+        complain("blocks of %u threads: whole warps, at most 1024", threads);
+    else if (grid.y > 65535 || grid.z > 65535)
+        complain("a grid's y and z reach to 65535");
+    else
         run_block((int)threads);
-    }
     gpu.now = nullptr;
     gpu.regions.clear();
-    if (!gpu.failed) return nullptr;
+    if (!gpu.failed) return;
     fibers_drop();
-    return gpu.text;
+    course->failed = true;
+    launch.failed(gpu.text);
+}
+
+/* Runs a whole launch, or two whose blocks take turns. */
+inline void run(const Launch &launch, const Launch *beside = nullptr)
+{
+    std::lock_guard<std::mutex> lock(gpu.mutex);
+    stack_of_host(&gpu.scheduler);
+    std::vector<Course> courses = {course_of(launch)};
+    if (beside) courses.push_back(course_of(*beside));
+    for (bool more = true; more;) {
+        more = false;
+        for (Course &course : courses) {
+            if (course.failed || course.next == course.blocks.size()) continue;
+            run_next(&course);
+            more = true;
+        }
+    }
 }
 
 /* ---- barriers and collectives ---- */

@@ -1,18 +1,29 @@
-/* cuda/emulate_runtime.h - the calls of CUDA's runtime, implemented for a simulated card.
+/* cuda/emulate_runtime.h - the calls of CUDA's runtime, implemented for simulated cards.
  *
- * The card has a fixed amount of memory, and a driver of a given version. It can be lost in the
- * middle of its work, or fail once (the tests set all this through device.cu's cuda_emulated_card,
- * _lose and _fail). The host waits inside each launch and copy, so streams and events are always
- * finished. A stream that is being captured records its work instead, and a graph runs it. A call
- * that a capture can't hold (an allocation, a wait) is refused and spoils the capture, in any
- * thread. */
+ * There may be several cards. Each has a fixed amount of memory and can be lost in the middle of
+ * its work, or fail once (the tests set all this through emulated.cu). Work goes to streams, which
+ * belong to the card that was current when they were made; a launch where another one is current is
+ * refused.
+ *
+ * The host waits inside each launch and copy. In the lazy mode, work stays in its stream until the
+ * host waits for it: in a wait for the stream or an event, or in a copy from or to memory that is
+ * not pinned. Then other streams of the card go on as well, and launches of two take turns block by
+ * block. What is freed before the work is done is poison from then on. So a missing wait, memory
+ * that is given back too early and state that two streams share all show.
+ *
+ * A stream that is being captured records its work instead, and a graph runs it. A call that a
+ * capture can't hold (an allocation, a wait) is refused and spoils the capture. */
 #ifndef TINSMITH_EMULATE_RUNTIME_H
 #define TINSMITH_EMULATE_RUNTIME_H
 
 #include <atomic>
+#include <deque>
+#include <map>
 #include <mutex>
 #include <set>
-#include <unordered_map>
+#include <thread>
+
+#include "emulate_stream.h"
 
 enum { CUDART_VERSION = 13000, cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
 
@@ -22,67 +33,253 @@ typedef enum cudaError_t {
     cudaErrorMemoryAllocation = 2,
     cudaErrorInsufficientDriver = 35,
     cudaErrorNoDevice = 100,
+    cudaErrorInvalidDevice = 101,
+    cudaErrorInvalidResourceHandle = 400,
     cudaErrorLaunchFailure = 719,
     cudaErrorStreamCaptureUnsupported = 900,
     cudaErrorStreamCaptureInvalidated = 901,
 } cudaError_t;
 typedef enum cudaMemcpyKind { cudaMemcpyDefault = 4 } cudaMemcpyKind;
 typedef enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal = 1 } cudaStreamCaptureMode;
-typedef std::vector<std::function<void()>> *cudaGraph_t, *cudaGraphExec_t;
-typedef struct EmulatedStream *cudaStream_t;
-typedef struct EmulatedEvent *cudaEvent_t;
+
+namespace emulate {
+
+/* A kernel, or any other work. */
+struct Work {
+    std::function<void()> task;
+    bool is_kernel;
+    Launch kernel;
+};
+
+} // namespace emulate
+
+typedef std::vector<emulate::Work> *cudaGraph_t, *cudaGraphExec_t;
+
+struct CardStream : EmulatedStream {
+    int card;
+    std::deque<emulate::Work> queue; /* the lazy mode's */
+    uint64_t taken = 0, done = 0;    /* works that were queued, and those that ran */
+    cudaGraph_t capture = nullptr;
+    std::thread::id captor;           /* the thread whose calls the capture forbids */
+    std::atomic<bool> spoilt = false; /* the capture met a call that it can't hold */
+    int enqueue(std::function<void()> work) override;
+    bool truncates() const override
+    {
+        return emulate::gpu.truncates;
+    }
+};
+typedef CardStream *cudaStream_t;
+
+/* A place in a stream. */
+typedef struct EmulatedEvent {
+    cudaStream_t stream;
+    uint64_t position;
+} *cudaEvent_t;
 
 typedef struct cudaDeviceProp {
     char name[256];
     int major, minor, multiProcessorCount;
-    size_t totalGlobalMem;
+    size_t totalGlobalMem, sharedMemPerBlockOptin;
 } cudaDeviceProp;
 
 namespace emulate {
 
+enum { CARDS_MOST = 4 };
+/* Bytes of shared memory that a block may have on sm_86, sm_89 and sm_120; sm_80 has 163 KB. */
+enum { SHARED_LEAST = 99 << 10 };
+
 struct Card {
-    size_t bytes = (size_t)2 << 30, used = 0;
-    int driver = CUDART_VERSION, major = 9, minor = 0;
+    size_t bytes = (size_t)2 << 30, used = 0, shared_bytes = SHARED_LEAST;
+    int major = 9, minor = 0;
     int64_t lost_in = -1; /* launches and copies from now, or -1: never */
     bool lost = false;
     int64_t fails_in = -1;          /* likewise the one that fails */
-    std::atomic<int64_t> waits = 0; /* of the host for the stream */
+    std::atomic<int64_t> waits = 0; /* of the host for the card */
     std::set<size_t> asked[2];      /* scratch's sizes: by ops that ran, and in rehearsals */
-    std::mutex lock;                /* of the fields below: any thread may free memory */
-    std::unordered_map<void *, size_t> blocks;
-    cudaGraph_t capture = nullptr;    /* the recording of the stream's work */
-    std::atomic<bool> spoilt = false; /* the capture met a call that it can't hold */
 };
 
-inline Card card;
+struct Block {
+    size_t bytes;
+    int card; /* -1: pinned memory of the host */
+};
 
-/* A launch or a copy on the stream: done at once, recorded, lost with the card, or failed. */
-[[nodiscard]] inline cudaError_t enqueue(std::function<void()> work)
+/* The machine with its cards. */
+struct Machine {
+    Card cards[CARDS_MOST];
+    int count = 1, driver = CUDART_VERSION;
+    bool lazy = false;
+    std::mutex lock; /* of the memory: any thread may free some */
+    std::map<const char *, Block> blocks;
+    std::map<void *, size_t> freed; /* in the lazy mode, while work is queued */
+    std::recursive_mutex work;      /* of the streams and their queues */
+    std::vector<CardStream *> streams;
+};
+
+inline Machine machine;
+inline thread_local int current; /* this thread's card */
+
+inline Card &card()
 {
-    if (card.fails_in >= 0 && card.fails_in-- == 0) return cudaErrorInvalidValue;
-    if (card.capture) {
-        card.capture->push_back(std::move(work));
-        return cudaSuccess;
-    }
-    if (card.lost_in >= 0 && card.lost_in-- == 0) card.lost = true;
-    if (!card.lost) work();
-    return cudaSuccess;
+    return machine.cards[current];
 }
 
 inline cudaError_t state()
 {
-    return card.lost ? cudaErrorLaunchFailure : cudaSuccess;
+    return card().lost ? cudaErrorLaunchFailure : cudaSuccess;
 }
 
-/* For calls that a capture does not allow. */
+/* For calls that a capture by this thread does not allow. */
 inline cudaError_t state_uncaptured()
 {
-    if (!card.capture) return state();
-    card.spoilt = true;
-    return cudaErrorStreamCaptureUnsupported;
+    std::lock_guard<std::recursive_mutex> guard(machine.work);
+    for (CardStream *stream : machine.streams)
+        if (stream->capture && stream->captor == std::this_thread::get_id()) {
+            stream->spoilt = true;
+            return cudaErrorStreamCaptureUnsupported;
+        }
+    return state();
+}
+
+/* ---- work ---- */
+
+/* Whether the card does the next piece of work: it may be lost with it. */
+inline bool card_works(int number)
+{
+    Card &card = machine.cards[number];
+    if (card.lost_in >= 0 && card.lost_in-- == 0) card.lost = true;
+    return !card.lost;
+}
+
+/* Freed memory that queued work may still use: nothing that was written there is found again. */
+inline void freed_poison()
+{
+    std::lock_guard<std::mutex> guard(machine.lock);
+    for (auto &freed : machine.freed) memset(freed.first, POISON, freed.second);
+}
+
+inline void work_do(int number, const Work &work)
+{
+    if (!card_works(number)) return;
+    freed_poison();
+    if (work.is_kernel)
+        run(work.kernel);
+    else
+        work.task();
+}
+
+/* Takes a stream's first work out of its queue. */
+inline Work work_take(CardStream *stream)
+{
+    Work work = std::move(stream->queue.front());
+    stream->queue.pop_front();
+    stream->done++;
+    return work;
+}
+
+/* A stream of the same card whose next work is a kernel, once it has done what comes before. */
+inline CardStream *stream_beside(CardStream *stream)
+{
+    for (CardStream *other : machine.streams) {
+        if (other == stream || other->card != stream->card) continue;
+        while (!other->queue.empty() && !other->queue.front().is_kernel)
+            work_do(other->card, work_take(other));
+        if (!other->queue.empty()) return other;
+    }
+    return nullptr;
+}
+
+/* Does a stream's work up to a place, and that of others beside it. */
+inline void stream_drive(CardStream *stream, uint64_t until)
+{
+    std::lock_guard<std::recursive_mutex> guard(machine.work);
+    while (stream->done < until && !stream->queue.empty()) {
+        Work work = work_take(stream);
+        CardStream *other = work.is_kernel ? stream_beside(stream) : nullptr;
+        if (!other) {
+            work_do(stream->card, work);
+            continue;
+        }
+        Work beside = work_take(other);
+        freed_poison();
+        if (card_works(stream->card) && card_works(stream->card)) run(work.kernel, &beside.kernel);
+    }
+    for (CardStream *any : machine.streams)
+        if (!any->queue.empty()) return;
+    std::lock_guard<std::mutex> memory(machine.lock);
+    for (auto &freed : machine.freed) free(freed.first);
+    machine.freed.clear();
+}
+
+/* Work on a stream: done at once, queued, recorded, lost with the card, or failed. */
+[[nodiscard]] inline cudaError_t enqueue(CardStream *stream, Work work)
+{
+    Card &card = machine.cards[stream->card];
+    if (work.is_kernel && current != stream->card) return cudaErrorInvalidResourceHandle;
+    if (card.fails_in >= 0 && card.fails_in-- == 0) return cudaErrorInvalidValue;
+    if (stream->capture) {
+        stream->capture->push_back(std::move(work));
+        return cudaSuccess;
+    }
+    if (!machine.lazy) {
+        work_do(stream->card, work);
+        return cudaSuccess;
+    }
+    std::lock_guard<std::recursive_mutex> guard(machine.work);
+    stream->queue.push_back(std::move(work));
+    stream->taken++;
+    return cudaSuccess;
+}
+
+[[nodiscard]] inline cudaError_t enqueue(CardStream *stream, std::function<void()> task)
+{
+    return enqueue(stream, Work{std::move(task), false, {}});
+}
+
+/* ---- memory ---- */
+
+/* Whether memory is the card's or pinned: copies of other memory are done before the call ends. */
+inline bool is_known(const void *memory)
+{
+    std::lock_guard<std::mutex> guard(machine.lock);
+    auto after = machine.blocks.upper_bound((const char *)memory);
+    if (after == machine.blocks.begin()) return false;
+    auto block = std::prev(after);
+    return (const char *)memory < block->first + block->second.bytes;
+}
+
+/* Memory, poisoned, so that a read of what was not written shows. */
+inline cudaError_t memory_get(void **memory, size_t bytes, int number)
+{
+    *memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
+    if (!*memory) return cudaErrorMemoryAllocation;
+    memset(*memory, POISON, bytes);
+    machine.blocks[(const char *)*memory] = {bytes, number};
+    return cudaSuccess;
+}
+
+inline void memory_free(void *memory)
+{
+    std::lock_guard<std::recursive_mutex> work(machine.work);
+    std::lock_guard<std::mutex> guard(machine.lock);
+    auto block = machine.blocks.find((const char *)memory);
+    if (block == machine.blocks.end()) return;
+    if (block->second.card >= 0) machine.cards[block->second.card].used -= block->second.bytes;
+    size_t bytes = block->second.bytes;
+    machine.blocks.erase(block);
+    for (CardStream *stream : machine.streams)
+        if (!stream->queue.empty()) { /* it may still be read: that must not go unseen */
+            machine.freed[memory] = bytes;
+            return;
+        }
+    free(memory);
 }
 
 } // namespace emulate
+
+inline int CardStream::enqueue(std::function<void()> work)
+{
+    return emulate::enqueue(this, std::move(work));
+}
 
 static inline const char *cudaGetErrorString(cudaError_t error)
 {
@@ -90,6 +287,8 @@ static inline const char *cudaGetErrorString(cudaError_t error)
     case cudaErrorInvalidValue: return "invalid argument";
     case cudaErrorMemoryAllocation: return "out of memory";
     case cudaErrorInsufficientDriver: return "the driver is older than the runtime";
+    case cudaErrorInvalidDevice: return "invalid device ordinal";
+    case cudaErrorInvalidResourceHandle: return "invalid resource handle";
     case cudaErrorLaunchFailure: return "unspecified launch failure";
     case cudaErrorStreamCaptureUnsupported: return "not permitted when a stream is capturing";
     case cudaErrorStreamCaptureInvalidated: return "failed due to a previous error during capture";
@@ -102,92 +301,97 @@ static inline cudaError_t cudaGetLastError()
     return emulate::state();
 }
 
-/* ---- the card ---- */
+/* ---- cards ---- */
 
 static inline cudaError_t cudaDriverGetVersion(int *version)
 {
-    *version = emulate::card.driver;
+    *version = emulate::machine.driver;
     return cudaSuccess;
 }
 
 static inline cudaError_t cudaGetDeviceCount(int *count)
 {
-    *count = 1;
-    return emulate::card.driver < CUDART_VERSION ? cudaErrorInsufficientDriver : emulate::state();
+    *count = emulate::machine.count;
+    if (emulate::machine.driver < CUDART_VERSION) return cudaErrorInsufficientDriver;
+    return *count ? emulate::state() : cudaErrorNoDevice;
 }
 
-static inline cudaError_t cudaSetDevice(int)
+static inline cudaError_t cudaGetDevice(int *number)
 {
+    *number = emulate::current;
+    return cudaSuccess;
+}
+
+static inline cudaError_t cudaSetDevice(int number)
+{
+    if (number < 0 || number >= emulate::machine.count) return cudaErrorInvalidDevice;
+    emulate::current = number;
     return emulate::state();
 }
 
-static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *card, int)
+static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int number)
 {
-    *card = {"an emulated card", emulate::card.major, emulate::card.minor, 4, emulate::card.bytes};
-    return emulate::state();
+    if (number < 0 || number >= emulate::machine.count) return cudaErrorInvalidDevice;
+    const emulate::Card &card = emulate::machine.cards[number];
+    *out = {"an emulated card", card.major, card.minor, 4, card.bytes, card.shared_bytes};
+    return card.lost ? cudaErrorLaunchFailure : cudaSuccess;
 }
 
 /* ---- memory ---- */
 
 static inline cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *all_bytes)
 {
-    *all_bytes = emulate::card.bytes;
-    *free_bytes =
-        emulate::card.used < emulate::card.bytes ? emulate::card.bytes - emulate::card.used : 0;
+    const emulate::Card &card = emulate::card();
+    *all_bytes = card.bytes;
+    *free_bytes = card.used < card.bytes ? card.bytes - card.used : 0;
     return emulate::state();
 }
 
 static inline cudaError_t cudaMallocHost(void **memory, size_t bytes)
 {
-    *memory = aligned_alloc(256, (bytes + 255) / 256 * 256);
-    return *memory ? emulate::state() : cudaErrorMemoryAllocation;
+    std::lock_guard<std::mutex> guard(emulate::machine.lock);
+    cudaError_t error = emulate::memory_get(memory, bytes, -1);
+    return error ? error : emulate::state();
 }
 
-/* New memory is poison, so that a read of unwritten memory shows. */
 static inline cudaError_t cudaMalloc(void **memory, size_t bytes)
 {
     *memory = nullptr;
-    emulate::Card &card = emulate::card;
+    emulate::Card &card = emulate::card();
     cudaError_t error = emulate::state_uncaptured();
     if (error) return error;
-    std::lock_guard<std::mutex> guard(card.lock);
+    std::lock_guard<std::mutex> guard(emulate::machine.lock);
     if (bytes > card.bytes || card.used > card.bytes - bytes) return cudaErrorMemoryAllocation;
-    error = cudaMallocHost(memory, bytes);
-    if (error) return error;
-    memset(*memory, emulate::POISON, bytes);
-    card.blocks[*memory] = bytes;
-    card.used += bytes;
-    return cudaSuccess;
+    error = emulate::memory_get(memory, bytes, emulate::current);
+    if (!error) card.used += bytes;
+    return error;
 }
 
 static inline cudaError_t cudaFree(void *memory)
 {
-    std::lock_guard<std::mutex> guard(emulate::card.lock);
-    auto block = emulate::card.blocks.find(memory);
-    if (block != emulate::card.blocks.end()) {
-        emulate::card.used -= block->second;
-        emulate::card.blocks.erase(block);
-        free(memory);
-    }
+    emulate::memory_free(memory);
     return emulate::state_uncaptured();
 }
 
 static inline cudaError_t cudaFreeHost(void *memory)
 {
-    free(memory);
+    emulate::memory_free(memory);
     return emulate::state();
 }
 
 static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind,
-                                          cudaStream_t)
+                                          cudaStream_t stream)
 {
-    cudaError_t error = emulate::enqueue([=] { memmove(to, from, bytes); });
+    cudaError_t error = emulate::enqueue(stream, [=] { memmove(to, from, bytes); });
+    if (!error && !stream->capture && !(emulate::is_known(to) && emulate::is_known(from)))
+        emulate::stream_drive(stream, stream->taken);
     return error ? error : emulate::state();
 }
 
-static inline cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes, cudaStream_t)
+static inline cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes,
+                                          cudaStream_t stream)
 {
-    cudaError_t error = emulate::enqueue([=] { memset(memory, value, bytes); });
+    cudaError_t error = emulate::enqueue(stream, [=] { memset(memory, value, bytes); });
     return error ? error : emulate::state();
 }
 
@@ -195,70 +399,89 @@ static inline cudaError_t cudaMemsetAsync(void *memory, int value, size_t bytes,
 
 static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned)
 {
-    static char one;
-    *stream = (cudaStream_t)&one;
+    *stream = new CardStream;
+    (*stream)->card = emulate::current;
+    std::lock_guard<std::recursive_mutex> guard(emulate::machine.work);
+    emulate::machine.streams.push_back(*stream);
     return emulate::state();
 }
 
-static inline cudaError_t cudaStreamDestroy(cudaStream_t)
+static inline cudaError_t cudaStreamDestroy(cudaStream_t stream)
 {
+    std::lock_guard<std::recursive_mutex> guard(emulate::machine.work);
+    emulate::stream_drive(stream, stream->taken);
+    std::vector<CardStream *> &all = emulate::machine.streams;
+    all.erase(std::find(all.begin(), all.end(), stream));
+    delete stream;
     return emulate::state();
 }
 
-static inline cudaError_t cudaStreamSynchronize(cudaStream_t)
+static inline cudaError_t cudaStreamSynchronize(cudaStream_t stream)
 {
-    emulate::card.waits++;
-    return emulate::state_uncaptured();
+    emulate::Card &card = emulate::machine.cards[stream->card];
+    card.waits++;
+    if (stream->capture) {
+        stream->spoilt = true;
+        return cudaErrorStreamCaptureUnsupported;
+    }
+    emulate::stream_drive(stream, stream->taken);
+    return card.lost ? cudaErrorLaunchFailure : emulate::state_uncaptured();
 }
 
 static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned)
 {
-    static char one;
-    *event = (cudaEvent_t)&one;
+    *event = new EmulatedEvent{nullptr, 0};
     return emulate::state();
 }
 
-static inline cudaError_t cudaEventDestroy(cudaEvent_t)
+static inline cudaError_t cudaEventDestroy(cudaEvent_t event)
 {
+    delete event;
     return emulate::state();
 }
 
-static inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t)
+static inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
+    if (emulate::current != stream->card) return cudaErrorInvalidResourceHandle;
+    *event = {stream, stream->taken};
     return emulate::state();
 }
 
-static inline cudaError_t cudaEventSynchronize(cudaEvent_t)
+static inline cudaError_t cudaEventSynchronize(cudaEvent_t event)
 {
-    emulate::card.waits++;
+    emulate::card().waits++;
+    if (event->stream) emulate::stream_drive(event->stream, event->position);
     return emulate::state_uncaptured();
 }
 
-static inline cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode)
+static inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode)
 {
     cudaError_t error = emulate::state_uncaptured();
-    if (!error) emulate::card.capture = new std::vector<std::function<void()>>;
-    return error;
+    std::lock_guard<std::recursive_mutex> guard(emulate::machine.work);
+    if (error || stream->capture) return error ? error : cudaErrorStreamCaptureUnsupported;
+    stream->capture = new std::vector<emulate::Work>;
+    stream->captor = std::this_thread::get_id();
+    return cudaSuccess;
 }
 
-static inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *graph)
+static inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph)
 {
-    *graph = emulate::card.capture;
-    emulate::card.capture = nullptr;
-    return emulate::card.spoilt.exchange(false) ? cudaErrorStreamCaptureInvalidated
-                                                : emulate::state();
+    std::lock_guard<std::recursive_mutex> guard(emulate::machine.work);
+    *graph = stream->capture;
+    stream->capture = nullptr;
+    return stream->spoilt.exchange(false) ? cudaErrorStreamCaptureInvalidated : emulate::state();
 }
 
 static inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *work, cudaGraph_t graph, unsigned)
 {
-    *work = new std::vector<std::function<void()>>(*graph);
+    *work = new std::vector<emulate::Work>(*graph);
     return emulate::state();
 }
 
-static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t work, cudaStream_t)
+static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t work, cudaStream_t stream)
 {
-    for (const std::function<void()> &one : *work)
-        if (cudaError_t error = emulate::enqueue(one)) return error;
+    for (const emulate::Work &one : *work)
+        if (cudaError_t error = emulate::enqueue(stream, one)) return error;
     return emulate::state();
 }
 

@@ -7,66 +7,65 @@
  * every number of rows, which makes the product batch-invariant: a row's sums over k have the same
  * order for any neighbours. The last tile of rows is filled up inside the kernel, so nothing is
  * copied to pad it. Few rows (decoding) cost the time of a whole tile of rows, which is free as
- * long as reading the weight takes longer. Roofline: 2·M·N·K flops, compute bound from about 300
- * rows on; below, one pass over b, memory bound. */
+ * long as reading the weight takes longer. Where it has no such algorithm (odd widths and
+ * addresses, sums without terms), a plain kernel makes the product. Roofline: 2·M·N·K flops,
+ * compute bound from about 300 rows on; below, one pass over b, memory bound. */
 #include "cuda.cuh"
 
 #include "cublaslt.cuh"
 
-/* ---- the one seam: cuBLASLt, or a host product ---- */
+/* ---- a product of our own ---- */
 
-#ifdef CUDA_EMULATED
+enum { TILE = 16, TILE_STRIDE = TILE + 1, TILE_THREADS = TILE * TILE };
 
-void matmul_open(CudaDevice *cuda)
+/* Element (row, col) of a matrix of that size; 0 outside of it. */
+__device__ static __forceinline__ float element(const real *x, int64_t stride, bool by_column,
+                                                int64_t row, int64_t col, int64_t rows,
+                                                int64_t cols)
 {
-    (void)cuda;
+    if (row >= rows || col >= cols) return 0.0f;
+    return f32(by_column ? x[col * stride + row] : x[row * stride + col]);
 }
 
-void matmul_close(CudaDevice *cuda)
+/* A thread has one element of c, and sums it from the first k to the last. */
+static __global__ void __launch_bounds__(TILE_THREADS) product_kernel(Gemm g)
 {
-    (void)cuda;
-}
-
-/* A (rows, cols) matrix in f32, turned when it is stored by columns. */
-static std::vector<float> widen(const real *x, int rows, int cols, int64_t stride, bool by_column)
-{
-    std::vector<float> out((size_t)rows * cols);
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < cols; j++)
-            out[(size_t)i * cols + j] = f32(by_column ? x[j * stride + i] : x[i * stride + j]);
-    return out;
-}
-
-static void product(const Gemm &g)
-{
-    std::vector<float> a = widen(g.a, g.M, g.K, g.a_stride, g.a_by_column);
-    std::vector<float> b = widen(g.b, g.K, g.N, g.b_stride, g.b_by_column);
-    std::vector<float> sum(g.N);
-    for (int i = 0; i < g.M; i++) {
-        std::fill(sum.begin(), sum.end(), 0.0f);
-        for (int k = 0; k < g.K; k++)
-            for (int j = 0; j < g.N; j++) sum[j] += a[(size_t)i * g.K + k] * b[(size_t)k * g.N + j];
-        for (int j = 0; j < g.N; j++) {
-            int64_t at = (int64_t)i * g.N + j;
-            float value = g.scale * sum[j] + (g.bias ? f32(g.bias[j]) : 0.0f);
-            if (g.f32_out) {
-                float *c = (float *)g.c + at;
-                *c = g.accumulate ? *c + value : value;
-            } else {
-                real *c = (real *)g.c + at;
-                *c = to_real(g.accumulate ? f32(*c) + value : value);
-            }
-        }
+    SHARED_ARRAY(float, a, TILE *TILE_STRIDE);
+    SHARED_ARRAY(float, b, TILE *TILE_STRIDE);
+    int x = (int)threadIdx.x % TILE, y = (int)threadIdx.x / TILE;
+    unsigned tiles = ((unsigned)g.N + TILE - 1) / TILE;
+    int64_t row = (int64_t)(blockIdx.x / tiles) * TILE + y;
+    int64_t col = (int64_t)(blockIdx.x % tiles) * TILE + x;
+    float sum = 0.0f;
+    for (int first = 0; first < g.K; first += TILE) {
+        a[y * TILE_STRIDE + x] = element(g.a, g.a_stride, g.a_by_column, row, first + x, g.M, g.K);
+        b[y * TILE_STRIDE + x] = element(g.b, g.b_stride, g.b_by_column, first + y, col, g.K, g.N);
+        __syncthreads();
+        for (int k = 0; k < TILE; k++)
+            sum = fmaf(a[y * TILE_STRIDE + k], b[k * TILE_STRIDE + x], sum);
+        __syncthreads();
+    }
+    if (row >= g.M || col >= g.N) return;
+    float value = g.scale * sum + (g.bias ? f32(g.bias[col]) : 0.0f);
+    int64_t at = row * g.N + col;
+    if (g.f32_out) {
+        float *c = (float *)g.c + at;
+        *c = g.accumulate ? *c + value : value;
+    } else {
+        real *c = (real *)g.c + at;
+        *c = to_real(g.accumulate ? f32(*c) + value : value);
     }
 }
 
+/* c = a·b as cuBLASLt makes it, or where it can't, as our own kernel does. */
 static void gemm(CudaDevice *cuda, const Gemm &g)
 {
     if (cuda->status || cuda->rehearsing) return;
-    CUDA_CHECK(cuda, emulate::enqueue([g] { product(g); }));
+    bool both_turned = g.a_by_column && g.b_by_column;
+    if (g.K > 0 && !both_turned && lt_product(cuda, g)) return;
+    unsigned blocks = cuda_blocks(g.M, TILE) * cuda_blocks(g.N, TILE);
+    LAUNCH(cuda, product_kernel, blocks, TILE_THREADS, 0, g);
 }
-
-#endif
 
 /* A f32 vector as bf16. */
 static const real *narrow(CudaDevice *cuda, real *to, const float *from, int64_t count)

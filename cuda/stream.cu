@@ -48,7 +48,7 @@ int cuda_check(CudaDevice *cuda, cudaError_t error, const char *what, const char
     if (!cuda->recording && error != cudaErrorMemoryAllocation && cuda->stream)
         cuda->lost = cudaStreamSynchronize(cuda->stream) != cudaSuccess;
     cuda_fail(cuda, error == cudaErrorMemoryAllocation ? STATUS_MEMORY : STATUS_DEVICE,
-              CUDA_NAME ": %s:%d: %s: %s%s", file, line, what, cudaGetErrorString(error),
+              "%s: %s:%d: %s: %s%s", cuda->name, file, line, what, cudaGetErrorString(error),
               cuda->lost ? ". The GPU is lost to this process: start the server again, and go on "
                            "from a checkpoint"
                          : "");
@@ -69,7 +69,8 @@ static bool idle(CudaDevice *cuda, size_t bytes, bool recordable)
 {
     if (!bytes || cuda->status || cuda->rehearsing) return true;
     if (cuda->recording && !recordable)
-        cuda_fail(cuda, STATUS_DEVICE, CUDA_NAME ": a recording can't hold a copy from the host");
+        cuda_fail(cuda, STATUS_DEVICE, "%s: a recording can't hold a copy from the host",
+                  cuda->name);
     return cuda->status != STATUS_OK;
 }
 
@@ -164,6 +165,7 @@ static Status stream_sync(Device *dev)
     if (cuda->rehearsing) return STATUS_OK;
     while (cuda->fetched > cuda->landed) fetch_land(cuda);
     CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream));
+    cuda_clear(cuda);
     return failure(cuda);
 }
 
@@ -172,7 +174,7 @@ static Status stream_sync(Device *dev)
 void *cuda_scratch(CudaDevice *cuda, size_t bytes)
 {
 #ifdef CUDA_EMULATED
-    emulate::card.asked[cuda->rehearsing].insert(bytes);
+    emulate::machine.cards[cuda->ordinal].asked[cuda->rehearsing].insert(bytes);
 #endif
     if (cuda->rehearsing) {
         if (bytes > cuda->rehearsed_bytes) cuda->rehearsed_bytes = bytes;
@@ -180,13 +182,13 @@ void *cuda_scratch(CudaDevice *cuda, size_t bytes)
     }
     if (bytes > cuda->scratch_bytes)
         cuda_fail(cuda, STATUS_DEVICE,
-                  CUDA_NAME ": an op needs %zu bytes for itself, %zu were reserved: its step was "
-                            "not rehearsed with these sizes",
-                  bytes, cuda->scratch_bytes);
+                  "%s: an op needs %zu bytes for itself, %zu were reserved: its step was not "
+                  "rehearsed with these sizes",
+                  cuda->name, bytes, cuda->scratch_bytes);
     if (cuda->status) return nullptr;
 #ifdef CUDA_EMULATED
     void *scratch = cuda->scratch;
-    CUDA_CHECK(cuda, emulate::enqueue([=] { memset(scratch, emulate::POISON, bytes); }));
+    CUDA_CHECK(cuda, cudaMemsetAsync(scratch, emulate::POISON, bytes, cuda->stream));
 #endif
     return cuda->scratch;
 }
@@ -223,18 +225,37 @@ static Status stream_reserve(Device *dev, size_t bytes)
 
 /* ---- calls from other threads ---- */
 
-/* Garbage is collected in any thread, while the device's own thread may be recording, and waiting
- * for a stream that is being recorded ends the recording. So this waits for the recording's end,
- * and the recording itself waits for nothing. A failure is not kept, because the device's own
- * thread keeps its failures without a lock; the next call on a lost card reports it. */
+/* Garbage is collected in any thread, while the device's own may be recording, and waiting for a
+ * stream that is being recorded ends the recording. So this only notes what is to be freed. Without
+ * memory for the note it stays where it is: nothing else can go on then either. */
 void cuda_give_back(CudaDevice *cuda, void *memory, cudaGraphExec_t work)
 {
-    pthread_mutex_lock(&cuda->recorder);
-    cudaStreamSynchronize(cuda->stream);
-    if (memory) cudaFree(memory);
-    if (work) cudaGraphExecDestroy(work);
-    cudaGetLastError();
-    pthread_mutex_unlock(&cuda->recorder);
+    Returned *returned = (Returned *)malloc(sizeof *returned);
+    if (!returned) return;
+    *returned = {memory, work, nullptr};
+    pthread_mutex_lock(&cuda->returning);
+    returned->next = cuda->returned;
+    cuda->returned = returned;
+    pthread_mutex_unlock(&cuda->returning);
+}
+
+/* A failure is not kept: the next call on a lost card reports it. */
+void cuda_clear(CudaDevice *cuda)
+{
+    if (cuda->recording) return;
+    pthread_mutex_lock(&cuda->returning);
+    Returned *list = cuda->returned;
+    cuda->returned = nullptr;
+    pthread_mutex_unlock(&cuda->returning);
+    if (list) cudaStreamSynchronize(cuda->stream);
+    while (list) {
+        Returned *one = list;
+        if (one->memory) cudaFree(one->memory);
+        if (one->work) cudaGraphExecDestroy(one->work);
+        list = one->next;
+        free(one);
+        cudaGetLastError();
+    }
 }
 
 /* ---- graphs ---- */
@@ -242,11 +263,9 @@ void cuda_give_back(CudaDevice *cuda, void *memory, cudaGraphExec_t work)
 static Status stream_record(Device *dev)
 {
     CudaDevice *cuda = cuda_of(dev);
-    pthread_mutex_lock(&cuda->recorder);
     if (!cuda->status)
         cuda->recording = !CUDA_CHECK(
             cuda, cudaStreamBeginCapture(cuda->stream, cudaStreamCaptureModeThreadLocal));
-    if (!cuda->recording) pthread_mutex_unlock(&cuda->recorder);
     return failure(cuda);
 }
 
@@ -256,7 +275,6 @@ static Status stream_recorded(Device *dev, Graph **graph)
     cudaGraph_t written = nullptr;
     cudaError_t error = cudaStreamEndCapture(cuda->stream, &written);
     cuda->recording = false;
-    pthread_mutex_unlock(&cuda->recorder);
     CUDA_CHECK(cuda, error);
     *graph = cuda->status ? nullptr : (Graph *)calloc(1, sizeof **graph);
     if (*graph) {
@@ -292,20 +310,20 @@ static void stream_graph_close(Device *dev, Graph *graph)
 Status stream_open(CudaDevice *cuda)
 {
     Device *d = &cuda->base;
-    d->upload = stream_upload;
-    d->download = stream_download;
-    d->copy = stream_copy;
-    d->zero = stream_zero;
+    d->upload = ENTRY(stream_upload);
+    d->download = ENTRY(stream_download);
+    d->copy = ENTRY(stream_copy);
+    d->zero = ENTRY(stream_zero);
     d->stream = stream_handle;
-    d->sync = stream_sync;
-    d->fetch = stream_fetch;
-    d->await = stream_await;
+    d->sync = ENTRY(stream_sync);
+    d->fetch = ENTRY(stream_fetch);
+    d->await = ENTRY(stream_await);
     d->rehearse = stream_rehearse;
     d->rehearsed = stream_rehearsed;
-    d->reserve = stream_reserve;
-    d->record = stream_record;
-    d->recorded = stream_recorded;
-    d->replay = stream_replay;
+    d->reserve = ENTRY(stream_reserve);
+    d->record = ENTRY(stream_record);
+    d->recorded = ENTRY(stream_recorded);
+    d->replay = ENTRY(stream_replay);
     d->graph_close = stream_graph_close;
     CUDA_CHECK(cuda, cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking));
     size_t pinned_bytes = (size_t)(PINNED_PARTS + FETCHES) * PART_BYTES;
@@ -316,12 +334,19 @@ Status stream_open(CudaDevice *cuda)
         cuda->fetch[i].pinned = cuda->pinned.memory + (size_t)(PINNED_PARTS + i) * PART_BYTES;
         CUDA_CHECK(cuda, cudaEventCreateWithFlags(&cuda->fetch[i].landed, cudaEventDisableTiming));
     }
-    if (!cuda->status) TRY(stream_reserve(d, SCRATCH_FLOOR));
+    if (cuda->status) return failure(cuda);
+    TRY(stream_reserve(d, SCRATCH_FLOOR));
+    size_t bytes = ARRIVALS * sizeof *cuda->arrived;
+    TRY(cuda_malloc(cuda, (void **)&cuda->arrived, bytes, "the device itself"));
+    stream_zero(d, cuda->arrived, bytes);
     return failure(cuda);
 }
 
 void stream_close(CudaDevice *cuda)
 {
+    if (cuda->stream) cudaStreamSynchronize(cuda->stream);
+    cuda_clear(cuda);
+    cudaFree(cuda->arrived);
     cudaFree(cuda->scratch);
     cudaFreeHost(cuda->pinned.memory);
     for (int i = 0; i < PINNED_PARTS; i++)

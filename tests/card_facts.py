@@ -48,7 +48,7 @@ def main() -> int:
             say("nvidia-smi", line)
     if args.device == "cuda-emulated":
         engine.emulated_library()
-    reason = _core.devices()[args.device]
+    reason = _core.devices(args.device)[args.device]
     if reason:
         print(reason)
         return 1

@@ -41,7 +41,9 @@ def main() -> int:
         except (RuntimeError, OSError) as error:
             print(error)
             return 1
-        return subprocess.run([program, library, *(["tiny"] if args.tiny else [])]).returncode
+        command = [program, library, *(["tiny"] if args.tiny else [])]
+        folders = os.pathsep.join(filter(None, sys.path))
+        return subprocess.run(command, env={**os.environ, "PACKAGES": folders}).returncode
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ import importlib.util
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
+STAND_IN = ROOT / "tests/cublaslt.cpp"  # for cuBLASLt, which the emulated device loads
 GUARD_BYTES = 256  # may be read: a product loads whole tiles (cpu/device.c), but not written
 POISON = 0x7F  # f32 3.4e38 in bf16 and f32, a huge id in int32
 ISAS = ("generic", "avx2", "avx512", "avx512bf16")
@@ -313,6 +315,11 @@ class Device:
         self.library.status_text.restype = ctypes.c_char_p
         return self.library.status_text().decode()
 
+    @property
+    def truncates(self) -> bool:
+        """Whether long sums are cut, as tensor cores cut them."""
+        return self.name == "cuda" or (self.name == "cuda-emulated" and modes[0].truncating)
+
     def element(self, kind: str) -> np.dtype:
         """The element that a pointer type of ops.inc has in this device's memory."""
         return self.real if kind == "real" else np.dtype(ELEMENTS[kind])
@@ -466,9 +473,9 @@ def core_library() -> Path:
     if spec is None or spec.origin is None:
         raise RuntimeError("tinsmith._core is not built: pip install -e .")
     library = Path(spec.origin)
-    for path in (ROOT / "csrc/device/ops.inc", ROOT / "csrc/device/device.h"):
-        if path.stat().st_mtime > library.stat().st_mtime:  # its struct Device may be another
-            raise RuntimeError(f"{library.name} is older than {path.name}: pip install -e . again")
+    seam = getattr(ctypes.CDLL(str(library)), "device_abi", lambda: 0)() & 0xFFFFFFFF
+    if seam != int(setup_py().ABI.rstrip("u")):  # its struct Device is another
+        raise RuntimeError(f"{library.name} was built for another seam: pip install -e . again")
     return library
 
 
@@ -486,9 +493,7 @@ def emulated_build() -> tuple[Path, str]:
     """The emulated CUDA device's library, built where there is none of these sources and flags yet,
     while other processes of the tests wait; and the sentence of why it could not be."""
     setup = setup_py()
-    digest = hashlib.sha256(repr(setup.EMULATED).encode())
-    for path in setup.cuda_inputs():
-        digest.update(path.read_bytes())
+    digest = hashlib.sha256(setup.cuda_digest(setup.EMULATED).encode() + STAND_IN.read_bytes())
     folder = ROOT / "build" / "emulated" / digest.hexdigest()[:16]
     library, part, objects = (folder / name for name in ("device.so", "part.so", "objects"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -498,6 +503,9 @@ def emulated_build() -> tuple[Path, str]:
             return library, ""
         reason = setup.cuda_build(part, objects, setup.EMULATED, setup.EMULATED_LINK)
         if not reason:
+            beside = folder / "libcublasLt_stand_in.so"  # where cuda/cublaslt.cuh looks for it
+            command = [*setup.EMULATED, "-shared", STAND_IN, "-o", beside]
+            subprocess.run(command, check=True)
             part.rename(library)
             shutil.rmtree(objects)
         return library, reason
@@ -516,7 +524,30 @@ def emulated_library() -> Path:
         raise RuntimeError(f"cuda-emulated: {reason}")
     core.device_emulated.argtypes = [ctypes.c_char_p]
     assert core.device_emulated(os.fsencode(library)) == 0
+    if not modes:
+        set_mode()
     return library
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What the emulator shows beyond a kernel's own errors."""
+
+    lazy: bool = False  # work waits until the host waits for it
+    truncating: bool = False  # tensor cores cut their sums
+
+
+MODES = {"": Mode(), "lazy": Mode(lazy=True), "truncating": Mode(truncating=True)}
+MODES["lazy,truncating"] = Mode(lazy=True, truncating=True)
+modes: list[Mode] = []  # what the emulator was set to, the last one now
+
+
+def set_mode(mode: Mode | None = None) -> None:
+    """Sets the emulator's mode; by default TINSMITH_EMULATE's, which so runs all tests of the
+    device in it: TINSMITH_EMULATE=lazy pytest -k "cuda or emulat"."""
+    mode = MODES[os.environ.get("TINSMITH_EMULATE", "")] if mode is None else mode
+    ctypes.CDLL(str(emulated_build()[0])).cuda_emulated_mode(mode.lazy, mode.truncating)
+    modes[:] = [mode]
 
 
 def cpu_has(isa: str) -> bool:

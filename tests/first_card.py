@@ -97,7 +97,7 @@ def sanitizer(tool: str) -> Stage:
         tool,
         f"compute-sanitizer's {tool} on the op tests",
         "tools",
-        lambda options: ["bash", "tests/sanitize.sh", tool, "--", "-o", "addopts="],
+        lambda options: ["env", f"PYTHON={sys.executable}", "tests/sanitize.sh", tool],
         1.0,
         needs=("torch", "compute-sanitizer"),
         real=True,
@@ -318,7 +318,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0, help="the time for all of it")
     parser.add_argument("--out", type=Path, default=Path("first-card"), help="the report's folder")
-    parser.add_argument("--device", choices=("cuda", "cuda-emulated"), default="cuda")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cuda-emulated")
     parser.add_argument("--stages", nargs="*", help="only those whose names begin so")
     parser.add_argument("--only", default="", help="of the tests, what pytest's -k chooses")
     options = parser.parse_args()

@@ -144,14 +144,64 @@ static __global__ void address_kernel(float *out, int bug)
     out[lane] = low_of(r[0]);
 }
 
+/* The first element of a·b (K = 4096), where b is a third and a is 1/3 to 1/9 by turns of 16 k. 1:
+ * one sum for all K, which tensor cores cut at each step; 0: 64 terms at a time, added up by
+ * themselves. */
+static __global__ void cut_kernel(float *out, int bug)
+{
+    uint32_t third = pack(1.0f / 3.0f, 1.0f / 3.0f);
+    float sum = 0.0f;
+    for (int k = 0; k < 4096;) {
+        float d[4] = {0, 0, 0, 0};
+        for (int end = k + (bug ? 4096 : 64); k < end; k += 16) {
+            float turn = 1.0f / (float)(3 + k / 16 % 7);
+            uint32_t pair = pack(turn, turn), a[4] = {pair, pair, pair, pair};
+            mma(d, a, third, third);
+        }
+        sum += d[0];
+    }
+    out[threadIdx.x] = sum;
+}
+
+/* Each block leaves a number; the last one that comes adds them up. `arrived` counts them. */
+static __global__ void last_kernel(float *out, float *parts, unsigned *arrived, float number)
+{
+    SHARED_ARRAY(unsigned, before, 1);
+    if (threadIdx.x == 0) {
+        parts[blockIdx.x] = number;
+        before[0] = atomicAdd(arrived, 1u);
+        if (before[0] + 1 == gridDim.x) *arrived = 0;
+    }
+    __syncthreads();
+    if (before[0] + 1 < gridDim.x) return;
+    float sum = 0.0f;
+    for (unsigned i = 0; i < gridDim.x; i++) sum += parts[i];
+    out[threadIdx.x] = sum;
+}
+
+/* out = in + 1 */
+static __global__ void next_kernel(float *out, const float *in)
+{
+    out[threadIdx.x] = in[threadIdx.x] + 1.0f;
+}
+
+static void planted_open(CudaDevice *cuda, int ordinal)
+{
+    cuda->ordinal = ordinal;
+    cuda->status = STATUS_OK;
+    cuda->text[0] = 0;
+    cuda->shared_bytes = emulate::machine.cards[ordinal].shared_bytes;
+    Current current(ordinal);
+    if (!cuda->stream) cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking);
+}
+
 /* Runs a kernel in an order of warps (emulate::Order) into out, and its sentence into text; returns
  * how many floats of out count. */
 extern "C" TINSMITH_EXPORT int planted(const char *name, int bug, int order, float *out, char *text)
 {
     static CudaDevice device;
     CudaDevice *cuda = &device;
-    cuda->status = STATUS_OK;
-    cuda->text[0] = 0;
+    planted_open(cuda, 0);
     emulate::gpu.order = (emulate::Order)order;
     int n = THREADS;
     void *memory, *in;
@@ -165,15 +215,123 @@ extern "C" TINSMITH_EXPORT int planted(const char *name, int bug, int order, flo
     if (!strcmp(name, "mma")) LAUNCH(cuda, mma_kernel, 1, 32, 0, y, bug);
     if (!strcmp(name, "divergence")) LAUNCH(cuda, divergence_kernel, 2, THREADS, 0, y, bug);
     if (!strcmp(name, "address")) LAUNCH(cuda, address_kernel, 1, 32, 0, y, bug);
-    if (!strcmp(name, "large")) LAUNCH(cuda, bounds_kernel, 1, THREADS, bug ? 200000 : 1024, y, 0);
+    if (!strcmp(name, "cut")) LAUNCH(cuda, cut_kernel, 1, 32, 0, y, bug);
+    if (!strcmp(name, "large"))
+        LAUNCH(cuda, bounds_kernel, 1, THREADS, bug ? 100 << 10 : 1024, y, 0);
     if (!strcmp(name, "address")) n = 32;
     if (!strcmp(name, "copy")) {
         LAUNCH(cuda, copy_kernel, 2, THREADS, 0, y, (const float *)in, bug);
         n = 4 * THREADS;
     }
+    cudaStreamSynchronize(cuda->stream);
     memcpy(out, y, n * sizeof(float));
     snprintf(text, sizeof cuda->text, "%.500s", cuda->text);
     cudaFree(memory);
     cudaFree(in);
     return n;
+}
+
+/* ---- what the host does: right, or wrong in one way that the lazy mode must show ---- */
+
+/* Arrays of THREADS floats: two of the card's, and two of the host's that are pinned. */
+typedef struct Arrays {
+    float *in, *out, *from, *to;
+} Arrays;
+
+static void arrays_open(Arrays *arrays)
+{
+    size_t bytes = THREADS * sizeof(float);
+    cudaMalloc((void **)&arrays->in, bytes);
+    cudaMalloc((void **)&arrays->out, bytes);
+    cudaMallocHost((void **)&arrays->from, bytes);
+    cudaMallocHost((void **)&arrays->to, bytes);
+    for (int i = 0; i < THREADS; i++) arrays->from[i] = (float)i;
+}
+
+static void arrays_close(Arrays *arrays)
+{
+    cudaFree(arrays->in);
+    cudaFree(arrays->out);
+    cudaFreeHost(arrays->from);
+    cudaFreeHost(arrays->to);
+}
+
+/* to = from + 1, through the card. 1: the host reads `to` before it has waited; 2: it changes
+ * `from` while it may still be read; 3: it frees memory of the card while a kernel uses it; 4: it
+ * waits for an event that lies before the copy. */
+static void host_copy(CudaDevice *cuda, float *out, int bug)
+{
+    Arrays x;
+    cudaEvent_t done;
+    size_t bytes = THREADS * sizeof(float);
+    arrays_open(&x);
+    cudaEventCreateWithFlags(&done, cudaEventDisableTiming);
+    cudaMemcpyAsync(x.in, x.from, bytes, cudaMemcpyDefault, cuda->stream);
+    if (bug == 2) x.from[3] = -1.0f;
+    LAUNCH(cuda, next_kernel, 1, THREADS, 0, x.out, (const float *)x.in);
+    if (bug == 3) cudaFree(x.in);
+    if (bug == 4) cudaEventRecord(done, cuda->stream);
+    cudaMemcpyAsync(x.to, x.out, bytes, cudaMemcpyDefault, cuda->stream);
+    if (bug != 4) cudaEventRecord(done, cuda->stream);
+    if (bug != 1) cudaEventSynchronize(done);
+    memcpy(out, x.to, bytes);
+    cudaStreamSynchronize(cuda->stream);
+    if (bug == 3) x.in = nullptr;
+    cudaEventDestroy(done);
+    arrays_close(&x);
+}
+
+/* Two streams of one card, each with a sum that its last block makes. 1: they count their blocks in
+ * the same place. */
+static void host_streams(CudaDevice *a, CudaDevice *b, float *out, int bug)
+{
+    void *counts;
+    cudaMalloc(&counts, 256);
+    memset(counts, 0, 256);
+    unsigned *count[2] = {(unsigned *)counts, (unsigned *)counts + (bug == 1 ? 0 : 1)};
+    CudaDevice *devices[2] = {a, b};
+    Arrays x[2];
+    for (int i = 0; i < 2; i++) {
+        arrays_open(&x[i]);
+        LAUNCH(devices[i], last_kernel, 8, 32, 0, x[i].out, x[i].in, count[i], 1.0f + (float)i);
+    }
+    for (int i = 0; i < 2; i++) {
+        cudaStreamSynchronize(devices[i]->stream);
+        memcpy(out + i * 32, x[i].out, 32 * sizeof(float));
+        arrays_close(&x[i]);
+    }
+    cudaFree(counts);
+}
+
+/* Two cards in one thread. 1: the second one's kernel is launched while the first is current. */
+static void host_cards(CudaDevice *a, CudaDevice *b, float *out, int bug)
+{
+    CudaDevice *devices[2] = {a, b};
+    for (int i = 0; i < 2; i++) {
+        Current current(bug ? 0 : devices[i]->ordinal);
+        Arrays x;
+        arrays_open(&x);
+        memcpy(x.in, x.from, THREADS * sizeof(float));
+        LAUNCH(devices[i], next_kernel, 1, 32, 0, x.out, (const float *)x.in);
+        cudaStreamSynchronize(devices[i]->stream);
+        memcpy(out + i * 32, x.out, 32 * sizeof(float));
+        arrays_close(&x);
+    }
+}
+
+extern "C" TINSMITH_EXPORT void planted_mode(int lazy, int truncates)
+{
+    emulate::machine.lazy = lazy;
+    emulate::gpu.truncates = truncates;
+    emulate::machine.count = 2;
+}
+
+extern "C" TINSMITH_EXPORT void planted_host(const char *name, int bug, float *out, char *text)
+{
+    static CudaDevice devices[3]; /* two of the first card, one of the second */
+    for (int i = 0; i < 3; i++) planted_open(&devices[i], i / 2);
+    if (!strcmp(name, "copy")) host_copy(&devices[0], out, bug);
+    if (!strcmp(name, "streams")) host_streams(&devices[0], &devices[1], out, bug);
+    if (!strcmp(name, "cards")) host_cards(&devices[0], &devices[2], out, bug);
+    snprintf(text, sizeof devices->text, "%.250s%.250s", devices[0].text, devices[2].text);
 }

@@ -27,7 +27,11 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 README_LINES = 90
 PAGES = sorted(DOCS.glob("*.md"))
-SOURCES = [*sorted((ROOT / "csrc").rglob("*.c")), *sorted((ROOT / "python").rglob("*.py"))]
+SOURCES = [
+    *sorted((ROOT / "csrc").rglob("*.c")),
+    *sorted((ROOT / "cuda").glob("*.cu*")),
+    *sorted((ROOT / "python").rglob("*.py")),
+]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.M | re.S)
 
 

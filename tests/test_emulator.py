@@ -5,12 +5,12 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from engine import ROOT, Unavailable, setup_py
+from engine import ROOT, Unavailable, from_bf16, setup_py, to_bf16
 
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 FLOATS, TEXT_BYTES = 4 * 128, 512
@@ -50,6 +50,11 @@ def mma_expected() -> np.ndarray:
     return (a @ b).ravel()
 
 
+def cut_expected() -> float:
+    turns = 1 / (3 + np.arange(4096) // 16 % 7)
+    return float(from_bf16(to_bf16(turns)).astype(float).sum() * from_bf16(to_bf16([1 / 3]))[0])
+
+
 EXPECTED = {
     "barrier": 130 - np.arange(128),
     "bounds": np.full(128, 6),
@@ -59,6 +64,7 @@ EXPECTED = {
     "divergence": np.full(128, 32),
     "address": np.full(32, 1),
     "large": np.full(128, 6),
+    "cut": np.full(32, cut_expected()),
 }
 
 
@@ -66,6 +72,8 @@ EXPECTED = {
 def test_a_kernel_without_errors_gives_its_numbers(run: Run, name: str) -> None:
     out, text = run(name, 0)
     assert not text
+    if name == "cut":
+        return np.testing.assert_allclose(out[:32], EXPECTED[name], rtol=1e-6)
     np.testing.assert_array_equal(out[: len(EXPECTED[name])], EXPECTED[name])
 
 
@@ -92,7 +100,7 @@ SEEN_IN_WORDS = {
     "two barriers in one block": ("divergence", 5, "others at that of line"),
     "ldmatrix off its alignment": ("address", 1, "ldmatrix: the address is not a multiple of 16"),
     "ldmatrix from elsewhere": ("address", 2, "ldmatrix: the address is outside of shared memory"),
-    "more shared memory than a block may have": ("large", 1, "bytes of shared memory, sm_86 has"),
+    "more shared memory than a block may have": ("large", 1, "asks for 102400 bytes of shared"),
 }
 
 
@@ -109,5 +117,75 @@ def test_a_planted_error_ends_the_launch_with_a_sentence(run: Run, error: str) -
     name, bug, sentence = SEEN_IN_WORDS[error]
     text = run(name, bug)[1]
     assert sentence in text
-    assert f"{name if name != 'large' else 'bounds'}_kernel, block (" in text
+    assert "bounds_kernel asks" in text if name == "large" else f"{name}_kernel, block (" in text
     assert run(name, 0)[1] == "", "a failed launch must not spoil the next one"
+
+
+# ---- what only a mode shows ----
+
+
+@pytest.fixture
+def mode(library: ctypes.CDLL) -> Iterator[Callable[[int, int], None]]:
+    """Sets whether work is lazy, and whether tensor cores cut their sums."""
+    yield library.planted_mode
+    library.planted_mode(0, 0)
+
+
+def on_host(library: ctypes.CDLL, name: str, bug: int) -> tuple[np.ndarray, str]:
+    out, text = np.zeros(FLOATS, np.float32), ctypes.create_string_buffer(TEXT_BYTES)
+    library.planted_host(name.encode(), bug, ctypes.c_void_p(out.ctypes.data), text)
+    return out, text.value.decode()
+
+
+HOST = {
+    "copy": 1 + np.arange(128),
+    "streams": np.repeat([8, 16], 32),
+    "cards": np.tile(1 + np.arange(32), 2),
+}
+# (what the host does, which of its errors, whether only the lazy mode shows it)
+HOST_ERRORS = {
+    "a result read without a wait": ("copy", 1, True),
+    "pinned memory changed while it is read": ("copy", 2, True),
+    "memory freed while a kernel uses it": ("copy", 3, True),
+    "a wait for an earlier event": ("copy", 4, True),
+    "a counter that two streams share": ("streams", 1, True),
+    "a kernel launched while another card is current": ("cards", 1, False),
+}
+
+
+@pytest.mark.parametrize("lazy", (0, 1))
+@pytest.mark.parametrize("name", HOST)
+def test_a_host_without_errors_gets_its_numbers(
+    library: ctypes.CDLL, mode: Callable[[int, int], None], name: str, lazy: int
+) -> None:
+    mode(lazy, 0)
+    out, text = on_host(library, name, 0)
+    assert not text
+    np.testing.assert_array_equal(out[: len(HOST[name])], HOST[name])
+
+
+@pytest.mark.parametrize("error", HOST_ERRORS)
+def test_a_hosts_error_shows_in_the_lazy_mode(
+    library: ctypes.CDLL, mode: Callable[[int, int], None], error: str
+) -> None:
+    name, bug, only_lazy = HOST_ERRORS[error]
+    for lazy in (0, 1):
+        mode(lazy, 0)
+        out, text = on_host(library, name, bug)
+        wrong = not np.array_equal(out[: len(HOST[name])], HOST[name]) or text
+        assert bool(wrong) == (lazy or not only_lazy)
+    if not only_lazy:
+        assert "next_kernel" in text
+
+
+def test_truncated_sums_show_in_long_products(
+    library: ctypes.CDLL, mode: Callable[[int, int], None]
+) -> None:
+    errors = {}
+    for truncates in (0, 1):
+        mode(0, truncates)
+        for bug in (0, 1):
+            out, text = np.zeros(FLOATS, np.float32), ctypes.create_string_buffer(TEXT_BYTES)
+            library.planted(b"cut", bug, 0, ctypes.c_void_p(out.ctypes.data), text)
+            errors[truncates, bug] = abs(out[0] / EXPECTED["cut"][0] - 1)
+    assert errors[0, 0] < 1e-6 and errors[1, 0] < 2e-6 and errors[1, 1] > 5e-6

@@ -152,10 +152,11 @@ static void spoilt(Device *dev, real *y, const real *gate, const real *up, int T
     dev->zero(dev, (char *)y + dev->real_bytes * F, dev->real_bytes * F);
 }
 __attribute__((visibility("default")))
-Status cuda_open(Device **dev, int threads, unsigned abi, FailFunction *fail)
+Status cuda_open(Device **dev, int ordinal, unsigned abi, FailFunction *fail,
+                 const DeviceLibraries *libraries)
 {
     DeviceOpen *open = (DeviceOpen *)dlsym(dlopen("%(library)s", RTLD_NOW), "cuda_open");
-    Status status = open(dev, threads, abi, fail);
+    Status status = open(dev, ordinal, abi, fail, libraries);
     if (!status) right = (*dev)->swiglu, (*dev)->swiglu = spoilt;
     return status;
 }

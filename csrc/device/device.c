@@ -21,6 +21,7 @@
 enum { PATH_BYTES = 4096 };
 
 static char emulated[PATH_BYTES]; /* the emulated GPU's library; "": it was not built */
+static DeviceLibraries libraries = {NULL, ""};
 
 Status device_emulated(const char *path)
 {
@@ -50,40 +51,96 @@ static Status cuda_path(char path[PATH_BYTES])
     return STATUS_OK;
 }
 
-static Status library_open(Device **dev, const char *name, const char *path, int threads)
-{
-    void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-    if (!handle) return fail(STATUS_DEVICE, "%s: %s can't be loaded: %s", name, path, dlerror());
-    void *symbol = dlsym(handle, "cuda_open");
-    if (!symbol)
-        return fail(STATUS_DEVICE, "%s: %s has no cuda_open: install tinsmith again", name, path);
-    DeviceOpen *open;
-    memcpy(&open, &symbol, sizeof open);
-    return open(dev, threads, DEVICE_ABI, fail);
-}
-
-static Status cuda_open(Device **dev, int threads)
-{
+/* A GPU: where its library is, and the card's ordinal. */
+typedef struct Gpu {
+    const char *name; /* of its kind of device */
     char path[PATH_BYTES];
-    TRY(cuda_path(path));
-    return library_open(dev, "cuda", path, threads);
+    int ordinal;
+} Gpu;
+
+enum { NO_GPU = -1, ORDINALS = 1000 };
+
+/* The ordinal behind a kind of device in a name: 0 in "cuda", 1 in "cuda:1". NO_GPU: no such name.
+ */
+static int ordinal_of(const char *name, const char *kind)
+{
+    size_t length = strlen(kind);
+    if (strncmp(name, kind, length) != 0) return NO_GPU;
+    const char *digit = name + length;
+    if (!*digit) return 0;
+    if (*digit++ != ':' || !*digit) return NO_GPU;
+    int ordinal = 0;
+    for (; *digit; digit++) {
+        if (*digit < '0' || *digit > '9' || ordinal >= ORDINALS) return NO_GPU;
+        ordinal = 10 * ordinal + *digit - '0';
+    }
+    return ordinal;
 }
 
-static Status emulated_open(Device **dev, int threads)
+static Status gpu_find(Gpu *gpu, const char *name)
 {
+    *gpu = (Gpu){.name = "cuda", .ordinal = ordinal_of(name, "cuda")};
+    if (gpu->ordinal != NO_GPU) return cuda_path(gpu->path);
+    *gpu = (Gpu){.name = "cuda-emulated", .ordinal = ordinal_of(name, "cuda-emulated")};
+    if (gpu->ordinal == NO_GPU)
+        return fail(STATUS_DEVICE,
+                    "there is no device '%s': it is cpu, cpu-bf16, cuda (or cuda:1 and so on for "
+                    "another card) or cuda-emulated",
+                    name);
     if (!emulated[0])
         return fail(STATUS_DEVICE, "cuda-emulated: it is for tests, which build it themselves");
-    return library_open(dev, "cuda-emulated", emulated, threads);
+    memcpy(gpu->path, emulated, sizeof emulated);
+    return STATUS_OK;
+}
+
+/* A function of a GPU's library. */
+static Status gpu_symbol(const Gpu *gpu, const char *symbol, void **function)
+{
+    void *handle = dlopen(gpu->path, RTLD_NOW | RTLD_LOCAL);
+    if (!handle)
+        return fail(STATUS_DEVICE, "%s: %s can't be loaded: %s", gpu->name, gpu->path, dlerror());
+    *function = dlsym(handle, symbol);
+    if (*function) return STATUS_OK;
+    return fail(STATUS_DEVICE, "%s: %s has no %s: install tinsmith again", gpu->name, gpu->path,
+                symbol);
 }
 
 Status device_open(Device **dev, const char *name, int threads)
 {
     if (strcmp(name, "cpu") == 0) return cpu_open(dev, threads, 0);
     if (strcmp(name, "cpu-bf16") == 0) return cpu_open(dev, threads, 1);
-    if (strcmp(name, "cuda") == 0) return cuda_open(dev, threads);
-    if (strcmp(name, "cuda-emulated") == 0) return emulated_open(dev, threads);
-    return fail(STATUS_DEVICE,
-                "there is no device '%s': it is cpu, cpu-bf16, cuda or cuda-emulated", name);
+    Gpu gpu;
+    void *symbol;
+    DeviceOpen *open;
+    TRY(gpu_find(&gpu, name));
+    TRY(gpu_symbol(&gpu, "cuda_open", &symbol));
+    memcpy(&open, &symbol, sizeof open);
+    return open(dev, gpu.ordinal, DEVICE_ABI, fail, &libraries);
+}
+
+Status device_card(DeviceCard *card, const char *name)
+{
+    Gpu gpu;
+    void *symbol;
+    DeviceCardOf *card_of;
+    TRY(gpu_find(&gpu, name));
+    TRY(gpu_symbol(&gpu, "cuda_card", &symbol));
+    memcpy(&card_of, &symbol, sizeof card_of);
+    return card_of(card, gpu.ordinal, DEVICE_ABI, fail);
+}
+
+Status device_libraries(const char *cublaslt, const char *packages)
+{
+    char *named = cublaslt ? strdup(cublaslt) : NULL, *folders = strdup(packages);
+    if (!folders || (cublaslt && !named))
+        return fail(STATUS_MEMORY, "no memory for the paths of libraries");
+    libraries = (DeviceLibraries){named, folders}; /* an open one may still read the older ones */
+    return STATUS_OK;
+}
+
+unsigned device_abi(void)
+{
+    return DEVICE_ABI;
 }
 
 void *device_op(Device *dev, const char *name)

@@ -159,12 +159,39 @@ struct Device {
 /* core's fail(): the library gets it, so that its sentences reach the caller's thread. */
 typedef Status FailFunction(Status code, const char *format, ...);
 
-/* The library's only symbol, `cuda_open`. It refuses an `abi` other than its own. */
-typedef Status DeviceOpen(Device **dev, int threads, unsigned abi, FailFunction *fail);
+/* Where a device finds the libraries that it needs. */
+typedef struct DeviceLibraries {
+    const char *cublaslt; /* the file of cuBLASLt that the user named, or NULL */
+    const char *packages; /* folders of Python's packages, with ':' between them */
+} DeviceLibraries;
 
-/* Opens "cpu", "cuda" or "cuda-emulated", or says why the device can't be had. threads = 0: one for
- * each core this process may use. */
+/* The library's `cuda_open`. It refuses an `abi` other than its own. */
+typedef Status DeviceOpen(Device **dev, int ordinal, unsigned abi, FailFunction *fail,
+                          const DeviceLibraries *libraries);
+
+typedef struct DeviceCard {
+    char name[256];
+    size_t bytes;     /* of memory */
+    int major, minor; /* its compute capability */
+    int count;        /* of cards in this machine */
+} DeviceCard;
+
+/* The library's `cuda_card`: what a card is, without opening it. */
+typedef Status DeviceCardOf(DeviceCard *card, int ordinal, unsigned abi, FailFunction *fail);
+
+/* Opens "cpu", "cpu-bf16", "cuda" or "cuda-emulated", or says why the device can't be had. A GPU's
+ * name may be followed by ":" and the ordinal of the card. threads = 0: one for each core this
+ * process may use. */
 TINSMITH_EXPORT Status device_open(Device **dev, const char *name, int threads);
+
+/* What the GPU of that name is. */
+TINSMITH_EXPORT Status device_card(DeviceCard *card, const char *name);
+
+/* Gives what devices that are opened from now on find; the strings are copied. */
+TINSMITH_EXPORT Status device_libraries(const char *cublaslt, const char *packages);
+
+/* DEVICE_ABI of this build. */
+TINSMITH_EXPORT unsigned device_abi(void);
 
 /* Gives the path of the emulated GPU's library, which the tests build: "cuda-emulated" can be
  * opened from now on. */

@@ -12,6 +12,7 @@
 
 #include "arrays.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -80,12 +81,22 @@ static const char *device_name(long type)
 /* The place that a device of DLPack is; ValueError where the engine has none. */
 static int place_of(long type, long id, const char *name, Place *out)
 {
-    *out = type == DL_CUDA ? PLACE_CUDA : PLACE_CPU;
-    if (type == DL_CPU || type == DL_CUDA_HOST || (type == DL_CUDA && id == 0)) return 0;
+    *out = type == DL_CUDA ? PLACE_CUDA + (int)id : PLACE_CPU;
+    if (type == DL_CPU || type == DL_CUDA_HOST) return 0;
+    if (type == DL_CUDA && id >= 0 && id < PLACES - PLACE_CUDA) return 0;
     PyErr_Format(PyExc_ValueError,
-                 "%s is in the memory of %s (device %ld), not of the CPU or of CUDA (device 0)",
-                 name, device_name(type), id);
+                 "%s is in the memory of %s (device %ld), not of the CPU or of CUDA", name,
+                 device_name(type), id);
     return -1;
+}
+
+enum { PLACE_BYTES = 32 };
+
+static const char *place_name(Place place, char text[PLACE_BYTES])
+{
+    if (place == PLACE_CPU) return "the CPU";
+    snprintf(text, PLACE_BYTES, "CUDA (device %d)", place - PLACE_CUDA);
+    return text;
 }
 
 int tensor_place(PyObject *object, const char *name, Place *out)
@@ -120,8 +131,9 @@ static int stream_of(Place place, const char *name, uintptr_t *stream)
     turn_end();
     Py_END_ALLOW_THREADS;
     if (!status) return 0;
-    PyErr_Format(PyExc_ValueError, "%s is in the memory of CUDA (device 0), and %s", name,
-                 status_text());
+    char text[PLACE_BYTES];
+    PyErr_Format(PyExc_ValueError, "%s is in the memory of %s, and %s", name,
+                 place_name(place, text), status_text());
     return -1;
 }
 
@@ -130,7 +142,7 @@ static int stream_of(Place place, const char *name, uintptr_t *stream)
 static PyObject *dlpack_call(PyObject *object, const char *name, Place place)
 {
     uintptr_t stream = 0;
-    if (place == PLACE_CUDA && stream_of(place, name, &stream) < 0) return NULL;
+    if (place != PLACE_CPU && stream_of(place, name, &stream) < 0) return NULL;
     PyObject *method = PyObject_GetAttrString(object, "__dlpack__"), *capsule = NULL;
     PyObject *none = PyTuple_New(0), *settings = PyDict_New();
     PyObject *version = Py_BuildValue("(ii)", 1, 0);
@@ -282,7 +294,7 @@ void tensor_drop(Tensor *tensor)
 
 int tensor_borrow(PyObject *object, const char *name, Place place, Tensor *out)
 {
-    static const char *const places[] = {"the CPU", "CUDA (device 0)"};
+    char text[2][PLACE_BYTES];
     Place own;
     *out = (Tensor){0};
     if (tensor_place(object, name, &own) < 0) return -1;
@@ -290,7 +302,7 @@ int tensor_borrow(PyObject *object, const char *name, Place place, Tensor *out)
         PyErr_Format(PyExc_ValueError,
                      "%s is in the memory of %s, and other arrays of this call in that of %s: all "
                      "must be on one device",
-                     name, places[own], places[place]);
+                     name, place_name(own, text[0]), place_name(place, text[1]));
         return -1;
     }
     out->capsule = capsule_of(object, name, place);
@@ -299,7 +311,7 @@ int tensor_borrow(PyObject *object, const char *name, Place place, Tensor *out)
     int status = tensor ? place_of(tensor->device.type, tensor->device.id, name, &own) : -1;
     if (!status && own != place) {
         PyErr_Format(PyExc_ValueError, "%s is in the memory of %s, but its __dlpack_device__ is %s",
-                     name, places[own], places[place]);
+                     name, place_name(own, text[0]), place_name(place, text[1]));
         status = -1;
     }
     if (!status) status = read_tensor(tensor, name, out);
@@ -381,8 +393,8 @@ static int device_tensor(const DeviceArray *array, PyObject *shape, DLTensor *ou
                      (long long)array->length, TENSOR_DIMS);
         return -1;
     }
-    *out =
-        (DLTensor){array->memory, {DL_CUDA, 0}, (int32_t)count, types[array->kind], dims, NULL, 0};
+    DLDevice device = {DL_CUDA, array->place - PLACE_CUDA};
+    *out = (DLTensor){array->memory, device, (int32_t)count, types[array->kind], dims, NULL, 0};
     return 0;
 }
 

@@ -171,17 +171,42 @@ static PyObject *core_devices(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "|s:devices", &only)) return NULL;
     static const char *const names[] = {"cpu", "cpu-bf16", "cuda", "cuda-emulated"};
     PyObject *found = PyDict_New();
-    for (size_t i = 0; found && i < sizeof names / sizeof *names; i++) {
-        if (only && strcmp(only, names[i]) != 0) continue;
+    size_t count = only ? 1 : sizeof names / sizeof *names;
+    for (size_t i = 0; found && i < count; i++) {
+        const char *name = only ? only : names[i];
         Device *dev;
         Status status;
-        NO_GIL(status = device_open(&dev, names[i], 1));
+        NO_GIL(status = device_open(&dev, name, 1));
         PyObject *reason = PyUnicode_FromString(status ? status_text() : "");
         if (!status) NO_GIL(dev->close(dev));
-        if (!reason || PyDict_SetItemString(found, names[i], reason) < 0) Py_CLEAR(found);
+        if (!reason || PyDict_SetItemString(found, name, reason) < 0) Py_CLEAR(found);
         Py_XDECREF(reason);
     }
     return found;
+}
+
+static PyObject *core_cards(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *kind;
+    if (!PyArg_ParseTuple(args, "s:cards", &kind)) return NULL;
+    PyObject *list = PyList_New(0);
+    DeviceCard card = {.count = 1};
+    for (int i = 0; list && i < card.count; i++) {
+        char name[64];
+        Status status;
+        snprintf(name, sizeof name, i ? "%.40s:%d" : "%.40s", kind, i);
+        NO_GIL(status = device_card(&card, name));
+        if (status) {
+            Py_DECREF(list);
+            return raise_status(status);
+        }
+        PyObject *row = Py_BuildValue("(ssn(ii))", name, card.name, (Py_ssize_t)card.bytes,
+                                      card.major, card.minor);
+        if (!row || PyList_Append(list, row) < 0) Py_CLEAR(list);
+        Py_XDECREF(row);
+    }
+    return list;
 }
 
 static PyObject *core_memory(PyObject *module, PyObject *args)
@@ -214,8 +239,10 @@ static PyMethodDef core_methods[] = {
      "(csrc/model/weights.inc)."},
     {"devices", core_devices, METH_VARARGS,
      "devices(name=None) -> dict[str, str]\n\nDevice names, each with '' or the sentence that says "
-     "why it "
-     "can't be opened."},
+     "why it can't be opened."},
+    {"cards", core_cards, METH_VARARGS,
+     "cards(kind) -> list[tuple]\n\nThe GPUs of this machine, for 'cuda': the device's name, the "
+     "card's, its bytes of memory, and its compute capability. None is opened."},
     {"bf16_is_fast", core_bf16_is_fast, METH_NOARGS,
      "bf16_is_fast() -> bool\n\nWhether this processor's products are faster in bf16 than in f32."},
     {"memory", core_memory, METH_VARARGS,
@@ -236,6 +263,8 @@ static PyMethodDef core_methods[] = {
     {"dlpack_lend", dlpack_lend, METH_VARARGS,
      "dlpack_lend(array, bf16, versioned, shape=None) -> capsule\n\nA NumPy array, or one on a GPU "
      "in this shape, as DLPack."},
+    {"array_device", array_device, METH_O,
+     "array_device(array) -> int\n\nThe ordinal of the GPU that a result of the core is on."},
     {"cuda_arrays_through", cuda_arrays_through, METH_VARARGS,
      "cuda_arrays_through(name) -> None\n\nThe device that arrays on a GPU are for: 'cuda', or, "
      "for tests, 'cuda-emulated'."},
@@ -263,10 +292,50 @@ static int isa_init(void)
     return name ? 0 : -1;
 }
 
+/* The strings of sys.path, with ':' between them; NULL with an exception. */
+static PyObject *packages_new(void)
+{
+    PyObject *path = PySys_GetObject("path"), *folders = PyList_New(0), *joined = NULL;
+    Py_ssize_t count = path && PyList_Check(path) ? PyList_Size(path) : 0;
+    int failed = !folders;
+    for (Py_ssize_t i = 0; !failed && i < count; i++) {
+        PyObject *folder = PyList_GetItem(path, i);
+        if (PyUnicode_Check(folder) && PyUnicode_GetLength(folder) > 0)
+            failed = PyList_Append(folders, folder) < 0;
+    }
+    PyObject *colon = PyUnicode_FromString(":");
+    if (!failed && colon) joined = PyUnicode_Join(colon, folders);
+    Py_XDECREF(colon);
+    Py_XDECREF(folders);
+    return joined;
+}
+
+/* TINSMITH_CUBLASLT names the file of a library that the CUDA device needs. Without it, the device
+ * looks into the folders of Python's packages too. */
+static int libraries_init(void)
+{
+    PyObject *os = PyImport_ImportModule("os"), *packages = packages_new();
+    PyObject *value = os ? PyObject_CallMethod(os, "getenv", "ss", "TINSMITH_CUBLASLT", "") : NULL;
+    PyObject *named = value ? PyUnicode_EncodeFSDefault(value) : NULL;
+    PyObject *folders = packages ? PyUnicode_EncodeFSDefault(packages) : NULL;
+    int status = -1;
+    if (named && folders) {
+        const char *file = PyBytes_AsString(named);
+        status = device_libraries(*file ? file : NULL, PyBytes_AsString(folders));
+        if (status) raise_status(status);
+    }
+    Py_XDECREF(folders);
+    Py_XDECREF(named);
+    Py_XDECREF(value);
+    Py_XDECREF(packages);
+    Py_XDECREF(os);
+    return status ? -1 : 0;
+}
+
 static int core_exec(PyObject *module)
 {
     ModuleState *state = PyModule_GetState(module);
-    if (isa_init() < 0) return -1;
+    if (isa_init() < 0 || libraries_init() < 0) return -1;
     if (arrays_init() < 0) return -1;
     if (add_type(module, &model_spec, &state->model) < 0) return -1;
     if (add_type(module, &adapter_spec, &state->adapter) < 0) return -1;

@@ -1,6 +1,6 @@
 /* py/place.c - the places where a caller's tensors lie, and the engine's device for each.
  *
- * There is one device of each name in a process, opened at its first turn and never closed. Its
+ * There is one device for each place in a process, opened at its first turn and never closed. Its
  * threads, or its stream, belong to the process, and lent arrays may outlive any call. A thread
  * that holds the turn never waits for the GIL, so waiting for the turn is safe. The wait releases
  * the GIL, because a turn may be long. In a forked child nobody has the turn, whoever had it in the
@@ -8,6 +8,7 @@
 #include "place.h"
 
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -15,12 +16,10 @@ static pthread_mutex_t turn = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t forks_watched = PTHREAD_ONCE_INIT;
 static const char *const ARRAY = "tinsmith.array";
 
-static struct {
-    const char *name;
-    Device *dev;
-} engines[] = {{"cpu", NULL}, {"cuda", NULL}, {"cuda-emulated", NULL}};
-
-static size_t cuda_engine = 1; /* which of the devices serves arrays on a GPU */
+enum { EMULATED = 1, NAME_BYTES = 32 };
+static const char *const kinds[] = {"cuda", [EMULATED] = "cuda-emulated"};
+static Device *engines[2][PLACES]; /* by kind of GPU, and place; the CPU's is in the first row */
+static int kind_used;              /* which of the kinds serves arrays on a GPU */
 
 static void child_begin(void)
 {
@@ -36,10 +35,12 @@ Status turn_begin(Place place, Device **dev)
 {
     pthread_once(&forks_watched, forks_watch);
     pthread_mutex_lock(&turn);
-    size_t i = place == PLACE_CPU ? 0 : cuda_engine;
+    char name[NAME_BYTES] = "cpu";
+    int kind = place == PLACE_CPU ? 0 : kind_used;
+    if (place != PLACE_CPU) snprintf(name, sizeof name, "%s:%d", kinds[kind], place - PLACE_CUDA);
     Status status = STATUS_OK;
-    if (!engines[i].dev) status = device_open(&engines[i].dev, engines[i].name, 0);
-    *dev = engines[i].dev;
+    if (!engines[kind][place]) status = device_open(&engines[kind][place], name, 0);
+    *dev = engines[kind][place];
     return status;
 }
 
@@ -53,10 +54,10 @@ PyObject *cuda_arrays_through(PyObject *module, PyObject *args)
     (void)module;
     const char *name;
     if (!PyArg_ParseTuple(args, "s:cuda_arrays_through", &name)) return NULL;
-    for (size_t i = 1; i < sizeof engines / sizeof *engines; i++)
-        if (strcmp(name, engines[i].name) == 0) {
+    for (int kind = 0; kind <= EMULATED; kind++)
+        if (strcmp(name, kinds[kind]) == 0) {
             pthread_mutex_lock(&turn);
-            cuda_engine = i;
+            kind_used = kind;
             turn_end();
             Py_RETURN_NONE;
         }
@@ -79,10 +80,11 @@ static void device_array_end(PyObject *capsule)
     free(array);
 }
 
-PyObject *device_array_new(Kind kind, int64_t length)
+PyObject *device_array_new(Place place, Kind kind, int64_t length)
 {
     DeviceArray *array = calloc(1, sizeof *array);
     if (!array) return PyErr_NoMemory();
+    array->place = place;
     array->kind = kind;
     array->length = length;
     array->bytes = (size_t)length * kind_bytes(kind);
@@ -94,6 +96,13 @@ PyObject *device_array_new(Kind kind, int64_t length)
 DeviceArray *device_array_of(PyObject *object)
 {
     return PyCapsule_IsValid(object, ARRAY) ? PyCapsule_GetPointer(object, ARRAY) : NULL;
+}
+
+PyObject *array_device(PyObject *module, PyObject *object)
+{
+    (void)module;
+    const DeviceArray *array = device_array_of(object);
+    return PyLong_FromLong(array ? array->place - PLACE_CUDA : -1);
 }
 
 Status device_array_fill(Device *dev, DeviceArray *array)

@@ -133,7 +133,7 @@ static int result_new(Call *call, int index, Kind kind, int64_t rows, int64_t co
 {
     Result *r = &call->result[index];
     r->object = call->place == PLACE_CPU ? array_new(kind, rows, cols, NULL)
-                                         : device_array_new(kind, rows * cols);
+                                         : device_array_new(call->place, kind, rows * cols);
     if (!r->object) return -1;
     r->array = device_array_of(r->object);
     if (!r->array) r->data = array_data(r->object);

@@ -41,6 +41,11 @@ def devices(name: str | None = None, /) -> dict[str, str]:
     """Device names, each with "" if it can be opened, or with a sentence that says why it can't. To
     find out, each device is opened; with a name, only that one."""
 
+def cards(kind: str, /) -> list[tuple[str, str, int, tuple[int, int]]]:
+    """The GPUs of this machine, for "cuda": the device's name ("cuda", "cuda:1"), the card's, its
+    bytes of memory, and its compute capability. None is opened. RuntimeError where there is none.
+    """
+
 def bf16_is_fast() -> bool:
     """Whether this processor's products are faster in bf16 than in f32: it depends on nothing but
     the processor."""
@@ -93,6 +98,9 @@ def dlpack_check(capsule: Any, name: str, device_type: int, /) -> None:
 def dlpack_lend(array: Any, bf16: bool, versioned: bool, shape: tuple[int, ...] = ...) -> Any:
     """A DLPack capsule of a NumPy array, or of a result on a GPU in this shape. The memory lives
     until the consumer releases the capsule."""
+
+def array_device(array: Any, /) -> int:
+    """The ordinal of the GPU that a result of the core is on; -1 for any other object."""
 
 def cuda_arrays_through(name: str) -> None:
     """The device that arrays on a GPU are for: "cuda", or "cuda-emulated", for tests that call host
@@ -161,8 +169,8 @@ class Model:
         than half of what it has free."""
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of a sampler's cache for so many tokens: their keys and values, in layers that have
-        a window those of one sequence's, and, if the model's layers keep a state for a sequence, as many states as take the same bytes, but at least 4
-        and at most 512."""
+        a window those of one sequence's, and, if the model's layers keep a state for a sequence, as
+        many states as take the same bytes, but at least 4 and at most 512."""
 
 class Adapter:
     """LoRA matrices on a model, with gradients and AdamW state. B starts at zero, A as PEFT

@@ -119,7 +119,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
 
 def _info_options(parser: argparse.ArgumentParser) -> None:
     usage.add_model(parser)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(%(default)s)")
+    usage.add_device_name(parser, "cpu")
     parser.add_argument(
         "--tokens",
         type=usage.whole(0, usage.TOKENS_MAX),
@@ -355,6 +355,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _info(options: argparse.Namespace) -> None:
+    from tinsmith.engine.devices import choose_device, kind_of
     from tinsmith.engine.worker import plan
     from tinsmith.files.families import element_type, left_aside, read_config
     from tinsmith.files.gguf_model import open_tensors, source_of
@@ -362,7 +363,7 @@ def _info(options: argparse.Namespace) -> None:
 
     folder = pull.find(options.model, fetch=options.pull)
     config, inv_freq = read_config(folder)
-    kind = element_type(folder)
+    kind, device = element_type(folder), choose_device(options.device)
     sizes = plan(
         config,
         inv_freq,
@@ -370,7 +371,7 @@ def _info(options: argparse.Namespace) -> None:
         rank=options.rank,
         tokens=options.tokens,
         step_bytes=options.step_memory,
-        device=options.device,
+        device=device,
     )
     print(
         f"{source_of(folder)}: {int(config['layers'])} layers, width {int(config['width'])}, {kind}"
@@ -393,13 +394,15 @@ def _info(options: argparse.Namespace) -> None:
     for key, label in labels.items():
         print(f"{readable(sizes[key]):>12}  {label}")
     total, free = sum(sizes[key] for key in labels), sizes["free"]
-    if options.device == "cpu":
+    if device == "cpu":
         free = doctor.free_memory(free)
     print(
         f"{readable(total):>12}  in all; of the {readable(sizes['all'])} of device "
-        f"{options.device} {readable(free)} are free now"
+        f"{device} {readable(free)} are free now"
         f"{'' if total <= free else ', which is too little'}"
     )
+    for line in doctor.card_lines(kind_of(device)):
+        print(line)
     bound = ", the model's context" if sizes["longest"] == int(config["context"]) else ""
     longest = f"the longest datum that can be trained has {sizes['longest']} tokens{bound}"
     print(

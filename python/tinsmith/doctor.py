@@ -40,6 +40,8 @@ def show(options: argparse.Namespace) -> None:
         if name != "cuda-emulated":  # which only the tests have
             print(f"device {reason or name + ': ready'}")
     print("weights are bf16 or f32 in memory: files in MXFP4 or GGUF's types are widened when read")
+    for line in card_lines("cuda"):
+        print(line)
     for name in PACKAGES:
         missing = f"is not installed: {pip_install(EXTRAS.get(name, 'server'))}"
         print(f"{name} {version(name) or missing}")
@@ -47,6 +49,22 @@ def show(options: argparse.Namespace) -> None:
     print(f"memory: {readable(free_memory(free))} of {readable(total)} are free")
     for line in _files():
         print(line)
+
+
+def card_lines(kind: str) -> list[str]:
+    """A line for each GPU of this machine."""
+    from tinsmith.engine.devices import cards
+    from tinsmith.files.words import readable
+
+    try:
+        found = cards(kind)
+    except RuntimeError:  # the device's own line says why
+        return []
+    return [
+        f"  {one.device}: {one.title}, {readable(one.bytes)}, compute capability "
+        f"{one.capability[0]}.{one.capability[1]}"
+        for one in found
+    ]
 
 
 def version(package: str) -> str | None:

@@ -2,10 +2,11 @@
 for one piece of another trainer.
 
 You pass rows of the vocabulary as logits (…, V), or as hidden states (…, D) with the head's weight
-(V, D). The second form never holds all logits at once: 128 MiB of them at a time, or 1 GiB on a GPU.
+(V, D). The second form never holds all logits at once: 128 MiB of them at a time, 1 GiB on a
+GPU.
 
 Arrays are NumPy's, or anything with `__dlpack__` (torch's, CuPy's, JAX's) in the memory of the CPU
-or of the first NVIDIA GPU. They are float32, bfloat16, or uint16 with bf16's bits, and
+or of an NVIDIA GPU. They are float32, bfloat16, or uint16 with bf16's bits, and
 C-contiguous; they are read zero-copy. All arrays of a call lie on one device, but ids, labels,
 weights and gradients may come from the CPU. Results have the kind and the device of the first
 argument; a gradient has its input's type. Sums are float32. On a GPU products are of bf16, and so
@@ -36,7 +37,10 @@ __all__ = [
 
 IGNORED = -100  # a label that leaves its row out, as Hugging Face writes it
 REDUCTIONS = ("batchmean", "sum", "mean", "none")
-CPU, CUDA = (1, 0), (2, 0)  # DLPack's names of the places where arrays may lie
+CPU, CUDA = (
+    (1, 0),
+    2,
+)  # DLPack's names of the places where arrays may lie: the second has an ordinal
 
 
 # ---- arrays in and out ----
@@ -58,7 +62,7 @@ class _Loan:
     ) -> object:
         """The stream does not matter: the work on the array is finished."""
         place = self.__dlpack_device__()
-        if stream == 0 and place == CUDA:
+        if stream == 0 and place[0] == CUDA:
             raise ValueError("stream 0 may be either of CUDA's default streams: pass 1 or 2")
         if copy or (dl_device is not None and tuple(dl_device) != place):
             raise BufferError(f"lent as it is and where it lies, on DLPack's device {place}")
@@ -66,7 +70,7 @@ class _Loan:
         return _core.dlpack_lend(self.array, True, versioned, self.shape)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return CPU if isinstance(self.array, np.ndarray) else CUDA
+        return CPU if isinstance(self.array, np.ndarray) else (CUDA, _core.array_device(self.array))
 
 
 def _place(x: Any, name: str = "the array") -> tuple[int, int]:

@@ -6,6 +6,7 @@ code 2. A type here turns an argument's text into its value; argparse names the 
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +15,8 @@ DTYPE_HELP = (
     "what products with base weights are computed in; auto: bfloat16 for a bf16 model where that "
     "is faster on this processor, else float32"
 )
+DEVICE_HELP = "auto, cpu, cuda, or cuda:1 and so on for another GPU (%(default)s)"
+DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 SAMPLES_MAX = 1 << 16
 RANK_MAX = 4096
 TOKENS_MAX = 1 << 30
@@ -141,6 +144,15 @@ def memory(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def device(text: str) -> str:
+    """A type: the name of a device. The first GPU's is cuda."""
+    if not DEVICE.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            f"it should be auto, cpu, cuda, or cuda:1 for the second GPU; {text!r:.60} came"
+        )
+    return text.removesuffix(":0")
+
+
 def folder(text: str) -> Path:
     """A type: a folder that is there, or could be made."""
     path = Path(text)
@@ -185,11 +197,14 @@ def add_pull(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_device_name(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds the name of a device."""
+    parser.add_argument("--device", default=default, type=device, metavar="NAME", help=DEVICE_HELP)
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Adds what the engine runs on."""
-    parser.add_argument(
-        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="(%(default)s)"
-    )
+    add_device_name(parser, "auto")
     parser.add_argument(
         "--threads", type=whole(0, THREADS_MAX), default=0, help="0: one for each core"
     )

@@ -13,13 +13,13 @@ same bits. A failed allocation also evicts, where the limit did not foresee it. 
 to the worker's thread.
 """
 
-import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from tinsmith import _core
+from tinsmith.engine.devices import GPUS, card_bytes, kind_of
 from tinsmith.engine.loading import Loading
 from tinsmith.files.families import BaseModel, LoadedModel, inspect_model
 from tinsmith.files.words import readable
@@ -296,23 +296,8 @@ class Bases:
 
 def memory_of(device: str) -> int | None:
     """The default memory limit of a server on a device, in bytes; None where it can't be told."""
-    total = _card_bytes() if device == "cuda" else _core.memory("cpu")[1]
+    total = card_bytes(device) if kind_of(device) in GPUS else _core.memory("cpu")[1]
     return None if total is None else int(total * SHARE)
-
-
-def _card_bytes() -> int | None:
-    """All memory of the first card, from the driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    card, total = ctypes.c_int(), ctypes.c_size_t()
-    failed = (
-        driver.cuInit(0)
-        or driver.cuDeviceGet(ctypes.byref(card), 0)
-        or driver.cuDeviceTotalMem_v2(ctypes.byref(total), card)
-    )
-    return None if failed else total.value
 
 
 def parse_bytes(text: str) -> int:

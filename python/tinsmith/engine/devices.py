@@ -1,9 +1,26 @@
-"""Chooses the engine's device to run on."""
+"""Chooses the engine's device to run on, and lists the machine's GPUs.
 
+A device's name is its kind, and for a GPU that is not the first one ":" and its ordinal: cuda:1.
+"""
+
+import re
 import sys
 from functools import cache
+from typing import NamedTuple
 
 from tinsmith import _core
+
+NAME = re.compile(r"(cpu|cpu-bf16|cuda|cuda-emulated)|(cuda|cuda-emulated):([0-9]{1,3})")
+GPUS = ("cuda", "cuda-emulated")
+
+
+class Card(NamedTuple):
+    """A GPU of this machine."""
+
+    device: str  # the engine's name for it
+    title: str  # NVIDIA's
+    bytes: int
+    capability: tuple[int, int]
 
 
 def choose_device(name: str) -> str:
@@ -12,15 +29,36 @@ def choose_device(name: str) -> str:
     cuda is taken only by its name: its kernels have been executed by the emulator alone, and no
     card has yet confirmed their numbers.
     """
-    found = _core.devices()
     if name == "auto":
-        _say_cpu(found["cuda"] or "ask for --device cuda by name: no card has tested it yet")
+        reason = _core.devices("cuda")["cuda"]
+        _say_cpu(reason or "ask for --device cuda by name: no card has tested it yet")
         return "cpu"
-    if name not in found:
-        raise ValueError(f"there is no device {name!r}; there are {sorted(found)} and 'auto'")
-    if found[name]:
-        raise RuntimeError(f"the device {name} can't be used: {found[name]}")
-    return name
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"there is no device {name!r}: it is auto, cpu, cpu-bf16, cuda, or cuda:1 and so on "
+            "for another card"
+        )
+    if reason := _core.devices(name)[name]:
+        raise RuntimeError(f"the device {name} can't be used: {reason}")
+    return name.removesuffix(":0")
+
+
+def kind_of(device: str) -> str:
+    """The kind of a device: cuda of cuda:1."""
+    return device.partition(":")[0]
+
+
+def cards(kind: str = "cuda") -> list[Card]:
+    """The GPUs of this machine; RuntimeError says why there is none. None of them is opened."""
+    return [Card(*row) for row in _core.cards(kind)]
+
+
+def card_bytes(device: str) -> int | None:
+    """All memory of a GPU; None where it can't be told."""
+    try:
+        return next(card.bytes for card in cards(kind_of(device)) if card.device == device)
+    except (RuntimeError, StopIteration):
+        return None
 
 
 @cache

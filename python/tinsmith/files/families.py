@@ -585,7 +585,7 @@ def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; {dtype!r} came")
     if device != "cpu":
-        if dtype == "float32" and device == "cuda":
+        if dtype == "float32" and device.partition(":")[0] == "cuda":
             raise ValueError("the device cuda computes in bfloat16: dtype float32 needs the CPU")
         return ("bf16" if dtype == "bfloat16" else kind), device
     if dtype == "bfloat16":

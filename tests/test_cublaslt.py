@@ -1,0 +1,228 @@
+"""The CUDA device's use of cuBLASLt (cuda/cublaslt.cuh), against the stand-in that the emulated
+device loads (cublaslt.cpp): which algorithms it takes, what it does where there is none, and how it
+looks for the library. And the stand-in itself: it refuses each misuse that it is there to find."""
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine import ROOT, Device, device, emulated_library
+from op_bar import compare
+from op_cases import CASES
+
+ALL, TEMPTING, NOTHING, FAITHLESS = range(4)  # the stand-in's Offer
+INVALID, NOT_SUPPORTED = 7, 15
+VOID = ctypes.c_void_p
+
+
+def stand_in() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(emulated_library().with_name("libcublasLt_stand_in.so")))
+    library.cublaslt_said.restype = ctypes.c_char_p
+    return library
+
+
+@pytest.fixture
+def offer() -> Iterator[Callable[[int], Device]]:
+    """Sets what the stand-in offers, and gives a device that has no algorithm yet."""
+    library = stand_in()
+
+    def chosen(kind: int) -> Device:
+        library.cublaslt_offer(kind)
+        return Device("cuda-emulated")
+
+    yield chosen
+    library.cublaslt_offer(ALL)
+
+
+def linear(dev: Device, T: int, **sizes: Any) -> np.ndarray:
+    """Rows of one product of 9 rows: those that there are for a smaller T are the same."""
+    args = CASES["linear"][0](np.random.default_rng(0), **{"N": 40, "D": 200} | sizes, T=9)
+    args |= {"x": args["x"][:T], "y": args["y"][:T] if sizes.get("accumulate") else (T, 40), "T": T}
+    return dev.call("linear", **args)["y"]
+
+
+# ---- which algorithm ----
+
+
+def test_only_an_algorithm_whose_rows_keep_their_bits_is_taken(
+    offer: Callable[[int], Device],
+) -> None:
+    """One that splits k, one that wants memory and one that refuses single rows come first."""
+    plain = linear(offer(ALL), 9, dtype="bf16", bias=0)
+    dev = offer(TEMPTING)
+    for T in (9, 1, 2, 4):
+        np.testing.assert_array_equal(linear(dev, T, dtype="bf16", bias=0), plain[:T])
+
+
+@pytest.mark.parametrize("op", ("linear", "linear_backward", "head", "matmul"))
+def test_where_there_is_no_algorithm_our_own_kernel_makes_the_product(
+    offer: Callable[[int], Device], op: str
+) -> None:
+    build, sizes = CASES[op]
+    dev = offer(NOTHING)
+    for number, size in enumerate(sizes):
+        compare(dev, op, build(np.random.default_rng(number), **size))
+
+
+def test_our_own_kernels_rows_keep_their_bits(offer: Callable[[int], Device]) -> None:
+    dev = offer(NOTHING)
+    whole = linear(dev, 9, dtype="bf16", bias=1)
+    for T in (1, 2, 5):
+        np.testing.assert_array_equal(linear(dev, T, dtype="bf16", bias=1), whole[:T])
+
+
+def test_an_algorithm_that_is_refused_later_is_not_used_again(
+    offer: Callable[[int], Device],
+) -> None:
+    dev = offer(FAITHLESS)
+    exact = linear(device("cpu"), 9, dtype="bf16", bias=0)
+    for T in (9, 3, 9, 3):  # the second of them is refused
+        found = linear(dev, T, dtype="bf16", bias=0)
+        np.testing.assert_allclose(found, exact[:T], rtol=0.02, atol=0.2)
+    np.testing.assert_array_equal(linear(dev, 9, dtype="bf16", bias=0)[:3], found)
+
+
+@pytest.mark.parametrize("accumulate", (0, 1))
+def test_a_product_without_terms_is_zero(offer: Callable[[int], Device], accumulate: int) -> None:
+    c = np.ones((3, 5), np.float32) if accumulate else (3, 5)
+    empty = np.zeros((0, 8), np.float32)
+    args = {"a": empty, "b": empty, "a_turned": 0, "b_turned": 0, "b_bf16": 0, "M": 3, "N": 5}
+    found = offer(ALL).call("matmul", c=c, **args, K=0, accumulate=accumulate)["c"]
+    np.testing.assert_array_equal(found, np.full((3, 5), accumulate))
+
+
+def test_the_smallest_product_with_a_bias(offer: Callable[[int], Device]) -> None:
+    for kind in (ALL, NOTHING):
+        args = CASES["linear"][0](np.random.default_rng(3), T=1, N=1, D=1, dtype="bf16", bias=1)
+        compare(offer(kind), "linear", args)
+
+
+# ---- finding it ----
+
+
+def opened(folder: Path, name: str, **environment: str) -> str:
+    """The sentence of opening a device in a process of its own; `folder` has the emulated one."""
+    code = (
+        "import ctypes, json, sys; from tinsmith import _core; "
+        "core = ctypes.CDLL(_core.__file__); "
+        "core.device_emulated.argtypes = [ctypes.c_char_p]; "
+        f"core.device_emulated({os.fsencode(folder / 'device.so')!r}); "
+        f"print(json.dumps(_core.devices({name!r})))"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT / "python")} | environment
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True)
+    return json.loads(done.stdout)[name]
+
+
+def test_a_library_that_is_nowhere_is_told_with_the_places(tmp_path: Path) -> None:
+    shutil.copy(emulated_library(), tmp_path / "device.so")
+    sentence = opened(tmp_path, "cuda-emulated")
+    assert "libcublasLt_stand_in.so was not found: pip install 'tinsmith[cuda]'" in sentence
+    assert "TINSMITH_CUBLASLT" in sentence and "/usr/local/cuda" in sentence
+    assert str(ROOT / "python") in sentence  # one of the folders of packages
+
+
+def test_the_library_that_a_variable_names_is_taken(tmp_path: Path) -> None:
+    library = emulated_library()
+    shutil.copy(library, tmp_path / "device.so")
+    named = str(shutil.copy(library.with_name("libcublasLt_stand_in.so"), tmp_path / "other.so"))
+    assert opened(tmp_path, "cuda-emulated", TINSMITH_CUBLASLT=named) == ""
+
+
+@pytest.mark.parametrize("named", ("/nowhere/libcublasLt.so.13", __file__))
+def test_a_variable_that_names_no_library_is_refused(named: str) -> None:
+    folder = emulated_library().parent
+    sentence = opened(folder, "cuda-emulated", TINSMITH_CUBLASLT=named)
+    assert f"TINSMITH_CUBLASLT names a file that can't be loaded: {named}" in sentence
+
+
+# ---- the stand-in refuses what is wrong ----
+
+
+class Lt:
+    """A product of the stand-in's, step by step, as cublaslt.cuh asks for one; any number of it can
+    be given wrong."""
+
+    def __init__(self) -> None:
+        self.library, self.made = stand_in(), []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return getattr(self.library, f"cublasLt{name}")
+
+    def new(self, name: str, *arguments: Any) -> VOID:
+        made = VOID()
+        assert self.__getattr__(f"{name}Create")(ctypes.byref(made), *arguments) == 0, self.said()
+        return made
+
+    def said(self) -> str:
+        return self.library.cublaslt_said().decode()
+
+    def product(self, **wrong: Any) -> int:
+        """The first status that is not 0."""
+        m, n, k = 24, 3, 16
+        right = {"compute": 68, "scale": 0, "type": 14, "ld": k, "ldb": k, "depth": k, "size": 4}
+        right |= {"cols": n, "pointer": 8, "workspace": 8, "align": 16, "align_size": 4}
+        of = right | wrong
+        desc, turned, one = VOID(), ctypes.c_int(1), ctypes.c_uint64(of["cols"])
+        status = self.MatmulDescCreate(ctypes.byref(desc), of["compute"], of["scale"])
+        status = status or self.MatmulDescSetAttribute(desc, 3, ctypes.byref(turned), of["size"])
+        pointer, epilogue = VOID(64), ctypes.c_int(4)
+        if "pointer" in wrong:
+            status = status or self.MatmulDescSetAttribute(desc, 7, ctypes.byref(epilogue), 4)
+            size = ctypes.c_size_t(of["pointer"])
+            status = status or self.MatmulDescSetAttribute(desc, 8, ctypes.byref(pointer), size)
+        a, b, c = VOID(), VOID(), VOID()
+        sizes = ((a, k, m, of["ld"]), (b, of["depth"], n, of["ldb"]), (c, m, n, m))
+        for layout, rows, cols, ld in sizes:
+            kind = 14 if layout is c else of["type"]
+            numbers = (ctypes.c_uint64(rows), ctypes.c_uint64(cols), ctypes.c_int64(ld))
+            status = status or self.MatrixLayoutCreate(ctypes.byref(layout), kind, *numbers)
+        status = status or self.MatrixLayoutSetAttribute(b, 3, ctypes.byref(one), 8)
+        preference = self.new("MatmulPreference")
+        none, align = ctypes.c_uint64(0), ctypes.c_int(of["align"])
+        for attribute, value, size in (
+            *((1, none, of["workspace"]), (3, none, 4)),
+            *((5 + i, align, of["align_size"]) for i in range(4)),
+        ):
+            status = status or self.MatmulPreferenceSetAttribute(
+                preference, attribute, ctypes.byref(value), ctypes.c_size_t(size)
+            )
+        found, count = (ctypes.c_uint64 * 12)(), ctypes.c_int()
+        return status or self.MatmulAlgoGetHeuristic(
+            None, desc, a, b, c, c, preference, 1, found, ctypes.byref(count)
+        )
+
+
+def test_the_stand_in_takes_a_product_that_is_right() -> None:
+    assert Lt().product() == 0
+
+
+MISUSES = {
+    "a transposition of 8 bytes": ({"size": 8}, "TRANSA has 4 bytes, not 8"),
+    "a bias pointer of 4 bytes": ({"pointer": 4}, "BIAS_POINTER has 8 bytes, not 4"),
+    "a workspace of 4 bytes": ({"workspace": 4}, "WORKSPACE has 8 bytes, not 4"),
+    "an alignment of 8 bytes": ({"align_size": 8}, "ALIGNMENT has 4 bytes, not 8"),
+    "an alignment that is none": ({"align": 12}, "an alignment of 12 bytes"),
+    "half-precision sums": ({"compute": 64}, "computes in type 64"),
+    "operands of f32": ({"type": 0}, "operands that are not bf16"),
+    "columns that overlap": ({"ld": 15}, "columns of 16 elements lie 15 apart"),
+    "depths that differ": ({"depth": 15}, "A has 16 k, B has 15"),
+    "columns that differ": ({"cols": 4}, "C is 24 by 3, A and B make 24 by 4"),
+    "no columns": ({"cols": 0}, "a matrix without columns"),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_the_stand_in_refuses_a_misuse(misuse: str) -> None:
+    wrong, sentence = MISUSES[misuse]
+    lt = Lt()
+    assert lt.product(**wrong) == INVALID
+    assert sentence in lt.said()

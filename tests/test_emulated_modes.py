@@ -1,0 +1,149 @@
+"""The emulator's modes on the real device: work that waits until the host waits for it (lazy), and
+tensor cores that cut their sums (truncating). A few ops, and one model's training and sampling.
+
+The ops are those whose host code does most (copies, scratch, several launches), or that sum in
+tensor cores. TINSMITH_EMULATE runs every test of the device in a mode (engine.py)."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from engine import MODES, Device, Mode, emulated_library, set_mode
+from expert_cases import CASES
+from models import call, cut, datum, error, folder, loaded_on, randomize, tokens_of
+from op_bar import compare
+from op_cases import make_matmul
+from tinsmith import _core
+from tinsmith.files.families import load_model
+from training import autograd
+
+EAGER, LAZY, TRUNCATING = (MODES[name] for name in ("", "lazy", "truncating"))
+OPS = {
+    LAZY: ("attention", "lora_backward", "topk_logprob", "jsd", "group", "sample"),
+    TRUNCATING: (
+        *("attention", "attention_backward", "lora", "lora_backward", "linear", "head"),
+        *("grouped_linear", "grouped_gradient"),
+    ),
+}
+LARGEST = 3  # of an op's sizes
+
+
+@pytest.fixture
+def mode() -> Iterator[Callable[[Mode], None]]:
+    """Sets the emulator's mode; it is what it was afterwards."""
+    emulated_library()
+    yield set_mode
+    set_mode()
+
+
+def size_of(args: dict) -> int:
+    return sum(value.size for value in args.values() if isinstance(value, np.ndarray))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "op"), [(chosen, op) for chosen, ops in OPS.items() for op in ops]
+)
+def test_an_op_is_its_formula(mode: Callable[[Mode], None], chosen: Mode, op: str) -> None:
+    mode(chosen)
+    dev, (build, sizes) = Device("cuda-emulated"), CASES[op]
+    made = [build(np.random.default_rng(i), **size) for i, size in enumerate(sizes)]
+    for args in sorted(made, key=size_of)[-LARGEST:]:
+        compare(dev, op, args)
+
+
+@pytest.mark.parametrize("K", (1024, 2048))
+def test_long_sums_err_no_more_than_tensor_cores_do(mode: Callable[[Mode], None], K: int) -> None:
+    """The stand-in's product, and a gradient of LoRA, whose sums over rows are our own kernel's."""
+    mode(TRUNCATING)
+    rng, dev = np.random.default_rng(K), Device("cuda-emulated")
+    sizes = {"a_turned": 0, "b_turned": 0, "b_bf16": 1, "accumulate": 0}
+    compare(dev, "matmul", make_matmul(rng, 9, 40, K, **sizes))
+    build = CASES["lora_backward"][0]
+    compare(dev, "lora_backward", build(rng, T=K, widths=(40, 7), D=24, R=5))
+
+
+def train(name: str) -> tuple[list[np.ndarray], _core.Adapter]:
+    """A call with two chunks of logits, a step and another call: log-probabilities and gradients
+    of each."""
+    adapter = randomize(
+        _core.Adapter(load_model(folder(name), device="cuda-emulated").core, rank=4)
+    )
+    data = [datum(tokens_of(name, length)) for length in (41, 1, 30)]
+    found = []
+    for _ in range(2):
+        logp, _ = call(adapter, data)
+        found += [*logp, adapter.read("gradients")]
+        adapter.optim_step(
+            learning_rate=0.01, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0, grad_clip_norm=1.0
+        )
+    return found, adapter
+
+
+def sample(adapter: _core.Adapter, name: str) -> list[np.ndarray]:
+    """Requests that share a prompt's pages, one that comes later, and recorded steps between."""
+    sampler, found = _core.Sampler(adapter.model, tokens=1024), {}
+    prompts = [tokens_of(name, 70), tokens_of(name, 70), tokens_of(name, 5)]
+    for number, prompt in enumerate(prompts[:2]):
+        sampler.add(number, prompt, adapter=adapter, max_tokens=6, seed=number, num_samples=2)
+    for step in range(60):
+        if step == 4:
+            sampler.add(2, prompts[2], adapter=adapter, max_tokens=6, temperature=0.0)
+        found |= {done: sampler.take(done)["samples"] for done in sampler.step()[1]}
+    assert len(found) == 3 and sampler.replays[1] > 2
+    samples = [one for number in sorted(found) for one in found[number]]
+    return [one[key] for one in samples for key in ("tokens", "logprobs")]
+
+
+def test_training_and_sampling_have_the_same_bits_when_work_waits(
+    mode: Callable[[Mode], None],
+) -> None:
+    """Adapters are dropped while the second is used, so that their memory is given back between."""
+    results = []
+    for chosen in (EAGER, LAZY):
+        mode(chosen)
+        found, adapter = train("qwen3")
+        dropped = [_core.Adapter(adapter.model, rank=1) for _ in range(3)]
+        found += sample(adapter, "qwen3")
+        del dropped
+        results.append(found)
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_sampled_tokens_logprob_is_the_trainers_where_sums_are_cut(
+    mode: Callable[[Mode], None],
+) -> None:
+    mode(TRUNCATING)
+    adapter = train("qwen3")[1]
+    sampler, prompt = _core.Sampler(adapter.model, tokens=512), tokens_of("qwen3", 9)
+    sampler.add(1, prompt, adapter=adapter, max_tokens=7, seed=4)
+    while sampler.active:
+        sampler.step()
+    [drawn] = sampler.take(1)["samples"]
+    whole = np.concatenate([prompt, drawn["tokens"]]).astype(np.int32)
+    [logp], _ = call(adapter, [datum(whole[:-1], whole[1:])], backward=False)
+    np.testing.assert_array_equal(logp[len(prompt) - 1 :], drawn["logprobs"])
+
+
+def test_a_models_gradient_errs_no_more_than_torchs_where_sums_are_cut(
+    mode: Callable[[Mode], None],
+) -> None:
+    mode(TRUNCATING)
+    ours, torchs = [], []
+    for seed in range(3):
+        core = loaded_on("qwen3", "cuda-emulated").core
+        adapter = randomize(_core.Adapter(core, rank=5, alpha=8.0), seed)
+        data = [datum(tokens_of("qwen3", length, seed)) for length in (37, 70)]
+        found, _ = call(adapter, data)
+        arguments = ("qwen3", adapter, data, found, "cross_entropy", None)
+        exact, bf16 = (autograd(*arguments, dtype) for dtype in (torch.float64, torch.bfloat16))
+        flat = [
+            np.concatenate([side[2][key].ravel() for key in sorted(exact[2])])
+            for side in (exact, bf16)
+        ]
+        gradients = cut(adapter, adapter.read("gradients"))
+        own = np.concatenate([gradients[key].ravel() for key in sorted(exact[2])])
+        ours.append(error(own, flat[0]))
+        torchs.append(error(flat[1], flat[0]))
+    assert np.prod(ours) <= 1.1 ** len(ours) * np.prod(torchs)
