@@ -120,6 +120,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
 def _info_options(parser: argparse.ArgumentParser) -> None:
     usage.add_model(parser)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(%(default)s)")
+    usage.add_weights(parser)
     parser.add_argument(
         "--tokens",
         type=usage.whole(0, usage.TOKENS_MAX),
@@ -225,6 +226,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
     usage.add_device(parser)
     usage.add_dtype(parser)
+    usage.add_weights(parser)
     usage.add_checkpoints(parser, "where save_state writes to")
     parser.add_argument(
         "--checkpoints-max",
@@ -245,7 +247,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 def _engine(options: argparse.Namespace) -> dict[str, Any]:
     """What those say that a Backend has by the same names."""
-    names = "device", "dtype", "threads", "memory", "seed", "expire", "checkpoints_max"
+    names = "device", "dtype", "weights", "threads", "memory", "seed", "expire", "checkpoints_max"
     return {name: getattr(options, name) for name in names}
 
 
@@ -348,24 +350,25 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _info(options: argparse.Namespace) -> None:
     from tinsmith.engine.worker import plan
-    from tinsmith.files.families import element_type, left_aside, read_config
+    from tinsmith.files.families import left_aside, read_kept
     from tinsmith.files.gguf_model import source_of
     from tinsmith.files.words import readable
 
     folder = pull.find(options.model, fetch=options.pull)
-    config, inv_freq = read_config(folder)
-    kind = element_type(folder)
+    config, inv_freq, kind, packed, counts = read_kept(folder, options.weights, options.device)
     sizes = plan(
         config,
         inv_freq,
         kind,
+        packed,
         rank=options.rank,
         tokens=options.tokens,
         step_bytes=options.step_memory,
         device=options.device,
     )
     print(
-        f"{source_of(folder)}: {int(config['layers'])} layers, width {int(config['width'])}, {kind}"
+        f"{source_of(folder)}: {int(config['layers'])} layers, width {int(config['width'])}, "
+        f"{_types(counts)}"
     )
     if aside := left_aside(folder):
         tensors = ", ".join(f"{count} tensors of {prefix}*" for prefix, count in aside.items())
@@ -397,6 +400,16 @@ def _info(options: argparse.Namespace) -> None:
     print(
         f"A training step may take {readable(sizes['step_most'])}; "
         f"{longest if sizes['longest'] else 'no datum can be trained in that'}."
+    )
+
+
+def _types(counts: Mapping[str, int]) -> str:
+    """The types that matrices are kept in; what each has, where there are several."""
+    if len(counts) == 1:
+        return next(iter(counts))
+    whole = sum(counts.values())
+    return ", ".join(
+        f"{count / whole:.0%} of its matrices in {kind}" for kind, count in counts.items()
     )
 
 

@@ -73,6 +73,7 @@ def plan(
     config: dict[str, Any],
     inv_freq: NDArray[np.float32],
     weights: str,
+    packed: dict[tuple[str, int], str] | None = None,
     *,
     rank: int,
     tokens: int = 0,
@@ -80,7 +81,7 @@ def plan(
     device: str = "cpu",
 ) -> dict[str, int]:
     """The bytes that a model of this shape would take on a device; see _core.Model.plan."""
-    model = _core.Model(config, inv_freq, weights=weights, device=device)
+    model = _core.Model(config, inv_freq, weights=weights, packed=packed or {}, device=device)
     return model.plan(rank, tokens, step_bytes)
 
 

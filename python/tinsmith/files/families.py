@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.files import config as hugging_face
-from tinsmith.files import gguf_model, home, tokenizer, weights
+from tinsmith.files import gguf_model, home, kept, tokenizer, weights
 from tinsmith.files.config import CONFIG_FILE, read_json
 from tinsmith.files.family import LLAMA_NAMES, NESTED, PREFIX, Family, plain
 from tinsmith.files.gguf_model import HALVES, PAIRS
@@ -197,6 +197,7 @@ class BaseModel:
     weight_bytes: int  # in memory, once loaded
     device: str  # the engine's, which also says what products are computed in
     kind: str  # "bf16" or "f32": how matrices are kept
+    packed: Mapping[kept.Place, str]  # those of fewer bits
     config: Mapping[str, Any] = field(repr=False, compare=False)
     inv_freq: NDArray[np.float32] = field(repr=False, compare=False)
 
@@ -213,6 +214,7 @@ def load_model(
     *,
     device: str = "cpu",
     dtype: str | None = None,
+    weights: str = "stored",
     threads: int = 0,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedModel:
@@ -221,28 +223,36 @@ def load_model(
     dtype is what products with base weights are computed in: "float32", which is exact for bf16
     checkpoints too; "bfloat16", which also rounds the weights of others; "auto": bfloat16 for a
     bf16 checkpoint where that is faster on this processor, else float32; None: float32 on the
-    CPU, and on a GPU bfloat16, which is all it has. Sums are always float32. `report` is called
-    with the bytes loaded and the bytes in all.
+    CPU, and on a GPU bfloat16, which is all it has. Sums are always float32. weights is what they
+    are kept in: "stored": as they come; "bf16"; "int8" or "int4": blocks of so many bits, and the
+    model is that of the numbers that these mean (kept.py). `report` is called with the bytes loaded
+    and the bytes in all.
 
     Raises FileNotFoundError for a missing file, and ValueError for content that is not supported or
     does not fit. Each names the file, what was expected and what came.
     """
-    model = inspect_model(path, device=device, dtype=dtype)
+    model = inspect_model(path, device=device, dtype=dtype, weights=weights)
     return load_weights(model, threads=threads, report=report)
 
 
-def inspect_model(path: Path | str, *, device: str = "cpu", dtype: str | None = None) -> BaseModel:
+def inspect_model(
+    path: Path | str, *, device: str = "cpu", dtype: str | None = None, weights: str = "stored"
+) -> BaseModel:
     """Checks all that load_model checks, in the files' headers; no weights are read."""
     folder = Path(path).resolve()
+    kept.check(weights, device)
     family, config, inv_freq = _read_model(folder)
     vocab = int(config["vocab"])
     known = tokenizer.read(folder)
     eos_ids = tokenizer.read_eos(folder, family.section, known, vocab)
     with gguf_model.open_tensors(folder) as tensors:
         family = family.of(tensors)
-        kind, device = _choose_type(_element_type(family, tensors), device, dtype)
-        core = _core.Model(config, inv_freq, weights=kind, threads=1)
-        _check_tensors(family, core.slots, tensors, tied=bool(config["tied"]))
+        stored = "bf16" if weights == "bf16" else _element_type(family, tensors)
+        kind, device = _choose_type(stored, device, dtype)
+        slots = _core.Model(config, inv_freq, weights=kind, threads=1).slots
+        held = _check_tensors(family, slots, tensors, tied=bool(config["tied"]))
+        packed = kept.choose(weights, device, _stored(held, tensors))
+        core = _core.Model(config, inv_freq, weights=kind, packed=packed, threads=1)
     return BaseModel(
         path=folder,
         family=family,
@@ -254,6 +264,7 @@ def inspect_model(path: Path | str, *, device: str = "cpu", dtype: str | None = 
         weight_bytes=core.weight_bytes,
         device=device,
         kind=kind,
+        packed=packed,
         config=config,
         inv_freq=inv_freq,
     )
@@ -268,7 +279,7 @@ def load_weights(
     """Reads the weights of a model that was inspected into the engine."""
     core = open_core(model, threads=threads)
     for piece in read_weights(model, core.slots):
-        core.load(piece.slot, piece.layer, piece.array, piece.index)
+        core.load(piece.slot, piece.layer, piece.array, piece.index, piece.packed)
         report(piece.done, piece.total)
     return close_core(model, core)
 
@@ -283,12 +294,18 @@ class Piece:
     array: np.ndarray
     done: int
     total: int
+    packed: str | None = None  # the array's type, where it has blocks
 
 
 def open_core(model: BaseModel, *, threads: int) -> _core.Model:
     """A model in the engine that has no weights yet."""
     return _core.Model(
-        dict(model.config), model.inv_freq, weights=model.kind, device=model.device, threads=threads
+        dict(model.config),
+        model.inv_freq,
+        weights=model.kind,
+        packed=dict(model.packed),
+        device=model.device,
+        threads=threads,
     )
 
 
@@ -305,23 +322,51 @@ def read_weights(
             entry = tensors.entry(name)
             fetch(entry)
             done += entry.size
-            array = tensors[name]
-            weights.check_finite(array, f"{entry.file}: {name}")
-            whole = array.ravel() if held[0][0] in family.tails or array.ndim == 1 else _rows(array)
+            read = _Tensor(model, tensors, name)
             row = 0
             for slot, layer, index, rows, cols in held:
-                part = whole[row : row + rows] if whole.ndim == 2 else whole
-                kept = _as_kept(part, model.kind)
-                if kept.itemsize < array.itemsize:  # float32's largest are none of bfloat16's
-                    what = f"{entry.file}: {name}, in bfloat16,"
-                    weights.check_finite(kept, what, array.shape, row * cols)
+                array, packed = read.rows(slot, layer, row, rows, cols)
                 row += rows
-                kept = kept + np.float32(1) if slot in family.plus_one else kept
-                yield Piece(slot, layer, index, kept, done, total)
+                yield Piece(slot, layer, index, array, done, total, packed)
         for slot, layer, index, _, length in slots:
             if slot in family.constants:
                 constant = np.full(length, family.constants[slot](length), np.float32)
                 yield Piece(slot, layer, index, constant, done, total)
+
+
+class _Tensor:
+    """One tensor of a model's files, of which slots take their rows; finite, or ValueError."""
+
+    def __init__(self, model: BaseModel, tensors: weights.Tensors, name: str) -> None:
+        self._model, self._tensors, self._name = model, tensors, name
+        self._what = f"{tensors.entry(name).file}: {name}"
+        self._wide: np.ndarray | None = None
+        self._blocks: tuple[np.ndarray, str] | None = None
+
+    def rows(
+        self, slot: str, layer: int, first: int, rows: int, cols: int
+    ) -> tuple[np.ndarray, str | None]:
+        """Those rows as the engine takes them for a slot, and the type of blocks, if they are."""
+        kind = self._model.packed.get((slot, layer))
+        if kind is not None and kind == self._tensors.stored(self._name):
+            if self._blocks is None:
+                self._blocks = self._tensors.blocks(self._name)
+                kept.check_blocks(*self._blocks, self._what)
+            blocks, packed = self._blocks
+            return blocks[first : first + rows], packed
+        if self._wide is None:
+            self._wide = self._tensors[self._name]
+            weights.check_finite(self._wide, self._what)
+        family, array = self._model.family, self._wide
+        whole = array.ravel() if slot in family.tails or array.ndim == 1 else _rows(array)
+        part = whole[first : first + rows] if whole.ndim == 2 else whole
+        if kind is not None:
+            return part, None  # quantised when it is loaded
+        narrowed = _as_kept(part, self._model.kind)
+        if narrowed.itemsize < array.itemsize:  # float32's largest are none of bfloat16's
+            what = f"{self._what}, in bfloat16,"
+            weights.check_finite(narrowed, what, array.shape, first * cols)
+        return (narrowed + np.float32(1) if slot in family.plus_one else narrowed), None
 
 
 def close_core(model: BaseModel, core: _core.Model) -> LoadedModel:
@@ -360,6 +405,22 @@ def element_type(path: Path | str) -> str:
     """ "bf16" or "f32": how the engine will keep a folder's matrices. Only headers are read."""
     with gguf_model.open_tensors(path) as tensors:
         return _element_type(read_family(path), tensors)
+
+
+def read_kept(
+    path: Path | str, weights: str, device: str
+) -> tuple[dict[str, Any], NDArray[np.float32], str, dict[kept.Place, str], dict[str, int]]:
+    """A folder's config and frequencies, and what its matrices are kept in: the wide type, those of
+    fewer bits, and how many numbers each type has. Only headers are read."""
+    kept.check(weights, device)
+    family, config, inv_freq = _read_model(Path(path))
+    with gguf_model.open_tensors(path) as tensors:
+        family = family.of(tensors)
+        kind = "bf16" if weights == "bf16" else _element_type(family, tensors)
+        slots = _core.Model(config, inv_freq, weights=kind, threads=1).slots
+        held = _check_tensors(family, slots, tensors, tied=bool(config["tied"]))
+        packed = kept.choose(weights, device, _stored(held, tensors))
+    return config, inv_freq, kind, packed, kept.tally(slots, packed, kind)
 
 
 def left_aside(path: Path | str) -> dict[str, int]:
@@ -526,6 +587,18 @@ def read_places(path: Path | str) -> tuple[Family, dict[str, list[Place]]]:
         if not family.stacked(parts[0][0]):
             found[plain(name.removesuffix(".weight"))] = [Place(name, 0, first, parts[0][4])]
     return family, found
+
+
+def _stored(
+    held: Mapping[str, Sequence[tuple[str, int, int, int, int]]], tensors: weights.Tensors
+) -> dict[kept.Place, set[str | None]]:
+    """In what types with blocks, or None, the matrices of each slot of a layer are stored."""
+    found: dict[kept.Place, set[str | None]] = {}
+    for name, parts in held.items():
+        for slot, layer, _, rows, _ in parts:
+            if rows > 1:
+                found.setdefault((slot, layer), set()).add(tensors.stored(name))
+    return found
 
 
 def _element_type(family: Family, tensors: weights.Tensors) -> str:

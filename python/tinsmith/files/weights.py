@@ -107,6 +107,15 @@ class Tensors(Mapping[str, np.ndarray]):
             with contextlib.suppress(BufferError):  # a view is still alive and keeps its map
                 bits.close()
 
+    def stored(self, name: str) -> str | None:
+        """The type with blocks (kept.py) that the tensor is stored in, if it is one."""
+        return None
+
+    def blocks(self, name: str) -> tuple[np.ndarray, str]:
+        """A stored tensor's blocks: uint8, those of each of its rows in a row; and the type of the
+        array (csrc/device/dtype.c)."""
+        raise KeyError(name)
+
     def entry(self, name: str) -> Entry:
         """A tensor's entry in the header; its bytes are not touched."""
         return self._entries[name]

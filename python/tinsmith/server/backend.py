@@ -128,6 +128,7 @@ class Backend:
         allow_origins: Iterable[str] = (),
         device: str = "auto",
         dtype: str = "auto",
+        weights: str = "stored",
         threads: int = 0,
         memory: int | None = None,
         preload: bool | None = None,
@@ -155,7 +156,7 @@ class Backend:
             self.history = History(self._state, self._settings, self._origin)
             undo.callback(self.history.close)
             device = choose_device(device)
-            bases = inspect_models(models, device=device, dtype=dtype)
+            bases = inspect_models(models, device=device, dtype=dtype, weights=weights)
             self._metrics = Metrics()
             self.watch = Watch(self._metrics, *tracing())
             undo.callback(self.watch.close)
