@@ -101,6 +101,21 @@ static inline vf v_load_bf16(const void *p)
     return v;
 }
 
+/* VL bytes with a sign, widened. */
+static inline vf v_load_bytes(const void *p)
+{
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p)));
+#elif defined(__AVX2__)
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p)));
+#else
+    const int8_t *at = p;
+    vf v;
+    for (int i = 0; i < VL; i++) v[i] = at[i];
+    return v;
+#endif
+}
+
 /* VL of f16, widened. */
 static inline vf v_load_half(const void *p)
 {

@@ -110,8 +110,8 @@ class Model:
     of attention; and of each layer's parts their kinds (csrc/model/layers.inc): mixers,
     full_attention, sliding_attention or linear_attention, and feeds, mlp, experts or
     experts_with_shared. What is missing is 0. inv_freq is (rotary/2,) float32.
-    weights is the element type that matrices are kept in, except those of `packed`: {(slot, layer or
-    -1): a type with blocks} (csrc/device/dtype.c). Products are exact for each.
+    weights is the element type that matrices are kept in, but those of `packed`, {(slot, layer or
+    -1): type}, have blocks (csrc/device/dtype.c). Products are exact for each.
     """
 
     def __init__(

@@ -46,8 +46,8 @@ class Model(Handle[_core.Model]):
     or "cuda". threads: 0 takes all cores. dtype: the type of products with base weights: "float32",
     "bfloat16", or "auto". "auto" is bfloat16 for a bfloat16 model where that is faster on this
     processor, else float32. weights: what base weights are kept in: "stored", as they come; "bf16";
-    "int8" or "int4", blocks of so many bits with a scale, which is another model. progress: True draws a bar with tqdm; or pass a function, called
-    with (bytes loaded, bytes in all).
+    "int8" or "int4", blocks of so many bits with a scale, which is another model. progress: True
+    draws a bar with tqdm; or pass a function, called with (bytes loaded, bytes in all).
 
     Raises FileNotFoundError or ValueError with a sentence for a model that can't be loaded,
     RuntimeError for a device that can't be used, MemoryError if the model does not fit.
