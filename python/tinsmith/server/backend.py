@@ -139,7 +139,7 @@ class Backend:
     ):
         if not models:
             raise ValueError("there is no model to serve: name at least one")
-        hosts = frozenset(name.lower() for name in allow_hosts)
+        hosts = frozenset(map(str.lower, allow_hosts))
         access = Access(host, hosts, frozenset(allow_origins), api_key)
         self._key = api_key or API_KEY
         self.checkpoints = Path(checkpoints).resolve()
