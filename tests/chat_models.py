@@ -10,6 +10,9 @@ from typing import Any
 
 CONTEXT = 1024
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHANNELS = (
+    "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>",
+)  # fmt: skip
 MARKS = ("<tool_call>", "</tool_call>")  # tokens that are not special, as Qwen has them
 
 QWEN = """\
@@ -75,7 +78,31 @@ MISTRAL = """\
     {%- endif %}
 {%- endfor %}
 """
-TEMPLATES = {"qwen": QWEN, "llama": LLAMA, "mistral": MISTRAL}
+HARMONY = """\
+{%- if tools %}
+    {{- '<|start|>developer<|message|># Tools' }}
+    {%- for tool in tools %}{{- '\\n// ' + (tool.function.parameters | tojson) }}{%- endfor %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<|start|>assistant to=functions.' + call.function.name }}
+            {{- '<|channel|>commentary <|constrain|>json<|message|>' }}
+            {{- call.function.arguments | tojson + '<|call|>' }}
+        {%- else %}
+            {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+        {%- endfor %}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start|>functions.' + message.name + ' to=assistant<|channel|>commentary' }}
+        {{- '<|message|>' + message.content + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
+"""
+TEMPLATES = {"qwen": QWEN, "llama": LLAMA, "mistral": MISTRAL, "harmony": HARMONY}
 
 WEATHER = {
     "type": "function",
@@ -122,6 +149,8 @@ def make_tokenizer(folder: Path, template: str | None, *, as_file: bool = False)
     )
     tokenizer.train_from_iterator([QWEN, CALL, json.dumps(WEATHER)], trainer)
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
+    if template is HARMONY:
+        tokenizer.add_special_tokens(list(CHANNELS))
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

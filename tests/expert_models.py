@@ -45,15 +45,49 @@ def route(
     return shares, chosen, index
 
 
+def matrices(
+    experts: torch.nn.Module, number: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of one expert's gate, up and down, outputs as rows."""
+    first, last = experts.gate_up_proj[number], experts.down_proj[number]
+    if experts.is_transposed:  # gpt-oss's, where rows of gate and up take turns
+        return first.T[0::2], first.T[1::2], last.T
+    return *first.chunk(2), last
+
+
+def biases(
+    experts: torch.nn.Module, number: int
+) -> tuple[torch.Tensor | float, torch.Tensor | float, torch.Tensor | float]:
+    """Those of one expert's gate, up and down."""
+    if not experts.has_bias:
+        return 0.0, 0.0, 0.0
+    first = experts.gate_up_proj_bias[number]
+    return first[0::2], first[1::2], experts.down_proj_bias[number]
+
+
+def unit(experts: torch.nn.Module, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """swiglu, or gpt-oss's with the limit of its config, which transformers 5.5 takes to be 7."""
+    if not experts.has_bias:
+        return torch.nn.functional.silu(gate) * up
+    limit = getattr(experts.config, "swiglu_limit", 7.0)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+def shares_of(index: torch.Tensor, share: torch.Tensor, number: int) -> torch.Tensor:
+    """Each row's share of one expert, (rows, 1)."""
+    return torch.where(index == number, share, 0.0).sum(-1, keepdim=True)
+
+
 def every_expert(
     module: torch.nn.Module, x: torch.Tensor, index: torch.Tensor, share: torch.Tensor
 ) -> torch.Tensor:
     """Every expert on every row, of which the chosen ones count."""
     total = torch.zeros_like(x)
-    for number, (first, last) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
-        gate, up = (x @ first.T).chunk(2, -1)
-        y = (torch.nn.functional.silu(gate) * up) @ last.T
-        total = total + y * torch.where(index == number, share, 0.0).sum(-1, keepdim=True)
+    for number in range(len(module.down_proj)):
+        (w1, w3, w2), (b1, b3, b2) = matrices(module, number), biases(module, number)
+        y = unit(module, x @ w1.T + b1, x @ w3.T + b3) @ w2.T + b2
+        total = total + y * shares_of(index, share, number)
     return total.to(x.dtype)  # shares are f32 where a router computes so
 
 
@@ -65,8 +99,8 @@ class LoraExperts(torch.nn.Module):
         self, experts: torch.nn.Module, rank: int, scale: float, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
-        self.scale, (count, width, ffn) = scale, experts.down_proj.shape
+        self.experts, self.scale, count = experts, scale, len(experts.down_proj)
+        width, ffn = matrices(experts, 0)[2].shape
         for name, common, rows, cols in (
             ("w1", "A", ffn, width), ("w3", "A", ffn, width), ("w2", "B", width, ffn)
         ):  # fmt: skip
@@ -106,28 +140,26 @@ class LoraExperts(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, index: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         total = torch.zeros_like(x)
-        for number in range(len(self.down_proj)):
-            gate, up = (x @ self.gate_up_proj[number].T).chunk(2, -1)
-            gate = gate + self.change("w1", number, x)
-            up = up + self.change("w3", number, x)
-            y = torch.nn.functional.silu(gate) * up
-            y = y @ self.down_proj[number].T + self.change("w2", number, y)
-            taken = torch.where(index == number, share, 0.0).sum(-1, keepdim=True)
-            total = total + y * taken.to(y.dtype)
+        for number in range(len(self.experts.down_proj)):
+            (w1, w3, w2), (b1, b3, b2) = (of(self.experts, number) for of in (matrices, biases))
+            gate = x @ w1.T + b1 + self.change("w1", number, x)
+            up = x @ w3.T + b3 + self.change("w3", number, x)
+            y = unit(self.experts, gate, up)
+            y = y @ w2.T + b2 + self.change("w2", number, y)
+            total = total + y * shares_of(index, share, number).to(y.dtype)
         return total
 
 
 def united(model: torch.nn.Module) -> torch.nn.Module:
     """The model with LoRA on experts added to their weights."""
-    for module in model.modules():
-        if isinstance(module, LoraExperts):
-            half = module.gate_up_proj.shape[1] // 2
+    for layer in model.model.layers:
+        lora = getattr(layer.mlp, "experts", None)
+        if isinstance(lora, LoraExperts):
             with torch.no_grad():
-                for index, (first, last) in enumerate(
-                    zip(module.gate_up_proj, module.down_proj, strict=True)
-                ):
-                    first[:half] += module.delta("w1", index)
-                    first[half:] += module.delta("w3", index)
-                    last += module.delta("w2", index)
-            del module.w1, module.w2, module.w3
+                for number in range(len(lora.experts.down_proj)):
+                    for name, matrix in zip(
+                        ("w1", "w3", "w2"), matrices(lora.experts, number), strict=True
+                    ):
+                        matrix += lora.delta(name, number)
+            layer.mlp.experts = lora.experts
     return model

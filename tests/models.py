@@ -196,11 +196,30 @@ SPECS = {
         "40KB",
         kind="qwen3_5_moe_text",
     ),
+    "gpt_oss": Spec(
+        "gpt_oss",
+        {"vocab_size": 98, "hidden_size": 32, "intermediate_size": 23, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 10, "tie_word_embeddings": False,
+         "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 32,
+         "swiglu_limit": 1.5, "rope_parameters": YARN | {"truncate": False}},
+    ),
+    "gpt_oss-tied": Spec(
+        "gpt_oss",
+        {"vocab_size": 93, "hidden_size": 26, "intermediate_size": 31, "num_attention_heads": 3,
+         "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True,
+         "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 21,
+         "layer_types": ["full_attention", "sliding_attention"], "attention_bias": False,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        torch.bfloat16,
+        "30KB",
+    ),
 }  # fmt: skip
+MIXTURES = [name for name, spec in SPECS.items() if "num_experts_per_tok" in spec.config]
 VISION = {
     "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "patch_size": 2,
     "num_position_embeddings": 4,
 }  # fmt: skip
+EXPERTS = ("MoeExperts", "OssExperts")  # ends of transformers' names of classes
 disable_progress_bar()
 _ROOT = tempfile.TemporaryDirectory(prefix="tinsmith-models-")
 
@@ -223,7 +242,8 @@ def make(spec: Spec, folder: Path, seed: int = 0) -> Path:
                 if parameter.dim() == 2:
                     parameter.copy_(noise * (1.3 / parameter.shape[1] ** 0.5))
                 elif ".experts." in name:
-                    parameter.copy_(noise * (1.3 / parameter.shape[2] ** 0.5))
+                    inputs = parameter.shape[1 if spec.family == "gpt_oss" else 2]
+                    parameter.copy_(noise * (1.3 / inputs**0.5))
                 elif name.endswith("norm.weight"):
                     parameter.add_(0.3 * noise)  # to ones, or to zeros where 1 + w multiplies
                 elif name.endswith("A_log"):
@@ -286,7 +306,7 @@ def reference(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(folder(name), dtype=dtype)
     model = model.to(dtype).eval()  # a model with a part that sees takes its parts' own types
     for module in model.modules():
-        if type(module).__name__.endswith("MoeExperts"):  # torch's product of bf16 wants even sizes
+        if type(module).__name__.endswith(EXPERTS):  # torch's product of bf16 wants even sizes
             module.forward = types.MethodType(every_expert, module)
     return model
 
@@ -305,9 +325,9 @@ def in_double(model: PreTrainedModel) -> PreTrainedModel:
             module.forward = types.MethodType(_rmsnorm, module)
         if isinstance(module, Qwen3_5GatedDeltaNet | Qwen3_5MoeGatedDeltaNet):
             module.chunk_gated_delta_rule = recurrence
-        if name.endswith("TopKRouter"):
+        if name.endswith("MoeTopKRouter"):
             module.forward = types.MethodType(route, module)
-        if name.endswith("MoeExperts"):
+        if name.endswith(EXPERTS):
             module.forward = types.MethodType(every_expert, module)
     return model
 

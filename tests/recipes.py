@@ -23,6 +23,7 @@ HYBRIDS = ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-9B-Base")
 SMALL, CHAT, BASE = HYBRIDS
 MIXTURE = "Qwen/Qwen3.6-35B-A3B"  # likewise: a small random one with experts
 LONG_MIXTURE = f"{MIXTURE}:peft:262144"
+OSS = "openai/gpt-oss-20b"  # likewise: a small random one whose tokenizer knows channels
 
 
 @dataclass(frozen=True)
@@ -407,6 +408,14 @@ RECIPES: Sequence[Recipe] = (
         "its recipe's",
         learns(4),
         models=("MODEL",),
+    ),
+    Recipe(  # what chat_sl.sweep.launch_all starts for this model, with fewer and other data
+        "recipes.chat_sl.sweep (gpt-oss)",
+        f"recipe=sft base.model_name={OSS} base.dataset=conversations.jsonl base.batch_size=4 "
+        "learning_rates=[1e-3] lora_ranks=[4] training_budget_examples=8",
+        "its recipe's",
+        learns(2),
+        models=(OSS,),
     ),
     Recipe(
         "eval.custom_evaluators",

@@ -9,10 +9,20 @@ from pathlib import Path
 
 import pytest
 from chat_models import CALL, CONVERSATION, TEMPLATES, WEATHER, make_tokenizer
-from tinsmith.chat.chat import Chat
+from tinsmith.chat.chat import Answer, Chat
 from tinsmith.chat.template import ChatTemplate
 from tinsmith.chat.text import Stops, Text, pieces, token_bytes
-from tinsmith.chat.tools import FORMATS, Piece, ToolCall, ToolReader, format_of
+from tinsmith.chat.tools import (
+    FORMATS,
+    ChannelReader,
+    Piece,
+    Thought,
+    ToolCall,
+    ToolReader,
+    format_of,
+)
+from tinsmith.server import anthropic_messages, openai_chat
+from tinsmith.server.inference import joined
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
@@ -226,12 +236,12 @@ CASES: tuple[tuple[int, str, list[Piece]], ...] = (
     (2, f"[TOOL_CALLS]{ARRAY}", [ZURICH]),
     (2, f"[TOOL_CALLS]{NAMED}[TOOL_CALLS]{NAMED}", [ZURICH, ZURICH]),
     (2, "[TOOL_CALLS]none", ["[TOOL_CALLS]none"]),
-    (3, OBJECT, [ZURICH]),
-    (3, f"<|python_tag|>{OBJECT}; {OBJECT}", [ZURICH, ZURICH]),
-    (3, f" \n{OBJECT}\n", [ZURICH]),
-    (3, f"Look: {OBJECT} ", [f"Look: {OBJECT} "]),
-    (3, '{"a": [1, 2]}', ['{"a": [1, 2]}']),
-    (3, "<|pyth", ["<|pyth"]),
+    (4, OBJECT, [ZURICH]),
+    (4, f"<|python_tag|>{OBJECT}; {OBJECT}", [ZURICH, ZURICH]),
+    (4, f" \n{OBJECT}\n", [ZURICH]),
+    (4, f"Look: {OBJECT} ", [f"Look: {OBJECT} "]),
+    (4, '{"a": [1, 2]}', ['{"a": [1, 2]}']),
+    (4, "<|pyth", ["<|pyth"]),
 )
 
 
@@ -255,10 +265,76 @@ def test_text_before_a_call_is_not_held_back() -> None:
     assert reader.add("day") == [" <today"]
 
 
-@pytest.mark.parametrize(("name", "row"), (("qwen", 1), ("mistral", 2), ("llama", 3)))
+@pytest.mark.parametrize(
+    ("name", "row"), (("qwen", 1), ("mistral", 2), ("harmony", 3), ("llama", 4))
+)
 def test_a_template_says_how_it_writes_calls(name: str, row: int) -> None:
     assert format_of(TEMPLATES[name]) is FORMATS[row]
     assert format_of("{{ messages }}") is None
+
+
+SEEN = "<|channel|>analysis<|message|>Rain?<|end|><|start|>assistant"
+HEAD = " to=functions.weather<|channel|>commentary <|constrain|>json<|message|>"
+LATER = "<|start|>assistant<|channel|>commentary to=functions.weather<|message|>"
+CHANNELS: tuple[tuple[str, list[Piece]], ...] = (
+    (f"{SEEN}<|channel|>final<|message|>It < rains.", [Thought("Rain?"), "It < rains."]),
+    (f'{SEEN}{HEAD}{{"town": "Zürich"}}', [Thought("Rain?"), ZURICH]),  # <|call|> has ended it
+    (f'{HEAD}{{"town": "Zürich"}}<|call|>{LATER}{{"town": "Zürich"}}', [ZURICH, ZURICH]),
+    (
+        f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{HEAD}"
+        '{"town": "Zürich"}',
+        ["I look.", ZURICH],
+    ),
+    (f"{HEAD}rain<|call|>", [f"{HEAD}rain<|call|>"]),
+    (f"{HEAD}[1]", [f"{HEAD}[1]"]),
+    ("assistants are plain <b>text</b>", ["assistants are plain <b>text</b>"]),
+    ("assist", ["assist"]),
+    ("<|channel|>analysis", []),  # cut off
+    ("", []),
+)
+
+
+@pytest.mark.parametrize(("said", "wanted"), CHANNELS)
+def test_channels_are_told_apart_however_the_text_is_cut(said: str, wanted: list[Piece]) -> None:
+    for parts in cuts(said):
+        reader, found = ChannelReader(FORMATS[3], SCHEMAS, wanted=True), list[Piece]()
+        for piece in parts:
+            found += reader.add(piece)
+        found += reader.end()
+        assert joined(found) == wanted, parts
+        assert reader.calls == sum(isinstance(piece, ToolCall) for piece in found)
+
+
+def test_a_final_answer_is_given_out_as_it_comes() -> None:
+    reader = ChannelReader(FORMATS[3], SCHEMAS, wanted=False)
+    assert reader.add(f"{SEEN}<|channel|>final<|message|>It ra") == [Thought("Rain?"), "It ra"]
+    assert reader.add("ins <|en") == ["ins "]
+    assert (reader.end(), reader.calls) == (["<|en"], 0)
+
+
+def test_an_answer_in_channels_is_read_without_tools_too(folder) -> None:
+    chat = Chat(folder("harmony"))
+    tokens = chat.encode(f"{SEEN}<|channel|>final<|message|>It rains.<|return|>")
+
+    def read(answer: Answer) -> list[Piece]:
+        return joined([piece for token in tokens for piece in answer.add(token)] + answer.end())
+
+    assert read(chat.answer()) == [Thought("Rain?"), "It rains."]
+    assert read(chat.answer([WEATHER])) == [Thought("Rain?"), "It rains."]
+    assert read(chat.answer([], ["ra"])) == [Thought("Rain?"), "It "]
+    assert read(chat.continuation()) == ["analysisRain?assistantfinalIt rains."]  # it is no answer
+    call = chat.encode(f'{SEEN}{HEAD}{{"town": "Zürich"}}')
+    tokens = call
+    assert read(chat.answer([WEATHER])) == [Thought("Rain?"), ZURICH]
+    assert read(chat.answer()) == [Thought("Rain?"), '{"town": "Zürich"}']
+
+
+def test_thoughts_are_reasoning_content_to_openai_and_nothing_to_anthropic() -> None:
+    pieces: list[Piece] = [Thought("Rain?"), "It rains.", ZURICH]
+    deltas = [openai_chat._delta(piece, 0)[0] for piece in pieces]
+    assert deltas[:2] == [{"reasoning_content": "Rain?"}, {"content": "It rains."}]
+    assert deltas[2]["tool_calls"][0]["function"]["name"] == "weather"
+    assert anthropic_messages._said(pieces) == pieces[1:]
 
 
 def test_an_answer_ends_at_a_stop_string_and_its_call_is_whole(folder) -> None:

@@ -13,6 +13,7 @@ import safetensors.numpy
 import tinker
 import torch
 from models import (
+    MIXTURES,
     SPECS,
     Spec,
     as_double,
@@ -35,7 +36,7 @@ from tinsmith.files.export import export
 from tinsmith.files.words import readable
 from tinsmith.server.backend import Backend
 
-NAMES = [name for name in SPECS if "_moe" in name]
+NAMES = MIXTURES
 
 # ---- how many numbers ----
 
@@ -63,6 +64,15 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
          "num_attention_heads": 32, "linear_num_value_heads": 64, "num_experts": 512,
          "num_experts_per_tok": 10, "moe_intermediate_size": 1024,
          "shared_expert_intermediate_size": 1024},
+    ),
+    "openai/gpt-oss-20b": (
+        "GptOssForCausalLM",
+        {"vocab_size": 201088, "hidden_size": 2880, "num_hidden_layers": 24,
+         "num_local_experts": 32},
+    ),
+    "openai/gpt-oss-120b": (
+        "GptOssForCausalLM",
+        {"vocab_size": 201088, "hidden_size": 2880, "num_hidden_layers": 36},
     ),
 }  # fmt: skip
 SAME = {
@@ -189,6 +199,24 @@ def test_a_checkpoint_has_the_names_and_shapes_of_the_hosted_service(tmp_path: P
     assert not any(".mlp.gate." in name for name in found)  # no router is trained
 
 
+def test_a_gpt_oss_checkpoint_has_the_names_of_the_hosted_service(tmp_path: Path) -> None:
+    """There its attention is `attn`; as transformers and PEFT call it, it is read too."""
+    adapter = saved(folder("gpt_oss"), tmp_path / "a")
+    (tmp_path / "a" / "meta.json").unlink()
+    found = read(tmp_path / "a", checkpoint.ADAPTER_FILE)
+    stem = "base_model.model.model.layers.1"
+    for letter in "qkvo":
+        assert f"{stem}.attn.{letter}_proj.lora_A.weight" in found
+    assert found[f"{stem}.mlp.experts.w1.lora_A.weight"].shape == (1, 4, 32)
+    assert found[f"{stem}.mlp.experts.w3.lora_B.weight"].shape == (8, 23, 4)
+    assert found[f"{stem}.mlp.experts.w2.lora_B.weight"].shape == (1, 32, 4)
+    renamed = {name.replace(".attn.", ".self_attn."): array for name, array in found.items()}
+    assert renamed.keys() != found.keys()
+    safetensors.numpy.save_file(renamed, tmp_path / "a" / checkpoint.ADAPTER_FILE)
+    again = peft.load_adapter(tmp_path / "a", loaded("gpt_oss"), optimizer=False)
+    np.testing.assert_array_equal(again.read("weights"), adapter.read("weights"))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_is_loaded_again(name: str, tmp_path: Path) -> None:
     adapter = saved(folder(name), tmp_path / "a")
@@ -214,9 +242,10 @@ def test_the_cookbook_merges_it_as_we_do(name: str, unembed: bool, tmp_path: Pat
     for key, tensor in ours.items():
         np.testing.assert_allclose(theirs[key], tensor, rtol=rtol, atol=2e-6, err_msg=key)
     changed = {key for key in before if not np.array_equal(before[key], ours[key])}
-    experts = {key for key in before if ".experts." in key}
+    experts = {key for key in before if ".experts." in key and not key.endswith("_bias")}
     assert experts and experts <= changed
-    assert not any(key.endswith(("mlp.gate.weight", "_expert_gate.weight")) for key in changed)
+    frozen = ("mlp.gate.weight", "mlp.router.weight", "_expert_gate.weight", "bias", "sinks")
+    assert not any(key.endswith(frozen) for key in changed)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -237,7 +266,7 @@ def test_the_cookbooks_peft_adapter_of_it_is_the_adapter(name: str, tmp_path: Pa
         np.testing.assert_array_equal(tensor, other[key], err_msg=key)
 
 
-@pytest.mark.parametrize("name", ("qwen3_moe", "qwen3_5_moe"))
+@pytest.mark.parametrize("name", ("qwen3_moe", "qwen3_5_moe", "gpt_oss"))
 def test_transformers_computes_the_adapters_logprobs_from_the_cookbooks_merged_folder(
     name: str, tmp_path: Path
 ) -> None:

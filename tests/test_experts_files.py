@@ -12,6 +12,7 @@ import torch
 from expert_models import fuse
 from folders import changed, rewritten
 from models import (
+    MIXTURES,
     SPECS,
     Spec,
     as_double,
@@ -27,8 +28,9 @@ from models import (
 from tinsmith import _core
 from tinsmith.files import families
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssRotaryEmbedding
 
-NAMES = [name for name in SPECS if "_moe" in name]
+NAMES = [name for name in MIXTURES if "_moe" in name]  # whose experts have tensors of two kinds
 
 # ---- config.json ----
 
@@ -109,10 +111,36 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "use_sliding_window is True, which is not supported",
     ),
     "experts of another kind": ("qwen3_moe", {"n_routed_experts": 8}, "n_routed_experts is 8"),
+    "a limit of none": (
+        "gpt_oss",
+        {"swiglu_limit": 0},
+        "swiglu_limit should be a positive number, found 0",
+    ),
+    "another slope": ("gpt_oss", {"swiglu_alpha": 2.0}, "swiglu_alpha is 2.0; only 1.702 is"),
+    "a bias that is none": (
+        "gpt_oss",
+        {"attention_bias": 1},
+        "attention_bias should be true or false, found 1",
+    ),
+    "sliding layers of no width": (
+        "gpt_oss",
+        {"sliding_window": -1},
+        "sliding_window should be a positive integer, found -1",
+    ),
+    "layers of another kind": (
+        "gpt_oss",
+        {"layer_types": ["sliding_attention", "linear_attention"]},
+        "layer_types has linear_attention for layer 1; it should be sliding_attention or full_att",
+    ),
+    "kinds of other layers": (
+        "gpt_oss",
+        {"layer_types": ["full_attention"]},
+        "layer_types should name 2 layers",
+    ),
     "quantised experts": (
         "qwen3_moe",
         {"quantization_config": {"quant_method": "fp8"}},
-        "quantization_config is {'quant_method",
+        "quantization_config is 'fp8', which is not supported",
     ),
 }
 
@@ -130,6 +158,9 @@ HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
     "a window that is off": ("qwen3_moe", {"sliding_window": 4096, "max_window_layers": 48}),
     "the router's loss": ("qwen3_5_moe", {"router_aux_loss_coef": 0.1, "mlp_only_layers": []}),
     "shares that are divided": ("qwen3_5_moe", {"norm_topk_prob": True}),
+    "gpt-oss's slope": ("gpt_oss", {"swiglu_alpha": 1.702, "initial_context_length": 40}),
+    "gpt-oss's turns": ("gpt_oss", {"layer_types": None}),
+    "gpt-oss's other name": ("gpt_oss", {"num_local_experts": None, "num_experts": 8}),
 }
 
 
@@ -166,6 +197,44 @@ def test_sizes_are_transformers_where_the_file_does_not_say(
         assert config[size] == getattr(wanted, key), key
     assert config["norm_shares"] == int(getattr(wanted, "norm_topk_prob", True))
     assert set(config["feeds"]) == {"experts_with_shared" if shared else "experts"}
+
+
+def test_gpt_oss_is_transformers_where_the_file_does_not_say(tmp_path: Path) -> None:
+    missing = (
+        "num_local_experts", "num_experts_per_tok", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "intermediate_size", "sliding_window", "swiglu_limit", "attention_bias",
+        "rms_norm_eps", "layer_types", "rope_parameters",
+    )  # fmt: skip
+    path = changed(tmp_path, "gpt_oss", num_hidden_layers=5, **dict.fromkeys(missing))
+    config, inv_freq = families.read_config(path)
+    wanted = AutoConfig.from_pretrained(path)
+    for size, key in {
+        "experts": "num_local_experts",
+        "chosen": "num_experts_per_tok",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "head_width": "head_dim",
+        "expert_ffn": "intermediate_size",
+        "window": "sliding_window",
+        "norm_eps": "rms_norm_eps",
+    }.items():
+        assert config[size] == getattr(wanted, key), key
+    assert config["mixers"] == tuple(wanted.layer_types)
+    assert set(config["feeds"]) == {"experts"}
+    switches = "qkv_bias", "o_bias", "sinks", "expert_bias", "norm_shares"
+    assert [config[switch] for switch in switches] == [1] * 5
+    assert config["expert_limit"] == GptOssExperts(wanted).limit
+    rotary = GptOssRotaryEmbedding(wanted)
+    assert config["rope_scale"] == pytest.approx(rotary.attention_scaling, rel=1e-6)
+    np.testing.assert_allclose(inv_freq, rotary.inv_freq.numpy(), rtol=1e-6)
+
+
+def test_gpt_oss_without_sliding_layers_needs_no_window(tmp_path: Path) -> None:
+    kinds = ["full_attention"] * 2
+    config, _ = families.read_config(
+        changed(tmp_path, "gpt_oss", layer_types=kinds, sliding_window=-1)
+    )
+    assert (config["mixers"], config["window"]) == (tuple(kinds), 0)
 
 
 @pytest.mark.parametrize("step", (1, 2, 3, 7))
@@ -228,7 +297,7 @@ def test_the_layout_of_a_speculative_head_says_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
-@pytest.mark.parametrize("name", ("qwen3_moe", "qwen3_5_moe"))
+@pytest.mark.parametrize("name", ("qwen3_moe", "qwen3_5_moe", "gpt_oss"))
 def test_every_type_of_weights_is_read(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     path = folder(name)
     file = next(path.glob("*.safetensors"))
@@ -259,6 +328,7 @@ def shaped(name: str, shape: tuple[int, ...] | None) -> Callable[[dict[str, np.n
 
 
 NESTED = "model.language_model.layers.0.mlp."
+OSS = "model.layers.1.mlp."
 
 
 @pytest.mark.parametrize(
@@ -306,6 +376,30 @@ NESTED = "model.language_model.layers.0.mlp."
             None,
             "layer 0 w_up: the file has no model.language_model.layers.0.mlp.shared_expert.up_proj",
         ),
+        (
+            "gpt_oss",
+            f"{OSS}experts.gate_up_proj",
+            (8, 46, 32),
+            r"layer 1 e_gate: file has \(8, 46, 32\), the model needs \(8, 32, 46\)",
+        ),
+        (
+            "gpt_oss",
+            f"{OSS}experts.gate_up_proj_bias",
+            (8, 23),
+            r"layer 1 e_gate_bias: file has \(8, 23\), the model needs \(8, 46\)",
+        ),
+        (
+            "gpt_oss",
+            f"{OSS}experts.down_proj",
+            None,
+            r"layer 1 e_down: the file has no model\.layers\.1\.mlp\.experts\.down_proj",
+        ),
+        (
+            "gpt_oss",
+            "model.layers.0.self_attn.sinks",
+            (3,),
+            r"layer 0 sinks: file has \(3,\), the model needs \(4,\)",
+        ),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(
@@ -332,6 +426,20 @@ def test_a_number_of_an_expert_that_is_not_finite_is_found_where_it_lies(
 
     with pytest.raises(ValueError, match=rf"{name},? {said} at \[5, 30, 3\]"):
         families.load_model(rewritten(tmp_path, "qwen3_5_moe", spoil), dtype=dtype)
+
+
+@pytest.mark.parametrize(("name", "place"), [("down_proj", (5, 20, 3)), ("up_proj_bias", (7, 31))])
+def test_a_number_of_a_turned_expert_is_found_where_it_lies(
+    name: str, place: tuple[int, ...], tmp_path: Path
+) -> None:
+    name = f"{OSS}experts.{name}".replace(".up", ".gate_up")
+
+    def spoil(tensors: dict[str, np.ndarray]) -> None:
+        tensors[name][place] = np.nan
+
+    at = ", ".join(map(str, place))
+    with pytest.raises(ValueError, match=rf"{name} has nan at \[{at}\]"):
+        families.load_model(rewritten(tmp_path, "gpt_oss", spoil))
 
 
 def test_experts_in_one_tensor_are_widened_one_by_one(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from models import (
+    MIXTURES,
     SPECS,
     assert_same,
     call,
@@ -30,7 +31,7 @@ from tinsmith.files.families import load_model
 from training import ADAM, adapter_of, batch, check, torch_losses
 
 pytestmark = [pytest.mark.usefixtures("on"), cpu_only]
-NAMES = [name for name in SPECS if "_moe" in name]
+NAMES = MIXTURES
 Asked = dict[str, Any]  # the arguments of Sampler.add after the request's number
 
 

@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "quantized": (
         "qwen2",
         {"quantization_config": {"quant_method": "awq"}},
-        "quantization_config is {'quant_method': 'awq'}",
+        "quantization_config is 'awq', which is not supported",
     ),
     "softcapping": ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
     "logit scale": ("llama", {"logit_scale": 0.5}, "logit_scale is 0.5; only 1 is supported"),
@@ -212,7 +212,7 @@ MATHS: dict[str, Any] = {
 
 
 def test_every_key_of_the_tables_is_tried_here() -> None:
-    assert sorted(MATHS) == sorted((*config.REFUSED, *config.FACTORS))
+    assert sorted(MATHS) == sorted((*config.REFUSED, config.QUANTIZATION, *config.FACTORS))
 
 
 def names_of_sizes(family: families.Family) -> set[str]:

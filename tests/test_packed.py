@@ -46,7 +46,8 @@ def test_few_rows_have_the_bits_of_many(dev, dtype):
     args = make_linear(rng_of(0), T=MANY, N=131, D=cols_of(dtype, 900), dtype=dtype, bias=1)
     many = run(dev, "linear", args)["y"]
     for rows in (1, 2, 3, 7, 12, 13, 14, 27, 64, 65):
-        few = run(dev, "linear", args | dict(x=args["x"][:rows], y=(rows, 131), T=rows))["y"]  # noqa: C408
+        some = {"x": args["x"][:rows], "y": (rows, 131), "T": rows}
+        few = run(dev, "linear", args | some)["y"]
         np.testing.assert_array_equal(few, many[:rows], str(rows))
 
 

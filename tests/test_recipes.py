@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +14,14 @@ from typing import Any
 import pytest
 import recipe_data
 import tinsmith
-from models import Spec, make
+from chat_models import CHANNELS
+from models import PADDING, Spec, make
 from recipe_host import Host, running_host
 from recipes import (
     HYBRIDS,
     LONG_MIXTURE,
     MIXTURE,
+    OSS,
     PATH,
     QWEN3,
     RECIPES,
@@ -38,6 +41,7 @@ from tinsmith.server import rest, results, routes, wire
 from tinsmith.server.backend import TINKER, Backend
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Service
+from tokenizers import Tokenizer
 
 DOCUMENT = Path(__file__).parent.parent / "RECIPES.md"
 UPDATE = bool(os.environ.get("TINSMITH_UPDATE_RECIPES"))  # writes RECIPES.md instead of reading it
@@ -134,6 +138,24 @@ def mixture(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def oss(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random gpt-oss, whose tokenizer has the tokens of channels beside the others."""
+    folder = tmp_path_factory.mktemp("oss") / "small"
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_special_tokens(list(CHANNELS))
+    sizes = {
+        "vocab_size": tokenizer.get_vocab_size() + PADDING, "hidden_size": 64, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": 32,
+        "max_position_embeddings": 16384, "tie_word_embeddings": False,
+    }  # fmt: skip
+    make(Spec("gpt_oss", sizes), folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    shutil.copy(model / "tokenizer_config.json", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("work")
     recipe_data.write(folder, rows=8)
@@ -156,10 +178,12 @@ def backend(
     model: Path,
     hybrid: Path,
     mixture: Path,
+    oss: Path,
     calls: Calls,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Backend]:
     own = dict.fromkeys(HYBRIDS, hybrid) | dict.fromkeys((MIXTURE, LONG_MIXTURE), mixture)
+    own |= {OSS: oss}
     models = {str(model): model} | {name: own.get(name, model) for name in NAMES}
     checkpoints = tmp_path_factory.mktemp("checkpoints")
     with tinsmith.serve(models, device="cpu", checkpoints=checkpoints, seed=0) as running:
@@ -188,6 +212,7 @@ class Bench:
     calls: Calls
     host: Host
     model: Path
+    own: dict[str, Path]  # models whose tokenizer is not MODEL's, by their names
     work: Path
 
     def run(
@@ -212,7 +237,9 @@ class Bench:
                 "TINKER_BASE_URL": self.backend.url,
                 "TINKER_API_KEY": "tml-local",
                 "TINKER_COOKBOOK_RUNS_DIR": str(folder / "runs"),
-                launch.MODELS: json.dumps(dict.fromkeys(names, str(self.model))),
+                launch.MODELS: json.dumps(
+                    {name: str(self.own.get(name, self.model)) for name in names}
+                ),
             },
         )
         output = (folder / "output").read_text()
@@ -221,8 +248,8 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(backend: Backend, calls: Calls, host: Host, model: Path, work: Path) -> Bench:
-    return Bench(backend, calls, host, model, work)
+def bench(backend: Backend, calls: Calls, host: Host, model: Path, oss: Path, work: Path) -> Bench:
+    return Bench(backend, calls, host, model, {OSS: oss}, work)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)

@@ -349,35 +349,30 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _info(options: argparse.Namespace) -> None:
-    from tinsmith.engine.worker import plan
-    from tinsmith.files.families import left_aside, read_kept
-    from tinsmith.files.gguf_model import source_of
+    from tinsmith.files import kept
+    from tinsmith.files.families import left_aside, measure_model
+    from tinsmith.files.gguf_model import open_tensors, source_of
     from tinsmith.files.words import readable
 
     folder = pull.find(options.model, fetch=options.pull)
-    config, inv_freq, kind, packed, counts = read_kept(folder, options.weights, options.device)
-    sizes = plan(
-        config,
-        inv_freq,
-        kind,
-        packed,
-        rank=options.rank,
-        tokens=options.tokens,
-        step_bytes=options.step_memory,
-        device=options.device,
-    )
+    core, counts = measure_model(folder, device=options.device, weights=options.weights)
+    sizes, config = core.plan(options.rank, options.tokens, options.step_memory), core.config
     print(
-        f"{source_of(folder)}: {int(config['layers'])} layers, width {int(config['width'])}, "
-        f"{_types(counts)}"
+        f"{source_of(folder)}: {config['layers']} layers, width {config['width']}, {_types(counts)}"
     )
+    with open_tensors(folder) as tensors:
+        stored = tensors.widened()
+    for name, size in stored.items():
+        if kept.GGUF_TYPES.get(name) not in counts:
+            print(f"{readable(size)} of the files are {name}, which is widened in memory")
     if aside := left_aside(folder):
         tensors = ", ".join(f"{count} tensors of {prefix}*" for prefix, count in aside.items())
         print(f"left aside, because text does not need them: {tensors}")
-    kept = _kept(sizes, int(config["layers"]))
+    layers = _kept(sizes, config["layers"])
     labels = {
         "weights": "base weights",
         "adapter": f"one adapter of rank {options.rank}, with gradients and optimizer",
-        "step": f"a training step of {sizes['step_tokens']} tokens, which {kept}",
+        "step": f"a training step of {sizes['step_tokens']} tokens, which {layers}",
         "own": "what the device's ops need for themselves",
         "cache": _cache(sizes),
     }
@@ -408,9 +403,8 @@ def _types(counts: Mapping[str, int]) -> str:
     if len(counts) == 1:
         return next(iter(counts))
     whole = sum(counts.values())
-    return ", ".join(
-        f"{count / whole:.0%} of its matrices in {kind}" for kind, count in counts.items()
-    )
+    parts = (f"{count / whole:.0%} of its matrices in {kind}" for kind, count in counts.items())
+    return ", ".join(parts)
 
 
 def _kept(sizes: Mapping[str, int], layers: int) -> str:
@@ -454,7 +448,7 @@ def _prune(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> None:
     from tinsmith.files.export import export, find_adapter
     from tinsmith.files.gguf_export import export_gguf
-    from tinsmith.files.gguf_model import SUFFIX
+    from tinsmith.files.gguf_model import SUFFIX, open_tensors
 
     if options.type and not options.gguf:
         raise ValueError("--type is a GGUF file's: add --gguf; a folder has the base model's types")
@@ -467,6 +461,9 @@ def _export(options: argparse.Namespace) -> None:
     else:
         count = export(model, folder, options.out)
     print(f"{options.out}: {count} matrices of {options.model} changed by {folder}")
+    with open_tensors(model) as tensors:
+        for kept in tensors.widened():
+            print(f"what {options.model} has in {kept} is in {options.type or 'bf16'} there")
 
 
 COMMANDS = {

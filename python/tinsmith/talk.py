@@ -119,7 +119,7 @@ class Speaker:
         parts: queue.SimpleQueue[Sequence[Part]] = queue.SimpleQueue()
 
         def show_pieces(pieces: Sequence[Any]) -> None:
-            if text := "".join(map(str, pieces)):
+            if text := "".join(piece for piece in pieces if isinstance(piece, str)):
                 show(text)
 
         def show_new(done: int, total: int) -> None:
@@ -184,11 +184,11 @@ def run_sample(options: argparse.Namespace) -> None:
     samples = []
     for sample in result.samples:
         tokens = sample.tokens.tolist()
-        answer = speaker.chat.answer()
+        answer = speaker.chat.answer() if options.chat else speaker.chat.continuation()
         pieces = [p for t in speaker.shown(tokens, sample.stop_reason) for p in answer.add(t)]
         samples.append(
             {
-                "text": "".join(map(str, pieces + answer.end())),
+                "text": "".join(x for x in pieces + answer.end() if isinstance(x, str)),
                 "stop_reason": sample.stop_reason,
                 "tokens": tokens,
                 "logprobs": sample.logprobs.tolist(),

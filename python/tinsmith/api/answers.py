@@ -7,7 +7,7 @@ from typing import Any
 
 from tinsmith.api.results import Ending
 from tinsmith.chat.chat import Answer
-from tinsmith.chat.tools import Piece, ToolCall
+from tinsmith.chat.tools import Piece, Thought, ToolCall
 from tinsmith.engine.decoding import Part, Sample
 
 
@@ -34,6 +34,9 @@ class AnswerReader:
         self._take(self._answer.end())
         text = "".join(piece for piece in self._pieces if isinstance(piece, str))
         message: dict[str, Any] = {"role": "assistant", "content": text}
+        thoughts = "".join(piece.text for piece in self._pieces if isinstance(piece, Thought))
+        if thoughts:
+            message["reasoning_content"] = thoughts
         calls = [piece for piece in self._pieces if isinstance(piece, ToolCall)]
         if calls:
             message["tool_calls"] = [_call(item) for item in calls]

@@ -5,7 +5,7 @@ and tool calls.
     prompt = chat.prompt([{"role": "user", "content": "Hello"}])
     answer = chat.answer()
     for token in ...:                      # each as it is drawn, without the one that ends it
-        for piece in answer.add(token):    # text, or a ToolCall
+        for piece in answer.add(token):    # text, a ToolCall, or a Thought
             ...
     rest = answer.end()
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from tinsmith.chat.template import Message, load_template
 from tinsmith.chat.text import Stops, Text, load_tokenizer
-from tinsmith.chat.tools import Piece, ToolReader, check_tools, format_of
+from tinsmith.chat.tools import ChannelReader, Format, Piece, ToolReader, check_tools, format_of
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -27,7 +27,7 @@ class Answer:
     """One answer, as its tokens come. `stopped` is the stop string that has ended it, `calls` the
     number of its tool calls."""
 
-    def __init__(self, text: Text, stops: Sequence[str], reader: ToolReader | None):
+    def __init__(self, text: Text, stops: Sequence[str], reader: ToolReader | ChannelReader | None):
         self._text = text
         self._stops = Stops(stops)
         self._reader = reader
@@ -112,9 +112,26 @@ class Chat:
 
     def answer(self, tools: Tools = (), stops: Sequence[str] = ()) -> Answer:
         """A new answer. Its calls are looked for where tools are given."""
-        form = format_of(load_template(self._folder, tools=True).source) if tools else None
-        if form is None:
-            return Answer(Text(self.tokenizer, shown=()), stops, None)
+        form = self._format() if not tools else format_of(self._source(tools=True))
+        if form is None or not (tools or form.channels):
+            return self.continuation(stops)
         ids = (self.tokenizer.token_to_id(token) for token in form.tokens)
         shown = frozenset(token for token in ids if token is not None)
-        return Answer(Text(self.tokenizer, shown), stops, ToolReader(form, check_tools(tools)))
+        text, schemas = Text(self.tokenizer, shown), check_tools(tools)
+        if form.channels:
+            return Answer(text, stops, ChannelReader(form, schemas, wanted=bool(tools)))
+        return Answer(text, stops, ToolReader(form, schemas))
+
+    def continuation(self, stops: Sequence[str] = ()) -> Answer:
+        """What continues a text, whatever it is."""
+        return Answer(Text(self.tokenizer, shown=()), stops, None)
+
+    def _source(self, *, tools: bool) -> str:
+        return load_template(self._folder, tools=tools).source
+
+    def _format(self) -> Format | None:
+        """How the template writes answers, if there is a template."""
+        try:
+            return format_of(self._source(tools=False))
+        except (ValueError, RuntimeError):
+            return None

@@ -2,7 +2,8 @@
 
 FORMATS is the table, one row for each way. A template says which it is by what it contains. Text
 comes in pieces; what belongs to a call is held back until the call is complete, and is then given
-out as a ToolCall. What begins like a call and is none is given out as the text that it is.
+out as a ToolCall. What begins like a call and is none is given out as the text that it is. Where
+each part of an answer has a channel (gpt-oss), the thoughts before it are given out as Thoughts.
 """
 
 import json
@@ -24,14 +25,22 @@ class ToolCall:
     arguments: str
 
 
-Piece = str | ToolCall
+@dataclass(frozen=True)
+class Thought:
+    """Text that the model writes for itself, in a channel of its own."""
+
+    text: str
+
+
+Piece = str | ToolCall | Thought
 
 
 @dataclass(frozen=True)
 class Format:
     """One way to write calls. A template that writes so contains `marks`. A call stands between
     `begin` and `end`, or, without an end, takes the rest of the text. `first`: it can only be the
-    first of an answer. `parse` raises ValueError for what is no call."""
+    first of an answer. `parse` raises ValueError for what is no call. `channels`: answers have
+    marks without calls too, which ChannelReader reads."""
 
     marks: tuple[str, ...]
     begin: tuple[str, ...]
@@ -39,6 +48,7 @@ class Format:
     parse: Callable[[str, Schemas], list[ToolCall]]
     first: bool = False
     inner: tuple[str, ...] = ()  # tokens that stand inside
+    channels: bool = False
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -126,13 +136,34 @@ def _objects(text: str, schemas: Schemas) -> list[ToolCall]:
     return calls
 
 
+CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
+_HEAD = re.compile(
+    r"(?:assistant)?\s*(?:to=\S*?\s*)?(?:<\|(?:channel|message|start|constrain)\|>.*)?", re.DOTALL
+)
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+
+
+def _addressed(text: str, schemas: Schemas) -> list[ToolCall]:
+    """to=functions.name<|channel|>commentary json<|message|>{…}"""
+    head, _, arguments = text.partition(MESSAGE)
+    found = _RECIPIENT.search(head)
+    if found is None:
+        raise ValueError("a call has no to=functions.name")
+    return [_call({"name": found[1], "arguments": _json(arguments)})]
+
+
 # The first row whose marks are all in the template is its way.
 FORMATS = (
     Format(("<tool_call>", "<function="), ("<tool_call>",), "</tool_call>", _tagged_xml),
     Format(("<tool_call>",), ("<tool_call>",), "</tool_call>", _tagged_json),
     Format(("[TOOL_CALLS]",), ("[TOOL_CALLS]",), None, _array, inner=("[ARGS]",)),
+    Format(
+        (CHANNEL, MESSAGE), (CHANNEL,), "<|call|>", _addressed,
+        inner=(MESSAGE, START, "<|constrain|>", "<|end|>", "<|return|>"), channels=True,
+    ),
     Format(('"parameters"',), ("<|python_tag|>", "{"), None, _objects, first=True),
-)
+)  # fmt: skip
 
 
 def format_of(template: str) -> Format | None:
@@ -230,6 +261,88 @@ class ToolReader:
             self._show(begun + inside + end, found)
             return
         self._space, self._behind_call = "", True
+        self.calls += len(calls)
+        found += calls
+
+
+class ChannelReader:
+    """An answer in parts, each a head up to <|message|> and a body: `final` and `commentary` are
+    text, `analysis` is a Thought, and what is addressed to a function is a call, where calls are
+    `wanted`. An answer that has no such part is text as it is."""
+
+    def __init__(self, form: Format, schemas: Schemas, *, wanted: bool):
+        self._form, self._schemas, self._wanted = form, schemas, wanted
+        self._head: str | None = ""  # of the part under way; None: its body has begun
+        self._kind: type[str] | type[Thought] | type[ToolCall] = str
+        self._call = ""  # the text of a call so far
+        self._ends = Stops(ENDS)
+        self.calls = 0
+
+    def add(self, text: str) -> list[Piece]:
+        """The pieces of which it is certain what they are."""
+        found: list[Piece] = []
+        while text:
+            text = self._read_head(text) if self._head is not None else self._read_body(text, found)
+        return found
+
+    def end(self) -> list[Piece]:
+        """What was held back, now that nothing follows."""
+        found: list[Piece] = []
+        if self._head is not None:
+            self._kind = str
+            self._show("" if "<|" in self._head else self._head, found)
+        else:
+            self._show(self._ends.end(), found)
+            self._close("", found)
+        return found
+
+    def _begins(self) -> bool:
+        """Whether what has come may be the beginning of a head, or is one."""
+        text = (self._head or "").lstrip()
+        marks = (CHANNEL, MESSAGE, START, "to=", "assistant")
+        return any(mark.startswith(text) for mark in marks) or bool(_HEAD.fullmatch(text))
+
+    def _read_head(self, text: str) -> str:
+        """A head; returns what is behind it."""
+        self._head = (self._head or "") + text
+        if not self._begins():
+            text, self._head, self._kind = self._head, None, str
+            return text
+        head, mark, rest = self._head.partition(MESSAGE)
+        if not mark:
+            return ""
+        addressed = self._wanted and _RECIPIENT.search(head)
+        channel = head.partition(CHANNEL)[2].partition("<")[0].split() or [""]
+        self._kind = ToolCall if addressed else Thought if channel[0] == "analysis" else str
+        self._head, self._call = None, head + MESSAGE
+        return rest
+
+    def _read_body(self, text: str, found: list[Piece]) -> str:
+        """A body, up to what ends it; returns what is behind it."""
+        self._show(self._ends.add(text), found)
+        if self._ends.found is None:
+            return ""
+        end, rest = self._ends.found, self._ends.rest
+        self._close(end, found)
+        self._ends, self._head = Stops(ENDS), ""
+        return rest
+
+    def _show(self, text: str, found: list[Piece]) -> None:
+        if self._kind is ToolCall:
+            self._call += text
+        elif text:
+            found.append(Thought(text) if self._kind is Thought else text)
+
+    def _close(self, end: str, found: list[Piece]) -> None:
+        """A call is complete; or it was none, and is text."""
+        if self._kind is not ToolCall:
+            return
+        self._kind = str
+        try:
+            calls = self._form.parse(self._call, self._schemas)
+        except (ValueError, TypeError):
+            found.append(self._call + end)
+            return
         self.calls += len(calls)
         found += calls
 

@@ -73,7 +73,6 @@ def plan(
     config: dict[str, Any],
     inv_freq: NDArray[np.float32],
     weights: str,
-    packed: dict[tuple[str, int], str] | None = None,
     *,
     rank: int,
     tokens: int = 0,
@@ -81,7 +80,7 @@ def plan(
     device: str = "cpu",
 ) -> dict[str, int]:
     """The bytes that a model of this shape would take on a device; see _core.Model.plan."""
-    model = _core.Model(config, inv_freq, weights=weights, packed=packed or {}, device=device)
+    model = _core.Model(config, inv_freq, weights=weights, device=device)
     return model.plan(rank, tokens, step_bytes)
 
 

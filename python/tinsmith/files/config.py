@@ -20,7 +20,7 @@ CONFIG_FILE = "config.json"
 
 # Keys that change the maths when they are set, where a family does not read them as a size.
 REFUSED = (
-    "mlp_bias", "quantization_config", "num_experts", "num_local_experts",
+    "mlp_bias", "num_experts", "num_local_experts",
     "n_routed_experts", "moe_intermediate_size", "final_logit_softcapping",
     "attn_logit_softcapping", "logits_soft_cap", "query_pre_attn_scalar", "clip_qkv",
     "no_rope_layers", "attention_chunk_size", "use_mrope",
@@ -31,6 +31,11 @@ FACTORS = (
     "rotary_pct", "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier",
 )  # fmt: skip
 PARTIAL = "partial_rotary_factor"
+
+# How a folder's matrices are quantised; what a method's part may say that changes no number.
+QUANTIZATION = "quantization_config"
+METHOD = "quant_method"
+UNREAD = ("modules_to_not_convert", "dequantize")  # names of tensors say which are quantised
 
 TIED = "tie_word_embeddings"
 F32_MIN = 2.0**-126  # the smallest float32 with all its digits
@@ -102,6 +107,23 @@ def refuse(
         raise ValueError(f"{file}: hidden_act is {content['hidden_act']!r}; only silu is supported")
 
 
+def quantization(file: Path, content: dict[str, Any], known: Sequence[str]) -> str:
+    """How a folder's matrices are quantised, one of `known`, or "" for not at all."""
+    said = content.get(QUANTIZATION)
+    if not said:
+        return ""
+    named = said.get(METHOD, said) if isinstance(said, dict) else said
+    if not isinstance(named, str) or named not in known:
+        only = f"; only {', '.join(known)} is" if known else ""
+        raise ValueError(f"{file}: {QUANTIZATION} is {named!r:.60}, which is not supported{only}")
+    odd = sorted(set(said) - {METHOD, *UNREAD})
+    if odd:
+        raise ValueError(
+            f"{file}: {QUANTIZATION} has {odd[0]} {said[odd[0]]!r:.60}, which is not supported"
+        )
+    return named
+
+
 def count(
     file: Path, content: dict[str, Any], key: str, default: int | None = None, least: int = 1
 ) -> int:
@@ -156,22 +178,40 @@ def some_sliding(file: Path, content: dict[str, Any], layers: int) -> Mixers:
     return _agreed(file, content, kinds, window if SLIDING in kinds else 0)
 
 
+def turns_sliding(file: Path, content: dict[str, Any], layers: int) -> Mixers:
+    """The layers that layer_types names have the window, or every other one from the first."""
+    kinds = _named(file, content, layers, (SLIDING, FULL))
+    kinds = kinds or tuple(FULL if layer % 2 else SLIDING for layer in range(layers))
+    said = {"sliding_window": content.get("sliding_window", 128)}
+    return kinds, count(file, said, "sliding_window") if SLIDING in kinds else 0
+
+
 def some_linear(file: Path, content: dict[str, Any], layers: int) -> Mixers:
     """Every full_attention_interval-th layer attends to all keys, or those that layer_types names;
     the others keep a state."""
+    kinds = _named(file, content, layers, (LINEAR, FULL))
+    if not kinds:
+        every = count(file, content, "full_attention_interval", default=4)
+        kinds = tuple(LINEAR if (layer + 1) % every else FULL for layer in range(layers))
+    return kinds, 0
+
+
+def _named(
+    file: Path, content: dict[str, Any], layers: int, known: Sequence[str]
+) -> tuple[str, ...]:
+    """The kinds, of `known`, that layer_types names; () where it is missing."""
     named = content.get("layer_types")
     if named is None:
-        every = count(file, content, "full_attention_interval", default=4)
-        return tuple(LINEAR if (layer + 1) % every else FULL for layer in range(layers)), 0
+        return ()
     if not isinstance(named, list) or len(named) != layers:
         raise ValueError(f"{file}: layer_types should name {layers} layers: {named!r:.60}")
     for layer, kind in enumerate(named):
-        if kind not in (FULL, LINEAR):
+        if kind not in known:
             raise ValueError(
-                f"{file}: layer_types has {kind!s:.60} for layer {layer}; it should be {LINEAR} or "
-                f"{FULL}"
+                f"{file}: layer_types has {kind!s:.60} for layer {layer}; it should be "
+                f"{' or '.join(known)}"
             )
-    return tuple(named), 0
+    return tuple(named)
 
 
 def _agreed(file: Path, content: dict[str, Any], kinds: tuple[str, ...], window: int) -> Mixers:
@@ -210,6 +250,11 @@ def some_experts(file: Path, content: dict[str, Any], layers: int) -> tuple[str,
             )
     sparse = (layer not in named and (layer + 1) % every == 0 for layer in range(layers))
     return tuple(EXPERTS if one else DENSE for one in sparse)
+
+
+def all_experts(file: Path, content: dict[str, Any], layers: int) -> tuple[str, ...]:
+    """Every layer has experts."""
+    return (EXPERTS,) * layers
 
 
 def all_experts_with_shared(file: Path, content: dict[str, Any], layers: int) -> tuple[str, ...]:

@@ -1,9 +1,10 @@
 """`tinsmith export`: an adapter merged into its base model, as a Hugging Face folder.
 
 The merge works tensor by tensor, each in its own type (bfloat16 stays so, rounded once) and in the
-base model's files, so memory holds one matrix at a time. Quantised tensors of a GGUF file become
-bfloat16. A tied head that the adapter trained becomes a tensor of its own. Everything else in the
-base model's folder, the tokenizer above all, is copied. The result appears whole or not at all.
+base model's files, so memory holds one matrix at a time. Quantised tensors (a GGUF file's, MXFP4)
+become bfloat16. A tied head that the adapter trained becomes a tensor of its own. Everything else
+in the base model's folder, the tokenizer above all, is copied. The result appears whole or not at
+all.
 """
 
 import contextlib

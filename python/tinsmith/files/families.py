@@ -6,9 +6,8 @@ are streamed from the mapped files one matrix at a time, after all names and sha
 checked.
 """
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.files import config as hugging_face
-from tinsmith.files import gguf_model, home, kept, tokenizer, weights
+from tinsmith.files import gguf_model, home, kept, mxfp4, reading, tokenizer, weights
 from tinsmith.files.config import CONFIG_FILE, read_json
 from tinsmith.files.family import LLAMA_NAMES, NESTED, PREFIX, Family, plain
 from tinsmith.files.gguf_model import HALVES, PAIRS
-
-Slots = Sequence[tuple[str, int, int, int, int]]  # of a core: slot, layer or -1, index, rows, cols
+from tinsmith.files.places import Place, Slots, find_slots
+from tinsmith.files.reading import Piece
 
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -40,10 +39,11 @@ SIZES = {
 LAYERS_MAX, HEAD_WIDTH_MAX = 1 << 16, 256
 DELTA_UNIT, DELTA_MOST = 32, 256
 EXPERTS_MOST, CHOSEN_MOST = 1024, 32
-# Sizes that only some families have; the others' are 0.
-SOME_SIZES = (
+# Sizes, switches and numbers that only some families have; the others' are 0.
+SOME = (
     "key_heads", "value_heads", "key_width", "value_width", "experts", "chosen", "expert_ffn",
-    "norm_shares",
+    "qkv_bias", "qk_norm", "q_gate", "o_bias", "sinks", "expert_bias", "norm_shares",
+    "expert_limit",
 )  # fmt: skip
 
 # A mixture of experts' keys, and its tensors, one for each matrix or one for all experts.
@@ -66,14 +66,17 @@ FUSED = {
 # As the hosted service names all experts' matrices, which share one factor.
 EXPERT_MODULES = {"e_gate": EXPERTS + "w1", "e_up": EXPERTS + "w3", "e_down": EXPERTS + "w2"}
 
-FREQUENCIES = "rotary_emb.inv_freq"  # of old Llama files, which config.json says too
+FUSED_BIASES = {
+    "e_gate_bias": EXPERTS + "gate_up_proj_bias",
+    "e_up_bias": EXPERTS + "gate_up_proj_bias",
+    "e_down_bias": EXPERTS + "down_proj_bias",
+}
 
 QWEN3_5 = Family(
     "qwen3_5",
     "Qwen3_5ForCausalLM",
     mixers=hugging_face.some_linear,
-    qk_norm=True,
-    q_gate=True,
+    switches={"qk_norm": True, "q_gate": True},
     defaults={
         "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
         "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
@@ -118,6 +121,7 @@ QWEN3_5_MOE = replace(
     name="qwen3_5_moe",
     architecture="Qwen3_5MoeForCausalLM",
     feeds=hugging_face.all_experts_with_shared,
+    switches={**QWEN3_5.switches, "norm_shares": "norm_topk_prob"},
     defaults=QWEN3_5.defaults | {
         "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8,
         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
@@ -143,12 +147,18 @@ FAMILIES = (
         "qwen3",
         "Qwen3ForCausalLM",
         mixers=hugging_face.some_sliding,
-        qk_norm=True,
+        switches={"qk_norm": True},
         defaults={"head_dim": 128},
         refused=("attention_bias",),
         gguf=HALVES,
     ),
-    Family("qwen2", "Qwen2ForCausalLM", hugging_face.some_sliding, qkv_bias=True, gguf=HALVES),
+    Family(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        mixers=hugging_face.some_sliding,
+        switches={"qkv_bias": True},
+        gguf=HALVES,
+    ),
     Family(
         "llama",
         "LlamaForCausalLM",
@@ -167,7 +177,7 @@ FAMILIES = (
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         feeds=hugging_face.some_experts,
-        qk_norm=True,
+        switches={"qk_norm": True, "norm_shares": "norm_topk_prob"},
         defaults={
             "num_key_value_heads": 4, "intermediate_size": 6144, "num_experts": 128,
             "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
@@ -180,6 +190,47 @@ FAMILIES = (
     ),
     QWEN3_5_MOE,
     replace(QWEN3_5_MOE, architecture="Qwen3_5MoeForConditionalGeneration", section="text_config"),
+    Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        mixers=hugging_face.turns_sliding,
+        feeds=hugging_face.all_experts,
+        switches={
+            "qkv_bias": "attention_bias", "o_bias": "attention_bias", "sinks": True,
+            "expert_bias": True, "norm_shares": True,
+        },
+        numbers={"expert_limit": "swiglu_limit"},
+        defaults={
+            "attention_bias": True, "head_dim": 64, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "intermediate_size": 2880, "num_experts": 128,
+            "num_experts_per_tok": 4, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        fixed={"swiglu_alpha": 1.702},
+        sizes=EXPERT_SIZES | {"expert_ffn": "intermediate_size"},
+        packed=(mxfp4.METHOD,),
+        names={
+            **LLAMA_NAMES, **APART, **FUSED_BIASES,
+            "router": "model.layers.{layer}.mlp.router.weight",
+            "router_bias": "model.layers.{layer}.mlp.router.bias",
+            "bo": "model.layers.{layer}.self_attn.o_proj.bias",
+            "sinks": "model.layers.{layer}.self_attn.sinks",
+        },
+        others={**FUSED, **FUSED_BIASES},
+        other=True,
+        in_turns=True,
+        turned=True,
+        heads=dict.fromkeys(FUSED_BIASES, "experts"),
+        # As the hosted service names them.
+        modules=EXPERT_MODULES | {
+            slot: f"model.layers.{{layer}}.attn.{letter}_proj"
+            for slot, letter in (("wq", "q"), ("wk", "k"), ("wv", "v"), ("wo", "o"))
+        },
+    ),
 )  # fmt: skip
 
 
@@ -240,19 +291,15 @@ def inspect_model(
 ) -> BaseModel:
     """Checks all that load_model checks, in the files' headers; no weights are read."""
     folder = Path(path).resolve()
-    kept.check(weights, device)
     family, config, inv_freq = _read_model(folder)
     vocab = int(config["vocab"])
     known = tokenizer.read(folder)
     eos_ids = tokenizer.read_eos(folder, family.section, known, vocab)
     with gguf_model.open_tensors(folder) as tensors:
         family = family.of(tensors)
-        stored = "bf16" if weights == "bf16" else _element_type(family, tensors)
-        kind, device = _choose_type(stored, device, dtype)
-        slots = _core.Model(config, inv_freq, weights=kind, threads=1).slots
-        held = _check_tensors(family, slots, tensors, tied=bool(config["tied"]))
-        packed = kept.choose(weights, device, _stored(held, tensors))
-        core = _core.Model(config, inv_freq, weights=kind, packed=packed, threads=1)
+        shape = config, inv_freq
+        kind, device, packed = _choose(family, shape, tensors, device, dtype, weights)
+    core = _core.Model(config, inv_freq, weights=kind, packed=packed, threads=1)
     return BaseModel(
         path=folder,
         family=family,
@@ -284,19 +331,6 @@ def load_weights(
     return close_core(model, core)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One tensor as the engine takes it, and the bytes of the files: with it so far, and in all."""
-
-    slot: str
-    layer: int
-    index: int
-    array: np.ndarray
-    done: int
-    total: int
-    packed: str | None = None  # the array's type, where it has blocks
-
-
 def open_core(model: BaseModel, *, threads: int) -> _core.Model:
     """A model in the engine that has no weights yet."""
     return _core.Model(
@@ -316,57 +350,20 @@ def read_weights(
     called for each tensor before it is touched."""
     family = model.family
     with gguf_model.open_tensors(model.path) as tensors:
-        places = _check_tensors(family, slots, tensors, tied=bool(model.config["tied"]))
-        done, total = 0, sum(tensors.entry(name).size for name in places)
-        for name, held in places.items():
-            entry = tensors.entry(name)
-            fetch(entry)
-            done += entry.size
-            read = _Tensor(model, tensors, name)
-            row = 0
-            for slot, layer, index, rows, cols in held:
-                array, packed = read.rows(slot, layer, row, rows, cols)
-                row += rows
-                yield Piece(slot, layer, index, array, done, total, packed)
+        held = find_slots(family, slots, tensors, model.config)
+        done, total = 0, sum(entry.size for name in held for entry in tensors.sources(name))
+        for name, parts in held.items():
+            for entry in tensors.sources(name):
+                fetch(entry)
+                done += entry.size
+            found = reading.arrays(tensors, name, parts, model.kind, model.packed)
+            for one, part, packed in found:
+                array = part + np.float32(1) if one.slot in family.plus_one else part
+                yield Piece(one.slot, one.layer, one.index, array, done, total, packed)
         for slot, layer, index, _, length in slots:
             if slot in family.constants:
                 constant = np.full(length, family.constants[slot](length), np.float32)
                 yield Piece(slot, layer, index, constant, done, total)
-
-
-class _Tensor:
-    """One tensor of a model's files, of which slots take their rows; finite, or ValueError."""
-
-    def __init__(self, model: BaseModel, tensors: weights.Tensors, name: str) -> None:
-        self._model, self._tensors, self._name = model, tensors, name
-        self._what = f"{tensors.entry(name).file}: {name}"
-        self._wide: np.ndarray | None = None
-        self._blocks: tuple[np.ndarray, str] | None = None
-
-    def rows(
-        self, slot: str, layer: int, first: int, rows: int, cols: int
-    ) -> tuple[np.ndarray, str | None]:
-        """Those rows as the engine takes them for a slot, and the type of blocks, if they are."""
-        kind = self._model.packed.get((slot, layer))
-        if kind is not None and kind == self._tensors.stored(self._name):
-            if self._blocks is None:
-                self._blocks = self._tensors.blocks(self._name)
-                kept.check_blocks(*self._blocks, self._what)
-            blocks, packed = self._blocks
-            return blocks[first : first + rows], packed
-        if self._wide is None:
-            self._wide = self._tensors[self._name]
-            weights.check_finite(self._wide, self._what)
-        family, array = self._model.family, self._wide
-        whole = array.ravel() if slot in family.tails or array.ndim == 1 else _rows(array)
-        part = whole[first : first + rows] if whole.ndim == 2 else whole
-        if kind is not None:
-            return part, None  # quantised when it is loaded
-        narrowed = _as_kept(part, self._model.kind)
-        if narrowed.itemsize < array.itemsize:  # float32's largest are none of bfloat16's
-            what = f"{self._what}, in bfloat16,"
-            weights.check_finite(narrowed, what, array.shape, first * cols)
-        return (narrowed + np.float32(1) if slot in family.plus_one else narrowed), None
 
 
 def close_core(model: BaseModel, core: _core.Model) -> LoadedModel:
@@ -374,20 +371,6 @@ def close_core(model: BaseModel, core: _core.Model) -> LoadedModel:
     core.seal()
     facts = {item.name: getattr(model, item.name) for item in fields(BaseModel)}
     return LoadedModel(**facts, core=core)
-
-
-def _rows(array: np.ndarray) -> np.ndarray:
-    """A tensor's matrices, behind one another: a view."""
-    return array.reshape(-1, array.shape[-1])
-
-
-def _as_kept(array: np.ndarray, kind: str) -> np.ndarray:
-    """A tensor in the type that the engine keeps: matrices in `kind`, vectors in float32."""
-    if array.ndim == 1 or kind == "f32":
-        return weights.widen(array)
-    if array.dtype != np.uint16:
-        return weights.narrow(weights.widen(array), np.dtype(np.uint16))
-    return array
 
 
 def read_config(path: Path | str) -> tuple[dict[str, Any], NDArray[np.float32]]:
@@ -407,20 +390,16 @@ def element_type(path: Path | str) -> str:
         return _element_type(read_family(path), tensors)
 
 
-def read_kept(
-    path: Path | str, weights: str, device: str
-) -> tuple[dict[str, Any], NDArray[np.float32], str, dict[kept.Place, str], dict[str, int]]:
-    """A folder's config and frequencies, and what its matrices are kept in: the wide type, those of
-    fewer bits, and how many numbers each type has. Only headers are read."""
-    kept.check(weights, device)
+def measure_model(
+    path: Path | str, *, device: str, weights: str
+) -> tuple[_core.Model, dict[str, int]]:
+    """A model that has no memory, to plan with, and how many numbers each type has."""
     family, config, inv_freq = _read_model(Path(path))
     with gguf_model.open_tensors(path) as tensors:
-        family = family.of(tensors)
-        kind = "bf16" if weights == "bf16" else _element_type(family, tensors)
-        slots = _core.Model(config, inv_freq, weights=kind, threads=1).slots
-        held = _check_tensors(family, slots, tensors, tied=bool(config["tied"]))
-        packed = kept.choose(weights, device, _stored(held, tensors))
-    return config, inv_freq, kind, packed, kept.tally(slots, packed, kind)
+        shape = config, inv_freq
+        kind, _, packed = _choose(family.of(tensors), shape, tensors, device, None, weights)
+    core = _core.Model(config, inv_freq, weights=kind, packed=packed, device=device)
+    return core, kept.tally(core.slots, packed, kind)
 
 
 def left_aside(path: Path | str) -> dict[str, int]:
@@ -471,17 +450,22 @@ def _read_model(folder: Path) -> tuple[Family, dict[str, Any], NDArray[np.float3
         raise FileNotFoundError(f"{folder} has no {CONFIG_FILE}")
     content = read_json(file)
     family = _find_family(file, content)
+    hugging_face.quantization(file, content, family.packed)
     if family.section:
         hugging_face.refuse(file, content, (), {})
         content = hugging_face.section(file, content, family.section)
+        hugging_face.quantization(file, content, family.packed)
     content = hugging_face.one_name(file, content) if "experts" in family.sizes else content
     sizes = {**SIZES, **family.sizes}
     hugging_face.refuse(file, content, family.refused, family.fixed, sizes.values())
     missing = {key for key in family.defaults if content.get(key) is None}
     content = content | {key: family.defaults[key] for key in missing}
     count, number = hugging_face.count, hugging_face.number
-    config: dict[str, Any] = dict.fromkeys(SOME_SIZES, 0)
+    config: dict[str, Any] = dict.fromkeys(SOME, 0)
     config |= {size: count(file, content, key) for size, key in sizes.items()}
+    config |= {size: number(file, content, key) for size, key in family.numbers.items()}
+    for switch, said in family.switches.items():
+        config[switch] = int(said if said is True else hugging_face.flag(file, content, said))
     heads, width, layers = config["heads"], config["width"], config["layers"]
     kv_heads = count(file, content, "num_key_value_heads", default=heads)
     head_width = count(file, content, "head_dim", default=width // heads)
@@ -506,13 +490,9 @@ def _read_model(folder: Path) -> tuple[Family, dict[str, Any], NDArray[np.float3
         "norm_eps": number(file, content, "rms_norm_eps", default=1e-6),
         "rope_scale": hugging_face.rope_scale(file, content),
         "rotary": rotary,
-        "qkv_bias": int(family.qkv_bias),
-        "qk_norm": int(family.qk_norm),
-        "q_gate": int(family.q_gate),
         "tied": int(bool(content.get(hugging_face.TIED, False))),
     }
     if config["experts"]:
-        config["norm_shares"] = int(hugging_face.flag(file, content, "norm_topk_prob"))
         _check_experts(file, config, sizes)
     _check_delta(file, config, sizes)
     return family, config, inv_freq
@@ -556,16 +536,6 @@ def _find_family(file: Path, content: dict[str, Any]) -> Family:
 # ---- tensors ----
 
 
-@dataclass(frozen=True)
-class Place:
-    """The rows [first, first + rows) of a tensor, which has `cols` columns."""
-
-    tensor: str
-    first: int
-    rows: int
-    cols: int
-
-
 def read_places(path: Path | str) -> tuple[Family, dict[str, list[Place]]]:
     """The row of a model's folder, and where the weights of each module lie, by its plain name. A
     module of several matrices has a place for each; one of a tensor with several slots, all of
@@ -574,38 +544,45 @@ def read_places(path: Path | str) -> tuple[Family, dict[str, list[Place]]]:
     with gguf_model.open_tensors(path) as tensors:
         family = family.of(tensors)
         slots = _core.Model(config, inv_freq, weights="f32", threads=1).slots
-        held = _check_tensors(family, slots, tensors, tied=bool(config["tied"]))
+        held = find_slots(family, slots, tensors, config)
     found: dict[str, list[Place]] = {}
     for name, parts in held.items():
-        first = 0
-        for slot, layer, index, rows, cols in parts:
-            place = Place(name, first, rows, cols)
-            found.setdefault(plain(family.module(slot, layer, index)), []).append(place)
-            if family.stacked(slot) or len(parts) == 1:
-                found[plain(family.matrix(slot, layer, index))] = [place]
-            first += rows
-        if not family.stacked(parts[0][0]):
-            found[plain(name.removesuffix(".weight"))] = [Place(name, 0, first, parts[0][4])]
+        for one in parts:
+            where, stacked = (one.slot, one.layer, one.index), family.stacked(one.slot)
+            found.setdefault(plain(family.module(*where)), []).append(one.place)
+            if stacked or len(parts) == 1:
+                found[plain(family.matrix(*where))] = [one.place]
+        last = parts[-1].place
+        if not family.stacked(parts[0].slot):
+            whole = replace(last, lines=range(last.lines.stop), rows=last.lines.stop)
+            found[plain(name.removesuffix(".weight"))] = [whole]
     return family, found
 
 
-def _stored(
-    held: Mapping[str, Sequence[tuple[str, int, int, int, int]]], tensors: weights.Tensors
-) -> dict[kept.Place, set[str | None]]:
-    """In what types with blocks, or None, the matrices of each slot of a layer are stored."""
-    found: dict[kept.Place, set[str | None]] = {}
-    for name, parts in held.items():
-        for slot, layer, _, rows, _ in parts:
-            if rows > 1:
-                found.setdefault((slot, layer), set()).add(tensors.stored(name))
-    return found
+def _choose(
+    family: Family,
+    shape: tuple[dict[str, Any], NDArray[np.float32]],
+    tensors: weights.Tensors,
+    device: str,
+    dtype: str | None,
+    weights: str,
+) -> tuple[str, str, dict[kept.Place, str]]:
+    """The wide type of a folder's matrices, the device, and the types of those of fewer bits, after
+    checking that all tensors fit."""
+    kept.check(weights, device)
+    stored = "bf16" if weights == "bf16" else _element_type(family, tensors)
+    kind, device = _choose_type(stored, device, dtype)
+    config, inv_freq = shape
+    slots = _core.Model(config, inv_freq, weights=kind, threads=1).slots
+    held = find_slots(family, slots, tensors, config)
+    return kind, device, kept.choose(weights, device, kept.stored(held, tensors))
 
 
 def _element_type(family: Family, tensors: weights.Tensors) -> str:
     used = (name for name in tensors if not family.is_aside(name) and not family.is_vector(name))
     entries = [tensors.entry(name) for name in used]
     matrices = {entry.dtype for entry in entries if len(entry.shape) > 1}
-    return "bf16" if matrices == {"BF16"} else "f32"
+    return "bf16" if matrices and matrices <= weights.IN_BF16 else "f32"
 
 
 def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
@@ -620,39 +597,3 @@ def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
         return "bf16", "cpu-bf16"
     fast = dtype == "auto" and kind == "bf16" and _core.bf16_is_fast()
     return kind, "cpu-bf16" if fast else "cpu"
-
-
-def _check_tensors(
-    family: Family, slots: Slots, tensors: weights.Tensors, *, tied: bool
-) -> dict[str, list[tuple[str, int, int, int, int]]]:
-    """The slots that each tensor holds, behind one another, after checking that all fit and none is
-    left over."""
-    held: dict[str, list[tuple[str, int, int, int, int]]] = {}
-    for one in slots:
-        if one[0] not in family.constants:
-            held.setdefault(family.tensor(*one[:3]), []).append(one)
-    for name, parts in held.items():
-        parts.sort(key=lambda part: part[2])  # all slots of one expert, then those of the next
-        slot, layer, index, _, cols = parts[0]
-        place = slot if layer < 0 else f"layer {layer} {slot}"
-        place += f" {index}" if index else ""
-        if name not in tensors:
-            raise ValueError(f"{place}: the file has no {name}")
-        rows, count = sum(part[3] for part in parts), len({part[2] for part in parts})
-        tail = family.tails.get(slot, ())
-        shape, needed = tensors.entry(name).shape, (rows, cols) if rows > 1 else (cols,)
-        needed = (cols // math.prod(tail), *tail) if tail else needed
-        needed = (count, rows // count, cols) if family.stacked(slot) else needed
-        if shape != needed and (len(needed) > 2 or shape != (rows, cols)):
-            raise ValueError(f"{place}: file has {shape}, the model needs {needed}")
-    # A tied head may be stored all the same; old Llama files keep their rotary frequencies.
-    ignored = {family.tensor("head", -1)} if tied else set()
-    surplus = [
-        name
-        for name in set(tensors) - set(held) - ignored
-        if not name.endswith(FREQUENCIES) and not family.is_aside(name)
-    ]
-    if surplus:
-        more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
-        raise ValueError(f"the file has {min(surplus)}{more}, which {family.name} does not use")
-    return held

@@ -4,7 +4,7 @@ the name of every tensor and of every module that an adapter may train."""
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tinsmith.files import config as hugging_face
 from tinsmith.files.config import Mixers
@@ -42,18 +42,21 @@ class Family:
     """One row: an architecture, and its differences from plain Llama.
 
     Of config.json: `section` is the key of the text model's part, "" where that is all of it;
-    `defaults` are the values of keys that are missing; `fixed` are the only values that some keys
-    may have; `refused` are keys that this architecture reads and the engine doesn't handle; `sizes`
-    are keys beside those of SIZES, or in their place; `partial` is the share of a head that is
-    rotated where the file names none, None where it may name none but all.
+    `switches` are the engine's that are on, or that a key sets; `numbers` are keys of the engine's
+    numbers that are not whole, `sizes` those beside SIZES, or in their place; `defaults` are the
+    values of keys that are missing; `fixed` are the only values that some keys may have; `refused`
+    are keys that this architecture reads and the engine doesn't handle; `packed` are the
+    quantisations that its files may have; `partial` is the share of a head that is rotated where
+    the file names none, None where it may name none but all.
 
     Of tensors: `prefixes` are what their names may have in the place of PREFIX, and `prefix` what
     those of one folder have (`of`); `others` are tensors of several axes that a folder may have
     instead of some in `names`, and `other` says whether this one has; slots of one name lie in
-    that tensor behind one another, matrix by matrix; `tails` are the axes that a vector has behind
-    its first; `plus_one` are norms that multiply by 1 + w; `constants` are slots of no tensor,
-    each filled with one number, a function of its length; `aside` are prefixes of tensors that
-    text does not need.
+    that tensor matrix by matrix, behind one another or, with `in_turns`, row by row; its matrices
+    are `turned` where they have inputs as rows; `tails` are the axes that a vector has behind its
+    first; `heads` are vectors with a first axis of one of the engine's sizes; `plus_one` are norms
+    that multiply by 1 + w; `constants` are slots of no tensor, each filled with one number, a
+    function of its length; `aside` are prefixes of tensors that text does not need.
 
     `modules` are the names of modules in an adapter's file, where these are not the tensors'.
     `gguf` says how rows of q and k lie in a GGUF file, "" where such files are not read.
@@ -63,21 +66,24 @@ class Family:
     architecture: str
     mixers: Callable[[Path, dict[str, Any], int], Mixers] = hugging_face.all_full
     feeds: Callable[[Path, dict[str, Any], int], tuple[str, ...]] = hugging_face.all_dense
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    q_gate: bool = False
+    switches: Mapping[str, Literal[True] | str] = field(default_factory=dict, repr=False)
     section: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict, repr=False)
     fixed: Mapping[str, Any] = field(default_factory=dict, repr=False)
     refused: tuple[str, ...] = ()
     sizes: Mapping[str, str] = field(default_factory=dict, repr=False)
+    numbers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    packed: tuple[str, ...] = ()
     partial: float | None = None
     prefixes: tuple[str, ...] = (PREFIX,)
     prefix: str = PREFIX
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES, repr=False)
     others: Mapping[str, str] = field(default_factory=dict, repr=False)
     other: bool = False
+    in_turns: bool = False
+    turned: bool = False
     tails: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
+    heads: Mapping[str, str] = field(default_factory=dict, repr=False)
     plus_one: tuple[str, ...] = ()
     constants: Mapping[str, Callable[[int], float]] = field(default_factory=dict, repr=False)
     aside: tuple[str, ...] = ()
@@ -90,7 +96,7 @@ class Family:
         found = (one for one in self.prefixes if any(name.startswith(one) for name in names))
         ends = tuple(name.rpartition("}")[2] for name in self.others.values())
         other = any(name.endswith(ends) for name in names if not self.is_aside(name))
-        return replace(self, prefix=next(found, PREFIX), other=other)
+        return replace(self, prefix=next(found, PREFIX), other=self.other or other)
 
     def tensor(self, slot: str, layer: int, index: int = 0) -> str:
         """The checkpoint's name of the tensor in which a slot lies."""
@@ -116,7 +122,8 @@ class Family:
 
     def is_vector(self, name: str) -> bool:
         """Whether a tensor has several axes and is a vector for all that."""
-        return name.endswith(tuple(self.names[slot].rpartition("}")[2] for slot in self.tails))
+        slots = (*self.tails, *self.heads)
+        return name.endswith(tuple(self.names[slot].rpartition("}")[2] for slot in slots))
 
     def is_aside(self, name: str) -> bool:
         """Whether a tensor is one that text does not need."""

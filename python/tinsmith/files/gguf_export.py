@@ -21,6 +21,7 @@ from tinsmith.files import config, disk, families, gguf_model, tokenizer, weight
 from tinsmith.files.export import Merged, open_merged
 from tinsmith.files.gguf_header import read_header, require_gguf
 from tinsmith.files.gguf_tokenizer import tokenizer_keys
+from tinsmith.files.places import FREQUENCIES
 
 # By --type: the type of matrices, its name in ggml, and llama.cpp's name of such a file.
 TYPES = {
@@ -179,7 +180,7 @@ def _parts(words: Words, merged: Merged, kind: str) -> list[_Part]:
     if (factors := words.factors) is not None:
         parts.append(_Part(gguf_model.ROPE, factors.shape, factors.dtype, "F32", lambda: factors))
     for name in merged:
-        if name.endswith(families.FREQUENCIES):  # old files have what config.json says
+        if name.endswith(FREQUENCIES):  # old files have what config.json says
             continue
         shape = merged.entry(name).shape
         dtype, ggml, _ = TYPES[kind if len(shape) == 2 else "f32"]

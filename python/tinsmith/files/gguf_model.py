@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tinsmith.files import config, disk, home, kept, tokenizer, weights
+from tinsmith.files import config, disk, home, kept, mxfp4, tokenizer, weights
 from tinsmith.files.extras import pip_install
 from tinsmith.files.gguf_header import Header, TensorInfo, read_header, require_gguf
 from tinsmith.files.gguf_tokenizer import read_tokenizer, special_ids
@@ -251,7 +251,7 @@ class GgufTensors(weights.Tensors):
         entry = self._entries[name]
         return kept.GGUF_TYPES.get(entry.dtype) if len(entry.shape) > 1 else None
 
-    def blocks(self, name: str) -> tuple[np.ndarray, str]:
+    def blocks(self, name: str, matrix: int | None) -> tuple[np.ndarray, str]:
         entry = self._entries[name]
         return self._ordered(name, self._bits(entry)), kept.GGUF_TYPES[entry.dtype]
 
@@ -290,7 +290,7 @@ def open_tensors(folder: Path | str) -> weights.Tensors:
     """The tensors of a model's folder, which are there or in a GGUF file."""
     source = Path(folder) / SOURCE_FILE
     if not source.is_file():
-        return weights.open_folder(folder)
+        return mxfp4.open_folder(folder)
     said = config.read_json(source)
     return GgufTensors(read_header(Path(said["file"])), said["paired"])
 

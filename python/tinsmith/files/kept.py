@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from tinsmith.files import weights
+from tinsmith.files.places import Held
+
 WEIGHTS = ("stored", "bf16", "int8", "int4")
 
 # The engine's type of a GGUF file's blocks, and the bits of each that has blocks.
@@ -25,44 +28,52 @@ ENDS = {"embed", "head"}  # 8 bits where the others have 4
 Place = tuple[str, int]  # a slot, and its layer or -1
 
 
-def check(weights: str, device: str) -> None:
+def check(kind: str, device: str) -> None:
     """ValueError for a setting that is none, or that the device can't compute from."""
-    if weights not in WEIGHTS:
-        raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}; {weights!r:.60} came")
-    if weights in BITS and not device.startswith("cpu"):
+    if kind not in WEIGHTS:
+        raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}; {kind!r:.60} came")
+    if kind in BITS and not device.startswith("cpu"):
         raise ValueError(
-            f"the device {device} does not compute from {weights} weights: use the CPU, or weights "
+            f"the device {device} does not compute from {kind} weights: use the CPU, or weights "
             "bf16"
         )
 
 
-def choose(weights: str, device: str, places: Mapping[Place, set[str | None]]) -> dict[Place, str]:
+def stored(
+    held: Mapping[str, Sequence[Held]], tensors: weights.Tensors
+) -> dict[Place, set[str | None]]:
+    """In what types with blocks, or None, the matrices of each slot of a layer are stored."""
+    found: dict[Place, set[str | None]] = {}
+    for name, parts in held.items():
+        for one in parts:
+            if one.place.rows > 1:
+                found.setdefault((one.slot, one.layer), set()).add(tensors.stored(name))
+    return found
+
+
+def choose(kind: str, device: str, places: Mapping[Place, set[str | None]]) -> dict[Place, str]:
     """The type of each place that is kept in blocks. `places` has those of matrices, and in what
     types with blocks, or None, their tensors are stored."""
-    if weights == "bf16" or not device.startswith("cpu"):
+    if kind == "bf16" or not device.startswith("cpu"):
         return {}
-    most = BITS.get(weights, 8)
+    most = BITS.get(kind, 8)
     chosen = {}
-    for place, stored in places.items():
+    for place, types in places.items():
         slot, bits = place[0], max(most, 8) if place[0] in ENDS else most
-        one = next(iter(stored)) if len(stored) == 1 else None
+        one = next(iter(types)) if len(types) == 1 else None
         if one is not None and BITS[one] <= bits:
             chosen[place] = one
-        elif weights != "stored" and slot not in SMALL:
+        elif kind != "stored" and slot not in SMALL:
             chosen[place] = "int8" if bits == 8 else "int4"
     return chosen
 
 
-def check_blocks(blocks: np.ndarray, kind: str, what: str) -> None:
-    """ValueError for blocks whose scale, or offset, is not finite; `what` names the tensor."""
+def suspect(blocks: np.ndarray, kind: str) -> int:
+    """The first block whose numbers may not all be finite; -1: there is none."""
     head, whole = HEADS[kind.removesuffix("_pairs")]
     heads = blocks.reshape(-1, whole)[:, :head]
-    bad = heads == 255 if head == 1 else ~np.isfinite(np.ascontiguousarray(heads).view(np.float16))
-    if bad.any():
-        raise ValueError(
-            f"{what}: the scale of block {int(np.argmax(bad.any(axis=1)))} is not finite: all of "
-            "its numbers must be"
-        )
+    bad = heads >= 253 if head == 1 else ~np.isfinite(np.ascontiguousarray(heads).view(np.float16))
+    return int(np.argmax(bad.any(axis=1))) if bad.any() else -1
 
 
 def tally(

@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.files import checkpoint, config, families, meta, weights
-from tinsmith.files.config import TIED
+from tinsmith.files.config import QUANTIZATION, TIED
 from tinsmith.files.family import plain
 from tinsmith.files.lora import Average, factors
 from tinsmith.files.meta import Meta
+from tinsmith.files.places import Place
 from tinsmith.files.version import Version, read
 
 # Keys that change the maths when they are set, and that are not handled.
@@ -316,7 +317,7 @@ class Part:
 
     module: str
     index: int
-    place: families.Place | None
+    place: Place | None
 
 
 def merge(
@@ -327,28 +328,27 @@ def merge(
     dtype: np.dtype[Any],
 ) -> np.ndarray:
     """A tensor with the matrices of modules added, in a type."""
-    merged, end = weights.convert(base, dtype), 0
-    whole, sums = (array.reshape(-1, array.shape[-1]) for array in (base, merged))
-    for part in sorted(parts, key=lambda part: part.place.first if part.place else 0):
+    merged = weights.convert(base, dtype)
+    taken: set[tuple[int | None, int]] = set()
+    for part in parts:
         a, b = (_matrix(adapter, part, letter) for letter in "AB")
-        place = part.place
-        shape = (place.rows, place.cols) if place else base.shape
-        if shape != (b.shape[0], a.shape[1]):
+        source, target = (part.place.view_in(one) if part.place else one for one in (base, merged))
+        if source.shape != (b.shape[0], a.shape[1]):
             raise ValueError(
-                f"{part.module} is {shape} in the base model, but {(b.shape[0], a.shape[1])} in "
-                "the adapter: it belongs to another model"
+                f"{part.module} is {source.shape} in the base model, but "
+                f"{(b.shape[0], a.shape[1])} in the adapter: it belongs to another model"
             )
-        first = place.first if place else 0
-        if first < end:
+        matrix = part.place.matrix if part.place else None
+        lines = {(matrix, line) for line in (part.place.lines if part.place else range(len(b)))}
+        if taken & lines:
             raise ValueError(
                 f"the adapter has matrices for {part.module} and others for rows of it"
             )
-        end = first + len(b)
+        taken |= lines
         for row in range(0, len(b), ROWS):
-            some = b[row : row + ROWS]
-            rows = slice(first + row, first + row + len(some))
-            summed = weights.widen(whole[rows]) + np.float32(scale) * (some @ a)
-            sums[rows] = weights.narrow(summed, dtype)
+            rows = slice(row, row + ROWS)
+            summed = weights.widen(source[rows]) + np.float32(scale) * (b[rows] @ a)
+            target[rows] = weights.narrow(summed, dtype)
     return merged
 
 
@@ -361,8 +361,8 @@ def _matrix(adapter: Mapping[str, np.ndarray], part: Part, letter: str) -> np.nd
 
 def options(config: Mapping[str, Any], *, untied: bool) -> dict[str, Any]:
     """config.json of a merged model: a head that was trained is not the embedding any more, in any
-    part of it that says so."""
-    content = dict(config)
+    part of it that says so, and nothing is quantised."""
+    content = {key: part for key, part in config.items() if key != QUANTIZATION}
     for key, part in config.items():
         if untied and isinstance(part, dict) and part.get(TIED):
             content[key] = {**part, TIED: False}

@@ -40,6 +40,7 @@ _BITS = {
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4, "C64": 64,
 }  # fmt: skip
 READ = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
+IN_BF16 = {"BF16", "MXFP4"}  # types whose numbers bfloat16 has; mxfp4.py reads the second
 _WRITTEN = {
     "float64": "F64", "float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64",
     "int32": "I32", "uint8": "U8", "bool": "BOOL",
@@ -93,6 +94,9 @@ class Tensors(Mapping[str, np.ndarray]):
             array.flags.writeable = False
         return array
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries  # Mapping's would make the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
@@ -111,14 +115,31 @@ class Tensors(Mapping[str, np.ndarray]):
         """The type with blocks (kept.py) that the tensor is stored in, if it is one."""
         return None
 
-    def blocks(self, name: str) -> tuple[np.ndarray, str]:
-        """A stored tensor's blocks: uint8, those of each of its rows in a row; and the type of the
-        array (csrc/device/dtype.c)."""
+    def blocks(self, name: str, matrix: int | None) -> tuple[np.ndarray, str]:
+        """The blocks of a stored tensor, or of one of its matrices: uint8, those of each output in
+        a row; and the type of the array (csrc/device/dtype.c)."""
         raise KeyError(name)
 
     def entry(self, name: str) -> Entry:
         """A tensor's entry in the header; its bytes are not touched."""
         return self._entries[name]
+
+    def sources(self, name: str) -> tuple[Entry, ...]:
+        """The entries of all bytes that a tensor is made of."""
+        return (self.entry(name),)
+
+    def widened(self) -> dict[str, int]:
+        """The bytes of types that no device computes from: they are widened when they are read."""
+        found: dict[str, int] = {}
+        for name, entry in self._entries.items():
+            if entry.dtype not in READ:
+                size = sum(one.size for one in self.sources(name))
+                found[entry.dtype] = found.get(entry.dtype, 0) + size
+        return found
+
+    def part(self, name: str, matrix: int | None) -> np.ndarray:
+        """One matrix of a tensor of several; None: the tensor."""
+        return self[name] if matrix is None else self[name][matrix]
 
 
 def open_file(path: Path | str, opener: Opener | None = None) -> Tensors:

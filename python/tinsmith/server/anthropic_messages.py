@@ -15,7 +15,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.chat.tools import Piece
+from tinsmith.chat.tools import Piece, Thought, ToolCall
 from tinsmith.engine.decoding import Part
 from tinsmith.engine.errors import RequestError, clipped
 from tinsmith.server import inference, shapes, wire
@@ -247,7 +247,12 @@ def _end(choice: Choice) -> dict[str, Any]:
     return {"stop_reason": STOP_REASONS[choice.ended or "stop"], "stop_sequence": None}
 
 
-def _block(piece: Piece) -> dict[str, Any]:
+def _said(pieces: Sequence[Piece]) -> list[str | ToolCall]:
+    """Without thoughts, whose blocks would need a signature."""
+    return [piece for piece in pieces if not isinstance(piece, Thought)]
+
+
+def _block(piece: str | ToolCall) -> dict[str, Any]:
     if isinstance(piece, str):
         return {"type": "text", "text": piece}
     given = json.loads(piece.arguments)
@@ -260,7 +265,7 @@ def _call_id() -> str:
 
 def _reply(asked: Asked, generation: Generation, parts: Sequence[Part]) -> dict[str, Any]:
     choice = asked.choice
-    content = [_block(piece) for piece in choice.add(parts[0])]
+    content = [_block(piece) for piece in _said(choice.add(parts[0]))]
     found = {**_envelope(asked, generation), "content": content, **_end(choice)}
     found["usage"]["output_tokens"] = choice.tokens
     return found
@@ -280,7 +285,7 @@ async def _events(
             return
         if not parts:
             yield inference.event({"type": "ping"}, "ping")
-        for piece in [piece for part in parts for piece in choice.add(part)]:
+        for piece in [piece for part in parts for piece in _said(choice.add(part))]:
             if is_open and not isinstance(piece, str):
                 yield _stop(blocks)
                 blocks, is_open = blocks + 1, False

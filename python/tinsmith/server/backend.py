@@ -110,6 +110,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return refusal(path, status, f"tinsmith has no {request.method} {path}")
 
 
+def _access(host: str, hosts: Iterable[str], origins: Iterable[str], api_key: str | None) -> Access:
+    return Access(host, frozenset(map(str.lower, hosts)), frozenset(origins), api_key)
+
+
 class Backend:
     """A running server, in threads of this process. A context manager; `close` ends it."""
 
@@ -139,8 +143,7 @@ class Backend:
     ):
         if not models:
             raise ValueError("there is no model to serve: name at least one")
-        hosts = frozenset(map(str.lower, allow_hosts))
-        access = Access(host, hosts, frozenset(allow_origins), api_key)
+        access = _access(host, allow_hosts, allow_origins, api_key)
         self._key = api_key or API_KEY
         self.checkpoints = Path(checkpoints).resolve()
         with contextlib.ExitStack() as undo:

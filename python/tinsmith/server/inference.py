@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tinsmith.chat.chat import Answer, Chat
-from tinsmith.chat.tools import Piece
+from tinsmith.chat.tools import Piece, Thought
 from tinsmith.engine.decoding import Part, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.files.families import BaseModel
@@ -345,11 +345,14 @@ class Choice:
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Pieces with neighbouring texts made one."""
+    """Pieces with neighbouring texts made one, and neighbouring thoughts."""
     found: list[Piece] = []
     for piece in pieces:
-        if isinstance(piece, str) and found and isinstance(found[-1], str):
-            found[-1] += piece
+        last = found[-1] if found else None
+        if isinstance(piece, str) and isinstance(last, str):
+            found[-1] = last + piece
+        elif isinstance(piece, Thought) and isinstance(last, Thought):
+            found[-1] = Thought(last.text + piece.text)
         elif piece:
             found.append(piece)
     return found

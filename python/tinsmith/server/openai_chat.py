@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.chat.text import token_bytes
-from tinsmith.chat.tools import Piece, ToolCall
+from tinsmith.chat.tools import Piece, Thought, ToolCall
 from tinsmith.engine.decoding import Part
 from tinsmith.engine.errors import RequestError, clipped
 from tinsmith.server import inference, shapes, wire
@@ -301,8 +301,11 @@ def _reply(asked: Asked, generation: Generation, parts: Sequence[Part]) -> dict[
         choice = choices[part.number]
         pieces = choice.add(part)
         text = "".join(piece for piece in pieces if isinstance(piece, str))
+        thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
         calls = [_call(piece) for piece in pieces if isinstance(piece, ToolCall)]
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if thoughts:
+            message["reasoning_content"] = thoughts
         if calls:
             message |= {"content": text or None, "tool_calls": calls}
         made.append(
@@ -364,6 +367,8 @@ def _delta(piece: Piece, calls: int) -> tuple[dict[str, Any], int]:
     """A piece as a chunk has it, and the number of calls with it."""
     if isinstance(piece, str):
         return {"content": piece}, calls
+    if isinstance(piece, Thought):
+        return {"reasoning_content": piece.text}, calls
     return {"tool_calls": [{"index": calls, **_call(piece)}]}, calls + 1
 
 

@@ -69,7 +69,7 @@ class Asked:
         """A new one for each sample."""
         chat, eos_ids = self.target.chat, self.target.model.eos_ids
         count = range(len(self.prompts) * self.drawing.count)
-        return [Choice(chat.answer(stops=self.drawing.stops), eos_ids) for _ in count]
+        return [Choice(chat.continuation(self.drawing.stops), eos_ids) for _ in count]
 
 
 async def completions(service: Service, request: Request) -> Response | dict[str, Any]:
