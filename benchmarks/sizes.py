@@ -4,9 +4,9 @@
 
 Nothing is measured and no model is needed: the engine plans from a configuration, as
 `tinsmith info` does. Each column is a part, in GiB: base weights as they are kept (bf16, float32,
-or by --weights int4), an adapter of rank 32 on all matrices with its gradients and moments, a training step
-of 512 tokens that keeps every layer's activations and one that keeps the least, and keys and values
-of 8,192 tokens. Two seconds."""
+or by --weights int4), an adapter of rank 32 on all matrices with its gradients and moments, a
+training step of 512 tokens that keeps every layer's activations and one that keeps the least, and
+keys and values of 8,192 tokens. Two seconds."""
 
 import json
 import sys

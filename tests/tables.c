@@ -121,8 +121,9 @@ static size_t taken(size_t numbers)
 static Model *model_of(void)
 {
     static const float inv_freq[E / 2];
+    static const DType types[SLOT_COUNT * L]; /* all DTYPE_F32 */
     Model *model = NULL;
-    CHECK(model_open(&model, &shape, inv_freq, DTYPE_F32, "host", 1) == STATUS_OK);
+    CHECK(model_open(&model, &shape, inv_freq, types, "host", 1) == STATUS_OK);
     return model;
 }
 

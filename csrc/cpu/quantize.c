@@ -7,9 +7,9 @@
  * at either end. Around each end TRIES scales are tried (3: an error of 7.33 % for Gaussian
  * weights; 5 would give 7.29, 1 7.55). For the levels nearest to w / scale the best scale is
  * Σ level·w / Σ level², in f16, and the codes are chosen again for it. What int4 can hold exactly
- * it holds: that is the first scale tried. Weights beyond ±WEIGHT_MOST, which no model has, count as
- * that. 32 outputs of a block stand side by side, so nothing crosses lanes. Compute bound: some 20
- * instructions for VL weights and each scale that is tried. */
+ * it holds: that is the first scale tried. Weights beyond ±WEIGHT_MOST, which no model has, count
+ * as that. 32 outputs of a block stand side by side, so nothing crosses lanes. Compute bound: some
+ * 20 instructions for VL weights and each scale that is tried. */
 #include "packed.h"
 
 enum { TRIES = 3 };
