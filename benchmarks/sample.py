@@ -133,7 +133,9 @@ class Comparison:
                 folder, dtype=DTYPES[args.dtype], weights=args.weights, threads=args.threads
             ).core
             try:
-                self.llama = llama.Llama(args.llama_python, folder, args.threads, args.clock)
+                self.llama = llama.Llama(
+                    args.llama_python, folder, args.threads, args.clock, args.llama_type
+                )
             except (RuntimeError, OSError) as error:
                 report.note(str(error))
         if self.llama:
@@ -237,6 +239,7 @@ def main() -> None:
     add("--new", type=int, default=64, help="tokens that are drawn")
     add("--prefill", type=int, nargs="*", default=[512], help="lengths of prompts")
     add("--llama-python", default=sys.executable, help="an interpreter that has llama.cpp")
+    add("--llama-type", default="", help="of llama.cpp's matrices, such as Q4_0")
     add("--weights", choices=WEIGHTS, default="stored", help="what tinsmith keeps them in")
     add("--without", nargs="*", default=[], choices=("HF",), help="sides to leave out")
     args = parse(options)
