@@ -40,8 +40,8 @@ CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 class Llama:
     """The parent's half; RuntimeError with a sentence where the interpreter lacks a package."""
 
-    def __init__(self, python: str, folder: Path, threads: int, clock: str) -> None:
-        command = [python, __file__, str(folder), str(threads), clock]
+    def __init__(self, python: str, folder: Path, threads: int, clock: str, kind: str = "") -> None:
+        command = [python, __file__, str(folder), str(threads), clock, kind]
         self.child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -161,9 +161,10 @@ def hybrid(config: dict[str, Any], name: str, bits: np.ndarray) -> np.ndarray:
     return bits[np.concatenate([np.arange(first), first + order])]
 
 
-def write_gguf(folder: Path, names: dict[str, str]) -> Path:
+def write_gguf(folder: Path, names: dict[str, str], form: str) -> Path:
     """The checkpoint as a GGUF file beside it, its tensors under these names; all but matrices in
-    f32, as llama.cpp wants it."""
+    f32, as llama.cpp wants it. `form` is the type of its matrices, "": as they are; the embedding
+    is then in Q8_0."""
     import gguf
 
     config = read_config(folder)
@@ -202,10 +203,15 @@ def write_gguf(folder: Path, names: dict[str, str]) -> Path:
     writer.add_tokenizer_model("none")
     for name, bits in stacked(tensors(folder), names, experts):
         bits = hybrid(config, name, bits) if is_hybrid else bits
-        bf16 = gguf.GGMLQuantizationType.BF16 if bits.dtype == np.uint16 else None
-        bits = np.ascontiguousarray(bits)
-        raw = bits.view(np.uint8) if bf16 else bits
-        writer.add_tensor(names[name], raw, raw_dtype=bf16)
+        stored = gguf.GGMLQuantizationType.BF16 if bits.dtype == np.uint16 else None
+        raw = np.ascontiguousarray(bits)
+        if form and raw.ndim > 1:
+            wide = (raw.astype(np.uint32) << 16).view(np.float32) if stored else raw
+            stored = gguf.GGMLQuantizationType["Q8_0" if "embed" in name else form]
+            raw = gguf.quantize(wide, stored)
+        elif stored:
+            raw = raw.view(np.uint8)
+        writer.add_tensor(names[name], raw, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -308,12 +314,12 @@ class Engine:
 
 def main() -> None:
     """Answers each line of the standard input with one on the standard output."""
-    folder, threads, clock = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    folder, threads, clock, kind = Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5]
     names = json.loads(sys.stdin.readline())
     try:
         import llama_cpp
 
-        engine = Engine(write_gguf(folder, names), threads, clock)
+        engine = Engine(write_gguf(folder, names, kind), threads, clock)
     except (ImportError, RuntimeError) as error:
         print(json.dumps({"error": f"llama.cpp is absent: {error}"}), flush=True)
         return

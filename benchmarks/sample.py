@@ -39,7 +39,10 @@ from peers import (
 from report import Report
 from tinsmith import _core
 from tinsmith.files import families
+from tinsmith.files.kept import WEIGHTS
 
+# Bytes of a number in the layers' matrices, and in the head's.
+WEIGHT_BYTES = {"int8": (34 / 32, 34 / 32), "int4": (18 / 32, 34 / 32)}
 Times = tuple[float, ...]  # seconds of the prompts, of the tokens after the first, of the sampler
 
 
@@ -127,10 +130,12 @@ class Comparison:
         self.llama: llama.Llama | None = None
         with checkpoint(self.model) as folder:
             self.core = families.load_model(
-                folder, dtype=DTYPES[args.dtype], threads=args.threads
+                folder, dtype=DTYPES[args.dtype], weights=args.weights, threads=args.threads
             ).core
             try:
-                self.llama = llama.Llama(args.llama_python, folder, args.threads, args.clock)
+                self.llama = llama.Llama(
+                    args.llama_python, folder, args.threads, args.clock, args.llama_type
+                )
             except (RuntimeError, OSError) as error:
                 report.note(str(error))
         if self.llama:
@@ -198,6 +203,7 @@ class Comparison:
         table = self.report.table(title, "batch", {each: ".2f", rate: ".1f"}, rate)
         layers, head = matrices(args.shape)
         size = {"f32": 4, "bf16": 2}[args.dtype]
+        layer_size, head_size = WEIGHT_BYTES.get(args.weights, (size, size))
         s = self.shape
         cache = 2 * attending(args.shape) * s["num_key_value_heads"] * s["head_dim"]
         for batch in args.batches:
@@ -209,15 +215,15 @@ class Comparison:
                 if sampler:
                     seconds[f"{name} + sampler"] = drawn + sampler[0]
             states = 4 * state_numbers(args.shape) / size  # in f32
-            weights = matrices(args.shape, batch)[0] + head
-            read = weights + batch * (cache * (args.prompt + args.new / 2) + states)
-            read = read if size * weights > CACHED else 0
+            weights = layer_size * matrices(args.shape, batch)[0] + head_size * head
+            read = weights + size * batch * (cache * (args.prompt + args.new / 2) + states)
+            read = read if weights > CACHED else 0
             table.add(
                 str(batch),
                 {name: (1e3 * v / tokens, tokens / v) for name, v in seconds.items()},
                 self.report.floor(
                     flops=2 * (layers + head),
-                    bytes=size * read / batch,
+                    bytes=read / batch,
                     dtype=args.dtype,
                     scale=1e3,
                 ),
@@ -233,6 +239,8 @@ def main() -> None:
     add("--new", type=int, default=64, help="tokens that are drawn")
     add("--prefill", type=int, nargs="*", default=[512], help="lengths of prompts")
     add("--llama-python", default=sys.executable, help="an interpreter that has llama.cpp")
+    add("--llama-type", default="", help="of llama.cpp's matrices, such as Q4_0")
+    add("--weights", choices=WEIGHTS, default="stored", help="what tinsmith keeps them in")
     add("--without", nargs="*", default=[], choices=("HF",), help="sides to leave out")
     args = parse(options)
     with Report(args, __doc__) as report:

@@ -3,10 +3,10 @@
     python benchmarks/sizes.py
 
 Nothing is measured and no model is needed: the engine plans from a configuration, as
-`tinsmith info` does. Each column is a part, in GiB: base weights as they are computed with (bf16,
-or float32), an adapter of rank 32 on all matrices with its gradients and moments, a training step
-of 512 tokens that keeps every layer's activations and one that keeps the least, and keys and values
-of 8,192 tokens. Two seconds."""
+`tinsmith info` does. Each column is a part, in GiB: base weights as they are kept (bf16, float32,
+or by --weights int4), an adapter of rank 32 on all matrices with its gradients and moments, a
+training step of 512 tokens that keeps every layer's activations and one that keeps the least, and
+keys and values of 8,192 tokens. Two seconds."""
 
 import json
 import sys
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from peers import DELTA
-from tinsmith.engine.worker import plan
+from tinsmith import _core
+from tinsmith.files import kept
 from tinsmith.files.families import read_config
 
 GIB = 2**30
@@ -30,8 +31,8 @@ SHAPE = (
     "num_key_value_heads",
 )  # fmt: skip
 COLUMNS = (
-    "model", "weights, bf16", "float32", "adapter", "step, all kept", "the least", "KV of 8,192",
-    "in all, bf16",
+    "model", "weights, bf16", "float32", "int4", "adapter", "step, all kept", "the least",
+    "KV of 8,192", "in all, bf16", "int4",
 )  # fmt: skip
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 151936, "head_dim": 128,
@@ -74,7 +75,13 @@ def planned(name: str, kind: str, step: int = EVERYTHING) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(content))
         config, inv_freq = read_config(Path(folder))
-    return plan(config, inv_freq, kind, rank=32, tokens=512, step_bytes=step)
+    wide = "bf16" if kind == "int4" else kind
+    core = _core.Model(config, inv_freq, weights=wide)
+    if kind == "int4":
+        places = {one[:2]: {None} for one in core.slots if one[3] > 1}
+        packed = kept.choose(kind, "cpu", places)
+        core = _core.Model(config, inv_freq, weights=wide, packed=packed)
+    return core.plan(32, 512, step)
 
 
 def least(name: str) -> int:
@@ -91,12 +98,14 @@ def rows() -> list[str]:
     """The table in Markdown."""
     table = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for name in MODELS:
-        half, full = planned(name, "bf16"), planned(name, "f32")
+        half, full, small = (planned(name, kind) for kind in ("bf16", "f32", "int4"))
         cache = TOKENS * half["kv_token"] + half["kv_sequence"]
         smallest = least(name)
-        parts = [half["weights"], full["weights"], half["adapter"], half["step"], smallest, cache]
-        total = half["weights"] + half["adapter"] + smallest + cache
-        shown = [f"{part / GIB:.{1 if part > 10 * GIB else 2}f}" for part in [*parts, total]]
+        parts = [half["weights"], full["weights"], small["weights"]]
+        parts += [half["adapter"], half["step"], smallest, cache]
+        rest = half["adapter"] + smallest + cache
+        parts += [half["weights"] + rest, small["weights"] + rest]
+        shown = [f"{part / GIB:.{1 if part > 10 * GIB else 2}f}" for part in parts]
         table.append(f"| {name} | {' | '.join(shown)} |")
     return table
 

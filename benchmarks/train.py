@@ -31,6 +31,7 @@ from peers import (
 from report import Report
 from tinsmith import _core
 from tinsmith.files import families
+from tinsmith.files.kept import WEIGHTS
 
 RANK = 32
 
@@ -94,6 +95,9 @@ def main() -> None:
     options = parser(__doc__, shape="small", dtype="f32")
     options.add_argument("--datums", type=int, default=4)
     options.add_argument("--length", type=int, default=512)
+    options.add_argument(
+        "--weights", choices=WEIGHTS, default="stored", help="what tinsmith keeps them in"
+    )
     options.add_argument("--custom", action="store_true", help="forward_backward_custom")
     args = parse(options)
     rng = np.random.default_rng(0)
@@ -101,7 +105,9 @@ def main() -> None:
     tokens, targets = rng.integers(0, vocab, (2, args.datums, args.length)).astype(np.int32)
     model = hf_model(args.shape, args.dtype)
     with checkpoint(model) as folder:
-        loaded = families.load_model(folder, dtype=DTYPES[args.dtype], threads=args.threads)
+        loaded = families.load_model(
+            folder, dtype=DTYPES[args.dtype], weights=args.weights, threads=args.threads
+        )
     adapter = _core.Adapter(loaded.core, rank=RANK)
     lengths = np.full(args.datums, args.length, np.int32)
     ones = np.ones(args.datums, np.int32)

@@ -58,9 +58,11 @@ static void device_memory(Device *dev, size_t *free_bytes, size_t *all_bytes)
 
 /* ---- frozen weights ---- */
 
-static size_t device_frozen_bytes(Device *dev, DType type, int rows, int cols)
+/* bf16 alone: what comes wide is rounded to it, and nothing is computed from blocks. */
+static size_t device_frozen_bytes(Device *dev, DType kept, int rows, int cols)
 {
-    (void)dev, (void)type;
+    (void)dev;
+    if (kept > DTYPE_F16) return 0;
     return sizeof(frozen) + (size_t)rows * (size_t)frozen_stride(cols) * sizeof(real);
 }
 
@@ -102,9 +104,10 @@ static void rows_encode(uint16_t *to, const void *from, DType type, int first, i
         }
 }
 
-static void device_frozen_load(Device *dev, frozen *to, const void *from, DType type, int rows,
-                               int cols)
+static void device_frozen_load(Device *dev, frozen *to, DType kept, const void *from, DType type,
+                               int rows, int cols)
 {
+    (void)kept;
     frozen header = {rows, cols, (int32_t)frozen_stride(cols), {0}};
     dev->upload(dev, to, &header, sizeof header);
     char *data = (char *)(to + 1);

@@ -55,6 +55,7 @@ ISA_NEEDS = {
 }
 DEVICES = ("cpu", *(f"cpu-{isa}" for isa in ISAS), "cuda", "cuda-emulated")
 DTYPES = {"f32": 0, "bf16": 1, "f16": 2}
+PACKED = {"int8": 3, "int4": 4, "q4_0": 5, "q4_1": 6, "mxfp4": 7, "mxfp4_pairs": 8}
 KV_PAGE = 64
 ARENA_STEP = 256
 
@@ -103,11 +104,18 @@ class Jsd(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Frozen:
-    """A base weight (rows, cols) in float64, exact in `dtype`: f32, bf16 or f16; or several of
-    them, (count, rows, cols), which an op finds `step` bytes apart."""
+    """A base weight (rows, cols) in float64, exact in `dtype`; or several of them, (count, rows,
+    cols), which an op finds `step` bytes apart. `blocks` are its bytes where it is loaded from
+    them, and not from its numbers."""
 
     value: np.ndarray
     dtype: str = "f32"
+    blocks: np.ndarray | None = None
+
+    @property
+    def kept(self) -> int:
+        """The type that it is kept in."""
+        return PACKED.get(self.dtype.removesuffix("_pairs"), DTYPES.get(self.dtype, 0) % 2)
 
 
 @dataclass(frozen=True)
@@ -203,7 +211,7 @@ class CDevice(ctypes.Structure):
         ("copy", COPY),
         ("zero", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),
         ("frozen_bytes", ctypes.CFUNCTYPE(SIZE, VOID, INT, INT, INT)),
-        ("frozen_load", ctypes.CFUNCTYPE(None, VOID, VOID, VOID, INT, INT, INT)),
+        ("frozen_load", ctypes.CFUNCTYPE(None, VOID, VOID, INT, VOID, INT, INT, INT)),
         ("stream", ctypes.CFUNCTYPE(SIZE, VOID)),
         ("sync", ctypes.CFUNCTYPE(INT, VOID)),
         ("close", ctypes.CFUNCTYPE(None, VOID)),
@@ -356,7 +364,7 @@ class Device:
     def frozen_step(self, frozen: Frozen) -> int:
         """Bytes from one base weight of several to the next."""
         rows, cols = frozen.value.shape[-2:]
-        one = self.c.frozen_bytes(self.pointer, DTYPES[frozen.dtype], rows, cols)
+        one = self.c.frozen_bytes(self.pointer, frozen.kept, rows, cols)
         return -(-one // ARENA_STEP) * ARENA_STEP
 
     def put_frozen(self, frozen: Frozen) -> Memory:
@@ -366,12 +374,16 @@ class Device:
         host = np.ascontiguousarray(frozen.value, dtype)
         host = host[None] if host.ndim == 2 else host
         host = to_bf16(host) if frozen.dtype == "bf16" else host
-        kind, step = DTYPES[frozen.dtype], self.frozen_step(frozen)
-        size = self.c.frozen_bytes(self.pointer, kind, rows, cols)
+        kind, step = DTYPES.get(frozen.dtype, 0), self.frozen_step(frozen)
+        if frozen.blocks is not None:
+            kind, host = PACKED[frozen.dtype], np.ascontiguousarray(frozen.blocks)
+            host = host[None] if host.ndim == 2 else host
+        size = self.c.frozen_bytes(self.pointer, frozen.kept, rows, cols)
         memory = Memory(self, size + (len(host) - 1) * step)
         for i, one in enumerate(host):
             at = memory.pointer.value + i * step
-            self.c.frozen_load(self.pointer, at, one.ctypes.data, kind, rows, cols)
+            data = one.ctypes.data
+            self.c.frozen_load(self.pointer, at, frozen.kept, data, kind, rows, cols)
         self.check(self.c.sync(self.pointer))
         return memory
 

@@ -98,7 +98,9 @@ def bounds_of(load):
 
 
 def experts(rng, count, N, D, dtype):
-    return Frozen(np.stack([frozen(rng, N, D, dtype).value for _ in range(count)]), dtype)
+    each = [frozen(rng, N, D, dtype) for _ in range(count)]
+    blocks = None if each[0].blocks is None else np.stack([one.blocks for one in each])
+    return Frozen(np.stack([one.value for one in each]), dtype, blocks)
 
 
 PRODUCTS = tuple(

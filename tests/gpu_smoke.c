@@ -144,7 +144,7 @@ static frozen *put_frozen(float *w, int rows, int cols)
 {
     rounded(w, (size_t)rows * cols);
     frozen *memory = device_bytes(dev->frozen_bytes(dev, DTYPE_F32, rows, cols));
-    dev->frozen_load(dev, memory, w, DTYPE_F32, rows, cols);
+    dev->frozen_load(dev, memory, DTYPE_F32, w, DTYPE_F32, rows, cols);
     return memory;
 }
 
@@ -490,8 +490,8 @@ static void check_experts(void)
     size_t one = dev->frozen_bytes(dev, DTYPE_F32, N, D), step = (one + 255) / 256 * 256;
     char *weights = device_bytes(step * (size_t)X);
     for (int e = 0; e < X; e++)
-        dev->frozen_load(dev, (frozen *)(weights + step * (size_t)e), w + (size_t)e * N * D,
-                         DTYPE_F32, N, D);
+        dev->frozen_load(dev, (frozen *)(weights + step * (size_t)e), DTYPE_F32,
+                         w + (size_t)e * N * D, DTYPE_F32, N, D);
     size_t ints = (size_t)P * 4;
     int32_t *chosen = device_bytes(ints), *pair = device_bytes(ints), *row = device_bytes(ints);
     int32_t *place = device_bytes(ints), *bounds = device_bytes((size_t)X * 8);

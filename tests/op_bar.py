@@ -94,13 +94,14 @@ def reference_args(dev, op, args, dtype) -> dict:
     """The arguments that a reference function takes, rounded as the device holds them."""
     out = {}
     weight = args.get("w")
-    narrow = dev.pairs and op != "embed" and isinstance(weight, Frozen) and weight.dtype == "bf16"
+    narrow = dev.pairs and op != "embed" and isinstance(weight, Frozen) and weight.kept > 0
     for p in OPS[op]:
         value = args.get(p.name)
         if isinstance(value, tuple | str):
             continue
         if isinstance(value, Frozen):
             value = dev.round_frozen(value.value)
+            value = from_bf16(to_bf16(value)).astype(float) if narrow else value
         if isinstance(value, np.ndarray) and p.type in ("real", "float", "frozen"):
             if narrow and p.name in ("x", "dy"):
                 value = from_bf16(to_bf16(value))

@@ -8,11 +8,14 @@ fails there.
 # ruff: noqa: C408 - sizes are keyword arguments, and read as such
 
 import numpy as np
+import packed_weights
 import reference
-from engine import KV_PAGE, Draw, Frozen, Jsd, Span, from_bf16, to_bf16
+from engine import KV_PAGE, PACKED, Draw, Frozen, Jsd, Span, from_bf16, to_bf16
 
 
 def frozen(rng, rows, cols, dtype="f32") -> Frozen:
+    if dtype in PACKED:
+        return packed_weights.make(rng, rows, cols, dtype)
     value = rng.standard_normal((rows, cols)).astype(np.float32)
     if dtype == "bf16":
         value = from_bf16(to_bf16(value))

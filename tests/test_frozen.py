@@ -34,9 +34,10 @@ def test_a_loaded_weight_is_its_rows_in_panels(dev, rows, cols, dtype):
         bits[bits & 0x7C00 == 0x7C00] &= 0x83FF  # a NaN's payload is nobody's business
     odd = np.empty(bits.nbytes + 2, np.uint8)[2:]  # as an array may lie in a file
     odd[:] = bits.view(np.uint8).ravel()
-    size = dev.c.frozen_bytes(dev.pointer, DTYPES[dtype], rows, cols)
+    size = dev.c.frozen_bytes(dev.pointer, DTYPES["bf16" if dtype == "bf16" else "f32"], rows, cols)
     memory = Memory(dev, size)
-    dev.c.frozen_load(dev.pointer, memory.pointer, odd.ctypes.data, DTYPES[dtype], rows, cols)
+    kept, kind = DTYPES["bf16" if dtype == "bf16" else "f32"], DTYPES[dtype]
+    dev.c.frozen_load(dev.pointer, memory.pointer, kept, odd.ctypes.data, kind, rows, cols)
     memory.assert_guarded("frozen_load")
     held = bits.view(np.float16).astype(np.float32).view(np.uint32) if dtype == "f16" else bits
     wanted = panels(held)

@@ -20,7 +20,7 @@ import tinker
 import tinsmith
 import torch
 from tinsmith import cli
-from tinsmith.files import extras, families, gguf_header, gguf_model, gguf_tokenizer
+from tinsmith.files import extras, families, gguf_header, gguf_model, gguf_tokenizer, kept
 from tinsmith.server import clients
 from tinsmith.server.backend import Backend
 from tokenizers import Tokenizer
@@ -95,19 +95,53 @@ def test_a_file_gives_its_originals_numbers_bit_for_bit(name: str, tmp_path: Pat
     assert np.abs(other - reference[np.arange(len(TOKENS) - 1), TOKENS[1:]]).max() < 1e-4
 
 
+def quantised(tmp_path: Path, kind: str) -> Path:
+    """A small file of a quantised Llama."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    spec = spec_of("llama")
+    spec = replace(spec, config={**spec.config, **sizes, "head_dim": 16, "rope_parameters": None})
+    folder = models.make(spec, tmp_path / "model")
+    return gguf_files.write(
+        tmp_path / "model.gguf", folder, gguf_files.words(107, 107),
+        kind=gguf.GGMLQuantizationType[kind],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ("Q4_0", "Q4_1", "Q8_0", "MXFP4"))
+def test_blocks_that_the_engine_knows_are_kept_as_they_are(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = families.find_model(str(quantised(tmp_path, kind)), {})
+    options = {"device": "cpu", "threads": 1}
+    found = tinsmith.Model(place, **options)
+    model = families.inspect_model(place)
+    assert set(model.packed.values()) == {kept.GGUF_TYPES[kind]}
+    numbers = found.logprobs(TOKENS)
+    fewer = tinsmith.Model(place, weights="int4", **options)
+    most = kind == "Q8_0"
+    assert np.array_equal(fewer.logprobs(TOKENS), numbers) != most  # 4 bits have what 4 have
+    monkeypatch.setattr(kept, "GGUF_TYPES", {})  # all are dequantised
+    assert not families.inspect_model(place).packed
+    assert model.weight_bytes < 0.4 * families.inspect_model(place).weight_bytes
+    np.testing.assert_array_equal(numbers, tinsmith.Model(place, **options).logprobs(TOKENS))
+
+
+def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    file = quantised(tmp_path, "Q4_0")
+    begin = {one.name: one for one in gguf.GGUFReader(file).tensors}["blk.0.ffn_up.weight"]
+    bits = bytearray(file.read_bytes())
+    bits[begin.data_offset + 36 : begin.data_offset + 38] = np.float16(np.inf).tobytes()
+    file.write_bytes(bits)
+    with pytest.raises(ValueError, match=r"up_proj\.weight has -?inf at \[1, 0\]"):
+        tinsmith.Model(file, device="cpu", threads=1)
+
+
 @pytest.mark.parametrize("kind", ("Q4_0", "Q4_1", "Q5_1", "Q8_0"))
 def test_quantised_tensors_are_what_gguf_makes_of_them(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_model, "DEQUANTIZED", 700)  # numbers at a time, which here are more
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-    spec = spec_of("llama")
-    spec = replace(spec, config={**spec.config, **sizes, "head_dim": 16, "rope_parameters": None})
-    folder = models.make(spec, tmp_path / "model")
-    file = gguf_files.write(
-        tmp_path / "model.gguf", folder, gguf_files.words(107, 107),
-        kind=gguf.GGMLQuantizationType[kind],
-    )  # fmt: skip
+    file = quantised(tmp_path, kind)
     theirs = {one.name: one for one in gguf.GGUFReader(file).tensors}
     place = families.find_model(str(file), {})
     assert families.element_type(place) == "f32"

@@ -124,7 +124,7 @@ def test_logprobs_are_those_of_transformers(base: Path) -> None:
 
 def test_experts_are_widened_one_by_one(tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_local_experts": 64}
-    model = families.inspect_model(packed(tmp_path / "m", **sizes))
+    model = families.inspect_model(packed(tmp_path / "m", **sizes), weights="bf16")
     slots = families.open_core(model, threads=1).slots
     mxfp4.unpack(np.zeros((1, 1, 16), np.uint8), np.zeros((1, 1), np.uint8))  # makes the table
     tracemalloc.start()
@@ -218,15 +218,38 @@ def test_the_cookbooks_tools_take_its_adapters(base: Path, tmp_path: Path) -> No
             assert off < moved and off < 0.15 * np.linalg.norm(wanted), name
 
 
-def test_info_and_doctor_say_that_it_is_widened(
+def test_info_and_doctor_say_that_it_is_kept_or_widened(
     base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["info", str(base)]) == 0
+    assert "77% of its matrices in mxfp4, 23% of its matrices in bf16" in capsys.readouterr().out
+    assert cli.main(["info", str(base), "--weights", "bf16"]) == 0
     size = sum(8 * rows * (cols // 32) * 17 for rows, cols in ((64, 64), (64, 32))) * 2
     shown = capsys.readouterr().out
-    assert f"{readable(size)} of the files are MXFP4, which is widened to bf16 in mem" in shown
+    assert f"{readable(size)} of the files are MXFP4, which is widened in memory" in shown
     assert cli.main(["doctor"]) == 0
-    assert "files in MXFP4 or GGUF's types are widened" in capsys.readouterr().out
+    assert "on the CPU MXFP4 and GGUF's Q8_0, Q4_0, Q4_1;" in capsys.readouterr().out
+
+
+def test_widened_and_kept_in_4_bits_it_is_the_same_model(base: Path) -> None:
+    one = datum(tokens_of(NAME, 70))
+    wide, narrow = (families.load_model(base, weights=kind) for kind in ("bf16", "stored"))
+    assert not wide.packed and set(narrow.packed.values()) == {"mxfp4"}
+    assert narrow.weight_bytes < 0.6 * wide.weight_bytes
+    found, wanted = (
+        call(_core.Adapter(each.core, rank=1), [one], backward=False)[0][0]
+        for each in (narrow, wide)
+    )
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    def change(tensors: dict[str, Any]) -> None:
+        tensors[f"{STEM}gate_up_proj_blocks"][3, 7, 1, :] = 0
+        tensors[f"{STEM}gate_up_proj_scales"][3, 7, 1] = 255
+
+    with pytest.raises(ValueError, match="gate_up_proj has a block whose scale is 255"):
+        families.load_model(packed(tmp_path / "m", change))
 
 
 # ---- what is refused ----

@@ -20,8 +20,8 @@ ROWS = {
     "acts.inc": "KEPT(DEAR, float, state, 2 * s->heads, RECURRENT)",
 }
 SOURCES = (
-    "device/arena.c", "device/status.c", "model/acts.c", "model/adapter.c", "model/budget.c",
-    "model/layers.c", "model/model.c",
+    "device/arena.c", "device/dtype.c", "device/status.c", "model/acts.c", "model/adapter.c",
+    "model/budget.c", "model/layers.c", "model/model.c",
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ BAD = {
     "--step-memory": MEMORY,
     "--device": ("tpu", ""),
     "--dtype": ("int8", ""),
+    "--weights": ("int3", "", "INT4"),
     "--threads": (*NUMBERS, "-1", "257"),
     "--seed": NUMBERS,
     "--checkpoints": ("/dev/null", "/dev/null/below", ""),

@@ -31,9 +31,10 @@ enum { PANEL = 32 };
  * [n / PANEL][k][n % PANEL], so that one row of a panel is 32 outputs of the same input; in bf16 at
  * [n / PANEL][k / 2][n % PANEL][k % 2], so that a 32-bit lane holds two inputs of one output, which
  * is what the processor's bf16 dot product takes, and what a shift or a mask widens to f32. Rows
- * are filled up with zeros, and so is an odd last column. */
+ * are filled up with zeros, and so is an odd last column. Types with blocks are laid out as
+ * packed.h says. */
 struct frozen {
-    DType type; /* DTYPE_F32 or DTYPE_BF16 */
+    DType type;
     int rows, cols;
     _Alignas(64) unsigned char data[];
 };
@@ -47,7 +48,8 @@ static inline size_t frozen_bf16_at(const frozen *w, int n, int k)
 }
 
 /* The device's frozen_load (frozen.c). */
-void CPU(frozen_load)(Device *dev, frozen *to, const void *from, DType type, int rows, int cols);
+void CPU(frozen_load)(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
+                      int cols);
 
 typedef struct CpuDevice {
     Device base; /* first: a Device* is a CpuDevice* */

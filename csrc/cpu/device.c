@@ -13,6 +13,7 @@
 #include <sys/mman.h>
 
 #include "cpu.h"
+#include "packed.h"
 
 void cpu_generic_table(Device *dev);
 #if defined(__x86_64__)
@@ -91,13 +92,16 @@ static void cpu_zero(Device *dev, void *memory, size_t bytes)
     bytes_run(dev, memory, NULL, bytes);
 }
 
-static size_t cpu_frozen_bytes(Device *dev, DType type, int rows, int cols)
+static size_t cpu_frozen_bytes(Device *dev, DType kept, int rows, int cols)
 {
     (void)dev;
-    size_t panels = ((size_t)rows + PANEL - 1) / PANEL;
-    size_t column = type == DTYPE_BF16 ? 2 : 4;
-    if (type == DTYPE_BF16) cols += cols % 2;
-    return sizeof(struct frozen) + panels * PANEL * (size_t)cols * column;
+    size_t panels = ((size_t)rows + PANEL - 1) / PANEL, row = (size_t)cols * 4; /* of a panel */
+    if (kept == DTYPE_F16 || kept == DTYPE_MXFP4_PAIRS) return 0;
+    if (kept == DTYPE_BF16) row = ((size_t)cols + 1) / 2 * 4;
+    if (dtype_packed(kept))
+        return sizeof(struct frozen) +
+               panels * (((size_t)cols + BLOCK - 1) / BLOCK) * blocks_of(kept).bytes;
+    return sizeof(struct frozen) + panels * PANEL * row;
 }
 
 void cpu_fail(Device *dev, Status status, const char *format, ...)

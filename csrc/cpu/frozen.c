@@ -1,11 +1,13 @@
-/* cpu/frozen.c - copies a base weight from a checkpoint's row order to panels (cpu.h).
+/* cpu/frozen.c - copies a base weight from a checkpoint's row order to panels (cpu.h, packed.h).
  *
  * A panel is written in order, from 32 rows read side by side. Both types are moved in lanes of 32
  * bits, a float or two bf16, so the copy transposes squares of VL rows by VL lanes. f16 has no
  * cheap widening in a product, so such weights are kept as f32. Memory bound: one pass over the
- * rows, one over the panels. */
-#include "cpu.h"
-#include "simd.h"
+ * rows, one over the panels. Weights of 8 and 4 bits are made here, which quantize.c does, or come
+ * as blocks, whose codes take their places. */
+#include <assert.h>
+
+#include "packed.h"
 
 typedef struct Load {
     frozen *to;
@@ -29,6 +31,14 @@ static inline vf lanes_of(const Load *load, size_t at, size_t n)
     return v_load(lanes);
 }
 
+/* The same of `n` bf16, widened. */
+static inline vf bf16_of(const Load *load, size_t at, size_t n)
+{
+    uint16_t lanes[VL] = {0};
+    memcpy(lanes, (const unsigned char *)load->from + at * 2, n * 2);
+    return v_load_bf16(lanes);
+}
+
 static void load_panel(void *context, int64_t panel)
 {
     const Load *load = context;
@@ -50,11 +60,84 @@ static void load_panel(void *context, int64_t panel)
     }
 }
 
-void CPU(frozen_load)(Device *dev, frozen *to, const void *from, DType type, int rows, int cols)
+/* ---- types with blocks ---- */
+
+/* Block number `number` of a panel's rows, of wide numbers, as quantize.c takes it. */
+static void block_gather(float *to, const Load *load, size_t first, size_t live, size_t number)
 {
-    to->type = type == DTYPE_BF16 ? DTYPE_BF16 : DTYPE_F32;
+    size_t cols = (size_t)load->to->cols, k = number * BLOCK;
+    size_t width = cols - k < BLOCK ? cols - k : BLOCK;
+    float part[BLOCK * BLOCK] = {0};
+    for (size_t r = 0; r < live; r++) {
+        size_t at = (first + r) * cols + k;
+        for (size_t i = 0; i < width; i += VL) {
+            size_t n = width - i < VL ? width - i : VL;
+            vf v = load->type == DTYPE_BF16 ? bf16_of(load, at + i, n) : lanes_of(load, at + i, n);
+            v_store(part + r * BLOCK + i, v);
+        }
+    }
+    CPU(transpose)(to, PANEL, part, BLOCK, BLOCK, BLOCK);
+}
+
+/* One row's block in an array, and its place in a panel's: its scale, its offset, its codes. */
+static void block_put(unsigned char *to, const unsigned char *from, DType type, int x)
+{
+    Blocks b = blocks_of(type == DTYPE_MXFP4_PAIRS ? DTYPE_MXFP4 : type);
+    unsigned char *codes = to + b.codes;
+    if (type == DTYPE_MXFP4 || type == DTYPE_MXFP4_PAIRS) {
+        uint16_t bits = from[0] ? (uint16_t)(from[0] << 7) : 0x40; /* 2^(scale − 127) in bf16 */
+        memcpy(to + 2 * x, &bits, 2);
+        from += 1;
+    } else {
+        memcpy(to + 2 * x, from, 2);
+        if (type == DTYPE_Q4_1) memcpy(to + 2 * (PANEL + x), from + 2, 2);
+        from += type == DTYPE_Q4_1 ? 4 : 2;
+    }
+    for (int k = 0; k < BLOCK; k++) {
+        if (type == DTYPE_INT8) {
+            codes[k * PANEL + x] = from[k];
+            continue;
+        }
+        int byte = type == DTYPE_MXFP4_PAIRS ? from[k / 2] : from[k % (BLOCK / 2)];
+        int high = type == DTYPE_MXFP4_PAIRS ? k % 2 : k >= BLOCK / 2;
+        unsigned char *at = codes + 4 * (k / NIBBLES * PANEL + x) + k % NIBBLES / 2;
+        *at = (unsigned char)(*at | (byte >> 4 * high & 15) << 4 * (k % 2));
+    }
+}
+
+/* A panel's blocks: made of wide numbers, or put in another order. */
+static void pack_panel(void *context, int64_t panel)
+{
+    const Load *load = context;
+    frozen *w = load->to;
+    size_t across = blocks_across(w), first = (size_t)panel * PANEL;
+    size_t live = (size_t)w->rows - first < PANEL ? (size_t)w->rows - first : PANEL;
+    size_t bytes = blocks_of(w->type).bytes;
+    unsigned char *to = w->data + (size_t)panel * across * bytes;
+    for (size_t number = 0; number < across; number++, to += bytes) {
+        if (!dtype_packed(load->type)) {
+            float block[BLOCK * PANEL];
+            block_gather(block, load, first, live, number);
+            size_t inputs = (size_t)w->cols - number * BLOCK;
+            CPU(block_quantize)(to, w->type, block, inputs < BLOCK ? (int)inputs : BLOCK);
+            continue;
+        }
+        size_t one = dtype_info(load->type).block_bytes;
+        memset(to, 0, bytes);
+        for (size_t r = 0; r < live; r++) {
+            const unsigned char *from = load->from;
+            block_put(to, from + ((first + r) * across + number) * one, load->type, (int)r);
+        }
+    }
+}
+
+void CPU(frozen_load)(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
+                      int cols)
+{
+    assert(dtype_loads(kept, type) && (!dtype_packed(type) || cols % BLOCK == 0));
+    to->type = kept;
     to->rows = rows;
     to->cols = cols;
     Load load = {to, from, type};
-    cpu_run(dev, (rows + PANEL - 1) / PANEL, load_panel, &load);
+    cpu_run(dev, (rows + PANEL - 1) / PANEL, dtype_packed(kept) ? pack_panel : load_panel, &load);
 }

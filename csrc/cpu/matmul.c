@@ -21,6 +21,7 @@
 #include <assert.h>
 
 #include "block.h"
+#include "packed.h"
 #include "tile.h"
 
 enum {
@@ -92,7 +93,7 @@ static void rows_strip(Out out, const float *a, int64_t a_row, int64_t a_col, co
 static int in_pairs(const Product *p)
 {
 #if defined(__AVX512BF16__)
-    return p->order >= PANELS && ((const frozen *)p->b)->type == DTYPE_BF16;
+    return p->order >= PANELS && ((const frozen *)p->b)->type != DTYPE_F32;
 #else
     (void)p;
     return 0;
@@ -221,11 +222,27 @@ static const float *weight_at(const Product *p, int k0, int n0)
            ((size_t)(row / PANEL) * lanes + (size_t)(halves ? col / 2 : col)) * PANEL;
 }
 
+/* Prefetches part number `part` of `parts` of one such panel's blocks. */
+static void blocks_ask(const Product *p, int k0, int depth, int n0, int part, int parts)
+{
+    const frozen *w = p->b;
+    int count = (depth + BLOCK - 1) / BLOCK, share = (count + parts - 1) / parts;
+    int last = (part + 1) * share < count ? (part + 1) * share : count;
+    size_t bytes = blocks_of(w->type).bytes;
+    for (int i = part * share; i < last; i++) {
+        const unsigned char *at = p->order == PANELS ? block_at(w, n0 / PANEL, k0 / BLOCK + i)
+                                                     : block_at(w, k0 / PANEL + i, n0 / BLOCK);
+        for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 0, 2);
+    }
+}
+
 /* Prefetches part number `part` of `parts` of one such panel, which lies in stretches of lines
  * `step` apart. */
 static void weight_ask(const Product *p, int k0, int depth, int n0, int part, int parts)
 {
     if (p->order < PANELS || n0 >= p->n) return;
+    if (dtype_packed(((const frozen *)p->b)->type))
+        return blocks_ask(p, k0, depth, n0, part, parts);
     int lines = ((const frozen *)p->b)->type == DTYPE_BF16 ? 1 : 2; /* PANEL elements */
     int stretch = (p->order == PANELS ? depth : PANEL) * lines;
     const float *at = weight_at(p, k0, n0);
@@ -235,11 +252,36 @@ static void weight_ask(const Product *p, int k0, int depth, int n0, int part, in
         __builtin_prefetch(at + i / stretch * step + i % stretch * 16, 0, 2);
 }
 
+/* The same of a weight with blocks, in the form that is multiplied. */
+static const float *bring_blocks(const Product *p, int k0, int depth, int n0, int width,
+                                 float *scratch)
+{
+    const frozen *w = p->b;
+    int lanes = in_pairs(p) ? BLOCK / 2 : BLOCK; /* of a block's inputs */
+    for (int i = 0; i < depth; i += BLOCK) {
+        float *to = scratch + i / BLOCK * lanes * PANEL;
+        _Alignas(64) float block[BLOCK * PANEL];
+        float *wide = p->order == PANELS ? to : block;
+        int panel = (p->order == PANELS ? n0 : k0 + i) / PANEL;
+        int number = (p->order == PANELS ? k0 + i : n0) / BLOCK;
+#if defined(__AVX512BF16__)
+        CPU(block_widen_pairs)(wide, w, panel, number);
+        if (p->order == PANELS_T) turn_pairs(to, wide, width);
+#else
+        CPU(block_widen)(wide, w, panel, number);
+        if (p->order == PANELS_T) turn_floats(to, wide, width);
+#endif
+    }
+    return scratch;
+}
+
 /* Rows [k0, k0+depth) of columns [n0, n0+width) of a weight, k-major: floats, or with in_pairs()
  * two rows in a lane. */
 static const float *bring_weight(const Product *p, int k0, int depth, int n0, int width,
                                  float *scratch)
 {
+    if (dtype_packed(((const frozen *)p->b)->type))
+        return bring_blocks(p, k0, depth, n0, width, scratch);
     int halves = ((const frozen *)p->b)->type == DTYPE_BF16;
     if (p->order == PANELS) {
         const float *from = weight_at(p, k0, n0);

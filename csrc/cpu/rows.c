@@ -11,7 +11,7 @@
 #include <assert.h>
 #include <string.h>
 
-#include "cpu.h"
+#include "packed.h"
 
 enum { GRAIN = 1 << 14, GRAIN_STRIDED = 1 << 11 }; /* elements of one job */
 
@@ -36,7 +36,9 @@ typedef struct Move {
 
 static void embed_row(float *y, const frozen *w, int id, int D)
 {
-    if (w->type == DTYPE_BF16) {
+    if (dtype_packed(w->type)) {
+        CPU(row_widen)(y, w, id);
+    } else if (w->type == DTYPE_BF16) {
         const uint16_t *in = (const uint16_t *)w->data + frozen_bf16_at(w, id, 0);
         for (int k = 0; k < D; k++) {
             uint32_t bits = (uint32_t)in[(int64_t)(k / 2) * PANEL * 2 + k % 2] << 16;

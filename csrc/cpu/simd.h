@@ -28,6 +28,7 @@ typedef float vf __attribute__((vector_size(4 * VL)));
 typedef int32_t vi __attribute__((vector_size(4 * VL)));
 typedef uint16_t vh __attribute__((vector_size(2 * VL)));
 typedef uint32_t vu __attribute__((vector_size(4 * VL)));
+typedef int8_t vc __attribute__((vector_size(VL)));
 
 static inline vf v_load(const float *p)
 {
@@ -107,6 +108,21 @@ static inline vf v_load_bf16(const void *p)
     return v;
 }
 
+/* VL bytes with a sign, widened. */
+static inline vf v_load_bytes(const void *p)
+{
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p)));
+#elif defined(__AVX2__)
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p)));
+#else
+    const int8_t *at = p;
+    vf v;
+    for (int i = 0; i < VL; i++) v[i] = at[i];
+    return v;
+#endif
+}
+
 /* VL of f16, widened. */
 static inline vf v_load_half(const void *p)
 {
@@ -172,7 +188,59 @@ static inline vu v_round_pairs(vf low, vf high)
 {
     return (vu)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 }
+
+#define EACH_PAIR(l) (l), (l) + 16
+
+/* Pairs of a number of each, rounded to the nearest bf16. */
+static inline vu v_join_pairs(vf first, vf second)
+{
+    const uint16_t place[] = {EACH_PAIR(0),  EACH_PAIR(1),  EACH_PAIR(2),  EACH_PAIR(3),
+                              EACH_PAIR(4),  EACH_PAIR(5),  EACH_PAIR(6),  EACH_PAIR(7),
+                              EACH_PAIR(8),  EACH_PAIR(9),  EACH_PAIR(10), EACH_PAIR(11),
+                              EACH_PAIR(12), EACH_PAIR(13), EACH_PAIR(14), EACH_PAIR(15)};
+    return (vu)_mm512_permutexvar_epi16(_mm512_loadu_si512(place),
+                                        (__m512i)v_round_pairs(first, second));
+}
 #endif
+
+/* A table of 16 floats: in registers, where a shuffle can look them up. */
+typedef struct Table {
+#if defined(__AVX512F__)
+    __m512 all;
+#elif defined(__AVX2__)
+    __m256 low, high;
+#else
+    const float *at;
+#endif
+} Table;
+
+static inline Table v_table(const float *at)
+{
+#if defined(__AVX512F__)
+    return (Table){_mm512_loadu_ps(at)};
+#elif defined(__AVX2__)
+    return (Table){_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)};
+#else
+    return (Table){at};
+#endif
+}
+
+/* The number that each lane's lowest four bits name; the others are not looked at. */
+static inline vf v_lookup(Table table, vu index)
+{
+#if defined(__AVX512F__)
+    return (vf)_mm512_permutexvar_ps((__m512i)index, table.all);
+#elif defined(__AVX2__)
+    __m256i i = (__m256i)index;
+    return (vf)_mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, i),
+                                _mm256_permutevar8x32_ps(table.high, i),
+                                (__m256)_mm256_slli_epi32(i, 28)); /* bit 3 chooses */
+#else
+    vf v;
+    for (int i = 0; i < VL; i++) v[i] = table.at[index[i] & 15u];
+    return v;
+#endif
+}
 
 /* yes where the mask's lane is −1, no where it is 0. */
 static inline vf v_select(vi mask, vf yes, vf no)

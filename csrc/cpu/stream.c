@@ -16,19 +16,22 @@
 #include <assert.h>
 
 #include "block.h"
+#include "packed.h"
 #include "tile.h"
 
 enum {
     TILE_ROWS = VL == 16 ? 13 : 6,    /* of a tile: 26 of 32 registers hold sums, or 12 of 16 */
     ACROSS = PANEL / WIDE,            /* tiles of a panel */
     ACROSS_ROWS = VL == 4 ? 1 : 2,    /* the most whose sums fill registers for all of them */
+    BLOCK_ROWS = 12,                  /* the most for which a block is widened in registers */
     AHEAD = 24 * 1024 / 4,            /* prefetch distance, in lanes of the weight */
     PACKED_LANES = STREAM_ROWS << 10, /* of packed rows: a quarter of L2 */
 };
 
 #define NS_BYTE 0.018 /* of a byte of a weight in L3 (cpu.h); twice that from memory */
 
-_Static_assert((PACKED_LANES + PACKED_SLACK) * sizeof(float) <= POOL_SCRATCH, "all packed rows");
+_Static_assert((PACKED_LANES + PACKED_SLACK + DEPTH * PANEL) * sizeof(float) <= POOL_SCRATCH,
+               "all packed rows, and a block of a weight that is widened");
 _Static_assert(PACKED_LANES / (STREAM_ROWS + TILE_ROWS) >= DEPTH, "a block of all rows is packed");
 
 /* The content of the operands' 32-bit lanes. */
@@ -40,7 +43,8 @@ typedef enum Form {
 
 typedef struct Stream {
     const Product *p;
-    Form form;
+    const Device *dev;
+    Form form;           /* of a weight with blocks: when they are widened */
     int tiles, height;   /* the tiles, and the rows of each; the last may have fewer */
     const float *packed; /* [tile][lane][height], of the inputs [k0, k0 + depth) */
     int k0, depth;
@@ -147,22 +151,159 @@ static void tile_across(Out out, const float *a, int height, const float *b, int
 #undef ROWS
 }
 
+/* ---- weights with blocks, widened in registers ---- */
+
+#if defined(__AVX512F__)
+
+/* Input k of a block (k and k + 1 in PAIRS) against all rows. */
+static inline __attribute__((always_inline)) void
+block_step(vf (*acc)[2], const float *a, const vf *w, const int rows, const Form form)
+{
+#if defined(__AVX512BF16__)
+    if (form == PAIRS) {
+        tile_step_pairs(acc, a, v_join_pairs(w[0], w[2]), v_join_pairs(w[1], w[3]), rows);
+        return;
+    }
+#endif
+    (void)form;
+    tile_step(acc, a, 1, w[0], w[1], rows);
+}
+
+/* `live` inputs of a block. */
+static inline __attribute__((always_inline)) void block_rows(vf (*acc)[2], const float *a,
+                                                             int height, const unsigned char *block,
+                                                             Table table, int live, const int rows,
+                                                             const DType kind, const Form form)
+{
+    const unsigned char *codes = block + blocks_of(kind).codes;
+    const int each = form == PAIRS ? 2 : 1; /* inputs of a step */
+    vf scale[2], offset[2];
+#pragma GCC unroll 2
+    for (int x = 0; x < 2; x++) {
+        scale[x] = block_scale(block, kind, x * VL);
+        offset[x] = block_offset(block, kind, x * VL);
+    }
+    for (int word = 0; word * NIBBLES < live; word++) {
+        vu u[2] = {{0}, {0}};
+        if (kind != DTYPE_INT8)
+            for (int x = 0; x < 2; x++) u[x] = block_words(codes, word, x * VL);
+#pragma GCC unroll 8
+        for (int i = 0; i < NIBBLES; i += each) {
+            if (word * NIBBLES + i >= live) break;
+            vf w[4];
+#pragma GCC unroll 4
+            for (int j = 0; j < 2 * each; j++) {
+                int k = i + j / 2, x = j % 2;
+                vf value = kind == DTYPE_INT8 ? block_bytes(codes, word * NIBBLES + k, x * VL)
+                                              : v_lookup(table, u[x] >> (4 * k));
+                w[j] = block_value(value, scale[x], offset[x], kind);
+            }
+            block_step(acc, a, w, rows, form);
+            a += height;
+        }
+    }
+}
+
+static inline __attribute__((always_inline)) void blocks_rows(Out out, const float *a, int height,
+                                                              const unsigned char *block,
+                                                              const float *level, int k,
+                                                              const int rows, const DType kind)
+{
+#if defined(__AVX512BF16__)
+    const Form form = PAIRS;
+#else
+    const Form form = FLOATS;
+#endif
+    vf acc[BLOCK_ROWS][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = v_set(0.0f);
+    Table table = v_table(level);
+    size_t bytes = blocks_of(kind).bytes;
+    for (; k >= BLOCK; k -= BLOCK, block += bytes, a += row_lanes(form, BLOCK) * height) {
+        for (size_t line = 0; line < bytes; line += 64)
+            __builtin_prefetch(block + 4 * AHEAD + line, 0, 2);
+        block_rows(acc, a, height, block, table, BLOCK, rows, kind, form);
+    }
+    if (k) block_rows(acc, a, height, block, table, k, rows, kind, form);
+    tile_write(out, acc, rows);
+}
+
+/* The switch makes the row count and the kind constants. */
+static void tile_blocks(Out out, const float *a, int height, const frozen *w, int panel, int k0,
+                        int k, int rows)
+{
+    const unsigned char *block = block_at(w, panel, k0 / BLOCK);
+    const float *level = CPU(levels)[w->type];
+    DType kind = block_kind(w->type);
+#define CASE(n)                                                           \
+    case n:                                                               \
+        if (kind == DTYPE_INT8)                                           \
+            blocks_rows(out, a, height, block, level, k, n, DTYPE_INT8);  \
+        else if (kind == DTYPE_Q4_1)                                      \
+            blocks_rows(out, a, height, block, level, k, n, DTYPE_Q4_1);  \
+        else if (kind == DTYPE_MXFP4)                                     \
+            blocks_rows(out, a, height, block, level, k, n, DTYPE_MXFP4); \
+        else                                                              \
+            blocks_rows(out, a, height, block, level, k, n, DTYPE_INT4);  \
+        return
+    switch (rows) {
+        ROWS_TO_8(CASE);
+        CASE(9);
+        CASE(10);
+        CASE(11);
+        CASE(12);
+    }
+#undef CASE
+    assert(!"a tile has 1 to BLOCK_ROWS rows");
+}
+
+#endif
+
 /* ---- panels and threads ---- */
+
+/* Where inputs from k0 on of a panel of outputs lie, k-major; those with blocks are widened. */
+static const float *weight_block(const Stream *s, int n0, int k0, int depth)
+{
+    const frozen *w = s->p->b;
+    if (dtype_packed(w->type)) {
+        float *wide = (float *)cpu_scratch(s->dev) + PACKED_LANES + PACKED_SLACK, *to = wide;
+        for (int k = 0; k < depth; k += BLOCK) {
+#if defined(__AVX512BF16__)
+            CPU(block_widen_pairs)(to, w, n0 / PANEL, (k0 + k) / BLOCK);
+            to += BLOCK / 2 * PANEL;
+#else
+            CPU(block_widen)(to, w, n0 / PANEL, (k0 + k) / BLOCK);
+            to += BLOCK * PANEL;
+#endif
+        }
+        return wide;
+    }
+    int halves = s->form != FLOATS; /* a lane of the weight holds two inputs */
+    size_t lanes = halves ? ((size_t)w->cols + 1) / 2 : (size_t)w->cols;
+    return (const float *)w->data +
+           ((size_t)(n0 / PANEL) * lanes + (size_t)(halves ? k0 / 2 : k0)) * PANEL;
+}
 
 /* `depth` inputs, from k0 on, of the panel of outputs n0 on, against all rows. */
 static void panel_block(const Stream *s, int n0, int k0, int depth)
 {
     const Product *p = s->p;
-    const frozen *w = p->b;
-    int halves = s->form != FLOATS; /* a lane of the weight holds two inputs */
-    size_t lanes = halves ? ((size_t)w->cols + 1) / 2 : (size_t)w->cols;
-    const float *b = (const float *)w->data +
-                     ((size_t)(n0 / PANEL) * lanes + (size_t)(halves ? k0 / 2 : k0)) * PANEL;
     const float *a = s->packed + (int64_t)row_lanes(s->form, k0 - s->k0) * s->height;
     int64_t tile_lanes = (int64_t)row_lanes(s->form, s->depth) * s->height;
     int n = p->n - n0 < PANEL ? p->n - n0 : PANEL;
     Out whole = out_to(p->c, p->ldc, p->scale, p->accumulate || k0 > 0);
     if (k0 == 0) whole.bias = p->bias;
+#if defined(__AVX512F__)
+    if (dtype_packed(((const frozen *)p->b)->type) && p->m <= BLOCK_ROWS) {
+        Out out = out_at(whole, 0, n0);
+        Edge edge;
+        tile_blocks(n == PANEL ? out : edge_open(&edge, out, p->m, n), a, s->height, p->b,
+                    n0 / PANEL, k0, depth, p->m);
+        if (n < PANEL) edge_close(&edge, out, p->m, n);
+        return;
+    }
+#endif
+    const float *b = weight_block(s, n0, k0, depth);
     if (n == PANEL && p->m <= ACROSS_ROWS) {
         tile_across(out_at(whole, 0, n0), a, s->height, b, depth, p->m, s->form);
         return;
@@ -195,10 +336,11 @@ void CPU(product_stream)(Device *dev, const Product *p)
 {
     assert(p->order == PANELS && p->a_col == 1 && p->m <= STREAM_ROWS);
     float *packed = cpu_scratch(dev); /* the caller's: workers only read it */
-    Stream s = {.p = p, .packed = packed};
-    s.form = ((const frozen *)p->b)->type == DTYPE_F32 ? FLOATS : WIDEN;
+    DType type = ((const frozen *)p->b)->type;
+    Stream s = {.p = p, .dev = dev, .packed = packed};
+    s.form = type == DTYPE_BF16 ? WIDEN : FLOATS;
 #if defined(__AVX512BF16__)
-    if (s.form == WIDEN) s.form = PAIRS;
+    if (type != DTYPE_F32) s.form = PAIRS;
 #endif
     s.tiles = (p->m + TILE_ROWS - 1) / TILE_ROWS;
     s.height = (p->m + s.tiles - 1) / s.tiles;

@@ -39,8 +39,24 @@ enum { CONV = 4, DELTA_HEAD = 16, DELTA_UNIT = 32, DELTA_MOST = 256 };
 
 enum { EXPERTS_MOST = 1024, CHOSEN_MOST = 32 }; /* of a layer, and of them for one token */
 
-/* Element types of arrays that cross the seam. */
-typedef enum DType { DTYPE_F32, DTYPE_BF16, DTYPE_F16 } DType;
+/* Element types: of arrays that cross the seam, and of base weights in a device's memory. From
+ * DTYPE_INT8 on, FROZEN_BLOCK inputs of one output share a scale, and dtype.h says what a code
+ * means. Arrays of these come as files have them, block behind block; MXFP4_PAIRS is MXFP4 as
+ * Hugging Face's files order it. */
+typedef enum DType {
+    DTYPE_F32,
+    DTYPE_BF16,
+    DTYPE_F16,
+    DTYPE_INT8,
+    DTYPE_INT4,
+    DTYPE_Q4_0,
+    DTYPE_Q4_1,
+    DTYPE_MXFP4,
+    DTYPE_MXFP4_PAIRS,
+    DTYPES
+} DType;
+
+enum { FROZEN_BLOCK = 32 };
 
 /* One sequence's rows in a packed batch. */
 typedef struct Span {
@@ -111,9 +127,12 @@ struct Device {
     void (*download)(Device *dev, void *to, const void *from, size_t bytes);
     void (*copy)(Device *dev, void *to, const void *from, size_t bytes);
     void (*zero)(Device *dev, void *memory, size_t bytes);
-    size_t (*frozen_bytes)(Device *dev, DType type, int rows, int cols);
-    /* Puts a row-major (rows, cols) host array in the device's own order. */
-    void (*frozen_load)(Device *dev, frozen *to, const void *from, DType type, int rows, int cols);
+    /* Bytes of a base weight that is kept in that type; 0: the device can't compute from it. */
+    size_t (*frozen_bytes)(Device *dev, DType kept, int rows, int cols);
+    /* Puts a row-major (rows, cols) host array of some type in the device's own order, in the type
+     * it is kept in (dtype_loads says which can become which). */
+    void (*frozen_load)(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
+                        int cols);
     /* The handle of the stream that all work goes to, as DLPack's `stream` has it. NULL where ops
      * are done when they return. */
     uintptr_t (*stream)(Device *dev);

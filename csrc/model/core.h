@@ -15,6 +15,7 @@
 #include <stdatomic.h>
 
 #include "../device/arena.h"
+#include "../device/dtype.h"
 
 /* ---- layers.c: the kinds of layers, and the layers of a model ---- */
 
@@ -153,7 +154,7 @@ typedef struct LayerWeights {
 typedef struct Model {
     Device *dev;
     Shape shape;
-    DType type; /* of the matrices: DTYPE_F32 or DTYPE_BF16 */
+    DType *types; /* of the matrices: [slot · layers + layer] */
     Arena weights;
     size_t bytes; /* that the weights take, also before they are there */
     float *inv_freq, *host_freq;
@@ -170,7 +171,11 @@ typedef struct Model {
 
 /* `layer` is ignored for a slot that belongs to no layer. */
 SlotInfo slot_info(const Shape *shape, Slot slot, int layer);
-Status model_open(Model **model, const Shape *shape, const float *inv_freq, DType type,
+/* The slot with that name; SLOT_COUNT: there is none. */
+Slot slot_named(const char *name);
+/* types [slot · layers + layer]: what each matrix is kept in; one that belongs to no layer has its
+ * type in all of them. */
+Status model_open(Model **model, const Shape *shape, const float *inv_freq, const DType *types,
                   const char *device, int threads);
 void model_close(Model *model);
 /* Puts one tensor in, number `index` of those that the layer has in the slot; `rows`, `cols` and
@@ -179,8 +184,10 @@ Status model_load(Model *model, const char *slot, int layer, int index, const vo
                   DType type, int rows, int cols);
 /* Ends loading; an error names what is missing. */
 Status model_seal(Model *model);
-/* Bytes from one matrix of a slot to the next of the same. */
-size_t matrix_step(const Model *model, int rows, int cols);
+/* What the matrices of a slot are kept in. */
+DType matrix_type(const Model *model, Slot slot, int layer);
+/* Bytes from one matrix of a slot to the next of the same layer's. */
+size_t matrix_step(const Model *model, Slot slot, int layer);
 /* Bytes that the weights of such a model take. */
 size_t model_bytes(const Model *model);
 

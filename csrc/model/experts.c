@@ -22,7 +22,7 @@ typedef struct Mix {
     const LayerWeights *w;
     int T, P, D, F, X, K;
     float limit;
-    int64_t wide, narrow; /* bytes from one expert's matrix to the next: (F,D), (D,F) */
+    int64_t gate, up, down; /* bytes from one expert's matrix to the next */
 } Mix;
 
 static Mix mix_of(const Pass *p)
@@ -42,8 +42,9 @@ static Mix mix_of(const Pass *p)
                  .X = s->experts,
                  .K = K,
                  .limit = s->expert_limit,
-                 .wide = (int64_t)matrix_step(m, s->expert_ffn, s->width),
-                 .narrow = (int64_t)matrix_step(m, s->width, s->expert_ffn)};
+                 .gate = (int64_t)matrix_step(m, SLOT_e_gate, p->l),
+                 .up = (int64_t)matrix_step(m, SLOT_e_up, p->l),
+                 .down = (int64_t)matrix_step(m, SLOT_e_down, p->l)};
 }
 
 static const LayerPairs *pairs_of(const Mix *m, const Adapter *adapter)
@@ -117,9 +118,9 @@ void experts_forward(const Pass *p, real *out)
     project(p, router, 1, acts->xn, m.D, 0);
     choose(&m);
     d->gather(d, acts->e_x, acts->xn, acts->e_row, m.P, m.D);
-    d->grouped_linear(d, a->e_gate, acts->e_x, w->e_gate, m.wide, w->e_gate_bias, a->e_bounds, m.X,
+    d->grouped_linear(d, a->e_gate, acts->e_x, w->e_gate, m.gate, w->e_gate_bias, a->e_bounds, m.X,
                       m.P, m.F, m.D);
-    d->grouped_linear(d, a->e_up, acts->e_x, w->e_up, m.wide, w->e_up_bias, a->e_bounds, m.X, m.P,
+    d->grouped_linear(d, a->e_up, acts->e_x, w->e_up, m.up, w->e_up_bias, a->e_bounds, m.X, m.P,
                       m.F, m.D);
     for (const Segment *g = batch->segment; g < batch->segment + batch->segments; g++) {
         if (!segment_begin(&m, g)) continue;
@@ -129,7 +130,7 @@ void experts_forward(const Pass *p, real *out)
     if (!out) return;
     d->swiglu_share(d, acts->e_act, a->e_gate, a->e_up, acts->share, acts->e_pair, m.P, m.F,
                     m.limit);
-    d->grouped_linear(d, acts->e_x, acts->e_act, w->e_down, m.narrow, NULL, a->e_bounds, m.X, m.P,
+    d->grouped_linear(d, acts->e_x, acts->e_act, w->e_down, m.down, NULL, a->e_bounds, m.X, m.P,
                       m.D, m.F);
     d->unite(d, out, acts->e_x, acts->e_place, m.T, m.K, m.D, 1);
     if (w->e_down_bias)
@@ -201,8 +202,8 @@ static void pairs_backward(const Pass *p, real *dxn, int accumulate)
     d->swiglu_share(d, acts->e_act, a->e_gate, a->e_up, acts->share, acts->e_pair, m.P, m.F,
                     m.limit);
     d->gather(d, g->de_x, g->dx, acts->e_row, m.P, m.D);
-    d->grouped_linear_backward(d, g->de_act, g->de_x, w->e_down, m.narrow, a->e_bounds, m.X, m.P,
-                               m.D, m.F, 0);
+    d->grouped_linear_backward(d, g->de_act, g->de_x, w->e_down, m.down, a->e_bounds, m.X, m.P, m.D,
+                               m.F, 0);
     if (trained) narrow_lora_backward(&m, pairs->e_down, g->de_act, g->dx);
     d->swiglu_share_backward(d, a->e_gate, a->e_up, g->dshare, g->de_act, a->e_gate, a->e_up,
                              acts->share, acts->e_pair, m.P, m.F, m.limit);
@@ -212,9 +213,9 @@ static void pairs_backward(const Pass *p, real *dxn, int accumulate)
         d->route_backward(d, g->drouter_logits, g->dshare, acts->chosen, acts->share,
                           a->router_logits, m.T, m.X, m.K, p->model->shape.norm_shares);
         d->linear_backward(d, dxn, g->drouter_logits, w->router, m.T, m.X, m.D, accumulate);
-        d->grouped_linear_backward(d, g->de_x, a->e_gate, w->e_gate, m.wide, a->e_bounds, m.X, m.P,
+        d->grouped_linear_backward(d, g->de_x, a->e_gate, w->e_gate, m.gate, a->e_bounds, m.X, m.P,
                                    m.F, m.D, 0);
-        d->grouped_linear_backward(d, g->de_x, a->e_up, w->e_up, m.wide, a->e_bounds, m.X, m.P, m.F,
+        d->grouped_linear_backward(d, g->de_x, a->e_up, w->e_up, m.up, a->e_bounds, m.X, m.P, m.F,
                                    m.D, 1);
         d->unite(d, dxn, g->de_x, acts->e_place, m.T, m.K, m.D, 1);
     }

@@ -112,9 +112,38 @@ static Status shape_check(const Shape *s)
     return bytes_check(s);
 }
 
-size_t matrix_step(const Model *model, int rows, int cols)
+static size_t slot_place(const Model *model, Slot slot, int layer)
 {
-    return arena_step(model->dev->frozen_bytes(model->dev, model->type, rows, cols));
+    return (size_t)slot * (size_t)model->shape.layers + (size_t)(layer < 0 ? 0 : layer);
+}
+
+DType matrix_type(const Model *model, Slot slot, int layer)
+{
+    return model->types[slot_place(model, slot, layer)];
+}
+
+size_t matrix_step(const Model *model, Slot slot, int layer)
+{
+    SlotInfo info = slot_info(&model->shape, slot, layer);
+    DType type = matrix_type(model, slot, layer);
+    return arena_step(model->dev->frozen_bytes(model->dev, type, info.rows, info.cols));
+}
+
+/* Whether the device can compute from the types that all matrices are to be kept in. */
+static Status types_check(const Model *model)
+{
+    Device *dev = model->dev;
+    for (Slot slot = 0; slot < SLOT_COUNT; slot++)
+        for (int l = 0; l < model->shape.layers; l++) {
+            SlotInfo info = slot_info(&model->shape, slot, l);
+            DType type = matrix_type(model, slot, l);
+            if (!info.present || !info.matrix || matrix_step(model, slot, l)) continue;
+            return fail(STATUS_INVALID,
+                        "the device %s does not compute from %s weights (%s): keep them as bf16 "
+                        "(weights 'bf16')",
+                        dev->name, dtype_info(type).name, info.name);
+        }
+    return STATUS_OK;
 }
 
 /* Walks weights.inc: measures while the arena has no base, places when it has one. No memory is
@@ -125,17 +154,17 @@ static void model_place(Model *model)
     Arena *arena = &model->weights;
     const Shape *s = &model->shape;
     model->inv_freq = arena_take(arena, (size_t)s->rotary / 2 * sizeof(float));
-#define MATRIX(count, rows, cols, present) \
-    (present) ? arena_take(arena, (size_t)(count) * matrix_step(model, rows, cols)) : NULL
+#define MATRIX(slot, l, count, present) \
+    (present) ? arena_take(arena, (size_t)(count) * matrix_step(model, SLOT_##slot, l)) : NULL
 #define VECTOR(length, present) \
     (present) ? arena_take(arena, (size_t)(length) * sizeof(float)) : NULL
-#define MODEL_MATRIX(slot, rows, cols, present, group) model->slot = MATRIX(1, rows, cols, present);
+#define MODEL_MATRIX(slot, rows, cols, present, group) model->slot = MATRIX(slot, 0, 1, present);
 #define MODEL_VECTOR(slot, length, present) model->slot = VECTOR(length, present);
 #include "weights.inc"
     for (int l = 0; l < s->layers; l++) {
         LayerWeights *w = &model->layer[l];
 #define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) \
-    w->slot = MATRIX(count, rows, cols, present);
+    w->slot = MATRIX(slot, l, count, present);
 #define LAYER_VECTOR(slot, length, present) w->slot = VECTOR(length, present);
 #include "weights.inc"
     }
@@ -163,7 +192,7 @@ static void *slot_memory(const Model *model, Slot slot, int layer)
 }
 
 /* The host's arrays of each layer. */
-static Status model_tables(Model *model, const Shape *shape)
+static Status model_tables(Model *model, const Shape *shape, const DType *types)
 {
     size_t L = (size_t)shape->layers;
     model->layer = calloc(L, sizeof *model->layer);
@@ -180,18 +209,20 @@ static Status model_tables(Model *model, const Shape *shape)
             if (info.present && info.count > model->most) model->most = info.count;
         }
     model->loaded = calloc((size_t)SLOT_COUNT * L, (size_t)model->most);
-    if (model->loaded) return STATUS_OK;
+    model->types = calloc((size_t)SLOT_COUNT * L, sizeof *model->types);
+    if (!model->loaded || !model->types) goto failed;
+    memcpy(model->types, types, (size_t)SLOT_COUNT * L * sizeof *model->types);
+    return STATUS_OK;
 failed:
     return fail(STATUS_MEMORY, "no memory for a model of %d layers", shape->layers);
 }
 
 static unsigned char *loaded_at(const Model *model, Slot slot, int layer, int index)
 {
-    size_t at = (size_t)slot * (size_t)model->shape.layers + (size_t)(layer < 0 ? 0 : layer);
-    return model->loaded + at * (size_t)model->most + (size_t)index;
+    return model->loaded + slot_place(model, slot, layer) * (size_t)model->most + (size_t)index;
 }
 
-Status model_open(Model **out, const Shape *shape, const float *inv_freq, DType type,
+Status model_open(Model **out, const Shape *shape, const float *inv_freq, const DType *types,
                   const char *device, int threads)
 {
     TRY(shape_check(shape));
@@ -199,9 +230,9 @@ Status model_open(Model **out, const Shape *shape, const float *inv_freq, DType 
     if (!model) return fail(STATUS_MEMORY, "no memory for a model");
     Status status = device_open(&model->dev, device, threads);
     if (status) goto failed;
-    status = model_tables(model, shape);
+    status = model_tables(model, shape, types);
+    if (!status) status = types_check(model);
     if (status) goto failed;
-    model->type = type;
     model->weights.dev = model->dev;
     size_t freq_bytes = (size_t)shape->rotary / 2 * sizeof(float);
     model->host_freq = malloc(freq_bytes);
@@ -240,30 +271,42 @@ void model_close(Model *model)
     free(model->kinds);
     free(model->region);
     free(model->loaded);
+    free(model->types);
     free(model->host_freq);
     free(model);
+}
+
+Slot slot_named(const char *name)
+{
+    static const char *const names[] = {
+#define MODEL_MATRIX(slot, rows, cols, present, group) #slot,
+#define MODEL_VECTOR(slot, length, present) #slot,
+#define LAYER_MATRIX(slot, count, rows, cols, present, group, factors) #slot,
+#define LAYER_VECTOR(slot, length, present) #slot,
+#include "weights.inc"
+    };
+    Slot slot = 0;
+    while (slot < SLOT_COUNT && strcmp(names[slot], name) != 0) slot++;
+    return slot;
 }
 
 /* The slot with that name. The layer must have a matrix with that number in it. */
 static Status slot_find(const Model *model, const char *name, int layer, int index, Slot *slot)
 {
     const Shape *s = &model->shape;
-    for (Slot i = 0; i < SLOT_COUNT; i++) {
-        SlotInfo info = slot_info(s, i, 0);
-        if (strcmp(info.name, name) != 0) continue;
-        if (info.per_layer ? layer < 0 || layer >= s->layers : layer != -1)
-            return fail(STATUS_INVALID, "%s: layer %d, but the model has %d%s", name, layer,
-                        s->layers, info.per_layer ? "" : " and this slot belongs to none (-1)");
-        if (info.per_layer) info = slot_info(s, i, layer);
-        if (!info.present)
-            return info.per_layer ? fail(STATUS_INVALID, "layer %d has no %s", layer, name)
-                                  : fail(STATUS_INVALID, "this model has no %s", name);
-        if (index < 0 || index >= info.count)
-            return fail(STATUS_INVALID, "%s: number %d, but there are %d", name, index, info.count);
-        *slot = i;
-        return STATUS_OK;
-    }
-    return fail(STATUS_INVALID, "no slot is called '%s'", name);
+    *slot = slot_named(name);
+    if (*slot == SLOT_COUNT) return fail(STATUS_INVALID, "no slot is called '%s'", name);
+    SlotInfo info = slot_info(s, *slot, 0);
+    if (info.per_layer ? layer < 0 || layer >= s->layers : layer != -1)
+        return fail(STATUS_INVALID, "%s: layer %d, but the model has %d%s", name, layer, s->layers,
+                    info.per_layer ? "" : " and this slot belongs to none (-1)");
+    if (info.per_layer) info = slot_info(s, *slot, layer);
+    if (!info.present)
+        return info.per_layer ? fail(STATUS_INVALID, "layer %d has no %s", layer, name)
+                              : fail(STATUS_INVALID, "this model has no %s", name);
+    if (index < 0 || index >= info.count)
+        return fail(STATUS_INVALID, "%s: number %d, but there are %d", name, index, info.count);
+    return STATUS_OK;
 }
 
 typedef struct TensorName {
@@ -294,20 +337,19 @@ Status model_load(Model *model, const char *slot_name, int layer, int index, con
         return fail(STATUS_INVALID, "%s: file has (%d, %d), the model needs (%d, %d)", name.text,
                     rows, cols, info.rows, info.cols);
     Device *dev = model->dev;
+    DType kept = info.matrix ? matrix_type(model, slot, layer) : DTYPE_F32;
     if (info.matrix) {
-        if ((type == DTYPE_BF16) != (model->type == DTYPE_BF16))
-            return fail(STATUS_INVALID,
-                        "%s: the array is %s bf16, the model keeps its matrices in %s", name.text,
-                        type == DTYPE_BF16 ? "" : "not",
-                        model->type == DTYPE_BF16 ? "bf16" : "f32");
+        if (!dtype_loads(kept, type))
+            return fail(STATUS_INVALID, "%s: the array is %s, the model keeps this matrix in %s",
+                        name.text, dtype_info(type).name, dtype_info(kept).name);
     } else if (type != DTYPE_F32) {
         return fail(STATUS_INVALID, "%s: vectors must arrive as float32", name.text);
     }
     TRY(model_reserve(model));
     char *memory = slot_memory(model, slot, layer);
     if (info.matrix)
-        dev->frozen_load(dev, (frozen *)(memory + (size_t)index * matrix_step(model, rows, cols)),
-                         array, type, rows, cols);
+        dev->frozen_load(dev, (frozen *)(memory + (size_t)index * matrix_step(model, slot, layer)),
+                         kept, array, type, rows, cols);
     else
         dev->upload(dev, memory, array, (size_t)cols * sizeof(float));
     TRY(dev->sync(dev));

@@ -1,6 +1,8 @@
 /* py/arrays.c - the only file that uses NumPy. */
 #include "arrays.h"
 
+#include "../device/dtype.h"
+
 #define PY_ARRAY_UNIQUE_SYMBOL tinsmith_numpy
 #include <numpy/arrayobject.h>
 #include <stdarg.h>
@@ -114,6 +116,29 @@ int borrow_tensor(PyObject *object, const char *name, Borrowed *out)
     if (!PyErr_Occurred()) return 0;
     Py_CLEAR(out->owner);
     return -1;
+}
+
+int borrow_blocks(PyObject *object, const char *name, DType type, Borrowed *out)
+{
+    PyArrayObject *array = as_array(object, name, "a NumPy array");
+    if (!array) return -1;
+    npy_intp one = (npy_intp)dtype_info(type).block_bytes;
+    if (PyArray_TYPE(array) != NPY_UINT8 || PyArray_NDIM(array) != 2 ||
+        PyArray_DIM(array, 1) % one || PyArray_DIM(array, 0) > INT32_MAX ||
+        PyArray_DIM(array, 1) / one > INT32_MAX / FROZEN_BLOCK) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s: an array of %s must be uint8 of two dimensions, its rows whole blocks of "
+                     "%zd bytes",
+                     name, dtype_info(type).name, (Py_ssize_t)one);
+        return -1;
+    }
+    *out = (Borrowed){.owner = Py_NewRef(object),
+                      .data = PyArray_DATA(array),
+                      .length = PyArray_SIZE(array),
+                      .rows = (int)PyArray_DIM(array, 0),
+                      .cols = (int)(PyArray_DIM(array, 1) / one * FROZEN_BLOCK),
+                      .type = type};
+    return 0;
 }
 
 PyObject *array_new(Kind kind, int64_t rows, int64_t cols, const void *data)

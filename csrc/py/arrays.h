@@ -14,8 +14,8 @@ typedef struct Borrowed {
     PyObject *owner;
     const void *data;
     int64_t length;
-    int rows, cols; /* borrow_tensor: a vector has one row */
-    DType type;     /* borrow_numbers, borrow_tensor */
+    int rows, cols; /* of a weight: a vector has one row */
+    DType type;     /* borrow_numbers, borrow_tensor, borrow_blocks */
 } Borrowed;
 
 int arrays_init(void);
@@ -29,6 +29,8 @@ int borrow_copy(PyObject *object, Kind kind, const char *name, Borrowed *out);
 int borrow_numbers(PyObject *object, const char *name, Borrowed *out);
 /* A weight: the same, of one or two dimensions. */
 int borrow_tensor(PyObject *object, const char *name, Borrowed *out);
+/* A weight in a type with blocks: uint8, in each row the blocks of one of the weight's. */
+int borrow_blocks(PyObject *object, const char *name, DType type, Borrowed *out);
 /* A new array; cols < 0: one dimension. `data` may be NULL (left for the caller to fill). */
 PyObject *array_new(Kind kind, int64_t rows, int64_t cols, const void *data);
 void *array_data(PyObject *array);

@@ -88,8 +88,46 @@ static int shape_from(PyObject *config, Shape *shape, LayerKinds **kinds)
     return 0;
 }
 
+/* One item of `packed`: {(slot, layer or -1): type}. */
+static int type_from(PyObject *place, PyObject *value, int layers, DType *types)
+{
+    const char *name, *kind = PyUnicode_AsUTF8AndSize(value, NULL);
+    int layer;
+    if (!kind || !PyArg_ParseTuple(place, "si:packed", &name, &layer)) return -1;
+    Slot slot = slot_named(name);
+    DType type = dtype_find(kind);
+    if (slot == SLOT_COUNT || layer < -1 || layer >= layers || type == DTYPES) {
+        PyErr_Format(PyExc_ValueError, "packed: there is no %s of layer %d, or no type '%s'", name,
+                     layer, kind);
+        return -1;
+    }
+    for (int l = 0; l < layers; l++)
+        if (layer == -1 || layer == l) types[(size_t)slot * (size_t)layers + (size_t)l] = type;
+    return 0;
+}
+
+/* What each matrix is kept in: `weights`, but those in `packed`, a dict or NULL, as it says. */
+static DType *types_from(PyObject *packed, const char *weights, int layers)
+{
+    DType wide = dtype_find(weights);
+    if (wide != DTYPE_BF16 && wide != DTYPE_F32)
+        return (DType *)PyErr_Format(PyExc_ValueError, "weights must be 'bf16' or 'f32', not '%s'",
+                                     weights);
+    size_t count = (size_t)SLOT_COUNT * (size_t)layers;
+    DType *types = malloc((count + 1) * sizeof *types);
+    if (!types) return (DType *)PyErr_NoMemory();
+    for (size_t i = 0; i < count; i++) types[i] = wide;
+    PyObject *place, *value;
+    for (Py_ssize_t at = 0; packed && PyDict_Next(packed, &at, &place, &value);)
+        if (type_from(place, value, layers, types) < 0) {
+            free(types);
+            return NULL;
+        }
+    return types;
+}
+
 static PyObject *model_make(PyTypeObject *type, const Shape *shape, const Borrowed *freq,
-                            DType weights, const char *device, int threads)
+                            const DType *weights, const char *device, int threads)
 {
     if (freq->length != shape->rotary / 2)
         return PyErr_Format(PyExc_ValueError, "inv_freq has %lld numbers, rotary %d needs %d",
@@ -106,24 +144,25 @@ static PyObject *model_make(PyTypeObject *type, const Shape *shape, const Borrow
 
 static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"config", "inv_freq", "weights", "device", "threads", NULL};
-    PyObject *config, *inv_freq, *self = NULL;
+    static char *names[] = {"config", "inv_freq", "weights", "packed", "device", "threads", NULL};
+    PyObject *config, *inv_freq, *packed = NULL, *self = NULL;
     const char *weights = "bf16", *device = "cpu";
     int threads = 0;
     Shape shape = {0};
     Borrowed freq;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|$ssO&:Model", names, &PyDict_Type, &config,
-                                     &inv_freq, &weights, &device, whole_from, &threads))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|$sO!sO&:Model", names, &PyDict_Type,
+                                     &config, &inv_freq, &weights, &PyDict_Type, &packed, &device,
+                                     whole_from, &threads))
         return NULL;
-    int bf16 = strcmp(weights, "bf16") == 0;
-    if (!bf16 && strcmp(weights, "f32") != 0)
-        return PyErr_Format(PyExc_ValueError, "weights must be 'bf16' or 'f32', not '%s'", weights);
     LayerKinds *kinds = NULL;
+    DType *types = NULL;
     if (shape_from(config, &shape, &kinds) == 0 &&
+        (types = types_from(packed, weights, shape.layers)) != NULL &&
         borrow(inv_freq, KIND_FLOAT32, "inv_freq", &freq) == 0) {
-        self = model_make(type, &shape, &freq, bf16 ? DTYPE_BF16 : DTYPE_F32, device, threads);
+        self = model_make(type, &shape, &freq, types, device, threads);
         Py_DECREF(freq.owner);
     }
+    free(types);
     free(kinds);
     return self;
 }
@@ -140,12 +179,16 @@ static void model_dealloc(PyObject *object)
 
 static PyObject *model_load_method(PyObject *object, PyObject *args)
 {
-    const char *slot;
+    const char *slot, *packed = NULL;
     int layer, index = 0;
     PyObject *array;
     Borrowed tensor;
-    if (!PyArg_ParseTuple(args, "siO|i:load", &slot, &layer, &array, &index)) return NULL;
-    if (borrow_tensor(array, slot, &tensor) < 0) return NULL;
+    if (!PyArg_ParseTuple(args, "siO|iz:load", &slot, &layer, &array, &index, &packed)) return NULL;
+    if (packed && !dtype_info(dtype_find(packed)).block_bytes)
+        return PyErr_Format(PyExc_ValueError, "%s: arrays have no type '%s'", slot, packed);
+    if ((packed ? borrow_blocks(array, slot, dtype_find(packed), &tensor)
+                : borrow_tensor(array, slot, &tensor)) < 0)
+        return NULL;
     Status status;
     PyModel *self = (PyModel *)object;
     ON_TURN(self, status = model_load(self->model, slot, layer, index, tensor.data, tensor.type,
@@ -314,8 +357,9 @@ static PyObject *model_weight_bytes(PyObject *object, void *unused)
 
 static PyMethodDef methods[] = {
     {"load", model_load_method, METH_VARARGS,
-     "load(slot, layer, array, index=0)\n\nCopies one tensor in: (rows, cols), or (cols,) for "
-     "vectors. `index` numbers a layer's matrices of one slot."},
+     "load(slot, layer, array, index=0, packed=None)\n\nCopies one tensor in: (rows, cols), or "
+     "(cols,) for vectors, or a row's blocks of the type `packed` in each row of a uint8 array. "
+     "`index` numbers a layer's matrices of one slot."},
     {"seal", model_seal_method, METH_NOARGS,
      "seal()\n\nEnds loading; ValueError names what is missing."},
     {"plan", (PyCFunction)(void (*)(void))model_plan_method, METH_VARARGS | METH_KEYWORDS,
@@ -346,7 +390,8 @@ static PyType_Slot slots[] = {
     {Py_tp_methods, methods},
     {Py_tp_getset, getset},
     {Py_tp_doc,
-     "Model(config, inv_freq, *, weights='bf16', device='cpu', threads=0)\n\nA frozen base model."},
+     "Model(config, inv_freq, *, weights='bf16', packed={}, device='cpu', threads=0)\n\nA frozen "
+     "base model."},
     {0, NULL},
 };
 

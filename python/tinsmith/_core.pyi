@@ -118,7 +118,8 @@ class Model:
     of attention; and of each layer's parts their kinds (csrc/model/layers.inc): mixers,
     full_attention, sliding_attention or linear_attention, and feeds, mlp, experts or
     experts_with_shared. What is missing is 0. inv_freq is (rotary/2,) float32.
-    weights is the element type that matrices are kept in; the products are exact for either.
+    weights is the element type that matrices are kept in, but those of `packed`, {(slot, layer or
+    -1): type}, have blocks (csrc/device/dtype.c). Products are exact for each.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Model:
         inv_freq: NDArray[np.float32],
         *,
         weights: str = "bf16",  # or "f32"
+        packed: dict[tuple[str, int], str] = {},
         device: str = "cpu",
         threads: int = 0,
     ) -> None: ...
@@ -134,9 +136,18 @@ class Model:
     def slots(self) -> list[tuple[str, int, int, int, int]]:
         """(slot, layer or -1, index, rows, cols) of every tensor that must be loaded; vectors have
         rows 1, and index is 0 but where a layer has several matrices in one slot."""
-    def load(self, slot: str, layer: int, array: NDArray[Any], index: int = 0) -> None:
+    def load(
+        self,
+        slot: str,
+        layer: int,
+        array: NDArray[Any],
+        index: int = 0,
+        packed: str | None = None,
+    ) -> None:
         """Copies one tensor in: (rows, cols) or, for vectors, (cols,). float32, float16, or uint16
-        holding bf16 bits; bf16 matrices only into weights="bf16", and only they."""
+        holding bf16 bits; a matrix that is kept in bf16 only as bf16, one that is kept in f32 only
+        as another. int8 and int4 are made of any. Or uint8, with a row's blocks of the type
+        `packed` in each row, for a matrix that is kept in that type."""
     def seal(self) -> None:
         """Ends loading; ValueError names the slots that are still missing."""
     @property

@@ -120,6 +120,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
 def _info_options(parser: argparse.ArgumentParser) -> None:
     usage.add_model(parser)
     usage.add_device_name(parser, "cpu")
+    usage.add_weights(parser)
     parser.add_argument(
         "--tokens",
         type=usage.whole(0, usage.TOKENS_MAX),
@@ -225,6 +226,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
     usage.add_device(parser)
     usage.add_dtype(parser)
+    usage.add_weights(parser)
     usage.add_checkpoints(parser, "where save_state writes to")
     parser.add_argument(
         "--checkpoints-max",
@@ -245,7 +247,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 def _engine(options: argparse.Namespace) -> dict[str, Any]:
     """What those say that a Backend has by the same names."""
-    names = "device", "dtype", "threads", "memory", "seed", "expire", "checkpoints_max"
+    names = "device", "dtype", "weights", "threads", "memory", "seed", "expire", "checkpoints_max"
     return {name: getattr(options, name) for name in names}
 
 
@@ -356,38 +358,31 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _info(options: argparse.Namespace) -> None:
     from tinsmith.engine.devices import choose_device, kind_of
-    from tinsmith.engine.worker import plan
-    from tinsmith.files.families import element_type, left_aside, read_config
+    from tinsmith.files import kept
+    from tinsmith.files.families import left_aside, measure_model
     from tinsmith.files.gguf_model import open_tensors, source_of
     from tinsmith.files.words import readable
 
     folder = pull.find(options.model, fetch=options.pull)
-    config, inv_freq = read_config(folder)
-    kind, device = element_type(folder), choose_device(options.device)
-    sizes = plan(
-        config,
-        inv_freq,
-        kind,
-        rank=options.rank,
-        tokens=options.tokens,
-        step_bytes=options.step_memory,
-        device=device,
-    )
+    device = choose_device(options.device)
+    core, counts = measure_model(folder, device=device, weights=options.weights)
+    sizes, config = core.plan(options.rank, options.tokens, options.step_memory), core.config
     print(
-        f"{source_of(folder)}: {int(config['layers'])} layers, width {int(config['width'])}, {kind}"
+        f"{source_of(folder)}: {config['layers']} layers, width {config['width']}, {_types(counts)}"
     )
     with open_tensors(folder) as tensors:
-        packed = tensors.widened()
-    for kept, size in packed.items():
-        print(f"{readable(size)} of the files are {kept}, which is widened to {kind} in memory")
+        stored = tensors.widened()
+    for name, size in stored.items():
+        if kept.GGUF_TYPES.get(name) not in counts:
+            print(f"{readable(size)} of the files are {name}, which is widened in memory")
     if aside := left_aside(folder):
         tensors = ", ".join(f"{count} tensors of {prefix}*" for prefix, count in aside.items())
         print(f"left aside, because text does not need them: {tensors}")
-    kept = _kept(sizes, int(config["layers"]))
+    layers = _kept(sizes, config["layers"])
     labels = {
         "weights": "base weights",
         "adapter": f"one adapter of rank {options.rank}, with gradients and optimizer",
-        "step": f"a training step of {sizes['step_tokens']} tokens, which {kept}",
+        "step": f"a training step of {sizes['step_tokens']} tokens, which {layers}",
         "own": "what the device's ops need for themselves",
         "cache": _cache(sizes),
     }
@@ -413,6 +408,15 @@ def _info(options: argparse.Namespace) -> None:
         f"A training step may take {readable(sizes['step_most'])}; "
         f"{longest if sizes['longest'] else 'no datum can be trained in that'}."
     )
+
+
+def _types(counts: Mapping[str, int]) -> str:
+    """The types that matrices are kept in; what each has, where there are several."""
+    if len(counts) == 1:
+        return next(iter(counts))
+    whole = sum(counts.values())
+    parts = (f"{count / whole:.0%} of its matrices in {kind}" for kind, count in counts.items())
+    return ", ".join(parts)
 
 
 def _kept(sizes: Mapping[str, int], layers: int) -> str:

@@ -11,6 +11,11 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+KEPT = (
+    "weights stay as they are stored: bf16, f32, and on the CPU MXFP4 and GGUF's Q8_0, Q4_0, Q4_1; "
+    "other types are widened. On the CPU, --weights int8 takes 0.53 of bf16's bytes and errs by "
+    "0.5 % of a weight, int4 0.28 and 7 %"
+)
 PACKAGES = (
     "tinker",
     "tinker-cookbook",
@@ -39,7 +44,7 @@ def show(options: argparse.Namespace) -> None:
     for name, reason in devices().items():
         if name != "cuda-emulated":  # which only the tests have
             print(f"device {reason or name + ': ready'}")
-    print("weights are bf16 or f32 in memory: files in MXFP4 or GGUF's types are widened when read")
+    print(KEPT)
     for line in card_lines("cuda"):
         print(line)
     for name in PACKAGES:

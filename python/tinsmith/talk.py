@@ -44,6 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     usage.add_device(parser)
     usage.add_dtype(parser)
+    usage.add_weights(parser)
 
 
 def add_sample_options(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +148,13 @@ def load(options: argparse.Namespace) -> Speaker:
     from tinsmith.files.export import find_adapter
 
     folder = pull.find(options.model, fetch=options.pull)
-    model = Model(folder, device=options.device, threads=options.threads, dtype=options.dtype)
+    model = Model(
+        folder,
+        device=options.device,
+        threads=options.threads,
+        dtype=options.dtype,
+        weights=options.weights,
+    )
     if options.adapter is None:
         return Speaker(model)
     return Speaker(model, model.load_lora(find_adapter(options.adapter, options.checkpoints)))

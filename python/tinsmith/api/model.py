@@ -45,8 +45,9 @@ class Model(Handle[_core.Model]):
     name: a folder, a file, or the name of a model in the Hugging Face cache. device: "auto", "cpu"
     or "cuda". threads: 0 takes all cores. dtype: the type of products with base weights: "float32",
     "bfloat16", or "auto". "auto" is bfloat16 for a bfloat16 model where that is faster on this
-    processor, else float32. progress: True draws a bar with tqdm; or pass a function, called
-    with (bytes loaded, bytes in all).
+    processor, else float32. weights: what base weights are kept in: "stored", as they come; "bf16";
+    "int8" or "int4", blocks of so many bits with a scale, which is another model. progress: True
+    draws a bar with tqdm; or pass a function, called with (bytes loaded, bytes in all).
 
     Raises FileNotFoundError or ValueError with a sentence for a model that can't be loaded,
     RuntimeError for a device that can't be used, MemoryError if the model does not fit.
@@ -63,12 +64,20 @@ class Model(Handle[_core.Model]):
         device: str = "auto",
         threads: int = 0,
         dtype: str = "auto",
+        weights: str = "stored",
         progress: Progress = False,
     ):
         folder = find_model(str(name), {})
         chosen = choose_device(device)
         with reporting(progress, f"loading {folder.name}", unit="B") as report:
-            loaded = load_model(folder, device=chosen, threads=threads, dtype=dtype, report=report)
+            loaded = load_model(
+                folder,
+                device=chosen,
+                dtype=dtype,
+                weights=weights,
+                threads=threads,
+                report=report,
+            )
         self._name = str(name)
         super().__init__(ModelThread(loaded, Path(name).name or folder.name), loaded.core)
 

@@ -56,6 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     usage.add_device(parser)
     usage.add_dtype(parser)
+    usage.add_weights(parser)
     usage.add_checkpoints(parser, "where the trained adapters are saved")
     console.add_options(parser)
 
@@ -295,6 +296,7 @@ def _do_missing(options: argparse.Namespace, plan: Plan, out: Path, model: Path)
         checkpoints=checkpoints_folder(options.checkpoints),
         device=options.device,
         dtype=options.dtype,
+        weights=options.weights,
         threads=options.threads,
         memory=options.memory,
     )

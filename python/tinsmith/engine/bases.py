@@ -41,7 +41,11 @@ class Hold:
 
 
 def inspect_models(
-    paths: Mapping[str, Path], *, device: str = "cpu", dtype: str | None = None
+    paths: Mapping[str, Path],
+    *,
+    device: str = "cpu",
+    dtype: str | None = None,
+    weights: str = "stored",
 ) -> dict[str, BaseModel]:
     """Checks the files of base models and returns a description of each by its name. Raises the
     error of files that are wrong."""
@@ -49,7 +53,7 @@ def inspect_models(
     for path in paths.values():
         key = Path(path).resolve()
         if key not in known:
-            known[key] = inspect_model(key, device=device, dtype=dtype)
+            known[key] = inspect_model(key, device=device, dtype=dtype, weights=weights)
     return {name: known[Path(path).resolve()] for name, path in paths.items()}
 
 

@@ -57,7 +57,7 @@ class Loading:
                 return None
             return close_core(self.model, self._core)
         piece = self._read[0]
-        self._core.load(piece.slot, piece.layer, piece.array, piece.index)
+        self._core.load(piece.slot, piece.layer, piece.array, piece.index, piece.packed)
         self.share = piece.done / piece.total
         with self._changed:
             self._read.popleft()

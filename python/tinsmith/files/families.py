@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.files import config as hugging_face
-from tinsmith.files import gguf_model, home, mxfp4, tokenizer, weights
+from tinsmith.files import gguf_model, home, kept, mxfp4, reading, tokenizer, weights
 from tinsmith.files.config import CONFIG_FILE, read_json
 from tinsmith.files.family import LLAMA_NAMES, NESTED, PREFIX, Family, plain
 from tinsmith.files.gguf_model import HALVES, PAIRS
 from tinsmith.files.places import Place, Slots, find_slots
+from tinsmith.files.reading import Piece
 
-BF16 = np.dtype(np.uint16)
 DTYPES = ("auto", "float32", "bfloat16")
 
 # config.json's key of each of the engine's sizes.
@@ -248,6 +248,7 @@ class BaseModel:
     weight_bytes: int  # in memory, once loaded
     device: str  # the engine's, which also says what products are computed in
     kind: str  # "bf16" or "f32": how matrices are kept
+    packed: Mapping[kept.Place, str]  # those of fewer bits
     config: Mapping[str, Any] = field(repr=False, compare=False)
     inv_freq: NDArray[np.float32] = field(repr=False, compare=False)
 
@@ -264,6 +265,7 @@ def load_model(
     *,
     device: str = "cpu",
     dtype: str | None = None,
+    weights: str = "stored",
     threads: int = 0,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedModel:
@@ -272,17 +274,21 @@ def load_model(
     dtype is what products with base weights are computed in: "float32", which is exact for bf16
     checkpoints too; "bfloat16", which also rounds the weights of others; "auto": bfloat16 for a
     bf16 checkpoint where that is faster on this processor, else float32; None: float32 on the
-    CPU, and on a GPU bfloat16, which is all it has. Sums are always float32. `report` is called
-    with the bytes loaded and the bytes in all.
+    CPU, and on a GPU bfloat16, which is all it has. Sums are always float32. weights is what they
+    are kept in: "stored": as they come; "bf16"; "int8" or "int4": blocks of so many bits, and the
+    model is that of the numbers that these mean (kept.py). `report` is called with the bytes loaded
+    and the bytes in all.
 
     Raises FileNotFoundError for a missing file, and ValueError for content that is not supported or
     does not fit. Each names the file, what was expected and what came.
     """
-    model = inspect_model(path, device=device, dtype=dtype)
+    model = inspect_model(path, device=device, dtype=dtype, weights=weights)
     return load_weights(model, threads=threads, report=report)
 
 
-def inspect_model(path: Path | str, *, device: str = "cpu", dtype: str | None = None) -> BaseModel:
+def inspect_model(
+    path: Path | str, *, device: str = "cpu", dtype: str | None = None, weights: str = "stored"
+) -> BaseModel:
     """Checks all that load_model checks, in the files' headers; no weights are read."""
     folder = Path(path).resolve()
     family, config, inv_freq = _read_model(folder)
@@ -292,9 +298,9 @@ def inspect_model(path: Path | str, *, device: str = "cpu", dtype: str | None = 
     with gguf_model.open_tensors(folder) as tensors:
         _check_count(folder, config, tensors)
         family = family.of(tensors)
-        kind, device = _choose_type(_element_type(family, tensors), device, dtype)
-        core = _core.Model(config, inv_freq, weights=kind, threads=1)
-        find_slots(family, core.slots, tensors, config)
+        shape = config, inv_freq
+        kind, device, packed = _choose(family, shape, tensors, device, dtype, weights)
+    core = _core.Model(config, inv_freq, weights=kind, packed=packed, threads=1)
     return BaseModel(
         path=folder,
         family=family,
@@ -306,6 +312,7 @@ def inspect_model(path: Path | str, *, device: str = "cpu", dtype: str | None = 
         weight_bytes=core.weight_bytes,
         device=device,
         kind=kind,
+        packed=packed,
         config=config,
         inv_freq=inv_freq,
     )
@@ -320,27 +327,20 @@ def load_weights(
     """Reads the weights of a model that was inspected into the engine."""
     core = open_core(model, threads=threads)
     for piece in read_weights(model, core.slots):
-        core.load(piece.slot, piece.layer, piece.array, piece.index)
+        core.load(piece.slot, piece.layer, piece.array, piece.index, piece.packed)
         report(piece.done, piece.total)
     return close_core(model, core)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One tensor as the engine takes it, and the bytes of the files: with it so far, and in all."""
-
-    slot: str
-    layer: int
-    index: int
-    array: np.ndarray
-    done: int
-    total: int
 
 
 def open_core(model: BaseModel, *, threads: int) -> _core.Model:
     """A model in the engine that has no weights yet."""
     return _core.Model(
-        dict(model.config), model.inv_freq, weights=model.kind, device=model.device, threads=threads
+        dict(model.config),
+        model.inv_freq,
+        weights=model.kind,
+        packed=dict(model.packed),
+        device=model.device,
+        threads=threads,
     )
 
 
@@ -357,38 +357,14 @@ def read_weights(
             for entry in tensors.sources(name):
                 fetch(entry)
                 done += entry.size
-            matrix, array = parts[0].place.matrix, tensors.part(name, parts[0].place.matrix)
-            for one in parts:
-                if one.place.matrix != matrix:
-                    matrix, array = one.place.matrix, tensors.part(name, one.place.matrix)
-                kept = _as_kept(array, one.place, model.kind, tensors.entry(name))
-                kept = kept + np.float32(1) if one.slot in family.plus_one else kept
-                yield Piece(one.slot, one.layer, one.index, kept, done, total)
+            found = reading.arrays(tensors, name, parts, model.kind, model.packed)
+            for one, part, packed in found:
+                array = part + np.float32(1) if one.slot in family.plus_one else part
+                yield Piece(one.slot, one.layer, one.index, array, done, total, packed)
         for slot, layer, index, _, length in slots:
             if slot in family.constants:
                 constant = np.full(length, family.constants[slot](length), np.float32)
                 yield Piece(slot, layer, index, constant, done, total)
-
-
-def _as_kept(
-    array: np.ndarray, place: Place, kind: str, entry: weights.Entry
-) -> NDArray[np.float32] | NDArray[np.uint16]:
-    """A place in a tensor's matrix as the engine keeps it: matrices in `kind`, vectors in float32;
-    ValueError where not all numbers are finite."""
-    what, first = f"{entry.file}: {place.tensor}", (place.matrix or 0) * array.size
-    part = np.ascontiguousarray(place.view(array))
-    if _core.first_bad(part) >= 0:
-        weights.check_finite(array, what, entry.shape, first)
-    if part.ndim == 1 or kind == "f32":
-        return weights.widen(part)
-    if part.dtype == np.uint16:
-        return part
-    kept = weights.convert(part, BF16)
-    if _core.first_bad(kept) >= 0:  # float32's largest are none of bfloat16's
-        weights.check_finite(
-            weights.convert(array, BF16), f"{what}, in bfloat16,", entry.shape, first
-        )
-    return kept
 
 
 def close_core(model: BaseModel, core: _core.Model) -> LoadedModel:
@@ -413,6 +389,18 @@ def element_type(path: Path | str) -> str:
     """ "bf16" or "f32": how the engine will keep a folder's matrices. Only headers are read."""
     with gguf_model.open_tensors(path) as tensors:
         return _element_type(read_family(path), tensors)
+
+
+def measure_model(
+    path: Path | str, *, device: str, weights: str
+) -> tuple[_core.Model, dict[str, int]]:
+    """A model that has no memory, to plan with, and how many numbers each type has."""
+    family, config, inv_freq = _read_model(Path(path))
+    with gguf_model.open_tensors(path) as tensors:
+        shape = config, inv_freq
+        kind, _, packed = _choose(family.of(tensors), shape, tensors, device, None, weights)
+    core = _core.Model(config, inv_freq, weights=kind, packed=packed, device=device)
+    return core, kept.tally(core.slots, packed, kind)
 
 
 def left_aside(path: Path | str) -> dict[str, int]:
@@ -571,6 +559,25 @@ def read_places(path: Path | str) -> tuple[Family, dict[str, list[Place]]]:
             whole = replace(last, lines=range(last.lines.stop), rows=last.lines.stop)
             found[plain(name.removesuffix(".weight"))] = [whole]
     return family, found
+
+
+def _choose(
+    family: Family,
+    shape: tuple[dict[str, Any], NDArray[np.float32]],
+    tensors: weights.Tensors,
+    device: str,
+    dtype: str | None,
+    weights: str,
+) -> tuple[str, str, dict[kept.Place, str]]:
+    """The wide type of a folder's matrices, the device, and the types of those of fewer bits, after
+    checking that all tensors fit."""
+    kept.check(weights, device)
+    stored = "bf16" if weights == "bf16" else _element_type(family, tensors)
+    kind, device = _choose_type(stored, device, dtype)
+    config, inv_freq = shape
+    slots = _core.Model(config, inv_freq, weights=kind, threads=1).slots
+    held = find_slots(family, slots, tensors, config)
+    return kind, device, kept.choose(weights, device, kept.stored(held, tensors))
 
 
 def _element_type(family: Family, tensors: weights.Tensors) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tinsmith.files import config, disk, home, mxfp4, tokenizer, weights
+from tinsmith.files import config, disk, home, kept, mxfp4, tokenizer, weights
 from tinsmith.files.extras import pip_install
 from tinsmith.files.gguf_header import Header, TensorInfo, read_header, require_gguf
 from tinsmith.files.gguf_tokenizer import read_tokenizer, special_ids
@@ -245,17 +245,32 @@ class GgufTensors(weights.Tensors):
             array = super().__getitem__(name)
         else:
             array = self._dequantized(self._entries[name])
+        return self._ordered(name, array)
+
+    def stored(self, name: str) -> str | None:
+        entry = self._entries[name]
+        return kept.GGUF_TYPES.get(entry.dtype) if len(entry.shape) > 1 else None
+
+    def blocks(self, name: str, matrix: int | None) -> tuple[np.ndarray, str]:
+        entry = self._entries[name]
+        return self._ordered(name, self._bits(entry)), kept.GGUF_TYPES[entry.dtype]
+
+    def _ordered(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """A tensor's rows, numbers or bytes, in Hugging Face's order."""
         heads = self._paired.get(module_of(name))
-        if heads is None or len(array) % (2 * heads):
-            return array
-        return in_halves(array, heads)
+        if heads is None or len(rows) % (2 * heads):
+            return rows
+        return in_halves(rows, heads)
+
+    def _bits(self, entry: weights.Entry) -> np.ndarray:
+        count = math.prod(entry.shape[:-1])
+        bits = np.frombuffer(self._maps[entry.file], np.uint8, entry.size, entry.begin)
+        return bits.reshape(count, entry.size // max(count, 1))
 
     def _dequantized(self, entry: weights.Entry) -> np.ndarray:
         gguf = require_gguf()
         kind = gguf.GGMLQuantizationType[entry.dtype]
-        count, cols = math.prod(entry.shape[:-1]), entry.shape[-1]
-        bits = np.frombuffer(self._maps[entry.file], np.uint8, entry.size, entry.begin)
-        bits = bits.reshape(count, entry.size // max(count, 1))
+        count, cols, bits = math.prod(entry.shape[:-1]), entry.shape[-1], self._bits(entry)
         array = np.empty((count, cols), np.float32)
         step = max(1, DEQUANTIZED // max(cols, 1))
         with np.errstate(all="ignore"):  # what is not finite is refused by those who read

@@ -77,6 +77,15 @@ class Mxfp4Tensors(weights.Tensors):
             return super().part(name, matrix)
         return unpack(*self.packed(name, matrix)).T
 
+    def stored(self, name: str) -> str | None:
+        return METHOD if name in self._pairs else super().stored(name)
+
+    def blocks(self, name: str, matrix: int | None) -> tuple[np.ndarray, str]:
+        assert matrix is not None, "all of a layer's experts are in one tensor"
+        blocks, scales = self.packed(name, matrix)
+        both = np.concatenate([scales[..., None], blocks], -1)
+        return both.reshape(len(both), -1), "mxfp4_pairs"
+
     def packed(self, name: str, matrix: int) -> Packed:
         """The bytes of one matrix as they lie in the file: blocks and scales, row by row."""
         blocks, scales = (self._bytes(entry)[matrix] for entry in self._pairs[name])

@@ -35,12 +35,16 @@ class Place:
     rows: int
     cols: int
 
+    @property
+    def slice(self) -> slice:
+        """Its lines."""
+        return slice(self.lines.start, self.lines.stop, self.lines.step)
+
     def view(self, matrix: np.ndarray) -> np.ndarray:
         """It in the tensor's matrix: outputs as rows."""
-        lines = slice(self.lines.start, self.lines.stop, self.lines.step)
         if self.flat:
-            return matrix[..., lines].reshape(-1)
-        return (matrix.T if self.turned else matrix)[lines]
+            return matrix[..., self.slice].reshape(-1)
+        return (matrix.T if self.turned else matrix)[self.slice]
 
     def view_in(self, tensor: np.ndarray) -> np.ndarray:
         """The same in the whole tensor."""

@@ -111,6 +111,15 @@ class Tensors(Mapping[str, np.ndarray]):
             with contextlib.suppress(BufferError):  # a view is still alive and keeps its map
                 bits.close()
 
+    def stored(self, name: str) -> str | None:
+        """The type with blocks (kept.py) that the tensor is stored in, if it is one."""
+        return None
+
+    def blocks(self, name: str, matrix: int | None) -> tuple[np.ndarray, str]:
+        """The blocks of a stored tensor, or of one of its matrices: uint8, those of each output in
+        a row; and the type of the array (csrc/device/dtype.c)."""
+        raise KeyError(name)
+
     def entry(self, name: str) -> Entry:
         """A tensor's entry in the header; its bytes are not touched."""
         return self._entries[name]

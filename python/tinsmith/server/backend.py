@@ -110,6 +110,10 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return refusal(path, status, f"tinsmith has no {request.method} {path}")
 
 
+def _access(host: str, hosts: Iterable[str], origins: Iterable[str], api_key: str | None) -> Access:
+    return Access(host, frozenset(map(str.lower, hosts)), frozenset(origins), api_key)
+
+
 class Backend:
     """A running server, in threads of this process. A context manager; `close` ends it."""
 
@@ -128,6 +132,7 @@ class Backend:
         allow_origins: Iterable[str] = (),
         device: str = "auto",
         dtype: str = "auto",
+        weights: str = "stored",
         threads: int = 0,
         memory: int | None = None,
         preload: bool | None = None,
@@ -138,8 +143,7 @@ class Backend:
     ):
         if not models:
             raise ValueError("there is no model to serve: name at least one")
-        hosts = frozenset(name.lower() for name in allow_hosts)
-        access = Access(host, hosts, frozenset(allow_origins), api_key)
+        access = _access(host, allow_hosts, allow_origins, api_key)
         self._key = api_key or API_KEY
         self.checkpoints = Path(checkpoints).resolve()
         with contextlib.ExitStack() as undo:
@@ -155,7 +159,7 @@ class Backend:
             self.history = History(self._state, self._settings, self._origin)
             undo.callback(self.history.close)
             device = choose_device(device)
-            bases = inspect_models(models, device=device, dtype=dtype)
+            bases = inspect_models(models, device=device, dtype=dtype, weights=weights)
             self._metrics = Metrics()
             self.watch = Watch(self._metrics, *tracing())
             undo.callback(self.watch.close)

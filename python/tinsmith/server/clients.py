@@ -33,6 +33,7 @@ def serve(
     allow_origins: Sequence[str] = (),
     device: str = "auto",
     dtype: str = "auto",
+    weights: str = "stored",
     checkpoints: str | Path | None = None,
     threads: int = 0,
     memory: int | str | None = None,
@@ -49,7 +50,8 @@ def serve(
     know the server, beside `host`. allow_origins: web pages that may use it. checkpoints: the
     folder that save_state writes to, this server's alone; by default that of the user's data, which
     servers share. dtype: the type of products with base weights: "float32", "bfloat16", or "auto",
-    which is bfloat16 for a bf16 model where that is faster on this processor. threads: 0 takes all
+    which is bfloat16 for a bf16 model where that is faster on this processor. weights: what base
+    weights are kept in, "stored" (as they come), "bf16", "int8" or "int4". threads: 0 takes all
     cores. memory: the bytes that models, their caches and runs may take together, also as text like
     "12G"; None is nine tenths of the machine's or the card's.
     When memory runs short, idle models are evicted. A model's cache of keys and values fills up to
@@ -83,6 +85,7 @@ def serve(
         allow_origins=allow_origins,
         device=device,
         dtype=dtype,
+        weights=weights,
         threads=threads,
         memory=None if memory is None else memory_from(memory),
         preload=preload,

@@ -1,0 +1,47 @@
+/* device/dtype.c - the element types by name: a table.
+ *
+ *   type    a number is                   a block's bytes in an array
+ *   int8    code·scale                    f16 scale, 32 codes (ggml's Q8_0)
+ *   int4    level[code]·scale             none: it is made here (cpu/packed.c has the levels)
+ *   q4_0    (code − 8)·scale              f16 scale, 16 bytes: numbers i and i + 16 share byte i
+ *   q4_1    code·scale + offset           f16 scale, f16 offset, 16 bytes as q4_0's
+ *   mxfp4   e2m1[code]·2^(scale − 127)    8-bit scale, 16 bytes as q4_0's (ggml's order)
+ *   mxfp4_pairs                           the same, but numbers 2i and 2i + 1 share byte i */
+#include "dtype.h"
+
+#include <string.h>
+
+static const TypeInfo types[DTYPES] = {
+    [DTYPE_F32] = {"f32", 0, 32, 0},
+    [DTYPE_BF16] = {"bf16", 0, 16, 0},
+    [DTYPE_F16] = {"f16", 0, 16, 0},
+    [DTYPE_INT8] = {"int8", 2 + FROZEN_BLOCK, 8, 1},
+    [DTYPE_INT4] = {"int4", 0, 4, 1},
+    [DTYPE_Q4_0] = {"q4_0", 2 + FROZEN_BLOCK / 2, 4, 0},
+    [DTYPE_Q4_1] = {"q4_1", 4 + FROZEN_BLOCK / 2, 4, 0},
+    [DTYPE_MXFP4] = {"mxfp4", 1 + FROZEN_BLOCK / 2, 4, 0},
+    [DTYPE_MXFP4_PAIRS] = {"mxfp4_pairs", 1 + FROZEN_BLOCK / 2, 4, 0},
+};
+
+TypeInfo dtype_info(DType type)
+{
+    return type < DTYPES ? types[type] : (TypeInfo){0};
+}
+
+DType dtype_find(const char *name)
+{
+    DType type = 0;
+    while (type < DTYPES && strcmp(types[type].name, name) != 0) type++;
+    return type;
+}
+
+int dtype_loads(DType kept, DType from)
+{
+    if (!dtype_packed(kept))
+        return (kept == DTYPE_BF16) == (from == DTYPE_BF16) && !dtype_packed(from) &&
+               kept != DTYPE_F16;
+    if (kept == DTYPE_MXFP4_PAIRS) return 0;
+    if (from == kept && types[from].block_bytes) return 1;
+    if (from == DTYPE_MXFP4_PAIRS) return kept == DTYPE_MXFP4;
+    return types[kept].made && !dtype_packed(from);
+}

@@ -1,0 +1,25 @@
+/* device/dtype.h - the element types by name, and what the codes of a type with blocks mean. */
+#ifndef TINSMITH_DTYPE_H
+#define TINSMITH_DTYPE_H
+
+#include "device.h"
+
+typedef struct TypeInfo {
+    const char *name;
+    size_t block_bytes; /* of FROZEN_BLOCK numbers in an array; 0: the type has no blocks */
+    int bits;           /* of a code */
+    int made;           /* whether loading makes it of wide numbers */
+} TypeInfo;
+
+TypeInfo dtype_info(DType type);
+/* The type of that name; DTYPES: there is none. */
+DType dtype_find(const char *name);
+/* Whether numbers have blocks. */
+static inline int dtype_packed(DType type)
+{
+    return type >= DTYPE_INT8;
+}
+/* Whether a weight that is kept in one type can be loaded from an array of another. */
+int dtype_loads(DType kept, DType from);
+
+#endif

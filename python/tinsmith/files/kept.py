@@ -1,0 +1,88 @@
+"""What each base weight is kept in: wide, or in blocks of 8 or 4 bits (csrc/device/dtype.c).
+
+A weight's type is its own. What a file stores in blocks is kept as it lies there, unless more or
+fewer bits are asked for; what it stores wide is quantised when it is loaded. Some matrices have
+more bits than the others: the embedding and the head, and those that are so small that nothing is
+saved.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tinsmith.files import weights
+from tinsmith.files.places import Held
+
+WEIGHTS = ("stored", "bf16", "int8", "int4")
+
+# The engine's type of a GGUF file's blocks, and the bits of each that has blocks.
+GGUF_TYPES = {"Q8_0": "int8", "Q4_0": "q4_0", "Q4_1": "q4_1", "MXFP4": "mxfp4"}
+BITS = {"int8": 8, "int4": 4, "q4_0": 4, "q4_1": 4, "mxfp4": 4}
+BLOCK = 32  # numbers that share a scale
+# A block's bytes in a file: before its codes, and in all.
+HEADS = {"int8": (2, 34), "q4_0": (2, 18), "q4_1": (4, 20), "mxfp4": (1, 17)}
+
+SMALL = {"router", "shared_gate", "delta_a", "delta_b"}  # wide in any case
+ENDS = {"embed", "head"}  # 8 bits where the others have 4
+
+Place = tuple[str, int]  # a slot, and its layer or -1
+
+
+def check(kind: str, device: str) -> None:
+    """ValueError for a setting that is none, or that the device can't compute from."""
+    if kind not in WEIGHTS:
+        raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}; {kind!r:.60} came")
+    if kind in BITS and not device.startswith("cpu"):
+        raise ValueError(
+            f"the device {device} does not compute from {kind} weights: use the CPU, or weights "
+            "bf16"
+        )
+
+
+def stored(
+    held: Mapping[str, Sequence[Held]], tensors: weights.Tensors
+) -> dict[Place, set[str | None]]:
+    """In what types with blocks, or None, the matrices of each slot of a layer are stored."""
+    found: dict[Place, set[str | None]] = {}
+    for name, parts in held.items():
+        for one in parts:
+            if one.place.rows > 1:
+                found.setdefault((one.slot, one.layer), set()).add(tensors.stored(name))
+    return found
+
+
+def choose(kind: str, device: str, places: Mapping[Place, set[str | None]]) -> dict[Place, str]:
+    """The type of each place that is kept in blocks. `places` has those of matrices, and in what
+    types with blocks, or None, their tensors are stored."""
+    if kind == "bf16" or not device.startswith("cpu"):
+        return {}
+    most = BITS.get(kind, 8)
+    chosen = {}
+    for place, types in places.items():
+        slot, bits = place[0], max(most, 8) if place[0] in ENDS else most
+        one = next(iter(types)) if len(types) == 1 else None
+        if one is not None and BITS[one] <= bits:
+            chosen[place] = one
+        elif kind != "stored" and slot not in SMALL:
+            chosen[place] = "int8" if bits == 8 else "int4"
+    return chosen
+
+
+def suspect(blocks: np.ndarray, kind: str) -> int:
+    """The first block whose numbers may not all be finite; -1: there is none."""
+    head, whole = HEADS[kind.removesuffix("_pairs")]
+    heads = blocks.reshape(-1, whole)[:, :head]
+    bad = heads >= 253 if head == 1 else ~np.isfinite(np.ascontiguousarray(heads).view(np.float16))
+    return int(np.argmax(bad.any(axis=1))) if bad.any() else -1
+
+
+def tally(
+    slots: Sequence[tuple[str, int, int, int, int]], chosen: Mapping[Place, str], wide: str
+) -> dict[str, int]:
+    """How many numbers of a model's matrices are kept in each type, the most first."""
+    counts: dict[str, int] = {}
+    for slot, layer, _, rows, cols in slots:
+        if rows > 1:
+            kind = chosen.get((slot, layer), wide)
+            counts[kind] = counts.get(kind, 0) + rows * cols
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))

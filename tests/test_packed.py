@@ -1,0 +1,167 @@
+"""Base weights of 8 and 4 bits on the CPU (csrc/cpu/packed.h): every op that reads one, in every
+type, against float64 on the widened numbers; and against the bits of the same weight in f32."""
+
+import numpy as np
+import packed_weights
+import pytest
+from engine import ISAS, PACKED, Frozen, device
+from expert_cases import make_grouped_linear, make_grouped_linear_backward
+from op_bar import compare, run
+from op_cases import make_embed, make_head, make_linear, make_linear_backward
+
+rng_of = np.random.default_rng
+MANY = 100  # rows: more than cpu/stream.c takes
+
+
+@pytest.fixture(params=ISAS)
+def dev(request):
+    return device(f"cpu-{request.param}")
+
+
+def cols_of(dtype, cols):
+    """Files have whole blocks; what is made here may end within one."""
+    return cols if dtype in ("int8", "int4") else -(-cols // 32) * 32
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+def test_each_op_is_its_formula_on_the_widened_weight(dev, dtype):
+    cases = {
+        "embed": make_embed(rng_of(0), T=9, D=cols_of(dtype, 75), dtype=dtype),
+        "head": make_head(rng_of(1), T=3, V=71, D=cols_of(dtype, 45), dtype=dtype),
+        "grouped_linear": make_grouped_linear(rng_of(2), (5, 0, 70), 65, cols_of(dtype, 97), dtype),
+        "grouped_linear_backward": make_grouped_linear_backward(
+            rng_of(3), (5, 0, 70), 65, cols_of(dtype, 97), dtype
+        ),
+    }
+    for op, args in cases.items():
+        compare(dev, op, args)
+    for number, (T, N, D) in enumerate([(0, 64, 64), (1, 1, 1), (2, 33, 801), (67, 130, 33)]):
+        D = cols_of(dtype, D)
+        compare(dev, "linear", make_linear(rng_of(number), T, N, D, dtype, 1, number % 2))
+        compare(dev, "linear_backward", make_linear_backward(rng_of(number), T, N, D, dtype))
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+def test_few_rows_have_the_bits_of_many(dev, dtype):
+    args = make_linear(rng_of(0), T=MANY, N=131, D=cols_of(dtype, 900), dtype=dtype, bias=1)
+    many = run(dev, "linear", args)["y"]
+    for rows in (1, 2, 3, 7, 12, 13, 14, 27, 64, 65):
+        some = {"x": args["x"][:rows], "y": (rows, 131), "T": rows}
+        few = run(dev, "linear", args | some)["y"]
+        np.testing.assert_array_equal(few, many[:rows], str(rows))
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+@pytest.mark.parametrize("isa", ISAS[:3])
+def test_a_product_has_the_bits_of_the_widened_weight(isa, dtype):
+    dev, D = device(f"cpu-{isa}"), cols_of(dtype, 1201)
+    for T in (1, 70):
+        calls = {
+            "linear": make_linear(rng_of(0), T, 35, D, dtype, 1, 1),
+            "linear_backward": make_linear_backward(rng_of(0), T, 35, D, dtype, 1),
+        }
+        for op, args in calls.items():
+            wide = args | {"w": Frozen(args["w"].value)}
+            (got,), (wanted,) = dev.call(op, **args).values(), dev.call(op, **wide).values()
+            np.testing.assert_array_equal(got, wanted, f"{op} {T}")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "q4_1"])
+@pytest.mark.parametrize("name", ["cpu", "cpu-avx512bf16"])
+def test_any_number_of_threads_gives_the_same_bits(name, dtype):
+    calls = {
+        "linear": make_linear(rng_of(0), T=5, N=700, D=928, dtype=dtype, bias=1),
+        "linear_backward": make_linear_backward(rng_of(0), T=70, N=300, D=448, dtype=dtype),
+    }
+    for op, args in calls.items():
+        one, *others = (device(name, threads).call(op, **args) for threads in (1, 2, 3))
+        for other in others:
+            for key, value in one.items():
+                np.testing.assert_array_equal(value, other[key], f"{op} {key}")
+
+
+# ---- what is made of wide numbers ----
+
+
+def kept(dev, value, dtype):
+    """The numbers that a weight of wide numbers is, once it is kept in a type."""
+    rows, cols = value.shape
+    ids = np.arange(rows, dtype=np.int32)
+    w = dev.put_frozen(Frozen(value, dtype))
+    return dev.call("embed", y=(rows, cols), ids=ids, w=w, T=rows, V=rows, D=cols)["y"]
+
+
+def share(value, exact):
+    return float(np.sqrt(np.sum((value - exact) ** 2) / np.sum(exact**2)))
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("int8", 0.0055), ("int4", 0.0738)])
+def test_the_error_of_a_code(dev, dtype, most):
+    gguf = pytest.importorskip("gguf")
+    w = rng_of(0).standard_normal((256, 512)).astype(np.float32)
+    found = share(kept(dev, w, dtype), w)
+    assert found < most
+    kind = gguf.GGMLQuantizationType["Q8_0" if dtype == "int8" else "Q4_1"]
+    assert found <= 1.01 * share(gguf.dequantize(gguf.quantize(w, kind), kind), w)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_what_is_made_of_odd_numbers(dev, dtype):
+    w = rng_of(0).standard_normal((35, 70)).astype(np.float32)
+    w[3] = 0.0
+    w[4] *= 1e-4
+    w[5, 7] = 3e38  # larger than any scale reaches
+    w[6] = -0.0
+    got = kept(dev, w, dtype)
+    assert np.isfinite(got).all()
+    assert (got[3] == 0).all() and (got[6] == 0).all()
+    assert share(got[4], w[4]) < 0.1
+    assert got[5, 7] > 1e5 and (np.sign(got[5, 7]) == 1)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_bf16_and_f16_are_taken_as_they_are(dev, dtype):
+    from engine import from_bf16, to_bf16
+
+    w = rng_of(0).standard_normal((40, 100)).astype(np.float32)
+    for source, exact in (("bf16", from_bf16(to_bf16(w))), ("f16", np.float16(w))):
+        exact = exact.astype(np.float32)
+        host = to_bf16(w) if source == "bf16" else np.float16(w)
+        memory = dev.put_frozen(Frozen(exact, dtype))
+        size = memory.size_bytes
+        wanted = memory.read(size)
+        dev.c.frozen_load(
+            dev.pointer,
+            memory.pointer,
+            PACKED[dtype],
+            host.ctypes.data,
+            {"bf16": 1, "f16": 2}[source],
+            40,
+            100,
+        )
+        np.testing.assert_array_equal(memory.read(size), wanted, source)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "MXFP4"])
+def test_a_files_blocks_are_the_numbers_that_gguf_makes_of_them(dev, name):
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType[name]
+    w = rng_of(0).standard_normal((37, 96)).astype(np.float32)
+    w[2, :32] = 0.0
+    blocks = gguf.quantize(w, kind)
+    dtype = "int8" if name == "Q8_0" else name.lower()
+    exact = gguf.dequantize(blocks, kind)
+    memory = dev.put_frozen(Frozen(exact.astype(float), dtype, blocks))
+    ids = np.arange(37, dtype=np.int32)
+    got = dev.call("embed", y=(37, 96), ids=ids, w=memory, T=37, V=37, D=96)["y"]
+    np.testing.assert_array_equal(got, exact)
+
+
+def test_mxfp4s_smallest_scale_is_no_zero(dev):
+    made = packed_weights.make(rng_of(0), 2, 32, "mxfp4")
+    blocks = made.blocks.copy()
+    blocks[:, 0] = 0
+    exact = np.float32(made.value / 2.0 ** (made.blocks[:, :1].astype(float) - 127) * 2.0**-127)
+    memory = dev.put_frozen(Frozen(exact.astype(float), "mxfp4", blocks))
+    got = dev.call("embed", y=(2, 32), ids=np.arange(2, dtype=np.int32), w=memory, T=2, V=2, D=32)
+    np.testing.assert_array_equal(got["y"], exact)
