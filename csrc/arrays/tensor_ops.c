@@ -1,11 +1,11 @@
 /* arrays/tensor_ops.c - log-probabilities and divergences of a caller's tensors, chunk by chunk.
  *
- * A chunk is as many rows as have the device's chunk_bytes of logits. The product of hidden states and weight
- * (matmul) reads the weight in place. The logits are overwritten with their own gradient. From it
- * the chunk's rows of d hidden and its part of d weight are computed, before the next chunk reuses
- * the memory. Logits in f32 are read in place, and a gradient of the device's `real` is written
- * straight to its result. Where both hold (f32 on the CPU) there is no chunk at all. Data of the
- * other type are widened or rounded on the way; sums are f32.
+ * A chunk is as many rows as have the device's chunk_bytes of logits. The product of hidden states
+ * and weight (matmul) reads the weight in place. The logits are overwritten with their own
+ * gradient. From it the chunk's rows of d hidden and its part of d weight are computed, before the
+ * next chunk reuses the memory. Logits in f32 are read in place, and a gradient of the device's
+ * `real` is written straight to its result. Where both hold (f32 on the CPU) there is no chunk at
+ * all. Data of the other type are widened or rounded on the way; sums are f32.
  *
  * If each row's lse is already known, softmax needs no whole row. tensor_gather_backward then cuts
  * the vocabulary into stretches too: thousands of rows meet a stretch of the weight while it is in
