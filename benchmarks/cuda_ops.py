@@ -223,15 +223,35 @@ def attention(shape: str, rows: int, length: int) -> Iterator[Case]:
     _, H, G, E, _ = SHAPES[shape]
     T, one = rows, REAL * rows
     table = normal(T, E // 2)
-    rope = {"cosine": table, "sine": table, "T": T, "H": H, "E": E, "W": E}
+    q, k, v = normal(T, H, E), normal(T, G, E), normal(T, G, E) * 0.5
+    ones = np.ones(E, np.float32)
+    raw = {"q_raw": q, "k_raw": k, "q_norm": ones, "k_norm": ones, "cosine": table, "sine": table}
+    raw |= {"T": T, "H": H, "G": G, "E": E, "W": E}
+    numbers = float(T) * (H + G) * E
     yield Case(
-        "rope of q", "rope", 3.0 * T * H * E, 2.0 * one * H * E, {"x": normal(T, H, E), **rope}
+        "norm and rope of q and k",
+        "rotate",
+        7.0 * numbers,
+        2.0 * REAL * numbers,
+        {
+            **{"q": (T, H, E), "k": (T, G, E), "q_rstd": (T, H), "k_rstd": (T, G), "eps": 1e-6},
+            **raw,
+        },
+    )
+    yield Case(
+        "the same, backward",
+        "rotate_backward",
+        11.0 * numbers,
+        3.0 * REAL * numbers,
+        {
+            **{"dq": q, "dk": k, "q_rstd": np.ones((T, H), np.float32)},
+            **{"k_rstd": np.ones((T, G), np.float32), **raw},
+        },
     )
     spans = whole_spans(T, length)
     pages = np.arange(len(spans) * -(-length // engine.KV_PAGE), dtype=np.int32)
     slots = np.arange(T, dtype=np.int32)  # whole pages: length is a multiple of them
     keys = len(pages) * engine.KV_PAGE
-    k, v = normal(T, G, E), normal(T, G, E) * 0.5
     yield Case(
         "keys and values to pages",
         "kv_write",
@@ -243,7 +263,6 @@ def attention(shape: str, rows: int, length: int) -> Iterator[Case]:
         },
     )
     pairs = float(T) * length / 2
-    q = normal(T, H, E)
     heads = {"S": len(spans), "T": T, "H": H, "G": G, "E": E, "window": 0}
     yield Case(
         f"attention, sequences of {length}",

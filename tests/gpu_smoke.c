@@ -336,27 +336,38 @@ static void check_norm(void)
     tell("rmsnorm, rmsnorm_backward", bar_real());
 }
 
-static void check_rope(void)
+static void check_rotate(void)
 {
-    size_t n = (size_t)T * H * E, half = (size_t)T * E / 2;
-    float *x = numbers(n, 14, 1), *freq = host((size_t)E / 2);
+    size_t n = (size_t)T * H * E, nk = (size_t)T * G * E, half = (size_t)T * E / 2;
+    float *x = numbers(n, 14, 1), *w = numbers((size_t)E, 31, 1), *freq = host((size_t)E / 2);
+    float *other = numbers(nk, 32, 1);
     int32_t *pos = (int32_t *)host((size_t)T);
     for (int e = 0; e < E / 2; e++) freq[e] = powf(1e4f, -2.0f * (float)e / (float)E);
     for (int t = 0; t < T; t++) pos[t] = t * 3;
-    real *y = put_real(x, n);
+    real *from = put_real(x, n), *keys = put_real(other, nk), *q = room_real(n), *k = room_real(nk);
     float *cosine = room_f32(half), *sine = room_f32(half), *inv = put_f32(freq, (size_t)E / 2);
+    float *scale = put_f32(w, (size_t)E), *rstd = room_f32((size_t)T * H);
     const int32_t *at = put(pos, (size_t)T * 4);
     RUN(dev->rope_table(dev, cosine, sine, at, inv, T, E, 1));
-    dev->rope(dev, y, cosine, sine, T, H, E, E);
-    float *got = get_real(y, n);
-    EACH_ROW(t, T) for (int h = 0; h < H; h++) for (int e = 0; e < E / 2; e++)
+    RUN(dev->rotate(dev, q, k, rstd, NULL, from, keys, scale, NULL, cosine, sine, T, H, G, E, E,
+                    1e-6f));
+    float *got = get_real(q, n), *got_k = get_real(k, nk);
+    EACH_ROW(t, T) for (int h = 0; h < H + G; h++)
     {
-        const float *u = x + ((size_t)t * H + h) * E + e, *to = got + ((size_t)t * H + h) * E + e;
-        double angle = (float)pos[t] * freq[e], c = cos(angle), s = sin(angle);
-        compare(to[0], u[0] * c - u[E / 2] * s);
-        compare(to[E / 2], u[E / 2] * c + u[0] * s);
+        size_t at_head = h < H ? ((size_t)t * H + h) * E : ((size_t)t * G + h - H) * E;
+        const float *u = (h < H ? x : other) + at_head, *to = (h < H ? got : got_k) + at_head;
+        double square = 0, r = 1;
+        for (int e = 0; e < E; e++) square += (double)u[e] * u[e];
+        if (h < H) r = 1 / sqrt(square / E + 1e-6);
+        for (int e = 0; e < E / 2; e++) {
+            double angle = (float)pos[t] * freq[e], c = cos(angle), s = sin(angle);
+            double a = r * u[e] * (h < H ? w[e] : 1),
+                   b = r * u[e + E / 2] * (h < H ? w[e + E / 2] : 1);
+            compare(to[e], a * c - b * s);
+            compare(to[e + E / 2], b * c + a * s);
+        }
     }
-    tell("rope_table, rope", bar_real());
+    tell("rope_table, rotate", bar_real());
 }
 
 static void check_swiglu(void)
@@ -537,7 +548,7 @@ static void check_optimizer(void)
 }
 
 static void (*const checks[])(void) = {
-    check_rows,   check_types,     check_products, check_lora,    check_norm,      check_rope,
+    check_rows,   check_types,     check_products, check_lora,    check_norm,      check_rotate,
     check_swiglu, check_attention, check_head,     check_experts, check_optimizer,
 };
 
