@@ -89,7 +89,7 @@ def rows() -> list[str]:
     table = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for name in MODELS:
         half, full = planned(name, "bf16"), planned(name, "f32")
-        cache = TOKENS * half["kv_token"] + half["kv_sequence"]
+        cache = TOKENS * half["kv_token"] + half["kv_window"] + half["kv_sequence"]
         smallest = least(name)
         parts = [half["weights"], full["weights"], half["adapter"], half["step"], smallest, cache]
         total = half["weights"] + half["adapter"] + smallest + cache
