@@ -99,7 +99,7 @@ def rows() -> list[str]:
     table = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for name in MODELS:
         half, full, small = (planned(name, kind) for kind in ("bf16", "f32", "int4"))
-        cache = TOKENS * half["kv_token"] + half["kv_sequence"]
+        cache = TOKENS * half["kv_token"] + half["kv_window"] + half["kv_sequence"]
         smallest = least(name)
         parts = [half["weights"], full["weights"], small["weights"]]
         parts += [half["adapter"], half["step"], smallest, cache]

@@ -70,7 +70,7 @@ int64_t budget_frames(const Model *model, int64_t tokens)
 size_t kv_token_bytes(const Model *model)
 {
     const Lists *lists = &model->lists;
-    return (size_t)(lists->full ? lists->full : lists->windowed) * (frame_bytes(model) / KV_PAGE);
+    return (size_t)lists->full * (frame_bytes(model) / KV_PAGE);
 }
 
 size_t kv_window_bytes(const Model *model)

@@ -447,9 +447,8 @@ size_t frame_bytes(const Model *model);
 /* Tokens of a sampler's cache in so many bytes of memory, which include the weights; 0: in the
  * device's. Of them `free_bytes` are free, and more can be freed for the context's cache. */
 int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_bytes);
-/* Bytes that one token keeps in the pages: in full lists, or, where there are none, in the windowed
- * ones. kv_window_bytes: those that one sequence has in the windowed lists while it decodes, at
- * most. kv_sequence_bytes: those that it keeps beside its pages. */
+/* Bytes that one token keeps in the full lists; that one sequence has in the windowed ones while it
+ * decodes, at most; and that it keeps beside its pages. */
 size_t kv_token_bytes(const Model *model);
 size_t kv_window_bytes(const Model *model);
 size_t kv_sequence_bytes(const Model *model);

@@ -160,15 +160,14 @@ class Model:
         """Bytes of each use of memory, before anything is allocated. weights. adapter: of `rank` on
         every layer. step: of a datum of `tokens` (0: step_tokens, the default's). own: the ops' own
         needs on the device. cache: a sampler's default, of cache_tokens tokens, kv_token bytes
-        each, and the states of `states` sequences, kv_sequence bytes each. Layers with a window add
-        at most kv_window bytes for a sequence that decodes; if all layers have one, a sequence
-        takes no more than that, and kv_token is a token's part of it. free and all: the bytes
-        that the device can give, and those that it has. scratch: a step's part of `own`. step_most:
-        the limit of a step and its scratch, which is step_bytes, or by default half of what the
-        weights leave. The step's layers keep what fits in that limit: `kept` layers keep
-        everything, attention_kept layers at least attention's results, and the others only the
-        inputs of activation recomputation. Both counts are 0 if the step does not fit at all.
-        longest: the tokens of the longest datum that fits, at most the context."""
+        each, and the states of `states` sequences, kv_sequence bytes each. kv_token leaves out
+        layers with a window: they keep at most kv_window bytes of a sequence that decodes. free and
+        all: the bytes that the device can give, and those that it has. scratch: a step's part of
+        `own`. step_most: the limit of a step and its scratch, which is step_bytes, or by default
+        half of what the weights leave. The step's layers keep what fits in that limit: `kept`
+        layers keep everything, attention_kept layers at least attention's results, and the others
+        only the inputs of activation recomputation. Both counts are 0 if the step does not fit at
+        all. longest: the tokens of the longest datum that fits, at most the context."""
 
     def step_bytes(self, memory: int) -> int:
         """Bytes that a training step may take by default: half of what the weights leave of
@@ -179,9 +178,10 @@ class Model:
         more tokens, the cache holds the whole context. memory 0: what the device has, and no more
         than half of what it has free."""
     def cache_bytes(self, tokens: int) -> int:
-        """Bytes of a sampler's cache for so many tokens: their keys and values, in layers that have
-        a window those of one sequence's, and, if the model's layers keep a state for a sequence, as
-        many states as take the same bytes, but at least 4 and at most 512."""
+        """Bytes of a sampler's cache for so many tokens: their keys and values; of layers with a
+        window those of one sequence's, if other layers have none; and, if the model's layers keep a
+        state for a sequence, as many states as take the same bytes, but at least 4 and at most
+        512."""
 
 class Adapter:
     """LoRA matrices on a model, with gradients and AdamW state. B starts at zero, A as PEFT

@@ -435,9 +435,11 @@ def _cache(sizes: Mapping[str, int]) -> str:
     """What a sampler's cache holds."""
     from tinsmith.files.words import readable
 
-    pages = f"a KV cache of {sizes['cache_tokens']} tokens, {readable(sizes['kv_token'])} each"
+    pages = f"a KV cache of {sizes['cache_tokens']} tokens"
+    if sizes["kv_token"]:
+        pages += f", {readable(sizes['kv_token'])} each"
     if sizes["kv_window"]:
-        pages += f", and for a sequence's window at most {readable(sizes['kv_window'])}"
+        pages += f", and {readable(sizes['kv_window'])} at most for the window of a sequence"
     if not sizes["states"]:
         return pages
     one = readable(sizes["kv_sequence"])
