@@ -23,7 +23,7 @@ KEPT_MAX = 1 << 30
 UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}  # in seconds
 AGE_MAX = 1e10  # some 300 years
 DEMO_STEPS_MAX = 300  # there are not many more different questions
-DEMO_STEPS, DEMO_RATES = 24, [3e-4, 1e-3, 3e-3]
+DEMO_STEPS, DEMO_RATES = 32, [5e-4, 2.5e-3, 5e-3]
 RATE_MAX = 1.0
 
 
@@ -224,7 +224,7 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
         default=DEMO_RATES,
         metavar="LIST",
         help="learning rates, with commas between them; each method is trained with each "
-        "(5e-4,1e-3,2e-3)",
+        "(5e-4,2.5e-3,5e-3)",
     )
     parser.add_argument(
         "--own-notation",
