@@ -25,13 +25,13 @@ enum {
 #define NS 0.3
 #define NS_TABLE 4.0
 
-typedef struct Table {
+typedef struct Angles {
     float *cosine, *sine;  // (T, W/2)
     const int32_t *pos;    // (T)
     const float *inv_freq; // (W/2)
     int T, half, grain;
     float scale;
-} Table;
+} Angles;
 
 typedef struct Rope {
     float *y[2], *rstd[2];      // (T, heads, E) and (T, heads): of queries, of keys
@@ -43,7 +43,7 @@ typedef struct Rope {
 
 static void table_job(void *context, int64_t job)
 {
-    const Table *r = context;
+    const Angles *r = context;
     int from = (int)job * r->grain, to = r->T - from < r->grain ? r->T : from + r->grain;
     for (int t = from; t < to; t++)
         for (int e = 0; e < r->half; e++) {
@@ -113,7 +113,7 @@ static void run(Device *dev, Rope *r, void (*work)(void *, int64_t))
 void CPU(rope_table)(Device *dev, float *cosine, float *sine, const int32_t *pos,
                      const float *inv_freq, int T, int W, float scale)
 {
-    Table r = {cosine, sine, pos, inv_freq, T, W / 2, cpu_rows_of_job(GRAIN_TABLE, W / 2), scale};
+    Angles r = {cosine, sine, pos, inv_freq, T, W / 2, cpu_rows_of_job(GRAIN_TABLE, W / 2), scale};
     cpu_run_of(dev, NS_TABLE * T * r.half, ((int64_t)T + r.grain - 1) / r.grain, table_job, &r);
 }
 
