@@ -24,7 +24,7 @@ static inline __attribute__((always_inline)) void widen_lanes(float *to, const u
             v_store(to + k * PANEL + x, block_bytes(block + b.codes, k, x) * scale);
         return;
     }
-    Table table = v_table(CPU(levels)[exact]);
+    Lookup table = v_table(CPU(levels)[exact]);
     for (int word = 0; word < BLOCK / NIBBLES; word++) {
         vu u = block_words(block + b.codes, word, x);
 #pragma GCC unroll 8

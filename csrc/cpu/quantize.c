@@ -129,7 +129,7 @@ static void bytes_quantize(unsigned char *to, const float *from, int x)
 static inline vf best_scale(const float *from, int live, const float *level, const Bounds *bounds,
                             int x)
 {
-    Table table = v_table(level);
+    Lookup table = v_table(level);
     vf peak = v_set(0.0f), squares = v_set(0.0f);
     for (int k = 0; k < live; k++) {
         vf w = weight_at(from, k, x);

@@ -204,7 +204,7 @@ static inline vu v_join_pairs(vf first, vf second)
 #endif
 
 /* A table of 16 floats: in registers, where a shuffle can look them up. */
-typedef struct Table {
+typedef struct Lookup {
 #if defined(__AVX512F__)
     __m512 all;
 #elif defined(__AVX2__)
@@ -212,21 +212,21 @@ typedef struct Table {
 #else
     const float *at;
 #endif
-} Table;
+} Lookup;
 
-static inline Table v_table(const float *at)
+static inline Lookup v_table(const float *at)
 {
 #if defined(__AVX512F__)
-    return (Table){_mm512_loadu_ps(at)};
+    return (Lookup){_mm512_loadu_ps(at)};
 #elif defined(__AVX2__)
-    return (Table){_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)};
+    return (Lookup){_mm256_loadu_ps(at), _mm256_loadu_ps(at + 8)};
 #else
-    return (Table){at};
+    return (Lookup){at};
 #endif
 }
 
 /* The number that each lane's lowest four bits name; the others are not looked at. */
-static inline vf v_lookup(Table table, vu index)
+static inline vf v_lookup(Lookup table, vu index)
 {
 #if defined(__AVX512F__)
     return (vf)_mm512_permutexvar_ps((__m512i)index, table.all);

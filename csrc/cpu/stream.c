@@ -172,7 +172,7 @@ block_step(vf (*acc)[2], const float *a, const vf *w, const int rows, const Form
 /* `live` inputs of a block. */
 static inline __attribute__((always_inline)) void block_rows(vf (*acc)[2], const float *a,
                                                              int height, const unsigned char *block,
-                                                             Table table, int live, const int rows,
+                                                             Lookup table, int live, const int rows,
                                                              const DType kind, const Form form)
 {
     const unsigned char *codes = block + blocks_of(kind).codes;
@@ -217,7 +217,7 @@ static inline __attribute__((always_inline)) void blocks_rows(Out out, const flo
     vf acc[BLOCK_ROWS][2];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = v_set(0.0f);
-    Table table = v_table(level);
+    Lookup table = v_table(level);
     size_t bytes = blocks_of(kind).bytes;
     for (; k >= BLOCK; k -= BLOCK, block += bytes, a += row_lanes(form, BLOCK) * height) {
         for (size_t line = 0; line < bytes; line += 64)
