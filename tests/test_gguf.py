@@ -200,6 +200,30 @@ def test_a_mixture_that_is_not_whole_is_refused(
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ("#0", "#x", ".0.up_proj.weight"))
+def test_a_tensor_that_is_no_part_of_a_mixture_is_refused(name: str, tmp_path: Path) -> None:
+    name = f"model.layers.0.mlp.experts{name}"
+    _, file = make(tmp_path, "qwen3_moe", tensors={name: np.zeros(3, np.float32)})
+    with pytest.raises(ValueError, match=r"the file has model\.layers\.0\.mlp\.experts"):
+        families.load_model(families.find_model(str(file), {}), threads=1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "changes"), [("yarn_beta_fast", 2.0, True), ("yarn_attn_factor", 0.5, None)]
+)
+def test_yarns_settings_in_a_file_are_read_or_refused(
+    key: str, value: float, changes: bool | None, tmp_path: Path
+) -> None:
+    _, file = make(tmp_path, "gpt_oss", keys={f"gpt-oss.rope.scaling.{key}": value})
+    if changes is None:
+        with pytest.raises(ValueError, match=rf"rope\.scaling\.{key} is 0\.5: not supported"):
+            families.find_model(str(file), {})
+        return
+    found = families.read_config(families.find_model(str(file), {}))[1]
+    plain = families.read_config(models.make(spec_of("gpt_oss"), tmp_path / "plain"))[1]
+    assert not np.array_equal(found, plain)
+
+
 def test_a_mixture_is_not_written(tmp_path: Path) -> None:
     folder, _ = make(tmp_path, "qwen3_moe")
     model = tinsmith.Model(folder, device="cpu", threads=1)

@@ -226,8 +226,7 @@ FAMILIES = (
         in_turns=True,
         turned=True,
         heads=dict.fromkeys(FUSED_BIASES, "experts"),
-        # As the hosted service names them.
-        modules=EXPERT_MODULES | {
+        modules=EXPERT_MODULES | {  # as the hosted service names them
             slot: f"model.layers.{{layer}}.attn.{letter}_proj"
             for slot, letter in (("wq", "q"), ("wk", "k"), ("wv", "v"), ("wo", "o"))
         },

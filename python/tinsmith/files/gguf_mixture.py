@@ -5,6 +5,7 @@ one. A Joined is that one: its matrices are made when they are asked for, each o
 of their numbers or of their blocks.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,7 @@ PARTS = {
     "ffn_down_exps": ("down_proj", 0),
 }
 COUNTS = {"gate_up_proj": 2, "down_proj": 1}
+_PART = re.compile(rf"(.*\.{re.escape(EXPERTS)}(?:{'|'.join(COUNTS)})(?:_bias)?)#([01])")
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,8 @@ def join(mixture: Mixture, entries: dict[str, weights.Entry]) -> dict[str, Joine
     """Puts joined tensors in the place of the parts in `entries`, which have the names that
     `name_of` gives."""
     found: dict[str, dict[int, weights.Entry]] = {}
-    for name in [name for name in entries if f".{EXPERTS}" in name]:
-        stem, _, number = name.rpartition("#")
-        found.setdefault(stem, {})[int(number)] = entries.pop(name)
+    for match in [match for match in map(_PART.fullmatch, tuple(entries)) if match]:
+        found.setdefault(match[1], {})[int(match[2])] = entries.pop(match[0])
     joined = {}
     for name, parts in found.items():
         target = name.rpartition(EXPERTS)[2].removesuffix("_bias")

@@ -213,9 +213,7 @@ def _scaling(
     they give: these must be the factors that config.json will give."""
     kind = header.get(f"{arch}.rope.scaling.type", str, "none")
     if kind == "yarn" and yarn is not None:
-        length = header.get(f"{arch}.rope.scaling.original_context_length", int, ...)
-        factor = _number(header, f"{arch}.rope.scaling.factor", ...)
-        return {**yarn, "factor": factor, "original_max_position_embeddings": length}
+        return {**yarn, **_yarn(header, f"{arch}.rope.scaling.")}
     if kind != "none":
         raise ValueError(f"{header.file}: the rope scaling {kind!r:.60} is not supported")
     info = header.tensors.get(ROPE)
@@ -233,6 +231,19 @@ def _scaling(
     if not agree:
         raise ValueError(f"{header.file}: the factors of {ROPE} are not Llama 3.1's")
     return scaling
+
+
+def _yarn(header: Header, stem: str) -> dict[str, Any]:
+    """YaRN's settings that a file has, under keys that begin with `stem`."""
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
+        if (found := header.get(stem + key, float)) is not None:
+            raise ValueError(f"{header.file}: {stem}{key} is {found}: not supported")
+    ends = {one: header.get(f"{stem}yarn_{one}", float) for one in ("beta_fast", "beta_slow")}
+    return {
+        "factor": _number(header, stem + "factor", ...),
+        "original_max_position_embeddings": header.get(stem + "original_context_length", int, ...),
+        **{key: value for key, value in ends.items() if value is not None},
+    }
 
 
 # ---- tensors ----
