@@ -14,7 +14,10 @@ ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "gpt-oss": gguf.MODEL_ARCH.GPT_OSS,
 }
+MIXTURES = {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 TYPES = {
     "float32": gguf.GGMLQuantizationType.F32,
     "float16": gguf.GGMLQuantizationType.F16,
@@ -61,7 +64,8 @@ def write(
     """A folder's model as a GGUF file: its matrices in a quantised type, if one is given; with
     `factors` of rotary frequencies, other `keys`, without some keys or tensors, or with more."""
     config = json.loads((folder / "config.json").read_text())
-    arch, layers = config["model_type"], config["num_hidden_layers"]
+    kind_of_model, layers = config["model_type"], config["num_hidden_layers"]
+    arch = MIXTURES.get(kind_of_model, kind_of_model)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head = config.get("head_dim") or config["hidden_size"] // heads
     writer = gguf.GGUFWriter(file, arch)
@@ -77,25 +81,75 @@ def write(
         f"{arch}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         f"{arch}.rope.freq_base": float(rope["rope_theta"]),
     }
+    values |= experts_keys(arch, config) if kind_of_model in MIXTURES else {}
     for key, value in (values | tokenizer | (keys or {})).items():
         if key not in drop:
             add(writer, key, value)
     names = gguf.get_tensor_name_map(ARCHITECTURES[arch], layers)
     with weights.open_folder(folder) as found:
-        for name in found:
-            array = np.array(found[name])
+        for name, array in stacked({name: np.array(found[name]) for name in found}).items():
             if arch == "llama" and ".q_proj" in name:
                 array = paired(array, heads)
             if arch == "llama" and ".k_proj" in name:
                 array = paired(array, kv_heads)
-            ours = names.get_name(name, (".weight", ".bias"))
-            if ours not in drop:
-                put(writer, ours, array, kind if array.ndim == 2 else None)
+            for ours, part in parts_of(names, name, array):
+                if ours not in drop:
+                    put(writer, ours, part, kind if part.ndim > 1 and ".bias" not in ours else None)
     if len(factors):
         put(writer, "rope_freqs.weight", np.asarray(factors, np.float32))
     for name, array in (tensors or {}).items():
         put(writer, name, array)
     return finish(writer, file)
+
+
+def experts_keys(arch: str, config: dict[str, Any]) -> dict[str, Any]:
+    """What llama.cpp's converter says of a mixture of experts."""
+    found = {
+        f"{arch}.expert_count": config.get("num_experts") or config["num_local_experts"],
+        f"{arch}.expert_used_count": config["num_experts_per_tok"],
+        f"{arch}.expert_feed_forward_length": config.get("moe_intermediate_size")
+        or config["intermediate_size"],
+    }
+    if arch == "gpt-oss":
+        rope = config["rope_parameters"]
+        found |= {
+            f"{arch}.attention.sliding_window": config["sliding_window"],
+            f"{arch}.rope.scaling.type": "yarn",
+            f"{arch}.rope.scaling.factor": float(rope["factor"]),
+            f"{arch}.rope.scaling.original_context_length": rope[
+                "original_max_position_embeddings"
+            ],
+        }
+    return found
+
+
+def parts_of(names: Any, name: str, array: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """A tensor by llama.cpp's name; gpt-oss's experts with outputs as rows, gate and up apart."""
+    block, _, experts = name.partition(".mlp.experts.")
+    if "_proj" in experts and not experts.endswith(".weight"):
+        number, kind = block.rpartition(".")[2], experts.partition("_")[0]
+        end = "bias" if experts.endswith("_bias") else "weight"
+        rows = array if end == "bias" else array.swapaxes(1, 2)
+        sides = {"gate": rows[:, 0::2], "up": rows[:, 1::2]} if kind == "gate" else {"down": rows}
+        return [
+            (f"blk.{number}.ffn_{side}_exps.{end}", np.ascontiguousarray(part))
+            for side, part in sides.items()
+        ]
+    ours = names.get_name(name, (".weight", ".bias"))
+    return [(ours if name.endswith((".weight", ".bias")) else f"{ours}.weight", array)]
+
+
+def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors with those of Qwen's experts, one each, in one tensor for all."""
+    found, experts = {}, dict[str, dict[int, np.ndarray]]()
+    for name, array in tensors.items():
+        stem, _, rest = name.partition(".experts.")
+        number, _, kind = rest.partition(".")
+        if number.isdigit():
+            experts.setdefault(f"{stem}.experts.{kind}", {})[int(number)] = array
+        else:
+            found[name] = array
+    return found | {name: np.stack([one[i] for i in sorted(one)]) for name, one in experts.items()}
 
 
 def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

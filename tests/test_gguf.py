@@ -20,7 +20,15 @@ import tinker
 import tinsmith
 import torch
 from tinsmith import cli
-from tinsmith.files import extras, families, gguf_header, gguf_model, gguf_tokenizer, kept
+from tinsmith.files import (
+    extras,
+    families,
+    gguf_export,
+    gguf_header,
+    gguf_model,
+    gguf_tokenizer,
+    kept,
+)
 from tinsmith.server import clients
 from tinsmith.server.backend import Backend
 from tokenizers import Tokenizer
@@ -40,10 +48,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+GRANTED = {"qwen3_moe": {"mlp_only_layers": []}, "gpt_oss": {"swiglu_limit": 7.0}}
+
+
 def spec_of(name: str) -> models.Spec:
     spec = models.SPECS[name]
-    if spec.family != "llama":
-        return spec
+    if spec.family != "llama":  # what llama.cpp takes for granted of mixtures
+        return replace(spec, config=spec.config | GRANTED.get(name, {}))
     long = {"rope_parameters": LLAMA3, "max_position_embeddings": 10000}
     return replace(spec, config={**spec.config, **long})
 
@@ -77,14 +88,17 @@ def make(tmp_path: Path, name: str, **options: Any) -> tuple[Path, Path]:
 # ---- numbers ----
 
 
-@pytest.mark.parametrize("name", ("llama", "qwen2", "qwen3", "qwen3-tied"))
+NAMES = ("llama", "qwen2", "qwen3", "qwen3-tied", "qwen3_moe", "gpt_oss")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_file_gives_its_originals_numbers_bit_for_bit(name: str, tmp_path: Path) -> None:
     folder, file = make(tmp_path, name)
     wanted = families.load_model(folder, threads=1)
     found = families.load_model(families.find_model(str(file), {}), threads=1)
     assert (found.config, found.kind) == (wanted.config, wanted.kind)
-    assert (found.family, found.context, found.eos_ids) == (
-        wanted.family, wanted.context, wanted.eos_ids,
+    assert (found.family.name, found.context, found.eos_ids) == (
+        wanted.family.name, wanted.context, wanted.eos_ids,
     )  # fmt: skip
     assert np.array_equal(found.inv_freq, wanted.inv_freq)
     assert found.tokenizer_vocab == wanted.tokenizer_vocab
@@ -124,6 +138,98 @@ def test_blocks_that_the_engine_knows_are_kept_as_they_are(
     assert not families.inspect_model(place).packed
     assert model.weight_bytes < 0.4 * families.inspect_model(place).weight_bytes
     np.testing.assert_array_equal(numbers, tinsmith.Model(place, **options).logprobs(TOKENS))
+
+
+def mixture(tmp_path: Path, name: str, kind: str) -> Path:
+    """A small file of a mixture of experts, all of whose matrices are quantised."""
+    spec, sizes = spec_of(name), {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 32}
+    sizes |= {"intermediate_size": 32} if name == "gpt_oss" else {}
+    folder = models.make(replace(spec, config={**spec.config, **sizes}), tmp_path / "model")
+    vocab = spec.config["vocab_size"]
+    return gguf_files.write(
+        tmp_path / "model.gguf", folder, gguf_files.words(vocab, vocab - models.PADDING),
+        kind=gguf.GGMLQuantizationType[kind],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ("MXFP4", "Q8_0", "Q5_1"))
+@pytest.mark.parametrize("name", ("qwen3_moe", "gpt_oss"))
+def test_experts_are_what_gguf_makes_of_them_in_blocks_or_wide(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    """The reference: transformers on a merge without a change, whose weights are in bf16."""
+    place = families.find_model(str(mixture(tmp_path, name, kind)), {})
+    options = {"device": "cpu", "threads": 1}
+    packed, wide = (tinsmith.Model(place, weights=one, **options) for one in ("stored", "bf16"))
+    kinds = families.inspect_model(place).packed
+    known = kept.GGUF_TYPES.get(kind)
+    assert {slot for slot, _ in kinds} >= ({"e_gate", "e_up", "e_down"} if known else set())
+    assert set(kinds.values()) == ({known} if known else set())
+    adapter = packed.lora(rank=2, seed=1)  # whose B is 0
+    adapter.save(tmp_path / "a")
+    assert cli.main(["export", str(place), str(tmp_path / "a"), str(tmp_path / "out")]) == 0
+    reference = models.logprobs(models.as_double(tmp_path / "out"), TOKENS).detach().numpy()
+    picked = reference[np.arange(len(TOKENS) - 1), TOKENS[1:]]
+    assert models.error(wide.logprobs(TOKENS), picked) < 1e-5
+    if kind == "MXFP4":  # which bf16 has exactly
+        assert models.error(packed.logprobs(TOKENS), picked) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drop": ["blk.1.ffn_up_exps.weight"]}, "gate_up_proj should be made of 2 tensors of one"),
+        ({"drop": ["blk.0.ffn_down_exps.weight"]}, "has no model.layers.0.mlp.experts.down_proj"),
+        (
+            {"drop": ["blk.0.ffn_up_exps.weight"],
+             "tensors": {"blk.0.ffn_up_exps.weight": np.zeros((8, 21, 30), np.float32)}},
+            "(8, 21, 34), (8, 21, 30)",
+        ),
+        ({"drop": ["qwen3moe.expert_used_count"]}, "has no qwen3moe.expert_used_count"),
+        ({"keys": {"qwen3moe.expert_shared_count": 1}}, "expert_shared_count is 1: not supported"),
+        ({"keys": {"qwen3moe.expert_count": 7}}, "the model needs (7, "),
+        ({"keys": {"qwen3moe.rope.scaling.type": "yarn"}}, "the rope scaling 'yarn' is not supp"),
+    ],
+)  # fmt: skip
+def test_a_mixture_that_is_not_whole_is_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    _, file = make(tmp_path, "qwen3_moe", **options)
+    with pytest.raises(ValueError) as caught:
+        families.load_model(families.find_model(str(file), {}), threads=1)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ("#0", "#x", ".0.up_proj.weight"))
+def test_a_tensor_that_is_no_part_of_a_mixture_is_refused(name: str, tmp_path: Path) -> None:
+    name = f"model.layers.0.mlp.experts{name}"
+    _, file = make(tmp_path, "qwen3_moe", tensors={name: np.zeros(3, np.float32)})
+    with pytest.raises(ValueError, match=r"the file has model\.layers\.0\.mlp\.experts"):
+        families.load_model(families.find_model(str(file), {}), threads=1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "changes"), [("yarn_beta_fast", 2.0, True), ("yarn_attn_factor", 0.5, None)]
+)
+def test_yarns_settings_in_a_file_are_read_or_refused(
+    key: str, value: float, changes: bool | None, tmp_path: Path
+) -> None:
+    _, file = make(tmp_path, "gpt_oss", keys={f"gpt-oss.rope.scaling.{key}": value})
+    if changes is None:
+        with pytest.raises(ValueError, match=rf"rope\.scaling\.{key} is 0\.5: not supported"):
+            families.find_model(str(file), {})
+        return
+    found = families.read_config(families.find_model(str(file), {}))[1]
+    plain = families.read_config(models.make(spec_of("gpt_oss"), tmp_path / "plain"))[1]
+    assert not np.array_equal(found, plain)
+
+
+def test_a_mixture_is_not_written(tmp_path: Path) -> None:
+    folder, _ = make(tmp_path, "qwen3_moe")
+    model = tinsmith.Model(folder, device="cpu", threads=1)
+    model.lora(rank=1).save(tmp_path / "a")
+    with pytest.raises(ValueError, match="family qwen3_moe can't be written to a GGUF file; llama"):
+        gguf_export.export_gguf(folder, tmp_path / "a", tmp_path / "out.gguf")
 
 
 def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path) -> None:
@@ -395,6 +501,7 @@ def read(values: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
         ("qwen2", "e\u0301", ["Ã", "©"]),
         ("llama-bpe", "1234", ["<s>", "123", "4"]),
         ("llama3", "e\u0301", ["<s>", "e", "Ì", "ģ"]),
+        ("gpt-4o", "1234", ["123", "4"]),
         ("gpt-2", "a</s>b", ["a", "</s>", "b"]),
     ),
 )
@@ -464,7 +571,7 @@ def test_chat_templates_are_the_files() -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an architecture": (
         {"keys": {"general.architecture": "gemma3"}},
-        "the architecture 'gemma3' is not supported; tinsmith reads llama, qwen2, qwen3",
+        "the architecture 'gemma3' is not supported; tinsmith reads gpt-oss, llama, qwen2, qwen3",
     ),
     "a pre-tokenizer": (
         {"keys": {"tokenizer.ggml.pre": "tekken"}}, "the pre-tokenizer 'tekken' is not supported",

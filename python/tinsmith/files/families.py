@@ -187,6 +187,7 @@ FAMILIES = (
         names={**LLAMA_NAMES, **APART},
         others=FUSED,
         modules=EXPERT_MODULES,
+        gguf=HALVES,
     ),
     QWEN3_5_MOE,
     replace(QWEN3_5_MOE, architecture="Qwen3_5MoeForConditionalGeneration", section="text_config"),
@@ -225,11 +226,11 @@ FAMILIES = (
         in_turns=True,
         turned=True,
         heads=dict.fromkeys(FUSED_BIASES, "experts"),
-        # As the hosted service names them.
-        modules=EXPERT_MODULES | {
+        modules=EXPERT_MODULES | {  # as the hosted service names them
             slot: f"model.layers.{{layer}}.attn.{letter}_proj"
             for slot, letter in (("wq", "q"), ("wk", "k"), ("wv", "v"), ("wo", "o"))
         },
+        gguf=HALVES,
     ),
 )  # fmt: skip
 

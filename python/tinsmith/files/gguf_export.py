@@ -66,8 +66,9 @@ def export_gguf(model: Path, adapter: Path, out: Path, kind: str = "bf16") -> in
 def _words(model: Path) -> Words:
     """ValueError for a model that can't be written."""
     family = families.read_family(model)
-    if not family.gguf:
-        known = ", ".join(sorted({one.name for one in families.FAMILIES if one.gguf}))
+    written = {one.name for one in families.FAMILIES if one.gguf and not one.others}
+    if family.name not in written:
+        known = ", ".join(sorted(written))
         raise ValueError(
             f"{model}: a model of the family {family.name} can't be written to a GGUF file; "
             f"{known} can"

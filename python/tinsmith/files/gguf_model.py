@@ -25,6 +25,7 @@ import numpy as np
 from tinsmith.files import config, disk, home, kept, mxfp4, tokenizer, weights
 from tinsmith.files.extras import pip_install
 from tinsmith.files.gguf_header import Header, TensorInfo, read_header, require_gguf
+from tinsmith.files.gguf_mixture import MIXTURES, Joined, Mixture, join, name_of
 from tinsmith.files.gguf_tokenizer import read_tokenizer, special_ids
 
 SUFFIX = ".gguf"
@@ -69,7 +70,8 @@ SIZES = {
 }
 # Keys that change the maths where they are set, and that nothing here computes.
 REFUSED = (
-    "expert_count", "attention.sliding_window", "attention.scale", "attention.clamp_kqv",
+    "expert_count", "expert_shared_count", "expert_weights_scale", "leading_dense_block_count",
+    "attention.sliding_window", "attention.scale", "attention.clamp_kqv",
     "attention.max_alibi_bias", "attn_logit_softcapping", "final_logit_softcapping", "logit_scale",
     "residual_scale", "embedding_scale", "attention.temperature_scale", "attention.output_scale",
 )  # fmt: skip
@@ -135,22 +137,25 @@ def _files(header: Header, known: Architectures) -> dict[str, Any]:
             f"{header.file} is one of {parts} files: join them with llama-gguf-split --merge"
         )
     arch = header.get("general.architecture", str, ...)
-    if arch not in known:
+    mixture = MIXTURES.get(arch)
+    if arch not in known and (mixture is None or mixture.family not in known):
+        names = sorted({*MIXTURES, *known} - {one.family for one in MIXTURES.values()})
         raise ValueError(
             f"{header.file}: the architecture {arch!r:.60} is not supported; tinsmith reads "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(names)}"
         )
-    architecture, order = known[arch]
+    architecture, order = known[mixture.family if mixture else arch]
     tokens, settings = read_tokenizer(header)
     special = special_ids(header, header.values["tokenizer.ggml.tokens"])
     ends = [special[name] for name in ("eos", "eot", "eom") if name in special]
     ends = list(dict.fromkeys(ends))
-    said = _config(header, arch) | {"architectures": [architecture]}
+    said = _config(header, arch, mixture) | {"architectures": [architecture]}
     paired = heads_in_pairs(order, said["num_attention_heads"], said["num_key_value_heads"])
     ids = {f"{name}_token_id": special[name] for name in ("bos", "pad") if name in special}
     ids |= {"eos_token_id": ends} if ends else {}
     return {
-        SOURCE_FILE: {"file": str(header.file), "paired": paired},
+        SOURCE_FILE: {"file": str(header.file), "paired": paired}
+        | ({"mixture": arch} if mixture else {}),
         config.CONFIG_FILE: said | ids,
         "generation_config.json": ids,
         tokenizer.TOKENIZER_FILE: tokens,
@@ -161,14 +166,16 @@ def _files(header: Header, known: Architectures) -> dict[str, Any]:
 # ---- config.json ----
 
 
-def _config(header: Header, arch: str) -> dict[str, Any]:
+def _config(header: Header, arch: str, mixture: Mixture | None) -> dict[str, Any]:
     """config.json of a file's metadata."""
-    for key in (f"{arch}.{key}" for key in REFUSED):
+    keys = mixture.keys if mixture else {}
+    for key in (f"{arch}.{key}" for key in REFUSED if key not in keys.values()):
         if header.values.get(key):
             raise ValueError(f"{header.file}: {key} is {header.values[key]!r:.60}: not supported")
     if header.get(f"{arch}.attention.causal", bool, True) is not True:
         raise ValueError(f"{header.file}: attention is not causal, which is not supported")
-    sizes = {ours: header.get(f"{arch}.{key}", int, ...) for ours, key in SIZES.items()}
+    known = {**SIZES, **keys}
+    sizes = {ours: header.get(f"{arch}.{key}", int, ...) for ours, key in known.items()}
     heads, width = sizes["num_attention_heads"], sizes["hidden_size"]
     if heads < 1:
         raise ValueError(f"{header.file}: {arch}.attention.head_count is {heads}")
@@ -180,16 +187,17 @@ def _config(header: Header, arch: str) -> dict[str, Any]:
         raise ValueError(f"{header.file} has no tensor token_embd.weight")
     types = {info.dtype for info in header.tensors.values() if len(info.shape) == 2}
     return sizes | {
-        "model_type": arch,
+        "model_type": mixture.family if mixture else arch,
         "num_key_value_heads": header.get(f"{arch}.attention.head_count_kv", int, heads),
         "head_dim": head,
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "hidden_act": "silu",
         "rms_norm_eps": _number(header, f"{arch}.attention.layer_norm_rms_epsilon", ...),
         "rope_theta": _number(header, f"{arch}.rope.freq_base", 10000.0),
-        "rope_scaling": _scaling(header, arch, head),
+        "rope_scaling": _scaling(header, arch, head, mixture.yarn if mixture else None),
         config.TIED: "output.weight" not in header.tensors,
         "dtype": "float32" if "F32" in types else "float16" if "F16" in types else "bfloat16",
+        **(mixture.said if mixture else {}),
     }
 
 
@@ -198,10 +206,14 @@ def _number(header: Header, key: str, default: Any) -> float:
     return float(str(np.float32(header.get(key, float, default))))
 
 
-def _scaling(header: Header, arch: str, head: int) -> dict[str, Any] | None:
+def _scaling(
+    header: Header, arch: str, head: int, yarn: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
     """config.json's rope_scaling. The file has no settings of Llama 3.1's, but the factors that
     they give: these must be the factors that config.json will give."""
     kind = header.get(f"{arch}.rope.scaling.type", str, "none")
+    if kind == "yarn" and yarn is not None:
+        return {**yarn, **_yarn(header, f"{arch}.rope.scaling.")}
     if kind != "none":
         raise ValueError(f"{header.file}: the rope scaling {kind!r:.60} is not supported")
     info = header.tensors.get(ROPE)
@@ -221,6 +233,19 @@ def _scaling(header: Header, arch: str, head: int) -> dict[str, Any] | None:
     return scaling
 
 
+def _yarn(header: Header, stem: str) -> dict[str, Any]:
+    """YaRN's settings that a file has, under keys that begin with `stem`."""
+    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
+        if (found := header.get(stem + key, float)) is not None:
+            raise ValueError(f"{header.file}: {stem}{key} is {found}: not supported")
+    ends = {one: header.get(f"{stem}yarn_{one}", float) for one in ("beta_fast", "beta_slow")}
+    return {
+        "factor": _number(header, stem + "factor", ...),
+        "original_max_position_embeddings": header.get(stem + "original_context_length", int, ...),
+        **{key: value for key, value in ends.items() if value is not None},
+    }
+
+
 # ---- tensors ----
 
 
@@ -228,32 +253,59 @@ class GgufTensors(weights.Tensors):
     """The tensors of a GGUF file by their Hugging Face names. An entry's dtype is ggml's name of
     the type. `paired` has the number of heads of each module whose rows are in pairs."""
 
-    def __init__(self, header: Header, paired: Mapping[str, int]) -> None:
+    def __init__(self, header: Header, paired: Mapping[str, int], mixture: str = "") -> None:
         super().__init__([])
-        self._paired = paired
+        self._paired, self._joined = paired, dict[str, Joined]()
         for name, info in header.tensors.items():
-            ours = hugging_face_name(name)
+            ours = hugging_face_name(name, mixture)
             if ours in self._entries:
                 raise ValueError(f"{header.file}: {ours} is there under two names")
             if name != ROPE:
                 self._entries[ours] = _entry(header.file, info)
+        if mixture:
+            self._joined = join(MIXTURES[mixture], self._entries)
         with header.file.open("rb") as file:
             self._maps[header.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if self._entries[name].dtype in weights.READ:
-            array = super().__getitem__(name)
-        else:
-            array = self._dequantized(self._entries[name])
-        return self._ordered(name, array)
+        entry, joined = self._entries[name], self._joined.get(name)
+        if joined is None:
+            return self._ordered(name, self._read(name, entry))
+        if len(entry.shape) == 2:
+            return joined.vectors([self._read(name, part) for part in joined.parts])
+        return np.stack([self.part(name, matrix) for matrix in range(entry.shape[0])])
+
+    def part(self, name: str, matrix: int | None) -> np.ndarray:
+        """One matrix of a tensor of several; None: the tensor."""
+        joined = self._joined.get(name)
+        if joined is None or matrix is None:
+            return super().part(name, matrix)
+        parts = [self._read(name, part) for part in joined.matrices(matrix)]
+        if len({part.dtype for part in parts}) > 1:
+            parts = [weights.widen(part) for part in parts]
+        outputs = joined.outputs(parts)
+        return outputs.T if joined.mixture.turned else outputs
+
+    def sources(self, name: str) -> tuple[weights.Entry, ...]:
+        """The entries of all bytes that a tensor is made of."""
+        joined = self._joined.get(name)
+        return super().sources(name) if joined is None else joined.parts
 
     def stored(self, name: str) -> str | None:
         entry = self._entries[name]
         return kept.GGUF_TYPES.get(entry.dtype) if len(entry.shape) > 1 else None
 
     def blocks(self, name: str, matrix: int | None) -> tuple[np.ndarray, str]:
-        entry = self._entries[name]
-        return self._ordered(name, self._bits(entry)), kept.GGUF_TYPES[entry.dtype]
+        entry, joined = self._entries[name], self._joined.get(name)
+        if joined is None or matrix is None:
+            return self._ordered(name, self._bits(entry)), kept.GGUF_TYPES[entry.dtype]
+        bits = [self._bits(part) for part in joined.matrices(matrix)]
+        return joined.outputs(bits), kept.GGUF_TYPES[entry.dtype]
+
+    def _read(self, name: str, entry: weights.Entry) -> np.ndarray:
+        if entry.dtype in weights.READ:
+            return super()._read(name, entry)
+        return self._dequantized(entry)
 
     def _ordered(self, name: str, rows: np.ndarray) -> np.ndarray:
         """A tensor's rows, numbers or bytes, in Hugging Face's order."""
@@ -292,15 +344,20 @@ def open_tensors(folder: Path | str) -> weights.Tensors:
     if not source.is_file():
         return mxfp4.open_folder(folder)
     said = config.read_json(source)
-    return GgufTensors(read_header(Path(said["file"])), said["paired"])
+    return GgufTensors(read_header(Path(said["file"])), said["paired"], said.get("mixture", ""))
 
 
-def hugging_face_name(name: str) -> str:
-    """A tensor's name at Hugging Face; one that is not known stays as it is."""
+def hugging_face_name(name: str, mixture: str = "") -> str:
+    """A tensor's name at Hugging Face, in such a mixture or else a dense model; one that is not
+    known stays as it is."""
     stem, _, end = name.rpartition(".")
     if stem in OUTER:
         return f"{OUTER[stem]}.{end}"
     block, _, inner = stem.partition(".")[2].partition(".")
+    if mixture and name.startswith("blk."):
+        own = name_of(MIXTURES[mixture], block, inner, end)
+        if own is not None:
+            return own
     if not name.startswith("blk.") or inner not in INNER:
         return name
     return f"{LAYERS}{block}.{INNER[inner]}.{end}"

@@ -27,6 +27,14 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# o200k's: words end where a lower-case letter is followed by an upper-case one.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_CAMELS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDS}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDS}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _bytes(*, regex: bool) -> dict[str, Any]:
@@ -56,6 +64,7 @@ PRE = {
     "smollm": Pre(({"type": "Digits", "individual_digits": True}, _bytes(regex=True))),
     "qwen2": Pre(_split(_WORDS % ""), nfc=True),
     "llama-bpe": Pre(_split(_WORDS % "{1,3}"), whole=True, bos=True),
+    "gpt-4o": Pre(_split(_CAMELS)),
 }
 # What steps are where tokenizer.json leaves it out; offsets are of no interest.
 _DEFAULTS = {"add_prefix_space": True, "use_regex": True}

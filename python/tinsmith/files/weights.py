@@ -80,7 +80,10 @@ class Tensors(Mapping[str, np.ndarray]):
                 self._entries[name] = entry
 
     def __getitem__(self, name: str) -> np.ndarray:
-        entry = self._entries[name]
+        return self._read(name, self._entries[name])
+
+    def _read(self, name: str, entry: Entry) -> np.ndarray:
+        """The numbers at an entry, a tensor's or a part's of it."""
         if entry.dtype not in READ:
             known = ", ".join(READ)
             raise ValueError(f"{entry.file}: {name} is {entry.dtype}; tinsmith reads {known}")
