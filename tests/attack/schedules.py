@@ -10,7 +10,6 @@ must be what each gives alone, and in the end nothing may be held or lost.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from random import Random
 from typing import Any
 
 import numpy as np
