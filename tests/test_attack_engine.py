@@ -10,7 +10,7 @@ from attack import common
 # Inputs of each: about two seconds on an idle core.
 PROGRAMS = {
     "models": 300, "adapters": 150, "capsules": 500, "calls": 150, "parse_models": 2000,
-    "parse_adapters": 2000, "parse_graphs": 200, "chat": 300,
+    "parse_adapters": 2000, "parse_graphs": 200, "chat": 300, "schedules": 12,
 }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from models import (
     with_peft,
 )
 from reference import uniform
+from sampling import finish
 from tinsmith import _core
 from tinsmith.files import families
 
@@ -684,3 +685,13 @@ def test_an_adapter_of_another_model_is_refused() -> None:
 def test_a_bad_sampler_is_refused(options: dict[str, int], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         _core.Sampler(loaded("qwen3").core, **options)
+
+
+def test_a_sample_that_has_drawn_nothing_cannot_be_stopped() -> None:
+    """The others of its request wait for its prompt: they would have waited for ever."""
+    core = loaded("qwen3").core
+    sampler = _core.Sampler(core, tokens=512)
+    sampler.add(0, tokens_of("qwen3", 9), num_samples=2, max_tokens=3, seed=1)
+    with pytest.raises(ValueError, match="sample 0 of request 0 has no token"):
+        sampler.stop(0, 0)
+    finish(sampler, 0)

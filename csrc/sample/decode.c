@@ -12,6 +12,7 @@
  * It reads weights where they lie, and so sees them change. Steps that mix adapters are not
  * recorded: training loops sample from one. A new kind of step first runs unrecorded, which loads
  * everything that a first run loads. It is recorded when it comes a second time. */
+#include <assert.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -20,7 +21,7 @@
 typedef struct Decode {
     Sampler *sampler;
     const Adapter *adapter;
-    int rows, pages; /* of the recording; entries of the longest list of pages */
+    int rows, pages; /* of the recording; entries of the longest table of pages */
     Batch batch;
     Segment segment;
     Draw *draws;
@@ -97,6 +98,7 @@ static size_t inputs_fill(Decode *d, Arena *host, const Turn *turns, int count)
         }
     }
     for (int i = 0; i <= d->rows; i++) to.start[i] = 0;
+    assert(used <= d->pages);
     return (size_t)((char *)(to.batch.pages + used) - host->base);
 }
 
@@ -193,17 +195,24 @@ static Status decode_run(Decode *d)
     return STATUS_OK;
 }
 
+/* Frames of one sequence, in all lists, at most. */
+static int pages_most(const Kv *kv)
+{
+    int longest = kv->model->shape.context / KV_PAGE + 1,
+        window = budget_window_pages(kv->model, 1);
+    if (longest > kv->longest) longest = kv->longest;
+    if (window > longest) window = longest;
+    return kv->lists.full * longest + kv->lists.windowed * window;
+}
+
 Status decode_step(Sampler *sampler, const Turn *turns, int count)
 {
     const Model *m = sampler->model;
     Device *dev = m->dev;
-    const Lists *lists = &sampler->kv.lists;
-    int64_t longest = (int64_t)sampler->kv.longest;
-    if (longest > m->shape.context / KV_PAGE + 1) longest = m->shape.context / KV_PAGE + 1;
     int rows = 1, ids[STEP_SEQUENCES * 2];
     while (rows < count) rows *= 2;
     Decode d = {.sampler = sampler, .adapter = turns[0].request->spec.adapter, .rows = rows};
-    d.pages = rows * (int)longest * (lists->full + lists->windowed) + 1;
+    d.pages = rows * pages_most(&sampler->kv) + 1;
     d.acts.layer = sampler->layers;
     d.segment = (Segment){d.adapter, 0, rows};
     d.batch.segment = &d.segment;

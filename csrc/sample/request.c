@@ -297,6 +297,9 @@ Status sampler_stop(Sampler *sampler, int64_t id, int sample)
     if (!r || sample < 0 || sample >= r->spec.samples)
         return fail(STATUS_INVALID, "no sample %d of request %lld is here", sample, (long long)id);
     Sequence *s = &r->sequence[sample];
+    if (!s->drawn)
+        return fail(STATUS_INVALID, "sample %d of request %lld has no token to end with", sample,
+                    (long long)id);
     s->ending = STOPPED;
     sequence_drop(&sampler->kv, r, s);
     return STATUS_OK;

@@ -388,7 +388,8 @@ class Sampler:
         log-probability is that of the weights that drew it; keys and values that are in the cache
         stay."""
     def stop(self, request: int, sample: int) -> None:
-        """Ends a sample after its newest token, with reason "stop" (a stop string was seen)."""
+        """Ends a sample after its newest token, with reason "stop" (a stop string was seen).
+        ValueError for one that has drawn none."""
     def interrupt(self) -> None:
         """Call it from another thread: the current step stops within a layer's time. It raises
         KeyboardInterrupt and draws nothing."""
