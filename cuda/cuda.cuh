@@ -106,7 +106,7 @@ typedef struct CudaDevice {
     Fetch fetch[FETCHES];
     int fetched, landed; /* fetches begun and ended */
     Status status;       /* the first failure since the last sync */
-    char text[512];
+    char text[512], note[256];
 } CudaDevice;
 
 #ifdef CUDA_EMULATED

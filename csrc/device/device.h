@@ -98,6 +98,7 @@ struct Device {
     size_t own_bytes;  /* that the device allocated for itself when it was opened */
     int step_rows;     /* rows of a training step above which it would not become faster */
     int async;         /* the host goes on while ops run */
+    const char *note;  /* a sentence on what is slower than it could be, or NULL; ops find out */
 
     Status (*alloc)(Device *dev, void **memory, size_t bytes);
     /* May be called in any thread, at any time. So may graph_close(). */
