@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "cuda.cuh"
+#include "entry.cuh"
 
 /* Rows of a step that keep a Hopper busy while the host starts the next ones, also at 0.6B. */
 enum { STEP_ROWS = 8192, ENCODE_BYTES = 1 << 20 };
