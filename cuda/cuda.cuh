@@ -53,7 +53,7 @@ __host__ __device__ static inline const real *frozen_data(const frozen *w)
 typedef struct Matmul Matmul; /* private to matmul.cu: cuBLASLt and the algorithms it picked */
 
 enum {
-    ARRIVALS = 256, /* counters */
+    ARRIVALS = 256,
     PINNED_PARTS = 4,
     PART_BYTES = 1 << 20,
     FETCHES = 2,
@@ -77,7 +77,6 @@ typedef struct Fetch {
 } Fetch;
 
 typedef struct Returned Returned; /* private to stream.cu: what was given back */
-
 typedef struct CudaDevice {
     Device base; /* first: a Device* is a CudaDevice* */
     int ordinal; /* of the card; every entry makes it the thread's current one (ENTRY) */
