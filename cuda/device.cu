@@ -222,7 +222,7 @@ static void device_fill(CudaDevice *cuda)
     d->memory = ENTRY(device_memory);
     d->frozen_bytes = device_frozen_bytes;
     d->frozen_load = ENTRY(device_frozen_load);
-    d->close = device_close;
+    d->close = ENTRY(device_close);
 #define OP(name, args) d->name = ENTRY(cuda_##name);
 #include "../csrc/device/ops.inc"
 #undef OP
