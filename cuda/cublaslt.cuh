@@ -300,6 +300,16 @@ static bool plan_accepts(CudaDevice *cuda, const Plan *plan, const LtHeuristic *
     return true;
 }
 
+/* Notes that a plan's product is our own kernel's, which is slower; the first such note stays. */
+static void plan_note(CudaDevice *cuda, const Plan *plan, const char *why)
+{
+    if (cuda->base.note) return;
+    snprintf(cuda->note, sizeof cuda->note,
+             "%s: products of width %d and depth %d are made by a slow kernel, because %s",
+             cuda->name, plan->key.N, plan->key.fixed, why);
+    cuda->base.note = cuda->note;
+}
+
 /* Asks cuBLASLt for algorithms, the fastest first, and takes the first that is accepted. Its
  * operands a and b are our b and a. */
 static void plan_pick(CudaDevice *cuda, Plan *plan)
@@ -323,6 +333,8 @@ static void plan_pick(CudaDevice *cuda, Plan *plan)
         plan->picked = plan_accepts(cuda, plan, &found[i]);
         plan->algorithm = found[i].algorithm;
     }
+    if (!plan->picked)
+        plan_note(cuda, plan, "cuBLASLt has no algorithm for them that keeps the bits of a row");
 }
 
 /* The plan of a product, made at its first use. Its layouts are for PICK_ROWS rows. */
@@ -379,7 +391,10 @@ static bool lt_product(CudaDevice *cuda, const Gemm &g)
     int status = m->Matmul(m->handle, plan->desc, &g.scale, g.b, plan->b, g.a, plan->a, &beta, g.c,
                            plan->c, g.c, plan->c, &plan->algorithm, nullptr, 0, cuda->stream);
     plan->picked = status != NOT_SUPPORTED;
-    if (plan->picked) lt_check(cuda, status, "Matmul", __LINE__);
+    if (plan->picked)
+        lt_check(cuda, status, "Matmul", __LINE__);
+    else
+        plan_note(cuda, plan, "cuBLASLt refused its own algorithm for some numbers of rows");
     return plan->picked;
 }
 

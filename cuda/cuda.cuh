@@ -53,7 +53,7 @@ __host__ __device__ static inline const real *frozen_data(const frozen *w)
 typedef struct Matmul Matmul; /* private to matmul.cu: cuBLASLt and the algorithms it picked */
 
 enum {
-    ARRIVALS = 256, /* counters */
+    ARRIVALS = 256,
     PINNED_PARTS = 4,
     PART_BYTES = 1 << 20,
     FETCHES = 2,
@@ -76,13 +76,7 @@ typedef struct Fetch {
     cudaEvent_t landed;
 } Fetch;
 
-/* Memory of the card, or a recording, that was given back and that work may still use. */
-typedef struct Returned {
-    void *memory;
-    cudaGraphExec_t work;
-    struct Returned *next;
-} Returned;
-
+typedef struct Returned Returned; /* private to stream.cu: what was given back */
 typedef struct CudaDevice {
     Device base; /* first: a Device* is a CudaDevice* */
     int ordinal; /* of the card; every entry makes it the thread's current one (ENTRY) */
@@ -92,9 +86,7 @@ typedef struct CudaDevice {
     int processors;      /* streaming multiprocessors: how many blocks fill the card */
     size_t all_bytes;    /* of the card's memory */
     size_t shared_bytes; /* that a block may have */
-    unsigned *arrived;   /* blocks that are done, of a kernel whose last block ends the work: zeros
-                            between launches. The stream's own, because kernels of other streams run
-                            at the same time */
+    unsigned *arrived;   /* counters of a kernel's blocks, zero between this stream's launches */
     void *scratch;       /* see cuda_scratch */
     size_t scratch_bytes, rehearsed_bytes;
     unsigned moves; /* of scratch: older graphs use memory that is gone */
@@ -106,7 +98,7 @@ typedef struct CudaDevice {
     Fetch fetch[FETCHES];
     int fetched, landed; /* fetches begun and ended */
     Status status;       /* the first failure since the last sync */
-    char text[512];
+    char text[512], note[256];
 } CudaDevice;
 
 #ifdef CUDA_EMULATED
@@ -122,8 +114,8 @@ extern FailFunction *fail_in_core;
 void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* Memory of the card. The error's sentence has the bytes that `purpose` needs and the free
- * bytes. */
+/* Memory of the card; a refusal's sentence has the bytes that `purpose` needs, and the free ones.
+ */
 Status cuda_malloc(CudaDevice *cuda, void **memory, size_t bytes, const char *purpose);
 
 /* Device memory for one op, until it returns or asks again: 256-byte aligned, its content
@@ -136,8 +128,7 @@ void *cuda_scratch(CudaDevice *cuda, size_t bytes);
 Status stream_open(CudaDevice *cuda);
 void stream_close(CudaDevice *cuda);
 
-/* Takes memory of the card, or a recording, in any thread and without a wait. It is freed by
- * cuda_clear, in the device's own thread, when the stream's work is done. */
+/* Notes what is to be freed, in any thread; cuda_clear waits and frees it, in the device's own. */
 void cuda_give_back(CudaDevice *cuda, void *memory, cudaGraphExec_t work);
 void cuda_clear(CudaDevice *cuda);
 
@@ -149,38 +140,6 @@ static inline CudaDevice *cuda_of(Device *dev)
 {
     return (CudaDevice *)dev;
 }
-
-/* ---- entering ----
- *
- * A thread has one current card, which other libraries in it choose too. ENTRY(function) is
- * function, with its device's card current meanwhile: whatever core calls is called through it. */
-
-struct Current {
-    int before = -1;
-    explicit Current(int ordinal)
-    {
-        int now = ordinal;
-        if (cudaGetDevice(&now) != cudaSuccess || now == ordinal) return;
-        if (cudaSetDevice(ordinal) == cudaSuccess)
-            before = now;
-        else
-            cudaGetLastError(); /* the next launch would show it */
-    }
-    ~Current()
-    {
-        if (before >= 0) cudaSetDevice(before);
-    }
-};
-
-template <auto Function> struct Entry;
-template <class R, class... A, R (*Function)(Device *, A...)> struct Entry<Function> {
-    static R call(Device *dev, A... args)
-    {
-        Current current(cuda_of(dev)->ordinal);
-        return Function(dev, args...);
-    }
-};
-#define ENTRY(function) Entry<function>::call
 
 /* Blocks of `size` that cover n. */
 static inline unsigned cuda_blocks(int64_t n, int64_t size)
@@ -202,12 +161,11 @@ static void cuda_launch(CudaDevice *cuda, const char *name, const char *file, in
     if (cuda->status || cuda->rehearsing || !grid.x || !grid.y || !grid.z) return;
     if (shared_bytes > cuda->shared_bytes)
         return cuda_fail(cuda, STATUS_DEVICE,
-                         "%s:%d: %s asks for %zu bytes of shared memory, a block of this card has "
-                         "%zu",
+                         "%s:%d: %s asks for %zu bytes of shared memory, a block may have %zu",
                          file, line, name, shared_bytes, cuda->shared_bytes);
 #ifdef CUDA_EMULATED
-    auto failed = [=](const char *text) {
-        cuda_fail(cuda, STATUS_DEVICE, "%s:%d: %s", file, line, text);
+    auto failed = [=](const char *said) {
+        cuda_fail(cuda, STATUS_DEVICE, "%s:%d: %s", file, line, said);
     };
     emulate::Launch launch = {
         name, grid, block, shared_bytes, cuda->shared_bytes, [=] { kernel(args...); }, failed};

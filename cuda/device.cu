@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "cuda.cuh"
+#include "entry.cuh"
 
 /* Rows of a step that keep a Hopper busy while the host starts the next ones, also at 0.6B. */
 enum { STEP_ROWS = 8192, ENCODE_BYTES = 1 << 20, CHUNK_MOST = 1 << 30 };
@@ -227,7 +228,7 @@ static void device_fill(CudaDevice *cuda)
     d->memory = ENTRY(device_memory);
     d->frozen_bytes = device_frozen_bytes;
     d->frozen_load = ENTRY(device_frozen_load);
-    d->close = device_close;
+    d->close = ENTRY(device_close);
 #define OP(name, args) d->name = ENTRY(cuda_##name);
 #include "../csrc/device/ops.inc"
 #undef OP

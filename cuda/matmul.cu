@@ -28,7 +28,7 @@ __device__ static __forceinline__ float element(const real *x, int64_t stride, b
 }
 
 /* A thread has one element of c, and sums it from the first k to the last. */
-static __global__ void __launch_bounds__(TILE_THREADS) product_kernel(Gemm g)
+static __global__ void __launch_bounds__(TILE_THREADS) plain_product_kernel(Gemm g)
 {
     SHARED_ARRAY(float, a, TILE *TILE_STRIDE);
     SHARED_ARRAY(float, b, TILE *TILE_STRIDE);
@@ -64,7 +64,7 @@ static void gemm(CudaDevice *cuda, const Gemm &g)
     bool both_turned = g.a_by_column && g.b_by_column;
     if (g.K > 0 && !both_turned && lt_product(cuda, g)) return;
     unsigned blocks = cuda_blocks(g.M, TILE) * cuda_blocks(g.N, TILE);
-    LAUNCH(cuda, product_kernel, blocks, TILE_THREADS, 0, g);
+    LAUNCH(cuda, plain_product_kernel, blocks, TILE_THREADS, 0, g);
 }
 
 /* A f32 vector as bf16. */

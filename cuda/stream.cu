@@ -16,10 +16,18 @@
 #include <string.h>
 
 #include "cuda.cuh"
+#include "entry.cuh"
 
 enum {
     SCRATCH_FLOOR = 1 << 20, /* for ops whose scratch does not grow with the work */
     PIECE_ALIGN = 64,        /* of pinned memory */
+};
+
+/* Memory of the card, or a recording, that was given back and that work may still use. */
+struct Returned {
+    void *memory;
+    cudaGraphExec_t work;
+    Returned *next;
 };
 
 struct Graph {

@@ -203,6 +203,7 @@ class CDevice(ctypes.Structure):
         ("step_rows", INT),
         ("chunk_bytes", SIZE),
         ("async_", INT),
+        ("note", ctypes.c_char_p),
         ("alloc", ctypes.CFUNCTYPE(INT, VOID, ctypes.POINTER(VOID), SIZE)),
         ("release", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),
         ("memory", ctypes.CFUNCTYPE(None, VOID, ctypes.POINTER(SIZE), ctypes.POINTER(SIZE))),
@@ -557,7 +558,10 @@ modes: list[Mode] = []  # what the emulator was set to, the last one now
 def set_mode(mode: Mode | None = None) -> None:
     """Sets the emulator's mode; by default TINSMITH_EMULATE's, which so runs all tests of the
     device in it: TINSMITH_EMULATE=lazy pytest -k "cuda or emulat"."""
-    mode = MODES[os.environ.get("TINSMITH_EMULATE", "")] if mode is None else mode
+    named = os.environ.get("TINSMITH_EMULATE", "")
+    if named not in MODES:
+        raise RuntimeError(f"TINSMITH_EMULATE is {named!r}, not one of {', '.join(MODES)[2:]}")
+    mode = MODES[named] if mode is None else mode
     ctypes.CDLL(str(emulated_build()[0])).cuda_emulated_mode(mode.lazy, mode.truncating)
     modes[:] = [mode]
 

@@ -558,7 +558,8 @@ static void (*const checks[])(void) = {
 int main(int argc, char **argv)
 {
     if (argc < 2) {
-        printf("gpu_smoke LIBRARY [tiny]: the library is libtinsmith_cuda.so\n");
+        printf("gpu_smoke LIBRARY [tiny|real [PACKAGES]]: the library is libtinsmith_cuda.so, and "
+               "the folders of Python's packages, with ':' between them, may have cuBLASLt\n");
         return 2;
     }
     void *library = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "../cuda/cuda.cuh"
+#include "../cuda/entry.cuh"
 
 enum { THREADS = 128 };
 

@@ -44,7 +44,7 @@ declare -A started
 for tool in "${tools[@]}"; do
     options=(--tool "$tool" --error-exitcode 1 --target-processes application-only)
     timeout -k 10 "$limit" "$program" "${options[@]}" "$python" -m pytest -q -p no:cacheprovider \
-        tests/test_ops.py tests/test_ops_head.py -o addopts= -k "cuda and not emulated" "$@" \
+        -o addopts= tests/test_ops.py tests/test_ops_head.py -k "cuda and not emulated" "$@" \
         >"$out/$tool.log" 2>&1 &
     started[$tool]=$!
 done

@@ -15,8 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from engine import ROOT, Device, device, emulated_library
+from models import call, datum, folder, randomize, tokens_of
 from op_bar import compare
 from op_cases import CASES
+from tinsmith import _core
+from tinsmith.engine.training import AdamParams, optim_step
+from tinsmith.files.families import load_model
 
 ALL, TEMPTING, NOTHING, FAITHLESS = range(4)  # the stand-in's Offer
 INVALID, NOT_SUPPORTED = 7, 15
@@ -70,6 +74,23 @@ def test_where_there_is_no_algorithm_our_own_kernel_makes_the_product(
     dev = offer(NOTHING)
     for number, size in enumerate(sizes):
         compare(dev, op, build(np.random.default_rng(number), **size))
+    assert b"cuBLASLt has no algorithm for them that keeps the bits of a row" in dev.c.note
+
+
+def test_a_slow_kernel_is_told_once(
+    offer: Callable[[int], Device], capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    for kind in (ALL, NOTHING):
+        offer(kind)
+        adapter = randomize(
+            _core.Adapter(load_model(folder("qwen3"), device="cuda-emulated").core, rank=4)
+        )
+        call(adapter, [datum(tokens_of("qwen3", 5))])
+        for _ in range(2):
+            optim_step(adapter, AdamParams(learning_rate=0.01))
+        assert bool(adapter.model.note) == (kind == NOTHING)
+    assert capsys.readouterr().err.count("are made by a slow kernel") == 1
 
 
 def test_our_own_kernels_rows_keep_their_bits(offer: Callable[[int], Device]) -> None:
@@ -88,6 +109,10 @@ def test_an_algorithm_that_is_refused_later_is_not_used_again(
         found = linear(dev, T, dtype="bf16", bias=0)
         np.testing.assert_allclose(found, exact[:T], rtol=0.02, atol=0.2)
     np.testing.assert_array_equal(linear(dev, 9, dtype="bf16", bias=0)[:3], found)
+    assert dev.c.note == (
+        b"cuda-emulated: products of width 40 and depth 200 are made by a slow kernel, because "
+        b"cuBLASLt refused its own algorithm for some numbers of rows"
+    )
 
 
 @pytest.mark.parametrize("accumulate", (0, 1))

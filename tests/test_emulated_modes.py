@@ -4,12 +4,13 @@ tensor cores that cut their sums (truncating). A few ops, and one model's traini
 The ops are those whose host code does most (copies, scratch, several launches), or that sum in
 tensor cores. TINSMITH_EMULATE runs every test of the device in a mode (engine.py)."""
 
+import ctypes
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
-from engine import MODES, Device, Mode, emulated_library, set_mode
+from engine import MODES, Device, Memory, Mode, emulated_library, set_mode
 from expert_cases import CASES
 from models import call, cut, datum, error, folder, loaded_on, randomize, tokens_of
 from op_bar import compare
@@ -42,7 +43,12 @@ def size_of(args: dict) -> int:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "op"), [(chosen, op) for chosen, ops in OPS.items() for op in ops]
+    ("chosen", "op"),
+    [
+        pytest.param(chosen, op, id=f"{'lazy' if chosen.lazy else 'truncating'}-{op}")
+        for chosen, ops in OPS.items()
+        for op in ops
+    ],
 )
 def test_an_op_is_its_formula(mode: Callable[[Mode], None], chosen: Mode, op: str) -> None:
     mode(chosen)
@@ -147,3 +153,29 @@ def test_a_models_gradient_errs_no_more_than_torchs_where_sums_are_cut(
         ours.append(error(own, flat[0]))
         torchs.append(error(flat[1], flat[0]))
     assert np.prod(ours) <= 1.1 ** len(ours) * np.prod(torchs)
+
+
+def test_an_upload_of_more_than_the_pinned_memory_waits_for_its_parts(
+    mode: Callable[[Mode], None],
+) -> None:
+    mode(LAZY)
+    dev, wanted = Device("cuda-emulated"), np.arange(9 << 17)  # 9 MiB
+    memory = Memory(dev, wanted.nbytes)
+    dev.c.upload(dev.pointer, memory.pointer, wanted.ctypes.data, wanted.nbytes)
+    np.testing.assert_array_equal(memory.read(wanted.nbytes).view(np.int64), wanted)
+
+
+def test_memory_that_is_given_back_is_read_first_by_work_that_waits(
+    mode: Callable[[Mode], None],
+) -> None:
+    mode(LAZY)
+    dev = Device("cuda-emulated")
+    given, kept = dev.put(np.ones(64), "float"), dev.put(np.zeros(64), "float")
+    dev.c.copy(dev.pointer, kept.pointer, given.pointer, 256)
+    del given
+    held = [ctypes.c_void_p() for _ in range(2)]
+    for one in held:  # frees what was given back
+        dev.check(dev.c.alloc(dev.pointer, ctypes.byref(one), 1 << 20))
+    np.testing.assert_array_equal(kept.read(256).view(np.float32), np.ones(64))
+    for one in held:
+        dev.c.release(dev.pointer, one, 1 << 20)

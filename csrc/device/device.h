@@ -116,6 +116,7 @@ struct Device {
     int step_rows;      /* rows of a training step above which it would not become faster */
     size_t chunk_bytes; /* of logits that are in memory at once, which a weight is read for */
     int async;          /* the host goes on while ops run */
+    const char *note;   /* a sentence on what is slower than it could be, or NULL; ops find out */
 
     Status (*alloc)(Device *dev, void **memory, size_t bytes);
     /* May be called in any thread, at any time. So may graph_close(). */

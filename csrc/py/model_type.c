@@ -349,6 +349,13 @@ static PyObject *model_device(PyObject *object, void *unused)
     return PyUnicode_FromString(((PyModel *)object)->model->dev->name);
 }
 
+static PyObject *model_note(PyObject *object, void *unused)
+{
+    (void)unused;
+    const char *note = ((PyModel *)object)->model->dev->note;
+    return PyUnicode_FromString(note ? note : "");
+}
+
 static PyObject *model_weight_bytes(PyObject *object, void *unused)
 {
     (void)unused;
@@ -380,6 +387,7 @@ static PyGetSetDef getset[] = {
      NULL},
     {"config", model_config, NULL, "The shape, as it was given.", NULL},
     {"device", model_device, NULL, "The device's name.", NULL},
+    {"note", model_note, NULL, "A sentence on what is slower than it could be, or ''.", NULL},
     {"weight_bytes", model_weight_bytes, NULL, "Bytes that the weights take.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

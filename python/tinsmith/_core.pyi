@@ -155,6 +155,9 @@ class Model:
     @property
     def device(self) -> str: ...
     @property
+    def note(self) -> str:
+        """A sentence on what the device does slower than it could, or ""; ops find out."""
+    @property
     def weight_bytes(self) -> int: ...
     def plan(self, rank: int, tokens: int = 0, step_bytes: int = 0) -> dict[str, int]:
         """Bytes of each use of memory, before anything is allocated. weights. adapter: of `rank` on

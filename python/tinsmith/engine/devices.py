@@ -62,6 +62,13 @@ def card_bytes(device: str) -> int | None:
 
 
 @cache
+def say(sentence: str) -> None:
+    """Says it once in a process: what is slower than it could be (_core.Model.note)."""
+    if sentence:
+        print(f"tinsmith: {sentence}", file=sys.stderr)
+
+
+@cache
 def _say_cpu(reason: str) -> None:
     """Says it once in a process."""
     print(f"tinsmith computes on the CPU ({reason})", file=sys.stderr)
