@@ -38,6 +38,12 @@ typedef enum Form {
     PAIRS,  /* both: two k of bf16 */
 } Form;
 
+#if defined(__AVX512BF16__)
+#define HALVES PAIRS /* the form of a bf16 weight */
+#else
+#define HALVES WIDEN
+#endif
+
 typedef struct Back {
     const Product *p;
     Form form;
@@ -122,28 +128,38 @@ static inline vf pairs_along_k(vu pairs)
 }
 #endif
 
-/* `depth` k, from k on, of the tile's columns [n0, n0 + live) in the order in which tile_rows reads
+/* `rows` lanes' rows of each panel, of which `live` exist, in the order in which tile_rows reads
  * them: [panel][column][32 k], or [panel][column / 2][k / 4][column % 2][k / 2 % 2] of pairs. */
-static void bring(float *to, const Back *s, int k, int depth, int n0, int live)
+static inline __attribute__((always_inline)) void bring_rows(float *to, const float *from,
+                                                             int64_t step, int panels, int rows,
+                                                             int live, const Form form)
 {
-    int halves = s->form != FLOATS, rows = s->height >> halves;
-    for (int i = 0; i < depth; i += PANEL) {
-        const float *from = weight_at(s, k + i, n0);
-        for (int r = 0; r < rows; r++, from += PANEL)
+    for (int i = 0; i < panels; i++, from += step)
+        for (int r = 0; r < rows; r++, to += form == WIDEN ? 2 * PANEL : PANEL)
+#pragma GCC unroll 8
             for (int x = 0; x < PANEL; x += VL) {
-                vu lanes = r << halves < live ? v_load_pairs(from + x) : (vu){0};
-                float *at = to + (int64_t)(s->form == WIDEN ? 2 * r : r) * PANEL + x;
-                if (s->form == FLOATS) v_store(at, (vf)lanes);
-                if (s->form == WIDEN) {
-                    v_store(at, v_first(lanes));
-                    v_store(at + PANEL, v_second(lanes));
+                vu lanes = r < live ? v_load_pairs(from + r * PANEL + x) : (vu){0};
+                if (form == FLOATS) v_store(to + x, (vf)lanes);
+                if (form == WIDEN) {
+                    v_store(to + x, v_first(lanes));
+                    v_store(to + PANEL + x, v_second(lanes));
                 }
 #if defined(__AVX512BF16__)
-                if (s->form == PAIRS) v_store(at, pairs_along_k(lanes));
+                if (form == PAIRS) v_store(to + x, pairs_along_k(lanes));
 #endif
             }
-        to += (int64_t)(s->form == PAIRS ? rows : s->height) * PANEL;
-    }
+}
+
+/* `depth` k, from k on, of the tile's columns [n0, n0 + live). */
+static void bring(float *to, const Back *s, int k, int depth, int n0, int live)
+{
+    const float *from = weight_at(s, k, n0);
+    int64_t step = panel_step(s);
+    int panels = (depth + PANEL - 1) / PANEL, height = s->height;
+    if (s->form == FLOATS)
+        bring_rows(to, from, step, panels, height, live, FLOATS);
+    else
+        bring_rows(to, from, step, panels, height / 2, (live + 1) / 2, HALVES);
 }
 
 /* ---- the register tile ---- */
@@ -202,12 +218,6 @@ static inline __attribute__((always_inline)) void tile_rows(float *sums, int64_t
             v_store(to, y);
         }
 }
-
-#if defined(__AVX512BF16__)
-#define HALVES PAIRS
-#else
-#define HALVES WIDEN
-#endif
 
 /* The switch makes the tile's size and the form constants. */
 static void tile(const Back *s, float *sums, Block o, int add)
