@@ -273,3 +273,20 @@ def test_each_sentence_of_troubleshooting_is_one_that_is_said() -> None:
     for heading in headings:
         pattern = ".*".join(re.escape(part.strip(" ;:,")) for part in heading.split("…"))
         assert len(pattern) > 12 and re.search(pattern, said), f"nothing says {heading!r}"
+
+
+def test_a_link_in_code_is_no_link() -> None:
+    """A code span that shows one ended the build: the file that it names is not there."""
+    pytest.importorskip("mkdocs")
+    from types import SimpleNamespace
+
+    spec = importlib.util.spec_from_file_location("docs_hooks", DOCS / "hooks.py")
+    assert spec is not None and spec.loader is not None
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="support.md"))
+    kept = "`a[b](gone.md)` ``[`b`](gone.md)``\n\n```\n[b](gone.md)\n```\n"
+    made = hooks.on_page_markdown(f"{kept}[`b`](../TINKER.md)\n", page, None, [])
+    assert made == f"{kept}`b`\n"
+    with pytest.raises(FileNotFoundError, match=r"support.md links to gone.md"):
+        hooks.on_page_markdown("[b](gone.md)", page, None, [])
