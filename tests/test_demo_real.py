@@ -157,9 +157,9 @@ NO = "SDFT does NOT keep more than SFT, each at its best rate"
         ),
         (
             [(0.8, 0.8, -4.4), (0.7, 0.7, -4.6)],
-            "SDFT keeps more of instructions than SFT, and no more of the rest (2 seeds, SDFT less "
-            "SFT): instructions +30 ± 0 points, text -0.400 ± 0.000 nats a token, new skills -10 "
-            "± 0 points.",
+            "SDFT keeps more of the instructions than SFT, and no more of the rest (2 seeds, SDFT "
+            "less SFT): instructions +30 ± 0 points, text -0.400 ± 0.000 nats a token, new skills "
+            "-10 ± 0 points.",
         ),
         (
             [(0.9, 0.5, -4.0), (0.8, 0.4, -4.2)],
