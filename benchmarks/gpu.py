@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from ops import engine, prepared
+from ops import engine
 from peers import SHAPES, checkpoint, hf_model, interleave
 from sample import generate_side, prompt_source, sampler_side
 from tinsmith import _core
@@ -119,12 +119,12 @@ def head(args: argparse.Namespace) -> None:
     ids, start = rng.integers(0, V, rows), np.arange(rows + 1)
     logits, lse = (device.put(np.zeros((rows, n)), "float") for n in (V, 2))
     sizes = {"T": rows, "V": V}
-    product = prepared(device, "head", logits=logits, x=x, w=engine.Frozen(w), D=D, **sizes)
-    logp = prepared(
-        device, "logprob", lse=lse, logp=(rows,), logits=logits, ids=ids, start=start, **sizes
+    product = device.prepared("head", logits=logits, x=x, w=engine.Frozen(w), D=D, **sizes)
+    logp = device.prepared(
+        "logprob", lse=lse, logp=(rows,), logits=logits, ids=ids, start=start, **sizes
     )
-    best = prepared(
-        device, "topk_logprob", ids=(rows, K), logp=(rows, K), logits=logits, lse=lse, K=K, **sizes
+    best = device.prepared(
+        "topk_logprob", ids=(rows, K), logp=(rows, K), logits=logits, lse=lse, K=K, **sizes
     )
     place = here(args.device)
     tx, tw = (torch.from_numpy(a).to(place, torch.bfloat16) for a in (x, w))

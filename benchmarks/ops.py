@@ -32,25 +32,6 @@ PRODUCTS = [  # T, N, D of the 0.6B shape: training, a chunk of the head, LoRA, 
 ]
 
 
-def prepared(device: engine.Device, op: str, **args: object) -> Callable[[], None]:
-    """A call of one op on memory that is placed once."""
-    values = {}
-    for param in engine.OPS[op]:
-        value = args[param.name]
-        if param.pointer and not isinstance(value, engine.Memory):
-            value = device.place(param, value)[0]
-        values[param.name] = value
-    pointers = [v.pointer if isinstance(v, engine.Memory) else v for v in values.values()]
-    function = getattr(device.c, op)
-    keep = list(values.values())  # the memory lives as long as the call
-
-    def run() -> None:
-        assert keep
-        function(device.pointer, *pointers)
-
-    return run
-
-
 def repeated(call: Callable[[], None], times: int) -> Callable[[], None]:
     """The call so often that it can be timed."""
 
@@ -81,7 +62,7 @@ def products(report: Report, device: engine.Device, pairs: engine.Device) -> Non
             common = {"x": x, "y": (T, N), "bias": None, "T": T, "N": N, "D": D, "accumulate": 0}
             place = pairs if dtype == "bf16" else device
             weight = engine.Frozen(w, dtype)
-            sides = {"tinsmith": prepared(place, "linear", w=weight, **common)}
+            sides = {"tinsmith": place.prepared("linear", w=weight, **common)}
             kind = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
             tx, tw = (torch.from_numpy(array).to(kind) for array in (x, w))
             if library:
@@ -126,15 +107,15 @@ def head_ops(report: Report, device: engine.Device) -> None:
 
     pairs = {
         "logprob": (
-            prepared(device, "logprob", lse=(T, 2), logp=(T,), ids=ids, start=start, **common),
+            device.prepared("logprob", lse=(T, 2), logp=(T,), ids=ids, start=start, **common),
             torch_logprob,
         ),
         f"topk_logprob, K = {K}": (
-            prepared(device, "topk_logprob", ids=(T, K), logp=(T, K), lse=lse, K=K, **common),
+            device.prepared("topk_logprob", ids=(T, K), logp=(T, K), lse=lse, K=K, **common),
             torch_topk,
         ),
         "sample": (
-            prepared(device, "sample", ids=(T,), logp=(T,), lse=lse, draws=draws, **common),
+            device.prepared("sample", ids=(T,), logp=(T,), lse=lse, draws=draws, **common),
             torch_sample,
         ),
     }

@@ -1,16 +1,18 @@
 /* cuda/rope.cu - rotary positions of the first W of a head's E numbers, in Hugging Face's pairing
- * (e, e + W/2).
+ * (e, e + W/2), behind the norm of each head where a model has one.
  *
- *   rope_table     cosine, sine[t,e] = cos, sin(pos[t]·inv_freq[e])·scale
- *   rope           (u, v) → (u·c − v·s, v·c + u·s)
- *   rope_backward  the transposed map: the same with −s
+ *   rope_table       cosine, sine[t,e] = cos, sin(pos[t]·inv_freq[e])·scale
+ *   rotate           y = x·rstd·w;  (u, v) → (u·c − v·s, v·c + u·s)
+ *   rotate_backward  the transposed map (the same with −s), then the norm's gradient
  *
- * The table writes T·W floats, once a step. rope reads and writes T·H·W reals, 8 pairs a thread;
- * memory bound: the table's rows are shared by the heads and come from L2. The angle is rounded to
- * f32 before its cosine is taken, as transformers does. */
+ * The table writes T·W floats, once a step. A warp takes a head of queries or keys, all of them in
+ * one launch: rotate reads and writes T·(H+G)·E reals, backward reads twice that; memory bound, for
+ * the table's rows are shared by the heads and come from L2. A number's partner is another lane's,
+ * and comes through shared memory. The angle is rounded to f32 before its cosine is taken, as
+ * transformers does. */
 #include "cuda.cuh"
 
-enum { THREADS = 256 };
+enum { THREADS = 256, HEADS = THREADS / 32 /* of a block */, WIDEST = 256 /* numbers of a head */ };
 
 static __global__ void __launch_bounds__(THREADS)
     rope_table_kernel(float *cosine, float *sine, const int32_t *pos, const float *inv_freq, int T,
@@ -23,39 +25,143 @@ static __global__ void __launch_bounds__(THREADS)
     sine[i] = sinf(angle) * scale;
 }
 
-template <int PAIRS>
-static __global__ void __launch_bounds__(THREADS)
-    rope_kernel(real *x, const float *cosine, const float *sine, int T, int H, int E, int half,
-                float sign)
+/* A kernel's arguments of queries, and of keys. */
+struct Heads {
+    real *y;     /* rotate's result; backward's gradient, in place */
+    float *rstd; /* written, or read by backward */
+    const real *x;
+    const float *w; /* NULL: no norm */
+    int count;      /* a token's */
+};
+
+/* Those of this warp's head, field by field, so that they stay in registers; its token, and its
+ * number among all tokens' heads. */
+__device__ static __forceinline__ Heads heads_of(const Heads &q, const Heads &k, int64_t warp,
+                                                 int64_t *t, int64_t *head)
 {
-    int per_head = half / PAIRS;
-    int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-    if (i >= (int64_t)T * H * per_head) return;
-    int64_t head = i / per_head; /* of T·H */
-    int e = (int)(i % per_head) * PAIRS;
-    int64_t angle = head / H * half + e;
-    real *at = x + head * E + e;
-    float u[PAIRS], v[PAIRS], c[PAIRS], s[PAIRS];
-    load<PAIRS>(u, at);
-    load<PAIRS>(v, at + half);
-    load<PAIRS>(c, cosine + angle);
-    load<PAIRS>(s, sine + angle);
-    for (int j = 0; j < PAIRS; j++) {
-        float a = u[j], b = v[j], turn = sign * s[j];
-        u[j] = a * c[j] - b * turn;
-        v[j] = b * c[j] + a * turn;
-    }
-    store<PAIRS>(at, u);
-    store<PAIRS>(at + half, v);
+    int both = q.count + k.count, h = (int)(warp % both);
+    bool query = h < q.count;
+    Heads heads = {query ? q.y : k.y, query ? q.rstd : k.rstd, query ? q.x : k.x, query ? q.w : k.w,
+                   query ? q.count : k.count};
+    *t = warp / both;
+    *head = *t * heads.count + (query ? h : h - q.count);
+    return heads;
 }
 
-static void rotate(Device *dev, real *x, const float *cosine, const float *sine, int T, int H,
-                   int E, int W, float sign)
+/* Turns W numbers from `e` on of a head that is in shared memory; sign −1: back. */
+template <int W>
+__device__ static __forceinline__ void turn(float (&v)[W], Shared<float> row, const float *cosine,
+                                            const float *sine, int e, int half, float sign)
 {
-    int half = W / 2, pairs = half % 8 || E % 8 ? 1 : 8;
-    auto kernel = pairs == 8 ? rope_kernel<8> : rope_kernel<1>;
-    LAUNCH(cuda_of(dev), kernel, cuda_blocks((int64_t)T * H * (half / pairs), THREADS), THREADS, 0,
-           x, cosine, sine, T, H, E, half, sign);
+    float c[W], s[W];
+    bool first = e < half;
+    for (int j = 0; j < W; j++) v[j] = row[e + j];
+    if (e >= 2 * half) return;
+    load<W>(c, cosine + (first ? e : e - half));
+    load<W>(s, sine + (first ? e : e - half));
+    for (int j = 0; j < W; j++) {
+        float other = row[first ? e + j + half : e + j - half], by = sign * s[j];
+        v[j] = first ? v[j] * c[j] - other * by : v[j] * c[j] + other * by;
+    }
+}
+
+template <int W>
+static __global__ void __launch_bounds__(THREADS)
+    rotate_kernel(Heads q, Heads k, const float *cosine, const float *sine, int T, int E, int half,
+                  float eps)
+{
+    SHARED_ARRAY(float, rows, HEADS *WIDEST);
+    int64_t warp = (int64_t)blockIdx.x * HEADS + threadIdx.x / 32, t, head;
+    if (warp >= (int64_t)T * (q.count + k.count)) return; /* a whole warp */
+    Heads heads = heads_of(q, k, warp, &t, &head);
+    int first = (int)threadIdx.x % 32 * W;
+    Shared<float> row = rows + (int)(threadIdx.x / 32) * WIDEST;
+    const real *x = heads.x + head * E;
+    real *y = heads.y + head * E;
+    cosine += t * half;
+    sine += t * half;
+    float v[W], scale[W], sum = 0.0f, r = 1.0f;
+    if (heads.w) {
+#pragma unroll 1
+        for (int e = first; e < E; e += 32 * W) {
+            load<W>(v, x + e);
+            for (int j = 0; j < W; j++) sum = fmaf(v[j], v[j], sum);
+        }
+        r = 1.0f / sqrtf(warp_sum(sum) / (float)E + eps);
+        if (first == 0) heads.rstd[head] = r;
+    }
+#pragma unroll 1
+    for (int e = first; e < E; e += 32 * W) {
+        load<W>(v, x + e);
+        if (heads.w) {
+            load<W>(scale, heads.w + e);
+            for (int j = 0; j < W; j++) v[j] = v[j] * r * scale[j];
+        }
+        for (int j = 0; j < W; j++) row[e + j] = v[j];
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int e = first; e < E; e += 32 * W) {
+        turn<W>(v, row, cosine, sine, e, half, 1.0f);
+        store<W>(y + e, v);
+    }
+}
+
+template <int W>
+static __global__ void __launch_bounds__(THREADS)
+    rotate_backward_kernel(Heads q, Heads k, const float *cosine, const float *sine, int T, int E,
+                           int half)
+{
+    SHARED_ARRAY(float, rows, HEADS *WIDEST);
+    const int groups = WIDEST / 32 / W; /* of W numbers a lane */
+    int64_t warp = (int64_t)blockIdx.x * HEADS + threadIdx.x / 32, t, head;
+    if (warp >= (int64_t)T * (q.count + k.count)) return; /* a whole warp */
+    Heads heads = heads_of(q, k, warp, &t, &head);
+    int first = (int)threadIdx.x % 32 * W;
+    Shared<float> row = rows + (int)(threadIdx.x / 32) * WIDEST;
+    const real *x = heads.x + head * E;
+    real *d = heads.y + head * E;
+    cosine += t * half;
+    sine += t * half;
+    float g[groups][W], v[W], scale[W], sum = 0.0f;
+#pragma unroll 1
+    for (int e = first; e < E; e += 32 * W) {
+        load<W>(v, d + e);
+        for (int j = 0; j < W; j++) row[e + j] = v[j];
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < groups; i++) {
+        int e = first + i * 32 * W;
+        if (e >= E) continue;
+        turn<W>(g[i], row, cosine, sine, e, half, -1.0f);
+        if (!heads.w) {
+            store<W>(d + e, g[i]);
+            continue;
+        }
+        load<W>(v, x + e);
+        load<W>(scale, heads.w + e);
+        for (int j = 0; j < W; j++) {
+            g[i][j] *= scale[j];
+            sum = fmaf(g[i][j], v[j], sum);
+        }
+    }
+    if (!heads.w) return;
+    float r = heads.rstd[head], mean = warp_sum(sum) * r / (float)E;
+#pragma unroll
+    for (int i = 0; i < groups; i++) {
+        int e = first + i * 32 * W;
+        if (e >= E) continue;
+        load<W>(v, x + e);
+        for (int j = 0; j < W; j++) g[i][j] = r * (g[i][j] - v[j] * r * mean);
+        store<W>(d + e, g[i]);
+    }
+}
+
+/* Whether a lane can take 8 numbers at once, all on one side of a pair. */
+static bool by_eights(int E, int W)
+{
+    return E % 8 == 0 && W % 16 == 0;
 }
 
 void cuda_rope_table(Device *dev, float *cosine, float *sine, const int32_t *pos,
@@ -65,14 +171,25 @@ void cuda_rope_table(Device *dev, float *cosine, float *sine, const int32_t *pos
            cosine, sine, pos, inv_freq, T, W / 2, scale);
 }
 
-void cuda_rope(Device *dev, real *x, const float *cosine, const float *sine, int T, int H, int E,
-               int W)
+void cuda_rotate(Device *dev, real *q, real *k, float *q_rstd, float *k_rstd, const real *q_raw,
+                 const real *k_raw, const float *q_norm, const float *k_norm, const float *cosine,
+                 const float *sine, int T, int H, int G, int E, int W, float eps)
 {
-    rotate(dev, x, cosine, sine, T, H, E, W, 1.0f);
+    Heads queries = {q, q_rstd, q_raw, q_norm, H}, keys = {k, k_rstd, k_raw, k_norm, G};
+    auto kernel = by_eights(E, W) ? rotate_kernel<8> : rotate_kernel<1>;
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks((int64_t)T * (H + G), HEADS), THREADS, 0, queries,
+           keys, cosine, sine, T, E, W / 2, eps);
 }
 
-void cuda_rope_backward(Device *dev, real *dx, const float *cosine, const float *sine, int T, int H,
-                        int E, int W)
+void cuda_rotate_backward(Device *dev, real *dq, real *dk, const real *q_raw, const real *k_raw,
+                          const float *q_norm, const float *k_norm, const float *q_rstd,
+                          const float *k_rstd, const float *cosine, const float *sine, int T, int H,
+                          int G, int E, int W)
 {
-    rotate(dev, dx, cosine, sine, T, H, E, W, -1.0f);
+    /* rstd is only read */
+    Heads queries = {dq, const_cast<float *>(q_rstd), q_raw, q_norm, H};
+    Heads keys = {dk, const_cast<float *>(k_rstd), k_raw, k_norm, G};
+    auto kernel = by_eights(E, W) ? rotate_backward_kernel<8> : rotate_backward_kernel<1>;
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks((int64_t)T * (H + G), HEADS), THREADS, 0, queries,
+           keys, cosine, sine, T, E, W / 2);
 }

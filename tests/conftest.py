@@ -39,7 +39,7 @@ TEXT = [
 SLOW_FILES = (
     "benchmarks", "block", "changed_arrays", "cli", "compare", "cookbook", "crew",
     "custom_loss", "disk", "dlpack", "docs", "docs_snippets", "event_loop", "export",
-    "face_arrays", "failed_step",
+    "face_arrays", "failed_step", "first_card",
     "interrupt", "jsd_topk", "kill", "launch", "notebooks", "opsd_recipe", "overload", "pieces",
     "recipes", "serve_command", "server_answers", "soak",
 )  # fmt: skip
@@ -68,6 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 WORKERS_MAX = 4  # each takes up to 2 GB
 
 
+@pytest.hookimpl(optionalhook=True)  # where xdist is not installed, nobody asks
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """How many processes run the tests: one for each core, but none beside a single file."""
     files = {argument.partition("::")[0] for argument in config.args}

@@ -218,27 +218,39 @@ def make_rope_table(rng, T, E):
     )
 
 
-THEW = (
-    dict(T=0, H=2, E=8, W=8),
-    dict(T=1, H=1, E=2, W=2),
-    dict(T=7, H=3, E=34, W=34),
-    dict(T=41, H=4, E=128, W=128),
-    dict(T=5, H=3, E=64, W=16),
-    dict(T=3, H=2, E=10, W=2),
+HEADS = (
+    dict(T=0, H=2, G=1, E=8, W=8),
+    dict(T=1, H=1, G=1, E=2, W=2),
+    dict(T=7, H=3, G=1, E=34, W=34),
+    dict(T=41, H=4, G=2, E=128, W=128),
+    dict(T=5, H=3, G=3, E=64, W=16),
+    dict(T=3, H=2, G=1, E=10, W=2),
+    dict(T=3, H=2, G=1, E=256, W=64),
 )
 
 
-@case(*THEW)
-def make_rope(rng, T, H, E, W):
+@case(*(size | dict(norm=norm) for size in HEADS for norm in (0, 1)))
+def make_rotate(rng, T, H, G, E, W, norm):
     angle = rng.uniform(-3, 3, (T, W // 2))
-    x = rng.standard_normal((T, H, E))
-    return dict(x=x, cosine=np.cos(angle), sine=np.sin(angle), T=T, H=H, E=E, W=W)
+    args = dict(cosine=np.cos(angle), sine=np.sin(angle), T=T, H=H, G=G, E=E, W=W, eps=1e-5)
+    for name, heads in (("q", H), ("k", G)):
+        args |= {name: (T, heads, E), f"{name}_raw": rng.standard_normal((T, heads, E))}
+        args |= {f"{name}_rstd": (T, heads) if norm else None}
+        args |= {f"{name}_norm": rng.standard_normal(E) if norm else None}
+    return args
 
 
-@case(*THEW)
-def make_rope_backward(rng, **size):
-    args = make_rope(rng, **size)
-    return {"dx": args.pop("x")} | args
+# Of two numbers the gradient of a norm is rounding alone.
+@case(*(size | dict(norm=norm) for size in HEADS for norm in (0, 1) if size["E"] > 2 or not norm))
+def make_rotate_backward(rng, T, H, G, E, W, norm):
+    args = make_rotate(rng, T, H, G, E, W, norm)
+    del args["eps"]
+    for name in "qk":
+        raw = args[f"{name}_raw"]
+        args |= {f"d{name}": rng.standard_normal(args.pop(name))}
+        if norm:
+            args[f"{name}_rstd"] = 1 / np.sqrt(np.mean(raw * raw, axis=-1) + 1e-5)
+    return args
 
 
 TE = (dict(T=0, E=8), dict(T=1, E=1), dict(T=7, E=67), dict(T=12, E=256))

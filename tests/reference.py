@@ -102,14 +102,34 @@ def rope_table(pos, inv_freq, scale, **_):
     return {"cosine": np.cos(angle) * scale, "sine": np.sin(angle) * scale}
 
 
-def rope(x, cosine, sine, W, **_):
+def turn(x, cosine, sine, W):
     u, v, rest = np.split(x, (W // 2, W), axis=-1)
     c, s = cosine[:, None, :], sine[:, None, :]
-    return {"x": np.concatenate([u * c - v * s, v * c + u * s, rest], axis=-1)}
+    return np.concatenate([u * c - v * s, v * c + u * s, rest], axis=-1)
 
 
-def rope_backward(dx, cosine, sine, W, **_):
-    return {"dx": rope(dx, cosine, -sine, W)["x"]}
+def rotate(cosine, sine, W, eps, **args):
+    out = {}
+    for name in "qk":
+        x, w = args[f"{name}_raw"], args[f"{name}_norm"]
+        if w is not None:
+            rstd = 1 / np.sqrt(np.mean(x * x, axis=-1) + x.dtype.type(eps))
+            x = x * rstd[..., None] * w
+            out[f"{name}_rstd"] = rstd
+        out[name] = turn(x, cosine, sine, W)
+    return out
+
+
+def rotate_backward(cosine, sine, W, **args):
+    out = {}
+    for name in "qk":
+        x, w, rstd = (args[f"{name}_{what}"] for what in ("raw", "norm", "rstd"))
+        g = turn(args[f"d{name}"], cosine, -sine, W)
+        if w is not None:
+            g, unit = g * w, x * rstd[..., None]
+            g = rstd[..., None] * (g - unit * np.mean(g * unit, axis=-1, keepdims=True))
+        out[f"d{name}"] = g
+    return out
 
 
 def logistic(x):

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 TASKS = Path("/proc/self/task")
+SAME = (64, 64, 1e-6)  # a head's width, all of it rotated, and eps
 ROUNDS, CALLS, GAP, REST = 12, 40, 100e-6, 10e-3  # seconds
 SHARED = {"swiglu": (64, 4096), "rmsnorm": (256, 1024), "sample": (8, 65536)}
-ALONE = {"swiglu": (8, 768), "rmsnorm": (8, 1024), "sample": (4, 512), "rope": (8, 8, 64)}
+ALONE = {"swiglu": (8, 768), "rmsnorm": (8, 1024), "sample": (4, 512), "rotate": (8, 8, 64)}
 
 
 def slept(tasks: set[Path]) -> int:
@@ -39,7 +40,7 @@ def sleeps(op: str, *sizes: int) -> list[int]:
     arguments = {
         "swiglu": (*x[:3], *sizes),
         "rmsnorm": (*x, *sizes, 1e-6),
-        "rope": (*x[:3], *sizes, sizes[-1]),
+        "rotate": (x[0], x[0], None, None, x[1], x[1], None, None, *x[2:], *sizes[:2], 0, *SAME),
         "sample": (*x, draws.pointer, *sizes),
     }[op]
     found = []

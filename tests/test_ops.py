@@ -103,8 +103,8 @@ ROW_OPS = {
     "rmsnorm": dict(T=7, D=2051),
     "rmsnorm_backward": dict(T=7, D=2051),
     "rope_table": dict(T=7, E=34),
-    "rope": dict(T=7, H=3, E=34, W=34),
-    "rope_backward": dict(T=7, H=3, E=34, W=34),
+    "rotate": dict(T=7, H=3, G=2, E=34, W=34, norm=1),
+    "rotate_backward": dict(T=7, H=3, G=2, E=34, W=34, norm=1),
     "swiglu": dict(T=7, F=67),
     "swiglu_backward": dict(T=7, F=67),
     "route": dict(T=7, X=67, K=5, norm=0),
@@ -221,13 +221,25 @@ def test_reference_rmsnorm_backward_is_the_gradient():
     )
 
 
-def test_reference_rope_backward_is_the_gradient():
+@pytest.mark.parametrize("normed", (False, True))
+def test_reference_rotate_backward_is_the_gradient(normed):
     rng = np.random.default_rng(0)
-    x, dy = rng.standard_normal((2, 3, 2, 8))
-    table = dict(zip(("cosine", "sine"), rng.standard_normal((2, 3, 4)), strict=True))
-    dx = reference.rope_backward(dx=dy, W=8, **table)["dx"]
-    rope = functools.partial(reference.rope, W=8, **table)
-    assert_slope(lambda x: np.sum(dy * rope(x=x)["x"]), dict(x=x), dict(x=dx))
+    heads = {"q": (3, 2, 10), "k": (3, 1, 10)}
+    raw, dy = ({n: rng.standard_normal(size) for n, size in heads.items()} for _ in range(2))
+    both = dict(zip(("cosine", "sine"), rng.standard_normal((2, 3, 4)), strict=True)) | dict(W=8)
+    both |= {f"{n}_norm": rng.standard_normal(10) if normed else None for n in heads}
+
+    def rotate(q, k):
+        return reference.rotate(q_raw=q, k_raw=k, eps=1e-5, **both)
+
+    rstd = {f"{n}_rstd": rotate(**raw).get(f"{n}_rstd") for n in heads}
+    inputs = {f"d{n}": dy[n] for n in heads} | {f"{n}_raw": raw[n] for n in heads}
+    out = reference.rotate_backward(**inputs, **rstd, **both)
+    assert_slope(
+        lambda q, k: sum(np.sum(dy[n] * rotate(q, k)[n]) for n in heads),
+        raw,
+        {n: out[f"d{n}"] for n in heads},
+    )
 
 
 def test_reference_swiglu_backward_is_the_gradient():

@@ -4,18 +4,10 @@
  *   dx[t,:] += rstd·(g − x̂·mean(g·x̂)),  g = dy·w,  x̂ = x·rstd
  *
  * Forward reads T·D twice, the second time from cache, and writes T·D; backward reads 3·T·D and
- * writes T·D; memory bound. Sums run in f32 lanes over blocks, and the blocks are added in
- * double, so that the error does not grow with D. The weight has no gradient: it belongs to the
- * frozen base. */
-#include <math.h>
+ * writes T·D; memory bound. The weight has no gradient: it belongs to the frozen base. */
+#include "norm.h"
 
-#include "cpu.h"
-#include "simd.h"
-
-enum {
-    BLOCK = 1024,    /* elements summed in f32 lanes */
-    GRAIN = 1 << 13, /* elements of one job */
-};
+enum { GRAIN = 1 << 13 }; /* elements of one job */
 
 /* Of an element (cpu.h). */
 #define NS 0.16
@@ -34,41 +26,12 @@ typedef struct NormBackward {
     int T, D, grain;
 } NormBackward;
 
-/* Σ a·b·w, or Σ a·b where w is NULL. */
-static double sum_products(const float *a, const float *b, const float *w, int n)
-{
-    double total = 0.0;
-    for (int from = 0; from < n; from += BLOCK) {
-        int to = n - from < BLOCK ? n : from + BLOCK, i = from;
-        vf even = v_set(0.0f), odd = v_set(0.0f);
-        for (; i + 2 * VL <= to; i += 2 * VL) {
-            vf p = v_load(a + i), q = v_load(a + i + VL);
-            if (w) {
-                p *= v_load(w + i);
-                q *= v_load(w + i + VL);
-            }
-            even = v_fma(p, v_load(b + i), even);
-            odd = v_fma(q, v_load(b + i + VL), odd);
-        }
-        float rest = 0.0f;
-        for (; i < to; i++) rest += w ? a[i] * w[i] * b[i] : a[i] * b[i];
-        total += (double)v_sum(even + odd) + (double)rest;
-    }
-    return total;
-}
-
 static void norm_job(void *context, int64_t job)
 {
     const Norm *r = context;
     int D = r->D, from = (int)job * r->grain, to = r->T - from < r->grain ? r->T : from + r->grain;
-    const float *restrict w = r->w;
-    for (int t = from; t < to; t++) {
-        const float *restrict x = r->x + (int64_t)t * D;
-        float *restrict y = r->y + (int64_t)t * D;
-        float rstd = (float)(1.0 / sqrt(sum_products(x, x, NULL, D) / D + r->eps));
-        r->rstd[t] = rstd;
-        for (int i = 0; i < D; i++) y[i] = x[i] * rstd * w[i];
-    }
+    for (int t = from; t < to; t++)
+        r->rstd[t] = norm_row(r->y + (int64_t)t * D, r->x + (int64_t)t * D, r->w, D, r->eps);
 }
 
 static void norm_backward_job(void *context, int64_t job)
@@ -80,7 +43,7 @@ static void norm_backward_job(void *context, int64_t job)
         const float *restrict x = r->x + (int64_t)t * D, *restrict dy = r->dy + (int64_t)t * D;
         float *restrict dx = r->dx + (int64_t)t * D;
         float rstd = r->rstd[t];
-        float mean = (float)(sum_products(dy, x, w, D) * rstd / D);
+        float mean = norm_mean(dy, x, w, rstd, D);
         for (int i = 0; i < D; i++) dx[i] += rstd * (dy[i] * w[i] - x[i] * rstd * mean);
     }
 }

@@ -1,18 +1,20 @@
-/* cpu/rope.c - rotary positions, in Hugging Face's pairing (e, e + E/2).
+/* cpu/rope.c - rotary positions of queries and keys, in Hugging Face's pairing (e, e + W/2), behind
+ * the norm of each head where a model has one.
  *
- *   rope_table     cosine, sine[t,e] = cos, sin(pos[t]·inv_freq[e])·scale
- *   rope           (u, v) → (u·c − v·s, v·c + u·s)
- *   rope_backward  the transposed map: the same with −s
+ *   rope_table       cosine, sine[t,e] = cos, sin(pos[t]·inv_freq[e])·scale
+ *   rotate           y = x·rstd·w;  (u, v) → (u·c − v·s, v·c + u·s)
+ *   rotate_backward  the transposed map (the same with −s), then the norm's gradient
  *
- * The table writes T·E and is bound by cosf and sinf; rope reads and writes T·H·E; memory bound.
+ * The table writes T·W and is bound by cosf and sinf; rotate reads and writes T·(H+G)·E, and a head
+ * stays in L1 between its norm and its turn; memory bound.
  *
  * The angle is rounded to f32 before its cosine is taken, as transformers does: at position
  * 131072 that rounding is larger than all others, and a model was trained with it. The table is
  * made once a step and shared by all layers and heads. Scaled variants (llama3, yarn) live in
  * inv_freq and scale. */
-#include <math.h>
+#include <string.h>
 
-#include "cpu.h"
+#include "norm.h"
 
 enum {
     GRAIN = 1 << 13,       /* elements of a job that rotates */
@@ -20,7 +22,7 @@ enum {
 };
 
 /* Of an element, and of an angle's cosine and sine (cpu.h). */
-#define NS 0.15
+#define NS 0.3
 #define NS_TABLE 4.0
 
 typedef struct Table {
@@ -32,10 +34,11 @@ typedef struct Table {
 } Table;
 
 typedef struct Rope {
-    float *x;                   // (T, H, E)
+    float *y[2], *rstd[2];      // (T, heads, E) and (T, heads): of queries, of keys
+    const float *x[2], *w[2];   // likewise, and (E) or NULL
     const float *cosine, *sine; // (T, W/2)
-    int T, H, E, half, grain;
-    float sign; /* of the sine: −1 turns back */
+    int T, heads[2], E, half, grain;
+    float eps;
 } Rope;
 
 static void table_job(void *context, int64_t job)
@@ -51,30 +54,60 @@ static void table_job(void *context, int64_t job)
         }
 }
 
-static void rope_job(void *context, int64_t job)
+/* One head, in place; `sign` of the sine: −1 turns back. */
+static void turn(float *restrict u, const float *restrict cosine, const float *restrict sine,
+                 int half, float sign)
 {
-    const Rope *r = context;
-    int from = (int)job * r->grain, to = r->T - from < r->grain ? r->T : from + r->grain;
-    int half = r->half;
-    for (int t = from; t < to; t++) {
-        const float *restrict cosine = r->cosine + (int64_t)t * half;
-        const float *restrict sine = r->sine + (int64_t)t * half;
-        for (int h = 0; h < r->H; h++) {
-            float *restrict u = r->x + ((int64_t)t * r->H + h) * r->E, *restrict v = u + half;
-            for (int e = 0; e < half; e++) {
-                float a = u[e], b = v[e], c = cosine[e], s = r->sign * sine[e];
-                u[e] = a * c - b * s;
-                v[e] = b * c + a * s;
-            }
-        }
+    float *restrict v = u + half;
+    for (int e = 0; e < half; e++) {
+        float a = u[e], b = v[e], c = cosine[e], s = sign * sine[e];
+        u[e] = a * c - b * s;
+        v[e] = b * c + a * s;
     }
 }
 
-static void rotate(Device *dev, float *x, const float *cosine, const float *sine, int T, int H,
-                   int E, int W, float sign)
+static void rotate_job(void *context, int64_t job)
 {
-    Rope r = {x, cosine, sine, T, H, E, W / 2, cpu_rows_of_job(GRAIN, H * W), sign};
-    cpu_run_of(dev, NS * T * H * W, ((int64_t)T + r.grain - 1) / r.grain, rope_job, &r);
+    const Rope *r = context;
+    int from = (int)job * r->grain, to = r->T - from < r->grain ? r->T : from + r->grain;
+    for (int t = from; t < to; t++)
+        for (int part = 0; part < 2; part++)
+            for (int h = 0; h < r->heads[part]; h++) {
+                int64_t head = (int64_t)t * r->heads[part] + h;
+                float *y = r->y[part] + head * r->E;
+                const float *x = r->x[part] + head * r->E;
+                if (r->w[part])
+                    r->rstd[part][head] = norm_row(y, x, r->w[part], r->E, r->eps);
+                else
+                    memcpy(y, x, (size_t)r->E * sizeof *y);
+                turn(y, r->cosine + (int64_t)t * r->half, r->sine + (int64_t)t * r->half, r->half,
+                     1.0f);
+            }
+}
+
+static void rotate_backward_job(void *context, int64_t job)
+{
+    const Rope *r = context;
+    int from = (int)job * r->grain, to = r->T - from < r->grain ? r->T : from + r->grain;
+    for (int t = from; t < to; t++)
+        for (int part = 0; part < 2; part++)
+            for (int h = 0; h < r->heads[part]; h++) {
+                int64_t head = (int64_t)t * r->heads[part] + h;
+                float *restrict d = r->y[part] + head * r->E;
+                const float *restrict x = r->x[part] + head * r->E, *restrict w = r->w[part];
+                turn(d, r->cosine + (int64_t)t * r->half, r->sine + (int64_t)t * r->half, r->half,
+                     -1.0f);
+                if (!w) continue;
+                float rstd = r->rstd[part][head], mean = norm_mean(d, x, w, rstd, r->E);
+                for (int e = 0; e < r->E; e++) d[e] = rstd * (d[e] * w[e] - x[e] * rstd * mean);
+            }
+}
+
+static void run(Device *dev, Rope *r, void (*work)(void *, int64_t))
+{
+    int row = (r->heads[0] + r->heads[1]) * r->E;
+    r->grain = cpu_rows_of_job(GRAIN, row);
+    cpu_run_of(dev, NS * r->T * row, ((int64_t)r->T + r->grain - 1) / r->grain, work, r);
 }
 
 void CPU(rope_table)(Device *dev, float *cosine, float *sine, const int32_t *pos,
@@ -84,14 +117,42 @@ void CPU(rope_table)(Device *dev, float *cosine, float *sine, const int32_t *pos
     cpu_run_of(dev, NS_TABLE * T * r.half, ((int64_t)T + r.grain - 1) / r.grain, table_job, &r);
 }
 
-void CPU(rope)(Device *dev, real *x, const float *cosine, const float *sine, int T, int H, int E,
-               int W)
+void CPU(rotate)(Device *dev, real *q, real *k, float *q_rstd, float *k_rstd, const real *q_raw,
+                 const real *k_raw, const float *q_norm, const float *k_norm, const float *cosine,
+                 const float *sine, int T, int H, int G, int E, int W, float eps)
 {
-    rotate(dev, f32(x), cosine, sine, T, H, E, W, 1.0f);
+    Rope r = {{f32(q), f32(k)},
+              {q_rstd, k_rstd},
+              {f32c(q_raw), f32c(k_raw)},
+              {q_norm, k_norm},
+              cosine,
+              sine,
+              T,
+              {H, G},
+              E,
+              W / 2,
+              0,
+              eps};
+    run(dev, &r, rotate_job);
 }
 
-void CPU(rope_backward)(Device *dev, real *dx, const float *cosine, const float *sine, int T, int H,
-                        int E, int W)
+void CPU(rotate_backward)(Device *dev, real *dq, real *dk, const real *q_raw, const real *k_raw,
+                          const float *q_norm, const float *k_norm, const float *q_rstd,
+                          const float *k_rstd, const float *cosine, const float *sine, int T, int H,
+                          int G, int E, int W)
 {
-    rotate(dev, f32(dx), cosine, sine, T, H, E, W, -1.0f);
+    /* rstd is only read */
+    Rope r = {{f32(dq), f32(dk)},
+              {(float *)q_rstd, (float *)k_rstd},
+              {f32c(q_raw), f32c(k_raw)},
+              {q_norm, k_norm},
+              cosine,
+              sine,
+              T,
+              {H, G},
+              E,
+              W / 2,
+              0,
+              0.0f};
+    run(dev, &r, rotate_backward_job);
 }

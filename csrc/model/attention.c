@@ -10,47 +10,13 @@
 /* Head norms where the model has them, then rope. */
 static void rotate(const Pass *p)
 {
-    Device *d = p->model->dev;
     const Shape *s = &p->model->shape;
     const LayerWeights *w = &p->model->layer[p->l];
     const Acts *acts = p->acts;
     const LayerActs *a = &acts->layer[p->l];
-    int T = p->batch->T, H = s->heads, G = s->kv_heads, E = s->head_width;
-    size_t size = d->real_bytes;
-    if (s->qk_norm) {
-        d->rmsnorm(d, acts->q, acts->q_rstd, a->q_raw, w->q_norm, T * H, E, s->norm_eps);
-        d->rmsnorm(d, acts->k, acts->k_rstd, a->k_raw, w->k_norm, T * G, E, s->norm_eps);
-    } else {
-        d->copy(d, acts->q, a->q_raw, (size_t)T * (size_t)(H * E) * size);
-        d->copy(d, acts->k, a->k_raw, (size_t)T * (size_t)(G * E) * size);
-    }
-    d->rope(d, acts->q, acts->cosine, acts->sine, T, H, E, s->rotary);
-    d->rope(d, acts->k, acts->cosine, acts->sine, T, G, E, s->rotary);
-}
-
-/* dq → dq_raw and dk → dk_raw: backward of rope, then of the head norms. */
-static void unrotate(const Pass *p)
-{
-    Device *d = p->model->dev;
-    const Shape *s = &p->model->shape;
-    const LayerWeights *w = &p->model->layer[p->l];
-    const Acts *acts = p->acts;
-    const LayerActs *a = &acts->layer[p->l];
-    const Grads *g = p->grads;
-    int T = p->batch->T, H = s->heads, G = s->kv_heads, E = s->head_width;
-    size_t q_bytes = (size_t)T * (size_t)(H * E) * d->real_bytes,
-           k_bytes = q_bytes / (size_t)H * (size_t)G;
-    d->rope_backward(d, g->dq, acts->cosine, acts->sine, T, H, E, s->rotary);
-    d->rope_backward(d, g->dk, acts->cosine, acts->sine, T, G, E, s->rotary);
-    if (!s->qk_norm) {
-        d->copy(d, g->dq_raw, g->dq, q_bytes);
-        d->copy(d, g->dk_raw, g->dk, k_bytes);
-        return;
-    }
-    d->zero(d, g->dq_raw, q_bytes);
-    d->zero(d, g->dk_raw, k_bytes);
-    d->rmsnorm_backward(d, g->dq_raw, g->dq, a->q_raw, w->q_norm, acts->q_rstd, T * H, E);
-    d->rmsnorm_backward(d, g->dk_raw, g->dk, a->k_raw, w->k_norm, acts->k_rstd, T * G, E);
+    p->model->dev->rotate(p->model->dev, acts->q, acts->k, acts->q_rstd, acts->k_rstd, a->q_raw,
+                          a->k_raw, w->q_norm, w->k_norm, acts->cosine, acts->sine, p->batch->T,
+                          s->heads, s->kv_heads, s->head_width, s->rotary, s->norm_eps);
 }
 
 /* What wo multiplies: attention's output, behind its gate where the model has one. */
@@ -106,10 +72,10 @@ static void attention_backward(const Pass *p, real *dxn, int window)
     const Grads *g = p->grads;
     int T = batch->T, D = s->width, H = s->heads, G = s->kv_heads, E = s->head_width;
 
-    real *dq = s->q_gate ? g->dq_wide : g->dq_raw;
+    real *dq = s->q_gate ? g->dq_wide : g->dq;
     const Projection wo[] = {PROJECTION(g->dx, wo, NULL, D)};
     const Projection qkv[] = {PROJECTION(dq, wq, NULL, H * E * (1 + s->q_gate)),
-                              PROJECTION(g->dk_raw, wk, NULL, G * E),
+                              PROJECTION(g->dk, wk, NULL, G * E),
                               PROJECTION(g->dv, wv, NULL, G * E)};
 
     unproject(p, wo, 1, g->datt, gated(p), H * E);
@@ -117,8 +83,9 @@ static void attention_backward(const Pass *p, real *dxn, int window)
     rotate(p);
     d->attention_backward(d, g->dq, g->dk, g->dv, g->datt, a->att, a->lse, acts->q, acts->k, a->v,
                           batch->spans, batch->S, T, H, G, E, window);
-    unrotate(p);
-    if (s->q_gate) d->join(d, g->dq_wide, g->dq_raw, g->dq_gate, T * H, E);
+    d->rotate_backward(d, g->dq, g->dk, a->q_raw, a->k_raw, w->q_norm, w->k_norm, acts->q_rstd,
+                       acts->k_rstd, acts->cosine, acts->sine, T, H, G, E, s->rotary);
+    if (s->q_gate) d->join(d, g->dq_wide, g->dq, g->dq_gate, T * H, E);
     unproject(p, qkv, 3, dxn, acts->xn, D);
 }
 
