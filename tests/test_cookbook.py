@@ -32,7 +32,7 @@ def backend(tmp_path: Path) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("questions")
-    trainings.write_dataset(folder, 18, seed=0)
+    trainings.write_dataset(folder, 36, seed=0)
     return folder
 
 

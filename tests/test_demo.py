@@ -114,9 +114,13 @@ def test_the_verdict_says_so_where_sdft_does_not_keep_more() -> None:
     assert over_all.endswith("SDFT kept no more than SFT.")
 
 
-def test_the_best_rate_is_that_of_learned_and_kept_together() -> None:
-    found = [outcome("SFT", 1e-4, 0.1, 1.0), outcome("SFT", 1e-3, 0.9, 0.8)]
-    assert outcomes.best(found, "SFT").learning_rate == 1e-3
+def test_the_best_rate_is_one_that_learns_and_keeps() -> None:
+    found = [
+        outcome("SFT", 1e-4, 0.1, 1.0),
+        outcome("SFT", 1e-3, 0.5, 0.5),
+        outcome("SFT", 2e-3, 0.5, 0.51),
+    ]
+    assert outcomes.best(found, "SFT").learning_rate == 2e-3
 
 
 def test_the_table_has_each_skill_and_the_picture_both_sides() -> None:

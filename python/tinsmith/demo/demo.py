@@ -31,7 +31,7 @@ from tinsmith.files.extras import pip_install
 if TYPE_CHECKING:
     from tinsmith.server.backend import Backend
 
-PER_SKILL = 20  # held-out questions
+PER_SKILL = 16  # held-out questions
 
 
 def serve_model(options: argparse.Namespace, out: Path) -> "Backend":

@@ -50,8 +50,10 @@ def of_method(outcomes: Sequence[Outcome], method: str) -> list[Outcome]:
 
 
 def best(outcomes: Sequence[Outcome], method: str) -> Outcome:
-    """A method's outcome at its best learning rate: where learned and kept together are most."""
-    return max(of_method(outcomes, method), key=lambda outcome: outcome.learned + outcome.kept)
+    """A method's outcome at its best learning rate: where the lesser of learned and kept is most,
+    since a model is of use only if it does both."""
+    mine = of_method(outcomes, method)
+    return max(mine, key=lambda one: (min(one.learned, one.kept), one.learned + one.kept))
 
 
 def verdict(outcomes: Sequence[Outcome], ours: str, other: str) -> list[str]:

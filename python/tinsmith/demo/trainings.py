@@ -26,7 +26,7 @@ from tinsmith.demo import data
 
 MODEL = Path(__file__).parent / "model"
 RENDERER = "qwen3_disable_thinking"
-BATCH, MAX_TOKENS, RANK, TOPK = 16, 32, 32, 20
+BATCH, MAX_TOKENS, RANK, TOPK = 8, 32, 32, 20
 METHODS = {"SFT": "chat_sl.train", "SDFT": "sdft.train"}
 
 
