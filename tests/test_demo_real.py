@@ -220,6 +220,21 @@ def test_without_the_models_package_it_says_how_to_get_it(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--seeds", "2"), "tinsmith: --seeds is for --real: "),
+        (("--real", "--own-notation"), "tinsmith: --own-notation is for the shipped model: "),
+    ],
+)
+def test_an_option_of_the_other_demonstration_is_refused_by_its_name(
+    options: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["demo", *options]) == 1
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith(sentence) and told.err.count("\n") == 1
+
+
 def test_without_gguf_it_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
