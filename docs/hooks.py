@@ -56,7 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that lie elsewhere, the plots, and the command line's reference."""
     for source, name in ELSEWHERE.items():
         files.append(File.generated(config, name, content=(ROOT / source).read_text()))
-    for plot in sorted((ROOT / "benchmarks/plots").glob("*.svg")):
+    for plot in sorted((ROOT / "benchmarks/plots").iterdir()):
         files.append(File.generated(config, f"plots/{plot.name}", abs_src_path=str(plot)))
     files.append(File.generated(config, COMMANDS, content=commands()))
     return files

