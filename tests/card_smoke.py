@@ -41,9 +41,8 @@ def main() -> int:
         except (RuntimeError, OSError) as error:
             print(error)
             return 1
-        command = [program, library, *(["tiny"] if args.tiny else [])]
-        folders = os.pathsep.join(filter(None, sys.path))
-        return subprocess.run(command, env={**os.environ, "PACKAGES": folders}).returncode
+        size, packages = "tiny" if args.tiny else "real", ":".join(filter(None, sys.path))
+        return subprocess.run([program, library, size, packages]).returncode
 
 
 if __name__ == "__main__":

@@ -4,9 +4,6 @@
  *     python tests/card_smoke.py            builds and runs it
  *     gpu_smoke libtinsmith_cuda.so [tiny]
  *
- * TINSMITH_CUBLASLT names the file of cuBLASLt, or PACKAGES the folders of Python's packages, with
- * ':' between them, where it is looked for.
- *
  * A line of JSON for each op: its error, relative to the norm of the result, and the bar. `wrong`
  * is there where the error is above. Inputs are rounded to the device's `real` first, so a bar
  * covers the rounding of the result and sums in another order. Long results are compared on ROWS of
@@ -570,7 +567,7 @@ int main(int argc, char **argv)
     }
     DeviceOpen *open;
     memcpy(&open, &symbol, sizeof open);
-    DeviceLibraries libraries = {getenv("TINSMITH_CUBLASLT"), getenv("PACKAGES")};
+    DeviceLibraries libraries = {getenv("TINSMITH_CUBLASLT"), argc > 3 ? argv[3] : ""};
     if (open(&dev, 0, DEVICE_ABI, fail, &libraries)) {
         printf("%s\n", status_text());
         return 2;
