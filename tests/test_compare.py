@@ -375,7 +375,11 @@ def test_the_example_says_a_command_that_parses(
     told = capsys.readouterr().out.splitlines()[1]
     options = cli.command_line().parse_args(shlex.split(told)[1:])
     train, sides = command._read(options)
-    assert (len(train), len(sides["learned"]), len(sides["kept"])) == (400, 100, 100)
+    assert (len(train), len(sides["learned"]), len(sides["kept"])) == (400, 100, 75)
+    scorer = measure.find_scorer(options.scorer)
+    one = sides["kept"][0]
+    assert scorer(one.answer, one.answer, one.row) == 1
+    assert scorer(one.answer, sides["kept"][1].answer, one.row) == 0
 
 
 # ---- a service, in this process ----
