@@ -241,7 +241,6 @@ static void side_run(TrainStep *step, int from, int to)
     dev->gather(dev, real_at(dev, c->taught, (size_t)from * (size_t)m->shape.width),
                 side->acts.hidden, c->teacher_rows, to - from, m->shape.width);
     host->T = host->S = host->page_count = 0;
-    host->lists = 1;
 }
 
 /* The teacher's hidden rows that are compared, in the order of the head, and each one's weight. */
@@ -254,6 +253,7 @@ static Status teacher_run(TrainStep *step)
     const float *weights = weights_of(step, step->micro);
     Device *dev = step_device(step), *own = lesson->model->dev;
     int begin = 0, at = 0;
+    host->lists = 1;
     for (int i = 0; i < step->micro->first; i++) tokens += lesson->lengths[i];
     for (int i = step->micro->first; i < step->micro->last; i++) {
         int N = step->datums->lengths[i], M = lesson->lengths[i],
