@@ -22,7 +22,10 @@ from peers import interleave, parse, parser
 from report import Report
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ("cpu/block.c", "cpu/matmul.c", "cpu/pool.c", "device/status.c")
+SOURCES = (
+    *(f"cpu/{name}.c" for name in ("block", "matmul", "packed", "pool", "stream_back")),
+    *("device/dtype.c", "device/status.c"),
+)
 FLAGS = ["-std=c11", "-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-Wno-psabi"]
 FLAGS += ["-DCPU_ISA=native", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread"]
 BLOCKS = (16, 32, 64)

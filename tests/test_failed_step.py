@@ -2,6 +2,7 @@
 drawn, nothing is lost, and the step can be repeated to the same bits."""
 
 import ctypes
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from engine import emulated_library
 from models import assert_same, loaded_on, randomize, tokens_of
 from tinsmith import _core
 
-FAILED = "invalid argument"
+FAILED = "invalid argument|cublasLtMatmul failed"  # a launch or a copy, or a product
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_a_step_that_fails_anywhere_can_be_repeated(library: ctypes.CDLL, kind: 
             try:
                 done = sampler.step()[1]
             except RuntimeError as error:
-                assert FAILED in str(error)
+                assert re.search(FAILED, str(error))
                 failures += 1
                 library.cuda_emulated_fail(-1)
                 done = sampler.step()[1]
