@@ -12,6 +12,7 @@ PROGRAMS = {
     "models": 300, "adapters": 150, "capsules": 500, "calls": 150, "parse_models": 2000,
     "parse_adapters": 2000, "parse_graphs": 200, "chat": 300, "schedules": 12,
 }  # fmt: skip
+ALIKE = {"schedules"}  # whose inputs are all good, and end in one way
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, on graphs that nobody would write
@@ -20,7 +21,7 @@ def test_an_attack_finds_nothing(name: str) -> None:
     report = common.run(import_module(f"attack.{name}"), count=PROGRAMS[name])
     print(report)
     assert not report.failures, "\n".join(report.failures)
-    assert report.count == PROGRAMS[name] and len(report.outcomes) > 1
+    assert report.count == PROGRAMS[name] and len(report.outcomes) > (name not in ALIKE)
 
 
 def test_what_an_attack_finds_is_told_with_the_command_that_makes_it_again() -> None:

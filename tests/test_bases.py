@@ -338,22 +338,13 @@ def test_amounts_of_memory():
 
 
 def test_a_cards_memory_comes_from_its_driver(monkeypatch):
-    class Driver:
-        def cuInit(self, flags):
-            return 0
-
-        def cuDeviceGet(self, card, number):
-            return 0
-
-        def cuDeviceTotalMem_v2(self, total, card):
-            total._obj.value = 80 << 30
-            return 0
-
-    monkeypatch.setattr(bases.ctypes, "CDLL", lambda name: Driver())
+    cards = [("cuda", "a card", 80 << 30, (9, 0)), ("cuda:1", "another", 24 << 30, (8, 9))]
+    monkeypatch.setattr("tinsmith._core.cards", lambda kind: cards)
     assert memory_of("cuda") == int((80 << 30) * bases.SHARE)
+    assert memory_of("cuda:1") == int((24 << 30) * bases.SHARE)
 
-    def absent(name):
-        raise OSError(f"{name}: cannot open shared object file")
+    def absent(kind):
+        raise RuntimeError(f"{kind}: this machine has no NVIDIA GPU that it may use")
 
-    monkeypatch.setattr(bases.ctypes, "CDLL", absent)
+    monkeypatch.setattr("tinsmith._core.cards", absent)
     assert memory_of("cuda") is None

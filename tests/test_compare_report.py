@@ -151,7 +151,8 @@ def test_settings_of_methods_that_are_not_asked_for_again_are_kept(tmp_path: Pat
     )  # fmt: skip
     plan.begin(tmp_path, made)
     with plan.making(tmp_path, plan.Run("sdft", 1e-3, 0)) as place:
-        plan.write_json(place / "result.json", {"method": "sdft"})
+        result = {"method": "sdft", "seconds": 1.0, "learned": {}, "kept": {}}
+        plan.write_json(place / "result.json", result)
     from dataclasses import replace
 
     plan.begin(tmp_path, replace(made, methods={"sft": {}}, wanted=["sft"]))

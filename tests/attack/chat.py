@@ -14,7 +14,15 @@ from attack import common
 from attack.common import Attempt, One
 from chat_models import TEMPLATES, WEATHER, make_tokenizer
 from tinsmith.api.tokenizer import Tokenizer
-from tinsmith.chat.tools import FORMATS, Piece, ToolCall, ToolReader, check_tools
+from tinsmith.chat.tools import (
+    FORMATS,
+    ChannelReader,
+    Piece,
+    Thought,
+    ToolCall,
+    ToolReader,
+    check_tools,
+)
 
 CALL = {"name": "weather", "arguments": {"town": "Zürich", "days": 3, "exact": [1.5, None]}}
 TALK = {
@@ -36,6 +44,8 @@ ANSWERS = (
     f"I look.\n<tool_call>\n{XML}\n</tool_call>\nDone.",
     f"I look.\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>\n",
     f"[TOOL_CALLS]{json.dumps([CALL])}[TOOL_CALLS]weather[ARGS]{json.dumps(CALL['arguments'])}",
+    f"<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+    f"to=functions.weather <|constrain|>json<|message|>{json.dumps(CALL['arguments'])}<|call|>",
     f"<|python_tag|>{json.dumps({'name': 'weather', 'parameters': {'days': 1e3}})}; ",
 )
 NUMBERS = ("1e999", "-1e999", "NaN", "Infinity", "9" * 5000, '"\\ud800"', "[" * 2000, "{}")
@@ -114,11 +124,14 @@ def _parts(rng: Random, text: str) -> list[str]:
 
 
 def _pieces(row: int, parts: list[str]) -> list[Piece]:
-    """What a reader makes of them, neighbouring texts as one."""
-    reader, found = ToolReader(FORMATS[row], check_tools([WEATHER])), []
+    """What a reader makes of them, neighbouring texts, and thoughts, as one."""
+    form, tools, found = FORMATS[row], check_tools([WEATHER]), []
+    reader = ChannelReader(form, tools, wanted=True) if form.channels else ToolReader(form, tools)
     for piece in [*(piece for part in parts for piece in reader.add(part)), *reader.end()]:
         if found and isinstance(piece, str) and isinstance(found[-1], str):
             found[-1] += piece
+        elif found and isinstance(piece, Thought) and isinstance(found[-1], Thought):
+            found[-1] = Thought(found[-1].text + piece.text)
         else:
             found.append(piece)
     return found

@@ -412,3 +412,35 @@ def _llama3(file: Path, rope: dict[str, Any], inv_freq: NDArray[np.float32]) -> 
     between = (1 - smooth) * slowed / np.float32(factor) + smooth * slowed
     medium = (wavelength >= original / high) & (wavelength <= original / low)
     return np.where(medium, between, slowed).astype(np.float32)
+
+
+# ---- sizes that belong together ----
+
+# What the engine has (csrc/device/device.h).
+DELTA_UNIT, DELTA_MOST = 32, 256
+EXPERTS_MOST, CHOSEN_MOST = 1024, 32
+
+
+def check_delta(file: Path, config: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+    """The sizes of a delta network, which are zeros where the family has none."""
+    for size in ("key_width", "value_width"):
+        if config[size] % DELTA_UNIT or config[size] > DELTA_MOST:
+            raise ValueError(
+                f"{file}: {keys[size]} is {config[size]}; it should be a multiple of "
+                f"{DELTA_UNIT}, at most {DELTA_MOST}"
+            )
+    heads, values = config["key_heads"], config["value_heads"]
+    if heads and values % heads:
+        raise ValueError(f"{file}: {values} value heads can't share {heads} key heads evenly")
+
+
+def check_experts(file: Path, config: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+    """There are as many experts as a row chooses, and no more than the engine takes."""
+    experts, chosen = config["experts"], config["chosen"]
+    if experts > EXPERTS_MOST:
+        raise ValueError(
+            f"{file}: {keys['experts']} is {experts}; it should be at most {EXPERTS_MOST}"
+        )
+    if chosen > min(experts, CHOSEN_MOST):
+        most = f"{CHOSEN_MOST}" if experts > CHOSEN_MOST else f"{experts}, the number of experts"
+        raise ValueError(f"{file}: {keys['chosen']} is {chosen}; it should be at most {most}")

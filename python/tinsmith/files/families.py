@@ -21,7 +21,7 @@ from tinsmith.files import gguf_model, home, kept, mxfp4, reading, tokenizer, we
 from tinsmith.files.config import CONFIG_FILE, read_json
 from tinsmith.files.family import LLAMA_NAMES, NESTED, PREFIX, Family, plain
 from tinsmith.files.gguf_model import HALVES, PAIRS
-from tinsmith.files.places import Place, Slots, find_slots
+from tinsmith.files.places import Place, Slots, check_count, find_slots
 from tinsmith.files.reading import Piece
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -37,8 +37,6 @@ SIZES = {
 }
 # What the engine has too (csrc/model/model.c).
 LAYERS_MAX, HEAD_WIDTH_MAX = 1 << 16, 256
-DELTA_UNIT, DELTA_MOST = 32, 256
-EXPERTS_MOST, CHOSEN_MOST = 1024, 32
 # Sizes, switches and numbers that only some families have; the others' are 0.
 SOME = (
     "key_heads", "value_heads", "key_width", "value_width", "experts", "chosen", "expert_ffn",
@@ -297,7 +295,7 @@ def inspect_model(
     known = tokenizer.read(folder)
     eos_ids = tokenizer.read_eos(folder, family.section, known, vocab)
     with gguf_model.open_tensors(folder) as tensors:
-        _check_count(folder, config, tensors)
+        check_count(folder, config, tensors)
         family = family.of(tensors)
         shape = config, inv_freq
         kind, device, packed = _choose(family, shape, tensors, device, dtype, weights)
@@ -495,33 +493,9 @@ def _read_model(folder: Path) -> tuple[Family, dict[str, Any], NDArray[np.float3
         "tied": int(bool(content.get(hugging_face.TIED, False))),
     }
     if config["experts"]:
-        _check_experts(file, config, sizes)
-    _check_delta(file, config, sizes)
+        hugging_face.check_experts(file, config, sizes)
+    hugging_face.check_delta(file, config, sizes)
     return family, config, inv_freq
-
-
-def _check_delta(file: Path, config: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-    """The sizes of a delta network, which are zeros where the family has none."""
-    for size in ("key_width", "value_width"):
-        if config[size] % DELTA_UNIT or config[size] > DELTA_MOST:
-            raise ValueError(
-                f"{file}: {keys[size]} is {config[size]}; it should be a multiple of "
-                f"{DELTA_UNIT}, at most {DELTA_MOST}"
-            )
-    heads, values = config["key_heads"], config["value_heads"]
-    if heads and values % heads:
-        raise ValueError(f"{file}: {values} value heads can't share {heads} key heads evenly")
-
-
-def _check_experts(file: Path, config: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-    experts, chosen = config["experts"], config["chosen"]
-    if experts > EXPERTS_MOST:
-        raise ValueError(
-            f"{file}: {keys['experts']} is {experts}; it should be at most {EXPERTS_MOST}"
-        )
-    if chosen > min(experts, CHOSEN_MOST):
-        most = f"{CHOSEN_MOST}" if experts > CHOSEN_MOST else f"{experts}, the number of experts"
-        raise ValueError(f"{file}: {keys['chosen']} is {chosen}; it should be at most {most}")
 
 
 def _find_family(file: Path, content: dict[str, Any]) -> Family:
@@ -544,7 +518,7 @@ def read_places(path: Path | str) -> tuple[Family, dict[str, list[Place]]]:
     it."""
     family, config, inv_freq = _read_model(Path(path))
     with gguf_model.open_tensors(path) as tensors:
-        _check_count(Path(path), config, tensors)
+        check_count(Path(path), config, tensors)
         family = family.of(tensors)
         slots = _core.Model(config, inv_freq, weights="f32", threads=1).slots
         held = find_slots(family, slots, tensors, config)
@@ -600,16 +574,3 @@ def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
         return "bf16", "cpu-bf16"
     fast = dtype == "auto" and kind == "bf16" and _core.bf16_is_fast()
     return kind, "cpu-bf16" if fast else "cpu"
-
-
-def _check_count(folder: Path, config: Mapping[str, Any], tensors: weights.Tensors) -> None:
-    """Refuses to ask for more matrices than the files have: their table could take gigabytes."""
-    sparse = sum(kind != hugging_face.DENSE for kind in config["feeds"])
-    needed = config["layers"] - sparse + sparse * config["experts"]
-    shapes = (tensors.entry(name).shape for name in tensors)
-    there = sum(shape[0] if len(shape) > 2 else 1 for shape in shapes)
-    if needed > there:
-        raise ValueError(
-            f"{folder / CONFIG_FILE} asks for at least {needed:,} matrices: of {sparse:,} of its "
-            f"{config['layers']:,} layers {config['experts']:,} experts; the files have {there:,}"
-        )

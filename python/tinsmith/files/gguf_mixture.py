@@ -27,12 +27,11 @@ _PART = re.compile(rf"(.*\.{re.escape(EXPERTS)}(?:{'|'.join(COUNTS)})(?:_bias)?)
 
 @dataclass(frozen=True)
 class Mixture:
-    """A row: of which family such files are; `names` of a layer's other tensors, llama.cpp's and
-    Hugging Face's; `keys` of config.json that the metadata has, and what is `said` there that it
-    does not have; how a joined tensor lies (family.py's in_turns and turned); and `yarn`, what
-    YaRN's settings are that the metadata does not have, None where it may not be there."""
+    """A row: `names` of a layer's other tensors, llama.cpp's and Hugging Face's; `keys` of
+    config.json that the metadata has, and what is `said` there that it does not have; how a joined
+    tensor lies (family.py's in_turns and turned); and `yarn`, what YaRN's settings are that the
+    metadata does not have, None where it may not be there."""
 
-    family: str
     names: Mapping[str, str]
     keys: Mapping[str, str]
     said: Mapping[str, Any] = field(default_factory=dict)
@@ -44,7 +43,6 @@ class Mixture:
 # By llama.cpp's name of the architecture.
 MIXTURES = {
     "qwen3moe": Mixture(
-        "qwen3_moe",
         names={"ffn_gate_inp.weight": "mlp.gate.weight"},
         keys={
             "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
@@ -53,7 +51,6 @@ MIXTURES = {
         said={"norm_topk_prob": True},  # which llama.cpp always does
     ),
     "gpt-oss": Mixture(
-        "gpt_oss",
         names={
             "ffn_gate_inp.weight": "mlp.router.weight",
             "ffn_gate_inp.bias": "mlp.router.bias",

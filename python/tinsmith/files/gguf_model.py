@@ -129,6 +129,11 @@ def _holds(file: Path, text: bytes) -> bool:
     return file.is_file() and file.read_bytes() == text
 
 
+def _family(arch: str, known: Architectures) -> str | None:
+    """The family of an architecture, which llama.cpp's name has without signs between words."""
+    return next((name for name in known if name.replace("_", "") == arch.replace("-", "")), None)
+
+
 def _files(header: Header, known: Architectures) -> dict[str, Any]:
     """The contents of all of a folder's files."""
     parts = header.get("split.count", int, 0)
@@ -138,18 +143,20 @@ def _files(header: Header, known: Architectures) -> dict[str, Any]:
         )
     arch = header.get("general.architecture", str, ...)
     mixture = MIXTURES.get(arch)
-    if arch not in known and (mixture is None or mixture.family not in known):
-        names = sorted({*MIXTURES, *known} - {one.family for one in MIXTURES.values()})
+    family = _family(arch, known)
+    if family is None:
+        names = sorted({*MIXTURES, *known} - {_family(one, known) for one in MIXTURES})
         raise ValueError(
             f"{header.file}: the architecture {arch!r:.60} is not supported; tinsmith reads "
             f"{', '.join(names)}"
         )
-    architecture, order = known[mixture.family if mixture else arch]
+    architecture, order = known[family]
     tokens, settings = read_tokenizer(header)
     special = special_ids(header, header.values["tokenizer.ggml.tokens"])
     ends = [special[name] for name in ("eos", "eot", "eom") if name in special]
     ends = list(dict.fromkeys(ends))
-    said = _config(header, arch, mixture) | {"architectures": [architecture]}
+    said = {"model_type": family, "architectures": [architecture]}
+    said |= _config(header, arch, mixture)
     paired = heads_in_pairs(order, said["num_attention_heads"], said["num_key_value_heads"])
     ids = {f"{name}_token_id": special[name] for name in ("bos", "pad") if name in special}
     ids |= {"eos_token_id": ends} if ends else {}
@@ -187,7 +194,6 @@ def _config(header: Header, arch: str, mixture: Mixture | None) -> dict[str, Any
         raise ValueError(f"{header.file} has no tensor token_embd.weight")
     types = {info.dtype for info in header.tensors.values() if len(info.shape) == 2}
     return sizes | {
-        "model_type": mixture.family if mixture else arch,
         "num_key_value_heads": header.get(f"{arch}.attention.head_count_kv", int, heads),
         "head_dim": head,
         "vocab_size": header.tensors["token_embd.weight"].shape[0],

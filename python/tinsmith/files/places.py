@@ -8,10 +8,12 @@ view, so nothing is copied before it is known what for. All names and shapes are
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tinsmith.files import config as config_file
 from tinsmith.files import weights
 from tinsmith.files.family import Family
 
@@ -129,3 +131,17 @@ def _places(family: Family, name: str, parts: Sequence[Slot], shape: tuple[int, 
         place = Place(name, matrix, lines, stacked and family.turned, flat, rows, cols)
         found.append(Held(slot, layer, index, place))
     return found
+
+
+def check_count(folder: Path, config: Mapping[str, Any], tensors: weights.Tensors) -> None:
+    """Refuses to ask for more matrices than the files have: their table could take gigabytes."""
+    sparse = sum(kind != config_file.DENSE for kind in config["feeds"])
+    needed = config["layers"] - sparse + sparse * config["experts"]
+    shapes = (tensors.entry(name).shape for name in tensors)
+    there = sum(shape[0] if len(shape) > 2 else 1 for shape in shapes)
+    if needed > there:
+        raise ValueError(
+            f"{folder / config_file.CONFIG_FILE} asks for at least {needed:,} matrices: of "
+            f"{sparse:,} of its {config['layers']:,} layers {config['experts']:,} experts; the "
+            f"files have {there:,}"
+        )
