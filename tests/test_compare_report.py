@@ -151,7 +151,8 @@ def test_settings_of_methods_that_are_not_asked_for_again_are_kept(tmp_path: Pat
     )  # fmt: skip
     plan.begin(tmp_path, made)
     with plan.making(tmp_path, plan.Run("sdft", 1e-3, 0)) as place:
-        result = {"method": "sdft", "seconds": 1.0, "learned": {}, "kept": {}}
+        measures = {"exact": 1.0, "logprob": -0.1}
+        result = {"method": "sdft", "seconds": 1.0, "learned": measures, "kept": measures}
         plan.write_json(place / "result.json", result)
     from dataclasses import replace
 

@@ -52,7 +52,7 @@ class Adapter(Handle[_core.Adapter]):
         >>> adapter.optim_step(learning_rate=1e-3).loss == out.loss
         True
         >>> adapter
-        <tinsmith.Adapter of Qwen3-0.6B: rank 8, 105,840 parameters, step 1>
+        <tinsmith.Adapter of Qwen3-0.6B: rank 8, 106,248 parameters, step 1>
     """
 
     def __init__(

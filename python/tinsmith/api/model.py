@@ -122,7 +122,7 @@ class Model(Handle[_core.Model]):
         """Token ids are from 0 to vocab - 1.
 
         >>> model.vocab
-        1166
+        1217
         """
         return self.engine.loaded.vocab
 
@@ -131,7 +131,7 @@ class Model(Handle[_core.Model]):
         """Its tokenizer and chat template; needs the package tokenizers.
 
         >>> model.tokenizer.encode("What time is it?")
-        [420, 438, 308, 403, 30]
+        [417, 411, 311, 409, 30]
         """
         return self.engine.tokenizer
 
@@ -140,7 +140,7 @@ class Model(Handle[_core.Model]):
         """The ids that end a sampled sequence, unless `stop` says otherwise.
 
         >>> model.eos_ids
-        (1159,)
+        (1210,)
         """
         return self.engine.loaded.eos_ids
 

@@ -49,7 +49,7 @@ class Tokenizer(Public):
         """The object of the tokenizers package behind it.
 
         >>> model.tokenizer.backend.token_to_id("<|im_end|>")
-        1159
+        1210
         """
         return self.core.tokenizer
 
@@ -87,7 +87,7 @@ class Tokenizer(Public):
 
         skip_special_tokens: without the end of sequence and others that are no text.
 
-            >>> model.tokenizer.decode([420, 438, 1159], skip_special_tokens=True)
+            >>> model.tokenizer.decode([417, 411, 1210], skip_special_tokens=True)
             'What time'
         """
         if tensors.is_batch(ids):
@@ -101,7 +101,7 @@ class Tokenizer(Public):
     def pieces(self, ids: Ids) -> list[str]:
         """What each of the ids (N,) adds to their text; special tokens are text too.
 
-        >>> model.tokenizer.pieces([420, 438, 308])
+        >>> model.tokenizer.pieces([417, 411, 311])
         ['What', ' time', ' is']
         """
         return pieces(self.backend, _listed(ids, "ids"))
