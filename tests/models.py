@@ -424,6 +424,22 @@ def in_bf16() -> bool:
     return DEVICE.get().startswith("cuda")
 
 
+def assert_rows_near(name: str, found: np.ndarray, compute: Callable[[torch.dtype], Any]) -> None:
+    """assert_near of a model's rows. In bf16 a mixture's row near a tie goes to another expert, by
+    luck, here or in torch's run: there the medians of the rows' errors are compared."""
+    if not (in_bf16() and any("experts" in key for key in SPECS[name].config)):
+        assert_near(found, compute)
+        return
+    wanted = compute(torch.float64)
+    sides = (
+        np.reshape(side - wanted, (len(wanted), -1)) for side in (found, compute(torch.bfloat16))
+    )
+    ours, theirs = (np.median(np.linalg.norm(side, axis=1)) for side in sides)
+    size = np.median(np.linalg.norm(np.reshape(wanted, (len(wanted), -1)), axis=1))
+    assert np.shape(found) == np.shape(wanted)
+    assert ours <= MORE * theirs + EPSILON * size
+
+
 def assert_near(
     found: Any, compute: Callable[[torch.dtype], Any], what: str = "", f32_error: float = F32_ERROR
 ) -> None:

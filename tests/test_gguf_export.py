@@ -233,7 +233,8 @@ AROUND = [{"SpecialToken": {"id": "<s>"}}, {"SpecialToken": {"id": "<s>"}}]
 Change = Callable[[dict[str, Any]], Any]
 ODD: dict[str, tuple[Change, str]] = {
     "a pre-tokenizer": (
-        lambda said: said["pre_tokenizer"].update(DIGITS), "gpt-2, gpt-4o, llama-bpe, qwen2, smollm are",
+        lambda said: said["pre_tokenizer"].update(DIGITS),
+        "gpt-2, gpt-4o, llama-bpe, qwen2, smollm are",
     ),
     "a space before": (
         lambda said: said["pre_tokenizer"].update(add_prefix_space=True), "has no name here",

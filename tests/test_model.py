@@ -11,6 +11,7 @@ from models import (
     SPECS,
     Datum,
     assert_near,
+    assert_rows_near,
     call,
     cpu_only,
     datum,
@@ -51,7 +52,7 @@ def table(name: str, adapter: _core.Adapter | None, one: Datum, dtype: torch.dty
 def test_logprobs_equal_transformers(name: str, length: int) -> None:
     one = whole_vocabulary(name, length)
     (found,), _ = call(adapter_of(name), [one], backward=False)
-    assert_near(found, functools.partial(table, name, None, one))
+    assert_rows_near(name, found, functools.partial(table, name, None, one))
 
 
 @pytest.mark.parametrize("rank", (1, 8))
@@ -60,7 +61,7 @@ def test_logprobs_with_lora_equal_peft(name: str, rank: int) -> None:
     adapter = randomize(adapter_of(name, rank=rank, alpha=16.0))
     one = whole_vocabulary(name, 70)
     (found,), _ = call(adapter, [one], backward=False)
-    assert_near(found, functools.partial(table, name, adapter, one))
+    assert_rows_near(name, found, functools.partial(table, name, adapter, one))
     assert error(found, table(name, None, one, torch.float64)) > 0.05  # the adapter matters
 
 

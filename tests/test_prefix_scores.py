@@ -376,7 +376,11 @@ def test_the_next_in_line_goes_on_where_a_cancelled_one_was(core: _core.Model) -
             if taken_away == "cancel":
                 one.sampler.cancel(first)
             else:
-                one.sampler.stop(first, 0)
+                try:
+                    one.sampler.stop(first, 0)
+                except ValueError as error:  # it is in its prompt
+                    assert "no token to end with" in str(error)
+                    one.sampler.cancel(first)
                 one.step()
                 one.results.pop(first, None)
             one.finish()

@@ -15,6 +15,7 @@ from models import (
     SPECS,
     Datum,
     assert_near,
+    assert_rows_near,
     call,
     cut,
     datum,
@@ -182,7 +183,8 @@ def check(
     torchs = functools.cache(functools.partial(autograd, name, adapter, data, found, loss, config))
     for logp, one in zip(found, data, strict=True):
         assert logp.shape == one.targets.shape
-    assert_near(np.concatenate([logp.ravel() for logp in found]), lambda dtype: torchs(dtype)[0])
+    together = np.concatenate([logp.ravel() for logp in found])
+    assert_rows_near(name, together, lambda dtype: torchs(dtype)[0])
     values = torchs(torch.float64)[1]
     assert total == pytest.approx(sum(values), abs=1e-5 * sum(map(abs, values)))
     gradients = cut(adapter, adapter.read("gradients"))

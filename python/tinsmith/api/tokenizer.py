@@ -65,7 +65,7 @@ class Tokenizer(Public):
         add_special_tokens: with those that the tokenizer puts around a text, such as Llama's first.
 
             >>> model.tokenizer.encode("What time is it?")
-            [420, 438, 308, 403, 30]
+            [417, 411, 311, 409, 30]
         """
         if isinstance(text, list):
             return [self._encode(item, add_special_tokens) for item in text]
