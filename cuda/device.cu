@@ -13,7 +13,8 @@
 #include "entry.cuh"
 
 /* Rows of a step that keep a Hopper busy while the host starts the next ones, also at 0.6B. */
-enum { STEP_ROWS = 8192, ENCODE_BYTES = 1 << 20, CHUNK_MOST = 1 << 30 };
+enum { STEP_ROWS = 8192, ENCODE_BYTES = 1 << 20 };
+static const size_t CHUNK_MOST = (size_t)1 << 30;
 enum { CHUNKS = 64 }; /* of logits that would fill the card, at least */
 
 FailFunction *fail_in_core;
