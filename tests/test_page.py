@@ -285,7 +285,9 @@ def test_samples_are_coloured_and_the_teacher_stands_beside(page: Any, site: Sit
     tip = page.locator("#tip")
     for who, logprob in (("student", sample.logprobs[place]), ("teacher", scores[place])):
         row = tip.locator("tr", has_text=who)
-        assert float(row.locator("td").nth(1).inner_text()) == pytest.approx(logprob, rel=5e-4, abs=1e-3)
+        assert float(row.locator("td").nth(1).inner_text()) == pytest.approx(
+            logprob, rel=5e-4, abs=1e-3
+        )
     page.get_by_label("Colour by").select_option("difference")
     expect(page.locator(".pair")).to_have_count(0)
     page.get_by_label("Which").select_option("datum")
