@@ -10,6 +10,7 @@ tests run in their order, and its fixtures are made once. One file alone runs wi
 
 import os
 import re
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What is saved without a folder being named must not end in the user's own data.
 DATA_HOME = tempfile.TemporaryDirectory()
 os.environ["XDG_DATA_HOME"] = DATA_HOME.name
+# A shell's background job ignores Ctrl-C, and so would the tests and all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCAB = 304  # ids from the tokenizer's size on stand for nothing
 TOKENIZER = 290
@@ -177,6 +180,18 @@ def on(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 # ---- what tests say often ----
+
+
+def sdk_asks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SDK's clients that are given no address ask this server. Those without a session are kept
+    for the process by the arguments they were given, so that another file's would be found."""
+    from tinker.lib import internal_client_holder
+
+    monkeypatch.setenv("TINKER_BASE_URL", url)
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    kept = getattr(internal_client_holder, "sessionless_holder_cache", None)
+    if kept is not None:  # since 0.37
+        monkeypatch.setattr(kept, "_holders", {})
 
 
 def make_datum(tokens: list[int], targets, **inputs):

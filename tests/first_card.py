@@ -229,7 +229,9 @@ def kill(process: subprocess.Popen) -> None:
 
 def start(stage: Stage, options: argparse.Namespace, limit_s: float) -> Running:
     output = options.out / f"{re.sub(r'[^a-z0-9]+', '-', stage.name)}.log"
-    path = os.pathsep.join([str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    package = ROOT / "python"
+    here = [str(package)] if any(package.glob("tinsmith/_core*.so")) else []  # else it is installed
+    path = os.pathsep.join([*here, *filter(None, [os.environ.get("PYTHONPATH")])])
     with output.open("wb") as file:
         process = subprocess.Popen(
             stage.command(options),

@@ -28,7 +28,6 @@ def state(adapter: tinsmith.Adapter) -> list:
 
 def main(folder: str) -> None:
     """Makes each call, to be interrupted."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     model = tinsmith.Model(folder, device="cpu", threads=1)
     adapter = model.lora(rank=4, seed=1)
     short = np.arange(5, 25, dtype=np.int32)

@@ -116,11 +116,6 @@ def test_cli_errors_are_one_sentence(tiny_model_dir, tmp_path, server):
     assert "fills the KV cache and keeps it for prompts that begin alike" in done.stdout
 
 
-def hear_ctrl_c() -> None:
-    """A background job of a shell ignores Ctrl-C, and so would all that it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 5), (signal.SIGTERM, 143)])
 def test_a_signal_reaches_the_recipe(number, code, tiny_model_dir, tmp_path):
     script = tmp_path / "recipe.py"
@@ -139,7 +134,6 @@ def test_a_signal_reaches_the_recipe(number, code, tiny_model_dir, tmp_path):
         stdout=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
-        preexec_fn=hear_ctrl_c,
     )
     assert process.stdout is not None
     with process.stdout:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine import ROOT, Device, device, emulated_library
+from engine import Device, core_library, device, emulated_library
 from models import call, datum, folder, randomize, tokens_of
 from op_bar import compare
 from op_cases import CASES
@@ -142,7 +142,7 @@ def opened(folder: Path, name: str, **environment: str) -> str:
         f"core.device_emulated({os.fsencode(folder / 'device.so')!r}); "
         f"print(json.dumps(_core.devices({name!r})))"
     )
-    env = os.environ | {"PYTHONPATH": str(ROOT / "python")} | environment
+    env = os.environ | environment
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True)
     return json.loads(done.stdout)[name]
 
@@ -152,7 +152,7 @@ def test_a_library_that_is_nowhere_is_told_with_the_places(tmp_path: Path) -> No
     sentence = opened(tmp_path, "cuda-emulated")
     assert "libcublasLt_stand_in.so was not found: pip install 'tinsmith[cuda]'" in sentence
     assert "TINSMITH_CUBLASLT" in sentence and "/usr/local/cuda" in sentence
-    assert str(ROOT / "python") in sentence  # one of the folders of packages
+    assert str(core_library().parents[1]) in sentence  # one of the folders of packages
 
 
 def test_the_library_that_a_variable_names_is_taken(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import tinsmith
+from conftest import sdk_asks
 from test_docs import DOCS, FENCE, PAGES, ROOT
 from tinsmith.demo.demo import MODEL
 
@@ -72,8 +73,7 @@ def test_the_snippets_of_a_page_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", shell["HF_HUB_CACHE"])
-    monkeypatch.setenv("TINKER_BASE_URL", url)
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    sdk_asks(url, monkeypatch)
     module = types.ModuleType("__main__")  # a class or a graph may ask for its module
     for kind, text in FENCE.findall(file.read_text()):
         if kind == "python":

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +16,6 @@ from tinsmith.api.turns import Turns
 from tinsmith.demo.demo import MODEL
 
 SCRIPT = Path(__file__).parent / "interrupted.py"
-
-
-@pytest.fixture(autouse=True)
-def listening() -> Iterator[None]:
-    """SIGINT is heard: a shell's background job ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def test_sigint_ends_each_long_call_and_changes_nothing() -> None:

@@ -9,7 +9,7 @@ import click
 import pytest
 import tinker
 from click.testing import CliRunner
-from conftest import make_datum
+from conftest import make_datum, sdk_asks
 from safetensors.numpy import load_file
 from tinker.cli.__main__ import main_cli
 from tinker.cli.exceptions import TinkerCliError
@@ -17,8 +17,7 @@ from tinker.cli.exceptions import TinkerCliError
 
 @pytest.fixture(autouse=True)
 def environment(server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TINKER_BASE_URL", server.url)
-    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
+    sdk_asks(server.url, monkeypatch)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.chdir(tmp_path)
