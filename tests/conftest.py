@@ -190,7 +190,7 @@ def sdk_asks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_BASE_URL", url)
     monkeypatch.setenv("TINKER_API_KEY", "tml-local")
     kept = getattr(internal_client_holder, "sessionless_holder_cache", None)
-    if kept is not None:  # since 0.37
+    if kept is not None:  # older SDKs keep none
         monkeypatch.setattr(kept, "_holders", {})
 
 

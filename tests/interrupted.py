@@ -5,7 +5,6 @@ long it took, what it raised, and whether the adapter is as it was.
 """
 
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable
