@@ -380,6 +380,16 @@ __device__ static __forceinline__ float fast_sigmoid(float x)
     return 1.0f / (1.0f + fast_exp(-x));
 }
 
+/* x, of which the compiler knows nothing from here on: so what is made of it is not made earlier,
+ * where it would hold registers through a loop. */
+__device__ static __forceinline__ int opaque(int x)
+{
+#ifndef CUDA_EMULATED
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
+
 /* ---- warps and blocks: the same order of sums in every lane, so all get the same bits ---- */
 
 template <class T> __device__ static __forceinline__ T warp_sum(T x)
