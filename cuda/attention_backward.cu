@@ -43,7 +43,7 @@ template <int PAD, bool EXACT_, int ROW_WARPS_, int COL_WARPS_, int M_> struct S
         PASSING = WALKED * PAD, /* elements of a tile that is walked over */
         FACTS_AT = (2 * OWNED + 4 * PASSING) * 2,
         BYTES = FACTS_AT + 2 * WALKED * 12,
-        RESIDENT = PAD == 256 ? 1 : 2, /* blocks of queries that registers must leave room for */
+        RESIDENT = PAD == 256 ? 1 : 2, /* blocks that registers must leave room for */
     };
     static constexpr bool EXACT = EXACT_;
     static_assert(BYTES <= 99 << 10, "sm_86 and sm_89 have no more");
@@ -202,7 +202,7 @@ queries_add(float (&dk)[1][S::TILES][4], float (&dv)[1][S::TILES][4], const Tile
 }
 
 template <class S>
-static __global__ void __launch_bounds__(S::THREADS) keys_backward_kernel(Backward c)
+static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT) keys_backward_kernel(Backward c)
 {
     DYNAMIC_SHARED(bytes);
     Tiles<S> tiles = tiles_of<S>(bytes);
@@ -247,7 +247,7 @@ static __global__ void __launch_bounds__(S::THREADS) keys_backward_kernel(Backwa
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        int key = opaque(w.first) + threadIdx.x % 32 / 4 + 8 * i;
+        int key = opaque(w.first) + opaque(threadIdx.x) % 32 / 4 + 8 * i;
         if (key >= span.rows) continue;
         int64_t at = ((int64_t)(span.row + key) * c.G + g) * c.E;
         row_store<S::EXACT, S::TILES>(c.dk + at, dk[0], i, c.scale, w.column, c.E);
@@ -360,7 +360,7 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     }
 #pragma unroll
     for (int own = 0; own < 2 * S::M; own++) {
-        int packed = tile.first + opaque(w.row) + threadIdx.x % 32 / 4 + 8 * own;
+        int packed = tile.first + opaque(w.row) + opaque(threadIdx.x) % 32 / 4 + 8 * own;
         if (packed >= span.rows * c.group.size) continue;
         real *to = (real *)rows_at({c.dq + (q.base - c.q), q.step, c.group, 0}, packed, E);
         row_store<S::EXACT, S::TILES>(to, dq[own / 2], own % 2, c.scale, w.column, c.E);
@@ -371,7 +371,8 @@ template <int E_PAD, bool EXACT> static void backward_launch(CudaDevice *cuda, B
 {
     enum { APART = E_PAD == 256 ? 2 : 4, TOGETHER = E_PAD == 256 ? 4 : 1 };
     typedef Shape<E_PAD, EXACT, APART, TOGETHER, 1> Keys;
-    typedef Shape<E_PAD, EXACT, APART, TOGETHER, E_PAD == 256 ? 1 : 2> Queries;
+    enum { M = E_PAD == 64 || (E_PAD == 128 && EXACT) ? 2 : 1 }; /* more would spill */
+    typedef Shape<E_PAD, EXACT, APART, TOGETHER, M> Queries;
     dim3 keys(tile_slots(c.T, c.S, 1, Keys::ROWS), c.G);
     dim3 queries(tile_slots(c.T, c.S, c.group.size, Queries::ROWS), c.G);
     LAUNCH(cuda, keys_backward_kernel<Keys>, keys, Keys::THREADS, Keys::BYTES, c);

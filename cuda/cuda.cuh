@@ -52,12 +52,7 @@ __host__ __device__ static inline const real *frozen_data(const frozen *w)
 
 typedef struct Matmul Matmul; /* private to matmul.cu: cuBLASLt and the algorithms it picked */
 
-enum {
-    ARRIVALS = 256,
-    PINNED_PARTS = 4,
-    PART_BYTES = 1 << 20,
-    FETCHES = 2,
-};
+enum { ARRIVALS = 256, PINNED_PARTS = 4, PART_BYTES = 1 << 20, FETCHES = 2 };
 
 /* Pinned host memory that uploads pass through, part after part. A part is used again when the
  * copies out of it are done. */
@@ -141,13 +136,13 @@ static inline CudaDevice *cuda_of(Device *dev)
     return (CudaDevice *)dev;
 }
 
+/* ---- launching ---- */
+
 /* Blocks of `size` that cover n. */
 static inline unsigned cuda_blocks(int64_t n, int64_t size)
 {
     return (unsigned)((n + size - 1) / size);
 }
-
-/* ---- launching ---- */
 
 /* Starts kernel(args...) on the device's stream; nothing happens for an empty grid or after a
  * failure. A template's kernel with commas goes in parentheses. */
@@ -171,11 +166,9 @@ static void cuda_launch(CudaDevice *cuda, const char *name, const char *file, in
         name, grid, block, shared_bytes, cuda->shared_bytes, [=] { kernel(args...); }, failed};
     cuda_check(cuda, emulate::enqueue(cuda->stream, {{}, true, launch}), name, file, line);
 #else
+    cudaFuncAttribute most = cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (shared_bytes > 48 << 10 &&
-        cuda_check(cuda,
-                   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        (int)shared_bytes),
-                   name, file, line))
+        cuda_check(cuda, cudaFuncSetAttribute(kernel, most, (int)shared_bytes), name, file, line))
         return;
     kernel<<<grid, block, shared_bytes, cuda->stream>>>(args...);
     cuda_check(cuda, cudaGetLastError(), name, file, line);
@@ -380,13 +373,10 @@ __device__ static __forceinline__ float fast_sigmoid(float x)
     return 1.0f / (1.0f + fast_exp(-x));
 }
 
-/* x, of which the compiler knows nothing from here on: so what is made of it is not made earlier,
- * where it would hold registers through a loop. */
+/* x, unknown to the compiler: what is made of it is not made early, to fill registers in a loop. */
 __device__ static __forceinline__ int opaque(int x)
 {
-#ifndef CUDA_EMULATED
     asm volatile("" : "+r"(x));
-#endif
     return x;
 }
 
