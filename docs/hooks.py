@@ -2,15 +2,18 @@
 
 The sources read well on GitHub as they are: a link leads from file to file of the checkout. In the
 site it leads to the page that the file became. A link to a file that is no page (a source) becomes
-its text. A page of docs/ that mkdocs.yml's nav does not name is added under "How to".
+its text. A page of docs/ that mkdocs.yml's nav does not name is added under "How to". mkdocstrings
+reads this file too, for `Examples`.
 """
 
 import argparse
 import os
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -32,6 +35,8 @@ LINK_OR_CODE = re.compile(
     r"|(?P<mark>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<target>[^()\s]+)\)",
     re.M | re.S,
 )
+# A docstring's example: from >>> to the next empty line.
+EXAMPLE = re.compile(r"^ *>>> .*(?:\n.*\S.*)*", re.M)
 OTHERS = "How to"  # the section of pages that the nav does not name
 
 
@@ -91,6 +96,23 @@ def site_path(path: str) -> str:
     if path in ELSEWHERE:
         return ELSEWHERE[path]
     return path.removeprefix("docs/").removeprefix("benchmarks/")
+
+
+# ---- the docstrings ----
+
+
+class Examples(griffe.Extension):
+    """Makes code of the examples in docstrings. Below one line of text an example is not indented
+    more than the text is, and Markdown takes >>> for three quotations."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = fenced(obj.docstring.value)
+
+
+def fenced(text: str) -> str:
+    """A docstring whose examples are in fences."""
+    return EXAMPLE.sub(lambda found: f"```pycon\n{textwrap.dedent(found[0])}\n```", text)
 
 
 # ---- the command line ----

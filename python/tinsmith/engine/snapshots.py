@@ -5,7 +5,8 @@ from a checkpoint. A checkpoint is read once, however many sessions use it. The 
 a run share one adapter: a new one of them brings the run's weights of that moment to all. A client
 doesn't say when it is done with a session, and training loops make one in each step. So when
 snapshots take too many bytes, the least recently used are evicted first; those of checkpoints are
-read again at their next use. Only the worker's thread may use this.
+read again at their next use. Snapshots of which their run has a newer one go sooner: where a
+request would be refused for memory. Only the worker's thread may use this.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Snapshots:
         self._bytes_max = bytes_max
         self._items: dict[str, Snapshot] = {}  # the least recently used first
         self._inflight = 0  # sessions so far
+        self._newest: dict[str, str] = {}  # each run's last snapshot
 
     def add_base(self, sampler: str, base: BaseModel) -> None:
         """A session of a base model."""
@@ -56,6 +58,7 @@ class Snapshots:
     def add_run(self, sampler: str, run: str, base: BaseModel, adapter: _core.Adapter) -> None:
         """A session of a run's weights as they are now."""
         self._keep(sampler, Snapshot(base, self._copy(base, adapter), run=run, step=adapter.step))
+        self._newest[run] = sampler
 
     def add_inflight(
         self, sampler: str, run: str, base: BaseModel, adapter: _core.Adapter
@@ -91,14 +94,22 @@ class Snapshots:
 
     def forget(self, sampler: str) -> None:
         """Drops a session."""
-        self._items.pop(sampler, None)
+        item = self._items.pop(sampler, None)
+        if item is not None and self._newest.get(item.run) == sampler:
+            del self._newest[item.run]
 
     def holds(self) -> list[Hold]:
         """The memory of the adapters; those that are on no disk pin their base model."""
         owners = {id(item.adapter): name for name, item in self._items.items() if item.adapter}
         items = [(name, self._items[name]) for name in owners.values()]
         return [
-            Hold(item.base.path, item.bytes, f"the sampling session {name}", item.origin is None)
+            Hold(
+                item.base.path,
+                item.bytes,
+                f"the sampling session {name}",
+                pins=item.origin is None,
+                yields=self._is_old(name, item),
+            )
             for name, item in items
         ]
 
@@ -118,6 +129,19 @@ class Snapshots:
         for name in found:
             self._items[name] = replace(self._items[name], adapter=None)
         return bool(found)
+
+    def drop(self) -> bool:
+        """Drops the least recently used snapshot of which its run has a newer one; returns whether
+        there was any."""
+        for name, item in self._items.items():
+            if self._is_old(name, item):
+                self._items[name] = _dropped(name, item)
+                return True
+        return False
+
+    def _is_old(self, name: str, item: Snapshot) -> bool:
+        newest = self._newest.get(item.run, name)
+        return item.adapter is not None and not item.number and newest != name
 
     def _copy(self, base: BaseModel, adapter: _core.Adapter) -> _core.Adapter:
         need = 4 * adapter.size
@@ -155,10 +179,14 @@ class Snapshots:
             if item.adapter is None or item.adapter is snapshot.adapter:
                 continue
             total -= adapters.pop(id(item.adapter), 0)
-            dropped = RequestError(
-                f"the weights of sampling session {name} were dropped to make room for newer ones; "
-                "save_weights_for_sampler(name) keeps weights that are needed for long"
-            )
-            failure = None if item.origin else dropped
-            self._items[name] = replace(item, adapter=None, failure=failure)
+            self._items[name] = _dropped(name, item)
         return snapshot
+
+
+def _dropped(name: str, item: Snapshot) -> Snapshot:
+    """A session without its adapter: a checkpoint's is read again, another's is lost."""
+    lost = RequestError(
+        f"the weights of sampling session {name} were dropped to make room; "
+        "save_weights_for_sampler(name) keeps weights that are needed for long"
+    )
+    return replace(item, adapter=None, failure=None if item.origin else lost)

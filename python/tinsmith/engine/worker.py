@@ -110,6 +110,7 @@ class Worker:
             memory=memory,
             holds=self._uses.holds,
             release=self._uses.release,
+            drop=self._uses.drop,
             wake=lambda: self._put(lambda: None),
         )
         self._snapshots = self._uses.open(self._bases)
