@@ -37,6 +37,8 @@ LINK_OR_CODE = re.compile(
 )
 # A docstring's example: from >>> to the next empty line.
 EXAMPLE = re.compile(r"^ *>>> .*(?:\n.*\S.*)*", re.M)
+# Code without a language that has a stroke of a box.
+DRAWING = re.compile(r'<div class="language-text highlight">(?=<pre><span></span><code>[^<]*[─│])')
 OTHERS = "How to"  # the section of pages that the nav does not name
 
 
@@ -96,6 +98,11 @@ def site_path(path: str) -> str:
     if path in ELSEWHERE:
         return ELSEWHERE[path]
     return path.removeprefix("docs/").removeprefix("benchmarks/")
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Marks drawings of characters: their lines are not broken, as those of commands are."""
+    return DRAWING.sub('<div class="drawing highlight">', html)
 
 
 # ---- the docstrings ----
