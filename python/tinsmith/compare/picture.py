@@ -74,6 +74,7 @@ def _panel(axes: Any, found: Sequence[Group], learned: str, kept: str) -> None:
     axes.set_xlabel(f"kept: {AXES[kept]}")
     axes.set_ylabel(f"learned: {AXES[learned]}")
     axes.margins(0.08)
+    axes.locator_params(axis="x", nbins=6)  # so that the numbers do not touch
     if learned == "exact":
         axes.set_ylim(-4, 104)  # an interval may reach further; a share can't
     if kept == "exact":
