@@ -210,9 +210,7 @@ class Bases:
         """How many tokens a new cache of keys and values is to hold."""
         if self.memory is None:
             return loaded.core.cache_tokens()
-        yielding = sum(hold.bytes for hold in self._holds() if hold.yields)
-        free = self.memory - self._used() + yielding
-        return loaded.core.cache_tokens(self.memory, max(0, free))
+        return loaded.core.cache_tokens(self.memory, max(0, self.memory - self._used()))
 
     def _try(self, what: str, function: Callable[[], T], keep: Path | None) -> T:
         """Calls a function that allocates, again for as long as there is something to drop."""
