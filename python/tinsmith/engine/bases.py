@@ -70,8 +70,9 @@ class NotLoaded(Exception):
 
 class Bases:
     """See the file's header. `holds` lists what else takes memory. `release` drops what can be made
-    again on a base (an idle cache, adapters that are on disk), and returns whether there was any.
-    `drop` gives up what comes first of what yields, and returns whether there was any. `wake` is called in another thread when `busy` has become true."""
+    again on a base (an idle cache, adapters that are on disk), and `drop` the first of what yields;
+    both return whether there was any. `wake` is called in another thread when `busy` has become
+    true."""
 
     def __init__(
         self,
