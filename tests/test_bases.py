@@ -265,7 +265,8 @@ def a_loop(worker: Worker, steps: int) -> list[list[int]]:
 
 
 def test_a_loop_with_a_snapshot_in_each_step_stays_within_little_memory(models, run_bytes):
-    """Snapshots of earlier steps make room, those that nobody has used for longest first."""
+    """Old snapshots make room, those that nobody has used for longest first. One that is used
+    again and again is not old."""
     known = inspect_models({"tiny": models["tiny"]})
     core = load_model(models["tiny"], threads=1).core
     weights, size = core.weight_bytes, core.plan(4, 1)["adapter"]
@@ -284,6 +285,11 @@ def test_a_loop_with_a_snapshot_in_each_step_stays_within_little_memory(models, 
             request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=3)
             lost = worker.sample("step 1", request).exception(timeout=60)
             assert "step 1 were dropped to make room; save_weights_for_sampler" in str(lost)
+            uses = worker._uses.holds()
+            firm = weights + sum(hold.bytes for hold in uses if hold.pins and not hold.yields)
+            assert worker._bases.make(limit - firm, "all", lambda: True, keep=known["tiny"].path)
+            kept = {name for name, item in worker._snapshots._items.items() if item.adapter}
+            assert kept == {"step 0", "step 22", "step 23"}
         finally:
             worker.close()
     assert found[0] == found[1]

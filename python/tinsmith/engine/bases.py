@@ -33,8 +33,7 @@ SHARE = 0.9  # of all memory, where no limit is given
 @dataclass(frozen=True)
 class Hold:
     """Memory on a base model in addition to its weights. pins: whether its data would be lost with
-    the model. yields: whether it is dropped all the same, before a request is refused for memory.
-    """
+    the model. yields: whether it is dropped all the same as soon as memory is short."""
 
     base: Path
     bytes: int
@@ -270,15 +269,18 @@ class Bases:
         return sum(model.weight_bytes for model in models) + stay
 
     def _evict(self, keep: Path | None) -> bool:
-        """Evicts the least recently used model that may go, or else drops what can be made again on
-        others, or else what yields. Returns whether there was anything to drop."""
+        """Drops the first of what yields, or else evicts the least recently used model that may go,
+        or else drops what can be made again on others. Returns whether there was anything to drop.
+        """
+        if self._drop():
+            self.evictions += 1
+            return True
         pinned = {hold.base for hold in self._holds() if hold.pins}
         idle = [path for path in self._loaded if path != keep and path not in pinned]
         if idle:
             self._release(idle[0])
             del self._loaded[idle[0]]
-        again = bool(idle) or any(self._release(path) for path in self._loaded)
-        dropped = again or self._drop()
+        dropped = bool(idle) or any(self._release(path) for path in self._loaded)
         self.evictions += dropped
         return dropped
 

@@ -5,8 +5,8 @@ from a checkpoint. A checkpoint is read once, however many sessions use it. The 
 a run share one adapter: a new one of them brings the run's weights of that moment to all. A client
 doesn't say when it is done with a session, and training loops make one in each step. So when
 snapshots take too many bytes, the least recently used are evicted first; those of checkpoints are
-read again at their next use. Snapshots of which their run has a newer one go sooner: where a
-request would be refused for memory. Only the worker's thread may use this.
+read again at their next use. A snapshot that was not used while its run made two newer ones goes
+as soon as memory is short, before anything else does. Only the worker's thread may use this.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tinsmith.files import peft
 from tinsmith.files.families import BaseModel
 
 BYTES_MAX = 4 << 30
+OLD = 2  # newer snapshots of the run since a snapshot's last use
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Snapshot:
     run: str = ""  # whose weights it has, after so many optimizer steps
     step: int = 0
     number: int = 0  # of an inflight session, from 1: it follows its run, and shares no cache
+    used: int = 0  # how many snapshots the run had made at its last use
 
     @property
     def bytes(self) -> int:
@@ -49,7 +51,7 @@ class Snapshots:
         self._bytes_max = bytes_max
         self._items: dict[str, Snapshot] = {}  # the least recently used first
         self._inflight = 0  # sessions so far
-        self._newest: dict[str, str] = {}  # each run's last snapshot
+        self._made: dict[str, int] = {}  # how many snapshots each run has made
 
     def add_base(self, sampler: str, base: BaseModel) -> None:
         """A session of a base model."""
@@ -57,8 +59,9 @@ class Snapshots:
 
     def add_run(self, sampler: str, run: str, base: BaseModel, adapter: _core.Adapter) -> None:
         """A session of a run's weights as they are now."""
-        self._keep(sampler, Snapshot(base, self._copy(base, adapter), run=run, step=adapter.step))
-        self._newest[run] = sampler
+        copy, made = self._copy(base, adapter), self._made.get(run, 0) + 1
+        self._keep(sampler, Snapshot(base, copy, run=run, step=adapter.step, used=made))
+        self._made[run] = made
 
     def add_inflight(
         self, sampler: str, run: str, base: BaseModel, adapter: _core.Adapter
@@ -85,6 +88,7 @@ class Snapshots:
                 f"sampling session {sampler} has no weights: saving them failed, or its session "
                 "has ended; create a new sampling client"
             )
+        snapshot = replace(snapshot, used=self._made.get(snapshot.run, 0))
         self._items[sampler] = snapshot
         if snapshot.failure is not None:
             raise snapshot.failure
@@ -95,8 +99,8 @@ class Snapshots:
     def forget(self, sampler: str) -> None:
         """Drops a session."""
         item = self._items.pop(sampler, None)
-        if item is not None and self._newest.get(item.run) == sampler:
-            del self._newest[item.run]
+        if item is not None and not any(one.run == item.run for one in self._items.values()):
+            self._made.pop(item.run, None)
 
     def holds(self) -> list[Hold]:
         """The memory of the adapters; those that are on no disk pin their base model."""
@@ -108,7 +112,7 @@ class Snapshots:
                 item.bytes,
                 f"the sampling session {name}",
                 pins=item.origin is None,
-                yields=self._is_old(name, item),
+                yields=self._is_old(item),
             )
             for name, item in items
         ]
@@ -131,17 +135,16 @@ class Snapshots:
         return bool(found)
 
     def drop(self) -> bool:
-        """Drops the least recently used snapshot of which its run has a newer one; returns whether
-        there was any."""
+        """Drops the old snapshot that was used least recently; returns whether there was any."""
         for name, item in self._items.items():
-            if self._is_old(name, item):
+            if self._is_old(item):
                 self._items[name] = _dropped(name, item)
                 return True
         return False
 
-    def _is_old(self, name: str, item: Snapshot) -> bool:
-        newest = self._newest.get(item.run, name)
-        return item.adapter is not None and not item.number and newest != name
+    def _is_old(self, item: Snapshot) -> bool:
+        made = self._made.get(item.run, 0)
+        return item.adapter is not None and not item.number and made - item.used >= OLD
 
     def _copy(self, base: BaseModel, adapter: _core.Adapter) -> _core.Adapter:
         need = 4 * adapter.size

@@ -79,7 +79,7 @@ class Uses:
         return self._snapshots.release(path) or shut or any(trimmed)
 
     def drop(self) -> bool:
-        """Gives up a snapshot of a run's earlier step; returns whether there was one."""
+        """Gives up a snapshot that is old (snapshots.py); returns whether there was one."""
         return self._snapshots.drop()
 
     def memory(self) -> Memory:
