@@ -35,6 +35,8 @@ LINK_OR_CODE = re.compile(
     r"|(?P<mark>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<target>[^()\s]+)\)",
     re.M | re.S,
 )
+NAME = re.compile(r"(?<=<td><code>)[\w.]{24,}(?=</code>)")  # a long one, at a cell's begin
+WORD = re.compile(r"(?<=[._])(?=\w)|(?<=[a-z])(?=[A-Z])")  # where a word of it begins
 # A docstring's example: from >>> to the next empty line.
 EXAMPLE = re.compile(r"^ *>>> .*(?:\n.*\S.*)*", re.M)
 # Code without a language that has a stroke of a box.
@@ -101,7 +103,9 @@ def site_path(path: str) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Marks drawings of characters: their lines are not broken, as those of commands are."""
+    """Marks drawings of characters: their lines are not broken, as those of commands are. Long names
+    in tables break between their words."""
+    html = NAME.sub(lambda found: WORD.sub("<wbr>", found[0]), html)
     return DRAWING.sub('<div class="drawing highlight">', html)
 
 

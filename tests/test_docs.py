@@ -129,6 +129,12 @@ def test_a_drawing_keeps_its_lines(site: Path) -> None:
     assert "drawing" not in (site / "recipes.html").read_text()
 
 
+def test_long_names_in_tables_break_between_words(site: Path) -> None:
+    shown = (site / "support.html").read_text()
+    assert "<td><code>Qwen3_<wbr>5Moe<wbr>For<wbr>Conditional<wbr>Generation</code>" in shown
+    assert "<td><code>Qwen3ForCausalLM</code>" in shown
+
+
 # ---- links as GitHub shows them ----
 
 
