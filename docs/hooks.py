@@ -103,8 +103,8 @@ def site_path(path: str) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Marks drawings of characters: their lines are not broken, as those of commands are. Long names
-    in tables break between their words."""
+    """Marks drawings of characters, whose lines are not broken, as those of commands are. Long
+    names in tables break between their words."""
     html = NAME.sub(lambda found: WORD.sub("<wbr>", found[0]), html)
     return DRAWING.sub('<div class="drawing highlight">', html)
 

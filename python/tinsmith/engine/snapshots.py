@@ -98,9 +98,11 @@ class Snapshots:
 
     def forget(self, sampler: str) -> None:
         """Drops a session."""
-        item = self._items.pop(sampler, None)
-        if item is not None and not any(one.run == item.run for one in self._items.values()):
-            self._made.pop(item.run, None)
+        self._items.pop(sampler, None)
+
+    def end(self, run: str) -> None:
+        """A run makes no more snapshots; those that it has made stay until they are forgotten."""
+        self._made.pop(run, None)
 
     def holds(self) -> list[Hold]:
         """The memory of the adapters; those that are on no disk pin their base model."""
