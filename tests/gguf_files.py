@@ -2,12 +2,13 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import packed_weights
 from tinsmith.files import gguf_export, gguf_header, weights
 
 ARCHITECTURES = {
@@ -56,13 +57,15 @@ def write(
     tokenizer: dict[str, Any],
     *,
     kind: gguf.GGMLQuantizationType | None = None,
+    kinds: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     factors: Sequence[float] = (),
     keys: dict[str, Any] | None = None,
     drop: Sequence[str] = (),
     tensors: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """A folder's model as a GGUF file: its matrices in a quantised type, if one is given; with
-    `factors` of rotary frequencies, other `keys`, without some keys or tensors, or with more."""
+    """A folder's model as a GGUF file: its matrices in a quantised type, if one is given, and in
+    `kinds` where it has their names ("ffn_down"); with `factors` of rotary frequencies, other
+    `keys`, without some keys or tensors, or with more."""
     config = json.loads((folder / "config.json").read_text())
     kind_of_model, layers = config["model_type"], config["num_hidden_layers"]
     arch = MIXTURES.get(kind_of_model, kind_of_model)
@@ -94,7 +97,8 @@ def write(
                 array = paired(array, kv_heads)
             for ours, part in parts_of(names, name, array):
                 if ours not in drop:
-                    put(writer, ours, part, kind if part.ndim > 1 and ".bias" not in ours else None)
+                    own = (kinds or {}).get(ours.split(".")[-2], kind)
+                    put(writer, ours, part, own if part.ndim > 1 and ".bias" not in ours else None)
     if len(factors):
         put(writer, "rope_freqs.weight", np.asarray(factors, np.float32))
     for name, array in (tensors or {}).items():
@@ -170,11 +174,18 @@ def put(
     if kind is not None or array.ndim == 1:
         array = weights.widen(array)
     if kind is not None:
-        array = gguf.quantize(array, kind)
+        array = quantise(array, kind)
     raw = kind or TYPES[array.dtype.name]
     if raw == gguf.GGMLQuantizationType.BF16:
         array = array.view(np.uint8)
     writer.add_tensor(name, array, raw_dtype=raw)
+
+
+def quantise(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """float32 numbers as a type's blocks."""
+    if kind.name.endswith("_K"):
+        return packed_weights.quantise_large(array, kind.name.lower())
+    return gguf.quantize(array, kind)
 
 
 def without_tokenizer(file: Path, out: Path) -> Path:
