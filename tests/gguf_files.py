@@ -3,13 +3,15 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
+import models
 import numpy as np
 import packed_weights
-from tinsmith.files import gguf_export, gguf_header, weights
+from tinsmith.files import families, gguf_export, gguf_header, weights
 
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -186,6 +188,18 @@ def quantise(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     if kind.name.endswith("_K"):
         return packed_weights.quantise_large(array, kind.name.lower())
     return gguf.quantize(array, kind)
+
+
+def make_kept(spec: models.Spec, place: Path, kind: str) -> Path:
+    """The folder of a GGUF file of a model like `spec`, wide enough for blocks of 256: half of its
+    matrices are in `kind`, the others in Q6_K and Q8_0, as llama.cpp mixes them."""
+    wide = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
+    folder = models.make(replace(spec, config={**spec.config, **wide}), place)
+    vocab, types = spec.config["vocab_size"], gguf.GGMLQuantizationType
+    kinds = {"ffn_down": types.Q6_K, "attn_v": types.Q8_0, "output": types.Q6_K}
+    tokens = words(vocab, vocab - models.PADDING)
+    file = write(place / "model.gguf", folder, tokens, kind=types[kind.upper()], kinds=kinds)
+    return families.find_model(str(file), {})
 
 
 def without_tokenizer(file: Path, out: Path) -> Path:
