@@ -86,6 +86,7 @@ typedef struct CudaDevice {
     int processors;      /* streaming multiprocessors: how many blocks fill the card */
     size_t all_bytes;    /* of the card's memory */
     size_t shared_bytes; /* that a block may have */
+    size_t cache_bytes;  /* of the card's cache */
     unsigned *arrived;   /* counters of a kernel's blocks, zero between this stream's launches */
     void *scratch;       /* see cuda_scratch */
     size_t scratch_bytes, rehearsed_bytes;
@@ -596,5 +597,7 @@ __device__ static __forceinline__ void flag_wait(const unsigned *flag)
  * device. */
 void matmul_open(CudaDevice *cuda, const DeviceLibraries *libraries);
 void matmul_close(CudaDevice *cuda);
+/* Chooses algorithms for the products that were rehearsed and have none. Waits for the card. */
+void matmul_choose(CudaDevice *cuda);
 
 #endif
