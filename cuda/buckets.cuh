@@ -93,14 +93,15 @@ template <class T> static __global__ void small_kernel(T *x, int64_t n)
 /* Adds up what the bits of each row say, 32 threads a row. (Integers: their order does not matter.)
  */
 template <class T>
-static __global__ void hash_kernel(unsigned long long *hash, const T *c, int rows, int N)
+static __global__ void hash_kernel(unsigned long long *hash, const T *c, int rows, int N,
+                                   int64_t step)
 {
     int64_t at = (int64_t)blockIdx.x * TRIAL_THREADS + threadIdx.x, row = at / LANES;
     if (row >= rows || at % LANES >= N) return;
     unsigned long long sum = 0;
     for (int64_t j = at % LANES; j < N; j += LANES) {
         float value[1];
-        load<1>(value, c + row * N + j);
+        load<1>(value, c + row * step + j);
         sum += mix((uint64_t)j << 32 | __float_as_uint(value[0]));
     }
     atomicAdd(hash + row, sum);
@@ -111,6 +112,12 @@ static __global__ void hash_kernel(unsigned long long *hash, const T *c, int row
 static int64_t weight_rows(const PlanKey &key)
 {
     return key.b_by_column ? key.N : key.fixed;
+}
+
+/* Elements from one row of c to the next. */
+static int64_t c_step(const PlanKey &key)
+{
+    return key.N;
 }
 
 /* Puts the operands for so many rows at `memory`; returns their bytes. */
@@ -127,7 +134,7 @@ static size_t trial_place(Trial *t, int rows, char *memory)
     t->a = (real *)take((size_t)rows * (size_t)key.a_stride * sizeof(real));
     t->b = (real *)take((size_t)(weight_rows(key) * key.b_stride) * sizeof(real));
     t->bias = (real *)take((size_t)key.N * sizeof(real));
-    t->c = take((size_t)rows * (size_t)key.N * (key.f32_out ? sizeof(float) : sizeof(real)));
+    t->c = take((size_t)(rows * c_step(key)) * (key.f32_out ? sizeof(float) : sizeof(real)));
     t->hash = (unsigned long long *)take((size_t)rows * sizeof *t->hash);
     t->cold_bytes = t->cuda->cache_bytes;
     t->cold = take(t->cold_bytes);
@@ -200,7 +207,7 @@ static bool trial_rows(Trial *t, unsigned long long *to, const LtAlgorithm *algo
 {
     CudaDevice *cuda = t->cuda;
     int N = t->plan->key.N;
-    int64_t count = (int64_t)rows * N;
+    int64_t step = c_step(t->plan->key), count = rows * step;
     unsigned blocks = cuda_blocks(count, TRIAL_THREADS),
              hashes = cuda_blocks((int64_t)rows * LANES, TRIAL_THREADS);
     float *wide = (float *)t->c;
@@ -210,8 +217,10 @@ static bool trial_rows(Trial *t, unsigned long long *to, const LtAlgorithm *algo
     if (!f32_out) LAUNCH(cuda, small_kernel<real>, blocks, TRIAL_THREADS, 0, half, count);
     if (cuda->status || !trial_product(t, algorithm, rows, (float)accumulate)) return false;
     CUDA_CHECK(cuda, cudaMemsetAsync(t->hash, 0, (size_t)rows * sizeof *to, cuda->stream));
-    if (f32_out) LAUNCH(cuda, hash_kernel<float>, hashes, TRIAL_THREADS, 0, t->hash, wide, rows, N);
-    if (!f32_out) LAUNCH(cuda, hash_kernel<real>, hashes, TRIAL_THREADS, 0, t->hash, half, rows, N);
+    if (f32_out)
+        LAUNCH(cuda, hash_kernel<float>, hashes, TRIAL_THREADS, 0, t->hash, wide, rows, N, step);
+    if (!f32_out)
+        LAUNCH(cuda, hash_kernel<real>, hashes, TRIAL_THREADS, 0, t->hash, half, rows, N, step);
     CUDA_CHECK(cuda, cudaMemcpyAsync(to, t->hash, (size_t)rows * sizeof *to, cudaMemcpyDefault,
                                      cuda->stream));
     CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream));

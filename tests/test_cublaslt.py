@@ -1,7 +1,7 @@
 """The CUDA device's use of cuBLASLt (cuda/cublaslt.cuh), against the stand-in that the emulated
 device loads (cublaslt.cpp): which algorithms it takes, what it does where there is none, and how it
-looks for the library; and the algorithms that it chooses for buckets of rows (cuda/buckets.cuh). And
-the stand-in itself: it refuses each misuse that it is there to find."""
+looks for the library; and the algorithms that it chooses for buckets of rows (cuda/buckets.cuh).
+And the stand-in itself: it refuses each misuse that it is there to find."""
 
 import ctypes
 import json
@@ -202,12 +202,14 @@ def test_a_choice_is_made_once_for_all_weights_of_a_shape(offer: Callable[[int],
 
 
 def test_a_reference_whose_rows_change_is_given_up(offer: Callable[[int], Device]) -> None:
-    """With 200 rows and more it sums in another order. It would have been taken for 5 rows."""
-    wanted = linear(offer(ALL), 5, dtype="bf16", bias=0)
-    found = linear(offer(UNSTEADY), 5, dtype="bf16", bias=0)
-    runs = ran()
-    np.testing.assert_array_equal(found, wanted)
-    assert runs[0][0] == CHANGING and runs[-1] == (QUICK, 5, 0)
+    """With 200 rows and more it sums in another order. Five rows would not have shown it."""
+    sizes = {"N": 5, "D": 24, "bias": 0}
+    wanted = rows_of(offer(ALL), "linear", 300, **sizes)
+    dev = offer(UNSTEADY)
+    for T, chosen in ((5, QUICK), (300, MIDDLE)):
+        np.testing.assert_array_equal(rows_of(dev, "linear", T, **sizes), wanted[:T])
+        runs = ran()
+        assert runs[0][0] == (CHANGING if T == 5 else PLAIN) and runs[-1] == (chosen, T, 0)
 
 
 def bound(dev: Device, rows: int = 20) -> Bound:
@@ -274,7 +276,9 @@ def test_where_there_is_no_memory_the_reference_serves(offer: Callable[[int], De
     assert ran() == [(PLAIN, 4, 0)]
     prepare(product, 17)  # chosen before
     prepare(product, 4)  # given up
-    assert not ran() and library.cuda_emulated_used(0) == used
+    assert not ran()
+    prepare(product, 300)
+    assert ran() and library.cuda_emulated_used(0) == used
 
 
 # ---- finding it ----
