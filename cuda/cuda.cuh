@@ -52,12 +52,7 @@ __host__ __device__ static inline const real *frozen_data(const frozen *w)
 
 typedef struct Matmul Matmul; /* private to matmul.cu: cuBLASLt and the algorithms it picked */
 
-enum {
-    ARRIVALS = 256,
-    PINNED_PARTS = 4,
-    PART_BYTES = 1 << 20,
-    FETCHES = 2,
-};
+enum { ARRIVALS = 256, PINNED_PARTS = 4, PART_BYTES = 1 << 20, FETCHES = 2 };
 
 /* Pinned host memory that uploads pass through, part after part. A part is used again when the
  * copies out of it are done. */

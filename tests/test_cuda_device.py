@@ -307,9 +307,9 @@ def test_replayed_steps_give_the_same_bits(library: ctypes.CDLL, spec: str) -> N
 
 def test_decoding_is_replayed_while_prompts_gather(library: ctypes.CDLL) -> None:
     """A prompt waits three steps beside a sequence whose steps are replayed, and the next goes with
-    it. Prompts of many rows do not wait, nor one that has begun, nor one beside sequences of several
-    adapters, nor one that nobody decodes beside, nor any where no step is recorded. All get the
-    tokens they get alone."""
+    it. Prompts of many rows do not wait, nor one that has begun, nor one beside sequences of
+    several adapters, nor one that nobody decodes beside, nor any where no step is recorded. All get
+    the tokens that they get alone."""
     core = load().core
     adapter = randomize(_core.Adapter(core, rank=4))
     lengths = (9, 5, 130, 131, 6, 7, 8, 4, *range(130, 135))
