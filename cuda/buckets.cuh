@@ -136,7 +136,7 @@ static size_t trial_place(Trial *t, int rows, char *memory)
     t->bias = (real *)take((size_t)key.N * sizeof(real));
     t->c = take((size_t)(rows * c_step(key)) * (key.f32_out ? sizeof(float) : sizeof(real)));
     t->hash = (unsigned long long *)take((size_t)rows * sizeof *t->hash);
-    t->cold_bytes = t->cuda->cache_bytes;
+    t->cold_bytes = 2 * t->cuda->cache_bytes; /* busy for longer than a product takes to start */
     t->cold = take(t->cold_bytes);
     return used;
 }
@@ -181,21 +181,29 @@ static bool trial_open(Trial *t, int least, int wanted)
 
 /* ---- what an algorithm does ---- */
 
+/* Whether an algorithm says that it takes so many rows. */
+static bool trial_takes(Trial *t, const LtAlgorithm *algorithm, int rows)
+{
+    const Plan *plan = t->plan;
+    Matmul *m = t->cuda->matmul;
+    LtHeuristic checked;
+    plan_rows(t->cuda, plan, (uint64_t)rows);
+    return !m->MatmulAlgoCheck(m->handle, plan->desc, plan->b, plan->a, plan->c, plan->c, algorithm,
+                               &checked) &&
+           !checked.workspace;
+}
+
 /* Makes c with an algorithm; false where it is refused. */
 static bool trial_product(Trial *t, const LtAlgorithm *algorithm, int rows, float beta)
 {
     CudaDevice *cuda = t->cuda;
     const Plan *plan = t->plan;
     Matmul *m = cuda->matmul;
-    LtHeuristic checked;
     float alpha = 1.0f;
     plan_rows(cuda, plan, (uint64_t)rows);
     if (plan->key.bias)
         LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_BIAS_POINTER, &t->bias, sizeof t->bias);
     return !cuda->status &&
-           !m->MatmulAlgoCheck(m->handle, plan->desc, plan->b, plan->a, plan->c, plan->c, algorithm,
-                               &checked) &&
-           !checked.workspace &&
            !m->Matmul(m->handle, plan->desc, &alpha, t->b, plan->b, t->a, plan->a, &beta, t->c,
                       plan->c, t->c, plan->c, algorithm, nullptr, 0, cuda->stream);
 }
@@ -215,7 +223,9 @@ static bool trial_rows(Trial *t, unsigned long long *to, const LtAlgorithm *algo
     bool f32_out = t->plan->key.f32_out;
     if (f32_out) LAUNCH(cuda, small_kernel<float>, blocks, TRIAL_THREADS, 0, wide, count);
     if (!f32_out) LAUNCH(cuda, small_kernel<real>, blocks, TRIAL_THREADS, 0, half, count);
-    if (cuda->status || !trial_product(t, algorithm, rows, (float)accumulate)) return false;
+    if (cuda->status || !trial_takes(t, algorithm, rows) ||
+        !trial_product(t, algorithm, rows, (float)accumulate))
+        return false;
     CUDA_CHECK(cuda, cudaMemsetAsync(t->hash, 0, (size_t)rows * sizeof *to, cuda->stream));
     if (f32_out)
         LAUNCH(cuda, hash_kernel<float>, hashes, TRIAL_THREADS, 0, t->hash, wide, rows, N, step);

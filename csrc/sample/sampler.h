@@ -258,7 +258,7 @@ typedef struct Line {
     int decoding;           /* sequences that decode */
     int mixed;              /* these can't be replayed together */
     const Adapter *adapter; /* of the first of them */
-    int64_t prompt_rows;    /* of prompts; one that has begun counts as many */
+    int64_t prompt_rows;    /* that prompts lack */
     Client **client;        /* the one with the oldest request first */
     int clients, client_room;
 } Line;
@@ -283,9 +283,10 @@ enum { RECORDINGS = 32 }; /* 9 sizes of three adapters, and some */
 typedef struct Sampler {
     Model *model;
     Kv kv;
-    Arena arena;  /* of a step */
-    int graphs;   /* whether decode steps may be recorded */
-    int gathered; /* steps that prompts have waited for more of them */
+    Arena arena;      /* of a step */
+    int graphs;       /* whether decode steps may be recorded */
+    int gathered;     /* steps that prompts have waited for more of them */
+    int prompts_left; /* the newest step did not run all prompts that it could have */
     Recording recording[RECORDINGS];
     int64_t steps, replays; /* decoding steps, and those that were replayed */
     char *inputs;           /* host: the bytes that a decode step uploads */

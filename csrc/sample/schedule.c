@@ -105,9 +105,8 @@ static void line_add(Line *line, Client *c, const RequestSpec *spec, const Seque
         if (spec->topk_sample || spec->adapter != line->adapter) line->mixed = 1;
         return;
     }
-    int rows = s->length - s->cached;
-    if (c->wanted < STEP_ROWS) c->wanted += rows;
-    line->prompt_rows += rows < GATHER_ROWS && !s->page_count ? rows : GATHER_ROWS;
+    if (c->wanted < STEP_ROWS) c->wanted += s->length - s->cached;
+    line->prompt_rows += s->length - s->cached;
 }
 
 /* Counts what waits: clients, in the order of their oldest requests, and in rank[k + 1] those that
@@ -153,7 +152,7 @@ static int prompts_gather(Sampler *sampler)
 {
     const Line *line = &sampler->line;
     int gather = sampler->graphs && line->count && line->decoding && !line->mixed &&
-                 line->prompt_rows && line->prompt_rows < GATHER_ROWS &&
+                 line->prompt_rows && line->prompt_rows < GATHER_ROWS && !sampler->prompts_left &&
                  sampler->gathered < GATHER_STEPS;
     sampler->gathered = gather ? sampler->gathered + 1 : 0;
     return gather;
@@ -195,7 +194,8 @@ int schedule(Sampler *sampler, Turn *turns)
     Line *line = &sampler->line;
     int count = 0, states = sampler->kv.states.count, full = 0;
     line_form(line, sampler->request, sampler->count);
-    if (!prompts_gather(sampler))
+    int gather = prompts_gather(sampler), prompts = line->count - line->decoding;
+    if (!gather)
         rows_share(line,
                    STEP_ROWS - (line->decoding < STEP_SEQUENCES ? line->decoding : STEP_SEQUENCES));
     for (int i = 0; i < line->count && count < STEP_SEQUENCES; i++) {
@@ -212,7 +212,9 @@ int schedule(Sampler *sampler, Turn *turns)
         if (!room_pages(sampler, i, s->cached + take)) continue;
         turns[count++] = (Turn){r, j, s->cached, take, take == missing};
         if (prompt) r->client->rows -= take;
+        prompts -= prompt && take == missing;
     }
+    sampler->prompts_left = !gather && prompts > 0;
     order_by_adapter(turns, count);
     return count;
 }
