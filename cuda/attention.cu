@@ -247,7 +247,7 @@ __device__ static __forceinline__ void work_begin(Work<S> &w, const Attention &c
     w.saved = shared_part<float>(bytes, S::SAVED_AT, S::SAVED);
     w.told = shared_part<float>(bytes, S::SHARED_AT, S::TOLD_BYTES / 4);
     w.p = shared_part<real>(bytes, S::P_AT, S::P_BYTES / 2);
-    int warp = threadIdx.x / 32, own = warp % S::COL_WARPS, E = width<S>(c);
+    int warp = threadIdx.x / 32, own = warp % S::COL_WARPS, E = width<S>(c.E);
     w.g = blockIdx.y;
     w.row = warp / S::COL_WARPS * 16 * S::M;
     w.column = own * S::COLUMNS;
@@ -310,13 +310,12 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT) attention_kern
 template <int E_PAD, bool EXACT> static void attention_launch(CudaDevice *cuda, Attention c)
 {
     enum {
-        APART = E_PAD == 64 ? 4
-        : E_PAD == 128      ? 2
-                            : 1,
-        TOGETHER = E_PAD == 256 ? 8 : 4 / APART
+        APART = 256 / E_PAD, /* warps of rows of their own */
+        TOGETHER = E_PAD == 256 ? 8 : 4 / APART,
+        M = EXACT || E_PAD != 256 ? 2 : 1, /* more would spill */
     };
     typedef Shape<E_PAD, EXACT, 1, E_PAD == 64 ? 2 : 4, 1> Narrow;
-    typedef Shape < E_PAD, EXACT, APART, TOGETHER, EXACT || E_PAD<256 ? 2 : 1> Wide;
+    typedef Shape<E_PAD, EXACT, APART, TOGETHER, M> Wide;
     static_assert((int)Narrow::PARTS == (int)Wide::PARTS, "the same order of sums");
     if (c.T > c.S) {
         dim3 grid(tile_slots(c.T, c.S, c.group.size, Wide::ROWS), c.G);

@@ -98,6 +98,31 @@ __device__ static __forceinline__ void tile_load(Shared<real> tile, const Rows &
     }
 }
 
+/* ---- blocks ---- */
+
+/* How a block of ROW_WARPS·COL_WARPS warps divides its rows and their columns: COL_WARPS of them
+ * share 16·M rows, and each has columns of its own. The kernels' Shapes add what else they keep in
+ * shared memory. */
+template <int PAD, bool EXACT_, int ROW_WARPS, int COL_WARPS_, int M_> struct Layout {
+    enum {
+        E_PAD = PAD,
+        COL_WARPS = COL_WARPS_,
+        M = M_,
+        ROWS = 16 * M_ * ROW_WARPS,
+        THREADS = 32 * ROW_WARPS * COL_WARPS_,
+        COLUMNS = PAD / COL_WARPS_,
+        TILES = COLUMNS / 8,
+        RESIDENT = PAD == 256 ? 1 : 2, /* blocks that registers must leave room for */
+    };
+    static constexpr bool EXACT = EXACT_;
+};
+
+/* E, known to the compiler where tiles have that width. */
+template <class S> __device__ static __forceinline__ int width(int E)
+{
+    return S::EXACT ? (int)S::E_PAD : E;
+}
+
 /* ---- products ----
  *
  * A lane's part of ldmatrix's addresses is an index of a tile that it works out once: the kernels

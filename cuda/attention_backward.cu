@@ -28,32 +28,18 @@ typedef struct Backward {
     float scale; /* 1/√E */
 } Backward;
 
-/* A block of ROW_WARPS·COL_WARPS warps: each owns 16·M rows, and of their gradients the columns
- * that it does not share with the other COL_WARPS − 1 of the same rows. */
-template <int PAD, bool EXACT_, int ROW_WARPS_, int COL_WARPS_, int M_> struct Shape {
+/* A block. A warp sums its columns of the gradients of its rows. */
+template <int PAD, bool EXACT_, int ROW_WARPS, int COL_WARPS_, int M_>
+struct Shape : Layout<PAD, EXACT_, ROW_WARPS, COL_WARPS_, M_> {
     enum {
-        E_PAD = PAD,
-        COL_WARPS = COL_WARPS_,
-        M = M_,
-        ROWS = 16 * M_ * ROW_WARPS_,
-        THREADS = 32 * ROW_WARPS_ * COL_WARPS_,
-        COLUMNS = PAD / COL_WARPS_,
-        TILES = COLUMNS / 8,
-        OWNED = ROWS * PAD,     /* elements of a tile that stays */
+        OWNED = Layout<PAD, EXACT_, ROW_WARPS, COL_WARPS_, M_>::ROWS *
+            PAD,                /* of a tile that stays */
         PASSING = WALKED * PAD, /* elements of a tile that is walked over */
         FACTS_AT = (2 * OWNED + 4 * PASSING) * 2,
         BYTES = FACTS_AT + 2 * WALKED * 12,
-        RESIDENT = PAD == 256 ? 1 : 2, /* blocks that registers must leave room for */
     };
-    static constexpr bool EXACT = EXACT_;
     static_assert(BYTES <= 99 << 10, "sm_86 and sm_89 have no more");
 };
-
-/* E, known to the compiler where tiles have that width. */
-template <class S> __device__ static __forceinline__ int width(const Backward &c)
-{
-    return S::EXACT ? (int)S::E_PAD : c.E;
-}
 
 /* The six tiles of a block: two that stay, and two pairs that come and go. */
 template <class S> struct Tiles {
@@ -113,7 +99,7 @@ template <class S>
 __device__ static __forceinline__ void queries_load(const Tiles<S> &tiles, const Backward &c,
                                                     Span span, int g, int first, int pair)
 {
-    int E = width<S>(c);
+    int E = width<S>(c.E);
     Rows q = rows_of_group(c.q, span.row, span.rows, c.group, g, c.H, E);
     Rows dy = q;
     dy.base = c.dy + (q.base - c.q);
@@ -210,7 +196,7 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT) keys_backward_
     Tile tile;
     if (!tile_find<S::ROWS>(&tile, c.spans, c.S, {1, 0}, blockIdx.x, false)) return;
     Span span = tile.span;
-    int g = blockIdx.y, warp = threadIdx.x / 32, E = width<S>(c);
+    int g = blockIdx.y, warp = threadIdx.x / 32, E = width<S>(c.E);
     int rows = min(span.rows, tile.first + tile.count - 1 + c.window) * c.group.size;
     int row = warp / S::COL_WARPS * 16;
     Rows k = rows_of_head(c.k, span.row, span.rows, g, c.G, E), v = k;
@@ -261,7 +247,7 @@ template <class S>
 __device__ static __forceinline__ void keys_load(const Tiles<S> &tiles, const Backward &c,
                                                  Span span, int g, int first, int pair)
 {
-    int E = width<S>(c);
+    int E = width<S>(c.E);
     Rows k = rows_of_head(c.k, span.row, span.rows, g, c.G, E), v = k;
     v.base = c.v + (k.base - c.k);
     tile_load<S::E_PAD, S::EXACT, WALKED, S::THREADS>(tiles.walked(pair, 0), k, first, E);
@@ -328,7 +314,7 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     Tile tile;
     if (!tile_find<S::ROWS>(&tile, c.spans, c.S, c.group, blockIdx.x, true)) return;
     Span span = tile.span;
-    int g = blockIdx.y, warp = threadIdx.x / 32, E = width<S>(c), pair = 0;
+    int g = blockIdx.y, warp = threadIdx.x / 32, E = width<S>(c.E), pair = 0;
     int seen_by_all = group_query(c.group, tile.first);
     int last = group_query(c.group, tile.first + tile.count - 1);
     int first = max(seen_by_all + 1 - c.window, 0) / WALKED * WALKED;

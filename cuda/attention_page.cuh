@@ -26,36 +26,29 @@ typedef struct Attention {
     float scale; /* log2(e)/√E: exponentials are powers of 2 */
 } Attention;
 
-/* The layout of a block: ROW_WARPS·COL_WARPS warps. COL_WARPS of them share 16·M rows: each
- * computes the scores of its part of a page's keys, and sums its part of the columns over all keys,
- * for which the exponentials pass through shared memory. */
-template <int PAD, bool EXACT_, int ROW_WARPS_, int COL_WARPS_, int M_> struct Shape {
+/* A block. A warp computes the scores of its part of a page's keys, and sums its columns over all
+ * keys, for which the exponentials pass through shared memory. */
+template <int PAD, bool EXACT_, int ROW_WARPS, int COL_WARPS_, int M_>
+struct Shape : Layout<PAD, EXACT_, ROW_WARPS, COL_WARPS_, M_> {
+    typedef Layout<PAD, EXACT_, ROW_WARPS, COL_WARPS_, M_> Base;
     enum {
-        E_PAD = PAD,
-        COL_WARPS = COL_WARPS_,
-        M = M_,
-        ROWS = 16 * M_ * ROW_WARPS_,
-        THREADS = 32 * ROW_WARPS_ * COL_WARPS_,
-        COLUMNS = PAD / COL_WARPS_,
-        TILES = COLUMNS / 8,
         KEY_TILES = KV_PAGE / 8 / COL_WARPS_, /* of 8 keys, that a warp has of a page */
         /* A page is cut into so many parts for the sums of exponentials. Each is summed by itself,
          * so that narrow and wide blocks of one width add in the same order. */
         PARTS = PAD / 32,
         OWN = PARTS / COL_WARPS_, /* parts that a warp has */
         PAGE_BYTES = KV_PAGE * PAD * 2,
-        P_BYTES = COL_WARPS_ == 1 ? 0 : ROWS * KV_PAGE * 2,
+        P_BYTES = COL_WARPS_ == 1 ? 0 : Base::ROWS * KV_PAGE * 2,
         /* The exponentials take the place of the keys where there is no other. */
         P_IN_KEYS = PAD == 256 && M_ == 2,
-        SAVED = (TILES * 4 + 1) * M_ * THREADS, /* floats that a block puts aside between chunks */
+        /* Floats that a block puts aside between chunks. */
+        SAVED = (Base::TILES * 4 + 1) * M_ * Base::THREADS,
         SAVED_AT = 2 * PAGE_BYTES,
         SHARED_AT = SAVED_AT + SAVED * 4, /* what warps of the same rows tell one another */
-        TOLD_BYTES = COL_WARPS_ == 1 ? 0 : PARTS * ROWS * 4,
+        TOLD_BYTES = COL_WARPS_ == 1 ? 0 : PARTS * Base::ROWS * 4,
         P_AT = P_IN_KEYS ? 0 : SHARED_AT + TOLD_BYTES,
         BYTES = SHARED_AT + TOLD_BYTES + (P_IN_KEYS ? 0 : P_BYTES),
-        RESIDENT = PAD == 256 ? 1 : 2, /* blocks that registers must leave room for */
     };
-    static constexpr bool EXACT = EXACT_;
     static_assert(BYTES <= 99 << 10, "sm_86 and sm_89 have no more");
 };
 
@@ -80,17 +73,11 @@ template <class S> struct Work {
     uint32_t q[S::M][S::E_PAD / 16][4];
 };
 
-/* E, known to the compiler where tiles have that width. */
-template <class S> __device__ static __forceinline__ int width(const Attention &c)
-{
-    return S::EXACT ? (int)S::E_PAD : c.E;
-}
-
 template <class S>
 __device__ static __forceinline__ void page_load(Shared<real> tile, const real *all,
                                                  const Attention &c, const Work<S> &w, int page)
 {
-    int E = width<S>(c);
+    int E = width<S>(c.E);
     int64_t number = c.pages[w.tile.span.first + page];
     Rows rows = {all + (number * c.G + w.g) * KV_PAGE * E, E, {1, 0}, w.seen - page * KV_PAGE};
     tile_load<S::E_PAD, S::EXACT, KV_PAGE, S::THREADS>(tile, rows, 0, E);

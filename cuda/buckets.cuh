@@ -181,18 +181,6 @@ static bool trial_open(Trial *t, int least, int wanted)
 
 /* ---- what an algorithm does ---- */
 
-/* Whether an algorithm says that it takes so many rows. */
-static bool trial_takes(Trial *t, const LtAlgorithm *algorithm, int rows)
-{
-    const Plan *plan = t->plan;
-    Matmul *m = t->cuda->matmul;
-    LtHeuristic checked;
-    plan_rows(t->cuda, plan, (uint64_t)rows);
-    return !m->MatmulAlgoCheck(m->handle, plan->desc, plan->b, plan->a, plan->c, plan->c, algorithm,
-                               &checked) &&
-           !checked.workspace;
-}
-
 /* Makes c with an algorithm; false where it is refused. */
 static bool trial_product(Trial *t, const LtAlgorithm *algorithm, int rows, float beta)
 {
@@ -225,7 +213,7 @@ static bool trial_rows(Trial *t, unsigned long long *to, const LtAlgorithm *algo
     bool f32_out = t->plan->key.f32_out;
     if (f32_out) LAUNCH(cuda, small_kernel<float>, blocks, TRIAL_THREADS, 0, wide, count);
     if (!f32_out) LAUNCH(cuda, small_kernel<real>, blocks, TRIAL_THREADS, 0, half, count);
-    if (cuda->status || !trial_takes(t, algorithm, rows) ||
+    if (cuda->status || !plan_takes(cuda, t->plan, algorithm, (uint64_t)rows) ||
         !trial_product(t, algorithm, rows, (float)accumulate))
         return false;
     CUDA_CHECK(cuda, cudaMemsetAsync(t->hash, 0, (size_t)rows * sizeof *to, cuda->stream));
@@ -269,6 +257,11 @@ static float trial_time(Trial *t, const LtAlgorithm *algorithm, int rows)
 
 /* ---- the choice ---- */
 
+static int bucket_fewest(int i)
+{
+    return i ? bucket_rows[i - 1] + 1 : 1;
+}
+
 /* Keeps the reference's rows; false where it is refused. */
 static bool reference_rows(Trial *t)
 {
@@ -287,7 +280,7 @@ static void reference_try(CudaDevice *cuda, Plan *plan)
         while (plan->picked && !plan->steady && !cuda->status) {
             plan->steady = reference_rows(&t);
             for (int i = 0; i < BUCKETS && plan->steady; i++) {
-                int fewest = i ? bucket_rows[i - 1] + 1 : 1, most = bucket_rows[i];
+                int fewest = bucket_fewest(i), most = bucket_rows[i];
                 if (most <= t.most) plan->steady = trial_same(&t, &plan->reference, most);
                 if (plan->steady && fewest <= t.most)
                     plan->steady = trial_same(&t, &plan->reference, fewest);
@@ -303,7 +296,7 @@ static void bucket_choose(CudaDevice *cuda, Plan *plan, int i)
 {
     LtHeuristic found[TRIED];
     Bucket *bucket = &plan->bucket[i];
-    int fewest = i ? bucket_rows[i - 1] + 1 : 1, wanted = bucket_rows[i], others = 0;
+    int fewest = bucket_fewest(i), wanted = bucket_rows[i], others = 0;
     bucket->wanted = false;
     bucket->chosen = true;
     bucket->algorithm = plan->reference;

@@ -305,19 +305,24 @@ static bool candidate_sound(CudaDevice *cuda, const LtHeuristic *found)
            splits <= 1;
 }
 
+/* Whether an algorithm says that it takes so many rows. */
+static bool plan_takes(CudaDevice *cuda, const Plan *plan, const LtAlgorithm *algorithm,
+                       uint64_t rows)
+{
+    Matmul *m = cuda->matmul;
+    LtHeuristic checked;
+    plan_rows(cuda, plan, rows);
+    return !m->MatmulAlgoCheck(m->handle, plan->desc, plan->b, plan->a, plan->c, plan->c, algorithm,
+                               &checked) &&
+           !checked.workspace;
+}
+
 /* Whether a candidate can be the reference: it takes any number of rows. */
 static bool plan_accepts(CudaDevice *cuda, const Plan *plan, const LtHeuristic *found)
 {
-    Matmul *m = cuda->matmul;
     if (!candidate_sound(cuda, found)) return false;
-    for (uint64_t rows : lt_rows) {
-        LtHeuristic checked;
-        plan_rows(cuda, plan, rows);
-        if (m->MatmulAlgoCheck(m->handle, plan->desc, plan->b, plan->a, plan->c, plan->c,
-                               &found->algorithm, &checked) ||
-            checked.workspace)
-            return false;
-    }
+    for (uint64_t rows : lt_rows)
+        if (!plan_takes(cuda, plan, &found->algorithm, rows)) return false;
     return true;
 }
 

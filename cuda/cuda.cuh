@@ -114,7 +114,7 @@ Status cuda_malloc(CudaDevice *cuda, void **memory, size_t bytes, const char *pu
 
 /* Undefined memory for one op, until it returns or asks again: 256-byte aligned. An op that needs
  * several arrays takes one and cuts it. NULL, and a kept failure, if the op asks for more than the
- * step's rehearsal reserved; in the rehearsal NULL alone, and the op returns. */
+ * step's rehearsal reserved; in the rehearsal NULL alone, and the op starts no kernel. */
 void *cuda_scratch(CudaDevice *cuda, size_t bytes);
 
 /* The services of stream.cu: copies to the card on its one stream, and back. */

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from engine import device, emulated_library, set_mode
+from engine import MODES, device, emulated_library, set_mode
 from expert_cases import CASES
 from op_bar import run
 
-ORDERS = {"forward": 0, "reverse": 1, "random": 2}  # emulate::Order
+ORDERS = {name: MODES[name].order for name in ("forward", "reversed", "random")}
 
 
 @pytest.fixture

@@ -7,11 +7,13 @@
  *   q4_1    code·scale + offset           f16 scale, f16 offset, 16 bytes as q4_0's
  *   mxfp4   e2m1[code]·2^(scale − 127)    8-bit scale, 16 bytes as q4_0's (ggml's order)
  *   mxfp4_pairs                           the same, but numbers 2i and 2i + 1 share byte i
- *   q4_k    code·(d·scale) − dmin·least   256 numbers: f16 d, f16 dmin, 12 bytes with 6 bits for
- * each of 8 scales and of 8 leasts, 128 bytes: in each 32 of them numbers i and i + 32 of 64 share
- * byte i q5_k    the same                      the same with 32 bytes before the codes: their fifth
- * bits q6_k    (code − 32)·(d·scale)         256 numbers: 128 bytes of low and 64 of high bits of
- * codes, 16 scales of 8 bits, each of 16 numbers, f16 d
+ *   q4_k    code·(d·scale) − dmin·least   f16 d, f16 dmin, 12 bytes of scales and leasts, codes
+ *   q5_k    the same                      32 bytes before the codes: their fifth bits
+ *   q6_k    (code − 32)·(d·scale)         low bits, 64 bytes of high bits, 16 scales, f16 d
+ *
+ * The last three have 256 numbers. Of q4_k and q5_k, 32 share a scale and a least of 6 bits each;
+ * of q6_k, 16 share a scale of 8 bits. The low four bits of codes are 128 bytes: in q4_k and q5_k
+ * numbers i and i + 32 of each 64 share byte i, in q6_k i and i + 64 of each 128.
  *
  * d·scale, dmin·least and code·(d·scale) have no more digits than f32 has, so a number of the last
  * three types is rounded once at most, in whatever order it is made. */

@@ -31,13 +31,18 @@ typedef struct Decode {
     float *logits, *lse, *logp;
 } Decode;
 
+int decode_joins(const RequestSpec *spec, const Adapter *adapter)
+{
+    return !spec->topk_sample && spec->adapter == adapter;
+}
+
 int decode_fits(const Sampler *sampler, const Turn *turns, int count)
 {
     if (!sampler->graphs || !count) return 0;
     for (int i = 0; i < count; i++) {
         const RequestSpec *spec = &turns[i].request->spec;
-        if (turns[i].rows != 1 || !turns[i].draws || spec->topk_sample) return 0;
-        if (spec->adapter != turns[0].request->spec.adapter) return 0;
+        if (turns[i].rows != 1 || !turns[i].draws) return 0;
+        if (!decode_joins(spec, turns[0].request->spec.adapter)) return 0;
     }
     return 1;
 }

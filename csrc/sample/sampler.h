@@ -438,6 +438,8 @@ void scores_drop(Prefix *prefix, int32_t at);
 
 /* decode.c: steps in which every sequence runs one row and draws one token. */
 
+/* Whether a request can share a step with those of an adapter. */
+int decode_joins(const RequestSpec *spec, const Adapter *adapter);
 /* Whether the device records such a step. */
 int decode_fits(const Sampler *sampler, const Turn *turns, int count);
 Status decode_step(Sampler *sampler, const Turn *turns, int count);

@@ -102,7 +102,7 @@ static void line_add(Line *line, Client *c, const RequestSpec *spec, const Seque
     line->rank[++c->in_line]++;
     if (decodes(s)) {
         if (!line->decoding++) line->adapter = spec->adapter;
-        if (spec->topk_sample || spec->adapter != line->adapter) line->mixed = 1;
+        if (!decode_joins(spec, line->adapter)) line->mixed = 1;
         return;
     }
     if (c->wanted < STEP_ROWS) c->wanted += s->length - s->cached;

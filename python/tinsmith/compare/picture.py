@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.compare.report import Group, measures_of, title
+from tinsmith.demo.picture import COLORS
 
-COLORS = ("#2a6f97", "#e9a23b", "#4f9d69", "#a23b72")
 SHAPES = "osv^PX*hdp"  # of learning rates, in their order
 AXES = {
     "exact": "answers exactly right, %",

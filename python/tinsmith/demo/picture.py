@@ -12,7 +12,7 @@ from typing import Any
 
 from tinsmith.demo.outcomes import shown_rate
 
-COLORS = ("#2a6f97", "#e9a23b", "#4f9d69", "#a23b72")  # compare/picture.py's
+COLORS = ("#2a6f97", "#e9a23b", "#4f9d69", "#a23b72")
 THIN = {"linewidth": 0.8, "alpha": 0.45}
 Curve = Mapping[float, float]  # a figure at each learning rate
 
