@@ -203,9 +203,11 @@ static bool trial_product(Trial *t, const LtAlgorithm *algorithm, int rows, floa
     plan_rows(cuda, plan, (uint64_t)rows);
     if (plan->key.bias)
         LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_BIAS_POINTER, &t->bias, sizeof t->bias);
-    return !cuda->status &&
-           !m->Matmul(m->handle, plan->desc, &alpha, t->b, plan->b, t->a, plan->a, &beta, t->c,
-                      plan->c, t->c, plan->c, algorithm, nullptr, 0, cuda->stream);
+    if (cuda->status) return false;
+    int status = m->Matmul(m->handle, plan->desc, &alpha, t->b, plan->b, t->a, plan->a, &beta, t->c,
+                           plan->c, t->c, plan->c, algorithm, nullptr, 0, cuda->stream);
+    if (status) cudaGetLastError(); /* else the next launch would have it */
+    return !status;
 }
 
 /* The hashes of an algorithm's rows, c = a·b (accumulate: or c += a·b); false where it is refused.

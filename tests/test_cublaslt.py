@@ -74,6 +74,7 @@ def test_only_an_algorithm_whose_rows_keep_their_bits_is_taken(
     dev = offer(TEMPTING)
     for T in (9, 1, 2, 4):
         np.testing.assert_array_equal(linear(dev, T, dtype="bf16", bias=0), plain[:T])
+        assert ran()[-1] == (PLAIN, T, 0)
 
 
 @pytest.mark.parametrize("op", ("linear", "linear_backward", "head", "matmul"))
