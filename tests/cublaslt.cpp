@@ -246,7 +246,7 @@ static int product_of(const void *desc, const void *a, const void *b, const void
     return OK;
 }
 
-enum { PLAIN, OTHER, QUICK, MIDDLE, SLOW, LIAR, ODD, EVEN, CHANGING };
+enum { PLAIN, OTHER, QUICK, MIDDLE, SLOW, LIAR, ODD, EVEN, CHANGING, SPLIT, LARGE, PICKY };
 
 /* Algorithms of one sum, faster and slower ones, beside faster ones that must not be used. */
 static std::vector<Algorithm> several(Algorithm plain)
@@ -281,6 +281,9 @@ EXPORT int cublasLtMatmulAlgoGetHeuristic(void *, void *desc, void *a, void *b, 
     Algorithm plain = {1, 0, FORWARD, PLAIN, 1, INT32_MAX, 0, 1, {}, MAGIC};
     for (int i = 0; i < 4; i++) plain.align[i] = (int)want.align[i];
     Algorithm split = plain, large = plain, picky = plain;
+    split.name = SPLIT;
+    large.name = LARGE;
+    picky.name = PICKY;
     split.splits = 4;
     large.workspace = 1 << 20;
     large.sum = picky.sum = BACKWARD;
