@@ -214,8 +214,18 @@ void CPU(block_arrange)(frozen *to, int panel, int number, const unsigned char *
 
 /* ---- quantize.c ---- */
 
-/* One block of the type, which is made (dtype.h), of 32 inputs of 32 outputs, from[k·PANEL +
+/* A type that is made (dtype.h). Of levels, by cell of the numbers to be quantised: those on both
+ * sides of the cell's bound, and the lower one's code. */
+enum { CELLS = 32 };
+typedef struct Cells {
+    DType type;
+    int8_t low[CELLS], high[CELLS], code[CELLS];
+} Cells;
+
+Cells CPU(cells_make)(DType type);
+
+/* One block of the type, of 32 inputs of 32 outputs, from[k·PANEL +
  * output]; those from `live` on do not exist and are zeros. */
-void CPU(block_quantize)(unsigned char *to, DType type, const float *from, int live);
+void CPU(block_quantize)(unsigned char *to, const Cells *cells, const float *from, int live);
 
 #endif
