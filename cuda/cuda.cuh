@@ -52,12 +52,7 @@ __host__ __device__ static inline const real *frozen_data(const frozen *w)
 
 typedef struct Matmul Matmul; /* private to matmul.cu: cuBLASLt and the algorithms it picked */
 
-enum {
-    ARRIVALS = 256,
-    PINNED_PARTS = 4,
-    PART_BYTES = 1 << 20,
-    FETCHES = 2,
-};
+enum { ARRIVALS = 256, PINNED_PARTS = 4, PART_BYTES = 1 << 20, FETCHES = 2 };
 
 /* Pinned host memory that uploads pass through, part after part. A part is used again when the
  * copies out of it are done. */
@@ -86,6 +81,7 @@ typedef struct CudaDevice {
     int processors;      /* streaming multiprocessors: how many blocks fill the card */
     size_t all_bytes;    /* of the card's memory */
     size_t shared_bytes; /* that a block may have */
+    size_t cache_bytes;  /* of the card's cache */
     unsigned *arrived;   /* counters of a kernel's blocks, zero between this stream's launches */
     void *scratch;       /* see cuda_scratch */
     size_t scratch_bytes, rehearsed_bytes;
@@ -107,21 +103,18 @@ typedef struct CudaDevice {
 #define CUDA_NAME "cuda"
 #endif
 
-/* core's fail(), given by cuda_open. */
-extern FailFunction *fail_in_core;
+extern FailFunction *fail_in_core; /* core's fail(), given by cuda_open */
 
 /* Keeps a failure on the device until sync() returns it; the first one wins. */
 void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* Memory of the card; a refusal's sentence has the bytes that `purpose` needs, and the free ones.
- */
+/* Memory of the card; a refusal tells the bytes that `purpose` needs, and the free ones. */
 Status cuda_malloc(CudaDevice *cuda, void **memory, size_t bytes, const char *purpose);
 
-/* Device memory for one op, until it returns or asks again: 256-byte aligned, its content
- * undefined. An op that needs several arrays takes one and cuts it. NULL, and a kept failure, if
- * the op asks for more than the step's rehearsal reserved. In the rehearsal NULL without a failure:
- * the op then returns. */
+/* Undefined memory for one op, until it returns or asks again: 256-byte aligned. An op that needs
+ * several arrays takes one and cuts it. NULL, and a kept failure, if the op asks for more than the
+ * step's rehearsal reserved; in the rehearsal NULL alone, and the op returns. */
 void *cuda_scratch(CudaDevice *cuda, size_t bytes);
 
 /* The services of stream.cu: copies to the card on its one stream, and back. */
@@ -141,13 +134,13 @@ static inline CudaDevice *cuda_of(Device *dev)
     return (CudaDevice *)dev;
 }
 
+/* ---- launching ---- */
+
 /* Blocks of `size` that cover n. */
 static inline unsigned cuda_blocks(int64_t n, int64_t size)
 {
     return (unsigned)((n + size - 1) / size);
 }
-
-/* ---- launching ---- */
 
 /* Starts kernel(args...) on the device's stream; nothing happens for an empty grid or after a
  * failure. A template's kernel with commas goes in parentheses. */
@@ -171,11 +164,9 @@ static void cuda_launch(CudaDevice *cuda, const char *name, const char *file, in
         name, grid, block, shared_bytes, cuda->shared_bytes, [=] { kernel(args...); }, failed};
     cuda_check(cuda, emulate::enqueue(cuda->stream, {{}, true, launch}), name, file, line);
 #else
+    cudaFuncAttribute most = cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (shared_bytes > 48 << 10 &&
-        cuda_check(cuda,
-                   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        (int)shared_bytes),
-                   name, file, line))
+        cuda_check(cuda, cudaFuncSetAttribute(kernel, most, (int)shared_bytes), name, file, line))
         return;
     kernel<<<grid, block, shared_bytes, cuda->stream>>>(args...);
     cuda_check(cuda, cudaGetLastError(), name, file, line);
@@ -378,6 +369,13 @@ __device__ static __forceinline__ float fast_exp(float x)
 __device__ static __forceinline__ float fast_sigmoid(float x)
 {
     return 1.0f / (1.0f + fast_exp(-x));
+}
+
+/* x, unknown to the compiler: what is made of it is not made early, to fill registers in a loop. */
+__device__ static __forceinline__ int opaque(int x)
+{
+    asm volatile("" : "+r"(x));
+    return x;
 }
 
 /* ---- warps and blocks: the same order of sums in every lane, so all get the same bits ---- */
@@ -596,5 +594,7 @@ __device__ static __forceinline__ void flag_wait(const unsigned *flag)
  * device. */
 void matmul_open(CudaDevice *cuda, const DeviceLibraries *libraries);
 void matmul_close(CudaDevice *cuda);
+/* Chooses algorithms for the products that were rehearsed and have none. Waits for the card. */
+void matmul_choose(CudaDevice *cuda);
 
 #endif

@@ -551,10 +551,12 @@ class Mode:
 
     lazy: bool = False  # work waits until the host waits for it
     truncating: bool = False  # tensor cores cut their sums
+    order: int = 3  # of warps and blocks, emulate::Order: forward, reversed and random in turn
 
 
 MODES = {"": Mode(), "lazy": Mode(lazy=True), "truncating": Mode(truncating=True)}
 MODES["lazy,truncating"] = Mode(lazy=True, truncating=True)
+MODES |= {"forward": Mode(order=0), "reversed": Mode(order=1), "random": Mode(order=2)}
 modes: list[Mode] = []  # what the emulator was set to, the last one now
 
 
@@ -565,7 +567,9 @@ def set_mode(mode: Mode | None = None) -> None:
     if named not in MODES:
         raise RuntimeError(f"TINSMITH_EMULATE is {named!r}, not one of {', '.join(MODES)[2:]}")
     mode = MODES[named] if mode is None else mode
-    ctypes.CDLL(str(emulated_build()[0])).cuda_emulated_mode(mode.lazy, mode.truncating)
+    library = ctypes.CDLL(str(emulated_build()[0]))
+    library.cuda_emulated_mode(mode.lazy, mode.truncating)
+    library.cuda_emulated_order(mode.order)
     modes[:] = [mode]
 
 

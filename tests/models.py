@@ -452,7 +452,7 @@ def in_bf16() -> bool:
 
 def assert_rows_near(name: str, found: np.ndarray, compute: Callable[[torch.dtype], Any]) -> None:
     """assert_near of a model's rows. In bf16 a mixture's row near a tie goes to another expert, by
-    luck, here or in torch's run: there the medians of the rows' errors are compared."""
+    luck, here or in torch's run: there nine rows of ten are compared, by the largest error."""
     if not (in_bf16() and any("experts" in key for key in SPECS[name].config)):
         assert_near(found, compute)
         return
@@ -460,7 +460,7 @@ def assert_rows_near(name: str, found: np.ndarray, compute: Callable[[torch.dtyp
     sides = (
         np.reshape(side - wanted, (len(wanted), -1)) for side in (found, compute(torch.bfloat16))
     )
-    ours, theirs = (np.median(np.linalg.norm(side, axis=1)) for side in sides)
+    ours, theirs = (np.quantile(np.linalg.norm(side, axis=1), 0.9) for side in sides)
     size = np.median(np.linalg.norm(np.reshape(wanted, (len(wanted), -1)), axis=1))
     assert np.shape(found) == np.shape(wanted)
     assert ours <= MORE * theirs + EPSILON * size
