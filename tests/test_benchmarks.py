@@ -42,6 +42,7 @@ PROGRAMS = {
         "--shape tiny --batches 1 3 --datums 2 --length 9 --new 2 --clock wall"
     ),
     "start": "",
+    "load": "--model SmolLM2-135M --layers 1 --vocab 64",
     "off_policy": "--steps 3 --groups 1 --group-size 2 --stale 1",
     "latency": "--request 1 --adapter 1 --model 1",
     "page": "--steps 1 --datums 1 --runs 2",
@@ -92,6 +93,7 @@ ROWS = {  # case -> sides, "" for any further case of the table
         },
     },
     "off_policy": {str(step): ["stable_reinforce", "importance_sampling"] for step in range(3)},
+    "load": {"1": ["stored", "int8", "int4"]},
     "start": {
         "first forward_backward": ["tinsmith.Model", "tinsmith serve"],
         "import": ["tinsmith", "tinsmith.server.backend", "numpy", "tinker"],

@@ -9,6 +9,10 @@
 
 #include "packed.h"
 
+enum {
+    ASKED = 4 * BLOCK
+}; /* numbers of a row, from those being read to those that are prefetched */
+
 typedef struct Load {
     frozen *to;
     const void *from; // (rows, cols)
@@ -62,11 +66,43 @@ static void load_panel(void *context, int64_t panel)
 
 /* ---- types with blocks ---- */
 
+/* VL numbers, widened. */
+static inline vf wide_at(const Load *load, size_t at)
+{
+    const unsigned char *from = load->from;
+    if (load->type == DTYPE_BF16) return v_load_bf16(from + at * 2);
+    if (load->type == DTYPE_F16) return v_load_half(from + at * 2);
+    return v_load((const float *)from + at);
+}
+
+/* A whole block's rows; those that the next one reads are asked for. */
+static void rows_gather(float *to, const Load *load, size_t first, size_t k)
+{
+    size_t cols = (size_t)load->to->cols, bytes = load->type == DTYPE_F32 ? 4 : 2;
+    for (size_t x = 0; x < PANEL; x += VL) {
+        for (size_t r = 0; r < VL; r++)
+            __builtin_prefetch((const unsigned char *)load->from +
+                               ((first + x + r) * cols + k + ASKED) * bytes);
+        for (size_t i = 0; i < BLOCK; i += VL) {
+            vf v[VL];
+#pragma GCC unroll 16
+            for (size_t r = 0; r < VL; r++) v[r] = wide_at(load, (first + x + r) * cols + k + i);
+            square_turn(v);
+#pragma GCC unroll 16
+            for (size_t r = 0; r < VL; r++) v_store(to + (i + r) * PANEL + x, v[r]);
+        }
+    }
+}
+
 /* Block number `number` of a panel's rows, of wide numbers, as quantize.c takes it. */
 static void block_gather(float *to, const Load *load, size_t first, size_t live, size_t number)
 {
     size_t cols = (size_t)load->to->cols, k = number * BLOCK;
     size_t width = cols - k < BLOCK ? cols - k : BLOCK;
+    if (live == PANEL && width == BLOCK) {
+        rows_gather(to, load, first, k);
+        return;
+    }
     float part[BLOCK * BLOCK] = {0};
     for (size_t r = 0; r < live; r++) {
         size_t at = (first + r) * cols + k;
@@ -88,6 +124,8 @@ static void pack_panel(void *context, int64_t panel)
     size_t live = (size_t)w->rows - first < PANEL ? (size_t)w->rows - first : PANEL;
     TypeInfo info = dtype_info(load->type);
     size_t step = across * BLOCK / (size_t)(info.block ? info.block : 1) * info.block_bytes;
+    Cells cells = {0};
+    if (!dtype_packed(load->type)) cells = CPU(cells_make)(w->type);
     for (size_t number = 0; number < across; number++) {
         if (dtype_packed(load->type)) {
             const unsigned char *rows = (const unsigned char *)load->from + first * step;
@@ -98,7 +136,7 @@ static void pack_panel(void *context, int64_t panel)
         block_gather(block, load, first, live, number);
         size_t inputs = (size_t)w->cols - number * BLOCK;
         Square s = square_at(w, w->type, (int)panel, (int)number);
-        CPU(block_quantize)((unsigned char *)s.block, w->type, block,
+        CPU(block_quantize)((unsigned char *)s.block, &cells, block,
                             inputs < BLOCK ? (int)inputs : BLOCK);
     }
 }

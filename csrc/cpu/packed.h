@@ -25,7 +25,7 @@
  * which rounds both sides of a product, the bits of the widened weight in bf16.)
  *
  * Error of one weight, as a share of their standard deviation, for Gaussian ones: int8 0.54 %; int4
- * 7.33 % in 4.5 bits. Other codes in blocks of 32, each with an f16 scale: NF4 7.61, integers 8.09,
+ * 7.35 % in 4.5 bits. Other codes in blocks of 32, each with an f16 scale: NF4 7.61, integers 8.09,
  * both with the best scale of 34; as llama.cpp makes them q4_0 8.59, and q4_1, in 5 bits, 7.82; NF4
  * in blocks of 64, as bitsandbytes has it, 9.19; MXFP4 11.16. (SmolLM2's embedding, of which the
  * package has 8 bits: int4 8.1 %, q4_0 10.0, q4_1 8.4, MXFP4 11.8.) */
@@ -214,8 +214,18 @@ void CPU(block_arrange)(frozen *to, int panel, int number, const unsigned char *
 
 /* ---- quantize.c ---- */
 
-/* One block of the type, which is made (dtype.h), of 32 inputs of 32 outputs, from[k·PANEL +
+/* A type that is made (dtype.h). Of levels, by cell of the numbers to be quantised: those on both
+ * sides of the cell's bound, and the lower one's code. */
+enum { CELLS = 32 };
+typedef struct Cells {
+    DType type;
+    int8_t low[CELLS], high[CELLS], code[CELLS];
+} Cells;
+
+Cells CPU(cells_make)(DType type);
+
+/* One block of the type, of 32 inputs of 32 outputs, from[k·PANEL +
  * output]; those from `live` on do not exist and are zeros. */
-void CPU(block_quantize)(unsigned char *to, DType type, const float *from, int live);
+void CPU(block_quantize)(unsigned char *to, const Cells *cells, const float *from, int live);
 
 #endif

@@ -4,19 +4,27 @@
  *   int4   scale = the one of a few whose codes leave the least Σ (w − level·scale)²
  *
  * An int4 scale may be negative, because the levels are not symmetric: the largest weight may lie
- * at either end. Around each end TRIES scales are tried (3: an error of 7.33 % for Gaussian
- * weights; 5 would give 7.29, 1 7.55). For the levels nearest to w / scale the best scale is
- * Σ level·w / Σ level², in f16, and the codes are chosen again for it. What int4 can hold exactly
- * it holds: that is the first scale tried. Weights beyond ±WEIGHT_MOST, which no model has, count
- * as that. 32 outputs of a block stand side by side, so nothing crosses lanes. Compute bound: some
- * 20 instructions for VL weights and each scale that is tried. */
+ * at either end. Four scales are tried: at each end, and STEP beyond and before the first one,
+ * which is farther out (7.35 % for Gaussian weights; around the better one 7.36). For the levels
+ * nearest to w / scale the best scale is Σ level·w / Σ level², in f16, and the codes are chosen
+ * again for it. What int4 can hold exactly it holds: that is the first scale tried. 32 outputs of a
+ * block stand side by side, so nothing crosses lanes.
+ *
+ * Scales are tried in whole numbers of 16 bits, two inputs to a lane: a weight as a share of the
+ * largest, and w / scale in steps of 1/UNIT of a sixteenth. The highest five bits of that name a
+ * cell, which has one bound between two levels at most. Compute bound: some 14 instructions for
+ * 2·VL weights and each scale that is tried, and as many in all for VL weights besides. */
 #include "packed.h"
 
-enum { TRIES = 3 };
+enum {
+    FINE = 16,     /* levels are so many whole ones */
+    UNIT = 240,    /* of 1/FINE: 127 of it, (1 + STEP) beyond, are less than 2^15 */
+    WHOLE = 32767, /* the largest weight of a block */
+};
 
-#define STEP 0.04f         /* between the scales that are tried */
+#define STEP 0.06f         /* between the scales that are tried */
 #define HALF_MOST 65504.0f /* the largest f16 */
-#define WEIGHT_MOST 5e5f   /* with the largest scale and level */
+#define TINY 1e-30f        /* less than any scale's weights */
 
 /* ---- f16 ---- */
 
@@ -61,33 +69,128 @@ static inline void half_store(unsigned char *to, vf x)
 #endif
 }
 
-/* ---- the nearest level ---- */
+/* ---- the nearest level, of two numbers of 16 bits in each lane ---- */
 
-/* The middles between neighbouring levels: the code of x is how many of them lie below it. */
-typedef struct Bounds {
-    float middle;          /* the eighth */
-    float next[3][LEVELS]; /* by the code so far, that which a binary search looks at next */
-} Bounds;
-
-static Bounds bounds_make(const float *level)
+/* The code of a number in steps of 1/UNIT. */
+static int code_of(const float *level, int number)
 {
-    Bounds b;
-    float bound[LEVELS];
-    for (int i = 0; i + 1 < LEVELS; i++) bound[i] = 0.5f * (level[i] + level[i + 1]);
-    bound[LEVELS - 1] = INFINITY;
-    b.middle = bound[7];
-    for (int step = 0, ahead = 3; step < 3; step++, ahead /= 2)
-        for (int i = 0; i < LEVELS; i++)
-            b.next[step][i] = bound[i + ahead < LEVELS ? i + ahead : LEVELS - 1];
-    return b;
+    int code = 0;
+    while (code + 1 < LEVELS && number > (level[code] + level[code + 1]) * (FINE * UNIT / 2))
+        code++;
+    return code;
 }
 
-static inline vu nearest(const Bounds *b, vf x)
+Cells CPU(cells_make)(DType type)
 {
-    vu code = (vu)(x > v_set(b->middle)) & 8u;
-    code |= (vu)(x > v_lookup(v_table(b->next[0]), code)) & 4u;
-    code |= (vu)(x > v_lookup(v_table(b->next[1]), code)) & 2u;
-    return code | ((vu)(x > v_lookup(v_table(b->next[2]), code)) & 1u);
+    const float *level = CPU(levels)[type];
+    Cells cells = {.type = type};
+    for (int i = 0; i < CELLS; i++) {
+        int begin = (i < CELLS / 2 ? i : i - CELLS) * (1 << 11), code = code_of(level, begin);
+        cells.code[i] = (int8_t)code;
+        cells.low[i] = (int8_t)(level[code] * FINE);
+        cells.high[i] = (int8_t)(level[code_of(level, begin + (1 << 11) - 1)] * FINE);
+    }
+    return cells;
+}
+
+/* The nearest whole number; |x| < 2²². */
+static inline vi whole_round(vf x)
+{
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtps_epi32((__m512)x);
+#else
+    vf shift = v_set(12582912.0f); /* 1.5·2²³: adding it rounds */
+    return __builtin_convertvector((x + shift) - shift, vi);
+#endif
+}
+
+/* Two numbers, each in 16 bits, in a lane. */
+static inline vi pair_join(vi low, vi high)
+{
+    return (low & 0xffff) | high << 16;
+}
+
+/* Both numbers times those of c / 2^15, rounded. */
+static inline vi pair_scale(vi a, vi c)
+{
+#if defined(__AVX512BW__)
+    return (vi)_mm512_mulhrs_epi16((__m512i)a, (__m512i)c);
+#elif defined(__AVX2__)
+    return (vi)_mm256_mulhrs_epi16((__m256i)a, (__m256i)c);
+#else
+    return pair_join((((a << 16) >> 16) * ((c << 16) >> 16) + (1 << 14)) >> 15,
+                     ((a >> 16) * (c >> 16) + (1 << 14)) >> 15);
+#endif
+}
+
+/* The sum of both products. */
+static inline vi pair_dot(vi a, vi b)
+{
+#if defined(__AVX512BW__)
+    return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+#if defined(__AVX512BW__)
+static inline __m512i cells_load(const int8_t *table)
+{
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(const void *)table));
+}
+#elif defined(__AVX2__)
+/* A table's entries for cells of 16 bits: a shuffle knows 16 of its bytes, and gives those that are
+ * asked for in the upper halves. */
+static inline __m256i cells_look(const int8_t *table, __m256i cell)
+{
+    const __m128i *half = (const __m128i *)(const void *)table;
+    __m256i at = _mm256_or_si256(_mm256_slli_epi16(cell, 8), _mm256_set1_epi16(0x80));
+    __m256i first = _mm256_broadcastsi128_si256(_mm_loadu_si128(half));
+    __m256i second = _mm256_broadcastsi128_si256(_mm_loadu_si128(half + 1));
+    __m256i found =
+        _mm256_blendv_epi8(_mm256_shuffle_epi8(first, at), _mm256_shuffle_epi8(second, at),
+                           _mm256_slli_epi16(cell, 11));
+    return _mm256_srai_epi16(found, 8);
+}
+#endif
+
+/* The nearest levels in 1/FINE to numbers in steps of 1/UNIT, or their codes. */
+static inline __attribute__((always_inline)) vi pair_nearest(const Cells *cells, vi v,
+                                                             const int codes)
+{
+#if defined(__AVX512BW__)
+    __m512i cell = _mm512_srli_epi16((__m512i)v, 11);
+    __m512i low = _mm512_permutexvar_epi16(cell, cells_load(cells->low));
+    __m512i high = _mm512_permutexvar_epi16(cell, cells_load(cells->high));
+    __m512i twice = _mm512_mullo_epi16(_mm512_add_epi16(low, high), _mm512_set1_epi16(UNIT / 2));
+    __mmask32 above = _mm512_cmpgt_epi16_mask((__m512i)v, twice);
+    if (!codes) return (vi)_mm512_mask_mov_epi16(low, above, high);
+    __m512i code = _mm512_permutexvar_epi16(cell, cells_load(cells->code));
+    above = _mm512_mask_cmpneq_epi16_mask(above, low, high); /* else the cell has no bound */
+    return (vi)_mm512_mask_add_epi16(code, above, code, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+    __m256i cell = _mm256_srli_epi16((__m256i)v, 11);
+    __m256i low = cells_look(cells->low, cell), high = cells_look(cells->high, cell);
+    __m256i twice = _mm256_mullo_epi16(_mm256_add_epi16(low, high), _mm256_set1_epi16(UNIT / 2));
+    __m256i above = _mm256_cmpgt_epi16((__m256i)v, twice);
+    if (!codes) return (vi)_mm256_blendv_epi8(low, high, above);
+    above = _mm256_andnot_si256(_mm256_cmpeq_epi16(low, high), above); /* else it has no bound */
+    return (vi)_mm256_sub_epi16(cells_look(cells->code, cell), above);
+#else
+    int16_t number[2 * VL];
+    memcpy(number, &v, sizeof number);
+    for (int i = 0; i < 2 * VL; i++) {
+        int cell = (uint16_t)number[i] >> 11, low = cells->low[cell], high = cells->high[cell];
+        int above = number[i] > (low + high) * (UNIT / 2);
+        number[i] = (int16_t)(codes   ? cells->code[cell] + (above && low != high)
+                              : above ? high
+                                      : low);
+    }
+    memcpy(&v, number, sizeof number);
+    return v;
+#endif
 }
 
 /* ---- blocks: outputs [x, x + VL) ---- */
@@ -106,78 +209,115 @@ static inline vf inverse(vf scale)
 
 static inline vf weight_at(const float *from, int k, int x)
 {
-    vf most = v_set(WEIGHT_MOST);
-    return v_min(most, v_max(-most, v_load(from + k * PANEL + x)));
+    return v_load(from + k * PANEL + x);
 }
 
 static void bytes_quantize(unsigned char *to, const float *from, int x)
 {
     Blocks b = blocks_of(DTYPE_INT8);
-    vf most = v_set(0.0f), shift = v_set(12582912.0f); /* 1.5·2²³: adding it rounds */
+    vf most = v_set(0.0f);
     for (int k = 0; k < BLOCK; k++) most = v_max(most, magnitude(weight_at(from, k, x)));
     vf scale = half_round(most * (1.0f / 127.0f)), over = inverse(scale);
     half_store(to + 2 * x, scale);
     for (int k = 0; k < BLOCK; k++) {
         vf y = weight_at(from, k, x) * over;
         y = v_min(v_set(127.0f), v_max(v_set(-127.0f), y));
-        vc bytes = __builtin_convertvector(__builtin_convertvector((y + shift) - shift, vi), vc);
+        vc bytes = __builtin_convertvector(whole_round(y), vc);
         memcpy(to + b.codes + k * PANEL + x, &bytes, sizeof bytes);
     }
 }
 
-/* The best scale of these levels for the first `live` inputs. */
-static inline vf best_scale(const float *from, int live, const float *level, const Bounds *bounds,
-                            int x)
+/* Inputs k and k + 1, times `over` and rounded; what is beyond ±`most` is that. */
+static inline vi weights_pair(const float *from, int k, int x, vf over, vf most)
 {
-    Lookup table = v_table(level);
-    vf peak = v_set(0.0f), squares = v_set(0.0f);
+    vf first = weight_at(from, k, x) * over, second = weight_at(from, k + 1, x) * over;
+    return pair_join(whole_round(v_min(most, v_max(-most, first))),
+                     whole_round(v_min(most, v_max(-most, second))));
+}
+
+/* A scale that was tried, and by how much its codes lessen Σ w², in shares of the largest weight.
+ */
+typedef struct Tried {
+    vf scale, gain;
+} Tried;
+
+/* The best scale for the levels that are nearest to the shares times c / 2^15. `one` is the weight
+ * of a share of 1. */
+static inline __attribute__((always_inline)) Tried scale_try(const Cells *cells, const vi *share,
+                                                             vi c, int live, vf one, vf over)
+{
+    vi product = {0}, square = {0};
+    for (int k = 0; k < live; k += 2) {
+        vi y = pair_nearest(cells, pair_scale(share[k / 2], c), 0);
+        if (k + 1 == live) y &= 0xffff; /* its second input does not exist */
+        product += pair_dot(y, share[k / 2]);
+        square += pair_dot(y, y);
+    }
+    vf p = __builtin_convertvector(product, vf) * (1.0f / FINE);
+    vf q = __builtin_convertvector(square, vf) * (1.0f / (FINE * FINE)); /* no level is 0 */
+    vf scale = half_round(p / q * one), s = scale * over;
+    return (Tried){scale, s * v_fma(-s, q, 2.0f * p)};
+}
+
+/* The one of two that gains more, and the first where the sums can't tell. */
+static inline Tried better_of(Tried a, Tried b)
+{
+    vi second = (vi)(b.gain > a.gain * (1.0f + 2e-5f));
+    return (Tried){v_select(second, b.scale, a.scale), v_select(second, b.gain, a.gain)};
+}
+
+/* What shares are multiplied by so that the largest is `part` beyond a level. */
+static inline vi level_at(float level, float part)
+{
+    float c = level * (float)(FINE * UNIT) / part * ((float)(1 << 15) / WHOLE);
+    int whole = (int)(c + (c > 0.0f ? 0.5f : -0.5f)) & 0xffff;
+    return (vi){0} + (int)((uint32_t)whole << 16 | (uint32_t)whole);
+}
+
+static inline __attribute__((always_inline)) vf best_scale(const float *from, int live,
+                                                           const Cells *cells, int x)
+{
+    const float *level = CPU(levels)[cells->type];
+    vf most = v_set(0.0f), least = v_set(0.0f), whole = v_set((float)WHOLE);
     for (int k = 0; k < live; k++) {
-        vf w = weight_at(from, k, x);
-        peak = v_select(magnitude(w) > magnitude(peak), w, peak);
-        squares = v_fma(w, w, squares);
+        most = v_max(weight_at(from, k, x), most);
+        least = v_min(weight_at(from, k, x), least);
     }
-    vf best = v_set(0.0f), least = squares, digits = squares * 1e-6f; /* that the sums have */
-    for (int t = 0; t < 2 * TRIES; t++) {
-        int n = t / 2; /* 0, 1, −1, 2, −2, … steps from the end */
-        float share = 1.0f + STEP * (float)(n % 2 ? (n + 1) / 2 : -(n / 2));
-        vf over = inverse(peak * (share / level[t % 2 ? LEVELS - 1 : 0]));
-        vf product = v_set(0.0f), square = v_set(0.0f);
-        for (int k = 0; k < live; k++) {
-            vf w = weight_at(from, k, x), y = v_lookup(table, nearest(bounds, w * over));
-            product = v_fma(y, w, product);
-            square = v_fma(y, y, square);
-        }
-        vf scale = half_round(product / square); /* no level is 0 */
-        vf error = squares + scale * v_fma(scale, square, -2.0f * product);
-        vi better = (vi)(error + digits < least);
-        least = v_select(better, error, least);
-        best = v_select(better, scale, best);
-    }
-    return best;
+    vf peak = v_select((vi)(-least > most), least, most);
+    vf over = whole * inverse(v_select((vi)(magnitude(peak) < v_set(TINY)), v_set(0.0f), peak));
+    vf one = peak * (1.0f / WHOLE);
+    vi share[BLOCK / 2];
+    for (int k = 0; k < live; k += 2) share[k / 2] = weights_pair(from, k, x, over, whole);
+    vi tried[] = {level_at(level[0], 1.0f), level_at(level[LEVELS - 1], 1.0f),
+                  level_at(level[0], 1.0f + STEP), level_at(level[0], 1.0f - STEP)};
+    Tried best = {v_set(0.0f), v_set(0.0f)};
+    for (size_t i = 0; i < sizeof tried / sizeof *tried; i++)
+        best = better_of(best, scale_try(cells, share, tried[i], live, one, over));
+    return best.scale;
 }
 
-static void nibbles_quantize(unsigned char *to, DType type, const float *from, int live,
-                             const Bounds *bounds, int x)
+static void nibbles_quantize(unsigned char *to, const float *from, int live, const Cells *cells,
+                             int x)
 {
-    Blocks b = blocks_of(type);
-    vf scale = best_scale(from, live, CPU(levels)[type], bounds, x), over = inverse(scale);
+    Blocks b = blocks_of(cells->type);
+    vf scale = live == BLOCK ? best_scale(from, BLOCK, cells, x) : best_scale(from, live, cells, x);
+    vf over = (float)(FINE * UNIT) * inverse(scale), most = v_set((float)WHOLE);
     half_store(to + 2 * x, scale);
-    for (int word = 0; word < BLOCK / NIBBLES; word++) {
+    for (int k = 0; k < BLOCK; k += NIBBLES) {
         vu u = {0};
-        for (int i = 0; i < NIBBLES; i++) {
-            vf w = weight_at(from, word * NIBBLES + i, x);
-            u |= nearest(bounds, w * over) << (4 * i);
+        for (int i = 0; i < NIBBLES; i += 2) {
+            vu pair = (vu)pair_nearest(cells, weights_pair(from, k + i, x, over, most), 1);
+            u |= (pair | pair >> 12) << (4 * i) & 255u << (4 * i);
         }
-        memcpy(to + b.codes + 4 * (word * PANEL + x), &u, sizeof u);
+        memcpy(to + b.codes + 4 * (k / NIBBLES * PANEL + x), &u, sizeof u);
     }
 }
 
-void CPU(block_quantize)(unsigned char *to, DType type, const float *from, int live)
+void CPU(block_quantize)(unsigned char *to, const Cells *cells, const float *from, int live)
 {
-    if (type == DTYPE_INT8) {
-        for (int x = 0; x < PANEL; x += VL) bytes_quantize(to, from, x);
-        return;
-    }
-    Bounds bounds = bounds_make(CPU(levels)[type]);
-    for (int x = 0; x < PANEL; x += VL) nibbles_quantize(to, type, from, live, &bounds, x);
+    for (int x = 0; x < PANEL; x += VL)
+        if (cells->type == DTYPE_INT8)
+            bytes_quantize(to, from, x);
+        else
+            nibbles_quantize(to, from, live, cells, x);
 }
