@@ -24,6 +24,7 @@ typedef struct Backward {
     float *delta; /* (T, H) */
     const Span *spans;
     int S, T, H, G, E, window;
+    int64_t q_step, kv_step; /* of dq's rows, and of dk's, dv's and v's */
     Group group;
     float scale; /* 1/√E */
 } Backward;
@@ -179,8 +180,8 @@ static __global__ void __launch_bounds__(S::THREADS) keys_backward_kernel(Backwa
     int rows = min(span.rows, tile.first + tile.count - 1 + c.window) * c.group.size;
     int row = warp / S::COL_WARPS * 16, column = warp % S::COL_WARPS * S::COLUMNS;
     int key = tile.first + row + threadIdx.x % 32 / 4;
-    Rows k = rows_of_head(c.k, span.row, span.rows, g, c.G, c.E), v = k;
-    v.base = c.v + (k.base - c.k);
+    Rows k = rows_of_head(c.k, span.row, span.rows, g, c.G, c.E);
+    Rows v = {c.v + span.row * c.kv_step + g * c.E, c.kv_step, k.group, k.count};
     tile_load<S::E_PAD, S::EXACT, S::ROWS, S::THREADS>(tiles.a, k, tile.first, c.E);
     tile_load<S::E_PAD, S::EXACT, S::ROWS, S::THREADS>(tiles.b, v, tile.first, c.E);
     int first = tile.first * c.group.size, pair = 0;
@@ -204,7 +205,7 @@ static __global__ void __launch_bounds__(S::THREADS) keys_backward_kernel(Backwa
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         if (key + 8 * i >= span.rows) continue;
-        int64_t at = ((int64_t)(span.row + key + 8 * i) * c.G + g) * c.E;
+        int64_t at = (span.row + key + 8 * i) * c.kv_step + g * c.E;
         row_store<S::EXACT, S::TILES>(c.dk + at, dk, i, c.scale, column, c.E);
         row_store<S::EXACT, S::TILES>(c.dv + at, dv, i, 1.0f, column, c.E);
     }
@@ -216,8 +217,8 @@ template <class S>
 __device__ static __forceinline__ void keys_load(const Tiles<S> &tiles, const Backward &c,
                                                  Span span, int g, int first, int pair)
 {
-    Rows k = rows_of_head(c.k, span.row, span.rows, g, c.G, c.E), v = k;
-    v.base = c.v + (k.base - c.k);
+    Rows k = rows_of_head(c.k, span.row, span.rows, g, c.G, c.E);
+    Rows v = {c.v + span.row * c.kv_step + g * c.E, c.kv_step, k.group, k.count};
     tile_load<S::E_PAD, S::EXACT, WALKED, S::THREADS>(tiles.walked(pair, 0), k, first, c.E);
     tile_load<S::E_PAD, S::EXACT, WALKED, S::THREADS>(tiles.walked(pair, 1), v, first, c.E);
     cp_async_commit();
@@ -284,7 +285,8 @@ static __global__ void __launch_bounds__(S::THREADS, WINDOWED ? 1 : S::RESIDENT)
     for (int i = 0; i < 2; i++) {
         int packed = tile.first + row + threadIdx.x % 32 / 4 + 8 * i;
         if (packed >= span.rows * c.group.size) continue;
-        real *to = (real *)rows_at({c.dq + (q.base - c.q), q.step, c.group, 0}, packed, c.E);
+        const real *own = c.dq + span.row * c.q_step + g * c.group.size * c.E;
+        real *to = (real *)rows_at({own, c.q_step, c.group, 0}, packed, c.E);
         row_store<S::EXACT, S::TILES>(to, dq, i, c.scale, column, c.E);
     }
 }
@@ -303,7 +305,7 @@ template <int E_PAD, bool EXACT> static void backward_launch(CudaDevice *cuda, B
 void cuda_attention_backward(Device *dev, real *dq, real *dk, real *dv, const real *dy,
                              const real *y, const float *lse, const real *q, const real *k,
                              const real *v, const Span *spans, int S, int T, int H, int G, int E,
-                             int window)
+                             int window, int q_step, int kv_step)
 {
     if (T == 0) return;
     CudaDevice *cuda = cuda_of(dev);
@@ -332,6 +334,8 @@ void cuda_attention_backward(Device *dev, real *dq, real *dk, real *dv, const re
                   G,
                   E,
                   window_of(window),
+                  q_step,
+                  kv_step,
                   group_of(H / G),
                   1.0f / sqrtf((float)E)};
     if (E == 64)

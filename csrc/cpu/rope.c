@@ -37,7 +37,8 @@ typedef struct Rope {
     float *y[2], *rstd[2];      // (T, heads, E) and (T, heads): of queries, of keys
     const float *x[2], *w[2];   // likewise, and (E) or NULL
     const float *cosine, *sine; // (T, W/2)
-    int T, heads[2], E, half, grain;
+    int T, heads[2], step[2];   /* of rows of x, and of backward's y, which is in place */
+    int E, half, grain;
     float eps;
 } Rope;
 
@@ -75,7 +76,7 @@ static void rotate_job(void *context, int64_t job)
             for (int h = 0; h < r->heads[part]; h++) {
                 int64_t head = (int64_t)t * r->heads[part] + h;
                 float *y = r->y[part] + head * r->E;
-                const float *x = r->x[part] + head * r->E;
+                const float *x = r->x[part] + (int64_t)t * r->step[part] + h * r->E;
                 if (r->w[part])
                     r->rstd[part][head] = norm_row(y, x, r->w[part], r->E, r->eps);
                 else
@@ -93,8 +94,9 @@ static void rotate_backward_job(void *context, int64_t job)
         for (int part = 0; part < 2; part++)
             for (int h = 0; h < r->heads[part]; h++) {
                 int64_t head = (int64_t)t * r->heads[part] + h;
-                float *restrict d = r->y[part] + head * r->E;
-                const float *restrict x = r->x[part] + head * r->E, *restrict w = r->w[part];
+                int64_t at = (int64_t)t * r->step[part] + h * r->E;
+                float *restrict d = r->y[part] + at;
+                const float *restrict x = r->x[part] + at, *restrict w = r->w[part];
                 turn(d, r->cosine + (int64_t)t * r->half, r->sine + (int64_t)t * r->half, r->half,
                      -1.0f);
                 if (!w) continue;
@@ -119,7 +121,8 @@ void CPU(rope_table)(Device *dev, float *cosine, float *sine, const int32_t *pos
 
 void CPU(rotate)(Device *dev, real *q, real *k, float *q_rstd, float *k_rstd, const real *q_raw,
                  const real *k_raw, const float *q_norm, const float *k_norm, const float *cosine,
-                 const float *sine, int T, int H, int G, int E, int W, float eps)
+                 const float *sine, int T, int H, int G, int E, int W, int q_step, int kv_step,
+                 float eps)
 {
     Rope r = {{f32(q), f32(k)},
               {q_rstd, k_rstd},
@@ -129,6 +132,7 @@ void CPU(rotate)(Device *dev, real *q, real *k, float *q_rstd, float *k_rstd, co
               sine,
               T,
               {H, G},
+              {q_step, kv_step},
               E,
               W / 2,
               0,
@@ -139,7 +143,7 @@ void CPU(rotate)(Device *dev, real *q, real *k, float *q_rstd, float *k_rstd, co
 void CPU(rotate_backward)(Device *dev, real *dq, real *dk, const real *q_raw, const real *k_raw,
                           const float *q_norm, const float *k_norm, const float *q_rstd,
                           const float *k_rstd, const float *cosine, const float *sine, int T, int H,
-                          int G, int E, int W)
+                          int G, int E, int W, int q_step, int kv_step)
 {
     /* rstd is only read */
     Rope r = {{f32(dq), f32(dk)},
@@ -150,6 +154,7 @@ void CPU(rotate_backward)(Device *dev, real *dq, real *dk, const real *q_raw, co
               sine,
               T,
               {H, G},
+              {q_step, kv_step},
               E,
               W / 2,
               0,
