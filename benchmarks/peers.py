@@ -141,6 +141,11 @@ SHAPES |= {
         "norm_topk_prob": True,
     },
 }
+# Two layers of the dense ones, under a head that is to them about what the whole one is to all.
+SHAPES |= {
+    f"{size}-2": SHAPES[size] | {"num_hidden_layers": 2, "vocab_size": 16384}
+    for size in ("0.6b", "1.7b", "4b", "8b")
+}
 SHAPES["small-qwen"] = SHAPES["small"] | {"vocab_size": SHAPES["0.6b"]["vocab_size"]}
 UNTIED = {"8b"}  # shapes whose head is a matrix of its own
 DTYPES = {"f32": "float32", "bf16": "auto"}  # what a model of each type is computed in

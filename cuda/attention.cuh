@@ -76,93 +76,158 @@ template <int E_PAD, bool EXACT, int COUNT, int THREADS>
 __device__ static __forceinline__ void tile_load(Shared<real> tile, const Rows &rows, int first,
                                                  int E)
 {
-    constexpr int PIECES = E_PAD / PIECE;
+    constexpr int PIECES = E_PAD / PIECE, APART = THREADS / PIECES;
+    static_assert(COUNT % APART == 0, "every thread has as many pieces");
+    int top = threadIdx.x / PIECES, p = threadIdx.x % PIECES, column = p * PIECE;
+    if (!EXACT && column >= (E + 15) / 16 * 16) return; /* no product reads it */
+    int at = tile_at<E_PAD>(top, p), left = EXACT || column < E ? rows.count - first - top : 0;
+    bool even = APART % rows.group.size == 0; /* whole groups lie between a thread's rows */
+    const real *from = rows_at(rows, first + top, E) + column;
+    int64_t apart = APART / rows.group.size * rows.step;
 #pragma unroll
-    for (int i = threadIdx.x; i < COUNT * PIECES; i += THREADS) {
-        int r = i / PIECES, p = i % PIECES, column = p * PIECE;
-        if (!EXACT && column >= (E + 15) / 16 * 16) continue; /* no product reads it */
-        bool inside = first + r < rows.count && (EXACT || column < E);
-        const real *from = inside ? rows_at(rows, first + r, E) + column : rows.base;
-        real *to = shared_range(tile, tile_at<E_PAD>(r, p), PIECE);
+    for (int n = 0; n < COUNT / APART; n++) {
+        const real *piece = from + n * apart;
+        if (!even) piece = rows_at(rows, first + top + n * APART, E) + column;
+        real *to = shared_range(tile, (at ^ n * APART % 8 * PIECE) + n * APART * E_PAD, PIECE);
         if (EXACT || E % PIECE == 0)
-            cp_async(to, from, inside ? 16 : 0);
+            cp_async(to, piece, n * APART < left ? 16 : 0);
         else if constexpr (!EXACT)
             for (int e = 0; e < PIECE; e += 2)
                 *(uint32_t *)(to + e) =
-                    inside && column + e < E ? *(const uint32_t *)(from + e) : 0;
+                    n * APART < left && column + e < E ? *(const uint32_t *)(piece + e) : 0;
     }
 }
 
-/* The fragment of a's rows [row, row+16) and columns [16·k, 16·k+16). */
-template <int E_PAD>
-__device__ static __forceinline__ void fragment_load(uint32_t (&fragment)[4], Shared<real> a,
-                                                     int row, int k)
+/* ---- products ----
+ *
+ * A lane's part of ldmatrix's addresses is an index of a tile that it works out once: the kernels
+ * of products only move it, by rows and by pieces. A fragment of the right operand serves all M
+ * fragments of the left one. */
+
+/* `at`, `pieces` further along its row: only the low three bits of a piece's number are swizzled.
+ * Those of the piece that `at` began with must be clear where `pieces` has ones. */
+__device__ static __forceinline__ int pieces_on(int at, int pieces)
 {
-    int lane = threadIdx.x % 32;
-    ldmatrix(fragment, shared_range(a, tile_at<E_PAD>(row + lane % 16, 2 * k + lane / 16), PIECE));
+    return (at ^ pieces % 8 * PIECE) + pieces / 8 * 8 * PIECE;
 }
 
-/* s += a·bᵀ, one step of 16 columns: a is a fragment, b a tile of 8·TILES rows. */
-template <int E_PAD, int TILES>
-__device__ static __forceinline__ void scores_step(float (&s)[TILES][4], const uint32_t (&a)[4],
-                                                   Shared<real> b, int k)
+/* Where a lane finds a left operand of 16 rows, from `row` on. */
+template <int E_PAD> __device__ static __forceinline__ int left_at(int row)
 {
     int lane = threadIdx.x % 32;
+    return tile_at<E_PAD>(row + lane % 16, lane / 16);
+}
+
+/* A right operand that stands in rows, 16 of them from `row` on: b of a·bᵀ. */
+template <int E_PAD> __device__ static __forceinline__ int right_at(int row)
+{
+    int lane = threadIdx.x % 32;
+    return tile_at<E_PAD>(row + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+}
+
+/* The same, 8 of them and two steps: scores_steps. */
+template <int E_PAD> __device__ static __forceinline__ int right_at_8(int row)
+{
+    int lane = threadIdx.x % 32;
+    return tile_at<E_PAD>(row + lane % 8, lane / 8);
+}
+
+/* One that stands in columns, 16 of them from `column` on: b of a·b. */
+template <int E_PAD> __device__ static __forceinline__ int across_at(int column)
+{
+    int lane = threadIdx.x % 32;
+    return tile_at<E_PAD>(lane % 16, column / PIECE + lane / 16);
+}
+
+/* The fragment of columns [16·k, 16·k+16) of a left operand. */
+__device__ static __forceinline__ void fragment_load(uint32_t (&fragment)[4], Shared<real> a,
+                                                     int left, int k)
+{
+    ldmatrix(fragment, shared_range(a, pieces_on(left, 2 * k), PIECE));
+}
+
+/* s += a·bᵀ, one step of 16 columns: a is fragments, b 8·TILES rows of a tile. */
+template <int E_PAD, int M, int TILES>
+__device__ static __forceinline__ void
+scores_step(float (&s)[M][TILES][4], const uint32_t (&a)[M][1][4], Shared<real> b, int right, int k)
+{
 #pragma unroll
     for (int j = 0; j < TILES; j += 2) {
         uint32_t pair[4];
-        int at = tile_at<E_PAD>(j * 8 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2);
-        ldmatrix(pair, shared_range(b, at, PIECE));
-        mma(s[j], a, pair[0], pair[1]);
-        mma(s[j + 1], a, pair[2], pair[3]);
+        ldmatrix(pair, shared_range(b, pieces_on(right, 2 * k) + j * 8 * E_PAD, PIECE));
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            mma(s[m][j], a[m][0], pair[0], pair[1]);
+            mma(s[m][j + 1], a[m][0], pair[2], pair[3]);
+        }
     }
 }
 
-/* s = a·bᵀ of 16 rows of tile a, from `row` on, and 8·TILES rows of tile b. */
-template <int E_PAD, bool EXACT, int TILES>
-__device__ static __forceinline__ void tile_scores(float (&s)[TILES][4], Shared<real> a, int row,
-                                                   Shared<real> b, int E)
+/* The same for 8 rows of b, and two steps, of which the second may lie behind E. */
+template <int M>
+__device__ static __forceinline__ void scores_steps(float (&s)[M][1][4],
+                                                    const uint32_t (&a)[M][2][4], Shared<real> b,
+                                                    int right, int k, bool both)
+{
+    uint32_t pair[4];
+    ldmatrix(pair, shared_range(b, pieces_on(right, 2 * k), PIECE));
+#pragma unroll
+    for (int m = 0; m < M; m++) mma(s[m][0], a[m][0], pair[0], pair[1]);
+#pragma unroll
+    for (int m = 0; m < M; m++)
+        if (both) mma(s[m][0], a[m][1], pair[2], pair[3]);
+}
+
+template <int M, int TILES> __device__ static __forceinline__ void clear(float (&sum)[M][TILES][4])
 {
 #pragma unroll
-    for (int j = 0; j < TILES; j++)
-        for (int i = 0; i < 4; i++) s[j][i] = 0.0f;
+    for (int m = 0; m < M; m++)
+        for (int j = 0; j < TILES; j++)
+            for (int i = 0; i < 4; i++) sum[m][j][i] = 0.0f;
+}
+
+/* s = a·bᵀ of 16·M rows of tile a and 8·TILES rows of tile b. */
+template <int E_PAD, bool EXACT, int M, int TILES>
+__device__ static __forceinline__ void tile_scores(float (&s)[M][TILES][4], Shared<real> a,
+                                                   int left, Shared<real> b, int right, int E)
+{
+    clear(s);
 #pragma unroll
     for (int k = 0; k < E_PAD / 16; k++) {
         if (!EXACT && k * 16 >= E) break;
-        uint32_t fragment[4];
-        fragment_load<E_PAD>(fragment, a, row, k);
-        scores_step<E_PAD, TILES>(s, fragment, b, k);
+        uint32_t fragments[M][1][4];
+#pragma unroll
+        for (int m = 0; m < M; m++) fragment_load(fragments[m][0], a, left + m * 16 * E_PAD, k);
+        scores_step<E_PAD>(s, fragments, b, right, k);
     }
 }
 
-/* An mma's result (16, 8·TILES) as the left operand of the next one. */
+/* Columns [16·k, 16·k+16) of an mma's result as the left operand of the next one. */
 template <int TILES>
-__device__ static __forceinline__ void fragments_of(uint32_t (&p)[TILES / 2][4],
-                                                    const float (&s)[TILES][4])
+__device__ static __forceinline__ void fragment_of(uint32_t (&p)[4], const float (&s)[TILES][4],
+                                                   int k)
 {
 #pragma unroll
-    for (int k = 0; k < TILES / 2; k++)
-        for (int i = 0; i < 4; i++)
-            p[k][i] = pack(s[2 * k + i / 2][i % 2 * 2], s[2 * k + i / 2][i % 2 * 2 + 1]);
+    for (int i = 0; i < 4; i++)
+        p[i] = pack(s[2 * k + i / 2][i % 2 * 2], s[2 * k + i / 2][i % 2 * 2 + 1]);
 }
 
-/* sum += p·b[:, column..]: p (16, 16·STEPS) in fragments, b a tile of 16·STEPS rows. */
-template <int E_PAD, bool EXACT, int STEPS, int TILES>
-__device__ static __forceinline__ void tile_accumulate(float (&sum)[TILES][4],
-                                                       const uint32_t (&p)[STEPS][4],
-                                                       Shared<real> b, int column, int E)
+/* sum += p·b[:, column..], one step of 16 rows of b: p is fragments, `across` the lane's index of
+ * the tile b. */
+template <int E_PAD, bool EXACT, int M, int TILES>
+__device__ static __forceinline__ void accumulate_step(float (&sum)[M][TILES][4],
+                                                       const uint32_t (&p)[M][4], Shared<real> b,
+                                                       int across, int k, int column, int E)
 {
-    int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int k = 0; k < STEPS; k++) {
+    for (int j = 0; j < TILES; j += 2) {
+        if (!EXACT && column + j * 8 >= E) break;
+        uint32_t pair[4];
+        ldmatrix_transposed(pair, shared_range(b, pieces_on(across, j) + k * 16 * E_PAD, PIECE));
 #pragma unroll
-        for (int j = 0; j < TILES; j += 2) {
-            if (!EXACT && column + j * 8 >= E) break;
-            uint32_t pair[4];
-            int at = tile_at<E_PAD>(k * 16 + lane % 16, column / PIECE + j + lane / 16);
-            ldmatrix_transposed(pair, shared_range(b, at, PIECE));
-            mma(sum[j], p[k], pair[0], pair[1]);
-            mma(sum[j + 1], p[k], pair[2], pair[3]);
+        for (int m = 0; m < M; m++) {
+            mma(sum[m][j], p[m], pair[0], pair[1]);
+            mma(sum[m][j + 1], p[m], pair[2], pair[3]);
         }
     }
 }

@@ -29,24 +29,32 @@ typedef struct Backward {
     float scale; /* 1/√E */
 } Backward;
 
-/* A block of ROW_WARPS·COL_WARPS warps: each owns 16 rows, and of their gradients the columns that
- * it does not share with the other COL_WARPS − 1 of the same rows. */
-template <int PAD, bool EXACT_, int ROW_WARPS_, int COL_WARPS_> struct Shape {
+/* A block of ROW_WARPS·COL_WARPS warps: each owns 16·M rows, and of their gradients the columns
+ * that it does not share with the other COL_WARPS − 1 of the same rows. */
+template <int PAD, bool EXACT_, int ROW_WARPS_, int COL_WARPS_, int M_> struct Shape {
     enum {
         E_PAD = PAD,
         COL_WARPS = COL_WARPS_,
-        ROWS = 16 * ROW_WARPS_,
+        M = M_,
+        ROWS = 16 * M_ * ROW_WARPS_,
         THREADS = 32 * ROW_WARPS_ * COL_WARPS_,
         COLUMNS = PAD / COL_WARPS_,
         TILES = COLUMNS / 8,
         OWNED = ROWS * PAD,     /* elements of a tile that stays */
         PASSING = WALKED * PAD, /* elements of a tile that is walked over */
         FACTS_AT = (2 * OWNED + 4 * PASSING) * 2,
-        BYTES = FACTS_AT + 2 * WALKED * 12, /* 97 KB at most: sm_86 and sm_89 have 99 */
-        RESIDENT = PAD == 256 ? 1 : 3, /* blocks of queries that registers must leave room for */
+        BYTES = FACTS_AT + 2 * WALKED * 12,
+        RESIDENT = PAD == 256 ? 1 : 2, /* blocks that registers must leave room for */
     };
     static constexpr bool EXACT = EXACT_;
+    static_assert(BYTES <= 99 << 10, "sm_86 and sm_89 have no more");
 };
+
+/* E, known to the compiler where tiles have that width. */
+template <class S> __device__ static __forceinline__ int width(const Backward &c)
+{
+    return S::EXACT ? (int)S::E_PAD : c.E;
+}
 
 /* The six tiles of a block: two that stay, and two pairs that come and go. */
 template <class S> struct Tiles {
@@ -106,11 +114,12 @@ template <class S>
 __device__ static __forceinline__ void queries_load(const Tiles<S> &tiles, const Backward &c,
                                                     Span span, int g, int first, int pair)
 {
-    Rows q = rows_of_group(c.q, span.row, span.rows, c.group, g, c.H, c.E);
+    int E = width<S>(c);
+    Rows q = rows_of_group(c.q, span.row, span.rows, c.group, g, c.H, E);
     Rows dy = q;
     dy.base = c.dy + (q.base - c.q);
-    tile_load<S::E_PAD, S::EXACT, WALKED, S::THREADS>(tiles.walked(pair, 0), q, first, c.E);
-    tile_load<S::E_PAD, S::EXACT, WALKED, S::THREADS>(tiles.walked(pair, 1), dy, first, c.E);
+    tile_load<S::E_PAD, S::EXACT, WALKED, S::THREADS>(tiles.walked(pair, 0), q, first, E);
+    tile_load<S::E_PAD, S::EXACT, WALKED, S::THREADS>(tiles.walked(pair, 1), dy, first, E);
     cp_async_commit();
 }
 
@@ -122,10 +131,10 @@ __device__ static __forceinline__ bool sees(int query, int key, int window)
 }
 
 /* s = k·qᵀ and ds = v·dyᵀ of 16 keys and WALKED rows become pᵀ and dsᵀ. */
-__device__ static __forceinline__ void soften_transposed(float (&s)[WALKED_TILES][4],
-                                                         float (&ds)[WALKED_TILES][4],
-                                                         Shared<Fact> facts, int key, int window,
-                                                         float scale)
+template <bool MASKED>
+__device__ static __forceinline__ void
+soften_transposed(float (&s)[WALKED_TILES][4], float (&ds)[WALKED_TILES][4], Shared<Fact> facts,
+                  int key, int window, float scale)
 {
 #pragma unroll
     for (int j = 0; j < WALKED_TILES; j++) {
@@ -135,7 +144,7 @@ __device__ static __forceinline__ void soften_transposed(float (&s)[WALKED_TILES
 #pragma unroll
             for (int i = e; i < 4; i += 2) {
                 float p = fast_exp2(fmaf(s[j][i], scale, -fact.lse));
-                p = sees(fact.query, key + i / 2 * 8, window) ? p : 0.0f;
+                if (MASKED) p = sees(fact.query, key + i / 2 * 8, window) ? p : 0.0f;
                 s[j][i] = p;
                 ds[j][i] = p * (ds[j][i] - fact.delta);
             }
@@ -143,32 +152,58 @@ __device__ static __forceinline__ void soften_transposed(float (&s)[WALKED_TILES
     }
 }
 
-/* Adds one tile of queries to dk and dv of this warp's 16 keys. */
-template <class S>
-__device__ static __forceinline__ void
-queries_add(float (&dk)[S::TILES][4], float (&dv)[S::TILES][4], const Tiles<S> &tiles, int pair,
-            Shared<Fact> facts, const Backward &c, int row, int column, int key)
-{
-    float s[WALKED_TILES][4], ds[WALKED_TILES][4];
-    uint32_t fragments[WALKED / 16][4];
-    tile_scores<S::E_PAD, S::EXACT>(s, tiles.a, row, tiles.walked(pair, 0), c.E);
-    tile_scores<S::E_PAD, S::EXACT>(ds, tiles.b, row, tiles.walked(pair, 1), c.E);
-    soften_transposed(s, ds, facts, key, c.window, c.scale * LOG2E);
-    fragments_of<WALKED_TILES>(fragments, s);
-    tile_accumulate<S::E_PAD, S::EXACT>(dv, fragments, tiles.walked(pair, 1), column, c.E);
-    fragments_of<WALKED_TILES>(fragments, ds);
-    tile_accumulate<S::E_PAD, S::EXACT>(dk, fragments, tiles.walked(pair, 0), column, c.E);
-}
+/* What a warp of keys knows: its 16 keys, its columns, and where ldmatrix finds what it reads. */
+template <class S> struct KeyWarp {
+    int first, column, left, right, across;
+    bool live;
+    uint32_t k[S::E_PAD / 16][4]; /* the keys themselves, as left operands */
+};
 
-template <int TILES> __device__ static __forceinline__ void clear(float (&sum)[TILES][4])
+/* dst += transposed probabilities, or their gradients, times a tile of queries. */
+template <class S>
+__device__ static __forceinline__ void queries_sum(float (&sum)[1][S::TILES][4],
+                                                   const float (&s)[WALKED_TILES][4],
+                                                   Shared<real> queries, const KeyWarp<S> &w, int E)
 {
 #pragma unroll
-    for (int j = 0; j < TILES; j++)
-        for (int i = 0; i < 4; i++) sum[j][i] = 0.0f;
+    for (int k = 0; k < WALKED / 16; k++) {
+        uint32_t fragment[1][4];
+        fragment_of(fragment[0], s, k);
+        accumulate_step<S::E_PAD, S::EXACT>(sum, fragment, queries, w.across, k, w.column, E);
+    }
+}
+
+/* Adds one tile of queries, which begins with packed row `first`, to dk and dv of this warp's 16
+ * keys. */
+template <class S>
+__device__ static __forceinline__ void
+queries_add(float (&dk)[1][S::TILES][4], float (&dv)[1][S::TILES][4], const Tiles<S> &tiles,
+            int pair, Shared<Fact> facts, const Backward &c, const KeyWarp<S> &w, int first)
+{
+    float s[1][WALKED_TILES][4], ds[1][WALKED_TILES][4];
+    Shared<real> q = tiles.walked(pair, 0), dy = tiles.walked(pair, 1);
+    clear(s);
+#pragma unroll
+    for (int k = 0; k < S::E_PAD / 16; k++) {
+        if (!S::EXACT && k * 16 >= c.E) break;
+        uint32_t key[1][1][4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) key[0][0][i] = w.k[k][i];
+        scores_step<S::E_PAD>(s, key, q, w.right, k);
+    }
+    tile_scores<S::E_PAD, S::EXACT>(ds, tiles.b, w.left, dy, w.right, c.E);
+    int key = w.first + threadIdx.x % 32 / 4;
+    int query = group_query(c.group, first), last = group_query(c.group, first + WALKED - 1);
+    if (query >= w.first + 15 && last - w.first < c.window)
+        soften_transposed<false>(s[0], ds[0], facts, key, c.window, c.scale * LOG2E);
+    else
+        soften_transposed<true>(s[0], ds[0], facts, key, c.window, c.scale * LOG2E);
+    queries_sum(dv, s[0], dy, w, c.E);
+    queries_sum(dk, ds[0], q, w, c.E);
 }
 
 template <class S>
-static __global__ void __launch_bounds__(S::THREADS) keys_backward_kernel(Backward c)
+static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT) keys_backward_kernel(Backward c)
 {
     DYNAMIC_SHARED(bytes);
     Tiles<S> tiles = tiles_of<S>(bytes);
@@ -176,38 +211,48 @@ static __global__ void __launch_bounds__(S::THREADS) keys_backward_kernel(Backwa
     Tile tile;
     if (!tile_find<S::ROWS>(&tile, c.spans, c.S, {1, 0}, blockIdx.x, false)) return;
     Span span = tile.span;
-    int g = blockIdx.y, warp = threadIdx.x / 32;
+    int g = blockIdx.y, warp = threadIdx.x / 32, E = width<S>(c);
     int rows = min(span.rows, tile.first + tile.count - 1 + c.window) * c.group.size;
-    int row = warp / S::COL_WARPS * 16, column = warp % S::COL_WARPS * S::COLUMNS;
-    int key = tile.first + row + threadIdx.x % 32 / 4;
-    Rows k = rows_of_head(c.k, span.row, span.rows, g, c.G, c.E);
-    Rows v = {c.v + span.row * c.kv_step + g * c.E, c.kv_step, k.group, k.count};
-    tile_load<S::E_PAD, S::EXACT, S::ROWS, S::THREADS>(tiles.a, k, tile.first, c.E);
-    tile_load<S::E_PAD, S::EXACT, S::ROWS, S::THREADS>(tiles.b, v, tile.first, c.E);
+    int row = warp / S::COL_WARPS * 16;
+    Rows k = rows_of_head(c.k, span.row, span.rows, g, c.G, E);
+    Rows v = {c.v + span.row * c.kv_step + g * E, c.kv_step, k.group, k.count};
+    tile_load<S::E_PAD, S::EXACT, S::ROWS, S::THREADS>(tiles.a, k, tile.first, E);
+    tile_load<S::E_PAD, S::EXACT, S::ROWS, S::THREADS>(tiles.b, v, tile.first, E);
     int first = tile.first * c.group.size, pair = 0;
     queries_load(tiles, c, span, g, first, pair);
     if (threadIdx.x < WALKED) facts[threadIdx.x] = fact_of(c, span, g, first + threadIdx.x);
 
-    float dk[S::TILES][4], dv[S::TILES][4];
+    KeyWarp<S> w;
+    w.first = tile.first + row;
+    w.column = warp % S::COL_WARPS * S::COLUMNS;
+    w.left = left_at<S::E_PAD>(row);
+    w.right = right_at<S::E_PAD>(0);
+    w.across = across_at<S::E_PAD>(w.column);
+    w.live = row < tile.count;
+    float dk[1][S::TILES][4], dv[1][S::TILES][4];
     clear(dk);
     clear(dv);
-    for (; first < rows; first += WALKED, pair ^= 1) {
+    for (bool begins = true; first < rows; first += WALKED, pair ^= 1, begins = false) {
         Fact fact;
         bool more = first + WALKED < rows, brings = more && threadIdx.x < WALKED;
         cp_async_wait<0>();
         __syncthreads(); /* this pair is here, and all have read the other one */
+        if (begins)
+#pragma unroll
+            for (int k = 0; k < S::E_PAD / 16; k++)
+                if (S::EXACT || k * 16 < c.E) fragment_load(w.k[k], tiles.a, w.left, k);
         if (more) queries_load(tiles, c, span, g, first + WALKED, pair ^ 1);
         if (brings) fact = fact_of(c, span, g, first + WALKED + threadIdx.x);
-        if (row < tile.count)
-            queries_add<S>(dk, dv, tiles, pair, facts + pair * WALKED, c, row, column, key);
+        if (w.live) queries_add<S>(dk, dv, tiles, pair, facts + pair * WALKED, c, w, first);
         if (brings) facts[(pair ^ 1) * WALKED + threadIdx.x] = fact;
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        if (key + 8 * i >= span.rows) continue;
-        int64_t at = (span.row + key + 8 * i) * c.kv_step + g * c.E;
-        row_store<S::EXACT, S::TILES>(c.dk + at, dk, i, c.scale, column, c.E);
-        row_store<S::EXACT, S::TILES>(c.dv + at, dv, i, 1.0f, column, c.E);
+        int key = opaque(w.first) + opaque(threadIdx.x) % 32 / 4 + 8 * i;
+        if (key >= span.rows) continue;
+        int64_t at = (span.row + key) * c.kv_step + g * c.E;
+        row_store<S::EXACT, S::TILES>(c.dk + at, dk[0], i, c.scale, w.column, c.E);
+        row_store<S::EXACT, S::TILES>(c.dv + at, dv[0], i, 1.0f, w.column, c.E);
     }
 }
 
@@ -217,40 +262,66 @@ template <class S>
 __device__ static __forceinline__ void keys_load(const Tiles<S> &tiles, const Backward &c,
                                                  Span span, int g, int first, int pair)
 {
-    Rows k = rows_of_head(c.k, span.row, span.rows, g, c.G, c.E);
-    Rows v = {c.v + span.row * c.kv_step + g * c.E, c.kv_step, k.group, k.count};
-    tile_load<S::E_PAD, S::EXACT, WALKED, S::THREADS>(tiles.walked(pair, 0), k, first, c.E);
-    tile_load<S::E_PAD, S::EXACT, WALKED, S::THREADS>(tiles.walked(pair, 1), v, first, c.E);
+    int E = width<S>(c);
+    Rows k = rows_of_head(c.k, span.row, span.rows, g, c.G, E);
+    Rows v = {c.v + span.row * c.kv_step + g * E, c.kv_step, k.group, k.count};
+    tile_load<S::E_PAD, S::EXACT, WALKED, S::THREADS>(tiles.walked(pair, 0), k, first, E);
+    tile_load<S::E_PAD, S::EXACT, WALKED, S::THREADS>(tiles.walked(pair, 1), v, first, E);
     cp_async_commit();
 }
 
-/* Adds keys [first, first + WALKED) to dq of this warp's 16 rows, which `facts` describe. */
-template <class S, bool WINDOWED>
-__device__ static __forceinline__ void keys_add(float (&dq)[S::TILES][4], const Tiles<S> &tiles,
-                                                int pair, const Fact (&facts)[2], const Backward &c,
-                                                int row, int column, int first)
+/* What a warp of queries knows: its first row, its columns, and where ldmatrix finds what it
+ * reads. */
+struct QueryWarp {
+    int row, column, left, right, across;
+};
+
+/* s = q·kᵀ and ds = dy·vᵀ become p·(ds − δ), for keys from `first` on. */
+template <int M, bool MASKED>
+__device__ static __forceinline__ void
+soften(const float (&s)[M][WALKED_TILES][4], float (&ds)[M][WALKED_TILES][4],
+       const Fact (&facts)[M][2], int first, int window, float scale)
 {
-    float s[WALKED_TILES][4], ds[WALKED_TILES][4];
-    uint32_t fragments[WALKED / 16][4];
-    tile_scores<S::E_PAD, S::EXACT>(s, tiles.a, row, tiles.walked(pair, 0), c.E);
-    tile_scores<S::E_PAD, S::EXACT>(ds, tiles.b, row, tiles.walked(pair, 1), c.E);
 #pragma unroll
-    for (int j = 0; j < WALKED_TILES; j++)
+    for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const Fact &fact = facts[i / 2];
-            float p = fast_exp2(fmaf(s[j][i], c.scale * LOG2E, -fact.lse));
-            int key = first + j * 8 + threadIdx.x % 4 * 2 + i % 2;
-            bool seen = WINDOWED ? sees(fact.query, key, c.window) : key <= fact.query;
-            ds[j][i] = seen ? p * (ds[j][i] - fact.delta) : 0.0f;
-        }
-    fragments_of<WALKED_TILES>(fragments, ds);
-    tile_accumulate<S::E_PAD, S::EXACT>(dq, fragments, tiles.walked(pair, 0), column, c.E);
+        for (int j = 0; j < WALKED_TILES; j++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const Fact &fact = facts[m][i / 2];
+                float p = fast_exp2(fmaf(s[m][j][i], scale, -fact.lse));
+                int key = first + j * 8 + threadIdx.x % 4 * 2 + i % 2;
+                bool seen = !MASKED || sees(fact.query, key, window);
+                ds[m][j][i] = seen ? p * (ds[m][j][i] - fact.delta) : 0.0f;
+            }
 }
 
-/* What a window takes in registers would spill where three blocks share them. */
-template <class S, bool WINDOWED>
-static __global__ void __launch_bounds__(S::THREADS, WINDOWED ? 1 : S::RESIDENT)
+/* Adds keys [first, first + WALKED) to dq of this warp's rows, which `facts` describe. `all` of the
+ * tile's rows see them, or not. */
+template <class S>
+__device__ static __forceinline__ void
+keys_add(float (&dq)[S::M][S::TILES][4], const Tiles<S> &tiles, int pair,
+         const Fact (&facts)[S::M][2], const Backward &c, const QueryWarp &w, int first, bool all)
+{
+    float s[S::M][WALKED_TILES][4], ds[S::M][WALKED_TILES][4];
+    Shared<real> k = tiles.walked(pair, 0), v = tiles.walked(pair, 1);
+    tile_scores<S::E_PAD, S::EXACT>(s, tiles.a, w.left, k, w.right, c.E);
+    tile_scores<S::E_PAD, S::EXACT>(ds, tiles.b, w.left, v, w.right, c.E);
+    if (all)
+        soften<S::M, false>(s, ds, facts, first, c.window, c.scale * LOG2E);
+    else
+        soften<S::M, true>(s, ds, facts, first, c.window, c.scale * LOG2E);
+#pragma unroll
+    for (int step = 0; step < WALKED / 16; step++) {
+        uint32_t fragments[S::M][4];
+#pragma unroll
+        for (int m = 0; m < S::M; m++) fragment_of(fragments[m], ds[m], step);
+        accumulate_step<S::E_PAD, S::EXACT>(dq, fragments, k, w.across, step, w.column, c.E);
+    }
+}
+
+template <class S>
+static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     queries_backward_kernel(Backward c)
 {
     DYNAMIC_SHARED(bytes);
@@ -258,48 +329,56 @@ static __global__ void __launch_bounds__(S::THREADS, WINDOWED ? 1 : S::RESIDENT)
     Tile tile;
     if (!tile_find<S::ROWS>(&tile, c.spans, c.S, c.group, blockIdx.x, true)) return;
     Span span = tile.span;
-    int g = blockIdx.y, warp = threadIdx.x / 32;
-    int row = warp / S::COL_WARPS * 16, column = warp % S::COL_WARPS * S::COLUMNS;
-    int keys = group_query(c.group, tile.first + tile.count - 1) + 1, pair = 0;
-    int before = group_query(c.group, tile.first) + 1 - c.window;
-    int first = WINDOWED ? max(before, 0) / WALKED * WALKED : 0;
-    Rows q = rows_of_group(c.q, span.row, span.rows, c.group, g, c.H, c.E), dy = q;
+    int g = blockIdx.y, warp = threadIdx.x / 32, E = width<S>(c), pair = 0;
+    int seen_by_all = group_query(c.group, tile.first);
+    int last = group_query(c.group, tile.first + tile.count - 1);
+    int first = max(seen_by_all + 1 - c.window, 0) / WALKED * WALKED;
+    Rows q = rows_of_group(c.q, span.row, span.rows, c.group, g, c.H, E), dy = q;
     dy.base = c.dy + (q.base - c.q);
-    tile_load<S::E_PAD, S::EXACT, S::ROWS, S::THREADS>(tiles.a, q, tile.first, c.E);
-    tile_load<S::E_PAD, S::EXACT, S::ROWS, S::THREADS>(tiles.b, dy, tile.first, c.E);
+    tile_load<S::E_PAD, S::EXACT, S::ROWS, S::THREADS>(tiles.a, q, tile.first, E);
+    tile_load<S::E_PAD, S::EXACT, S::ROWS, S::THREADS>(tiles.b, dy, tile.first, E);
     keys_load(tiles, c, span, g, first, pair);
-    Fact facts[2];
+    QueryWarp w;
+    w.row = warp / S::COL_WARPS * 16 * S::M;
+    w.column = warp % S::COL_WARPS * S::COLUMNS;
+    w.left = left_at<S::E_PAD>(w.row);
+    w.right = right_at<S::E_PAD>(0);
+    w.across = across_at<S::E_PAD>(w.column);
+    Fact facts[S::M][2];
 #pragma unroll
-    for (int i = 0; i < 2; i++)
-        facts[i] = fact_of(c, span, g, tile.first + row + threadIdx.x % 32 / 4 + 8 * i);
+    for (int own = 0; own < 2 * S::M; own++)
+        facts[own / 2][own % 2] =
+            fact_of(c, span, g, tile.first + w.row + threadIdx.x % 32 / 4 + 8 * own);
 
-    float dq[S::TILES][4];
+    float dq[S::M][S::TILES][4];
     clear(dq);
-    for (; first < keys; first += WALKED, pair ^= 1) {
+    for (; first <= last; first += WALKED, pair ^= 1) {
+        bool all = first + WALKED - 1 <= seen_by_all && last - first < c.window;
         cp_async_wait<0>();
         __syncthreads(); /* this pair is here, and all have read the other one */
-        if (first + WALKED < keys) keys_load(tiles, c, span, g, first + WALKED, pair ^ 1);
-        if (row < tile.count) keys_add<S, WINDOWED>(dq, tiles, pair, facts, c, row, column, first);
+        if (first + WALKED <= last) keys_load(tiles, c, span, g, first + WALKED, pair ^ 1);
+        if (w.row < tile.count) keys_add<S>(dq, tiles, pair, facts, c, w, first, all);
     }
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        int packed = tile.first + row + threadIdx.x % 32 / 4 + 8 * i;
+    for (int own = 0; own < 2 * S::M; own++) {
+        int packed = tile.first + opaque(w.row) + opaque(threadIdx.x) % 32 / 4 + 8 * own;
         if (packed >= span.rows * c.group.size) continue;
-        const real *own = c.dq + span.row * c.q_step + g * c.group.size * c.E;
-        real *to = (real *)rows_at({own, c.q_step, c.group, 0}, packed, c.E);
-        row_store<S::EXACT, S::TILES>(to, dq, i, c.scale, column, c.E);
+        const real *from = c.dq + span.row * c.q_step + g * c.group.size * E;
+        real *to = (real *)rows_at({from, c.q_step, c.group, 0}, packed, E);
+        row_store<S::EXACT, S::TILES>(to, dq[own / 2], own % 2, c.scale, w.column, c.E);
     }
 }
 
 template <int E_PAD, bool EXACT> static void backward_launch(CudaDevice *cuda, Backward c)
 {
-    typedef Shape<E_PAD, EXACT, E_PAD == 256 ? 2 : 4, E_PAD == 256 ? 4 : 1> Block;
-    dim3 keys(tile_slots(c.T, c.S, 1, Block::ROWS), c.G);
-    dim3 queries(tile_slots(c.T, c.S, c.group.size, Block::ROWS), c.G);
-    LAUNCH(cuda, keys_backward_kernel<Block>, keys, Block::THREADS, Block::BYTES, c);
-    auto queries_kernel = c.window == ALL ? queries_backward_kernel<Block, false>
-                                          : queries_backward_kernel<Block, true>;
-    LAUNCH(cuda, queries_kernel, queries, Block::THREADS, Block::BYTES, c);
+    enum { APART = E_PAD == 256 ? 2 : 4, TOGETHER = E_PAD == 256 ? 4 : 1 };
+    typedef Shape<E_PAD, EXACT, APART, TOGETHER, 1> Keys;
+    enum { M = E_PAD == 64 || (E_PAD == 128 && EXACT) ? 2 : 1 }; /* more would spill */
+    typedef Shape<E_PAD, EXACT, APART, TOGETHER, M> Queries;
+    dim3 keys(tile_slots(c.T, c.S, 1, Keys::ROWS), c.G);
+    dim3 queries(tile_slots(c.T, c.S, c.group.size, Queries::ROWS), c.G);
+    LAUNCH(cuda, keys_backward_kernel<Keys>, keys, Keys::THREADS, Keys::BYTES, c);
+    LAUNCH(cuda, queries_backward_kernel<Queries>, queries, Queries::THREADS, Queries::BYTES, c);
 }
 
 void cuda_attention_backward(Device *dev, real *dq, real *dk, real *dv, const real *dy,

@@ -4,9 +4,8 @@
  * filled up with zeros to a multiple of 8, so that they begin at multiples of 16 bytes. It has no
  * header: two weights of one width that lie one behind the other are one weight. The same text is
  * compiled by nvcc and, with CUDA_EMULATED, as C++ (emulate.h). PTX is here and nowhere else: each
- * primitive has its twin for the emulator beside it. Kernels are `static
- * __global__`, started with LAUNCH, and say Shared<T> for a pointer to shared memory: T * for nvcc,
- * checked by the emulator. */
+ * primitive has its twin for the emulator beside it. Kernels are `static __global__`, started with
+ * LAUNCH, and say Shared<T> for a pointer to shared memory: T * for nvcc, checked by the emulator. */
 #ifndef TINSMITH_CUDA_CUH
 #define TINSMITH_CUDA_CUH
 
@@ -53,12 +52,7 @@ __host__ __device__ static inline const real *frozen_data(const frozen *w)
 
 typedef struct Matmul Matmul; /* private to matmul.cu: cuBLASLt and the algorithms it picked */
 
-enum {
-    ARRIVALS = 256,
-    PINNED_PARTS = 4,
-    PART_BYTES = 1 << 20,
-    FETCHES = 2,
-};
+enum { ARRIVALS = 256, PINNED_PARTS = 4, PART_BYTES = 1 << 20, FETCHES = 2 };
 
 /* Pinned host memory that uploads pass through, part after part. A part is used again when the
  * copies out of it are done. */
@@ -142,13 +136,13 @@ static inline CudaDevice *cuda_of(Device *dev)
     return (CudaDevice *)dev;
 }
 
+/* ---- launching ---- */
+
 /* Blocks of `size` that cover n. */
 static inline unsigned cuda_blocks(int64_t n, int64_t size)
 {
     return (unsigned)((n + size - 1) / size);
 }
-
-/* ---- launching ---- */
 
 /* Starts kernel(args...) on the device's stream; nothing happens for an empty grid or after a
  * failure. A template's kernel with commas goes in parentheses. */
@@ -172,11 +166,9 @@ static void cuda_launch(CudaDevice *cuda, const char *name, const char *file, in
         name, grid, block, shared_bytes, cuda->shared_bytes, [=] { kernel(args...); }, failed};
     cuda_check(cuda, emulate::enqueue(cuda->stream, {{}, true, launch}), name, file, line);
 #else
+    cudaFuncAttribute most = cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (shared_bytes > 48 << 10 &&
-        cuda_check(cuda,
-                   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        (int)shared_bytes),
-                   name, file, line))
+        cuda_check(cuda, cudaFuncSetAttribute(kernel, most, (int)shared_bytes), name, file, line))
         return;
     kernel<<<grid, block, shared_bytes, cuda->stream>>>(args...);
     cuda_check(cuda, cudaGetLastError(), name, file, line);
@@ -379,6 +371,13 @@ __device__ static __forceinline__ float fast_exp(float x)
 __device__ static __forceinline__ float fast_sigmoid(float x)
 {
     return 1.0f / (1.0f + fast_exp(-x));
+}
+
+/* x, unknown to the compiler: what is made of it is not made early, to fill registers in a loop. */
+__device__ static __forceinline__ int opaque(int x)
+{
+    asm volatile("" : "+r"(x));
+    return x;
 }
 
 /* ---- warps and blocks: the same order of sums in every lane, so all get the same bits ---- */

@@ -61,8 +61,9 @@ static __global__ void __launch_bounds__(THREADS) delta_scores_kernel(Scores c)
     __syncthreads();
     if (first >= piece.end || first + 16 <= piece.first) return;
     for (int which = 0; which < 2; which++) {
-        float s[KV_PAGE / 8][4];
-        tile_scores<N_PAD, EXACT>(s, which ? queries : keys, first, keys, c.N);
+        float s[1][KV_PAGE / 8][4];
+        tile_scores<N_PAD, EXACT>(s, which ? queries : keys, left_at<N_PAD>(first), keys,
+                                  right_at<N_PAD>(0), c.N);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             int row = first + lane / 4 + 8 * i;
@@ -71,7 +72,7 @@ static __global__ void __launch_bounds__(THREADS) delta_scores_kernel(Scores c)
                 c.scores + ((piece_row(piece, row) * c.G + g) * 2 + which) * KV_PAGE + lane % 4 * 2;
 #pragma unroll
             for (int j = 0; j < KV_PAGE / 8; j++)
-                *(float2 *)(to + 8 * j) = make_float2(s[j][2 * i], s[j][2 * i + 1]);
+                *(float2 *)(to + 8 * j) = make_float2(s[0][j][2 * i], s[0][j][2 * i + 1]);
         }
     }
 }

@@ -13,9 +13,9 @@
  *
  * One side is the rank, so all of it is memory bound: forward moves T·(D + 2·N) reals for each
  * matrix. A sum over k is made of slices whose length depends on K alone, added in order. Where
- * there are too few tiles to fill the card (decoding; gradients) a block takes one slice, and a
- * second launch adds them up. The sums and their order are the same, so the choice changes only the
- * time, and the op is batch-invariant.
+ * tiles alone would leave much of the card idle (decoding; gradients) a block takes one slice, and
+ * a second launch adds them up (is_split). The sums and their order are the same, so the choice
+ * changes only the time, and the op is batch-invariant.
  *
  * In a grouped product a tile belongs to one expert, which its block finds on the card (tiles.cuh);
  * from there on it is a job of that expert's pairs alone. */
@@ -28,7 +28,9 @@ enum {
     SLICE = 512,   /* k of a slice, at least ... */
     SLICES = 16,   /* ... and there are no more than these, which bounds the scratch */
     JOBS = 2 * LORA_GROUP,
-    SUMS = 32, /* elements of c that a thread holds */
+    SUMS = 32,         /* elements of c that a thread holds */
+    RESIDENT = 4,      /* blocks that a processor has room for, by their registers */
+    SPLIT_MOST = 8192, /* slices of tiles that may wait for one another: 128 MiB of scratch */
     /* reals of a row in shared memory */
     ALONG = STEP + APART,
     ACROSS = TILE + APART,
@@ -53,6 +55,7 @@ struct Job {
     int first;         /* this job's first tile */
     float scale;
     Result result;
+    bool aligned; /* 16-byte accesses to c may be used */
     /* Of a grouped product: the bounds of X experts, and how far it is from one's matrix, b or c,
      * to the next one's; else NULL. */
     const int32_t *bounds;
@@ -68,65 +71,107 @@ struct Jobs {
 /* ---- from memory to shared memory ---- */
 
 /* Eight elements, of which the first `valid` exist, as bf16; zeros for the others. */
-template <class T>
-__device__ static __forceinline__ uint4 fetch(const T *from, int valid, bool aligned)
+__device__ static __forceinline__ uint4 fetch(const real *from, int valid, bool aligned)
+{
+    if (valid >= PIECE && aligned) return *reinterpret_cast<const uint4 *>(from);
+    uint32_t pair[PIECE / 2];
+#pragma unroll
+    for (int e = 0; e < PIECE; e += 2)
+        pair[e / 2] = (e < valid ? real_bits(from[e]) : 0) |
+                      (e + 1 < valid ? real_bits(from[e + 1]) << 16 : 0);
+    return make_uint4(pair[0], pair[1], pair[2], pair[3]);
+}
+
+__device__ static __forceinline__ uint4 fetch(const float *from, int valid, bool aligned)
 {
     float v[PIECE];
-    if (valid >= PIECE && aligned) {
+    if (valid >= PIECE && aligned)
         load<PIECE>(v, from);
-    } else {
+    else
 #pragma unroll
-        for (int e = 0; e < PIECE; e++) {
-            if constexpr (sizeof(T) == 4)
-                v[e] = e < valid ? from[e] : 0.0f;
-            else
-                v[e] = e < valid ? f32(from[e]) : 0.0f;
-        }
-    }
+        for (int e = 0; e < PIECE; e++) v[e] = e < valid ? from[e] : 0.0f;
     return make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
 }
 
 enum { PIECES = TILE * STEP / PIECE, EACH = PIECES / THREADS }; /* of an operand's tile */
 
-/* This thread's pieces of the tile at (i0, k0), on the way in registers. */
+/* Which piece of a tile a thread has first, by its row and its column in shared memory. Its others
+ * are ROWS rows below one another. */
+template <bool IS_ACROSS> struct Place {
+    enum { WIDTH = (IS_ACROSS ? TILE : STEP) / PIECE, ROWS = THREADS / WIDTH };
+    int row, col;
+    __device__ Place() : row(threadIdx.x / WIDTH), col(threadIdx.x % WIDTH * PIECE)
+    {
+    }
+};
+
+/* A thread's way through an operand's tiles of one slice: where its first piece of the next tile
+ * is, and how far it is from there to the ends of i and k. */
+template <bool IS_ACROSS, class T> struct Walk {
+    const T *at;
+    int64_t apart, step; /* to its next piece, and to the next tile */
+    int i_left, k_left;
+    bool aligned;
+
+    __device__ Walk(const Operand &x, int i0, int i_end, int k0, int k_end)
+    {
+        Place<IS_ACROSS> place;
+        int i = i0 + (IS_ACROSS ? place.col : place.row);
+        int k = k0 + (IS_ACROSS ? place.row : place.col);
+        at = (const T *)x.at + (IS_ACROSS ? k * x.stride + i : i * x.stride + k);
+        apart = place.ROWS * x.stride;
+        step = IS_ACROSS ? STEP * x.stride : STEP;
+        i_left = i_end - i;
+        k_left = k_end - k;
+        aligned = x.aligned;
+    }
+};
+
+/* This thread's pieces of the next tile, on the way in registers. */
 template <bool IS_ACROSS, class T>
-__device__ static __forceinline__ void tile_fetch(uint4 (&on_the_way)[EACH], const Operand &x,
-                                                  int i0, int i_end, int k0, int k_end)
+__device__ static __forceinline__ void tile_fetch(uint4 (&on_the_way)[EACH],
+                                                  Walk<IS_ACROSS, T> &walk)
 {
 #pragma unroll
     for (int n = 0; n < EACH; n++) {
-        int piece = threadIdx.x + n * THREADS;
-        int row = piece / ((IS_ACROSS ? TILE : STEP) / PIECE);
-        int col = piece % ((IS_ACROSS ? TILE : STEP) / PIECE) * PIECE;
-        int i = i0 + (IS_ACROSS ? col : row), k = k0 + (IS_ACROSS ? row : col);
-        int valid = i < i_end && k < k_end ? (IS_ACROSS ? i_end - i : k_end - k) : 0;
-        const T *at = (const T *)x.at;
-        if (valid) at += IS_ACROSS ? k * x.stride + i : i * x.stride + k;
-        on_the_way[n] = fetch<T>(at, valid, x.aligned);
+        int below = n * Place<IS_ACROSS>::ROWS;
+        int valid = IS_ACROSS ? walk.i_left : walk.k_left;
+        if ((IS_ACROSS ? walk.k_left : walk.i_left) <= below) valid = 0;
+        on_the_way[n] = fetch(walk.at + n * walk.apart, valid, walk.aligned);
     }
+    walk.at += walk.step;
+    walk.k_left -= STEP;
 }
 
 template <bool IS_ACROSS>
 __device__ static __forceinline__ void tile_keep(Shared<real> tile, const uint4 (&arrived)[EACH])
 {
+    Place<IS_ACROSS> place;
 #pragma unroll
     for (int n = 0; n < EACH; n++) {
-        int piece = threadIdx.x + n * THREADS;
-        int row = piece / ((IS_ACROSS ? TILE : STEP) / PIECE);
-        int col = piece % ((IS_ACROSS ? TILE : STEP) / PIECE) * PIECE;
-        int at = row * (IS_ACROSS ? ACROSS : ALONG) + col;
-        *(uint4 *)shared_range(tile, at, PIECE) = arrived[n];
+        int row = place.row + n * place.ROWS;
+        *(uint4 *)shared_range(tile, row * (IS_ACROSS ? ACROSS : ALONG) + place.col, PIECE) =
+            arrived[n];
     }
 }
 
 /* ---- a tile of c ---- */
 
-/* Where element `e` of a thread's sums is in the block's tile: row and column. */
-__device__ static __forceinline__ void place(int e, int *row, int *col)
+/* Where a warp's quarter of the tile begins. */
+__device__ static __forceinline__ int quarter_row()
 {
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    *row = warp / 2 * 32 + e / 16 * 16 + e / 2 % 2 * 8 + lane / 4;
-    *col = warp % 2 * 32 + e / 4 % 4 * 8 + lane % 4 * 2 + e % 2;
+    return threadIdx.x / 64 * 32;
+}
+
+__device__ static __forceinline__ int quarter_column()
+{
+    return threadIdx.x / 32 % 2 * 32;
+}
+
+/* Whether any of the warp's quarter lies in c: a rank of 32 leaves every second one empty. */
+__device__ static __forceinline__ bool is_live(const Job &job, int i0, int j0)
+{
+    return i0 + quarter_row() < job.M && j0 + quarter_column() < job.N;
 }
 
 /* k of a slice. */
@@ -145,31 +190,34 @@ __device__ static __forceinline__ void slice_sum(float (&sum)[SUMS / 4][4], cons
     int pieces = GROUPED ? job.slices : job.slices / job.parts;
     int part = GROUPED ? 0 : slice / pieces, begin = slice % pieces * job.slice;
     int end = begin + job.slice < job.K ? begin + job.slice : job.K;
-    int warp = threadIdx.x / 32;
+    bool live = is_live(job, i0, j0);
     uint4 next_a[EACH], next_b[EACH];
+    Walk<A_ACROSS, real> walk_a(job.a[part], i0, job.M, begin, end);
+    Walk<B_ACROSS, B> walk_b(job.b[part], j0, job.N, begin, end);
 #pragma unroll
     for (int t = 0; t < SUMS / 4; t++)
         for (int e = 0; e < 4; e++) sum[t][e] = 0.0f;
-    tile_fetch<A_ACROSS, real>(next_a, job.a[part], i0, job.M, begin, end);
-    tile_fetch<B_ACROSS, B>(next_b, job.b[part], j0, job.N, begin, end);
+    tile_fetch(next_a, walk_a);
+    tile_fetch(next_b, walk_b);
     for (int k0 = begin; k0 < end; k0 += STEP) {
         __syncthreads();
         tile_keep<A_ACROSS>(a, next_a);
         tile_keep<B_ACROSS>(b, next_b);
         __syncthreads();
         if (k0 + STEP < end) {
-            tile_fetch<A_ACROSS, real>(next_a, job.a[part], i0, job.M, k0 + STEP, end);
-            tile_fetch<B_ACROSS, B>(next_b, job.b[part], j0, job.N, k0 + STEP, end);
+            tile_fetch(next_a, walk_a);
+            tile_fetch(next_b, walk_b);
         }
+        if (!live) continue;
 #pragma unroll
         for (int k = 0; k < STEP; k += 16) {
             uint32_t left[2][4], right[2][4];
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 fragment<A_ACROSS, false>(left[h], a, A_ACROSS ? ACROSS : ALONG,
-                                          warp / 2 * 32 + h * 16, k);
+                                          quarter_row() + h * 16, k);
                 fragment<B_ACROSS, true>(right[h], b, B_ACROSS ? ACROSS : ALONG,
-                                         warp % 2 * 32 + h * 16, k);
+                                         quarter_column() + h * 16, k);
             }
 #pragma unroll
             for (int t = 0; t < SUMS / 4; t++)
@@ -179,24 +227,25 @@ __device__ static __forceinline__ void slice_sum(float (&sum)[SUMS / 4][4], cons
     }
 }
 
-/* Puts the tile's sums into c. */
+/* Puts the tile's sums into c, 16 bytes at a time. */
 __device__ static __forceinline__ void finish(const Job &job, const float (&total)[SUMS / 4][4],
                                               int i0, int j0)
 {
+    int lane = threadIdx.x % 32, j = j0 + quarter_column() + lane % 4 * PIECE;
 #pragma unroll
-    for (int e = 0; e < SUMS; e++) {
-        int row, col;
-        place(e, &row, &col);
-        int i = i0 + row, j = j0 + col;
-        if (i >= job.M || j >= job.N) continue;
+    for (int h = 0; h < 4; h++) { /* of the quarter's rows, eight at a time */
+        float value[PIECE];
+#pragma unroll
+        for (int e = 0; e < PIECE; e++)
+            value[e] = job.scale * total[h / 2 * 4 + e / 2][h % 2 * 2 + e % 2];
+        turn(value);
+        int i = i0 + quarter_row() + h * 8 + lane / 4, valid = i < job.M ? job.N - j : 0;
+        if (valid <= 0) continue;
         int64_t at = i * job.c_stride + j;
-        float value = job.scale * total[e / 4][e % 4];
-        if (job.result == ADD_F32) {
-            ((float *)job.c)[at] += value;
-        } else {
-            real *c = (real *)job.c + at;
-            *c = to_real(job.result == ADD_REAL ? f32(*c) + value : value);
-        }
+        if (job.result == ADD_F32)
+            put((float *)job.c + at, value, true, valid, job.aligned);
+        else
+            put((real *)job.c + at, value, job.result == ADD_REAL, valid, job.aligned);
     }
 }
 
@@ -263,6 +312,7 @@ __device__ static __forceinline__ void tile_product(const Job &job, int tiles, f
     if (partial) {
         if ((int)blockIdx.y >= job.slices) return;
         slice_sum<A_ACROSS, B_ACROSS, B, GROUPED>(sum, job, (int)blockIdx.y, i0, j0, a, b);
+        if (!is_live(job, i0, j0)) return;
 #pragma unroll
         for (int e = 0; e < SUMS; e++)
             *waiting(partial, tiles, (int)blockIdx.y, e) = sum[e / 4][e % 4];
@@ -305,6 +355,7 @@ __device__ static __forceinline__ void slices_add(const Job &job, int tiles, flo
     float total[SUMS / 4][4];
 #pragma unroll
     for (int e = 0; e < SUMS; e++) total[e / 4][e % 4] = 0.0f;
+    if (!is_live(job, i0, j0)) return;
     for (int slice = 0; slice < job.slices; slice++)
 #pragma unroll
         for (int e = 0; e < SUMS; e++) total[e / 4][e % 4] += *waiting(partial, tiles, slice, e);
@@ -353,15 +404,28 @@ static Job *add_job(Jobs *jobs, void *c, Result result, Operand a, Operand b, in
     job->slice = slice_of(K);
     job->scale = scale;
     job->result = result;
+    job->aligned = (uintptr_t)c % 16 == 0 && N % PIECE == 0;
     return job;
 }
 
-/* One launch, or two where the tiles don't fill the card. */
+/* Whether slices get blocks of their own. The time of each way is counted in slices that a place
+ * of a block makes one after the other; writing a slice's sums and reading them again is a quarter
+ * of making it, and the second launch a quarter as well. */
+static bool is_split(const CudaDevice *cuda, int64_t tiles, int64_t slices)
+{
+    int64_t places = (int64_t)cuda->processors * RESIDENT;
+    if (slices == 1 || tiles * slices > SPLIT_MOST) return false;
+    int64_t whole = cuda_blocks(tiles, places) * slices,
+            split = cuda_blocks(tiles * slices, places);
+    return 4 * whole > 5 * split + 1;
+}
+
+/* One launch, or two where slices have blocks of their own. */
 static void launch(CudaDevice *cuda, void (*kernel)(Jobs, float *), void (*add)(Jobs, float *),
                    const Jobs *jobs)
 {
     unsigned tiles = (unsigned)jobs->tiles, slices = (unsigned)jobs->slices;
-    if (jobs->slices == 1 || jobs->tiles * 2 > cuda->processors) {
+    if (!is_split(cuda, jobs->tiles, jobs->slices)) {
         LAUNCH(cuda, kernel, tiles, THREADS, 0, *jobs, (float *)nullptr);
         return;
     }
@@ -396,6 +460,7 @@ static void run_grouped(CudaDevice *cuda, Jobs *jobs, const int32_t *bounds, int
     job->step = step;
     job->X = X;
     if (step * (int64_t)sizeof(B) % 16 && !OVER_ROWS) job->b[0].aligned = false;
+    if (step * (int64_t)sizeof(float) % 16 && OVER_ROWS) job->aligned = false;
     int64_t across = OVER_ROWS ? (int64_t)X * cuda_blocks(job->M, TILE) : expert_tiles(X, P, TILE);
     jobs->tiles = (int)(across * cuda_blocks(job->N, TILE));
     jobs->slices = job->slices = OVER_ROWS ? 1 : (job->K + job->slice - 1) / job->slice;
@@ -415,6 +480,7 @@ static void forward(CudaDevice *cuda, const Lora *group, int count, Result resul
         Job *job =
             add_job(&up, m->y, result, operand(m->s, R), operand(m->b, m->N), T, m->N, R, scale);
         job->c_stride = m->step;
+        job->aligned = job->aligned && m->step % PIECE == 0;
     }
     run<false, true, float>(cuda, &down);
     run<false, true, float>(cuda, &up);

@@ -1,5 +1,5 @@
-/* cuda/tiles.cuh - what kernels of products share: the fragments of a tile in shared memory, and
- * which expert's pairs a tile of a grouped product has. */
+/* cuda/tiles.cuh - what kernels of products share: the fragments of a tile in shared memory, how
+ * results leave a warp, and which expert's pairs a tile of a grouped product has. */
 #ifndef TINSMITH_TILES_CUH
 #define TINSMITH_TILES_CUH
 
@@ -26,6 +26,51 @@ __device__ static __forceinline__ void fragment(uint32_t (&r)[4], Shared<real> t
         ldmatrix_transposed(r, shared_range(tile, (k + lane % 8) * pitch + i, PIECE));
     else
         ldmatrix(r, shared_range(tile, (i + lane % 8) * pitch + k, PIECE));
+}
+
+/* ---- results ---- */
+
+/* A quad's lanes hold two columns each of the four 8-column tiles of a row: v[2·t..] of tile t.
+ * Afterwards lane q holds the eight columns of tile q, in order. */
+__device__ static __forceinline__ void turn(float (&v)[PIECE])
+{
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+        bool upper = threadIdx.x & bit;
+#pragma unroll
+        for (int e = 0; e < PIECE; e++) {
+            if (e / 2 & bit) continue;
+            float &low = v[e], &high = v[e + 2 * bit];
+            float theirs = __shfl_xor_sync(~0u, upper ? low : high, bit);
+            low = upper ? theirs : low;
+            high = upper ? high : theirs;
+        }
+    }
+}
+
+/* c = or += value, eight elements of which the first `valid` exist. */
+template <class C>
+__device__ static __forceinline__ void put(C *c, float (&value)[PIECE], bool adds, int valid,
+                                           bool aligned)
+{
+    float before[PIECE];
+    if (valid >= PIECE && aligned) {
+        if (adds) {
+            load<PIECE>(before, c);
+#pragma unroll
+            for (int e = 0; e < PIECE; e++) value[e] = before[e] + value[e];
+        }
+        store<PIECE>(c, value);
+        return;
+    }
+#pragma unroll
+    for (int e = 0; e < PIECE; e++) {
+        if (e >= valid) continue;
+        float one[1] = {0.0f};
+        if (adds) load<1>(one, c + e);
+        one[0] = adds ? one[0] + value[e] : value[e];
+        store<1>(c + e, one);
+    }
 }
 
 /* ---- experts ---- */

@@ -2,15 +2,18 @@
 
 The sources read well on GitHub as they are: a link leads from file to file of the checkout. In the
 site it leads to the page that the file became. A link to a file that is no page (a source) becomes
-its text. A page of docs/ that mkdocs.yml's nav does not name is added under "How to".
+its text. A page of docs/ that mkdocs.yml's nav does not name is added under "How to". mkdocstrings
+reads this file too, for `Examples`.
 """
 
 import argparse
 import os
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -32,6 +35,12 @@ LINK_OR_CODE = re.compile(
     r"|(?P<mark>!?)\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?P<target>[^()\s]+)\)",
     re.M | re.S,
 )
+NAME = re.compile(r"(?<=<td><code>)[\w.]{24,}(?=</code>)")  # a long one, at a cell's begin
+WORD = re.compile(r"(?<=[._])(?=\w)|(?<=[a-z])(?=[A-Z])")  # where a word of it begins
+# A docstring's example: from >>> to the next empty line.
+EXAMPLE = re.compile(r"^ *>>> .*(?:\n.*\S.*)*", re.M)
+# Code without a language that has a stroke of a box.
+DRAWING = re.compile(r'<div class="language-text highlight">(?=<pre><span></span><code>[^<]*[─│])')
 OTHERS = "How to"  # the section of pages that the nav does not name
 
 
@@ -91,6 +100,30 @@ def site_path(path: str) -> str:
     if path in ELSEWHERE:
         return ELSEWHERE[path]
     return path.removeprefix("docs/").removeprefix("benchmarks/")
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Marks drawings of characters, whose lines are not broken, as those of commands are. Long
+    names in tables break between their words."""
+    html = NAME.sub(lambda found: WORD.sub("<wbr>", found[0]), html)
+    return DRAWING.sub('<div class="drawing highlight">', html)
+
+
+# ---- the docstrings ----
+
+
+class Examples(griffe.Extension):
+    """Makes code of the examples in docstrings. Below one line of text an example is not indented
+    more than the text is, and Markdown takes >>> for three quotations."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = fenced(obj.docstring.value)
+
+
+def fenced(text: str) -> str:
+    """A docstring whose examples are in fences."""
+    return EXAMPLE.sub(lambda found: f"```pycon\n{textwrap.dedent(found[0])}\n```", text)
 
 
 # ---- the command line ----

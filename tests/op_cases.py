@@ -351,11 +351,21 @@ def make_pages(rng, seen, G, E):
     dict(spans=((133, 0), (37, 100)), H=4, G=2, E=32, window=50),
     dict(spans=((3, 300), (1, 5)), H=4, G=2, E=256),  # several chunks of the widest head
     dict(spans=((1, 300), (1, 5)), H=4, G=2, E=256),
+    dict(spans=((40, 20),), H=2, G=1, E=128),  # rows of two groups of warps
+    dict(spans=((1, 70), (1, 9)), H=2, G=1, E=128),
+    dict(spans=((9, 60),), H=4, G=1, E=98, window=20),
+    dict(spans=((9, 70),), H=4, G=2, E=200),
+    dict(spans=((2, 110),), H=2, G=1, E=64, grows=1.5),  # tops rise within a chunk
+    dict(spans=((2, 120),), H=2, G=1, E=66, grows=1.5),
+    dict(spans=((1, 110), (1, 66)), H=2, G=1, E=64, grows=1.5),
 )
-def make_attention(rng, spans, H, G, E, window=0):
+def make_attention(rng, spans, H, G, E, window=0, grows=0.0):
     k, v, pages, first = make_pages(rng, [rows + pos for rows, pos in spans], G, E)
     row = np.cumsum([0, *(rows for rows, _ in spans)])
     T = int(row[-1])
+    for s in range(len(spans)):  # keys of later pages are so much larger
+        for n, page in enumerate(pages[first[s] : first[s + 1]]):
+            k[page] *= 1 + grows * n
     own = [Span(int(row[s]), rows, pos, int(first[s])) for s, (rows, pos) in enumerate(spans)]
     return dict(
         y=(T, H, E),
@@ -400,6 +410,9 @@ def causal(q, k, v, lengths, G, window=0):
     dict(lengths=(71, 33), H=4, G=4, E=16, window=2),
     dict(lengths=(200,), H=4, G=2, E=32, window=65),
     dict(lengths=(37, 5), H=2, G=1, E=256),
+    dict(lengths=(40, 7), H=4, G=1, E=64),
+    dict(lengths=(40, 7), H=3, G=1, E=128),
+    dict(lengths=(37,), H=2, G=1, E=98, window=9),
     dict(lengths=(5, 9), H=6, G=2, E=34, gaps=(4, 68)),
     dict(lengths=(71, 33), H=4, G=2, E=64, gaps=(256, 384)),
 )

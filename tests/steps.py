@@ -1,5 +1,5 @@
-"""Arrays whose rows are parts of wider rows, as the steps of ops.inc have them: how a test's array is
-laid out for a call, and taken out of there again. A step that a test does not give is the row's
+"""Arrays whose rows are parts of wider rows, as the steps of ops.inc have them: how a test's array
+is laid out for a call, and taken out of there again. A step that a test does not give is the row's
 width. What lies between rows must survive a call."""
 
 from typing import Any

@@ -11,6 +11,7 @@ import tinker
 from small_run import PROMPT, make_client, make_data, sample, train
 from tinsmith.engine import bases
 from tinsmith.engine.bases import Hold, inspect_models, memory_of, parse_bytes
+from tinsmith.engine.decoding import SampleRequest
 from tinsmith.engine.errors import RequestError
 from tinsmith.engine.loading import Loading
 from tinsmith.engine.training import AdamParams, Batch
@@ -247,6 +248,51 @@ def test_pressure_takes_the_memory_of_idle_steps(models):
         assert not worker._uses.release(lane.base.path)
     finally:
         worker.close()
+
+
+def a_loop(worker: Worker, steps: int) -> list[list[int]]:
+    """A snapshot in each step, and what is drawn from it and from an older one that is used."""
+    worker.create("run", "tiny", LoraSpec(4, 1)).result(timeout=60)
+    request, drawn = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=3, seed=1), []
+    for step in range(steps):
+        worker.forward_backward("run", 3 * step + 1, BATCH).result(timeout=60)
+        worker.optim_step("run", 3 * step + 2, AdamParams(learning_rate=0.1)).result(timeout=60)
+        worker.snapshot("run", 3 * step + 3, f"step {step}").result(timeout=60)
+        for name in (f"step {step}", "step 0"):
+            result = worker.sample(name, request).result(timeout=60)
+            drawn.append(result.samples[0].tokens.tolist())
+    return drawn
+
+
+def test_a_loop_with_a_snapshot_in_each_step_stays_within_little_memory(models, run_bytes):
+    """Old snapshots make room, those that nobody has used for longest first. One that is used
+    again and again is not old."""
+    known = inspect_models({"tiny": models["tiny"]})
+    core = load_model(models["tiny"], threads=1).core
+    weights, size = core.weight_bytes, core.plan(4, 1)["adapter"]
+    cache = core.cache_bytes(core.cache_tokens(weights + run_bytes, 0))
+    found = []
+    for limit in (None, weights + run_bytes + cache + 2 * size):
+        worker = Worker(known, threads=1, memory=limit)
+        try:
+            found.append(a_loop(worker, 24))
+            kept = {name for name, item in worker._snapshots._items.items() if item.adapter}
+            if limit is None:
+                assert len(kept) == 24
+                continue
+            assert {"step 0", "step 23"} <= kept and len(kept) < 12
+            assert worker._bases._used() <= limit
+            request = SampleRequest(np.asarray([5, 6], np.int32), max_tokens=3)
+            lost = worker.sample("step 1", request).exception(timeout=60)
+            assert "step 1 were dropped to make room; save_weights_for_sampler" in str(lost)
+            uses = worker._uses.holds()
+            firm = weights + sum(hold.bytes for hold in uses if hold.pins and not hold.yields)
+            assert worker._bases.make(limit - firm, "all", lambda: True, keep=known["tiny"].path)
+            kept = {name for name, item in worker._snapshots._items.items() if item.adapter}
+            assert kept == {"step 0", "step 22", "step 23"}
+        finally:
+            worker.close()
+    assert found[0] == found[1]
 
 
 def test_a_failed_allocation_makes_room_too(models, tmp_path, expected, monkeypatch):

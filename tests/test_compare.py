@@ -253,6 +253,10 @@ def test_a_comparison_that_is_ended_says_what_is_missing(
         (("--set", "opsd.beta=2"), "--set opsd.beta: it should be a number from 0 to 1; '2' came"),
         (("--set", "sdft.topk=2.5"), "--set sdft.topk: it should be a whole number from 1 to 1000"),
         (("--set", "sdft.temperature=nan"), "--set sdft.temperature: it should be a number from"),
+        (
+            ("--methods", "opsd", "--set", "opsd.top_k_loss=1218"),
+            "opsd.top_k_loss is 1218, and the model's vocabulary has 1,217 ids",
+        ),
         (("--methods", "sft", "--set", "sdft.topk=2"), "names no setting: these methods have none"),
         (("--scorer", "scorers"), "--scorer should be module:function; 'scorers' came"),
         (("--scorer", "no_such:f"), "module 'no_such' can't be imported: ModuleNotFoundError"),

@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tinsmith
 from engine import Device, core_library, device, emulated_library
 from models import call, datum, folder, randomize, tokens_of
 from op_bar import compare
 from op_cases import CASES
 from tinsmith import _core
+from tinsmith.engine.devices import say
 from tinsmith.engine.training import AdamParams, optim_step
 from tinsmith.files.families import load_model
 
@@ -90,6 +92,10 @@ def test_a_slow_kernel_is_told_once(
         for _ in range(2):
             optim_step(adapter, AdamParams(learning_rate=0.01))
         assert bool(adapter.model.note) == (kind == NOTHING)
+    assert capsys.readouterr().err.count("are made by a slow kernel") == 1
+    say.cache_clear()
+    with tinsmith.Model(folder("qwen3"), device="cuda-emulated") as model:
+        model.sampler().sample(tokens_of("qwen3", 5), max_tokens=2)
     assert capsys.readouterr().err.count("are made by a slow kernel") == 1
 
 

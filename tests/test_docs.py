@@ -116,6 +116,25 @@ def test_the_command_lines_reference_has_every_option(site: Path) -> None:
                 assert option in ("-h", "--help") or f"<code>{option}</code>" in section[1], option
 
 
+def test_examples_of_docstrings_are_code(site: Path) -> None:
+    """Below one line of text Markdown takes >>> for three quotations."""
+    shown = (site / "api.html").read_text()
+    assert "<blockquote>" not in shown
+    assert shown.count('<div class="language-pycon highlight">') > 50
+
+
+def test_a_drawing_keeps_its_lines(site: Path) -> None:
+    shown = (site / "architecture.html").read_text()
+    assert shown.count('<div class="drawing highlight">') == 1
+    assert "drawing" not in (site / "recipes.html").read_text()
+
+
+def test_long_names_in_tables_break_between_words(site: Path) -> None:
+    shown = (site / "support.html").read_text()
+    assert "<td><code>Qwen3_<wbr>5Moe<wbr>For<wbr>Conditional<wbr>Generation</code>" in shown
+    assert "<td><code>Qwen3ForCausalLM</code>" in shown
+
+
 # ---- links as GitHub shows them ----
 
 

@@ -157,6 +157,18 @@ def test_row_is_the_same_bit_for_bit_whatever_its_neighbours(dev, op):
             )
 
 
+@pytest.mark.parametrize("E", [64, 66, 128, 200, 256])
+def test_attention_of_a_row_alone_is_that_of_a_prompt_bit_for_bit(dev, E):
+    """Decoding and prefill of a GPU are blocks of different shapes; in several chunks each."""
+    spans = ((2, 299), (3, 62))
+    args = make_attention(np.random.default_rng(E), spans, H=4, G=2, E=E, grows=4.0)
+    whole = run(dev, "attention", args)
+    for rows in ([0], [1, 4], [2, 3]):
+        part = run(dev, "attention", take_queries("attention", args, rows))
+        for name in part:
+            np.testing.assert_array_equal(part[name], whole[name][rows], f"{name} {rows}")
+
+
 GROUPED = ("grouped_linear", "grouped_linear_backward", "grouped_matmul")
 
 

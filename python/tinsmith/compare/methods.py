@@ -30,13 +30,15 @@ Judge = Callable[[str, Record], tuple[float, str]]
 @dataclass(frozen=True)
 class Setting:
     """A number that a method has of its own: its default, its bounds (allowed themselves; of an
-    open one the upper is not), and what it is. A default without a point wants a whole number."""
+    open one the upper is not), and what it is. A default without a point wants a whole number. ids:
+    whether it counts ids of the vocabulary."""
 
     default: Value
     least: Value
     most: Value
     help: str
     open: bool = False
+    ids: bool = False
 
     def read(self, text: str) -> Value:
         """The value that a text gives. ValueError with the end of a sentence if it is none."""
@@ -138,6 +140,20 @@ def with_settings(names: Sequence[str], changes: Sequence[str]) -> dict[str, dic
         except ValueError as error:
             raise ValueError(f"--set {target}: {error}") from None
     return found
+
+
+def check_vocabulary(methods: Mapping[str, Mapping[str, Value]], vocabulary: int) -> None:
+    """Raises ValueError for a method's setting that wants more ids than a vocabulary has.
+
+    check_vocabulary(with_settings(["sdft"], []), 151936)
+    """
+    for name, settings in methods.items():
+        for key, value in settings.items():
+            if METHODS[name].settings[key].ids and value > vocabulary:
+                raise ValueError(
+                    f"{name}.{key} is {value}, and the model's vocabulary has {vocabulary:,} ids: "
+                    f"--set {name}.{key}=N with a smaller number"
+                )
 
 
 # ---- the methods ----
@@ -260,7 +276,9 @@ def _rollout(prompt: "tinker.ModelInput", answer: Sequence[int]) -> "tinker.Datu
 _TEMPERATURE = Setting(1.0, 0.0, 10.0, "of the student's answers")
 _DIVERGENCE = {
     "beta": Setting(0.5, 0.0, 1.0, "of the divergence; 0: KL(teacher‖student), 1: the reverse"),
-    "top_k_loss": Setting(0, 0, 1_000_000, "of the teacher's tokens that it is over; 0: all"),
+    "top_k_loss": Setting(
+        0, 0, 1_000_000, "of the teacher's tokens that it is over; 0: all", ids=True
+    ),
     "temperature_loss": Setting(1.0, 0.01, 100.0, "of both distributions in it"),
     "grad_clip_norm": Setting(1.0, 0.0, 1e6, "of the gradients; 0: none"),
     "temperature": _TEMPERATURE,
@@ -275,7 +293,7 @@ METHODS = {
         True,
         _sdft,
         {
-            "topk": Setting(20, 1, 1000, "of the teacher's tokens that are targets"),
+            "topk": Setting(20, 1, 1000, "of the teacher's tokens that are targets", ids=True),
             "skip_first_tokens": Setting(3, 0, 1000, "of an answer, which have no loss"),
             "temperature": _TEMPERATURE,
         },

@@ -67,13 +67,14 @@ def _panel(axes: Any, found: Sequence[Group], learned: str, kept: str) -> None:
                 (group.estimate(side, name).half or 0) * _scale(name)
                 for side, name in (("kept", kept), ("learned", learned))
             ]
-            mark = _mark(found, method, group.learning_rate)
-            axes.errorbar(*mean, xerr=half[0], yerr=half[1], zorder=3, capsize=3, **mark)
+            mark = _mark(found, method, group.learning_rate) | {"elinewidth": 1.2, "capsize": 3}
+            axes.errorbar(*mean, xerr=half[0], yerr=half[1], zorder=3, **mark)
             if len(x) > 1:
-                axes.scatter(x, y, s=14, color=color, alpha=0.45, linewidths=0, zorder=2)
+                axes.scatter(x, y, s=20, color=color, edgecolors="white", linewidths=0.6, zorder=2)
     axes.set_xlabel(f"kept: {AXES[kept]}")
     axes.set_ylabel(f"learned: {AXES[learned]}")
     axes.margins(0.08)
+    axes.locator_params(axis="x", nbins=6)  # so that the numbers do not touch
     if learned == "exact":
         axes.set_ylim(-4, 104)  # an interval may reach further; a share can't
     if kept == "exact":

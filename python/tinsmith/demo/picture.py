@@ -12,7 +12,8 @@ from typing import Any
 
 from tinsmith.demo.outcomes import shown_rate
 
-COLORS = ("#e9a23b", "#2a6f97", "#4f9d69", "#a23b72")
+COLORS = ("#2a6f97", "#e9a23b", "#4f9d69", "#a23b72")  # compare/picture.py's
+THIN = {"linewidth": 0.8, "alpha": 0.45}
 Curve = Mapping[float, float]  # a figure at each learning rate
 
 
@@ -41,6 +42,7 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
 
     names = list(panels[0].curves)
     figure, row = plt.subplots(
@@ -49,6 +51,9 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
     for axes, panel in zip(row[0], panels, strict=True):
         _panel(axes, panel, names)
     handles, labels = row[0][0].get_legend_handles_labels()
+    if any(panel.parts for panel in panels):
+        handles.append(Line2D([], [], color="black", **THIN))
+        labels.append("each skill")
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -62,7 +67,7 @@ def _panel(axes: Any, panel: Panel, names: Sequence[str]) -> None:
     for place, name in enumerate(names):
         color = COLORS[place % len(COLORS)]
         for part in panel.parts.get(name, ()):
-            axes.plot(*_line(part), color=color, linewidth=0.8, alpha=0.45)
+            axes.plot(*_line(part), color=color, **THIN)
         marks = {"marker": "o", "markersize": 11 - 3 * place, "markeredgecolor": "white"}
         axes.plot(*_line(panel.curves[name]), color=color, linewidth=2.4, label=name, **marks)
         rates |= set(panel.curves[name])

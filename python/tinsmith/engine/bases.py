@@ -32,12 +32,14 @@ SHARE = 0.9  # of all memory, where no limit is given
 
 @dataclass(frozen=True)
 class Hold:
-    """Memory on a base model in addition to its weights."""
+    """Memory on a base model in addition to its weights. pins: whether its data would be lost with
+    the model. yields: whether it is dropped all the same as soon as memory is short."""
 
     base: Path
     bytes: int
     what: str
-    pins: bool  # whether its data would be lost with the model
+    pins: bool
+    yields: bool = False
 
 
 def inspect_models(
@@ -67,8 +69,9 @@ class NotLoaded(Exception):
 
 class Bases:
     """See the file's header. `holds` lists what else takes memory. `release` drops what can be made
-    again on a base (an idle cache, adapters that are on disk), and returns whether there was any.
-    `wake` is called in another thread when `busy` has become true."""
+    again on a base (an idle cache, adapters that are on disk), and `drop` the first of what yields;
+    both return whether there was any. `wake` is called in another thread when `busy` has become
+    true."""
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class Bases:
         memory: int | None,
         holds: Callable[[], list[Hold]],
         release: Callable[[Path], bool],
+        drop: Callable[[], bool] = lambda: False,
         wake: Callable[[], None] = lambda: None,
     ):
         self.memory = memory_of(device) if memory is None else memory
@@ -87,6 +91,7 @@ class Bases:
         self._threads = threads
         self._holds = holds
         self._release = release
+        self._drop = drop
         self._wake = wake
         self._loaded: dict[Path, LoadedModel] = {}  # the least recently used first
         self._wanted: dict[Path, list[Callable[[], None]]] = {}  # calls when a model is read
@@ -260,11 +265,16 @@ class Bases:
         pinned = {keep, *(hold.base for hold in holds)}
         models = [model for path, model in self._loaded.items() if path in pinned]
         models += [item.model for item in self._loading.values()]
-        return sum(model.weight_bytes for model in models) + sum(hold.bytes for hold in holds)
+        stay = sum(hold.bytes for hold in holds if not hold.yields)
+        return sum(model.weight_bytes for model in models) + stay
 
     def _evict(self, keep: Path | None) -> bool:
-        """Evicts the least recently used model that may go, or else drops what can be made again on
-        others. Returns whether there was anything to drop."""
+        """Drops the first of what yields, or else evicts the least recently used model that may go,
+        or else drops what can be made again on others. Returns whether there was anything to drop.
+        """
+        if self._drop():
+            self.evictions += 1
+            return True
         pinned = {hold.base for hold in self._holds() if hold.pins}
         idle = [path for path in self._loaded if path != keep and path not in pinned]
         if idle:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.chat.text import Text, load_tokenizer
+from tinsmith.engine.devices import say
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.engine.events import Call
 from tinsmith.files.families import BaseModel, LoadedModel
@@ -137,6 +138,7 @@ class _Pending:
 class _Lane:
     """The requests that decode together on one base model."""
 
+    core: _core.Model
     sampler: _core.Sampler
     cache_bytes: int
     pending: dict[int, _Pending] = field(default_factory=dict)
@@ -164,7 +166,7 @@ class Decoder:
         """Makes what requests for a base model need, with a cache for so many tokens (0: the
         engine's default)."""
         sampler = _core.Sampler(base.core, tokens=cache_tokens, vocab_limit=base.tokenizer_vocab)
-        self._lanes[base.path] = _Lane(sampler, base.core.cache_bytes(cache_tokens))
+        self._lanes[base.path] = _Lane(base.core, sampler, base.core.cache_bytes(cache_tokens))
 
     def shut(self, path: Path) -> bool:
         """Drops an idle lane with its cache; returns whether there was one."""
@@ -293,6 +295,7 @@ def _step(lane: _Lane) -> int:
     for number in done:
         if number not in lane.pending:  # the listener's failure has ended it
             continue
+        say(lane.core.note)
         result = lane.sampler.take(number)
         item = lane.pending.pop(number)
         item.call.cached = result["prompt_reused"]

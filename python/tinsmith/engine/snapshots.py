@@ -5,7 +5,8 @@ from a checkpoint. A checkpoint is read once, however many sessions use it. The 
 a run share one adapter: a new one of them brings the run's weights of that moment to all. A client
 doesn't say when it is done with a session, and training loops make one in each step. So when
 snapshots take too many bytes, the least recently used are evicted first; those of checkpoints are
-read again at their next use. Only the worker's thread may use this.
+read again at their next use. A snapshot that was not used while its run made two newer ones goes
+as soon as memory is short, before anything else does. Only the worker's thread may use this.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tinsmith.files import peft
 from tinsmith.files.families import BaseModel
 
 BYTES_MAX = 4 << 30
+OLD = 2  # newer snapshots of the run since a snapshot's last use
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Snapshot:
     run: str = ""  # whose weights it has, after so many optimizer steps
     step: int = 0
     number: int = 0  # of an inflight session, from 1: it follows its run, and shares no cache
+    used: int = 0  # how many snapshots the run had made at its last use
 
     @property
     def bytes(self) -> int:
@@ -48,6 +51,7 @@ class Snapshots:
         self._bytes_max = bytes_max
         self._items: dict[str, Snapshot] = {}  # the least recently used first
         self._inflight = 0  # sessions so far
+        self._made: dict[str, int] = {}  # how many snapshots each run has made
 
     def add_base(self, sampler: str, base: BaseModel) -> None:
         """A session of a base model."""
@@ -55,7 +59,9 @@ class Snapshots:
 
     def add_run(self, sampler: str, run: str, base: BaseModel, adapter: _core.Adapter) -> None:
         """A session of a run's weights as they are now."""
-        self._keep(sampler, Snapshot(base, self._copy(base, adapter), run=run, step=adapter.step))
+        copy, made = self._copy(base, adapter), self._made.get(run, 0) + 1
+        self._keep(sampler, Snapshot(base, copy, run=run, step=adapter.step, used=made))
+        self._made[run] = made
 
     def add_inflight(
         self, sampler: str, run: str, base: BaseModel, adapter: _core.Adapter
@@ -82,6 +88,7 @@ class Snapshots:
                 f"sampling session {sampler} has no weights: saving them failed, or its session "
                 "has ended; create a new sampling client"
             )
+        snapshot = replace(snapshot, used=self._made.get(snapshot.run, 0))
         self._items[sampler] = snapshot
         if snapshot.failure is not None:
             raise snapshot.failure
@@ -93,12 +100,22 @@ class Snapshots:
         """Drops a session."""
         self._items.pop(sampler, None)
 
+    def end(self, run: str) -> None:
+        """A run makes no more snapshots; those that it has made stay until they are forgotten."""
+        self._made.pop(run, None)
+
     def holds(self) -> list[Hold]:
         """The memory of the adapters; those that are on no disk pin their base model."""
         owners = {id(item.adapter): name for name, item in self._items.items() if item.adapter}
         items = [(name, self._items[name]) for name in owners.values()]
         return [
-            Hold(item.base.path, item.bytes, f"the sampling session {name}", item.origin is None)
+            Hold(
+                item.base.path,
+                item.bytes,
+                f"the sampling session {name}",
+                pins=item.origin is None,
+                yields=self._is_old(item),
+            )
             for name, item in items
         ]
 
@@ -118,6 +135,18 @@ class Snapshots:
         for name in found:
             self._items[name] = replace(self._items[name], adapter=None)
         return bool(found)
+
+    def drop(self) -> bool:
+        """Drops the old snapshot that was used least recently; returns whether there was any."""
+        for name, item in self._items.items():
+            if self._is_old(item):
+                self._items[name] = _dropped(name, item)
+                return True
+        return False
+
+    def _is_old(self, item: Snapshot) -> bool:
+        made = self._made.get(item.run, 0)
+        return item.adapter is not None and not item.number and made - item.used >= OLD
 
     def _copy(self, base: BaseModel, adapter: _core.Adapter) -> _core.Adapter:
         need = 4 * adapter.size
@@ -155,10 +184,14 @@ class Snapshots:
             if item.adapter is None or item.adapter is snapshot.adapter:
                 continue
             total -= adapters.pop(id(item.adapter), 0)
-            dropped = RequestError(
-                f"the weights of sampling session {name} were dropped to make room for newer ones; "
-                "save_weights_for_sampler(name) keeps weights that are needed for long"
-            )
-            failure = None if item.origin else dropped
-            self._items[name] = replace(item, adapter=None, failure=failure)
+            self._items[name] = _dropped(name, item)
         return snapshot
+
+
+def _dropped(name: str, item: Snapshot) -> Snapshot:
+    """A session without its adapter: a checkpoint's is read again, another's is lost."""
+    lost = RequestError(
+        f"the weights of sampling session {name} were dropped to make room; "
+        "save_weights_for_sampler(name) keeps weights that are needed for long"
+    )
+    return replace(item, adapter=None, failure=None if item.origin else lost)

@@ -78,6 +78,10 @@ class Uses:
         trimmed = [run.trim() for run in idle]
         return self._snapshots.release(path) or shut or any(trimmed)
 
+    def drop(self) -> bool:
+        """Gives up a snapshot that is old (snapshots.py); returns whether there was one."""
+        return self._snapshots.drop()
+
     def memory(self) -> Memory:
         """The bytes of each kind of use."""
         runs = self._runs.values()

@@ -110,6 +110,7 @@ class Worker:
             memory=memory,
             holds=self._uses.holds,
             release=self._uses.release,
+            drop=self._uses.drop,
             wake=lambda: self._put(lambda: None),
         )
         self._snapshots = self._uses.open(self._bases)
@@ -376,6 +377,7 @@ class Worker:
 
         def release(lane: Run) -> None:
             self._runs.pop(lane.name, None)
+            self._snapshots.end(lane.name)
             lane.adapter, lane.average = None, None
             lane.failure = RequestError("its session has ended")
             lane.fail_waiting(RequestError(f"{lane.name} can't be used: {lane.failure}"))
@@ -384,9 +386,8 @@ class Worker:
             for name in samplers:
                 self._snapshots.forget(name)
             for name in runs:
-                if name in self._runs:
-                    job = Job(Future(), release, Call("forget", name))
-                    self._runs.make_ready(self._runs[name], job)
+                if run := self._runs.get(name):
+                    self._runs.make_ready(run, Job(Future(), release, Call("forget", name)))
 
         self._put(begin)
 

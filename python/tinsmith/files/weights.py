@@ -132,13 +132,14 @@ class Tensors(Mapping[str, np.ndarray]):
         return (self.entry(name),)
 
     def widened(self) -> dict[str, int]:
-        """The bytes of types that no device computes from: they are widened when they are read."""
+        """The bytes of types that no device computes from, by the types' names: they are widened
+        when they are read."""
         found: dict[str, int] = {}
         for name, entry in self._entries.items():
             if entry.dtype not in READ:
                 size = sum(one.size for one in self.sources(name))
                 found[entry.dtype] = found.get(entry.dtype, 0) + size
-        return found
+        return dict(sorted(found.items()))
 
     def part(self, name: str, matrix: int | None) -> np.ndarray:
         """One matrix of a tensor of several; None: the tensor."""
