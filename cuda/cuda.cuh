@@ -5,7 +5,7 @@
  * header: two weights of one width that lie one behind the other are one weight. The same text is
  * compiled by nvcc and, with CUDA_EMULATED, as C++ (emulate.h). PTX is here and nowhere else: each
  * primitive has its twin for the emulator beside it. Kernels are `static __global__`, started with
- * LAUNCH, and say Shared<T> for a pointer to shared memory: T * for nvcc, checked by the emulator. */
+ * LAUNCH, and say Shared<T> for a pointer to shared memory: T *, or checked by the emulator. */
 #ifndef TINSMITH_CUDA_CUH
 #define TINSMITH_CUDA_CUH
 

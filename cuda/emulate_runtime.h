@@ -91,7 +91,8 @@ enum { SHARED_LEAST = 99 << 10 };
 struct Card {
     size_t bytes = (size_t)2 << 30, used = 0, shared_bytes = SHARED_LEAST;
     int major = 9, minor = 0;
-    int64_t lost_in = -1; /* launches and copies from now, or -1: never */
+    int64_t lost_in = -1;       /* launches and copies from now, or -1: never */
+    int64_t queued[2] = {0, 0}; /* so far: products, copies and fills; kernels */
     bool lost = false;
     int64_t fails_in = -1;          /* likewise the one that fails */
     std::atomic<int64_t> waits = 0; /* of the host for the card */
@@ -216,6 +217,7 @@ inline void stream_drive(CardStream *stream, uint64_t until)
     Card &card = machine.cards[stream->card];
     if (work.is_kernel && current != stream->card) return cudaErrorInvalidResourceHandle;
     if (card.fails_in >= 0 && card.fails_in-- == 0) return cudaErrorInvalidValue;
+    card.queued[work.is_kernel]++;
     if (stream->capture) {
         stream->capture->push_back(std::move(work));
         return cudaSuccess;
