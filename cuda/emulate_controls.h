@@ -62,10 +62,10 @@ extern "C" TINSMITH_EXPORT int64_t cuda_emulated_waits(void)
     return emulate::machine.cards[0].waits;
 }
 
-/* How many kernels the first card has been given, or how many products, copies and fills. */
-extern "C" TINSMITH_EXPORT int64_t cuda_emulated_queued(int kernels)
+/* How much work of a Kind the first card has been given. */
+extern "C" TINSMITH_EXPORT int64_t cuda_emulated_given(int kind)
 {
-    return emulate::machine.cards[0].queued[kernels != 0];
+    return emulate::machine.cards[0].given[kind];
 }
 
 /* The scratch sizes of ops on the first card since the last call, of those that ran or of those
