@@ -1,14 +1,16 @@
 /* cuda/cublaslt.cuh - matmul.cu's use of cuBLASLt: the library found at run time, a product's
- * description, and one algorithm for each, picked once.
+ * description, and its algorithms.
  *
  * Included by matmul.cu alone. cuBLASLt's header is not needed to build: the entry points and the
  * few numbers below are all that is used, and they have been the same since CUDA 11. cuBLASLt
  * counts in columns, so a row-major product c = a·b is cᵀ = bᵀ·aᵀ there. b is its first operand, a
  * its second, and the number of rows T is always a count of columns.
  *
- * An algorithm is taken if it needs no workspace, sums all of k in one block, and is accepted for
- * few rows as for many: then it serves every number of rows, with the same bits. Where there is
- * none, plan_of returns a plan without an algorithm, and the product is matmul.cu's own kernel.
+ * A product's reference is the first algorithm that needs no workspace, sums all of k in one block,
+ * and is accepted for few rows as for many: it serves every number of rows, with the same bits.
+ * Where there is none, plan_of returns a plan without an algorithm, and the product is matmul.cu's
+ * own kernel. A bucket of rows may have a faster algorithm, with the reference's bits
+ * (buckets.cuh).
  *
  * The emulated device loads the tests' stand-in (tests/cublaslt.cpp), which lies beside it. */
 #ifndef TINSMITH_CUBLASLT_CUH
@@ -54,13 +56,17 @@ enum {
 };
 
 enum {
-    PICK_ROWS = 256,   /* the number of rows an algorithm is picked for */
+    PICK_ROWS = 256,   /* the number of rows a reference is picked for */
     PICK_DEPTH = 2048, /* the same where the rows are summed over */
     CANDIDATES = 16,   /* algorithms that are looked at for a product */
 };
 
-/* Numbers of rows that an algorithm must be accepted for. */
+/* Numbers of rows that a reference must be accepted for. */
 static const uint64_t lt_rows[] = {1, 2, 16, 64, PICK_ROWS, 1024, PICK_DEPTH, 8192};
+
+enum { BUCKETS = 5 };
+/* The most rows of each bucket; the last one also has all that are more. */
+static const int bucket_rows[BUCKETS] = {16, 64, 256, 1024, 8192};
 
 typedef struct LtAlgorithm {
     uint64_t data[8];
@@ -109,11 +115,20 @@ typedef struct PlanKey {
     int f32_out, a_by_column, b_by_column, bias, unused;
 } PlanKey;
 
+/* What is chosen for a bucket: nothing yet (then the reference serves), or an algorithm. */
+typedef struct Bucket {
+    bool wanted, chosen;
+    LtAlgorithm algorithm;
+} Bucket;
+
 typedef struct Plan {
     PlanKey key;
     Lt desc, a, b, c;
     bool picked; /* else the product is our own kernel's */
-    LtAlgorithm algorithm;
+    bool steady; /* the reference's rows were seen to keep their bits */
+    int place;   /* of the reference in cuBLASLt's list */
+    LtAlgorithm reference;
+    Bucket bucket[BUCKETS];
 } Plan;
 
 struct Matmul {
@@ -124,6 +139,7 @@ struct Matmul {
     void *library;
     Plan *plans;
     int plan_count, plan_room;
+    bool wanted; /* a bucket of one of them is */
 };
 
 /* A failed call of cuBLASLt, kept with its place. */
@@ -278,17 +294,22 @@ static void plan_rows(CudaDevice *cuda, const Plan *plan, uint64_t rows)
     LT(cuda, MatrixLayoutSetAttribute, other, LAYOUT_COLS, &rows, sizeof rows);
 }
 
-/* Whether a candidate's rows have the same bits for any number of them. */
-static bool plan_accepts(CudaDevice *cuda, const Plan *plan, const LtHeuristic *found)
+/* Whether a candidate sums all of k in one block, and needs no memory. */
+static bool candidate_sound(CudaDevice *cuda, const LtHeuristic *found)
 {
-    Matmul *m = cuda->matmul;
     int32_t splits = 0;
     size_t written = 0;
     if (found->state || found->workspace) return false;
-    if (m->MatmulAlgoConfigGetAttribute(&found->algorithm, ALGO_SPLITS, &splits, sizeof splits,
-                                        &written) ||
-        splits > 1)
-        return false;
+    return !cuda->matmul->MatmulAlgoConfigGetAttribute(&found->algorithm, ALGO_SPLITS, &splits,
+                                                       sizeof splits, &written) &&
+           splits <= 1;
+}
+
+/* Whether a candidate can be the reference: it takes any number of rows. */
+static bool plan_accepts(CudaDevice *cuda, const Plan *plan, const LtHeuristic *found)
+{
+    Matmul *m = cuda->matmul;
+    if (!candidate_sound(cuda, found)) return false;
     for (uint64_t rows : lt_rows) {
         LtHeuristic checked;
         plan_rows(cuda, plan, rows);
@@ -310,28 +331,39 @@ static void plan_note(CudaDevice *cuda, const Plan *plan, const char *why)
     cuda->base.note = cuda->note;
 }
 
-/* Asks cuBLASLt for algorithms, the fastest first, and takes the first that is accepted. Its
- * operands a and b are our b and a. */
-static void plan_pick(CudaDevice *cuda, Plan *plan)
+/* Asks cuBLASLt for algorithms, the fastest first by its own estimate; returns how many there are.
+ * Its operands a and b are our b and a. */
+static int plan_ask(CudaDevice *cuda, const Plan *plan, LtHeuristic *found, int most)
 {
     Matmul *m = cuda->matmul;
     const PlanKey &key = plan->key;
     Lt preference = nullptr;
-    LtHeuristic found[CANDIDATES];
     int count = 0, none = 0;
     uint64_t workspace = 0;
     const int align[4] = {key.align_b, key.align_a, key.align_c, key.align_c};
-    if (LT(cuda, MatmulPreferenceCreate, &preference)) return;
+    if (LT(cuda, MatmulPreferenceCreate, &preference)) return 0;
     LT(cuda, MatmulPreferenceSetAttribute, preference, PREF_WORKSPACE_BYTES, &workspace, 8);
     LT(cuda, MatmulPreferenceSetAttribute, preference, PREF_REDUCTION_SCHEMES, &none, 4);
     for (int i = 0; i < 4; i++)
         LT(cuda, MatmulPreferenceSetAttribute, preference, PREF_ALIGNMENT_A + i, &align[i], 4);
     int status = m->MatmulAlgoGetHeuristic(m->handle, plan->desc, plan->b, plan->a, plan->c,
-                                           plan->c, preference, CANDIDATES, found, &count);
+                                           plan->c, preference, most, found, &count);
     m->MatmulPreferenceDestroy(preference);
-    for (int i = 0; !status && i < count && !plan->picked; i++) {
+    return status ? 0 : count;
+}
+
+/* Takes the first algorithm for PICK_ROWS rows, from place `first` of cuBLASLt's list on, that is
+ * accepted. */
+static void plan_pick(CudaDevice *cuda, Plan *plan, int first)
+{
+    LtHeuristic found[CANDIDATES];
+    plan->picked = false;
+    plan_rows(cuda, plan, plan->key.a_by_column ? PICK_DEPTH : PICK_ROWS);
+    int count = plan_ask(cuda, plan, found, CANDIDATES);
+    for (int i = first; i < count && !plan->picked; i++) {
         plan->picked = plan_accepts(cuda, plan, &found[i]);
-        plan->algorithm = found[i].algorithm;
+        plan->reference = found[i].algorithm;
+        plan->place = i;
     }
     if (!plan->picked)
         plan_note(cuda, plan, "cuBLASLt has no algorithm for them that keeps the bits of a row");
@@ -371,9 +403,26 @@ static Plan *plan_of(CudaDevice *cuda, const Gemm &g)
         LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_BIAS_POINTER, &g.bias, sizeof g.bias);
     }
     m->plan_count++; /* from here on closing the device frees a partial plan */
-    if (!cuda->status) plan_pick(cuda, plan);
+    if (!cuda->status) plan_pick(cuda, plan, 0);
     if (cuda->status) plan->key.N = 0; /* matches nothing: the next call tries again */
     return cuda->status ? nullptr : plan;
+}
+
+static Bucket *plan_bucket(Plan *plan, int rows)
+{
+    int i = 0;
+    while (i < BUCKETS - 1 && rows > bucket_rows[i]) i++;
+    return &plan->bucket[i];
+}
+
+/* Notes, in a rehearsal, that a product will be made: its bucket's algorithm is chosen before. */
+static void lt_want(CudaDevice *cuda, const Gemm &g)
+{
+    Plan *plan = g.a_by_column ? nullptr : plan_of(cuda, g);
+    if (!plan || !plan->picked) return;
+    Bucket *bucket = plan_bucket(plan, g.M);
+    bucket->wanted = !bucket->chosen;
+    cuda->matmul->wanted |= bucket->wanted;
 }
 
 /* Whether cuBLASLt takes the product. If not, it is our own kernel's from now on. */
@@ -383,14 +432,23 @@ static bool lt_product(CudaDevice *cuda, const Gemm &g)
     if (!plan) return true; /* a failure, which is kept */
     if (!plan->picked) return false;
     Matmul *m = cuda->matmul;
+    Bucket *bucket = plan_bucket(plan, g.M);
+    bool chosen = bucket->chosen && !g.a_by_column;
     plan_rows(cuda, plan, (uint64_t)(g.a_by_column ? g.K : g.M));
     if (g.bias)
         LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_BIAS_POINTER, &g.bias, sizeof g.bias);
     if (cuda->status) return true;
     float beta = g.plus ? 1.0f : 0.0f;
     const void *plus = g.plus ? g.plus : g.c;
-    int status = m->Matmul(m->handle, plan->desc, &g.scale, g.b, plan->b, g.a, plan->a, &beta, plus,
-                           plan->c, g.c, plan->c, &plan->algorithm, nullptr, 0, cuda->stream);
+    auto product = [&](const LtAlgorithm *algorithm) {
+        return m->Matmul(m->handle, plan->desc, &g.scale, g.b, plan->b, g.a, plan->a, &beta, plus,
+                         plan->c, g.c, plan->c, algorithm, nullptr, 0, cuda->stream);
+    };
+    int status = product(chosen ? &bucket->algorithm : &plan->reference);
+    if (status == NOT_SUPPORTED && chosen) { /* the reference has the same bits */
+        bucket->algorithm = plan->reference;
+        status = product(&plan->reference);
+    }
     plan->picked = status != NOT_SUPPORTED;
     if (plan->picked)
         lt_check(cuda, status, "Matmul", __LINE__);

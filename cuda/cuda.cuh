@@ -81,6 +81,7 @@ typedef struct CudaDevice {
     int processors;      /* streaming multiprocessors: how many blocks fill the card */
     size_t all_bytes;    /* of the card's memory */
     size_t shared_bytes; /* that a block may have */
+    size_t cache_bytes;  /* of the card's cache */
     unsigned *arrived;   /* counters of a kernel's blocks, zero between this stream's launches */
     void *scratch;       /* see cuda_scratch */
     size_t scratch_bytes, rehearsed_bytes;
@@ -102,21 +103,18 @@ typedef struct CudaDevice {
 #define CUDA_NAME "cuda"
 #endif
 
-/* core's fail(), given by cuda_open. */
-extern FailFunction *fail_in_core;
+extern FailFunction *fail_in_core; /* core's fail(), given by cuda_open */
 
 /* Keeps a failure on the device until sync() returns it; the first one wins. */
 void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* Memory of the card; a refusal's sentence has the bytes that `purpose` needs, and the free ones.
- */
+/* Memory of the card; a refusal tells the bytes that `purpose` needs, and the free ones. */
 Status cuda_malloc(CudaDevice *cuda, void **memory, size_t bytes, const char *purpose);
 
-/* Device memory for one op, until it returns or asks again: 256-byte aligned, its content
- * undefined. An op that needs several arrays takes one and cuts it. NULL, and a kept failure, if
- * the op asks for more than the step's rehearsal reserved. In the rehearsal NULL without a failure:
- * the op then returns. */
+/* Undefined memory for one op, until it returns or asks again: 256-byte aligned. An op that needs
+ * several arrays takes one and cuts it. NULL, and a kept failure, if the op asks for more than the
+ * step's rehearsal reserved; in the rehearsal NULL alone, and the op returns. */
 void *cuda_scratch(CudaDevice *cuda, size_t bytes);
 
 /* The services of stream.cu: copies to the card on its one stream, and back. */
@@ -596,5 +594,7 @@ __device__ static __forceinline__ void flag_wait(const unsigned *flag)
  * device. */
 void matmul_open(CudaDevice *cuda, const DeviceLibraries *libraries);
 void matmul_close(CudaDevice *cuda);
+/* Chooses algorithms for the products that were rehearsed and have none. Waits for the card. */
+void matmul_choose(CudaDevice *cuda);
 
 #endif

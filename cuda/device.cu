@@ -202,6 +202,7 @@ static Status card_take(CudaDevice *cuda)
     size_t chunk = cuda->all_bytes / CHUNKS;
     cuda->base.chunk_bytes = chunk < CHUNK_MOST ? chunk : CHUNK_MOST;
     cuda->shared_bytes = card.sharedMemPerBlockOptin;
+    cuda->cache_bytes = (size_t)card.l2CacheSize;
     return STATUS_OK;
 }
 

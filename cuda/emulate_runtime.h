@@ -25,7 +25,8 @@
 
 #include "emulate_stream.h"
 
-enum { CUDART_VERSION = 13000, cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
+enum { CUDART_VERSION = 13000, cudaStreamNonBlocking = 1 };
+enum { cudaEventDefault = 0, cudaEventDisableTiming = 2 };
 
 typedef enum cudaError_t {
     cudaSuccess,
@@ -67,19 +68,26 @@ struct CardStream : EmulatedStream {
     {
         return emulate::gpu.truncates;
     }
+    bool captures() const override
+    {
+        return capture != nullptr;
+    }
 };
 typedef CardStream *cudaStream_t;
 
-/* A place in a stream. */
+/* A place in a stream, and when it is reached. */
 typedef struct EmulatedEvent {
     cudaStream_t stream;
     uint64_t position;
+    bool timed;
+    double when; /* the stream's clock */
 } *cudaEvent_t;
 
 typedef struct cudaDeviceProp {
     char name[256];
     int major, minor, multiProcessorCount;
     size_t totalGlobalMem, sharedMemPerBlockOptin;
+    int l2CacheSize;
 } cudaDeviceProp;
 
 namespace emulate {
@@ -337,7 +345,7 @@ static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *out, int numbe
 {
     if (number < 0 || number >= emulate::machine.count) return cudaErrorInvalidDevice;
     const emulate::Card &card = emulate::machine.cards[number];
-    *out = {"an emulated card", card.major, card.minor, 4, card.bytes, card.shared_bytes};
+    *out = {"an emulated card", card.major, card.minor, 4, card.bytes, card.shared_bytes, 4096};
     return card.lost ? cudaErrorLaunchFailure : cudaSuccess;
 }
 
@@ -433,9 +441,9 @@ static inline cudaError_t cudaStreamSynchronize(cudaStream_t stream)
     return card.lost ? cudaErrorLaunchFailure : emulate::state_uncaptured();
 }
 
-static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned)
+static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags)
 {
-    *event = new EmulatedEvent{nullptr, 0};
+    *event = new EmulatedEvent{nullptr, 0, flags != cudaEventDisableTiming, 0.0};
     return emulate::state();
 }
 
@@ -448,7 +456,7 @@ static inline cudaError_t cudaEventDestroy(cudaEvent_t event)
 static inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
 {
     if (emulate::current != stream->card) return cudaErrorInvalidResourceHandle;
-    *event = {stream, stream->taken};
+    *event = {stream, stream->taken, event->timed, stream->clock};
     return emulate::state();
 }
 
@@ -457,6 +465,14 @@ static inline cudaError_t cudaEventSynchronize(cudaEvent_t event)
     emulate::card().waits++;
     if (event->stream) emulate::stream_drive(event->stream, event->position);
     return emulate::state_uncaptured();
+}
+
+static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t begin, cudaEvent_t end)
+{
+    if (!begin->timed || !end->timed || !begin->stream || !end->stream)
+        return cudaErrorInvalidResourceHandle;
+    *ms = (float)(end->when - begin->when);
+    return emulate::state();
 }
 
 static inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode)

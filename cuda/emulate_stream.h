@@ -22,6 +22,10 @@ struct EmulatedStream {
     virtual int enqueue(std::function<void()> work) = 0;
     /* Whether its card's tensor cores cut their sums. */
     virtual bool truncates() const = 0;
+    /* Whether it is being captured. */
+    virtual bool captures() const = 0;
+    /* Milliseconds that its work takes, as far as who gives the work says so. */
+    double clock = 0.0;
 };
 
 namespace emulate {

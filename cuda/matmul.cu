@@ -2,16 +2,17 @@
  *
  *   c (M,N) = scale·a (M,K)·b (K,N) [+ bias] [+ plus], a and b bf16, sums in f32, c bf16 or f32
  *
- * cuBLASLt is found at run time (cublaslt.cuh). For each weight it is asked once for an algorithm,
- * for PICK_ROWS rows, that neither splits k nor reduces between blocks. This one algorithm serves
- * every number of rows, which makes the product batch-invariant: a row's sums over k have the same
- * order for any neighbours. The last tile of rows is filled up inside the kernel, so nothing is
- * copied to pad it. Few rows (decoding) cost the time of a whole tile of rows, which is free as
- * long as reading the weight takes longer. Where it has no such algorithm (odd widths and
+ * cuBLASLt is found at run time (cublaslt.cuh). For each shape of a weight it is asked once for an
+ * algorithm, for PICK_ROWS rows, that neither splits k nor reduces between blocks. This reference
+ * can serve every number of rows, which makes the product batch-invariant: a row's sums over k have
+ * the same order for any neighbours. Few rows and many have faster algorithms, one for each bucket
+ * of rows, whose bits are the reference's (buckets.cuh). The last tile of rows is filled up inside
+ * the kernel, so nothing is copied to pad it. Where there is no reference (odd widths and
  * addresses, sums without terms), a plain kernel makes the product. Roofline: 2·M·N·K flops,
  * compute bound from about 300 rows on; below, one pass over b, memory bound. */
 #include "cuda.cuh"
 
+#include "buckets.cuh"
 #include "cublaslt.cuh"
 
 /* ---- a product of our own ---- */
@@ -60,9 +61,13 @@ static __global__ void __launch_bounds__(TILE_THREADS) plain_product_kernel(Gemm
 /* c = a·b as cuBLASLt makes it, or where it can't, as our own kernel does. */
 static void gemm(CudaDevice *cuda, const Gemm &g)
 {
-    if (cuda->status || cuda->rehearsing) return;
-    bool both_turned = g.a_by_column && g.b_by_column;
-    if (g.K > 0 && !both_turned && lt_product(cuda, g)) return;
+    if (cuda->status) return;
+    bool ours = g.K == 0 || (g.a_by_column && g.b_by_column);
+    if (cuda->rehearsing) {
+        if (!ours) lt_want(cuda, g);
+        return;
+    }
+    if (!ours && lt_product(cuda, g)) return;
     unsigned blocks = cuda_blocks(g.M, TILE) * cuda_blocks(g.N, TILE);
     LAUNCH(cuda, plain_product_kernel, blocks, TILE_THREADS, 0, g);
 }
@@ -126,8 +131,8 @@ void cuda_linear(Device *dev, real *y, const real *x, const frozen *w, const flo
     Gemm g = gemm_of(y, as_is(x, D), weight_turned(w, D), T, N, D);
     if (bias) {
         real *scratch = (real *)cuda_scratch(cuda, (size_t)N * sizeof(real));
-        if (!scratch) return;
-        g.bias = narrow(cuda, scratch, bias, N);
+        if (cuda->status) return;
+        g.bias = cuda->rehearsing ? (const real *)bias : narrow(cuda, scratch, bias, N);
     }
     g.c_stride = step;
     g.plus = plus;
@@ -152,7 +157,7 @@ void cuda_matmul(Device *dev, float *c, const real *a, const void *b, int a_turn
     int64_t b_count = (int64_t)K * N;
     if (!b_bf16) {
         real *scratch = (real *)cuda_scratch(cuda, (size_t)b_count * sizeof(real));
-        if (!scratch) return;
+        if (cuda->status) return;
         b = narrow(cuda, scratch, (const float *)b, b_count);
     }
     Side left = {a, a_turned ? M : K, a_turned != 0};

@@ -213,9 +213,8 @@ static size_t stream_rehearsed(Device *dev)
     return cuda_of(dev)->rehearsed_bytes;
 }
 
-static Status stream_reserve(Device *dev, size_t bytes)
+static Status scratch_grow(CudaDevice *cuda, size_t bytes)
 {
-    CudaDevice *cuda = cuda_of(dev);
     if (cuda->status || bytes <= cuda->scratch_bytes) return failure(cuda);
     CUDA_CHECK(cuda, cudaStreamSynchronize(cuda->stream));
     CUDA_CHECK(cuda, cudaFree(cuda->scratch));
@@ -229,6 +228,15 @@ static Status stream_reserve(Device *dev, size_t bytes)
         if (cudaMalloc(&cuda->scratch, SCRATCH_FLOOR) == cudaSuccess)
             cuda->scratch_bytes = SCRATCH_FLOOR;
     return status;
+}
+
+/* What a rehearsal found out: the scratch that is needed, and products without an algorithm. */
+static Status stream_reserve(Device *dev, size_t bytes)
+{
+    CudaDevice *cuda = cuda_of(dev);
+    TRY(scratch_grow(cuda, bytes));
+    matmul_choose(cuda);
+    return failure(cuda);
 }
 
 /* ---- calls from other threads ---- */
@@ -343,7 +351,7 @@ Status stream_open(CudaDevice *cuda)
         CUDA_CHECK(cuda, cudaEventCreateWithFlags(&cuda->fetch[i].landed, cudaEventDisableTiming));
     }
     if (cuda->status) return failure(cuda);
-    TRY(stream_reserve(d, SCRATCH_FLOOR));
+    TRY(scratch_grow(cuda, SCRATCH_FLOOR));
     size_t bytes = ARRIVALS * sizeof *cuda->arrived;
     TRY(cuda_malloc(cuda, (void **)&cuda->arrived, bytes, "the device itself"));
     stream_zero(d, cuda->arrived, bytes);

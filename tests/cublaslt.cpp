@@ -7,7 +7,8 @@
  * status and leaves a sentence in cublaslt_said(). Work goes to the emulated card's stream.
  *
  * The algorithms it offers differ in the order of their sums, and so in their bits. One that splits
- * k comes first wherever it is not forbidden. cublaslt_offer() makes it offer others. */
+ * k comes first wherever it is not forbidden. cublaslt_offer() makes it offer others, and
+ * cublaslt_ran() tells which were used. */
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -28,11 +29,16 @@ enum { LAYOUT_COLS = 3, PREF_WORKSPACE = 1, PREF_REDUCTIONS = 3, PREF_ALIGNMENT 
 enum { SPLITS_NUM = 2 };
 
 /* Its data fills cublasLtMatmulAlgo_t. */
-enum Sum { FORWARD, BACKWARD };
+enum Sum { FORWARD, BACKWARD, BACKWARD_ODD, BACKWARD_EVEN, BACKWARD_MANY };
+enum { MANY = 200 };
 typedef struct Algorithm {
-    int64_t sum, splits, workspace, least_cols;
-    int32_t align[4]; /* of A, B, C and D, as promised when it was found */
-    uint64_t magic, unused;
+    int64_t splits, workspace;
+    int32_t sum, name;             /* its order of k, which may depend on the number of columns */
+    int32_t least_cols, most_cols; /* that it takes */
+    int32_t refused_cols;          /* that it says it takes, and then does not; 0: none */
+    int32_t cost;                  /* milliseconds */
+    int32_t align[4];              /* of A, B, C and D, as promised when it was found */
+    uint64_t magic;
 } Algorithm;
 static_assert(sizeof(Algorithm) == 64, "cublasLtMatmulAlgo_t has 64 bytes");
 static const uint64_t MAGIC = 0x7ca1ab1e;
@@ -63,17 +69,34 @@ typedef struct Preference {
     uint32_t align[4];
 } Preference;
 
-enum Offer { ALL, TEMPTING, NOTHING, FAITHLESS };
+enum Offer { ALL, TEMPTING, NOTHING, FAITHLESS, SEVERAL, UNSTEADY };
 static int offer = ALL;
 static char said[300];
 
+/* A use of an algorithm. */
+typedef struct Run {
+    int32_t name, cols, captured;
+} Run;
+static std::vector<Run> runs;
+
 /* ALL: what the preference allows. TEMPTING: first one that splits k, one that wants memory, and
  * one that does not take single columns, whatever is asked. NOTHING. FAITHLESS: one that is refused
- * when it is used with three columns. */
+ * when it is used with three columns. SEVERAL: those of several() with the first in front.
+ * UNSTEADY: the same with the last one in front, whose bits change with the number of columns. */
 EXPORT void cublaslt_offer(int kind)
 {
     offer = kind;
     said[0] = 0;
+    runs.clear();
+}
+
+/* The uses since the last call, at most `room`; returns how many there were. */
+EXPORT int cublaslt_ran(Run *out, int room)
+{
+    int count = (int)runs.size();
+    std::copy_n(runs.begin(), std::min(count, room), out);
+    runs.clear();
+    return count;
 }
 
 /* The rule that was broken last, or "". */
@@ -223,6 +246,30 @@ static int product_of(const void *desc, const void *a, const void *b, const void
     return OK;
 }
 
+enum { PLAIN, OTHER, QUICK, MIDDLE, SLOW, LIAR, ODD, EVEN, CHANGING };
+
+/* Algorithms of one sum, faster and slower ones, beside faster ones that must not be used. */
+static std::vector<Algorithm> several(Algorithm plain)
+{
+    auto like = [&](int name, int cost) {
+        Algorithm one = plain;
+        one.name = name;
+        one.cost = cost;
+        return one;
+    };
+    std::vector<Algorithm> list = {like(PLAIN, 6),  like(OTHER, 1), like(QUICK, 3),
+                                   like(MIDDLE, 4), like(SLOW, 9),  like(LIAR, 1),
+                                   like(ODD, 1),    like(EVEN, 1),  like(CHANGING, 5)};
+    list[OTHER].sum = BACKWARD;
+    list[QUICK].most_cols = 64; /* not to be had for more */
+    list[LIAR].refused_cols = 16;
+    list[ODD].sum = BACKWARD_ODD;
+    list[EVEN].sum = BACKWARD_EVEN;
+    list[CHANGING].sum = BACKWARD_MANY;
+    if (offer == UNSTEADY) std::rotate(list.begin(), list.end() - 1, list.end());
+    return list;
+}
+
 EXPORT int cublasLtMatmulAlgoGetHeuristic(void *, void *desc, void *a, void *b, void *c, void *d,
                                           void *preference, int wanted, Result *found, int *count)
 {
@@ -231,11 +278,9 @@ EXPORT int cublasLtMatmulAlgoGetHeuristic(void *, void *desc, void *a, void *b, 
     if (int status = product_of(desc, a, b, c, d, &p)) return status;
     if (offer == NOTHING) return NOT_SUPPORTED;
     const Preference &want = *(Preference *)preference;
-    Algorithm plain = {FORWARD, 1, 0, 1, {}, MAGIC, 0}, split = plain, large = plain, picky = plain;
+    Algorithm plain = {1, 0, FORWARD, PLAIN, 1, INT32_MAX, 0, 1, {}, MAGIC};
     for (int i = 0; i < 4; i++) plain.align[i] = (int)want.align[i];
-    memcpy(split.align, plain.align, sizeof plain.align);
-    memcpy(large.align, plain.align, sizeof plain.align);
-    memcpy(picky.align, plain.align, sizeof plain.align);
+    Algorithm split = plain, large = plain, picky = plain;
     split.splits = 4;
     large.workspace = 1 << 20;
     large.sum = picky.sum = BACKWARD;
@@ -244,7 +289,10 @@ EXPORT int cublasLtMatmulAlgoGetHeuristic(void *, void *desc, void *a, void *b, 
     if (offer == TEMPTING || want.reductions) list.push_back(split);
     if (offer == TEMPTING || want.workspace >= 1 << 20) list.push_back(large);
     if (offer == TEMPTING) list.push_back(picky);
-    list.push_back(plain);
+    if (offer < SEVERAL)
+        list.push_back(plain);
+    else
+        for (const Algorithm &one : several(plain)) list.push_back(one);
     for (const Algorithm &one : list)
         if (*count < wanted) {
             Result *result = &found[(*count)++];
@@ -265,13 +313,18 @@ EXPORT int cublasLtMatmulAlgoConfigGetAttribute(const Algorithm *algorithm, int 
     return OK;
 }
 
+static bool takes(const Algorithm &algorithm, uint64_t cols)
+{
+    return cols >= (uint64_t)algorithm.least_cols && cols <= (uint64_t)algorithm.most_cols;
+}
+
 EXPORT int cublasLtMatmulAlgoCheck(void *, void *desc, void *a, void *b, void *c, void *d,
                                    const Algorithm *algorithm, Result *result)
 {
     Product p;
     if (int status = product_of(desc, a, b, c, d, &p)) return status;
     if (algorithm->magic != MAGIC) return refuse("an algorithm that was never found");
-    if ((int64_t)p.n < algorithm->least_cols) return NOT_SUPPORTED;
+    if (!takes(*algorithm, p.n)) return NOT_SUPPORTED;
     *result = {};
     result->algorithm = *algorithm;
     result->workspace = (size_t)algorithm->workspace;
@@ -310,10 +363,11 @@ static void terms_add(std::vector<float> &sum, const Product &p, const std::vect
                       const float *b, int64_t begin, int64_t end, bool backward, bool truncates)
 {
     const float *a = a_turned.data();
+    int64_t first = backward ? end - 1 : begin, step = backward ? -1 : 1, m = (int64_t)p.m;
     if (truncates) {
-        for (uint64_t i = 0; i < p.m; i++)
-            sum[i] = emulate::tensor_core_sum(sum[i], a + begin * p.m + i, (int64_t)p.m, b + begin,
-                                              1, (int)(end - begin));
+        for (int64_t i = 0; i < m; i++)
+            sum[i] = emulate::tensor_core_sum(sum[i], a + first * m + i, step * m, b + first, step,
+                                              (int)(end - begin));
         return;
     }
     for (int64_t at = begin; at < end; at++) {
@@ -329,6 +383,18 @@ typedef struct Operands {
     float alpha, beta;
 } Operands;
 
+/* Whether an algorithm sums from the last term of k to the first. */
+static bool is_backward(const Algorithm &algorithm, uint64_t cols)
+{
+    switch (algorithm.sum) {
+    case BACKWARD: return true;
+    case BACKWARD_ODD: return cols % 2 == 1;
+    case BACKWARD_EVEN: return cols % 2 == 0;
+    case BACKWARD_MANY: return cols >= MANY;
+    }
+    return false;
+}
+
 static void compute(const Product &p, const Algorithm &algorithm, const Operands &x, bool truncates)
 {
     /* op(A) turned, so that a term's m elements lie together; op(B) turned: a column together. */
@@ -341,7 +407,7 @@ static void compute(const Product &p, const Algorithm &algorithm, const Operands
         for (int64_t s = 0; s < splits; s++) {
             std::fill(part.begin(), part.end(), 0.0f);
             terms_add(part, p, a, &b[j * p.k], k * s / splits, k * (s + 1) / splits,
-                      algorithm.sum == BACKWARD, truncates);
+                      is_backward(algorithm, p.n), truncates);
             for (uint64_t i = 0; i < p.m; i++) sum[i] = s ? sum[i] + part[i] : part[i];
         }
         for (uint64_t i = 0; i < p.m; i++) {
@@ -388,8 +454,11 @@ EXPORT int cublasLtMatmul(void *, void *desc, const float *alpha, const void *a,
     if (algorithm->workspace > (int64_t)workspace_bytes || (workspace_bytes && !workspace))
         return refuse("%ld bytes of workspace are needed, %zu came", (long)algorithm->workspace,
                       workspace_bytes);
-    if ((int64_t)p.n < algorithm->least_cols || (offer == FAITHLESS && p.n == 3))
+    if (!takes(*algorithm, p.n) || (offer == FAITHLESS && p.n == 3) ||
+        (algorithm->refused_cols && p.n % (uint64_t)algorithm->refused_cols == 0))
         return NOT_SUPPORTED;
+    runs.push_back({algorithm->name, (int32_t)p.n, stream->captures()});
+    stream->clock += algorithm->cost;
     Operands x = {(const uint16_t *)a, (const uint16_t *)b, c, d, *alpha, *beta};
     Algorithm used = *algorithm;
     bool truncates = stream->truncates();

@@ -56,7 +56,10 @@ ISA_NEEDS = {
 }
 DEVICES = ("cpu", *(f"cpu-{isa}" for isa in ISAS), "cuda", "cuda-emulated")
 DTYPES = {"f32": 0, "bf16": 1, "f16": 2}
-PACKED = {"int8": 3, "int4": 4, "q4_0": 5, "q4_1": 6, "mxfp4": 7, "mxfp4_pairs": 8}
+PACKED = {
+    "int8": 3, "int4": 4, "q4_0": 5, "q4_1": 6, "mxfp4": 7, "mxfp4_pairs": 8, "q4_k": 9, "q5_k": 10,
+    "q6_k": 11,
+}  # fmt: skip
 KV_PAGE = 64
 ARENA_STEP = 256
 
@@ -554,10 +557,12 @@ class Mode:
 
     lazy: bool = False  # work waits until the host waits for it
     truncating: bool = False  # tensor cores cut their sums
+    order: int = 3  # of warps and blocks, emulate::Order: forward, reversed and random in turn
 
 
 MODES = {"": Mode(), "lazy": Mode(lazy=True), "truncating": Mode(truncating=True)}
 MODES["lazy,truncating"] = Mode(lazy=True, truncating=True)
+MODES |= {"forward": Mode(order=0), "reversed": Mode(order=1), "random": Mode(order=2)}
 modes: list[Mode] = []  # what the emulator was set to, the last one now
 
 
@@ -568,7 +573,9 @@ def set_mode(mode: Mode | None = None) -> None:
     if named not in MODES:
         raise RuntimeError(f"TINSMITH_EMULATE is {named!r}, not one of {', '.join(MODES)[2:]}")
     mode = MODES[named] if mode is None else mode
-    ctypes.CDLL(str(emulated_build()[0])).cuda_emulated_mode(mode.lazy, mode.truncating)
+    library = ctypes.CDLL(str(emulated_build()[0]))
+    library.cuda_emulated_mode(mode.lazy, mode.truncating)
+    library.cuda_emulated_order(mode.order)
     modes[:] = [mode]
 
 

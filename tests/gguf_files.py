@@ -2,13 +2,16 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
+import models
 import numpy as np
-from tinsmith.files import gguf_export, gguf_header, weights
+import packed_weights
+from tinsmith.files import families, gguf_export, gguf_header, weights
 
 ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -56,13 +59,15 @@ def write(
     tokenizer: dict[str, Any],
     *,
     kind: gguf.GGMLQuantizationType | None = None,
+    kinds: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     factors: Sequence[float] = (),
     keys: dict[str, Any] | None = None,
     drop: Sequence[str] = (),
     tensors: dict[str, np.ndarray] | None = None,
 ) -> Path:
-    """A folder's model as a GGUF file: its matrices in a quantised type, if one is given; with
-    `factors` of rotary frequencies, other `keys`, without some keys or tensors, or with more."""
+    """A folder's model as a GGUF file: its matrices in a quantised type, if one is given, and in
+    `kinds` where it has their names ("ffn_down"); with `factors` of rotary frequencies, other
+    `keys`, without some keys or tensors, or with more."""
     config = json.loads((folder / "config.json").read_text())
     kind_of_model, layers = config["model_type"], config["num_hidden_layers"]
     arch = MIXTURES.get(kind_of_model, kind_of_model)
@@ -94,7 +99,8 @@ def write(
                 array = paired(array, kv_heads)
             for ours, part in parts_of(names, name, array):
                 if ours not in drop:
-                    put(writer, ours, part, kind if part.ndim > 1 and ".bias" not in ours else None)
+                    own = (kinds or {}).get(ours.split(".")[-2], kind)
+                    put(writer, ours, part, own if part.ndim > 1 and ".bias" not in ours else None)
     if len(factors):
         put(writer, "rope_freqs.weight", np.asarray(factors, np.float32))
     for name, array in (tensors or {}).items():
@@ -170,11 +176,30 @@ def put(
     if kind is not None or array.ndim == 1:
         array = weights.widen(array)
     if kind is not None:
-        array = gguf.quantize(array, kind)
+        array = quantise(array, kind)
     raw = kind or TYPES[array.dtype.name]
     if raw == gguf.GGMLQuantizationType.BF16:
         array = array.view(np.uint8)
     writer.add_tensor(name, array, raw_dtype=raw)
+
+
+def quantise(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """float32 numbers as a type's blocks."""
+    if kind.name.endswith("_K"):
+        return packed_weights.quantise_large(array, kind.name.lower())
+    return gguf.quantize(array, kind)
+
+
+def make_kept(spec: models.Spec, place: Path, kind: str) -> Path:
+    """The folder of a GGUF file of a model like `spec`, wide enough for blocks of 256: half of its
+    matrices are in `kind`, the others in Q6_K and Q8_0, as llama.cpp mixes them."""
+    wide = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
+    folder = models.make(replace(spec, config={**spec.config, **wide}), place)
+    vocab, types = spec.config["vocab_size"], gguf.GGMLQuantizationType
+    kinds = {"ffn_down": types.Q6_K, "attn_v": types.Q8_0, "output": types.Q6_K}
+    tokens = words(vocab, vocab - models.PADDING)
+    file = write(place / "model.gguf", folder, tokens, kind=types[kind.upper()], kinds=kinds)
+    return families.find_model(str(file), {})
 
 
 def without_tokenizer(file: Path, out: Path) -> Path:

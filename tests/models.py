@@ -28,6 +28,7 @@ import torch
 from expert_models import LoraExperts, every_expert, fuse, route
 from peft import LoraConfig, PeftModel, get_peft_model
 from tinsmith import _core
+from tinsmith.files import kept
 from tinsmith.files.families import LoadedModel, load_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -289,13 +290,35 @@ def folder(name: str) -> Path:
 
 def loaded(name: str) -> LoadedModel:
     """One of SPECS in the engine, on the device that the test runs on."""
-    return loaded_on(name, DEVICE.get())
+    return loaded_on(name, DEVICE.get(), WEIGHTS.get())
+
+
+def loaded_anew(name: str, threads: int) -> LoadedModel:
+    """The same, which nothing else uses."""
+    return load_model(place_of(name, WEIGHTS.get()), device=DEVICE.get(), threads=threads,
+                      weights=asked_of(WEIGHTS.get()))  # fmt: skip
 
 
 @functools.cache
-def loaded_on(name: str, device_name: str) -> LoadedModel:
+def loaded_on(name: str, device_name: str, weights: str = "stored") -> LoadedModel:
     """One of SPECS in the engine, on a device."""
-    return load_model(folder(name), device=device_name, threads=1)
+    kind = asked_of(weights)
+    return load_model(place_of(name, weights), device=device_name, threads=1, weights=kind)
+
+
+@functools.cache
+def place_of(name: str, weights: str) -> Path:
+    """Where a model is whose weights are kept so: of blocks that files have, a wider one."""
+    if weights in kept.WEIGHTS:
+        return folder(name)
+    from gguf_files import make_kept
+
+    return make_kept(SPECS[name], Path(_ROOT.name) / f"{name}-{weights}", weights)
+
+
+def asked_of(weights: str) -> str:
+    """The option `weights` of such a model."""
+    return weights if weights in kept.WEIGHTS else "stored"
 
 
 @functools.cache
@@ -410,6 +433,9 @@ def joined(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # ---- devices ----
 
 DEVICE = ContextVar("DEVICE", default="cpu")  # set by the fixture `on`
+# What base weights are kept in: kept.py's words, or a type of GGUF's files. test_kept_exact.py
+# sets it.
+WEIGHTS = ContextVar("WEIGHTS", default="stored")
 F32_ERROR = 1e-5
 # By how much more than torch in bf16 a device with bf16 may err where one draw is compared with one
 # draw (test_cuda.py compares them over many), in times and in units of the result.

@@ -1,6 +1,7 @@
 """The CUDA device's use of cuBLASLt (cuda/cublaslt.cuh), against the stand-in that the emulated
 device loads (cublaslt.cpp): which algorithms it takes, what it does where there is none, and how it
-looks for the library. And the stand-in itself: it refuses each misuse that it is there to find."""
+looks for the library; and the algorithms that it chooses for buckets of rows (cuda/buckets.cuh).
+And the stand-in itself: it refuses each misuse that it is there to find."""
 
 import ctypes
 import json
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tinsmith
-from engine import Device, core_library, device, emulated_library
+from engine import Bound, Device, Frozen, core_library, device, emulated_library
 from models import call, datum, folder, randomize, tokens_of
 from op_bar import compare
 from op_cases import CASES
@@ -24,7 +25,8 @@ from tinsmith.engine.devices import say
 from tinsmith.engine.training import AdamParams, optim_step
 from tinsmith.files.families import load_model
 
-ALL, TEMPTING, NOTHING, FAITHLESS = range(4)  # the stand-in's Offer
+ALL, TEMPTING, NOTHING, FAITHLESS, SEVERAL, UNSTEADY = range(6)  # the stand-in's Offer
+PLAIN, _, QUICK, MIDDLE, _, _, _, _, CHANGING = range(9)  # the algorithms of SEVERAL
 INVALID, NOT_SUPPORTED = 7, 15
 VOID = ctypes.c_void_p
 
@@ -46,6 +48,12 @@ def offer() -> Iterator[Callable[[int], Device]]:
 
     yield chosen
     library.cublaslt_offer(ALL)
+
+
+def controls() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(emulated_library()))
+    library.cuda_emulated_used.restype = ctypes.c_size_t
+    return library
 
 
 def linear(dev: Device, T: int, **sizes: Any) -> np.ndarray:
@@ -134,6 +142,151 @@ def test_the_smallest_product_with_a_bias(offer: Callable[[int], Device]) -> Non
     for kind in (ALL, NOTHING):
         args = CASES["linear"][0](np.random.default_rng(3), T=1, N=1, D=1, dtype="bf16", bias=1)
         compare(offer(kind), "linear", args)
+
+
+# ---- buckets of rows ----
+
+ENDS = (1, 2, 16, 17, 64, 65, 256, 257, 1024, 1025, 8192)  # of all buckets
+WIDTH = {"linear": "N", "linear_backward": "D", "head": "V"}  # of a row of the result
+RESULT = {"linear": ("y", "x"), "linear_backward": ("dx", "dy"), "head": ("logits", "x")}
+
+
+class Run(ctypes.Structure):
+    """The stand-in's."""
+
+    _fields_ = [(name, ctypes.c_int32) for name in ("name", "cols", "captured")]
+
+
+def ran() -> list[tuple[int, int, int]]:
+    """Name, columns and whether it was captured, of the products since the last call."""
+    runs = (Run * 4000)()
+    count = stand_in().cublaslt_ran(runs, len(runs))
+    assert count <= len(runs)
+    return [(run.name, run.cols, run.captured) for run in runs[:count]]
+
+
+def rows_of(dev: Device, op: str, T: int, **sizes: Any) -> np.ndarray:
+    """The first T of 8,192 rows."""
+    args = CASES[op][0](np.random.default_rng(1), T=8192, dtype="bf16", **sizes)
+    result, operand = RESULT[op]
+    args |= {operand: args[operand][:T], "T": T}
+    args[result] = (T, args[WIDTH[op]])
+    if args.get("plus") is not None:
+        args["plus"] = args["plus"][:T]
+    return dev.call(op, **args)[result]
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes", "ends"),
+    [
+        ("linear", {"N": 5, "D": 24, "bias": 0}, ENDS),
+        ("linear", {"N": 6, "D": 17, "bias": 1, "plus": "rows", "gap": 7}, ENDS[3:7]),
+        ("linear_backward", {"N": 24, "D": 5}, ENDS[:6]),
+        ("head", {"V": 5, "D": 24}, ENDS[2:5]),
+    ],
+)
+def test_each_bucket_has_the_fastest_algorithm_of_the_references_bits(
+    offer: Callable[[int], Device], op: str, sizes: dict[str, int], ends: tuple[int, ...]
+) -> None:
+    """Faster ones sum in another order: always, with the fewest rows of a bucket or with the most
+    alone. Others are refused, when they are asked for or when they are used."""
+    whole = rows_of(offer(ALL), op, ends[-1], **sizes)
+    dev = offer(SEVERAL)
+    for T in ends:
+        np.testing.assert_array_equal(rows_of(dev, op, T, **sizes), whole[:T])
+        name, cols, _ = ran()[-1]
+        assert (name, cols) == (QUICK if T <= 64 else MIDDLE, T)
+    assert dev.c.note is None
+
+
+def test_a_choice_is_made_once_for_all_weights_of_a_shape(offer: Callable[[int], Device]) -> None:
+    dev, tried = offer(SEVERAL), []
+    for seed, scale in ((0, 0.0), (1, 1.0), (2, 3.0)):
+        args = CASES["linear"][0](np.random.default_rng(seed), T=5, N=40, D=24, dtype="bf16")
+        args["w"] = Frozen(args["w"].value * scale, "bf16")
+        dev.call("linear", **args)
+        tried.append(len(ran()))
+    assert tried[0] > 30 and tried[1:] == [1, 1]
+
+
+def test_a_reference_whose_rows_change_is_given_up(offer: Callable[[int], Device]) -> None:
+    """With 200 rows and more it sums in another order. Five rows would not have shown it."""
+    sizes = {"N": 5, "D": 24, "bias": 0}
+    wanted = rows_of(offer(ALL), "linear", 300, **sizes)
+    dev = offer(UNSTEADY)
+    for T, chosen in ((5, QUICK), (300, MIDDLE)):
+        np.testing.assert_array_equal(rows_of(dev, "linear", T, **sizes), wanted[:T])
+        runs = ran()
+        assert runs[0][0] == (CHANGING if T == 5 else PLAIN) and runs[-1] == (chosen, T, 0)
+
+
+def bound(dev: Device, rows: int = 20) -> Bound:
+    args = CASES["linear"][0](np.random.default_rng(0), T=rows, N=40, D=24, dtype="bf16", bias=0)
+    return dev.bind("linear", args)
+
+
+def run(product: Bound, T: int) -> np.ndarray:
+    """Makes the product of the first T rows, without a rehearsal."""
+    dev = product.device
+    ordered = list(product.ordered)
+    ordered[[p.name for p in product.params].index("T")] = T
+    dev.c.linear(dev.pointer, *ordered)
+    return dev.decode(product.memory["y"].read(T * 80), "real", (T, 40))
+
+
+def prepare(product: Bound, T: int) -> None:
+    dev = product.device
+    ordered = list(product.ordered)
+    ordered[[p.name for p in product.params].index("T")] = T
+    dev.c.rehearse(dev.pointer)
+    dev.c.linear(dev.pointer, *ordered)
+    dev.check(dev.c.reserve(dev.pointer, dev.c.rehearsed(dev.pointer)))
+
+
+def test_nothing_is_chosen_while_work_is_recorded(offer: Callable[[int], Device]) -> None:
+    """A product that was never rehearsed is recorded with its reference, also if it was asked for
+    before and its choice is still to be made."""
+    dev, graph = offer(SEVERAL), ctypes.c_void_p()
+    product = bound(dev)
+    wanted = run(product, 20)
+    ran()
+    dev.check(dev.c.record(dev.pointer))
+    dev.c.rehearse(dev.pointer)
+    dev.c.linear(dev.pointer, *product.ordered[:-4], 4, *product.ordered[-3:])
+    dev.check(dev.c.reserve(dev.pointer, dev.c.rehearsed(dev.pointer)))
+    dev.c.linear(dev.pointer, *product.ordered[:-4], 4, *product.ordered[-3:])
+    dev.check(dev.c.recorded(dev.pointer, ctypes.byref(graph)))
+    assert ran() == [(PLAIN, 4, 1)]
+    product.memory["y"].write(np.zeros(4 * 80, np.uint8))
+    assert dev.c.replay(dev.pointer, graph) == 1
+    found = dev.decode(product.memory["y"].read(4 * 80), "real", (4, 40))
+    np.testing.assert_array_equal(found, wanted[:4])
+    prepare(product, 4)
+    assert len(ran()) > 30
+    np.testing.assert_array_equal(run(product, 4), wanted[:4])
+    assert ran() == [(QUICK, 4, 0)]
+    dev.c.graph_close(dev.pointer, graph)
+
+
+def test_where_there_is_no_memory_the_reference_serves(offer: Callable[[int], Device]) -> None:
+    """The step that was about to begin goes on, and nothing stays allocated."""
+    library = controls()
+    product = bound(offer(SEVERAL))
+    wanted = run(product, 20)
+    used, all_bytes = library.cuda_emulated_used(0), 2 << 30
+    try:
+        library.cuda_emulated_card(ctypes.c_size_t(1000), 13000, 9, 0)
+        prepare(product, 4)
+    finally:
+        library.cuda_emulated_card(ctypes.c_size_t(all_bytes - used), 13000, 9, 0)
+    ran()
+    np.testing.assert_array_equal(run(product, 4), wanted[:4])
+    assert ran() == [(PLAIN, 4, 0)]
+    prepare(product, 17)  # chosen before
+    prepare(product, 4)  # given up
+    assert not ran()
+    prepare(product, 300)
+    assert ran() and library.cuda_emulated_used(0) == used
 
 
 # ---- finding it ----

@@ -305,6 +305,39 @@ def test_replayed_steps_give_the_same_bits(library: ctypes.CDLL, spec: str) -> N
     assert_same(found, wanted)
 
 
+def test_decoding_is_replayed_while_prompts_gather(library: ctypes.CDLL) -> None:
+    """A prompt waits three steps beside a sequence whose steps are replayed, and the next goes with
+    it. Prompts of many rows do not wait, nor one that has begun, nor one beside sequences of
+    several adapters, nor one that nobody decodes beside, nor any where no step is recorded. All get
+    the tokens that they get alone."""
+    core = load().core
+    adapter = randomize(_core.Adapter(core, rank=4))
+    lengths = (9, 5, 130, 131, 6, 7, 8, 4, *range(130, 135))
+    joins = (0, 6, 12, 12, 18, 19, 22, 28, *[35] * 5)
+    requests = [
+        {"prompt": tokens_of("qwen3", length, number), "max_tokens": 4 if number else 40}
+        | {"adapter": adapter if number in (4, 5) else None}
+        for number, length in enumerate(lengths)
+    ]
+    for graphs in (True, False):
+        sampler = _core.Sampler(core, tokens=2048, graphs=graphs)
+        first, results, replays = {}, {}, []
+        for step in range(45):
+            for number in (number for number, at in enumerate(joins) if at == step):
+                sampler.add(number, **requests[number])
+            drawn, done = sampler.step()
+            for number, _, _ in drawn:
+                first.setdefault(number, step - joins[number])
+            results |= {number: sampler.take(number) for number in done}
+            replays.append(sampler.replays[1])
+        waited = [0, 3, 0, 0, 3, 2, 0, 3] if graphs else [0] * 8
+        assert [first[number] for number in range(13)] == [*waited, 0, 0, 0, 1, 1]
+        assert replays[8] - replays[5] == 3 * graphs and replays[9] == replays[8]
+        for number, asked in enumerate(requests):
+            wanted, _ = decode(core, [asked], {}, tokens=512, graphs=False)
+            assert_same([results[number]], wanted)
+
+
 def test_an_adapter_that_learns_is_seen_and_another_is_not_taken_for_it(
     library: ctypes.CDLL,
 ) -> None:

@@ -6,20 +6,19 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from engine import device, emulated_library
+from engine import device, emulated_library, set_mode
 from expert_cases import CASES
 from op_bar import run
 
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}  # emulate::Order
-IN_TURN = 3
 
 
 @pytest.fixture
 def set_order() -> Iterator[Callable[[int], None]]:
-    """Sets the emulator's order, which is in turn again afterwards."""
+    """Sets the emulator's order, which is the mode's again afterwards."""
     choose = ctypes.CDLL(str(emulated_library())).cuda_emulated_order
     yield choose
-    choose(IN_TURN)
+    set_mode()
 
 
 @pytest.mark.parametrize("op", CASES)

@@ -109,19 +109,22 @@ def test_a_file_gives_its_originals_numbers_bit_for_bit(name: str, tmp_path: Pat
     assert np.abs(other - reference[np.arange(len(TOKENS) - 1), TOKENS[1:]]).max() < 1e-4
 
 
-def quantised(tmp_path: Path, kind: str) -> Path:
-    """A small file of a quantised Llama."""
+def quantised(tmp_path: Path, kind: str, **kinds: str) -> Path:
+    """A small file of a quantised Llama; matrices of some names in types of their own."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    if kind.endswith("_K"):  # blocks of 256
+        sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 16}
     spec = spec_of("llama")
     spec = replace(spec, config={**spec.config, **sizes, "head_dim": 16, "rope_parameters": None})
     folder = models.make(spec, tmp_path / "model")
     return gguf_files.write(
         tmp_path / "model.gguf", folder, gguf_files.words(107, 107),
         kind=gguf.GGMLQuantizationType[kind],
+        kinds={name: gguf.GGMLQuantizationType[own] for name, own in kinds.items()},
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ("Q4_0", "Q4_1", "Q8_0", "MXFP4"))
+@pytest.mark.parametrize("kind", ("Q4_0", "Q4_1", "Q8_0", "MXFP4", "Q4_K", "Q5_K", "Q6_K"))
 def test_blocks_that_the_engine_knows_are_kept_as_they_are(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,11 +135,34 @@ def test_blocks_that_the_engine_knows_are_kept_as_they_are(
     assert set(model.packed.values()) == {kept.GGUF_TYPES[kind]}
     numbers = found.logprobs(TOKENS)
     fewer = tinsmith.Model(place, weights="int4", **options)
-    most = kind == "Q8_0"
+    most = kept.BITS[kept.GGUF_TYPES[kind]] > 4
     assert np.array_equal(fewer.logprobs(TOKENS), numbers) != most  # 4 bits have what 4 have
     monkeypatch.setattr(kept, "GGUF_TYPES", {})  # all are dequantised
     assert not families.inspect_model(place).packed
     assert model.weight_bytes < 0.4 * families.inspect_model(place).weight_bytes
+    np.testing.assert_array_equal(numbers, tinsmith.Model(place, **options).logprobs(TOKENS))
+
+
+def test_a_file_of_several_types_is_kept_in_each_and_info_tells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q4_K_M: half of it in Q6_K; and a matrix of a type that is not kept."""
+    own = {"token_embd": "Q6_K", "output": "Q6_K", "ffn_down": "Q6_K", "attn_k": "Q5_1"}
+    place = families.find_model(str(quantised(tmp_path, "Q4_K", **own)), {})
+    found = families.inspect_model(place).packed
+    assert found["embed", -1] == found["w_down", 1] == "q6_k" and found["wq", 0] == "q4_k"
+    assert ("wk", 0) not in found
+    assert cli.main(["info", str(place)]) == 0
+    said = capsys.readouterr().out
+    assert "% of its matrices in q4_k" in said and "% of its matrices in q6_k" in said
+    assert "of the files are Q5_1, which is widened in memory" in said
+    assert "Q4_K, which" not in said
+    options = {"device": "cpu", "threads": 1}
+    numbers = tinsmith.Model(place, **options).logprobs(TOKENS)
+    fewer = families.inspect_model(place, weights="int4").packed
+    assert fewer["embed", -1] == "q6_k" and fewer["wq", 0] == "q4_k"  # as few bits as are asked for
+    assert fewer["w_down", 0] == fewer["wk", 0] == "int4"
+    monkeypatch.setattr(kept, "GGUF_TYPES", {})
     np.testing.assert_array_equal(numbers, tinsmith.Model(place, **options).logprobs(TOKENS))
 
 
@@ -232,13 +258,16 @@ def test_a_mixture_is_not_written(tmp_path: Path) -> None:
         gguf_export.export_gguf(folder, tmp_path / "a", tmp_path / "out.gguf")
 
 
-def test_a_scale_that_is_not_finite_is_refused(tmp_path: Path) -> None:
-    file = quantised(tmp_path, "Q4_0")
+@pytest.mark.parametrize(
+    ("kind", "at"), [("Q4_0", 36), ("Q4_K", 144), ("Q4_K", 146), ("Q6_K", 418)]
+)
+def test_a_scale_that_is_not_finite_is_refused(kind: str, at: int, tmp_path: Path) -> None:
+    file = quantised(tmp_path, kind)
     begin = {one.name: one for one in gguf.GGUFReader(file).tensors}["blk.0.ffn_up.weight"]
     bits = bytearray(file.read_bytes())
-    bits[begin.data_offset + 36 : begin.data_offset + 38] = np.float16(np.inf).tobytes()
+    bits[begin.data_offset + at : begin.data_offset + at + 2] = np.float16(np.inf).tobytes()
     file.write_bytes(bits)
-    with pytest.raises(ValueError, match=r"up_proj\.weight has -?inf at \[1, 0\]"):
+    with pytest.raises(ValueError, match=r"up_proj\.weight has (-?inf|nan) at \[1, \d+\]"):
         tinsmith.Model(file, device="cpu", threads=1)
 
 

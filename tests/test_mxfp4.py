@@ -228,7 +228,9 @@ def test_info_and_doctor_say_that_it_is_kept_or_widened(
     shown = capsys.readouterr().out
     assert f"{readable(size)} of the files are MXFP4, which is widened in memory" in shown
     assert cli.main(["doctor"]) == 0
-    assert "on the CPU MXFP4 and GGUF's Q8_0, Q4_0, Q4_1;" in capsys.readouterr().out
+    assert "on the CPU MXFP4 and GGUF's Q8_0, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K;" in (
+        capsys.readouterr().out
+    )
 
 
 def test_widened_and_kept_in_4_bits_it_is_the_same_model(base: Path) -> None:

@@ -1,4 +1,4 @@
-"""Base weights of 8 and 4 bits on the CPU (csrc/cpu/packed.h): every op that reads one, in every
+"""Base weights of 8 to 4 bits on the CPU (csrc/cpu/packed.h): every op that reads one, in every
 type, against float64 on the widened numbers; and against the bits of the same weight in f32."""
 
 import numpy as np
@@ -8,6 +8,7 @@ from engine import ISAS, PACKED, Frozen, device
 from expert_cases import make_grouped_linear, make_grouped_linear_backward
 from op_bar import compare, run
 from op_cases import make_embed, make_head, make_linear, make_linear_backward
+from packed_weights import whole
 
 rng_of = np.random.default_rng
 MANY = 100  # rows: more than cpu/stream.c takes
@@ -18,32 +19,27 @@ def dev(request):
     return device(f"cpu-{request.param}")
 
 
-def cols_of(dtype, cols):
-    """Files have whole blocks; what is made here may end within one."""
-    return cols if dtype in ("int8", "int4") else -(-cols // 32) * 32
-
-
 @pytest.mark.parametrize("dtype", PACKED)
 def test_each_op_is_its_formula_on_the_widened_weight(dev, dtype):
     cases = {
-        "embed": make_embed(rng_of(0), T=9, D=cols_of(dtype, 75), dtype=dtype),
-        "head": make_head(rng_of(1), T=3, V=71, D=cols_of(dtype, 45), dtype=dtype),
-        "grouped_linear": make_grouped_linear(rng_of(2), (5, 0, 70), 65, cols_of(dtype, 97), dtype),
+        "embed": make_embed(rng_of(0), T=9, D=whole(dtype, 75), dtype=dtype),
+        "head": make_head(rng_of(1), T=3, V=71, D=whole(dtype, 45), dtype=dtype),
+        "grouped_linear": make_grouped_linear(rng_of(2), (5, 0, 70), 65, whole(dtype, 97), dtype),
         "grouped_linear_backward": make_grouped_linear_backward(
-            rng_of(3), (5, 0, 70), 65, cols_of(dtype, 97), dtype
+            rng_of(3), (5, 0, 70), 65, whole(dtype, 97), dtype
         ),
     }
     for op, args in cases.items():
         compare(dev, op, args)
     for number, (T, N, D) in enumerate([(0, 64, 64), (1, 1, 1), (2, 33, 801), (67, 130, 33)]):
-        D = cols_of(dtype, D)
+        D = whole(dtype, D)
         compare(dev, "linear", make_linear(rng_of(number), T, N, D, dtype, 1, number % 2))
         compare(dev, "linear_backward", make_linear_backward(rng_of(number), T, N, D, dtype))
 
 
 @pytest.mark.parametrize("dtype", PACKED)
 def test_few_rows_have_the_bits_of_many(dev, dtype):
-    args = make_linear(rng_of(0), T=MANY, N=131, D=cols_of(dtype, 900), dtype=dtype, bias=1)
+    args = make_linear(rng_of(0), T=MANY, N=131, D=whole(dtype, 900), dtype=dtype, bias=1)
     many = run(dev, "linear", args)["y"]
     for rows in (1, 2, 3, 7, 12, 13, 14, 27, 64, 65):
         some = {"x": args["x"][:rows], "y": (rows, 131), "T": rows}
@@ -54,7 +50,7 @@ def test_few_rows_have_the_bits_of_many(dev, dtype):
 @pytest.mark.parametrize("dtype", PACKED)
 @pytest.mark.parametrize("isa", ISAS[:3])
 def test_a_product_has_the_bits_of_the_widened_weight(isa, dtype):
-    dev, D = device(f"cpu-{isa}"), cols_of(dtype, 1201)
+    dev, D = device(f"cpu-{isa}"), whole(dtype, 1201)
     for T in (1, 70):
         calls = {
             "linear": make_linear(rng_of(0), T, 35, D, dtype, 1, 1),
@@ -66,12 +62,12 @@ def test_a_product_has_the_bits_of_the_widened_weight(isa, dtype):
             np.testing.assert_array_equal(got, wanted, f"{op} {T}")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "q4_1"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "q4_1", "q6_k"])
 @pytest.mark.parametrize("name", ["cpu", "cpu-avx512bf16"])
 def test_any_number_of_threads_gives_the_same_bits(name, dtype):
     calls = {
-        "linear": make_linear(rng_of(0), T=5, N=700, D=928, dtype=dtype, bias=1),
-        "linear_backward": make_linear_backward(rng_of(0), T=70, N=300, D=448, dtype=dtype),
+        "linear": make_linear(rng_of(0), T=5, N=700, D=whole(dtype, 928), dtype=dtype, bias=1),
+        "linear_backward": make_linear_backward(rng_of(0), 70, 300, whole(dtype, 448), dtype),
     }
     for op, args in calls.items():
         one, *others = (device(name, threads).call(op, **args) for threads in (1, 2, 3))
@@ -154,6 +150,18 @@ def test_a_files_blocks_are_the_numbers_that_gguf_makes_of_them(dev, name):
     memory = dev.put_frozen(Frozen(exact.astype(float), dtype, blocks))
     ids = np.arange(37, dtype=np.int32)
     got = dev.call("embed", y=(37, 96), ids=ids, w=memory, T=37, V=37, D=96)["y"]
+    np.testing.assert_array_equal(got, exact)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K"])
+def test_large_blocks_are_the_numbers_that_gguf_makes_of_them(dev, name):
+    gguf = pytest.importorskip("gguf")
+    rows, cols = 37, 512
+    made = packed_weights.make(rng_of(0), rows, cols, name.lower())
+    exact = gguf.dequantize(made.blocks, gguf.GGMLQuantizationType[name])
+    np.testing.assert_array_equal(made.value, exact)
+    ids = np.arange(rows, dtype=np.int32)
+    got = dev.call("embed", y=(rows, cols), ids=ids, w=made, T=rows, V=rows, D=cols)["y"]
     np.testing.assert_array_equal(got, exact)
 
 

@@ -13,7 +13,8 @@ import pytest
 import tinsmith
 from distill_cases import distill, pair
 from engine import emulated_library
-from models import DEVICE, Datum, call, cpu_only, datum, folder, randomize, tokens_of
+from models import DEVICE, WEIGHTS, Datum, call, cpu_only, datum, folder, randomize, tokens_of
+from packed_weights import quantise_large, whole
 from tinsmith import _core
 from tinsmith.cli import main
 from tinsmith.engine.bases import inspect_models
@@ -21,6 +22,7 @@ from tinsmith.engine.errors import RequestError
 from tinsmith.engine.training import Batch
 from tinsmith.engine.worker import AdamParams, Worker
 from tinsmith.files.families import load_model, read_config
+from tinsmith.files.kept import BITS
 from tinsmith.files.lora import LoraSpec
 
 pytestmark = pytest.mark.usefixtures("on")
@@ -32,20 +34,31 @@ CARD = (2048 * MIB, 13000, 9, 0)  # the emulator's own
 def deep() -> _core.Model:
     """A random Qwen3 of five layers, three of them with a window, on the device that the test runs
     on."""
-    return deep_on(DEVICE.get())
+    return deep_on(DEVICE.get(), WEIGHTS.get())
 
 
 @functools.cache
-def deep_on(device: str) -> _core.Model:
+def deep_on(device: str, weights: str) -> _core.Model:
+    """Its matrices of whole blocks are kept in `weights`, if that is a type."""
     config, frequencies = read_config(folder("qwen3"))
     full, sliding = "full_attention", "sliding_attention"
     mixers = (full, sliding, sliding, full, sliding)
     config |= {"layers": LAYERS, "mixers": mixers, "feeds": ("mlp",) * LAYERS, "window": 9}
-    model = _core.Model(config, frequencies, device=device, threads=1)
+    config |= {"width": 256, "ffn": 256} if weights.endswith("_k") else {}
+    slots = _core.Model(config, frequencies, device=device, threads=1).slots
+    packed = {
+        (slot, layer): weights
+        for slot, layer, _, rows, cols in slots
+        if weights in BITS and rows > 1 and cols == whole(weights, cols)
+    }
+    model = _core.Model(config, frequencies, packed=packed, device=device, threads=1)
     rng = np.random.default_rng(0)
-    for slot, layer, _, rows, cols in model.slots:
+    for slot, layer, _, rows, cols in slots:
         noise = rng.normal(size=(rows, cols)).astype(np.float32)
         tensor = 1 + 0.3 * noise[0] if rows == 1 else noise * np.float32(1.3 / cols**0.5)
+        if weights.endswith("_k") and (slot, layer) in packed:
+            model.load(slot, layer, quantise_large(tensor, weights), 0, weights)
+            continue
         bits = tensor.astype(np.float32).view(np.uint32)
         model.load(slot, layer, tensor if rows == 1 else (bits >> 16).astype(np.uint16))
     model.seal()

@@ -16,6 +16,7 @@ from models import (
     DEVICE,
     PADDING,
     SPECS,
+    WEIGHTS,
     assert_same,
     call,
     datum,
@@ -351,9 +352,9 @@ def mixed(name: str) -> list[Request]:
 
 
 @functools.cache
-def mixed_alone(device: str, name: str) -> list[dict[str, Any]]:
-    """What each of the `mixed` requests gets alone, on the device that is set."""
-    assert device == DEVICE.get()
+def mixed_alone(device: str, name: str, weights: str) -> list[dict[str, Any]]:
+    """What each of the `mixed` requests gets alone, on the device and the weights that are set."""
+    assert (device, weights) == (DEVICE.get(), WEIGHTS.get())
     return [run(name, [asked])[0] for asked in mixed(name)]
 
 
@@ -370,9 +371,10 @@ JOINS = {
 def test_a_request_gets_what_it_gets_alone(on: str, name: str) -> None:
     """The emulator, which is slow, runs each family with one order of arrival: what a step holds is
     decided by code that all devices share."""
+    alone = mixed_alone(on, name, WEIGHTS.get())
     for joins in [JOINS[name]] if on == "cuda-emulated" else JOINS.values():
         together = run(name, mixed(name), joins=joins)
-        for found, wanted in zip(together, mixed_alone(on, name), strict=True):
+        for found, wanted in zip(together, alone, strict=True):
             assert_same(found, wanted)
 
 
@@ -383,7 +385,8 @@ def test_a_cache_that_is_too_small_for_all_changes_nothing(on: str, tokens: int)
         pytest.skip("it is long, emulated")
     for joins in ({}, {1: 5, 3: 8, 5: 2}):
         together = run("llama", mixed("llama"), tokens=tokens, joins=joins)
-        for found, wanted in zip(together, mixed_alone(on, "llama"), strict=True):
+        alone = mixed_alone(on, "llama", WEIGHTS.get())
+        for found, wanted in zip(together, alone, strict=True):
             assert_same(found, wanted)
 
 

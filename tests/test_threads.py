@@ -175,7 +175,8 @@ def test_a_child_that_was_forked_while_another_thread_was_in_ops_computes() -> N
 
     for _ in range(3):
         assert child_of_a_busy_process(lambda: ops.topk_logprobs(logits, 4), child) == 0
-    with multiprocessing.get_context("fork").Pool(2) as pool:
+    end = signal.signal, (signal.SIGTERM, signal.SIG_DFL)  # by which a pool ends its processes
+    with multiprocessing.get_context("fork").Pool(2, *end) as pool:
         found = pool.map(ops_in_a_pool, [logits[:3]] * 4)
     assert all(np.array_equal(one, expected) for one in found)
 

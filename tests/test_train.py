@@ -11,13 +11,12 @@ from models import (
     cut,
     datum,
     error,
-    folder,
     loaded,
+    loaded_anew,
     randomize,
     tokens_of,
 )
 from tinsmith import _core
-from tinsmith.files.families import load_model
 from training import ADAM, GROUPS, adapter_of, batch, check, soft
 
 pytestmark = pytest.mark.usefixtures("on")  # every test on every device
@@ -105,7 +104,7 @@ def test_threads_change_nothing() -> None:
     data = batch("llama", (150, 23, 1, 140, 60))
     results = []
     for threads in (1, 2, 3):
-        core = load_model(folder("llama"), threads=threads).core
+        core = loaded_anew("llama", threads).core
         adapter = randomize(_core.Adapter(core, rank=8, step_tokens=200))
         logp, _ = call(adapter, data)
         adapter.optim_step(**ADAM)

@@ -100,7 +100,7 @@ static size_t cpu_frozen_bytes(Device *dev, DType kept, int rows, int cols)
     if (kept == DTYPE_BF16) row = ((size_t)cols + 1) / 2 * 4;
     if (dtype_packed(kept))
         return sizeof(struct frozen) +
-               panels * (((size_t)cols + BLOCK - 1) / BLOCK) * blocks_of(kept).bytes;
+               blocks_bytes(kept, panels * (((size_t)cols + BLOCK - 1) / BLOCK));
     return sizeof(struct frozen) + panels * PANEL * row;
 }
 

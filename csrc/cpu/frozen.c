@@ -3,8 +3,8 @@
  * A panel is written in order, from 32 rows read side by side. Both types are moved in lanes of 32
  * bits, a float or two bf16, so the copy transposes squares of VL rows by VL lanes. f16 has no
  * cheap widening in a product, so such weights are kept as f32. Memory bound: one pass over the
- * rows, one over the panels. Weights of 8 and 4 bits are made here, which quantize.c does, or come
- * as blocks, whose codes take their places. */
+ * rows, one over the panels. Weights of 8 and 4 bits are made of wide ones, which quantize.c does,
+ * or come as blocks, which arrange.c puts in their places. */
 #include <assert.h>
 
 #include "packed.h"
@@ -79,32 +79,6 @@ static void block_gather(float *to, const Load *load, size_t first, size_t live,
     CPU(transpose)(to, PANEL, part, BLOCK, BLOCK, BLOCK);
 }
 
-/* One row's block in an array, and its place in a panel's: its scale, its offset, its codes. */
-static void block_put(unsigned char *to, const unsigned char *from, DType type, int x)
-{
-    Blocks b = blocks_of(type == DTYPE_MXFP4_PAIRS ? DTYPE_MXFP4 : type);
-    unsigned char *codes = to + b.codes;
-    if (type == DTYPE_MXFP4 || type == DTYPE_MXFP4_PAIRS) {
-        uint16_t bits = from[0] ? (uint16_t)(from[0] << 7) : 0x40; /* 2^(scale − 127) in bf16 */
-        memcpy(to + 2 * x, &bits, 2);
-        from += 1;
-    } else {
-        memcpy(to + 2 * x, from, 2);
-        if (type == DTYPE_Q4_1) memcpy(to + 2 * (PANEL + x), from + 2, 2);
-        from += type == DTYPE_Q4_1 ? 4 : 2;
-    }
-    for (int k = 0; k < BLOCK; k++) {
-        if (type == DTYPE_INT8) {
-            codes[k * PANEL + x] = from[k];
-            continue;
-        }
-        int byte = type == DTYPE_MXFP4_PAIRS ? from[k / 2] : from[k % (BLOCK / 2)];
-        int high = type == DTYPE_MXFP4_PAIRS ? k % 2 : k >= BLOCK / 2;
-        unsigned char *at = codes + 4 * (k / NIBBLES * PANEL + x) + k % NIBBLES / 2;
-        *at = (unsigned char)(*at | (byte >> 4 * high & 15) << 4 * (k % 2));
-    }
-}
-
 /* A panel's blocks: made of wide numbers, or put in another order. */
 static void pack_panel(void *context, int64_t panel)
 {
@@ -112,29 +86,27 @@ static void pack_panel(void *context, int64_t panel)
     frozen *w = load->to;
     size_t across = blocks_across(w), first = (size_t)panel * PANEL;
     size_t live = (size_t)w->rows - first < PANEL ? (size_t)w->rows - first : PANEL;
-    size_t bytes = blocks_of(w->type).bytes;
-    unsigned char *to = w->data + (size_t)panel * across * bytes;
-    for (size_t number = 0; number < across; number++, to += bytes) {
-        if (!dtype_packed(load->type)) {
-            float block[BLOCK * PANEL];
-            block_gather(block, load, first, live, number);
-            size_t inputs = (size_t)w->cols - number * BLOCK;
-            CPU(block_quantize)(to, w->type, block, inputs < BLOCK ? (int)inputs : BLOCK);
+    TypeInfo info = dtype_info(load->type);
+    size_t step = across * BLOCK / (size_t)(info.block ? info.block : 1) * info.block_bytes;
+    for (size_t number = 0; number < across; number++) {
+        if (dtype_packed(load->type)) {
+            const unsigned char *rows = (const unsigned char *)load->from + first * step;
+            CPU(block_arrange)(w, (int)panel, (int)number, rows, step, (int)live, load->type);
             continue;
         }
-        size_t one = dtype_info(load->type).block_bytes;
-        memset(to, 0, bytes);
-        for (size_t r = 0; r < live; r++) {
-            const unsigned char *from = load->from;
-            block_put(to, from + ((first + r) * across + number) * one, load->type, (int)r);
-        }
+        float block[BLOCK * PANEL];
+        block_gather(block, load, first, live, number);
+        size_t inputs = (size_t)w->cols - number * BLOCK;
+        Square s = square_at(w, w->type, (int)panel, (int)number);
+        CPU(block_quantize)((unsigned char *)s.block, w->type, block,
+                            inputs < BLOCK ? (int)inputs : BLOCK);
     }
 }
 
 void CPU(frozen_load)(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
                       int cols)
 {
-    assert(dtype_loads(kept, type) && (!dtype_packed(type) || cols % BLOCK == 0));
+    assert(dtype_loads(kept, type) && (!dtype_packed(type) || cols % dtype_info(type).block == 0));
     to->type = kept;
     to->rows = rows;
     to->cols = cols;

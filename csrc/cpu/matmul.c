@@ -230,9 +230,9 @@ static void blocks_ask(const Product *p, int k0, int depth, int n0, int part, in
     int last = (part + 1) * share < count ? (part + 1) * share : count;
     size_t bytes = blocks_of(w->type).bytes;
     for (int i = part * share; i < last; i++) {
-        const unsigned char *at = p->order == PANELS ? block_at(w, n0 / PANEL, k0 / BLOCK + i)
-                                                     : block_at(w, k0 / PANEL + i, n0 / BLOCK);
-        for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 0, 2);
+        Square s = p->order == PANELS ? square_at(w, w->type, n0 / PANEL, k0 / BLOCK + i)
+                                      : square_at(w, w->type, k0 / PANEL + i, n0 / BLOCK);
+        for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(s.block + line, 0, 2);
     }
 }
 

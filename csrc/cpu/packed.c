@@ -1,6 +1,8 @@
-/* cpu/packed.c - widens blocks of 8- and 4-bit weights (packed.h).
+/* cpu/packed.c - widens blocks of 8- to 4-bit weights (packed.h).
  *
- * Roofline: 576 to 1,088 bytes in, 4 KB out to L1; two to four instructions for VL weights. */
+ * Roofline: 576 to 1,088 bytes in, 4 KB out to L1; two to six instructions for VL weights. */
+#include <assert.h>
+
 #include "packed.h"
 
 const float CPU(levels)[DTYPES][LEVELS] = {
@@ -11,41 +13,50 @@ const float CPU(levels)[DTYPES][LEVELS] = {
     [DTYPE_Q4_0] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
     [DTYPE_Q4_1] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
     [DTYPE_MXFP4] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6},
+    [DTYPE_Q4_K] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    [DTYPE_Q5_K] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    [DTYPE_Q6_K] = {-32, -31, -30, -29, -28, -27, -26, -25, -24, -23, -22, -21, -20, -19, -18, -17},
+};
+
+const float CPU(higher)[HIGHER + 1][LEVELS] = {
+    {0},
+    {0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16, 0, 16},
+    {0, 16, 32, 48, 0, 16, 32, 48, 0, 16, 32, 48, 0, 16, 32, 48},
 };
 
 /* Outputs [x, x + VL); a loop is made for each kind. */
-static inline __attribute__((always_inline)) void widen_lanes(float *to, const unsigned char *block,
-                                                              DType exact, const DType kind, int x)
+static inline __attribute__((always_inline)) void widen_lanes(float *to, Square s, DType exact,
+                                                              const DType kind, int x)
 {
-    Blocks b = blocks_of(kind);
-    vf scale = block_scale(block, kind, x), offset = block_offset(block, kind, x);
+    vf scale = square_scale(s, kind, 0, x), offset = square_offset(s, kind, x);
     if (kind == DTYPE_INT8) {
-        for (int k = 0; k < BLOCK; k++)
-            v_store(to + k * PANEL + x, block_bytes(block + b.codes, k, x) * scale);
+        for (int k = 0; k < BLOCK; k++) v_store(to + k * PANEL + x, byte_value(s, k, x) * scale);
         return;
     }
-    Lookup table = v_table(CPU(levels)[exact]);
-    for (int word = 0; word < BLOCK / NIBBLES; word++) {
-        vu u = block_words(block + b.codes, word, x);
+    Values values = values_of(exact, kind);
+    for (int k = 0; k < BLOCK; k += NIBBLES) {
+        vu low = low_word(s, kind, k, x), higher = higher_word(s, kind, k, x);
+        if (k == scale_span(kind)) scale = square_scale(s, kind, k, x);
+        higher >>= k * higher_bits(kind) % 32;
 #pragma GCC unroll 8
         for (int i = 0; i < NIBBLES; i++) {
-            vf value = v_lookup(table, u >> (4 * i));
-            v_store(to + (word * NIBBLES + i) * PANEL + x, block_value(value, scale, offset, kind));
+            vf value = code_value(values, low, higher, i, kind);
+            v_store(to + (k + i) * PANEL + x, weight_of(value, scale, offset, kind));
         }
     }
 }
 
 void CPU(block_widen)(float *to, const frozen *w, int panel, int block)
 {
-    const unsigned char *from = block_at(w, panel, block);
-    DType exact = w->type;
-#define WIDEN(type) \
-    for (int x = 0; x < PANEL; x += VL) widen_lanes(to, from, exact, type, x)
-    switch (block_kind(exact)) {
-    case DTYPE_INT8: WIDEN(DTYPE_INT8); return;
-    case DTYPE_Q4_1: WIDEN(DTYPE_Q4_1); return;
-    case DTYPE_MXFP4: WIDEN(DTYPE_MXFP4); return;
-    default: WIDEN(DTYPE_INT4);
+    DType exact = w->type, kind = block_kind(exact);
+    Square s = square_at(w, kind, panel, block);
+#define WIDEN(type)                                                             \
+    case type:                                                                  \
+        for (int x = 0; x < PANEL; x += VL) widen_lanes(to, s, exact, type, x); \
+        return
+    switch (kind) {
+        EACH_KIND(WIDEN);
+    default: assert(!"a type has blocks");
     }
 #undef WIDEN
 }
@@ -81,23 +92,48 @@ static float float_of_bf16(const unsigned char *at)
     return value;
 }
 
+/* The scale of input k of a block, and the offset, as square_scale and square_offset make them. */
+static float scale_of(Square s, DType type, int k, int x)
+{
+    if (has_groups(type))
+        return float_of_half(s.group + 2 * x) *
+               (float)(int8_t)s.block[k / scale_span(type) * PANEL + x];
+    return type == DTYPE_MXFP4 ? float_of_bf16(s.block + 2 * x) : float_of_half(s.block + 2 * x);
+}
+
+static float offset_of(Square s, DType type, int x)
+{
+    if (!has_offset(type)) return 0.0f;
+    if (!has_groups(type)) return float_of_half(s.block + 2 * (PANEL + x));
+    return -(float_of_half(s.group + 2 * (PANEL + x)) * (float)(int8_t)s.block[PANEL + x]);
+}
+
+/* The value of input k's code. */
+static float value_of(Square s, DType type, int k, int x)
+{
+    Blocks b = blocks_of(type);
+    const unsigned char *codes = s.block + b.codes, *higher = s.block + b.higher;
+    if (type == DTYPE_INT8) return (float)(int8_t)codes[k * PANEL + x];
+    int byte = codes[4 * (k / NIBBLES * PANEL + x) + k % NIBBLES / 2];
+    float value = CPU(levels)[type][byte >> 4 * (k % 2) & (LEVELS - 1)];
+    int bits = higher_bits(type), at = k * bits;
+    if (!bits) return value;
+    byte = higher[4 * (at / 32 * PANEL + x) + at % 32 / 8];
+    return value + CPU(higher)[bits][byte >> at % 8 & (LEVELS - 1)];
+}
+
 /* The scalar twin of widen_lanes: one output's inputs. */
 void CPU(row_widen)(float *to, const frozen *w, int row)
 {
-    Blocks b = blocks_of(w->type);
     int x = row % PANEL;
     for (int k0 = 0; k0 < w->cols; k0 += BLOCK) {
-        const unsigned char *block = block_at(w, row / PANEL, k0 / BLOCK);
-        const unsigned char *codes = block + b.codes, *at = block + 2 * x;
-        float scale = w->type == DTYPE_MXFP4 ? float_of_bf16(at) : float_of_half(at);
-        float offset = w->type == DTYPE_Q4_1 ? float_of_half(at + 2 * PANEL) : 0.0f;
+        Square s = square_at(w, w->type, row / PANEL, k0 / BLOCK);
+        float scale = scale_of(s, w->type, 0, x), offset = offset_of(s, w->type, x);
         int live = w->cols - k0 < BLOCK ? w->cols - k0 : BLOCK;
         for (int k = 0; k < live; k++) {
-            int byte = codes[4 * (k / NIBBLES * PANEL + x) + k % NIBBLES / 2];
-            float value = w->type == DTYPE_INT8
-                              ? (float)(int8_t)codes[k * PANEL + x]
-                              : CPU(levels)[w->type][byte >> 4 * (k % 2) & (LEVELS - 1)];
-            to[k0 + k] = w->type == DTYPE_Q4_1 ? value * scale + offset : value * scale;
+            if (k == scale_span(w->type)) scale = scale_of(s, w->type, k, x);
+            float value = value_of(s, w->type, k, x);
+            to[k0 + k] = has_offset(w->type) ? value * scale + offset : value * scale;
         }
     }
 }

@@ -1,4 +1,4 @@
-/* cpu/packed.h - base weights of 8 and 4 bits: how their blocks lie in a panel, and what a code is.
+/* cpu/packed.h - base weights of 8 to 4 bits: how their blocks lie in a panel, and what a code is.
  *
  *   w[n,k] = value(code)·scale(n, k/BLOCK) + offset(n, k/BLOCK)
  *
@@ -8,6 +8,15 @@
  *   scales (PANEL) of 16 bits, then offsets (PANEL) likewise where the type has them
  *   codes: 8 bits as [k][output]; 4 bits as words [k / 8][output], whose nibble i is that of
  *   k % 8 = i. So a vector of words has eight inputs of as many outputs as it has lanes.
+ *
+ * In ggml's q4_k, q5_k and q6_k, scales of 8 bits multiply an f16 that GROUPED blocks have in
+ * common, and codes of 5 and 6 bits have their higher bits apart. There, before each GROUPED of
+ * blocks lie its f16 of the scales (PANEL), then of the offsets (PANEL) where the type has them. A
+ * block is
+ *
+ *   scales (PANEL) of 8 bits, then offsets (PANEL), or in q6_k the scales of its second 16 inputs
+ *   higher bits of the codes, as words [k·bits / 32][output], those of the first k lowest
+ *   lower bits of the codes, as codes of 4 bits
  *
  * A code of 4 bits is a number in a table, which is as fast for any table: one shuffle. Widening
  * gives the same float everywhere: values have few bits, so that value·scale is exact, and there
@@ -31,12 +40,16 @@ enum {
     BLOCK = FROZEN_BLOCK,
     NIBBLES = 8, /* of a word */
     LEVELS = 16, /* of a 4-bit code */
+    GROUPED = 8, /* blocks that have an f16 in common */
+    HIGHER = 2,  /* the most higher bits of a code */
 };
 
 _Static_assert((int)BLOCK == (int)PANEL, "a block of a panel is square");
 
-/* The values of each 4-bit type's codes, and of int8 none (packed.c). */
+/* The values of the lowest four bits of each type's codes, of int8 none, and those of so many
+ * higher bits, which lowest bits of an index name (packed.c). */
 extern const float CPU(levels)[DTYPES][LEVELS];
+extern const float CPU(higher)[HIGHER + 1][LEVELS];
 
 /* The type whose kernels do for this one too: q4_0 is int4 with other levels. */
 static inline DType block_kind(DType type)
@@ -44,15 +57,58 @@ static inline DType block_kind(DType type)
     return type == DTYPE_Q4_0 ? DTYPE_INT4 : type;
 }
 
-/* Where a type's codes begin in a block, and where the next block does. */
+/* Those types. */
+#define EACH_KIND(X) \
+    X(DTYPE_INT8);   \
+    X(DTYPE_INT4);   \
+    X(DTYPE_Q4_1);   \
+    X(DTYPE_MXFP4);  \
+    X(DTYPE_Q4_K);   \
+    X(DTYPE_Q5_K);   \
+    X(DTYPE_Q6_K)
+
+/* Whether a type has an f16 for each group. */
+static inline int has_groups(DType type)
+{
+    return type >= DTYPE_Q4_K;
+}
+
+static inline int has_offset(DType type)
+{
+    return type == DTYPE_Q4_1 || type == DTYPE_Q4_K || type == DTYPE_Q5_K;
+}
+
+/* A code's bits above the fourth that lie apart. */
+static inline int higher_bits(DType type)
+{
+    return type == DTYPE_Q6_K ? 2 : type == DTYPE_Q5_K;
+}
+
+/* Inputs of a block that share a scale. */
+static inline int scale_span(DType type)
+{
+    return type == DTYPE_Q6_K ? BLOCK / 2 : BLOCK;
+}
+
+/* Where the higher bits of a type's codes, and its codes, begin in a block; a block's bytes, and
+ * those before each group. */
 typedef struct Blocks {
-    size_t codes, bytes;
+    size_t higher, codes, bytes, group;
 } Blocks;
 
 static inline Blocks blocks_of(DType type)
 {
-    size_t codes = 2 * PANEL * (type == DTYPE_Q4_1 ? 2 : 1);
-    return (Blocks){codes, codes + (type == DTYPE_INT8 ? BLOCK : BLOCK / 2) * PANEL};
+    size_t heads = (has_offset(type) ? 2 : 1) * 2 * PANEL; /* f16 */
+    size_t higher = has_groups(type) ? 2 * PANEL : heads;
+    size_t codes = higher + (size_t)higher_bits(type) * BLOCK / 8 * PANEL;
+    size_t bytes = codes + (type == DTYPE_INT8 ? BLOCK : BLOCK / 2) * PANEL;
+    return (Blocks){higher, codes, bytes, has_groups(type) ? heads : 0};
+}
+
+/* Bytes of so many blocks, whole groups where the type has them. */
+static inline size_t blocks_bytes(DType type, size_t count)
+{
+    return count * blocks_of(type).bytes + count / GROUPED * blocks_of(type).group;
 }
 
 /* Blocks of one panel. */
@@ -61,44 +117,83 @@ static inline size_t blocks_across(const frozen *w)
     return ((size_t)w->cols + BLOCK - 1) / BLOCK;
 }
 
-/* Block number `block` of panel number `panel`. */
-static inline const unsigned char *block_at(const frozen *w, int panel, int block)
+/* A block's bytes, and those of its group. */
+typedef struct Square {
+    const unsigned char *block, *group;
+} Square;
+
+/* Block number `block` of panel number `panel`; `kind` is the weight's type or has its layout. */
+static inline Square square_at(const frozen *w, DType kind, int panel, int block)
 {
+    Blocks b = blocks_of(kind);
     size_t number = (size_t)panel * blocks_across(w) + (size_t)block;
-    return w->data + number * blocks_of(w->type).bytes;
+    const unsigned char *group = w->data + number / GROUPED * (GROUPED * b.bytes + b.group);
+    return (Square){group + b.group + number % GROUPED * b.bytes, group};
 }
 
 /* ---- a block's vectors: outputs [x, x + VL) ---- */
 
-static inline vf block_scale(const unsigned char *block, DType type, int x)
+/* The scale of inputs from k on, which is a multiple of scale_span(). */
+static inline vf square_scale(Square s, DType type, int k, int x)
 {
-    const unsigned char *at = block + 2 * x;
-    return type == DTYPE_MXFP4 ? v_load_bf16(at) : v_load_half(at);
+    if (has_groups(type))
+        return v_load_half(s.group + 2 * x) *
+               v_load_bytes(s.block + k / scale_span(type) * PANEL + x);
+    return type == DTYPE_MXFP4 ? v_load_bf16(s.block + 2 * x) : v_load_half(s.block + 2 * x);
 }
 
-static inline vf block_offset(const unsigned char *block, DType type, int x)
+static inline vf square_offset(Square s, DType type, int x)
 {
-    return type == DTYPE_Q4_1 ? v_load_half(block + 2 * (PANEL + x)) : v_set(0.0f);
+    if (!has_offset(type)) return v_set(0.0f);
+    if (!has_groups(type)) return v_load_half(s.block + 2 * (PANEL + x));
+    return -(v_load_half(s.group + 2 * (PANEL + x)) * v_load_bytes(s.block + PANEL + x));
 }
 
-/* Inputs [8·word, 8·word + 8) of 4-bit codes. */
-static inline vu block_words(const unsigned char *codes, int word, int x)
+/* The word that has the lowest bits of input k, or the higher ones. */
+static inline vu low_word(Square s, DType type, int k, int x)
 {
     vu u;
-    memcpy(&u, codes + 4 * (word * PANEL + x), sizeof u);
+    memcpy(&u, s.block + blocks_of(type).codes + 4 * (k / NIBBLES * PANEL + x), sizeof u);
     return u;
 }
 
-/* Input k of 8-bit codes. */
-static inline vf block_bytes(const unsigned char *codes, int k, int x)
+static inline vu higher_word(Square s, DType type, int k, int x)
 {
-    return v_load_bytes(codes + k * PANEL + x);
+    vu u = {0};
+    int word = k * higher_bits(type) / 32;
+    if (higher_bits(type))
+        memcpy(&u, s.block + blocks_of(type).higher + 4 * (word * PANEL + x), sizeof u);
+    return u;
+}
+
+/* Of a type, in registers: what bits of a code mean. */
+typedef struct Values {
+    Lookup low, higher;
+} Values;
+
+static inline Values values_of(DType exact, DType kind)
+{
+    return (Values){v_table(CPU(levels)[exact]), v_table(CPU(higher)[higher_bits(kind)])};
+}
+
+/* The value of input k's code, of its words. */
+static inline vf code_value(Values values, vu low, vu higher, int k, DType type)
+{
+    vf value = v_lookup(values.low, low >> (4 * (k % NIBBLES)));
+    if (!higher_bits(type)) return value;
+    return value + v_lookup(values.higher, higher >> (k * higher_bits(type) % 32));
+}
+
+/* Input k of 8-bit codes. */
+static inline vf byte_value(Square s, int k, int x)
+{
+    return v_load_bytes(s.block + blocks_of(DTYPE_INT8).codes + k * PANEL + x);
 }
 
 /* A weight of its code's value. */
-static inline vf block_value(vf value, vf scale, vf offset, DType type)
+static inline vf weight_of(vf value, vf scale, vf offset, DType type)
 {
-    return type == DTYPE_Q4_1 ? v_fma(value, scale, offset) : value * scale;
+    return has_offset(type) ? v_fma(value, scale, offset) : value * scale;
 }
 
 /* ---- packed.c ---- */
@@ -109,6 +204,13 @@ void CPU(block_widen)(float *to, const frozen *w, int panel, int block);
 void CPU(block_widen_pairs)(float *to, const frozen *w, int panel, int block);
 /* Row `row` of the weight, its `cols` numbers. */
 void CPU(row_widen)(float *to, const frozen *w, int row);
+
+/* ---- arrange.c ---- */
+
+/* One block of a file's, type `from` (dtype.h), of `live` rows that lie `step` bytes apart, the
+ * first at `rows`, which is that of the whole weight's block number `number` across. */
+void CPU(block_arrange)(frozen *to, int panel, int number, const unsigned char *rows, size_t step,
+                        int live, DType from);
 
 /* ---- quantize.c ---- */
 

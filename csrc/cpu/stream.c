@@ -171,32 +171,34 @@ block_step(vf (*acc)[2], const float *a, const vf *w, const int rows, const Form
 
 /* `live` inputs of a block. */
 static inline __attribute__((always_inline)) void block_rows(vf (*acc)[2], const float *a,
-                                                             int height, const unsigned char *block,
-                                                             Lookup table, int live, const int rows,
+                                                             int height, Square s, Values values,
+                                                             int live, const int rows,
                                                              const DType kind, const Form form)
 {
-    const unsigned char *codes = block + blocks_of(kind).codes;
     const int each = form == PAIRS ? 2 : 1; /* inputs of a step */
     vf scale[2], offset[2];
 #pragma GCC unroll 2
     for (int x = 0; x < 2; x++) {
-        scale[x] = block_scale(block, kind, x * VL);
-        offset[x] = block_offset(block, kind, x * VL);
+        scale[x] = square_scale(s, kind, 0, x * VL);
+        offset[x] = square_offset(s, kind, x * VL);
     }
-    for (int word = 0; word * NIBBLES < live; word++) {
-        vu u[2] = {{0}, {0}};
-        if (kind != DTYPE_INT8)
-            for (int x = 0; x < 2; x++) u[x] = block_words(codes, word, x * VL);
+    for (int k = 0; k < live; k += NIBBLES) {
+        vu low[2] = {{0}, {0}}, higher[2] = {{0}, {0}};
+        for (int x = 0; x < 2 && kind != DTYPE_INT8; x++) {
+            low[x] = low_word(s, kind, k, x * VL);
+            higher[x] = higher_word(s, kind, k, x * VL) >> (k * higher_bits(kind) % 32);
+            if (k == scale_span(kind)) scale[x] = square_scale(s, kind, k, x * VL);
+        }
 #pragma GCC unroll 8
         for (int i = 0; i < NIBBLES; i += each) {
-            if (word * NIBBLES + i >= live) break;
+            if (k + i >= live) break;
             vf w[4];
 #pragma GCC unroll 4
             for (int j = 0; j < 2 * each; j++) {
-                int k = i + j / 2, x = j % 2;
-                vf value = kind == DTYPE_INT8 ? block_bytes(codes, word * NIBBLES + k, x * VL)
-                                              : v_lookup(table, u[x] >> (4 * k));
-                w[j] = block_value(value, scale[x], offset[x], kind);
+                int at = i + j / 2, x = j % 2;
+                vf value = kind == DTYPE_INT8 ? byte_value(s, k + at, x * VL)
+                                              : code_value(values, low[x], higher[x], at, kind);
+                w[j] = weight_of(value, scale[x], offset[x], kind);
             }
             block_step(acc, a, w, rows, form);
             a += height;
@@ -204,10 +206,11 @@ static inline __attribute__((always_inline)) void block_rows(vf (*acc)[2], const
     }
 }
 
+/* `k` inputs of a panel, from block number `first` on. */
 static inline __attribute__((always_inline)) void blocks_rows(Out out, const float *a, int height,
-                                                              const unsigned char *block,
-                                                              const float *level, int k,
-                                                              const int rows, const DType kind)
+                                                              const frozen *w, int panel, int first,
+                                                              int k, const int rows,
+                                                              const DType kind)
 {
 #if defined(__AVX512BF16__)
     const Form form = PAIRS;
@@ -217,44 +220,49 @@ static inline __attribute__((always_inline)) void blocks_rows(Out out, const flo
     vf acc[BLOCK_ROWS][2];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = v_set(0.0f);
-    Lookup table = v_table(level);
-    size_t bytes = blocks_of(kind).bytes;
-    for (; k >= BLOCK; k -= BLOCK, block += bytes, a += row_lanes(form, BLOCK) * height) {
-        for (size_t line = 0; line < bytes; line += 64)
-            __builtin_prefetch(block + 4 * AHEAD + line, 0, 2);
-        block_rows(acc, a, height, block, table, BLOCK, rows, kind, form);
+    Values values = values_of(w->type, kind);
+    for (; k >= BLOCK; k -= BLOCK, first++, a += row_lanes(form, BLOCK) * height) {
+        Square s = square_at(w, kind, panel, first);
+        for (size_t line = 0; line < blocks_of(kind).bytes; line += 64)
+            __builtin_prefetch(s.block + 4 * AHEAD + line, 0, 2);
+        block_rows(acc, a, height, s, values, BLOCK, rows, kind, form);
     }
-    if (k) block_rows(acc, a, height, block, table, k, rows, kind, form);
+    if (k)
+        block_rows(acc, a, height, square_at(w, kind, panel, first), values, k, rows, kind, form);
     tile_write(out, acc, rows);
 }
 
-/* The switch makes the row count and the kind constants. */
-static void tile_blocks(Out out, const float *a, int height, const frozen *w, int panel, int k0,
+/* The switch makes the row count a constant. */
+#define ROWS(n) \
+    case n: blocks_rows(out, a, height, w, panel, first, k, n, kind); return
+
+static inline __attribute__((always_inline)) void tile_kind(Out out, const float *a, int height,
+                                                            const frozen *w, int panel, int first,
+                                                            int k, int rows, const DType kind)
+{
+    switch (rows) {
+        ROWS_TO_8(ROWS);
+        ROWS(9);
+        ROWS(10);
+        ROWS(11);
+        ROWS(12);
+    }
+    assert(!"a tile has 1 to BLOCK_ROWS rows");
+}
+
+#undef ROWS
+
+/* The same of the kind. */
+static void tile_blocks(Out out, const float *a, int height, const frozen *w, int panel, int first,
                         int k, int rows)
 {
-    const unsigned char *block = block_at(w, panel, k0 / BLOCK);
-    const float *level = CPU(levels)[w->type];
-    DType kind = block_kind(w->type);
-#define CASE(n)                                                           \
-    case n:                                                               \
-        if (kind == DTYPE_INT8)                                           \
-            blocks_rows(out, a, height, block, level, k, n, DTYPE_INT8);  \
-        else if (kind == DTYPE_Q4_1)                                      \
-            blocks_rows(out, a, height, block, level, k, n, DTYPE_Q4_1);  \
-        else if (kind == DTYPE_MXFP4)                                     \
-            blocks_rows(out, a, height, block, level, k, n, DTYPE_MXFP4); \
-        else                                                              \
-            blocks_rows(out, a, height, block, level, k, n, DTYPE_INT4);  \
-        return
-    switch (rows) {
-        ROWS_TO_8(CASE);
-        CASE(9);
-        CASE(10);
-        CASE(11);
-        CASE(12);
+#define KIND(kind) \
+    case kind: tile_kind(out, a, height, w, panel, first, k, rows, kind); return
+    switch (block_kind(w->type)) {
+        EACH_KIND(KIND);
+    default: assert(!"a type has blocks");
     }
-#undef CASE
-    assert(!"a tile has 1 to BLOCK_ROWS rows");
+#undef KIND
 }
 
 #endif
@@ -297,7 +305,7 @@ static void panel_block(const Stream *s, int n0, int k0, int depth)
         Out out = out_at(whole, 0, n0);
         Edge edge;
         tile_blocks(n == PANEL ? out : edge_open(&edge, out, p->m, n), a, s->height, p->b,
-                    n0 / PANEL, k0, depth, p->m);
+                    n0 / PANEL, k0 / BLOCK, depth, p->m);
         if (n < PANEL) edge_close(&edge, out, p->m, n);
         return;
     }

@@ -53,6 +53,9 @@ typedef enum DType {
     DTYPE_Q4_1,
     DTYPE_MXFP4,
     DTYPE_MXFP4_PAIRS,
+    DTYPE_Q4_K,
+    DTYPE_Q5_K,
+    DTYPE_Q6_K,
     DTYPES
 } DType;
 

@@ -6,21 +6,32 @@
  *   q4_0    (code − 8)·scale              f16 scale, 16 bytes: numbers i and i + 16 share byte i
  *   q4_1    code·scale + offset           f16 scale, f16 offset, 16 bytes as q4_0's
  *   mxfp4   e2m1[code]·2^(scale − 127)    8-bit scale, 16 bytes as q4_0's (ggml's order)
- *   mxfp4_pairs                           the same, but numbers 2i and 2i + 1 share byte i */
+ *   mxfp4_pairs                           the same, but numbers 2i and 2i + 1 share byte i
+ *   q4_k    code·(d·scale) − dmin·least   256 numbers: f16 d, f16 dmin, 12 bytes with 6 bits for
+ * each of 8 scales and of 8 leasts, 128 bytes: in each 32 of them numbers i and i + 32 of 64 share
+ * byte i q5_k    the same                      the same with 32 bytes before the codes: their fifth
+ * bits q6_k    (code − 32)·(d·scale)         256 numbers: 128 bytes of low and 64 of high bits of
+ * codes, 16 scales of 8 bits, each of 16 numbers, f16 d
+ *
+ * d·scale, dmin·least and code·(d·scale) have no more digits than f32 has, so a number of the last
+ * three types is rounded once at most, in whatever order it is made. */
 #include "dtype.h"
 
 #include <string.h>
 
 static const TypeInfo types[DTYPES] = {
-    [DTYPE_F32] = {"f32", 0, 32, 0},
-    [DTYPE_BF16] = {"bf16", 0, 16, 0},
-    [DTYPE_F16] = {"f16", 0, 16, 0},
-    [DTYPE_INT8] = {"int8", 2 + FROZEN_BLOCK, 8, 1},
-    [DTYPE_INT4] = {"int4", 0, 4, 1},
-    [DTYPE_Q4_0] = {"q4_0", 2 + FROZEN_BLOCK / 2, 4, 0},
-    [DTYPE_Q4_1] = {"q4_1", 4 + FROZEN_BLOCK / 2, 4, 0},
-    [DTYPE_MXFP4] = {"mxfp4", 1 + FROZEN_BLOCK / 2, 4, 0},
-    [DTYPE_MXFP4_PAIRS] = {"mxfp4_pairs", 1 + FROZEN_BLOCK / 2, 4, 0},
+    [DTYPE_F32] = {"f32", 0, 0, 32, 0},
+    [DTYPE_BF16] = {"bf16", 0, 0, 16, 0},
+    [DTYPE_F16] = {"f16", 0, 0, 16, 0},
+    [DTYPE_INT8] = {"int8", 32, 2 + 32, 8, 1},
+    [DTYPE_INT4] = {"int4", 32, 0, 4, 1},
+    [DTYPE_Q4_0] = {"q4_0", 32, 2 + 16, 4, 0},
+    [DTYPE_Q4_1] = {"q4_1", 32, 4 + 16, 4, 0},
+    [DTYPE_MXFP4] = {"mxfp4", 32, 1 + 16, 4, 0},
+    [DTYPE_MXFP4_PAIRS] = {"mxfp4_pairs", 32, 1 + 16, 4, 0},
+    [DTYPE_Q4_K] = {"q4_k", 256, 4 + 12 + 128, 4, 0},
+    [DTYPE_Q5_K] = {"q5_k", 256, 4 + 12 + 32 + 128, 5, 0},
+    [DTYPE_Q6_K] = {"q6_k", 256, 128 + 64 + 16 + 2, 6, 0},
 };
 
 TypeInfo dtype_info(DType type)

@@ -6,7 +6,8 @@
 
 typedef struct TypeInfo {
     const char *name;
-    size_t block_bytes; /* of FROZEN_BLOCK numbers in an array; 0: the type has no blocks */
+    int block;          /* numbers of a block in an array, a multiple of FROZEN_BLOCK */
+    size_t block_bytes; /* 0: arrays have no such blocks */
     int bits;           /* of a code */
     int made;           /* whether loading makes it of wide numbers */
 } TypeInfo;

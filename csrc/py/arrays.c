@@ -122,21 +122,22 @@ int borrow_blocks(PyObject *object, const char *name, DType type, Borrowed *out)
 {
     PyArrayObject *array = as_array(object, name, "a NumPy array");
     if (!array) return -1;
-    npy_intp one = (npy_intp)dtype_info(type).block_bytes;
+    TypeInfo info = dtype_info(type);
+    npy_intp one = (npy_intp)info.block_bytes;
     if (PyArray_TYPE(array) != NPY_UINT8 || PyArray_NDIM(array) != 2 ||
         PyArray_DIM(array, 1) % one || PyArray_DIM(array, 0) > INT32_MAX ||
-        PyArray_DIM(array, 1) / one > INT32_MAX / FROZEN_BLOCK) {
+        PyArray_DIM(array, 1) / one > INT32_MAX / info.block) {
         PyErr_Format(PyExc_ValueError,
                      "%s: an array of %s must be uint8 of two dimensions, its rows whole blocks of "
                      "%zd bytes",
-                     name, dtype_info(type).name, (Py_ssize_t)one);
+                     name, info.name, (Py_ssize_t)one);
         return -1;
     }
     *out = (Borrowed){.owner = Py_NewRef(object),
                       .data = PyArray_DATA(array),
                       .length = PyArray_SIZE(array),
                       .rows = (int)PyArray_DIM(array, 0),
-                      .cols = (int)(PyArray_DIM(array, 1) / one * FROZEN_BLOCK),
+                      .cols = (int)(PyArray_DIM(array, 1) / one * info.block),
                       .type = type};
     return 0;
 }

@@ -254,8 +254,12 @@ typedef struct Line {
     Waiter *waiter; /* [room] */
     int *rank;      /* [room + 1]: where the sequences begin that are the n-th of their clients */
     int count, room;
-    int sequences;   /* of all requests */
-    Client **client; /* the one with the oldest request first */
+    int sequences;          /* of all requests */
+    int decoding;           /* sequences that decode */
+    int mixed;              /* these can't be replayed together */
+    const Adapter *adapter; /* of the first of them */
+    int64_t prompt_rows;    /* that prompts lack */
+    Client **client;        /* the one with the oldest request first */
     int clients, client_room;
 } Line;
 
@@ -279,8 +283,10 @@ enum { RECORDINGS = 32 }; /* 9 sizes of three adapters, and some */
 typedef struct Sampler {
     Model *model;
     Kv kv;
-    Arena arena; /* of a step */
-    int graphs;  /* whether decode steps may be recorded */
+    Arena arena;      /* of a step */
+    int graphs;       /* whether decode steps may be recorded */
+    int gathered;     /* steps that prompts have waited for more of them */
+    int prompts_left; /* the newest step did not run all prompts that it could have */
     Recording recording[RECORDINGS];
     int64_t steps, replays; /* decoding steps, and those that were replayed */
     char *inputs;           /* host: the bytes that a decode step uploads */

@@ -7,12 +7,19 @@
  * one row. The rows that are left go to prompts, in pieces, shared equally by the clients that have
  * any.
  *
+ * Where decoding steps are recorded (decode.c), one with a prompt is started op by op instead,
+ * which takes the host as long for a few rows as for hundreds. So prompts gather: while others
+ * decode, few rows of prompts wait up to GATHER_STEPS steps for more. Once there are GATHER_ROWS of
+ * them, the step is bound by its arithmetic, and the rows that decode come with it at no cost.
+ *
  * A sequence that finds no free page preempts the last in line (room.c). If an earlier sequence is
  * computing a page that this one needs, this one waits (share.c, resume.c). */
 #include <stdlib.h>
 #include <string.h>
 
 #include "sampler.h"
+
+enum { GATHER_STEPS = 3, GATHER_ROWS = STEP_ROWS / 2 };
 
 /* ---- clients ---- */
 
@@ -89,11 +96,26 @@ static int decodes(const Sequence *s)
     return s->page_count && s->length - s->cached == 1;
 }
 
-/* Counts what waits: clients, in the order of their oldest requests, and in rank[k + 1] those that
- * have more than k sequences. Returns how many sequences decode. */
-static int line_count(Line *line, Request *const *requests, int count)
+/* Counts a sequence of a client that waits. */
+static void line_add(Line *line, Client *c, const RequestSpec *spec, const Sequence *s)
 {
-    int decoding = 0, known = 0;
+    line->rank[++c->in_line]++;
+    if (decodes(s)) {
+        if (!line->decoding++) line->adapter = spec->adapter;
+        if (spec->topk_sample || spec->adapter != line->adapter) line->mixed = 1;
+        return;
+    }
+    if (c->wanted < STEP_ROWS) c->wanted += s->length - s->cached;
+    line->prompt_rows += s->length - s->cached;
+}
+
+/* Counts what waits: clients, in the order of their oldest requests, and in rank[k + 1] those that
+ * have more than k sequences. */
+static void line_count(Line *line, Request *const *requests, int count)
+{
+    int known = 0;
+    line->decoding = line->mixed = 0;
+    line->prompt_rows = 0;
     memset(line->rank, 0, (size_t)(line->sequences + 1) * sizeof *line->rank);
     for (int i = 0; i < line->clients; i++) line->client[i]->in_line = -1;
     for (int i = 0; i < count; i++) {
@@ -104,21 +126,17 @@ static int line_count(Line *line, Request *const *requests, int count)
             c->in_line = c->wanted = c->rows = 0;
         }
         for (int j = 0; j < r->spec.samples; j++) {
-            const Sequence *s = &r->sequence[j];
-            if (!waits(s)) continue;
-            line->rank[++c->in_line]++;
-            decoding += decodes(s);
-            if (!decodes(s) && c->wanted < STEP_ROWS) c->wanted += s->length - s->cached;
+            if (waits(&r->sequence[j])) line_add(line, c, &r->spec, &r->sequence[j]);
         }
     }
-    return decoding;
 }
 
-/* Puts the sequences in line; returns how many of them decode. */
-static int line_form(Line *line, Request *const *requests, int count)
+/* Puts the sequences in line. */
+static void line_form(Line *line, Request *const *requests, int count)
 {
-    if (!line->sequences) return line->count = 0;
-    int decoding = line_count(line, requests, count);
+    line->count = 0;
+    if (!line->sequences) return;
+    line_count(line, requests, count);
     for (int k = 0; k < line->sequences; k++) line->rank[k + 1] += line->rank[k];
     line->count = line->rank[line->sequences];
     for (int i = 0; i < line->clients; i++) line->client[i]->in_line = 0;
@@ -127,7 +145,17 @@ static int line_form(Line *line, Request *const *requests, int count)
             if (waits(&requests[i]->sequence[j]))
                 line->waiter[line->rank[requests[i]->client->in_line++]++] =
                     (Waiter){requests[i], j};
-    return decoding;
+}
+
+/* Whether prompts wait for more of them, while the others' step is replayed. */
+static int prompts_gather(Sampler *sampler)
+{
+    const Line *line = &sampler->line;
+    int gather = sampler->graphs && line->count && line->decoding && !line->mixed &&
+                 line->prompt_rows && line->prompt_rows < GATHER_ROWS && !sampler->prompts_left &&
+                 sampler->gathered < GATHER_STEPS;
+    sampler->gathered = gather ? sampler->gathered + 1 : 0;
+    return gather;
 }
 
 /* Shares rows among the clients' prompts, equally among those that still want more. */
@@ -164,9 +192,12 @@ static void order_by_adapter(Turn *turns, int count)
 int schedule(Sampler *sampler, Turn *turns)
 {
     Line *line = &sampler->line;
-    int count = 0, states = sampler->kv.states.count, full = 0,
-        decoding = line_form(line, sampler->request, sampler->count);
-    rows_share(line, STEP_ROWS - (decoding < STEP_SEQUENCES ? decoding : STEP_SEQUENCES));
+    int count = 0, states = sampler->kv.states.count, full = 0;
+    line_form(line, sampler->request, sampler->count);
+    int gather = prompts_gather(sampler), prompts = line->count - line->decoding;
+    if (!gather)
+        rows_share(line,
+                   STEP_ROWS - (line->decoding < STEP_SEQUENCES ? line->decoding : STEP_SEQUENCES));
     for (int i = 0; i < line->count && count < STEP_SEQUENCES; i++) {
         Request *r = line->waiter[i].request;
         int j = line->waiter[i].sample, prompt = !decodes(&r->sequence[j]);
@@ -181,7 +212,9 @@ int schedule(Sampler *sampler, Turn *turns)
         if (!room_pages(sampler, i, s->cached + take)) continue;
         turns[count++] = (Turn){r, j, s->cached, take, take == missing};
         if (prompt) r->client->rows -= take;
+        prompts -= prompt && take == missing;
     }
+    sampler->prompts_left = !gather && prompts > 0;
     order_by_adapter(turns, count);
     return count;
 }

@@ -12,9 +12,9 @@ from importlib import metadata
 from pathlib import Path
 
 KEPT = (
-    "weights stay as they are stored: bf16, f32, and on the CPU MXFP4 and GGUF's Q8_0, Q4_0, Q4_1; "
-    "other types are widened. On the CPU, --weights int8 takes 0.53 of bf16's bytes and errs by "
-    "0.5 % of a weight, int4 0.28 and 7 %"
+    "weights stay as they are stored: bf16, f32, and on the CPU MXFP4 and GGUF's Q8_0, Q4_0, Q4_1, "
+    "Q4_K, Q5_K, Q6_K; other types are widened. On the CPU, --weights int8 takes 0.53 of bf16's "
+    "bytes and errs by 0.5 % of a weight, int4 0.28 and 7 %"
 )
 PACKAGES = (
     "tinker",

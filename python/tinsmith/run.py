@@ -62,10 +62,13 @@ def run_recipe(
         process = subprocess.Popen(
             [sys.executable, "-m", "tinsmith.launch", *command], env=environment
         )
-        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         log.info("the page at %s/ shows the run", backend.url)
-        with console(backend, process.pid):
-            code = _wait(process)
+        try:
+            with console(backend, process.pid):
+                code = _wait(process)
+        finally:
+            signal.signal(signal.SIGTERM, before)
         reported = report.read_text() if report.exists() else ""
     if -code in CRASHES and reported:
         name = signal.Signals(-code).name

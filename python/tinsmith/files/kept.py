@@ -1,4 +1,4 @@
-"""What each base weight is kept in: wide, or in blocks of 8 or 4 bits (csrc/device/dtype.c).
+"""What each base weight is kept in: wide, or in blocks of 8 to 4 bits (csrc/device/dtype.c).
 
 A weight's type is its own. What a file stores in blocks is kept as it lies there, unless more or
 fewer bits are asked for; what it stores wide is quantised when it is loaded. Some matrices have
@@ -16,11 +16,18 @@ from tinsmith.files.places import Held
 WEIGHTS = ("stored", "bf16", "int8", "int4")
 
 # The engine's type of a GGUF file's blocks, and the bits of each that has blocks.
-GGUF_TYPES = {"Q8_0": "int8", "Q4_0": "q4_0", "Q4_1": "q4_1", "MXFP4": "mxfp4"}
-BITS = {"int8": 8, "int4": 4, "q4_0": 4, "q4_1": 4, "mxfp4": 4}
-BLOCK = 32  # numbers that share a scale
-# A block's bytes in a file: before its codes, and in all.
-HEADS = {"int8": (2, 34), "q4_0": (2, 18), "q4_1": (4, 20), "mxfp4": (1, 17)}
+GGUF_TYPES = {
+    "Q8_0": "int8", "Q4_0": "q4_0", "Q4_1": "q4_1", "MXFP4": "mxfp4", "Q4_K": "q4_k",
+    "Q5_K": "q5_k", "Q6_K": "q6_k",
+}  # fmt: skip
+BITS = {
+    "int8": 8, "int4": 4, "q4_0": 4, "q4_1": 4, "mxfp4": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6,
+}  # fmt: skip
+# What multiplies a block's codes lies in these of its bytes in a file; and its bytes in all.
+HEADS = {
+    "int8": (0, 2, 34), "q4_0": (0, 2, 18), "q4_1": (0, 4, 20), "mxfp4": (0, 1, 17),
+    "q4_k": (0, 4, 144), "q5_k": (0, 4, 176), "q6_k": (208, 210, 210),
+}  # fmt: skip
 
 SMALL = {"router", "shared_gate", "delta_a", "delta_b"}  # wide in any case
 ENDS = {"embed", "head"}  # 8 bits where the others have 4
@@ -70,9 +77,10 @@ def choose(kind: str, device: str, places: Mapping[Place, set[str | None]]) -> d
 
 def suspect(blocks: np.ndarray, kind: str) -> int:
     """The first block whose numbers may not all be finite; -1: there is none."""
-    head, whole = HEADS[kind.removesuffix("_pairs")]
-    heads = blocks.reshape(-1, whole)[:, :head]
-    bad = heads >= 253 if head == 1 else ~np.isfinite(np.ascontiguousarray(heads).view(np.float16))
+    begin, end, whole = HEADS[kind.removesuffix("_pairs")]
+    heads = blocks.reshape(-1, whole)[:, begin:end]
+    powers = end - begin == 1  # of 2, with a bias
+    bad = heads >= 253 if powers else ~np.isfinite(np.ascontiguousarray(heads).view(np.float16))
     return int(np.argmax(bad.any(axis=1))) if bad.any() else -1
 
 
