@@ -120,7 +120,7 @@ template <bool IS_ACROSS, class T> struct Walk {
         int k = k0 + (IS_ACROSS ? place.row : place.col);
         at = (const T *)x.at + (IS_ACROSS ? k * x.stride + i : i * x.stride + k);
         apart = place.ROWS * x.stride;
-        step = IS_ACROSS ? STEP * x.stride : STEP;
+        step = STEP * (IS_ACROSS ? x.stride : 1);
         i_left = i_end - i;
         k_left = k_end - k;
         aligned = x.aligned;

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tinsmith
 from conftest import make_datum
+from tinsmith import cli
 from tinsmith.engine.devices import _say_cpu, choose_device
 from tinsmith.engine.worker import devices
 
@@ -140,6 +141,16 @@ def test_a_signal_reaches_the_recipe(number, code, tiny_model_dir, tmp_path):
         assert process.stdout.readline() == "started\n"
         process.send_signal(number)
         assert process.wait(timeout=60) == code
+
+
+def test_sigterm_is_the_callers_again_when_a_recipe_has_ended(
+    tiny_model_dir, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script, before = tmp_path / "recipe.py", signal.getsignal(signal.SIGTERM)
+    script.write_text("")
+    assert cli.main(["run", f"--model=tiny={tiny_model_dir}", str(script)]) == 0
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_auto_is_the_cpu_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
