@@ -59,18 +59,30 @@ __device__ static __forceinline__ float gradients(float (&g)[W], float (&u)[W], 
     return sum;
 }
 
+/* A thread's W elements: their row, and where they are in y and in gate. */
+struct Piece {
+    unsigned row;
+    int64_t i, at;
+};
+
+template <int W> __device__ static __forceinline__ Piece piece_of(int F, int64_t step)
+{
+    unsigned piece = blockIdx.x * THREADS + threadIdx.x, pieces = (unsigned)(F / W);
+    unsigned row = piece / pieces; /* of 32 bits: a division of 64 would take as long as the rest */
+    return {row, (int64_t)piece * W, row * step + (int64_t)(piece % pieces) * W};
+}
+
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
     swiglu_kernel(real *y, const real *gate, const real *up, int T, int F, int64_t step)
 {
-    int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W, row = i / F;
-    if (row >= T) return;
-    int64_t at = row * step + i % F;
+    Piece p = piece_of<W>(F, step);
+    if (p.row >= (unsigned)T) return;
     float g[W], u[W];
-    load<W>(g, gate + at);
-    load<W>(u, up + at);
+    load<W>(g, gate + p.at);
+    load<W>(u, up + p.at);
     for (int j = 0; j < W; j++) u[j] = g[j] * fast_sigmoid(g[j]) * u[j];
-    store<W>(y + i, u);
+    store<W>(y + p.i, u);
 }
 
 template <int W>
@@ -78,16 +90,15 @@ static __global__ void __launch_bounds__(THREADS)
     swiglu_backward_kernel(real *dgate, real *dup, const real *dy, const real *gate, const real *up,
                            int T, int F, int64_t step)
 {
-    int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W, row = i / F;
-    if (row >= T) return;
-    int64_t at = row * step + i % F;
+    Piece p = piece_of<W>(F, step);
+    if (p.row >= (unsigned)T) return;
     float d[W], g[W], u[W];
-    load<W>(d, dy + i);
-    load<W>(g, gate + at);
-    load<W>(u, up + at);
+    load<W>(d, dy + p.i);
+    load<W>(g, gate + p.at);
+    load<W>(u, up + p.at);
     gradients<W, false>(g, u, d, 1.0f, 0.0f);
-    store<W>(dgate + at, g);
-    store<W>(dup + at, u);
+    store<W>(dgate + p.at, g);
+    store<W>(dup + p.at, u);
 }
 
 /* How many elements a thread takes: 16 bytes of them where all rows begin at multiples of that. */
@@ -122,14 +133,13 @@ static __global__ void __launch_bounds__(THREADS)
     swiglu_share_kernel(real *y, const real *gate, const real *up, const float *share,
                         const int32_t *pair, int P, int F, int64_t step, float limit)
 {
-    int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W, row = i / F;
-    if (row >= P) return;
-    int64_t at = row * step + i % F;
-    float g[W], u[W], own = share[pair ? pair[row] : row];
-    load<W>(g, gate + at);
-    load<W>(u, up + at);
+    Piece p = piece_of<W>(F, step);
+    if (p.row >= (unsigned)P) return;
+    float g[W], u[W], own = share[pair ? pair[p.row] : p.row];
+    load<W>(g, gate + p.at);
+    load<W>(u, up + p.at);
     for (int j = 0; j < W; j++) u[j] = own * unit<LIMITED>(g[j], u[j], limit);
-    store<W>(y + i, u);
+    store<W>(y + p.i, u);
 }
 
 template <int W, bool LIMITED>
