@@ -136,7 +136,7 @@ def pointwise(shape: str, rows: int) -> Iterator[Case]:
         "rmsnorm_backward",
         8.0 * T * D,
         2 * both,
-        {"dx": x, "dy": x, "x": x, "w": ones, "rstd": rstd, **size},
+        {"dx": "plus", "plus": x, "dy": x, "x": x, "w": ones, "rstd": rstd, **size},
     )
     gated = {"gate": wide, "up": wide, "T": T, "F": F}
     yield Case("swiglu", "swiglu", 5.0 * T * F, 3.0 * one * F, {"y": (T, F), **gated})
@@ -168,21 +168,21 @@ def products(shape: str, rows: int) -> Iterator[Case]:
     T = rows
     matrices = {"q": (H * E, D), "k": (G * E, D), "o": (D, H * E), "gate": (F, D), "down": (D, F)}
     for name, (N, K) in matrices.items():
-        sizes = {"T": T, "N": N, "D": K, "accumulate": 0}
+        sizes = {"T": T, "N": N, "D": K, "w": weight(N, K)}
         moved = REAL * (float(T) * (N + K) + N * K)
         yield Case(
             f"product {name}, {N} × {K}",
             "linear",
             2.0 * T * N * K,
             moved,
-            {"y": (T, N), "x": normal(T, K), "w": weight(N, K), "bias": None, **sizes},
+            {"y": (T, N), "x": normal(T, K), "bias": None, "plus": None, **sizes},
         )
         yield Case(
             f"product {name}, backward",
             "linear_backward",
             2.0 * T * N * K,
             moved,
-            {"dx": (T, K), "dy": normal(T, N), "w": weight(N, K), **sizes},
+            {"dx": (T, K), "dy": normal(T, N), "accumulate": 0, **sizes},
         )
 
 
@@ -343,13 +343,13 @@ def decoding(shape: str, vocab: int, batch: int, length: int) -> Iterator[Case]:
     D, H, G, E, F = SHAPES[shape]
     B, pages = batch, -(-length // engine.KV_PAGE)
     for name, N, K in (("q", H * E, D), ("gate", F, D), ("down", D, F)):
-        sizes = {"T": B, "N": N, "D": K, "accumulate": 0}
+        sizes = {"T": B, "N": N, "D": K, "w": weight(N, K)}
         yield Case(
             f"batch {B}: product {name}",
             "linear",
             2.0 * B * N * K,
             float(REAL) * (N * K + B * (N + K)),
-            {"y": (B, N), "x": normal(B, K), "w": weight(N, K), "bias": None, **sizes},
+            {"y": (B, N), "x": normal(B, K), "bias": None, "plus": None, **sizes},
         )
     spans = [engine.Span(i, 1, length - 1, i * pages, -1) for i in range(B)]
     held = B * pages * engine.KV_PAGE
@@ -384,7 +384,7 @@ def ceilings(device: engine.Device, clock: Clock, args: argparse.Namespace) -> t
     """Flops and bytes a microsecond of the card's largest product and of its copy."""
     N = 256 if args.tiny else PRODUCT
     product = device.prepared(
-        "linear", y=(N, N), x=normal(N, N), w=weight(N, N), bias=None, T=N, N=N, D=N, accumulate=0
+        "linear", y=(N, N), x=normal(N, N), w=weight(N, N), bias=None, plus=None, T=N, N=N, D=N
     )
     flops = 2.0 * N**3 / clock.median(product, args.rounds, args.launches)
     size = COPY_BYTES >> 10 if args.tiny else COPY_BYTES

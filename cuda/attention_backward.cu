@@ -24,6 +24,7 @@ typedef struct Backward {
     float *delta; /* (T, H) */
     const Span *spans;
     int S, T, H, G, E, window;
+    int64_t q_step, kv_step; /* of dq's rows, and of dk's, dv's and v's */
     Group group;
     float scale; /* 1/√E */
 } Backward;
@@ -199,8 +200,8 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT) keys_backward_
     int g = blockIdx.y, warp = threadIdx.x / 32, E = width<S>(c.E);
     int rows = min(span.rows, tile.first + tile.count - 1 + c.window) * c.group.size;
     int row = warp / S::COL_WARPS * 16;
-    Rows k = rows_of_head(c.k, span.row, span.rows, g, c.G, E), v = k;
-    v.base = c.v + (k.base - c.k);
+    Rows k = rows_of_head(c.k, span.row, span.rows, g, c.G, E);
+    Rows v = {c.v + span.row * c.kv_step + g * E, c.kv_step, k.group, k.count};
     tile_load<S::E_PAD, S::EXACT, S::ROWS, S::THREADS>(tiles.a, k, tile.first, E);
     tile_load<S::E_PAD, S::EXACT, S::ROWS, S::THREADS>(tiles.b, v, tile.first, E);
     int first = tile.first * c.group.size, pair = 0;
@@ -235,7 +236,7 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT) keys_backward_
     for (int i = 0; i < 2; i++) {
         int key = opaque(w.first) + opaque(threadIdx.x) % 32 / 4 + 8 * i;
         if (key >= span.rows) continue;
-        int64_t at = ((int64_t)(span.row + key) * c.G + g) * c.E;
+        int64_t at = (span.row + key) * c.kv_step + g * c.E;
         row_store<S::EXACT, S::TILES>(c.dk + at, dk[0], i, c.scale, w.column, c.E);
         row_store<S::EXACT, S::TILES>(c.dv + at, dv[0], i, 1.0f, w.column, c.E);
     }
@@ -248,8 +249,8 @@ __device__ static __forceinline__ void keys_load(const Tiles<S> &tiles, const Ba
                                                  Span span, int g, int first, int pair)
 {
     int E = width<S>(c.E);
-    Rows k = rows_of_head(c.k, span.row, span.rows, g, c.G, E), v = k;
-    v.base = c.v + (k.base - c.k);
+    Rows k = rows_of_head(c.k, span.row, span.rows, g, c.G, E);
+    Rows v = {c.v + span.row * c.kv_step + g * E, c.kv_step, k.group, k.count};
     tile_load<S::E_PAD, S::EXACT, WALKED, S::THREADS>(tiles.walked(pair, 0), k, first, E);
     tile_load<S::E_PAD, S::EXACT, WALKED, S::THREADS>(tiles.walked(pair, 1), v, first, E);
     cp_async_commit();
@@ -348,7 +349,8 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     for (int own = 0; own < 2 * S::M; own++) {
         int packed = tile.first + opaque(w.row) + opaque(threadIdx.x) % 32 / 4 + 8 * own;
         if (packed >= span.rows * c.group.size) continue;
-        real *to = (real *)rows_at({c.dq + (q.base - c.q), q.step, c.group, 0}, packed, E);
+        const real *from = c.dq + span.row * c.q_step + g * c.group.size * E;
+        real *to = (real *)rows_at({from, c.q_step, c.group, 0}, packed, E);
         row_store<S::EXACT, S::TILES>(to, dq[own / 2], own % 2, c.scale, w.column, c.E);
     }
 }
@@ -368,7 +370,7 @@ template <int E_PAD, bool EXACT> static void backward_launch(CudaDevice *cuda, B
 void cuda_attention_backward(Device *dev, real *dq, real *dk, real *dv, const real *dy,
                              const real *y, const float *lse, const real *q, const real *k,
                              const real *v, const Span *spans, int S, int T, int H, int G, int E,
-                             int window)
+                             int window, int q_step, int kv_step)
 {
     if (T == 0) return;
     CudaDevice *cuda = cuda_of(dev);
@@ -397,6 +399,8 @@ void cuda_attention_backward(Device *dev, real *dq, real *dk, real *dv, const re
                   G,
                   E,
                   window_of(window),
+                  q_step,
+                  kv_step,
                   group_of(H / G),
                   1.0f / sqrtf((float)E)};
     if (E == 64)

@@ -117,7 +117,7 @@ static int64_t weight_rows(const PlanKey &key)
 /* Elements from one row of c to the next. */
 static int64_t c_step(const PlanKey &key)
 {
-    return key.N;
+    return key.c_stride;
 }
 
 /* Puts the operands for so many rows at `memory`; returns their bytes. */

@@ -18,17 +18,18 @@
 
 #include "cuda.cuh"
 
-/* c (M,N) = scale·a (M,K)·b (K,N) [+ bias (N)] [+ c]. An operand that is stored by_column lies
- * there transposed; `stride` is the distance of what is stored as rows. c's rows are N apart. */
+/* c (M,N) = scale·a (M,K)·b (K,N) [+ bias (N)] [+ plus]. An operand that is stored by_column lies
+ * there transposed; `stride` is the distance of what is stored as rows. c's rows are
+ * c_stride apart, and so are those of plus, which may be c. */
 typedef struct Gemm {
     void *c;
     bool f32_out; /* else real */
     const real *a, *b, *bias;
-    int64_t a_stride, b_stride;
+    int64_t a_stride, b_stride, c_stride;
     bool a_by_column, b_by_column;
     int M, N, K;
     float scale;
-    int accumulate;
+    const void *plus; /* NULL: none */
 } Gemm;
 
 #include <dlfcn.h>
@@ -108,7 +109,7 @@ typedef void *Lt; /* a handle, a description, a layout or a preference */
 
 /* The key of a picked algorithm: everything but the number of rows. */
 typedef struct PlanKey {
-    int64_t a_stride, b_stride;
+    int64_t a_stride, b_stride, c_stride;
     int fixed, N;                  /* K of a product of rows; M where the rows are summed over */
     int align_a, align_b, align_c; /* bytes */
     int f32_out, a_by_column, b_by_column, bias, unused;
@@ -271,14 +272,13 @@ static PlanKey plan_key(const Gemm &g)
     memset(&key, 0, sizeof key);
     key.a_stride = g.a_stride;
     key.b_stride = g.b_stride;
+    key.c_stride = g.c_stride;
     key.fixed = g.a_by_column ? g.M : g.K;
     key.N = g.N;
     key.align_a = alignment((uintptr_t)g.a | (uint64_t)g.a_stride * sizeof(real));
     key.align_b = alignment((uintptr_t)g.b | (uint64_t)g.b_stride * sizeof(real));
-    key.align_c = alignment((uint64_t)g.N * (g.f32_out ? sizeof(float) : sizeof(real)));
-    /* A gradient, or a caller's tensor (matmul), may lie anywhere; rows of activations begin where
-     * the others do. */
-    if (g.a_by_column) key.align_c = alignment((uintptr_t)g.c | (uint64_t)key.align_c);
+    uint64_t c_bytes = (uint64_t)g.c_stride * (g.f32_out ? sizeof(float) : sizeof(real));
+    key.align_c = alignment((uintptr_t)g.c | (uintptr_t)g.plus | c_bytes);
     key.f32_out = g.f32_out;
     key.a_by_column = g.a_by_column;
     key.b_by_column = g.b_by_column;
@@ -400,7 +400,7 @@ static Plan *plan_of(CudaDevice *cuda, const Gemm &g)
     if (LT(cuda, MatmulDescCreate, &plan->desc, CUBLAS_COMPUTE_32F, CUDA_R_32F_)) return nullptr;
     LT(cuda, MatrixLayoutCreate, &plan->a, CUDA_R_16BF_, a_width, rows, g.a_stride);
     LT(cuda, MatrixLayoutCreate, &plan->b, CUDA_R_16BF_, b_width, b_rows, g.b_stride);
-    LT(cuda, MatrixLayoutCreate, &plan->c, c_type, (uint64_t)g.N, c_rows, g.N);
+    LT(cuda, MatrixLayoutCreate, &plan->c, c_type, (uint64_t)g.N, c_rows, g.c_stride);
     if (g.b_by_column) LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_TRANSA, &transpose, 4);
     if (g.a_by_column) LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_TRANSB, &transpose, 4);
     if (g.bias) {
@@ -443,9 +443,10 @@ static bool lt_product(CudaDevice *cuda, const Gemm &g)
     if (g.bias)
         LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_BIAS_POINTER, &g.bias, sizeof g.bias);
     if (cuda->status) return true;
-    float beta = g.accumulate ? 1.0f : 0.0f;
+    float beta = g.plus ? 1.0f : 0.0f;
+    const void *plus = g.plus ? g.plus : g.c;
     auto product = [&](const LtAlgorithm *algorithm) {
-        return m->Matmul(m->handle, plan->desc, &g.scale, g.b, plan->b, g.a, plan->a, &beta, g.c,
+        return m->Matmul(m->handle, plan->desc, &g.scale, g.b, plan->b, g.a, plan->a, &beta, plus,
                          plan->c, g.c, plan->c, algorithm, nullptr, 0, cuda->stream);
     };
     int status = product(chosen ? &bucket->algorithm : &plan->reference);

@@ -1,11 +1,11 @@
 /* cuda/cuda.cuh - declarations that the CUDA device's files share.
  *
- * `real` is bf16, everything is computed in f32. A frozen weight is a header and row-major bf16
- * rows, each filled up with zeros to a multiple of 8, so that they begin at multiples of 16 bytes.
- * The same text is compiled by nvcc and, with CUDA_EMULATED, as C++ (emulate.h). PTX is here and
- * nowhere else: each primitive has its twin for the emulator beside it. Kernels are `static
- * __global__`, started with LAUNCH, and say Shared<T> for a pointer to shared memory: T * for nvcc,
- * checked by the emulator. */
+ * `real` is bf16, everything is computed in f32. A frozen weight is row-major bf16 rows, each
+ * filled up with zeros to a multiple of 8, so that they begin at multiples of 16 bytes. It has no
+ * header: two weights of one width that lie one behind the other are one weight. The same text is
+ * compiled by nvcc and, with CUDA_EMULATED, as C++ (emulate.h). PTX is here and nowhere else: each
+ * primitive has its twin for the emulator beside it. Kernels are `static __global__`, started with
+ * LAUNCH, and say Shared<T> for a pointer to shared memory: T *, or checked by the emulator. */
 #ifndef TINSMITH_CUDA_CUH
 #define TINSMITH_CUDA_CUH
 
@@ -32,8 +32,8 @@ struct real {
 
 enum { FROZEN_ALIGN = 8 }; /* a row's elements are a multiple of it */
 
-struct alignas(64) frozen {
-    int32_t rows, cols, stride, unused[13];
+struct frozen {
+    real first;
 };
 
 /* Elements from one row of a frozen (rows, cols) to the next. */
@@ -45,7 +45,7 @@ __host__ __device__ static inline int64_t frozen_stride(int cols)
 /* Row 0; row n begins frozen_stride(cols) elements on. */
 __host__ __device__ static inline const real *frozen_data(const frozen *w)
 {
-    return reinterpret_cast<const real *>(w + 1);
+    return &w->first;
 }
 
 /* ---- the device ---- */

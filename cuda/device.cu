@@ -65,7 +65,14 @@ static size_t device_frozen_bytes(Device *dev, DType kept, int rows, int cols)
 {
     (void)dev;
     if (kept > DTYPE_F16) return 0;
-    return sizeof(frozen) + (size_t)rows * (size_t)frozen_stride(cols) * sizeof(real);
+    return (size_t)rows * (size_t)frozen_stride(cols) * sizeof(real);
+}
+
+static int device_frozen_continues(Device *dev, const frozen *w, const frozen *next, int rows,
+                                   int cols)
+{
+    size_t bytes = device_frozen_bytes(dev, DTYPE_BF16, rows, cols);
+    return (const char *)next == (const char *)w + bytes;
 }
 
 static uint16_t bf16_of_f32(float value)
@@ -110,11 +117,9 @@ static void device_frozen_load(Device *dev, frozen *to, DType kept, const void *
                                int rows, int cols)
 {
     (void)kept;
-    frozen header = {rows, cols, (int32_t)frozen_stride(cols), {0}};
-    dev->upload(dev, to, &header, sizeof header);
-    char *data = (char *)(to + 1);
-    size_t row_bytes = (size_t)header.stride * sizeof(real);
-    if (type == DTYPE_BF16 && header.stride == cols)
+    char *data = (char *)to;
+    size_t row_bytes = (size_t)frozen_stride(cols) * sizeof(real);
+    if (type == DTYPE_BF16 && frozen_stride(cols) == cols)
         return dev->upload(dev, data, from, (size_t)rows * row_bytes);
     int step = row_bytes < ENCODE_BYTES ? (int)(ENCODE_BYTES / (row_bytes ? row_bytes : 1)) : 1;
     uint16_t *block = (uint16_t *)malloc((size_t)step * row_bytes + 1);
@@ -229,6 +234,7 @@ static void device_fill(CudaDevice *cuda)
     d->release = device_release;
     d->memory = ENTRY(device_memory);
     d->frozen_bytes = device_frozen_bytes;
+    d->frozen_continues = device_frozen_continues;
     d->frozen_load = ENTRY(device_frozen_load);
     d->close = ENTRY(device_close);
 #define OP(name, args) d->name = ENTRY(cuda_##name);

@@ -62,6 +62,12 @@ extern "C" TINSMITH_EXPORT int64_t cuda_emulated_waits(void)
     return emulate::machine.cards[0].waits;
 }
 
+/* How much work of a Kind the first card has been given. */
+extern "C" TINSMITH_EXPORT int64_t cuda_emulated_given(int kind)
+{
+    return emulate::machine.cards[0].given[kind];
+}
+
 /* The scratch sizes of ops on the first card since the last call, of those that ran or of those
  * that were rehearsed. Returns how many there are. */
 extern "C" TINSMITH_EXPORT int cuda_emulated_scratch(int rehearsed, size_t *sizes, int room)

@@ -93,13 +93,15 @@ typedef struct cudaDeviceProp {
 namespace emulate {
 
 enum { CARDS_MOST = 4 };
+enum Kind { KERNELS, PRODUCTS, COPIES, KINDS }; /* of work that is counted */
 /* Bytes of shared memory that a block may have on sm_86, sm_89 and sm_120; sm_80 has 163 KB. */
 enum { SHARED_LEAST = 99 << 10 };
 
 struct Card {
     size_t bytes = (size_t)2 << 30, used = 0, shared_bytes = SHARED_LEAST;
     int major = 9, minor = 0;
-    int64_t lost_in = -1; /* launches and copies from now, or -1: never */
+    int64_t lost_in = -1;             /* launches and copies from now, or -1: never */
+    int64_t given[KINDS] = {0, 0, 0}; /* so far */
     bool lost = false;
     int64_t fails_in = -1;          /* likewise the one that fails */
     std::atomic<int64_t> waits = 0; /* of the host for the card */
@@ -224,6 +226,7 @@ inline void stream_drive(CardStream *stream, uint64_t until)
     Card &card = machine.cards[stream->card];
     if (work.is_kernel && current != stream->card) return cudaErrorInvalidResourceHandle;
     if (card.fails_in >= 0 && card.fails_in-- == 0) return cudaErrorInvalidValue;
+    if (work.is_kernel) card.given[KERNELS]++;
     if (stream->capture) {
         stream->capture->push_back(std::move(work));
         return cudaSuccess;
@@ -286,6 +289,7 @@ inline void memory_free(void *memory)
 
 inline int CardStream::enqueue(std::function<void()> work)
 {
+    emulate::machine.cards[card].given[emulate::PRODUCTS]++;
     return emulate::enqueue(this, std::move(work));
 }
 
@@ -390,6 +394,7 @@ static inline cudaError_t cudaFreeHost(void *memory)
 static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind,
                                           cudaStream_t stream)
 {
+    emulate::machine.cards[stream->card].given[emulate::COPIES]++;
     cudaError_t error = emulate::enqueue(stream, [=] { memmove(to, from, bytes); });
     if (!error && !stream->capture && !(emulate::is_known(to) && emulate::is_known(from)))
         emulate::stream_drive(stream, stream->taken);

@@ -12,7 +12,7 @@ enum { THREADS = 256 };
 /* One thread moves W elements: 8 (16 bytes) where rows allow it, else one. */
 template <int W>
 static __global__ void kv_write_kernel(real *k_pages, real *v_pages, const real *k, const real *v,
-                                       const int32_t *slot, int T, int G, int E)
+                                       const int32_t *slot, int T, int G, int E, int64_t v_step)
 {
     int pieces = E / W;
     int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
@@ -23,7 +23,7 @@ static __global__ void kv_write_kernel(real *k_pages, real *v_pages, const real 
     int64_t to = (((int64_t)page * G + g) * KV_PAGE + offset) * E + piece * W, from = i * W;
     float keys[W], values[W];
     load<W>(keys, k + from);
-    load<W>(values, v + from);
+    load<W>(values, v + t * v_step + g * E + piece * W);
     store<W>(k_pages + to, keys);
     store<W>(v_pages + to, values);
 }
@@ -44,15 +44,15 @@ static __global__ void kv_copy_kernel(real *k_pages, real *v_pages, int from, in
 }
 
 void cuda_kv_write(Device *dev, real *k_pages, real *v_pages, const real *k, const real *v,
-                   const int32_t *slot, int T, int G, int E)
+                   const int32_t *slot, int T, int G, int E, int v_step)
 {
     int64_t n = (int64_t)T * G * E;
-    if (E % 8 == 0)
+    if (E % 8 == 0 && v_step % 8 == 0)
         LAUNCH(cuda_of(dev), kv_write_kernel<8>, cuda_blocks(n / 8, THREADS), THREADS, 0, k_pages,
-               v_pages, k, v, slot, T, G, E);
+               v_pages, k, v, slot, T, G, E, (int64_t)v_step);
     else
         LAUNCH(cuda_of(dev), kv_write_kernel<1>, cuda_blocks(n, THREADS), THREADS, 0, k_pages,
-               v_pages, k, v, slot, T, G, E);
+               v_pages, k, v, slot, T, G, E, (int64_t)v_step);
 }
 
 void cuda_kv_copy(Device *dev, real *k_pages, real *v_pages, int from, int to, int count, int G,

@@ -50,6 +50,7 @@ struct Job {
     Operand a[LORA_GROUP], b[LORA_GROUP];
     void *c;
     int parts, M, N, K;
+    int64_t c_stride;  /* from one of c's rows to the next */
     int slice, slices; /* k of one; how many in all parts together */
     int first;         /* this job's first tile */
     float scale;
@@ -240,7 +241,7 @@ __device__ static __forceinline__ void finish(const Job &job, const float (&tota
         turn(value);
         int i = i0 + quarter_row() + h * 8 + lane / 4, valid = i < job.M ? job.N - j : 0;
         if (valid <= 0) continue;
-        int64_t at = (int64_t)i * job.N + j;
+        int64_t at = i * job.c_stride + j;
         if (job.result == ADD_F32)
             put((float *)job.c + at, value, true, valid, job.aligned);
         else
@@ -398,6 +399,7 @@ static Job *add_job(Jobs *jobs, void *c, Result result, Operand a, Operand b, in
     job->parts = 1;
     job->M = M;
     job->N = N;
+    job->c_stride = N;
     job->K = K;
     job->slice = slice_of(K);
     job->scale = scale;
@@ -475,7 +477,10 @@ static void forward(CudaDevice *cuda, const Lora *group, int count, Result resul
     Jobs down = {}, up = {};
     for (const Lora *m = group; m < group + count; m++) {
         add_job(&down, m->s, SET_REAL, operand(x, D), operand(m->a, R), T, R, D, 1.0f);
-        add_job(&up, m->y, result, operand(m->s, R), operand(m->b, m->N), T, m->N, R, scale);
+        Job *job =
+            add_job(&up, m->y, result, operand(m->s, R), operand(m->b, m->N), T, m->N, R, scale);
+        job->c_stride = m->step;
+        job->aligned = job->aligned && m->step % PIECE == 0;
     }
     run<false, true, float>(cuda, &down);
     run<false, true, float>(cuda, &up);
@@ -495,7 +500,7 @@ void cuda_head_lora(Device *dev, float *logits, real *s, const real *x, const fl
     head.s = s;
     head.a = a;
     head.b = b;
-    head.N = V;
+    head.N = head.step = V;
     forward(cuda_of(dev), &head, 1, ADD_F32, x, T, D, R, scale);
 }
 
@@ -506,9 +511,9 @@ void cuda_lora_backward(Device *dev, real *dx, const Lora *group, int count, con
     CudaDevice *cuda = cuda_of(dev);
     Jobs down = {}, gradients = {}, up = {};
     for (const Lora *m = group; m < group + count; m++) {
-        const real *dy = m->y;
-        add_job(&down, m->ds, SET_REAL, operand(dy, m->N), operand(m->b, m->N), T, R, m->N, scale);
-        add_job(&gradients, m->db, ADD_F32, operand(m->s, R), operand(dy, m->N), R, m->N, T, scale);
+        Operand dy = operand(m->y, m->step);
+        add_job(&down, m->ds, SET_REAL, dy, operand(m->b, m->N), T, R, m->N, scale);
+        add_job(&gradients, m->db, ADD_F32, operand(m->s, R), dy, R, m->N, T, scale);
         add_job(&gradients, m->da, ADD_F32, operand(x, D), operand(m->ds, R), D, R, T, 1.0f);
     }
     run<false, false, float>(cuda, &down);

@@ -1,6 +1,6 @@
 /* cuda/matmul.cu - every product of the CUDA device, and the only file that uses cuBLASLt.
  *
- *   c (M,N) = scale·a (M,K)·b (K,N) [+ bias] [+ c], a and b bf16, sums in f32, c bf16 or f32
+ *   c (M,N) = scale·a (M,K)·b (K,N) [+ bias] [+ plus], a and b bf16, sums in f32, c bf16 or f32
  *
  * cuBLASLt is found at run time (cublaslt.cuh). For each shape of a weight it is asked once for an
  * algorithm, for PICK_ROWS rows, that neither splits k nor reduces between blocks. This reference
@@ -48,13 +48,13 @@ static __global__ void __launch_bounds__(TILE_THREADS) plain_product_kernel(Gemm
     }
     if (row >= g.M || col >= g.N) return;
     float value = g.scale * sum + (g.bias ? f32(g.bias[col]) : 0.0f);
-    int64_t at = row * g.N + col;
+    int64_t at = row * g.c_stride + col;
     if (g.f32_out) {
-        float *c = (float *)g.c + at;
-        *c = g.accumulate ? *c + value : value;
+        if (g.plus) value = ((const float *)g.plus)[at] + value;
+        ((float *)g.c)[at] = value;
     } else {
-        real *c = (real *)g.c + at;
-        *c = to_real(g.accumulate ? f32(*c) + value : value);
+        if (g.plus) value = f32(((const real *)g.plus)[at]) + value;
+        ((real *)g.c)[at] = to_real(value);
     }
 }
 
@@ -117,13 +117,14 @@ static Gemm gemm_of(void *c, Side a, Side b, int M, int N, int K)
     g.b_by_column = b.by_column;
     g.M = M;
     g.N = N;
+    g.c_stride = N;
     g.K = K;
     g.scale = 1.0f;
     return g;
 }
 
-void cuda_linear(Device *dev, real *y, const real *x, const frozen *w, const float *bias, int T,
-                 int N, int D, int accumulate)
+void cuda_linear(Device *dev, real *y, const real *x, const frozen *w, const float *bias,
+                 const real *plus, int T, int N, int D, int step)
 {
     if (T == 0) return;
     CudaDevice *cuda = cuda_of(dev);
@@ -133,16 +134,17 @@ void cuda_linear(Device *dev, real *y, const real *x, const frozen *w, const flo
         if (cuda->status) return;
         g.bias = cuda->rehearsing ? (const real *)bias : narrow(cuda, scratch, bias, N);
     }
-    g.accumulate = accumulate;
+    g.c_stride = step;
+    g.plus = plus;
     gemm(cuda, g);
 }
 
 void cuda_linear_backward(Device *dev, real *dx, const real *dy, const frozen *w, int T, int N,
-                          int D, int accumulate)
+                          int D, int step, int accumulate)
 {
     if (T == 0) return;
-    Gemm g = gemm_of(dx, as_is(dy, N), weight(w, D), T, D, N);
-    g.accumulate = accumulate;
+    Gemm g = gemm_of(dx, as_is(dy, step), weight(w, D), T, D, N);
+    if (accumulate) g.plus = g.c;
     gemm(cuda_of(dev), g);
 }
 
@@ -162,7 +164,7 @@ void cuda_matmul(Device *dev, float *c, const real *a, const void *b, int a_turn
     Side right = {(const real *)b, b_turned ? K : N, b_turned != 0};
     Gemm g = gemm_of(c, left, right, M, N, K);
     g.f32_out = true;
-    g.accumulate = accumulate;
+    if (accumulate) g.plus = g.c;
     gemm(cuda, g);
 }
 

@@ -1,7 +1,7 @@
 /* cuda/rmsnorm.cu - each row divided by its root mean square.
  *
  *   y[t,:] = x[t,:]·rstd[t]·w,  rstd[t] = 1/sqrt(mean(x[t,:]²) + eps)
- *   dx[t,:] += rstd·(g − x̂·mean(g·x̂)),  g = dy·w,  x̂ = x·rstd
+ *   dx[t,:] = rstd·(g − x̂·mean(g·x̂)) + plus[t,:],  g = dy·w,  x̂ = x·rstd
  *
  * Forward reads T·D and writes T·D reals; backward reads 3·T·D and writes T·D; memory bound: the
  * second pass over a row finds it in L1. A short row (one head's, of the q and k norms) gets a
@@ -49,7 +49,7 @@ static __global__ void __launch_bounds__(THREADS)
 template <int W, int WARPS>
 static __global__ void __launch_bounds__(THREADS)
     rmsnorm_backward_kernel(real *dx, const real *dy, const real *x, const float *w,
-                            const float *rstd, int T, int D)
+                            const float *rstd, const real *plus, int T, int D)
 {
     SHARED_ARRAY(float, sums, 32);
     const int threads = 32 * WARPS;
@@ -59,6 +59,7 @@ static __global__ void __launch_bounds__(THREADS)
     x += t * D;
     dy += t * D;
     dx += t * D;
+    if (plus) plus += t * D;
     float sum = 0.0f, v[W], g[W], scale[W], out[W], r = rstd[t];
     for (int i = first; i < D; i += threads * W) {
         load<W>(v, x + i);
@@ -71,7 +72,8 @@ static __global__ void __launch_bounds__(THREADS)
         load<W>(v, x + i);
         load<W>(g, dy + i);
         load<W>(scale, w + i);
-        load<W>(out, dx + i);
+        for (int j = 0; j < W; j++) out[j] = 0.0f;
+        if (plus) load<W>(out, plus + i);
         for (int j = 0; j < W; j++) out[j] += r * (g[j] * scale[j] - v[j] * r * mean);
         store<W>(dx + i, out);
     }
@@ -88,12 +90,12 @@ void cuda_rmsnorm(Device *dev, real *y, float *rstd, const real *x, const float 
 }
 
 void cuda_rmsnorm_backward(Device *dev, real *dx, const real *dy, const real *x, const float *w,
-                           const float *rstd, int T, int D)
+                           const float *rstd, const real *plus, int T, int D)
 {
     CudaDevice *cuda = cuda_of(dev);
     unsigned blocks = D <= SHORT ? cuda_blocks(T, THREADS / 32) : (unsigned)T;
     auto kernel = D <= SHORT
                       ? (D % 8 ? rmsnorm_backward_kernel<1, 1> : rmsnorm_backward_kernel<8, 1>)
                       : (D % 8 ? rmsnorm_backward_kernel<1, 8> : rmsnorm_backward_kernel<8, 8>);
-    LAUNCH(cuda, kernel, blocks, THREADS, 0, dx, dy, x, w, rstd, T, D);
+    LAUNCH(cuda, kernel, blocks, THREADS, 0, dx, dy, x, w, rstd, plus, T, D);
 }

@@ -32,19 +32,21 @@ struct Heads {
     const real *x;
     const float *w; /* NULL: no norm */
     int count;      /* a token's */
+    int64_t step;   /* from one token to the next of x, and of a gradient */
 };
 
-/* Those of this warp's head, field by field, so that they stay in registers; its token, and its
- * number among all tokens' heads. */
+/* Those of this warp's head, field by field, so that they stay in registers; its token, its number
+ * among all tokens' heads, and where it is in x. */
 __device__ static __forceinline__ Heads heads_of(const Heads &q, const Heads &k, int64_t warp,
-                                                 int64_t *t, int64_t *head)
+                                                 int64_t *t, int64_t *head, int64_t *at, int E)
 {
     int both = q.count + k.count, h = (int)(warp % both);
     bool query = h < q.count;
-    Heads heads = {query ? q.y : k.y, query ? q.rstd : k.rstd, query ? q.x : k.x, query ? q.w : k.w,
-                   query ? q.count : k.count};
+    Heads heads = {query ? q.y : k.y, query ? q.rstd : k.rstd,   query ? q.x : k.x,
+                   query ? q.w : k.w, query ? q.count : k.count, query ? q.step : k.step};
     *t = warp / both;
     *head = *t * heads.count + (query ? h : h - q.count);
+    *at = *t * heads.step + (query ? h : h - q.count) * E;
     return heads;
 }
 
@@ -71,12 +73,12 @@ static __global__ void __launch_bounds__(THREADS)
                   float eps)
 {
     SHARED_ARRAY(float, rows, HEADS *WIDEST);
-    int64_t warp = (int64_t)blockIdx.x * HEADS + threadIdx.x / 32, t, head;
+    int64_t warp = (int64_t)blockIdx.x * HEADS + threadIdx.x / 32, t, head, at;
     if (warp >= (int64_t)T * (q.count + k.count)) return; /* a whole warp */
-    Heads heads = heads_of(q, k, warp, &t, &head);
+    Heads heads = heads_of(q, k, warp, &t, &head, &at, E);
     int first = (int)threadIdx.x % 32 * W;
     Shared<float> row = rows + (int)(threadIdx.x / 32) * WIDEST;
-    const real *x = heads.x + head * E;
+    const real *x = heads.x + at;
     real *y = heads.y + head * E;
     cosine += t * half;
     sine += t * half;
@@ -114,13 +116,13 @@ static __global__ void __launch_bounds__(THREADS)
 {
     SHARED_ARRAY(float, rows, HEADS *WIDEST);
     const int groups = WIDEST / 32 / W; /* of W numbers a lane */
-    int64_t warp = (int64_t)blockIdx.x * HEADS + threadIdx.x / 32, t, head;
+    int64_t warp = (int64_t)blockIdx.x * HEADS + threadIdx.x / 32, t, head, at;
     if (warp >= (int64_t)T * (q.count + k.count)) return; /* a whole warp */
-    Heads heads = heads_of(q, k, warp, &t, &head);
+    Heads heads = heads_of(q, k, warp, &t, &head, &at, E);
     int first = (int)threadIdx.x % 32 * W;
     Shared<float> row = rows + (int)(threadIdx.x / 32) * WIDEST;
-    const real *x = heads.x + head * E;
-    real *d = heads.y + head * E;
+    const real *x = heads.x + at;
+    real *d = heads.y + at;
     cosine += t * half;
     sine += t * half;
     float g[groups][W], v[W], scale[W], sum = 0.0f;
@@ -159,9 +161,9 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 /* Whether a lane can take 8 numbers at once, all on one side of a pair. */
-static bool by_eights(int E, int W)
+static bool by_eights(int E, int W, int q_step, int kv_step)
 {
-    return E % 8 == 0 && W % 16 == 0;
+    return E % 8 == 0 && W % 16 == 0 && q_step % 8 == 0 && kv_step % 8 == 0;
 }
 
 void cuda_rope_table(Device *dev, float *cosine, float *sine, const int32_t *pos,
@@ -173,10 +175,12 @@ void cuda_rope_table(Device *dev, float *cosine, float *sine, const int32_t *pos
 
 void cuda_rotate(Device *dev, real *q, real *k, float *q_rstd, float *k_rstd, const real *q_raw,
                  const real *k_raw, const float *q_norm, const float *k_norm, const float *cosine,
-                 const float *sine, int T, int H, int G, int E, int W, float eps)
+                 const float *sine, int T, int H, int G, int E, int W, int q_step, int kv_step,
+                 float eps)
 {
-    Heads queries = {q, q_rstd, q_raw, q_norm, H}, keys = {k, k_rstd, k_raw, k_norm, G};
-    auto kernel = by_eights(E, W) ? rotate_kernel<8> : rotate_kernel<1>;
+    Heads queries = {q, q_rstd, q_raw, q_norm, H, q_step};
+    Heads keys = {k, k_rstd, k_raw, k_norm, G, kv_step};
+    auto kernel = by_eights(E, W, q_step, kv_step) ? rotate_kernel<8> : rotate_kernel<1>;
     LAUNCH(cuda_of(dev), kernel, cuda_blocks((int64_t)T * (H + G), HEADS), THREADS, 0, queries,
            keys, cosine, sine, T, E, W / 2, eps);
 }
@@ -184,12 +188,13 @@ void cuda_rotate(Device *dev, real *q, real *k, float *q_rstd, float *k_rstd, co
 void cuda_rotate_backward(Device *dev, real *dq, real *dk, const real *q_raw, const real *k_raw,
                           const float *q_norm, const float *k_norm, const float *q_rstd,
                           const float *k_rstd, const float *cosine, const float *sine, int T, int H,
-                          int G, int E, int W)
+                          int G, int E, int W, int q_step, int kv_step)
 {
     /* rstd is only read */
-    Heads queries = {dq, const_cast<float *>(q_rstd), q_raw, q_norm, H};
-    Heads keys = {dk, const_cast<float *>(k_rstd), k_raw, k_norm, G};
-    auto kernel = by_eights(E, W) ? rotate_backward_kernel<8> : rotate_backward_kernel<1>;
+    Heads queries = {dq, const_cast<float *>(q_rstd), q_raw, q_norm, H, q_step};
+    Heads keys = {dk, const_cast<float *>(k_rstd), k_raw, k_norm, G, kv_step};
+    auto kernel =
+        by_eights(E, W, q_step, kv_step) ? rotate_backward_kernel<8> : rotate_backward_kernel<1>;
     LAUNCH(cuda_of(dev), kernel, cuda_blocks((int64_t)T * (H + G), HEADS), THREADS, 0, queries,
            keys, cosine, sine, T, E, W / 2);
 }

@@ -239,7 +239,8 @@ void cuda_group_part(Device *dev, int32_t *part, const int32_t *bounds, const in
 
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
-    unite_kernel(real *y, const real *x, const int32_t *place, int T, int K, int D, int accumulate)
+    unite_kernel(real *y, const real *x, const int32_t *place, const real *plus, int T, int K,
+                 int D)
 {
     int per_row = D / W;
     int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
@@ -254,21 +255,21 @@ static __global__ void __launch_bounds__(THREADS)
         for (int j = 0; j < W; j++) sum[j] += v[j];
     }
     y += t * D + at;
-    if (accumulate) {
-        load<W>(v, y);
+    if (plus) {
+        load<W>(v, plus + t * D + at);
         for (int j = 0; j < W; j++) sum[j] += v[j];
     }
     store<W>(y, sum);
 }
 
-void cuda_unite(Device *dev, real *y, const real *x, const int32_t *place, int T, int K, int D,
-                int accumulate)
+void cuda_unite(Device *dev, real *y, const real *x, const int32_t *place, const real *plus, int T,
+                int K, int D)
 {
-    bool aligned = D % PIECE == 0 && ((uintptr_t)y | (uintptr_t)x) % 16 == 0;
+    bool aligned = D % PIECE == 0 && ((uintptr_t)y | (uintptr_t)x | (uintptr_t)plus) % 16 == 0;
     int W = aligned ? PIECE : 1;
     auto kernel = aligned ? unite_kernel<PIECE> : unite_kernel<1>;
     LAUNCH(cuda_of(dev), kernel, cuda_blocks((int64_t)T * (D / W), THREADS), THREADS, 0, y, x,
-           place, T, K, D, accumulate);
+           place, plus, T, K, D);
 }
 
 /* ---- a bias of each expert ---- */

@@ -7,7 +7,7 @@
  * unit is gpt-oss's: gate·σ(1.702·gate)·(up + 1), of gate up to the limit and up within ± it.
  *
  * Forward reads 2·T·F and writes T·F reals; backward reads 3·T·F and writes 2·T·F; memory bound.
- * They work on elements, not rows, but for the backward with shares: a block takes a row there. A
+ * A thread has some elements of a row, but in the backward with shares a block takes a row. A
  * thread loads all of its elements before it stores any, so that gradients may overwrite their
  * inputs. */
 #include "cuda.cuh"
@@ -59,51 +59,71 @@ __device__ static __forceinline__ float gradients(float (&g)[W], float (&u)[W], 
     return sum;
 }
 
+/* A thread's W elements: their row, and where they are in y and in gate. */
+struct Piece {
+    unsigned row;
+    int64_t i, at;
+};
+
+template <int W> __device__ static __forceinline__ Piece piece_of(int F, int64_t step)
+{
+    unsigned piece = blockIdx.x * THREADS + threadIdx.x, pieces = (unsigned)(F / W);
+    unsigned row = piece / pieces; /* of 32 bits: a division of 64 would take as long as the rest */
+    return {row, (int64_t)piece * W, row * step + (int64_t)(piece % pieces) * W};
+}
+
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
-    swiglu_kernel(real *y, const real *gate, const real *up, int64_t n)
+    swiglu_kernel(real *y, const real *gate, const real *up, int T, int F, int64_t step)
 {
-    int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W;
-    if (i >= n) return;
+    Piece p = piece_of<W>(F, step);
+    if (p.row >= (unsigned)T) return;
     float g[W], u[W];
-    load<W>(g, gate + i);
-    load<W>(u, up + i);
+    load<W>(g, gate + p.at);
+    load<W>(u, up + p.at);
     for (int j = 0; j < W; j++) u[j] = g[j] * fast_sigmoid(g[j]) * u[j];
-    store<W>(y + i, u);
+    store<W>(y + p.i, u);
 }
 
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
     swiglu_backward_kernel(real *dgate, real *dup, const real *dy, const real *gate, const real *up,
-                           int64_t n)
+                           int T, int F, int64_t step)
 {
-    int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W;
-    if (i >= n) return;
+    Piece p = piece_of<W>(F, step);
+    if (p.row >= (unsigned)T) return;
     float d[W], g[W], u[W];
-    load<W>(d, dy + i);
-    load<W>(g, gate + i);
-    load<W>(u, up + i);
+    load<W>(d, dy + p.i);
+    load<W>(g, gate + p.at);
+    load<W>(u, up + p.at);
     gradients<W, false>(g, u, d, 1.0f, 0.0f);
-    store<W>(dgate + i, g);
-    store<W>(dup + i, u);
+    store<W>(dgate + p.at, g);
+    store<W>(dup + p.at, u);
 }
 
-void cuda_swiglu(Device *dev, real *y, const real *gate, const real *up, int T, int F)
+/* How many elements a thread takes: 16 bytes of them where all rows begin at multiples of that. */
+static int width_of(int F, int step)
+{
+    return F % 8 || step % 8 ? 1 : 8;
+}
+
+void cuda_swiglu(Device *dev, real *y, const real *gate, const real *up, int T, int F, int step)
 {
     int64_t n = (int64_t)T * F;
-    int W = n % 8 ? 1 : 8;
+    int W = width_of(F, step);
     auto kernel = W == 8 ? swiglu_kernel<8> : swiglu_kernel<1>;
-    LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, y, gate, up, n);
+    LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, y, gate, up, T, F,
+           (int64_t)step);
 }
 
 void cuda_swiglu_backward(Device *dev, real *dgate, real *dup, const real *dy, const real *gate,
-                          const real *up, int T, int F)
+                          const real *up, int T, int F, int step)
 {
     int64_t n = (int64_t)T * F;
-    int W = n % 8 ? 1 : 8;
+    int W = width_of(F, step);
     auto kernel = W == 8 ? swiglu_backward_kernel<8> : swiglu_backward_kernel<1>;
     LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, dgate, dup, dy, gate, up,
-           n);
+           T, F, (int64_t)step);
 }
 
 /* ---- with a share of each row ---- */
@@ -111,59 +131,61 @@ void cuda_swiglu_backward(Device *dev, real *dgate, real *dup, const real *dy, c
 template <int W, bool LIMITED>
 static __global__ void __launch_bounds__(THREADS)
     swiglu_share_kernel(real *y, const real *gate, const real *up, const float *share,
-                        const int32_t *pair, int P, int F, float limit)
+                        const int32_t *pair, int P, int F, int64_t step, float limit)
 {
-    int64_t i = ((int64_t)blockIdx.x * THREADS + threadIdx.x) * W, row = i / F;
-    if (row >= P) return;
-    float g[W], u[W], own = share[pair ? pair[row] : row];
-    load<W>(g, gate + i);
-    load<W>(u, up + i);
+    Piece p = piece_of<W>(F, step);
+    if (p.row >= (unsigned)P) return;
+    float g[W], u[W], own = share[pair ? pair[p.row] : p.row];
+    load<W>(g, gate + p.at);
+    load<W>(u, up + p.at);
     for (int j = 0; j < W; j++) u[j] = own * unit<LIMITED>(g[j], u[j], limit);
-    store<W>(y + i, u);
+    store<W>(y + p.i, u);
 }
 
 template <int W, bool LIMITED>
 static __global__ void __launch_bounds__(ROW_THREADS)
     swiglu_share_backward_kernel(real *dgate, real *dup, float *dshare, const real *dy,
                                  const real *gate, const real *up, const float *share,
-                                 const int32_t *pair, int F, float limit)
+                                 const int32_t *pair, int F, int64_t step, float limit)
 {
     SHARED_ARRAY(float, sums, 32);
-    int64_t row = blockIdx.x, at = pair ? pair[row] : row;
-    float own = share[at], sum = 0.0f;
-    for (int64_t i = row * F + threadIdx.x * W; i < (row + 1) * F; i += ROW_THREADS * W) {
+    int64_t row = blockIdx.x, number = pair ? pair[row] : row;
+    float own = share[number], sum = 0.0f;
+    for (int i = threadIdx.x * W; i < F; i += ROW_THREADS * W) {
         float d[W], g[W], u[W];
-        load<W>(d, dy + i);
-        load<W>(g, gate + i);
-        load<W>(u, up + i);
+        int64_t at = row * step + i;
+        load<W>(d, dy + row * F + i);
+        load<W>(g, gate + at);
+        load<W>(u, up + at);
         sum += gradients<W, LIMITED>(g, u, d, own, limit);
-        store<W>(dgate + i, g);
-        store<W>(dup + i, u);
+        store<W>(dgate + at, g);
+        store<W>(dup + at, u);
     }
     sum = block_sum(sum, sums);
-    if (threadIdx.x == 0) dshare[at] = sum;
+    if (threadIdx.x == 0) dshare[number] = sum;
 }
 
 void cuda_swiglu_share(Device *dev, real *y, const real *gate, const real *up, const float *share,
-                       const int32_t *pair, int P, int F, float limit)
+                       const int32_t *pair, int P, int F, int step, float limit)
 {
-    int W = F % 8 ? 1 : 8;
+    int W = width_of(F, step);
     auto plain = W == 8 ? swiglu_share_kernel<8, false> : swiglu_share_kernel<1, false>;
     auto limited = W == 8 ? swiglu_share_kernel<8, true> : swiglu_share_kernel<1, true>;
     auto kernel = limit == 0.0f ? plain : limited;
     LAUNCH(cuda_of(dev), kernel, cuda_blocks((int64_t)P * F, THREADS * W), THREADS, 0, y, gate, up,
-           share, pair, P, F, limit);
+           share, pair, P, F, (int64_t)step, limit);
 }
 
 void cuda_swiglu_share_backward(Device *dev, real *dgate, real *dup, float *dshare, const real *dy,
                                 const real *gate, const real *up, const float *share,
-                                const int32_t *pair, int P, int F, float limit)
+                                const int32_t *pair, int P, int F, int step, float limit)
 {
+    bool one = width_of(F, step) == 1;
     auto plain =
-        F % 8 ? swiglu_share_backward_kernel<1, false> : swiglu_share_backward_kernel<8, false>;
+        one ? swiglu_share_backward_kernel<1, false> : swiglu_share_backward_kernel<8, false>;
     auto limited =
-        F % 8 ? swiglu_share_backward_kernel<1, true> : swiglu_share_backward_kernel<8, true>;
+        one ? swiglu_share_backward_kernel<1, true> : swiglu_share_backward_kernel<8, true>;
     auto kernel = limit == 0.0f ? plain : limited;
     LAUNCH(cuda_of(dev), kernel, P, ROW_THREADS, 0, dgate, dup, dshare, dy, gate, up, share, pair,
-           F, limit);
+           F, (int64_t)step, limit);
 }

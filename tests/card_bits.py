@@ -43,7 +43,7 @@ class Product:
             args["V"] = args.pop("N")
             out = self.device.call("head", logits=(len(x), args["V"]), x=x, **args)["logits"]
         elif self.op == "linear":
-            args |= {"bias": None, "accumulate": 0}
+            args |= {"bias": None, "plus": None}
             out = self.device.call("linear", y=(len(x), self.sizes["N"]), x=x, **args)["y"]
         else:
             args |= {"accumulate": 0, "dx": (len(x), self.sizes["D"]), "dy": x}

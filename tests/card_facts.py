@@ -59,8 +59,8 @@ def main() -> int:
         f"{everything.value / 2**30:.2f}")  # fmt: skip
     say("its own memory", f"{device.c.own_bytes / 2**20:.1f} MiB")
     x, w = np.eye(32), np.arange(1024.0).reshape(32, 32) % 7
-    sizes = {"T": 32, "N": 32, "D": 32, "accumulate": 0}
-    y = device.call("linear", y=(32, 32), x=x, w=engine.Frozen(w, "bf16"), bias=None, **sizes)["y"]
+    args = {"x": x, "w": engine.Frozen(w, "bf16"), "bias": None, "plus": None}
+    y = device.call("linear", y=(32, 32), **args, T=32, N=32, D=32)["y"]
     wrong = "" if (y == w.T).all() else "a product with the identity is not the weight"
     say("first product", "right" if not wrong else "wrong", **({"wrong": wrong} if wrong else {}))
     return 0

@@ -381,6 +381,7 @@ static void terms_add(std::vector<float> &sum, const Product &p, const std::vect
 
 typedef struct Operands {
     const uint16_t *a, *b;
+    const void *c;
     void *d;
     float alpha, beta;
 } Operands;
@@ -414,16 +415,19 @@ static void compute(const Product &p, const Algorithm &algorithm, const Operands
         }
         for (uint64_t i = 0; i < p.m; i++) {
             int64_t at = (int64_t)i + (int64_t)j * p.c.ld;
-            float value = x.alpha * sum[i], *wide = (float *)x.d + at;
-            uint16_t *half = (uint16_t *)x.d + at;
+            float value = x.alpha * sum[i];
             if (p.desc.epilogue && p.c.type == F32) value += ((const float *)p.desc.bias)[i];
             if (p.desc.epilogue && p.c.type == BF16)
                 value += of_bf16(((const uint16_t *)p.desc.bias)[i]);
-            if (x.beta != 0.0f) value = x.beta * (p.c.type == F32 ? *wide : of_bf16(*half)) + value;
+            if (x.beta != 0.0f) {
+                float c = p.c.type == F32 ? ((const float *)x.c)[at]
+                                          : of_bf16(((const uint16_t *)x.c)[at]);
+                value = x.beta * c + value;
+            }
             if (p.c.type == F32)
-                *wide = value;
+                ((float *)x.d)[at] = value;
             else
-                *half = to_bf16(value);
+                ((uint16_t *)x.d)[at] = to_bf16(value);
         }
     }
 }
@@ -436,7 +440,9 @@ EXPORT int cublasLtMatmul(void *, void *desc, const float *alpha, const void *a,
     Product p;
     if (int status = product_of(desc, a_layout, b_layout, c_layout, d_layout, &p)) return status;
     if (algorithm->magic != MAGIC) return refuse("an algorithm that was never found");
-    if (c != d) return refuse("C and D are different memory");
+    uintptr_t apart = c < d ? (uintptr_t)d - (uintptr_t)c : (uintptr_t)c - (uintptr_t)d;
+    if (apart && apart < p.c.cols * (uint64_t)p.c.ld * (p.c.type == F32 ? 4 : 2))
+        return refuse("C overlaps D, which begins %zu bytes from it", (size_t)apart);
     const void *pointers[4] = {a, b, c, d};
     for (int i = 0; i < 4; i++)
         if (!pointers[i] || (uintptr_t)pointers[i] % (uintptr_t)algorithm->align[i])
@@ -456,7 +462,7 @@ EXPORT int cublasLtMatmul(void *, void *desc, const float *alpha, const void *a,
         return NOT_SUPPORTED;
     runs.push_back({algorithm->name, (int32_t)p.n, stream->captures()});
     stream->clock += algorithm->cost;
-    Operands x = {(const uint16_t *)a, (const uint16_t *)b, d, *alpha, *beta};
+    Operands x = {(const uint16_t *)a, (const uint16_t *)b, c, d, *alpha, *beta};
     Algorithm used = *algorithm;
     bool truncates = stream->truncates();
     return stream->enqueue([=] { compute(p, used, x, truncates); });

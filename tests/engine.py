@@ -41,6 +41,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from steps import STEPS, Layout, with_steps
 
 ROOT = Path(__file__).parent.parent
 STAND_IN = ROOT / "tests/cublaslt.cpp"  # for cuBLASLt, which the emulated device loads
@@ -89,6 +90,7 @@ class Lora(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("y", "s", "ds", "a", "b", "da", "db")),
         ("N", ctypes.c_int32),
+        ("step", ctypes.c_int32),
     ]
 
 
@@ -168,7 +170,7 @@ def flatten(op: str, params: list[Param]) -> list[Param]:
         for i in range(LORA_GROUP):
             fields = LORA_FIELDS[op].items()
             flat += [Param(f"{k}{i}", kind, True, bool(const)) for k, (kind, const) in fields]
-            flat.append(Param(f"N{i}", "int", False, True))
+            flat += [Param(f"{name}{i}", "int", False, True) for name in ("N", "step")]
     return flat
 
 
@@ -215,6 +217,7 @@ class CDevice(ctypes.Structure):
         ("copy", COPY),
         ("zero", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),
         ("frozen_bytes", ctypes.CFUNCTYPE(SIZE, VOID, INT, INT, INT)),
+        ("frozen_continues", ctypes.CFUNCTYPE(INT, VOID, VOID, VOID, INT, INT)),
         ("frozen_load", ctypes.CFUNCTYPE(None, VOID, VOID, INT, VOID, INT, INT, INT)),
         ("stream", ctypes.CFUNCTYPE(SIZE, VOID)),
         ("sync", ctypes.CFUNCTYPE(INT, VOID)),
@@ -408,6 +411,8 @@ class Device:
 
     def bind(self, op: str, args: dict) -> "Bound":
         """Places one op's arguments in the device's memory, and makes room for its scratch."""
+        args = with_steps(op, args)
+        layout = Layout(op, args)
         absent = range(args["count"], LORA_GROUP) if op in LORA_FIELDS else ()
         params = [p for p in OPS[op] if not any(p.name.endswith(str(i)) for i in absent)]
         names = [p.name for p in params]
@@ -415,15 +420,15 @@ class Device:
         memory, shape = {}, {}
         for p in params:
             if p.pointer and not isinstance(args[p.name], str):
-                memory[p.name], shape[p.name] = self.place(p, args[p.name])
+                memory[p.name], shape[p.name] = self.place(p, layout.spread(p.name, args[p.name]))
         for p in params:
             if p.pointer and isinstance(args[p.name], str):
                 memory[p.name], shape[p.name] = memory[args[p.name]], shape[args[p.name]]
         values = args | {name: m and m.pointer for name, m in memory.items()}
-        if "step" in args and isinstance(args.get("w"), Frozen):
+        if op not in STEPS and "step" in args and isinstance(args.get("w"), Frozen):
             values["step"] = self.frozen_step(args["w"])
         if op in LORA_FIELDS:
-            fields = (*LORA_FIELDS[op], "N")
+            fields = (*LORA_FIELDS[op], "N", "step")
             group = [Lora(**{k: values[f"{k}{i}"] for k in fields}) for i in range(args["count"])]
             values["group"] = (Lora * len(group))(*group)
         ordered = [values[p.name] for p in ROWS[op]]
@@ -431,7 +436,7 @@ class Device:
             self.c.rehearse(self.pointer)
             getattr(self.c, op)(self.pointer, *ordered)
             self.check(self.c.reserve(self.pointer, self.c.rehearsed(self.pointer)))
-        return Bound(self, op, params, memory, shape, ordered)
+        return Bound(self, op, params, memory, shape, ordered, layout)
 
     def prepared(self, op: str, **args) -> Callable[[], None]:
         """A call of one op on memory that is placed once: for timing."""
@@ -460,7 +465,7 @@ class Device:
             elif not p.const and shape[p.name] is not None:
                 count = int(np.prod(shape[p.name], dtype=np.int64))
                 data = memory[p.name].read(count * self.element(p.type).itemsize)
-                out[p.name] = self.decode(data, p.type, shape[p.name])
+                out[p.name] = bound.layout.gather(p.name, self.decode(data, p.type, shape[p.name]))
         return out
 
 
@@ -474,6 +479,7 @@ class Bound:
     memory: dict[str, Memory | None]
     shape: dict[str, tuple | None]
     ordered: list
+    layout: Layout
 
     def run(self) -> None:
         """Does it, or queues it, once more."""

@@ -9,7 +9,7 @@ import numpy as np
 import reference
 from delta_cases import CASES as CASES  # with those below
 from engine import Frozen
-from op_cases import case, frozen
+from op_cases import case, frozen, onto
 
 ROUTES = tuple(
     dict(T=T, X=X, K=K, norm=norm)
@@ -70,16 +70,15 @@ def make_group_part(rng, T, K, X, first, count):
 
 @case(
     *(
-        dict(T=T, K=K, D=D, accumulate=accumulate)
-        for accumulate in (0, 1)
+        dict(T=T, K=K, D=D, plus=plus)
+        for plus in ("", "rows", "y")
         for T, K, D in ((0, 2, 8), (1, 1, 1), (7, 3, 67), (9, 8, 515))
     )
 )
-def make_unite(rng, T, K, D, accumulate):
+def make_unite(rng, T, K, D, plus):
     place = rng.permutation(T * K).astype(np.int32).reshape(T, K)
-    y = rng.standard_normal((T, D)) if accumulate else (T, D)
-    x = rng.standard_normal((T * K, D))
-    return dict(y=y, x=x, place=place, T=T, K=K, D=D, accumulate=accumulate)
+    y, x = onto("y", rng, (T, D), plus), rng.standard_normal((T * K, D))
+    return y | dict(x=x, place=place, T=T, K=K, D=D)
 
 
 LOADS = (
@@ -161,7 +160,10 @@ def make_grouped_gradient(rng, load, N, D, whole=0):
     return dict(dw=dw, step=N * D, x=x, dy=dy, bounds=bounds, X=X, P=P, N=N, D=D, scale=0.5)
 
 
-PF = (dict(P=0, F=8), dict(P=1, F=1), dict(P=6, F=67), dict(P=14, F=1501))
+PF = (
+    *(dict(P=P, F=F) for P, F in ((0, 8), (1, 1), (6, 67), (14, 1501))),
+    *(dict(P=P, F=F, gap=gap) for P, F, gap in ((6, 67, 3), (14, 72, 72))),
+)
 
 
 def share_of(rng, P, paired):
@@ -182,19 +184,20 @@ SHARED = tuple(
 
 
 @case(*SHARED)
-def make_swiglu_share(rng, P, F, paired, limit):
+def make_swiglu_share(rng, P, F, paired, limit, gap=0):
     gate, up = rng.standard_normal((2, P, F)) * 8
-    sizes = dict(P=P, F=F, limit=limit)
+    sizes = dict(P=P, F=F, step=F + gap, limit=limit)
     return dict(y=(P, F), gate=gate, up=up) | sizes | share_of(rng, P, paired)
 
 
 @case(*(size | dict(alias=alias) for size in SHARED for alias in (False, True)))
-def make_swiglu_share_backward(rng, P, F, paired, limit, alias=False):
+def make_swiglu_share_backward(rng, P, F, paired, limit, alias=False, gap=0):
     dy, gate, up = rng.standard_normal((3, P, F)) * 5
     own = share_of(rng, P, paired)
     outputs = dict(dgate="gate", dup="up") if alias else dict(dgate=(P, F), dup=(P, F))
     outputs |= dict(dshare=own["share"].shape)
-    return outputs | dict(dy=dy, gate=gate, up=up, P=P, F=F, limit=limit) | own
+    sizes = dict(P=P, F=F, step=F + gap, limit=limit)
+    return outputs | dict(dy=dy, gate=gate, up=up) | sizes | own
 
 
 BIASES = tuple(dict(T=T, K=K, X=8, D=D) for T, K, D in ((0, 2, 8), (1, 1, 1), (7, 3, 515)))

@@ -256,7 +256,7 @@ static void check_products(void)
     float *dy = numbers((size_t)T * N, 6, 1);
     frozen *weight = put_frozen(w, N, D);
     real *from = put_real(x, (size_t)T * D), *y = room_real((size_t)T * N);
-    RUN(dev->linear(dev, y, from, weight, NULL, T, N, D, 0));
+    RUN(dev->linear(dev, y, from, weight, NULL, NULL, T, N, D, N));
     float *got = get_real(y, (size_t)T * N);
     EACH_ROW(t, T) for (int n = 0; n < N; n++)
     {
@@ -269,7 +269,7 @@ static void check_products(void)
     w = numbers((size_t)N * D, 4, 1.0f / sqrtf((float)D)), dy = numbers((size_t)T * N, 6, 1);
     weight = put_frozen(w, N, D);
     real *back = put_real(dy, (size_t)T * N), *dx = room_real((size_t)T * D);
-    RUN(dev->linear_backward(dev, dx, back, weight, T, N, D, 0));
+    RUN(dev->linear_backward(dev, dx, back, weight, T, N, D, N, 0));
     got = get_real(dx, (size_t)T * D);
     EACH_ROW(t, T)
     {
@@ -290,7 +290,7 @@ static void check_lora(void)
     float *x = numbers((size_t)T * D, 9, 1), *y = numbers((size_t)T * N, 10, 1);
     rounded(a, (size_t)D * R), rounded(b, (size_t)R * N);
     real *from = put_real(x, (size_t)T * D);
-    Lora one = {.y = put_real(y, (size_t)T * N), .s = room_real((size_t)T * R), .N = N};
+    Lora one = {.y = put_real(y, (size_t)T * N), .s = room_real((size_t)T * R), .N = N, .step = N};
     one.a = put_f32(a, (size_t)D * R), one.b = put_f32(b, (size_t)R * N);
     RUN(dev->lora(dev, &one, 1, from, T, D, R, 0.5f));
     float *got = get_real(one.y, (size_t)T * N);
@@ -314,12 +314,9 @@ static void check_norm(void)
     float *x = numbers(n, 11, 1), *w = numbers((size_t)D, 12, 1), *dy = numbers(n, 13, 1);
     real *from = put_real(x, n), *y = room_real(n), *back = put_real(dy, n);
     float *scale = put_f32(w, (size_t)D), *rstd = room_f32((size_t)T);
-    float *zero = host(n);
-    memset(zero, 0, n * sizeof *zero);
-    real *dx = put_real(zero, n);
+    real *dx = room_real(n);
     RUN(dev->rmsnorm(dev, y, rstd, from, scale, T, D, 1e-6f));
-    RUN((dev->zero(dev, dx, n * dev->real_bytes),
-         dev->rmsnorm_backward(dev, dx, back, from, scale, rstd, T, D)));
+    RUN(dev->rmsnorm_backward(dev, dx, back, from, scale, rstd, NULL, T, D));
     float *got = get_real(y, n), *grad = get_real(dx, n);
     EACH_ROW(t, T)
     {
@@ -350,7 +347,7 @@ static void check_rotate(void)
     const int32_t *at = put(pos, (size_t)T * 4);
     RUN(dev->rope_table(dev, cosine, sine, at, inv, T, E, 1));
     RUN(dev->rotate(dev, q, k, rstd, NULL, from, keys, scale, NULL, cosine, sine, T, H, G, E, E,
-                    1e-6f));
+                    H * E, G * E, 1e-6f));
     float *got = get_real(q, n), *got_k = get_real(k, nk);
     EACH_ROW(t, T) for (int h = 0; h < H + G; h++)
     {
@@ -376,8 +373,8 @@ static void check_swiglu(void)
     float *g = numbers(n, 15, 1), *u = numbers(n, 16, 1), *dy = numbers(n, 17, 1);
     real *gate = put_real(g, n), *up = put_real(u, n), *y = room_real(n);
     real *back = put_real(dy, n), *dgate = room_real(n), *dup = room_real(n);
-    RUN(dev->swiglu(dev, y, gate, up, T, F));
-    RUN(dev->swiglu_backward(dev, dgate, dup, back, gate, up, T, F));
+    RUN(dev->swiglu(dev, y, gate, up, T, F, F));
+    RUN(dev->swiglu_backward(dev, dgate, dup, back, gate, up, T, F, F));
     float *got = get_real(y, n), *a = get_real(dgate, n), *b = get_real(dup, n);
     for (size_t i = 0; i < n; i += 7) {
         double s = 1 / (1 + exp(-(double)g[i]));
@@ -402,7 +399,7 @@ static void check_attention(void)
     float *lse = room_f32((size_t)T * H);
     const int32_t *at = put(slot, (size_t)T * 4), *order = put(list, (size_t)pages * 4);
     const Span *spans = put(&whole, sizeof whole);
-    RUN(dev->kv_write(dev, kp, vp, kr, vr, at, T, G, E));
+    RUN(dev->kv_write(dev, kp, vp, kr, vr, at, T, G, E, G * E));
     RUN(dev->attention(dev, y, lse, to, kp, vp, spans, order, 1, T, H, G, E, 0));
     float *got = get_real(y, nq), *told = get_f32(lse, (size_t)T * H);
     double *p = malloc((size_t)T * sizeof *p), *sum = malloc((size_t)E * sizeof *sum);
@@ -500,7 +497,7 @@ static void check_experts(void)
     RUN(dev->gather(dev, ex, from, row, P, D));
     RUN(dev->grouped_linear(dev, y, ex, (frozen *)weights, (int64_t)step, NULL, bounds, X, P, N,
                             D));
-    RUN(dev->unite(dev, sum, y, place, T, K, N, 0));
+    RUN(dev->unite(dev, sum, y, place, NULL, T, K, N));
     float *got = get_real(sum, (size_t)T * N);
     int32_t *who = (int32_t *)get_f32((float *)chosen, (size_t)P);
     EACH_ROW(t, T)

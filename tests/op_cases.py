@@ -71,6 +71,12 @@ def make_scatter(rng, T, D):
     return dict(y=rng.standard_normal((53, D)), x=rng.standard_normal((T, D)), rows=rows, T=T, D=D)
 
 
+def onto(name, rng, shape, plus):
+    """A result, and what is added to it: rows of their own, or those in the result's memory."""
+    rows = rng.standard_normal(shape) if plus else None
+    return {name: "plus" if plus == name else shape, "plus": rows}
+
+
 TND = (
     (0, 64, 64),
     (1, 1, 1),
@@ -84,41 +90,49 @@ TND = (
 
 @case(
     *(
-        dict(T=T, N=N, D=D, dtype=dtype, bias=bias, accumulate=accumulate)
+        dict(T=T, N=N, D=D, dtype=dtype, bias=bias, plus=plus, gap=gap)
         for T, N, D in TND
-        for dtype, bias, accumulate in (
-            ("f32", 0, 0),
-            ("bf16", 1, 0),
-            ("f32", 1, 1),
-            ("f16", 0, 1),
-            ("bf16", 0, 0),
+        for dtype, bias, plus, gap in (
+            ("f32", 0, "", 0),
+            ("bf16", 1, "y", 0),
+            ("f32", 1, "rows", 3),
+            ("f16", 0, "y", 8),
+            ("bf16", 0, "rows", 0),
+            ("bf16", 0, "", 40),
         )
     )
 )
-def make_linear(rng, T, N, D, dtype="f32", bias=0, accumulate=0):
+def make_linear(rng, T, N, D, dtype="f32", bias=0, plus="", gap=0):
     return dict(
-        y=rng.standard_normal((T, N)) if accumulate else (T, N),
+        **onto("y", rng, (T, N), plus),
         x=rng.standard_normal((T, D)),
         w=frozen(rng, N, D, dtype),
         bias=rng.standard_normal(N) if bias else None,
         T=T,
         N=N,
         D=D,
-        accumulate=accumulate,
+        step=N + gap,
     )
 
 
 @case(
     *(
-        dict(T=T, N=N, D=D, dtype=dtype, accumulate=accumulate)
+        dict(T=T, N=N, D=D, dtype=dtype, accumulate=accumulate, gap=gap)
         for T, N, D in TND
-        for dtype, accumulate in (("f32", 0), ("bf16", 1), ("f16", 0), ("bf16", 0))
+        for dtype, accumulate, gap in (
+            ("f32", 0, 0),
+            ("bf16", 1, 0),
+            ("f16", 0, 8),
+            ("bf16", 0, 0),
+            ("f32", 1, 3),
+            ("bf16", 0, 40),
+        )
     )
 )
-def make_linear_backward(rng, T, N, D, dtype="f32", accumulate=0):
+def make_linear_backward(rng, T, N, D, dtype="f32", accumulate=0, gap=0):
     dx = rng.standard_normal((T, D)) if accumulate else (T, D)
     dy, w = rng.standard_normal((T, N)), frozen(rng, N, D, dtype)
-    return dict(dx=dx, dy=dy, w=w, T=T, N=N, D=D, accumulate=accumulate)
+    return dict(dx=dx, dy=dy, w=w, T=T, N=N, D=D, step=N + gap, accumulate=accumulate)
 
 
 @case(
@@ -158,11 +172,12 @@ TNDR = tuple(
 )
 
 
-def make_group(rng, T, widths, D, R) -> tuple[np.ndarray, dict]:
-    """The input of a group of LoRA matrices, and y, a, b and N of each."""
+def make_group(rng, T, widths, D, R, gap=0) -> tuple[np.ndarray, dict]:
+    """The input of a group of LoRA matrices, and y, its step, a, b and N of each."""
     x, group = rng.standard_normal((T, D)), {}
     for i, N in enumerate(widths):
         group[f"y{i}"], group[f"N{i}"] = rng.standard_normal((T, N)), N
+        group[f"step{i}"] = N + gap
         group[f"a{i}"], group[f"b{i}"] = rng.standard_normal((D, R)), rng.standard_normal((R, N))
     return x, group
 
@@ -172,19 +187,21 @@ GROUPS = (
     *(dict(T=s["T"], widths=(s["N"],), D=s["D"], R=s["R"]) for s in TNDR),
     dict(T=5, widths=(70, 33, 33), D=67, R=8),
     dict(T=130, widths=(72, 136), D=1096, R=72),
+    dict(T=31, widths=(70, 33), D=67, R=8, gap=3),
+    dict(T=67, widths=(72, 136), D=136, R=16, gap=200),
 )
 
 
 @case(*GROUPS)
-def make_lora(rng, T, widths, D, R):
-    x, group = make_group(rng, T, widths, D, R)
+def make_lora(rng, T, widths, D, R, gap=0):
+    x, group = make_group(rng, T, widths, D, R, gap)
     group |= {f"s{i}": (T, R) for i in range(len(widths))}
     return group | dict(count=len(widths), x=x, T=T, D=D, R=R, scale=0.75)
 
 
 @case(*(size | dict(dx=dx) for size in GROUPS for dx in (True, False)))
-def make_lora_backward(rng, T, widths, D, R, dx=True):
-    x, group = make_group(rng, T, widths, D, R)
+def make_lora_backward(rng, T, widths, D, R, dx=True, gap=0):
+    x, group = make_group(rng, T, widths, D, R, gap)
     for i, N in enumerate(widths):
         group |= {f"s{i}": x @ group[f"a{i}"], f"ds{i}": (T, R)}
         group |= {f"da{i}": rng.standard_normal((D, R)), f"db{i}": rng.standard_normal((R, N))}
@@ -205,11 +222,12 @@ def make_rmsnorm(rng, T, D):
     )
 
 
-@case(*(size | dict(D=max(size["D"], 3)) for size in TD))  # of D = 1 the gradient is rounding alone
-def make_rmsnorm_backward(rng, T, D):
-    dx, dy, x = rng.standard_normal((3, T, D))
+# Of D = 1 the gradient is rounding alone.
+@case(*(s | dict(D=max(s["D"], 3), plus=plus) for s in TD for plus in ("", "rows", "dx")))
+def make_rmsnorm_backward(rng, T, D, plus="dx"):
+    dx, (dy, x) = onto("dx", rng, (T, D), plus), rng.standard_normal((2, T, D))
     rstd = 1 / np.sqrt(np.mean(x * x, axis=-1) + 1e-5)
-    return dict(dx=dx, dy=dy, x=x, w=rng.standard_normal(D), rstd=rstd, T=T, D=D)
+    return dx | dict(dy=dy, x=x, w=rng.standard_normal(D), rstd=rstd, T=T, D=D)
 
 
 @case(dict(T=0, E=8), dict(T=1, E=2), dict(T=7, E=34), dict(T=61, E=128))
@@ -229,13 +247,16 @@ HEADS = (
     dict(T=5, H=3, G=3, E=64, W=16),
     dict(T=3, H=2, G=1, E=10, W=2),
     dict(T=3, H=2, G=1, E=256, W=64),
+    dict(T=9, H=2, G=1, E=64, W=64, gaps=(128, 192)),
+    dict(T=9, H=3, G=2, E=34, W=34, gaps=(3, 1)),
 )
 
 
 @case(*(size | dict(norm=norm) for size in HEADS for norm in (0, 1)))
-def make_rotate(rng, T, H, G, E, W, norm):
+def make_rotate(rng, T, H, G, E, W, norm, gaps=(0, 0)):
     angle = rng.uniform(-3, 3, (T, W // 2))
     args = dict(cosine=np.cos(angle), sine=np.sin(angle), T=T, H=H, G=G, E=E, W=W, eps=1e-5)
+    args |= dict(q_step=H * E + gaps[0], kv_step=G * E + gaps[1])
     for name, heads in (("q", H), ("k", G)):
         args |= {name: (T, heads, E), f"{name}_raw": rng.standard_normal((T, heads, E))}
         args |= {f"{name}_rstd": (T, heads) if norm else None}
@@ -245,8 +266,8 @@ def make_rotate(rng, T, H, G, E, W, norm):
 
 # Of two numbers the gradient of a norm is rounding alone.
 @case(*(size | dict(norm=norm) for size in HEADS for norm in (0, 1) if size["E"] > 2 or not norm))
-def make_rotate_backward(rng, T, H, G, E, W, norm):
-    args = make_rotate(rng, T, H, G, E, W, norm)
+def make_rotate_backward(rng, T, H, G, E, W, norm, gaps=(0, 0)):
+    args = make_rotate(rng, T, H, G, E, W, norm, gaps)
     del args["eps"]
     for name in "qk":
         raw = args[f"{name}_raw"]
@@ -285,20 +306,23 @@ def make_gate_backward(rng, T, D, alias=False):
     return dict(dx="dy" if alias else (T, D), dgate=(T, D), dy=dy, x=x, gate=gate, T=T, D=D)
 
 
-TF = (dict(T=0, F=8), dict(T=1, F=1), dict(T=7, F=67), dict(T=5, F=72), dict(T=11, F=1501))
+TF = (
+    *(dict(T=T, F=F) for T, F in ((0, 8), (1, 1), (7, 67), (5, 72), (11, 1501))),
+    *(dict(T=T, F=F, gap=gap) for T, F, gap in ((7, 67, 3), (9, 72, 72), (11, 1501, 1501))),
+)
 
 
 @case(*TF)
-def make_swiglu(rng, T, F):
+def make_swiglu(rng, T, F, gap=0):
     gate, up = rng.standard_normal((2, T, F)) * 8
-    return dict(y=(T, F), gate=gate, up=up, T=T, F=F)
+    return dict(y=(T, F), gate=gate, up=up, T=T, F=F, step=F + gap)
 
 
 @case(*(size | dict(alias=alias) for size in TF for alias in (False, True)))
-def make_swiglu_backward(rng, T, F, alias=False):
+def make_swiglu_backward(rng, T, F, alias=False, gap=0):
     dy, gate, up = rng.standard_normal((3, T, F)) * 3
     outputs = dict(dgate="gate", dup="up") if alias else dict(dgate=(T, F), dup=(T, F))
-    return outputs | dict(dy=dy, gate=gate, up=up, T=T, F=F)
+    return outputs | dict(dy=dy, gate=gate, up=up, T=T, F=F, step=F + gap)
 
 
 def make_pages(rng, seen, G, E):
@@ -389,8 +413,10 @@ def causal(q, k, v, lengths, G, window=0):
     dict(lengths=(40, 7), H=4, G=1, E=64),
     dict(lengths=(40, 7), H=3, G=1, E=128),
     dict(lengths=(37,), H=2, G=1, E=98, window=9),
+    dict(lengths=(5, 9), H=6, G=2, E=34, gaps=(4, 68)),
+    dict(lengths=(71, 33), H=4, G=2, E=64, gaps=(256, 384)),
 )
-def make_attention_backward(rng, lengths, H, G, E, window=0):
+def make_attention_backward(rng, lengths, H, G, E, window=0, gaps=(0, 0)):
     T = sum(lengths)
     row = np.cumsum([0, *lengths])
     q, dy = rng.standard_normal((2, T, H, E)) * 1.5
@@ -399,6 +425,7 @@ def make_attention_backward(rng, lengths, H, G, E, window=0):
     spans = [Span(int(row[s]), length, 0, 0) for s, length in enumerate(lengths)]
     out = dict(dq=(T, H, E), dk=(T, G, E), dv=(T, G, E))
     sizes = dict(S=len(spans), T=T, H=H, G=G, E=E, window=window)
+    sizes |= dict(q_step=H * E + gaps[0], kv_step=G * E + gaps[1])
     return out | dict(dy=dy, y=y, lse=lse, q=q, k=k, v=v, spans=spans, **sizes)
 
 

@@ -44,11 +44,11 @@ def narrow(x, **_):
 # ---- products ----
 
 
-def linear(x, w, bias, accumulate, y=None, **_):
+def linear(x, w, bias, plus, **_):
     product = x @ w.T
     if bias is not None:
         product = product + bias
-    return {"y": y + product if accumulate else product}
+    return {"y": product if plus is None else plus + product}
 
 
 def matmul(a, b, a_turned, b_turned, b_bf16, N, K, accumulate, c=None, **_):
@@ -92,9 +92,10 @@ def rmsnorm(x, w, eps, **_):
     return {"y": x * rstd[:, None] * w, "rstd": rstd}
 
 
-def rmsnorm_backward(dx, dy, x, w, rstd, **_):
+def rmsnorm_backward(dy, x, w, rstd, plus, **_):
     g, unit = dy * w, x * rstd[:, None]
-    return {"dx": dx + rstd[:, None] * (g - unit * np.mean(g * unit, axis=-1, keepdims=True))}
+    dx = rstd[:, None] * (g - unit * np.mean(g * unit, axis=-1, keepdims=True))
+    return {"dx": dx if plus is None else dx + plus}
 
 
 def rope_table(pos, inv_freq, scale, **_):
@@ -291,9 +292,9 @@ def group_part(bounds, row, first, count, **_):
     return {"part": np.array(part)}
 
 
-def unite(x, place, T, K, accumulate, y=None, **_):
+def unite(x, place, plus, T, K, **_):
     out = x[place.reshape(T, K)].sum(1)
-    return {"y": y + out if accumulate else out}
+    return {"y": out if plus is None else plus + out}
 
 
 def by_expert(bounds, P):

@@ -59,7 +59,7 @@ def controls() -> ctypes.CDLL:
 def linear(dev: Device, T: int, **sizes: Any) -> np.ndarray:
     """Rows of one product of 9 rows: those that there are for a smaller T are the same."""
     args = CASES["linear"][0](np.random.default_rng(0), **{"N": 40, "D": 200} | sizes, T=9)
-    args |= {"x": args["x"][:T], "y": args["y"][:T] if sizes.get("accumulate") else (T, 40), "T": T}
+    args |= {"x": args["x"][:T], "y": (T, 40), "T": T}
     return dev.call("linear", **args)["y"]
 
 
@@ -175,7 +175,9 @@ def rows_of(dev: Device, op: str, T: int, **sizes: Any) -> np.ndarray:
     args = CASES[op][0](np.random.default_rng(1), T=8192, dtype="bf16", **sizes)
     result, operand = RESULT[op]
     args |= {operand: args[operand][:T], "T": T}
-    args[result] = args[result][:T] if sizes.get("accumulate") else (T, args[WIDTH[op]])
+    args[result] = (T, args[WIDTH[op]])
+    if args.get("plus") is not None:
+        args["plus"] = args["plus"][:T]
     return dev.call(op, **args)[result]
 
 
@@ -183,7 +185,7 @@ def rows_of(dev: Device, op: str, T: int, **sizes: Any) -> np.ndarray:
     ("op", "sizes", "ends"),
     [
         ("linear", {"N": 5, "D": 24, "bias": 0}, ENDS),
-        ("linear", {"N": 6, "D": 17, "bias": 1, "accumulate": 1}, ENDS[3:7]),
+        ("linear", {"N": 6, "D": 17, "bias": 1, "plus": "rows", "gap": 7}, ENDS[3:7]),
         ("linear_backward", {"N": 24, "D": 5}, ENDS[:6]),
         ("head", {"V": 5, "D": 24}, ENDS[2:5]),
     ],

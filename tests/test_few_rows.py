@@ -20,16 +20,17 @@ def dev(request):
 
 def first_rows(args, rows):
     """The arguments of linear with so many of its rows."""
-    y = args["y"][:rows] if isinstance(args["y"], np.ndarray) else (rows, args["N"])
-    return args | dict(x=args["x"][:rows], y=y, T=rows)
+    plus = None if args["plus"] is None else args["plus"][:rows]
+    y = "plus" if args["y"] == "plus" else (rows, args["N"])
+    return args | dict(x=args["x"][:rows], y=y, plus=plus, T=rows)
 
 
 @pytest.mark.parametrize(
     "shape",
     [
         dict(N=131, D=900, dtype="bf16", bias=1),  # three blocks of inputs, a panel of 3 outputs
-        dict(N=83, D=401, dtype="bf16", accumulate=1),  # an odd input: half a pair
-        dict(N=64, D=768, dtype="f32", bias=1, accumulate=1),
+        dict(N=83, D=401, dtype="bf16", plus="rows"),  # an odd input: half a pair
+        dict(N=64, D=768, dtype="f32", bias=1, plus="y"),
         dict(N=49, D=3, dtype="f32"),
         dict(N=33, D=385, dtype="f16"),
         dict(N=40, D=0, dtype="bf16", bias=1),

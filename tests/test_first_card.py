@@ -148,10 +148,10 @@ def test_bits_that_change_with_the_number_of_rows_are_found(
 SPOILT = """
 #include <dlfcn.h>
 #include "%(root)s/csrc/device/device.h"
-static void (*right)(Device *, real *, const real *, const real *, int, int);
-static void spoilt(Device *dev, real *y, const real *gate, const real *up, int T, int F)
+static void (*right)(Device *, real *, const real *, const real *, int, int, int);
+static void spoilt(Device *dev, real *y, const real *gate, const real *up, int T, int F, int step)
 {
-    right(dev, y, gate, up, T, F);
+    right(dev, y, gate, up, T, F, step);
     dev->zero(dev, (char *)y + dev->real_bytes * F, dev->real_bytes * F);
 }
 __attribute__((visibility("default")))

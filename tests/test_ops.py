@@ -109,7 +109,7 @@ ROW_OPS = {
     "swiglu_backward": dict(T=7, F=67),
     "route": dict(T=7, X=67, K=5, norm=0),
     "route_backward": dict(T=7, X=67, K=5, norm=0),
-    "unite": dict(T=7, K=3, D=67, accumulate=1),
+    "unite": dict(T=7, K=3, D=67, plus="rows"),
     "swiglu_share": dict(P=7, F=67, paired=0, limit=0.0),
     "swiglu_share_backward": dict(P=7, F=667, paired=0, limit=7.0),
     "share_bias": dict(T=7, K=3, X=8, D=67),
@@ -261,7 +261,7 @@ def test_reference_rmsnorm_backward_is_the_gradient():
     x, dy = rng.standard_normal((2, 3, 11))
     w = rng.standard_normal(11)
     rstd = reference.rmsnorm(x=x, w=w, eps=1e-5)["rstd"]
-    dx = reference.rmsnorm_backward(dx=np.zeros_like(x), dy=dy, x=x, w=w, rstd=rstd)["dx"]
+    dx = reference.rmsnorm_backward(dy=dy, x=x, w=w, rstd=rstd, plus=None)["dx"]
     assert_slope(
         lambda x: np.sum(dy * reference.rmsnorm(x=x, w=w, eps=1e-5)["y"]), dict(x=x), dict(x=dx)
     )
@@ -331,7 +331,7 @@ def test_reference_linear_and_lora_backward_are_the_gradients():
     inputs = {k: args[k] for k in ("x", "a0", "b0", "a1", "b1")}
 
     def loss(**given):
-        y0 = reference.linear(x=given["x"], w=w, bias=None, accumulate=0)["y"]
+        y0 = reference.linear(x=given["x"], w=w, bias=None, plus=None)["y"]
         start = dict(y0=y0, y1=np.zeros((4, 3)), count=2, scale=args["scale"])
         out = reference.lora(**start, **given)
         return np.sum(args["y0"] * out["y0"]) + np.sum(args["y1"] * out["y1"])
@@ -413,14 +413,18 @@ def pages_of(dev, k_pages, v_pages, like):
     return {"k_pages": k, "v_pages": v}
 
 
-@pytest.mark.parametrize(("T", "G", "E"), [(0, 1, 8), (1, 1, 1), (7, 3, 34), (150, 2, 16)])
-def test_kv_write(dev, T, G, E):
+@pytest.mark.parametrize(
+    ("T", "G", "E", "gap"),
+    [(0, 1, 8, 0), (1, 1, 1, 0), (7, 3, 34, 0), (150, 2, 16, 0), (7, 3, 34, 5), (9, 2, 16, 96)],
+)
+def test_kv_write(dev, T, G, E, gap):
     rng = np.random.default_rng(0)
     k, v = (dev.round(x) for x in rng.standard_normal((2, T, G, E)))
     before = dev.round(rng.standard_normal((4, KV_PAGE, G, E)))
     slot = rng.permutation(4 * KV_PAGE)[:T].astype(np.int32)
     k_pages, v_pages = put_pages(dev, before, before)
-    dev.call("kv_write", k_pages=k_pages, v_pages=v_pages, k=k, v=v, slot=slot, T=T, G=G, E=E)
+    sizes = dict(T=T, G=G, E=E, v_step=G * E + gap)
+    dev.call("kv_write", k_pages=k_pages, v_pages=v_pages, k=k, v=v, slot=slot, **sizes)
     k_pages.assert_guarded("k_pages")
     v_pages.assert_guarded("v_pages")
     exact = reference.kv_write(k_pages=before, v_pages=before, k=k, v=v, slot=slot)

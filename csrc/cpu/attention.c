@@ -62,6 +62,7 @@ typedef struct Write {
     const float *k, *v;
     const int32_t *slot;
     int T, G, E;
+    int64_t v_step; /* of v's rows */
 } Write;
 
 /* One key-value head of some rows: a key is a column of its page, so each number has a cache line
@@ -76,14 +77,14 @@ static void write_job(void *context, int64_t job)
         int64_t block = (page * w->G + g) * KV_PAGE * E, row = ((int64_t)t * w->G + g) * E;
         float *keys = w->k_pages + block + offset;
         for (int e = 0; e < E; e++) keys[e * KV_PAGE] = w->k[row + e];
-        memcpy(w->v_pages + block + offset * E, w->v + row, (size_t)E * 4);
+        memcpy(w->v_pages + block + offset * E, w->v + t * w->v_step + g * E, (size_t)E * 4);
     }
 }
 
 void CPU(kv_write)(Device *dev, real *k_pages, real *v_pages, const real *k, const real *v,
-                   const int32_t *slot, int T, int G, int E)
+                   const int32_t *slot, int T, int G, int E, int v_step)
 {
-    Write w = {f32(k_pages), f32(v_pages), f32c(k), f32c(v), slot, T, G, E};
+    Write w = {f32(k_pages), f32(v_pages), f32c(k), f32c(v), slot, T, G, E, v_step};
     int64_t jobs = (int64_t)((T + WRITE_ROWS - 1) / WRITE_ROWS) * G;
     cpu_run_of(dev, NS_WRITE * T * G * E, jobs, write_job, &w);
 }
@@ -274,6 +275,7 @@ typedef struct Backward {
     const float *dy, *y, *lse, *q, *k, *v;
     const Span *spans;
     int H, G, E, window;
+    int64_t q_step, kv_step; /* of dq's rows, and of dk's, dv's and v's */
 } Backward;
 
 enum {
@@ -300,11 +302,11 @@ static void rows_copy(float *to, int64_t to_row, const float *from, int64_t from
         memcpy(to + i * to_row, from + i * from_row, (size_t)E * sizeof *to);
 }
 
-/* One block of queries against one block of keys of one head: adds to dq, dk, dv.
+/* One block of queries against one block of keys of one head: adds to its dq, and dk, dv.
  * p = exp(q·kᵀ·scale − lse);  dv += pᵀ·dy;  ds = p·(dy·vᵀ − Σ dy·y)·scale;  dq += ds·k;  dk +=
  * dsᵀ·q.  The i-th query sees the `window` keys up to the block's number ahead + i. */
-static void backward_block(const Backward *c, Operands *o, int64_t q_at, int64_t lse_at, int rows,
-                           int keys, int ahead)
+static void backward_block(const Backward *c, Operands *o, int64_t q_at, float *dq, int64_t lse_at,
+                           int rows, int keys, int ahead)
 {
     int E = c->E;
     int64_t q_row = (int64_t)c->H * E;
@@ -333,7 +335,7 @@ static void backward_block(const Backward *c, Operands *o, int64_t q_at, int64_t
         for (int j = live; j < KV_PAGE; j++) pi[j] = di[j] = 0.0f;
     }
     CPU(product)(o->dv, E, p, 1, KV_PAGE, o->dy, E, keys, E, rows, 1.0f, 1);
-    CPU(product)(c->dq + q_at, q_row, ds, KV_PAGE, 1, o->k, E, rows, E, keys, 1.0f, 1);
+    CPU(product)(dq, c->q_step, ds, KV_PAGE, 1, o->k, E, rows, E, keys, 1.0f, 1);
     CPU(product)(o->dk, E, ds, 1, KV_PAGE, o->q, E, keys, E, rows, 1.0f, 1);
 }
 
@@ -343,36 +345,40 @@ static void backward_piece(void *context, int64_t piece)
     Span span = c->spans[piece / c->G];
     int g = (int)(piece % c->G), group = c->H / c->G, E = c->E;
     int64_t q_row = (int64_t)c->H * E, k_row = (int64_t)c->G * E;
+    float *dq = c->dq + g * group * E;
     size_t block = (size_t)E * BLOCK * sizeof(float);
     Operands *o = cpu_scratch(c->dev);
     memset(o->kt, 0, block);
     memset(o->vt, 0, block);
     for (int i = 0; i < span.rows; i++)
-        memset(c->dq + (span.row + i) * q_row + g * group * E, 0,
-               (size_t)group * (size_t)E * sizeof(float));
+        memset(dq + (span.row + i) * c->q_step, 0, (size_t)group * (size_t)E * sizeof(float));
     for (int j = 0; j < span.rows; j += BLOCK) {
         int keys = span.rows - j < BLOCK ? span.rows - j : BLOCK;
         int64_t k_at = (int64_t)(span.row + j) * k_row + g * E;
+        int64_t v_at = (span.row + j) * c->kv_step + g * E;
         CPU(transpose)(o->kt, KV_PAGE, c->k + k_at, k_row, keys, E);
-        CPU(transpose)(o->vt, KV_PAGE, c->v + k_at, k_row, keys, E);
+        CPU(transpose)(o->vt, KV_PAGE, c->v + v_at, c->kv_step, keys, E);
         rows_copy(o->k, E, c->k + k_at, k_row, keys, E);
         memset(o->dk, 0, block);
         memset(o->dv, 0, block);
         for (int i = j; i < span.rows && i - (j + keys) < c->window - 1; i += BLOCK) {
             int rows = span.rows - i < BLOCK ? span.rows - i : BLOCK;
-            for (int h = g * group; h < (g + 1) * group; h++)
-                backward_block(c, o, (int64_t)(span.row + i) * q_row + (int64_t)h * E,
-                               (int64_t)(span.row + i) * c->H + h, rows, keys, i - j);
+            for (int h = 0; h < group; h++) {
+                int64_t head = g * group + h;
+                backward_block(c, o, (span.row + i) * q_row + head * E,
+                               dq + (span.row + i) * c->q_step + h * E,
+                               (int64_t)(span.row + i) * c->H + head, rows, keys, i - j);
+            }
         }
-        rows_copy(c->dk + k_at, k_row, o->dk, E, keys, E);
-        rows_copy(c->dv + k_at, k_row, o->dv, E, keys, E);
+        rows_copy(c->dk + v_at, c->kv_step, o->dk, E, keys, E);
+        rows_copy(c->dv + v_at, c->kv_step, o->dv, E, keys, E);
     }
 }
 
 void CPU(attention_backward)(Device *dev, real *dq, real *dk, real *dv, const real *dy,
                              const real *y, const float *lse, const real *q, const real *k,
                              const real *v, const Span *spans, int S, int T, int H, int G, int E,
-                             int window)
+                             int window, int q_step, int kv_step)
 {
     (void)T;
     if (E > HEAD_MAX) {
@@ -380,9 +386,9 @@ void CPU(attention_backward)(Device *dev, real *dq, real *dk, real *dv, const re
                  E, HEAD_MAX);
         return;
     }
-    Backward c = {dev,     f32(dq), f32(dk), f32(dv), f32c(dy),
-                  f32c(y), lse,     f32c(q), f32c(k), f32c(v),
-                  spans,   H,       G,       E,       window_of(window)};
+    Backward c = {dev, f32(dq), f32(dk),           f32(dv), f32c(dy), f32c(y),
+                  lse, f32c(q), f32c(k),           f32c(v), spans,    H,
+                  G,   E,       window_of(window), q_step,  kv_step};
     cpu_run_uneven(dev, NS * pairs_of(spans, S, c.window) * H * E, (int64_t)S * G, backward_piece,
                    &c);
 }

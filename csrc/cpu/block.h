@@ -13,6 +13,15 @@ enum {
     PACKED_SLACK = VL,            /* lanes behind it that packing may write */
 };
 
+/* Where a product's sums go that begin at its k0: the first are added to what the caller gave, the
+ * others to those before them. */
+static inline Out product_out(const Product *p, int k0)
+{
+    Out out = {p->c, k0 > 0 ? p->c : p->plus, p->ldc, p->ldc, p->scale, NULL};
+    if (k0 == 0) out.bias = p->bias;
+    return out;
+}
+
 /* How many rows of `depth` elements a packed block takes, a multiple of TALL. */
 int CPU(block_rows)(int depth, int pairs);
 

@@ -48,7 +48,7 @@ void CPU(grouped_linear_backward)(Device *dev, real *dx, const real *dy, const f
         if (!part.count) continue;
         Product p = product_of(f32(dx) + part.first * D, f32c(dy) + part.first * N, N,
                                expert(w, step, e), 0, PANELS_T, part.count, D, N);
-        p.accumulate = accumulate;
+        if (accumulate) p.plus = p.c;
         CPU(product_run)(dev, &p);
     }
 }
@@ -63,7 +63,7 @@ void CPU(grouped_matmul)(Device *dev, real *y, const real *x, const float *w, in
         Product p = product_of(f32(y) + part.first * N, f32c(x) + part.first * D, D, w + e * step,
                                turned ? D : N, turned ? BY_COLUMN : BY_ROW, part.count, N, D);
         p.scale = scale;
-        p.accumulate = accumulate;
+        if (accumulate) p.plus = p.c;
         CPU(product_run)(dev, &p);
     }
 }
@@ -78,7 +78,7 @@ void CPU(grouped_gradient)(Device *dev, float *dw, int64_t step, const real *x, 
                                f32c(dy) + part.first * N, N, BY_ROW, D, N, part.count);
         p.a_col = D;
         p.scale = scale;
-        p.accumulate = 1;
+        p.plus = p.c;
         CPU(product_run)(dev, &p);
     }
 }

@@ -52,12 +52,14 @@ static int block_of(int64_t job, int size, int all)
 
 /* ---- products of whole matrices ---- */
 
-static void multiply(Device *dev, float *c, const float *a, int64_t a_row, const float *b,
-                     int64_t ldb, Order order, int m, int n, int k, float scale, int accumulate)
+static void multiply(Device *dev, float *c, int64_t c_row, const float *a, int64_t a_row,
+                     const float *b, int64_t ldb, Order order, int m, int n, int k, float scale,
+                     int accumulate)
 {
     Product p = product_of(c, a, a_row, b, ldb, order, m, n, k);
+    p.ldc = c_row;
     p.scale = scale;
-    p.accumulate = accumulate;
+    if (accumulate) p.plus = p.c;
     CPU(product_run)(dev, &p);
 }
 
@@ -179,7 +181,7 @@ typedef struct Db {
     const Device *dev;
     float *db;
     const float *s, *dy;
-    int T, columns, N, R;
+    int T, columns, N, step, R; /* dy's rows are `step` apart */
     float scale;
 } Db;
 
@@ -196,7 +198,7 @@ static void db_job(void *context, int64_t job)
         int depth = g->T - k0 < DEPTH ? g->T - k0 : DEPTH;
         for (int n0 = first; n0 < last; n0 += PANEL) {
             int width = last - n0 < PANEL ? last - n0 : PANEL;
-            panel_copy(b, g->dy + (int64_t)k0 * g->N + n0, g->N, depth, width);
+            panel_copy(b, g->dy + (int64_t)k0 * g->step + n0, g->step, depth, width);
             CPU(block_multiply)(out_to(g->db + n0, g->N, g->scale, 1),
                                 tiles_turned(g->s + (int64_t)k0 * g->R, g->R), b, g->R, width,
                                 depth);
@@ -217,13 +219,21 @@ static void ds_db(Device *dev, const Lora *m, int T, int R, float scale)
     int width = threads > 1 ? SHARED_COLUMNS * DEPTH : DEPTH;
     for (int t0 = 0; t0 < T; t0 += rows)
         for (int n0 = 0; n0 < N; n0 += width) {
-            const float *dy = f32c(m->y) + (int64_t)t0 * N + n0;
+            const float *dy = f32c(m->y) + (int64_t)t0 * m->step + n0;
             int count = T - t0 < rows ? T - t0 : rows;
             int columns = N - n0 < width ? N - n0 : width;
-            Db db = {dev, m->db + n0, f32c(m->s) + (int64_t)t0 * R, dy, count, columns, N,
-                     R,   scale};
-            multiply(dev, f32(m->ds) + (int64_t)t0 * R, dy, N, m->b + n0, N, BY_COLUMN, count, R,
-                     columns, scale, n0 > 0);
+            Db db = {.dev = dev,
+                     .db = m->db + n0,
+                     .s = f32c(m->s) + (int64_t)t0 * R,
+                     .dy = dy,
+                     .T = count,
+                     .columns = columns,
+                     .N = N,
+                     .step = m->step,
+                     .R = R,
+                     .scale = scale};
+            multiply(dev, f32(m->ds) + (int64_t)t0 * R, R, dy, m->step, m->b + n0, N, BY_COLUMN,
+                     count, R, columns, scale, n0 > 0);
             cpu_run(dev, jobs_of(columns, DY_PANELS * PANEL), db_job, &db);
         }
 }
@@ -236,11 +246,11 @@ void CPU(lora)(Device *dev, const Lora *group, int count, const real *x, int T, 
     Group g = {.dev = dev, .list = group, .count = count, .x = f32c(x), .T = T, .D = D, .R = R};
     g.rows = cpu_size_of_piece(dev, T, ROWS, TALL);
     if (count == 1) /* nothing to share: one panel is best met by x as it lies */
-        multiply(dev, f32(group->s), g.x, D, group->a, R, BY_ROW, T, R, D, 1.0f, 0);
+        multiply(dev, f32(group->s), R, g.x, D, group->a, R, BY_ROW, T, R, D, 1.0f, 0);
     else
         cpu_run(dev, jobs_of(T, g.rows), narrow_job, &g);
     for (const Lora *m = group; m < group + count; m++)
-        multiply(dev, f32(m->y), f32(m->s), R, m->b, m->N, BY_ROW, T, m->N, R, scale, 1);
+        multiply(dev, f32(m->y), m->step, f32(m->s), R, m->b, m->N, BY_ROW, T, m->N, R, scale, 1);
 }
 
 void CPU(lora_backward)(Device *dev, real *dx, const Lora *group, int count, const real *x, int T,
@@ -264,6 +274,6 @@ void CPU(lora_backward)(Device *dev, real *dx, const Lora *group, int count, con
 void CPU(head_lora)(Device *dev, float *logits, real *s, const real *x, const float *a,
                     const float *b, int T, int V, int D, int R, float scale)
 {
-    CPU(lora)(dev, &(Lora){.y = (real *)logits, .s = s, .a = a, .b = b, .N = V}, 1, x, T, D, R,
-              scale);
+    CPU(lora)(dev, &(Lora){.y = (real *)logits, .s = s, .a = a, .b = b, .N = V, .step = V}, 1, x, T,
+              D, R, scale);
 }

@@ -1,6 +1,6 @@
 /* cpu/matmul.c - the product that all others of the CPU device are made of, and its four paths.
  *
- *   c (m,n) = scale·a (m,k)·b (k,n) [+ bias] [+ c]
+ *   c (m,n) = scale·a (m,k)·b (k,n) [+ bias] [+ plus]
  *
  * Up to STREAM_ROWS rows against a frozen weight read it as it comes from memory (stream.c), the
  * other way too where that is faster (stream_back.c). Other products with a frozen weight, and
@@ -349,10 +349,8 @@ static void few_rows(const Product *p, int m0, int m, int n_first, int n_last)
             int width = n_last - n0 < PANEL ? n_last - n0 : PANEL;
             int64_t ldb;
             const float *b = bring(p, k0, depth, n0, width, scratch, 1, &ldb);
-            Out out = out_to(p->c, p->ldc, p->scale, p->accumulate || k0 > 0);
-            if (k0 == 0) out.bias = p->bias;
-            rows_strip(out_at(out, m0, n0), p->a + m0 * p->a_row + k0 * p->a_col, p->a_row,
-                       p->a_col, b, ldb, m, width, depth);
+            rows_strip(out_at(product_out(p, k0), m0, n0), p->a + m0 * p->a_row + k0 * p->a_col,
+                       p->a_row, p->a_col, b, ldb, m, width, depth);
         }
 }
 
@@ -413,10 +411,9 @@ static void many_rows(const Product *p, int m0, int m, int n_first, int n_last)
         int depth = p->k - k0 < step ? p->k - k0 : step;
         CPU(block_pack)(own->packed, p->a + m0 * p->a_row + k0 * p->a_col, p->a_row, p->a_col, m,
                         depth, pairs);
-        Out out = out_to(p->c, p->ldc, p->scale, p->accumulate || k0 > 0);
-        if (k0 == 0) out.bias = p->bias;
-        many_rows_chunk(p, out_at(out, m0, 0), tiles_packed(own->packed, depth, pairs), own->panels,
-                        m, k0, depth, n_first, n_last);
+        many_rows_chunk(p, out_at(product_out(p, k0), m0, 0),
+                        tiles_packed(own->packed, depth, pairs), own->panels, m, k0, depth, n_first,
+                        n_last);
     }
 }
 

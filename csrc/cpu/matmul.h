@@ -29,9 +29,9 @@ typedef struct Product {
     int m, n, k;
     float scale;
     const float *bias;
-    int accumulate;
-    int rows, panels; /* of one piece of work */
-    int bf16;         /* b, BY_ROW or BY_COLUMN, is bf16 */
+    const float *plus; /* (m,n), rows ldc apart as c's, which it may be; NULL: none */
+    int rows, panels;  /* of one piece of work */
+    int bf16;          /* b, BY_ROW or BY_COLUMN, is bf16 */
     const Device *dev;
 } Product;
 
@@ -53,8 +53,8 @@ static inline Product product_of(float *c, const float *a, int64_t a_row, const 
                      .scale = 1.0f};
 }
 
-/* Runs c (m,n) = scale·a·b [+ bias] [+ c] on the device's threads; `rows`, `panels` and `dev` are
- * its own. */
+/* Runs c (m,n) = scale·a·b [+ bias] [+ plus] on the device's threads; `rows`, `panels` and `dev`
+ * are its own. */
 void CPU(product_run)(Device *dev, Product *p);
 
 /* The same for a frozen weight in PANELS and m ≤ STREAM_ROWS rows, to the same bits (stream.c). */

@@ -1,7 +1,7 @@
 /* cpu/rmsnorm.c - each row divided by its root mean square.
  *
  *   y[t,:] = x[t,:]·rstd[t]·w,  rstd[t] = 1/sqrt(mean(x[t,:]²) + eps)
- *   dx[t,:] += rstd·(g − x̂·mean(g·x̂)),  g = dy·w,  x̂ = x·rstd
+ *   dx[t,:] = rstd·(g − x̂·mean(g·x̂)) + plus[t,:],  g = dy·w,  x̂ = x·rstd
  *
  * Forward reads T·D twice, the second time from cache, and writes T·D; backward reads 3·T·D and
  * writes T·D; memory bound. The weight has no gradient: it belongs to the frozen base. */
@@ -22,7 +22,7 @@ typedef struct Norm {
 
 typedef struct NormBackward {
     float *dx;
-    const float *dy, *x, *w, *rstd;
+    const float *dy, *x, *w, *rstd, *plus;
     int T, D, grain;
 } NormBackward;
 
@@ -42,6 +42,11 @@ static void norm_backward_job(void *context, int64_t job)
     for (int t = from; t < to; t++) {
         const float *restrict x = r->x + (int64_t)t * D, *restrict dy = r->dy + (int64_t)t * D;
         float *restrict dx = r->dx + (int64_t)t * D;
+        size_t row = (size_t)D * sizeof *dx;
+        if (!r->plus)
+            memset(dx, 0, row);
+        else if (r->plus != r->dx)
+            memcpy(dx, r->plus + (int64_t)t * D, row);
         float rstd = r->rstd[t];
         float mean = norm_mean(dy, x, w, rstd, D);
         for (int i = 0; i < D; i++) dx[i] += rstd * (dy[i] * w[i] - x[i] * rstd * mean);
@@ -56,9 +61,11 @@ void CPU(rmsnorm)(Device *dev, real *y, float *rstd, const real *x, const float 
 }
 
 void CPU(rmsnorm_backward)(Device *dev, real *dx, const real *dy, const real *x, const float *w,
-                           const float *rstd, int T, int D)
+                           const float *rstd, const real *plus, int T, int D)
 {
-    NormBackward r = {f32(dx), f32c(dy), f32c(x), w, rstd, T, D, cpu_rows_of_job(GRAIN, D)};
+    NormBackward r = {f32(dx), f32c(dy), f32c(x),
+                      w,       rstd,     plus ? f32c(plus) : NULL,
+                      T,       D,        cpu_rows_of_job(GRAIN, D)};
     cpu_run_of(dev, NS_BACKWARD * T * D, ((int64_t)T + r.grain - 1) / r.grain, norm_backward_job,
                &r);
 }

@@ -37,7 +37,8 @@ typedef struct Rope {
     float *y[2], *rstd[2];      // (T, heads, E) and (T, heads): of queries, of keys
     const float *x[2], *w[2];   // likewise, and (E) or NULL
     const float *cosine, *sine; // (T, W/2)
-    int T, heads[2], E, half, grain;
+    int T, heads[2], step[2];   /* of rows of x, and of backward's y, which is in place */
+    int E, half, grain;
     float eps;
 } Rope;
 
@@ -66,13 +67,25 @@ static void turn(float *restrict u, const float *restrict cosine, const float *r
     }
 }
 
-/* Head `head` of part `part`, which is one of row t's. */
-typedef void OneHead(const Rope *r, int t, int part, int64_t head);
+/* Head h of row t's part `part`. */
+typedef void OneHead(const Rope *r, int t, int part, int h);
 
-static void rotate_head(const Rope *r, int t, int part, int64_t head)
+/* Its number among all rows' heads, and where it is in x. */
+static int64_t number_of(const Rope *r, int t, int part, int h)
 {
+    return (int64_t)t * r->heads[part] + h;
+}
+
+static int64_t place_of(const Rope *r, int t, int part, int h)
+{
+    return (int64_t)t * r->step[part] + (int64_t)h * r->E;
+}
+
+static void rotate_head(const Rope *r, int t, int part, int h)
+{
+    int64_t head = number_of(r, t, part, h);
     float *y = r->y[part] + head * r->E;
-    const float *x = r->x[part] + head * r->E;
+    const float *x = r->x[part] + place_of(r, t, part, h);
     if (r->w[part])
         r->rstd[part][head] = norm_row(y, x, r->w[part], r->E, r->eps);
     else
@@ -80,13 +93,14 @@ static void rotate_head(const Rope *r, int t, int part, int64_t head)
     turn(y, r->cosine + (int64_t)t * r->half, r->sine + (int64_t)t * r->half, r->half, 1.0f);
 }
 
-static void rotate_head_backward(const Rope *r, int t, int part, int64_t head)
+static void rotate_head_backward(const Rope *r, int t, int part, int h)
 {
-    float *restrict d = r->y[part] + head * r->E;
-    const float *restrict x = r->x[part] + head * r->E, *restrict w = r->w[part];
+    int64_t at = place_of(r, t, part, h);
+    float *restrict d = r->y[part] + at;
+    const float *restrict x = r->x[part] + at, *restrict w = r->w[part];
     turn(d, r->cosine + (int64_t)t * r->half, r->sine + (int64_t)t * r->half, r->half, -1.0f);
     if (!w) return;
-    float rstd = r->rstd[part][head], mean = norm_mean(d, x, w, rstd, r->E);
+    float rstd = r->rstd[part][number_of(r, t, part, h)], mean = norm_mean(d, x, w, rstd, r->E);
     for (int e = 0; e < r->E; e++) d[e] = rstd * (d[e] * w[e] - x[e] * rstd * mean);
 }
 
@@ -95,8 +109,7 @@ static inline void walk_heads(const Rope *r, int64_t job, OneHead *one)
     int from = (int)job * r->grain, to = r->T - from < r->grain ? r->T : from + r->grain;
     for (int t = from; t < to; t++)
         for (int part = 0; part < 2; part++)
-            for (int h = 0; h < r->heads[part]; h++)
-                one(r, t, part, (int64_t)t * r->heads[part] + h);
+            for (int h = 0; h < r->heads[part]; h++) one(r, t, part, h);
 }
 
 static void rotate_job(void *context, int64_t job)
@@ -125,7 +138,8 @@ void CPU(rope_table)(Device *dev, float *cosine, float *sine, const int32_t *pos
 
 void CPU(rotate)(Device *dev, real *q, real *k, float *q_rstd, float *k_rstd, const real *q_raw,
                  const real *k_raw, const float *q_norm, const float *k_norm, const float *cosine,
-                 const float *sine, int T, int H, int G, int E, int W, float eps)
+                 const float *sine, int T, int H, int G, int E, int W, int q_step, int kv_step,
+                 float eps)
 {
     Rope r = {{f32(q), f32(k)},
               {q_rstd, k_rstd},
@@ -135,6 +149,7 @@ void CPU(rotate)(Device *dev, real *q, real *k, float *q_rstd, float *k_rstd, co
               sine,
               T,
               {H, G},
+              {q_step, kv_step},
               E,
               W / 2,
               0,
@@ -145,7 +160,7 @@ void CPU(rotate)(Device *dev, real *q, real *k, float *q_rstd, float *k_rstd, co
 void CPU(rotate_backward)(Device *dev, real *dq, real *dk, const real *q_raw, const real *k_raw,
                           const float *q_norm, const float *k_norm, const float *q_rstd,
                           const float *k_rstd, const float *cosine, const float *sine, int T, int H,
-                          int G, int E, int W)
+                          int G, int E, int W, int q_step, int kv_step)
 {
     /* rstd is only read */
     Rope r = {{f32(dq), f32(dk)},
@@ -156,6 +171,7 @@ void CPU(rotate_backward)(Device *dev, real *dq, real *dk, const real *q_raw, co
               sine,
               T,
               {H, G},
+              {q_step, kv_step},
               E,
               W / 2,
               0,

@@ -156,9 +156,9 @@ void CPU(group_part)(Device *dev, int32_t *part, const int32_t *bounds, const in
 
 typedef struct Unite {
     float *y;
-    const float *x;
+    const float *x, *plus;
     const int32_t *place;
-    int T, K, D, accumulate, grain;
+    int T, K, D, grain;
 } Unite;
 
 static void unite_job(void *context, int64_t job)
@@ -167,22 +167,28 @@ static void unite_job(void *context, int64_t job)
     int from = (int)job * g->grain, to = g->T - from < g->grain ? g->T : from + g->grain;
     for (int64_t t = from; t < to; t++) {
         const int32_t *place = g->place + t * g->K;
-        float *y = g->y + t * g->D;
         for (int i = 0; i < g->D; i += VL) {
             int rest = g->D - i < VL ? g->D - i : VL;
             vf sum = v_load_upto(g->x + (int64_t)place[0] * g->D + i, rest);
             for (int k = 1; k < g->K; k++)
                 sum += v_load_upto(g->x + (int64_t)place[k] * g->D + i, rest);
-            if (g->accumulate) sum += v_load_upto(y + i, rest);
-            v_store_upto(y + i, sum, rest);
+            if (g->plus) sum += v_load_upto(g->plus + t * g->D + i, rest);
+            v_store_upto(g->y + t * g->D + i, sum, rest);
         }
     }
 }
 
-void CPU(unite)(Device *dev, real *y, const real *x, const int32_t *place, int T, int K, int D,
-                int accumulate)
+void CPU(unite)(Device *dev, real *y, const real *x, const int32_t *place, const real *plus, int T,
+                int K, int D)
 {
-    Unite g = {f32(y), f32c(x), place, T, K, D, accumulate, cpu_rows_of_job(GRAIN, K * D)};
+    Unite g = {.y = f32(y),
+               .x = f32c(x),
+               .plus = plus ? f32c(plus) : NULL,
+               .place = place,
+               .T = T,
+               .K = K,
+               .D = D,
+               .grain = cpu_rows_of_job(GRAIN, K * D)};
     cpu_run_of(dev, NS_UNITE * T * K * D, ((int64_t)T + g.grain - 1) / g.grain, unite_job, &g);
 }
 

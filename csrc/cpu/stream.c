@@ -1,6 +1,6 @@
 /* cpu/stream.c - a few rows against a frozen weight, as in decoding.
  *
- *   c (m,n) = scale·a (m,k)·wᵀ [+ bias] [+ c],  m ≤ STREAM_ROWS
+ *   c (m,n) = scale·a (m,k)·wᵀ [+ bias] [+ plus],  m ≤ STREAM_ROWS
  *
  * The weight is read once, in the order in which it lies. It is prefetched AHEAD bytes before it is
  * used, across the ends of blocks and panels, because the processor's own prefetching stops at each
@@ -9,7 +9,7 @@
  * loop reads two streams, whatever the distance of the rows. One or two rows have registers left: a
  * tile is then as wide as the panel and reads it once, in order (with AVX2 and f32 at one row 14
  * GB/s and not 10, where a core reads 14). Sums are matmul.c's, bit for bit:
- * blocks of DEPTH, each from zero in the order of k, then scale, bias, and the old c.
+ * blocks of DEPTH, each from zero in the order of k, then scale, bias, and plus.
  *
  * Roofline: n·k weights, 2·m·n·k flops. Memory bound up to some 14 rows of bf16, compute bound
  * above; 38 GB/s at 1 row and 430 of 474 GFLOP/s at 33 where a core reads 38 GB/s. */
@@ -299,8 +299,7 @@ static void panel_block(const Stream *s, int n0, int k0, int depth)
     const float *a = s->packed + (int64_t)row_lanes(s->form, k0 - s->k0) * s->height;
     int64_t tile_lanes = (int64_t)row_lanes(s->form, s->depth) * s->height;
     int n = p->n - n0 < PANEL ? p->n - n0 : PANEL;
-    Out whole = out_to(p->c, p->ldc, p->scale, p->accumulate || k0 > 0);
-    if (k0 == 0) whole.bias = p->bias;
+    Out whole = product_out(p, k0);
 #if defined(__AVX512F__)
     if (dtype_packed(((const frozen *)p->b)->type) && p->m <= BLOCK_ROWS) {
         Out out = out_at(whole, 0, n0);

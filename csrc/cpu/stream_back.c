@@ -1,6 +1,6 @@
 /* cpu/stream_back.c - a few rows against a frozen weight the other way, as in an expert's backward.
  *
- *   c (m,n) = scale·a (m,k)·w [+ c],  m ≤ BACK_ROWS, w (k,n) in panels of 32 k (PANELS_T)
+ *   c (m,n) = scale·a (m,k)·w [+ plus],  m ≤ BACK_ROWS, w (k,n) in panels of 32 k (PANELS_T)
  *
  * A panel has k along its lanes. Turning it first, as block.c's way does, is more work than a few
  * rows repay. So here a is turned, once, and rows are the lanes: a tile is some columns of c by one
@@ -8,7 +8,7 @@
  * from where it lies if it is f32; bf16 is widened into L1 first, without a shuffle (its pairs are
  * put along k, by one). Tiles are turned when they are written. A product of two numbers doesn't
  * depend on their order, so sums are matmul.c's, bit for bit: blocks of DEPTH, each from zero in
- * the order of k, then scale and the old c.
+ * the order of k, then scale and plus.
  *
  * Roofline: n·k weights, 2·m·n·k flops, m counted in whole vectors. Compute bound. */
 #include <assert.h>
@@ -86,25 +86,29 @@ static void pack(float *to, const Back *s)
         v_store(to + (int64_t)k * s->lanes + whole, v_set(0.0f));
 }
 
-/* A tile's columns [n0, n0 + live) of c to sums [column][lanes], or back. */
+/* A tile's columns [n0, n0 + live) of plus, or of c so far, to sums [column][lanes], or back to c.
+ */
 static void tile_turn(const Back *s, float *sums, int n0, int live, int back)
 {
     const Product *p = s->p;
     for (int r0 = 0; r0 < p->m; r0 += VL)
         for (int j0 = 0; j0 < live; j0 += VL) {
-            float *c = p->c + r0 * p->ldc + n0 + j0, *at = sums + (int64_t)j0 * s->lanes + r0;
+            int64_t first = r0 * p->ldc + n0 + j0;
+            const float *from = (s->k0 ? p->c : p->plus) + first;
+            float *at = sums + (int64_t)j0 * s->lanes + r0;
             int rows = p->m - r0, columns = live - j0;
             vf v[VL];
 #pragma GCC unroll 16
             for (int i = 0; i < VL; i++) {
                 v[i] = v_set(0.0f);
                 if (i < (back ? columns : rows))
-                    v[i] = back ? v_load(at + i * s->lanes) : v_load_upto(c + i * p->ldc, columns);
+                    v[i] =
+                        back ? v_load(at + i * s->lanes) : v_load_upto(from + i * p->ldc, columns);
             }
             square_turn(v);
 #pragma GCC unroll 16
             for (int i = 0; i < VL; i++) {
-                if (back && i < rows) v_store_upto(c + i * p->ldc, v[i], columns);
+                if (back && i < rows) v_store_upto(p->c + first + i * p->ldc, v[i], columns);
                 if (!back && i < columns) v_store(at + i * s->lanes, v[i]);
             }
         }
@@ -246,7 +250,7 @@ static void columns_run(const Back *s, int n0, int live)
 {
     _Alignas(64) float sums[WAITING], own[HEIGHT_1 * DEPTH];
     const Product *p = s->p;
-    int add = p->accumulate || s->k0 > 0, whole = s->form == FLOATS && live == s->height;
+    int add = p->plus || s->k0 > 0, whole = s->form == FLOATS && live == s->height;
     int wide = s->vectors * VL;
     if (add) tile_turn(s, sums, n0, live, 0);
     for (int r = 0; r < p->m && !add; r++) __builtin_prefetch(p->c + r * p->ldc + n0 + live - 1, 1);

@@ -5,9 +5,9 @@
  *
  * and the same times a share that each row has, whose gradient is Σ dy·gate·σ·up.
  *
- * Forward reads 2·T·F and writes T·F; backward reads 3·T·F and writes 2·T·F; memory bound. Both
- * work on elements, not rows: an element's result is the same in any lane, so jobs are flat
- * stretches of the whole, or with shares, whole rows. Each vector of lanes is loaded before any of
+ * Forward reads 2·T·F and writes T·F; backward reads 3·T·F and writes 2·T·F; memory bound. An
+ * element's result is the same in any lane, so jobs are stretches of the whole, whatever the rows,
+ * or with shares, whole rows. Each vector of lanes is loaded before any of
  * it is stored, so that gradients may overwrite their inputs. */
 #include "cpu.h"
 #include "simd.h"
@@ -21,30 +21,53 @@ enum {
 #define NS 0.2
 #define NS_BACKWARD 0.4
 
+/* Rows of `width` numbers; gate's and up's, and those of their gradients, are `step` apart. */
 typedef struct Glu {
-    float *y;
-    const float *gate, *up;
-    int64_t n;
+    float *y, *dgate, *dup;
+    const float *dy, *gate, *up;
+    int64_t rows, width, step;
 } Glu;
 
-typedef struct GluBackward {
-    float *dgate, *dup;
-    const float *dy, *gate, *up;
-    int64_t n;
-} GluBackward;
+/* A job's stretch, from `i` to `to`, of the rows' numbers; it may end in the middle of a row. */
+typedef struct Stretch {
+    int64_t i, to;
+} Stretch;
+
+static Stretch stretch_of(const Glu *g, int64_t job)
+{
+    int64_t all = g->rows * g->width, i = job * GRAIN;
+    return (Stretch){i, all - i < GRAIN ? all : i + GRAIN};
+}
+
+/* The next numbers of a stretch that are of one row: where they are in y, and in gate; how many. */
+typedef struct Piece {
+    int64_t y, at, n;
+} Piece;
+
+static Piece piece_take(const Glu *g, Stretch *s)
+{
+    int64_t t = s->i / g->width, column = s->i % g->width, rest = s->to - s->i;
+    Piece piece = {s->i, t * g->step + column, g->width - column < rest ? g->width - column : rest};
+    s->i += piece.n;
+    return piece;
+}
 
 static void glu_job(void *context, int64_t job)
 {
     const Glu *g = context;
-    int64_t i = job * GRAIN, to = g->n - i < GRAIN ? g->n : i + GRAIN;
-    for (; i + VL <= to; i += VL) {
-        vf gate = v_load(g->gate + i);
-        v_store(g->y + i, gate * v_sigmoid(gate) * v_load(g->up + i));
-    }
-    if (i < to) {
-        int rest = (int)(to - i);
-        vf gate = v_load_part(g->gate + i, rest, 0.0f);
-        v_store_part(g->y + i, gate * v_sigmoid(gate) * v_load_part(g->up + i, rest, 0.0f), rest);
+    for (Stretch s = stretch_of(g, job); s.i < s.to;) {
+        Piece piece = piece_take(g, &s);
+        const float *gates = g->gate + piece.at, *ups = g->up + piece.at;
+        float *y = g->y + piece.y;
+        int64_t i = 0;
+        for (; i + VL <= piece.n; i += VL) {
+            vf gate = v_load(gates + i);
+            v_store(y + i, gate * v_sigmoid(gate) * v_load(ups + i));
+        }
+        if (i == piece.n) continue;
+        int rest = (int)(piece.n - i);
+        vf gate = v_load_part(gates + i, rest, 0.0f);
+        v_store_part(y + i, gate * v_sigmoid(gate) * v_load_part(ups + i, rest, 0.0f), rest);
     }
 }
 
@@ -57,34 +80,56 @@ static inline void gradients(vf *dgate, vf *dup, vf dy, vf gate, vf up)
 
 static void glu_backward_job(void *context, int64_t job)
 {
-    const GluBackward *g = context;
-    int64_t i = job * GRAIN, to = g->n - i < GRAIN ? g->n : i + GRAIN;
+    const Glu *g = context;
     vf dgate, dup;
-    for (; i + VL <= to; i += VL) {
-        gradients(&dgate, &dup, v_load(g->dy + i), v_load(g->gate + i), v_load(g->up + i));
-        v_store(g->dgate + i, dgate);
-        v_store(g->dup + i, dup);
-    }
-    if (i < to) {
-        int rest = (int)(to - i);
-        gradients(&dgate, &dup, v_load_part(g->dy + i, rest, 0.0f),
-                  v_load_part(g->gate + i, rest, 0.0f), v_load_part(g->up + i, rest, 0.0f));
-        v_store_part(g->dgate + i, dgate, rest);
-        v_store_part(g->dup + i, dup, rest);
+    for (Stretch s = stretch_of(g, job); s.i < s.to;) {
+        Piece piece = piece_take(g, &s);
+        const float *dy = g->dy + piece.y, *gate = g->gate + piece.at, *up = g->up + piece.at;
+        float *dgates = g->dgate + piece.at, *dups = g->dup + piece.at;
+        int64_t i = 0;
+        for (; i + VL <= piece.n; i += VL) {
+            gradients(&dgate, &dup, v_load(dy + i), v_load(gate + i), v_load(up + i));
+            v_store(dgates + i, dgate);
+            v_store(dups + i, dup);
+        }
+        if (i == piece.n) continue;
+        int rest = (int)(piece.n - i);
+        gradients(&dgate, &dup, v_load_part(dy + i, rest, 0.0f), v_load_part(gate + i, rest, 0.0f),
+                  v_load_part(up + i, rest, 0.0f));
+        v_store_part(dgates + i, dgate, rest);
+        v_store_part(dups + i, dup, rest);
     }
 }
 
-void CPU(swiglu)(Device *dev, real *y, const real *gate, const real *up, int T, int F)
+/* The number of a job's elements is the same for any step. */
+static void glu_run(Device *dev, Glu *g, double ns, void (*work)(void *, int64_t))
 {
-    Glu g = {f32(y), f32c(gate), f32c(up), (int64_t)T * F};
-    cpu_run_of(dev, NS * (double)g.n, (g.n + GRAIN - 1) / GRAIN, glu_job, &g);
+    if (g->step == g->width) { /* one long row */
+        g->step = g->width *= g->rows;
+        g->rows = g->width > 0;
+    }
+    int64_t all = g->rows * g->width;
+    cpu_run_of(dev, ns * (double)all, (all + GRAIN - 1) / GRAIN, work, g);
+}
+
+void CPU(swiglu)(Device *dev, real *y, const real *gate, const real *up, int T, int F, int step)
+{
+    Glu g = {.y = f32(y), .gate = f32c(gate), .up = f32c(up), .rows = T, .width = F, .step = step};
+    glu_run(dev, &g, NS, glu_job);
 }
 
 void CPU(swiglu_backward)(Device *dev, real *dgate, real *dup, const real *dy, const real *gate,
-                          const real *up, int T, int F)
+                          const real *up, int T, int F, int step)
 {
-    GluBackward g = {f32(dgate), f32(dup), f32c(dy), f32c(gate), f32c(up), (int64_t)T * F};
-    cpu_run_of(dev, NS_BACKWARD * (double)g.n, (g.n + GRAIN - 1) / GRAIN, glu_backward_job, &g);
+    Glu g = {.dgate = f32(dgate),
+             .dup = f32(dup),
+             .dy = f32c(dy),
+             .gate = f32c(gate),
+             .up = f32c(up),
+             .rows = T,
+             .width = F,
+             .step = step};
+    glu_run(dev, &g, NS_BACKWARD, glu_backward_job);
 }
 
 /* ---- with a share of each row ---- */
@@ -93,7 +138,7 @@ typedef struct Shared {
     float *y, *dgate, *dup, *dshare;
     const float *dy, *gate, *up, *share;
     const int32_t *pair; /* where a row's share is; NULL: at its own number */
-    int P, F, grain;
+    int P, F, step, grain;
     float limit;
 } Shared;
 
@@ -139,11 +184,11 @@ static void shared_job(void *context, int64_t job)
     int from = (int)job * g->grain, to = g->P - from < g->grain ? g->P : from + g->grain;
     for (int64_t t = from; t < to; t++) {
         vf share = v_set(g->share[g->pair ? g->pair[t] : t]);
-        for (int64_t i = t * g->F, end = i + g->F; i < end; i += VL) {
-            int rest = end - i < VL ? (int)(end - i) : VL;
-            vf gate = v_load_upto(g->gate + i, rest);
-            vf act = unit(gate, v_load_upto(g->up + i, rest), g->limit);
-            v_store_upto(g->y + i, share * act, rest);
+        for (int64_t i = 0, at = t * g->step, y = t * g->F; i < g->F; i += VL) {
+            int rest = g->F - i < VL ? (int)(g->F - i) : VL;
+            vf gate = v_load_upto(g->gate + at + i, rest);
+            vf act = unit(gate, v_load_upto(g->up + at + i, rest), g->limit);
+            v_store_upto(g->y + y + i, share * act, rest);
         }
     }
 }
@@ -153,29 +198,29 @@ static void shared_backward_job(void *context, int64_t job)
     const Shared *g = context;
     int from = (int)job * g->grain, to = g->P - from < g->grain ? g->P : from + g->grain;
     for (int64_t t = from; t < to; t++) {
-        int64_t at = g->pair ? g->pair[t] : t;
-        vf share = v_set(g->share[at]), sum = v_set(0.0f), dgate, dup;
+        int64_t own = g->pair ? g->pair[t] : t;
+        vf share = v_set(g->share[own]), sum = v_set(0.0f), dgate, dup;
         double total = 0.0;
-        for (int64_t i = t * g->F, end = i + g->F, next = i + BLOCK; i < end; i += VL) {
-            int rest = end - i < VL ? (int)(end - i) : VL;
+        for (int64_t i = 0, at = t * g->step, next = BLOCK; i < g->F; i += VL, at += VL) {
+            int rest = g->F - i < VL ? (int)(g->F - i) : VL;
             if (i >= next) {
                 total += (double)v_sum(sum);
                 sum = v_set(0.0f);
                 next += BLOCK;
             }
-            vf gate = v_load_upto(g->gate + i, rest), up = v_load_upto(g->up + i, rest);
-            vf dy = v_load_upto(g->dy + i, rest);
+            vf gate = v_load_upto(g->gate + at, rest), up = v_load_upto(g->up + at, rest);
+            vf dy = v_load_upto(g->dy + t * g->F + i, rest);
             sum = v_fma(dy, unit(gate, up, g->limit), sum);
             unit_gradients(&dgate, &dup, share * dy, gate, up, g->limit);
-            v_store_upto(g->dgate + i, dgate, rest);
-            v_store_upto(g->dup + i, dup, rest);
+            v_store_upto(g->dgate + at, dgate, rest);
+            v_store_upto(g->dup + at, dup, rest);
         }
-        g->dshare[at] = (float)(total + (double)v_sum(sum));
+        g->dshare[own] = (float)(total + (double)v_sum(sum));
     }
 }
 
 void CPU(swiglu_share)(Device *dev, real *y, const real *gate, const real *up, const float *share,
-                       const int32_t *pair, int P, int F, float limit)
+                       const int32_t *pair, int P, int F, int step, float limit)
 {
     Shared g = {.y = f32(y),
                 .gate = f32c(gate),
@@ -184,6 +229,7 @@ void CPU(swiglu_share)(Device *dev, real *y, const real *gate, const real *up, c
                 .pair = pair,
                 .P = P,
                 .F = F,
+                .step = step,
                 .grain = cpu_rows_of_job(GRAIN, F),
                 .limit = limit};
     cpu_run_of(dev, NS * P * F, ((int64_t)P + g.grain - 1) / g.grain, shared_job, &g);
@@ -191,7 +237,7 @@ void CPU(swiglu_share)(Device *dev, real *y, const real *gate, const real *up, c
 
 void CPU(swiglu_share_backward)(Device *dev, real *dgate, real *dup, float *dshare, const real *dy,
                                 const real *gate, const real *up, const float *share,
-                                const int32_t *pair, int P, int F, float limit)
+                                const int32_t *pair, int P, int F, int step, float limit)
 {
     Shared g = {.dgate = f32(dgate),
                 .dup = f32(dup),
@@ -203,6 +249,7 @@ void CPU(swiglu_share_backward)(Device *dev, real *dgate, real *dup, float *dsha
                 .pair = pair,
                 .P = P,
                 .F = F,
+                .step = step,
                 .grain = cpu_rows_of_job(GRAIN, F),
                 .limit = limit};
     cpu_run_of(dev, NS_BACKWARD * P * F, ((int64_t)P + g.grain - 1) / g.grain, shared_backward_job,

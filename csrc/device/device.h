@@ -89,7 +89,7 @@ typedef struct Lora {
     real *s, *ds;       /* (T,R): x·a, kept for backward, and backward's scratch */
     const float *a, *b; /* (D,R), (R,N) */
     float *da, *db;     /* their gradients; ds, da and db are backward's alone */
-    int32_t N;
+    int32_t N, step;    /* y's rows are `step` numbers apart */
 } Lora;
 
 /* A row's logΣexp whose f32 is below this is used as it was rounded, to 2^-17 at most. */
@@ -133,6 +133,9 @@ struct Device {
     void (*zero)(Device *dev, void *memory, size_t bytes);
     /* Bytes of a base weight that is kept in that type; 0: the device can't compute from it. */
     size_t (*frozen_bytes)(Device *dev, DType kept, int rows, int cols);
+    /* Whether the weight `next` continues w (rows, cols): both are one weight then, with the rows
+     * of w and behind them those of `next`. NULL where none does. */
+    int (*frozen_continues)(Device *dev, const frozen *w, const frozen *next, int rows, int cols);
     /* Puts a row-major (rows, cols) host array of some type in the device's own order, in the type
      * it is kept in (dtype_loads says which can become which). */
     void (*frozen_load)(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,

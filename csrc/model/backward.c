@@ -20,7 +20,7 @@ static void part_backward(const Pass *p, LayerKind kind, real *dxn, float *rstd,
     int T = p->batch->T, D = p->model->shape.width;
     d->rmsnorm(d, p->acts->xn, rstd, x, norm, T, D, p->model->shape.norm_eps);
     kind_backward[kind](p, dxn);
-    if (dxn) d->rmsnorm_backward(d, p->grads->dx, dxn, x, norm, rstd, T, D);
+    if (dxn) d->rmsnorm_backward(d, p->grads->dx, dxn, x, norm, rstd, p->grads->dx, T, D);
 }
 
 static void layer_backward(const Pass *p)
@@ -41,8 +41,7 @@ void backward(const Model *m, Adapter *adapter, const Batch *batch, const Acts *
     int T = batch->T, D = s->width;
     Pass p = {m, batch, acts, cache, adapter, g, s->layers - 1};
     if (!(adapter->groups & (ATTN | MLP))) return;
-    d->zero(d, g->dx, (size_t)T * (size_t)D * d->real_bytes);
-    d->rmsnorm_backward(d, g->dx, g->dxn, acts->out, m->final_norm, acts->final_rstd, T, D);
+    d->rmsnorm_backward(d, g->dx, g->dxn, acts->out, m->final_norm, acts->final_rstd, NULL, T, D);
     for (; p.l >= 0 && !batch_stopped(batch); p.l--) {
         if (p.l < acts->again[CHEAP]) layer_forward(&p, NULL);
         layer_backward(&p);

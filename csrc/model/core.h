@@ -83,6 +83,8 @@ typedef struct KindInfo {
     int window;             /* for how many tokens the former are kept; 0: for all */
 } KindInfo;
 
+/* Numbers of a row of attention's qkv: q, k and v side by side, or k and v where q has a gate. */
+int qkv_width(const Shape *shape);
 /* Channels of a gated delta network's convolution: of q, of k, of v. */
 int delta_channels(const Shape *shape);
 /* Bytes that a sequence keeps of such a layer. */

@@ -2,7 +2,7 @@
  * back.
  *
  *   q, k, v = silu(conv(wq·x)), silu(conv(wk·x)), silu(conv(wv·x));  q, k = q/|q|/√N, k/|k|
- *   y = delta(q, k, v, beta, decay);  out += w_out·(norm(y)·silu(w_z·x))
+ *   y = delta(q, k, v, beta, decay);  out = x + w_out·(norm(y)·silu(w_z·x))
  *
  * A division by a length is rmsnorm with the constant weight 1/√N, and the last gate is swiglu, so
  * both are the ops that other layers use. Backward recomputes everything but the products and the
@@ -69,10 +69,10 @@ static void gated(const Pass *p)
     Sizes z = sizes_of(p);
     d->rmsnorm(d, acts->delta_normed, acts->delta_rstd, a->delta_y, m->layer[p->l].delta_norm,
                z.T * z.H, z.E, m->shape.norm_eps);
-    d->swiglu(d, acts->delta_gated, a->delta_z, acts->delta_normed, z.T, z.V);
+    d->swiglu(d, acts->delta_gated, a->delta_z, acts->delta_normed, z.T, z.V, z.V);
 }
 
-void linear_attention_forward(const Pass *p, real *out)
+void linear_attention_forward(const Pass *p, real *out, const real *x)
 {
     const Model *m = p->model;
     Device *d = m->dev;
@@ -88,7 +88,7 @@ void linear_attention_forward(const Pass *p, real *out)
         FROZEN(a->delta_b, delta_b, z.H),           FROZEN(a->delta_a, delta_a, z.H)};
     const Projection last[] = {PROJECTION(out, delta_out, NULL, z.D)};
 
-    project(p, in, 6, acts->xn, z.D, 0);
+    project(p, in, 6, acts->xn, z.D);
     if (!out) return;
     prepare(p);
     float *state = cache_state(m, p->cache, p->l), *open = NULL;
@@ -101,7 +101,7 @@ void linear_attention_forward(const Pass *p, real *out)
              acts->unit_k, acts->conv_v, acts->beta, acts->decay, batch->spans, batch->S, z.T, z.G,
              z.H, z.N, z.E, (int64_t)(p->cache->state_bytes / sizeof(float)));
     gated(p);
-    project(p, last, 1, acts->delta_gated, z.V, 1);
+    project_onto(p, x, last, acts->delta_gated, z.V);
 }
 
 void cache_rewind(const Model *m, const Cache *cache, int number)
@@ -131,8 +131,7 @@ static void unprepare(const Pass *p, real *dx, real *dconv, const real *dunit, c
     Device *d = m->dev;
     const Batch *batch = p->batch;
     Sizes z = sizes_of(p);
-    d->zero(d, dconv, (size_t)z.T * (size_t)z.Q * d->real_bytes);
-    d->rmsnorm_backward(d, dconv, dunit, conv, unit, rstd, z.T * z.G, z.N);
+    d->rmsnorm_backward(d, dconv, dunit, conv, unit, rstd, NULL, z.T * z.G, z.N);
     d->conv_backward(d, dx, dconv, x, m->layer[p->l].delta_conv + (size_t)at * CONV, batch->spans,
                      batch->S, z.T, z.Q);
 }
@@ -158,10 +157,9 @@ void linear_attention_backward(const Pass *p, real *dxn)
     gated(p);
     unproject(p, last, 1, g->ddelta_gated, acts->delta_gated, z.V);
     d->swiglu_backward(d, g->ddelta_z, g->ddelta_gated, g->ddelta_gated, a->delta_z,
-                       acts->delta_normed, z.T, z.V);
-    d->zero(d, g->ddelta_y, (size_t)z.T * (size_t)z.V * d->real_bytes);
+                       acts->delta_normed, z.T, z.V, z.V);
     d->rmsnorm_backward(d, g->ddelta_y, g->ddelta_gated, a->delta_y, w->delta_norm,
-                        acts->delta_rstd, z.T * z.H, z.E);
+                        acts->delta_rstd, NULL, z.T * z.H, z.E);
     d->delta_backward(d, g->dunit_q, g->dunit_k, g->dconv_v, g->dbeta, g->ddecay, g->ddelta_y,
                       a->delta_w, a->delta_pages, acts->unit_q, acts->unit_k, acts->conv_v,
                       acts->beta, acts->decay, batch->spans, batch->S, z.T, z.G, z.H, z.N, z.E);

@@ -1,6 +1,6 @@
 /* model/experts.c - the feed-forward part of a mixture of experts, forward and back.
  *
- *   out += Σ_k w_down_e·(share_k·swiglu(w_gate_e·x, w_up_e·x)),  e = the k-th expert of the row
+ *   out = x + Σ_k w_down_e·(share_k·swiglu(w_gate_e·x, w_up_e·x)),  e = the k-th expert of the row
  *
  * A pair is a row and one of its experts. Pairs are put in the order of their experts, so that each
  * chosen expert's matrices meet all their rows in one product. The share multiplies swiglu's
@@ -90,7 +90,7 @@ static void add_narrow_lora(const Mix *m, const Segment *g, Pair pair, real *out
     real *own = real_at(d, s, row * (size_t)R);
     d->grouped_matmul(d, acts->e_s, acts->e_act, weights + pair.a, pair.a_step, 0, m->a->e_part,
                       m->X, m->P, R, m->F, 1.0f, 0);
-    d->unite(d, own, acts->e_s, acts->e_place + row * (size_t)m->K, g->rows, m->K, R, 0);
+    d->unite(d, own, acts->e_s, acts->e_place + row * (size_t)m->K, NULL, g->rows, m->K, R);
     d->grouped_matmul(d, real_at(d, out, row * (size_t)m->D), own, weights + pair.b, 0, 0, NULL, 1,
                       g->rows, m->D, R, g->adapter->scale, 1);
 }
@@ -104,7 +104,7 @@ static int segment_begin(const Mix *m, const Segment *g)
     return 1;
 }
 
-void experts_forward(const Pass *p, real *out)
+void experts_forward(const Pass *p, real *out, const real *x)
 {
     Mix m = mix_of(p);
     Device *d = m.d;
@@ -113,9 +113,9 @@ void experts_forward(const Pass *p, real *out)
     const LayerWeights *w = m.w;
     const Batch *batch = p->batch;
 
-    const Projection router[] = {
-        {a->router_logits, NULL, w->router, w->router_bias, m.X, offsetof(LayerPairs, router)}};
-    project(p, router, 1, acts->xn, m.D, 0);
+    const Projection router[] = {{a->router_logits, NULL, w->router, w->router_bias, m.X, m.X,
+                                  offsetof(LayerPairs, router)}};
+    project(p, router, 1, acts->xn, m.D);
     choose(&m);
     d->gather(d, acts->e_x, acts->xn, acts->e_row, m.P, m.D);
     d->grouped_linear(d, a->e_gate, acts->e_x, w->e_gate, m.gate, w->e_gate_bias, a->e_bounds, m.X,
@@ -128,11 +128,11 @@ void experts_forward(const Pass *p, real *out)
         add_wide_lora(&m, g, pairs_of(&m, g->adapter)->e_up, a->e_up, a->s_e_up);
     }
     if (!out) return;
-    d->swiglu_share(d, acts->e_act, a->e_gate, a->e_up, acts->share, acts->e_pair, m.P, m.F,
+    d->swiglu_share(d, acts->e_act, a->e_gate, a->e_up, acts->share, acts->e_pair, m.P, m.F, m.F,
                     m.limit);
     d->grouped_linear(d, acts->e_x, acts->e_act, w->e_down, m.down, NULL, a->e_bounds, m.X, m.P,
                       m.D, m.F);
-    d->unite(d, out, acts->e_x, acts->e_place, m.T, m.K, m.D, 1);
+    d->unite(d, out, acts->e_x, acts->e_place, x, m.T, m.K, m.D);
     if (w->e_down_bias)
         d->share_bias(d, out, acts->share, acts->chosen, w->e_down_bias, m.T, m.K, m.D);
     for (const Segment *g = batch->segment; g < batch->segment + batch->segments; g++)
@@ -179,7 +179,7 @@ static void wide_lora_backward(const Mix *m, Pair pair, real *dx, const real *dy
                         m->F, R, adapter->scale);
     d->grouped_matmul(d, grads->de_s, dy, weights + pair.b, pair.b_step, 1, m->a->e_bounds, m->X,
                       m->P, R, m->F, adapter->scale, 0);
-    d->unite(d, grads->ds, grads->de_s, acts->e_place, m->T, m->K, R, 0);
+    d->unite(d, grads->ds, grads->de_s, acts->e_place, NULL, m->T, m->K, R);
     d->grouped_gradient(d, fresh + pair.a, 0, acts->xn, grads->ds, NULL, 1, m->T, R, m->D, 1.0f);
     if (dx)
         d->grouped_matmul(d, dx, grads->ds, weights + pair.a, 0, 1, NULL, 1, m->T, m->D, R, 1.0f,
@@ -199,25 +199,25 @@ static void pairs_backward(const Pass *p, real *dxn, int accumulate)
     int trained = pairs->e_gate.a >= 0;
 
     choose(&m);
-    d->swiglu_share(d, acts->e_act, a->e_gate, a->e_up, acts->share, acts->e_pair, m.P, m.F,
+    d->swiglu_share(d, acts->e_act, a->e_gate, a->e_up, acts->share, acts->e_pair, m.P, m.F, m.F,
                     m.limit);
     d->gather(d, g->de_x, g->dx, acts->e_row, m.P, m.D);
     d->grouped_linear_backward(d, g->de_act, g->de_x, w->e_down, m.down, a->e_bounds, m.X, m.P, m.D,
                                m.F, 0);
     if (trained) narrow_lora_backward(&m, pairs->e_down, g->de_act, g->dx);
     d->swiglu_share_backward(d, a->e_gate, a->e_up, g->dshare, g->de_act, a->e_gate, a->e_up,
-                             acts->share, acts->e_pair, m.P, m.F, m.limit);
+                             acts->share, acts->e_pair, m.P, m.F, m.F, m.limit);
     if (w->e_down_bias)
         d->share_bias_backward(d, g->dshare, g->dx, acts->chosen, w->e_down_bias, m.T, m.K, m.D);
     if (dxn) {
         d->route_backward(d, g->drouter_logits, g->dshare, acts->chosen, acts->share,
                           a->router_logits, m.T, m.X, m.K, p->model->shape.norm_shares);
-        d->linear_backward(d, dxn, g->drouter_logits, w->router, m.T, m.X, m.D, accumulate);
+        d->linear_backward(d, dxn, g->drouter_logits, w->router, m.T, m.X, m.D, m.X, accumulate);
         d->grouped_linear_backward(d, g->de_x, a->e_gate, w->e_gate, m.gate, a->e_bounds, m.X, m.P,
                                    m.F, m.D, 0);
         d->grouped_linear_backward(d, g->de_x, a->e_up, w->e_up, m.up, a->e_bounds, m.X, m.P, m.F,
                                    m.D, 1);
-        d->unite(d, dxn, g->de_x, acts->e_place, m.T, m.K, m.D, 1);
+        d->unite(d, dxn, g->de_x, acts->e_place, dxn, m.T, m.K, m.D);
     }
     if (!trained) return;
     wide_lora_backward(&m, pairs->e_gate, dxn, a->e_gate, a->s_e_gate);
@@ -231,7 +231,7 @@ void experts_backward(const Pass *p, real *dxn)
 
 /* ---- with an expert that all rows have ---- */
 
-void experts_with_shared_forward(const Pass *p, real *out)
+void experts_with_shared_forward(const Pass *p, real *out, const real *x)
 {
     Device *d = p->model->dev;
     const LayerWeights *w = &p->model->layer[p->l];
@@ -239,16 +239,18 @@ void experts_with_shared_forward(const Pass *p, real *out)
     const LayerActs *a = &acts->layer[p->l];
     int T = p->batch->T, D = p->model->shape.width, F = p->model->shape.ffn;
 
-    const Projection in[] = {PROJECTION(a->gate, w_gate, NULL, F), PROJECTION(a->up, w_up, NULL, F),
+    real *gate = a->gate_up, *up = real_at(d, gate, (size_t)F);
+    const Projection in[] = {PART_OF(2 * F, gate, w_gate, NULL, F),
+                             PART_OF(2 * F, up, w_up, NULL, F),
                              FROZEN(a->shared_logit, shared_gate, 1)};
     const Projection down[] = {PROJECTION(out, w_down, NULL, D)};
 
-    experts_forward(p, out);
-    project(p, in, 3, acts->xn, D, 0);
+    experts_forward(p, out, x);
+    project(p, in, 3, acts->xn, D);
     if (!out) return;
     d->sigmoid(d, acts->shared_share, a->shared_logit, T);
-    d->swiglu_share(d, acts->act, a->gate, a->up, acts->shared_share, NULL, T, F, 0.0f);
-    project(p, down, 1, acts->act, F, 1);
+    d->swiglu_share(d, acts->act, gate, up, acts->shared_share, NULL, T, F, 2 * F, 0.0f);
+    project_onto(p, out, down, acts->act, F);
 }
 
 void experts_with_shared_backward(const Pass *p, real *dxn)
@@ -261,14 +263,16 @@ void experts_with_shared_backward(const Pass *p, real *dxn)
     int T = p->batch->T, D = p->model->shape.width, F = p->model->shape.ffn;
 
     const Projection down[] = {PROJECTION(g->dx, w_down, NULL, D)};
-    const Projection in[] = {PROJECTION(a->gate, w_gate, NULL, F), PROJECTION(a->up, w_up, NULL, F),
+    real *gate = a->gate_up, *up = real_at(d, gate, (size_t)F);
+    const Projection in[] = {PART_OF(2 * F, gate, w_gate, NULL, F),
+                             PART_OF(2 * F, up, w_up, NULL, F),
                              FROZEN(g->dshared_logit, shared_gate, 1)};
 
     d->sigmoid(d, acts->shared_share, a->shared_logit, T);
-    d->swiglu_share(d, acts->act, a->gate, a->up, acts->shared_share, NULL, T, F, 0.0f);
+    d->swiglu_share(d, acts->act, gate, up, acts->shared_share, NULL, T, F, 2 * F, 0.0f);
     unproject(p, down, 1, g->dact, acts->act, F);
-    d->swiglu_share_backward(d, a->gate, a->up, g->dshared_share, g->dact, a->gate, a->up,
-                             acts->shared_share, NULL, T, F, 0.0f);
+    d->swiglu_share_backward(d, gate, up, g->dshared_share, g->dact, gate, up, acts->shared_share,
+                             NULL, T, F, 2 * F, 0.0f);
     d->sigmoid_backward(d, g->dshared_logit, g->dshared_share, acts->shared_share, T);
     unproject(p, in, 3, dxn, acts->xn, D);
     pairs_backward(p, dxn, 1);

@@ -17,8 +17,7 @@ static void part_forward(const Pass *p, LayerKind kind, real *out, float *rstd, 
     Device *d = p->model->dev;
     int T = p->batch->T, D = p->model->shape.width;
     d->rmsnorm(d, p->acts->xn, rstd, x, norm, T, D, p->model->shape.norm_eps);
-    if (out) d->copy(d, out, x, (size_t)T * (size_t)D * d->real_bytes);
-    kind_forward[kind](p, out);
+    kind_forward[kind](p, out, x);
 }
 
 void layer_forward(const Pass *p, real *next)

@@ -87,7 +87,7 @@ void head_logits_backward(const Head *h, Adapter *adapter, real *dhidden, int ro
     float *fresh = adapter->vector[FRESH];
     Pair pair = adapter->head;
     real *dlogits = (real *)h->logits;
-    d->linear_backward(d, h->dx, dlogits, m->head, rows, V, D, 0);
+    d->linear_backward(d, h->dx, dlogits, m->head, rows, V, D, V, 0);
     if (pair.a >= 0) {
         Lora lora = {.y = dlogits,
                      .s = h->s,
@@ -96,7 +96,8 @@ void head_logits_backward(const Head *h, Adapter *adapter, real *dhidden, int ro
                      .b = weights + pair.b,
                      .da = fresh + pair.a,
                      .db = fresh + pair.b,
-                     .N = V};
+                     .N = V,
+                     .step = V};
         d->lora_backward(d, h->dx, &lora, 1, h->x, rows, D, adapter->rank, adapter->scale);
     }
     d->scatter(d, dhidden, h->dx, h->rows + row, rows, D);

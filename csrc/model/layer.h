@@ -19,10 +19,10 @@ typedef struct Pass {
     int l;
 } Pass;
 
-/* Adds the part's output for its normed input acts->xn to `out`, which holds the residual stream
- * (T,D). Where `out` is NULL it recomputes, to the same bits, the rows that acts.inc calls CHEAP
+/* out (T,D) = the residual stream x + the part's output for its normed input acts->xn. Where `out`
+ * is NULL it recomputes, to the same bits, the rows that acts.inc calls CHEAP
  * and that backward needs. */
-typedef void KindForward(const Pass *pass, real *out);
+typedef void KindForward(const Pass *pass, real *out, const real *x);
 /* grads->dx, the gradient of the part's output, → dxn, that of acts->xn, and the adapter's FRESH
  * gradients. acts->xn has been recomputed. dxn NULL: nothing below needs it. */
 typedef void KindBackward(const Pass *pass, real *dxn);
@@ -44,19 +44,23 @@ typedef struct Projection {
     real *s; /* (T,R): LoRA's x·A */
     const frozen *w;
     const float *bias; /* (N) or NULL */
-    int N;
-    size_t pair; /* offset of the matrix's Pair in LayerPairs */
+    int N, step;       /* y's rows are `step` apart: more than N where y is part of a wider row */
+    size_t pair;       /* offset of the matrix's Pair in LayerPairs */
 } Projection;
 
 /* The matrix in a slot of weights.inc; `w` is the layer's LayerWeights, `a` its LayerActs. */
-#define PROJECTION(y, slot, bias, N) {y, a->s_##slot, w->slot, bias, N, offsetof(LayerPairs, slot)}
+#define PART_OF(step, y, slot, bias, N) \
+    {y, a->s_##slot, w->slot, bias, N, step, offsetof(LayerPairs, slot)}
+#define PROJECTION(y, slot, bias, N) PART_OF(N, y, slot, bias, N)
 
 /* One that is never trained. */
-#define FROZEN(y, slot, N) {y, NULL, w->slot, NULL, N, offsetof(LayerPairs, slot)}
+#define FROZEN(y, slot, N) {y, NULL, w->slot, NULL, N, N, offsetof(LayerPairs, slot)}
 
-/* y = x·wᵀ + bias, or +=, for each in the list, and on top each segment's LoRA. */
-void project(const Pass *pass, const Projection *list, int count, const real *x, int D,
-             int accumulate);
+/* y = x·wᵀ + bias for each in the list, and on top each segment's LoRA. Those whose results stand
+ * side by side are one product where the device has their weights as one; likewise unproject. */
+void project(const Pass *pass, const Projection *list, int count, const real *x, int D);
+/* y = plus + x·wᵀ + bias of one matrix, and its LoRA; plus (T,N) may be y. */
+void project_onto(const Pass *pass, const real *plus, const Projection *one, const real *x, int D);
 /* dx = Σ dy·w over a list that reads the same x, then LoRA's gradients and its part of dx. dx NULL:
  * nothing below needs it. */
 void unproject(const Pass *pass, const Projection *list, int count, real *dx, const real *x, int D);

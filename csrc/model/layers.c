@@ -6,6 +6,11 @@
 
 /* ---- kinds ---- */
 
+int qkv_width(const Shape *s)
+{
+    return ((s->q_gate ? 0 : s->heads) + 2 * s->kv_heads) * s->head_width;
+}
+
 int delta_channels(const Shape *s)
 {
     return 2 * s->key_heads * s->key_width + s->value_heads * s->value_width;

@@ -1,0 +1,75 @@
+"""What a layer gives a card to do, as the emulated one counts it: products that read one input are
+one, residuals pass through products, and nothing is filled with zeros only to be added to."""
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine import emulated_library
+from models import SPECS, call, datum, error, make, randomize
+from tinsmith import _core
+from tinsmith.files.families import load_model
+
+# Rows of weights, and biases, that fill up what memory is aligned to: they lie behind one another.
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "head_dim": 16}
+NAMES = {"qwen3": 4, "qwen2": 8}  # with head norms, and with biases; key-value heads
+DATA = [
+    datum(np.arange(first, first + length, dtype=np.int32)) for first, length in ((3, 9), (20, 5))
+]
+
+
+def adapter_on(folder: Path, device: str) -> _core.Adapter:
+    return randomize(_core.Adapter(load_model(folder, device=device).core, rank=4))
+
+
+def written(path: Path, name: str, layers: int = 2) -> Path:
+    sizes = {**SIZES, "num_key_value_heads": NAMES[name], "num_hidden_layers": layers}
+    spec = SPECS[name]
+    spec = replace(spec, config={**spec.config, **sizes}, dtype=torch.bfloat16)
+    return make(spec, path / f"{name}-{layers}")
+
+
+@pytest.fixture(scope="module")
+def given() -> Callable[[], np.ndarray]:
+    """How many kernels, products and copies the card has been given."""
+    library = ctypes.CDLL(str(emulated_library()))
+    library.cuda_emulated_given.restype = ctypes.c_int64
+    return lambda: np.array([library.cuda_emulated_given(kind) for kind in range(3)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_makes_four_products_each_way(
+    given: Callable[[], np.ndarray], tmp_path: Path, name: str
+) -> None:
+    """For q, k and v; attention's output; gate and up; down. And no copy."""
+
+    def of_call(layers: int, backward: bool) -> np.ndarray:
+        adapter = adapter_on(written(tmp_path, name, layers), "cuda-emulated")
+        call(adapter, DATA, backward=backward)  # cuBLASLt's algorithms are picked
+        before = given()
+        call(adapter, DATA, backward=backward)
+        return given() - before
+
+    forward, both = (of_call(3, backward) - of_call(2, backward) for backward in (False, True))
+    biases = int(name == "qwen2")  # rounded by one kernel for q, k and v
+    assert forward.tolist() == [14 + biases, 4, 0]
+    assert (both - forward).tolist() == [25, 4, 0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_joint_products_give_what_single_ones_do(tmp_path: Path, name: str) -> None:
+    """The CPU makes a product of each matrix."""
+    found = []
+    for device in ("cpu", "cuda-emulated"):
+        adapter = adapter_on(written(tmp_path, name), device)
+        logprobs, _ = call(adapter, DATA)
+        found.append((np.concatenate(logprobs), adapter.read("gradients")))
+        alone = np.concatenate([call(adapter, [one], backward=False)[0][0] for one in DATA])
+        np.testing.assert_array_equal(alone, found[-1][0])
+    (logprobs, gradients), (theirs, others) = found
+    assert error(theirs, logprobs) < 0.02
+    assert error(others, gradients) < 0.15  # bf16's, as where no product is joint
