@@ -59,7 +59,7 @@ def products(report: Report, device: engine.Device, pairs: engine.Device) -> Non
         table = report.table(f"linear, {dtype} weight", "T × N × D", columns, f"GFLOP/{args.unit}")
         for T, N, D in args.product or PRODUCTS:
             x, w = rng.standard_normal((T, D)), rng.standard_normal((N, D))
-            common = {"x": x, "y": (T, N), "bias": None, "T": T, "N": N, "D": D, "accumulate": 0}
+            common = {"x": x, "y": (T, N), "bias": None, "plus": None, "T": T, "N": N, "D": D}
             place = pairs if dtype == "bf16" else device
             weight = engine.Frozen(w, dtype)
             sides = {"tinsmith": place.prepared("linear", w=weight, **common)}
