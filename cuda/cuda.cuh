@@ -1,8 +1,9 @@
 /* cuda/cuda.cuh - declarations that the CUDA device's files share.
  *
  * `real` is bf16, everything is computed in f32. A frozen weight is row-major bf16 rows, each
- * filled up with zeros to a multiple of 8, so that they begin at multiples of 16 bytes. It has no
- * header: two weights of one width that lie one behind the other are one weight. The same text is
+ * filled up with zeros to a multiple of 8, so that they begin at multiples of 16 bytes; or blocks
+ * of 8 and 4 bits (packed.cuh). It has no header: two weights of one width that lie one behind the
+ * other are one weight. The same text is
  * compiled by nvcc and, with CUDA_EMULATED, as C++ (emulate.h). PTX is here and nowhere else: each
  * primitive has its twin for the emulator beside it. Kernels are `static __global__`, started with
  * LAUNCH, and say Shared<T> for a pointer to shared memory: T *, or checked by the emulator. */
@@ -12,6 +13,7 @@
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #ifdef CUDA_EMULATED
 #include "emulate.h"
@@ -48,6 +50,13 @@ __host__ __device__ static inline const real *frozen_data(const frozen *w)
     return &w->first;
 }
 
+/* Device's services of these names (frozen.cu), and what is forgotten when memory is released. */
+size_t device_frozen_bytes(Device *dev, DType kept, int rows, int cols);
+int device_frozen_continues(Device *dev, const frozen *w, const frozen *next, int rows, int cols);
+void device_frozen_load(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
+                        int cols);
+void frozen_forget(Device *dev, const void *memory, size_t bytes);
+
 /* ---- the device ---- */
 
 typedef struct Matmul Matmul; /* private to matmul.cu: cuBLASLt and the algorithms it picked */
@@ -72,6 +81,7 @@ typedef struct Fetch {
 } Fetch;
 
 typedef struct Returned Returned; /* private to stream.cu: what was given back */
+typedef struct Kept Kept;         /* private to frozen.cu: a weight of blocks, and its type */
 typedef struct CudaDevice {
     Device base; /* first: a Device* is a CudaDevice* */
     int ordinal; /* of the card; every entry makes it the thread's current one (ENTRY) */
@@ -89,6 +99,9 @@ typedef struct CudaDevice {
     bool rehearsing, recording;
     pthread_mutex_t returning; /* of the list that follows, to which any thread may add */
     Returned *returned;
+    pthread_mutex_t keeping; /* of the table that follows, likewise */
+    Kept *kept;              /* in the order of their addresses */
+    int kept_count, kept_room;
     bool lost; /* for this process: only a new one can use the card again */
     Pinned pinned;
     Fetch fetch[FETCHES];
@@ -346,6 +359,53 @@ template <int W> __device__ static __forceinline__ void store(float *p, const fl
             *reinterpret_cast<float4 *>(p + i) =
                 make_float4(in[i], in[i + 1], in[i + 2], in[i + 3]);
     }
+}
+
+/* A number of its f16, and the nearest f16 of a number within ± its largest. */
+static inline float half_widen(uint32_t half)
+{
+    uint32_t sign = (half & 0x8000) << 16, exponent = half >> 10 & 31, mantissa = half & 1023, bits;
+    float value = (float)mantissa * 0x1p-24f;
+    memcpy(&bits, &value, 4);
+    if (exponent == 31)
+        bits = 0x7f800000 | mantissa << 13;
+    else if (exponent)
+        bits = (exponent + 112) << 23 | mantissa << 13;
+    bits |= sign;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+__device__ static __forceinline__ float f32_of_half(uint32_t half)
+{
+#ifdef CUDA_EMULATED
+    return half_widen(half);
+#else
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)half));
+    return value;
+#endif
+}
+
+__device__ static __forceinline__ uint32_t half_of_f32(float x)
+{
+#ifdef CUDA_EMULATED
+    uint32_t bits, exponent, large_bits;
+    float large, magnitude = fabsf(x);
+    memcpy(&bits, &magnitude, 4);
+    exponent = bits >> 23 < 113 ? 113 : bits >> 23;
+    large_bits = (exponent + 13) << 23; /* adding it keeps f16's digits */
+    memcpy(&large, &large_bits, 4);
+    magnitude = magnitude + large - large;
+    memcpy(&bits, &magnitude, 4);
+    uint32_t sign = std::signbit(x) ? 0x8000 : 0;
+    if (magnitude < 0x1p-14f) return sign | (uint32_t)(magnitude * 0x1p24f);
+    return sign | ((bits >> 13) - (112u << 10));
+#else
+    unsigned short half;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
+    return half;
+#endif
 }
 
 /* 2^x and e^x, a unit or two in the last place off. */
