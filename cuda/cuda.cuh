@@ -1,19 +1,17 @@
 /* cuda/cuda.cuh - declarations that the CUDA device's files share.
  *
- * `real` is bf16, everything is computed in f32. A frozen weight is row-major bf16 rows, each
- * filled up with zeros to a multiple of 8, so that they begin at multiples of 16 bytes; or blocks
- * of 8 and 4 bits (packed.cuh). It has no header: two weights of one width that lie one behind the
- * other are one weight. The same text is
- * compiled by nvcc and, with CUDA_EMULATED, as C++ (emulate.h). PTX is here and nowhere else: each
- * primitive has its twin for the emulator beside it. Kernels are `static __global__`, started with
- * LAUNCH, and say Shared<T> for a pointer to shared memory: T *, or checked by the emulator. */
+ * `real` is bf16, everything is computed in f32. A frozen weight has no header: two of one width
+ * that lie one behind the other are one. It is row-major bf16, each row filled up with zeros to a
+ * multiple of 16 bytes, or blocks (packed.cuh). The same text is compiled by nvcc and, with
+ * CUDA_EMULATED, as C++ (emulate.h). PTX is here and nowhere else: each primitive has its twin for
+ * the emulator beside it. Kernels are `static __global__`, started with LAUNCH, and say Shared<T>
+ * for a pointer to shared memory: T *, or checked by the emulator. */
 #ifndef TINSMITH_CUDA_CUH
 #define TINSMITH_CUDA_CUH
 
 #include <pthread.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <string.h>
 
 #ifdef CUDA_EMULATED
 #include "emulate.h"
@@ -44,23 +42,15 @@ __host__ __device__ static inline int64_t frozen_stride(int cols)
     return (cols + FROZEN_ALIGN - 1) / FROZEN_ALIGN * FROZEN_ALIGN;
 }
 
-/* Row 0; row n begins frozen_stride(cols) elements on. */
+/* Row 0. */
 __host__ __device__ static inline const real *frozen_data(const frozen *w)
 {
     return &w->first;
 }
 
-/* Device's services of these names (frozen.cu), and what is forgotten when memory is released. */
-size_t device_frozen_bytes(Device *dev, DType kept, int rows, int cols);
-int device_frozen_continues(Device *dev, const frozen *w, const frozen *next, int rows, int cols);
-void device_frozen_load(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
-                        int cols);
-void frozen_forget(Device *dev, const void *memory, size_t bytes);
-
 /* ---- the device ---- */
 
 typedef struct Matmul Matmul; /* private to matmul.cu: cuBLASLt and the algorithms it picked */
-
 enum { ARRIVALS = 256, PINNED_PARTS = 4, PART_BYTES = 1 << 20, FETCHES = 2 };
 
 /* Pinned host memory that uploads pass through, part after part. A part is used again when the
@@ -81,7 +71,7 @@ typedef struct Fetch {
 } Fetch;
 
 typedef struct Returned Returned; /* private to stream.cu: what was given back */
-typedef struct Kept Kept;         /* private to frozen.cu: a weight of blocks, and its type */
+typedef struct Keeping Keeping;   /* private to frozen.cu: which weights have blocks */
 typedef struct CudaDevice {
     Device base; /* first: a Device* is a CudaDevice* */
     int ordinal; /* of the card; every entry makes it the thread's current one (ENTRY) */
@@ -99,9 +89,7 @@ typedef struct CudaDevice {
     bool rehearsing, recording;
     pthread_mutex_t returning; /* of the list that follows, to which any thread may add */
     Returned *returned;
-    pthread_mutex_t keeping; /* of the table that follows, likewise */
-    Kept *kept;              /* in the order of their addresses */
-    int kept_count, kept_room;
+    Keeping *keeping;
     bool lost; /* for this process: only a new one can use the card again */
     Pinned pinned;
     Fetch fetch[FETCHES];
@@ -117,7 +105,6 @@ typedef struct CudaDevice {
 #endif
 
 extern FailFunction *fail_in_core; /* core's fail(), given by cuda_open */
-
 /* Keeps a failure on the device until sync() returns it; the first one wins. */
 void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
@@ -359,53 +346,6 @@ template <int W> __device__ static __forceinline__ void store(float *p, const fl
             *reinterpret_cast<float4 *>(p + i) =
                 make_float4(in[i], in[i + 1], in[i + 2], in[i + 3]);
     }
-}
-
-/* A number of its f16, and the nearest f16 of a number within ± its largest. */
-static inline float half_widen(uint32_t half)
-{
-    uint32_t sign = (half & 0x8000) << 16, exponent = half >> 10 & 31, mantissa = half & 1023, bits;
-    float value = (float)mantissa * 0x1p-24f;
-    memcpy(&bits, &value, 4);
-    if (exponent == 31)
-        bits = 0x7f800000 | mantissa << 13;
-    else if (exponent)
-        bits = (exponent + 112) << 23 | mantissa << 13;
-    bits |= sign;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-__device__ static __forceinline__ float f32_of_half(uint32_t half)
-{
-#ifdef CUDA_EMULATED
-    return half_widen(half);
-#else
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)half));
-    return value;
-#endif
-}
-
-__device__ static __forceinline__ uint32_t half_of_f32(float x)
-{
-#ifdef CUDA_EMULATED
-    uint32_t bits, exponent, large_bits;
-    float large, magnitude = fabsf(x);
-    memcpy(&bits, &magnitude, 4);
-    exponent = bits >> 23 < 113 ? 113 : bits >> 23;
-    large_bits = (exponent + 13) << 23; /* adding it keeps f16's digits */
-    memcpy(&large, &large_bits, 4);
-    magnitude = magnitude + large - large;
-    memcpy(&bits, &magnitude, 4);
-    uint32_t sign = std::signbit(x) ? 0x8000 : 0;
-    if (magnitude < 0x1p-14f) return sign | (uint32_t)(magnitude * 0x1p24f);
-    return sign | ((bits >> 13) - (112u << 10));
-#else
-    unsigned short half;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
-    return half;
-#endif
 }
 
 /* 2^x and e^x, a unit or two in the last place off. */

@@ -8,8 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cuda.cuh"
 #include "entry.cuh"
+#include "packed.cuh"
 
 /* Rows of a step that keep a Hopper busy while the host starts the next ones, also at 0.6B. */
 enum { STEP_ROWS = 8192 };
@@ -43,7 +43,7 @@ static Status device_alloc(Device *dev, void **memory, size_t bytes)
 
 static void device_release(Device *dev, void *memory, size_t bytes)
 {
-    frozen_forget(dev, memory, bytes);
+    frozen_forget(cuda_of(dev), memory, bytes);
     cuda_give_back(cuda_of(dev), memory, nullptr);
 }
 
@@ -65,8 +65,7 @@ static void device_close(Device *dev)
     if (cuda->matmul) matmul_close(cuda);
     stream_close(cuda);
     pthread_mutex_destroy(&cuda->returning);
-    pthread_mutex_destroy(&cuda->keeping);
-    free(cuda->kept);
+    frozen_close(cuda);
     free(cuda);
 }
 
@@ -136,6 +135,7 @@ static Status card_take(CudaDevice *cuda)
 static Status device_prepare(CudaDevice *cuda, const DeviceLibraries *libraries)
 {
     TRY(card_take(cuda));
+    TRY(frozen_open(cuda));
     TRY(stream_open(cuda));
     matmul_open(cuda, libraries);
     return cuda->status ? fail_in_core(cuda->status, "%s", cuda->text) : STATUS_OK;
@@ -178,7 +178,6 @@ extern "C" TINSMITH_EXPORT Status cuda_open(Device **dev, int ordinal, unsigned 
     CudaDevice *cuda = (CudaDevice *)calloc(1, sizeof *cuda);
     if (!cuda) return core_fail(STATUS_MEMORY, "no memory for the CUDA device");
     pthread_mutex_init(&cuda->returning, nullptr);
-    pthread_mutex_init(&cuda->keeping, nullptr);
     cuda->ordinal = ordinal;
     snprintf(cuda->name, sizeof cuda->name, ordinal ? CUDA_NAME ":%d" : CUDA_NAME, ordinal);
     device_fill(cuda);

@@ -16,18 +16,40 @@ enum {
 
 /* ---- the table ---- */
 
-struct Kept {
+typedef struct Kept {
     uintptr_t at;
     DType type;
+} Kept;
+
+struct Keeping {
+    pthread_mutex_t lock; /* memory is released in any thread */
+    Kept *kept;           /* in the order of their addresses */
+    int count, room;
 };
 
-/* The number of the first entry at or behind an address. */
-static int kept_at(const CudaDevice *cuda, uintptr_t at)
+Status frozen_open(CudaDevice *cuda)
 {
-    int low = 0, high = cuda->kept_count;
+    cuda->keeping = (Keeping *)calloc(1, sizeof *cuda->keeping);
+    if (!cuda->keeping) return fail_in_core(STATUS_MEMORY, "no memory for the CUDA device");
+    pthread_mutex_init(&cuda->keeping->lock, nullptr);
+    return STATUS_OK;
+}
+
+void frozen_close(CudaDevice *cuda)
+{
+    if (!cuda->keeping) return;
+    pthread_mutex_destroy(&cuda->keeping->lock);
+    free(cuda->keeping->kept);
+    free(cuda->keeping);
+}
+
+/* The number of the first entry at or behind an address. */
+static int kept_at(const Keeping *k, uintptr_t at)
+{
+    int low = 0, high = k->count;
     while (low < high) {
         int middle = (low + high) / 2;
-        if (cuda->kept[middle].at < at)
+        if (k->kept[middle].at < at)
             low = middle + 1;
         else
             high = middle;
@@ -37,57 +59,58 @@ static int kept_at(const CudaDevice *cuda, uintptr_t at)
 
 static DType kept_type(CudaDevice *cuda, const void *w)
 {
-    DType type = DTYPE_BF16;
-    pthread_mutex_lock(&cuda->keeping);
-    int i = kept_at(cuda, (uintptr_t)w);
-    if (i < cuda->kept_count && cuda->kept[i].at == (uintptr_t)w) type = cuda->kept[i].type;
-    pthread_mutex_unlock(&cuda->keeping);
+    Keeping *k = cuda->keeping;
+    pthread_mutex_lock(&k->lock);
+    int i = kept_at(k, (uintptr_t)w);
+    bool found = i < k->count && k->kept[i].at == (uintptr_t)w;
+    DType type = found ? k->kept[i].type : DTYPE_BF16;
+    pthread_mutex_unlock(&k->lock);
     return type;
 }
 
-/* Forgets the entries in [begin, end). */
-static void kept_remove(CudaDevice *cuda, uintptr_t begin, uintptr_t end)
+/* Moves the entries from number `from` on to number `to`. */
+static void kept_move(Keeping *k, int to, int from)
 {
-    int first = kept_at(cuda, begin), last = kept_at(cuda, end);
-    memmove(cuda->kept + first, cuda->kept + last,
-            (size_t)(cuda->kept_count - last) * sizeof *cuda->kept);
-    cuda->kept_count -= last - first;
+    if (from < k->count)
+        memmove(k->kept + to, k->kept + from, (size_t)(k->count - from) * sizeof *k->kept);
+    k->count += to - from;
 }
 
-static bool kept_grow(CudaDevice *cuda)
+static bool kept_grow(Keeping *k)
 {
-    if (cuda->kept_count < cuda->kept_room) return true;
-    int room = cuda->kept_room ? 2 * cuda->kept_room : 64;
-    Kept *kept = (Kept *)realloc(cuda->kept, (size_t)room * sizeof *kept);
+    if (k->count < k->room) return true;
+    int room = k->room ? 2 * k->room : 64;
+    Kept *kept = (Kept *)realloc(k->kept, (size_t)room * sizeof *kept);
     if (!kept) return false;
-    cuda->kept = kept;
-    cuda->kept_room = room;
+    k->kept = kept;
+    k->room = room;
     return true;
 }
 
+/* Says what is at an address from now on. */
 static void kept_set(CudaDevice *cuda, const void *w, DType type)
 {
+    Keeping *k = cuda->keeping;
     uintptr_t at = (uintptr_t)w;
-    pthread_mutex_lock(&cuda->keeping);
-    if (cuda->kept_count) kept_remove(cuda, at, at + 1);
-    bool grown = !dtype_packed(type) || kept_grow(cuda);
+    pthread_mutex_lock(&k->lock);
+    int i = kept_at(k, at);
+    kept_move(k, i, kept_at(k, at + 1));
+    bool grown = !dtype_packed(type) || kept_grow(k);
     if (grown && dtype_packed(type)) {
-        int i = kept_at(cuda, at);
-        memmove(cuda->kept + i + 1, cuda->kept + i,
-                (size_t)(cuda->kept_count - i) * sizeof *cuda->kept);
-        cuda->kept[i] = {at, type};
-        cuda->kept_count++;
+        kept_move(k, i + 1, i);
+        k->kept[i] = {at, type};
     }
-    pthread_mutex_unlock(&cuda->keeping);
+    pthread_mutex_unlock(&k->lock);
     if (!grown) cuda_fail(cuda, STATUS_MEMORY, "%s: no memory for a weight's type", cuda->name);
 }
 
-void frozen_forget(Device *dev, const void *memory, size_t bytes)
+void frozen_forget(CudaDevice *cuda, const void *memory, size_t bytes)
 {
-    CudaDevice *cuda = cuda_of(dev);
-    pthread_mutex_lock(&cuda->keeping);
-    if (cuda->kept_count) kept_remove(cuda, (uintptr_t)memory, (uintptr_t)memory + bytes);
-    pthread_mutex_unlock(&cuda->keeping);
+    Keeping *k = cuda->keeping;
+    uintptr_t at = (uintptr_t)memory;
+    pthread_mutex_lock(&k->lock);
+    kept_move(k, kept_at(k, at), kept_at(k, at + bytes));
+    pthread_mutex_unlock(&k->lock);
 }
 
 /* ---- weights with blocks ---- */
@@ -156,6 +179,21 @@ static uint16_t bf16_of_f32(float value)
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+static uint16_t bf16_of_f16(uint16_t half)
+{
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, bits;
+    uint32_t mantissa = half & 1023;
+    float value = (float)mantissa * 0x1p-24f;
+    memcpy(&bits, &value, 4);
+    if (exponent == 31)
+        bits = 0x7f800000 | mantissa << 13;
+    else if (exponent)
+        bits = (exponent + 112) << 23 | mantissa << 13;
+    bits |= sign;
+    memcpy(&value, &bits, 4);
+    return bf16_of_f32(value);
+}
+
 /* Rows [first, first + count) of the host's array in the device's order. */
 static void rows_encode(uint16_t *to, const void *from, DType type, int first, int count, int cols)
 {
@@ -165,8 +203,7 @@ static void rows_encode(uint16_t *to, const void *from, DType type, int first, i
             int64_t at = (int64_t)(first + row) * cols + col;
             uint16_t value = 0;
             if (col < cols && type == DTYPE_BF16) value = ((const uint16_t *)from)[at];
-            if (col < cols && type == DTYPE_F16)
-                value = bf16_of_f32(half_widen(((const uint16_t *)from)[at]));
+            if (col < cols && type == DTYPE_F16) value = bf16_of_f16(((const uint16_t *)from)[at]);
             if (col < cols && type == DTYPE_F32) value = bf16_of_f32(((const float *)from)[at]);
             to[row * stride + col] = value;
         }

@@ -42,6 +42,16 @@ struct Packed {
     float levels[LEVELS];
 };
 
+/* frozen.cu: the device's services of these names, its table, and what is forgotten when memory is
+ * released. */
+size_t device_frozen_bytes(Device *dev, DType kept, int rows, int cols);
+int device_frozen_continues(Device *dev, const frozen *w, const frozen *next, int rows, int cols);
+void device_frozen_load(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
+                        int cols);
+Status frozen_open(CudaDevice *cuda);
+void frozen_close(CudaDevice *cuda);
+void frozen_forget(CudaDevice *cuda, const void *memory, size_t bytes);
+
 /* The weight at that address, or false: it is bf16. */
 bool packed_find(CudaDevice *cuda, const frozen *w, int cols, Packed *found);
 /* A weight of that type that begins at `data`; false where the device has no such type. */
@@ -88,6 +98,12 @@ void packed_product(CudaDevice *cuda, const PackedCall &call);
 void packed_embed(CudaDevice *cuda, real *y, const int32_t *ids, const Packed &w, int T, int D);
 
 /* ---- in kernels ---- */
+
+/* A number of its finite f16. */
+__device__ static __forceinline__ float f32_of_half(uint32_t half)
+{
+    return __uint_as_float((half & 0x8000) << 16 | (half & 0x7fff) << 13) * 0x1p112f;
+}
 
 /* Bytes from a row's beginning to the head of the group that has input k. */
 __host__ __device__ static __forceinline__ int64_t group_at(int head, int bits, int k)

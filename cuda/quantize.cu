@@ -28,7 +28,12 @@ struct Made {
 /* The nearest f16, of two the even one; what is too large is the largest. */
 __device__ static __forceinline__ uint32_t half_of(float x)
 {
-    return half_of_f32(fminf(HALF_MOST, fmaxf(-HALF_MOST, x)));
+    float magnitude = fminf(HALF_MOST, fabsf(x));
+    uint32_t exponent = max(__float_as_uint(magnitude) >> 23, 113u), sign = x < 0.0f ? 0x8000 : 0;
+    float large = __uint_as_float((exponent + 13) << 23); /* adding it keeps f16's digits */
+    magnitude = (magnitude + large) - large;
+    if (magnitude < 0x1p-14f) return sign | (uint32_t)(magnitude * 0x1p24f);
+    return sign | ((__float_as_uint(magnitude) >> 13) - (112u << 10));
 }
 
 __device__ static __forceinline__ float wide_at(const Made &m, int row, int col)
@@ -36,7 +41,10 @@ __device__ static __forceinline__ float wide_at(const Made &m, int row, int col)
     const unsigned char *at = m.from + row * m.step;
     if (m.type == DTYPE_F32) return reinterpret_cast<const float *>(at)[col];
     uint32_t half = reinterpret_cast<const uint16_t *>(at)[col];
-    return m.type == DTYPE_BF16 ? __uint_as_float(half << 16) : f32_of_half(half);
+    if (m.type == DTYPE_BF16) return __uint_as_float(half << 16);
+    bool finite = (half & 0x7c00) != 0x7c00;
+    return finite ? f32_of_half(half)
+                  : __uint_as_float((half & 0x8000) << 16 | 0x7f800000u | half << 13);
 }
 
 __device__ static __forceinline__ float inverse(float scale)
