@@ -16,7 +16,8 @@ struct Made {
     Packed w; /* from the first row on */
     const unsigned char *from;
     int64_t step;
-    DType type; /* of from */
+    DType type;  /* of from */
+    bool blocks; /* from has them */
     int rows, cols;
     int high[LEVELS];  /* of levels in 1/FINE: the sum of each and the next one */
     int level[LEVELS]; /* in 1/FINE */
@@ -152,7 +153,7 @@ static __global__ void __launch_bounds__(THREADS) packed_make_kernel(__grid_cons
     int row = (int)(number / across), block = (int)(number % across), place = block % 8;
     unsigned char *group = const_cast<unsigned char *>(m.w.data) + row * m.w.row +
                            group_at(m.w.head, m.w.bits, block * BLOCK);
-    Code c = dtype_packed(m.type) ? code_of_block(m, row, block) : code_of_wide(m, row, block);
+    Code c = m.blocks ? code_of_block(m, row, block) : code_of_wide(m, row, block);
     code_store(group + m.w.head + place * BLOCK / 8 * m.w.bits, c.code, m.w.bits);
     bool last = block == across - 1;
     if (lane != place && !(last && lane > place && lane < 8)) return;
@@ -177,6 +178,7 @@ void packed_make(CudaDevice *cuda, const Packed &w, const void *from, DType type
     m.from = (const unsigned char *)from;
     m.step = packed_source_row(type, cols);
     m.type = type;
+    m.blocks = dtype_packed(type);
     m.rows = rows;
     m.cols = cols;
     for (int i = 0; i < LEVELS; i++) m.level[i] = (int)(w.levels[i] * FINE);
