@@ -6,7 +6,10 @@ The head's ops: against torch's logsumexp and gather, topk, and softmax and mult
 logits. Products: against oneDNN where the package onednn-cpu-gomp is installed (dnnl_sgemm in f32,
 in bf16 its matmul primitive on a weight in its own order), and torch in f32 and bf16. The engine
 rounds x to bf16 in a product with a bf16 weight where the processor has such a product ("bf16");
-else it widens the weight. Takes two minutes."""
+else it widens the weight.
+
+Experts' products: the rows of a batch over many experts' matrices, beside one product of as many
+flops with a dense matrix. Takes three minutes."""
 
 import sys
 from collections.abc import Callable
@@ -30,6 +33,7 @@ PRODUCTS = [  # T, N, D of the 0.6B shape: training, a chunk of the head, LoRA, 
     (1, 3072, 1024),
     (1, 151936, 1024),
 ]
+CHOSEN = 8  # experts of a row, as in Qwen3-30B-A3B
 
 
 def repeated(call: Callable[[], None], times: int) -> Callable[[], None]:
@@ -59,7 +63,7 @@ def products(report: Report, device: engine.Device, pairs: engine.Device) -> Non
         table = report.table(f"linear, {dtype} weight", "T × N × D", columns, f"GFLOP/{args.unit}")
         for T, N, D in args.product or PRODUCTS:
             x, w = rng.standard_normal((T, D)), rng.standard_normal((N, D))
-            common = {"x": x, "y": (T, N), "bias": None, "T": T, "N": N, "D": D, "accumulate": 0}
+            common = {"x": x, "y": (T, N), "bias": None, "plus": None, "T": T, "N": N, "D": D}
             place = pairs if dtype == "bf16" else device
             weight = engine.Frozen(w, dtype)
             sides = {"tinsmith": place.prepared("linear", w=weight, **common)}
@@ -81,6 +85,62 @@ def products(report: Report, device: engine.Device, pairs: engine.Device) -> Non
                     for name, value in seconds.items()
                 },
                 report.floor(flops=2.0 * T * N * D, bytes=read, dtype=dtype, scale=1e6),
+            )
+
+
+def random_load(rng: np.random.Generator, experts: int, rows: int) -> np.ndarray:
+    """How many rows each expert gets, where every row of a batch chooses CHOSEN at random."""
+    chosen = [rng.permutation(experts)[:CHOSEN] for _ in range(rows // CHOSEN)]
+    return np.bincount(np.concatenate(chosen), minlength=experts)
+
+
+def experts_products(report: Report, device: engine.Device, pairs: engine.Device) -> None:
+    """Grouped products forward and back, and dense ones of as many flops, for each element type.
+
+    An expert has ROWS rows in the mean; matrices come from memory, as in a model's step."""
+    args, rng = report.args, np.random.default_rng(0)
+    X, mean, N, D = args.experts
+    T = 512
+    load = random_load(rng, X, X * mean)
+    P, last = int(load.sum()), np.cumsum(load)
+    bounds = np.stack([last - load, last], -1).astype(np.int32)
+    wide = D * P // T  # the dense product's depth
+    w = rng.standard_normal((X, N, D)).astype(np.float32)
+    dense = rng.standard_normal((N, wide)).astype(np.float32)
+    x, dy = rng.standard_normal((P, D)), rng.standard_normal((P, N))
+    dense_x, dense_dy = rng.standard_normal((T, wide)), rng.standard_normal((T, N))
+    columns = {args.unit[:-1] + "ms": ".1f", f"GFLOP/{args.unit}": ".1f"}
+    flops = 2.0 * P * N * D
+    name = f"Experts: {P} rows over {X} of {N} × {D}, and a dense product of as many flops"
+    table = report.table(name, "product", columns, f"GFLOP/{args.unit}")
+    for dtype, place in (("f32", device), ("bf16", pairs)):
+        frozen = engine.Frozen(w, dtype)
+        one = {"w": place.put_frozen(frozen), "step": place.frozen_step(frozen), "bounds": bounds}
+        one |= {"X": X, "P": P, "N": N, "D": D}
+        all_of = {"w": engine.Frozen(dense, dtype), "T": T, "N": N, "D": wide}
+        prepared = place.prepared
+        sides = {
+            "x·wᵀ": {
+                "tinsmith": prepared("grouped_linear", y=(P, N), x=x, bias=None, **one),
+                "dense": prepared("linear", y=(T, N), x=dense_x, bias=None, plus=None, **all_of),
+            },
+            "dy·w": {
+                "tinsmith": prepared(
+                    "grouped_linear_backward", dx=(P, D), dy=dy, accumulate=0, **one
+                ),
+                "dense": prepared(
+                    "linear_backward", dx=(T, wide), dy=dense_dy, accumulate=0, **all_of
+                ),
+            },
+        }
+        for product, calls in sides.items():
+            seconds = interleave(calls, args.rounds, clock=args.clock)
+            table.add(
+                f"{product}, {dtype}",
+                {side: (1e3 * value, 1e-9 * flops / value) for side, value in seconds.items()},
+                report.floor(
+                    flops=flops, bytes=w.size * {"f32": 4, "bf16": 2}[dtype], dtype=dtype, scale=1e3
+                ),
             )
 
 
@@ -129,17 +189,26 @@ def head_ops(report: Report, device: engine.Device) -> None:
 
 
 def main() -> None:
-    """Both tables."""
+    """The tables."""
     options = parser(__doc__)
     add = options.add_argument
     add("--head", type=int, nargs=3, default=(64, 151936, 32), help="T, V and K of the head's ops")
     add("--product", type=int, nargs=3, action="append", help="T, N and D; may come again")
+    add(
+        "--experts",
+        type=int,
+        nargs=4,
+        default=(128, 32, 768, 2048),
+        help="how many, rows of each in the mean, N and D",
+    )
     add("--flops", type=float, default=2e9, help="of the calls that are timed together")
     args = parse(options)
     device = engine.Device("cpu", threads=args.threads)
     with Report(args, __doc__) as report:
         head_ops(report, device)
-        products(report, device, bf16_device(device, args.threads))
+        pairs = bf16_device(device, args.threads)
+        products(report, device, pairs)
+        experts_products(report, device, pairs)
 
 
 if __name__ == "__main__":

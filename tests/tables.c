@@ -228,13 +228,13 @@ static void activations_lie_where_a_layer_has_them(Model *model)
         acts_place(&acts, &arena, model, T, R, all ? keep_all(model) : 1);
         CHECK((bytes[all] = arena.used) == measured.used);
         CHECK(!layers[0].state && layers[1].state && !layers[2].state);
-        CHECK(layers[0].att && !layers[1].att && layers[2].att && !layers[1].gate && acts.q);
+        CHECK(layers[0].att && !layers[1].att && layers[2].att && !layers[1].gate_up && acts.q);
         CHECK((layers[0].att == layers[2].att) == !all && (layers[0].mid == layers[1].mid) == !all);
         CHECK(layers[0].x != layers[1].x && layers[1].x != layers[2].x);
         arena_release(&arena);
     }
     size_t attention =
-        2 * taken(T * H * E) + 2 * taken(T * G * E) + taken(T * H) + 4 * taken(T * R);
+        taken(T * (H + 2 * G) * E) + taken(T * H * E) + taken(T * H) + 4 * taken(T * R);
     CHECK(bytes[1] - bytes[0] == attention + 2 * (taken(T * D) + 2 * taken(T)));
 }
 

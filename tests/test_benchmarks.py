@@ -28,7 +28,7 @@ REASON = _core.devices()["cpu-bf16"]
 NEEDS_BF16 = pytest.mark.skipif(bool(REASON), reason=REASON)
 HAS_LLAMA = importlib.util.find_spec("llama_cpp") is not None
 PROGRAMS = {
-    "ops": "--head 4 512 3 --product 5 16 24 --product 1 16 24 --flops 1e4",
+    "ops": "--head 4 512 3 --product 5 16 24 --product 1 16 24 --experts 4 16 8 24 --flops 1e4",
     "train": "--shape tiny --datums 2 --length 9",
     "train --custom": "--shape tiny --datums 2 --length 9 --dtype bf16",
     "sample": "--shape tiny --batches 1 3 --prompt 5 --new 4 --prefill 11",
@@ -54,6 +54,8 @@ ROWS = {  # case -> sides, "" for any further case of the table
         "sample": ["tinsmith", "torch"],
         "5 × 16 × 24": ["tinsmith", "torch"],
         "1 × 16 × 24": ["tinsmith", "torch"],
+        "x·wᵀ, f32": ["tinsmith", "dense"],
+        "dy·w, bf16": ["tinsmith", "dense"],
     },
     "train": {"2×9": ["tinsmith", "HF + PEFT"]},
     "train --custom": {"2×9": ["one forward", "two forwards"]},
