@@ -90,12 +90,11 @@ def test_codes_are_those_that_the_cpu_makes(dev, dtype):
     w[5, 7] = 3e38  # larger than any scale reaches
     w[8] *= 1e-33
     for source, one in (("f32", w), ("bf16", from_bf16(to_bf16(w))), ("f16", w[8:])):
-        one = np.float16(one).astype(np.float32) if source == "f16" else one
-        held = Frozen(one.astype(float), dtype)
+        host, kind = (np.float16(one), 2) if source == "f16" else (one, 0)
+        host, kind = (to_bf16(one), 1) if source == "bf16" else (host, kind)
+        one = host.astype(np.float32) if source == "f16" else one
         wanted = kept(device("cpu"), one, dtype)
-        memory = dev.put_frozen(held)
-        host = {"f32": one, "bf16": to_bf16(one), "f16": np.float16(one)}[source]
-        kind = {"f32": 0, "bf16": 1, "f16": 2}[source]
+        memory = dev.put_frozen(Frozen(one.astype(float), dtype))
         data, (rows, cols) = np.ascontiguousarray(host), one.shape
         dev.c.frozen_load(
             dev.pointer, memory.pointer, PACKED[dtype], data.ctypes.data, kind, rows, cols
