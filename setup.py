@@ -133,7 +133,8 @@ def nvcc_libraries(nvcc: str) -> list[str]:
 
 def cuda_inputs() -> list[Path]:
     """Everything that the CUDA device is made of."""
-    shared = [ROOT / "csrc" / "device" / name for name in ("ops.inc", "device.h", "status.h")]
+    names = ("ops.inc", "device.h", "dtype.h", "levels.h", "quantize.h", "status.h")
+    shared = [ROOT / "csrc" / "device" / name for name in names]
     return [*sorted((ROOT / "cuda").iterdir()), *shared]
 
 

@@ -224,7 +224,7 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
         default="stored",
         choices=("stored", "bf16", "int8", "int4"),
         help="what base weights are kept in: int8 and int4 take a half and 0.28 of bf16's memory, "
-        "on the CPU, and are another model by so much (default: as they are stored)",
+        "and are another model by so much (default: as they are stored)",
     )
 
 

@@ -546,7 +546,7 @@ def _choose(
 ) -> tuple[str, str, dict[kept.Place, str]]:
     """The wide type of a folder's matrices, the device, and the types of those of fewer bits, after
     checking that all tensors fit."""
-    kept.check(weights, device)
+    kept.check(weights)
     stored = "bf16" if weights == "bf16" else _element_type(family, tensors)
     kind, device = _choose_type(stored, device, dtype)
     config, inv_freq = shape
