@@ -186,6 +186,11 @@ Status model_load(Model *model, const char *slot, int layer, int index, const vo
                   DType type, int rows, int cols);
 /* Ends loading; an error names what is missing. */
 Status model_seal(Model *model);
+/* Instead of loading: the weights are bytes of an open file, what model_memory() gave of a model
+ * with the same shape, frequencies and types. The model is sealed. */
+Status model_map(Model *model, int file, size_t at);
+/* All bytes of a sealed model's weights, where the device's memory is the host's. */
+Status model_memory(const Model *model, const void **memory, size_t *bytes);
 /* What the matrices of a slot are kept in. */
 DType matrix_type(const Model *model, Slot slot, int layer);
 /* Bytes from one matrix of a slot to the next of the same layer's. */

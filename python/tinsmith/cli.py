@@ -167,6 +167,11 @@ def _prune_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="all but the newest N of each run: N training states, N for sampling, N exports",
     )
+    parser.add_argument(
+        "--copies",
+        action="store_true",
+        help="not checkpoints but all copies of int8 and int4 weights (--weights-copy)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="list them, and delete nothing")
     parser.add_argument("--yes", action="store_true", help="delete them without being asked")
     usage.add_checkpoints(parser, "the folder to prune")
@@ -247,7 +252,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 def _engine(options: argparse.Namespace) -> dict[str, Any]:
     """What those say that a Backend has by the same names."""
-    names = "device", "dtype", "weights", "threads", "memory", "seed", "expire", "checkpoints_max"
+    names = ("device", "dtype", "weights", "weights_copy", "threads", "memory", "seed", "expire",
+             "checkpoints_max")  # fmt: skip
     return {name: getattr(options, name) for name in names}
 
 
@@ -552,10 +558,11 @@ COMMANDS = {
         "are there are not fetched again. Gated models need a token: HF_TOKEN, or `hf auth login`.",
     ),
     "prune": Command(
-        "delete checkpoints, to free room",
+        "delete checkpoints or copies of weights, to free room",
         (
             "tinsmith prune --older-than 30d --keep 1 --dry-run",
             "tinsmith prune --run RUN --yes",
+            "tinsmith prune --copies",
         ),
         _prune_options,
         _prune,
