@@ -251,12 +251,12 @@ static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *k
     if (status) return raise_status(status);
 #define SIZE(name) #name, (Py_ssize_t)plan.name
     return Py_BuildValue(
-        "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", SIZE(weights),
-        SIZE(adapter), SIZE(step), SIZE(own), SIZE(cache), SIZE(cache_tokens), SIZE(kv_token),
-        SIZE(kv_window), SIZE(states), SIZE(kv_sequence), SIZE(free), SIZE(all), SIZE(scratch),
-        SIZE(step_most), SIZE(step_tokens), SIZE(longest), "kept",
-        (Py_ssize_t)(plan.keep ? keep_layers(self->model, CHEAP, plan.keep) : 0), "attention_kept",
-        (Py_ssize_t)(plan.keep ? keep_layers(self->model, DEAR, plan.keep) : 0));
+        "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}",
+        SIZE(weights), SIZE(looked_up), SIZE(adapter), SIZE(step), SIZE(own), SIZE(cache),
+        SIZE(cache_tokens), SIZE(kv_token), SIZE(kv_window), SIZE(states), SIZE(kv_sequence),
+        SIZE(free), SIZE(all), SIZE(scratch), SIZE(step_most), SIZE(step_tokens), SIZE(longest),
+        "kept", (Py_ssize_t)(plan.keep ? keep_layers(self->model, CHEAP, plan.keep) : 0),
+        "attention_kept", (Py_ssize_t)(plan.keep ? keep_layers(self->model, DEAR, plan.keep) : 0));
 #undef SIZE
 }
 

@@ -174,7 +174,8 @@ class Model:
     @property
     def weight_bytes(self) -> int: ...
     def plan(self, rank: int, tokens: int = 0, step_bytes: int = 0) -> dict[str, int]:
-        """Bytes of each use of memory, before anything is allocated. weights. adapter: of `rank` on
+        """Bytes of each use of memory, before anything is allocated. weights, and of them
+        looked_up: an embedding that is no head, of which few rows are read. adapter: of `rank` on
         every layer. step: of a datum of `tokens` (0: step_tokens, the default's). own: the ops' own
         needs on the device. cache: a sampler's default, of cache_tokens tokens, kv_token bytes
         each, and the states of `states` sequences, kv_sequence bytes each. kv_token leaves out

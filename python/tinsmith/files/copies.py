@@ -146,7 +146,7 @@ def wanted(
 ) -> Copy | None:
     """The copy of a model that is loaded in fewer bits, `size` bytes of memory; None where it is
     not worth one. `facts` are what its weights depend on, beside its files."""
-    if kind not in kept.BITS or size < LEAST_BYTES:
+    if not worth(kind, size):
         return None
     text = json.dumps([facts, _core.weights_code(), _readers(), sys.byteorder], sort_keys=True)
     name = _name(folder)
@@ -157,6 +157,11 @@ def wanted(
         tuple(sorted(set(sources))),
         text,
     )
+
+
+def worth(kind: str, size: int) -> bool:
+    """Whether a model in such weights, of so many bytes, gets a copy."""
+    return kind in kept.BITS and size >= LEAST_BYTES
 
 
 def copies() -> dict[Path, int]:
