@@ -93,6 +93,7 @@ def main() -> None:
     options.add_argument("--model", default="Qwen3-8B", choices=sizes.MODELS)
     options.add_argument("--layers", type=int, default=2)
     options.add_argument("--vocab", type=int, default=16384)
+    options.add_argument("--weights", default="stored,int8,int4")
     args = parse(options)
     with Report(args, __doc__) as report, tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
@@ -101,6 +102,7 @@ def main() -> None:
         sides = {
             f"{kind}{', copied' * copied}": partial(load, folder, kind, copied, args.threads)
             for kind, copied in KINDS
+            if kind in args.weights.split(",")
         }
         found = alternate(sides, args.rounds, seconds)
         title = f"{args.model}, {args.vocab} ids: 1 / {times:.1f} of its weights"
