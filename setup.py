@@ -65,7 +65,8 @@ ABI = checksum(SEAM)
 PACKERS = [
     *("csrc/cpu/arrange.c", "csrc/cpu/cpu.h", "csrc/cpu/frozen.c", "csrc/cpu/packed.c"),
     *("csrc/cpu/packed.h", "csrc/cpu/quantize.c", "csrc/cpu/simd.h", "csrc/device/arena.c"),
-    *("csrc/device/device.h", "csrc/device/dtype.c", "csrc/model/layers.inc"),
+    *("csrc/device/device.h", "csrc/device/dtype.c", "csrc/device/dtype.h"),
+    *("csrc/device/levels.h", "csrc/device/quantize.h", "csrc/model/layers.inc"),
     *("csrc/model/model.c", "csrc/model/weights.inc"),
 ]
 CODE = checksum(PACKERS)
@@ -148,7 +149,8 @@ def nvcc_libraries(nvcc: str) -> list[str]:
 
 def cuda_inputs() -> list[Path]:
     """Everything that the CUDA device is made of."""
-    shared = [ROOT / "csrc" / "device" / name for name in ("ops.inc", "device.h", "status.h")]
+    names = ("ops.inc", "device.h", "dtype.h", "levels.h", "quantize.h", "status.h")
+    shared = [ROOT / "csrc" / "device" / name for name in names]
     return [*sorted((ROOT / "cuda").iterdir()), *shared]
 
 

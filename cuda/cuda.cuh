@@ -1,11 +1,11 @@
 /* cuda/cuda.cuh - declarations that the CUDA device's files share.
  *
- * `real` is bf16, everything is computed in f32. A frozen weight is row-major bf16 rows, each
- * filled up with zeros to a multiple of 8, so that they begin at multiples of 16 bytes. It has no
- * header: two weights of one width that lie one behind the other are one weight. The same text is
- * compiled by nvcc and, with CUDA_EMULATED, as C++ (emulate.h). PTX is here and nowhere else: each
- * primitive has its twin for the emulator beside it. Kernels are `static __global__`, started with
- * LAUNCH, and say Shared<T> for a pointer to shared memory: T *, or checked by the emulator. */
+ * `real` is bf16, everything is computed in f32. A frozen weight has no header: two of one width
+ * that lie one behind the other are one. It is row-major bf16, each row filled up with zeros to a
+ * multiple of 16 bytes, or blocks (packed.cuh). The same text is compiled by nvcc and, with
+ * CUDA_EMULATED, as C++ (emulate.h). PTX is here and nowhere else: each primitive has its twin for
+ * the emulator beside it. Kernels are `static __global__`, started with LAUNCH, and say Shared<T>
+ * for a pointer to shared memory: T *, or checked by the emulator. */
 #ifndef TINSMITH_CUDA_CUH
 #define TINSMITH_CUDA_CUH
 
@@ -42,7 +42,7 @@ __host__ __device__ static inline int64_t frozen_stride(int cols)
     return (cols + FROZEN_ALIGN - 1) / FROZEN_ALIGN * FROZEN_ALIGN;
 }
 
-/* Row 0; row n begins frozen_stride(cols) elements on. */
+/* Row 0. */
 __host__ __device__ static inline const real *frozen_data(const frozen *w)
 {
     return &w->first;
@@ -51,7 +51,6 @@ __host__ __device__ static inline const real *frozen_data(const frozen *w)
 /* ---- the device ---- */
 
 typedef struct Matmul Matmul; /* private to matmul.cu: cuBLASLt and the algorithms it picked */
-
 enum { ARRIVALS = 256, PINNED_PARTS = 4, PART_BYTES = 1 << 20, FETCHES = 2 };
 
 /* Pinned host memory that uploads pass through, part after part. A part is used again when the
@@ -72,6 +71,7 @@ typedef struct Fetch {
 } Fetch;
 
 typedef struct Returned Returned; /* private to stream.cu: what was given back */
+typedef struct Keeping Keeping;   /* private to frozen.cu: which weights have blocks */
 typedef struct CudaDevice {
     Device base; /* first: a Device* is a CudaDevice* */
     int ordinal; /* of the card; every entry makes it the thread's current one (ENTRY) */
@@ -89,6 +89,7 @@ typedef struct CudaDevice {
     bool rehearsing, recording;
     pthread_mutex_t returning; /* of the list that follows, to which any thread may add */
     Returned *returned;
+    Keeping *keeping;
     bool lost; /* for this process: only a new one can use the card again */
     Pinned pinned;
     Fetch fetch[FETCHES];
@@ -104,7 +105,6 @@ typedef struct CudaDevice {
 #endif
 
 extern FailFunction *fail_in_core; /* core's fail(), given by cuda_open */
-
 /* Keeps a failure on the device until sync() returns it; the first one wins. */
 void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));

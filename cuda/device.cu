@@ -1,5 +1,4 @@
-/* cuda/device.cu - opens the GPU, or the emulated one: its memory, its frozen weights, and the
- * table.
+/* cuda/device.cu - opens the GPU, or the emulated one: its memory and the table.
  *
  * cuda_open and cuda_card are the library's only symbols. They get the number of the seam that core
  * was built for, and core's fail(), so that sentences reach the caller's thread. Copies to the card
@@ -9,11 +8,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cuda.cuh"
 #include "entry.cuh"
+#include "packed.cuh"
 
 /* Rows of a step that keep a Hopper busy while the host starts the next ones, also at 0.6B. */
-enum { STEP_ROWS = 8192, ENCODE_BYTES = 1 << 20 };
+enum { STEP_ROWS = 8192 };
 static const size_t CHUNK_MOST = (size_t)1 << 30;
 enum { CHUNKS = 64 }; /* of logits that would fill the card, at least */
 
@@ -44,7 +43,7 @@ static Status device_alloc(Device *dev, void **memory, size_t bytes)
 
 static void device_release(Device *dev, void *memory, size_t bytes)
 {
-    (void)bytes;
+    frozen_forget(cuda_of(dev), memory, bytes);
     cuda_give_back(cuda_of(dev), memory, nullptr);
 }
 
@@ -58,80 +57,6 @@ static void device_memory(Device *dev, size_t *free_bytes, size_t *all_bytes)
         *free_bytes = *all_bytes = cuda->all_bytes;
 }
 
-/* ---- frozen weights ---- */
-
-/* bf16 alone: what comes wide is rounded to it, and nothing is computed from blocks. */
-static size_t device_frozen_bytes(Device *dev, DType kept, int rows, int cols)
-{
-    (void)dev;
-    if (kept > DTYPE_F16) return 0;
-    return (size_t)rows * (size_t)frozen_stride(cols) * sizeof(real);
-}
-
-static int device_frozen_continues(Device *dev, const frozen *w, const frozen *next, int rows,
-                                   int cols)
-{
-    size_t bytes = device_frozen_bytes(dev, DTYPE_BF16, rows, cols);
-    return (const char *)next == (const char *)w + bytes;
-}
-
-static uint16_t bf16_of_f32(float value)
-{
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    if (value != value) return 0x7fff;
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-static uint16_t bf16_of_f16(uint16_t half)
-{
-    uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, bits;
-    uint32_t mantissa = half & 1023;
-    float value = (float)mantissa * 0x1p-24f;
-    memcpy(&bits, &value, 4);
-    if (exponent == 31)
-        bits = 0x7f800000 | mantissa << 13;
-    else if (exponent)
-        bits = (exponent + 112) << 23 | mantissa << 13;
-    bits |= sign;
-    memcpy(&value, &bits, 4);
-    return bf16_of_f32(value);
-}
-
-/* Rows [first, first + count) of the host's array in the device's order. */
-static void rows_encode(uint16_t *to, const void *from, DType type, int first, int count, int cols)
-{
-    int64_t stride = frozen_stride(cols);
-    for (int row = 0; row < count; row++)
-        for (int col = 0; col < stride; col++) {
-            int64_t at = (int64_t)(first + row) * cols + col;
-            uint16_t value = 0;
-            if (col < cols && type == DTYPE_BF16) value = ((const uint16_t *)from)[at];
-            if (col < cols && type == DTYPE_F16) value = bf16_of_f16(((const uint16_t *)from)[at]);
-            if (col < cols && type == DTYPE_F32) value = bf16_of_f32(((const float *)from)[at]);
-            to[row * stride + col] = value;
-        }
-}
-
-static void device_frozen_load(Device *dev, frozen *to, DType kept, const void *from, DType type,
-                               int rows, int cols)
-{
-    (void)kept;
-    char *data = (char *)to;
-    size_t row_bytes = (size_t)frozen_stride(cols) * sizeof(real);
-    if (type == DTYPE_BF16 && frozen_stride(cols) == cols)
-        return dev->upload(dev, data, from, (size_t)rows * row_bytes);
-    int step = row_bytes < ENCODE_BYTES ? (int)(ENCODE_BYTES / (row_bytes ? row_bytes : 1)) : 1;
-    uint16_t *block = (uint16_t *)malloc((size_t)step * row_bytes + 1);
-    if (!block) return cuda_fail(cuda_of(dev), STATUS_MEMORY, "no memory to convert a weight in");
-    for (int first = 0; first < rows; first += step) {
-        int count = rows - first < step ? rows - first : step;
-        rows_encode(block, from, type, first, count, cols);
-        dev->upload(dev, data + (size_t)first * row_bytes, block, (size_t)count * row_bytes);
-    }
-    free(block);
-}
-
 /* ---- opening and closing ---- */
 
 static void device_close(Device *dev)
@@ -140,6 +65,7 @@ static void device_close(Device *dev)
     if (cuda->matmul) matmul_close(cuda);
     stream_close(cuda);
     pthread_mutex_destroy(&cuda->returning);
+    frozen_close(cuda);
     free(cuda);
 }
 
@@ -209,6 +135,7 @@ static Status card_take(CudaDevice *cuda)
 static Status device_prepare(CudaDevice *cuda, const DeviceLibraries *libraries)
 {
     TRY(card_take(cuda));
+    TRY(frozen_open(cuda));
     TRY(stream_open(cuda));
     matmul_open(cuda, libraries);
     return cuda->status ? fail_in_core(cuda->status, "%s", cuda->text) : STATUS_OK;

@@ -1,4 +1,5 @@
-/* cuda/matmul.cu - every product of the CUDA device, and the only file that uses cuBLASLt.
+/* cuda/matmul.cu - products with one bf16 matrix, and the only file that uses cuBLASLt. Those with
+ * a weight of 8 or 4 bits are packed.cu's.
  *
  *   c (M,N) = scale·a (M,K)·b (K,N) [+ bias] [+ plus], a and b bf16, sums in f32, c bf16 or f32
  *
@@ -14,6 +15,7 @@
 
 #include "buckets.cuh"
 #include "cublaslt.cuh"
+#include "packed.cuh"
 
 /* ---- a product of our own ---- */
 
@@ -123,11 +125,33 @@ static Gemm gemm_of(void *c, Side a, Side b, int M, int N, int K)
     return g;
 }
 
+/* y (T,N) of x (T,K) and a weight with blocks, which is still to be found. */
+static PackedCall packed_call(void *y, int64_t y_step, const real *x, int64_t x_step, int T, int N,
+                              int K)
+{
+    PackedCall call = {};
+    call.y = y;
+    call.y_step = y_step;
+    call.x = x;
+    call.x_step = x_step;
+    call.T = T;
+    call.N = N;
+    call.K = K;
+    return call;
+}
+
 void cuda_linear(Device *dev, real *y, const real *x, const frozen *w, const float *bias,
                  const real *plus, int T, int N, int D, int step)
 {
     if (T == 0) return;
     CudaDevice *cuda = cuda_of(dev);
+    PackedCall call = packed_call(y, step, x, D, T, N, D);
+    if (packed_find(cuda, w, D, &call.w)) {
+        call.plus = plus;
+        call.bias = bias;
+        call.narrow_bias = true;
+        return packed_product(cuda, call);
+    }
     Gemm g = gemm_of(y, as_is(x, D), weight_turned(w, D), T, N, D);
     if (bias) {
         real *scratch = (real *)cuda_scratch(cuda, (size_t)N * sizeof(real));
@@ -143,6 +167,12 @@ void cuda_linear_backward(Device *dev, real *dx, const real *dy, const frozen *w
                           int D, int step, int accumulate)
 {
     if (T == 0) return;
+    PackedCall call = packed_call(dx, D, dy, step, T, D, N);
+    if (packed_find(cuda_of(dev), w, D, &call.w)) {
+        call.plus = accumulate ? dx : nullptr;
+        call.across = true;
+        return packed_product(cuda_of(dev), call);
+    }
     Gemm g = gemm_of(dx, as_is(dy, step), weight(w, D), T, D, N);
     if (accumulate) g.plus = g.c;
     gemm(cuda_of(dev), g);
@@ -171,6 +201,11 @@ void cuda_matmul(Device *dev, float *c, const real *a, const void *b, int a_turn
 void cuda_head(Device *dev, float *logits, const real *x, const frozen *w, int T, int V, int D)
 {
     if (T == 0) return;
+    PackedCall call = packed_call(logits, V, x, D, T, V, D);
+    if (packed_find(cuda_of(dev), w, D, &call.w)) {
+        call.f32_out = true;
+        return packed_product(cuda_of(dev), call);
+    }
     Gemm g = gemm_of(logits, as_is(x, D), weight_turned(w, D), T, V, D);
     g.f32_out = true;
     gemm(cuda_of(dev), g);

@@ -9,7 +9,7 @@
  * one element where the rows do not begin at multiples of 16 bytes. Bits are moved, not numbers: a
  * NaN keeps its own.
  */
-#include "cuda.cuh"
+#include "packed.cuh"
 
 enum { THREADS = 256 };
 
@@ -46,6 +46,9 @@ static void rows_move(Device *dev, real *y, const real *x, const int32_t *y_rows
 void cuda_embed(Device *dev, real *y, const int32_t *ids, const frozen *w, int T, int V, int D)
 {
     (void)V;
+    Packed packed;
+    if (packed_find(cuda_of(dev), w, D, &packed))
+        return packed_embed(cuda_of(dev), y, ids, packed, T, D);
     rows_move(dev, y, frozen_data(w), nullptr, ids, T, D, frozen_stride(D));
 }
 

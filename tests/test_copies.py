@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import engine
 import numpy as np
 import pytest
 from folders import rewritten
@@ -275,6 +276,7 @@ def test_the_log_says_once_where_a_copy_is_and_how_large(caplog) -> None:
 
 def test_who_refuses_a_copy_gets_none(monkeypatch) -> None:
     assert inspect_model(folder("llama"), weights="int4", weights_copy=False).copy is None
+    assert not copies.worth("int4", "cuda", 1 << 40)  # nor does a GPU
     monkeypatch.setattr(copies, "LEAST_BYTES", 1 << 28)  # and who has a small model
     assert inspect_model(folder("llama"), weights="int4").copy is None
     options = cli.command_line().parse_args(["serve", "m", "--weights", "int4"])
@@ -304,6 +306,19 @@ def test_doctor_lists_copies_and_prune_deletes_them(capsys) -> None:
 
 
 # ---- the engine ----
+
+
+def test_the_codes_number_is_of_all_files_that_make_weights() -> None:
+    root, setup = Path(engine.__file__).parents[1], engine.setup_py()
+    assert _core.weights_code() == int(setup.CODE.rstrip("u"))
+    found = {f"csrc/cpu/{one}.c" for one in ("arrange", "frozen", "packed", "quantize")}
+    for _ in range(5):
+        for name in list(found):
+            named = re.findall(r'^#include "(.+)"', (root / name).read_text(), re.MULTILINE)
+            files = (((root / name).parent / one).resolve() for one in named)
+            found |= {str(one.relative_to(root)) for one in files}
+    elsewhere = {"csrc/cpu/pool.h", "csrc/device/status.h", "csrc/device/ops.inc"}
+    assert found - elsewhere <= set(setup.PACKERS)
 
 
 def reference(content: bytes) -> int:

@@ -98,11 +98,15 @@ def test_a_model_in_fewer_bits_is_what_transformers_computes_of_the_same_numbers
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "qwen3_moe"])
 def test_samples_have_the_trainers_log_probabilities(name: str, kind: str) -> None:
-    model = load_model(folder(name), weights=kind, threads=2)
+    sample_and_train(load_model(folder(name), weights=kind, threads=2), samples=5)
+
+
+def sample_and_train(model: LoadedModel, samples: int) -> None:
+    """Samples of three prompts, whose log-probabilities the trainer has to the bit."""
     sampler = _core.Sampler(model.core, tokens=4096)
     prompts = [tokens_of(model, length, length) for length in (3, 70, 1)]
     for number, prompt in enumerate(prompts):
-        sampler.add(number, prompt, num_samples=5, max_tokens=9, seed=number)
+        sampler.add(number, prompt, num_samples=samples, max_tokens=9, seed=number)
     while len(sampler.step()[1]) < len(prompts):
         pass
     for number, prompt in enumerate(prompts):
@@ -153,9 +157,19 @@ def test_bf16_is_asked_for_by_name() -> None:
     assert inspect_model(folder("qwen3")).kind == "f32"
 
 
-def test_a_device_that_cant_compute_from_a_type_says_so() -> None:
-    with pytest.raises(ValueError, match="the device cuda does not compute from int4 weights"):
-        inspect_model(folder("llama"), device="cuda", weights="int4")
+def test_a_gpu_keeps_what_it_computes_from_and_widens_the_rest() -> None:
+    places = {("wq", 0): {"q4_k"}, ("wk", 0): {"q4_0"}, ("w_up", 0): {None}}
+    places |= {("embed", -1): {"q6_k"}}
+    stored = kept.choose("stored", "cuda:1", places)
+    assert stored == {("wk", 0): "q4_0"}
+    assert kept.choose("stored", "cpu-bf16", places).keys() == places.keys() - {("w_up", 0)}
+    assert kept.choose("int4", "cuda", places) == {
+        ("wq", 0): "int4", ("wk", 0): "q4_0", ("w_up", 0): "int4", ("embed", -1): "int8"
+    }  # fmt: skip
+    assert kept.choose("bf16", "cuda", places) == {}
+
+
+def test_a_setting_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="weights must be one of stored, bf16, int8, int4; 'q3'"):
         inspect_model(folder("llama"), weights="q3")
 

@@ -6,15 +6,12 @@
 #include "packed.h"
 
 const float CPU(levels)[DTYPES][LEVELS] = {
-    /* Lloyd's levels for Gaussian weights whose scale is quantize.c's choice, in sixteenths. */
-    [DTYPE_INT4] = {-127 / 16.0f, -101 / 16.0f, -79 / 16.0f, -62 / 16.0f, -47 / 16.0f, -33 / 16.0f,
-                    -21 / 16.0f, -9 / 16.0f, 2 / 16.0f, 13 / 16.0f, 24 / 16.0f, 36 / 16.0f,
-                    49 / 16.0f, 64 / 16.0f, 83 / 16.0f, 108 / 16.0f},
-    [DTYPE_Q4_0] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
-    [DTYPE_Q4_1] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
-    [DTYPE_MXFP4] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6},
-    [DTYPE_Q4_K] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
-    [DTYPE_Q5_K] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    [DTYPE_INT4] = {LEVELS_INT4},
+    [DTYPE_Q4_0] = {LEVELS_Q4_0},
+    [DTYPE_Q4_1] = {LEVELS_WHOLE},
+    [DTYPE_MXFP4] = {LEVELS_MXFP4},
+    [DTYPE_Q4_K] = {LEVELS_WHOLE},
+    [DTYPE_Q5_K] = {LEVELS_WHOLE},
     [DTYPE_Q6_K] = {-32, -31, -30, -29, -28, -27, -26, -25, -24, -23, -22, -21, -20, -19, -18, -17},
 };
 

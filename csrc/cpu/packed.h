@@ -33,13 +33,13 @@
 #define TINSMITH_CPU_PACKED_H
 
 #include "../device/dtype.h"
+#include "../device/levels.h"
 #include "cpu.h"
 #include "simd.h"
 
 enum {
     BLOCK = FROZEN_BLOCK,
     NIBBLES = 8, /* of a word */
-    LEVELS = 16, /* of a 4-bit code */
     GROUPED = 8, /* blocks that have an f16 in common */
     HIGHER = 2,  /* the most higher bits of a code */
 };

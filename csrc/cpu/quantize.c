@@ -14,17 +14,8 @@
  * largest, and w / scale in steps of 1/UNIT of a sixteenth. The highest five bits of that name a
  * cell, which has one bound between two levels at most. Compute bound: some 14 instructions for
  * 2·VL weights and each scale that is tried, and as many in all for VL weights besides. */
+#include "../device/quantize.h"
 #include "packed.h"
-
-enum {
-    FINE = 16,     /* levels are so many whole ones */
-    UNIT = 240,    /* of 1/FINE: 127 of it, (1 + STEP) beyond, are less than 2^15 */
-    WHOLE = 32767, /* the largest weight of a block */
-};
-
-#define STEP 0.06f         /* between the scales that are tried */
-#define HALF_MOST 65504.0f /* the largest f16 */
-#define TINY 1e-30f        /* less than any scale's weights */
 
 /* ---- f16 ---- */
 
@@ -262,7 +253,7 @@ static inline __attribute__((always_inline)) Tried scale_try(const Cells *cells,
 /* The one of two that gains more, and the first where the sums can't tell. */
 static inline Tried better_of(Tried a, Tried b)
 {
-    vi second = (vi)(b.gain > a.gain * (1.0f + 2e-5f));
+    vi second = (vi)(b.gain > a.gain * (1.0f + GAIN));
     return (Tried){v_select(second, b.scale, a.scale), v_select(second, b.gain, a.gain)};
 }
 

@@ -12,9 +12,9 @@ from importlib import metadata
 from pathlib import Path
 
 KEPT = (
-    "weights stay as they are stored: bf16, f32, and on the CPU MXFP4 and GGUF's {}; other types "
-    "are widened. On the CPU, --weights int8 takes 0.53 of bf16's bytes and errs by 0.5 % of a "
-    "weight, int4 0.28 and 7 %"
+    "weights stay as they are stored: bf16, f32, MXFP4 and GGUF's {}, on the CPU {} too; other "
+    "types are widened. --weights int8 takes 0.53 of bf16's bytes and errs by 0.5 % of a weight, "
+    "int4 0.28 and 7 %"
 )
 PACKAGES = (
     "tinker",
@@ -38,14 +38,16 @@ def show(options: argparse.Namespace) -> None:
     from tinsmith import _core
     from tinsmith.engine.worker import devices
     from tinsmith.files.extras import pip_install
-    from tinsmith.files.kept import GGUF_TYPES
+    from tinsmith.files.kept import GGUF_TYPES, ON_GPU
     from tinsmith.files.words import readable
 
     print(f"tinsmith {version('tinsmith') or '(not installed)'}, Python {sys.version.split()[0]}")
     for name, reason in devices().items():
         if name != "cuda-emulated":  # which only the tests have
             print(f"device {reason or name + ': ready'}")
-    print(KEPT.format(", ".join(name for name in GGUF_TYPES if name != "MXFP4")))
+    names = [name for name in GGUF_TYPES if name != "MXFP4"]
+    parts = [[n for n in names if (GGUF_TYPES[n] in ON_GPU) == both] for both in (True, False)]
+    print(KEPT.format(*(", ".join(part) for part in parts)))
     for line in card_lines("cuda"):
         print(line)
     for name in PACKAGES:

@@ -31,7 +31,7 @@ def show(options: argparse.Namespace) -> None:
         print(f"left aside, because text does not need them: {tensors}")
     layers = _kept(sizes, config["layers"])
     labels = {
-        "weights": _base(sizes, options),
+        "weights": _base(sizes, device, options),
         "adapter": f"one adapter of rank {options.rank}, with gradients and optimizer",
         "step": f"a training step of {sizes['step_tokens']} tokens, which {layers}",
         "own": "what the device's ops need for themselves",
@@ -61,13 +61,13 @@ def show(options: argparse.Namespace) -> None:
     )
 
 
-def _base(sizes: dict[str, int], options: argparse.Namespace) -> str:
+def _base(sizes: dict[str, int], device: str, options: argparse.Namespace) -> str:
     """What of the weights is in memory, which it leaves in `sizes`."""
     from tinsmith.files import copies
     from tinsmith.files.words import readable
 
-    rows = sizes["looked_up"]
-    if not rows or not options.weights_copy or not copies.worth(options.weights, sizes["weights"]):
+    rows = sizes["looked_up"] if options.weights_copy else 0
+    if not rows or not copies.worth(options.weights, device, sizes["weights"]):
         return "base weights"
     sizes["weights"] -= rows
     return f"base weights; of the embedding, {readable(rows)} in their copy, only rows in use"

@@ -140,13 +140,14 @@ class Copy:
 def wanted(
     folder: Path,
     kind: str,
+    device: str,
     size: int,
     sources: Iterable[Path],
     facts: Mapping[str, Any],
 ) -> Copy | None:
     """The copy of a model that is loaded in fewer bits, `size` bytes of memory; None where it is
     not worth one. `facts` are what its weights depend on, beside its files."""
-    if not worth(kind, size):
+    if not worth(kind, device, size):
         return None
     text = json.dumps([facts, _core.weights_code(), _readers(), sys.byteorder], sort_keys=True)
     name = _name(folder)
@@ -159,9 +160,10 @@ def wanted(
     )
 
 
-def worth(kind: str, size: int) -> bool:
-    """Whether a model in such weights, of so many bytes, gets a copy."""
-    return kind in kept.BITS and size >= LEAST_BYTES
+def worth(kind: str, device: str, size: int) -> bool:
+    """Whether a model in such weights, of so many bytes, gets a copy. On a GPU none does: its
+    memory is no file's."""
+    return kind in kept.BITS and device.startswith("cpu") and size >= LEAST_BYTES
 
 
 def copies() -> dict[Path, int]:

@@ -313,7 +313,7 @@ def inspect_model(
     core = _core.Model(config, inv_freq, weights=kind, packed=packed, threads=1)
     facts = {"config": config, "inv_freq": inv_freq.tolist(), "kind": kind, "family": family.name}
     facts["packed"] = sorted((*place, found) for place, found in packed.items())
-    copy = copies.wanted(folder, weights, core.weight_bytes, sources, facts)
+    copy = copies.wanted(folder, weights, device, core.weight_bytes, sources, facts)
     return BaseModel(
         path=folder,
         family=family,
@@ -567,7 +567,7 @@ def _choose(
 ) -> tuple[str, str, dict[kept.Place, str]]:
     """The wide type of a folder's matrices, the device, and the types of those of fewer bits, after
     checking that all tensors fit."""
-    kept.check(weights, device)
+    kept.check(weights)
     stored = "bf16" if weights == "bf16" else _element_type(family, tensors)
     kind, device = _choose_type(stored, device, dtype)
     config, inv_freq = shape

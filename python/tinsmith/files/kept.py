@@ -29,21 +29,20 @@ HEADS = {
     "q4_k": (0, 4, 144), "q5_k": (0, 4, 176), "q6_k": (208, 210, 210),
 }  # fmt: skip
 
+# What a GPU computes from (cuda/frozen.cu); the CPU does from all. Stored types that a device does
+# not have are widened.
+ON_GPU = {"int8", "int4", "q4_0", "q4_1", "mxfp4"}
+
 SMALL = {"router", "shared_gate", "delta_a", "delta_b"}  # wide in any case
 ENDS = {"embed", "head"}  # 8 bits where the others have 4
 
 Place = tuple[str, int]  # a slot, and its layer or -1
 
 
-def check(kind: str, device: str) -> None:
-    """ValueError for a setting that is none, or that the device can't compute from."""
+def check(kind: str) -> None:
+    """ValueError for a setting that is none."""
     if kind not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}; {kind!r:.60} came")
-    if kind in BITS and not device.startswith("cpu"):
-        raise ValueError(
-            f"the device {device} does not compute from {kind} weights: use the CPU, or weights "
-            "bf16"
-        )
 
 
 def stored(
@@ -61,14 +60,14 @@ def stored(
 def choose(kind: str, device: str, places: Mapping[Place, set[str | None]]) -> dict[Place, str]:
     """The type of each place that is kept in blocks. `places` has those of matrices, and in what
     types with blocks, or None, their tensors are stored."""
-    if kind == "bf16" or not device.startswith("cpu"):
+    if kind == "bf16":
         return {}
-    most = BITS.get(kind, 8)
+    most, known = BITS.get(kind, 8), BITS.keys() if device.startswith("cpu") else ON_GPU
     chosen = {}
     for place, types in places.items():
         slot, bits = place[0], max(most, 8) if place[0] in ENDS else most
         one = next(iter(types)) if len(types) == 1 else None
-        if one is not None and BITS[one] <= bits:
+        if one in known and BITS[one] <= bits:
             chosen[place] = one
         elif kind != "stored" and slot not in SMALL:
             chosen[place] = "int8" if bits == 8 else "int4"

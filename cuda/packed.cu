@@ -1,0 +1,256 @@
+/* cuda/packed.cu - products with base weights of 8 and 4 bits, and their rows looked up.
+ *
+ *   y (T,N) = x (T,K)·wᵀ [+ bias] [+ plus]     of w (N,K): linear, head, grouped_linear
+ *   y (T,N) = x (T,K)·w [+ plus]               of w (K,N): their backward
+ *
+ * A block makes a tile of y. The weight's codes and the tile of x arrive by cp.async, several steps
+ * of k ahead; while one step is multiplied, the codes of the next are widened to bf16 in shared
+ * memory, where two tiles take turns. So there is one barrier a step, and nothing wide is ever in
+ * the card's memory.
+ *
+ * There are three shapes of tile, and one order of sums (product.cuh): any number of rows has the
+ * same bits, in training, prefill and decoding. These are also the bits of grouped.cu with the
+ * widened weight. Cost beside a bf16 weight: many rows are multiplied by mma, not by cuBLASLt's
+ * algorithm, which is faster on Hopper, and each tile of rows widens its weights again.
+ *
+ * Roofline: 2·T·N·K flops, against N·K/2 or N·K bytes of codes and 1/16 of that, or 1/8, of
+ * scales: compute bound from about 100 or 200 rows on, memory bound below. */
+#include "packed.cuh"
+#include "product.cuh"
+
+typedef Tiling<128, 128, 32, 4, 2, 4> Wide;
+typedef Tiling<64, 64, 64, 2, 4, 4> Middle;
+typedef Tiling<16, 32, 128, 1, 2, 6, 8> Few;
+
+enum { EMBED_THREADS = 256 };
+
+/* What a kernel gets: PackedCall, with its results by type. */
+template <class C> struct Tiles {
+    Result<C> result; /* of the first row, with the first expert's bias */
+    const real *x;
+    int64_t x_step;
+    bool aligned; /* rows of x begin at multiples of 16 bytes */
+    Packed w;
+    int T, K, rows; /* rows of w */
+    int padded;     /* inputs of a row of w, in whole blocks */
+    int64_t w_step;
+    const int32_t *bounds;
+    int X;
+};
+
+/* A tile of the weight: HEIGHT rows of it by WIDTH inputs, as codes and in bf16. */
+template <class S, int BITS, bool IS_ACROSS> struct Weights {
+    static constexpr int WIDTH = IS_ACROSS ? S::COLUMNS : S::DEEP,
+                         HEIGHT = IS_ACROSS ? S::DEEP : S::COLUMNS;
+    static constexpr int PITCH = WIDTH + APART, REALS = HEIGHT * PITCH;
+    static constexpr int CODES = WIDTH * BITS / 8; /* bytes of a row */
+    static_assert(CODES % 16 == 0 && GROUP % WIDTH == 0, "whole pieces, of one group");
+
+    /* Starts the codes of rows from `row` on and of inputs from k on, each row's head before them;
+     * zeros for what does not exist. */
+    __device__ static __forceinline__ void load(Shared<unsigned char> raw, const unsigned char *w,
+                                                const Packed &p, int row, int rows, int k,
+                                                int padded)
+    {
+        const unsigned char *group = w + group_at(p.head, BITS, k);
+        int pitch = p.head + CODES, heads = p.head / 16;
+#pragma unroll
+        for (int piece = threadIdx.x; piece < HEIGHT * (CODES / 16); piece += S::THREADS) {
+            int i = piece / (CODES / 16), at = piece % (CODES / 16) * 16;
+            bool valid = row + i < rows && k + at * 8 / BITS < padded;
+            const unsigned char *from =
+                group + (row + i) * p.row + p.head + k % GROUP * BITS / 8 + at;
+            cp_async(shared_range(raw, i * pitch + p.head + at, 16), valid ? from : w,
+                     valid ? 16 : 0);
+        }
+        for (int piece = threadIdx.x; piece < HEIGHT * heads; piece += S::THREADS) {
+            int i = piece / heads, at = piece % heads * 16;
+            bool valid = row + i < rows && k < padded;
+            const unsigned char *from = group + (row + i) * p.row + at;
+            cp_async(shared_range(raw, i * pitch + at, 16), valid ? from : w, valid ? 16 : 0);
+        }
+    }
+
+    /* The same, widened. */
+    __device__ static __forceinline__ void widen(Shared<real> tile, Shared<unsigned char> raw,
+                                                 const Packed &p, Shared<float> levels, int k)
+    {
+        int pitch = p.head + CODES;
+#pragma unroll
+        for (int piece = threadIdx.x; piece < HEIGHT * (WIDTH / EIGHT); piece += S::THREADS) {
+            int i = piece / (WIDTH / EIGHT), at = piece % (WIDTH / EIGHT) * EIGHT;
+            int block = (k + at) % GROUP / BLOCK;
+            const unsigned char *head = shared_range(raw, i * pitch, p.head);
+            const unsigned char *codes =
+                shared_range(raw, i * pitch + p.head + at * BITS / 8, BITS);
+            *reinterpret_cast<uint4 *>(shared_range(tile, i * PITCH + at, EIGHT)) =
+                widen_eight<BITS>(p, head, block, codes, levels);
+        }
+    }
+};
+
+/* Reals of shared memory before the codes: of x, and of two widened tiles. */
+template <class S> static constexpr int X_REALS = S::STAGES * S::X_REALS;
+template <class W> static constexpr int WIDE_REALS = 2 * W::REALS;
+template <class S, class W>
+static constexpr int CODES_AT = (X_REALS<S> + WIDE_REALS<W>)*(int)sizeof(real);
+
+template <class S, int BITS, bool IS_ACROSS, class C>
+static __global__ void __launch_bounds__(S::THREADS, 2)
+    packed_kernel(__grid_constant__ const Tiles<C> p)
+{
+    typedef Weights<S, BITS, IS_ACROSS> W;
+    DYNAMIC_SHARED(bytes);
+    SHARED_ARRAY(float, levels, LEVELS);
+    int columns = (p.result.N + S::COLUMNS - 1) / S::COLUMNS;
+    int j0 = blockIdx.x % columns * S::COLUMNS, tile = (int)(blockIdx.x / columns);
+    ExpertTile own = {0, tile * S::ROWS, min((tile + 1) * S::ROWS, p.T)};
+    if (p.bounds && !expert_tile(&own, p.bounds, p.X, S::ROWS, tile)) return;
+    if (threadIdx.x < LEVELS) levels[threadIdx.x] = p.w.levels[threadIdx.x];
+    const real *x = p.x + own.begin * p.x_step;
+    const unsigned char *w = p.w.data + own.e * p.w_step;
+    int rows = own.end - own.begin, steps = (p.K + S::DEEP - 1) / S::DEEP;
+    int warp = threadIdx.x / 32, raw_bytes = W::HEIGHT * (p.w.head + W::CODES);
+    int i = warp / S::ACROSS_WARPS * S::WARP_ROWS, j = warp % S::ACROSS_WARPS * S::WARP_COLUMNS;
+    Shared<real> xs = shared_part<real>(bytes, 0, X_REALS<S>);
+    Shared<real> wide = shared_part<real>(bytes, X_REALS<S> * (int64_t)sizeof(real), WIDE_REALS<W>);
+    Shared<unsigned char> raw =
+        shared_part<unsigned char>(bytes, CODES_AT<S, W>, S::STAGES * raw_bytes);
+    auto stage_load = [&](int step) {
+        if (step < steps) {
+            int k = step * S::DEEP, at = step % S::STAGES;
+            Shared<real> to = xs + at * S::X_REALS;
+            if (p.aligned)
+                x_load<S, true>(to, x, p.x_step, rows, k, p.K);
+            else
+                x_load<S, false>(to, x, p.x_step, rows, k, p.K);
+            W::load(raw + at * raw_bytes, w, p.w, IS_ACROSS ? k : j0, p.rows, IS_ACROSS ? j0 : k,
+                    p.padded);
+        }
+        cp_async_commit();
+    };
+    auto stage_widen = [&](int step) {
+        if (step < steps)
+            W::widen(wide + step % 2 * W::REALS, raw + step % S::STAGES * raw_bytes, p.w, levels,
+                     IS_ACROSS ? j0 : step * S::DEEP);
+    };
+    Sums<S> sum = {};
+    for (int step = 0; step < S::STAGES - 1; step++) stage_load(step);
+    cp_async_wait<S::STAGES - 2>();
+    __syncthreads();
+    stage_widen(0);
+    for (int step = 0; step < steps; step++) {
+        cp_async_wait<S::STAGES - 3>();
+        __syncthreads();
+        stage_load(step + S::STAGES - 1);
+        if (i < rows)
+            multiply<S, IS_ACROSS>(sum, xs + step % S::STAGES * S::X_REALS,
+                                   wide + step % 2 * W::REALS, i, j);
+        stage_widen(step + 1);
+    }
+    cp_async_wait<0>();
+    __syncthreads();
+    Shared<float> out = shared_part<float>(bytes, 0, S::ROWS * S::OUT);
+    if (i < rows) sums_keep<S>(out, sum, i, j);
+    __syncthreads();
+    tile_put<S>(result_of(p.result, own), out, rows, j0);
+}
+
+/* ---- launching ---- */
+
+template <class S> static int64_t tiles_in(const PackedCall &call)
+{
+    int64_t rows =
+        call.bounds ? expert_tiles(call.X, call.T, S::ROWS) : cuda_blocks(call.T, S::ROWS);
+    return rows * cuda_blocks(call.N, S::COLUMNS);
+}
+
+template <class S, int BITS, bool IS_ACROSS, class C>
+static void launch(CudaDevice *cuda, const Tiles<C> &tiles, int64_t blocks)
+{
+    typedef Weights<S, BITS, IS_ACROSS> W;
+    size_t stages = (size_t)(CODES_AT<S, W> + S::STAGES * W::HEIGHT * (tiles.w.head + W::CODES));
+    size_t out = S::ROWS * S::OUT * sizeof(float);
+    LAUNCH(cuda, (packed_kernel<S, BITS, IS_ACROSS, C>), (unsigned)blocks, S::THREADS,
+           stages > out ? stages : out, tiles);
+}
+
+/* The largest tiles that rows fill by half, and whose blocks fill the card. */
+template <int BITS, bool IS_ACROSS, class C>
+static void run(CudaDevice *cuda, const PackedCall &call, const Tiles<C> &tiles)
+{
+    int rows = call.bounds ? call.T / call.X : call.T, least = cuda->processors;
+    if (rows > Middle::ROWS && tiles_in<Wide>(call) >= least)
+        launch<Wide, BITS, IS_ACROSS>(cuda, tiles, tiles_in<Wide>(call));
+    else if (rows > Few::ROWS && tiles_in<Middle>(call) >= least)
+        launch<Middle, BITS, IS_ACROSS>(cuda, tiles, tiles_in<Middle>(call));
+    else
+        launch<Few, BITS, IS_ACROSS>(cuda, tiles, tiles_in<Few>(call));
+}
+
+template <class C> static Tiles<C> tiles_of(const PackedCall &c)
+{
+    Result<C> result = {(C *)c.y, (const C *)c.plus, c.bias, c.y_step, c.N, c.narrow_bias, false};
+    int cols = c.across ? c.N : c.K, rows = c.across ? c.K : c.N;
+    result.wide = result_is_wide(result);
+    bool aligned = c.x_step % PIECE == 0 && (uintptr_t)c.x % 16 == 0;
+    return {result,   c.x,      c.x_step,
+            aligned,  c.w,      c.T,
+            c.K,      rows,     (cols + BLOCK - 1) / BLOCK * BLOCK,
+            c.w_step, c.bounds, c.X};
+}
+
+template <int BITS> static void run_bits(CudaDevice *cuda, const PackedCall &call)
+{
+    if (call.across)
+        run<BITS, true>(cuda, call, tiles_of<real>(call));
+    else if (call.f32_out)
+        run<BITS, false>(cuda, call, tiles_of<float>(call));
+    else
+        run<BITS, false>(cuda, call, tiles_of<real>(call));
+}
+
+void packed_product(CudaDevice *cuda, const PackedCall &call)
+{
+    if (cuda->rehearsing || cuda->status) return;
+    if (call.w.bits == 8)
+        run_bits<8>(cuda, call);
+    else
+        run_bits<4>(cuda, call);
+}
+
+/* ---- rows looked up ---- */
+
+template <int BITS>
+static __global__ void __launch_bounds__(EMBED_THREADS)
+    packed_embed_kernel(real *y, const int32_t *ids, __grid_constant__ const Packed w, int T, int D)
+{
+    SHARED_ARRAY(float, levels, LEVELS);
+    if (threadIdx.x < LEVELS) levels[threadIdx.x] = w.levels[threadIdx.x];
+    __syncthreads();
+    int per_row = (D + EIGHT - 1) / EIGHT;
+    int64_t piece = (int64_t)blockIdx.x * EMBED_THREADS + threadIdx.x;
+    if (piece >= (int64_t)T * per_row) return;
+    int64_t t = piece / per_row;
+    int k = (int)(piece % per_row) * EIGHT;
+    const unsigned char *group = w.data + ids[t] * w.row + group_at(w.head, BITS, k);
+    const unsigned char *codes = group + w.head + k % GROUP * BITS / 8;
+    int block = k % GROUP / BLOCK;
+    uint4 wide = widen_eight<BITS>(w, group, block, codes, levels);
+    real *to = y + t * D + k;
+    if (D % EIGHT == 0) {
+        *reinterpret_cast<uint4 *>(to) = wide;
+        return;
+    }
+    const uint32_t pair[4] = {wide.x, wide.y, wide.z, wide.w};
+#pragma unroll
+    for (int e = 0; e < EIGHT; e++)
+        if (k + e < D) to[e] = to_real(e % 2 ? high_of(pair[e / 2]) : low_of(pair[e / 2]));
+}
+
+void packed_embed(CudaDevice *cuda, real *y, const int32_t *ids, const Packed &w, int T, int D)
+{
+    auto kernel = w.bits == 8 ? packed_embed_kernel<8> : packed_embed_kernel<4>;
+    int64_t pieces = (int64_t)T * cuda_blocks(D, EIGHT);
+    LAUNCH(cuda, kernel, cuda_blocks(pieces, EMBED_THREADS), EMBED_THREADS, 0, y, ids, w, T, D);
+}

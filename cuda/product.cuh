@@ -1,0 +1,168 @@
+/* cuda/product.cuh - what kernels of products with base weights share: tilings, the rows' operand,
+ * a warp's multiplication, and how a tile's sums become results.
+ *
+ * An element is one sum over k, from 0 on and 16 of k at a time, in every tiling and for weights of
+ * every type. So no choice of a tiling changes a bit. */
+#ifndef TINSMITH_CUDA_PRODUCT_CUH
+#define TINSMITH_CUDA_PRODUCT_CUH
+
+#include "tiles.cuh"
+
+/* Tiles of ROWS by COLUMNS, DEEP of k from one barrier to the next, by WARPS_I by WARPS_J warps;
+ * more warps than these only bring operands. */
+template <int ROWS_, int COLUMNS_, int DEEP_, int WARPS_I, int WARPS_J, int STAGES_,
+          int WARPS = WARPS_I * WARPS_J>
+struct Tiling {
+    static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, DEEP = DEEP_, STAGES = STAGES_;
+    static constexpr int ACROSS_WARPS = WARPS_J, THREADS = WARPS * 32;
+    static constexpr int WARP_ROWS = ROWS / WARPS_I, WARP_COLUMNS = COLUMNS / WARPS_J;
+    static constexpr int I = WARP_ROWS / 16, J = WARP_COLUMNS / 16;      /* fragments of a warp */
+    static constexpr int ALONG = DEEP + APART, ACROSS = COLUMNS + APART; /* reals of a row */
+    static constexpr int OUT = COLUMNS + APART;                          /* floats of a row */
+    static constexpr int X_REALS = ROWS * ALONG;
+    template <bool IS_ACROSS>
+    static constexpr int STAGE = X_REALS + (IS_ACROSS ? DEEP * ACROSS : COLUMNS * ALONG);
+};
+
+/* ---- from memory to shared memory ---- */
+
+/* Eight of x's row from k on, of which the first `valid` exist, where rows are not aligned. */
+__device__ static __forceinline__ uint4 fetch(const real *from, int valid)
+{
+    float v[PIECE];
+#pragma unroll
+    for (int e = 0; e < PIECE; e++) v[e] = e < valid ? f32(from[e]) : 0.0f;
+    return make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
+}
+
+/* Starts the tile of x at k0: ROWS by DEEP, of rows `step` apart, zeros behind the last one. */
+template <class S, bool IS_ALIGNED>
+__device__ static __forceinline__ void x_load(Shared<real> tile, const real *x, int64_t step,
+                                              int rows, int k0, int K)
+{
+#pragma unroll
+    for (int piece = threadIdx.x; piece < S::ROWS * S::DEEP / PIECE; piece += S::THREADS) {
+        int row = piece / (S::DEEP / PIECE), col = piece % (S::DEEP / PIECE) * PIECE;
+        int valid = row < rows ? min(max(K - (k0 + col), 0), (int)PIECE) : 0;
+        const real *from = valid ? x + row * step + k0 + col : x;
+        real *to = shared_range(tile, row * S::ALONG + col, PIECE);
+        if constexpr (IS_ALIGNED)
+            cp_async(to, from, valid * (int)sizeof(real));
+        else
+            *reinterpret_cast<uint4 *>(to) = fetch(from, valid);
+    }
+}
+
+/* ---- a tile ---- */
+
+template <class S> struct Sums {
+    float at[S::I][2 * S::J][4];
+};
+
+/* A warp's part of one step of k. */
+template <class S, bool IS_ACROSS>
+__device__ static __forceinline__ void multiply(Sums<S> &sum, Shared<real> x, Shared<real> w, int i,
+                                                int j)
+{
+#pragma unroll
+    for (int k = 0; k < S::DEEP; k += 16) {
+        uint32_t left[S::I][4], right[S::J][4];
+#pragma unroll
+        for (int m = 0; m < S::I; m++) fragment<false, false>(left[m], x, S::ALONG, i + m * 16, k);
+#pragma unroll
+        for (int n = 0; n < S::J; n++)
+            fragment<IS_ACROSS, true>(right[n], w, IS_ACROSS ? S::ACROSS : S::ALONG, j + n * 16, k);
+#pragma unroll
+        for (int m = 0; m < S::I; m++)
+#pragma unroll
+            for (int n = 0; n < 2 * S::J; n++)
+                mma(sum.at[m][n], left[m], right[n / 2][n % 2 * 2], right[n / 2][n % 2 * 2 + 1]);
+    }
+}
+
+/* Leaves a warp's sums in shared memory. */
+template <class S>
+__device__ static __forceinline__ void sums_keep(Shared<float> out, const Sums<S> &sum, int i,
+                                                 int j)
+{
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int m = 0; m < S::I; m++)
+#pragma unroll
+        for (int n = 0; n < 2 * S::J; n++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                int row = i + m * 16 + half * 8 + lane / 4, col = j + n * 8 + lane % 4 * 2;
+                *reinterpret_cast<float2 *>(shared_range(out, row * S::OUT + col, 2)) =
+                    make_float2(sum.at[m][n][2 * half], sum.at[m][n][2 * half + 1]);
+            }
+}
+
+/* What a tile's sums become: y (rows,N) = sums + bias + plus, each of which may be NULL. Rows of y
+ * and plus are `step` numbers apart. */
+template <class C> struct Result {
+    C *y;
+    const C *plus;
+    const float *bias;
+    int64_t step;
+    int N;
+    bool narrow; /* the bias is rounded to bf16 */
+    bool wide;   /* 16-byte accesses may be used */
+};
+
+template <class C> static inline bool result_is_wide(const Result<C> &r)
+{
+    uintptr_t all = (uintptr_t)r.y | (uintptr_t)r.plus | (uintptr_t)r.bias;
+    return r.N % PIECE == 0 && r.step % PIECE == 0 && all % 16 == 0;
+}
+
+/* The same from the tile's first pair on, with its expert's bias. */
+template <class C>
+__device__ static __forceinline__ Result<C> result_of(Result<C> r, const ExpertTile &own)
+{
+    int64_t at = own.begin * r.step;
+    r.y += at;
+    if (r.plus) r.plus += at;
+    if (r.bias) r.bias += (int64_t)own.e * r.N;
+    return r;
+}
+
+/* W elements of y. */
+template <int W, class C>
+__device__ static __forceinline__ void put(const Result<C> &r, int64_t at, int j, const float *sum)
+{
+    float v[W], more[W];
+    load<W>(v, sum);
+    if (r.bias) {
+        load<W>(more, r.bias + j);
+#pragma unroll
+        for (int e = 0; e < W; e++) v[e] += r.narrow ? f32(to_real(more[e])) : more[e];
+    }
+    if (r.plus) {
+        load<W>(more, r.plus + at);
+#pragma unroll
+        for (int e = 0; e < W; e++) v[e] += more[e];
+    }
+    store<W>(r.y + at, v);
+}
+
+/* Puts the tile at column j0 into y, whose first row is the tile's. */
+template <class S, class C>
+__device__ static __forceinline__ void tile_put(const Result<C> &r, Shared<float> out, int rows,
+                                                int j0)
+{
+    for (int piece = threadIdx.x; piece < S::ROWS * S::COLUMNS / PIECE; piece += S::THREADS) {
+        int row = piece / (S::COLUMNS / PIECE), col = piece % (S::COLUMNS / PIECE) * PIECE;
+        int j = j0 + col;
+        if (row >= rows || j >= r.N) continue;
+        const float *sum = shared_range(out, row * S::OUT + col, PIECE);
+        int64_t at = row * r.step + j;
+        if (r.wide) {
+            put<PIECE>(r, at, j, sum);
+        } else {
+            for (int e = 0; e < PIECE && j + e < r.N; e++) put<1>(r, at + e, j + e, sum + e);
+        }
+    }
+}
+
+#endif
