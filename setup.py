@@ -49,11 +49,27 @@ def sources(folder: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("*.c"))
 
 
+def checksum(paths: list[str]) -> str:
+    """A C constant that a change of the files changes."""
+    return f"{zlib.crc32(b''.join((ROOT / path).read_bytes() for path in paths))}u"
+
+
 OPS = [path for path in sources("csrc/cpu") if path not in ONCE]
 
 # The number of the seam between core and device libraries (csrc/device/device.h, DEVICE_ABI).
 SEAM = ["csrc/device/ops.inc", "csrc/device/device.h"]
-ABI = f"{zlib.crc32(b''.join((ROOT / path).read_bytes() for path in SEAM))}u"
+ABI = checksum(SEAM)
+
+# What decides how weights become bytes in memory (py/checksum.c): a quantised copy that other code
+# has made is not read (python/tinsmith/files/copies.py).
+PACKERS = [
+    *("csrc/cpu/arrange.c", "csrc/cpu/cpu.h", "csrc/cpu/frozen.c", "csrc/cpu/packed.c"),
+    *("csrc/cpu/packed.h", "csrc/cpu/quantize.c", "csrc/cpu/simd.h", "csrc/device/arena.c"),
+    *("csrc/device/device.h", "csrc/device/dtype.c", "csrc/device/dtype.h"),
+    *("csrc/device/levels.h", "csrc/device/quantize.h", "csrc/model/layers.inc"),
+    *("csrc/model/model.c", "csrc/model/weights.inc"),
+]
+CODE = checksum(PACKERS)
 
 # For the tests: TINSMITH_WERROR=1 makes warnings errors; TINSMITH_SANITIZE=address,undefined
 # watches the C code at run time, with its assertions on.
@@ -264,7 +280,7 @@ class BuildOps(build_ext):
                 shutil.copy2(built, package / built.name)
 
     def build_extension(self, ext: Extension) -> None:
-        ext.define_macros = [*ext.define_macros, ("DEVICE_ABI", ABI)]
+        ext.define_macros = [*ext.define_macros, ("DEVICE_ABI", ABI), ("WEIGHTS_CODE", CODE)]
         if reason := self.cuda_absent():
             self.warn(f"no CUDA device: {reason}")
             ext.define_macros += [("CUDA_ABSENT", c_string(reason))]

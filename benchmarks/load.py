@@ -7,12 +7,14 @@ Some layers of a model of sizes.py are written to the folder for temporary files
 weights, and loaded once unmeasured. "s" is wall time, "CPU s" that of all threads, and "whole
 model" is the wall time times the whole model's numbers over those of the layers that were loaded: a
 machine need not hold all of it. A system that has to find free memory takes longer, so the best
-wall time is beside the median.
+wall time is beside the median. "copied" is loaded from the quantised copy that the unmeasured load
+has left (tinsmith/files/copies.py).
 
-Ten seconds and 3 GiB, with 1 GB on the disk."""
+Ten seconds and 3 GiB, with 2 GB on the disk."""
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -29,6 +31,7 @@ from tinsmith.files.families import FAMILIES, inspect_model, load_weights, read_
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+KINDS = (("stored", False), ("int8", False), ("int8", True), ("int4", False), ("int4", True))
 COLUMNS = {"s": ".2f", "best s": ".2f", "CPU s": ".2f", "whole model, s": ".1f"}
 
 
@@ -72,9 +75,9 @@ def write(folder: Path, args: argparse.Namespace) -> float:
     return whole / sum(rows * cols for *_, rows, cols in slots)
 
 
-def load(folder: Path, kind: str, threads: int) -> None:
+def load(folder: Path, kind: str, copied: bool, threads: int) -> None:
     """Loads the model and forgets it."""
-    load_weights(inspect_model(folder, weights=kind), threads=threads)
+    load_weights(inspect_model(folder, weights=kind, weights_copy=copied), threads=threads)
 
 
 def seconds(run: partial[None]) -> tuple[float, float]:
@@ -90,12 +93,17 @@ def main() -> None:
     options.add_argument("--model", default="Qwen3-8B", choices=sizes.MODELS)
     options.add_argument("--layers", type=int, default=2)
     options.add_argument("--vocab", type=int, default=16384)
+    options.add_argument("--weights", default="stored,int8,int4")
     args = parse(options)
     with Report(args, __doc__) as report, tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
         times = write(folder, args)
-        kinds = ("stored", "int8", "int4")
-        sides = {kind: partial(load, folder, kind, args.threads) for kind in kinds}
+        os.environ["XDG_CACHE_HOME"] = place
+        sides = {
+            f"{kind}{', copied' * copied}": partial(load, folder, kind, copied, args.threads)
+            for kind, copied in KINDS
+            if kind in args.weights.split(",")
+        }
         found = alternate(sides, args.rounds, seconds)
         title = f"{args.model}, {args.vocab} ids: 1 / {times:.1f} of its weights"
         table = report.table(title, "layers", COLUMNS, plot="s")

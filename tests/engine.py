@@ -211,6 +211,8 @@ class CDevice(ctypes.Structure):
         ("note", ctypes.c_char_p),
         ("alloc", ctypes.CFUNCTYPE(INT, VOID, ctypes.POINTER(VOID), SIZE)),
         ("release", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),
+        ("map", ctypes.CFUNCTYPE(INT, VOID, ctypes.POINTER(VOID), INT, SIZE, SIZE)),
+        ("rarely", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),
         ("memory", ctypes.CFUNCTYPE(None, VOID, ctypes.POINTER(SIZE), ctypes.POINTER(SIZE))),
         ("upload", COPY),
         ("download", COPY),

@@ -31,7 +31,7 @@ from card_report import Found, Stage
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-OPS = ("ops", "ops_head", "ops_jsd", "delta", "jsd_topk", "experts")
+OPS = ("ops", "ops_head", "ops_jsd", "delta", "jsd_topk", "experts", "packed_cuda", "kept_cuda")
 MODELS = ("cuda", "model", "train", "optimizer", "losses", "recompute", "kept_forward", "distill")
 SAMPLING = ("sample", "prefix_scores", "snapshot", "states_devices", "window", "inflight")
 MISUSE = ("cuda_device", "training_refusals", "tensor_ops_cuda", "turns", "loading", "dlpack")

@@ -84,7 +84,7 @@ def test_doctor_shows_the_folders_their_sizes_and_the_room(tmp_path, capsys) -> 
     folder = tmp_path / "data/tinsmith/checkpoints"
     assert f"checkpoints in {folder}: 3.00 MiB, 2 checkpoints of 1 run; " in shown
     assert f"models in {tmp_path / 'hub'}: 5.00 MiB, 1 model; " in shown
-    assert "5.00 MiB  org/name\n" in shown and shown.count("of the disk are free") == 2
+    assert "5.00 MiB  org/name\n" in shown and shown.count("of the disk are free") == 3
 
 
 def test_what_is_free_is_said_and_not_what_is_there(tmp_path, monkeypatch, capsys) -> None:

@@ -277,7 +277,7 @@ def test_info_prints_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "a training step of 64 tokens, which keeps all of its 2 layers" in printed
     assert "the longest datum that can be trained has 160 tokens, the model's context" in printed
-    assert main([*options, "--tokens", "64", "--step-memory", "350K"]) == 0
+    assert main([*options, "--tokens", "64", "--step-memory", "290K"]) == 0
     printed = capsys.readouterr().out
     assert "which keeps 1 of its 2 layers, attention's part of " in printed
     assert "the longest datum that can be trained has " in printed and "160 tokens" not in printed

@@ -132,10 +132,12 @@ def test_each_option_reaches_the_server(
     monkeypatch.setattr("tinsmith.server.backend.Backend", backend)
     options = f"--model m={tiny_model_dir} --checkpoints {tmp_path} --device cpu --dtype float32"
     options += " --weights int8 --threads 3 --memory 2G --seed 5 --expire --checkpoints-max 1G"
+    options += " --no-weights-copy"
     wanted: dict[str, Any] = {"models": ["m"], "checkpoints": tmp_path, "device": "cpu"}
     wanted |= {
         "dtype": "float32",
         "weights": "int8",
+        "weights_copy": False,
         "threads": 3,
         "memory": 2 << 30,
         "seed": 5,

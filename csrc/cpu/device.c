@@ -6,11 +6,13 @@
 #define _GNU_SOURCE
 #include "device.h"
 
+#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "cpu.h"
 #include "packed.h"
@@ -50,6 +52,32 @@ static Status cpu_alloc(Device *dev, void **memory, size_t bytes)
 #endif
     *memory = block;
     return STATUS_OK;
+}
+
+static Status cpu_map(Device *dev, void **memory, int file, size_t at, size_t bytes)
+{
+    (void)dev;
+    void *block = mmap(NULL, bytes + SLACK, PROT_READ, MAP_SHARED, file, (off_t)at);
+    if (block == MAP_FAILED)
+        return fail(STATUS_MEMORY, "%.1f MiB of a file can't be mapped: %s", bytes / 1048576.0,
+                    strerror(errno));
+#if defined(MADV_HUGEPAGE)
+    madvise(block, bytes + SLACK, MADV_HUGEPAGE); /* as above, where the file system can */
+#endif
+    *memory = block;
+    return STATUS_OK;
+}
+
+/* Large pages would bring in what lies around. */
+static void cpu_rarely(Device *dev, void *memory, size_t bytes)
+{
+    (void)dev;
+#if defined(MADV_NOHUGEPAGE)
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), before = (uintptr_t)memory % page;
+    madvise((char *)memory - before, before + bytes, MADV_NOHUGEPAGE);
+#else
+    (void)memory, (void)bytes;
+#endif
 }
 
 static void cpu_release(Device *dev, void *memory, size_t bytes)
@@ -253,6 +281,8 @@ Status cpu_open(Device **dev, int threads, int bf16)
         .chunk_bytes = (size_t)128 << 20,
         .alloc = cpu_alloc,
         .release = cpu_release,
+        .map = cpu_map,
+        .rarely = cpu_rarely,
         .memory = cpu_memory,
         .upload = cpu_copy,
         .download = cpu_copy,

@@ -47,6 +47,17 @@ Status arena_reserve(Arena *arena, size_t bytes, const char *purpose)
     return STATUS_OK;
 }
 
+Status arena_map(Arena *arena, int file, size_t at, size_t bytes)
+{
+    void *base;
+    bytes = arena_step(bytes);
+    arena_release(arena);
+    TRY(arena->dev->map(arena->dev, &base, file, at, bytes));
+    arena->base = base;
+    arena->size = bytes;
+    return STATUS_OK;
+}
+
 void arena_release(Arena *arena)
 {
     if (arena->base) arena->dev->release(arena->dev, arena->base, arena->size);

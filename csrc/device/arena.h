@@ -13,6 +13,8 @@ typedef struct Arena {
 /* Makes room for `bytes`. A smaller block is dropped with its content. Takes begin from the start
  * again. */
 Status arena_reserve(Arena *arena, size_t bytes, const char *purpose);
+/* The same with the bytes of an open file, from byte `at` on (device.h's map). */
+Status arena_map(Arena *arena, int file, size_t at, size_t bytes);
 void arena_release(Arena *arena);
 /* The next `bytes`, aligned; NULL while measuring. Placing more than was measured is a programmer's
  * error. */

@@ -124,6 +124,13 @@ struct Device {
     Status (*alloc)(Device *dev, void **memory, size_t bytes);
     /* May be called in any thread, at any time. So may graph_close(). */
     void (*release)(Device *dev, void *memory, size_t bytes);
+    /* Memory that is an open file's bytes, from byte `at` on, whole pages of any machine. It is
+     * only read, processes share it, what is not touched takes none, and release() gives it back.
+     * The file has 256 bytes more. NULL where a device computes from memory of its own. */
+    Status (*map)(Device *dev, void **memory, int file, size_t at, size_t bytes);
+    /* Says that only few of so many bytes there will be read, here and there. Where there is map.
+     */
+    void (*rarely)(Device *dev, void *memory, size_t bytes);
     /* Bytes that alloc can still give, and bytes in all. */
     void (*memory)(Device *dev, size_t *free_bytes, size_t *all_bytes);
     /* `from` may change when upload returns; download has filled `to` when it returns. */

@@ -77,10 +77,13 @@ void acts_place(Acts *acts, Arena *arena, const Model *model, int T, int R, int 
 #include "acts.inc"
 }
 
-void grads_place(Grads *grads, Arena *arena, const Model *model, int T, int R)
+size_t grads_place(Grads *grads, Arena *arena, const Model *model, int T, int R)
 {
     const Shape *s = &model->shape;
+    grads->dxn = arena_take(arena, (size_t)T * (size_t)s->width * model->dev->real_bytes);
+    size_t head = arena->used;
 #define GRADIENT(type, name, width, has) \
     grads->name = row_take_once(row_of(T, width, SIZE_##type, has), arena, s);
 #include "acts.inc"
+    return head;
 }

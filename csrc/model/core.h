@@ -186,6 +186,11 @@ Status model_load(Model *model, const char *slot, int layer, int index, const vo
                   DType type, int rows, int cols);
 /* Ends loading; an error names what is missing. */
 Status model_seal(Model *model);
+/* Instead of loading: the weights are bytes of an open file, what model_memory() gave of a model
+ * with the same shape, frequencies and types. The model is sealed. */
+Status model_map(Model *model, int file, size_t at);
+/* All bytes of a sealed model's weights, where the device's memory is the host's. */
+Status model_memory(const Model *model, const void **memory, size_t *bytes);
 /* What the matrices of a slot are kept in. */
 DType matrix_type(const Model *model, Slot slot, int layer);
 /* Bytes from one matrix of a slot to the next of the same layer's. */
@@ -373,11 +378,13 @@ void acts_count(const Model *model, const Acts *acts, int64_t *counts);
 void forward(const Model *model, const Batch *batch, const Acts *acts, const Cache *cache);
 
 typedef struct Grads {
+    real *dxn; /* (T,D): of the hidden rows, which the head computes, and of norms' outputs */
 #define GRADIENT(type, name, width, has) type *name;
 #include "acts.inc"
 } Grads;
 
-void grads_place(Grads *grads, Arena *arena, const Model *model, int T, int R);
+/* Returns where dxn ends; the memory behind it is the head's until backward begins. */
+size_t grads_place(Grads *grads, Arena *arena, const Model *model, int T, int R);
 /* grads->dxn = d loss / d hidden → adapter's FRESH gradients of all layers. */
 void backward(const Model *model, Adapter *adapter, const Batch *batch, const Acts *acts,
               const Cache *cache, const Grads *grads);
@@ -398,7 +405,9 @@ typedef struct Head {
     float *logp, *dlogp;         /* (targets), in the order of the head */
 } Head;
 
-void head_place(Head *head, Arena *arena, const Model *model, int T, int R, int64_t targets);
+/* Places (or measures) what lasts as long as the rows; and what only the head uses, a chunk's. */
+void head_place(Head *head, Arena *arena, const Model *model, int T, int64_t targets);
+void head_place_chunk(Head *head, Arena *arena, const Model *model, int R);
 /* The order of the rows (T), where each one's targets begin (T + 1), and their ids. */
 void head_upload(Head *head, Device *dev, const int32_t *rows, const int32_t *start,
                  const int32_t *ids, int64_t targets);

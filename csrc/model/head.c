@@ -13,19 +13,23 @@ int head_rows(const Model *model)
     return (int)(rows < 32 ? 32 : rows > most ? most : rows);
 }
 
-void head_place(Head *h, Arena *arena, const Model *model, int T, int R, int64_t targets)
+void head_place_chunk(Head *h, Arena *arena, const Model *model, int R)
 {
-    int most = head_rows(model);
-    h->T = T;
-    h->chunk = T < most ? T : most;
-    size_t size = model->dev->real_bytes, C = (size_t)h->chunk, D = (size_t)model->shape.width,
-           count = (size_t)targets;
+    size_t size = model->dev->real_bytes, C = (size_t)h->chunk, D = (size_t)model->shape.width;
     h->x = arena_take(arena, C * D * size);
     h->dx = arena_take(arena, C * D * size);
     h->s = arena_take(arena, C * (size_t)R * size);
     h->ds = arena_take(arena, C * (size_t)R * size);
     h->logits = arena_take(arena, C * (size_t)model->shape.vocab * sizeof(float));
     h->lse = arena_take(arena, 2 * C * sizeof(float));
+}
+
+void head_place(Head *h, Arena *arena, const Model *model, int T, int64_t targets)
+{
+    int most = head_rows(model);
+    size_t count = (size_t)targets;
+    h->T = T;
+    h->chunk = T < most ? T : most;
     h->rows = arena_take(arena, (size_t)T * sizeof(int32_t));
     h->start = arena_take(arena, (size_t)(T + 1) * sizeof(int32_t));
     h->ids = arena_take(arena, count * sizeof(int32_t));

@@ -370,6 +370,37 @@ Status model_seal(Model *model)
     return STATUS_OK;
 }
 
+/* The memory of a device with map() is the host's too. */
+static Status device_maps(const Device *dev)
+{
+    if (dev->map) return STATUS_OK;
+    return fail(STATUS_INVALID, "the device %s has memory of its own, which is no file's",
+                dev->name);
+}
+
+Status model_map(Model *model, int file, size_t at)
+{
+    TRY(device_maps(model->dev));
+    if (model->weights.base) return fail(STATUS_INVALID, "the model has weights already");
+    TRY(arena_map(&model->weights, file, at, model->bytes));
+    model_place(model);
+    if (!model->shape.tied)
+        model->dev->rarely(model->dev, model->embed, matrix_step(model, SLOT_embed, 0));
+    memset(model->loaded, 1,
+           (size_t)SLOT_COUNT * (size_t)model->shape.layers * (size_t)model->most);
+    model->sealed = 1;
+    return STATUS_OK;
+}
+
+Status model_memory(const Model *model, const void **memory, size_t *bytes)
+{
+    TRY(device_maps(model->dev));
+    if (!model->sealed) return fail(STATUS_INVALID, "the model is not sealed");
+    *memory = model->weights.base;
+    *bytes = model->weights.size;
+    return STATUS_OK;
+}
+
 size_t model_bytes(const Model *model)
 {
     return model->bytes;

@@ -155,6 +155,17 @@ PyObject *array_new(Kind kind, int64_t rows, int64_t cols, const void *data)
     return array;
 }
 
+PyObject *array_view(PyObject *owner, const void *memory, int64_t bytes)
+{
+    npy_intp shape[1] = {bytes};
+    PyObject *array = PyArray_SimpleNewFromData(1, shape, NPY_UINT8, (void *)memory);
+    if (!array) return NULL;
+    PyArray_CLEARFLAGS((PyArrayObject *)array, NPY_ARRAY_WRITEABLE);
+    if (PyArray_SetBaseObject((PyArrayObject *)array, Py_NewRef(owner)) == 0) return array;
+    Py_DECREF(array);
+    return NULL;
+}
+
 void *array_data(PyObject *array)
 {
     return PyArray_DATA((PyArrayObject *)array);

@@ -33,6 +33,8 @@ int borrow_tensor(PyObject *object, const char *name, Borrowed *out);
 int borrow_blocks(PyObject *object, const char *name, DType type, Borrowed *out);
 /* A new array; cols < 0: one dimension. `data` may be NULL (left for the caller to fill). */
 PyObject *array_new(Kind kind, int64_t rows, int64_t cols, const void *data);
+/* Memory that an object owns, as a read-only array of bytes, which keeps the object alive. */
+PyObject *array_view(PyObject *owner, const void *memory, int64_t bytes);
 void *array_data(PyObject *array);
 /* Bytes of one element. */
 size_t kind_bytes(Kind kind);

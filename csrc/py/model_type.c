@@ -209,6 +209,27 @@ static PyObject *model_seal_method(PyObject *object, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+static PyObject *model_map_method(PyObject *object, PyObject *args)
+{
+    int file;
+    Py_ssize_t at;
+    if (!PyArg_ParseTuple(args, "in:map", &file, &at)) return NULL;
+    Status status;
+    PyModel *self = (PyModel *)object;
+    ON_TURN(self, status = model_map(self->model, file, (size_t)at));
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
+}
+
+static PyObject *model_memory_method(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    const void *memory;
+    size_t bytes;
+    Status status = model_memory(((PyModel *)object)->model, &memory, &bytes);
+    return status ? raise_status(status) : array_view(object, memory, (int64_t)bytes);
+}
+
 static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"rank", "tokens", "step_bytes", NULL};
@@ -230,12 +251,12 @@ static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *k
     if (status) return raise_status(status);
 #define SIZE(name) #name, (Py_ssize_t)plan.name
     return Py_BuildValue(
-        "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", SIZE(weights),
-        SIZE(adapter), SIZE(step), SIZE(own), SIZE(cache), SIZE(cache_tokens), SIZE(kv_token),
-        SIZE(kv_window), SIZE(states), SIZE(kv_sequence), SIZE(free), SIZE(all), SIZE(scratch),
-        SIZE(step_most), SIZE(step_tokens), SIZE(longest), "kept",
-        (Py_ssize_t)(plan.keep ? keep_layers(self->model, CHEAP, plan.keep) : 0), "attention_kept",
-        (Py_ssize_t)(plan.keep ? keep_layers(self->model, DEAR, plan.keep) : 0));
+        "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}",
+        SIZE(weights), SIZE(looked_up), SIZE(adapter), SIZE(step), SIZE(own), SIZE(cache),
+        SIZE(cache_tokens), SIZE(kv_token), SIZE(kv_window), SIZE(states), SIZE(kv_sequence),
+        SIZE(free), SIZE(all), SIZE(scratch), SIZE(step_most), SIZE(step_tokens), SIZE(longest),
+        "kept", (Py_ssize_t)(plan.keep ? keep_layers(self->model, CHEAP, plan.keep) : 0),
+        "attention_kept", (Py_ssize_t)(plan.keep ? keep_layers(self->model, DEAR, plan.keep) : 0));
 #undef SIZE
 }
 
@@ -369,6 +390,11 @@ static PyMethodDef methods[] = {
      "`index` numbers a layer's matrices of one slot."},
     {"seal", model_seal_method, METH_NOARGS,
      "seal()\n\nEnds loading; ValueError names what is missing."},
+    {"map", model_map_method, METH_VARARGS,
+     "map(file, at)\n\nInstead of loading: the weights are bytes of an open file, those of another "
+     "such model's memory()."},
+    {"memory", model_memory_method, METH_NOARGS,
+     "memory() -> array\n\nThe bytes of a sealed model's weights, on the CPU; read-only."},
     {"plan", (PyCFunction)(void (*)(void))model_plan_method, METH_VARARGS | METH_KEYWORDS,
      "plan(rank, tokens=0) -> dict[str, int]\n\nBytes of weights, adapter, step, cache, and what "
      "the device has."},

@@ -8,6 +8,7 @@
 
 #include "../cpu/device.h"
 #include "arrays.h"
+#include "checksum.h"
 #include "dlpack.h"
 #include "finite.h"
 #include "place.h"
@@ -257,6 +258,10 @@ static PyMethodDef core_methods[] = {
      "(loss, drows, dweight)\n\nSee tinsmith.ops."},
     {"first_bad", core_first_bad, METH_O,
      "first_bad(array) -> int\n\nThe index of the first number that is not finite, or -1."},
+    {"checksum", core_checksum, METH_O,
+     "checksum(array) -> int\n\nA number of 64 bits that a changed byte changes."},
+    {"weights_code", core_weights_code, METH_NOARGS,
+     "weights_code() -> int\n\nOf the code by which weights become their bytes in memory."},
     {"dlpack_check", dlpack_check, METH_VARARGS,
      "dlpack_check(capsule, name, device_type)\n\nRefuses a capsule that describes no memory there "
      "can be, or another device's."},

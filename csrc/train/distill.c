@@ -202,11 +202,8 @@ static size_t distill_place(TrainStep *step, Arena *arena)
     const Micro *micro = step->micro;
     int other = c->lesson->adapter ? c->lesson->adapter->rank : 0;
     size_t T = (size_t)micro->T, size = m->dev->real_bytes;
-    head_place(&step->head, arena, m, micro->T, step->trainer->adapter->rank, micro->targets);
-    size_t C = (size_t)step->head.chunk;
+    head_place(&step->head, arena, m, micro->T, micro->targets);
     c->taught = arena_take(arena, T * (size_t)tm->shape.width * size);
-    c->teacher_s = arena_take(arena, C * (size_t)other * size);
-    c->teacher_logits = arena_take(arena, C * (size_t)m->shape.vocab * sizeof(float));
     c->value = arena_take(arena, T * sizeof(float));
     c->scale = arena_take(arena, T * sizeof(float));
     c->teacher_rows = arena_take(arena, T * sizeof(int32_t));
@@ -219,6 +216,17 @@ static size_t distill_place(TrainStep *step, Arena *arena)
     size_t end = arena->used;
     arena->used = shared;
     return end;
+}
+
+static void distill_chunk(TrainStep *step, Arena *arena)
+{
+    Distill *c = step->own;
+    const Model *m = step->trainer->adapter->model;
+    size_t C = (size_t)step->head.chunk, size = m->dev->real_bytes;
+    size_t other = c->lesson->adapter ? (size_t)c->lesson->adapter->rank : 0;
+    head_place_chunk(&step->head, arena, m, step->trainer->adapter->rank);
+    c->teacher_s = arena_take(arena, C * other * size);
+    c->teacher_logits = arena_take(arena, C * (size_t)m->shape.vocab * sizeof(float));
 }
 
 /* ---- the teacher ---- */
@@ -333,7 +341,8 @@ static Status distill_tell(TrainStep *step, int from, int to)
 /* ---- the call ---- */
 
 static const Objective divergences = {"a distillation step", distill_arrays, distill_place,
-                                      teacher_run,           distill_head,   distill_tell};
+                                      distill_chunk,         teacher_run,    distill_head,
+                                      distill_tell};
 
 Status trainer_distill(Trainer *trainer, const Datums *datums, const Loss *loss,
                        const Lesson *lesson, int with_backward, float *logp, float *divergence,

@@ -23,6 +23,7 @@ static Status plan_of(Plan *plan, Trainer *trainer, int tokens)
     if (!tokens) tokens = trainer->limits.step_tokens;
     TRY(targets_needs(trainer, tokens, &step));
     *plan = (Plan){.weights = model_bytes(model),
+                   .looked_up = model->shape.tied ? 0 : matrix_step(model, SLOT_embed, 0),
                    .adapter = adapter_vector_bytes(trainer->adapter),
                    .step = step.bytes,
                    .own = model->dev->own_bytes + step.scratch,

@@ -145,7 +145,11 @@ static void micro_place(TrainStep *step, Arena *arena, int keep)
     batch_place(&step->batch, arena, micro->T, micro->S, 1, micro->pages);
     step->cache = cache_place(arena, m, micro->pages);
     acts_place(&step->acts, arena, m, micro->T, adapter->rank, keep);
-    if (keep) grads_place(&step->grads, arena, m, micro->T, adapter->rank);
+    size_t head = arena->used;
+    if (keep) head = grads_place(&step->grads, arena, m, micro->T, adapter->rank);
+    if (end < arena->used) end = arena->used;
+    arena->used = head;
+    step->objective->chunk(step, arena);
     if (arena->used < end) arena->used = end;
 }
 

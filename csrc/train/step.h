@@ -52,6 +52,8 @@ typedef struct Objective {
     /* Places (or measures) the head, and the arrays it needs beside it. The forward may overwrite
      * the memory from arena->used on; returns where that memory ends. */
     size_t (*place)(TrainStep *step, Arena *arena);
+    /* Likewise what is of use between the forward and the backward alone, a chunk of the head's. */
+    void (*chunk)(TrainStep *step, Arena *arena);
     Status (*before)(TrainStep *step); /* comes before the forward; NULL: nothing does */
     /* Computes the logits of all rows whose log-probabilities are wanted, which step->logp holds
      * after the next wait. With with_backward, also the gradient of the first pack.live rows:

@@ -45,17 +45,23 @@ static void targets_arrays(TrainStep *step, Arena *host)
 static size_t targets_place(TrainStep *step, Arena *arena)
 {
     const Model *m = step->trainer->adapter->model;
+    head_place(&step->head, arena, m, step->micro->T, step->micro->targets);
+    return arena->used;
+}
+
+static void targets_chunk(TrainStep *step, Arena *arena)
+{
+    const Model *m = step->trainer->adapter->model;
     Head *h = &step->head, *second = &((Targets *)step->own)->second;
     int R = step->trainer->adapter->rank;
-    head_place(h, arena, m, step->micro->T, R, step->micro->targets);
+    head_place_chunk(h, arena, m, R);
     *second = *h;
-    if (!chunks_ahead(step)) return arena->used;
+    if (!chunks_ahead(step)) return;
     size_t C = (size_t)h->chunk, size = m->dev->real_bytes;
     second->x = arena_take(arena, C * (size_t)m->shape.width * size);
     second->s = arena_take(arena, C * (size_t)R * size);
     second->logits = arena_take(arena, C * (size_t)m->shape.vocab * sizeof(float));
     second->lse = arena_take(arena, 2 * C * sizeof(float));
-    return arena->used;
 }
 
 /* ---- the host's work ---- */
@@ -223,6 +229,7 @@ static Status targets_tell(TrainStep *step, int from, int to)
 const Objective targets_objective = {"a training step of %d tokens",
                                      targets_arrays,
                                      targets_place,
+                                     targets_chunk,
                                      NULL,
                                      targets_head,
                                      targets_tell};

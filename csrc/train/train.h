@@ -150,6 +150,7 @@ Status trainer_distill(Trainer *trainer, const Datums *datums, const Loss *loss,
 /* All memory in bytes, before anything is allocated. */
 typedef struct Plan {
     size_t weights, adapter, step, own, free, all;
+    size_t looked_up; /* of the weights, an embedding that is no head: few of its rows are read */
     size_t cache, cache_tokens, kv_token; /* a sampler's cache: its tokens, one token's bytes */
     size_t kv_window;                     /* what one sequence keeps of its window, at most */
     size_t states, kv_sequence;           /* in it, of how many sequences the states, and one's */

@@ -91,6 +91,12 @@ def first_bad(array: NDArray[Any], /) -> int:
     """The index of the first number, of float32, float16 or bf16's bits in uint16, that is not
     finite; -1 where all are."""
 
+def checksum(array: NDArray[np.uint8], /) -> int:
+    """A number of 64 bits that a change of a byte changes."""
+
+def weights_code() -> int:
+    """A checksum of the engine's code that decides how weights become their bytes in memory."""
+
 def dlpack_check(capsule: Any, name: str, device_type: int, /) -> None:
     """ValueError or TypeError, which calls the capsule `name`, for one that describes no memory
     there can be, or that says it is of another type of device."""
@@ -150,6 +156,14 @@ class Model:
         `packed` in each row, for a matrix that is kept in that type."""
     def seal(self) -> None:
         """Ends loading; ValueError names the slots that are still missing."""
+    def map(self, file: int, at: int) -> None:
+        """Instead of loading and sealing: the weights are bytes of an open file, from byte `at` on,
+        a multiple of 65,536, which are what memory() gave of a model of the same arguments. Behind
+        them the file has 256 bytes more. They are mapped: nothing is read or checked, and processes
+        share them. ValueError on a device that has memory of its own."""
+    def memory(self) -> NDArray[np.uint8]:
+        """The bytes of a sealed model's weights, which the array keeps alive; read-only. ValueError
+        on a device that has memory of its own."""
     @property
     def config(self) -> dict[str, Any]: ...
     @property
@@ -160,7 +174,8 @@ class Model:
     @property
     def weight_bytes(self) -> int: ...
     def plan(self, rank: int, tokens: int = 0, step_bytes: int = 0) -> dict[str, int]:
-        """Bytes of each use of memory, before anything is allocated. weights. adapter: of `rank` on
+        """Bytes of each use of memory, before anything is allocated. weights, and of them
+        looked_up: an embedding that is no head, of which few rows are read. adapter: of `rank` on
         every layer. step: of a datum of `tokens` (0: step_tokens, the default's). own: the ops' own
         needs on the device. cache: a sampler's default, of cache_tokens tokens, kv_token bytes
         each, and the states of `states` sequences, kv_sequence bytes each. kv_token leaves out

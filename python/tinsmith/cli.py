@@ -9,14 +9,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tinsmith import console, doctor, pull, talk, usage
+from tinsmith import console, doctor, info, pull, talk, usage
 from tinsmith.engine.errors import sentence
 from tinsmith.files.home import checkpoints_folder
 from tinsmith.server.clients import require_server
@@ -167,6 +167,11 @@ def _prune_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="all but the newest N of each run: N training states, N for sampling, N exports",
     )
+    parser.add_argument(
+        "--copies",
+        action="store_true",
+        help="not checkpoints but all copies of int8 and int4 weights (--weights-copy)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="list them, and delete nothing")
     parser.add_argument("--yes", action="store_true", help="delete them without being asked")
     usage.add_checkpoints(parser, "the folder to prune")
@@ -247,7 +252,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 def _engine(options: argparse.Namespace) -> dict[str, Any]:
     """What those say that a Backend has by the same names."""
-    names = "device", "dtype", "weights", "threads", "memory", "seed", "expire", "checkpoints_max"
+    names = ("device", "dtype", "weights", "weights_copy", "threads", "memory", "seed", "expire",
+             "checkpoints_max")  # fmt: skip
     return {name: getattr(options, name) for name in names}
 
 
@@ -358,96 +364,6 @@ def _compare(options: argparse.Namespace) -> int:
     return import_module("tinsmith.compare.command").run(options)
 
 
-def _info(options: argparse.Namespace) -> None:
-    from tinsmith.engine.devices import choose_device, kind_of
-    from tinsmith.files import kept
-    from tinsmith.files.families import left_aside, measure_model
-    from tinsmith.files.gguf_model import open_tensors, source_of
-    from tinsmith.files.words import readable
-
-    folder = pull.find(options.model, fetch=options.pull)
-    device = choose_device(options.device)
-    core, counts = measure_model(folder, device=device, weights=options.weights)
-    sizes, config = core.plan(options.rank, options.tokens, options.step_memory), core.config
-    print(
-        f"{source_of(folder)}: {config['layers']} layers, width {config['width']}, {_types(counts)}"
-    )
-    with open_tensors(folder) as tensors:
-        stored = tensors.widened()
-    for name, size in stored.items():
-        if kept.GGUF_TYPES.get(name) not in counts:
-            print(f"{readable(size)} of the files are {name}, which is widened in memory")
-    if aside := left_aside(folder):
-        tensors = ", ".join(f"{count} tensors of {prefix}*" for prefix, count in aside.items())
-        print(f"left aside, because text does not need them: {tensors}")
-    layers = _kept(sizes, config["layers"])
-    labels = {
-        "weights": "base weights",
-        "adapter": f"one adapter of rank {options.rank}, with gradients and optimizer",
-        "step": f"a training step of {sizes['step_tokens']} tokens, which {layers}",
-        "own": "what the device's ops need for themselves",
-        "cache": _cache(sizes),
-    }
-    for key, label in labels.items():
-        print(f"{readable(sizes[key]):>12}  {label}")
-    total, free = sum(sizes[key] for key in labels), sizes["free"]
-    if device == "cpu":
-        free = doctor.free_memory(free)
-    print(
-        f"{readable(total):>12}  in all; of the {readable(sizes['all'])} of device "
-        f"{device} {readable(free)} are free now"
-        f"{'' if total <= free else ', which is too little'}"
-    )
-    for line in doctor.card_lines(kind_of(device)):
-        print(line)
-    bound = ", the model's context" if sizes["longest"] == int(config["context"]) else ""
-    longest = f"the longest datum that can be trained has {sizes['longest']} tokens{bound}"
-    print(
-        "Sampling fills the KV cache and keeps it for prompts that begin alike (prefix cache): "
-        "by default a quarter of what the weights leave; of serve's --memory, if that is given."
-    )
-    print(
-        f"A training step may take {readable(sizes['step_most'])}; "
-        f"{longest if sizes['longest'] else 'no datum can be trained in that'}."
-    )
-
-
-def _types(counts: Mapping[str, int]) -> str:
-    """The types that matrices are kept in; what each has, where there are several."""
-    if len(counts) == 1:
-        return next(iter(counts))
-    whole = sum(counts.values())
-    parts = (f"{count / whole:.0%} of its matrices in {kind}" for kind, count in counts.items())
-    return ", ".join(parts)
-
-
-def _kept(sizes: Mapping[str, int], layers: int) -> str:
-    """The part of its layers' activations that a step keeps, as the end of a sentence."""
-    if not sizes["attention_kept"]:
-        return "is more than it may take"
-    if sizes["kept"] == layers:
-        return f"keeps all of its {layers} layers"
-    return (
-        f"keeps {sizes['kept']} of its {layers} layers, attention's part of "
-        f"{sizes['attention_kept']}, and makes the rest again"
-    )
-
-
-def _cache(sizes: Mapping[str, int]) -> str:
-    """What a sampler's cache holds."""
-    from tinsmith.files.words import readable
-
-    pages = f"a KV cache of {sizes['cache_tokens']} tokens"
-    if sizes["kv_token"]:
-        pages += f", {readable(sizes['kv_token'])} each"
-    if sizes["kv_window"]:
-        pages += f", and {readable(sizes['kv_window'])} at most for the window of a sequence"
-    if not sizes["states"]:
-        return pages
-    one = readable(sizes["kv_sequence"])
-    return f"{pages}, and the states of {sizes['states']} sequences, {one} each"
-
-
 def _pull(options: argparse.Namespace) -> None:
     from tinsmith.files.words import readable
 
@@ -552,10 +468,11 @@ COMMANDS = {
         "are there are not fetched again. Gated models need a token: HF_TOKEN, or `hf auth login`.",
     ),
     "prune": Command(
-        "delete checkpoints, to free room",
+        "delete checkpoints or copies of weights, to free room",
         (
             "tinsmith prune --older-than 30d --keep 1 --dry-run",
             "tinsmith prune --run RUN --yes",
+            "tinsmith prune --copies",
         ),
         _prune_options,
         _prune,
@@ -573,7 +490,7 @@ COMMANDS = {
         "the memory that a model would take",
         ("tinsmith info models/qwen3 --tokens 8192 --rank 32",),
         _info_options,
-        _info,
+        info.show,
     ),
     "export": Command(
         "merge an adapter into its base model",

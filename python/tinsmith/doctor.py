@@ -99,7 +99,8 @@ def free_memory(most: int) -> int:
 
 def _files() -> Iterator[str]:
     """The folders, what is in them, and the room that there is."""
-    from tinsmith.files.home import cache_folder, checkpoints_folder
+    from tinsmith.files.copies import copies
+    from tinsmith.files.home import cache_folder, checkpoints_folder, copies_folder
     from tinsmith.files.room import bytes_in
     from tinsmith.files.store import Store
     from tinsmith.files.words import counted, readable
@@ -115,6 +116,12 @@ def _files() -> Iterator[str]:
     yield f"models in {cache}: {held}; {_room(cache)}"
     for name, size in sorted(models.items(), key=lambda item: -item[1]):
         yield f"  {readable(size):>12}  {name.removeprefix('models--').replace('--', '/')}"
+    folder, found = copies_folder(), copies()
+    held = f"{readable(sum(found.values()))}, {counted(len(found), 'copy', 'copies')}"
+    hint = " (`tinsmith prune --copies` deletes them)" if found else ""
+    yield f"quantised weights in {folder}: {held}{hint}; {_room(folder)}"
+    for path, size in found.items():
+        yield f"  {readable(size):>12}  {path.name}"
 
 
 def _room(folder: Path) -> str:

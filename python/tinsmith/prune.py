@@ -1,4 +1,4 @@
-"""`tinsmith prune`: frees room in a folder of checkpoints.
+"""`tinsmith prune`: frees room in a folder of checkpoints, or by the copies of quantised weights.
 
 Those go that every option given fits. All of it is listed first, with sizes and ages, and nothing
 goes that was not agreed to: a checkpoint that was saved again meanwhile stays, and so does one that
@@ -21,7 +21,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from tinsmith.engine.errors import sentence
-from tinsmith.files.home import checkpoints_folder
+from tinsmith.files.copies import copies
+from tinsmith.files.home import checkpoints_folder, copies_folder
 from tinsmith.files.lock import Held, is_held
 from tinsmith.files.meta import Meta
 from tinsmith.files.room import bytes_in, files_in
@@ -49,6 +50,8 @@ class Item:
 
 def run(options: argparse.Namespace) -> int:
     """Lists, asks and deletes; returns the exit code."""
+    if options.copies:
+        return _prune_copies(options)
     store = Store(checkpoints_folder(options.checkpoints))
     items, odd = _items(store)
     chosen = _chosen(items, options)
@@ -78,6 +81,29 @@ def run(options: argparse.Namespace) -> int:
     items, _ = _items(store)
     told = f"{counted(len(items), 'checkpoint')}, {readable(_bytes(store))}"
     print(f"{readable(freed)} ({freed} bytes) freed; {told} are left in {store.root}")
+    return 0
+
+
+def _prune_copies(options: argparse.Namespace) -> int:
+    """The same for all copies of quantised weights. A model that uses one keeps its pages."""
+    if _given(options) or options.checkpoints is not None:
+        raise ValueError(
+            "--copies is about weights, not checkpoints: give --dry-run or --yes alone"
+        )
+    found = copies()
+    for path, size in found.items():
+        print(f"{readable(size):>12}  {path.name}")
+    told = f"{readable(sum(found.values()))} in {counted(len(found), 'copy', 'copies')}"
+    told += f" of quantised weights in {copies_folder()}"
+    if not found or options.dry_run:
+        print(f"nothing to delete: {told}" if not found else f"{told} would be deleted")
+        return 0
+    if not options.yes and not _agreed(f"delete them? {told}; a later load makes one anew [y/N] "):
+        print("nothing was deleted")
+        return 1
+    for path in found:
+        path.unlink(missing_ok=True)
+    print(f"deleted: {told}")
     return 0
 
 

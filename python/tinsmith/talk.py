@@ -154,6 +154,7 @@ def load(options: argparse.Namespace) -> Speaker:
         threads=options.threads,
         dtype=options.dtype,
         weights=options.weights,
+        weights_copy=options.weights_copy,
     )
     if options.adapter is None:
         return Speaker(model)

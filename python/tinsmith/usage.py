@@ -218,13 +218,20 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
-    """Adds what base weights are kept in."""
+    """Adds what base weights are kept in, in memory and on the disk."""
     parser.add_argument(
         "--weights",
         default="stored",
         choices=("stored", "bf16", "int8", "int4"),
         help="what base weights are kept in: int8 and int4 take a half and 0.28 of bf16's memory, "
         "and are another model by so much (default: as they are stored)",
+    )
+    parser.add_argument(
+        "--weights-copy",
+        default=True,
+        action=argparse.BooleanOptionalAction,
+        help="keep int8 or int4 weights of a large model in ~/.cache/tinsmith/weights, where later "
+        "loads find them in seconds and processes share them; on the CPU (default: yes)",
     )
 
 

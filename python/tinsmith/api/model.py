@@ -46,7 +46,8 @@ class Model(Handle[_core.Model]):
     or "cuda". threads: 0 takes all cores. dtype: the type of products with base weights: "float32",
     "bfloat16", or "auto". "auto" is bfloat16 for a bfloat16 model where that is faster on this
     processor, else float32. weights: what base weights are kept in: "stored", as they come; "bf16";
-    "int8" or "int4", blocks of so many bits with a scale, which is another model. progress: True
+    "int8" or "int4", blocks of so many bits with a scale, which is another model. weights_copy:
+    whether those of a large model are kept in the user's cache, for later loads. progress: True
     draws a bar with tqdm; or pass a function, called with (bytes loaded, bytes in all).
 
     Raises FileNotFoundError or ValueError with a sentence for a model that can't be loaded,
@@ -65,6 +66,7 @@ class Model(Handle[_core.Model]):
         threads: int = 0,
         dtype: str = "auto",
         weights: str = "stored",
+        weights_copy: bool = True,
         progress: Progress = False,
     ):
         folder = find_model(str(name), {})
@@ -75,6 +77,7 @@ class Model(Handle[_core.Model]):
                 device=chosen,
                 dtype=dtype,
                 weights=weights,
+                weights_copy=weights_copy,
                 threads=threads,
                 report=report,
             )

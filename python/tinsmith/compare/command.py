@@ -299,6 +299,7 @@ def _do_missing(options: argparse.Namespace, plan: Plan, out: Path, model: Path)
         device=options.device,
         dtype=options.dtype,
         weights=options.weights,
+        weights_copy=options.weights_copy,
         threads=options.threads,
         memory=options.memory,
     )

@@ -48,6 +48,7 @@ def inspect_models(
     device: str = "cpu",
     dtype: str | None = None,
     weights: str = "stored",
+    weights_copy: bool = True,
 ) -> dict[str, BaseModel]:
     """Checks the files of base models and returns a description of each by its name. Raises the
     error of files that are wrong."""
@@ -55,7 +56,9 @@ def inspect_models(
     for path in paths.values():
         key = Path(path).resolve()
         if key not in known:
-            known[key] = inspect_model(key, device=device, dtype=dtype, weights=weights)
+            known[key] = inspect_model(
+                key, device=device, dtype=dtype, weights=weights, weights_copy=weights_copy
+            )
     return {name: known[Path(path).resolve()] for name, path in paths.items()}
 
 

@@ -3,7 +3,8 @@
 A thread reads the files tensor by tensor and converts each tensor to the engine's type. It never
 calls the engine. The engine's owner takes the tensors in, one at a time, between two pieces of
 other work. So the engine never does two things at once, on any device, and other requests wait for
-one tensor's copy, not for the disk. The thread stays AHEAD_BYTES ahead at most.
+one tensor's copy, not for the disk. The thread stays AHEAD_BYTES ahead at most. Where there is a
+quantised copy (copies.py), the thread maps it instead; the first such load writes it at its end.
 """
 
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable
 
 from tinsmith import _core
 from tinsmith.files import weights
+from tinsmith.files.copies import Copy
 from tinsmith.files.families import (
     BaseModel,
     LoadedModel,
@@ -31,6 +33,7 @@ class Loading:
     def __init__(self, model: BaseModel, *, threads: int, wake: Callable[[], None]):
         self.model = model
         self.share = 0.0  # of its bytes that the engine has
+        self._threads = threads
         self._core: _core.Model | None = open_core(model, threads=threads)
         self._slots = self._core.slots
         self._wake = wake
@@ -74,17 +77,40 @@ class Loading:
 
     def _run(self) -> None:
         try:
-            for piece in read_weights(self.model, self._slots, weights.fetch):
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closed or self._ahead < AHEAD_BYTES)
-                    if self._closed:
-                        return
-                    self._read.append(piece)
-                    self._ahead += piece.array.nbytes
-                self._wake()
+            copy, core = self.model.copy, self._core
+            key = copy.key() if copy else b""
+            if copy is None or core is None or not copy.map(core, key):
+                del core
+                if not self._read_all() or (copy and not self._keep(copy, key)):
+                    return
+            self.share = 1.0
             self._ended = True
         except MemoryError as error:  # the host's; take() raises the engine's
             self._ended = RuntimeError(f"no memory to read {self.model.path}: {error}")
         except Exception as error:
             self._ended = error
         self._wake()
+
+    def _read_all(self) -> bool:
+        """Reads all tensors; False where the loading was closed."""
+        for piece in read_weights(self.model, self._slots, weights.fetch):
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._ahead < AHEAD_BYTES)
+                if self._closed:
+                    return False
+                self._read.append(piece)
+                self._ahead += piece.array.nbytes
+            self._wake()
+        return True
+
+    def _keep(self, copy: Copy, key: bytes) -> bool:
+        """Writes the copy when the engine has taken all; False where the loading was closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._read)
+            core = self._core
+        if core is not None:
+            core = copy.keep(core, key, lambda: open_core(self.model, threads=self._threads))
+        with self._changed:
+            if not self._closed:
+                self._core = core
+            return not self._closed

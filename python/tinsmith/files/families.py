@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.files import config as hugging_face
-from tinsmith.files import gguf_model, home, kept, mxfp4, reading, tokenizer, weights
+from tinsmith.files import copies, gguf_model, home, kept, mxfp4, reading, tokenizer, weights
 from tinsmith.files.config import CONFIG_FILE, read_json
 from tinsmith.files.family import LLAMA_NAMES, NESTED, PREFIX, Family, plain
 from tinsmith.files.gguf_model import HALVES, PAIRS
@@ -248,6 +248,7 @@ class BaseModel:
     device: str  # the engine's, which also says what products are computed in
     kind: str  # "bf16" or "f32": how matrices are kept
     packed: Mapping[kept.Place, str]  # those of fewer bits
+    copy: copies.Copy | None  # what is, or will be, kept of them
     config: Mapping[str, Any] = field(repr=False, compare=False)
     inv_freq: NDArray[np.float32] = field(repr=False, compare=False)
 
@@ -265,6 +266,7 @@ def load_model(
     device: str = "cpu",
     dtype: str | None = None,
     weights: str = "stored",
+    weights_copy: bool = True,
     threads: int = 0,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedModel:
@@ -275,18 +277,26 @@ def load_model(
     bf16 checkpoint where that is faster on this processor, else float32; None: float32 on the
     CPU, and on a GPU bfloat16, which is all it has. Sums are always float32. weights is what they
     are kept in: "stored": as they come; "bf16"; "int8" or "int4": blocks of so many bits, and the
-    model is that of the numbers that these mean (kept.py). `report` is called with the bytes loaded
-    and the bytes in all.
+    model is that of the numbers that these mean (kept.py). weights_copy: whether a large model in
+    int8 or int4 is kept in the user's cache and found there (copies.py). `report` is called with
+    the bytes loaded and the bytes in all.
 
     Raises FileNotFoundError for a missing file, and ValueError for content that is not supported or
     does not fit. Each names the file, what was expected and what came.
     """
-    model = inspect_model(path, device=device, dtype=dtype, weights=weights)
+    model = inspect_model(
+        path, device=device, dtype=dtype, weights=weights, weights_copy=weights_copy
+    )
     return load_weights(model, threads=threads, report=report)
 
 
 def inspect_model(
-    path: Path | str, *, device: str = "cpu", dtype: str | None = None, weights: str = "stored"
+    path: Path | str,
+    *,
+    device: str = "cpu",
+    dtype: str | None = None,
+    weights: str = "stored",
+    weights_copy: bool = True,
 ) -> BaseModel:
     """Checks all that load_model checks, in the files' headers; no weights are read."""
     folder = Path(path).resolve()
@@ -299,7 +309,11 @@ def inspect_model(
         family = family.of(tensors)
         shape = config, inv_freq
         kind, device, packed = _choose(family, shape, tensors, device, dtype, weights)
+        sources = [entry.file for name in tensors for entry in tensors.sources(name)]
     core = _core.Model(config, inv_freq, weights=kind, packed=packed, threads=1)
+    facts = {"config": config, "inv_freq": inv_freq.tolist(), "kind": kind, "family": family.name}
+    facts["packed"] = sorted((*place, found) for place, found in packed.items())
+    copy = copies.wanted(folder, weights, device, core.weight_bytes, sources, facts)
     return BaseModel(
         path=folder,
         family=family,
@@ -312,6 +326,7 @@ def inspect_model(
         device=device,
         kind=kind,
         packed=packed,
+        copy=copy if weights_copy else None,
         config=config,
         inv_freq=inv_freq,
     )
@@ -323,11 +338,17 @@ def load_weights(
     threads: int = 0,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedModel:
-    """Reads the weights of a model that was inspected into the engine."""
-    core = open_core(model, threads=threads)
+    """Reads the weights of a model that was inspected into the engine, or finds their copy."""
+    core, copy = open_core(model, threads=threads), model.copy
+    key = copy.key() if copy else b""
+    if copy and copy.map(core, key):
+        report(model.weight_bytes, model.weight_bytes)
+        return close_core(model, core)
     for piece in read_weights(model, core.slots):
         core.load(piece.slot, piece.layer, piece.array, piece.index, piece.packed)
         report(piece.done, piece.total)
+    if copy:
+        core = copy.keep(core, key, lambda: open_core(model, threads=threads))
     return close_core(model, core)
 
 

@@ -64,6 +64,11 @@ def gguf_folder() -> Path:
     return _base("XDG_CACHE_HOME", ".cache") / "tinsmith" / "gguf"
 
 
+def copies_folder() -> Path:
+    """Where quantised copies of weights are: $XDG_CACHE_HOME/tinsmith/weights."""
+    return _base("XDG_CACHE_HOME", ".cache") / "tinsmith" / "weights"
+
+
 def checkpoints_folder(given: Path | str | None = None) -> Path:
     """The folder of checkpoints: the one that was given, the one that was the default before if it
     is in the working directory, or the default."""

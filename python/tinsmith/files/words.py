@@ -9,6 +9,6 @@ def readable(count: int) -> str:
     return f"{count} bytes"
 
 
-def counted(count: int, thing: str) -> str:
-    """A number of things."""
-    return f"{count} {thing}{'' if count == 1 else 's'}"
+def counted(count: int, thing: str, things: str = "") -> str:
+    """A number of things, whose plural may be one of its own."""
+    return f"{count} {thing if count == 1 else things or thing + 's'}"

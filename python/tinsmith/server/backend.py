@@ -133,6 +133,7 @@ class Backend:
         device: str = "auto",
         dtype: str = "auto",
         weights: str = "stored",
+        weights_copy: bool = True,
         threads: int = 0,
         memory: int | None = None,
         preload: bool | None = None,
@@ -154,12 +155,11 @@ class Backend:
             store = Store(self.checkpoints, expire=expire, bytes_max=checkpoints_max)
             undo.callback(store.close)
             store.claim(self.url, shared=share_checkpoints)
-            self._state = State(store)
-            undo.callback(self._state.close)
-            self.history = History(self._state, self._settings, self._origin)
-            undo.callback(self.history.close)
+            self._remember(store, undo)
             device = choose_device(device)
-            bases = inspect_models(models, device=device, dtype=dtype, weights=weights)
+            bases = inspect_models(
+                models, device=device, dtype=dtype, weights=weights, weights_copy=weights_copy
+            )
             self._metrics = Metrics()
             self.watch = Watch(self._metrics, *tracing())
             undo.callback(self.watch.close)
@@ -193,6 +193,13 @@ class Backend:
             results_max=max(most, RESULTS_BYTES_MIN),
         )
         self._begin(store, access)
+
+    def _remember(self, store: Store, undo: contextlib.ExitStack) -> None:
+        """Opens what outlives the server."""
+        self._state = State(store)
+        undo.callback(self._state.close)
+        self.history = History(self._state, self._settings, self._origin)
+        undo.callback(self.history.close)
 
     def _begin(self, store: Store, access: Access) -> None:
         """From here on connections are kept until the server's loop accepts them."""

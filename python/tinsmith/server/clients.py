@@ -34,6 +34,7 @@ def serve(
     device: str = "auto",
     dtype: str = "auto",
     weights: str = "stored",
+    weights_copy: bool = True,
     checkpoints: str | Path | None = None,
     threads: int = 0,
     memory: int | str | None = None,
@@ -51,9 +52,10 @@ def serve(
     folder that save_state writes to, this server's alone; by default that of the user's data, which
     servers share. dtype: the type of products with base weights: "float32", "bfloat16", or "auto",
     which is bfloat16 for a bf16 model where that is faster on this processor. weights: what base
-    weights are kept in, "stored" (as they come), "bf16", "int8" or "int4". threads: 0 takes all
-    cores. memory: the bytes that models, their caches and runs may take together, also as text like
-    "12G"; None is nine tenths of the machine's or the card's.
+    weights are kept in, "stored" (as they come), "bf16", "int8" or "int4". weights_copy: whether
+    int8 or int4 weights of a large model are kept in the user's cache, where later loads find them.
+    threads: 0 takes all cores. memory: the bytes that models, their caches and runs may take
+    together, also as text like "12G"; None is nine tenths of the machine's or the card's.
     When memory runs short, idle models are evicted. A model's cache of keys and values fills up to
     a quarter of what its weights leave, and keeps what prompts may begin with again (prefix cache).
     preload: whether models are loaded before this returns. By default one model alone is, and
@@ -86,6 +88,7 @@ def serve(
         device=device,
         dtype=dtype,
         weights=weights,
+        weights_copy=weights_copy,
         threads=threads,
         memory=None if memory is None else memory_from(memory),
         preload=preload,

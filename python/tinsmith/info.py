@@ -1,0 +1,109 @@
+"""`tinsmith info`: the memory that a model would take, part by part, before anything is loaded."""
+
+import argparse
+from collections.abc import Mapping
+
+from tinsmith import doctor, pull
+
+
+def show(options: argparse.Namespace) -> None:
+    """Prints it."""
+    from tinsmith.engine.devices import choose_device, kind_of
+    from tinsmith.files import kept
+    from tinsmith.files.families import left_aside, measure_model
+    from tinsmith.files.gguf_model import open_tensors, source_of
+    from tinsmith.files.words import readable
+
+    folder = pull.find(options.model, fetch=options.pull)
+    device = choose_device(options.device)
+    core, counts = measure_model(folder, device=device, weights=options.weights)
+    sizes, config = core.plan(options.rank, options.tokens, options.step_memory), core.config
+    print(
+        f"{source_of(folder)}: {config['layers']} layers, width {config['width']}, {_types(counts)}"
+    )
+    with open_tensors(folder) as tensors:
+        stored = tensors.widened()
+    for name, size in stored.items():
+        if kept.GGUF_TYPES.get(name) not in counts:
+            print(f"{readable(size)} of the files are {name}, which is widened in memory")
+    if aside := left_aside(folder):
+        tensors = ", ".join(f"{count} tensors of {prefix}*" for prefix, count in aside.items())
+        print(f"left aside, because text does not need them: {tensors}")
+    layers = _kept(sizes, config["layers"])
+    labels = {
+        "weights": _base(sizes, device, options),
+        "adapter": f"one adapter of rank {options.rank}, with gradients and optimizer",
+        "step": f"a training step of {sizes['step_tokens']} tokens, which {layers}",
+        "own": "what the device's ops need for themselves",
+        "cache": _cache(sizes),
+    }
+    for key, label in labels.items():
+        print(f"{readable(sizes[key]):>12}  {label}")
+    total, free = sum(sizes[key] for key in labels), sizes["free"]
+    if device == "cpu":
+        free = doctor.free_memory(free)
+    print(
+        f"{readable(total):>12}  in all; of the {readable(sizes['all'])} of device "
+        f"{device} {readable(free)} are free now"
+        f"{'' if total <= free else ', which is too little'}"
+    )
+    for line in doctor.card_lines(kind_of(device)):
+        print(line)
+    bound = ", the model's context" if sizes["longest"] == int(config["context"]) else ""
+    longest = f"the longest datum that can be trained has {sizes['longest']} tokens{bound}"
+    print(
+        "Sampling fills the KV cache and keeps it for prompts that begin alike (prefix cache): "
+        "by default a quarter of what the weights leave; of serve's --memory, if that is given."
+    )
+    print(
+        f"A training step may take {readable(sizes['step_most'])}; "
+        f"{longest if sizes['longest'] else 'no datum can be trained in that'}."
+    )
+
+
+def _base(sizes: dict[str, int], device: str, options: argparse.Namespace) -> str:
+    """What of the weights is in memory, which it leaves in `sizes`."""
+    from tinsmith.files import copies
+    from tinsmith.files.words import readable
+
+    rows = sizes["looked_up"] if options.weights_copy else 0
+    if not rows or not copies.worth(options.weights, device, sizes["weights"]):
+        return "base weights"
+    sizes["weights"] -= rows
+    return f"base weights; of the embedding, {readable(rows)} in their copy, only rows in use"
+
+
+def _types(counts: Mapping[str, int]) -> str:
+    """The types that matrices are kept in; what each has, where there are several."""
+    if len(counts) == 1:
+        return next(iter(counts))
+    whole = sum(counts.values())
+    parts = (f"{count / whole:.0%} of its matrices in {kind}" for kind, count in counts.items())
+    return ", ".join(parts)
+
+
+def _kept(sizes: Mapping[str, int], layers: int) -> str:
+    """The part of its layers' activations that a step keeps, as the end of a sentence."""
+    if not sizes["attention_kept"]:
+        return "is more than it may take"
+    if sizes["kept"] == layers:
+        return f"keeps all of its {layers} layers"
+    return (
+        f"keeps {sizes['kept']} of its {layers} layers, attention's part of "
+        f"{sizes['attention_kept']}, and makes the rest again"
+    )
+
+
+def _cache(sizes: Mapping[str, int]) -> str:
+    """What a sampler's cache holds."""
+    from tinsmith.files.words import readable
+
+    pages = f"a KV cache of {sizes['cache_tokens']} tokens"
+    if sizes["kv_token"]:
+        pages += f", {readable(sizes['kv_token'])} each"
+    if sizes["kv_window"]:
+        pages += f", and {readable(sizes['kv_window'])} at most for the window of a sequence"
+    if not sizes["states"]:
+        return pages
+    one = readable(sizes["kv_sequence"])
+    return f"{pages}, and the states of {sizes['states']} sequences, {one} each"
