@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import tinsmith
+from archives import unpack
 from engine import setup_py
 
 ROOT = Path(__file__).parent.parent
@@ -78,7 +79,7 @@ def sources(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr[-2000:]
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
-        opened.extractall(folder, filter="data")
+        unpack(opened, folder)
     return folder / archive.name.removesuffix(".tar.gz")
 
 

@@ -19,6 +19,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import numpy as np
+from archives import unpack
 from attack import common, saves
 from attack.common import Attempt, Failure, One
 from attack.listings import API, ask
@@ -167,7 +168,7 @@ def _http_archive(service: Service, number: int) -> None:
         tarfile.open(fileobj=io.BytesIO(reply.content)) as tar,
         tempfile.TemporaryDirectory() as to,
     ):
-        tar.extractall(to, filter="data")
+        unpack(tar, Path(to))
         found = set()
         for name in (checkpoint.ADAPTER_FILE, checkpoint.OPTIMIZER_FILE):
             with checkpoint.weights.open_file(Path(to) / name) as tensors:
