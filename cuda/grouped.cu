@@ -89,12 +89,7 @@ static __global__ void __launch_bounds__(S::THREADS, 2)
         Shared<real> stage = stages + step % S::STAGES * STAGE;
         if (i < rows) multiply<S, IS_ACROSS>(sum, stage, stage + S::X_REALS, i, j);
     }
-    cp_async_wait<0>();
-    __syncthreads();
-    Shared<float> out = shared_part<float>(bytes, 0, S::ROWS * S::OUT);
-    if (i < rows) sums_keep<S>(out, sum, i, j);
-    __syncthreads();
-    tile_put<S>(result_of(p.result, own), out, rows, j0);
+    sums_put<S>(bytes, sum, result_of(p.result, own), rows, i, j, j0);
 }
 
 /* ---- launching ---- */
@@ -120,31 +115,23 @@ template <bool IS_ACROSS> static void run(Device *dev, Product p, int P)
         launch<Few, IS_ACROSS>(cuda_of(dev), p, P);
 }
 
-/* y (P,N) of x (P,K) and weights with blocks. */
-static void packed_run(Device *dev, PackedCall call, real *y, const real *x, int64_t step,
-                       const int32_t *bounds, int X, int P, int N, int K)
+/* The same of weights with blocks. */
+static void packed_run(Device *dev, PackedCall call, int64_t step, const int32_t *bounds, int X)
 {
-    if (P == 0) return;
-    call.y = y;
-    call.y_step = N;
-    call.x = x;
-    call.x_step = K;
+    if (call.T == 0) return;
     call.w_step = step;
     call.bounds = bounds;
     call.X = X;
-    call.T = P;
-    call.N = N;
-    call.K = K;
     packed_product(cuda_of(dev), call);
 }
 
 void cuda_grouped_linear(Device *dev, real *y, const real *x, const frozen *w, int64_t step,
                          const float *bias, const int32_t *bounds, int X, int P, int N, int D)
 {
-    PackedCall call = {};
+    PackedCall call = packed_call(y, N, x, D, P, N, D);
     if (packed_find(cuda_of(dev), w, D, &call.w)) {
         call.bias = bias;
-        return packed_run(dev, call, y, x, step, bounds, X, P, N, D);
+        return packed_run(dev, call, step, bounds, X);
     }
     const unsigned char *first = (const unsigned char *)w;
     Result<real> result = {y, nullptr, bias, N, N, false, false};
@@ -156,11 +143,11 @@ void cuda_grouped_linear_backward(Device *dev, real *dx, const real *dy, const f
                                   int64_t step, const int32_t *bounds, int X, int P, int N, int D,
                                   int accumulate)
 {
-    PackedCall call = {};
+    PackedCall call = packed_call(dx, D, dy, N, P, D, N);
     if (packed_find(cuda_of(dev), w, D, &call.w)) {
         call.plus = accumulate ? dx : nullptr;
         call.across = true;
-        return packed_run(dev, call, dx, dy, step, bounds, X, P, D, N);
+        return packed_run(dev, call, step, bounds, X);
     }
     const unsigned char *first = (const unsigned char *)w;
     Result<real> result = {dx, accumulate ? dx : nullptr, nullptr, D, D, false, false};

@@ -125,21 +125,6 @@ static Gemm gemm_of(void *c, Side a, Side b, int M, int N, int K)
     return g;
 }
 
-/* y (T,N) of x (T,K) and a weight with blocks, which is still to be found. */
-static PackedCall packed_call(void *y, int64_t y_step, const real *x, int64_t x_step, int T, int N,
-                              int K)
-{
-    PackedCall call = {};
-    call.y = y;
-    call.y_step = y_step;
-    call.x = x;
-    call.x_step = x_step;
-    call.T = T;
-    call.N = N;
-    call.K = K;
-    return call;
-}
-
 void cuda_linear(Device *dev, real *y, const real *x, const frozen *w, const float *bias,
                  const real *plus, int T, int N, int D, int step)
 {

@@ -148,12 +148,7 @@ static __global__ void __launch_bounds__(S::THREADS, 2)
                                    wide + step % 2 * W::REALS, i, j);
         stage_widen(step + 1);
     }
-    cp_async_wait<0>();
-    __syncthreads();
-    Shared<float> out = shared_part<float>(bytes, 0, S::ROWS * S::OUT);
-    if (i < rows) sums_keep<S>(out, sum, i, j);
-    __syncthreads();
-    tile_put<S>(result_of(p.result, own), out, rows, j0);
+    sums_put<S>(bytes, sum, result_of(p.result, own), rows, i, j, j0);
 }
 
 /* ---- launching ---- */

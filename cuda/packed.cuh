@@ -94,6 +94,20 @@ struct PackedCall {
     const int32_t *bounds;
     int X;
 };
+/* y (T,N) of x (T,K) and a weight with blocks, which is still to be found. */
+static inline PackedCall packed_call(void *y, int64_t y_step, const real *x, int64_t x_step, int T,
+                                     int N, int K)
+{
+    PackedCall call = {};
+    call.y = y;
+    call.y_step = y_step;
+    call.x = x;
+    call.x_step = x_step;
+    call.T = T;
+    call.N = N;
+    call.K = K;
+    return call;
+}
 void packed_product(CudaDevice *cuda, const PackedCall &call);
 void packed_embed(CudaDevice *cuda, real *y, const int32_t *ids, const Packed &w, int T, int D);
 

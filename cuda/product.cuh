@@ -165,4 +165,17 @@ __device__ static __forceinline__ void tile_put(const Result<C> &r, Shared<float
     }
 }
 
+/* Puts a block's tile at column j0 into y, from the warps' sums; `bytes` had the stages before. */
+template <class S, class C>
+__device__ static __forceinline__ void sums_put(Shared<unsigned char> bytes, const Sums<S> &sum,
+                                                const Result<C> &r, int rows, int i, int j, int j0)
+{
+    cp_async_wait<0>();
+    __syncthreads();
+    Shared<float> out = shared_part<float>(bytes, 0, S::ROWS * S::OUT);
+    if (i < rows) sums_keep<S>(out, sum, i, j);
+    __syncthreads();
+    tile_put<S>(r, out, rows, j0);
+}
+
 #endif

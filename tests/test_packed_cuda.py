@@ -7,7 +7,8 @@ import pytest
 from engine import PACKED, Frozen, Mode, device, from_bf16, set_mode, to_bf16
 from expert_cases import make_grouped_linear, make_grouped_linear_backward
 from op_bar import compare, run
-from op_cases import make_embed, make_head, make_linear, make_linear_backward
+from op_cases import make_linear, make_linear_backward
+from packed_cases import cases_by_op
 from packed_weights import whole
 from test_packed import kept
 
@@ -22,15 +23,7 @@ def dev(request):
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_each_op_is_its_formula_on_the_widened_weight(dev, dtype):
-    cases = {
-        "embed": make_embed(rng_of(0), T=9, D=whole(dtype, 299), dtype=dtype),
-        "head": make_head(rng_of(1), T=3, V=71, D=whole(dtype, 45), dtype=dtype),
-        "grouped_linear": make_grouped_linear(rng_of(2), (5, 0, 17), 65, whole(dtype, 97), dtype),
-        "grouped_linear_backward": make_grouped_linear_backward(
-            rng_of(3), (5, 0, 17), 65, whole(dtype, 97), dtype
-        ),
-    }
-    for op, args in cases.items():
+    for op, args in cases_by_op(dtype, deep=299, most=17).items():
         compare(dev, op, args)
     for number, (T, N, D) in enumerate([(0, 64, 64), (1, 1, 1), (2, 33, 551), (21, 130, 33)]):
         D = whole(dtype, D)
