@@ -112,7 +112,7 @@ SHAPES |= {
         "linear_num_value_heads": 32,
     },
 }
-# Mixtures of experts: two layers of Qwen3-30B-A3B's, and a small one.
+# Mixtures of experts: two and four layers of Qwen3-30B-A3B's, and a small one.
 SHAPES |= {
     "moe-small": {
         "hidden_size": 256,
@@ -141,6 +141,7 @@ SHAPES |= {
         "norm_topk_prob": True,
     },
 }
+SHAPES["30b-a3b-4"] = SHAPES["30b-a3b-2"] | {"num_hidden_layers": 4}
 # Two layers of the dense ones, under a head that is to them about what the whole one is to all.
 SHAPES |= {
     f"{size}-2": SHAPES[size] | {"num_hidden_layers": 2, "vocab_size": 16384}
