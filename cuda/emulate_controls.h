@@ -36,6 +36,17 @@ extern "C" TINSMITH_EXPORT void cuda_emulated_card(size_t free_bytes, int driver
     emulate::machine.driver = driver;
 }
 
+/* The first card as it is when nothing was simulated. */
+extern "C" TINSMITH_EXPORT void cuda_emulated_itself(void)
+{
+    const emulate::Card own;
+    emulate::Card &card = emulate::machine.cards[0];
+    card.bytes = own.bytes;
+    card.major = own.major;
+    card.minor = own.minor;
+    emulate::machine.driver = CUDART_VERSION;
+}
+
 /* Shared memory that a block may have on cards that are opened from now on. */
 extern "C" TINSMITH_EXPORT void cuda_emulated_shared(size_t bytes)
 {

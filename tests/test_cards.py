@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from distill_cases import distill, pair
+from emulated_card import MIB, emulated_card
 from engine import MODES, Device, emulated_library, set_mode
 from models import call, datum, folder, loaded_on, randomize, tokens_of
 from op_bar import compare, put_pages, run
@@ -18,7 +19,6 @@ from tinsmith.engine.devices import card_bytes, cards, choose_device
 from tinsmith.files.families import load_model
 
 FIRST, SECOND = "cuda-emulated", "cuda-emulated:1"
-MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +50,16 @@ def test_doctor_shows_each_card() -> None:
     assert card_lines(FIRST) == [
         f"  {name}: an emulated card, 2.00 GiB, compute capability 9.0" for name in (FIRST, SECOND)
     ]
+
+
+def test_a_card_that_a_test_made_is_itself_again_whatever_is_on_it() -> None:
+    with emulated_card() as make:
+        make(50 * MIB, major=8)
+        held = load_model(folder("qwen3"), device=FIRST)
+        assert card_bytes(FIRST) != 2048 * MIB
+    assert cards(FIRST)[0].capability == (9, 0)
+    assert card_bytes(FIRST) == 2048 * MIB
+    del held
 
 
 def test_an_ordinal_that_is_not_there_is_told_with_how_many_there_are() -> None:

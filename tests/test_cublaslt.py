@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tinsmith
+from emulated_card import emulated_card
 from engine import Bound, Device, Frozen, core_library, device, emulated_library
 from models import call, datum, folder, randomize, tokens_of
 from op_bar import compare
@@ -277,13 +278,10 @@ def test_where_there_is_no_memory_the_reference_serves(offer: Callable[[int], De
     """The step that was about to begin goes on, and nothing stays allocated."""
     library = controls()
     product = bound(offer(SEVERAL))
-    wanted = run(product, 20)
-    used, all_bytes = library.cuda_emulated_used(0), 2 << 30
-    try:
-        library.cuda_emulated_card(ctypes.c_size_t(1000), 13000, 9, 0)
+    wanted, used = run(product, 20), library.cuda_emulated_used(0)
+    with emulated_card() as card:
+        card(1000)
         prepare(product, 4)
-    finally:
-        library.cuda_emulated_card(ctypes.c_size_t(all_bytes - used), 13000, 9, 0)
     ran()
     np.testing.assert_array_equal(run(product, 4), wanted[:4])
     assert ran() == [(PLAIN, 4, 0)]

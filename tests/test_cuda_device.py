@@ -12,27 +12,22 @@ import numpy as np
 import pytest
 from conftest import logprobs, make_datum
 from distill_cases import distill, pair
+from emulated_card import MIB, CardMaker, emulated_card
 from engine import Device, Memory, emulated_library
 from models import Datum, call, datum, folder, randomize, tokens_of
 from tinsmith import _core
 from tinsmith.engine.worker import plan
 from tinsmith.files.families import LoadedModel, load_model, read_config
 
-MIB = 1 << 20
-CARD = (2048 * MIB, 13000, 9, 0)  # free bytes, driver, compute capability: the emulator's own
-
 ADAM = {
     "learning_rate": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0,
     "grad_clip_norm": 0.0,
 }  # fmt: skip
 
-CardMaker = Callable[..., None]
-
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(emulated_library()))
-    library.cuda_emulated_card.argtypes = [ctypes.c_size_t, *[ctypes.c_int] * 3]
     library.cuda_emulated_lose.argtypes = [ctypes.c_int64]
     library.cuda_emulated_waits.restype = ctypes.c_int64
     library.cuda_emulated_used.restype = ctypes.c_size_t
@@ -42,15 +37,9 @@ def library() -> ctypes.CDLL:
 
 @pytest.fixture
 def card(library: ctypes.CDLL) -> Iterator[CardMaker]:
-    """Sets what the card is; it is itself again afterwards."""
-
-    def make(
-        size: int = CARD[0], driver: int = CARD[1], major: int = CARD[2], minor: int = CARD[3]
-    ) -> None:
-        library.cuda_emulated_card(size, driver, major, minor)
-
-    yield make
-    library.cuda_emulated_card(*CARD)
+    """Sets what the card is; it is itself again afterwards, and not lost."""
+    with emulated_card() as make:
+        yield make
     library.cuda_emulated_lose(-1)
 
 

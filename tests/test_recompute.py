@@ -1,7 +1,6 @@
 """What a training step keeps of its layers, and what it makes again: whatever the plan, the numbers
 are bit for bit those of a step that keeps everything, and the memory is the plan's."""
 
-import ctypes
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import tinsmith
 from distill_cases import distill, pair
-from engine import emulated_library
+from emulated_card import emulated_card
 from models import DEVICE, WEIGHTS, Datum, call, cpu_only, datum, folder, randomize, tokens_of
 from packed_weights import quantise_large, whole
 from tinsmith import _core
@@ -28,7 +27,6 @@ from tinsmith.files.lora import LoraSpec
 pytestmark = pytest.mark.usefixtures("on")
 
 LAYERS, LONG, MIB = 5, 66, 1 << 20
-CARD = (2048 * MIB, 13000, 9, 0)  # the emulator's own
 
 
 def deep() -> _core.Model:
@@ -361,10 +359,8 @@ def card(on: str) -> Iterator[Callable[[int], None]]:
     """Sets how much memory the emulated card has free."""
     if on != "cuda-emulated":
         pytest.skip("only the emulated card's memory can be set")
-    library = ctypes.CDLL(str(emulated_library()))
-    library.cuda_emulated_card.argtypes = [ctypes.c_size_t, *[ctypes.c_int] * 3]
-    yield lambda size: library.cuda_emulated_card(size, *CARD[1:])
-    library.cuda_emulated_card(*CARD)
+    with emulated_card() as make:
+        yield make
 
 
 def test_a_card_that_others_have_filled_is_trained_on_with_less_kept(
