@@ -24,7 +24,9 @@ enum {
     ACROSS = PANEL / WIDE,            /* tiles of a panel */
     ACROSS_ROWS = VL == 4 ? 1 : 2,    /* the most whose sums fill registers for all of them */
     BLOCK_ROWS = 12,                  /* the most for which a block is widened in registers */
-    AHEAD = 24 * 1024 / 4,            /* prefetch distance, in lanes of the weight */
+    PAGES = 8,                        /* that are asked for in turns */
+    AHEAD = PAGES * 4096,             /* bytes from what is read to what is asked of memory */
+    NEAR = 2048,                      /* bytes to what is asked of L2 */
     PACKED_LANES = STREAM_ROWS << 10, /* of packed rows: a quarter of L2 */
 };
 
@@ -49,6 +51,25 @@ typedef struct Stream {
     const float *packed; /* [tile][lane][height], of the inputs [k0, k0 + depth) */
     int k0, depth;
 } Stream;
+
+/* Asks memory for two lines of the weight that will be read about AHEAD bytes after those at `at`.
+ * Each PAGES pages are asked for two lines of a page in turn: the processor, whose own prefetching
+ * stops at the end of a page, then has several at work at once. */
+static inline __attribute__((always_inline)) void far_ask(const void *at)
+{
+    uintptr_t pair = ((uintptr_t)at + AHEAD) / 128;
+    uintptr_t turn = pair % (AHEAD / 128), first = pair - turn;
+    pair = first + turn % PAGES * (4096 / 128) + turn / PAGES;
+    __builtin_prefetch((const void *)(pair * 128), 0, 2);
+    __builtin_prefetch((const void *)(pair * 128 + 64), 0, 2);
+}
+
+/* Asks L2 for two lines that will be read soon. */
+static inline __attribute__((always_inline)) void near_ask(const void *at)
+{
+    __builtin_prefetch((const char *)at + NEAR, 0, 3);
+    __builtin_prefetch((const char *)at + NEAR + 64, 0, 3);
+}
 
 /* Lanes that `k` inputs of a row take. */
 static int row_lanes(Form form, int k)
@@ -82,8 +103,8 @@ static inline __attribute__((always_inline)) void tile_rows(Out out, const float
     int lanes = form == FLOATS ? k : (k + 1) / 2;
     for (int i = 0; i < lanes; i++, b += PANEL) {
         if (first) {
-            __builtin_prefetch(b + AHEAD, 0, 2);
-            __builtin_prefetch(b + AHEAD + PANEL / 2, 0, 2);
+            far_ask(b);
+            near_ask(b);
         }
 #pragma GCC unroll 4
         for (int j = 0; j < across; j++) {
@@ -223,8 +244,10 @@ static inline __attribute__((always_inline)) void blocks_rows(Out out, const flo
     Values values = values_of(w->type, kind);
     for (; k >= BLOCK; k -= BLOCK, first++, a += row_lanes(form, BLOCK) * height) {
         Square s = square_at(w, kind, panel, first);
-        for (size_t line = 0; line < blocks_of(kind).bytes; line += 64)
-            __builtin_prefetch(s.block + 4 * AHEAD + line, 0, 2);
+        for (size_t line = 0; line < blocks_of(kind).bytes; line += 128) {
+            far_ask(s.block + line);
+            near_ask(s.block + line);
+        }
         block_rows(acc, a, height, s, values, BLOCK, rows, kind, form);
     }
     if (k)
