@@ -145,6 +145,7 @@ BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"tools": [{"type": "web_search_20250305", "name": "x"}]}, "no tool of the client's own"),
         ({"tools": [{"name": "x"}]}, "tools[0] has no input_schema"),
         ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "a user's must come before them"),
         ({"messages": [{"role": "system", "content": "x"}]}, "must be user or assistant"),
         ({"messages": [{"role": "user", "content": [BLOCK]}]}, "a block of type 'image'"),
         ({"messages": [{"role": "user", "content": 3}]}, "a text or a list of blocks"),

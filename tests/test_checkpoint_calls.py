@@ -224,6 +224,7 @@ def test_an_upload_has_no_more_bytes_than_its_adapter(wire: Wire) -> None:
 def test_what_an_upload_asks_for_is_checked_first(wire: Wire) -> None:
     for asked, sentence in (
         ({"base_model": "absent", "lora_config": LORA}, "unknown base model 'absent'"),
+        ({"base_model": "tiny:peft:9999999", "lora_config": LORA}, "a context of 9999999 tokens"),
         ({"base_model": "tiny"}, "lora_config"),
         ({"base_model": "tiny", "lora_config": {"rank": 0}}, "rank must be at least 1"),
     ):

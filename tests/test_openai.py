@@ -99,6 +99,17 @@ def test_a_completions_tokens_are_the_sdks(place, client, chat) -> None:
     assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("form", ("tiny:peft:{}", "tiny:peft:{};path"))
+def test_a_models_name_may_say_its_context(place, one, form: str) -> None:
+    """The answer ends where that does, and a longer prompt is refused."""
+    name, prompt = form.replace("path", place[1]), [5] * 20
+    answer = one.completions.create(model=name.format(32), prompt=prompt, max_tokens=100, seed=1)
+    assert answer.usage.completion_tokens == 12 and answer.choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError, match="the model's context is 16") as told:
+        one.completions.create(model=name.format(16), prompt=prompt)
+    assert told.value.code == "context_length_exceeded"
+
+
 def test_a_stream_says_what_the_reply_says(one, chat) -> None:
     """Random weights write bytes that are no text, and characters spread over tokens."""
     given = {"n": 3, "logprobs": True, "stop": ["e", "zz"]}
@@ -248,6 +259,7 @@ BAD: tuple[tuple[dict[str, Any], str | None, str], ...] = (
     ({"messages": [{"role": "user", "content": "x " * 2000}]}, None, "the model's context is 1024"),
     ({"chat_template_kwargs": {"messages": []}}, None, "messages is no setting"),
     ({"model": f"tiny;{'/nowhere'}"}, None, "is not a checkpoint's path"),
+    ({"model": "tiny:peft:1025"}, None, "of 1025 tokens; the model's is 1024"),
 )
 
 

@@ -128,6 +128,8 @@ def _prompt(
         if last.get("tool_calls"):
             raise Wrong("the last message calls a tool: the tool's result has to follow")
         prefix = found.pop()["content"]
+        if not found:
+            raise Wrong("messages has the assistant's words alone: a user's must come before them")
     settings = wire.maybe(body, "chat_template_kwargs", dict, {})
     return target.chat.prompt(found, tools, settings, prefix=prefix)
 

@@ -126,14 +126,15 @@ async def find_target(service: Service, body: Mapping[str, Any]) -> Target:
     both with ; between them."""
     name = wire.need(body, "model", str)
     base, _, path = ("", "", name) if name.startswith("tinker://") else name.partition(";")
-    wanted = None
+    wanted = model = None
     if base:
         try:
             wanted = service.base(base)
         except ValueError as error:
             raise Wrong(str(error), status=404, param="model", code="model_not_found") from None
-    if not path and wanted is not None:
-        return Target(name, service.targets.base(wanted), service.bases[wanted])
+        model = service.model(base)
+        if not path:
+            return Target(name, service.targets.base(wanted), model)
     try:
         folder, meta = await service.stored(service.meta, path)
     except FileNotFoundError as error:
@@ -142,7 +143,7 @@ async def find_target(service: Service, body: Mapping[str, Any]) -> Target:
     if wanted not in (None, own):
         raise Wrong(f"{path} is a checkpoint of {own}, not of {wanted}", param="model")
     session = service.targets.checkpoint(path, own, folder, meta)
-    return Target(name, session, service.bases[own])
+    return Target(name, session, model or service.bases[own])
 
 
 def sample_request(
