@@ -143,6 +143,15 @@ def other_target(datum: tinker.Datum) -> tinker.Datum:
     return with_inputs(datum, target_tokens=targets)
 
 
+def unshifted(datum: tinker.Datum) -> tinker.Datum:
+    """Each target is its own input: every span is right by itself."""
+    targets = datum.loss_fn_inputs["target_tokens"].to_numpy().tolist()
+    tokens = datum.model_input.to_ints()[1:] + targets[-1:]
+    moved = dataclasses.replace(datum, model_input=tinker.ModelInput.from_ints(tokens))
+    moved = spans(moved, "model_input_spans", 0, offset=1, length=3)
+    return spans(moved, "model_input_spans", 1, length=6)
+
+
 def prompts_advantage(datum: tinker.Datum) -> tinker.Datum:
     return with_inputs(datum, advantages=np.ones(9, np.float32))
 
@@ -177,6 +186,7 @@ def prompts_advantage(datum: tinker.Datum) -> tinker.Datum:
         ),
         (other_token, r"datum 1: model_input_spans\[1\] has id \d+ at position 6, but sequence"),
         (other_target, r"datum 1: loss_fn_input_spans\[1\] has id \d+ at position 4, but sequence"),
+        (unshifted, r"has the target after id \d+ at position 3, but sequence .* has 14 before it"),
         (prompts_advantage, r"the target at position 0 is a prompt's, but its advantage is 1"),
     ),
 )  # fmt: skip

@@ -125,17 +125,27 @@ class _Run:
     name: str
     at: slice
     ids: Ids
+    before: Ids  # of each sampled token the one that it was drawn after
     logprobs: NDArray[np.float32] | None  # of sampled tokens; None: of a prompt
 
     def compare(self, ids: Ids) -> None:
         """ValueError unless the datum's ids are the sequence's."""
-        differ = np.flatnonzero(ids[self.at] != self.ids)
+        self._compare(ids, self.ids, "has id {0} at position {1}, but", "there")
+
+    def compare_before(self, ids: Ids) -> None:
+        """The same of the ids that the targets are predicted from."""
+        self._compare(
+            ids, self.before, "has the target after id {0} at position {1}, but", "before it"
+        )
+
+    def _compare(self, ids: Ids, wanted: Ids, has: str, there: str) -> None:
+        differ = np.flatnonzero(ids[self.at] != wanted)
         if len(differ):
             first = int(differ[0])
+            at = self.at.start + first
             raise ValueError(
-                f"{self.where} has id {ids[self.at.start + first]} at position "
-                f"{self.at.start + first}, but sequence {self.name} has {self.ids[first]} there: "
-                "what is trained must be what was sampled"
+                f"{self.where} {has.format(ids[at], at)} sequence {self.name} has {wanted[first]} "
+                f"{there}: what is trained must be what was sampled"
             )
 
 
@@ -148,8 +158,9 @@ def recorded_logprobs(
     find: Find,
 ) -> NDArray[np.float32]:
     """The sampler's log-probability of each target, (N,), 0 where none was sampled. ValueError
-    where a span and its sequence differ, or a target that was not sampled has an advantage. The
-    other targets of a prompt are not compared: recipes fill them with zeros."""
+    where a span and its sequence differ, also in the token that a target was drawn after, or where
+    a target that was not sampled has an advantage. The other targets of a prompt are not compared:
+    recipes fill them with zeros."""
     spans = getattr(datum, "model_input_spans", ()), getattr(datum, "loss_fn_input_spans", ())
     if not any(spans):
         raise ValueError(
@@ -163,6 +174,7 @@ def recorded_logprobs(
     for run in _runs(spans[1], f"{where}: loss_fn_input_spans", len(targets), find):
         if run.logprobs is not None:
             run.compare(targets)
+            run.compare_before(tokens)
             found[run.at] = run.logprobs
         elif advantages[run.at].any():
             bad = run.at.start + int(np.flatnonzero(advantages[run.at])[0])
@@ -199,7 +211,8 @@ def _runs(spans: Sequence[pb.ProvenanceSpan], where: str, count: int, find: Find
         if part.length > count - at:
             raise ValueError(f"{where} cover more than the datum's {count} positions")
         logprobs = known.logprobs[first:end] if sampled else None
-        yield _Run(here, name, slice(at, at + part.length), ids[first:end], logprobs)
+        before = np.concatenate([known.prompt[-1:], ids])[first:end] if sampled else ids[:0]
+        yield _Run(here, name, slice(at, at + part.length), ids[first:end], before, logprobs)
         at += part.length
     if at < count:
         raise ValueError(f"{where} cover {at} of the datum's {count} positions: all must be")

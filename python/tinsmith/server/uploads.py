@@ -29,7 +29,7 @@ from tinsmith.files import disk, peft
 from tinsmith.files.families import BaseModel
 from tinsmith.files.lora import LoraSpec
 from tinsmith.files.meta import ADAPTER_FILE, CONFIG_FILE, Meta
-from tinsmith.server import wire
+from tinsmith.server import fields, wire
 from tinsmith.server.bodies import promised, read_json, received
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service, now, owner
@@ -58,6 +58,7 @@ class Upload:
 
 async def start(service: Service, request: Request) -> dict[str, Any]:
     body = await read_json(service, request)
+    fields.check("external_weights_upload_start", body)
     wire.optional(body, "destination_project_id", str)  # all that is here is one project
     asked = wire.need(body, "base_model", str)
     base, model = service.base(asked), service.model(asked)
