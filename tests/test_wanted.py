@@ -75,6 +75,7 @@ def test_a_source_that_cannot_be_read_is_pythons_to_tell(tmp_path: Path) -> None
     for command in ([str(broken)], ["absent.py"], ["-m", "no.such.module"], ["-m"]):
         assert wanted_models(command).missing == ()
     assert "--model NAME=FOLDER" in refusal(["absent.py"], ())
+    assert refusal(["-m", "no.such.module"], ()) == "Python finds no module 'no.such.module'"
 
 
 def test_help_is_asked_for_by_the_recipes_own_arguments() -> None:

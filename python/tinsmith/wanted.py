@@ -55,6 +55,8 @@ def wanted_models(command: Sequence[str]) -> Wanted:
 
 def refusal(command: Sequence[str], missing: Sequence[str]) -> str:
     """What is said to somebody whose recipe has no model: which it wants, and how to give it."""
+    if _source(command) is None:
+        return f"Python finds no module {command[1]!r:.200}"
     if not missing:
         return (
             "there is no model to serve: give --model NAME=FOLDER, or the recipe a "
