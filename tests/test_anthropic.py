@@ -28,7 +28,9 @@ def place(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def client(place) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=place[0].url, api_key="any", max_retries=0)
+    """Of the hosted service's address, but for `models`."""
+    url = f"{place[0].url}/anthropic/api"
+    return anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -171,4 +173,8 @@ def test_other_refusals_have_anthropics_shape(place, client) -> None:
     reply = httpx.post(f"{place[0].url}/v1/messages", headers={"Host": "evil.example"}, json={})
     assert reply.status_code == 403
     assert json.loads(reply.text)["error"]["type"] == "permission_error"
-    assert [model.id for model in client.models.list()] == ["tiny", "other", place[1]]
+    missing = httpx.post(f"{place[0].url}/anthropic/api/v1/complete", json={}).json()
+    assert missing["error"]["type"] == "not_found_error"
+    usual = anthropic.Anthropic(base_url=place[0].url, api_key="any", max_retries=0)
+    assert text_of(ask(usual)) == text_of(ask(client))
+    assert [model.id for model in usual.models.list()] == ["tiny", "other", place[1]]
