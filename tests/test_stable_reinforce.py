@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -285,6 +286,20 @@ def test_the_least_recently_used_are_forgotten_where_there_is_no_room() -> None:
     sequences.add("s", "d", np.asarray([1], np.int32), result(5, 6))
     known = [name for name in "abcd" if sequences.find("s", f"{name}:0")]
     assert known == ["a", "c", "d"] and sequences.bytes <= sequences.bytes_max
+
+
+def test_what_a_result_has_beside_its_sequences_is_not_kept() -> None:
+    """Nobody would count its bytes."""
+    sequences, _ = kept()
+    ids, scores = np.zeros((2, 1000), np.int32), np.zeros((2, 1000), np.float32)
+    prompt = np.asarray([1, 2], np.int32)
+    [sample] = result(5, 6).samples
+    sample = dataclasses.replace(sample, topk_ids=ids, topk_logprobs=scores)
+    whole = SampleResult((sample,), topk_ids=ids, topk_logprobs=scores)
+    left = [weakref.ref(array) for array in (ids, scores)]
+    sequences.add("s", "a", prompt, whole)
+    del ids, scores, sample, whole
+    assert sequences.find("s", "a:0") is not None and all(ref() is None for ref in left)
 
 
 def test_a_session_takes_its_sequences_with_it() -> None:

@@ -43,8 +43,7 @@ class _Group:
     """The sequences of one request."""
 
     session: str
-    prompt: Ids
-    result: SampleResult
+    samples: tuple[Sampled, ...]
     bytes: int
     used: float
 
@@ -69,14 +68,14 @@ class Sequences:
         self._lock = threading.Lock()
 
     def add(self, session: str, request_id: str, prompt: Ids, result: SampleResult) -> None:
-        """Remembers the sequences of a request; their ids are its own with their number."""
-        arrays = [prompt]
-        for sample in result.samples:
-            arrays += [sample.tokens, sample.logprobs]
-        size = sum(array.nbytes for array in arrays) + SEQUENCE_BYTES * len(result.samples)
+        """Remembers the sequences of a request, and nothing else of its result; their ids are its
+        own with their number."""
+        samples = tuple(Sampled(prompt, one.tokens, one.logprobs) for one in result.samples)
+        size = prompt.nbytes + SEQUENCE_BYTES * len(samples)
+        size += sum(one.tokens.nbytes + one.logprobs.nbytes for one in samples)
         with self._lock:
             self._drop(request_id)
-            self._groups[request_id] = _Group(session, prompt, result, size, self._clock())
+            self._groups[request_id] = _Group(session, samples, size, self._clock())
             self.bytes += size
             self._trim()
 
@@ -88,12 +87,11 @@ class Sequences:
             group = self._groups.get(request_id)
             if group is None or group.session != session or not number.isdecimal():
                 return None
-            if len(number) > 9 or int(number) >= len(group.result.samples):
+            if len(number) > 9 or int(number) >= len(group.samples):
                 return None
             group.used = self._clock()
             self._groups.move_to_end(request_id)
-        sample = group.result.samples[int(number)]
-        return Sampled(group.prompt, sample.tokens, sample.logprobs)
+        return group.samples[int(number)]
 
     def forget(self, session: str) -> None:
         """Drops those of a session."""
