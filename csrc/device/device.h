@@ -138,6 +138,9 @@ struct Device {
     void (*download)(Device *dev, void *to, const void *from, size_t bytes);
     void (*copy)(Device *dev, void *to, const void *from, size_t bytes);
     void (*zero)(Device *dev, void *memory, size_t bytes);
+    /* The same, of memory from alloc() that may stay zero for long: until it is written, it takes
+     * none. NULL where zero() is all there is. */
+    void (*blank)(Device *dev, void *memory, size_t bytes);
     /* Bytes of a base weight that is kept in that type; 0: the device can't compute from it. */
     size_t (*frozen_bytes)(Device *dev, DType kept, int rows, int cols);
     /* Whether the weight `next` continues w (rows, cols): both are one weight then, with the rows

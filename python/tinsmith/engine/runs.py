@@ -61,6 +61,11 @@ class Run:
         """The bytes that it holds; a step of long datums may have taken more than was reserved."""
         return max(self.reserved, self.adapter.bytes if self.adapter else 0)
 
+    @property
+    def spare(self) -> int:
+        """Those of them that trim() gives back."""
+        return self.bytes - self.reserved if self.idle else 0
+
     def trained(self) -> _core.Adapter:
         """The adapter; RequestError where there is none."""
         if self.adapter is None:

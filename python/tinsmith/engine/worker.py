@@ -181,7 +181,7 @@ class Worker:
 
         def work(lane: Run) -> BatchResult:
             adapter = lane.trained()
-            adapter.step_bytes = self._bases.step_bytes(adapter, lane.bytes - lane.vectors)
+            self._uses.limit(lane, adapter, int(batch.lengths.max(initial=1)))
             kept, lane.kept = lane.kept, None
             with self._call(lane, adapter) as between:
                 if batch.teacher is not None:
