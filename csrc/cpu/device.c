@@ -71,13 +71,15 @@ static Status cpu_map(Device *dev, void **memory, int file, size_t at, size_t by
     return STATUS_OK;
 }
 
-/* Large pages would bring in what lies around. */
+/* Large pages would bring in what lies around. What is given back is still the system's copy of the
+ * file. */
 static void cpu_rarely(Device *dev, void *memory, size_t bytes)
 {
     (void)dev;
 #if defined(MADV_NOHUGEPAGE)
     size_t page = (size_t)sysconf(_SC_PAGESIZE), before = (uintptr_t)memory % page;
     madvise((char *)memory - before, before + bytes, MADV_NOHUGEPAGE);
+    madvise((char *)memory - before, before + bytes, MADV_DONTNEED);
 #else
     (void)memory, (void)bytes;
 #endif

@@ -128,8 +128,8 @@ struct Device {
      * only read, processes share it, what is not touched takes none, and release() gives it back.
      * The file has 256 bytes more. NULL where a device computes from memory of its own. */
     Status (*map)(Device *dev, void **memory, int file, size_t at, size_t bytes);
-    /* Says that only few of so many bytes there will be read, here and there. Where there is map.
-     */
+    /* Of such memory, says that only few of so many bytes will be read, here and there; what was
+     * read takes no memory from here on. Where there is map. */
     void (*rarely)(Device *dev, void *memory, size_t bytes);
     /* Bytes that alloc can still give, and bytes in all. */
     void (*memory)(Device *dev, size_t *free_bytes, size_t *all_bytes);

@@ -2,8 +2,7 @@
 
 A row names the architecture, what its layers have and are (config.py reads which), and the tensor
 behind each of the engine's slots (family.py); no code anywhere asks for a family's name. Weights
-are streamed from the mapped files one matrix at a time, after all names and shapes have been
-checked.
+are streamed from the mapped files matrix by matrix, once all names and shapes are checked.
 """
 
 import re
@@ -383,6 +382,7 @@ def read_weights(
             for one, part, packed in found:
                 array = part + np.float32(1) if one.slot in family.plus_one else part
                 yield Piece(one.slot, one.layer, one.index, array, done, total, packed)
+            tensors.leave(name)
         for slot, layer, index, _, length in slots:
             if slot in family.constants:
                 constant = np.full(length, family.constants[slot](length), np.float32)
