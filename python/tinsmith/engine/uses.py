@@ -81,8 +81,8 @@ class Uses:
     def release(self, path: Path) -> bool:
         """Drops what can be made again on a base model; returns whether there was any."""
         shut = self._decoder.shut(path)  # an active one keeps the adapters that it uses
-        idle = [run for run in self._runs.values() if run.base.path == path and run.idle]
-        trimmed = [run.trim() for run in idle]
+        runs = [run for run in self._runs.values() if run.base.path == path and not run.training]
+        trimmed = [run.trim() for run in runs]
         return self._snapshots.release(path) or shut or any(trimmed)
 
     def drop(self) -> bool:
