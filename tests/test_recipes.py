@@ -25,6 +25,7 @@ from recipes import (
     PATH,
     QWEN3,
     RECIPES,
+    RENDERER,
     SDFT,
     TOOLS,
     Ended,
@@ -268,6 +269,22 @@ def test_recipe(recipe: Recipe, bench: Bench, tmp_path: Path) -> None:
         DOCUMENT.write_text(with_entry(text, entry))
     else:
         assert entry in text, f"RECIPES.md has another entry than was seen now:\n{entry}"
+
+
+# ---- what they learn ----
+
+
+def test_a_mixture_learns_from_a_recipe_that_names_one(bench: Bench, tmp_path: Path) -> None:
+    """Prompt distillation under its own default name: the answers' mean loss, a step a line."""
+    arguments = (
+        f"{RENDERER} file_path=conversations.jsonl batch_size=4 lora_rank=8 learning_rate=1e-2 "
+        "lr_schedule=constant num_epochs=10"
+    )
+    module = "tinker_cookbook.recipes.prompt_distillation.train"
+    ended, _ = bench.run(module, arguments, tmp_path, (MIXTURE,))
+    losses = [row["train_mean_nll"] for row in ended.rows("train_mean_nll")]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] / 2
 
 
 # ---- one after the other ----

@@ -220,7 +220,7 @@ def subcommands(command: click.Command, name: str = "") -> Iterator[str]:
         yield from subcommands(inner, f"{name} {part}".strip())
 
 
-@pytest.mark.parametrize("command", subcommands(main_cli))
+@pytest.mark.parametrize("command", tuple(subcommands(main_cli)))
 def test_the_sdks_command_line_works_on_this_server(
     command: str, paths: dict[str, str], tmp_path: Path
 ) -> None:
