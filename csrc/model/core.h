@@ -158,8 +158,9 @@ typedef struct Model {
     Shape shape;
     DType *types; /* of the matrices: [slot · layers + layer] */
     Arena weights;
-    size_t bytes; /* of all weights, also before they are there */
-    int mapped;   /* they are a file's, or will be: only what is read takes memory */
+    size_t bytes;     /* of all weights, also before they are there */
+    int mapped;       /* they are a file's, or will be: only what is read takes memory */
+    size_t looked_up; /* bytes of a mapped embedding that is no head; 0: there is none */
     float *inv_freq, *host_freq;
     frozen *embed, *head; /* the same where they are tied */
     float *final_norm, *delta_q_unit, *delta_k_unit;

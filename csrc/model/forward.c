@@ -37,12 +37,12 @@ enum { LOOKED_UP = 256 }; /* rows */
 static void look_up(const Model *m, real *x, const int32_t *tokens, int T)
 {
     Device *d = m->dev;
-    int D = m->shape.width, V = m->shape.vocab, back = m->mapped && !m->shape.tied;
+    int D = m->shape.width, V = m->shape.vocab;
     for (int row = 0, rows = T; row < T; row += rows) {
-        if (back && rows > LOOKED_UP) rows = LOOKED_UP;
+        if (m->looked_up && rows > LOOKED_UP) rows = LOOKED_UP;
         if (rows > T - row) rows = T - row;
         d->embed(d, real_at(d, x, (size_t)row * (size_t)D), tokens + row, m->embed, rows, V, D);
-        if (back) d->rarely(d, m->embed, matrix_step(m, SLOT_embed, 0));
+        if (m->looked_up) d->rarely(d, m->embed, m->looked_up);
     }
 }
 

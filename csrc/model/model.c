@@ -386,8 +386,8 @@ Status model_map(Model *model, int file, size_t at)
     TRY(arena_map(&model->weights, file, at, model->bytes));
     model_place(model);
     model->mapped = 1;
-    if (!model->shape.tied)
-        model->dev->rarely(model->dev, model->embed, matrix_step(model, SLOT_embed, 0));
+    if (!model->shape.tied) model->looked_up = matrix_step(model, SLOT_embed, 0);
+    if (model->looked_up) model->dev->rarely(model->dev, model->embed, model->looked_up);
     memset(model->loaded, 1,
            (size_t)SLOT_COUNT * (size_t)model->shape.layers * (size_t)model->most);
     model->sealed = 1;
