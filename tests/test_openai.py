@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from chat_models import WEATHER
+from chat_models import CONTEXT, WEATHER
 from inference_server import ASKED, SAID, drawn, serve
 from tinsmith.chat.chat import Chat
 from tinsmith.chat.tools import ToolCall
@@ -291,6 +291,26 @@ def test_models_that_are_not_there(place, one) -> None:
         ask(one, model=f"other;{place[1]}")
     with pytest.raises(openai.NotFoundError, match="tinsmith has no POST /v1/embeddings"):
         one.embeddings.create(model="tiny", input="x")
+    with pytest.raises(openai.NotFoundError) as told:
+        ask(one, model="x" * 5000)
+    assert len(str(told.value)) < 500
+
+
+def test_a_models_name_may_say_its_context(place, one) -> None:
+    """Requests end there. The seeds' tokens are the same before."""
+    given = {"prompt": [10, 20, 30], "max_tokens": 50, "seed": 3, "temperature": 2.0}
+    for form in ("tiny:peft:16", f"tiny:peft:16;{place[1]}"):
+        whole = one.completions.create(model=form.replace(":peft:16", ""), **given)
+        cut = one.completions.create(model=form, **given)
+        assert whole.usage.completion_tokens == 50 and cut.usage.completion_tokens == 13
+        assert whole.choices[0].text.startswith(cut.choices[0].text)
+        with pytest.raises(openai.BadRequestError, match="the model's context is 16"):
+            one.completions.create(model=form, **{**given, "prompt": [10] * 17})
+    for context in (0, CONTEXT + 1, 10**8):
+        with pytest.raises(openai.NotFoundError, match=f"asks for a context of {context} tokens"):
+            one.completions.create(model=f"tiny:peft:{context}", **given)
+        with pytest.raises(openai.NotFoundError, match=f"the model's is {CONTEXT}"):
+            one.models.retrieve(f"tiny:peft:{context}")
 
 
 def test_models_are_listed(place, client) -> None:
