@@ -16,7 +16,7 @@ from tinker.cli.__main__ import main_cli
 from tinsmith.server import anthropic_messages, openai_text, rest, wire
 from tinsmith.server.backend import TINKER
 from tinsmith.server.fields import FIELDS
-from tinsmith.server.shapes import OPENAI_PREFIXES
+from tinsmith.server.shapes import ANTHROPIC_PREFIXES, OPENAI_PREFIXES
 
 DOCUMENT = Path(__file__).parent.parent / "TINKER.md"
 SDK = Path(tinker.__file__).parent
@@ -113,8 +113,8 @@ def test_each_endpoint_of_the_server_is_told_and_no_other() -> None:
 
 
 def test_each_inference_endpoint_of_the_server_is_told_and_no_other() -> None:
-    tables = [("", anthropic_messages.ROUTES)]
-    tables += [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]
+    tables = [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]
+    tables += [(prefix, anthropic_messages.ROUTES) for prefix in ANTHROPIC_PREFIXES]
     served = {f"{row[0]} {prefix}{row[1]}" for prefix, routes in tables for row in routes}
     assert set(rows("Inference endpoints")) == served
 

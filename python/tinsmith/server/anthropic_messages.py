@@ -23,7 +23,6 @@ from tinsmith.server.bodies import read_json
 from tinsmith.server.inference import Choice, Drawing, Generation, Target, Wrong
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Service
-from tinsmith.server.shapes import MESSAGES
 
 # What is known of a prompt is reused anyway: cache_control asks for what is always done.
 PROMPT = {
@@ -324,6 +323,6 @@ def _stop(index: int) -> str:
 
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", MESSAGES, messages),
-    ("POST", f"{MESSAGES}/count_tokens", count_tokens),
+    ("POST", "/messages", messages),
+    ("POST", "/messages/count_tokens", count_tokens),
 )
