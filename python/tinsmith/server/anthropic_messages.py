@@ -127,7 +127,7 @@ def _prompt(
         if last.get("tool_calls"):
             raise Wrong("the last message calls a tool: the tool's result has to follow")
         prefix = found.pop()["content"]
-    settings = wire.maybe(body, "chat_template_kwargs", dict, {})
+    settings = inference.template_settings(body, target.chat, tools)
     return target.chat.prompt(found, tools, settings, prefix=prefix)
 
 

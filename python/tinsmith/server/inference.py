@@ -121,6 +121,22 @@ def stops_of(body: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(items)
 
 
+def template_settings(
+    body: Mapping[str, Any], chat: Chat, tools: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The variables of the model's chat template that a request sets."""
+    found: dict[str, Any] = wire.maybe(body, "chat_template_kwargs", dict, {})
+    if body.get("reasoning_effort") is not None:
+        found = {"reasoning_effort": body["reasoning_effort"], **found}
+    if unknown := sorted(found.keys() - (known := chat.variables(tools) if found else set())):
+        raise Wrong(
+            f"{unknown[0]:.200} is no variable of the model's chat template, which reads "
+            + (", ".join(sorted(known)) or "none of its own"),
+            param=unknown[0] if unknown[0] in body else "chat_template_kwargs",
+        )
+    return found
+
+
 async def find_target(service: Service, body: Mapping[str, Any]) -> Target:
     """The weights of a request's `model`: a base model's name, a checkpoint's tinker:// path, or
     both with ; between them. The name may say a context."""
