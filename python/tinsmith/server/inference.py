@@ -125,14 +125,14 @@ def template_settings(
     body: Mapping[str, Any], chat: Chat, tools: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The variables of the model's chat template that a request sets."""
-    found: dict[str, Any] = wire.maybe(body, "chat_template_kwargs", dict, {})
-    if body.get("reasoning_effort") is not None:
-        found = {"reasoning_effort": body["reasoning_effort"], **found}
+    given: dict[str, Any] = wire.maybe(body, "chat_template_kwargs", dict, {})
+    effort = body.get("reasoning_effort")
+    found = given if effort is None else {"reasoning_effort": effort, **given}
     if unknown := sorted(found.keys() - (known := chat.variables(tools) if found else set())):
         raise Wrong(
             f"{unknown[0]:.200} is no variable of the model's chat template, which reads "
             + (", ".join(sorted(known)) or "none of its own"),
-            param=unknown[0] if unknown[0] in body else "chat_template_kwargs",
+            param="chat_template_kwargs" if unknown[0] in given else unknown[0],
         )
     return found
 
