@@ -5,8 +5,9 @@ does not run. test_recipes.py compares every entry with what it has just seen.
 """
 
 import re
+from collections.abc import Iterable
 
-from recipes import RECIPES, REFUSED, Recipe
+from recipes import BESIDE, RECIPES, REFUSED, Recipe
 
 VERSION = "0.6.1"  # of tinker_cookbook, whose calls the document shows
 
@@ -103,9 +104,13 @@ def document(text: str) -> str:
         calls = re.search(r"^Calls: (.*)\.$", section, re.MULTILINE)
         out.append(recipe_entry(recipe, calls.group(1) if calls else ""))
     out += ["## What does not\n", "| recipe | why |\n|---|---|"]
-    refused = "".join(f"| {name} | {reason} |\n" for name, reason in REFUSED)
-    own = "".join(f"| {name} | {seconds} |\n" for name, seconds in OWN.items())
-    return "\n".join(out) + "\n" + refused + "\n" + OWN_TESTS + own
+    text = "\n".join(out) + "\n" + _lines(REFUSED)
+    text += "\n## What else starts\n\n| module | |\n|---|---|\n" + _lines(BESIDE)
+    return text + "\n" + OWN_TESTS + _lines(OWN.items())
+
+
+def _lines(rows: Iterable[tuple[str, object]]) -> str:
+    return "".join(f"| {name} | {value} |\n" for name, value in rows)
 
 
 def with_entry(text: str, entry: str) -> str:

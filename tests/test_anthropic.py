@@ -26,10 +26,9 @@ def place(tmp_path_factory: pytest.TempPathFactory):
         yield found
 
 
-@pytest.fixture(scope="module")
-def client(place) -> anthropic.Anthropic:
-    """Of the hosted service's address, but for `models`."""
-    url = f"{place[0].url}/anthropic/api"
+@pytest.fixture(scope="module", params=("", "/anthropic/api"))
+def client(place, request) -> anthropic.Anthropic:
+    url = place[0].url + request.param
     return anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
 
 
@@ -170,11 +169,11 @@ def test_what_can_not_be_done_is_refused(place, change, sentence: str) -> None:
 def test_other_refusals_have_anthropics_shape(place, client) -> None:
     with pytest.raises(anthropic.NotFoundError, match="unknown base model 'nobody'"):
         ask(client, model="nobody")
-    reply = httpx.post(f"{place[0].url}/v1/messages", headers={"Host": "evil.example"}, json={})
+    url = str(client.base_url).rstrip("/")
+    reply = httpx.post(f"{url}/v1/messages", headers={"Host": "evil.example"}, json={})
     assert reply.status_code == 403
     assert json.loads(reply.text)["error"]["type"] == "permission_error"
     missing = httpx.post(f"{place[0].url}/anthropic/api/v1/complete", json={}).json()
     assert missing["error"]["type"] == "not_found_error"
     usual = anthropic.Anthropic(base_url=place[0].url, api_key="any", max_retries=0)
-    assert text_of(ask(usual)) == text_of(ask(client))
     assert [model.id for model in usual.models.list()] == ["tiny", "other", place[1]]

@@ -142,8 +142,8 @@ def test_each_endpoint_of_the_server_is_told_and_no_other() -> None:
 
 
 def test_each_inference_endpoint_of_the_server_is_told_and_no_other() -> None:
-    tables = [(prefix, anthropic_messages.ROUTES) for prefix in ANTHROPIC_PREFIXES]
-    tables += [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]
+    tables = [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]
+    tables += [(prefix, anthropic_messages.ROUTES) for prefix in ANTHROPIC_PREFIXES]
     served = {f"{row[0]} {prefix}{row[1]}" for prefix, routes in tables for row in routes}
     assert set(rows("Inference endpoints")) == served
 

@@ -23,7 +23,6 @@ from tinsmith.server.bodies import read_json
 from tinsmith.server.inference import Choice, Drawing, Generation, Target, Wrong
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Service
-from tinsmith.server.shapes import MESSAGES
 
 # What is known of a prompt is reused anyway: cache_control asks for what is always done.
 PROMPT = {
@@ -130,7 +129,7 @@ def _prompt(
         prefix = found.pop()["content"]
         if not found:
             raise Wrong("messages has the assistant's words alone: a user's must come before them")
-    settings = wire.maybe(body, "chat_template_kwargs", dict, {})
+    settings = inference.template_settings(body, target.chat, tools)
     return target.chat.prompt(found, tools, settings, prefix=prefix)
 
 
@@ -326,6 +325,6 @@ def _stop(index: int) -> str:
 
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", MESSAGES, messages),
-    ("POST", f"{MESSAGES}/count_tokens", count_tokens),
+    ("POST", "/messages", messages),
+    ("POST", "/messages/count_tokens", count_tokens),
 )
