@@ -19,10 +19,12 @@
 #include "packed.cuh"
 #include "product.cuh"
 
-typedef Tiling<128, 128, 32, 4, 2, 4> Wide;
+typedef Tiling<128, 128, 32, 2, 2, 4> Wide;
 typedef Tiling<16, 64, 64, 1, 4, 4> Few;
 
-enum { FEW_PAIRS = 8 }; /* of an expert, on average: up to here tiles are FEW */
+/* Of an expert, on average: up to here tiles are FEW. For 64 of k and 128 columns a scheduler
+ * issues 188 instructions for one of them, so 376 for two, and 402 for a wide one (kernels.csv). */
+enum { FEW_PAIRS = 16 };
 
 /* y (P,N) = x (P,K)·b_e [+ bias_e] [+ y]; the weight's rows are `stride` apart, those of b's
  * columns (along k), or of its k (across). */

@@ -11,14 +11,16 @@
  * There are three shapes of tile, and one order of sums (product.cuh): any number of rows has the
  * same bits, in training, prefill and decoding. These are also the bits of grouped.cu with the
  * widened weight. Cost beside a bf16 weight: many rows are multiplied by mma, not by cuBLASLt's
- * algorithm, which is faster on Hopper, and each tile of rows widens its weights again.
+ * algorithm, which is faster on Hopper, and each tile of rows widens its weights again. A wide tile
+ * has 256 rows, so widening is a third of what it does; a panel widened once in the card's memory
+ * would save that, and be written and read for it, 4 bytes a weight.
  *
  * Roofline: 2·T·N·K flops, against N·K/2 or N·K bytes of codes and 1/16 of that, or 1/8, of
  * scales: compute bound from about 100 or 200 rows on, memory bound below. */
 #include "packed.cuh"
 #include "product.cuh"
 
-typedef Tiling<256, 64, 32, 4, 2, 3> Wide;
+typedef Tiling<256, 64, 32, 4, 1, 3> Wide;
 typedef Tiling<64, 64, 64, 2, 4, 4> Middle;
 typedef Tiling<16, 32, 128, 1, 2, 6, 8> Few;
 
@@ -205,10 +207,10 @@ static void launch(CudaDevice *cuda, const Tiles<C> &tiles, int64_t blocks)
            stages > out ? stages : out, tiles);
 }
 
-/* The tiles that take the fewest instructions (kernels.csv). For 64 of k a warp has 490 in a wide
- * tile, 426 if half of its rows are there, 395 in a middle one and 167 in one of few. So 65 rows
- * are worth a wide tile, and 17 a middle one, unless the rest of the card would then have nothing
- * to do: a half of it may. */
+/* The tiles that take the fewest instructions (kernels.csv). For 64 of k a scheduler issues 750 for
+ * a wide tile, however many of its rows are there, 790 for a middle one and 333 for one of few. So
+ * 65 rows, which are two middle tiles, are worth a wide one, and 17 a middle one; not where more
+ * than half of the card would then have nothing to do. */
 template <int BITS, bool IS_ACROSS, class C>
 static void run(CudaDevice *cuda, const PackedCall &call, const Tiles<C> &tiles)
 {
