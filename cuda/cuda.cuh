@@ -378,16 +378,6 @@ __device__ static __forceinline__ int opaque(int x)
     return x;
 }
 
-template <class T> __device__ static __forceinline__ const T *opaque(const T *x)
-{
-#ifdef CUDA_EMULATED
-    return x;
-#else
-    asm volatile("" : "+l"(x));
-    return x;
-#endif
-}
-
 /* ---- warps and blocks: the same order of sums in every lane, so all get the same bits ---- */
 
 template <class T> __device__ static __forceinline__ T warp_sum(T x)
