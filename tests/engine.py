@@ -218,6 +218,7 @@ class CDevice(ctypes.Structure):
         ("download", COPY),
         ("copy", COPY),
         ("zero", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),
+        ("blank", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),
         ("frozen_bytes", ctypes.CFUNCTYPE(SIZE, VOID, INT, INT, INT)),
         ("frozen_continues", ctypes.CFUNCTYPE(INT, VOID, VOID, VOID, INT, INT)),
         ("frozen_load", ctypes.CFUNCTYPE(None, VOID, VOID, INT, VOID, INT, INT, INT)),

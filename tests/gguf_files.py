@@ -191,12 +191,16 @@ def quantise(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
 
 
 def make_kept(spec: models.Spec, place: Path, kind: str) -> Path:
-    """The folder of a GGUF file of a model like `spec`, wide enough for blocks of 256: half of its
-    matrices are in `kind`, the others in Q6_K and Q8_0, as llama.cpp mixes them."""
-    wide = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
-    folder = models.make(replace(spec, config={**spec.config, **wide}), place)
-    vocab, types = spec.config["vocab_size"], gguf.GGMLQuantizationType
-    kinds = {"ffn_down": types.Q6_K, "attn_v": types.Q8_0, "output": types.Q6_K}
+    """The folder of a GGUF file of a model like `spec`, wide enough for whole blocks. Half of its
+    matrices are in `kind`, the others, as llama.cpp mixes them, in Q6_K and Q8_0; beside blocks of
+    32 in Q8_0 alone."""
+    types = gguf.GGMLQuantizationType
+    size, more = (256, types.Q6_K) if kind.endswith("_k") else (64, types.Q8_0)
+    wide = {"hidden_size": size, "intermediate_size": size, "num_attention_heads": 4}
+    config = {**spec.config, **wide, "head_dim": size // 4}
+    folder = models.make(replace(spec, config=config), place)
+    vocab, kinds = spec.config["vocab_size"], {"ffn_down": more, "output": more}
+    kinds["attn_v"] = types.Q8_0
     tokens = words(vocab, vocab - models.PADDING)
     file = write(place / "model.gguf", folder, tokens, kind=types[kind.upper()], kinds=kinds)
     return families.find_model(str(file), {})

@@ -1,12 +1,15 @@
 """The tests that ask for the same bits (sampler and trainer, alone and together, recomputed, in
-several threads and batches), of models whose base weights are kept in 8, 4 and 6 bits.
+several threads and batches), in every type of base weights and on every device that has it.
 
-Each is the test of another file, where it is said what it asks. Here the models that it loads keep
-their weights in another type: int8 and int4 are made when they are loaded; a GGUF file's Q4_K, with
-Q6_K and Q8_0 beside it as llama.cpp mixes them, stays as it is.
+Each is the test of another file, where it is said what it asks; there it runs in f32 on the CPU.
+KINDS is the table of the others: a new type, or device, is a row, and gets them all. int8 and int4
+are made when a model is loaded; the blocks of a GGUF file, some with Q6_K or Q8_0 beside them as
+llama.cpp mixes them, stay as they are. That products are the same for few rows and many is asked of
+each type by test_packed.py, test_packed_cuda.py and test_few_rows.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import pytest
 import test_distill
@@ -18,9 +21,47 @@ import test_recompute
 import test_sample
 import test_snapshot
 import test_train
-from models import WEIGHTS, loaded
+from engine import device
+from models import DEVICE, WEIGHTS, loaded
+from tinsmith import _core
 
-KINDS = {"int8": {"int8"}, "int4": {"int4", "int8"}, "q4_k": {"q4_k", "q6_k", "int8"}}
+
+@dataclass(frozen=True)
+class Kind:
+    """What weights are kept in: the test models' setting (models.py), the device, and the types of
+    the matrices that then have blocks. `cases` that it gets; on an emulated GPU not those that take
+    it seconds."""
+
+    weights: str
+    device: str = "cpu"
+    blocks: frozenset[str] = frozenset()
+
+    @property
+    def cases(self) -> Iterable[str]:
+        return BRIEF if self.device == "cuda-emulated" else CASES
+
+
+def kinds(device: str, *names: str) -> dict[str, Kind]:
+    """Rows of a device; those of the CPU go by the type alone."""
+    found = {}
+    for name in names:
+        title = name if device == "cpu" else f"{name} on {device}"
+        found[title] = Kind(name, device, frozenset(BLOCKS.get(name, {name, "int8"})))
+    return found
+
+
+BLOCKS = {"bf16": (), "int8": {"int8"}, "q4_k": {"q4_k", "q6_k", "int8"}}
+BLOCKS |= {"q5_k": {"q5_k", "q6_k", "int8"}}
+FILES = ("q4_0", "q4_1", "mxfp4")
+KINDS = {
+    **kinds("cpu", "bf16", "int8", "int4", *FILES, "q4_k", "q5_k"),
+    **kinds("cpu-bf16", "bf16", "int8", "int4", *FILES, "q4_k"),
+    **kinds("cuda-emulated", "int8", "int4", *FILES),
+}
+BRIEF = (
+    "a scored prompt is the trainer's", "packed is one by one", "a prefix is that of a longer one",
+    "forward alone is forward", "a split batch", "weights that are followed", "a snapshot",
+)  # fmt: skip
 
 
 def shared() -> tuple[object, list]:
@@ -40,10 +81,10 @@ CASES: dict[str, Callable[[], None]] = {
         test_sample.test_scores_of_target_lists_are_the_trainers_bit_for_bit("llama", {})
     ),
     "requests together are alone": lambda: test_sample.test_a_request_gets_what_it_gets_alone(
-        "cpu", "llama"
+        DEVICE.get(), "llama"
     ),
     "requests in a small cache are alone": lambda: (
-        test_sample.test_a_cache_that_is_too_small_for_all_changes_nothing("cpu", 256)
+        test_sample.test_a_cache_that_is_too_small_for_all_changes_nothing(DEVICE.get(), 256)
     ),
     "packed is one by one": lambda: test_model.test_packed_equals_one_by_one_bit_for_bit("qwen3"),
     "a prefix is that of a longer one": lambda: (
@@ -79,17 +120,27 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kind]:
+    row = KINDS[request.param]
+    if row.device == "cuda-emulated":
+        device(row.device)  # which is built first, if it can be
+    elif reason := _core.devices()[row.device]:
+        pytest.skip(reason)
     monkeypatch.setattr(test_sample, "JOINS", {"llama": test_sample.JOINS["qwen2"]})  # one order
-    before = WEIGHTS.set(request.param)
-    yield request.param
-    WEIGHTS.reset(before)
+    before = WEIGHTS.set(row.weights), DEVICE.set(row.device)
+    yield row
+    WEIGHTS.reset(before[0])
+    DEVICE.reset(before[1])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_same_bits_in_every_type_of_weights(kind: str, case: str) -> None:
-    assert set(loaded("qwen3").packed.values()) == KINDS[kind]  # it is not the wide model
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [(name, case) for name, kind in KINDS.items() for case in kind.cases],
+    indirect=["kind"],
+)
+def test_the_same_bits_in_every_type_of_weights(kind: Kind, case: str) -> None:
+    assert set(loaded("qwen3").packed.values()) == kind.blocks  # it is not the wide model
     CASES[case]()
 
 

@@ -28,7 +28,10 @@ enum { SLACK = 256 }; /* readable bytes past each block: a product may load a wh
 
 enum { STEP_ROWS_MAX = 512 }; /* enough for products at full speed, and few enough for the caches */
 
-enum { BYTES_OF_JOB = 1 << 18 }; /* of a copy */
+enum {
+    BYTES_OF_JOB = 1 << 18, /* of a copy */
+    BLANK_LEAST = 1 << 20,  /* less is zeroed sooner than asked for again */
+};
 
 #define NS 0.04 /* of a byte (cpu.h) */
 
@@ -68,13 +71,15 @@ static Status cpu_map(Device *dev, void **memory, int file, size_t at, size_t by
     return STATUS_OK;
 }
 
-/* Large pages would bring in what lies around. */
+/* Large pages would bring in what lies around. What is given back is still the system's copy of the
+ * file. */
 static void cpu_rarely(Device *dev, void *memory, size_t bytes)
 {
     (void)dev;
 #if defined(MADV_NOHUGEPAGE)
     size_t page = (size_t)sysconf(_SC_PAGESIZE), before = (uintptr_t)memory % page;
     madvise((char *)memory - before, before + bytes, MADV_NOHUGEPAGE);
+    madvise((char *)memory - before, before + bytes, MADV_DONTNEED);
 #else
     (void)memory, (void)bytes;
 #endif
@@ -118,6 +123,20 @@ static void cpu_copy(Device *dev, void *to, const void *from, size_t bytes)
 static void cpu_zero(Device *dev, void *memory, size_t bytes)
 {
     bytes_run(dev, memory, NULL, bytes);
+}
+
+/* The whole pages go back to the system, which gives zeros when they are touched next. */
+static void cpu_blank(Device *dev, void *memory, size_t bytes)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), before = -(uintptr_t)memory % page, whole = 0;
+    char *first = (char *)memory + before;
+    if (bytes >= BLANK_LEAST && bytes > before) whole = (bytes - before) / page * page;
+    if (!whole || madvise(first, whole, MADV_DONTNEED)) {
+        cpu_zero(dev, memory, bytes);
+        return;
+    }
+    memset(memory, 0, before);
+    memset(first + whole, 0, bytes - before - whole);
 }
 
 static size_t cpu_frozen_bytes(Device *dev, DType kept, int rows, int cols)
@@ -288,6 +307,7 @@ Status cpu_open(Device **dev, int threads, int bf16)
         .download = cpu_copy,
         .copy = cpu_copy,
         .zero = cpu_zero,
+        .blank = cpu_blank,
         .frozen_bytes = cpu_frozen_bytes,
         .sync = cpu_sync,
         .fetch = cpu_copy,

@@ -128,8 +128,8 @@ struct Device {
      * only read, processes share it, what is not touched takes none, and release() gives it back.
      * The file has 256 bytes more. NULL where a device computes from memory of its own. */
     Status (*map)(Device *dev, void **memory, int file, size_t at, size_t bytes);
-    /* Says that only few of so many bytes there will be read, here and there. Where there is map.
-     */
+    /* Of such memory, says that only few of so many bytes will be read, here and there; what was
+     * read takes no memory from here on. Where there is map. */
     void (*rarely)(Device *dev, void *memory, size_t bytes);
     /* Bytes that alloc can still give, and bytes in all. */
     void (*memory)(Device *dev, size_t *free_bytes, size_t *all_bytes);
@@ -138,6 +138,9 @@ struct Device {
     void (*download)(Device *dev, void *to, const void *from, size_t bytes);
     void (*copy)(Device *dev, void *to, const void *from, size_t bytes);
     void (*zero)(Device *dev, void *memory, size_t bytes);
+    /* The same, of memory from alloc() that may stay zero for long: until it is written, it takes
+     * none. NULL where zero() is all there is. */
+    void (*blank)(Device *dev, void *memory, size_t bytes);
     /* Bytes of a base weight that is kept in that type; 0: the device can't compute from it. */
     size_t (*frozen_bytes)(Device *dev, DType kept, int rows, int cols);
     /* Whether the weight `next` continues w (rows, cols): both are one weight then, with the rows

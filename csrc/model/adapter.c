@@ -5,8 +5,10 @@
  * uniform in ±1/√D, as PEFT's kaiming_uniform(a=√5) does, B (R,N) at zero. Weights, gradients and
  * both moments lie in one vector each, so a step is one call. A call's gradients gather in a vector
  * of their own and are added when the call has succeeded: a failed or interrupted call leaves no
- * trace. A snapshot shares the weights, copy-on-write: the next change of the weights goes to other
- * memory, which is allocated when the snapshot is made. So a snapshot itself copies nothing. */
+ * trace. Where there are none before them, the two vectors change places. A vector that is zero
+ * takes no memory on a CPU, so that one of the two does only if calls accumulate. A snapshot shares
+ * the weights, copy-on-write: the next change of the weights goes to other memory, which is
+ * allocated when the snapshot is made. So a snapshot itself copies nothing. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -165,9 +167,16 @@ Status adapter_trainable(const Adapter *adapter)
     return fail(STATUS_INVALID, "this adapter is a snapshot: it can be sampled from, not trained");
 }
 
+static void blank(const Adapter *adapter, void *memory, size_t bytes)
+{
+    Device *dev = adapter->model->dev;
+    (dev->blank ? dev->blank : dev->zero)(dev, memory, bytes);
+}
+
 Status adapter_put(Adapter *adapter, Vector which, const float *values)
 {
     Device *dev = adapter->model->dev;
+    if (which == GRADIENTS) adapter->clear = 0;
     Weights *before = NULL;
     if (which == WEIGHTS) TRY(weights_change(adapter, &before));
     dev->upload(dev, adapter->vector[which], values, vector_bytes(adapter));
@@ -293,7 +302,8 @@ Status adapter_open(Adapter **out, Model *model, const AdapterSpec *spec)
         return status;
     }
     adapter_visit(adapter, begin_matrix, &(Beginning){weights, spec->rank, spec->seed});
-    model->dev->zero(model->dev, adapter->memory.base, adapter->memory.used);
+    blank(adapter, adapter->memory.base, adapter->memory.used);
+    adapter->clear = 1;
     model->dev->upload(model->dev, adapter->vector[WEIGHTS], weights, vector_bytes(adapter));
     free(weights);
     Status status = model->dev->sync(model->dev);
@@ -333,9 +343,30 @@ void adapter_close(Adapter *adapter)
 Status adapter_clear(Adapter *adapter)
 {
     Device *dev = adapter->model->dev;
-    dev->zero(dev, adapter->vector[GRADIENTS], vector_bytes(adapter));
+    blank(adapter, adapter->vector[GRADIENTS], vector_bytes(adapter));
+    adapter->clear = 1;
     adapter->loss = adapter->tokens = adapter->sequences = 0.0;
     return dev->sync(dev);
+}
+
+void adapter_drop(Adapter *adapter)
+{
+    blank(adapter, adapter->vector[FRESH], vector_bytes(adapter));
+}
+
+void adapter_gather(Adapter *adapter)
+{
+    Device *dev = adapter->model->dev;
+    float **gradients = &adapter->vector[GRADIENTS], **fresh = &adapter->vector[FRESH];
+    if (adapter->clear) {
+        float *zeros = *gradients;
+        *gradients = *fresh;
+        *fresh = zeros;
+        adapter->clear = 0;
+        return;
+    }
+    dev->accumulate(dev, *gradients, *fresh, adapter->size);
+    adapter_drop(adapter);
 }
 
 /* The root of the device's total, which ops were told to add to. */

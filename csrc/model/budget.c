@@ -3,10 +3,18 @@
  *
  * Of the memory that the weights leave, a training step may take a half and a sampler's cache a
  * quarter; adapters, their snapshots and sampling steps share the rest. The cache, whose size
- * changes no result, also leaves room for everything that is already there. */
+ * changes no result, also leaves room for everything that is already there. A datum that does not
+ * fit in the step's half, with the least kept, may take all that is left. */
 #include "core.h"
 
-enum { STEP_SHARE = 2, CACHE_SHARE = 4, STATES_LEAST = 4, STATES_MOST = 2 * STEP_SEQUENCES };
+enum {
+    STEP_SHARE = 2,
+    CACHE_SHARE = 4,
+    OTHERS_SHARE =
+        10, /* of all memory, that a long datum leaves to the system and other processes */
+    STATES_LEAST = 4,
+    STATES_MOST = 2 * STEP_SEQUENCES
+};
 
 static size_t minimum(size_t a, size_t b)
 {
@@ -21,7 +29,7 @@ static size_t maximum(size_t a, size_t b)
 /* The memory that the weights leave of so many bytes. */
 static size_t room(const Model *model, size_t all_bytes)
 {
-    return all_bytes - minimum(all_bytes, model_bytes(model));
+    return all_bytes - minimum(all_bytes, model_held(model));
 }
 
 size_t budget_step(const Model *model, size_t all_bytes)
@@ -29,6 +37,21 @@ size_t budget_step(const Model *model, size_t all_bytes)
     size_t free_bytes;
     if (!all_bytes) model->dev->memory(model->dev, &free_bytes, &all_bytes);
     return room(model, all_bytes) / STEP_SHARE;
+}
+
+size_t budget_datum(const Model *model, size_t adapter_bytes)
+{
+    size_t free_bytes, all_bytes, share = budget_step(model, 0);
+    model->dev->memory(model->dev, &free_bytes, &all_bytes);
+    size_t left = room(model, all_bytes - all_bytes / OTHERS_SHARE);
+    return maximum(share, left - minimum(left, adapter_bytes));
+}
+
+size_t budget_rows(const Model *model)
+{
+    size_t free_bytes, all_bytes;
+    model->dev->memory(model->dev, &free_bytes, &all_bytes);
+    return (all_bytes - minimum(all_bytes, model_bytes(model))) / STEP_SHARE;
 }
 
 int budget_keep(const Model *model, size_t most, KeepBytes *bytes, void *context)
@@ -105,7 +128,7 @@ int64_t budget_cache_tokens(const Model *model, size_t all_bytes, size_t free_by
         least = 0;
         model->dev->memory(model->dev, &free_bytes, &all_bytes);
         if (!model->weights.base) /* only a plan: the weights will be there later */
-            free_bytes -= minimum(free_bytes, model_bytes(model));
+            free_bytes -= minimum(free_bytes, model_held(model));
     }
     size_t bytes = minimum(room(model, all_bytes) / CACHE_SHARE, maximum(free_bytes / 2, least));
     int64_t pages = 1, above = CACHE_TOKENS_MAX / KV_PAGE + 1;

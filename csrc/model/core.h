@@ -158,7 +158,9 @@ typedef struct Model {
     Shape shape;
     DType *types; /* of the matrices: [slot · layers + layer] */
     Arena weights;
-    size_t bytes; /* that the weights take, also before they are there */
+    size_t bytes;     /* of all weights, also before they are there */
+    int mapped;       /* they are a file's, or will be: only what is read takes memory */
+    size_t looked_up; /* bytes of a mapped embedding that is no head; 0: there is none */
     float *inv_freq, *host_freq;
     frozen *embed, *head; /* the same where they are tied */
     float *final_norm, *delta_q_unit, *delta_k_unit;
@@ -195,8 +197,10 @@ Status model_memory(const Model *model, const void **memory, size_t *bytes);
 DType matrix_type(const Model *model, Slot slot, int layer);
 /* Bytes from one matrix of a slot to the next of the same layer's. */
 size_t matrix_step(const Model *model, Slot slot, int layer);
-/* Bytes that the weights of such a model take. */
+/* Bytes of all weights. */
 size_t model_bytes(const Model *model);
+/* Those of them that take memory: where they are mapped, all but an embedding that is no head. */
+size_t model_held(const Model *model);
 
 /* ---- adapter.c ---- */
 
@@ -233,6 +237,7 @@ typedef struct Adapter {
     double loss;              /* sum of the losses behind the gradients */
     double tokens, sequences; /* behind the gradients: those with a gradient that is not zero */
     double *total;            /* device: a sum */
+    int clear;                /* there are no gradients: their vector is zero */
 } Adapter;
 
 typedef struct AdapterSpec {
@@ -277,6 +282,9 @@ typedef struct StepReport {
 Status adapter_optim_step(Adapter *adapter, const AdamW *adamw, Normalization by,
                           StepReport *report);
 Status adapter_clear(Adapter *adapter);
+/* A call has succeeded, or has not: its FRESH gradients are added to the others, or dropped. */
+void adapter_gather(Adapter *adapter);
+void adapter_drop(Adapter *adapter);
 Status adapter_norm(Adapter *adapter, Vector which, double *norm);
 /* weights += (1 − decay)·(those of `leader` − weights): an exponential moving average of an adapter
  * of the same layout. */
@@ -438,6 +446,10 @@ enum {
 /* Bytes that a training step may take, its ops' scratch included, in so many bytes of memory; 0: in
  * the device's. */
 size_t budget_step(const Model *model, size_t all_bytes);
+/* The same for a datum that needs more, where an adapter takes so many bytes. */
+size_t budget_datum(const Model *model, size_t adapter_bytes);
+/* The bytes that decide about a step's rows: the same whether or not the weights are mapped. */
+size_t budget_rows(const Model *model);
 /* The bytes of one arena as a function of `keep`. */
 typedef size_t KeepBytes(void *context, int keep);
 /* The largest `keep` that fits in so many bytes, or 0. */

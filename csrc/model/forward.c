@@ -30,6 +30,22 @@ void layer_forward(const Pass *p, real *next)
     part_forward(p, kind[FEED], next, a->mlp_rstd, a->mid, w->mlp_norm);
 }
 
+enum { LOOKED_UP = 256 }; /* rows */
+
+/* Rows of an embedding that is mapped lie among others in its pages, which are given back: or else
+ * they would be all of it in the end. */
+static void look_up(const Model *m, real *x, const int32_t *tokens, int T)
+{
+    Device *d = m->dev;
+    int D = m->shape.width, V = m->shape.vocab;
+    for (int row = 0, rows = T; row < T; row += rows) {
+        if (m->looked_up && rows > LOOKED_UP) rows = LOOKED_UP;
+        if (rows > T - row) rows = T - row;
+        d->embed(d, real_at(d, x, (size_t)row * (size_t)D), tokens + row, m->embed, rows, V, D);
+        if (m->looked_up) d->rarely(d, m->embed, m->looked_up);
+    }
+}
+
 void forward(const Model *m, const Batch *batch, const Acts *acts, const Cache *cache)
 {
     Device *d = m->dev;
@@ -38,7 +54,7 @@ void forward(const Model *m, const Batch *batch, const Acts *acts, const Cache *
     Pass p = {.model = m, .batch = batch, .acts = acts, .cache = cache};
     d->rope_table(d, acts->cosine, acts->sine, batch->pos, m->inv_freq, T, s->rotary,
                   s->rope_scale);
-    d->embed(d, acts->layer[0].x, batch->tokens, m->embed, T, s->vocab, s->width);
+    look_up(m, acts->layer[0].x, batch->tokens, T);
     for (p.l = 0; p.l < L && !batch_stopped(batch); p.l++)
         layer_forward(&p, p.l + 1 < L ? acts->layer[p.l + 1].x : acts->out);
     d->rmsnorm(d, acts->hidden, acts->final_rstd, acts->out, m->final_norm, T, s->width,

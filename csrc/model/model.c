@@ -254,6 +254,7 @@ static Status model_reserve(Model *model)
 {
     if (model->weights.base) return STATUS_OK;
     TRY(arena_reserve(&model->weights, model->bytes, "the base model"));
+    model->mapped = 0;
     model_place(model);
     model->dev->upload(model->dev, model->inv_freq, model->host_freq,
                        (size_t)model->shape.rotary / 2 * sizeof(float));
@@ -384,8 +385,9 @@ Status model_map(Model *model, int file, size_t at)
     if (model->weights.base) return fail(STATUS_INVALID, "the model has weights already");
     TRY(arena_map(&model->weights, file, at, model->bytes));
     model_place(model);
-    if (!model->shape.tied)
-        model->dev->rarely(model->dev, model->embed, matrix_step(model, SLOT_embed, 0));
+    model->mapped = 1;
+    if (!model->shape.tied) model->looked_up = matrix_step(model, SLOT_embed, 0);
+    if (model->looked_up) model->dev->rarely(model->dev, model->embed, model->looked_up);
     memset(model->loaded, 1,
            (size_t)SLOT_COUNT * (size_t)model->shape.layers * (size_t)model->most);
     model->sealed = 1;
@@ -404,4 +406,10 @@ Status model_memory(const Model *model, const void **memory, size_t *bytes)
 size_t model_bytes(const Model *model)
 {
     return model->bytes;
+}
+
+size_t model_held(const Model *model)
+{
+    int looked_up = model->mapped && !model->shape.tied;
+    return model->bytes - (looked_up ? matrix_step(model, SLOT_embed, 0) : 0);
 }

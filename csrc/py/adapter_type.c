@@ -279,16 +279,6 @@ static PyObject *adapter_clear_method(PyObject *object, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyObject *adapter_trim_method(PyObject *object, PyObject *unused)
-{
-    (void)unused;
-    PyAdapter *self = (PyAdapter *)object;
-    Status status;
-    ON_TURN(self->model, trainer_trim(self->trainer));
-    if (status) return raise_status(status);
-    Py_RETURN_NONE;
-}
-
 static PyObject *adapter_interrupt_method(PyObject *object, PyObject *unused)
 {
     (void)unused;
@@ -449,7 +439,6 @@ GETTER(rank, PyLong_FromLong(self->adapter->rank))
 GETTER(alpha, PyFloat_FromDouble((double)self->adapter->alpha))
 GETTER(size, PyLong_FromLongLong(self->adapter->size))
 GETTER(step, PyLong_FromLong(self->adapter->step))
-GETTER(step_bytes, PyLong_FromSize_t(self->trainer->limits.step_bytes))
 
 static PyObject *adapter_bytes(PyObject *object, void *unused)
 {
@@ -459,18 +448,6 @@ static PyObject *adapter_bytes(PyObject *object, void *unused)
     size_t bytes = adapter_memory(self->adapter) + self->trainer->arena.size;
     turn_give(self->model);
     return PyLong_FromSize_t(bytes);
-}
-
-static int adapter_set_step_bytes(PyObject *object, PyObject *value, void *unused)
-{
-    (void)unused;
-    PyAdapter *self = (PyAdapter *)object;
-    size_t bytes = value ? PyLong_AsSize_t(value) : 0;
-    if (bytes == (size_t)-1 && PyErr_Occurred()) return -1;
-    turn_take(self->model);
-    self->trainer->limits.step_bytes = bytes ? bytes : budget_step(self->adapter->model, 0);
-    turn_give(self->model);
-    return 0;
 }
 
 static int adapter_set_step(PyObject *object, PyObject *value, void *unused)
@@ -544,7 +521,11 @@ static PyMethodDef methods[] = {
      "AdamW step; clears the gradients."},
     {"clear_gradients", adapter_clear_method, METH_NOARGS,
      "clear_gradients()\n\nDrops the gradients so far."},
-    {"trim", adapter_trim_method, METH_NOARGS,
+    {"limit", adapter_limit, METH_VARARGS,
+     "limit(step_bytes, datum_bytes)\n\nWhat a step may take, and one whose datum needs more."},
+    {"step_least", adapter_step_least, METH_O,
+     "step_least(tokens) -> int\n\nBytes that a step of one such datum takes at least."},
+    {"trim", adapter_trim, METH_NOARGS,
      "trim()\n\nGives a training step's memory back until the next step; no result changes."},
     {"interrupt", adapter_interrupt_method, METH_NOARGS,
      "interrupt()\n\nFrom another thread: the forward_backward under way stops with "
@@ -567,6 +548,7 @@ static PyGetSetDef getset[] = {
     {"size", adapter_size, NULL, "Trained parameters.", NULL},
     {"bytes", adapter_bytes, NULL, "Bytes that it holds: its vectors, and a step's.", NULL},
     {"step_bytes", adapter_step_bytes, adapter_set_step_bytes, "Bytes that a step may take.", NULL},
+    {"datum_bytes", adapter_datum_bytes, NULL, "Those of one whose datum needs more.", NULL},
     {"step", adapter_step, adapter_set_step, "Optimizer steps taken.", NULL},
     {"pending", adapter_pending, adapter_set_pending,
      "(loss, tokens, sequences) of the calls behind the gradients.", NULL},

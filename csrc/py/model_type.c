@@ -144,15 +144,16 @@ static PyObject *model_make(PyTypeObject *type, const Shape *shape, const Borrow
 
 static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"config", "inv_freq", "weights", "packed", "device", "threads", NULL};
+    static char *names[] = {"config", "inv_freq", "weights", "packed",
+                            "device", "threads",  "mapped",  NULL};
     PyObject *config, *inv_freq, *packed = NULL, *self = NULL;
     const char *weights = "bf16", *device = "cpu";
-    int threads = 0;
+    int threads = 0, mapped = 0;
     Shape shape = {0};
     Borrowed freq;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|$sO!sO&:Model", names, &PyDict_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|$sO!sO&p:Model", names, &PyDict_Type,
                                      &config, &inv_freq, &weights, &PyDict_Type, &packed, &device,
-                                     whole_from, &threads))
+                                     whole_from, &threads, &mapped))
         return NULL;
     LayerKinds *kinds = NULL;
     DType *types = NULL;
@@ -162,6 +163,7 @@ static PyObject *model_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         self = model_make(type, &shape, &freq, types, device, threads);
         Py_DECREF(freq.owner);
     }
+    if (self) ((PyModel *)self)->model->mapped = mapped;
     free(types);
     free(kinds);
     return self;
@@ -232,31 +234,32 @@ static PyObject *model_memory_method(PyObject *object, PyObject *unused)
 
 static PyObject *model_plan_method(PyObject *object, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rank", "tokens", "step_bytes", NULL};
+    static char *names[] = {"rank", "tokens", "step_bytes", "datum_bytes", NULL};
     int rank, tokens = 0;
-    Py_ssize_t step_bytes = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|O&n:plan", names, whole_from, &rank,
-                                     whole_from, &tokens, &step_bytes))
+    Py_ssize_t step_bytes = 0, datum_bytes = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&|O&nn:plan", names, whole_from, &rank,
+                                     whole_from, &tokens, &step_bytes, &datum_bytes))
         return NULL;
-    if (tokens < 0 || step_bytes < 0)
+    if (tokens < 0 || step_bytes < 0 || datum_bytes < 0)
         return PyErr_Format(PyExc_ValueError,
-                            "tokens and step_bytes must be 0 (the default) or more");
+                            "tokens, step_bytes and datum_bytes must be 0 (the default) or more");
     Plan plan;
     PyModel *self = (PyModel *)object;
     AdapterSpec layout = {.rank = rank, .groups = ATTN | MLP | UNEMBED, .alpha = 1.0f};
-    TrainerLimits limits = {.step_bytes = (size_t)step_bytes};
+    TrainerLimits limits = {.step_bytes = (size_t)step_bytes, .datum_bytes = (size_t)datum_bytes};
     turn_take(self);
     Status status = plan_make(&plan, self->model, &layout, &limits, tokens);
     turn_give(self);
     if (status) return raise_status(status);
 #define SIZE(name) #name, (Py_ssize_t)plan.name
     return Py_BuildValue(
-        "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}",
-        SIZE(weights), SIZE(looked_up), SIZE(adapter), SIZE(step), SIZE(own), SIZE(cache),
-        SIZE(cache_tokens), SIZE(kv_token), SIZE(kv_window), SIZE(states), SIZE(kv_sequence),
-        SIZE(free), SIZE(all), SIZE(scratch), SIZE(step_most), SIZE(step_tokens), SIZE(longest),
-        "kept", (Py_ssize_t)(plan.keep ? keep_layers(self->model, CHEAP, plan.keep) : 0),
-        "attention_kept", (Py_ssize_t)(plan.keep ? keep_layers(self->model, DEAR, plan.keep) : 0));
+        "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}",
+        SIZE(weights), SIZE(held), SIZE(datum_most), SIZE(adapter), SIZE(step), SIZE(own),
+        SIZE(cache), SIZE(cache_tokens), SIZE(kv_token), SIZE(kv_window), SIZE(states),
+        SIZE(kv_sequence), SIZE(free), SIZE(all), SIZE(scratch), SIZE(step_most), SIZE(step_tokens),
+        SIZE(longest), "kept",
+        (Py_ssize_t)(plan.keep ? keep_layers(self->model, CHEAP, plan.keep) : 0), "attention_kept",
+        (Py_ssize_t)(plan.keep ? keep_layers(self->model, DEAR, plan.keep) : 0));
 #undef SIZE
 }
 
@@ -383,6 +386,12 @@ static PyObject *model_weight_bytes(PyObject *object, void *unused)
     return PyLong_FromSize_t(model_bytes(((PyModel *)object)->model));
 }
 
+static PyObject *model_held_bytes(PyObject *object, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(model_held(((PyModel *)object)->model));
+}
+
 static PyMethodDef methods[] = {
     {"load", model_load_method, METH_VARARGS,
      "load(slot, layer, array, index=0, packed=None)\n\nCopies one tensor in: (rows, cols), or "
@@ -414,7 +423,8 @@ static PyGetSetDef getset[] = {
     {"config", model_config, NULL, "The shape, as it was given.", NULL},
     {"device", model_device, NULL, "The device's name.", NULL},
     {"note", model_note, NULL, "A sentence on what is slower than it could be, or ''.", NULL},
-    {"weight_bytes", model_weight_bytes, NULL, "Bytes that the weights take.", NULL},
+    {"weight_bytes", model_weight_bytes, NULL, "Bytes of all weights.", NULL},
+    {"held_bytes", model_held_bytes, NULL, "Those of them that take memory.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -423,9 +433,9 @@ static PyType_Slot slots[] = {
     {Py_tp_dealloc, model_dealloc},
     {Py_tp_methods, methods},
     {Py_tp_getset, getset},
-    {Py_tp_doc,
-     "Model(config, inv_freq, *, weights='bf16', packed={}, device='cpu', threads=0)\n\nA frozen "
-     "base model."},
+    {Py_tp_doc, "Model(config, inv_freq, *, weights='bf16', packed={}, device='cpu', threads=0, "
+                "mapped=False)\n\nA frozen "
+                "base model."},
     {0, NULL},
 };
 

@@ -43,6 +43,14 @@ typedef struct PySampler {
 } PySampler;
 
 extern struct PyModuleDef core_module;
+/* limits.c: methods and attributes of an adapter. */
+PyObject *adapter_limit(PyObject *adapter, PyObject *args);
+PyObject *adapter_step_least(PyObject *adapter, PyObject *tokens);
+PyObject *adapter_trim(PyObject *adapter, PyObject *unused);
+PyObject *adapter_step_bytes(PyObject *adapter, void *unused);
+PyObject *adapter_datum_bytes(PyObject *adapter, void *unused);
+int adapter_set_step_bytes(PyObject *adapter, PyObject *value, void *unused);
+
 extern PyType_Spec model_spec, adapter_spec, sampler_spec;
 
 /* A converter of PyArg_Parse's "O&" for a whole number that the engine checks: what an int can't

@@ -10,7 +10,7 @@ static Status longest(Trainer *trainer, int *fits)
     while (above - *fits > 1) {
         int middle = *fits + (above - *fits) / 2;
         TRY(targets_needs(trainer, middle, &needs));
-        *(needs.least <= trainer->limits.step_bytes ? fits : &above) = middle;
+        *(needs.least <= trainer->limits.datum_bytes ? fits : &above) = middle;
     }
     return STATUS_OK;
 }
@@ -23,7 +23,7 @@ static Status plan_of(Plan *plan, Trainer *trainer, int tokens)
     if (!tokens) tokens = trainer->limits.step_tokens;
     TRY(targets_needs(trainer, tokens, &step));
     *plan = (Plan){.weights = model_bytes(model),
-                   .looked_up = model->shape.tied ? 0 : matrix_step(model, SLOT_embed, 0),
+                   .held = model_held(model),
                    .adapter = adapter_vector_bytes(trainer->adapter),
                    .step = step.bytes,
                    .own = model->dev->own_bytes + step.scratch,
@@ -35,10 +35,19 @@ static Status plan_of(Plan *plan, Trainer *trainer, int tokens)
                    .kv_sequence = kv_sequence_bytes(model),
                    .scratch = step.scratch,
                    .step_most = trainer->limits.step_bytes,
+                   .datum_most = trainer->limits.datum_bytes,
                    .step_tokens = tokens,
-                   .keep = step.keep};
+                   .keep = step.keep ? step.keep : step.least <= trainer->limits.datum_bytes};
     model->dev->memory(model->dev, &plan->free, &plan->all);
     return longest(trainer, &plan->longest);
+}
+
+Status plan_least(size_t *bytes, Trainer *trainer, int tokens)
+{
+    StepNeeds needs;
+    TRY(targets_needs(trainer, tokens, &needs));
+    *bytes = needs.least;
+    return STATUS_OK;
 }
 
 Status plan_make(Plan *plan, Model *model, const AdapterSpec *layout, const TrainerLimits *limits,

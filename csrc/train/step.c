@@ -229,18 +229,18 @@ static Status step_reserve(TrainStep *step)
  * now. Fails where it does not fit at all. */
 static Status micro_keep(int *keep, TrainStep *step, size_t free_bytes)
 {
-    size_t limit = step->trainer->limits.step_bytes;
+    size_t limit = step->trainer->limits.step_bytes, most = step->trainer->limits.datum_bytes;
     StepNeeds needs;
     step_measure(step, limit < free_bytes ? limit : free_bytes, &needs);
     *keep = needs.keep ? needs.keep : 1;
-    if (needs.keep || needs.least <= limit)
+    if (needs.keep || needs.least <= most)
         return STATUS_OK; /* the arena reports a lack of free memory */
     return fail(STATUS_MEMORY,
                 "a training step of %d tokens needs at least %.2f MiB on device %s, with nothing "
                 "kept that can be computed again, and may take %.2f MiB: give it shorter datums, "
                 "or more memory",
                 step->micro->T, (double)needs.least * MIB, step_device(step)->name,
-                (double)limit * MIB);
+                (double)most * MIB);
 }
 
 /* Plans the kept activations of micro-batches [first, end), which backward will see, in this call
@@ -351,17 +351,16 @@ static Status sum_check(const TrainStep *step, double norm)
 static Status gradients_take(const TrainStep *step, Status status, double loss)
 {
     Adapter *adapter = step->trainer->adapter;
-    Device *dev = adapter->model->dev;
     double norm = 0.0;
     if (!status) status = adapter_norm(adapter, FRESH, &norm);
     if (!status) status = sum_check(step, norm);
     if (!status) {
-        dev->accumulate(dev, adapter->vector[GRADIENTS], adapter->vector[FRESH], adapter->size);
+        adapter_gather(adapter);
         adapter->loss += loss;
         adapter->tokens += step->tokens;
         adapter->sequences += step->sequences;
     }
-    dev->zero(dev, adapter->vector[FRESH], (size_t)adapter->size * sizeof(float));
+    if (status) adapter_drop(adapter);
     return status;
 }
 

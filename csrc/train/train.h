@@ -83,9 +83,10 @@ Status datums_check(const Datums *datums, const Model *model, const Loss *loss);
 typedef struct KeptForward KeptForward; /* trainer.c */
 
 typedef struct TrainerLimits {
-    int step_tokens;   /* rows of a micro-batch */
-    size_t step_bytes; /* the most that a step may take */
-    size_t keep_bytes; /* the most that a kept forward may hold; one micro-batch in any case */
+    int step_tokens;    /* rows of a micro-batch */
+    size_t step_bytes;  /* the most that a step may take, 0: the default's; */
+    size_t datum_bytes; /* one whose datum needs more, even with the least kept; 0: the same */
+    size_t keep_bytes;  /* the most that a kept forward may hold; one micro-batch in any case */
 } TrainerLimits;
 
 /* Others' work between two micro-batches of a call: with the same device, even the same model, but
@@ -113,6 +114,8 @@ typedef struct Trainer {
  * default. */
 Status trainer_open(Trainer **trainer, Adapter *adapter, const TrainerLimits *limits);
 void trainer_close(Trainer *trainer);
+/* Sets what a step may take (TrainerLimits); 0: the default. */
+void trainer_limit(Trainer *trainer, size_t step_bytes, size_t datum_bytes);
 /* Gives the memory of its steps back until the next one, unless one is under way. A kept forward is
  * then computed again. */
 void trainer_trim(Trainer *trainer);
@@ -150,12 +153,12 @@ Status trainer_distill(Trainer *trainer, const Datums *datums, const Loss *loss,
 /* All memory in bytes, before anything is allocated. */
 typedef struct Plan {
     size_t weights, adapter, step, own, free, all;
-    size_t looked_up; /* of the weights, an embedding that is no head: few of its rows are read */
-    size_t cache, cache_tokens, kv_token; /* a sampler's cache: its tokens, one token's bytes */
-    size_t kv_window;                     /* what one sequence keeps of its window, at most */
-    size_t states, kv_sequence;           /* in it, of how many sequences the states, and one's */
-    size_t scratch, step_most; /* of `own` the ops' scratch of a step; the most that a step may
-                                  take, which includes it */
+    size_t held; /* of the weights, all but a mapped embedding that is looked up */
+    size_t cache, cache_tokens, kv_token;  /* a sampler's cache: its tokens, one token's bytes */
+    size_t kv_window;                      /* what one sequence keeps of its window, at most */
+    size_t states, kv_sequence;            /* in it, of how many sequences the states, and one's */
+    size_t scratch, step_most, datum_most; /* of `own` the ops' scratch of a step; what a step, and
+                                              one of a long datum, may take, which includes it */
     int step_tokens, keep;
     int longest; /* tokens of the longest datum that a step can train */
 } Plan;
@@ -163,5 +166,7 @@ typedef struct Plan {
 /* `tokens` of a training step; 0: the trainer's own. */
 Status plan_make(Plan *plan, Model *model, const AdapterSpec *layout, const TrainerLimits *limits,
                  int tokens);
+/* Bytes of a step of one datum of so many tokens, scratch included, with the least kept. */
+Status plan_least(size_t *bytes, Trainer *trainer, int tokens);
 
 #endif

@@ -26,7 +26,7 @@ struct KeptForward {
 static Status default_tokens(Trainer *trainer)
 {
     const Model *model = trainer->adapter->model;
-    size_t most = budget_step(model, 0);
+    size_t most = budget_rows(model);
     StepNeeds needs;
     for (int tokens = model->dev->step_rows;; tokens /= 2) {
         trainer->limits.step_tokens = tokens;
@@ -44,6 +44,15 @@ static Status routed_open(Trainer *trainer)
     return trainer->routed ? STATUS_OK : fail(STATUS_MEMORY, "no memory for an adapter");
 }
 
+void trainer_limit(Trainer *trainer, size_t step_bytes, size_t datum_bytes)
+{
+    const Adapter *adapter = trainer->adapter;
+    TrainerLimits *limits = &trainer->limits;
+    size_t most = budget_datum(adapter->model, adapter_vector_bytes(adapter));
+    limits->step_bytes = step_bytes ? step_bytes : budget_step(adapter->model, 0);
+    limits->datum_bytes = datum_bytes ? datum_bytes : step_bytes ? step_bytes : most;
+}
+
 Status trainer_open(Trainer **out, Adapter *adapter, const TrainerLimits *limits)
 {
     if (limits->step_tokens < 0)
@@ -54,7 +63,7 @@ Status trainer_open(Trainer **out, Adapter *adapter, const TrainerLimits *limits
     trainer->adapter = adapter;
     trainer->limits = *limits;
     trainer->arena.dev = adapter->model->dev;
-    if (!limits->step_bytes) trainer->limits.step_bytes = budget_step(adapter->model, 0);
+    trainer_limit(trainer, limits->step_bytes, limits->datum_bytes);
     Status status = limits->step_tokens ? STATUS_OK : default_tokens(trainer);
     if (!status) status = routed_open(trainer);
     if (status)

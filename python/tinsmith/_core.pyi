@@ -137,6 +137,7 @@ class Model:
         packed: dict[tuple[str, int], str] = {},
         device: str = "cpu",
         threads: int = 0,
+        mapped: bool = False,  # for a plan: whether map() will be called, not load()
     ) -> None: ...
     @property
     def slots(self) -> list[tuple[str, int, int, int, int]]:
@@ -173,16 +174,23 @@ class Model:
         """A sentence on what the device does slower than it could, or ""; ops find out."""
     @property
     def weight_bytes(self) -> int: ...
-    def plan(self, rank: int, tokens: int = 0, step_bytes: int = 0) -> dict[str, int]:
-        """Bytes of each use of memory, before anything is allocated. weights, and of them
-        looked_up: an embedding that is no head, of which few rows are read. adapter: of `rank` on
+    @property
+    def held_bytes(self) -> int:
+        """Those of the weights that take memory: all, but of mapped ones not an embedding that is
+        no head, of which few rows are read."""
+    def plan(
+        self, rank: int, tokens: int = 0, step_bytes: int = 0, datum_bytes: int = 0
+    ) -> dict[str, int]:
+        """Bytes of each use of memory, before anything is allocated. weights, and of them those
+        that are held (held_bytes). adapter: of `rank` on
         every layer. step: of a datum of `tokens` (0: step_tokens, the default's). own: the ops' own
         needs on the device. cache: a sampler's default, of cache_tokens tokens, kv_token bytes
         each, and the states of `states` sequences, kv_sequence bytes each. kv_token leaves out
         layers with a window: they keep at most kv_window bytes of a sequence that decodes. free and
         all: the bytes that the device can give, and those that it has. scratch: a step's part of
         `own`. step_most: the limit of a step and its scratch, which is step_bytes, or by default
-        half of what the weights leave. The step's layers keep what fits in that limit: `kept`
+        half of what the weights leave; datum_most: of one whose datum needs more, as
+        Adapter.limit says. The step's layers keep what fits in that limit: `kept`
         layers keep everything, attention_kept layers at least attention's results, and the others
         only the inputs of activation recomputation. Both counts are 0 if the step does not fit at
         all. longest: the tokens of the longest datum that fits, at most the context."""
@@ -238,6 +246,14 @@ class Adapter:
         (0: the default). It changes no result: activations that do not fit are computed again."""
     @step_bytes.setter
     def step_bytes(self, value: int) -> None: ...
+    @property
+    def datum_bytes(self) -> int:
+        """Bytes that a step may take whose datum does not fit in step_bytes with the least kept."""
+    def limit(self, step_bytes: int, datum_bytes: int) -> None:
+        """Sets both. 0: the default, which for datum_bytes is step_bytes, or, where that is 0 too,
+        all that weights and adapter leave of nine tenths of the device's memory."""
+    def step_least(self, tokens: int) -> int:
+        """Bytes that a step of one datum of so many tokens takes at least, the ops' scratch too."""
     @property
     def step(self) -> int:
         """Optimizer steps taken; may be set."""

@@ -140,6 +140,12 @@ def _info_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="that a training step may take, like 6G (half the rest)",
     )
+    parser.add_argument(
+        "--memory",
+        type=usage.memory,
+        metavar="SIZE",
+        help="of a server: whether a run fits in it, like 8G (default: the device's)",
+    )
 
 
 def _pull_options(parser: argparse.ArgumentParser) -> None:

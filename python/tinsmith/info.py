@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Mapping
 
-from tinsmith import doctor, pull
+from tinsmith import _core, doctor, pull
 
 
 def show(options: argparse.Namespace) -> None:
@@ -16,8 +16,10 @@ def show(options: argparse.Namespace) -> None:
 
     folder = pull.find(options.model, fetch=options.pull)
     device = choose_device(options.device)
-    core, counts = measure_model(folder, device=device, weights=options.weights)
-    sizes, config = core.plan(options.rank, options.tokens, options.step_memory), core.config
+    core, counts = measure_model(
+        folder, device=device, weights=options.weights, weights_copy=options.weights_copy
+    )
+    sizes, config = _plan(core, options), core.config
     print(
         f"{source_of(folder)}: {config['layers']} layers, width {config['width']}, {_types(counts)}"
     )
@@ -31,7 +33,7 @@ def show(options: argparse.Namespace) -> None:
         print(f"left aside, because text does not need them: {tensors}")
     layers = _kept(sizes, config["layers"])
     labels = {
-        "weights": _base(sizes, device, options),
+        "held": _base(sizes),
         "adapter": f"one adapter of rank {options.rank}, with gradients and optimizer",
         "step": f"a training step of {sizes['step_tokens']} tokens, which {layers}",
         "own": "what the device's ops need for themselves",
@@ -39,37 +41,68 @@ def show(options: argparse.Namespace) -> None:
     }
     for key, label in labels.items():
         print(f"{readable(sizes[key]):>12}  {label}")
-    total, free = sum(sizes[key] for key in labels), sizes["free"]
-    if device == "cpu":
-        free = doctor.free_memory(free)
-    print(
-        f"{readable(total):>12}  in all; of the {readable(sizes['all'])} of device "
-        f"{device} {readable(free)} are free now"
-        f"{'' if total <= free else ', which is too little'}"
-    )
+    print(_sum(sizes, device, options))
     for line in doctor.card_lines(kind_of(device)):
         print(line)
-    bound = ", the model's context" if sizes["longest"] == int(config["context"]) else ""
-    longest = f"the longest datum that can be trained has {sizes['longest']} tokens{bound}"
     print(
         "Sampling fills the KV cache and keeps it for prompts that begin alike (prefix cache): "
         "by default a quarter of what the weights leave; of serve's --memory, if that is given."
     )
+    most = readable(sizes["step_most"])
+    if sizes["datum_most"] > sizes["step_most"]:
+        most += f", and that of one long datum {readable(sizes['datum_most'])}"
+    bound = ", the model's context" if sizes["longest"] == int(config["context"]) else ""
+    longest = f"the longest datum that can be trained has {sizes['longest']} tokens{bound}"
     print(
-        f"A training step may take {readable(sizes['step_most'])}; "
+        f"A training step may take {most}; "
         f"{longest if sizes['longest'] else 'no datum can be trained in that'}."
     )
 
 
-def _base(sizes: dict[str, int], device: str, options: argparse.Namespace) -> str:
-    """What of the weights is in memory, which it leaves in `sizes`."""
-    from tinsmith.files import copies
+def _plan(core: _core.Model, options: argparse.Namespace) -> dict[str, int]:
+    """The engine's plan, of a server's memory where that is given."""
+    from tinsmith.engine.bases import step_share
+
+    memory, rank, step, datum = options.memory, options.rank, options.step_memory, 0
+    if memory and not step:
+        adapter = core.plan(rank)["adapter"]
+        step = step_share(core, memory, adapter)
+        datum = max(step, memory - core.held_bytes - adapter)
+    sizes = core.plan(rank, options.tokens, step, datum)
+    if memory:
+        tokens = core.cache_tokens(memory, max(0, memory - core.held_bytes))
+        sizes |= {"cache_tokens": tokens, "cache": core.cache_bytes(tokens)}
+    return sizes
+
+
+def _sum(sizes: Mapping[str, int], device: str, options: argparse.Namespace) -> str:
+    """The line on the sum, and on what there is."""
     from tinsmith.files.words import readable
 
-    rows = sizes["looked_up"] if options.weights_copy else 0
-    if not rows or not copies.worth(options.weights, device, sizes["weights"]):
+    total = sum(sizes[key] for key in ("held", "adapter", "step", "own"))
+    if options.memory:
+        little = "" if total <= options.memory else ", which is too little"
+        return (
+            f"{readable(total):>12}  without the cache, which makes room for training; of the "
+            f"{readable(options.memory)} that a server may use{little}"
+        )
+    total, free = total + sizes["cache"], sizes["free"]
+    if device == "cpu":
+        free = doctor.free_memory(free)
+    little = "" if total <= free else ", which is too little"
+    return (
+        f"{readable(total):>12}  in all; of the {readable(sizes['all'])} of device "
+        f"{device} {readable(free)} are free now{little}"
+    )
+
+
+def _base(sizes: Mapping[str, int]) -> str:
+    """What of the weights is in memory."""
+    from tinsmith.files.words import readable
+
+    rows = sizes["weights"] - sizes["held"]
+    if not rows:
         return "base weights"
-    sizes["weights"] -= rows
     return f"base weights; of the embedding, {readable(rows)} in their copy, only rows in use"
 
 

@@ -6,11 +6,12 @@ turns. If a model can't be loaded, only the requests that wait for it get the er
 try anew.
 
 Memory is counted as the engine allocates it: weights, KV caches, and adapters with a step's
-activations. The limit is given, or nine tenths of the memory of the machine, the container or the
-card. A model is evicted only when nothing on it would be lost: no adapter in training, no snapshot
-that is nowhere on disk, no sample under way. An evicted model is read again on its next use, to the
-same bits. A failed allocation also evicts, where the limit did not foresee it. All of this belongs
-to the worker's thread.
+activations. Of weights in a quantised copy, which is mapped, an embedding that is only looked up
+does not count. The limit is given, or nine tenths of the memory of the machine, the container or
+the card. A model is evicted only when nothing on it would be lost: no adapter in training, no
+snapshot that is nowhere on disk, no sample under way. An evicted model is read again on its next
+use, to the same bits. A failed allocation also evicts, where the limit did not foresee it. All of
+this belongs to the worker's thread.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from typing import TypeVar
 
 from tinsmith import _core
 from tinsmith.engine.devices import GPUS, card_bytes, kind_of
-from tinsmith.engine.loading import Loading
+from tinsmith.engine.loading import Loading, bytes_of
 from tinsmith.files.families import BaseModel, LoadedModel, inspect_model
 from tinsmith.files.words import readable
 from tinsmith.tensors import to_integer
@@ -33,13 +34,15 @@ SHARE = 0.9  # of all memory, where no limit is given
 @dataclass(frozen=True)
 class Hold:
     """Memory on a base model in addition to its weights. pins: whether its data would be lost with
-    the model. yields: whether it is dropped all the same as soon as memory is short."""
+    the model. yields: whether it is dropped all the same as soon as memory is short. spare: the
+    part of the bytes that can be made again, and is dropped with what else can."""
 
     base: Path
     bytes: int
     what: str
     pins: bool
     yields: bool = False
+    spare: int = 0
 
 
 def inspect_models(
@@ -155,8 +158,8 @@ class Bases:
     @property
     def weight_bytes(self) -> int:
         """Of the models that are loaded, or being read."""
-        models = (*self._loaded.values(), *(item.model for item in self._loading.values()))
-        return sum(model.weight_bytes for model in models)
+        held = sum(model.weight_bytes for model in self._loaded.values())
+        return held + sum(item.bytes for item in self._loading.values())
 
     def close(self, error: Exception) -> None:
         """Ends all reading. Those that wait are called, and get the error."""
@@ -191,19 +194,30 @@ class Bases:
         most that a step may keep, and the least. The least includes a margin for batches that are
         not one long datum."""
         core = loaded.core
-        rows = core.plan(rank)["step_tokens"]
-        most = core.plan(rank, rows, core.step_bytes(self.memory or 0))
+        planned = core.plan(rank)
+        rows = planned["step_tokens"]
+        most = core.plan(rank, rows, step_share(core, self.memory, planned["adapter"]))
         least = core.plan(rank, rows, 1)["step"] * 9 // 8
         beside = most["adapter"] + most["scratch"]
         return beside + max(most["step"], least), beside + least
 
-    def step_bytes(self, adapter: _core.Adapter, reserved: int) -> int:
-        """The bytes that a step of an adapter may take, given the bytes reserved for it: those, or
-        all that is free within a step's share. 0 where nothing bounds it."""
+    def step_limits(
+        self, path: Path, adapter: _core.Adapter, vectors: int, reserved: int, longest: int
+    ) -> tuple[int, int]:
+        """The bytes that a step of an adapter on a model may take, beside the adapter's vectors,
+        given the bytes reserved for it: those, or all that is free within a step's share. And those
+        of a step whose longest datum needs more: all that is free, for which room is made. 0 where
+        nothing bounds them."""
         if self.memory is None:
-            return 0
-        share = adapter.model.step_bytes(self.memory)
-        return max(reserved, min(share, reserved + self.memory - self._used()))
+            return 0, 0
+        least = adapter.step_least(longest)
+        most = self.memory - self._stays(path) + reserved  # if all went that may
+        while least <= most and self._used() - reserved + least > self.memory:
+            if not self._evict(path):
+                break
+        free = reserved + max(0, self.memory - self._used())
+        share = step_share(adapter.model, self.memory, vectors)
+        return max(reserved, min(share, free)), max(reserved, free if least <= most else most)
 
     def room(self, need: int) -> int:
         """The bytes that there is room for, at most `need`."""
@@ -242,7 +256,7 @@ class Bases:
             return Loading(model, threads=self._threads, wake=self._wake)
 
         try:
-            self._loading[path] = self.make(model.weight_bytes, what, begin)
+            self._loading[path] = self.make(bytes_of(model), what, begin)
         except MemoryError:
             if not self._loading:
                 raise
@@ -266,10 +280,9 @@ class Bases:
         """The bytes that no eviction frees."""
         holds = [hold for hold in self._holds() if hold.pins]
         pinned = {keep, *(hold.base for hold in holds)}
-        models = [model for path, model in self._loaded.items() if path in pinned]
-        models += [item.model for item in self._loading.values()]
-        stay = sum(hold.bytes for hold in holds if not hold.yields)
-        return sum(model.weight_bytes for model in models) + stay
+        stay = sum(item.bytes for item in self._loading.values())
+        stay += sum(model.weight_bytes for path, model in self._loaded.items() if path in pinned)
+        return stay + sum(hold.bytes - hold.spare for hold in holds if not hold.yields)
 
     def _evict(self, keep: Path | None) -> bool:
         """Drops the first of what yields, or else evicts the least recently used model that may go,
@@ -302,13 +315,18 @@ class Bases:
             for path, model in self._loaded.items()
         ]
         parts += [
-            f"the base model {self._names[path]} ({readable(item.model.weight_bytes)}), which is "
-            "being read"
+            f"the base model {self._names[path]} ({readable(item.bytes)}), which is being read"
             for path, item in self._loading.items()
         ]
         holds = sorted((h for h in self._holds() if h.bytes), key=lambda hold: -hold.bytes)
         parts += [f"{hold.what} ({readable(hold.bytes)})" for hold in holds[:8]]
         return f"memory is held by {', '.join(parts)}" if parts else "nothing else holds memory"
+
+
+def step_share(core: _core.Model, memory: int | None, adapter: int) -> int:
+    """The bytes that a training step may take on a model, of so much memory and beside an adapter
+    of so many bytes; 0 where nothing bounds it."""
+    return 0 if memory is None else core.step_bytes(max(1, memory - adapter))
 
 
 def memory_of(device: str) -> int | None:

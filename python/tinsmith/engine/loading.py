@@ -26,12 +26,19 @@ from tinsmith.files.families import (
 AHEAD_BYTES = 1 << 28  # of tensors that were read and not taken
 
 
+def bytes_of(model: BaseModel) -> int:
+    """The bytes of memory that loading a model takes."""
+    copy = model.copy
+    return model.weight_bytes if copy is None or copy.there else copy.size
+
+
 class Loading:
     """See the file's header. `wake` is called, in the thread, whenever there is something to take.
     An exception that a method raises is the reason why the model can't be loaded."""
 
     def __init__(self, model: BaseModel, *, threads: int, wake: Callable[[], None]):
         self.model = model
+        self.bytes = bytes_of(model)
         self.share = 0.0  # of its bytes that the engine has
         self._threads = threads
         self._core: _core.Model | None = open_core(model, threads=threads)

@@ -53,6 +53,7 @@ class Run:
     waiting: dict[int, Job] = field(default_factory=dict)  # for those before them
     waiting_since: float = 0.0
     kept: KeptForward | None = None  # the forward that forward_backward_custom began with
+    training: bool = False  # whether a training call of its is under way
     told: bool = False  # whether the log says that its loss is tinsmith's own
     idle_since: float = 0.0  # when its newest request was over; 0: it holds no step's memory
 
@@ -60,6 +61,11 @@ class Run:
     def bytes(self) -> int:
         """The bytes that it holds; a step of long datums may have taken more than was reserved."""
         return max(self.reserved, self.adapter.bytes if self.adapter else 0)
+
+    @property
+    def spare(self) -> int:
+        """Those of them that trim() gives back."""
+        return 0 if self.training else self.bytes - self.reserved
 
     def trained(self) -> _core.Adapter:
         """The adapter; RequestError where there is none."""

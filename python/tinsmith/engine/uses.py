@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from tinsmith import _core
 from tinsmith.engine.bases import Bases, Hold
 from tinsmith.engine.decoding import Decoder
 from tinsmith.engine.events import Memory
-from tinsmith.engine.runs import Runs
+from tinsmith.engine.runs import Run, Runs
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.files.families import LoadedModel
 from tinsmith.files.words import readable
@@ -59,7 +60,7 @@ class Uses:
     def holds(self) -> list[Hold]:
         """The uses of memory beside the base models' weights."""
         found = [
-            Hold(run.base.path, run.bytes, f"the run {run.name}", pins=True)
+            Hold(run.base.path, run.bytes, f"the run {run.name}", pins=True, spare=run.spare)
             for run in self._runs.values()
             if run.failure is None
         ]
@@ -71,11 +72,17 @@ class Uses:
             found.append(Hold(path, size, f"the cache of {path.name}", pins=active))
         return found
 
+    def limit(self, run: Run, adapter: _core.Adapter, longest: int) -> None:
+        """Tells a run's adapter what its next step, of so long a datum at most, may take."""
+        step = run.bytes - run.vectors  # what is reserved, or was taken before
+        path = run.base.path
+        adapter.limit(*self._bases.step_limits(path, adapter, run.vectors, step, longest))
+
     def release(self, path: Path) -> bool:
         """Drops what can be made again on a base model; returns whether there was any."""
         shut = self._decoder.shut(path)  # an active one keeps the adapters that it uses
-        idle = [run for run in self._runs.values() if run.base.path == path and run.idle]
-        trimmed = [run.trim() for run in idle]
+        runs = [run for run in self._runs.values() if run.base.path == path and not run.training]
+        trimmed = [run.trim() for run in runs]
         return self._snapshots.release(path) or shut or any(trimmed)
 
     def drop(self) -> bool:

@@ -181,7 +181,7 @@ class Worker:
 
         def work(lane: Run) -> BatchResult:
             adapter = lane.trained()
-            adapter.step_bytes = self._bases.step_bytes(adapter, lane.bytes - lane.vectors)
+            self._uses.limit(lane, adapter, int(batch.lengths.max(initial=1)))
             kept, lane.kept = lane.kept, None
             with self._call(lane, adapter) as between:
                 if batch.teacher is not None:
@@ -428,13 +428,13 @@ class Worker:
     @contextlib.contextmanager
     def _call(self, lane: Run, adapter: _core.Adapter) -> Iterator[Between]:
         """Around a training call of a run; gives what is to be called between micro-batches."""
-        self._trained = adapter
+        self._trained, lane.training = adapter, True
         try:
             yield self._let_others_work
         except KeyboardInterrupt:
             raise self._ending() from None
         finally:
-            self._trained = lane.teacher = None
+            self._trained, lane.teacher, lane.training = None, None, False
 
     def _let_others_work(self, done: int, count: int) -> None:
         """Decodes between two micro-batches, for as long as the one before took."""

@@ -60,6 +60,7 @@ class Copy:
 
     file: Path
     title: str  # what messages call the weights
+    size: int  # of the weights
     sources: tuple[Path, ...]
     facts: str
 
@@ -73,6 +74,15 @@ class Copy:
                 header = hashlib.sha256(file.read(HEADER_BYTES)).hexdigest()
             found.update(repr((*told, header)).encode())
         return found.digest()
+
+    @property
+    def there(self) -> bool:
+        """Whether there seems to be one; its bytes are compared when it is mapped."""
+        try:
+            with self.file.open("rb") as file:
+                return file.read(len(_mark(bytes(32), 0))) == _mark(self.key(), self.size)
+        except OSError:
+            return False
 
     def map(self, core: _core.Model, key: bytes, *, checked: bool = False) -> bool:
         """Gives an empty core the copy's weights; False where there is no copy for the key, or it
@@ -155,6 +165,7 @@ def wanted(
     return Copy(
         home.copies_folder() / f"{name}-{kind}-{mark}{SUFFIX}",
         f"the {kind} weights of {name}",
+        size,
         tuple(sorted(set(sources))),
         text,
     )

@@ -2,13 +2,13 @@
 
 A row names the architecture, what its layers have and are (config.py reads which), and the tensor
 behind each of the engine's slots (family.py); no code anywhere asks for a family's name. Weights
-are streamed from the mapped files one matrix at a time, after all names and shapes have been
-checked.
+are streamed from the mapped files matrix by matrix, once all names and shapes are checked.
 """
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +244,7 @@ class BaseModel:
     tokenizer_vocab: int  # ids from here on stand for no token
     eos_ids: tuple[int, ...]
     tokenizer_dir: Path
-    weight_bytes: int  # in memory, once loaded
+    weight_bytes: int  # that they hold of memory, once loaded
     device: str  # the engine's, which also says what products are computed in
     kind: str  # "bf16" or "f32": how matrices are kept
     packed: Mapping[kept.Place, str]  # those of fewer bits
@@ -310,10 +310,11 @@ def inspect_model(
         shape = config, inv_freq
         kind, device, packed = _choose(family, shape, tensors, device, dtype, weights)
         sources = [entry.file for name in tensors for entry in tensors.sources(name)]
-    core = _core.Model(config, inv_freq, weights=kind, packed=packed, threads=1)
+    core = _core.Model(config, inv_freq, weights=kind, packed=packed, mapped=True, threads=1)
     facts = {"config": config, "inv_freq": inv_freq.tolist(), "kind": kind, "family": family.name}
     facts["packed"] = sorted((*place, found) for place, found in packed.items())
-    copy = copies.wanted(folder, weights, device, core.weight_bytes, sources, facts)
+    wanted = core.weight_bytes if weights_copy else 0  # no bytes are worth no copy
+    copy = copies.wanted(folder, weights, device, wanted, sources, facts)
     return BaseModel(
         path=folder,
         family=family,
@@ -322,11 +323,11 @@ def inspect_model(
         tokenizer_vocab=min(max(known.values()) + 1, vocab),
         eos_ids=eos_ids,
         tokenizer_dir=folder,
-        weight_bytes=core.weight_bytes,
+        weight_bytes=core.held_bytes if copy else core.weight_bytes,
         device=device,
         kind=kind,
         packed=packed,
-        copy=copy if weights_copy else None,
+        copy=copy,
         config=config,
         inv_freq=inv_freq,
     )
@@ -381,6 +382,7 @@ def read_weights(
             for one, part, packed in found:
                 array = part + np.float32(1) if one.slot in family.plus_one else part
                 yield Piece(one.slot, one.layer, one.index, array, done, total, packed)
+            tensors.leave(name)
         for slot, layer, index, _, length in slots:
             if slot in family.constants:
                 constant = np.full(length, family.constants[slot](length), np.float32)
@@ -391,7 +393,7 @@ def close_core(model: BaseModel, core: _core.Model) -> LoadedModel:
     """The loaded model, once its core has all weights."""
     core.seal()
     facts = {item.name: getattr(model, item.name) for item in fields(BaseModel)}
-    return LoadedModel(**facts, core=core)
+    return LoadedModel(**facts | {"weight_bytes": core.held_bytes}, core=core)
 
 
 def read_config(path: Path | str) -> tuple[dict[str, Any], NDArray[np.float32]]:
@@ -412,14 +414,15 @@ def element_type(path: Path | str) -> str:
 
 
 def measure_model(
-    path: Path | str, *, device: str, weights: str
+    path: Path | str, *, device: str, weights: str, weights_copy: bool = True
 ) -> tuple[_core.Model, dict[str, int]]:
     """A model that has no memory, to plan with, and how many numbers each type has."""
     family, config, inv_freq = _read_model(Path(path))
     with gguf_model.open_tensors(path) as tensors:
         shape = config, inv_freq
         kind, _, packed = _choose(family.of(tensors), shape, tensors, device, None, weights)
-    core = _core.Model(config, inv_freq, weights=kind, packed=packed, device=device)
+    make = partial(_core.Model, config, inv_freq, weights=kind, packed=packed, device=device)
+    core = make(mapped=weights_copy and copies.worth(weights, device, make().weight_bytes))
     return core, kept.tally(core.slots, packed, kind)
 
 

@@ -13,6 +13,7 @@ import json
 import math
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ HEADER_BYTES_MAX = 100 * 1000 * 1000
 TENSORS_MAX = 1 << 16
 BYTES_MAX = 1 << 62
 FETCH_BYTES = 1 << 22
+LEFT_BYTES = 1 << 29  # of tensors behind the one that is read
 NAME_BYTES = 255  # of a file's name
 
 # The sizes of all types are needed to check a file's offsets; only the first three are read.
@@ -69,6 +71,7 @@ class Tensors(Mapping[str, np.ndarray]):
     def __init__(self, files: list[Path], opener: Opener | None = None) -> None:
         self._entries: dict[str, Entry] = {}
         self._maps: dict[Path, mmap.mmap] = {}
+        self._left: deque[Entry] = deque()
         self.metadata: dict[str, str] = {}  # of all files together
         for file in files:
             self._maps[file], entries, metadata = _open_file(file, opener)
@@ -126,6 +129,15 @@ class Tensors(Mapping[str, np.ndarray]):
     def entry(self, name: str) -> Entry:
         """A tensor's entry in the header; its bytes are not touched."""
         return self._entries[name]
+
+    def leave(self, name: str) -> None:
+        """Says that a tensor is not needed again soon. Of those, the last LEFT_BYTES stay in this
+        process's memory; the others are read from the system's copy of the file if they are."""
+        self._left.extend(self.sources(name))
+        while sum(entry.size for entry in self._left) > LEFT_BYTES:
+            entry = self._left.popleft()
+            begin = entry.begin // mmap.PAGESIZE * mmap.PAGESIZE
+            self._maps[entry.file].madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
 
     def sources(self, name: str) -> tuple[Entry, ...]:
         """The entries of all bytes that a tensor is made of."""
