@@ -113,15 +113,6 @@ void packed_embed(CudaDevice *cuda, real *y, const int32_t *ids, const Packed &w
 
 /* ---- in kernels ---- */
 
-/* An address, unknown to the compiler: it is kept, and not made again in each step. */
-__device__ static __forceinline__ const unsigned char *opaque(const unsigned char *x)
-{
-#ifndef CUDA_EMULATED
-    asm volatile("" : "+l"(x));
-#endif
-    return x;
-}
-
 /* A number of its finite f16. */
 __device__ static __forceinline__ float f32_of_half(uint32_t half)
 {
