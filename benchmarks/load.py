@@ -20,6 +20,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import sizes
@@ -95,10 +96,13 @@ def main() -> None:
     options.add_argument("--vocab", type=int, default=16384)
     options.add_argument("--weights", default="stored,int8,int4")
     args = parse(options)
-    with Report(args, __doc__) as report, tempfile.TemporaryDirectory() as place:
+    with (
+        Report(args, __doc__) as report,
+        tempfile.TemporaryDirectory() as place,
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": place}),
+    ):
         folder = Path(place) / "model"
         times = write(folder, args)
-        os.environ["XDG_CACHE_HOME"] = place
         sides = {
             f"{kind}{', copied' * copied}": partial(load, folder, kind, copied, args.threads)
             for kind, copied in KINDS

@@ -136,10 +136,12 @@ def test_program_has_every_row_and_a_plot(
     argv = [str(FOLDER / f"{program}.py"), *options, "--plot", str(plot)]
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(machine, "measure", measured)
+    before = dict(os.environ)
     try:
         importlib.import_module(program).main()
     finally:
         torch.set_num_threads(threads)
+    assert dict(os.environ) == before  # a test that comes later finds what it would without
     printed = capsys.readouterr().out
     assert f"benchmarks/{program}.py" in printed and machine.processor() in printed
     found = rows_of(printed)

@@ -19,6 +19,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("XDG_CACHE_HOME", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_the_folders_follow_the_specification(monkeypatch, tmp_path) -> None:

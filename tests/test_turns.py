@@ -36,6 +36,17 @@ def write(adapter: _core.Adapter) -> Callable[[], object]:
     return lambda: adapter.write("m", values)
 
 
+def clear(adapter: _core.Adapter) -> Callable[[], object]:
+    """Of gradients that are there: none take no time."""
+    values = np.ones(adapter.size, np.float32)
+
+    def call() -> None:
+        adapter.write("gradients", values)
+        adapter.clear_gradients()
+
+    return call
+
+
 def follow(adapter: _core.Adapter) -> Callable[[], object]:
     average = adapter.snapshot()
     return lambda: average.follow(adapter, 0.5)
@@ -60,7 +71,7 @@ def take(adapter: _core.Adapter) -> Callable[[], object]:
 CALLS: dict[str, Callable[[_core.Adapter], Callable[[], object]]] = {
     "read": lambda adapter: lambda: adapter.read("v"),
     "write": write,
-    "clear": lambda adapter: adapter.clear_gradients,
+    "clear": clear,
     "follow": follow,
     "make and let go of an adapter": lambda adapter: lambda: _core.Adapter(adapter.model, rank=64),
     "add a request": add,
