@@ -107,7 +107,7 @@ def test_cli_errors_are_one_sentence(tiny_model_dir, tmp_path, server):
         (("serve", "--model", "tiny=/nowhere"), "there is no model '/nowhere'"),
         (("serve", model, "--port", port), "the port is in use"),
         (("run", "-m", "nothing"), "there is no module 'nothing' to run"),
-        (("run", "nothing.py"), "there is no model to serve"),
+        (("run", "nothing.py"), "there is no script 'nothing.py'"),
         (("info", "/nowhere"), "there is no model '/nowhere'"),
     ):
         done = run_cli(*arguments, cwd=tmp_path)
