@@ -11,6 +11,10 @@
  * left operand of the next, in registers. So the first kernel works on their transposes, with keys
  * as rows. The tiles that a kernel walks over are double-buffered.
  *
+ * Where a head is too wide for one warp's registers, four share their rows: each sums a quarter of
+ * the columns. So each makes p and ds for a quarter of the rows that are walked over, and reads the
+ * others' from shared memory, as fragments.
+ *
  * Roofline: 14·E flops a query, head and key that it sees (10·E without the repetition); compute
  * bound. */
 #include "attention.cuh"
@@ -37,8 +41,11 @@ struct Shape : Layout<PAD, EXACT_, ROW_WARPS, COL_WARPS_, M_> {
             PAD,                /* of a tile that stays */
         PASSING = WALKED * PAD, /* elements of a tile that is walked over */
         FACTS_AT = (2 * OWNED + 4 * PASSING) * 2,
-        BYTES = FACTS_AT + 2 * WALKED * 12,
+        SHARES = COL_WARPS_ == WALKED_TILES,
+        PARTS = WALKED_TILES * 32, /* of 16 rows, what all warps of them made */
+        BYTES = FACTS_AT + (SHARES ? ROW_WARPS * PARTS * 8 : 2 * WALKED * 12),
     };
+    static_assert(SHARES || COL_WARPS_ == 1, "a warp makes a tile of eight, or all");
     static_assert(BYTES <= 99 << 10, "sm_86 and sm_89 have no more");
 };
 
@@ -55,6 +62,41 @@ template <class S> __device__ static __forceinline__ Tiles<S> tiles_of(Shared<un
 {
     return {shared_part<real>(bytes, 0, S::OWNED), shared_part<real>(bytes, S::OWNED * 2, S::OWNED),
             shared_part<real>(bytes, S::OWNED * 4, 4 * S::PASSING)};
+}
+
+/* ---- p and ds that warps share ---- */
+
+/* s = a·bᵀ of 16 rows of tile a and 8 rows of tile b. */
+template <class S>
+__device__ static __forceinline__ void part_scores(float (&s)[1][1][4], Shared<real> a, int left,
+                                                   Shared<real> b, int right, int E)
+{
+    clear(s);
+#pragma unroll
+    for (int k = 0; k < S::E_PAD / 16; k += 2) {
+        if (!S::EXACT && k * 16 >= E) break;
+        uint32_t fragments[1][2][4];
+        fragment_load(fragments[0][0], a, left, k);
+        fragment_load(fragments[0][1], a, left, k + 1);
+        scores_steps(s, fragments, b, right, k, S::EXACT || (k + 1) * 16 < E);
+    }
+}
+
+/* Leaves a tile of eight columns, as the left operand of the next mma. */
+__device__ static __forceinline__ void part_put(Shared<uint2> parts, int part, const float (&s)[4])
+{
+    parts[part * 32 + threadIdx.x % 32] = make_uint2(pack(s[0], s[1]), pack(s[2], s[3]));
+}
+
+/* Columns [16·k, 16·k+16) of all parts. */
+__device__ static __forceinline__ void parts_fragment(uint32_t (&p)[4], Shared<uint2> parts, int k)
+{
+    uint2 first = parts[2 * k * 32 + threadIdx.x % 32],
+          second = parts[(2 * k + 1) * 32 + threadIdx.x % 32];
+    p[0] = first.x;
+    p[1] = first.y;
+    p[2] = second.x;
+    p[3] = second.y;
 }
 
 /* ---- δ ---- */
@@ -116,14 +158,14 @@ __device__ static __forceinline__ bool sees(int query, int key, int window)
     return (unsigned)(query - key) < (unsigned)window;
 }
 
-/* s = k·qᵀ and ds = v·dyᵀ of 16 keys and WALKED rows become pᵀ and dsᵀ. */
-template <bool MASKED>
-__device__ static __forceinline__ void
-soften_transposed(float (&s)[WALKED_TILES][4], float (&ds)[WALKED_TILES][4], Shared<Fact> facts,
-                  int key, int window, float scale)
+/* s = k·qᵀ and ds = v·dyᵀ of 16 keys and 8·TILES rows become pᵀ and dsᵀ. */
+template <bool MASKED, int TILES>
+__device__ static __forceinline__ void soften_transposed(float (&s)[TILES][4],
+                                                         float (&ds)[TILES][4], Shared<Fact> facts,
+                                                         int key, int window, float scale)
 {
 #pragma unroll
-    for (int j = 0; j < WALKED_TILES; j++) {
+    for (int j = 0; j < TILES; j++) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             Fact fact = facts[j * 8 + threadIdx.x % 4 * 2 + e];
@@ -141,6 +183,8 @@ soften_transposed(float (&s)[WALKED_TILES][4], float (&ds)[WALKED_TILES][4], Sha
 /* What a warp of keys knows: its 16 keys, its columns, and where ldmatrix finds what it reads. */
 template <class S> struct KeyWarp {
     int first, column, left, right, across;
+    int part; /* its tile of eight rows that are walked over, where warps share them */
+    Shared<uint2> p, ds;
     bool live;
     uint32_t k[S::E_PAD / 16][4]; /* the keys themselves, as left operands */
 };
@@ -157,6 +201,14 @@ __device__ static __forceinline__ void queries_sum(float (&sum)[1][S::TILES][4],
         fragment_of(fragment[0], s, k);
         accumulate_step<S::E_PAD, S::EXACT>(sum, fragment, queries, w.across, k, w.column, E);
     }
+}
+
+/* Whether all of a tile of queries see all of a warp's keys; `first` is its first packed row. */
+template <class S>
+__device__ static __forceinline__ bool all_see(const Backward &c, const KeyWarp<S> &w, int first)
+{
+    int query = group_query(c.group, first), last = group_query(c.group, first + WALKED - 1);
+    return query >= w.first + 15 && last - w.first < c.window;
 }
 
 /* Adds one tile of queries, which begins with packed row `first`, to dk and dv of this warp's 16
@@ -179,13 +231,56 @@ queries_add(float (&dk)[1][S::TILES][4], float (&dv)[1][S::TILES][4], const Tile
     }
     tile_scores<S::E_PAD, S::EXACT>(ds, tiles.b, w.left, dy, w.right, c.E);
     int key = w.first + threadIdx.x % 32 / 4;
-    int query = group_query(c.group, first), last = group_query(c.group, first + WALKED - 1);
-    if (query >= w.first + 15 && last - w.first < c.window)
+    if (all_see(c, w, first))
         soften_transposed<false>(s[0], ds[0], facts, key, c.window, c.scale * LOG2E);
     else
         soften_transposed<true>(s[0], ds[0], facts, key, c.window, c.scale * LOG2E);
     queries_sum(dv, s[0], dy, w, c.E);
     queries_sum(dk, ds[0], q, w, c.E);
+}
+
+/* This warp's part of pᵀ and dsᵀ of such a tile, for the warps that share its keys. */
+template <class S>
+__device__ static __forceinline__ void queries_part(const Tiles<S> &tiles, int pair,
+                                                    Shared<Fact> facts, const Backward &c,
+                                                    const KeyWarp<S> &w, int first)
+{
+    float s[1][1][4], ds[1][1][4];
+    clear(s);
+#pragma unroll
+    for (int k = 0; k < S::E_PAD / 16; k += 2) {
+        if (!S::EXACT && k * 16 >= c.E) break;
+        uint32_t key[1][2][4];
+#pragma unroll
+        for (int i = 0; i < 8; i++) key[0][i / 4][i % 4] = w.k[k + i / 4][i % 4];
+        scores_steps(s, key, tiles.walked(pair, 0), w.right, k, S::EXACT || (k + 1) * 16 < c.E);
+    }
+    part_scores<S>(ds, tiles.b, w.left, tiles.walked(pair, 1), w.right, c.E);
+    int key = w.first + threadIdx.x % 32 / 4;
+    Shared<Fact> own = facts + w.part * 8;
+    if (all_see(c, w, first))
+        soften_transposed<false>(s[0], ds[0], own, key, c.window, c.scale * LOG2E);
+    else
+        soften_transposed<true>(s[0], ds[0], own, key, c.window, c.scale * LOG2E);
+    part_put(w.p, w.part, s[0][0]);
+    part_put(w.ds, w.part, ds[0][0]);
+}
+
+/* Adds such a tile by all parts. */
+template <class S>
+__device__ static __forceinline__ void parts_add(float (&dk)[1][S::TILES][4],
+                                                 float (&dv)[1][S::TILES][4], const Tiles<S> &tiles,
+                                                 int pair, int E, const KeyWarp<S> &w)
+{
+#pragma unroll
+    for (int k = 0; k < WALKED / 16; k++) {
+        uint32_t p[1][4], ds[1][4];
+        parts_fragment(p[0], w.p, k);
+        parts_fragment(ds[0], w.ds, k);
+        accumulate_step<S::E_PAD, S::EXACT>(dv, p, tiles.walked(pair, 1), w.across, k, w.column, E);
+        accumulate_step<S::E_PAD, S::EXACT>(dk, ds, tiles.walked(pair, 0), w.across, k, w.column,
+                                            E);
+    }
 }
 
 template <class S>
@@ -212,9 +307,14 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT) keys_backward_
     w.first = tile.first + row;
     w.column = warp % S::COL_WARPS * S::COLUMNS;
     w.left = left_at<S::E_PAD>(row);
-    w.right = right_at<S::E_PAD>(0);
+    w.part = warp % S::COL_WARPS;
+    w.right = S::SHARES ? right_at_8<S::E_PAD>(w.part * 8) : right_at<S::E_PAD>(0);
     w.across = across_at<S::E_PAD>(w.column);
     w.live = row < tile.count;
+    if constexpr (S::SHARES) { /* where keys lie that are in registers by then */
+        w.p = shared_part<uint2>(bytes, row / 16 * S::PARTS * 16, S::PARTS);
+        w.ds = shared_part<uint2>(bytes, row / 16 * S::PARTS * 16 + S::PARTS * 8, S::PARTS);
+    }
     float dk[1][S::TILES][4], dv[1][S::TILES][4];
     clear(dk);
     clear(dv);
@@ -229,7 +329,14 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT) keys_backward_
                 if (S::EXACT || k * 16 < c.E) fragment_load(w.k[k], tiles.a, w.left, k);
         if (more) queries_load(tiles, c, span, g, first + WALKED, pair ^ 1);
         if (brings) fact = fact_of(c, span, g, first + WALKED + threadIdx.x);
-        if (w.live) queries_add<S>(dk, dv, tiles, pair, facts + pair * WALKED, c, w, first);
+        if constexpr (S::SHARES) {
+            if (begins) __syncthreads(); /* all have their keys */
+            if (w.live) queries_part<S>(tiles, pair, facts + pair * WALKED, c, w, first);
+            __syncthreads();
+            if (w.live) parts_add<S>(dk, dv, tiles, pair, c.E, w);
+        } else if (w.live) {
+            queries_add<S>(dk, dv, tiles, pair, facts + pair * WALKED, c, w, first);
+        }
         if (brings) facts[(pair ^ 1) * WALKED + threadIdx.x] = fact;
     }
 #pragma unroll
@@ -260,18 +367,20 @@ __device__ static __forceinline__ void keys_load(const Tiles<S> &tiles, const Ba
  * reads. */
 struct QueryWarp {
     int row, column, left, right, across;
+    int part; /* its tile of eight keys that are walked over, where warps share them */
+    Shared<uint2> ds;
 };
 
 /* s = q·kᵀ and ds = dy·vᵀ become p·(ds − δ), for keys from `first` on. */
-template <int M, bool MASKED>
-__device__ static __forceinline__ void
-soften(const float (&s)[M][WALKED_TILES][4], float (&ds)[M][WALKED_TILES][4],
-       const Fact (&facts)[M][2], int first, int window, float scale)
+template <bool MASKED, int M, int TILES>
+__device__ static __forceinline__ void soften(const float (&s)[M][TILES][4],
+                                              float (&ds)[M][TILES][4], const Fact (&facts)[M][2],
+                                              int first, int window, float scale)
 {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int j = 0; j < WALKED_TILES; j++)
+        for (int j = 0; j < TILES; j++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const Fact &fact = facts[m][i / 2];
@@ -294,15 +403,44 @@ keys_add(float (&dq)[S::M][S::TILES][4], const Tiles<S> &tiles, int pair,
     tile_scores<S::E_PAD, S::EXACT>(s, tiles.a, w.left, k, w.right, c.E);
     tile_scores<S::E_PAD, S::EXACT>(ds, tiles.b, w.left, v, w.right, c.E);
     if (all)
-        soften<S::M, false>(s, ds, facts, first, c.window, c.scale * LOG2E);
+        soften<false>(s, ds, facts, first, c.window, c.scale * LOG2E);
     else
-        soften<S::M, true>(s, ds, facts, first, c.window, c.scale * LOG2E);
+        soften<true>(s, ds, facts, first, c.window, c.scale * LOG2E);
 #pragma unroll
     for (int step = 0; step < WALKED / 16; step++) {
         uint32_t fragments[S::M][4];
 #pragma unroll
         for (int m = 0; m < S::M; m++) fragment_of(fragments[m], ds[m], step);
         accumulate_step<S::E_PAD, S::EXACT>(dq, fragments, k, w.across, step, w.column, c.E);
+    }
+}
+
+/* This warp's part of ds of such keys, for the warps that share its rows. */
+template <class S>
+__device__ static __forceinline__ void keys_part(const Tiles<S> &tiles, int pair,
+                                                 const Fact (&facts)[1][2], const Backward &c,
+                                                 const QueryWarp &w, int first, bool all)
+{
+    float s[1][1][4], ds[1][1][4];
+    part_scores<S>(s, tiles.a, w.left, tiles.walked(pair, 0), w.right, c.E);
+    part_scores<S>(ds, tiles.b, w.left, tiles.walked(pair, 1), w.right, c.E);
+    if (all)
+        soften<false>(s, ds, facts, first + w.part * 8, c.window, c.scale * LOG2E);
+    else
+        soften<true>(s, ds, facts, first + w.part * 8, c.window, c.scale * LOG2E);
+    part_put(w.ds, w.part, ds[0][0]);
+}
+
+/* Adds such keys by all parts. */
+template <class S>
+__device__ static __forceinline__ void parts_add(float (&dq)[1][S::TILES][4], Shared<real> k, int E,
+                                                 const QueryWarp &w)
+{
+#pragma unroll
+    for (int step = 0; step < WALKED / 16; step++) {
+        uint32_t fragment[1][4];
+        parts_fragment(fragment[0], w.ds, step);
+        accumulate_step<S::E_PAD, S::EXACT>(dq, fragment, k, w.across, step, w.column, E);
     }
 }
 
@@ -328,8 +466,11 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
     w.row = warp / S::COL_WARPS * 16 * S::M;
     w.column = warp % S::COL_WARPS * S::COLUMNS;
     w.left = left_at<S::E_PAD>(w.row);
-    w.right = right_at<S::E_PAD>(0);
+    w.part = warp % S::COL_WARPS;
+    w.right = S::SHARES ? right_at_8<S::E_PAD>(w.part * 8) : right_at<S::E_PAD>(0);
     w.across = across_at<S::E_PAD>(w.column);
+    if constexpr (S::SHARES)
+        w.ds = shared_part<uint2>(bytes, S::FACTS_AT + w.row / 16 * S::PARTS * 8, S::PARTS);
     Fact facts[S::M][2];
 #pragma unroll
     for (int own = 0; own < 2 * S::M; own++)
@@ -343,7 +484,13 @@ static __global__ void __launch_bounds__(S::THREADS, S::RESIDENT)
         cp_async_wait<0>();
         __syncthreads(); /* this pair is here, and all have read the other one */
         if (first + WALKED <= last) keys_load(tiles, c, span, g, first + WALKED, pair ^ 1);
-        if (w.row < tile.count) keys_add<S>(dq, tiles, pair, facts, c, w, first, all);
+        if constexpr (S::SHARES) {
+            if (w.row < tile.count) keys_part<S>(tiles, pair, facts, c, w, first, all);
+            __syncthreads();
+            if (w.row < tile.count) parts_add<S>(dq, tiles.walked(pair, 0), c.E, w);
+        } else if (w.row < tile.count) {
+            keys_add<S>(dq, tiles, pair, facts, c, w, first, all);
+        }
     }
 #pragma unroll
     for (int own = 0; own < 2 * S::M; own++) {

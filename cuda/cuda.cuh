@@ -295,8 +295,7 @@ __device__ static __forceinline__ float high_of(uint32_t pair)
 }
 
 /* N elements at once: W = 8 reals or 4 floats are one access of 16 bytes, and need that alignment;
- * W = 1 fits any. Kernels take W as a template argument, their launchers choose it by the row's
- * width. */
+ * W = 1 fits any. It is a kernel's template argument, chosen by the row's width. */
 template <int W> __device__ static __forceinline__ void load(float (&out)[W], const real *p)
 {
     static_assert(W == 1 || W == 8, "one element or 16 bytes");
@@ -372,9 +371,10 @@ __device__ static __forceinline__ float fast_sigmoid(float x)
 }
 
 /* x, unknown to the compiler: what is made of it is not made early, to fill registers in a loop. */
-__device__ static __forceinline__ int opaque(int x)
+template <class T> __device__ static __forceinline__ T opaque(T x)
 {
-    asm volatile("" : "+r"(x));
+    if constexpr (sizeof(T) == 8) asm volatile("" : "+l"(x));
+    if constexpr (sizeof(T) == 4) asm volatile("" : "+r"(x));
     return x;
 }
 

@@ -19,10 +19,12 @@
 #include "packed.cuh"
 #include "product.cuh"
 
-typedef Tiling<128, 128, 32, 4, 2, 4> Wide;
+typedef Tiling<128, 128, 32, 2, 2, 4> Wide;
 typedef Tiling<16, 64, 64, 1, 4, 4> Few;
 
-enum { FEW_PAIRS = 8 }; /* of an expert, on average: up to here tiles are FEW */
+/* Of an expert, on average: up to here tiles are FEW. For 64 of k and 128 columns a scheduler
+ * issues 188 instructions for one of them, so 376 for two, and 402 for a wide one (kernels.csv). */
+enum { FEW_PAIRS = 16 };
 
 /* y (P,N) = x (P,K)·b_e [+ bias_e] [+ y]; the weight's rows are `stride` apart, those of b's
  * columns (along k), or of its k (across). */
@@ -38,20 +40,22 @@ struct Product {
 
 /* ---- from memory to shared memory ---- */
 
-/* Starts the weight's tile at (k0, j0). Rows are filled up with zeros, so pieces are whole. */
+/* A tile of the weight has columns of y as its rows, or k. */
 template <class S, bool IS_ACROSS>
-__device__ static __forceinline__ void w_load(Shared<real> tile, const real *w, const Product &p,
-                                              int k0, int j0)
+using WPieces = Pieces<S, IS_ACROSS ? S::DEEP : S::COLUMNS, IS_ACROSS ? S::COLUMNS : S::DEEP>;
+
+/* Starts the weight's tile at k and column j0. Rows are filled up with zeros, so pieces are
+ * whole. */
+template <bool IS_ACROSS, class P>
+__device__ static __forceinline__ void w_load(const P &piece, Shared<real> tile, const real *w,
+                                              const Product &p, int k, int j0)
 {
-    constexpr int WIDTH = IS_ACROSS ? S::COLUMNS : S::DEEP,
-                  HEIGHT = IS_ACROSS ? S::DEEP : S::COLUMNS;
-    int first = IS_ACROSS ? k0 : j0, from = IS_ACROSS ? j0 : k0, end = IS_ACROSS ? p.K : p.N;
+    const real *first = IS_ACROSS ? w + k * p.stride + j0 : w + j0 * p.stride + k;
+    bool valid = piece.col < p.stride - (IS_ACROSS ? j0 : k);
 #pragma unroll
-    for (int piece = threadIdx.x; piece < WIDTH * HEIGHT / PIECE; piece += S::THREADS) {
-        int row = piece / (WIDTH / PIECE), col = piece % (WIDTH / PIECE) * PIECE;
-        bool valid = first + row < end && from + col < p.stride;
-        const real *at = valid ? w + (first + row) * p.stride + from + col : w;
-        cp_async(shared_range(tile, row * (WIDTH + APART) + col, PIECE), at, valid ? 16 : 0);
+    for (int m = 0; m < P::COUNT; m++) {
+        bool there = valid && (!IS_ACROSS || k + piece.row + m * P::STEP < p.K);
+        cp_async(piece.place(tile, m), piece.of(first, m), there ? 16 : 0);
     }
 }
 
@@ -72,11 +76,13 @@ static __global__ void __launch_bounds__(S::THREADS, 2)
     int warp = threadIdx.x / 32;
     int i = warp / S::ACROSS_WARPS * S::WARP_ROWS, j = warp % S::ACROSS_WARPS * S::WARP_COLUMNS;
     Shared<real> stages = shared_part<real>(bytes, 0, S::STAGES * STAGE);
+    XPieces<S> of_x(p.K, rows);
+    WPieces<S, IS_ACROSS> of_w(p.stride, IS_ACROSS ? S::DEEP : p.N - j0);
     auto stage_load = [&](int step) {
         if (step < steps) {
             Shared<real> stage = stages + step % S::STAGES * STAGE;
-            x_load<S, IS_ALIGNED>(stage, x, p.K, rows, step * S::DEEP, p.K);
-            w_load<S, IS_ACROSS>(stage + S::X_REALS, w, p, step * S::DEEP, j0);
+            x_load<IS_ALIGNED>(of_x, stage, x, step * S::DEEP, p.K);
+            w_load<IS_ACROSS>(of_w, stage + S::X_REALS, w, p, step * S::DEEP, j0);
         }
         cp_async_commit();
     };

@@ -11,16 +11,20 @@
  * There are three shapes of tile, and one order of sums (product.cuh): any number of rows has the
  * same bits, in training, prefill and decoding. These are also the bits of grouped.cu with the
  * widened weight. Cost beside a bf16 weight: many rows are multiplied by mma, not by cuBLASLt's
- * algorithm, which is faster on Hopper, and each tile of rows widens its weights again.
+ * algorithm, which is faster on Hopper, and each tile of rows widens its weights again. A wide tile
+ * has 256 rows, so widening is a third of what it does; a panel widened once in the card's memory
+ * would save that, and be written and read for it, 4 bytes a weight.
  *
  * Roofline: 2·T·N·K flops, against N·K/2 or N·K bytes of codes and 1/16 of that, or 1/8, of
  * scales: compute bound from about 100 or 200 rows on, memory bound below. */
 #include "packed.cuh"
 #include "product.cuh"
 
-typedef Tiling<128, 128, 32, 4, 2, 4> Wide;
+typedef Tiling<256, 64, 32, 4, 1, 3> Wide;
 typedef Tiling<64, 64, 64, 2, 4, 4> Middle;
 typedef Tiling<16, 32, 128, 1, 2, 6, 8> Few;
+
+template <class S> static constexpr bool IS_WIDE = S::ROWS == Wide::ROWS; /* its x is aligned */
 
 enum { EMBED_THREADS = 256 };
 
@@ -38,48 +42,73 @@ template <class C> struct Tiles {
     int X;
 };
 
-/* A tile of the weight: HEIGHT rows of it by WIDTH inputs, as codes and in bf16. */
+/* A tile of the weight: HEIGHT rows of it by WIDTH inputs, as codes and in bf16. In shared memory a
+ * row's head comes before its codes. A thread brings 16 bytes of each STEP-th row. */
 template <class S, int BITS, bool IS_ACROSS> struct Weights {
     static constexpr int WIDTH = IS_ACROSS ? S::COLUMNS : S::DEEP,
                          HEIGHT = IS_ACROSS ? S::DEEP : S::COLUMNS;
     static constexpr int PITCH = WIDTH + APART, REALS = HEIGHT * PITCH;
     static constexpr int CODES = WIDTH * BITS / 8; /* bytes of a row */
+    static constexpr int MOST = CODES / 16 + (BITS == 8 ? 1 : 2);
+    static constexpr int PARTS = MOST <= 4 ? 4 : MOST <= 8 ? 8 : 16; /* threads of a row */
+    static constexpr int STEP = S::THREADS / PARTS, COUNT = (HEIGHT + STEP - 1) / STEP;
     static_assert(CODES % 16 == 0 && GROUP % WIDTH == 0, "whole pieces, of one group");
+    static_assert(COUNT == 1 || HEIGHT % STEP == 0, "all threads of a row bring as much");
+    const unsigned char *from[COUNT]; /* at k = 0 */
+    int row, place, pitch;            /* of the first piece in the tile; no piece: below 0 */
+    int input;                        /* of the piece, from the tile's first on; of a head, 0 */
+    bool codes;                       /* it has codes */
 
-    /* Starts the codes of rows from `row` on and of inputs from k on, each row's head before them;
-     * zeros for what does not exist. */
-    __device__ static __forceinline__ void load(Shared<unsigned char> raw, const unsigned char *w,
-                                                const Packed &p, int row, int rows, int k,
-                                                int padded)
+    /* Of rows [0, rows) and inputs [0, padded); columns of y from j0 on. */
+    __device__ __forceinline__ Weights(const unsigned char *w, const Packed &p, int j0, int rows,
+                                       int padded)
     {
-        const unsigned char *group = w + group_at(p.head, BITS, k);
-        int pitch = p.head + CODES, heads = p.head / 16;
+        int at = threadIdx.x % PARTS * 16;
+        row = threadIdx.x / PARTS;
+        pitch = p.head + CODES;
+        codes = at >= p.head;
+        input = codes ? (at - p.head) * 8 / BITS : 0;
+        bool mine = at < pitch && row < HEIGHT && (!IS_ACROSS || j0 + input < padded);
+        place = opaque(mine ? row * pitch + at : -1);
+        int64_t first = at + (IS_ACROSS ? group_of(p, j0) : 0);
 #pragma unroll
-        for (int piece = threadIdx.x; piece < HEIGHT * (CODES / 16); piece += S::THREADS) {
-            int i = piece / (CODES / 16), at = piece % (CODES / 16) * 16;
-            bool valid = row + i < rows && k + at * 8 / BITS < padded;
-            const unsigned char *from =
-                group + (row + i) * p.row + p.head + k % GROUP * BITS / 8 + at;
-            cp_async(shared_range(raw, i * pitch + p.head + at, 16), valid ? from : w,
-                     valid ? 16 : 0);
-        }
-        for (int piece = threadIdx.x; piece < HEIGHT * heads; piece += S::THREADS) {
-            int i = piece / heads, at = piece % heads * 16;
-            bool valid = row + i < rows && k < padded;
-            const unsigned char *from = group + (row + i) * p.row + at;
-            cp_async(shared_range(raw, i * pitch + at, 16), valid ? from : w, valid ? 16 : 0);
+        for (int n = 0; n < COUNT; n++) {
+            int i = row + n * STEP;
+            from[n] = opaque(w + first + (IS_ACROSS ? i : min(j0 + i, rows - 1)) * p.row);
         }
     }
 
-    /* The same, widened. */
+    /* Bytes from a row's beginning to the piece whose tile begins at input k, less `at`. */
+    __device__ __forceinline__ int64_t group_of(const Packed &p, int k) const
+    {
+        return group_at(p.head, BITS, k) + (codes ? k % GROUP * BITS / 8 : 0);
+    }
+
+    /* Starts the step at k, zeros for what does not exist there. */
+    __device__ __forceinline__ void load(Shared<unsigned char> raw, const Packed &p, int k,
+                                         int rows, int padded) const
+    {
+        if (place < 0) return;
+        int64_t on = IS_ACROSS ? k * p.row : group_of(p, k);
+#pragma unroll
+        for (int n = 0; n < COUNT; n++) {
+            int i = row + n * STEP;
+            bool valid = IS_ACROSS ? k + i < rows : S::DEEP == BLOCK || k + input < padded;
+            cp_async(shared_range(raw, place + n * STEP * pitch, 16), from[n] + on, valid ? 16 : 0);
+        }
+    }
+
+    /* The same, widened, of inputs from k on. */
     __device__ static __forceinline__ void widen(Shared<real> tile, Shared<unsigned char> raw,
                                                  const Packed &p, Shared<float> levels, int k)
     {
         int pitch = p.head + CODES;
+        constexpr int PIECES = HEIGHT * (WIDTH / EIGHT) / S::THREADS;
 #pragma unroll
-        for (int piece = threadIdx.x; piece < HEIGHT * (WIDTH / EIGHT); piece += S::THREADS) {
-            int i = piece / (WIDTH / EIGHT), at = piece % (WIDTH / EIGHT) * EIGHT;
-            int block = (k + at) % GROUP / BLOCK;
+        for (int n = 0; n < PIECES; n++) {
+            unsigned piece = threadIdx.x + n * S::THREADS;
+            unsigned i = piece / (WIDTH / EIGHT), at = piece % (WIDTH / EIGHT) * EIGHT;
+            int block = (int)((k + at) % GROUP / BLOCK);
             const unsigned char *head = shared_range(raw, i * pitch, p.head);
             const unsigned char *codes =
                 shared_range(raw, i * pitch + p.head + at * BITS / 8, BITS);
@@ -116,37 +145,45 @@ static __global__ void __launch_bounds__(S::THREADS, 2)
     Shared<real> wide = shared_part<real>(bytes, X_REALS<S> * (int64_t)sizeof(real), WIDE_REALS<W>);
     Shared<unsigned char> raw =
         shared_part<unsigned char>(bytes, CODES_AT<S, W>, S::STAGES * raw_bytes);
-    auto stage_load = [&](int step) {
-        if (step < steps) {
-            int k = step * S::DEEP, at = step % S::STAGES;
-            Shared<real> to = xs + at * S::X_REALS;
-            if (p.aligned)
-                x_load<S, true>(to, x, p.x_step, rows, k, p.K);
-            else
-                x_load<S, false>(to, x, p.x_step, rows, k, p.K);
-            W::load(raw + at * raw_bytes, w, p.w, IS_ACROSS ? k : j0, p.rows, IS_ACROSS ? j0 : k,
-                    p.padded);
-        }
-        cp_async_commit();
+    XPieces<S> of_x(p.x_step, rows);
+    W of_w(w, p.w, j0, p.rows, p.padded);
+    auto codes_load = [&](int step, int stage) {
+        if (step < steps) of_w.load(raw + stage * raw_bytes, p.w, step * S::DEEP, p.rows, p.padded);
     };
-    auto stage_widen = [&](int step) {
+    auto x_start = [&](int step, int stage) {
+        if (step < steps && (IS_WIDE<S> || p.aligned))
+            x_load<true>(of_x, xs + stage * S::X_REALS, x, step * S::DEEP, p.K);
+        else if (step < steps)
+            x_load<false>(of_x, xs + stage * S::X_REALS, x, step * S::DEEP, p.K);
+    };
+    auto stage_widen = [&](int step, int stage) {
         if (step < steps)
-            W::widen(wide + step % 2 * W::REALS, raw + step % S::STAGES * raw_bytes, p.w, levels,
+            W::widen(wide + step % 2 * W::REALS, raw + stage * raw_bytes, p.w, levels,
                      IS_ACROSS ? j0 : step * S::DEEP);
     };
     Sums<S> sum = {};
-    for (int step = 0; step < S::STAGES - 1; step++) stage_load(step);
+    codes_load(0, 0);
+    for (int step = 0; step < S::STAGES - 1; step++) {
+        x_start(step, step);
+        codes_load(step + 1, step + 1);
+        cp_async_commit();
+    }
     cp_async_wait<S::STAGES - 2>();
     __syncthreads();
-    stage_widen(0);
+    stage_widen(0, 0);
+    int before = S::STAGES - 1, now = 0, next = 1; /* the stages of three steps */
     for (int step = 0; step < steps; step++) {
-        cp_async_wait<S::STAGES - 3>();
+        cp_async_wait<S::STAGES - 2>();
         __syncthreads();
-        stage_load(step + S::STAGES - 1);
+        x_start(step + S::STAGES - 1, before);
+        codes_load(step + S::STAGES, now);
+        cp_async_commit();
         if (i < rows)
-            multiply<S, IS_ACROSS>(sum, xs + step % S::STAGES * S::X_REALS,
-                                   wide + step % 2 * W::REALS, i, j);
-        stage_widen(step + 1);
+            multiply<S, IS_ACROSS>(sum, xs + now * S::X_REALS, wide + step % 2 * W::REALS, i, j);
+        stage_widen(step + 1, next);
+        before = now;
+        now = next;
+        next = next == S::STAGES - 1 ? 0 : next + 1;
     }
     sums_put<S>(bytes, sum, result_of(p.result, own), rows, i, j, j0);
 }
@@ -170,12 +207,15 @@ static void launch(CudaDevice *cuda, const Tiles<C> &tiles, int64_t blocks)
            stages > out ? stages : out, tiles);
 }
 
-/* The largest tiles that rows fill by half, and whose blocks fill the card. */
+/* The tiles that take the fewest instructions (kernels.csv). For 64 of k a scheduler issues 750 for
+ * a wide tile, however many of its rows are there, 790 for a middle one and 333 for one of few. So
+ * 65 rows, which are two middle tiles, are worth a wide one, and 17 a middle one; not where more
+ * than half of the card would then have nothing to do. */
 template <int BITS, bool IS_ACROSS, class C>
 static void run(CudaDevice *cuda, const PackedCall &call, const Tiles<C> &tiles)
 {
-    int rows = call.bounds ? call.T / call.X : call.T, least = cuda->processors;
-    if (rows > Middle::ROWS && tiles_in<Wide>(call) >= least)
+    int rows = call.bounds ? call.T / call.X : call.T, least = (cuda->processors + 1) / 2;
+    if (rows > Middle::ROWS && tiles.aligned && tiles_in<Wide>(call) >= least)
         launch<Wide, BITS, IS_ACROSS>(cuda, tiles, tiles_in<Wide>(call));
     else if (rows > Few::ROWS && tiles_in<Middle>(call) >= least)
         launch<Middle, BITS, IS_ACROSS>(cuda, tiles, tiles_in<Middle>(call));

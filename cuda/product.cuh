@@ -35,21 +35,51 @@ __device__ static __forceinline__ uint4 fetch(const real *from, int valid)
     return make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
 }
 
-/* Starts the tile of x at k0: ROWS by DEEP, of rows `step` apart, zeros behind the last one. */
-template <class S, bool IS_ALIGNED>
-__device__ static __forceinline__ void x_load(Shared<real> tile, const real *x, int64_t step,
-                                              int rows, int k0, int K)
-{
+/* What a thread brings of every tile of HEIGHT rows of WIDTH reals: 16 bytes at one place of
+ * COUNT rows. What no step changes is found once. Rows behind the last one are the last one again:
+ * nobody reads what is made of them. */
+template <class S, int HEIGHT, int WIDTH> struct Pieces {
+    static constexpr int STEP = S::THREADS / (WIDTH / PIECE), COUNT = HEIGHT / STEP;
+    static constexpr int PITCH = WIDTH + APART;
+    static_assert(HEIGHT % STEP == 0, "all threads bring as much");
+    int row, col;
+    unsigned from[COUNT]; /* bytes from the tile's first number on */
+
+    __device__ __forceinline__ Pieces(int64_t step, int rows)
+    {
+        row = threadIdx.x / (WIDTH / PIECE);
+        col = threadIdx.x % (WIDTH / PIECE) * PIECE;
 #pragma unroll
-    for (int piece = threadIdx.x; piece < S::ROWS * S::DEEP / PIECE; piece += S::THREADS) {
-        int row = piece / (S::DEEP / PIECE), col = piece % (S::DEEP / PIECE) * PIECE;
-        int valid = row < rows ? min(max(K - (k0 + col), 0), (int)PIECE) : 0;
-        const real *from = valid ? x + row * step + k0 + col : x;
-        real *to = shared_range(tile, row * S::ALONG + col, PIECE);
+        for (int m = 0; m < COUNT; m++)
+            from[m] = (unsigned)(min(row + m * STEP, rows - 1) * (int)step + col) * sizeof(real);
+    }
+
+    /* Piece m, of the tile that begins at `first`, and its place in shared memory. */
+    __device__ __forceinline__ const real *of(const real *first, int m) const
+    {
+        return reinterpret_cast<const real *>(reinterpret_cast<const char *>(first) + from[m]);
+    }
+
+    __device__ __forceinline__ real *place(Shared<real> tile, int m) const
+    {
+        return shared_range(tile, (row + m * STEP) * PITCH + col, PIECE);
+    }
+};
+
+template <class S> using XPieces = Pieces<S, S::ROWS, S::DEEP>;
+
+/* Starts the tile of x at k, zeros behind K. */
+template <bool IS_ALIGNED, class P>
+__device__ static __forceinline__ void x_load(const P &piece, Shared<real> tile, const real *x,
+                                              int k, int K)
+{
+    int valid = K - (k + piece.col);
+#pragma unroll
+    for (int m = 0; m < P::COUNT; m++) {
         if constexpr (IS_ALIGNED)
-            cp_async(to, from, valid * (int)sizeof(real));
+            cp_async(piece.place(tile, m), piece.of(x + k, m), valid > 0 ? 16 : 0);
         else
-            *reinterpret_cast<uint4 *>(to) = fetch(from, valid);
+            *reinterpret_cast<uint4 *>(piece.place(tile, m)) = fetch(piece.of(x + k, m), valid);
     }
 }
 

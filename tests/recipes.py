@@ -349,6 +349,13 @@ RECIPES: Sequence[Recipe] = (
         agrees(2),
     ),
     Recipe(
+        "recipes.rubric.debug_env",
+        "",
+        "in the module",
+        says("Extracted Score: "),
+        models=(CHAT, MIXTURE),
+    ),
+    Recipe(
         "recipes.decisions.demo",
         f"{NAMED}",
         "what is typed",
@@ -440,10 +447,18 @@ IMAGES = "images: tinsmith serves models of text"
 SOUND = "sound: tinsmith serves models of text"
 REFUSED: Sequence[tuple[str, str]] = (
     ("recipes.vlm_classifier", IMAGES),
-    ("recipes.audio.asr, audio.emotion, audio.medical_asr", SOUND),
+    ("recipes.audio", SOUND),
     ("recipes.code_rl", "its rewards come from a SandboxFusion server or Modal"),
     ("recipes.harbor_rl", "its tasks run on Modal"),
     ("recipes.distillation.on_policy_distillation_harbor_multi_turn", "its tasks run on Modal"),
     ("recipes.search_tool", "it asks a Chroma database and Gemini's embeddings"),
     ("recipes.verifiers_rl", "its environments are packages of a hub of their own"),
+)
+# Modules that start beside a recipe. They are no recipes themselves.
+BESIDE: Sequence[tuple[str, str]] = (
+    ("recipes.chat_sl.sweep.cli", "the same as recipes.chat_sl.sweep"),
+    ("recipes.chat_sl.sweep.launch_all", "starts recipes.chat_sl.sweep for many models by name"),
+    ("recipes.chat_sl.sweep.analyze", "reads what a sweep has left; asks no server"),
+    ("recipes.forecasting.data", "downloads the data; asks no server"),
+    ("recipes.multiplayer_rl.text_arena.play", "somebody plays against a checkpoint"),
 )

@@ -26,9 +26,10 @@ def place(tmp_path_factory: pytest.TempPathFactory):
         yield found
 
 
-@pytest.fixture(scope="module")
-def client(place) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=place[0].url, api_key="any", max_retries=0)
+@pytest.fixture(scope="module", params=("", "/anthropic/api"))
+def client(place, request) -> anthropic.Anthropic:
+    url = place[0].url + request.param
+    return anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +146,7 @@ BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"tools": [{"type": "web_search_20250305", "name": "x"}]}, "no tool of the client's own"),
         ({"tools": [{"name": "x"}]}, "tools[0] has no input_schema"),
         ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "a user's must come before them"),
         ({"messages": [{"role": "system", "content": "x"}]}, "must be user or assistant"),
         ({"messages": [{"role": "user", "content": [BLOCK]}]}, "a block of type 'image'"),
         ({"messages": [{"role": "user", "content": 3}]}, "a text or a list of blocks"),
@@ -167,7 +169,11 @@ def test_what_can_not_be_done_is_refused(place, change, sentence: str) -> None:
 def test_other_refusals_have_anthropics_shape(place, client) -> None:
     with pytest.raises(anthropic.NotFoundError, match="unknown base model 'nobody'"):
         ask(client, model="nobody")
-    reply = httpx.post(f"{place[0].url}/v1/messages", headers={"Host": "evil.example"}, json={})
+    url = str(client.base_url).rstrip("/")
+    reply = httpx.post(f"{url}/v1/messages", headers={"Host": "evil.example"}, json={})
     assert reply.status_code == 403
     assert json.loads(reply.text)["error"]["type"] == "permission_error"
-    assert [model.id for model in client.models.list()] == ["tiny", "other", place[1]]
+    missing = httpx.post(f"{place[0].url}/anthropic/api/v1/complete", json={}).json()
+    assert missing["error"]["type"] == "not_found_error"
+    usual = anthropic.Anthropic(base_url=place[0].url, api_key="any", max_retries=0)
+    assert [model.id for model in usual.models.list()] == ["tiny", "other", place[1]]

@@ -73,6 +73,7 @@ def test_checkpoints_are_found_by_all_that_is_asked_for(service_client, wire: Wi
     assert search(wire, user_metadata=mark | {"n": "3"}) == [saved[2]]
     assert search(wire, user_metadata=mark, checkpoint_type="sampler") == [saved[1]]
     assert search(wire, user_metadata=mark, base_models=["other", "tiny"]) == newest
+    assert search(wire, user_metadata=mark, base_models=["tiny:peft:64"]) == newest
     assert search(wire, user_metadata=mark, base_models=["other"]) == []
     assert search(wire, user_metadata=mark, base_models=[]) == []
     assert search(wire, user_metadata=mark, owner={"type": "accessible"}) == newest
@@ -89,7 +90,8 @@ def test_checkpoints_are_found_by_all_that_is_asked_for(service_client, wire: Wi
         ({"checkpoint_type": "weights"}, "checkpoint_type must be training or sampler"),
         ({"project_ids": ["other"]}, "there is no project 'other'"),
         ({"owner": {"type": "all"}}, "the owner's type must be own, accessible or user"),
-        ({"name": "x"}, "has no 'name'"),
+        ({"name": "x"}, "unknown field 'name' in search_checkpoints"),
+        ({"base_models": ["tiny", 5]}, "base_models must be strings, 5 came"),
         ({"cursor": {"last_created_at": "today", "last_checkpoint_uuid": "x"}}, "last_created_at"),
         ({"cursor": {"last_created_at": "2026-01-01T00:00:00Z"}}, "last_checkpoint_uuid"),
     ),
@@ -100,6 +102,8 @@ def test_a_search_for_what_is_not_here_is_told(asked, sentence, wire: Wire) -> N
 
 
 def test_sessions_of_other_projects_and_owners_are_none_of_this_server(wire: Wire) -> None:
+    reply = wire.http.post("/sessions/search", json={"run": "x"})
+    assert reply.status_code == 400 and "unknown field 'run' in search_sessions" in reply.text
     reply = wire.http.post("/sessions/search", json={"project_ids": ["other"]})
     assert reply.status_code == 400 and "there is no project 'other'" in reply.text
     asked = {"owner": {"type": "user", "owner_urns": ["someone"]}}
@@ -224,6 +228,8 @@ def test_an_upload_has_no_more_bytes_than_its_adapter(wire: Wire) -> None:
 def test_what_an_upload_asks_for_is_checked_first(wire: Wire) -> None:
     for asked, sentence in (
         ({"base_model": "absent", "lora_config": LORA}, "unknown base model 'absent'"),
+        ({"base_model": "tiny:peft:9999999", "lora_config": LORA}, "a context of 9999999 tokens"),
+        ({"base_model": "tiny", "lora_config": LORA, "user_metadata": {"a": "b"}}, "unknown field"),
         ({"base_model": "tiny"}, "lora_config"),
         ({"base_model": "tiny", "lora_config": {"rank": 0}}, "rank must be at least 1"),
     ):

@@ -1,6 +1,7 @@
 """OpenAI's API through its own client: the SDK's tokens, streams, tools, refusals."""
 
 import json
+import shutil
 import time
 from concurrent.futures import Future
 from typing import Any
@@ -8,12 +9,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from chat_models import WEATHER
+from chat_models import CONTEXT, WEATHER
 from inference_server import ASKED, SAID, drawn, serve
 from tinsmith.chat.chat import Chat
 from tinsmith.chat.tools import ToolCall
+from tinsmith.demo import demo
 from tinsmith.engine.errors import RequestError
-from tinsmith.server import openai_chat
+from tinsmith.server import inference, openai_chat
 from tinsmith.server.backend import Backend
 
 SETTINGS = {"max_tokens": 60, "seed": 5, "temperature": 1.3}
@@ -199,7 +201,7 @@ BAD: tuple[tuple[dict[str, Any], str | None, str], ...] = (
     ({"logit_bias": {"5": 3}}, "logit_bias", "does not have"),
     ({"response_format": {"type": "json_object"}}, "response_format", "does not have"),
     ({"parallel_tool_calls": False}, "parallel_tool_calls", "does not have"),
-    ({"reasoning_effort": "low"}, "reasoning_effort", "does not have"),
+    ({"reasoning_effort": "low"}, "reasoning_effort", "which reads enable_thinking"),
     ({"min_p": 0.1}, "min_p", "is no setting of this server"),
     ({"tool_choice": "required"}, "tool_choice", 'can be "auto" or "none"'),
     ({"tools": [{"type": "function", "function": {"name": ""}}]}, None, "tool 0 must be"),
@@ -246,7 +248,8 @@ BAD: tuple[tuple[dict[str, Any], str | None, str], ...] = (
         "system message comes first",
     ),
     ({"messages": [{"role": "user", "content": "x " * 2000}]}, None, "the model's context is 1024"),
-    ({"chat_template_kwargs": {"messages": []}}, None, "messages is no setting"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages is no variable"),
+    ({"chat_template_kwargs": {"enable_thinkng": 1}}, "chat_template_kwargs", "is no variable of"),
     ({"model": f"tiny;{'/nowhere'}"}, None, "is not a checkpoint's path"),
 )
 
@@ -291,6 +294,27 @@ def test_models_that_are_not_there(place, one) -> None:
         ask(one, model=f"other;{place[1]}")
     with pytest.raises(openai.NotFoundError, match="tinsmith has no POST /v1/embeddings"):
         one.embeddings.create(model="tiny", input="x")
+    with pytest.raises(openai.NotFoundError) as told:
+        ask(one, model="x" * 5000)
+    assert len(str(told.value)) < 500
+
+
+def test_a_models_name_may_say_its_context(place, one) -> None:
+    """Requests end there. The seeds' tokens are the same before."""
+    given = {"prompt": [10, 20, 30], "max_tokens": 50, "seed": 3, "temperature": 2.0}
+    for form in ("tiny:peft:16", f"tiny:peft:16;{place[1]}"):
+        whole = one.completions.create(model=form.replace(":peft:16", ""), **given)
+        cut = one.completions.create(model=form, **given)
+        assert whole.usage.completion_tokens == 50 and cut.usage.completion_tokens == 13
+        assert whole.choices[0].text.startswith(cut.choices[0].text)
+        with pytest.raises(openai.BadRequestError, match="the model's context is 16") as told:
+            one.completions.create(model=form, **{**given, "prompt": [10] * 17})
+        assert told.value.code == "context_length_exceeded"
+    for context in (0, CONTEXT + 1, 10**8):
+        with pytest.raises(openai.NotFoundError, match=f"asks for a context of {context} tokens"):
+            one.completions.create(model=f"tiny:peft:{context}", **given)
+        with pytest.raises(openai.NotFoundError, match=f"the model's is {CONTEXT}"):
+            one.models.retrieve(f"tiny:peft:{context}")
 
 
 def test_models_are_listed(place, client) -> None:
@@ -300,6 +324,18 @@ def test_models_are_listed(place, client) -> None:
     assert client.models.retrieve(place[1]).id == place[1]
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("nobody")
+
+
+def test_effort_is_a_variable_of_the_template(tmp_path) -> None:
+    shutil.copy(demo.MODEL / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ messages[0].content }} {{ reasoning_effort }}"
+    )
+    chat, asked = Chat(tmp_path), {"reasoning_effort": "high"}
+    assert inference.template_settings({}, chat, []) == {}
+    assert chat.text(ASKED, [], inference.template_settings(asked, chat, [])).endswith("? high")
+    more = {**asked, "chat_template_kwargs": {"reasoning_effort": 0.2}}
+    assert inference.template_settings(more, chat, []) == {"reasoning_effort": 0.2}
 
 
 # ---- who asks, and who goes away ----

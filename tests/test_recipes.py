@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
@@ -13,11 +14,13 @@ from typing import Any
 
 import pytest
 import recipe_data
+import tinker_cookbook.recipes
 import tinsmith
 from chat_models import CHANNELS
 from models import PADDING, Spec, make
 from recipe_host import Host, running_host
 from recipes import (
+    BESIDE,
     HYBRIDS,
     LONG_MIXTURE,
     MIXTURE,
@@ -25,6 +28,7 @@ from recipes import (
     PATH,
     QWEN3,
     RECIPES,
+    REFUSED,
     RENDERER,
     SDFT,
     TOOLS,
@@ -203,6 +207,24 @@ def test_recipes_md_has_what_the_table_has() -> None:
         text = document(text)
         DOCUMENT.write_text(text)
     assert document(text) == text
+
+
+@pytest.mark.skipif(
+    metadata.version("tinker-cookbook") != VERSION, reason=f"the tables are of {VERSION}"
+)
+def test_every_module_of_the_recipes_that_starts_is_decided_on() -> None:
+    folder = Path(tinker_cookbook.recipes.__path__[0])
+    started = re.compile("^if __name__ == .__main__.:", re.MULTILINE)
+    found = set()
+    for file in folder.rglob("*.py"):
+        if file.name == "__main__.py" or started.search(file.read_text()):
+            module = file.with_suffix("").relative_to(folder.parent)
+            found.add(".".join(module.parts).removesuffix(".__main__"))
+    assert len(found) > 30
+    decided = {recipe.name.partition(" ")[0] for recipe in RECIPES} | {name for name, _ in BESIDE}
+    refused = tuple(name for name, _ in REFUSED)
+    left = {name for name in found - decided if not f"{name}.".startswith(refused)}
+    assert not left, "modules of the cookbook that no table of recipes.py has"
 
 
 @dataclass

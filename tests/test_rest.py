@@ -109,10 +109,11 @@ def test_numbers_and_kinds_that_no_field_has_are_told(server, path, body, senten
     session = wire.create().partition(":")[0]
     asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
     sampler = wire.post("/create_sampling_session", **asked)["sampling_session_id"]
-    more = {"target": {"sampling_session_id": sampler}}
-    if path == "/create_model":
-        more = {"session_id": session, "model_seq_id": 7, "base_model": "tiny"}
-    reply = wire.http.post(path.format(session), json=more | body)
+    more = {
+        "/retrieve_futures": {"target": {"sampling_session_id": sampler}},
+        "/create_model": {"session_id": session, "model_seq_id": 7, "base_model": "tiny"},
+    }
+    reply = wire.http.post(path.format(session), json=more.get(path, {}) | body)
     told = reply.text if reply.status_code != 200 else wire.result(reply.json())["error"]
     assert sentence in told and "a bug" not in told
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -143,6 +144,15 @@ def other_target(datum: tinker.Datum) -> tinker.Datum:
     return with_inputs(datum, target_tokens=targets)
 
 
+def unshifted(datum: tinker.Datum) -> tinker.Datum:
+    """Each target is its own input: every span is right by itself."""
+    targets = datum.loss_fn_inputs["target_tokens"].to_numpy().tolist()
+    tokens = datum.model_input.to_ints()[1:] + targets[-1:]
+    moved = dataclasses.replace(datum, model_input=tinker.ModelInput.from_ints(tokens))
+    moved = spans(moved, "model_input_spans", 0, offset=1, length=3)
+    return spans(moved, "model_input_spans", 1, length=6)
+
+
 def prompts_advantage(datum: tinker.Datum) -> tinker.Datum:
     return with_inputs(datum, advantages=np.ones(9, np.float32))
 
@@ -177,6 +187,7 @@ def prompts_advantage(datum: tinker.Datum) -> tinker.Datum:
         ),
         (other_token, r"datum 1: model_input_spans\[1\] has id \d+ at position 6, but sequence"),
         (other_target, r"datum 1: loss_fn_input_spans\[1\] has id \d+ at position 4, but sequence"),
+        (unshifted, r"has the target after id \d+ at position 3, but sequence .* has 14 before it"),
         (prompts_advantage, r"the target at position 0 is a prompt's, but its advantage is 1"),
     ),
 )  # fmt: skip
@@ -275,6 +286,20 @@ def test_the_least_recently_used_are_forgotten_where_there_is_no_room() -> None:
     sequences.add("s", "d", np.asarray([1], np.int32), result(5, 6))
     known = [name for name in "abcd" if sequences.find("s", f"{name}:0")]
     assert known == ["a", "c", "d"] and sequences.bytes <= sequences.bytes_max
+
+
+def test_what_a_result_has_beside_its_sequences_is_not_kept() -> None:
+    """Nobody would count its bytes."""
+    sequences, _ = kept()
+    ids, scores = np.zeros((2, 1000), np.int32), np.zeros((2, 1000), np.float32)
+    prompt = np.asarray([1, 2], np.int32)
+    [sample] = result(5, 6).samples
+    sample = dataclasses.replace(sample, topk_ids=ids, topk_logprobs=scores)
+    whole = SampleResult((sample,), topk_ids=ids, topk_logprobs=scores)
+    left = [weakref.ref(array) for array in (ids, scores)]
+    sequences.add("s", "a", prompt, whole)
+    del ids, scores, sample, whole
+    assert sequences.find("s", "a:0") is not None and all(ref() is None for ref in left)
 
 
 def test_a_session_takes_its_sequences_with_it() -> None:

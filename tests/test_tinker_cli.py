@@ -10,6 +10,7 @@ import pytest
 import tinker
 from click.testing import CliRunner
 from conftest import make_datum, sdk_asks
+from huggingface_hub import HfApi
 from safetensors.numpy import load_file
 from tinker.cli.__main__ import main_cli
 from tinker.cli.exceptions import TinkerCliError
@@ -136,7 +137,26 @@ def checkpoint_download(paths: dict[str, str], folder: Path) -> None:
 
 
 def checkpoint_push_hf(paths: dict[str, str], folder: Path) -> None:
-    assert "hf auth login" in refused("checkpoint", "push-hf", paths["weights"])
+    """Without the hub's side of it."""
+    push = ("checkpoint", "push-hf", paths["weights"], "--repo", "me/mine")
+    assert "hf auth login" in refused(*push)
+    pushed: dict[str, bytes] = {}
+
+    def upload(_: HfApi, *, folder_path: str, **__: Any) -> None:
+        pushed.update((file.name, file.read_bytes()) for file in Path(folder_path).iterdir())
+
+    with pytest.MonkeyPatch.context() as hub:
+        hub.setattr(HfApi, "whoami", lambda _: {"name": "me"})
+        hub.setattr(HfApi, "create_repo", lambda _, **__: None)
+        hub.setattr(HfApi, "upload_folder", upload)
+        assert "me/mine" in tell(*push)
+    where = shown("checkpoint", "download", paths["external"], "-o", "down")["destination"]
+    wanted = (Path(where) / "adapter_model.safetensors").read_bytes()
+    assert pushed["adapter_model.safetensors"] == wanted
+    assert json.loads(pushed["adapter_config.json"])["r"] == 4
+    card = pushed["README.md"].decode()
+    for part in (paths["weights"], "base_model: tiny", "LoRA rank: 4", "attn=True, mlp=True"):
+        assert part in card
 
 
 def model_list(paths: dict[str, str], folder: Path) -> None:

@@ -16,7 +16,7 @@ from tinker.cli.__main__ import main_cli
 from tinsmith.server import anthropic_messages, openai_text, rest, wire
 from tinsmith.server.backend import TINKER
 from tinsmith.server.fields import FIELDS
-from tinsmith.server.shapes import OPENAI_PREFIXES
+from tinsmith.server.shapes import ANTHROPIC_PREFIXES, OPENAI_PREFIXES
 
 DOCUMENT = Path(__file__).parent.parent / "TINKER.md"
 SDK = Path(tinker.__file__).parent
@@ -37,6 +37,17 @@ NEWER = {
     "ExternalWeightsUploadStartRequest.destination_project_id",
     "ExternalWeightsUploadFinishRequest.upload_id",
 }  # fmt: skip
+# Types of answers beside those that are called so, and of those the calls that are not here.
+TOLD = {
+    "Checkpoint", "ForwardBackwardOutput", "FutureFailed", "FutureFinished", "ModelData",
+    "PromptAltTokens", "SampledSequence", "SessionSummary", "SupportedModel", "TrainingRun",
+    "UntypedAPIFuture",
+}  # fmt: skip
+ABSENT = ("AuditLog", "AuthToken", "Billing", "CurrentCheckpointStorage", "Whoami")
+NAMES = {
+    "search_checkpoints": "CheckpointSearchRequest",
+    "external_weights_upload_start": "ExternalWeightsUploadStartRequest",
+}
 of_this_sdk = pytest.mark.skipif(
     not tinker.__version__.startswith("0.38."), reason="the document is of SDK 0.38"
 )
@@ -84,10 +95,28 @@ def test_each_field_that_the_sdk_sends_is_decided_on() -> None:
 def test_the_fields_that_the_server_refuses_are_told() -> None:
     table = rows("Fields")
     for kind, known in FIELDS.items():
-        type_name = TYPES[kind].__name__
+        type_name = NAMES.get(kind) or TYPES[kind].__name__
         said = {name for name in table if name.startswith(f"{type_name}.")}
         refused = {f"{type_name}.{name}" for name in known.refused} & said
         assert {name for name in said if table[name] == "not here"} == refused
+
+
+def answered() -> Iterator[tuple[str, str]]:
+    """The types of the SDK's answers, and their fields."""
+    for name, kind in vars(types).items():
+        if inspect.isclass(kind) and (name.endswith("Response") or name in TOLD):
+            for field in getattr(kind, "model_fields", None) or kind.__dataclass_fields__:
+                if not field.startswith("_") and not name.startswith(ABSENT):
+                    yield name, field.removesuffix("_np")
+
+
+@of_this_sdk
+def test_each_field_of_an_answer_is_filled_or_is_said_not_to_be() -> None:
+    """Filled: the server's code names it."""
+    code = "".join(file.read_text() for file in Path(rest.__file__).parent.glob("*.py"))
+    named = set(re.findall(r"\w+", code))
+    missing = {f"{name}.{field}" for name, field in answered() if field not in named}
+    assert set(rows("Answers")) == missing
 
 
 @of_this_sdk
@@ -113,8 +142,8 @@ def test_each_endpoint_of_the_server_is_told_and_no_other() -> None:
 
 
 def test_each_inference_endpoint_of_the_server_is_told_and_no_other() -> None:
-    tables = [("", anthropic_messages.ROUTES)]
-    tables += [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]
+    tables = [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]
+    tables += [(prefix, anthropic_messages.ROUTES) for prefix in ANTHROPIC_PREFIXES]
     served = {f"{row[0]} {prefix}{row[1]}" for prefix, routes in tables for row in routes}
     assert set(rows("Inference endpoints")) == served
 

@@ -72,13 +72,19 @@ def test_a_default_that_is_on_this_machine_is_served(
 def test_a_source_that_cannot_be_read_is_pythons_to_tell(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("def (")
-    for command in ([str(broken)], ["absent.py"], ["-m", "no.such.module"], ["-m"]):
+    for command in ([str(broken)], ["absent.py"], ["-m", "no.such.module"]):
         assert wanted_models(command).missing == ()
     assert "--model NAME=FOLDER" in refusal(["absent.py"], ())
 
 
+@pytest.mark.parametrize("name", ("no.such.module", "tinker_cookbook.recipes.sl_basik", "json"))
+def test_a_module_that_is_not_there_wants_no_model(name: str) -> None:
+    assert refusal(["-m", name], ()) == f"there is no module {name!r} to run"
+
+
 def test_help_is_asked_for_by_the_recipes_own_arguments() -> None:
     assert asks_for_help(["-m", "recipe", "--help"]) and asks_for_help(["recipe.py", "--help"])
+    assert asks_for_help(["recipe.py", "-h"]) and not asks_for_help(["recipe.py", "a=-h"])
     assert not asks_for_help(["-m", "recipe", "text=--help"])
 
 

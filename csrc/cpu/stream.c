@@ -2,17 +2,20 @@
  *
  *   c (m,n) = scale·a (m,k)·wᵀ [+ bias] [+ plus],  m ≤ STREAM_ROWS
  *
- * The weight is read once, in the order in which it lies. It is prefetched AHEAD bytes before it is
- * used, across the ends of blocks and panels, because the processor's own prefetching stops at each
- * page. A block of DEPTH inputs of one panel (24 KB in bf16) is multiplied with all rows while it
- * is in L1. The rows are packed first, once for all panels, each tile of them k-major. So the inner
- * loop reads two streams, whatever the distance of the rows. One or two rows have registers left: a
- * tile is then as wide as the panel and reads it once, in order (with AVX2 and f32 at one row 14
- * GB/s and not 10, where a core reads 14). Sums are matmul.c's, bit for bit:
- * blocks of DEPTH, each from zero in the order of k, then scale, bias, and plus.
+ * The weight is read once, in the order in which it lies. It is asked of memory some AHEAD bytes
+ * before it is used, across the ends of blocks and panels, because the processor's own prefetching
+ * stops at each page, and of L2 shortly before. A block of DEPTH inputs of one panel is multiplied
+ * with all rows while it is in L1. Where several tiles read it, it comes in parts that leave L1
+ * room for the rows, and the tiles' sums wait between them. The rows are packed first, once for all
+ * panels, each tile of them k-major. So the inner loop reads two streams, whatever the distance of
+ * the rows. One or two rows have registers left: a tile is then as wide as the panel and reads it
+ * once, in order (with AVX2 and f32 at one row 14 GB/s and not 10, where a core reads 14). Sums are
+ * matmul.c's, bit for bit: blocks of DEPTH, each from zero in the order of k, then scale, bias, and
+ * plus.
  *
- * Roofline: n·k weights, 2·m·n·k flops. Memory bound up to some 14 rows of bf16, compute bound
- * above; 38 GB/s at 1 row and 430 of 474 GFLOP/s at 33 where a core reads 38 GB/s. */
+ * Roofline: n·k weights, 2·m·n·k flops. Memory bound up to some 9 to 14 rows of bf16, compute bound
+ * above. Where a core reads 16.5 to 17.5 GB/s and makes 178 GFLOP/s (Intel, AVX-512): 16.6 GB/s at
+ * one and two rows of bf16, 15.7 at 4, 15.0 at 8, and 139 GFLOP/s at 16; from L2 172. */
 #include <assert.h>
 
 #include "block.h"
@@ -24,14 +27,21 @@ enum {
     ACROSS = PANEL / WIDE,            /* tiles of a panel */
     ACROSS_ROWS = VL == 4 ? 1 : 2,    /* the most whose sums fill registers for all of them */
     BLOCK_ROWS = 12,                  /* the most for which a block is widened in registers */
-    AHEAD = 24 * 1024 / 4,            /* prefetch distance, in lanes of the weight */
+    PAGES = 8,                        /* that are asked for in turns */
+    AHEAD = PAGES * 4096,             /* bytes from what is read to what is asked of memory */
+    NEAR = 2048,                      /* bytes to what is asked of L2 */
     PACKED_LANES = STREAM_ROWS << 10, /* of packed rows: a quarter of L2 */
+    PART = 96,                        /* lanes of the weight that several tiles read from L1 */
+    WIDE_LANES = PART * PANEL,        /* of a part that is widened */
+    SUM_LANES = (STREAM_ROWS + TILE_ROWS) * PANEL, /* of a panel's sums between parts */
 };
 
 #define NS_BYTE 0.018 /* of a byte of a weight in L3 (cpu.h); twice that from memory */
 
-_Static_assert((PACKED_LANES + PACKED_SLACK + DEPTH * PANEL) * sizeof(float) <= POOL_SCRATCH,
-               "all packed rows, and a block of a weight that is widened");
+_Static_assert((PACKED_LANES + PACKED_SLACK + WIDE_LANES + SUM_LANES) * sizeof(float) <=
+                   POOL_SCRATCH,
+               "all packed rows, a part of a weight that is widened, and the sums of a panel");
+_Static_assert(PART % FROZEN_BLOCK == 0 && DEPTH % PART == 0, "parts of whole blocks");
 _Static_assert(PACKED_LANES / (STREAM_ROWS + TILE_ROWS) >= DEPTH, "a block of all rows is packed");
 
 /* The content of the operands' 32-bit lanes. */
@@ -41,14 +51,50 @@ typedef enum Form {
     PAIRS,  /* both: two k of bf16 */
 } Form;
 
+/* The part of a block that a tile multiplies. */
+typedef struct Part {
+    float *sums;     /* the tile's, between parts */
+    int begun, more; /* whether there are parts before and behind it */
+    int turn, turns; /* the tile asks memory for each turns-th pair of lines; turns 0: for none */
+} Part;
+
 typedef struct Stream {
     const Product *p;
     const Device *dev;
     Form form;           /* of a weight with blocks: when they are widened */
     int tiles, height;   /* the tiles, and the rows of each; the last may have fewer */
-    const float *packed; /* [tile][lane][height], of the inputs [k0, k0 + depth) */
+    const float *packed; /* [tile][lane][row of it], of the inputs [k0, k0 + depth) */
     int k0, depth;
 } Stream;
+
+/* Asks memory for two lines of the weight that will be read about AHEAD bytes after those at `at`.
+ * Each PAGES pages are asked for two lines of a page in turn: the processor, whose own prefetching
+ * stops at the end of a page, then has several at work at once. */
+static inline __attribute__((always_inline)) void far_ask(const void *at)
+{
+    uintptr_t pair = ((uintptr_t)at + AHEAD) / 128;
+    uintptr_t turn = pair % (AHEAD / 128), first = pair - turn;
+    pair = first + turn % PAGES * (4096 / 128) + turn / PAGES;
+    __builtin_prefetch((const void *)(pair * 128), 0, 2);
+    __builtin_prefetch((const void *)(pair * 128 + 64), 0, 2);
+}
+
+/* Asks L2 for two lines that will be read soon. */
+static inline __attribute__((always_inline)) void near_ask(const void *at)
+{
+    __builtin_prefetch((const char *)at + NEAR, 0, 3);
+    __builtin_prefetch((const char *)at + NEAR + 64, 0, 3);
+}
+
+/* Asks for as many lines as a block has. */
+static inline __attribute__((always_inline)) void block_ask(const unsigned char *block,
+                                                            size_t bytes)
+{
+    for (size_t line = 0; line < bytes; line += 128) {
+        far_ask(block + line);
+        near_ask(block + line);
+    }
+}
 
 /* Lanes that `k` inputs of a row take. */
 static int row_lanes(Form form, int k)
@@ -62,29 +108,37 @@ static void pack(float *to, const Stream *s)
 {
     const Product *p = s->p;
     int64_t tile = (int64_t)row_lanes(s->form, s->depth) * s->height;
-    for (int r = 0; r < p->m; r += s->height, to += tile)
-        CPU(tile_pack)(to, s->height, p->a + r * p->a_row + s->k0, p->a_row,
-                       p->m - r < s->height ? p->m - r : s->height, s->depth, s->form == PAIRS);
+    for (int r = 0; r < p->m; r += s->height, to += tile) {
+        int rows = p->m - r < s->height ? p->m - r : s->height;
+        CPU(tile_pack)(to, rows, p->a + r * p->a_row + s->k0, p->a_row, rows, s->depth,
+                       s->form == PAIRS);
+    }
 }
 
 /* ---- the register tile ---- */
 
-static inline __attribute__((always_inline)) void tile_rows(Out out, const float *a, int height,
-                                                            const float *b, int k, int first,
-                                                            const int rows, const int across,
-                                                            const Form form)
+static inline __attribute__((always_inline)) void tile_rows(Out out, const float *a, const float *b,
+                                                            int k, Part part, const int rows,
+                                                            const int across, const Form form)
 {
     vf acc[ACROSS][TILE_ROWS][2];
 #pragma GCC unroll 4
     for (int j = 0; j < across; j++)
 #pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) acc[j][r][0] = acc[j][r][1] = v_set(0.0f);
-    int lanes = form == FLOATS ? k : (k + 1) / 2;
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++)
+                acc[j][r][half] = part.begun
+                                      ? v_load(part.sums + (r * across + j) * WIDE + half * VL)
+                                      : v_set(0.0f);
+    int lanes = form == FLOATS ? k : (k + 1) / 2, wait = part.turns ? part.turn : lanes;
+    int near = part.turns > 0 && part.turn == 0;
     for (int i = 0; i < lanes; i++, b += PANEL) {
-        if (first) {
-            __builtin_prefetch(b + AHEAD, 0, 2);
-            __builtin_prefetch(b + AHEAD + PANEL / 2, 0, 2);
+        if (wait-- == 0) {
+            far_ask(b);
+            wait = part.turns - 1;
         }
+        if (near) near_ask(b);
 #pragma GCC unroll 4
         for (int j = 0; j < across; j++) {
             const float *at = b + j * WIDE;
@@ -100,26 +154,26 @@ static inline __attribute__((always_inline)) void tile_rows(Out out, const float
             }
 #endif
             tile_step(acc[j], a, 1, v_first(b0), v_first(b1), rows);
-            if (2 * i + 1 < k) tile_step(acc[j], a + height, 1, v_second(b0), v_second(b1), rows);
+            if (2 * i + 1 < k) tile_step(acc[j], a + rows, 1, v_second(b0), v_second(b1), rows);
         }
-        a += form == WIDEN ? 2 * (int64_t)height : height;
+        a += form == WIDEN ? 2 * rows : rows;
     }
+    if (part.more) out = out_to(part.sums, across * WIDE, 1.0f, 0);
 #pragma GCC unroll 4
     for (int j = 0; j < across; j++) tile_write(out_at(out, 0, j * WIDE), acc[j], rows);
 }
 
 /* One tile of `rows` ≤ TILE_ROWS rows: the switch makes the row count and the form constants. */
-static void tile(Out out, const float *a, int height, const float *b, int k, int first, int rows,
-                 Form form)
+static void tile(Out out, const float *a, const float *b, int k, Part part, int rows, Form form)
 {
-#define CASE(n)                                                   \
-    case n:                                                       \
-        if (form == FLOATS)                                       \
-            tile_rows(out, a, height, b, k, first, n, 1, FLOATS); \
-        else if (form == WIDEN)                                   \
-            tile_rows(out, a, height, b, k, first, n, 1, WIDEN);  \
-        else                                                      \
-            tile_rows(out, a, height, b, k, first, n, 1, PAIRS);  \
+#define CASE(n)                                          \
+    case n:                                              \
+        if (form == FLOATS)                              \
+            tile_rows(out, a, b, k, part, n, 1, FLOATS); \
+        else if (form == WIDEN)                          \
+            tile_rows(out, a, b, k, part, n, 1, WIDEN);  \
+        else                                             \
+            tile_rows(out, a, b, k, part, n, 1, PAIRS);  \
         return
     switch (rows) {
 #if defined(__AVX512F__)
@@ -133,16 +187,16 @@ static void tile(Out out, const float *a, int height, const float *b, int k, int
 }
 
 /* The same for 1 to ACROSS_ROWS rows against a whole panel. */
-static void tile_across(Out out, const float *a, int height, const float *b, int k, int rows,
+static void tile_across(Out out, const float *a, const float *b, int k, Part part, int rows,
                         Form form)
 {
-#define ROWS(n)                                                \
-    if (form == FLOATS)                                        \
-        tile_rows(out, a, height, b, k, 1, n, ACROSS, FLOATS); \
-    else if (form == WIDEN)                                    \
-        tile_rows(out, a, height, b, k, 1, n, ACROSS, WIDEN);  \
-    else                                                       \
-        tile_rows(out, a, height, b, k, 1, n, ACROSS, PAIRS)
+#define ROWS(n)                                           \
+    if (form == FLOATS)                                   \
+        tile_rows(out, a, b, k, part, n, ACROSS, FLOATS); \
+    else if (form == WIDEN)                               \
+        tile_rows(out, a, b, k, part, n, ACROSS, WIDEN);  \
+    else                                                  \
+        tile_rows(out, a, b, k, part, n, ACROSS, PAIRS)
     if (rows == 1) {
         ROWS(1);
     } else {
@@ -170,10 +224,10 @@ block_step(vf (*acc)[2], const float *a, const vf *w, const int rows, const Form
 }
 
 /* `live` inputs of a block. */
-static inline __attribute__((always_inline)) void block_rows(vf (*acc)[2], const float *a,
-                                                             int height, Square s, Values values,
-                                                             int live, const int rows,
-                                                             const DType kind, const Form form)
+static inline __attribute__((always_inline)) void block_rows(vf (*acc)[2], const float *a, Square s,
+                                                             Values values, int live,
+                                                             const int rows, const DType kind,
+                                                             const Form form)
 {
     const int each = form == PAIRS ? 2 : 1; /* inputs of a step */
     vf scale[2], offset[2];
@@ -201,13 +255,13 @@ static inline __attribute__((always_inline)) void block_rows(vf (*acc)[2], const
                 w[j] = weight_of(value, scale[x], offset[x], kind);
             }
             block_step(acc, a, w, rows, form);
-            a += height;
+            a += rows;
         }
     }
 }
 
 /* `k` inputs of a panel, from block number `first` on. */
-static inline __attribute__((always_inline)) void blocks_rows(Out out, const float *a, int height,
+static inline __attribute__((always_inline)) void blocks_rows(Out out, const float *a,
                                                               const frozen *w, int panel, int first,
                                                               int k, const int rows,
                                                               const DType kind)
@@ -221,22 +275,20 @@ static inline __attribute__((always_inline)) void blocks_rows(Out out, const flo
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = v_set(0.0f);
     Values values = values_of(w->type, kind);
-    for (; k >= BLOCK; k -= BLOCK, first++, a += row_lanes(form, BLOCK) * height) {
+    for (; k >= BLOCK; k -= BLOCK, first++, a += row_lanes(form, BLOCK) * rows) {
         Square s = square_at(w, kind, panel, first);
-        for (size_t line = 0; line < blocks_of(kind).bytes; line += 64)
-            __builtin_prefetch(s.block + 4 * AHEAD + line, 0, 2);
-        block_rows(acc, a, height, s, values, BLOCK, rows, kind, form);
+        block_ask(s.block, blocks_of(kind).bytes);
+        block_rows(acc, a, s, values, BLOCK, rows, kind, form);
     }
-    if (k)
-        block_rows(acc, a, height, square_at(w, kind, panel, first), values, k, rows, kind, form);
+    if (k) block_rows(acc, a, square_at(w, kind, panel, first), values, k, rows, kind, form);
     tile_write(out, acc, rows);
 }
 
 /* The switch makes the row count a constant. */
 #define ROWS(n) \
-    case n: blocks_rows(out, a, height, w, panel, first, k, n, kind); return
+    case n: blocks_rows(out, a, w, panel, first, k, n, kind); return
 
-static inline __attribute__((always_inline)) void tile_kind(Out out, const float *a, int height,
+static inline __attribute__((always_inline)) void tile_kind(Out out, const float *a,
                                                             const frozen *w, int panel, int first,
                                                             int k, int rows, const DType kind)
 {
@@ -253,11 +305,11 @@ static inline __attribute__((always_inline)) void tile_kind(Out out, const float
 #undef ROWS
 
 /* The same of the kind. */
-static void tile_blocks(Out out, const float *a, int height, const frozen *w, int panel, int first,
-                        int k, int rows)
+static void tile_blocks(Out out, const float *a, const frozen *w, int panel, int first, int k,
+                        int rows)
 {
 #define KIND(kind) \
-    case kind: tile_kind(out, a, height, w, panel, first, k, rows, kind); return
+    case kind: tile_kind(out, a, w, panel, first, k, rows, kind); return
     switch (block_kind(w->type)) {
         EACH_KIND(KIND);
     default: assert(!"a type has blocks");
@@ -270,12 +322,14 @@ static void tile_blocks(Out out, const float *a, int height, const frozen *w, in
 /* ---- panels and threads ---- */
 
 /* Where inputs from k0 on of a panel of outputs lie, k-major; those with blocks are widened. */
-static const float *weight_block(const Stream *s, int n0, int k0, int depth)
+static const float *weight_part(const Stream *s, int n0, int k0, int depth)
 {
     const frozen *w = s->p->b;
     if (dtype_packed(w->type)) {
         float *wide = (float *)cpu_scratch(s->dev) + PACKED_LANES + PACKED_SLACK, *to = wide;
         for (int k = 0; k < depth; k += BLOCK) {
+            block_ask(square_at(w, w->type, n0 / PANEL, (k0 + k) / BLOCK).block,
+                      blocks_of(w->type).bytes);
 #if defined(__AVX512BF16__)
             CPU(block_widen_pairs)(to, w, n0 / PANEL, (k0 + k) / BLOCK);
             to += BLOCK / 2 * PANEL;
@@ -292,44 +346,64 @@ static const float *weight_block(const Stream *s, int n0, int k0, int depth)
            ((size_t)(n0 / PANEL) * lanes + (size_t)(halves ? k0 / 2 : k0)) * PANEL;
 }
 
+/* One part of a block, `k` inputs of n ≤ PANEL outputs that begin at b, against all rows from their
+ * lane on. */
+static void part_tiles(const Stream *s, Out all, int lane, const float *b, int n, int k, int begun,
+                       int more)
+{
+    int64_t tile_lanes = (int64_t)row_lanes(s->form, s->depth) * s->height;
+    int packed = dtype_packed(((const frozen *)s->p->b)->type);
+    int across = n == PANEL && s->p->m <= ACROSS_ROWS;
+    Part part = {.begun = begun, .more = more};
+    part.sums = (float *)cpu_scratch(s->dev) + PACKED_LANES + PACKED_SLACK + WIDE_LANES;
+    if (!packed) part.turns = across ? 1 : (n + WIDE - 1) / WIDE * s->tiles;
+    if (across) {
+        tile_across(all, s->packed + (int64_t)lane * s->p->m, b, k, part, s->p->m, s->form);
+        return;
+    }
+    for (int j = 0; j < n; j += WIDE)
+        for (int t = 0; t < s->tiles; t++) {
+            int r0 = t * s->height, rows = s->p->m - r0 < s->height ? s->p->m - r0 : s->height;
+            Out out = out_at(all, r0, j);
+            const float *at = s->packed + t * tile_lanes + (int64_t)lane * rows;
+            if (more || n - j >= WIDE) {
+                tile(out, at, b + j, k, part, rows, s->form);
+            } else {
+                Edge edge; /* the panel is filled up with zeros there */
+                tile(edge_open(&edge, out, rows, n - j), at, b + j, k, part, rows, s->form);
+                edge_close(&edge, out, rows, n - j);
+            }
+            part.sums += s->height * WIDE;
+            part.turn++;
+        }
+}
+
 /* `depth` inputs, from k0 on, of the panel of outputs n0 on, against all rows. */
 static void panel_block(const Stream *s, int n0, int k0, int depth)
 {
     const Product *p = s->p;
-    const float *a = s->packed + (int64_t)row_lanes(s->form, k0 - s->k0) * s->height;
-    int64_t tile_lanes = (int64_t)row_lanes(s->form, s->depth) * s->height;
+    int lane = row_lanes(s->form, k0 - s->k0);
     int n = p->n - n0 < PANEL ? p->n - n0 : PANEL;
     Out whole = product_out(p, k0);
 #if defined(__AVX512F__)
     if (dtype_packed(((const frozen *)p->b)->type) && p->m <= BLOCK_ROWS) {
         Out out = out_at(whole, 0, n0);
         Edge edge;
-        tile_blocks(n == PANEL ? out : edge_open(&edge, out, p->m, n), a, s->height, p->b,
-                    n0 / PANEL, k0 / BLOCK, depth, p->m);
+        tile_blocks(n == PANEL ? out : edge_open(&edge, out, p->m, n),
+                    s->packed + (int64_t)lane * p->m, p->b, n0 / PANEL, k0 / BLOCK, depth, p->m);
         if (n < PANEL) edge_close(&edge, out, p->m, n);
         return;
     }
 #endif
-    const float *b = weight_block(s, n0, k0, depth);
-    if (n == PANEL && p->m <= ACROSS_ROWS) {
-        tile_across(out_at(whole, 0, n0), a, s->height, b, depth, p->m, s->form);
-        return;
+    int packed = dtype_packed(((const frozen *)p->b)->type);
+    int size = PART * (s->form == FLOATS ? 1 : 2);
+    if (!packed && (s->tiles * ACROSS == 1 || p->m <= ACROSS_ROWS)) size = DEPTH; /* one tile */
+    for (int k = 0; k == 0 || k < depth; k += size) {
+        int inputs = depth - k < size ? depth - k : size;
+        const float *b = weight_part(s, n0, k0 + k, inputs);
+        part_tiles(s, out_at(whole, 0, n0), lane + row_lanes(s->form, k), b, n, inputs, k > 0,
+                   k + inputs < depth);
     }
-    for (int j = 0; j < n; j += WIDE)
-        for (int t = 0; t < s->tiles; t++) {
-            int r0 = t * s->height, rows = p->m - r0 < s->height ? p->m - r0 : s->height;
-            Out out = out_at(whole, r0, n0 + j);
-            const float *at = a + t * tile_lanes;
-            int first = j == 0 && t == 0;
-            if (n - j >= WIDE) {
-                tile(out, at, s->height, b + j, depth, first, rows, s->form);
-            } else {
-                Edge edge; /* the panel is filled up with zeros there */
-                tile(edge_open(&edge, out, rows, n - j), at, s->height, b + j, depth, first, rows,
-                     s->form);
-                edge_close(&edge, out, rows, n - j);
-            }
-        }
 }
 
 static void panel_job(void *context, int64_t panel)

@@ -31,7 +31,7 @@ class Wanted:
 
 def asks_for_help(command: Sequence[str]) -> bool:
     """Whether a recipe's command line asks for its help, which needs no model."""
-    return "--help" in command[1:]
+    return not {"-h", "--help"}.isdisjoint(command[1:])
 
 
 def wanted_models(command: Sequence[str]) -> Wanted:
@@ -55,6 +55,8 @@ def wanted_models(command: Sequence[str]) -> Wanted:
 
 def refusal(command: Sequence[str], missing: Sequence[str]) -> str:
     """What is said to somebody whose recipe has no model: which it wants, and how to give it."""
+    if _source(command) is None:
+        return f"there is no module {command[1]!r:.200} to run"
     if not missing:
         return (
             "there is no model to serve: give --model NAME=FOLDER, or the recipe a "

@@ -31,7 +31,6 @@ INDEX_FILE = "model.safetensors.index.json"
 HEADER_BYTES_MAX = 100 * 1000 * 1000
 TENSORS_MAX = 1 << 16
 BYTES_MAX = 1 << 62
-LEFT_BYTES = 1 << 29
 FETCH_BYTES = 1 << 22
 LEFT_BYTES = 1 << 29  # of tensors behind the one that is read
 NAME_BYTES = 255  # of a file's name

@@ -23,7 +23,6 @@ from tinsmith.server.bodies import read_json
 from tinsmith.server.inference import Choice, Drawing, Generation, Target, Wrong
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Service
-from tinsmith.server.shapes import MESSAGES
 
 # What is known of a prompt is reused anyway: cache_control asks for what is always done.
 PROMPT = {
@@ -128,7 +127,9 @@ def _prompt(
         if last.get("tool_calls"):
             raise Wrong("the last message calls a tool: the tool's result has to follow")
         prefix = found.pop()["content"]
-    settings = wire.maybe(body, "chat_template_kwargs", dict, {})
+        if not found:
+            raise Wrong("messages has the assistant's words alone: a user's must come before them")
+    settings = inference.template_settings(body, target.chat, tools)
     return target.chat.prompt(found, tools, settings, prefix=prefix)
 
 
@@ -324,6 +325,6 @@ def _stop(index: int) -> str:
 
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", MESSAGES, messages),
-    ("POST", f"{MESSAGES}/count_tokens", count_tokens),
+    ("POST", "/messages", messages),
+    ("POST", "/messages/count_tokens", count_tokens),
 )

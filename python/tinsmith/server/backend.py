@@ -46,7 +46,7 @@ from tinsmith.server.metrics import Metrics
 from tinsmith.server.overload import QUEUE_BYTES_MAX, Arrivals, Overloaded, Queue
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service
-from tinsmith.server.shapes import OPENAI_PREFIXES, refusal
+from tinsmith.server.shapes import ANTHROPIC_PREFIXES, OPENAI_PREFIXES, refusal
 from tinsmith.server.state import State
 from tinsmith.server.traces import tracing
 from tinsmith.server.watch import Refused, Watch
@@ -69,8 +69,9 @@ def make_app(service: Service) -> Starlette:
     """The ASGI app: the tables of routes, each under its prefixes."""
     tinker = [row for table in TINKER for row in table.ROUTES]
     tables = [(PREFIX, tinker)]
-    tables += [("", rows.ROUTES) for rows in (anthropic_messages, metrics, page)]
+    tables += [("", rows.ROUTES) for rows in (metrics, page)]
     tables += [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]
+    tables += [(prefix, anthropic_messages.ROUTES) for prefix in ANTHROPIC_PREFIXES]
     table = [
         Route(prefix + path, _endpoint(service, prefix + path, handler), methods=[method])
         for prefix, rows in tables

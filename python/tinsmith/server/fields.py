@@ -83,6 +83,18 @@ FIELDS: dict[str, Fields] = {
     "create_sampling_session": Fields(
         ("session_id", "sampling_session_seq_id", "base_model", "model_path"), idle=KIND
     ),
+    # Searches, and uploads of adapters
+    "search_checkpoints": Fields(
+        ("project_ids", "user_metadata", "checkpoint_type", "owner", "base_models", "limit",
+         "cursor")
+    ),
+    "search_sessions": Fields(
+        ("session_id", "project_ids", "user_metadata", "display_name", "owner", "statuses", "limit",
+         "cursor")
+    ),
+    "external_weights_upload_start": Fields(
+        ("base_model", "lora_config", "destination_project_id")
+    ),
     # Of protobuf messages
     "forward_backward": Fields(
         ("model_id", "seq_id", "data", "loss_fn", "loss_fn_config", "loss_fn_config_v2",

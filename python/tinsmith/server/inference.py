@@ -121,28 +121,48 @@ def stops_of(body: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(items)
 
 
+def template_settings(
+    body: Mapping[str, Any], chat: Chat, tools: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The variables of the model's chat template that a request sets."""
+    given: dict[str, Any] = wire.maybe(body, "chat_template_kwargs", dict, {})
+    effort = body.get("reasoning_effort")
+    found = given if effort is None else {"reasoning_effort": effort, **given}
+    if unknown := sorted(found.keys() - (known := chat.variables(tools) if found else set())):
+        raise Wrong(
+            f"{unknown[0]:.200} is no variable of the model's chat template, which reads "
+            + (", ".join(sorted(known)) or "none of its own"),
+            param="chat_template_kwargs" if unknown[0] in given else unknown[0],
+        )
+    return found
+
+
 async def find_target(service: Service, body: Mapping[str, Any]) -> Target:
     """The weights of a request's `model`: a base model's name, a checkpoint's tinker:// path, or
-    both with ; between them."""
+    both with ; between them. The name may say a context."""
     name = wire.need(body, "model", str)
     base, _, path = ("", "", name) if name.startswith("tinker://") else name.partition(";")
     wanted = None
-    if base:
+    if base or not path:
         try:
-            wanted = service.base(base)
+            wanted, model = service.base(base), service.model(base)
         except ValueError as error:
-            raise Wrong(str(error), status=404, param="model", code="model_not_found") from None
-    if not path and wanted is not None:
-        return Target(name, service.targets.base(wanted), service.bases[wanted])
+            raise _absent(error) from None
+        if not path:
+            return Target(name, service.targets.base(wanted), model)
     try:
         folder, meta = await service.stored(service.meta, path)
     except FileNotFoundError as error:
-        raise Wrong(str(error), status=404, param="model", code="model_not_found") from None
+        raise _absent(error) from None
     own = service.base(meta.base_model)
     if wanted not in (None, own):
         raise Wrong(f"{path} is a checkpoint of {own}, not of {wanted}", param="model")
     session = service.targets.checkpoint(path, own, folder, meta)
-    return Target(name, session, service.bases[own])
+    return Target(name, session, service.model(base or meta.base_model))
+
+
+def _absent(error: Exception) -> Wrong:
+    return Wrong(str(error), status=404, param="model", code="model_not_found")
 
 
 def sample_request(

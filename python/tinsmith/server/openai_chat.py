@@ -36,7 +36,7 @@ ID_LENGTH = 9  # Mistral's templates want it
 SETTINGS = {
     "model", "messages", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens",
     "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "top_logprobs", "tools",
-    "tool_choice", "chat_template_kwargs",
+    "tool_choice", "chat_template_kwargs", "reasoning_effort",
 }  # fmt: skip
 # Values that change nothing, of settings that are not here.
 NEUTRAL: dict[str, Sequence[Any]] = {
@@ -52,7 +52,6 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "function_call": (),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -101,7 +100,7 @@ async def chat_completions(service: Service, request: Request) -> Response | dic
 
 def _asked(body: Mapping[str, Any], target: Target) -> Asked:
     tools = _tools(body)
-    settings = wire.maybe(body, "chat_template_kwargs", dict, {})
+    settings = inference.template_settings(body, target.chat, tools)
     messages = template_messages(wire.need(body, "messages", list))
     stream = wire.maybe(body, "stream", bool, False)
     logprobs = wire.maybe(body, "logprobs", bool, False)

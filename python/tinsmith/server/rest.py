@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from tinsmith.files.families import split_context
 from tinsmith.files.meta import Meta, is_time
-from tinsmith.server import wire
+from tinsmith.server import fields, wire
 from tinsmith.server.bodies import read_json
 from tinsmith.server.metrics import healthz
 from tinsmith.server.routes import Handler
@@ -21,9 +22,6 @@ from tinsmith.server.state import Entry, RunRow, SessionRow
 T = TypeVar("T")
 
 LOCAL = "local"  # the owner of all that is here, and its project
-SEARCHED = (
-    "project_ids", "user_metadata", "checkpoint_type", "owner", "base_models", "limit", "cursor",
-)  # fmt: skip
 TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
@@ -88,15 +86,13 @@ async def list_checkpoints(service: Service, request: Request) -> dict[str, Any]
 async def search_checkpoints(service: Service, request: Request) -> dict[str, Any]:
     """Those that match all that is asked for, the newest first."""
     body = await read_json(service, request)
-    unknown = sorted(set(body) - set(SEARCHED))
-    if unknown:
-        raise Refusal(400, f"a search of checkpoints has no {unknown[0]!r:.80}; it has {SEARCHED}")
+    fields.check("search_checkpoints", body)
     limit, anything = _limit(body), _own(body)
     kind = wire.optional(body, "checkpoint_type", str)
     if kind is not None and kind not in TYPES.values():
         kinds = " or ".join(TYPES.values())
         raise Refusal(400, f"checkpoint_type must be {kinds}, {kind!r:.80} came")
-    bases = None if body.get("base_models") is None else wire.need(body, "base_models", list)
+    bases = _base_models(body)
     wanted = wire.maybe(body, "user_metadata", dict, {})
 
     def matches(meta: Meta) -> bool:
@@ -238,6 +234,7 @@ async def get_session(service: Service, request: Request) -> dict[str, Any]:
 async def search_sessions(service: Service, request: Request) -> dict[str, Any]:
     """The client's own sessions, the newest first."""
     body = await read_json(service, request)
+    fields.check("search_sessions", body)
     limit, anything = _limit(body), _own(body)
     cursor = wire.optional(body, "cursor", dict)
     rows = await service.stored(service.state.sessions, owner(request))
@@ -256,6 +253,17 @@ async def search_sessions(service: Service, request: Request) -> dict[str, Any]:
             "last_session_id": page[-1].id,
         }
     return reply
+
+
+def _base_models(body: dict[str, Any]) -> set[str] | None:
+    """The names that a search asks for, also without what they say of a context."""
+    if body.get("base_models") is None:
+        return None
+    given = wire.need(body, "base_models", list)
+    for name in given:
+        if not isinstance(name, str):
+            raise ValueError(f"base_models must be strings, {wire.short(name)} came")
+    return {part for name in given for part in (name, split_context(name)[0])}
 
 
 def _limit(body: dict[str, Any]) -> int:

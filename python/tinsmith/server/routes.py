@@ -141,6 +141,8 @@ async def create_model(service: Service, request: Request) -> dict[str, Any]:
     model_id = f"{session.id}:train:{wire.need(body, 'model_seq_id', int)}"
 
     async def describe() -> tuple[RunInfo, LoraSpec]:
+        fields.check("create_model", body)
+        wire.refuse_optimizer(body)
         asked = wire.need(body, "base_model", str)
         base, model = service.base(asked), service.model(asked)
         place = f"{session.number}:train:{wire.need(body, 'model_seq_id', int)}"

@@ -43,8 +43,7 @@ class _Group:
     """The sequences of one request."""
 
     session: str
-    prompt: Ids
-    result: SampleResult
+    samples: tuple[Sampled, ...]
     bytes: int
     used: float
 
@@ -69,14 +68,14 @@ class Sequences:
         self._lock = threading.Lock()
 
     def add(self, session: str, request_id: str, prompt: Ids, result: SampleResult) -> None:
-        """Remembers the sequences of a request; their ids are its own with their number."""
-        arrays = [prompt]
-        for sample in result.samples:
-            arrays += [sample.tokens, sample.logprobs]
-        size = sum(array.nbytes for array in arrays) + SEQUENCE_BYTES * len(result.samples)
+        """Remembers the sequences of a request, and nothing else of its result; their ids are its
+        own with their number."""
+        samples = tuple(Sampled(prompt, one.tokens, one.logprobs) for one in result.samples)
+        size = prompt.nbytes + SEQUENCE_BYTES * len(samples)
+        size += sum(one.tokens.nbytes + one.logprobs.nbytes for one in samples)
         with self._lock:
             self._drop(request_id)
-            self._groups[request_id] = _Group(session, prompt, result, size, self._clock())
+            self._groups[request_id] = _Group(session, samples, size, self._clock())
             self.bytes += size
             self._trim()
 
@@ -88,12 +87,11 @@ class Sequences:
             group = self._groups.get(request_id)
             if group is None or group.session != session or not number.isdecimal():
                 return None
-            if len(number) > 9 or int(number) >= len(group.result.samples):
+            if len(number) > 9 or int(number) >= len(group.samples):
                 return None
             group.used = self._clock()
             self._groups.move_to_end(request_id)
-        sample = group.result.samples[int(number)]
-        return Sampled(group.prompt, sample.tokens, sample.logprobs)
+        return group.samples[int(number)]
 
     def forget(self, session: str) -> None:
         """Drops those of a session."""
@@ -125,17 +123,27 @@ class _Run:
     name: str
     at: slice
     ids: Ids
+    before: Ids  # of each sampled token the one that it was drawn after
     logprobs: NDArray[np.float32] | None  # of sampled tokens; None: of a prompt
 
     def compare(self, ids: Ids) -> None:
         """ValueError unless the datum's ids are the sequence's."""
-        differ = np.flatnonzero(ids[self.at] != self.ids)
+        self._compare(ids, self.ids, "has id {0} at position {1}, but", "there")
+
+    def compare_before(self, ids: Ids) -> None:
+        """The same of the ids that the targets are predicted from."""
+        self._compare(
+            ids, self.before, "has the target after id {0} at position {1}, but", "before it"
+        )
+
+    def _compare(self, ids: Ids, wanted: Ids, has: str, there: str) -> None:
+        differ = np.flatnonzero(ids[self.at] != wanted)
         if len(differ):
             first = int(differ[0])
+            at = self.at.start + first
             raise ValueError(
-                f"{self.where} has id {ids[self.at.start + first]} at position "
-                f"{self.at.start + first}, but sequence {self.name} has {self.ids[first]} there: "
-                "what is trained must be what was sampled"
+                f"{self.where} {has.format(ids[at], at)} sequence {self.name} has {wanted[first]} "
+                f"{there}: what is trained must be what was sampled"
             )
 
 
@@ -148,8 +156,9 @@ def recorded_logprobs(
     find: Find,
 ) -> NDArray[np.float32]:
     """The sampler's log-probability of each target, (N,), 0 where none was sampled. ValueError
-    where a span and its sequence differ, or a target that was not sampled has an advantage. The
-    other targets of a prompt are not compared: recipes fill them with zeros."""
+    where a span and its sequence differ, also in the token that a target was drawn after, or where
+    a target that was not sampled has an advantage. The other targets of a prompt are not compared:
+    recipes fill them with zeros."""
     spans = getattr(datum, "model_input_spans", ()), getattr(datum, "loss_fn_input_spans", ())
     if not any(spans):
         raise ValueError(
@@ -163,6 +172,7 @@ def recorded_logprobs(
     for run in _runs(spans[1], f"{where}: loss_fn_input_spans", len(targets), find):
         if run.logprobs is not None:
             run.compare(targets)
+            run.compare_before(tokens)
             found[run.at] = run.logprobs
         elif advantages[run.at].any():
             bad = run.at.start + int(np.flatnonzero(advantages[run.at])[0])
@@ -199,7 +209,8 @@ def _runs(spans: Sequence[pb.ProvenanceSpan], where: str, count: int, find: Find
         if part.length > count - at:
             raise ValueError(f"{where} cover more than the datum's {count} positions")
         logprobs = known.logprobs[first:end] if sampled else None
-        yield _Run(here, name, slice(at, at + part.length), ids[first:end], logprobs)
+        before = np.concatenate([known.prompt[-1:], ids])[first:end] if sampled else ids[:0]
+        yield _Run(here, name, slice(at, at + part.length), ids[first:end], before, logprobs)
         at += part.length
     if at < count:
         raise ValueError(f"{where} cover {at} of the datum's {count} positions: all must be")

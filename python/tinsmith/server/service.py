@@ -241,7 +241,7 @@ class Service:
         for known, model in self.bases.items():
             if model.path.resolve() == path:
                 return known
-        raise ValueError(f"unknown base model {given!r}; this server has {sorted(self.bases)}")
+        raise ValueError(f"unknown base model {given!r:.200}; this server has {sorted(self.bases)}")
 
     def model(self, name: str) -> BaseModel:
         """A base model that is named, at the context that its name says: "NAME:peft:32768"."""

@@ -10,8 +10,9 @@ from starlette.responses import JSONResponse, Response
 
 from tinsmith.engine.errors import clipped
 
-MESSAGES = "/v1/messages"
+# The hosted service's, and the usual ones.
 OPENAI_PREFIXES = ("/oai/api/v1", "/v1")
+ANTHROPIC_PREFIXES = ("/anthropic/api/v1", "/v1")
 
 
 def tinker(status: int, sentence: str, param: str | None, code: str | None) -> dict[str, Any]:
@@ -50,7 +51,8 @@ def anthropic(status: int, sentence: str, param: str | None, code: str | None) -
 
 Shape = Callable[[int, str, str | None, str | None], dict[str, Any]]
 SHAPES: tuple[tuple[str, Shape], ...] = (
-    (MESSAGES, anthropic),
+    ("/anthropic/api", anthropic),
+    ("/v1/messages", anthropic),
     *((prefix, openai) for prefix in OPENAI_PREFIXES),
     ("", tinker),
 )

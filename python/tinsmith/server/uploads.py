@@ -26,9 +26,10 @@ from tinsmith import _core
 from tinsmith.engine.errors import explain
 from tinsmith.engine.worker import StateSpec
 from tinsmith.files import disk, peft
+from tinsmith.files.families import BaseModel
 from tinsmith.files.lora import LoraSpec
 from tinsmith.files.meta import ADAPTER_FILE, CONFIG_FILE, Meta
-from tinsmith.server import wire
+from tinsmith.server import fields, wire
 from tinsmith.server.bodies import promised, read_json, received
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service, now, owner
@@ -57,11 +58,13 @@ class Upload:
 
 async def start(service: Service, request: Request) -> dict[str, Any]:
     body = await read_json(service, request)
+    fields.check("external_weights_upload_start", body)
     wire.optional(body, "destination_project_id", str)  # all that is here is one project
-    base = service.base(wire.need(body, "base_model", str))
+    asked = wire.need(body, "base_model", str)
+    base, model = service.base(asked), service.model(asked)
     wire.need(body, "lora_config", dict)
     spec = wire.lora_spec(body, 0)
-    size = await service.beside(1 << 20, _tensor_bytes, service, base, spec)
+    size = await service.beside(1 << 20, _tensor_bytes, model, spec)
     told = owner(request), base, spec, size
     run = await service.once(request, lambda: service.stored(_begin, service, *told))
     expires = datetime.now(UTC) + URL_TIME
@@ -205,9 +208,8 @@ def _checked(upload: Upload) -> Meta:
     return meta
 
 
-def _tensor_bytes(service: Service, base: str, spec: LoraSpec) -> int:
+def _tensor_bytes(model: BaseModel, spec: LoraSpec) -> int:
     """The most bytes that an adapter's file of tensors can have."""
-    model = service.bases[base]
     core = _core.Model(dict(model.config), model.inv_freq, weights=model.kind, threads=1)
     groups = _core.slot_groups()
     sizes = [

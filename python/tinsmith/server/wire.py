@@ -139,9 +139,7 @@ def ttl(body: Mapping[str, Any]) -> int | None:
 
 
 def lora_spec(body: Mapping[str, Any], fresh_seed: int) -> LoraSpec:
-    """create_model's adapter; fresh_seed is used where none came."""
-    fields.check("create_model", body)
-    refuse_optimizer(body)
+    """A new run's or an upload's adapter; fresh_seed is used where none came."""
     given = maybe(body, "lora_config", dict, {})
     fields.check("lora_config", given)
     rank = maybe(given, "rank", int, 32)
