@@ -228,7 +228,7 @@ def test_info_and_doctor_say_that_it_is_kept_or_widened(
     shown = capsys.readouterr().out
     assert f"{readable(size)} of the files are MXFP4, which is widened in memory" in shown
     assert cli.main(["doctor"]) == 0
-    assert "MXFP4 and GGUF's Q8_0, Q4_0, Q4_1, on the CPU Q4_K, Q5_K, Q6_K too;" in (
+    assert "MXFP4 and GGUF's Q8_0, Q4_0, Q4_1, on the CPU Q4_K, Q5_K, Q6_K, FP8, NF4 too;" in (
         capsys.readouterr().out
     )
 

@@ -4,96 +4,20 @@ not fit together is refused in a sentence."""
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from models import SPECS, Spec, call, datum, make, randomize, tokens_of
+from quantized_files import FP8, METHODS, NF4, Change, fp8, written
 from tinsmith import _core, cli
 from tinsmith.files import checkpoint, families, nf4, quantized, weights
 
-Tensors = dict[str, torch.Tensor]
-Change = Callable[[Tensors], object]
-
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 300, "head_dim": 64}
 SHOWN = "model.layers.1.mlp.down_proj.weight"
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [64, 32],
-       "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}  # fmt: skip
-NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
-       "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
-       "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8",
-       "llm_int8_threshold": 6.0, "_load_in_4bit": True}  # fmt: skip
-
-
-def fp8(tensors: Tensors, name: str, size: tuple[int, int] | None = (64, 32)) -> np.ndarray:
-    """Puts a matrix in FP8; the numbers that it has then, in float32."""
-    w = tensors.pop(name).float()
-    rows, cols = size or w.shape
-    tall, wide = -(-w.shape[0] // rows), -(-w.shape[1] // cols)
-    whole = torch.zeros(tall * rows, wide * cols)
-    whole[: w.shape[0], : w.shape[1]] = w
-    scale = whole.reshape(tall, rows, wide, cols).abs().amax((1, 3)) / 448
-    each = scale.repeat_interleave(rows, 0).repeat_interleave(cols, 1)
-    each = each[: w.shape[0], : w.shape[1]]
-    codes = (w / each).to(torch.float8_e4m3fn)
-    tensors[name] = codes
-    tensors[f"{name}_scale_inv"] = scale if size else scale.reshape(())
-    return (codes.float() * each).numpy()
-
-
-def nf4_of(tensors: Tensors, name: str, nested: bool = True, span: int = 64) -> np.ndarray:
-    """The same in NF4, its scales in 8 bits too if nested."""
-    w = tensors.pop(name).float()
-    flat = w.reshape(-1, span)
-    absmax = flat.abs().amax(1)
-    state: dict[str, Any] = {
-        "quant_type": "nf4", "blocksize": span, "dtype": "bfloat16", "shape": list(w.shape),
-    }  # fmt: skip
-    if nested:
-        offset = float(absmax.mean())
-        levels = torch.linspace(-1, 1, 256)
-        outer = torch.stack([p.abs().max() for p in (absmax - offset).split(256)])
-        each = outer.repeat_interleave(256)[: len(absmax)]
-        codes = ((absmax - offset) / each)[:, None].sub(levels).abs().argmin(1)
-        absmax = levels[codes] * each + offset
-        tensors[f"{name}.absmax"] = codes.to(torch.uint8)
-        tensors[f"{name}.nested_absmax"], tensors[f"{name}.nested_quant_map"] = outer, levels
-        state |= {"nested_blocksize": 256, "nested_offset": offset, "nested_dtype": "float32"}
-    else:
-        tensors[f"{name}.absmax"] = absmax
-    table = torch.from_numpy(nf4.NF4.copy())
-    codes = (flat / absmax[:, None])[..., None].sub(table).abs().argmin(-1)
-    pairs = codes.reshape(-1, 2)
-    tensors[name] = (pairs[:, 0] << 4 | pairs[:, 1]).to(torch.uint8)[:, None]
-    tensors[f"{name}.quant_map"] = table
-    text = json.dumps(state).encode()
-    tensors[f"{name}{nf4.STATE}"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return (table[codes] * absmax[:, None]).reshape(w.shape).numpy()
-
-
-METHODS = {"fp8": (fp8, FP8), "nf4": (nf4_of, NF4)}
-
-
-def written(
-    path: Path, kind: str, change: Change = lambda tensors: None, said: Any = None
-) -> dict[str, np.ndarray]:
-    """A random Qwen3 in bf16 whose layers' matrices are quantised; their numbers."""
-    make(Spec("qwen3", {**SPECS["qwen3"].config, **SIZES}, torch.bfloat16), path)
-    quantise, config = METHODS[kind]
-    tensors = safetensors.torch.load_file(path / "model.safetensors")
-    numbers = {
-        name: quantise(tensors, name) for name in list(tensors) if name.endswith("_proj.weight")
-    }
-    change(tensors)
-    safetensors.torch.save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    content = json.loads((path / "config.json").read_text())
-    content["quantization_config"] = said or config
-    (path / "config.json").write_text(json.dumps(content))
-    return numbers
+SPEC = Spec("qwen3", {**SPECS["qwen3"].config, **SIZES}, torch.bfloat16)
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -104,7 +28,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def base(kind: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
     path = tmp_path_factory.mktemp(kind) / "m"
-    return path, written(path, kind)
+    return path, written(SPEC, path, kind)
 
 
 # ---- numbers ----
@@ -180,7 +104,7 @@ def test_info_says_what_it_is_kept_in(base, kind, capsys: pytest.CaptureFixture[
 
 
 def test_one_scale_for_a_matrix(tmp_path: Path) -> None:
-    make(Spec("qwen3", {**SPECS["qwen3"].config, **SIZES}, torch.bfloat16), tmp_path / "m")
+    make(SPEC, tmp_path / "m")
     tensors = safetensors.torch.load_file(tmp_path / "m/model.safetensors")
     wanted = fp8(tensors, SHOWN, None)
     safetensors.torch.save_file(tensors, tmp_path / "m/model.safetensors")
@@ -226,7 +150,7 @@ REFUSED: list[tuple[str, Change, str]] = [
 
 @pytest.mark.parametrize(("kind", "change", "sentence"), REFUSED)
 def test_what_does_not_fit_is_named(kind, change: Change, sentence: str, tmp_path: Path) -> None:
-    written(tmp_path / "m", kind, change)
+    written(SPEC, tmp_path / "m", kind, change)
     with pytest.raises(ValueError, match=sentence):
         families.load_model(tmp_path / "m")
 

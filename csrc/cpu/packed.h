@@ -20,10 +20,11 @@
  *   lower bits of the codes, as codes of 4 bits
  *
  * A code of 4 bits is a number in a table, which is as fast for any table: one shuffle. Widening
- * gives the same float everywhere: values have few bits, so that value·scale is exact, and there
- * is at most one rounding. Weights are widened in registers or in L1 and multiplied as f32 weights
- * are, in the same order, so a product has the bits of one with the widened weight. (On cpu-bf16,
- * which rounds both sides of a product, the bits of the widened weight in bf16.)
+ * gives the same float everywhere: values have few bits, so that value·scale is exact (but for
+ * those of fp8 and nf4, which have no offset), and there is at most one rounding. Weights are
+ * widened in registers or in L1 and multiplied as f32 weights are, in the same order, so a product
+ * has the bits of one with the widened weight. (On cpu-bf16, which rounds both sides of a product,
+ * the bits of the widened weight in bf16.)
  *
  * Error of one weight, as a share of their standard deviation, for Gaussian ones: int8 0.54 %; int4
  * 7.35 % in 4.5 bits. Other codes in blocks of 32, each with an f16 scale: NF4 7.61, integers 8.09,

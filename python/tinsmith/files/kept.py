@@ -20,6 +20,7 @@ GGUF_TYPES = {
     "Q8_0": "int8", "Q4_0": "q4_0", "Q4_1": "q4_1", "MXFP4": "mxfp4", "Q4_K": "q4_k",
     "Q5_K": "q5_k", "Q6_K": "q6_k",
 }  # fmt: skip
+FOLDER_TYPES = {"FP8": "fp8", "NF4": "nf4"}  # likewise of safetensors folders, beside MXFP4
 BITS = {
     "int8": 8, "int4": 4, "q4_0": 4, "q4_1": 4, "mxfp4": 4, "fp8": 8, "nf4": 4, "q4_k": 4,
     "q5_k": 5, "q6_k": 6,
