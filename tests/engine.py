@@ -57,8 +57,8 @@ ISA_NEEDS = {
 DEVICES = ("cpu", *(f"cpu-{isa}" for isa in ISAS), "cuda", "cuda-emulated")
 DTYPES = {"f32": 0, "bf16": 1, "f16": 2}
 PACKED = {
-    "int8": 3, "int4": 4, "q4_0": 5, "q4_1": 6, "mxfp4": 7, "mxfp4_pairs": 8, "q4_k": 9, "q5_k": 10,
-    "q6_k": 11,
+    "int8": 3, "int4": 4, "q4_0": 5, "q4_1": 6, "mxfp4": 7, "mxfp4_pairs": 8, "fp8": 9, "nf4": 10,
+    "q4_k": 11, "q5_k": 12, "q6_k": 13,
 }  # fmt: skip
 KV_PAGE = 64
 ARENA_STEP = 256

@@ -311,8 +311,10 @@ def place_of(name: str, weights: str) -> Path:
     """Where a model is whose weights are kept so: of blocks that files have, a wider one."""
     if weights in kept.WEIGHTS:
         return folder(name)
-    from gguf_files import make_kept
+    import gguf_files
+    import quantized_files
 
+    make_kept = (quantized_files if weights in quantized_files.METHODS else gguf_files).make_kept
     return make_kept(SPECS[name], Path(_ROOT.name) / f"{name}-{weights}", weights)
 
 
@@ -433,8 +435,8 @@ def joined(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # ---- devices ----
 
 DEVICE = ContextVar("DEVICE", default="cpu")  # set by the fixture `on`
-# What base weights are kept in: kept.py's words, or a type of GGUF's files. test_kept_exact.py
-# sets it.
+# What base weights are kept in: kept.py's words, or a type of files with blocks (place_of).
+# test_kept_exact.py sets it.
 WEIGHTS = ContextVar("WEIGHTS", default="stored")
 F32_ERROR = 1e-5
 # By how much more than torch in bf16 a device with bf16 may err where one draw is compared with one

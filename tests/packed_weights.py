@@ -4,14 +4,34 @@ import numpy as np
 from engine import Frozen
 
 BLOCK, LARGE = 32, 256
+# bitsandbytes' levels of NF4.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
 # csrc/cpu/packed.c's levels of int4, in sixteenths, and OCP's of MXFP4.
 INT4 = (-127, -101, -79, -62, -47, -33, -21, -9, 2, 13, 24, 36, 49, 64, 83, 108)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def e4m3() -> np.ndarray:
+    """The numbers of all codes: a sign, four bits of exponent, three more; NaN is the largest."""
+    code = np.arange(128)
+    exponent, rest = code >> 3, code & 7
+    value = np.where(exponent, (8 + rest) * 2.0 ** (exponent - 10.0), rest * 2.0**-9)
+    value[127] = np.nan
+    return np.concatenate([value, -value])
+
+
 LEVELS = {
     "int4": np.array(INT4) / 16,
     "q4_0": np.arange(16.0) - 8,
     "q4_1": np.arange(16.0),
     "mxfp4": np.array([*E2M1, *(-x for x in E2M1)]),
+    "nf4": np.float32(NF4).astype(float),
+    "fp8": e4m3(),
 }
 LEVELS["mxfp4_pairs"] = LEVELS["mxfp4"]
 
@@ -104,7 +124,13 @@ def make(rng, rows, cols, dtype) -> Frozen:
         return Frozen(value, dtype)
     assert cols % BLOCK == 0, f"{dtype}: files have whole blocks"
     codes = rng.integers(0, 16, shape).astype(np.uint8)
-    if dtype.startswith("mxfp4"):
+    if dtype == "fp8":
+        codes = rng.choice(np.flatnonzero(np.isfinite(LEVELS["fp8"])), shape).astype(np.uint8)
+    if dtype in ("fp8", "nf4"):  # rounded once, as in float32
+        scale = np.float32(rng.uniform(-0.3, 0.3, (rows, across, 1)))
+        value = np.float32(LEVELS[dtype][codes] * scale.astype(float)).astype(float)
+        head = scale.view(np.uint8)
+    elif dtype.startswith("mxfp4"):
         scale = rng.integers(118, 128, (rows, across, 1)).astype(np.uint8)
         value, head = LEVELS[dtype][codes] * 2.0 ** (scale.astype(float) - 127), scale
     else:
@@ -115,7 +141,9 @@ def make(rng, rows, cols, dtype) -> Frozen:
             value = np.float32(value + offset.astype(float)).astype(float)
             head = np.concatenate([head, offset.view(np.uint8)], -1)
     first, second = codes[..., : BLOCK // 2], codes[..., BLOCK // 2 :]
-    if dtype == "mxfp4_pairs":
+    if dtype in ("mxfp4_pairs", "nf4"):
         first, second = codes[..., ::2], codes[..., 1::2]
+    if dtype == "fp8":
+        first, second = codes, np.uint8(0)
     blocks = np.concatenate([head, first | second << 4], -1).reshape(rows, -1)
     return Frozen(value.reshape(rows, cols), dtype, blocks)

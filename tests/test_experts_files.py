@@ -140,8 +140,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "quantised experts": (
         "qwen3_moe",
-        {"quantization_config": {"quant_method": "fp8"}},
-        "quantization_config is 'fp8', which is not supported",
+        {"quantization_config": {"quant_method": "gptq"}},
+        "quantization_config is 'gptq', which is not supported",
     ),
 }
 

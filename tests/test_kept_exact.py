@@ -4,8 +4,9 @@ several threads and batches), in every type of base weights and on every device 
 Each is the test of another file, where it is said what it asks; there it runs in f32 on the CPU.
 KINDS is the table of the others: a new type, or device, is a row, and gets them all. int8 and int4
 are made when a model is loaded; the blocks of a GGUF file, some with Q6_K or Q8_0 beside them as
-llama.cpp mixes them, stay as they are. That products are the same for few rows and many is asked of
-each type by test_packed.py, test_packed_cuda.py and test_few_rows.py.
+llama.cpp mixes them, and those of FP8 and NF4 folders, stay as they are. That products are the
+same for few rows and many is asked of each type by test_packed.py, test_packed_cuda.py and
+test_few_rows.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -50,12 +51,18 @@ def kinds(device: str, *names: str) -> dict[str, Kind]:
     return found
 
 
-BLOCKS = {"bf16": (), "int8": {"int8"}, "q4_k": {"q4_k", "q6_k", "int8"}}
+BLOCKS = {
+    "bf16": (),
+    "int8": {"int8"},
+    "fp8": {"fp8"},
+    "nf4": {"nf4"},
+    "q4_k": {"q4_k", "q6_k", "int8"},
+}
 BLOCKS |= {"q5_k": {"q5_k", "q6_k", "int8"}}
 FILES = ("q4_0", "q4_1", "mxfp4")
 KINDS = {
-    **kinds("cpu", "bf16", "int8", "int4", *FILES, "q4_k", "q5_k"),
-    **kinds("cpu-bf16", "bf16", "int8", "int4", *FILES, "q4_k"),
+    **kinds("cpu", "bf16", "int8", "int4", *FILES, "fp8", "nf4", "q4_k", "q5_k"),
+    **kinds("cpu-bf16", "bf16", "int8", "int4", *FILES, "fp8", "nf4", "q4_k"),
     **kinds("cuda-emulated", "int8", "int4", *FILES),
 }
 BRIEF = (

@@ -26,7 +26,7 @@ from models import (
 )
 from tinker_cookbook import weights as cookbook
 from tinsmith import _core, cli
-from tinsmith.files import checkpoint, families, mxfp4, peft, weights
+from tinsmith.files import checkpoint, families, mxfp4, peft, quantized, weights
 from tinsmith.files.export import export
 from tinsmith.files.words import readable
 from transformers import AutoModelForCausalLM, Mxfp4Config
@@ -90,7 +90,7 @@ def test_every_byte_with_every_scale_is_transformers_bit_for_bit() -> None:
 
 def test_the_tensors_are_transformers_bit_for_bit(base: Path) -> None:
     wanted = theirs(base).state_dict()
-    with mxfp4.open_folder(base) as tensors:
+    with quantized.open_folder(base) as tensors:
         assert {name for name in tensors if tensors.entry(name).dtype == "MXFP4"} == {
             f"model.layers.{layer}.mlp.experts.{kind}_proj"
             for layer in (0, 1)
@@ -101,9 +101,9 @@ def test_the_tensors_are_transformers_bit_for_bit(base: Path) -> None:
 
 
 def test_the_bytes_of_a_matrix_are_handed_on_as_they_lie(base: Path) -> None:
-    with mxfp4.open_folder(base) as tensors, weights.open_folder(base) as raw:
+    with quantized.open_folder(base) as tensors, weights.open_folder(base) as raw:
         name = f"{STEM}gate_up_proj"
-        blocks, scales = tensors.packed(name, 5)
+        blocks, scales = tensors._stored[name].packed(tensors.bytes, 5)
         assert (blocks.shape, scales.shape) == ((64, 2, 16), (64, 2))
         for end, part in (("_blocks", blocks), ("_scales", scales)):
             entry = raw.entry(name + end)
@@ -176,7 +176,7 @@ def test_an_exact_merge_is_the_adapters_own_sum(base: Path, tmp_path: Path) -> N
     export(base, tmp_path / "a", tmp_path / "out")
     with (
         weights.open_folder(tmp_path / "out") as merged,
-        mxfp4.open_folder(base) as before,
+        quantized.open_folder(base) as before,
         weights.open_file(tmp_path / "a" / checkpoint.ADAPTER_FILE) as lora,
     ):
         for kind, module, lines in (("gate_up", "w1", 0), ("gate_up", "w3", 1), ("down", "w2", 0)):
@@ -204,9 +204,9 @@ def test_the_cookbooks_tools_take_its_adapters(base: Path, tmp_path: Path) -> No
     export(base, tmp_path / "a", tmp_path / "ours")
     families.load_model(tmp_path / "merged", threads=1)
     with (
-        mxfp4.open_folder(tmp_path / "merged") as theirs,
+        quantized.open_folder(tmp_path / "merged") as theirs,
         weights.open_folder(tmp_path / "ours") as ours,
-        mxfp4.open_folder(base) as before,
+        quantized.open_folder(base) as before,
     ):
         assert set(theirs) == set(ours)
         for name in (f"{STEM}gate_up_proj", f"{STEM}down_proj"):
@@ -228,7 +228,7 @@ def test_info_and_doctor_say_that_it_is_kept_or_widened(
     shown = capsys.readouterr().out
     assert f"{readable(size)} of the files are MXFP4, which is widened in memory" in shown
     assert cli.main(["doctor"]) == 0
-    assert "MXFP4 and GGUF's Q8_0, Q4_0, Q4_1, on the CPU Q4_K, Q5_K, Q6_K too;" in (
+    assert "MXFP4 and GGUF's Q8_0, Q4_0, Q4_1, on the CPU Q4_K, Q5_K, Q6_K, FP8, NF4 too;" in (
         capsys.readouterr().out
     )
 
@@ -283,7 +283,7 @@ def replaced(name: str, tensor: torch.Tensor | None) -> Callable[[dict[str, Any]
             torch.ones(8, 64, 1, dtype=torch.bfloat16),
             r"down_proj_scales is BF16; it should be U8",
         ),
-        ("down_proj", torch.ones(8, 32, 64), "down_proj is there beside .*down_proj_blocks"),
+        ("down_proj", torch.ones(8, 32, 64), "down_proj is there beside the parts of it"),
     ],
 )
 def test_blocks_without_their_scales_are_refused(

@@ -169,6 +169,20 @@ def test_large_blocks_are_the_numbers_that_gguf_makes_of_them(dev, name):
     np.testing.assert_array_equal(got, exact)
 
 
+def test_fp8s_numbers_are_torchs_and_each_is_widened_to_itself(dev):
+    torch = pytest.importorskip("torch")
+    codes = np.arange(256, dtype=np.uint8)
+    exact = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
+    np.testing.assert_array_equal(packed_weights.LEVELS["fp8"], exact)
+    exact = np.where(np.isfinite(exact), exact, np.copysign(480, exact)).reshape(1, 256)
+    heads = np.ones((8, 1), np.float32).view(np.uint8)
+    blocks = np.concatenate([heads, codes.reshape(8, 32)], -1).reshape(1, -1)
+    memory = dev.put_frozen(Frozen(exact.astype(float), "fp8", blocks))
+    ids = np.zeros(1, np.int32)
+    got = dev.call("embed", y=(1, 256), ids=ids, w=memory, T=1, V=1, D=256)["y"]
+    np.testing.assert_array_equal(got, exact)
+
+
 def test_mxfp4s_smallest_scale_is_no_zero(dev):
     made = packed_weights.make(rng_of(0), 2, 32, "mxfp4")
     blocks = made.blocks.copy()

@@ -122,7 +122,7 @@ def test_a_config_that_the_engine_can_not_compute_is_refused(case: str, tmp_path
     [
         ({"text_config": None}, "text_config should be an object, found None"),
         ({"text_config": [1]}, r"text_config should be an object, found \[1\]"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is 'fp8'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is 'gptq'"),
     ],
 )
 def test_a_model_of_several_parts_that_can_not_be_read_is_refused(

@@ -97,6 +97,14 @@ static void halves_put(unsigned char *to, Rows rows, size_t at)
         memcpy(to + 2 * x, rows.from + (size_t)x * rows.step + at, 2);
 }
 
+/* An f32 of each row. */
+static void floats_put(unsigned char *to, Rows rows)
+{
+    Words words;
+    words_read(words, rows, 0);
+    memcpy(to, words, sizeof words);
+}
+
 /* 2^(scale − 127) of each row, in bf16. */
 static void powers_put(unsigned char *to, Rows rows)
 {
@@ -169,10 +177,16 @@ void CPU(block_arrange)(frozen *to, int panel, int number, const unsigned char *
             nibbles_put(codes, r, 1, BLOCK / 2, 0);
         else
             pairs_put(codes, r, 1);
+    } else if (scale_bytes(from) == 4) {
+        floats_put(block, r);
+        if (has_bytes(from))
+            bytes_put(codes, r, 4);
+        else
+            pairs_put(codes, r, 4);
     } else {
         halves_put(block, r, 0);
         if (from == DTYPE_Q4_1) halves_put(block + 2 * PANEL, r, 2);
-        if (from == DTYPE_INT8)
+        if (has_bytes(from))
             bytes_put(codes, r, 2);
         else
             nibbles_put(codes, r, from == DTYPE_Q4_1 ? 4 : 2, BLOCK / 2, 0);

@@ -10,6 +10,7 @@ const float CPU(levels)[DTYPES][LEVELS] = {
     [DTYPE_Q4_0] = {LEVELS_Q4_0},
     [DTYPE_Q4_1] = {LEVELS_WHOLE},
     [DTYPE_MXFP4] = {LEVELS_MXFP4},
+    [DTYPE_NF4] = {LEVELS_NF4},
     [DTYPE_Q4_K] = {LEVELS_WHOLE},
     [DTYPE_Q5_K] = {LEVELS_WHOLE},
     [DTYPE_Q6_K] = {-32, -31, -30, -29, -28, -27, -26, -25, -24, -23, -22, -21, -20, -19, -18, -17},
@@ -26,8 +27,9 @@ static inline __attribute__((always_inline)) void widen_lanes(float *to, Square 
                                                               const DType kind, int x)
 {
     vf scale = square_scale(s, kind, 0, x), offset = square_offset(s, kind, x);
-    if (kind == DTYPE_INT8) {
-        for (int k = 0; k < BLOCK; k++) v_store(to + k * PANEL + x, byte_value(s, k, x) * scale);
+    if (has_bytes(kind)) {
+        for (int k = 0; k < BLOCK; k++)
+            v_store(to + k * PANEL + x, byte_value(s, kind, k, x) * scale);
         return;
     }
     Values values = values_of(exact, kind);
@@ -89,12 +91,23 @@ static float float_of_bf16(const unsigned char *at)
     return value;
 }
 
+/* A number of v_load_e4m3's. */
+static float float_of_e4m3(unsigned char code)
+{
+    unsigned char lanes[VL] = {code};
+    float wide[VL];
+    v_store(wide, v_load_e4m3(lanes));
+    return wide[0];
+}
+
 /* The scale of input k of a block, and the offset, as square_scale and square_offset make them. */
 static float scale_of(Square s, DType type, int k, int x)
 {
     if (has_groups(type))
         return float_of_half(s.group + 2 * x) *
                (float)(int8_t)s.block[k / scale_span(type) * PANEL + x];
+    if (type == DTYPE_FP8) return ((const float *)s.block)[x] * E4M3_SCALE;
+    if (type == DTYPE_NF4) return ((const float *)s.block)[x];
     return type == DTYPE_MXFP4 ? float_of_bf16(s.block + 2 * x) : float_of_half(s.block + 2 * x);
 }
 
@@ -111,6 +124,7 @@ static float value_of(Square s, DType type, int k, int x)
     Blocks b = blocks_of(type);
     const unsigned char *codes = s.block + b.codes, *higher = s.block + b.higher;
     if (type == DTYPE_INT8) return (float)(int8_t)codes[k * PANEL + x];
+    if (type == DTYPE_FP8) return float_of_e4m3(codes[k * PANEL + x]);
     int byte = codes[4 * (k / NIBBLES * PANEL + x) + k % NIBBLES / 2];
     float value = CPU(levels)[type][byte >> 4 * (k % 2) & (LEVELS - 1)];
     int bits = higher_bits(type), at = k * bits;

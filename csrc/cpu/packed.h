@@ -5,7 +5,8 @@
  * A panel is cut into blocks of BLOCK inputs, one behind the other, so that one stream reads all of
  * it. A block is
  *
- *   scales (PANEL) of 16 bits, then offsets (PANEL) likewise where the type has them
+ *   scales (PANEL) of 16 bits, or 32 in fp8 and nf4, then offsets (PANEL) of 16 where the type has
+ *   them
  *   codes: 8 bits as [k][output]; 4 bits as words [k / 8][output], whose nibble i is that of
  *   k % 8 = i. So a vector of words has eight inputs of as many outputs as it has lanes.
  *
@@ -19,10 +20,11 @@
  *   lower bits of the codes, as codes of 4 bits
  *
  * A code of 4 bits is a number in a table, which is as fast for any table: one shuffle. Widening
- * gives the same float everywhere: values have few bits, so that value·scale is exact, and there
- * is at most one rounding. Weights are widened in registers or in L1 and multiplied as f32 weights
- * are, in the same order, so a product has the bits of one with the widened weight. (On cpu-bf16,
- * which rounds both sides of a product, the bits of the widened weight in bf16.)
+ * gives the same float everywhere: values have few bits, so that value·scale is exact (but for
+ * those of fp8 and nf4, which have no offset), and there is at most one rounding. Weights are
+ * widened in registers or in L1 and multiplied as f32 weights are, in the same order, so a product
+ * has the bits of one with the widened weight. (On cpu-bf16, which rounds both sides of a product,
+ * the bits of the widened weight in bf16.)
  *
  * Error of one weight, as a share of their standard deviation, for Gaussian ones: int8 0.54 %; int4
  * 7.35 % in 4.5 bits. Other codes in blocks of 32, each with an f16 scale: NF4 7.61, integers 8.09,
@@ -63,6 +65,8 @@ static inline DType block_kind(DType type)
     X(DTYPE_INT4);   \
     X(DTYPE_Q4_1);   \
     X(DTYPE_MXFP4);  \
+    X(DTYPE_FP8);    \
+    X(DTYPE_NF4);    \
     X(DTYPE_Q4_K);   \
     X(DTYPE_Q5_K);   \
     X(DTYPE_Q6_K)
@@ -76,6 +80,18 @@ static inline int has_groups(DType type)
 static inline int has_offset(DType type)
 {
     return type == DTYPE_Q4_1 || type == DTYPE_Q4_K || type == DTYPE_Q5_K;
+}
+
+/* Whether a code is a byte, which no table is needed for. */
+static inline int has_bytes(DType type)
+{
+    return type == DTYPE_INT8 || type == DTYPE_FP8;
+}
+
+/* Bytes of a scale. */
+static inline size_t scale_bytes(DType type)
+{
+    return type == DTYPE_FP8 || type == DTYPE_NF4 ? 4 : 2;
 }
 
 /* A code's bits above the fourth that lie apart. */
@@ -98,10 +114,10 @@ typedef struct Blocks {
 
 static inline Blocks blocks_of(DType type)
 {
-    size_t heads = (has_offset(type) ? 2 : 1) * 2 * PANEL; /* f16 */
+    size_t heads = (has_offset(type) ? 2 : 1) * scale_bytes(type) * PANEL;
     size_t higher = has_groups(type) ? 2 * PANEL : heads;
     size_t codes = higher + (size_t)higher_bits(type) * BLOCK / 8 * PANEL;
-    size_t bytes = codes + (type == DTYPE_INT8 ? BLOCK : BLOCK / 2) * PANEL;
+    size_t bytes = codes + (has_bytes(type) ? BLOCK : BLOCK / 2) * PANEL;
     return (Blocks){higher, codes, bytes, has_groups(type) ? heads : 0};
 }
 
@@ -133,12 +149,15 @@ static inline Square square_at(const frozen *w, DType kind, int panel, int block
 
 /* ---- a block's vectors: outputs [x, x + VL) ---- */
 
-/* The scale of inputs from k on, which is a multiple of scale_span(). */
+/* The scale of inputs from k on, which is a multiple of scale_span(); in fp8 that of v_load_e4m3's
+ * numbers. */
 static inline vf square_scale(Square s, DType type, int k, int x)
 {
     if (has_groups(type))
         return v_load_half(s.group + 2 * x) *
                v_load_bytes(s.block + k / scale_span(type) * PANEL + x);
+    if (type == DTYPE_FP8) return v_load((const float *)s.block + x) * E4M3_SCALE;
+    if (type == DTYPE_NF4) return v_load((const float *)s.block + x);
     return type == DTYPE_MXFP4 ? v_load_bf16(s.block + 2 * x) : v_load_half(s.block + 2 * x);
 }
 
@@ -185,9 +204,10 @@ static inline vf code_value(Values values, vu low, vu higher, int k, DType type)
 }
 
 /* Input k of 8-bit codes. */
-static inline vf byte_value(Square s, int k, int x)
+static inline vf byte_value(Square s, DType type, int k, int x)
 {
-    return v_load_bytes(s.block + blocks_of(DTYPE_INT8).codes + k * PANEL + x);
+    const unsigned char *at = s.block + blocks_of(type).codes + k * PANEL + x;
+    return type == DTYPE_FP8 ? v_load_e4m3(at) : v_load_bytes(at);
 }
 
 /* A weight of its code's value. */

@@ -108,6 +108,26 @@ static inline vf v_load_bf16(const void *p)
     return v;
 }
 
+/* VL numbers of E4M3 (a sign, four bits of exponent, three more), over E4M3_SCALE: their bits moved
+ * to an f16's places, whose exponents are 8 more. The code of NaN gives 480. */
+#define E4M3_SCALE 256.0f
+static inline vf v_load_half(const void *p);
+static inline vf v_load_e4m3(const void *p)
+{
+#if defined(__AVX512F__)
+    __m256i h = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(p)), 7);
+    return (vf)_mm512_cvtph_ps(_mm256_and_si256(h, _mm256_set1_epi16((short)0xbfff)));
+#elif defined(__F16C__) && defined(__AVX2__)
+    __m128i h = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64(p)), 7);
+    return (vf)_mm256_cvtph_ps(_mm_and_si128(h, _mm_set1_epi16((short)0xbfff)));
+#else
+    const unsigned char *at = p;
+    uint16_t h[VL];
+    for (int i = 0; i < VL; i++) h[i] = (uint16_t)((at[i] & 128) << 8 | (at[i] & 127) << 7);
+    return v_load_half(h);
+#endif
+}
+
 /* VL bytes with a sign, widened. */
 static inline vf v_load_bytes(const void *p)
 {

@@ -238,7 +238,7 @@ static inline __attribute__((always_inline)) void block_rows(vf (*acc)[2], const
     }
     for (int k = 0; k < live; k += NIBBLES) {
         vu low[2] = {{0}, {0}}, higher[2] = {{0}, {0}};
-        for (int x = 0; x < 2 && kind != DTYPE_INT8; x++) {
+        for (int x = 0; x < 2 && !has_bytes(kind); x++) {
             low[x] = low_word(s, kind, k, x * VL);
             higher[x] = higher_word(s, kind, k, x * VL) >> (k * higher_bits(kind) % 32);
             if (k == scale_span(kind)) scale[x] = square_scale(s, kind, k, x * VL);
@@ -250,8 +250,8 @@ static inline __attribute__((always_inline)) void block_rows(vf (*acc)[2], const
 #pragma GCC unroll 4
             for (int j = 0; j < 2 * each; j++) {
                 int at = i + j / 2, x = j % 2;
-                vf value = kind == DTYPE_INT8 ? byte_value(s, k + at, x * VL)
-                                              : code_value(values, low[x], higher[x], at, kind);
+                vf value = has_bytes(kind) ? byte_value(s, kind, k + at, x * VL)
+                                           : code_value(values, low[x], higher[x], at, kind);
                 w[j] = weight_of(value, scale[x], offset[x], kind);
             }
             block_step(acc, a, w, rows, form);

@@ -53,6 +53,8 @@ typedef enum DType {
     DTYPE_Q4_1,
     DTYPE_MXFP4,
     DTYPE_MXFP4_PAIRS,
+    DTYPE_FP8,
+    DTYPE_NF4,
     DTYPE_Q4_K,
     DTYPE_Q5_K,
     DTYPE_Q6_K,

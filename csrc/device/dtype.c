@@ -7,6 +7,8 @@
  *   q4_1    code·scale + offset           f16 scale, f16 offset, 16 bytes as q4_0's
  *   mxfp4   e2m1[code]·2^(scale − 127)    8-bit scale, 16 bytes as q4_0's (ggml's order)
  *   mxfp4_pairs                           the same, but numbers 2i and 2i + 1 share byte i
+ *   fp8     e4m3(code)·scale              f32 scale, 32 codes
+ *   nf4     nf4[code]·scale               f32 scale, 16 bytes as mxfp4_pairs'
  *   q4_k    code·(d·scale) − dmin·least   f16 d, f16 dmin, 12 bytes of scales and leasts, codes
  *   q5_k    the same                      32 bytes before the codes: their fifth bits
  *   q6_k    (code − 32)·(d·scale)         low bits, 64 bytes of high bits, 16 scales, f16 d
@@ -31,6 +33,8 @@ static const TypeInfo types[DTYPES] = {
     [DTYPE_Q4_1] = {"q4_1", 32, 4 + 16, 4, 0},
     [DTYPE_MXFP4] = {"mxfp4", 32, 1 + 16, 4, 0},
     [DTYPE_MXFP4_PAIRS] = {"mxfp4_pairs", 32, 1 + 16, 4, 0},
+    [DTYPE_FP8] = {"fp8", 32, 4 + 32, 8, 0},
+    [DTYPE_NF4] = {"nf4", 32, 4 + 16, 4, 0},
     [DTYPE_Q4_K] = {"q4_k", 256, 4 + 12 + 128, 4, 0},
     [DTYPE_Q5_K] = {"q5_k", 256, 4 + 12 + 32 + 128, 5, 0},
     [DTYPE_Q6_K] = {"q6_k", 256, 128 + 64 + 16 + 2, 6, 0},

@@ -38,15 +38,15 @@ def show(options: argparse.Namespace) -> None:
     from tinsmith import _core
     from tinsmith.engine.worker import devices
     from tinsmith.files.extras import pip_install
-    from tinsmith.files.kept import GGUF_TYPES, ON_GPU
+    from tinsmith.files.kept import FOLDER_TYPES, GGUF_TYPES, ON_GPU
     from tinsmith.files.words import readable
 
     print(f"tinsmith {version('tinsmith') or '(not installed)'}, Python {sys.version.split()[0]}")
     for name, reason in devices().items():
         if name != "cuda-emulated":  # which only the tests have
             print(f"device {reason or name + ': ready'}")
-    names = [name for name in GGUF_TYPES if name != "MXFP4"]
-    parts = [[n for n in names if (GGUF_TYPES[n] in ON_GPU) == both] for both in (True, False)]
+    types = {name: kind for name, kind in GGUF_TYPES.items() if name != "MXFP4"} | FOLDER_TYPES
+    parts = [[n for n in types if (types[n] in ON_GPU) == both] for both in (True, False)]
     print(KEPT.format(*(", ".join(part) for part in parts)))
     for line in card_lines("cuda"):
         print(line)

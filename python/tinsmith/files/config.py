@@ -35,6 +35,22 @@ PARTIAL = "partial_rotary_factor"
 # How a folder's matrices are quantised; what a method's part may say that changes no number.
 QUANTIZATION = "quantization_config"
 METHOD = "quant_method"
+# By method, the values of its other keys that are computed; ANY: what it says changes no number.
+ANY = ()
+QUANTIZATIONS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
+    "mxfp4": {},
+    "fp8": {
+        "fmt": ("e4m3", None), "activation_scheme": ("dynamic", None), "weight_block_size": ANY,
+        "ignored_layers": ANY,
+    },
+    "bitsandbytes": {
+        "load_in_4bit": (True,), "load_in_8bit": (False, None), "bnb_4bit_quant_type": ("nf4",),
+        "bnb_4bit_quant_storage": ("uint8", None), "bnb_4bit_use_double_quant": ANY,
+        "bnb_4bit_compute_dtype": ANY, "_load_in_4bit": ANY, "_load_in_8bit": ANY,
+        "llm_int8_enable_fp32_cpu_offload": ANY, "llm_int8_has_fp16_weight": ANY,
+        "llm_int8_skip_modules": ANY, "llm_int8_threshold": ANY,
+    },
+}  # fmt: skip
 UNREAD = ("modules_to_not_convert", "dequantize")  # names of tensors say which are quantised
 
 TIED = "tie_word_embeddings"
@@ -116,10 +132,12 @@ def quantization(file: Path, content: dict[str, Any], known: Sequence[str]) -> s
     if not isinstance(named, str) or named not in known:
         only = f"; only {', '.join(known)} is" if known else ""
         raise ValueError(f"{file}: {QUANTIZATION} is {named!r:.60}, which is not supported{only}")
-    odd = sorted(set(said) - {METHOD, *UNREAD})
+    known_keys = QUANTIZATIONS[named]
+    odd = sorted(set(said) - {METHOD, *UNREAD, *known_keys})
+    odd += [key for key, values in known_keys.items() if values and said.get(key) not in values]
     if odd:
         raise ValueError(
-            f"{file}: {QUANTIZATION} has {odd[0]} {said[odd[0]]!r:.60}, which is not supported"
+            f"{file}: {QUANTIZATION} has {odd[0]} {said.get(odd[0])!r:.60}, which is not supported"
         )
     return named
 

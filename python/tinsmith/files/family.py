@@ -73,7 +73,7 @@ class Family:
     refused: tuple[str, ...] = ()
     sizes: Mapping[str, str] = field(default_factory=dict, repr=False)
     numbers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    packed: tuple[str, ...] = ()
+    packed: tuple[str, ...] = ("fp8", "bitsandbytes")
     partial: float | None = None
     prefixes: tuple[str, ...] = (PREFIX,)
     prefix: str = PREFIX

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tinsmith.files import config, disk, home, kept, mxfp4, tokenizer, weights
+from tinsmith.files import config, disk, home, kept, quantized, tokenizer, weights
 from tinsmith.files.extras import pip_install
 from tinsmith.files.gguf_header import Header, TensorInfo, read_header, require_gguf
 from tinsmith.files.gguf_mixture import MIXTURES, Joined, Mixture, join, name_of
@@ -348,7 +348,7 @@ def open_tensors(folder: Path | str) -> weights.Tensors:
     """The tensors of a model's folder, which are there or in a GGUF file."""
     source = Path(folder) / SOURCE_FILE
     if not source.is_file():
-        return mxfp4.open_folder(folder)
+        return quantized.open_folder(folder)
     said = config.read_json(source)
     return GgufTensors(read_header(Path(said["file"])), said["paired"], said.get("mixture", ""))
 

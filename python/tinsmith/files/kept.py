@@ -20,13 +20,17 @@ GGUF_TYPES = {
     "Q8_0": "int8", "Q4_0": "q4_0", "Q4_1": "q4_1", "MXFP4": "mxfp4", "Q4_K": "q4_k",
     "Q5_K": "q5_k", "Q6_K": "q6_k",
 }  # fmt: skip
+FOLDER_TYPES = {"FP8": "fp8", "NF4": "nf4"}  # likewise of safetensors folders, beside MXFP4
 BITS = {
-    "int8": 8, "int4": 4, "q4_0": 4, "q4_1": 4, "mxfp4": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6,
+    "int8": 8, "int4": 4, "q4_0": 4, "q4_1": 4, "mxfp4": 4, "fp8": 8, "nf4": 4, "q4_k": 4,
+    "q5_k": 5, "q6_k": 6,
 }  # fmt: skip
-# What multiplies a block's codes lies in these of its bytes in a file; and its bytes in all.
+# What multiplies a block's codes lies in these of its bytes in a file; its bytes in all, and the
+# type of those numbers ("": powers of 2, with a bias).
 HEADS = {
-    "int8": (0, 2, 34), "q4_0": (0, 2, 18), "q4_1": (0, 4, 20), "mxfp4": (0, 1, 17),
-    "q4_k": (0, 4, 144), "q5_k": (0, 4, 176), "q6_k": (208, 210, 210),
+    "int8": (0, 2, 34, "f2"), "q4_0": (0, 2, 18, "f2"), "q4_1": (0, 4, 20, "f2"),
+    "mxfp4": (0, 1, 17, ""), "fp8": (0, 4, 36, "f4"), "nf4": (0, 4, 20, "f4"),
+    "q4_k": (0, 4, 144, "f2"), "q5_k": (0, 4, 176, "f2"), "q6_k": (208, 210, 210, "f2"),
 }  # fmt: skip
 
 # What a GPU computes from (cuda/frozen.cu); the CPU does from all. Stored types that a device does
@@ -76,10 +80,12 @@ def choose(kind: str, device: str, places: Mapping[Place, set[str | None]]) -> d
 
 def suspect(blocks: np.ndarray, kind: str) -> int:
     """The first block whose numbers may not all be finite; -1: there is none."""
-    begin, end, whole = HEADS[kind.removesuffix("_pairs")]
-    heads = blocks.reshape(-1, whole)[:, begin:end]
-    powers = end - begin == 1  # of 2, with a bias
-    bad = heads >= 253 if powers else ~np.isfinite(np.ascontiguousarray(heads).view(np.float16))
+    begin, end, whole, numbers = HEADS[kind.removesuffix("_pairs")]
+    rows = blocks.reshape(-1, whole)
+    heads = rows[:, begin:end]
+    bad = ~np.isfinite(np.ascontiguousarray(heads).view(numbers)) if numbers else heads >= 253
+    if kind == "fp8":  # a code of its own is no number
+        bad = bad | (rows[:, end:] & 127 == 127).any(axis=1, keepdims=True)
     return int(np.argmax(bad.any(axis=1))) if bad.any() else -1
 
 

@@ -80,7 +80,7 @@ class _Part:
         what, first = f"{entry.file}: {self._name}", (self._matrix or 0) * array.size
         weights.check_finite(array, what, entry.shape, first)
         if self._kind.startswith("mxfp4"):
-            whole = self._array.reshape(-1, kept.HEADS["mxfp4"][-1])
+            whole = self._array.reshape(-1, kept.HEADS["mxfp4"][2])
             if (whole[:, 0] == 255).any():
                 raise ValueError(f"{what} has a block whose scale is 255, which is no number")
 

@@ -42,7 +42,9 @@ _BITS = {
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4, "C64": 64,
 }  # fmt: skip
 READ = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
-IN_BF16 = {"BF16", "MXFP4"}  # types whose numbers bfloat16 has; mxfp4.py reads the second
+# Types whose numbers bfloat16 has, or that are meant to be widened to it; quantized.py reads the
+# last three.
+IN_BF16 = {"BF16", "MXFP4", "FP8", "NF4"}
 _WRITTEN = {
     "float64": "F64", "float32": "F32", "float16": "F16", "uint16": "BF16", "int64": "I64",
     "int32": "I32", "uint8": "U8", "bool": "BOOL",
