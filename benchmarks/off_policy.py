@@ -147,7 +147,7 @@ def main() -> None:
     options.add_argument("--groups", type=int, default=8, help="of a step; 8 if not given")
     options.add_argument("--group-size", type=int, default=8, help="8 if not given")
     options.add_argument("--stale", type=int, default=8, help="steps; 8 if not given")
-    options.add_argument("--learning-rate", type=float, default=6e-3, help="6e-3 if not given")
+    options.add_argument("--learning-rate", type=float, default=4e-3, help="4e-3 if not given")
     options.add_argument("--kl-coeff", type=float, help="stable_reinforce's, if not its default")
     options.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES)
     args = parse(options)
