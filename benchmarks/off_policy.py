@@ -1,4 +1,4 @@
-"""Reward on stale data: stable_reinforce beside importance_sampling, on the demonstration's model.
+"""Reward on stale data: stable_reinforce beside importance_sampling.
 
     python benchmarks/off_policy.py --plot off_policy.svg
 
