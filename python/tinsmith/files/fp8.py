@@ -14,13 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith.files import config, weights
-from tinsmith.files.stored import Bytes, Folder, Stored
+from tinsmith.files.stored import BLOCK, SCALE_BYTES, Bytes, Folder, Stored
 
 METHOD = "fp8"  # config.json's name of it
 TYPE, KIND = "FP8", "fp8"
 CODES, SCALES = "F8_E4M3", "_scale_inv"
 SIZE = "weight_block_size"
-BLOCK, SCALE_BYTES = 32, 4  # the engine's blocks (csrc/device/dtype.c)
 ROWS = 64  # that are widened at a time
 
 
@@ -73,13 +72,12 @@ def find(folder: Folder, said: dict[str, Any]) -> None:
         scales = folder.take(name + SCALES, "F32", "BF16", of=name)
         size = said[SIZE] if said.get(SIZE) else codes.shape
         wanted = tuple(-(-a // b) for a, b in zip(codes.shape, size, strict=True))
-        alone = wanted == (1, 1) and scales.shape in ((), (1,))
-        if scales.shape != wanted and not alone:
+        one = wanted == (1, 1)
+        if scales.shape != wanted and not (one and scales.shape in ((), (1,))):
             raise ValueError(
                 f"{scales.file}: {name}{SCALES} is {scales.shape}; it should be {wanted}, a number "
                 f"for each block of {size[0]} by {size[1]}"
             )
-        one = scales.shape == () or wanted == (1, 1)
         fits = codes.shape[1] % BLOCK == 0 and (one or size[1] % BLOCK == 0)
         shown = weights.Entry(codes.file, TYPE, codes.shape, codes.begin, codes.end)
         tall, wide = size[0], codes.shape[1] if one else size[1]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith.files import weights
-from tinsmith.files.stored import Bytes, Folder, Stored
+from tinsmith.files.stored import BLOCK, SCALE_BYTES, Bytes, Folder, Stored
 
 METHOD = "bitsandbytes"  # config.json's name of it
 TYPE, KIND = "NF4", "nf4"
@@ -24,7 +24,6 @@ STATE = ".quant_state.bitsandbytes__nf4"
 SCALES, LEVELS, OUTER, OUTER_LEVELS = (
     ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map",
 )  # fmt: skip
-BLOCK, SCALE_BYTES = 32, 4  # the engine's blocks (csrc/device/dtype.c)
 STATE_MOST = 1 << 16  # bytes
 
 # The 16 levels, as bitsandbytes has them (csrc/device/levels.h has them too).

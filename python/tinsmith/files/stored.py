@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from tinsmith.files import weights
 
+# Of the engine's blocks (csrc/device/dtype.c): numbers, and bytes of a scale in float32.
+BLOCK, SCALE_BYTES = 32, 4
+
 Bytes = Callable[[weights.Entry], NDArray[np.uint8]]  # of an entry, as they lie in the file
 
 
