@@ -332,8 +332,8 @@ template <int E_PAD, bool EXACT> static void attention_launch(CudaDevice *cuda, 
     LAUNCH(cuda, attention_kernel<Narrow>, grid, Narrow::THREADS, Narrow::BYTES, c);
 }
 
-void cuda_attention(Device *dev, real *y, float *lse, const real *q, const real *k_pages,
-                    const real *v_pages, const Span *spans, const int32_t *pages, int S, int T,
+void cuda_attention(Device *dev, real *y, float *lse, const real *q, const cached *k_pages,
+                    const cached *v_pages, const Span *spans, const int32_t *pages, int S, int T,
                     int H, int G, int E, int window)
 {
     if (T == 0) return;

@@ -3,9 +3,9 @@
  * `real` is bf16, everything is computed in f32. A frozen weight has no header: two of one width
  * that lie one behind the other are one. It is row-major bf16, each row filled up with zeros to a
  * multiple of 16 bytes, or blocks (packed.cuh). The same text is compiled by nvcc and, with
- * CUDA_EMULATED, as C++ (emulate.h). PTX is here and nowhere else: each primitive has its twin for
- * the emulator beside it. Kernels are `static __global__`, started with LAUNCH, and say Shared<T>
- * for a pointer to shared memory: T *, or checked by the emulator. */
+ * CUDA_EMULATED, as C++ (emulate.h). PTX is here and nowhere else, each primitive beside its twin
+ * for the emulator. Kernels are `static __global__`, started with LAUNCH, and say Shared<T> for a
+ * pointer to shared memory: T *, or checked by the emulator. */
 #ifndef TINSMITH_CUDA_CUH
 #define TINSMITH_CUDA_CUH
 
@@ -27,6 +27,7 @@ extern "C" {
 struct real {
     __nv_bfloat16 value;
 };
+struct cached : real {};
 
 /* ---- frozen weights ---- */
 
@@ -590,8 +591,7 @@ __device__ static __forceinline__ void flag_wait(const unsigned *flag)
 #include "../csrc/device/ops.inc"
 #undef OP
 
-/* Defined in matmul.cu, the only file that uses cuBLASLt. A failure to open is kept on the
- * device. */
+/* Of matmul.cu, the only file that uses cuBLASLt. A failure to open is kept on the device. */
 void matmul_open(CudaDevice *cuda, const DeviceLibraries *libraries);
 void matmul_close(CudaDevice *cuda);
 /* Chooses algorithms for the products that were rehearsed and have none. Waits for the card. */

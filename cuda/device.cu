@@ -155,6 +155,7 @@ static void device_fill(CudaDevice *cuda)
     Device *d = &cuda->base;
     d->name = cuda->name;
     d->real_bytes = sizeof(real);
+    d->cached_bytes = sizeof(cached);
     d->step_rows = STEP_ROWS;
     d->async = 1;
     d->alloc = ENTRY(device_alloc);

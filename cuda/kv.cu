@@ -43,7 +43,7 @@ static __global__ void kv_copy_kernel(real *k_pages, real *v_pages, int from, in
     store<W>(v_pages + to * page + at, values);
 }
 
-void cuda_kv_write(Device *dev, real *k_pages, real *v_pages, const real *k, const real *v,
+void cuda_kv_write(Device *dev, cached *k_pages, cached *v_pages, const real *k, const real *v,
                    const int32_t *slot, int T, int G, int E, int v_step)
 {
     int64_t n = (int64_t)T * G * E;
@@ -55,7 +55,7 @@ void cuda_kv_write(Device *dev, real *k_pages, real *v_pages, const real *k, con
                v_pages, k, v, slot, T, G, E, (int64_t)v_step);
 }
 
-void cuda_kv_copy(Device *dev, real *k_pages, real *v_pages, int from, int to, int count, int G,
+void cuda_kv_copy(Device *dev, cached *k_pages, cached *v_pages, int from, int to, int count, int G,
                   int E)
 {
     int64_t n = (int64_t)count * G * E;

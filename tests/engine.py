@@ -185,6 +185,7 @@ SCALARS = {
 }
 ELEMENTS = {"float": np.float32, "double": np.float64, "int32_t": np.int32, "int64_t": np.int64}
 ELEMENTS["void"] = np.uint8
+FLOATS = {4: np.dtype(np.float32), 2: np.dtype(np.uint16)}  # by bytes
 STRUCTS = {"Span": Span, "Draw": Draw}
 
 
@@ -204,6 +205,7 @@ class CDevice(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char_p),
         ("real_bytes", SIZE),
+        ("cached_bytes", SIZE),
         ("own_bytes", SIZE),
         ("step_rows", INT),
         ("chunk_bytes", SIZE),
@@ -315,7 +317,7 @@ class Device:
             "cpu-avx512bf16",
             "cpu-bf16",
         )  # rounds what a bf16 weight is multiplied with to bf16
-        self.real = np.dtype(np.float32 if self.c.real_bytes == 4 else np.uint16)
+        self.real = self.element("real")
 
     def table(self, isa: str) -> None:
         """Fills in the op pointers of one instruction set."""
@@ -340,25 +342,33 @@ class Device:
 
     def element(self, kind: str) -> np.dtype:
         """The element that a pointer type of ops.inc has in this device's memory."""
-        return self.real if kind == "real" else np.dtype(ELEMENTS[kind])
+        own = {"real": self.c.real_bytes, "cached": self.c.cached_bytes}
+        return FLOATS[own[kind]] if kind in own else np.dtype(ELEMENTS[kind])
 
     def encode(self, values, kind: str) -> np.ndarray:
         """A host array as the bytes of a pointer type of ops.inc."""
         if kind in STRUCTS:
             return np.frombuffer(b"".join(bytes(v) for v in values) or b"", np.uint8)
-        if kind == "real" and self.real == np.uint16:
+        if self.element(kind) == np.uint16:
             return to_bf16(values)
         return np.ascontiguousarray(values, self.element(kind))
 
     def decode(self, data: np.ndarray, kind: str, shape: tuple) -> np.ndarray:
         """Bytes of device memory as a host array; real comes back as float32."""
         values = data.view(self.element(kind)).reshape(shape)
-        return from_bf16(values) if kind == "real" and self.real == np.uint16 else values
+        return from_bf16(values) if values.dtype == np.uint16 else values
 
     def round(self, values: np.ndarray) -> np.ndarray:
         """Float64 of what this device's `real` makes of the values: what its ops are given."""
-        data = self.encode(values, "real").view(np.uint8).ravel()
-        return self.decode(data, "real", np.shape(values)).astype(float)
+        return self._round(values, "real")
+
+    def round_cached(self, values: np.ndarray) -> np.ndarray:
+        """The same for keys and values that it keeps in pages."""
+        return self._round(values, "cached")
+
+    def _round(self, values: np.ndarray, kind: str) -> np.ndarray:
+        data = self.encode(values, kind).view(np.uint8).ravel()
+        return self.decode(data, kind, np.shape(values)).astype(float)
 
     def round_frozen(self, values: np.ndarray) -> np.ndarray:
         """Float64 of what this device makes of a base weight: exact on the CPU, bf16 on a GPU."""

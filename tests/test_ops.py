@@ -403,24 +403,26 @@ def test_reference_logprob_backward_is_the_gradient():
 def pages_of(dev, k_pages, v_pages, like):
     """A device's pages in the reference's order."""
     pages, _, G, E = like.shape
-    size = page_size(like) * dev.c.real_bytes
-    k = dev.decode(k_pages.read(size), "real", (pages, G, -1))
-    v = dev.decode(v_pages.read(size), "real", (pages, G, KV_PAGE, E)).transpose(0, 2, 1, 3)
+    size = page_size(like) * dev.c.cached_bytes
+    k = dev.decode(k_pages.read(size), "cached", (pages, G, -1))
+    v = dev.decode(v_pages.read(size), "cached", (pages, G, -1))
     if dev.name.startswith("cuda"):
-        k = k.reshape(pages, G, KV_PAGE, E).transpose(0, 2, 1, 3)
-    else:  # the CPU keeps keys by column: a query meets them KV_PAGE at a time
-        k = k.reshape(pages, G, E, KV_PAGE).transpose(0, 3, 1, 2)
-    return {"k_pages": k, "v_pages": v}
+        k, v = (x.reshape(pages, G, KV_PAGE, E).transpose(0, 2, 1, 3) for x in (k, v))
+    else:  # the CPU keeps keys by column, and where a lane has two numbers, keys two by two
+        joined = 4 // dev.c.cached_bytes
+        k = k.reshape(pages, G, E // joined, KV_PAGE, joined).transpose(0, 3, 1, 2, 4)
+        v = v.reshape(pages, G, KV_PAGE // joined, E, joined).transpose(0, 2, 4, 1, 3)
+    return {"k_pages": k.reshape(like.shape), "v_pages": v.reshape(like.shape)}
 
 
 @pytest.mark.parametrize(
     ("T", "G", "E", "gap"),
-    [(0, 1, 8, 0), (1, 1, 1, 0), (7, 3, 34, 0), (150, 2, 16, 0), (7, 3, 34, 5), (9, 2, 16, 96)],
+    [(0, 1, 8, 0), (1, 1, 2, 0), (7, 3, 34, 0), (150, 2, 16, 0), (7, 3, 34, 5), (9, 2, 16, 96)],
 )
 def test_kv_write(dev, T, G, E, gap):
     rng = np.random.default_rng(0)
-    k, v = (dev.round(x) for x in rng.standard_normal((2, T, G, E)))
-    before = dev.round(rng.standard_normal((4, KV_PAGE, G, E)))
+    k, v = (dev.round_cached(x) for x in rng.standard_normal((2, T, G, E)))
+    before = dev.round_cached(rng.standard_normal((4, KV_PAGE, G, E)))
     slot = rng.permutation(4 * KV_PAGE)[:T].astype(np.int32)
     k_pages, v_pages = put_pages(dev, before, before)
     sizes = dict(T=T, G=G, E=E, v_step=G * E + gap)
@@ -434,9 +436,10 @@ def test_kv_write(dev, T, G, E, gap):
 
 @pytest.mark.parametrize("count", [0, 1, 33, KV_PAGE])
 def test_kv_copy(dev, count):
-    k, v = (dev.round(x) for x in np.random.default_rng(0).standard_normal((2, 4, KV_PAGE, 3, 17)))
+    numbers = np.random.default_rng(0).standard_normal((2, 4, KV_PAGE, 3, 18))
+    k, v = (dev.round_cached(x) for x in numbers)
     k_pages, v_pages = put_pages(dev, k, v)
-    sizes = {"from": 2, "to": 0, "count": count, "G": 3, "E": 17}
+    sizes = {"from": 2, "to": 0, "count": count, "G": 3, "E": 18}
     dev.call("kv_copy", k_pages=k_pages, v_pages=v_pages, **sizes)
     exact = reference.kv_copy(k_pages=k, v_pages=v, **sizes)
     for name, value in pages_of(dev, k_pages, v_pages, k).items():

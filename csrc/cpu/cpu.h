@@ -39,6 +39,14 @@ struct frozen {
     _Alignas(64) unsigned char data[];
 };
 
+/* Bytes of an element of cached keys and values: bf16 in the set that multiplies pairs, else f32.
+ */
+#if defined(__AVX512BF16__)
+enum { CACHED_BYTES = 2 };
+#else
+enum { CACHED_BYTES = 4 };
+#endif
+
 /* Where element (n, k) of a bf16 weight is, counted in elements. */
 static inline size_t frozen_bf16_at(const frozen *w, int n, int k)
 {

@@ -209,6 +209,13 @@ static inline vu v_round_pairs(vf low, vf high)
     return (vu)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 }
 
+/* v, rounded to the nearest bf16, as floats. */
+static inline vf v_round_bf16(vf v)
+{
+    vu u = (vu)v;
+    return (vf)((u + 0x7fffu + (u >> 16 & 1u)) & 0xffff0000u);
+}
+
 #define EACH_PAIR(l) (l), (l) + 16
 
 /* Pairs of a number of each, rounded to the nearest bf16. */

@@ -4,6 +4,7 @@
 
 void CPU(table)(Device *dev)
 {
+    dev->cached_bytes = CACHED_BYTES;
     dev->frozen_load = CPU(frozen_load);
 #define OP(name, args) dev->name = CPU(name);
 #include "../device/ops.inc"

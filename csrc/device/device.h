@@ -16,6 +16,7 @@ typedef struct Device Device;
 typedef struct Graph Graph;   /* work that was recorded, to be run again and again */
 typedef struct real real;     /* an activation's element: f32 on the CPU */
 typedef struct frozen frozen; /* a base weight, in the device's own order and element type */
+typedef struct cached cached; /* an element of cached keys and values */
 
 enum { KV_PAGE = 64 }; /* keys a page of the KV cache holds */
 
@@ -116,12 +117,13 @@ typedef struct Jsd {
 
 struct Device {
     const char *name;
-    size_t real_bytes;  /* bytes of one `real` */
-    size_t own_bytes;   /* that the device allocated for itself when it was opened */
-    int step_rows;      /* rows of a training step above which it would not become faster */
-    size_t chunk_bytes; /* of logits that are in memory at once, which a weight is read for */
-    int async;          /* the host goes on while ops run */
-    const char *note;   /* a sentence on what is slower than it could be, or NULL; ops find out */
+    size_t real_bytes;   /* bytes of one `real` */
+    size_t cached_bytes; /* bytes of one `cached` */
+    size_t own_bytes;    /* that the device allocated for itself when it was opened */
+    int step_rows;       /* rows of a training step above which it would not become faster */
+    size_t chunk_bytes;  /* of logits that are in memory at once, which a weight is read for */
+    int async;           /* the host goes on while ops run */
+    const char *note;    /* a sentence on what is slower than it could be, or NULL; ops find out */
 
     Status (*alloc)(Device *dev, void **memory, size_t bytes);
     /* May be called in any thread, at any time. So may graph_close(). */

@@ -60,7 +60,7 @@ static void attention_forward(const Pass *p, real *out, const real *x, int windo
     size_t at = cache_at(m, p->cache, p->l), list = (size_t)cache_list(m, p->cache, p->l);
     const int32_t *slot = batch->slot + list * (size_t)T;
     const Span *spans = batch->spans + list * (size_t)batch->S;
-    real *k_pages = real_at(d, p->cache->k, at), *v_pages = real_at(d, p->cache->v, at);
+    cached *k_pages = cached_at(p->cache->k, at), *v_pages = cached_at(p->cache->v, at);
 
     Rows r = rows_of(p, a->qkv, a->q_alone);
     int Q = H * E * (1 + s->q_gate);

@@ -71,7 +71,7 @@ int budget_keep(const Model *model, size_t most, KeepBytes *bytes, void *context
 size_t frame_bytes(const Model *model)
 {
     const Lists *lists = &model->lists;
-    return (size_t)lists->layers * lists->token * KV_PAGE * model->dev->real_bytes;
+    return (size_t)lists->layers * lists->token * KV_PAGE * model->dev->cached_bytes;
 }
 
 int budget_window_pages(const Model *model, int rows)

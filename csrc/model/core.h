@@ -351,7 +351,7 @@ typedef struct Acts {
  * which has a region with room for `tokens` tokens of all frames (cache_at). In training `tokens`
  * is 0: all layers share one list and one region, because each needs them only once. */
 typedef struct Cache {
-    real *k, *v;
+    cached *k, *v;
     size_t tokens;
     char *states;       /* what sequences keep beside their pages; NULL in training */
     size_t state_bytes; /* of one sequence: all layers */
@@ -359,8 +359,14 @@ typedef struct Cache {
 
 /* A pass's pages, which all layers share. */
 Cache cache_place(Arena *arena, const Model *model, int pages);
-/* Where a layer's region begins, in k and in v alike: elements. */
+/* Where a layer's region begins, in k and in v alike: bytes. */
 size_t cache_at(const Model *model, const Cache *cache, int layer);
+
+static inline cached *cached_at(cached *pages, size_t bytes)
+{
+    return (cached *)((char *)pages + bytes);
+}
+
 /* The list of its frames. */
 int cache_list(const Model *model, const Cache *cache, int layer);
 

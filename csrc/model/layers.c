@@ -126,14 +126,15 @@ Lists lists_of(const Shape *s, Region *region)
 
 Cache cache_place(Arena *arena, const Model *model, int pages)
 {
-    size_t bytes = (size_t)pages * KV_PAGE * (model->lists.token / 2) * model->dev->real_bytes;
-    real *k = arena_take(arena, bytes), *v = arena_take(arena, bytes);
+    size_t bytes = (size_t)pages * KV_PAGE * (model->lists.token / 2) * model->dev->cached_bytes;
+    cached *k = arena_take(arena, bytes), *v = arena_take(arena, bytes);
     return (Cache){.k = k, .v = v};
 }
 
 size_t cache_at(const Model *model, const Cache *cache, int l)
 {
-    return (size_t)model->region[l].at * (model->lists.token / 2) * cache->tokens;
+    size_t row = (model->lists.token / 2) * model->dev->cached_bytes;
+    return (size_t)model->region[l].at * row * cache->tokens;
 }
 
 int cache_list(const Model *model, const Cache *cache, int l)

@@ -215,7 +215,7 @@ int32_t kv_fork(Kv *kv, int32_t page, int count)
         if (!layer_token(&m->shape, l)) continue;
         size_t at = cache_at(m, &kv->cache, l);
         int list = cache_list(m, &kv->cache, l);
-        d->kv_copy(d, real_at(d, kv->cache.k, at), real_at(d, kv->cache.v, at),
+        d->kv_copy(d, cached_at(kv->cache.k, at), cached_at(kv->cache.v, at),
                    kv->frame[page * lists + list], kv->frame[copy * lists + list], count,
                    m->shape.kv_heads, m->shape.head_width);
     }
@@ -252,12 +252,12 @@ void kv_spoil(Kv *kv)
 {
     const Model *m = kv->model;
     Device *d = m->dev;
-    size_t bytes = m->lists.token / 2 * KV_PAGE * d->real_bytes;
+    size_t bytes = m->lists.token / 2 * KV_PAGE * d->cached_bytes;
     char *nan = malloc(bytes);
     if (nan) memset(nan, 0xff, bytes);
     for (int l = 0; l < m->shape.layers && nan; l++) {
         if (!layer_token(&m->shape, l)) continue;
-        size_t at = cache_at(m, &kv->cache, l) * d->real_bytes;
+        size_t at = cache_at(m, &kv->cache, l);
         for (int i = 0; i < kv->free_frames; i++) {
             size_t frame = at + (size_t)kv->frame_list[i] * bytes;
             d->upload(d, (char *)(void *)kv->cache.k + frame, nan, bytes);
