@@ -20,29 +20,30 @@ int CPU(block_rows)(int depth, int pairs)
 /* ---- packing ---- */
 
 /* VL lanes of one row, from element `k` on; `n` of its elements exist. */
-static inline vf row_lanes(const float *row, int n, int pairs)
+static inline vf row_lanes(const float *row, int n, Lanes form)
 {
 #if defined(__AVX512BF16__)
-    if (pairs) {
-        if (n >= 2 * VL) return (vf)v_round_pairs(v_load(row), v_load(row + VL));
+    if (form != ONE) {
         float part[2 * VL] = {0};
-        memcpy(part, row, (size_t)n * sizeof *part);
-        return (vf)v_round_pairs(v_load(part), v_load(part + VL));
+        if (n < 2 * VL) row = memcpy(part, row, (size_t)n * sizeof *part);
+        vu pairs = v_round_pairs(v_load(row), v_load(row + VL));
+        return (vf)(form == APART ? v_pairs_apart(pairs) : pairs);
     }
 #endif
-    (void)pairs;
+    (void)form;
     return n >= VL ? v_load(row) : v_load_part(row, n, 0.0f);
 }
 
 /* k along each row: squares of VL rows are transposed, and their columns stored `height` apart.
  * Each store overwrites the surplus lanes of the one before. */
 void CPU(tile_pack)(float *to, int height, const float *a, int64_t a_row, int rows, int depth,
-                    int pairs)
+                    Lanes form)
 {
-    int step = pairs ? 2 * VL : VL, lanes = pairs ? (depth + 1) / 2 : depth;
+    int step = form == ONE ? VL : 2 * VL;
+    int lanes = form == APART ? (depth + 7) / 8 * 4 : form == PAIR ? (depth + 1) / 2 : depth;
     if (height == 1) { /* nothing to transpose */
         for (int k = 0; k < depth; k += step, to += VL)
-            v_store(to, row_lanes(a + k, depth - k < step ? depth - k : step, pairs));
+            v_store(to, row_lanes(a + k, depth - k < step ? depth - k : step, form));
         return;
     }
     for (int first = 0; first < rows; first += VL)
@@ -51,7 +52,7 @@ void CPU(tile_pack)(float *to, int height, const float *a, int64_t a_row, int ro
             vf v[VL];
 #pragma GCC unroll 16
             for (int r = 0; r < VL; r++)
-                v[r] = first + r < rows ? row_lanes(a + (first + r) * a_row + k, n, pairs)
+                v[r] = first + r < rows ? row_lanes(a + (first + r) * a_row + k, n, form)
                                         : v_set(0.0f);
             square_turn(v);
             int width = lanes - lane < VL ? lanes - lane : VL;
@@ -80,7 +81,7 @@ void CPU(block_pack)(float *to, const float *a, int64_t a_row, int64_t a_col, in
     for (int i = 0; i < m; i += TALL, to += tile) {
         int rows = m - i < TALL ? m - i : TALL;
         if (a_col == 1)
-            CPU(tile_pack)(to, TALL, a + i * a_row, a_row, rows, depth, pairs);
+            CPU(tile_pack)(to, TALL, a + i * a_row, a_row, rows, depth, pairs ? PAIR : ONE);
         else
             pack_columns(to, a + i * a_row, a_row, a_col, rows, depth);
     }

@@ -13,6 +13,13 @@ enum {
     PACKED_SLACK = VL,            /* lanes behind it that packing may write */
 };
 
+/* What a lane of packed rows holds. */
+typedef enum Lanes {
+    ONE,   /* a float */
+    PAIR,  /* two inputs that follow each other, as bf16 */
+    APART, /* inputs k and k + 4 of each eight, as bf16; those behind the last are zeros */
+} Lanes;
+
 /* Where a product's sums go that begin at its k0: the first are added to what the caller gave, the
  * others to those before them. */
 static inline Out product_out(const Product *p, int k0)
@@ -25,10 +32,10 @@ static inline Out product_out(const Product *p, int k0)
 /* How many rows of `depth` elements a packed block takes, a multiple of TALL. */
 int CPU(block_rows)(int depth, int pairs);
 
-/* One tile of `rows` ≤ height rows: k (or, with `pairs`, two k rounded to bf16) of row r goes to
- * lane [k][r] of [k][height]. Up to PACKED_SLACK lanes behind the tile are written too. */
+/* One tile of `rows` ≤ height rows: lane l of row r goes to [l][r] of [lanes][height]. Up to
+ * PACKED_SLACK lanes behind the tile are written too. */
 void CPU(tile_pack)(float *to, int height, const float *a, int64_t a_row, int rows, int depth,
-                    int pairs);
+                    Lanes lanes);
 
 /* Rows [0, m) and k [0, depth) of a into tiles of TALL rows, each k-major: [tile][k][TALL], so that
  * the inner loop reads one stream, whatever the distance of a's rows. With `pairs` a 32-bit lane

@@ -471,6 +471,12 @@ static void cut(Product *p, int64_t wanted)
 void CPU(product_run)(Device *dev, Product *p)
 {
     if (p->m <= 0 || p->n <= 0) return;
+#if defined(__AVX512BF16__)
+    if (p->order == PANELS && scales_sums(((const frozen *)p->b)->type)) {
+        CPU(product_scaled)(dev, p);
+        return;
+    }
+#endif
     if (p->order == PANELS && p->m <= STREAM_ROWS) {
         CPU(product_stream)(dev, p);
         return;

@@ -60,6 +60,10 @@ void CPU(product_run)(Device *dev, Product *p);
 /* The same for a frozen weight in PANELS and m ≤ STREAM_ROWS rows, to the same bits (stream.c). */
 void CPU(product_stream)(Device *dev, const Product *p);
 
+/* The same in bf16 pairs, for any number of rows, of a weight whose codes bf16 holds exactly
+ * (scaled.c); packed.h says of which types. */
+void CPU(product_scaled)(Device *dev, const Product *p);
+
 /* Whether a product has a frozen weight in PANELS_T and so few rows that turning its panels costs
  * more than the lanes that these rows leave empty; and the product, to the same bits
  * (stream_back.c). */

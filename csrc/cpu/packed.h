@@ -88,6 +88,18 @@ static inline int has_bytes(DType type)
     return type == DTYPE_INT8 || type == DTYPE_FP8;
 }
 
+/* Whether sums of codes are scaled, and not weights: in bf16 pairs, if bf16 holds each code's value
+ * and a block has one scale (scaled.c). */
+static inline int scales_sums(DType type)
+{
+#if defined(__AVX512BF16__)
+    return block_kind(type) == DTYPE_INT4 || type == DTYPE_MXFP4;
+#else
+    (void)type;
+    return 0;
+#endif
+}
+
 /* Bytes of a scale. */
 static inline size_t scale_bytes(DType type)
 {

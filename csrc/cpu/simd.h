@@ -209,6 +209,13 @@ static inline vu v_round_pairs(vf low, vf high)
     return (vu)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 }
 
+/* Of each eight numbers, four lanes of two, the pairs of number i and i + 4. */
+static inline vu v_pairs_apart(vu pairs)
+{
+    const __m128i place = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    return (vu)_mm512_shuffle_epi8((__m512i)pairs, _mm512_broadcast_i32x4(place));
+}
+
 /* v, rounded to the nearest bf16, as floats. */
 static inline vf v_round_bf16(vf v)
 {

@@ -111,7 +111,7 @@ static void pack(float *to, const Stream *s)
     for (int r = 0; r < p->m; r += s->height, to += tile) {
         int rows = p->m - r < s->height ? p->m - r : s->height;
         CPU(tile_pack)(to, rows, p->a + r * p->a_row + s->k0, p->a_row, rows, s->depth,
-                       s->form == PAIRS);
+                       s->form == PAIRS ? PAIR : ONE);
     }
 }
 

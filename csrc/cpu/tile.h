@@ -109,12 +109,14 @@ static inline void edge_close(const Edge *edge, Out out, int rows, int width)
     ROWS_TO_6(CASE);    \
     CASE(7);            \
     CASE(8)
-#define ROWS_TO_13(CASE) \
+#define ROWS_TO_12(CASE) \
     ROWS_TO_8(CASE);     \
     CASE(9);             \
     CASE(10);            \
     CASE(11);            \
-    CASE(12);            \
+    CASE(12)
+#define ROWS_TO_13(CASE) \
+    ROWS_TO_12(CASE);    \
     CASE(13)
 #define ROWS_TO_14(CASE) \
     ROWS_TO_13(CASE);    \
