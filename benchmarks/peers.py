@@ -219,6 +219,16 @@ def attending(shape: str) -> int:
     return layers // 4 if "linear_key_head_dim" in SHAPES[shape] else layers
 
 
+def fed(shape: str, rows: int = 1) -> int:
+    """Weights of one layer's feed-forward part. Of experts, those that so many rows choose."""
+    s = SHAPES[shape]
+    feed = float(3 * s["intermediate_size"])
+    if experts := s.get("num_experts"):
+        missed = 1 - s["num_experts_per_tok"] / experts
+        feed = experts + 3 * s["moe_intermediate_size"] * experts * (1 - missed**rows)
+    return s["hidden_size"] * round(feed)
+
+
 def matrices(shape: str, rows: int = 1) -> tuple[int, int]:
     """Weights of all layers' matrices, and of the head. Of experts, those that so many rows choose:
     for one row what it multiplies, for several what is read, if each chooses at random."""
@@ -226,16 +236,13 @@ def matrices(shape: str, rows: int = 1) -> tuple[int, int]:
     heads, kv = s["num_attention_heads"] * s["head_dim"], s["num_key_value_heads"] * s["head_dim"]
     delta = s["num_hidden_layers"] - attending(shape)
     outputs = 2 * heads + 2 * kv + (heads if delta else 0)  # q has a gate beside it
-    feed = float(3 * s["intermediate_size"])
-    if experts := s.get("num_experts"):
-        missed = 1 - s["num_experts_per_tok"] / experts
-        feed = experts + 3 * s["moe_intermediate_size"] * experts * (1 - missed**rows)
-    total = attending(shape) * outputs + s["num_hidden_layers"] * round(feed)
+    total = attending(shape) * outputs
     if delta:
         key = s["linear_num_key_heads"] * s["linear_key_head_dim"]
         value = s["linear_num_value_heads"] * s["linear_value_head_dim"]
         total += delta * (2 * key + 3 * value + 2 * s["linear_num_value_heads"])
-    return s["hidden_size"] * total, s["vocab_size"] * s["hidden_size"]
+    layers = s["hidden_size"] * total + s["num_hidden_layers"] * fed(shape, rows)
+    return layers, s["vocab_size"] * s["hidden_size"]
 
 
 def state_numbers(shape: str) -> int:

@@ -29,6 +29,7 @@ from peers import (
     alternate,
     attending,
     checkpoint,
+    fed,
     hf_model,
     matrices,
     medians,
@@ -188,7 +189,9 @@ class Comparison:
         for length in args.prefill:
             times = self.times(1, length, 1)
             attention = 2 * length * heads * attending(args.shape)  # half of T×T, twice
-            flops = 2 * (length * layers + head) + length * attention
+            # The last layer's feed-forward part is needed for the last row alone.
+            products = length * layers - (length - 1) * fed(args.shape) + head
+            flops = 2 * products + length * attention
             table.add(
                 str(length),
                 {name: (seconds[0], length / seconds[0]) for name, seconds in times.items()},

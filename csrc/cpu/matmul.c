@@ -1,4 +1,4 @@
-/* cpu/matmul.c - the product that all others of the CPU device are made of, and its four paths.
+/* cpu/matmul.c - the product that all others of the CPU device are made of, and its paths.
  *
  *   c (m,n) = scale·a (m,k)·b (k,n) [+ bias] [+ plus]
  *
@@ -6,7 +6,7 @@
  * other way too where that is faster (stream_back.c). Other products with a frozen weight, and
  * those of more than FEW rows with more than one panel of b, pack a once and multiply it with
  * groups of panels (block.c). The remaining products read a as it lies, in the register tile of
- * this file.
+ * this file. In bf16 pairs, weights of 4 bits have a path of their own (scaled.c).
  *
  * On each path b is read as panels that are row-major in k. Frozen weights are stored so (cpu.h);
  * other matrices are copied to a scratch block that stays in L1 or L2. bf16 weights widen to f32 on

@@ -23,8 +23,9 @@
  * gives the same float everywhere: values have few bits, so that value·scale is exact (but for
  * those of fp8 and nf4, which have no offset), and there is at most one rounding. Weights are
  * widened in registers or in L1 and multiplied as f32 weights are, in the same order, so a product
- * has the bits of one with the widened weight. (On cpu-bf16, which rounds both sides of a product,
- * the bits of the widened weight in bf16.)
+ * has the bits of one with the widened weight. On cpu-bf16, which rounds both sides of a product,
+ * it has the bits of the widened weight in bf16; but forward, where bf16 holds the codes' values
+ * exactly, their sums are scaled, and no weight is rounded (scaled.c).
  *
  * Error of one weight, as a share of their standard deviation, for Gaussian ones: int8 0.54 %; int4
  * 7.35 % in 4.5 bits. Other codes in blocks of 32, each with an f16 scale: NF4 7.61, integers 8.09,

@@ -9,6 +9,7 @@ void batch_place(Batch *batch, Arena *arena, int T, int S, int lists, int page_c
     batch->T = T;
     batch->S = S;
     batch->lists = lists;
+    batch->read = NULL;
     batch->tokens = arena_take(arena, (size_t)T * sizeof(int32_t));
     batch->pos = arena_take(arena, (size_t)T * sizeof(int32_t));
     batch->slot = arena_take(arena, slots * sizeof(int32_t));

@@ -300,13 +300,15 @@ typedef struct Segment {
 
 typedef struct Batch {
     int T, S, lists, segments;
-    int32_t *tokens, *pos;  /* device */
-    int32_t *slot;          /* device, of each list in turn: (lists,T) */
-    Span *spans;            /* device, the same: (lists,S), alike but for their pages */
-    int32_t *pages;         /* device: the pages' frames */
-    Segment *segment;       /* host */
-    Segment whole;          /* the one of a batch that has one (batch_whole) */
-    const atomic_int *stop; /* NULL, or, when set from outside: no further layer */
+    int32_t *tokens, *pos;    /* device */
+    int32_t *slot;            /* device, of each list in turn: (lists,T) */
+    Span *spans;              /* device, the same: (lists,S), alike but for their pages */
+    int32_t *pages;           /* device: the pages' frames */
+    Segment *segment;         /* host */
+    Segment whole;            /* the one of a batch that has one (batch_whole) */
+    const atomic_int *stop;   /* NULL, or, when set from outside: no further layer */
+    const struct Batch *read; /* the rows whose hidden states are read; NULL: all */
+    int32_t *rows; /* device, of such a batch: which of the other's rows its T rows are */
 } Batch;
 
 /* Host arrays that batch_upload sends. */

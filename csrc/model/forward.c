@@ -2,6 +2,7 @@
  *
  *   x = embed(tokens);  each layer:  x += mixer(norm(x)),  x += feed(norm(x));  hidden = norm(x)
  *
+ * Of a prompt often one row is read, and the last layer's feed-forward part is made for it alone.
  * layers.inc lists the kinds of mixers and feed-forward parts; each kind has its own file. */
 #include "layer.h"
 
@@ -20,14 +21,40 @@ static void part_forward(const Pass *p, LayerKind kind, real *out, float *rstd, 
     kind_forward[kind](p, out, x);
 }
 
+static void mixer_forward(const Pass *p, real *mid)
+{
+    const LayerActs *a = &p->acts->layer[p->l];
+    LayerKind kind = p->model->shape.layer[p->l].kind[MIXER];
+    part_forward(p, kind, mid, a->attn_rstd, a->x, p->model->layer[p->l].attn_norm);
+}
+
+static void feed_forward(const Pass *p, real *next, const real *mid)
+{
+    const LayerActs *a = &p->acts->layer[p->l];
+    LayerKind kind = p->model->shape.layer[p->l].kind[FEED];
+    part_forward(p, kind, next, a->mlp_rstd, mid, p->model->layer[p->l].mlp_norm);
+}
+
 void layer_forward(const Pass *p, real *next)
 {
-    const LayerKind *kind = p->model->shape.layer[p->l].kind;
-    const LayerWeights *w = &p->model->layer[p->l];
     const LayerActs *a = &p->acts->layer[p->l];
-    real *mid = next || p->l < p->acts->again[DEAR] ? a->mid : NULL;
-    part_forward(p, kind[MIXER], mid, a->attn_rstd, a->x, w->attn_norm);
-    part_forward(p, kind[FEED], next, a->mlp_rstd, a->mid, w->mlp_norm);
+    mixer_forward(p, next || p->l < p->acts->again[DEAR] ? a->mid : NULL);
+    feed_forward(p, next, a->mid);
+}
+
+/* The last layer, and its feed-forward part for the rows alone that are read. */
+static void last_forward(const Pass *p)
+{
+    const Batch *read = p->batch->read;
+    const Acts *acts = p->acts;
+    const LayerActs *a = &acts->layer[p->l];
+    Device *d = p->model->dev;
+    mixer_forward(p, a->mid);
+    if (!read->T) return;
+    d->gather(d, acts->hidden, a->mid, read->rows, read->T, p->model->shape.width);
+    Pass few = *p;
+    few.batch = read;
+    feed_forward(&few, acts->out, acts->hidden);
 }
 
 enum { LOOKED_UP = 256 }; /* rows */
@@ -50,13 +77,19 @@ void forward(const Model *m, const Batch *batch, const Acts *acts, const Cache *
 {
     Device *d = m->dev;
     const Shape *s = &m->shape;
-    int T = batch->T, L = s->layers;
+    int T = batch->T, L = s->layers, read = batch->read ? batch->read->T : T;
     Pass p = {.model = m, .batch = batch, .acts = acts, .cache = cache};
     d->rope_table(d, acts->cosine, acts->sine, batch->pos, m->inv_freq, T, s->rotary,
                   s->rope_scale);
     look_up(m, acts->layer[0].x, batch->tokens, T);
-    for (p.l = 0; p.l < L && !batch_stopped(batch); p.l++)
-        layer_forward(&p, p.l + 1 < L ? acts->layer[p.l + 1].x : acts->out);
-    d->rmsnorm(d, acts->hidden, acts->final_rstd, acts->out, m->final_norm, T, s->width,
+    for (p.l = 0; p.l < L && !batch_stopped(batch); p.l++) {
+        if (p.l + 1 < L)
+            layer_forward(&p, acts->layer[p.l + 1].x);
+        else if (batch->read)
+            last_forward(&p);
+        else
+            layer_forward(&p, acts->out);
+    }
+    d->rmsnorm(d, acts->hidden, acts->final_rstd, acts->out, m->final_norm, read, s->width,
                s->norm_eps);
 }

@@ -61,7 +61,7 @@ void sampler_close(Sampler *sampler)
 
 /* One row of the head, and the results that are wanted from it. */
 typedef struct Ask {
-    int row; /* in the batch */
+    int row; /* among those that are read */
     const Turn *turn;
     int position; /* of the row in its sequence */
 } Ask;
@@ -86,7 +86,9 @@ typedef struct SampleStep {
     float *logits, *lse, *logp, *top_logp;
     int32_t *rows, *start, *ids, *top_ids;
     Draw *draws;
-    Segment segments[STEP_SEQUENCES];
+    Segment segments[STEP_SEQUENCES], read_segments[STEP_SEQUENCES];
+    Batch read; /* the rows that some ask is for */
+    int32_t read_rows[STEP_ROWS];
     Ask draw_asks[STEP_SEQUENCES], score_asks[STEP_ROWS];
     int draw_count, score_count;
     Span *spans; /* host, as told's arrays and the next two are: (lists,count) */
@@ -102,6 +104,7 @@ static void step_place(SampleStep *step, Arena *arena, int rank)
     size_t C = (size_t)step->chunk, size = m->dev->real_bytes, top = C * (size_t)step->top;
     batch_place(&step->batch, arena, step->T, step->count, step->lists, step->pages);
     acts_place(&step->acts, arena, m, step->T, rank, 0);
+    step->read.rows = arena_take(arena, (size_t)step->T * sizeof(int32_t));
     step->x = arena_take(arena, C * (size_t)m->shape.width * size);
     step->s = arena_take(arena, C * (size_t)rank * size);
     step->logits = arena_take(arena, C * (size_t)m->shape.vocab * sizeof(float));
@@ -145,10 +148,21 @@ static int ask_ids(const Ask *ask)
     return 1 + row_targets(spec, ask->position) + spec->draws;
 }
 
+/* `rows` more rows of an adapter. */
+static int segment_add(Segment *segment, int segments, const Adapter *adapter, int row, int rows)
+{
+    if (!rows) return segments;
+    if (!segments || segment[segments - 1].adapter != adapter)
+        segment[segments++] = (Segment){adapter, row, 0};
+    segment[segments - 1].rows += rows;
+    return segments;
+}
+
 /* The rows of the head that the step's turns need, how many pages they have, and their segments. */
 static void step_plan(SampleStep *step)
 {
-    int row = 0, segments = 0, most = head_rows(step->sampler->model);
+    Batch *all = &step->batch, *read = &step->read;
+    int row = 0, most = head_rows(step->sampler->model);
     const Kv *kv = &step->sampler->kv;
     step->T = step->pages = step->draw_count = step->score_count = step->top = 0;
     step->ids_room = 0;
@@ -157,25 +171,27 @@ static void step_plan(SampleStep *step)
         const Turn *turn = &step->turns[i];
         const RequestSpec *spec = &turn->request->spec;
         step->pages += table_size(kv, turn_sequence(turn));
-        if (segments && step->segments[segments - 1].adapter == spec->adapter)
-            step->segments[segments - 1].rows += turn->rows;
-        else
-            step->segments[segments++] = (Segment){spec->adapter, row, turn->rows};
+        int first = read->T;
+        all->segments = segment_add(step->segments, all->segments, spec->adapter, row, turn->rows);
         for (int j = 0; j < turn->rows; j++, row++) {
-            int position = turn->from + j, last = position + 1 == turn->from + turn->rows;
-            if (turn->sample == 0 && row_asked(turn->request, position)) {
-                step->score_asks[step->score_count++] = (Ask){row, turn, position};
+            int position = turn->from + j, last = j + 1 == turn->rows;
+            int scores = turn->sample == 0 && row_asked(turn->request, position);
+            if (scores) {
+                step->score_asks[step->score_count++] = (Ask){read->T, turn, position};
                 step->ids_room += (size_t)ask_ids(&step->score_asks[step->score_count - 1]);
             }
             if (last && turn->draws)
-                step->draw_asks[step->draw_count++] = (Ask){row, turn, position};
+                step->draw_asks[step->draw_count++] = (Ask){read->T, turn, position};
+            if (scores || (last && turn->draws)) step->read_rows[read->T++] = row;
         }
+        read->segments =
+            segment_add(step->read_segments, read->segments, spec->adapter, first, read->T - first);
         if (spec->topk_prompt > step->top) step->top = spec->topk_prompt;
         if (spec->topk_sample > step->top) step->top = spec->topk_sample;
     }
     step->T = row;
-    step->batch.segment = step->segments;
-    step->batch.segments = segments;
+    all->segment = step->segments;
+    read->segment = step->read_segments;
     int asks = step->draw_count > step->score_count ? step->draw_count : step->score_count;
     step->chunk = asks < most ? asks : most;
     if (step->ids_room < (size_t)step->chunk) step->ids_room = (size_t)step->chunk;
@@ -216,6 +232,11 @@ static Status step_forward(SampleStep *step)
                       pos,     step->slot,  step->page,  step->spans};
     batch_upload(&step->batch, sampler->model->dev, &host);
     step->batch.stop = &sampler->interrupted;
+    if (step->read.T < step->T) {
+        Device *d = sampler->model->dev;
+        d->upload(d, step->read.rows, step->read_rows, (size_t)step->read.T * sizeof(int32_t));
+        step->batch.read = &step->read;
+    }
     forward(sampler->model, &step->batch, &step->acts, &sampler->kv.cache);
     if (sampler->interrupted) return fail(STATUS_INTERRUPTED, "sampling was interrupted");
     return STATUS_OK;
