@@ -58,7 +58,7 @@ THROUGH_PAIRS = {"attention": {"y"}, "attention_backward": {"dq", "dk", "dv"}}
 
 
 # Types whose codes bf16 holds exactly: forward, products of pairs round what they multiply alone.
-SCALED = ("int4", "q4_0", "mxfp4", "mxfp4_pairs")
+SCALED = ("int8", "int4", "q4_0", "mxfp4", "mxfp4_pairs")
 
 
 # Products, whose sums run over one of these sizes, one term after another: each rounds, at random,

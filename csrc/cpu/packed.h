@@ -94,7 +94,7 @@ static inline int has_bytes(DType type)
 static inline int scales_sums(DType type)
 {
 #if defined(__AVX512BF16__)
-    return block_kind(type) == DTYPE_INT4 || type == DTYPE_MXFP4;
+    return type == DTYPE_INT8 || block_kind(type) == DTYPE_INT4 || type == DTYPE_MXFP4;
 #else
     (void)type;
     return 0;

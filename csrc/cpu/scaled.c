@@ -1,17 +1,19 @@
 /* cpu/scaled.c - rows against a weight whose codes stand for numbers that bf16 holds exactly, in
- * pairs: int4, q4_0 and mxfp4 on cpu-bf16.
+ * pairs: int8, int4, q4_0 and mxfp4 on cpu-bf16.
  *
  *   c[r,n] = scale·Σ_blocks s(n, block)·Σ_k level(code[n,k])·a[r,k] [+ bias] [+ plus]
  *
- * A block's sum is one of pairs, and is scaled in f32. So what is rounded is a alone, no weight is
- * multiplied on its way, and a pair of weights costs one shuffle: the lowest four bits of a 16-bit
- * lane name a level, and a word of eight codes is looked at four times. That gives the pairs of
- * inputs k and k + 4, so rows are packed so (APART in block.h). Up to FEW rows read both vectors of
- * a panel at once, up to TILE_ROWS one after the other; more rows meet levels that were looked up
- * once, in L1. The sums are the same: blocks in order within DEPTH inputs, each from zero.
+ * A block's sum is one of pairs, and is scaled in f32. So what is rounded is a alone, and no weight
+ * is multiplied on its way. A pair has inputs k and k + 4 of eight (APART in block.h): in 4 bits
+ * the lowest bits of a 16-bit lane name a level for a shuffle, and a word of eight codes is looked
+ * at four times. A byte's magnitude is looked up in 128 bf16, whose halves are in two registers
+ * each. Few rows read both vectors of a panel at once, up to TILE_ROWS one after the other; more
+ * rows, and bytes, meet numbers that were looked up once, in L1. The sums are the same: blocks in
+ * order within DEPTH inputs, each from zero.
  *
- * Roofline: 4.5 bits a weight, 2·m flops each. For 128 weights 2 loads, 6 shifts and 8 shuffles,
- * then 4·m products: bound by memory at one or two rows, by products of pairs from some six on. */
+ * Roofline: 4.5 or 8.5 bits a weight, 2·m flops each. For 128 weights of 4 bits 2 loads, 6 shifts
+ * and 8 shuffles, of 8 bits 4 loads and 16 others, then 4·m products: bound by memory at one or two
+ * rows, by products of pairs from some six on. */
 #include <assert.h>
 
 #include "block.h"
@@ -21,17 +23,18 @@
 
 enum {
     FEW = 6,        /* rows of a tile of two vectors: 12 sums, and 12 of blocks before */
-    TILE_ROWS = 12, /* rows of a tile of one */
+    FEW_BYTES = 4,  /* the same of codes of 8 bits, whose numbers take four registers */
+    TILE_ROWS = 12, /* rows of a tile of one vector */
     GROUP_ROWS = 8 * TILE_ROWS,
-    PACKED_LANES = 64 << 10,      /* of packed rows: a quarter of L2 */
-    LEVEL_LANES = DEPTH / 2 * VL, /* of DEPTH inputs of VL outputs */
-    AHEAD = 8192,                 /* bytes from what is read to what is asked of memory */
+    PACKED_LANES = 64 << 10,         /* of packed rows: a quarter of L2 */
+    FOUND_LANES = DEPTH / 2 * PANEL, /* of DEPTH inputs */
+    AHEAD = 8192,                    /* bytes from what is read to what is asked of memory */
 };
 
 #define NS_BYTE 0.018 /* of a byte of a weight in L3 (cpu.h); twice that from memory */
 
-_Static_assert((PACKED_LANES + PACKED_SLACK + LEVEL_LANES) * sizeof(float) <= POOL_SCRATCH,
-               "packed rows, and the levels of a part of a panel");
+_Static_assert((PACKED_LANES + PACKED_SLACK + FOUND_LANES) * sizeof(float) <= POOL_SCRATCH,
+               "packed rows, and what is looked up of a panel");
 _Static_assert(PACKED_LANES / GROUP_ROWS * 2 >= DEPTH, "a block of all rows is packed");
 
 /* The rows of a group, and their inputs [k0, k0 + depth). */
@@ -49,6 +52,8 @@ static inline int apart_lanes(int k)
     return (k + NIBBLES - 1) / NIBBLES * (NIBBLES / 2);
 }
 
+/* ---- codes as bf16 ---- */
+
 /* The levels as bf16, twice: an index has five bits, of which the last is another code's. */
 static inline __m512i levels_of(DType type)
 {
@@ -57,49 +62,105 @@ static inline __m512i levels_of(DType type)
     return pairs;
 }
 
-static inline vu look_up(__m512i levels, vu codes)
+/* bf16 of 1 to 128, by the lowest seven bits: that of 128 is number 0. */
+#define EXPONENT(m) (((m) > 1) + ((m) > 3) + ((m) > 7) + ((m) > 15) + ((m) > 31) + ((m) > 63))
+#define MAGNITUDE(m) ((127 + EXPONENT(m)) << 7 | ((m) - (1 << EXPONENT(m))) << (7 - EXPONENT(m)))
+#define LOW_BYTE(m) ((m) ? MAGNITUDE(m) & 0xff : 0)
+#define HIGH_BYTE(m) ((m) ? MAGNITUDE(m) >> 8 : 0x43)
+#define FOUR(X, m) X(m), X((m) + 1), X((m) + 2), X((m) + 3)
+#define SIXTEEN(X, m) FOUR(X, m), FOUR(X, (m) + 4), FOUR(X, (m) + 8), FOUR(X, (m) + 12)
+#define SIXTY_FOUR(X, m) \
+    SIXTEEN(X, m), SIXTEEN(X, (m) + 16), SIXTEEN(X, (m) + 32), SIXTEEN(X, (m) + 48)
+/* Of two rows of PANEL bytes that stand side by side: which goes to place b, so that weaving what
+ * is made of them, low and high bytes, gives pairs of one row's number and the other's. */
+#define WOVEN(b) ((b) / 8 % 2 * 16 + (b) / 16 * 4 + (b) % 8 / 2 + (b) % 2 * PANEL)
+
+static const uint8_t low_bytes[] = {SIXTY_FOUR(LOW_BYTE, 0), SIXTY_FOUR(LOW_BYTE, 64)};
+static const uint8_t high_bytes[] = {SIXTY_FOUR(HIGH_BYTE, 0), SIXTY_FOUR(HIGH_BYTE, 64)};
+static const uint8_t woven[] = {SIXTY_FOUR(WOVEN, 0)};
+
+/* What codes are looked up in. */
+typedef struct Known {
+    __m512i levels, low[2], high[2], order;
+} Known;
+
+static inline Known known_of(DType type)
 {
-    return (vu)_mm512_permutexvar_epi16((__m512i)codes, levels);
+    return (Known){levels_of(type),
+                   {_mm512_loadu_si512(low_bytes), _mm512_loadu_si512(low_bytes + 64)},
+                   {_mm512_loadu_si512(high_bytes), _mm512_loadu_si512(high_bytes + 64)},
+                   _mm512_loadu_si512(woven)};
 }
+
+/* Both vectors of a panel: the pairs of the inputs whose codes of 8 bits begin at `row`, and four
+ * rows behind it. */
+static inline void pairs_of_bytes(vu *pairs, const unsigned char *row, const Known *known)
+{
+    __m256i one, other;
+    memcpy(&one, row, sizeof one);
+    memcpy(&other, row + NIBBLES / 2 * PANEL, sizeof other);
+    __m512i codes = _mm512_inserti64x4(_mm512_castsi256_si512(one), other, 1);
+    codes = _mm512_permutexvar_epi8(known->order, codes);
+    __m512i m = _mm512_abs_epi8(codes), sign = _mm512_set1_epi8((char)0x80);
+    __m512i low = _mm512_permutex2var_epi8(known->low[0], m, known->low[1]);
+    __m512i high = _mm512_maskz_permutex2var_epi8(_mm512_test_epi8_mask(codes, codes),
+                                                  known->high[0], m, known->high[1]);
+    high = _mm512_ternarylogic_epi64(high, codes, sign, 0xf8); /* high | (codes & sign) */
+    pairs[0] = (vu)_mm512_unpacklo_epi8(low, high);
+    pairs[1] = (vu)_mm512_unpackhi_epi8(low, high);
+}
+
+/* Of inputs k + i and k + i + 4, i < 4: the pairs of codes of 4 bits, of their word. */
+static inline vu pairs_of_word(vu word, int i, const Known *known)
+{
+    return (vu)_mm512_permutexvar_epi16((__m512i)(word >> (4 * i)), known->levels);
+}
+
+/* ---- the register tile ---- */
+
+/* Where a tile has its pairs from: words of 4-bit codes, 8-bit codes, or L1. */
+typedef enum Form { WORDS, BYTES, FOUND } Form;
 
 /* What a tile multiplies: `count` blocks from number `first` of a panel on, the last with `live`
  * inputs, of outputs [x, x + vectors·VL). */
 typedef struct Codes {
     const frozen *w;
     int panel, first, count, live, x;
-    const float *levels; /* looked up before: lanes of VL; NULL: in the tile */
-    int asks;            /* asks memory for blocks to come */
+    const float *found; /* what was looked up before, PANEL lanes a row; NULL: in the tile */
+    int asks;           /* asks memory for blocks to come */
 } Codes;
 
 static inline __attribute__((always_inline)) void scaled_rows(vf (*total)[2], const float *a,
                                                               const Codes *c, const int rows,
-                                                              const int vectors, const int known)
+                                                              const int vectors, const Form form)
 {
     DType kind = block_kind(c->w->type);
-    __m512i levels = levels_of(c->w->type);
-    const float *at = c->levels;
+    Known known = known_of(c->w->type);
+    const float *at = c->found;
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) total[r][0] = total[r][1] = v_set(0.0f);
     for (int b = 0; b < c->count; b++) {
         Square s = square_at(c->w, kind, c->panel, c->first + b);
         int inputs = b + 1 < c->count ? BLOCK : c->live;
-        if (c->asks)
-            for (size_t line = 0; line < blocks_of(kind).bytes; line += 64)
-                __builtin_prefetch(s.block + AHEAD + line, 0, 3);
+        for (size_t line = 0; c->asks && line < blocks_of(kind).bytes; line += 64)
+            __builtin_prefetch(s.block + AHEAD + line, 0, 3);
         vf sum[TILE_ROWS][2];
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = v_set(0.0f);
         for (int k = 0; k < inputs; k += NIBBLES) {
             vu word[2] = {{0}, {0}};
-            for (int v = 0; v < vectors && !known; v++)
+            for (int v = 0; v < vectors && form == WORDS; v++)
                 word[v] = low_word(s, kind, k, c->x + v * VL);
 #pragma GCC unroll 4
             for (int i = 0; i < NIBBLES / 2; i++, a += rows) {
                 vu part[2];
+                if (form == BYTES)
+                    pairs_of_bytes(part, s.block + blocks_of(kind).codes + (k + i) * PANEL, &known);
 #pragma GCC unroll 2
-                for (int v = 0; v < vectors; v++)
-                    part[v] = known ? v_load_pairs(at) : look_up(levels, word[v] >> (4 * i));
-                at += known ? VL : 0;
+                for (int v = 0; v < vectors && form != BYTES; v++)
+                    part[v] = form == FOUND ? v_load_pairs(at + c->x + v * VL)
+                                            : pairs_of_word(word[v], i, &known);
+                at += form == FOUND ? PANEL : 0;
 #pragma GCC unroll 16
                 for (int r = 0; r < rows; r++) {
                     vu x = v_set_pair(a + r);
@@ -138,18 +199,18 @@ static inline __attribute__((always_inline)) void scaled_write(Out out, vf (*tot
 
 static inline __attribute__((always_inline)) void scaled_tile(Out out, const float *a,
                                                               const Codes *c, int n, const int rows,
-                                                              const int vectors, const int known)
+                                                              const int vectors, const Form form)
 {
     vf total[TILE_ROWS][2];
-    scaled_rows(total, a, c, rows, vectors, known);
+    scaled_rows(total, a, c, rows, vectors, form);
     scaled_write(out, total, n, rows, vectors);
 }
 
 /* The switches make the row count a constant. */
-static void tile_known(Out out, const float *a, const Codes *c, int n, int rows)
+static void tile_found(Out out, const float *a, const Codes *c, int n, int rows)
 {
 #define ROWS(count) \
-    case count: scaled_tile(out, a, c, n, count, 1, 1); return
+    case count: scaled_tile(out, a, c, n, count, 1, FOUND); return
     switch (rows) {
         ROWS_TO_12(ROWS);
     }
@@ -157,10 +218,10 @@ static void tile_known(Out out, const float *a, const Codes *c, int n, int rows)
     assert(!"a tile has 1 to TILE_ROWS rows");
 }
 
-static void tile_codes(Out out, const float *a, const Codes *c, int n, int rows)
+static void tile_words(Out out, const float *a, const Codes *c, int n, int rows)
 {
 #define ROWS(count) \
-    case count: scaled_tile(out, a, c, n, count, count > FEW ? 1 : 2, 0); return
+    case count: scaled_tile(out, a, c, n, count, count > FEW ? 1 : 2, WORDS); return
     switch (rows) {
         ROWS_TO_12(ROWS);
     }
@@ -168,19 +229,36 @@ static void tile_codes(Out out, const float *a, const Codes *c, int n, int rows)
     assert(!"a tile has 1 to TILE_ROWS rows");
 }
 
-/* The levels of `c`'s blocks, as tile_known reads them. */
-static void levels_find(float *to, const Codes *c)
+static void tile_bytes(Out out, const float *a, const Codes *c, int n, int rows)
+{
+    switch (rows) {
+    case 1: scaled_tile(out, a, c, n, 1, 2, BYTES); return;
+    case 2: scaled_tile(out, a, c, n, 2, 2, BYTES); return;
+    case 3: scaled_tile(out, a, c, n, 3, 2, BYTES); return;
+    case 4: scaled_tile(out, a, c, n, 4, 2, BYTES); return;
+    }
+    assert(!"a tile of bytes has 1 to FEW_BYTES rows");
+}
+
+/* Looks the blocks' codes up, as tile_found reads them. */
+static void find(float *to, const Codes *c)
 {
     DType kind = block_kind(c->w->type);
-    __m512i levels = levels_of(c->w->type);
+    Known known = known_of(c->w->type);
     for (int b = 0; b < c->count; b++) {
         Square s = square_at(c->w, kind, c->panel, c->first + b);
-        for (int k = 0; k < BLOCK; k += NIBBLES) {
-            vu word = low_word(s, kind, k, c->x);
+        const unsigned char *codes = s.block + blocks_of(kind).codes;
+        for (int k = 0; k < BLOCK; k += NIBBLES)
 #pragma GCC unroll 4
-            for (int i = 0; i < NIBBLES / 2; i++, to += VL)
-                v_store(to, (vf)look_up(levels, word >> (4 * i)));
-        }
+            for (int i = 0; i < NIBBLES / 2; i++, to += PANEL) {
+                vu pairs[PANEL / VL];
+                if (has_bytes(kind)) pairs_of_bytes(pairs, codes + (k + i) * PANEL, &known);
+                for (int v = 0; v < PANEL / VL; v++) {
+                    if (!has_bytes(kind))
+                        pairs[v] = pairs_of_word(low_word(s, kind, k, v * VL), i, &known);
+                    v_store(to + v * VL, (vf)pairs[v]);
+                }
+            }
     }
 }
 
@@ -192,24 +270,21 @@ static void panel_part(const Scaled *s, int panel, int k, int depth)
     int count = (depth + BLOCK - 1) / BLOCK;
     Codes c = {p->b, panel, (s->k0 + k) / BLOCK, count, depth - (count - 1) * BLOCK, 0, NULL, 1};
     Out all = out_at(product_out(p, s->k0 + k), s->row, panel * PANEL);
-    const float *rows = s->packed;
-    if (s->rows <= FEW) {
-        tile_codes(all, rows + (int64_t)apart_lanes(k) * s->rows, &c, n, s->rows);
+    const float *rows = s->packed, *few = rows + (int64_t)apart_lanes(k) * s->rows;
+    int bytes = has_bytes(block_kind(c.w->type)), looks = bytes || s->rows > TILE_ROWS;
+    if (s->rows <= (bytes ? FEW_BYTES : FEW)) {
+        (bytes ? tile_bytes : tile_words)(all, few, &c, n, s->rows);
         return;
     }
-    float *levels = (float *)cpu_scratch(s->dev) + PACKED_LANES + PACKED_SLACK;
-    for (c.x = 0; c.x < n; c.x += VL, c.asks = 0) {
+    float *found = (float *)cpu_scratch(s->dev) + PACKED_LANES + PACKED_SLACK;
+    if (looks) find(found, &c);
+    for (c.x = 0, c.found = found; c.x < n; c.x += VL, c.asks = 0) {
         Out out = out_at(all, 0, c.x);
-        if (s->rows <= TILE_ROWS) {
-            tile_codes(out, rows + (int64_t)apart_lanes(k) * s->rows, &c, n - c.x, s->rows);
-            continue;
-        }
-        levels_find(levels, &c);
-        c.levels = levels;
-        for (int r = 0; r < s->rows; r += s->height) {
+        if (!looks) tile_words(out, few, &c, n - c.x, s->rows);
+        for (int r = 0; looks && r < s->rows; r += s->height) {
             int tall = s->rows - r < s->height ? s->rows - r : s->height;
             const float *a = rows + (int64_t)r * apart_lanes(s->depth);
-            tile_known(out_at(out, r, 0), a + (int64_t)apart_lanes(k) * tall, &c, n - c.x, tall);
+            tile_found(out_at(out, r, 0), a + (int64_t)apart_lanes(k) * tall, &c, n - c.x, tall);
         }
     }
 }
