@@ -70,6 +70,17 @@ def test_any_number_of_threads_gives_the_same_bits(name, dtype):
                 np.testing.assert_array_equal(value, other[key], f"{op} {key}")
 
 
+def test_every_code_of_8_bits_is_its_number(dev):
+    """−128 too, which a file may have: each of 256 codes meets a single 1."""
+    codes = np.arange(-128, 128, dtype=np.int8).reshape(8, 32)
+    scale = np.full((8, 1), 0.5, np.float16).view(np.uint8)
+    blocks = np.concatenate([scale, codes.view(np.uint8)], axis=1)
+    w = Frozen(codes / 2, "int8", blocks)
+    for T in (1, 3, 8, 32):
+        args = make_linear(rng_of(0), T, 8, 32, "int8") | {"w": w, "x": np.eye(32)[-T:]}
+        np.testing.assert_array_equal(run(dev, "linear", args)["y"], codes.T[-T:] / 2, str(T))
+
+
 # ---- what is made of wide numbers ----
 
 
