@@ -124,6 +124,15 @@ inline uint64_t random_next()
     return gpu.random ^= gpu.random << 17;
 }
 
+/* What runs from now on runs in an order, the same one from a seed each time. */
+inline void order_begin(Order order, uint64_t seed)
+{
+    gpu.order = order;
+    gpu.launches = 0;
+    gpu.random = seed * 0x9E3779B97F4A7C15u ^ 88172645463325252u; /* never 0, for 32 bits */
+    for (int i = 0; i < 8; i++) random_next();
+}
+
 /* ---- fibers ---- */
 
 __attribute__((naked, noinline)) inline void stack_switch(void **, void *)

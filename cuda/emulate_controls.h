@@ -3,15 +3,18 @@
 #ifndef TINSMITH_EMULATE_CONTROLS_H
 #define TINSMITH_EMULATE_CONTROLS_H
 
-/* The order of warps and blocks: emulate::Order. */
-extern "C" TINSMITH_EXPORT void cuda_emulated_order(int order)
+/* The order of warps and blocks, an emulate::Order, from a seed on. */
+extern "C" TINSMITH_EXPORT void cuda_emulated_order(int order, uint64_t seed)
 {
-    emulate::gpu.order = (emulate::Order)order;
+    std::lock_guard<std::mutex> guard(emulate::gpu.mutex);
+    emulate::order_begin((emulate::Order)order, seed);
 }
 
-/* Whether work waits until the host waits for it, and whether tensor cores cut their sums. */
+/* Whether work waits until the host waits for it, and whether tensor cores cut their sums; once
+ * the work that waits is done. */
 extern "C" TINSMITH_EXPORT void cuda_emulated_mode(int lazy, int truncates)
 {
+    std::lock_guard<std::recursive_mutex> guard(emulate::machine.work);
     for (CardStream *stream : emulate::machine.streams)
         emulate::stream_drive(stream, stream->taken);
     emulate::machine.lazy = lazy;

@@ -11,10 +11,12 @@ tests run in their order, and its fixtures are made once. One file alone runs wi
 import os
 import re
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import emulated_mode
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -66,6 +68,51 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not slow and not SLOW_DEVICES.search(item.nodeid):
             item.add_marker("quick")
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in FIRST_FILES)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Reads how the emulated GPU's modes are chosen (emulated_mode.py)."""
+    try:
+        config.stash[CHOICE] = emulated_mode.Choice()
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+CHOICE: pytest.StashKey[emulated_mode.Choice] = pytest.StashKey()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Puts the emulated GPU in the test's mode."""
+    before = os.environ.get(emulated_mode.MODE)
+    os.environ[emulated_mode.MODE] = item.config.stash[CHOICE].of(name_of(item))
+    engine = sys.modules.get("engine")
+    if engine and engine.modes:
+        engine.set_mode()
+    try:
+        return (yield)
+    finally:
+        if before is None:
+            del os.environ[emulated_mode.MODE]
+        else:
+            os.environ[emulated_mode.MODE] = before
+
+
+def name_of(item: pytest.Item) -> str:
+    """A test's name, wherever pytest was begun."""
+    return f"{item.path.name}::{item.nodeid.partition('::')[2]}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Says in a failure's report which mode the emulated GPU was in."""
+    report = yield
+    engine = sys.modules.get("engine")
+    if report.failed and engine and engine.modes:
+        mode = os.environ[emulated_mode.MODE]
+        again = f"{mode}; {emulated_mode.MODE}={mode} puts it there again"
+        report.sections.append(("the emulated GPU's mode", again))
+    return report
 
 
 WORKERS_MAX = 4  # each takes up to 2 GB

@@ -41,6 +41,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from emulated_mode import MODE, Mode, mode_called
 from steps import STEPS, Layout, with_steps
 
 ROOT = Path(__file__).parent.parent
@@ -564,31 +565,15 @@ def emulated_library() -> Path:
     return library
 
 
-@dataclass(frozen=True)
-class Mode:
-    """What the emulator shows beyond a kernel's own errors."""
-
-    lazy: bool = False  # work waits until the host waits for it
-    truncating: bool = False  # tensor cores cut their sums
-    order: int = 3  # of warps and blocks, emulate::Order: forward, reversed and random in turn
-
-
-MODES = {"": Mode(), "lazy": Mode(lazy=True), "truncating": Mode(truncating=True)}
-MODES["lazy,truncating"] = Mode(lazy=True, truncating=True)
-MODES |= {"forward": Mode(order=0), "reversed": Mode(order=1), "random": Mode(order=2)}
 modes: list[Mode] = []  # what the emulator was set to, the last one now
 
 
 def set_mode(mode: Mode | None = None) -> None:
-    """Sets the emulator's mode; by default TINSMITH_EMULATE's, which so runs all tests of the
-    device in it: TINSMITH_EMULATE=lazy pytest -k "cuda or emulat"."""
-    named = os.environ.get("TINSMITH_EMULATE", "")
-    if named not in MODES:
-        raise RuntimeError(f"TINSMITH_EMULATE is {named!r}, not one of {', '.join(MODES)[2:]}")
-    mode = MODES[named] if mode is None else mode
+    """Sets the emulator's mode once what waits there is done; by default that of the test."""
+    mode = mode_called(os.environ.get(MODE, "")) if mode is None else mode
     library = ctypes.CDLL(str(emulated_build()[0]))
     library.cuda_emulated_mode(mode.lazy, mode.truncating)
-    library.cuda_emulated_order(mode.order)
+    library.cuda_emulated_order(mode.order, ctypes.c_uint64(mode.seed))
     modes[:] = [mode]
 
 

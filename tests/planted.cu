@@ -9,7 +9,7 @@
 #include "../cuda/cuda.cuh"
 #include "../cuda/entry.cuh"
 
-enum { THREADS = 128 };
+enum { THREADS = 128, NUMBERED = 16 };
 
 void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
 {
@@ -180,6 +180,33 @@ static __global__ void last_kernel(float *out, float *parts, unsigned *arrived, 
     out[threadIdx.x] = sum;
 }
 
+/* Blocks of one warp, or the warps of one block, each give their number and one more. 1: each goes
+ * on from what the one before it has left, which is there where they run forward; 2: each takes the
+ * one that ran before it for its neighbour, which it is both forward and in reverse. */
+__device__ static void order_step(float *out, float *left, float *latest, int i, int bug)
+{
+    float one = 1.0f, before = (float)i;
+    if (threadIdx.x % 32 == 0) {
+        if (bug == 1 && i > 0) before = left[i - 1];
+        if (bug == 2 && *latest >= 0.0f) one = fabsf(*latest - (float)i);
+        left[i] = before + one;
+        *latest = (float)i;
+        out[i] = before + one;
+    }
+}
+
+static __global__ void blocks_kernel(float *out, float *left, int bug)
+{
+    order_step(out, left, left + gridDim.x, (int)blockIdx.x, bug);
+}
+
+static __global__ void warps_kernel(float *out, int bug)
+{
+    SHARED_ARRAY(float, left, 33);
+    float *memory = shared_range(left, 0, 33);
+    order_step(out, memory, memory + 32, (int)threadIdx.x / 32, bug);
+}
+
 /* out = in + 1 */
 static __global__ void next_kernel(float *out, const float *in)
 {
@@ -196,20 +223,21 @@ static void planted_open(CudaDevice *cuda, int ordinal)
     if (!cuda->stream) cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking);
 }
 
-/* Runs a kernel in an order of warps (emulate::Order) into out, and its sentence into text; returns
- * how many floats of out count. */
-extern "C" TINSMITH_EXPORT int planted(const char *name, int bug, int order, float *out, char *text)
+/* Runs a kernel in an order of warps (emulate::Order), from a seed on, into out, and its sentence
+ * into text; returns how many floats of out count. */
+extern "C" TINSMITH_EXPORT int planted(const char *name, int bug, int order, uint64_t seed,
+                                       float *out, char *text)
 {
     static CudaDevice device;
     CudaDevice *cuda = &device;
     planted_open(cuda, 0);
-    emulate::gpu.order = (emulate::Order)order;
+    emulate::order_begin((emulate::Order)order, seed);
     int n = THREADS;
     void *memory, *in;
     cudaMalloc(&memory, 4 * THREADS * sizeof(float));
     cudaMalloc(&in, 4 * THREADS * sizeof(float));
     for (int i = 0; i < 4 * THREADS; i++) ((float *)in)[i] = (float)i;
-    float *y = (float *)memory;
+    float *y = (float *)memory, *left = y + THREADS;
     if (!strcmp(name, "barrier")) LAUNCH(cuda, barrier_kernel, 2, THREADS, 0, y, bug);
     if (!strcmp(name, "bounds")) LAUNCH(cuda, bounds_kernel, 2, THREADS, 8 * THREADS, y, bug);
     if (!strcmp(name, "unwritten")) LAUNCH(cuda, unwritten_kernel, 2, THREADS, 0, y, bug);
@@ -220,6 +248,9 @@ extern "C" TINSMITH_EXPORT int planted(const char *name, int bug, int order, flo
     if (!strcmp(name, "large"))
         LAUNCH(cuda, bounds_kernel, 1, THREADS, bug ? 100 << 10 : 1024, y, 0);
     if (!strcmp(name, "address")) n = 32;
+    if (!strcmp(name, "blocks") || !strcmp(name, "warps")) n = NUMBERED;
+    if (!strcmp(name, "blocks")) LAUNCH(cuda, blocks_kernel, NUMBERED, 32, 0, y, left, bug);
+    if (!strcmp(name, "warps")) LAUNCH(cuda, warps_kernel, 1, 32 * NUMBERED, 0, y, bug);
     if (!strcmp(name, "copy")) {
         LAUNCH(cuda, copy_kernel, 2, THREADS, 0, y, (const float *)in, bug);
         n = 4 * THREADS;

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from distill_cases import distill, pair
 from emulated_card import MIB, emulated_card
-from engine import MODES, Device, emulated_library, set_mode
+from emulated_mode import MODES
+from engine import Device, emulated_library, set_mode
 from models import call, datum, folder, loaded_on, randomize, tokens_of
 from op_bar import compare, put_pages, run
 from op_cases import CASES

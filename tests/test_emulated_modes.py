@@ -1,16 +1,23 @@
 """The emulator's modes on the real device: work that waits until the host waits for it (lazy), and
 tensor cores that cut their sums (truncating). A few ops, and one model's training and sampling.
+And how each test of the device gets its mode (emulated_mode.py).
 
 The ops are those whose host code does most (copies, scratch, several launches), or that sum in
-tensor cores. TINSMITH_EMULATE runs every test of the device in a mode (engine.py)."""
+tensor cores."""
 
 import ctypes
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from engine import MODES, Device, Memory, Mode, emulated_library, set_mode
+from emulated_mode import BY_NAME, MODE, MODES, TURN, Choice, Mode, mode_called
+from engine import ROOT, Device, Memory, emulated_library, set_mode
 from expert_cases import CASES
 from models import call, cut, datum, error, folder, loaded_on, randomize, tokens_of
 from op_bar import compare
@@ -19,7 +26,7 @@ from tinsmith import _core
 from tinsmith.files.families import load_model
 from training import autograd
 
-EAGER, LAZY, TRUNCATING = (MODES[name] for name in ("", "lazy", "truncating"))
+EAGER, LAZY, TRUNCATING = (MODES[name] for name in ("eager", "lazy", "truncating"))
 OPS = {
     LAZY: ("attention", "lora_backward", "topk_logprob", "jsd", "group", "sample"),
     TRUNCATING: (
@@ -179,3 +186,81 @@ def test_memory_that_is_given_back_is_read_first_by_work_that_waits(
     np.testing.assert_array_equal(kept.read(256).view(np.float32), np.ones(64))
     for one in held:
         dev.c.release(dev.pointer, one, 1 << 20)
+
+
+# ---- which mode a test is in ----
+
+TESTS = [f"test_ops.py::test_op[cuda-emulated-{number}]" for number in range(1000)]
+
+
+def test_the_turns_put_every_test_in_every_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(MODE, raising=False)
+    found, seeds = [], []
+    for turn in range(len(BY_NAME)):
+        monkeypatch.setenv(TURN, str(turn))
+        chosen = [Choice().of(test) for test in TESTS]
+        assert chosen == [Choice().of(test) for test in TESTS]
+        found.append([said.partition(":")[0] for said in chosen])
+        seeds.append({mode_called(said).seed for said in chosen})
+        counts = [found[-1].count(name) for name in BY_NAME]
+        assert min(counts) > 150, "one run has each mode often"
+    assert all(set(modes) == set(BY_NAME) for modes in zip(*found, strict=True))
+    assert all(len(own) == len(TESTS) for own in seeds) and not seeds[0] & seeds[1]
+
+
+def test_a_mode_can_be_forced_and_a_seed_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MODE, "reversed")
+    assert {mode_called(Choice().of(test)).order for test in TESTS} == {1}
+    monkeypatch.setenv(MODE, "random:7")
+    assert {Choice().of(test) for test in TESTS} == {"random:7"}
+    assert mode_called("random:7") == Mode(order=2, seed=7) and mode_called("") == Mode()
+
+
+FAILING = """
+import engine
+
+def test_it():
+    engine.emulated_library()
+    print("it ran in", engine.modes[0])
+    assert False
+"""
+
+
+def failing(folder: Path, variable: str, value: str) -> tuple[int, str]:
+    """How pytest ends over a test that fails, where a variable has a value, and what it says."""
+    (folder / "test_failing.py").write_text(FAILING)
+    rules = ["-p", "conftest", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder]
+    path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    environment = {key: text for key, text in os.environ.items() if key not in (MODE, TURN)}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *rules, folder / "test_failing.py"],
+        capture_output=True,
+        text=True,
+        env={**environment, "PYTHONPATH": path, variable: value},
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_failures_report_has_its_mode_which_repeats_it(tmp_path: Path) -> None:
+    emulated_library()
+    code, said = failing(tmp_path, TURN, "3")
+    assert code == 1
+    [again] = re.findall(r"^\S+; (\S+) puts it there again$", said, re.M)
+    variable, _, mode = again.partition("=")
+    assert variable == MODE and f"it ran in {mode_called(mode)}" in said
+    assert f"it ran in {mode_called(mode)}" in failing(tmp_path, variable, mode)[1]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "why"),
+    [
+        (MODE, "slow", "TINSMITH_EMULATE is 'slow': it is MODE or MODE:SEED, of eager, lazy,"),
+        (MODE, "random:a", "TINSMITH_EMULATE is 'random:a': it is MODE or MODE:SEED"),
+        (TURN, "-1", "TINSMITH_EMULATE_TURN is '-1': it is a number from 0 on"),
+    ],
+)
+def test_a_mode_that_is_none_is_refused(
+    tmp_path: Path, variable: str, value: str, why: str
+) -> None:
+    code, said = failing(tmp_path, variable, value)
+    assert code == 4 and why in said and "Traceback" not in said

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from engine import MODES, device, emulated_library, set_mode
+from emulated_mode import MODES
+from engine import device, emulated_library, set_mode
 from expert_cases import CASES
 from op_bar import run
 
@@ -29,7 +30,7 @@ def test_an_ops_bits_are_the_same_in_every_order_of_warps(
     for number, size in enumerate(sizes):
         results = {}
         for name, order in ORDERS.items():
-            set_order(order)
+            set_order(order, number)
             args = build(np.random.default_rng(number), **size)
             results[name] = run(device("cuda-emulated"), op, args)
         for name, found in results.items():

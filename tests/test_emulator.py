@@ -31,17 +31,20 @@ def library() -> ctypes.CDLL:
         return ctypes.CDLL(str(out))
 
 
+def planted(
+    library: ctypes.CDLL, name: str, bug: int, order: str, seed: int = 0
+) -> tuple[np.ndarray, str]:
+    out, text = np.zeros(FLOATS, np.float32), ctypes.create_string_buffer(TEXT_BYTES)
+    pointer, start = ctypes.c_void_p(out.ctypes.data), ctypes.c_uint64(seed)
+    n = library.planted(name.encode(), bug, ORDERS[order], start, pointer, text)
+    return out[:n], text.value.decode()
+
+
 @pytest.fixture(params=ORDERS)
 def run(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Run:
     """Runs a kernel, with a planted error or with 0: what it wrote, and the emulator's sentence."""
 
-    def planted(name: str, bug: int) -> tuple[np.ndarray, str]:
-        out, text = np.zeros(FLOATS, np.float32), ctypes.create_string_buffer(TEXT_BYTES)
-        pointer = ctypes.c_void_p(out.ctypes.data)
-        n = library.planted(name.encode(), bug, ORDERS[request.param], pointer, text)
-        return out[:n], text.value.decode()
-
-    return planted
+    return lambda name, bug: planted(library, name, bug, request.param)
 
 
 def mma_expected() -> np.ndarray:
@@ -65,6 +68,8 @@ EXPECTED = {
     "address": np.full(32, 1),
     "large": np.full(128, 6),
     "cut": np.full(32, cut_expected()),
+    "blocks": 1 + np.arange(16),
+    "warps": 1 + np.arange(16),
 }
 
 
@@ -122,6 +127,29 @@ def test_a_planted_error_ends_the_launch_with_a_sentence(run: Run, error: str) -
 
 
 # ---- what only a mode shows ----
+
+# (which of the errors, the orders that show it)
+ORDER_ERRORS = {
+    "going on from the one before": (1, {"reverse", "random"}),
+    "taking the last one for a neighbour": (2, {"random"}),
+}
+
+
+@pytest.mark.parametrize("of", ["blocks", "warps"])
+@pytest.mark.parametrize("error", ORDER_ERRORS)
+def test_a_trust_in_an_order_shows_in_the_others(library: ctypes.CDLL, error: str, of: str) -> None:
+    bug, shown = ORDER_ERRORS[error]
+    for order in ORDERS:
+        out, text = planted(library, of, bug, order)
+        assert not text
+        assert np.array_equal(out, EXPECTED[of]) == (order not in shown), order
+
+
+@pytest.mark.parametrize("of", ["blocks", "warps"])
+def test_a_seed_repeats_its_random_order(library: ctypes.CDLL, of: str) -> None:
+    found = [planted(library, of, 2, "random", seed)[0] for seed in (0, 1, 2, 0)]
+    np.testing.assert_array_equal(found[0], found[3])
+    assert not np.array_equal(found[0], found[1]) and not np.array_equal(found[1], found[2])
 
 
 @pytest.fixture
@@ -185,7 +213,6 @@ def test_truncated_sums_show_in_long_products(
     for truncates in (0, 1):
         mode(0, truncates)
         for bug in (0, 1):
-            out, text = np.zeros(FLOATS, np.float32), ctypes.create_string_buffer(TEXT_BYTES)
-            library.planted(b"cut", bug, 0, ctypes.c_void_p(out.ctypes.data), text)
+            out, _ = planted(library, "cut", bug, "forward")
             errors[truncates, bug] = abs(out[0] / EXPECTED["cut"][0] - 1)
     assert errors[0, 0] < 1e-6 and errors[1, 0] < 2e-6 and errors[1, 1] > 5e-6

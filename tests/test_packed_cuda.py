@@ -4,7 +4,8 @@ every type, against float64 on the widened numbers; few rows against many; and t
 import numpy as np
 import packed_weights
 import pytest
-from engine import PACKED, Frozen, Mode, device, from_bf16, set_mode, to_bf16
+from emulated_mode import Mode
+from engine import PACKED, Frozen, device, from_bf16, set_mode, to_bf16
 from expert_cases import make_grouped_linear, make_grouped_linear_backward
 from op_bar import compare, run
 from op_cases import make_linear, make_linear_backward

@@ -179,6 +179,7 @@ class Copy:
             "CCACHE_BASEDIR": str(self.root),
             "CCACHE_NOHASHDIR": "1",
             "TINSMITH_NVCC": "",  # slips in cuda/ are the emulator's
+            "TINSMITH_EMULATE": "eager",  # for tests that choose no mode, whatever they are called
         }
         if CCACHE.is_dir():
             self.environment["PATH"] = f"{CCACHE}:{os.environ['PATH']}"
