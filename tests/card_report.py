@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 KEPT_LINES = 60  # of a plain text, and of what failed tests say
+COLLECTING = re.compile(r"^_+ ERROR collecting (\S+) _+$(?s:.*?)^E +(.+)$", re.MULTILINE)
 TEST_LINE = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] )?(?:(\S+::.+?) )?(PASSED|FAILED|ERROR|SKIPPED)\b(.*)"
 )
@@ -81,8 +82,9 @@ def read_json(result: Found, text: str) -> None:
 
 
 def read_pytest(result: Found, text: str) -> None:
-    """Counts of the tests' ends, also where the run was cut off; and what failures say."""
-    counts, wrong = Counter(), []
+    """Counts of the tests' ends, also where the run was cut off; what failures say; and the files
+    that can't be imported."""
+    counts, wrong, files = Counter(), [], dict(COLLECTING.findall(text))
     for line in text.partition("= short test summary info =")[0].splitlines():
         match = TEST_LINE.match(line)
         name = (match[1] or match[3]).strip() if match else ""
@@ -93,9 +95,12 @@ def read_pytest(result: Found, text: str) -> None:
             wrong.append(name)
     result.summary = ", ".join(f"{count} {end.lower()}" for end, count in counts.items())
     result.summary = result.summary or f"no test ran. {last_line(text)}"
-    if wrong:
+    if files:
+        result.summary += f", {len(files)} files were not tried"
+    if wrong or files:
         result.state = "found something"
-        result.rows = [{"test": name, "wrong": reason(text, name)} for name in dict.fromkeys(wrong)]
+        reasons = files | {name: reason(text, name) for name in wrong}
+        result.rows = [{"test": name, "wrong": why} for name, why in reasons.items()]
     elif not counts["PASSED"]:
         result.state = "failed"
         result.text = tail(text)
@@ -130,7 +135,11 @@ def markdown(results: Sequence[Found], facts: dict) -> str:
     """The report."""
     parts = [
         "# A card's first run\n",
-        f"Device `{facts['device']}`; {facts['seconds']} of {60 * facts['minutes']:g} s.\n",
+        f"Device `{facts['device']}`, {facts['began']}; {facts['seconds']} of "
+        f"{60 * facts['minutes']:g} s. All that a stage said is in its .log beside this file.\n",
+        "A rehearsal: sizes are tiny, and no time and no share of a roofline means anything.\n"
+        if facts["device"] == "cuda-emulated"
+        else "",
         "| stage | state | s | |\n|---|---|---|---|",
         *(f"| {r.name} | {r.state} | {r.seconds} | {cell(r.summary)} |" for r in results),
     ]

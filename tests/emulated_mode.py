@@ -45,6 +45,11 @@ def mode_called(said: str) -> Mode:
     return dataclasses.replace(MODES[name or "eager"], seed=int(seed or 0))
 
 
+def mode_now() -> Mode:
+    """That of the test."""
+    return mode_called(os.environ.get(MODE, ""))
+
+
 def turn_called(said: str) -> int:
     """The number of a turn."""
     if not (said or "0").isdecimal():

@@ -41,7 +41,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from emulated_mode import MODE, Mode, mode_called
+from emulated_mode import Mode, mode_now
 from steps import STEPS, Layout, with_steps
 
 ROOT = Path(__file__).parent.parent
@@ -570,7 +570,7 @@ modes: list[Mode] = []  # what the emulator was set to, the last one now
 
 def set_mode(mode: Mode | None = None) -> None:
     """Sets the emulator's mode once what waits there is done; by default that of the test."""
-    mode = mode_called(os.environ.get(MODE, "")) if mode is None else mode
+    mode = mode_now() if mode is None else mode
     library = ctypes.CDLL(str(emulated_build()[0]))
     library.cuda_emulated_mode(mode.lazy, mode.truncating)
     library.cuda_emulated_order(mode.order, ctypes.c_uint64(mode.seed))

@@ -4,8 +4,9 @@
 
 Runs the stages of STAGES, each in processes of its own with a limit, and writes report.md and
 report.json anew after each of them: whatever happens later, what was found is there. The library
-may have been built elsewhere. NumPy and pytest are needed; a stage that needs more says so and is
-passed over. Stages of one phase run side by side; those that take times run alone.
+may have been built elsewhere. NumPy is needed; a stage that needs more says so and is passed over.
+With torch and pytest all ops are tested, with transformers, peft and safetensors models too. Stages
+of one phase run side by side; those that take times run alone.
 
 With --device cuda-emulated it is rehearsed on a machine without a GPU: sizes are tiny then, and no
 time means anything. Exits 0 if all that ran was right, 1 if something was found, 2 if there is no
@@ -31,10 +32,16 @@ from card_report import Found, Stage
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-OPS = ("ops", "ops_head", "ops_jsd", "delta", "jsd_topk", "experts", "packed_cuda", "kept_cuda")
-MODELS = ("cuda", "model", "train", "optimizer", "losses", "recompute", "kept_forward", "distill")
-SAMPLING = ("sample", "prefix_scores", "snapshot", "states_devices", "window", "inflight")
-MISUSE = ("cuda_device", "training_refusals", "tensor_ops_cuda", "turns", "loading", "dlpack")
+OPS = ("ops", "ops_head", "ops_jsd", "delta", "packed_cuda", "tensor_ops_cuda")
+MODELS = ("cuda", "model", "train", "optimizer", "losses", "recompute", "distill", "experts",
+    "kept_cuda", "window_models")  # fmt: skip
+SAMPLING = ("sample", "prefix_scores", "snapshot", "states_devices", "window", "window_cache")
+MISUSE = ("training_refusals", "turns")
+SERVED = ("jsd_topk", "inflight", "loading", "between")
+MODELS_NEED = ("torch", "transformers", "peft", "safetensors", "pytest")
+SERVED_NEED = (*MODELS_NEED, "tinker", "starlette", "uvicorn", "tokenizers", "zstandard")
+# Tests with the device among their parameters: others open the emulated one, whatever their name.
+REAL = "([cuda] or [cuda- or -cuda- or -cuda]) and not emulated"
 KERNELS = ("attention_kernel", "attention_backward", "lora", "logprob", "rmsnorm")
 PHASES = {  # when each must have ended, as a share of the time
     "alone": 0.1,  # what it is, and whether anything works
@@ -48,21 +55,23 @@ TINY = (
 LEAST_SECONDS = 5  # for less no stage begins
 
 
-def pytest_stage(name: str, tells: str, files: Sequence[str], share: float) -> Stage:
-    """The tests of some files that run on the device."""
+def pytest_stage(name: str, tells: str, files: Sequence[str], needs: tuple[str, ...]) -> Stage:
+    """The tests of some files that run on the device. A file that can't be imported does not keep
+    the others from running."""
 
     def command(options: argparse.Namespace) -> list[str]:
         spread = ["-n", "2"] if importlib.util.find_spec("xdist") else []
         names = [f"tests/test_{file}.py" for file in files]
         rules = ["-o", "addopts=", "-p", "no:cacheprovider", "-v", "-ra", "--tb=short"]
+        rules += ["--continue-on-collection-errors"]
         return [sys.executable, "-m", "pytest", *rules, *spread, "-k", only(options), *names]
 
-    return Stage(name, tells, "tests", command, share, needs=("torch", "pytest"), reads="pytest")
+    return Stage(name, tells, "tests", command, 1.0, needs=needs, reads="pytest")
 
 
 def only(options: argparse.Namespace) -> str:
     """pytest's expression for the device's tests."""
-    expression = "cuda-emulated" if options.device == "cuda-emulated" else "cuda and not emulated"
+    expression = "cuda-emulated" if options.device == "cuda-emulated" else REAL
     return f"({expression}) and ({options.only})" if options.only else expression
 
 
@@ -137,10 +146,17 @@ STAGES = (
         1.0,
         reads="json",
     ),
-    pytest_stage("ops", "every op against float64", OPS, 1.0),
-    pytest_stage("models", "models and training against float64 and torch's bf16", MODELS, 1.0),
-    pytest_stage("sampling", "sampler = trainer; replayed graphs = the eager path", SAMPLING, 1.0),
-    pytest_stage("misuse", "small, old and lost cards, arrays on the GPU", MISUSE, 1.0),
+    pytest_stage("ops", "every op against float64", OPS, ("torch", "pytest")),
+    pytest_stage(
+        "models", "models and training against float64 and torch's bf16", MODELS, MODELS_NEED
+    ),
+    pytest_stage(
+        "sampling", "sampler = trainer; replayed graphs = the eager path", SAMPLING, MODELS_NEED
+    ),
+    pytest_stage(
+        "misuse", "what training refuses, and threads that take turns", MISUSE, MODELS_NEED
+    ),
+    pytest_stage("served", "inflight sampling, loading, top-K losses", SERVED, SERVED_NEED),
     Stage(
         "op times",
         "each op of a step against the card's own copy and product (CUDA events)",
@@ -306,7 +322,12 @@ def write(results: Sequence[Found], options: argparse.Namespace, began: float) -
     order = {stage.name: place for place, stage in enumerate(STAGES)}
     results = sorted(results, key=lambda one: order[one.name])
     seconds = time.monotonic() - began
-    facts = {"device": options.device, "minutes": options.minutes, "seconds": round(seconds, 1)}
+    facts = {
+        "device": options.device,
+        "began": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time.time() - seconds)),
+        "minutes": options.minutes,
+        "seconds": round(seconds, 1),
+    }
     for name, text in (
         ("report.md", card_report.markdown(results, facts)),
         ("report.json", json.dumps({**facts, "stages": list(map(dataclasses.asdict, results))})),

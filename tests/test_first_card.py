@@ -1,7 +1,9 @@
 """tests/first_card.py: what it reports of stages that pass, fail, hang or find something, and its
 own programs on the emulated GPU, each with an error that it must find."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
 import time
@@ -110,6 +112,64 @@ def test_tests_are_counted_also_where_they_were_cut_off(text: str, why: str) -> 
     assert found.state == "found something"
     assert "2 passed, 1 failed" in found.summary
     assert found.rows == [{"test": "tests/test_ops.py::test_op[cuda-linear a - b]", "wrong": why}]
+
+
+NOT_IMPORTED = """\
+==================================== ERRORS ====================================
+______________________ ERROR collecting tests/test_turns.py ______________________
+ImportError while importing test module '/tests/test_turns.py'.
+tests/test_turns.py:12: in <module>
+    import tinker
+E   ModuleNotFoundError: No module named 'tinker'
+"""
+
+
+def test_a_file_that_is_not_imported_is_told_beside_the_tests_that_ran() -> None:
+    stage = shell("ops", "tests", "", reads="pytest")
+    found = card_report.found(stage, NOT_IMPORTED + CUT_OFF, 1, 9.0, late=False)
+    assert found.state == "found something"
+    assert found.summary == "2 passed, 1 failed, 1 files were not tried"
+    assert found.rows[0] == {
+        "test": "tests/test_turns.py",
+        "wrong": "ModuleNotFoundError: No module named 'tinker'",
+    }
+
+
+@pytest.mark.parametrize("stage", first_card.STAGES, ids=lambda stage: stage.name)
+def test_a_stage_says_what_its_files_import(stage: Stage) -> None:
+    """Where a file asked for more than its stage, none of them would run."""
+    files = [part for part in stage.command(options(Path())) if part.startswith("tests/test_")]
+    known = {"torch", "transformers", "peft", "safetensors", "tinker", "starlette", "httpx"}
+    for file in files:
+        assert imported(engine.ROOT / file) & known <= set(stage.needs), file
+
+
+def imported(path: Path, seen: set[Path] | None = None) -> set[str]:
+    """The packages that a file of the tests imports at its top, and those that it imports."""
+    seen = set() if seen is None else seen
+    found = set()
+    if path in seen or not path.is_file():
+        return found
+    seen.add(path)
+    for node in ast.parse(path.read_text()).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        for name in names:
+            package = name.partition(".")[0]
+            found |= {package} | imported(TESTS / f"{package}.py", seen)
+    return found
+
+
+def test_on_a_card_only_tests_of_the_card_are_chosen() -> None:
+    """Those of the emulated one tell nothing there, and take the minutes to build it."""
+    names = [f"tests/test_{file}.py" for file in (*first_card.OPS, *first_card.SAMPLING)]
+    rules = ["-o", "addopts=", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    chosen = ["-k", first_card.only(options(Path(), device="cuda"))]
+    command = [sys.executable, "-m", "pytest", *rules, *chosen, *names, "tests/test_cuda_device.py"]
+    done = subprocess.run(command, cwd=engine.ROOT, capture_output=True, text=True)
+    tests = [line for line in done.stdout.splitlines() if "::" in line]
+    assert {test.partition("::")[0] for test in tests} == set(names)
+    assert all(re.search(r"[\[-]cuda[\]-]", test) for test in tests)
 
 
 def test_a_run_without_a_test_is_no_success() -> None:

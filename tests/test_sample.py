@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from emulated_mode import mode_now
 from models import (
     DEVICE,
     PADDING,
@@ -352,9 +353,9 @@ def mixed(name: str) -> list[Request]:
 
 
 @functools.cache
-def mixed_alone(device: str, name: str, weights: str) -> list[dict[str, Any]]:
+def mixed_alone(device: str, name: str, weights: str, truncating: bool) -> list[dict[str, Any]]:
     """What each of the `mixed` requests gets alone, on the device and the weights that are set."""
-    assert (device, weights) == (DEVICE.get(), WEIGHTS.get())
+    assert (device, weights, truncating) == (DEVICE.get(), WEIGHTS.get(), mode_now().truncating)
     return [run(name, [asked])[0] for asked in mixed(name)]
 
 
@@ -371,7 +372,7 @@ JOINS = {
 def test_a_request_gets_what_it_gets_alone(on: str, name: str) -> None:
     """The emulator, which is slow, runs each family with one order of arrival: what a step holds is
     decided by code that all devices share."""
-    alone = mixed_alone(on, name, WEIGHTS.get())
+    alone = mixed_alone(on, name, WEIGHTS.get(), mode_now().truncating)
     for joins in [JOINS[name]] if on == "cuda-emulated" else JOINS.values():
         together = run(name, mixed(name), joins=joins)
         for found, wanted in zip(together, alone, strict=True):
@@ -385,7 +386,7 @@ def test_a_cache_that_is_too_small_for_all_changes_nothing(on: str, tokens: int)
         pytest.skip("it is long, emulated")
     for joins in ({}, {1: 5, 3: 8, 5: 2}):
         together = run("llama", mixed("llama"), tokens=tokens, joins=joins)
-        alone = mixed_alone(on, "llama", WEIGHTS.get())
+        alone = mixed_alone(on, "llama", WEIGHTS.get(), mode_now().truncating)
         for found, wanted in zip(together, alone, strict=True):
             assert_same(found, wanted)
 
