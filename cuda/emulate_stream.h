@@ -32,19 +32,23 @@ namespace emulate {
 
 enum { TERMS_AT_ONCE = 8, BITS_KEPT = 25 };
 
-/* sum + Σ a[i·a_step]·b[i·b_step] of `count` bf16 values, which is exact but for the cuts. */
+/* sum + Σ a[i·a_step]·b[i·b_step] of `count` bf16 values, which is exact but for the cuts. In units
+ * of the last bit that is kept, a term has 25 bits and a sum of them 29: integers do it. */
 inline float tensor_core_sum(float sum, const float *a, int64_t a_step, const float *b,
                              int64_t b_step, int count)
 {
     for (int first = 0; first < count; first += TERMS_AT_ONCE) {
         double term[TERMS_AT_ONCE + 1], top = fabs((double)sum);
         int terms = count - first < TERMS_AT_ONCE ? count - first : TERMS_AT_ONCE;
+        bool finite = top < INFINITY;
         term[terms] = sum;
         for (int i = 0; i < terms; i++) {
             term[i] = (double)a[(first + i) * a_step] * (double)b[(first + i) * b_step];
-            top = fmax(top, fabs(term[i]));
+            double size = fabs(term[i]);
+            finite &= size < INFINITY;
+            top = size > top ? size : top;
         }
-        if (top == 0.0 || !(top < INFINITY)) { /* nothing to cut; infinities and NaN as they come */
+        if (top == 0.0 || !finite) { /* nothing to cut; infinities and NaN as they come */
             for (int i = 0; i < terms; i++) sum += (float)term[i];
             continue;
         }
@@ -52,10 +56,12 @@ inline float tensor_core_sum(float sum, const float *a, int64_t a_step, const fl
         memcpy(&bits, &top, 8);
         int64_t exponent = (int64_t)(bits >> 52) - (BITS_KEPT - 1);
         bits = (uint64_t)exponent << 52; /* the weight of the last bit that is kept */
-        double unit, total = 0.0;
+        double unit;
         memcpy(&unit, &bits, 8);
-        for (int i = 0; i <= terms; i++) total += trunc(term[i] / unit);
-        total *= unit; /* at most 29 bits, exact; f32 keeps 24 of them */
+        double units = 1.0 / unit; /* exact: a power of two */
+        int32_t whole = 0;
+        for (int i = 0; i <= terms; i++) whole += (int32_t)(term[i] * units);
+        double total = whole * unit; /* f32 keeps 24 of its bits */
         float nearest = (float)total;
         bool above = fabs((double)nearest) > fabs(total);
         sum = above ? nextafterf(nearest, 0.0f) : nearest;

@@ -87,8 +87,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     before = os.environ.get(emulated_mode.MODE)
     os.environ[emulated_mode.MODE] = item.config.stash[CHOICE].of(name_of(item))
     engine = sys.modules.get("engine")
-    if engine and engine.modes:
-        engine.set_mode()
+    if engine:
+        engine.begin_test()
     try:
         return (yield)
     finally:
@@ -108,7 +108,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Says in a failure's report which mode the emulated GPU was in."""
     report = yield
     engine = sys.modules.get("engine")
-    if report.failed and engine and engine.modes:
+    if report.failed and engine and engine.emulated_used():
         mode = os.environ[emulated_mode.MODE]
         again = f"{mode}; {emulated_mode.MODE}={mode} puts it there again"
         report.sections.append(("the emulated GPU's mode", again))

@@ -558,6 +558,7 @@ def emulated_library() -> Path:
         raise Unavailable(f"cuda-emulated: the tests can't build it: {error}") from error
     if reason:
         raise RuntimeError(f"cuda-emulated: {reason}")
+    use.asked = True
     core.device_emulated.argtypes = [ctypes.c_char_p]
     assert core.device_emulated(os.fsencode(library)) == 0
     if not modes:
@@ -575,6 +576,38 @@ def set_mode(mode: Mode | None = None) -> None:
     library.cuda_emulated_mode(mode.lazy, mode.truncating)
     library.cuda_emulated_order(mode.order, ctypes.c_uint64(mode.seed))
     modes[:] = [mode]
+
+
+@dataclass
+class Use:
+    """Of the emulated device, by the test that runs."""
+
+    asked: bool = False
+    kernels_before: int = 0
+
+
+use = Use()
+
+
+def kernels_given() -> int:
+    """How many kernels the emulated card has been given."""
+    if not modes:
+        return 0
+    count = ctypes.CDLL(str(emulated_build()[0])).cuda_emulated_given
+    count.restype = ctypes.c_int64
+    return count(0)
+
+
+def begin_test() -> None:
+    """Puts the emulated device in the mode of the test that begins."""
+    use.asked, use.kernels_before = False, kernels_given()
+    if modes:
+        set_mode()
+
+
+def emulated_used() -> bool:
+    """Whether the test that runs has used the emulated device."""
+    return use.asked or kernels_given() > use.kernels_before
 
 
 def cpu_has(isa: str) -> bool:

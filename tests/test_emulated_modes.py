@@ -1,9 +1,6 @@
 """The emulator's modes on the real device: work that waits until the host waits for it (lazy), and
-tensor cores that cut their sums (truncating). A few ops, and one model's training and sampling.
-And how each test of the device gets its mode (emulated_mode.py).
-
-The ops are those whose host code does most (copies, scratch, several launches), or that sum in
-tensor cores."""
+tensor cores that cut their sums (truncating). Long sums, one model's training and sampling, and
+how each test of the device gets its mode (emulated_mode.py)."""
 
 import ctypes
 import os
@@ -27,14 +24,6 @@ from tinsmith.files.families import load_model
 from training import autograd
 
 EAGER, LAZY, TRUNCATING = (MODES[name] for name in ("eager", "lazy", "truncating"))
-OPS = {
-    LAZY: ("attention", "lora_backward", "topk_logprob", "jsd", "group", "sample"),
-    TRUNCATING: (
-        *("attention", "attention_backward", "lora", "lora_backward", "linear", "head"),
-        *("grouped_linear", "grouped_gradient"),
-    ),
-}
-LARGEST = 3  # of an op's sizes
 
 
 @pytest.fixture
@@ -43,26 +32,6 @@ def mode() -> Iterator[Callable[[Mode], None]]:
     emulated_library()
     yield set_mode
     set_mode()
-
-
-def size_of(args: dict) -> int:
-    return sum(value.size for value in args.values() if isinstance(value, np.ndarray))
-
-
-@pytest.mark.parametrize(
-    ("chosen", "op"),
-    [
-        pytest.param(chosen, op, id=f"{'lazy' if chosen.lazy else 'truncating'}-{op}")
-        for chosen, ops in OPS.items()
-        for op in ops
-    ],
-)
-def test_an_op_is_its_formula(mode: Callable[[Mode], None], chosen: Mode, op: str) -> None:
-    mode(chosen)
-    dev, (build, sizes) = Device("cuda-emulated"), CASES[op]
-    made = [build(np.random.default_rng(i), **size) for i, size in enumerate(sizes)]
-    for args in sorted(made, key=size_of)[-LARGEST:]:
-        compare(dev, op, args)
 
 
 @pytest.mark.parametrize("K", (1024, 2048))
