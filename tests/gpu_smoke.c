@@ -119,15 +119,21 @@ static real *put_real(float *x, size_t n)
     return memory;
 }
 
-static real *room_real(size_t n)
+/* Memory full of NaN: what is not written is seen. */
+static void *room(size_t bytes)
 {
-    void *memory = device_bytes(n * dev->real_bytes);
-    unsigned char *poison = malloc(n * dev->real_bytes);
+    void *memory = device_bytes(bytes);
+    unsigned char *poison = malloc(bytes);
     if (!poison) abort();
-    memset(poison, 0xFF, n * dev->real_bytes); /* NaN: what is not written is seen */
-    dev->upload(dev, memory, poison, n * dev->real_bytes);
+    memset(poison, 0xFF, bytes);
+    dev->upload(dev, memory, poison, bytes);
     free(poison);
     return memory;
+}
+
+static real *room_real(size_t n)
+{
+    return room(n * dev->real_bytes);
 }
 
 static float *room_f32(size_t n)
@@ -395,7 +401,8 @@ static void check_attention(void)
     for (int t = 0; t < T; t++) slot[t] = list[t / KV_PAGE] * KV_PAGE + t % KV_PAGE;
     Span whole = {0, T, 0, 0, -1};
     real *to = put_real(q, nq), *kr = put_real(k, nk), *vr = put_real(v, nk);
-    real *kp = room_real(all), *vp = room_real(all), *y = room_real(nq);
+    cached *kp = room(all * dev->cached_bytes), *vp = room(all * dev->cached_bytes);
+    real *y = room_real(nq);
     float *lse = room_f32((size_t)T * H);
     const int32_t *at = put(slot, (size_t)T * 4), *order = put(list, (size_t)pages * 4);
     const Span *spans = put(&whole, sizeof whole);
