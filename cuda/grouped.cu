@@ -20,10 +20,10 @@
 #include "product.cuh"
 
 typedef Tiling<128, 128, 32, 2, 2, 4> Wide;
-typedef Tiling<16, 64, 64, 1, 4, 4> Few;
+typedef Tiling<16, 64, 128, 1, 4, 3> Few;
 
-/* Of an expert, on average: up to here tiles are FEW. For 64 of k and 128 columns a scheduler
- * issues 188 instructions for one of them, so 376 for two, and 402 for a wide one (kernels.csv). */
+/* Of an expert, on average: up to here tiles are FEW. For 64 of k and 128 columns, one of them
+ * moves 416 times 128 bytes through shared memory, so two 832, and a wide one 768. */
 enum { FEW_PAIRS = 16 };
 
 /* y (P,N) = x (P,K)·b_e [+ bias_e] [+ y]; the weight's rows are `stride` apart, those of b's
