@@ -11,11 +11,14 @@
  * therefore, is not the fourth bit of a code (`turned`).
  *
  * A byte u beside an exponent is the f32 M + u/unit. Times the scale, less (M + bias/unit)·scale,
- * it is the weight, rounded once: both products are exact, because M has so few digits more than u
- * that the second has 24 at most. Scales of MXFP4 are powers of two, which products of bf16 have
+ * it is the weight, rounded once: M is so near to u that this second product has 24 digits at most,
+ * and is exact. Scales of MXFP4 are powers of two, which products of bf16 have
  * exactly: two weights at once. Where there is an offset, M is taken off first. */
 #ifndef TINSMITH_CUDA_FEW_CUH
 #define TINSMITH_CUDA_FEW_CUH
+
+#include <assert.h>
+#include <string.h>
 
 #include "packed.cuh"
 
@@ -50,6 +53,7 @@ static inline Lookup lookup_of(const Packed &w)
     for (int i = 0; i < LEVELS / 2 && w.bits == 4; i++) {
         uint32_t low = (uint32_t)(int)(w.levels[i] * (float)w.unit + (float)w.bias);
         uint32_t high = (uint32_t)(int)(w.levels[i + 8] * (float)w.unit + (float)w.bias);
+        assert(low >> 7 == high >> 7);
         found.below[i / 4] |= low << 8 * (i % 4);
         found.above[i / 4] |= (high ^ (low >> 7) * 255) << 8 * (i % 4);
     }
