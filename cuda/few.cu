@@ -12,10 +12,8 @@
  *
  * Roofline: N·K/2 or N·K bytes of codes and 1/16 of that, or 1/8, of scales; memory bound. A
  * multiprocessor of an H100 gets 14 bytes a cycle, so the 72 bytes of 128 weights of 4 bits take 5
- * cycles. At 16 rows they take 15 to 21 instructions (kernels.csv), 4 to 5 cycles of the four
+ * cycles. At 16 rows they take 15 to 22 instructions (kernels.csv), 4 to 5 cycles of the four
  * schedulers, and shared memory moves x's 512 bytes in 4, or in 2 for a broad tile. */
-#include <string.h>
-
 #include "few.cuh"
 #include "product.cuh"
 
@@ -33,7 +31,7 @@ template <class C> struct Strip {
     Lookup lookup;
     int T, K, padded; /* inputs of a row of w, in whole blocks */
     const int32_t *bounds;
-    int X;
+    int X, count;
 };
 
 /* A warp's rows of the weight, as they lie in its shared memory for one step of k: the head, codes,
@@ -191,10 +189,11 @@ static __global__ void __launch_bounds__(S::THREADS, 3)
     typedef Codes<S, KIND> W;
     constexpr int STAGE = S::X_REALS * (int)sizeof(real) + 4 * W::BYTES_OF;
     DYNAMIC_SHARED(bytes);
-    int columns = (p.result.N + S::COLUMNS - 1) / S::COLUMNS;
-    int j0 = blockIdx.x % columns * S::COLUMNS, tile = (int)(blockIdx.x / columns);
+    ColumnTile place = column_tile(p.result.N, S::COLUMNS, p.count);
+    int j0 = place.column, tile = place.tile;
     ExpertTile own = {0, tile * S::ROWS, min((tile + 1) * S::ROWS, p.T)};
     if (p.bounds && !expert_tile(&own, p.bounds, p.X, S::ROWS, tile)) return;
+    own.e += place.part * p.X;
     const real *x = p.x + own.begin * p.x_step;
     int rows = own.end - own.begin, steps = (p.K + S::DEEP - 1) / S::DEEP;
     int warp = threadIdx.x / 32, j = warp * S::WARP_COLUMNS;
@@ -225,7 +224,7 @@ static __global__ void __launch_bounds__(S::THREADS, 3)
         before = now;
         now = now == (S::STAGES - 1) * STAGE ? 0 : now + STAGE;
     }
-    sums_put<S>(bytes, sum, result_of(p.result, own), rows, 0, j, j0);
+    sums_put<S>(bytes, sum, result_of(p.result, own, p.T, place.part), rows, 0, j, j0);
 }
 
 /* ---- launching ---- */
@@ -233,7 +232,7 @@ static __global__ void __launch_bounds__(S::THREADS, 3)
 template <class S> static int64_t tiles_in(const PackedCall &c)
 {
     int64_t rows = c.bounds ? expert_tiles(c.X, c.T, S::ROWS) : cuda_blocks(c.T, S::ROWS);
-    return rows * cuda_blocks(c.N, S::COLUMNS);
+    return rows * cuda_blocks(c.N, S::COLUMNS) * c.count;
 }
 
 template <class S, int KIND, class C> static void launch(CudaDevice *cuda, const PackedCall &c)
@@ -241,8 +240,8 @@ template <class S, int KIND, class C> static void launch(CudaDevice *cuda, const
     Result<C> result = {(C *)c.y, (const C *)c.plus, c.bias, c.y_step, c.N, c.narrow_bias, false};
     result.wide = result_is_wide(result);
     int padded = (c.K + BLOCK - 1) / BLOCK * BLOCK;
-    Strip<C> strip = {result,         c.x, c.x_step, c.w.data, c.w.row,  c.w_step,
-                      lookup_of(c.w), c.T, c.K,      padded,   c.bounds, c.X};
+    Strip<C> strip = {result, c.x, c.x_step, c.w.data, c.w.row, c.w_step, lookup_of(c.w),
+                      c.T,    c.K, padded,   c.bounds, c.X,     c.count};
     size_t stage = S::X_REALS * sizeof(real) + 4 * Codes<S, KIND>::BYTES_OF;
     size_t stages = S::STAGES * stage, out = S::ROWS * S::OUT * sizeof(float);
     LAUNCH(cuda, (few_kernel<S, KIND, C>), (unsigned)tiles_in<S>(c), S::THREADS,

@@ -40,7 +40,7 @@ template <class C> struct Tiles {
     int padded;     /* inputs of a row of w, in whole blocks */
     int64_t w_step;
     const int32_t *bounds;
-    int X;
+    int X, count;
 };
 
 /* A tile of the weight: HEIGHT rows of it by WIDTH inputs, as codes and in bf16. In shared memory a
@@ -135,10 +135,11 @@ static __global__ void __launch_bounds__(S::THREADS, 2)
     typedef Weights<S, BITS, IS_ACROSS> W;
     DYNAMIC_SHARED(bytes);
     SHARED_ARRAY(float, levels, LEVELS);
-    int columns = (p.result.N + S::COLUMNS - 1) / S::COLUMNS;
-    int j0 = blockIdx.x % columns * S::COLUMNS, tile = (int)(blockIdx.x / columns);
+    ColumnTile place = column_tile(p.result.N, S::COLUMNS, p.count);
+    int j0 = place.column, tile = place.tile;
     ExpertTile own = {0, tile * S::ROWS, min((tile + 1) * S::ROWS, p.T)};
     if (p.bounds && !expert_tile(&own, p.bounds, p.X, S::ROWS, tile)) return;
+    own.e += place.part * p.X;
     if (threadIdx.x < LEVELS) levels[threadIdx.x] = p.w.levels[threadIdx.x];
     const real *x = p.x + own.begin * p.x_step;
     const unsigned char *w = p.w.data + own.e * p.w_step;
@@ -189,7 +190,7 @@ static __global__ void __launch_bounds__(S::THREADS, 2)
         now = next;
         next = next == S::STAGES - 1 ? 0 : next + 1;
     }
-    sums_put<S>(bytes, sum, result_of(p.result, own), rows, i, j, j0);
+    sums_put<S>(bytes, sum, result_of(p.result, own, p.T, place.part), rows, i, j, j0);
 }
 
 /* ---- launching ---- */
@@ -198,7 +199,7 @@ template <class S> static int64_t tiles_in(const PackedCall &call)
 {
     int64_t rows =
         call.bounds ? expert_tiles(call.X, call.T, S::ROWS) : cuda_blocks(call.T, S::ROWS);
-    return rows * cuda_blocks(call.N, S::COLUMNS);
+    return rows * cuda_blocks(call.N, S::COLUMNS) * call.count;
 }
 
 template <class S, int BITS, bool IS_ACROSS, class C>
@@ -241,7 +242,8 @@ template <class C> static Tiles<C> tiles_of(const PackedCall &c)
     return {result,   c.x,      c.x_step,
             aligned,  c.w,      c.T,
             c.K,      rows,     (cols + BLOCK - 1) / BLOCK * BLOCK,
-            c.w_step, c.bounds, c.X};
+            c.w_step, c.bounds, c.X,
+            c.count};
 }
 
 template <int BITS> static void run_bits(CudaDevice *cuda, const PackedCall &call)

@@ -99,7 +99,7 @@ struct PackedCall {
     /* of experts: bytes from one to the next, the bounds of their rows, and how many there are */
     int64_t w_step;
     const int32_t *bounds;
-    int X;
+    int X, count; /* `count` weights of X experts each lie behind one another, and their results */
 };
 /* y (T,N) of x (T,K) and a weight with blocks, which is still to be found. */
 static inline PackedCall packed_call(void *y, int64_t y_step, const real *x, int64_t x_step, int T,
@@ -113,6 +113,7 @@ static inline PackedCall packed_call(void *y, int64_t y_step, const real *x, int
     call.T = T;
     call.N = N;
     call.K = K;
+    call.count = 1;
     return call;
 }
 void packed_product(CudaDevice *cuda, const PackedCall &call);

@@ -147,11 +147,12 @@ template <class C> static inline bool result_is_wide(const Result<C> &r)
     return r.N % PIECE == 0 && r.step % PIECE == 0 && all % 16 == 0;
 }
 
-/* The same from the tile's first pair on, with its expert's bias. */
+/* The same from the tile's first pair on, with its expert's bias, of T pairs in all. */
 template <class C>
-__device__ static __forceinline__ Result<C> result_of(Result<C> r, const ExpertTile &own)
+__device__ static __forceinline__ Result<C> result_of(Result<C> r, const ExpertTile &own, int T,
+                                                      int part)
 {
-    int64_t at = own.begin * r.step;
+    int64_t at = (own.begin + (int64_t)part * T) * r.step;
     r.y += at;
     if (r.plus) r.plus += at;
     if (r.bias) r.bias += (int64_t)own.e * r.N;

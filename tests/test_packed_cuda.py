@@ -77,7 +77,7 @@ def test_steps_of_k_take_turns_in_the_memory_that_they_have(dtype):
 def test_a_product_has_the_bits_of_the_widened_weight(dev, dtype, load, N):
     """Of experts, whose products with bf16 weights have the same order of sums."""
     calls = {
-        "grouped_linear": make_grouped_linear(rng_of(2), load, N, whole(dtype, 296), dtype),
+        "grouped_linear": make_grouped_linear(rng_of(2), load, N, whole(dtype, 296), dtype, 2),
         "grouped_linear_backward": make_grouped_linear_backward(
             rng_of(3), load, N, whole(dtype, 97), dtype
         ),
