@@ -121,7 +121,7 @@ def experts_products(report: Report, device: engine.Device, pairs: engine.Device
         prepared = place.prepared
         sides = {
             "x·wᵀ": {
-                "tinsmith": prepared("grouped_linear", y=(P, N), x=x, bias=None, **one),
+                "tinsmith": prepared("grouped_linear", y=(1, P, N), x=x, bias=None, count=1, **one),
                 "dense": prepared("linear", y=(T, N), x=dense_x, bias=None, plus=None, **all_of),
             },
             "dy·w": {

@@ -118,14 +118,14 @@ void frozen_forget(CudaDevice *cuda, const void *memory, size_t bytes)
 /* The types that kernels know, by their order of codes. */
 static const struct {
     DType type;
-    int head, bits;
+    int head, bits, unit, bias;
     float levels[LEVELS];
 } packed_types[] = {
-    {DTYPE_INT8, 16, 8, {}},
-    {DTYPE_INT4, 16, 4, {LEVELS_INT4}},
-    {DTYPE_Q4_0, 16, 4, {LEVELS_Q4_0}},
-    {DTYPE_Q4_1, 32, 4, {LEVELS_WHOLE}},
-    {DTYPE_MXFP4, 16, 4, {LEVELS_MXFP4}},
+    {DTYPE_INT8, 16, 8, 1, 128, {}},
+    {DTYPE_INT4, 16, 4, 16, 128, {LEVELS_INT4}},
+    {DTYPE_Q4_0, 16, 4, 1, 8, {LEVELS_Q4_0}},
+    {DTYPE_Q4_1, 32, 4, 1, 0, {LEVELS_WHOLE}},
+    {DTYPE_MXFP4, 16, 4, 2, 64, {LEVELS_MXFP4}},
 };
 
 bool packed_at(const void *data, DType type, int cols, Packed *made)
@@ -138,8 +138,11 @@ bool packed_at(const void *data, DType type, int cols, Packed *made)
                  type,
                  one.head,
                  one.bits,
+                 one.unit,
+                 one.bias,
                  {}};
-        memcpy(made->levels, one.levels, sizeof made->levels);
+        for (uint32_t code = 0; code < LEVELS; code++)
+            made->levels[turned(code)] = one.levels[code];
         return true;
     }
     return false;

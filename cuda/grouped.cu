@@ -1,6 +1,6 @@
 /* cuda/grouped.cu - products of pairs with their own expert's base weights.
  *
- *   grouped_linear           y (P,N) = x (P,D)·w_eᵀ + b_e
+ *   grouped_linear           y (P,N) = x (P,D)·w_eᵀ + b_e, of one weight or of several (count)
  *   grouped_linear_backward  dx (P,D) = or += dy (P,N)·w_e
  *
  * A block makes a tile of pairs of one expert by columns. It finds its expert from `bounds` on the
@@ -20,10 +20,10 @@
 #include "product.cuh"
 
 typedef Tiling<128, 128, 32, 2, 2, 4> Wide;
-typedef Tiling<16, 64, 64, 1, 4, 4> Few;
+typedef Tiling<16, 64, 128, 1, 4, 3> Few;
 
-/* Of an expert, on average: up to here tiles are FEW. For 64 of k and 128 columns a scheduler
- * issues 188 instructions for one of them, so 376 for two, and 402 for a wide one (kernels.csv). */
+/* Of an expert, on average: up to here tiles are FEW. For 64 of k and 128 columns, one of them
+ * moves 416 times 128 bytes through shared memory, so two 832, and a wide one 768. */
 enum { FEW_PAIRS = 16 };
 
 /* y (P,N) = x (P,K)·b_e [+ bias_e] [+ y]; the weight's rows are `stride` apart, those of b's
@@ -34,7 +34,7 @@ struct Product {
     const unsigned char *w;
     int64_t step;
     const int32_t *bounds;
-    int X, N, K;
+    int X, N, K, P, count;
     int64_t stride;
 };
 
@@ -67,9 +67,11 @@ static __global__ void __launch_bounds__(S::THREADS, 2)
 {
     DYNAMIC_SHARED(bytes);
     constexpr int STAGE = S::template STAGE<IS_ACROSS>;
-    int columns = (p.N + S::COLUMNS - 1) / S::COLUMNS, j0 = blockIdx.x % columns * S::COLUMNS;
+    ColumnTile place = column_tile(p.N, S::COLUMNS, p.count);
+    int j0 = place.column;
     ExpertTile own;
-    if (!expert_tile(&own, p.bounds, p.X, S::ROWS, (int)(blockIdx.x / columns))) return;
+    if (!expert_tile(&own, p.bounds, p.X, S::ROWS, place.tile)) return;
+    own.e += place.part * p.X;
     const real *x = p.x + (int64_t)own.begin * p.K;
     const real *w = frozen_data(reinterpret_cast<const frozen *>(p.w + own.e * p.step));
     int rows = own.end - own.begin, steps = (p.K + S::DEEP - 1) / S::DEEP;
@@ -95,30 +97,30 @@ static __global__ void __launch_bounds__(S::THREADS, 2)
         Shared<real> stage = stages + step % S::STAGES * STAGE;
         if (i < rows) multiply<S, IS_ACROSS>(sum, stage, stage + S::X_REALS, i, j);
     }
-    sums_put<S>(bytes, sum, result_of(p.result, own), rows, i, j, j0);
+    sums_put<S>(bytes, sum, result_of(p.result, own, p.P, place.part), rows, i, j, j0);
 }
 
 /* ---- launching ---- */
 
-template <class S, bool IS_ACROSS> static void launch(CudaDevice *cuda, const Product &p, int P)
+template <class S, bool IS_ACROSS> static void launch(CudaDevice *cuda, const Product &p)
 {
     bool aligned = p.K % PIECE == 0 && (uintptr_t)p.x % 16 == 0;
     auto kernel =
         aligned ? grouped_kernel<S, IS_ACROSS, true> : grouped_kernel<S, IS_ACROSS, false>;
-    int64_t tiles = expert_tiles(p.X, P, S::ROWS) * cuda_blocks(p.N, S::COLUMNS);
+    int64_t tiles = expert_tiles(p.X, p.P, S::ROWS) * cuda_blocks(p.N, S::COLUMNS) * p.count;
     size_t stages = S::STAGES * S::template STAGE<IS_ACROSS> * sizeof(real);
     size_t out = S::ROWS * S::OUT * sizeof(float);
     LAUNCH(cuda, kernel, (unsigned)tiles, S::THREADS, stages > out ? stages : out, p);
 }
 
-template <bool IS_ACROSS> static void run(Device *dev, Product p, int P)
+template <bool IS_ACROSS> static void run(Device *dev, Product p)
 {
-    if (P == 0) return;
+    if (p.P == 0) return;
     p.result.wide = result_is_wide(p.result);
-    if ((int64_t)P > (int64_t)FEW_PAIRS * p.X)
-        launch<Wide, IS_ACROSS>(cuda_of(dev), p, P);
+    if ((int64_t)p.P > (int64_t)FEW_PAIRS * p.X)
+        launch<Wide, IS_ACROSS>(cuda_of(dev), p);
     else
-        launch<Few, IS_ACROSS>(cuda_of(dev), p, P);
+        launch<Few, IS_ACROSS>(cuda_of(dev), p);
 }
 
 /* The same of weights with blocks. */
@@ -132,17 +134,19 @@ static void packed_run(Device *dev, PackedCall call, int64_t step, const int32_t
 }
 
 void cuda_grouped_linear(Device *dev, real *y, const real *x, const frozen *w, int64_t step,
-                         const float *bias, const int32_t *bounds, int X, int P, int N, int D)
+                         const float *bias, const int32_t *bounds, int X, int P, int N, int D,
+                         int count)
 {
     PackedCall call = packed_call(y, N, x, D, P, N, D);
     if (packed_find(cuda_of(dev), w, D, &call.w)) {
         call.bias = bias;
+        call.count = count;
         return packed_run(dev, call, step, bounds, X);
     }
     const unsigned char *first = (const unsigned char *)w;
     Result<real> result = {y, nullptr, bias, N, N, false, false};
-    Product p = {result, x, first, step, bounds, X, N, D, frozen_stride(D)};
-    run<false>(dev, p, P);
+    Product p = {result, x, first, step, bounds, X, N, D, P, count, frozen_stride(D)};
+    run<false>(dev, p);
 }
 
 void cuda_grouped_linear_backward(Device *dev, real *dx, const real *dy, const frozen *w,
@@ -157,6 +161,6 @@ void cuda_grouped_linear_backward(Device *dev, real *dx, const real *dy, const f
     }
     const unsigned char *first = (const unsigned char *)w;
     Result<real> result = {dx, accumulate ? dx : nullptr, nullptr, D, D, false, false};
-    Product p = {result, dy, first, step, bounds, X, D, N, frozen_stride(D)};
-    run<true>(dev, p, P);
+    Product p = {result, dy, first, step, bounds, X, D, N, P, 1, frozen_stride(D)};
+    run<true>(dev, p);
 }

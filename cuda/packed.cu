@@ -8,8 +8,9 @@
  * memory, where two tiles take turns. So there is one barrier a step, and nothing wide is ever in
  * the card's memory.
  *
- * There are three shapes of tile, and one order of sums (product.cuh): any number of rows has the
- * same bits, in training, prefill and decoding. These are also the bits of grouped.cu with the
+ * There are three shapes of tile, and those of few.cu, for decoding and other products of few rows
+ * forward. All have one order of sums (product.cuh): any number of rows has the same bits, in
+ * training, prefill and decoding. These are also the bits of grouped.cu with the
  * widened weight. Cost beside a bf16 weight: many rows are multiplied by mma, not by cuBLASLt's
  * algorithm, which is faster on Hopper, and each tile of rows widens its weights again. A wide tile
  * has 256 rows, so widening is a third of what it does; a panel widened once in the card's memory
@@ -39,7 +40,7 @@ template <class C> struct Tiles {
     int padded;     /* inputs of a row of w, in whole blocks */
     int64_t w_step;
     const int32_t *bounds;
-    int X;
+    int X, count;
 };
 
 /* A tile of the weight: HEIGHT rows of it by WIDTH inputs, as codes and in bf16. In shared memory a
@@ -107,13 +108,16 @@ template <class S, int BITS, bool IS_ACROSS> struct Weights {
 #pragma unroll
         for (int n = 0; n < PIECES; n++) {
             unsigned piece = threadIdx.x + n * S::THREADS;
-            unsigned i = piece / (WIDTH / EIGHT), at = piece % (WIDTH / EIGHT) * EIGHT;
-            int block = (int)((k + at) % GROUP / BLOCK);
+            unsigned i = piece / (WIDTH / EIGHT), at = piece % (WIDTH / EIGHT) / 4 * BLOCK;
+            int block = (int)((k + at) % GROUP / BLOCK), part = piece % 4;
             const unsigned char *head = shared_range(raw, i * pitch, p.head);
             const unsigned char *codes =
-                shared_range(raw, i * pitch + p.head + at * BITS / 8, BITS);
-            *reinterpret_cast<uint4 *>(shared_range(tile, i * PITCH + at, EIGHT)) =
-                widen_eight<BITS>(p, head, block, codes, levels);
+                shared_range(raw, i * pitch + p.head + at * BITS / 8, 4 * BITS);
+            uint4 eight = widen_eight<BITS>(p, head, block, codes, part, levels);
+            const uint32_t two[4] = {eight.x, eight.y, eight.z, eight.w};
+            real *to = shared_range(tile, i * PITCH + at + 2 * part, BLOCK - 6);
+#pragma unroll
+            for (int e = 0; e < 4; e++) *reinterpret_cast<uint32_t *>(to + 8 * e) = two[e];
         }
     }
 };
@@ -131,10 +135,11 @@ static __global__ void __launch_bounds__(S::THREADS, 2)
     typedef Weights<S, BITS, IS_ACROSS> W;
     DYNAMIC_SHARED(bytes);
     SHARED_ARRAY(float, levels, LEVELS);
-    int columns = (p.result.N + S::COLUMNS - 1) / S::COLUMNS;
-    int j0 = blockIdx.x % columns * S::COLUMNS, tile = (int)(blockIdx.x / columns);
+    ColumnTile place = column_tile(p.result.N, S::COLUMNS, p.count);
+    int j0 = place.column, tile = place.tile;
     ExpertTile own = {0, tile * S::ROWS, min((tile + 1) * S::ROWS, p.T)};
     if (p.bounds && !expert_tile(&own, p.bounds, p.X, S::ROWS, tile)) return;
+    own.e += place.part * p.X;
     if (threadIdx.x < LEVELS) levels[threadIdx.x] = p.w.levels[threadIdx.x];
     const real *x = p.x + own.begin * p.x_step;
     const unsigned char *w = p.w.data + own.e * p.w_step;
@@ -185,7 +190,7 @@ static __global__ void __launch_bounds__(S::THREADS, 2)
         now = next;
         next = next == S::STAGES - 1 ? 0 : next + 1;
     }
-    sums_put<S>(bytes, sum, result_of(p.result, own), rows, i, j, j0);
+    sums_put<S>(bytes, sum, result_of(p.result, own, p.T, place.part), rows, i, j, j0);
 }
 
 /* ---- launching ---- */
@@ -194,7 +199,7 @@ template <class S> static int64_t tiles_in(const PackedCall &call)
 {
     int64_t rows =
         call.bounds ? expert_tiles(call.X, call.T, S::ROWS) : cuda_blocks(call.T, S::ROWS);
-    return rows * cuda_blocks(call.N, S::COLUMNS);
+    return rows * cuda_blocks(call.N, S::COLUMNS) * call.count;
 }
 
 template <class S, int BITS, bool IS_ACROSS, class C>
@@ -207,20 +212,25 @@ static void launch(CudaDevice *cuda, const Tiles<C> &tiles, int64_t blocks)
            stages > out ? stages : out, tiles);
 }
 
-/* The tiles that take the fewest instructions (kernels.csv). For 64 of k a scheduler issues 750 for
- * a wide tile, however many of its rows are there, 790 for a middle one and 333 for one of few. So
- * 65 rows, which are two middle tiles, are worth a wide one, and 17 a middle one; not where more
- * than half of the card would then have nothing to do. */
+/* The tiles that take the least. For 64 of k a wide tile moves 1,060 times 128 bytes through shared
+ * memory, however many of its rows are there, and few.cu's of 64 rows 360 times: that many are
+ * worth a wide one from 129 rows on. Back, a scheduler issues 720 instructions for a wide tile and
+ * 780 for a middle one (kernels.csv), so from 65 rows on. Not where more than half of the card
+ * would then have nothing to do. Rows of x that are not aligned go to middle tiles. */
 template <int BITS, bool IS_ACROSS, class C>
 static void run(CudaDevice *cuda, const PackedCall &call, const Tiles<C> &tiles)
 {
     int rows = call.bounds ? call.T / call.X : call.T, least = (cuda->processors + 1) / 2;
-    if (rows > Middle::ROWS && tiles.aligned && tiles_in<Wide>(call) >= least)
-        launch<Wide, BITS, IS_ACROSS>(cuda, tiles, tiles_in<Wide>(call));
-    else if (rows > Few::ROWS && tiles_in<Middle>(call) >= least)
-        launch<Middle, BITS, IS_ACROSS>(cuda, tiles, tiles_in<Middle>(call));
-    else
-        launch<Few, BITS, IS_ACROSS>(cuda, tiles, tiles_in<Few>(call));
+    bool many = rows > (IS_ACROSS ? 1 : 2) * Middle::ROWS;
+    if (many && tiles.aligned && tiles_in<Wide>(call) >= least)
+        return launch<Wide, BITS, IS_ACROSS>(cuda, tiles, tiles_in<Wide>(call));
+    if constexpr (IS_ACROSS) {
+        if (rows <= Few::ROWS || tiles_in<Middle>(call) < least)
+            return launch<Few, BITS, IS_ACROSS>(cuda, tiles, tiles_in<Few>(call));
+    } else {
+        if (tiles.aligned) return packed_few(cuda, call);
+    }
+    launch<Middle, BITS, IS_ACROSS>(cuda, tiles, tiles_in<Middle>(call));
 }
 
 template <class C> static Tiles<C> tiles_of(const PackedCall &c)
@@ -232,7 +242,8 @@ template <class C> static Tiles<C> tiles_of(const PackedCall &c)
     return {result,   c.x,      c.x_step,
             aligned,  c.w,      c.T,
             c.K,      rows,     (cols + BLOCK - 1) / BLOCK * BLOCK,
-            c.w_step, c.bounds, c.X};
+            c.w_step, c.bounds, c.X,
+            c.count};
 }
 
 template <int BITS> static void run_bits(CudaDevice *cuda, const PackedCall &call)
@@ -263,29 +274,28 @@ static __global__ void __launch_bounds__(EMBED_THREADS)
     SHARED_ARRAY(float, levels, LEVELS);
     if (threadIdx.x < LEVELS) levels[threadIdx.x] = w.levels[threadIdx.x];
     __syncthreads();
-    int per_row = (D + EIGHT - 1) / EIGHT;
+    int per_row = (D + BLOCK - 1) / BLOCK * (BLOCK / EIGHT);
     int64_t piece = (int64_t)blockIdx.x * EMBED_THREADS + threadIdx.x;
     if (piece >= (int64_t)T * per_row) return;
     int64_t t = piece / per_row;
     int k = (int)(piece % per_row) * EIGHT;
+    int block = k % GROUP / BLOCK, part = k % BLOCK / EIGHT, first = k - 6 * part;
     const unsigned char *group = w.data + ids[t] * w.row + group_at(w.head, BITS, k);
-    const unsigned char *codes = group + w.head + k % GROUP * BITS / 8;
-    int block = k % GROUP / BLOCK;
-    uint4 wide = widen_eight<BITS>(w, group, block, codes, levels);
-    real *to = y + t * D + k;
-    if (D % EIGHT == 0) {
-        *reinterpret_cast<uint4 *>(to) = wide;
-        return;
-    }
-    const uint32_t pair[4] = {wide.x, wide.y, wide.z, wide.w};
+    const unsigned char *codes = group + w.head + block * BLOCK * BITS / 8;
+    uint4 eight = widen_eight<BITS>(w, group, block, codes, part, levels);
+    const uint32_t two[4] = {eight.x, eight.y, eight.z, eight.w};
+    real *to = y + t * D + first;
 #pragma unroll
-    for (int e = 0; e < EIGHT; e++)
-        if (k + e < D) to[e] = to_real(e % 2 ? high_of(pair[e / 2]) : low_of(pair[e / 2]));
+    for (int e = 0; e < 4; e++) {
+        if (D % 2 == 0 && first + 8 * e < D) *reinterpret_cast<uint32_t *>(to + 8 * e) = two[e];
+        if (D % 2 && first + 8 * e < D) to[8 * e] = to_real(low_of(two[e]));
+        if (D % 2 && first + 8 * e + 1 < D) to[8 * e + 1] = to_real(high_of(two[e]));
+    }
 }
 
 void packed_embed(CudaDevice *cuda, real *y, const int32_t *ids, const Packed &w, int T, int D)
 {
     auto kernel = w.bits == 8 ? packed_embed_kernel<8> : packed_embed_kernel<4>;
-    int64_t pieces = (int64_t)T * cuda_blocks(D, EIGHT);
+    int64_t pieces = (int64_t)T * cuda_blocks(D, BLOCK) * (BLOCK / EIGHT);
     LAUNCH(cuda, kernel, cuda_blocks(pieces, EMBED_THREADS), EMBED_THREADS, 0, y, ids, w, T, D);
 }

@@ -8,10 +8,15 @@
  * blocks. A group is
  *
  *   scales (8) of 16 bits, then offsets (8) likewise where the type has them
- *   codes: 8 bits each; or words of 4 bits, whose nibble i is that of the i-th input of eight
+ *   codes of 8 or 4 bits, the lowest first
  *
  * so that 16 bytes bring the scales of eight blocks, and every piece begins at a multiple of 16.
- * Scales are f16, those of MXFP4 bf16. Scales and codes behind the last input are zeros.
+ * Scales are f16, those of MXFP4 bf16. Scales behind the last input are zeros.
+ *
+ * Codes lie as tensor cores want them: of each 16 inputs, lane i of a quad multiplies 2i, 2i+1,
+ * 2i+8 and 2i+9. So word i of each 16 bytes has those, of one 16 inputs or of two (4 bits), and
+ * one ldmatrix gives every lane of a warp its own codes. A code of 8 bits has 128 added. One of 4
+ * bits is turned: its highest bit, mostly a sign, comes last (few.cuh says why).
  *
  * A code is widened in f32, as on the CPU (cpu/packed.h), and rounded to bf16: so a weight here is
  * the CPU's number in bf16. What type a weight is kept in lies in the host's memory, by its
@@ -39,7 +44,9 @@ struct Packed {
     DType type;
     int head; /* bytes before a group's codes */
     int bits; /* of a code */
-    float levels[LEVELS];
+    int unit; /* a code's value times this is whole, and not negative with `bias` added */
+    int bias;
+    float levels[LEVELS]; /* in the order of codes here */
 };
 
 /* frozen.cu: the device's services of these names, its table, and what is forgotten when memory is
@@ -76,7 +83,7 @@ static inline int64_t packed_source_row(DType type, int cols)
 void packed_make(CudaDevice *cuda, const Packed &w, const void *from, DType type, int first,
                  int rows, int cols);
 
-/* packed.cu: the ops of a weight with blocks. */
+/* A product of a weight with blocks (packed.cu). */
 struct PackedCall {
     void *y;
     bool f32_out;
@@ -92,7 +99,7 @@ struct PackedCall {
     /* of experts: bytes from one to the next, the bounds of their rows, and how many there are */
     int64_t w_step;
     const int32_t *bounds;
-    int X;
+    int X, count; /* `count` weights of X experts each lie behind one another, and their results */
 };
 /* y (T,N) of x (T,K) and a weight with blocks, which is still to be found. */
 static inline PackedCall packed_call(void *y, int64_t y_step, const real *x, int64_t x_step, int T,
@@ -106,9 +113,12 @@ static inline PackedCall packed_call(void *y, int64_t y_step, const real *x, int
     call.T = T;
     call.N = N;
     call.K = K;
+    call.count = 1;
     return call;
 }
 void packed_product(CudaDevice *cuda, const PackedCall &call);
+/* The same of few rows, with y = x·wᵀ and rows of x at multiples of 16 bytes (few.cu). */
+void packed_few(CudaDevice *cuda, const PackedCall &call);
 void packed_embed(CudaDevice *cuda, real *y, const int32_t *ids, const Packed &w, int T, int D);
 
 /* ---- in kernels ---- */
@@ -125,30 +135,44 @@ __host__ __device__ static __forceinline__ int64_t group_at(int head, int bits, 
     return (int64_t)(k / GROUP) * (head + GROUP / 8 * bits);
 }
 
-/* Eight weights in bf16: codes of number `block` of the group with that head, and where they lie.
- * An offset that is none is −0, which changes no number. */
+/* A code of 4 bits as it lies here. */
+__host__ __device__ static __forceinline__ uint32_t turned(uint32_t code)
+{
+    return (code << 1 | code >> 3) & 15;
+}
+
+/* The input, of a block's 32, whose code lies at number `place`. */
+__device__ static __forceinline__ int input_of(int bits, int place)
+{
+    int word = 32 / bits, i = place % word, part = place % (4 * word) / word;
+    return place / (4 * word) * (4 * word) + 2 * part + i % 2 + i / 2 * 8;
+}
+
+/* Eight weights of a block in bf16, two for each register: of inputs 2i and 2i+1, and of those 8,
+ * 16 and 24 behind them. `codes` are the block's, `block` is its number in the group with that
+ * head. An offset that is none is −0, which changes no number. */
 template <int BITS>
 __device__ static __forceinline__ uint4 widen_eight(const Packed &p, const unsigned char *head,
-                                                    int block, const unsigned char *codes,
+                                                    int block, const unsigned char *codes, int i,
                                                     Shared<float> levels)
 {
     const uint16_t *heads = reinterpret_cast<const uint16_t *>(head);
+    const uint32_t *words = reinterpret_cast<const uint32_t *>(codes) + i;
     uint32_t half = heads[block];
     float w[EIGHT], scale, offset = -0.0f;
     scale = p.type == DTYPE_MXFP4 ? __uint_as_float(half << 16) : f32_of_half(half);
     if constexpr (BITS == 8) {
-        uint2 words = *reinterpret_cast<const uint2 *>(codes);
+        const uint32_t word[2] = {words[0], words[4]};
 #pragma unroll
-        for (int i = 0; i < EIGHT; i++) {
-            uint32_t word = (i < 4 ? words.x : words.y) ^ 0x80808080u;
-            uint32_t byte = word >> 8 * (i % 4) & 255; /* the code + 128; below, 2²³ + byte */
-            w[i] = (__uint_as_float(0x4b000000u | byte) - (float)((1 << 23) + 128)) * scale;
+        for (int e = 0; e < EIGHT; e++) {
+            uint32_t byte = word[e / 4] >> 8 * (e % 4) & 255; /* below, 2²³ + byte */
+            w[e] = (__uint_as_float(0x4b000000u | byte) - (float)((1 << 23) + 128)) * scale;
         }
     } else {
-        uint32_t word = *reinterpret_cast<const uint32_t *>(codes);
+        uint32_t word = words[0];
         if (p.head > 16) offset = f32_of_half(heads[8 + block]);
 #pragma unroll
-        for (int i = 0; i < EIGHT; i++) w[i] = fmaf(levels[word >> 4 * i & 15], scale, offset);
+        for (int e = 0; e < EIGHT; e++) w[e] = fmaf(levels[word >> 4 * e & 15], scale, offset);
     }
     return make_uint4(pack(w[0], w[1]), pack(w[2], w[3]), pack(w[4], w[5]), pack(w[6], w[7]));
 }

@@ -17,6 +17,7 @@ struct Tiling {
     static constexpr int ACROSS_WARPS = WARPS_J, THREADS = WARPS * 32;
     static constexpr int WARP_ROWS = ROWS / WARPS_I, WARP_COLUMNS = COLUMNS / WARPS_J;
     static constexpr int I = WARP_ROWS / 16, J = WARP_COLUMNS / 16;      /* fragments of a warp */
+    static constexpr int EIGHTS = WARP_COLUMNS / 8;                      /* products of a row's */
     static constexpr int ALONG = DEEP + APART, ACROSS = COLUMNS + APART; /* reals of a row */
     static constexpr int OUT = COLUMNS + APART;                          /* floats of a row */
     static constexpr int X_REALS = ROWS * ALONG;
@@ -86,7 +87,7 @@ __device__ static __forceinline__ void x_load(const P &piece, Shared<real> tile,
 /* ---- a tile ---- */
 
 template <class S> struct Sums {
-    float at[S::I][2 * S::J][4];
+    float at[S::I][S::EIGHTS][4];
 };
 
 /* A warp's part of one step of k. */
@@ -119,7 +120,7 @@ __device__ static __forceinline__ void sums_keep(Shared<float> out, const Sums<S
 #pragma unroll
     for (int m = 0; m < S::I; m++)
 #pragma unroll
-        for (int n = 0; n < 2 * S::J; n++)
+        for (int n = 0; n < S::EIGHTS; n++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 int row = i + m * 16 + half * 8 + lane / 4, col = j + n * 8 + lane % 4 * 2;
@@ -146,11 +147,12 @@ template <class C> static inline bool result_is_wide(const Result<C> &r)
     return r.N % PIECE == 0 && r.step % PIECE == 0 && all % 16 == 0;
 }
 
-/* The same from the tile's first pair on, with its expert's bias. */
+/* The same from the tile's first pair on, with its expert's bias, of T pairs in all. */
 template <class C>
-__device__ static __forceinline__ Result<C> result_of(Result<C> r, const ExpertTile &own)
+__device__ static __forceinline__ Result<C> result_of(Result<C> r, const ExpertTile &own, int T,
+                                                      int part)
 {
-    int64_t at = own.begin * r.step;
+    int64_t at = (own.begin + (int64_t)part * T) * r.step;
     r.y += at;
     if (r.plus) r.plus += at;
     if (r.bias) r.bias += (int64_t)own.e * r.N;

@@ -2,8 +2,9 @@
  * loaded: of wide numbers, by the arithmetic of cpu/quantize.c, so that the codes are the CPU's; or
  * of a file's blocks, whose codes are put in another order.
  *
- * A warp makes a block of 32 inputs of one output, a lane for each of them: largest numbers and
- * sums are exact, so nothing depends on the order of lanes. Memory bound when many rows come. */
+ * A warp makes a block of 32 inputs of one output, a lane for each of them, in the order of codes:
+ * largest numbers and sums are exact, so nothing depends on the order of lanes. Memory bound when
+ * many rows come. */
 #include "../csrc/device/quantize.h"
 #include "packed.cuh"
 
@@ -108,9 +109,9 @@ struct Code {
     uint32_t code, scale, offset;
 };
 
-__device__ static __forceinline__ Code code_of_wide(const Made &m, int row, int block)
+__device__ static __forceinline__ Code code_of_wide(const Made &m, int row, int block, int input)
 {
-    int lane = threadIdx.x % LANES, col = block * BLOCK + lane;
+    int col = block * BLOCK + input;
     bool live = col < m.cols;
     float w = live ? wide_at(m, row, col) : 0.0f;
     if (m.w.bits == 8) {
@@ -124,9 +125,8 @@ __device__ static __forceinline__ Code code_of_wide(const Made &m, int row, int 
 }
 
 /* Of a file's block: its head, then 32 codes of 8 bits, or 16 bytes with two codes each. */
-__device__ static __forceinline__ Code code_of_block(const Made &m, int row, int block)
+__device__ static __forceinline__ Code code_of_block(const Made &m, int row, int block, int input)
 {
-    int lane = threadIdx.x % LANES;
     bool is_mx = m.w.type == DTYPE_MXFP4, pairs = m.type == DTYPE_MXFP4_PAIRS;
     int head = is_mx ? 1 : m.w.head / 8;
     const unsigned char *from =
@@ -138,9 +138,9 @@ __device__ static __forceinline__ Code code_of_block(const Made &m, int row, int
     else
         scale |= (uint32_t)from[1] << 8;
     if (head == 4) offset = from[2] | (uint32_t)from[3] << 8;
-    if (m.w.bits == 8) return {codes[lane], scale, offset};
-    bool high = pairs ? lane % 2 : lane >= BLOCK / 2;
-    uint32_t byte = codes[pairs ? lane / 2 : lane % (BLOCK / 2)];
+    if (m.w.bits == 8) return {codes[input], scale, offset};
+    bool high = pairs ? input % 2 : input >= BLOCK / 2;
+    uint32_t byte = codes[pairs ? input / 2 : input % (BLOCK / 2)];
     return {byte >> 4 * high & 15, scale, offset};
 }
 
@@ -153,8 +153,10 @@ static __global__ void __launch_bounds__(THREADS) packed_make_kernel(__grid_cons
     int row = (int)(number / across), block = (int)(number % across), place = block % 8;
     unsigned char *group = const_cast<unsigned char *>(m.w.data) + row * m.w.row +
                            group_at(m.w.head, m.w.bits, block * BLOCK);
-    Code c = m.blocks ? code_of_block(m, row, block) : code_of_wide(m, row, block);
-    code_store(group + m.w.head + place * BLOCK / 8 * m.w.bits, c.code, m.w.bits);
+    int input = input_of(m.w.bits, lane);
+    Code c = m.blocks ? code_of_block(m, row, block, input) : code_of_wide(m, row, block, input);
+    uint32_t code = m.w.bits == 8 ? c.code ^ 0x80 : turned(c.code);
+    code_store(group + m.w.head + place * BLOCK / 8 * m.w.bits, code, m.w.bits);
     bool last = block == across - 1;
     if (lane != place && !(last && lane > place && lane < 8)) return;
     uint16_t *heads = reinterpret_cast<uint16_t *>(group);
@@ -181,12 +183,13 @@ void packed_make(CudaDevice *cuda, const Packed &w, const void *from, DType type
     m.blocks = dtype_packed(type);
     m.rows = rows;
     m.cols = cols;
-    for (int i = 0; i < LEVELS; i++) m.level[i] = (int)(w.levels[i] * FINE);
+    for (int i = 0; i < LEVELS; i++) m.level[i] = (int)(w.levels[turned((uint32_t)i)] * FINE);
     for (int i = 0; i + 1 < LEVELS; i++) m.high[i] = m.level[i] + m.level[i + 1];
-    m.tried[0] = level_at(w.levels[0], 1.0f);
-    m.tried[1] = level_at(w.levels[LEVELS - 1], 1.0f);
-    m.tried[2] = level_at(w.levels[0], 1.0f + STEP);
-    m.tried[3] = level_at(w.levels[0], 1.0f - STEP);
+    float least = (float)m.level[0] / FINE, most = (float)m.level[LEVELS - 1] / FINE;
+    m.tried[0] = level_at(least, 1.0f);
+    m.tried[1] = level_at(most, 1.0f);
+    m.tried[2] = level_at(least, 1.0f + STEP);
+    m.tried[3] = level_at(least, 1.0f - STEP);
     int64_t blocks = (int64_t)rows * cuda_blocks(cols, BLOCK);
     LAUNCH(cuda, packed_make_kernel, cuda_blocks(blocks, THREADS / LANES), THREADS, 0, m);
 }

@@ -94,6 +94,18 @@ __device__ static __forceinline__ int tiles_of(const int2 *bounds, int e, int ro
     return (own.y - own.x + rows - 1) / rows;
 }
 
+/* Where the blocks of several weights of one input stand: those of a tile of rows side by side. */
+struct ColumnTile {
+    int part, column, tile; /* of the weights; first column; tile of rows */
+};
+
+__device__ static __forceinline__ ColumnTile column_tile(int N, int columns, int count)
+{
+    int each = (N + columns - 1) / columns, across = each * count;
+    int at = (int)(blockIdx.x % across);
+    return {at / each, at % each * columns, (int)(blockIdx.x / across)};
+}
+
 /* Tile number `tile` in the order of experts; false behind the last one. A whole warp must come. A
  * lane counts the tiles of every 32nd part of the experts, so all loads are on their way at once,
  * and the lane whose part has the tile looks there. */

@@ -109,13 +109,13 @@ PRODUCTS = tuple(
 )
 
 
-@case(*PRODUCTS)
-def make_grouped_linear(rng, load, N, D, dtype="f32"):
+@case(*(size | dict(count=count) for size in PRODUCTS for count in (1, 2)))
+def make_grouped_linear(rng, load, N, D, dtype="f32", count=1):
     P, X = sum(load), len(load)
-    w, x = experts(rng, X, N, D, dtype), rng.standard_normal((P, D))
-    bias = rng.standard_normal((X, N)) if dtype == "bf16" else None
-    return dict(y=(P, N), x=x, w=w, step=0, bias=bias, bounds=bounds_of(load)) | dict(
-        X=X, P=P, N=N, D=D
+    w, x = experts(rng, count * X, N, D, dtype), rng.standard_normal((P, D))
+    bias = rng.standard_normal((count * X, N)) if dtype == "bf16" else None
+    return dict(y=(count, P, N), x=x, w=w, step=0, bias=bias, bounds=bounds_of(load)) | dict(
+        X=X, P=P, N=N, D=D, count=count
     )
 
 

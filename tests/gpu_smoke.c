@@ -503,7 +503,7 @@ static void check_experts(void)
     RUN(dev->group(dev, pair, row, place, bounds, chosen, T, K, X));
     RUN(dev->gather(dev, ex, from, row, P, D));
     RUN(dev->grouped_linear(dev, y, ex, (frozen *)weights, (int64_t)step, NULL, bounds, X, P, N,
-                            D));
+                            D, 1));
     RUN(dev->unite(dev, sum, y, place, NULL, T, K, N));
     float *got = get_real(sum, (size_t)T * N);
     int32_t *who = (int32_t *)get_f32((float *)chosen, (size_t)P);

@@ -14,7 +14,7 @@ def cases_by_op(dtype: str, deep: int, most: int) -> dict[str, dict]:
     return {
         "embed": make_embed(rng_of(0), T=9, D=whole(dtype, deep), dtype=dtype),
         "head": make_head(rng_of(1), T=3, V=71, D=whole(dtype, 45), dtype=dtype),
-        "grouped_linear": make_grouped_linear(rng_of(2), load, 65, whole(dtype, 97), dtype),
+        "grouped_linear": make_grouped_linear(rng_of(2), load, 65, whole(dtype, 97), dtype, 2),
         "grouped_linear_backward": make_grouped_linear_backward(
             rng_of(3), load, 65, whole(dtype, 97), dtype
         ),

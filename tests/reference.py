@@ -303,12 +303,13 @@ def by_expert(bounds, P):
     return [(e, slice(first, last)) for e, (first, last) in enumerate(every)]
 
 
-def grouped_linear(x, w, bias, bounds, P, N, **_):
-    y = np.zeros((P, N), x.dtype)
+def grouped_linear(x, w, bias, bounds, X, P, N, count, **_):
+    y = np.zeros((count, P, N), x.dtype)
     for e, own in by_expert(bounds, P):
-        y[own] = x[own] @ w[e].T
-        if bias is not None:
-            y[own] += bias[e]
+        for part in range(count):
+            y[part, own] = x[own] @ w[part * X + e].T
+            if bias is not None:
+                y[part, own] += bias[part * X + e]
     return {"y": y}
 
 

@@ -17,6 +17,7 @@ from tinsmith.files.families import load_model
 # Rows of weights, and biases, that fill up what memory is aligned to: they lie behind one another.
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "head_dim": 16}
 NAMES = {"qwen3": 4, "qwen2": 8}  # with head norms, and with biases; key-value heads
+EXPERTS = {"qwen3_moe": {"mlp_only_layers": [], "moe_intermediate_size": 32}}
 DATA = [
     datum(np.arange(first, first + length, dtype=np.int32)) for first, length in ((3, 9), (20, 5))
 ]
@@ -27,7 +28,8 @@ def adapter_on(folder: Path, device: str) -> _core.Adapter:
 
 
 def written(path: Path, name: str, layers: int = 2) -> Path:
-    sizes = {**SIZES, "num_key_value_heads": NAMES[name], "num_hidden_layers": layers}
+    sizes = {**SIZES, "num_key_value_heads": NAMES.get(name, 4), "num_hidden_layers": layers}
+    sizes |= EXPERTS.get(name, {})
     spec = SPECS[name]
     spec = replace(spec, config={**spec.config, **sizes}, dtype=torch.bfloat16)
     return make(spec, path / f"{name}-{layers}")
@@ -41,23 +43,40 @@ def given() -> Callable[[], np.ndarray]:
     return lambda: np.array([library.cuda_emulated_given(kind) for kind in range(3)])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_layer_makes_four_products_each_way(
-    given: Callable[[], np.ndarray], tmp_path: Path, name: str
-) -> None:
-    """For q, k and v; attention's output; gate and up; down. And no copy."""
+def of_layer(
+    given: Callable[[], np.ndarray], path: Path, name: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """What a layer gives to do: forward, and back."""
 
     def of_call(layers: int, backward: bool) -> np.ndarray:
-        adapter = adapter_on(written(tmp_path, name, layers), "cuda-emulated")
+        adapter = adapter_on(written(path, name, layers), "cuda-emulated")
         call(adapter, DATA, backward=backward)  # cuBLASLt's algorithms are picked
         before = given()
         call(adapter, DATA, backward=backward)
         return given() - before
 
     forward, both = (of_call(3, backward) - of_call(2, backward) for backward in (False, True))
+    return forward, both - forward
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_makes_four_products_each_way(
+    given: Callable[[], np.ndarray], tmp_path: Path, name: str
+) -> None:
+    """For q, k and v; attention's output; gate and up; down. And no copy."""
+    forward, back = of_layer(given, tmp_path, name)
     biases = int(name == "qwen2")  # rounded by one kernel for q, k and v
     assert forward.tolist() == [14 + biases, 4, 0]
-    assert (both - forward).tolist() == [25, 4, 0]
+    assert back.tolist() == [25, 4, 0]
+
+
+def test_a_mixture_makes_one_product_of_all_gates_and_ups(
+    given: Callable[[], np.ndarray], tmp_path: Path
+) -> None:
+    """By a kernel of our own. Other products are q, k and v's, attention's output's and the
+    router's. The host fetches how many pairs each expert has."""
+    forward, _ = of_layer(given, tmp_path, "qwen3_moe")
+    assert forward.tolist() == [27, 3, 1]
 
 
 @pytest.mark.parametrize("name", NAMES)

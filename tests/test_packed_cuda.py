@@ -44,14 +44,18 @@ def made(dtype, T, N, D):
     }
 
 
+BITWISE = ("int8", "int4", "q4_0", "q4_1", "mxfp4")
+
+
 # Of 256 by 64, where they fill half of the card; of 64 by 64 (from 17 rows on); else of 16 by 32.
-@pytest.mark.parametrize("truncating", [False, True])
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize(
+    ("dtype", "truncating"), [*((one, False) for one in BITWISE), ("int8", True), ("int4", True)]
+)
 def test_few_rows_have_the_bits_of_many_in_every_tiling(dtype, truncating):
     dev = device("cuda-emulated")
     set_mode(Mode(truncating=truncating))
     try:
-        for op, (args, first) in made(dtype, 260, 104, 296).items():
+        for op, (args, first) in made(dtype, 260, 104, whole(dtype, 296)).items():
             (many,) = run(dev, op, args).values()
             for rows in (1, 16, 30):
                 (few,) = run(dev, op, args | first(rows)).values()
@@ -60,12 +64,21 @@ def test_few_rows_have_the_bits_of_many_in_every_tiling(dtype, truncating):
         set_mode()
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "q4_1"])
-@pytest.mark.parametrize(("load", "N"), [((3, 0, 18), 65), ((2, 0, 260), 72)])
+@pytest.mark.parametrize("dtype", BITWISE)
+def test_steps_of_k_take_turns_in_the_memory_that_they_have(dtype):
+    """More of them than there is room for, of 1 row and of 30; 1,544 ends within a block."""
+    dev = device("cuda-emulated")
+    for rows, N in ((30, 65), (1, 65), (1, 455)):  # of 64 by 64, 16 by 32, 16 by 64
+        args = make_linear(rng_of(0), rows, N, whole(dtype, 1544), dtype, bias=1)
+        compare(dev, "linear", args)
+
+
+@pytest.mark.parametrize("dtype", BITWISE)
+@pytest.mark.parametrize(("load", "N"), [((3, 0, 18), 65), ((2, 0, 390), 72)])
 def test_a_product_has_the_bits_of_the_widened_weight(dev, dtype, load, N):
     """Of experts, whose products with bf16 weights have the same order of sums."""
     calls = {
-        "grouped_linear": make_grouped_linear(rng_of(2), load, N, whole(dtype, 296), dtype),
+        "grouped_linear": make_grouped_linear(rng_of(2), load, N, whole(dtype, 296), dtype, 2),
         "grouped_linear_backward": make_grouped_linear_backward(
             rng_of(3), load, N, whole(dtype, 97), dtype
         ),

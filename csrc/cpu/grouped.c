@@ -27,13 +27,15 @@ static const frozen *expert(const frozen *w, int64_t step, int e)
 }
 
 void CPU(grouped_linear)(Device *dev, real *y, const real *x, const frozen *w, int64_t step,
-                         const float *bias, const int32_t *bounds, int X, int P, int N, int D)
+                         const float *bias, const int32_t *bounds, int X, int P, int N, int D,
+                         int count)
 {
-    for (int e = 0; e < X; e++) {
-        Part part = part_of(bounds, e, P);
+    for (int e = 0; e < count * X; e++) {
+        Part part = part_of(bounds, e % X, P);
         if (!part.count) continue;
-        Product p = product_of(f32(y) + part.first * N, f32c(x) + part.first * D, D,
-                               expert(w, step, e), 0, PANELS, part.count, N, D);
+        int64_t row = (int64_t)(e / X) * P + part.first;
+        Product p = product_of(f32(y) + row * N, f32c(x) + part.first * D, D, expert(w, step, e), 0,
+                               PANELS, part.count, N, D);
         p.bias = bias ? bias + (int64_t)e * N : NULL;
         CPU(product_run)(dev, &p);
     }

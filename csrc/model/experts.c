@@ -23,6 +23,7 @@ typedef struct Mix {
     int T, P, D, F, X, K;
     float limit;
     int64_t gate, up, down; /* bytes from one expert's matrix to the next */
+    real *gate_y, *up_y;    /* (P,F), one behind the other */
 } Mix;
 
 static Mix mix_of(const Pass *p)
@@ -30,6 +31,7 @@ static Mix mix_of(const Pass *p)
     const Model *m = p->model;
     const Shape *s = &m->shape;
     int T = p->batch->T, K = s->chosen;
+    real *y = p->acts->layer[p->l].e_gate_up;
     return (Mix){.pass = p,
                  .d = m->dev,
                  .acts = p->acts,
@@ -44,7 +46,9 @@ static Mix mix_of(const Pass *p)
                  .limit = s->expert_limit,
                  .gate = (int64_t)matrix_step(m, SLOT_e_gate, p->l),
                  .up = (int64_t)matrix_step(m, SLOT_e_up, p->l),
-                 .down = (int64_t)matrix_step(m, SLOT_e_down, p->l)};
+                 .down = (int64_t)matrix_step(m, SLOT_e_down, p->l),
+                 .gate_y = y,
+                 .up_y = real_at(m->dev, y, (size_t)(T * K) * (size_t)s->expert_ffn)};
 }
 
 static const LayerPairs *pairs_of(const Mix *m, const Adapter *adapter)
@@ -63,6 +67,17 @@ static void choose(const Mix *m)
 }
 
 /* ---- forward ---- */
+
+/* Whether gate and up are one product: their weights and biases lie behind one another. */
+static int is_joint(const Mix *m)
+{
+    const Model *model = m->pass->model;
+    const LayerWeights *w = m->w;
+    int l = m->pass->l, biased = w->e_gate_bias != NULL;
+    return m->gate == m->up && (const char *)w->e_up == (const char *)w->e_gate + m->gate * m->X &&
+           matrix_type(model, SLOT_e_up, l) == matrix_type(model, SLOT_e_gate, l) &&
+           (!biased || w->e_up_bias == w->e_gate_bias + (size_t)m->X * (size_t)m->F);
+}
 
 /* y (P,F) += LoRA of w_gate or w_up, for one segment's rows; s (T,R) = x·A is kept. */
 static void add_wide_lora(const Mix *m, const Segment *g, Pair pair, real *y, real *s)
@@ -118,20 +133,22 @@ void experts_forward(const Pass *p, real *out, const real *x)
     project(p, router, 1, acts->xn, m.D);
     choose(&m);
     d->gather(d, acts->e_x, acts->xn, acts->e_row, m.P, m.D);
-    d->grouped_linear(d, a->e_gate, acts->e_x, w->e_gate, m.gate, w->e_gate_bias, a->e_bounds, m.X,
-                      m.P, m.F, m.D);
-    d->grouped_linear(d, a->e_up, acts->e_x, w->e_up, m.up, w->e_up_bias, a->e_bounds, m.X, m.P,
-                      m.F, m.D);
+    int joint = is_joint(&m);
+    d->grouped_linear(d, m.gate_y, acts->e_x, w->e_gate, m.gate, w->e_gate_bias, a->e_bounds, m.X,
+                      m.P, m.F, m.D, joint ? 2 : 1);
+    if (!joint)
+        d->grouped_linear(d, m.up_y, acts->e_x, w->e_up, m.up, w->e_up_bias, a->e_bounds, m.X, m.P,
+                          m.F, m.D, 1);
     for (const Segment *g = batch->segment; g < batch->segment + batch->segments; g++) {
         if (!segment_begin(&m, g)) continue;
-        add_wide_lora(&m, g, pairs_of(&m, g->adapter)->e_gate, a->e_gate, a->s_e_gate);
-        add_wide_lora(&m, g, pairs_of(&m, g->adapter)->e_up, a->e_up, a->s_e_up);
+        add_wide_lora(&m, g, pairs_of(&m, g->adapter)->e_gate, m.gate_y, a->s_e_gate);
+        add_wide_lora(&m, g, pairs_of(&m, g->adapter)->e_up, m.up_y, a->s_e_up);
     }
     if (!out) return;
-    d->swiglu_share(d, acts->e_act, a->e_gate, a->e_up, acts->share, acts->e_pair, m.P, m.F, m.F,
+    d->swiglu_share(d, acts->e_act, m.gate_y, m.up_y, acts->share, acts->e_pair, m.P, m.F, m.F,
                     m.limit);
     d->grouped_linear(d, acts->e_x, acts->e_act, w->e_down, m.down, NULL, a->e_bounds, m.X, m.P,
-                      m.D, m.F);
+                      m.D, m.F, 1);
     d->unite(d, out, acts->e_x, acts->e_place, x, m.T, m.K, m.D);
     if (w->e_down_bias)
         d->share_bias(d, out, acts->share, acts->chosen, w->e_down_bias, m.T, m.K, m.D);
@@ -199,13 +216,13 @@ static void pairs_backward(const Pass *p, real *dxn, int accumulate)
     int trained = pairs->e_gate.a >= 0;
 
     choose(&m);
-    d->swiglu_share(d, acts->e_act, a->e_gate, a->e_up, acts->share, acts->e_pair, m.P, m.F, m.F,
+    d->swiglu_share(d, acts->e_act, m.gate_y, m.up_y, acts->share, acts->e_pair, m.P, m.F, m.F,
                     m.limit);
     d->gather(d, g->de_x, g->dx, acts->e_row, m.P, m.D);
     d->grouped_linear_backward(d, g->de_act, g->de_x, w->e_down, m.down, a->e_bounds, m.X, m.P, m.D,
                                m.F, 0);
     if (trained) narrow_lora_backward(&m, pairs->e_down, g->de_act, g->dx);
-    d->swiglu_share_backward(d, a->e_gate, a->e_up, g->dshare, g->de_act, a->e_gate, a->e_up,
+    d->swiglu_share_backward(d, m.gate_y, m.up_y, g->dshare, g->de_act, m.gate_y, m.up_y,
                              acts->share, acts->e_pair, m.P, m.F, m.F, m.limit);
     if (w->e_down_bias)
         d->share_bias_backward(d, g->dshare, g->dx, acts->chosen, w->e_down_bias, m.T, m.K, m.D);
@@ -213,15 +230,15 @@ static void pairs_backward(const Pass *p, real *dxn, int accumulate)
         d->route_backward(d, g->drouter_logits, g->dshare, acts->chosen, acts->share,
                           a->router_logits, m.T, m.X, m.K, p->model->shape.norm_shares);
         d->linear_backward(d, dxn, g->drouter_logits, w->router, m.T, m.X, m.D, m.X, accumulate);
-        d->grouped_linear_backward(d, g->de_x, a->e_gate, w->e_gate, m.gate, a->e_bounds, m.X, m.P,
+        d->grouped_linear_backward(d, g->de_x, m.gate_y, w->e_gate, m.gate, a->e_bounds, m.X, m.P,
                                    m.F, m.D, 0);
-        d->grouped_linear_backward(d, g->de_x, a->e_up, w->e_up, m.up, a->e_bounds, m.X, m.P, m.F,
+        d->grouped_linear_backward(d, g->de_x, m.up_y, w->e_up, m.up, a->e_bounds, m.X, m.P, m.F,
                                    m.D, 1);
         d->unite(d, dxn, g->de_x, acts->e_place, dxn, m.T, m.K, m.D);
     }
     if (!trained) return;
-    wide_lora_backward(&m, pairs->e_gate, dxn, a->e_gate, a->s_e_gate);
-    wide_lora_backward(&m, pairs->e_up, dxn, a->e_up, a->s_e_up);
+    wide_lora_backward(&m, pairs->e_gate, dxn, m.gate_y, a->s_e_gate);
+    wide_lora_backward(&m, pairs->e_up, dxn, m.up_y, a->s_e_up);
 }
 
 void experts_backward(const Pass *p, real *dxn)
