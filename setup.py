@@ -32,7 +32,7 @@ X86 = {
     "avx2": "-mavx2 -mfma -mf16c",
     "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512",
     "avx512bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512 "
-    "-mavx512bf16 -mavx512vbmi",
+    "-mavx512vnni -mavx512bf16 -mavx512vbmi",
 }
 ISAS = GENERIC | (X86 if platform.machine() in ("x86_64", "AMD64") else {})
 

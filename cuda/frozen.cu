@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../csrc/device/finite.h"
 #include "packed.cuh"
 
 enum {
@@ -154,6 +155,14 @@ bool packed_find(CudaDevice *cuda, const frozen *w, int cols, Packed *found)
     return dtype_packed(type) && packed_at(w, type, cols, found);
 }
 
+/* Whether all of an array's numbers are finite. */
+static bool source_finite(const void *from, DType type, int rows, int cols)
+{
+    if (!dtype_packed(type)) return first_bad(from, type, (int64_t)rows * cols) < 0;
+    int64_t row = packed_source_row(type, cols), across = cols / BLOCK;
+    return !across || blocks_finite(from, type, (size_t)(rows * across), (size_t)(row / across));
+}
+
 static void packed_load(CudaDevice *cuda, const Packed &to, const void *from, DType type, int rows,
                         int cols)
 {
@@ -212,21 +221,27 @@ static void rows_encode(uint16_t *to, const void *from, DType type, int first, i
         }
 }
 
-static void wide_load(Device *dev, frozen *to, const void *from, DType type, int rows, int cols)
+/* Whether they are finite in bf16 too, of which float32's largest are none. */
+static bool wide_load(Device *dev, frozen *to, const void *from, DType type, int rows, int cols)
 {
     char *data = (char *)to;
     size_t row_bytes = (size_t)frozen_stride(cols) * sizeof(real);
-    if (type == DTYPE_BF16 && frozen_stride(cols) == cols)
-        return dev->upload(dev, data, from, (size_t)rows * row_bytes);
+    if (type == DTYPE_BF16 && frozen_stride(cols) == cols) {
+        dev->upload(dev, data, from, (size_t)rows * row_bytes);
+        return true;
+    }
     int step = row_bytes < ENCODE_BYTES ? (int)(ENCODE_BYTES / (row_bytes ? row_bytes : 1)) : 1;
     uint16_t *block = (uint16_t *)malloc((size_t)step * row_bytes + 1);
-    if (!block) return cuda_fail(cuda_of(dev), STATUS_MEMORY, "no memory to convert a weight in");
-    for (int first = 0; first < rows; first += step) {
+    bool finite = true;
+    if (!block) cuda_fail(cuda_of(dev), STATUS_MEMORY, "no memory to convert a weight in");
+    for (int first = 0; block && first < rows; first += step) {
         int count = rows - first < step ? rows - first : step;
         rows_encode(block, from, type, first, count, cols);
+        finite = finite && first_bad(block, DTYPE_BF16, (int64_t)count * frozen_stride(cols)) < 0;
         dev->upload(dev, data + (size_t)first * row_bytes, block, (size_t)count * row_bytes);
     }
     free(block);
+    return finite;
 }
 
 /* ---- the services ---- */
@@ -247,14 +262,15 @@ int device_frozen_continues(Device *dev, const frozen *w, const frozen *next, in
            (const char *)next == (const char *)w + device_frozen_bytes(dev, type, rows, cols);
 }
 
-void device_frozen_load(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
-                        int cols)
+int device_frozen_load(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
+                       int cols)
 {
     CudaDevice *cuda = cuda_of(dev);
     Packed packed;
     kept_set(cuda, to, kept);
-    if (packed_at(to, kept, cols, &packed))
-        packed_load(cuda, packed, from, type, rows, cols);
-    else
-        wide_load(dev, to, from, type, rows, cols);
+    bool finite = source_finite(from, type, rows, cols);
+    if (!packed_at(to, kept, cols, &packed))
+        return wide_load(dev, to, from, type, rows, cols) && finite;
+    packed_load(cuda, packed, from, type, rows, cols);
+    return finite;
 }

@@ -53,8 +53,8 @@ struct Packed {
  * released. */
 size_t device_frozen_bytes(Device *dev, DType kept, int rows, int cols);
 int device_frozen_continues(Device *dev, const frozen *w, const frozen *next, int rows, int cols);
-void device_frozen_load(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
-                        int cols);
+int device_frozen_load(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
+                       int cols);
 Status frozen_open(CudaDevice *cuda);
 void frozen_close(CudaDevice *cuda);
 void frozen_forget(CudaDevice *cuda, const void *memory, size_t bytes);

@@ -53,7 +53,10 @@ ISA_NEEDS = {
     "generic": set(),
     "avx2": {"avx2", "fma"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
-    "avx512bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi"},
+    "avx512bf16": {
+        *("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi"),
+        "avx512_vnni",
+    },
 }
 DEVICES = ("cpu", *(f"cpu-{isa}" for isa in ISAS), "cuda", "cuda-emulated")
 DTYPES = {"f32": 0, "bf16": 1, "f16": 2}
@@ -224,7 +227,7 @@ class CDevice(ctypes.Structure):
         ("blank", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),
         ("frozen_bytes", ctypes.CFUNCTYPE(SIZE, VOID, INT, INT, INT)),
         ("frozen_continues", ctypes.CFUNCTYPE(INT, VOID, VOID, VOID, INT, INT)),
-        ("frozen_load", ctypes.CFUNCTYPE(None, VOID, VOID, INT, VOID, INT, INT, INT)),
+        ("frozen_load", ctypes.CFUNCTYPE(INT, VOID, VOID, INT, VOID, INT, INT, INT)),
         ("stream", ctypes.CFUNCTYPE(SIZE, VOID)),
         ("sync", ctypes.CFUNCTYPE(INT, VOID)),
         ("close", ctypes.CFUNCTYPE(None, VOID)),

@@ -54,11 +54,12 @@ static size_t host_frozen_bytes(Device *dev, DType type, int rows, int cols)
     return (size_t)rows * (size_t)cols * sizeof(float);
 }
 
-static void host_frozen_load(Device *dev, frozen *to, DType kept, const void *from, DType type,
-                             int rows, int cols)
+static int host_frozen_load(Device *dev, frozen *to, DType kept, const void *from, DType type,
+                            int rows, int cols)
 {
     (void)kept;
     memcpy(to, from, host_frozen_bytes(dev, type, rows, cols));
+    return 1;
 }
 
 static Status host_sync(Device *dev)

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import mmap
 import shutil
 import threading
 import time
@@ -39,13 +40,13 @@ class Disk:
         self.before, self.seen = before, 0
         self.stopped, self.go = threading.Event(), threading.Event()
 
-    def fetch(self, entry: weights.Entry) -> None:
+    def fetch(self, entry: weights.Entry, bits: mmap.mmap) -> None:
         if entry.file.parent.name == "other":
             if self.seen == self.before:
                 self.stopped.set()
                 assert self.go.wait(60)
             self.seen += 1
-        _fetch(entry)
+        _fetch(entry, bits)
 
 
 _fetch = weights.fetch
@@ -228,7 +229,7 @@ def test_a_failed_load_is_told_to_those_that_wait_and_the_next_one_tries_again(
 
 
 def test_memory_that_lacks_while_files_are_read_drops_no_model(models, monkeypatch) -> None:
-    def fails(entry: weights.Entry) -> None:
+    def fails(entry: weights.Entry, bits: mmap.mmap) -> None:
         raise MemoryError("12.0 GiB")
 
     with working(models) as worker:

@@ -56,8 +56,8 @@ static inline size_t frozen_bf16_at(const frozen *w, int n, int k)
 }
 
 /* The device's frozen_load (frozen.c). */
-void CPU(frozen_load)(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
-                      int cols);
+int CPU(frozen_load)(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
+                     int cols);
 
 typedef struct CpuDevice {
     Device base; /* first: a Device* is a CpuDevice* */

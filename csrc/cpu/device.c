@@ -206,7 +206,7 @@ static int has_avx512(void)
 static int has_avx512bf16(void)
 {
     return has_avx512() && __builtin_cpu_supports("avx512bf16") &&
-           __builtin_cpu_supports("avx512vbmi");
+           __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
 }
 #endif
 

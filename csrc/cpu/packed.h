@@ -247,12 +247,15 @@ void CPU(block_arrange)(frozen *to, int panel, int number, const unsigned char *
 
 /* ---- quantize.c ---- */
 
-/* A type that is made (dtype.h). Of levels, by cell of the numbers to be quantised: those on both
- * sides of the cell's bound, and the lower one's code. */
-enum { CELLS = 32 };
+/* A type that is made (dtype.h). Of levels, by cell of the numbers to be quantised: the cell's
+ * bound, or BOUNDLESS, the levels on both sides, and the lower one's code. And the scales that are
+ * tried. */
+enum { CELLS = 32, TRIED = 4, BOUNDLESS = INT16_MAX };
 typedef struct Cells {
     DType type;
+    int16_t bound[CELLS];
     int8_t low[CELLS], high[CELLS], code[CELLS];
+    int16_t tried[TRIED];
 } Cells;
 
 Cells CPU(cells_make)(DType type);

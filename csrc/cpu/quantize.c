@@ -12,8 +12,9 @@
  *
  * Scales are tried in whole numbers of 16 bits, two inputs to a lane: a weight as a share of the
  * largest, and w / scale in steps of 1/UNIT of a sixteenth. The highest five bits of that name a
- * cell, which has one bound between two levels at most. Compute bound: some 14 instructions for
- * 2·VL weights and each scale that is tried, and as many in all for VL weights besides. */
+ * cell, which has one bound between two levels at most. All scales are tried in one walk over the
+ * weights. Compute bound: some 10 instructions for 2·VL weights and each scale that is tried (8
+ * with AVX512_VNNI), and as many in all for VL weights besides. */
 #include "../device/quantize.h"
 #include "packed.h"
 
@@ -71,6 +72,13 @@ static int code_of(const float *level, int number)
     return code;
 }
 
+/* What shares are multiplied by, over 2^15, so that the largest is `part` beyond a level. */
+static int16_t level_at(float level, float part)
+{
+    float c = level * (float)(FINE * UNIT) / part * ((float)(1 << 15) / WHOLE);
+    return (int16_t)(c + (c > 0.0f ? 0.5f : -0.5f));
+}
+
 Cells CPU(cells_make)(DType type)
 {
     const float *level = CPU(levels)[type];
@@ -80,7 +88,13 @@ Cells CPU(cells_make)(DType type)
         cells.code[i] = (int8_t)code;
         cells.low[i] = (int8_t)(level[code] * FINE);
         cells.high[i] = (int8_t)(level[code_of(level, begin + (1 << 11) - 1)] * FINE);
+        int bound = (cells.low[i] + cells.high[i]) * (UNIT / 2);
+        cells.bound[i] = (int16_t)(cells.low[i] == cells.high[i] ? BOUNDLESS : bound);
     }
+    cells.tried[0] = level_at(level[0], 1.0f);
+    cells.tried[1] = level_at(level[LEVELS - 1], 1.0f);
+    cells.tried[2] = level_at(level[0], 1.0f + STEP);
+    cells.tried[3] = level_at(level[0], 1.0f - STEP);
     return cells;
 }
 
@@ -114,24 +128,46 @@ static inline vi pair_scale(vi a, vi c)
 #endif
 }
 
-/* The sum of both products. */
-static inline vi pair_dot(vi a, vi b)
+/* sum + both products. */
+static inline vi pair_dot(vi sum, vi a, vi b)
 {
-#if defined(__AVX512BW__)
-    return (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+    return sum + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
-    return (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    return sum + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #else
-    return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+    return sum + ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
 #endif
 }
 
 #if defined(__AVX512BW__)
+/* The cells in registers. */
+typedef struct Near {
+    __m512i bound, low, high, code;
+} Near;
+
 static inline __m512i cells_load(const int8_t *table)
 {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(const void *)table));
 }
-#elif defined(__AVX2__)
+
+static inline Near near_of(const Cells *cells)
+{
+    return (Near){_mm512_loadu_si512(cells->bound), cells_load(cells->low), cells_load(cells->high),
+                  cells_load(cells->code)};
+}
+#else
+typedef const Cells *Near;
+
+static inline Near near_of(const Cells *cells)
+{
+    return cells;
+}
+#endif
+
+#if defined(__AVX2__) && !defined(__AVX512BW__)
 /* A table's entries for cells of 16 bits: a shuffle knows 16 of its bytes, and gives those that are
  * asked for in the upper halves. */
 static inline __m256i cells_look(const int8_t *table, __m256i cell)
@@ -148,36 +184,31 @@ static inline __m256i cells_look(const int8_t *table, __m256i cell)
 #endif
 
 /* The nearest levels in 1/FINE to numbers in steps of 1/UNIT, or their codes. */
-static inline __attribute__((always_inline)) vi pair_nearest(const Cells *cells, vi v,
-                                                             const int codes)
+static inline __attribute__((always_inline)) vi pair_nearest(Near near, vi v, const int codes)
 {
 #if defined(__AVX512BW__)
     __m512i cell = _mm512_srli_epi16((__m512i)v, 11);
-    __m512i low = _mm512_permutexvar_epi16(cell, cells_load(cells->low));
-    __m512i high = _mm512_permutexvar_epi16(cell, cells_load(cells->high));
-    __m512i twice = _mm512_mullo_epi16(_mm512_add_epi16(low, high), _mm512_set1_epi16(UNIT / 2));
-    __mmask32 above = _mm512_cmpgt_epi16_mask((__m512i)v, twice);
-    if (!codes) return (vi)_mm512_mask_mov_epi16(low, above, high);
-    __m512i code = _mm512_permutexvar_epi16(cell, cells_load(cells->code));
-    above = _mm512_mask_cmpneq_epi16_mask(above, low, high); /* else the cell has no bound */
-    return (vi)_mm512_mask_add_epi16(code, above, code, _mm512_set1_epi16(1));
+    __m512i bound = _mm512_permutexvar_epi16(cell, near.bound);
+    __m512i least = _mm512_permutexvar_epi16(cell, codes ? near.code : near.low);
+    __mmask32 above = _mm512_cmpgt_epi16_mask((__m512i)v, bound);
+    if (!codes) return (vi)_mm512_mask_permutexvar_epi16(least, above, cell, near.high);
+    return (vi)_mm512_mask_add_epi16(least, above, least, _mm512_set1_epi16(1));
 #elif defined(__AVX2__)
     __m256i cell = _mm256_srli_epi16((__m256i)v, 11);
-    __m256i low = cells_look(cells->low, cell), high = cells_look(cells->high, cell);
+    __m256i low = cells_look(near->low, cell), high = cells_look(near->high, cell);
     __m256i twice = _mm256_mullo_epi16(_mm256_add_epi16(low, high), _mm256_set1_epi16(UNIT / 2));
     __m256i above = _mm256_cmpgt_epi16((__m256i)v, twice);
     if (!codes) return (vi)_mm256_blendv_epi8(low, high, above);
     above = _mm256_andnot_si256(_mm256_cmpeq_epi16(low, high), above); /* else it has no bound */
-    return (vi)_mm256_sub_epi16(cells_look(cells->code, cell), above);
+    return (vi)_mm256_sub_epi16(cells_look(near->code, cell), above);
 #else
     int16_t number[2 * VL];
     memcpy(number, &v, sizeof number);
     for (int i = 0; i < 2 * VL; i++) {
-        int cell = (uint16_t)number[i] >> 11, low = cells->low[cell], high = cells->high[cell];
-        int above = number[i] > (low + high) * (UNIT / 2);
-        number[i] = (int16_t)(codes   ? cells->code[cell] + (above && low != high)
-                              : above ? high
-                                      : low);
+        int cell = (uint16_t)number[i] >> 11, above = number[i] > near->bound[cell];
+        number[i] = (int16_t)(codes   ? near->code[cell] + above
+                              : above ? near->high[cell]
+                                      : near->low[cell]);
     }
     memcpy(&v, number, sizeof number);
     return v;
@@ -189,6 +220,16 @@ static inline __attribute__((always_inline)) vi pair_nearest(const Cells *cells,
 static inline vf magnitude(vf x)
 {
     return (vf)((vu)x & 0x7fffffffu);
+}
+
+/* x, or the end of ±most that it is beyond. */
+static inline vf within(vf x, vf most)
+{
+#if defined(__AVX512DQ__)
+    return (vf)_mm512_range_ps((__m512)x, (__m512)most, 2); /* the lesser magnitude, x's sign */
+#else
+    return v_min(most, v_max(-most, x));
+#endif
 }
 
 /* 1 / scale, and 0 where the scale is 0. */
@@ -212,8 +253,7 @@ static void bytes_quantize(unsigned char *to, const float *from, int x)
     half_store(to + 2 * x, scale);
     for (int k = 0; k < BLOCK; k++) {
         vf y = weight_at(from, k, x) * over;
-        y = v_min(v_set(127.0f), v_max(v_set(-127.0f), y));
-        vc bytes = __builtin_convertvector(whole_round(y), vc);
+        vc bytes = __builtin_convertvector(whole_round(within(y, v_set(127.0f))), vc);
         memcpy(to + b.codes + k * PANEL + x, &bytes, sizeof bytes);
     }
 }
@@ -222,8 +262,7 @@ static void bytes_quantize(unsigned char *to, const float *from, int x)
 static inline vi weights_pair(const float *from, int k, int x, vf over, vf most)
 {
     vf first = weight_at(from, k, x) * over, second = weight_at(from, k + 1, x) * over;
-    return pair_join(whole_round(v_min(most, v_max(-most, first))),
-                     whole_round(v_min(most, v_max(-most, second))));
+    return pair_join(whole_round(within(first, most)), whole_round(within(second, most)));
 }
 
 /* A scale that was tried, and by how much its codes lessen Σ w², in shares of the largest weight.
@@ -232,18 +271,10 @@ typedef struct Tried {
     vf scale, gain;
 } Tried;
 
-/* The best scale for the levels that are nearest to the shares times c / 2^15. `one` is the weight
- * of a share of 1. */
-static inline __attribute__((always_inline)) Tried scale_try(const Cells *cells, const vi *share,
-                                                             vi c, int live, vf one, vf over)
+/* The best scale for some levels: of their products with the shares and their squares, the sums in
+ * whole numbers. `one` is the weight of a share of 1. */
+static inline Tried scale_of(vi product, vi square, vf one, vf over)
 {
-    vi product = {0}, square = {0};
-    for (int k = 0; k < live; k += 2) {
-        vi y = pair_nearest(cells, pair_scale(share[k / 2], c), 0);
-        if (k + 1 == live) y &= 0xffff; /* its second input does not exist */
-        product += pair_dot(y, share[k / 2]);
-        square += pair_dot(y, y);
-    }
     vf p = __builtin_convertvector(product, vf) * (1.0f / FINE);
     vf q = __builtin_convertvector(square, vf) * (1.0f / (FINE * FINE)); /* no level is 0 */
     vf scale = half_round(p / q * one), s = scale * over;
@@ -257,18 +288,15 @@ static inline Tried better_of(Tried a, Tried b)
     return (Tried){v_select(second, b.scale, a.scale), v_select(second, b.gain, a.gain)};
 }
 
-/* What shares are multiplied by so that the largest is `part` beyond a level. */
-static inline vi level_at(float level, float part)
+/* A number in both halves of all lanes. */
+static inline vi pair_set(int16_t x)
 {
-    float c = level * (float)(FINE * UNIT) / part * ((float)(1 << 15) / WHOLE);
-    int whole = (int)(c + (c > 0.0f ? 0.5f : -0.5f)) & 0xffff;
-    return (vi){0} + (int)((uint32_t)whole << 16 | (uint32_t)whole);
+    return (vi){0} + (int)((uint32_t)(uint16_t)x << 16 | (uint16_t)x);
 }
 
 static inline __attribute__((always_inline)) vf best_scale(const float *from, int live,
-                                                           const Cells *cells, int x)
+                                                           const Cells *cells, Near near, int x)
 {
-    const float *level = CPU(levels)[cells->type];
     vf most = v_set(0.0f), least = v_set(0.0f), whole = v_set((float)WHOLE);
     for (int k = 0; k < live; k++) {
         most = v_max(weight_at(from, k, x), most);
@@ -277,13 +305,23 @@ static inline __attribute__((always_inline)) vf best_scale(const float *from, in
     vf peak = v_select((vi)(-least > most), least, most);
     vf over = whole * inverse(v_select((vi)(magnitude(peak) < v_set(TINY)), v_set(0.0f), peak));
     vf one = peak * (1.0f / WHOLE);
-    vi share[BLOCK / 2];
-    for (int k = 0; k < live; k += 2) share[k / 2] = weights_pair(from, k, x, over, whole);
-    vi tried[] = {level_at(level[0], 1.0f), level_at(level[LEVELS - 1], 1.0f),
-                  level_at(level[0], 1.0f + STEP), level_at(level[0], 1.0f - STEP)};
+    vi c[TRIED], product[TRIED] = {0}, square[TRIED] = {0};
+    for (int i = 0; i < TRIED; i++) c[i] = pair_set(cells->tried[i]);
+    for (int k = 0; k < live; k += 2) {
+        /* None is beyond WHOLE, which the largest is. */
+        vi share = pair_join(whole_round(weight_at(from, k, x) * over),
+                             whole_round(weight_at(from, k + 1, x) * over));
+#pragma GCC unroll 4
+        for (int i = 0; i < TRIED; i++) {
+            vi y = pair_nearest(near, pair_scale(share, c[i]), 0);
+            if (k + 1 == live) y &= 0xffff; /* its second input does not exist */
+            product[i] = pair_dot(product[i], y, share);
+            square[i] = pair_dot(square[i], y, y);
+        }
+    }
     Tried best = {v_set(0.0f), v_set(0.0f)};
-    for (size_t i = 0; i < sizeof tried / sizeof *tried; i++)
-        best = better_of(best, scale_try(cells, share, tried[i], live, one, over));
+    for (int i = 0; i < TRIED; i++)
+        best = better_of(best, scale_of(product[i], square[i], one, over));
     return best.scale;
 }
 
@@ -291,13 +329,15 @@ static void nibbles_quantize(unsigned char *to, const float *from, int live, con
                              int x)
 {
     Blocks b = blocks_of(cells->type);
-    vf scale = live == BLOCK ? best_scale(from, BLOCK, cells, x) : best_scale(from, live, cells, x);
+    Near near = near_of(cells);
+    vf scale = live == BLOCK ? best_scale(from, BLOCK, cells, near, x)
+                             : best_scale(from, live, cells, near, x);
     vf over = (float)(FINE * UNIT) * inverse(scale), most = v_set((float)WHOLE);
     half_store(to + 2 * x, scale);
     for (int k = 0; k < BLOCK; k += NIBBLES) {
         vu u = {0};
         for (int i = 0; i < NIBBLES; i += 2) {
-            vu pair = (vu)pair_nearest(cells, weights_pair(from, k + i, x, over, most), 1);
+            vu pair = (vu)pair_nearest(near, weights_pair(from, k + i, x, over, most), 1);
             u |= (pair | pair >> 12) << (4 * i) & 255u << (4 * i);
         }
         memcpy(to + b.codes + 4 * (k / NIBBLES * PANEL + x), &u, sizeof u);

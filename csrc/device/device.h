@@ -151,9 +151,10 @@ struct Device {
      * of w and behind them those of `next`. NULL where none does. */
     int (*frozen_continues)(Device *dev, const frozen *w, const frozen *next, int rows, int cols);
     /* Puts a row-major (rows, cols) host array of some type in the device's own order, in the type
-     * it is kept in (dtype_loads says which can become which). */
-    void (*frozen_load)(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
-                        int cols);
+     * it is kept in (dtype_loads says which can become which). 0 where a number is not finite, in
+     * the array or as it is kept: then the weight must not be used. */
+    int (*frozen_load)(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
+                       int cols);
     /* The handle of the stream that all work goes to, as DLPack's `stream` has it. NULL where ops
      * are done when they return. */
     uintptr_t (*stream)(Device *dev);

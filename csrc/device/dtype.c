@@ -54,9 +54,7 @@ DType dtype_find(const char *name)
 
 int dtype_loads(DType kept, DType from)
 {
-    if (!dtype_packed(kept))
-        return (kept == DTYPE_BF16) == (from == DTYPE_BF16) && !dtype_packed(from) &&
-               kept != DTYPE_F16;
+    if (!dtype_packed(kept)) return !dtype_packed(from) && kept != DTYPE_F16;
     if (kept == DTYPE_MXFP4_PAIRS) return 0;
     if (from == kept && types[from].block_bytes) return 1;
     if (from == DTYPE_MXFP4_PAIRS) return kept == DTYPE_MXFP4;

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../device/finite.h"
 #include "core.h"
 
 SlotInfo slot_info(const Shape *s, Slot slot, int l)
@@ -348,14 +349,17 @@ Status model_load(Model *model, const char *slot_name, int layer, int index, con
     }
     TRY(model_reserve(model));
     char *memory = slot_memory(model, slot, layer);
+    int finite = 1;
     if (info.matrix)
-        dev->frozen_load(dev, (frozen *)(memory + (size_t)index * matrix_step(model, slot, layer)),
-                         kept, array, type, rows, cols);
+        finite = dev->frozen_load(
+            dev, (frozen *)(memory + (size_t)index * matrix_step(model, slot, layer)), kept, array,
+            type, rows, cols);
     else
         dev->upload(dev, memory, array, (size_t)cols * sizeof(float));
     TRY(dev->sync(dev));
-    *loaded_at(model, slot, layer, index) = 1;
-    return STATUS_OK;
+    if (!info.matrix) finite = first_bad(array, DTYPE_F32, cols) < 0;
+    *loaded_at(model, slot, layer, index) = finite != 0;
+    return finite ? STATUS_OK : fail(STATUS_INVALID, "%s: a number is not finite", name.text);
 }
 
 Status model_seal(Model *model)

@@ -3,9 +3,9 @@
 #include <math.h>
 #include <string.h>
 
+#include "../device/finite.h"
 #include "arrays.h"
 #include "call.h"
-#include "finite.h"
 
 /* Takes the adapter, and gives it a trainer. */
 static PyObject *adapter_wrap(PyTypeObject *type, PyModel *model, Adapter *adapter,

@@ -152,9 +152,9 @@ class Model:
         packed: str | None = None,
     ) -> None:
         """Copies one tensor in: (rows, cols) or, for vectors, (cols,). float32, float16, or uint16
-        holding bf16 bits; a matrix that is kept in bf16 only as bf16, one that is kept in f32 only
-        as another. int8 and int4 are made of any. Or uint8, with a row's blocks of the type
-        `packed` in each row, for a matrix that is kept in that type."""
+        holding bf16 bits, of which a matrix in bf16 or f32, int8 or int4 is made; vectors are
+        float32. Or uint8, with a row's blocks of the type `packed` in each row, for a matrix that
+        is kept in that type. ValueError where a number is not finite, as it comes or is kept."""
     def seal(self) -> None:
         """Ends loading; ValueError names the slots that are still missing."""
     def map(self, file: int, at: int) -> None:

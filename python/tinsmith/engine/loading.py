@@ -1,10 +1,11 @@
 """Loads a base model into the engine while the engine works for others.
 
-A thread reads the files tensor by tensor and converts each tensor to the engine's type. It never
-calls the engine. The engine's owner takes the tensors in, one at a time, between two pieces of
-other work. So the engine never does two things at once, on any device, and other requests wait for
-one tensor's copy, not for the disk. The thread stays AHEAD_BYTES ahead at most. Where there is a
-quantised copy (copies.py), the thread maps it instead; the first such load writes it at its end.
+A thread reads the files tensor by tensor, and never calls the engine. The engine's owner takes the
+tensors in, one at a time, between two pieces of other work: the engine converts them, and refuses
+numbers that are not finite. So the engine never does two things at once, on any device, and other
+requests wait for one tensor's copy, not for the disk. The thread stays AHEAD_BYTES ahead at most.
+Where there is a quantised copy (copies.py), the thread maps it instead; the first such load writes
+it at its end.
 """
 
 import threading
@@ -67,7 +68,7 @@ class Loading:
                 return None
             return close_core(self.model, self._core)
         piece = self._read[0]
-        self._core.load(piece.slot, piece.layer, piece.array, piece.index, piece.packed)
+        piece.load(self._core)
         self.share = piece.done / piece.total
         with self._changed:
             self._read.popleft()

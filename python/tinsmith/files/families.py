@@ -346,7 +346,7 @@ def load_weights(
         report(model.weight_bytes, model.weight_bytes)
         return close_core(model, core)
     for piece in read_weights(model, core.slots):
-        core.load(piece.slot, piece.layer, piece.array, piece.index, piece.packed)
+        piece.load(core)
         report(piece.done, piece.total)
     if copy:
         core = copy.keep(core, key, lambda: open_core(model, threads=threads))
@@ -366,23 +366,23 @@ def open_core(model: BaseModel, *, threads: int) -> _core.Model:
 
 
 def read_weights(
-    model: BaseModel, slots: Slots, fetch: Callable[[weights.Entry], None] = lambda _: None
+    model: BaseModel, slots: Slots, fetch: weights.Fetch = lambda entry, bits: None
 ) -> Iterator[Piece]:
-    """The tensors that a core with these slots loads, after its files were checked. `fetch` is
-    called for each tensor before it is touched."""
+    """What a core with these slots loads, of checked files; `fetch` is called for bytes first."""
     family = model.family
     with gguf_model.open_tensors(model.path) as tensors:
         held = find_slots(family, slots, tensors, model.config)
         done, total = 0, sum(entry.size for name in held for entry in tensors.sources(name))
         for name, parts in held.items():
             for entry in tensors.sources(name):
-                fetch(entry)
+                fetch(entry, tensors.bits(entry))
                 done += entry.size
-            found = reading.arrays(tensors, name, parts, model.kind, model.packed)
-            for one, part, packed in found:
+            for one, part, packed in reading.arrays(tensors, name, parts, model.packed):
                 array = part + np.float32(1) if one.slot in family.plus_one else part
-                yield Piece(one.slot, one.layer, one.index, array, done, total, packed)
-            tensors.leave(name)
+                refuse = partial(reading.refuse, model.path, one, model.kind, model.packed)
+                leave = partial(tensors.leave, name) if one is parts[-1] else lambda: None
+                where = one.slot, one.layer, one.index
+                yield Piece(*where, array, done, total, packed, refuse, leave)
         for slot, layer, index, _, length in slots:
             if slot in family.constants:
                 constant = np.full(length, family.constants[slot](length), np.float32)

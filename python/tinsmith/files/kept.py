@@ -8,8 +8,6 @@ saved.
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from tinsmith.files import weights
 from tinsmith.files.places import Held
 
@@ -25,14 +23,6 @@ BITS = {
     "int8": 8, "int4": 4, "q4_0": 4, "q4_1": 4, "mxfp4": 4, "fp8": 8, "nf4": 4, "q4_k": 4,
     "q5_k": 5, "q6_k": 6,
 }  # fmt: skip
-# What multiplies a block's codes lies in these of its bytes in a file; its bytes in all, and the
-# type of those numbers ("": powers of 2, with a bias).
-HEADS = {
-    "int8": (0, 2, 34, "f2"), "q4_0": (0, 2, 18, "f2"), "q4_1": (0, 4, 20, "f2"),
-    "mxfp4": (0, 1, 17, ""), "fp8": (0, 4, 36, "f4"), "nf4": (0, 4, 20, "f4"),
-    "q4_k": (0, 4, 144, "f2"), "q5_k": (0, 4, 176, "f2"), "q6_k": (208, 210, 210, "f2"),
-}  # fmt: skip
-
 # What a GPU computes from (cuda/frozen.cu); the CPU does from all. Stored types that a device does
 # not have are widened.
 ON_GPU = {"int8", "int4", "q4_0", "q4_1", "mxfp4"}
@@ -76,17 +66,6 @@ def choose(kind: str, device: str, places: Mapping[Place, set[str | None]]) -> d
         elif kind != "stored" and slot not in SMALL:
             chosen[place] = "int8" if bits == 8 else "int4"
     return chosen
-
-
-def suspect(blocks: np.ndarray, kind: str) -> int:
-    """The first block whose numbers may not all be finite; -1: there is none."""
-    begin, end, whole, numbers = HEADS[kind.removesuffix("_pairs")]
-    rows = blocks.reshape(-1, whole)
-    heads = rows[:, begin:end]
-    bad = ~np.isfinite(np.ascontiguousarray(heads).view(numbers)) if numbers else heads >= 253
-    if kind == "fp8":  # a code of its own is no number
-        bad = bad | (rows[:, end:] & 127 == 127).any(axis=1, keepdims=True)
-    return int(np.argmax(bad.any(axis=1))) if bad.any() else -1
 
 
 def tally(

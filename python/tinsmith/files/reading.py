@@ -1,17 +1,19 @@
-"""What a checkpoint's tensor gives the engine: its matrices and vectors, in the types that they are
-kept in, one at a time. All of their numbers are finite, or it is said which is not."""
+"""What a checkpoint's tensor gives the engine: its matrices and vectors as they are stored, one at
+a time. The engine converts them, and sees in the same pass whether all of their numbers are finite.
+Only where one is not, they are read once more here, to say which."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tinsmith import _core
-from tinsmith.files import kept, weights
-from tinsmith.files.places import Held, Place
+from tinsmith.files import gguf_model, kept, weights
+from tinsmith.files.places import Held
 
 BF16 = np.dtype(np.uint16)
+MXFP4_BYTES, NO_POWER = 17, 255  # of a block, whose first is a power of 2
 
 
 @dataclass(frozen=True)
@@ -25,17 +27,28 @@ class Piece:
     done: int
     total: int
     packed: str | None = None  # the array's type, where it has blocks
+    refuse: Callable[[], None] = lambda: None  # ValueError where a number is not finite
+    leave: Callable[[], None] = lambda: None  # its bytes are not needed again soon
+
+    def load(self, core: _core.Model) -> None:
+        """Gives it to an engine's model. ValueError for a number that is not finite, by its name in
+        the file."""
+        try:
+            core.load(self.slot, self.layer, self.array, self.index, self.packed)
+        except ValueError:
+            self.refuse()
+            raise
+        self.leave()
 
 
 def arrays(
     tensors: weights.Tensors,
     name: str,
     parts: Sequence[Held],
-    kind: str,
     packed: Mapping[kept.Place, str],
 ) -> Iterator[tuple[Held, np.ndarray, str | None]]:
     """Each part of a tensor as _core.Model.load takes it, and the type of its blocks, if it has
-    any: wide ones in `kind`, those in `packed` as they are stored, or as numbers to quantise."""
+    any: those that `packed` keeps as they are stored; others as numbers, vectors in float32."""
     stored, wide, blocks = tensors.stored(name), _Part(tensors, name), _Part(tensors, name)
     for one in parts:
         wanted, place = packed.get((one.slot, one.layer)), one.place
@@ -43,11 +56,29 @@ def arrays(
             array, found = blocks.blocks(place.matrix)
             yield one, np.ascontiguousarray(array[place.slice]), found
             continue
-        array = wide.numbers(place.matrix)
-        part = _finite(array, place, tensors.entry(name))
-        if wanted is None:
-            part = _as_kept(part, array, place, kind, tensors.entry(name))
-        yield one, part, None
+        part = np.ascontiguousarray(place.view(wide.numbers(place.matrix)))
+        yield one, weights.widen(part) if part.ndim == 1 else part, None
+
+
+def refuse(path: Path, one: Held, kind: str, packed: Mapping[kept.Place, str]) -> None:
+    """ValueError where a number of a model's matrix is not finite, or is none in bfloat16, if it
+    becomes that; or where a scale is none."""
+    narrow = kind == "bf16" and one.place.rows > 1 and (one.slot, one.layer) not in packed
+    with gguf_model.open_tensors(path) as tensors:
+        _refuse(tensors, one.place.tensor, one.place.matrix, narrow)
+
+
+def _refuse(tensors: weights.Tensors, name: str, matrix: int | None, narrow: bool) -> None:
+    entry, array = tensors.entry(name), tensors.part(name, matrix)
+    what, first = f"{entry.file}: {name}", (matrix or 0) * array.size
+    weights.check_finite(array, what, entry.shape, first)
+    if narrow:
+        array = weights.convert(array, BF16)
+        weights.check_finite(array, f"{what}, in bfloat16,", entry.shape, first)
+    if (tensors.stored(name) or "").startswith("mxfp4"):
+        blocks, _ = tensors.blocks(name, matrix)
+        if (blocks.reshape(-1, MXFP4_BYTES)[:, 0] == NO_POWER).any():
+            raise ValueError(f"{what} has a block whose scale is 255, which is no number")
 
 
 class _Part:
@@ -70,42 +101,4 @@ class _Part:
         if matrix != self._matrix:
             self._matrix = matrix
             self._array, self._kind = self._tensors.blocks(self._name, matrix)
-            if kept.suspect(self._array, self._kind) >= 0:
-                self._check()
         return self._array, self._kind
-
-    def _check(self) -> None:
-        """ValueError where a number of the blocks is not finite, or a scale is none."""
-        entry, array = self._tensors.entry(self._name), self._tensors.part(self._name, self._matrix)
-        what, first = f"{entry.file}: {self._name}", (self._matrix or 0) * array.size
-        weights.check_finite(array, what, entry.shape, first)
-        if self._kind.startswith("mxfp4"):
-            whole = self._array.reshape(-1, kept.HEADS["mxfp4"][2])
-            if (whole[:, 0] == 255).any():
-                raise ValueError(f"{what} has a block whose scale is 255, which is no number")
-
-
-def _finite(array: np.ndarray, place: Place, entry: weights.Entry) -> np.ndarray:
-    """A place in a tensor's matrix; ValueError where not all numbers are finite."""
-    part = np.ascontiguousarray(place.view(array))
-    if _core.first_bad(part) >= 0:
-        first = (place.matrix or 0) * array.size
-        weights.check_finite(array, f"{entry.file}: {place.tensor}", entry.shape, first)
-    return part
-
-
-def _as_kept(
-    part: np.ndarray, array: np.ndarray, place: Place, kind: str, entry: weights.Entry
-) -> NDArray[np.float32] | NDArray[np.uint16]:
-    """A part of a matrix in its wide type: matrices in `kind`, vectors in float32."""
-    if part.ndim == 1 or kind == "f32":
-        return weights.widen(part)
-    if part.dtype == BF16:
-        return part
-    narrowed = weights.convert(part, BF16)
-    if _core.first_bad(narrowed) >= 0:  # float32's largest are none of bfloat16's
-        what, first = f"{entry.file}: {place.tensor}", (place.matrix or 0) * array.size
-        weights.check_finite(
-            weights.convert(array, BF16), f"{what}, in bfloat16,", entry.shape, first
-        )
-    return narrowed

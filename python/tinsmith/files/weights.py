@@ -13,7 +13,6 @@ import json
 import math
 import mmap
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +24,14 @@ from tinsmith import _core
 from tinsmith.files import disk
 
 Opener = Callable[[Path], BinaryIO]
+Fetch = Callable[["Entry", mmap.mmap], None]
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HEADER_BYTES_MAX = 100 * 1000 * 1000
 TENSORS_MAX = 1 << 16
 BYTES_MAX = 1 << 62
-FETCH_BYTES = 1 << 22
-LEFT_BYTES = 1 << 29  # of tensors behind the one that is read
+FETCH_BYTES = 1 << 22  # a multiple of any page
 NAME_BYTES = 255  # of a file's name
 
 # The sizes of all types are needed to check a file's offsets; only the first three are read.
@@ -73,7 +72,6 @@ class Tensors(Mapping[str, np.ndarray]):
     def __init__(self, files: list[Path], opener: Opener | None = None) -> None:
         self._entries: dict[str, Entry] = {}
         self._maps: dict[Path, mmap.mmap] = {}
-        self._left: deque[Entry] = deque()
         self.metadata: dict[str, str] = {}  # of all files together
         for file in files:
             self._maps[file], entries, metadata = _open_file(file, opener)
@@ -133,13 +131,16 @@ class Tensors(Mapping[str, np.ndarray]):
         return self._entries[name]
 
     def leave(self, name: str) -> None:
-        """Says that a tensor is not needed again soon. Of those, the last LEFT_BYTES stay in this
-        process's memory; the others are read from the system's copy of the file if they are."""
-        self._left.extend(self.sources(name))
-        while sum(entry.size for entry in self._left) > LEFT_BYTES:
-            entry = self._left.popleft()
+        """Says that a tensor is not needed again soon: it leaves this process's memory, and is read
+        from the system's copy of the file if it is. Any thread may."""
+        for entry in self.sources(name):
             begin = entry.begin // mmap.PAGESIZE * mmap.PAGESIZE
-            self._maps[entry.file].madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
+            with contextlib.suppress(ValueError):  # it was closed: nothing is mapped any more
+                self._maps[entry.file].madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
+
+    def bits(self, entry: Entry) -> mmap.mmap:
+        """The map of an entry's file."""
+        return self._maps[entry.file]
 
     def sources(self, name: str) -> tuple[Entry, ...]:
         """The entries of all bytes that a tensor is made of."""
@@ -181,15 +182,18 @@ def open_folder(path: Path | str) -> Tensors:
     return tensors
 
 
-def fetch(entry: Entry) -> None:
-    """Reads a tensor's bytes into the system's cache of the file, so that a later use of its view
-    does not wait for the disk. Other threads continue meanwhile."""
-    buffer = memoryview(bytearray(FETCH_BYTES))
-    with entry.file.open("rb", buffering=0) as file:
-        file.seek(entry.begin)
-        left = entry.size
-        while left and (count := file.readinto(buffer[:left])):
-            left -= count
+def fetch(entry: Entry, bits: mmap.mmap) -> None:
+    """Touches a tensor's pages in its file's map, so that a later use does not wait for the disk:
+    each part is asked for while the one before it comes. Other threads continue meanwhile."""
+    if not entry.size:
+        return
+    pages = np.frombuffer(bits, np.uint8, entry.size, entry.begin)
+    before = entry.begin % mmap.PAGESIZE
+    for at in range(-before, entry.size, FETCH_BYTES):
+        ahead = entry.begin + at + FETCH_BYTES
+        if ahead < entry.end:
+            bits.madvise(mmap.MADV_WILLNEED, ahead, min(FETCH_BYTES, entry.end - ahead))
+        pages[max(at, 0) : at + FETCH_BYTES : mmap.PAGESIZE].max()
 
 
 def write(

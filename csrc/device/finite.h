@@ -1,0 +1,91 @@
+/* device/finite.h - whether numbers, or those that a file's blocks mean, are all finite: no NaN and
+ * no infinity.
+ *
+ * Such a number has an exponent of ones. Stretches of the bits are looked at as a whole, which the
+ * compiler does a register at a time; only one that has such a number is searched. Of blocks, what
+ * multiplies their codes is looked at, and the codes where some are no numbers. Memory bound. */
+#ifndef TINSMITH_FINITE_H
+#define TINSMITH_FINITE_H
+
+#include <stdint.h>
+#include <string.h>
+
+#include "device.h"
+
+#define FIRST_BAD(bits, from, count, ones)                                        \
+    for (int64_t at = 0; at < (count); at += 4096) {                              \
+        const bits *stretch = (const bits *)(from) + at;                          \
+        int64_t n = (count) - at < 4096 ? (count) - at : 4096;                    \
+        bits found = 0;                                                           \
+        for (int64_t i = 0; i < n; i++) found |= (stretch[i] & (ones)) == (ones); \
+        if (!found) continue;                                                     \
+        for (int64_t i = 0; i < n; i++)                                           \
+            if ((stretch[i] & (ones)) == (ones)) return at + i;                   \
+    }
+
+/* The index of the first number that is not finite; -1: all are. */
+static inline int64_t first_bad(const void *numbers, DType type, int64_t count)
+{
+    switch (type) {
+    case DTYPE_F32: FIRST_BAD(uint32_t, numbers, count, 0x7f800000u) break;
+    case DTYPE_BF16: FIRST_BAD(uint16_t, numbers, count, 0x7f80u) break;
+    case DTYPE_F16: FIRST_BAD(uint16_t, numbers, count, 0x7c00u) break;
+    default: break; /* blocks are not numbers */
+    }
+    return -1;
+}
+
+#undef FIRST_BAD
+
+static inline int half_finite(const unsigned char *at)
+{
+    return (at[1] & 0x7c) != 0x7c;
+}
+
+static inline int float_finite(const unsigned char *at)
+{
+    return (at[3] & 0x7f) != 0x7f || !(at[2] & 0x80);
+}
+
+/* A block of MXFP4: its power of 2, then 16 bytes of two codes, of which none may be so large that
+ * its number is beyond 2^128. A power of 255 is none. */
+static inline int power_finite(const unsigned char *at)
+{
+    int beyond = at[0] == 255 ? 0 : at[0] == 254 ? 4 : at[0] == 253 ? 6 : 8; /* 2, 4 or none */
+    for (int i = 0; beyond < 8 && i < 16; i++)
+        if ((at[1 + i] & 7) >= beyond || (at[1 + i] >> 4 & 7) >= beyond) return 0;
+    return 1;
+}
+
+/* A block of FP8: its scale, then 32 codes. */
+static inline int bytes_finite(const unsigned char *at)
+{
+    int found = 0;
+    for (int i = 0; i < 32; i++) found |= (at[4 + i] & 127) == 127;
+    return !found && float_finite(at);
+}
+
+/* Whether all numbers of so many blocks behind one another are finite, each of `bytes`. */
+static inline int blocks_finite(const void *blocks, DType type, size_t count, size_t bytes)
+{
+    const unsigned char *at = (const unsigned char *)blocks, *end = at + count * bytes;
+    int finite = 1;
+    for (; finite && at < end; at += bytes) {
+        switch (type) {
+        case DTYPE_INT8:
+        case DTYPE_Q4_0: finite = half_finite(at); break;
+        case DTYPE_Q4_1:
+        case DTYPE_Q4_K:
+        case DTYPE_Q5_K: finite = half_finite(at) && half_finite(at + 2); break;
+        case DTYPE_Q6_K: finite = half_finite(at + bytes - 2); break;
+        case DTYPE_MXFP4:
+        case DTYPE_MXFP4_PAIRS: finite = power_finite(at); break;
+        case DTYPE_FP8: finite = bytes_finite(at); break;
+        case DTYPE_NF4: finite = float_finite(at); break;
+        default: break;
+        }
+    }
+    return finite;
+}
+
+#endif
