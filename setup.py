@@ -65,7 +65,7 @@ ABI = checksum(SEAM)
 PACKERS = [
     *("csrc/cpu/arrange.c", "csrc/cpu/cpu.h", "csrc/cpu/frozen.c", "csrc/cpu/packed.c"),
     *("csrc/cpu/packed.h", "csrc/cpu/quantize.c", "csrc/cpu/simd.h", "csrc/device/arena.c"),
-    *("csrc/device/device.h", "csrc/device/dtype.c", "csrc/device/dtype.h"),
+    *("csrc/device/device.h", "csrc/device/dtype.c", "csrc/device/dtype.h", "csrc/device/finite.h"),
     *("csrc/device/levels.h", "csrc/device/quantize.h", "csrc/model/layers.inc"),
     *("csrc/model/model.c", "csrc/model/weights.inc"),
 ]
