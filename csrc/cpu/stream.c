@@ -4,8 +4,9 @@
  *
  * The weight is read once, in the order in which it lies. It is asked of memory some AHEAD bytes
  * before it is used, across the ends of blocks and panels, because the processor's own prefetching
- * stops at each page, and of L2 shortly before. A block of DEPTH inputs of one panel is multiplied
- * with all rows while it is in L1. Where several tiles read it, it comes in parts that leave L1
+ * stops at each page, and of L2 shortly before. On AMD's, which goes on, up to STEADY_ROWS rows ask
+ * for less (processor_follows). A block of DEPTH inputs of one panel is multiplied with all rows
+ * while it is in L1. Where several tiles read it, it comes in parts that leave L1
  * room for the rows, and the tiles' sums wait between them. The rows are packed first, once for all
  * panels, each tile of them k-major. So the inner loop reads two streams, whatever the distance of
  * the rows. One or two rows have registers left: a tile is then as wide as the panel and reads it
@@ -23,16 +24,18 @@
 #include "tile.h"
 
 enum {
-    TILE_ROWS = VL == 16 ? 13 : 6,    /* of a tile: 26 of 32 registers hold sums, or 12 of 16 */
-    ACROSS = PANEL / WIDE,            /* tiles of a panel */
-    ACROSS_ROWS = VL == 4 ? 1 : 2,    /* the most whose sums fill registers for all of them */
-    BLOCK_ROWS = 12,                  /* the most for which a block is widened in registers */
-    PAGES = 8,                        /* that are asked for in turns */
-    AHEAD = PAGES * 4096,             /* bytes from what is read to what is asked of memory */
-    NEAR = 2048,                      /* bytes to what is asked of L2 */
-    PACKED_LANES = STREAM_ROWS << 10, /* of packed rows: a quarter of L2 */
-    PART = 96,                        /* lanes of the weight that several tiles read from L1 */
-    WIDE_LANES = PART * PANEL,        /* of a part that is widened */
+    TILE_ROWS = VL == 16 ? 13 : 6, /* of a tile: 26 of 32 registers hold sums, or 12 of 16 */
+    ACROSS = PANEL / WIDE,         /* tiles of a panel */
+    ACROSS_ROWS = VL == 4 ? 1 : 2, /* the most whose sums fill registers for all of them */
+    BLOCK_ROWS = 12,               /* the most for which a block is widened in registers */
+    PAGES = 8,                     /* that are asked for in turns */
+    AHEAD = PAGES * 4096,          /* bytes from what is read to what is asked of memory */
+    NEAR = 2048,                   /* bytes to what is asked of L2 */
+    STEADY = 4096,                 /* bytes to what is asked steadily */
+    STEADY_ROWS = VL == 16 ? 4 : ACROSS_ROWS, /* the most for which that is the faster way */
+    PACKED_LANES = STREAM_ROWS << 10,         /* of packed rows: a quarter of L2 */
+    PART = 96,                 /* lanes of the weight that several tiles read from L1 */
+    WIDE_LANES = PART * PANEL, /* of a part that is widened */
     SUM_LANES = (STREAM_ROWS + TILE_ROWS) * PANEL, /* of a panel's sums between parts */
 };
 
@@ -62,10 +65,25 @@ typedef struct Stream {
     const Product *p;
     const Device *dev;
     Form form;           /* of a weight with blocks: when they are widened */
+    int steady;          /* the processor follows the weight, and is only helped */
     int tiles, height;   /* the tiles, and the rows of each; the last may have fewer */
     const float *packed; /* [tile][lane][row of it], of the inputs [k0, k0 + depth) */
     int k0, depth;
 } Stream;
+
+/* Whether the processor's own prefetching follows a stream at the memory's speed: AMD's does, if
+ * the loop runs ahead of it. On a Zen 4, where a plain loop reads 31 GB/s, what a core asks for
+ * itself comes at 22, and taken in turns at 25. So up to STEADY_ROWS rows of bf16 are read at 32
+ * GB/s when L1 alone is asked for the lines in order, and one row at the same speed when nothing
+ * is. From six rows on the products leave no time to run ahead: 21 GB/s without turns, 28 with. */
+static int processor_follows(void)
+{
+#if defined(__x86_64__)
+    return __builtin_cpu_is("amd");
+#else
+    return 0;
+#endif
+}
 
 /* Asks memory for two lines of the weight that will be read about AHEAD bytes after those at `at`.
  * Each PAGES pages are asked for two lines of a page in turn: the processor, whose own prefetching
@@ -86,11 +104,20 @@ static inline __attribute__((always_inline)) void near_ask(const void *at)
     __builtin_prefetch((const char *)at + NEAR + 64, 0, 3);
 }
 
-/* Asks for as many lines as a block has. */
-static inline __attribute__((always_inline)) void block_ask(const unsigned char *block,
-                                                            size_t bytes)
+/* Asks L1 alone for two lines, in the order in which they are read. */
+static inline __attribute__((always_inline)) void steady_ask(const void *at)
 {
-    for (size_t line = 0; line < bytes; line += 128) {
+    __builtin_prefetch((const char *)at + STEADY, 0, 0);
+    __builtin_prefetch((const char *)at + STEADY + 64, 0, 0);
+}
+
+/* Asks for as many lines as a block has. Where the processor follows a stream, few instructions
+ * count more: the block takes longer to widen than to read. */
+static inline __attribute__((always_inline)) void block_ask(const unsigned char *block,
+                                                            size_t bytes, int steady)
+{
+    for (size_t line = 0; steady && line < bytes; line += 128) near_ask(block + line);
+    for (size_t line = 0; !steady && line < bytes; line += 128) {
         far_ask(block + line);
         near_ask(block + line);
     }
@@ -119,7 +146,8 @@ static void pack(float *to, const Stream *s)
 
 static inline __attribute__((always_inline)) void tile_rows(Out out, const float *a, const float *b,
                                                             int k, Part part, const int rows,
-                                                            const int across, const Form form)
+                                                            const int across, const Form form,
+                                                            const int steady)
 {
     vf acc[ACROSS][TILE_ROWS][2];
 #pragma GCC unroll 4
@@ -134,11 +162,13 @@ static inline __attribute__((always_inline)) void tile_rows(Out out, const float
     int lanes = form == FLOATS ? k : (k + 1) / 2, wait = part.turns ? part.turn : lanes;
     int near = part.turns > 0 && part.turn == 0;
     for (int i = 0; i < lanes; i++, b += PANEL) {
-        if (wait-- == 0) {
+        if (steady) {
+            steady_ask(b);
+        } else if (wait-- == 0) {
             far_ask(b);
             wait = part.turns - 1;
         }
-        if (near) near_ask(b);
+        if (!steady && near) near_ask(b);
 #pragma GCC unroll 4
         for (int j = 0; j < across; j++) {
             const float *at = b + j * WIDE;
@@ -163,18 +193,20 @@ static inline __attribute__((always_inline)) void tile_rows(Out out, const float
     for (int j = 0; j < across; j++) tile_write(out_at(out, 0, j * WIDE), acc[j], rows);
 }
 
-/* One tile of `rows` ≤ TILE_ROWS rows: the switch makes the row count and the form constants. */
+/* The form becomes a constant. */
+#define FORMS(n, across, steady)                                  \
+    if (form == FLOATS)                                           \
+        tile_rows(out, a, b, k, part, n, across, FLOATS, steady); \
+    else if (form == WIDEN)                                       \
+        tile_rows(out, a, b, k, part, n, across, WIDEN, steady);  \
+    else                                                          \
+        tile_rows(out, a, b, k, part, n, across, PAIRS, steady)
+
+/* One tile of `rows` ≤ TILE_ROWS rows: the switch makes the row count a constant. */
 static void tile(Out out, const float *a, const float *b, int k, Part part, int rows, Form form)
 {
-#define CASE(n)                                          \
-    case n:                                              \
-        if (form == FLOATS)                              \
-            tile_rows(out, a, b, k, part, n, 1, FLOATS); \
-        else if (form == WIDEN)                          \
-            tile_rows(out, a, b, k, part, n, 1, WIDEN);  \
-        else                                             \
-            tile_rows(out, a, b, k, part, n, 1, PAIRS);  \
-        return
+#define CASE(n) \
+    case n: FORMS(n, 1, 0); return
     switch (rows) {
 #if defined(__AVX512F__)
         ROWS_TO_13(CASE);
@@ -190,20 +222,32 @@ static void tile(Out out, const float *a, const float *b, int k, Part part, int 
 static void tile_across(Out out, const float *a, const float *b, int k, Part part, int rows,
                         Form form)
 {
-#define ROWS(n)                                           \
-    if (form == FLOATS)                                   \
-        tile_rows(out, a, b, k, part, n, ACROSS, FLOATS); \
-    else if (form == WIDEN)                               \
-        tile_rows(out, a, b, k, part, n, ACROSS, WIDEN);  \
-    else                                                  \
-        tile_rows(out, a, b, k, part, n, ACROSS, PAIRS)
     if (rows == 1) {
-        ROWS(1);
+        FORMS(1, ACROSS, 0);
     } else {
-        ROWS(ACROSS_ROWS);
+        FORMS(ACROSS_ROWS, ACROSS, 0);
     }
-#undef ROWS
 }
+
+/* The same for 1 to STEADY_ROWS rows whose weight is asked for steadily. */
+static void tile_steady(Out out, const float *a, const float *b, int k, Part part, int rows,
+                        Form form)
+{
+#define CASE(n) \
+    case n: FORMS(n, ACROSS, 1); return
+    switch (rows) {
+        CASE(1);
+        CASE(2);
+#if defined(__AVX512F__)
+        CASE(3);
+        CASE(4);
+#endif
+    }
+#undef CASE
+    assert(!"so many rows are asked for steadily");
+}
+
+#undef FORMS
 
 /* ---- weights with blocks, widened in registers ---- */
 
@@ -262,7 +306,7 @@ static inline __attribute__((always_inline)) void block_rows(vf (*acc)[2], const
 
 /* `k` inputs of a panel, from block number `first` on. */
 static inline __attribute__((always_inline)) void blocks_rows(Out out, const float *a,
-                                                              const frozen *w, int panel, int first,
+                                                              const Stream *s, int panel, int first,
                                                               int k, const int rows,
                                                               const DType kind)
 {
@@ -271,14 +315,15 @@ static inline __attribute__((always_inline)) void blocks_rows(Out out, const flo
 #else
     const Form form = FLOATS;
 #endif
+    const frozen *w = s->p->b;
     vf acc[BLOCK_ROWS][2];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++) acc[r][0] = acc[r][1] = v_set(0.0f);
     Values values = values_of(w->type, kind);
     for (; k >= BLOCK; k -= BLOCK, first++, a += row_lanes(form, BLOCK) * rows) {
-        Square s = square_at(w, kind, panel, first);
-        block_ask(s.block, blocks_of(kind).bytes);
-        block_rows(acc, a, s, values, BLOCK, rows, kind, form);
+        Square at = square_at(w, kind, panel, first);
+        block_ask(at.block, blocks_of(kind).bytes, s->steady);
+        block_rows(acc, a, at, values, BLOCK, rows, kind, form);
     }
     if (k) block_rows(acc, a, square_at(w, kind, panel, first), values, k, rows, kind, form);
     tile_write(out, acc, rows);
@@ -286,13 +331,13 @@ static inline __attribute__((always_inline)) void blocks_rows(Out out, const flo
 
 /* The switch makes the row count a constant. */
 #define ROWS(n) \
-    case n: blocks_rows(out, a, w, panel, first, k, n, kind); return
+    case n: blocks_rows(out, a, s, panel, first, k, n, kind); return
 
-static inline __attribute__((always_inline)) void tile_kind(Out out, const float *a,
-                                                            const frozen *w, int panel, int first,
-                                                            int k, int rows, const DType kind)
+static inline
+    __attribute__((always_inline)) void tile_kind(Out out, const float *a, const Stream *s,
+                                                  int panel, int first, int k, const DType kind)
 {
-    switch (rows) {
+    switch (s->p->m) {
         ROWS_TO_8(ROWS);
         ROWS(9);
         ROWS(10);
@@ -305,12 +350,11 @@ static inline __attribute__((always_inline)) void tile_kind(Out out, const float
 #undef ROWS
 
 /* The same of the kind. */
-static void tile_blocks(Out out, const float *a, const frozen *w, int panel, int first, int k,
-                        int rows)
+static void tile_blocks(Out out, const float *a, const Stream *s, int panel, int first, int k)
 {
 #define KIND(kind) \
-    case kind: tile_kind(out, a, w, panel, first, k, rows, kind); return
-    switch (block_kind(w->type)) {
+    case kind: tile_kind(out, a, s, panel, first, k, kind); return
+    switch (block_kind(((const frozen *)s->p->b)->type)) {
         EACH_KIND(KIND);
     default: assert(!"a type has blocks");
     }
@@ -329,7 +373,7 @@ static const float *weight_part(const Stream *s, int n0, int k0, int depth)
         float *wide = (float *)cpu_scratch(s->dev) + PACKED_LANES + PACKED_SLACK, *to = wide;
         for (int k = 0; k < depth; k += BLOCK) {
             block_ask(square_at(w, w->type, n0 / PANEL, (k0 + k) / BLOCK).block,
-                      blocks_of(w->type).bytes);
+                      blocks_of(w->type).bytes, 0);
 #if defined(__AVX512BF16__)
             CPU(block_widen_pairs)(to, w, n0 / PANEL, (k0 + k) / BLOCK);
             to += BLOCK / 2 * PANEL;
@@ -357,6 +401,10 @@ static void part_tiles(const Stream *s, Out all, int lane, const float *b, int n
     Part part = {.begun = begun, .more = more};
     part.sums = (float *)cpu_scratch(s->dev) + PACKED_LANES + PACKED_SLACK + WIDE_LANES;
     if (!packed) part.turns = across ? 1 : (n + WIDE - 1) / WIDE * s->tiles;
+    if (s->steady && !packed && n == PANEL) {
+        tile_steady(all, s->packed + (int64_t)lane * s->p->m, b, k, part, s->p->m, s->form);
+        return;
+    }
     if (across) {
         tile_across(all, s->packed + (int64_t)lane * s->p->m, b, k, part, s->p->m, s->form);
         return;
@@ -390,7 +438,7 @@ static void panel_block(const Stream *s, int n0, int k0, int depth)
         Out out = out_at(whole, 0, n0);
         Edge edge;
         tile_blocks(n == PANEL ? out : edge_open(&edge, out, p->m, n),
-                    s->packed + (int64_t)lane * p->m, p->b, n0 / PANEL, k0 / BLOCK, depth, p->m);
+                    s->packed + (int64_t)lane * p->m, s, n0 / PANEL, k0 / BLOCK, depth);
         if (n < PANEL) edge_close(&edge, out, p->m, n);
         return;
     }
@@ -423,6 +471,8 @@ void CPU(product_stream)(Device *dev, const Product *p)
 #if defined(__AVX512BF16__)
     if (type != DTYPE_F32) s.form = PAIRS;
 #endif
+    s.steady = processor_follows() &&
+               (dtype_packed(type) || p->m <= (s.form == WIDEN ? ACROSS_ROWS : STEADY_ROWS));
     s.tiles = (p->m + TILE_ROWS - 1) / TILE_ROWS;
     s.height = (p->m + s.tiles - 1) / s.tiles;
     double read = NS_BYTE * p->n * p->k * (s.form == FLOATS ? 4 : 2);
