@@ -185,7 +185,7 @@ def test_experts_are_what_gguf_makes_of_them_in_blocks_or_wide(
 ) -> None:
     """The reference: transformers on a merge without a change, whose weights are in bf16."""
     place = families.find_model(str(mixture(tmp_path, name, kind)), {})
-    options = {"device": "cpu", "threads": 1}
+    options = {"device": "cpu", "threads": 1, "dtype": "float32"}
     packed, wide = (tinsmith.Model(place, weights=one, **options) for one in ("stored", "bf16"))
     kinds = families.inspect_model(place).packed
     known = kept.GGUF_TYPES.get(kind)
