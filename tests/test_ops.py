@@ -187,9 +187,11 @@ def test_pair_is_the_same_bit_for_bit_whoever_shares_its_expert(dev, op, N, D):
         rows = np.concatenate(rows).astype(int)
         some = args | {given: args[given][rows], "bounds": bounds_of(counts), "P": len(rows)}
         some[name] = (
-            args[name][rows] if isinstance(args[name], np.ndarray) else (len(rows), args[name][1])
+            args[name][rows]
+            if isinstance(args[name], np.ndarray)
+            else (*args[name][:-2], len(rows), args[name][-1])
         )
-        np.testing.assert_array_equal(dev.call(op, **some)[name], whole[name][rows])
+        np.testing.assert_array_equal(dev.call(op, **some)[name], whole[name][..., rows, :])
 
 
 def test_attention_backward_of_a_sequence_is_the_same_whatever_its_neighbours(dev):

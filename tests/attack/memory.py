@@ -40,6 +40,9 @@ class Mapped(bytes):
     def close(self) -> None:
         """Nothing."""
 
+    def madvise(self, *_: object) -> None:
+        """Nothing."""
+
 
 class Version(version.Version):
     """The folder as one version."""
