@@ -285,8 +285,8 @@ Status cpu_open(Device **dev, int threads, int bf16)
                     "device cpu does the same in f32",
                     widest);
     if (set < 0)
-        return fail(STATUS_DEVICE, "cpu-bf16: this processor lacks AVX512_BF16 or AVX512_VBMI; the "
-                                   "device cpu does the same in f32");
+        return fail(STATUS_DEVICE, "cpu-bf16: this processor lacks AVX512_BF16, AVX512_VNNI or "
+                                   "AVX512_VBMI; the device cpu does the same in f32");
     CpuDevice *cpu = calloc(1, sizeof *cpu);
     if (!cpu) return fail(STATUS_MEMORY, "no memory for the CPU device");
     Status status = pool_open(&cpu->pool, threads);
