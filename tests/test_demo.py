@@ -2,6 +2,7 @@
 what is said of the figures, and a recipe that fails."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,21 @@ def test_the_table_has_each_skill_and_the_picture_both_sides() -> None:
 
 
 # ---- trainings ----
+
+
+def test_each_thread_has_a_tokenizer_of_its_own() -> None:
+    from tinker_cookbook.tokenizer_utils import get_tokenizer, unregister_tokenizer
+
+    model = str(trainings.MODEL)
+    trainings.own_tokenizers([model])
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(get_tokenizer, model).result()
+        mine = get_tokenizer(model)
+        assert mine is get_tokenizer(model) and mine is not other
+        assert mine.encode("Hello") == other.encode("Hello")
+    finally:
+        unregister_tokenizer(model)
 
 
 def test_a_recipe_that_fails_is_told_with_the_end_of_its_output(

@@ -8,6 +8,7 @@ it the same draws, whenever the demonstration runs; and no two threads import th
 """
 
 import asyncio
+import copy
 import importlib
 import json
 import os
@@ -17,8 +18,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,12 @@ def main() -> int:
     code."""
     runs: list[tuple[str, list[str]]] = json.load(sys.stdin)
     failed: list[str] = []
+    own_tokenizers(
+        word.partition("=")[2]
+        for _, command in runs
+        for word in command
+        if word.startswith("model_name=")
+    )
     threads = []
     for log, command in runs:
         module = importlib.import_module(command[0])
@@ -183,6 +191,23 @@ def main() -> int:
         thread.join()
     print("\n".join(failed))
     return 1 if failed else 0
+
+
+def own_tokenizers(models: Iterable[str]) -> None:
+    """Gives each thread a tokenizer of its own for the models in these folders. The cookbook keeps
+    one for all, and one that two threads use at once fails ("Already borrowed")."""
+    from tinker_cookbook.tokenizer_utils import get_tokenizer, register_tokenizer
+
+    own, copying = threading.local(), threading.Lock()
+
+    def tokenizer(model: str, shared: Any) -> Any:
+        if model not in own.__dict__:
+            with copying:
+                own.__dict__[model] = copy.deepcopy(shared)
+        return own.__dict__[model]
+
+    for model in set(models):
+        register_tokenizer(model, partial(tokenizer, model, get_tokenizer(model)))
 
 
 def _recipe(module: Any, command: Sequence[str], failed: list[str]) -> None:
