@@ -24,9 +24,7 @@ static void write_row(float *keys, float *values, const float *k, const float *v
     uint16_t *value = (uint16_t *)(void *)values + (int64_t)(offset / 2) * E * 2 + offset % 2;
     for (int e = 0; e < E; e += VL) {
         int n = E - e < VL ? E - e : VL;
-        __mmask16 lanes = (__mmask16)((1u << n) - 1);
-        vu pairs = v_round_pairs((vf)_mm512_maskz_loadu_ps(lanes, k + e),
-                                 (vf)_mm512_maskz_loadu_ps(lanes, v + e));
+        vu pairs = v_round_pairs(v_load_masked(k + e, n), v_load_masked(v + e, n));
         uint16_t rounded[2 * VL];
         memcpy(rounded, &pairs, sizeof rounded);
         for (int i = 0; i < n; i += 2)

@@ -10,17 +10,6 @@ enum {
     PAIRS_AHEAD = 1 << 10, /* prefetch distance for few rows, in lanes */
 };
 
-/* Which of VL lanes are among the next n. */
-static inline __mmask16 pairs_mask(int n)
-{
-    return n >= VL ? 0xffff : n > 0 ? (__mmask16)((1u << n) - 1) : 0;
-}
-
-static inline vf pairs_floats(const float *from, int n)
-{
-    return (vf)_mm512_maskz_loadu_ps(pairs_mask(n), from);
-}
-
 static inline __attribute__((always_inline)) void pairs_step(vf (*acc)[4], const Pairs *p, int i,
                                                              __mmask16 last, uint32_t kept,
                                                              const int rows, const int vectors)
@@ -95,7 +84,7 @@ void CPU(pairs_product)(float *c, int64_t c_row, Pairs p, int rows, int n, float
     int tiles = (rows + TILE_ROWS_MAX - 1) / TILE_ROWS_MAX, tall = (rows + tiles - 1) / tiles;
     for (int j = 0; j < n;) {
         int vectors = rows <= PAIRS_FEW && n - j >= 4 * VL ? 4 : n - j > VL ? 2 : 1;
-        __mmask16 last = pairs_mask(n - j - (vectors - 1) * VL);
+        __mmask16 last = v_mask(n - j - (vectors - 1) * VL);
         Pairs part = p;
         part.b += j;
         for (int r = 0; r < rows; r += tall, part.a += tall * p.a_row)
@@ -110,8 +99,9 @@ void CPU(pairs_along)(float *to, int64_t to_row, const float *from, int64_t from
 {
     for (int r = 0; r < rows; r++, to += to_row, from += from_row)
         for (int j = 0; j < n; j += 2 * VL) {
-            vf low = pairs_floats(from + j, n - j), high = pairs_floats(from + j + VL, n - j - VL);
-            _mm512_mask_storeu_epi32(to + j / 2, pairs_mask((n - j + 1) / 2),
+            vf low = v_load_masked(from + j, n - j),
+               high = v_load_masked(from + j + VL, n - j - VL);
+            _mm512_mask_storeu_epi32(to + j / 2, v_mask((n - j + 1) / 2),
                                      (__m512i)v_round_pairs(low, high));
         }
 }
@@ -121,10 +111,9 @@ void CPU(pairs_down)(float *to, int64_t to_row, const float *from, int64_t from_
 {
     for (int r = 0; r < rows; r += 2, to += to_row, from += 2 * from_row)
         for (int j = 0; j < n; j += VL) {
-            vf first = pairs_floats(from + j, n - j), second = v_set(0.0f);
-            if (r + 1 < rows) second = pairs_floats(from + from_row + j, n - j);
-            _mm512_mask_storeu_epi32(to + j, pairs_mask(n - j),
-                                     (__m512i)v_join_pairs(first, second));
+            vf first = v_load_masked(from + j, n - j), second = v_set(0.0f);
+            if (r + 1 < rows) second = v_load_masked(from + from_row + j, n - j);
+            _mm512_mask_storeu_epi32(to + j, v_mask(n - j), (__m512i)v_join_pairs(first, second));
         }
 }
 

@@ -188,6 +188,13 @@ static inline vf v_second(vu pairs)
     return v;
 }
 
+/* v, rounded to the nearest bf16, as floats. */
+static inline vf v_round_bf16(vf v)
+{
+    vu u = (vu)v;
+    return (vf)((u + 0x7fffu + (u >> 16 & 1u)) & 0xffff0000u);
+}
+
 #if defined(__AVX512BF16__)
 /* c + a.first·b.first + a.second·b.second, in f32. */
 static inline vf v_dot_pairs(vu a, vu b, vf c)
@@ -216,11 +223,16 @@ static inline vu v_pairs_apart(vu pairs)
     return (vu)_mm512_shuffle_epi8((__m512i)pairs, _mm512_broadcast_i32x4(place));
 }
 
-/* v, rounded to the nearest bf16, as floats. */
-static inline vf v_round_bf16(vf v)
+/* Which of VL lanes are among the next n. */
+static inline __mmask16 v_mask(int n)
 {
-    vu u = (vu)v;
-    return (vf)((u + 0x7fffu + (u >> 16 & 1u)) & 0xffff0000u);
+    return n >= VL ? 0xffff : n > 0 ? (__mmask16)((1u << n) - 1) : 0;
+}
+
+/* The next n floats at p, up to VL; behind them zeros, of memory that is not read. */
+static inline vf v_load_masked(const float *p, int n)
+{
+    return (vf)_mm512_maskz_loadu_ps(v_mask(n), p);
 }
 
 #define EACH_PAIR(l) (l), (l) + 16
