@@ -76,10 +76,9 @@ static inline vf pairs_at(const Load *load, size_t at, size_t n, vf *seen)
         return pairs;
     }
     for (size_t i = 0; i < n; i += VL) {
-        vu u = (vu)wide_at(load, at + i, n - i < VL ? n - i : VL, seen);
-        u = (u + 0x7fff + (u >> 16 & 1)) >> 16;
-        watch(seen, (vf)(u << 16)); /* float32's largest are none of bfloat16's */
-        vh halves = __builtin_convertvector(u, vh);
+        vf narrow = v_round_bf16(wide_at(load, at + i, n - i < VL ? n - i : VL, seen));
+        watch(seen, narrow); /* float32's largest are none of bfloat16's */
+        vh halves = __builtin_convertvector((vu)narrow >> 16, vh);
         memcpy(part + i, &halves, sizeof halves);
     }
     memcpy(&pairs, part, sizeof pairs);
