@@ -40,7 +40,7 @@ void CPU(tile_pack)(float *to, int height, const float *a, int64_t a_row, int ro
                     Lanes form)
 {
     int step = form == ONE ? VL : 2 * VL;
-    int lanes = form == APART ? (depth + 7) / 8 * 4 : form == PAIR ? (depth + 1) / 2 : depth;
+    int lanes = packed_lanes(depth, form);
     if (height == 1) { /* nothing to transpose */
         for (int k = 0; k < depth; k += step, to += VL)
             v_store(to, row_lanes(a + k, depth - k < step ? depth - k : step, form));

@@ -20,6 +20,12 @@ typedef enum Lanes {
     APART, /* inputs k and k + 4 of each eight, as bf16; those behind the last are zeros */
 } Lanes;
 
+/* Lanes that `depth` inputs of a row take. */
+static inline int packed_lanes(int depth, Lanes form)
+{
+    return form == APART ? (depth + 7) / 8 * 4 : form == PAIR ? (depth + 1) / 2 : depth;
+}
+
 /* Where a product's sums go that begin at its k0: the first are added to what the caller gave, the
  * others to those before them. */
 static inline Out product_out(const Product *p, int k0)
