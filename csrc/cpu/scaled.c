@@ -46,20 +46,13 @@ typedef struct Scaled {
     int k0, depth;
 } Scaled;
 
-/* Lanes that `k` inputs of a row take. */
-static inline int apart_lanes(int k)
-{
-    return (k + NIBBLES - 1) / NIBBLES * (NIBBLES / 2);
-}
-
 /* ---- codes as bf16 ---- */
 
 /* The levels as bf16, twice: an index has five bits, of which the last is another code's. */
 static inline __m512i levels_of(DType type)
 {
     vf once = v_load(CPU(levels)[type]);
-    __m512i pairs = (__m512i)v_round_pairs(once, once);
-    return pairs;
+    return (__m512i)v_round_pairs(once, once);
 }
 
 /* bf16 of 1 to 128, by the lowest seven bits: that of 128 is number 0. */
@@ -186,13 +179,12 @@ static inline __attribute__((always_inline)) void scaled_write(Out out, vf (*tot
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; v++) {
         int live = n - v * VL;
-        __mmask16 lanes = live >= VL ? 0xffff : live > 0 ? (__mmask16)((1u << live) - 1) : 0;
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++) {
             vf y = total[r][v] * out.scale;
-            if (out.bias) y += (vf)_mm512_maskz_loadu_ps(lanes, out.bias + v * VL);
-            if (out.add) y += (vf)_mm512_maskz_loadu_ps(lanes, out.add + r * out.add_row + v * VL);
-            _mm512_mask_storeu_ps(out.c + r * out.ldc + v * VL, lanes, (__m512)y);
+            if (out.bias) y += v_load_masked(out.bias + v * VL, live);
+            if (out.add) y += v_load_masked(out.add + r * out.add_row + v * VL, live);
+            _mm512_mask_storeu_ps(out.c + r * out.ldc + v * VL, v_mask(live), (__m512)y);
         }
     }
 }
@@ -206,11 +198,18 @@ static inline __attribute__((always_inline)) void scaled_tile(Out out, const flo
     scaled_write(out, total, n, rows, vectors);
 }
 
-/* The switches make the row count a constant. */
-static void tile_found(Out out, const float *a, const Codes *c, int n, int rows)
+/* One tile of up to TILE_ROWS rows: the switch makes the row count and the form constants. */
+static void tile(Out out, const float *a, const Codes *c, int n, int rows, Form form)
 {
-#define ROWS(count) \
-    case count: scaled_tile(out, a, c, n, count, 1, FOUND); return
+#define ROWS(count)                                                       \
+    case count:                                                           \
+        if (form == FOUND)                                                \
+            scaled_tile(out, a, c, n, count, 1, FOUND);                   \
+        else if (form == BYTES)                                           \
+            scaled_tile(out, a, c, n, count, 2, BYTES);                   \
+        else                                                              \
+            scaled_tile(out, a, c, n, count, count > FEW ? 1 : 2, WORDS); \
+        return
     switch (rows) {
         ROWS_TO_12(ROWS);
     }
@@ -218,29 +217,7 @@ static void tile_found(Out out, const float *a, const Codes *c, int n, int rows)
     assert(!"a tile has 1 to TILE_ROWS rows");
 }
 
-static void tile_words(Out out, const float *a, const Codes *c, int n, int rows)
-{
-#define ROWS(count) \
-    case count: scaled_tile(out, a, c, n, count, count > FEW ? 1 : 2, WORDS); return
-    switch (rows) {
-        ROWS_TO_12(ROWS);
-    }
-#undef ROWS
-    assert(!"a tile has 1 to TILE_ROWS rows");
-}
-
-static void tile_bytes(Out out, const float *a, const Codes *c, int n, int rows)
-{
-#define ROWS(count) \
-    case count: scaled_tile(out, a, c, n, count, 2, BYTES); return
-    switch (rows) {
-        ROWS_TO_12(ROWS);
-    }
-#undef ROWS
-    assert(!"a tile has 1 to TILE_ROWS rows");
-}
-
-/* Looks the blocks' codes up, as tile_found reads them. */
+/* Looks the blocks' codes up, as a tile reads them. */
 static void find(float *to, const Codes *c)
 {
     DType kind = block_kind(c->w->type);
@@ -270,21 +247,22 @@ static void panel_part(const Scaled *s, int panel, int k, int depth)
     int count = (depth + BLOCK - 1) / BLOCK;
     Codes c = {p->b, panel, (s->k0 + k) / BLOCK, count, depth - (count - 1) * BLOCK, 0, NULL, 1};
     Out all = out_at(product_out(p, s->k0 + k), s->row, panel * PANEL);
-    const float *rows = s->packed, *few = rows + (int64_t)apart_lanes(k) * s->rows;
+    const float *rows = s->packed, *few = rows + (int64_t)packed_lanes(k, APART) * s->rows;
     int bytes = has_bytes(block_kind(c.w->type)), looks = s->rows > TILE_ROWS;
     if (s->rows <= (bytes ? TILE_ROWS : FEW)) {
-        (bytes ? tile_bytes : tile_words)(all, few, &c, n, s->rows);
+        tile(all, few, &c, n, s->rows, bytes ? BYTES : WORDS);
         return;
     }
     float *found = (float *)cpu_scratch(s->dev) + PACKED_LANES + PACKED_SLACK;
     if (looks) find(found, &c);
     for (c.x = 0, c.found = found; c.x < n; c.x += VL, c.asks = 0) {
         Out out = out_at(all, 0, c.x);
-        if (!looks) tile_words(out, few, &c, n - c.x, s->rows);
+        if (!looks) tile(out, few, &c, n - c.x, s->rows, WORDS);
         for (int r = 0; looks && r < s->rows; r += s->height) {
             int tall = s->rows - r < s->height ? s->rows - r : s->height;
-            const float *a = rows + (int64_t)r * apart_lanes(s->depth);
-            tile_found(out_at(out, r, 0), a + (int64_t)apart_lanes(k) * tall, &c, n - c.x, tall);
+            const float *a = rows + (int64_t)r * packed_lanes(s->depth, APART);
+            tile(out_at(out, r, 0), a + (int64_t)packed_lanes(k, APART) * tall, &c, n - c.x, tall,
+                 FOUND);
         }
     }
 }
@@ -308,7 +286,7 @@ static void group_run(Device *dev, Scaled *s, float *packed)
         s->depth = p->k - s->k0 < most ? p->k - s->k0 : most;
         for (int r = 0; r < s->rows; r += s->height) {
             int tall = s->rows - r < s->height ? s->rows - r : s->height;
-            CPU(tile_pack)(packed + (int64_t)r * apart_lanes(s->depth), tall,
+            CPU(tile_pack)(packed + (int64_t)r * packed_lanes(s->depth, APART), tall,
                            p->a + (s->row + r) * p->a_row + s->k0, p->a_row, tall, s->depth, APART);
         }
         cpu_run_of(dev, read > multiplied ? read : multiplied, (p->n + PANEL - 1) / PANEL,
