@@ -2,7 +2,6 @@
 the same beside it. Every case compares with the same request on a sampler of its own, bit for bit.
 """
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from engine import device
 from models import PADDING, Spec, assert_same, make, randomize
+from sampling import step_until_interrupted
 from tinsmith import _core
 from tinsmith.files.families import load_model
 
@@ -64,15 +64,16 @@ class Room:
 
     def step(self) -> list[tuple[int, int, int]]:
         self.steps += 1
-        assert self.steps < 5_000, "the sampler does not get on"
         drawn, done = self.sampler.step()
         self.results |= {number: self.sampler.take(number) for number in done}
         return drawn
 
     def finish(self) -> None:
         """Runs to the end and compares each result with the same request's alone."""
+        most = self.steps + 5_000
         while self.sampler.active:
             self.step()
+            assert self.steps < most, "the sampler does not get on"
         for number in list(self.results):
             assert_same(self.results.pop(number), alone(self.core, self.asked[number]))
 
@@ -253,22 +254,9 @@ def test_a_failed_step_forgets_scores_too(core: _core.Model) -> None:
     room, prompt = Room(core), text(150)
     room.reused(scored(prompt))
     assert room.reused(scored(prompt)) == 2 * PAGE
-    room.add(ask(text(150, seed=5), max_tokens=9))
-    stop = threading.Event()
-
-    def interrupt() -> None:
-        while not stop.is_set():
-            room.sampler.interrupt()
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        for _ in range(1000):
-            room.step()
-            if not room.sampler.active:
-                room.add(ask(text(150, seed=5), max_tokens=9))
-    stop.set()
-    thread.join()
+    step_until_interrupted(
+        room.sampler, lambda: room.add(ask(text(150, seed=5), max_tokens=9)), room.step
+    )
     room.finish()
     assert room.reused(scored(prompt)) == 0
     assert room.reused(scored(prompt)) == 2 * PAGE

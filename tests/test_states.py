@@ -1,14 +1,13 @@
 """Sampling from a model whose layers keep a state: every result is the trainer's, bit for bit, and
 what one sequence computed serves others that begin alike."""
 
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from delta_model import core, tokens_of
 from models import assert_same, call, datum, loaded, randomize
-from sampling import finish, run
+from sampling import finish, run, step_until_interrupted
 from tinsmith import _core
 
 PAGE = 64
@@ -77,23 +76,9 @@ def test_neighbours_chunks_and_threads_change_nothing() -> None:
 
 def test_a_failed_step_is_repeated_from_nothing() -> None:
     sampler, prompt = _core.Sampler(core(), tokens=2048), tokens_of(200)
-    stop = threading.Event()
-
-    def interrupt() -> None:
-        while not stop.is_set():
-            sampler.interrupt()
-
     run(sampler, prompt)
     assert sampler.states[1] > 0
-    thread = threading.Thread(target=interrupt)
-    sampler.add(0, prompt, max_tokens=900, seed=4)
-    sampler.step()
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        for _ in range(900):
-            sampler.step()
-    stop.set()
-    thread.join()
+    step_until_interrupted(sampler, lambda: sampler.add(0, prompt, max_tokens=900, seed=4))
     assert sampler.states[1] == 0  # what was kept may have been read in the middle of it
     assert_same(*finish(sampler, 0), alone(prompt, max_tokens=900, seed=4))
 

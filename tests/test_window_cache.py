@@ -2,13 +2,12 @@
 passed, and no result shows it. Memory that nobody holds is filled with NaN here, so a row that read
 it would show too."""
 
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from models import assert_same, call, datum, randomize
-from sampling import finish
+from sampling import finish, step_until_interrupted
 from tinsmith import _core
 from window_model import core, tokens_of
 
@@ -135,22 +134,8 @@ def check_same(model: _core.Model, result: Any, options: Any) -> None:
 
 def test_a_failed_step_is_repeated_from_nothing() -> None:
     sampler, prompt = _core.Sampler(core(), tokens=2048), tokens_of(200)
-    stop = threading.Event()
-
-    def interrupt() -> None:
-        while not stop.is_set():
-            sampler.interrupt()
-
     run(sampler, prompt)
-    thread = threading.Thread(target=interrupt)
-    sampler.add(0, prompt, max_tokens=900, seed=4)
-    sampler.step()
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        for _ in range(900):
-            sampler.step()
-    stop.set()
-    thread.join()
+    step_until_interrupted(sampler, lambda: sampler.add(0, prompt, max_tokens=900, seed=4))
     cache = sampler.cache
     assert cache["free"] == cache["frames"]
     assert_same(*finish(sampler, 0), alone("fw", prompt, max_tokens=900, seed=4))
