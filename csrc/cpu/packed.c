@@ -26,7 +26,8 @@ const float CPU(higher)[HIGHER + 1][LEVELS] = {
 static inline __attribute__((always_inline)) void widen_lanes(float *to, Square s, DType exact,
                                                               const DType kind, int x)
 {
-    vf scale = square_scale(s, kind, 0, x), offset = square_offset(s, kind, x);
+    const float unit = code_unit(kind);
+    vf scale = square_scale(s, kind, 0, x) * unit, offset = square_offset(s, kind, x);
     if (has_bytes(kind)) {
         for (int k = 0; k < BLOCK; k++)
             v_store(to + k * PANEL + x, byte_value(s, kind, k, x) * scale);
@@ -35,7 +36,7 @@ static inline __attribute__((always_inline)) void widen_lanes(float *to, Square 
     Values values = values_of(exact, kind);
     for (int k = 0; k < BLOCK; k += NIBBLES) {
         vu low = low_word(s, kind, k, x), higher = higher_word(s, kind, k, x);
-        if (k == scale_span(kind)) scale = square_scale(s, kind, k, x);
+        if (k == scale_span(kind)) scale = square_scale(s, kind, k, x) * unit;
         higher >>= k * higher_bits(kind) % 32;
 #pragma GCC unroll 8
         for (int i = 0; i < NIBBLES; i++) {

@@ -198,22 +198,54 @@ static inline vu higher_word(Square s, DType type, int k, int x)
     return u;
 }
 
+/* code_value's unit. Where bytes are looked up, numbers are whole and, but for mxfp4, whose scales
+ * may be too small for it, in a lane's highest byte. */
+static inline float code_unit(DType kind)
+{
+#if defined(LOOKS_UP_BYTES)
+    const float top = 1.0f / (1 << 24);
+    if (kind == DTYPE_MXFP4) return 1 / 2.0f;
+    if (!has_bytes(kind) && kind != DTYPE_NF4) return kind == DTYPE_INT4 ? top / 16 : top;
+#else
+    (void)kind;
+#endif
+    return 1.0f;
+}
+
 /* Of a type, in registers: what bits of a code mean. */
 typedef struct Values {
+#if defined(LOOKS_UP_BYTES)
+    __m256i bytes;
+#endif
     Lookup low, higher;
 } Values;
 
 static inline Values values_of(DType exact, DType kind)
 {
-    return (Values){v_table(CPU(levels)[exact]), v_table(CPU(higher)[higher_bits(kind)])};
+    Values values;
+    values.low = v_table(CPU(levels)[exact]);
+    values.higher = v_table(CPU(higher)[higher_bits(kind)]);
+#if defined(LOOKS_UP_BYTES)
+    float whole = kind == DTYPE_INT4 ? 16 : kind == DTYPE_MXFP4 ? 2 : 1;
+    values.bytes = v_table_bytes(CPU(levels)[exact], whole);
+#endif
+    return values;
 }
 
-/* The value of input k's code, of its words. */
-static inline vf code_value(Values values, vu low, vu higher, int k, DType type)
+/* The value of input k's code, of its words, in units of code_unit(). */
+static inline vf code_value(Values values, vu low, vu higher, int k, DType kind)
 {
+    int bits = higher_bits(kind);
+    vu upper = bits ? higher >> (k * bits % 32) : higher;
+#if defined(LOOKS_UP_BYTES)
+    if (kind != DTYPE_NF4) {
+        vi top = v_lookup_byte(values.bytes, low, k % NIBBLES);
+        if (bits) top += (vi)((upper & ((1u << bits) - 1)) << 28);
+        return __builtin_convertvector(kind == DTYPE_MXFP4 ? top >> 24 : top, vf);
+    }
+#endif
     vf value = v_lookup(values.low, low >> (4 * (k % NIBBLES)));
-    if (!higher_bits(type)) return value;
-    return value + v_lookup(values.higher, higher >> (k * higher_bits(type) % 32));
+    return bits ? value + v_lookup(values.higher, upper) : value;
 }
 
 /* Input k of 8-bit codes. */

@@ -174,18 +174,12 @@ static inline vu v_load_pairs(const float *p)
 
 static inline vf v_first(vu pairs)
 {
-    vu u = pairs << 16;
-    vf v;
-    memcpy(&v, &u, sizeof v);
-    return v;
+    return (vf)(pairs << 16);
 }
 
 static inline vf v_second(vu pairs)
 {
-    vu u = pairs & 0xffff0000u;
-    vf v;
-    memcpy(&v, &u, sizeof v);
-    return v;
+    return (vf)(pairs & 0xffff0000u);
 }
 
 /* v, rounded to the nearest bf16, as floats. */
@@ -287,6 +281,34 @@ static inline vf v_lookup(Lookup table, vu index)
     return v;
 #endif
 }
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define LOOKS_UP_BYTES
+/* A table of 16 whole numbers from −128 to 127: unit·at[i] as bytes. Where a shuffle of floats
+ * looks up 8, and a table has two halves, a shuffle of bytes looks up the codes of 32. */
+static inline __m256i v_table_bytes(const float *at, float unit)
+{
+    __m256i low = _mm256_cvtps_epi32((__m256)(v_load(at) * unit));
+    __m256i high = _mm256_cvtps_epi32((__m256)(v_load(at + 8) * unit));
+    __m256i halves = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
+    __m128i bytes =
+        _mm_packs_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+    return _mm256_broadcastsi128_si256(bytes);
+}
+
+/* In the highest byte of each lane the number that the lane's four bits number `place` name, the
+ * other bytes zeros. For all eight places two shuffles look up, and one more puts each there. */
+static inline vi v_lookup_byte(__m256i table, vu index, int place)
+{
+    const vu to_top = {0x00808080, 0x04808080, 0x08808080, 0x0c808080,
+                       0x00808080, 0x04808080, 0x08808080, 0x0c808080};
+    vu four = (place % 2 ? index >> 4 : index) & 0x0f0f0f0fu;
+    vu numbers = (vu)_mm256_shuffle_epi8(table, (__m256i)four);
+    if (place / 2 == 3) return (vi)(numbers & 0xff000000u);
+    vu order = to_top + ((uint32_t)(place / 2) << 24);
+    return (vi)_mm256_shuffle_epi8((__m256i)numbers, (__m256i)order);
+}
+#endif
 
 /* yes where the mask's lane is −1, no where it is 0. */
 static inline vf v_select(vi mask, vf yes, vf no)

@@ -24,14 +24,15 @@
 #include "tile.h"
 
 enum {
-    TILE_ROWS = VL == 16 ? 13 : 6, /* of a tile: 26 of 32 registers hold sums, or 12 of 16 */
-    ACROSS = PANEL / WIDE,         /* tiles of a panel */
-    ACROSS_ROWS = VL == 4 ? 1 : 2, /* the most whose sums fill registers for all of them */
-    BLOCK_ROWS = 12,               /* the most for which a block is widened in registers */
-    PAGES = 8,                     /* that are asked for in turns */
-    AHEAD = PAGES * 4096,          /* bytes from what is read to what is asked of memory */
-    NEAR = 2048,                   /* bytes to what is asked of L2 */
-    STEADY = 4096,                 /* bytes to what is asked steadily */
+    TILE_ROWS = VL == 16 ? 13 : 6,  /* of a tile: 26 of 32 registers hold sums, or 12 of 16 */
+    ACROSS = PANEL / WIDE,          /* tiles of a panel */
+    ACROSS_ROWS = VL == 4 ? 1 : 2,  /* the most whose sums fill registers for all of them */
+    BLOCK_ROWS = VL == 16 ? 12 : 6, /* the most for which a block is widened in registers */
+    WIDEN_ROWS = VL == 8 ? 16 : STREAM_ROWS, /* the same of bf16 that is multiplied as f32 */
+    PAGES = 8,                               /* that are asked for in turns */
+    AHEAD = PAGES * 4096, /* bytes from what is read to what is asked of memory */
+    NEAR = 2048,          /* bytes to what is asked of L2 */
+    STEADY = 4096,        /* bytes to what is asked steadily */
     STEADY_ROWS = VL == 16 ? 4 : ACROSS_ROWS, /* the most for which that is the faster way */
     PACKED_LANES = STREAM_ROWS << 10,         /* of packed rows: a quarter of L2 */
     PART = 96,                 /* lanes of the weight that several tiles read from L1 */
@@ -251,8 +252,6 @@ static void tile_steady(Out out, const float *a, const float *b, int k, Part par
 
 /* ---- weights with blocks, widened in registers ---- */
 
-#if defined(__AVX512F__)
-
 /* Input k of a block (k and k + 1 in PAIRS) against all rows. */
 static inline __attribute__((always_inline)) void
 block_step(vf (*acc)[2], const float *a, const vf *w, const int rows, const Form form)
@@ -267,25 +266,26 @@ block_step(vf (*acc)[2], const float *a, const vf *w, const int rows, const Form
     tile_step(acc, a, 1, w[0], w[1], rows);
 }
 
-/* `live` inputs of a block. */
+/* `live` inputs of a block, of WIDE outputs from x0 on. */
 static inline __attribute__((always_inline)) void block_rows(vf (*acc)[2], const float *a, Square s,
-                                                             Values values, int live,
+                                                             int x0, Values values, int live,
                                                              const int rows, const DType kind,
                                                              const Form form)
 {
     const int each = form == PAIRS ? 2 : 1; /* inputs of a step */
     vf scale[2], offset[2];
 #pragma GCC unroll 2
-    for (int x = 0; x < 2; x++) {
-        scale[x] = square_scale(s, kind, 0, x * VL);
-        offset[x] = square_offset(s, kind, x * VL);
+    for (int j = 0; j < 2; j++) {
+        scale[j] = square_scale(s, kind, 0, x0 + j * VL) * code_unit(kind);
+        offset[j] = square_offset(s, kind, x0 + j * VL);
     }
     for (int k = 0; k < live; k += NIBBLES) {
         vu low[2] = {{0}, {0}}, higher[2] = {{0}, {0}};
-        for (int x = 0; x < 2 && !has_bytes(kind); x++) {
-            low[x] = low_word(s, kind, k, x * VL);
-            higher[x] = higher_word(s, kind, k, x * VL) >> (k * higher_bits(kind) % 32);
-            if (k == scale_span(kind)) scale[x] = square_scale(s, kind, k, x * VL);
+        for (int j = 0; j < 2 && !has_bytes(kind); j++) {
+            int x = x0 + j * VL;
+            low[j] = low_word(s, kind, k, x);
+            higher[j] = higher_word(s, kind, k, x) >> (k * higher_bits(kind) % 32);
+            if (k == scale_span(kind)) scale[j] = square_scale(s, kind, k, x) * code_unit(kind);
         }
 #pragma GCC unroll 8
         for (int i = 0; i < NIBBLES; i += each) {
@@ -293,10 +293,10 @@ static inline __attribute__((always_inline)) void block_rows(vf (*acc)[2], const
             vf w[4];
 #pragma GCC unroll 4
             for (int j = 0; j < 2 * each; j++) {
-                int at = i + j / 2, x = j % 2;
-                vf value = has_bytes(kind) ? byte_value(s, kind, k + at, x * VL)
-                                           : code_value(values, low[x], higher[x], at, kind);
-                w[j] = weight_of(value, scale[x], offset[x], kind);
+                int at = i + j / 2, h = j % 2;
+                vf value = has_bytes(kind) ? byte_value(s, kind, k + at, x0 + h * VL)
+                                           : code_value(values, low[h], higher[h], at, kind);
+                w[j] = weight_of(value, scale[h], offset[h], kind);
             }
             block_step(acc, a, w, rows, form);
             a += rows;
@@ -304,10 +304,10 @@ static inline __attribute__((always_inline)) void block_rows(vf (*acc)[2], const
     }
 }
 
-/* `k` inputs of a panel, from block number `first` on. */
+/* `k` inputs of WIDE outputs of a panel, from x0 and from block number `first` on. */
 static inline __attribute__((always_inline)) void blocks_rows(Out out, const float *a,
-                                                              const Stream *s, int panel, int first,
-                                                              int k, const int rows,
+                                                              const Stream *s, int panel, int x0,
+                                                              int first, int k, const int rows,
                                                               const DType kind)
 {
 #if defined(__AVX512BF16__)
@@ -322,27 +322,26 @@ static inline __attribute__((always_inline)) void blocks_rows(Out out, const flo
     Values values = values_of(w->type, kind);
     for (; k >= BLOCK; k -= BLOCK, first++, a += row_lanes(form, BLOCK) * rows) {
         Square at = square_at(w, kind, panel, first);
-        block_ask(at.block, blocks_of(kind).bytes, s->steady);
-        block_rows(acc, a, at, values, BLOCK, rows, kind, form);
+        if (x0 == 0) block_ask(at.block, blocks_of(kind).bytes, s->steady);
+        block_rows(acc, a, at, x0, values, BLOCK, rows, kind, form);
     }
-    if (k) block_rows(acc, a, square_at(w, kind, panel, first), values, k, rows, kind, form);
+    if (k) block_rows(acc, a, square_at(w, kind, panel, first), x0, values, k, rows, kind, form);
     tile_write(out, acc, rows);
 }
 
 /* The switch makes the row count a constant. */
-#define ROWS(n) \
-    case n: blocks_rows(out, a, s, panel, first, k, n, kind); return
+#define ROWS(n)                                               \
+    case n:                                                   \
+        if (n > BLOCK_ROWS) break;                            \
+        blocks_rows(out, a, s, panel, x0, first, k, n, kind); \
+        return
 
-static inline
-    __attribute__((always_inline)) void tile_kind(Out out, const float *a, const Stream *s,
-                                                  int panel, int first, int k, const DType kind)
+static inline __attribute__((always_inline)) void tile_kind(Out out, const float *a,
+                                                            const Stream *s, int panel, int x0,
+                                                            int first, int k, const DType kind)
 {
     switch (s->p->m) {
-        ROWS_TO_8(ROWS);
-        ROWS(9);
-        ROWS(10);
-        ROWS(11);
-        ROWS(12);
+        ROWS_TO_12(ROWS);
     }
     assert(!"a tile has 1 to BLOCK_ROWS rows");
 }
@@ -350,10 +349,11 @@ static inline
 #undef ROWS
 
 /* The same of the kind. */
-static void tile_blocks(Out out, const float *a, const Stream *s, int panel, int first, int k)
+static void tile_blocks(Out out, const float *a, const Stream *s, int panel, int x0, int first,
+                        int k)
 {
 #define KIND(kind) \
-    case kind: tile_kind(out, a, s, panel, first, k, kind); return
+    case kind: tile_kind(out, a, s, panel, x0, first, k, kind); return
     switch (block_kind(((const frozen *)s->p->b)->type)) {
         EACH_KIND(KIND);
     default: assert(!"a type has blocks");
@@ -361,11 +361,16 @@ static void tile_blocks(Out out, const float *a, const Stream *s, int panel, int
 #undef KIND
 }
 
-#endif
-
 /* ---- panels and threads ---- */
 
-/* Where inputs from k0 on of a panel of outputs lie, k-major; those with blocks are widened. */
+/* Whether the weight is widened into L1 before tiles read it. */
+static int widens(const Stream *s)
+{
+    DType type = ((const frozen *)s->p->b)->type;
+    return dtype_packed(type) || (type == DTYPE_BF16 && s->form == FLOATS);
+}
+
+/* Where inputs from k0 on of a panel of outputs lie, k-major. */
 static const float *weight_part(const Stream *s, int n0, int k0, int depth)
 {
     const frozen *w = s->p->b;
@@ -384,10 +389,22 @@ static const float *weight_part(const Stream *s, int n0, int k0, int depth)
         }
         return wide;
     }
-    int halves = s->form != FLOATS; /* a lane of the weight holds two inputs */
+    int halves = w->type == DTYPE_BF16; /* a lane of the weight holds two inputs */
     size_t lanes = halves ? ((size_t)w->cols + 1) / 2 : (size_t)w->cols;
-    return (const float *)w->data +
-           ((size_t)(n0 / PANEL) * lanes + (size_t)(halves ? k0 / 2 : k0)) * PANEL;
+    const float *from = (const float *)w->data +
+                        ((size_t)(n0 / PANEL) * lanes + (size_t)(halves ? k0 / 2 : k0)) * PANEL;
+    if (!widens(s)) return from;
+    float *wide = (float *)cpu_scratch(s->dev) + PACKED_LANES + PACKED_SLACK;
+    for (int k = 0; k < depth; k += 2, from += PANEL) {
+        far_ask(from);
+        near_ask(from);
+        for (int x = 0; x < PANEL; x += VL) {
+            vu pairs = v_load_pairs(from + x);
+            v_store(wide + k * PANEL + x, v_first(pairs));
+            v_store(wide + (k + 1) * PANEL + x, v_second(pairs));
+        }
+    }
+    return wide;
 }
 
 /* One part of a block, `k` inputs of n ≤ PANEL outputs that begin at b, against all rows from their
@@ -396,12 +413,11 @@ static void part_tiles(const Stream *s, Out all, int lane, const float *b, int n
                        int more)
 {
     int64_t tile_lanes = (int64_t)row_lanes(s->form, s->depth) * s->height;
-    int packed = dtype_packed(((const frozen *)s->p->b)->type);
     int across = n == PANEL && s->p->m <= ACROSS_ROWS;
     Part part = {.begun = begun, .more = more};
     part.sums = (float *)cpu_scratch(s->dev) + PACKED_LANES + PACKED_SLACK + WIDE_LANES;
-    if (!packed) part.turns = across ? 1 : (n + WIDE - 1) / WIDE * s->tiles;
-    if (s->steady && !packed && n == PANEL) {
+    if (!widens(s)) part.turns = across ? 1 : (n + WIDE - 1) / WIDE * s->tiles;
+    if (s->steady && !widens(s) && n == PANEL) {
         tile_steady(all, s->packed + (int64_t)lane * s->p->m, b, k, part, s->p->m, s->form);
         return;
     }
@@ -433,19 +449,18 @@ static void panel_block(const Stream *s, int n0, int k0, int depth)
     int lane = row_lanes(s->form, k0 - s->k0);
     int n = p->n - n0 < PANEL ? p->n - n0 : PANEL;
     Out whole = product_out(p, k0);
-#if defined(__AVX512F__)
-    if (dtype_packed(((const frozen *)p->b)->type) && p->m <= BLOCK_ROWS) {
-        Out out = out_at(whole, 0, n0);
-        Edge edge;
-        tile_blocks(n == PANEL ? out : edge_open(&edge, out, p->m, n),
-                    s->packed + (int64_t)lane * p->m, s, n0 / PANEL, k0 / BLOCK, depth);
-        if (n < PANEL) edge_close(&edge, out, p->m, n);
-        return;
-    }
-#endif
     int packed = dtype_packed(((const frozen *)p->b)->type);
+    for (int x = 0; packed && p->m <= BLOCK_ROWS; x += WIDE) {
+        if (x >= n) return;
+        Out out = out_at(whole, 0, n0 + x);
+        int live = n - x < WIDE ? n - x : WIDE;
+        Edge edge;
+        tile_blocks(live == WIDE ? out : edge_open(&edge, out, p->m, live),
+                    s->packed + (int64_t)lane * p->m, s, n0 / PANEL, x, k0 / BLOCK, depth);
+        if (live < WIDE) edge_close(&edge, out, p->m, live);
+    }
     int size = PART * (s->form == FLOATS ? 1 : 2);
-    if (!packed && (s->tiles * ACROSS == 1 || p->m <= ACROSS_ROWS)) size = DEPTH; /* one tile */
+    if (!widens(s) && (s->tiles * ACROSS == 1 || p->m <= ACROSS_ROWS)) size = DEPTH; /* one tile */
     for (int k = 0; k == 0 || k < depth; k += size) {
         int inputs = depth - k < size ? depth - k : size;
         const float *b = weight_part(s, n0, k0 + k, inputs);
@@ -467,7 +482,7 @@ void CPU(product_stream)(Device *dev, const Product *p)
     float *packed = cpu_scratch(dev); /* the caller's: workers only read it */
     DType type = ((const frozen *)p->b)->type;
     Stream s = {.p = p, .dev = dev, .packed = packed};
-    s.form = type == DTYPE_BF16 ? WIDEN : FLOATS;
+    s.form = type == DTYPE_BF16 && p->m <= WIDEN_ROWS ? WIDEN : FLOATS;
 #if defined(__AVX512BF16__)
     if (type != DTYPE_F32) s.form = PAIRS;
 #endif
