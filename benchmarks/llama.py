@@ -219,6 +219,17 @@ def write_gguf(folder: Path, names: dict[str, str], form: str) -> Path:
     return file
 
 
+def mixed_gguf(c: Any, file: Path, form: str, threads: int) -> Path:
+    """The file as llama.cpp itself quantises it, in one of its mixtures of types, such as Q4_K_M."""
+    to = file.with_name(f"model-{form}.gguf")
+    params = c.llama_model_quantize_default_params()
+    params.ftype, params.nthread = getattr(c, f"LLAMA_FTYPE_MOSTLY_{form}"), threads
+    status = c.llama_model_quantize(bytes(file), bytes(to), ctypes.byref(params))
+    if status:
+        raise RuntimeError(f"llama_model_quantize returned {status} for {form}")
+    return to
+
+
 # ---- the child: decoding ----
 
 
@@ -319,7 +330,11 @@ def main() -> None:
     try:
         import llama_cpp
 
-        engine = Engine(write_gguf(folder, names, kind), threads, clock)
+        mixture = kind.endswith(("_S", "_M", "_L"))
+        file = write_gguf(folder, names, "" if mixture else kind)
+        if mixture:
+            file = mixed_gguf(llama_cpp, file, kind, threads)
+        engine = Engine(file, threads, clock)
     except (ImportError, RuntimeError) as error:
         print(json.dumps({"error": f"llama.cpp is absent: {error}"}), flush=True)
         return

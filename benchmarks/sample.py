@@ -242,7 +242,7 @@ def main() -> None:
     add("--new", type=int, default=64, help="tokens that are drawn")
     add("--prefill", type=int, nargs="*", default=[512], help="lengths of prompts")
     add("--llama-python", default=sys.executable, help="an interpreter that has llama.cpp")
-    add("--llama-type", default="", help="of llama.cpp's matrices, such as Q4_0")
+    add("--llama-type", default="", help="of llama.cpp's matrices: Q4_0, Q8_0, Q4_K_M")
     add("--weights", choices=WEIGHTS, default="stored", help="what tinsmith keeps them in")
     add("--without", nargs="*", default=[], choices=("HF",), help="sides to leave out")
     args = parse(options)
