@@ -20,7 +20,7 @@ typedef struct Conv {
     const real *x, *dy;
     const float *w;
     const Span *spans;
-    int S, C;
+    int S, C, x_step; /* x_step: also of dx */
     int64_t step;
 } Conv;
 
@@ -37,7 +37,7 @@ __device__ static __forceinline__ void input(float (&x)[W], const Conv &c, const
 {
     int pos = span.pos + i;
     if (i >= 0)
-        load<W>(x, c.x + (int64_t)(span.row + i) * c.C + channel);
+        load<W>(x, c.x + (int64_t)(span.row + i) * c.x_step + channel);
     else if (span.state >= 0 && pos >= 0)
         load<W>(x, c.ring + span.state * c.step + (int64_t)(pos % CONV) * c.C + channel);
     else
@@ -146,16 +146,16 @@ template <int W> static __global__ void __launch_bounds__(THREADS) conv_backward
             dx[e] = 0.0f;
             for (int j = 0; j < CONV; j++) dx[e] = fmaf(w[e][j], slope[j][e], dx[e]);
         }
-        store<W>(c.y + (int64_t)(tile.span.row + i - CONV + 1) * c.C + channel, dx);
+        store<W>(c.y + (int64_t)(tile.span.row + i - CONV + 1) * c.x_step + channel, dx);
     }
 }
 
 void cuda_conv(Device *dev, real *y, float *start, float *ring, const real *x, const float *w,
-               const Span *spans, int S, int T, int C, int64_t step)
+               const Span *spans, int S, int T, int C, int x_step, int64_t step)
 {
     CudaDevice *cuda = cuda_of(dev);
-    Conv c = {y, start, ring, x, nullptr, w, spans, S, C, step};
-    int W = C % 8 || step % 4 ? 1 : 8;
+    Conv c = {y, start, ring, x, nullptr, w, spans, S, C, x_step, step};
+    int W = C % 8 || x_step % 8 || step % 4 ? 1 : 8;
     unsigned channels = cuda_blocks(C, THREADS * W);
     auto kernel = W == 8 ? conv_kernel<8> : conv_kernel<1>;
     if (T) LAUNCH(cuda, kernel, dim3(tile_slots(T, S, 1, ROWS), channels), THREADS, 0, c);
@@ -164,10 +164,10 @@ void cuda_conv(Device *dev, real *y, float *start, float *ring, const real *x, c
 }
 
 void cuda_conv_backward(Device *dev, real *dx, const real *dy, const real *x, const float *w,
-                        const Span *spans, int S, int T, int C)
+                        const Span *spans, int S, int T, int C, int x_step)
 {
-    Conv c = {dx, nullptr, nullptr, x, dy, w, spans, S, C, 0};
-    int W = C % 8 ? 1 : 8;
+    Conv c = {dx, nullptr, nullptr, x, dy, w, spans, S, C, x_step, 0};
+    int W = C % 8 || x_step % 8 ? 1 : 8;
     dim3 grid(T ? tile_slots(T, S, 1, ROWS) : 0, cuda_blocks(C, THREADS * W));
     auto kernel = W == 8 ? conv_backward_kernel<8> : conv_backward_kernel<1>;
     LAUNCH(cuda_of(dev), kernel, grid, THREADS, 0, c);

@@ -72,15 +72,22 @@ template <int W> __device__ static __forceinline__ Piece piece_of(int F, int64_t
     return {row, (int64_t)piece * W, row * step + (int64_t)(piece % pieces) * W};
 }
 
+/* Where they are in up, whose rows may be apart otherwise. */
+__device__ static __forceinline__ int64_t up_at(const Piece &p, int64_t gate_step, int64_t up_step)
+{
+    return p.at + p.row * (up_step - gate_step);
+}
+
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
-    swiglu_kernel(real *y, const real *gate, const real *up, int T, int F, int64_t step)
+    swiglu_kernel(real *y, const real *gate, const real *up, int T, int F, int64_t gate_step,
+                  int64_t up_step)
 {
-    Piece p = piece_of<W>(F, step);
+    Piece p = piece_of<W>(F, gate_step);
     if (p.row >= (unsigned)T) return;
     float g[W], u[W];
     load<W>(g, gate + p.at);
-    load<W>(u, up + p.at);
+    load<W>(u, up + up_at(p, gate_step, up_step));
     for (int j = 0; j < W; j++) u[j] = g[j] * fast_sigmoid(g[j]) * u[j];
     store<W>(y + p.i, u);
 }
@@ -88,42 +95,45 @@ static __global__ void __launch_bounds__(THREADS)
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
     swiglu_backward_kernel(real *dgate, real *dup, const real *dy, const real *gate, const real *up,
-                           int T, int F, int64_t step)
+                           int T, int F, int64_t gate_step, int64_t up_step)
 {
-    Piece p = piece_of<W>(F, step);
+    Piece p = piece_of<W>(F, gate_step);
     if (p.row >= (unsigned)T) return;
+    int64_t at = up_at(p, gate_step, up_step);
     float d[W], g[W], u[W];
     load<W>(d, dy + p.i);
     load<W>(g, gate + p.at);
-    load<W>(u, up + p.at);
+    load<W>(u, up + at);
     gradients<W, false>(g, u, d, 1.0f, 0.0f);
     store<W>(dgate + p.at, g);
-    store<W>(dup + p.at, u);
+    store<W>(dup + at, u);
 }
 
-/* How many elements a thread takes: 16 bytes of them where all rows begin at multiples of that. */
+/* How many elements a thread takes: 16 bytes of them where all rows begin at multiples of that.
+ * Several steps come as one, or'ed. */
 static int width_of(int F, int step)
 {
     return F % 8 || step % 8 ? 1 : 8;
 }
 
-void cuda_swiglu(Device *dev, real *y, const real *gate, const real *up, int T, int F, int step)
+void cuda_swiglu(Device *dev, real *y, const real *gate, const real *up, int T, int F,
+                 int gate_step, int up_step)
 {
     int64_t n = (int64_t)T * F;
-    int W = width_of(F, step);
+    int W = width_of(F, gate_step | up_step);
     auto kernel = W == 8 ? swiglu_kernel<8> : swiglu_kernel<1>;
     LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, y, gate, up, T, F,
-           (int64_t)step);
+           (int64_t)gate_step, (int64_t)up_step);
 }
 
 void cuda_swiglu_backward(Device *dev, real *dgate, real *dup, const real *dy, const real *gate,
-                          const real *up, int T, int F, int step)
+                          const real *up, int T, int F, int gate_step, int up_step)
 {
     int64_t n = (int64_t)T * F;
-    int W = width_of(F, step);
+    int W = width_of(F, gate_step | up_step);
     auto kernel = W == 8 ? swiglu_backward_kernel<8> : swiglu_backward_kernel<1>;
     LAUNCH(cuda_of(dev), kernel, cuda_blocks(n, THREADS * W), THREADS, 0, dgate, dup, dy, gate, up,
-           T, F, (int64_t)step);
+           T, F, (int64_t)gate_step, (int64_t)up_step);
 }
 
 /* ---- with a share of each row ---- */

@@ -21,39 +21,46 @@ def whole(lengths):
 
 
 # The last has channels for more than one of a processor's jobs.
-CONVS = tuple(dict(lengths=n, C=C) for n, C in zip(LENGTHS, (8, 1, 67, 64, 35, 530), strict=True))
+CONVS = (
+    *(dict(lengths=n, C=C) for n, C in zip(LENGTHS, (8, 1, 67, 64, 35, 530), strict=True)),
+    dict(lengths=(5, 40), C=64, gap=72),
+    dict(lengths=(33, 2), C=24, gap=5),
+)
 
 
 @case(*CONVS)
-def make_conv(rng, lengths, C):
+def make_conv(rng, lengths, C, gap=0):
     T = sum(lengths)
-    sizes = dict(spans=whole(lengths), S=len(lengths), T=T, C=C, step=0)
+    sizes = dict(spans=whole(lengths), S=len(lengths), T=T, C=C, x_step=C + gap, step=0)
     x, w = rng.standard_normal((T, C)) * 2, rng.standard_normal((C, 4))
     return dict(y=(T, C), start=None, ring=None, x=x, w=w) | sizes
 
 
 @case(*CONVS)
-def make_conv_backward(rng, lengths, C):
-    args = make_conv(rng, lengths, C)
+def make_conv_backward(rng, lengths, C, gap=0):
+    args = make_conv(rng, lengths, C, gap)
     for name in ("y", "start", "ring", "step"):
         del args[name]
     return args | dict(dx=args["x"].shape, dy=rng.standard_normal(args["x"].shape))
 
 
-TH = (dict(T=0, H=4), dict(T=1, H=1), dict(T=33, H=6), dict(T=70, H=32))
+TH = (
+    *(dict(T=T, H=H) for T, H in ((0, 4), (1, 1), (33, 6), (70, 32))),
+    dict(T=33, H=6, gap=11),
+)
 
 
 @case(*TH)
-def make_delta_gates(rng, T, H):
+def make_delta_gates(rng, T, H, gap=0):
     b, a = rng.standard_normal((2, T, H)) * 4
     a[:1] += 120  # e to this power is no float32
     rate, bias = np.log(rng.uniform(0.01, 16, H)), rng.standard_normal(H)
-    return dict(beta=(T, H), decay=(T, H), b=b, a=a, rate=rate, bias=bias, T=T, H=H)
+    return dict(beta=(T, H), decay=(T, H), b=b, a=a, rate=rate, bias=bias, T=T, H=H, step=H + gap)
 
 
 @case(*TH)
-def make_delta_gates_backward(rng, T, H):
-    args = make_delta_gates(rng, T, H)
+def make_delta_gates_backward(rng, T, H, gap=0):
+    args = make_delta_gates(rng, T, H, gap)
     dbeta, ddecay = rng.standard_normal((2, T, H))
     del args["beta"], args["decay"]
     return args | dict(db=(T, H), da=(T, H), dbeta=dbeta, ddecay=ddecay)

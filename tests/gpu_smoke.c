@@ -379,8 +379,8 @@ static void check_swiglu(void)
     float *g = numbers(n, 15, 1), *u = numbers(n, 16, 1), *dy = numbers(n, 17, 1);
     real *gate = put_real(g, n), *up = put_real(u, n), *y = room_real(n);
     real *back = put_real(dy, n), *dgate = room_real(n), *dup = room_real(n);
-    RUN(dev->swiglu(dev, y, gate, up, T, F, F));
-    RUN(dev->swiglu_backward(dev, dgate, dup, back, gate, up, T, F, F));
+    RUN(dev->swiglu(dev, y, gate, up, T, F, F, F));
+    RUN(dev->swiglu_backward(dev, dgate, dup, back, gate, up, T, F, F, F));
     float *got = get_real(y, n), *a = get_real(dgate, n), *b = get_real(dup, n);
     for (size_t i = 0; i < n; i += 7) {
         double s = 1 / (1 + exp(-(double)g[i]));

@@ -308,21 +308,24 @@ def make_gate_backward(rng, T, D, alias=False):
 
 TF = (
     *(dict(T=T, F=F) for T, F in ((0, 8), (1, 1), (7, 67), (5, 72), (11, 1501))),
-    *(dict(T=T, F=F, gap=gap) for T, F, gap in ((7, 67, 3), (9, 72, 72), (11, 1501, 1501))),
+    *(dict(T=T, F=F, gaps=(gap, gap)) for T, F, gap in ((7, 67, 3), (9, 72, 72), (11, 1501, 1501))),
+    *(dict(T=9, F=72, gaps=gaps) for gaps in ((8, 0), (0, 40), (3, 0), (0, 5))),
 )
 
 
 @case(*TF)
-def make_swiglu(rng, T, F, gap=0):
+def make_swiglu(rng, T, F, gaps=(0, 0)):
     gate, up = rng.standard_normal((2, T, F)) * 8
-    return dict(y=(T, F), gate=gate, up=up, T=T, F=F, step=F + gap)
+    steps = dict(gate_step=F + gaps[0], up_step=F + gaps[1])
+    return dict(y=(T, F), gate=gate, up=up, T=T, F=F) | steps
 
 
 @case(*(size | dict(alias=alias) for size in TF for alias in (False, True)))
-def make_swiglu_backward(rng, T, F, alias=False, gap=0):
+def make_swiglu_backward(rng, T, F, alias=False, gaps=(0, 0)):
     dy, gate, up = rng.standard_normal((3, T, F)) * 3
     outputs = dict(dgate="gate", dup="up") if alias else dict(dgate=(T, F), dup=(T, F))
-    return outputs | dict(dy=dy, gate=gate, up=up, T=T, F=F, step=F + gap)
+    steps = dict(gate_step=F + gaps[0], up_step=F + gaps[1])
+    return outputs | dict(dy=dy, gate=gate, up=up, T=T, F=F) | steps
 
 
 def make_pages(rng, seen, G, E):

@@ -9,20 +9,24 @@ import numpy as np
 BETWEEN = 3.25  # exact in every type
 
 # Of an op, the arrays whose rows are each step's numbers apart.
-_SWIGLU = {"step": ("gate", "up")}
-_SWIGLU_BACKWARD = {"step": ("gate", "up", "dgate", "dup")}
+_SHARE = {"step": ("gate", "up")}
+_SHARE_BACKWARD = {"step": ("gate", "up", "dgate", "dup")}
 _LORA = {f"step{i}": (f"y{i}",) for i in range(4)}
 STEPS: dict[str, dict[str, tuple[str, ...]]] = {
     "linear": {"step": ("y", "plus")},
     "linear_backward": {"step": ("dy",)},
     "lora": _LORA,
     "lora_backward": _LORA,
-    "swiglu": _SWIGLU,
-    "swiglu_backward": _SWIGLU_BACKWARD,
-    "swiglu_share": _SWIGLU,
-    "swiglu_share_backward": _SWIGLU_BACKWARD,
+    "swiglu": {"gate_step": ("gate",), "up_step": ("up",)},
+    "swiglu_backward": {"gate_step": ("gate", "dgate"), "up_step": ("up", "dup")},
+    "swiglu_share": _SHARE,
+    "swiglu_share_backward": _SHARE_BACKWARD,
     "rotate": {"q_step": ("q_raw",), "kv_step": ("k_raw",)},
     "rotate_backward": {"q_step": ("q_raw", "dq"), "kv_step": ("k_raw", "dk")},
+    "conv": {"x_step": ("x",)},
+    "conv_backward": {"x_step": ("x", "dx")},
+    "delta_gates": {"step": ("b", "a")},
+    "delta_gates_backward": {"step": ("b", "a", "db", "da")},
     "kv_write": {"v_step": ("v",)},
     "attention_backward": {"q_step": ("dq",), "kv_step": ("v", "dk", "dv")},
 }

@@ -38,7 +38,7 @@ def sleeps(op: str, *sizes: int) -> list[int]:
     draws = dev.put([Draw(temperature=1.0, top_p=1.0, limit=rest[-1])] * T, "Draw")
     x = [one.pointer for one in memory]
     arguments = {
-        "swiglu": (*x[:3], *sizes, sizes[-1]),
+        "swiglu": (*x[:3], *sizes, *sizes[-1:] * 2),
         "rmsnorm": (*x, *sizes, 1e-6),
         "rotate": (
             *(x[0], x[0], None, None, x[1], x[1], None, None, *x[2:], *sizes[:2], 0),

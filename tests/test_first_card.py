@@ -208,10 +208,11 @@ def test_bits_that_change_with_the_number_of_rows_are_found(
 SPOILT = """
 #include <dlfcn.h>
 #include "%(root)s/csrc/device/device.h"
-static void (*right)(Device *, real *, const real *, const real *, int, int, int);
-static void spoilt(Device *dev, real *y, const real *gate, const real *up, int T, int F, int step)
+static void (*right)(Device *, real *, const real *, const real *, int, int, int, int);
+static void spoilt(Device *dev, real *y, const real *gate, const real *up, int T, int F, int step,
+                   int other)
 {
-    right(dev, y, gate, up, T, F, step);
+    right(dev, y, gate, up, T, F, step, other);
     dev->zero(dev, (char *)y + dev->real_bytes * F, dev->real_bytes * F);
 }
 __attribute__((visibility("default")))

@@ -19,7 +19,7 @@ typedef struct Conv {
     float *y, *start, *ring; /* y: also dx */
     const float *x, *dy, *w;
     const Span *spans;
-    int C, blocks;
+    int C, x_step, blocks; /* x_step: also of dx */
     int64_t step;
 } Conv;
 
@@ -45,7 +45,7 @@ static void inputs_of(const float *at[CONV], const Conv *c, const Taps *taps, Sp
     for (int j = 0; j < CONV; j++) {
         int back = CONV - 1 - j, pos = span.pos + i - back;
         if (back <= i)
-            at[j] = c->x + (int64_t)(span.row + i - back) * c->C + first;
+            at[j] = c->x + (int64_t)(span.row + i - back) * c->x_step + first;
         else
             at[j] =
                 ring && pos >= 0 ? ring + (size_t)(pos % CONV) * (size_t)c->C + first : taps->zeros;
@@ -75,7 +75,7 @@ static void leave(const Conv *c, const Taps *taps, Span span, int first, int cha
     }
     for (int i = span.rows < CONV ? 0 : span.rows - CONV; i < span.rows; i++)
         memcpy(ring + (size_t)((span.pos + i) % CONV) * C + at,
-               c->x + (int64_t)(span.row + i) * c->C + first, bytes);
+               c->x + (int64_t)(span.row + i) * c->x_step + first, bytes);
 }
 
 static void conv_job(void *context, int64_t job)
@@ -109,34 +109,35 @@ static void conv_backward_job(void *context, int64_t job)
     const float *at[CONV];
     for (int i = span.rows - 1; i >= 0; i--) {
         inputs_of(at, c, &taps, span, i, first, NULL);
-        int64_t row = (int64_t)(span.row + i) * c->C + first;
+        const float *dys = c->dy + (int64_t)(span.row + i) * c->C + first;
+        float *dxs = c->y + (int64_t)(span.row + i) * c->x_step + first;
         for (int k = 0; k < channels; k += VL) {
             int rest = channels - k;
             vf s = sum_of(at, &taps, k, rest), sigma = v_sigmoid(s);
-            vf dy = v_load_upto(c->dy + row + k, rest);
+            vf dy = v_load_upto(dys + k, rest);
             v_store(slopes[i % CONV] + k, dy * (sigma * (1.0f + s * (1.0f - sigma))));
             vf dx = v_set(0.0f);
 #pragma GCC unroll 4
             for (int j = 0; j < CONV; j++)
                 dx =
                     v_fma(v_load(taps.w[j] + k), v_load(slopes[(i + CONV - 1 - j) % CONV] + k), dx);
-            v_store_upto(c->y + row + k, dx, rest);
+            v_store_upto(dxs + k, dx, rest);
         }
     }
 }
 
 void CPU(conv)(Device *dev, real *y, float *start, float *ring, const real *x, const float *w,
-               const Span *spans, int S, int T, int C, int64_t step)
+               const Span *spans, int S, int T, int C, int x_step, int64_t step)
 {
     int blocks = (C + CHANNELS - 1) / CHANNELS;
-    Conv c = {f32(y), start, ring, f32c(x), NULL, w, spans, C, blocks, step};
+    Conv c = {f32(y), start, ring, f32c(x), NULL, w, spans, C, x_step, blocks, step};
     cpu_run_uneven(dev, NS * T * C, (int64_t)S * blocks, conv_job, &c);
 }
 
 void CPU(conv_backward)(Device *dev, real *dx, const real *dy, const real *x, const float *w,
-                        const Span *spans, int S, int T, int C)
+                        const Span *spans, int S, int T, int C, int x_step)
 {
     int blocks = (C + CHANNELS - 1) / CHANNELS;
-    Conv c = {f32(dx), NULL, NULL, f32c(x), f32c(dy), w, spans, C, blocks, 0};
+    Conv c = {f32(dx), NULL, NULL, f32c(x), f32c(dy), w, spans, C, x_step, blocks, 0};
     cpu_run_uneven(dev, NS_BACKWARD * T * C, (int64_t)S * blocks, conv_backward_job, &c);
 }

@@ -71,7 +71,7 @@ void CPU(gate_backward)(Device *dev, real *dx, real *dgate, const real *dy, cons
 typedef struct DeltaGates {
     float *beta, *decay; /* backward's: db and da */
     const float *dbeta, *ddecay, *b, *a, *rate, *bias;
-    int T, H, grain;
+    int T, H, step, grain;
 } DeltaGates;
 
 /* log(1 + eˣ). */
@@ -91,9 +91,9 @@ static void delta_gates_job(void *context, int64_t job)
     int from = (int)job * g->grain, to = g->T - from < g->grain ? g->T : from + g->grain;
     for (int t = from; t < to; t++)
         for (int h = 0; h < g->H; h++) {
-            int64_t at = (int64_t)t * g->H + h;
-            g->beta[at] = sigmoid_of(g->b[at]);
-            g->decay[at] = -expf(g->rate[h]) * softplus(g->a[at] + g->bias[h]);
+            int64_t i = (int64_t)t * g->H + h, at = (int64_t)t * g->step + h;
+            g->beta[i] = sigmoid_of(g->b[at]);
+            g->decay[i] = -expf(g->rate[h]) * softplus(g->a[at] + g->bias[h]);
         }
 }
 
@@ -103,36 +103,27 @@ static void delta_gates_backward_job(void *context, int64_t job)
     int from = (int)job * g->grain, to = g->T - from < g->grain ? g->T : from + g->grain;
     for (int t = from; t < to; t++)
         for (int h = 0; h < g->H; h++) {
-            int64_t at = (int64_t)t * g->H + h;
+            int64_t i = (int64_t)t * g->H + h, at = (int64_t)t * g->step + h;
             float s = sigmoid_of(g->b[at]);
-            g->beta[at] = g->dbeta[at] * (s * (1.0f - s));
-            g->decay[at] = g->ddecay[at] * -expf(g->rate[h]) * sigmoid_of(g->a[at] + g->bias[h]);
+            g->beta[at] = g->dbeta[i] * (s * (1.0f - s));
+            g->decay[at] = g->ddecay[i] * -expf(g->rate[h]) * sigmoid_of(g->a[at] + g->bias[h]);
         }
 }
 
 void CPU(delta_gates)(Device *dev, float *beta, float *decay, const real *b, const real *a,
-                      const float *rate, const float *bias, int T, int H)
+                      const float *rate, const float *bias, int T, int H, int step)
 {
-    DeltaGates g = {
-        beta, decay, NULL, NULL, f32c(b), f32c(a), rate, bias, T, H, cpu_rows_of_job(GRAIN / 8, H)};
+    DeltaGates g = {beta, decay, NULL, NULL, f32c(b), f32c(a),
+                    rate, bias,  T,    H,    step,    cpu_rows_of_job(GRAIN / 8, H)};
     cpu_run_of(dev, NS_DELTA * T * H, ((int64_t)T + g.grain - 1) / g.grain, delta_gates_job, &g);
 }
 
 void CPU(delta_gates_backward)(Device *dev, real *db, real *da, const float *dbeta,
                                const float *ddecay, const real *b, const real *a, const float *rate,
-                               const float *bias, int T, int H)
+                               const float *bias, int T, int H, int step)
 {
-    DeltaGates g = {f32(db),
-                    f32(da),
-                    dbeta,
-                    ddecay,
-                    f32c(b),
-                    f32c(a),
-                    rate,
-                    bias,
-                    T,
-                    H,
-                    cpu_rows_of_job(GRAIN / 8, H)};
+    DeltaGates g = {f32(db), f32(da), dbeta, ddecay, f32c(b), f32c(a),
+                    rate,    bias,    T,     H,      step,    cpu_rows_of_job(GRAIN / 8, H)};
     cpu_run_of(dev, NS_DELTA * T * H, ((int64_t)T + g.grain - 1) / g.grain,
                delta_gates_backward_job, &g);
 }

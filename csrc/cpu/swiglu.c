@@ -21,11 +21,12 @@ enum {
 #define NS 0.2
 #define NS_BACKWARD 0.4
 
-/* Rows of `width` numbers; gate's and up's, and those of their gradients, are `step` apart. */
+/* Rows of `width` numbers; gate's and up's, and likewise those of their gradients, are so far
+ * apart. */
 typedef struct Glu {
     float *y, *dgate, *dup;
     const float *dy, *gate, *up;
-    int64_t rows, width, step;
+    int64_t rows, width, gate_step, up_step;
 } Glu;
 
 /* A job's stretch, from `i` to `to`, of the rows' numbers; it may end in the middle of a row. */
@@ -39,15 +40,16 @@ static Stretch stretch_of(const Glu *g, int64_t job)
     return (Stretch){i, all - i < GRAIN ? all : i + GRAIN};
 }
 
-/* The next numbers of a stretch that are of one row: where they are in y, and in gate; how many. */
+/* The next numbers of a stretch that are of one row: where they are in y, gate and up; how many. */
 typedef struct Piece {
-    int64_t y, at, n;
+    int64_t y, gate, up, n;
 } Piece;
 
 static Piece piece_take(const Glu *g, Stretch *s)
 {
     int64_t t = s->i / g->width, column = s->i % g->width, rest = s->to - s->i;
-    Piece piece = {s->i, t * g->step + column, g->width - column < rest ? g->width - column : rest};
+    Piece piece = {s->i, t * g->gate_step + column, t * g->up_step + column,
+                   g->width - column < rest ? g->width - column : rest};
     s->i += piece.n;
     return piece;
 }
@@ -57,7 +59,7 @@ static void glu_job(void *context, int64_t job)
     const Glu *g = context;
     for (Stretch s = stretch_of(g, job); s.i < s.to;) {
         Piece piece = piece_take(g, &s);
-        const float *gates = g->gate + piece.at, *ups = g->up + piece.at;
+        const float *gates = g->gate + piece.gate, *ups = g->up + piece.up;
         float *y = g->y + piece.y;
         int64_t i = 0;
         for (; i + VL <= piece.n; i += VL) {
@@ -84,8 +86,8 @@ static void glu_backward_job(void *context, int64_t job)
     vf dgate, dup;
     for (Stretch s = stretch_of(g, job); s.i < s.to;) {
         Piece piece = piece_take(g, &s);
-        const float *dy = g->dy + piece.y, *gate = g->gate + piece.at, *up = g->up + piece.at;
-        float *dgates = g->dgate + piece.at, *dups = g->dup + piece.at;
+        const float *dy = g->dy + piece.y, *gate = g->gate + piece.gate, *up = g->up + piece.up;
+        float *dgates = g->dgate + piece.gate, *dups = g->dup + piece.up;
         int64_t i = 0;
         for (; i + VL <= piece.n; i += VL) {
             gradients(&dgate, &dup, v_load(dy + i), v_load(gate + i), v_load(up + i));
@@ -104,22 +106,29 @@ static void glu_backward_job(void *context, int64_t job)
 /* The number of a job's elements is the same for any step. */
 static void glu_run(Device *dev, Glu *g, double ns, void (*work)(void *, int64_t))
 {
-    if (g->step == g->width) { /* one long row */
-        g->step = g->width *= g->rows;
+    if (g->gate_step == g->width && g->up_step == g->width) { /* one long row */
+        g->width *= g->rows;
         g->rows = g->width > 0;
     }
     int64_t all = g->rows * g->width;
     cpu_run_of(dev, ns * (double)all, (all + GRAIN - 1) / GRAIN, work, g);
 }
 
-void CPU(swiglu)(Device *dev, real *y, const real *gate, const real *up, int T, int F, int step)
+void CPU(swiglu)(Device *dev, real *y, const real *gate, const real *up, int T, int F,
+                 int gate_step, int up_step)
 {
-    Glu g = {.y = f32(y), .gate = f32c(gate), .up = f32c(up), .rows = T, .width = F, .step = step};
+    Glu g = {.y = f32(y),
+             .gate = f32c(gate),
+             .up = f32c(up),
+             .rows = T,
+             .width = F,
+             .gate_step = gate_step,
+             .up_step = up_step};
     glu_run(dev, &g, NS, glu_job);
 }
 
 void CPU(swiglu_backward)(Device *dev, real *dgate, real *dup, const real *dy, const real *gate,
-                          const real *up, int T, int F, int step)
+                          const real *up, int T, int F, int gate_step, int up_step)
 {
     Glu g = {.dgate = f32(dgate),
              .dup = f32(dup),
@@ -128,7 +137,8 @@ void CPU(swiglu_backward)(Device *dev, real *dgate, real *dup, const real *dy, c
              .up = f32c(up),
              .rows = T,
              .width = F,
-             .step = step};
+             .gate_step = gate_step,
+             .up_step = up_step};
     glu_run(dev, &g, NS_BACKWARD, glu_backward_job);
 }
 

@@ -85,6 +85,10 @@ typedef struct KindInfo {
 
 /* Numbers of a row of attention's qkv: q, k and v side by side, or k and v where q has a gate. */
 int qkv_width(const Shape *shape);
+/* From one row of a gated delta network's products to the next: q, k, v, z, b and a side by side,
+ * and so many numbers more that rows begin at multiples of ROW_PIECE. */
+enum { ROW_PIECE = 8 };
+int delta_width(const Shape *shape);
 /* Channels of a gated delta network's convolution: of q, of k, of v. */
 int delta_channels(const Shape *shape);
 /* Bytes that a sequence keeps of such a layer. */

@@ -54,7 +54,8 @@ typedef struct Projection {
 #define PROJECTION(y, slot, bias, N) PART_OF(N, y, slot, bias, N)
 
 /* One that is never trained. */
-#define FROZEN(y, slot, N) {y, NULL, w->slot, NULL, N, N, offsetof(LayerPairs, slot)}
+#define FROZEN_PART(step, y, slot, N) {y, NULL, w->slot, NULL, N, step, offsetof(LayerPairs, slot)}
+#define FROZEN(y, slot, N) FROZEN_PART(N, y, slot, N)
 
 /* y = x·wᵀ + bias for each in the list, and on top each segment's LoRA. Those whose results stand
  * side by side are one product where the device has their weights as one; likewise unproject. */

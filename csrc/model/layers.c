@@ -11,6 +11,12 @@ int qkv_width(const Shape *s)
     return ((s->q_gate ? 0 : s->heads) + 2 * s->kv_heads) * s->head_width;
 }
 
+int delta_width(const Shape *s)
+{
+    int width = delta_channels(s) + s->value_heads * (s->value_width + 2);
+    return (width + ROW_PIECE - 1) / ROW_PIECE * ROW_PIECE;
+}
+
 int delta_channels(const Shape *s)
 {
     return 2 * s->key_heads * s->key_width + s->value_heads * s->value_width;

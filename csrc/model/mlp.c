@@ -21,7 +21,7 @@ void mlp_forward(const Pass *p, real *out, const real *x)
 
     project(p, gated, 2, acts->xn, D);
     if (!out) return;
-    d->swiglu(d, acts->act, gate, up, T, F, 2 * F);
+    d->swiglu(d, acts->act, gate, up, T, F, 2 * F, 2 * F);
     project_onto(p, x, down, acts->act, F);
 }
 
@@ -39,8 +39,8 @@ void mlp_backward(const Pass *p, real *dxn)
     const Projection gated[] = {PART_OF(2 * F, gate, w_gate, NULL, F),
                                 PART_OF(2 * F, up, w_up, NULL, F)};
 
-    d->swiglu(d, acts->act, gate, up, T, F, 2 * F);
+    d->swiglu(d, acts->act, gate, up, T, F, 2 * F, 2 * F);
     unproject(p, down, 1, g->dact, acts->act, F);
-    d->swiglu_backward(d, gate, up, g->dact, gate, up, T, F, 2 * F);
+    d->swiglu_backward(d, gate, up, g->dact, gate, up, T, F, 2 * F, 2 * F);
     unproject(p, gated, 2, dxn, acts->xn, D);
 }
