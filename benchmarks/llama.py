@@ -220,7 +220,7 @@ def write_gguf(folder: Path, names: dict[str, str], form: str) -> Path:
 
 
 def mixed_gguf(c: Any, file: Path, form: str, threads: int) -> Path:
-    """The file as llama.cpp itself quantises it, in one of its mixtures of types, such as Q4_K_M."""
+    """The file as llama.cpp itself quantises it: a mixture of types, such as Q4_K_M."""
     to = file.with_name(f"model-{form}.gguf")
     params = c.llama_model_quantize_default_params()
     params.ftype, params.nthread = getattr(c, f"LLAMA_FTYPE_MOSTLY_{form}"), threads
