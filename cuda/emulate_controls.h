@@ -82,6 +82,26 @@ extern "C" TINSMITH_EXPORT int64_t cuda_emulated_given(int kind)
     return emulate::machine.cards[0].given[kind];
 }
 
+/* Where the number of the launch or other work is that is being done, from 1 on; 0: none. */
+extern "C" TINSMITH_EXPORT const uint64_t *cuda_emulated_work(void)
+{
+    return &emulate::machine.work_now;
+}
+
+/* The blocks of memory on all cards. Returns how many there are. */
+extern "C" TINSMITH_EXPORT int cuda_emulated_blocks(const char **at, size_t *bytes, int room)
+{
+    std::lock_guard<std::mutex> guard(emulate::machine.lock);
+    int count = 0;
+    for (auto &block : emulate::machine.blocks) {
+        if (block.second.card < 0 || room-- <= 0) continue;
+        *at++ = block.first;
+        *bytes++ = block.second.bytes;
+        count++;
+    }
+    return count;
+}
+
 /* The scratch sizes of ops on the first card since the last call, of those that ran or of those
  * that were rehearsed. Returns how many there are. */
 extern "C" TINSMITH_EXPORT int cuda_emulated_scratch(int rehearsed, size_t *sizes, int room)

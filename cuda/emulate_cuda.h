@@ -1,6 +1,8 @@
 /* cuda/emulate_cuda.h - CUDA's own names that kernels use, implemented by the emulator.
  *
- * Built-in variables, vector types, bf16, barriers, shuffles, votes, atomics, and intrinsics. */
+ * Built-in variables, vector types, bf16, barriers, shuffles, votes, atomics, and intrinsics. What
+ * returns a struct is always inlined: kernels write it to memory, and a call that writes its own
+ * result there would not be seen by who counts (tests/traffic.cpp). */
 #ifndef TINSMITH_EMULATE_CUDA_H
 #define TINSMITH_EMULATE_CUDA_H
 
@@ -14,22 +16,22 @@
 
 /* ---- vector types ---- */
 
-#define VECTOR(type, name)                                                \
-    struct alignas(2 * sizeof(type)) name##2                              \
-    {                                                                     \
-        type x, y;                                                        \
-    };                                                                    \
-    struct alignas(4 * sizeof(type) < 16 ? 4 * sizeof(type) : 16) name##4 \
-    {                                                                     \
-        type x, y, z, w;                                                  \
-    };                                                                    \
-    static inline name##2 make_##name##2(type x, type y)                  \
-    {                                                                     \
-        return {x, y};                                                    \
-    }                                                                     \
-    static inline name##4 make_##name##4(type x, type y, type z, type w)  \
-    {                                                                     \
-        return {x, y, z, w};                                              \
+#define VECTOR(type, name)                                                        \
+    struct alignas(2 * sizeof(type)) name##2                                      \
+    {                                                                             \
+        type x, y;                                                                \
+    };                                                                            \
+    struct alignas(4 * sizeof(type) < 16 ? 4 * sizeof(type) : 16) name##4         \
+    {                                                                             \
+        type x, y, z, w;                                                          \
+    };                                                                            \
+    static __forceinline__ name##2 make_##name##2(type x, type y)                 \
+    {                                                                             \
+        return {x, y};                                                            \
+    }                                                                             \
+    static __forceinline__ name##4 make_##name##4(type x, type y, type z, type w) \
+    {                                                                             \
+        return {x, y, z, w};                                                      \
     }
 VECTOR(float, float)
 VECTOR(double, double)
@@ -52,7 +54,7 @@ static inline float __bfloat162float(__nv_bfloat16 h)
 }
 
 /* To the nearest, ties to even; NaN becomes 0x7fff, as on the GPU. */
-static inline __nv_bfloat16 __float2bfloat16_rn(float value)
+static __forceinline__ __nv_bfloat16 __float2bfloat16_rn(float value)
 {
     uint32_t bits;
     memcpy(&bits, &value, 4);
@@ -60,7 +62,7 @@ static inline __nv_bfloat16 __float2bfloat16_rn(float value)
     return {(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 
-static inline __nv_bfloat16 __float2bfloat16(float value)
+static __forceinline__ __nv_bfloat16 __float2bfloat16(float value)
 {
     return __float2bfloat16_rn(value);
 }
@@ -70,7 +72,7 @@ static inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 h)
     return h.bits;
 }
 
-static inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short bits)
+static __forceinline__ __nv_bfloat16 __ushort_as_bfloat16(unsigned short bits)
 {
     return {bits};
 }
@@ -182,7 +184,7 @@ static inline void __threadfence(void)
 
 /* ---- intrinsics ---- */
 
-template <class To, class From> static inline To bits_as(From value)
+template <class To, class From> static __forceinline__ To bits_as(From value)
 {
     static_assert(sizeof(To) == sizeof(From), "the same bits");
     To out;

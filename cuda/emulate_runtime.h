@@ -123,6 +123,7 @@ struct Machine {
     std::map<void *, size_t> freed; /* in the lazy mode, while work is queued */
     std::recursive_mutex work;      /* of the streams and their queues */
     std::vector<CardStream *> streams;
+    uint64_t works = 0, work_now = 0; /* done so far; the number of the one that is being done */
 };
 
 inline Machine machine;
@@ -171,10 +172,12 @@ inline void work_do(int number, const Work &work)
 {
     if (!card_works(number)) return;
     freed_poison();
+    machine.work_now = ++machine.works;
     if (work.is_kernel)
         run(work.kernel);
     else
         work.task();
+    machine.work_now = 0;
 }
 
 /* Takes a stream's first work out of its queue. */

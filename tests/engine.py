@@ -46,6 +46,9 @@ from steps import STEPS, Layout, with_steps
 
 ROOT = Path(__file__).parent.parent
 STAND_IN = ROOT / "tests/cublaslt.cpp"  # for cuBLASLt, which the emulated device loads
+COUNTER = ROOT / "tests/traffic.cpp"  # of bytes that are moved, and how it comes to see them
+COUNTING = ["-O0", "-g0", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
+COUNTING_LINK = ["-Wl,--wrap=memcpy,--wrap=memmove,--wrap=memset"]
 GUARD_BYTES = 256  # may be read: a product loads whole tiles (cpu/device.c), but not written
 POISON = 0x7F  # f32 3.4e38 in bf16 and f32, a huge id in int32
 ISAS = ("generic", "avx2", "avx512", "avx512bf16")
@@ -528,11 +531,17 @@ def setup_py() -> ModuleType:
 
 
 @functools.cache
-def emulated_build() -> tuple[Path, str]:
+def emulated_build(counting: bool = False) -> tuple[Path, str]:
     """The emulated CUDA device's library, built where there is none of these sources and flags yet,
-    while other processes of the tests wait; and the sentence of why it could not be."""
+    while other processes of the tests wait; and the sentence of why it could not be. `counting`:
+    the one that counts the bytes that work moves (traffic.cpp)."""
     setup = setup_py()
-    digest = hashlib.sha256(setup.cuda_digest(setup.EMULATED).encode() + STAND_IN.read_bytes())
+    compile_with, link_with, counter = setup.EMULATED, setup.EMULATED_LINK, []
+    if counting:
+        compile_with, link_with = [*compile_with, *COUNTING], [*link_with, *COUNTING_LINK]
+        counter = ["-fPIC", "-O2", COUNTER, "-Wl,-soname,device.so,-z,defs"]
+    sources = STAND_IN.read_bytes() + COUNTER.read_bytes() * counting
+    digest = hashlib.sha256(setup.cuda_digest([*compile_with, *link_with]).encode() + sources)
     folder = ROOT / "build" / "emulated" / digest.hexdigest()[:16]
     library, part, objects = (folder / name for name in ("device.so", "part.so", "objects"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -540,11 +549,14 @@ def emulated_build() -> tuple[Path, str]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.exists():
             return library, ""
-        reason = setup.cuda_build(part, objects, setup.EMULATED, setup.EMULATED_LINK)
+        reason = setup.cuda_build(part, objects, compile_with, [*link_with, *counter])
         if not reason:
             beside = folder / "libcublasLt_stand_in.so"  # where cuda/cublaslt.cuh looks for it
-            command = [*setup.EMULATED, "-shared", STAND_IN, "-o", beside]
-            subprocess.run(command, check=True)
+            stand_in = objects / "stand_in.o"
+            subprocess.run([*compile_with, "-c", STAND_IN, "-o", stand_in], check=True)
+            needed = [part] if counting else []  # it has what the counter is told
+            link = [compile_with[0], stand_in, *needed, "-o", beside, *link_with]
+            subprocess.run(link, check=True)
             part.rename(library)
             shutil.rmtree(objects)
         return library, reason
