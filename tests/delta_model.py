@@ -19,15 +19,16 @@ CONFIG = {
 }  # fmt: skip
 
 
-def core(threads: int = 1) -> _core.Model:
-    """The model on the device that the test runs on."""
-    return _core_on(DEVICE.get(), threads)
+def core(threads: int = 1, *, alone: bool = False) -> _core.Model:
+    """The model on the device that the test runs on; `alone`: without a layer of attention."""
+    return _core_on(DEVICE.get(), threads, alone)
 
 
 @functools.cache
-def _core_on(device: str, threads: int) -> _core.Model:
+def _core_on(device: str, threads: int, alone: bool) -> _core.Model:
     inv_freq = (1e4 ** -(np.arange(4) / 4)).astype(np.float32)
-    model = _core.Model(CONFIG, inv_freq, weights="f32", device=device, threads=threads)
+    config = CONFIG | ({"mixers": ["linear_attention"] * 3} if alone else {})
+    model = _core.Model(config, inv_freq, weights="f32", device=device, threads=threads)
     rng = np.random.default_rng(5)
     for slot, layer, index, rows, cols in model.slots:
         matrix = rng.normal(0, 1.3 / cols**0.5, (rows, cols))

@@ -51,6 +51,21 @@ def test_what_is_sampled_has_the_trainers_logprobs(length: int) -> None:
             np.testing.assert_array_equal(result["prompt_logprobs"][1:], wanted)
 
 
+@pytest.mark.usefixtures("on")
+def test_a_model_needs_no_layer_of_attention() -> None:
+    """A folder may name none. Then nothing is rotated, and a page has no keys."""
+    model, prompt = core(alone=True), tokens_of(150)
+    adapter = randomize(_core.Adapter(model, rank=3), 1)
+    sampler = _core.Sampler(model, tokens=1024)
+    first, again = (run(sampler, prompt, adapter, max_tokens=70) for _ in range(2))
+    assert_same(first, again)
+    whole = np.concatenate([prompt, first["samples"][0]["tokens"]])
+    (found,), _ = call(adapter, [datum(whole[:-1], whole[1:])])
+    np.testing.assert_array_equal(first["samples"][0]["logprobs"], found[len(prompt) - 1 :])
+    gradients = adapter.read("gradients")
+    assert np.isfinite(gradients).all() and np.count_nonzero(gradients) > gradients.size // 2
+
+
 def test_neighbours_chunks_and_threads_change_nothing() -> None:
     """Sequences of every phase join one after the other; a long prompt comes in pieces."""
     adapter = adapter_of()

@@ -79,8 +79,9 @@ void forward(const Model *m, const Batch *batch, const Acts *acts, const Cache *
     const Shape *s = &m->shape;
     int T = batch->T, L = s->layers, read = batch->read ? batch->read->T : T;
     Pass p = {.model = m, .batch = batch, .acts = acts, .cache = cache};
-    d->rope_table(d, acts->cosine, acts->sine, batch->pos, m->inv_freq, T, s->rotary,
-                  s->rope_scale);
+    if (acts->cosine) /* NULL where no layer rotates */
+        d->rope_table(d, acts->cosine, acts->sine, batch->pos, m->inv_freq, T, s->rotary,
+                      s->rope_scale);
     look_up(m, acts->layer[0].x, batch->tokens, T);
     for (p.l = 0; p.l < L && !batch_stopped(batch); p.l++) {
         if (p.l + 1 < L)
