@@ -443,6 +443,9 @@ F32_ERROR = 1e-5
 # draw (test_cuda.py compares them over many), in times and in units of the result.
 MORE, EPSILON = 2.0, 2.0**-9
 
+LACKS_BF16 = _core.devices()["cpu-bf16"]  # why this processor has no such device; "": it has
+needs_bf16 = pytest.mark.skipif(bool(LACKS_BF16), reason=LACKS_BF16)
+
 # For a test in such a file that looks for less than bf16's error, or for what is the CPU's own.
 cpu_only = pytest.mark.parametrize("on", ("cpu",), indirect=True)
 

@@ -10,14 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import SPECS, as_double, folder
+from models import LACKS_BF16, SPECS, as_double, folder, needs_bf16
 from tinsmith import _core
 from tinsmith.files.families import LoadedModel, load_model
 from transformers import AutoModelForCausalLM
 
 BF16 = [name for name, spec in SPECS.items() if spec.dtype is torch.bfloat16]
-NEEDS = _core.devices()["cpu-bf16"]
-needs_bf16 = pytest.mark.skipif(bool(NEEDS), reason=NEEDS)
 
 
 @pytest.fixture(params=BF16)
@@ -122,7 +120,7 @@ def test_threads_change_nothing_in_bf16(spec: str) -> None:
 
 def test_auto_takes_bf16_where_it_is_faster(spec: str) -> None:
     words = set(Path("/proc/cpuinfo").read_text().split())
-    fast = "AuthenticAMD" in words and not NEEDS
+    fast = "AuthenticAMD" in words and not LACKS_BF16
     assert fast == _core.bf16_is_fast()
     model = load_model(folder(spec), dtype="auto")
     assert model.core.device == ("cpu-bf16" if fast else "cpu")
@@ -133,6 +131,6 @@ def test_dtype_that_cant_be_had_is_refused_by_name() -> None:
         load_model(folder("qwen3"), dtype="fp8")
     with pytest.raises(ValueError, match="cuda computes in bfloat16: dtype float32 needs the CPU"):
         load_model(folder("qwen3"), device="cuda", dtype="float32")
-    if NEEDS:
+    if LACKS_BF16:
         with pytest.raises(RuntimeError, match="lacks AVX512_BF16"):
             load_model(folder("qwen3"), dtype="bfloat16")

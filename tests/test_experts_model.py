@@ -19,6 +19,7 @@ from models import (
     folder,
     loaded,
     logprobs,
+    needs_bf16,
     randomize,
     reference,
     targets_of,
@@ -91,6 +92,7 @@ def test_ten_steps_equal_torch(name: str) -> None:
         assert error(matrix, matrices[key]) < 2e-4, key
 
 
+@needs_bf16
 def test_products_in_bf16_err_as_bf16() -> None:
     """Of a model in bf16, on the device that computes in it: near the exact ones, and not them."""
     name = "qwen3_moe-tied"
