@@ -221,6 +221,8 @@ def write_gguf(folder: Path, names: dict[str, str], form: str) -> Path:
 
 def mixed_gguf(c: Any, file: Path, form: str, threads: int) -> Path:
     """The file as llama.cpp itself quantises it: a mixture of types, such as Q4_K_M."""
+    quiet = c.llama_log_callback(lambda *_: None)
+    c.llama_log_set(quiet, ctypes.c_void_p(0))
     to = file.with_name(f"model-{form}.gguf")
     params = c.llama_model_quantize_default_params()
     params.ftype, params.nthread = getattr(c, f"LLAMA_FTYPE_MOSTLY_{form}"), threads
