@@ -24,10 +24,10 @@
 #include "tile.h"
 
 enum {
-    TILE_ROWS = VL == 16 ? 13 : 6,  /* of a tile: 26 of 32 registers hold sums, or 12 of 16 */
-    ACROSS = PANEL / WIDE,          /* tiles of a panel */
-    ACROSS_ROWS = VL == 4 ? 1 : 2,  /* the most whose sums fill registers for all of them */
-    BLOCK_ROWS = VL == 16 ? 12 : 6, /* the most for which a block is widened in registers */
+    TILE_ROWS = VL == 16 ? 13 : 6, /* of a tile: 26 of 32 registers hold sums, or 12 of 16 */
+    ACROSS = PANEL / WIDE,         /* tiles of a panel */
+    ACROSS_ROWS = VL == 4 ? 1 : 2, /* the most whose sums fill registers for all of them */
+    BLOCK_ROWS = VL - 4, /* 12, 4 or 0: the most for which a block is widened in registers */
     WIDEN_ROWS = VL == 8 ? 16 : STREAM_ROWS, /* the same of bf16 that is multiplied as f32 */
     PAGES = 8,                               /* that are asked for in turns */
     AHEAD = PAGES * 4096, /* bytes from what is read to what is asked of memory */
