@@ -221,8 +221,6 @@ def write_gguf(folder: Path, names: dict[str, str], form: str) -> Path:
 
 def mixed_gguf(c: Any, file: Path, form: str, threads: int) -> Path:
     """The file as llama.cpp itself quantises it: a mixture of types, such as Q4_K_M."""
-    quiet = c.llama_log_callback(lambda *_: None)
-    c.llama_log_set(quiet, ctypes.c_void_p(0))
     to = file.with_name(f"model-{form}.gguf")
     params = c.llama_model_quantize_default_params()
     params.ftype, params.nthread = getattr(c, f"LLAMA_FTYPE_MOSTLY_{form}"), threads
@@ -242,8 +240,6 @@ class Engine:
         import llama_cpp
 
         self.c, self.threads, self.clock = llama_cpp, threads, CLOCKS[clock]
-        self.quiet = llama_cpp.llama_log_callback(lambda *_: None)
-        llama_cpp.llama_log_set(self.quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), params)
@@ -332,6 +328,8 @@ def main() -> None:
     try:
         import llama_cpp
 
+        quiet = llama_cpp.llama_log_callback(lambda *_: None)  # lives as long as the child
+        llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
         mixture = kind.endswith(("_S", "_M", "_L"))
         file = write_gguf(folder, names, "" if mixture else kind)
         if mixture:
