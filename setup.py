@@ -33,6 +33,8 @@ X86 = {
     "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512",
     "avx512bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512 "
     "-mavx512vnni -mavx512bf16 -mavx512vbmi",
+    "amx": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512 "
+    "-mavx512vnni -mavx512bf16 -mavx512vbmi -mamx-tile -mamx-bf16",
 }
 ISAS = GENERIC | (X86 if platform.machine() in ("x86_64", "AMD64") else {})
 

@@ -23,7 +23,10 @@ from report import Report
 
 ROOT = Path(__file__).parent.parent
 SOURCES = (
-    *(f"cpu/{name}.c" for name in ("block", "matmul", "packed", "pool", "scaled", "stream_back")),
+    *(
+        f"cpu/{name}.c"
+        for name in ("amx", "block", "matmul", "packed", "pool", "scaled", "stream_back")
+    ),
     *("device/dtype.c", "device/status.c"),
 )
 FLAGS = ["-std=c11", "-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off", "-Wno-psabi"]

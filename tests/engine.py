@@ -17,8 +17,8 @@ Floats become the device's `real` where the row says real, and are rounded to it
 lies a stretch of poison that must survive the call, and const inputs must come back unchanged.
 
 "cpu" is the device in tinsmith._core and opens the widest of its instruction sets; "cpu-generic",
-"cpu-avx2", "cpu-avx512" and "cpu-avx512bf16" are each of them; "cpu-bf16" is its widest with
-products of bf16 pairs. "cuda" is the library beside _core; "cuda-emulated" is built here when it is
+"cpu-avx2", "cpu-avx512", "cpu-avx512bf16" and "cpu-amx" are each of them; "cpu-bf16" is its widest
+with products of bf16. "cuda" is the library beside _core; "cuda-emulated" is built here when it is
 first asked for, from the same files, and kept in build/ for the next time.
 TINSMITH_SANITIZE=address,undefined, for a _core that was built with it, builds that with sanitizers
 too and gives the instruction sets' devices memory whose end the sanitizer knows; then run Python
@@ -51,7 +51,7 @@ COUNTING = ["-O0", "-g0", "-fsanitize=thread", "--param=tsan-instrument-func-ent
 COUNTING_LINK = ["-Wl,--wrap=memcpy,--wrap=memmove,--wrap=memset"]
 GUARD_BYTES = 256  # may be read: a product loads whole tiles (cpu/device.c), but not written
 POISON = 0x7F  # f32 3.4e38 in bf16 and f32, a huge id in int32
-ISAS = ("generic", "avx2", "avx512", "avx512bf16")
+ISAS = ("generic", "avx2", "avx512", "avx512bf16", "amx")
 ISA_NEEDS = {
     "generic": set(),
     "avx2": {"avx2", "fma"},
@@ -60,6 +60,7 @@ ISA_NEEDS = {
         *("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi"),
         "avx512_vnni",
     },
+    "amx": {"avx512_bf16", "amx_tile", "amx_bf16"},
 }
 DEVICES = ("cpu", *(f"cpu-{isa}" for isa in ISAS), "cuda", "cuda-emulated")
 DTYPES = {"f32": 0, "bf16": 1, "f16": 2}
@@ -314,7 +315,7 @@ class Device:
             self.malloc.argtypes, self.free.argtypes = [VOID, SIZE, SIZE], [VOID]
         self.library.device_open.argtypes = [VOID, ctypes.c_char_p, INT]
         self.pointer = VOID()
-        opened = "cpu" if isa else name
+        opened = ("cpu-bf16" if isa == "amx" else "cpu") if isa else name  # asks for the unit
         if self.library.device_open(ctypes.byref(self.pointer), opened.encode(), threads):
             raise Unavailable(self.sentence())
         if isa:
@@ -322,6 +323,7 @@ class Device:
         self.c = ctypes.cast(self.pointer, ctypes.POINTER(CDevice)).contents
         self.pairs = name in (
             "cpu-avx512bf16",
+            "cpu-amx",
             "cpu-bf16",
         )  # rounds what a bf16 weight is multiplied with to bf16
         self.real = self.element("real")

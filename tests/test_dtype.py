@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine import cpu_has
 from models import LACKS_BF16, SPECS, as_double, folder, needs_bf16
 from tinsmith import _core
 from tinsmith.files.families import LoadedModel, load_model
@@ -120,7 +121,7 @@ def test_threads_change_nothing_in_bf16(spec: str) -> None:
 
 def test_auto_takes_bf16_where_it_is_faster(spec: str) -> None:
     words = set(Path("/proc/cpuinfo").read_text().split())
-    fast = "AuthenticAMD" in words and not LACKS_BF16
+    fast = ("AuthenticAMD" in words or cpu_has("amx")) and not LACKS_BF16
     assert fast == _core.bf16_is_fast()
     model = load_model(folder(spec), dtype="auto")
     assert model.core.device == ("cpu-bf16" if fast else "cpu")

@@ -53,7 +53,7 @@ def test_inputs_that_are_packed_in_several_parts(dev, rows, dtype):
     np.testing.assert_array_equal(few, run(dev, "linear", args)["y"][:rows])
 
 
-@pytest.mark.parametrize("name", ["cpu", "cpu-avx512bf16"])
+@pytest.mark.parametrize("name", ["cpu", "cpu-avx512bf16", "cpu-amx"])
 def test_few_rows_on_several_threads(name):
     devices = [device(name, threads) for threads in (1, 2, 3)]
     args = make_linear(np.random.default_rng(0), T=5, N=700, D=900, dtype="bf16", bias=1)
@@ -99,7 +99,7 @@ def test_outputs_that_are_packed_in_several_parts(dev, dtype):
     np.testing.assert_array_equal(few, run(dev, "linear_backward", args)["dx"][:64])
 
 
-@pytest.mark.parametrize("name", ["cpu", "cpu-avx512bf16"])
+@pytest.mark.parametrize("name", ["cpu", "cpu-avx512bf16", "cpu-amx"])
 def test_a_gradient_of_few_rows_on_several_threads(name):
     args = make_linear_backward(np.random.default_rng(0), T=30, N=500, D=701, dtype="bf16")
     one, two, three = (

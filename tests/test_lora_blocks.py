@@ -53,7 +53,7 @@ def test_a_sum_over_rows_is_its_blocks_in_their_order(dev):
         np.testing.assert_array_equal(part[name], whole[name], name)
 
 
-@pytest.mark.parametrize("name", ["cpu", "cpu-avx512bf16"])
+@pytest.mark.parametrize("name", ["cpu", "cpu-avx512bf16", "cpu-amx"])
 def test_blocks_are_the_same_on_any_number_of_threads(name):
     args = make_lora_backward(np.random.default_rng(3), 2 * T, WIDTHS, D, 32)
     one, *others = (device(name, n).call("lora_backward", **args) for n in (1, 2, 3))

@@ -57,7 +57,7 @@ def test_a_product_has_the_bits_of_the_widened_weight(isa, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "q4_1", "q6_k"])
-@pytest.mark.parametrize("name", ["cpu", "cpu-avx512bf16"])
+@pytest.mark.parametrize("name", ["cpu", "cpu-avx512bf16", "cpu-amx"])
 def test_any_number_of_threads_gives_the_same_bits(name, dtype):
     calls = {
         "linear": make_linear(rng_of(0), T=5, N=700, D=whole(dtype, 928), dtype=dtype, bias=1),

@@ -40,7 +40,7 @@ def test_linear_backward_of_several_chunks(isa, dtype, shape):
         np.testing.assert_array_equal(got, many[:rows], str(rows))
 
 
-@pytest.mark.parametrize("name", ["cpu", "cpu-avx512bf16"])
+@pytest.mark.parametrize("name", ["cpu", "cpu-avx512bf16", "cpu-amx"])
 @pytest.mark.parametrize("shape", [LONG, TALL, (300, 400, 1400)], ids=str)
 def test_any_cut_into_jobs_gives_the_same_bits(name, shape):
     T, N, D = shape

@@ -13,7 +13,11 @@
 #include "attention.h"
 #include "pairs.h"
 
-enum { QUERIES = 32 }; /* query rows of one block: its scores (8 KB) stay in L1 */
+enum {
+    QUERIES = 32,     /* query rows of one block: its scores (8 KB) stay in L1 */
+    HEAD_MOST = 4096, /* the widest head */
+    LAST_ROWS = 16,   /* of a page's last values: those of a tile */
+};
 
 typedef struct Attention {
     const Device *dev;
@@ -26,17 +30,25 @@ typedef struct Attention {
     int window; /* keys that a query sees at most, itself among them */
 } Attention;
 
+/* A thread's scratch: the sums of a block, (rows, E), and in sets with pairs its queries, and the
+ * last values of a page. */
+typedef struct Own {
+    _Alignas(64) float sums[QUERIES * HEAD_MOST], queries[QUERIES * HEAD_MOST / 2];
+    _Alignas(64) float last[LAST_ROWS * HEAD_MOST];
+} Own;
+
+_Static_assert(sizeof(Own) <= POOL_SCRATCH, "a block's sums");
+
 /* ---- a page against some queries ---- */
 
 #if defined(__AVX512BF16__)
 
 /* Queries as pairs, in the thread's scratch. */
-static const float *queries_of(const Attention *c, const float *q, int64_t *q_row, int rows)
+static const float *queries_of(Own *own, const float *q, int64_t *q_row, int rows, int E)
 {
-    float *pairs = cpu_scratch(c->dev);
-    CPU(pairs_along)(pairs, c->E / 2, q, *q_row, rows, c->E);
-    *q_row = c->E / 2;
-    return pairs;
+    CPU(pairs_along)(own->queries, E / 2, q, *q_row, rows, E);
+    *q_row = E / 2;
+    return own->queries;
 }
 
 /* scores (rows, KV_PAGE), of which `keys` are made, = q·kᵀ. */
@@ -44,17 +56,51 @@ static void page_scores(float *scores, const float *q, int64_t q_row, const floa
                         int rows, int keys, int E)
 {
     Pairs p = {q, q_row, 1, keys_of_page, KV_PAGE, E / 2, 0};
+#if defined(__AMX_BF16__)
+    if (in_tiles(E)) {
+        int whole = (keys + TILE - 1) / TILE * TILE;
+        CPU(tiles_product)(scores, KV_PAGE, p, rows, whole, 1.0f, 0);
+        return;
+    }
+#endif
     CPU(pairs_product)(scores, KV_PAGE, p, rows, keys, 1.0f, 0);
 }
 
-/* y += p·v over `keys` keys; p is rounded where it lies. What lies behind an odd last value, a
- * stranger's or none, is not looked at. */
-static void page_values(float *y, int64_t y_row, float *p, const float *values, int rows, int keys,
-                        int E)
+#if defined(__AMX_BF16__)
+/* The same as page_values, in whole tiles: the last one's values that do not exist are zeros. */
+static void page_tiles(Own *own, const float *p, const float *values, int rows, int keys, int E)
 {
+    int whole = keys / TILE_DEPTH * TILE;
+    Pairs pairs = {p, KV_PAGE, 1, values, E, whole, 0};
+    if (whole) CPU(tiles_product)(own->sums, E, pairs, rows, E, 1.0f, 1);
+    if (keys % TILE_DEPTH == 0) return;
+    const float *from = values + (int64_t)whole * E;
+    for (int i = 0; i < TILE; i++)
+        for (int e = 0; e < E; e += VL) {
+            int live = keys - 2 * (whole + i);
+            vu pair = live > 0 ? v_load_pairs(from + i * E + e) : (vu){0};
+            if (live == 1) pair &= 0xffffu;
+            v_store(own->last + i * E + e, (vf)pair);
+        }
+    pairs = (Pairs){p + whole, KV_PAGE, 1, own->last, E, TILE, 0};
+    CPU(tiles_product)(own->sums, E, pairs, rows, E, 1.0f, 1);
+}
+#endif
+
+/* sums += p·v over `keys` keys; p is rounded where it lies. What lies behind an odd last value, a
+ * stranger's or none, is not looked at. */
+static void page_values(Own *own, float *p, const float *values, int rows, int keys, int E)
+{
+#if defined(__AMX_BF16__)
+    if (in_tiles(E)) {
+        CPU(pairs_along)(p, KV_PAGE, p, KV_PAGE, rows, KV_PAGE);
+        page_tiles(own, p, values, rows, keys, E);
+        return;
+    }
+#endif
     CPU(pairs_along)(p, KV_PAGE, p, KV_PAGE, rows, keys);
     Pairs pairs = {p, KV_PAGE, 1, values, E, (keys + 1) / 2, keys % 2};
-    CPU(pairs_product)(y, y_row, pairs, rows, E, 1.0f, 1);
+    CPU(pairs_product)(own->sums, E, pairs, rows, E, 1.0f, 1);
 }
 
 #else
@@ -64,9 +110,9 @@ enum {
     AHEAD = 1 << 10,        /* prefetch distance, in floats of a page */
 };
 
-static const float *queries_of(const Attention *c, const float *q, int64_t *q_row, int rows)
+static const float *queries_of(Own *own, const float *q, int64_t *q_row, int rows, int E)
 {
-    (void)c, (void)q_row, (void)rows;
+    (void)own, (void)q_row, (void)rows, (void)E;
     return q;
 }
 
@@ -140,11 +186,10 @@ static void page_scores(float *scores, const float *q, int64_t q_row, const floa
     page_product(scores, KV_PAGE, q, q_row, keys_of_page, KV_PAGE, rows, scored, E, 0);
 }
 
-/* y += p·v over `keys` keys. */
-static void page_values(float *y, int64_t y_row, float *p, const float *values, int rows, int keys,
-                        int E)
+/* sums += p·v over `keys` keys. */
+static void page_values(Own *own, float *p, const float *values, int rows, int keys, int E)
 {
-    page_product(y, y_row, p, KV_PAGE, values, E, rows, E, keys, 1);
+    page_product(own->sums, E, p, KV_PAGE, values, E, rows, E, keys, 1);
 }
 
 #endif
@@ -180,16 +225,17 @@ static void attend(const Attention *c, int at, int g, int rows, int pos, int pos
                    const float *q, float *y, int64_t q_row, float *lse, int64_t lse_row)
 {
     int E = c->E, last = pos + (rows - 1) * pos_step, before = pos + 1 - c->window;
+    Own *own = cpu_scratch(c->dev);
     int64_t queries_row = q_row;
-    const float *queries = queries_of(c, q, &queries_row, rows);
+    const float *queries = queries_of(own, q, &queries_row, rows, E);
     float scale = 1.0f / sqrtf((float)E);
     float top[QUERIES], sum[QUERIES];
     _Alignas(64) float scores[QUERIES * KV_PAGE];
     for (int i = 0; i < rows; i++) {
         top[i] = -INFINITY;
         sum[i] = 0.0f;
-        memset(y + i * q_row, 0, (size_t)E * 4);
     }
+    memset(own->sums, 0, (size_t)rows * (size_t)E * sizeof(float));
     for (int first = before > 0 ? before / KV_PAGE * KV_PAGE : 0; first <= last; first += KV_PAGE) {
         int page = c->pages[at + first / KV_PAGE];
         int keys = last - first + 1 < KV_PAGE ? last - first + 1 : KV_PAGE;
@@ -204,13 +250,13 @@ static void attend(const Attention *c, int at, int g, int rows, int pos, int pos
             float shrink = soften(scores + i * KV_PAGE, hidden, live < KV_PAGE ? live : KV_PAGE,
                                   scale, &top[i], &sum[i]);
             if (shrink == 1.0f) continue;
-            for (int e = 0; e < E; e++) y[i * q_row + e] *= shrink;
+            for (int e = 0; e < E; e++) own->sums[i * E + e] *= shrink;
         }
-        page_values(y, q_row, scores, page_lanes_of(c->v_pages, page, g, c->G, E), rows, keys, E);
+        page_values(own, scores, page_lanes_of(c->v_pages, page, g, c->G, E), rows, keys, E);
     }
     for (int i = 0; i < rows; i++) {
         float inverse = 1.0f / sum[i];
-        for (int e = 0; e < E; e++) y[i * q_row + e] *= inverse;
+        for (int e = 0; e < E; e++) y[i * q_row + e] = own->sums[i * E + e] * inverse;
         lse[i * lse_row] = top[i] + logf(sum[i]);
     }
 }
@@ -223,6 +269,7 @@ static void attention_piece(void *context, int64_t piece)
     Span span = c->spans[piece / c->G];
     int g = (int)(piece % c->G), group = c->H / c->G;
     int64_t row = (int64_t)c->H * c->E;
+    unit_begin();
     if (span.rows == 1) {
         for (int h = 0; h < group; h += QUERIES) {
             int rows = group - h < QUERIES ? group - h : QUERIES;
@@ -230,7 +277,7 @@ static void attention_piece(void *context, int64_t piece)
             attend(c, span.first, g, rows, span.pos, 0, c->q + at, c->y + at, c->E,
                    c->lse + (int64_t)span.row * c->H + g * group + h, 1);
         }
-        return;
+        span.rows = 0;
     }
     for (int i = 0; i < span.rows; i += QUERIES) {
         int rows = span.rows - i < QUERIES ? span.rows - i : QUERIES;
@@ -240,6 +287,7 @@ static void attention_piece(void *context, int64_t piece)
                    c->lse + (int64_t)(span.row + i) * c->H + h, c->H);
         }
     }
+    unit_end();
 }
 
 void CPU(attention)(Device *dev, real *y, float *lse, const real *q, const cached *k_pages,
@@ -247,6 +295,11 @@ void CPU(attention)(Device *dev, real *y, float *lse, const real *q, const cache
                     int H, int G, int E, int window)
 {
     (void)T;
+    if (E > HEAD_MOST) {
+        cpu_fail(dev, STATUS_INVALID, "head width %d is more than the CPU's attention takes (%d)",
+                 E, HEAD_MOST);
+        return;
+    }
     if (!page_takes(dev, E)) return;
     Attention c = {dev,   f32(y), lse, f32c(q), k_pages, v_pages,          spans,
                    pages, S,      H,   G,       E,       window_of(window)};

@@ -6,6 +6,7 @@
 #ifndef TINSMITH_CPU_ATTENTION_H
 #define TINSMITH_CPU_ATTENTION_H
 
+#include "amx.h"
 #include "cpu.h"
 
 enum { JOINED = 4 / CACHED_BYTES }; /* numbers of a lane */
@@ -27,6 +28,33 @@ static inline int page_takes(Device *dev, int E)
     if (E % JOINED == 0) return 1;
     cpu_fail(dev, STATUS_INVALID, "head width %d: attention in bf16 takes even ones", E);
     return 0;
+}
+
+/* Whether products of pairs with heads of that width are whole tiles of the matrix unit. It depends
+ * on the width alone, so that a row's sums are the same in training and in decoding. */
+static inline int in_tiles(int E)
+{
+#if defined(__AMX_BF16__)
+    return E % TILE_DEPTH == 0;
+#else
+    (void)E;
+    return 0;
+#endif
+}
+
+/* Before and after a thread's products of that kind. */
+static inline void unit_begin(void)
+{
+#if defined(__AMX_BF16__)
+    tiles_begin(TILE);
+#endif
+}
+
+static inline void unit_end(void)
+{
+#if defined(__AMX_BF16__)
+    tiles_end();
+#endif
 }
 
 /* Nanoseconds of an element of a query against a key, in both products and the softmax of a

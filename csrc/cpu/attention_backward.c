@@ -36,6 +36,9 @@ typedef struct Operands {
     _Alignas(64) float q_down[OPERAND / 2], dy_down[OPERAND / 2]; /* pairs of rows */
     _Alignas(64) float p_down[BLOCK * KV_PAGE / 2], ds_down[BLOCK * KV_PAGE / 2];
 #endif
+#if defined(__AMX_BF16__)
+    _Alignas(64) float dq[OPERAND]; /* of a block that is not whole tiles */
+#endif
 } Operands;
 
 _Static_assert(sizeof(Operands) <= POOL_SCRATCH, "a block's operands");
@@ -51,6 +54,35 @@ static void rows_copy(float *to, int64_t to_row, const float *from, int64_t from
 
 #if defined(__AVX512BF16__)
 
+/* c (rows, n) = scale·a·b, or c += that, in the matrix unit's whole tiles if heads are `tiled`: the
+ * operands then have zeros where a sum's last tile goes on. */
+static void multiply(float *c, int64_t c_row, Pairs p, int rows, int n, float scale, int add,
+                     int tiled)
+{
+#if defined(__AMX_BF16__)
+    if (tiled) {
+        p.steps = (p.steps + TILE - 1) / TILE * TILE;
+        CPU(tiles_product)(c, c_row, p, rows, (n + TILE - 1) / TILE * TILE, scale, add);
+        return;
+    }
+#endif
+    (void)tiled;
+    CPU(pairs_product)(c, c_row, p, rows, n, scale, add);
+}
+
+/* Numbers below each other as pairs; where heads are tiled, a whole tile's rows of them, and zeros.
+ */
+static void take_down(float *to, int64_t to_row, const float *from, int64_t from_row, int rows,
+                      int n, int E)
+{
+    CPU(pairs_down)(to, to_row, from, from_row, rows, n);
+#if defined(__AMX_BF16__)
+    for (int i = (rows + 1) / 2; in_tiles(E) && i % TILE; i++)
+        memset(to + i * to_row, 0, (size_t)n * sizeof *to);
+#endif
+    (void)E;
+}
+
 static void take_keys(Operands *o, const float *k, int64_t k_row, const float *v, int64_t v_row,
                       int keys, int E)
 {
@@ -58,7 +90,7 @@ static void take_keys(Operands *o, const float *k, int64_t k_row, const float *v
     CPU(pairs_along)(o->dy, E / 2, v, v_row, keys, E);
     CPU(transpose)(o->kt, KV_PAGE, o->q, E / 2, keys, E / 2);
     CPU(transpose)(o->vt, KV_PAGE, o->dy, E / 2, keys, E / 2);
-    CPU(pairs_down)(o->k, E, k, k_row, keys, E);
+    take_down(o->k, E, k, k_row, keys, E, E);
 }
 
 /* What the products take of dy: Σ ds is 0 for that. */
@@ -73,27 +105,35 @@ static void multiply_keys(Operands *o, const float *q, const float *dy, int64_t 
 {
     CPU(pairs_along)(o->q, E / 2, q, row, rows, E);
     CPU(pairs_along)(o->dy, E / 2, dy, row, rows, E);
-    CPU(pairs_down)(o->q_down, E, q, row, rows, E);
-    CPU(pairs_down)(o->dy_down, E, dy, row, rows, E);
+    take_down(o->q_down, E, q, row, rows, E, E);
+    take_down(o->dy_down, E, dy, row, rows, E, E);
     Pairs p = {o->q, E / 2, 1, o->kt, KV_PAGE, E / 2, 0};
     Pairs ds = {o->dy, E / 2, 1, o->vt, KV_PAGE, E / 2, 0};
-    CPU(pairs_product)(o->p, KV_PAGE, p, rows, keys, scale, 0);
-    CPU(pairs_product)(o->ds, KV_PAGE, ds, rows, keys, 1.0f, 0);
+    multiply(o->p, KV_PAGE, p, rows, keys, scale, 0, in_tiles(E));
+    multiply(o->ds, KV_PAGE, ds, rows, keys, 1.0f, 0, in_tiles(E));
 }
 
 /* dv += pᵀ·dy, dk += dsᵀ·q and dq += ds·k; ds is rounded where it lies */
 static void multiply_queries(Operands *o, float *dq, int64_t dq_row, int rows, int keys, int E)
 {
-    int steps = (rows + 1) / 2;
-    CPU(pairs_down)(o->p_down, KV_PAGE, o->p, KV_PAGE, rows, keys);
-    CPU(pairs_down)(o->ds_down, KV_PAGE, o->ds, KV_PAGE, rows, keys);
-    CPU(pairs_along)(o->ds, KV_PAGE, o->ds, KV_PAGE, rows, keys);
+    int steps = (rows + 1) / 2, tiled = in_tiles(E);
+    take_down(o->p_down, KV_PAGE, o->p, KV_PAGE, rows, KV_PAGE, E);
+    take_down(o->ds_down, KV_PAGE, o->ds, KV_PAGE, rows, KV_PAGE, E);
+    CPU(pairs_along)(o->ds, KV_PAGE, o->ds, KV_PAGE, rows, KV_PAGE);
     Pairs dv = {o->p_down, 1, KV_PAGE, o->dy_down, E, steps, 0};
     Pairs dk = {o->ds_down, 1, KV_PAGE, o->q_down, E, steps, 0};
     Pairs back = {o->ds, KV_PAGE, 1, o->k, E, (keys + 1) / 2, 0};
-    CPU(pairs_product)(o->dv, E, dv, keys, E, 1.0f, 1);
-    CPU(pairs_product)(dq, dq_row, back, rows, E, 1.0f, 1);
-    CPU(pairs_product)(o->dk, E, dk, keys, E, 1.0f, 1);
+    multiply(o->dv, E, dv, keys, E, 1.0f, 1, tiled);
+    multiply(o->dk, E, dk, keys, E, 1.0f, 1, tiled);
+#if defined(__AMX_BF16__)
+    if (tiled && rows % TILE) { /* its last tile has rows that dq has not */
+        rows_copy(o->dq, E, dq, dq_row, rows, E);
+        multiply(o->dq, E, back, rows, E, 1.0f, 1, tiled);
+        rows_copy(dq, dq_row, o->dq, E, rows, E);
+        return;
+    }
+#endif
+    multiply(dq, dq_row, back, rows, E, 1.0f, 1, tiled);
 }
 
 #else
@@ -171,6 +211,7 @@ static void backward_piece(void *context, int64_t piece)
     float *dq = c->dq + g * group * E;
     size_t block = (size_t)E * BLOCK * sizeof(float);
     Operands *o = cpu_scratch(c->dev);
+    unit_begin();
     memset(o->kt, 0, block);
     memset(o->vt, 0, block);
     for (int i = 0; i < span.rows; i++)
@@ -194,6 +235,7 @@ static void backward_piece(void *context, int64_t piece)
         rows_copy(c->dk + v_at, c->kv_step, o->dk, E, keys, E);
         rows_copy(c->dv + v_at, c->kv_step, o->dv, E, keys, E);
     }
+    unit_end();
 }
 
 void CPU(attention_backward)(Device *dev, real *dq, real *dk, real *dv, const real *dy,

@@ -26,6 +26,7 @@ static inline vf row_lanes(const float *row, int n, Lanes form)
     if (form != ONE) {
         float part[2 * VL] = {0};
         if (n < 2 * VL) row = memcpy(part, row, (size_t)n * sizeof *part);
+        if (form == HALVES) return (vf)v_join_pairs(v_load(row), v_load(row + VL));
         vu pairs = v_round_pairs(v_load(row), v_load(row + VL));
         return (vf)(form == APART ? v_pairs_apart(pairs) : pairs);
     }

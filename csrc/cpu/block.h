@@ -15,15 +15,19 @@ enum {
 
 /* What a lane of packed rows holds. */
 typedef enum Lanes {
-    ONE,   /* a float */
-    PAIR,  /* two inputs that follow each other, as bf16 */
-    APART, /* inputs k and k + 4 of each eight, as bf16; those behind the last are zeros */
+    ONE,    /* a float */
+    PAIR,   /* two inputs that follow each other, as bf16 */
+    APART,  /* inputs k and k + 4 of each eight, as bf16; those behind the last are zeros */
+    HALVES, /* the same of k and k + 16 of each 32 */
 } Lanes;
 
 /* Lanes that `depth` inputs of a row take. */
 static inline int packed_lanes(int depth, Lanes form)
 {
-    return form == APART ? (depth + 7) / 8 * 4 : form == PAIR ? (depth + 1) / 2 : depth;
+    return form == HALVES  ? (depth + 31) / 32 * 16
+           : form == APART ? (depth + 7) / 8 * 4
+           : form == PAIR  ? (depth + 1) / 2
+                           : depth;
 }
 
 /* Where a product's sums go that begin at its k0: the first are added to what the caller gave, the

@@ -12,7 +12,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "cpu.h"
 #include "packed.h"
@@ -22,6 +27,7 @@ void cpu_generic_table(Device *dev);
 void cpu_avx2_table(Device *dev);
 void cpu_avx512_table(Device *dev);
 void cpu_avx512bf16_table(Device *dev);
+void cpu_amx_table(Device *dev);
 #endif
 
 enum { SLACK = 256 }; /* readable bytes past each block: a product may load a whole tile there */
@@ -208,9 +214,25 @@ static int has_avx512bf16(void)
     return has_avx512() && __builtin_cpu_supports("avx512bf16") &&
            __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
 }
+
+/* The matrix unit's registers are 8 KB more for the system to save, so it wants to be asked. It
+ * refuses where a thread's signal stack is too small for them. */
+static int has_amx(void)
+{
+#if defined(__linux__) && defined(SYS_arch_prctl)
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    unsigned a, b, c, d;
+    if (!has_avx512bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+    if (!(d & bit_AMX_TILE) || !(d & bit_AMX_BF16)) return 0;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return 0;
+#endif
+}
 #endif
 
-/* The sets of this build, the widest last. The last is for products with bf16 weights alone. */
+/* The sets of this build, the widest last. The last ones round to bf16 what a bf16 weight is
+ * multiplied with. */
 static const struct {
     const char *name;
     int (*here)(void);
@@ -222,6 +244,7 @@ static const struct {
     {"avx2", has_avx2, cpu_avx2_table, 0},
     {"avx512", has_avx512, cpu_avx512_table, 0},
     {"avx512bf16", has_avx512bf16, cpu_avx512bf16_table, 1},
+    {"amx", has_amx, cpu_amx_table, 1},
 #endif
 };
 
@@ -256,22 +279,28 @@ static int sets_allowed(void)
     return 0;
 }
 
-int cpu_bf16_is_fast(void)
-{
-#if defined(__x86_64__)
-    if (widest[0]) return strcmp(widest, "avx512bf16") == 0 && has_avx512bf16();
-    return has_avx512bf16() && __builtin_cpu_is("amd");
-#else
-    return 0;
-#endif
-}
-
 /* The widest set that is allowed, here, and for this kind of products; -1: none. */
 static int choose_set(int allowed, int bf16)
 {
     int i = allowed - 1;
     while (i >= 0 && (sets[i].bf16 != bf16 || !sets[i].here())) i--;
     return i;
+}
+
+int cpu_bf16_is_fast(void)
+{
+#if defined(__x86_64__)
+    int allowed = widest[0] ? sets_allowed() : SETS, set = choose_set(allowed, 1);
+    return set >= 0 && (widest[0] || sets[set].here == has_amx || __builtin_cpu_is("amd"));
+#else
+    return 0;
+#endif
+}
+
+const char *cpu_instructions(int bf16)
+{
+    int allowed = sets_allowed(), set = allowed ? choose_set(allowed, bf16) : -1;
+    return set < 0 ? "" : sets[set].name;
 }
 
 Status cpu_open(Device **dev, int threads, int bf16)

@@ -10,14 +10,18 @@
  * has no instructions for that. */
 Status cpu_open(Device **dev, int threads, int bf16);
 
-/* Names the widest instruction set that cpu_open may choose: generic, avx2, avx512 or avx512bf16;
- * "" leaves the choice open. A name that is unknown or not of this processor is refused there. */
+/* Names the widest instruction set that cpu_open may choose: generic, avx2, avx512, avx512bf16 or
+ * amx; "" leaves the choice open. A name that is unknown or not of this processor is refused there.
+ */
 void cpu_widest(const char *name);
 
 /* Whether products with bf16 weights are faster in bf16 than in f32 here. AMD's cores make twice as
- * many multiply-adds of bf16 pairs as of f32, Intel's half as many. A set that was named decides
- * instead. */
+ * many multiply-adds of bf16 pairs as of f32, Intel's half as many, its matrix unit 16 times as
+ * many. A set that was named decides instead. */
 int cpu_bf16_is_fast(void);
+
+/* The name of the instruction set that cpu_open takes, "" where it fails. */
+const char *cpu_instructions(int bf16);
 
 /* Bytes of memory that this process can still take, and that it may have in all: the machine's, or
  * its control groups' limit. `root` is "", or, for tests, a folder with proc and sys of its own. */

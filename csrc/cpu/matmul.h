@@ -70,4 +70,7 @@ void CPU(product_scaled)(Device *dev, const Product *p);
 int CPU(streams_back)(const Product *p);
 void CPU(product_stream_back)(Device *dev, const Product *p);
 
+/* The same on Intel's matrix unit, for any number of rows and a weight that is not f32 (amx.c). */
+void CPU(product_tiles)(Device *dev, const Product *p);
+
 #endif

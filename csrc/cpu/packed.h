@@ -270,6 +270,12 @@ void CPU(block_widen_pairs)(float *to, const frozen *w, int panel, int block);
 /* Row `row` of the weight, its `cols` numbers. */
 void CPU(row_widen)(float *to, const frozen *w, int row);
 
+/* ---- scaled.c ---- */
+
+/* Of a type whose sums are scaled: the values of `count` blocks' codes from number `first` of a
+ * panel on, as bf16 pairs of inputs k and k + 4 of eight (APART), PANEL lanes a row. */
+void CPU(codes_find)(float *to, const frozen *w, int panel, int first, int count);
+
 /* ---- arrange.c ---- */
 
 /* One block of a file's, type `from` (dtype.h), of `live` rows that lie `step` bytes apart, the

@@ -1,6 +1,8 @@
 /* cpu/pairs.c - products of bf16 pairs, and numbers as pairs (pairs.h). Roofline: 2 flops a number
  * of a sum at the speed of bf16 pairs; 28 products for two loads of b and 14 of a, from L1. Few
  * rows are bound by memory: they take four vectors of b at once and ask for what is to come. */
+#include <assert.h>
+
 #include "pairs.h"
 
 #if defined(__AVX512BF16__)
@@ -116,5 +118,90 @@ void CPU(pairs_down)(float *to, int64_t to_row, const float *from, int64_t from_
             _mm512_mask_storeu_epi32(to + j, v_mask(n - j), (__m512i)v_join_pairs(first, second));
         }
 }
+
+#if defined(__AMX_BF16__)
+
+enum { A_LANES = KV_PAGE / 2 * 2 * TILE }; /* of two tiles' rows that are turned */
+
+/* Two tiles of a's by two of b's, or fewer. */
+static inline __attribute__((always_inline)) void
+tiles_square(float *c, int64_t c_row, Pairs p, int add, const int tall, const int wide)
+{
+    int64_t c_bytes = c_row * 4, a_bytes = p.a_row * 4, b_bytes = p.b_step * 4;
+    float *below = c + TILE * c_row;
+    if (add) {
+        TILE_LOAD(0, c, c_bytes);
+        if (wide) TILE_LOAD(1, c + TILE, c_bytes);
+        if (tall) TILE_LOAD(2, below, c_bytes);
+        if (tall && wide) TILE_LOAD(3, below + TILE, c_bytes);
+    } else {
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        TILE_ZERO(2);
+        TILE_ZERO(3);
+    }
+    for (int i = 0; i < p.steps; i += TILE, p.a += TILE, p.b += TILE * p.b_step) {
+        TILE_LOAD(4, p.a, a_bytes);
+        TILE_LOAD(6, p.b, b_bytes);
+        TILE_DOT(0, 4, 6);
+        if (wide) TILE_LOAD(7, p.b + TILE, b_bytes);
+        if (wide) TILE_DOT(1, 4, 7);
+        if (!tall) continue;
+        TILE_LOAD(5, p.a + TILE * p.a_row, a_bytes);
+        TILE_DOT(2, 5, 6);
+        if (wide) TILE_DOT(3, 5, 7);
+    }
+    TILE_STORE(0, c, c_bytes);
+    if (wide) TILE_STORE(1, c + TILE, c_bytes);
+    if (tall) TILE_STORE(2, below, c_bytes);
+    if (tall && wide) TILE_STORE(3, below + TILE, c_bytes);
+}
+
+/* Rows [0, 2·TILE) of a whose rows are neighbours, so that a row's lanes are. */
+static void tiles_turn(float *to, Pairs p)
+{
+    for (int i = 0; i < p.steps; i += VL)
+        for (int r = 0; r < 2 * TILE; r += VL) {
+            vf v[VL];
+#pragma GCC unroll 16
+            for (int j = 0; j < VL; j++) v[j] = v_load(p.a + (i + j) * p.a_step + r);
+            square_turn(v);
+#pragma GCC unroll 16
+            for (int j = 0; j < VL; j++) v_store(to + (r + j) * p.steps + i, v[j]);
+        }
+}
+
+void CPU(tiles_product)(float *c, int64_t c_row, Pairs p, int rows, int n, float scale, int add)
+{
+    assert(n % TILE == 0 && p.steps % TILE == 0 && !p.odd);
+    for (int r = 0; r < rows; r += 2 * TILE, c += 2 * TILE * c_row) {
+        _Alignas(64) float turned[A_LANES];
+        Pairs part = p;
+        part.a += r * p.a_row;
+        if (p.a_step > 1) {
+            assert(p.a_row == 1 && p.steps <= KV_PAGE / 2);
+            tiles_turn(turned, part);
+            part.a = turned;
+            part.a_row = p.steps;
+        }
+        int tall = rows - r > TILE;
+        for (int j = 0; j < n; j += 2 * TILE, part.b += 2 * TILE) {
+            int wide = n - j > TILE;
+            if (tall && wide)
+                tiles_square(c + j, c_row, part, add, 1, 1);
+            else if (wide)
+                tiles_square(c + j, c_row, part, add, 0, 1);
+            else if (tall)
+                tiles_square(c + j, c_row, part, add, 1, 0);
+            else
+                tiles_square(c + j, c_row, part, add, 0, 0);
+        }
+        for (int i = 0; scale != 1.0f && i < 2 * TILE && r + i < rows; i++)
+            for (int j = 0; j < n; j += VL)
+                v_store(c + i * c_row + j, v_load(c + i * c_row + j) * scale);
+    }
+}
+
+#endif
 
 #endif

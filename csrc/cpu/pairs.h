@@ -7,6 +7,7 @@
 #ifndef TINSMITH_CPU_PAIRS_H
 #define TINSMITH_CPU_PAIRS_H
 
+#include "amx.h"
 #include "cpu.h"
 #include "tile.h"
 
@@ -22,6 +23,11 @@ typedef struct Pairs {
 
 /* c (rows, n) = scale·a·b, or c += that. */
 void CPU(pairs_product)(float *c, int64_t c_row, Pairs p, int rows, int n, float scale, int add);
+
+/* The same on Intel's matrix unit, of whole tiles: n and steps are multiples of TILE, nothing is
+ * odd, and a's rows, and c's, can be read and written up to such a multiple. c += a·b continues c's
+ * sums (amx.h), and is not scaled. The caller has called tiles_begin(TILE). */
+void CPU(tiles_product)(float *c, int64_t c_row, Pairs p, int rows, int n, float scale, int add);
 
 /* Numbers as pairs, rounded to the nearest bf16. Two that stand beside each other in a row: to
  * (rows, ⌈n/2⌉); an odd last one is joined by a zero. */

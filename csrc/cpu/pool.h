@@ -9,7 +9,7 @@
 
 typedef struct Pool Pool;
 
-enum { POOL_SCRATCH = 1536 << 10 }; /* bytes: more than a stack is sure to have */
+enum { POOL_SCRATCH = 2 << 20 }; /* bytes: more than a stack is sure to have, and a large page */
 
 /* threads = 0: one for each core that this process may use. */
 Status pool_open(Pool **pool, int threads);

@@ -1,5 +1,5 @@
 /* cpu/scaled.c - rows against a weight whose codes stand for numbers that bf16 holds exactly, in
- * pairs: int8, int4, q4_0 and mxfp4 on cpu-bf16.
+ * pairs: int8, int4, q4_0 and mxfp4 on cpu-bf16. (With a matrix unit amx.c multiplies them.)
  *
  *   c[r,n] = scale·Σ_blocks s(n, block)·Σ_k level(code[n,k])·a[r,k] [+ bias] [+ plus]
  *
@@ -109,6 +109,47 @@ static inline vu pairs_of_word(vu word, int i, const Known *known)
     return (vu)_mm512_permutexvar_epi16((__m512i)(word >> (4 * i)), known->levels);
 }
 
+/* ---- codes that were looked up ---- */
+
+static inline __attribute__((always_inline)) void
+blocks_find(float *to, const frozen *w, int panel, int first, int count, const DType kind)
+{
+    Known known = known_of(w->type);
+    for (int b = 0; b < count; b++) {
+        const unsigned char *codes =
+            square_at(w, kind, panel, first + b).block + blocks_of(kind).codes;
+        for (int k = 0; k < BLOCK; k += NIBBLES) {
+            vu word[2] = {{0}, {0}};
+            if (!has_bytes(kind)) memcpy(word, codes + 4 * (k / NIBBLES) * PANEL, sizeof word);
+#pragma GCC unroll 4
+            for (int i = 0; i < NIBBLES / 2; i++, to += PANEL) {
+                vu pairs[2];
+                if (has_bytes(kind)) {
+                    pairs_of_bytes(pairs, codes + (k + i) * PANEL, &known);
+                } else {
+                    pairs[0] = pairs_of_word(word[0], i, &known);
+                    pairs[1] = pairs_of_word(word[1], i, &known);
+                }
+                v_store(to, (vf)pairs[0]);
+                v_store(to + VL, (vf)pairs[1]);
+            }
+        }
+    }
+}
+
+/* The kind becomes a constant. */
+void CPU(codes_find)(float *to, const frozen *w, int panel, int first, int count)
+{
+    switch (block_kind(w->type)) {
+    case DTYPE_INT8: blocks_find(to, w, panel, first, count, DTYPE_INT8); return;
+    case DTYPE_INT4: blocks_find(to, w, panel, first, count, DTYPE_INT4); return;
+    case DTYPE_MXFP4: blocks_find(to, w, panel, first, count, DTYPE_MXFP4); return;
+    default: assert(!"a type whose sums are scaled");
+    }
+}
+
+#if !defined(__AMX_BF16__) /* for which amx.c multiplies */
+
 /* ---- the register tile ---- */
 
 /* Where a tile has its pairs from: words of 4-bit codes, 8-bit codes, or L1. */
@@ -217,28 +258,6 @@ static void tile(Out out, const float *a, const Codes *c, int n, int rows, Form 
     assert(!"a tile has 1 to TILE_ROWS rows");
 }
 
-/* Looks the blocks' codes up, as a tile reads them. */
-static void find(float *to, const Codes *c)
-{
-    DType kind = block_kind(c->w->type);
-    Known known = known_of(c->w->type);
-    for (int b = 0; b < c->count; b++) {
-        Square s = square_at(c->w, kind, c->panel, c->first + b);
-        const unsigned char *codes = s.block + blocks_of(kind).codes;
-        for (int k = 0; k < BLOCK; k += NIBBLES)
-#pragma GCC unroll 4
-            for (int i = 0; i < NIBBLES / 2; i++, to += PANEL) {
-                vu pairs[PANEL / VL];
-                if (has_bytes(kind)) pairs_of_bytes(pairs, codes + (k + i) * PANEL, &known);
-                for (int v = 0; v < PANEL / VL; v++) {
-                    if (!has_bytes(kind))
-                        pairs[v] = pairs_of_word(low_word(s, kind, k, v * VL), i, &known);
-                    v_store(to + v * VL, (vf)pairs[v]);
-                }
-            }
-    }
-}
-
 /* DEPTH inputs or fewer, from k on, of one panel against the group's rows. */
 static void panel_part(const Scaled *s, int panel, int k, int depth)
 {
@@ -254,7 +273,7 @@ static void panel_part(const Scaled *s, int panel, int k, int depth)
         return;
     }
     float *found = (float *)cpu_scratch(s->dev) + PACKED_LANES + PACKED_SLACK;
-    if (looks) find(found, &c);
+    if (looks) CPU(codes_find)(found, c.w, panel, c.first, count);
     for (c.x = 0, c.found = found; c.x < n; c.x += VL, c.asks = 0) {
         Out out = out_at(all, 0, c.x);
         if (!looks) tile(out, few, &c, n - c.x, s->rows, WORDS);
@@ -306,4 +325,5 @@ void CPU(product_scaled)(Device *dev, const Product *p)
     }
 }
 
+#endif
 #endif

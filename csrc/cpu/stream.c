@@ -19,6 +19,7 @@
  * one and two rows of bf16, 15.7 at 4, 15.0 at 8, and 139 GFLOP/s at 16; from L2 172. */
 #include <assert.h>
 
+#include "ask.h"
 #include "block.h"
 #include "packed.h"
 #include "tile.h"
@@ -28,11 +29,8 @@ enum {
     ACROSS = PANEL / WIDE,         /* tiles of a panel */
     ACROSS_ROWS = VL == 4 ? 1 : 2, /* the most whose sums fill registers for all of them */
     BLOCK_ROWS = VL - 4, /* 12, 4 or 0: the most for which a block is widened in registers */
-    WIDEN_ROWS = VL == 8 ? 16 : STREAM_ROWS, /* the same of bf16 that is multiplied as f32 */
-    PAGES = 8,                               /* that are asked for in turns */
-    AHEAD = PAGES * 4096, /* bytes from what is read to what is asked of memory */
-    NEAR = 2048,          /* bytes to what is asked of L2 */
-    STEADY = 4096,        /* bytes to what is asked steadily */
+    WIDEN_ROWS = VL == 8 ? 16 : STREAM_ROWS,  /* the same of bf16 that is multiplied as f32 */
+    STEADY = 4096,                            /* bytes to what is asked steadily */
     STEADY_ROWS = VL == 16 ? 4 : ACROSS_ROWS, /* the most for which that is the faster way */
     PACKED_LANES = STREAM_ROWS << 10,         /* of packed rows: a quarter of L2 */
     PART = 96,                 /* lanes of the weight that several tiles read from L1 */
@@ -84,25 +82,6 @@ static int processor_follows(void)
 #else
     return 0;
 #endif
-}
-
-/* Asks memory for two lines of the weight that will be read about AHEAD bytes after those at `at`.
- * Each PAGES pages are asked for two lines of a page in turn: the processor, whose own prefetching
- * stops at the end of a page, then has several at work at once. */
-static inline __attribute__((always_inline)) void far_ask(const void *at)
-{
-    uintptr_t pair = ((uintptr_t)at + AHEAD) / 128;
-    uintptr_t turn = pair % (AHEAD / 128), first = pair - turn;
-    pair = first + turn % PAGES * (4096 / 128) + turn / PAGES;
-    __builtin_prefetch((const void *)(pair * 128), 0, 2);
-    __builtin_prefetch((const void *)(pair * 128 + 64), 0, 2);
-}
-
-/* Asks L2 for two lines that will be read soon. */
-static inline __attribute__((always_inline)) void near_ask(const void *at)
-{
-    __builtin_prefetch((const char *)at + NEAR, 0, 3);
-    __builtin_prefetch((const char *)at + NEAR + 64, 0, 3);
 }
 
 /* Asks L1 alone for two lines, in the order in which they are read. */
@@ -195,6 +174,11 @@ static inline __attribute__((always_inline)) void tile_rows(Out out, const float
 }
 
 /* The form becomes a constant. */
+#if defined(__AMX_BF16__) /* for which amx.c takes the other weights */
+#define FORMS(n, across, steady) \
+    (void)form;                  \
+    tile_rows(out, a, b, k, part, n, across, FLOATS, steady)
+#else
 #define FORMS(n, across, steady)                                  \
     if (form == FLOATS)                                           \
         tile_rows(out, a, b, k, part, n, across, FLOATS, steady); \
@@ -202,6 +186,7 @@ static inline __attribute__((always_inline)) void tile_rows(Out out, const float
         tile_rows(out, a, b, k, part, n, across, WIDEN, steady);  \
     else                                                          \
         tile_rows(out, a, b, k, part, n, across, PAIRS, steady)
+#endif
 
 /* One tile of `rows` ≤ TILE_ROWS rows: the switch makes the row count a constant. */
 static void tile(Out out, const float *a, const float *b, int k, Part part, int rows, Form form)
@@ -352,13 +337,21 @@ static inline __attribute__((always_inline)) void tile_kind(Out out, const float
 static void tile_blocks(Out out, const float *a, const Stream *s, int panel, int x0, int first,
                         int k)
 {
-#define KIND(kind) \
-    case kind: tile_kind(out, a, s, panel, x0, first, k, kind); return
+#if defined(__AMX_BF16__)
+    (void)out, (void)a, (void)s, (void)panel, (void)x0, (void)first, (void)k; /* amx.c's */
+#else
+#define KIND(kind)                                                 \
+    case kind:                                                     \
+        if (scales_sums(kind)) break; /* never here: scaled.c's */ \
+        tile_kind(out, a, s, panel, x0, first, k, kind);           \
+        return
     switch (block_kind(((const frozen *)s->p->b)->type)) {
         EACH_KIND(KIND);
-    default: assert(!"a type has blocks");
+    default: break;
     }
+    assert(!"a type has blocks, and weights that are scaled");
 #undef KIND
+#endif
 }
 
 /* ---- panels and threads ---- */

@@ -231,6 +231,15 @@ static PyObject *core_bf16_is_fast(PyObject *module, PyObject *args)
     return PyBool_FromLong(cpu_bf16_is_fast());
 }
 
+static PyObject *core_instructions(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *name;
+    if (!PyArg_ParseTuple(args, "s:instructions", &name)) return NULL;
+    if (strncmp(name, "cpu", 3) != 0) return PyUnicode_FromString("");
+    return PyUnicode_FromString(cpu_instructions(strcmp(name, "cpu-bf16") == 0));
+}
+
 static PyMethodDef core_methods[] = {
     {"losses", core_losses, METH_NOARGS,
      "losses() -> list[dict]\n\nThe table of losses: name, multi, taught, recorded, inputs, "
@@ -246,6 +255,9 @@ static PyMethodDef core_methods[] = {
      "card's, its bytes of memory, and its compute capability. None is opened."},
     {"bf16_is_fast", core_bf16_is_fast, METH_NOARGS,
      "bf16_is_fast() -> bool\n\nWhether this processor's products are faster in bf16 than in f32."},
+    {"instructions", core_instructions, METH_VARARGS,
+     "instructions(device) -> str\n\nThe instruction set that a CPU device computes with, '' if it "
+     "can't be opened or is no CPU's."},
     {"memory", core_memory, METH_VARARGS,
      "memory(device) -> (int, int)\n\nBytes that a device can give, and that it has in all."},
     {"topk", core_topk, METH_VARARGS,

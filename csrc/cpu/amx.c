@@ -1,0 +1,435 @@
+/* cpu/amx.c - products with a frozen weight on Intel's matrix unit (amx.h), for any number of rows.
+ *
+ *   forward    c (m,n) = scale·a (m,k)·wᵀ [+ bias] [+ plus]     w (n,k) in PANELS
+ *   backward   c (m,n) = scale·a (m,k)·w [+ plus]               w (k,n) in PANELS_T
+ *
+ * A panel in bf16 is made of the unit's tiles of b as it lies: 16 pairs of inputs by 16 outputs,
+ * twice side by side. So forward the rows of a are packed as tiles of a, once for all panels, and
+ * the weight is read where it is. Backward the sum runs over a panel's lanes, which makes the
+ * weight the tiles of a: two shuffles for 64 of its numbers put one column's together. There the
+ * rows of a are the tiles of b, and the result is turned when it is written.
+ *
+ * Four tiles of sums take 2·SPAN inputs' tiles of both sides for each loop: one side's SPAN stays
+ * in L1 while the other is read from L2. Between loops the sums wait in L2. Each sum is one chain
+ * over CHUNK inputs (amx.h has its order), then scaled, and the bias or what was there is added: on
+ * every path, so a row's bits are its own.
+ *
+ * Weights with blocks are widened to pairs into L1 first. Where bf16 holds their codes' values
+ * exactly, each block has a sum of its own from zero, which is scaled in f32 (scaled.c).
+ *
+ * Roofline: up to some 64 rows the weight's memory; above it 1,024 multiply-adds a cycle, of which
+ * reading a's and b's tiles from L2 leaves about half. */
+#include "amx.h"
+
+#if defined(__AMX_BF16__)
+
+#include <assert.h>
+
+#include "amx_tiles.h"
+#include "packed.h"
+
+enum {
+    ROWS = 256,                        /* that are packed at once */
+    CHUNK = 2048,                      /* inputs of one sum */
+    SPAN = 8,                          /* tiles of inputs in one loop */
+    GROUP = 4,                         /* panels whose sums wait at once */
+    STEPS = CHUNK / TILE_DEPTH,        /* tiles of a chunk */
+    PACKED_LANES = ROWS * CHUNK / 2,   /* of packed rows: 1 MB */
+    FOUND_LANES = SPAN * TILE * PANEL, /* of a span of a widened panel */
+    SUM_LANES = GROUP * PANEL * ROWS,
+};
+
+#define NS_BYTE 0.018 /* of a byte of a weight in L3 (cpu.h); twice that from memory */
+#define NS_PACK 0.1   /* of a number that is packed */
+
+/* A block of rows against a weight, over one chunk of the sum, or several. */
+typedef struct Tiled {
+    const Product *p;
+    const Device *dev;
+    const frozen *w;
+    float *packed;     /* [span][strip][step of it]: two tiles of a's, or of b's, of the caller's
+                          scratch */
+    int row, rows;     /* of the block */
+    int k0, depth;     /* inputs that are packed */
+    int steps, strips; /* tiles that they take; pairs of tiles that the rows take */
+    int tall;          /* rows of a tile: fewer if the block has fewer */
+    int panels;        /* of one job */
+    int scaled;        /* each block's sum is */
+} Tiled;
+
+/* A thread's own scratch, behind what the caller may have packed. */
+typedef struct Own {
+    _Alignas(64) float packed[PACKED_LANES];
+    _Alignas(64) float found[FOUND_LANES], scales[SPAN * PANEL];
+    _Alignas(64) float columns[2 * STEPS * TILE_LANES];
+    _Alignas(64) float sums[SUM_LANES];
+} Own;
+
+_Static_assert(sizeof(Own) <= POOL_SCRATCH, "packed rows, a span of a weight, and sums");
+_Static_assert((int)BLOCK == (int)TILE_DEPTH && 2 * TILE == (int)PANEL && (int)TILE == (int)VL,
+               "a block of a panel is two tiles");
+
+/* ---- packing ---- */
+
+/* Where a strip's tiles of a step are. */
+static inline float *packed_at(const Tiled *s, int strip, int step)
+{
+    return s->packed + ((step / SPAN * s->strips + strip) * SPAN + step % SPAN) * 2 * TILE_LANES;
+}
+
+/* One tile's rows, as tiles of a. */
+static void pack_rows(void *context, int64_t tile)
+{
+    const Tiled *s = context;
+    const Product *p = s->p;
+    int first = (int)tile * TILE, live = s->rows - first;
+    for (int i = 0; i < s->steps; i++) {
+        const float *at = p->a + (s->row + first) * p->a_row + s->k0 + i * TILE_DEPTH;
+        float *to = packed_at(s, (int)tile / 2, i) + tile % 2 * TILE_LANES;
+        for (int r = 0; r < s->tall; r++, at += p->a_row, to += TILE) {
+            int n = r < live ? s->depth - i * TILE_DEPTH : 0;
+            vf low = v_load_masked(at, n), high = v_load_masked(at + VL, n - VL);
+            vu pairs = v_round_pairs(low, high);
+            v_store(to, (vf)(s->scaled ? v_pairs_apart(pairs) : pairs));
+        }
+    }
+}
+
+/* A strip's rows, as tiles of b. */
+static void pack_columns(void *context, int64_t strip)
+{
+    const Tiled *s = context;
+    const Product *p = s->p;
+    int first = (int)strip * STRIP, rows = s->rows - first < STRIP ? s->rows - first : STRIP;
+    const float *from = p->a + (s->row + first) * p->a_row + s->k0;
+    for (int step = 0; step < s->steps; step += SPAN) {
+        float *to = packed_at(s, (int)strip, step);
+        int depth = s->depth - step * TILE_DEPTH;
+        if (depth > SPAN * TILE_DEPTH) depth = SPAN * TILE_DEPTH;
+        if (rows < STRIP) memset(to, 0, SPAN * TILE * PANEL * sizeof *to);
+        CPU(tile_pack)(to, PANEL, from + step * TILE_DEPTH, p->a_row, rows, depth, HALVES);
+    }
+}
+
+/* ---- the unit ---- */
+
+/* One step's sum of its own, in tile register c, which goes to L1. */
+#define STEP_SUM(c, a_tile, b_tile, step)                                        \
+    TILE_ZERO(c);                                                                \
+    TILE_LOAD(a_tile, a + 2 * (i + (step)) * TILE_LANES, TILE * 4);              \
+    TILE_LOAD(b_tile, b + (i + (step)) * TILE * PANEL + half * TILE, PANEL * 4); \
+    TILE_DOT(c, a_tile, b_tile);                                                 \
+    TILE_STORE(c, waiting[step], TILE * 4)
+
+/* The sums of one tile of a's over so many steps, each scaled by its own scales (PANEL). Four steps
+ * are in the unit at once, which one takes 52 cycles to pass. */
+static inline __attribute__((always_inline)) void blocks_sum(float *sums, int begun, const float *a,
+                                                             const float *b, const float *scales,
+                                                             int steps, const int rows)
+{
+    for (int half = 0; half < 2; half++, sums += TILE_LANES) {
+        _Alignas(64) float waiting[4][TILE_LANES];
+        vf total[TILE];
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) total[r] = begun ? v_load(sums + r * TILE) : v_set(0.0f);
+        for (int i = 0, together; i < steps; i += together) {
+            together = steps - i < 4 ? 1 : 4;
+            STEP_SUM(0, 4, 6, 0);
+            if (together == 4) {
+                STEP_SUM(1, 5, 7, 1);
+                STEP_SUM(2, 4, 6, 2);
+                STEP_SUM(3, 5, 7, 3);
+            }
+            for (int j = 0; j < together; j++) {
+                vf scale = v_load(scales + (i + j) * PANEL + half * VL);
+#pragma GCC unroll 16
+                for (int r = 0; r < rows; r++)
+                    total[r] = v_fma(v_load(waiting[j] + r * TILE), scale, total[r]);
+            }
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < rows; r++) v_store(sums + r * TILE, total[r]);
+    }
+}
+
+#undef STEP_SUM
+
+/* ---- forward ---- */
+
+/* The tiles of b of `count` steps of a panel, from number `step` of the chunk on; *count becomes
+ * fewer where the panel has them in another place. */
+static const float *span_bring(const Tiled *s, int panel, int step, int *count)
+{
+    const frozen *w = s->w;
+    Own *own = cpu_scratch(s->dev);
+    int first = s->k0 / BLOCK + step;
+    if (!dtype_packed(w->type)) {
+        size_t lanes = ((size_t)w->cols + 1) / 2, at = (size_t)first * TILE;
+        const float *from = (const float *)w->data + ((size_t)panel * lanes + at) * PANEL;
+        int whole = s->depth / TILE_DEPTH - step;
+        if (whole > 0) {
+            if (whole < *count) *count = whole;
+            return from;
+        }
+        memset(own->found, 0, TILE * PANEL * sizeof *own->found); /* the last tile is not whole */
+        memcpy(own->found, from, (lanes - at) * PANEL * sizeof *own->found);
+        *count = 1;
+        return own->found;
+    }
+    DType kind = block_kind(w->type);
+    for (int i = 0; i < *count; i++) {
+        Square at = square_at(w, kind, panel, first + i);
+        for (size_t line = 0; s->strips == 1 && line < blocks_of(kind).bytes; line += 128) {
+            far_ask(at.block + line);
+            near_ask(at.block + line);
+        }
+        if (s->scaled)
+            CPU(codes_find)(own->found + i * TILE * PANEL, w, panel, first + i, 1);
+        else
+            CPU(block_widen_pairs)(own->found + i * TILE * PANEL, w, panel, first + i);
+        for (int x = 0; s->scaled && x < PANEL; x += VL)
+            v_store(own->scales + i * PANEL + x, square_scale(at, kind, 0, x));
+    }
+    return own->found;
+}
+
+/* Block number `number` of a panel, or what makes as many tiles, and its lines. */
+static const char *block_at(const frozen *w, int panel, int number, int *lines)
+{
+    if (dtype_packed(w->type)) {
+        *lines = (int)(blocks_of(w->type).bytes / 64);
+        return (const char *)square_at(w, w->type, panel, number).block;
+    }
+    size_t lanes = ((size_t)w->cols + 1) / 2;
+    *lines = TILE * PANEL / 16;
+    return (const char *)((const float *)w->data +
+                          ((size_t)panel * lanes + (size_t)number * TILE) * PANEL);
+}
+
+/* Asks for what is read after `count` steps of a panel from `step` on: it is in the panel, or in
+ * the next group's first. Each strip asks for a share. */
+static Ask next_ask(const Tiled *s, int panel, int step, int count)
+{
+    int lines, next = s->k0 / BLOCK + step + count;
+    if (step + count >= s->steps) {
+        panel += s->panels;
+        next = s->k0 / BLOCK;
+    }
+    if ((int64_t)panel * PANEL >= s->w->rows) return (Ask){0};
+    const char *at = block_at(s->w, panel, next, &lines);
+    lines = (lines + s->strips - 1) / s->strips;
+    return (Ask){at, lines, 0, 64 * lines};
+}
+
+/* The switch makes the row count a constant, the next power of two. */
+static void blocks_tile(const Tiled *s, float *sums, int begun, const float *a, const float *b,
+                        const float *scales, int steps)
+{
+#define CASE(n)                                          \
+    if (s->tall <= n) {                                  \
+        blocks_sum(sums, begun, a, b, scales, steps, n); \
+        return;                                          \
+    }
+    CASE(1);
+    CASE(2);
+    CASE(4);
+    CASE(8);
+    CASE(16);
+#undef CASE
+}
+
+/* `count` steps of a panel against one strip of rows. */
+static void strip_run(const Tiled *s, float *sums, int strip, int step, int count, const float *b,
+                      Ask ask)
+{
+    int tiles = (s->rows + TILE - 1) / TILE - 2 * strip, begun = step % STEPS > 0;
+    const float *a = packed_at(s, strip, step);
+    if (s->scaled) {
+        const float *scales = ((Own *)cpu_scratch(s->dev))->scales;
+        for (int i = 0; i < count; i++) ask_step(&ask, b);
+        for (int t = 0; t < tiles && t < 2; t++)
+            blocks_tile(s, sums + 2 * t * TILE_LANES, begun, a + t * TILE_LANES, b, scales, count);
+        return;
+    }
+    if (tiles > 1)
+        tiles_sum(sums, begun, a, b, count, ask, 1);
+    else
+        tiles_sum(sums, begun, a, b, count, ask, 0);
+}
+
+/* The same against all rows, up to `count` steps of panel n; returns how many. What ends a chunk is
+ * written. */
+static int span_run(const Tiled *s, float *sums, int n, int step, int count)
+{
+    const Product *p = s->p;
+    int few = s->strips == 1, width = p->n - n * PANEL < PANEL ? p->n - n * PANEL : PANEL;
+    const float *b = span_bring(s, n, step, &count);
+    int ends = step + count == s->steps || (step + count) % STEPS == 0;
+    Ask ask = {.streams = few && !dtype_packed(s->w->type)};
+    if (!few) ask = next_ask(s, n, step, count);
+    Out all = out_at(product_out(p, s->k0 + step / STEPS * CHUNK), s->row, n * PANEL);
+    for (int i = 0; i < s->strips; i++, ask.at += count * ask.step, sums += STRIP * PANEL) {
+        int rows = s->rows - i * STRIP < STRIP ? s->rows - i * STRIP : STRIP;
+        Out out = out_at(all, i * STRIP, 0);
+        if (ends) write_ask(out, rows, width);
+        strip_run(s, sums, i, step, count, b, ask);
+        if (ends) rows_write(out, sums, rows, width);
+    }
+    return count;
+}
+
+/* Some panels, a group of them span by span; where there is one strip of rows, each in the order in
+ * which it lies. */
+static void forward_job(void *context, int64_t job)
+{
+    const Tiled *s = context;
+    float *sums = ((Own *)cpu_scratch(s->dev))->sums;
+    int first = (int)job * s->panels, last = (s->p->n + PANEL - 1) / PANEL;
+    if (last > first + s->panels) last = first + s->panels;
+    int few = s->strips == 1, group = few ? 1 : GROUP;
+    int most = few && !dtype_packed(s->w->type) ? STEPS : SPAN;
+    tiles_begin(s->tall);
+    for (int g = first; g < last; g += group)
+        for (int step = 0, done; step == 0 || step < s->steps; step += done) {
+            int count = s->steps - step < most ? s->steps - step : most;
+            done = count;
+            for (int n = g; n < last && n < g + group; n++)
+                done = span_run(s, sums + (n - g) * PANEL * ROWS, n, step, count);
+        }
+    tiles_end();
+}
+
+/* ---- backward ---- */
+
+/* Of a pair of columns in 32 rows, of which these are the first 16 and the others: one column's
+ * rows, as pairs of row k and row k + 16. */
+static inline vf one_column(vu low, vu high, int second)
+{
+    const __mmask32 uppers = 0xaaaaaaaa;
+    __m512i first = (__m512i)(second ? low >> 16 : low);
+    __m512i other = (__m512i)(second ? high : high << 16);
+    return (vf)_mm512_mask_blend_epi16(uppers, first, other);
+}
+
+/* Columns [n0, n0 + PANEL) of the weight as tiles of a: [step][tile of columns][16][16]. */
+static void columns_bring(const Tiled *s, float *to, int n0)
+{
+    const frozen *w = s->w;
+    int live = (w->cols - n0 + 1) / 2; /* pairs of columns */
+    size_t lanes = ((size_t)w->cols + 1) / 2 * PANEL;
+    for (int i = 0; i < s->steps; i++, to += 2 * TILE_LANES) {
+        size_t panel = (size_t)(s->k0 / PANEL + i);
+        const float *from = (const float *)w->data + panel * lanes + (size_t)n0 / 2 * PANEL;
+        _Alignas(64) float block[TILE * PANEL];
+        if (dtype_packed(w->type)) {
+            CPU(block_widen_pairs)(block, w, (int)panel, n0 / BLOCK);
+            from = block;
+        }
+        for (int j = 0; j < TILE; j++, from += PANEL) {
+            vu low = {0}, high = {0};
+            if (j < live) {
+                low = v_load_pairs(from);
+                high = v_load_pairs(from + VL);
+            }
+            float *at = to + j * 2 * TILE;
+            v_store(at, one_column(low, high, 0));
+            v_store(at + TILE, one_column(low, high, 1));
+        }
+    }
+}
+
+/* Asks for columns from n0 on of the panels of each step, a share for each strip. */
+static Ask columns_ask(const Tiled *s, int step, int n0)
+{
+    if (n0 >= s->w->cols) return (Ask){0};
+    int lines, panel = s->k0 / PANEL + step;
+    const char *at = block_at(s->w, panel, n0 / BLOCK, &lines);
+    const char *after = block_at(s->w, panel + 1, n0 / BLOCK, &lines);
+    return (Ask){at, (lines + s->strips - 1) / s->strips, 0, after - at};
+}
+
+/* c = scale·sums [+ add] of `rows` rows and n ≤ PANEL columns; sums has columns by rows. */
+static void columns_write(Out out, const float *sums, int rows, int n)
+{
+    for (int x = 0; x < n; x += VL)
+        for (int r0 = 0; r0 < rows; r0 += TILE) {
+            vf v[VL];
+#pragma GCC unroll 16
+            for (int i = 0; i < VL; i++)
+                v[i] = v_load(sums + (x / VL * 2 + r0 / TILE) * TILE_LANES + i * TILE);
+            square_turn(v);
+            for (int i = 0; i < VL && r0 + i < rows; i++) {
+                vf y = v[i] * out.scale;
+                if (out.add) y += v_load_masked(out.add + (r0 + i) * out.add_row + x, n - x);
+                _mm512_mask_storeu_ps(out.c + (r0 + i) * out.ldc + x, v_mask(n - x), (__m512)y);
+            }
+        }
+}
+
+static void backward_job(void *context, int64_t job)
+{
+    const Tiled *s = context;
+    const Product *p = s->p;
+    Own *own = cpu_scratch(s->dev);
+    int n0 = (int)job * PANEL, width = p->n - n0 < PANEL ? p->n - n0 : PANEL;
+    Out all = out_at(product_out(p, s->k0), s->row, n0);
+    tiles_begin(TILE);
+    columns_bring(s, own->columns, n0);
+    for (int step = 0; step < s->steps; step += SPAN) {
+        int count = s->steps - step < SPAN ? s->steps - step : SPAN;
+        Ask ask = columns_ask(s, step, n0 + PANEL);
+        for (int i = 0; i < s->strips; i++, ask.at += 64 * ask.lines) {
+            int rows = s->rows - i * STRIP < STRIP ? s->rows - i * STRIP : STRIP;
+            int last_span = step + count >= s->steps;
+            Out out = out_at(all, i * STRIP, 0);
+            float *sums = own->sums + i * PANEL * STRIP;
+            if (last_span) write_ask(out, rows, width);
+            tiles_sum(sums, step > 0, own->columns + step * 2 * TILE_LANES, packed_at(s, i, step),
+                      count, ask, 1);
+            if (last_span) columns_write(out, sums, rows, width);
+        }
+    }
+    tiles_end();
+}
+
+/* ---- blocks of rows, chunks and threads ---- */
+
+/* The packed inputs: a chunk, or forward more where few rows leave room, so that a panel is read in
+ * one stretch. */
+static void chunks_run(Device *dev, Tiled *s)
+{
+    const Product *p = s->p;
+    int back = p->order == PANELS_T, unit = back ? STRIP : TILE;
+    int panels = (p->n + PANEL - 1) / PANEL;
+    double multiplied = CPU_PRODUCT_NS / 8 * s->rows * p->n * s->depth;
+    double read = NS_BYTE * 2 * p->n * s->depth;
+    s->steps = (s->depth + TILE_DEPTH - 1) / TILE_DEPTH;
+    s->tall = s->rows < TILE && !back ? s->rows : TILE;
+    s->panels = cpu_size_of_piece(dev, panels, GROUP, 1);
+    cpu_run_of(dev, NS_PACK * s->rows * s->depth, (s->rows + unit - 1) / unit,
+               back ? pack_columns : pack_rows, s);
+    cpu_run_of(dev, multiplied > read ? multiplied : read,
+               back ? panels : (panels + s->panels - 1) / s->panels,
+               back ? backward_job : forward_job, s);
+}
+
+void CPU(product_tiles)(Device *dev, const Product *p)
+{
+    assert(p->order >= PANELS && p->a_col == 1);
+    const frozen *w = p->b;
+    Tiled s = {.p = p, .dev = dev, .w = w, .packed = ((Own *)cpu_scratch(dev))->packed};
+    s.scaled = p->order == PANELS && scales_sums(w->type);
+    int blocks = (p->m + ROWS - 1) / ROWS;
+    int rows = ((p->m + blocks - 1) / blocks + STRIP - 1) / STRIP * STRIP;
+    for (s.row = 0; s.row < p->m; s.row += rows) {
+        s.rows = p->m - s.row < rows ? p->m - s.row : rows;
+        s.strips = (s.rows + STRIP - 1) / STRIP;
+        int most = p->order == PANELS ? ROWS / STRIP / s.strips * CHUNK : CHUNK;
+        for (s.k0 = 0; s.k0 == 0 || s.k0 < p->k; s.k0 += most) {
+            s.depth = p->k - s.k0 < most ? p->k - s.k0 : most;
+            chunks_run(dev, &s);
+        }
+    }
+}
+
+#endif
