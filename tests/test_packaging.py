@@ -13,10 +13,12 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import tinsmith
+from engine import ISAS, cpu_has
 from tinsmith.cli import command_line
 from tinsmith.files import extras
 
@@ -233,9 +235,9 @@ def test_the_image_starts_a_healthy_server(tmp_path: Path, tiny_model_dir: Path)
 # ---- what is installed ----
 
 
-def core_says(isa: str) -> dict[str, str]:
-    """The devices of a process with TINSMITH_ISA: "" or why not."""
-    code = "import json; from tinsmith import _core; print(json.dumps(_core.devices()))"
+def core_says(isa: str, asked: str = "devices()") -> Any:
+    """What _core answers in a process with TINSMITH_ISA: of its devices "" or why not."""
+    code = f"import json; from tinsmith import _core; print(json.dumps(_core.{asked}))"
     environment = os.environ | {"TINSMITH_ISA": isa}
     command = [sys.executable, "-c", code]
     return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE).stdout)
@@ -246,6 +248,15 @@ def test_an_instruction_set_can_be_chosen_and_a_bad_one_is_refused() -> None:
     assert "TINSMITH_ISA is generic, which has no bf16" in core_says("generic")["cpu-bf16"]
     refused = core_says("sse9")["cpu"]
     assert refused.startswith("TINSMITH_ISA is 'sse9', but must be one of: generic")
+
+
+def test_the_instruction_set_that_a_device_takes_is_said() -> None:
+    assert core_says("generic", "instructions('cpu')") == "generic"
+    assert core_says("generic", "instructions('cpu-bf16')") == ""
+    assert core_says("sse9", "instructions('cpu')") == core_says("", "instructions('cuda')") == ""
+    sets = [isa for isa in ISAS if cpu_has(isa)]
+    assert core_says("", "instructions('cpu')") == [isa for isa in sets if isa in ISAS[:3]][-1]
+    assert core_says("", "instructions('cpu-bf16')") == "".join(set(sets[-1:]) - set(ISAS[:3]))
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,10 @@ def bf16_is_fast() -> bool:
     """Whether this processor's products are faster in bf16 than in f32: it depends on nothing but
     the processor."""
 
+def instructions(device: str, /) -> str:
+    """The instruction set that a device of the CPU computes with: "generic", "avx2", "avx512",
+    "avx512bf16" or "amx"; "" for a GPU, and where the device can't be opened."""
+
 def memory(device: str, /) -> tuple[int, int]:
     """Bytes that a device can give, and that it has in all. The CPU's bytes are the machine's, or
     what a container leaves of them. The call opens the device."""

@@ -44,7 +44,9 @@ def show(options: argparse.Namespace) -> None:
     print(f"tinsmith {version('tinsmith') or '(not installed)'}, Python {sys.version.split()[0]}")
     for name, reason in devices().items():
         if name != "cuda-emulated":  # which only the tests have
-            print(f"device {reason or name + ': ready'}")
+            instructions = _core.instructions(name)
+            with_them = f", with {instructions}" if instructions else ""
+            print(f"device {reason or f'{name}: ready{with_them}'}")
     types = {name: kind for name, kind in GGUF_TYPES.items() if name != "MXFP4"} | FOLDER_TYPES
     parts = [[n for n in types if (types[n] in ON_GPU) == both] for both in (True, False)]
     print(KEPT.format(*(", ".join(part) for part in parts)))
