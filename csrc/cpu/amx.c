@@ -25,11 +25,13 @@
 
 #include <assert.h>
 
-#include "amx_tiles.h"
+#include "ask.h"
+#include "block.h"
 #include "packed.h"
 
 enum {
     ROWS = 256,                        /* that are packed at once */
+    STRIP = 2 * TILE,                  /* rows, or columns, of a loop's tiles */
     CHUNK = 2048,                      /* inputs of one sum */
     SPAN = 8,                          /* tiles of inputs in one loop */
     GROUP = 4,                         /* panels whose sums wait at once */
@@ -113,6 +115,59 @@ static void pack_columns(void *context, int64_t strip)
 
 /* ---- the unit ---- */
 
+/* What is asked for during a loop: so many lines in each step, or what is read itself, ahead. */
+typedef struct Ask {
+    const char *at;
+    int lines, streams;
+    int64_t step; /* from one step's lines to the next's */
+} Ask;
+
+static inline __attribute__((always_inline)) void ask_step(Ask *ask, const float *b)
+{
+    for (int line = 0; ask->streams && line < TILE * PANEL; line += PANEL) {
+        far_ask(b + line);
+        near_ask(b + line);
+    }
+    for (int i = 0; i < ask->lines; i++) __builtin_prefetch(ask->at + 64 * i, 0, 2);
+    ask->at += ask->step;
+}
+
+/* The sums of two tiles of a's, or of one, and two of b's over so many steps: [a's][b's][16][16].
+ */
+static inline __attribute__((always_inline)) void tiles_sum(float *sums, int begun, const float *a,
+                                                            const float *b, int steps, Ask ask,
+                                                            const int both)
+{
+    enum { ROW = TILE * 4, B_ROW = PANEL * 4 };
+    if (begun) {
+        TILE_LOAD(0, sums, ROW);
+        TILE_LOAD(1, sums + TILE_LANES, ROW);
+        if (both) TILE_LOAD(2, sums + 2 * TILE_LANES, ROW);
+        if (both) TILE_LOAD(3, sums + 3 * TILE_LANES, ROW);
+    } else {
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        if (both) TILE_ZERO(2);
+        if (both) TILE_ZERO(3);
+    }
+    for (int i = 0; i < steps; i++, a += 2 * TILE_LANES, b += TILE * PANEL) {
+        ask_step(&ask, b);
+        TILE_LOAD(4, a, ROW);
+        TILE_LOAD(6, b, B_ROW);
+        TILE_DOT(0, 4, 6);
+        TILE_LOAD(7, b + TILE, B_ROW);
+        TILE_DOT(1, 4, 7);
+        if (!both) continue;
+        TILE_LOAD(5, a + TILE_LANES, ROW);
+        TILE_DOT(2, 5, 6);
+        TILE_DOT(3, 5, 7);
+    }
+    TILE_STORE(0, sums, ROW);
+    TILE_STORE(1, sums + TILE_LANES, ROW);
+    if (both) TILE_STORE(2, sums + 2 * TILE_LANES, ROW);
+    if (both) TILE_STORE(3, sums + 3 * TILE_LANES, ROW);
+}
+
 /* One step's sum of its own, in tile register c, which goes to L1. */
 #define STEP_SUM(c, a_tile, b_tile, step)                                        \
     TILE_ZERO(c);                                                                \
@@ -156,6 +211,28 @@ static inline __attribute__((always_inline)) void blocks_sum(float *sums, int be
 
 /* ---- forward ---- */
 
+/* Asks for the lines of c that will be written. */
+static inline void write_ask(Out out, int rows, int n)
+{
+    for (int r = 0; r < rows; r++) {
+        __builtin_prefetch(out.c + r * out.ldc, 1, 2);
+        __builtin_prefetch(out.c + r * out.ldc + n - 1, 1, 2);
+    }
+}
+
+/* c = scale·sums [+ bias] [+ add] of `rows` rows and n ≤ PANEL columns. */
+static void rows_write(Out out, const float *sums, int rows, int n)
+{
+    for (int r = 0; r < rows; r++)
+        for (int x = 0; x < n; x += VL) {
+            const float *at = sums + (r / TILE * 2 + x / VL) * TILE_LANES + r % TILE * TILE;
+            vf y = v_load(at) * out.scale;
+            if (out.bias) y += v_load_masked(out.bias + x, n - x);
+            if (out.add) y += v_load_masked(out.add + r * out.add_row + x, n - x);
+            _mm512_mask_storeu_ps(out.c + r * out.ldc + x, v_mask(n - x), (__m512)y);
+        }
+}
+
 /* The tiles of b of `count` steps of a panel, from number `step` of the chunk on; *count becomes
  * fewer where the panel has them in another place. */
 static const float *span_bring(const Tiled *s, int panel, int step, int *count)
@@ -163,6 +240,7 @@ static const float *span_bring(const Tiled *s, int panel, int step, int *count)
     const frozen *w = s->w;
     Own *own = cpu_scratch(s->dev);
     int first = s->k0 / BLOCK + step;
+    if (!*count) return own->found; /* a weight without inputs */
     if (!dtype_packed(w->type)) {
         size_t lanes = ((size_t)w->cols + 1) / 2, at = (size_t)first * TILE;
         const float *from = (const float *)w->data + ((size_t)panel * lanes + at) * PANEL;
@@ -290,7 +368,7 @@ static void forward_job(void *context, int64_t job)
     int most = few && !dtype_packed(s->w->type) ? STEPS : SPAN;
     tiles_begin(s->tall);
     for (int g = first; g < last; g += group)
-        for (int step = 0, done; step == 0 || step < s->steps; step += done) {
+        for (int step = 0, done; step == 0 || step < s->steps; step += done ? done : 1) {
             int count = s->steps - step < most ? s->steps - step : most;
             done = count;
             for (int n = g; n < last && n < g + group; n++)
