@@ -10,7 +10,8 @@ from engine import Frozen, device, from_bf16, to_bf16
 from op_bar import compare, run
 from op_cases import make_linear, make_linear_backward
 
-TILE, DEPTH, CHUNK, ROWS = 16, 32, 2048, 256  # rows; inputs of a tile, of a sum; rows of a block
+TILE, DEPTH, ROWS = 16, 32, 256  # rows of a tile, inputs of it, rows of a block
+CHUNK, BACK_CHUNK = 2048, 1024  # inputs of a sum, forward and backward
 SIZES = (1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 255, 256, 257, 300)
 MANY = 2 * ROWS + 45
 
@@ -20,15 +21,14 @@ def dev():
     return device("cpu-amx")
 
 
-def in_order(a: np.ndarray, b: np.ndarray, part: Callable[[int], int]) -> np.ndarray:
+def in_order(a: np.ndarray, b: np.ndarray, most: int, part: Callable[[int], int]) -> np.ndarray:
     """a (M, K) times b (N, K), both bf16 in float32: of 32 inputs those of part 0 in order from
-    zero, those of part 1, their sum, and that added to the sum of those before; CHUNK of them at
-    most."""
+    zero, those of part 1, their sum, and that added to the sum of those before; `most` of them."""
     total = np.zeros((len(a), len(b)), np.float32)
-    for chunk in range(0, a.shape[1], CHUNK):
+    for chunk in range(0, a.shape[1], most):
         sums = np.zeros_like(total)
-        for first in range(chunk, min(chunk + CHUNK, a.shape[1]), DEPTH):
-            last = min(first + DEPTH, chunk + CHUNK, a.shape[1])
+        for first in range(chunk, min(chunk + most, a.shape[1]), DEPTH):
+            last = min(first + DEPTH, chunk + most, a.shape[1])
             parts = np.zeros((2, *total.shape), np.float32)
             for k in range(first, last):  # a product of two bf16 is exact, and so is a float64 sum
                 exact = np.multiply.outer(a[:, k].astype(float), b[:, k].astype(float))
@@ -49,10 +49,10 @@ def test_a_sum_has_the_order_that_is_written_down(dev, K):
     x, w = narrow(rng, 19, K), narrow(rng, 37, K)
     args = {"w": Frozen(w, "bf16"), "bias": None, "plus": None, "T": 19, "N": 37, "D": K}
     got = dev.call("linear", y=(19, 37), x=x, step=37, **args)["y"]
-    np.testing.assert_array_equal(got, in_order(x, w, lambda k: k % 2))
+    np.testing.assert_array_equal(got, in_order(x, w, CHUNK, lambda k: k % 2))
     turned = {"w": Frozen(np.ascontiguousarray(w.T), "bf16"), "T": 19, "N": K, "D": 37}
     got = dev.call("linear_backward", dx=(19, 37), dy=x, accumulate=0, step=K, **turned)["dx"]
-    np.testing.assert_array_equal(got, in_order(x, w, lambda k: k % 32 // 16))
+    np.testing.assert_array_equal(got, in_order(x, w, BACK_CHUNK, lambda k: k % 32 // 16))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8", "int4", "mxfp4", "q4_k"])
