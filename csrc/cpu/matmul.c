@@ -477,8 +477,7 @@ void CPU(product_run)(Device *dev, Product *p)
         CPU(product_tiles)(dev, p);
         return;
     }
-#endif
-#if defined(__AVX512BF16__)
+#elif defined(__AVX512BF16__)
     if (p->order == PANELS && scales_sums(((const frozen *)p->b)->type)) {
         CPU(product_scaled)(dev, p);
         return;
