@@ -27,14 +27,14 @@ ROOT = Path(__file__).parent
 WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi"]
 FLAGS = ["-std=c11", "-O3", "-g1", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
 
+AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512"
+AVX512_BF16 = f"{AVX512} -mavx512vnni -mavx512bf16 -mavx512vbmi"
 GENERIC = {"generic": ""}
 X86 = {
     "avx2": "-mavx2 -mfma -mf16c",
-    "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512",
-    "avx512bf16": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512 "
-    "-mavx512vnni -mavx512bf16 -mavx512vbmi",
-    "amx": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mprefer-vector-width=512 "
-    "-mavx512vnni -mavx512bf16 -mavx512vbmi -mamx-tile -mamx-bf16",
+    "avx512": AVX512,
+    "avx512bf16": AVX512_BF16,
+    "amx": f"{AVX512_BF16} -mamx-tile -mamx-bf16",
 }
 ISAS = GENERIC | (X86 if platform.machine() in ("x86_64", "AMD64") else {})
 

@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 from engine import DEVICES, Span, device
 from op_bar import compare, run
-from op_cases import make_attention, make_linear, make_linear_backward
+from op_cases import (
+    make_attention,
+    make_attention_backward,
+    make_linear,
+    make_linear_backward,
+)
 
 MANY = 100  # rows: more than cpu/stream.c and stream_back.c take (64)
 FEW = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 27, 40, 53, 63, 64, 65)
@@ -130,3 +135,14 @@ def test_a_decoded_position_has_the_attention_of_a_trained_one(dev, E, heads):
 def test_attention_of_single_positions_is_its_formula(dev, E):
     spans = ((1, 0), (1, 15), (1, 63), (1, 64), (1, 200))
     compare(dev, "attention", make_attention(np.random.default_rng(0), spans, H=4, G=2, E=E))
+
+
+def test_heads_that_are_too_wide_are_refused(dev):
+    rng = np.random.default_rng(0)
+    whole, back = make_attention(rng, ((2, 0),), 1, 1, 4098), ((2,), 1, 1, 258)
+    for op, args, words in (
+        ("attention", whole, r"4098 is more than the CPU's attention takes \(4096\)"),
+        ("attention_backward", make_attention_backward(rng, *back), r"258 is more .* \(256\)"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            run(dev, op, args)

@@ -6,13 +6,15 @@
  * A panel in bf16 is made of the unit's tiles of b as it lies: 16 pairs of inputs by 16 outputs,
  * twice side by side. So forward the rows of a are packed as tiles of a, once for all panels, and
  * the weight is read where it is. Backward the sum runs over a panel's lanes, which makes the
- * weight the tiles of a: two shuffles for 64 of its numbers put one column's together. There the
- * rows of a are the tiles of b, and the result is turned when it is written.
+ * weight the tiles of a: a shift and a blend for 32 of its numbers put one column's together, as
+ * pairs of inputs k and k + 16. There the rows of a are the tiles of b, and the result is turned
+ * when it is written.
  *
- * Four tiles of sums take 2·SPAN inputs' tiles of both sides for each loop: one side's SPAN stays
- * in L1 while the other is read from L2. Between loops the sums wait in L2. Each sum is one chain
- * over CHUNK or BACK_CHUNK inputs (amx.h has its order), then scaled, and the bias or what was
- * there is added: on every path, so a row's bits are its own.
+ * A loop makes four tiles of sums, of two tiles of a's by two of b's, over SPAN tiles of inputs.
+ * The weight's stay in L1 while one strip of rows after the other is read from L2. Between spans
+ * the sums wait in L2. Each sum is one chain over CHUNK or BACK_CHUNK inputs (amx.h has its order).
+ * Then it is scaled, and the bias or what was there is added. That is so for any number of rows, so
+ * a row's bits are its own.
  *
  * Weights with blocks are widened to pairs into L1 first. Where bf16 holds their codes' values
  * exactly, each block has a sum of its own from zero, which is scaled in f32 (scaled.c).
@@ -42,8 +44,7 @@ enum {
     SUM_LANES = GROUP * PANEL * ROWS,
 };
 
-#define NS_BYTE 0.018 /* of a byte of a weight in L3 (cpu.h); twice that from memory */
-#define NS_PACK 0.1   /* of a number that is packed */
+#define NS_PACK 0.1 /* of a number that is packed (cpu.h) */
 
 /* A block of rows against a weight, over one chunk of the sum, or several. */
 typedef struct Tiled {
@@ -71,6 +72,28 @@ typedef struct Own {
 _Static_assert(sizeof(Own) <= POOL_SCRATCH, "packed rows, a span of a weight, and sums");
 _Static_assert((int)BLOCK == (int)TILE_DEPTH && 2 * TILE == (int)PANEL && (int)TILE == (int)VL,
                "a block of a panel is two tiles");
+
+/* ---- the weight ---- */
+
+/* 64-byte lines of a block, or of what makes as many tiles in bf16. */
+static int block_lines(const frozen *w)
+{
+    return dtype_packed(w->type) ? (int)(blocks_of(w->type).bytes / 64) : TILE * PANEL * 4 / 64;
+}
+
+/* Block number `number` of a panel, or those tiles. */
+static const void *block_at(const frozen *w, int panel, int number)
+{
+    if (dtype_packed(w->type)) return square_at(w, w->type, panel, number).block;
+    size_t lanes = ((size_t)w->cols + 1) / 2;
+    return (const float *)w->data + ((size_t)panel * lanes + (size_t)number * TILE) * PANEL;
+}
+
+/* What each strip asks for of a block that all of them ask for. */
+static int lines_of_strip(const Tiled *s)
+{
+    return (block_lines(s->w) + s->strips - 1) / s->strips;
+}
 
 /* ---- packing ---- */
 
@@ -227,15 +250,12 @@ static void rows_write(Out out, const float *sums, int rows, int n)
     for (int r = 0; r < rows; r++)
         for (int x = 0; x < n; x += VL) {
             const float *at = sums + (r / TILE * 2 + x / VL) * TILE_LANES + r % TILE * TILE;
-            vf y = v_load(at) * out.scale;
-            if (out.bias) y += v_load_masked(out.bias + x, n - x);
-            if (out.add) y += v_load_masked(out.add + r * out.add_row + x, n - x);
-            _mm512_mask_storeu_ps(out.c + r * out.ldc + x, v_mask(n - x), (__m512)y);
+            sums_write(out_at(out, r, x), v_load(at), n - x);
         }
 }
 
-/* The tiles of b of `count` steps of a panel, from number `step` of the chunk on; *count becomes
- * fewer where the panel has them in another place. */
+/* The tiles of b of `count` steps of a panel, from number `step` of the packed ones on; *count
+ * becomes fewer where the panel has them in another place. */
 static const float *span_bring(const Tiled *s, int panel, int step, int *count)
 {
     const frozen *w = s->w;
@@ -243,15 +263,14 @@ static const float *span_bring(const Tiled *s, int panel, int step, int *count)
     int first = s->k0 / BLOCK + step;
     if (!*count) return own->found; /* a weight without inputs */
     if (!dtype_packed(w->type)) {
-        size_t lanes = ((size_t)w->cols + 1) / 2, at = (size_t)first * TILE;
-        const float *from = (const float *)w->data + ((size_t)panel * lanes + at) * PANEL;
-        int whole = s->depth / TILE_DEPTH - step;
+        const float *from = block_at(w, panel, first);
+        int whole = s->depth / TILE_DEPTH - step, rest = w->cols - first * TILE_DEPTH;
         if (whole > 0) {
             if (whole < *count) *count = whole;
             return from;
         }
         memset(own->found, 0, TILE * PANEL * sizeof *own->found); /* the last tile is not whole */
-        memcpy(own->found, from, (lanes - at) * PANEL * sizeof *own->found);
+        memcpy(own->found, from, (size_t)((rest + 1) / 2) * PANEL * sizeof *own->found);
         *count = 1;
         return own->found;
     }
@@ -272,32 +291,17 @@ static const float *span_bring(const Tiled *s, int panel, int step, int *count)
     return own->found;
 }
 
-/* Block number `number` of a panel, or what makes as many tiles, and its lines. */
-static const char *block_at(const frozen *w, int panel, int number, int *lines)
-{
-    if (dtype_packed(w->type)) {
-        *lines = (int)(blocks_of(w->type).bytes / 64);
-        return (const char *)square_at(w, w->type, panel, number).block;
-    }
-    size_t lanes = ((size_t)w->cols + 1) / 2;
-    *lines = TILE * PANEL / 16;
-    return (const char *)((const float *)w->data +
-                          ((size_t)panel * lanes + (size_t)number * TILE) * PANEL);
-}
-
 /* Asks for what is read after `count` steps of a panel from `step` on: it is in the panel, or in
  * the next group's first. Each strip asks for a share. */
 static Ask next_ask(const Tiled *s, int panel, int step, int count)
 {
-    int lines, next = s->k0 / BLOCK + step + count;
+    int lines = lines_of_strip(s), next = s->k0 / BLOCK + step + count;
     if (step + count >= s->steps) {
         panel += s->panels;
         next = s->k0 / BLOCK;
     }
     if ((int64_t)panel * PANEL >= s->w->rows) return (Ask){0};
-    const char *at = block_at(s->w, panel, next, &lines);
-    lines = (lines + s->strips - 1) / s->strips;
-    return (Ask){at, lines, 0, 64 * lines};
+    return (Ask){block_at(s->w, panel, next), lines, 0, 64 * lines};
 }
 
 /* The switch makes the row count a constant, the next power of two. */
@@ -395,15 +399,14 @@ static void columns_bring(const Tiled *s, float *to, int n0)
 {
     const frozen *w = s->w;
     int live = (w->cols - n0 + 1) / 2; /* pairs of columns */
-    size_t lanes = ((size_t)w->cols + 1) / 2 * PANEL;
     for (int i = 0; i < s->steps; i++, to += 2 * TILE_LANES) {
-        size_t panel = (size_t)(s->k0 / PANEL + i);
-        const float *from = (const float *)w->data + panel * lanes + (size_t)n0 / 2 * PANEL;
+        int panel = s->k0 / PANEL + i;
         _Alignas(64) float block[TILE * PANEL];
-        if (dtype_packed(w->type)) {
-            CPU(block_widen_pairs)(block, w, (int)panel, n0 / BLOCK);
-            from = block;
-        }
+        const float *from = block;
+        if (dtype_packed(w->type))
+            CPU(block_widen_pairs)(block, w, panel, n0 / BLOCK);
+        else
+            from = block_at(w, panel, n0 / BLOCK);
         for (int j = 0; j < TILE; j++, from += PANEL) {
             vu low = {0}, high = {0};
             if (j < live) {
@@ -421,10 +424,10 @@ static void columns_bring(const Tiled *s, float *to, int n0)
 static Ask columns_ask(const Tiled *s, int step, int n0)
 {
     if (n0 >= s->w->cols) return (Ask){0};
-    int lines, panel = s->k0 / PANEL + step;
-    const char *at = block_at(s->w, panel, n0 / BLOCK, &lines);
-    const char *after = block_at(s->w, panel + 1, n0 / BLOCK, &lines);
-    return (Ask){at, (lines + s->strips - 1) / s->strips, 0, after - at};
+    int panel = s->k0 / PANEL + step;
+    const char *at = block_at(s->w, panel, n0 / BLOCK);
+    const char *after = block_at(s->w, panel + 1, n0 / BLOCK);
+    return (Ask){at, lines_of_strip(s), 0, after - at};
 }
 
 /* c = scale·sums [+ add] of `rows` rows and n ≤ PANEL columns; sums has columns by rows. */
@@ -437,11 +440,8 @@ static void columns_write(Out out, const float *sums, int rows, int n)
             for (int i = 0; i < VL; i++)
                 v[i] = v_load(sums + (x / VL * 2 + r0 / TILE) * TILE_LANES + i * TILE);
             square_turn(v);
-            for (int i = 0; i < VL && r0 + i < rows; i++) {
-                vf y = v[i] * out.scale;
-                if (out.add) y += v_load_masked(out.add + (r0 + i) * out.add_row + x, n - x);
-                _mm512_mask_storeu_ps(out.c + (r0 + i) * out.ldc + x, v_mask(n - x), (__m512)y);
-            }
+            for (int i = 0; i < VL && r0 + i < rows; i++)
+                sums_write(out_at(out, r0 + i, x), v[i], n - x);
         }
 }
 
@@ -481,7 +481,7 @@ static void chunks_run(Device *dev, Tiled *s)
     int back = p->order == PANELS_T, unit = back ? STRIP : TILE;
     int panels = (p->n + PANEL - 1) / PANEL;
     double multiplied = CPU_PRODUCT_NS / 8 * s->rows * p->n * s->depth;
-    double read = NS_BYTE * 2 * p->n * s->depth;
+    double read = CPU_BYTE_NS * 2 * p->n * s->depth;
     s->steps = (s->depth + TILE_DEPTH - 1) / TILE_DEPTH;
     s->tall = s->rows < TILE && !back ? s->rows : TILE;
     s->panels = cpu_size_of_piece(dev, panels, GROUP, 1);
@@ -492,7 +492,7 @@ static void chunks_run(Device *dev, Tiled *s)
                back ? backward_job : forward_job, s);
 }
 
-void CPU(product_tiles)(Device *dev, const Product *p)
+void CPU(product_amx)(Device *dev, const Product *p)
 {
     assert(p->order >= PANELS && p->a_col == 1);
     const frozen *w = p->b;

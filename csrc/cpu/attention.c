@@ -56,14 +56,7 @@ static void page_scores(float *scores, const float *q, int64_t q_row, const floa
                         int rows, int keys, int E)
 {
     Pairs p = {q, q_row, 1, keys_of_page, KV_PAGE, E / 2, 0};
-#if defined(__AMX_BF16__)
-    if (in_tiles(E)) {
-        int whole = (keys + TILE - 1) / TILE * TILE;
-        CPU(tiles_product)(scores, KV_PAGE, p, rows, whole, 1.0f, 0);
-        return;
-    }
-#endif
-    CPU(pairs_product)(scores, KV_PAGE, p, rows, keys, 1.0f, 0);
+    page_multiply(scores, KV_PAGE, p, rows, keys, 1.0f, 0, E);
 }
 
 #if defined(__AMX_BF16__)
@@ -295,12 +288,7 @@ void CPU(attention)(Device *dev, real *y, float *lse, const real *q, const cache
                     int H, int G, int E, int window)
 {
     (void)T;
-    if (E > HEAD_MOST) {
-        cpu_fail(dev, STATUS_INVALID, "head width %d is more than the CPU's attention takes (%d)",
-                 E, HEAD_MOST);
-        return;
-    }
-    if (!page_takes(dev, E)) return;
+    if (!head_takes(dev, E, HEAD_MOST)) return;
     Attention c = {dev,   f32(y), lse, f32c(q), k_pages, v_pages,          spans,
                    pages, S,      H,   G,       E,       window_of(window)};
     cpu_run_uneven(dev, ATTENTION_NS * pairs_of(spans, S, c.window) * H * E, (int64_t)S * G,

@@ -8,6 +8,7 @@
 
 #include "amx.h"
 #include "cpu.h"
+#include "pairs.h"
 
 enum { JOINED = 4 / CACHED_BYTES }; /* numbers of a lane */
 
@@ -30,6 +31,15 @@ static inline int page_takes(Device *dev, int E)
     return 0;
 }
 
+/* The same of attention, whose heads are at most so wide. */
+static inline int head_takes(Device *dev, int E, int most)
+{
+    if (E <= most) return page_takes(dev, E);
+    cpu_fail(dev, STATUS_INVALID, "head width %d is more than the CPU's attention takes (%d)", E,
+             most);
+    return 0;
+}
+
 /* Whether products of pairs with heads of that width are whole tiles of the matrix unit. It depends
  * on the width alone, so that a row's sums are the same in training and in decoding. */
 static inline int in_tiles(int E)
@@ -41,6 +51,24 @@ static inline int in_tiles(int E)
     return 0;
 #endif
 }
+
+#if defined(__AVX512BF16__)
+/* c (rows, n) = scale·a·b, or c += that, with heads of width E. On the matrix unit whole tiles are
+ * made: a sum's last one must go on with zeros, and c have room for its rows and columns. */
+static inline void page_multiply(float *c, int64_t c_row, Pairs p, int rows, int n, float scale,
+                                 int add, int E)
+{
+#if defined(__AMX_BF16__)
+    if (in_tiles(E)) {
+        p.steps = (p.steps + TILE - 1) / TILE * TILE;
+        CPU(tiles_product)(c, c_row, p, rows, (n + TILE - 1) / TILE * TILE, scale, add);
+        return;
+    }
+#endif
+    (void)E;
+    CPU(pairs_product)(c, c_row, p, rows, n, scale, add);
+}
+#endif
 
 /* Before and after a thread's products of that kind. */
 static inline void unit_begin(void)

@@ -54,24 +54,7 @@ static void rows_copy(float *to, int64_t to_row, const float *from, int64_t from
 
 #if defined(__AVX512BF16__)
 
-/* c (rows, n) = scale·a·b, or c += that, in the matrix unit's whole tiles if heads are `tiled`: the
- * operands then have zeros where a sum's last tile goes on. */
-static void multiply(float *c, int64_t c_row, Pairs p, int rows, int n, float scale, int add,
-                     int tiled)
-{
-#if defined(__AMX_BF16__)
-    if (tiled) {
-        p.steps = (p.steps + TILE - 1) / TILE * TILE;
-        CPU(tiles_product)(c, c_row, p, rows, (n + TILE - 1) / TILE * TILE, scale, add);
-        return;
-    }
-#endif
-    (void)tiled;
-    CPU(pairs_product)(c, c_row, p, rows, n, scale, add);
-}
-
-/* Numbers below each other as pairs; where heads are tiled, a whole tile's rows of them, and zeros.
- */
+/* Numbers below each other as pairs; for the matrix unit whole tiles' rows of them, and zeros. */
 static void take_down(float *to, int64_t to_row, const float *from, int64_t from_row, int rows,
                       int n, int E)
 {
@@ -109,31 +92,31 @@ static void multiply_keys(Operands *o, const float *q, const float *dy, int64_t 
     take_down(o->dy_down, E, dy, row, rows, E, E);
     Pairs p = {o->q, E / 2, 1, o->kt, KV_PAGE, E / 2, 0};
     Pairs ds = {o->dy, E / 2, 1, o->vt, KV_PAGE, E / 2, 0};
-    multiply(o->p, KV_PAGE, p, rows, keys, scale, 0, in_tiles(E));
-    multiply(o->ds, KV_PAGE, ds, rows, keys, 1.0f, 0, in_tiles(E));
+    page_multiply(o->p, KV_PAGE, p, rows, keys, scale, 0, E);
+    page_multiply(o->ds, KV_PAGE, ds, rows, keys, 1.0f, 0, E);
 }
 
 /* dv += pᵀ·dy, dk += dsᵀ·q and dq += ds·k; ds is rounded where it lies */
 static void multiply_queries(Operands *o, float *dq, int64_t dq_row, int rows, int keys, int E)
 {
-    int steps = (rows + 1) / 2, tiled = in_tiles(E);
+    int steps = (rows + 1) / 2;
     take_down(o->p_down, KV_PAGE, o->p, KV_PAGE, rows, KV_PAGE, E);
     take_down(o->ds_down, KV_PAGE, o->ds, KV_PAGE, rows, KV_PAGE, E);
     CPU(pairs_along)(o->ds, KV_PAGE, o->ds, KV_PAGE, rows, KV_PAGE);
     Pairs dv = {o->p_down, 1, KV_PAGE, o->dy_down, E, steps, 0};
     Pairs dk = {o->ds_down, 1, KV_PAGE, o->q_down, E, steps, 0};
     Pairs back = {o->ds, KV_PAGE, 1, o->k, E, (keys + 1) / 2, 0};
-    multiply(o->dv, E, dv, keys, E, 1.0f, 1, tiled);
-    multiply(o->dk, E, dk, keys, E, 1.0f, 1, tiled);
+    page_multiply(o->dv, E, dv, keys, E, 1.0f, 1, E);
+    page_multiply(o->dk, E, dk, keys, E, 1.0f, 1, E);
 #if defined(__AMX_BF16__)
-    if (tiled && rows % TILE) { /* its last tile has rows that dq has not */
+    if (in_tiles(E) && rows % TILE) { /* its last tile has rows that dq has not */
         rows_copy(o->dq, E, dq, dq_row, rows, E);
-        multiply(o->dq, E, back, rows, E, 1.0f, 1, tiled);
+        page_multiply(o->dq, E, back, rows, E, 1.0f, 1, E);
         rows_copy(dq, dq_row, o->dq, E, rows, E);
         return;
     }
 #endif
-    multiply(dq, dq_row, back, rows, E, 1.0f, 1, tiled);
+    page_multiply(dq, dq_row, back, rows, E, 1.0f, 1, E);
 }
 
 #else
@@ -244,12 +227,7 @@ void CPU(attention_backward)(Device *dev, real *dq, real *dk, real *dv, const re
                              int window, int q_step, int kv_step)
 {
     (void)T;
-    if (E > HEAD_MAX) {
-        cpu_fail(dev, STATUS_INVALID, "head width %d is more than the CPU's attention takes (%d)",
-                 E, HEAD_MAX);
-        return;
-    }
-    if (!page_takes(dev, E)) return;
+    if (!head_takes(dev, E, HEAD_MAX)) return;
     Backward c = {dev, f32(dq), f32(dk),           f32(dv), f32c(dy), f32c(y),
                   lse, f32c(q), f32c(k),           f32c(v), spans,    H,
                   G,   E,       window_of(window), q_step,  kv_step};

@@ -97,6 +97,7 @@ static inline void cpu_run(Device *dev, int64_t count, void (*work)(void *, int6
  * a factor of two is good enough. */
 #define CPU_SHARED_NS 2.5e3
 #define CPU_PRODUCT_NS 0.01 /* of a multiply-add of a product */
+#define CPU_BYTE_NS 0.018   /* of a byte of a weight in L3; twice that from memory */
 
 /* The same, but the caller works alone if all of the work, some `ns` of one thread, is too little
  * to share. */

@@ -290,7 +290,7 @@ static int choose_set(int allowed, int bf16)
 int cpu_bf16_is_fast(void)
 {
 #if defined(__x86_64__)
-    int allowed = widest[0] ? sets_allowed() : SETS, set = choose_set(allowed, 1);
+    int set = choose_set(sets_allowed(), 1);
     return set >= 0 && (widest[0] || sets[set].here == has_amx || __builtin_cpu_is("amd"));
 #else
     return 0;
@@ -299,7 +299,7 @@ int cpu_bf16_is_fast(void)
 
 const char *cpu_instructions(int bf16)
 {
-    int allowed = sets_allowed(), set = allowed ? choose_set(allowed, bf16) : -1;
+    int set = choose_set(sets_allowed(), bf16);
     return set < 0 ? "" : sets[set].name;
 }
 

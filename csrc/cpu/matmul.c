@@ -474,7 +474,7 @@ void CPU(product_run)(Device *dev, Product *p)
     if (p->m <= 0 || p->n <= 0) return;
 #if defined(__AMX_BF16__)
     if (in_pairs(p)) {
-        CPU(product_tiles)(dev, p);
+        CPU(product_amx)(dev, p);
         return;
     }
 #elif defined(__AVX512BF16__)

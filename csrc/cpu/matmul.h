@@ -71,6 +71,6 @@ int CPU(streams_back)(const Product *p);
 void CPU(product_stream_back)(Device *dev, const Product *p);
 
 /* The same on Intel's matrix unit, for any number of rows and a weight that is not f32 (amx.c). */
-void CPU(product_tiles)(Device *dev, const Product *p);
+void CPU(product_amx)(Device *dev, const Product *p);
 
 #endif

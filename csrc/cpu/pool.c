@@ -66,7 +66,9 @@ typedef struct Crew {
 } Crew;
 
 static Crew crew;
-static _Thread_local void *workers_scratch; /* NULL: this thread is no worker */
+static _Thread_local void *workers_scratch;                   /* NULL: this thread is no worker */
+static pthread_mutex_t crew_lock = PTHREAD_MUTEX_INITIALIZER; /* of opening and closing */
+static pthread_once_t forks_watched = PTHREAD_ONCE_INIT;
 
 /* On one large page where the system has such: a product on the matrix unit, which reads a megabyte
  * of packed rows from L2 again and again, then takes 1 to 4 % less time. */
@@ -78,8 +80,6 @@ static void *scratch_new(void)
 #endif
     return scratch;
 }
-static pthread_mutex_t crew_lock = PTHREAD_MUTEX_INITIALIZER; /* of opening and closing */
-static pthread_once_t forks_watched = PTHREAD_ONCE_INIT;
 
 static inline void relax(void)
 {

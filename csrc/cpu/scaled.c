@@ -31,8 +31,6 @@ enum {
     AHEAD = 4096,                    /* bytes from what is read to what is asked of memory */
 };
 
-#define NS_BYTE 0.018 /* of a byte of a weight in L3 (cpu.h); twice that from memory */
-
 _Static_assert((PACKED_LANES + PACKED_SLACK + FOUND_LANES) * sizeof(float) <= POOL_SCRATCH,
                "packed rows, and what is looked up of a panel");
 _Static_assert(PACKED_LANES / GROUP_ROWS * 2 >= DEPTH, "a block of all rows is packed");
@@ -218,16 +216,9 @@ static inline __attribute__((always_inline)) void scaled_write(Out out, vf (*tot
                                                                const int rows, const int vectors)
 {
 #pragma GCC unroll 2
-    for (int v = 0; v < vectors; v++) {
-        int live = n - v * VL;
+    for (int v = 0; v < vectors; v++)
 #pragma GCC unroll 16
-        for (int r = 0; r < rows; r++) {
-            vf y = total[r][v] * out.scale;
-            if (out.bias) y += v_load_masked(out.bias + v * VL, live);
-            if (out.add) y += v_load_masked(out.add + r * out.add_row + v * VL, live);
-            _mm512_mask_storeu_ps(out.c + r * out.ldc + v * VL, v_mask(live), (__m512)y);
-        }
-    }
+        for (int r = 0; r < rows; r++) sums_write(out_at(out, r, v * VL), total[r][v], n - v * VL);
 }
 
 static inline __attribute__((always_inline)) void scaled_tile(Out out, const float *a,
@@ -300,7 +291,8 @@ static void group_run(Device *dev, Scaled *s, float *packed)
     int tiles = (s->rows + TILE_ROWS - 1) / TILE_ROWS;
     s->height = (s->rows + tiles - 1) / tiles;
     int most = PACKED_LANES / (tiles * s->height) * 2 / DEPTH * DEPTH;
-    double read = NS_BYTE * p->n * p->k / 2, multiplied = CPU_PRODUCT_NS * s->rows * p->n * p->k;
+    double read = CPU_BYTE_NS * p->n * p->k / 2,
+           multiplied = CPU_PRODUCT_NS * s->rows * p->n * p->k;
     for (s->k0 = 0; s->k0 == 0 || s->k0 < p->k; s->k0 += s->depth) {
         s->depth = p->k - s->k0 < most ? p->k - s->k0 : most;
         for (int r = 0; r < s->rows; r += s->height) {

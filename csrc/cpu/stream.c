@@ -38,8 +38,6 @@ enum {
     SUM_LANES = (STREAM_ROWS + TILE_ROWS) * PANEL, /* of a panel's sums between parts */
 };
 
-#define NS_BYTE 0.018 /* of a byte of a weight in L3 (cpu.h); twice that from memory */
-
 _Static_assert((PACKED_LANES + PACKED_SLACK + WIDE_LANES + SUM_LANES) * sizeof(float) <=
                    POOL_SCRATCH,
                "all packed rows, a part of a weight that is widened, and the sums of a panel");
@@ -483,7 +481,7 @@ void CPU(product_stream)(Device *dev, const Product *p)
                (dtype_packed(type) || p->m <= (s.form == WIDEN ? ACROSS_ROWS : STEADY_ROWS));
     s.tiles = (p->m + TILE_ROWS - 1) / TILE_ROWS;
     s.height = (p->m + s.tiles - 1) / s.tiles;
-    double read = NS_BYTE * p->n * p->k * (s.form == FLOATS ? 4 : 2);
+    double read = CPU_BYTE_NS * p->n * p->k * (s.form == FLOATS ? 4 : 2);
     double multiplied = CPU_PRODUCT_NS * p->m * p->n * p->k;
     int most = PACKED_LANES / (s.tiles * s.height) * (s.form == PAIRS ? 2 : 1) / DEPTH * DEPTH;
     for (s.k0 = 0; s.k0 == 0 || s.k0 < p->k; s.k0 += s.depth) {

@@ -72,6 +72,17 @@ static inline __attribute__((always_inline)) void tile_write(Out out, vf (*acc)[
         }
 }
 
+#if defined(__AVX512BF16__)
+/* The same of one vector, of which the first `live` lanes are columns. */
+static inline void sums_write(Out out, vf sum, int live)
+{
+    vf y = sum * out.scale;
+    if (out.bias) y += v_load_masked(out.bias, live);
+    if (out.add) y += v_load_masked(out.add, live);
+    _mm512_mask_storeu_ps(out.c, v_mask(live), (__m512)y);
+}
+#endif
+
 /* The last columns, fewer than a tile is wide, go through a temporary tile. */
 typedef struct Edge {
     float c[TILE_ROWS_MAX * WIDE], bias[WIDE];

@@ -236,8 +236,9 @@ static PyObject *core_instructions(PyObject *module, PyObject *args)
     (void)module;
     const char *name;
     if (!PyArg_ParseTuple(args, "s:instructions", &name)) return NULL;
-    if (strncmp(name, "cpu", 3) != 0) return PyUnicode_FromString("");
-    return PyUnicode_FromString(cpu_instructions(strcmp(name, "cpu-bf16") == 0));
+    int bf16 = strcmp(name, "cpu-bf16") == 0;
+    if (!bf16 && strcmp(name, "cpu") != 0) return PyUnicode_FromString("");
+    return PyUnicode_FromString(cpu_instructions(bf16));
 }
 
 static PyMethodDef core_methods[] = {
