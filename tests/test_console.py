@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -167,13 +168,27 @@ def test_where_there_is_no_terminal_news_are_plain_lines(
 
 
 def test_a_recipes_own_metrics_say_how_far_it_is(tmp_path: Path, backend: Backend) -> None:
-    assert console.recipe_share(os.getpid()) is None
-    with (tmp_path / "logs.log").open("w"):
-        assert console.recipe_share(os.getpid()) is None
-        rows = [{"step": 1, "progress/done_frac": 0.25}, {"step": 2, "progress/done_frac": 0.5}]
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-        assert console.recipe_share(os.getpid()) == 0.5
-        status = console.Status(backend.worker, lambda: console.recipe_share(os.getpid()))
-        assert re.search(r"50% done, [\d.]+ m?s to go", status.line())
-        (tmp_path / "metrics.jsonl").write_text('{"step": 3, "prog')
-        assert console.recipe_share(os.getpid()) is None
+    first, second = tmp_path / "first", tmp_path / "second"
+    for at in (first, second):
+        at.mkdir()
+    with (first / "logs.log").open("w") as log, (second / "logs.log").open("w") as later:
+        # A process of its own: this one holds logs of recipes that other tests ran.
+        with subprocess.Popen(["sleep", "600"]) as without:
+            assert console.recipe_share(without.pid) is None
+            without.kill()
+        with subprocess.Popen(["sleep", "600"], stdout=log, stderr=later) as recipe:
+            os.utime(second / "logs.log", (0, 0))  # the first one is written to
+            assert console.recipe_share(recipe.pid) is None
+            rows = [{"step": 1, "progress/done_frac": 0.25}, {"step": 2, "progress/done_frac": 0.5}]
+            (first / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+            assert console.recipe_share(recipe.pid) == 0.5
+            status = console.Status(backend.worker, lambda: console.recipe_share(recipe.pid))
+            assert re.search(r"50% done, [\d.]+ m?s to go", status.line())
+            (second / "metrics.jsonl").write_text('{"step": 0, "progress/done_frac": 0.125}\n')
+            assert console.recipe_share(recipe.pid) == 0.5
+            os.utime(first / "logs.log", (0, 0))
+            os.utime(second / "logs.log", (1, 1))  # the process runs its second recipe
+            assert console.recipe_share(recipe.pid) == 0.125
+            (second / "metrics.jsonl").write_text('{"step": 3, "prog')
+            assert console.recipe_share(recipe.pid) is None
+            recipe.kill()

@@ -339,12 +339,14 @@ PROGRESS = ("progress/done_frac", "progress")  # the cookbook's names for the pa
 
 def recipe_share(process: int) -> float | None:
     """The part of a recipe that is done, as it writes it itself: the cookbook appends its metrics
-    to a file beside its log, and keeps the log open. None where that can't be told."""
+    to a file beside its log, and keeps the log open, also when the process begins another recipe.
+    None where that can't be told."""
     with contextlib.suppress(OSError):
-        for entry in Path(f"/proc/{process}/fd").iterdir():
-            opened = entry.readlink()
-            if opened.name == "logs.log":
-                return _share(opened.with_name("metrics.jsonl"))
+        opened = [entry.readlink() for entry in Path(f"/proc/{process}/fd").iterdir()]
+        logs = [path for path in opened if path.name == "logs.log"]
+        if logs:
+            newest = max(logs, key=lambda log: log.stat().st_mtime)
+            return _share(newest.with_name("metrics.jsonl"))
     return None
 
 
