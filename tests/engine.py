@@ -18,8 +18,9 @@ lies a stretch of poison that must survive the call, and const inputs must come 
 
 "cpu" is the device in tinsmith._core and opens the widest of its instruction sets; "cpu-generic",
 "cpu-avx2", "cpu-avx512", "cpu-avx512bf16" and "cpu-amx" are each of them; "cpu-bf16" is its widest
-with products of bf16. "cuda" is the library beside _core; "cuda-emulated" is built here when it is
-first asked for, from the same files, and kept in build/ for the next time.
+with products of bf16, "cpu-int16" that with products of whole numbers, and "cpu-int16-avx2" and
+"cpu-int16-avx512" are each of these. "cuda" is the library beside _core; "cuda-emulated" is built
+here when it is first asked for, from the same files, and kept in build/ for the next time.
 TINSMITH_SANITIZE=address,undefined, for a _core that was built with it, builds that with sanitizers
 too and gives the instruction sets' devices memory whose end the sanitizer knows; then run Python
 with ASAN_OPTIONS=detect_leaks=0 and LD_PRELOAD=$(gcc -print-file-name=libasan.so).
@@ -304,7 +305,9 @@ class Device:
     """An opened device: its C struct, and memory to call its ops on."""
 
     def __init__(self, name: str, threads: int = 0):
-        isa = name.removeprefix("cpu-") if name.removeprefix("cpu-") in ISAS else None
+        last = name.rpartition("-")[2]
+        isa = last if name in (f"cpu-{last}", f"cpu-int16-{last}") and last in ISAS else None
+        self.whole = name.startswith("cpu-int16")  # rounds what narrow weights are multiplied with
         self.name = name
         self.library = ctypes.CDLL(str(core_library()))
         if name == "cuda-emulated":
@@ -315,7 +318,8 @@ class Device:
             self.malloc.argtypes, self.free.argtypes = [VOID, SIZE, SIZE], [VOID]
         self.library.device_open.argtypes = [VOID, ctypes.c_char_p, INT]
         self.pointer = VOID()
-        opened = ("cpu-bf16" if isa == "amx" else "cpu") if isa else name  # asks for the unit
+        opened = name.removesuffix(f"-{isa}") if isa else name
+        opened = "cpu-bf16" if isa == "amx" else opened  # which asks for the unit
         if self.library.device_open(ctypes.byref(self.pointer), opened.encode(), threads):
             raise Unavailable(self.sentence())
         if isa:
@@ -638,8 +642,9 @@ def cpu_has(isa: str) -> bool:
 @functools.cache
 def device(name: str, threads: int = 2) -> Device:
     """The device of that name, opened once; Unavailable says why it can't be had."""
-    if name.startswith("cpu-") and not cpu_has(name.removeprefix("cpu-")):
-        raise Unavailable(f"this processor has no {name.removeprefix('cpu-')}")
+    last = name.rpartition("-")[2].replace("int16", "avx2")
+    if name.startswith("cpu-") and not cpu_has(last):
+        raise Unavailable(f"this processor has no {last}")
     return Device(name, threads)
 
 

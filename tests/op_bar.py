@@ -57,8 +57,10 @@ IN_PAIRS = {
 THROUGH_PAIRS = {"attention": {"y"}, "attention_backward": {"dq", "dk", "dv"}}
 
 
-# Types whose codes bf16 holds exactly: forward, products of pairs round what they multiply alone.
+# Types whose codes 16 bits hold exactly: forward, products of pairs round what they multiply alone.
+# Those of whole numbers have some more of them.
 SCALED = ("int8", "int4", "q4_0", "mxfp4", "mxfp4_pairs")
+SCALED_WHOLE = (*SCALED, "q4_1", "q4_k", "q5_k", "q6_k")
 
 
 # Products, whose sums run over one of these sizes, one term after another: each rounds, at random,
@@ -106,12 +108,26 @@ def check(dev, op, got, exact, same, slack=0.0) -> None:
 # ---- arguments ----
 
 
+def in_whole_numbers(x) -> np.ndarray:
+    """Rows as cpu/scaled.h rounds them where it multiplies whole numbers: each 32 inputs to 16 bits
+    of the largest of them."""
+    x = np.asarray(x, np.float32)
+    wide = np.pad(x, [(0, 0), (0, -x.shape[1] % 32)])
+    blocks = wide.reshape(len(x), wide.shape[1] // 32, 32)
+    largest = np.abs(blocks).max(-1, keepdims=True)
+    each = np.divide(32767, largest, out=np.zeros_like(largest), where=largest > 2.0**-110)
+    rounded = np.rint(blocks * each).astype(float) * (largest / np.float32(32767)).astype(float)
+    return rounded.reshape(wide.shape)[:, : x.shape[1]]
+
+
 def reference_args(dev, op, args, dtype) -> dict:
     """The arguments that a reference function takes, rounded as the device holds them."""
     out = {}
     weight = args.get("w")
     narrow = dev.pairs and op != "embed" and isinstance(weight, Frozen) and weight.kept > 0
-    exact = narrow and weight.dtype in SCALED and not op.endswith("_backward")
+    forward = isinstance(weight, Frozen) and op != "embed" and not op.endswith("_backward")
+    exact = narrow and forward and weight.dtype in SCALED
+    whole = dev.whole and forward and weight.dtype in SCALED_WHOLE
     for p in OPS[op]:
         value = args.get(p.name)
         if isinstance(value, tuple | str):
@@ -125,7 +141,8 @@ def reference_args(dev, op, args, dtype) -> dict:
             held = p.type == "real" or p.name in HELD_IN_REAL.get(op, ())
             value = dev.round(value) if held else value.astype(np.float32)
             value = dev.round_cached(value) if p.name in IN_PAIRS.get(op, ()) else value
-            value = value.astype(dtype)
+            rounds = whole and p.name == "x"
+            value = (in_whole_numbers(value) if rounds else value).astype(dtype)
         out[p.name] = value
     return out
 

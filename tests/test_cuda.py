@@ -29,7 +29,7 @@ LENGTHS = (37, 1, 70)
 
 def test_a_device_is_there_or_a_sentence_says_why_not() -> None:
     found = _core.devices()
-    assert sorted(found) == ["cpu", "cpu-bf16", "cuda", "cuda-emulated"]
+    assert sorted(found) == ["cpu", "cpu-bf16", "cpu-int16", "cuda", "cuda-emulated"]
     for device_name, reason in found.items():
         assert not reason or reason.startswith(f"{device_name}: "), reason
         if reason:

@@ -129,7 +129,7 @@ def test_blocks_that_the_engine_knows_are_kept_as_they_are(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = families.find_model(str(quantised(tmp_path, kind)), {})
-    options = {"device": "cpu", "threads": 1}
+    options = {"device": "cpu", "threads": 1, "dtype": "float32"}
     found = tinsmith.Model(place, **options)
     model = families.inspect_model(place)
     assert set(model.packed.values()) == {kept.GGUF_TYPES[kind]}
@@ -157,7 +157,7 @@ def test_a_file_of_several_types_is_kept_in_each_and_info_tells(
     assert "% of its matrices in q4_k" in said and "% of its matrices in q6_k" in said
     assert "of the files are Q5_1, which is widened in memory" in said
     assert "Q4_K, which" not in said
-    options = {"device": "cpu", "threads": 1}
+    options = {"device": "cpu", "threads": 1, "dtype": "float32"}
     numbers = tinsmith.Model(place, **options).logprobs(TOKENS)
     fewer = families.inspect_model(place, weights="int4").packed
     assert fewer["embed", -1] == "q6_k" and fewer["wq", 0] == "q4_k"  # as few bits as are asked for

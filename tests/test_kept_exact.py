@@ -63,6 +63,7 @@ FILES = ("q4_0", "q4_1", "mxfp4")
 KINDS = {
     **kinds("cpu", "bf16", "int8", "int4", *FILES, "fp8", "nf4", "q4_k", "q5_k"),
     **kinds("cpu-bf16", "bf16", "int8", "int4", *FILES, "fp8", "nf4", "q4_k"),
+    **kinds("cpu-int16", "int8", "int4", *FILES, "q4_k", "q5_k"),
     **kinds("cuda-emulated", "int8", "int4", *FILES),
 }
 BRIEF = (

@@ -245,7 +245,10 @@ def core_says(isa: str, asked: str = "devices()") -> Any:
 
 def test_an_instruction_set_can_be_chosen_and_a_bad_one_is_refused() -> None:
     assert core_says("generic")["cpu"] == core_says("")["cpu"] == ""
-    assert "TINSMITH_ISA is generic, which has no bf16" in core_says("generic")["cpu-bf16"]
+    for kind in ("bf16", "int16"):
+        assert (
+            f"TINSMITH_ISA is generic, which has no {kind}" in core_says("generic")[f"cpu-{kind}"]
+        )
     refused = core_says("sse9")["cpu"]
     assert refused.startswith("TINSMITH_ISA is 'sse9', but must be one of: generic")
 

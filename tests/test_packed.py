@@ -1,5 +1,6 @@
 """Base weights of 8 to 4 bits on the CPU (csrc/cpu/packed.h): every op that reads one, in every
-type, against float64 on the widened numbers; and against the bits of the same weight in f32."""
+type, against float64 on the widened numbers; and against the bits of the same weight in f32, where
+the inputs of a product stay f32."""
 
 import contextlib
 
@@ -16,7 +17,7 @@ rng_of = np.random.default_rng
 MANY = 100  # rows: more than cpu/stream.c takes
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=[*ISAS, "int16-avx2", "int16-avx512"])
 def dev(request):
     return device(f"cpu-{request.param}")
 
@@ -57,7 +58,7 @@ def test_a_product_has_the_bits_of_the_widened_weight(isa, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "q4_1", "q6_k"])
-@pytest.mark.parametrize("name", ["cpu", "cpu-avx512bf16", "cpu-amx"])
+@pytest.mark.parametrize("name", ["cpu", "cpu-int16", "cpu-avx512bf16", "cpu-amx"])
 def test_any_number_of_threads_gives_the_same_bits(name, dtype):
     calls = {
         "linear": make_linear(rng_of(0), T=5, N=700, D=whole(dtype, 928), dtype=dtype, bias=1),
@@ -79,6 +80,32 @@ def test_every_code_of_8_bits_is_its_number(dev):
     for T in (1, 3, 8, 32):
         args = make_linear(rng_of(0), T, 8, 32, "int8") | {"w": w, "x": np.eye(32)[-T:]}
         np.testing.assert_array_equal(run(dev, "linear", args)["y"], codes.T[-T:] / 2, str(T))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "mxfp4"])
+def test_odd_inputs_are_no_odd_outputs(dev, dtype):
+    """Zeros, small and large numbers, and what is no number, which alone comes out as none."""
+    T, N, D = 9, 40, whole(dtype, 100)
+    x = rng_of(1).standard_normal((T, D)).astype(np.float32)
+    x[1] = 0.0
+    x[2, 32:64] = -0.0
+    x[3, 5] = 1e30  # the others of its block are nothing beside it
+    x[4] *= 1e-38
+    x[5, D - 1] = np.nan
+    x[6, 40] = np.inf
+    x[7, 0], x[7, 1] = -np.inf, np.nan
+    args = make_linear(rng_of(0), T, N, D, dtype) | {"x": x}
+    for rows in (range(T), *([row] for row in range(T))):
+        some = {"x": x[list(rows)], "y": (len(rows), N), "T": len(rows)}
+        y = run(dev, "linear", args | some)["y"]
+        for row, got in zip(rows, y, strict=True):
+            if not np.isfinite(x[row]).all():
+                assert not np.isfinite(got).any(), row
+            else:
+                exact = x[row].astype(float) @ args["w"].value.T
+                bar = 1e-4 if not dev.pairs else 0.02
+                bar = bar * np.linalg.norm(exact) + 1e-32  # so small a number may be zero
+                assert np.linalg.norm(got - exact) <= bar, row
 
 
 # ---- what is made of wide numbers ----

@@ -62,6 +62,7 @@ int CPU(frozen_load)(Device *dev, frozen *to, DType kept, const void *from, DTyp
 typedef struct CpuDevice {
     Device base; /* first: a Device* is a CpuDevice* */
     Pool *pool;
+    int int16; /* it is cpu-int16 (device.h) */
     Status status;
     char text[256];
 } CpuDevice;

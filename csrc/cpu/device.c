@@ -231,22 +231,27 @@ static int has_amx(void)
 }
 #endif
 
-/* The sets of this build, the widest last. The last ones round to bf16 what a bf16 weight is
- * multiplied with. */
+/* The sets of this build, the widest last, and what inputs they take. */
+enum { F32 = 1 << CPU_F32, BF16 = 1 << CPU_BF16, INT16 = 1 << CPU_INT16 };
 static const struct {
     const char *name;
     int (*here)(void);
     void (*table)(Device *dev);
-    int bf16;
+    int inputs;
 } sets[] = {
-    {"generic", has_generic, cpu_generic_table, 0},
+    {"generic", has_generic, cpu_generic_table, F32},
 #if defined(__x86_64__)
-    {"avx2", has_avx2, cpu_avx2_table, 0},
-    {"avx512", has_avx512, cpu_avx512_table, 0},
-    {"avx512bf16", has_avx512bf16, cpu_avx512bf16_table, 1},
-    {"amx", has_amx, cpu_amx_table, 1},
+    {"avx2", has_avx2, cpu_avx2_table, F32 | INT16},
+    {"avx512", has_avx512, cpu_avx512_table, F32 | INT16},
+    {"avx512bf16", has_avx512bf16, cpu_avx512bf16_table, BF16},
+    {"amx", has_amx, cpu_amx_table, BF16},
 #endif
 };
+
+/* The devices' names, their products, and what a processor lacks that has not these. */
+const char *const cpu_names[] = {"cpu", "cpu-bf16", "cpu-int16"};
+static const char *const products[] = {"f32", "bf16", "int16"};
+static const char *const lacks[] = {"", "AVX512_BF16, AVX512_VNNI or AVX512_VBMI", "AVX2"};
 
 enum { SETS = sizeof sets / sizeof *sets, WIDEST_BYTES = 64 };
 
@@ -279,43 +284,46 @@ static int sets_allowed(void)
     return 0;
 }
 
-/* The widest set that is allowed, here, and for this kind of products; -1: none. */
-static int choose_set(int allowed, int bf16)
+/* The widest set that is allowed, here, and for such inputs; -1: none. */
+static int choose_set(int allowed, CpuInputs inputs)
 {
     int i = allowed - 1;
-    while (i >= 0 && (sets[i].bf16 != bf16 || !sets[i].here())) i--;
+    while (i >= 0 && (!(sets[i].inputs >> inputs & 1) || !sets[i].here())) i--;
     return i;
 }
 
 int cpu_bf16_is_fast(void)
 {
 #if defined(__x86_64__)
-    int set = choose_set(sets_allowed(), 1);
+    int set = choose_set(sets_allowed(), CPU_BF16);
     return set >= 0 && (widest[0] || sets[set].here == has_amx || __builtin_cpu_is("amd"));
 #else
     return 0;
 #endif
 }
 
-const char *cpu_instructions(int bf16)
+const char *cpu_instructions(CpuInputs inputs)
 {
-    int set = choose_set(sets_allowed(), bf16);
+    int set = choose_set(sets_allowed(), inputs);
     return set < 0 ? "" : sets[set].name;
 }
 
-Status cpu_open(Device **dev, int threads, int bf16)
+Status cpu_open(Device **dev, int threads, CpuInputs inputs)
 {
+    const char *name = cpu_names[inputs];
     int allowed = sets_allowed();
     if (!allowed) return STATUS_DEVICE;
-    int set = choose_set(allowed, bf16);
+    int set = choose_set(allowed, inputs);
     if (set < 0 && widest[0])
-        return fail(STATUS_DEVICE,
-                    "cpu-bf16: TINSMITH_ISA is %s, which has no bf16 products; the "
-                    "device cpu does the same in f32",
-                    widest);
+        return fail(
+            STATUS_DEVICE,
+            "%s: TINSMITH_ISA is %s, which has no %s products; the device cpu does the same "
+            "in f32",
+            name, widest, products[inputs]);
     if (set < 0)
-        return fail(STATUS_DEVICE, "cpu-bf16: this processor lacks AVX512_BF16, AVX512_VNNI or "
-                                   "AVX512_VBMI; the device cpu does the same in f32");
+        return fail(STATUS_DEVICE,
+                    "%s: this processor lacks %s; the device cpu does the same in f32", name,
+                    lacks[inputs]);
     CpuDevice *cpu = calloc(1, sizeof *cpu);
     if (!cpu) return fail(STATUS_MEMORY, "no memory for the CPU device");
     Status status = pool_open(&cpu->pool, threads);
@@ -324,7 +332,7 @@ Status cpu_open(Device **dev, int threads, int bf16)
         return status;
     }
     cpu->base = (Device){
-        .name = bf16 ? "cpu-bf16" : "cpu",
+        .name = name,
         .real_bytes = sizeof(struct real),
         .step_rows = STEP_ROWS_MAX,
         .chunk_bytes = (size_t)128 << 20,
@@ -344,6 +352,7 @@ Status cpu_open(Device **dev, int threads, int bf16)
         .await = cpu_await,
         .close = cpu_close,
     };
+    cpu->int16 = inputs == CPU_INT16;
     sets[set].table(&cpu->base);
     *dev = &cpu->base;
     return STATUS_OK;

@@ -5,10 +5,14 @@
 
 #include "../device/device.h"
 
-/* Opens the CPU with the widest instruction set it has. threads = 0: one for each core it may use.
- * bf16: products with bf16 weights round their other side to bf16 too; an error where the processor
- * has no instructions for that. */
-Status cpu_open(Device **dev, int threads, int bf16);
+/* What a product's inputs are where a frozen weight has not f32: f32; bf16; with weights of 8 to 4
+ * bits, 16 bits of the largest of a block (scaled.c). Each is a device of its own. */
+typedef enum CpuInputs { CPU_F32, CPU_BF16, CPU_INT16, CPU_KINDS } CpuInputs;
+extern const char *const cpu_names[CPU_KINDS];
+
+/* Opens the CPU with the widest instruction set it has for such inputs; an error where the
+ * processor has no instructions for them. threads = 0: one for each core it may use. */
+Status cpu_open(Device **dev, int threads, CpuInputs inputs);
 
 /* Names the widest instruction set that cpu_open may choose: generic, avx2, avx512, avx512bf16 or
  * amx; "" leaves the choice open. A name that is unknown or not of this processor is refused there.
@@ -21,7 +25,7 @@ void cpu_widest(const char *name);
 int cpu_bf16_is_fast(void);
 
 /* The name of the instruction set that cpu_open takes, "" where it fails. */
-const char *cpu_instructions(int bf16);
+const char *cpu_instructions(CpuInputs inputs);
 
 /* Bytes of memory that this process can still take, and that it may have in all: the machine's, or
  * its control groups' limit. `root` is "", or, for tests, a folder with proc and sys of its own. */

@@ -477,8 +477,9 @@ void CPU(product_run)(Device *dev, Product *p)
         CPU(product_amx)(dev, p);
         return;
     }
-#elif defined(__AVX512BF16__)
-    if (p->order == PANELS && scales_sums(((const frozen *)p->b)->type)) {
+#elif defined(__AVX2__)
+    if (p->order == PANELS && (PAIRS_ALONE || ((const CpuDevice *)dev)->int16) &&
+        scales_sums(((const frozen *)p->b)->type)) {
         CPU(product_scaled)(dev, p);
         return;
     }

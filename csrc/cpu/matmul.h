@@ -60,8 +60,8 @@ void CPU(product_run)(Device *dev, Product *p);
 /* The same for a frozen weight in PANELS and m ≤ STREAM_ROWS rows, to the same bits (stream.c). */
 void CPU(product_stream)(Device *dev, const Product *p);
 
-/* The same in bf16 pairs, for any number of rows, of a weight whose codes bf16 holds exactly
- * (scaled.c); packed.h says of which types. */
+/* The same for any number of rows and a weight whose codes 16 bits hold exactly (scaled.c);
+ * packed.h says of which types. a is rounded. */
 void CPU(product_scaled)(Device *dev, const Product *p);
 
 /* Whether a product has a frozen weight in PANELS_T and so few rows that turning its panels costs

@@ -23,9 +23,10 @@
  * gives the same float everywhere: values have few bits, so that value·scale is exact (but for
  * those of fp8 and nf4, which have no offset), and there is at most one rounding. Weights are
  * widened in registers or in L1 and multiplied as f32 weights are, in the same order, so a product
- * has the bits of one with the widened weight. On cpu-bf16, which rounds both sides of a product,
- * it has the bits of the widened weight in bf16; but forward, where bf16 holds the codes' values
- * exactly, their sums are scaled, and no weight is rounded (scaled.c).
+ * has the bits of one with the widened weight, and on cpu-bf16, which rounds both sides of a
+ * product, those of the widened weight in bf16. Forward, where 16 bits hold the codes' values
+ * exactly (not fp8's and nf4's), sums of codes are scaled instead, and what is rounded is x alone:
+ * to bf16, or on `cpu` with vectors to 16 bits of the largest of 32 (scaled.c).
  *
  * Error of one weight, as a share of their standard deviation, for Gaussian ones: int8 0.54 %; int4
  * 7.35 % in 4.5 bits. Other codes in blocks of 32, each with an f16 scale: NF4 7.61, integers 8.09,
@@ -89,12 +90,21 @@ static inline int has_bytes(DType type)
     return type == DTYPE_INT8 || type == DTYPE_FP8;
 }
 
-/* Whether sums of codes are scaled, and not weights: in bf16 pairs, if bf16 holds each code's value
- * and a block has one scale (scaled.c). */
+/* Whether an instruction set serves cpu-bf16 alone, where every product has pairs. */
+#if defined(__AVX512BF16__)
+enum { PAIRS_ALONE = 1 };
+#else
+enum { PAIRS_ALONE = 0 };
+#endif
+
+/* Whether sums of codes are scaled, and not weights, on the devices that round x: if 16 bits hold
+ * each code's value (scaled.c), in pairs of bf16 and a block has one scale. */
 static inline int scales_sums(DType type)
 {
 #if defined(__AVX512BF16__)
     return type == DTYPE_INT8 || block_kind(type) == DTYPE_INT4 || type == DTYPE_MXFP4;
+#elif defined(__AVX2__)
+    return dtype_packed(type) && type != DTYPE_FP8 && type != DTYPE_NF4;
 #else
     (void)type;
     return 0;
@@ -181,12 +191,18 @@ static inline vf square_offset(Square s, DType type, int x)
     return -(v_load_half(s.group + 2 * (PANEL + x)) * v_load_bytes(s.block + PANEL + x));
 }
 
+/* Of a block's codes, or of their lowest bits: the word that has input k's. */
+static inline vu word_at(const unsigned char *codes, int k, int x)
+{
+    vu u;
+    memcpy(&u, codes + 4 * (k / NIBBLES * PANEL + x), sizeof u);
+    return u;
+}
+
 /* The word that has the lowest bits of input k, or the higher ones. */
 static inline vu low_word(Square s, DType type, int k, int x)
 {
-    vu u;
-    memcpy(&u, s.block + blocks_of(type).codes + 4 * (k / NIBBLES * PANEL + x), sizeof u);
-    return u;
+    return word_at(s.block + blocks_of(type).codes, k, x);
 }
 
 static inline vu higher_word(Square s, DType type, int k, int x)
@@ -198,14 +214,19 @@ static inline vu higher_word(Square s, DType type, int k, int x)
     return u;
 }
 
+/* What makes the values of a type's codes whole numbers, if a number does. */
+static inline float whole_unit(DType kind)
+{
+    return kind == DTYPE_INT4 ? 16.0f : kind == DTYPE_MXFP4 ? 2.0f : 1.0f;
+}
+
 /* code_value's unit. Where bytes are looked up, numbers are whole and, but for mxfp4, whose scales
  * may be too small for it, in a lane's highest byte. */
 static inline float code_unit(DType kind)
 {
 #if defined(LOOKS_UP_BYTES)
-    const float top = 1.0f / (1 << 24);
-    if (kind == DTYPE_MXFP4) return 1 / 2.0f;
-    if (!has_bytes(kind) && kind != DTYPE_NF4) return kind == DTYPE_INT4 ? top / 16 : top;
+    if (has_bytes(kind) || kind == DTYPE_NF4) return 1.0f;
+    return 1.0f / whole_unit(kind) / (kind == DTYPE_MXFP4 ? 1.0f : 1 << 24);
 #else
     (void)kind;
 #endif
@@ -226,8 +247,7 @@ static inline Values values_of(DType exact, DType kind)
     values.low = v_table(CPU(levels)[exact]);
     values.higher = v_table(CPU(higher)[higher_bits(kind)]);
 #if defined(LOOKS_UP_BYTES)
-    float whole = kind == DTYPE_INT4 ? 16 : kind == DTYPE_MXFP4 ? 2 : 1;
-    values.bytes = v_table_bytes(CPU(levels)[exact], whole);
+    values.bytes = v_table_bytes(CPU(levels)[exact], whole_unit(kind));
 #endif
     return values;
 }

@@ -172,6 +172,14 @@ static inline vu v_load_pairs(const float *p)
     return u;
 }
 
+/* The pair at p in every lane. */
+static inline vu v_set_pair(const float *p)
+{
+    uint32_t pair;
+    memcpy(&pair, p, sizeof pair);
+    return (vu){0} + pair;
+}
+
 static inline vf v_first(vu pairs)
 {
     return (vf)(pairs << 16);
@@ -194,14 +202,6 @@ static inline vf v_round_bf16(vf v)
 static inline vf v_dot_pairs(vu a, vu b, vf c)
 {
     return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
-}
-
-/* The pair at p in every lane. */
-static inline vu v_set_pair(const float *p)
-{
-    uint32_t pair;
-    memcpy(&pair, p, sizeof pair);
-    return (vu){0} + pair;
 }
 
 /* 2·VL floats, rounded to the nearest bf16. */

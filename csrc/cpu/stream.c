@@ -30,7 +30,6 @@ enum {
     ACROSS_ROWS = VL == 4 ? 1 : 2, /* the most whose sums fill registers for all of them */
     BLOCK_ROWS = VL - 4, /* 12, 4 or 0: the most for which a block is widened in registers */
     WIDEN_ROWS = VL == 8 ? 16 : STREAM_ROWS,  /* the same of bf16 that is multiplied as f32 */
-    STEADY = 4096,                            /* bytes to what is asked steadily */
     STEADY_ROWS = VL == 16 ? 4 : ACROSS_ROWS, /* the most for which that is the faster way */
     PACKED_LANES = STREAM_ROWS << 10,         /* of packed rows: a quarter of L2 */
     PART = 96,                 /* lanes of the weight that several tiles read from L1 */
@@ -67,39 +66,6 @@ typedef struct Stream {
     const float *packed; /* [tile][lane][row of it], of the inputs [k0, k0 + depth) */
     int k0, depth;
 } Stream;
-
-/* Whether the processor's own prefetching follows a stream at the memory's speed: AMD's does, if
- * the loop runs ahead of it. On a Zen 4, where a plain loop reads 31 GB/s, what a core asks for
- * itself comes at 22, and taken in turns at 25. So up to STEADY_ROWS rows of bf16 are read at 32
- * GB/s when L1 alone is asked for the lines in order, and one row at the same speed when nothing
- * is. From six rows on the products leave no time to run ahead: 21 GB/s without turns, 28 with. */
-static int processor_follows(void)
-{
-#if defined(__x86_64__)
-    return __builtin_cpu_is("amd");
-#else
-    return 0;
-#endif
-}
-
-/* Asks L1 alone for two lines, in the order in which they are read. */
-static inline __attribute__((always_inline)) void steady_ask(const void *at)
-{
-    __builtin_prefetch((const char *)at + STEADY, 0, 0);
-    __builtin_prefetch((const char *)at + STEADY + 64, 0, 0);
-}
-
-/* Asks for as many lines as a block has. Where the processor follows a stream, few instructions
- * count more: the block takes longer to widen than to read. */
-static inline __attribute__((always_inline)) void block_ask(const unsigned char *block,
-                                                            size_t bytes, int steady)
-{
-    for (size_t line = 0; steady && line < bytes; line += 128) near_ask(block + line);
-    for (size_t line = 0; !steady && line < bytes; line += 128) {
-        far_ask(block + line);
-        near_ask(block + line);
-    }
-}
 
 /* Lanes that `k` inputs of a row take. */
 static int row_lanes(Form form, int k)
@@ -338,10 +304,10 @@ static void tile_blocks(Out out, const float *a, const Stream *s, int panel, int
 #if defined(__AMX_BF16__)
     (void)out, (void)a, (void)s, (void)panel, (void)x0, (void)first, (void)k; /* amx.c's */
 #else
-#define KIND(kind)                                                 \
-    case kind:                                                     \
-        if (scales_sums(kind)) break; /* never here: scaled.c's */ \
-        tile_kind(out, a, s, panel, x0, first, k, kind);           \
+#define KIND(kind)                                                    \
+    case kind:                                                        \
+        if (PAIRS_ALONE && scales_sums(kind)) break; /* scaled.c's */ \
+        tile_kind(out, a, s, panel, x0, first, k, kind);              \
         return
     switch (block_kind(((const frozen *)s->p->b)->type)) {
         EACH_KIND(KIND);

@@ -72,16 +72,21 @@ static inline __attribute__((always_inline)) void tile_write(Out out, vf (*acc)[
         }
 }
 
-#if defined(__AVX512BF16__)
-/* The same of one vector, of which the first `live` lanes are columns. */
+/* The same of one vector, of which the first `live` lanes, maybe none, are columns. */
 static inline void sums_write(Out out, vf sum, int live)
 {
     vf y = sum * out.scale;
+#if defined(__AVX512BF16__)
     if (out.bias) y += v_load_masked(out.bias, live);
     if (out.add) y += v_load_masked(out.add, live);
     _mm512_mask_storeu_ps(out.c, v_mask(live), (__m512)y);
-}
+#else
+    if (live <= 0) return;
+    if (out.bias) y += v_load_upto(out.bias, live);
+    if (out.add) y += v_load_upto(out.add, live);
+    v_store_upto(out.c, y, live);
 #endif
+}
 
 /* The last columns, fewer than a tile is wide, go through a temporary tile. */
 typedef struct Edge {
@@ -109,12 +114,16 @@ static inline void edge_close(const Edge *edge, Out out, int rows, int width)
 }
 
 /* Cases of a switch that makes the row count a constant. */
-#define ROWS_TO_6(CASE) \
+#define ROWS_TO_4(CASE) \
     CASE(1);            \
     CASE(2);            \
     CASE(3);            \
-    CASE(4);            \
-    CASE(5);            \
+    CASE(4)
+#define ROWS_TO_5(CASE) \
+    ROWS_TO_4(CASE);    \
+    CASE(5)
+#define ROWS_TO_6(CASE) \
+    ROWS_TO_5(CASE);    \
     CASE(6)
 #define ROWS_TO_8(CASE) \
     ROWS_TO_6(CASE);    \

@@ -84,7 +84,8 @@ static Status gpu_find(Gpu *gpu, const char *name)
     *gpu = (Gpu){.name = "cuda-emulated", .ordinal = ordinal_of(name, "cuda-emulated")};
     if (gpu->ordinal == NO_GPU)
         return fail(STATUS_DEVICE,
-                    "there is no device '%s': it is cpu, cpu-bf16, cuda (or cuda:1 and so on for "
+                    "there is no device '%s': it is cpu, cpu-bf16, cpu-int16, cuda (or cuda:1 and "
+                    "so on for "
                     "another card) or cuda-emulated",
                     name);
     if (!emulated[0])
@@ -107,8 +108,8 @@ static Status gpu_symbol(const Gpu *gpu, const char *symbol, void **function)
 
 Status device_open(Device **dev, const char *name, int threads)
 {
-    if (strcmp(name, "cpu") == 0) return cpu_open(dev, threads, 0);
-    if (strcmp(name, "cpu-bf16") == 0) return cpu_open(dev, threads, 1);
+    for (CpuInputs inputs = 0; inputs < CPU_KINDS; inputs++)
+        if (strcmp(name, cpu_names[inputs]) == 0) return cpu_open(dev, threads, inputs);
     Gpu gpu;
     void *symbol;
     DeviceOpen *open;

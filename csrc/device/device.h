@@ -220,9 +220,9 @@ typedef struct DeviceCard {
 /* The library's `cuda_card`: what a card is, without opening it. */
 typedef Status DeviceCardOf(DeviceCard *card, int ordinal, unsigned abi, FailFunction *fail);
 
-/* Opens "cpu", "cpu-bf16", "cuda" or "cuda-emulated", or says why the device can't be had. A GPU's
- * name may be followed by ":" and the ordinal of the card. threads = 0: one for each core this
- * process may use. */
+/* Opens "cpu", "cpu-bf16", "cpu-int16", "cuda" or "cuda-emulated", or says why the device can't be
+ * had. A GPU's name may be followed by ":" and the ordinal of the card. threads = 0: one for each
+ * core this process may use. */
 TINSMITH_EXPORT Status device_open(Device **dev, const char *name, int threads);
 
 /* What the GPU of that name is. */

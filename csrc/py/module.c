@@ -170,7 +170,7 @@ static PyObject *core_devices(PyObject *module, PyObject *args)
     (void)module;
     const char *only = NULL;
     if (!PyArg_ParseTuple(args, "|s:devices", &only)) return NULL;
-    static const char *const names[] = {"cpu", "cpu-bf16", "cuda", "cuda-emulated"};
+    static const char *const names[] = {"cpu", "cpu-bf16", "cpu-int16", "cuda", "cuda-emulated"};
     PyObject *found = PyDict_New();
     size_t count = only ? 1 : sizeof names / sizeof *names;
     for (size_t i = 0; found && i < count; i++) {
@@ -236,9 +236,10 @@ static PyObject *core_instructions(PyObject *module, PyObject *args)
     (void)module;
     const char *name;
     if (!PyArg_ParseTuple(args, "s:instructions", &name)) return NULL;
-    int bf16 = strcmp(name, "cpu-bf16") == 0;
-    if (!bf16 && strcmp(name, "cpu") != 0) return PyUnicode_FromString("");
-    return PyUnicode_FromString(cpu_instructions(bf16));
+    for (CpuInputs inputs = 0; inputs < CPU_KINDS; inputs++)
+        if (strcmp(name, cpu_names[inputs]) == 0)
+            return PyUnicode_FromString(cpu_instructions(inputs));
+    return PyUnicode_FromString("");
 }
 
 static PyMethodDef core_methods[] = {

@@ -87,7 +87,7 @@ def _sum(sizes: Mapping[str, int], device: str, options: argparse.Namespace) -> 
             f"{readable(options.memory)} that a server may use{little}"
         )
     total, free = total + sizes["cache"], sizes["free"]
-    if device == "cpu":
+    if device.startswith("cpu"):
         free = doctor.free_memory(free)
     little = "" if total <= free else ", which is too little"
     return (

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tinsmith import _core
 
-NAME = re.compile(r"(cpu|cpu-bf16|cuda|cuda-emulated)|(cuda|cuda-emulated):([0-9]{1,3})")
+NAME = re.compile(r"(cpu|cpu-bf16|cpu-int16|cuda|cuda-emulated)|(cuda|cuda-emulated):([0-9]{1,3})")
 GPUS = ("cuda", "cuda-emulated")
 
 
@@ -35,8 +35,8 @@ def choose_device(name: str) -> str:
         return "cpu"
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"there is no device {name!r}: it is auto, cpu, cpu-bf16, cuda, or cuda:1 and so on "
-            "for another card"
+            f"there is no device {name!r}: it is auto, cpu, cpu-bf16, cpu-int16, cuda, or cuda:1 "
+            "and so on for another card"
         )
     if reason := _core.devices(name)[name]:
         raise RuntimeError(f"the device {name} can't be used: {reason}")

@@ -576,7 +576,8 @@ def _choose(
     config, inv_freq = shape
     slots = _core.Model(config, inv_freq, weights=kind, threads=1).slots
     held = find_slots(family, slots, tensors, config)
-    return kind, device, kept.choose(weights, device, kept.stored(held, tensors))
+    packed = kept.choose(weights, device, kept.stored(held, tensors))
+    return kind, kept.device_for(packed, device, dtype), packed
 
 
 def _element_type(family: Family, tensors: weights.Tensors) -> str:
@@ -594,7 +595,6 @@ def _choose_type(kind: str, device: str, dtype: str | None) -> tuple[str, str]:
         if dtype == "float32" and device.partition(":")[0] == "cuda":
             raise ValueError("the device cuda computes in bfloat16: dtype float32 needs the CPU")
         return ("bf16" if dtype == "bfloat16" else kind), device
-    if dtype == "bfloat16":
+    if dtype == "bfloat16" or (dtype == "auto" and kind == "bf16" and _core.bf16_is_fast()):
         return "bf16", "cpu-bf16"
-    fast = dtype == "auto" and kind == "bf16" and _core.bf16_is_fast()
-    return kind, "cpu-bf16" if fast else "cpu"
+    return kind, "cpu"

@@ -8,6 +8,7 @@ saved.
 
 from collections.abc import Mapping, Sequence
 
+from tinsmith import _core
 from tinsmith.files import weights
 from tinsmith.files.places import Held
 
@@ -66,6 +67,13 @@ def choose(kind: str, device: str, places: Mapping[Place, set[str | None]]) -> d
         elif kind != "stored" and slot not in SMALL:
             chosen[place] = "int8" if bits == 8 else "int4"
     return chosen
+
+
+def device_for(chosen: Mapping[Place, str], device: str, dtype: str | None) -> str:
+    """The device: cpu-int16, which multiplies whole numbers, for weights in blocks that would be
+    computed in f32, if dtype leaves that open."""
+    faster = bool(chosen) and dtype == "auto" and device == "cpu"
+    return "cpu-int16" if faster and not _core.devices("cpu-int16")["cpu-int16"] else device
 
 
 def tally(
