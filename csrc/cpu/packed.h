@@ -26,7 +26,7 @@
  * has the bits of one with the widened weight, and on cpu-bf16, which rounds both sides of a
  * product, those of the widened weight in bf16. Forward, where 16 bits hold the codes' values
  * exactly (not fp8's and nf4's), sums of codes are scaled instead, and what is rounded is x alone:
- * to bf16, or on `cpu` with vectors to 16 bits of the largest of 32 (scaled.c).
+ * to bf16, or on cpu-int16 to 16 bits of the largest of 32 (scaled.c).
  *
  * Error of one weight, as a share of their standard deviation, for Gaussian ones: int8 0.54 %; int4
  * 7.35 % in 4.5 bits. Other codes in blocks of 32, each with an f16 scale: NF4 7.61, integers 8.09,
