@@ -2,16 +2,22 @@
 
     python benchmarks/train.py --shape 0.6b --dtype bf16 --rounds 3
     python benchmarks/train.py --shape 0.6b --dtype bf16 --rounds 3 --custom
+    python benchmarks/train.py --shape 1.7b-2 --dtype bf16 --weights int4 --bitsandbytes
 
 LoRA rank 32 on every linear layer and the head, cross_entropy on every token. PEFT's side is the
 plain loss over full logits, its fastest on a CPU. The roofline counts the frozen products and
 attention. --custom compares the engine's share of forward_backward_custom instead: a forward that
-is kept and the backward from it, and a forward and a forward_backward.
+is kept and the backward from it, and a forward and a forward_backward. With --weights of fewer bits
+the same step on the weights as stored is a side too. With --bitsandbytes QLoRA is: PEFT on a model
+that transformers loads in bitsandbytes' NF4, computing in the model's type. tinsmith reads it too.
 
 Ten seconds at the small shape; at 0.6b ten minutes and 13 GiB in bf16, twice as long and 18 GiB in
 f32."""
 
+import argparse
 import warnings
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,6 +72,33 @@ def peft_side(model: Any, tokens: np.ndarray, targets: np.ndarray, device: str =
     return run
 
 
+def qlora_model(folder: Path, dtype: str) -> Any:
+    """The folder's model in bitsandbytes' NF4, all linear layers but the head, as QLoRA has it."""
+    import logging
+
+    import transformers
+
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # that it has no faster kernels here
+    kind = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    how = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=kind,
+    )
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=how, dtype=kind
+    )
+
+
+def adapter_of(folder: Path, args: argparse.Namespace, weights: str) -> _core.Adapter:
+    """LoRA on the folder's model, whose matrices are kept in so many bits."""
+    loaded = families.load_model(
+        folder, dtype=DTYPES[args.dtype], weights=weights, threads=args.threads
+    )
+    return _core.Adapter(loaded.core, rank=RANK)
+
+
 def flops(shape: str, tokens: int, length: int) -> float:
     """Products of a LoRA step: forward, input gradients of the frozen weights, attention."""
     s = SHAPES[shape]
@@ -99,29 +132,35 @@ def main() -> None:
         "--weights", choices=WEIGHTS, default="stored", help="what tinsmith keeps them in"
     )
     options.add_argument("--custom", action="store_true", help="forward_backward_custom")
+    options.add_argument("--bitsandbytes", action="store_true", help="QLoRA beside it")
     args = parse(options)
     rng = np.random.default_rng(0)
     vocab = SHAPES[args.shape]["vocab_size"]
     tokens, targets = rng.integers(0, vocab, (2, args.datums, args.length)).astype(np.int32)
     model = hf_model(args.shape, args.dtype)
+    kinds = {"stored": "tinsmith, as stored"} | {args.weights: "tinsmith"}
     with checkpoint(model) as folder:
-        loaded = families.load_model(
-            folder, dtype=DTYPES[args.dtype], weights=args.weights, threads=args.threads
-        )
-    adapter = _core.Adapter(loaded.core, rank=RANK)
+        adapters = {side: adapter_of(folder, args, kept) for kept, side in reversed(kinds.items())}
+        quantised = qlora_model(folder, args.dtype) if args.bitsandbytes else None
+    if quantised is not None:
+        with checkpoint(quantised) as folder:
+            adapters["tinsmith, NF4"] = adapter_of(folder, args, "stored")
     lengths = np.full(args.datums, args.length, np.int32)
     ones = np.ones(args.datums, np.int32)
 
     data = (tokens.ravel(), lengths, targets.ravel(), ones)
 
-    def ours() -> None:
+    def ours(adapter: _core.Adapter) -> None:
         adapter.forward_backward(*data, "cross_entropy", {}, {})
         adapter.clear_gradients()
 
     if args.custom:
-        sides = custom_sides(adapter, data)
+        sides = custom_sides(adapters["tinsmith"], data)
     else:
-        sides = {"tinsmith": ours, "HF + PEFT": peft_side(model, tokens, targets)}
+        sides = {side: partial(ours, adapter) for side, adapter in adapters.items()}
+        sides["HF + PEFT"] = peft_side(model, tokens, targets)
+        if quantised is not None:
+            sides["QLoRA"] = peft_side(quantised, tokens, targets)
     total = args.datums * args.length
     with Report(args, __doc__) as report:
         what = "forward_backward_custom" if args.custom else "forward_backward, LoRA rank 32"

@@ -8,12 +8,13 @@ its own run, so that the order of tests does not matter.
 tests run in their order, and its fixtures are made once. One file alone runs without others.
 """
 
+import logging
 import os
 import re
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import emulated_mode
@@ -26,6 +27,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What is saved without a folder being named must not end in the user's own data.
 DATA_HOME = tempfile.TemporaryDirectory()
 os.environ["XDG_DATA_HOME"] = DATA_HOME.name
+# A recipe leaves its client to the end of its process, and that client warns every ten seconds of a
+# server that is gone: in whatever test runs then.
+logging.getLogger("tinker.lib.internal_client_holder").addFilter(
+    lambda record: "heartbeat failed" not in record.getMessage()
+)
 # A shell's background job ignores Ctrl-C, and so would the tests and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -227,6 +233,12 @@ def on(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 # ---- what tests say often ----
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What tinsmith has logged in this test so far: threads of other packages log things too."""
+    return lambda: [one.getMessage() for one in caplog.records if one.name.startswith("tinsmith")]
 
 
 def sdk_asks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

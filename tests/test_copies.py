@@ -131,7 +131,7 @@ def test_another_content_makes_another_copy_whatever_its_mtime_says(
     assert len(copies.copies()) == 1  # in the other's place
 
 
-def test_files_that_change_while_they_are_read_are_not_kept(tmp_path, monkeypatch, caplog) -> None:
+def test_files_that_change_while_they_are_read_are_not_kept(tmp_path, monkeypatch, told) -> None:
     place, read = rewritten(tmp_path, "llama", lambda tensors: None), families.read_weights
 
     def change(*arguments: object) -> Iterator[families.Piece]:
@@ -141,7 +141,7 @@ def test_files_that_change_while_they_are_read_are_not_kept(tmp_path, monkeypatc
     monkeypatch.setattr(families, "read_weights", change)
     load_model(place, weights="int4")
     assert not copies.copies()
-    assert caplog.messages == [one for one in caplog.messages if "changed meanwhile" in one] != []
+    assert told() and all("changed meanwhile" in one for one in told())
 
 
 @pytest.mark.parametrize("code", ["_readers", "weights_code"])
@@ -182,16 +182,16 @@ def flip(file: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_copy_is_made_anew_and_not_read(what, reads, caplog) -> None:
+def test_a_damaged_copy_is_made_anew_and_not_read(what, reads, told) -> None:
     wanted = bits(load_model(folder("llama"), weights="int4"))
     [file] = copies.copies()
     whole = file.read_bytes()
     DAMAGE[what](file)
-    caplog.clear()
+    before = len(told())
     assert bits(load_model(folder("llama"), weights="int4")) == wanted
     assert len(reads) == 2 and file.read_bytes() == whole
     if what in ("its first byte", "its last", "a checksum", "short"):
-        assert "is not used" in caplog.messages[0]
+        assert "is not used" in told()[before]
     assert bits(load_model(folder("llama"), weights="int4")) == wanted and len(reads) == 2
 
 
@@ -213,14 +213,14 @@ def test_what_a_killed_writer_leaves_is_not_read_and_goes(small, monkeypatch) ->
     assert not copies.copies()
 
 
-def test_what_another_process_is_writing_is_left_to_it(small, reads, caplog) -> None:
+def test_what_another_process_is_writing_is_left_to_it(small, reads, told) -> None:
     copy = inspect_model(folder("llama"), weights="int4").copy
     small.mkdir(parents=True)
     other = copy.file.with_name(f"{copy.file.name}~0123abcd")
     with other.open("wb") as file:
         assert copies._lock(file)
         assert bits(load_model(folder("llama"), weights="int4")) == anew(folder("llama"))
-        assert list(copies.copies()) == [other] and not caplog.messages
+        assert list(copies.copies()) == [other] and not told()
     load_model(folder("llama"), weights="int4")
     assert list(copies.copies()) == [copy.file]
 
@@ -242,7 +242,7 @@ def test_two_at_once_are_fine() -> None:
 
 
 @pytest.mark.parametrize("why", ["full", "filling", "no folder"])
-def test_a_copy_that_cant_be_written_costs_one_sentence(why, small, monkeypatch, caplog) -> None:
+def test_a_copy_that_cant_be_written_costs_one_sentence(why, small, monkeypatch, told) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -254,23 +254,25 @@ def test_a_copy_that_cant_be_written_costs_one_sentence(why, small, monkeypatch,
         small.parent.mkdir(parents=True)
         small.write_text("")
     assert bits(load_model(folder("llama"), weights="int4")) == anew(folder("llama"))
-    [told] = caplog.messages
-    assert told.startswith("no copy of the int4 weights of ") and "--no-weights-copy" in told
+    [sentence] = told()
+    assert sentence.startswith("no copy of the int4 weights of ")
+    assert "--no-weights-copy" in sentence
     reason = {"full": "to spare", "filling": "is full", "no folder": "Not a directory"}[why]
-    assert reason in told
+    assert reason in sentence
     assert not copies.copies()
 
 
 # ---- what is said, refused and deleted ----
 
 
-def test_the_log_says_once_where_a_copy_is_and_how_large(caplog) -> None:
+def test_the_log_says_once_where_a_copy_is_and_how_large(caplog, told) -> None:
     for _ in range(2):
         load_model(folder("llama"), weights="int4")
-    [told] = caplog.messages
+    [sentence] = told()
     [(file, size)] = copies.copies().items()
-    assert str(file) in told and re.search(r"\(\d+\.\d\d [KM]iB\)", told)
-    assert caplog.records[0].levelno == logging.WARNING  # also where nobody has set up a log
+    assert str(file) in sentence and re.search(r"\(\d+\.\d\d [KM]iB\)", sentence)
+    [level] = [one.levelno for one in caplog.records if one.getMessage() == sentence]
+    assert level == logging.WARNING  # also where nobody has set up a log
     assert size == file.stat().st_size
 
 

@@ -33,7 +33,7 @@
  * panel before the next eight inputs, and the vectors whose words are looked up together; the
  * vectors that a tile sums of what was looked up before, and the lanes of its loop. */
 #if defined(__AVX512BF16__)
-enum { TILE_ROWS = 12, BYTE_ROWS = 12, ONCE_ROWS = 8, LOOKED = 2, FOUND_SPAN = 1, FOUND_LOOP = 2 };
+enum { TILE_ROWS = 12, BYTE_ROWS = 8, ONCE_ROWS = 8, LOOKED = 2, FOUND_SPAN = 1, FOUND_LOOP = 2 };
 #elif defined(__AVX512F__)
 enum { TILE_ROWS = 12, BYTE_ROWS = 6, ONCE_ROWS = 6, LOOKED = 2, FOUND_SPAN = 1, FOUND_LOOP = 2 };
 #else

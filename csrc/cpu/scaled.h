@@ -14,6 +14,17 @@
 #include "block.h"
 #include "packed.h"
 
+#if defined(__AVX2__)
+
+/* A panel's codes of 8 bits of an input, which begin at `row`, and of the one it is paired with. */
+static inline void rows_of_bytes(__m256i *one, __m256i *other, const unsigned char *row)
+{
+    memcpy(one, row, sizeof *one);
+    memcpy(other, row + NIBBLES / 2 * PANEL, sizeof *other);
+}
+
+#endif
+
 #if defined(__AVX512BF16__)
 
 /* ---- bf16 ---- */
@@ -62,13 +73,11 @@ static inline float known_unit(DType kind)
     return 1.0f;
 }
 
-/* A panel's vectors: the pairs of the inputs whose codes of 8 bits begin at `row`, and four rows
- * behind it. */
+/* A panel's vectors: the pairs of rows_of_bytes(). */
 static inline void pairs_of_bytes(vu *pairs, const unsigned char *row, const Known *known)
 {
     __m256i one, other;
-    memcpy(&one, row, sizeof one);
-    memcpy(&other, row + NIBBLES / 2 * PANEL, sizeof other);
+    rows_of_bytes(&one, &other, row);
     __m512i codes = _mm512_inserti64x4(_mm512_castsi256_si512(one), other, 1);
     codes = _mm512_permutexvar_epi8(known->order, codes);
     __m512i m = _mm512_abs_epi8(codes), sign = _mm512_set1_epi8((char)0x80);
@@ -169,8 +178,7 @@ static inline void pairs_of_bytes(vu *pairs, const unsigned char *row, const Kno
 {
     __m256i one, other;
     (void)known;
-    memcpy(&one, row, sizeof one);
-    memcpy(&other, row + NIBBLES / 2 * PANEL, sizeof other);
+    rows_of_bytes(&one, &other, row);
     __m256i low = _mm256_unpacklo_epi8(one, other), high = _mm256_unpackhi_epi8(one, other);
     pairs[0] = (vu)_mm512_cvtepi8_epi16(_mm256_permute2x128_si256(low, high, 0x20));
     pairs[1] = (vu)_mm512_cvtepi8_epi16(_mm256_permute2x128_si256(low, high, 0x31));
@@ -206,16 +214,15 @@ static inline Known known_of(DType type, DType kind)
     return (Known){_mm256_xor_si256(levels, _mm256_set1_epi8((char)LIFTED))};
 }
 
-/* A panel's vectors: the pairs of the inputs whose codes of 8 bits begin at `row`, and four rows
- * behind it. Fours of a row are first put where unpacking takes them from. */
+/* A panel's vectors: the pairs of rows_of_bytes(), whose fours are first put where unpacking takes
+ * them from. */
 static inline void pairs_of_bytes(vu *pairs, const unsigned char *row, const Known *known)
 {
     const __m256i fours = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7), zero = {0};
     const __m256i lifted = _mm256_set1_epi8((char)LIFTED);
     __m256i one, other;
     (void)known;
-    memcpy(&one, row, sizeof one);
-    memcpy(&other, row + NIBBLES / 2 * PANEL, sizeof other);
+    rows_of_bytes(&one, &other, row);
     one = _mm256_permutevar8x32_epi32(_mm256_xor_si256(one, lifted), fours);
     other = _mm256_permutevar8x32_epi32(_mm256_xor_si256(other, lifted), fours);
     __m256i low = _mm256_unpacklo_epi8(one, other), high = _mm256_unpackhi_epi8(one, other);
