@@ -91,6 +91,7 @@ def seconds(run: partial[None]) -> tuple[float, float]:
 def main() -> None:
     """One table."""
     options = parser(__doc__)
+    options.set_defaults(clock="wall")
     options.add_argument("--model", default="Qwen3-8B", choices=sizes.MODELS)
     options.add_argument("--layers", type=int, default=2)
     options.add_argument("--vocab", type=int, default=16384)
