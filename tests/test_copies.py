@@ -2,12 +2,14 @@
 for whatever has changed, and cost a sentence where they can't be had."""
 
 import errno
+import fcntl
 import logging
 import os
 import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import engine
 import numpy as np
@@ -223,6 +225,25 @@ def test_what_another_process_is_writing_is_left_to_it(small, reads, told) -> No
         assert list(copies.copies()) == [other] and not told()
     load_model(folder("llama"), weights="int4")
     assert list(copies.copies()) == [copy.file]
+
+
+@pytest.mark.parametrize("disk", ["NFS", "without locks"])
+def test_a_killed_writers_file_is_in_nobodys_way(disk, small, monkeypatch) -> None:
+    def flock(file: BinaryIO | int, how: int) -> None:
+        if disk == "without locks":
+            raise OSError(errno.ENOLCK, "No locks available")
+        # Linux takes one of the server's locks, which wants a file that can be written.
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+
+    copy = inspect_model(folder("llama"), weights="int4").copy
+    small.mkdir(parents=True)
+    left = copy.file.with_name(f"{copy.file.name}~0123abcd")
+    left.write_bytes(b"half")
+    monkeypatch.setattr(copies.fcntl, "flock", flock)
+    load_model(folder("llama"), weights="int4")
+    # Where there are no locks nobody can know whether it is still being written.
+    assert copy.file.is_file() and left.exists() == (disk != "NFS")
 
 
 def test_two_at_once_are_fine() -> None:

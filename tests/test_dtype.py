@@ -12,8 +12,9 @@ import pytest
 import torch
 from engine import cpu_has
 from models import LACKS_BF16, SPECS, as_double, folder, needs_bf16
-from tinsmith import _core
+from tinsmith import _core, cli
 from tinsmith.files.families import LoadedModel, load_model
+from tinsmith.files.words import readable
 from transformers import AutoModelForCausalLM
 
 BF16 = [name for name, spec in SPECS.items() if spec.dtype is torch.bfloat16]
@@ -135,3 +136,18 @@ def test_dtype_that_cant_be_had_is_refused_by_name() -> None:
     if LACKS_BF16:
         with pytest.raises(RuntimeError, match="lacks AVX512_BF16"):
             load_model(folder("qwen3"), dtype="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", pytest.param("bfloat16", marks=needs_bf16)])
+def test_info_plans_what_a_server_opens(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    opened = load_model(folder("llama"), dtype=dtype).core
+    assert cli.main(["info", str(folder("llama")), "--dtype", dtype]) == 0
+    each = readable(opened.plan(32)["kv_token"])
+    assert f" tokens, {each} each" in capsys.readouterr().out
+
+
+def test_info_refuses_what_a_server_would(capsys: pytest.CaptureFixture[str]) -> None:
+    if not LACKS_BF16:
+        pytest.skip("this processor has bf16")
+    assert cli.main(["info", str(folder("llama")), "--dtype", "bfloat16"]) != 0
+    assert "this processor lacks" in capsys.readouterr().err

@@ -133,12 +133,26 @@ def broken(name: str, number: float) -> Change:
     return lambda tensors: tensors[name].reshape(-1)[5:6].copy_(torch.tensor([number]))
 
 
+def nested(**said: object) -> Change:
+    """A matrix's JSON says something else."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        state = json.loads(tensors[SHOWN + nf4.STATE].numpy().tobytes()) | said
+        text = bytearray(json.dumps(state).encode())
+        tensors[SHOWN + nf4.STATE] = torch.frombuffer(text, dtype=torch.uint8)
+
+    return change
+
+
 REFUSED: list[tuple[str, Change, str]] = [
     ("fp8", without(f"{SHOWN}_scale_inv"), f"the files have no {SHOWN}_scale_inv, which belongs"),
     ("fp8", put(f"{SHOWN}_scale_inv", torch.ones(2, 5)), r"is \(2, 5\); it should be \(2, 6\)"),
     ("fp8", put(f"{SHOWN}_scale_inv", torch.ones(2, 6, dtype=torch.int32)), "is I32; it should be"),
     ("fp8", broken(f"{SHOWN}_scale_inv", np.inf), f"{SHOWN} has -?inf at"),
     ("fp8", broken(SHOWN, np.nan), f"{SHOWN} has nan at"),
+    ("fp8", broken(f"{SHOWN}_scale_inv", 1e37), f"{SHOWN} has -?inf at"),
+    ("fp8", put(SHOWN, torch.zeros(0, 192).to(torch.float8_e4m3fn)), "it should be a matrix"),
+    ("nf4", nested(nested_offset=int("1" + 400 * "0")), "has the nested_offset 1000"),
     ("nf4", without(f"{SHOWN}.absmax"), f"the files have no {SHOWN}.absmax, which belongs"),
     ("nf4", broken(f"{SHOWN}.quant_map", 0.3), "should have NF4's 16 levels"),
     ("nf4", put(f"{SHOWN}.absmax", torch.ones(7, dtype=torch.uint8)), "has 7 numbers; it should"),

@@ -1,6 +1,7 @@
 """The house style's limits and the direction of dependencies, checked on the sources themselves."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -300,6 +301,7 @@ def test_what_imports_torch_is_imported_when_it_is_wanted(module: str) -> None:
     assert not imports(path) & TORCH or module == "tinsmith.losses.custom_loss"
 
 
+@functools.cache
 def strings(path: Path) -> list[str]:
     """The string constants in a file's code."""
     text = path.read_text()

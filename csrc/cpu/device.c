@@ -200,7 +200,9 @@ static int has_generic(void)
 #if defined(__x86_64__)
 static int has_avx2(void)
 {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    unsigned a, b, c, d;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
 }
 
 static int has_avx512(void)

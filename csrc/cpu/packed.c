@@ -1,6 +1,6 @@
 /* cpu/packed.c - widens blocks of 8- to 4-bit weights (packed.h).
  *
- * Roofline: 576 to 1,088 bytes in, 4 KB out to L1; two to six instructions for VL weights. */
+ * Roofline: 576 to 1,152 bytes in, 4 KB out to L1; two to six instructions for VL weights. */
 #include <assert.h>
 
 #include "packed.h"

@@ -25,8 +25,8 @@
  * widened in registers or in L1 and multiplied as f32 weights are, in the same order, so a product
  * has the bits of one with the widened weight, and on cpu-bf16, which rounds both sides of a
  * product, those of the widened weight in bf16. Forward, where 16 bits hold the codes' values
- * exactly (not fp8's and nf4's), sums of codes are scaled instead, and what is rounded is x alone:
- * to bf16, or on cpu-int16 to 16 bits of the largest of 32 (scaled.c).
+ * exactly (scales_sums below), sums of codes are scaled instead, and what is rounded is x alone: to
+ * bf16, or on cpu-int16 to 16 bits of the largest of 32 (scaled.c).
  *
  * Error of one weight, as a share of their standard deviation, for Gaussian ones: int8 0.54 %; int4
  * 7.35 % in 4.5 bits. Other codes in blocks of 32, each with an f16 scale: NF4 7.61, integers 8.09,
@@ -293,7 +293,8 @@ void CPU(row_widen)(float *to, const frozen *w, int row);
 /* ---- scaled.c ---- */
 
 /* Of a type whose sums are scaled: the values of `count` blocks' codes from number `first` of a
- * panel on, as bf16 pairs of inputs k and k + 4 of eight (APART), PANEL lanes a row. */
+ * panel on, as pairs of inputs k and k + 4 of eight (APART), PANEL lanes a row: in bf16, or whole
+ * numbers of 16 bits as scaled.h has them. */
 void CPU(codes_find)(float *to, const frozen *w, int panel, int first, int count);
 
 /* ---- arrange.c ---- */

@@ -47,11 +47,13 @@ enum {
     RUNNING_ROWS = 2,                /* the most whose loop runs ahead of memory */
     PACKED_LANES = 64 << 10,         /* of packed rows: a quarter of L2 */
     FOUND_LANES = DEPTH / 2 * PANEL, /* of DEPTH inputs */
+    SUM_LANES = GROUP_ROWS * PANEL,  /* of a group's results while inputs are left */
     BLOCK_LANES = HEADS + BLOCK / 2, /* of a row's block */
 };
 
-_Static_assert((PACKED_LANES + PACKED_SLACK + FOUND_LANES) * sizeof(float) <= POOL_SCRATCH,
-               "packed rows, and what is looked up of a panel");
+_Static_assert((PACKED_LANES + PACKED_SLACK + FOUND_LANES + SUM_LANES) * sizeof(float) <=
+                   POOL_SCRATCH,
+               "packed rows, what is looked up of a panel, and its sums");
 _Static_assert(PACKED_LANES / GROUP_ROWS / BLOCK_LANES * BLOCK >= DEPTH,
                "a block of all rows is packed");
 
@@ -74,7 +76,8 @@ typedef struct Scaled {
     int row, rows, height; /* of the group; of its tiles, of which the last may have fewer */
     int k0, depth;
     Form form;
-    int follows; /* the processor follows the weight by itself */
+    int follows;  /* the processor follows the weight by itself */
+    size_t ahead; /* bytes of DEPTH inputs of a panel */
 } Scaled;
 
 /* ---- codes that were looked up ---- */
@@ -123,11 +126,11 @@ void CPU(codes_find)(float *to, const frozen *w, int panel, int first, int count
 
 /* ---- the register tile ---- */
 
-/* What a tile multiplies: `count` blocks from number `first` of a panel on, the last with `live`
- * inputs, of outputs from x on. */
+/* What a tile multiplies: `depth` inputs from block number `first` of a panel on, of outputs from x
+ * on. */
 typedef struct Codes {
     const frozen *w;
-    int panel, first, count, live, x;
+    int panel, first, depth, x;
     const float *found; /* what was looked up before, PANEL lanes a row */
     size_t ahead;       /* bytes to what it asks of memory; 0: nothing */
     int helps;          /* it asks for what the processor does not follow by itself */
@@ -209,7 +212,8 @@ codes_add(Sum (*sum)[ACROSS], const float *x, Square s, const Known *known, int 
     }
 }
 
-/* A plain block's kind goes for all such, whose scales differ in their format alone. */
+/* DEPTH inputs or fewer. A plain block's kind goes for all such, whose scales differ in their
+ * format alone. */
 static inline __attribute__((always_inline)) void scaled_rows(vf (*total)[ACROSS], const float *a,
                                                               const Codes *c, const int rows,
                                                               const Form form, const Sort sort,
@@ -220,14 +224,14 @@ static inline __attribute__((always_inline)) void scaled_rows(vf (*total)[ACROSS
     DType exact = block_kind(c->w->type);
     Known known = known_of(c->w->type, exact);
     const float *found = c->found, unit = known_unit(exact);
-    int wide = exact == DTYPE_MXFP4;
+    int wide = exact == DTYPE_MXFP4, count = (c->depth + BLOCK - 1) / BLOCK;
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < span; v++) total[r][v] = v_set(0.0f);
     Square s = square_at(c->w, kind, c->panel, c->first);
-    for (int b = 0; b < c->count; b++, a += BLOCK_LANES * rows, s.block += blocks.bytes) {
-        int lanes = block_lanes(b + 1 < c->count ? BLOCK : c->live) / parts;
+    for (int b = 0; b < count; b++, a += BLOCK_LANES * rows, s.block += blocks.bytes) {
+        int lanes = block_lanes(b + 1 < count ? BLOCK : c->depth - b * BLOCK) / parts;
         if (has_groups(kind)) s = square_at(c->w, kind, c->panel, c->first + b);
         for (size_t line = 0; line < c->ahead && line < blocks.bytes; line += 64)
             __builtin_prefetch(s.block + c->ahead + line, 0, 2);
@@ -276,9 +280,15 @@ static inline __attribute__((always_inline)) void scaled_tile(Out out, const flo
                                                               const Form form, const Sort sort,
                                                               const DType kind)
 {
-    vf total[TILE_ROWS][ACROSS];
-    scaled_rows(total, a, c, rows, form, sort, kind);
-    scaled_write(out, total, n, rows, span_of(form));
+    Codes part = *c;
+    for (int k = 0; k == 0 || k < c->depth; k += DEPTH) {
+        vf total[TILE_ROWS][ACROSS];
+        part.first = c->first + k / BLOCK;
+        part.depth = c->depth - k < DEPTH ? c->depth - k : DEPTH;
+        scaled_rows(total, a + (int64_t)row_lanes(k) * rows, &part, rows, form, sort, kind);
+        scaled_write(out, total, n, rows, span_of(form));
+        out = out_to(out.c, out.ldc, out.scale, 1);
+    }
 }
 
 #define TILE(rows, form, sort, kind) scaled_tile(out, a, c, n, rows, form, sort, kind)
@@ -346,18 +356,28 @@ static void tile(Out out, const float *a, const Codes *c, int n, int rows, Form 
     assert(!"a tile has 1 to TILE_ROWS rows");
 }
 
-/* DEPTH inputs or fewer, from k on, of one panel against the group's rows. */
+/* Where sums of the inputs [k, k + depth) go: a group's first meet what c begins with, its last
+ * are c's. Between them they are next to one another: the rows of c, which are often so many bytes
+ * apart that L1 can't hold a few of them, would leave it each time. */
+static Out part_out(const Scaled *s, int panel, int k, int depth, float *sums)
+{
+    Out out = out_at(product_out(s->p, s->k0 + k), s->row, panel * PANEL);
+    if (k) out.add = sums, out.add_row = PANEL;
+    if (k + depth < s->depth) out.c = sums, out.ldc = PANEL;
+    return out;
+}
+
+/* `depth` inputs from k on of one panel against the group's rows: DEPTH or fewer of what was looked
+ * up before. */
 static void panel_part(const Scaled *s, int panel, int k, int depth)
 {
+    float *found = (float *)cpu_scratch(s->dev) + PACKED_LANES + PACKED_SLACK;
     const Product *p = s->p;
     int n = p->n - panel * PANEL < PANEL ? p->n - panel * PANEL : PANEL;
-    int count = (depth + BLOCK - 1) / BLOCK;
-    Codes c = {p->b, panel, (s->k0 + k) / BLOCK, count, depth - (count - 1) * BLOCK, 0, NULL, 0, 0};
-    Out all = out_at(product_out(p, s->k0 + k), s->row, panel * PANEL);
-    size_t bytes = (size_t)count * blocks_of(block_kind(c.w->type)).bytes;
+    Codes c = {p->b, panel, (s->k0 + k) / BLOCK, depth, 0, NULL, 0, 0};
+    Out all = part_out(s, panel, k, depth, found + FOUND_LANES);
     if (s->form == FOUND) {
-        float *found = (float *)cpu_scratch(s->dev) + PACKED_LANES + PACKED_SLACK;
-        CPU(codes_find)(found, c.w, panel, c.first, count);
+        CPU(codes_find)(found, c.w, panel, c.first, (depth + BLOCK - 1) / BLOCK);
         c.found = found;
     }
     for (; c.x < n; c.x += span_of(s->form) * VL)
@@ -365,7 +385,7 @@ static void panel_part(const Scaled *s, int panel, int k, int depth)
             int tall = s->rows - r < s->height ? s->rows - r : s->height;
             const float *a = s->packed + (int64_t)r * row_lanes(s->depth);
             int asks = c.x == 0 && r + tall == s->rows; /* the last that reads the codes */
-            c.ahead = asks && s->rows > RUNNING_ROWS ? bytes : 0;
+            c.ahead = asks && s->rows > RUNNING_ROWS ? s->ahead : 0;
             c.helps = asks && s->rows <= RUNNING_ROWS && !s->follows;
             tile(out_at(all, r, c.x), a + (int64_t)row_lanes(k) * tall, &c, n - c.x, tall, s->form);
         }
@@ -374,8 +394,9 @@ static void panel_part(const Scaled *s, int panel, int k, int depth)
 static void panel_job(void *context, int64_t panel)
 {
     const Scaled *s = context;
-    for (int k = 0; k == 0 || k < s->depth; k += DEPTH)
-        panel_part(s, (int)panel, k, s->depth - k < DEPTH ? s->depth - k : DEPTH);
+    int step = s->form == FOUND ? DEPTH : s->depth;
+    for (int k = 0; k == 0 || k < s->depth; k += step)
+        panel_part(s, (int)panel, k, s->depth - k < step ? s->depth - k : step);
 }
 
 /* One group of rows. */
@@ -387,6 +408,7 @@ static void group_run(Device *dev, Scaled *s, float *packed)
                                        : sort_of(kind) == PLAIN ? TILE_ROWS
                                                                 : SORTED_ROWS;
     s->form = s->rows > few ? FOUND : bytes ? BYTES : WORDS;
+    s->ahead = (size_t)(DEPTH / BLOCK) * blocks_of(kind).bytes;
     int tiles = (s->rows + TILE_ROWS - 1) / TILE_ROWS; /* one, where a tile looks up codes */
     s->height = (s->rows + tiles - 1) / tiles;
     int most = PACKED_LANES / (tiles * s->height) / BLOCK_LANES * BLOCK / DEPTH * DEPTH;

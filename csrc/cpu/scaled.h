@@ -305,7 +305,7 @@ static inline __m128i high_half(__m256i v)
 }
 
 /* n ≤ BLOCK inputs of a row in whole numbers, its heads and lanes `step` apart. Where one of them
- * is a NaN, whose bits are the largest, so is `size`. */
+ * is a NaN, whose bits are the largest, or infinite, `size` is a NaN. */
 static inline void block_round(float *to, int step, const float *x, int n)
 {
     const float tiny = 0x1p-110f; /* a block of less is zeros: 1 / size would be infinite */
@@ -320,6 +320,7 @@ static inline void block_round(float *to, int step, const float *x, int n)
     top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0x4e));
     top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0xb1));
     memcpy(&largest, &top, sizeof largest);
+    if (isinf(largest)) largest = NAN; /* no whole number beside it has a sign */
     __m256 each = _mm256_set1_ps(largest > tiny ? MOST / largest : 0.0f);
     for (int k = 0; k < BLOCK; k += 8) {
         __m256i q = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + k), each));

@@ -7,6 +7,7 @@
 #ifndef TINSMITH_FINITE_H
 #define TINSMITH_FINITE_H
 
+#include <float.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -57,12 +58,14 @@ static inline int power_finite(const unsigned char *at)
     return 1;
 }
 
-/* A block of FP8: its scale, then 32 codes. */
+/* A block of FP8: its scale, which is multiplied by codes of up to 448, then 32 codes. */
 static inline int bytes_finite(const unsigned char *at)
 {
+    float scale;
     int found = 0;
+    memcpy(&scale, at, sizeof scale);
     for (int i = 0; i < 32; i++) found |= (at[4 + i] & 127) == 127;
-    return !found && float_finite(at);
+    return !found && scale >= -FLT_MAX / 448 && scale <= FLT_MAX / 448;
 }
 
 /* Whether all numbers of so many blocks behind one another are finite, each of `bytes`. */

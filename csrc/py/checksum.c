@@ -12,7 +12,7 @@
 
 #include "arrays.h"
 
-/* setup.py's checksum of the files by which weights become bytes (WEIGHTS there). */
+/* setup.py's checksum of the files by which weights become bytes (PACKERS there). */
 #ifndef WEIGHTS_CODE
 #define WEIGHTS_CODE 0u
 #endif

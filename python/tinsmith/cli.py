@@ -120,6 +120,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
 def _info_options(parser: argparse.ArgumentParser) -> None:
     usage.add_model(parser)
     usage.add_device_name(parser, "cpu")
+    usage.add_dtype(parser)
     usage.add_weights(parser)
     parser.add_argument(
         "--tokens",

@@ -17,7 +17,11 @@ def show(options: argparse.Namespace) -> None:
     folder = pull.find(options.model, fetch=options.pull)
     device = choose_device(options.device)
     core, counts = measure_model(
-        folder, device=device, weights=options.weights, weights_copy=options.weights_copy
+        folder,
+        device=device,
+        dtype=options.dtype,
+        weights=options.weights,
+        weights_copy=options.weights_copy,
     )
     sizes, config = _plan(core, options), core.config
     print(

@@ -275,13 +275,15 @@ def _place(place: Path) -> Iterator[BinaryIO | None]:
         raise
 
 
-def _lock(file: BinaryIO) -> bool:
-    """Takes a file's lock for as long as it is open; False where somebody else has it, or where the
-    file system has no locks."""
+def _lock(file: BinaryIO) -> bool | None:
+    """Takes a file's lock for as long as it is open: False where somebody else has it, None where
+    the file system has no locks. NFS wants the file to be open for writing."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
+    except OSError:
+        return None
     return True
 
 
@@ -289,10 +291,11 @@ def _sweep(place: Path) -> bool:
     """Removes unfinished files that nobody writes; whether somebody writes one for this place."""
     busy = False
     for path in place.parent.glob(f"*{SUFFIX}~*"):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            if _lock(file):
+        with contextlib.suppress(OSError), path.open("r+b") as file:
+            ours = _lock(file)
+            if ours:
                 path.unlink()
-            else:
+            elif ours is False:
                 busy |= path.name.startswith(f"{place.name}~")
     return busy
 

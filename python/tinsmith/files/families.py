@@ -414,13 +414,18 @@ def element_type(path: Path | str) -> str:
 
 
 def measure_model(
-    path: Path | str, *, device: str, weights: str, weights_copy: bool = True
+    path: Path | str,
+    *,
+    device: str,
+    weights: str,
+    dtype: str | None = None,
+    weights_copy: bool = True,
 ) -> tuple[_core.Model, dict[str, int]]:
     """A model that has no memory, to plan with, and how many numbers each type has."""
     family, config, inv_freq = _read_model(Path(path))
     with gguf_model.open_tensors(path) as tensors:
         shape = config, inv_freq
-        kind, _, packed = _choose(family.of(tensors), shape, tensors, device, None, weights)
+        kind, device, packed = _choose(family.of(tensors), shape, tensors, device, dtype, weights)
     make = partial(_core.Model, config, inv_freq, weights=kind, packed=packed, device=device)
     core = make(mapped=weights_copy and copies.worth(weights, device, make().weight_bytes))
     return core, kept.tally(core.slots, packed, kind)

@@ -37,7 +37,8 @@ class Fp8(Stored):
             rows = slice(row, min(row + ROWS, len(codes)))
             each = scales[np.arange(rows.start, rows.stop) // tall]
             found[rows] = table[codes[rows]]
-            found[rows] *= np.repeat(each, wide, axis=1)[:, : codes.shape[1]]
+            with np.errstate(over="ignore"):  # what is infinite then is refused by its name
+                found[rows] *= np.repeat(each, wide, axis=1)[:, : codes.shape[1]]
         return found
 
     def blocks(self, read: Bytes, matrix: int | None) -> tuple[np.ndarray, str]:
@@ -65,7 +66,7 @@ def find(folder: Folder, said: dict[str, Any]) -> None:
     _check(said.get(SIZE))
     for name in [name for name in folder if folder.entry(name).dtype == CODES]:
         codes = folder.take(name, CODES, of=name)
-        if len(codes.shape) != 2:
+        if len(codes.shape) != 2 or 0 in codes.shape:
             raise ValueError(
                 f"{codes.file}: {name} is {CODES} of shape {codes.shape}; it should be a matrix"
             )
@@ -80,7 +81,9 @@ def find(folder: Folder, said: dict[str, Any]) -> None:
             )
         fits = codes.shape[1] % BLOCK == 0 and (one or size[1] % BLOCK == 0)
         shown = weights.Entry(codes.file, TYPE, codes.shape, codes.begin, codes.end)
-        tall, wide = size[0], codes.shape[1] if one else size[1]
+        # A block may be said to have more columns than there are: it is repeated for no more.
+        across = -(-codes.shape[1] // BLOCK) * BLOCK
+        tall, wide = size[0], codes.shape[1] if one else min(size[1], across)
         folder.put(name, Fp8(shown, (codes, scales), KIND if fits else None, (tall, wide)))
 
 

@@ -28,7 +28,7 @@ BITS = {
 # not have are widened.
 ON_GPU = {"int8", "int4", "q4_0", "q4_1", "mxfp4"}
 
-SMALL = {"router", "shared_gate", "delta_a", "delta_b"}  # wide in any case
+SMALL = {"router", "shared_gate", "delta_a", "delta_b"}  # never quantised here
 ENDS = {"embed", "head"}  # 8 bits where the others have 4
 
 Place = tuple[str, int]  # a slot, and its layer or -1

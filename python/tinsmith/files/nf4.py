@@ -52,7 +52,7 @@ class Nf4(Stored):
         count = self.entry.shape[0] * self.entry.shape[1]
         codes = read(self.sources[0])
         pairs = np.stack([codes >> 4, codes & 15], -1).reshape(-1)[:count]
-        scales = np.repeat(self.scales(read), self.span)[:count]
+        scales = np.repeat(self.scales(read), min(self.span, count))[:count]
         return (NF4[pairs] * scales).reshape(self.entry.shape)
 
     def blocks(self, read: Bytes, matrix: int | None) -> tuple[np.ndarray, str]:
@@ -69,7 +69,7 @@ class Nf4(Stored):
         if not self.outer:
             return scales.view(np.float32)
         outer, levels = (read(entry).view(np.float32) for entry in self.sources[2:])
-        each = np.repeat(outer, self.outer)[: len(scales)]
+        each = np.repeat(outer, min(self.outer, len(scales)))[: len(scales)]
         return levels[scales] * each + np.float32(self.offset)
 
 
@@ -122,7 +122,7 @@ def _state(folder: Folder, name: str) -> dict[str, Any]:
     ):
         raise ValueError(f"{what} should have a shape of two numbers, and sizes of blocks")
     offset = said.get("nested_offset", 0.0)
-    if not isinstance(offset, int | float) or not np.isfinite(np.float32(offset)):
+    if not isinstance(offset, int | float) or not abs(offset) <= float(np.finfo(np.float32).max):
         raise ValueError(f"{what} has the nested_offset {offset!r:.40}")
     return {
         "shape": tuple(counts[:2]),
