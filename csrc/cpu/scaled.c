@@ -13,9 +13,10 @@
  * up where they multiply them; more rows meet numbers that were looked up once, in L1. The sums are
  * the same: blocks in order within DEPTH inputs, each from zero.
  *
- * One or two rows run ahead of memory where the processor follows a stream by itself. More rows, as
- * many as they are, ask for what they read next while they multiply, DEPTH inputs before (10 rows
- * of 8 bits with AVX2: 105 GFLOP/s, and without 74; Zen 4).
+ * All rows ask for what they read next while they multiply, ASKED bytes before: on a Zen 4 one row
+ * of 4 bits reads 26.8 GB/s, 25.8 with half the distance and 24.2 if it does not ask; 10 rows of 8
+ * bits with AVX2 multiply at 105 GFLOP/s, and without at 74. Where the processor does not follow a
+ * stream, one or two rows ask for its pages in turns instead (ask.h).
  *
  * Roofline: 4.5 or 8.5 bits a weight, 2·m flops each. In bf16, for 128 weights of 4 bits 2 loads, 6
  * shifts and 8 shuffles, of 8 bits 4 loads and 16 others, then 4·m products: bound by memory at one
@@ -44,7 +45,8 @@ enum {
     ACROSS = PANEL / VL, /* vectors of a panel */
     SORTED_ROWS = 4,     /* the most that look up words of blocks that are not plain */
     GROUP_ROWS = 96 / TILE_ROWS * TILE_ROWS,
-    RUNNING_ROWS = 2,                /* the most whose loop runs ahead of memory */
+    TURN_ROWS = 2,                   /* the most that ask for pages in turns */
+    ASKED = 13 << 10,                /* bytes to what is asked of memory: DEPTH inputs of 8 bits */
     PACKED_LANES = 64 << 10,         /* of packed rows: a quarter of L2 */
     FOUND_LANES = DEPTH / 2 * PANEL, /* of DEPTH inputs */
     SUM_LANES = GROUP_ROWS * PANEL,  /* of a group's results while inputs are left */
@@ -76,8 +78,7 @@ typedef struct Scaled {
     int row, rows, height; /* of the group; of its tiles, of which the last may have fewer */
     int k0, depth;
     Form form;
-    int follows;  /* the processor follows the weight by itself */
-    size_t ahead; /* bytes of DEPTH inputs of a panel */
+    int follows; /* the processor follows the weight by itself */
 } Scaled;
 
 /* ---- codes that were looked up ---- */
@@ -133,7 +134,7 @@ typedef struct Codes {
     int panel, first, depth, x;
     const float *found; /* what was looked up before, PANEL lanes a row */
     size_t ahead;       /* bytes to what it asks of memory; 0: nothing */
-    int helps;          /* it asks for what the processor does not follow by itself */
+    int turns;          /* it asks for pages in turns instead */
 } Codes;
 
 /* Vectors of a panel that a tile sums, and of them at once. */
@@ -235,7 +236,7 @@ static inline __attribute__((always_inline)) void scaled_rows(vf (*total)[ACROSS
         if (has_groups(kind)) s = square_at(c->w, kind, c->panel, c->first + b);
         for (size_t line = 0; line < c->ahead && line < blocks.bytes; line += 64)
             __builtin_prefetch(s.block + c->ahead + line, 0, 2);
-        if (c->helps) block_ask(s.block, blocks.bytes, 0);
+        if (c->turns) block_ask(s.block, blocks.bytes, 0);
 #pragma GCC unroll 1
         for (int v0 = 0; v0 < span * parts; v0 += vectors) {
             int part = v0 / span, x = c->x + v0 % span * VL, lane = part * lanes;
@@ -385,8 +386,8 @@ static void panel_part(const Scaled *s, int panel, int k, int depth)
             int tall = s->rows - r < s->height ? s->rows - r : s->height;
             const float *a = s->packed + (int64_t)r * row_lanes(s->depth);
             int asks = c.x == 0 && r + tall == s->rows; /* the last that reads the codes */
-            c.ahead = asks && s->rows > RUNNING_ROWS ? s->ahead : 0;
-            c.helps = asks && s->rows <= RUNNING_ROWS && !s->follows;
+            c.turns = asks && s->rows <= TURN_ROWS && !s->follows;
+            c.ahead = asks && !c.turns ? ASKED : 0;
             tile(out_at(all, r, c.x), a + (int64_t)row_lanes(k) * tall, &c, n - c.x, tall, s->form);
         }
 }
@@ -408,7 +409,6 @@ static void group_run(Device *dev, Scaled *s, float *packed)
                                        : sort_of(kind) == PLAIN ? TILE_ROWS
                                                                 : SORTED_ROWS;
     s->form = s->rows > few ? FOUND : bytes ? BYTES : WORDS;
-    s->ahead = (size_t)(DEPTH / BLOCK) * blocks_of(kind).bytes;
     int tiles = (s->rows + TILE_ROWS - 1) / TILE_ROWS; /* one, where a tile looks up codes */
     s->height = (s->rows + tiles - 1) / tiles;
     int most = PACKED_LANES / (tiles * s->height) / BLOCK_LANES * BLOCK / DEPTH * DEPTH;
