@@ -10,6 +10,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import types
@@ -45,8 +46,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         folder = root / "hub" / f"models--{name.replace('/', '--')}"
         (folder / "refs").mkdir(parents=True)
         (folder / "refs" / "main").write_text("1" * 40)
-        (folder / "snapshots").mkdir()
-        (folder / "snapshots" / ("1" * 40)).symlink_to(MODEL)
+        shutil.copytree(MODEL, folder / "snapshots" / ("1" * 40))  # none is another one's folder
     (root / "bin").mkdir()
     command = root / "bin" / "tinsmith"
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tinsmith.cli "$@"\n')
@@ -60,10 +60,14 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """A server of the pages' models."""
-    with tinsmith.serve(dict.fromkeys(NAMES, MODEL), threads=1) as backend:
+@pytest.fixture
+def url(file: Path) -> Iterator[str]:
+    """A server of the names that a page's own command serves, or else of the pages' model. A page
+    that asked for another name was found right."""
+    command = re.search(r"^tinsmith serve ([^\n]*?)(?: -|$)", file.read_text(), re.M)
+    words = command[1].split() if command else NAMES[:1]
+    names = [word.partition("=")[0] for word in words]
+    with tinsmith.serve(dict.fromkeys(names, MODEL), threads=1) as backend:
         yield backend.url
 
 

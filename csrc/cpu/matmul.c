@@ -6,8 +6,8 @@
  * other way too where that is faster (stream_back.c). Other products with a frozen weight, and
  * those of more than FEW rows with more than one panel of b, pack a once and multiply it with
  * groups of panels (block.c). The remaining products read a as it lies, in the register tile of
- * this file. Where x is rounded, weights of 8 to 4 bits have a path of their own (scaled.c), and with
- * a matrix unit all weights that are not f32 (amx.c).
+ * this file. Where a is rounded, weights of 8 to 4 bits have a path of their own (scaled.c), and
+ * with a matrix unit all weights that are not f32 (amx.c).
  *
  * On each path b is read as panels that are row-major in k. Frozen weights are stored so (cpu.h);
  * other matrices are copied to a scratch block that stays in L1 or L2. bf16 weights widen to f32 on
@@ -15,11 +15,10 @@
  * bf16 too and multiplies pairs, for half the instructions.
  *
  * Every element of c is summed over k in the same order with fused multiply-adds, in blocks of
- * DEPTH, for any m, n, path, tile, thread and vector width (amx.h has the unit's order, and scaled.c sums of 32
- * within a block of DEPTH). So a row's
- * result depends on that row alone, bit for bit. That is why this is not a BLAS call;
- * benchmarks/ops.py measures it against oneDNN. Roofline: 2·m·n·k flops, compute bound for m > 16;
- * for m = 1 one pass over b, memory bound. */
+ * DEPTH, for any m, n, path, tile, thread and vector width (amx.h has the unit's order; scaled.c
+ * sums 32 first). So a row's result depends on that row alone, bit for bit. That is why this is not
+ * a BLAS call; benchmarks/ops.py measures it against oneDNN. Roofline: 2·m·n·k flops, compute bound
+ * for m > 16; for m = 1 one pass over b, memory bound. */
 #include <assert.h>
 
 #include "block.h"

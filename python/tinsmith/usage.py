@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 DTYPE_HELP = (
     "what products with base weights are computed in; auto: bfloat16 for a bf16 model where that "
-    "is faster on this processor, else float32"
+    "is faster on this processor, else float32, where weights of 8 to 4 bits (not FP8 and NF4) "
+    "take inputs rounded to 16 bits"
 )
 DEVICE_HELP = "auto, cpu, cuda, or cuda:1 and so on for another GPU (%(default)s)"
 DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")

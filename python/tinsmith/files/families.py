@@ -414,12 +414,7 @@ def element_type(path: Path | str) -> str:
 
 
 def measure_model(
-    path: Path | str,
-    *,
-    device: str,
-    weights: str,
-    dtype: str | None = None,
-    weights_copy: bool = True,
+    path: Path | str, device: str, weights: str, dtype: str | None = None, weights_copy: bool = True
 ) -> tuple[_core.Model, dict[str, int]]:
     """A model that has no memory, to plan with, and how many numbers each type has."""
     family, config, inv_freq = _read_model(Path(path))

@@ -51,7 +51,8 @@ def serve(
     know the server, beside `host`. allow_origins: web pages that may use it. checkpoints: the
     folder that save_state writes to, this server's alone; by default that of the user's data, which
     servers share. dtype: the type of products with base weights: "float32", "bfloat16", or "auto",
-    which is bfloat16 for a bf16 model where that is faster on this processor. weights: what base
+    which is bfloat16 for a bf16 model where that is faster on this processor, else float32, where
+    weights of 8 to 4 bits (not FP8 and NF4) take inputs rounded to 16 bits. weights: what base
     weights are kept in, "stored" (as they come), "bf16", "int8" or "int4". weights_copy: whether
     int8 or int4 weights of a large model are kept in the user's cache, where later loads find them.
     threads: 0 takes all cores. memory: the bytes that models, their caches and runs may take
