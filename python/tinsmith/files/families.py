@@ -274,12 +274,12 @@ def load_model(
 
     dtype is what products with base weights are computed in: "float32", which is exact for bf16
     checkpoints too; "bfloat16", which also rounds the weights of others; "auto": bfloat16 for a
-    bf16 checkpoint where that is faster on this processor, else float32; None: float32 on the
-    CPU, and on a GPU bfloat16, which is all it has. Sums are always float32. weights is what they
-    are kept in: "stored": as they come; "bf16"; "int8" or "int4": blocks of so many bits, and the
-    model is that of the numbers that these mean (kept.py). weights_copy: whether a large model in
-    int8 or int4 is kept in the user's cache and found there (copies.py). `report` is called with
-    the bytes loaded and the bytes in all.
+    bf16 checkpoint where that is faster on this processor, else float32, where weights in blocks
+    may take inputs in 16 bits; None: float32 on the CPU, and on a GPU bfloat16, which is all it
+    has. Sums are always float32. weights is what they are kept in: "stored": as they come; "bf16";
+    "int8" or "int4": blocks of so many bits, and the model is that of the numbers that these mean
+    (kept.py). weights_copy: whether a large model in int8 or int4 is kept in the user's cache and
+    found there (copies.py). `report` is called with the bytes loaded and the bytes in all.
 
     Raises FileNotFoundError for a missing file, and ValueError for content that is not supported or
     does not fit. Each names the file, what was expected and what came.
