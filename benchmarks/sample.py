@@ -131,7 +131,11 @@ class Comparison:
         self.llama: llama.Llama | None = None
         with checkpoint(self.model) as folder:
             self.core = families.load_model(
-                folder, dtype=DTYPES[args.dtype], weights=args.weights, threads=args.threads
+                folder,
+                dtype=DTYPES[args.dtype],
+                weights=args.weights,
+                threads=args.threads,
+                weights_copy=False,
             ).core
             try:
                 self.llama = llama.Llama(

@@ -94,7 +94,7 @@ def qlora_model(folder: Path, dtype: str) -> Any:
 def adapter_of(folder: Path, args: argparse.Namespace, weights: str) -> _core.Adapter:
     """LoRA on the folder's model, whose matrices are kept in so many bits."""
     loaded = families.load_model(
-        folder, dtype=DTYPES[args.dtype], weights=weights, threads=args.threads
+        folder, dtype=DTYPES[args.dtype], weights=weights, threads=args.threads, weights_copy=False
     )
     return _core.Adapter(loaded.core, rank=RANK)
 

@@ -137,6 +137,7 @@ def test_program_has_every_row_and_a_plot(
     argv = [str(FOLDER / f"{program}.py"), *options, "--plot", str(plot)]
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(machine, "measure", measured)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch sets it if nobody has
     before = dict(os.environ)
     try:
         importlib.import_module(program).main()
