@@ -72,22 +72,21 @@ def peft_side(model: Any, tokens: np.ndarray, targets: np.ndarray, device: str =
     return run
 
 
-def qlora_model(folder: Path, dtype: str) -> Any:
+def qlora_model(folder: Path, dtype: torch.dtype) -> Any:
     """The folder's model in bitsandbytes' NF4, all linear layers but the head, as QLoRA has it."""
     import logging
 
     import transformers
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # that it has no faster kernels here
-    kind = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
     how = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=kind,
+        bnb_4bit_compute_dtype=dtype,
     )
     return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=how, dtype=kind
+        folder, quantization_config=how, dtype=dtype
     )
 
 
@@ -134,14 +133,18 @@ def main() -> None:
     options.add_argument("--custom", action="store_true", help="forward_backward_custom")
     options.add_argument("--bitsandbytes", action="store_true", help="QLoRA beside it")
     args = parse(options)
+    if args.custom and args.bitsandbytes:
+        options.error("--custom compares tinsmith alone: it has no side for --bitsandbytes")
     rng = np.random.default_rng(0)
     vocab = SHAPES[args.shape]["vocab_size"]
     tokens, targets = rng.integers(0, vocab, (2, args.datums, args.length)).astype(np.int32)
     model = hf_model(args.shape, args.dtype)
-    kinds = {"stored": "tinsmith, as stored"} | {args.weights: "tinsmith"}
+    kinds = {"tinsmith": args.weights}
+    if args.weights != "stored" and not args.custom:
+        kinds["tinsmith, as stored"] = "stored"
     with checkpoint(model) as folder:
-        adapters = {side: adapter_of(folder, args, kept) for kept, side in reversed(kinds.items())}
-        quantised = qlora_model(folder, args.dtype) if args.bitsandbytes else None
+        adapters = {side: adapter_of(folder, args, kept) for side, kept in kinds.items()}
+        quantised = qlora_model(folder, model.dtype) if args.bitsandbytes else None
     if quantised is not None:
         with checkpoint(quantised) as folder:
             adapters["tinsmith, NF4"] = adapter_of(folder, args, "stored")
