@@ -60,7 +60,7 @@ def work(backend: Backend) -> tuple[int, int]:
         run.forward_backward([datum] * 3, "cross_entropy").result()
         run.optim_step(types.AdamParams(learning_rate=1e-3)).result()
         sampler = run.save_weights_and_get_sampling_client().result()
-        params = types.SamplingParams(max_tokens=5, temperature=1.0)
+        params = types.SamplingParams(max_tokens=5, stop=[])
         found = sampler.sample(IDS, 2, params).result().sequences
         with pytest.raises(Exception, match="nothing"):
             run.forward([datum], "nothing").result()
