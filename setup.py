@@ -36,7 +36,11 @@ X86 = {
     "avx512bf16": AVX512_BF16,
     "amx": f"{AVX512_BF16} -mamx-tile -mamx-bf16",
 }
-ISAS = GENERIC | (X86 if platform.machine() in ("x86_64", "AMD64") else {})
+HERE = platform.machine() in ("x86_64", "AMD64")
+ISAS = GENERIC | (X86 if HERE else {})
+# A set that is another but for some files (cpu/table.c).
+PARTS = {"avx512vnni": f"{AVX512} -mavx512vnni"} if HERE else {}
+PART = ["csrc/cpu/packed.c", "csrc/cpu/scaled.c"]
 
 ROOMS = ["device", "model", "train", "sample", "arrays", "py"]
 ONCE = ["csrc/cpu/device.c", "csrc/cpu/memory.c", "csrc/cpu/pool.c"]
@@ -287,18 +291,20 @@ class BuildOps(build_ext):
             self.warn(f"no CUDA device: {reason}")
             ext.define_macros += [("CUDA_ABSENT", c_string(reason))]
 
+        flags = ISAS | PARTS
+
         def compile_ops(isa: str) -> list[str]:
             return self.compiler.compile(
-                OPS,
+                PART if isa in PARTS else OPS,
                 output_dir=str(Path(self.build_temp) / isa),
                 macros=[("CPU_ISA", isa)],
                 debug=self.debug,
-                extra_postargs=ext.extra_compile_args + ISAS[isa].split(),
+                extra_postargs=ext.extra_compile_args + flags[isa].split(),
                 depends=ext.depends,
             )
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            ext.extra_objects = [one for made in pool.map(compile_ops, ISAS) for one in made]
+            ext.extra_objects = [one for made in pool.map(compile_ops, flags) for one in made]
         super().build_extension(ext)
 
 

@@ -18,9 +18,10 @@ lies a stretch of poison that must survive the call, and const inputs must come 
 
 "cpu" is the device in tinsmith._core and opens the widest of its instruction sets; "cpu-generic",
 "cpu-avx2", "cpu-avx512", "cpu-avx512bf16" and "cpu-amx" are each of them; "cpu-bf16" is its widest
-with products of bf16, "cpu-int16" that with products of whole numbers, and "cpu-int16-avx2" and
-"cpu-int16-avx512" are each of these. "cuda" is the library beside _core; "cuda-emulated" is built
-here when it is first asked for, from the same files, and kept in build/ for the next time.
+with products of bf16, "cpu-int16" that with products of whole numbers, and "cpu-int16-avx2",
+"cpu-int16-avx512" and "cpu-int16-avx512vnni" are each of these. "cuda" is the library beside _core;
+"cuda-emulated" is built here when it is first asked for, from the same files, and kept in build/
+for the next time.
 TINSMITH_SANITIZE=address,undefined, for a _core that was built with it, builds that with sanitizers
 too and gives the instruction sets' devices memory whose end the sanitizer knows; then run Python
 with ASAN_OPTIONS=detect_leaks=0 and LD_PRELOAD=$(gcc -print-file-name=libasan.so).
@@ -57,6 +58,7 @@ ISA_NEEDS = {
     "generic": set(),
     "avx2": {"avx2", "fma"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "avx512vnni": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"},
     "avx512bf16": {
         *("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512vbmi"),
         "avx512_vnni",
@@ -306,7 +308,7 @@ class Device:
 
     def __init__(self, name: str, threads: int = 0):
         last = name.rpartition("-")[2]
-        isa = last if name in (f"cpu-{last}", f"cpu-int16-{last}") and last in ISAS else None
+        isa = last if name in (f"cpu-{last}", f"cpu-int16-{last}") and last in ISA_NEEDS else None
         self.whole = name.startswith("cpu-int16")  # rounds what narrow weights are multiplied with
         self.name = name
         self.library = ctypes.CDLL(str(core_library()))

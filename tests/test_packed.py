@@ -17,7 +17,7 @@ rng_of = np.random.default_rng
 MANY = 100  # rows: more than cpu/stream.c takes
 
 
-@pytest.fixture(params=[*ISAS, "int16-avx2", "int16-avx512"])
+@pytest.fixture(params=[*ISAS, "int16-avx2", "int16-avx512", "int16-avx512vnni"])
 def dev(request):
     return device(f"cpu-{request.param}")
 
@@ -56,6 +56,16 @@ def test_a_product_has_the_bits_of_the_widened_weight(isa, dtype):
             wide = args | {"w": Frozen(args["w"].value)}
             (got,), (wanted,) = dev.call(op, **args).values(), dev.call(op, **wide).values()
             np.testing.assert_array_equal(got, wanted, f"{op} {T}")
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+def test_one_instruction_gives_the_bits_of_two(dtype):
+    """AVX512_VNNI adds a product of whole numbers to a sum, which AVX-512 multiplies first."""
+    two, one = (device(f"cpu-int16-{isa}") for isa in ("avx512", "avx512vnni"))
+    for rows in (1, 2, 5, 9, MANY):
+        args = make_linear(rng_of(rows), rows, N=131, D=whole(dtype, 900), dtype=dtype, bias=1)
+        wanted, got = (run(dev, "linear", args)["y"] for dev in (two, one))
+        np.testing.assert_array_equal(got, wanted, str(rows))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "q4_1", "q6_k"])

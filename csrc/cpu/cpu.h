@@ -2,7 +2,8 @@
  *
  * On the CPU `real` is float and everything is computed in f32. Each op file is compiled once for
  * each instruction set, and CPU(rmsnorm) is that set's name for the op: cpu_avx512_rmsnorm,
- * cpu_avx2_rmsnorm, cpu_generic_rmsnorm. device.c picks a whole set when the device is opened. */
+ * cpu_avx2_rmsnorm, cpu_generic_rmsnorm. device.c picks a whole set when the device is opened. Of
+ * avx512vnni only the product of codes is compiled; the rest is avx512's (table.c). */
 #ifndef TINSMITH_CPU_H
 #define TINSMITH_CPU_H
 
@@ -59,10 +60,13 @@ static inline size_t frozen_bf16_at(const frozen *w, int n, int k)
 int CPU(frozen_load)(Device *dev, frozen *to, DType kept, const void *from, DType type, int rows,
                      int cols);
 
+struct Product;
+
 typedef struct CpuDevice {
     Device base; /* first: a Device* is a CpuDevice* */
     Pool *pool;
-    int int16; /* it is cpu-int16 (device.h) */
+    int int16;                                                    /* it is cpu-int16 (device.h) */
+    void (*product_scaled)(Device *dev, const struct Product *p); /* of codes (scaled.c) */
     Status status;
     char text[256];
 } CpuDevice;
@@ -176,5 +180,6 @@ void CPU(row_topk)(int32_t *ids, float *best, const float *x, int V, int K);
 
 /* Fills in the function pointers of this instruction set; the tests do so with narrower ones. */
 TINSMITH_EXPORT void CPU(table)(Device *dev);
+TINSMITH_EXPORT void cpu_avx512vnni_table(Device *dev); /* AVX-512's, but for some (table.c) */
 
 #endif

@@ -26,6 +26,7 @@ void cpu_generic_table(Device *dev);
 #if defined(__x86_64__)
 void cpu_avx2_table(Device *dev);
 void cpu_avx512_table(Device *dev);
+void cpu_avx512vnni_table(Device *dev);
 void cpu_avx512bf16_table(Device *dev);
 void cpu_amx_table(Device *dev);
 #endif
@@ -211,10 +212,15 @@ static int has_avx512(void)
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 
+static int has_avx512vnni(void)
+{
+    return has_avx512() && __builtin_cpu_supports("avx512vnni");
+}
+
 static int has_avx512bf16(void)
 {
-    return has_avx512() && __builtin_cpu_supports("avx512bf16") &&
-           __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+    return has_avx512vnni() && __builtin_cpu_supports("avx512bf16") &&
+           __builtin_cpu_supports("avx512vbmi");
 }
 
 /* The matrix unit's registers are 8 KB more for the system to save, so it wants to be asked. It
@@ -245,6 +251,7 @@ static const struct {
 #if defined(__x86_64__)
     {"avx2", has_avx2, cpu_avx2_table, F32 | INT16},
     {"avx512", has_avx512, cpu_avx512_table, F32 | INT16},
+    {"avx512vnni", has_avx512vnni, cpu_avx512vnni_table, INT16},
     {"avx512bf16", has_avx512bf16, cpu_avx512bf16_table, BF16},
     {"amx", has_amx, cpu_amx_table, BF16},
 #endif
@@ -255,7 +262,7 @@ const char *const cpu_names[] = {"cpu", "cpu-bf16", "cpu-int16"};
 static const char *const products[] = {"f32", "bf16", "int16"};
 static const char *const lacks[] = {"", "AVX512_BF16, AVX512_VNNI or AVX512_VBMI", "AVX2"};
 
-enum { SETS = sizeof sets / sizeof *sets, WIDEST_BYTES = 64 };
+enum { SETS = sizeof sets / sizeof *sets, WIDEST_BYTES = 80 };
 
 static char widest[WIDEST_BYTES]; /* the widest set that may be used; "": any */
 

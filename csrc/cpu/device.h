@@ -14,9 +14,9 @@ extern const char *const cpu_names[CPU_KINDS];
  * processor has no instructions for them. threads = 0: one for each core it may use. */
 Status cpu_open(Device **dev, int threads, CpuInputs inputs);
 
-/* Names the widest instruction set that cpu_open may choose: generic, avx2, avx512, avx512bf16 or
- * amx; "" leaves the choice open. A name that is unknown or not of this processor is refused there.
- */
+/* Names the widest instruction set that cpu_open may choose: generic, avx2, avx512, avx512vnni,
+ * avx512bf16 or amx; "" leaves the choice open. A name that is unknown or not of this processor is
+ * refused there. */
 void cpu_widest(const char *name);
 
 /* Whether products with bf16 weights are faster in bf16 than in f32 here. AMD's cores make twice as

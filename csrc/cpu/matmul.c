@@ -478,9 +478,10 @@ void CPU(product_run)(Device *dev, Product *p)
         return;
     }
 #elif defined(__AVX2__)
-    if (p->order == PANELS && (PAIRS_ALONE || ((const CpuDevice *)dev)->int16) &&
+    const CpuDevice *cpu = (const CpuDevice *)dev;
+    if (p->order == PANELS && (PAIRS_ALONE || cpu->int16) &&
         scales_sums(((const frozen *)p->b)->type)) {
-        CPU(product_scaled)(dev, p);
+        cpu->product_scaled(dev, p);
         return;
     }
 #endif

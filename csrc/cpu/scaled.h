@@ -262,15 +262,20 @@ static inline vu pairs_of_word(Found found, int i, const int bits, const Known *
 
 #endif
 
-/* One addition after the other: GCC, which may change the order of whole numbers, would first make
- * several rows' products, and registers are too few for them. */
+/* One addition after the other, in one instruction where there is one. GCC, which may change the
+ * order of whole numbers, would first make several rows' products of the two, and registers are too
+ * few for them. */
 static inline Sum sum_add(Sum sum, vu x, vu pairs)
 {
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)x, (__m512i)pairs);
+#else
     vi products;
     __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0"
             : "+v"(sum), "=&v"(products)
             : "v"(x), "v"(pairs));
     return sum;
+#endif
 }
 
 static inline Sum sum_begin(const float *begin)
