@@ -17,7 +17,7 @@ def changed(tmp_path: Path, name: str, /, **config: Any) -> Path:
     content = json.loads(file.read_text())
     part = content.get("text_config", content)
     part.update(config)
-    for key in [key for key, value in part.items() if value is None]:
+    for key in [key for key, value in config.items() if value is None]:
         del part[key]
     file.write_text(json.dumps(content))
     return tmp_path / "model"

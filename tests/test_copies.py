@@ -3,6 +3,7 @@ for whatever has changed, and cost a sentence where they can't be had."""
 
 import errno
 import fcntl
+import json
 import logging
 import os
 import re
@@ -131,6 +132,17 @@ def test_another_content_makes_another_copy_whatever_its_mtime_says(
     after = bits(load_model(place, weights="int4"))
     assert len(reads) == 2 and after == anew(place) != before
     assert len(copies.copies()) == 1  # in the other's place
+
+
+def test_another_config_makes_another_copy(tmp_path, reads) -> None:
+    """It says how stored weights are quantised, which no other fact does."""
+    place = rewritten(tmp_path, "llama", lambda tensors: None)
+    for note in ("one", "two"):
+        file = place / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"note": note}))
+        for _ in range(2):
+            load_model(place, weights="int4")
+    assert len(reads) == 2
 
 
 def test_files_that_change_while_they_are_read_are_not_kept(tmp_path, monkeypatch, told) -> None:

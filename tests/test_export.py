@@ -1,6 +1,7 @@
 """Adapters that leave and come: merged into their base models, and PEFT's as training states."""
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -31,7 +32,7 @@ from models import (
 )
 from peft import LoraConfig, PeftModel, get_peft_model
 from tinsmith import _core
-from tinsmith.files import checkpoint, families, peft
+from tinsmith.files import checkpoint, families, peft, weights
 from tinsmith.files.export import export
 from tinsmith.files.lora import factors
 from tinsmith.files.store import Store
@@ -150,6 +151,9 @@ def test_peft_and_we_agree_on_pefts_own_folder(rslora: bool, tmp_path: Path) -> 
         ({"use_dora": True}, "use_dora is True, which is not supported"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"bias": "all"}, "bias is 'all'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', with which PEFT changes"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights is 'loftq', with which PEFT changes"),
+        ({"alora_invocation_tokens": [3]}, r"alora_invocation_tokens is \[3\], which is not supp"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
         ({"r": 5}, "not of rank 5"),
         ({"lora_alpha": None}, "should be a positive"),
@@ -169,6 +173,44 @@ def test_what_pefts_folders_may_not_have(
         with pytest.raises(ValueError, match=sentence):
             use()
     assert sorted(item.name for item in tmp_path.iterdir()) == ["p"]
+
+
+@pytest.mark.parametrize("begins", ["gaussian", "orthogonal", True])
+def test_adapters_that_began_otherwise_are_read(begins: Any, tmp_path: Path) -> None:
+    tokens = tokens_of("qwen3", 40)
+    wanted = logprobs(made_by_peft("qwen3", tmp_path / "p", r=4, init_lora_weights=begins), tokens)
+    adapter = peft.load_adapter(tmp_path / "p", loaded("qwen3"), optimizer=False)
+    one = datum(tokens)
+    (found,), _ = call(adapter, [one], backward=False)
+    index = torch.from_numpy(one.targets.astype(np.int64))[:, None]
+    assert error(found, wanted.detach().gather(1, index)[:, 0]) < 1e-5
+
+
+def test_a_base_weight_in_an_adapters_file_is_named(tmp_path: Path) -> None:
+    made_by_peft("qwen3", tmp_path / "p")
+    with weights.Tensors([tmp_path / "p" / checkpoint.ADAPTER_FILE]) as tensors:
+        found = {name: tensors[name].copy() for name in tensors}
+    name = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"
+    found[name] = np.ones((60, 36), np.float32)
+    weights.write(tmp_path / "p" / checkpoint.ADAPTER_FILE, found)
+    with pytest.raises(ValueError, match=f"has {name}: each module should have a lora_A"):
+        peft.load_adapter(tmp_path / "p", loaded("qwen3"), optimizer=False)
+
+
+def test_all_of_a_merged_model_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved("qwen3", tmp_path / "a")
+    synced, fsync = set(), os.fsync
+
+    def seen(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    export(folder("qwen3"), tmp_path / "a", tmp_path / "out")
+    files = list((tmp_path / "out").iterdir())
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= {file.name for file in files}
+    for place in (*files, tmp_path / "out", tmp_path):
+        assert place.stat().st_ino in synced, place
 
 
 def test_pefts_folder_leaves_nothing_of_an_adapters_training(tmp_path: Path) -> None:

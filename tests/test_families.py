@@ -12,8 +12,8 @@ import torch
 from folders import changed, rewritten
 from models import LLAMA3, PADDING, SPECS, YARN, call, datum, folder, loaded, tokens_of
 from tinsmith import _core
-from tinsmith.files import config, families, weights
-from transformers import AutoConfig
+from tinsmith.files import config, families, places, weights
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def test_every_family_has_models_here() -> None:
@@ -213,11 +213,14 @@ MATHS: dict[str, Any] = {
     "logits_scaling": 8.0,
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
+    "is_causal": False,
 }
 
 
 def test_every_key_of_the_tables_is_tried_here() -> None:
-    assert sorted(MATHS) == sorted((*config.REFUSED, config.QUANTIZATION, *config.FACTORS))
+    assert sorted(MATHS) == sorted(
+        (*config.REFUSED, config.QUANTIZATION, *config.FACTORS, *config.SO)
+    )
 
 
 def names_of_sizes(family: families.Family) -> set[str]:
@@ -241,7 +244,7 @@ def test_a_key_that_changes_the_maths_is_refused_by_every_family(
     key: str, family: families.Family, tmp_path: Path
 ) -> None:
     path = changed(tmp_path, family.name, **{key: MATHS[key]})
-    with pytest.raises(ValueError, match=rf"config\.json: {key} is .* (not|only 1 is) supported"):
+    with pytest.raises(ValueError, match=rf"config\.json: {key} is .* (not|only (1|True) is) supp"):
         families.read_config(path)
 
 
@@ -254,7 +257,6 @@ HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
     ),
     "mistral's kinds": ("mistral", {"layer_types": ["sliding_attention"] * 2}),
-    "mistral's null window": ("mistral-tied", {"sliding_window": None}),
     "full attention": ("qwen3", {"layer_types": ["full_attention"] * 2}),
     "no layer types": ("qwen3", {"layer_types": None}),
     "swish": ("llama", {"hidden_act": "swish"}),
@@ -337,6 +339,35 @@ def test_the_defaults_of_windows_are_transformers(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"sliding_window": None}],
+    ids=["null", "no key"],
+)
+def test_the_window_of_a_mistral(change: dict[str, Any], tmp_path: Path) -> None:
+    path = changed(tmp_path, "mistral-tied", **change)
+    wanted = AutoConfig.from_pretrained(path).sliding_window
+    config, _ = families.read_config(path)
+    assert wanted == (4096 if change else None)
+    assert config["window"] == (wanted or 0)
+    assert config["mixers"] == ("sliding_attention" if change else "full_attention",) * 2
+
+
+@pytest.mark.parametrize("scaling", [LLAMA3, YARN], ids=["llama3", "yarn"])
+def test_the_original_context_beside_the_settings_goes_first(
+    scaling: dict[str, Any], tmp_path: Path
+) -> None:
+    key = config.ORIGINAL
+    path = changed(tmp_path, "llama", rope_parameters=scaling | {key: 64}, **{key: 12})
+    _, found = families.read_config(path)
+    among = changed(tmp_path / "among", "llama", rope_parameters=scaling | {key: 12})
+    np.testing.assert_array_equal(found, families.read_config(among)[1])
+    theirs = AutoModelForCausalLM.from_pretrained(path).model.rotary_emb.inv_freq
+    np.testing.assert_allclose(found, theirs.numpy(), rtol=1e-6)
+    without = changed(tmp_path / "without", "llama", rope_parameters=scaling | {key: 64})
+    assert not np.allclose(found, families.read_config(without)[1], rtol=1e-3)
+
+
 def test_a_model_of_an_unknown_kind_of_layer_is_refused() -> None:
     config = dict(loaded("qwen3").core.config)
     freq = np.ones(5, np.float32)
@@ -411,13 +442,31 @@ def test_a_surplus_tensor_is_named(tmp_path: Path) -> None:
 def test_old_rotary_buffers_and_a_tied_head_are_ignored(tmp_path: Path) -> None:
     def change(tensors: dict[str, np.ndarray]) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(5, np.float32)
-        tensors["lm_head.weight"] = np.full((101, 30), np.nan, np.float32)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
 
     model = families.load_model(rewritten(tmp_path, "llama-tied", change), threads=1)
     one = datum(tokens_of("llama-tied", 20))
     found, _ = call(_core.Adapter(model.core, rank=2), [one], backward=False)
     wanted, _ = call(_core.Adapter(loaded("llama-tied").core, rank=2), [one], backward=False)
     np.testing.assert_array_equal(found[0], wanted[0])
+
+
+@pytest.mark.parametrize("row", [0, 100])
+def test_a_tied_model_that_stores_another_head_is_refused(
+    row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers takes both then; the merged model would lose one."""
+    monkeypatch.setattr(places, "ROWS", 30)
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        tensors["lm_head.weight"][row, 7] += 1e-3
+
+    path = rewritten(tmp_path, "llama-tied", change)
+    said = "json has tie_word_embeddings, but the file's lm_head.weight is not model.embed_tokens"
+    for use in (families.load_model, families.read_places):
+        with pytest.raises(ValueError, match=said):
+            use(path)
 
 
 def test_a_bf16_matrix_among_f32_ones_is_widened(tmp_path: Path) -> None:

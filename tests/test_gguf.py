@@ -631,6 +631,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "scaling": (
         {"keys": {"qwen3.rope.scaling.type": "yarn"}}, "the rope scaling 'yarn' is not supported",
     ),
+    "a factor": (
+        {"keys": {"qwen3.rope.scaling.factor": 4.0}}, "rope.scaling.factor is 4.0; only 1 is supp",
+    ),
+    "an old factor": (
+        {"keys": {"qwen3.rope.scale_linear": 4.0}}, "rope.scale_linear is 4.0; only 1 is supported",
+    ),
+    "a factor of cosines": (
+        {"keys": {"qwen3.rope.scaling.type": "none", "qwen3.rope.scaling.attn_factor": 1.5}},
+        "rope.scaling.attn_factor is 1.5; only 1 is supported",
+    ),
     "part of a head": (
         {"keys": {"qwen3.rope.dimension_count": 6}}, "rope.dimension_count is 6; only 10 is",
     ),

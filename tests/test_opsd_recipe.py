@@ -421,6 +421,10 @@ def test_a_file_that_is_no_list_of_problems_is_refused_with_its_line(tmp_path: P
         path.write_text(text)
         with pytest.raises(ValueError, match=sentence):
             opsd_data.read_problems(path)
+    path.write_text(
+        '{"problem": "a\u2028\x85b", "solution": "c"}\r\n{"problem": "d", "solution": ""}'
+    )
+    assert [row.problem for row in opsd_data.read_problems(path)] == ["a\u2028\x85b", "d"]
     path.write_text('{"problem": "a{x}", "solution": "b", "level": 3}\n\n')
     (row,) = opsd_data.read_problems(path)
     student, teacher = opsd_data.PROMPTS["math"].of(row)

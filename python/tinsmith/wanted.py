@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinsmith.files.families import find_model, split_context
+from tinsmith.files.families import find_model
+from tinsmith.files.home import split_context
 
 KEYS = ("model", "model_name", "llm_name")  # how a key ends that names a model
 

@@ -26,11 +26,14 @@ REFUSED = (
     "no_rope_layers", "attention_chunk_size", "use_mrope",
 )  # fmt: skip
 
+# What changes the maths unless it is so.
+SO = {"is_causal": True}
 # Factors that change the maths unless they are one.
 FACTORS = (
     "rotary_pct", "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier",
 )  # fmt: skip
 PARTIAL = "partial_rotary_factor"
+ORIGINAL = "original_max_position_embeddings"
 
 # How a folder's matrices are quantised; what a method's part may say that changes no number.
 QUANTIZATION = "quantization_config"
@@ -112,11 +115,11 @@ def refuse(
     sizes: Collection[str] = (),
 ) -> None:
     """ValueError for what changes the maths and is not handled: REFUSED but for the keys of
-    `sizes`, `keys`, other values than the `fixed` ones, and FACTORS."""
+    `sizes`, `keys`, other values than the `fixed` ones and those of SO, and FACTORS."""
     for key in (*REFUSED, *keys):
         if content.get(key) and key not in sizes:
             raise ValueError(f"{file}: {key} is {content[key]!r:.60}, which is not supported")
-    for key, value in (fixed | dict.fromkeys(FACTORS, 1)).items():
+    for key, value in (fixed | SO | dict.fromkeys(FACTORS, 1)).items():
         if content.get(key) not in (None, value):
             raise ValueError(f"{file}: {key} is {content[key]!r:.60}; only {value} is supported")
     if content.get("hidden_act", "silu") not in ("silu", "swish"):
@@ -175,10 +178,10 @@ def all_full(file: Path, content: dict[str, Any], layers: int) -> Mixers:
 
 
 def all_sliding(file: Path, content: dict[str, Any], layers: int) -> Mixers:
-    """Every layer has the window, if there is one."""
-    if content.get("sliding_window") is None:
+    """Every layer has the window; null means none, a missing key transformers' default."""
+    if content.get("sliding_window", 0) is None:
         return all_full(file, content, layers)
-    window = count(file, content, "sliding_window")
+    window = count(file, content, "sliding_window", default=4096)
     return _agreed(file, content, (SLIDING,) * layers, window)
 
 
@@ -336,7 +339,9 @@ def frequencies(file: Path, content: dict[str, Any], rotary: int) -> NDArray[np.
     powers = (float(np.float32(theta)) ** exponents.astype(np.float64)).astype(np.float32)
     plain = np.float32(1.0) / powers
     kind = _rope_kind(file, rope)
-    rope = {"original_max_position_embeddings": content.get("max_position_embeddings")} | rope
+    # As in transformers, the one beside the settings goes before the one among them.
+    contexts = (content.get(ORIGINAL), rope.get(ORIGINAL), content.get("max_position_embeddings"))
+    rope = rope | {ORIGINAL: next((one for one in contexts if one is not None), None)}
     if kind == "llama3":
         plain = _llama3(file, rope, plain)
     if kind == "yarn":
@@ -393,9 +398,7 @@ def _yarn(
         number(file, rope, key, default=default)
         for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
     )
-    factor, original = (
-        number(file, rope, key) for key in ("factor", "original_max_position_embeddings")
-    )
+    factor, original = (number(file, rope, key) for key in ("factor", ORIGINAL))
     whole = rope.get("truncate", True)
     if type(whole) is not bool:
         raise ValueError(f"{file}: truncate should be true or false, found {whole!r:.60}")
@@ -418,7 +421,7 @@ def _yarn(
 
 def _llama3(file: Path, rope: dict[str, Any], inv_freq: NDArray[np.float32]) -> NDArray[np.float32]:
     """Llama 3.1's frequencies: long wavelengths slowed by a factor, with a smooth passage."""
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    keys = ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)
     factor, low, high, original = (number(file, rope, key) for key in keys)
     if high <= low:
         raise ValueError(f"{file}: high_freq_factor {high} should exceed low_freq_factor {low}")

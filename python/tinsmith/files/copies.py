@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.files import disk, home, kept
+from tinsmith.files.config import CONFIG_FILE
 from tinsmith.files.words import readable
 
 log = logging.getLogger("tinsmith")
@@ -166,7 +167,7 @@ def wanted(
         home.copies_folder() / f"{name}-{kind}-{mark}{SUFFIX}",
         f"the {kind} weights of {name}",
         size,
-        tuple(sorted(set(sources))),
+        tuple(sorted({folder / CONFIG_FILE, *sources})),  # it says how they are quantised
         text,
     )
 

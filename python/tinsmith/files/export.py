@@ -9,6 +9,7 @@ all.
 
 import contextlib
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,6 +118,9 @@ def export(model: Path, adapter: Path, out: Path) -> int:
             if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not copy.exists():
                 with file.open("rb") as source, disk.create(copy) as target:
                     shutil.copyfileobj(source, target)
+                    target.flush()
+                    os.fsync(target.fileno())
+        disk.sync(temporary)
         disk.put(temporary, out, overwrite=False)
         return merged.count
 

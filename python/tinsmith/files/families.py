@@ -5,7 +5,6 @@ behind each of the engine's slots (family.py); no code anywhere asks for a famil
 are streamed from the mapped files matrix by matrix, once all names and shapes are checked.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -21,7 +20,7 @@ from tinsmith.files import copies, gguf_model, home, kept, mxfp4, reading, token
 from tinsmith.files.config import CONFIG_FILE, read_json
 from tinsmith.files.family import LLAMA_NAMES, NESTED, PREFIX, Family, plain
 from tinsmith.files.gguf_model import HALVES, PAIRS
-from tinsmith.files.places import Place, Slots, check_count, find_slots
+from tinsmith.files.places import Place, Slots, check_count, check_tied, find_slots
 from tinsmith.files.reading import Piece
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -372,6 +371,7 @@ def read_weights(
     family = model.family
     with gguf_model.open_tensors(model.path) as tensors:
         held = find_slots(family, slots, tensors, model.config)
+        check_tied(family, tensors, model.config, model.path)
         done, total = 0, sum(entry.size for name in held for entry in tensors.sources(name))
         for name, parts in held.items():
             for entry in tensors.sources(name):
@@ -432,17 +432,6 @@ def left_aside(path: Path | str) -> dict[str, int]:
     with gguf_model.open_tensors(path) as tensors:
         counts = {one: sum(name.startswith(one) for name in tensors) for one in family.aside}
     return {prefix: count for prefix, count in counts.items() if count}
-
-
-# Tinker's names of a model at a context of so many tokens end so.
-_CONTEXT = re.compile(r"(.+):peft:([0-9]{1,9})", re.DOTALL)
-
-
-def split_context(name: str) -> tuple[str, int | None]:
-    """A model's name without Tinker's suffix, and the tokens that the suffix says:
-    "Qwen/Qwen3-8B:peft:32768" is ("Qwen/Qwen3-8B", 32768)."""
-    found = _CONTEXT.fullmatch(name)
-    return (name, None) if found is None else (found[1], int(found[2]))
 
 
 def find_model(name: str, models: Mapping[str, Path], *, make: bool = True) -> Path:
@@ -546,6 +535,7 @@ def read_places(path: Path | str) -> tuple[Family, dict[str, list[Place]]]:
         family = family.of(tensors)
         slots = _core.Model(config, inv_freq, weights="f32", threads=1).slots
         held = find_slots(family, slots, tensors, config)
+        check_tied(family, tensors, config, Path(path))
     found: dict[str, list[Place]] = {}
     for name, parts in held.items():
         for one in parts:

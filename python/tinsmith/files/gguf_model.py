@@ -217,11 +217,18 @@ def _scaling(
 ) -> dict[str, Any] | None:
     """config.json's rope_scaling. The file has no settings of Llama 3.1's, but the factors that
     they give: these must be the factors that config.json will give."""
-    kind = header.get(f"{arch}.rope.scaling.type", str, "none")
+    kind = header.get(f"{arch}.rope.scaling.type", str, "")
     if kind == "yarn" and yarn is not None:
         return {**yarn, **_yarn(header, f"{arch}.rope.scaling.")}
-    if kind != "none":
+    if kind not in ("", "none"):
         raise ValueError(f"{header.file}: the rope scaling {kind!r:.60} is not supported")
+    # Without a type llama.cpp divides positions by a factor; it multiplies cosines in any case.
+    plain = {"scaling.attn_factor": (1.0,)}
+    plain |= {} if kind else dict.fromkeys(("scaling.factor", "scale_linear"), (0.0, 1.0))
+    for key, values in plain.items():
+        factor = header.get(f"{arch}.rope.{key}", float, 1.0)
+        if factor not in values:
+            raise ValueError(f"{header.file}: {arch}.rope.{key} is {factor}; only 1 is supported")
     info = header.tensors.get(ROPE)
     if info is None:
         return None

@@ -16,6 +16,8 @@ log = logging.getLogger("tinsmith")
 FORMER = "tinsmith-checkpoints"
 MAIN = "main"  # the branch of a model that is named without one
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+# Tinker's names of a model at a context of so many tokens end so.
+_CONTEXT = re.compile(r"(.+):peft:([0-9]{1,9})", re.DOTALL)
 
 
 def data_folder() -> Path:
@@ -38,6 +40,13 @@ def is_hub_name(name: str) -> bool:
     return (
         _HUB_NAME.fullmatch(model) is not None and ".." not in name and bool(revision) == bool(at)
     )
+
+
+def split_context(name: str) -> tuple[str, int | None]:
+    """A model's name without Tinker's suffix, and the tokens that the suffix says:
+    "Qwen/Qwen3-8B:peft:32768" is ("Qwen/Qwen3-8B", 32768)."""
+    found = _CONTEXT.fullmatch(name)
+    return (name, None) if found is None else (found[1], int(found[2]))
 
 
 def model_folder(model: str) -> Path:

@@ -33,7 +33,13 @@ from tinsmith.files.version import Version, read
 REFUSED = (
     "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save",
     "layer_replication", "lora_bias", "trainable_token_indices", "target_parameters",
+    "alora_invocation_tokens", "use_bdlora", "use_qalora", "kasa_config", "arrow_config",
+    "monteclora_config",
 )  # fmt: skip
+
+# How A and B may begin. Others (pissa, olora, corda, loftq) change the base model too, each time
+# that PEFT loads the folder.
+BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 
 CONFIG_BYTES_MAX = 1 << 24
 
@@ -63,6 +69,11 @@ def describe(version: Version) -> Lora:
     for key in REFUSED:
         if said.get(key):
             raise ValueError(f"{file}: {key} is {said[key]!r:.60}, which is not supported")
+    if (begins := said.get("init_lora_weights")) not in BEGINNINGS:
+        raise ValueError(
+            f"{file}: init_lora_weights is {begins!r:.60}, with which PEFT changes the base model; "
+            "save the adapter with path_initial_model_for_weight_conversion, which keeps it"
+        )
     if said.get("bias", "none") != "none":
         raise ValueError(f"{file}: bias is {said['bias']!r:.60}; only none is supported")
     rank, alpha = config.count(file, said, "r"), config.number(file, said, "lora_alpha")
@@ -98,7 +109,9 @@ def _modules(folder: Path, tensors: weights.Tensors, rank: int) -> dict[str, int
 
 def _trained(tensors: weights.Tensors) -> list[str]:
     """A folder's tensors, without the frozen head that PEFT writes beside the head's matrices."""
-    return [name for name in tensors if not name.endswith(".base_layer.weight")]
+    heads = {family.matrix("head", -1) for family in families.FAMILIES}
+    ignored = {f"{checkpoint.PREFIX}{head}.base_layer.weight" for head in heads}
+    return [name for name in tensors if name not in ignored]
 
 
 # ---- as a training state ----

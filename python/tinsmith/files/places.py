@@ -84,7 +84,7 @@ def find_slots(
         if shape not in needed:
             raise ValueError(f"{what}: file has {shape}, the model needs {needed[0]}")
         held[name] = _places(family, name, some, shape)
-    # A tied head may be stored all the same; old Llama files keep their rotary frequencies.
+    # A tied head may be stored all the same (check_tied); old Llama files keep their frequencies.
     ignored = {family.tensor("head", -1)} if sizes["tied"] else set()
     surplus = [
         name
@@ -144,4 +144,27 @@ def check_count(folder: Path, config: Mapping[str, Any], tensors: weights.Tensor
             f"{folder / config_file.CONFIG_FILE} asks for at least {needed:,} matrices: of "
             f"{sparse:,} of its {config['layers']:,} layers {config['experts']:,} experts; the "
             f"files have {there:,}"
+        )
+
+
+ROWS = 4096  # of two tensors that are compared at a time
+
+
+def check_tied(
+    family: Family, tensors: weights.Tensors, config: Mapping[str, Any], folder: Path
+) -> None:
+    """ValueError where a tied model stores a head that is not its embedding: transformers takes
+    both then."""
+    head, embed = family.tensor("head", -1), family.tensor("embed", -1)
+    if not config["tied"] or head not in tensors:
+        return
+    one, other = tensors[head], tensors[embed]
+    same = one.shape == other.shape and all(
+        np.array_equal(weights.widen(one[row : row + ROWS]), weights.widen(other[row : row + ROWS]))
+        for row in range(0, len(one), ROWS)
+    )
+    if not same:
+        raise ValueError(
+            f"{folder / config_file.CONFIG_FILE} has {config_file.TIED}, but the file's {head} is "
+            f"not {embed}: write false to take both, or leave {head} out"
         )

@@ -104,7 +104,7 @@ def _rows(path: Path) -> list[Any]:
         rows = found if isinstance(found, list) else [found]
     except ValueError:
         try:
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
         except ValueError as error:
             raise ValueError(f"{path} is neither JSON nor JSONL: {error}") from None
     if not rows:
@@ -143,7 +143,7 @@ def read_problems(path: str | Path) -> list[Problem]:
     Raises ValueError with the line's number for a row that has not both as text.
     """
     rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

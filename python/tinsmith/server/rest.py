@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from tinsmith.files.families import split_context
+from tinsmith.files.home import split_context
 from tinsmith.files.meta import Meta, is_time
 from tinsmith.server import fields, wire
 from tinsmith.server.bodies import read_json
