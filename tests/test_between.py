@@ -170,6 +170,23 @@ def test_an_exception_of_others_ends_the_call_which_has_not_happened(at: int) ->
     assert state(adapter) == state(other)
 
 
+def test_a_call_that_is_refused_between_two_micro_batches_changes_nothing() -> None:
+    """Not even what the outer call lets in from then on."""
+    adapter, wanted = (adapter_of(NAME, step_tokens=1) for _ in range(2))
+    data, calls = batch(NAME, (9, 3, 7, 5)), []
+
+    def between(*_: Any) -> None:
+        calls.append(len(calls))
+        for function in (None, lambda *_: calls.clear()):
+            with pytest.raises(ValueError, match="another call on this adapter has more"):
+                call(adapter, data, **({} if function is None else {"between": function}))
+
+    call(wanted, data)
+    call(adapter, data, between=between)
+    assert len(calls) == len(data) - 1
+    assert state(adapter) == state(wanted)
+
+
 def test_an_interrupt_between_two_micro_batches_ends_the_call() -> None:
     adapter = adapter_of(NAME, step_tokens=1)
     before = state(adapter)

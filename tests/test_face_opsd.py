@@ -134,6 +134,7 @@ def test_a_bad_lesson_is_refused_and_changes_nothing(model, adapter) -> None:
     for call, kind, sentence in (
         (teach(beta=1.5), ValueError, r"beta must be in \[0, 1\], not 1.5"),
         (teach(temperature=0), ValueError, "temperature must be more than 0"),
+        (teach(temperature=1e-46), ValueError, "temperature must be from 1e-30 to 1e"),
         (teach(top_k=VOCAB + 1), ValueError, "top_k must be a whole number"),
         (teach(top_k=2.5), ValueError, "top_k must be a whole number"),
         (teach(token_clip=-1.0), ValueError, "token_clip must be more than 0"),

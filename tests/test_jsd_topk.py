@@ -323,6 +323,8 @@ REFUSED: dict[str, tuple[Change, dict[str, Any], str]] = {
     ),
     "beta": (lambda data: data, {"beta": 1.1}, r"beta must be in \[0, 1\], not 1.1"),
     "temperature": (lambda data: data, {"temperature": 0}, "temperature must be more than 0"),
+    "cold": (lambda data: data, {"temperature": 1e-38}, "temperature must be from 1e-30 to 1e"),
+    "hot": (lambda data: data, {"temperature": 1e35}, "temperature must be from 1e-30 to 1e.30"),
     "clip": (lambda data: data, {"token_clip": -1.0}, "token_clip must be more than 0, not -1"),
 }  # fmt: skip
 

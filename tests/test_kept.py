@@ -13,7 +13,7 @@ import pytest
 import safetensors.numpy
 import torch
 from engine import Frozen, device
-from models import SPECS, as_double, call, datum, folder, randomize
+from models import SPECS, as_double, call, datum, folder, loaded, randomize
 from models import logprobs as in_transformers
 from tinsmith import _core
 from tinsmith.files import kept, weights
@@ -223,3 +223,10 @@ def test_the_engine_refuses_arrays_that_do_not_become_a_type() -> None:
 
 
 assert set(FAMILIES) <= set(SPECS)
+
+
+def test_what_names_no_matrix_is_refused() -> None:
+    core = loaded("qwen3").core
+    for packed, kind in (({5: "int8"}, TypeError), ({("wq", 99): "int8"}, ValueError)):
+        with pytest.raises(kind, match="packed: "):
+            _core.Model(dict(core.config), np.ones(5, np.float32), weights="f32", packed=packed)

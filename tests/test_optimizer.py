@@ -180,6 +180,21 @@ def test_eps_zero_leaves_a_weight_alone_that_never_had_a_gradient() -> None:
     assert report["weight_norm"] == pytest.approx(np.linalg.norm(after.astype(float)), rel=1e-9)
 
 
+def test_weights_of_which_no_average_is_finite_are_refused() -> None:
+    adapter, other = adapter_of("qwen3"), adapter_of("qwen3")
+    before = adapter.read("weights")
+    large = np.zeros(adapter.size, np.float32)
+    large[:2] = 7e37  # each is less than 2^126
+    with pytest.raises(ValueError, match=r"the weights' norm is 9\.\d+e\+37; it should be below 8"):
+        adapter.write("weights", large)
+    np.testing.assert_array_equal(adapter.read("weights"), before)
+    large[1] = 0
+    adapter.write("weights", large)
+    other.write("weights", -large)
+    adapter.follow(other, 0.5)
+    assert np.isfinite(adapter.read("weights")).all()
+
+
 def test_gradients_whose_sum_overflows_are_dropped_by_the_call_that_brings_them() -> None:
     adapter, data = adapter_of("qwen3"), batch("qwen3")
     call(adapter, data)

@@ -116,6 +116,15 @@ def test_greedy_equals_generate(name: str) -> None:
         assert ended or len(sample["tokens"]) == 20
 
 
+@pytest.mark.parametrize("temperature", (1e-45, 1e-40, 1e-38, 1e-33))
+def test_the_coldest_samples_are_greedy(temperature: float) -> None:
+    """Whatever float32 makes of a logit that is divided by so little."""
+    cold, none = (request("qwen3", 9, temperature=t) for t in (temperature, 0.0))
+    found, wanted = (result["samples"][0] for result in run("qwen3", [cold, none]))
+    np.testing.assert_array_equal(found["tokens"], wanted["tokens"])
+    np.testing.assert_array_equal(found["logprobs"], 0)
+
+
 def greedy(name: str, asked: Request, found: np.ndarray) -> np.ndarray:
     """transformers' greedy tokens; in bf16 the trainer's best one after each prefix of `found`."""
     adapter, prompt = asked["adapter"], asked["prompt"]

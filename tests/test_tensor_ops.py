@@ -266,6 +266,11 @@ MISTAKES = {
     "beta": (lambda: ops.generalized_jsd(X, X, beta=1.5), ValueError, r"\[0, 1\], not 1.5"),
     "beta nan": (lambda: ops.generalized_jsd(X, X, beta=np.nan), ValueError, "not nan"),
     "temperature": (lambda: ops.generalized_jsd(X, X, temperature=-1), ValueError, "not -1"),
+    "a cold temperature": (
+        lambda: ops.generalized_jsd(X, X, temperature=1e-40),
+        ValueError,
+        "from 1e-30 to 1e.30, no",
+    ),
     "reduction": (lambda: ops.generalized_jsd(X, X, reduction="max"), ValueError, "not 'max'"),
     "clip": (lambda: ops.generalized_jsd(X, X, token_clip=np.nan), ValueError, "NaN"),
     "top_k": (lambda: ops.generalized_jsd(X, X, top_k=7), ValueError, "vocabulary's 6, not 7"),

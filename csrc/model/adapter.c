@@ -173,9 +173,22 @@ static void blank(const Adapter *adapter, void *memory, size_t bytes)
     (dev->blank ? dev->blank : dev->zero)(dev, memory, bytes);
 }
 
+/* A norm below this leaves the difference of any two weights finite, for an average of them. */
+#define WEIGHT_NORM_MAX 0x1p126
+
+static Status norm_check(const float *weights, int64_t size)
+{
+    double sum = 0.0;
+    for (int64_t i = 0; i < size; i++) sum += (double)weights[i] * (double)weights[i];
+    if (sqrt(sum) < WEIGHT_NORM_MAX) return STATUS_OK;
+    return fail(STATUS_INVALID, "the weights' norm is %g; it should be below %g", sqrt(sum),
+                WEIGHT_NORM_MAX);
+}
+
 Status adapter_put(Adapter *adapter, Vector which, const float *values)
 {
     Device *dev = adapter->model->dev;
+    if (which == WEIGHTS) TRY(norm_check(values, adapter->size));
     if (which == GRADIENTS) adapter->clear = 0;
     Weights *before = NULL;
     if (which == WEIGHTS) TRY(weights_change(adapter, &before));
@@ -426,9 +439,6 @@ static Status adamw_check(const AdamW *o)
                         range[i].value);
     return STATUS_OK;
 }
-
-/* A norm below this leaves the difference of any two weights finite, for an average of them. */
-#define WEIGHT_NORM_MAX 0x1p126
 
 /* The norm of the weights after a step with gradient scale·g, or a refusal: nothing is changed. */
 static Status step_norm(Adapter *adapter, const AdamW *o, float scale, double *norm)

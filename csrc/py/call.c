@@ -94,10 +94,12 @@ static Status between_run(void *function, int done, int count)
     return failed ? fail(STATUS_INTERRUPTED, "a function of Python's ended the call") : STATUS_OK;
 }
 
-void call_between(Trainer *trainer, PyObject *function)
+Outer call_between(Trainer *trainer, PyObject *function)
 {
+    Outer outer = {trainer->between, trainer->context};
     trainer->between = function == Py_None ? NULL : between_run;
     trainer->context = function;
+    return outer;
 }
 
 PyObject *call_failed(Status status)

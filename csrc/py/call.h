@@ -22,17 +22,26 @@ int call_arrays(Call *call, PyObject *tokens, PyObject *lengths, PyObject *targe
 /* The loss of that name, or ValueError with the valid names. */
 int call_loss(Call *call, const char *name);
 
+/* What a trainer calls between, and with what. */
+typedef struct Outer {
+    Between *run;
+    void *context;
+} Outer;
+
+/* Sets a trainer's; returns what it was. */
+Outer call_between(Trainer *trainer, PyObject *function);
+
 /* A statement that calls the trainer, in a turn of the caller's and without the GIL. `function`,
  * unless it is None, is called between two micro-batches: in this thread, which may take the turn
- * again. */
-#define TRAINED(trainer, function, call) \
-    do {                                 \
-        call_between(trainer, function); \
-        call;                            \
-        call_between(trainer, Py_None);  \
+ * again. A call of the same trainer there is refused, and changes nothing. */
+#define TRAINED(trainer, function, call)                   \
+    do {                                                   \
+        Outer outer = call_between((trainer), (function)); \
+        call;                                              \
+        (trainer)->between = outer.run;                    \
+        (trainer)->context = outer.context;                \
     } while (0)
 
-void call_between(Trainer *trainer, PyObject *function);
 /* Returns NULL with the exception of a call that failed: the function's, or the status's. */
 PyObject *call_failed(Status status);
 

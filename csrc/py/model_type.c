@@ -93,7 +93,12 @@ static int type_from(PyObject *place, PyObject *value, int layers, DType *types)
 {
     const char *name, *kind = PyUnicode_AsUTF8AndSize(value, NULL);
     int layer;
-    if (!kind || !PyArg_ParseTuple(place, "si:packed", &name, &layer)) return -1;
+    if (!kind) return -1;
+    if (!PyTuple_Check(place)) {
+        PyErr_SetString(PyExc_TypeError, "packed: a key should be (slot, layer)");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(place, "si:packed", &name, &layer)) return -1;
     Slot slot = slot_named(name);
     DType type = dtype_find(kind);
     if (slot == SLOT_COUNT || layer < -1 || layer >= layers || type == DTYPES) {

@@ -40,6 +40,10 @@ void request_close(Sampler *sampler, Request *r)
 
 /* ---- checks ---- */
 
+/* A lower temperature, but for 0, is this one: logits stay finite, and every gap between two that
+ * float32 shows makes the lower one's probability 0 already. */
+#define COLDEST 1e-30f
+
 static Status numbers_check(const RequestSpec *spec)
 {
     if (spec->samples < 1 || spec->samples > SAMPLES_MAX)
@@ -261,6 +265,7 @@ Status sampler_add(Sampler *sampler, const RequestSpec *spec)
     Request *r = calloc(1, sizeof *r);
     if (!r) return fail(STATUS_MEMORY, "no memory for another request");
     r->spec = *spec;
+    if (spec->temperature > 0.0f && spec->temperature < COLDEST) r->spec.temperature = COLDEST;
     r->limit = spec->max_tokens > 0 ? spec->prompt_length + spec->max_tokens
                                     : (int)most_tokens(sampler, spec);
     Status status = request_make(sampler, r);

@@ -296,6 +296,10 @@ static Status jsd_rows_check(const Datums *d)
     return status;
 }
 
+/* Temperatures that float32 holds, and whose reciprocals it does. */
+#define COLDEST 1e-30
+#define HOTTEST 1e30
+
 static Status jsd_check(const Datums *d)
 {
     const double *key = d->key;
@@ -305,6 +309,9 @@ static Status jsd_check(const Datums *d)
     if (!(key[JSD_TEMPERATURE] > 0.0))
         return fail(STATUS_INVALID, "%s: temperature must be more than 0, not %g", name,
                     key[JSD_TEMPERATURE]);
+    if (!(key[JSD_TEMPERATURE] >= COLDEST && key[JSD_TEMPERATURE] <= HOTTEST))
+        return fail(STATUS_INVALID, "%s: temperature must be from %g to %g, not %g", name, COLDEST,
+                    HOTTEST, key[JSD_TEMPERATURE]);
     if (!(key[JSD_TOKEN_CLIP] > 0.0))
         return fail(STATUS_INVALID, "%s: token_clip must be more than 0, not %g", name,
                     key[JSD_TOKEN_CLIP]);

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 IGNORED = -100  # a label that leaves its row out, as Hugging Face writes it
+COLDEST, HOTTEST = 1e-30, 1e30  # temperatures
 REDUCTIONS = ("batchmean", "sum", "mean", "none")
 CPU, CUDA = (
     (1, 0),
@@ -314,8 +315,11 @@ class Divergence(NamedTuple):
         """The settings of generalized_jsd; ValueError names the setting that is out of range."""
         if not 0 <= beta <= 1:
             raise ValueError(f"beta must be in [0, 1], not {beta}")
-        if not (temperature > 0 and math.isfinite(temperature)):
-            raise ValueError(f"temperature must be a positive number, not {temperature}")
+        if not COLDEST <= temperature <= HOTTEST:
+            raise ValueError(
+                f"temperature must be a positive number, from {COLDEST:g} to {HOTTEST:g}, not "
+                f"{temperature}"
+            )
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
         if token_clip is not None and math.isnan(token_clip):
