@@ -124,6 +124,10 @@ def test_an_unloaded_model_is_gone_and_its_neighbour_is_not(server, service_clie
     wanted = {"request_id": promise["request_id"]}
     told = httpx.post(f"{url}/retrieve_future", json=wanted, headers=headers).json()
     assert (told["type"], told["model_id"]) == ("unload_model", gone.model_id)
+    again = httpx.post(f"{url}/unload_model", json=body, headers=headers)
+    assert again.json() == promise  # to a client that lost the reply
+    body["model_id"] += "0"
+    assert httpx.post(f"{url}/unload_model", json=body, headers=headers).status_code == 404
     assert httpx.post(f"{url}/get_info", json=body, headers=headers).status_code == 404
     with pytest.raises(tinker.TinkerError, match="there is no"):
         gone.forward(data, "cross_entropy").result()

@@ -6,6 +6,7 @@ import itertools
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -158,6 +159,23 @@ def test_an_adapter_that_is_uploaded_computes_what_it_did(
     assert finish(wire, begun).json() == {"tinker_path": path}  # a client that lost the reply
     late = httpx.put(begun["urls"][FILES[0]], content=b"{}")
     assert late.status_code == 404 and "there is no upload" in late.text
+    assert not list(Path(server.checkpoints).glob(f"{run}/*/*~*"))
+
+
+def test_an_upload_that_failed_once_it_was_saved_is_finished_again(
+    server, wire: Wire, exported: tuple[np.ndarray, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = begin(wire)
+    put(begun, exported[1])
+    state = server._service.state
+    with monkeypatch.context() as broken:
+        broken.setattr(state, "add_run", Mock(side_effect=OSError("the database is away")))
+        assert finish(wire, begun).status_code == 400
+    reply = finish(wire, begun)
+    assert reply.status_code == 200, reply.text
+    run = begun["upload_id"]
+    listed = wire.http.get(f"/training_runs/{run}/checkpoints").json()["checkpoints"]
+    assert [item["tinker_path"] for item in listed] == [reply.json()["tinker_path"]]
     assert not list(Path(server.checkpoints).glob(f"{run}/*/*~*"))
 
 

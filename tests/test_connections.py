@@ -18,8 +18,16 @@ REPLY = 64 << 20
 HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 
 
+cut_off = threading.Event()
+
+
 async def app(scope, receive, send) -> None:
-    """Answers with its path; or, slowly read, with much."""
+    """Answers with its path; or, slowly read, with much; or, where the client waits, never."""
+    if scope["path"] == "/wait":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        cut_off.set()
+        return
     long = scope["path"] == "/long"
     body, count = (bytes(1 << 18), REPLY >> 18) if long else (scope["path"].encode(), 1)
     length = str(len(body) * count).encode()
@@ -27,7 +35,12 @@ async def app(scope, receive, send) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for index in range(count):
         await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": body, "more_body": index < count - 1})
+        late = scope["path"] == "/late"  # it says that this was all when its client knows already
+        more = late or index < count - 1
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        if late:
+            await asyncio.sleep(0.2)
+            await send({"type": "http.response.body"})
 
 
 @pytest.fixture
@@ -108,6 +121,25 @@ def test_a_client_that_does_not_wait_for_replies_is_cut_off(running: Server) -> 
     with connect(running, b"GET /long HTTP/1.1\r\nHost: a\r\n\r\n" * 10_000) as client:
         while not is_over(client):
             pass
+    assert answers(running)
+
+
+def test_a_client_that_knows_a_replys_length_may_be_early(running: Server) -> None:
+    with connect(running) as client:
+        for _ in range(3):
+            client.sendall(b"GET /late HTTP/1.1\r\nHost: a\r\n\r\n")
+            came = b""
+            while not came.endswith(b"\r\n\r\n/late"):
+                piece = client.recv(1 << 16)
+                assert piece, came
+                came += piece
+
+
+def test_a_client_that_leaves_a_second_request_behind_ends_the_first(running: Server) -> None:
+    cut_off.clear()
+    with connect(running, b"GET /wait HTTP/1.1\r\nHost: a\r\n\r\n" + HEAD + b"\r\n"):
+        assert not cut_off.wait(0.2)
+    assert cut_off.wait(60)
     assert answers(running)
 
 

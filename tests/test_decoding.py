@@ -71,6 +71,36 @@ def test_a_cache_that_is_in_use_is_not_dropped(base) -> None:
     assert decoder.shut(base.path) and not decoder.is_open(base)
 
 
+class Unwalked(dict):
+    """Of requests under way, which may be thousands: nobody walks through them to find one."""
+
+    def items(self):
+        raise AssertionError("it was walked through")
+
+    values = __iter__ = items
+
+
+def test_a_request_is_cancelled_without_a_look_at_the_others(base) -> None:
+    decoder, futures = Decoder(), [Future[SampleResult]() for _ in range(3)]
+    decoder.open(base)
+    for future in futures:
+        decoder.add(base, None, SampleRequest(PROMPT, max_tokens=3, seed=1), future)
+    lane = decoder._lanes[base.path]
+    lane.pending = Unwalked(lane.pending)
+    for _ in range(2):  # the second time it is done
+        decoder.cancel(futures[1])
+    with pytest.raises(RequestError, match="was cancelled"):
+        futures[1].result(0)
+    lane.pending = dict(dict.items(lane.pending))
+    while decoder.active:
+        decoder.step()
+    decoder.cancel(futures[0])
+    wanted = decode(base, 0, SampleRequest(PROMPT, max_tokens=3, seed=1)).samples[0].tokens
+    for future in (futures[0], futures[2]):
+        np.testing.assert_array_equal(future.result(0).samples[0].tokens, wanted)
+    assert not decoder._places
+
+
 def test_a_stop_text_begins_with_the_space_before_a_word() -> None:
     """Which a tokenizer leaves out at the beginning of what it decodes."""
     words = {"▁one": 0, "▁two": 1, "▁three": 2}

@@ -144,3 +144,5 @@ def test_health_and_readiness_need_no_key_and_metrics_do(
         reply = httpx.get(f"{locked.url}/readyz")
         assert reply.status_code == 503 and "engine's thread" in reply.json()["detail"]
         assert httpx.get(f"{locked.url}/healthz").status_code == 200
+        # Just then a supervisor wants to know.
+        assert httpx.get(f"{locked.url}/metrics", headers=bearer).status_code == 200

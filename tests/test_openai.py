@@ -1,5 +1,6 @@
 """OpenAI's API through its own client: the SDK's tokens, streams, tools, refusals."""
 
+import asyncio
 import json
 import shutil
 import time
@@ -381,6 +382,38 @@ def test_a_client_that_goes_away_frees_its_sequences(place, monkeypatch, stream:
     while backend.queue.count != before and time.monotonic() < end:
         time.sleep(0.01)
     assert backend.queue.count == before and not backend.worker._decoder.active
+
+
+def test_a_checkpoint_that_is_saved_again_while_a_request_waits(place, monkeypatch) -> None:
+    """The request draws from what is there at its turn."""
+    backend = place[0]
+    with backend.service_client() as client:
+        run = client.create_lora_training_client("tiny", rank=2).result()
+        path = run.save_state("again").result().path
+        given = {"model": path, "prompt": [5, 6, 7], "max_tokens": 4, "seed": 3}
+        url, enter = f"{backend.url}/v1/completions", backend.queue.enter
+        assert httpx.post(url, json=given).status_code == 200
+        loop = backend._service.worker  # what a session is opened and forgotten by
+        opened: list[str] = []
+        begin = loop.open_checkpoint
+
+        def seen(name: str, *arguments: Any) -> None:
+            opened.append(name)
+            begin(name, *arguments)
+
+        monkeypatch.setattr(loop, "open_checkpoint", seen)
+
+        async def late(held: int) -> Any:
+            """The turn comes after another request, which found the checkpoint as it is now."""
+            monkeypatch.setattr(backend.queue, "enter", enter)
+            await asyncio.to_thread(run.save_state("again", overwrite=True).result)
+            await asyncio.to_thread(httpx.post, url, json=given)
+            return await enter(held)
+
+        monkeypatch.setattr(backend.queue, "enter", late)
+        reply = httpx.post(url, json=given, timeout=60)
+        assert reply.status_code == 200, reply.text
+        assert len(opened) == 1
 
 
 def test_a_failure_within_a_stream_is_told_there(place, one, monkeypatch) -> None:

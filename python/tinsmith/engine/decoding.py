@@ -152,6 +152,7 @@ class Decoder:
         self.seconds = 0.0  # that they took
         self._lanes: dict[Path, _Lane] = {}
         self._numbers = itertools.count()
+        self._places: dict[Future[SampleResult], tuple[_Lane, int]] = {}  # of what is not done
 
     @property
     def active(self) -> bool:
@@ -227,6 +228,8 @@ class Decoder:
         )
         call = call or Call("sample")
         lane.pending[number] = _Pending(request, future, tokenizer, follows[0], listener, call)
+        self._places[future] = lane, number
+        future.add_done_callback(self._places.pop)
 
     def follow(self, run: str, weights: _core.Adapter) -> None:
         """The requests that follow a run go on with these weights from their next token."""
@@ -258,12 +261,12 @@ class Decoder:
 
     def cancel(self, future: "Future[SampleResult]") -> None:
         """Forgets the request of a future, which fails; nothing where it is done."""
-        for lane in self._lanes.values():
-            for number, item in list(lane.pending.items()):
-                if item.future is future:
-                    lane.sampler.cancel(number)
-                    del lane.pending[number]
-                    future.set_exception(RequestError("the request was cancelled"))
+        lane, number = self._places.get(future, (None, 0))
+        if lane is None or number not in lane.pending:
+            return
+        lane.sampler.cancel(number)
+        del lane.pending[number]
+        future.set_exception(RequestError("the request was cancelled"))
 
     def fail_all(self, error: RequestError) -> None:
         """Ends everything that is under way."""

@@ -11,6 +11,7 @@ as soon as memory is short, before anything else does. Only the worker's thread 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,6 +53,8 @@ class Snapshots:
         self._items: dict[str, Snapshot] = {}  # the least recently used first
         self._inflight = 0  # sessions so far
         self._made: dict[str, int] = {}  # how many snapshots each run has made
+        self._left: Counter[str] = Counter()  # of these, those that are not forgotten
+        self._ended: set[str] = set()
 
     def add_base(self, sampler: str, base: BaseModel) -> None:
         """A session of a base model."""
@@ -62,6 +65,7 @@ class Snapshots:
         copy, made = self._copy(base, adapter), self._made.get(run, 0) + 1
         self._keep(sampler, Snapshot(base, copy, run=run, step=adapter.step, used=made))
         self._made[run] = made
+        self._left[run] += 1
 
     def add_inflight(
         self, sampler: str, run: str, base: BaseModel, adapter: _core.Adapter
@@ -76,8 +80,11 @@ class Snapshots:
         return copy
 
     def add_checkpoint(self, sampler: str, base: BaseModel, folder: Path, created: str) -> None:
-        """A session of a saved checkpoint, which is read on its next use."""
-        self._items[sampler] = Snapshot(base, origin=(folder, created))
+        """A session of a saved checkpoint, which is read on its next use. One that is there
+        stays."""
+        known, origin = self._items.get(sampler), (folder, created)
+        if known is None or known.origin != origin:
+            self._items[sampler] = Snapshot(base, origin=origin)
 
     def use(self, sampler: str) -> Snapshot:
         """A session's snapshot, which becomes the most recently used one. If reading a checkpoint
@@ -98,11 +105,22 @@ class Snapshots:
 
     def forget(self, sampler: str) -> None:
         """Drops a session."""
-        self._items.pop(sampler, None)
+        item = self._items.pop(sampler, None)
+        if item is not None and item.run in self._made and not item.number:
+            self._left[item.run] -= 1
+            self._drop_count(item.run)
 
     def end(self, run: str) -> None:
-        """A run makes no more snapshots; those that it has made stay until they are forgotten."""
-        self._made.pop(run, None)
+        """A run makes no more snapshots. Those that it has made stay until they are forgotten, and
+        yield as before."""
+        self._ended.add(run)
+        self._drop_count(run)
+
+    def _drop_count(self, run: str) -> None:
+        if run in self._ended and not self._left[run]:
+            self._made.pop(run, None)
+            del self._left[run]
+            self._ended.discard(run)
 
     def holds(self) -> list[Hold]:
         """The memory of the adapters; those that are on no disk pin their base model."""

@@ -71,12 +71,12 @@ async def messages(service: Service, request: Request) -> Response | dict[str, A
     inference.check_fields(body, SETTINGS, NEUTRAL)
     target = await inference.find_target(service, body)
     asked = await service.beside(1 << 15, _asked, body, target)
-    wanted = inference.sample_request(service, target, asked.prompt, asked.drawing)
+    wanted = await inference.sample_requests(service, target, [asked.prompt], asked.drawing)
     return await inference.respond(
         service,
         request,
         target,
-        [wanted],
+        wanted,
         streams=asked.stream,
         events=partial(_events, asked),
         reply=partial(_reply, asked),

@@ -19,7 +19,7 @@ from typing import Any
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 log = logging.getLogger("tinsmith")
@@ -93,6 +93,7 @@ class Connection(HttpToolsProtocol):
         self._in_head, self._head_bytes = True, 0
         self._coming = True  # a request, of which nothing may be there yet
         self._stuck: float | None = None  # since when the client does not read
+        self._answered: RequestResponseCycle | None = None  # the last but one
         self.served, self.since = False, time.monotonic()
         super().connection_made(transport)
         self.server_state.make_room()
@@ -112,10 +113,13 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        """A request may come before the reply to the last one has quite ended, because a client
+        that knows its length has all of it already. It waits; a second one may not."""
         self._in_head = False
-        if not self.idle:  # no client of today does so
+        if self.pipeline:
             self.transport.abort()
-            raise httptools.HttpParserError("a request came before the reply to the last one")
+            raise httptools.HttpParserError("two requests came before the reply to a third")
+        self._answered = self.cycle
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -125,6 +129,12 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self.served, self.since = True, time.monotonic()
         super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True  # uvicorn tells the last one alone
+            self._answered.message_event.set()
+        super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         self._stuck = time.monotonic()

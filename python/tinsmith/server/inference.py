@@ -50,7 +50,7 @@ class Target:
     """The weights that a request names."""
 
     name: str
-    session: str  # the worker's
+    key: str  # of targets.py
     model: BaseModel
 
     @property
@@ -157,21 +157,35 @@ async def find_target(service: Service, body: Mapping[str, Any]) -> Target:
     own = service.base(meta.base_model)
     if wanted not in (None, own):
         raise Wrong(f"{path} is a checkpoint of {own}, not of {wanted}", param="model")
-    session = service.targets.checkpoint(path, own, folder, meta)
-    return Target(name, session, service.model(base or meta.base_model))
+    key = service.targets.checkpoint(path, own, folder, meta)
+    return Target(name, key, service.model(base or meta.base_model))
 
 
 def _absent(error: Exception) -> Wrong:
     return Wrong(str(error), status=404, param="model", code="model_not_found")
 
 
-def sample_request(
-    service: Service, target: Target, prompt: Sequence[int], drawing: Drawing
+async def sample_requests(
+    service: Service, target: Target, prompts: Sequence[Sequence[int]], drawing: Drawing
+) -> list[SampleRequest]:
+    """The SDK's requests for the same, one for each prompt."""
+    first, size = service.targets.requests, sum(map(len, prompts)) << 6
+    service.targets.requests += len(prompts)
+    seeds = [service.fresh_seed(f"inference:{first + index}") for index in range(len(prompts))]
+    bounds = target.model, service.results_max
+
+    def make() -> list[SampleRequest]:
+        return [_sample_request(*one, drawing, *bounds) for one in zip(prompts, seeds, strict=True)]
+
+    return await service.beside(size, make)
+
+
+def _sample_request(
+    prompt: Sequence[int], seed: int, drawing: Drawing, model: BaseModel, results_max: int
 ) -> SampleRequest:
-    """The SDK's request for the same."""
-    if len(prompt) > target.model.context:
+    if len(prompt) > model.context:
         raise Wrong(
-            f"the prompt has {len(prompt)} tokens; the model's context is {target.model.context}",
+            f"the prompt has {len(prompt)} tokens; the model's context is {model.context}",
             code="context_length_exceeded",
         )
     params = {
@@ -188,9 +202,7 @@ def sample_request(
         "sampling_params": params,
         "topk_sample_logprobs": drawing.top_logprobs,
     }
-    seed = service.fresh_seed(f"inference:{service.targets.requests}")
-    service.targets.requests += 1
-    return wire_sampling.sample_request(body, target.model, seed, service.results_max)
+    return wire_sampling.sample_request(body, model, seed, results_max)
 
 
 # ---- what is drawn ----
@@ -212,11 +224,10 @@ class Generation:
     def begin(self, wanted: Sequence[SampleRequest]) -> None:
         """Submits the requests."""
         loop, first = asyncio.get_running_loop(), 0
+        session = self._service.targets.session(self._target.key)
         for request in wanted:
             listener = self._listener(loop, first) if self._streams else None
-            future = self._service.worker.sample(
-                self._target.session, request, self._client, listener
-            )
+            future = self._service.worker.sample(session, request, self._client, listener)
             self.futures.append(future)
             future.add_done_callback(self._teller(loop, first))
             self.prompt_tokens += len(request.prompt)

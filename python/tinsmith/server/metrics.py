@@ -31,6 +31,7 @@ from prometheus_client.core import (
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from tinsmith.engine.errors import RequestError
 from tinsmith.engine.events import Call, Memory
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Service
@@ -180,7 +181,7 @@ async def memory_now(service: Service, request: Request) -> Memory | None:
     """What holds memory, or held it when the engine last had time to say."""
     metrics: Metrics = request.app.state.metrics
     asked = asyncio.shield(asyncio.wrap_future(service.worker.memory()))
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError, RequestError):  # which says that the engine has ended
         metrics.memory = await asyncio.wait_for(asked, MEMORY_SECONDS)
     return metrics.memory
 

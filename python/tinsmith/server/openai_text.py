@@ -77,9 +77,7 @@ async def completions(service: Service, request: Request) -> Response | dict[str
     inference.check_fields(body, SETTINGS | REMARKS, NEUTRAL)
     target = await inference.find_target(service, body)
     asked = await service.beside(1 << 15, _asked, body, target)
-    wanted = [
-        inference.sample_request(service, target, prompt, asked.drawing) for prompt in asked.prompts
-    ]
+    wanted = await inference.sample_requests(service, target, asked.prompts, asked.drawing)
     return await inference.respond(
         service,
         request,

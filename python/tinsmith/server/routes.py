@@ -33,6 +33,7 @@ from tinsmith.server.overload import Place
 from tinsmith.server.pieces import LARGE
 from tinsmith.server.service import (
     Found,
+    Refusal,
     RunInfo,
     SamplerInfo,
     Service,
@@ -112,7 +113,9 @@ async def telemetry(service: Service, request: Request) -> dict[str, Any]:
 async def create_session(service: Service, request: Request) -> dict[str, Any]:
     service.sweep()
     body = await read_json(service, request)
-    session = await service.once(request, lambda: service.add_session(owner(request), body))
+    session = await service.retries.once(
+        owner(request), request, body, lambda: service.add_session(owner(request), body)
+    )
     return {"type": "create_session", "session_id": session.id}
 
 
@@ -410,17 +413,20 @@ async def create_custom_loss(service: Service, request: Request) -> dict[str, An
 
 
 async def unload_model(service: Service, request: Request) -> dict[str, Any]:
-    run = service.run(request, wire.need(await read_json(service, request), "model_id", str))
+    model_id = wire.need(await read_json(service, request), "model_id", str)
+    name = f"{model_id}:unload"
+    if service.promised(request, name) is None:
+        service.run(request, model_id)  # refuses one that is not there
 
     def start() -> Future[None]:
+        run = service.runs.pop(model_id)
         service.worker.forget([run.id], [])
-        del service.runs[run.id]
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    reply = {"type": "unload_model", "model_id": run.id}
-    return service.promise(request, f"{run.id}:unload", start, lambda _: reply, model_id=run.id)
+    reply = {"type": "unload_model", "model_id": model_id}
+    return service.promise(request, name, start, lambda _: reply, model_id=model_id)
 
 
 # ---- sampling ----
@@ -431,8 +437,11 @@ async def create_sampling_session(service: Service, request: Request) -> dict[st
     fields.check("create_sampling_session", body)
     session = service.session(request, wire.need(body, "session_id", str))
     name = f"{session.id}:sample:{wire.need(body, 'sampling_session_seq_id', int)}"
-    if name not in service.samplers:
-        path = wire.optional(body, "model_path", str)
+    path = wire.optional(body, "model_path", str)
+    if (known := service.samplers.get(name)) is not None and known.path != path:
+        number, has = body["sampling_session_seq_id"], known.path or known.base
+        raise Refusal(400, f"there is a sampling_session_seq_id {number} already, of {has}")
+    if known is None:
         if path is None:
             asked, found = wire.need(body, "base_model", str), None
         else:

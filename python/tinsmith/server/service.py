@@ -16,7 +16,7 @@ import secrets
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -30,7 +30,8 @@ from tinsmith.engine.errors import RequestError, explain
 from tinsmith.engine.teaching import BASE, CURRENT, EMA
 from tinsmith.engine.worker import Worker
 from tinsmith.files import peft
-from tinsmith.files.families import BaseModel, find_model, split_context
+from tinsmith.files.families import BaseModel, find_model
+from tinsmith.files.home import split_context
 from tinsmith.files.lora import LoraSpec
 from tinsmith.files.meta import Kind, Meta
 from tinsmith.files.store import SCHEME, Store
@@ -41,6 +42,7 @@ from tinsmith.server.door import Access, given_key
 from tinsmith.server.history import History
 from tinsmith.server.overload import Arrivals, Place, Queue
 from tinsmith.server.pieces import LARGE, Buffer
+from tinsmith.server.retries import Retries
 from tinsmith.server.sequences import Sequences
 from tinsmith.server.state import Busy, Once, RunRow, SessionRow, State
 from tinsmith.server.targets import Targets
@@ -59,7 +61,6 @@ RESULT_BYTES = 4096  # that a result takes, beside its arrays
 RESULTS_BYTES_MAX = 1 << 30  # of all results that are kept
 DISK_THREADS = 4
 BUSY_SECONDS, BUSY_TURN_SECONDS = 10.0, 0.05  # for another process that writes to the database
-ONCE_MAX = 1 << 12  # answers that are kept for requests that are sent again
 COMPLETIONS_MAX = 1 << 14  # of one client, which has at most 2,000 requests under way
 
 
@@ -219,7 +220,7 @@ class Service:
         self.samplers: dict[str, SamplerInfo] = {}
         self.pending: dict[tuple[str, str], Pending] = {}  # by owner and request id
         self._done: dict[tuple[str, str], Pending] = {}  # of these, in order of completion
-        self._once: dict[tuple[str, str], asyncio.Future[Any]] = {}  # by owner and idempotency key
+        self.retries = Retries()
         self._swept = time.monotonic()
         self._warned = Once()
 
@@ -284,20 +285,6 @@ class Service:
                 if time.monotonic() > end:
                     raise
             await asyncio.sleep(BUSY_TURN_SECONDS)
-
-    async def once(self, request: Request, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What a request makes. If it is sent again with its idempotency key, it is answered with
-        what the first one made; one that failed is tried again."""
-        key = owner(request), request.headers.get("x-idempotency-key", uuid.uuid4().hex)
-        known = self._once.get(key)
-        if known is None:
-            known = self._once[key] = asyncio.ensure_future(make())
-            known.add_done_callback(
-                lambda done: (done.cancelled() or done.exception()) and self._once.pop(key, None)
-            )
-            while len(self._once) > ONCE_MAX:
-                del self._once[next(iter(self._once))]
-        return await asyncio.shield(known)
 
     # ---- sessions ----
 

@@ -22,24 +22,28 @@ class Targets:
         self.requests = 0
 
     def base(self, base: str) -> str:
-        """The session of a base model."""
-        return self._session(base, "", lambda name: self._worker.open_base(name, base))
+        """The key of a base model."""
+        return self._begin(base, "", lambda name: self._worker.open_base(name, base))
 
     def checkpoint(self, path: str, base: str, folder: Path, meta: Meta) -> str:
-        """The session of a checkpoint; another one where it was written again."""
-        return self._session(
+        """The key of a checkpoint, which gets another session where it was written again."""
+        return self._begin(
             f"{base};{path}",
             meta.created,
             lambda name: self._worker.open_checkpoint(name, base, folder, meta.created),
         )
 
-    def _session(self, key: str, created: str, begin: Callable[[str], None]) -> str:
+    def session(self, key: str) -> str:
+        """A key's session as it is now: another one, if the checkpoint was written again while a
+        request waited for its turn."""
+        return self._open[key][0]
+
+    def _begin(self, key: str, created: str, begin: Callable[[str], None]) -> str:
         known = self._open.get(key)
-        if known is not None and known[1] == created:
-            return known[0]
-        if known is not None:
-            self._worker.forget([], [known[0]])
-        name, self._count = f"inference:{self._count}", self._count + 1
-        begin(name)
-        self._open[key] = name, created
-        return name
+        if known is None or known[1] != created:
+            if known is not None:
+                self._worker.forget([], [known[0]])
+            name, self._count = f"inference:{self._count}", self._count + 1
+            begin(name)
+            self._open[key] = name, created
+        return key

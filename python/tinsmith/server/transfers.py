@@ -8,24 +8,40 @@ them (door.py).
 import os
 import tarfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from tinsmith.server import wire
 from tinsmith.server.bodies import read_json
 from tinsmith.server.rest import path_of
 from tinsmith.server.routes import Handler
-from tinsmith.server.service import Refusal, Service, now
+from tinsmith.server.service import Refusal, Service, now, owner
 from tinsmith.server.state import RunRow
 
 URL_TIME = timedelta(days=1)
 PIECE = 1 << 20
 PLAIN = "application/octet-stream"
+
+
+class Download(StreamingResponse):
+    """Pieces of open files, which are closed when the reply ends, even if it never began."""
+
+    def __init__(self, pieces: Iterator[bytes], files: Iterable[BinaryIO], **options: Any):
+        super().__init__(pieces, **options)
+        self._files = files
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for file in self._files:
+                file.close()
 
 
 async def external_weights_urls(service: Service, request: Request) -> dict[str, Any]:
@@ -51,7 +67,7 @@ async def get_file(service: Service, request: Request) -> Response:
         wanted.close()
         raise FileNotFoundError("the checkpoint was saved again since: ask for its URLs again")
     headers = {"content-length": str(_size(wanted))}
-    return StreamingResponse(_pieces(wanted), headers=headers, media_type=PLAIN)
+    return Download(_pieces(wanted), [wanted], headers=headers, media_type=PLAIN)
 
 
 async def archive_url(service: Service, request: Request) -> Response:
@@ -65,13 +81,16 @@ async def archive_url(service: Service, request: Request) -> Response:
 
 async def get_archive(service: Service, request: Request) -> Response:
     _, files = await service.stored(service.store.open, path_of(request))
-    return StreamingResponse(_tar(files), media_type="application/x-tar")
+    return Download(_tar(files), files.values(), media_type="application/x-tar")
 
 
 async def copy_weights(service: Service, request: Request) -> dict[str, Any]:
     """A checkpoint in a run of its own that can't be trained. A retry finds the first copy."""
     body = await read_json(service, request)
-    return {"tinker_path": await service.once(request, lambda: _copy(service, request, body))}
+    made = await service.retries.once(
+        owner(request), request, body, lambda: _copy(service, request, body)
+    )
+    return {"tinker_path": made}
 
 
 async def _copy(service: Service, request: Request, body: dict[str, Any]) -> str:
@@ -122,9 +141,8 @@ def _size(file: BinaryIO) -> int:
 
 
 def _pieces(file: BinaryIO) -> Iterator[bytes]:
-    with file:
-        while piece := file.read(PIECE):
-            yield piece
+    while piece := file.read(PIECE):
+        yield piece
 
 
 def _tar(files: Mapping[str, BinaryIO]) -> Iterator[bytes]:

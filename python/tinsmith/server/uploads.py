@@ -66,7 +66,9 @@ async def start(service: Service, request: Request) -> dict[str, Any]:
     spec = wire.lora_spec(body, 0)
     size = await service.beside(1 << 20, _tensor_bytes, model, spec)
     told = owner(request), base, spec, size
-    run = await service.once(request, lambda: service.stored(_begin, service, *told))
+    run = await service.retries.once(
+        owner(request), request, body, lambda: service.stored(_begin, service, *told)
+    )
     expires = datetime.now(UTC) + URL_TIME
     here = str(request.url).partition("?")[0]
     return {
@@ -118,7 +120,10 @@ async def finish(service: Service, request: Request) -> dict[str, Any]:
     """A retry finds the checkpoint of the first."""
     body = await read_json(service, request)
     run = wire.need(body, "upload_id", str)
-    return {"tinker_path": await service.once(request, lambda: _finish(service, request, run))}
+    made = await service.retries.once(
+        owner(request), request, body, lambda: _finish(service, request, run)
+    )
+    return {"tinker_path": made}
 
 
 async def _finish(service: Service, request: Request, run: str) -> str:
@@ -133,16 +138,25 @@ async def _finish(service: Service, request: Request, run: str) -> str:
     path = service.store.path(run, "external_weights", NAME)
     if upload.owner != owner(request):
         raise FileNotFoundError(f"there is no upload {run!r:.80}")
-    try:
-        meta = await service.stored(_checked, upload)
-        await _save(service, upload, meta, service.store.folder(path))
-    except Exception as error:  # which names the folder of this machine
-        told = str(explain(error)).replace(str(upload.folder), "the upload")
-        raise Refusal(400, told) from None
+    try:  # what an earlier try has saved, which then failed
+        _, meta = await service.stored(service.meta, path)
+    except FileNotFoundError:
+        meta = await _made(service, upload, service.store.folder(path))
     row = RunRow(run, None, upload.base, meta.rank, {}, now())
     await service.stored(service.state.add_run, row)
     await service.stored(disk.remove, upload.folder)
     return path
+
+
+async def _made(service: Service, upload: Upload, folder: Path) -> Meta:
+    """Checks an upload and makes it a checkpoint."""
+    try:
+        meta = await service.stored(_checked, upload)
+        await _save(service, upload, meta, folder)
+        return meta
+    except Exception as error:  # which names the folder of this machine
+        told = str(explain(error)).replace(str(upload.folder), "the upload")
+        raise Refusal(400, told) from None
 
 
 async def _save(service: Service, upload: Upload, meta: Meta, folder: Path) -> None:
