@@ -21,7 +21,9 @@
  * Roofline: 4.5 or 8.5 bits a weight, 2·m flops each. In bf16, for 128 weights of 4 bits 2 loads, 6
  * shifts and 8 shuffles, of 8 bits 4 loads and 16 others, then 4·m products: bound by memory at one
  * or two rows, by products of pairs from some six on. In whole numbers, with AVX2, 17 instructions
- * for 64 weights of 4 bits and one row, and 8 for each row more: bound by them at all rows. */
+ * for 64 weights of 4 bits and one row, and 8 for each row more: bound by them at all rows. With
+ * VNNI a product and its sum are one instruction: on a Zen 4 8 rows of 4 bits reach 183 GFLOP/s for
+ * 136. */
 #include <assert.h>
 
 #include "ask.h"
@@ -33,7 +35,7 @@
 /* The most rows of a tile, and of one that looks up bytes; those that look up words for a whole
  * panel before the next eight inputs, and the vectors whose words are looked up together; the
  * vectors that a tile sums of what was looked up before, and the lanes of its loop. */
-#if defined(__AVX512BF16__)
+#if defined(__AVX512VNNI__)
 enum { TILE_ROWS = 12, BYTE_ROWS = 8, ONCE_ROWS = 8, LOOKED = 2, FOUND_SPAN = 1, FOUND_LOOP = 2 };
 #elif defined(__AVX512F__)
 enum { TILE_ROWS = 12, BYTE_ROWS = 6, ONCE_ROWS = 6, LOOKED = 2, FOUND_SPAN = 1, FOUND_LOOP = 2 };

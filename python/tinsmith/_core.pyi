@@ -415,8 +415,8 @@ class Sampler:
         """Queues a request under a number of the caller's choice. The request is checked first.
 
         Log-probabilities of drawn tokens, topk_sample's too, are those of the distribution that was
-        drawn from: logits divided by the temperature (1 where it is 0), among the tokens that top_k
-        and top_p keep.
+        drawn from: logits divided by the temperature (1 where it is 0; one between 0 and 1e-30 is
+        1e-30), among the tokens that top_k and top_p keep.
         """
     def step(self) -> tuple[list[tuple[int, int, int]], list[int]]:
         """Runs one forward: (request, sample, token) for each token drawn, and the requests that
