@@ -347,7 +347,7 @@ def generalized_jsd(
     labels        (…,) whole numbers: rows with the label -100 are left out. None: all rows count.
     beta          in [0, 1]: 0 is KL(teacher‖student), 1 is KL(student‖teacher), between them
                   beta·KL(teacher‖m) + (1−beta)·KL(student‖m), m = (1−beta)·student + beta·teacher.
-    temperature   both sides' logits are divided by it. Above 0.
+    temperature   both sides' logits are divided by it. 1e-30 to 1e30.
     reduction     "batchmean": the sum by the number of rows that count, without labels by the first
                   dimension; "sum"; "mean": by the number of terms; "none": (rows, V) if there are
                   labels, else (…, V), of top_k instead of V if that is given.
