@@ -234,7 +234,11 @@ CASES: tuple[tuple[int, str, list[Piece]], ...] = (
     (1, CALL.removesuffix("</tool_call>"), [ZURICH]),  # the end was the token that ended it
     (1, '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', [ToolCall("f", "{}")]),
     (0, XML, [ToolCall("weather", '{"town": "7", "days": 3}')]),
+    (0, XML.removesuffix("\n</tool_call>"), [ToolCall("weather", '{"town": "7", "days": 3}')]),
+    (0, CUT := XML[: XML.index("\n</parameter>")], [CUT]),  # who knows what was to follow
+    (0, BARE := "<tool_call>\n<function=weather>", [BARE]),
     (2, f"[TOOL_CALLS]{ARRAY}", [ZURICH]),
+    (2, "[TOOL_CALLS][]", ["[TOOL_CALLS][]"]),
     (2, f"[TOOL_CALLS]{NAMED}[TOOL_CALLS]{NAMED}", [ZURICH, ZURICH]),
     (2, "[TOOL_CALLS]none", ["[TOOL_CALLS]none"]),
     (4, OBJECT, [ZURICH]),

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from tinsmith.compare.data import Record, read_records
 from tinsmith.compare.plan import Plan, Run
 from tinsmith.compare.prompts import Prompts, renderer_of
 from tinsmith.demo import data, demo
+from tinsmith.files import weights
 
 SMALL = ("--steps", "2", "--batch", "3", "--rank", "2", "--max-tokens", "8", "--device", "cpu")
 SCORER = """
@@ -177,6 +180,18 @@ def test_the_same_command_again_starts_nothing_and_more_methods_are_added(
     assert "| SFT " in more.stdout, "the table has all that the folder has"
 
 
+def other_model(folder: Path) -> Path:
+    """The demonstration's model with another number in one of its tensors."""
+    place = folder / "other-model"
+    if not place.exists():
+        shutil.copytree(demo.MODEL, place)
+        with weights.open_folder(demo.MODEL) as found:
+            tensors = {name: found[name].copy() for name in found}
+        next(iter(tensors.values())).reshape(-1)[0] += 1
+        weights.write(place / weights.SINGLE_FILE, tensors)
+    return place
+
+
 def test_a_changed_setting_is_refused_by_its_name(
     folder: Path,
     compared: subprocess.CompletedProcess[str],
@@ -191,6 +206,9 @@ def test_a_changed_setting_is_refused_by_its_name(
         (("--retain", "test.jsonl"), "--retain had another content"),
         (("--demonstration", "turn"), "--demonstration was words, and is turn"),
         (("--scorer", "scorers:words"), "--scorer was scorers:starts, and is scorers:words"),
+        (("--weights", "int4"), "--weights was stored, and is int4"),
+        (("--dtype", "float32"), "--dtype was auto, and is float32"),
+        (("--model", f"demo={other_model(folder)}"), "the model demo was another one"),
     ):
         assert cli.main(arguments("out", *BOTH, *more)) == 1
         told = capsys.readouterr()
@@ -336,7 +354,7 @@ def test_a_scorer_that_fails_is_told_in_a_sentence(
     monkeypatch.chdir(folder)
     record = read_records(folder / "new.jsonl")[0]
     with pytest.raises(ValueError, match=sentence):
-        measure.judge(measure.find_scorer(f"scorers:{name}"), "so.", record)
+        measure.judge(measure.find_scorer(f"scorers:{name}"), "so.", record.answer, record)
 
 
 def test_a_question_that_does_not_fit_the_context_is_refused_with_its_line(
@@ -610,7 +628,7 @@ def test_sdpo_takes_steps_with_an_average_of_its_weights(
     train_on, _ = runner.questions(made)
     trained = training.train(
         service, made, Run("sdpo", 1e-3, 0), Prompts(demo.MODEL, demo.RENDERER), train_on,
-        lambda text, record: (0.0, "no"),
+        lambda text, expected, record: (0.0, "no"),
     )  # fmt: skip
     assert [step["datums"] for step in trained.steps] == [4, 4]
     assert all(step["loss:sum"] > 0 and step["grad_norm"] > 0 for step in trained.steps)
@@ -632,7 +650,8 @@ def test_the_scorer_of_the_docs_works() -> None:
     found: dict[str, Any] = {}
     exec(page.split("```python\n")[1].split("```")[0], found)
     record = Record(({"role": "user", "content": "1 + 6?"},), "It is 7.", 1, {})
-    said = {text: measure.judge(found["last_number"], text, record) for text in ("7.0", "8", "?")}
+    judge = partial(measure.judge, found["last_number"], expected=record.answer, record=record)
+    said = {text: judge(text) for text in ("7.0", "8", "?")}
     assert said == {
         "7.0": (1.0, ""),
         "8": (0.0, "8 is not the number."),
@@ -693,3 +712,65 @@ def test_a_run_that_fails_is_told_and_the_others_are_done(
     told = capsys.readouterr()
     assert "sft, learning rate 0.001, seed 0 failed: " in told.err and "rank" in told.err
     assert "[3/3] sft, learning rate 0.001, seed 1: learned exact" in told.out
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("It is 4.", "It is 4."),
+        ("<think>\nhm\n</think>\n\n4", "4"),
+        (CALL := '<tool_call>\n{"name": "f", "arguments": {"x": "a"}}\n</tool_call>', CALL),
+        (f"<think>\nhm\n</think>\n\nI look.\n{CALL}", f"I look.\n{CALL}"),
+        (LEFT := '<tool_call>\n{"name": "f", "argu', LEFT),
+    ],
+)
+def test_who_answers_as_the_file_does_is_right(answer: str, text: str) -> None:
+    """Token by token, with calls, and with thoughts, which nobody compares."""
+    prompts = Prompts(demo.MODEL, "qwen3")
+    record = Record(({"role": "user", "content": "What is it?"},), answer, 1, {})
+    tokens, marks = prompts.supervised(record)
+    own = [one for one, mark in zip(tokens.to_ints(), marks, strict=True) if mark]
+    assert prompts.text(own) == prompts.expected(record) == text
+    seen: list[tuple[str, str]] = []
+
+    def scorer(found: str, expected: str, row: Any) -> float:
+        seen.append((found, expected))
+        return 1.0
+
+    class Perfect:
+        def sample(self, *_: Any) -> Any:
+            return done(SimpleNamespace(sequences=[SimpleNamespace(tokens=own)]))
+
+        def compute_logprobs(self, asked: tinker.ModelInput) -> Any:
+            return done([None] + [0.0] * (asked.length - 1))
+
+    found = measure.measure(Perfect(), prompts, [record], max_tokens=64, scorer=scorer)
+    assert found.measures == {"exact": 1, "score": 1, "logprob": 0}
+    assert seen == [(text, text)]
+
+
+def done(value: Any) -> Any:
+    return SimpleNamespace(result=lambda: value)
+
+
+def test_texts_alone_are_what_is_kept(tmp_path: Path) -> None:
+    place = tmp_path / "runs" / "base"
+    place.mkdir(parents=True)
+    result = {
+        "method": "base", "learning_rate": None, "seed": None, "seconds": 1.0, "sampler_path": None,
+        "learned": {"exact": 0.5, "logprob": -1.0}, "kept": {"text": -3.0},
+    }  # fmt: skip
+    plan.write_json(place / plan.RESULT, result)
+    assert plan.finished(tmp_path) == {"base": result}
+    plan.write_json(place / plan.RESULT, result | {"kept": {"texts": -3.0}})
+    with pytest.raises(ValueError, match=r"kept is \{'texts': -3.0\}"):
+        plan.finished(tmp_path)
+
+
+def test_a_method_that_would_train_on_no_token_is_refused() -> None:
+    settings = methods.with_settings(["sdft", "opsd"], [])
+    methods.check_skipped(settings, 4)
+    with pytest.raises(
+        ValueError, match=r"sdft\.skip_first_tokens is 3, and --max-tokens 3: no tok"
+    ):
+        methods.check_skipped(settings, 3)

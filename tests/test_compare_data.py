@@ -158,7 +158,29 @@ def test_a_line_separator_inside_a_text_does_not_end_the_line(tmp_path: Path) ->
 
 
 def records(count: int) -> list[Record]:
-    return [Record((USER,), str(number), number, {}) for number in range(1, count + 1)]
+    return [asks(str(number), number) for number in range(1, count + 1)]
+
+
+def asks(question: str, line: int) -> Record:
+    return Record(({"role": "user", "content": question},), "yes", line, {})
+
+
+def test_a_question_on_several_lines_is_on_one_side() -> None:
+    every = [asks(str(number % 20), number) for number in range(1, 61)]
+    train, test = data.hold_out(every, 7)
+    assert sorted([*train, *test], key=lambda record: record.line) == every
+    assert len(test) == 9  # three questions
+    assert not {data.asked(one) for one in train} & {data.asked(one) for one in test}
+    alike = [asks("the same", number) for number in range(1, 6)]
+    with pytest.raises(ValueError, match="the 5 rows have 1 different questions, and none would"):
+        data.hold_out(alike, 1)
+
+
+def test_a_question_to_measure_with_is_not_trained_on() -> None:
+    train, test = records(5), [asks("9", 1), asks("4", 2)]
+    data.refuse_known(Path("test.jsonl"), test[:1], Path("data.jsonl"), train)
+    with pytest.raises(ValueError, match=r"test.jsonl, line 2 asks what line 4 of data.jsonl does"):
+        data.refuse_known(Path("test.jsonl"), test, Path("data.jsonl"), train)
 
 
 def test_what_is_held_out_is_the_same_each_time_and_in_no_batch() -> None:

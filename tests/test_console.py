@@ -183,7 +183,13 @@ def test_a_recipes_own_metrics_say_how_far_it_is(tmp_path: Path, backend: Backen
             (first / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
             assert console.recipe_share(recipe.pid) == 0.5
             status = console.Status(backend.worker, lambda: console.recipe_share(recipe.pid))
-            assert re.search(r"50% done, [\d.]+ m?s to go", status.line())
+            assert "50% done" in status.line() and "to go" not in status.line()
+            time.sleep(0.05)  # half of the time from here on is a quarter of all
+            (first / "metrics.jsonl").write_text(json.dumps(rows[0] | {"progress/done_frac": 0.75}))
+            began, told = status._shown[0], status.line()
+            left = float(re.search(r"75% done, ([\d.]+) m?s to go", told)[1])
+            assert status._shown == (began, 0.5) and 0 < left < 1000
+            (first / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
             (second / "metrics.jsonl").write_text('{"step": 0, "progress/done_frac": 0.125}\n')
             assert console.recipe_share(recipe.pid) == 0.5
             os.utime(first / "logs.log", (0, 0))

@@ -54,9 +54,15 @@ def test_each_name_has_the_tokenizer_of_its_own_folder(monkeypatch: pytest.Monke
     made: dict[str, Callable[[], str]] = {}
     monkeypatch.setattr(tokenizer_utils, "register_tokenizer", made.__setitem__)
     monkeypatch.setattr(tokenizer_utils, "get_tokenizer", lambda folder: folder)
-    launcher.register_tokenizers({"a/student": "/one", "a/teacher": Path("/other"), "/tmp": "/no"})
+    models = {
+        "a/student": "/one",
+        "a/teacher": Path("/other"),
+        "/tmp": "/no",
+        "/var/tmp": "/tmp/../var/tmp",
+    }
+    launcher.register_tokenizers(models)  # a name may also be that of another folder that is there
     found = {name: make() for name, make in made.items() if ":" not in name}
-    assert found == {"a/student": "/one", "a/teacher": "/other"}
+    assert found == {"a/student": "/one", "a/teacher": "/other", "/tmp": "/no"}
 
 
 def test_a_name_with_a_suffix_has_the_tokenizer_of_the_name_without_it(

@@ -123,13 +123,14 @@ def test_what_can_not_be_done_is_a_sentence_and_the_conversation_goes_on(speaker
         talk,
         lines(
             "/nothing", "/temperature -1", "/top_p 2", "/max_tokens 0", "/seed x", "/save",
+            "/temperature none", "/top_p none",
             "/temperature 0", "/seed none", "/max_tokens 5", "/system Be kind.", "word " * 2000,
             "Hello", f"/save {file}", "/help", "/reset", "/exit", "never read",
         ),
     )  # fmt: skip
     text = "".join(written)
     for told in ("there is no /nothing", "temperature must be at least 0", "2.0", "0 came",
-                 "could not convert", "say where to", "temperature: 0.0", "seed: None",
+                 "could not convert string to float: 'none'", "say where to", "temperature: 0.0", "seed: None",
                  "the model reads from 1 to 1024", "/compare"):  # fmt: skip
         assert told in text or "invalid literal" in text, told
     assert "invalid literal for int" in text and "never" not in text

@@ -125,7 +125,7 @@ class Status:
     def __init__(self, worker: Worker, progress: Callable[[], float | None] = lambda: None):
         self._worker = worker
         self._progress = progress  # the part of a recipe that is done
-        self._began = time.monotonic()
+        self._shown: tuple[float, float] | None = None  # when a part was first done, and which
         self._last: Call | None = None  # the newest optim_step
         self._losses: dict[str, float] = {}
         self._failed = self._refused = 0
@@ -186,8 +186,12 @@ class Status:
             parts.append(f"memory {readable(used)}{most}")
         share = self._progress()
         if share is not None and 0 < share < 1:
-            left = (time.monotonic() - self._began) * (1 - share) / share
-            parts.append(f"{share:.0%} done, {duration(left)} to go")
+            moment = time.monotonic()
+            since, first = self._shown = self._shown or (moment, share)  # resumed, it is not 0
+            parts.append(f"{share:.0%} done")
+            if share > first:
+                left = (moment - since) * (1 - share) / (share - first)
+                parts[-1] += f", {duration(left)} to go"
         return " · ".join(parts)
 
     def _speeds(self) -> tuple[float, float]:

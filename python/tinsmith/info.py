@@ -70,7 +70,7 @@ def _plan(core: _core.Model, options: argparse.Namespace) -> dict[str, int]:
     memory, rank, step, datum = options.memory, options.rank, options.step_memory, 0
     if memory and not step:
         adapter = core.plan(rank)["adapter"]
-        step = step_share(core, memory, adapter)
+        step = max(1, step_share(core, memory, adapter))  # 0 would be no bound
         datum = max(step, memory - core.held_bytes - adapter)
     sizes = core.plan(rank, options.tokens, step, datum)
     if memory:

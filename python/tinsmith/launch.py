@@ -41,7 +41,8 @@ CONTEXTS = tuple(1 << power for power in range(10, 22))  # of Tinker's suffixes,
 
 def register_tokenizers(models: Mapping[str, str | Path]) -> None:
     """Lets the cookbook's get_tokenizer read each name's tokenizer from the model's folder."""
-    names = {name: str(folder) for name, folder in models.items() if not Path(name).is_dir()}
+    pairs = ((name, Path(folder)) for name, folder in models.items())
+    names = {name: str(one) for name, one in pairs if Path(name).resolve() != one.resolve()}
     if not names:
         return
     try:

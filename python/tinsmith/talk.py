@@ -255,12 +255,14 @@ class Conversation:
         return True
 
 
-def _number(key: str, kind: Callable[[str], Any]) -> Callable[[Conversation, str], None]:
-    """A command that sets a number, or with nothing behind it shows it."""
+def _number(
+    key: str, kind: Callable[[str], Any], *, none: bool = False
+) -> Callable[[Conversation, str], None]:
+    """A command that sets a number, or with nothing behind it shows it; `none`: it may be none."""
 
     def change(talk: Conversation, text: str) -> None:
         if text:
-            value = None if text == "none" else kind(text)
+            value = None if none and text == "none" else kind(text)
             changed = replace(talk.settings, **{key: value})
             changed.request(talk.speaker.model, [0])
             talk.settings = changed
@@ -305,8 +307,11 @@ COMMANDS: dict[str, tuple[str, Callable[[Conversation, str], None]]] = {
     "/help": ("shows this", _help),
     "/temperature": ("sets it; 0 is greedy", _number("temperature", float)),
     "/top_p": ("sets it", _number("top_p", float)),
-    "/seed": ("draws the same each time; none: afresh", _number("seed", int)),
-    "/max_tokens": ("of an answer; none: to the end of the context", _number("max_tokens", int)),
+    "/seed": ("draws the same each time; none: afresh", _number("seed", int, none=True)),
+    "/max_tokens": (
+        "of an answer; none: to the end of the context",
+        _number("max_tokens", int, none=True),
+    ),
     "/system": ("sets the system message; nothing: none", _set_system),
     "/compare": ("answers without the adapter too, or no more", _compare),
     "/reset": ("forgets what was said", _reset),

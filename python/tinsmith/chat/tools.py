@@ -104,7 +104,7 @@ def _tagged_json(text: str, schemas: Schemas) -> list[ToolCall]:
     return [_call(_json(text))]
 
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*\Z", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*\Z", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 
 
@@ -113,7 +113,7 @@ def _tagged_xml(text: str, schemas: Schemas) -> list[ToolCall]:
     values are texts, and which are JSON."""
     found = _FUNCTION.match(text)
     if found is None:
-        raise ValueError("a call has no <function=name>")
+        raise ValueError("a call has no <function=name>, or no end")
     name, properties = found[1], schemas.get(found[1], {}).get("properties")
     known = properties if isinstance(properties, dict) else {}
     arguments: dict[str, Any] = {}
@@ -132,8 +132,7 @@ def _tagged_xml(text: str, schemas: Schemas) -> list[ToolCall]:
 def _array(text: str, schemas: Schemas) -> list[ToolCall]:
     """[{"name": …, "arguments": {…}}, …], or name[ARGS]{…} behind each mark."""
     if text.lstrip().startswith("["):
-        items = _json(text)
-        return [_call(item) for item in items]
+        return [_call(item) for item in _several(_json(text))]
     calls = []
     for part in text.split("[TOOL_CALLS]"):
         name, _, arguments = part.partition("[ARGS]")
@@ -153,6 +152,13 @@ def _objects(text: str, schemas: Schemas) -> list[ToolCall]:
         calls.append(_call(item))
         while at < len(text) and text[at] in "; \n":
             at += 1
+    return _several(calls)
+
+
+def _several(calls: list[Any]) -> list[Any]:
+    """ValueError where there is no call, but the mark of one."""
+    if not calls:
+        raise ValueError("there is no call")
     return calls
 
 

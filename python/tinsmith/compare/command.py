@@ -8,10 +8,17 @@ from pathlib import Path
 
 from tinsmith import console, pull, usage
 from tinsmith.compare import report
-from tinsmith.compare.data import Record, digest, hold_out, read_records
+from tinsmith.compare.data import (
+    Record,
+    digest,
+    hold_out,
+    model_digest,
+    read_records,
+    refuse_known,
+)
 from tinsmith.compare.measure import find_scorer
-from tinsmith.compare.methods import METHODS, check_vocabulary, with_settings
-from tinsmith.compare.plan import Plan, alone, begin, missing, read_plan
+from tinsmith.compare.methods import METHODS, check_skipped, check_vocabulary, with_settings
+from tinsmith.compare.plan import MODEL, Plan, alone, begin, missing, read_plan
 from tinsmith.files.extras import pip_install
 from tinsmith.files.families import read_config
 from tinsmith.files.home import checkpoints_folder
@@ -196,6 +203,7 @@ def run(options: argparse.Namespace) -> int:
     if options.test and options.hold_out:
         raise ValueError("--hold-out is for a comparison without --test: give one of the two")
     methods = with_settings(options.methods, options.changes)
+    check_skipped(methods, options.max_tokens)
     files = {
         key: path.resolve()
         for key in ("data", "test", "retain")
@@ -226,11 +234,13 @@ def run(options: argparse.Namespace) -> int:
         max_tokens=options.max_tokens,
         context=int(shape["context"]),
         methods=methods,
-        digests={key: digest(path) for key, path in files.items()},
+        digests={key: digest(path) for key, path in files.items()} | {MODEL: model_digest(model)},
         demonstration=options.demonstration,
         wanted=options.methods,
         learning_rates=options.lr,
         seeds=options.seeds,
+        weights=options.weights,
+        dtype=options.dtype,
     )
     _check_lengths(plan, model, train, sides)
     out = options.out.resolve()
@@ -259,7 +269,9 @@ def _read(options: argparse.Namespace) -> tuple[list[Record], dict[str, list[Rec
     """What is trained on, and the questions of each side; all files are checked."""
     train, retain = read_records(options.data), read_records(options.retain, texts=True)
     if options.test:
-        return train, {"learned": read_records(options.test), "kept": retain}
+        test = read_records(options.test)
+        refuse_known(options.test, test, options.data, train)
+        return train, {"learned": test, "kept": retain}
     train, test = hold_out(train, options.hold_out)
     return train, {"learned": test, "kept": retain}
 

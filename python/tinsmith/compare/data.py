@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tinsmith.files import gguf_model
+from tinsmith.files.config import CONFIG_FILE
 from tinsmith.files.meta import check_text
 from tinsmith.files.weights import unique_keys
 
 Message = dict[str, str]  # role and content
 ROLES = ("system", "user", "assistant", "tool")
 SHOWN_MAX = 200  # characters of a value that an error shows
+SAMPLE = 4096  # bytes of a tensor that tell it from another
 HELD_OUT_MAX = 100  # rows, where no file of held-out questions is given
 
 
@@ -89,9 +92,21 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def model_digest(folder: Path) -> str:
+    """The SHA-256 of a model's config.json and of the beginning of each of its tensors."""
+    found = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
+    with gguf_model.open_tensors(folder) as tensors:
+        for name in sorted(tensors):
+            for entry in tensors.sources(name):
+                bits = tensors.bits(entry)[entry.begin : entry.begin + min(entry.size, SAMPLE)]
+                found.update(repr((name, entry.dtype, entry.shape, bits)).encode())
+    return found.hexdigest()
+
+
 def hold_out(records: Sequence[Record], count: int | None) -> tuple[list[Record], list[Record]]:
     """Records to train on, and `count` others to measure with (None: a fifth, at most
-    HELD_OUT_MAX), both in the file's order. Every method and seed gets the same.
+    HELD_OUT_MAX), both in the file's order. Every method and seed gets the same. All rows of a
+    question are on one side, so there may be a few more than `count`.
 
     Raises ValueError if nothing would be left on one side.
 
@@ -101,10 +116,37 @@ def hold_out(records: Sequence[Record], count: int | None) -> tuple[list[Record]
         count = min(HELD_OUT_MAX, max(1, len(records) // 5))
     if count >= len(records):
         raise ValueError(f"{count} rows can't be held out of {len(records)}: none would be left")
-    picked = set(random.Random("hold-out").sample(range(len(records)), count))
+    questions: dict[str, list[int]] = {}
+    for index, record in enumerate(records):
+        questions.setdefault(asked(record), []).append(index)
+    several, picked = list(questions.values()), set[int]()
+    for number in random.Random("hold-out").sample(range(len(several)), min(count, len(several))):
+        if len(picked) < count:
+            picked.update(several[number])
+    if len(picked) == len(records):
+        raise ValueError(
+            f"{count} rows can't be held out: the {len(records)} rows have {len(several)} "
+            "different questions, and none would be left"
+        )
     sides = ([r for i, r in enumerate(records) if (i in picked) == side] for side in (False, True))
     train, test = sides
     return train, test
+
+
+def refuse_known(path: Path, test: Sequence[Record], data: Path, train: Sequence[Record]) -> None:
+    """ValueError with both lines for a question to measure with that is trained on."""
+    lines = {asked(record): record.line for record in reversed(train)}
+    for record in test:
+        if (line := lines.get(asked(record))) is not None:
+            raise ValueError(
+                f"{path}, line {record.line} asks what line {line} of {data} does: a question that "
+                "is trained on says nothing of others; leave it out of one of the two"
+            )
+
+
+def asked(record: Record) -> str:
+    """A record's conversation, for comparing."""
+    return json.dumps(record.messages, sort_keys=True)
 
 
 # ---- a line ----

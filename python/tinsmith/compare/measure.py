@@ -88,9 +88,10 @@ def measure(
         row = {"line": record.line, "logprob": sum(marked), "tokens": len(marked)}
         if answer is not None:
             text = prompts.text(list(answer.result().sequences[0].tokens))
-            row |= {"answer": text, "exact": is_exact(text, record.answer)}
+            expected = prompts.expected(record)
+            row |= {"answer": text, "exact": is_exact(text, expected)}
             if scorer is not None:
-                row["score"], row["said"] = judge(scorer, text, record)
+                row["score"], row["said"] = judge(scorer, text, expected, record)
         rows.append(row)
     return Measured(_measures(rows), rows)
 
@@ -120,17 +121,17 @@ def _marked(logprobs: Sequence[float | None], marks: Sequence[bool]) -> list[flo
     return [logprob for logprob, mark in pairs if mark and logprob is not None]
 
 
-def judge(scorer: Scorer | None, text: str, record: Record) -> tuple[float, str]:
+def judge(scorer: Scorer | None, text: str, expected: str, record: Record) -> tuple[float, str]:
     """A scorer's number for an answer, and what it says of it; without a scorer 1 or 0, and "".
 
     Raises ValueError if it returns something else, or raises something itself.
 
-        judge(None, "2", record)  # (1.0, "")
+        judge(None, "2", "2", record)  # (1.0, "")
     """
     if scorer is None:
-        return float(is_exact(text, record.answer)), ""
+        return float(is_exact(text, expected)), ""
     try:
-        value = scorer(text, record.answer, record.row)
+        value = scorer(text, expected, record.row)
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"the scorer failed on the answer to line {record.line}: {_raised(error)}"

@@ -156,6 +156,20 @@ def check_vocabulary(methods: Mapping[str, Mapping[str, Value]], vocabulary: int
                 )
 
 
+def check_skipped(methods: Mapping[str, Mapping[str, Value]], max_tokens: int) -> None:
+    """Raises ValueError for a method that would train on no token of an answer.
+
+    check_skipped(with_settings(["sdft"], []), 64)
+    """
+    for name, settings in methods.items():
+        skipped = settings.get("skip_first_tokens", 0)
+        if skipped >= max_tokens:
+            raise ValueError(
+                f"{name}.skip_first_tokens is {skipped}, and --max-tokens {max_tokens}: no token "
+                "of an answer would be trained on"
+            )
+
+
 # ---- the methods ----
 
 
@@ -201,7 +215,8 @@ def _sdpo(student: Student, settings: Settings, records: Sequence[Record]) -> Ba
     taught = []
     for record, group in zip(records, groups, strict=True):
         texts = [student.prompts.text(answer) for answer in group]
-        judged = [student.judge(text, record) for text in texts]
+        expected = student.prompts.expected(record)
+        judged = [student.judge(text, expected, record) for text in texts]
         right = [index for index, (score, _) in enumerate(judged) if score >= settings["success"]]
         for index, answer in enumerate(group):
             example = next((texts[other] for other in right if other != index), "")

@@ -23,6 +23,7 @@ from tinsmith.compare.methods import METHODS, Value
 
 SETTINGS, RESULT, PART = "settings.json", "result.json", "~part"
 FILES = ("data", "test", "retain")  # whose content counts, not their place
+MODEL = "model"  # likewise, in a plan's digests
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Plan:
     hold_out rows of data are the questions to measure with. steps: of each training. context: the
     model's, in tokens. methods: each one's own settings. digests: of the files, by their options.
     wanted: the methods to run now. demonstration: how SDFT's and OPSD's teacher reads the file's
-    answer (prompts.py)."""
+    answer (prompts.py). weights, dtype: what the server keeps base weights in, and computes in."""
 
     model: str
     data: str
@@ -77,6 +78,8 @@ class Plan:
     learning_rates: list[float] = field(default_factory=list)
     seeds: int = 1
     demonstration: str = "words"
+    weights: str = "stored"
+    dtype: str = "auto"
 
     def runs(self) -> list[Run]:
         """All that it asks for, the base model first; then a seed of each, then the next."""
@@ -115,13 +118,15 @@ def _refuse_changes(folder: Path, before: Plan, plan: Plan) -> None:
     if not ran:
         return
     old, new, changed = asdict(before), asdict(plan), []
-    free = {"context", "methods", "digests", "wanted", "learning_rates", "seeds", *FILES}
+    free = {"methods", "digests", "wanted", "learning_rates", "seeds", *FILES}
     for name in sorted(old.keys() - free):
         if old[name] != new[name]:
             changed.append(f"--{name.replace('_', '-')} was {old[name]}, and is {new[name]}")
     for name in FILES:
         if before.digests.get(name) != plan.digests.get(name):
             changed.append(f"--{name} had another content")
+    if before.digests.get(MODEL, plan.digests[MODEL]) != plan.digests[MODEL]:
+        changed.append(f"the model {plan.model} was another one")
     for method in sorted(ran & before.methods.keys() & plan.methods.keys()):
         for key, value in before.methods[method].items():
             if (now := plan.methods[method].get(key)) != value:
@@ -168,9 +173,10 @@ def _is_number(value: object) -> bool:
 
 
 def _are_measures(value: object) -> bool:
-    if not isinstance(value, dict):
+    """Of questions, or of plain texts alone."""
+    if not isinstance(value, dict) or not all(map(_is_number, value.values())):
         return False
-    return {"exact", "logprob"} <= value.keys() and all(map(_is_number, value.values()))
+    return {"exact", "logprob"} <= value.keys() or value.keys() == {"text"}
 
 
 FIELDS: dict[str, Callable[[object], bool]] = {  # of a result, which report.py reads

@@ -1,5 +1,6 @@
 """What models are asked: a record's prompts and training example, by a renderer of the cookbook."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 from tinsmith.compare.data import Message, Record
 from tinsmith.demo.data import demonstration_prompt
 
+# Where a renderer leaves the calls of an answer, and what some models write around thoughts.
+CALLS = ("tool_calls", "unparsed_tool_calls")
+THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 LAST = renderers.TrainOnWhat.LAST_ASSISTANT_MESSAGE
 
 
@@ -43,6 +47,7 @@ class Prompts:
         self.tokenizer: Any = get_tokenizer(str(model))
         try:
             self.renderer = renderers.get_renderer(renderer, self.tokenizer)
+            self._stops = self.renderer.get_stop_sequences()  # may want other ids
         except (AssertionError, ConfigurationError, KeyError, ValueError) as error:
             raise ValueError(f"there is no renderer {renderer!r:.80}: {error}") from None
         self.demonstration = demonstration
@@ -78,13 +83,25 @@ class Prompts:
 
     def sampling(self, max_tokens: int, **more: Any) -> tinker.SamplingParams:
         """How answers are sampled: they end where the renderer says."""
-        stop = self.renderer.get_stop_sequences()
-        return tinker.SamplingParams(max_tokens=max_tokens, stop=stop, **more)
+        return tinker.SamplingParams(max_tokens=max_tokens, stop=self._stops, **more)
 
     def text(self, tokens: list[int]) -> str:
-        """An answer's text, without what was thought before it."""
+        """An answer's text with its tool calls, without what was thought before it."""
         message, _ = self.renderer.parse_response(tokens)
-        return renderers.get_text_content(message).strip()
+        if not any(message.get(key) for key in CALLS):
+            return renderers.get_text_content(message).strip()
+        kept = list(tokens)
+        while kept and kept[-1] in self._stops:
+            kept.pop()
+        text = str(self.tokenizer.decode(kept))
+        for stop in self._stops:
+            text = text.removesuffix(stop) if isinstance(stop, str) else text
+        return THOUGHT.sub("", text).strip()
+
+    def expected(self, record: Record) -> str:
+        """The text of the file's answer, as if a model had given it."""
+        tokens, marks = self.supervised(record)
+        return self.text([one for one, mark in zip(tokens.to_ints(), marks, strict=True) if mark])
 
     def check(self, path: str, records: Iterable[Record], max_tokens: int, context: int) -> None:
         """Raises ValueError with the line's number for a record that doesn't fit the context."""

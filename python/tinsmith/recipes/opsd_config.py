@@ -17,6 +17,7 @@ from tinker_cookbook.utils.lr_scheduling import LRSchedule, compute_schedule_lr_
 
 logger = logging.getLogger(__name__)
 
+EMA = 0.999
 # What the authors' code takes, by date. A token_clip of 0 is none.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "march-2026": {
@@ -128,7 +129,7 @@ class Config:
     teacher_model: str | None = chz.field(
         default=None, doc="another base model of the server as teacher, instead"
     )
-    teacher_ema: float = chz.field(default=0.999, doc="decay of teacher=ema")
+    teacher_ema: float = chz.field(default=EMA, doc="decay of teacher=ema")
     beta: float = _by_defaults(
         "beta", "0: KL(teacher‖student), 1: KL(student‖teacher), between them: Jensen-Shannon"
     )
@@ -187,6 +188,21 @@ class Config:
         if self.lr_schedule not in ("constant", "linear", "cosine"):
             raise ValueError(
                 f"lr_schedule must be constant, linear or cosine, not {self.lr_schedule!r}"
+            )
+        for name in ("groups_per_batch", "group_size", "max_tokens", "max_steps", "lora_rank"):
+            if not getattr(self, name) >= 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not self.max_context_length >= 2:
+            raise ValueError(
+                f"max_context_length must be at least 2, not {self.max_context_length}"
+            )
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be more than 0 and at most 1, not {self.top_p}")
+        if self.teacher != "ema" and self.teacher_ema != EMA:
+            raise ValueError(
+                f"teacher_ema={self.teacher_ema} is of teacher=ema, and teacher={self.teacher}"
             )
         if not 0 <= self.lr_warmup_steps <= self.max_steps:
             raise ValueError(
