@@ -158,10 +158,14 @@ static void cuda_launch(CudaDevice *cuda, const char *name, const char *file, in
         name, grid, block, shared_bytes, cuda->shared_bytes, [=] { kernel(args...); }, failed};
     cuda_check(cuda, emulate::enqueue(cuda->stream, {{}, true, launch}), name, file, line);
 #else
-    cudaFuncAttribute most = cudaFuncAttributeMaxDynamicSharedMemorySize;
-    if (shared_bytes > 48 << 10 &&
-        cuda_check(cuda, cudaFuncSetAttribute(kernel, most, (int)shared_bytes), name, file, line))
-        return;
+    if (shared_bytes > 48 << 10) { /* all that there is: other threads launch the kernel too */
+        cudaFuncAttributes has;
+        if (cuda_check(cuda, cudaFuncGetAttributes(&has, kernel), name, file, line)) return;
+        int most = (int)(cuda->shared_bytes - has.sharedSizeBytes);
+        cudaFuncAttribute which = cudaFuncAttributeMaxDynamicSharedMemorySize;
+        if (cuda_check(cuda, cudaFuncSetAttribute(kernel, which, most), name, file, line)) return;
+    }
+    cudaGetLastError(); /* of a call that may fail, and did, before */
     kernel<<<grid, block, shared_bytes, cuda->stream>>>(args...);
     cuda_check(cuda, cudaGetLastError(), name, file, line);
 #endif

@@ -7,6 +7,33 @@
 
 #include "cuda.cuh"
 
+/* Whether a card has a context, which takes memory there: making one current makes it one. Without
+ * an answer it has. */
+static inline bool has_context(int card)
+{
+#ifdef CUDA_EMULATED
+    (void)card;
+    return true;
+#else
+    typedef int (*State)(int card, unsigned *flags, int *active); /* cuDevicePrimaryCtxGetState */
+    static void *const found = [] {
+        void *function = nullptr;
+        cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+        cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &function, 7000,
+                                         cudaEnableDefault, &result);
+#else
+        cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &function, cudaEnableDefault,
+                                &result);
+#endif
+        return function;
+    }();
+    unsigned flags;
+    int active = 1;
+    return !found || ((State)found)(card, &flags, &active) != 0 || active;
+#endif
+}
+
 struct Current {
     int before = -1;
     explicit Current(int ordinal)
@@ -20,7 +47,8 @@ struct Current {
     }
     ~Current()
     {
-        if (before >= 0) cudaSetDevice(before);
+        if (before < 0 || !has_context(before)) return; /* nobody uses that card in this process */
+        if (cudaSetDevice(before) != cudaSuccess) cudaGetLastError();
     }
 };
 
