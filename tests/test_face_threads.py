@@ -8,7 +8,9 @@ import time
 import warnings
 
 import numpy as np
+import pytest
 from face import PROMPT, TOKENS
+from tinsmith.api.turns import Turns, take_all
 
 
 def test_threads_take_turns(model, adapter) -> None:
@@ -106,3 +108,65 @@ def test_a_forked_process_is_told_to_load_its_own_model(model) -> None:
     os.close(read)
     assert kind == "RuntimeError"
     assert "fork" in sentence
+
+
+def test_an_interrupt_ends_no_other_threads_call() -> None:
+    """A call that needs two turns may wait for the second, in which another thread's call is."""
+    outer, inner = Turns(), Turns()
+    busy, free, interrupts = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        busy.set()
+        assert free.wait(60)
+
+    def interrupt() -> None:
+        interrupts.append(free.is_set())
+        ended.set()
+
+    ended = threading.Event()
+    thread = threading.Thread(target=inner.take, args=(other,))
+    thread.start()
+    assert busy.wait(60)
+
+    def tick() -> None:
+        threading.Timer(0.2, free.set).start()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        take_all([outer, inner], lambda: ended.wait(60), interrupt=interrupt, tick=tick)
+    thread.join(60)
+    assert interrupts and all(interrupts)  # none before the work had begun
+    for turns in (outer, inner):
+        turns.close()
+
+
+def test_an_interrupt_is_asked_for_at_once() -> None:
+    """Work that goes on until it is interrupted does not go on."""
+    turns, asked, begun = Turns(), threading.Event(), threading.Event()
+
+    def work() -> bool:
+        begun.set()
+        return asked.wait(60)
+
+    def tick() -> None:
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tinsmith.api.turns.AGAIN_SECONDS", 1000.0)
+        turns.take(work, interrupt=asked.set, tick=tick)
+    assert asked.is_set()
+    turns.close()
+
+
+def test_a_progress_that_fails_at_the_end_does_not_fail_the_call(adapter, caplog) -> None:
+    row = TOKENS[0]
+
+    def progress(done: int, total: int) -> None:
+        if done == total:
+            raise ZeroDivisionError("of the caller's")
+
+    caplog.set_level("WARNING", "tinsmith")
+    adapter.zero_grad()
+    out = adapter.forward_backward(row[:-1], row[1:], progress=progress)
+    assert np.isfinite(out.loss) and "the function for progress failed" in caplog.text

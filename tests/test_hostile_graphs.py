@@ -479,6 +479,45 @@ def test_what_a_loss_holds_and_does_is_bounded(monkeypatch: pytest.MonkeyPatch) 
         evaluate(loss, data * 2, [()] * 2)
 
 
+def test_what_autograd_keeps_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number comes of each node, which keeps several tensors of all."""
+    one = {"ref": "x"}
+    nodes = [
+        function("torch.nn.functional.poisson_nll_loss", one, one, name=f"n{n}", full=True)
+        for n in range(9)
+    ]
+    total = [
+        function("torch.add", {"ref": a}, {"ref": b}, name=f"t{n}")
+        for n, (a, b) in enumerate([("n0", "n1"), *((f"t{n - 2}", f"n{n}") for n in range(2, 9))])
+    ]
+    nodes = [*nodes, *total, function("torch.sum", {"ref": "t7"})]
+    loss = custom_loss.check("mine", LOGPROBS, graph_of(*nodes))
+    data = [np.full(100, 1.0, np.float32)]
+    assert np.isfinite(evaluate(loss, data, [()]).loss)
+    monkeypatch.setattr(evaluation, "HELD_MAX", 1000)
+    with pytest.raises(ValueError, match=r"node 'n\d' .*holds more than 1000 numbers"):
+        evaluate(loss, data, [()])
+
+
+def test_others_work_while_a_loss_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, seen = custom_loss.check("mine", LOGPROBS, chain(8)), []
+    data = [np.full(100, -1.0, np.float32)] * 3
+    wanted = evaluate(loss, data, [()] * 3)
+    monkeypatch.setattr(evaluation, "MEANWHILE_SECONDS", -1.0)
+    found = evaluate(loss, data, [()] * 3, lambda *now: seen.append(now))
+    assert (found.loss, len(seen)) == (wanted.loss, 3 * (9 + 1))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen) and seen[-1] == (3, 3)
+
+    class Over(Exception):
+        """What the worker raises when it ends."""
+
+    def over(*_: int) -> None:
+        raise Over
+
+    with pytest.raises(Over):
+        evaluate(loss, data, [()] * 3, over)
+
+
 def test_a_graph_of_as_many_nodes_as_may_be() -> None:
     loss = custom_loss.check("mine", LOGPROBS, chain(custom_loss.NODES_MAX - 3))
     found = evaluate(loss, [LOGP], [()])

@@ -130,8 +130,8 @@ def test_what_can_not_be_done_is_a_sentence_and_the_conversation_goes_on(speaker
     )  # fmt: skip
     text = "".join(written)
     for told in ("there is no /nothing", "temperature must be at least 0", "2.0", "0 came",
-                 "could not convert string to float: 'none'", "say where to", "temperature: 0.0", "seed: None",
-                 "the model reads from 1 to 1024", "/compare"):  # fmt: skip
+                 "could not convert string to float: 'none'", "say where to", "temperature: 0.0",
+                 "seed: None", "the model reads from 1 to 1024", "/compare"):  # fmt: skip
         assert told in text or "invalid literal" in text, told
     assert "invalid literal for int" in text and "never" not in text
     assert talk.settings == Settings(0.0, 1.0, None, 5) and talk.messages == []

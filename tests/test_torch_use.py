@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tinsmith.ops
 import tinsmith.torch as tt
 import torch
 import torch.nn.functional as F
@@ -266,3 +267,55 @@ def test_two_processes_have_the_gradient_of_one(tmp_path):
         for one in both:
             one.kill()
             one.wait()
+
+
+@pytest.mark.parametrize("settings", [{}, {"label_smoothing": 0.1}], ids=str)
+def test_a_mean_of_nothing_leaves_weights_as_they_are(settings):
+    """NaN, as torch's, but its gradients are zeros."""
+    (x, w, b), _ = inputs()
+    nothing = torch.full((2, N), -100)
+    loss = tt.linear_cross_entropy(x, w, nothing, linear_bias=b, **settings)
+    assert loss.isnan()
+    for gradient in torch.autograd.grad(loss, (x, w, b)):
+        assert not gradient.any() and not gradient.isnan().any()
+
+
+@pytest.mark.parametrize(("dtype", "ignored"), [(torch.uint8, -100), (torch.int8, 156)], ids=str)
+def test_no_id_of_8_bits_is_ignored_by_a_number_it_has_not(dtype, ignored):
+    x, w = torch.randn(2, D), torch.randn(200, D)
+    target = torch.tensor([156, 3] if dtype is torch.uint8 else [100, 3], dtype=dtype)
+    found = tt.linear_cross_entropy(x, w, target, reduction="none", ignore_index=ignored)
+    wanted = F.cross_entropy(x @ w.T, target.long(), reduction="none")
+    torch.testing.assert_close(found, wanted)
+
+
+X, W, IDS = torch.randn(2, D), torch.randn(V, D), torch.tensor([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: tt.gather_logprobs(X), r"gather_logprobs takes \(logits, ids\) or \(hidden, we"),
+        (lambda: tt.gather_logprobs(X, [1, 2]), "ids must be a tensor, not list"),
+        (lambda: tt.gather_logprobs(X, W.long(), IDS), "weight must be a tensor of floating-point"),
+        (lambda: tt.topk_logprobs(X), r"topk_logprobs takes \(logits, k\) or \(hidden, weight, k"),
+        (lambda: tt.topk_logprobs(X, 2.0), "k must be a whole number, not float"),
+        (
+            lambda: tt.weighted_cross_entropy(X, W, IDS, [1, 2]),
+            "weights must be a tensor, not list",
+        ),
+        (
+            lambda: tt.generalized_jsd((X, W, W), (X, W)),
+            "student must be logits or a pair .* 3 arr",
+        ),
+        (lambda: tinsmith.ops.gather_logprobs(X.numpy(), None), "must be a NumPy array or have __"),
+    ],
+)
+def test_what_is_no_argument_gets_a_sentence(call, sentence):
+    with pytest.raises(TypeError, match=sentence):
+        call()
+
+
+def test_a_top_k_that_no_integer_holds_gets_a_sentence():
+    with pytest.raises(ValueError, match=f"top_k must be at most 2147483647, not {10**30}"):
+        tt.generalized_jsd((X, W), (X, W), top_k=10**30)

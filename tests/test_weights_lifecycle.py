@@ -3,6 +3,7 @@
 What comes out is a model that transformers loads, and its log-probabilities are the server's.
 """
 
+import base64
 import json
 from pathlib import Path
 
@@ -114,9 +115,23 @@ def test_an_encrypted_export_is_readable_by_its_owners_only(
         service_client.create_training_client_from_state(path).result()
 
 
+def part(content: bytes) -> bytes:
+    return len(content).to_bytes(4, "big") + content
+
+
+# A key of SSH's, whose exponent is zero. age's own code ends with a panic there.
+NO_EXPONENT = "ssh-rsa " + base64.b64encode(
+    part(b"ssh-rsa") + part(b"") + part(b"\1" * 256)
+).decode()  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("keys", "sentence"),
-    [(["age1abc"], "'age1abc' is not a public key"), (["age1"] * 11, "at most 10 age recipients")],
+    [
+        (["age1abc"], "'age1abc' is not a public key"),
+        (["age1"] * 11, "at most 10 age recipients"),
+        ([NO_EXPONENT], "'ssh-rsa .* is not a public key for age"),
+    ],
 )
 def test_bad_recipients_are_refused_before_anything_is_written(
     keys: list[str], sentence: str, server, service_client
@@ -124,4 +139,5 @@ def test_bad_recipients_are_refused_before_anything_is_written(
     client = service_client.create_lora_training_client("tiny", rank=2).result()
     with pytest.raises(tinker.RequestFailedError, match=sentence):
         client.save_weights_external("never", age_encryption_recipients=keys).result()
+    client.save_state("next").result()  # its turn has come
     assert not list(server.checkpoints.glob("*/external_weights/never*"))

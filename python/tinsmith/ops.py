@@ -37,6 +37,7 @@ __all__ = [
 
 IGNORED = -100  # a label that leaves its row out, as Hugging Face writes it
 COLDEST, HOTTEST = 1e-30, 1e30  # temperatures
+K_MAX = (1 << 31) - 1
 REDUCTIONS = ("batchmean", "sum", "mean", "none")
 CPU, CUDA = (
     (1, 0),
@@ -76,6 +77,8 @@ class _Loan:
 
 def _place(x: Any, name: str = "the array") -> tuple[int, int]:
     """The device of an array; memory that the CPU reads is the CPU's."""
+    if x is None:
+        raise TypeError(f"{name} must be a NumPy array or have __dlpack__, not None")
     place = tensors.device_of(x, name) if hasattr(x, "__dlpack_device__") else CPU
     return CPU if place[0] in tensors.HOST else place
 
@@ -324,6 +327,8 @@ class Divergence(NamedTuple):
             raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
         if token_clip is not None and math.isnan(token_clip):
             raise ValueError("token_clip must be a number, not NaN")
+        if top_k is not None and top_k > K_MAX:
+            raise ValueError(f"top_k must be at most {K_MAX}, not {top_k}")
         k = 0 if top_k is None or top_k <= 0 or logits_are_probs else int(top_k)
         clip = math.inf if token_clip is None else float(token_clip)
         return cls(float(beta), float(temperature), reduction, bool(logits_are_probs), k, clip)
@@ -406,7 +411,8 @@ class JsdResult(NamedTuple):
     dweight: Any
 
 
-def _pair(side: Any, name: str) -> tuple[Any, Any]:
+def pair(side: Any, name: str) -> tuple[Any, Any]:
+    """Logits and None, or hidden states and the weight that makes logits of them."""
     if not isinstance(side, tuple):
         return side, None
     if len(side) != 2:
@@ -434,8 +440,8 @@ def jsd(
     want: tuple[bool, bool] = (True, True),
 ) -> JsdResult:
     """The loss, and with `grad` (of the loss's shape) the gradients in the same pass."""
-    rows, weight = _pair(student, "student")
-    other, other_weight = _pair(teacher, "teacher")
+    rows, weight = pair(student, "student")
+    other, other_weight = pair(teacher, "teacher")
     if how.logits_are_probs and (weight is not None or other_weight is not None):
         raise ValueError("logits_are_probs needs probabilities, not hidden states and weights")
     shape, other_shape = _shape(rows, "student"), _shape(other, "teacher")

@@ -8,6 +8,7 @@ Log-probabilities and divergences are float32, of float64 input float64. Gradien
 refused. linear_cross_entropy and LinearCrossEntropyLoss have torch's signatures.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -32,6 +33,26 @@ def _floating(x: Any, name: str) -> None:
         )
 
 
+def _tensor(x: Any, name: str) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
+
+
+def _rows(rows: Any, weight: Any) -> None:
+    """Rows and, unless it is None, what makes logits of them."""
+    _floating(rows, "logits" if weight is None else "hidden")
+    if weight is not None:
+        _floating(weight, "weight")
+
+
+def _two(given: tuple[Any, ...], name: str, last: str) -> tuple[Any, Any]:
+    """The weight or None, and the last argument."""
+    if len(given) not in (1, 2):
+        raise TypeError(f"{name} takes (logits, {last}) or (hidden, weight, {last})")
+    weight, other = (None, *given)[-2:]
+    return weight, other
+
+
 def gather_logprobs(rows: Tensor, *weight_and_ids: Tensor) -> Tensor:
     """gather_logprobs(hidden, weight, ids) or gather_logprobs(logits, ids) -> logprobs
 
@@ -39,8 +60,9 @@ def gather_logprobs(rows: Tensor, *weight_and_ids: Tensor) -> Tensor:
     (…, D) and weight (V, D), or in logits (…, V). IndexError for an id outside the vocabulary.
 
         nll = -tt.gather_logprobs(hidden[:, :-1], head.weight, tokens[:, 1:])"""
-    weight, ids = (None, *weight_and_ids)[-2:]
-    _floating(rows, "logits" if weight is None else "hidden")
+    weight, ids = _two(weight_and_ids, "gather_logprobs", "ids")
+    _rows(rows, weight)
+    _tensor(ids, "ids")
     return gathered(rows, weight, ids)[0]
 
 
@@ -51,8 +73,10 @@ def topk_logprobs(rows: Tensor, *weight_and_k: Any) -> tuple[Tensor, Tensor]:
     gradient. If one is needed, the ids are found first and then gathered.
 
         ids, logprobs = tt.topk_logprobs(teacher_hidden, teacher_head.weight, 32)"""
-    weight, k = (None, *weight_and_k)[-2:]
-    _floating(rows, "logits" if weight is None else "hidden")
+    weight, k = _two(weight_and_k, "topk_logprobs", "k")
+    _rows(rows, weight)
+    if not isinstance(k, int) or isinstance(k, bool):
+        raise TypeError(f"k must be a whole number, not {type(k).__name__}")
     ids, logprobs = torch_ops.topk(rows.detach(), None if weight is None else weight.detach(), k)
     if any(wants(rows, weight)):
         logprobs = gathered(rows, weight, ids)[0]
@@ -69,7 +93,9 @@ def weighted_cross_entropy(hidden: Tensor, weight: Tensor, ids: Tensor, weights:
     hidden and weight. ValueError if weights and ids differ in shape.
 
         loss = tt.weighted_cross_entropy(hidden, head.weight, ids, mask.float())"""
-    _floating(hidden, "hidden")
+    _rows(hidden, weight)
+    _tensor(ids, "ids")
+    _tensor(weights, "weights")
     if weights.shape != ids.shape:
         shapes = tuple(ids.shape), tuple(weights.shape)
         raise ValueError("weights must be of ids' shape {}, not {}".format(*shapes))
@@ -160,6 +186,7 @@ def _hard(
     smoothing: float,
 ) -> Tensor:
     """Of ids: (1−ε)·w[y]·nll − ε/V·Σ_v w[v]·logp[v], where Σ_v w·logp = h·Σ_v w·W[v] − Σw·lse."""
+    target = target.long()  # in 8 bits without a sign -100 would be an id
     counts = target != ignored
     ids = torch.where(counts, target, 0)
     if weight is None:
@@ -168,7 +195,7 @@ def _hard(
         by = torch.where(counts, weight.to(torch.float32)[ids], 0.0)
     if not smoothing and reduction != "none":
         total = weighted_cross_entropy(hidden, matrix, ids, by)
-        return total / by.sum() if reduction == "mean" else total
+        return _mean(total, by) if reduction == "mean" else total
     logp, lse = gathered(hidden, matrix, ids)
     each = -by * logp
     if smoothing:
@@ -180,7 +207,14 @@ def _hard(
         each = (1 - smoothing) * each + smoothing / V * smooth
     if reduction == "none":
         return each
-    return each.sum() / by.sum() if reduction == "mean" else each.sum()
+    return _mean(each.sum(), by) if reduction == "mean" else each.sum()
+
+
+def _mean(total: Tensor, by: Tensor) -> Tensor:
+    """NaN where nothing counts, with gradients of zero, as torch has it."""
+    count = by.sum()
+    nothing = count == 0
+    return total / torch.where(nothing, 1.0, count) + torch.where(nothing, math.nan, 0.0)
 
 
 def _soft(
@@ -263,10 +297,14 @@ def generalized_jsd(
         loss = tt.generalized_jsd((x, head.weight), (y, teacher.weight), labels, top_k=32)"""
     how = ops.Divergence.checked(beta, temperature, reduction, logits_are_probs, top_k, token_clip)
     (rows, weight), (other, other_weight) = (
-        side if isinstance(side, tuple) else (side, None) for side in (student, teacher)
+        ops.pair(student, "student"),
+        ops.pair(teacher, "teacher"),
     )
-    _floating(rows, "student")
-    _floating(other, "teacher")
+    for one, name in ((rows, "student"), (other, "teacher")):
+        _floating(one, name)
+    for matrix in (weight, other_weight):
+        if matrix is not None:
+            _floating(matrix, "weight")
     other = other.detach()
     other_weight = None if other_weight is None else other_weight.detach()
     sides = rows, weight, other, other_weight, labels

@@ -10,7 +10,6 @@ import sys
 from array import array
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, SupportsFloat, SupportsIndex, TypeAlias, TypeVar, overload
 
@@ -21,8 +20,9 @@ from tinsmith import _core, tensors
 from tinsmith.api import datums
 from tinsmith.api.kinds import Ids, Loss, Normalization, Numbers, SomeIds, Targets, Threshold
 from tinsmith.api.model_thread import Handle, ModelThread
-from tinsmith.api.progress import Progress, reporting
+from tinsmith.api.progress import Progress, last_report, reporting
 from tinsmith.api.results import DistillOutput, ForwardBackwardOutput, History, OptimStepOutput
+from tinsmith.api.turns import take_all
 from tinsmith.engine import teaching
 from tinsmith.engine.bases import parse_bytes
 from tinsmith.files import checkpoint
@@ -581,7 +581,7 @@ class Adapter(Handle[_core.Adapter]):
 
         with reporting(progress, title, unit=" micro-batches") as report:
             result = self._run(lambda: work(between), other, lambda: report(*now))
-            report(now[1], now[1])
+            last_report(report, now[1], title)
         return result
 
     def _run(
@@ -592,6 +592,5 @@ class Adapter(Handle[_core.Adapter]):
     ) -> T:
         """Takes a turn on this model, and on another one that the work reads, in a fixed order."""
         engines = sorted({self.engine, (other or self).engine}, key=id)
-        for engine in engines[1:]:
-            work = partial(engine.turns.take, work)
-        return engines[0].turns.take(work, interrupt=self.core.interrupt, tick=tick)
+        turns = [engine.turns for engine in engines]
+        return take_all(turns, work, interrupt=self.core.interrupt, tick=tick)

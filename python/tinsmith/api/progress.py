@@ -1,8 +1,11 @@
 """The progress of a long call, passed to a function of the caller's or drawn by tqdm."""
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+log = logging.getLogger("tinsmith")
 
 Report = Callable[[int, int], None]  # (done, total), from the thread that made the call
 Progress = bool | Report
@@ -30,3 +33,12 @@ def reporting(progress: Progress, title: str, *, unit: str) -> Iterator[Report]:
                 bar.update(done - bar.n)
 
             yield draw
+
+
+def last_report(report: Report, total: int, title: str) -> None:
+    """Reports that all is done. A function that fails now is told of in the log: if the call failed
+    with it, somebody would do it again."""
+    try:
+        report(total, total)
+    except Exception as error:
+        log.warning("the function for progress failed at the end of %s: %r", title, error)

@@ -8,8 +8,10 @@ event loop; it stands still as for any other call (asyncio.to_thread keeps it ru
 """
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -56,10 +58,7 @@ class Turns:
             self._submit(future, work)
             while tick is not None and not wait([future], TICK_SECONDS).done:
                 tick()
-            result = future.result()
-            if tick is not None:
-                tick()
-            return result
+            return future.result()
         except BaseException:
             if not future.done() and not future.cancel():
                 _stop(future, interrupt)
@@ -74,10 +73,35 @@ class Turns:
             raise
 
 
+def take_all(
+    turns: Sequence[Turns],
+    work: Callable[[], T],
+    *,
+    interrupt: Callable[[], None],
+    tick: Callable[[], None] | None = None,
+) -> T:
+    """Takes a turn of each, one within the other, and runs `work` in the last one's thread."""
+    begun = threading.Event()
+
+    def noted() -> T:
+        begun.set()
+        return work()
+
+    def stop() -> None:
+        if begun.is_set():  # until then another thread's call may be under way
+            interrupt()
+
+    turn: Callable[[], T] = noted
+    for one in turns[1:]:
+        turn = partial(one.take, turn)
+    return turns[0].take(turn, interrupt=stop, tick=tick)
+
+
 def _stop(future: Future[T], interrupt: Callable[[], None] | None) -> None:
-    while not wait([future], AGAIN_SECONDS if interrupt else None).done:
+    while not future.done():
         if interrupt is not None:
             interrupt()
+        wait([future], AGAIN_SECONDS if interrupt else None)
 
 
 def _execute(future: Future[T], work: Callable[[], T]) -> None:

@@ -205,7 +205,7 @@ def _custom(
     backward: bool,
 ) -> BatchResult:
     logprobs = _shaped(batch, adapter.forward(*batch.arrays, keep=backward, between=between))
-    found = evaluate(uploaded.loss, logprobs, uploaded.inputs)
+    found = evaluate(uploaded.loss, logprobs, uploaded.inputs, between)
     if backward:
         flat = np.concatenate([part.ravel() for part in found.gradients])
         adapter.backward(flat, between=between)

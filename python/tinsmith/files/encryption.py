@@ -63,5 +63,8 @@ def _read(key: Any) -> Any:
     kind = pyrage.ssh if isinstance(key, str) and key.startswith("ssh-") else pyrage.x25519
     try:
         return kind.Recipient.from_str(key)
-    except (pyrage.RecipientError, TypeError) as error:
+    except BaseException as error:
+        panic = type(error).__name__ == "PanicException"  # of pyrage's Rust, no Exception
+        if not (panic or isinstance(error, pyrage.RecipientError | TypeError)):
+            raise
         raise ValueError(f"{key!r:.80} is not a public key for age: {error}") from None

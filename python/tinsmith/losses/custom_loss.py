@@ -47,10 +47,12 @@ def evaluate(
     loss: CustomLoss,
     logprobs: Sequence[NDArray[np.float32]],
     inputs: Sequence[Sequence[NDArray[Any]]],
+    between: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
-    """The loss of some datums; `inputs` are those after logprobs. FloatingPointError where the
-    loss or its gradient is not finite, ValueError where the graph does not fit the datums."""
-    return _torch().evaluate(loss, logprobs, inputs)
+    """The loss of some datums; `inputs` are those after logprobs. `between` is called now and then
+    with how many are done, of all. FloatingPointError where the loss or its gradient is not finite,
+    ValueError where the graph does not fit the datums."""
+    return _torch().evaluate(loss, logprobs, inputs, between)
 
 
 def check(name: str, inputs: Sequence[Mapping[str, Any]], graph: Mapping[str, Any]) -> CustomLoss:

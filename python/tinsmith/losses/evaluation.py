@@ -12,7 +12,8 @@ take the cores of the engine's, and their number would change the order of a sum
 
 import re
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from tinsmith.losses.graph import CustomLoss, Evaluation, Ref
 HELD_MAX = 1 << 26  # numbers that one datum's results hold
 WORK_MAX = 1 << 31  # numbers that the nodes of a request read and write
 TRIED_MAX = 1 << 24  # likewise when a loss is uploaded
+MEANWHILE_SECONDS = 0.02  # of work that others wait for
 CALL = 1_000  # numbers that take as long as a call itself
 SENTENCE_MAX = 300  # characters of what torch says
 PLACE = re.compile(r"^\S+\.(cpp|h):\d+: ")  # in torch's sources, where a sentence was written
@@ -49,20 +51,53 @@ class _Budget:
             raise ValueError(f"the loss takes more than {self.most} numbers of work in one request")
 
 
+class _Held:
+    """Numbers that a datum's results hold, and what autograd keeps of them, each memory once."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._known: set[int] = set()
+
+    def saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself; ValueError where it is too much."""
+        memory = tensor.untyped_storage().data_ptr()
+        if memory not in self._known:
+            self._known.add(memory)
+            self._count += numbers(tensor)
+        if self._count > HELD_MAX:
+            raise ValueError(f"the loss holds more than {HELD_MAX} numbers")
+        return tensor
+
+
+class _Meanwhile:
+    """Calls a function of how many datums are done, of all, unless that was just now."""
+
+    def __init__(self, between: Callable[[int, int], None] | None, count: int) -> None:
+        self._between, self._count, self._last = between, count, time.monotonic()
+        self.done = 0
+
+    def __call__(self) -> None:
+        if self._between is not None and time.monotonic() - self._last > MEANWHILE_SECONDS:
+            self._between(self.done, self._count)
+            self._last = time.monotonic()
+
+
 def evaluate(
     loss: CustomLoss,
     logprobs: Sequence[NDArray[np.float32]],
     inputs: Sequence[Sequence[NDArray[Any]]],
+    between: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """The loss of some datums; see custom_loss.evaluate."""
     _alone()
     budget, total, gradients = _Budget(WORK_MAX), 0.0, []
     sums = dict.fromkeys(loss.metrics, 0.0)
+    meanwhile = _Meanwhile(between, len(logprobs))
     with torch.enable_grad():
         for index, (logp, others) in enumerate(zip(logprobs, inputs, strict=True)):
             where = f"custom loss {loss.name!r}, datum {index}"
             x = _tensor(logp).requires_grad_()
-            results = _run(loss, [x, *map(_tensor, others)], budget, where)
+            results = _run(loss, [x, *map(_tensor, others)], budget, where, meanwhile)
             value = results[loss.loss.name]
             if not isinstance(value, torch.Tensor) or value.ndim:
                 shape = tuple(value.shape) if torch.is_tensor(value) else type(value).__name__
@@ -71,6 +106,8 @@ def evaluate(
             total += value.item()
             for key, ref in loss.metrics.items():
                 sums[key] += _metric(results[ref.name], f"{where}: the metric {key}")
+            meanwhile.done = index + 1
+            meanwhile()
     count = len(logprobs)
     metrics = {
         key: value / count if key.endswith(":mean") else value for key, value in sums.items()
@@ -116,23 +153,29 @@ def _tensor(array: NDArray[Any]) -> torch.Tensor:
 
 
 def _run(
-    loss: CustomLoss, inputs: Sequence[torch.Tensor], budget: _Budget, where: str
+    loss: CustomLoss,
+    inputs: Sequence[torch.Tensor],
+    budget: _Budget,
+    where: str,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """The results of all nodes by their names."""
+    """The results of all nodes by their names. `meanwhile` is called between them."""
     results: dict[str, Any] = dict(zip(loss.placeholders, inputs, strict=True))
-    held = 0
+    held = _Held()
+    hooks = torch.autograd.graph.saved_tensors_hooks(held.saved, lambda tensor: tensor)
     for node in loss.nodes:
+        meanwhile()
         args = [_resolve(value, results) for value in node.args]
         kwargs = {key: _resolve(value, results) for key, value in node.kwargs.items()}
         try:
             if node.group in ("sized", "new"):
                 args, kwargs = plain(node.group, args), plain(node.group, kwargs)
             budget.spend(CALL + look(node.group, node.run, args, kwargs))
-            result = node.run(*args, **kwargs)
+            with hooks:
+                result = node.run(*args, **kwargs)
             made = sum(map(numbers, tensors_in(result)))
-            held += made
-            if held > HELD_MAX:
-                raise ValueError(f"the loss holds more than {HELD_MAX} numbers")
+            for tensor in tensors_in(result):
+                held.saved(tensor)
             factors = tensors_in([args, kwargs]) if node.group == "multiplies" else []
             budget.spend(made if len(factors) < 2 else multiplications(*factors[:2], result))
         except Exception as error:

@@ -120,24 +120,25 @@ class Pane {
   }
 
   async send(text, options) {
+    const mine = this.messages;  // a new chat has others
     this.turn('user', text);
-    this.messages.push({role: 'user', content: text});
+    mine.push({role: 'user', content: text});
     const answer = new TokenText('The answer');
     const about = el('div', {className: 'about'}, 'waiting …');
     this.turn('assistant', answer.root, about);
-    this.abort = new AbortController();
+    const abort = this.abort = new AbortController();
     const system = options.system ? [{role: 'system', content: options.system}] : [];
     const said = new Answer(answer);
     try {
       const request = {
         model: this.model.value,
-        messages: [...system, ...this.messages],
+        messages: [...system, ...mine],
         stream: true,
         logprobs: true,
         top_logprobs: 5,
         ...options.body,
       };
-      for await (const told of stream('v1/chat/completions', request, this.abort.signal)) {
+      for await (const told of stream('v1/chat/completions', request, abort.signal)) {
         const low = this.said.scrollHeight - this.said.scrollTop - this.said.clientHeight < 60;
         for (const choice of told.choices) said.hear(choice);
         about.textContent = `${said.tokens} tokens …`;
@@ -149,11 +150,11 @@ class Pane {
       about.textContent = stopped ? `stopped after ${said.tokens} tokens` : error.message;
       about.classList.toggle('bad', !stopped);
     }
-    this.abort = null;
+    if (this.abort === abort) this.abort = null;
     if (said.whole)
-      this.messages.push({role: 'assistant', content: said.whole});
+      mine.push({role: 'assistant', content: said.whole});
     else
-      this.messages.pop();
+      mine.pop();
   }
 }
 

@@ -62,8 +62,9 @@ export function seconds(value) {
   if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
   if (value < 1) return `${(value * 1e3).toFixed(value < 0.1 ? 1 : 0)} ms`;
   if (value < 120) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
-  if (value < 7200) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
-  return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
+  const whole = Math.round(value), minutes = Math.round(value / 60);
+  if (whole < 7200) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 export function ago(at) {
