@@ -118,7 +118,7 @@ def _refuse_changes(folder: Path, before: Plan, plan: Plan) -> None:
     if not ran:
         return
     old, new, changed = asdict(before), asdict(plan), []
-    free = {"methods", "digests", "wanted", "learning_rates", "seeds", *FILES}
+    free = {"context", "methods", "digests", "wanted", "learning_rates", "seeds", *FILES}
     for name in sorted(old.keys() - free):
         if old[name] != new[name]:
             changed.append(f"--{name.replace('_', '-')} was {old[name]}, and is {new[name]}")
