@@ -305,8 +305,9 @@ static void bucket_choose(CudaDevice *cuda, Plan *plan, int i)
     for (int j = 0; j < count; j++)
         if (memcmp(&found[j].algorithm, &plan->reference, sizeof plan->reference) != 0)
             found[others++] = found[j];
-    if (!plan->steady) reference_try(cuda, plan); /* it serves, even if there is no other */
-    if (!others || !plan->steady || cuda->status) return;
+    if (!others) return;
+    if (!plan->steady) reference_try(cuda, plan);
+    if (!plan->steady || cuda->status) return;
     Trial t = {};
     t.cuda = cuda;
     t.plan = plan;
