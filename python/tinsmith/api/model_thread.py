@@ -5,20 +5,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 from weakref import WeakSet
 
 from tinsmith import _core
+from tinsmith.api.progress import Report, last_report
 from tinsmith.api.results import Public
 from tinsmith.api.tokenizer import Tokenizer
 from tinsmith.api.turns import CLOSED, Turns
 from tinsmith.engine.decoding import Decoder, Listener, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError
 from tinsmith.files.families import LoadedModel
-
-if TYPE_CHECKING:
-    from tinsmith.api.progress import Report
-
 
 Core = TypeVar("Core")
 
@@ -84,7 +81,7 @@ class ModelThread:
         self,
         requests: Sequence[SampleRequest],
         adapter: _core.Adapter | None,
-        report: "Report | None" = None,
+        report: Report | None = None,
         listener: Listener | None = None,
     ) -> list[SampleResult]:
         """Runs sampling requests together until all are done, in one turn: all of them or none. The
@@ -114,6 +111,8 @@ class ModelThread:
                 report(sum(future.done() for future in futures), len(futures))
 
         self.turns.take(work, interrupt=interrupt, tick=tick if report else None)
+        if report is not None:
+            last_report(report, len(futures), "sample")
         return [_result(future) for future in futures]
 
 

@@ -45,8 +45,7 @@ class Turns:
 
         On KeyboardInterrupt, `interrupt` is called from this thread until the work has ended. Work
         without `interrupt` is short: the caller waits for it, and it happens whole or not at all.
-        `tick` is called from this thread, a few times a second and at the end. ValueError once
-        closed.
+        `tick` is called from this thread, a few times a second. ValueError once closed.
         """
         if os.getpid() != self._process:
             raise RuntimeError(

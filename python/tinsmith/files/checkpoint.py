@@ -291,9 +291,9 @@ def load_version(
             moments, step, pending = _read_optimizer(folder, tensors, adapter.size)
         state |= moments
     zeros = np.zeros(adapter.size, np.float32)
-    state = {"m": zeros, "v": zeros} | state
+    adapter.write("weights", state.pop("weights"))  # first: they may be refused
     adapter.clear_gradients()
-    for what, flat in state.items():
+    for what, flat in ({"m": zeros, "v": zeros} | state).items():
         adapter.write(what, flat)
     adapter.step, adapter.pending = step, pending
 

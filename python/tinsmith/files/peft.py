@@ -222,10 +222,10 @@ def _load_version(
         )
     with version.tensors(checkpoint.ADAPTER_FILE) as tensors:
         flat = _read_matrices(folder, tensors, family, adapter)
+    adapter.write("weights", flat)  # first: they may be refused
     adapter.clear_gradients()
     for what in ("m", "v"):
         adapter.write(what, np.zeros(adapter.size, np.float32))
-    adapter.write("weights", flat)
     adapter.step, adapter.pending = 0, (0.0, 0.0, 0.0)
     return None
 
