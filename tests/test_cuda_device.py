@@ -229,8 +229,6 @@ def test_a_step_waits_once_and_the_pipelined_gradient_is_the_same(library: ctype
     advantages = np.linspace(-1, 2, 103, dtype=np.float32)
     advantages[:20] = 0
     logp, gradients, waits = [], [], []
-    # Products are tried when they first come.
-    call(_core.Adapter(core, rank=4), [datum(one, weights=advantages) for one in ids])
     for loss in ("cross_entropy", "importance_sampling"):
         adapter = randomize(_core.Adapter(core, rank=4))
         if loss == "cross_entropy":
