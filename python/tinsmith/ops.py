@@ -177,9 +177,7 @@ def topk_logprobs(rows: Any, *weight_and_k: Any) -> tuple[Any, Any]:
         >>> ids[0].tolist(), logprobs.shape
         ([0, 1], (3, 2))
     """
-    if len(weight_and_k) not in (1, 2):
-        raise TypeError("topk_logprobs takes (logits, k) or (hidden, weight, k)")
-    weight, k = (None, *weight_and_k)[-2:]
+    weight, k = two(weight_and_k, "topk_logprobs", "k")
     lead = _shape(rows, "logits" if weight is None else "hidden")[:-1]
     ids, logprobs = _core.topk(rows, weight, k)
     return tuple(_like(rows, x, (*lead, k)) for x in (ids, logprobs))
@@ -195,7 +193,7 @@ def gather_logprobs(rows: Any, *weight_and_ids: Any) -> Any:
         >>> tinsmith.ops.gather_logprobs(hidden, weight, [0, 1, 2]).round(3).tolist()
         [-3.9119999408721924, -3.9119999408721924, -3.9119999408721924]
     """
-    weight, ids = _two(weight_and_ids, "gather_logprobs")
+    weight, ids = two(weight_and_ids, "gather_logprobs", "ids")
     return gather(rows, weight, ids).logprobs
 
 
@@ -207,7 +205,7 @@ def gather_logprobs_backward(grad: Any, rows: Any, *weight_and_ids: Any) -> Any:
         >>> tinsmith.ops.gather_logprobs_backward([1.0, 0.0], logits, ids).tolist()
         [[-0.25, -0.25, -0.25, 0.75], [0.0, 0.0, 0.0, 0.0]]
     """
-    weight, ids = _two(weight_and_ids, "gather_logprobs_backward")
+    weight, ids = two(weight_and_ids, "gather_logprobs_backward", "ids")
     out = gather(rows, weight, ids, grad)
     return out.drows if weight is None else (out.drows, out.dweight)
 
@@ -244,11 +242,12 @@ def linear_cross_entropy_backward(
     return out.drows, out.dweight
 
 
-def _two(weight_and_ids: tuple[Any, ...], name: str) -> tuple[Any, Any]:
-    if len(weight_and_ids) not in (1, 2):
-        raise TypeError(f"{name} takes (logits, ids) or (hidden, weight, ids)")
-    weight, ids = (None, *weight_and_ids)[-2:]
-    return weight, ids
+def two(given: tuple[Any, ...], name: str, last: str) -> tuple[Any, Any]:
+    """The weight or None, and the last argument."""
+    if len(given) not in (1, 2):
+        raise TypeError(f"{name} takes (logits, {last}) or (hidden, weight, {last})")
+    weight, other = (None, *given)[-2:]
+    return weight, other
 
 
 def _weights(weights: Any, shape: tuple[int, ...], hidden: Any) -> np.ndarray:

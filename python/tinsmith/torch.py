@@ -45,14 +45,6 @@ def _rows(rows: Any, weight: Any) -> None:
         _floating(weight, "weight")
 
 
-def _two(given: tuple[Any, ...], name: str, last: str) -> tuple[Any, Any]:
-    """The weight or None, and the last argument."""
-    if len(given) not in (1, 2):
-        raise TypeError(f"{name} takes (logits, {last}) or (hidden, weight, {last})")
-    weight, other = (None, *given)[-2:]
-    return weight, other
-
-
 def gather_logprobs(rows: Tensor, *weight_and_ids: Tensor) -> Tensor:
     """gather_logprobs(hidden, weight, ids) or gather_logprobs(logits, ids) -> logprobs
 
@@ -60,7 +52,7 @@ def gather_logprobs(rows: Tensor, *weight_and_ids: Tensor) -> Tensor:
     (…, D) and weight (V, D), or in logits (…, V). IndexError for an id outside the vocabulary.
 
         nll = -tt.gather_logprobs(hidden[:, :-1], head.weight, tokens[:, 1:])"""
-    weight, ids = _two(weight_and_ids, "gather_logprobs", "ids")
+    weight, ids = ops.two(weight_and_ids, "gather_logprobs", "ids")
     _rows(rows, weight)
     _tensor(ids, "ids")
     return gathered(rows, weight, ids)[0]
@@ -73,7 +65,7 @@ def topk_logprobs(rows: Tensor, *weight_and_k: Any) -> tuple[Tensor, Tensor]:
     gradient. If one is needed, the ids are found first and then gathered.
 
         ids, logprobs = tt.topk_logprobs(teacher_hidden, teacher_head.weight, 32)"""
-    weight, k = _two(weight_and_k, "topk_logprobs", "k")
+    weight, k = ops.two(weight_and_k, "topk_logprobs", "k")
     _rows(rows, weight)
     if not isinstance(k, int) or isinstance(k, bool):
         raise TypeError(f"k must be a whole number, not {type(k).__name__}")
