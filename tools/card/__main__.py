@@ -27,10 +27,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import card_report
-from card_report import Found, Stage
+from . import ROOT
+from . import report as card_report
+from .report import Found, Stage
 
-ROOT = Path(__file__).parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 OPS = ("ops", "ops_head", "ops_jsd", "delta", "packed_cuda", "tensor_ops_cuda")
 MODELS = ("cuda", "model", "train", "optimizer", "losses", "recompute", "distill", "experts",
@@ -80,7 +80,8 @@ def program(path: str, *arguments: str) -> Callable[[argparse.Namespace], list[s
 
     def command(options: argparse.Namespace) -> list[str]:
         tiny = ["--tiny"] if options.device == "cuda-emulated" else []
-        return [sys.executable, path, "--device", options.device, *tiny, *arguments]
+        module = [path] if path.endswith(".py") else ["-m", path]
+        return [sys.executable, *module, "--device", options.device, *tiny, *arguments]
 
     return command
 
@@ -125,15 +126,15 @@ STAGES = (
         "device",
         "driver, cards, memory, cuBLASLt, and the packages beside",
         "alone",
-        program("tests/card_facts.py"),
+        program("tools.card.facts"),
         0.5,
         reads="json",
     ),
     Stage(
         "smoke",
-        "tests/gpu_smoke.c: the ops of a step at a real shape, against loops on the host",
+        "tools/card/smoke.c: the ops of a step at a real shape, against loops on the host",
         "alone",
-        program("tests/card_smoke.py"),
+        program("tools.card.smoke"),
         0.5,
         needs=("cc",),
         reads="json",
@@ -142,7 +143,7 @@ STAGES = (
         "bits",
         "whether a row of a product has the same bits at every number of rows",
         "tests",
-        program("tests/card_bits.py"),
+        program("tools.card.choice"),
         1.0,
         reads="json",
     ),

@@ -1,6 +1,6 @@
-"""Builds tests/gpu_smoke.c with the C compiler and runs it on a device's library.
+"""Builds tools/card/smoke.c with the C compiler and runs it on a device's library.
 
-    python tests/card_smoke.py --device cuda
+    python -m tools.card.smoke --device cuda
 
 Its lines are passed on. Exits as it does, or with 1 and the compiler's words."""
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import engine
 
-SOURCES = ("tests/gpu_smoke.c", "csrc/device/status.c")
+SOURCES = ("tools/card/smoke.c", "csrc/device/status.c")
 
 
 def build(folder: Path) -> Path:

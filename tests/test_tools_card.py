@@ -10,17 +10,19 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-import card_bits
-import card_report
-import card_smoke
 import engine
-import first_card
 import numpy as np
 import pytest
-from card_report import Stage
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tools.card import __main__ as first_card
+from tools.card import choice as card_bits
+from tools.card import report as card_report
+from tools.card import smoke as card_smoke
+from tools.card.report import Stage
 
 TESTS = Path(__file__).parent
-PROGRAMS = (TESTS / "card_smoke.py", TESTS / "card_bits.py", TESTS / "../benchmarks/cuda_ops.py")
+PROGRAMS = (["-m", "tools.card.smoke"], ["-m", "tools.card.choice"], ["benchmarks/cuda_ops.py"])
 HERE = "import json, sys, time, subprocess\n"
 
 
@@ -178,11 +180,11 @@ def test_a_run_without_a_test_is_no_success() -> None:
     assert found.state == "failed" and "no tests ran" in found.summary
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
-def test_its_programs_find_nothing_on_the_emulated_gpu(program: Path) -> None:
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one[-1])
+def test_its_programs_find_nothing_on_the_emulated_gpu(program: list[str]) -> None:
     engine.device("cuda-emulated")
-    command = [sys.executable, program, "--device", "cuda-emulated", "--tiny"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, *program, "--device", "cuda-emulated", "--tiny"]
+    done = subprocess.run(command, cwd=engine.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) > 4 and not any("wrong" in row for row in rows)

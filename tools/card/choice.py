@@ -1,6 +1,6 @@
 """Whether a row of a product has the same bits whatever the number of rows beside it, on a device.
 
-    python tests/card_bits.py --device cuda
+    python -m tools.card.choice --device cuda
 
 Every product with a base weight of Qwen3's shapes, forward and backward, and the head: the rows of
 M = 256 are the first 256 rows of every larger M and contain those of every smaller one. A line of

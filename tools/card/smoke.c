@@ -1,7 +1,7 @@
-/* tests/gpu_smoke.c - opens the CUDA device's library without Python, runs the ops that steps are
+/* tools/card/smoke.c - opens the CUDA device's library without Python, runs the ops that steps are
  * made of at a real shape, and compares each with loops on the host, in double.
  *
- *     python tests/card_smoke.py            builds and runs it
+ *     python -m tools.card.smoke            builds and runs it
  *     gpu_smoke libtinsmith_cuda.so [tiny]
  *
  * A line of JSON for each op: its error, relative to the norm of the result, and the bar. `wrong`
