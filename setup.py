@@ -97,6 +97,7 @@ NVCC_FLAGS = [
     "-O3",
     "--fmad=false",
     "-Xptxas=-v",  # each kernel's registers and spills: the log that is kept
+    *([] if STRIPPED else ["-lineinfo"]),  # profilers and sanitizers name lines
     "-gencode=arch=compute_80,code=sm_80",
     "-gencode=arch=compute_90a,code=sm_90a",
     "-gencode=arch=compute_90,code=compute_90",

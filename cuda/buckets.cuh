@@ -15,12 +15,13 @@
  * given up for the next.
  *
  * The operands' memory is free memory of the card that is given back at once, at most a
- * TRIAL_PART-th of the card. Where there is less, fewer rows are tried; where that does not help,
- * the reference serves the bucket, and the bits are the same again. */
+ * TRIAL_PART-th of the card. Where that is less, fewer rows are tried, or none. Where the card has
+ * no memory just now, the next rehearsal tries again. Until then, or for ever, the reference serves
+ * the bucket, and the bits are the same. */
 #ifndef TINSMITH_BUCKETS_CUH
 #define TINSMITH_BUCKETS_CUH
 
-#include "cublaslt.cuh"
+#include "choices.cuh"
 
 enum {
     TRIED = 24,      /* algorithms for a bucket, at most */
@@ -149,23 +150,25 @@ static void trial_close(Trial *t)
     free(t->row);
 }
 
-/* Makes the operands of as many rows as wanted, or of fewer, but of `least` at least; false where
- * there is no memory for these. */
-static bool trial_open(Trial *t, int least, int wanted)
+enum Opened { OPENED, TOO_LARGE, NO_MEMORY };
+
+/* Makes the operands of as many rows as wanted, or of fewer, but of `least` at least. TOO_LARGE:
+ * these never fit; NO_MEMORY: not now. */
+static Opened trial_open(Trial *t, int least, int wanted)
 {
     CudaDevice *cuda = t->cuda;
     const PlanKey &key = t->plan->key;
     size_t bytes, limit = cuda->all_bytes / TRIAL_PART;
     while ((bytes = trial_place(t, wanted, nullptr)) > limit && wanted > least)
         wanted = wanted / 2 > least ? wanted / 2 : least;
-    if (bytes > limit) return false;
+    if (bytes > limit) return TOO_LARGE;
     t->row = (unsigned long long *)malloc(3 * (size_t)wanted * sizeof *t->row);
-    if (!t->row) return false;
+    if (!t->row) return NO_MEMORY;
     t->mine = t->row + 2 * wanted;
     if (cudaMalloc((void **)&t->memory, bytes) != cudaSuccess) {
         cudaGetLastError();
         t->memory = nullptr;
-        return false;
+        return NO_MEMORY;
     }
     trial_place(t, wanted, t->memory);
     CUDA_CHECK(cuda, cudaEventCreateWithFlags(&t->begin, cudaEventDefault));
@@ -176,7 +179,7 @@ static bool trial_open(Trial *t, int least, int wanted)
     LAUNCH(cuda, operand_kernel, cuda_blocks(N * K, TRIAL_THREADS), TRIAL_THREADS, 0, t->b, N, K,
            key.b_stride, !key.b_by_column, true);
     LAUNCH(cuda, small_kernel<real>, cuda_blocks(N, TRIAL_THREADS), TRIAL_THREADS, 0, t->bias, N);
-    return !cuda->status;
+    return OPENED;
 }
 
 /* ---- what an algorithm does ---- */
@@ -271,60 +274,97 @@ static bool reference_rows(Trial *t)
 
 /* Sees that the reference's rows keep their bits in all buckets, as far as there is memory for
  * them. One that does not is given up for the next in cuBLASLt's list. */
-static void reference_try(CudaDevice *cuda, Plan *plan)
+static Opened reference_try(CudaDevice *cuda, Plan *plan)
 {
     Trial t = {};
     t.cuda = cuda;
     t.plan = plan;
-    if (trial_open(&t, 1, bucket_rows[BUCKETS - 1]))
-        while (plan->picked && !plan->steady && !cuda->status) {
-            plan->steady = reference_rows(&t);
-            for (int i = 0; i < BUCKETS && plan->steady; i++) {
-                int fewest = bucket_fewest(i), most = bucket_rows[i];
-                if (most <= t.most) plan->steady = trial_same(&t, &plan->reference, most);
-                if (plan->steady && fewest <= t.most)
-                    plan->steady = trial_same(&t, &plan->reference, fewest);
-            }
-            if (!plan->steady && !cuda->status) plan_pick(cuda, plan, plan->place + 1);
+    Opened opened = trial_open(&t, 1, bucket_rows[BUCKETS - 1]);
+    while (!opened && plan->picked && !plan->steady && !cuda->status) {
+        plan->steady = reference_rows(&t);
+        for (int i = 0; i < BUCKETS && plan->steady; i++) {
+            int fewest = bucket_fewest(i), most = bucket_rows[i];
+            if (most <= t.most) plan->steady = trial_same(&t, &plan->reference, most);
+            if (plan->steady && fewest <= t.most)
+                plan->steady = trial_same(&t, &plan->reference, fewest);
         }
+        if (!plan->steady && !cuda->status) plan_pick(cuda, plan, plan->place + 1);
+    }
     trial_close(&t);
     for (Bucket &bucket : plan->bucket) bucket.algorithm = plan->reference;
+    return opened;
 }
 
-/* Chooses the algorithm of plan->bucket[i]. */
-static void bucket_choose(CudaDevice *cuda, Plan *plan, int i)
+/* Tries the candidates of a bucket beside the reference; returns the time of the one it keeps. */
+static float candidates_try(Trial *t, Bucket *bucket, const LtHeuristic *found, int count,
+                            int fewest, Choice *choice)
 {
-    LtHeuristic found[TRIED];
-    Bucket *bucket = &plan->bucket[i];
-    int fewest = bucket_fewest(i), wanted = bucket_rows[i], others = 0;
-    bucket->wanted = false;
-    bucket->chosen = true;
-    bucket->algorithm = plan->reference;
-    plan_rows(cuda, plan, (uint64_t)wanted);
-    int count = plan_ask(cuda, plan, found, TRIED);
-    for (int j = 0; j < count; j++)
-        if (memcmp(&found[j].algorithm, &plan->reference, sizeof plan->reference) != 0)
-            found[others++] = found[j];
-    if (!others) return;
-    if (!plan->steady) reference_try(cuda, plan);
-    if (!plan->steady || cuda->status) return;
-    Trial t = {};
-    t.cuda = cuda;
-    t.plan = plan;
-    if (trial_open(&t, fewest, wanted) && reference_rows(&t)) {
-        float least = trial_time(&t, &plan->reference, t.most);
-        for (int j = 0; j < others && !cuda->status; j++) {
-            const LtAlgorithm *one = &found[j].algorithm;
-            if (!candidate_sound(cuda, &found[j]) || !trial_same(&t, one, fewest) ||
-                !trial_same(&t, one, t.most))
-                continue;
-            float took = trial_time(&t, one, t.most);
+    CudaDevice *cuda = t->cuda;
+    float least = trial_time(t, &t->plan->reference, t->most);
+    choice_trial(cuda, choice, &t->plan->reference, "reference", least);
+    for (int j = 0; j < count && !cuda->status; j++) {
+        const LtAlgorithm *one = &found[j].algorithm;
+        if (!candidate_sound(cuda, &found[j])) {
+            choice_trial(cuda, choice, one, "splits k or needs memory", INFINITY);
+        } else if (!trial_same(t, one, fewest) || !trial_same(t, one, t->most)) {
+            choice_trial(cuda, choice, one, "other bits, or refused", INFINITY);
+        } else {
+            float took = trial_time(t, one, t->most);
+            choice_trial(cuda, choice, one, "same bits", took);
             if (!(took < least)) continue;
             least = took;
             bucket->algorithm = *one;
         }
     }
+    return least;
+}
+
+/* Chooses the algorithm of plan->bucket[i]; returns why it is what it is. */
+static const char *bucket_try(CudaDevice *cuda, Plan *plan, int i, Choice *choice, float *least)
+{
+    LtHeuristic found[TRIED];
+    Bucket *bucket = &plan->bucket[i];
+    int fewest = bucket_fewest(i), wanted = bucket_rows[i], others = 0;
+    plan_rows(cuda, plan, (uint64_t)wanted);
+    int count = plan_ask(cuda, plan, found, TRIED);
+    for (int j = 0; j < count; j++)
+        if (memcmp(&found[j].algorithm, &plan->reference, sizeof plan->reference) != 0)
+            found[others++] = found[j];
+    if (!others) return "the reference is the only one";
+    Opened opened = plan->steady ? OPENED : reference_try(cuda, plan);
+    Trial t = {};
+    t.cuda = cuda;
+    t.plan = plan;
+    if (!opened && plan->steady && !cuda->status) opened = trial_open(&t, fewest, wanted);
+    const char *why = "the fastest of the reference's bits";
+    if (opened == TOO_LARGE)
+        why = "its operands are too large to be tried";
+    else if (opened == NO_MEMORY)
+        why = "no memory to try others: the next rehearsal tries again";
+    else if (!plan->steady || cuda->status)
+        why = "no reference keeps its bits";
+    else if (!reference_rows(&t))
+        why = "the reference was refused";
+    else
+        *least = candidates_try(&t, bucket, found, others, fewest, choice);
     trial_close(&t);
+    bucket->chosen = opened != NO_MEMORY;
+    return why;
+}
+
+static void bucket_choose(CudaDevice *cuda, Plan *plan, int i)
+{
+    Bucket *bucket = &plan->bucket[i];
+    float least = INFINITY;
+    Choice *choice = (Choice *)malloc(sizeof *choice);
+    if (!choice) return cuda_fail(cuda, STATUS_MEMORY, "no memory for a product");
+    choice_begin(cuda, choice, plan, bucket_fewest(i), bucket_rows[i]);
+    bucket->wanted = false;
+    bucket->chosen = true;
+    bucket->algorithm = plan->reference;
+    const char *why = bucket_try(cuda, plan, i, choice, &least);
+    choice_end(cuda, choice, why, plan->picked ? &bucket->algorithm : nullptr, least);
+    free(choice);
 }
 
 /* Chooses what the last rehearsal found to be missing. */

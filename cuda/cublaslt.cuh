@@ -8,29 +8,15 @@
  *
  * A product's reference is the first algorithm that needs no workspace, sums all of k in one block,
  * and is accepted for few rows as for many: it serves every number of rows, with the same bits.
- * Where there is none, plan_of returns a plan without an algorithm, and the product is matmul.cu's
- * own kernel. A bucket of rows may have a faster algorithm, with the reference's bits
- * (buckets.cuh).
+ * Where there is none, plan_of returns a plan without an algorithm, and our own kernel makes the
+ * product (product.cu), as it makes all of them where cuBLASLt is not found. A bucket of rows may
+ * have a faster algorithm, with the reference's bits (buckets.cuh).
  *
  * The emulated device loads the tests' stand-in (tests/cublaslt.cpp), which lies beside it. */
 #ifndef TINSMITH_CUBLASLT_CUH
 #define TINSMITH_CUBLASLT_CUH
 
-#include "cuda.cuh"
-
-/* c (M,N) = scale·a (M,K)·b (K,N) [+ bias (N)] [+ plus]. An operand that is stored by_column lies
- * there transposed; `stride` is the distance of what is stored as rows. c's rows are
- * c_stride apart, and so are those of plus, which may be c. */
-typedef struct Gemm {
-    void *c;
-    bool f32_out; /* else real */
-    const real *a, *b, *bias;
-    int64_t a_stride, b_stride, c_stride;
-    bool a_by_column, b_by_column;
-    int M, N, K;
-    float scale;
-    const void *plus; /* NULL: none */
-} Gemm;
+#include "gemm.cuh"
 
 #include <dlfcn.h>
 #include <stdio.h>
@@ -135,8 +121,9 @@ struct Matmul {
 #define X(name, args) int(*name) args;
     LT_FUNCTIONS(X)
 #undef X
-    Lt handle;
-    void *library;
+    Lt handle;         /* NULL: there is no cuBLASLt */
+    char library[512]; /* its version and file */
+    FILE *log;         /* gets the choices, or NULL */
     Plan *plans;
     int plan_count, plan_room;
     bool wanted; /* a bucket of one of them is */
@@ -190,14 +177,10 @@ static void *lt_in(const char *folder, int length, const char *below)
     return nullptr;
 }
 
-/* One that the loader finds, or that torch has already loaded; then that of pip's nvidia-cublas,
- * then of the CUDA toolkit. */
+/* That of pip's nvidia-cublas, which is torch's too; then one that the loader finds; then that of
+ * the CUDA toolkit. So it is the same one whether torch was imported before or not. */
 static void *lt_find(const DeviceLibraries *where)
 {
-    for (const char *name : lt_names) {
-        void *library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-        if (library) return library;
-    }
     for (const char *folder = where->packages; *folder;) {
         int length = (int)strcspn(folder, ":");
         for (const char *below : lt_of_pip) {
@@ -206,43 +189,72 @@ static void *lt_find(const DeviceLibraries *where)
         }
         folder += length + (folder[length] == ':');
     }
+    for (const char *name : lt_names) {
+        void *library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+        if (library) return library;
+    }
     return lt_in(lt_of_system, (int)strlen(lt_of_system), ".");
 }
 
 #endif
 
-/* The library that the user named, or else one that is found; or the sentence of where was looked.
- */
+/* The library that the user named, or else one that is found. NULL, and a note, where there is
+ * none. */
 static void *lt_open(CudaDevice *cuda, const DeviceLibraries *where)
 {
-    void *library =
-        where->cublaslt ? dlopen(where->cublaslt, RTLD_NOW | RTLD_LOCAL) : lt_find(where);
+    bool unwanted = where->cublaslt && strcmp(where->cublaslt, "none") == 0;
+    void *library = unwanted          ? nullptr
+                    : where->cublaslt ? dlopen(where->cublaslt, RTLD_NOW | RTLD_LOCAL)
+                                      : lt_find(where);
     if (library) return library;
-    if (where->cublaslt)
+    if (unwanted)
+        cuda_note(cuda, "%s: our own kernel makes all products: TINSMITH_CUBLASLT is none",
+                  cuda->name);
+    else if (where->cublaslt)
         cuda_fail(cuda, STATUS_DEVICE,
                   "%s: TINSMITH_CUBLASLT names a file that can't be loaded: %s", cuda->name,
                   dlerror());
     else
-        cuda_fail(cuda, STATUS_DEVICE,
-                  "%s: %s was not found: pip install 'tinsmith[cuda]' (or nvidia-cublas), or name "
-                  "its file in TINSMITH_CUBLASLT. Looked for it where the loader does, in "
-                  "/usr/local/cuda, and in nvidia/cu13/lib and nvidia/cublas/lib of %.220s",
+        cuda_note(cuda,
+                  "%s: our own kernel makes all products, which is slower, because %s was not "
+                  "found: pip install 'tinsmith[cuda]' (or nvidia-cublas), or name its file in "
+                  "TINSMITH_CUBLASLT. Looked for it where the loader does, in /usr/local/cuda, and "
+                  "in nvidia/cu13/lib and nvidia/cublas/lib of %.160s",
                   cuda->name, lt_name, where->packages);
     return nullptr;
+}
+
+/* Tells the library's version and file. */
+static void lt_tell(CudaDevice *cuda, void *library)
+{
+    Matmul *m = cuda->matmul;
+    Dl_info info = {};
+    size_t (*version)(void) = nullptr;
+    *(void **)&version = dlsym(library, "cublasLtGetVersion");
+    size_t number = version ? version() : 0;
+    dladdr(*(void **)&m->Matmul, &info);
+    snprintf(m->library, sizeof m->library, "cuBLASLt %zu.%zu.%zu (%s)", number / 10000,
+             number / 100 % 100, number % 100, info.dli_fname ? info.dli_fname : "?");
+    cuda->base.library = m->library;
 }
 
 void matmul_open(CudaDevice *cuda, const DeviceLibraries *libraries)
 {
     Matmul *m = cuda->matmul = (Matmul *)calloc(1, sizeof *m);
     if (!m) return cuda_fail(cuda, STATUS_MEMORY, "no memory for the CUDA device");
-    m->library = lt_open(cuda, libraries);
-    if (!m->library) return;
-#define X(entry, args)                                          \
-    *(void **)&m->entry = dlsym(m->library, "cublasLt" #entry); \
-    if (!m->entry)                                              \
+    if (libraries->log && !(m->log = fopen(libraries->log, "a")))
+        return cuda_fail(cuda, STATUS_DEVICE,
+                         "%s: TINSMITH_CUDA_LOG names a file that can't be written: %s", cuda->name,
+                         libraries->log);
+    void *library = lt_open(cuda, libraries);
+    if (!library) return;
+#define X(entry, args)                                       \
+    *(void **)&m->entry = dlsym(library, "cublasLt" #entry); \
+    if (!m->entry)                                           \
         return cuda_fail(cuda, STATUS_DEVICE, "%s: libcublasLt has no cublasLt" #entry, cuda->name);
     LT_FUNCTIONS(X)
 #undef X
+    lt_tell(cuda, library);
     LT(cuda, Create, &m->handle);
 }
 
@@ -256,6 +268,7 @@ void matmul_close(CudaDevice *cuda)
         m->MatrixLayoutDestroy(m->plans[i].c);
     }
     if (m->handle) m->Destroy(m->handle);
+    if (m->log) fclose(m->log);
     free(m->plans);
     free(m); /* the library stays loaded, as the runtime must */
 }
@@ -326,14 +339,13 @@ static bool plan_accepts(CudaDevice *cuda, const Plan *plan, const LtHeuristic *
     return true;
 }
 
-/* Notes that a plan's product is our own kernel's, which is slower; the first such note stays. */
+/* Notes that a plan's product is our own kernel's. */
 static void plan_note(CudaDevice *cuda, const Plan *plan, const char *why)
 {
-    if (cuda->base.note) return;
-    snprintf(cuda->note, sizeof cuda->note,
-             "%s: products of width %d and depth %d are made by a slow kernel, because %s",
-             cuda->name, plan->key.N, plan->key.fixed, why);
-    cuda->base.note = cuda->note;
+    cuda_note(cuda,
+              "%s: products of width %d and depth %d are made by our own kernel, which is slower, "
+              "because %s",
+              cuda->name, plan->key.N, plan->key.fixed, why);
 }
 
 /* Asks cuBLASLt for algorithms, the fastest first by its own estimate; returns how many there are.
@@ -405,7 +417,8 @@ static Plan *plan_of(CudaDevice *cuda, const Gemm &g)
     if (g.a_by_column) LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_TRANSB, &transpose, 4);
     if (g.bias) {
         LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_EPILOGUE, &epilogue, 4);
-        LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_BIAS_POINTER, &g.bias, sizeof g.bias);
+        LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_BIAS_POINTER, &g.narrow_bias,
+           sizeof g.narrow_bias);
     }
     m->plan_count++; /* from here on closing the device frees a partial plan */
     if (!cuda->status) plan_pick(cuda, plan, 0);
@@ -441,12 +454,13 @@ static bool lt_product(CudaDevice *cuda, const Gemm &g)
     bool chosen = bucket->chosen && !g.a_by_column;
     plan_rows(cuda, plan, (uint64_t)(g.a_by_column ? g.K : g.M));
     if (g.bias)
-        LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_BIAS_POINTER, &g.bias, sizeof g.bias);
+        LT(cuda, MatmulDescSetAttribute, plan->desc, DESC_BIAS_POINTER, &g.narrow_bias,
+           sizeof g.narrow_bias);
     if (cuda->status) return true;
-    float beta = g.plus ? 1.0f : 0.0f;
+    float alpha = 1.0f, beta = g.plus ? 1.0f : 0.0f;
     const void *plus = g.plus ? g.plus : g.c;
     auto product = [&](const LtAlgorithm *algorithm) {
-        return m->Matmul(m->handle, plan->desc, &g.scale, g.b, plan->b, g.a, plan->a, &beta, plus,
+        return m->Matmul(m->handle, plan->desc, &alpha, g.b, plan->b, g.a, plan->a, &beta, plus,
                          plan->c, g.c, plan->c, algorithm, nullptr, 0, cuda->stream);
     };
     int status = product(chosen ? &bucket->algorithm : &plan->reference);

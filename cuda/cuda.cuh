@@ -46,6 +46,7 @@ __host__ __device__ static inline const real *frozen_data(const frozen *w)
 
 typedef struct Matmul Matmul; /* private to matmul.cu: cuBLASLt and the algorithms it picked */
 enum { ARRIVALS = 256, PINNED_PARTS = 4, PART_BYTES = 1 << 20, FETCHES = 2 };
+enum { NOTES = 24, NOTE_BYTES = 512 };
 
 /* Pinned host memory that uploads pass through, part after part. A part is used again when the
  * copies out of it are done. */
@@ -89,7 +90,9 @@ typedef struct CudaDevice {
     Fetch fetch[FETCHES];
     int fetched, landed; /* fetches begun and ended */
     Status status;       /* the first failure since the last sync */
-    char text[512], note[256];
+    char text[512];
+    char note[NOTES][NOTE_BYTES];
+    const char *notes[NOTES + 1]; /* those that there are, then NULL */
 } CudaDevice;
 
 #ifdef CUDA_EMULATED
@@ -102,6 +105,9 @@ extern FailFunction *fail_in_core; /* core's fail(), given by cuda_open */
 /* Keeps a failure on the device until sync() returns it; the first one wins. */
 void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
+
+/* Adds a sentence to the device's notes, unless it is there already or they are full. */
+void cuda_note(CudaDevice *cuda, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* Memory of the card; a refusal tells the bytes that `purpose` needs, and the free ones. */
 Status cuda_malloc(CudaDevice *cuda, void **memory, size_t bytes, const char *purpose);

@@ -154,6 +154,7 @@ static void device_fill(CudaDevice *cuda)
 {
     Device *d = &cuda->base;
     d->name = cuda->name;
+    d->notes = cuda->notes;
     d->real_bytes = sizeof(real);
     d->cached_bytes = sizeof(cached);
     d->step_rows = STEP_ROWS;

@@ -1,7 +1,7 @@
 /* cuda/matmul.cu - products with one bf16 matrix, and the only file that uses cuBLASLt. Those with
  * a weight of 8 or 4 bits are packed.cu's.
  *
- *   c (M,N) = scale·a (M,K)·b (K,N) [+ bias] [+ plus], a and b bf16, sums in f32, c bf16 or f32
+ *   c (M,N) = a (M,K)·b (K,N) [+ bias] [+ plus], a and b bf16, sums in f32, c bf16 or f32
  *
  * cuBLASLt is found at run time (cublaslt.cuh). For each shape of a weight it is asked once for an
  * algorithm, for PICK_ROWS rows, that neither splits k nor reduces between blocks. This reference
@@ -9,7 +9,8 @@
  * the same order for any neighbours. Few rows and many have faster algorithms, one for each bucket
  * of rows, whose bits are the reference's (buckets.cuh). The last tile of rows is filled up inside
  * the kernel, so nothing is copied to pad it. Where there is no reference (odd widths and
- * addresses, sums without terms), a plain kernel makes the product. Roofline: 2·M·N·K flops,
+ * addresses, sums without terms), and where there is no cuBLASLt, our own kernel makes the product
+ * (product.cu). Roofline: 2·M·N·K flops,
  * compute bound from about 300 rows on; below, one pass over b, memory bound. */
 #include "cuda.cuh"
 
@@ -17,61 +18,16 @@
 #include "cublaslt.cuh"
 #include "packed.cuh"
 
-/* ---- a product of our own ---- */
-
-enum { TILE = 16, TILE_STRIDE = TILE + 1, TILE_THREADS = TILE * TILE };
-
-/* Element (row, col) of a matrix of that size; 0 outside of it. */
-__device__ static __forceinline__ float element(const real *x, int64_t stride, bool by_column,
-                                                int64_t row, int64_t col, int64_t rows,
-                                                int64_t cols)
-{
-    if (row >= rows || col >= cols) return 0.0f;
-    return f32(by_column ? x[col * stride + row] : x[row * stride + col]);
-}
-
-/* A thread has one element of c, and sums it from the first k to the last. */
-static __global__ void __launch_bounds__(TILE_THREADS) plain_product_kernel(Gemm g)
-{
-    SHARED_ARRAY(float, a, TILE *TILE_STRIDE);
-    SHARED_ARRAY(float, b, TILE *TILE_STRIDE);
-    int x = (int)threadIdx.x % TILE, y = (int)threadIdx.x / TILE;
-    unsigned tiles = ((unsigned)g.N + TILE - 1) / TILE;
-    int64_t row = (int64_t)(blockIdx.x / tiles) * TILE + y;
-    int64_t col = (int64_t)(blockIdx.x % tiles) * TILE + x;
-    float sum = 0.0f;
-    for (int first = 0; first < g.K; first += TILE) {
-        a[y * TILE_STRIDE + x] = element(g.a, g.a_stride, g.a_by_column, row, first + x, g.M, g.K);
-        b[y * TILE_STRIDE + x] = element(g.b, g.b_stride, g.b_by_column, first + y, col, g.K, g.N);
-        __syncthreads();
-        for (int k = 0; k < TILE; k++)
-            sum = fmaf(a[y * TILE_STRIDE + k], b[k * TILE_STRIDE + x], sum);
-        __syncthreads();
-    }
-    if (row >= g.M || col >= g.N) return;
-    float value = g.scale * sum + (g.bias ? f32(g.bias[col]) : 0.0f);
-    int64_t at = row * g.c_stride + col;
-    if (g.f32_out) {
-        if (g.plus) value = ((const float *)g.plus)[at] + value;
-        ((float *)g.c)[at] = value;
-    } else {
-        if (g.plus) value = f32(((const real *)g.plus)[at]) + value;
-        ((real *)g.c)[at] = to_real(value);
-    }
-}
-
 /* c = a·b as cuBLASLt makes it, or where it can't, as our own kernel does. */
 static void gemm(CudaDevice *cuda, const Gemm &g)
 {
     if (cuda->status) return;
-    bool ours = g.K == 0 || (g.a_by_column && g.b_by_column);
+    bool ours = !cuda->matmul->handle || g.K == 0 || (g.a_by_column && g.b_by_column);
     if (cuda->rehearsing) {
         if (!ours) lt_want(cuda, g);
         return;
     }
-    if (!ours && lt_product(cuda, g)) return;
-    unsigned blocks = cuda_blocks(g.M, TILE) * cuda_blocks(g.N, TILE);
-    LAUNCH(cuda, plain_product_kernel, blocks, TILE_THREADS, 0, g);
+    if (ours || !lt_product(cuda, g)) own_product(cuda, g);
 }
 
 /* A f32 vector as bf16. */
@@ -121,7 +77,6 @@ static Gemm gemm_of(void *c, Side a, Side b, int M, int N, int K)
     g.N = N;
     g.c_stride = N;
     g.K = K;
-    g.scale = 1.0f;
     return g;
 }
 
@@ -138,10 +93,11 @@ void cuda_linear(Device *dev, real *y, const real *x, const frozen *w, const flo
         return packed_product(cuda, call);
     }
     Gemm g = gemm_of(y, as_is(x, D), weight_turned(w, D), T, N, D);
+    g.bias = bias;
     if (bias) {
         real *scratch = (real *)cuda_scratch(cuda, (size_t)N * sizeof(real));
         if (cuda->status) return;
-        g.bias = cuda->rehearsing ? (const real *)bias : narrow(cuda, scratch, bias, N);
+        g.narrow_bias = cuda->rehearsing ? (const real *)bias : narrow(cuda, scratch, bias, N);
     }
     g.c_stride = step;
     g.plus = plus;

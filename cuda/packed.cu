@@ -10,7 +10,7 @@
  *
  * There are three shapes of tile, and those of few.cu, for decoding and other products of few rows
  * forward. All have one order of sums (product.cuh): any number of rows has the same bits, in
- * training, prefill and decoding. These are also the bits of grouped.cu with the
+ * training, prefill and decoding. These are also the bits of product.cu with the
  * widened weight. Cost beside a bf16 weight: many rows are multiplied by mma, not by cuBLASLt's
  * algorithm, which is faster on Hopper, and each tile of rows widens its weights again. A wide tile
  * has 256 rows, so widening is a third of what it does; a panel widened once in the card's memory
@@ -184,7 +184,8 @@ static __global__ void __launch_bounds__(S::THREADS, 2)
         codes_load(step + S::STAGES, now);
         cp_async_commit();
         if (i < rows)
-            multiply<S, IS_ACROSS>(sum, xs + now * S::X_REALS, wide + step % 2 * W::REALS, i, j);
+            multiply<S, false, IS_ACROSS>(sum, xs + now * S::X_REALS, wide + step % 2 * W::REALS, i,
+                                          j);
         stage_widen(step + 1, next);
         before = now;
         now = next;

@@ -16,13 +16,11 @@ struct Tiling {
     static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, DEEP = DEEP_, STAGES = STAGES_;
     static constexpr int ACROSS_WARPS = WARPS_J, THREADS = WARPS * 32;
     static constexpr int WARP_ROWS = ROWS / WARPS_I, WARP_COLUMNS = COLUMNS / WARPS_J;
-    static constexpr int I = WARP_ROWS / 16, J = WARP_COLUMNS / 16;      /* fragments of a warp */
-    static constexpr int EIGHTS = WARP_COLUMNS / 8;                      /* products of a row's */
-    static constexpr int ALONG = DEEP + APART, ACROSS = COLUMNS + APART; /* reals of a row */
-    static constexpr int OUT = COLUMNS + APART;                          /* floats of a row */
+    static constexpr int I = WARP_ROWS / 16, J = WARP_COLUMNS / 16; /* fragments of a warp */
+    static constexpr int EIGHTS = WARP_COLUMNS / 8;                 /* products of a row's */
+    static constexpr int ALONG = DEEP + APART;                      /* reals of a row of x */
+    static constexpr int OUT = COLUMNS + APART;                     /* floats of a row */
     static constexpr int X_REALS = ROWS * ALONG;
-    template <bool IS_ACROSS>
-    static constexpr int STAGE = X_REALS + (IS_ACROSS ? DEEP * ACROSS : COLUMNS * ALONG);
 };
 
 /* ---- from memory to shared memory ---- */
@@ -67,7 +65,15 @@ template <class S, int HEIGHT, int WIDTH> struct Pieces {
     }
 };
 
-template <class S> using XPieces = Pieces<S, S::ROWS, S::DEEP>;
+/* The shape of an operand's tile: SIDE of the result's rows or columns by DEEP of k, along k, or
+ * across it. */
+template <class S, int SIDE, bool IS_ACROSS> struct Operand {
+    static constexpr int HEIGHT = IS_ACROSS ? S::DEEP : SIDE, WIDTH = IS_ACROSS ? SIDE : S::DEEP;
+    static constexpr int PITCH = WIDTH + APART, REALS = HEIGHT * PITCH;
+    typedef Pieces<S, HEIGHT, WIDTH> Brought;
+};
+
+template <class S> using XPieces = typename Operand<S, S::ROWS, false>::Brought;
 
 /* Starts the tile of x at k, zeros behind K. */
 template <bool IS_ALIGNED, class P>
@@ -91,18 +97,21 @@ template <class S> struct Sums {
 };
 
 /* A warp's part of one step of k. */
-template <class S, bool IS_ACROSS>
+template <class S, bool X_ACROSS, bool W_ACROSS>
 __device__ static __forceinline__ void multiply(Sums<S> &sum, Shared<real> x, Shared<real> w, int i,
                                                 int j)
 {
+    typedef Operand<S, S::ROWS, X_ACROSS> OfX;
+    typedef Operand<S, S::COLUMNS, W_ACROSS> OfW;
 #pragma unroll
     for (int k = 0; k < S::DEEP; k += 16) {
         uint32_t left[S::I][4], right[S::J][4];
 #pragma unroll
-        for (int m = 0; m < S::I; m++) fragment<false, false>(left[m], x, S::ALONG, i + m * 16, k);
+        for (int m = 0; m < S::I; m++)
+            fragment<X_ACROSS, false>(left[m], x, OfX::PITCH, i + m * 16, k);
 #pragma unroll
         for (int n = 0; n < S::J; n++)
-            fragment<IS_ACROSS, true>(right[n], w, IS_ACROSS ? S::ACROSS : S::ALONG, j + n * 16, k);
+            fragment<W_ACROSS, true>(right[n], w, OfW::PITCH, j + n * 16, k);
 #pragma unroll
         for (int m = 0; m < S::I; m++)
 #pragma unroll

@@ -47,6 +47,22 @@ void cuda_fail(CudaDevice *cuda, Status status, const char *format, ...)
     cuda->status = status;
 }
 
+void cuda_note(CudaDevice *cuda, const char *format, ...)
+{
+    char text[NOTE_BYTES];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    for (int i = 0; i < NOTES; i++) {
+        if (cuda->notes[i] && strcmp(cuda->notes[i], text) == 0) return;
+        if (cuda->notes[i]) continue;
+        memcpy(cuda->note[i], text, sizeof text);
+        cuda->notes[i] = cuda->note[i];
+        return;
+    }
+}
+
 /* After a failed call the context is alive, or dead for ever: one that can't even wait is dead. */
 int cuda_check(CudaDevice *cuda, cudaError_t error, const char *what, const char *file, int line)
 {

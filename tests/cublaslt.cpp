@@ -26,7 +26,7 @@ enum { OK, INVALID = 7, NOT_SUPPORTED = 15 };
 enum { F32 = 0, BF16 = 14, COMPUTE_F32 = 68 };
 enum { TRANSA = 3, TRANSB = 4, EPILOGUE = 7, BIAS_POINTER = 8, EPILOGUE_BIAS = 4 };
 enum { LAYOUT_COLS = 3, PREF_WORKSPACE = 1, PREF_REDUCTIONS = 3, PREF_ALIGNMENT = 5 };
-enum { SPLITS_NUM = 2 };
+enum { ID = 0, INNER = 7, CLUSTER = 8 }; /* of an algorithm; what is not its ID is its splits */
 
 /* Its data fills cublasLtMatmulAlgo_t. */
 enum Sum { FORWARD, BACKWARD, BACKWARD_ODD, BACKWARD_EVEN, BACKWARD_MANY };
@@ -121,6 +121,11 @@ static int set(const char *what, void *to, size_t size, const void *from, size_t
     if (bytes != size) return refuse("%s has %zu bytes, not %zu", what, size, bytes);
     memcpy(to, from, size);
     return OK;
+}
+
+EXPORT size_t cublasLtGetVersion(void)
+{
+    return 130207;
 }
 
 EXPORT int cublasLtCreate(void **handle)
@@ -309,10 +314,13 @@ EXPORT int cublasLtMatmulAlgoGetHeuristic(void *, void *desc, void *a, void *b, 
 EXPORT int cublasLtMatmulAlgoConfigGetAttribute(const Algorithm *algorithm, int attribute,
                                                 void *value, size_t bytes, size_t *written)
 {
-    if (attribute != SPLITS_NUM) return refuse("an algorithm has no attribute %d here", attribute);
-    if (bytes != 4) return refuse("SPLITK_NUM has 4 bytes, not %zu", bytes);
-    int32_t splits = (int32_t)algorithm->splits;
-    memcpy(value, &splits, *written = sizeof splits);
+    if (attribute < 0 || attribute > CLUSTER)
+        return refuse("an algorithm has no attribute %d here", attribute);
+    size_t size = attribute < INNER ? 4 : 2;
+    if (bytes != size)
+        return refuse("attribute %d of an algorithm has %zu bytes, not %zu", attribute, size, bytes);
+    int32_t number = attribute == ID ? algorithm->name : (int32_t)algorithm->splits;
+    memcpy(value, &number, *written = size);
     return OK;
 }
 

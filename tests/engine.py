@@ -32,6 +32,7 @@ import fcntl
 import functools
 import hashlib
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -221,7 +222,8 @@ class CDevice(ctypes.Structure):
         ("step_rows", INT),
         ("chunk_bytes", SIZE),
         ("async_", INT),
-        ("note", ctypes.c_char_p),
+        ("library", ctypes.c_char_p),
+        ("notes_", ctypes.POINTER(ctypes.c_char_p)),
         ("alloc", ctypes.CFUNCTYPE(INT, VOID, ctypes.POINTER(VOID), SIZE)),
         ("release", ctypes.CFUNCTYPE(None, VOID, VOID, SIZE)),
         ("map", ctypes.CFUNCTYPE(INT, VOID, ctypes.POINTER(VOID), INT, SIZE, SIZE)),
@@ -349,6 +351,14 @@ class Device:
         """The last failure's sentence."""
         self.library.status_text.restype = ctypes.c_char_p
         return self.library.status_text().decode()
+
+    @property
+    def notes(self) -> list[str]:
+        """What the device does slower than it could, as far as it was found out."""
+        if not self.c.notes_:
+            return []
+        every = (self.c.notes_[i] for i in itertools.count())
+        return [text.decode() for text in itertools.takewhile(bool, every)]
 
     @property
     def truncates(self) -> bool:

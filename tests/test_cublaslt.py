@@ -4,6 +4,7 @@ looks for the library; and the algorithms that it chooses for buckets of rows (c
 And the stand-in itself: it refuses each misuse that it is there to find."""
 
 import ctypes
+import itertools
 import json
 import os
 import shutil
@@ -30,6 +31,8 @@ ALL, TEMPTING, NOTHING, FAITHLESS, SEVERAL, UNSTEADY = range(6)  # the stand-in'
 PLAIN, _, QUICK, MIDDLE, _, _, _, _, CHANGING = range(9)  # the algorithms of SEVERAL
 INVALID, NOT_SUPPORTED = 7, 15
 VOID = ctypes.c_void_p
+WIDTH = {"linear": "N", "linear_backward": "D", "head": "V"}  # of a row of the result
+RESULT = {"linear": ("y", "x"), "linear_backward": ("dx", "dy"), "head": ("logits", "x")}
 
 
 def stand_in() -> ctypes.CDLL:
@@ -90,7 +93,8 @@ def test_where_there_is_no_algorithm_our_own_kernel_makes_the_product(
     dev = offer(NOTHING)
     for number, size in enumerate(sizes):
         compare(dev, op, build(np.random.default_rng(number), **size))
-    assert b"cuBLASLt has no algorithm for them that keeps the bits of a row" in dev.c.note
+    assert all("cuBLASLt has no algorithm for them that keeps" in note for note in dev.notes)
+    assert dev.notes
 
 
 def test_a_slow_kernel_is_told_once(
@@ -105,12 +109,14 @@ def test_a_slow_kernel_is_told_once(
         call(adapter, [datum(tokens_of("qwen3", 5))])
         for _ in range(2):
             optim_step(adapter, AdamParams(learning_rate=0.01))
-        assert bool(adapter.model.note) == (kind == NOTHING)
-    assert capsys.readouterr().err.count("are made by a slow kernel") == 1
+        assert bool(adapter.model.notes) == (kind == NOTHING)
+    notes = adapter.model.notes
+    assert len(notes) == len(set(notes)) > 4
+    assert capsys.readouterr().err == "".join(f"tinsmith: {note}\n" for note in notes)
     say.cache_clear()
     with tinsmith.Model(folder("qwen3"), device="cuda-emulated") as model:
         model.sampler().sample(tokens_of("qwen3", 5), max_tokens=2)
-    assert capsys.readouterr().err.count("are made by a slow kernel") == 1
+    assert "are made by our own kernel, which is slower" in capsys.readouterr().err
 
 
 def test_our_own_kernels_rows_keep_their_bits(offer: Callable[[int], Device]) -> None:
@@ -118,6 +124,38 @@ def test_our_own_kernels_rows_keep_their_bits(offer: Callable[[int], Device]) ->
     whole = linear(dev, 9, dtype="bf16", bias=1)
     for T in (1, 2, 5):
         np.testing.assert_array_equal(linear(dev, T, dtype="bf16", bias=1), whole[:T])
+
+
+TILES = (  # rows, width and depth: several wide tiles, few rows, few tiles, odd addresses
+    (260, 136, 200),
+    (16, 200, 264),
+    (40, 72, 136),
+    (131, 141, 99),
+)
+
+
+@pytest.mark.parametrize("rows, width, depth", TILES)
+def test_our_own_kernel_makes_every_tiling(
+    offer: Callable[[int], Device], rows: int, width: int, depth: int
+) -> None:
+    dev, rng = offer(NOTHING), np.random.default_rng(rows)
+    build = {op: CASES[op][0] for op in ("linear", "linear_backward", "head", "matmul")}
+    few = {"T": rows, "N": width, "D": depth, "dtype": "bf16"}
+    compare(dev, "linear", build["linear"](rng, **few, bias=1, plus="rows", gap=8))
+    compare(dev, "linear_backward", build["linear_backward"](rng, **few, accumulate=1, gap=8))
+    compare(dev, "head", build["head"](rng, T=rows, V=width, D=depth, dtype="bf16"))
+    for turned in itertools.product((0, 1), repeat=2):
+        sizes = {"M": width, "N": depth, "K": rows, "b_bf16": turned[0], "accumulate": turned[1]}
+        args = build["matmul"](rng, **sizes, a_turned=turned[0], b_turned=turned[1])
+        compare(dev, "matmul", args)
+
+
+@pytest.mark.parametrize("op", WIDTH)
+def test_a_row_has_the_same_bits_in_all_tilings(offer: Callable[[int], Device], op: str) -> None:
+    dev, sizes = offer(NOTHING), {"V" if op == "head" else "N": 200, "D": 136}
+    whole = rows_of(dev, op, 260, **sizes)
+    for rows in (1, 2, 16, 17, 40, 129):
+        np.testing.assert_array_equal(rows_of(dev, op, rows, **sizes), whole[:rows])
 
 
 def test_an_algorithm_that_is_refused_later_is_not_used_again(
@@ -129,10 +167,10 @@ def test_an_algorithm_that_is_refused_later_is_not_used_again(
         found = linear(dev, T, dtype="bf16", bias=0)
         np.testing.assert_allclose(found, exact[:T], rtol=0.02, atol=0.2)
     np.testing.assert_array_equal(linear(dev, 9, dtype="bf16", bias=0)[:3], found)
-    assert dev.c.note == (
-        b"cuda-emulated: products of width 40 and depth 200 are made by a slow kernel, because "
-        b"cuBLASLt refused its own algorithm for some numbers of rows"
-    )
+    assert dev.notes == [
+        "cuda-emulated: products of width 40 and depth 200 are made by our own kernel, which is "
+        "slower, because cuBLASLt refused its own algorithm for some numbers of rows"
+    ]
 
 
 @pytest.mark.parametrize("accumulate", (0, 1))
@@ -153,8 +191,6 @@ def test_the_smallest_product_with_a_bias(offer: Callable[[int], Device]) -> Non
 # ---- buckets of rows ----
 
 ENDS = (1, 2, 16, 17, 64, 65, 256, 257, 1024, 1025, 8192)  # of all buckets
-WIDTH = {"linear": "N", "linear_backward": "D", "head": "V"}  # of a row of the result
-RESULT = {"linear": ("y", "x"), "linear_backward": ("dx", "dy"), "head": ("logits", "x")}
 
 
 class Run(ctypes.Structure):
@@ -202,7 +238,7 @@ def test_each_bucket_has_the_fastest_algorithm_of_the_references_bits(
         np.testing.assert_array_equal(rows_of(dev, op, T, **sizes), whole[:T])
         name, cols, _ = ran()[-1]
         assert (name, cols) == (QUICK if T <= 64 else MIDDLE, T)
-    assert dev.c.note is None
+    assert dev.notes == []
 
 
 def test_a_choice_is_made_once_for_all_weights_of_a_shape(offer: Callable[[int], Device]) -> None:
@@ -275,7 +311,8 @@ def test_nothing_is_chosen_while_work_is_recorded(offer: Callable[[int], Device]
 
 
 def test_where_there_is_no_memory_the_reference_serves(offer: Callable[[int], Device]) -> None:
-    """The step that was about to begin goes on, and nothing stays allocated."""
+    """The step that was about to begin goes on, and nothing stays allocated. The next rehearsal
+    tries again."""
     library = controls()
     product = bound(offer(SEVERAL))
     wanted, used = run(product, 20), library.cuda_emulated_used(0)
@@ -286,42 +323,129 @@ def test_where_there_is_no_memory_the_reference_serves(offer: Callable[[int], De
     np.testing.assert_array_equal(run(product, 4), wanted[:4])
     assert ran() == [(PLAIN, 4, 0)]
     prepare(product, 17)  # chosen before
-    prepare(product, 4)  # given up
     assert not ran()
-    prepare(product, 300)
-    assert ran() and library.cuda_emulated_used(0) == used
+    prepare(product, 4)
+    assert len(ran()) > 30 and library.cuda_emulated_used(0) == used
+    np.testing.assert_array_equal(run(product, 4), wanted[:4])
+    assert ran() == [(QUICK, 4, 0)]
+
+
+# ---- the log ----
+
+
+def test_each_choice_is_a_line_of_the_log(tmp_path: Path) -> None:
+    """With which library, of which product, what each candidate is and did, and which was taken."""
+    log = tmp_path / "choice.jsonl"
+    code = "__import__('test_cublaslt').chosen_rows()"
+    assert process(emulated_library().parent, code, TINSMITH_CUDA_LOG=str(log)) == [QUICK, MIDDLE]
+    many, few = (json.loads(line) for line in log.read_text().splitlines())
+    assert (few["rows"], many["rows"]) == ([1, 16], [257, 1024])
+    for line, chosen in ((few, QUICK), (many, MIDDLE)):
+        assert line["library"].startswith("cuBLASLt 13.2.7 (")
+        assert (line["width"], line["depth"], line["result"], line["weight"]) == (
+            *(40, 24, "bf16", "turned"),
+        )
+        assert line["reference"]["id"] == PLAIN and line["why"].startswith("the fastest of the")
+        assert line["chosen"]["id"] == chosen and line["chosen"]["trials"] == len(line["trials"])
+        how = {trial["id"]: trial["how"] for trial in line["trials"]}
+        assert how[PLAIN] == "reference" and how[chosen] == "same bits"
+        assert how[CHANGING] == ("same bits" if line is few else "other bits, or refused")
+        times = {trial["id"]: trial["us"] for trial in line["trials"] if "us" in trial}
+        assert line["chosen"]["us"] == times[chosen] == min(times.values())
+        assert {"tile", "stages", "cluster"} <= set(line["trials"][0])
+
+
+def chosen_rows() -> list[int]:
+    """The algorithms that a process of its own takes for 9 rows and for 300 of one product."""
+    emulated_library()
+    stand_in().cublaslt_offer(SEVERAL)
+    product, names = bound(Device("cuda-emulated"), 300), []
+    for rows in (9, 300):
+        prepare(product, rows)
+        run(product, rows)
+        names.append(ran()[-1][0])
+    return names
+
+
+def test_without_memory_the_log_says_so(tmp_path: Path) -> None:
+    log = tmp_path / "choice.jsonl"
+    code = "__import__('test_cublaslt').without_memory()"
+    process(emulated_library().parent, code, TINSMITH_CUDA_LOG=str(log))
+    _, first, second = (json.loads(line) for line in log.read_text().splitlines())
+    assert first["why"] == "no memory to try others: the next rehearsal tries again"
+    assert first["chosen"]["id"] == PLAIN and not first["trials"]
+    assert second["chosen"]["id"] == QUICK
+
+
+def without_memory() -> None:
+    emulated_library()
+    stand_in().cublaslt_offer(SEVERAL)
+    product = bound(Device("cuda-emulated"))
+    with emulated_card() as card:
+        card(1000)
+        prepare(product, 4)
+    prepare(product, 4)
+
+
+def test_a_log_that_can_not_be_written_is_refused() -> None:
+    sentence = opened(
+        emulated_library().parent, "cuda-emulated", TINSMITH_CUDA_LOG="/nowhere/choice.jsonl"
+    )
+    assert "TINSMITH_CUDA_LOG names a file that can't be written: /nowhere/choice.jsonl" in sentence
 
 
 # ---- finding it ----
 
 
-def opened(folder: Path, name: str, **environment: str) -> str:
-    """The sentence of opening a device in a process of its own; `folder` has the emulated one."""
+def process(folder: Path, code: str, **environment: str) -> Any:
+    """What code gives in a process of its own; `folder` has the emulated device."""
     code = (
-        "import ctypes, json, sys; from tinsmith import _core; "
+        "import ctypes, json, sys; from tinsmith import _core; import models; "
         "core = ctypes.CDLL(_core.__file__); "
         "core.device_emulated.argtypes = [ctypes.c_char_p]; "
         f"core.device_emulated({os.fsencode(folder / 'device.so')!r}); "
-        f"print(json.dumps(_core.devices({name!r})))"
+        f"print(json.dumps({code}))"
     )
-    env = os.environ | environment
+    paths = (os.environ.get("PYTHONPATH"), str(Path(__file__).parent))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | environment
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True)
-    return json.loads(done.stdout)[name]
+    return json.loads(done.stdout)
+
+
+def opened(folder: Path, name: str, **environment: str) -> str:
+    """The sentence of opening a device."""
+    return process(folder, f"_core.devices({name!r})", **environment)[name]
+
+
+def noted(folder: Path, **environment: str) -> dict[str, Any]:
+    """What a model on the emulated device says of its products."""
+    loaded = "models.load_model(models.folder('qwen3'), device='cuda-emulated').core"
+    code = f"(lambda core: {{'library': core.library, 'notes': core.notes}})({loaded})"
+    return process(folder, code, **environment)
 
 
 def test_a_library_that_is_nowhere_is_told_with_the_places(tmp_path: Path) -> None:
     shutil.copy(emulated_library(), tmp_path / "device.so")
-    sentence = opened(tmp_path, "cuda-emulated")
-    assert "libcublasLt_stand_in.so was not found: pip install 'tinsmith[cuda]'" in sentence
-    assert "TINSMITH_CUBLASLT" in sentence and "/usr/local/cuda" in sentence
-    assert str(core_library().parents[1]) in sentence  # one of the folders of packages
+    said = noted(tmp_path)
+    assert said["library"] == "" and len(said["notes"]) == 1
+    assert "our own kernel makes all products, which is slower" in said["notes"][0]
+    assert "libcublasLt_stand_in.so was not found: pip install 'tinsmith[cuda]'" in said["notes"][0]
+    assert "TINSMITH_CUBLASLT" in said["notes"][0] and "/usr/local/cuda" in said["notes"][0]
+    assert str(Path(__file__).parent) in said["notes"][0]  # one of the folders of packages
 
 
-def test_the_library_that_a_variable_names_is_taken(tmp_path: Path) -> None:
+def test_the_library_that_a_variable_names_is_taken_and_told(tmp_path: Path) -> None:
     library = emulated_library()
     shutil.copy(library, tmp_path / "device.so")
     named = str(shutil.copy(library.with_name("libcublasLt_stand_in.so"), tmp_path / "other.so"))
-    assert opened(tmp_path, "cuda-emulated", TINSMITH_CUBLASLT=named) == ""
+    said = noted(tmp_path, TINSMITH_CUBLASLT=named)
+    assert said == {"library": f"cuBLASLt 13.2.7 ({named})", "notes": []}
+
+
+def test_no_library_may_be_wanted() -> None:
+    said = noted(emulated_library().parent, TINSMITH_CUBLASLT="none")
+    sentence = "cuda-emulated: our own kernel makes all products: TINSMITH_CUBLASLT is none"
+    assert said == {"library": "", "notes": [sentence]}
 
 
 @pytest.mark.parametrize("named", ("/nowhere/libcublasLt.so.13", __file__))

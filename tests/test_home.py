@@ -83,7 +83,7 @@ def test_doctor_shows_the_folders_their_sizes_and_the_room(tmp_path, capsys) -> 
     (blobs.parent / "snapshot").symlink_to(blobs / "x")
     assert cli.main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    assert f"device cpu: ready, with {_core.instructions('cpu')}\n" in shown
+    assert f"device cpu: ready, with {_core.computes_with('cpu')}\n" in shown
     folder = tmp_path / "data/tinsmith/checkpoints"
     assert f"checkpoints in {folder}: 3.00 MiB, 2 checkpoints of 1 run; " in shown
     assert f"models in {tmp_path / 'hub'}: 5.00 MiB, 1 model; " in shown

@@ -254,12 +254,12 @@ def test_an_instruction_set_can_be_chosen_and_a_bad_one_is_refused() -> None:
 
 
 def test_the_instruction_set_that_a_device_takes_is_said() -> None:
-    assert core_says("generic", "instructions('cpu')") == "generic"
-    assert core_says("generic", "instructions('cpu-bf16')") == ""
-    assert core_says("sse9", "instructions('cpu')") == core_says("", "instructions('cuda')") == ""
+    assert core_says("generic", "computes_with('cpu')") == "generic"
+    assert core_says("generic", "computes_with('cpu-bf16')") == ""
+    assert core_says("sse9", "computes_with('cpu')") == core_says("", "computes_with('cuda')") == ""
     sets = [isa for isa in ISAS if cpu_has(isa)]
-    assert core_says("", "instructions('cpu')") == [isa for isa in sets if isa in ISAS[:3]][-1]
-    assert core_says("", "instructions('cpu-bf16')") == "".join(set(sets[-1:]) - set(ISAS[:3]))
+    assert core_says("", "computes_with('cpu')") == [isa for isa in sets if isa in ISAS[:3]][-1]
+    assert core_says("", "computes_with('cpu-bf16')") == "".join(set(sets[-1:]) - set(ISAS[:3]))
 
 
 @pytest.mark.parametrize(

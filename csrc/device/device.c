@@ -21,7 +21,7 @@
 enum { PATH_BYTES = 4096 };
 
 static char emulated[PATH_BYTES]; /* the emulated GPU's library; "": it was not built */
-static DeviceLibraries libraries = {NULL, ""};
+static DeviceLibraries libraries = {NULL, "", NULL};
 
 Status device_emulated(const char *path)
 {
@@ -130,12 +130,14 @@ Status device_card(DeviceCard *card, const char *name)
     return card_of(card, gpu.ordinal, DEVICE_ABI, fail);
 }
 
-Status device_libraries(const char *cublaslt, const char *packages)
+Status device_libraries(const char *cublaslt, const char *packages, const char *log)
 {
     char *named = cublaslt ? strdup(cublaslt) : NULL, *folders = strdup(packages);
-    if (!folders || (cublaslt && !named))
+    char *file = log ? strdup(log) : NULL;
+    if (!folders || (cublaslt && !named) || (log && !file))
         return fail(STATUS_MEMORY, "no memory for the paths of libraries");
-    libraries = (DeviceLibraries){named, folders}; /* an open one may still read the older ones */
+    /* An open device may still read the older ones. */
+    libraries = (DeviceLibraries){named, folders, file};
     return STATUS_OK;
 }
 

@@ -123,7 +123,9 @@ struct Device {
     int step_rows;       /* rows of a training step above which it would not become faster */
     size_t chunk_bytes;  /* of logits that are in memory at once, which a weight is read for */
     int async;           /* the host goes on while ops run */
-    const char *note;    /* a sentence on what is slower than it could be, or NULL; ops find out */
+    const char *library; /* the library that makes its products, its version and file; or NULL */
+    const char *const *notes; /* sentences on what is slower than it could be, as ops find out, with
+                                 NULL behind them; or NULL */
 
     Status (*alloc)(Device *dev, void **memory, size_t bytes);
     /* May be called in any thread, at any time. So may graph_close(). */
@@ -200,10 +202,11 @@ struct Device {
 /* core's fail(): the library gets it, so that its sentences reach the caller's thread. */
 typedef Status FailFunction(Status code, const char *format, ...);
 
-/* Where a device finds the libraries that it needs. */
+/* Where a device finds the libraries that it can use, and where it leaves what it did with them. */
 typedef struct DeviceLibraries {
-    const char *cublaslt; /* the file of cuBLASLt that the user named, or NULL */
+    const char *cublaslt; /* the file of cuBLASLt that the user named, "none", or NULL */
     const char *packages; /* folders of Python's packages, with ':' between them */
+    const char *log; /* a file that gets a line of JSON for each choice of an algorithm; NULL */
 } DeviceLibraries;
 
 /* The library's `cuda_open`. It refuses an `abi` other than its own. */
@@ -229,7 +232,8 @@ TINSMITH_EXPORT Status device_open(Device **dev, const char *name, int threads);
 TINSMITH_EXPORT Status device_card(DeviceCard *card, const char *name);
 
 /* Gives what devices that are opened from now on find; the strings are copied. */
-TINSMITH_EXPORT Status device_libraries(const char *cublaslt, const char *packages);
+TINSMITH_EXPORT Status device_libraries(const char *cublaslt, const char *packages,
+                                        const char *log);
 
 /* DEVICE_ABI of this build. */
 TINSMITH_EXPORT unsigned device_abi(void);

@@ -378,11 +378,24 @@ static PyObject *model_device(PyObject *object, void *unused)
     return PyUnicode_FromString(((PyModel *)object)->model->dev->name);
 }
 
-static PyObject *model_note(PyObject *object, void *unused)
+static PyObject *model_library(PyObject *object, void *unused)
 {
     (void)unused;
-    const char *note = ((PyModel *)object)->model->dev->note;
-    return PyUnicode_FromString(note ? note : "");
+    const char *library = ((PyModel *)object)->model->dev->library;
+    return PyUnicode_DecodeFSDefault(library ? library : "");
+}
+
+static PyObject *model_notes(PyObject *object, void *unused)
+{
+    (void)unused;
+    const char *const *notes = ((PyModel *)object)->model->dev->notes;
+    PyObject *list = PyList_New(0);
+    for (; list && notes && *notes; notes++) {
+        PyObject *note = PyUnicode_FromString(*notes);
+        if (!note || PyList_Append(list, note) < 0) Py_CLEAR(list);
+        Py_XDECREF(note);
+    }
+    return list;
 }
 
 static PyObject *model_weight_bytes(PyObject *object, void *unused)
@@ -427,7 +440,8 @@ static PyGetSetDef getset[] = {
      NULL},
     {"config", model_config, NULL, "The shape, as it was given.", NULL},
     {"device", model_device, NULL, "The device's name.", NULL},
-    {"note", model_note, NULL, "A sentence on what is slower than it could be, or ''.", NULL},
+    {"library", model_library, NULL, "The library that makes products, or ''.", NULL},
+    {"notes", model_notes, NULL, "Sentences on what is slower than it could be.", NULL},
     {"weight_bytes", model_weight_bytes, NULL, "Bytes of all weights.", NULL},
     {"held_bytes", model_held_bytes, NULL, "Those of them that take memory.", NULL},
     {NULL, NULL, NULL, NULL, NULL},

@@ -231,15 +231,21 @@ static PyObject *core_bf16_is_fast(PyObject *module, PyObject *args)
     return PyBool_FromLong(cpu_bf16_is_fast());
 }
 
-static PyObject *core_instructions(PyObject *module, PyObject *args)
+static PyObject *core_computes_with(PyObject *module, PyObject *args)
 {
     (void)module;
     const char *name;
-    if (!PyArg_ParseTuple(args, "s:instructions", &name)) return NULL;
+    if (!PyArg_ParseTuple(args, "s:computes_with", &name)) return NULL;
     for (CpuInputs inputs = 0; inputs < CPU_KINDS; inputs++)
         if (strcmp(name, cpu_names[inputs]) == 0)
             return PyUnicode_FromString(cpu_instructions(inputs));
-    return PyUnicode_FromString("");
+    Device *dev;
+    Status status;
+    NO_GIL(status = device_open(&dev, name, 1));
+    if (status) return PyUnicode_FromString("");
+    PyObject *library = PyUnicode_DecodeFSDefault(dev->library ? dev->library : "");
+    NO_GIL(dev->close(dev));
+    return library;
 }
 
 static PyMethodDef core_methods[] = {
@@ -257,9 +263,9 @@ static PyMethodDef core_methods[] = {
      "card's, its bytes of memory, and its compute capability. None is opened."},
     {"bf16_is_fast", core_bf16_is_fast, METH_NOARGS,
      "bf16_is_fast() -> bool\n\nWhether this processor's products are faster in bf16 than in f32."},
-    {"instructions", core_instructions, METH_VARARGS,
-     "instructions(device) -> str\n\nThe instruction set that a CPU device computes with, '' if it "
-     "can't be opened or is no CPU's."},
+    {"computes_with", core_computes_with, METH_VARARGS,
+     "computes_with(device) -> str\n\nA CPU's instruction set, or a GPU's library of products; '' "
+     "where there is none, or the device can't be opened."},
     {"memory", core_memory, METH_VARARGS,
      "memory(device) -> (int, int)\n\nBytes that a device can give, and that it has in all."},
     {"topk", core_topk, METH_VARARGS,
@@ -329,25 +335,41 @@ static PyObject *packages_new(void)
     return joined;
 }
 
-/* TINSMITH_CUBLASLT names the file of a library that the CUDA device needs. Without it, the device
- * looks into the folders of Python's packages too. */
+/* A variable of the environment as bytes; "" where it is not set. */
+static PyObject *variable_new(const char *name)
+{
+    PyObject *os = PyImport_ImportModule("os");
+    PyObject *value = os ? PyObject_CallMethod(os, "getenv", "ss", name, "") : NULL;
+    PyObject *bytes = value ? PyUnicode_EncodeFSDefault(value) : NULL;
+    Py_XDECREF(value);
+    Py_XDECREF(os);
+    return bytes;
+}
+
+/* NULL for "". */
+static const char *named_in(PyObject *bytes)
+{
+    const char *text = PyBytes_AsString(bytes);
+    return *text ? text : NULL;
+}
+
+/* TINSMITH_CUBLASLT names the file of a library that the CUDA device can use, or says "none".
+ * Without it, the device looks into the folders of Python's packages too. TINSMITH_CUDA_LOG names
+ * the file that is told how its algorithms are chosen. */
 static int libraries_init(void)
 {
-    PyObject *os = PyImport_ImportModule("os"), *packages = packages_new();
-    PyObject *value = os ? PyObject_CallMethod(os, "getenv", "ss", "TINSMITH_CUBLASLT", "") : NULL;
-    PyObject *named = value ? PyUnicode_EncodeFSDefault(value) : NULL;
+    PyObject *packages = packages_new(), *named = variable_new("TINSMITH_CUBLASLT");
+    PyObject *log = variable_new("TINSMITH_CUDA_LOG");
     PyObject *folders = packages ? PyUnicode_EncodeFSDefault(packages) : NULL;
     int status = -1;
-    if (named && folders) {
-        const char *file = PyBytes_AsString(named);
-        status = device_libraries(*file ? file : NULL, PyBytes_AsString(folders));
+    if (named && log && folders) {
+        status = device_libraries(named_in(named), PyBytes_AsString(folders), named_in(log));
         if (status) raise_status(status);
     }
     Py_XDECREF(folders);
+    Py_XDECREF(log);
     Py_XDECREF(named);
-    Py_XDECREF(value);
     Py_XDECREF(packages);
-    Py_XDECREF(os);
     return status ? -1 : 0;
 }
 

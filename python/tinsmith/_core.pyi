@@ -50,9 +50,10 @@ def bf16_is_fast() -> bool:
     """Whether this processor's products are faster in bf16 than in f32: it depends on nothing but
     the processor."""
 
-def instructions(device: str, /) -> str:
-    """The instruction set that a device of the CPU computes with: "generic", "avx2", "avx512",
-    "avx512bf16" or "amx"; "" for a GPU, and where the device can't be opened."""
+def computes_with(device: str, /) -> str:
+    """What a device computes with: of the CPU an instruction set ("generic", "avx2", "avx512",
+    "avx512bf16" or "amx"); of a GPU the version and file of cuBLASLt. "" where that was not found,
+    or the device can't be opened."""
 
 def memory(device: str, /) -> tuple[int, int]:
     """Bytes that a device can give, and that it has in all. The CPU's bytes are the machine's, or
@@ -174,8 +175,11 @@ class Model:
     @property
     def device(self) -> str: ...
     @property
-    def note(self) -> str:
-        """A sentence on what the device does slower than it could, or ""; ops find out."""
+    def library(self) -> str:
+        """The library that makes products, its version and file: "" where it is the engine."""
+    @property
+    def notes(self) -> list[str]:
+        """Sentences on what the device does slower than it could, as ops find out."""
     @property
     def weight_bytes(self) -> int: ...
     @property

@@ -44,8 +44,8 @@ def show(options: argparse.Namespace) -> None:
     print(f"tinsmith {version('tinsmith') or '(not installed)'}, Python {sys.version.split()[0]}")
     for name, reason in devices().items():
         if name != "cuda-emulated":  # which only the tests have
-            instructions = _core.instructions(name)
-            with_them = f", with {instructions}" if instructions else ""
+            means = _core.computes_with(name)
+            with_them = f", with {means}" if means else ""
             print(f"device {reason or f'{name}: ready{with_them}'}")
     types = {name: kind for name, kind in GGUF_TYPES.items() if name != "MXFP4"} | FOLDER_TYPES
     parts = [[n for n in types if (types[n] in ON_GPU) == both] for both in (True, False)]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.chat.text import Text, load_tokenizer
-from tinsmith.engine.devices import say
+from tinsmith.engine.devices import say_notes
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.engine.events import Call
 from tinsmith.files.families import BaseModel, LoadedModel
@@ -298,7 +298,7 @@ def _step(lane: _Lane) -> int:
     for number in done:
         if number not in lane.pending:  # the listener's failure has ended it
             continue
-        say(lane.core.note)
+        say_notes(lane.core)
         result = lane.sampler.take(number)
         item = lane.pending.pop(number)
         item.call.cached = result["prompt_reused"]

@@ -63,9 +63,14 @@ def card_bytes(device: str) -> int | None:
 
 @cache
 def say(sentence: str) -> None:
-    """Says it once in a process: what is slower than it could be (_core.Model.note)."""
-    if sentence:
-        print(f"tinsmith: {sentence}", file=sys.stderr)
+    """Says it once in a process."""
+    print(f"tinsmith: {sentence}", file=sys.stderr)
+
+
+def say_notes(core: _core.Model) -> None:
+    """Says once in a process each thing that its device does slower than it could."""
+    for note in core.notes:
+        say(note)
 
 
 @cache

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.engine import routing
-from tinsmith.engine.devices import say
+from tinsmith.engine.devices import say_notes
 from tinsmith.engine.teaching import LOGPROBS, Teacher, divergences, metrics
 from tinsmith.losses.custom_loss import evaluate
 from tinsmith.losses.graph import CustomLoss
@@ -247,7 +247,7 @@ def _shaped(batch: Batch, flat: NDArray[np.float32]) -> tuple[NDArray[np.float32
 
 def optim_step(adapter: _core.Adapter, params: AdamParams) -> dict[str, float]:
     """One AdamW step; returns its metrics."""
-    say(adapter.model.note)
+    say_notes(adapter.model)
     return adapter.optim_step(
         learning_rate=params.learning_rate,
         beta1=params.beta1,
