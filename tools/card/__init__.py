@@ -1,5 +1,5 @@
 """Programs for the minutes in which there is a card. They use the tests' engine.py, which knows the
-ops and their arguments."""
+ops and their arguments, and the benchmarks."""
 
 import sys
 from pathlib import Path

@@ -1,90 +1,161 @@
-"""Whether a row of a product has the same bits whatever the number of rows beside it, on a device.
+"""Whether a row of a product has the same bits at every number of rows, on the card itself: the
+trainer and the sampler rely on it (cuda/matmul.cu). And whether our own kernel has cuBLASLt's bits.
 
     python -m tools.card.choice --device cuda
 
-Every product with a base weight of Qwen3's shapes, forward and backward, and the head: the rows of
-M = 256 are the first 256 rows of every larger M and contain those of every smaller one. A line of
-JSON for each product; `wrong` says at which numbers of rows bits differ."""
+Tries each product of Qwen3's shapes with a base weight, forward and backward, and the head: the
+rows of M = 256 are the first 256 rows of every larger M and contain those of every smaller one. A
+line of JSON for each product; `wrong` says at which numbers of rows bits differ. Operands are made
+on the card and compared there, by torch where there is one. TINSMITH_CUDA_LOG gets cuBLASLt's
+trials."""
 
 import argparse
+import ctypes
+import importlib.util
 import json
 import sys
 
 import engine
 import numpy as np
 
-ROWS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 64, 65, 100, 128, 200, 255, 256, 257, 511, 1000)
+ROWS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 65, 100, 128, 200, 255, 256, 257, 511, 1000)
 LARGE = (2048, 8192)
-PRODUCTS = (  # N, D: q, k, o, gate, down of 0.6B, 1.7B, 4B, 8B
-    *((2048, 1024), (1024, 1024), (1024, 2048), (3072, 1024), (1024, 3072)),
-    *((2048, 2048), (6144, 2048), (2048, 6144)),
-    *((4096, 2560), (1024, 2560), (2560, 4096), (9728, 2560), (2560, 9728)),
-    *((4096, 4096), (1024, 4096), (12288, 4096), (4096, 12288)),
-)
-HEADS = ((151936, 1024), (151936, 4096))
 BASE = 256
+HEAD_ROWS = 1000  # at most: a row of its result is long
+PRODUCTS = {  # N, D by shape: q k v, o, gate and up, down, as a layer has them
+    "0.6b": ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)),
+    "1.7b": ((4096, 2048), (2048, 2048), (12288, 2048), (2048, 6144)),
+    "4b": ((6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728)),
+    "8b": ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)),
+}
+HEADS = {"0.6b": (151936, 1024), "8b": (151936, 4096)}
+TINY = ((48, 64), (64, 40))
+
+
+class Part(engine.Memory):
+    """Some of another memory, from a byte on; it lives no longer than that one."""
+
+    def __init__(self, whole: engine.Memory, at: int):
+        self.whole, self.device = whole, whole.device
+        self.pointer = engine.VOID(whole.pointer.value + at)
+        self.size_bytes = whole.size_bytes - at
+
+    def __del__(self):
+        pass
+
+
+def on_card(memory: engine.Memory, bytes_: int):
+    """Device memory as an array that can be compared where it lies."""
+    if memory.device.name == "cuda-emulated":
+        return np.ctypeslib.as_array((ctypes.c_uint8 * bytes_).from_address(memory.pointer.value))
+    if not importlib.util.find_spec("torch"):
+        return memory.read(bytes_)
+    import torch
+
+    class Lent:
+        __cuda_array_interface__ = {
+            **{"shape": (bytes_,), "typestr": "|u1", "version": 3},
+            "data": (memory.pointer.value, False),
+        }
+
+    return torch.as_tensor(Lent(), device="cuda")
 
 
 class Product:
-    """A weight on the device, and its product with any number of rows."""
+    """A product with any number of rows, its operands and two results on the card."""
 
-    def __init__(self, device: engine.Device, op: str, N: int, D: int):
-        rng = np.random.default_rng(N + D)
-        self.device, self.op, self.sizes = device, op, {"N": N, "D": D}
-        self.weight = device.put_frozen(
-            engine.Frozen(rng.standard_normal((N, D), np.float32), "bf16")
+    def __init__(self, device: engine.Device, block: engine.Memory, op: str, N: int, D: int):
+        most = HEAD_ROWS if op == "head" else LARGE[-1]
+        self.device, self.op, self.N, self.D = device, op, N, D
+        self.inputs, self.outputs = (N, D) if op == "linear_backward" else (D, N)
+        self.x_row, self.y_row = 2 * self.inputs, (4 if op == "head" else 2) * self.outputs
+        self.w = device.place(parameter(op, "w"), engine.Repeats(block, (N, D), 98))[0]
+        self.x, self.base, self.other = (
+            engine.Memory(device, size, engine.Repeats(block, (), 0))
+            for size in (most * self.x_row, BASE * self.y_row, most * self.y_row)
         )
-        self.inputs = N if op == "linear_backward" else D
 
-    def bits(self, x: np.ndarray) -> np.ndarray:
-        """The result's bytes, a row of them for each row of x."""
-        args = {"T": len(x), **self.sizes, "w": self.weight}
+    def make(self, to: engine.Memory, first: int, rows: int, device: engine.Device) -> None:
+        """The product of some rows of x."""
+        x, sizes = Part(self.x, first * self.x_row), {"T": rows, "D": self.D}
         if self.op == "head":
-            args["V"] = args.pop("N")
-            out = self.device.call("head", logits=(len(x), args["V"]), x=x, **args)["logits"]
+            args = {"logits": to, "x": x, "V": self.N}
         elif self.op == "linear":
-            args |= {"bias": None, "plus": None}
-            out = self.device.call("linear", y=(len(x), self.sizes["N"]), x=x, **args)["y"]
+            args = {"y": to, "x": x, "bias": None, "plus": None, "N": self.N}
         else:
-            args |= {"accumulate": 0, "dx": (len(x), self.sizes["D"]), "dy": x}
-            out = self.device.call("linear_backward", **args)["dx"]
-        return out.view(np.uint32)
+            args = {"dx": to, "dy": x, "accumulate": 0, "N": self.N}
+        device.bind(self.op, {**args, "w": self.w, **sizes}).run()
+        device.check(device.c.sync(device.pointer))
+
+    def same(self, rows: int, first: int) -> bool:
+        """Whether `other` has the bits of `base`, from its row `first` on."""
+        bytes_ = min(rows, BASE - first) * self.y_row
+        base, other = (
+            on_card(Part(self.base, first * self.y_row), bytes_),
+            on_card(self.other, bytes_),
+        )
+        return bool((base == other).all())
 
     def differing(self, rows: tuple[int, ...]) -> list[int]:
         """The numbers of rows at which some row's bits are others than at BASE rows."""
-        rng = np.random.default_rng(1)
-        x = rng.standard_normal((max(*rows, BASE), self.inputs), np.float32)
-        base = self.bits(x[:BASE])
+        self.make(self.base, 0, BASE, self.device)
         found = []
         for count in rows:
             first = 0 if count >= BASE else (BASE - count) // 2  # small ones from the middle
-            got = self.bits(x[first : first + count])
-            same = min(count, BASE)
-            if (got[:same] != base[first : first + same]).any():
+            self.make(self.other, first, count, self.device)
+            if not self.same(count, first):
                 found.append(count)
         return found
+
+    def own_has_them(self, own: engine.Device) -> bool:
+        """Whether our own kernel makes BASE rows of the same bits."""
+        self.make(self.other, 0, BASE, own)
+        return self.same(BASE, 0)
+
+
+def parameter(op: str, name: str) -> engine.Param:
+    return next(p for p in engine.OPS[op] if p.name == name)
+
+
+def own_device(name: str, device: engine.Device) -> engine.Device:
+    """The same card, without cuBLASLt."""
+    give = device.library.device_libraries
+    give.argtypes = [ctypes.c_char_p] * 3
+    give(b"none", b"", None)
+    return engine.Device(name)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shapes", nargs="+", choices=PRODUCTS, default=["8b", "0.6b"])
     parser.add_argument("--tiny", action="store_true", help="small products, for the emulator")
     args = parser.parse_args()
     device = engine.Device(args.device)
-    products, heads = (((48, 64), (64, 40)), ((320, 64),)) if args.tiny else (PRODUCTS, HEADS)
-    rows = (1, 2, 17, 256, 257) if args.tiny else (*ROWS, *LARGE)
-    bad = 0
-    cases = [(op, *one) for one in products for op in ("linear", "linear_backward")]
-    cases += [("head", *one) for one in heads]
+    own = own_device(args.device, device)
+    products = [one for shape in args.shapes for one in PRODUCTS[shape]]
+    heads = [HEADS[shape] for shape in args.shapes if shape in HEADS]
+    rows = (*ROWS, *LARGE)
+    if args.tiny:
+        products, heads, rows = TINY, ((320, 64),), (1, 2, 17, 256, 257)
+    noise = np.random.default_rng(0).standard_normal(1 << (16 if args.tiny else 25), np.float32)
+    block = device.put(noise, "real")
+    bad = False
+    cases = [("head", *one) for one in heads]
+    cases += [(op, *one) for one in products for op in ("linear", "linear_backward")]
     for op, N, D in cases:
-        tried = tuple(count for count in rows if op != "head" or count <= 1000)
-        found = Product(device, op, N, D).differing(tried)
-        row = {"op": op, "N": N, "D": D, "numbers of rows": len(tried)}
+        product = Product(device, block, op, N, D)
+        tried = tuple(count for count in rows if op != "head" or count <= HEAD_ROWS)
+        found = product.differing(tried)
+        row = {"product": f"{op} {N} × {D}", "numbers of rows": len(tried)}
+        row["our kernel's bits are these"] = product.own_has_them(own)
         if found:
             row["wrong"] = f"{op} {N} × {D}: a row has other bits at {found} rows than at {BASE}"
-        bad += bool(found)
+        bad |= bool(found)
         print(json.dumps(row), flush=True)
-    return int(bad > 0)
+    for note in device.notes:
+        print(json.dumps({"note": note}), flush=True)
+    return int(bad)
 
 
 if __name__ == "__main__":

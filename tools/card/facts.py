@@ -1,4 +1,4 @@
-"""What is on this machine, a line of JSON for each fact; first_card.py's first stage.
+"""What is on this machine, a line of JSON for each fact: the first stage of both commands.
 
 Exits 1 with the device's own sentence where it can't be opened."""
 
@@ -14,7 +14,10 @@ import engine
 import numpy as np
 from tinsmith import _core
 
-PACKAGES = ("numpy", "pytest", "pytest-xdist", "torch", "transformers", "peft", "safetensors")
+PACKAGES = (
+    "numpy", "pytest", "pytest-xdist", "pytest-timeout", "torch", "transformers", "peft",
+    "safetensors",
+)  # fmt: skip
 QUERY = (
     "name,driver_version,memory.total,memory.used,compute_cap,clocks.sm,clocks.mem,temperature.gpu"
 )
@@ -58,6 +61,9 @@ def main() -> int:
     say("device", f"{device.c.name.decode()}: {free.value / 2**30:.2f} GiB free of "
         f"{everything.value / 2**30:.2f}")  # fmt: skip
     say("its own memory", f"{device.c.own_bytes / 2**20:.1f} MiB")
+    say("library", (device.c.library or b"none").decode())
+    for note in device.notes:
+        say("note", note)
     x, w = np.eye(32), np.arange(1024.0).reshape(32, 32) % 7
     args = {"x": x, "w": engine.Frozen(w, "bf16"), "bias": None, "plus": None}
     y = device.call("linear", y=(32, 32), **args, T=32, N=32, D=32)["y"]

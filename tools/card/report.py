@@ -1,4 +1,4 @@
-"""What first_card.py's stages found: read from their output, and written as Markdown.
+"""What the stages found: read from their output, and written as Markdown.
 
 A stage's output is read as one of three kinds: lines of JSON, one for each row of a table, with
 `wrong` where a row is not as it should be; pytest's lines; or plain text, of which the end is
@@ -9,10 +9,11 @@ import json
 import re
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 KEPT_LINES = 60  # of a plain text, and of what failed tests say
+CRASHED = re.compile(r"worker '\w+' crashed while running '([^']+)'")
 COLLECTING = re.compile(r"^_+ ERROR collecting (\S+) _+$(?s:.*?)^E +(.+)$", re.MULTILINE)
 TEST_LINE = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] )?(?:(\S+::.+?) )?(PASSED|FAILED|ERROR|SKIPPED)\b(.*)"
@@ -21,16 +22,23 @@ TEST_LINE = re.compile(
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of first_card.py's table."""
+    """One row of a command's table (stages.py)."""
 
     name: str
     tells: str
-    phase: str
     command: Callable[[Namespace], list[str]]
-    share: float  # of its phase's time, where stages run alone
+    takes_s: float  # on a Hopper, as far as is known
+    limit_s: float  # after which it is ended
     needs: tuple[str, ...] = ()  # packages or programs
     reads: str = "text"
     real: bool = False  # means nothing in the emulator
+    group: str = ""  # stages of one group run side by side
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def file(self) -> str:
+        """The name of its files, without an ending."""
+        return re.sub(r"[^a-z0-9.]+", "-", self.name)
 
 
 @dataclass
@@ -42,7 +50,7 @@ class Found:
     tells: str
     state: str
     summary: str
-    seconds: float
+    seconds: float = 0.0
     rows: list[dict] = field(default_factory=list)
     text: str = ""
 
@@ -82,8 +90,8 @@ def read_json(result: Found, text: str) -> None:
 
 
 def read_pytest(result: Found, text: str) -> None:
-    """Counts of the tests' ends, also where the run was cut off; what failures say; and the files
-    that can't be imported."""
+    """Counts of the tests' ends, also where the run was cut off; what failures say; the tests that
+    hung, or lost the card, and so ended their worker; and the files that can't be imported."""
     counts, wrong, files = Counter(), [], dict(COLLECTING.findall(text))
     for line in text.partition("= short test summary info =")[0].splitlines():
         match = TEST_LINE.match(line)
@@ -95,11 +103,14 @@ def read_pytest(result: Found, text: str) -> None:
             wrong.append(name)
     result.summary = ", ".join(f"{count} {end.lower()}" for end, count in counts.items())
     result.summary = result.summary or f"no test ran. {last_line(text)}"
+    ended = dict.fromkeys(CRASHED.findall(text), "it hung, or crashed, and ended its process")
+    if ended:
+        result.summary += f", {len(ended)} ended their process"
     if files:
         result.summary += f", {len(files)} files were not tried"
-    if wrong or files:
+    if wrong or files or ended:
         result.state = "found something"
-        reasons = files | {name: reason(text, name) for name in wrong}
+        reasons = files | {name: reason(text, name) for name in wrong} | ended
         result.rows = [{"test": name, "wrong": why} for name, why in reasons.items()]
     elif not counts["PASSED"]:
         result.state = "failed"
@@ -134,9 +145,9 @@ def last_line(text: str) -> str:
 def markdown(results: Sequence[Found], facts: dict) -> str:
     """The report."""
     parts = [
-        "# A card's first run\n",
-        f"Device `{facts['device']}`, {facts['began']}; {facts['seconds']} of "
-        f"{60 * facts['minutes']:g} s. All that a stage said is in its .log beside this file.\n",
+        "# What a card showed\n",
+        f"The {facts['part']} command on `{facts['device']}`, {facts['began']}; "
+        f"{facts['seconds']} of {facts['limit']:g} s. All that stages said is in logs.tgz.\n",
         "A rehearsal: sizes are tiny, and no time and no share of a roofline means anything.\n"
         if facts["device"] == "cuda-emulated"
         else "",
@@ -153,6 +164,22 @@ def markdown(results: Sequence[Found], facts: dict) -> str:
             parts += [f"## {result.name}\n", f"{result.tells}.\n"]
             parts += [table(result.rows), fenced(result.text)]
     return "\n".join(filter(None, parts)) + "\n"
+
+
+def profiles(results: Sequence[Found]) -> str:
+    """The tables of steps by kernel, in columns of text."""
+    parts = []
+    for result in results:
+        if result.name.startswith("kernels "):
+            parts += [f"{result.name}: {result.summary}\n", *map(line, result.rows), ""]
+    return "\n".join(parts)
+
+
+def line(row: dict) -> str:
+    """A row in columns: its numbers first, then its names."""
+    numbers = {k: v for k, v in row.items() if isinstance(v, int | float)}
+    names = [str(value) for key, value in row.items() if key not in numbers]
+    return "  ".join([*(f"{key} {cell(v):>9}" for key, v in numbers.items()), *names])
 
 
 def cell(value: object) -> str:
