@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import emulated_mode
+import lost_card
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -57,8 +58,8 @@ SLOW_FILES = (
 # Left out of it too, but too short to come first.
 OTHER_SLOW_FILES = (
     "anthropic", "attack_engine", "attack_server", "attack_store", "connections", "foreign_page",
-    "gather_backward", "gguf", "gguf_export", "hostile_graphs", "openai", "opsd", "page",
-    "server_sampling", "store_server", "turns", "types", "weights_lifecycle",
+    "gather_backward", "gguf", "gguf_export", "hostile_graphs", "lost_card", "openai", "opsd",
+    "page", "server_sampling", "store_server", "turns", "types", "weights_lifecycle",
 )  # fmt: skip
 SLOW_DEVICES = re.compile("cuda|gpu|emulat|cpu-")
 
@@ -77,7 +78,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Reads how the emulated GPU's modes are chosen (emulated_mode.py)."""
+    """Reads how the emulated GPU's modes are chosen (emulated_mode.py), and sees to it that a lost
+    GPU, or a test that hangs, costs one test (lost_card.py)."""
+    lost_card.register(config)
     try:
         config.stash[CHOICE] = emulated_mode.Choice()
     except ValueError as error:
