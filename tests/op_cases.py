@@ -10,6 +10,7 @@ fails there.
 import numpy as np
 import packed_weights
 import reference
+from drawn import remembered
 from engine import KV_PAGE, PACKED, Draw, Frozen, Jsd, Span, from_bf16, to_bf16
 
 
@@ -36,7 +37,9 @@ CASES = {}
 
 def case(*sizes):
     def keep(build):
-        CASES[build.__name__.removeprefix("make_")] = (build, sizes)
+        op = build.__name__.removeprefix("make_")
+        build = remembered(op, build)
+        CASES[op] = (build, sizes)
         return build
 
     return keep
