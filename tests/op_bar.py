@@ -81,11 +81,19 @@ SUMMED = ("T", "P", "D", "N", "V", "K", "E", *(f"N{i}" for i in range(3)))
 CUT = 1.4e-9
 
 
+def scores_size(args) -> float:
+    """How large attention's scores are. An exponential errs, of itself, by what its score errs."""
+    q, k = (np.sqrt(np.nanmean(np.square(args[name]))) for name in ("q", "k_pages"))
+    return float(q * k)
+
+
 def sum_error(dev, op, args) -> float:
     """What a product's longest sum may err by: half a unit of f32 times the root of its length, or
     what tensor cores cut."""
     longest = max((args.get(name, 0) for name in SUMMED), default=0) if op in PRODUCTS else 0
     rounded = 2.0**-25 * float(longest) ** 0.5
+    if op == "attention" and args["T"]:
+        rounded *= max(1.0, scores_size(args))
     return max(rounded, CUT * longest) if dev.truncates else rounded
 
 

@@ -192,6 +192,9 @@ GROUPS = (
     dict(T=130, widths=(72, 136), D=1096, R=72),
     dict(T=31, widths=(70, 33), D=67, R=8, gap=3),
     dict(T=67, widths=(72, 136), D=136, R=16, gap=200),
+    # of cuda/lora.cu: rows of two slices, inputs and outputs of three; slices of more than 512
+    dict(T=530, widths=(1100, 136), D=1032, R=32),
+    dict(T=5, widths=(8250,), D=8250, R=8),
 )
 
 
@@ -346,6 +349,24 @@ def make_pages(rng, seen, G, E):
     return k, v, pages, first
 
 
+# Heads in fours, at widths that the kernels know, beyond the borders of cuda/attention.cu: tiles of
+# 32 (E = 128: 16, 256: 8) queries of such a group, pages of 64 keys, and chunks that begin at each
+# 256 keys up to 2,048, at 8,192 each 1,024, and so on. A long span has cases of its own as well:
+# beside short ones, whose y are larger, its error would count for little.
+LONG_SPANS = (
+    dict(spans=((150, 0), (37, 230), (1, 300)), H=4, G=1, E=128),
+    dict(spans=((40, 500), (70, 0), (5, 250)), H=8, G=2, E=128, window=100),
+    dict(spans=((17, 2040),), H=4, G=1, E=128),  # into the ninth chunk
+    dict(spans=((70, 300), (130, 0)), H=8, G=2, E=64),
+    dict(spans=((21, 250), (70, 0)), H=4, G=1, E=256),
+    # decoding: one chunk, nine and forty
+    dict(spans=((1, 200), (1, 2100), (1, 30_800)), H=4, G=1, E=128),
+    dict(spans=((1, 30_800),), H=4, G=1, E=128),
+    dict(spans=((1, 2100),), H=8, G=2, E=128, grows=0.1),  # tops rise from chunk to chunk
+    dict(spans=((1, 2100), (1, 700), (1, 299)), H=4, G=1, E=128, window=300),
+)
+
+
 @case(
     dict(spans=(), H=2, G=1, E=8),
     dict(spans=((1, 0),), H=1, G=1, E=2),
@@ -364,6 +385,7 @@ def make_pages(rng, seen, G, E):
     dict(spans=((2, 110),), H=2, G=1, E=64, grows=1.5),  # tops rise within a chunk
     dict(spans=((2, 120),), H=2, G=1, E=66, grows=1.5),
     dict(spans=((1, 110), (1, 66)), H=2, G=1, E=64, grows=1.5),
+    *LONG_SPANS,
 )
 def make_attention(rng, spans, H, G, E, window=0, grows=0.0):
     k, v, pages, first = make_pages(rng, [rows + pos for rows, pos in spans], G, E)
@@ -421,6 +443,12 @@ def causal(q, k, v, lengths, G, window=0):
     dict(lengths=(37,), H=2, G=1, E=98, window=9),
     dict(lengths=(5, 9), H=6, G=2, E=34, gaps=(4, 68)),
     dict(lengths=(71, 33), H=4, G=2, E=64, gaps=(256, 384)),
+    # more than two tiles of 64 (E = 256: 32) keys, and of 32 (8) queries of four heads
+    dict(lengths=(300, 70, 131), H=4, G=1, E=128),
+    dict(lengths=(150, 5, 97), H=8, G=2, E=128, window=50),
+    dict(lengths=(200,), H=4, G=1, E=128, window=130),
+    dict(lengths=(131, 40), H=4, G=1, E=256),
+    dict(lengths=(70, 180), H=8, G=2, E=64, window=65, gaps=(1024, 256)),
 )
 def make_attention_backward(rng, lengths, H, G, E, window=0, gaps=(0, 0)):
     T = sum(lengths)
@@ -452,7 +480,12 @@ def make_head_lora(rng, T, V, D, R):
 TV = (dict(T=0, V=8), dict(T=1, V=1), dict(T=7, V=67), dict(T=5, V=2050), dict(T=2, V=32_003))
 
 
-@case(*TV)
+# More than one, two and three of cuda/logprob.cu's parts of 8,192 logits, in rows that quads fit.
+# In place, blocks wait there for those of the row before.
+TV_PARTS = (dict(T=40, V=8196), dict(T=5, V=16_388), dict(T=3, V=24_580))
+
+
+@case(*TV, *TV_PARTS)
 def make_logprob(rng, T, V):
     targets = rng.integers(0, 4, T)  # some rows have none
     start = np.cumsum([0, *targets]).astype(np.int32)
@@ -465,6 +498,7 @@ def make_logprob(rng, T, V):
 @case(
     *(size | dict(alias=alias) for size in TV for alias in (False, True)),
     *(dict(T=7, V=67, first=first) for first in (1, 2, 50)),
+    *(size | dict(alias=alias) for size in TV_PARTS for alias in (False, True)),
 )
 def make_logprob_backward(rng, T, V, alias=False, first=0):
     args = make_logprob(rng, T, V)
