@@ -190,6 +190,10 @@ void model_close(Model *model);
  * `type` are the array's. Vectors arrive as f32. */
 Status model_load(Model *model, const char *slot, int layer, int index, const void *array,
                   DType type, int rows, int cols);
+/* Makes every matrix that was not loaded of `count` numbers in bf16, again and again, in the order
+ * of the slots: for benchmarks, as only one block is uploaded. A GPU's matrices in bf16 alone,
+ * whose rows are a multiple of 8 numbers. */
+Status model_fill(Model *model, const void *numbers, int64_t count);
 /* Ends loading; an error names what is missing. */
 Status model_seal(Model *model);
 /* Instead of loading: the weights are bytes of an open file, what model_memory() gave of a model

@@ -1,5 +1,5 @@
 /* model/model.c - a frozen base model: shapes checked, weights placed by weights.inc, tensors put
- * in by name.
+ * in by name, or filled with a block of numbers for a benchmark.
  *
  * It knows slots, not checkpoints: families.py decides which file tensor fills which slot. A slot
  * that has several matrices in a layer (its experts) takes one stretch of memory for them. */
@@ -360,6 +360,79 @@ Status model_load(Model *model, const char *slot_name, int layer, int index, con
     if (!info.matrix) finite = first_bad(array, DTYPE_F32, cols) < 0;
     *loaded_at(model, slot, layer, index) = finite != 0;
     return finite ? STATUS_OK : fail(STATUS_INVALID, "%s: a number is not finite", name.text);
+}
+
+/* Copies a block of the device's memory behind itself, from its byte `at` on; returns the byte
+ * after the last one that was copied. */
+static size_t block_repeat(Device *dev, char *to, size_t bytes, const char *block, size_t size,
+                           size_t at)
+{
+    while (bytes) {
+        size_t part = size - at < bytes ? size - at : bytes;
+        dev->copy(dev, to, block + at, part);
+        to += part;
+        bytes -= part;
+        at = (at + part) % size;
+    }
+    return at;
+}
+
+/* A block can fill what the device has as an array has it: row after row, all in bf16. */
+static Status fill_check(const Model *model)
+{
+    Device *dev = model->dev;
+    if (dev->map)
+        return fail(STATUS_INVALID,
+                    "the device %s keeps weights in an order of its own: a block fills a GPU's",
+                    dev->name);
+    for (Slot slot = 0; slot < SLOT_COUNT; slot++)
+        for (int l = 0; l < model->shape.layers; l++) {
+            SlotInfo info = slot_info(&model->shape, slot, l);
+            DType type = matrix_type(model, slot, l);
+            if (!info.present || !info.matrix) continue;
+            if (type != DTYPE_BF16)
+                return fail(STATUS_INVALID, "%s is kept in %s: a block fills matrices in bf16",
+                            tensor_name(&info, l, 0).text, dtype_info(type).name);
+            size_t bytes = (size_t)info.rows * (size_t)info.cols * sizeof(uint16_t);
+            if (dev->frozen_bytes(dev, type, info.rows, info.cols) != bytes)
+                return fail(STATUS_INVALID,
+                            "%s has rows of %d numbers: a block fills rows of a multiple of 8",
+                            tensor_name(&info, l, 0).text, info.cols);
+        }
+    return STATUS_OK;
+}
+
+Status model_fill(Model *model, const void *numbers, int64_t count)
+{
+    Device *dev = model->dev;
+    size_t size = (size_t)count * sizeof(uint16_t), at = 0;
+    void *block = NULL;
+    if (model->sealed)
+        return fail(STATUS_INVALID, "the model is sealed: nothing more can be loaded");
+    if (count < 1) return fail(STATUS_INVALID, "the block has no numbers");
+    if (first_bad(numbers, DTYPE_BF16, count) >= 0)
+        return fail(STATUS_INVALID, "the block: a number is not finite");
+    TRY(fill_check(model));
+    TRY(model_reserve(model));
+    TRY(dev->alloc(dev, &block, size));
+    dev->upload(dev, block, numbers, size);
+    for (Slot slot = 0; slot < SLOT_COUNT; slot++)
+        for (int l = 0; l < model->shape.layers; l++) {
+            SlotInfo info = slot_info(&model->shape, slot, l);
+            if (!info.per_layer && l > 0) break;
+            size_t bytes = (size_t)info.rows * (size_t)info.cols * sizeof(uint16_t);
+            for (int i = 0; info.present && info.matrix && i < info.count; i++) {
+                unsigned char *loaded = loaded_at(model, slot, info.per_layer ? l : -1, i);
+                if (*loaded) continue;
+                char *to =
+                    (char *)slot_memory(model, slot, l) + (size_t)i * matrix_step(model, slot, l);
+                at = block_repeat(dev, to, bytes, block, size, at);
+                *loaded = 1;
+            }
+        }
+    Status status = dev->sync(dev);
+    dev->release(dev, block, size);
+    return status;
 }
 
 Status model_seal(Model *model)

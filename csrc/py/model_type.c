@@ -205,6 +205,18 @@ static PyObject *model_load_method(PyObject *object, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *model_fill_method(PyObject *object, PyObject *array)
+{
+    Borrowed block;
+    if (borrow(array, KIND_UINT16, "block", &block) < 0) return NULL;
+    Status status;
+    PyModel *self = (PyModel *)object;
+    ON_TURN(self, status = model_fill(self->model, block.data, block.length));
+    Py_DECREF(block.owner);
+    if (status) return raise_status(status);
+    Py_RETURN_NONE;
+}
+
 static PyObject *model_seal_method(PyObject *object, PyObject *unused)
 {
     (void)unused;
@@ -415,6 +427,9 @@ static PyMethodDef methods[] = {
      "load(slot, layer, array, index=0, packed=None)\n\nCopies one tensor in: (rows, cols), or "
      "(cols,) for vectors, or a row's blocks of the type `packed` in each row of a uint8 array. "
      "`index` numbers a layer's matrices of one slot."},
+    {"fill", model_fill_method, METH_O,
+     "fill(block)\n\nMakes every matrix that was not loaded of a block of bf16's bits, again and "
+     "again, copied on the device: random weights for a benchmark."},
     {"seal", model_seal_method, METH_NOARGS,
      "seal()\n\nEnds loading; ValueError names what is missing."},
     {"map", model_map_method, METH_VARARGS,

@@ -160,6 +160,11 @@ class Model:
         holding bf16 bits, of which a matrix in bf16 or f32, int8 or int4 is made; vectors are
         float32. Or uint8, with a row's blocks of the type `packed` in each row, for a matrix that
         is kept in that type. ValueError where a number is not finite, as it comes or is kept."""
+    def fill(self, block: NDArray[np.uint16]) -> None:
+        """Makes every matrix that was not loaded of the block, in the order of `slots`, again and
+        again: random weights for a benchmark. Only the block is uploaded, the rest are copies on
+        the device. It is bf16's bits. ValueError where the device is no GPU, where a matrix is kept
+        in another type, and where rows are no multiple of 8 numbers."""
     def seal(self) -> None:
         """Ends loading; ValueError names the slots that are still missing."""
     def map(self, file: int, at: int) -> None:
