@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from peers import CLOCKS, SHAPES, alternate, checkpoint, hf_model, medians, parse, parser
+from peers import CLOCKS, RANK, SHAPES, alternate, checkpoint, hf_model, medians, parse, parser
 from report import Report
 from sample import prompt_source, sampler_side
 from tinsmith import _core
 from tinsmith.files import families
-from train import RANK
 
 SIDES = ("float32", "bfloat16")
 

@@ -149,6 +149,12 @@ SHAPES |= {
 }
 SHAPES["small-qwen"] = SHAPES["small"] | {"vocab_size": SHAPES["0.6b"]["vocab_size"]}
 UNTIED = {"8b"}  # shapes whose head is a matrix of its own
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+RANK = 32  # of LoRA, wherever no other is said
 DTYPES = {"f32": "float32", "bf16": "auto"}  # what a model of each type is computed in
 CACHED = 128 << 20  # bytes: smaller weights may be in a cache from one call to the next
 CLOCKS: dict[str, tuple[str, Callable[[], float]]] = {
@@ -254,17 +260,36 @@ def state_numbers(shape: str) -> int:
     return (s["num_hidden_layers"] - attending(shape)) * s["linear_num_value_heads"] * head
 
 
+def flops(shape: str, tokens: int, length: int) -> float:
+    """Products of a LoRA step: forward, input gradients of the frozen weights, attention."""
+    s = SHAPES[shape]
+    attention = attending(shape) * s["num_attention_heads"] * s["head_dim"] * length / 2 * 7
+    states = 3 * 3 * state_numbers(shape)  # read twice and written once, and each with a gradient
+    return 2.0 * tokens * (2 * sum(matrices(shape)) + attention + states)
+
+
+def hf_config(shape: str) -> dict[str, Any]:
+    """A shape's config.json: of a Qwen3, Qwen3.5 or Qwen3-MoE."""
+    options = SHAPES[shape]
+    kind = "qwen3_5_text" if "linear_key_head_dim" in options else "qwen3"
+    kind = "qwen3_moe" if "num_experts" in options else kind
+    return {
+        "model_type": kind,
+        "architectures": [ARCHITECTURES[kind]],
+        **options,
+        "tie_word_embeddings": shape not in UNTIED,
+        "max_position_embeddings": 1 << 14,
+    }
+
+
 def hf_model(shape: str, dtype: str, device: str = "cpu") -> Any:
-    """A random Qwen3, Qwen3.5 or Qwen3-MoE of this shape, as transformers has it."""
+    """A random model of this shape, as transformers has it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    options = SHAPES[shape] | {"tie_word_embeddings": shape not in UNTIED}
-    kind = "qwen3_5_text" if "linear_key_head_dim" in options else "qwen3"
-    kind = "qwen3_moe" if "num_experts" in options else kind
-    config = AutoConfig.for_model(kind, **options, max_position_embeddings=1 << 14)
+    config = AutoConfig.for_model(**hf_config(shape))
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config)

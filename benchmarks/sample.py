@@ -21,6 +21,7 @@ from typing import Any
 import llama
 import numpy as np
 import torch
+from ours import random_adapter
 from peers import (
     CACHED,
     CLOCKS,
@@ -88,10 +89,11 @@ def sampler_side(
     new: int,
     clock: Callable[[], float] = time.process_time,
     state: float = 0,
+    adapter: _core.Adapter | None = None,
 ) -> Callable[[], Times]:
-    """The same with the engine: one request a row. Rows begin one after the other while prompts
-    are run, so a new token's time is that of the steps in which all of them decode. A sequence's
-    states take as much as `state` tokens."""
+    """The same with the engine: one request a row, all with the adapter. Rows begin one after the
+    other while prompts are run, so a new token's time is that of the steps in which all of them
+    decode. A sequence's states take as much as `state` tokens."""
     samplers: list[_core.Sampler] = []
 
     def run() -> Times:
@@ -101,7 +103,7 @@ def sampler_side(
             samplers.append(_core.Sampler(core, tokens=2 * len(rows) * each))
         sampler, start = samplers[0], clock()
         for number, prompt in enumerate(rows):
-            sampler.add(number, prompt, max_tokens=new, seed=number)
+            sampler.add(number, prompt, adapter, max_tokens=new, seed=number)
         begun: set[int] = set()
         while len(begun) < len(rows):
             begun |= {request for request, *_ in sampler.step()[0]}
@@ -137,6 +139,7 @@ class Comparison:
                 threads=args.threads,
                 weights_copy=False,
             ).core
+            self.adapter = random_adapter(self.core) if args.adapter else None
             try:
                 self.llama = llama.Llama(
                     args.llama_python, folder, args.threads, args.clock, args.llama_type
@@ -176,6 +179,9 @@ class Comparison:
         keys = 2 * attending(self.args.shape) * s["num_key_value_heads"] * s["head_dim"]
         state = state_numbers(self.args.shape) / keys
         sides = {"tinsmith": sampler_side(self.core, source(), new, clock, state)}
+        if self.adapter:
+            side = sampler_side(self.core, source(), new, clock, state, self.adapter)
+            sides["tinsmith + adapter"] = side
         if self.llama:
             sides["llama.cpp"] = llama.side(self.llama, source(), new)
         if "HF" not in self.args.without:
@@ -248,6 +254,7 @@ def main() -> None:
     add("--llama-python", default=sys.executable, help="an interpreter that has llama.cpp")
     add("--llama-type", default="", help="of llama.cpp's matrices: Q4_0, Q8_0, Q4_K_M")
     add("--weights", choices=WEIGHTS, default="stored", help="what tinsmith keeps them in")
+    add("--adapter", action="store_true", help="a side with LoRA of rank 32 on every matrix too")
     add("--without", nargs="*", default=[], choices=("HF",), help="sides to leave out")
     args = parse(options)
     with Report(args, __doc__) as report:

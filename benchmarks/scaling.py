@@ -28,18 +28,19 @@ from peers import (
     CACHED,
     CLOCKS,
     DTYPES,
+    RANK,
     SHAPES,
     checkpoint,
+    flops,
     hf_model,
+    matrices,
     parse,
     parser,
     seconds_of,
 )
 from report import Floor, Report
-from sample import matrices
 from tinsmith import _core
 from tinsmith.files import families
-from train import RANK, flops
 
 ADAM = {
     "learning_rate": 1e-5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0,

@@ -24,22 +24,19 @@ import numpy as np
 import torch
 from peers import (
     DTYPES,
+    RANK,
     SHAPES,
-    attending,
     checkpoint,
+    flops,
     hf_model,
     interleave,
-    matrices,
     parse,
     parser,
-    state_numbers,
 )
 from report import Report
 from tinsmith import _core
 from tinsmith.files import families
 from tinsmith.files.kept import WEIGHTS
-
-RANK = 32
 
 
 def peft_side(model: Any, tokens: np.ndarray, targets: np.ndarray, device: str = "cpu") -> Any:
@@ -96,14 +93,6 @@ def adapter_of(folder: Path, args: argparse.Namespace, weights: str) -> _core.Ad
         folder, dtype=DTYPES[args.dtype], weights=weights, threads=args.threads, weights_copy=False
     )
     return _core.Adapter(loaded.core, rank=RANK)
-
-
-def flops(shape: str, tokens: int, length: int) -> float:
-    """Products of a LoRA step: forward, input gradients of the frozen weights, attention."""
-    s = SHAPES[shape]
-    attention = attending(shape) * s["num_attention_heads"] * s["head_dim"] * length / 2 * 7
-    states = 3 * 3 * state_numbers(shape)  # read twice and written once, and each with a gradient
-    return 2.0 * tokens * (2 * sum(matrices(shape)) + attention + states)
 
 
 def custom_sides(adapter: _core.Adapter, data: tuple[np.ndarray, ...]) -> dict[str, Any]:

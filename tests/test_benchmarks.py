@@ -32,7 +32,7 @@ PROGRAMS = {
     "ops": "--head 4 512 3 --product 5 16 24 --product 1 16 24 --experts 4 16 8 24 --flops 1e4",
     "train": "--shape tiny --datums 2 --length 9",
     "train --custom": "--shape tiny --datums 2 --length 9 --dtype bf16",
-    "sample": "--shape tiny --batches 1 3 --prompt 5 --new 4 --prefill 11",
+    "sample": "--shape tiny --batches 1 3 --prompt 5 --new 4 --prefill 11 --adapter",
     "dtypes": "--shape tiny --length 9 --new 3 --batches 2",
     "chunks": "--tokens 70",
     "head": "jsd topk gather loss --vocab 400 --rows 9 --width 16 --positions 5",
@@ -60,7 +60,7 @@ ROWS = {  # case -> sides, "" for any further case of the table
     },
     "train": {"2×9": ["tinsmith", "HF + PEFT"]},
     "train --custom": {"2×9": ["one forward", "two forwards"]},
-    "sample": {side: ["tinsmith", "HF"] for side in ("11", "1", "3")},
+    "sample": {side: ["tinsmith", "tinsmith + adapter", "HF"] for side in ("11", "1", "3")},
     "head": {
         "5, gradient 0.00 GiB": ["tinsmith", "torch eager"],
         "9 × 16 × 400": ["tinsmith", "torch eager", "torch chunked", "NumPy"],
