@@ -1,14 +1,19 @@
 """How long each of the CUDA device's ops takes, held to what this card copies and multiplies.
 
-    python benchmarks/cuda_ops.py --shapes 0.6b 8b
+    python benchmarks/cuda_ops.py --shapes 8b 0.6b
+    python benchmarks/cuda_ops.py --shapes 8b --ops attention lora --rounds 1 --launches 4
 
 A line of JSON for each op: microseconds (median of rounds, by CUDA events around `--launches`
 calls, in turn on so many sets of memory that none is found in the card's cache), and the share of
 the roofline: the longer of the time in which the card's own copy moves the
 op's bytes, each input read once and each output written once, and that in which its largest product
 makes the op's flops. Both ceilings are measured first. Training's ops have `--rows` rows of
-sequences of `--length`; decoding's, a row for each of `--batches` sequences with `--length` keys.
-NumPy is enough. With --device cuda-emulated the clock is the host's, and no figure counts."""
+sequences of `--length`; decoding's, a row for each of `--batches` sequences with `--keys` keys.
+--ops keeps those in whose name or description one of the texts is, as a profiler wants it.
+
+Nothing large is made on the host: one block of random bf16 numbers is uploaded, and the card's own
+copies of it are every array of numbers, also those that an op writes. Read as float32 they are as
+random. NumPy is enough. With --device cuda-emulated the clock is the host's: no figure counts."""
 
 import argparse
 import ctypes
@@ -18,10 +23,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from ours import BLOCK, random_block
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import engine
@@ -42,7 +48,8 @@ CACHED_BYTES, SETS_MOST = 256 << 20, 8  # sets of memory that are taken in turn
 
 @dataclass(frozen=True)
 class Case:
-    """An op at one shape: what it does, in flops and bytes, and its arguments."""
+    """An op at one shape: what it does, in flops and bytes, and its arguments, of which an array of
+    random numbers is its shape."""
 
     what: str
     op: str
@@ -100,13 +107,23 @@ def in_turn(calls: list[Callable[[], None]]) -> Callable[[], None]:
     return lambda: next(turn)()
 
 
-def normal(*shape: int) -> np.ndarray:
-    """Random floats, the same for the same shape."""
-    return np.random.default_rng(sum(shape)).standard_normal(shape, np.float32)
+class Block:
+    """Random numbers on the device, of which all arrays are made."""
 
+    def __init__(self, device: engine.Device, numbers: int):
+        host = random_block(numbers, 1.0)
+        self.memory, self.at = engine.Memory(device, host.nbytes), 0
+        self.memory.write(host)
 
-def weight(rows: int, cols: int) -> engine.Frozen:
-    return engine.Frozen(normal(rows, cols) / cols**0.5, "bf16")
+    def array(self, shape: tuple[int, ...]) -> engine.Repeats:
+        """Another array, from another place of the block on."""
+        self.at += self.memory.size_bytes // 7 // 16 * 16
+        return engine.Repeats(self.memory, shape, self.at)
+
+    def placed(self, args: dict) -> dict:
+        """An op's arguments, with arrays for shapes."""
+        shapes = {name: one for name, one in args.items() if isinstance(one, tuple)}
+        return args | {name: self.array(shape) for name, shape in shapes.items()}
 
 
 def whole_spans(rows: int, length: int) -> list[engine.Span]:
@@ -120,7 +137,7 @@ def pointwise(shape: str, rows: int) -> Iterator[Case]:
     """Norms, the gated unit and the optimizer, of a layer."""
     D, _, _, _, F = SHAPES[shape]
     T, one = rows, REAL * rows
-    x, wide = normal(T, D), normal(T, F)
+    x, wide = (T, D), (T, F)
     ones, rstd = np.ones(D, np.float32), np.ones(T, np.float32)
     both = 2 * one * D
     size = {"T": T, "D": D}
@@ -147,15 +164,14 @@ def pointwise(shape: str, rows: int) -> Iterator[Case]:
         5.0 * one * F,
         {"dgate": (T, F), "dup": (T, F), "dy": wide, **gated},
     )
-    moments = normal(RANK * 7 * (D + F))
-    n = len(moments)
+    n = RANK * 7 * (D + F)
     yield Case(
         "AdamW of a layer's LoRA",
         "adamw",
         12.0 * n,
         7.0 * F32 * n,
         {
-            **{"w": moments, "m": moments * 0.1, "v": moments**2, "before": "w", "g": moments},
+            **{"w": (n,), "m": (n,), "v": np.ones(n, np.float32), "before": "w", "g": (n,)},
             **{"n": n, "step": 3, "scale": 1.0, "lr": 1e-4, "beta1": 0.9, "beta2": 0.95},
             **{"eps": 1e-8, "weight_decay": 0.0},
         },
@@ -168,52 +184,50 @@ def products(shape: str, rows: int) -> Iterator[Case]:
     T = rows
     matrices = {"q": (H * E, D), "k": (G * E, D), "o": (D, H * E), "gate": (F, D), "down": (D, F)}
     for name, (N, K) in matrices.items():
-        sizes = {"T": T, "N": N, "D": K, "w": weight(N, K)}
+        sizes = {"T": T, "N": N, "D": K, "w": (N, K)}
         moved = REAL * (float(T) * (N + K) + N * K)
         yield Case(
             f"product {name}, {N} × {K}",
             "linear",
             2.0 * T * N * K,
             moved,
-            {"y": (T, N), "x": normal(T, K), "bias": None, "plus": None, **sizes},
+            {"y": (T, N), "x": (T, K), "bias": None, "plus": None, **sizes},
         )
         yield Case(
             f"product {name}, backward",
             "linear_backward",
             2.0 * T * N * K,
             moved,
-            {"dx": (T, K), "dy": normal(T, N), "accumulate": 0, **sizes},
+            {"dx": (T, K), "dy": (T, N), "accumulate": 0, **sizes},
         )
 
 
-def lora(shape: str, rows: int) -> Iterator[Case]:
+def lora(shape: str, rows: int, beside: str = "") -> Iterator[Case]:
     """LoRA beside q, k and v, forward and backward."""
     D, H, G, E, _ = SHAPES[shape]
-    T, one, x = rows, REAL * rows, normal(rows, D)
+    T, one = rows, REAL * rows
     widths = (H * E, G * E, G * E)
     fields: dict = {}
     back: dict = {}
     for i, N in enumerate(widths):
-        a, b = normal(D, RANK), normal(RANK, N)
-        fields |= {f"y{i}": normal(T, N), f"s{i}": (T, RANK), f"a{i}": a, f"b{i}": b, f"N{i}": N}
-        back |= {f"y{i}": normal(T, N), f"s{i}": normal(T, RANK), f"ds{i}": (T, RANK)}
-        back |= {f"a{i}": a, f"b{i}": b, f"da{i}": np.zeros_like(a), f"db{i}": np.zeros_like(b)}
-        back |= {f"N{i}": N}
-    sizes = {"count": len(widths), "x": x, "T": T, "D": D, "R": RANK, "scale": 1.0}
+        fields |= {f"y{i}": (T, N), f"s{i}": (T, RANK), f"a{i}": (D, RANK), f"b{i}": (RANK, N)}
+        back |= {f"da{i}": (D, RANK), f"db{i}": (RANK, N), f"ds{i}": (T, RANK)}
+        fields[f"N{i}"] = N
+    sizes = {"count": len(widths), "x": (T, D), "T": T, "D": D, "R": RANK, "scale": 1.0}
     columns = sum(widths)
     yield Case(
-        f"LoRA q k v, rank {RANK}",
+        f"{beside}LoRA q k v, rank {RANK}",
         "lora",
         2.0 * T * RANK * (3 * D + columns),
-        one * (D + 2.0 * columns),
+        one * (D + 2.0 * columns) + F32 * RANK * (3.0 * D + columns),
         {**fields, **sizes},
     )
     yield Case(
-        "LoRA q k v, backward",
+        f"{beside}LoRA q k v, backward",
         "lora_backward",
         4.0 * T * RANK * (3 * D + columns),
         one * (3.0 * D + columns),
-        {**back, "dx": normal(T, D), **sizes},
+        {**fields, **back, "dx": (T, D), **sizes},
     )
 
 
@@ -221,8 +235,8 @@ def attention(shape: str, rows: int, length: int) -> Iterator[Case]:
     """Rotating, the pages of keys and values, and attention of sequences, forward and backward."""
     _, H, G, E, _ = SHAPES[shape]
     T, one = rows, REAL * rows
-    table = normal(T, E // 2)
-    q, k, v = normal(T, H, E), normal(T, G, E), normal(T, G, E) * 0.5
+    table = (T, E // 2)
+    q, k, v = (T, H, E), (T, G, E), (T, G, E)
     ones = np.ones(E, np.float32)
     raw = {"q_raw": q, "k_raw": k, "q_norm": ones, "k_norm": ones, "cosine": table, "sine": table}
     raw |= {"T": T, "H": H, "G": G, "E": E, "W": E}
@@ -269,8 +283,8 @@ def attention(shape: str, rows: int, length: int) -> Iterator[Case]:
         4.0 * pairs * H * E,
         one * E * (2.0 * H + 2 * G),
         {
-            **{"y": (T, H, E), "lse": (T, H), "q": q, "k_pages": normal(keys, G, E)},
-            **{"v_pages": normal(keys, G, E), "spans": spans, "pages": pages, **heads},
+            **{"y": (T, H, E), "lse": (T, H), "q": q, "k_pages": (keys, G, E)},
+            **{"v_pages": (keys, G, E), "spans": spans, "pages": pages, **heads},
         },
     )
     yield Case(
@@ -279,19 +293,23 @@ def attention(shape: str, rows: int, length: int) -> Iterator[Case]:
         10.0 * pairs * H * E,
         one * E * (4.0 * H + 4 * G),
         {
-            **{"dq": (T, H, E), "dk": (T, G, E), "dv": (T, G, E), "dy": q * 0.1, "y": q * 0.1},
+            **{"dq": (T, H, E), "dk": (T, G, E), "dv": (T, G, E), "dy": q, "y": q},
             **{"lse": np.full((T, H), 9.0, np.float32), "q": q, "k": k, "v": v, "spans": spans},
             **heads,
         },
     )
 
 
+def lse_of(rows: int, vocab: int) -> np.ndarray:
+    """logΣexp of rows of normal random logits, as the head leaves it."""
+    return np.tile(np.float32([np.log(vocab) + 0.5, 0.0]), (rows, 1))
+
+
 def head(shape: str, vocab: int, chunk_bytes: int) -> Iterator[Case]:
     """A chunk of the head's rows."""
     D = SHAPES[shape][0]
     T = min(2048, max(1, chunk_bytes // (F32 * vocab)))
-    logits, ids = normal(T, vocab), np.arange(T, dtype=np.int32)
-    lse = np.stack([np.log(np.exp(logits.astype(float)).sum(1)), np.zeros(T)], 1)
+    logits, ids, lse = (T, vocab), np.arange(T, dtype=np.int32), lse_of(T, vocab)
     start = np.arange(T + 1, dtype=np.int32)
     chunk, size = float(F32) * T * vocab, {"T": T, "V": vocab}
     common = {"logits": logits, **size}
@@ -301,7 +319,7 @@ def head(shape: str, vocab: int, chunk_bytes: int) -> Iterator[Case]:
         "head",
         2.0 * T * vocab * D,
         chunk + REAL * vocab * D,
-        {"logits": (T, vocab), "x": normal(T, D), "w": weight(vocab, D), "D": D, **size},
+        {"logits": (T, vocab), "x": (T, D), "w": (vocab, D), "D": D, **size},
     )
     told = {"ids": ids, "start": start}
     yield Case(
@@ -316,7 +334,7 @@ def head(shape: str, vocab: int, chunk_bytes: int) -> Iterator[Case]:
         "logprob_backward",
         2.0 * T * vocab,
         1.5 * chunk,
-        {"dlogits": (T, vocab), "lse": lse, "dlogp": normal(T), "first": 0, **told, **common},
+        {"dlogits": (T, vocab), "lse": lse, "dlogp": (T,), "first": 0, **told, **common},
     )
     yield Case(
         f"top {TOPK}",
@@ -332,7 +350,7 @@ def head(shape: str, vocab: int, chunk_bytes: int) -> Iterator[Case]:
         20.0 * T * vocab,
         2.5 * chunk,
         {
-            **{"loss": (T,), "dstudent": (T, vocab), "student": logits, "teacher": logits * 0.9},
+            **{"loss": (T,), "dstudent": (T, vocab), "student": logits, "teacher": logits},
             **{"scale": np.ones(T, np.float32), "how": how, **size},
         },
     )
@@ -343,13 +361,13 @@ def decoding(shape: str, vocab: int, batch: int, length: int) -> Iterator[Case]:
     D, H, G, E, F = SHAPES[shape]
     B, pages = batch, -(-length // engine.KV_PAGE)
     for name, N, K in (("q", H * E, D), ("gate", F, D), ("down", D, F)):
-        sizes = {"T": B, "N": N, "D": K, "w": weight(N, K)}
+        sizes = {"T": B, "N": N, "D": K, "w": (N, K)}
         yield Case(
             f"batch {B}: product {name}",
             "linear",
             2.0 * B * N * K,
             float(REAL) * (N * K + B * (N + K)),
-            {"y": (B, N), "x": normal(B, K), "bias": None, "plus": None, **sizes},
+            {"y": (B, N), "x": (B, K), "bias": None, "plus": None, **sizes},
         )
     spans = [engine.Span(i, 1, length - 1, i * pages, -1) for i in range(B)]
     held = B * pages * engine.KV_PAGE
@@ -359,14 +377,13 @@ def decoding(shape: str, vocab: int, batch: int, length: int) -> Iterator[Case]:
         4.0 * B * length * H * E,
         float(REAL) * 2 * B * length * G * E,
         {
-            **{"y": (B, H, E), "lse": (B, H), "q": normal(B, H, E)},
-            **{"k_pages": normal(held, G, E), "v_pages": normal(held, G, E), "spans": spans},
+            **{"y": (B, H, E), "lse": (B, H), "q": (B, H, E)},
+            **{"k_pages": (held, G, E), "v_pages": (held, G, E), "spans": spans},
             **{"pages": np.arange(B * pages, dtype=np.int32), "S": B, "T": B, "H": H, "G": G},
             **{"E": E, "window": 0},
         },
     )
-    logits = normal(B, vocab)
-    lse = np.stack([np.log(np.exp(logits.astype(float)).sum(1)), np.zeros(B)], 1)
+    yield next(lora(shape, B, f"batch {B}: "))
     draws = [engine.Draw(1, 0, t, 1.0, 1.0, -1, vocab) for t in range(B)]
     yield Case(
         f"batch {B}: drawing",
@@ -374,26 +391,27 @@ def decoding(shape: str, vocab: int, batch: int, length: int) -> Iterator[Case]:
         3.0 * B * vocab,
         float(F32) * B * vocab,
         {
-            **{"ids": (B,), "logp": (B,), "logits": logits, "lse": lse, "draws": draws},
-            **{"T": B, "V": vocab},
+            **{"ids": (B,), "logp": (B,), "logits": (B, vocab), "draws": draws},
+            **{"lse": lse_of(B, vocab), "T": B, "V": vocab},
         },
     )
 
 
-def ceilings(device: engine.Device, clock: Clock, args: argparse.Namespace) -> tuple[float, float]:
+def ceilings(
+    device: engine.Device, clock: Clock, block: Block, rounds: int, launches: int, tiny: bool
+) -> tuple[float, float]:
     """Flops and bytes a microsecond of the card's largest product and of its copy."""
-    N = 256 if args.tiny else PRODUCT
-    product = device.prepared(
-        "linear", y=(N, N), x=normal(N, N), w=weight(N, N), bias=None, plus=None, T=N, N=N, D=N
-    )
-    flops = 2.0 * N**3 / clock.median(product, args.rounds, args.launches)
-    size = COPY_BYTES >> 10 if args.tiny else COPY_BYTES
-    to, source = engine.Memory(device, size), engine.Memory(device, size)
+    N = 256 if tiny else PRODUCT
+    args = {"y": (N, N), "x": (N, N), "w": (N, N), "bias": None, "plus": None}
+    product = device.prepared("linear", **block.placed(args), T=N, N=N, D=N)
+    flops = 2.0 * N**3 / clock.median(product, rounds, launches)
+    size = COPY_BYTES >> 10 if tiny else COPY_BYTES
+    to, source = (engine.Memory(device, size, block.array((size,))) for _ in range(2))
 
     def copy() -> None:
         device.c.copy(device.pointer, to.pointer, source.pointer, size)
 
-    moved = 2.0 * size / clock.median(copy, args.rounds, args.launches)
+    moved = 2.0 * size / clock.median(copy, rounds, launches)
     ceiling = {"TFLOP/s": flops / 1e6, "GB/s": moved / 1e3}
     print(
         json.dumps({"op": f"product {N}³, and a copy of {size >> 20} MiB", **ceiling}), flush=True
@@ -401,12 +419,37 @@ def ceilings(device: engine.Device, clock: Clock, args: argparse.Namespace) -> t
     return flops, moved
 
 
+def card_ceilings(name: str, rounds: int, launches: int, tiny: bool) -> tuple[float, float]:
+    """The same, for a program that has no device of its own."""
+    device = engine.Device(name)
+    block = Block(device, BLOCK >> 10 if tiny else BLOCK)
+    found = ceilings(device, Clock(device), block, rounds, launches, tiny)
+    del block  # memory goes before its device
+    device.c.close(device.pointer)
+    return found
+
+
+def all_cases(args: argparse.Namespace, chunk_bytes: int) -> Iterator[Case]:
+    """Of all shapes, those that --ops asks for."""
+    for shape in args.shapes:
+        layer = (shape, args.rows)
+        parts = [pointwise(*layer), products(*layer), lora(*layer)]
+        parts += [attention(*layer, args.length), head(shape, args.vocab, chunk_bytes)]
+        parts += [decoding(shape, args.vocab, batch, args.keys) for batch in args.batches]
+        for case in itertools.chain.from_iterable(parts):
+            case = replace(case, what=f"{shape} {case.what}")
+            if not args.ops or any(one in f"{case.op} {case.what}" for one in args.ops):
+                yield case
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["0.6b", "8b"])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["8b", "0.6b"])
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--length", type=int, default=2048, help="a multiple of 64")
+    parser.add_argument("--keys", type=int, default=1024, help="of a sequence that decodes")
+    parser.add_argument("--ops", nargs="+", help="only those that have one of these texts")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--vocab", type=int, default=VOCAB)
     parser.add_argument("--rounds", type=int, default=5)
@@ -415,7 +458,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.tiny:
         args.shapes, args.rows, args.length, args.batches = ["tiny"], 128, 64, [1, 2]
-        args.vocab, args.rounds, args.launches = 512, 1, 1
+        args.vocab, args.rounds, args.launches, args.keys = 512, 1, 1, 64
     if args.length % engine.KV_PAGE or args.rows % args.length:
         parser.error("--length is a multiple of 64, and --rows one of --length")
     try:
@@ -424,23 +467,20 @@ def main() -> int:
         print(reason)
         return 1
     chunk = 1 << 20 if args.tiny else device.c.chunk_bytes
-    clock = Clock(device)
-    flops, moved = ceilings(device, clock, args)
-    for shape in args.shapes:
-        layer = (shape, args.rows)
-        parts = [pointwise(*layer), products(*layer), lora(*layer)]
-        parts += [attention(*layer, args.length), head(shape, args.vocab, chunk)]
-        parts += [decoding(shape, args.vocab, batch, args.length) for batch in args.batches]
-        for case in (case for part in parts for case in part):
-            sets = min(SETS_MOST, 1 + int(CACHED_BYTES / case.bytes)) if not args.tiny else 1
-            calls = [device.prepared(case.op, **case.args) for _ in range(sets)]
-            taken = clock.median(in_turn(calls), args.rounds, args.launches)
-            floor = max(case.flops / flops, case.bytes / moved)
-            bound = "compute" if case.flops / flops > case.bytes / moved else "memory"
-            row = {"op": f"{shape} {case.what}", "µs": taken, "floor, µs": floor}
-            row |= {"% of roofline": 100 * floor / taken, "bound": bound}
-            row |= {"TFLOP/s": case.flops / taken / 1e6, "GB/s": case.bytes / taken / 1e3}
-            print(json.dumps(row), flush=True)
+    clock, block = Clock(device), Block(device, BLOCK >> 10 if args.tiny else BLOCK)
+    flops, moved = ceilings(device, clock, block, args.rounds, args.launches, args.tiny)
+    for case in all_cases(args, chunk):
+        sets = min(SETS_MOST, 1 + int(CACHED_BYTES / case.bytes)) if not args.tiny else 1
+        calls = [device.prepared(case.op, **block.placed(case.args)) for _ in range(sets)]
+        taken = clock.median(in_turn(calls), args.rounds, args.launches)
+        floor = max(case.flops / flops, case.bytes / moved)
+        bound = "compute" if case.flops / flops > case.bytes / moved else "memory"
+        row = {"op": case.what, "µs": taken, "floor, µs": floor}
+        row |= {"% of roofline": 100 * floor / taken, "bound": bound}
+        row |= {"TFLOP/s": case.flops / taken / 1e6, "GB/s": case.bytes / taken / 1e3}
+        print(json.dumps(row), flush=True)
+    if device.c.note:
+        print(json.dumps({"op": "note", "note": device.c.note.decode()}), flush=True)
     return 0
 
 

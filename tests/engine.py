@@ -8,6 +8,7 @@ value:
 - an array: an input, or where the pointer is not const, memory the op updates;
 - a string: the same memory as the argument of that name;
 - Memory: device memory that outlives the call, handed over as it is;
+- Repeats: an array of that shape, for timing, made of device memory by the device's own copies;
 - None: a null pointer.
 
 An op that takes a group of device.h's Lora has each one's fields as arguments of their own, y0, s0,
@@ -40,10 +41,9 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
-import pytest
 from emulated_mode import Mode, mode_now
 from steps import STEPS, Layout, with_steps
 
@@ -139,6 +139,16 @@ class Frozen:
 
 
 @dataclass(frozen=True)
+class Repeats:
+    """An array of a shape, of any type, whose bytes are those of a block of device memory again and
+    again, from byte `at` on; a base weight is one in bf16."""
+
+    block: "Memory"
+    shape: tuple[int, ...]
+    at: int = 0
+
+
+@dataclass(frozen=True)
 class Param:
     """One argument of an op."""
 
@@ -148,7 +158,11 @@ class Param:
     const: bool
 
 
-Unavailable = pytest.skip.Exception  # a device that this machine does not have: skips, says why
+try:
+    from pytest import skip
+except ModuleNotFoundError:  # where programs use this file, and no test runs
+    skip = SimpleNamespace(Exception=RuntimeError)
+Unavailable = skip.Exception  # a device that this machine does not have: skips, says why
 
 
 def parse_ops() -> dict[str, list[Param]]:
@@ -268,9 +282,11 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 
 
 class Memory:
-    """A stretch of device memory, poisoned, with poison behind it. Freed with the object."""
+    """A stretch of device memory, poisoned, with poison behind it. Freed with the object. With
+    `filled` it has that memory's bytes again and again, and so has what is behind it: nothing is
+    made on the host."""
 
-    def __init__(self, device: "Device", size_bytes: int):
+    def __init__(self, device: "Device", size_bytes: int, filled: "Repeats | None" = None):
         self.device, self.size_bytes = device, size_bytes
         self.pointer = VOID()
         self.whole_bytes = size_bytes + GUARD_BYTES
@@ -279,7 +295,19 @@ class Memory:
         else:
             pointer = ctypes.byref(self.pointer)
             device.check(device.c.alloc(device.pointer, pointer, self.whole_bytes))
-        self.write(np.full(self.whole_bytes, POISON, np.uint8))
+        if filled:
+            self.repeat(filled)
+        else:
+            self.write(np.full(self.whole_bytes, POISON, np.uint8))
+
+    def repeat(self, filled: "Repeats") -> None:
+        """Fills all of this memory with copies of another."""
+        block, done, at = filled.block, 0, filled.at % filled.block.size_bytes
+        while done < self.whole_bytes:
+            size = min(block.size_bytes - at, self.whole_bytes - done)
+            to, source = self.pointer.value + done, block.pointer.value + at
+            self.device.c.copy(self.device.pointer, to, source, size)
+            done, at = done + size, 0
 
     def write(self, data: np.ndarray) -> None:
         """Uploads a host array to the beginning of this memory."""
@@ -439,6 +467,13 @@ class Device:
         """Memory for one pointer argument, and the shape to read it back in."""
         if value is None or isinstance(value, Memory):
             return value, None
+        if isinstance(value, Repeats):
+            size = int(np.prod(value.shape, dtype=np.int64))
+            if param.type == "frozen":
+                size = self.c.frozen_bytes(self.pointer, DTYPES["bf16"], *value.shape)
+            else:
+                size *= self.element(param.type).itemsize
+            return Memory(self, size, value), value.shape
         if param.type == "frozen":
             return self.put_frozen(value if isinstance(value, Frozen) else Frozen(value)), None
         if isinstance(value, tuple):
