@@ -1,213 +1,76 @@
-"""The CUDA device beside torch + transformers + PEFT on one GPU: training, decoding and the head.
+"""The CUDA device on one GPU: training, decoding and the head, beside torch or alone.
 
     python benchmarks/gpu.py --shapes 0.6b 1.7b 4b 8b
+    python benchmarks/gpu.py --alone
 
-Random bf16 weights of Qwen3's shapes, LoRA of rank 32 on every linear layer and the head. Wall
-seconds, median, both sides in turn in one run. Training is one forward_backward of `datums` packed
-sequences; its percentage counts the products alone, against what a big bf16 product reaches.
-Decoding is held to the time in which memory is read: the weights and, at half length, the cache.
+Random bf16 weights of Qwen3's shapes, LoRA of rank 32 on every linear layer and the head. Beside
+torch + transformers + PEFT (beside.py) both sides run in turn, and a line of text is printed for
+each. With --alone (alone.py) nothing of these is imported, weights are made on the card, and every
+figure is a line of JSON: half a minute for 8B and 0.6B, with sequences of 1,024 tokens that decode.
 With --device cuda-emulated everything runs on the CPU, to see that it runs: no figure counts."""
 
 import argparse
-import gc
-from collections.abc import Callable
-from pathlib import Path
+import sys
 
-import numpy as np
-import torch
-from ops import engine
-from peers import SHAPES, checkpoint, hf_model, interleave
-from sample import generate_side, prompt_source, sampler_side
+from peers import SHAPES
 from tinsmith import _core
-from tinsmith.files import families
-from train import RANK, flops, peft_side
+
+# What an option is where it isn't given, beside torch and alone.
+DEFAULTS = {
+    "parts": (["head", "decode", "train"], ["train", "decode"]),
+    "shapes": (["0.6b", "1.7b", "4b", "8b"], ["8b", "0.6b"]),
+    "prompt": (64, 1024),
+    "new": (128, 64),
+    "rounds": (5, 3),
+    "tflops": (790.0, 0.0),
+    "bandwidth": (3350.0, 0.0),
+}
 
 
-def here(device: str) -> str:
-    """Where torch's side runs: the GPU, or the CPU beside the emulated one."""
-    return "cuda" if device == "cuda" else "cpu"
-
-
-def finished(call: Callable[[], object], device: str) -> Callable[[], None]:
-    """The call, until torch's GPU has done all of it."""
-
-    def run() -> None:
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    return run
-
-
-def used_gib(device: str) -> float:
-    """GiB of the GPU's memory that are taken, by anyone; NaN without a GPU."""
-    if device != "cuda":
-        return float("nan")
-    free, everything = torch.cuda.mem_get_info()
-    return (everything - free) / 2**30
-
-
-def train(args: argparse.Namespace, shape: str, core: _core.Model, model: torch.nn.Module) -> None:
-    """Tokens a second of forward_backward, percentage of the peak, and memory at its highest."""
-    rng, total = np.random.default_rng(0), args.datums * args.length
-    vocab = SHAPES[shape]["vocab_size"]
-    tokens, targets = rng.integers(0, vocab, (2, args.datums, args.length)).astype(np.int32)
-    lengths, ones = np.full(args.datums, args.length, np.int32), np.ones(args.datums, np.int32)
-    before = used_gib(args.device)
-    adapter = _core.Adapter(core, rank=RANK)
-
-    def ours() -> None:
-        adapter.forward_backward(
-            tokens.ravel(), lengths, targets.ravel(), ones, "cross_entropy", {}, {}
-        )
-        adapter.clear_gradients()
-
-    ours()
-    memory = {"tinsmith": core.weight_bytes / 2**30 + used_gib(args.device) - before}
-    sides = {"tinsmith": ours}
-    theirs = finished(peft_side(model, tokens, targets, here(args.device)), args.device)
-    try:
-        theirs()
-        sides["PEFT"] = theirs
-    except torch.OutOfMemoryError:
-        print(f"{shape:5} train  PEFT runs out of memory")
-    if args.device == "cuda":
-        memory["PEFT"] = torch.cuda.max_memory_allocated() / 2**30
-    seconds = interleave(sides, args.rounds, clock="wall")
-    work = flops(shape, total, args.length) / 1e12
-    for name, value in seconds.items():
-        print(
-            f"{shape:5} train  {args.datums} x {args.length}  {name:8} {total / value:10.1f} "
-            f"tokens/s {100 * work / value / args.tflops:6.2f} % of {args.tflops:.0f} TFLOP/s "
-            f"{memory.get(name, float('nan')):6.1f} GiB"
-        )
-    if "PEFT" in seconds:
-        print(f"{shape:5} train  ratio {seconds['PEFT'] / seconds['tinsmith']:.2f}", flush=True)
-
-
-def decode(args: argparse.Namespace, shape: str, core: _core.Model, model: torch.nn.Module) -> None:
-    """New tokens a second at each batch size, and the share of what the memory allows."""
-    s = SHAPES[shape]
-    cache = 4 * s["num_hidden_layers"] * s["num_key_value_heads"] * s["head_dim"]  # a token's
-    for batch in args.batches:
-        source = (s["vocab_size"], batch, args.prompt)
-        theirs = generate_side(model, prompt_source(*source), args.new, here(args.device))
-        sides = {
-            "tinsmith": sampler_side(core, prompt_source(*source), args.new),
-            "HF": finished(theirs, args.device),
-        }
-        seconds = interleave(sides, args.rounds, clock="wall")
-        read = core.weight_bytes + batch * cache * (args.prompt + args.new / 2)
-        limit = batch * args.bandwidth * 1e9 / read
-        for name, value in seconds.items():
-            rate = batch * args.new / value
-            print(
-                f"{shape:5} decode batch {batch:3}  {name:8} {rate:10.1f} tokens/s "
-                f"{100 * rate / limit:6.2f} % of the bandwidth's {limit:.0f}"
-            )
-        print(f"{shape:5} decode ratio {seconds['HF'] / seconds['tinsmith']:.2f}", flush=True)
-
-
-def head(args: argparse.Namespace) -> None:
-    """Log-probabilities of one target a row, and the K best, of T rows, a chunk at a time."""
-    T, D, V = args.head
-    rng, device = np.random.default_rng(0), engine.Device(args.device)
-    K, rows = args.topk, max(1, min(T, device.c.chunk_bytes // (4 * V)))
-    x, w = rng.standard_normal((rows, D)), rng.standard_normal((V, D)) / D**0.5
-    ids, start = rng.integers(0, V, rows), np.arange(rows + 1)
-    logits, lse = (device.put(np.zeros((rows, n)), "float") for n in (V, 2))
-    sizes = {"T": rows, "V": V}
-    product = device.prepared("head", logits=logits, x=x, w=engine.Frozen(w), D=D, **sizes)
-    logp = device.prepared(
-        "logprob", lse=lse, logp=(rows,), logits=logits, ids=ids, start=start, **sizes
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    best = device.prepared(
-        "topk_logprob", ids=(rows, K), logp=(rows, K), logits=logits, lse=lse, K=K, **sizes
-    )
-    place = here(args.device)
-    tx, tw = (torch.from_numpy(a).to(place, torch.bfloat16) for a in (x, w))
-    index = torch.from_numpy(ids).to(place)[:, None]
-
-    def ours(*steps: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(0, T, rows):
-                for step in steps:
-                    step()
-            device.check(device.c.sync(device.pointer))
-
-        return run
-
-    def torchs(topk: bool) -> Callable[[], None]:
-        @torch.no_grad()
-        def run() -> None:
-            for _ in range(0, T, rows):
-                out = torch.nn.functional.linear(tx, tw).float()
-                norm = torch.logsumexp(out, 1, keepdim=True)
-                (out.topk(K, dim=1).values if topk else out.gather(1, index)) - norm
-
-        return finished(run, args.device)
-
-    for what, side in (
-        ("logprob", (ours(product, logp), torchs(False))),
-        (f"top {K}", (ours(product, logp, best), torchs(True))),
-    ):
-        seconds = interleave(
-            dict(zip(("tinsmith", "torch"), side, strict=True)),
-            args.rounds,
-            clock="wall",
-        )
-        percent = 100 * 2e-12 * T * D * V / seconds["tinsmith"] / args.tflops
-        print(
-            f"head  {T} x {D} x {V}  {what:8} tinsmith {1e3 * seconds['tinsmith']:9.2f} ms "
-            f"({percent:.2f} % of peak), torch {1e3 * seconds['torch']:9.2f} ms, "
-            f"ratio {seconds['torch'] / seconds['tinsmith']:.2f}",
-            flush=True,
-        )
+    add = options.add_argument
+    add("--device", choices=("cuda", "cuda-emulated"), default="cuda")
+    add("--alone", action="store_true", help="our side alone, in lines of JSON")
+    add("--parts", nargs="+", choices=("head", "decode", "train"), help="head: not with --alone")
+    add("--shapes", choices=SHAPES, nargs="+")
+    add("--datums", type=int, default=4)
+    add("--length", type=int, default=2048)
+    add("--batches", type=int, nargs="+", default=[1, 32, 128])
+    add("--prompt", "--context", type=int, help="tokens before decoding; 64, and 1024 alone")
+    add("--new", type=int, help="tokens that are decoded; 128, and 64 alone")
+    add("--head", type=int, nargs=3, default=[8192, 4096, 151936])
+    add("--topk", type=int, default=32)
+    add("--rounds", type=int, help="5, and 3 alone")
+    add("--tflops", type=float, help="of a big bf16 product; 790, and measured alone")
+    add("--bandwidth", type=float, help="GB/s of the card; 3350, and a copy's as measured alone")
+    return options
 
 
-def whole_models(args: argparse.Namespace, shape: str) -> None:
-    """Training and decoding of one shape; both sides have the same weights."""
-    model = hf_model(shape, "bf16", here(args.device))
-    with checkpoint(model) as folder:
-        loaded = families.load_model(Path(folder), device=args.device)
-    if "decode" in args.parts:
-        decode(args, shape, loaded.core, model)
-    if "train" in args.parts:
-        train(args, shape, loaded.core, model)
-    del model, loaded
-    gc.collect()
-    if args.device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def main() -> None:
+def main() -> int:
     """Prints a row for each part, shape and side."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cuda", "cuda-emulated"), default="cuda")
-    parser.add_argument("--parts", nargs="+", default=["head", "decode", "train"])
-    parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=["0.6b", "1.7b", "4b", "8b"])
-    parser.add_argument("--datums", type=int, default=4)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128])
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--head", type=int, nargs=3, default=[8192, 4096, 151936])
-    parser.add_argument("--topk", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tflops", type=float, default=790.0, help="of a big bf16 product")
-    parser.add_argument("--bandwidth", type=float, default=3350.0, help="GB/s of the card")
-    args = parser.parse_args()
+    options = parser()
+    args = options.parse_args()
+    for name, values in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, values[args.alone])
+    if args.alone and "head" in args.parts:
+        options.error("--parts head is a comparison with torch: it isn't there with --alone")
     if args.device == "cuda-emulated":
-        engine.emulated_library()
-    reason = _core.devices()[args.device]
+        import cuda_ops
+
+        cuda_ops.engine.emulated_library()
+    reason = _core.devices(args.device)[args.device]
     if reason:
-        parser.exit(1, f"{reason}\n")
-    if "head" in args.parts:
-        head(args)
-    for shape in args.shapes if {"decode", "train"} & set(args.parts) else []:
-        whole_models(args, shape)
+        options.exit(1, f"{reason}\n")
+    if args.alone:
+        import alone as side
+    else:
+        import beside as side
+    return side.run(args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
