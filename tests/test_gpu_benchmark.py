@@ -51,6 +51,14 @@ def run(device: str, *options: str, bare: bool = False) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True)
 
 
+def run_ops(*options: str) -> dict[str, dict[str, Any]]:
+    """The rows of cuda_ops.py, which needs NumPy only."""
+    emulated_library()
+    program = str(PROGRAM.with_name("cuda_ops.py"))
+    command = [sys.executable, "-c", BARE, program, "--device", "cuda-emulated", "--tiny", *options]
+    return rows_of(subprocess.run(command, capture_output=True, text=True))
+
+
 def rows_of(done: subprocess.CompletedProcess) -> dict[str, dict[str, Any]]:
     """The lines of JSON, by what they are of."""
     assert done.returncode == 0, done.stdout + done.stderr
@@ -127,6 +135,15 @@ def test_without_a_gpu_it_says_why() -> None:
     for options in ((), ("--alone",)):
         done = run("cuda", *options)
         assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{reason}\n")
+
+
+def test_ops_are_those_that_are_asked_for() -> None:
+    rows = list(run_ops("--ops", "lora", "rmsnorm"))
+    assert rows[1:] == [
+        *("tiny rmsnorm", "tiny rmsnorm, backward"),
+        *("tiny LoRA q k v, rank 32", "tiny LoRA q k v, backward"),
+        *(f"tiny batch {batch}: LoRA q k v, rank 32" for batch in (1, 2)),
+    ]
 
 
 def test_the_table_of_kernels_counts_a_step_and_decoded_tokens() -> None:
