@@ -6,7 +6,7 @@
 Random bf16 weights of Qwen3's shapes, LoRA of rank 32 on every linear layer and the head. Beside
 torch + transformers + PEFT (beside.py) both sides run in turn, and a line of text is printed for
 each. With --alone (alone.py) nothing of these is imported, weights are made on the card, and every
-figure is a line of JSON: half a minute for 8B and 0.6B, with sequences of 1,024 tokens that decode.
+figure is a line of JSON; sequences that decode have 1,024 tokens then.
 With --device cuda-emulated everything runs on the CPU, to see that it runs: no figure counts."""
 
 import argparse
