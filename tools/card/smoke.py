@@ -1,48 +1,151 @@
-"""Builds tools/card/smoke.c with the C compiler and runs it on a device's library.
+"""Builds tools/card/smoke.c with the C compiler and runs it on a device's library, alone or under a
+tool of compute-sanitizer.
 
-    python -m tools.card.smoke --device cuda
+    python -m tools.card.smoke --device cuda --out found
+    python -m tools.card.smoke --device cuda --tiny --tool memcheck --out found
+    python -m tools.card.smoke --build gpu_smoke        (and --program gpu_smoke elsewhere)
 
-Its lines are passed on. Exits as it does, or with 1 and the compiler's words."""
+Its lines are passed on, and with --out the arrays of wrong results are left in a folder. A tool
+adds a line of its own, and its log stays in the folder. Exits as the program does, or with 1 where
+the tool found something, the limit was reached, or the program can't be built; then with the
+compiler's words."""
 
 import argparse
+import contextlib
+import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import engine
 
-SOURCES = ("tools/card/smoke.c", "csrc/device/status.c")
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+FOUND = 97  # compute-sanitizer's exit code where it found something
+LOG_LINES = 40  # of a tool's log that are shown
 
 
-def build(folder: Path) -> Path:
+def sources() -> list[str]:
+    """The program's files, from the root on."""
+    parts = sorted((engine.ROOT / "tools/card/smoke").glob("*.c"))
+    names = [str(path.relative_to(engine.ROOT)) for path in parts]
+    return ["tools/card/smoke.c", *names, "csrc/device/status.c"]
+
+
+def build(folder: Path, name: str = "gpu_smoke") -> Path:
     """The program, in that folder; RuntimeError with the compiler's words."""
-    out = folder / "gpu_smoke"
-    flags = ["-std=gnu11", "-O2", "-Wall", "-Wextra", f"-DDEVICE_ABI={engine.setup_py().ABI}"]
-    command = [os.environ.get("CC", "cc"), *flags, *SOURCES, "-o", str(out), "-ldl", "-lm"]
+    out = folder.resolve() / name
+    flags = ["-std=gnu11", "-O3", "-Wall", "-Wextra", "-pthread"]
+    flags += [f"-DDEVICE_ABI={engine.setup_py().ABI}"]
+    command = [os.environ.get("CC", "cc"), *flags, *sources(), "-o", str(out), "-ldl", "-lm"]
     done = subprocess.run(command, cwd=engine.ROOT, capture_output=True, text=True)
     if done.returncode or done.stderr:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr}")
     return out
 
 
+def sanitizer() -> str:
+    """compute-sanitizer's path: what the variable of its name says, on PATH, or CUDA's own."""
+    places = (os.environ.get("COMPUTE_SANITIZER", ""), "compute-sanitizer")
+    places += ("/usr/local/cuda/bin/compute-sanitizer",)
+    found = next(filter(None, map(shutil.which, filter(None, places))), None)
+    if not found:
+        raise RuntimeError("compute-sanitizer was not found: it comes with the CUDA toolkit")
+    return found
+
+
+def end(process: subprocess.Popen) -> None:
+    """Ends a process and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run(command: Sequence[str | Path], limit_s: float) -> int | None:
+    """A command's exit code, or None where it had not ended after so many seconds."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        return process.wait(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        end(process)
+
+
+def run_tool(tool: str, command: Sequence[str | Path], out: Path, limit_s: float) -> int:
+    """The program under a tool, and a line that says how it ended."""
+    log, began = out / f"{tool}.log", time.monotonic()
+    log.unlink(missing_ok=True)
+    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--log-file", log]
+    options += ["--target-processes", "application-only"]
+    code = run([sanitizer(), *options, *command], limit_s)
+    text = log.read_text(errors="replace") if log.exists() else ""
+    row = {"op": tool, "seconds": round(time.monotonic() - began, 1), "log": str(log)}
+    if code is None:
+        row["wrong"] = f"{tool} had not ended after {limit_s:g} s"
+    elif code == FOUND:
+        lines = [line.lstrip("= ") for line in text.splitlines()]
+        errors = [line for line in lines if line.startswith("ERROR SUMMARY")]
+        row["wrong"] = f"{tool} found something: {errors[-1] if errors else 'see its log'}"
+    elif code:
+        row["wrong"] = f"{tool}: the program ended with {code}"
+    if "wrong" in row:
+        print("\n".join(text.splitlines()[:LOG_LINES]))
+    print(json.dumps(row), flush=True)
+    return int("wrong" in row)
+
+
+def smoke(args: argparse.Namespace, out: Path) -> int:
+    """Builds the program in `out` unless there is one, and runs it."""
+    library = engine.core_library().parent / "libtinsmith_cuda.so"
+    if args.device == "cuda-emulated":
+        library = engine.emulated_library()
+    program = args.program.resolve() if args.program else build(out)
+    size, packages = "tiny" if args.tiny else "real", ":".join(filter(None, sys.path))
+    command = [program, library, size, packages, "--seed", str(args.seed)]
+    command += ["--wrong", out] if args.out else []
+    if args.tool:
+        return run_tool(args.tool, command, out, args.limit)
+    code = run(command, args.limit)
+    if code is None:
+        print(json.dumps({"op": "smoke", "wrong": f"it had not ended after {args.limit:g} s"}))
+        return 1
+    if code < 0:
+        row = {"op": "smoke", "wrong": f"it was ended by {signal.Signals(-code).name}"}
+        print(json.dumps(row))
+        return 1
+    return code
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for the emulator")
+    parser.add_argument("--tool", choices=TOOLS, help="one of compute-sanitizer's")
+    parser.add_argument("--out", type=Path, help="a folder for logs and wrong arrays")
+    parser.add_argument("--program", type=Path, help="one that was built elsewhere")
+    parser.add_argument("--build", type=Path, metavar="PATH", help="builds it there, and ends")
+    parser.add_argument("--seed", type=int, default=1, help="of the random numbers")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds until it is ended")
     args = parser.parse_args()
-    library = engine.core_library().parent / "libtinsmith_cuda.so"
-    if args.device == "cuda-emulated":
-        library = engine.emulated_library()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            program = build(Path(folder))
-        except (RuntimeError, OSError) as error:
-            print(error)
-            return 1
-        size, packages = "tiny" if args.tiny else "real", ":".join(filter(None, sys.path))
-        return subprocess.run([program, library, size, packages]).returncode
+    try:
+        if args.build:
+            args.build.parent.mkdir(parents=True, exist_ok=True)
+            build(args.build.parent, args.build.name)
+            return 0
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            return smoke(args, args.out.resolve())
+        with tempfile.TemporaryDirectory() as folder:
+            return smoke(args, Path(folder))
+    except (RuntimeError, OSError) as error:
+        print(error)
+        return 1
 
 
 if __name__ == "__main__":
