@@ -2,18 +2,26 @@
  * made of at a real shape, and compares each with loops on the host, in double.
  *
  *     python -m tools.card.smoke            builds and runs it
- *     gpu_smoke libtinsmith_cuda.so [tiny|real [PACKAGES]] [--wrong FOLDER] [--seed N] [--only OP]
+ *     gpu_smoke libtinsmith_cuda.so [tiny|real [PACKAGES]] [--wrong FOLDER] [--seed N]
+ *               [--only CHECK] [--from NUMBER]
  *
  * A line of JSON for each result of an op: its error, relative to the norm of the result, the bar,
  * and the largest error of an element in units of its own bar (smoke/judge.c). `wrong` is there
  * where one of them is above, beside where the wrong elements lie; the arrays are left in FOLDER.
  * Inputs are rounded to the device's `real` first, so a bar covers the rounding of the result and
- * sums in another order. Exits 1 if something was wrong, 2 if there is no device. */
+ * sums in another order.
+ *
+ * Exits 1 if something was wrong, 2 if there is no device, and CHECK_FAILED + i where check number
+ * i could not go on: then `--from i+1` tries those behind it, with a device that is opened anew. */
 #include <dlfcn.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "smoke/smoke.h"
+
+enum { CHECK_FAILED = 10 };
 
 static const struct {
     const char *name;
@@ -41,8 +49,11 @@ static const Sizes REAL_SIZES = {
 static const Sizes TINY_SIZES = {
     .T = 150, .D = 64, .H = 4, .G = 2, .E = 16, .F = 96, .V = 301, .tiny = 1};
 
+enum { CHECKS = sizeof checks / sizeof *checks };
+
 typedef struct Options {
     const char *library, *size, *packages, *only;
+    int from;
 } Options;
 
 static int options_read(Options *options, int argc, char **argv)
@@ -57,6 +68,8 @@ static int options_read(Options *options, int argc, char **argv)
             block_seed = (unsigned)strtoul(argv[++i], NULL, 10);
         else if (strcmp(argv[i], "--only") == 0 && has_value)
             options->only = argv[++i];
+        else if (strcmp(argv[i], "--from") == 0 && has_value)
+            options->from = atoi(argv[++i]);
         else if (places < 3)
             place[places++] = argv[i];
         else
@@ -85,6 +98,28 @@ static int device_begin(const Options *options)
     return 1;
 }
 
+/* Says which check a signal ended. */
+static void crash(int number)
+{
+    char line[128];
+    int n = snprintf(line, sizeof line, "{\"op\": \"%s\", \"wrong\": \"signal %d ended it\"}\n",
+                     checks[stop_code - CHECK_FAILED].name, number);
+    if (write(STDOUT_FILENO, line, (size_t)n) != n) _exit(2);
+    _exit(stop_code);
+}
+
+/* Runs the checks that were asked for, in order. */
+static void checks_run(const Options *options)
+{
+    static const int ends[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
+    stop_code = CHECK_FAILED;
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) signal(ends[i], crash);
+    for (int i = options->from; i < CHECKS; i++) {
+        stop_code = CHECK_FAILED + i;
+        if (!options->only || strcmp(options->only, checks[i].name) == 0) checks[i].check();
+    }
+}
+
 int main(int argc, char **argv)
 {
     Options options = {NULL};
@@ -98,8 +133,8 @@ int main(int argc, char **argv)
     if (!device_begin(&options)) return 2;
     shape = strcmp(options.size, "tiny") ? REAL_SIZES : TINY_SIZES;
     lap();
-    for (size_t i = 0; i < sizeof checks / sizeof *checks; i++)
-        if (!options.only || !strcmp(options.only, checks[i].name)) checks[i].check();
+    checks_run(&options);
+    if (dev->note) printf("{\"op\": \"device\", \"note\": \"%s\"}\n", quoted(dev->note));
     release();
     dev->close(dev);
     return found;

@@ -5,10 +5,11 @@ tool of compute-sanitizer.
     python -m tools.card.smoke --device cuda --tiny --tool memcheck --out found
     python -m tools.card.smoke --build gpu_smoke        (and --program gpu_smoke elsewhere)
 
-Its lines are passed on, and with --out the arrays of wrong results are left in a folder. A tool
-adds a line of its own, and its log stays in the folder. Exits as the program does, or with 1 where
-the tool found something, the limit was reached, or the program can't be built; then with the
-compiler's words."""
+Its lines are passed on, and with --out the arrays of wrong results are left in a folder. Where a
+check ends the program, the program is run again from the next check on. A tool adds a line of its
+own, and its log stays in the folder. Exits with 2 if there is no such device, and with 1 where
+something was wrong, the tool found something, the limit was reached, or the program can't be built;
+then with the compiler's words."""
 
 import argparse
 import contextlib
@@ -26,6 +27,7 @@ from pathlib import Path
 import engine
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+CHECK_FAILED = 10  # and from here on, the program's exit code where a check could not go on
 FOUND = 97  # compute-sanitizer's exit code where it found something
 LOG_LINES = 40  # of a tool's log that are shown
 
@@ -100,26 +102,34 @@ def run_tool(tool: str, command: Sequence[str | Path], out: Path, limit_s: float
     return int("wrong" in row)
 
 
-def smoke(args: argparse.Namespace, out: Path) -> int:
-    """Builds the program in `out` unless there is one, and runs it."""
+def run_checks(command: Sequence[str | Path], limit_s: float) -> int:
+    """The program, and again from behind each check that ended it."""
+    ends, first, wrong = time.monotonic() + limit_s, 0, 0
+    while True:
+        code = run([*command, "--from", str(first)], ends - time.monotonic())
+        if code is None or code < 0:
+            how = f"had not ended after {limit_s:g} s" if code is None else f"ended with {code}"
+            print(json.dumps({"op": "smoke", "wrong": f"the program {how}"}), flush=True)
+            return 1
+        if code < CHECK_FAILED or code - CHECK_FAILED < first:
+            return wrong or code
+        first, wrong = code - CHECK_FAILED + 1, 1
+
+
+def smoke(args: argparse.Namespace, folder: Path) -> int:
+    """Builds the program in a folder unless there is one, and runs it."""
     library = engine.core_library().parent / "libtinsmith_cuda.so"
     if args.device == "cuda-emulated":
         library = engine.emulated_library()
-    program = args.program.resolve() if args.program else build(out)
+    program = args.program.resolve() if args.program else build(folder)
     size, packages = "tiny" if args.tiny else "real", ":".join(filter(None, sys.path))
     command = [program, library, size, packages, "--seed", str(args.seed)]
-    command += ["--wrong", out] if args.out else []
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        command += ["--wrong", args.out.resolve()]
     if args.tool:
-        return run_tool(args.tool, command, out, args.limit)
-    code = run(command, args.limit)
-    if code is None:
-        print(json.dumps({"op": "smoke", "wrong": f"it had not ended after {args.limit:g} s"}))
-        return 1
-    if code < 0:
-        row = {"op": "smoke", "wrong": f"it was ended by {signal.Signals(-code).name}"}
-        print(json.dumps(row))
-        return 1
-    return code
+        return run_tool(args.tool, command, (args.out or folder).resolve(), args.limit)
+    return run_checks(command, args.limit)
 
 
 def main() -> int:
@@ -138,9 +148,6 @@ def main() -> int:
             args.build.parent.mkdir(parents=True, exist_ok=True)
             build(args.build.parent, args.build.name)
             return 0
-        if args.out:
-            args.out.mkdir(parents=True, exist_ok=True)
-            return smoke(args, args.out.resolve())
         with tempfile.TemporaryDirectory() as folder:
             return smoke(args, Path(folder))
     except (RuntimeError, OSError) as error:

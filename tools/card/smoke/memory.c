@@ -31,6 +31,7 @@ typedef struct Block {
 Device *dev;
 Sizes shape;
 unsigned block_seed = 1;
+int stop_code = 2;
 
 static void *held[HELD_MOST], *placed[HELD_MOST];
 static size_t placed_bytes[HELD_MOST];
@@ -41,8 +42,20 @@ static void *poison;
 
 void stop(const char *what)
 {
-    printf("%s: %s\n", what, status_text());
-    exit(2);
+    printf("{\"op\": \"%s\", \"wrong\": \"%s\"}\n", quoted(what), quoted(status_text()));
+    fflush(stdout);
+    _exit(stop_code); /* a device that failed may not close */
+}
+
+const char *quoted(const char *text)
+{
+    static char kept[2][1024];
+    static int which;
+    char *to = kept[which ^= 1];
+    snprintf(to, sizeof kept[0], "%s", text);
+    for (char *c = to; *c; c++)
+        if (*c == '"' || *c == '\\' || (unsigned char)*c < ' ') *c = ' ';
+    return to;
 }
 
 static void *memory_of(size_t bytes)

@@ -41,8 +41,11 @@ typedef struct Input {
     void *at;
 } Input;
 
-/* Prints what failed, with the sentence, and exits with 2. */
-void stop(const char *what);
+/* Tells what failed, with its sentence, and exits with stop_code. */
+_Noreturn void stop(const char *what);
+extern int stop_code;
+/* The text without what JSON would not take, until the call after the next. */
+const char *quoted(const char *text);
 size_t kind_bytes(Kind kind);
 /* Memory of the host, and of the device. forget() frees both. */
 void *host(size_t bytes);
