@@ -56,7 +56,8 @@ void sizes(const char *format, ...)
 void same_row(double *row, int r, const void *of)
 {
     const Same *same = of;
-    for (int i = 0; i < same->cols; i++) row[i] = same->x[(size_t)r * (size_t)same->cols + i];
+    for (int i = 0; i < same->cols; i++)
+        row[i] = same->x[(size_t)r * (size_t)same->cols + (size_t)i];
 }
 
 static void *zeros(size_t n, size_t bytes)

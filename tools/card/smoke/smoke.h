@@ -52,9 +52,9 @@ void *host(size_t bytes);
 void *device_bytes(size_t bytes);
 void *put(const void *from, size_t bytes);
 void *get(const void *from, size_t bytes);
-/* n numbers of a bell's shape, of spread `scale`; what `seed` differs begins elsewhere. */
+/* n numbers around 0, of spread `scale`; `seed` says where in the block they begin. */
 Input input(size_t n, int seed, float scale, Kind kind);
-/* The same as a base weight, whose numbers bf16 holds; and one in memory that there shape. */
+/* The same as a base weight, whose numbers bf16 holds; and one in memory that exists. */
 Input weight(int rows, int cols, int seed, float scale);
 const float *weight_load(frozen *to, int rows, int cols, int seed, float scale);
 /* Memory full of ones: as a float it is a NaN that no op computes. */
@@ -62,7 +62,7 @@ void *room(size_t n, Kind kind);
 void forget(void);
 /* Gives back the block and the poison too. */
 void release(void);
-/* The room's numbers as floats, of any kind but F64. */
+/* An array's numbers as floats, of any kind but F64. */
 float *fetched(const void *from, size_t n, Kind kind);
 float of_bf16(uint16_t half);
 uint16_t to_bf16(float x);
