@@ -7,15 +7,14 @@ Decoding is held to the time in which memory is read: the weights and, at half l
 import argparse
 import gc
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 from ops import engine
-from peers import RANK, SHAPES, checkpoint, flops, hf_model, interleave
+from ours import random_core
+from peers import RANK, SHAPES, flops, hf_model, interleave
 from sample import generate_side, prompt_source, sampler_side
 from tinsmith import _core
-from tinsmith.files import families
 from train import peft_side
 
 
@@ -162,15 +161,17 @@ def head(args: argparse.Namespace) -> None:
 
 
 def whole_models(args: argparse.Namespace, shape: str) -> None:
-    """Training and decoding of one shape; both sides have the same weights."""
+    """Training and decoding of one shape. Each side makes random weights of its own on the card:
+    what they are changes no time."""
     model = hf_model(shape, "bf16", here(args.device))
-    with checkpoint(model) as folder:
-        loaded = families.load_model(Path(folder), device=args.device)
+    if args.device == "cuda":
+        torch.cuda.empty_cache()  # it was made in f32
+    core = random_core(shape, args.device)
     if "decode" in args.parts:
-        decode(args, shape, loaded.core, model)
+        decode(args, shape, core, model)
     if "train" in args.parts:
-        train(args, shape, loaded.core, model)
-    del model, loaded
+        train(args, shape, core, model)
+    del model, core
     gc.collect()
     if args.device == "cuda":
         torch.cuda.empty_cache()

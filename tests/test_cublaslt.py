@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import tinsmith
 from emulated_card import emulated_card
-from engine import Bound, Device, Frozen, core_library, device, emulated_library
+from engine import Bound, Device, Frozen, device, emulated_library
 from models import call, datum, folder, randomize, tokens_of
 from op_bar import compare
 from op_cases import CASES

@@ -13,9 +13,8 @@ ROOT = Path(__file__).parent.parent
 CUDA_FILES = sorted((ROOT / "cuda").iterdir())
 C_FILES = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".c", ".h", ".inc"))
 C_FILES += CUDA_FILES
-PYTHON_FILES = sorted(
-    p for folder in ("python", "tests", "benchmarks") for p in (ROOT / folder).rglob("*.py")
-)
+FOLDERS = ("python", "tests", "benchmarks", "tools")
+PYTHON_FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 PAGE_FILES = sorted(
     p for p in (ROOT / "python/tinsmith/page").iterdir() if p.suffix in (".js", ".css", ".html")
 )

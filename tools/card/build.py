@@ -28,10 +28,8 @@ def changed(variant: Variant, folder: Path) -> None:
     for before, after in variant.changes.items():
         file = folder / variant.file
         text = file.read_text()
-        if text.count(before) != 1:
-            raise ValueError(
-                f"{variant.name}: {before!r} stands {text.count(before)} times in {file}"
-            )
+        if (count := text.count(before)) != 1:
+            raise ValueError(f"{variant.name}: {before!r} stands {count} times in {file}")
         file.write_text(text.replace(before, after))
 
 

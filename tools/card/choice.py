@@ -14,6 +14,7 @@ import ctypes
 import importlib.util
 import json
 import sys
+from types import SimpleNamespace
 
 import engine
 import numpy as np
@@ -52,13 +53,9 @@ def on_card(memory: engine.Memory, bytes_: int):
         return memory.read(bytes_)
     import torch
 
-    class Lent:
-        __cuda_array_interface__ = {
-            **{"shape": (bytes_,), "typestr": "|u1", "version": 3},
-            "data": (memory.pointer.value, False),
-        }
-
-    return torch.as_tensor(Lent(), device="cuda")
+    what = {"shape": (bytes_,), "typestr": "|u1", "version": 3}
+    what["data"] = (memory.pointer.value, False)
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=what), device="cuda")
 
 
 class Product:
@@ -89,12 +86,8 @@ class Product:
 
     def same(self, rows: int, first: int) -> bool:
         """Whether `other` has the bits of `base`, from its row `first` on."""
-        bytes_ = min(rows, BASE - first) * self.y_row
-        base, other = (
-            on_card(Part(self.base, first * self.y_row), bytes_),
-            on_card(self.other, bytes_),
-        )
-        return bool((base == other).all())
+        size, base = min(rows, BASE - first) * self.y_row, Part(self.base, first * self.y_row)
+        return bool((on_card(base, size) == on_card(self.other, size)).all())
 
     def differing(self, rows: tuple[int, ...]) -> list[int]:
         """The numbers of rows at which some row's bits are others than at BASE rows."""

@@ -1,5 +1,5 @@
-"""What a command would reach, by the seconds that its stages are thought to take: no stage runs, and
-no time passes.
+"""What a command would reach, by the seconds that its stages are thought to take: no stage runs,
+and no time passes.
 
     python -m tools.card.rehearse first
 

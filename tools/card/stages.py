@@ -10,7 +10,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from . import variants
 from .report import Stage
@@ -23,8 +22,9 @@ OPS = ("ops", "ops_head", "ops_jsd", "delta", "packed_cuda", "tensor_ops_cuda")
 MODELS = ("cuda", "model", "train", "optimizer", "losses", "recompute", "distill", "experts",
     "kept_cuda", "window_models", "training_refusals", "turns")  # fmt: skip
 SAMPLING = ("sample", "prefix_scores", "snapshot", "states_devices", "window", "window_cache")
-TEST_FILES = {"ops": OPS, "models": MODELS, "sampling": SAMPLING}
-WORKERS = {"ops": 4, "models": 4, "sampling": 3}  # of 16 cores; each has a context on the card
+TEST_FILES = {"ops": OPS, "models": MODELS, "sampling": SAMPLING, "again": OPS + MODELS + SAMPLING}
+# Of 16 cores; each has a context on the card.
+WORKERS = {"ops": 4, "models": 4, "sampling": 3, "again": 10}
 MODELS_NEED = ("torch", "transformers", "peft", "safetensors", "pytest")
 # Tests with the device among their parameters: others open the emulated one, whatever their name.
 REAL = "([cuda] or [cuda- or -cuda- or -cuda]) and not emulated"
@@ -34,8 +34,11 @@ KERNELS = (
     "slices_kernel", "lse_part_kernel", "logprob_backward_kernel", "rotate_kernel",
     "swiglu_kernel", "rmsnorm_kernel",
 )  # fmt: skip
-COUNTED = "attention LoRA log-probabilities norm rope swiglu rmsnorm".split()
-TINY = "--length 16 --datums 2 --batches 1 2 --context 4 --new 3 --rounds 1".split()
+COUNTED = ("attention", "lora", "logprob", "rotate", "swiglu", "rmsnorm")
+TINY = (
+    "--length", "16", "--datums", "2", "--batches", "1", "2", "--prompt", "4", "--new", "3",
+    "--rounds", "1",
+)  # fmt: skip
 
 Command = Callable[[argparse.Namespace], list[str]]
 
@@ -92,14 +95,15 @@ def only(options: argparse.Namespace) -> str:
     return f"({expression}) and ({options.only})" if options.only else expression
 
 
-def smoke(*arguments: str) -> Command:
-    """tools/card/smoke.py, with the program that was built elsewhere where there is one."""
+def smoke(kept: str, *arguments: str) -> Command:
+    """tools/card/smoke.py, with the program that was built elsewhere where there is one; what it
+    leaves is kept in a folder of what comes back."""
 
     def command(options: argparse.Namespace) -> list[str]:
-        built = options.carried / "smoke"
+        built = options.carried / "gpu_smoke"
         given = ["--program", str(built)] if built.exists() else []
-        wrong = str(options.work / "wrong")
-        return [*program("tools.card.smoke")(options), "--out", wrong, *given, *arguments]
+        out = str(options.work / kept)
+        return program("tools.card.smoke", "--out", out, *given, *arguments)(options)
 
     return command
 
@@ -134,7 +138,7 @@ FIRST = (
     DEVICE,
     Stage(
         "smoke", "the ops of a step at real shapes, against loops on the host (C, no Python)",
-        smoke(), 15, 40, reads="json",
+        smoke("wrong"), 15, 40, reads="json",
     ),
     Stage(
         "choice", "rows of a product have the same bits at every number of rows",
@@ -182,7 +186,7 @@ FIRST = (
     *(
         Stage(
             tool, f"compute-sanitizer's {tool} on the C program, small sizes",
-            smoke("--tiny", "--tool", tool), 20, 60, needs=("compute-sanitizer",), reads="json",
+            smoke("logs", "--tiny", "--tool", tool), 20, 60, needs=("compute-sanitizer",), reads="json",
             real=True, group="tests",
         )
         for tool in TOOLS
@@ -196,14 +200,14 @@ FIRST = (
 SECOND = (
     DEVICE,
     Stage(
-        "again", "the tests that --only names", tests("ops"), 60, 90, needs=MODELS_NEED,
+        "again", "the tests that --only names", tests("again"), 60, 90, needs=MODELS_NEED,
         reads="pytest",
     ),
     *variants.stages(program),
     *(
         Stage(
             f"beside torch {shape}", "a training step beside torch + PEFT",
-            step(shape, "train", more=()), taken, 2 * taken, reads="json",
+            step(shape, "train", more=()), taken, 2 * taken,
             needs=("torch", "transformers", "peft"),
         )
         for shape, taken in (("0.6b", 30), ("8b", 45))

@@ -19,7 +19,7 @@ LIBRARY = "libtinsmith_cuda.so"
 
 
 def package_with(library: Path, folder: Path) -> Path:
-    """A copy of the package that finds this library beside its core; returns what PYTHONPATH has."""
+    """A copy of the package that finds this library beside its core, as PYTHONPATH names it."""
     core = engine.core_library()
     package = folder / "tinsmith"
     shutil.copytree(core.parent, package, ignore=shutil.ignore_patterns("*.so"))
