@@ -148,6 +148,16 @@ def nvcc_found() -> str | None:
     return os.environ.get("TINSMITH_NVCC", next(filter(None, map(shutil.which, places)), None))
 
 
+def nvcc_smaller(nvcc: str) -> list[str]:
+    """The flag that makes a library a fifth as large, with lines half of what it is without them,
+    where this nvcc has it (12.8 and later). It changes no code."""
+    try:
+        said = subprocess.run([nvcc, "--help"], capture_output=True, text=True, errors="replace")
+    except OSError:  # cuda_build says why
+        return []
+    return ["--compress-mode=size"] if "--compress-mode" in said.stdout else []
+
+
 def nvcc_libraries(nvcc: str) -> list[str]:
     """Where pip's packages have the CUDA runtime: nvcc itself looks into lib64 alone."""
     folder = Path(nvcc).parent.parent / "lib"
@@ -175,8 +185,11 @@ def cuda_is(library: Path, digest: str) -> bool:
     return library.exists() and bytes.fromhex(digest) in library.read_bytes()
 
 
-def cuda_build(library: Path, objects: Path, compile_with: list[str], link_with: list[str]) -> str:
-    """Builds cuda/*.cu into a shared library; returns "" or the sentence of what went wrong."""
+def cuda_build(
+    library: Path, objects: Path, compile_with: list[str], link_with: list[str], *also: str
+) -> str:
+    """Builds cuda/*.cu into a shared library; returns "" or the sentence of what went wrong. What
+    is compiled with `also` does not count as other code."""
     digest = cuda_digest(compile_with[1:])
     if cuda_is(library, digest):
         return ""
@@ -186,7 +199,7 @@ def cuda_build(library: Path, objects: Path, compile_with: list[str], link_with:
 
     def compile_one(path: Path) -> Path:
         out = objects / f"{path.stem}.o"
-        command = [*compile_with, f"-DDEVICE_ABI={ABI}", "-c", path, "-o", out]
+        command = [*compile_with, *also, f"-DDEVICE_ABI={ABI}", "-c", path, "-o", out]
         with out.with_suffix(".log").open("w") as log:
             code = subprocess.run(command, stderr=log).returncode
         said = out.with_suffix(".log").read_text()
@@ -226,7 +239,7 @@ class BuildOps(build_ext):
         if not nvcc:
             return "nvcc was not found when tinsmith was installed"
         command, link = [nvcc, *NVCC_FLAGS], [*NVCC_LINK, *nvcc_libraries(nvcc)]
-        return cuda_build(library, self.cuda_objects(), command, link)
+        return cuda_build(library, self.cuda_objects(), command, link, *nvcc_smaller(nvcc))
 
     def cuda_kept(self, library: Path) -> bool:
         """Whether the library is there already, or in the source tree (built elsewhere, say), made

@@ -189,6 +189,15 @@ def test_nvcc_is_that_of_the_variable_then_the_path_then_pips(
     assert setup.nvcc_found() == ""
 
 
+@pytest.mark.parametrize("said", ("--compress-mode [default,size]", "--fatbin", None))
+def test_a_library_is_made_small_where_nvcc_can(tmp_path: Path, said: str | None) -> None:
+    nvcc = tmp_path / "nvcc"
+    if said:
+        program(nvcc, f"#!/bin/sh\necho '{said}'\n")
+    wanted = ["--compress-mode=size"] if said and "compress" in said else []
+    assert setup_py().nvcc_smaller(str(nvcc)) == wanted
+
+
 def test_the_runtime_of_pips_nvcc_is_where_its_packages_have_it(tmp_path: Path) -> None:
     setup, nvcc = setup_py(), tmp_path / setup_py().NVCC_OF_PIP
     assert setup.nvcc_libraries(str(nvcc)) == []

@@ -50,7 +50,8 @@ def library_of(variant: Variant, nvcc: str, out: Path) -> None:
         link_with = [*setup.NVCC_LINK, *setup.nvcc_libraries(nvcc), "-Xlinker=--strip-all"]
         setup.ROOT = folder
         try:
-            reason = setup.cuda_build(out, folder / "objects", compile_with, link_with)
+            smaller = setup.nvcc_smaller(nvcc)
+            reason = setup.cuda_build(out, folder / "objects", compile_with, link_with, *smaller)
         finally:
             setup.ROOT = ROOT
     if reason:
