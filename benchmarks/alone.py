@@ -128,6 +128,6 @@ def run(args: argparse.Namespace) -> int:
                 right = all([*parts[name](args, shape, core)]) and right
             except FAILURES as error:
                 right = row(f"{shape} {name}", f"{type(error).__name__}: {error}")
-        if core.note:
-            row(f"{shape} note", note=core.note)
+        for note in core.notes:
+            row(f"{shape} note", note=note)
     return int(not right)

@@ -171,6 +171,8 @@ def whole_models(args: argparse.Namespace, shape: str) -> None:
         decode(args, shape, core, model)
     if "train" in args.parts:
         train(args, shape, core, model)
+    for note in core.notes:
+        print(note)
     del model, core
     gc.collect()
     if args.device == "cuda":

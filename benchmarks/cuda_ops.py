@@ -479,8 +479,8 @@ def main() -> int:
         row |= {"% of roofline": 100 * floor / taken, "bound": bound}
         row |= {"TFLOP/s": case.flops / taken / 1e6, "GB/s": case.bytes / taken / 1e3}
         print(json.dumps(row), flush=True)
-    if device.c.note:
-        print(json.dumps({"op": "note", "note": device.c.note.decode()}), flush=True)
+    for note in device.notes:
+        print(json.dumps({"op": "note", "note": note}), flush=True)
     return 0
 
 

@@ -55,6 +55,7 @@ def test_the_report_says_of_each_stage_how_it_ended(options: Namespace) -> None:
         shell("fine", "print(json.dumps({'op': 'a', 'µs': 1.5}))", reads="json"),
         shell("crash", "print('half way'); sys.stdout.flush(); import os; os.abort()"),
         shell("off", "print(json.dumps({'op': 'b', 'wrong': 'off by 1'}))", reads="json"),
+        shell("slow", "print(json.dumps({'op': 'c', 'note': 'cuda: no algorithm'}))", reads="json"),
         shell("absent", "print('never')", needs=("a_package_that_is_nowhere",)),
         shell("card", "print('never')", real=True),
     )
@@ -65,7 +66,8 @@ def test_the_report_says_of_each_stage_how_it_ended(options: Namespace) -> None:
     assert said["absent"]["summary"] == "a_package_that_is_nowhere is not installed"
     assert said["card"]["summary"] == "it needs a real card"
     text = (options.out / "report.md").read_text()
-    assert text.index("## What is wrong") < text.index("## fine")
+    slower = text.index("## What is slower than it could be\n\n- cuda: no algorithm")
+    assert text.index("## What is wrong") < slower < text.index("## fine")
 
 
 def test_a_stage_that_hangs_is_ended_with_all_that_it_started(options: Namespace) -> None:

@@ -159,6 +159,9 @@ def markdown(results: Sequence[Found], facts: dict) -> str:
     for result in wrong:
         rows = [row for row in result.rows if row.get("wrong")]
         parts += [f"### {result.name}: {result.summary}\n", table(rows), fenced(result.text)]
+    notes = dict.fromkeys(row["note"] for r in results for row in r.rows if row.get("note"))
+    if notes:
+        parts += ["## What is slower than it could be\n", *(f"- {note}" for note in notes), ""]
     for result in results:
         if result.rows or result.text:
             parts += [f"## {result.name}\n", f"{result.tells}.\n"]

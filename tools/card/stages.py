@@ -187,8 +187,8 @@ FIRST = (
     *(
         Stage(
             tool, f"compute-sanitizer's {tool} on the C program, small sizes",
-            smoke("logs", "--tiny", "--tool", tool), 20, 60, needs=("compute-sanitizer",), reads="json",
-            real=True, group="tests",
+            smoke("logs", "--tiny", "--tool", tool), 20, 60, needs=("compute-sanitizer",),
+            reads="json", real=True, group="tests",
         )
         for tool in TOOLS
     ),
