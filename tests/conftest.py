@@ -51,7 +51,7 @@ TEXT = [
 SLOW_FILES = (
     "benchmarks", "block", "changed_arrays", "cli", "compare", "cookbook", "crew",
     "custom_loss", "disk", "dlpack", "docs", "docs_snippets", "event_loop", "export",
-    "card_runner", "face_arrays", "failed_step", "tools_card",
+    "card_programs", "card_runner", "face_arrays", "failed_step",
     "interrupt", "jsd_topk", "kill", "launch", "notebooks", "opsd_recipe", "overload", "pieces",
     "recipes", "serve_command", "server_answers", "soak",
 )  # fmt: skip

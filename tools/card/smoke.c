@@ -90,7 +90,8 @@ static int device_begin(const Options *options)
     }
     DeviceOpen *open;
     memcpy(&open, &symbol, sizeof open);
-    DeviceLibraries libraries = {getenv("TINSMITH_CUBLASLT"), options->packages};
+    DeviceLibraries libraries = {getenv("TINSMITH_CUBLASLT"), options->packages,
+                                 getenv("TINSMITH_CUDA_LOG")};
     if (open(&dev, 0, DEVICE_ABI, fail, &libraries)) {
         printf("%s\n", status_text());
         return 0;
@@ -134,7 +135,8 @@ int main(int argc, char **argv)
     shape = strcmp(options.size, "tiny") ? REAL_SIZES : TINY_SIZES;
     lap();
     checks_run(&options);
-    if (dev->note) printf("{\"op\": \"device\", \"note\": \"%s\"}\n", quoted(dev->note));
+    for (const char *const *note = dev->notes; note && *note; note++)
+        printf("{\"op\": \"device\", \"note\": \"%s\"}\n", quoted(*note));
     release();
     dev->close(dev);
     return found;

@@ -1,185 +1,21 @@
-"""tests/first_card.py: what it reports of stages that pass, fail, hang or find something, and its
-own programs on the emulated GPU, each with an error that it must find."""
+"""tools/card's own programs on the emulated GPU, each with an error that it must find: the C
+program, the bits of products, and the times of ops."""
 
-import ast
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
-from argparse import Namespace
 from pathlib import Path
 
 import engine
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from tools.card import __main__ as first_card
-from tools.card import choice as card_bits
-from tools.card import report as card_report
-from tools.card import smoke as card_smoke
-from tools.card.report import Stage
+sys.path.insert(0, str(engine.ROOT))
+from tools.card import choice, smoke
 
-TESTS = Path(__file__).parent
 PROGRAMS = (["-m", "tools.card.smoke"], ["-m", "tools.card.choice"], ["benchmarks/cuda_ops.py"])
-HERE = "import json, sys, time, subprocess\n"
-
-
-def shell(name: str, phase: str, code: str, **more) -> Stage:
-    """A stage that is a few lines of Python."""
-    return Stage(name, "tells", phase, lambda _: [sys.executable, "-c", HERE + code], 1.0, **more)
-
-
-def options(out: Path, **more) -> Namespace:
-    given = {"minutes": 1.0, "device": "cuda-emulated", "stages": None, "only": "", "out": out}
-    return Namespace(**{**given, **more})
-
-
-def run(monkeypatch: pytest.MonkeyPatch, out: Path, *stages: Stage, **more) -> dict[str, dict]:
-    """What the report says of the stages, by name."""
-    monkeypatch.setattr(first_card, "STAGES", stages)
-    first_card.run(options(out, **more))
-    return {one["name"]: one for one in json.loads((out / "report.json").read_text())["stages"]}
-
-
-def test_the_report_says_of_each_stage_how_it_ended(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    said = run(
-        monkeypatch,
-        tmp_path,
-        shell("fine", "alone", "print(json.dumps({'op': 'a', 'µs': 1.5}))", reads="json"),
-        shell("crash", "tests", "print('half way'); sys.stdout.flush(); import os; os.abort()"),
-        shell("off", "tests", "print(json.dumps({'op': 'b', 'wrong': 'off by 1'}))", reads="json"),
-        shell("absent", "times", "print('never')", needs=("a_package_that_is_nowhere",)),
-        shell("card", "tools", "print('never')", real=True),
-    )
-    assert said["fine"]["state"] == "right" and said["fine"]["rows"] == [{"op": "a", "µs": 1.5}]
-    assert said["crash"]["state"] == "failed" and "half way" in said["crash"]["text"]
-    assert "exit code -6" in said["crash"]["summary"]
-    assert said["off"]["state"] == "found something" and "off by 1" in said["off"]["summary"]
-    assert said["absent"]["summary"] == "a_package_that_is_nowhere is not installed"
-    assert said["card"]["summary"] == "it needs a real card"
-    text = (tmp_path / "report.md").read_text()
-    assert text.index("## What is wrong") < text.index("## fine")
-
-
-def test_a_stage_that_hangs_is_ended_with_all_that_it_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    hangs = "p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); time.sleep(600)"
-    said = run(monkeypatch, tmp_path, shell("hangs", "alone", hangs), minutes=1.0)["hangs"]
-    assert said["state"] == "cut off" and 5 < said["seconds"] < 12  # a tenth of a minute
-    child = int(said["text"])
-    status, end = Path(f"/proc/{child}/stat"), time.monotonic() + 10
-    while status.exists() and status.read_text().split()[2] != "Z":
-        assert time.monotonic() < end, "it still runs"
-        time.sleep(0.02)
-
-
-def test_without_its_device_nothing_else_is_tried(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    said = run(
-        monkeypatch,
-        tmp_path,
-        shell("device", "alone", "print('cuda: no GPU was found'); sys.exit(1)"),
-        shell("tests", "tests", "print('never')"),
-    )
-    assert list(said) == ["device"] and "cuda: no GPU was found" in said["device"]["summary"]
-
-
-CUT_OFF = """\
-tests/test_ops.py::test_op[cuda-rmsnorm] PASSED                     [  3%]
-[gw1] [ 10%] PASSED tests/test_ops.py::test_op[cuda-rope]
-[gw0] [ 12%] FAILED tests/test_ops.py::test_op[cuda-linear a - b]
-tests/test_ops.py::test_op[cuda-swiglu]
-"""
-WHOLE = (
-    CUT_OFF
-    + """\
-=========================== short test summary info ============================
-SKIPPED [2] tests/test_ops.py:3: there is no GPU
-FAILED tests/test_ops.py::test_op[cuda-linear a - b] - assert 0.5 < 0.1
-"""
-)
-
-
-@pytest.mark.parametrize(("text", "why"), [(CUT_OFF, "it failed"), (WHOLE, "assert 0.5 < 0.1")])
-def test_tests_are_counted_also_where_they_were_cut_off(text: str, why: str) -> None:
-    found = card_report.found(
-        shell("ops", "tests", "", reads="pytest"), text, 1, 9.0, late=text is CUT_OFF
-    )
-    assert found.state == "found something"
-    assert "2 passed, 1 failed" in found.summary
-    assert found.rows == [{"test": "tests/test_ops.py::test_op[cuda-linear a - b]", "wrong": why}]
-
-
-NOT_IMPORTED = """\
-==================================== ERRORS ====================================
-______________________ ERROR collecting tests/test_turns.py ______________________
-ImportError while importing test module '/tests/test_turns.py'.
-tests/test_turns.py:12: in <module>
-    import tinker
-E   ModuleNotFoundError: No module named 'tinker'
-"""
-
-
-def test_a_file_that_is_not_imported_is_told_beside_the_tests_that_ran() -> None:
-    stage = shell("ops", "tests", "", reads="pytest")
-    found = card_report.found(stage, NOT_IMPORTED + CUT_OFF, 1, 9.0, late=False)
-    assert found.state == "found something"
-    assert found.summary == "2 passed, 1 failed, 1 files were not tried"
-    assert found.rows[0] == {
-        "test": "tests/test_turns.py",
-        "wrong": "ModuleNotFoundError: No module named 'tinker'",
-    }
-
-
-@pytest.mark.parametrize("stage", first_card.STAGES, ids=lambda stage: stage.name)
-def test_a_stage_says_what_its_files_import(stage: Stage) -> None:
-    """Where a file asked for more than its stage, none of them would run."""
-    files = [part for part in stage.command(options(Path())) if part.startswith("tests/test_")]
-    known = {"torch", "transformers", "peft", "safetensors", "tinker", "starlette", "httpx"}
-    for file in files:
-        assert imported(engine.ROOT / file) & known <= set(stage.needs), file
-
-
-def imported(path: Path, seen: set[Path] | None = None) -> set[str]:
-    """The packages that a file of the tests imports at its top, and those that it imports."""
-    seen = set() if seen is None else seen
-    found = set()
-    if path in seen or not path.is_file():
-        return found
-    seen.add(path)
-    for node in ast.parse(path.read_text()).body:
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-        for name in names:
-            package = name.partition(".")[0]
-            found |= {package} | imported(TESTS / f"{package}.py", seen)
-    return found
-
-
-def test_on_a_card_only_tests_of_the_card_are_chosen() -> None:
-    """Those of the emulated one tell nothing there, and take the minutes to build it."""
-    names = [f"tests/test_{file}.py" for file in (*first_card.OPS, *first_card.SAMPLING)]
-    rules = ["-o", "addopts=", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    chosen = ["-k", first_card.only(options(Path(), device="cuda"))]
-    command = [sys.executable, "-m", "pytest", *rules, *chosen, *names, "tests/test_cuda_device.py"]
-    done = subprocess.run(command, cwd=engine.ROOT, capture_output=True, text=True)
-    tests = [line for line in done.stdout.splitlines() if "::" in line]
-    assert {test.partition("::")[0] for test in tests} == set(names)
-    assert all(re.search(r"[\[-]cuda[\]-]", test) for test in tests)
-
-
-def test_a_run_without_a_test_is_no_success() -> None:
-    stage = shell("ops", "tests", "", reads="pytest")
-    found = card_report.found(stage, "no tests ran in 0.01s\n", 5, 1.0, late=False)
-    assert found.state == "failed" and "no tests ran" in found.summary
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one[-1])
@@ -192,20 +28,32 @@ def test_its_programs_find_nothing_on_the_emulated_gpu(program: list[str]) -> No
     assert len(rows) > 4 and not any("wrong" in row for row in rows)
 
 
-def test_bits_that_change_with_the_number_of_rows_are_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Fake:
-        inputs, BASE = 4, card_bits.BASE
+def test_bits_that_change_with_the_number_of_rows_are_found() -> None:
+    """One bit of the last of 17 rows."""
+    device = engine.Device("cuda-emulated")
+    block = device.put(np.random.default_rng(0).standard_normal(9999, np.float32), "real")
+    product = choice.Product(device, block, "linear", 48, 64)
+    right = product.make
 
-        @staticmethod
-        def bits(x: np.ndarray) -> np.ndarray:
-            changed = x.copy()
-            if len(x) == 17:
-                changed[16, 3] *= 1 + 2.0**-20
-            return changed.view(np.uint32)
+    def spoilt(to: engine.Memory, first: int, rows: int, by: engine.Device) -> None:
+        right(to, first, rows, by)
+        if rows == 17:
+            made = to.read(rows * product.y_row)
+            made[-1] ^= 1
+            to.write(made)
 
-    assert card_bits.Product.differing(Fake(), (1, 16, 17, 256, 300)) == [17]
+    product.make = spoilt
+    assert product.differing((1, 16, 17, 256, 300)) == [17]
+
+
+def test_our_kernels_bits_are_compared_with_cublaslts() -> None:
+    device = engine.Device("cuda-emulated")
+    block = device.put(np.random.default_rng(0).standard_normal(9999, np.float32), "real")
+    product = choice.Product(device, block, "linear", 48, 64)
+    product.make(product.base, 0, choice.BASE, device)
+    assert product.own_has_them(device)
+    product.base.write(product.base.read(1) ^ 1)
+    assert not product.own_has_them(device)
 
 
 # A device with five slips: a wrong row of swiglu, a NaN in rotate's q, an element of rmsnorm's y
@@ -282,7 +130,9 @@ T, F, D = 150, 96, 64  # sizes of the program's `tiny`
 EXPERTS = 13  # the number of the check that calls route
 
 
-def smoke(*arguments: str | Path, **environment: str) -> tuple[int, dict[tuple[str, str], dict]]:
+def ran_smoke(
+    *arguments: str | Path, **environment: str
+) -> tuple[int, dict[tuple[str, str], dict]]:
     """tools.card.smoke's exit code, and its lines by op and result."""
     command = [sys.executable, "-m", "tools.card.smoke", *map(str, arguments)]
     done = subprocess.run(
@@ -298,7 +148,7 @@ def smoke(*arguments: str | Path, **environment: str) -> tuple[int, dict[tuple[s
 def smoke_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     engine.device("cuda-emulated")
     program = tmp_path_factory.mktemp("program") / "gpu_smoke"
-    assert smoke("--build", program)[0] == 0
+    assert ran_smoke("--build", program)[0] == 0
     return program
 
 
@@ -436,7 +286,7 @@ SANITIZERS = {
 def test_smoke_under_a_sanitizer_tells_how_it_ended(kind: str, tmp_path: Path) -> None:
     engine.device("cuda-emulated")
     text, wrong = SANITIZERS[kind]
-    code, rows = smoke(
+    code, rows = ran_smoke(
         *("--device", "cuda-emulated", "--tiny", "--tool", "memcheck", "--out", tmp_path / "out"),
         *("--program", script(tmp_path / "program", PROGRAM)),
         *(("--limit", "2") if kind == "hangs" else ()),
@@ -454,7 +304,7 @@ def test_smoke_goes_on_behind_a_check_that_ended_its_program(tmp_path: Path) -> 
     first, then = """*"--from 0") echo '{"op": "a"}'; exit 13""", """*) echo '{"op": "b"}'"""
     text = f'case "$*" in {first};; {then};; esac'
     program = script(tmp_path / "program", text)
-    code, rows = smoke("--device", "cuda-emulated", "--program", program)
+    code, rows = ran_smoke("--device", "cuda-emulated", "--program", program)
     assert code == 1 and set(rows) == {("a", ""), ("b", "")}
 
 
@@ -465,7 +315,7 @@ def test_smoke_says_that_its_program_was_killed_or_hung(tmp_path: Path) -> None:
         ("sleep 600", "the program had not ended after 1 s"),
     ):
         program = script(tmp_path / "program", f"{PROGRAM}; {text}")
-        code, rows = smoke("--device", "cuda-emulated", "--program", program, "--limit", "1")
+        code, rows = ran_smoke("--device", "cuda-emulated", "--program", program, "--limit", "1")
         assert code == 1 and rows["smoke", ""]["wrong"] == wrong
         assert ("one", "y") in rows
 
@@ -477,7 +327,7 @@ def test_the_smoke_program_refuses_another_seam(tmp_path: Path) -> None:
     before = setup.ABI
     try:
         setup.ABI = "7u"
-        program = card_smoke.build(tmp_path)
+        program = smoke.build(tmp_path)
     finally:
         setup.ABI = before
     done = subprocess.run([program, library, "tiny"], capture_output=True, text=True)
