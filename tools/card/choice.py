@@ -78,9 +78,9 @@ class Product:
         if self.op == "head":
             args = {"logits": to, "x": x, "V": self.N}
         elif self.op == "linear":
-            args = {"y": to, "x": x, "bias": None, "plus": None, "N": self.N}
+            args = {"y": to, "x": x, "bias": None, "plus": None, "N": self.N, "step": self.N}
         else:
-            args = {"dx": to, "dy": x, "accumulate": 0, "N": self.N}
+            args = {"dx": to, "dy": x, "accumulate": 0, "N": self.N, "step": self.N}
         device.bind(self.op, {**args, "w": self.w, **sizes}).run()
         device.check(device.c.sync(device.pointer))
 
