@@ -39,15 +39,13 @@ def seed_of(rng: np.random.Generator) -> str:
 
 def remembered(op: str, build: Callable[..., dict]) -> Callable[..., dict]:
     """A builder whose last case is known to case_of."""
-    signature = inspect.signature(build)
+    _, *names = inspect.signature(build).parameters
 
     @functools.wraps(build)
     def built(*args: Any, **sizes: Any) -> dict:
-        rng, *_ = args
+        rng, *rest = args
         seed, made = seed_of(rng), build(*args, **sizes)
-        _, *names = signature.parameters
-        bound = signature.bind(*args, **sizes).arguments
-        case = Case(seed, {name: bound[name] for name in names if name in bound})
+        case = Case(seed, dict(zip(names, rest, strict=False)) | sizes)
         _last[op] = case, [weakref.ref(array) for array in arrays_of(made)]
         return made
 

@@ -11,8 +11,9 @@ import reference
 import wrong
 from drawn import Case, case_of
 from engine import UNWRITTEN, Param, device
+from expert_cases import CASES
 from left import VARIABLE
-from op_cases import CASES, make_attention, make_rmsnorm, make_sample
+from op_cases import make_attention, make_rmsnorm, make_sample
 
 NOBODYS = Case("7", {"T": 3})
 
