@@ -18,8 +18,9 @@
  * row's bits.
  *
  * Roofline: 2·P·N·D flops, against the weights of the chosen experts, 2·N·D bytes each: compute
- * bound from about 300 rows of a weight on, memory bound below. A wide tile's warp issues 3.1
- * instructions for each of its mma, which is half of what Hopper's tensor cores do. */
+ * bound from about 300 rows of a weight on, memory bound below. A wide tile's warp issues 2.6 to 3
+ * instructions for each of its mma (kernels.csv). On a Hopper mma has some 60 % of wgmma's speed.
+ */
 #include "gemm.cuh"
 #include "packed.cuh"
 #include "product.cuh"
@@ -47,14 +48,21 @@ struct Product {
 
 /* ---- from memory to shared memory ---- */
 
-/* Starts the tile at k whose side begins at `side`: zeros behind K, and behind `sides`, the end of
- * its side. Where rows are aligned they end at a multiple of 16 bytes, or are filled up. */
+/* Where an operand's tiles begin whose side begins at `side`, at k = 0. */
+template <bool IS_ACROSS>
+__device__ static __forceinline__ const real *tiles_at(const real *x, int64_t stride, int side)
+{
+    return opaque(x + (IS_ACROSS ? side : side * stride));
+}
+
+/* Starts such a tile at k: zeros behind K, and behind the `sides` that there are from its side's
+ * beginning on. Where rows are aligned they end at a multiple of 16 bytes, or are filled up. */
 template <bool IS_ACROSS, bool IS_ALIGNED, class P>
 __device__ static __forceinline__ void tile_load(const P &piece, Shared<real> tile, const real *x,
-                                                 int64_t stride, int side, int sides, int k, int K)
+                                                 int64_t stride, int sides, int k, int K)
 {
-    const real *first = IS_ACROSS ? x + k * stride + side : x + side * stride + k;
-    int valid = (IS_ACROSS ? sides - side : K - k) - piece.col;
+    const real *first = x + (IS_ACROSS ? k * stride : k);
+    int valid = (IS_ACROSS ? sides : K - k) - piece.col;
 #pragma unroll
     for (int m = 0; m < P::COUNT; m++) {
         bool there = valid > 0 && (!IS_ACROSS || k + piece.row + m * P::STEP < K);
@@ -81,7 +89,9 @@ static __global__ void __launch_bounds__(S::THREADS, 2)
     ExpertTile own = {0, tile * S::ROWS, min((tile + 1) * S::ROWS, p.P)};
     if (p.bounds && !expert_tile(&own, p.bounds, p.X, S::ROWS, tile)) return;
     own.e += place.part * p.X;
-    const real *w = reinterpret_cast<const real *>(p.w + own.e * p.step);
+    const real *x = tiles_at<X_ACROSS>(p.x, p.x_stride, own.begin);
+    const real *w =
+        tiles_at<W_ACROSS>(reinterpret_cast<const real *>(p.w + own.e * p.step), p.w_stride, j0);
     int rows = own.end - own.begin, steps = (p.K + S::DEEP - 1) / S::DEEP;
     int warp = threadIdx.x / 32;
     int i = warp / S::ACROSS_WARPS * S::WARP_ROWS, j = warp % S::ACROSS_WARPS * S::WARP_COLUMNS;
@@ -92,9 +102,8 @@ static __global__ void __launch_bounds__(S::THREADS, 2)
         if (step < steps) {
             Shared<real> stage = stages + step % S::STAGES * STAGE;
             int k = step * S::DEEP;
-            tile_load<X_ACROSS, IS_ALIGNED>(of_x, stage, p.x, p.x_stride, own.begin, own.end, k,
-                                            p.K);
-            tile_load<W_ACROSS, IS_ALIGNED>(of_w, stage + OfX::REALS, w, p.w_stride, j0, p.N, k,
+            tile_load<X_ACROSS, IS_ALIGNED>(of_x, stage, x, p.x_stride, rows, k, p.K);
+            tile_load<W_ACROSS, IS_ALIGNED>(of_w, stage + OfX::REALS, w, p.w_stride, p.N - j0, k,
                                             p.K);
         }
         cp_async_commit();

@@ -50,7 +50,8 @@ template <class S, int HEIGHT, int WIDTH> struct Pieces {
         col = threadIdx.x % (WIDTH / PIECE) * PIECE;
 #pragma unroll
         for (int m = 0; m < COUNT; m++)
-            from[m] = (unsigned)(min(row + m * STEP, rows - 1) * (int)step + col) * sizeof(real);
+            from[m] = opaque((unsigned)(min(row + m * STEP, rows - 1) * (int)step + col) *
+                             (int)sizeof(real));
     }
 
     /* Piece m, of the tile that begins at `first`, and its place in shared memory. */

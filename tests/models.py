@@ -479,7 +479,8 @@ def assert_near(
     if in_bf16():
         allowed = MORE * error(compute(torch.bfloat16), wanted) + EPSILON
     assert np.shape(found) == np.shape(wanted), what
-    assert error(found, wanted) <= allowed, what
+    errs = error(found, wanted)
+    assert errs <= allowed, f"{what} errs by {errs:.3g}, {errs / allowed:.2f} of what it may"
 
 
 # ---- LoRA ----

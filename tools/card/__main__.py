@@ -40,6 +40,7 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
     paths = [*here, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "PYTHONUNBUFFERED": "1",
+        "COLUMNS": "400",  # pytest says why a test failed as far as a line is wide
         "PYTHONPATH": os.pathsep.join(paths),
         "TINSMITH_CUDA_LOG": str(options.work / "choice.jsonl"),
         "TINSMITH_WRONG": str(options.work / "wrong"),

@@ -79,9 +79,12 @@ def tests(name: str) -> Command:
         files = [f"tests/test_{file}.py" for file in TEST_FILES[name]]
         rules = ["-o", "addopts=", "-p", "no:cacheprovider", "-v", "-ra", "--tb=short"]
         rules += ["--continue-on-collection-errors"]
+        limit = 600 if emulated(options) else 40
         if importlib.util.find_spec("pytest_timeout"):
-            limit = 600 if emulated(options) else 40
             rules += ["-o", f"timeout={limit}", "-o", "timeout_method=thread"]
+        # pytest 9 ends a test also in C that holds the interpreter's lock, and says where it was.
+        rules += ["-o", f"faulthandler_timeout={limit + 5}"]
+        rules += ["-o", "faulthandler_exit_on_timeout=true"]
         if importlib.util.find_spec("xdist"):
             workers = 1 if emulated(options) else WORKERS[name]
             rules += ["-n", str(workers), "--max-worker-restart=20"]
