@@ -8,17 +8,16 @@
 #define TINSMITH_CHOICES_CUH
 
 #include <stdarg.h>
+#include <unistd.h>
 
 #include "cublaslt.cuh"
-
-enum { CHOICE_BYTES = 16 << 10 };
 
 /* A line that is being written; what does not fit is left out. */
 typedef struct Choice {
     FILE *log; /* NULL: nothing is written */
     size_t used;
     int trials;
-    char text[CHOICE_BYTES];
+    char text[LOG_BYTES];
 } Choice;
 
 __attribute__((format(printf, 2, 3))) static void choice_add(Choice *c, const char *format, ...)
@@ -56,14 +55,15 @@ static void choice_begin(CudaDevice *cuda, Choice *c, const Plan *plan, int fewe
     c->log = cuda->matmul->log;
     c->used = 0;
     c->trials = 0;
-    choice_add(c,
-               "{\"library\": \"%s\", \"width\": %d, \"depth\": %d, \"rows\": [%d, %d], "
-               "\"weight\": \"%s\", \"result\": \"%s\", \"bias\": %d, \"strides\": "
-               "[%lld, %lld, %lld], \"align\": [%d, %d, %d], \"reference\": {\"place\": %d",
-               cuda->matmul->library, key.N, key.fixed, fewest, most,
-               key.b_by_column ? "turned" : "as it is", key.f32_out ? "f32" : "bf16", key.bias,
-               (long long)key.a_stride, (long long)key.b_stride, (long long)key.c_stride,
-               key.align_a, key.align_b, key.align_c, plan->place);
+    choice_add(
+        c,
+        "{\"process\": %d, \"library\": \"%s\", \"width\": %d, \"depth\": %d, \"rows\": [%d, %d], "
+        "\"weight\": \"%s\", \"result\": \"%s\", \"bias\": %d, \"strides\": "
+        "[%lld, %lld, %lld], \"align\": [%d, %d, %d], \"reference\": {\"place\": %d",
+        (int)getpid(), cuda->matmul->library, key.N, key.fixed, fewest, most,
+        key.b_by_column ? "turned" : "as it is", key.f32_out ? "f32" : "bf16", key.bias,
+        (long long)key.a_stride, (long long)key.b_stride, (long long)key.c_stride, key.align_a,
+        key.align_b, key.align_c, plan->place);
     if (plan->picked) choice_algorithm(cuda, c, &plan->reference);
     choice_add(c, "}, \"trials\": [");
 }

@@ -45,6 +45,7 @@ enum {
     PICK_ROWS = 256,   /* the number of rows a reference is picked for */
     PICK_DEPTH = 2048, /* the same where the rows are summed over */
     CANDIDATES = 16,   /* algorithms that are looked at for a product */
+    LOG_BYTES = 16 << 10,
 };
 
 /* Numbers of rows that a reference must be accepted for. */
@@ -246,6 +247,7 @@ void matmul_open(CudaDevice *cuda, const DeviceLibraries *libraries)
         return cuda_fail(cuda, STATUS_DEVICE,
                          "%s: TINSMITH_CUDA_LOG names a file that can't be written: %s", cuda->name,
                          libraries->log);
+    if (m->log) setvbuf(m->log, nullptr, _IOFBF, LOG_BYTES); /* a line leaves in one write */
     void *library = lt_open(cuda, libraries);
     if (!library) return;
 #define X(entry, args)                                       \

@@ -9,7 +9,8 @@ With --dist loadfile, xdist gives a test that crashed to the next worker again, 
 none any more. `Once` does not. It also serves tests that hang, whose worker pytest-timeout's method
 "thread" ends, or pytest's faulthandler_exit_on_timeout, which does not need the interpreter's lock.
 
-What ended a worker is left in the folder as well (left.py), in ended.jsonl.
+What ended a worker is left in the folder as well (left.py), in ended.jsonl, and why a test failed
+in failed.jsonl.
 """
 
 import os
@@ -20,7 +21,8 @@ import pytest
 from left import noted
 
 SENTENCE = "The GPU is lost to this process"
-ENDED = "ended.jsonl"
+ENDED, FAILED = "ended.jsonl", "failed.jsonl"
+LONGEST = 4000  # characters of a failure
 
 
 def register(config: pytest.Config) -> None:
@@ -74,6 +76,8 @@ class Controller:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if line := getattr(report, "lost", ""):
             self.lost[report.nodeid] = line
+        if report.failed:  # of a run that is cut off, pytest tells no reasons
+            noted(FAILED, {"test": report.nodeid, "why": report.longreprtext[-LONGEST:]})
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:

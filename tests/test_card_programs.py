@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(engine.ROOT))
-from tools.card import choice, smoke
+from tools.card import choice, facts, smoke
 
 PROGRAMS = (["-m", "tools.card.smoke"], ["-m", "tools.card.choice"], ["benchmarks/cuda_ops.py"])
 
@@ -200,7 +200,7 @@ def test_the_smoke_program_sees_the_ops_that_are_wrong_and_no_others(spoilt) -> 
         ("linear", "y of 17 rows"),
         ("experts", ""),
     }
-    assert rows["experts", ""]["wrong"] == f"signal {signal.SIGABRT:d} ended it"
+    assert rows["experts", ""]["wrong"] == f"a signal ended it ({signal.SIGABRT:d})"
     assert len(list(out.glob("*.npy"))) == 2 * 4
     assert all(rows[key]["seed"] == 5 for key in wrong if key[1])
 
@@ -295,7 +295,7 @@ def test_smoke_under_a_sanitizer_tells_how_it_ended(kind: str, tmp_path: Path) -
     row = rows["memcheck", ""]
     assert row.get("wrong") == wrong and code == int(wrong is not None)
     assert (("one", "y") in rows) == (kind in ("nothing", "something"))
-    log = tmp_path / "out/memcheck.log"
+    log = tmp_path / "out/memcheck.txt"  # .log is what the stage prints
     assert row["log"] == str(log) and log.exists() == (kind != "crash")
 
 
@@ -318,6 +318,104 @@ def test_smoke_says_that_its_program_was_killed_or_hung(tmp_path: Path) -> None:
         code, rows = ran_smoke("--device", "cuda-emulated", "--program", program, "--limit", "1")
         assert code == 1 and rows["smoke", ""]["wrong"] == wrong
         assert ("one", "y") in rows
+
+
+def test_a_smoke_that_is_ended_ends_its_program(tmp_path: Path) -> None:
+    """Else a kernel that hangs would sit on the card through all that comes after."""
+    engine.device("cuda-emulated")
+    program = script(tmp_path / "program", "echo $$; exec sleep 600")
+    command = [sys.executable, "-u", "-m", "tools.card.smoke", "--device", "cuda-emulated"]
+    with subprocess.Popen(
+        [*command, "--program", program], cwd=engine.ROOT, stdout=subprocess.PIPE, text=True
+    ) as running:
+        status = Path(f"/proc/{int(running.stdout.readline())}/stat")
+        running.terminate()
+    while status.exists() and status.read_text().split()[2] != "Z":
+        pass  # it was killed, and goes: the test's own limit ends this
+
+
+def test_the_smoke_program_tells_which_check_hangs(smoke_program: Path, tmp_path: Path) -> None:
+    """One that takes a second of a device on which every swiglu takes two."""
+    facts = {"root": engine.ROOT, "library": engine.emulated_library()}
+    (tmp_path / "slow.c").write_text(SLOW % facts)
+    library = tmp_path / "slow.so"
+    flags = ["-shared", "-fPIC", "-Wl,-Bsymbolic"]
+    subprocess.run(["cc", *flags, tmp_path / "slow.c", "-o", library, "-ldl"], check=True)
+    command = [smoke_program, library, "tiny", "--only", "swiglu", "--patience", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert json.loads(done.stdout.splitlines()[-1])["wrong"] == f"it hung ({signal.SIGALRM:d})"
+    assert done.returncode == 10 + 7  # the number of that check: those behind it are tried
+
+
+# A device whose swiglu takes long.
+SLOW = """
+#include <dlfcn.h>
+#include <unistd.h>
+#include "%(root)s/csrc/device/device.h"
+static void slow(Device *dev, real *y, const real *gate, const real *up, int T, int F, int step,
+                 int other)
+{
+    for (int i = 0; i < 3000; i++) usleep(1000);
+}
+__attribute__((visibility("default")))
+Status cuda_open(Device **dev, int ordinal, unsigned abi, FailFunction *fail,
+                 const DeviceLibraries *libraries)
+{
+    DeviceOpen *open = (DeviceOpen *)dlsym(dlopen("%(library)s", RTLD_NOW), "cuda_open");
+    Status status = open(dev, ordinal, abi, fail, libraries);
+    if (!status) (*dev)->swiglu = slow;
+    return status;
+}
+"""
+
+
+# ---- what the machine is ----
+
+
+def facts_of(capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict]]:
+    code = facts.main()
+    return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["facts", "--device", "cuda-emulated"])
+
+
+def test_a_first_product_that_fails_is_told_and_the_others_go_on(
+    asked: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(self: engine.Device, op: str, **args: object) -> None:
+        raise RuntimeError("cublasLtMatmul failed with status 14")
+
+    monkeypatch.setattr(engine.Device, "call", fails)
+    code, rows = facts_of(capsys)
+    assert code == 0
+    assert rows[-1] == {
+        "fact": "device",
+        "value": "fails",
+        "wrong": "cublasLtMatmul failed with status 14",
+    }
+
+
+def test_a_device_that_opens_without_cublaslt_alone_goes_on_without(
+    asked: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "cuda-emulated: cublasLtCreate failed with status 1"
+    monkeypatch.setattr(facts._core, "devices", lambda name: {name: said})
+    done = subprocess.CompletedProcess([], 0, "{'cuda-emulated': ''}\n")
+    monkeypatch.setattr(facts.subprocess, "run", lambda *_, **__: done)
+    code, rows = facts_of(capsys)
+    (row,) = (row for row in rows if "set" in row)
+    assert code == 0 and row["set"] == {"TINSMITH_CUBLASLT": "none"} and row["wrong"] == said
+    done.stdout = "{'cuda-emulated': 'cuda-emulated: no GPU'}\n"
+    assert facts.main() == 1
+    assert capsys.readouterr().out.splitlines()[-1] == said
+
+
+def test_a_library_of_other_files_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.setup_py(), "cuda_is", lambda library, digest: False)
+    assert facts.stale() == "libtinsmith_cuda.so was built from other files than these"
 
 
 def test_the_smoke_program_refuses_another_seam(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from left import VARIABLE
-from lost_card import ENDED, SENTENCE, line_of
+from lost_card import ENDED, FAILED, SENTENCE, line_of
 
 TESTS = Path(__file__).parent
 CONFTEST = """
@@ -87,8 +87,8 @@ OTHERS = sorted(
 )
 
 
-def ended(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "left" / ENDED).read_text().splitlines()]
+def left_in(folder: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / "left" / name).read_text().splitlines()]
 
 
 @pytest.mark.parametrize("dist", ["load", "loadfile"])
@@ -104,8 +104,9 @@ def test_a_lost_gpu_costs_the_test_that_lost_it(
     assert GUILTY in ends[end]
     assert text.count("replacing crashed worker") == 1
     assert re.search(rf"FAILED {GUILTY} - its worker has ended itself: .*{SENTENCE}", text)
-    (row,) = ended(tmp_path)
-    assert row["test"] == GUILTY and SENTENCE in row["why"]
+    for name in (ENDED, FAILED):
+        row = left_in(tmp_path, name)[0]
+        assert row["test"] == GUILTY and SENTENCE in row["why"]
 
 
 def test_without_workers_no_process_ends_itself(tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_a_test_that_hangs_in_c_is_named_and_the_others_run(
     assert sorted(ends["PASSED"]) == OTHERS, text
     assert ends["FAILED"] == [GUILTY]
     assert re.search(rf"FAILED {GUILTY} - worker 'gw\d' crashed while running '{GUILTY}'", text)
-    assert [row["test"] for row in ended(tmp_path)] == [GUILTY]
+    assert [row["test"] for row in left_in(tmp_path, ENDED)] == [GUILTY]
     if rules is DUMP:  # says where it hung
         assert re.search(r"test_a.py\", line \d+ in test_guilty", text)
 

@@ -3,6 +3,7 @@
 # ruff: noqa: C408 - sizes are keyword arguments, and read as such
 
 import json
+import os
 
 import numpy as np
 import op_bar
@@ -134,7 +135,7 @@ def test_an_ops_case_is_told(dev, monkeypatch):
         op_bar.compare(dev, "rmsnorm", args)
     first, *rest = str(failure.value).splitlines()
     assert first.startswith("rmsnorm: y ") and "rstd" not in first
-    assert first.endswith(f" on {dev.name}, seed 11: T=7, D=67")
+    assert first.endswith(f" on {dev.name} in process {os.getpid()}, seed 11: T=7, D=67")
     assert any(line.strip().startswith("(3, 66): ") and "exact 50" in line for line in rest)
 
 

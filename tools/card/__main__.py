@@ -14,7 +14,9 @@ and no time means anything. Exits 0 if all that ran was right, 1 if something wa
 is no such device."""
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -30,7 +32,6 @@ from . import ROOT, report, runner, stages
 from .report import Found, Stage
 
 FILES_MOST = 15 << 20  # bytes of a file that comes back
-SLOW = 20  # the emulator's limits are as many times a card's
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
@@ -60,9 +61,10 @@ def run(options: argparse.Namespace, chosen: Sequence[Stage]) -> list[Found]:
     )
     for one in runner.run(machine, ready, options.seconds - stages.ENDING_S):
         results.append(one)
+        for row in one.rows:  # without which the device does not open
+            machine.environment |= row.get("set", {})
         print(f"{time.monotonic() - began:6.0f} s  {one.name}: {one.state}. {one.summary}")
         write(options, chosen, results, began)
-    write(options, chosen, results, began)
     return results
 
 
@@ -83,13 +85,13 @@ def write(
         "limit": options.seconds,
         "seconds": round(seconds, 1),
     }
-    choice = options.work / "choice.jsonl"
+    choice, record = options.work / "choice.jsonl", options.work / "logs" / "counters.ncu-rep"
     for name, text in (
         ("report.md", report.markdown(results, facts)),
         ("report.json", json.dumps({**facts, "stages": list(map(dataclasses.asdict, results))})),
         ("choice.jsonl", choice.read_text() if choice.exists() else ""),
         ("profile.txt", report.profiles(results)),
-        ("ncu.txt", counted(options.work / "logs" / "counters.ncu-rep")),
+        ("ncu.txt", counted(record, record.stat().st_mtime) if record.exists() else ""),
     ):
         replace(options.out / name, text[:FILES_MOST].encode())
     for name in ("logs", "wrong"):
@@ -103,26 +105,35 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def pack(path: Path, folder: Path) -> None:
-    """The files of a folder, the smallest first, as many as there is room for."""
-    part, room = path.with_suffix(".part"), FILES_MOST
+    """The files of a folder, the smallest first, as many as there is room for. Tests that run write
+    more of them meanwhile."""
+    part, room, sizes = path.with_suffix(".part"), FILES_MOST, {}
+    for file in folder.iterdir():
+        with contextlib.suppress(OSError):
+            sizes[file] = file.stat().st_size
     with tarfile.open(part, "w:gz", compresslevel=1) as archive:
-        for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_size):
-            room -= file.stat().st_size // (4 if file.suffix == ".log" else 1)
-            if room > 0:
-                archive.add(file, file.name)
+        for file in sorted(sizes, key=sizes.__getitem__):
+            room -= sizes[file] // (4 if file.suffix in (".log", ".csv") else 1)
+            if room > 0 and file.suffix != ".part":
+                with contextlib.suppress(OSError):
+                    archive.add(file, file.name)
     part.replace(path)
 
 
-def counted(record: Path) -> str:
-    """ncu's own words on what it has recorded."""
-    ncu = stages.program_of("ncu")
-    if not ncu or not record.exists():
-        return ""
-    command = [ncu, "--import", str(record), "--page", "details"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout
-    except subprocess.TimeoutExpired:
-        return "ncu did not read its own record in 20 s\n"
+@functools.cache
+def counted(record: Path, _written: float) -> str:
+    """ncu's own words on what it has recorded; beside the record, its counters by line."""
+    ncu = stages.program_of("ncu") or ""
+    page = [ncu, "--import", str(record), "--page"]
+    said = []
+    for what in (["details"], ["source", "--csv", "--print-source", "sass"]):
+        try:
+            done = subprocess.run([*page, *what], capture_output=True, text=True, timeout=10)
+            said.append(done.stdout or done.stderr)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said.append(f"{error}\n")
+    record.with_suffix(".csv").write_text(said[1])
+    return said[0]
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -150,7 +161,7 @@ def chosen_of(options: argparse.Namespace) -> list[Stage]:
         if stage.name == "again" and not options.only:
             continue
         if stages.emulated(options):
-            stage = dataclasses.replace(stage, limit_s=stage.limit_s * SLOW)
+            stage = dataclasses.replace(stage, limit_s=stage.limit_s * stages.SLOW)
         found.append(stage)
     return found
 
@@ -158,7 +169,7 @@ def chosen_of(options: argparse.Namespace) -> list[Stage]:
 def main() -> int:
     options = options_of()
     if stages.emulated(options):
-        options.seconds *= SLOW
+        options.seconds *= stages.SLOW
     options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as work:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import engine
 
-from . import ROOT, smoke
+from . import ROOT, facts, smoke
 from .variants import VARIANTS, Variant
 
 CARRIED = ROOT / "build" / "card"
@@ -85,6 +85,9 @@ def main() -> int:
     nvcc = engine.setup_py().nvcc_found()
     if not nvcc:
         print("nvcc was not found: name it in TINSMITH_NVCC")
+        return 1
+    if reason := facts.stale():
+        print(f"{reason}: pip install -e .")
         return 1
     CARRIED.mkdir(parents=True, exist_ok=True)
     smoke.build(CARRIED)

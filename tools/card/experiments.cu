@@ -181,11 +181,17 @@ static void bits_tell(const char *of, const float *d, int N, int K)
     printf("\"}\n");
 }
 
+/* A number as JSON has it, which knows no NaN. */
+static double told(double x)
+{
+    return isfinite(x) ? x : -1;
+}
+
 static void bits_tell_all(int N, int K, int differing, double mma_far, double wgmma_far, int layout)
 {
     printf("{\"experiment\": \"mma.sync and wgmma, N %d\", \"K\": %d, \"of\": %d, "
            "\"other bits\": %d, \"mma errs by\": %.3g, \"wgmma errs by\": %.3g, \"layout\": %d",
-           N, K, ROWS * N, differing, mma_far, wgmma_far, layout);
+           N, K, ROWS * N, differing, told(mma_far), told(wgmma_far), layout);
     if (!(mma_far < 1e-4))
         printf(", \"wrong\": \"mma.sync is not the product\"");
     else if (!(wgmma_far < 1e-4))

@@ -10,10 +10,11 @@ still, and shows in a moment what would be reached."""
 import contextlib
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -110,25 +111,30 @@ class Child:
     def end(self, stage: Stage, seconds: float, late: bool) -> Found:
         if not self.over():
             kill(self.process)
-        text = self.output.read_text(errors="replace")
-        return found(stage, text, self.process.returncode, seconds, late=late)
+        try:
+            text = self.output.read_text(errors="replace")
+        except OSError as error:
+            text = str(error)
+        return found(stage, text, self.process.returncode or 0, seconds, late=late)
 
 
 class Here:
     """This machine. `command` makes a stage's, and `logs` gets a file of each one's output."""
 
     def __init__(
-        self, command: Callable[[Stage], list[str]], environment: Mapping[str, str], logs: Path
+        self, command: Callable[[Stage], list[str]], environment: dict[str, str], logs: Path
     ) -> None:
         self.command, self.environment, self.logs = command, environment, logs
 
     now = staticmethod(time.monotonic)
 
     def start(self, stage: Stage) -> Child:
-        output = self.logs / f"{stage.file}.log"
+        output, command = self.logs / f"{stage.file}.log", self.command(stage)
+        if not shutil.which(command[0]):  # a shell says so, and the stage fails
+            command = ["sh", "-c", f"echo '{command[0]} is not there'; exit 1"]
         with output.open("wb") as file:
             process = subprocess.Popen(
-                self.command(stage),
+                command,
                 cwd=ROOT,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -147,5 +153,4 @@ def kill(process: subprocess.Popen) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
-            process.wait(timeout=3)
-    process.wait()
+            process.wait(timeout=3)  # one that is stuck in the driver does not end

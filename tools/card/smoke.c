@@ -3,7 +3,7 @@
  *
  *     python -m tools.card.smoke            builds and runs it
  *     gpu_smoke libtinsmith_cuda.so [tiny|real [PACKAGES]] [--wrong FOLDER] [--seed N]
- *               [--only CHECK] [--from NUMBER]
+ *               [--only CHECK] [--from NUMBER] [--patience SECONDS]
  *
  * A line of JSON for each result of an op: its error, relative to the norm of the result, the bar,
  * and the largest error of an element in units of its own bar (smoke/judge.c). `wrong` is there
@@ -54,6 +54,7 @@ enum { CHECKS = sizeof checks / sizeof *checks };
 typedef struct Options {
     const char *library, *size, *packages, *only;
     int from;
+    unsigned patience; /* seconds of a check; 0: no limit */
 } Options;
 
 static int options_read(Options *options, int argc, char **argv)
@@ -70,6 +71,8 @@ static int options_read(Options *options, int argc, char **argv)
             options->only = argv[++i];
         else if (strcmp(argv[i], "--from") == 0 && has_value)
             options->from = atoi(argv[++i]);
+        else if (strcmp(argv[i], "--patience") == 0 && has_value)
+            options->patience = (unsigned)atoi(argv[++i]);
         else if (places < 3)
             place[places++] = argv[i];
         else
@@ -103,8 +106,9 @@ static int device_begin(const Options *options)
 static void crash(int number)
 {
     char line[128];
-    int n = snprintf(line, sizeof line, "{\"op\": \"%s\", \"wrong\": \"signal %d ended it\"}\n",
-                     checks[stop_code - CHECK_FAILED].name, number);
+    const char *how = number == SIGALRM ? "it hung" : "a signal ended it";
+    int n = snprintf(line, sizeof line, "{\"op\": \"%s\", \"wrong\": \"%s (%d)\"}\n",
+                     checks[stop_code - CHECK_FAILED].name, how, number);
     if (write(STDOUT_FILENO, line, (size_t)n) != n) _exit(2);
     _exit(stop_code);
 }
@@ -112,13 +116,15 @@ static void crash(int number)
 /* Runs the checks that were asked for, in order. */
 static void checks_run(const Options *options)
 {
-    static const int ends[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
+    static const int ends[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGALRM};
     stop_code = CHECK_FAILED;
     for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) signal(ends[i], crash);
     for (int i = options->from; i < CHECKS; i++) {
         stop_code = CHECK_FAILED + i;
+        alarm(options->patience);
         if (!options->only || strcmp(options->only, checks[i].name) == 0) checks[i].check();
     }
+    alarm(0);
 }
 
 int main(int argc, char **argv)

@@ -81,7 +81,7 @@ def run(command: Sequence[str | Path], limit_s: float) -> int | None:
 
 def run_tool(tool: str, command: Sequence[str | Path], out: Path, limit_s: float) -> int:
     """The program under a tool, and a line that says how it ended."""
-    log, began = out / f"{tool}.log", time.monotonic()
+    log, began = out / f"{tool}.txt", time.monotonic()
     log.unlink(missing_ok=True)
     options = ["--tool", tool, "--error-exitcode", str(FOUND), "--log-file", log]
     options += ["--target-processes", "application-only"]
@@ -124,6 +124,8 @@ def smoke(args: argparse.Namespace, folder: Path) -> int:
     program = args.program.resolve() if args.program else build(folder)
     size, packages = "tiny" if args.tiny else "real", ":".join(filter(None, sys.path))
     command = [program, library, size, packages, "--seed", str(args.seed)]
+    if not args.tiny:
+        command += ["--patience", str(args.patience)]
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         command += ["--wrong", args.out.resolve()]
@@ -142,7 +144,11 @@ def main() -> int:
     parser.add_argument("--build", type=Path, metavar="PATH", help="builds it there, and ends")
     parser.add_argument("--seed", type=int, default=1, help="of the random numbers")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds until it is ended")
+    parser.add_argument(
+        "--patience", type=int, default=15, help="seconds until one check is ended; 0: never"
+    )
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the program is ended too
     try:
         if args.build:
             args.build.parent.mkdir(parents=True, exist_ok=True)

@@ -33,9 +33,13 @@ REAL = "([cuda] or [cuda- or -cuda- or -cuda]) and not emulated"
 KERNELS = (
     "attention_kernel", "keys_backward_kernel", "queries_backward_kernel", "product_kernel",
     "slices_kernel", "lse_part_kernel", "logprob_backward_kernel", "rotate_kernel",
-    "swiglu_kernel", "rmsnorm_kernel",
+    "swiglu_kernel", "rmsnorm_kernel", "gemm_kernel",
 )  # fmt: skip
-COUNTED = ("attention", "lora", "logprob", "rotate", "swiglu", "rmsnorm")
+COUNTED = ("attention", "lora", "logprob", "rotate", "swiglu", "rmsnorm", "product q")
+# Our own products alone: no trials of cuBLASLt's algorithms, which a test's many models would need.
+OWN = {"TINSMITH_CUBLASLT": "none"}
+SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # many processes run tests
+SLOW = 20  # the emulator's limits are as many times a card's
 TINY = (
     "--length", "16", "--datums", "2", "--batches", "1", "2", "--prompt", "4", "--new", "3",
     "--rounds", "1",
@@ -99,15 +103,16 @@ def only(options: argparse.Namespace) -> str:
     return f"({expression}) and ({options.only})" if options.only else expression
 
 
-def smoke(kept: str, *arguments: str) -> Command:
+def smoke(limit_s: float, kept: str, *arguments: str) -> Command:
     """tools/card/smoke.py, with the program that was built elsewhere where there is one; what it
-    leaves is kept in a folder of what comes back."""
+    leaves is kept in a folder of what comes back. It ends the program before the stage is ended."""
 
     def command(options: argparse.Namespace) -> list[str]:
         built = options.carried / "gpu_smoke"
         given = ["--program", str(built)] if built.exists() else []
-        out = str(options.work / kept)
-        return program("tools.card.smoke", "--out", out, *given, *arguments)(options)
+        limit = limit_s * (SLOW if emulated(options) else 1) - ENDING_S
+        given += ["--out", str(options.work / kept), "--limit", str(limit)]
+        return program("tools.card.smoke", *given, *arguments)(options)
 
     return command
 
@@ -138,15 +143,17 @@ DEVICE = Stage(
     program("tools.card.facts"), 8, 30, reads="json",
 )  # fmt: skip
 
+SMOKE_S, SANITIZER_S = 45, 150  # after which they are ended
+
 FIRST = (
     DEVICE,
     Stage(
         "smoke", "the ops of a step at real shapes, against loops on the host (C, no Python)",
-        smoke("wrong"), 15, 40, reads="json",
+        smoke(SMOKE_S, "wrong"), 15, SMOKE_S, reads="json",
     ),
     Stage(
         "choice", "rows of a product have the same bits at every number of rows",
-        program("tools.card.choice"), 20, 45, reads="json",
+        program("tools.card.choice"), 20, 80, reads="json",
     ),
     *(
         stage
@@ -154,50 +161,50 @@ FIRST = (
         for stage in (
             Stage(
                 f"step {shape}", "training and decoding, with and without an adapter",
-                step(shape, "train", "decode"), taken, 2 * taken, reads="json",
+                step(shape, "train", "decode"), taken, 80, reads="json",
             ),
             Stage(
                 f"kernels {shape}", "one training step and 20 decoded tokens by kernel",
-                program("tools.card.kernels", "--shape", shape), taken / 2, 2 * taken / 2,
+                program("tools.card.kernels", "--shape", shape), taken / 2, 60,
                 needs=("torch",), reads="json",
             ),
         )
     ),
+    Stage(
+        "experiments", "bits of mma and wgmma, a graph's node, memory's speed", experiments, 6, 25,
+        reads="json", real=True,
+    ),
     *(
         Stage(
-            f"step {shape}", "training", step(shape, "train"), taken, 2 * taken, reads="json"
+            f"step {shape}", "training", step(shape, "train"), taken, 45, reads="json"
         )
         for shape, taken in (("1.7b", 12), ("4b", 16))
     ),
     Stage(
         "op times", "each op beside the card's own copy and product",
-        program("benchmarks/cuda_ops.py"), 40, 70, reads="json",
+        program("benchmarks/cuda_ops.py"), 40, 90, reads="json",
     ),
     Stage(
-        "counters", "ncu of the ten kernels that take most of a step", counters, 40, 80,
-        needs=("ncu",), real=True,
+        "counters", "ncu of the kernels that take most of a step", counters, 40, 90,
+        needs=("ncu",), real=True, environment=OWN,
     ),
     *(
         Stage(
             name, f"the tests of {', '.join(TEST_FILES[name][:3])} and others", tests(name), taken,
-            150, needs=needs, reads="pytest", group="tests",
+            150, needs=needs, reads="pytest", group="tests", environment={**SINGLE, **more},
         )
-        for name, needs, taken in (
-            ("ops", ("torch", "pytest"), 60), ("models", MODELS_NEED, 75),
-            ("sampling", MODELS_NEED, 60),
+        for name, needs, taken, more in (
+            ("ops", ("torch", "pytest"), 60, {}), ("models", MODELS_NEED, 90, OWN),
+            ("sampling", MODELS_NEED, 90, {}),
         )
     ),
     *(
         Stage(
-            tool, f"compute-sanitizer's {tool} on the C program, small sizes",
-            smoke("logs", "--tiny", "--tool", tool), 20, 60, needs=("compute-sanitizer",),
-            reads="json", real=True, group="tests", environment={"TINSMITH_CUBLASLT": "none"},
+            f"sanitizer {tool}", f"compute-sanitizer's {tool} on the C program, small sizes",
+            smoke(SANITIZER_S, "logs", "--tiny", "--tool", tool), 40, SANITIZER_S,
+            needs=("compute-sanitizer",), reads="json", real=True, group="tests", environment=OWN,
         )
         for tool in TOOLS
-    ),
-    Stage(
-        "experiments", "bits of mma and wgmma, a graph's node, memory's speed", experiments, 12, 30,
-        reads="json", real=True,
     ),
 )  # fmt: skip
 
