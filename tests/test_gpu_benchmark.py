@@ -114,7 +114,7 @@ def test_alone_what_fails_is_a_row_and_the_rest_goes_on(
     def fail(*_: object) -> None:
         raise MemoryError("no memory for it")
 
-    made = SimpleNamespace(weight_bytes=1, note="slow")
+    made = SimpleNamespace(weight_bytes=1, notes=["slow"])
     monkeypatch.setattr(alone, "random_core", lambda *_: made)
     monkeypatch.setattr(alone, failing, fail)
     monkeypatch.setattr(alone, "decode", lambda *_: iter([alone.row("decoding")]))
