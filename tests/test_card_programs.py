@@ -409,12 +409,14 @@ def test_a_device_that_opens_without_cublaslt_alone_goes_on_without(
     (row,) = (row for row in rows if "set" in row)
     assert code == 0 and row["set"] == {"TINSMITH_CUBLASLT": "none"} and row["wrong"] == said
     done.stdout = "{'cuda-emulated': 'cuda-emulated: no GPU'}\n"
-    assert facts.main() == 1
+    assert facts.main() == facts.report.NO_DEVICE
     assert capsys.readouterr().out.splitlines()[-1] == said
 
 
-def test_a_library_of_other_files_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.setup_py(), "cuda_is", lambda library, digest: False)
+def test_a_library_of_other_files_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(engine, "core_library", lambda: tmp_path / "_core.so")
+    assert not facts.stale()  # there is none: the device says so
+    (tmp_path / "libtinsmith_cuda.so").write_text("of other files")
     assert facts.stale() == "libtinsmith_cuda.so was built from other files than these"
 
 

@@ -34,8 +34,8 @@ def options(tmp_path: Path) -> Namespace:
     arguments = ["first", "--device", "cuda-emulated", "--out", str(tmp_path / "out")]
     made = command.options_of(arguments)
     made.work = tmp_path / "work"
-    for folder in (made.out, made.work, made.work / "logs", made.work / "wrong"):
-        folder.mkdir()
+    for name in ("logs", "wrong"):
+        (made.work / name).mkdir(parents=True)
     return made
 
 
@@ -99,7 +99,7 @@ def test_stages_of_a_group_run_side_by_side(options: Namespace, tmp_path: Path) 
 def test_without_its_device_nothing_else_is_tried(options: Namespace) -> None:
     said = run(
         options,
-        shell("device", "print('cuda: no GPU was found'); sys.exit(1)"),
+        shell("device", f"print('cuda: no GPU was found'); sys.exit({report.NO_DEVICE})"),
         shell("tests", "print('never')"),
     )
     assert list(said) == ["device"] and "cuda: no GPU was found" in said["device"]["summary"]
@@ -112,6 +112,7 @@ def test_seven_files_come_back_whatever_there_was(options: Namespace) -> None:
     choice.write_text('{"width": 4096}\n')
     row = "print(json.dumps({'op': 'attention_kernel', 'calls': 36, 'µs': 12.5}))"
     run(options, shell("kernels 8b", row, reads="json"))
+    assert (options.out / "ncu.txt").read_text() == command.NO_RECORD
     assert {file.name for file in options.out.iterdir()} == {
         *("report.md", "report.json", "choice.jsonl", "profile.txt", "ncu.txt"),
         *("logs.tgz", "wrong.tgz"),
@@ -251,11 +252,11 @@ def imported(path: Path, seen: set[Path] | None = None) -> set[str]:
     return found
 
 
-def test_on_a_card_only_tests_of_the_card_are_chosen() -> None:
+def test_on_a_card_only_tests_of_the_card_are_chosen(tmp_path: Path) -> None:
     """Those of the emulated one tell nothing there, and take the minutes to build it."""
     names = [f"tests/test_{file}.py" for file in (*stages.OPS, *stages.SAMPLING)]
     rules = ["-o", "addopts=", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    chosen = ["-k", stages.only(command.options_of(["first"]))]
+    chosen = ["-k", stages.only(command.options_of(["first", "--out", str(tmp_path)]))]
     line = [sys.executable, "-m", "pytest", *rules, *chosen, *names, "tests/test_cuda_device.py"]
     done = subprocess.run(line, cwd=engine.ROOT, capture_output=True, text=True)
     tests = [line for line in done.stdout.splitlines() if "::" in line]
@@ -263,16 +264,52 @@ def test_on_a_card_only_tests_of_the_card_are_chosen() -> None:
     assert all(re.search(r"[\[-]cuda[\]-]", test) for test in tests)
 
 
-def test_the_tests_to_repeat_are_those_that_are_named() -> None:
-    def names(*arguments: str) -> list[str]:
-        return [stage.name for stage in command.chosen_of(command.options_of(arguments))]
+def asked(tmp_path: Path, *arguments: str) -> Namespace:
+    return command.options_of([*arguments, "--out", str(tmp_path / "out")])
 
-    assert "again" not in names("second") and "again" in names("second", "--only", "lora")
-    assert names("first", "--stages", "step", "smoke") == [
-        *("smoke", "step 8b", "step 0.6b", "step 1.7b", "step 4b"),
+
+def test_the_tests_to_repeat_are_those_that_are_named(tmp_path: Path) -> None:
+    (again,) = (stage for stage in stages.SECOND if stage.name == "again")
+    assert stages.missing(again, asked(tmp_path, "second")) == "--only names no tests"
+    options = asked(tmp_path, "second", "--only", "lora or jsd")
+    assert not stages.missing(again, options)
+    assert stages.only(options) == f"({stages.REAL}) and (lora or jsd)"
+
+
+def test_stages_are_chosen_by_how_their_names_begin(tmp_path: Path) -> None:
+    chosen = command.chosen_of(asked(tmp_path, "first", "--stages", "step", "smoke"))
+    assert [stage.name for stage in chosen] == [
+        *("device", "smoke", "step 8b", "step 0.6b", "step 1.7b", "step 4b"),
     ]
-    said = stages.only(command.options_of(["second", "--only", "lora or jsd"]))
-    assert said == f"({stages.REAL}) and (lora or jsd)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--stages", "step 0.6B"), "no stage begins with 'step 0.6B'; there are device, smoke,"),
+        (("--out", ""), "--out is empty: name the folder"),
+        (("--out", __file__), "--out: "),
+        (("--out", "/proc/nowhere"), "--out: "),
+    ],
+)
+def test_a_wrong_command_line_is_told(
+    arguments: tuple[str, ...], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.options_of(["first", "--out", str(tmp_path), *arguments])
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_what_was_not_carried_is_passed_over(tmp_path: Path) -> None:
+    """And not timed as if it were another library."""
+    options = asked(tmp_path, "second", "--carried", str(tmp_path))
+    (deep,) = (stage for stage in stages.SECOND if stage.name == "variant own-deep")
+    assert stages.missing(deep, options).startswith("own-deep.so was not carried")
+    (tmp_path / "own-deep.so").write_text("a library")
+    assert not stages.missing(deep, options)
+    line = deep.command(options)
+    assert line[line.index("--library") + 1] == str(tmp_path / "own-deep.so")
 
 
 def test_the_kernels_that_ncu_looks_at_are_there() -> None:

@@ -10,8 +10,8 @@ profile.txt (steps by kernel) and ncu.txt. tools/card/README.md says what to car
 with what comes back.
 
 With --device cuda-emulated a command is rehearsed on a machine without a GPU: sizes are tiny then,
-and no time means anything. Exits 0 if all that ran was right, 1 if something was found, 2 if there
-is no such device."""
+and no time means anything. Exits 0 if all that ran was right, 1 if something was found, 3 if the
+device can't be opened, and 2 where the command line is wrong."""
 
 import argparse
 import contextlib
@@ -32,6 +32,7 @@ from . import ROOT, report, runner, stages
 from .report import Found, Stage
 
 FILES_MOST = 15 << 20  # bytes of a file that comes back
+NO_RECORD = "ncu has recorded nothing so far\n"
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
@@ -51,11 +52,14 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
 def run(options: argparse.Namespace, chosen: Sequence[Stage]) -> list[Found]:
     """All of a command's stages; what comes back is written after each."""
     began, results, ready = time.monotonic(), [], []
+    for folder in (options.out, options.work / "logs", options.work / "wrong"):
+        folder.mkdir(parents=True, exist_ok=True)
     for stage in chosen:
         if reason := stages.missing(stage, options):
             results.append(Found(stage.name, stage.tells, "passed over", reason))
         else:
             ready.append(stage)
+    write(options, chosen, results, began)
     machine = runner.Here(
         lambda stage: stage.command(options), environment(options), options.work / "logs"
     )
@@ -91,7 +95,7 @@ def write(
         ("report.json", json.dumps({**facts, "stages": list(map(dataclasses.asdict, results))})),
         ("choice.jsonl", choice.read_text() if choice.exists() else ""),
         ("profile.txt", report.profiles(results)),
-        ("ncu.txt", counted(record, record.stat().st_mtime) if record.exists() else ""),
+        ("ncu.txt", counted(record, record.stat().st_mtime) if record.exists() else NO_RECORD),
     ):
         replace(options.out / name, text[:FILES_MOST].encode())
     for name in ("logs", "wrong"):
@@ -137,28 +141,39 @@ def counted(record: Path, _written: float) -> str:
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="tools.card", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.card",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("part", choices=stages.STAGES)
-    parser.add_argument("--out", type=Path, default=Path("card"), help="what comes back")
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cuda-emulated")
+    parser.add_argument("--out", required=True, help="the folder that gets the seven files")
+    parser.add_argument("--device", choices=("cuda", "cuda-emulated"), default="cuda")
     parser.add_argument("--seconds", type=float, help="by default 420 and 240")
-    parser.add_argument("--stages", nargs="*", help="only those whose names begin so")
+    parser.add_argument("--stages", nargs="+", help="only those whose names begin so, and device")
     parser.add_argument("--only", default="", help="of the tests, what pytest's -k chooses")
     parser.add_argument("--carried", type=Path, default=ROOT / "build" / "card")
     options = parser.parse_args(arguments)
     options.seconds = options.seconds or stages.SECONDS[options.part]
-    options.out = options.out.resolve()
+    names = [stage.name for stage in stages.STAGES[options.part]]
+    for asked in options.stages or []:
+        if not any(name.startswith(asked) for name in names):
+            parser.error(f"no stage begins with {asked!r}; there are {', '.join(names)}")
+    if not options.out:
+        parser.error("--out is empty: name the folder that gets the seven files")
+    options.out = Path(options.out).resolve()
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     return options
 
 
 def chosen_of(options: argparse.Namespace) -> list[Stage]:
-    """The stages that are asked for; on the emulator with its patience. Without --only the second
-    command has no tests to repeat."""
-    names, found = options.stages, []
+    """The stages that are asked for; on the emulator with its patience."""
+    asked, found = options.stages, []
     for stage in stages.STAGES[options.part]:
-        if names and not any(stage.name.startswith(name) for name in names):
-            continue
-        if stage.name == "again" and not options.only:
+        if asked and not stage.name.startswith(("device", *asked)):
             continue
         if stages.emulated(options):
             stage = dataclasses.replace(stage, limit_s=stage.limit_s * stages.SLOW)
@@ -170,16 +185,13 @@ def main() -> int:
     options = options_of()
     if stages.emulated(options):
         options.seconds *= stages.SLOW
-    options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as work:
         options.work = Path(work)
-        for name in ("logs", "wrong"):
-            (options.work / name).mkdir()
         results = run(options, chosen_of(options))
     print(f"The report is {options.out / 'report.md'}")
     if any(one.name == "device" and one.state == "failed" for one in results):
-        return 2
+        return 3
     return int(any(one.state in ("failed", "found something") for one in results))
 
 

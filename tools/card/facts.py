@@ -1,7 +1,7 @@
 """What is on this machine, a line of JSON for each fact: the first stage of both commands.
 
-What is wrong is a row too, so that the other stages go on. Exits 1, with the device's own sentence,
-where it can't be opened, nor without cuBLASLt."""
+What is wrong is a row too, so that the other stages go on. Exits NO_DEVICE, with the device's own
+sentence, where it can't be opened, nor without cuBLASLt."""
 
 import argparse
 import importlib.metadata
@@ -15,6 +15,8 @@ import sys
 import engine
 import numpy as np
 from tinsmith import _core
+
+from . import report
 
 PACKAGES = (
     "numpy", "pytest", "pytest-xdist", "pytest-timeout", "torch", "transformers", "peft",
@@ -59,7 +61,11 @@ def stale() -> str:
     """What is wrong with a library that is not made of the files that are here."""
     setup, library = engine.setup_py(), engine.core_library().with_name("libtinsmith_cuda.so")
     made = setup.cuda_is(library, setup.cuda_digest(setup.NVCC_FLAGS))
-    return "" if made else "libtinsmith_cuda.so was built from other files than these"
+    return (
+        ""
+        if made or not library.exists()
+        else "libtinsmith_cuda.so was built from other files than these"
+    )
 
 
 def device(name: str) -> None:
@@ -107,7 +113,7 @@ def main() -> int:
         say("library", "old", wrong=reason)
     if reason := opened(args.device):
         print(reason)
-        return 1
+        return report.NO_DEVICE
     try:
         device(args.device)
     except (RuntimeError, AssertionError, engine.Unavailable) as error:  # the other stages tell

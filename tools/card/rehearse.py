@@ -3,8 +3,8 @@ and no time passes.
 
     python -m tools.card.rehearse first
 
-A table: when each stage begins and ends if all goes as thought; and for each stage, what would be
-cut or not begun if it took three times as long, and if it hung."""
+A table: when each stage begins and ends, in seconds, if all goes as thought; whether it would reach
+its end if it took three times as long; and which others would not, then or if it hung."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -63,9 +63,10 @@ def pretend(
     return machine, list(runner.run(machine, part, seconds))
 
 
-def lost(found: Sequence[Found]) -> str:
-    """The stages that did not reach their end."""
-    return ", ".join(f"{one.name} ({one.state})" for one in found if one.state != "right") or "-"
+def lost(found: Sequence[Found], but: str = "") -> str:
+    """The stages that did not reach their end, but for one."""
+    unended = [one for one in found if one.state != "right" and one.name != but]
+    return ", ".join(f"{one.name} ({one.state})" for one in unended) or "-"
 
 
 def rows(part: Sequence[Stage], seconds: float) -> list[dict]:
@@ -78,15 +79,20 @@ def rows(part: Sequence[Stage], seconds: float) -> list[dict]:
         ended = taken[stage.name]
         row = {"stage": stage.name, "begins": "-" if begins is None else f"{begins:.0f}"}
         row["ends"] = "-" if begins is None else f"{begins + ended.seconds:.0f}"
-        row["limit"] = f"{stage.limit_s:.0f}"
-        for title, times in (("three times as long: lost", SLOWER), ("hangs: lost", HANGS)):
-            row[title] = lost(pretend(part, seconds, stage.name, times)[1])
+        row["ended at the latest after"] = f"{stage.limit_s:.0f}"
+        slower, hangs = (pretend(part, seconds, stage.name, times)[1] for times in (SLOWER, HANGS))
+        ends = {one.name: one.state for one in slower}[stage.name]
+        row["three times as long"] = "reaches its end" if ends == "right" else ends
+        row["then others lost"] = lost(slower, stage.name)
+        row["hangs: others lost"] = lost(hangs, stage.name)
         made.append(row)
     return made
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.card.rehearse", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("part", choices=stages.STAGES)
     parser.add_argument("--seconds", type=float, help="by default the command's own")
     args = parser.parse_args()

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+NO_DEVICE = 3  # the exit code of the first stage where nothing else tells anything
 KEPT_LINES = 60  # of a plain text, and of what failed tests say
 CRASHED = re.compile(r"worker '\w+' crashed while running '([^']+)'")
 COLLECTING = re.compile(r"^_+ ERROR collecting (\S+) _+$(?s:.*?)^E +(.+)$", re.MULTILINE)
@@ -32,6 +33,7 @@ class Stage:
     needs: tuple[str, ...] = ()  # packages or programs
     reads: str = "text"
     real: bool = False  # means nothing in the emulator
+    carried: str = ""  # a file that must have been carried
     group: str = ""  # stages of one group run side by side
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -62,7 +64,7 @@ def found(stage: Stage, text: str, code: int, seconds: float, *, late: bool) -> 
     if late:
         result.state = "found something" if result.state == "found something" else "cut off"
         result.summary = f"ended at its limit. {result.summary}".rstrip()
-    elif code and result.state == "right":
+    elif code == NO_DEVICE or (code and result.state == "right"):
         result.state = "failed"
         result.summary = f"exit code {code}. {last_line(text)}"
         result.text = result.text or tail(text)
@@ -161,7 +163,7 @@ def markdown(results: Sequence[Found], facts: dict) -> str:
         parts += [f"### {result.name}: {result.summary}\n", table(rows), fenced(result.text)]
     notes = dict.fromkeys(row["note"] for r in results for row in r.rows if row.get("note"))
     if notes:
-        parts += ["## What is slower than it could be\n", *(f"- {note}" for note in notes), ""]
+        parts += ["## What is slower than it could be\n", *(f"- {note}" for note in notes), "\n"]
     for result in results:
         if result.rows or result.text:
             parts += [f"## {result.name}\n", f"{result.tells}.\n"]
@@ -175,7 +177,7 @@ def profiles(results: Sequence[Found]) -> str:
     for result in results:
         if result.name.startswith("kernels "):
             parts += [f"{result.name}: {result.summary}\n", *map(line, result.rows), ""]
-    return "\n".join(parts)
+    return "\n".join(parts) or "no step was looked at by kernel so far\n"
 
 
 def line(row: dict) -> str:

@@ -53,12 +53,14 @@ def emulated(options: argparse.Namespace) -> bool:
 
 
 def program(name: str, *arguments: str) -> Command:
-    """A program of this checkout on the device; it knows --device and --tiny."""
+    """A program of this checkout on the device; it knows --device and --tiny. {carried} in an
+    argument is the folder of what was carried."""
 
     def command(options: argparse.Namespace) -> list[str]:
         what = [name] if name.endswith(".py") else ["-m", name]
         tiny = ["--tiny"] if emulated(options) else []
-        return [sys.executable, *what, "--device", options.device, *tiny, *arguments]
+        given = [one.replace("{carried}", str(options.carried)) for one in arguments]
+        return [sys.executable, *what, "--device", options.device, *tiny, *given]
 
     return command
 
@@ -172,7 +174,7 @@ FIRST = (
     ),
     Stage(
         "experiments", "bits of mma and wgmma, a graph's node, memory's speed", experiments, 6, 25,
-        reads="json", real=True,
+        reads="json", real=True, carried="experiments",
     ),
     *(
         Stage(
@@ -232,6 +234,10 @@ def missing(stage: Stage, options: argparse.Namespace) -> str:
     """Why a stage can't run here, or ""."""
     if stage.real and emulated(options):
         return "it needs a real card"
+    if stage.carried and not (options.carried / stage.carried).exists():
+        return f"{stage.carried} was not carried: python -m tools.card.build makes it"
+    if stage.name == "again" and not options.only:
+        return "--only names no tests"
     for need in stage.needs:
         if not (importlib.util.find_spec(need) or program_of(need)):
             return f"{need} is not installed"

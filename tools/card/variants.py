@@ -59,8 +59,10 @@ VARIANTS = (
 def stages(program: Callable[..., Callable]) -> Iterator[Stage]:
     """A stage for each, of the ops that show it."""
     for one in VARIANTS:
+        library = f"{one.name}.so" if one.changes else ""
+        given = ("--library", f"{{carried}}/{library}") if library else ()
         yield Stage(
             f"variant {one.name}", one.tells,
-            program("tools.card.variant", one.name, "--ops", *one.ops), 12, 25, reads="json",
-            environment=one.environment,
+            program("tools.card.variant", *given, "--ops", *one.ops), 12, 40, reads="json",
+            environment=one.environment, real=bool(library), carried=library,
         )  # fmt: skip
