@@ -71,10 +71,10 @@ def test_the_report_says_of_each_stage_how_it_ended(options: Namespace) -> None:
 
 
 def test_a_stage_that_hangs_is_ended_with_all_that_it_started(options: Namespace) -> None:
-    hangs = "p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); time.sleep(600)"
+    hangs = ["sh", "-c", "sleep 600 & echo $!; wait"]
     said = run(
         options,
-        shell("hangs", hangs, limit_s=2.0),
+        Stage("hangs", "tells", lambda _: hangs, 1.0, limit_s=5.0),
         shell("later", "print('still reached')"),
     )
     assert said["hangs"]["state"] == "cut off"
