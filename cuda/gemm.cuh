@@ -15,7 +15,7 @@ typedef struct Gemm {
     bool f32_out; /* else real */
     const real *a, *b;
     const float *bias;       /* rounded to bf16 before it is added */
-    const real *narrow_bias; /* it, rounded */
+    const real *narrow_bias; /* it, rounded, for cuBLASLt */
     int64_t a_stride, b_stride, c_stride;
     bool a_by_column, b_by_column;
     int M, N, K;

@@ -10,8 +10,8 @@
  * of rows, whose bits are the reference's (buckets.cuh). The last tile of rows is filled up inside
  * the kernel, so nothing is copied to pad it. Where there is no reference (odd widths and
  * addresses, sums without terms), and where there is no cuBLASLt, our own kernel makes the product
- * (product.cu). Roofline: 2·M·N·K flops,
- * compute bound from about 300 rows on; below, one pass over b, memory bound. */
+ * (product.cu). Roofline: 2·M·N·K flops, compute bound from about 300 rows on; below, one pass over
+ * b, memory bound. */
 #include "cuda.cuh"
 
 #include "buckets.cuh"
@@ -94,7 +94,7 @@ void cuda_linear(Device *dev, real *y, const real *x, const frozen *w, const flo
     }
     Gemm g = gemm_of(y, as_is(x, D), weight_turned(w, D), T, N, D);
     g.bias = bias;
-    if (bias) {
+    if (bias && cuda->matmul->handle) {
         real *scratch = (real *)cuda_scratch(cuda, (size_t)N * sizeof(real));
         if (cuda->status) return;
         g.narrow_bias = cuda->rehearsing ? (const real *)bias : narrow(cuda, scratch, bias, N);

@@ -31,6 +31,7 @@ ALL, TEMPTING, NOTHING, FAITHLESS, SEVERAL, UNSTEADY = range(6)  # the stand-in'
 PLAIN, _, QUICK, MIDDLE, _, _, _, _, CHANGING = range(9)  # the algorithms of SEVERAL
 INVALID, NOT_SUPPORTED = 7, 15
 VOID = ctypes.c_void_p
+OPS = ("linear", "linear_backward", "head", "matmul")
 WIDTH = {"linear": "N", "linear_backward": "D", "head": "V"}  # of a row of the result
 RESULT = {"linear": ("y", "x"), "linear_backward": ("dx", "dy"), "head": ("logits", "x")}
 
@@ -85,7 +86,7 @@ def test_only_an_algorithm_whose_rows_keep_their_bits_is_taken(
         assert ran()[-1] == (PLAIN, T, 0)
 
 
-@pytest.mark.parametrize("op", ("linear", "linear_backward", "head", "matmul"))
+@pytest.mark.parametrize("op", OPS)
 def test_where_there_is_no_algorithm_our_own_kernel_makes_the_product(
     offer: Callable[[int], Device], op: str
 ) -> None:
@@ -139,7 +140,7 @@ def test_our_own_kernel_makes_every_tiling(
     offer: Callable[[int], Device], rows: int, width: int, depth: int
 ) -> None:
     dev, rng = offer(NOTHING), np.random.default_rng(rows)
-    build = {op: CASES[op][0] for op in ("linear", "linear_backward", "head", "matmul")}
+    build = {op: CASES[op][0] for op in OPS}
     few = {"T": rows, "N": width, "D": depth, "dtype": "bf16"}
     compare(dev, "linear", build["linear"](rng, **few, bias=1, plus="rows", gap=8))
     compare(dev, "linear_backward", build["linear_backward"](rng, **few, accumulate=1, gap=8))
@@ -446,6 +447,24 @@ def test_no_library_may_be_wanted() -> None:
     said = noted(emulated_library().parent, TINSMITH_CUBLASLT="none")
     sentence = "cuda-emulated: our own kernel makes all products: TINSMITH_CUBLASLT is none"
     assert said == {"library": "", "notes": [sentence]}
+
+
+def test_without_a_library_every_product_is_right() -> None:
+    code = "__import__('test_cublaslt').all_products()"
+    done = process(emulated_library().parent, code, TINSMITH_CUBLASLT="none")
+    assert done == {"products": sum(len(CASES[op][1]) for op in OPS), "cuBLASLt's": 0}
+
+
+def all_products() -> dict[str, int]:
+    """Compares them in a process of its own."""
+    emulated_library()
+    dev, count = Device("cuda-emulated"), 0
+    for op in OPS:
+        build, sizes = CASES[op]
+        for number, size in enumerate(sizes):
+            compare(dev, op, build(np.random.default_rng(number), **size))
+            count += 1
+    return {"products": count, "cuBLASLt's": len(ran())}
 
 
 @pytest.mark.parametrize("named", ("/nowhere/libcublasLt.so.13", __file__))

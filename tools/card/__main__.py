@@ -52,8 +52,8 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
 def run(options: argparse.Namespace, chosen: Sequence[Stage]) -> list[Found]:
     """All of a command's stages; what comes back is written after each."""
     began, results, ready = time.monotonic(), [], []
-    for folder in (options.out, options.work / "logs", options.work / "wrong"):
-        folder.mkdir(parents=True, exist_ok=True)
+    for name in ("logs", "wrong"):
+        (options.work / name).mkdir(parents=True, exist_ok=True)
     for stage in chosen:
         if reason := stages.missing(stage, options):
             results.append(Found(stage.name, stage.tells, "passed over", reason))
@@ -191,7 +191,7 @@ def main() -> int:
         results = run(options, chosen_of(options))
     print(f"The report is {options.out / 'report.md'}")
     if any(one.name == "device" and one.state == "failed" for one in results):
-        return 3
+        return report.NO_DEVICE
     return int(any(one.state in ("failed", "found something") for one in results))
 
 

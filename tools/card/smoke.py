@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +25,8 @@ from pathlib import Path
 
 import engine
 
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+from .stages import TOOLS, program_of
+
 CHECK_FAILED = 10  # and from here on, the program's exit code where a check could not go on
 FOUND = 97  # compute-sanitizer's exit code where it found something
 LOG_LINES = 40  # of a tool's log that are shown
@@ -52,11 +52,8 @@ def build(folder: Path, name: str = "gpu_smoke") -> Path:
 
 
 def sanitizer() -> str:
-    """compute-sanitizer's path: what the variable of its name says, on PATH, or CUDA's own."""
-    places = (os.environ.get("COMPUTE_SANITIZER", ""), "compute-sanitizer")
-    places += ("/usr/local/cuda/bin/compute-sanitizer",)
-    found = next(filter(None, map(shutil.which, filter(None, places))), None)
-    if not found:
+    """compute-sanitizer's path."""
+    if not (found := program_of("compute-sanitizer")):
         raise RuntimeError("compute-sanitizer was not found: it comes with the CUDA toolkit")
     return found
 
