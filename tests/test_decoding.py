@@ -6,11 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tinsmith import _core
-from tinsmith.engine.decoding import Decoder, Part, SampleRequest, SampleResult, _Search
+from tinsmith.engine.decoding import Decoder, Part, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError
 from tinsmith.files.families import LoadedModel, load_model
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import WordLevel
 
 PAGE = 64
 PROMPT = np.arange(5, 15, dtype=np.int32)
@@ -99,15 +97,6 @@ def test_a_request_is_cancelled_without_a_look_at_the_others(base) -> None:
     for future in (futures[0], futures[2]):
         np.testing.assert_array_equal(future.result(0).samples[0].tokens, wanted)
     assert not decoder._places
-
-
-def test_a_stop_text_begins_with_the_space_before_a_word() -> None:
-    """Which a tokenizer leaves out at the beginning of what it decodes."""
-    words = {"▁one": 0, "▁two": 1, "▁three": 2}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="▁one"))
-    tokenizer.decoder = decoders.Metaspace()
-    search = _Search(tokenizer, (" three",))
-    assert [search.add(token) for token in range(3)] == [False, False, True]
 
 
 def test_only_the_last_n_are_scored_where_draws_need_all_rows(base) -> None:

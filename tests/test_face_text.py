@@ -11,7 +11,6 @@ import tinsmith
 import torch
 from chat_models import make_model
 from tinsmith.api.answers import AnswerReader
-from tinsmith.api.results import Ending
 from tinsmith.chat import text as chat_text
 from tinsmith.engine.decoding import Sample
 from transformers import AutoTokenizer
@@ -181,9 +180,9 @@ def test_a_message_has_the_calls_that_were_written(talker, told: int) -> None:
     ids = talker.tokenizer.encode(written, add_special_tokens=False)
     sample = Sample(np.asarray([*ids, 2], np.int32), np.zeros(len(ids) + 1, np.float32), "stop")
     shown: list[str] = []
-    ending = Ending(talker.path, (2,), ())
-    reader = AnswerReader(talker.tokenizer.core.answer([CLOCK]), ending, shown.append)
-    reader._add(ids[:told], None)
+    answer = talker.tokenizer.core.answer([], ends=[2], tools=[CLOCK])
+    reader = AnswerReader(answer, shown.append)
+    reader._add(ids[:told])
     message = reader.message(sample)
     [call] = message["tool_calls"]
     assert call["function"] == {"name": "clock", "arguments": {"city": "Rome"}}

@@ -586,9 +586,10 @@ def tokenizer_vocab(tmp_path: Path, content: Any) -> int:
 
 
 def test_added_tokens_count(tmp_path: Path) -> None:
+    """Each that is new has the next id, whatever the file says, as in the tokenizers package."""
     added = [{"id": 40, "content": "<end>"}, {"id": 2, "content": "w2"}]
     content = {"model": {"vocab": {"w0": 0, "w1": 1, "w2": 2}}, "added_tokens": added}
-    assert tokenizer_vocab(tmp_path, content) == 41
+    assert tokenizer_vocab(tmp_path, content) == 4
 
 
 def test_a_unigram_vocabulary_is_a_list(tmp_path: Path) -> None:
@@ -603,16 +604,16 @@ def test_a_tokenizer_larger_than_the_model_ends_at_the_model(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("generation", "config", "token", "wanted"),
     [
-        ([9, 3], 5, "w6", (9, 3)),
-        (None, 5, "w6", (5,)),
-        (None, [5, 4], "w6", (5, 4)),
+        ([9, 3], 5, "w6", (9, 3, 6)),
+        (None, 5, "w6", (5, 6)),
+        (None, [5, 4], "w5", (5, 4)),
         (None, None, "w6", (6,)),
         (None, None, {"content": "w6"}, (6,)),
-        (None, None, "unknown", ()),
+        (None, None, "unknown", (126,)),  # it is added, and has the next id
         (None, None, None, ()),
     ],
 )
-def test_eos_comes_from_the_first_file_that_names_it(
+def test_eos_is_the_first_files_that_names_it_and_the_tokenizers(
     generation: Any, config: Any, token: Any, wanted: tuple[int, ...], tmp_path: Path
 ) -> None:
     path = changed(tmp_path, "qwen3", eos_token_id=config)

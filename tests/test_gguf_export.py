@@ -42,6 +42,11 @@ def lay_tokenizer(folder: Path, keys: dict[str, Any]) -> Path:
     return folder
 
 
+def keys_of(folder: Path, vocab: int, ends: list[int]) -> dict[str, Any]:
+    """The keys of a GGUF file for a folder's tokenizer."""
+    return gguf_tokenizer.tokenizer_keys(tokenizer.read(folder), vocab, ends)
+
+
 def make(tmp_path: Path, name: str, **changes: Any) -> Path:
     """One of SPECS as a folder, with a tokenizer of byte-level BPE."""
     spec = replace(spec_of(name), **changes)
@@ -166,15 +171,19 @@ def test_a_tokenizer_that_was_read_is_written_alike(
 ) -> None:
     added = {"tokenizer.ggml.add_bos_token": bos, "tokenizer.ggml.add_eos_token": eos}
     keys = FULL | added | {"tokenizer.ggml.pre": pre}
-    found = gguf_tokenizer.tokenizer_keys(folder_with(tmp_path, keys), 265, [264])
-    assert found == keys | {"tokenizer.chat_templates": ["tool_use"]}
+    found = keys_of(folder_with(tmp_path, keys), 265, [264])
+    types = [1] * 263 + [3, 3]  # a token with a name, such as eos, is special
+    assert found == keys | {
+        "tokenizer.chat_templates": ["tool_use"],
+        "tokenizer.ggml.token_type": types,
+    }
 
 
 def test_ids_without_a_token_are_filled(tmp_path: Path) -> None:
     keys = GPT2 | {"tokenizer.ggml.pre": "gpt-2"}
-    found = gguf_tokenizer.tokenizer_keys(folder_with(tmp_path, keys), 267, [264])
+    found = keys_of(folder_with(tmp_path, keys), 267, [264])
     assert found["tokenizer.ggml.tokens"][265:] == ["[PAD265]", "[PAD266]"]
-    assert found["tokenizer.ggml.token_type"] == [1] * 263 + [3, 4, 5, 5]
+    assert found["tokenizer.ggml.token_type"] == [1] * 263 + [3, 3, 5, 5]
 
 
 def test_all_ends_of_a_sequence_are_named(tmp_path: Path) -> None:
@@ -184,13 +193,13 @@ def test_all_ends_of_a_sequence_are_named(tmp_path: Path) -> None:
         ([7, 9], {"eos": 7, "eot": 9}),
         ([264], {"eos": 264}),
     ):
-        found = gguf_tokenizer.tokenizer_keys(folder, 265, ends)
+        found = keys_of(folder, 265, ends)
         names = {f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")}
         assert {key: found[key] for key in names & found.keys()} == {
             f"tokenizer.ggml.{name}_token_id": index for name, index in wanted.items()
         }
     with pytest.raises(ValueError, match="has 4 tokens that end a sequence"):
-        gguf_tokenizer.tokenizer_keys(folder, 265, [1, 2, 3, 4])
+        keys_of(folder, 265, [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize(("maker", "pre"), ((Qwen2Tokenizer, "qwen2"), (GPT2Tokenizer, "gpt-2")))
@@ -200,8 +209,8 @@ def test_transformers_own_tokenizers_are_known(maker: Any, pre: str, tmp_path: P
     made = maker(vocab=vocab, merges=merges, chat_template="mine")
     made.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    known = tokenizer.read(tmp_path)
-    keys = gguf_tokenizer.tokenizer_keys(tmp_path, len(known), [made.eos_token_id])
+    known = tokenizer.read(tmp_path).tokens
+    keys = keys_of(tmp_path, len(known), [made.eos_token_id])
     assert keys["tokenizer.ggml.pre"] == pre
     assert keys["tokenizer.ggml.merges"] == GPT2["tokenizer.ggml.merges"]
     assert keys["tokenizer.ggml.eos_token_id"] == known["<|endoftext|>"]
@@ -220,7 +229,7 @@ def test_a_llamas_bos_is_found_behind_its_bytes(tmp_path: Path) -> None:
     content["post_processor"] = {"type": "Sequence", "processors": steps}
     content["model"]["merges"] = [" ".join(merge) for merge in content["model"]["merges"]]
     file.write_text(json.dumps(content))
-    keys = gguf_tokenizer.tokenizer_keys(folder, 265, [264])
+    keys = keys_of(folder, 265, [264])
     assert (keys["tokenizer.ggml.pre"], keys["tokenizer.ggml.bos_token_id"]) == ("llama-bpe", 263)
     assert keys["tokenizer.ggml.add_bos_token"] and not keys["tokenizer.ggml.add_eos_token"]
     assert keys["tokenizer.ggml.merges"] == GPT2["tokenizer.ggml.merges"]
@@ -274,21 +283,19 @@ def test_a_tokenizer_that_llama_cpp_lacks_is_refused(what: str, tmp_path: Path) 
     change(content)
     file.write_text(json.dumps(content))
     with pytest.raises(ValueError) as caught:
-        gguf_tokenizer.tokenizer_keys(folder, 267, [264])
+        keys_of(folder, 267, [264])
     assert message in str(caught.value)
 
 
 def test_sentencepiece_is_refused_but_for_a_file_that_has_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not byte-level BPE"):
-        gguf_tokenizer.tokenizer_keys(folder_with(tmp_path, SPM), 300, [2])
+        keys_of(folder_with(tmp_path, SPM), 300, [2])
 
 
 def test_a_model_without_an_end_is_refused(tmp_path: Path) -> None:
     keys = {key: value for key, value in GPT2.items() if "eos" not in key}
     with pytest.raises(ValueError, match="names no token that ends a sequence"):
-        gguf_tokenizer.tokenizer_keys(
-            folder_with(tmp_path, keys | {"tokenizer.ggml.pre": "gpt-2"}), 265, []
-        )
+        keys_of(folder_with(tmp_path, keys | {"tokenizer.ggml.pre": "gpt-2"}), 265, [])
 
 
 REFUSED = {

@@ -70,8 +70,11 @@ class Settings:
     seed: int | None = None
     max_tokens: int | None = None
 
-    def request(self, model: "Model", prompt: Sequence[int], count: int = 1) -> "SampleRequest":
-        """A request for answers to a prompt; ValueError for settings that are none."""
+    def request(
+        self, model: "Model", prompt: Sequence[int], ends: tuple[int, ...], count: int = 1
+    ) -> "SampleRequest":
+        """A request for answers to a prompt, each up to one of the ids `ends`; ValueError for
+        settings that are none."""
         from tinsmith.engine.decoding import SampleRequest
 
         if not prompt or len(prompt) > model.context:
@@ -92,7 +95,7 @@ class Settings:
             temperature=self.temperature,
             top_p=self.top_p,
             seed=(secrets.randbits(63) if self.seed is None else self.seed) % (1 << 63),
-            stop_ids=model.eos_ids,
+            stop_ids=ends,
         )
 
 
@@ -106,6 +109,10 @@ class Speaker:
         self.adapter = adapter
         self.chat = Chat(model.path)
 
+    def ends(self, *, chat: bool = True) -> tuple[int, ...]:
+        """The ids that end an answer, or what continues a text."""
+        return self.chat.ends(self.model.eos_ids) if chat else self.model.eos_ids
+
     def draw(
         self,
         request: "SampleRequest",
@@ -115,7 +122,7 @@ class Speaker:
     ) -> "SampleResult":
         """A request's result; the first sample's text is shown as it comes, in this thread. `base`:
         without the adapter."""
-        answer = self.chat.answer()
+        answer = self.chat.answer(request.prompt.tolist(), ends=request.stop_ids)
         parts: queue.SimpleQueue[Sequence[Part]] = queue.SimpleQueue()
 
         def show_pieces(pieces: Sequence[Any]) -> None:
@@ -125,7 +132,7 @@ class Speaker:
         def show_new(done: int, total: int) -> None:
             while not parts.empty():
                 for part in (part for part in parts.get() if part.number == 0):
-                    for token in self.shown(part.tokens.tolist(), part.stop_reason):
+                    for token in part.tokens.tolist():
                         show_pieces(answer.add(token))
 
         adapter = None if base or self.adapter is None else self.adapter.core
@@ -135,11 +142,6 @@ class Speaker:
             show_new(0, 0)
             show_pieces(answer.end())
         return result
-
-    def shown(self, tokens: list[int], stop_reason: str | None) -> list[int]:
-        """A sample's tokens without the one that ended it."""
-        ended = stop_reason == "stop" and tokens and tokens[-1] in self.model.eos_ids
-        return tokens[:-1] if ended else tokens
 
 
 def load(options: argparse.Namespace) -> Speaker:
@@ -181,12 +183,13 @@ def run_sample(options: argparse.Namespace) -> None:
         if options.system is not None:
             messages.insert(0, {"role": "system", "content": options.system})
         prompt = speaker.chat.prompt(messages)
-    result = speaker.draw(settings_of(options).request(speaker.model, prompt, options.n))
+    ends = speaker.ends(chat=options.chat)
+    result = speaker.draw(settings_of(options).request(speaker.model, prompt, ends, options.n))
+    read = speaker.chat.answer if options.chat else speaker.chat.continuation
     samples = []
     for sample in result.samples:
-        tokens = sample.tokens.tolist()
-        answer = speaker.chat.answer() if options.chat else speaker.chat.continuation()
-        pieces = [p for t in speaker.shown(tokens, sample.stop_reason) for p in answer.add(t)]
+        tokens, answer = sample.tokens.tolist(), read(prompt, ends=ends)
+        pieces = [piece for token in tokens for piece in answer.add(token)]
         samples.append(
             {
                 "text": "".join(x for x in pieces + answer.end() if isinstance(x, str)),
@@ -236,7 +239,7 @@ class Conversation:
             shown.append(text)
             self.write(text)
 
-        request = self.settings.request(self.speaker.model, prompt)
+        request = self.settings.request(self.speaker.model, prompt, self.speaker.ends())
         try:
             self.speaker.draw(request, base=base, show=show)
         except KeyboardInterrupt:
@@ -264,7 +267,7 @@ def _number(
         if text:
             value = None if none and text == "none" else kind(text)
             changed = replace(talk.settings, **{key: value})
-            changed.request(talk.speaker.model, [0])
+            changed.request(talk.speaker.model, [0], ())
             talk.settings = changed
         talk.write(f"{key}: {getattr(talk.settings, key)}\n")
 
@@ -353,7 +356,7 @@ def converse(talk: Conversation, read: Callable[[str], str]) -> None:
 def run_chat(options: argparse.Namespace) -> None:
     """Talks until the input ends."""
     speaker, settings = load(options), settings_of(options)
-    settings.request(speaker.model, [0])
+    settings.request(speaker.model, [0], ())
     speaker.chat.prompt([{"role": "user", "content": "Hello"}])  # it has a template, or says so
     if sys.stdin.isatty():
         import readline  # noqa: F401 - input() then edits lines and remembers them

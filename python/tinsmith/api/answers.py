@@ -5,7 +5,6 @@ import queue
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinsmith.api.results import Ending
 from tinsmith.chat.chat import Answer
 from tinsmith.chat.tools import Piece, Thought, ToolCall
 from tinsmith.engine.decoding import Part, Sample
@@ -15,10 +14,9 @@ class AnswerReader:
     """Reads one answer. `parts.put` is its listener, in the model's thread; `tell` passes what has
     come to on_text, in the caller's."""
 
-    def __init__(self, answer: Answer, ending: Ending, on_text: Callable[[str], object] | None):
+    def __init__(self, answer: Answer, on_text: Callable[[str], object] | None):
         self.parts: queue.SimpleQueue[Sequence[Part]] = queue.SimpleQueue()
-        self._answer, self._ending = answer, ending
-        self._on_text = on_text
+        self._answer, self._on_text = answer, on_text
         self._read = 0  # tokens
         self._pieces: list[Piece] = []
 
@@ -26,11 +24,11 @@ class AnswerReader:
         """Passes the text on that has come since."""
         while not self.parts.empty():
             for part in self.parts.get():
-                self._add(part.tokens.tolist(), part.stop_reason)
+                self._add(part.tokens.tolist())
 
     def message(self, sample: Sample) -> dict[str, Any]:
         """The whole answer as a message, with its tool calls if there are any."""
-        self._add(sample.tokens[self._read :].tolist(), sample.stop_reason)
+        self._add(sample.tokens[self._read :].tolist())
         self._take(self._answer.end())
         text = "".join(piece for piece in self._pieces if isinstance(piece, str))
         message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -42,9 +40,9 @@ class AnswerReader:
             message["tool_calls"] = [_call(item) for item in calls]
         return message
 
-    def _add(self, tokens: list[int], stop_reason: str | None) -> None:
+    def _add(self, tokens: list[int]) -> None:
         self._read += len(tokens)
-        for token in self._ending.without_id(tokens, stop_reason):
+        for token in tokens:
             self._take(self._answer.add(token))
 
     def _take(self, pieces: Sequence[Piece]) -> None:

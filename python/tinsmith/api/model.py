@@ -271,15 +271,17 @@ class Model(Handle[_core.Model]):
         """
         if seed is not None:
             seed = tensors.to_integer(seed, "seed")
-        chat, ending = self.tokenizer.core, ending_of(self.engine, stop)
+        chat = self.tokenizer.core
         check_settings(chat, settings, tools, self.chat)
+        ending = ending_of(self.engine, stop, chat.ends(self.eos_ids))
         prompt = np.asarray(chat.prompt(as_messages(messages), tools, settings), np.int32)
         request = SampleRequest(
             prompt,
             seed=seeds(seed, 1)[0],
             **drawing(ending, max_tokens, temperature, top_k, top_p),
         )
-        reader = AnswerReader(chat.answer(tools, ending.texts), ending, on_text)
+        answer = chat.answer(prompt.tolist(), ending.texts, ending.ids, tools)
+        reader = AnswerReader(answer, on_text)
         [result] = self.engine.decode(
             [request],
             core_of(adapter),
@@ -288,7 +290,7 @@ class Model(Handle[_core.Model]):
         )
         [sample] = result.samples
         message = reader.message(sample)
-        return ChatAnswer(*values(sample, prompt), ending, prompt, message)
+        return ChatAnswer(*values(sample, prompt), ending.behind(prompt), prompt, message)
 
     @overload
     def logprobs(

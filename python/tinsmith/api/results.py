@@ -1,12 +1,12 @@
 """What the in-process API's calls return. A repr shows the shapes of arrays, not their numbers."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, overload
 
 from tinsmith.api import plots
-from tinsmith.chat.text import Stops, load_tokenizer, pieces
+from tinsmith.chat.text import CONTEXT, Reading, load_tokenizer, pieces
 from tinsmith.tensors import to_ids
 
 if TYPE_CHECKING:
@@ -177,23 +177,23 @@ class TopKLogprobs(Result):
 
 @dataclass(frozen=True)
 class Ending:
-    """How a sequence's text is read: by the tokenizer of a folder, without the id or the string
-    that has ended it."""
+    """How a sequence's text is read: by the tokenizer of a folder, behind the prompt's last tokens,
+    without the id or the string that has ended it."""
 
     folder: Path
     ids: tuple[int, ...]
     texts: tuple[str, ...]
+    prompt: tuple[int, ...] = ()
 
-    def text(self, tokens: list[int], stop_reason: str) -> str:
-        """The text of a sequence's tokens."""
-        stops, shown = Stops(self.texts), self.without_id(tokens, stop_reason)
-        text = load_tokenizer(self.folder).decode(shown, skip_special_tokens=True)
-        return stops.add(text) + stops.end()
+    def behind(self, prompt: Sequence[int]) -> "Ending":
+        """The same behind a prompt."""
+        return replace(self, prompt=tuple(int(token) for token in prompt[-CONTEXT:]))
 
-    def without_id(self, tokens: list[int], stop_reason: str | None) -> list[int]:
-        """A sequence's last tokens without the one that has ended it."""
-        ended = stop_reason == "stop" and tokens and tokens[-1] in self.ids
-        return tokens[:-1] if ended else tokens
+    def read(self, tokens: list[int]) -> tuple[str, str | None]:
+        """The text of a sequence's tokens, and the stop string that has ended it."""
+        reading = Reading(load_tokenizer(self.folder), self.prompt, self.texts, self.ids)
+        text = "".join(map(reading.add, tokens)) + reading.end()
+        return text, reading.found
 
 
 @dataclass(frozen=True, repr=False)
@@ -218,7 +218,8 @@ class SampledSequence(Result):
 
     @property
     def text(self) -> str:
-        """The tokens' text, without special tokens and without what has ended it.
+        """The tokens' text behind the prompt's, without special tokens and without what has ended
+        it.
 
         RuntimeError where the package tokenizers is not installed, ValueError where the model has
         no tokenizer that can be read.
@@ -229,7 +230,21 @@ class SampledSequence(Result):
         """
         if self.ending is None:
             raise ValueError("this sequence was not drawn by a model: it has no tokenizer")
-        return self.ending.text(to_ids(self.tokens, "tokens").tolist(), self.stop_reason)
+        return self.ending.read(to_ids(self.tokens, "tokens").tolist())[0]
+
+    @property
+    def stop(self) -> str | int | None:
+        """The string or the id that has ended it; None where its length did.
+
+        >>> [answer] = model.sampler().sample("What time is it?", max_tokens=5, stop=[])
+        >>> answer.stop is None
+        True
+        """
+        tokens = to_ids(self.tokens, "tokens").tolist()
+        if self.ending is None or self.stop_reason != "stop":
+            return None
+        found = self.ending.read(tokens)[1] if self.ending.texts else None
+        return int(tokens[-1]) if found is None else found
 
     def _repr_html_(self) -> str | None:
         if self.ending is None:
@@ -238,7 +253,8 @@ class SampledSequence(Result):
             tokenizer = load_tokenizer(self.ending.folder)
         except (RuntimeError, ValueError):  # the repr needs none
             return None
-        shown = pieces(tokenizer, to_ids(self.tokens, "tokens").tolist())
+        tokens = to_ids(self.tokens, "tokens").tolist()
+        shown = pieces(tokenizer, tokens, self.ending.prompt)
         return plots.shaded(repr(self), shown, self.logprobs)
 
 

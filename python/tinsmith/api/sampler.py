@@ -122,18 +122,19 @@ class Sampler(Public):
         with reporting(progress, "sampling", unit=" prompts") as report:
             results = self.engine.decode(requests, core_of(adapter), report if progress else None)
         found = [
-            [SampledSequence(*values(sample, prompt), ending) for sample in result.samples]
-            for prompt, result in zip(given, results, strict=True)
+            [SampledSequence(*values(sample, one), ending.behind(row)) for sample in result.samples]
+            for one, row, result in zip(given, rows, results, strict=True)
         ]
         return found if batch else found[0]
 
 
-def ending_of(engine: ModelThread, stop: Any) -> Ending:
+def ending_of(engine: ModelThread, stop: Any, ends: tuple[int, ...] | None = None) -> Ending:
     """Ids and texts that end a sequence. With texts, the model's end of sequence always ends it
-    too, as it does without `stop`."""
+    too, as it does without `stop`; `ends` are its ids, None the model's own."""
     loaded = engine.loaded
+    ends = loaded.eos_ids if ends is None else ends
     if stop is None:
-        return Ending(loaded.path, loaded.eos_ids, ())
+        return Ending(loaded.path, ends, ())
     items = list(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else [stop]
     texts = tuple(item for item in items if isinstance(item, str))
     if "" in texts:
@@ -142,7 +143,7 @@ def ending_of(engine: ModelThread, stop: Any) -> Ending:
     for item in ids:
         if not 0 <= item < loaded.vocab:
             raise IndexError(f"stop has id {item}; the model's ids are 0 to {loaded.vocab - 1}")
-    return Ending(loaded.path, ids + loaded.eos_ids if texts else ids, texts)
+    return Ending(loaded.path, ids + ends if texts else ids, texts)
 
 
 def drawing(

@@ -3,8 +3,8 @@ and tool calls.
 
     chat = Chat(folder)
     prompt = chat.prompt([{"role": "user", "content": "Hello"}])
-    answer = chat.answer()
-    for token in ...:                      # each as it is drawn, without the one that ends it
+    answer = chat.answer(prompt)
+    for token in ...:                      # each as it is drawn
         for piece in answer.add(token):    # text, a ToolCall, or a Thought
             ...
     rest = answer.end()
@@ -13,11 +13,12 @@ It needs the model's folder only, neither its weights nor a server.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tinsmith.chat.template import Message, load_template
-from tinsmith.chat.text import Stops, Text, load_tokenizer
+from tinsmith.chat.template import ChatTemplate, Message, load_template
+from tinsmith.chat.text import Reading, load_tokenizer
 from tinsmith.chat.tools import ChannelReader, Format, Piece, ToolReader, check_tools, format_of
 from tinsmith.files.meta import check_text
 
@@ -28,15 +29,14 @@ class Answer:
     """One answer, as its tokens come. `stopped` is the stop string that has ended it, `calls` the
     number of its tool calls."""
 
-    def __init__(self, text: Text, stops: Sequence[str], reader: ToolReader | ChannelReader | None):
-        self._text = text
-        self._stops = Stops(stops)
+    def __init__(self, reading: Reading, reader: ToolReader | ChannelReader | None = None):
+        self._reading = reading
         self._reader = reader
 
     @property
     def stopped(self) -> str | None:
         """The stop string that has come."""
-        return self._stops.found
+        return self._reading.found
 
     @property
     def calls(self) -> int:
@@ -45,11 +45,11 @@ class Answer:
 
     def add(self, token: int) -> list[Piece]:
         """The pieces that are certain with this token; neighbouring texts belong together."""
-        return self._read(self._stops.add(self._text.add(token)))
+        return self._read(self._reading.add(token))
 
     def end(self) -> list[Piece]:
         """What is left after the last token."""
-        pieces = self._read(self._stops.add(self._text.end()) + self._stops.end())
+        pieces = self._read(self._reading.end())
         return pieces if self._reader is None else pieces + self._reader.end()
 
     def _read(self, text: str) -> list[Piece]:
@@ -100,12 +100,8 @@ class Chat:
                         else "does not write them"
                     )
                 )
-        if not template.takes_developer:
-            messages = [
-                {**item, "role": "system"} if item.get("role") == "developer" else item
-                for item in messages
-            ]
-        return template.render(messages, list(tools or ()) or None, settings, answer=answer)
+        made = [_message(template, item, number) for number, item in enumerate(messages)]
+        return template.render(made, list(tools or ()) or None, settings, answer=answer)
 
     def variables(self, tools: Tools | None = None) -> frozenset[str]:
         """The template's own variables, such as Qwen3's enable_thinking."""
@@ -117,21 +113,38 @@ class Chat:
         check_text(text, "the text")
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
-    def answer(self, tools: Tools | None = None, stops: Sequence[str] = ()) -> Answer:
-        """A new answer. Its calls are looked for where tools are given."""
+    def ends(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
+        """The ids that end an answer: the model's own, and those that its chat template writes
+        behind one. So a base model that was trained on the template's chats ends its turns too."""
+        return tuple(dict.fromkeys([*eos_ids, *_turn_ends(self._folder)]))
+
+    def answer(
+        self,
+        prompt: Sequence[int],
+        stops: Sequence[str] = (),
+        ends: Sequence[int] = (),
+        tools: Tools | None = None,
+    ) -> Answer:
+        """A new answer behind a prompt, up to a stop string or the id that ends it. Its calls are
+        looked for where tools are given."""
         form = self._format() if not tools else format_of(self._source(tools=True))
         if form is None or not (tools or form.channels):
-            return self.continuation(stops)
+            return self.continuation(prompt, stops, ends)
         ids = (self.tokenizer.token_to_id(token) for token in form.tokens)
         shown = frozenset(token for token in ids if token is not None)
-        text, schemas = Text(self.tokenizer, shown), check_tools(tools or ())
+        reading, schemas = (
+            Reading(self.tokenizer, prompt, stops, ends, shown),
+            check_tools(tools or ()),
+        )
         if form.channels:
-            return Answer(text, stops, ChannelReader(form, schemas, wanted=bool(tools)))
-        return Answer(text, stops, ToolReader(form, schemas))
+            return Answer(reading, ChannelReader(form, schemas, wanted=bool(tools)))
+        return Answer(reading, ToolReader(form, schemas))
 
-    def continuation(self, stops: Sequence[str] = ()) -> Answer:
-        """What continues a text, whatever it is."""
-        return Answer(Text(self.tokenizer, shown=()), stops, None)
+    def continuation(
+        self, prompt: Sequence[int], stops: Sequence[str] = (), ends: Sequence[int] = ()
+    ) -> Answer:
+        """What continues a prompt, whatever it is."""
+        return Answer(Reading(self.tokenizer, prompt, stops, ends))
 
     def _source(self, *, tools: bool) -> str:
         return load_template(self._folder, tools=tools).source
@@ -142,3 +155,41 @@ class Chat:
             return format_of(self._source(tools=False))
         except (ValueError, RuntimeError):
             return None
+
+
+def _message(template: ChatTemplate, message: Message, number: int) -> Message:
+    """A message as the template takes it: parts as they are where it walks over them, else one
+    text, a line each; `developer` is `system` where it knows no other."""
+    found = dict(message)
+    if found.get("role") == "developer" and not template.takes_developer:
+        found["role"] = "system"
+    content = found.get("content")
+    if not isinstance(content, list | tuple):
+        return found
+    for part in content:
+        text = (
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        )
+        if not isinstance(text, str):
+            raise ValueError(
+                f'messages[{number}] has the part {part!r:.80}; {{"type": "text", "text": …}} is '
+                "what can be read here"
+            )
+    if not template.takes_parts(str(found.get("role"))):
+        found["content"] = "\n".join(part["text"] for part in content)
+    return found
+
+
+@cache
+def _turn_ends(folder: Path) -> tuple[int, ...]:
+    """The tokens that the folder's chat templates write behind an answer."""
+    tokenizer, found = load_tokenizer(folder), []
+    added = tokenizer.get_added_tokens_decoder()
+    for tools in (False, True):
+        try:
+            behind = load_template(folder, tools=tools).behind_answer
+        except (ValueError, RuntimeError):  # there is no template, or it takes no such chat
+            continue
+        ids = tokenizer.encode(behind.lstrip(), add_special_tokens=False).ids
+        found += [token for token in ids[:1] if token in added]
+    return tuple(dict.fromkeys(found))

@@ -7,6 +7,7 @@ raises is a sentence for whoever asked, never a failure of the server.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache, cached_property
@@ -15,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from tinsmith.files import tokenizer
 from tinsmith.files.extras import pip_install
-from tinsmith.files.tokenizer import SETTINGS_FILE, TEMPLATE_FILE
+from tinsmith.files.tokenizer import SETTINGS_FILE, SPECIAL, TEMPLATE_FILE, TEMPLATES_FOLDER
 
 if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # each with _token behind it
+MARK = "tinsmith-mark"  # a text that is found again in what a template makes of it
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of thoughts, the usual one first
 OWN = ("messages", "tools", "add_generation_prompt")  # what a template's settings can't replace
 
 Message = Mapping[str, Any]
@@ -32,6 +34,7 @@ class ChatTemplate:
     def __init__(self, source: str, where: Path, tokens: Mapping[str, str] | None = None):
         self.source = source
         self._tokens = dict(tokens or {})
+        self._takes_parts: dict[str, bool] = {}  # by the message's role
         environment = _environment()
         try:
             self._template = environment.from_string(source)
@@ -45,7 +48,7 @@ class ChatTemplate:
         from jinja2.meta import find_undeclared_variables
 
         found = find_undeclared_variables(_environment().parse(self.source))
-        return frozenset(found - {*OWN, *(f"{name}_token" for name in SPECIAL)})
+        return frozenset(found - {*OWN, *SPECIAL})
 
     @property
     def takes_tools(self) -> bool:
@@ -56,6 +59,25 @@ class ChatTemplate:
     def takes_developer(self) -> bool:
         """Whether the template knows the role `developer`; others know `system`."""
         return "developer" in self.source
+
+    @cached_property
+    def behind_answer(self) -> str:
+        """What the template writes behind an answer. ValueError where it takes no plain chat."""
+        said = self.render(_probe("assistant", MARK), answer=False)
+        return said.rpartition(MARK)[2]
+
+    def takes_parts(self, role: str) -> bool:
+        """Whether the template walks over the parts of a message's content."""
+        if role not in self._takes_parts:
+            parts = [{"type": "text", "text": MARK + end} for end in "12"]
+            try:
+                said = self.render(_probe(role, parts), answer=False)
+            except ValueError:  # it wants a text, or another order of messages: the user's decide
+                self._takes_parts[role] = role != "user" and self.takes_parts("user")
+            else:  # the list itself, as Python or JSON write it, is no text
+                whole = f"{MARK}1" in said and f"{MARK}2" in said
+                self._takes_parts[role] = whole and not re.search(r"['\"]text['\"]: ?['\"]", said)
+        return self._takes_parts[role]
 
     def render(
         self,
@@ -73,10 +95,37 @@ class ChatTemplate:
         named = {**self._tokens, "documents": None, **(settings or {})}
         try:
             return self._template.render(
-                messages=list(messages), tools=tools, add_generation_prompt=answer, **named
+                messages=list(map(_plain, messages)),
+                tools=tools,
+                add_generation_prompt=answer,
+                **named,
             )
         except Exception as error:  # whatever the template's expressions raise
             raise ValueError(f"the model's chat template refuses this: {error}") from None
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message without keys that say nothing, and its thoughts by both names that templates read:
+    gpt-oss's calls them `thinking`."""
+    found = {key: value for key, value in message.items() if value is not None}
+    thoughts = next((found[key] for key in REASONING if key in found), None)
+    if thoughts is None:
+        return found
+    return {"thinking": thoughts, **found, "reasoning_content": thoughts}
+
+
+def _probe(role: str, content: Any) -> list[dict[str, Any]]:
+    """A conversation with a message of a role last, or first where nothing else can be."""
+    asked = {"role": "user", "content": "Hello"}
+    if role in ("user", "system", "developer"):
+        return [{"role": role, "content": content}, *([] if role == "user" else [asked])]
+    if role == "assistant":
+        return [asked, {"role": role, "content": content}]
+    function = {"name": "look", "arguments": {}}
+    call = {"id": "000000000", "type": "function", "function": function}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": role, "content": content, "name": "look", "tool_call_id": "000000000"}
+    return [asked, called, result]
 
 
 @cache
@@ -84,22 +133,24 @@ def load_template(folder: Path, *, tools: bool = False) -> ChatTemplate:
     """The chat template of a model's folder: the one for tools where there is one and they are
     wanted. ValueError where there is none."""
     settings = tokenizer.settings(folder)
-    texts = {f"{name}_token": tokenizer.special_text(settings, name) for name in SPECIAL}
-    tokens = {name: text for name, text in texts.items() if text is not None}
-    file = folder / TEMPLATE_FILE
-    if file.is_file():
-        return ChatTemplate(file.read_text(encoding="utf-8"), file, tokens)
     found = settings.get("chat_template")
+    where = folder / SETTINGS_FILE
+    named = {"default": found} if isinstance(found, str) else {}
     if isinstance(found, list):
         named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-        found = named.get("tool_use", named.get("default")) if tools else named.get("default")
-    if not isinstance(found, str):
+    files = {file.stem: file for file in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))}
+    if (folder / TEMPLATE_FILE).is_file():
+        files = {"default": folder / TEMPLATE_FILE} | files
+    if files:  # they are instead of all that the settings have
+        named = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    name = "tool_use" if tools and "tool_use" in named else "default"
+    if not isinstance(named.get(name), str):
         raise ValueError(
             f"the model in {folder.name} has no chat template: neither {TEMPLATE_FILE} nor "
             f"chat_template in {SETTINGS_FILE}; it can complete a text, which is the prompt as it "
             "is"
         )
-    return ChatTemplate(found, folder / SETTINGS_FILE, tokens)
+    return ChatTemplate(named[name], files.get(name, where), tokenizer.special_texts(settings))
 
 
 @cache

@@ -1,102 +1,125 @@
 """Text as its tokens come: whole characters only, up to a stop string.
 
-The bytes of a character may be spread over tokens, and some decoders write a token differently at
-the beginning of a text. So each new token is decoded behind the tokens before it, and a character
-is given out once no later token can change it. What comes in pieces is together what the tokenizer
-makes of all tokens at once.
+One text is searched, cut and shown. It begins behind the prompt, whose last tokens are its context:
+the bytes of a character may be spread over tokens, and some decoders write a token differently at
+the beginning of a text. Special tokens are part of it, so a stop string can be one; what a client
+reads is that text without them. What comes in pieces is together what all tokens at once are.
 """
 
 import json
 from codecs import getincrementaldecoder
+from collections import deque
 from collections.abc import Collection, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinsmith.files import tokenizer as files
 from tinsmith.files.extras import pip_install
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-UNKNOWN = "\ufffd"  # what the tokenizer writes for bytes that don't (yet) make up a character
-CHARACTER_TOKENS = 4  # the most that one character can have: it has at most 4 bytes in UTF-8
+UNKNOWN = "\ufffd"  # what is written for bytes that make up no character
+CONTEXT = 8  # tokens before a text: a character has at most 4, and one more says how it goes on
 TOKENS_KEPT = 1 << 16  # whose bytes are known, and the tokenizers whose kind is
 TOKENIZERS_KEPT = 16
-WINDOW_TOKENS = 16  # that are decoded again with each new one, where there is no whole character
+CLEAN_UP = "clean_up_tokenization_spaces"
 
 
 @cache
 def load_tokenizer(folder: Path) -> "Tokenizer":
-    """The tokenizer of a model's folder. RuntimeError where tokenizers is not installed, ValueError
-    where tokenizer.json can't be read."""
+    """The tokenizer of a model's folder, as transformers makes it of the folder's files: nothing is
+    cut or padded, and tokens that only the other files name are added. RuntimeError where the
+    package is not installed, ValueError where a file can't be read or asks for what is not done."""
     try:
-        from tokenizers import Tokenizer
+        from tokenizers import AddedToken, Tokenizer
     except ImportError:
         raise RuntimeError(f"text needs tokenizers: {pip_install('server')}") from None
-    file = folder / "tokenizer.json"
+    file = folder / files.TOKENIZER_FILE
     try:
-        return Tokenizer.from_file(str(file))
+        made = Tokenizer.from_file(str(file))
     except Exception as error:  # the library's own, of that very class
         raise ValueError(f"text needs {file}, which can't be read: {error}") from None
+    vocabulary = files.read(folder)
+    if vocabulary.settings.get(CLEAN_UP) and type(made.model).__name__ != "BPE":
+        raise ValueError(
+            f"{folder / files.SETTINGS_FILE}: {CLEAN_UP} is true, which would change texts after "
+            "they were shown; it is not supported: set it to false"
+        )
+    made.no_truncation()
+    made.no_padding()
+    made.encode_special_tokens = bool(vocabulary.settings.get("split_special_tokens"))
+    made.add_tokens([AddedToken(**vars(token)) for token in vocabulary.more])
+    if made.get_vocab() != vocabulary.tokens:
+        raise ValueError(f"{file}: its added tokens have other ids than the file says")
+    return made
 
 
 class Text:
-    """One sequence's text. `add` takes a token and returns the characters that are certain now;
-    `end` returns the rest. Special tokens are part of it, or only those that are in `shown`."""
+    """One sequence's text behind the tokens `before` it. `add` takes a token and returns the
+    characters that are certain now; `end` returns the rest, bytes without the rest of their
+    character as U+FFFD. Special tokens are text."""
 
-    def __init__(self, tokenizer: "Tokenizer", shown: Collection[int] | None = None):
+    def __init__(self, tokenizer: "Tokenizer", before: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._shown = shown
-        self._tokens: list[int] = []
-        self._settled = 0  # tokens before this one end with a whole character
-        self._known = 0  # characters of what _tokens are that were given out
+        self._decoders = _decoders(tokenizer)
+        self._utf8 = getincrementaldecoder("utf-8")(errors="replace")
+        self._last: int | None = None  # the token that says how the next one is written
+        self._foreign = False
+        for token in before[-CONTEXT:]:
+            self.add(token)
+        self._foreign = bool(self._utf8.getstate()[0])  # the prompt ends within a character
 
     def add(self, token: int) -> str:
         """The characters that are certain with this token."""
-        if self._shown and token in self._shown:
-            before = self.end()
-            self._tokens, self._settled, self._known = [], 0, 0
-            return before + self._tokenizer.decode([token], skip_special_tokens=False)
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        whole = self._certain(text)
-        new = whole[self._known :]
-        self._known = max(self._known, len(whole))
-        if not text.endswith(UNKNOWN):
-            self._begin_at(self._settled, len(self._tokens))
-        elif len(self._tokens) - self._settled > WINDOW_TOKENS:  # these bytes are no text
-            half = len(self._tokens) - WINDOW_TOKENS // 2
-            self._begin_at(half, half)
-        return new
+        data = self._bytes(token)
+        if data is not None:
+            return self._own(self._utf8.decode(data))
+        return self.end() + self._behind(token)
 
     def end(self) -> str:
-        """What is left, where bytes without the rest of their character are U+FFFD."""
-        text = self._decode(self._tokens)
-        left, self._known = text[self._known :], len(text)
-        return left
+        """What is left."""
+        left = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return self._own(left)
 
-    def _certain(self, text: str) -> str:
-        """Without what a later token could change: a character that is not whole."""
-        if not text.endswith(UNKNOWN):
-            return text
-        if len(self._tokens) - self._settled < CHARACTER_TOKENS:
-            return text.rstrip(UNKNOWN)
-        return text[:-1]  # the bytes before the last character are no text
+    def _own(self, text: str) -> str:
+        """Without the character that the prompt has begun, where it came to nothing."""
+        foreign, self._foreign = self._foreign, self._foreign and not text
+        return text.removeprefix(UNKNOWN) if foreign else text
 
-    def _begin_at(self, first: int, settled: int) -> None:
-        """Forgets the tokens before the first one; it and those up to `settled` give the context
-        that decoding needs."""
-        del self._tokens[:first]
-        self._settled = settled - first
-        self._known = len(self._certain(self._decode(self._tokens)))
+    def _bytes(self, token: int) -> bytes | None:
+        """The bytes of a token that is bytes, whatever lies before it."""
+        if self._decoders == ("ByteLevel",):
+            return token_bytes(self._tokenizer, token)
+        if "ByteFallback" not in self._decoders:
+            return None
+        text = self._tokenizer.id_to_token(token) or ""
+        if not _is_byte(text):
+            return None
+        if self._last is None:  # any byte that is a character will do
+            self._last = self._tokenizer.token_to_id("<0x41>")
+        return bytes.fromhex(text[3:5])
+
+    def _behind(self, token: int) -> str:
+        """What a token adds to the text of the one before it."""
+        if self._tokenizer.id_to_token(token) is None:
+            return ""
+        last, self._last = self._last, token
+        if last is None:
+            return self._decode([token])
+        known, text = self._decode([last]), self._decode([last, token])
+        return text[len(known) :]
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=self._shown is not None)
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 class Stops:
-    """Text up to the first of some stop strings. `found` is the one that has come, `rest` what came
-    behind it in the same piece."""
+    """Text up to the first of some stop strings: the one that is complete first, and of those that
+    end together the longest. `found` is the one that has come, `rest` what came behind it in the
+    same piece."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
@@ -112,11 +135,12 @@ class Stops:
         if self.found is not None:
             return ""
         seen = self._held + text
-        places = [(seen.index(stop), stop) for stop in self._stops if stop in seen]
-        if places:
-            at, self.found = min(places)
-            self._held, self.rest = "", seen[at + len(self.found) :]
-            return seen[:at]
+        known = [stop for stop in self._stops if stop in seen]
+        if known:
+            end, begin = min((seen.index(stop) + len(stop), seen.index(stop)) for stop in known)
+            self.found, self.rest = seen[begin:end], seen[end:]
+            self._held = ""
+            return seen[:begin]
         at = self._could_begin(seen)
         self._held = seen[at:]
         return seen[:at]
@@ -134,6 +158,56 @@ class Stops:
         return len(seen)
 
 
+class Reading:
+    """What is read of the tokens drawn behind a prompt: their text up to the first stop string,
+    without special tokens but those that are `shown`, and without the id that `ends` it. `found` is
+    the stop string that has come."""
+
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        prompt: Sequence[int],
+        stops: Sequence[str] = (),
+        ends: Collection[int] = (),
+        shown: Collection[int] = (),
+    ):
+        self._text, self._stops = Text(tokenizer, prompt), Stops(stops)
+        self._hidden = _special(tokenizer).difference(shown).union(ends)
+        self._spans: deque[tuple[int, int]] = deque()  # of text that is not shown
+        self._come = self._certain = 0  # characters
+
+    @property
+    def found(self) -> str | None:
+        """The stop string that has come."""
+        return self._stops.found
+
+    def add(self, token: int) -> str:
+        """What is certain to be read with this token."""
+        rest = self._text.end() if token in self._hidden else ""
+        text = rest + self._text.add(token)
+        begin, self._come = self._come + len(rest), self._come + len(text)
+        if token in self._hidden:
+            self._spans.append((begin, self._come))
+        return self._show(self._stops.add(text))
+
+    def end(self) -> str:
+        """What is left."""
+        return self._show(self._stops.add(self._text.end()) + self._stops.end())
+
+    def _show(self, text: str) -> str:
+        """The next characters of the text, without those that are hidden."""
+        begin, self._certain = self._certain, self._certain + len(text)
+        kept, at = [], begin
+        while self._spans and self._spans[0][0] < self._certain:
+            first, last = self._spans[0]
+            kept.append(text[at - begin : max(at, first) - begin])
+            at = min(last, self._certain)
+            if last > self._certain:
+                break
+            self._spans.popleft()
+        return "".join([*kept, text[at - begin :]])
+
+
 # ---- one token ----
 
 
@@ -141,15 +215,29 @@ class Stops:
 def token_bytes(tokenizer: "Tokenizer", token: int) -> bytes:
     """The bytes of a token alone, which need not be whole characters."""
     text = tokenizer.id_to_token(token)
-    added = tokenizer.get_added_tokens_decoder()
-    if text is None or token in added:
+    if text is None or token in _added(tokenizer):
         return tokenizer.decode([token], skip_special_tokens=False).encode()
     if "ByteLevel" in _decoders(tokenizer):
         letters = _letters()
         return bytes(letters[letter] for letter in text if letter in letters)
-    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+    if _is_byte(text):
         return bytes.fromhex(text[3:5])
     return text.replace("\u2581", " ").encode()
+
+
+def pieces(tokenizer: "Tokenizer", tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
+    """What each token adds to the text of all, special tokens included; bytes without the rest of
+    their character are U+FFFD."""
+    text = Text(tokenizer, before)
+    found = [text.add(token) for token in tokens]
+    if found:
+        found[-1] += text.end()
+    return found
+
+
+def _is_byte(text: str) -> bool:
+    """Whether this is how byte fallback writes a byte."""
+    return len(text) == 6 and text.startswith("<0x") and text.endswith(">")
 
 
 @lru_cache(TOKENIZERS_KEPT)
@@ -160,20 +248,16 @@ def _decoders(tokenizer: "Tokenizer") -> tuple[str, ...]:
     return tuple(str(part.get("type")) for part in decoder.get("decoders", [decoder]))
 
 
-def pieces(tokenizer: "Tokenizer", tokens: Sequence[int]) -> list[str]:
-    """What each token adds to the text of all, special tokens included; bytes without the rest of
-    their character are U+FFFD."""
-    if _decoders(tokenizer) == ("ByteLevel",):  # the text is that of the tokens' bytes
-        decoder = getincrementaldecoder("utf-8")(errors="replace")
-        found = [decoder.decode(token_bytes(tokenizer, token)) for token in tokens]
-        rest = decoder.decode(b"", final=True)
-    else:
-        text = Text(tokenizer)
-        found = [text.add(token) for token in tokens]
-        rest = text.end()
-    if found:
-        found[-1] += rest
-    return found
+@lru_cache(TOKENIZERS_KEPT)
+def _added(tokenizer: "Tokenizer") -> frozenset[int]:
+    return frozenset(tokenizer.get_added_tokens_decoder())
+
+
+@lru_cache(TOKENIZERS_KEPT)
+def _special(tokenizer: "Tokenizer") -> frozenset[int]:
+    """The ids of special tokens."""
+    added = tokenizer.get_added_tokens_decoder()
+    return frozenset(token for token, said in added.items() if said.special)
 
 
 @cache

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core
-from tinsmith.chat.text import Text, load_tokenizer
+from tinsmith.chat.text import CONTEXT, Reading, load_tokenizer
 from tinsmith.engine.devices import say_notes
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.engine.events import Call
@@ -106,22 +106,6 @@ class SampleResult:
     prompt_reused: int = 0  # of the prompt's tokens, those that were found in the cache
 
 
-class _Search:
-    """Looks for stop strings in one sample's text, as its tokens come."""
-
-    def __init__(self, tokenizer: "Tokenizer", stops: Sequence[str]):
-        self._text = Text(tokenizer)
-        self._stops = stops
-        self._tail = max(map(len, stops)) - 1  # characters that a stop string may begin with
-        self._seen = ""
-
-    def add(self, token: int) -> bool:
-        """Whether a stop string has just been completed."""
-        self._seen = self._seen[-self._tail :] if self._tail else ""
-        self._seen += self._text.add(token)
-        return any(stop in self._seen for stop in self._stops)
-
-
 @dataclass
 class _Pending:
     request: SampleRequest
@@ -130,7 +114,7 @@ class _Pending:
     run: str | None  # whose newest weights it follows
     listener: Listener | None
     call: Call
-    searches: dict[int, _Search] = field(default_factory=dict)
+    readings: dict[int, Reading] = field(default_factory=dict)  # of samples with stop strings
     told: dict[int, int] = field(default_factory=dict)  # tokens of each sample, to the listener
 
 
@@ -286,10 +270,9 @@ def _step(lane: _Lane) -> int:
         item.call.drawn += 1
         item.call.first = item.call.first or now
         if item.tokenizer is not None:
-            search = item.searches.get(sample)
-            if search is None:
-                search = item.searches[sample] = _Search(item.tokenizer, item.request.stop_texts)
-            if search.add(token):
+            reading = item.readings.get(sample) or _begin(item, sample, item.tokenizer)
+            reading.add(token)
+            if reading.found is not None:
                 lane.sampler.stop(number, sample)
         if item.listener is not None:
             heard.setdefault(number, []).append(_look(lane, number, sample))
@@ -309,6 +292,13 @@ def _step(lane: _Lane) -> int:
         else:
             item.future.set_result(_result(item, result))
     return len(drawn)
+
+
+def _begin(item: _Pending, sample: int, tokenizer: "Tokenizer") -> Reading:
+    """The text of a sample, whose first token has come."""
+    prompt = item.request.prompt[-CONTEXT:].tolist()
+    made = item.readings[sample] = Reading(tokenizer, prompt, item.request.stop_texts)
+    return made
 
 
 def _fail(item: _Pending, error: Exception) -> None:

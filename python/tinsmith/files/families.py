@@ -301,8 +301,8 @@ def inspect_model(
     folder = Path(path).resolve()
     family, config, inv_freq = _read_model(folder)
     vocab = int(config["vocab"])
-    known = tokenizer.read(folder)
-    eos_ids = tokenizer.read_eos(folder, family.section, known, vocab)
+    vocabulary = tokenizer.read(folder)
+    eos_ids = tokenizer.read_eos(vocabulary, family.section, vocab)
     with gguf_model.open_tensors(folder) as tensors:
         check_count(folder, config, tensors)
         family = family.of(tensors)
@@ -319,7 +319,7 @@ def inspect_model(
         family=family,
         context=int(config["context"]),
         vocab=vocab,
-        tokenizer_vocab=min(max(known.values()) + 1, vocab),
+        tokenizer_vocab=min(max(vocabulary.tokens.values()) + 1, vocab),
         eos_ids=eos_ids,
         tokenizer_dir=folder,
         weight_bytes=core.held_bytes if copy else core.weight_bytes,

@@ -121,9 +121,9 @@ def _tokenizer(
     """The tokenizer's keys, and the types of those that a GGUF file had."""
     source = gguf_model.source_of(model)
     if source == model:
-        known = tokenizer.read(model)
-        ends = tokenizer.read_eos(model, family.section, known, vocab)
-        return tokenizer_keys(model, vocab, ends), {}
+        vocabulary = tokenizer.read(model)
+        ends = tokenizer.read_eos(vocabulary, family.section, vocab)
+        return tokenizer_keys(vocabulary, vocab, ends), {}
     header = read_header(source)
     keys = [
         key for key, value in header.values.items() if key.startswith(TOKENIZER) and value != []

@@ -18,6 +18,7 @@ from typing import Any
 from tinsmith.files import tokenizer
 from tinsmith.files.config import CONFIG_FILE, read_json
 from tinsmith.files.gguf_header import Header
+from tinsmith.files.tokenizer import Vocabulary
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED = 1, 2, 3, 4, 5  # of tokenizer.ggml.token_type
 SPACE = "\u2581"  # how SentencePiece writes a space
@@ -243,41 +244,34 @@ TEMPLATE = "tokenizer.chat_template"
 ENDS = ("eos", "eot", "eom")  # the tokens that a file can name as ends of a sequence
 
 
-def tokenizer_keys(folder: Path, vocab: int, ends: Sequence[int]) -> dict[str, Any]:
+def tokenizer_keys(known: Vocabulary, vocab: int, ends: Sequence[int]) -> dict[str, Any]:
     """The keys of a GGUF file for a folder's tokenizer, with as many tokens as the embedding has
     rows. `ends` are the ids that end a sequence. ValueError for a tokenizer that llama.cpp does not
     have."""
-    file = folder / tokenizer.TOKENIZER_FILE
-    known, content = tokenizer.read(folder), read_json(file)
+    file = known.folder / tokenizer.TOKENIZER_FILE
     try:
-        return _keys(folder, file, content, known, vocab, ends)
+        return _keys(file, known, vocab, ends)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is not a tokenizer: {error!r:.200}") from None
 
 
-def _keys(
-    folder: Path,
-    file: Path,
-    content: Mapping[str, Any],
-    known: Mapping[str, int],
-    vocab: int,
-    ends: Sequence[int],
-) -> dict[str, Any]:
+def _keys(file: Path, vocabulary: Vocabulary, vocab: int, ends: Sequence[int]) -> dict[str, Any]:
+    folder, content, known = vocabulary.folder, vocabulary.content, vocabulary.tokens
     pre = _pre_of(file, content)
-    added = [token for token in content.get("added_tokens") or () if isinstance(token, dict)]
-    for token in added:
+    for token in vocabulary.added.values():
         for key in ("lstrip", "rstrip", "single_word"):
-            if token.get(key):
+            if getattr(token, key):
                 raise ValueError(
-                    f"{file}: the token {token['content']!r:.60} has {key}, which llama.cpp does "
-                    "not know"
+                    f"{file}: the token {token.content!r:.60} has {key}, which llama.cpp does not "
+                    "know"
                 )
     tokens = _tokens(file, known, vocab)
-    kinds = {token["id"]: CONTROL if token.get("special") else USER for token in added}
+    kinds = {
+        known[text]: CONTROL if token.special else USER for text, token in vocabulary.added.items()
+    }
     unused = set(range(vocab)) - set(known.values())
     types = [UNUSED if index in unused else kinds.get(index, NORMAL) for index in range(vocab)]
-    settings = tokenizer.settings(folder)
-    special, around = _special(folder, settings, known), _around(file, content)
+    special, around = _special(vocabulary), _around(file, content)
     special |= {name: known[token] for name, token in around.items()}
     special |= _named_ends(folder, special.pop("eos", None), ends, fixed="eos" in around)
     names = {"unk": "unknown", "pad": "padding"}
@@ -289,7 +283,7 @@ def _keys(
         KEYS + "merges": _merges(file, content),
         **{f"{KEYS}{names.get(name, name)}_token_id": index for name, index in special.items()},
         **{f"{KEYS}add_{name}_token": name in around for name in ("bos", "eos")},
-        **_templates(folder, settings),
+        **_templates(folder, vocabulary.settings),
     }
 
 
@@ -350,14 +344,14 @@ def _merges(file: Path, content: Mapping[str, Any]) -> list[str]:
     return merges
 
 
-def _special(folder: Path, settings: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, int]:
+def _special(vocabulary: Vocabulary) -> dict[str, int]:
     """The ids of bos, eos, unk and pad, where a folder names them."""
-    said = read_json(folder / CONFIG_FILE)
+    said, ids = read_json(vocabulary.folder / CONFIG_FILE), set(vocabulary.tokens.values())
     found = {}
     for name in ("bos", "eos", "unk", "pad"):
-        text = tokenizer.special_text(settings, name)
-        index = said.get(f"{name}_token_id") if text is None else known.get(text)
-        if type(index) is int and index in known.values():
+        named = tokenizer.special_text(vocabulary.settings, f"{name}_token") is not None
+        index = vocabulary.special(f"{name}_token") if named else said.get(f"{name}_token_id")
+        if type(index) is int and index in ids:
             found[name] = index
     return found
 

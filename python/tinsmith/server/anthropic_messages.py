@@ -59,8 +59,9 @@ class Asked:
     @property
     def choice(self) -> Choice:
         """A new answer."""
-        answer = self.target.chat.answer(self.tools, self.drawing.stops)
-        return Choice(answer, self.target.model.eos_ids)
+        drawing = self.drawing
+        answer = self.target.chat.answer(self.prompt, drawing.stops, drawing.ends, self.tools)
+        return Choice(answer, drawing.ends)
 
 
 # ---- the request ----
@@ -103,6 +104,7 @@ def _asked(body: Mapping[str, Any], target: Target) -> Asked:
             top_k=wire.maybe(body, "top_k", int, -1),
             seed=wire.optional(body, "seed", int),
             stops=inference.stops_of(body, "stop_sequences"),
+            ends=target.chat.ends(target.model.eos_ids),
         ),
         tools=tools,
         stream=wire.maybe(body, "stream", bool, False),

@@ -10,7 +10,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -70,6 +70,7 @@ class Drawing:
     top_k: int = -1
     seed: int | None = None
     stops: tuple[str, ...] = ()
+    ends: tuple[int, ...] = ()  # ids that end an answer, whatever stops there are
     top_logprobs: int = 0
 
 
@@ -202,7 +203,8 @@ def _sample_request(
         "sampling_params": params,
         "topk_sample_logprobs": drawing.top_logprobs,
     }
-    return wire_sampling.sample_request(body, model, seed, results_max)
+    made = wire_sampling.sample_request(body, model, seed, results_max)
+    return replace(made, stop_ids=drawing.ends)
 
 
 # ---- what is drawn ----
@@ -349,9 +351,9 @@ async def all_parts(generation: Generation, request: Request) -> list[Part]:
 class Choice:
     """One sample on its way from tokens to text and tool calls."""
 
-    def __init__(self, answer: Answer, eos_ids: Collection[int]):
+    def __init__(self, answer: Answer, ends: Collection[int]):
         self._answer = answer
-        self._eos_ids = eos_ids
+        self._ends = ends
         self.tokens = 0
         self.ended: str | None = None  # "stop", "length" or "calls"
         self.kept: list[int] = []  # of the newest part: without the token that ended it
@@ -365,9 +367,9 @@ class Choice:
         """The pieces that are certain now; texts are not empty, and no two are neighbours."""
         self.kept = part.tokens.tolist()
         self.tokens += len(self.kept)
-        if part.stop_reason == "stop" and self.kept and self.kept[-1] in self._eos_ids:
-            self.kept = self.kept[:-1]
         pieces = [piece for token in self.kept for piece in self._answer.add(token)]
+        if part.stop_reason == "stop" and self.kept and self.kept[-1] in self._ends:
+            self.kept = self.kept[:-1]
         if part.stop_reason is not None:
             pieces += self._answer.end()
             cut = part.stop_reason == "length" and self.stopped is None

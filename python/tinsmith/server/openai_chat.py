@@ -111,6 +111,7 @@ def _asked(body: Mapping[str, Any], target: Target) -> Asked:
         prompt=target.chat.prompt(messages, tools, settings),
         drawing=drawing_of(
             body,
+            ends=target.chat.ends(target.model.eos_ids),
             limit=_limit(body),
             top_logprobs=inference.between(body, "top_logprobs", int, 0, TOP_LOGPROBS_MAX, 0),
         ),
@@ -121,7 +122,9 @@ def _asked(body: Mapping[str, Any], target: Target) -> Asked:
     )
 
 
-def drawing_of(body: Mapping[str, Any], *, limit: int | None, top_logprobs: int) -> Drawing:
+def drawing_of(
+    body: Mapping[str, Any], *, ends: tuple[int, ...], limit: int | None, top_logprobs: int
+) -> Drawing:
     """How to draw, for chats and completions."""
     return Drawing(
         count=inference.between(body, "n", int, 1, CHOICES_MAX, 1),
@@ -131,6 +134,7 @@ def drawing_of(body: Mapping[str, Any], *, limit: int | None, top_logprobs: int)
         top_k=wire.maybe(body, "top_k", int, -1),
         seed=wire.optional(body, "seed", int),
         stops=inference.stops_of(body, "stop"),
+        ends=ends,
         top_logprobs=top_logprobs,
     )
 
@@ -176,7 +180,7 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: contents are texts, arguments objects."""
+    """Messages as chat templates take them: contents are texts or parts, arguments objects."""
     if not messages:
         raise Wrong("messages is empty: it needs at least one", param="messages")
     names: dict[str, str] = {}  # of the calls, by their ids
@@ -196,8 +200,6 @@ def _message(item: Any, where: str, names: dict[str, str]) -> dict[str, Any]:
     for key in ("name", "tool_call_id", "reasoning_content"):
         if (value := wire.optional(item, key, str)) is not None:
             found[key] = value
-    if "reasoning_content" in found:  # as gpt-oss's template calls it
-        found["thinking"] = found["reasoning_content"]
     if calls := wire.maybe(item, "tool_calls", list, []):
         found["tool_calls"] = [_past_call(call, f"{where}.tool_calls") for call in calls]
         names |= {call["id"]: call["function"]["name"] for call in found["tool_calls"]}
@@ -206,7 +208,7 @@ def _message(item: Any, where: str, names: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-def _content(item: Mapping[str, Any], where: str) -> str:
+def _content(item: Mapping[str, Any], where: str) -> str | list[dict[str, Any]]:
     content = item.get("content")
     if content is None and item["role"] == "assistant":
         return wire.maybe(item, "refusal", str, "")
@@ -214,7 +216,7 @@ def _content(item: Mapping[str, Any], where: str) -> str:
         return content
     if not isinstance(content, list):
         raise Wrong(f"{where}.content must be a text or text parts", param=where)
-    texts = []
+    parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("text", "refusal"):
@@ -222,8 +224,8 @@ def _content(item: Mapping[str, Any], where: str) -> str:
                 f"{where}.content has a part of type {wire.short(kind)}; this server reads text",
                 param=where,
             )
-        texts.append(wire.need(part, kind, str, f"a part of {where}"))
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": wire.need(part, kind, str, f"a part of {where}")})
+    return parts
 
 
 def _past_call(call: Any, where: str) -> dict[str, Any]:
@@ -260,10 +262,13 @@ def usage(prompt: int, completion: int) -> dict[str, int]:
 
 
 def _choices(asked: Asked) -> list[Choice]:
-    chat, eos_ids = asked.target.chat, asked.target.model.eos_ids
-    stops = asked.drawing.stops
-    count = range(asked.drawing.count)
-    return [Choice(chat.answer(asked.tools, stops), eos_ids) for _ in count]
+    chat, drawing = asked.target.chat, asked.drawing
+
+    def make() -> Choice:
+        answer = chat.answer(asked.prompt, drawing.stops, drawing.ends, asked.tools)
+        return Choice(answer, drawing.ends)
+
+    return [make() for _ in range(drawing.count)]
 
 
 FINISH = {"stop": "stop", "length": "length", "calls": "tool_calls", None: None}
@@ -315,6 +320,7 @@ def _reply(asked: Asked, generation: Generation, parts: Sequence[Part]) -> dict[
                 "message": message,
                 "logprobs": _logprobs(asked, choice, part),
                 "finish_reason": FINISH[choice.ended],
+                "stop_reason": choice.stopped,
             }
         )
     return {
@@ -356,7 +362,8 @@ async def _events(
                 yield chunk(part.number, delta, logprobs=scored)
                 scored = None
             if choice.ended is not None:
-                yield chunk(part.number, {}, finish_reason=FINISH[choice.ended])
+                reasons = {"finish_reason": FINISH[choice.ended], "stop_reason": choice.stopped}
+                yield chunk(part.number, {}, **reasons)
     if asked.usage:
         drawn = sum(choice.tokens for choice in choices)
         total = usage(generation.prompt_tokens, drawn)

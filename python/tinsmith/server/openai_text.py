@@ -67,9 +67,12 @@ class Asked:
     @property
     def choices(self) -> list[Choice]:
         """A new one for each sample."""
-        chat, eos_ids = self.target.chat, self.target.model.eos_ids
-        count = range(len(self.prompts) * self.drawing.count)
-        return [Choice(chat.continuation(self.drawing.stops), eos_ids) for _ in count]
+        chat, drawing = self.target.chat, self.drawing
+        return [
+            Choice(chat.continuation(prompt, drawing.stops, drawing.ends), drawing.ends)
+            for prompt in self.prompts
+            for _ in range(drawing.count)
+        ]
 
 
 async def completions(service: Service, request: Request) -> Response | dict[str, Any]:
@@ -96,7 +99,7 @@ def _asked(body: Mapping[str, Any], target: Target) -> Asked:
     asked = Asked(
         target=target,
         prompts=_prompts(body.get("prompt"), target),
-        drawing=drawing_of(body, limit=limit, top_logprobs=top),
+        drawing=drawing_of(body, ends=target.model.eos_ids, limit=limit, top_logprobs=top),
         logprobs=body.get("logprobs") is not None,
         stream=stream,
         usage=wants_usage(body, stream),
@@ -160,6 +163,7 @@ def _choice(choice: Choice, number: int, text: str, scored: Any) -> dict[str, An
         "text": text,
         "logprobs": scored,
         "finish_reason": FINISH[choice.ended],
+        "stop_reason": choice.stopped,
     }
 
 

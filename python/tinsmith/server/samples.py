@@ -162,19 +162,21 @@ def _listed(
 # ---- as text ----
 
 
-def pieces(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
-    """The text of each token; together they are the text of all. Where there is no tokenizer, the
-    ids."""
+def pieces(
+    tokenizer: Tokenizer | None, ids: Sequence[int], before: Sequence[int] = ()
+) -> list[str]:
+    """The text of each token behind those `before`; together they are the text of all. Where there
+    is no tokenizer, the ids."""
     if tokenizer is None:
         return [f"⟨{token}⟩" for token in ids]
-    return text.pieces(tokenizer, ids)
+    return text.pieces(tokenizer, ids, before)
 
 
 def shown(row: Row, tokenizer: Tokenizer | None) -> Row:
     """A row with the texts of its tokens instead of their ids."""
     told = {key: value for key, value in row.items() if key not in ("ids", "prompt", "best")}
     told["prompt"] = "".join(pieces(tokenizer, row["prompt"]))
-    told["tokens"] = pieces(tokenizer, row["ids"])
+    told["tokens"] = pieces(tokenizer, row["ids"], row["prompt"])
     if best := row.get("best"):
         told["best"] = [
             [[_alone(tokenizer, token), *both] for token, *both in zip(*place, strict=True)]
