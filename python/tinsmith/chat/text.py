@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 UNKNOWN = "\ufffd"  # what is written for bytes that make up no character
-CONTEXT = 8  # tokens before a text: a character has at most 4, and one more says how it goes on
+CONTEXT = (
+    32  # of the prompt's last tokens: a character has at most 4, and one says how text goes on
+)
 TOKENS_KEPT = 1 << 16  # whose bytes are known, and the tokenizers whose kind is
 TOKENIZERS_KEPT = 16
 CLEAN_UP = "clean_up_tokenization_spaces"
@@ -67,7 +69,7 @@ class Text:
         self._utf8 = getincrementaldecoder("utf-8")(errors="replace")
         self._last: int | None = None  # the token that says how the next one is written
         self._foreign = False
-        for token in before[-CONTEXT:]:
+        for token in before:
             self.add(token)
         self._foreign = bool(self._utf8.getstate()[0])  # the prompt ends within a character
 
@@ -171,8 +173,10 @@ class Reading:
         ends: Collection[int] = (),
         shown: Collection[int] = (),
     ):
-        self._text, self._stops = Text(tokenizer, prompt), Stops(stops)
-        self._hidden = _special(tokenizer).difference(shown).union(ends)
+        self._tokenizer, self._special = tokenizer, _special(tokenizer)
+        before = [int(token) for token in prompt[-CONTEXT:] if token not in self._special]
+        self._text, self._stops = Text(tokenizer, before), Stops(stops)
+        self._hidden = self._special.difference(shown).union(ends)
         self._spans: deque[tuple[int, int]] = deque()  # of text that is not shown
         self._come = self._certain = 0  # characters
 
@@ -183,8 +187,12 @@ class Reading:
 
     def add(self, token: int) -> str:
         """What is certain to be read with this token."""
-        rest = self._text.end() if token in self._hidden else ""
-        text = rest + self._text.add(token)
+        if token in self._special:  # it is no part of what other tokens say
+            rest = self._text.end()
+            text = rest + self._tokenizer.decode([token], skip_special_tokens=False)
+        else:
+            rest = self._text.end() if token in self._hidden else ""
+            text = rest + self._text.add(token)
         begin, self._come = self._come + len(rest), self._come + len(text)
         if token in self._hidden:
             self._spans.append((begin, self._come))

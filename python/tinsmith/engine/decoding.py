@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith import _core
-from tinsmith.chat.text import CONTEXT, Reading, load_tokenizer
+from tinsmith.chat.text import Reading, load_tokenizer
 from tinsmith.engine.devices import say_notes
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.engine.events import Call
@@ -296,8 +296,8 @@ def _step(lane: _Lane) -> int:
 
 def _begin(item: _Pending, sample: int, tokenizer: "Tokenizer") -> Reading:
     """The text of a sample, whose first token has come."""
-    prompt = item.request.prompt[-CONTEXT:].tolist()
-    made = item.readings[sample] = Reading(tokenizer, prompt, item.request.stop_texts)
+    request = item.request
+    made = item.readings[sample] = Reading(tokenizer, request.prompt, request.stop_texts)
     return made
 
 

@@ -169,7 +169,7 @@ def pieces(
     is no tokenizer, the ids."""
     if tokenizer is None:
         return [f"⟨{token}⟩" for token in ids]
-    return text.pieces(tokenizer, ids, before)
+    return text.pieces(tokenizer, ids, before[-text.CONTEXT :])
 
 
 def shown(row: Row, tokenizer: Tokenizer | None) -> Row:
