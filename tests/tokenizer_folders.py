@@ -281,7 +281,8 @@ FOLDERS: dict[str, tuple[Callable[[], Tokenizer], dict[str, Any] | None, dict[st
         "legacy": False, "add_bos_token": True, "add_eos_token": False, "chat_template": LLAMA,
         "added_tokens_decoder": decoder(0, *SPM)}, {}),
     "tokens by other names": (byte_level, EOS | {"extra_special_tokens": {
-        "image_token": "<|image_pad|>", "audio_token": "<|audio|>"}, "chat_template": "{{ image_token }}" + PARTS}, {}),
+        "image_token": "<|image_pad|>", "audio_token": "<|audio|>"},
+        "chat_template": "{{ image_token }}" + PARTS}, {}),
     "metaspace never": (lambda: sentencepiece("never"), SPM_NAMES, {}),
     "no byte fallback": (lambda: sentencepiece(fallback=False), SPM_NAMES, {}),
     "unigram": (unigram, {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}, {}),

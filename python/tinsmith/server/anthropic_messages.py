@@ -118,7 +118,8 @@ def _prompt(
     if not given:
         raise Wrong("messages is empty: it needs at least one")
     found: list[dict[str, Any]] = []
-    if system := _text(body.get("system"), "system"):
+    system = body.get("system")
+    if system := _texts(system if isinstance(system, str) else system or [], "system"):
         found.append({"role": "system", "content": system})
     names: dict[str, str] = {}
     for number, item in enumerate(given):
@@ -128,7 +129,8 @@ def _prompt(
     if last["role"] == "assistant":
         if last.get("tool_calls"):
             raise Wrong("the last message calls a tool: the tool's result has to follow")
-        prefix = found.pop()["content"]
+        begun = found.pop()["content"]
+        prefix = begun if isinstance(begun, str) else "".join(part["text"] for part in begun)
         if not found:
             raise Wrong("messages has the assistant's words alone: a user's must come before them")
     settings = inference.template_settings(body, target.chat, tools)
@@ -161,11 +163,18 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [] if choice["type"] == "none" else found
 
 
-def _text(content: Any, where: str) -> str:
-    """A text, or text blocks."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(block["text"] for block in _blocks(content, where, ("text",)))
+Texts = str | list[dict[str, Any]]
+
+
+def _texts(content: Any, where: str) -> Texts:
+    """A text, or text blocks as the parts that templates take."""
+    if isinstance(content, str):
+        return content
+    return _parts(_blocks(content, where, ("text",)))
+
+
+def _parts(blocks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": one["text"]} for one in blocks if one["type"] == "text"]
 
 
 BLOCK = {
@@ -203,12 +212,12 @@ def _messages(item: Any, where: str, names: dict[str, str]) -> list[dict[str, An
         return [{"role": role, "content": content}]
     kinds = ("text", "tool_use") if role == "assistant" else ("text", "tool_result")
     blocks = _blocks(content, f"{where}.content", kinds)
-    texts = "\n".join(block["text"] for block in blocks if block["type"] == "text")
+    said = {"role": role, "content": _parts(blocks) or ""}
     if role == "assistant":
         calls = [_past_call(b, where, names) for b in blocks if b["type"] == "tool_use"]
-        return [{"role": role, "content": texts, **({"tool_calls": calls} if calls else {})}]
+        return [{**said, **({"tool_calls": calls} if calls else {})}]
     found = [_result(b, where, names) for b in blocks if b["type"] == "tool_result"]
-    return found + ([{"role": role, "content": texts}] if texts or not found else [])
+    return found + ([said] if said["content"] or not found else [])
 
 
 def _past_call(block: Mapping[str, Any], where: str, names: dict[str, str]) -> dict[str, Any]:
@@ -221,11 +230,14 @@ def _past_call(block: Mapping[str, Any], where: str, names: dict[str, str]) -> d
 
 def _result(block: Mapping[str, Any], where: str, names: dict[str, str]) -> dict[str, Any]:
     key = wire.need(block, "tool_use_id", str, where)
-    text = _text(block.get("content"), f"{where}.content")
+    given = block.get("content")
+    content = _texts("" if given is None else given, f"{where}.content")
     if wire.maybe(block, "is_error", bool, False):
-        text = f"Error: {text}"
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        first = parts[0]["text"] if parts else ""
+        content = [{"type": "text", "text": f"Error: {first}"}, *parts[1:]]
     named = {"name": names[key]} if key in names else {}
-    return {"role": "tool", "tool_call_id": key, "content": text, **named}
+    return {"role": "tool", "tool_call_id": key, "content": content, **named}
 
 
 # ---- the reply ----
