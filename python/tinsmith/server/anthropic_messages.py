@@ -118,8 +118,7 @@ def _prompt(
     if not given:
         raise Wrong("messages is empty: it needs at least one")
     found: list[dict[str, Any]] = []
-    system = body.get("system")
-    if system := _texts(system if isinstance(system, str) else system or [], "system"):
+    if system := _texts(body.get("system"), "system"):
         found.append({"role": "system", "content": system})
     names: dict[str, str] = {}
     for number, item in enumerate(given):
@@ -168,8 +167,8 @@ Texts = str | list[dict[str, Any]]
 
 def _texts(content: Any, where: str) -> Texts:
     """A text, or text blocks as the parts that templates take."""
-    if isinstance(content, str):
-        return content
+    if content is None or isinstance(content, str):
+        return content or ""
     return _parts(_blocks(content, where, ("text",)))
 
 
@@ -230,8 +229,7 @@ def _past_call(block: Mapping[str, Any], where: str, names: dict[str, str]) -> d
 
 def _result(block: Mapping[str, Any], where: str, names: dict[str, str]) -> dict[str, Any]:
     key = wire.need(block, "tool_use_id", str, where)
-    given = block.get("content")
-    content = _texts("" if given is None else given, f"{where}.content")
+    content = _texts(block.get("content"), f"{where}.content")
     if wire.maybe(block, "is_error", bool, False):
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         first = parts[0]["text"] if parts else ""
