@@ -50,7 +50,8 @@ class Hub:
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """A model's folder as a repository."""
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
 
 
 @contextmanager

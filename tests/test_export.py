@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -108,16 +109,20 @@ def test_a_merged_model_gives_the_adapters_logits(
 
 
 def test_the_rest_of_the_folder_is_copied(tiny_model_dir: Path, tmp_path: Path) -> None:
-    base = families.load_model(tiny_model_dir, threads=1)
+    folder = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    base = families.load_model(folder, threads=1)
     adapter = randomize(_core.Adapter(base.core, rank=2))
     meta = checkpoint.Meta(
         "tiny", 2, 32.0, 0, True, True, True, "weights", 0, {}, "2026-11-21T12:00:00+00:00", None
     )
     checkpoint.save(tmp_path / "a", base.family, adapter, meta, optimizer=False)
-    export(tiny_model_dir, tmp_path / "a", tmp_path / "out")
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {
-        file.name for file in tiny_model_dir.iterdir()
-    }
+    export(folder, tmp_path / "a", tmp_path / "out")
+    made, given = (
+        {file.relative_to(root) for file in root.rglob("*")} for root in (tmp_path / "out", folder)
+    )
+    assert made == given
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.decode(tokenizer.encode("the dog")) == "the dog"
 

@@ -58,7 +58,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture(scope="module")
 def files(tiny_model_dir: Path) -> dict[str, bytes]:
-    return files_of(tiny_model_dir)
+    return files_of(tiny_model_dir) | {"additional_chat_templates/tool_use.jinja": b"{{ tools }}"}
 
 
 def test_a_pulled_model_is_served_by_its_name_without_a_network(

@@ -205,6 +205,7 @@ def test_a_chat_ends_where_its_template_ends_a_turn(turns) -> None:
         ("{% for m in messages %}{{ m.content }} <think>{% endfor %}", ["<think>"]),
         ("{% for m in messages %}{{ m.content }}END{% endfor %}", []),  # it is no token
         ("{% for m in messages %}{{ m.content }}{% endfor %}", []),
+        ("{% for m in messages %}{{ m.content }}<think>\n<|im_start|>{% endfor %}", []),  # its own
         ("{{ raise_exception('no') }}", []),
         (None, []),
     ),
@@ -216,8 +217,8 @@ def test_a_turn_ends_with_the_token_that_the_template_writes(
     made.save(str(tmp_path / "tokenizer.json"))
     said = {} if template is None else {"chat_template": template}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
-    ids = [made.token_to_id(text) for text in wanted]
-    assert Chat(tmp_path).ends((3, 4)) == (3, 4, *ids)
+    own = (3, made.token_to_id("<|im_start|>"))
+    assert Chat(tmp_path).ends(own) == (*own, *map(made.token_to_id, wanted))
 
 
 # ---- parts ----

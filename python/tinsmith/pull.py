@@ -19,6 +19,7 @@ from tinsmith.files import home, weights
 from tinsmith.files.config import CONFIG_FILE, read_json
 from tinsmith.files.extras import pip_install
 from tinsmith.files.families import find_model
+from tinsmith.files.tokenizer import TEMPLATES_FOLDER
 
 TEXT_FILES = (
     "added_tokens.json",
@@ -69,7 +70,9 @@ def pull(name: str) -> Path:
         def fetch(file: str) -> Path:
             return Path(hub.hf_hub_download(model, file, **place))
 
-        files = [*_weight_files(model, sizes, fetch), *(sizes.keys() & set(TEXT_FILES))]
+        templates = [name for name in sizes if name.startswith(f"{TEMPLATES_FOLDER}/")]
+        texts = [*(sizes.keys() & set(TEXT_FILES)), *templates]
+        files = [*_weight_files(model, sizes, fetch), *texts]
         _check_room(model, {file: sizes[file] for file in files}, str(info.sha))
         hub.snapshot_download(model, allow_patterns=files, **place)
         folder = fetch(CONFIG_FILE).parent

@@ -114,9 +114,14 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     def ends(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids that end an answer: the model's own, and those that its chat template writes
-        behind one. So a base model that was trained on the template's chats ends its turns too."""
-        return tuple(dict.fromkeys([*eos_ids, *_turn_ends(self._folder)]))
+        """The ids that end an answer: the model's own, and the one that its chat template writes
+        right behind an answer, where it writes none of them. So a base model that was trained on
+        the template's chats ends its turns too."""
+        found = list(eos_ids)
+        for behind in _behind_answers(self._folder):
+            if behind[0] in self.tokenizer.get_added_tokens_decoder() and not {*behind} & {*found}:
+                found.append(behind[0])
+        return tuple(found)
 
     def answer(
         self,
@@ -181,15 +186,13 @@ def _message(template: ChatTemplate, message: Message, number: int) -> Message:
 
 
 @cache
-def _turn_ends(folder: Path) -> tuple[int, ...]:
-    """The tokens that the folder's chat templates write behind an answer."""
-    tokenizer, found = load_tokenizer(folder), []
-    added = tokenizer.get_added_tokens_decoder()
+def _behind_answers(folder: Path) -> list[list[int]]:
+    """The tokens that each of the folder's chat templates writes behind an answer, if any."""
+    found = []
     for tools in (False, True):
         try:
-            behind = load_template(folder, tools=tools).behind_answer
+            text = load_template(folder, tools=tools).behind_answer.lstrip()
         except (ValueError, RuntimeError):  # there is no template, or it takes no such chat
             continue
-        ids = tokenizer.encode(behind.lstrip(), add_special_tokens=False).ids
-        found += [token for token in ids[:1] if token in added]
-    return tuple(dict.fromkeys(found))
+        found.append(load_tokenizer(folder).encode(text, add_special_tokens=False).ids)
+    return [behind for behind in found if behind]

@@ -21,6 +21,7 @@ from tinsmith.files import checkpoint, config, disk, families, gguf_model, peft,
 from tinsmith.files.family import plain
 from tinsmith.files.home import checkpoints_folder
 from tinsmith.files.store import Store
+from tinsmith.files.tokenizer import TEMPLATES_FOLDER
 from tinsmith.files.version import read
 
 # What is not copied, by the ends of names: weights, and where they are.
@@ -113,9 +114,10 @@ def export(model: Path, adapter: Path, out: Path) -> int:
         disk.unfinished(out, "model") as temporary,
     ):
         _write(temporary, merged)
-        for file in model.iterdir():
-            copy = temporary / file.name
+        for file in [*model.iterdir(), *(model / TEMPLATES_FOLDER).glob("*.jinja")]:
+            copy = temporary / file.relative_to(model)
             if file.is_file() and not file.name.endswith(WEIGHT_FILES) and not copy.exists():
+                copy.parent.mkdir(exist_ok=True)
                 with file.open("rb") as source, disk.create(copy) as target:
                     shutil.copyfileobj(source, target)
                     target.flush()
