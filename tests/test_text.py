@@ -192,6 +192,16 @@ def test_the_prompts_own_bytes_are_not_the_answers() -> None:
     assert text.add(letter) == "a"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_id_without_a_token_says_nothing(kind: str) -> None:
+    """A model may have more rows than its tokenizer has tokens, and draws them like others."""
+    tokenizer = made(kind)
+    drawn = tokenizer.encode("the time", add_special_tokens=False).ids
+    reading, wanted = Reading(tokenizer, drawn[:1]), behind(tokenizer, drawn[:1], drawn[1:])
+    found = [reading.add(token) for token in (10**6, *drawn[1:], 10**6)]
+    assert (found[0], found[-1], "".join(found)) == ("", "", wanted)
+
+
 def test_the_id_that_ends_is_searched_and_not_read() -> None:
     tokenizer = made("byte-level")
     [letter] = tokenizer.encode("a", add_special_tokens=False).ids

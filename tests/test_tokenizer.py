@@ -1,11 +1,14 @@
 """A folder's tokenizer and chat template are those that transformers makes of it."""
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 import tokenizer_folders
+import transformers
 from tinsmith.api.tokenizer import Tokenizer
+from tinsmith.chat.template import load_template
 from tinsmith.files import tokenizer as files
 from tokenizer_folders import FOLDERS
 from transformers import AutoTokenizer
@@ -58,3 +61,65 @@ def test_prompts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         for ask in (True, False):
             ids = wanted.apply_chat_template(messages, add_generation_prompt=ask, return_dict=False)
             assert found.apply_chat_template(messages, add_generation_prompt=ask) == ids
+
+
+@pytest.mark.parametrize("name", ("templates by name", "a folder of templates"))
+def test_the_template_for_tools_is_transformers(name: str, tmp_path: Path) -> None:
+    folder = tokenizer_folders.write(name, tmp_path)
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    wanted = AutoTokenizer.from_pretrained(folder).get_chat_template(tools=tools)
+    assert load_template(folder, tools=True).source == wanted == tokenizer_folders.PARTS
+    assert load_template(folder).source == tokenizer_folders.CHATML
+
+
+SAID = (
+    "{% for m in messages %}{{ m.content }}|{{ m.thinking }}|{{ m.reasoning_content }}{% endfor %}"
+)
+
+
+@pytest.mark.skipif(
+    transformers.__version__ < "5.20", reason="older ones pass messages as they are"
+)
+@pytest.mark.parametrize(
+    "more",
+    ({}, {"content": None}, {"reasoning": "why"}, {"thinking": "how", "reasoning_content": "why"}),
+)
+def test_messages_are_those_that_transformers_gives_templates(more: dict, tmp_path: Path) -> None:
+    folder = tokenizer_folders.write("byte-level", tmp_path)
+    (folder / "chat_template.jinja").write_text(SAID)
+    messages = [{"role": "assistant", "content": "yes", **more}]
+    wanted = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=False)
+    assert Tokenizer(folder, "m").apply_chat_template(messages, tokenize=False) == wanted
+
+
+def test_cleaning_up_is_refused_where_it_would_be_done(tmp_path: Path) -> None:
+    for name, refused in (("words", True), ("byte-level", False)):
+        folder = tokenizer_folders.write(name, tmp_path / name)
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings["clean_up_tokenization_spaces"] = True
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        load = Tokenizer(folder, name)
+        if refused:
+            with pytest.raises(ValueError, match="clean_up_tokenization_spaces is true"):
+                load.encode("a")
+        else:
+            assert load.decode(load.encode("what ?")) == "what ?"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    (
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "<a>"}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"300": 7}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}),
+        ("added_tokens.json", {"<a>": "one"}),
+        ("tokenizer_config.json", {"extra_special_tokens": [7]}),
+    ),
+)
+def test_a_folder_that_is_no_tokenizers_is_a_sentence(
+    file: str, content: dict, tmp_path: Path
+) -> None:
+    folder = tokenizer_folders.write("byte-level", tmp_path)
+    (folder / file).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="is not a tokenizer"):
+        files.read(folder)
