@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tokenizer_folders
 import transformers
+from packaging.version import Version
 from tinsmith.api.tokenizer import Tokenizer
 from tinsmith.chat.template import load_template
 from tinsmith.files import tokenizer as files
@@ -78,7 +79,7 @@ SAID = (
 
 
 @pytest.mark.skipif(
-    transformers.__version__ < "5.20", reason="older ones pass messages as they are"
+    Version(transformers.__version__) < Version("5.20"), reason="it passes messages as they are"
 )
 @pytest.mark.parametrize(
     "more",
