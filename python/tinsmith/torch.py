@@ -1,7 +1,8 @@
 """tinsmith.ops for torch: losses and log-probabilities with gradients, without the logits.
 
-Each is made of torch.library.custom_ops (torch_ops.py), so torch.compile, activation checkpointing,
-autocast and DDP treat it as one of torch's own. Tensors are on the CPU or on the first NVIDIA GPU,
+Each is made of operators of torch (torch_ops.py), so torch.compile, activation checkpointing,
+autocast and DDP treat it as one of torch's own. A gradient is held once, and a compiler is imported
+by torch.compile alone. Tensors are on the CPU or on the first NVIDIA GPU,
 of any strides: what is not contiguous is copied. float32 and bfloat16 are read as they are; float16
 and float64 are copied and computed in float32. Gradients have their input's dtype.
 Log-probabilities and divergences are float32, of float64 input float64. Gradients of gradients are
@@ -177,7 +178,7 @@ def _hard(
     ignored: int,
     smoothing: float,
 ) -> Tensor:
-    """Of ids: (1−ε)·w[y]·nll − ε/V·Σ_v w[v]·logp[v], where Σ_v w·logp = h·Σ_v w·W[v] − Σw·lse."""
+    """Of ids: (1−ε)·w[y]·nll − ε/V·Σ_v w[v]·logp[v]."""
     target = target.long()  # in 8 bits without a sign -100 would be an id
     counts = target != ignored
     ids = torch.where(counts, target, 0)
@@ -188,15 +189,13 @@ def _hard(
     if not smoothing and reduction != "none":
         total = weighted_cross_entropy(hidden, matrix, ids, by)
         return _mean(total, by) if reduction == "mean" else total
-    logp, lse = gathered(hidden, matrix, ids)
+    shares = None
+    if smoothing:
+        shares = _shares(hidden, matrix.new_zeros(len(matrix)), weight, smoothing)
+    logp, smooth = gathered(hidden, matrix, ids, shares)
     each = -by * logp
     if smoothing:
-        to, V = precise(hidden), matrix.shape[0]
-        factors = matrix.new_ones(V, dtype=to) if weight is None else weight.to(to)
-        mean = matrix.sum(0, dtype=to) if weight is None else factors @ matrix.to(to)
-        smooth = factors.sum() * lse - (hidden.to(to) * mean).sum(-1)
-        smooth = torch.where(counts, smooth, 0.0)
-        each = (1 - smoothing) * each + smoothing / V * smooth
+        each = (1 - smoothing) * each + torch.where(counts, smooth, 0.0)
     if reduction == "none":
         return each
     return _mean(each.sum(), by) if reduction == "mean" else each.sum()
@@ -212,14 +211,16 @@ def _mean(total: Tensor, by: Tensor) -> Tensor:
 def _soft(
     hidden: Tensor, matrix: Tensor, target: Tensor, weight: Tensor | None, smoothing: float
 ) -> Tensor:
-    """Of probabilities t: -Σ_v t·w·logp = Σ(t·w)·lse − h·Σ_v t·w·W[v] for each row."""
-    to, V = precise(hidden), matrix.shape[0]
-    shares = target.to(to) * (1 - smoothing) + smoothing / V
-    if weight is not None:
-        shares = shares * weight.to(to)
+    """Of probabilities: -Σ_v w[v]·((1−ε)·t[v] + ε/V)·logp[v] for each row."""
     none = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    lse = gathered(hidden, matrix, none)[1]
-    return shares.sum(-1) * lse - (hidden.to(to) * (shares @ matrix.to(to))).sum(-1)
+    return gathered(hidden, matrix, none, _shares(hidden, target, weight, smoothing))[1]
+
+
+def _shares(hidden: Tensor, target: Tensor, weight: Tensor | None, smoothing: float) -> Tensor:
+    """w·((1−ε)·t + ε/V) of targets t (…, V), which are not copied if they are it."""
+    if smoothing:
+        target = (target.to(precise(hidden)) * (1 - smoothing)).add_(smoothing / target.shape[-1])
+    return target if weight is None else target.to(precise(hidden)) * weight
 
 
 class LinearCrossEntropyLoss(nn.Module):

@@ -3,22 +3,40 @@
 A loss that is one number computes its gradient in the forward pass, while the logits are in
 memory; backward multiplies it, as often as it is called. Log-probabilities under a frozen weight W
 keep p·W, which has the hidden states' shape: their gradient is Σ_k g_k·(W[ids_k] − p·W). Otherwise
-backward computes the logits again, with the logΣexp that forward kept. Gradients of gradients are
-refused.
+backward computes the logits again, with the logΣexp that forward kept. The last backward writes
+over what was kept, so a gradient is held once. Gradients of gradients are refused.
 """
 
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.library import custom_op, get_ctx, register_autograd
+from torch.library import define, get_ctx, impl, infer_schema, register_autograd, register_fake
 
 from tinsmith import ops
 
+F = TypeVar("F", bound=Callable)
 READ = (torch.float32, torch.bfloat16)  # what the engine reads without a copy
+PART = 1024  # rows, or ids, that torch multiplies at a time
+
+# Whether the backward pass that is running keeps its graph. A torch that cannot tell gets copies.
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 # ---- what all operators share ----
+
+
+def _operator(name: str) -> Callable[[F], F]:
+    """As torch.library.custom_op, whose operators import torch._dynamo at their first call."""
+
+    def made(compute: F) -> F:
+        schema = infer_schema(compute, mutates_args=())
+        define(name, schema, tags=torch.Tag.pt2_compliant_tag)
+        impl(name, "CompositeExplicitAutograd", compute)
+        return getattr(torch.ops.tinsmith, name.partition("::")[2]).default
+
+    return made
 
 
 def _ready(x: Tensor) -> Tensor:
@@ -58,17 +76,30 @@ def _twice(ctx: Any, *grads: Any) -> NoReturn:
     )
 
 
-@custom_op("tinsmith::scaled", mutates_args=())
+def _is_free(kept: Tensor) -> bool:
+    """Whether backward may write over what forward kept: it is not needed again, no gradient of
+    this gradient is wanted, and no compiler is tracing."""
+    return type(kept) is Tensor and not torch.is_grad_enabled() and not _keeps_graph()
+
+
+@_operator("tinsmith::scaled")
 def _scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     return (gradient * by.to(gradient.device)).to(dtype)
 
 
-@_scaled.register_fake
+@register_fake("tinsmith::scaled")
 def _(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     return gradient.new_empty(gradient.shape, dtype=dtype)
 
 
-register_autograd(_scaled, _twice)
+register_autograd("tinsmith::scaled", _twice)
+
+
+def _times(kept: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    if not _is_free(kept):
+        return _scaled(kept, by, dtype)
+    kept = kept.detach()
+    return (kept if by.is_cpu and by == 1 else kept.mul_(by.to(kept.device))).to(dtype)
 
 
 def _first_kept(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -76,12 +107,13 @@ def _first_kept(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.dtypes = [None if x is None else x.dtype for x in inputs[:2]]
     ctx.wanted = inputs[-2:]
     ctx.rest = len(inputs) - 2
+    ctx.set_materialize_grads(False)  # zeros as the gradients' own gradients
     ctx.save_for_backward(*output[1:])
 
 
 def _first_scaled(ctx: Any, grad: Tensor, *others: Any) -> tuple:
     found = (
-        _scaled(kept, grad, dtype) if wanted else None
+        _times(kept, grad, dtype) if wanted and grad is not None else None
         for kept, dtype, wanted in zip(ctx.saved_tensors, ctx.dtypes, ctx.wanted, strict=True)
     )
     return (*found, *[None] * ctx.rest)
@@ -98,139 +130,219 @@ def _gradients_like(rows: Tensor, weight: Tensor | None, want: tuple[bool, bool]
 # ---- log-probabilities ----
 
 
-@custom_op("tinsmith::gather", mutates_args=())
+def _parts(count: int) -> list[slice]:
+    return [slice(i, i + PART) for i in range(0, count, PART)]
+
+
+def _flat(shares: Tensor) -> Tensor:
+    """One row of shares for all rows, or one for each."""
+    return shares.detach().reshape(-1, shares.shape[-1])
+
+
+def _mixed(shares: Tensor, weight: Tensor, to: torch.dtype) -> Tensor:
+    """Σ_v s_v·W[v] of each row of shares (n, V), without a copy of the weight."""
+    mixed = weight.new_zeros((len(shares), weight.shape[1]), dtype=to)
+    for ids in _parts(len(weight)):
+        mixed.addmm_(shares[:, ids].to(to), weight.detach()[ids].to(to))
+    return mixed
+
+
+def _mix_rows(drows: Tensor, weight: Tensor, shares: Tensor, grad: Tensor) -> None:
+    """Adds the part of −Σ_v s_v·(h·W[v]) to the gradient of rows h, in its place: autograd would
+    hold the two parts and their sum."""
+    drows, to = drows.view(-1, drows.shape[-1]), precise(drows)
+    mixed = _mixed(_flat(shares), weight, to).expand(drows.shape)
+    g = grad.detach().to(drows.device, to).reshape(-1, 1)
+    for part in _parts(len(drows)):
+        drows[part] -= g[part] * mixed[part]
+
+
+def _mix_weight(dweight: Tensor, rows: Tensor, shares: Tensor, grad: Tensor) -> None:
+    """The same for the gradient of the weight."""
+    to, each = precise(rows), _flat(shares)
+    x = rows.detach().reshape(-1, rows.shape[-1]).to(to)
+    g = grad.detach().to(x.device, to).reshape(-1, 1)
+    pull = g.T @ x if shares.dim() == 1 else g * x
+    for ids in _parts(len(dweight)):
+        dweight[ids] -= each[:, ids].to(to).T @ pull
+
+
+@_operator("tinsmith::gather")
 def _gather(
-    rows: Tensor, weight: Tensor | None, ids: Tensor, first: bool
+    rows: Tensor, weight: Tensor | None, ids: Tensor, shares: Tensor | None, first: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities of ids (…, K) or (…,), each row's logΣexp (…,), it as the sum of two
-    numbers (…, 2), and W[ids_0] − p·W if that is wanted."""
+    """Log-probabilities of ids (…, K) or (…,); −Σ_v s_v·logprob_v (…,) of shares s (V,) or (…, V);
+    each row's logΣexp as the sum of two numbers (…, 2); and W[ids_0] − p·W if that is wanted."""
     x, w = _ready(rows), _some(weight)
-    grad = None
+    grad = soft = None
     if first:
         grad = torch.zeros(ids.shape, device=rows.device).reshape(x[..., 0].numel(), -1)
         grad[:, 0] = 1
         grad = grad.reshape(ids.shape)
     out = ops.gather(x, w, ids.detach().contiguous(), grad, want=(True, False))
     to = precise(rows)
-    lse = out.lse.to(torch.float64).sum(-1).to(to)
-    return out.logprobs.to(to), lse, out.lse, _kept(out.drows if first else None, rows)
+    if shares is not None and weight is not None:
+        mixed, flat = _mixed(_flat(shares), weight, to), rows.detach().reshape(-1, rows.shape[-1])
+        dot = flat.to(to) @ mixed[0] if shares.dim() == 1 else mixed.mul_(flat).sum(-1)
+        lse = out.lse.to(torch.float64).sum(-1).to(to)
+        soft = shares.detach().sum(-1, dtype=to) * lse - dot.reshape(lse.shape)
+    first_kept = _kept(out.drows if first else None, rows)
+    return out.logprobs.to(to), _kept(soft, rows), out.lse, first_kept
 
 
-@_gather.register_fake
-def _(rows: Tensor, weight: Tensor | None, ids: Tensor, first: bool) -> tuple[Tensor, ...]:
+@register_fake("tinsmith::gather")
+def _(
+    rows: Tensor, weight: Tensor | None, ids: Tensor, shares: Tensor | None, first: bool
+) -> tuple[Tensor, ...]:
     lead, to = rows.shape[:-1], precise(rows)
     return (
         rows.new_empty(ids.shape, dtype=to),
-        rows.new_empty(lead, dtype=to),
+        rows.new_empty(0) if shares is None else rows.new_empty(lead, dtype=to),
         rows.new_empty((*lead, 2), dtype=torch.float32),
         rows.new_empty(rows.shape if first else 0, dtype=_engine(rows) if first else rows.dtype),
     )
 
 
-@custom_op("tinsmith::gather_backward", mutates_args=())
+@_operator("tinsmith::gather_backward")
 def _gather_backward(
     rows: Tensor,
     weight: Tensor | None,
     ids: Tensor,
+    shares: Tensor | None,
     grad: Tensor,
-    grad_lse: Tensor,
+    grad_soft: Tensor,
     lse: Tensor,
     want_rows: bool,
     want_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of rows and weight. An id -1 stands for −logΣexp."""
-    lead = rows.shape[:-1]
+    want_shares: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of rows, weight and shares (…, V). An id -1 stands for −logΣexp."""
+    lead, want = rows.shape[:-1], (want_rows, want_weight)
     ids = ids.detach().reshape(*lead, -1).to(torch.int64)
-    both = torch.cat([ids, ids.new_full((*lead, 1), -1)], -1)
-    by = [grad.reshape(ids.shape), -grad_lse.reshape(*lead, 1)]
+    by = [grad.reshape(ids.shape)]
+    if shares is not None:
+        ids = torch.cat([ids, ids.new_full((*lead, 1), -1)], -1)
+        by.append(-(grad_soft * shares.sum(-1, dtype=grad_soft.dtype)).reshape(*lead, 1))
     by = torch.cat([g.detach().to(rows.device, torch.float32) for g in by], -1).contiguous()
-    want = (want_rows, want_weight)
-    out = ops.gather(
-        _ready(rows), _some(weight), both, by, lse=lse.detach().contiguous(), want=want
-    )
+    out = ops.gather(_ready(rows), _some(weight), ids, by, lse=lse.detach().contiguous(), want=want)
     found = zip((out.drows, out.dweight), (rows, weight), want, strict=True)
-    got = [d.to(x.dtype) if wanted and d is not None else None for d, x, wanted in found]
-    return _kept(got[0], rows), _kept(got[1], rows)
+    drows, dweight = [d.to(x.dtype) if wanted and d is not None else None for d, x, wanted in found]
+    dshares = None
+    if shares is not None and weight is not None:
+        if drows is not None:
+            _mix_rows(drows, weight, shares, grad_soft)
+        if dweight is not None:
+            _mix_weight(dweight, rows, shares, grad_soft)
+        if want_shares:
+            to = precise(rows)
+            dshares = rows.detach().to(to) @ weight.detach().to(to).T
+            dshares.sub_(lse.sum(-1, keepdim=True)).mul_(-grad_soft.detach()[..., None])
+            dshares = dshares.to(shares.dtype)
+    return _kept(drows, rows), _kept(dweight, rows), _kept(dshares, rows)
 
 
-@_gather_backward.register_fake
+@register_fake("tinsmith::gather_backward")
 def _(
-    rows: Tensor,
-    weight: Tensor | None,
-    ids: Tensor,
-    grad: Tensor,
-    grad_lse: Tensor,
-    lse: Tensor,
-    want_rows: bool,
-    want_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    got = [rows if want_rows else None, weight if want_weight else None]
+    rows: Tensor, weight: Tensor | None, ids: Tensor, shares: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    found = zip((rows, weight, shares), rest[-3:], strict=True)
+    got = [x if wanted else None for x, wanted in found]
     return tuple(rows.new_empty(0) if x is None else x.new_empty(x.shape) for x in got)
 
 
-@custom_op("tinsmith::from_first", mutates_args=())
-def _from_first(
-    first: Tensor, weight: Tensor, ids: Tensor, grad: Tensor, grad_lse: Tensor
+def _finish_first(
+    first: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    shares: Tensor | None,
+    grad: Tensor,
+    grad_soft: Tensor,
 ) -> Tensor:
-    """Σ_k g_k·(W[ids_k] − p·W) + g·p·W from the one of k = 0, in float32."""
-    rows = first.detach().reshape(-1, first.shape[-1])
-    g = grad.detach().float().reshape(len(rows), -1)
-    targets, weight = ids.reshape(len(rows), -1).to(weight.device, torch.long), weight.detach()
-    of_lse = grad_lse.detach().float().reshape(-1, 1)
-    total = g.sum(-1, keepdim=True) - of_lse
-    drows = total * rows
-    bag = nn.functional.embedding_bag
-    if g.shape[1] > 1:
-        drows += bag(targets, weight, per_sample_weights=g.contiguous(), mode="sum")
-        drows -= g.sum(-1, keepdim=True) * weight[targets[:, 0]]
-    if of_lse.any():
-        drows += of_lse * weight[targets[:, 0]]
-    return drows.reshape(first.shape)
+    """The gradient of rows from W[ids_0] − p·W, in its place and in float32: the sum of
+    g_k·(W[ids_k] − p·W), and with shares what _mix_rows has and g·Σ_v s_v·p·W."""
+    first, weight = first.detach(), weight.detach()
+    rows = first.view(-1, first.shape[-1])
+    by = grad.detach().to(rows.device, torch.float32).reshape(len(rows), -1)
+    targets = ids.reshape(len(rows), -1).to(rows.device, torch.long)
+    total = by.sum(-1, keepdim=True)
+    if shares is not None:
+        of_lse = grad_soft.detach() * shares.detach().sum(-1, dtype=torch.float32)
+        total = total - of_lse.reshape(-1, 1)
+    rows *= total
+    by = torch.cat([by[:, :1] - total, by[:, 1:]], -1)
+    if by.any():
+        for part in _parts(len(rows)):
+            bag = targets[part], weight
+            rows[part] += nn.functional.embedding_bag(*bag, per_sample_weights=by[part], mode="sum")
+    if shares is not None:
+        _mix_rows(first, weight, shares, grad_soft)
+    return first
 
 
-@_from_first.register_fake
-def _(first: Tensor, weight: Tensor, ids: Tensor, grad: Tensor, grad_lse: Tensor) -> Tensor:
+@_operator("tinsmith::from_first")
+def _from_first(
+    first: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    shares: Tensor | None,
+    grad: Tensor,
+    grad_soft: Tensor,
+) -> Tensor:
+    return _finish_first(first.clone(), weight, ids, shares, grad, grad_soft)
+
+
+@register_fake("tinsmith::from_first")
+def _(first: Tensor, *rest: Any) -> Tensor:
     return first.new_empty(first.shape)
 
 
-register_autograd(_gather_backward, _twice)
-register_autograd(_from_first, _twice)
+register_autograd("tinsmith::gather_backward", _twice)
+register_autograd("tinsmith::from_first", _twice)
 
 
 def _gather_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    rows, weight, ids, ctx.first = inputs
+    rows, weight, ids, shares, ctx.first = inputs
     _, _, lse, first = output
-    ctx.save_for_backward(rows, weight, ids, lse, first)
+    ctx.set_materialize_grads(False)  # zeros as that of `first`
+    ctx.save_for_backward(rows, weight, ids, shares, lse, first)
 
 
-def _gather_grad(ctx: Any, grad: Tensor, grad_lse: Tensor, *others: Any) -> tuple:
-    rows, weight, ids, lse, first = ctx.saved_tensors
+def _gather_grad(ctx: Any, grad: Tensor | None, grad_soft: Tensor | None, *others: Any) -> tuple:
+    rows, weight, ids, shares, lse, first = ctx.saved_tensors
+    grad = lse.new_zeros(ids.shape) if grad is None else grad
+    grad_soft = lse.new_zeros(lse.shape[:-1]) if grad_soft is None else grad_soft
+    want = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
     if ctx.first:
-        return _from_first(first, weight, ids, grad, grad_lse), None, None, None
-    want = ctx.needs_input_grad[:2]
-    found = _gather_backward(rows, weight, ids, grad, grad_lse, lse, *want)
-    return *(d if wanted else None for d, wanted in zip(found, want, strict=True)), None, None
+        finish = _finish_first if _is_free(first) else _from_first
+        found: Any = finish(first, weight, ids, shares, grad, grad_soft), None, None
+    else:
+        found = _gather_backward(rows, weight, ids, shares, grad, grad_soft, lse, *want)
+    drows, dweight, dshares = [d if on else None for d, on in zip(found, want, strict=True)]
+    return drows, dweight, None, dshares, None
 
 
-register_autograd(_gather, _gather_grad, setup_context=_gather_setup)
+register_autograd("tinsmith::gather", _gather_grad, setup_context=_gather_setup)
 
 
-def gathered(rows: Tensor, weight: Tensor | None, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of ids and each row's logΣexp, both differentiable."""
+def gathered(
+    rows: Tensor, weight: Tensor | None, ids: Tensor, shares: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of ids, and −Σ_v s_v·logprob_v of shares s (V,) or (…, V), differentiable.
+    Shares (V,) have no gradient."""
     first = False
     if weight is not None and rows.dtype == weight.dtype == torch.float32 and ids.numel():
-        first = wants(rows, weight) == [True, False]
-    return _gather(rows, weight, ids, first)[:2]
+        first = wants(rows, weight, shares) == [True, False, False]
+    return _gather(rows, weight, ids, shares, first)[:2]
 
 
-@custom_op("tinsmith::topk", mutates_args=())
+@_operator("tinsmith::topk")
 def topk(rows: Tensor, weight: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     arguments = (k,) if weight is None else (_ready(weight), k)
     ids, logprobs = ops.topk_logprobs(_ready(rows), *arguments)
     return ids, logprobs.to(precise(rows))
 
 
-@topk.register_fake
+@register_fake("tinsmith::topk")
 def _(rows: Tensor, weight: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     shape = (*rows.shape[:-1], k)
     return rows.new_empty(shape, dtype=torch.int32), rows.new_empty(shape, dtype=precise(rows))
@@ -239,7 +351,7 @@ def _(rows: Tensor, weight: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
 # ---- cross-entropy ----
 
 
-@custom_op("tinsmith::cross_entropy", mutates_args=())
+@_operator("tinsmith::cross_entropy")
 def cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -257,7 +369,7 @@ def cross_entropy(
     return loss.to(precise(hidden)), _kept(out.drows, hidden), _kept(out.dweight, hidden)
 
 
-@cross_entropy.register_fake
+@register_fake("tinsmith::cross_entropy")
 def _(
     hidden: Tensor,
     weight: Tensor,
@@ -270,7 +382,7 @@ def _(
     return hidden.new_empty((), dtype=precise(hidden)), *gradients
 
 
-register_autograd(cross_entropy, _first_scaled, setup_context=_first_kept)
+register_autograd("tinsmith::cross_entropy", _first_scaled, setup_context=_first_kept)
 
 
 # ---- divergence ----
@@ -292,7 +404,7 @@ def _jsd(
     return ops.jsd(student, other, labels, how, grad=grad, want=want)
 
 
-@custom_op("tinsmith::jsd", mutates_args=())
+@_operator("tinsmith::jsd")
 def jsd_loss(
     rows: Tensor,
     weight: Tensor | None,
@@ -316,15 +428,15 @@ def jsd_loss(
     return loss, _kept(out.drows, rows), _kept(out.dweight, rows)
 
 
-@jsd_loss.register_fake
+@register_fake("tinsmith::jsd")
 def _(rows: Tensor, weight: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     return rows.new_empty((), dtype=precise(rows)), *_gradients_like(rows, weight, rest[-2:])
 
 
-register_autograd(jsd_loss, _first_scaled, setup_context=_first_kept)
+register_autograd("tinsmith::jsd", _first_scaled, setup_context=_first_kept)
 
 
-@custom_op("tinsmith::jsd_terms", mutates_args=())
+@_operator("tinsmith::jsd_terms")
 def jsd_terms(
     rows: Tensor,
     weight: Tensor | None,
@@ -342,7 +454,7 @@ def jsd_terms(
     return loss.to(precise(rows))
 
 
-@jsd_terms.register_fake
+@register_fake("tinsmith::jsd_terms")
 def _(
     rows: Tensor,
     weight: Tensor | None,
@@ -360,7 +472,7 @@ def _(
     return rows.new_empty((*lead, width), dtype=precise(rows))
 
 
-@custom_op("tinsmith::jsd_terms_backward", mutates_args=())
+@_operator("tinsmith::jsd_terms_backward")
 def _jsd_terms_backward(
     grad: Tensor,
     rows: Tensor,
@@ -383,7 +495,7 @@ def _jsd_terms_backward(
     return tuple(_kept(None if d is None else d.to(x.dtype), rows) for d, x in found)
 
 
-@_jsd_terms_backward.register_fake
+@register_fake("tinsmith::jsd_terms_backward")
 def _(grad: Tensor, rows: Tensor, weight: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     got = [x if wanted else None for x, wanted in zip((rows, weight), rest[-2:], strict=True)]
     return tuple(rows.new_empty(0) if x is None else x.new_empty(x.shape) for x in got)
@@ -400,5 +512,5 @@ def _terms_grad(ctx: Any, grad: Tensor) -> tuple:
     return *(d if wanted else None for d, wanted in zip(found, want, strict=True)), *[None] * 8
 
 
-register_autograd(_jsd_terms_backward, _twice)
-register_autograd(jsd_terms, _terms_grad, setup_context=_terms_setup)
+register_autograd("tinsmith::jsd_terms_backward", _twice)
+register_autograd("tinsmith::jsd_terms", _terms_grad, setup_context=_terms_setup)
