@@ -3,20 +3,24 @@
     python benchmarks/head.py jsd --positions 512 1024
     python benchmarks/head.py topk gather --rounds 2 --plot head.svg
     python benchmarks/head.py loss --rows 2048
+    python benchmarks/head.py first --rows 256
 
 `jsd`: generalized_jsd of logits (positions, V) at beta 0.5 with the student's gradient, beside
 OPSD's loss in torch (tests/opsd.py). `topk` and `gather`: the 32 best, and the log-probabilities of
 20 ids a row with their gradient, of hidden states (1024, 1024) and a weight (V, 1024) that is
 frozen or trained. `loss`: linear_cross_entropy of them with its gradients, beside torch's, without
-and with its own chunks (LinearCrossEntropyOptions). V is Qwen3's 151,936. All sides run in turn in
-one process; peak is what the resident set grew by above the inputs during a call, gradients
-included. The roofline of the products is their flops, that of jsd its logits and its gradient moved
-once.
+and with its own chunks (LinearCrossEntropyOptions). `first`: the first call of jsd and of loss in a
+process, a new one for each side, and its second. V is Qwen3's 151,936. The sides of the other parts
+run in turn in one process; peak is what the resident set grew by above the inputs during a call,
+gradients included. The roofline of the products is their flops, that of jsd its logits and its
+gradient moved once.
 
 At two rounds jsd takes two minutes and 12 GiB, topk and gather three each and 5 GiB, and loss of
-2,048 rows six and 8 GiB."""
+2,048 rows six and 8 GiB; first of 256 rows two and 6 GiB."""
 
 import argparse
+import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import opsd
 
 GIB = 2.0**30
+Sides = tuple[tuple[torch.Tensor, ...], dict[str, Callable[[], object]]]
 
 
 def compare(
@@ -53,6 +58,16 @@ def compare(
     table.add(case, medians(found), floor)
 
 
+def jsd_sides(args: argparse.Namespace, positions: int) -> Sides:
+    """The student, and what makes its gradient."""
+    student = torch.randn(positions, args.vocab).mul_(2).requires_grad_()
+    teacher = student.detach() + torch.randn(positions, args.vocab)
+    return (student,), {
+        "tinsmith": lambda: tt.generalized_jsd(student, teacher).backward(),
+        "torch eager": lambda: opsd.generalized_jsd_loss(student, teacher).backward(),
+    }
+
+
 def jsd(report: Report, columns: dict[str, str]) -> None:
     """A case for each number of positions."""
     args, V = report.args, report.args.vocab
@@ -60,19 +75,12 @@ def jsd(report: Report, columns: dict[str, str]) -> None:
         f"Generalized JSD with gradient, β = 0.5, {V} logits", "positions", columns
     )
     for positions in args.positions:
-        student = torch.randn(positions, V).mul_(2).requires_grad_()
-        teacher = student.detach() + torch.randn(positions, V)
-
-        def of_torch(student: torch.Tensor = student, teacher: torch.Tensor = teacher) -> None:
-            opsd.generalized_jsd_loss(student, teacher).backward()
-
-        def ours(student: torch.Tensor = student, teacher: torch.Tensor = teacher) -> None:
-            tt.generalized_jsd(student, teacher).backward()
-
+        leaves, sides = jsd_sides(args, positions)
+        if args.alone:
+            del sides["torch eager"]
         gradient = positions * V * 4
-        sides = {"tinsmith": ours} | ({} if args.alone else {"torch eager": of_torch})
         case = f"{positions}, gradient {gradient / GIB:.2f} GiB"
-        compare(table, case, sides, args, report.floor(bytes=3 * gradient), (student,))
+        compare(table, case, sides, args, report.floor(bytes=3 * gradient), leaves)
 
 
 def in_chunks(x: torch.Tensor, w: torch.Tensor, make: Callable, rows: int = 256) -> None:
@@ -148,35 +156,72 @@ def gather(report: Report, columns: dict[str, str]) -> None:
         compare(table, "trained" if trained else "frozen", sides, args, floor, (x, w))
 
 
+def loss_sides(args: argparse.Namespace, trained: bool = True) -> Sides:
+    """Hidden states and weight, and what makes their gradients."""
+    x = (torch.randn(args.rows, args.width) * 0.5).requires_grad_()
+    w = (torch.randn(args.vocab, args.width) * 0.05).requires_grad_(trained)
+    given = x, w, torch.randint(0, args.vocab, (args.rows,))
+    chunks = torch.nn.LinearCrossEntropyOptions()
+
+    def torchs(**options: object) -> None:
+        torch.nn.functional.linear_cross_entropy(*given, **options).backward()
+
+    return (x, w), {
+        "tinsmith": lambda: tt.linear_cross_entropy(*given).backward(),
+        "torch": torchs,
+        "torch, its chunks": lambda: torchs(options=chunks),
+    }
+
+
 def loss(report: Report, columns: dict[str, str]) -> None:
     """The cross-entropy of a training step, under a frozen and a trained weight."""
     args, V, n, d = report.args, report.args.vocab, report.args.rows, report.args.width
     title = f"Linear cross-entropy, forward and backward, {n} × {d} × {V}"
     table = report.table(title, "rows and weight", columns)
-    chunks = torch.nn.LinearCrossEntropyOptions()
     for trained in (kind == "trained" for kind in args.weights):
-        x = (torch.randn(n, d) * 0.5).requires_grad_()
-        w = (torch.randn(V, d) * 0.05).requires_grad_(trained)
-        given = x, w, torch.randint(0, V, (n,))
-
-        def torchs(given: tuple = given, **options: object) -> None:
-            torch.nn.functional.linear_cross_entropy(*given, **options).backward()
-
-        sides = {
-            "tinsmith": lambda given=given: tt.linear_cross_entropy(*given).backward(),
-            "torch": torchs,
-            "torch, its chunks": lambda torchs=torchs: torchs(options=chunks),
-        }
+        leaves, sides = loss_sides(args, trained)
         floor = report.floor(flops=(3 if trained else 2) * 2.0 * n * d * V)
         case = f"{n} rows, {'trained' if trained else 'frozen'}"
-        compare(table, case, sides, args, floor, (x, w))
+        compare(table, case, sides, args, floor, leaves)
+
+
+def first(report: Report, _: dict[str, str]) -> None:
+    """A process's first call of a loss with its gradients, and its second."""
+    args = report.args
+    columns = {f"first, {args.unit}": ".2f", f"second, {args.unit}": ".2f", "peak, GiB": ".2f"}
+    table = report.table("The first call of a process", "case", columns)
+    positions, V = args.positions[0], args.vocab
+    by_bytes = report.floor(bytes=12 * positions * V)
+    by_flops = report.floor(flops=6.0 * args.rows * args.width * V)
+    for case, rows, torchs, floor in (
+        ("jsd", positions, "torch eager", by_bytes),
+        ("loss", args.rows, "torch", by_flops),
+    ):
+        found = {name: in_a_child(case, name) for name in ("tinsmith", torchs)}
+        table.add(f"{case} of {rows} rows", found, floor)
+
+
+def in_a_child(case: str, side: str) -> list[float]:
+    """What `twice` prints in a process of its own."""
+    command = [sys.executable, "-W", "ignore", __file__, *sys.argv[1:], "--case", case]
+    done = subprocess.run([*command, "--side", side], check=True, stdout=subprocess.PIPE)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def twice(args: argparse.Namespace) -> tuple[float, float, float]:
+    """Seconds of a side's first and second call, and GiB at the first one's peak."""
+    leaves, sides = jsd_sides(args, args.positions[0]) if args.case == "jsd" else loss_sides(args)
+    seconds, peak = seconds_and_peak(sides[args.side], args.clock)
+    for leaf in leaves:
+        leaf.grad = None
+    return seconds, seconds_and_peak(sides[args.side], args.clock)[0], peak
 
 
 def main() -> None:
     """A table for each part."""
     options = parser(__doc__, rounds=3)
     add = options.add_argument
-    parts = {"jsd": jsd, "topk": topk, "gather": gather, "loss": loss}
+    parts = {"jsd": jsd, "topk": topk, "gather": gather, "loss": loss, "first": first}
     add("parts", nargs="+", choices=parts, help="what to compare")
     add("--positions", type=int, nargs="+", default=[512, 1024], help="of jsd")
     add("--rows", type=int, default=1024, help="of topk, gather and loss")
@@ -185,8 +230,13 @@ def main() -> None:
     add("--weights", nargs="+", choices=kinds, default=kinds, help="of gather and loss")
     add("--vocab", type=int, default=151_936)
     add("--alone", action="store_true", help="jsd without torch's side")
+    for name in ("--case", "--side"):
+        add(name, help=argparse.SUPPRESS)
     args = parse(options)
     torch.manual_seed(0)
+    if args.side:
+        print(json.dumps(twice(args)))
+        return
     with Report(args, __doc__) as report:
         for part in args.parts:
             parts[part](report, {args.unit: ".2f", "peak, GiB": ".2f"})

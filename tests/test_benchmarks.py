@@ -35,7 +35,7 @@ PROGRAMS = {
     "sample": "--shape tiny --batches 1 3 --prompt 5 --new 4 --prefill 11 --adapter",
     "dtypes": "--shape tiny --length 9 --new 3 --batches 2",
     "chunks": "--tokens 70",
-    "head": "jsd topk gather loss --vocab 400 --rows 9 --width 16 --positions 5",
+    "head": "jsd topk gather loss first --vocab 400 --rows 9 --width 16 --positions 5",
     "distill": "--shape tiny --datums 2 --prompt 3 --hint 3 --completion 4",
     "memory tokens keep start": "--shape tiny --tokens 256 --peer-tokens 0",
     "recipe": "--groups 2 --max-tokens 3",
@@ -68,6 +68,8 @@ ROWS = {  # case -> sides, "" for any further case of the table
         "trained": ["gather_logprobs", "weighted_cross_entropy", "torch eager", "torch chunked"],
         "9 rows, frozen": ["tinsmith", "torch", "torch, its chunks"],
         "9 rows, trained": ["tinsmith", "torch", "torch, its chunks"],
+        "jsd of 5 rows": ["tinsmith", "torch eager"],
+        "loss of 9 rows": ["tinsmith", "torch"],
     },
     "dtypes": {
         case: ["float32", "bfloat16"]
