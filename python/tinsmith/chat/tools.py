@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tinsmith.chat import values
 from tinsmith.chat.text import Stops
 from tinsmith.files.meta import check_text
 
@@ -109,24 +110,22 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<paramete
 
 
 def _tagged_xml(text: str, schemas: Schemas) -> list[ToolCall]:
-    """<function=name><parameter=key>value</parameter>…</function>; the tool's schema says which
-    values are texts, and which are JSON."""
+    """<function=name><parameter=key>value</parameter>…</function>; the tool's schema says what each
+    value is (values.py)."""
     found = _FUNCTION.match(text)
     if found is None:
         raise ValueError("a call has no <function=name>, or no end")
-    name, properties = found[1], schemas.get(found[1], {}).get("properties")
-    known = properties if isinstance(properties, dict) else {}
-    arguments: dict[str, Any] = {}
-    for key, value in _PARAMETER.findall(found[2]):
-        value = value.removeprefix("\n").removesuffix("\n")
-        about = known.get(key)
-        arguments[key] = value
-        if not (isinstance(about, dict) and about.get("type") == "string"):
-            try:
-                arguments[key] = _json(value)
-            except ValueError:
-                continue  # it is a text
-    return [_tool_call(name, arguments)]
+    schema = schemas.get(found[1], {})
+    arguments = {
+        key: values.read(
+            text.removeprefix("\n").removesuffix("\n"),
+            values.properties(schema, key),
+            schema,
+            _json,
+        )
+        for key, text in _PARAMETER.findall(found[2])
+    }
+    return [_tool_call(found[1], arguments)]
 
 
 def _array(text: str, schemas: Schemas) -> list[ToolCall]:
