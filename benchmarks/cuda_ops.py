@@ -384,7 +384,7 @@ def decoding(shape: str, vocab: int, batch: int, length: int) -> Iterator[Case]:
         },
     )
     yield next(lora(shape, B, f"batch {B}: "))
-    draws = [engine.Draw(1, 0, t, 1.0, 1.0, -1, vocab) for t in range(B)]
+    draws = [engine.Draw(1, 0, t, 1.0, 1.0, -1) for t in range(B)]
     yield Case(
         f"batch {B}: drawing",
         "sample",

@@ -152,7 +152,7 @@ def head_ops(report: Report, device: engine.Device) -> None:
     ids, start = rng.integers(0, V, T), np.arange(T + 1)
     lse = np.log(np.exp(logits.astype(float)).sum(1)).astype(np.float32)
     lse = np.stack([lse, np.zeros_like(lse)], axis=1)  # as the ops have it
-    draws = [engine.Draw(1, 0, t, 1.0, 1.0, -1, V) for t in range(T)]
+    draws = [engine.Draw(1, 0, t, 1.0, 1.0, -1) for t in range(T)]
     common = {"logits": logits, "T": T, "V": V}
     tensor, index = torch.from_numpy(logits), torch.from_numpy(ids)[:, None]
 

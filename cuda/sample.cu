@@ -47,7 +47,7 @@ typedef struct Source {
     const float *x;
     float2 lse;
     Shared<Rank> list;
-    int n, listed; /* ids that may be drawn; ranks in the list, or −1 without one */
+    int n, listed; /* ids; ranks in the list, or −1 without one */
 } Source;
 
 /* ---- masses ---- */
@@ -96,18 +96,17 @@ __device__ static __forceinline__ void quad_load(float (&quad)[4], const float *
     for (int i = 0; i < 4; i++) quad[i] = at + i < n ? x[at + i] : -INFINITY;
 }
 
-/* A warp a cell: cells[t,c] of the ids [c·size, (c + 1)·size) below the draw's limit. */
+/* A warp a cell: cells[t,c] of the ids [c·size, (c + 1)·size). */
 template <int W>
 static __global__ void __launch_bounds__(THREADS)
-    cell_kernel(Cell *cells, const float *logits, const float *lse, const Draw *draws, int V,
-                int count, int size)
+    cell_kernel(Cell *cells, const float *logits, const float *lse, int V, int count, int size)
 {
     int blocks = (count + THREADS / 32 - 1) / (THREADS / 32), lane = threadIdx.x % 32;
     int64_t t = blockIdx.x / blocks;
     int cell = (int)(blockIdx.x % blocks) * (THREADS / 32) + (int)threadIdx.x / 32;
     if (cell >= count) return;
     const float *x = logits + t * V;
-    int n = min(draws[t].limit, V), from = cell * size, to = min(n, from + size);
+    int from = cell * size, to = min(V, from + size);
     float2 own_lse = lse_of(lse, t);
     Mass mass = 0;
     Rank best = 0;
@@ -370,7 +369,7 @@ static __global__ void __launch_bounds__(COUNT, 1)
     SHARED_ARRAY(Mass, sums, 32);
     int64_t t = blockIdx.x;
     const Draw *draw = &draws[t];
-    Source from = {logits + t * V, lse_of(lse, t), list, min(draw->limit, V), -1};
+    Source from = {logits + t * V, lse_of(lse, t), list, V, -1};
     Mass total = 0;
     Rank best = 0, cut = 0;
     for (int c = threadIdx.x; c < count; c += COUNT) {
@@ -445,11 +444,9 @@ void cuda_sample(Device *dev, int32_t *ids, float *logp, const float *logits, co
         const float *x = logits + (int64_t)t * V;
         unsigned blocks = rows * cuda_blocks(count, warps);
         if (quads)
-            LAUNCH(cuda, cell_kernel<4>, blocks, THREADS, 0, cells, x, lse + 2 * t, draws + t, V,
-                   count, size);
+            LAUNCH(cuda, cell_kernel<4>, blocks, THREADS, 0, cells, x, lse + 2 * t, V, count, size);
         else
-            LAUNCH(cuda, cell_kernel<1>, blocks, THREADS, 0, cells, x, lse + 2 * t, draws + t, V,
-                   count, size);
+            LAUNCH(cuda, cell_kernel<1>, blocks, THREADS, 0, cells, x, lse + 2 * t, V, count, size);
         if (V > LONG_ROW)
             LAUNCH(cuda, draw_kernel<LONG_THREADS>, rows, LONG_THREADS, 0, ids + t, logp + t, x,
                    lse + 2 * t, draws + t, cells, V, count, size);

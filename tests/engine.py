@@ -95,7 +95,6 @@ class Draw(ctypes.Structure):
         ("temperature", ctypes.c_float),
         ("top_p", ctypes.c_float),
         ("top_k", ctypes.c_int32),
-        ("limit", ctypes.c_int32),
     ]
 
 

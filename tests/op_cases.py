@@ -25,8 +25,8 @@ def frozen(rng, rows, cols, dtype="f32") -> Frozen:
     return Frozen(value.astype(float), dtype)
 
 
-def draw(V, **changes) -> Draw:
-    rest = dict(seed=1, sample=0, pos=0, temperature=1.0, top_p=1.0, top_k=0, limit=V)
+def draw(**changes) -> Draw:
+    rest = dict(seed=1, sample=0, pos=0, temperature=1.0, top_p=1.0, top_k=0)
     return Draw(**(rest | changes))
 
 
@@ -579,7 +579,7 @@ def make_jsd(rng, T, V, kind, scaled=True, alias=False):
 
 @case(*TV, dict(T=3, V=40_001))
 def make_temper(rng, T, V):
-    draws = [draw(V, temperature=(0.0, 1.0, 0.7)[t % 3]) for t in range(T)]
+    draws = [draw(temperature=(0.0, 1.0, 0.7)[t % 3]) for t in range(T)]
     return dict(logits=rng.standard_normal((T, V)), draws=draws, T=T, V=V)
 
 
@@ -597,12 +597,12 @@ KINDS = (
 )
 
 
-def draws_make(V, kinds, limits) -> list[Draw]:
-    """Each kind of cut with each limit, every one with a number of its own."""
+def draws_make(kinds, each=1) -> list[Draw]:
+    """Some draws with each kind of cut, every one with a number of its own."""
     return [
-        draw(V, seed=(77 << 40) + 5, sample=i, pos=3 * j, limit=limit, **kind)
+        draw(seed=(77 << 40) + 5, sample=i, pos=3 * j, **kind)
         for i, kind in enumerate(kinds)
-        for j, limit in enumerate(limits)
+        for j in range(each)
     ]
 
 
@@ -611,7 +611,7 @@ def draws_make(V, kinds, limits) -> list[Draw]:
     dict(V=0, levels=0),
 )
 def make_sample(rng, V, levels):
-    draws = draws_make(V, KINDS, sorted({V, max(1, V - 3), V // 2 + 1})) if V else []
+    draws = draws_make(KINDS, each=3) if V else []
     T, V = len(draws), V or 9
     logits = rng.standard_normal((T, V)).astype(np.float32) * 2
     if levels:

@@ -586,8 +586,8 @@ def uniform(draw):
 
 
 def kept(logits, draw):
-    """Ids of one row that a draw may give, in id order: top_k below limit, then top_p of those."""
-    order = ranking(logits[: draw.limit])
+    """Ids of one row that a draw may give, in id order: top_k, then top_p of those."""
+    order = ranking(logits)
     if draw.top_k > 0:
         order = order[: draw.top_k]
     if draw.top_p < 1:
@@ -601,15 +601,15 @@ def sample(logits, lse, draws, **_):
     lse = lse.sum(axis=-1)
     ids, logp = np.zeros(len(logits), np.int32), np.zeros(len(logits), logits.dtype)
     for t, draw in enumerate(draws):
-        row, limit = logits[t], min(draw.limit, logits.shape[1])
+        row = logits[t]
         if draw.temperature == 0:
-            ids[t] = ranking(row[:limit])[0]
+            ids[t] = ranking(row)[0]
             logp[t] = row[ids[t]] - lse[t]
             continue
         own = kept(row, draw)
         mass = np.exp(row[own] - lse[t])
         ids[t] = own[np.searchsorted(np.cumsum(mass), uniform(draw) * mass.sum(), side="right")]
-        cuts = 0 < draw.top_k < limit or draw.top_p < 1
+        cuts = 0 < draw.top_k < len(row) or draw.top_p < 1
         logp[t] = row[ids[t]] - lse[t] - (np.log(mass.sum()) if cuts else 0)
     return {"ids": ids, "logp": logp}
 

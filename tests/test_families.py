@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from folders import changed, rewritten
-from models import LLAMA3, PADDING, SPECS, YARN, call, datum, folder, loaded, tokens_of
+from models import LLAMA3, SPECS, YARN, call, datum, folder, loaded, tokens_of
 from tinsmith import _core
 from tinsmith.files import config, families, places, weights
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -574,31 +574,8 @@ def test_a_loaded_model_knows_its_tokenizer() -> None:
             spec.config.get("max_position_embeddings", 160),
             spec.config["vocab_size"],
         )
-        assert model.tokenizer_vocab == model.vocab - PADDING
         assert model.eos_ids == (7,)
         assert model.path == model.tokenizer_dir == folder(name).resolve()
-
-
-def tokenizer_vocab(tmp_path: Path, content: Any) -> int:
-    path = changed(tmp_path, "qwen3")
-    (path / "tokenizer.json").write_text(json.dumps(content))
-    return families.load_model(path).tokenizer_vocab
-
-
-def test_added_tokens_count(tmp_path: Path) -> None:
-    """Each that is new has the next id, whatever the file says, as in the tokenizers package."""
-    added = [{"id": 40, "content": "<end>"}, {"id": 2, "content": "w2"}]
-    content = {"model": {"vocab": {"w0": 0, "w1": 1, "w2": 2}}, "added_tokens": added}
-    assert tokenizer_vocab(tmp_path, content) == 4
-
-
-def test_a_unigram_vocabulary_is_a_list(tmp_path: Path) -> None:
-    content = {"model": {"vocab": [["a", -1.0], ["b", -2.0], ["c", -3.0]]}}
-    assert tokenizer_vocab(tmp_path, content) == 3
-
-
-def test_a_tokenizer_larger_than_the_model_ends_at_the_model(tmp_path: Path) -> None:
-    assert tokenizer_vocab(tmp_path, {"model": {"vocab": {"a": 0, "b": 500}}}) == 131
 
 
 @pytest.mark.parametrize(
@@ -640,6 +617,29 @@ def test_a_model_is_found_by_name_path_and_cache(
     assert families.find_model("mine", registered) == Path("/somewhere")
     assert families.find_model(str(snapshot), {}) == snapshot
     assert families.find_model("org/name", registered) == snapshot
+def eos_ids(tmp_path: Path, token: str, content: Any) -> tuple[int, ...]:
+    path = changed(tmp_path, "qwen3", eos_token_id=None)
+    (path / "generation_config.json").unlink()
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    return families.inspect_model(path).eos_ids
+
+
+def test_added_tokens_count(tmp_path: Path) -> None:
+    added = [{"id": 40, "content": "<end>"}, {"id": 2, "content": "w2"}]
+    content = {"model": {"vocab": {"w0": 0, "w1": 1, "w2": 2}}, "added_tokens": added}
+    assert eos_ids(tmp_path, "<end>", content) == (40,)
+
+
+def test_a_unigram_vocabulary_is_a_list(tmp_path: Path) -> None:
+    content = {"model": {"vocab": [["a", -1.0], ["b", -2.0], ["c", -3.0]]}}
+    assert eos_ids(tmp_path, "b", content) == (1,)
+
+
+def test_an_end_beyond_the_models_ids_is_none(tmp_path: Path) -> None:
+    assert eos_ids(tmp_path, "b", {"model": {"vocab": {"a": 0, "b": 500}}}) == ()
+
+
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HOME", "/nowhere")
     assert families.find_model("org/name", {}) == snapshot

@@ -101,7 +101,6 @@ def test_a_file_gives_its_originals_numbers_bit_for_bit(name: str, tmp_path: Pat
         wanted.family.name, wanted.context, wanted.eos_ids,
     )  # fmt: skip
     assert np.array_equal(found.inv_freq, wanted.inv_freq)
-    assert found.tokenizer_vocab == wanted.tokenizer_vocab
     options = {"device": "cpu", "threads": 1, "dtype": "float32"}
     one, other = (tinsmith.Model(path, **options).logprobs(TOKENS) for path in (folder, file))
     assert np.array_equal(one, other)

@@ -82,7 +82,6 @@ def test_a_file_has_the_merged_folders_numbers_bit_for_bit(
         merged.config, merged.family, merged.eos_ids,
     )  # fmt: skip
     assert np.array_equal(found.inv_freq, merged.inv_freq)
-    assert found.tokenizer_vocab == merged.tokenizer_vocab
     one, other, base = (
         tinsmith.Model(place, **OPTIONS).logprobs(TOKENS)
         for place in (tmp_path / "out", out, folder)

@@ -43,7 +43,7 @@ typedef struct Cut {
 
 static const Cut NO_CUT = {-INFINITY, -INFINITY, INT32_MAX};
 
-/* The ids below n of one row, and the row's lse. */
+/* One row of n ids, and the row's lse. */
 typedef struct Row {
     const float *x;
     int n;
@@ -332,7 +332,7 @@ static void sample_job(void *context, int64_t t)
     const Sample *s = context;
     const Draw *draw = &s->draws[t];
     const float *x = s->logits + t * s->V;
-    Row row = {x, draw->limit < s->V ? draw->limit : s->V, s->lse + 2 * t};
+    Row row = {x, s->V, s->lse + 2 * t};
     assert(row.n > 0);
     int cuts = (draw->top_k > 0 && draw->top_k < row.n) || draw->top_p < 1.0f, id = -1;
     double kept = 1.0;

@@ -81,7 +81,6 @@ typedef struct Draw {
     float temperature; /* 0: the largest logit */
     float top_p;       /* 1: no cut */
     int32_t top_k;     /* <= 0: no cut */
-    int32_t limit;     /* ids from here on (a padded vocabulary) are never drawn */
 } Draw;
 
 enum { LORA_GROUP = 4 }; /* matrices that read one input, at most: q, k, v, z */

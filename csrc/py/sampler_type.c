@@ -4,12 +4,12 @@
 
 static PyObject *sampler_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"model", "tokens", "vocab_limit", "graphs", NULL};
+    static char *names[] = {"model", "tokens", "graphs", NULL};
     PyObject *model;
     long long tokens = 0;
-    int limit = 0, graphs = 1;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$Lip:Sampler", names, state_of(type)->model,
-                                     &model, &tokens, &limit, &graphs))
+    int graphs = 1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!|$Lp:Sampler", names, state_of(type)->model,
+                                     &model, &tokens, &graphs))
         return NULL;
     PySampler *self = (PySampler *)PyType_GenericAlloc(type, 0);
     if (!self) return NULL;
@@ -17,8 +17,7 @@ static PyObject *sampler_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     self->model = (PyModel *)Py_NewRef(model);
     Status status = STATUS_OK;
     if (self->adapters)
-        ON_TURN(self->model,
-                status = sampler_open(&self->sampler, self->model->model, tokens, limit));
+        ON_TURN(self->model, status = sampler_open(&self->sampler, self->model->model, tokens));
     if (status) raise_status(status);
     if (!self->sampler)
         Py_CLEAR(self);
@@ -402,7 +401,7 @@ static PyType_Slot slots[] = {
     {Py_tp_dealloc, sampler_dealloc},
     {Py_tp_methods, methods},
     {Py_tp_getset, getset},
-    {Py_tp_doc, "Sampler(model, *, tokens=0, vocab_limit=0, graphs=True)\n\nContinuous batching "
+    {Py_tp_doc, "Sampler(model, *, tokens=0, graphs=True)\n\nContinuous batching "
                 "over one model."},
     {0, NULL},
 };

@@ -82,8 +82,7 @@ static size_t inputs_fill(Decode *d, Arena *host, const Turn *turns, int count)
     int32_t used = 1, nobody = kv->frames;
     for (int i = 0; i < d->rows; i++) {
         const Turn *turn = &turns[i];
-        to.draws[i] = i < count ? sequence_draw(sampler, turn)
-                                : (Draw){.top_p = 1.0f, .limit = sampler->limit_ids};
+        to.draws[i] = i < count ? sequence_draw(turn) : (Draw){.top_p = 1.0f};
         to.batch.pos[i] = i < count ? turn->from : 0;
         to.batch.tokens[i] = i < count ? turn_sequence(turn)->tokens[turn->from] : 0;
     }

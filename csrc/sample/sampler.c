@@ -13,22 +13,18 @@
 
 /* ---- opening and closing ---- */
 
-Status sampler_open(Sampler **out, Model *model, int64_t tokens, int limit_ids)
+Status sampler_open(Sampler **out, Model *model, int64_t tokens)
 {
     if (!model->sealed)
         return fail(STATUS_INVALID, "the model is not sealed: load every slot, then seal it");
     if (tokens < 0 || tokens > CACHE_TOKENS_MAX)
         return fail(STATUS_INVALID, "the cache can hold 0 (the default) to %d tokens, not %lld",
                     CACHE_TOKENS_MAX, (long long)tokens);
-    if (limit_ids < 0 || limit_ids > model->shape.vocab)
-        return fail(STATUS_INVALID, "vocab_limit must be 0 (all) to %d, not %d", model->shape.vocab,
-                    limit_ids);
     Sampler *sampler = calloc(1, sizeof *sampler);
     if (!sampler) return fail(STATUS_MEMORY, "no memory for a sampler");
     sampler->model = model;
     sampler->arena.dev = model->dev;
     sampler->graphs = model->dev->record != NULL;
-    sampler->limit_ids = limit_ids ? limit_ids : model->shape.vocab;
     if (!tokens) tokens = budget_cache_tokens(model, 0, 0);
     sampler->layers = calloc((size_t)model->shape.layers, sizeof *sampler->layers);
     sampler->drawn = calloc(STEP_SEQUENCES, sizeof *sampler->drawn);
@@ -339,8 +335,7 @@ static Status draw_prompt(SampleStep *step, const Ask *asks, int count)
                           .pos = (uint32_t)asks[i].position,
                           .temperature = spec->temperature,
                           .top_p = 1.0f,
-                          .top_k = -1,
-                          .limit = step->sampler->limit_ids};
+                          .top_k = -1};
         if (spec->draws > most) most = spec->draws;
     }
     if (!most) return STATUS_OK;
@@ -418,7 +413,7 @@ static void draw_chunk(SampleStep *step, int first, int count)
     Draw draws[STEP_ROWS] = {0};
     int wanted = 0;
     for (int i = 0; i < count; i++) {
-        draws[i] = sequence_draw(step->sampler, asks[i].turn);
+        draws[i] = sequence_draw(asks[i].turn);
         wanted |= asks[i].turn->request->spec.topk_sample;
     }
     temper_logits(step, asks, draws, count);

@@ -292,7 +292,6 @@ typedef struct Sampler {
     char *inputs;           /* host: the bytes that a decode step uploads */
     size_t inputs_room;
     LayerActs *layers;
-    int limit_ids; /* ids from here on are never drawn */
     Request **request;
     int count, room;
     Line line;
@@ -301,7 +300,7 @@ typedef struct Sampler {
     atomic_int interrupted; /* set from outside: the step under way stops */
 } Sampler;
 
-Status sampler_open(Sampler **sampler, Model *model, int64_t tokens, int limit_ids);
+Status sampler_open(Sampler **sampler, Model *model, int64_t tokens);
 void sampler_close(Sampler *sampler);
 Status sampler_add(Sampler *sampler, const RequestSpec *spec);
 /* One forward. sampler->drawn then holds what was drawn. A step that fails, or is interrupted, drew
@@ -393,7 +392,7 @@ int table_add(const Kv *kv, const Sequence *s, int list, int32_t *table, int at,
 /* The rows of these turns have their keys and values in the cache. */
 void turns_cached(Sampler *sampler, const Turn *turns, int count);
 /* The draw of the token behind a turn's last row. */
-Draw sequence_draw(const Sampler *sampler, const Turn *turn);
+Draw sequence_draw(const Turn *turn);
 /* A drawn token joins its sequence, and may end it. */
 void sequence_take_token(Sampler *sampler, const Turn *turn, int32_t token, float logp);
 /* Gives back what a sequence holds. Its state may be kept for others (keep.c). */

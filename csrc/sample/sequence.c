@@ -32,7 +32,7 @@ void turns_cached(Sampler *sampler, const Turn *turns, int count)
     }
 }
 
-Draw sequence_draw(const Sampler *sampler, const Turn *turn)
+Draw sequence_draw(const Turn *turn)
 {
     const RequestSpec *spec = &turn->request->spec;
     return (Draw){spec->seed,
@@ -40,8 +40,7 @@ Draw sequence_draw(const Sampler *sampler, const Turn *turn)
                   (uint32_t)(turn->from + turn->rows - 1),
                   spec->temperature,
                   spec->top_p,
-                  spec->top_k,
-                  sampler->limit_ids};
+                  spec->top_k};
 }
 
 void sequence_take_token(Sampler *sampler, const Turn *turn, int32_t token, float logp)

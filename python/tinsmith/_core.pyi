@@ -389,12 +389,9 @@ class Sampler:
     """Continuous batching over one model: many requests, each with its own adapter or none, are
     decoded together. A request's result does not depend on the others (batch-invariant)."""
 
-    def __init__(
-        self, model: Model, *, tokens: int = 0, vocab_limit: int = 0, graphs: bool = True
-    ) -> None:
-        """tokens: the KV cache's size in tokens (0: the engine's default). vocab_limit: ids from
-        here on are never sampled (0: the whole vocabulary). graphs: whether a device that can
-        record decoding steps records them."""
+    def __init__(self, model: Model, *, tokens: int = 0, graphs: bool = True) -> None:
+        """tokens: the KV cache's size in tokens (0: the engine's default). graphs: whether a device
+        that can record decoding steps records them."""
     def add(
         self,
         request: int,

@@ -150,7 +150,7 @@ class Decoder:
     def open(self, base: LoadedModel, cache_tokens: int = 0) -> None:
         """Makes what requests for a base model need, with a cache for so many tokens (0: the
         engine's default)."""
-        sampler = _core.Sampler(base.core, tokens=cache_tokens, vocab_limit=base.tokenizer_vocab)
+        sampler = _core.Sampler(base.core, tokens=cache_tokens)
         self._lanes[base.path] = _Lane(base.core, sampler, base.core.cache_bytes(cache_tokens))
 
     def shut(self, path: Path) -> bool:

@@ -240,7 +240,6 @@ class BaseModel:
     family: Family
     context: int
     vocab: int
-    tokenizer_vocab: int  # ids from here on stand for no token
     eos_ids: tuple[int, ...]
     tokenizer_dir: Path
     weight_bytes: int  # that they hold of memory, once loaded
@@ -319,7 +318,6 @@ def inspect_model(
         family=family,
         context=int(config["context"]),
         vocab=vocab,
-        tokenizer_vocab=min(max(vocabulary.tokens.values()) + 1, vocab),
         eos_ids=eos_ids,
         tokenizer_dir=folder,
         weight_bytes=core.held_bytes if copy else core.weight_bytes,
