@@ -76,3 +76,50 @@ def test_a_model_with_yarn_equals_transformers(tmp_path: Path) -> None:
     wanted = targets_of(logprobs(as_double(path), tokens), datum(tokens)).numpy()
     assert np.abs(found - wanted).max() < 5e-5
     assert error(found, targets_of(logprobs(reference("qwen3"), tokens), datum(tokens))) > 1e-3
+
+
+QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LONG = LLAMA3 | {"original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("embeddings", "rope", "beside", "wanted"),
+    (
+        (40960, QWEN, {}, 131072),  # as Qwen3's page says
+        (131072, QWEN, {}, 131072),  # the product is there already, as in gpt-oss
+        (32768, QWEN | {"factor": 1.5}, {}, 49152),
+        (65536, QWEN | {"factor": 1.0}, {}, 32768),
+        (160, {"type": "yarn", "factor": 4.0}, {}, 640),  # no original one
+        (160, QWEN, {"original_max_position_embeddings": 200}, 800),
+        (131072, LONG, {}, 131072),
+        (160, None, {}, 160),
+    ),
+)
+def test_the_context_is_vllms(
+    embeddings: int,
+    rope: dict[str, Any] | None,
+    beside: dict[str, int],
+    wanted: int,
+    tmp_path: Path,
+) -> None:
+    sizes = {"max_position_embeddings": embeddings, "rope_scaling": rope}
+    path = changed(tmp_path, "qwen3", rope_parameters=None, rope_theta=1e6, **sizes, **beside)
+    assert families.read_config(path)[0]["context"] == wanted
+
+
+def test_a_context_of_no_position_is_refused(tmp_path: Path) -> None:
+    path = changed(tmp_path, "qwen3", rope_parameters=YARN | {"factor": 1e-3})
+    with pytest.raises(ValueError, match=r"original_max_position_embeddings times factor should"):
+        families.read_config(path)
+
+
+def test_tokens_behind_max_position_embeddings_are_scored_as_transformers_does(
+    tmp_path: Path,
+) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    path = changed(tmp_path, "qwen3", rope_parameters=rope)
+    tokens = tokens_of("qwen3", 600)  # 4·160 may come
+    one = datum(tokens[:-1], tokens[1:])
+    found, _ = call(_core.Adapter(families.load_model(path).core, rank=2), [one])
+    wanted = targets_of(logprobs(as_double(path), one.tokens), one)
+    assert error(found[0], wanted) < 1e-4

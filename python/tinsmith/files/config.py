@@ -33,7 +33,8 @@ FACTORS = (
     "rotary_pct", "logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier",
 )  # fmt: skip
 PARTIAL = "partial_rotary_factor"
-ORIGINAL = "original_max_position_embeddings"
+CONTEXT = "max_position_embeddings"
+ORIGINAL = "original_" + CONTEXT
 
 # How a folder's matrices are quantised; what a method's part may say that changes no number.
 QUANTIZATION = "quantization_config"
@@ -339,9 +340,7 @@ def frequencies(file: Path, content: dict[str, Any], rotary: int) -> NDArray[np.
     powers = (float(np.float32(theta)) ** exponents.astype(np.float64)).astype(np.float32)
     plain = np.float32(1.0) / powers
     kind = _rope_kind(file, rope)
-    # As in transformers, the one beside the settings goes before the one among them.
-    contexts = (content.get(ORIGINAL), rope.get(ORIGINAL), content.get("max_position_embeddings"))
-    rope = rope | {ORIGINAL: next((one for one in contexts if one is not None), None)}
+    rope = rope | {ORIGINAL: _original(content, rope)}
     if kind == "llama3":
         plain = _llama3(file, rope, plain)
     if kind == "yarn":
@@ -349,6 +348,28 @@ def frequencies(file: Path, content: dict[str, Any], rotary: int) -> NDArray[np.
     if not np.isfinite(plain).all():
         raise ValueError(f"{file}: with rope_theta {theta:g} not all frequencies are finite")
     return plain
+
+
+def _original(content: Mapping[str, Any], rope: Mapping[str, Any]) -> Any:
+    """The context before scaling. As in transformers, the one beside the settings goes before the
+    one among them."""
+    contexts = (content.get(ORIGINAL), rope.get(ORIGINAL), content.get(CONTEXT))
+    return next((one for one in contexts if one is not None), None)
+
+
+def context(file: Path, content: dict[str, Any]) -> int:
+    """How many positions a model is for. Under YaRN it is what vLLM takes, the factor times the
+    original context: some folders' max_position_embeddings is that product already, and in others
+    only the settings were added. transformers has no bound."""
+    rope = _rope(file, content)
+    if _rope_kind(file, rope) != "yarn":
+        return count(file, content, CONTEXT)
+    factor, original = (
+        number(file, {key: value}, key)
+        for key, value in (("factor", rope.get("factor")), (ORIGINAL, _original(content, rope)))
+    )
+    key = f"{CONTEXT} by YaRN, {ORIGINAL} times factor"
+    return count(file, {key: int(factor * original)}, key)
 
 
 def _rope_kind(file: Path, rope: Mapping[str, Any]) -> str:

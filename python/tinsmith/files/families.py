@@ -32,7 +32,7 @@ SIZES = {
     "heads": "num_attention_heads",
     "ffn": "intermediate_size",
     "vocab": "vocab_size",
-    "context": "max_position_embeddings",
+    "context": hugging_face.CONTEXT,
 }
 # What the engine has too (csrc/model/model.c).
 LAYERS_MAX, HEAD_WIDTH_MAX = 1 << 16, 256
@@ -499,6 +499,7 @@ def _read_model(folder: Path) -> tuple[Family, dict[str, Any], NDArray[np.float3
         "kv_heads": kv_heads,
         "head_width": head_width,
         "norm_eps": number(file, content, "rms_norm_eps", default=1e-6),
+        "context": hugging_face.context(file, content),
         "rope_scale": hugging_face.rope_scale(file, content),
         "rotary": rotary,
         "tied": int(bool(content.get(hugging_face.TIED, False))),
