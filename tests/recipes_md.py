@@ -36,6 +36,13 @@ and set `HF_HUB_OFFLINE=1`.
 transformers 5.5 that can end in `RuntimeError: Already borrowed` in the recipe, whatever the
 server: the tests run them with one episode at a time.
 
+A model that uses its embedding as its head, and whose unembedding was trained (`train_unembed`, the
+SDK's default), has an adapter that the cookbook's `build_hf_model` can't merge: it looks for a head
+among the model's tensors and says that `lm_head.weight` does not exist. Under the hosted service's
+name for the head it would add the adapter to the embedding too, which is another model.
+`tinsmith export MODEL ADAPTER OUT` writes a head of its own. PEFT and the cookbook's
+`build_lora_adapter` take the adapter as it is.
+
 Under "Calls" is left out what every client does: it makes a session, sends it signs of life, asks
 for results, and sends telemetry.
 """

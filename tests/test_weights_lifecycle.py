@@ -8,14 +8,18 @@ import json
 from pathlib import Path
 
 import httpx
+import models
 import numpy as np
 import pytest
 import tinker
+import tinsmith
 import torch
 from conftest import logprobs, make_datum
 from safetensors.torch import load_file
 from tinker_cookbook import weights
+from tinker_cookbook.exceptions import WeightsMergeError
 from tinsmith.files import checkpoint
+from tinsmith.files.export import export
 from tinsmith.files.store import Store
 from transformers import AutoModelForCausalLM
 
@@ -78,6 +82,26 @@ def test_the_cookbook_makes_an_adapter_for_peft_and_vllm(
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[name].to(theirs[name].dtype), theirs[name]) for name in ours)
     assert json.loads((built / checkpoint.CONFIG_FILE).read_text())["r"] == 4
+
+
+def test_the_cookbook_refuses_a_tied_models_trained_head_and_export_merges_it(
+    tmp_path: Path,
+) -> None:
+    base, adapter = models.folder("llama-tied"), str(tmp_path / "a")
+    tokens = models.tokens_of("llama-tied", 20)
+    with tinsmith.Model(base, device="cpu") as model:
+        made = model.lora(rank=2)
+        models.randomize(made.core)
+        made.save(adapter)
+        wanted = model.logprobs(tokens, adapter=made)
+    with pytest.raises(WeightsMergeError, match=r"lm_head\.weight.* does not exist"):
+        weights.build_hf_model(
+            base_model=str(base), adapter_path=adapter, output_path=str(tmp_path / "theirs")
+        )
+    export(base, tmp_path / "a", tmp_path / "ours")
+    scores = models.logprobs(models.as_double(tmp_path / "ours"), tokens)
+    found = scores[range(len(tokens) - 1), tokens[1:]].detach().numpy()
+    np.testing.assert_allclose(wanted, found, atol=1e-4)
 
 
 def test_a_training_state_is_downloaded_through_an_encrypted_export(
