@@ -180,6 +180,29 @@ def test_what_pefts_folders_may_not_have(
     assert sorted(item.name for item in tmp_path.iterdir()) == ["p"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"target_modules": ["q_proj", "embed_tokens"]},
+            r"trains an embedding \(.*embed_to",
+        ),
+        ({"modules_to_save": ["embed_tokens"]}, r"modules_to_save is \['embed_tokens'\]"),
+        ({"trainable_token_indices": [1, 2]}, r"trainable_token_indices is \[1, 2\], which"),
+        ({}, r"has .*lm_head\.weight, a whole matrix; .* save_embedding_layers=False"),
+    ],
+)
+def test_an_adapter_of_the_embedding_is_told_so(
+    settings: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    settings = {"r": 2, "target_modules": ["q_proj"]} | settings
+    made = get_peft_model(as_double(folder("qwen3")).float(), LoraConfig(**settings))
+    made.save_pretrained(tmp_path, save_embedding_layers=True)
+    for use in (peft.load_meta, lambda place: peft.load(place, loaded("qwen3"), optimizer=False)):
+        with pytest.raises(ValueError, match=sentence):
+            use(tmp_path)
+
+
 @pytest.mark.parametrize("begins", ["gaussian", "orthogonal", True])
 def test_adapters_that_began_otherwise_are_read(begins: Any, tmp_path: Path) -> None:
     tokens = tokens_of("qwen3", 40)
@@ -198,7 +221,7 @@ def test_a_base_weight_in_an_adapters_file_is_named(tmp_path: Path) -> None:
     name = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"
     found[name] = np.ones((60, 36), np.float32)
     weights.write(tmp_path / "p" / checkpoint.ADAPTER_FILE, found)
-    with pytest.raises(ValueError, match=f"has {name}: each module should have a lora_A"):
+    with pytest.raises(ValueError, match=f"has {name}, a whole matrix; only LoRA's A and B"):
         peft.load_adapter(tmp_path / "p", loaded("qwen3"), optimizer=False)
 
 

@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 import torch
 from folders import changed, rewritten
-from models import LLAMA3, SPECS, YARN, call, datum, folder, loaded, tokens_of
+from models import (
+    LLAMA3,
+    SPECS,
+    YARN,
+    as_double,
+    call,
+    datum,
+    folder,
+    loaded,
+    logprobs,
+    tokens_of,
+)
 from tinsmith import _core
 from tinsmith.files import config, families, places, weights
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -51,8 +62,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": -1},
         "max_window_layers should be an integer of 0 or more, found -1",
     ),
-    "llama's sliding window": ("llama", {"sliding_window": 64}, "sliding_window is 64"),
-    "llama's window switch": ("llama", {"use_sliding_window": True}, "use_sliding_window is True"),
     "sliding layers without a window": (
         "qwen3",
         {"layer_types": ["full_attention", "sliding_attention"]},
@@ -257,6 +266,8 @@ HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
     ),
     "mistral's kinds": ("mistral", {"layer_types": ["sliding_attention"] * 2}),
+    "mistral's window switch": ("mistral", {"use_sliding_window": True}),
+    "llama's sliding window": ("llama", {"sliding_window": 3, "use_sliding_window": True}),
     "full attention": ("qwen3", {"layer_types": ["full_attention"] * 2}),
     "no layer types": ("qwen3", {"layer_types": None}),
     "swish": ("llama", {"hidden_act": "swish"}),
@@ -291,6 +302,13 @@ def test_a_config_that_changes_nothing_is_read_the_same(case: str, tmp_path: Pat
     wanted = families.read_config(folder(name))
     assert found[0] == wanted[0]
     np.testing.assert_array_equal(found[1], wanted[1])
+
+
+def test_transformers_does_not_read_a_window_of_llama_either(tmp_path: Path) -> None:
+    path = changed(tmp_path, "llama", **HARMLESS["llama's sliding window"][1])
+    tokens = tokens_of("llama", 30)
+    found, wanted = (logprobs(as_double(one), tokens) for one in (path, folder("llama")))
+    assert torch.equal(found, wanted)
 
 
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -599,24 +617,6 @@ def test_eos_is_the_first_files_that_names_it_and_the_tokenizers(
     assert families.load_model(path).eos_ids == wanted
 
 
-# ---- finding a model ----
-
-
-def test_a_model_is_found_by_name_path_and_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    cached = tmp_path / "hub" / "models--org--name"
-    snapshot = cached / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("abc\n")
-    (snapshot / "config.json").write_text("{}")
-    registered = {"mine": Path("/somewhere")}
-    assert families.find_model("mine", registered) == Path("/somewhere")
-    assert families.find_model(str(snapshot), {}) == snapshot
-    assert families.find_model("org/name", registered) == snapshot
 def eos_ids(tmp_path: Path, token: str, content: Any) -> tuple[int, ...]:
     path = changed(tmp_path, "qwen3", eos_token_id=None)
     (path / "generation_config.json").unlink()
@@ -640,6 +640,24 @@ def test_an_end_beyond_the_models_ids_is_none(tmp_path: Path) -> None:
     assert eos_ids(tmp_path, "b", {"model": {"vocab": {"a": 0, "b": 500}}}) == ()
 
 
+# ---- finding a model ----
+
+
+def test_a_model_is_found_by_name_path_and_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    cached = tmp_path / "hub" / "models--org--name"
+    snapshot = cached / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc\n")
+    (snapshot / "config.json").write_text("{}")
+    registered = {"mine": Path("/somewhere")}
+    assert families.find_model("mine", registered) == Path("/somewhere")
+    assert families.find_model(str(snapshot), {}) == snapshot
+    assert families.find_model("org/name", registered) == snapshot
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HOME", "/nowhere")
     assert families.find_model("org/name", {}) == snapshot

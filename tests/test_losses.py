@@ -272,6 +272,29 @@ def test_no_target_pulls_stable_reinforce_harder_than_its_advantage_and_the_dive
 
 
 @cpu_only
+@pytest.mark.parametrize("loss", ("ppo", "cispo", "gspo"))
+@pytest.mark.parametrize(
+    ("low", "high"), ((0.2, 0.2), (1.2, 0.8), (1.01, 2.0), (0.5, 0.99), (-0.2, 1.2), (0.0, 0.2))
+)
+def test_clip_thresholds_that_are_no_ratios_around_one_are_refused(
+    loss: str, low: float, high: float
+) -> None:
+    names = ("clip_low_threshold", "clip_high_threshold")
+    data, adapter = advantaged("qwen3", (5, 9)), adapter_of("qwen3")
+    told = f"datum 0: {loss} has {names[0]} {low:g} and {names[1]} {high:g} at .* they are ratios"
+    with pytest.raises(ValueError, match=told):
+        call(adapter, data, loss, dict(zip(names, (low, high), strict=True)))
+    own = {
+        name: np.where(one.inputs["advantages"] != 0, 1.0, value).astype(np.float32)
+        for name, value, one in ((names[0], low, data[1]), (names[1], high, data[1]))
+    }
+    call(adapter, [replace(data[1], inputs=data[1].inputs | own)], loss)  # nobody reads the others
+    own[names[0]][:], own[names[1]][:] = low, high
+    with pytest.raises(ValueError, match=told):
+        call(adapter, [replace(data[1], inputs=data[1].inputs | own)], loss)
+
+
+@cpu_only
 def test_a_negative_kl_coefficient_is_refused() -> None:
     with pytest.raises(ValueError, match="kl_coeff must be at least 0, not -1"):
         call(adapter_of("qwen3"), advantaged("qwen3"), "stable_reinforce", {"kl_coeff": -1.0})

@@ -326,7 +326,7 @@ def test_external_weights_are_downloaded_as_the_cookbook_does(
     stored = Store(server.checkpoints).folder(path)
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (stored / name).read_bytes()
-    with pytest.raises(tinker.RequestFailedError, match="exists"):
+    with pytest.raises(tinker.RequestFailedError, match="exists; choose another name for"):
         training.save_weights_external("final").result()
     urls = rest.get_external_weights_urls(path).result()
     assert urls.expires > told(rest, path).expires_at  # which is only a mark

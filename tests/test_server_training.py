@@ -52,10 +52,9 @@ def test_forward_leaves_no_gradients(service_client):
     assert client.optim_step(ADAM).result().metrics["grad_norm"] > 0
 
 
-def test_missing_weights_are_ones_and_other_losses_keys_are_passed_over(service_client):
+def test_missing_weights_are_ones(service_client):
     client = make_client(service_client)
-    bare = make_datum([11, 12], [12, 13])
-    ones = make_datum([11, 12], [12, 13], weights=[1, 1], advantages=[5, 5], logprobs=[0, 0])
+    bare, ones = (make_datum([11, 12], [12, 13], **more) for more in ({}, {"weights": [1, 1]}))
     first, second = (client.forward([item], "cross_entropy").result() for item in (bare, ones))
     assert first.metrics == second.metrics
 
@@ -112,36 +111,52 @@ def test_bfloat16_weights_are_those_numbers_in_float32(server):
 def test_importance_sampling_and_ppo_with_config(service_client):
     client = make_client(service_client)
     plain = client.forward([make_datum([11, 12], [12, 13])], "cross_entropy").result()
-    inputs = {"logprobs": logprobs(plain)[0], "advantages": [1.0, 2.0], "mask": [1, 1]}
-    datum = make_datum([11, 12], [12, 13], **inputs)
+    q = [value - np.log(2) for value in logprobs(plain)[0]]
+    datum = make_datum([11, 12], [12, 13], logprobs=q, advantages=[1.0, 2.0])
     output = client.forward_backward([datum], "importance_sampling").result()
-    assert output.metrics["loss:sum"] == pytest.approx(-3.0, rel=1e-5)  # every ratio is 1
-    config = {"clip_low_threshold": 0.1, "clip_high_threshold": 0.5}
+    assert output.metrics["loss:sum"] == pytest.approx(-6.0, rel=1e-5)  # every ratio is 2
+    config = {"clip_low_threshold": 0.1, "clip_high_threshold": 1.5}
     clipped = client.forward([datum], "ppo", config).result()
-    assert clipped.metrics["loss:sum"] == pytest.approx(-1.5, rel=1e-5)
+    assert clipped.metrics["loss:sum"] == pytest.approx(-4.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("key", ("mask", "weights"))
+def test_a_mask_that_advantages_have_too_changes_nothing(service_client, key):
+    client, row = make_client(service_client), {"logprobs": [-3.0, -2.0], "advantages": [0.0, -2.0]}
+    alone, beside = (
+        make_datum([11, 12], [12, 13], **row, **more) for more in ({}, {key: [0.0, 1.0]})
+    )
+    for loss in ("importance_sampling", "ppo", "cispo", "gspo"):
+        wanted, found = (client.forward([one], loss).result() for one in (alone, beside))
+        assert found.metrics["loss:sum"] == wanted.metrics["loss:sum"]
+    whole = make_datum([11, 12], [12, 13], **row, **{key: [1.0, 1.0]})
+    wanted, found = (client.forward([one], "dro", {"beta": 0.1}).result() for one in (alone, whole))
+    assert found.metrics["loss:sum"] == wanted.metrics["loss:sum"]
 
 
 def test_every_policy_loss_and_its_options(service_client):
     client = make_client(service_client)
     plain = client.forward([make_datum([11, 12], [12, 13])], "cross_entropy").result()
-    q = logprobs(plain)[0]
+    lp = logprobs(plain)[0]
+    q = [value - np.log(2) for value in lp]  # every ratio is 2
     datum = make_datum([11, 12], [12, 13], logprobs=q, advantages=[1.0, 2.0])
+    pull = -(lp[0] + 2 * lp[1])
     for loss, config, wanted in (
-        ("ppo", None, -3.0),
-        ("cispo", None, -(q[0] + 2 * q[1])),
-        ("dro", {"beta": 0.5}, -(q[0] + 2 * q[1])),
-        ("gspo", {"clip_high_threshold": 0.5}, -1.5),
+        ("ppo", None, -3.6),
+        ("cispo", None, 2 * pull),
+        ("dro", {"beta": 0.5}, pull + 0.5 * np.log(2) ** 2),
+        ("gspo", {"clip_high_threshold": 1.5}, -4.5),
     ):
         output = client.forward_backward([datum], loss, config).result()
         assert output.metrics["loss:sum"] == pytest.approx(wanted, rel=1e-5), loss
-        np.testing.assert_array_equal(logprobs(output)[0], q)
+        np.testing.assert_array_equal(logprobs(output)[0], lp)
     with pytest.raises(tinker.RequestFailedError, match="dro needs beta in loss_fn_config"):
         client.forward([datum], "dro").result()
-    own = {"clip_high_threshold": [0.5, 9.0], "sequence_ratio_mask": [0, 1]}
-    datum = make_datum([11, 12], [12, 13], logprobs=q, advantages=[1.0, 2.0], **own)
-    for loss in ("ppo", "gspo"):
+    own = {"clip_high_threshold": [1.5, 9.0]}
+    for loss, more in (("ppo", {}), ("gspo", {"sequence_ratio_mask": [0, 1]})):
+        datum = make_datum([11, 12], [12, 13], logprobs=q, advantages=[1.0, 2.0], **own, **more)
         output = client.forward_backward([datum], loss).result()
-        assert output.metrics["loss:sum"] == pytest.approx(-2.5, rel=1e-5), loss
+        assert output.metrics["loss:sum"] == pytest.approx(-5.5, rel=1e-5), loss
 
 
 def test_custom_loss_equals_the_same_built_in_one(service_client):

@@ -79,5 +79,5 @@ Status datums_check(const Datums *d, const Model *model, const Loss *loss)
         token += d->lengths[i];
         target += targets;
     }
-    return loss->check ? loss->check(d) : STATUS_OK;
+    return loss->check ? loss->check(loss, d) : STATUS_OK;
 }

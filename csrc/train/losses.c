@@ -72,6 +72,28 @@ static double clipped_term(double r, double a, double low, double high, float *g
     return free_term <= other ? free_term : other;
 }
 
+/* Thresholds are ratios, and 1 is that of a learner which has not moved: a range without it, as
+ * from 0.2 to 0.2, would clip from the first step on. A target without an advantage reads none. */
+static Status clip_check(const Loss *loss, const Datums *d)
+{
+    int low = 0;
+    int64_t at = 0;
+    while (strcmp(loss->input[low].name, "clip_low_threshold") != 0) low++;
+    for (int i = 0; i < d->count; i++)
+        for (int t = 0; t < d->lengths[i]; t++, at++) {
+            double least = (double)loss_input(loss, d, low, at),
+                   most = (double)loss_input(loss, d, low + 1, at);
+            if (d->input[loss->gate][at] == 0.0f) continue;
+            if (least >= 0.0 && least <= 1.0 && most >= 1.0) continue;
+            return fail(STATUS_INVALID,
+                        "datum %d: %s has clip_low_threshold %g and clip_high_threshold %g at "
+                        "position %d; they are ratios, as 0.8 and 1.2: low from 0 to 1, high at "
+                        "least 1",
+                        i, loss->name, least, most, t);
+        }
+    return STATUS_OK;
+}
+
 /* −Σ min(r·A, clip(r, low, high)·A) */
 static double ppo(const LossCall *c)
 {
@@ -143,10 +165,10 @@ static double stable_reinforce(const LossCall *c)
     return loss;
 }
 
-static Status stable_reinforce_check(const Datums *d)
+static Status stable_reinforce_check(const Loss *loss, const Datums *d)
 {
     if (d->key[0] >= 0.0) return STATUS_OK;
-    return fail(STATUS_INVALID, "stable_reinforce: kl_coeff must be at least 0, not %g", d->key[0]);
+    return fail(STATUS_INVALID, "%s: kl_coeff must be at least 0, not %g", loss->name, d->key[0]);
 }
 
 /* ppo with one ratio for a datum's targets, r = exp(mean over mask ≠ 0 of sg(lp − q) + lp −
@@ -300,10 +322,10 @@ static Status jsd_rows_check(const Datums *d)
 #define COLDEST 1e-30
 #define HOTTEST 1e30
 
-static Status jsd_check(const Datums *d)
+static Status jsd_check(const Loss *loss, const Datums *d)
 {
     const double *key = d->key;
-    const char *name = "generalized_jsd";
+    const char *name = loss->name;
     if (!(key[JSD_BETA] >= 0.0 && key[JSD_BETA] <= 1.0))
         return fail(STATUS_INVALID, "%s: beta must be in [0, 1], not %g", name, key[JSD_BETA]);
     if (!(key[JSD_TEMPERATURE] > 0.0))
@@ -356,6 +378,7 @@ static const Loss losses[] = {
         .key = {{.name = "clip_low_threshold", .initial = 0.8},
                 {.name = "clip_high_threshold", .initial = 1.2}},
         .gate = 1,
+        .check = clip_check,
         .evaluate = ppo,
     },
     {
@@ -367,6 +390,7 @@ static const Loss losses[] = {
         .key = {{.name = "clip_low_threshold", .initial = 0.0},
                 {.name = "clip_high_threshold", .initial = 4.0}},
         .gate = 1,
+        .check = clip_check,
         .evaluate = cispo,
     },
     {
@@ -398,6 +422,7 @@ static const Loss losses[] = {
         .key = {{.name = "clip_low_threshold", .initial = 0.8},
                 {.name = "clip_high_threshold", .initial = 1.2}},
         .gate = 1,
+        .check = clip_check,
         .evaluate = gspo,
     },
     {

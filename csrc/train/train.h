@@ -32,7 +32,9 @@ typedef struct LossCall {
 
 typedef struct Datums Datums;
 
-typedef struct Loss {
+typedef struct Loss Loss;
+
+struct Loss {
     const char *name;
     int multi;    /* targets may be (N, K) */
     int whole;    /* evaluate needs all targets of a datum in one call */
@@ -52,9 +54,10 @@ typedef struct Loss {
         double initial; /* NAN: there is none, it must come; INFINITY: no bound */
     } key[LOSS_KEYS];
     int gate; /* input whose zeros mean: no gradient here; or UNGATED */
-    Status (*check)(const Datums *datums);    /* checks beyond this table; NULL: none */
+    /* Checks beyond this table; NULL: none. */
+    Status (*check)(const Loss *loss, const Datums *datums);
     double (*evaluate)(const LossCall *call); /* returns the loss, writes dlogp */
-} Loss;
+};
 
 const Loss *loss_find(const char *name);
 const Loss *loss_at(int index); /* NULL past the end */

@@ -81,7 +81,7 @@ def save(
     is as it was, and nothing of the new checkpoint is left.
     """
     folder = Path(folder)
-    _check_place(folder, overwrite)
+    _check_place(folder, meta.kind, overwrite)
     vectors = {"weights": _read_finite(adapter, "weights")}
     if optimizer:
         vectors |= _optimizer_vectors(adapter, average)
@@ -94,12 +94,12 @@ def save(
         disk.put(temporary, folder, overwrite=overwrite)
 
 
-def _check_place(folder: Path, overwrite: bool) -> None:
+def _check_place(folder: Path, kind: str, overwrite: bool) -> None:
     """Only an adapter's folder is overwritten: never a home folder that was named by mistake."""
     if folder.exists() and not overwrite:
-        raise FileExistsError(
-            f"the checkpoint {folder} exists; choose another name or overwrite it"
-        )
+        # The SDK's calls that save for sampling and export have no such argument.
+        way = " or pass overwrite=True" if kind == "weights" else ""
+        raise FileExistsError(f"the checkpoint {folder} exists; choose another name{way}")
     if not folder.exists() or (folder / META_FILE).exists() or (folder / CONFIG_FILE).exists():
         return
     if not folder.is_dir() or any(folder.iterdir()):

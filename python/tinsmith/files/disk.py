@@ -94,7 +94,7 @@ def put(folder: Path, place: Path, *, overwrite: bool) -> None:
     with alone(place.parent) as above:
         move = exchange if os.path.lexists(place) else Path.rename
         if move is exchange and not overwrite:
-            raise FileExistsError(f"{place} exists; choose another name or overwrite it")
+            raise FileExistsError(f"{place} exists; choose another name")
         move(folder, place)
         try:
             os.fsync(above)

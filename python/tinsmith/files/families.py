@@ -159,14 +159,13 @@ FAMILIES = (
     Family(
         "llama",
         "LlamaForCausalLM",
-        refused=("attention_bias", "sliding_window", "use_sliding_window"),
+        refused=("attention_bias",),
         gguf=PAIRS,
     ),
     Family(
         "mistral",
         "MistralForCausalLM",
         mixers=hugging_face.all_sliding,
-        refused=("use_sliding_window",),
     ),
     QWEN3_5,
     replace(QWEN3_5, architecture="Qwen3_5ForConditionalGeneration", section="text_config"),
@@ -499,8 +498,8 @@ def _read_model(folder: Path) -> tuple[Family, dict[str, Any], NDArray[np.float3
         "kv_heads": kv_heads,
         "head_width": head_width,
         "norm_eps": number(file, content, "rms_norm_eps", default=1e-6),
-        "context": hugging_face.context(file, content),
         "rope_scale": hugging_face.rope_scale(file, content),
+        "context": hugging_face.context(file, content),
         "rotary": rotary,
         "tied": int(bool(content.get(hugging_face.TIED, False))),
     }

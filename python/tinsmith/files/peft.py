@@ -87,6 +87,16 @@ def describe(version: Version) -> Lora:
 
 def _modules(folder: Path, tensors: weights.Tensors, rank: int) -> dict[str, int]:
     names = _trained(tensors)
+    if embedding := [name for name in names if ".lora_embedding_" in name]:
+        raise ValueError(
+            f"{folder} trains an embedding ({embedding[0]}); tinsmith trains attention, MLP and "
+            "unembedding: leave the embedding out of target_modules"
+        )
+    if whole := [name for name in names if ".lora_" not in name]:
+        raise ValueError(
+            f"{folder} has {whole[0]}, a whole matrix; only LoRA's A and B are read. If it is the "
+            "base model's, save the adapter with save_embedding_layers=False"
+        )
     modules = (name.partition(".lora_")[0] for name in names)
     found = dict.fromkeys((module.removeprefix(checkpoint.PREFIX) for module in modules), 0)
     wanted = {checkpoint.matrix_name(module, letter) for module in found for letter in "AB"}
