@@ -52,11 +52,14 @@ def test_forward_leaves_no_gradients(service_client):
     assert client.optim_step(ADAM).result().metrics["grad_norm"] > 0
 
 
-def test_missing_weights_are_ones(service_client):
+def test_missing_weights_are_ones_and_a_rollouts_other_inputs_are_unused(service_client):
     client = make_client(service_client)
-    bare, ones = (make_datum([11, 12], [12, 13], **more) for more in ({}, {"weights": [1, 1]}))
-    first, second = (client.forward([item], "cross_entropy").result() for item in (bare, ones))
-    assert first.metrics == second.metrics
+    rollout = {"advantages": [5, 5], "logprobs": [0, 0]}  # as the cookbook's SDFT sends it
+    first, *others = (
+        client.forward([make_datum([11, 12], [12, 13], **more)], "cross_entropy").result().metrics
+        for more in ({}, {"weights": [1, 1]}, rollout, rollout | {"weights": [1, 1]})
+    )
+    assert others == [first] * 3
 
 
 def test_datums_of_different_k_give_what_they_give_one_by_one(service_client):

@@ -103,7 +103,7 @@ def test_two_turns_of_one_trajectory(client) -> None:
         SampledProvenanceSpan(sequence_id=second.sequence_id, length=len(second.tokens)),
     ]
     advantages = [0.0] * 3 + [1.0] * count + [0.0] * 2 + [-1.0] * len(second.tokens)
-    datum = make_datum(tokens[:-1], tokens[1:], advantages=advantages, mask=np.sign(advantages))
+    datum = make_datum(tokens[:-1], tokens[1:], advantages=advantages, mask=np.abs(advantages))
     datum = datum.with_provenance(
         model_input=[*spans[:-1], dataclasses.replace(spans[-1], length=spans[-1].length - 1)],
         loss_fn_inputs=[dataclasses.replace(spans[0], offset=1, length=3), *spans[1:]],

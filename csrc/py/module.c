@@ -121,10 +121,11 @@ static PyObject *loss_row(const Loss *loss)
         }
         Py_DECREF(value);
     }
-    return Py_BuildValue("{s:s,s:N,s:N,s:N,s:N,s:N}", "name", loss->name, "multi",
+    const char *gate = loss->gate == UNGATED ? NULL : loss->input[loss->gate].name;
+    return Py_BuildValue("{s:s,s:N,s:N,s:N,s:z,s:N,s:N}", "name", loss->name, "multi",
                          PyBool_FromLong(loss->multi), "taught", PyBool_FromLong(loss->taught),
-                         "recorded", PyBool_FromLong(loss->recorded), "inputs", inputs, "config",
-                         config);
+                         "recorded", PyBool_FromLong(loss->recorded), "gate", gate, "inputs",
+                         inputs, "config", config);
 failed:
     Py_XDECREF(inputs);
     Py_XDECREF(config);
@@ -250,7 +251,7 @@ static PyObject *core_computes_with(PyObject *module, PyObject *args)
 
 static PyMethodDef core_methods[] = {
     {"losses", core_losses, METH_NOARGS,
-     "losses() -> list[dict]\n\nThe table of losses: name, multi, taught, recorded, inputs, "
+     "losses() -> list[dict]\n\nThe table of losses: name, multi, taught, recorded, gate, inputs, "
      "config (csrc/train/losses.c)."},
     {"slot_groups", core_slot_groups, METH_NOARGS,
      "slot_groups() -> dict[str, str]\n\nThe switch that trains beside each matrix's slot "

@@ -26,6 +26,7 @@ class LossRow(TypedDict):
     # targets (N, K) with the teacher's log-probabilities of them: Adapter.forward_backward
     taught: bool
     recorded: bool  # whether a server takes its first input from what it recorded when it sampled
+    gate: str | None  # the input whose zeros take targets out of the loss
     inputs: list[LossInput]  # float arrays of the targets' shape
     # loss_fn_config keys and their defaults; None: it must come, infinity: there is no bound
     config: dict[str, float | None]

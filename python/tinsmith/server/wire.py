@@ -26,17 +26,14 @@ from tinsmith.files.lora import LoraSpec
 from tinsmith.files.meta import METADATA_BYTES_MAX, is_finish
 from tinsmith.losses import custom_loss
 from tinsmith.losses.graph import CustomLoss
-from tinsmith.server import fields
+from tinsmith.server import fields, loss_inputs
 from tinsmith.server.arrays import Column, array_of, check_ids, elements, field_of
+from tinsmith.server.loss_inputs import TARGETS
 from tinsmith.server.messages import pb
 from tinsmith.server.pieces import Buffer, Lifted, cut, fill
 from tinsmith.server.sequences import Find, recorded_logprobs
 
 LOSSES = {row["name"]: row for row in losses()}
-TARGETS = "target_tokens"
-# Keys that recipes send with every loss: read where the loss takes them, passed over where not.
-TOLERATED = {"mask"} | {item["name"] for row in LOSSES.values() for item in row["inputs"]}
-TOLERATED |= {row["tokens"] for row in LOSSES.values() if row["tokens"]}
 NORMALIZATIONS = ("num_loss_tokens", "num_sequences")
 MESSAGE = "ForwardBackwardRequest message"
 DATUMS_MAX = 1_000_000  # as many as the SDK sends in one request
@@ -288,7 +285,7 @@ def batch(
     for one in call.take():
         row_tokens = _datum_tokens(one, model)
         row_targets = _datum_targets(one, len(row_tokens), model.vocab, row)
-        _check_keys(one)
+        others = loss_inputs.unread(one.where, row, one.inputs)
         tokens.add(row_tokens)
         targets.add(row_targets.ravel())
         shapes.append(row_targets.shape)
@@ -306,6 +303,10 @@ def batch(
                 one.datum, one.where, row_tokens, row_targets, advantages, find
             )
             inputs["logprobs"].add(array)
+        for key in others:
+            mask, gate = _datum_input(one, key, row_targets.shape, row), row["gate"]
+            counted = inputs[gate].last if gate else np.ones(mask.size)
+            loss_inputs.check_mask(one.where, row, key, mask, counted)
     counts = [shape[1] if len(shape) == 2 else 1 for shape in shapes]
     return Batch(
         tokens=tokens.whole(),
@@ -482,13 +483,6 @@ def _datum_targets(one: One, length: int, vocab: int, row: Mapping[str, Any]) ->
         raise ValueError(f"{where} has shape {array.shape}: at least 1 is needed")
     check_ids(array, vocab, where)
     return array.astype(np.int32)
-
-
-def _check_keys(one: One) -> None:
-    unknown = sorted(set(one.inputs) - TOLERATED - {TARGETS})
-    if unknown:
-        known = sorted(TOLERATED | {TARGETS})
-        raise ValueError(f"{one.where}: unknown loss_fn_inputs {unknown}; there are {known}")
 
 
 def _datum_input(
