@@ -145,6 +145,16 @@ def test_stops_do_not_depend_on_how_a_text_is_cut(text: str, data: some.DataObje
     assert (found + search.end(), search.found) == first_stop(text, stops)
 
 
+def test_the_stop_that_is_complete_first_is_the_first() -> None:
+    for stops, wanted in (
+        (["abcd", "c"], ("ab", "c", "d")),
+        (["bc", "abc", "c"], ("", "abc", "d")),
+        (["abx", "d"], ("abc", "d", "")),
+    ):
+        search = Stops(stops)
+        assert (search.add("abcd"), search.found, search.rest) == wanted
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @same
 @given(data=some.data())
