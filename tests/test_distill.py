@@ -1,16 +1,14 @@
 """Adapter.distill, the engine's loss with a teacher: one step beside transformers, PEFT and OPSD's
 loss in float64, every LoRA gradient included; rows that do not see each other; what is refused."""
 
-import contextlib
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from distill_cases import LOSS, Pair, distill, in_torch, pair
-from engine import device
+from engine import device, emulated_library, kernels_given
+from midway import interrupt_midway
 from models import SPECS, Spec, call, datum, error, folder, loaded, make, randomize
 from tinsmith import _core
 from tinsmith.files.families import load_model
@@ -315,48 +313,28 @@ def test_a_gradient_that_overflows_is_dropped() -> None:
 
 
 def test_an_interrupt_adds_nothing() -> None:
-    adapter, done = student(step_tokens=1), threading.Event()
-
-    def interrupt() -> None:
-        while not done.wait(0.001):
-            adapter.interrupt()
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt, match="interrupted"):
-            distill(adapter, pairs() * 40)
-    finally:
-        done.set()
-        thread.join()
+    adapter = student(step_tokens=1)
+    interrupt_midway(adapter, adapter.clear_gradients, lambda: distill(adapter, pairs() * 40))
     assert not adapter.read("gradients").any() and adapter.pending == (0.0, 0.0, 0.0)
     assert distill(adapter, pairs())[2] == distill(student(), pairs())[2]
 
 
 def test_an_interrupt_ends_the_teachers_forward_between_its_layers(tmp_path) -> None:
-    """In seconds of this thread's own: the student's forward, which sees it too, is short."""
-    sizes = {"num_hidden_layers": 16, "max_position_embeddings": 2000}
-    path = make(Spec("qwen3", {**SPECS[NAME].config, **sizes}), tmp_path / "deep")
-    adapter = _core.Adapter(load_model(path, threads=1).core, rank=1)
-    data, done = [pair(NAME, prompt=1, completion=1, hint=1500)], threading.Event()
+    """The teacher's is the first forward of a micro-batch. On the emulated card, which counts its
+    kernels: a layer has more than one."""
+    emulated_library()
+    config = {**SPECS[NAME].config, "num_hidden_layers": 16}
+    core = load_model(make(Spec("qwen3", config), tmp_path / "deep"), device="cuda-emulated").core
+    adapter, given = _core.Adapter(core, rank=1, step_tokens=1), [kernels_given()]
 
-    def seconds() -> float:
-        start = time.thread_time()
-        with contextlib.suppress(KeyboardInterrupt):
-            distill(adapter, data, backward=False)
-        return time.thread_time() - start
+    def between(done: int, count: int) -> None:
+        given.append(kernels_given())
+        adapter.interrupt()
 
-    def interrupt() -> None:
-        while not done.wait(0.001):
-            adapter.interrupt()
-
-    whole, thread = seconds(), threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        assert min(seconds() for _ in range(3)) < 0.5 * whole
-    finally:
-        done.set()
-        thread.join()
+    with pytest.raises(KeyboardInterrupt, match="interrupted"):
+        distill(adapter, [pair(NAME, 1, 1, 1)] * 2, backward=False, between=between)
+    begun, paused, ended = *given, kernels_given()
+    assert ended - paused < 16 < (paused - begun) / 8
 
 
 # ---- the GPU's device ----

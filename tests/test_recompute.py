@@ -2,7 +2,6 @@
 are bit for bit those of a step that keeps everything, and the memory is the plan's."""
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import tinsmith
 from distill_cases import distill, pair
 from emulated_card import emulated_card
+from midway import interrupt_midway
 from models import DEVICE, WEIGHTS, Datum, call, cpu_only, datum, folder, randomize, tokens_of
 from packed_weights import quantise_large, whole
 from tinsmith import _core
@@ -250,20 +250,10 @@ def test_a_student_of_a_teacher_keeps_less_too() -> None:
 def test_an_interrupt_while_layers_are_made_again_changes_nothing() -> None:
     limit = least()
     adapter, wanted = adapter_of(step_tokens=LONG, step_bytes=limit), step(adapter_of(), [one()])
-    done = threading.Event()
-
-    def interrupt() -> None:
-        while not done.wait(0.001):
-            adapter.interrupt()
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            call(adapter, [one()] * 30, "importance_sampling")
-    finally:
-        done.set()
-        thread.join()
+    data = [one()] * 30
+    interrupt_midway(
+        adapter, adapter.clear_gradients, lambda: call(adapter, data, "importance_sampling")
+    )
     assert not adapter.read("gradients").any()
     assert step(adapter, [one()]) == wanted
 
