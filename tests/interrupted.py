@@ -1,7 +1,8 @@
 """A process that is sent SIGINT in the middle of long calls: see test_interrupt.py.
 
-For each call it prints its name when the call is about to begin, and afterwards a line of JSON: how
-long it took, what it raised, and whether the adapter is as it was.
+For each call it prints its name when the call is about to begin, and afterwards a line of JSON:
+what it raised, how many decoding steps began after it was told to stop, and whether the adapter is
+as it was.
 """
 
 import json
@@ -11,12 +12,14 @@ from collections.abc import Callable
 
 import numpy as np
 import tinsmith
+from tinsmith.engine.decoding import Decoder
 
 ROWS = [np.full(2000, 7, np.int32)] * 400  # minutes of work
 FEW = [np.full(300, 7, np.int32)] * 2
 ONES = [np.ones(2000, np.float32)] * 400
 TEACHER = [np.full(2001, 7, np.int32)] * 400
 PROMPTS = [np.full(1900, 7, np.int32)] * 1000
+STEPS, STOPS = list[int](), list[int]()
 
 
 def state(adapter: tinsmith.Adapter) -> list:
@@ -25,8 +28,21 @@ def state(adapter: tinsmith.Adapter) -> list:
     return [vectors, adapter.step, adapter.core.pending]
 
 
+def count(name: str, counts: list[int]) -> None:
+    """Has calls of a decoder's method noted as the number of steps so far."""
+    method = getattr(Decoder, name)
+
+    def noted(decoder: Decoder) -> None:
+        counts.append(len(STEPS))
+        method(decoder)
+
+    setattr(Decoder, name, noted)
+
+
 def main(folder: str) -> None:
     """Makes each call, to be interrupted."""
+    count("step", STEPS)
+    count("interrupt", STOPS)
     model = tinsmith.Model(folder, device="cpu", threads=1)
     adapter = model.lora(rank=4, seed=1)
     short = np.arange(5, 25, dtype=np.int32)
@@ -51,16 +67,17 @@ def main(folder: str) -> None:
         ),
     }
     for name, call in calls.items():
-        print(name, flush=True)
-        start, raised = time.monotonic(), ""
+        raised = ""
+        STOPS.clear()
         try:
+            print(name, flush=True)
             call()
         except BaseException as error:
             raised = type(error).__name__
-        took = time.monotonic() - start
+        late = len(STEPS) - STOPS[0] if STOPS else 0
         same = state(adapter) == before
         same &= bool((model.logprobs(short, adapter=adapter) == scores).all())
-        print(json.dumps({"raised": raised, "seconds": took, "same": same}), flush=True)
+        print(json.dumps({"raised": raised, "late": late, "same": same}), flush=True)
     adapter.backward(zeros)  # of the forward that was made before the interrupted one
     other = model.lora(rank=4, seed=1)
     other.forward_backward(short, short)

@@ -79,11 +79,14 @@ def test_a_name_with_a_suffix_has_the_tokenizer_of_the_name_without_it(
 
 THREAD = """
 import threading, time
+said = threading.Event()
 def late():
+    said.wait()
     time.sleep(0.2)
     print("from the other")
 threading.Thread(target=late).start()
 print("from the main thread")
+said.set()
 """
 CALLBACKS = """
 import atexit, logging.handlers, sys

@@ -3,7 +3,6 @@ a kernel's interrupt ends a training step in it."""
 
 import copy
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,12 +104,10 @@ def test_a_kernels_interrupt_ends_a_step_and_leaves_the_adapter_as_it_was() -> N
     try:
         assert client.execute_interactive(SETUP, timeout=60)["content"]["status"] == "ok"
         # What comes next is not part of the same run, so the error does not call it off.
-        message = client.execute("adapter.forward_backward(rows, rows)", stop_on_error=False)
-        while True:
-            seen = client.get_iopub_msg(timeout=60)
-            if seen["msg_type"] == "execute_input" and "rows, rows" in seen["content"]["code"]:
-                break
-        time.sleep(0.3)
+        code = "print('begun', flush=True); adapter.forward_backward(rows, rows)"
+        message = client.execute(code, stop_on_error=False)
+        while client.get_iopub_msg(timeout=60)["content"].get("text") != "begun\n":
+            pass
         manager.interrupt_kernel()
         reply = client.get_shell_msg(timeout=60)
         assert reply["parent_header"]["msg_id"] == message
