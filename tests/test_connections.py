@@ -43,11 +43,29 @@ async def app(scope, receive, send) -> None:
             await send({"type": "http.response.body"})
 
 
+class Clock:
+    """The connections' own, which tests put forward."""
+
+    passed = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.passed
+
+    def pass_time(self) -> None:
+        """More than any connection is waited for."""
+        self.passed += connections.HEAD_SECONDS + connections.READ_SECONDS
+
+
 @pytest.fixture
-def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server of the app, whose `address` is where it listens, and which soon loses patience."""
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
-    monkeypatch.setattr(connections, "READ_SECONDS", 0.3)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(connections, "time", made)
+    return made
+
+
+@pytest.fixture
+def running(clock: Clock) -> Iterator[Server]:
+    """A server of the app, whose `address` is where it listens."""
     server = Server(app)
     with Listener(socket.AF_INET) as listener:
         listener.bind(("127.0.0.1", 0))
@@ -67,12 +85,19 @@ def connect(server: Server, data: bytes = b"") -> socket.socket:
     return made
 
 
-def is_over(client: socket.socket) -> bool:
-    """Waits until the other side ends the connection."""
-    try:
-        return client.recv(1) == b""
-    except ConnectionError:
-        return True
+def is_over(client: socket.socket, clock: Clock | None = None) -> bool:
+    """Waits until the other side ends the connection; time passes meanwhile on a clock."""
+    client.settimeout(0.1 if clock else 60)
+    for _ in range(600):
+        try:
+            return client.recv(1) == b""
+        except TimeoutError:
+            if clock is None:
+                return False
+            clock.pass_time()
+        except ConnectionError:
+            return True
+    return False
 
 
 def reply(client: socket.socket) -> bool:
@@ -88,30 +113,44 @@ def answers(server: Server) -> bool:
 
 
 @pytest.mark.parametrize("sent", (b"", b"G", HEAD, HEAD + b"\r\n" + HEAD, b"\r\n"))
-def test_a_head_that_does_not_come_ends_the_connection(running: Server, sent: bytes) -> None:
+def test_a_head_that_does_not_come_ends_the_connection(
+    running: Server, clock: Clock, sent: bytes
+) -> None:
     with connect(running, sent) as client:
         if sent.count(b"Host") == 2:  # one was answered
             assert reply(client)
-        assert is_over(client)
+        assert is_over(client, clock)
 
 
-def test_a_body_that_nobody_reads_must_end_too(running: Server) -> None:
+def test_a_body_that_nobody_reads_must_end_too(running: Server, clock: Clock) -> None:
     with connect(running, b"POST / HTTP/1.1\r\nContent-Length: 999999\r\n\r\n") as client:
         assert reply(client)
-        assert is_over(client)
+        assert is_over(client, clock)
 
 
-def test_a_client_between_two_requests_is_waited_for(running: Server) -> None:
+def test_a_client_between_two_requests_is_waited_for(
+    running: Server, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep, swept = connections.Connection.sweep, threading.Semaphore(0)
+
+    def counted(connection: connections.Connection, now: float) -> None:
+        sweep(connection, now)
+        if now > moment:
+            swept.release()
+
     with connect(running) as client:
-        for _ in range(2):
-            client.sendall(HEAD + b"\r\n")
-            assert reply(client)
-            time.sleep(1)  # longer than a head may take, and several sweeps
+        client.sendall(HEAD + b"\r\n")
+        assert reply(client)
+        clock.pass_time()
+        moment = clock.monotonic()
+        monkeypatch.setattr(connections.Connection, "sweep", counted)
+        assert swept.acquire(timeout=60) and swept.acquire(timeout=60)
+        client.sendall(HEAD + b"\r\n")
+        assert reply(client)
 
 
 @pytest.mark.parametrize("sent", (b"X-A: b\r\n", b"a"), ids=("many", "long"))
-def test_a_head_without_an_end_is_not_kept(running: Server, monkeypatch, sent: bytes) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 1000.0)
+def test_a_head_without_an_end_is_not_kept(running: Server, sent: bytes) -> None:
     with connect(running, HEAD) as client, pytest.raises(ConnectionError):
         for _ in range(64):
             client.sendall(sent * ((1 << 20) // len(sent)))
@@ -143,19 +182,19 @@ def test_a_client_that_leaves_a_second_request_behind_ends_the_first(running: Se
     assert answers(running)
 
 
-def test_a_client_that_does_not_read_is_let_go_of(running: Server) -> None:
+def test_a_client_that_does_not_read_is_let_go_of(running: Server, clock: Clock) -> None:
     with connect(running, b"GET /long HTTP/1.1\r\nHost: a\r\n\r\n") as client:
         end = time.monotonic() + 60
         while not running.server_state.connections and time.monotonic() < end:
             time.sleep(0.01)
         while running.server_state.connections and time.monotonic() < end:
-            time.sleep(0.01)
+            clock.pass_time()
+            time.sleep(0.1)
         assert not running.server_state.connections
         client.close()
 
 
-def test_a_crowd_of_silent_connections_keeps_nobody_out(running: Server, monkeypatch) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 1000.0)
+def test_a_crowd_of_silent_connections_keeps_nobody_out(running: Server) -> None:
     running.server_state.count_max = 8
     with connect(running, HEAD + b"\r\n") as asked:
         assert reply(asked)

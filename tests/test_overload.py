@@ -15,7 +15,7 @@ from conftest import CONTEXT, Wire, logprobs, make_datum
 from small_run import make_client
 from tinsmith.engine.decoding import SampleRequest
 from tinsmith.server.backend import Backend
-from tinsmith.server.overload import Overloaded, Queue
+from tinsmith.server.overload import Overloaded, Queue, _Line
 from tinsmith.server.wire_sampling import SAMPLE_BYTES, held_bytes
 
 LIMIT = 20_000
@@ -33,6 +33,13 @@ def crowded(tiny_model_dir: Path, tmp_path: Path) -> Iterator[Backend]:
         yield backend
 
 
+def wait_for(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def ask_for_everything(backend: Backend, crowd: Callable[[], bool]) -> tuple[list, list]:
     """200 requests at once: 100 samples, and 25 forwards from each of four training clients. The
     engine answers none before there is a `crowd`."""
@@ -42,15 +49,12 @@ def ask_for_everything(backend: Backend, crowd: Callable[[], bool]) -> tuple[lis
         params = [tinker.SamplingParams(max_tokens=24, seed=seed, stop=[]) for seed in range(100)]
         prompt = tinker.ModelInput.from_ints(list(range(5, 45)))
         go = threading.Event()
-        backend.worker._put(lambda: go.wait(60))
+        backend.worker._put(lambda: go.wait(120))
         drawn = [sampler.sample(prompt, 1, one) for one in params]
         data = [make_datum([n + 3] * 90, [n + 4] * 90, weights=[1] * 90) for n in range(25)]
         trained = [c.forward([one], "cross_entropy") for c in trainers for one in data]
         assert len(drawn) + len(trained) == 200
-        end = time.monotonic() + 50
-        while not crowd() and time.monotonic() < end:
-            time.sleep(0.01)
-        assert crowd()
+        wait_for(crowd)
         go.set()
         return (
             [list(one.result(timeout=120).sequences[0].tokens) for one in drawn],
@@ -58,10 +62,15 @@ def ask_for_everything(backend: Backend, crowd: Callable[[], bool]) -> tuple[lis
         )
 
 
-def test_all_of_200_requests_are_answered_right(crowded, tiny_model_dir, tmp_path, monkeypatch):
-    refused: list[int] = []
-    full = Queue._full
-    monkeypatch.setattr(Queue, "_full", lambda q: refused.append(q.bytes) or full(q))
+@pytest.fixture
+def refused(monkeypatch) -> list[int]:
+    """The bytes that waited whenever a request was told to come again."""
+    found, full = list[int](), Queue._full
+    monkeypatch.setattr(Queue, "_full", lambda queue: found.append(queue.bytes) or full(queue))
+    return found
+
+
+def test_all_of_200_requests_are_answered_right(crowded, tiny_model_dir, tmp_path, refused):
     with start(tiny_model_dir, tmp_path / "roomy") as backend:
         expected = ask_for_everything(backend, lambda: backend.queue.peak > 4 * LIMIT)
         assert not refused  # though there is more than fits into the crowded one
@@ -96,7 +105,7 @@ def test_the_queue_takes_an_eighth_of_a_small_memory(tiny_model_dir, tmp_path):
         assert backend.queue.bytes_max == 10 << 20
 
 
-def test_who_waits_too_long_is_told_to_come_again(crowded):
+def test_who_waits_too_long_is_told_to_come_again(crowded, monkeypatch):
     crowd, wire = Crowd(crowded), Wire(crowded.url)
     model = wire.create()
     asked = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 0}
@@ -106,9 +115,10 @@ def test_who_waits_too_long_is_told_to_come_again(crowded):
         "seq_id": 0,
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
     }
-    begin = time.monotonic()
+    waited, move = list[int](), _Line.move
+    monkeypatch.setattr(_Line, "move", lambda line: (waited.append(len(line._waiting)), move(line)))
     reply = wire.http.post("/asample", json=body)
-    assert reply.status_code == 429 and 0.25 < time.monotonic() - begin < 5
+    assert reply.status_code == 429 and max(waited) == 1
     assert reply.headers["retry-after"] == "0.1"
     assert f"in its queue, and takes 8 of {LIMIT} at once" in reply.json()["detail"]
     # A small request that waits for nothing in memory is answered all the same.
@@ -147,12 +157,12 @@ def test_a_request_for_many_samples_counts_for_each_of_them(crowded):
     assert wire.result(promise) == {}
 
 
-def test_a_training_request_is_sent_again_by_the_sdk(crowded):
+def test_a_training_request_is_sent_again_by_the_sdk(crowded, refused):
     with crowded.service_client() as service:
         client, crowd = make_client(service), Crowd(crowded)
         data = [make_datum([5] * 100, [6] * 100)] * 4
         waiting = client.forward(data, "cross_entropy")
-        time.sleep(1)  # it was refused once at least
+        wait_for(lambda: len(refused) > 0)
         crowd.leave()
         assert waiting.result(timeout=60).metrics["loss:sum"] > 0
     assert crowded.queue.peak <= LIMIT
@@ -197,10 +207,11 @@ def test_small_requests_are_counted_too():
 @pytest.mark.parametrize("cancelled", (False, True))
 def test_what_fits_comes_in_as_soon_as_the_one_in_front_of_it_gives_up(cancelled: bool):
     async def main() -> None:
-        queue = Queue(bytes_max=10, hold_seconds=30.0 if cancelled else 0.5)
+        queue = Queue(bytes_max=10, hold_seconds=60.0 if cancelled else 0.1)
         with await queue.enter(6):
             large = asyncio.create_task(queue.enter(8))
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0)
+            queue._line._hold_seconds = 60.0  # of those that come now
             small = asyncio.create_task(queue.enter(3))
             await asyncio.sleep(0)
             assert not small.done()
@@ -208,7 +219,7 @@ def test_what_fits_comes_in_as_soon_as_the_one_in_front_of_it_gives_up(cancelled
                 large.cancel()
             with pytest.raises(asyncio.CancelledError if cancelled else Overloaded):
                 await large
-            (await asyncio.wait_for(small, 0.1)).leave()
+            (await small).leave()
         assert (queue.bytes, queue.count) == (0, 0)
 
     asyncio.run(main())
@@ -216,25 +227,20 @@ def test_what_fits_comes_in_as_soon_as_the_one_in_front_of_it_gives_up(cancelled
 
 def test_places_are_given_in_the_order_of_arrival_and_none_is_lost():
     async def main() -> None:
-        queue, order = Queue(bytes_max=10, hold_seconds=5.0), []
+        queue, order = Queue(bytes_max=10, hold_seconds=60.0), []
 
         async def one(name: str, size: int) -> None:
             with await queue.enter(size):
                 order.append(name)
-                await asyncio.sleep(0.01)
-
-        async def gives_up() -> None:
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.02):
-                    await one("left", 9)
+                await asyncio.sleep(0)
 
         with await queue.enter(10):
-            tasks = [
-                asyncio.create_task(each)
-                for each in (gives_up(), one("large", 8), one("small", 3), one("tiny", 1))
-            ]
-            await asyncio.sleep(0.1)
-            assert order == []
+            sizes = {"left": 9, "large": 8, "small": 3, "tiny": 1}
+            left, *tasks = [asyncio.create_task(one(*each)) for each in sizes.items()]
+            await asyncio.sleep(0)
+            left.cancel()
+            await asyncio.wait([left])
+            assert left.cancelled() and order == []
         await asyncio.gather(*tasks)
         assert order == ["large", "small", "tiny"]
         assert (queue.bytes, queue.count, queue.peak) == (0, 0, 10)

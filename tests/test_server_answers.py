@@ -1,44 +1,40 @@
 """The server answers while the engine computes: no lock, and no GIL, is held across the maths."""
 
 import threading
-import time
-from itertools import pairwise
+from pathlib import Path
 
-import tinker
-from conftest import CONTEXT, Wire, make_datum
+import numpy as np
+import pytest
+from conftest import Wire, make_datum
+from tinsmith.demo.demo import MODEL
+from tinsmith.server.backend import Backend
 
-
-def long_data(datums: int) -> list[tinker.Datum]:
-    """Datums of the whole context."""
-    ids = [5 + i % 200 for i in range(CONTEXT)]
-    return [make_datum(ids, ids[1:] + ids[:1]) for _ in range(datums)]
+ROUNDS, TRIES = 4, 30
 
 
-def test_others_are_answered_during_a_long_forward_backward(server):
-    wire, others = Wire(server.url), Wire(server.url, key="tml-beside")
-    known = others.post("/create_session", tags=[], user_metadata={}, sdk_version="0")
-    model, seq, datums, alone = wire.create(), 0, 250, 0.0
-    while alone < 1:  # as many as take a second on this machine
-        seq, datums, start = seq + 1, 2 * datums, time.perf_counter()
-        wire.result(wire.forward_backward(model, seq, long_data(datums)))
-        alone = time.perf_counter() - start
-    data = long_data(datums)
-    ended: list[float] = []
+def test_others_are_answered_during_a_long_forward_backward(tmp_path: Path) -> None:
+    """Many times within one micro-batch, for between two of them others have their turns anyway; on
+    a busy machine perhaps in a later one."""
+    ids = np.full(2000, 7).tolist()
+    with Backend({"demo": MODEL}, checkpoints=tmp_path, device="cpu", threads=1) as backend:
+        wire, others = Wire(backend.url), Wire(backend.url, key="tml-beside")
+        known = others.post("/create_session", tags=[], user_metadata={}, sdk_version="0")
+        model = wire.create("demo")
 
-    def compute() -> None:
-        wire.result(wire.forward_backward(model, seq + 1, data))
-        ended.append(time.perf_counter())
+        def train(seq: int) -> None:
+            wire.result(wire.forward_backward(model, seq, [make_datum(ids, ids)]))
 
-    ticks = [time.perf_counter()]
-    caller = threading.Thread(target=compute)
-    caller.start()
-    while not ended:
-        assert others.http.get("/healthz").json() == {"status": "ok"}
-        others.post("/session_heartbeat", session_id=known["session_id"])
-        assert others.http.post("/retrieve_future", json={"request_id": "x"}).status_code == 404
-        ticks.append(time.perf_counter())
-    caller.join()
-    # Whatever stops the server, or this process, for the time of the computation is one long gap.
-    gaps = sorted(after - before for before, after in pairwise(ticks))
-    assert len(gaps) >= 20
-    assert gaps[-1] < (ended[0] - ticks[0]) / 2
+        for seq in range(1, TRIES):
+            caller, rounds = threading.Thread(target=train, args=(seq,)), 0
+            caller.start()
+            while caller.is_alive() and rounds < ROUNDS:
+                call = backend.worker.now.training
+                assert others.http.get("/healthz").json() == {"status": "ok"}
+                others.post("/session_heartbeat", session_id=known["session_id"])
+                told = others.http.post("/retrieve_future", json={"request_id": "x"})
+                assert told.status_code == 404
+                rounds += call is not None and backend.worker.now.training is call
+            caller.join()
+            if rounds == ROUNDS:
+                return
+    pytest.fail("the server stood still")
