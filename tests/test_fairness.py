@@ -1,6 +1,7 @@
 """A client with little to do beside one with much: who has one request does not wait for
 the queue of the other, nobody starves, and what anybody gets has the bits that it has alone."""
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -215,11 +216,13 @@ def batch() -> Batch:
 def test_a_sample_ends_before_those_of_another_clients_queue(worker) -> None:
     worker.open_base("base", "tiny")
     prompt, order = np.asarray([5, 6], np.int32), []
-    request = SampleRequest(prompt, max_tokens=100)
+    request, go = SampleRequest(prompt, max_tokens=100), threading.Event()
+    worker._put(lambda: go.wait(60))  # until all of them are there
     large = [worker.sample("base", request, client=1) for _ in range(500)]
     small = worker.sample("base", SampleRequest(prompt, max_tokens=5), client=2)
     for future in (*large, small):
         future.add_done_callback(order.append)
+    go.set()
     for future in large:
         future.result(timeout=60)
     assert order[0] is small
@@ -254,10 +257,13 @@ def test_runs_take_turns_and_each_keeps_its_order(worker) -> None:
         future.add_done_callback(lambda _: order.append((run, seq)))
         return future
 
-    first = worker.reject("large", 1, ValueError("it holds the thread"))
+    go = threading.Event()
+    worker._put(lambda: go.wait(60))  # until all of them are there
+    first = worker.reject("large", 1, ValueError("its turn is over"))
     large = [ask_for("large", seq) for seq in (3, 2, *range(4, 42))]  # 2 comes late
     small = ask_for("small", 1)
-    assert "holds the thread" in str(first.exception(timeout=60))
+    go.set()
+    assert "its turn is over" in str(first.exception(timeout=60))
     losses = {future.result(timeout=60).loss for future in large}
     assert losses == {small.result(timeout=60).loss}
     assert [seq for run, seq in order if run == "large"] == list(range(2, 42))

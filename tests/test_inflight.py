@@ -4,7 +4,7 @@ In the engine a request of a session is given other weights between two steps. W
 compared with what the trainer's forward gives on the weights that drew it, and, where all keys were
 computed by one of the two, with the same request without a session, bit for bit."""
 
-import time
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -229,17 +229,20 @@ def test_requests_under_way_go_on_with_the_new_weights(client, server, monkeypat
     whole = ask(sampler, length).result().sequences[0]
     train(client)
     steps, step = [0], Decoder.step
+    held, go = threading.Event(), threading.Event()
 
-    def slow(self) -> None:
-        steps[0] += 1
-        time.sleep(0.02)
-        step(self)
+    def hold(self) -> None:
+        if steps[0] < 5 or go.is_set():
+            steps[0] += 1
+            step(self)
+        else:
+            held.set()
 
-    monkeypatch.setattr(Decoder, "step", slow)
+    monkeypatch.setattr(Decoder, "step", hold)
     future = ask(sampler, length)
-    while steps[0] < 5:
-        time.sleep(0.005)
+    assert held.wait(60)
     second = sampler_of(client, "inflight")
+    go.set()
     mixed = future.result().sequences[0]
     monkeypatch.setattr(Decoder, "step", step)
     fresh = ask(second, length).result().sequences[0]

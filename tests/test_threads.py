@@ -32,8 +32,11 @@ def losses(adapter: _core.Adapter, calls: int = 3) -> list[float]:
     ]
 
 
+TASKS = Path("/proc/self/task")
+
+
 def tasks() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
+    return len(list(TASKS.iterdir()))
 
 
 def test_devices_share_one_crew(tiny_model_dir: Path) -> None:
@@ -54,7 +57,7 @@ def share(tiny_model_dir: Path) -> None:
     assert tasks() == before + 4
     assert losses(more) == losses(more)
     del more
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while tasks() > before and time.monotonic() < end:
         time.sleep(0.01)  # the system takes a moment to forget a thread that was joined
     assert tasks() == before
@@ -196,14 +199,35 @@ def test_a_model_in_a_call_at_a_fork_is_refused_in_the_child(tiny_model_dir: Pat
             return 2 if "when the process was forked: load the model again" in str(error) else 3
         return 0 if found == expected else 1
 
-    codes = [child_of_a_busy_process(lambda: losses(adapter, 20), child) for _ in range(5)]
-    assert set(codes) <= {0, 2} and 2 in codes
+    for _ in range(100):  # a fork may come between two calls
+        code = child_of_a_busy_process(lambda: losses(adapter, 20), child)
+        assert code in (0, 2)
+        if code == 2:
+            return
+    pytest.fail("no call was under way at a fork")
 
 
 def test_an_idle_crew_uses_no_time(tiny_model_dir: Path) -> None:
+    """In a process of its own, whose threads are the crew's. Each sleeps until it is called: who
+    looks now and then wakes for it."""
+    script = "import sys, pathlib, test_threads; test_threads.idle(pathlib.Path(sys.argv[1]))"
+    command = [sys.executable, "-c", script, str(tiny_model_dir)]
+    subprocess.run(command, check=True, cwd=Path(__file__).parent, timeout=120)
+
+
+def idle(tiny_model_dir: Path) -> None:
+    before = set(TASKS.iterdir())
     adapter = adapter_on(tiny_model_dir, 4)
+    workers = set(TASKS.iterdir()) - before
     losses(adapter)
-    time.sleep(0.1)
-    start = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - start < 0.05
+
+    def turns() -> list[str]:
+        """Whether each sleeps, and how often it had a core."""
+        lines = [line for one in workers for line in (one / "status").read_text().splitlines()]
+        return [line for line in lines if line.startswith("State") or "ctxt_switches" in line]
+
+    end, seen = time.monotonic() + 60, [turns()]
+    while sum("sleeping" in line for line in seen[-1]) < 3 or seen[-1] not in seen[:-1]:
+        assert time.monotonic() < end, seen
+        time.sleep(0.5)
+        seen.append(turns())
