@@ -21,7 +21,7 @@ from tinsmith.files.store import Store
 from tinsmith.server.backend import Backend
 
 GOOD = [([11, 12, 13], [12, 13, 14], [1.0, 2.0, 0.5])]
-SECONDS = 20  # longer is a hang
+SECONDS = 60  # longer is a hang
 
 
 def good_data() -> list[tinker.Datum]:

@@ -157,9 +157,8 @@ def test_a_models_memory_and_thread_go_with_it(tiny_model_dir: Path) -> None:
     references = sys.getrefcount(core)
     del model
     gc.collect()
-    for _ in range(100):
-        if threads() == before:
-            break
+    end = time.monotonic() + 60
+    while threads() != before and time.monotonic() < end:
         time.sleep(0.02)
     assert threads() == before
     assert sys.getrefcount(core) < references

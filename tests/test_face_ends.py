@@ -127,7 +127,7 @@ def test_a_closed_models_thread_ends(opened: tinsmith.Model) -> None:
     [thread] = opened.engine.turns._pool._threads
     assert thread.is_alive()
     opened.close()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 

@@ -190,7 +190,7 @@ def serving(words: list[str], environment: dict[str, str], folder: Path) -> Iter
     try:
         yield re.findall(r"http://\S+", process.stdout.readline())[0]  # type: ignore[union-attr]
         process.terminate()
-        assert process.wait(timeout=15) == 0
+        assert process.wait(timeout=60) == 0
     finally:
         process.kill()
         process.wait()

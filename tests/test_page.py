@@ -132,7 +132,7 @@ def colour(token: Any) -> float:
 def until(page: Any, expression: str) -> None:
     """Waits until an expression is true. (Playwright's own way is an eval, which the policy
     forbids.)"""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not page.evaluate(expression):
         assert time.monotonic() < end, expression
         page.wait_for_timeout(20)

@@ -278,7 +278,7 @@ def test_an_existing_name_is_refused_unless_overwritten(service_client):
     path = client.save_state("same").result().path
     train(client, 1)
     with pytest.raises(tinker.RequestFailedError, match="exists"):
-        client.save_state("same").result(timeout=20)
+        client.save_state("same").result(timeout=60)
     assert client.save_state("same", overwrite=True).result().path == path
     loaded = service_client.create_training_client_from_state(path).result()
     np.testing.assert_array_equal(read(loaded), read(client))
