@@ -326,3 +326,50 @@ def test_the_server_does_not_know_the_c_engine() -> None:
     for module, path in modules().items():
         if room_of(module) == "server":
             assert "tinsmith._core" not in imports(path), module
+
+
+# ---- tests ask no clock ----
+
+READING = re.compile(r"time\.(time|monotonic|perf_counter|process_time|thread_time)(_ns)?\(\)")
+
+
+def clock_spans(text: str) -> list[int]:
+    """The lines of a Python text that subtract a clock's reading from another one: calls of a
+    clock, and names that a function gives to what they return."""
+    found = set[int]()
+    for scope in ast.walk(ast.parse(text)):
+        if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        names = set[str]()
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Assign):
+                sides = node.targets[0], node.value
+                both = all(isinstance(side, ast.Tuple) for side in sides)
+                for name, value in zip(*(s.elts if both else [s] for s in sides), strict=False):
+                    if READING.fullmatch(ast.unparse(value)):
+                        names.add(ast.unparse(name))
+        for node in ast.walk(scope):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+                sides = map(ast.unparse, (node.left, node.right))
+                if all(side in names or READING.fullmatch(side) for side in sides):
+                    found.add(node.lineno)
+    return sorted(found)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").glob("*.py")), ids=name_of)
+def test_no_test_asks_how_long_something_took(path: Path) -> None:
+    """A busy machine takes as long as it likes. Count what happens, or give the program a clock of
+    the test's; a deadline, after which something hangs, is no span."""
+    assert not clock_spans(path.read_text())
+
+
+def test_a_span_of_a_clock_would_be_found() -> None:
+    text = """
+        start, other = time.monotonic(), 0
+        end = time.monotonic() + 60
+        while time.monotonic() < end: pass
+        took = time.monotonic() - start
+        assert time.perf_counter_ns() - start < 1
+        assert end - other < 1
+    """
+    assert clock_spans("def test():" + text) == [5, 6]
