@@ -149,7 +149,7 @@ def soak(folder: Path, seconds: float, model: Path = demo.MODEL) -> Report:
         end = time.monotonic() + seconds
 
         def repeat(name: str) -> None:
-            while time.monotonic() < end:
+            while name not in report.rounds or time.monotonic() < end:  # once in any case
                 try:
                     found = play(name).results
                 except Exception as error:

@@ -67,14 +67,14 @@ def main(folder: str) -> None:
         ),
     }
     for name, call in calls.items():
-        raised = ""
+        raised, first = "", len(STEPS)
         STOPS.clear()
         try:
             print(name, flush=True)
             call()
         except BaseException as error:
             raised = type(error).__name__
-        late = len(STEPS) - STOPS[0] if STOPS else 0
+        late = len(STEPS) - (STOPS[0] if STOPS else first)
         same = state(adapter) == before
         same &= bool((model.logprobs(short, adapter=adapter) == scores).all())
         print(json.dumps({"raised": raised, "late": late, "same": same}), flush=True)

@@ -1,6 +1,7 @@
 """The console of serve and run: a line a call, a status line in a terminal's last row, the log."""
 
 import argparse
+import contextlib
 import io
 import json
 import logging
@@ -175,6 +176,15 @@ def test_where_there_is_no_terminal_news_are_plain_lines(
     assert any("step 2 · loss" in line for line in lines()) and "\x1b" not in "".join(lines())
 
 
+@contextlib.contextmanager
+def process(**files: Any) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "600"], **files) as made:
+        try:
+            yield made
+        finally:
+            made.kill()
+
+
 def test_a_recipes_own_metrics_say_how_far_it_is(
     tmp_path: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,10 +195,9 @@ def test_a_recipes_own_metrics_say_how_far_it_is(
         at.mkdir()
     with (first / "logs.log").open("w") as log, (second / "logs.log").open("w") as later:
         # A process of its own: this one holds logs of recipes that other tests ran.
-        with subprocess.Popen(["sleep", "600"]) as without:
+        with process() as without:
             assert console.recipe_share(without.pid) is None
-            without.kill()
-        with subprocess.Popen(["sleep", "600"], stdout=log, stderr=later) as recipe:
+        with process(stdout=log, stderr=later) as recipe:
             os.utime(second / "logs.log", (0, 0))  # the first one is written to
             assert console.recipe_share(recipe.pid) is None
             rows = [{"step": 1, "progress/done_frac": 0.25}, {"step": 2, "progress/done_frac": 0.5}]
@@ -207,4 +216,3 @@ def test_a_recipes_own_metrics_say_how_far_it_is(
             assert console.recipe_share(recipe.pid) == 0.125
             (second / "metrics.jsonl").write_text('{"step": 3, "prog')
             assert console.recipe_share(recipe.pid) is None
-            recipe.kill()
