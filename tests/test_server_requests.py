@@ -3,6 +3,7 @@
 What the SDK would not do by itself (requests out of order, compressed bodies) is posted by hand.
 """
 
+import itertools
 import socket
 import threading
 import time
@@ -107,26 +108,25 @@ def hasty_server(tiny_model_dir, tmp_path_factory):
 
 
 @pytest.fixture
-def given_up(hasty_server, monkeypatch) -> Callable[[Wire, dict], dict]:
-    """Polls for what waits behind a gap, while the worker's hours pass between two polls."""
+def hours_pass(hasty_server, monkeypatch) -> Callable[[], None]:
+    """For the worker, whenever this is called."""
+    hours = itertools.count(1)
 
-    def poll(wire: Wire, promise: dict) -> dict:
-        hours = 0
-        while (reply := wire.poll(promise)).status_code == 408:
-            hasty_server.worker.memory().result(60)  # all that came so far has its place
-            hours += 1
-            now = time.monotonic() + 3600 * hours
-            monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda now=now: now))
-        return reply.json()
+    def later() -> None:
+        hasty_server.worker.memory().result(60)  # all that came so far has its place
+        now = time.monotonic() + 3600 * next(hours)
+        monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: now))
 
-    return poll
+    return later
 
 
-def answer(wire: Wire, promise: dict) -> dict:
-    """A result, however many polls it takes."""
-    while (reply := wire.poll(promise)).status_code == 408:
-        pass
-    return reply.json()
+def answer(wire: Wire, promise: dict, between: Callable[[], None] = lambda: None) -> dict:
+    """A result, however many polls it takes; a minute's are too many."""
+    for _ in range(300):
+        if (reply := wire.poll(promise)).status_code != 408:
+            return reply.json()
+        between()
+    pytest.fail("it was never answered")
 
 
 def test_a_poll_ends_in_time_with_try_again(hasty_server):
@@ -139,10 +139,10 @@ def test_a_poll_ends_in_time_with_try_again(hasty_server):
     assert answer(wire, waiting)["metrics"]["grad_norm"] > 0
 
 
-def test_a_gap_that_never_fills_fails_with_a_sentence(hasty_server, given_up):
+def test_a_gap_that_never_fills_fails_with_a_sentence(hasty_server, hours_pass):
     wire = Wire(hasty_server.url)
     model = wire.create()
-    told = given_up(wire, wire.optim_step(model, 3))
+    told = answer(wire, wire.optim_step(model, 3), hours_pass)
     assert f"waited {GAP_SECONDS:g} s for request 1, which never came" in told["error"]
     late = answer(wire, wire.forward_backward(model, 1, make_data()))
     assert "comes after its turn" in late["error"]
@@ -150,11 +150,13 @@ def test_a_gap_that_never_fills_fails_with_a_sentence(hasty_server, given_up):
     assert answer(wire, wire.optim_step(model, 5))["metrics"]["grad_norm"] > 0
 
 
-def test_all_that_waited_behind_a_gap_are_given_up_and_what_follows_goes_on(hasty_server, given_up):
+def test_all_that_waited_behind_a_gap_are_given_up_and_what_follows_goes_on(
+    hasty_server, hours_pass
+):
     wire = Wire(hasty_server.url)
     model = wire.create()
     for waiting in [wire.optim_step(model, seq) for seq in (5, 3)]:  # 1, 2 and 4 never come
-        assert "requests [3, 5] were not executed" in given_up(wire, waiting)["error"]
+        assert "requests [3, 5] were not executed" in answer(wire, waiting, hours_pass)["error"]
     assert "metrics" in answer(wire, wire.optim_step(model, 6))
 
 
