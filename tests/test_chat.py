@@ -352,6 +352,8 @@ def test_thoughts_are_reasoning_content_to_openai_and_nothing_to_anthropic() -> 
     assert openai_chat.template_messages([past]) == [past]
     template = ChatTemplate("{{ messages[0].thinking }}", Path("chat_template.jinja"))
     assert template.render([past]) == "Rain?"  # as gpt-oss's template calls it
+    template = ChatTemplate("{{ 'content' in messages[0] }}", Path("chat_template.jinja"))
+    assert template.render([{**past, "content": None}]) == "False"  # it would be written as None
 
 
 def test_an_answer_ends_at_a_stop_string_and_its_call_is_whole(folder) -> None:

@@ -258,6 +258,16 @@ def test_a_template_may_walk_over_one_roles_parts(tmp_path: Path) -> None:
     assert Chat(tmp_path).text(said, answer=False) == "one \ntwo|one two|"
 
 
+def test_a_role_that_can_not_be_asked_about_is_as_the_users(tmp_path: Path) -> None:
+    """A conversation has to end with the user's words, or a tool's be no answer to another call."""
+    folders.byte_level().save(str(tmp_path / "tokenizer.json"))
+    last = "{% if messages[-1].role != 'user' %}{{ raise_exception('whose turn?') }}{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(last + folders.PARTS)
+    said = [{"role": role, "content": TWO} for role in ("user", "assistant", "tool", "user")]
+    text = Chat(tmp_path).text(said, answer=False)
+    assert text.count("one two") == 4
+
+
 @pytest.mark.parametrize("part", ({"type": "image", "image": "a.png"}, {"type": "text"}, "one"))
 def test_a_part_that_is_no_text_is_refused(part: Any, tmp_path: Path) -> None:
     folders.byte_level().save(str(tmp_path / "tokenizer.json"))
