@@ -134,16 +134,23 @@ def _more(folder: Path, said: Mapping[str, Any], own: Sequence[Added]) -> list[A
 
 
 def _named(said: Mapping[str, Any]) -> list[Added]:
-    """The special tokens that settings name: the usual names first, then others' and the list."""
-    names = [*SPECIAL, *(key for key in said if key.endswith("_token") and key not in SPECIAL)]
-    extra = said.get("extra_special_tokens") or said.get("additional_special_tokens") or ()
-    listed = extra.values() if isinstance(extra, Mapping) else extra
-    texts = [*(said[name] for name in names if _is_token(said.get(name))), *listed]
+    """The special tokens that settings name: the usual names first, then others', then the list."""
+    listed = said.get("extra_special_tokens") or said.get("additional_special_tokens") or ()
+    texts = [*_names(said).values(), *(() if isinstance(listed, Mapping) else listed)]
     return [_added(text if isinstance(text, str) else {**text, "special": True}) for text in texts]
 
 
-def _is_token(said: Any) -> bool:
-    return isinstance(said.get("content") if isinstance(said, Mapping) else said, str)
+def _names(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Names of special tokens, each with a text or an object that has one."""
+    extra = said.get("extra_special_tokens")
+    keys = [*SPECIAL, *(key for key in said if key.endswith("_token") and key not in SPECIAL)]
+    found = {key: said.get(key) for key in keys} | (extra if isinstance(extra, Mapping) else {})
+    return {key: token for key, token in found.items() if _text(token) is not None}
+
+
+def _text(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None
 
 
 # ---- settings ----
@@ -163,18 +170,12 @@ def settings(folder: Path) -> dict[str, Any]:
 
 def special_text(said: Mapping[str, Any], name: str) -> str | None:
     """The text of the special token `name` (bos_token, ...), where settings have one."""
-    token = said.get(name)
-    token = token.get("content") if isinstance(token, Mapping) else token
-    return token if isinstance(token, str) else None
+    return _text(said.get(name))
 
 
 def special_texts(said: Mapping[str, Any]) -> dict[str, str]:
     """All special tokens that settings name: a chat template's variables."""
-    names = [*SPECIAL, *(key for key in said if key.endswith("_token") and key not in SPECIAL)]
-    extra = said.get("extra_special_tokens")
-    more = extra if isinstance(extra, Mapping) else {}
-    texts = {name: special_text({**more, **said}, name) for name in [*names, *more]}
-    return {name: text for name, text in texts.items() if text is not None}
+    return {name: str(_text(token)) for name, token in _names(said).items()}
 
 
 def _read(file: Path) -> dict[str, Any]:
