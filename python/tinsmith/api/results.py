@@ -5,6 +5,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tinsmith.api import plots
 from tinsmith.chat.text import CONTEXT, Reading, load_tokenizer, pieces
 from tinsmith.tensors import to_ids
@@ -185,9 +188,9 @@ class Ending:
     texts: tuple[str, ...]
     prompt: tuple[int, ...] = ()
 
-    def behind(self, prompt: Sequence[int]) -> "Ending":
-        """The same behind a prompt."""
-        return replace(self, prompt=tuple(int(token) for token in prompt[-CONTEXT:]))
+    def behind(self, prompt: NDArray[np.int32]) -> "Ending":
+        """The same behind a prompt, ids (N,)."""
+        return replace(self, prompt=tuple(prompt[-CONTEXT:].tolist()))
 
     def read(self, tokens: list[int]) -> tuple[str, str | None]:
         """The text of a sequence's tokens, and the stop string that has ended it."""
