@@ -185,6 +185,17 @@ def test_ids_without_a_token_are_filled(tmp_path: Path) -> None:
     assert found["tokenizer.ggml.token_type"] == [1] * 263 + [3, 3, 5, 5]
 
 
+def test_names_without_a_row_are_left_out(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, GPT2 | {"tokenizer.ggml.pre": "gpt-2"})
+    wanted = keys_of(folder, 265, [264])
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"pad_token": "[PAD]", "image_token": "<i>"}
+    settings["mask_token"] = {"content": "<m>", "lstrip": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = keys_of(folder, 265, [264])
+    assert found == {key: one for key, one in wanted.items() if "padding" not in key}
+
+
 def test_all_ends_of_a_sequence_are_named(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, GPT2 | {"tokenizer.ggml.pre": "gpt-2"})
     for ends, wanted in (

@@ -197,15 +197,30 @@ def test_a_chat_ends_where_its_template_ends_a_turn(turns) -> None:
     assert turns.completion("\n") == ("AB\nAB\n"[:6], "length", None)
 
 
+# Phi-3's: where no answer is asked for, the whole ends with a token of its own.
+PHI = (
+    "{% for m in messages %}{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|endoftext|>{% endif %}"
+)
+EACH = "{%% for m in messages %%}{{ m.content }}%s{%% endfor %%}"
+
+
 @pytest.mark.parametrize(
     ("template", "wanted"),
     (
         (folders.CHATML, ["<|im_end|>"]),
         (folders.PARTS, ["<|im_end|>"]),
-        ("{% for m in messages %}{{ m.content }} <think>{% endfor %}", ["<think>"]),
-        ("{% for m in messages %}{{ m.content }}END{% endfor %}", []),  # it is no token
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", []),
-        ("{% for m in messages %}{{ m.content }}<think>\n<|im_start|>{% endfor %}", []),  # its own
+        (EACH % "</think>", []),  # a mark within answers, which is no control token
+        (EACH % "</think><|im_end|>", ["<|im_end|>"]),
+        (EACH % "<|end|>\n{% if loop.last %}<|endoftext|>{% endif %}", ["<|end|>"]),
+        (PHI, ["<|end|>"]),
+        (EACH % "{% if not loop.last %}<|im_end|>\n<|im_start|>{% endif %}", ["<|im_end|>"]),
+        (EACH % "<|end|><|message|><|channel|>", []),  # of a channel, not of a turn
+        (EACH % "END", []),  # it is no token
+        (EACH % "", []),
+        ("{% for m in messages %}{{ m.content | upper }}<|im_end|>{% endfor %}", []),  # unknown
+        (folders.PARTS.replace("{{- c }}", ""), ["<|im_end|>"]),  # it takes nothing but parts
+        (EACH % "<|im_end|>\n<|im_start|>", []),  # one is the model's own
         ("{{ raise_exception('no') }}", []),
         (None, []),
     ),
@@ -213,12 +228,29 @@ def test_a_chat_ends_where_its_template_ends_a_turn(turns) -> None:
 def test_a_turn_ends_with_the_token_that_the_template_writes(
     template: str | None, wanted: list[str], tmp_path: Path
 ) -> None:
-    made = folders.with_added(folders.byte_level(), "<think>")
+    made = folders.with_added(folders.byte_level(), "</think>", "<|end|>")
     made.save(str(tmp_path / "tokenizer.json"))
     said = {} if template is None else {"chat_template": template}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
-    own = (3, made.token_to_id("<|im_start|>"))
+    own = (made.token_to_id("<|endoftext|>"), made.token_to_id("<|im_start|>"))
     assert Chat(tmp_path).ends(own) == (*own, *map(made.token_to_id, wanted))
+
+
+def test_a_space_that_the_template_writes_is_not_the_answers(tmp_path: Path) -> None:
+    """So the next prompt has the ids that were drawn."""
+    made = folders.sentencepiece()
+    ids = [made.token_to_id(text) for text in ("S", "▁the", "▁time", "</s>")]
+    settings = {**folders.SPM_NAMES, "chat_template": folders.LLAMA.replace("[/INST]", "INS")}
+    folder = chain(tmp_path / "m", made, dict(pairwise(ids)), **settings)
+    for served in serve(folder):
+        for stream in (False, True):
+            assert served.chat(stream) == ("the time", "stop", None)
+        assert served.message() == ("the time", "end_turn", None)
+    with tinsmith.Model(folder, device="cpu") as model:
+        answer = model.chat("hi", max_tokens=8, temperature=0)
+        assert answer.text == answer.message["content"] == "the time"
+        again = model.tokenizer.apply_chat_template([*ASKED, answer.message])
+        assert again == [*answer.prompt, *answer.tokens]
 
 
 # ---- parts ----

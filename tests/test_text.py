@@ -212,6 +212,16 @@ def test_an_id_without_a_token_says_nothing(kind: str) -> None:
     assert (found[0], found[-1], "".join(found)) == ("", "", wanted)
 
 
+def test_what_the_end_leaves_completes_no_stop_string() -> None:
+    """The sample did not end there: its length did."""
+    tokenizer = made("byte-level")
+    [letter] = tokenizer.encode("a", add_special_tokens=False).ids
+    [first, _] = tokenizer.encode("é", add_special_tokens=False).ids
+    reading = Reading(tokenizer, [], ["a\ufffd"])
+    said = reading.add(letter) + reading.add(first) + reading.end()
+    assert (said, reading.found) == ("a\ufffd", None)
+
+
 def test_the_id_that_ends_is_searched_and_not_read() -> None:
     tokenizer = made("byte-level")
     [letter] = tokenizer.encode("a", add_special_tokens=False).ids

@@ -64,7 +64,9 @@ def test_prompts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             assert found.apply_chat_template(messages, add_generation_prompt=ask) == ids
 
 
-@pytest.mark.parametrize("name", ("templates by name", "a folder of templates"))
+@pytest.mark.parametrize(
+    "name", ("templates by name", "templates as an object", "a folder of templates")
+)
 def test_the_template_for_tools_is_transformers(name: str, tmp_path: Path) -> None:
     folder = tokenizer_folders.write(name, tmp_path)
     tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
@@ -122,5 +124,17 @@ def test_a_folder_that_is_no_tokenizers_is_a_sentence(
 ) -> None:
     folder = tokenizer_folders.write("byte-level", tmp_path)
     (folder / file).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="is not a tokenizer"):
+    with pytest.raises(ValueError, match=r"the added tokens of .* are none"):
         files.read(folder)
+
+
+def test_a_template_that_is_none_is_a_sentence(tmp_path: Path) -> None:
+    folder = tokenizer_folders.write("byte-level", tmp_path)
+    named = [{"name": ["x"], "template": "a"}, {"name": {}, "template": 3}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    with pytest.raises(ValueError, match="has no chat template"):
+        load_template(folder)
+    load_template.cache_clear()
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is no text in UTF-8"):
+        load_template(folder)

@@ -292,6 +292,10 @@ FOLDERS: dict[str, tuple[Callable[[], Tokenizer], dict[str, Any] | None, dict[st
         {"chat_template.jinja": CHATML}),
     "templates by name": (byte_level, EOS | {"chat_template": [
         {"name": "default", "template": CHATML}, {"name": "tool_use", "template": PARTS}]}, {}),
+    "templates as an object": (byte_level, EOS | {"chat_template": {
+        "default": CHATML, "tool_use": PARTS}}, {}),
+    "an empty token": (byte_level, EOS | {"added_tokens_decoder": decoder(N - 3, *ENDS)
+        | decoder(N, "", "<a>")}, {}),
     "a folder of templates": (byte_level, EOS, {"chat_template.jinja": CHATML,
         "additional_chat_templates/tool_use.jinja": PARTS}),
 }  # fmt: skip

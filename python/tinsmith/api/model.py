@@ -273,8 +273,8 @@ class Model(Handle[_core.Model]):
             seed = tensors.to_integer(seed, "seed")
         chat = self.tokenizer.core
         check_settings(chat, settings, tools, self.chat)
-        ending = ending_of(self.engine, stop, chat.ends(self.eos_ids))
         prompt = np.asarray(chat.prompt(as_messages(messages), tools, settings), np.int32)
+        ending = ending_of(self.engine, stop, chat.ends(self.eos_ids))
         request = SampleRequest(
             prompt,
             seed=seeds(seed, 1)[0],
@@ -290,7 +290,8 @@ class Model(Handle[_core.Model]):
         )
         [sample] = result.samples
         message = reader.message(sample)
-        return ChatAnswer(*values(sample, prompt), ending.behind(prompt), prompt, message)
+        ending = ending.behind(prompt, chat.lead)
+        return ChatAnswer(*values(sample, prompt), ending, prompt, message)
 
     @overload
     def logprobs(

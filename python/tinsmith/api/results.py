@@ -187,14 +187,16 @@ class Ending:
     ids: tuple[int, ...]
     texts: tuple[str, ...]
     prompt: tuple[int, ...] = ()
+    lead: str = ""  # of a chat's answer, the template's own first letter
 
-    def behind(self, prompt: NDArray[np.int32]) -> "Ending":
+    def behind(self, prompt: NDArray[np.int32], lead: str = "") -> "Ending":
         """The same behind a prompt, ids (N,)."""
-        return replace(self, prompt=tuple(prompt[-CONTEXT:].tolist()))
+        return replace(self, prompt=tuple(prompt[-CONTEXT:].tolist()), lead=lead)
 
     def read(self, tokens: list[int]) -> tuple[str, str | None]:
         """The text of a sequence's tokens, and the stop string that has ended it."""
-        reading = Reading(load_tokenizer(self.folder), self.prompt, self.texts, self.ids)
+        tokenizer = load_tokenizer(self.folder)
+        reading = Reading(tokenizer, self.prompt, self.texts, self.ids, lead=self.lead)
         text = "".join(map(reading.add, tokens)) + reading.end()
         return text, reading.found
 

@@ -12,17 +12,21 @@ and tool calls.
 It needs the model's folder only, neither its weights nor a server.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tinsmith.chat.template import ChatTemplate, Message, load_template
+from tinsmith.chat.template import ChatTemplate, Message, alike, load_template
 from tinsmith.chat.text import Reading, load_tokenizer
 from tinsmith.chat.tools import ChannelReader, Format, Piece, ToolReader, check_tools, format_of
 from tinsmith.files.meta import check_text
 
 Tools = Sequence[Mapping[str, Any]]
+
+TURN_ENDS = {"<|return|>", "<|call|>"}  # of the marks of channels, those that end a turn
+_CONTROL = re.compile(r"<\|.*\|>")  # how a control token looks that is not marked as special
 
 
 class Answer:
@@ -114,13 +118,13 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     def ends(self, eos_ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids that end an answer: the model's own, and the one that its chat template writes
-        right behind an answer, where it writes none of them. So a base model that was trained on
+        """The ids that end an answer: the model's own, and the one with which its chat template
+        closes an answer, where it closes it with none of them. So a base model that was trained on
         the template's chats ends its turns too."""
         found = list(eos_ids)
-        for behind in _behind_answers(self._folder):
-            if behind[0] in self.tokenizer.get_added_tokens_decoder() and not {*behind} & {*found}:
-                found.append(behind[0])
+        for closing in _closings(self._folder):
+            if closing and not {*closing} & {*found}:
+                found.append(closing[-1])
         return tuple(found)
 
     def answer(
@@ -134,7 +138,7 @@ class Chat:
         looked for where tools are given."""
         form = self._format() if not tools else format_of(self._source(tools=True))
         if form is None or not (tools or form.channels):
-            return self.continuation(prompt, stops, ends)
+            return Answer(Reading(self.tokenizer, prompt, stops, ends, lead=self.lead))
         ids = (self.tokenizer.token_to_id(token) for token in form.tokens)
         shown = frozenset(token for token in ids if token is not None)
         reading, schemas = (
@@ -144,6 +148,14 @@ class Chat:
         if form.channels:
             return Answer(reading, ChannelReader(form, schemas, wanted=bool(tools)))
         return Answer(reading, ToolReader(form, schemas))
+
+    @property
+    def lead(self) -> str:
+        """What the template writes between the prompt and an answer, which is not the answer's."""
+        try:
+            return load_template(self._folder).lead
+        except (ValueError, RuntimeError):  # there is no template
+            return ""
 
     def continuation(
         self, prompt: Sequence[int], stops: Sequence[str] = (), ends: Sequence[int] = ()
@@ -180,19 +192,34 @@ def _message(template: ChatTemplate, message: Message, number: int) -> Message:
                 f'messages[{number}] has the part {part!r:.80}; {{"type": "text", "text": …}} is '
                 "what can be read here"
             )
-    if not template.takes_parts(str(found.get("role"))):
+    if found.get("tool_calls") or not template.takes_parts(str(found.get("role"))):
         found["content"] = "\n".join(part["text"] for part in content)
     return found
 
 
 @cache
-def _behind_answers(folder: Path) -> list[list[int]]:
-    """The tokens that each of the folder's chat templates writes behind an answer, if any."""
-    found = []
+def _closings(folder: Path) -> list[list[int]]:
+    """The control tokens with which each of the folder's chat templates closes an answer: those
+    that it writes there whatever follows, or else those of an answer that is the last message, or
+    else the first of another. Marks of tools and channels are not among them, nor are those that
+    begin an answer: they stand within answers too."""
+    tokenizer, found = load_tokenizer(folder), []
+    added = tokenizer.get_added_tokens_decoder()
     for tools in (False, True):
         try:
-            text = load_template(folder, tools=tools).behind_answer.lstrip()
-        except (ValueError, RuntimeError):  # there is no template, or it takes no such chat
+            template = load_template(folder, tools=tools)
+        except (ValueError, RuntimeError):  # there is none
             continue
-        found.append(load_tokenizer(folder).encode(text, add_special_tokens=False).ids)
-    return [behind for behind in found if behind]
+        form = format_of(template.source)
+        marks = {*form.tokens} - TURN_ENDS if form else set[str]()
+        marks |= {text for text in map(str, added.values()) if text in template.before_answer}
+
+        def control(text: str, marks: set[str] = marks) -> list[int]:
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            kept = [token for token in ids if token in added and str(added[token]) not in marks]
+            return [t for t in kept if added[t].special or _CONTROL.fullmatch(str(added[t]))]
+
+        last, other = template.behind_answer
+        both = alike(last, other) if other else last
+        found.append(control(both) or control(last) or control(other)[:1])
+    return found

@@ -6,11 +6,13 @@ messages (Transformers, "Chat templates"). A template comes with a model from el
 raises is a sentence for whoever asked, never a failure of the server.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache, cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 MARK = "tinsmith-mark"  # a text that is found again in what a template makes of it
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of thoughts, the usual one first
+BEHIND_MAX = 256  # letters behind an answer that are looked at
 OWN = ("messages", "tools", "add_generation_prompt")  # what a template's settings can't replace
 
 Message = Mapping[str, Any]
@@ -61,10 +64,41 @@ class ChatTemplate:
         return "developer" in self.source
 
     @cached_property
-    def behind_answer(self) -> str:
-        """What the template writes behind an answer. ValueError where it takes no plain chat."""
-        said = self.render(_probe("assistant", MARK), answer=False)
-        return said.rpartition(MARK)[2]
+    def before_answer(self) -> str:
+        """What the template writes where an answer begins; "" where it takes no plain chat."""
+        asked = _probe("user", "Hello")
+        with contextlib.suppress(ValueError):
+            said = self.render(asked)
+            return said[len(alike(said, self.render(asked, answer=False))) :]
+        return ""
+
+    @cached_property
+    def lead(self) -> str:
+        """The space that the template itself writes between the prompt and an answer, if it does:
+        an answer that was drawn with it is told without, so that the next prompt has it once."""
+        try:
+            prompt = self.render(_probe("user", "Hello"))
+            said = self.render(_probe("assistant", MARK), answer=False)
+        except ValueError:
+            return ""
+        return " " if said.startswith(f"{prompt} {MARK}") else ""
+
+    @cached_property
+    def behind_answer(self) -> tuple[str, str]:
+        """What the template writes behind an answer that is the last message, and behind one that
+        the user's next follows; "" where that is not known."""
+        for content in (MARK, [{"type": "text", "text": MARK}]):
+            said = _probe("assistant", content)
+            found = self._behind(said), self._behind([*said, *_probe("user", "Hello")])
+            if any(found):
+                return found
+        return "", ""
+
+    def _behind(self, messages: Sequence[Message]) -> str:
+        with contextlib.suppress(ValueError):
+            before, _, behind = self.render(messages, answer=False).rpartition(MARK)
+            return behind[:BEHIND_MAX] if before else ""
+        return ""
 
     def takes_parts(self, role: str) -> bool:
         """Whether the template walks over the parts of a message's content."""
@@ -76,7 +110,7 @@ class ChatTemplate:
                 self._takes_parts[role] = role != "user" and self.takes_parts("user")
             else:  # the list itself, as Python or JSON write it, is no text
                 whole = f"{MARK}1" in said and f"{MARK}2" in said
-                self._takes_parts[role] = whole and not re.search(r"['\"]text['\"]: ?['\"]", said)
+                self._takes_parts[role] = whole and not re.search(rf"['\"]{MARK}1", said)
         return self._takes_parts[role]
 
     def render(
@@ -104,6 +138,12 @@ class ChatTemplate:
             raise ValueError(f"the model's chat template refuses this: {error}") from None
 
 
+def alike(text: str, other: str) -> str:
+    """How both texts begin."""
+    pairs = zip(text, other, strict=False)
+    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def _plain(message: Message) -> dict[str, Any]:
     """A message without keys that say nothing, and its thoughts by both names that templates read:
     gpt-oss's calls them `thinking`."""
@@ -128,6 +168,13 @@ def _probe(role: str, content: Any) -> list[dict[str, Any]]:
     return [asked, called, result]
 
 
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8: {error}") from None
+
+
 @cache
 def load_template(folder: Path, *, tools: bool = False) -> ChatTemplate:
     """The chat template of a model's folder: the one for tools where there is one and they are
@@ -135,14 +182,17 @@ def load_template(folder: Path, *, tools: bool = False) -> ChatTemplate:
     settings = tokenizer.settings(folder)
     found = settings.get("chat_template")
     where = folder / SETTINGS_FILE
-    named = {"default": found} if isinstance(found, str) else {}
-    if isinstance(found, list):
-        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+    named: dict[Any, Any] = {"default": found} if isinstance(found, str) else {}
+    if isinstance(found, dict):
+        named = found
+    elif isinstance(found, list):
+        items = [item for item in found if isinstance(item, dict)]
+        named = {str(item.get("name")): item.get("template") for item in items}
     files = {file.stem: file for file in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))}
     if (folder / TEMPLATE_FILE).is_file():
         files = {"default": folder / TEMPLATE_FILE} | files
     if files:  # they are instead of all that the settings have
-        named = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+        named = {name: _text(file) for name, file in files.items()}
     name = "tool_use" if tools and "tool_use" in named else "default"
     if not isinstance(named.get(name), str):
         raise ValueError(

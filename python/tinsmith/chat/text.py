@@ -18,7 +18,7 @@ from tinsmith.files import tokenizer as files
 from tinsmith.files.extras import pip_install
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
 UNKNOWN = "\ufffd"  # what is written for bytes that make up no character
 CONTEXT = (
@@ -43,19 +43,28 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
         made = Tokenizer.from_file(str(file))
     except Exception as error:  # the library's own, of that very class
         raise ValueError(f"text needs {file}, which can't be read: {error}") from None
-    vocabulary = files.read(folder)
-    if vocabulary.settings.get(CLEAN_UP) and type(made.model).__name__ != "BPE":
+    settings = files.settings(folder)
+    if settings.get(CLEAN_UP) and type(made.model).__name__ != "BPE":
         raise ValueError(
             f"{folder / files.SETTINGS_FILE}: {CLEAN_UP} is true, which would change texts after "
             "they were shown; it is not supported: set it to false"
         )
     made.no_truncation()
     made.no_padding()
-    made.encode_special_tokens = bool(vocabulary.settings.get("split_special_tokens"))
-    made.add_tokens([AddedToken(**vars(token)) for token in vocabulary.more])
-    if made.get_vocab() != vocabulary.tokens:
-        raise ValueError(f"{file}: its added tokens have other ids than the file says")
+    made.encode_special_tokens = bool(settings.get("split_special_tokens"))
+    own = [_as_file(token) for token in made.get_added_tokens_decoder().values()]
+    more = files.added_tokens(folder, settings, own)
+    try:
+        made.add_tokens([AddedToken(**vars(token)) for token in more])
+    except (TypeError, ValueError) as error:  # half a surrogate is no text
+        raise ValueError(f"{folder}: its added tokens can't be read: {error}") from None
     return made
+
+
+def _as_file(token: "AddedToken") -> files.Added:
+    """A token of the package as the files have it."""
+    flags = {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word")}
+    return files.Added(token.content, token.special, token.normalized, **flags)
 
 
 class Text:
@@ -65,7 +74,8 @@ class Text:
 
     def __init__(self, tokenizer: "Tokenizer", before: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._decoders = _decoders(tokenizer)
+        bytes_apart = "ByteFallback" in _decoders(tokenizer)
+        self._byte = tokenizer.token_to_id("<0x41>") if bytes_apart else None
         self._utf8 = getincrementaldecoder("utf-8")(errors="replace")
         self._last: int | None = None  # the token that says how the next one is written
         self._foreign = False
@@ -75,10 +85,22 @@ class Text:
 
     def add(self, token: int) -> str:
         """The characters that are certain with this token."""
-        data = self._bytes(token)
-        if data is not None:
-            return self._own(self._utf8.decode(data))
-        return self.end() + self._behind(token)
+        alone = _alone(self._tokenizer, token)
+        if isinstance(alone, bytes):
+            if (
+                self._last is None and self._byte is not None
+            ):  # any byte that is a character will do
+                self._last = self._byte
+            return self._own(self._utf8.decode(alone))
+        if alone is None:
+            return self.end()
+        last, self._last = self._last, token
+        if last is None:
+            return self.end() + alone
+        known = _alone(self._tokenizer, last)
+        known = known.decode() if isinstance(known, bytes) else known or ""
+        both = self._tokenizer.decode([last, token], skip_special_tokens=False)
+        return self.end() + both[len(known) :]
 
     def end(self) -> str:
         """What is left."""
@@ -90,32 +112,6 @@ class Text:
         """Without the character that the prompt has begun, where it came to nothing."""
         foreign, self._foreign = self._foreign, self._foreign and not text
         return text.removeprefix(UNKNOWN) if foreign else text
-
-    def _bytes(self, token: int) -> bytes | None:
-        """The bytes of a token that is bytes, whatever lies before it."""
-        if self._decoders == ("ByteLevel",):
-            return token_bytes(self._tokenizer, token)
-        if "ByteFallback" not in self._decoders:
-            return None
-        text = self._tokenizer.id_to_token(token) or ""
-        if not _is_byte(text):
-            return None
-        if self._last is None:  # any byte that is a character will do
-            self._last = self._tokenizer.token_to_id("<0x41>")
-        return bytes.fromhex(text[3:5])
-
-    def _behind(self, token: int) -> str:
-        """What a token adds to the text of the one before it."""
-        if self._tokenizer.id_to_token(token) is None:
-            return ""
-        last, self._last = self._last, token
-        if last is None:
-            return self._decode([token])
-        known, text = self._decode([last]), self._decode([last, token])
-        return text[len(known) :]
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 class Stops:
@@ -162,8 +158,8 @@ class Stops:
 
 class Reading:
     """What is read of the tokens drawn behind a prompt: their text up to the first stop string,
-    without special tokens but those that are `shown`, and without the id that `ends` it. `found` is
-    the stop string that has come."""
+    without special tokens but those that are `shown`, and without the id that `ends` it. A first
+    letter that is `lead` belongs to the prompt. `found` is the stop string that has come."""
 
     def __init__(
         self,
@@ -172,6 +168,7 @@ class Reading:
         stops: Sequence[str] = (),
         ends: Collection[int] = (),
         shown: Collection[int] = (),
+        lead: str = "",
     ):
         self._tokenizer, self._special = tokenizer, _special(tokenizer)
         before = [int(token) for token in prompt[-CONTEXT:] if token not in self._special]
@@ -179,6 +176,7 @@ class Reading:
         self._hidden = self._special.difference(shown).union(ends)
         self._spans: deque[tuple[int, int]] = deque()  # of text that is not shown
         self._come = self._certain = 0  # characters
+        self._lead = lead
 
     @property
     def found(self) -> str | None:
@@ -196,11 +194,15 @@ class Reading:
         begin, self._come = self._come + len(rest), self._come + len(text)
         if token in self._hidden:
             self._spans.append((begin, self._come))
+        elif text and self._lead:
+            self._spans.extend([(begin, begin + 1)] if text.startswith(self._lead) else [])
+            self._lead = ""
         return self._show(self._stops.add(text))
 
     def end(self) -> str:
         """What is left."""
-        return self._show(self._stops.add(self._text.end()) + self._stops.end())
+        left = self._stops.end() + self._text.end()
+        return "" if self.found is not None else self._show(left)
 
     def _show(self, text: str) -> str:
         """The next characters of the text, without those that are hidden."""
@@ -217,6 +219,21 @@ class Reading:
 
 
 # ---- one token ----
+
+
+@lru_cache(TOKENS_KEPT)
+def _alone(tokenizer: "Tokenizer", token: int) -> bytes | str | None:
+    """A token's bytes, where these are the text whatever lies before them; else its text as the
+    first of all. None for an id without a token."""
+    text = tokenizer.id_to_token(token)
+    if text is None:
+        return None
+    decoders = _decoders(tokenizer)
+    if decoders == ("ByteLevel",):
+        return token_bytes(tokenizer, token)
+    if "ByteFallback" in decoders and _is_byte(text):
+        return bytes.fromhex(text[3:5])
+    return tokenizer.decode([token], skip_special_tokens=False)
 
 
 @lru_cache(TOKENS_KEPT)

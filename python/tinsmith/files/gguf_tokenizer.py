@@ -256,9 +256,17 @@ def tokenizer_keys(known: Vocabulary, vocab: int, ends: Sequence[int]) -> dict[s
 
 
 def _keys(file: Path, vocabulary: Vocabulary, vocab: int, ends: Sequence[int]) -> dict[str, Any]:
-    folder, content, known = vocabulary.folder, vocabulary.content, vocabulary.tokens
+    folder, content = vocabulary.folder, vocabulary.content
     pre = _pre_of(file, content)
-    for token in vocabulary.added.values():
+    # What other files alone name, and the model has no row for, it can neither read nor write.
+    extra = {token.content for token in vocabulary.more}
+    known = {
+        text: index
+        for text, index in vocabulary.tokens.items()
+        if index < vocab or text not in extra
+    }
+    added = {text: token for text, token in vocabulary.added.items() if text in known}
+    for token in added.values():
         for key in ("lstrip", "rstrip", "single_word"):
             if getattr(token, key):
                 raise ValueError(
@@ -266,12 +274,10 @@ def _keys(file: Path, vocabulary: Vocabulary, vocab: int, ends: Sequence[int]) -
                     "know"
                 )
     tokens = _tokens(file, known, vocab)
-    kinds = {
-        known[text]: CONTROL if token.special else USER for text, token in vocabulary.added.items()
-    }
+    kinds = {known[text]: CONTROL if token.special else USER for text, token in added.items()}
     unused = set(range(vocab)) - set(known.values())
     types = [UNUSED if index in unused else kinds.get(index, NORMAL) for index in range(vocab)]
-    special, around = _special(vocabulary), _around(file, content)
+    special, around = _special(vocabulary, vocab), _around(file, content)
     special |= {name: known[token] for name, token in around.items()}
     special |= _named_ends(folder, special.pop("eos", None), ends, fixed="eos" in around)
     names = {"unk": "unknown", "pad": "padding"}
@@ -344,9 +350,10 @@ def _merges(file: Path, content: Mapping[str, Any]) -> list[str]:
     return merges
 
 
-def _special(vocabulary: Vocabulary) -> dict[str, int]:
-    """The ids of bos, eos, unk and pad, where a folder names them."""
-    said, ids = read_json(vocabulary.folder / CONFIG_FILE), set(vocabulary.tokens.values())
+def _special(vocabulary: Vocabulary, vocab: int) -> dict[str, int]:
+    """The ids of bos, eos, unk and pad, where a folder names them and the model has them."""
+    said = read_json(vocabulary.folder / CONFIG_FILE)
+    ids = {index for index in vocabulary.tokens.values() if index < vocab}
     found = {}
     for name in ("bos", "eos", "unk", "pad"):
         named = tokenizer.special_text(vocabulary.settings, f"{name}_token") is not None

@@ -8,7 +8,7 @@ there. A Vocabulary is what comes of it (transformers, `PreTrainedTokenizerBase.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,10 @@ def read(folder: Path) -> Vocabulary:
             vocab = {token: index for index, (token, _score) in enumerate(vocab)}
         tokens = {str(token): operator.index(index) for token, index in vocab.items()}
         own = [_added(token) for token in content.get("added_tokens") or ()]
-        more = _more(folder, said, own)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{file} is not a tokenizer: {error!r:.200}") from None
+    own = [token for token in own if token.content]
+    more = added_tokens(folder, said, own)
     _number(tokens, [*own, *more])
     if not tokens or min(tokens.values()) < 0:
         raise ValueError(f"{file} has {'an id below 0' if tokens else 'no tokens'}")
@@ -109,8 +110,19 @@ def _added(said: Any) -> Added:
     return Added(str(said["content"]), special=special, normalized=normal, **flags)
 
 
-def _more(folder: Path, said: Mapping[str, Any], own: Sequence[Added]) -> list[Added]:
-    """The tokens that are added to tokenizer.json's, in their order."""
+def added_tokens(folder: Path, said: Mapping[str, Any], own: Iterable[Added]) -> list[Added]:
+    """The tokens that a folder's other files add to tokenizer.json's own, in their order. `said`
+    are its settings. ValueError where they are no tokens."""
+    try:
+        return [token for token in _more(folder, said, own) if token.content]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{folder}: the added tokens of {SETTINGS_FILE}, {SPECIAL_FILE} or {ADDED_FILE} are "
+            f"none: {error!r:.200}"
+        ) from None
+
+
+def _more(folder: Path, said: Mapping[str, Any], own: Iterable[Added]) -> list[Added]:
     listed = said.get("added_tokens_decoder")
     known = {token.content: token for token in own}
     found: dict[int, Added] = {}
