@@ -141,10 +141,8 @@ class Chat:
             return Answer(Reading(self.tokenizer, prompt, stops, ends, lead=self.lead))
         ids = (self.tokenizer.token_to_id(token) for token in form.tokens)
         shown = frozenset(token for token in ids if token is not None)
-        reading, schemas = (
-            Reading(self.tokenizer, prompt, stops, ends, shown),
-            check_tools(tools or ()),
-        )
+        reading = Reading(self.tokenizer, prompt, stops, ends, shown, self.lead)
+        schemas = check_tools(tools or ())
         if form.channels:
             return Answer(reading, ChannelReader(form, schemas, wanted=bool(tools)))
         return Answer(reading, ToolReader(form, schemas))
@@ -184,10 +182,8 @@ def _message(template: ChatTemplate, message: Message, number: int) -> Message:
     if not isinstance(content, list | tuple):
         return found
     for part in content:
-        text = (
-            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-        )
-        if not isinstance(text, str):
+        is_text = isinstance(part, Mapping) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
             raise ValueError(
                 f'messages[{number}] has the part {part!r:.80}; {{"type": "text", "text": …}} is '
                 "what can be read here"

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
 UNKNOWN = "\ufffd"  # what is written for bytes that make up no character
-CONTEXT = (
-    32  # of the prompt's last tokens: a character has at most 4, and one says how text goes on
-)
+CONTEXT = 32  # of the prompt's last tokens: 4 for a character, and one says how the text goes on
 TOKENS_KEPT = 1 << 16  # whose bytes are known, and the tokenizers whose kind is
 TOKENIZERS_KEPT = 16
 CLEAN_UP = "clean_up_tokenization_spaces"
@@ -87,9 +85,7 @@ class Text:
         """The characters that are certain with this token."""
         alone = _alone(self._tokenizer, token)
         if isinstance(alone, bytes):
-            if (
-                self._last is None and self._byte is not None
-            ):  # any byte that is a character will do
+            if self._last is None:  # any byte that is a character will do
                 self._last = self._byte
             return self._own(self._utf8.decode(alone))
         if alone is None:
