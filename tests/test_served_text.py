@@ -216,6 +216,10 @@ EACH = "{%% for m in messages %%}{{ m.content }}%s{%% endfor %%}"
         (PHI, ["<|end|>"]),
         (EACH % "{% if not loop.last %}<|im_end|>\n<|im_start|>{% endif %}", ["<|im_end|>"]),
         (EACH % "<|end|><|message|><|channel|>", []),  # of a channel, not of a turn
+        (
+            EACH % "<|im_end|><|end|>" + "{% if add_generation_prompt %}<|end|>{% endif %}",
+            ["<|im_end|>"],
+        ),  # the last one begins answers
         (EACH % "END", []),  # it is no token
         (EACH % "", []),
         ("{% for m in messages %}{{ m.content | upper }}<|im_end|>{% endfor %}", []),  # unknown
