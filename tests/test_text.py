@@ -48,7 +48,9 @@ def behind(tokenizer: Tokenizer, prompt: list[int], drawn: list[int], skip: bool
     whole, begun = (
         tokenizer.decode(ids, skip_special_tokens=skip) for ids in ([*prompt, *drawn], prompt)
     )
-    if not whole.startswith(begun):  # the drawn tokens complete a character of the prompt's
+    if isinstance(tokenizer.decoder, decoders.ByteLevel):  # a token may end within a character
+        begun = begun if whole.startswith(begun) else begun.rstrip("\ufffd")
+    elif not whole.startswith(begun):  # tokens are single bytes, which the drawn ones complete
         end = next(n for n in range(4) if is_text(tokenizer, prompt[: len(prompt) - n]))
         begun = tokenizer.decode(prompt[: len(prompt) - end], skip_special_tokens=skip)
     assert whole.startswith(begun)

@@ -205,7 +205,7 @@ def test_wrong_results_and_small_inputs_are_kept(left):
         np.testing.assert_array_equal(file["exact.y"], exact)
         np.testing.assert_array_equal(file["float32.y"], exact.astype(np.float32))
         np.testing.assert_array_equal(file["in.logits"], args["logits"])
-        assert file["in.draws"].shape == (len(args["draws"]), 7)
+        assert file["in.draws"].shape == (len(args["draws"]), 6)
         assert file["in.V"] == 67 and "in.large" not in file
         about = json.loads(str(file["about"]))
     assert about["op"] == "op" and about["seed"] == "7" and about["sizes"] == {"T": "3"}

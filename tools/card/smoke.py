@@ -67,8 +67,11 @@ def end(process: subprocess.Popen) -> None:
 
 def run(command: Sequence[str | Path], limit_s: float) -> int | None:
     """A command's exit code, or None where it had not ended after so many seconds."""
+    # A signal that comes while the program starts waits until it is known whom to end.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     process = subprocess.Popen(command, start_new_session=True)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         return process.wait(timeout=limit_s)
     except subprocess.TimeoutExpired:
         return None
