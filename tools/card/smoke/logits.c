@@ -96,8 +96,7 @@ void check_head(void)
     int32_t ids[HEAD_FEW], start[HEAD_FEW + 1];
     Draw draws[HEAD_FEW];
     for (int t = 0; t <= T; t++) start[t] = t;
-    for (int t = 0; t < T; t++)
-        ids[t] = (t * 7907 + 1) % V, draws[t] = (Draw){.top_p = 1};
+    for (int t = 0; t < T; t++) ids[t] = (t * 7907 + 1) % V, draws[t] = (Draw){.top_p = 1};
     float *logits = room(n, F32), *lse = room(HEAD_FEW * 2, F32), *logp = room(HEAD_FEW, F32);
     float *best = room((size_t)(T * K), F32), *drawn = room(HEAD_FEW, F32);
     int32_t *top = room((size_t)(T * K), I32), *chosen = room(HEAD_FEW, I32);
