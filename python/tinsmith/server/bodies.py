@@ -23,10 +23,9 @@ from starlette.responses import Response, StreamingResponse
 
 from tinsmith.files.meta import is_text
 from tinsmith.server.overload import Arrival
-from tinsmith.server.pieces import PIECE, Buffer
+from tinsmith.server.pieces import JSON, PIECE, PROTOBUF, Buffer, Json
 from tinsmith.server.service import Refusal, Service
 
-PROTOBUF = "application/x-protobuf"
 BODY_BYTES_MAX = 1 << 30  # after decompression
 LARGE_JSON_BYTES_MAX = 1 << 27  # of a sample: scores of 4 M cells have 80 MB
 JSON_BYTES_MAX = 1 << 23  # of anything else
@@ -274,12 +273,12 @@ def _array(begin: tuple[str, int], scan_once: Callable[..., Any]) -> tuple[list[
 
 
 def reply_of(parts: Sequence[Buffer]) -> Response:
-    """A protobuf message's reply."""
-    size = sum(map(len, parts))
+    """The reply of a protobuf message, or of a JSON text."""
+    size, kind = sum(map(len, parts)), JSON if isinstance(parts, Json) else PROTOBUF
     if size <= PIECE:
-        return Response(b"".join(parts), media_type=PROTOBUF)
+        return Response(b"".join(parts), media_type=kind)
     headers = {"content-length": str(size)}
-    return StreamingResponse(_sent(parts), headers=headers, media_type=PROTOBUF)
+    return StreamingResponse(_sent(parts), headers=headers, media_type=kind)
 
 
 async def _sent(parts: Sequence[Buffer]) -> AsyncIterator[bytes]:

@@ -29,6 +29,13 @@ class Fields:
 
 KIND = {"type": "the route says what a request is"}
 SESSION = "name a sampling_session_id, which create_sampling_session makes of it"
+REPLAY = dict.fromkeys(
+    (
+        "routing_matrices", "routing_references", "routing_matrix_format",
+        "top_sampling_references", "sampling_mask_references",
+    ),
+    "it replays what another sampler chose; here the sampler's numbers are the trainer's",
+)  # fmt: skip
 TOKEN = "a checkpoint here is open to every client of this server"
 
 FIELDS: dict[str, Fields] = {
@@ -103,13 +110,20 @@ FIELDS: dict[str, Fields] = {
     "datum": Fields(
         ("model_input", "loss_fn_inputs", "model_input_spans", "loss_fn_input_spans")
     ),
+    # Of training calls in JSON
+    "forward_backward_input": Fields(("forward_backward_input", "model_id", "seq_id"), idle=KIND),
+    "forward_input": Fields(("forward_input", "model_id", "seq_id"), idle=KIND),
+    "loss_input": Fields(("data", "loss_fn", "loss_fn_config")),
+    "json_datum": Fields(("model_input", "loss_fn_inputs")),
+    "model_input": Fields(("chunks",), refused=REPLAY),
+    "tensor": Fields(("data", "dtype", "shape", "sparse_crow_indices", "sparse_col_indices")),
 }  # fmt: skip
 
 
-def check(kind: str, body: Mapping[str, Any]) -> None:
+def check(kind: str, body: Mapping[str, Any], where: str = "") -> None:
     """ValueError, with a sentence, for a field of a request that is refused and asks for something:
-    null, false, 0 and what is empty ask for nothing."""
-    _refuse(kind, (key for key, value in body.items() if value))
+    null, false, 0 and what is empty ask for nothing. A sentence calls the request `where`."""
+    _refuse(kind, (key for key, value in body.items() if value), where)
 
 
 def check_message(kind: str, message: Message, where: str = "") -> None:

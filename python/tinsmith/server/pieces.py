@@ -15,6 +15,7 @@ from typing import Any
 
 Buffer = bytes | memoryview
 
+PROTOBUF, JSON = "application/x-protobuf", "application/json"
 LARGE = 1 << 16  # bytes of a string that is lifted out, and of a message that is looked into
 PIECE = 1 << 18  # about as many bytes are parsed, or sent, at once
 # Bytes of a message of a repeated field without its large strings, and of all other fields: parsed,
@@ -23,6 +24,10 @@ INNER_BYTES_MAX, OTHERS_BYTES_MAX = 1 << 22, 1 << 20
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
 TYPE_MESSAGE, TYPE_BYTES = 11, 12  # of a descriptor's field
+
+
+class Json(list[Buffer]):
+    """The parts of a JSON text, where a list of others are a protobuf message's."""
 
 
 class Lifted:

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from tinsmith.engine.errors import clipped, explain
 from tinsmith.server import wire
 from tinsmith.server.bodies import read_json, reply_of
+from tinsmith.server.pieces import PROTOBUF
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Pending, Refusal, Service
 
@@ -42,8 +43,10 @@ async def retrieve_future(service: Service, request: Request) -> dict[str, Any] 
     if error is not None:
         failure = explain(error)
         return {"error": clipped(str(failure)), "category": failure.category}
-    found = pending.future.result()
-    result = await service.beside(pending.bytes, pending.encode, found)
+    found, accepted = pending.future.result(), request.headers.get("accept", "*/*")
+    binary = pending.text is None or PROTOBUF in accepted or "*/*" in accepted
+    encode = pending.encode if binary or pending.text is None else pending.text
+    result = await service.beside(pending.bytes, encode, found)
     return reply_of(result) if isinstance(result, list) else result
 
 

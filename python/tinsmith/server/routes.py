@@ -21,7 +21,7 @@ from tinsmith.engine.worker import Batch, StateSpec
 from tinsmith.files import encryption
 from tinsmith.files.lora import LoraSpec
 from tinsmith.losses import custom_loss
-from tinsmith.server import fields, wire, wire_sampling
+from tinsmith.server import fields, wire, wire_json, wire_sampling
 from tinsmith.server.bodies import (
     BODY_BYTES_MAX,
     LARGE_JSON_BYTES_MAX,
@@ -30,7 +30,7 @@ from tinsmith.server.bodies import (
     read_json,
 )
 from tinsmith.server.overload import Place
-from tinsmith.server.pieces import LARGE
+from tinsmith.server.pieces import JSON, LARGE
 from tinsmith.server.service import (
     Found,
     Refusal,
@@ -247,15 +247,34 @@ async def get_info(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def forward_backward(service: Service, request: Request) -> dict[str, Any]:
+    """As protobuf; or as JSON, whose answer is JSON then."""
+    if not request.headers.get("content-type", "").startswith(JSON):
+        return await _training_call(service, request, None)
+    return await _training_call(service, request, "forward_backward_input")
+
+
+async def forward(service: Service, request: Request) -> dict[str, Any]:
+    """Without a gradient, as JSON. SDKs since 0.25 send a forward_backward that says so."""
+    return await _training_call(service, request, "forward_input")
+
+
+async def _training_call(service: Service, request: Request, key: str | None) -> dict[str, Any]:
+    """`key` is where a call in JSON has its data; None: it is a protobuf message."""
+    limit = LARGE_JSON_BYTES_MAX if key else BODY_BYTES_MAX
     with service.arrivals.begin() as arrival:
-        body = await read_body(service, request, arrival, BODY_BYTES_MAX)
-        call = await service.beside(len(body), wire.parse_forward_backward, body)
-        model_id, seq = call.head.model_id, call.head.seq_id
+        body = await read_body(service, request, arrival, limit)
+        if key is None:
+            call = await service.beside(len(body), wire.parse_forward_backward, body)
+            model_id, seq, read = call.head.model_id, call.head.seq_id, partial(wire.batch, call)
+            forward_only = call.head.forward_only
+        else:
+            content = await parsed_json(service, body, arrival)
+            (model_id, seq), read = place(content), partial(wire_json.batch, content, key)
+            forward_only = key == "forward_input"
         run, checked, found = service.runs.get(model_id), Future[Batch](), Future[Found | None]()
         if run is not None and service.promised(request, turn_id(model_id, seq)) is None:
             losses, find = dict(run.session.losses), partial(service.sequences.find, run.session.id)
-            check = partial(wire.batch, call, run.model, losses, find)
-            await service.beside(len(body), settle, checked, check)
+            await service.beside(len(body), settle, checked, read, run.model, losses, find)
             if checked.exception() is None and (teacher := checked.result().teacher) is not None:
                 found = await outcome(service.teacher_checkpoint(teacher.name))
 
@@ -264,10 +283,10 @@ async def forward_backward(service: Service, request: Request) -> dict[str, Any]
             if batch.teacher is not None:
                 name = service.teacher(request, run, batch.teacher.name, found.result(0))
                 batch = replace(batch, teacher=replace(batch.teacher, name=name))
-            backward = not call.head.forward_only
-            return service.worker.forward_backward(run.id, seq, batch, backward=backward)
+            return service.worker.forward_backward(run.id, seq, batch, backward=not forward_only)
 
-        promise = partial(service.turn, request, model_id, seq, start, wire.batch_message)
+        encode = wire.batch_message if key is None else wire_json.batch_text
+        promise = partial(service.turn, request, model_id, seq, start, encode)
         if not checked.done() or checked.exception() is not None:
             return promise()
         with await service.queue.enter(wire.held_bytes(checked.result())) as queued:
@@ -527,6 +546,7 @@ def _promise_sample(
         wire_sampling.sample_message,
         queued,
         weigh=wire_sampling.result_bytes,
+        text=wire_json.sample_text,
         sample_sequence_ids=sequence_ids,
     )
     if first and done is not None:
@@ -550,6 +570,7 @@ def _record(
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/asample", asample),
     ("POST", "/forward_backward", forward_backward),
+    ("POST", "/forward", forward),
     ("POST", "/optim_step", optim_step),
     ("POST", "/client/config", client_config),
     ("POST", "/client/dynamic_config", dynamic_config),

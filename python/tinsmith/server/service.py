@@ -169,6 +169,7 @@ class Pending:
 
     future: Future[Any]
     encode: Callable[[Any], dict[str, Any] | list[Buffer]]
+    text: Callable[[Any], list[Buffer]] | None  # for a client that does not accept protobuf
     weigh: Callable[[Any], int]  # bytes of the result
     promise: dict[str, Any]
     created: float
@@ -440,6 +441,7 @@ class Service:
         encode: Callable[[Any], dict[str, Any] | list[Buffer]],
         queued: Place | None = None,
         weigh: Callable[[Any], int] = lambda _: 0,
+        text: Callable[[Any], list[Buffer]] | None = None,
         **fields: Any,
     ) -> dict[str, Any]:
         """The UntypedAPIFuture of a request, started unless it is a retry. Its place in the queue
@@ -457,7 +459,9 @@ class Service:
                 when_done(future, queued.leave)
             promise = {"request_id": request_id, **fields}
             key = owner(request), request_id
-            known = self.pending[key] = Pending(future, encode, weigh, promise, time.monotonic())
+            known = self.pending[key] = Pending(
+                future, encode, text, weigh, promise, time.monotonic()
+            )
             when_done(future, partial(self._keep, key, known))
         return known.promise
 

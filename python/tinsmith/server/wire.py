@@ -90,6 +90,13 @@ def _checked(value: Any, key: str, kind: type[T]) -> T:
     return value
 
 
+def object_of(value: Any, where: str) -> dict[str, Any]:
+    """A value that must be an object."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be an object, {short(value)} came")
+    return value
+
+
 def short(value: Any) -> str:
     """A value as a sentence shows it."""
     text = repr(value[:60] if isinstance(value, list | str) else value)
@@ -531,6 +538,14 @@ def _loss_config(
                 f"{head.loss_fn} needs {key} in loss_fn_config: it has no documented default"
             )
     return found
+
+
+def encoded_text(chunk: Any, where: str) -> list[Any]:
+    """The tokens of a JSON chunk; SDK 0.16 leaves its type out. ValueError where it is no text."""
+    kind = object_of(chunk, f"a chunk of {where}").get("type")
+    if kind != "encoded_text" and (kind is not None or "tokens" not in chunk):
+        raise ValueError(f"{where} has a chunk of {chunk_name(kind)}")
+    return need(chunk, "tokens", list, f"a chunk of {where}")
 
 
 def chunk_name(kind: str | None) -> str:

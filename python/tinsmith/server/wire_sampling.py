@@ -17,7 +17,7 @@ from tinsmith.server import fields
 from tinsmith.server.arrays import TOGETHER, check_csr, check_ids, field_of
 from tinsmith.server.messages import pb
 from tinsmith.server.pieces import Buffer, Lifted, fill
-from tinsmith.server.wire import chunk_name, maybe, need, optional, seed_of, short
+from tinsmith.server.wire import encoded_text, maybe, need, optional, seed_of, short
 
 SAMPLES_MAX = 4096  # of one request
 DRAWS_MAX = 1024  # at one position of a prompt
@@ -122,10 +122,7 @@ def result_bytes(result: SampleResult) -> int:
 def _prompt(body: Mapping[str, Any], model: BaseModel) -> NDArray[np.int32]:
     tokens: list[int] = []
     for chunk in need(need(body, "prompt", dict), "chunks", list, "the prompt"):
-        kind = chunk.get("type") if isinstance(chunk, dict) else None
-        if kind != "encoded_text":
-            raise ValueError(f"the prompt has a chunk of {chunk_name(kind)}")
-        tokens += need(chunk, "tokens", list, "a chunk of the prompt")
+        tokens += encoded_text(chunk, "the prompt")
     if not tokens:
         raise ValueError("the prompt is empty: it needs at least 1 token")
     if not all(type(token) is int for token in tokens):
