@@ -136,7 +136,11 @@ def test_a_policy_losses_gradient_is_its_slope(loss: str) -> None:
             total -= {
                 "importance_sampling": ratio * advantage,
                 "ppo": np.minimum(ratio * advantage, ratio.clip(low, high) * advantage),
+                "dapo": np.minimum(ratio * advantage, ratio.clip(low, high) * advantage),
                 "gspo": np.minimum(ratio * advantage, ratio.clip(low, high) * advantage),
+                "dppo": ratio
+                * advantage
+                * ((np.exp(then) - np.exp(q)) * np.sign(advantage) <= 0.15),
                 "cispo": np.exp(then - q).clip(low, high) * now * advantage,
                 "dro": now * advantage - 0.15 * (now - q) ** 2,
                 "stable_reinforce": np.where(advantage < 0, np.exp(then - q).clip(None, 1), 1.0)
@@ -155,7 +159,26 @@ def test_a_policy_losses_gradient_is_its_slope(loss: str) -> None:
     assert (sides[0] - sides[1]) / 2 == pytest.approx(gradient @ direction, rel=5e-3)
 
 
-@pytest.mark.parametrize("loss", ("ppo", "cispo", "gspo"))
+@cpu_only
+def test_dppo_takes_out_what_moves_away_and_is_far() -> None:
+    """One target on each side of both bounds, for a gain and for a loss; in float64 by hand."""
+    adapter = adapter_of("qwen3")
+    one = datum(tokens_of("qwen3", 8))
+    [logp], _ = call(adapter, [one], backward=False)
+    p = np.exp(logp.astype(np.float64))
+    away = p * np.array([0.3, 0.7, -0.3, -0.7, 0.3, 0.7, -0.3, -0.7])  # the sampler's probability
+    q = np.log(p + away)
+    advantages = np.array([1, 1, 1, 1, -1, -1, -1, -1], np.float32)
+    delta = 0.5 * p.min()
+    inputs = {"logprobs": q.astype(np.float32), "advantages": advantages}
+    _, found = call(adapter, [replace(one, inputs=inputs)], "dppo", {"delta": delta})
+    moved = p - np.exp(q)
+    kept = ~(((advantages > 0) & (moved > delta)) | ((advantages < 0) & (-moved > delta)))
+    assert kept[0] and kept[1] and not kept[3] and not kept[5] and kept[6] and kept[7]
+    assert found == pytest.approx(-(np.exp(logp - q) * advantages)[kept].sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ("ppo", "dapo", "cispo", "gspo"))
 def test_clip_thresholds_of_each_token(loss: str) -> None:
     data = with_thresholds(advantaged("qwen3", (60, 9)))
     check("qwen3", adapter_of("qwen3"), data, loss)

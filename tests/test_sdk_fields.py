@@ -34,9 +34,10 @@ TYPES = {
     "datum": pb.Datum,
 }
 NEWER = {"search_checkpoints", "external_weights_upload_start"}  # of SDK 0.39
-# Training calls in JSON, of SDKs up to 0.24.
+# Training calls in JSON, of SDKs up to 0.24; and what Fireworks' has of its own.
 OLDER = {
     "forward_backward_input", "forward_input", "loss_input", "json_datum", "model_input", "tensor",
+    "load_adapter", "create_sampling_route",
 }  # fmt: skip
 # What the SDK's own classes have that its protobuf message has in parts.
 PARTS = {

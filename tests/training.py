@@ -37,10 +37,13 @@ GROUPS = ("attn", "mlp", "unembed")
 ENDS = ("low", "high")
 KEYS = {
     "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "dapo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28},
     "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
     "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
 }
-POLICY = ("importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce")
+POLICY = (
+    "importance_sampling", "ppo", "dapo", "dppo", "cispo", "dro", "gspo", "stable_reinforce"
+)  # fmt: skip
 
 
 def adapter_of(name: str, *, seed: int = 0, **options: Any) -> _core.Adapter:
@@ -116,6 +119,9 @@ def loss_of(
         return (kl - weight * advantage * logp)[advantage != 0].sum()
     if loss == "importance_sampling":
         return -(ratio * advantage).sum()
+    if loss == "dppo":
+        far = (logp.exp() - q.exp()) * advantage.sign() > (config or {}).get("delta", 0.15)
+        return -(ratio * advantage * ~far.detach()).sum()
     if loss == "gspo":
         used = inputs.get("sequence_ratio_mask", advantage) != 0
         if not used.any():

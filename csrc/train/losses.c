@@ -110,6 +110,33 @@ static double ppo(const LossCall *c)
     return loss;
 }
 
+/* −Σ M·r·A;  d/dlp = −M·r·A
+ *
+ * M is 0 where A pushes the target's probability further from the sampler's, and it is more than
+ * delta away: p − exp(q) > delta and A > 0, or exp(q) − p > delta and A < 0. Else M is 1. That is
+ * DPPO with the binary total variation (Qi et al., 2026, arXiv 2602.04879, equations 12 and 13). */
+static double dppo(const LossCall *c)
+{
+    const float *q = c->input[0], *advantage = c->input[1];
+    double delta = c->key[0], loss = 0.0;
+    for (int64_t i = 0; i < c->count; i++) {
+        double lp = (double)c->logp[i], a = (double)advantage[i], term = 0.0;
+        double moved = exp(lp) - exp((double)q[i]);
+        if (a != 0.0 && !(a > 0.0 ? moved > delta : -moved > delta))
+            term = exp(lp - (double)q[i]) * a;
+        loss -= term;
+        c->dlogp[i] = (float)-term;
+    }
+    return loss;
+}
+
+static Status dppo_check(const Loss *loss, const Datums *d)
+{
+    if (d->key[0] >= 0.0 && d->key[0] <= 1.0) return STATUS_OK;
+    return fail(STATUS_INVALID, "%s: delta is a difference of probabilities, from 0 to 1, not %g",
+                loss->name, d->key[0]);
+}
+
 /* −Σ sg(clip(r, low, high))·lp·A;  d/dlp = −clip(r, low, high)·A */
 static double cispo(const LossCall *c)
 {
@@ -380,6 +407,28 @@ static const Loss losses[] = {
         .gate = 1,
         .check = clip_check,
         .evaluate = ppo,
+    },
+    {
+        /* ppo with the thresholds of DAPO's Clip-Higher (Yu et al., 2025, arXiv 2503.14476). */
+        .name = "dapo",
+        .input = {{.name = "logprobs", .required = REQUIRED},
+                  {.name = "advantages", .required = REQUIRED},
+                  {.name = "clip_low_threshold", .from = "clip_low_threshold"},
+                  {.name = "clip_high_threshold", .from = "clip_high_threshold"}},
+        .key = {{.name = "clip_low_threshold", .initial = 0.8},
+                {.name = "clip_high_threshold", .initial = 1.28}},
+        .gate = 1,
+        .check = clip_check,
+        .evaluate = ppo,
+    },
+    {
+        .name = "dppo",
+        .input = {{.name = "logprobs", .required = REQUIRED},
+                  {.name = "advantages", .required = REQUIRED}},
+        .key = {{.name = "delta", .initial = 0.15}},
+        .gate = 1,
+        .check = dppo_check,
+        .evaluate = dppo,
     },
     {
         .name = "cispo",

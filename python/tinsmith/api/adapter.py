@@ -163,6 +163,7 @@ class Adapter(Handle[_core.Adapter]):
         clip_high_threshold: Threshold | None = None,
         beta: SupportsFloat | None = None,
         kl_coeff: SupportsFloat | None = None,
+        delta: SupportsFloat | None = None,
         progress: Progress = False,
     ) -> ForwardBackwardOutput[Any]: ...
     @overload
@@ -180,6 +181,7 @@ class Adapter(Handle[_core.Adapter]):
         clip_high_threshold: SupportsFloat | Sequence[Numbers] | None = None,
         beta: SupportsFloat | None = None,
         kl_coeff: SupportsFloat | None = None,
+        delta: SupportsFloat | None = None,
         progress: Progress = False,
     ) -> ForwardBackwardOutput[list[Any]]: ...
     def forward_backward(
@@ -196,6 +198,7 @@ class Adapter(Handle[_core.Adapter]):
         clip_high_threshold: Any | None = None,
         beta: SupportsFloat | None = None,
         kl_coeff: SupportsFloat | None = None,
+        delta: SupportsFloat | None = None,
         progress: Progress = False,
     ) -> ForwardBackwardOutput[Any]:
         """Runs sequences forward, evaluates a loss, and adds its gradient to the gradients so far.
@@ -206,9 +209,9 @@ class Adapter(Handle[_core.Adapter]):
 
             cross_entropy          weights, or 1 for each target; targets may be (N, K)
             importance_sampling    logprobs, advantages
-            ppo, cispo             logprobs, advantages, clip_low_threshold, clip_high_threshold
+            ppo, dapo, cispo       logprobs, advantages, clip_low_threshold, clip_high_threshold
             gspo                   the same, and sequence_ratio_mask
-            dro                    logprobs, advantages, beta
+            dro, dppo              logprobs, advantages, beta or delta
             stable_reinforce       logprobs, advantages, kl_coeff
 
         logprobs are those that the sampler drew the targets with, in nats. A clip threshold is one
@@ -239,6 +242,7 @@ class Adapter(Handle[_core.Adapter]):
             "clip_high_threshold": clip_high_threshold,
             "beta": beta,
             "kl_coeff": kl_coeff,
+            "delta": delta,
         }
         inputs, config = datums.options(loss, options, given)
         flat, total = self._step(

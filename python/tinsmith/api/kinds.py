@@ -28,6 +28,7 @@ SomeIds = TypeVar("SomeIds", bound=Ids)  # list[SomeIds] takes a list of any one
 SomePrompt = TypeVar("SomePrompt", bound=Prompt)
 
 Loss: TypeAlias = Literal[
-    "cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"
-]
+    "cross_entropy", "importance_sampling", "ppo", "dapo", "dppo", "cispo", "dro", "gspo",
+    "stable_reinforce",
+]  # fmt: skip
 Normalization: TypeAlias = Literal["num_loss_tokens", "num_sequences"]

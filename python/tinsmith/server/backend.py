@@ -30,6 +30,8 @@ from tinsmith.engine.errors import RequestError, explain, sentence
 from tinsmith.files.store import SCHEME, Store
 from tinsmith.server import (
     anthropic_messages,
+    fireworks,
+    fireworks_names,
     metrics,
     openai_text,
     page,
@@ -62,14 +64,14 @@ EXPIRY_SECONDS = 60.0  # between two searches for expired checkpoints
 
 
 # The modules whose ROUTES are Tinker's.
-TINKER = (results, routes, rest, transfers, uploads)
+TINKER = (results, routes, rest, transfers, uploads, fireworks)
 
 
 def make_app(service: Service) -> Starlette:
     """The ASGI app: the tables of routes, each under its prefixes."""
     tinker = [row for table in TINKER for row in table.ROUTES]
-    tables = [(PREFIX, tinker)]
-    tables += [("", rows.ROUTES) for rows in (metrics, page)]
+    tables = [(prefix, tinker) for prefix in (PREFIX, fireworks_names.PREFIX + PREFIX)]
+    tables += [("", rows) for rows in (metrics.ROUTES, page.ROUTES, fireworks.CONTROL)]
     tables += [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]
     tables += [(prefix, anthropic_messages.ROUTES) for prefix in ANTHROPIC_PREFIXES]
     table = [

@@ -27,6 +27,7 @@ class Fields:
         return sorted({*self.read, *self.idle})
 
 
+ADAM = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
 KIND = {"type": "the route says what a request is"}
 SESSION = "name a sampling_session_id, which create_sampling_session makes of it"
 REPLAY = dict.fromkeys(
@@ -58,14 +59,19 @@ FIELDS: dict[str, Fields] = {
     "create_model": Fields(
         (
             "session_id", "model_seq_id", "base_model", "user_metadata", "lora_config",
-            "optimizer_config",
+            "optimizer_config", "base_only",
         ),
         idle=KIND,
+        refused={"projection_head_dim": "tinsmith trains LoRA, and no head"},
     ),
     "adam_params": Fields(
-        ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"), idle=KIND
+        (*ADAM, "emit_grad_norm_metrics"), idle=KIND
     ),
-    "lora_config": Fields(("rank", "seed", "train_unembed", "train_mlp", "train_attn")),
+    "lora_config": Fields(
+        ("rank", "seed", "train_unembed", "train_mlp", "train_attn", "alpha", "init_method")
+    ),
+    "load_adapter": Fields(("adapter_path", "model_id", "seq_id")),
+    "create_sampling_route": Fields(("base_model", "training_run")),
     "load_weights": Fields(
         (
             "model_id", "seq_id", "session_id", "model_seq_id", "base_model", "user_metadata",
@@ -80,9 +86,13 @@ FIELDS: dict[str, Fields] = {
     "save_weights_for_sampler": Fields(
         (
             "model_id", "path", "sampling_session_seq_id", "kind", "seq_id", "ttl_seconds",
-            "user_metadata",
+            "user_metadata", "checkpoint_type",
         ),
         idle=KIND,
+        refused={
+            "export_precision": "a checkpoint is an adapter in float32; `tinsmith export` merges",
+            "metadata": "it has a place in user_metadata",
+        },
     ),
     "save_weights_external": Fields(
         ("model_id", "path", "seq_id", "ttl_seconds", "age_encryption_recipients"), idle=KIND

@@ -22,7 +22,7 @@ from tinsmith.chat.tools import Piece, Thought
 from tinsmith.engine.decoding import Part, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.files.families import BaseModel
-from tinsmith.server import wire, wire_sampling
+from tinsmith.server import fireworks_names, wire, wire_sampling
 from tinsmith.server.service import Refusal, Service, owner, when_done
 
 LOOK_SECONDS = 1.0  # between two looks for a client that waits for its answer
@@ -142,7 +142,8 @@ async def find_target(service: Service, body: Mapping[str, Any]) -> Target:
     """The weights of a request's `model`: a base model's name, a checkpoint's tinker:// path, or
     both with ; between them. The name may say a context."""
     name = wire.need(body, "model", str)
-    base, _, path = ("", "", name) if name.startswith("tinker://") else name.partition(";")
+    weights = await service.stored(_of_fireworks, service, name)
+    base, _, path = ("", "", weights) if weights.startswith("tinker://") else weights.partition(";")
     wanted = None
     if base or not path:
         try:
@@ -160,6 +161,26 @@ async def find_target(service: Service, body: Mapping[str, Any]) -> Target:
         raise Wrong(f"{path} is a checkpoint of {own}, not of {wanted}", param="model")
     key = service.targets.checkpoint(path, own, folder, meta)
     return Target(name, key, service.model(base or meta.base_model))
+
+
+def _of_fireworks(service: Service, name: str) -> str:
+    """What a model's name of Fireworks' sampling client stands for; any other stays as it is."""
+    asked = fireworks_names.SAMPLED.fullmatch(name)
+    if asked is None:
+        return name
+    if asked["base"]:
+        return asked["base"]
+    runs = service.state.runs_of(asked["session"] or "")
+    try:
+        if ref := asked["own"] or asked["other"]:
+            path = fireworks_names.tinker_path(service.store, ref, "sampler_weights", *runs)
+            if path.startswith("tinker://") and ("/" in ref or path[9:].startswith(tuple(runs))):
+                return path
+        elif runs:
+            return service.state.run(runs[-1]).base_model
+        raise FileNotFoundError(f"there is nothing to sample from at {name!r:.300}")
+    except FileNotFoundError as error:
+        raise _absent(error) from None
 
 
 def _absent(error: Exception) -> Wrong:

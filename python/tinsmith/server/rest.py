@@ -353,7 +353,9 @@ def _window(request: Request, limit: int) -> tuple[int, int]:
     return values[0], values[1]
 
 
-def _refuse(what: str) -> Handler:
+def refuse(what: str) -> Handler:
+    """A handler that says what is not built."""
+
     async def handler(service: Service, request: Request) -> dict[str, Any]:
         raise Refusal(400, f"{what} is not built in tinsmith, a local server")
 
@@ -377,7 +379,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/training_runs", list_runs),
     ("GET", "/training_runs/{run}", get_run),
     ("GET", "/training_runs/{run}/checkpoints", list_run_checkpoints),
-    *((method, path, _refuse(what)) for method, path, what in REFUSED),
+    *((method, path, refuse(what)) for method, path, what in REFUSED),
     ("POST", "/training_runs/{run}/checkpoints/{checkpoint:path}/publish", publish),
     ("DELETE", "/training_runs/{run}/checkpoints/{checkpoint:path}/publish", publish),
     ("PUT", "/training_runs/{run}/checkpoints/{checkpoint:path}/ttl", set_ttl),

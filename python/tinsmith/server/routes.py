@@ -21,7 +21,7 @@ from tinsmith.engine.worker import Batch, StateSpec
 from tinsmith.files import encryption
 from tinsmith.files.lora import LoraSpec
 from tinsmith.losses import custom_loss
-from tinsmith.server import fields, wire, wire_json, wire_sampling
+from tinsmith.server import fields, fireworks_names, wire, wire_json, wire_sampling
 from tinsmith.server.bodies import (
     BODY_BYTES_MAX,
     LARGE_JSON_BYTES_MAX,
@@ -114,7 +114,7 @@ async def create_session(service: Service, request: Request) -> dict[str, Any]:
     service.sweep()
     body = await read_json(service, request)
     session = await service.retries.once(
-        owner(request), request, body, lambda: service.add_session(owner(request), body)
+        owner(request), request, body, lambda: service.add_session(request, body)
     )
     return {"type": "create_session", "session_id": session.id}
 
@@ -140,21 +140,29 @@ async def finish_session(service: Service, request: Request) -> dict[str, Any]:
 
 async def create_model(service: Service, request: Request) -> dict[str, Any]:
     body = await read_json(service, request)
-    session = service.session(request, wire.need(body, "session_id", str))
-    model_id = f"{session.id}:train:{wire.need(body, 'model_seq_id', int)}"
+    session, number = _run_place(service, request, body)
+    base_only = wire.maybe(body, "base_only", bool, False)
+    model_id = f"{session.id}:train:{number}"
+    if fireworks_names.is_asking(session.id, body) and not base_only:
+        model_id = fireworks_names.run_id(session.id, number)
 
     async def describe() -> tuple[RunInfo, LoraSpec]:
         fields.check("create_model", body)
         wire.refuse_optimizer(body)
         asked = wire.need(body, "base_model", str)
         base, model = service.base(asked), service.model(asked)
-        place = f"{session.number}:train:{wire.need(body, 'model_seq_id', int)}"
-        spec = wire.lora_spec(body, service.fresh_seed(place))
+        spec = wire.lora_spec(body, service.fresh_seed(f"{session.number}:train:{number}"))
         about = wire.metadata(body)
-        return RunInfo(model_id, session, base, model, spec, about), spec
+        return RunInfo(model_id, session, base, model, spec, about, base_only), spec
 
     reply = {"type": "create_model", "model_id": model_id}
     return await _create(service, request, session, model_id, describe, reply)
+
+
+def _run_place(service: Service, request: Request, body: dict[str, Any]) -> tuple[Session, int]:
+    """A new run's session, and its number there."""
+    session = service.session(request, wire.need(body, "session_id", str))
+    return session, wire.need(body, "model_seq_id", int)
 
 
 async def load_weights(service: Service, request: Request) -> dict[str, Any]:
@@ -167,7 +175,8 @@ async def load_weights(service: Service, request: Request) -> dict[str, Any]:
 
     async def find() -> Found:
         fields.check("load_weights", body)
-        return await service.stored(service.meta, wire.need(body, "path", str))
+        path = wire.need(body, "path", str)
+        return await service.stored(service.meta, path, "weights", model_id)
 
     found = await outcome(find())
 
@@ -182,8 +191,8 @@ async def load_weights(service: Service, request: Request) -> dict[str, Any]:
 async def _create_from_state(
     service: Service, request: Request, body: dict[str, Any]
 ) -> dict[str, Any]:
-    session = service.session(request, wire.need(body, "session_id", str))
-    model_id = f"{session.id}:train:{wire.need(body, 'model_seq_id', int)}"
+    session, number = _run_place(service, request, body)
+    model_id = f"{session.id}:train:{number}"
 
     async def describe() -> tuple[RunInfo, StateSpec]:
         fields.check("load_weights", body)
@@ -240,8 +249,8 @@ async def get_info(service: Service, request: Request) -> dict[str, Any]:
             "model_name": run.base,
             "tokenizer_id": str(run.model.tokenizer_dir.resolve()),
         },
-        "is_lora": True,
-        "lora_rank": run.lora.rank,
+        "is_lora": not run.base_only,
+        "lora_rank": None if run.base_only else run.lora.rank,
         "optimizer_config": {"type": "adamw"},
     }
 
@@ -286,7 +295,9 @@ async def _training_call(service: Service, request: Request, key: str | None) ->
             return service.worker.forward_backward(run.id, seq, batch, backward=not forward_only)
 
         encode = wire.batch_message if key is None else wire_json.batch_text
-        promise = partial(service.turn, request, model_id, seq, start, encode)
+        promise = partial(
+            service.turn, request, model_id, seq, start, encode, trains=not forward_only
+        )
         if not checked.done() or checked.exception() is not None:
             return promise()
         with await service.queue.enter(wire.held_bytes(checked.result())) as queued:
@@ -320,7 +331,7 @@ async def save_weights(service: Service, request: Request) -> dict[str, Any]:
             overwrite=wire.maybe(body, "overwrite", bool, False),
         )
 
-    path = f"tinker://{model_id}/weights/{body.get('path')}"
+    path = fireworks_names.ref_of(f"tinker://{model_id}/weights/{body.get('path')}")
     reply = {"type": "save_weights", "path": path}
     return service.turn(request, model_id, seq, start, lambda _: reply)
 
@@ -351,7 +362,7 @@ async def save_weights_for_sampler(service: Service, request: Request) -> dict[s
             return made
         path = service.store.path(model_id, "sampler_weights", wire.need(body, "path", str))
         user_metadata, ttl = wire.metadata(body), wire.ttl(body)
-        reply["path"] = path
+        reply["path"] = fireworks_names.ref_of(path)
         return service.worker.save(
             model_id,
             seq,
@@ -365,6 +376,7 @@ async def save_weights_for_sampler(service: Service, request: Request) -> dict[s
 
 def _inflight(body: dict[str, Any]) -> bool:
     """Whether a sampling session follows its run; ValueError for what does not go together."""
+    wire.one_of(body, "checkpoint_type", ("base",), "a LoRA checkpoint is a PEFT adapter")
     fields.check("save_weights_for_sampler", body)
     kind, named = wire.maybe(body, "kind", str, "snapshot"), body.get("path") is not None
     if kind not in ("snapshot", "inflight"):
@@ -464,7 +476,7 @@ async def create_sampling_session(service: Service, request: Request) -> dict[st
         if path is None:
             asked, found = wire.need(body, "base_model", str), None
         else:
-            found = await service.stored(service.meta, path)
+            found = await service.stored(service.meta, path, "sampler_weights")
             asked = found[1].base_model
         info = SamplerInfo(name, session, service.base(asked), service.model(asked), path)
         await service.keep_sampler(info)

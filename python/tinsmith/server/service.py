@@ -36,7 +36,7 @@ from tinsmith.files.lora import LoraSpec
 from tinsmith.files.meta import Kind, Meta
 from tinsmith.files.store import SCHEME, Store
 from tinsmith.losses.graph import CustomLoss
-from tinsmith.server import wire
+from tinsmith.server import fireworks_names, wire
 from tinsmith.server.beside import Beside
 from tinsmith.server.door import Access, given_key
 from tinsmith.server.history import History
@@ -98,6 +98,7 @@ class RunInfo:
     model: BaseModel
     lora: LoraSpec
     user_metadata: dict[str, str]
+    base_only: bool = False  # it has no gradients: the base model as it is
 
     def meta(self, kind: Kind, step: int, user_metadata: dict[str, str], ttl: int | None) -> Meta:
         """The Meta of a checkpoint of this run, saved now."""
@@ -258,10 +259,12 @@ class Service:
             )
         return replace(model, context=context)
 
-    def meta(self, path: str) -> Found:
+    def meta(self, path: str, kind: str = "weights", run: str = "") -> Found:
         """The folder of a checkpoint's path, and the checkpoint's Meta. A path that is not
-        tinker:// is a folder of this machine that PEFT wrote. Of any other folder, a client learns
-        nothing: neither what is in it, nor whether it is there."""
+        tinker:// is Fireworks' name of a checkpoint of that kind, as a client of `run` says it, or
+        a folder of this machine that PEFT wrote. Of any other folder, a client learns nothing:
+        neither what is in it, nor whether it is there."""
+        path = fireworks_names.tinker_path(self.store, path, kind, run)
         if path.startswith(SCHEME):
             return self.store.folder(path), self.store.meta(path)
         try:
@@ -289,17 +292,18 @@ class Service:
 
     # ---- sessions ----
 
-    async def add_session(self, owner: str, body: Mapping[str, Any]) -> Session:
-        """A new session."""
+    async def add_session(self, request: Request, body: Mapping[str, Any]) -> Session:
+        """A new session of the client that asks."""
+        kind = "ts" if request.scope["path"].startswith(fireworks_names.PREFIX) else "s"
         row = SessionRow(
-            id=f"s-{uuid.uuid4().hex}",
-            owner=owner,
+            id=f"{kind}-{uuid.uuid4().hex}",
+            owner=owner(request),
             display_name=wire.text(body, "display_name"),
             user_metadata=wire.metadata(body),
             created=now(),
         )
         await self.stored(self.state.add_session, row)
-        session = Session(row.id, self.session_count, owner, time.monotonic())
+        session = Session(row.id, self.session_count, row.owner, time.monotonic())
         self.sessions[session.id] = session
         self.session_count += 1
         return session
@@ -508,14 +512,18 @@ class Service:
         encode: Callable[[Any], dict[str, Any] | list[Buffer]],
         queued: Place | None = None,
         weigh: Callable[[Any], int] = lambda _: 0,
+        trains: bool = True,
     ) -> dict[str, Any]:
-        """A promise for a request that takes turn `seq` of a run, whatever becomes of it."""
+        """A promise for a request that takes turn `seq` of a run, whatever becomes of it. What
+        `trains` is refused by a run that is the base model alone."""
         if seq < 1:
             raise Refusal(400, f"seq_id must be at least 1, {seq} came")
 
         def guarded() -> Future[Any]:
             run = self.run(request, model_id)
             try:
+                if trains and run.base_only:
+                    raise ValueError(f"{model_id} is the base model alone: it has forward only")
                 return start(run)
             except Exception as error:
                 return self.worker.reject(model_id, seq, as_failure(error))

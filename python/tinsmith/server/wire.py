@@ -34,7 +34,7 @@ from tinsmith.server.pieces import Buffer, Lifted, cut, fill
 from tinsmith.server.sequences import Find, recorded_logprobs
 
 LOSSES = {row["name"]: row for row in losses()}
-NORMALIZATIONS = ("num_loss_tokens", "num_sequences")
+NORMALIZATIONS = ("num_loss_tokens", "num_sequences", "none")
 MESSAGE = "ForwardBackwardRequest message"
 DATUMS_MAX = 1_000_000  # as many as the SDK sends in one request
 SEED_BITS = 63
@@ -88,6 +88,13 @@ def _checked(value: Any, key: str, kind: type[T]) -> T:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{key} must be a finite number, {value} came")
     return value
+
+
+def one_of(body: Mapping[str, Any], key: str, known: tuple[str, ...], why: str) -> None:
+    """Refuses another text than these; `why` is what the sentence says of them."""
+    value = optional(body, key, str)
+    if value is not None and value not in known:
+        raise ValueError(f"{key} must be {' or '.join(known)}, {short(value)} came: {why}")
 
 
 def object_of(value: Any, where: str) -> dict[str, Any]:
@@ -146,15 +153,22 @@ def lora_spec(body: Mapping[str, Any], fresh_seed: int) -> LoraSpec:
     """A new run's or an upload's adapter; fresh_seed is used where none came."""
     given = maybe(body, "lora_config", dict, {})
     fields.check("lora_config", given)
-    rank = maybe(given, "rank", int, 32)
+    if maybe(body, "base_only", bool, False):
+        return LoraSpec(1, 0, attn=True, mlp=False, unembed=False)  # B is 0, and stays so
+    rank, alpha = maybe(given, "rank", int, 32), maybe(given, "alpha", float, LoraSpec.alpha)
     if rank < 1:
-        raise ValueError(f"rank must be at least 1, {rank} came")
+        raise ValueError(
+            f"rank must be at least 1, {rank} came: tinsmith trains LoRA, and no full parameters"
+        )
+    if not 0 < alpha <= F32_MAX:
+        raise ValueError(f"alpha must be a positive number, {alpha} came")
+    one_of(given, "init_method", ("kaiming",), "A is drawn as PEFT draws it, and B is 0")
     attn = maybe(given, "train_attn", bool, True)
     mlp = maybe(given, "train_mlp", bool, True)
     unembed = maybe(given, "train_unembed", bool, True)
     if not (attn or mlp or unembed):
         raise ValueError("one of train_attn, train_mlp and train_unembed must be true")
-    return LoraSpec(rank, seed_of(given, fresh_seed), attn, mlp, unembed)
+    return LoraSpec(rank, seed_of(given, fresh_seed), attn, mlp, unembed, alpha)
 
 
 def refuse_optimizer(body: Mapping[str, Any]) -> None:
@@ -169,7 +183,7 @@ def adam_params(body: Mapping[str, Any]) -> AdamParams:
     fields.check("optim_step", body)
     given = maybe(body, "adam_params", dict, {})
     fields.check("adam_params", given)
-    names = fields.FIELDS["adam_params"].read
+    names = fields.ADAM
     values = {name: _checked(given[name], name, float) for name in names if name in given}
     for name, value in values.items():
         if value < 0 or (name in ("beta1", "beta2") and value >= 1):
@@ -181,7 +195,12 @@ def adam_params(body: Mapping[str, Any]) -> AdamParams:
             f"grad_accumulation_normalization must be one of {list(NORMALIZATIONS)} or null, "
             f"{mode!r} came"
         )
-    return AdamParams(**values, normalization=mode)
+    if given.get("emit_grad_norm_metrics") not in (None, True, False, "off", "basic"):
+        raise ValueError(
+            "emit_grad_norm_metrics can be off or basic: the answer has grad_norm, of all weights; "
+            f"{short(given['emit_grad_norm_metrics'])} came"
+        )
+    return AdamParams(**values, normalization=None if mode == "none" else mode)
 
 
 def uploaded_loss(body: Mapping[str, Any]) -> CustomLoss:

@@ -1,0 +1,66 @@
+"""Names as Fireworks' training SDK writes them, and the tinker:// paths that they stand for.
+
+Its client takes no tinker:// paths. A run that it makes has the id run-<32 hex digits>:train:N, and
+a checkpoint is local/run-<32 hex digits>/<name>, of training and of sampling alike: the call says
+which of them is meant. A name alone is the run's own checkpoint, or else the newest of that name.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tinsmith.files.store import SCHEME, Place, Store
+
+ACCOUNT = "local"
+PREFIX = "/training/v1/serverless"
+RUN = "run-"
+_REF = re.compile(r"(?:cross_job://|[^/:]+/)?(run-[0-9a-f]{32})[/:-]([^/:]+)")
+SAMPLED = re.compile(
+    r"accounts/[^/]+/(trainingSessions/(?P<session>[^/]+)(/checkpoints/(?P<own>.+))?"
+    r"|trainingSamplers/(checkpoints/(?P<other>.+)|(?P<base>.+)))"
+)
+_BARE = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+
+
+def is_asking(session: str, create: Mapping[str, Any]) -> bool:
+    """Whether Fireworks' client creates a run. Its SDK sends alpha, which Tinker's does not have;
+    its sessions begin with ts- where it samples here too."""
+    lora = create.get("lora_config")
+    return session.startswith("ts-") or (isinstance(lora, dict) and "alpha" in lora)
+
+
+def run_id(session: str, number: int) -> str:
+    """The id of a session's run that Fireworks' client makes."""
+    digest = hashlib.blake2b(f"{session}:{number}".encode(), digest_size=16)
+    return f"{RUN}{digest.hexdigest()}:train:{number}"
+
+
+def ref_of(tinker_path: str) -> str:
+    """What Fireworks' client calls a checkpoint of such a run; any other path stays as it is."""
+    run, _, name = tinker_path.removeprefix(SCHEME).split("/")
+    return f"{ACCOUNT}/{run.partition(':')[0]}/{name}" if run.startswith(RUN) else tinker_path
+
+
+def tinker_path(store: Store, name: str, kind: str, *runs: str) -> str:
+    """The path of a checkpoint that is named so, as by a client of these runs; what is no name of
+    Fireworks' stays as it is. FileNotFoundError where no run has it."""
+    found, bare = _REF.fullmatch(name), _BARE.fullmatch(name)
+    fireworks = any(run.startswith(RUN) for run in runs)
+    if found is None and (bare is None or (not fireworks and Path(name).exists())):
+        return name
+    label = found[2] if found else name
+    places = [place for place in checkpoints(store, kind) if place.path.endswith(f"/{label}")]
+    own = (f"{found[1]}:",) if found else runs
+    mine = [place for place in places if place.path.removeprefix(SCHEME).startswith(own)]
+    if not mine and (found or not places):
+        raise FileNotFoundError(f"there is no checkpoint {name!r:.200}")
+    return max(mine or places, key=lambda place: place.changed).path
+
+
+def checkpoints(store: Store, kind: str) -> Iterator[Place]:
+    """The checkpoints of a kind that runs of Fireworks' clients have saved."""
+    for run in store.runs():
+        if run.startswith(RUN):
+            yield from (one for one in store.places(run) if f"/{kind}/" in one.path)
