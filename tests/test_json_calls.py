@@ -94,6 +94,38 @@ def test_forward_has_no_gradient_and_its_answer_is_json_whatever_is_accepted(wir
     assert moved == wanted and moved != first
 
 
+def test_what_a_loss_tells_beside_is_in_json_too(wire: Wire) -> None:
+    """generalized_jsd with the teacher's log-probabilities: its divergences."""
+    model = wire.create()
+    datum = one([5, 6, 7], [0])
+    ids, numbers = [6, 7, 8, 9, 10, 11], [-0.5, -1.5, -0.7, -1.2, -2.0, -0.3]
+    datum["loss_fn_inputs"] = {
+        "target_tokens": tensor(ids, "int64", shape=[3, 2]),
+        "teacher_logprobs": tensor(numbers, shape=[3, 2]),
+        "weights": tensor([1.0, 0.5, 1.0]),
+    }
+    call = body(model, 1, [datum], loss_fn="generalized_jsd", loss_fn_config={"beta": 0.5})
+    found = wire.result(wire.post("/forward_backward", **call))
+    same = make_datum(
+        [5, 6, 7],
+        np.reshape(ids, (3, 2)),
+        teacher_logprobs=np.reshape(numbers, (3, 2)),
+        weights=[1.0, 0.5, 1.0],
+    )
+
+    def change(message: Any) -> None:
+        message.loss_fn = "generalized_jsd"
+        message.loss_fn_config_v2["beta"].number = 0.5
+
+    promise = wire.forward_backward(wire.create(), 1, [same], change=change)
+    wanted = deserialize_forward_backward_output(wire.poll(promise).content)
+    [row], [other] = found["loss_fn_outputs"], wanted.loss_fn_outputs
+    assert row.keys() == other.keys()
+    for name, array in row.items():
+        np.testing.assert_array_equal(array["data"], other[name].to_numpy().ravel())
+    assert found["metrics"] == pytest.approx(wanted.metrics, abs=0)
+
+
 def changed(**inputs: Any) -> dict[str, Any]:
     datum = one([5, 6, 7], [6, 7, 8])
     datum["loss_fn_inputs"] |= inputs

@@ -14,7 +14,7 @@ from conftest import make_datum
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinsmith.engine.decoding import PromptTargets, Sample, SampleResult
 from tinsmith.engine.training import BatchResult
-from tinsmith.server import bodies, pieces, wire, wire_sampling
+from tinsmith.server import bodies, pieces, wire, wire_results, wire_sampling
 from tinsmith.server.messages import pb
 from tinsmith.server.service import Refusal
 
@@ -154,7 +154,7 @@ def numbers(*shape: int) -> np.ndarray:
 def test_results_of_any_size_are_the_sdks_message(length: int) -> None:
     logprobs = (numbers(length, 2), numbers(5, 2), numbers(4), *(numbers(9) for _ in range(4000)))
     jsd = tuple(part + 1 for part in logprobs)
-    parts = wire.batch_message(BatchResult(logprobs, 1.5, {"jsd:mean": 2.0}, {"jsd": jsd}))
+    parts = wire_results.batch_message(BatchResult(logprobs, 1.5, {"jsd:mean": 2.0}, {"jsd": jsd}))
     assert max(map(len, parts)) > 1e5 or length == 3
     message = pb.ForwardBackwardOutput.FromString(b"".join(parts))
     assert message.loss_fn_output_type == "ArrayRecord"
@@ -307,8 +307,8 @@ def test_writing_a_result_lets_others_run(monkeypatch: pytest.MonkeyPatch) -> No
         sizes.append(message.ByteSize())
         return fill(message, lifted)
 
-    monkeypatch.setattr(wire, "fill", counted)
-    assert sum(map(len, wire.batch_message(result))) > 4 * 1_200_000
+    monkeypatch.setattr(wire_results, "fill", counted)
+    assert sum(map(len, wire_results.batch_message(result))) > 4 * 1_200_000
     assert sizes and max(sizes) < pieces.LARGE
 
 

@@ -42,7 +42,7 @@ from starlette.requests import Request
 from tinsmith import launch
 from tinsmith.demo import demo
 from tinsmith.files.store import Store
-from tinsmith.server import rest, results, routes, wire
+from tinsmith.server import rest, results, routes, sampling, wire
 from tinsmith.server.backend import TINKER, Backend
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Service
@@ -81,7 +81,7 @@ class Calls:
                 head = wire.parse_forward_backward(body).head
                 verb = "forward" if head.forward_only else name
                 self.seen.add(f"{verb} ({head.loss_fn})")
-            elif handler is routes.asample:
+            elif handler is sampling.asample:
                 asked = json.loads(body)
                 scored = sorted(key for key in SCORES if asked.get(key))
                 self.seen.add(f"{name} ({', '.join(scored)})" if scored else name)

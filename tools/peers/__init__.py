@@ -1,0 +1,1 @@
+"""Other people's clients and suites, run against a server on request."""

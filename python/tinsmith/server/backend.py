@@ -38,6 +38,7 @@ from tinsmith.server import (
     rest,
     results,
     routes,
+    sampling,
     transfers,
     uploads,
 )
@@ -64,12 +65,12 @@ EXPIRY_SECONDS = 60.0  # between two searches for expired checkpoints
 
 
 # The modules whose ROUTES are Tinker's.
-TINKER = (results, routes, rest, transfers, uploads, fireworks)
+TINKER = (results, sampling, routes, rest, transfers, uploads)
 
 
 def make_app(service: Service) -> Starlette:
     """The ASGI app: the tables of routes, each under its prefixes."""
-    tinker = [row for table in TINKER for row in table.ROUTES]
+    tinker = [row for table in (*TINKER, fireworks) for row in table.ROUTES]
     tables = [(prefix, tinker) for prefix in (PREFIX, fireworks_names.PREFIX + PREFIX)]
     tables += [("", rows) for rows in (metrics.ROUTES, page.ROUTES, fireworks.CONTROL)]
     tables += [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]

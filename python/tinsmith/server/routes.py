@@ -1,4 +1,4 @@
-"""The Tinker endpoints that clients train and sample with. ROUTES is the table: one row each.
+"""The Tinker endpoints that clients train with. ROUTES is the table: one row each.
 
 A handler translates: it reads the body with wire.py, submits to the worker through the service, and
 returns a JSON object. A request with a place in a run's order uses up that place even when it is
@@ -15,13 +15,12 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.engine.decoding import SampleRequest, SampleResult
 from tinsmith.engine.errors import explain
 from tinsmith.engine.worker import Batch, StateSpec
 from tinsmith.files import encryption
 from tinsmith.files.lora import LoraSpec
 from tinsmith.losses import custom_loss
-from tinsmith.server import fields, fireworks_names, wire, wire_json, wire_sampling
+from tinsmith.server import fields, fireworks_names, wire, wire_json, wire_results
 from tinsmith.server.bodies import (
     BODY_BYTES_MAX,
     LARGE_JSON_BYTES_MAX,
@@ -29,11 +28,9 @@ from tinsmith.server.bodies import (
     read_body,
     read_json,
 )
-from tinsmith.server.overload import Place
 from tinsmith.server.pieces import JSON, LARGE
 from tinsmith.server.service import (
     Found,
-    Refusal,
     RunInfo,
     SamplerInfo,
     Service,
@@ -58,7 +55,6 @@ CLIENT_CONFIG = {
 }
 DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
 LOSSES_MAX = 256  # custom losses that one session may upload
-CLONE = 1_000_000_000  # a copy of a sampling client counts its requests from its number times this
 
 
 # ---- every request ----
@@ -294,14 +290,14 @@ async def _training_call(service: Service, request: Request, key: str | None) ->
                 batch = replace(batch, teacher=replace(batch.teacher, name=name))
             return service.worker.forward_backward(run.id, seq, batch, backward=not forward_only)
 
-        encode = wire.batch_message if key is None else wire_json.batch_text
+        encode = wire_results.batch_message if key is None else wire_results.batch_text
         promise = partial(
             service.turn, request, model_id, seq, start, encode, trains=not forward_only
         )
         if not checked.done() or checked.exception() is not None:
             return promise()
         with await service.queue.enter(wire.held_bytes(checked.result())) as queued:
-            return promise(queued, wire.batch_bytes)
+            return promise(queued, wire_results.batch_bytes)
 
 
 async def optim_step(service: Service, request: Request) -> dict[str, Any]:
@@ -460,127 +456,8 @@ async def unload_model(service: Service, request: Request) -> dict[str, Any]:
     return service.promise(request, name, start, lambda _: reply, model_id=model_id)
 
 
-# ---- sampling ----
-
-
-async def create_sampling_session(service: Service, request: Request) -> dict[str, Any]:
-    body = await read_json(service, request)
-    fields.check("create_sampling_session", body)
-    session = service.session(request, wire.need(body, "session_id", str))
-    name = f"{session.id}:sample:{wire.need(body, 'sampling_session_seq_id', int)}"
-    path = wire.optional(body, "model_path", str)
-    if (known := service.samplers.get(name)) is not None and known.path != path:
-        number, has = body["sampling_session_seq_id"], known.path or known.base
-        raise Refusal(400, f"there is a sampling_session_seq_id {number} already, of {has}")
-    if known is None:
-        if path is None:
-            asked, found = wire.need(body, "base_model", str), None
-        else:
-            found = await service.stored(service.meta, path, "sampler_weights")
-            asked = found[1].base_model
-        info = SamplerInfo(name, session, service.base(asked), service.model(asked), path)
-        await service.keep_sampler(info)
-        service.session(request, session.id)  # it may have ended meanwhile
-        if name not in service.samplers:
-            _open_sampler(service, info, found)
-    return {"type": "create_sampling_session", "sampling_session_id": name}
-
-
-def _open_sampler(service: Service, info: SamplerInfo, found: Found | None) -> None:
-    service.add_sampler(info)
-    if info.path is None or found is None:
-        service.worker.open_base(info.id, info.base)
-        return
-    folder, meta = found
-    service.worker.open_checkpoint(info.id, info.base, folder, meta.created)
-    service.locate(info, info.path.removeprefix("tinker://").partition("/")[0], meta.step)
-
-
-async def get_sampler(service: Service, request: Request) -> dict[str, Any]:
-    sampler = service.sampler(request, request.path_params["sampler_id"])
-    reply = {"sampler_id": sampler.id, "base_model": sampler.base}
-    return reply if sampler.path is None else {**reply, "model_path": sampler.path}
-
-
-async def join_sampling_session(service: Service, request: Request) -> dict[str, Any]:
-    body = await read_json(service, request)
-    sampler = service.sampler(request, wire.need(body, "sampling_session_id", str))
-    sampler.clones += 1
-    return {"type": "join_sampling_session", "client_counter": sampler.clones}
-
-
-async def asample(service: Service, request: Request) -> dict[str, Any]:
-    with service.arrivals.begin() as arrival:
-        text = await read_body(service, request, arrival, LARGE_JSON_BYTES_MAX)
-        body = await parsed_json(service, text, arrival)
-        name = wire.need(body, "sampling_session_id", str)
-        number = wire.need(body, "seq_id", int)
-        request_id = f"{name}:seq:{number}"
-        sampler, checked = service.samplers.get(name), Future[SampleRequest]()
-        if sampler is not None and service.promised(request, request_id) is None:
-            check = partial(wire_sampling.sample_request, result_bytes_max=service.results_max)
-            seed = service.fresh_seed(f"{sampler.place}:seq:{number}")
-            await service.beside(len(text), settle, checked, check, body, sampler.model, seed)
-        if sampler is None or not checked.done() or checked.exception() is not None:
-            return _promise_sample(service, request, name, number, checked, None)
-        wanted = checked.result()
-        held = wire_sampling.held_bytes(wanted, sampler.model.context)
-        with await service.queue.enter(held) as queued:
-            return _promise_sample(service, request, name, number, checked, queued)
-
-
-def _promise_sample(
-    service: Service,
-    request: Request,
-    name: str,
-    number: int,
-    checked: Future[SampleRequest],
-    queued: Place | None,
-) -> dict[str, Any]:
-    """The promise of a sample that was checked; what was refused has no place in the queue."""
-    request_id, sequence_ids = f"{name}:seq:{number}", list[str]()
-
-    def start() -> Future[Any]:
-        sampler = service.sampler(request, name)
-        wanted = settled(checked, name)
-        sequence_ids.extend(f"{request_id}:{index}" for index in range(wanted.num_samples))
-        future = service.worker.sample(name, wanted, client=sampler.session.number)
-        if wanted.record:  # before its result can be read
-            when_done(future, partial(_record, service, sampler, request_id, wanted, future))
-        return future
-
-    first, sampler = service.promised(request, request_id) is None, service.samplers.get(name)
-    done = None if sampler is None else sampler.completions(number // CLONE)
-    promise = service.promise(
-        request,
-        request_id,
-        start,
-        wire_sampling.sample_message,
-        queued,
-        weigh=wire_sampling.result_bytes,
-        text=wire_json.sample_text,
-        sample_sequence_ids=sequence_ids,
-    )
-    if first and done is not None:
-        pending = service.pending[owner(request), request_id]
-        when_done(pending.future, lambda: done.add(request_id))
-    return promise
-
-
-def _record(
-    service: Service,
-    sampler: SamplerInfo,
-    request_id: str,
-    wanted: SampleRequest,
-    done: Future[SampleResult],
-) -> None:
-    if done.exception() is None and not sampler.session.ended:
-        service.sequences.add(sampler.session.id, request_id, wanted.prompt, done.result())
-
-
 # A request is matched with one row after the other: those of every step come first.
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/asample", asample),
     ("POST", "/forward_backward", forward_backward),
     ("POST", "/forward", forward),
     ("POST", "/optim_step", optim_step),
@@ -598,7 +475,4 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/save_weights_external", save_weights_external),
     ("POST", "/load_weights", load_weights),
     ("POST", "/create_custom_loss", create_custom_loss),
-    ("POST", "/create_sampling_session", create_sampling_session),
-    ("POST", "/join_sampling_session", join_sampling_session),
-    ("GET", "/samplers/{sampler_id}", get_sampler),
 )

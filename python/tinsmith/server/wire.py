@@ -7,7 +7,6 @@ table, so a new loss needs no change here. Results become the SDK's own protobuf
 here knows HTTP, waits or keeps state.
 """
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from tinsmith.engine.teaching import CONFIG, EMA, LOGPROBS, TOKENS, Teacher
 from tinsmith.engine.training import Uploaded
-from tinsmith.engine.worker import AdamParams, Batch, BatchResult, losses
+from tinsmith.engine.worker import AdamParams, Batch, losses
 from tinsmith.files.config import F32_MAX
 from tinsmith.files.families import BaseModel
 from tinsmith.files.lora import LoraSpec
@@ -27,10 +26,10 @@ from tinsmith.files.meta import METADATA_BYTES_MAX, is_finish
 from tinsmith.losses import custom_loss
 from tinsmith.losses.graph import CustomLoss
 from tinsmith.server import fields, loss_inputs
-from tinsmith.server.arrays import Column, array_of, check_ids, elements, field_of
+from tinsmith.server.arrays import Column, array_of, check_ids, elements
 from tinsmith.server.loss_inputs import TARGETS
 from tinsmith.server.messages import pb
-from tinsmith.server.pieces import Buffer, Lifted, cut, fill
+from tinsmith.server.pieces import Lifted, cut
 from tinsmith.server.sequences import Find, recorded_logprobs
 
 LOSSES = {row["name"]: row for row in losses()}
@@ -39,7 +38,6 @@ MESSAGE = "ForwardBackwardRequest message"
 DATUMS_MAX = 1_000_000  # as many as the SDK sends in one request
 SEED_BITS = 63
 INTEGER_BITS = 63  # more than anything needs, and what SQLite and the engine can hold
-ARRAY_BYTES = 112  # of an array, beside its elements
 TEXT_MAX = 10_000  # characters of a name or a remark
 
 T = TypeVar("T")
@@ -589,31 +587,3 @@ def held_bytes(batch: Batch) -> int:
     if batch.uploaded is not None:
         arrays += [array for datum in batch.uploaded.inputs for array in datum]
     return sum(array.nbytes for array in arrays)
-
-
-def batch_bytes(result: BatchResult) -> int:
-    """The bytes that a result takes, about."""
-    columns = [result.logprobs, *result.outputs.values()]
-    return sum(ARRAY_BYTES + array.nbytes for column in columns for array in column)
-
-
-def batch_message(result: BatchResult) -> list[Buffer]:
-    """A ForwardBackwardOutput, in parts: consecutive datums of one trailing shape share an
-    ArrayRecord."""
-    lifted, rows = Lifted(), enumerate(result.logprobs)
-    parts = fill(pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord"), lifted)
-    for _, group in itertools.groupby(rows, key=lambda item: item[1].shape[1:]):
-        datums = [index for index, _ in group]
-        message = pb.ForwardBackwardOutput()
-        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(datums))
-        for name, output in {"logprobs": result.logprobs, **result.outputs}.items():
-            arrays = [output[index] for index in datums]
-            tensor = record.fields[name]
-            tensor.data = field_of(arrays, "<f4", lifted)
-            ends = np.cumsum([0] + [4 * array.size for array in arrays])
-            tensor.offsets = field_of([ends], "<i8", lifted)
-            tensor.dtype = pb.DTYPE_FLOAT32
-            tensor.trailing_shape.extend(arrays[0].shape[1:])
-        parts += fill(message, lifted)
-    message = pb.ForwardBackwardOutput(metrics={"loss:sum": result.loss, **result.metrics})
-    return parts + fill(message, lifted)

@@ -1,25 +1,20 @@
 """Training calls that come as JSON, as those of Fireworks' SDK and of Tinker's up to 0.24 do.
 
 A call becomes the protobuf messages that the newer SDKs send, so everything behind it is the same.
-Its answer is JSON, whatever the client's Accept says: those SDKs announce protobuf and can read it
-of samples alone. A float32 becomes the decimal that stands for it exactly.
 """
 
-import json
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith.engine.decoding import SampleResult
-from tinsmith.engine.teaching import NO_LOGPROB
-from tinsmith.engine.worker import Batch, BatchResult
+from tinsmith.engine.worker import Batch
 from tinsmith.server import fields, wire
 from tinsmith.server.arrays import DTYPES, field_of
 from tinsmith.server.messages import pb
-from tinsmith.server.pieces import PIECE, PROTOBUF, Json, Lifted
+from tinsmith.server.pieces import PIECE, Lifted
 from tinsmith.server.wire import Call, encoded_text, maybe, need, object_of, optional, short
 
 TYPES = {label: (code, dtype) for code, (label, dtype) in DTYPES.items() if label != "bfloat16"}
@@ -115,75 +110,3 @@ def _numbers(values: list[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any
             raise ValueError(f"{where} has {found[odd[0]]}, which is no {dtype.name}")
     with np.errstate(over="ignore"):  # what float32 can't hold is refused where it is read
         return found.astype(dtype)
-
-
-# ---- answers ----
-
-
-def batch_text(result: BatchResult) -> Json:
-    """A ForwardBackwardOutput."""
-
-    def text() -> Iterator[str]:
-        yield '{"loss_fn_output_type":"ArrayRecord","loss_fn_outputs":['
-        outputs = {"logprobs": result.logprobs, **result.outputs}
-        for index in range(len(result.logprobs)):
-            yield "," * (index > 0) + _dumps(
-                {name: _tensor(arrays[index]) for name, arrays in outputs.items()}
-            )
-        yield f'],"metrics":{_dumps({"loss:sum": result.loss, **result.metrics})}}}'
-
-    return _pieces(text())
-
-
-def sample_text(result: SampleResult) -> Json:
-    """A SampleResponse, as a client reads it that does not accept protobuf."""
-    wide = [one.topk_ids for one in result.samples]
-    if any(item is not None for item in [result.targets, result.drawn_ids, *wide]):
-        raise ValueError(
-            "target_prompt_logprobs, prompt_alt_tokens_k and topk_sample_logprobs are answered as "
-            f"protobuf alone: send Accept: {PROTOBUF}"
-        )
-
-    def text() -> Iterator[str]:
-        yield '{"type":"sample","sequences":['
-        for index, one in enumerate(result.samples):
-            sequence = {
-                "stop_reason": one.stop_reason,
-                "tokens": one.tokens.tolist(),
-                "logprobs": one.logprobs.tolist(),
-            }
-            yield "," * (index > 0) + _dumps(sequence)
-        yield f'],"prompt_logprobs":{_dumps(_prompt_logprobs(result))}'
-        yield f',"topk_prompt_logprobs":{_dumps(_topk(result))}}}'
-
-    return _pieces(text())
-
-
-def _prompt_logprobs(result: SampleResult) -> list[float | None] | None:
-    """One for each token of the prompt; null where there is none, as before the first."""
-    if result.prompt_logprobs is None:
-        return None
-    found = result.prompt_logprobs.tolist()
-    return [None if np.isnan(value) else value for value in found]
-
-
-def _topk(result: SampleResult) -> list[list[tuple[int, float]] | None] | None:
-    if result.topk_ids is None or result.topk_logprobs is None:
-        return None
-    rows = zip(result.topk_ids.tolist(), result.topk_logprobs.tolist(), strict=True)
-    return [
-        [pair for pair in zip(ids, values, strict=True) if pair[1] > NO_LOGPROB] or None
-        for ids, values in rows
-    ]
-
-
-def _tensor(array: NDArray[np.float32]) -> dict[str, Any]:
-    return {"data": array.ravel().tolist(), "dtype": "float32", "shape": list(array.shape)}
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
-
-
-def _pieces(texts: Iterable[str]) -> Json:
-    return Json([text.encode() for text in texts])
