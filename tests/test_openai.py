@@ -269,7 +269,6 @@ def test_what_can_not_be_done_is_refused_by_name(place, change, param, sentence)
 @pytest.mark.parametrize(
     ("change", "sentence"),
     (
-        ({"echo": True}, "echo is True"),
         ({"best_of": 2}, "best_of is 2"),
         ({"suffix": "end"}, "suffix is"),
         ({"prompt": ""}, "not empty"),

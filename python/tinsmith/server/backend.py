@@ -49,7 +49,12 @@ from tinsmith.server.metrics import Metrics
 from tinsmith.server.overload import QUEUE_BYTES_MAX, Arrivals, Overloaded, Queue
 from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service
-from tinsmith.server.shapes import ANTHROPIC_PREFIXES, OPENAI_PREFIXES, refusal
+from tinsmith.server.shapes import (
+    ANTHROPIC_PREFIXES,
+    FIREWORKS_PREFIX,
+    OPENAI_PREFIXES,
+    refusal,
+)
 from tinsmith.server.state import State
 from tinsmith.server.traces import tracing
 from tinsmith.server.watch import Refused, Watch
@@ -75,6 +80,7 @@ def make_app(service: Service) -> Starlette:
     tables += [("", rows) for rows in (metrics.ROUTES, page.ROUTES, fireworks.CONTROL)]
     tables += [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]
     tables += [(prefix, anthropic_messages.ROUTES) for prefix in ANTHROPIC_PREFIXES]
+    tables += [(FIREWORKS_PREFIX, openai_text.FIREWORKS)]
     table = [
         Route(prefix + path, _endpoint(service, prefix + path, handler), methods=[method])
         for prefix, rows in tables

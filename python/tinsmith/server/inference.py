@@ -13,13 +13,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import numpy as np
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tinsmith.chat.chat import Answer, Chat
 from tinsmith.chat.tools import Piece, Thought
-from tinsmith.engine.decoding import Part, SampleRequest, SampleResult
+from tinsmith.engine.decoding import Listener, Part, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.files.families import BaseModel
 from tinsmith.server import fireworks_names, wire, wire_sampling
@@ -72,6 +73,14 @@ class Drawing:
     stops: tuple[str, ...] = ()
     ends: tuple[int, ...] = ()  # ids that end an answer, whatever stops there are
     top_logprobs: int = 0
+    scores_prompt: bool = False  # its tokens too, and their most likely ones
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a drawn token's log-probability is the model's own. The most likely token is
+        drawn without a temperature and without cuts."""
+        cut = self.top_p < 1 or self.top_k > 0
+        return self.temperature == 0 or (self.temperature == 1 and not cut)
 
 
 # ---- what is asked ----
@@ -223,6 +232,8 @@ def _sample_request(
         "num_samples": drawing.count,
         "sampling_params": params,
         "topk_sample_logprobs": drawing.top_logprobs,
+        "prompt_logprobs": drawing.scores_prompt,
+        "topk_prompt_logprobs": drawing.top_logprobs if drawing.scores_prompt else 0,
     }
     made = wire_sampling.sample_request(body, model, seed, results_max)
     return replace(made, stop_ids=drawing.ends)
@@ -232,52 +243,56 @@ def _sample_request(
 
 
 class Generation:
-    """Requests of one client that are under way. The samples of all are numbered through."""
+    """Requests of one client that are under way. The samples of all are numbered through. Where
+    they are to be `scored`, `scores` has a sample's log-probabilities at temperature 1, and of the
+    most likely tokens, before its part comes."""
 
-    def __init__(self, service: Service, client: int, target: Target, streams: bool):
+    def __init__(
+        self, service: Service, client: int, target: Target, streams: bool, scored: bool = False
+    ):
         self._service = service
         self._client = client
-        self._target = target
+        self._session = service.targets.session(target.key)
         self._streams = streams
+        self._scored = scored
         self._came: asyncio.Queue[Sequence[Part] | Future[SampleResult]] = asyncio.Queue()
-        self.futures: list[Future[SampleResult]] = []
+        self._asked: dict[Future[SampleResult], tuple[SampleRequest, int]] = {}  # first sample
+        self._parts: dict[Future[SampleResult], Part] = {}  # that wait for their scores
+        self.futures: list[Future[SampleResult]] = []  # in the order of the requests
+        self.scores: dict[int, SampleResult] = {}
         self._left = 0
         self.prompt_tokens = 0
 
     def begin(self, wanted: Sequence[SampleRequest]) -> None:
         """Submits the requests."""
-        loop, first = asyncio.get_running_loop(), 0
-        session = self._service.targets.session(self._target.key)
+        first = 0
         for request in wanted:
-            listener = self._listener(loop, first) if self._streams else None
-            future = self._service.worker.sample(session, request, self._client, listener)
+            future = self._submit(request, self._listener(first) if self._streams else None)
             self.futures.append(future)
-            future.add_done_callback(self._teller(loop, first))
+            self._asked[future] = request, first
             self.prompt_tokens += len(request.prompt)
             first += request.num_samples
-        self._left = len(wanted)
 
-    def _listener(
-        self, loop: asyncio.AbstractEventLoop, first: int
-    ) -> Callable[[Sequence[Part]], None]:
+    def _submit(self, request: SampleRequest, listener: Listener | None) -> Future[SampleResult]:
+        loop = asyncio.get_running_loop()
+
+        def tell(future: Future[SampleResult]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(self._came.put_nowait, future)
+
+        future = self._service.worker.sample(self._session, request, self._client, listener)
+        future.add_done_callback(tell)
+        self._left += 1
+        return future
+
+    def _listener(self, first: int) -> Listener:
+        loop = asyncio.get_running_loop()
+
         def hear(parts: Sequence[Part]) -> None:
             numbered = [Part(first + part.number, *_values(part)) for part in parts]
             loop.call_soon_threadsafe(self._came.put_nowait, numbered)
 
         return hear
-
-    def _teller(
-        self, loop: asyncio.AbstractEventLoop, first: int
-    ) -> Callable[[Future[SampleResult]], None]:
-        def tell(future: Future[SampleResult]) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                if not self._streams and future.exception() is None:
-                    samples = enumerate(future.result().samples, first)
-                    parts = [Part(number, *_values(sample)) for number, sample in samples]
-                    loop.call_soon_threadsafe(self._came.put_nowait, parts)
-                loop.call_soon_threadsafe(self._came.put_nowait, future)
-
-        return tell
 
     async def next(self, seconds: float) -> Sequence[Part] | None:
         """What was drawn since; nothing where it took too long; None at the end. Raises what a
@@ -292,13 +307,42 @@ class Generation:
             self._left -= 1
             if (error := item.exception()) is not None:
                 raise explain(error)
+            if parts := self._whole(item):
+                return parts
         return None
+
+    def _whole(self, done: Future[SampleResult]) -> list[Part]:
+        """The samples that are complete with this result."""
+        if self._streams:
+            return []
+        if done in self._parts:
+            part = self._parts.pop(done)
+            self.scores[part.number] = done.result()
+            return [part]
+        request, first = self._asked[done]
+        samples = enumerate(done.result().samples, first)
+        parts = [Part(number, *_values(sample)) for number, sample in samples]
+        if not self._scored:
+            return parts
+        self._parts |= {self._submit(_scoring(request, part), None): part for part in parts}
+        return []
 
     def close(self) -> None:
         """Cancels what is not done."""
-        for future in self.futures:
+        for future in [*self.futures, *self._parts]:
             if not future.done():
                 self._service.worker.cancel(future)
+
+
+def _scoring(request: SampleRequest, part: Part) -> SampleRequest:
+    """The request that scores a sample as the end of a prompt."""
+    return SampleRequest(
+        np.concatenate([request.prompt, part.tokens]),
+        max_tokens=1,
+        prompt_logprobs=True,
+        topk_prompt=request.topk_sample,
+        last_n=len(part.tokens),
+    )
 
 
 def _values(part: Any) -> tuple[Any, ...]:
@@ -313,13 +357,14 @@ async def start(
     wanted: Sequence[SampleRequest],
     *,
     streams: bool,
+    scored: bool = False,
 ) -> Generation:
     """Requests under way, once there is room for them."""
     context = target.model.context
     held = sum(wire_sampling.held_bytes(one, context) for one in wanted)
     client = -1 - int(owner(request)[:15], 16)
     with await service.queue.enter(held) as queued:
-        generation = Generation(service, client, target, streams)
+        generation = Generation(service, client, target, streams, scored)
         generation.begin(wanted)
         queued.keep()
         left = len(wanted)
@@ -343,17 +388,23 @@ async def respond(
     *,
     streams: bool,
     events: Callable[[Generation, Sequence[Part] | None], AsyncIterator[str]],
-    reply: Callable[[Generation, Sequence[Part]], dict[str, Any]],
+    reply: Callable[[Generation, Sequence[Part]], Response | dict[str, Any]],
+    whole: bool = False,
+    scored: bool = False,
 ) -> Response | dict[str, Any]:
     """What the requests draw: as a stream of `events` from the first parts on, or as one `reply`,
-    which is made beside the event loop."""
-    generation = await start(service, request, target, wanted, streams=streams)
+    which is made beside the event loop. A stream of `whole` samples has each when it is done, and
+    can be `scored`."""
+    generation = await start(
+        service, request, target, wanted, streams=streams and not whole, scored=scored
+    )
     if streams:
         first = await first_parts(generation, request)
         return Streamed(events(generation, first), generation)
     parts = await all_parts(generation, request)
-    size = sum(len(part.tokens) for part in parts) << 6
-    return await service.beside(size, reply, generation, parts)
+    shown = sum(len(part.tokens) for part in parts)
+    shown += sum(len(one.prompt) * one.num_samples for one in wanted if one.prompt_logprobs)
+    return await service.beside(shown << 6, reply, generation, parts)
 
 
 async def all_parts(generation: Generation, request: Request) -> list[Part]:
@@ -377,7 +428,8 @@ class Choice:
         self._ends = ends
         self.tokens = 0
         self.ended: str | None = None  # "stop", "length" or "calls"
-        self.kept: list[int] = []  # of the newest part: without the token that ended it
+        self.drawn: list[int] = []  # the newest part's tokens …
+        self.kept: list[int] = []  # … without the one that ended it
 
     @property
     def stopped(self) -> str | None:
@@ -386,9 +438,9 @@ class Choice:
 
     def add(self, part: Part) -> list[Piece]:
         """The pieces that are certain now; texts are not empty, and no two are neighbours."""
-        self.kept = part.tokens.tolist()
-        self.tokens += len(self.kept)
-        pieces = [piece for token in self.kept for piece in self._answer.add(token)]
+        self.drawn = self.kept = part.tokens.tolist()
+        self.tokens += len(self.drawn)
+        pieces = [piece for token in self.drawn for piece in self._answer.add(token)]
         if part.stop_reason == "stop" and self.kept and self.kept[-1] in self._ends:
             self.kept = self.kept[:-1]
         if part.stop_reason is not None:

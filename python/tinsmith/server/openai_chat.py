@@ -36,7 +36,7 @@ ID_LENGTH = 9  # Mistral's templates want it
 SETTINGS = {
     "model", "messages", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens",
     "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "top_logprobs", "tools",
-    "tool_choice", "chat_template_kwargs", "reasoning_effort",
+    "tool_choice", "chat_template_kwargs", "reasoning_effort", "return_token_ids",
 }  # fmt: skip
 # Values that change nothing, of settings that are not here.
 NEUTRAL: dict[str, Sequence[Any]] = {
@@ -72,6 +72,7 @@ class Asked:
     drawing: Drawing
     tools: list[dict[str, Any]]
     logprobs: bool
+    ids: bool  # vLLM's return_token_ids
     stream: bool
     usage: bool  # at the end of the stream
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
@@ -112,11 +113,12 @@ def _asked(body: Mapping[str, Any], target: Target) -> Asked:
         drawing=drawing_of(
             body,
             ends=target.chat.ends(target.model.eos_ids),
-            limit=_limit(body),
+            limit=limit_of(body),
             top_logprobs=inference.between(body, "top_logprobs", int, 0, TOP_LOGPROBS_MAX, 0),
         ),
         tools=tools,
         logprobs=logprobs,
+        ids=wire.maybe(body, "return_token_ids", bool, False),
         stream=stream,
         usage=wants_usage(body, stream),
     )
@@ -150,7 +152,8 @@ def wants_usage(body: Mapping[str, Any], stream: bool) -> bool:
     return wire.maybe(options or {}, "include_usage", bool, False)
 
 
-def _limit(body: Mapping[str, Any]) -> int | None:
+def limit_of(body: Mapping[str, Any]) -> int | None:
+    """The most tokens that are drawn, if a request says it."""
     found = [wire.optional(body, key, int) for key in ("max_completion_tokens", "max_tokens")]
     limits = {limit for limit in found if limit is not None}
     if len(limits) > 1:
@@ -280,7 +283,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _logprobs(asked: Asked, choice: Choice, part: Part) -> dict[str, Any] | None:
-    """The log-probabilities of a part's tokens, without the one that ended it."""
+    """The log-probabilities of a part's tokens; the one that ended it counts among its ids only."""
     if not asked.logprobs:
         return None
     tokenizer = asked.target.chat.tokenizer
@@ -291,7 +294,7 @@ def _logprobs(asked: Asked, choice: Choice, part: Part) -> dict[str, Any] | None
         return {"token": shown, "logprob": max(logprob, LEAST), "bytes": list(text)}
 
     rows = []
-    for row, token in enumerate(choice.kept):
+    for row, token in enumerate(choice.drawn if asked.ids else choice.kept):
         top = []
         if part.topk_ids is not None and part.topk_logprobs is not None:
             best = zip(part.topk_ids[row].tolist(), part.topk_logprobs[row].tolist(), strict=True)
@@ -321,6 +324,7 @@ def _reply(asked: Asked, generation: Generation, parts: Sequence[Part]) -> dict[
                 "logprobs": _logprobs(asked, choice, part),
                 "finish_reason": FINISH[choice.ended],
                 "stop_reason": choice.stopped,
+                **({"token_ids": choice.drawn} if asked.ids else {}),
             }
         )
     return {
@@ -330,6 +334,7 @@ def _reply(asked: Asked, generation: Generation, parts: Sequence[Part]) -> dict[
         "model": asked.target.name,
         "choices": sorted(made, key=lambda item: item["index"]),
         "usage": usage(generation.prompt_tokens, sum(choice.tokens for choice in choices)),
+        **({"prompt_token_ids": asked.prompt} if asked.ids else {}),
     }
 
 
@@ -341,7 +346,8 @@ async def _events(
 
     def chunk(number: int, delta: dict[str, Any], **more: Any) -> str:
         one = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-        return inference.event(_chunk(asked, [one]))
+        ids = {"prompt_token_ids": asked.prompt} if asked.ids and "role" in delta else {}
+        return inference.event({**_chunk(asked, [one]), **ids})
 
     for number in sent:
         yield chunk(number, {"role": "assistant", "content": ""})
@@ -354,13 +360,13 @@ async def _events(
         for part in parts:
             choice = choices[part.number]
             pieces = choice.add(part)
-            scored = _logprobs(asked, choice, part)
-            if scored is not None and not pieces:
-                pieces = [""]
-            for piece in pieces:
+            about: dict[str, Any] = {"token_ids": choice.drawn} if asked.ids else {}
+            if (scored := _logprobs(asked, choice, part)) is not None:
+                about["logprobs"] = scored
+            for piece in pieces or ([""] if about else []):
                 delta, sent[part.number] = _delta(piece, sent[part.number])
-                yield chunk(part.number, delta, logprobs=scored)
-                scored = None
+                yield chunk(part.number, delta, **about)
+                about = {}
             if choice.ended is not None:
                 reasons = {"finish_reason": FINISH[choice.ended], "stop_reason": choice.stopped}
                 yield chunk(part.number, {}, **reasons)

@@ -1,33 +1,31 @@
 """OpenAI's completions of a text as it is, and its list of models. ROUTES is the table of both APIs
-under OpenAI's paths.
+under OpenAI's paths, FIREWORKS that under Fireworks'.
 
 https://platform.openai.com/docs/api-reference/completions. A prompt is a text or token ids, or a
-list of them; several are drawn together.
+list of them; several are drawn together. Fireworks' sampler sends the same with more settings, and
+repeats for minutes what is answered with 404.
 """
 
-import secrets
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
-from tinsmith.chat.text import token_bytes
 from tinsmith.engine.decoding import Part
 from tinsmith.engine.errors import RequestError, clipped
 from tinsmith.server import inference, shapes, wire
 from tinsmith.server.bodies import read_json
-from tinsmith.server.inference import Choice, Drawing, Generation, Target, Wrong
+from tinsmith.server.completions import Asked, completion, writers_of
+from tinsmith.server.inference import Generation, Target, Wrong
 from tinsmith.server.openai_chat import (
-    FINISH,
-    LEAST,
     REMARKS,
     chat_completions,
     drawing_of,
+    limit_of,
     usage,
     wants_usage,
 )
@@ -36,50 +34,56 @@ from tinsmith.server.service import Service
 
 MAX_TOKENS = 16  # where a request says nothing, as OpenAI has it
 LOGPROBS_MAX = 20
+ECHOED_MAX = 1 << 22  # log-probabilities of echoed prompts in one answer
 
 SETTINGS = {
     "model", "prompt", "stream", "stream_options", "n", "max_tokens", "temperature", "top_p",
-    "top_k", "seed", "stop", "logprobs",
+    "top_k", "seed", "stop", "logprobs", "echo", "return_token_ids",
 }  # fmt: skip
 NEUTRAL: dict[str, Sequence[Any]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
-    "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
 }
-
-
-@dataclass
-class Asked:
-    """A completion request, checked."""
-
-    target: Target
-    prompts: list[list[int]]
-    drawing: Drawing
-    logprobs: bool
-    stream: bool
-    usage: bool
-    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def choices(self) -> list[Choice]:
-        """A new one for each sample."""
-        chat, drawing = self.target.chat, self.drawing
-        return [
-            Choice(chat.continuation(prompt, drawing.stops, drawing.ends), drawing.ends)
-            for prompt in self.prompts
-            for _ in range(drawing.count)
-        ]
+FIREWORKS_SETTINGS = SETTINGS | {
+    "max_completion_tokens", "top_logprobs", "raw_output", "perf_metrics_in_response",
+}  # fmt: skip
+FIREWORKS_NEUTRAL = NEUTRAL | {
+    "context_length_exceeded_behavior": ("truncate",),
+    "ignore_eos": (False,),
+    "images": ([],),
+    "include_routing_matrix": (False,),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "service_tier": ("auto", "default"),
+}
 
 
 async def completions(service: Service, request: Request) -> Response | dict[str, Any]:
     body = await read_json(service, request)
     inference.check_fields(body, SETTINGS | REMARKS, NEUTRAL)
     target = await inference.find_target(service, body)
-    asked = await service.beside(1 << 15, _asked, body, target)
+    return await _answer(service, request, target, body, fireworks=False)
+
+
+async def fireworks_completions(service: Service, request: Request) -> Response | dict[str, Any]:
+    body = await read_json(service, request)
+    inference.check_fields(body, FIREWORKS_SETTINGS | REMARKS, FIREWORKS_NEUTRAL)
+    try:
+        target = await inference.find_target(service, body)
+    except Wrong as error:
+        raise Wrong(str(error), param=error.param, code=error.code) from None
+    if body.get("top_k") == 0:  # no cut
+        body = {**body, "top_k": None}
+    return await _answer(service, request, target, body, fireworks=True)
+
+
+async def _answer(
+    service: Service, request: Request, target: Target, body: Mapping[str, Any], *, fireworks: bool
+) -> Response | dict[str, Any]:
+    asked = await service.beside(1 << 15, _asked, body, target, fireworks)
     wanted = await inference.sample_requests(service, target, asked.prompts, asked.drawing)
     return await inference.respond(
         service,
@@ -87,37 +91,88 @@ async def completions(service: Service, request: Request) -> Response | dict[str
         target,
         wanted,
         streams=asked.stream,
-        events=partial(_events, asked),
+        events=partial(_events, service, asked),
         reply=partial(_reply, asked),
+        whole=asked.whole,
+        scored=asked.scored,
     )
 
 
-def _asked(body: Mapping[str, Any], target: Target) -> Asked:
-    stream = wire.maybe(body, "stream", bool, False)
-    top = inference.between(body, "logprobs", int, 0, LOGPROBS_MAX, 0)
-    limit = wire.maybe(body, "max_tokens", int, MAX_TOKENS)
+def _asked(body: Mapping[str, Any], target: Target, fireworks: bool) -> Asked:
+    stream, echo = wire.maybe(body, "stream", bool, False), wire.maybe(body, "echo", bool, False)
+    limit = limit_of(body)
+    limit = MAX_TOKENS if limit is None else limit
+    silent = echo and limit == 0
+    form, top = _scores(body, fireworks)
+    given, prompts = _prompts(body.get("prompt"), target)
+    drawing = drawing_of(
+        body, ends=target.model.eos_ids, limit=1 if silent else limit, top_logprobs=top
+    )
     asked = Asked(
         target=target,
-        prompts=_prompts(body.get("prompt"), target),
-        drawing=drawing_of(body, ends=target.model.eos_ids, limit=limit, top_logprobs=top),
-        logprobs=body.get("logprobs") is not None,
+        given=given,
+        prompts=prompts,
+        drawing=replace(drawing, scores_prompt=echo and form is not None),
+        form=form,
+        echo=echo,
+        ids=wire.maybe(body, "return_token_ids", bool, False),
+        raw=wire.maybe(body, "raw_output", bool, False),
+        metrics=wire.maybe(body, "perf_metrics_in_response", bool, False),
+        silent=silent,
         stream=stream,
-        usage=wants_usage(body, stream),
+        usage=wants_usage(body, stream) or fireworks,
     )
-    if len(asked.prompts) * asked.drawing.count > inference.PROMPTS_MAX:
-        raise Wrong(
-            f"{len(asked.prompts)} prompts with n {asked.drawing.count} are more than "
-            f"{inference.PROMPTS_MAX} answers",
-            param="prompt",
-        )
+    _check(asked)
     return asked
 
 
-def _prompts(given: Any, target: Target) -> list[list[int]]:
-    """A text's tokens are with those that the tokenizer adds; ids are as they are."""
-    one = isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int)
+def _check(asked: Asked) -> None:
+    """Refuses what would be too much, or can't be scored."""
+    count, drawing = len(asked.prompts) * asked.drawing.count, asked.drawing
+    if count > inference.PROMPTS_MAX:
+        raise Wrong(
+            f"{len(asked.prompts)} prompts with n {drawing.count} are more than "
+            f"{inference.PROMPTS_MAX} answers",
+            param="prompt",
+        )
+    echoed = sum(map(len, asked.prompts)) * drawing.count * (1 + drawing.top_logprobs)
+    if drawing.scores_prompt and echoed > ECHOED_MAX:
+        raise Wrong(
+            f"echo would bring {echoed} log-probabilities of prompts, at most {ECHOED_MAX} are "
+            "sent: ask for fewer prompts, fewer of the most likely tokens or a smaller n",
+            param="echo",
+        )
+    context = asked.target.model.context
+    if asked.scored and any(len(prompt) == context for prompt in asked.prompts):
+        raise Wrong(
+            f"a prompt fills the model's context of {context} tokens: what follows it has no "
+            "log-probability without temperature, top_p and top_k",
+            param="logprobs",
+        )
+
+
+def _scores(body: Mapping[str, Any], fireworks: bool) -> tuple[str | None, int]:
+    """The form of log-probabilities, and how many of the most likely tokens have them."""
+    given, top = body.get("logprobs"), 0
+    if fireworks:
+        top = inference.between(body, "top_logprobs", int, 0, LOGPROBS_MAX, 0)
+        if top and given is not True:
+            raise Wrong("top_logprobs needs logprobs to be true", param="top_logprobs")
+    if given is None or given is False:
+        return None, 0
+    if given is True:
+        return ("content", top) if fireworks else ("legacy", 0)
+    return "legacy", inference.between(body, "logprobs", int, 0, LOGPROBS_MAX, 0)
+
+
+def _prompts(prompt: Any, target: Target) -> tuple[list[Any], list[list[int]]]:
+    """Prompts as they came, and their ids: a text's are with those that the tokenizer adds; ids are
+    as they are."""
+    one = isinstance(prompt, str)
+    one |= isinstance(prompt, list) and len(prompt) > 0 and type(prompt[0]) is int
+    given = [prompt] if one else prompt if isinstance(prompt, list) else []
     found = []
-    for item in [given] if one else given if isinstance(given, list) else []:
+    for item in given:
         if isinstance(item, str):
             item = target.chat.encode(item, special=True)
         if not isinstance(item, list) or not item or any(type(token) is not int for token in item):
@@ -125,74 +180,37 @@ def _prompts(given: Any, target: Target) -> list[list[int]]:
         found.append(item)
     if not found:
         raise Wrong("prompt must be a text or token ids, or a list of them", param="prompt")
-    return found
+    return given, found
 
 
 # ---- the reply ----
 
 
-def _logprobs(asked: Asked, choice: Choice, part: Part, offset: int) -> dict[str, Any] | None:
-    """The log-probabilities of a part's tokens; `offset` characters came before it."""
-    if not asked.logprobs:
-        return None
-    tokenizer = asked.target.chat.tokenizer
-
-    def text(token: int) -> str:
-        return token_bytes(tokenizer, token).decode(errors="replace")
-
-    texts = [text(token) for token in choice.kept]
-    offsets = [offset + sum(map(len, texts[:row])) for row in range(len(texts))]
-    top = None
-    if part.topk_ids is not None and part.topk_logprobs is not None:
-        rows = zip(part.topk_ids.tolist(), part.topk_logprobs.tolist(), strict=True)
-        best = [list(zip(map(text, ids), values, strict=True)) for ids, values in rows]
-        # Two ids can have one text: the likelier one, which comes first, keeps it.
-        top = [{name: max(value, LEAST) for name, value in row[::-1]} for row in best]
-    values = part.logprobs[: len(texts)].tolist()
-    return {
-        "tokens": texts,
-        "token_logprobs": [max(value, LEAST) for value in values],
-        "top_logprobs": None if top is None else top[: len(texts)],
-        "text_offset": offsets,
-    }
+def _metrics(asked: Asked, generation: Generation) -> dict[str, Any]:
+    """What Fireworks' client reads of a server's times; here the prompt's length is all."""
+    return {"perf_metrics": {"prompt-tokens": generation.prompt_tokens}} if asked.metrics else {}
 
 
-def _choice(choice: Choice, number: int, text: str, scored: Any) -> dict[str, Any]:
-    return {
-        "index": number,
-        "text": text,
-        "logprobs": scored,
-        "finish_reason": FINISH[choice.ended],
-        "stop_reason": choice.stopped,
-    }
-
-
-def _whole(asked: Asked, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "id": asked.id,
-        "object": "text_completion",
-        "created": asked.created,
-        "model": asked.target.name,
-        "choices": choices,
-    }
-
-
-def _reply(asked: Asked, generation: Generation, parts: Sequence[Part]) -> dict[str, Any]:
-    choices, made = asked.choices, []
-    for part in parts:
-        choice = choices[part.number]
-        text = "".join(map(str, choice.add(part)))
-        made.append(_choice(choice, part.number, text, _logprobs(asked, choice, part, 0)))
+def _reply(asked: Asked, generation: Generation, parts: Sequence[Part]) -> Response:
+    writers = writers_of(asked)
+    made = [writers[part.number].write(part, generation) for part in parts]
     made.sort(key=lambda item: item["index"])
-    drawn = sum(choice.tokens for choice in choices)
-    return {**_whole(asked, made), "usage": usage(generation.prompt_tokens, drawn)}
+    drawn = usage(generation.prompt_tokens, sum(one.tokens for one in writers))
+    return JSONResponse({**completion(asked, made), "usage": drawn, **_metrics(asked, generation)})
 
 
 async def _events(
-    asked: Asked, generation: Generation, first: Sequence[Part] | None
+    service: Service, asked: Asked, generation: Generation, first: Sequence[Part] | None
 ) -> AsyncIterator[str]:
-    choices = asked.choices
-    offsets = [0] * len(choices)
+    writers = writers_of(asked)
+
+    def written(part: Part) -> str | None:
+        made = writers[part.number].write(part, generation)
+        if made["text"] or made["logprobs"] or made.get("token_ids") or made["finish_reason"]:
+            return inference.event(completion(asked, [made]))
+        return None
+
+    size = max(map(len, asked.prompts)) << 6 if asked.whole or asked.echo else 0
     async for parts in inference.parts_from(generation, first):
         if isinstance(parts, RequestError):
             yield inference.event(shapes.openai(400, clipped(str(parts)), None, None))
@@ -200,18 +218,12 @@ async def _events(
         if not parts:
             yield ": waiting\n\n"
         for part in parts:
-            choice = choices[part.number]
-            text = "".join(map(str, choice.add(part)))
-            scored = _logprobs(asked, choice, part, offsets[part.number])
-            if scored is not None:
-                offsets[part.number] += sum(map(len, scored["tokens"]))
-            if text or scored is not None or choice.ended is not None:
-                one = _choice(choice, part.number, text, scored)
-                yield inference.event(_whole(asked, [one]))
+            if (event := await service.beside(size, written, part)) is not None:
+                yield event
     if asked.usage:
-        drawn = sum(choice.tokens for choice in choices)
-        total = usage(generation.prompt_tokens, drawn)
-        yield inference.event({**_whole(asked, []), "usage": total})
+        drawn = usage(generation.prompt_tokens, sum(one.tokens for one in writers))
+        end = {**completion(asked, []), "usage": drawn, **_metrics(asked, generation)}
+        yield inference.event(end)
     yield "data: [DONE]\n\n"
 
 
@@ -255,9 +267,10 @@ def _model(name: str, created: str) -> dict[str, Any]:
     }
 
 
-ROUTES: tuple[tuple[str, str, Handler], ...] = (
+_ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/chat/completions", chat_completions),
-    ("POST", "/completions", completions),
     ("GET", "/models", models),
     ("GET", "/models/{model:path}", model),
 )
+ROUTES = (("POST", "/completions", completions), *_ROUTES)
+FIREWORKS = (("POST", "/completions", fireworks_completions), *_ROUTES)
