@@ -9,13 +9,15 @@ from concurrent.futures import Future
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
-from chat_models import CONTEXT, WEATHER
+from chat_models import CALL, CONTEXT, WEATHER
 from inference_server import ASKED, SAID, drawn, serve
 from tinsmith.chat.chat import Chat
 from tinsmith.chat.tools import ToolCall
 from tinsmith.demo import demo
+from tinsmith.engine.decoding import Part
 from tinsmith.engine.errors import RequestError
 from tinsmith.server import inference, openai_chat
 from tinsmith.server.backend import Backend
@@ -165,6 +167,41 @@ def test_a_checkpoint_calls_a_tool(place, one) -> None:
     assert again.usage.completion_tokens <= 5
 
 
+@pytest.mark.parametrize("stop_reason", (None, "stop", "length"))
+@pytest.mark.parametrize("said", (f"So.{CALL}\n{CALL} and", "\n".join([CALL] * 3), "No call."))
+@pytest.mark.parametrize("size", (1, 7, 1000))
+def test_one_call_ends_an_answer(chat, said: str, stop_reason: str | None, size: int) -> None:
+    """Its tokens are those up to the call, however they come."""
+    tokens, found = chat.encode(said), []
+    choice = inference.Choice(chat.answer([5], (), (2,), [WEATHER]), (2,), one_call=True)
+    for begin in range(0, len(tokens), size):
+        drawn = np.array(tokens[begin : begin + size])
+        last = begin + size >= len(tokens)
+        part = Part(0, drawn, drawn, stop_reason if last else None, None, None)
+        if choice.ended is None:
+            found += choice.add(part)
+    calls = [piece for piece in found if isinstance(piece, ToolCall)]
+    if CALL not in said:
+        assert (calls, choice.tokens) == ([], len(tokens))
+        return
+    assert len(calls) == 1 and found[-1] == calls[0] and choice.ended == "calls"
+    assert choice.tokens == len(chat.encode(said[: said.index(CALL) + len(CALL)]))
+    assert "".join(map(str, found[:-1])) == said[: said.index(CALL)]
+
+
+def test_one_call_is_asked_for(place, one) -> None:
+    given = {"model": place[1], "temperature": 0, "tools": [WEATHER], "max_tokens": 200}
+    whole = ask(one, **given, parallel_tool_calls=True)
+    single = ask(one, **given, parallel_tool_calls=False)
+    assert single.choices[0].finish_reason == "tool_calls"
+    [call], [wanted] = (r.choices[0].message.tool_calls for r in (single, whole))
+    assert call.function == wanted.function
+    assert single.usage.completion_tokens == whole.usage.completion_tokens - 1  # <|im_end|>
+    chunks = list(ask(one, **given, parallel_tool_calls=False, stream=True))
+    assert [c.choices[0].finish_reason for c in chunks][-1] == "tool_calls"
+    assert sum(len(c.choices[0].delta.tool_calls or []) for c in chunks) == 1
+
+
 def test_calls_of_earlier_answers_are_the_templates(one, chat) -> None:
     def asked(arguments: Any) -> list[dict[str, Any]]:
         call = {"name": "weather", "arguments": arguments}
@@ -202,7 +239,9 @@ BAD: tuple[tuple[dict[str, Any], str | None, str], ...] = (
     ({"presence_penalty": 1}, "presence_penalty", "does not have"),
     ({"logit_bias": {"5": 3}}, "logit_bias", "does not have"),
     ({"response_format": {"type": "json_object"}}, "response_format", "does not have"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls", "does not have"),
+    ({"parallel_tool_calls": 0}, None, "parallel_tool_calls must be true or false"),
+    ({"best_of": 2}, "best_of", "does not have"),
+    ({"add_generation_prompt": False}, "add_generation_prompt", "does not have"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "which reads enable_thinking"),
     ({"min_p": 0.1}, "min_p", "is no setting of this server"),
     ({"tool_choice": "required"}, "tool_choice", 'can be "auto" or "none"'),

@@ -37,7 +37,7 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "speed": ("standard",),
     "mcp_servers": ([],),
     "container": (),
-    "context_management": (),
+    "context_management": ({"edits": []},),
     "output_config": (),
     "output_format": (),
 }
@@ -53,6 +53,7 @@ class Asked:
     prompt: list[int]
     drawing: Drawing
     tools: list[dict[str, Any]]
+    one_call: bool
     stream: bool
     id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
 
@@ -61,7 +62,7 @@ class Asked:
         """A new answer."""
         drawing = self.drawing
         answer = self.target.chat.answer(self.prompt, drawing.stops, drawing.ends, self.tools)
-        return Choice(answer, drawing.ends)
+        return Choice(answer, drawing.ends, one_call=self.one_call)
 
 
 # ---- the request ----
@@ -107,6 +108,7 @@ def _asked(body: Mapping[str, Any], target: Target) -> Asked:
             ends=target.chat.ends(target.model.eos_ids),
         ),
         tools=tools,
+        one_call=_is_one_call(body),
         stream=wire.maybe(body, "stream", bool, False),
     )
 
@@ -144,9 +146,7 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             f'tool_choice can have the type "auto" or "none", {wire.short(choice.get("type"))} '
             "came: the model alone decides what it calls"
         )
-    inference.check_fields(
-        choice, {"type"}, {"disable_parallel_tool_use": (False,)}, "tool_choice."
-    )
+    inference.check_fields(choice, {"type", "disable_parallel_tool_use"}, {}, "tool_choice.")
     found = []
     for number, tool in enumerate(wire.maybe(body, "tools", list, [])):
         where = f"tools[{number}]"
@@ -160,6 +160,11 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         }
         found.append({"type": "function", "function": function})
     return [] if choice["type"] == "none" else found
+
+
+def _is_one_call(body: Mapping[str, Any]) -> bool:
+    choice = wire.maybe(body, "tool_choice", dict, {})
+    return wire.maybe(choice, "disable_parallel_tool_use", bool, False)
 
 
 Texts = str | list[dict[str, Any]]
@@ -312,6 +317,8 @@ async def _events(
             yield _delta(blocks, {"type": "input_json_delta", "partial_json": piece.arguments})
             yield _stop(blocks)
             blocks += 1
+        if asked.one_call and choice.ended is not None:
+            break
     if is_open:
         yield _stop(blocks)
     total = {"output_tokens": choice.tokens}

@@ -19,7 +19,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tinsmith.chat.chat import Answer, Chat
-from tinsmith.chat.tools import Piece, Thought
+from tinsmith.chat.tools import Piece, Thought, ToolCall
 from tinsmith.engine.decoding import Listener, Part, SampleRequest, SampleResult
 from tinsmith.engine.errors import RequestError, explain
 from tinsmith.files.families import BaseModel
@@ -421,11 +421,13 @@ async def all_parts(generation: Generation, request: Request) -> list[Part]:
 
 
 class Choice:
-    """One sample on its way from tokens to text and tool calls."""
+    """One sample on its way from tokens to text and tool calls; `one_call` ends it with its first
+    call. What is drawn behind the end is not to be added."""
 
-    def __init__(self, answer: Answer, ends: Collection[int]):
+    def __init__(self, answer: Answer, ends: Collection[int], *, one_call: bool = False):
         self._answer = answer
         self._ends = ends
+        self._one_call = one_call
         self.tokens = 0
         self.ended: str | None = None  # "stop", "length" or "calls"
         self.drawn: list[int] = []  # the newest part's tokens …
@@ -438,16 +440,27 @@ class Choice:
 
     def add(self, part: Part) -> list[Piece]:
         """The pieces that are certain now; texts are not empty, and no two are neighbours."""
-        self.drawn = self.kept = part.tokens.tolist()
-        self.tokens += len(self.drawn)
-        pieces = [piece for token in self.drawn for piece in self._answer.add(token)]
-        if part.stop_reason == "stop" and self.kept and self.kept[-1] in self._ends:
+        pieces, tokens = list[Piece](), part.tokens.tolist()
+        for count, token in enumerate(tokens, 1):
+            pieces += self._answer.add(token)
+            if self._one_call and self._answer.calls:
+                tokens, self.ended = tokens[:count], "calls"
+                break
+        self.drawn = self.kept = tokens
+        self.tokens += len(tokens)
+        if part.stop_reason == "stop" and tokens and tokens[-1] in self._ends:
             self.kept = self.kept[:-1]
-        if part.stop_reason is not None:
+        if part.stop_reason is not None and self.ended is None:
             pieces += self._answer.end()
             cut = part.stop_reason == "length" and self.stopped is None
             self.ended = "length" if cut else "calls" if self._answer.calls else "stop"
-        return joined(pieces)
+        return joined(_to_call(pieces) if self._one_call else pieces)
+
+
+def _to_call(pieces: Sequence[Piece]) -> Sequence[Piece]:
+    """The pieces up to the first call."""
+    calls = (row for row, piece in enumerate(pieces, 1) if isinstance(piece, ToolCall))
+    return pieces[: next(calls, len(pieces))]
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:

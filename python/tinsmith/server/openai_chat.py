@@ -36,14 +36,16 @@ ID_LENGTH = 9  # Mistral's templates want it
 SETTINGS = {
     "model", "messages", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens",
     "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "top_logprobs", "tools",
-    "tool_choice", "chat_template_kwargs", "reasoning_effort", "return_token_ids",
+    "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort",
+    "return_token_ids",
 }  # fmt: skip
 # Values that change nothing, of settings that are not here.
 NEUTRAL: dict[str, Sequence[Any]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
-    "parallel_tool_calls": (True,),
+    "best_of": (1,),
+    "add_generation_prompt": (True,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "store": (False,),
@@ -71,6 +73,7 @@ class Asked:
     prompt: list[int]
     drawing: Drawing
     tools: list[dict[str, Any]]
+    one_call: bool
     logprobs: bool
     ids: bool  # vLLM's return_token_ids
     stream: bool
@@ -117,6 +120,7 @@ def _asked(body: Mapping[str, Any], target: Target) -> Asked:
             top_logprobs=inference.between(body, "top_logprobs", int, 0, TOP_LOGPROBS_MAX, 0),
         ),
         tools=tools,
+        one_call=not wire.maybe(body, "parallel_tool_calls", bool, True),
         logprobs=logprobs,
         ids=wire.maybe(body, "return_token_ids", bool, False),
         stream=stream,
@@ -269,7 +273,7 @@ def _choices(asked: Asked) -> list[Choice]:
 
     def make() -> Choice:
         answer = chat.answer(asked.prompt, drawing.stops, drawing.ends, asked.tools)
-        return Choice(answer, drawing.ends)
+        return Choice(answer, drawing.ends, one_call=asked.one_call)
 
     return [make() for _ in range(drawing.count)]
 
@@ -359,6 +363,8 @@ async def _events(
             yield ": waiting\n\n"
         for part in parts:
             choice = choices[part.number]
+            if choice.ended is not None:  # its one call has come
+                continue
             pieces = choice.add(part)
             about: dict[str, Any] = {"token_ids": choice.drawn} if asked.ids else {}
             if (scored := _logprobs(asked, choice, part)) is not None:
@@ -370,6 +376,8 @@ async def _events(
             if choice.ended is not None:
                 reasons = {"finish_reason": FINISH[choice.ended], "stop_reason": choice.stopped}
                 yield chunk(part.number, {}, **reasons)
+        if asked.one_call and all(choice.ended is not None for choice in choices):
+            break
     if asked.usage:
         drawn = sum(choice.tokens for choice in choices)
         total = usage(generation.prompt_tokens, drawn)
