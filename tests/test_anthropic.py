@@ -102,6 +102,14 @@ def test_a_checkpoint_uses_a_tool(place, client) -> None:
     assert [block.type for block in final.content] == ["text", "tool_use"]
     assert final.content[1].input == use.input and final.stop_reason == "tool_use"
     assert text_of(final) == text_of(reply)
+    one = {"type": "auto", "disable_parallel_tool_use": True}
+    with client.messages.stream(messages=ASKED, **given, tool_choice=one) as stream:
+        single = stream.get_final_message()
+    assert [block.type for block in single.content] == ["text", "tool_use"]
+    assert single.content[1].input == use.input and single.stop_reason == "tool_use"
+    assert single.usage.output_tokens == final.usage.output_tokens - 1  # <|im_end|>
+    asked = given | {"extra_body": {**GREEDY["extra_body"], "context_management": {"edits": []}}}
+    assert ask(client, **asked, tool_choice=one).usage == single.usage
     none = ask(client, **given, tool_choice={"type": "none"})
     assert none.stop_reason != "tool_use"
 
@@ -143,6 +151,8 @@ BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "does not have: leave it out"),
         ({"tool_choice": {"type": "any"}}, 'can have the type "auto" or "none"'),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "true or false"),
+        ({"context_management": {"edits": [{}]}}, "does not have: leave it out"),
         ({"tools": [{"type": "web_search_20250305", "name": "x"}]}, "no tool of the client's own"),
         ({"tools": [{"name": "x"}]}, "tools[0] has no input_schema"),
         ({"messages": []}, "messages is empty"),
