@@ -2,6 +2,8 @@
 beside texts, as vLLM's clients ask for them."""
 
 import json
+import threading
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -234,6 +236,29 @@ def test_what_the_tokenizer_writes_before_a_text_has_no_place_in_it() -> None:
         cut = [text[begin:end] for begin, end in zip(found[1:], ends, strict=True)]
         assert "".join(cut) == text
         assert [one.strip() for one in cut] == [word.strip() for word in words], name
+
+
+@pytest.mark.parametrize("stream", (False, True))
+def test_a_long_echo_leaves_the_loop_to_others(place, monkeypatch, stream: bool) -> None:
+    """It is read and written in other threads than the loop's."""
+    called = dict[str, threading.Thread]()
+
+    def noted(name: str) -> Callable[..., Any]:
+        function = getattr(completions, name)
+
+        def call(*given: Any) -> Any:
+            called[name] = threading.current_thread()
+            return function(*given)
+
+        return call
+
+    for name in ("prompt_rows", "pieces"):
+        monkeypatch.setattr(completions, name, noted(name))
+    given = {"prompt": [5] * CONTEXT, "echo": True, "max_tokens": 1}
+    for logprobs in (None, 1):
+        (streamed if stream else ask)(place, **given, logprobs=logprobs)
+        assert "pieces" in called and ("prompt_rows" in called) == bool(logprobs)
+        assert place[0]._thread not in called.values()
 
 
 # ---- what the engine is asked for ----

@@ -123,6 +123,9 @@ def _asked(body: Mapping[str, Any], target: Target, fireworks: bool) -> Asked:
         usage=wants_usage(body, stream) or fireworks,
     )
     _check(asked)
+    vocab = target.model.vocab
+    if echo and all(min(prompt) >= 0 and max(prompt) < vocab for prompt in prompts):
+        _ = asked.texts  # read here, beside the event loop; other ids are refused
     return asked
 
 
@@ -210,7 +213,7 @@ async def _events(
             return inference.event(completion(asked, [made]))
         return None
 
-    size = max(map(len, asked.prompts)) << 6 if asked.whole or asked.echo else 0
+    size = max(map(len, asked.prompts)) << 6 if asked.whole else 0
     async for parts in inference.parts_from(generation, first):
         if isinstance(parts, RequestError):
             yield inference.event(shapes.openai(400, clipped(str(parts)), None, None))
