@@ -31,7 +31,6 @@ from tinsmith.files.store import SCHEME, Store
 from tinsmith.server import (
     anthropic_messages,
     fireworks,
-    fireworks_names,
     metrics,
     openai_text,
     page,
@@ -51,8 +50,9 @@ from tinsmith.server.routes import Handler
 from tinsmith.server.service import Refusal, Service
 from tinsmith.server.shapes import (
     ANTHROPIC_PREFIXES,
-    FIREWORKS_PREFIX,
+    FIREWORKS_PREFIXES,
     OPENAI_PREFIXES,
+    SERVERLESS,
     refusal,
 )
 from tinsmith.server.state import State
@@ -76,11 +76,11 @@ TINKER = (results, sampling, routes, rest, transfers, uploads)
 def make_app(service: Service) -> Starlette:
     """The ASGI app: the tables of routes, each under its prefixes."""
     tinker = [row for table in (*TINKER, fireworks) for row in table.ROUTES]
-    tables = [(prefix, tinker) for prefix in (PREFIX, fireworks_names.PREFIX + PREFIX)]
+    tables = [(prefix, tinker) for prefix in (PREFIX, SERVERLESS + PREFIX)]
     tables += [("", rows) for rows in (metrics.ROUTES, page.ROUTES, fireworks.CONTROL)]
     tables += [(prefix, openai_text.ROUTES) for prefix in OPENAI_PREFIXES]
     tables += [(prefix, anthropic_messages.ROUTES) for prefix in ANTHROPIC_PREFIXES]
-    tables += [(FIREWORKS_PREFIX, openai_text.FIREWORKS)]
+    tables += [(prefix, openai_text.FIREWORKS) for prefix in FIREWORKS_PREFIXES]
     table = [
         Route(prefix + path, _endpoint(service, prefix + path, handler), methods=[method])
         for prefix, rows in tables

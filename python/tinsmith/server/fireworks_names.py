@@ -14,7 +14,6 @@ from typing import Any
 from tinsmith.files.store import SCHEME, Place, Store
 
 ACCOUNT = "local"
-PREFIX = "/training/v1/serverless"
 RUN = "run-"
 _REF = re.compile(r"(?:cross_job://|[^/:]+/)?(run-[0-9a-f]{32})[/:-]([^/:]+)")
 SAMPLED = re.compile(

@@ -44,6 +44,7 @@ from tinsmith.server.overload import Arrivals, Place, Queue
 from tinsmith.server.pieces import LARGE, Buffer
 from tinsmith.server.retries import Retries
 from tinsmith.server.sequences import Sequences
+from tinsmith.server.shapes import SERVERLESS
 from tinsmith.server.state import Busy, Once, RunRow, SessionRow, State
 from tinsmith.server.targets import Targets
 from tinsmith.server.watch import Listener
@@ -294,7 +295,7 @@ class Service:
 
     async def add_session(self, request: Request, body: Mapping[str, Any]) -> Session:
         """A new session of the client that asks."""
-        kind = "ts" if request.scope["path"].startswith(fireworks_names.PREFIX) else "s"
+        kind = "ts" if request.scope["path"].startswith(SERVERLESS) else "s"
         row = SessionRow(
             id=f"{kind}-{uuid.uuid4().hex}",
             owner=owner(request),

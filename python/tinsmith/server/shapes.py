@@ -13,7 +13,8 @@ from tinsmith.engine.errors import clipped
 # The hosted service's, and the usual ones.
 OPENAI_PREFIXES = ("/oai/api/v1", "/v1")
 ANTHROPIC_PREFIXES = ("/anthropic/api/v1", "/v1")
-FIREWORKS_PREFIX = "/inference/v1"  # as Fireworks' sampler has it behind a server's URL
+SERVERLESS = "/training/v1/serverless"  # behind a server's URL, as Fireworks' clients have it
+FIREWORKS_PREFIXES = ("/inference/v1", f"{SERVERLESS}/inference/v1")
 
 
 def tinker(status: int, sentence: str, param: str | None, code: str | None) -> dict[str, Any]:
@@ -54,7 +55,7 @@ Shape = Callable[[int, str, str | None, str | None], dict[str, Any]]
 SHAPES: tuple[tuple[str, Shape], ...] = (
     ("/anthropic/api", anthropic),
     ("/v1/messages", anthropic),
-    *((prefix, openai) for prefix in (*OPENAI_PREFIXES, FIREWORKS_PREFIX)),
+    *((prefix, openai) for prefix in (*OPENAI_PREFIXES, *FIREWORKS_PREFIXES)),
     ("", tinker),
 )
 
