@@ -227,6 +227,19 @@ def test_an_adapter_is_loaded_and_its_optimizer_begins_anew(fireworks, server) -
     assert "is not a checkpoint's path" in error
 
 
+def test_a_checkpoint_of_the_same_name_takes_the_others_place(fireworks) -> None:
+    """Its client can't ask for that, and warns that it happens; Tinker's is refused."""
+    model, loads = fireworks.create(), fireworks.create()
+    for _ in range(2):
+        fireworks.train(model)
+        path = fireworks.call("save_weights", model, path="twice", overwrite=False)["path"]
+        adapter = fireworks.call("save_weights_for_sampler", model, path="twice")["path"]
+        fireworks.call("load_weights", loads, path=path)
+        assert same(fireworks.forward(loads), fireworks.forward(model))
+        fireworks.call("load_adapter", loads, adapter_path=adapter)
+        assert same(fireworks.forward(loads), fireworks.forward(model))
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [

@@ -16,8 +16,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fireworks.training.sdk import FiretitanServiceClient, FireworksClient, types
+from fireworks.training.sdk import FiretitanServiceClient, FireworksClient
 from fireworks.training.sdk.client import GradAccNormalization, GradNormMetricsMode
+
+try:
+    from fireworks.training.sdk import types
+except ImportError:  # before 1.2.25 the types are Tinker's
+    from tinker import types
 
 KEY = "fw-local"
 TOKENS = [11, 12, 13, 14, 15]

@@ -36,17 +36,23 @@ def run_id(session: str, number: int) -> str:
     return f"{RUN}{digest.hexdigest()}:train:{number}"
 
 
+def is_run(model_id: str) -> bool:
+    """Whether a run is such a client's: its checkpoints of one name replace each other, as it warns
+    that they do."""
+    return model_id.startswith(RUN)
+
+
 def ref_of(tinker_path: str) -> str:
     """What Fireworks' client calls a checkpoint of such a run; any other path stays as it is."""
     run, _, name = tinker_path.removeprefix(SCHEME).split("/")
-    return f"{ACCOUNT}/{run.partition(':')[0]}/{name}" if run.startswith(RUN) else tinker_path
+    return f"{ACCOUNT}/{run.partition(':')[0]}/{name}" if is_run(run) else tinker_path
 
 
 def tinker_path(store: Store, name: str, kind: str, *runs: str) -> str:
     """The path of a checkpoint that is named so, as by a client of these runs; what is no name of
     Fireworks' stays as it is. FileNotFoundError where no run has it."""
     found, bare = _REF.fullmatch(name), _BARE.fullmatch(name)
-    fireworks = any(run.startswith(RUN) for run in runs)
+    fireworks = any(map(is_run, runs))
     if found is None and (bare is None or (not fireworks and Path(name).exists())):
         return name
     label = found[2] if found else name
@@ -61,5 +67,5 @@ def tinker_path(store: Store, name: str, kind: str, *runs: str) -> str:
 def checkpoints(store: Store, kind: str) -> Iterator[Place]:
     """The checkpoints of a kind that runs of Fireworks' clients have saved."""
     for run in store.runs():
-        if run.startswith(RUN):
+        if is_run(run):
             yield from (one for one in store.places(run) if f"/{kind}/" in one.path)

@@ -324,7 +324,8 @@ async def save_weights(service: Service, request: Request) -> dict[str, Any]:
             service.store.folder(service.store.path(model_id, "weights", name)),
             lambda step: run.meta("weights", step, user_metadata, ttl),
             optimizer=True,
-            overwrite=wire.maybe(body, "overwrite", bool, False),
+            overwrite=wire.maybe(body, "overwrite", bool, False)
+            or fireworks_names.is_run(model_id),
         )
 
     path = fireworks_names.ref_of(f"tinker://{model_id}/weights/{body.get('path')}")
@@ -365,6 +366,7 @@ async def save_weights_for_sampler(service: Service, request: Request) -> dict[s
             service.store.folder(path),
             lambda step: run.meta("sampler_weights", step, user_metadata, ttl),
             optimizer=False,
+            overwrite=fireworks_names.is_run(model_id),
         )
 
     return service.turn(request, model_id, seq, start, lambda _: reply)
