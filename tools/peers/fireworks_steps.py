@@ -555,7 +555,7 @@ def _(loop: Loop) -> None:
 def main(url: str, model: str) -> int:
     """The table of all steps; 1 where one is not as it should be."""
     warnings.simplefilter("ignore")
-    loop, right = Loop(url, model), 0
+    loop, right, well = Loop(url, model), 0, 0
     for name, function in STEPS.items():
         try:
             function(loop)
@@ -563,8 +563,6 @@ def main(url: str, model: str) -> int:
             print(f"ok       {name}", flush=True)
         except Exception as error:
             print(f"FAILED   {name}: {type(error).__name__}: {error!s:.300}", flush=True)
-    print(f"{right} of {len(STEPS)} steps")
-    well = 0
     for name, (word, function) in REFUSED.items():
         try:
             function(loop)
@@ -573,7 +571,9 @@ def main(url: str, model: str) -> int:
             fits = word in str(error)
             well += fits
             print(f"{'refused ' if fits else 'UNCLEAR '} {name}: {error!s:.300}", flush=True)
-    print(f"{well} of {len(REFUSED)} refused as they should be")
+    print(
+        f"result: {right} of {len(STEPS)} steps, {well} of {len(REFUSED)} refused as they should be"
+    )
     return int(right < len(STEPS) or well < len(REFUSED))
 
 

@@ -1,6 +1,6 @@
 """A small loop as any Tinker SDK from 0.16 to 0.38 runs it, and the digest of all its numbers.
 
-    TINKER_API_KEY=tml-local python -m tools.peers.sdk_loop URL MODEL
+    TINKER_API_KEY=tml-local python tools/peers/sdk_loop.py URL MODEL
 
 It uses nothing but the SDK that is on its path (`sdks.py` puts one there), so it names only what
 all of them have. Two SDKs whose digests agree got the same bits.
@@ -136,4 +136,4 @@ def sample(client: tinker.SamplingClient, digest: Digest) -> None:
 
 if __name__ == "__main__":
     url, name = sys.argv[1:]
-    print("digest", loop(tinker.ServiceClient(base_url=url), name))
+    print("result: digest", loop(tinker.ServiceClient(base_url=url), name))

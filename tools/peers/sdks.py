@@ -1,10 +1,11 @@
-"""One loop over several versions of Tinker's SDK, and whether all got the same bits.
+"""Training SDKs of several versions against this server, each with one script.
 
-    python -m tools.peers.sdks                   # every version of VERSIONS
-    python -m tools.peers.sdks 0.16.1 0.24.1     # these
+    python -m tools.peers.sdks                                        # all of VERSIONS
+    python -m tools.peers.sdks tinker==0.16.1 fireworks-ai==1.2.30    # these
 
-Each version is installed alone into a folder of its own, before the SDK that is here on the path;
-the server is this environment's. Exits 1 where a loop fails or its digest is another.
+Each is installed alone into a folder of its own, before what is here on the path; the server is
+this environment's, with the demonstration's model. Tinker's SDKs run sdk_loop.py and must all get
+the same bits; Fireworks' run fireworks_steps.py, and every step must be right. Exits 1 if not.
 """
 
 import os
@@ -16,17 +17,21 @@ from pathlib import Path
 import tinsmith.demo
 from tinsmith.server.backend import Backend
 
-ROOT = Path(__file__).parents[2]
-VERSIONS = ("0.16.1", "0.18.1", "0.22.7", "0.24.1", "0.25.0", "0.30.4", "0.34.0", "0.38.0")
-SECONDS = 300.0
+HERE = Path(__file__).parent
+MODEL = Path(tinsmith.demo.__file__).parent / "model"
+SCRIPTS = {"tinker": "sdk_loop.py", "fireworks-ai": "fireworks_steps.py"}
+TINKER = ("0.16.1", "0.18.1", "0.22.7", "0.24.1", "0.25.0", "0.30.4", "0.34.0", "0.38.0")
+VERSIONS = (*(f"tinker=={version}" for version in TINKER), "fireworks-ai==1.2.30")
+SECONDS = 600.0
 
 
-def run(version: str, url: str, folder: Path) -> tuple[bool, str]:
-    """Whether a version's loop ended well, and what it printed."""
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-    subprocess.run([*pip, "--target", str(folder), f"tinker=={version}"], check=True)
+def run(requirement: str, url: str, folder: Path) -> tuple[bool, str]:
+    """Whether the script of an SDK ended well, and what it printed."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+    subprocess.run([*pip, requirement], check=True)
+    script = HERE / SCRIPTS[requirement.partition("=")[0]]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "peers" / "sdk_loop.py"), url, "demo"],
+        [sys.executable, str(script), url, "demo"],
         env={**os.environ, "PYTHONPATH": str(folder), "TINKER_API_KEY": "tml-local"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -36,21 +41,22 @@ def run(version: str, url: str, folder: Path) -> tuple[bool, str]:
     return done.returncode == 0, done.stdout
 
 
-def main(versions: list[str]) -> int:
-    """The table; 1 where not all agree."""
-    digests = {}
+def main(requirements: list[str]) -> int:
+    """The table; 1 where something is not right."""
+    right, digests = True, set()
     with tempfile.TemporaryDirectory() as work:
-        folder = Path(work)
-        model = Path(tinsmith.demo.__file__).parent / "model"
-        with Backend({"demo": model}, checkpoints=folder / "checkpoints", device="cpu") as backend:
-            for version in versions or VERSIONS:
-                well, said = run(version, backend.url, folder / version)
-                digest = said.splitlines()[-1].removeprefix("digest ") if well else "failed"
-                digests[version] = digest
-                print(f"tinker {version:8} {digest}", flush=True)
+        place = Path(work) / "checkpoints"
+        with Backend({"demo": MODEL}, checkpoints=place, device="cpu") as backend:
+            for requirement in requirements or VERSIONS:
+                well, said = run(requirement, backend.url, Path(work) / requirement)
+                right &= well
+                lines = [line for line in said.splitlines() if line.startswith("result: ")]
+                told = lines[-1].removeprefix("result: ") if lines else "failed"
+                digests |= {told} if requirement.startswith("tinker") else set()
+                print(f"{requirement:21} {told}", flush=True)
                 if not well:
                     print(said, file=sys.stderr)
-    return int(len(set(digests.values())) != 1 or "failed" in digests.values())
+    return int(not right or len(digests) > 1)
 
 
 if __name__ == "__main__":
