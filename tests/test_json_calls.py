@@ -73,6 +73,25 @@ def test_a_call_in_json_gives_the_bits_of_the_protobuf_call(wire: Wire) -> None:
             wire.result(wire.optim_step(model, seq + 1))
 
 
+def test_large_arrays_in_json_are_whole(wire: Wire) -> None:
+    """Arrays of more than 64 KB take another way into the message than small ones."""
+    rng = np.random.default_rng(0)
+    tokens, ids = rng.integers(3, 60, 120), rng.integers(3, 60, (120, 150))
+    weights = rng.normal(size=ids.shape).astype(np.float32)
+    datum = one(tokens.tolist(), [0])
+    datum["loss_fn_inputs"] = {
+        "target_tokens": tensor(ids.ravel().tolist(), "int64", shape=[120, 150]),
+        "weights": tensor(weights.ravel().tolist(), shape=[120, 150]),
+    }
+    [found] = values(wire.result(wire.post("/forward_backward", **body(wire.create(), 1, [datum]))))
+    promise = wire.forward_backward(
+        wire.create(), 1, [make_datum(tokens.tolist(), ids, weights=weights)]
+    )
+    [wanted] = deserialize_forward_backward_output(wire.poll(promise).content).loss_fn_outputs
+    assert found.nbytes > 1 << 16
+    np.testing.assert_array_equal(found, wanted["logprobs"].to_numpy())
+
+
 def test_forward_has_no_gradient_and_its_answer_is_json_whatever_is_accepted(wire: Wire) -> None:
     model = wire.create()
     calls = [
@@ -207,6 +226,7 @@ def test_a_refused_call_uses_up_its_turn(wire: Wire, name: str) -> None:
         ({"loss_fn": None}, "forward_backward_input has no loss_fn"),
         ({"loss_fn_config": {"beta": [1]}}, "loss_fn_config beta must be a number or a text"),
         ({"loss_fn_config": {"beta": True}}, "loss_fn_config beta must be a number or a text"),
+        ({"loss_fn_config": {"beta": 10**400}}, "beta must be a number of 63 bits"),
         ({"loss_fn_config": {"beta": 1}}, "unknown loss_fn_config key 'beta'"),
         ({"chunks": 3}, "unknown field 'chunks' in forward_backward_input"),
     ],

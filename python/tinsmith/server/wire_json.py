@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from tinsmith.engine.worker import Batch
 from tinsmith.server import fields, wire
-from tinsmith.server.arrays import DTYPES, field_of
+from tinsmith.server.arrays import DTYPES
 from tinsmith.server.messages import pb
-from tinsmith.server.pieces import PIECE, Lifted
+from tinsmith.server.pieces import LARGE, PIECE, Lifted
 from tinsmith.server.wire import Call, encoded_text, maybe, need, object_of, optional, short
 
 TYPES = {label: (code, dtype) for code, (label, dtype) in DTYPES.items() if label != "bfloat16"}
@@ -34,8 +34,6 @@ def call_of(body: Mapping[str, Any], key: str) -> Call:
     given = need(body, key, dict)
     fields.check("loss_input", given, key)
     head = pb.ForwardBackwardRequest(
-        model_id=need(body, "model_id", str),
-        seq_id=need(body, "seq_id", int),
         loss_fn=need(given, "loss_fn", str, key),
         forward_only=key == "forward_input",
     )
@@ -44,7 +42,7 @@ def call_of(body: Mapping[str, Any], key: str) -> Call:
         if isinstance(value, str):
             setting.text = value
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            setting.number = float(value)
+            setting.number = wire.need({name: value}, name, float)
         else:
             raise ValueError(
                 f"loss_fn_config {name:.100} must be a number or a text, {short(value)} came"
@@ -68,7 +66,7 @@ def _datum(given: Any, where: str, lifted: Lifted) -> pb.Datum:
     fields.check("model_input", source, its)
     for chunk in need(source, "chunks", list, its):
         tokens = _numbers(encoded_text(chunk, its), np.dtype("<i4"), its)
-        datum.model_input.add().encoded_text.tokens = field_of([tokens], "<i4", lifted)
+        datum.model_input.add().encoded_text.tokens = _bytes(tokens, lifted)
     for name, tensor in need(given, "loss_fn_inputs", dict, where).items():
         _fill(datum.loss_fn_inputs[name], tensor, f"{where}: {name:.100}", lifted)
     return datum
@@ -86,12 +84,18 @@ def _fill(message: pb.Tensor, given: Any, where: str, lifted: Lifted) -> None:
     if shape:
         message.shape.extend(_numbers(shape, np.dtype("<i8"), f"{where}: shape").tolist())
     if given.get("sparse_crow_indices") is None:
-        message.dense = field_of([values], dtype.str, lifted)
+        message.dense = _bytes(values, lifted)
         return
-    message.sparse_csr.values = field_of([values], dtype.str, lifted)
+    message.sparse_csr.values = _bytes(values, lifted)
     for part in ("crow_indices", "col_indices"):
         places = _numbers(need(given, f"sparse_{part}", list, where), np.dtype("<i8"), where)
-        setattr(message.sparse_csr, part, field_of([places], "<i8", lifted))
+        setattr(message.sparse_csr, part, _bytes(places, lifted))
+
+
+def _bytes(array: NDArray[Any], lifted: Lifted) -> bytes:
+    """An array's elements as a message has them: a large one's are lifted out of it."""
+    data = array.tobytes()
+    return data if len(data) < LARGE else lifted.put(data)
 
 
 def _numbers(values: list[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]:
