@@ -25,7 +25,7 @@ from tinsmith.engine.worker import Batch
 from tinsmith.files import families, meta
 from tinsmith.files.families import BaseModel
 from tinsmith.files.store import Store
-from tinsmith.server import bodies, fields, rest, wire, wire_sampling
+from tinsmith.server import bodies, fields, rest, wire, wire_json, wire_sampling
 from tinsmith.server.backend import Backend
 from tinsmith.server.service import Refusal
 from tinsmith.server.state import SessionRow
@@ -37,6 +37,21 @@ MORE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/finish", {"reason": {"type": "error", "code": "a"}, "detail": "b"}),
     ("/sessions/search", {"display_name": "a", "user_metadata": {"a": "b"}, "limit": 9,
                           "statuses": [{"type": "client_finished", "reasons": ["success"]}]}),
+    ("/forward", {"model_id": "m", "seq_id": 1, "forward_input": {
+        "loss_fn": "ppo", "loss_fn_config": {"clip_low_threshold": 0.5}, "data": [{
+            "model_input": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
+            "loss_fn_inputs": {
+                "target_tokens": {"data": [6, 7, 8], "dtype": "int64", "shape": [3]},
+                "logprobs": {"data": [-1.5, -2, -3], "dtype": "float32", "shape": [3]},
+                "advantages": {"data": [1, -0.5, 2], "dtype": "float32", "shape": [3]}}}]}}),
+    ("/forward_backward", {"model_id": "m", "seq_id": 1, "forward_backward_input": {
+        "loss_fn": "cross_entropy", "data": [{
+            "model_input": {"chunks": [{"tokens": [5]}, {"tokens": [6]}]},
+            "loss_fn_inputs": {
+                "target_tokens": {"data": [6, 7, 8, 9], "dtype": "int64", "shape": [2, 2]},
+                "weights": {"data": [1.0, 0.5], "dtype": "float32", "shape": [2, 2],
+                            "sparse_crow_indices": [0, 1, 2],
+                            "sparse_col_indices": [0, 1]}}}]}}),
 )  # fmt: skip
 Read = Callable[[dict[str, Any], BaseModel], Any]
 
@@ -60,6 +75,10 @@ def _sample(body: dict[str, Any], model: BaseModel) -> Any:
     return request
 
 
+def _call(body: dict[str, Any], key: str, model: BaseModel) -> Any:
+    _check_batch(wire_json.batch(body, key, model), model)
+
+
 # What the routes read of a body, by the end of their paths.
 READERS: dict[str, Read] = {
     "/create_model": lambda body, _: (
@@ -78,6 +97,8 @@ READERS: dict[str, Read] = {
         wire.maybe(body, "optimizer", bool, False),
     ),
     "/asample": _sample,
+    "/forward": lambda body, model: _call(body, "forward_input", model),
+    "/forward_backward": lambda body, model: _call(body, "forward_backward_input", model),
     "/create_session": lambda body, _: (wire.metadata(body), wire.text(body, "display_name")),
     "/finish": lambda body, _: wire.finish(body),
     "/ttl": lambda body, _: wire.ttl(body),
