@@ -94,6 +94,11 @@ BAD: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         {"loss": "ppo", "inputs": policy(), "config": {"clip_low_threshold": float("nan")}},
     ),
     "no beta": (ValueError, "dro needs beta", {"loss": "dro", "inputs": policy()}),
+    "a difference of probabilities above 1": (
+        ValueError,
+        "dppo: delta is a difference of probabilities, from 0 to 1, not 1.5",
+        {"loss": "dppo", "inputs": policy(), "config": {"delta": 1.5}},
+    ),
     "a mean of no tokens": (
         FloatingPointError,
         "gspo is not finite",
