@@ -12,7 +12,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from chat_models import CALL, CONTEXT, WEATHER
+from chat_models import CALL, CONTEXT, MISTRAL, WEATHER, make_tokenizer
 from inference_server import ASKED, SAID, drawn, serve
 from tinsmith.chat.chat import Chat
 from tinsmith.chat.tools import ToolCall
@@ -187,6 +187,20 @@ def test_one_call_ends_an_answer(chat, said: str, stop_reason: str | None, size:
     assert len(calls) == 1 and found[-1] == calls[0] and choice.ended == "calls"
     assert choice.tokens == len(chat.encode(said[: said.index(CALL) + len(CALL)]))
     assert "".join(map(str, found[:-1])) == said[: said.index(CALL)]
+
+
+def test_one_call_ends_an_answer_that_has_several_at_once(tmp_path) -> None:
+    """Mistral's are a list, which is read when it is closed, or at the end."""
+    make_tokenizer(tmp_path, MISTRAL)
+    chat, [call] = Chat(tmp_path), [{"name": "weather", "arguments": {"town": "Zürich"}}]
+    tokens = chat.encode(f"[TOOL_CALLS]{json.dumps([call, call])}")
+    found = []
+    for one_call in (False, True):
+        answer = chat.answer([5], tools=[WEATHER])
+        choice, drawn = inference.Choice(answer, (), one_call=one_call), np.array(tokens)
+        found.append(choice.add(Part(0, drawn, drawn, "stop", None, None)))
+        assert choice.ended == "calls"
+    assert len(found[0]) == 2 and found[1] == found[0][:1]
 
 
 def test_one_call_is_asked_for(place, one) -> None:
