@@ -377,6 +377,8 @@ def test_the_page_names_every_setting(module: str) -> None:
     tables = importlib.import_module(f"tinsmith.server.{module}")
     page = (Path(__file__).parent.parent / "docs" / "inference.md").read_text()
     remarks = getattr(tables, "REMARKS", set())
-    single = {name for name, values in tables.NEUTRAL.items() if values}
-    for name in tables.SETTINGS | remarks | single:
-        assert f"`{name}`" in page, name
+    for kind in ("", "FIREWORKS_"):
+        neutral = getattr(tables, f"{kind}NEUTRAL", {})
+        single = {name for name, values in neutral.items() if values}
+        for name in getattr(tables, f"{kind}SETTINGS", set()) | remarks | single:
+            assert f"`{name}`" in page, name

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tinsmith.demo import demo
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from tools.peers import lm_eval
 
 # As `hf` it says what the file beside it says; as `local-completions` it asks, and notes what it

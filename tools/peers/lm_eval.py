@@ -6,9 +6,11 @@
 Its tasks of several choices need the log-probability of each choice behind the question, which
 local-completions asks for with `echo`. The harness runs three times on one task of local questions:
 as `hf`, and as `local-completions` with requests of ids and of texts. hf takes its softmax in
-float64, as torch's in float32 is off by 1e-5 a token. Nothing is fetched. Prints a table: accuracies, and how far the choices' log-probabilities are from hf's. Exits 0 if accuracies
-and greedy flags are hf's and, at float32, no log-probability differs by more than 5e-5; 1 if not;
-2 if the command line is wrong."""
+float64, as torch's in float32 is off by 1e-5 a token. Nothing is fetched.
+
+Prints a table: accuracies, and how far the choices' log-probabilities are from hf's. Exits 0 if
+accuracies and greedy flags are hf's and, at float32, no log-probability differs by more than 5e-5;
+1 if not; 2 if the command line is wrong."""
 
 import argparse
 import json
