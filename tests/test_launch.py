@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tinker.lib.public_interfaces import sampling_client
 from tinker_cookbook import tokenizer_utils
 from tinsmith import launch as launcher
 from tinsmith.demo import demo
+from transformers import AutoTokenizer
 
 LAUNCH = (sys.executable, "-m", "tinsmith.launch")
 
@@ -50,10 +52,41 @@ def test_a_name_of_another_model_finds_the_tokenizer_of_its_folder(tmp_path: Pat
     assert abs(sum(json.loads(shown).values()) - 1) < 1e-3
 
 
-def test_each_name_has_the_tokenizer_of_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+SAMPLER = """
+import tinker
+sampler = tinker.ServiceClient().create_sampling_client(base_model="Qwen/Qwen3-8B:peft:1024")
+tokenizer = sampler.get_tokenizer()
+print(len(tokenizer), tokenizer.encode("get_help"))
+"""
+
+
+def test_the_sdks_sampling_client_has_the_tokenizer_of_the_folder(tmp_path: Path) -> None:
+    """The cookbook's first tutorial asked the hub for a tokenizer of that name: offline it failed,
+    and else its ids were another model's."""
+    (tmp_path / "sampler.py").write_text(SAMPLER)
+    ended = subprocess.run(
+        [
+            sys.executable, "-m", "tinsmith.cli", "run", "--model", f"Qwen/Qwen3-8B={demo.MODEL}",
+            "sampler.py",
+        ],
+        capture_output=True, text=True, cwd=tmp_path, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    own = AutoTokenizer.from_pretrained(demo.MODEL)
+    assert ended.stdout.strip().endswith(f"{len(own)} {own.encode('get_help')}")
+
+
+def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], str]]:
+    """What will be registered with the cookbook; and the SDK's own function comes back."""
     made: dict[str, Callable[[], str]] = {}
     monkeypatch.setattr(tokenizer_utils, "register_tokenizer", made.__setitem__)
     monkeypatch.setattr(tokenizer_utils, "get_tokenizer", lambda folder: folder)
+    monkeypatch.setattr(sampling_client, "_load_tokenizer_from_model_info", lambda *given: given)
+    return made
+
+
+def test_each_name_has_the_tokenizer_of_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = registered(monkeypatch)
     models = {
         "a/student": "/one",
         "a/teacher": Path("/other"),
@@ -63,18 +96,22 @@ def test_each_name_has_the_tokenizer_of_its_own_folder(monkeypatch: pytest.Monke
     launcher.register_tokenizers(models)  # a name may also be that of another folder that is there
     found = {name: make() for name, make in made.items() if ":" not in name}
     assert found == {"a/student": "/one", "a/teacher": "/other", "/tmp": "/no"}
+    load = sampling_client._load_tokenizer_from_model_info
+    assert load("a/student") == ("a/student", "/one") and load("b/else") == ("b/else", None)
+    assert load("a/teacher", "/the/server's") == ("a/teacher", "/the/server's")
 
 
 def test_a_name_with_a_suffix_has_the_tokenizer_of_the_name_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`--model NAME=FOLDER` was not enough for a recipe that says NAME:peft:262144."""
-    made: dict[str, Callable[[], str]] = {}
-    monkeypatch.setattr(tokenizer_utils, "register_tokenizer", made.__setitem__)
-    monkeypatch.setattr(tokenizer_utils, "get_tokenizer", lambda folder: folder)
+    made = registered(monkeypatch)
     launcher.register_tokenizers({"a/b": "/one", "a/b:peft:65536": "/other"})
     assert made["a/b:peft:262144"]() == made["a/b:peft:32768"]() == made["a/b"]() == "/one"
     assert made["a/b:peft:65536"]() == "/other"
+    load = sampling_client._load_tokenizer_from_model_info
+    assert load("a/b:peft:32768") == ("a/b:peft:32768", "/one")
+    assert load("a/b:peft:65536") == ("a/b:peft:65536", "/other")
 
 
 THREAD = """

@@ -1,10 +1,11 @@
 """`python -m tinsmith.launch`: Python on a recipe, which finds the tokenizers of served models.
 
 A server's model may have any name, "Qwen/Qwen3-8B" say, for a folder on this machine; the cookbook
-looks for a name's tokenizer on the Hugging Face hub. This module registers the folder with the
-cookbook's own register_tokenizer, before the recipe starts: under the name, and with Tinker's
-suffixes behind it, NAME:peft:32768. Nothing else differs from `python -m MODULE …` and `python
-SCRIPT …`.
+and the SDK's sampling client look for a name's tokenizer on the Hugging Face hub. Before the recipe
+starts, this module registers the folder with the cookbook's own register_tokenizer: under the name,
+and with Tinker's suffixes behind it, NAME:peft:32768. The SDK has nothing of the kind, so the
+function that it loads tokenizers with is given the folder. Nothing else differs from `python -m
+MODULE …` and `python SCRIPT …`.
 
 **The exit code survives a crash of Python's own shutdown.** Before 3.14, pthread_exit ends a
 thread that asks for the GIL once the shutdown has begun. The SDK's HTTP client, pyqwest, has native
@@ -33,6 +34,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 MODELS = "TINSMITH_MODELS"  # in the environment: JSON, a folder for each name
 EXIT_CODE = "TINSMITH_EXIT_CODE"  # in the environment: a file to write the exit code to
@@ -40,11 +42,13 @@ CONTEXTS = tuple(1 << power for power in range(10, 22))  # of Tinker's suffixes,
 
 
 def register_tokenizers(models: Mapping[str, str | Path]) -> None:
-    """Lets the cookbook's get_tokenizer read each name's tokenizer from the model's folder."""
+    """Lets the SDK's and the cookbook's get_tokenizer read each name's tokenizer from the model's
+    folder."""
     pairs = ((name, Path(folder)) for name, folder in models.items())
     names = {name: str(one) for name, one in pairs if Path(name).resolve() != one.resolve()}
     if not names:
         return
+    register_with_sdk(names)
     try:
         from tinker_cookbook.tokenizer_utils import get_tokenizer, register_tokenizer
     except ImportError:
@@ -54,6 +58,22 @@ def register_tokenizers(models: Mapping[str, str | Path]) -> None:
     }
     for name, folder in (suffixed | names).items():
         register_tokenizer(name, lambda folder=folder: get_tokenizer(folder))
+
+
+def register_with_sdk(names: Mapping[str, str]) -> None:
+    """The same for the SDK's sampling client, which knows a name alone."""
+    try:
+        from tinker.lib.public_interfaces import sampling_client
+
+        load = sampling_client._load_tokenizer_from_model_info
+    except (ImportError, AttributeError):
+        return  # a script without the SDK; or an SDK that loads them elsewhere, from the hub
+
+    def load_from_folder(name: str, tokenizer_id: str | None = None) -> Any:
+        folder = names.get(name) or names.get(name.partition(":")[0])
+        return load(name, tokenizer_id or folder)
+
+    sampling_client._load_tokenizer_from_model_info = load_from_folder
 
 
 def launch(command: Sequence[str]) -> None:
