@@ -38,12 +38,12 @@ server: the tests run them with one episode at a time.
 
 A model that uses its embedding as its head, and whose unembedding was trained (`train_unembed`, the
 SDK's default), has an adapter that the cookbook's `build_hf_model` can't merge: it looks for a head
-among the model's tensors and says that `lm_head.weight` does not exist. For a Qwen3.5, whose head
-has the hosted service's name, and with `merge_strategy="full"`, it says nothing and adds the
-adapter to the embedding too, which is another model: in two trials its log-probabilities were 5 and
-15 nats off. No adapter helps, since the cookbook adds only to tensors that the model has, and this
-one has one matrix for both. `tinsmith export MODEL ADAPTER OUT` writes a head of its own; or train
-with `train_unembed=False`. PEFT takes the adapter as it is, for models that are not Qwen3.5.
+among the model's tensors and says that `lm_head.weight` does not exist. With
+`merge_strategy="full"`, or under the hosted service's name for the head, it says nothing and adds
+the adapter to the embedding too, which is another model: in two trials its log-probabilities were 5
+and 15 nats off. No adapter helps, since the cookbook adds only to tensors that the model has, and
+this one has one matrix for both. `tinsmith export MODEL ADAPTER OUT` writes a head of its own; or
+train with `train_unembed=False`. PEFT takes the adapter as it is, for models that are not Qwen3.5.
 
 Under "Calls" is left out what every client does: it makes a session, sends it signs of life, asks
 for results, and sends telemetry.

@@ -340,11 +340,15 @@ TIED = dataclasses.replace(
         "Qwen/Qwen3.5-4B": "hybrid-tied",
         "Qwen/Qwen3.6-35B-A3B": "mixture-tied",
     },
-    known={
-        "test_weight_export_e2e::TestDenseQwen3::test_shard_merge": Known(
-            "lm_head.weight", "the cookbook has no place for the head's adapter"
+    known=dict.fromkeys(
+        (
+            "test_lifecycle::TestFullLifecycle::test_train_download_build",
+            "test_weight_export_e2e::TestDenseQwen3::test_shard_merge",
+            "test_weight_export_e2e::TestMoEQwen36::test_shard_merge",
+            "test_weight_export_e2e::TestMoEQwen36::test_fp8_quantized_merge",
         ),
-    },
+        Known("lm_head.weight", "the cookbook has no place for the head's adapter"),
+    ),
 )
 
 LITELLM = Suite(

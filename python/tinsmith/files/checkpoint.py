@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from tinsmith import _core
 from tinsmith.files import disk, encryption, families, weights
+from tinsmith.files.family import plain
 from tinsmith.files.lora import Average, factors
 from tinsmith.files.meta import (
     ADAPTER_FILE,
@@ -356,16 +357,23 @@ def _open_checked(version: Version, content: Mapping[str, Any], name: str) -> we
     return version.tensors(name)
 
 
+def _plain(name: str) -> str:
+    """A matrix's name whichever name of its module a file has: Qwen3.5's head had another one."""
+    return PREFIX + plain(name.removeprefix(PREFIX))
+
+
 def _read_weights(
     folder: Path, tensors: weights.Tensors, family: families.Family, adapter: _core.Adapter
 ) -> NDArray[np.float32]:
     flat = np.empty(adapter.size, np.float32)
-    views = dict(matrices(family, adapter, flat))
-    different = sorted(set(views) ^ set(tensors))
+    views = {_plain(name): view for name, view in matrices(family, adapter, flat)}
+    names = {_plain(name): name for name in tensors}
+    different = sorted(set(views) ^ set(names))
     if different:
-        where = "the file" if different[0] in tensors else "this adapter"
+        where = "the file" if different[0] in names else "this adapter"
         raise ValueError(f"{folder} is for other matrices: only {where} has {different[0]}")
-    for name, view in views.items():
+    for known, view in views.items():
+        name = names[known]
         entry = tensors.entry(name)
         if (entry.dtype, entry.shape) != ("F32", view.shape):
             found, needed = f"{entry.dtype} {entry.shape}", f"F32 {view.shape}"

@@ -104,12 +104,12 @@ QWEN3_5 = Family(
     # rmsnorm with these weights divides by a length: x / (|x| / √N) · 1/√N; q also by √N.
     constants={"delta_q_unit": lambda width: 1 / width, "delta_k_unit": lambda width: width**-0.5},
     aside=("model.visual.", NESTED + "visual.", "mtp."),
-    # As the hosted service names them: it trains matrices of their own on q, k and v.
+    # As the hosted service names them: it trains matrices of their own on q, k and v. The head has
+    # another name there, under which the cookbook merges a tied model's into its embedding.
     modules={
         "delta_q": "model.layers.{layer}.linear_attn.in_proj_q",
         "delta_k": "model.layers.{layer}.linear_attn.in_proj_k",
         "delta_v": "model.layers.{layer}.linear_attn.in_proj_v",
-        "head": "model.unembed_tokens",
     },
 )  # fmt: skip
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tinsmith import _core
 from tinsmith.files import checkpoint, config, families, meta, weights
 from tinsmith.files.config import QUANTIZATION, TIED
-from tinsmith.files.family import plain
+from tinsmith.files.family import SPELLINGS, plain
 from tinsmith.files.lora import Average, factors
 from tinsmith.files.meta import Meta
 from tinsmith.files.places import Place
@@ -165,6 +165,9 @@ def _groups() -> dict[str, str]:
             if slot in family.names:
                 for module in (family.module(slot, 0), family.matrix(slot, 0)):
                     found[module.rpartition(".")[2]] = group
+    for ours, others in SPELLINGS.items():
+        if ours in found:
+            found |= {other.rpartition(".")[2]: found[ours] for other in others}
     return found
 
 
