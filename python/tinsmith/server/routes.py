@@ -316,7 +316,7 @@ async def save_weights(service: Service, request: Request) -> dict[str, Any]:
 
     def start(run: RunInfo) -> Future[Any]:
         fields.check("save_weights", body)
-        name = wire.need(body, "path", str)
+        name, overwrite = wire.need(body, "path", str), wire.maybe(body, "overwrite", bool, False)
         user_metadata, ttl = wire.metadata(body), wire.ttl(body)
         return service.worker.save(
             model_id,
@@ -324,8 +324,7 @@ async def save_weights(service: Service, request: Request) -> dict[str, Any]:
             service.store.folder(service.store.path(model_id, "weights", name)),
             lambda step: run.meta("weights", step, user_metadata, ttl),
             optimizer=True,
-            overwrite=wire.maybe(body, "overwrite", bool, False)
-            or fireworks_names.is_run(model_id),
+            overwrite=overwrite or fireworks_names.is_run(model_id),
         )
 
     path = fireworks_names.ref_of(f"tinker://{model_id}/weights/{body.get('path')}")
