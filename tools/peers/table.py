@@ -219,9 +219,6 @@ TUFT = Suite(
         "test_openai_api::TestTrainAndOAIIntegration::test_full_flow": Known(
             "KeyError: 'data'", "all runs until it asks with the second user's key"
         ),
-        "test_openai_api::TestCompletions::test_logprobs": Known(
-            "400 == 200", "`logprobs: true` is chat's; of completions it is a number"
-        ),
         "test_openai_api::TestCompletions::test_presence_frequency_penalty": Known(
             "400 == 200", "penalties are refused by name"
         ),
