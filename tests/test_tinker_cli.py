@@ -171,8 +171,16 @@ def model_list(paths: dict[str, str], folder: Path) -> None:
 
 
 def session_export_trace(paths: dict[str, str], folder: Path) -> None:
-    told = refused("session", "export-trace", paths["run"].partition(":")[0])
-    assert "exporting a session's trace is not built in tinsmith" in told
+    session = paths["run"].partition(":")[0]
+    tell("session", "export-trace", session)
+    trace = json.loads((folder / f"{session}.pftrace").read_text())
+    names = {event["name"] for event in trace["traceEvents"] if event["ph"] == "X"}
+    assert {"create", "forward_backward", "optim_step", "queued", "work"} <= names
+    told = shown("session", "export-trace", session, "-o", "mine/trace.json")
+    assert told["file_size_bytes"] == (folder / "mine/trace.json").stat().st_size
+    url = shown("session", "export-trace", session, "--url-only")["url"]
+    assert f"/sessions/{session}/trace/" in url
+    assert "there is no session" in refused("session", "export-trace", "absent")
 
 
 def auth_status(paths: dict[str, str], folder: Path) -> None:

@@ -217,6 +217,7 @@ class Backend:
         app = make_app(self._service)
         app.state.metrics = self._metrics
         self.watch.listen(self.history)
+        self.watch.listen(self._service.timelines)
         self._server = Server(Door(app, access, self.watch))
         self._socket.listen(BACKLOG)
         self._thread = threading.Thread(

@@ -1,18 +1,20 @@
 """The Tinker endpoints that describe models, runs, checkpoints and sessions. ROUTES is the table.
 
-All of it is read from disk, so it is also there after a restart; threads read it and write to it.
-Tinker's features that a local server does not have are refused by name in REFUSED, never left
-unanswered.
+All of it but the timelines is read from disk, so it is also there after a restart; threads read it
+and write to it. Tinker's features that a local server does not have are refused by name in REFUSED,
+never left unanswered.
 """
 
 from datetime import UTC, datetime
+from hmac import compare_digest
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 
 from tinsmith.files.home import split_context
 from tinsmith.files.meta import Meta, is_time
-from tinsmith.server import fields, wire
+from tinsmith.server import fields, timeline, wire
 from tinsmith.server.bodies import read_json
 from tinsmith.server.metrics import healthz
 from tinsmith.server.routes import Handler
@@ -218,17 +220,37 @@ async def list_sessions(service: Service, request: Request) -> dict[str, Any]:
 
 
 async def get_session(service: Service, request: Request) -> dict[str, Any]:
-    name = request.path_params["session_id"]
-    rows = await service.stored(service.state.sessions, owner(request))
-    row = next((item for item in rows if item.id == name), None)
-    if row is None:
-        raise Refusal(404, f"there is no session {name}")
+    row = await _session(service, request)
     return {
-        "training_run_ids": await service.stored(service.state.runs_of, name),
-        "sampler_ids": await service.stored(service.state.samplers_of, name),
+        "training_run_ids": await service.stored(service.state.runs_of, row.id),
+        "sampler_ids": await service.stored(service.state.samplers_of, row.id),
         "user_metadata": row.user_metadata,
         "display_name": row.display_name,
     }
+
+
+async def export_trace(service: Service, request: Request) -> dict[str, Any]:
+    """The URL of a session's timeline, which is fetched without the client's key."""
+    session = (await _session(service, request)).id
+    if session not in service.timelines:
+        return {
+            "status": "failed",
+            "error": f"the server knows no calls of {session}: it keeps those since its start, of "
+            f"the {timeline.SESSIONS_MAX} sessions that it heard of last",
+        }
+    here = str(request.url).partition("?")[0].rpartition("/")[0]
+    url = f"{here}/trace/{service.timelines.ticket(session)}"
+    return {"status": "ready", "url": service.access.signed(url)}
+
+
+async def get_trace(service: Service, request: Request) -> Response:
+    """The timeline; whoever has the ticket was told it by `export_trace`."""
+    session, ticket = request.path_params["session_id"], request.path_params["ticket"]
+    known = compare_digest(ticket.encode(), service.timelines.ticket(session).encode())
+    pieces = service.timelines.trace(session) if known else None
+    if pieces is None:
+        raise Refusal(404, "there is no such trace; export it again")
+    return StreamingResponse(pieces, media_type="application/json")
 
 
 async def search_sessions(service: Service, request: Request) -> dict[str, Any]:
@@ -253,6 +275,16 @@ async def search_sessions(service: Service, request: Request) -> dict[str, Any]:
             "last_session_id": page[-1].id,
         }
     return reply
+
+
+async def _session(service: Service, request: Request) -> SessionRow:
+    """The session that a request names, which is the client's own."""
+    name = request.path_params["session_id"]
+    rows = await service.stored(service.state.sessions, owner(request))
+    row = next((item for item in rows if item.id == name), None)
+    if row is None:
+        raise Refusal(404, f"there is no session {name}")
+    return row
 
 
 def _base_models(body: dict[str, Any]) -> set[str] | None:
@@ -363,7 +395,6 @@ def refuse(what: str) -> Handler:
 
 
 REFUSED = (
-    ("GET", "/sessions/{session_id}/trace_export", "exporting a session's trace"),
     ("PUT", "/sessions/{session_id}/project", "assigning projects"),
     ("POST", "/auth/token", "exchanging credentials"),
     ("GET", "/auth/apikey/me", "logging in (set TINKER_API_KEY instead)"),
@@ -389,4 +420,6 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/sessions", list_sessions),
     ("POST", "/sessions/search", search_sessions),
     ("GET", "/sessions/{session_id}", get_session),
+    ("GET", "/sessions/{session_id}/trace_export", export_trace),
+    ("GET", "/sessions/{session_id}/trace/{ticket}", get_trace),
 )

@@ -47,6 +47,7 @@ from tinsmith.server.sequences import Sequences
 from tinsmith.server.shapes import SERVERLESS
 from tinsmith.server.state import Busy, Once, RunRow, SessionRow, State
 from tinsmith.server.targets import Targets
+from tinsmith.server.timeline import Timelines
 from tinsmith.server.watch import Listener
 
 P = ParamSpec("P")
@@ -204,6 +205,7 @@ class Service:
         self.targets = Targets(worker)
         self.watch = watch
         self.history = history
+        self.timelines = Timelines()
         self.started = now()
         self.store = store
         self.state = state
